@@ -176,7 +176,10 @@ def serve(num_rows: int, profile: str | None) -> None:
     from blockdraft.server.remote_engine import start_engine_process
 
     engine = start_engine_process(
-        functools.partial(run_paced_engine, num_rows), StartProgress(), lambda engine: engine.kill()
+        functools.partial(run_paced_engine, num_rows),
+        StartProgress(),
+        lambda engine: engine.kill(),
+        step_timeout_s=60,
     )
     import uvicorn
 

@@ -144,7 +144,9 @@ def _serve(
 
     work = functools.partial(_run_engine, args, settings, options.api_keys)
     startup = StartProgress(set_up_logs(args, options.api_keys))
-    engine = start_engine_process(work, startup, _end_hung, closes=[listener])
+    engine = start_engine_process(
+        work, startup, _end_hung, step_timeout_s=args.step_timeout, closes=[listener]
+    )
     from blockdraft.server.app import make_app  # while the engine's process imports PyTorch
 
     name = (args.served_model_name or settings.model) + settings.suffix

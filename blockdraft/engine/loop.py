@@ -174,6 +174,11 @@ class EngineLoop:
         return not self._is_open
 
     @property
+    def is_silent(self) -> bool:
+        """Never seen from here: who asks runs in the same interpreter."""
+        return False
+
+    @property
     def is_running(self) -> bool:
         """Whether the thread is still there, as it is after `close` has come during the start."""
         return self._thread.is_alive()

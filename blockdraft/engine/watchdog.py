@@ -16,12 +16,24 @@ log = logging.getLogger(__name__)
 
 
 class Watchdog:
-    """Calls `on_hang` once when one step of `loop` has run for `limit_s` seconds, with all stacks logged."""
+    """Calls `on_hang` once when one step of `loop` has run for `limit_s` seconds, with all stacks logged.
 
-    def __init__(self, loop: EngineLoop, limit_s: float, on_hang: Callable[[], object]) -> None:
+    Until then it calls `on_tick` at least four times in that time: who hears no ticks knows that this
+    process's interpreter is stuck, which a thread of that process cannot see.
+    """
+
+    def __init__(
+        self,
+        loop: EngineLoop,
+        limit_s: float,
+        *,
+        on_hang: Callable[[], object],
+        on_tick: Callable[[], object] = lambda: None,
+    ) -> None:
         self._loop = loop
         self._limit_s = limit_s
         self._on_hang = on_hang
+        self._on_tick = on_tick
         self._stop = Event()
         self._thread = Thread(target=self._run, name="watchdog", daemon=True)
         self._thread.start()
@@ -32,6 +44,7 @@ class Watchdog:
 
     def _run(self) -> None:
         while not self._stop.wait(min(1.0, self._limit_s / 4)):
+            self._on_tick()
             began_s = self._loop.step_began_s
             if began_s is not None and time.monotonic() - began_s > self._limit_s:
                 self._loop.is_hanging = True

@@ -15,8 +15,8 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.routing import Match, Route
+from starlette.types import ASGIApp, Scope
 
 from blockdraft import __version__
 from blockdraft.engine.info import EngineInfo
@@ -90,6 +90,10 @@ class ServedEngine(Protocol):
         """Whether a step has not come back."""
 
     @property
+    def is_silent(self) -> bool:
+        """Whether it is stuck right now, as far as can be seen: it may come back."""
+
+    @property
     def is_closed(self) -> bool: ...
     @property
     def engine_info(self) -> EngineInfo | None:
@@ -106,7 +110,12 @@ class ServedEngine(Protocol):
 
 def make_app(loop: ServedEngine, *, name: str, options: ServerOptions, tool_format: str = "auto") -> ASGIApp:
     """The whole server; `name` is what clients call the model, `tool_format` how it writes tool calls."""
-    return Guard(ShortWay(make_api(loop, name=name, tool_format=tool_format)), options)
+    api = make_api(loop, name=name, tool_format=tool_format)
+
+    def has_path(scope: Scope) -> bool:
+        return any(route.matches(scope)[0] is not Match.NONE for route in api.routes)
+
+    return Guard(ShortWay(api), options, has_path)
 
 
 def make_api(loop: ServedEngine, *, name: str, tool_format: str = "auto") -> Starlette:
@@ -152,8 +161,9 @@ class _Api:
         return status_response("ok" if is_alive else "failed")
 
     async def health(self, request: Request) -> Response:
-        is_alive = self.loop.error is None and not self.loop.is_hanging
-        return status_response(health_of(self.loop.startup.state) if is_alive else "failed")
+        if self.loop.error is not None or self.loop.is_hanging:
+            return status_response("failed")
+        return status_response("hanging" if self.loop.is_silent else health_of(self.loop.startup.state))
 
     async def ready(self, request: Request) -> Response:
         start, snapshot = self.loop.startup.snapshot(), None

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from collections.abc import Iterator
 
 from blockdraft.errors import RequestError
 
 MAX_DEPTH = 64  # of nested lists and objects; arbitrary, far past any conversation
 MAX_INTEGER_CHARS = 20  # 64 bits, sign included
+_TOO_DEEP = f"nests deeper than {MAX_DEPTH} levels: flatten it."
 
 
 def parse_object(body: bytes) -> dict[str, object]:
@@ -19,17 +21,13 @@ def parse_object(body: bytes) -> dict[str, object]:
     infinities, integers past 64 bits, text that is not Unicode, deep nesting.
     """
     try:
-        fields = json.loads(
-            body.decode(),
-            object_pairs_hook=_unique,
-            parse_constant=_refuse_constant,
-            parse_int=_integer,
-            parse_float=_number,
-        )
+        text = body.decode()
     except UnicodeDecodeError as error:
         raise RequestError(f"the body is not UTF-8 ({error.reason}, byte {error.start}).") from None
+    try:
+        fields = _loads(text)
     except RecursionError:
-        raise RequestError(f"the body nests deeper than {MAX_DEPTH} levels: flatten it.") from None
+        raise RequestError(f"the body {_TOO_DEEP}") from None
     except json.JSONDecodeError as error:
         raise RequestError(f"the body is not valid JSON ({error}): send a JSON object.") from None
     if not isinstance(fields, dict):
@@ -38,6 +36,29 @@ def parse_object(body: bytes) -> dict[str, object]:
         _check_unicode(name, None)
         _check(value, name)
     return fields
+
+
+def parse_text(text: str) -> object:
+    """The JSON value in a text that a body holds, or RequestError: the same rules hold for it."""
+    try:
+        value = _loads(text)
+    except RecursionError:
+        raise RequestError(f"the JSON in a text {_TOO_DEEP}") from None
+    except json.JSONDecodeError as error:
+        raise RequestError(f"a text that should be JSON is not JSON ({error}): correct it.") from None
+    _check(value, None)
+    return value
+
+
+def _loads(text: str) -> object:
+    value: object = json.loads(
+        text,
+        object_pairs_hook=_unique,
+        parse_constant=_refuse_constant,
+        parse_int=_integer,
+        parse_float=_number,
+    )
+    return value
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -66,15 +87,32 @@ def _number(text: str) -> float:
     return value
 
 
-def _check(value: object, field: str) -> None:
-    """Walk one field's value without recursion."""
-    level = [value]
-    for _ in range(MAX_DEPTH):
-        below: list[object] = []
+def _check(value: object, field: str | None) -> None:
+    """Walk one field's value without recursion; None: that of a text in a field."""
+    depth = 0
+    for level in _levels(value):
+        depth += 1
         for item in level:
             if isinstance(item, str):
                 _check_unicode(item, field)
-            elif isinstance(item, list):
+    if depth > MAX_DEPTH:
+        where = "the JSON in a text" if field is None else shown(field)
+        raise RequestError(f"{where} {_TOO_DEEP}", None if field is None else shown_name(field))
+
+
+def is_too_deep(value: object) -> bool:
+    """Whether lists and objects nest deeper in a value than in any request."""
+    return sum(1 for _ in _levels(value)) > MAX_DEPTH
+
+
+def _levels(value: object) -> Iterator[list[object]]:
+    """Yield what lies at each depth, names included: the allowed levels, and one more if there is one."""
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        yield level
+        below: list[object] = []
+        for item in level:
+            if isinstance(item, list):
                 below.extend(item)
             elif isinstance(item, dict):
                 below.extend(item)
@@ -82,7 +120,6 @@ def _check(value: object, field: str) -> None:
         if not below:
             return
         level = below
-    raise RequestError(f"{shown(field)} nests deeper than {MAX_DEPTH} levels: flatten it.", shown_name(field))
 
 
 def _check_unicode(text: str, field: str | None) -> None:
@@ -91,7 +128,7 @@ def _check_unicode(text: str, field: str | None) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        where = "a field's name" if field is None else shown(field)
+        where = "a name or a text" if field is None else shown(field)
         raise RequestError(
             f"{where} is not valid Unicode (unpaired surrogate U+{ord(text[error.start]):04X}): "
             "send whole characters; in JSON an emoji is two \\u escapes.",

@@ -8,7 +8,8 @@ many, be it a probe. Here the connection that was idle longest gives way.
 from __future__ import annotations
 
 import asyncio
-import logging
+import re
+import select
 from collections import deque
 from typing import Any, ClassVar, cast
 from urllib.parse import unquote
@@ -23,8 +24,20 @@ from blockdraft.server.options import MAX_HEAD_BYTES
 
 MAX_UNREAD_BYTES = 1 << 16  # of a body that the application has not asked for yet; arbitrary
 MAX_PIPELINED = 256  # requests that wait for the answer of the one before; arbitrary
+MAX_DROPPED_BYTES = 1 << 20  # read behind the last request while that is answered; arbitrary
+LINGER_S = 2.0  # for a client to read its answer while it still sends; arbitrary
+FIRST_CHECK_S, CHECK_S = 0.001, 1.0  # whether a client that has closed its half is there
+NUM_CHECKS_PER_SIGN = 16  # a network may lose a sign
 
-log = logging.getLogger("uvicorn.error")
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+_HTTP_2 = b"PRI * HTTP/2"  # how its connections begin
+_TLS = b"\x16\x03"
+_NUM_OPENING_BYTES = 16
+_WHOLE_ADDRESS = re.compile(rb"https?://([^/?]*)", re.IGNORECASE)
+
+
+class NotHttp(ValueError):
+    """Bytes that are no request; the message is for the client."""
 
 
 class HttpConnection(asyncio.Protocol):
@@ -48,9 +61,8 @@ class HttpConnection(asyncio.Protocol):
         self._loop = _loop or asyncio.get_running_loop()
         self._state = server_state
         self._app_state = app_state
-        self._parser = httptools.HttpRequestParser(self)
-        # What a client sends behind its last request does no harm: nobody reads it.
-        self._parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        self._parser = self._new_parser()
+        self._opening = b""  # the first bytes
         self._exchange: Exchange | None = None  # the one that is answered, or was last
         self._arriving: Exchange | None = None  # the one whose body comes in
         self._waiting: deque[Exchange] = deque()  # pipelined, behind the one that is answered
@@ -59,10 +71,21 @@ class HttpConnection(asyncio.Protocol):
         self._num_unparsed = 0  # bytes since the last part of a body
         self._has_moved = False
         self._is_read_paused = False
+        self._has_ended = False  # no request is read any more
+        self._num_dropped = 0  # bytes behind the last request
+        self._is_lingering = False
+        self._has_heard_all = False  # the client has closed its half
         self._writable = asyncio.Event()
         self._head_timer: asyncio.TimerHandle | None = None
         self._send_timer: asyncio.TimerHandle | None = None
         self._keep_alive_timer: asyncio.TimerHandle | None = None
+        self._end_timer: asyncio.TimerHandle | None = None
+
+    def _new_parser(self) -> httptools.HttpRequestParser:
+        parser = httptools.HttpRequestParser(self)
+        # What a client sends behind its last request does no harm: nobody reads it.
+        parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        return parser
 
     @property
     def default_headers(self) -> list[tuple[bytes, bytes]]:
@@ -87,7 +110,7 @@ class HttpConnection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._state.connections.discard(self)
         self.idle.pop(self, None)
-        for timer in (self._head_timer, self._send_timer, self._keep_alive_timer):
+        for timer in (self._head_timer, self._send_timer, self._keep_alive_timer, self._end_timer):
             if timer is not None:
                 timer.cancel()
         self._waiting.clear()
@@ -96,15 +119,21 @@ class HttpConnection(asyncio.Protocol):
             self._exchange.lose()
 
     def data_received(self, data: bytes) -> None:
+        if self._has_ended:
+            self._drop(data)
+            return
+        self._opening += data[: _NUM_OPENING_BYTES - len(self._opening)]
         self._has_moved = False
         try:
             self._parse(data)
-        except httptools.HttpParserError:
-            self._refuse()
+        except httptools.HttpParserError as error:
+            cause = error.__context__
+            self._end(str(cause) if isinstance(cause, NotHttp) else _why(self._opening))
             return
         self._num_unparsed = 0 if self._has_moved else self._num_unparsed + len(data)
         if self._num_unparsed > MAX_HEAD_BYTES and (self._is_in_head or self._arriving is not None):
-            self._refuse()  # a head, or what is around a body; Guard sees the size of complete heads
+            # A head, or what is around a body; Guard sees the size of complete heads.
+            self._end(f"the address and headers are larger than {MAX_HEAD_BYTES} bytes: shorten them.")
             return
         self._watch_head()
         self._note_idle()
@@ -116,19 +145,54 @@ class HttpConnection(asyncio.Protocol):
                 self._parser.feed_data(data)
             except httptools.HttpParserUpgrade as upgrade:
                 if not self._wants_upgrade:
-                    return  # CONNECT: what follows is not for us
-                # The parser has left the body out.
+                    self._end("")  # CONNECT: what follows is not for us
+                    return
+                # The parser has left the body out, and may read no second request.
                 data = self._head_without_upgrade() + data[upgrade.args[0] :]
+                self._parser = self._new_parser()
             else:
                 return
+
+    def _drop(self, data: bytes) -> None:
+        """Read on, for a while: who closes with bytes unread resets the connection, answers included."""
+        self._num_dropped += len(data)
+        if self._num_dropped > MAX_DROPPED_BYTES and not self._is_lingering:
+            self._pause_reading()
 
     def _head_without_upgrade(self) -> bytes:
         lines = [b"%b %b HTTP/%b" % (self._parser.get_method(), self._url, self._version.encode())]
         lines += [b"%b: %b" % field for field in self._headers if field[0] != b"upgrade"]
         return b"\r\n".join([*lines, b"", b""])
 
-    def eof_received(self) -> None:
-        self._watch_rest()  # the transport closes itself
+    def eof_received(self) -> bool:
+        """The client sends no more: it may wait for the answer to what it has sent, or have gone.
+
+        Who has gone answers a sign with a reset. Where the answer has begun no sign can be sent, and who ends
+        its half only then has gone, as a rule. Returns True if the connection stays.
+        """
+        self._has_heard_all = True
+        exchange = self._exchange
+        is_waiting = exchange is not None and not exchange.has_begun and self._arriving is not exchange
+        if self._is_lingering or not is_waiting:
+            self._watch_rest()  # the transport closes itself
+            return False
+        self._end("")
+        self._look_for_client(FIRST_CHECK_S, 0)
+        return True
+
+    def _look_for_client(self, delay_s: float, number: int) -> None:
+        exchange = self._exchange
+        assert exchange is not None
+        if self.transport.is_closing():
+            return
+        if _is_reset(self.transport):
+            self.transport.abort()
+            return
+        if number % NUM_CHECKS_PER_SIGN == 0 and exchange.is_awaiting_head:
+            self.transport.write(_CONTINUE)
+        self._end_timer = self._loop.call_later(
+            delay_s, self._look_for_client, min(2 * delay_s, CHECK_S), number + 1
+        )
 
     def pause_writing(self) -> None:
         self.is_write_paused = True
@@ -156,9 +220,24 @@ class HttpConnection(asyncio.Protocol):
             self._exchange.close_after()
 
     def close(self) -> None:
-        """Behind what waits to be sent, if the client reads that in time."""
-        self.transport.close()
-        self._watch_rest()
+        """Behind what waits to be sent, if the client reads that in time.
+
+        Whoever still sends is read from for a while: to close with bytes unread would reset the connection,
+        and the client would miss its answer.
+        """
+        is_sending = self._arriving is not None or self._is_read_paused or self._num_dropped > 0
+        is_over = self._exchange is None or self._exchange.is_complete or self._exchange.is_gone
+        if self._is_lingering or self._has_heard_all or not (is_sending and is_over):
+            self.transport.close()
+            self._watch_rest()
+            return
+        self._has_ended = self._is_lingering = True
+        self._stop_watching_head()
+        self.transport.write_eof()
+        if self._is_read_paused:
+            self._is_read_paused = False
+            self.transport.resume_reading()
+        self._end_timer = self._loop.call_later(LINGER_S, self.close)
 
     async def drain(self) -> None:
         await self._writable.wait()
@@ -174,7 +253,7 @@ class HttpConnection(asyncio.Protocol):
         self._state.total_requests += 1
         if self._arriving is not None and self._arriving is self._exchange:
             self.close()  # what is left of its body is not waited for
-        if self.transport.is_closing():
+        if self.transport.is_closing() or self._is_lingering:
             self.idle.pop(self, None)
             return
         if self._waiting:
@@ -187,6 +266,8 @@ class HttpConnection(asyncio.Protocol):
     # ---- from the parser
 
     def on_message_begin(self) -> None:
+        if self._has_ended:
+            return
         if self._keep_alive_timer is not None:
             self._keep_alive_timer.cancel()
             self._keep_alive_timer = None
@@ -196,13 +277,16 @@ class HttpConnection(asyncio.Protocol):
         self._num_unparsed = 0
 
     def on_url(self, url: bytes) -> None:
-        self._url += url
+        if not self._has_ended:
+            self._url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._is_in_head:  # else behind a body, where nobody looks for one
             self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
+        if self._has_ended:
+            return
         self._version = version = self._parser.get_http_version()
         self._wants_upgrade = self._parser.should_upgrade() and self._parser.get_method() != b"CONNECT"
         if self._wants_upgrade:
@@ -210,25 +294,35 @@ class HttpConnection(asyncio.Protocol):
         self._is_in_head = False
         names = [name for name, _ in self._headers]
         if names.count(b"host") != 1 and (version == "1.1" or b"host" in names):
-            raise ValueError("HTTP/1.1 wants one Host header")
+            raise NotHttp(f"the request has {names.count(b'host')} Host headers: HTTP/1.1 wants one.")
+        expected = dict(self._headers).get(b"expect", b"").lower() if version == "1.1" else b""
         exchange = Exchange(
             self._scope(version),
             self,
             keeps_alive=version != "1.0" and self._parser.should_keep_alive(),
-            awaits_continue=b"expect" in names and b"100-continue" in dict(self._headers)[b"expect"].lower(),
+            awaits_continue=b"100-continue" in expected,
         )
         exchange.scope["extensions"] = {EXTENSION: exchange}
-        self._arriving = exchange
         if self._exchange is None or self._exchange.is_complete:
+            self._arriving = exchange
             self._start(exchange)
         elif len(self._waiting) < MAX_PIPELINED:
+            self._arriving = exchange
             self._waiting.append(exchange)
             self._pause_reading()
         else:
-            raise ValueError("too many requests at once")
+            self._end("")  # the client asks for the rest again
 
     def _scope(self, version: str) -> Scope:
+        whole = _WHOLE_ADDRESS.match(self._url)
+        if whole is not None:  # the name in it is the one that counts, by RFC 9112
+            self._headers = [field for field in self._headers if field[0] != b"host"]
+            self._headers.append((b"host", whole[1]))
+            self._url = self._url[whole.end() :]
+            self._url = self._url if self._url.startswith(b"/") else b"/" + self._url
         raw_path, _, query = self._url.partition(b"?")
+        if not raw_path.isascii():
+            raise NotHttp("the address is not ASCII, as HTTP/1.1 wants it: write other characters as %XX.")
         path = raw_path.decode("ascii")
         return {
             "type": "http",
@@ -266,20 +360,36 @@ class HttpConnection(asyncio.Protocol):
         task.add_done_callback(self._state.tasks.discard)
         self._state.tasks.add(task)
 
-    def _refuse(self) -> None:
-        """What came is no HTTP, or too much of it. An answer that has begun is cut off."""
+    def _end(self, why: str) -> None:
+        """Read no more: `why` says what is wrong with what came. Whole requests before it are answered."""
         self._stop_watching_head()
-        exchange = self._exchange
-        if exchange is None or exchange.is_complete or not exchange.has_begun:
-            text = b"Invalid HTTP request received."
+        self._has_ended, self._is_in_head = True, False
+        self._num_dropped += 1  # at least
+        broken, self._arriving = self._arriving, None
+        if broken is not None and broken is not self._exchange:
+            self._waiting.remove(broken)
+        is_idle = self._exchange is None or self._exchange.is_complete
+        if broken is not None and broken is self._exchange and not is_idle:
+            self._refuse(why, broken)
+        elif not is_idle:
+            last = self._waiting[-1] if self._waiting else self._exchange
+            assert last is not None
+            last.close_after()
+        else:
+            self._refuse(why, None)
+
+    def _refuse(self, why: str, broken: Exchange | None) -> None:
+        """Say why what came is no HTTP, or too much of it; an answer that has begun is cut off."""
+        if broken is None or not broken.has_begun:
+            text = why.encode()
             self.transport.write(
                 b"HTTP/1.1 400 Bad Request\r\ncontent-type: text/plain; charset=utf-8\r\n"
                 b"content-length: %d\r\nconnection: close\r\n\r\n%b" % (len(text), text)
             )
-        self.close()
         self.idle.pop(self, None)
-        if exchange is not None:
-            exchange.lose()
+        if broken is not None:
+            broken.lose()
+        self.close()
 
     def _pause_reading(self) -> None:
         if not self._is_read_paused:
@@ -287,7 +397,8 @@ class HttpConnection(asyncio.Protocol):
             self.transport.pause_reading()
 
     def _note_idle(self) -> None:
-        if self.transport.is_closing() or not (self._exchange is None or self._exchange.is_complete):
+        is_ending = self.transport.is_closing() or self._is_lingering
+        if is_ending or not (self._exchange is None or self._exchange.is_complete):
             self.idle.pop(self, None)
         else:
             self.idle.setdefault(self)
@@ -297,7 +408,8 @@ class HttpConnection(asyncio.Protocol):
 
         Nor does it run while we do not read.
         """
-        if self._is_read_paused or (self._exchange is not None and not self._is_in_head):
+        is_between = self._exchange is not None and not self._is_in_head
+        if self._has_ended or self._is_read_paused or is_between:
             self._stop_watching_head()
         elif self._head_timer is None:
             self._head_timer = self._loop.call_later(self.head_timeout_s, self.transport.abort)
@@ -315,6 +427,25 @@ class HttpConnection(asyncio.Protocol):
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
+
+
+def _why(opening: bytes) -> str:
+    """What to tell somebody who sent something that is no HTTP/1.1; `opening` is how it began."""
+    if opening.startswith(_HTTP_2):
+        return "this port speaks HTTP/1.1, and this is HTTP/2: have the client use HTTP/1.1."
+    if opening.startswith(_TLS):
+        return "this port speaks plain HTTP/1.1, and this is TLS: use http:// instead of https://."
+    return "Invalid HTTP request received: this port speaks HTTP/1.1."
+
+
+def _is_reset(transport: asyncio.Transport) -> bool:
+    """Whether the client has answered something with a reset, which nobody sees who has read to the end."""
+    found = transport.get_extra_info("socket")
+    if found is None or not hasattr(select, "poll"):
+        return False
+    poll = select.poll()
+    poll.register(found.fileno(), 0)  # errors are told unasked
+    return any(events & (select.POLLERR | select.POLLNVAL) for _, events in poll.poll(0))
 
 
 def _address(found: Any) -> tuple[str, int] | None:  # noqa: ANN401  # a socket's, of whatever family

@@ -41,7 +41,12 @@ def run_engine(
         return engine
 
     loop = EngineLoop(make, startup)
-    watchdog = Watchdog(loop, step_timeout_s, functools.partial(server.tell, "hanging"))
+    watchdog = Watchdog(
+        loop,
+        step_timeout_s,
+        on_hang=functools.partial(server.tell, "hanging"),
+        on_tick=functools.partial(server.tell, "beat"),
+    )
     for kind, *content in server.messages():
         if kind == "add":
             _add(loop, server, *content)

@@ -122,6 +122,11 @@ class Exchange:
         await self.send({"type": "http.response.start", "status": 500, "headers": _FAILED_HEADERS})
         await self.send({"type": "http.response.body", "body": b"Internal Server Error"})
 
+    @property
+    def is_awaiting_head(self) -> bool:
+        """Whether an interim answer may be sent: HTTP/1.0 has none."""
+        return not self.has_begun and self.scope["http_version"] == "1.1"
+
     # ---- for the application
 
     @property
@@ -242,7 +247,7 @@ class Exchange:
     def _flush_head(self) -> None:
         """Written with the first part of the body, if that comes at once: a write costs more than a head."""
         head, self._head = self._head, b""
-        if head and not self._transport.is_closing():
+        if head and not self.is_gone and not self._transport.is_closing():
             self._transport.write(head)
 
     def _count(self, body: bytes) -> None:

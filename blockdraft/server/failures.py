@@ -8,12 +8,11 @@ from starlette.responses import Response
 
 from blockdraft.engine.streams import EngineStopped
 from blockdraft.errors import BlockdraftError, CapacityError, RequestError
+from blockdraft.server.no_such_path import no_such_path
 from blockdraft.server.responses import INVALID, error_response, not_ready_response
 
 RETRY_AFTER_S = 1  # arbitrary: the queue moves once per step
 _HTTP_MESSAGES = {
-    404: "no such path: /openapi.json lists what this server has.",
-    405: "this path takes another method: completions and tokens are asked for with POST, the rest with GET.",
     415: "the body must be JSON: send the header 'Content-Type: application/json'.",
 }
 
@@ -28,8 +27,14 @@ class NotReady(Exception):
 
 def on_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    response = error_response(error.status_code, _HTTP_MESSAGES.get(error.status_code, error.detail), INVALID)
-    response.headers.update(error.headers or {})
+    headers = error.headers or {}
+    text = _HTTP_MESSAGES.get(error.status_code, error.detail)
+    if error.status_code == 404:
+        text = no_such_path(request.url.path)
+    elif error.status_code == 405:
+        text = f"this path does not take {request.method}: use {headers.get('Allow', 'another method')}."
+    response = error_response(error.status_code, text, INVALID)
+    response.headers.update(headers)
     return response
 
 

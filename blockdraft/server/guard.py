@@ -15,7 +15,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from urllib.parse import quote
 
@@ -25,6 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from blockdraft.server.exchange import exchange_of
 from blockdraft.server.messages_api.errors import is_messages_path
+from blockdraft.server.no_such_path import no_such_path
 from blockdraft.server.options import MAX_HEAD_BYTES, ServerOptions
 from blockdraft.server.responses import INVALID, ErrorResponse, error_response
 
@@ -80,8 +81,11 @@ class _Head:
 class Guard:
     """An ASGI application around another."""
 
-    def __init__(self, app: ASGIApp, options: ServerOptions) -> None:
+    def __init__(
+        self, app: ASGIApp, options: ServerOptions, has_path: Callable[[Scope], bool] = lambda scope: True
+    ) -> None:
         self._app = app
+        self._has_path = has_path  # whether the application has a scope's path, whatever its method
         self._options = options
         self._keys = tuple(_digest(key.encode()) for key in options.api_keys)
         self._num_open = 0
@@ -100,10 +104,10 @@ class Guard:
         reply = _Reply(head, state, send, self._options)
         try:
             refusal = _large_head(head)
-            if refusal is None and head.is_preflight and self._options.cors_origins:
+            if refusal is None and head.is_preflight:
                 await reply.preflight()
                 return
-            refusal = refusal or self._refusal(head)
+            refusal = refusal or self._refusal(head, scope)
             if refusal is None:
                 refusal = await self._admit({**scope, "state": state}, head, receive, reply)
             if refusal is not None:
@@ -111,7 +115,7 @@ class Guard:
         finally:
             reply.log()
 
-    def _refusal(self, head: _Head) -> Response | None:
+    def _refusal(self, head: _Head, scope: Scope) -> Response | None:
         """Say what is wrong with a request, as far as that shows without its body."""
         # Browsers always send the header, so that no page of another name comes in without it.
         hosts = self._options.allowed_hosts if "host" in head.headers else ()
@@ -127,7 +131,10 @@ class Guard:
             refusal = error_response(401, text, INVALID, code="invalid_api_key")
             refusal.headers["www-authenticate"] = 'Bearer realm="blockdraft"'
             return refusal
-        return _wrong_body(head)
+        refusal = _wrong_body(head)
+        if refusal is not None and not self._has_path(scope):
+            return error_response(404, no_such_path(head.path), INVALID)
+        return refusal
 
     def _is_allowed(self, head: _Head) -> bool:
         if not self._keys or _is_open(head.path):
@@ -237,7 +244,11 @@ class _Reply:
     async def preflight(self) -> None:
         """A browser asks whether a page of another origin may call."""
         if self._origin is None:
-            text = "this origin is not among the server's CORS origins."
+            origin = self._head.headers.get("origin", "")[:200]
+            state = "the server has other CORS origins" if self._has_cors else "CORS is off"
+            text = (
+                f"no web page of '{origin}' may call, as {state}: start the server with --cors-origin ORIGIN."
+            )
             await self.refuse(error_response(403, text, INVALID))
             return
         asked = self._head.headers.get("access-control-request-headers", "")

@@ -5,12 +5,14 @@ What a schema means is the grammar's business; it refuses those that nothing can
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Annotated, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator
 from pydantic_core import PydanticCustomError
+
+from blockdraft.errors import RequestError
+from blockdraft.server.body import parse_text
 
 T = TypeVar("T", list[object], dict[str, object])
 _TYPES = frozenset({"string", "number", "integer", "boolean", "object", "array", "null"})
@@ -24,9 +26,9 @@ def _from_text(value: object) -> object:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
-    except (ValueError, RecursionError):
-        raise PydanticCustomError("schema", "a JSON schema in a text that is not JSON") from None
+        return parse_text(value)
+    except RequestError as error:
+        raise PydanticCustomError("schema", "{why}", {"why": str(error).rstrip(".")}) from None
 
 
 def check_schema(schema: dict[str, object]) -> dict[str, object]:

@@ -33,11 +33,17 @@ from blockdraft.engine.info import EngineInfo
 from blockdraft.engine.request import Delta, SamplingParams, new_request_id
 from blockdraft.engine.stats import Snapshot
 from blockdraft.engine.streams import EngineStopped, Mail, Outlet, Outlets, Stream
+from blockdraft.errors import CapacityError, RequestError
 from blockdraft.phases import StartProgress, StartState
+from blockdraft.server.outbox import Outbox, packed
+from blockdraft.server.silence import SilenceWatch
 from blockdraft.text.tokenizer import Tokenizer
 
 CLOSE_S = 10.0  # for the step that the engine is in; arbitrary
 SNAPSHOT_S = 1.0  # after that the last one has to do
+MIN_SILENCE_S = 5.0  # a busy machine may hold up a process that is well for shorter; arbitrary
+LARGE_PROMPT = 4096  # tokens of a request that is packed beside the event loop; arbitrary
+MAX_LIVE_BYTES = 64 << 20  # of requests that have not ended, as they are sent; 4 to 5 bytes per token
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +52,12 @@ Work = Callable[[Connection], None]
 
 
 def start_engine_process(
-    work: Work, startup: StartProgress, on_hang: OnHang, closes: Items[socket.socket] = ()
+    work: Work,
+    startup: StartProgress,
+    on_hang: OnHang,
+    *,
+    step_timeout_s: float,
+    closes: Items[socket.socket] = (),
 ) -> RemoteEngine:
     """Run `work`, the engine's side of a connection, in a child. No thread may have been started before.
 
@@ -56,7 +67,7 @@ def start_engine_process(
     ours, theirs = Pipe()
     child = _forked(work, theirs, (ours, *closes)) if sys.platform == "linux" else _spawned(work, theirs)
     theirs.close()
-    return RemoteEngine(ours, child, startup, on_hang)
+    return RemoteEngine(ours, child, startup, on_hang, step_timeout_s=step_timeout_s)
 
 
 def _forked(work: Work, connection: Connection, closes: Items[Connection | socket.socket]) -> Child:
@@ -133,15 +144,25 @@ class ForkedChild:
 class _Live:
     stream: Stream
     num_unfinished: int
+    num_bytes: int  # of the request as it was sent
 
 
 class RemoteEngine:
     """The engine in `child`, where `run_engine` has the other end of the connection.
 
-    `startup` follows the start over there. `on_hang` is called when a step does not come back.
+    `startup` follows the start over there. `on_hang` is called when a step does not come back, or when
+    nothing at all is heard for as long.
     """
 
-    def __init__(self, connection: Connection, child: Child, startup: StartProgress, on_hang: OnHang) -> None:
+    def __init__(
+        self,
+        connection: Connection,
+        child: Child,
+        startup: StartProgress,
+        on_hang: OnHang,
+        *,
+        step_timeout_s: float,
+    ) -> None:
         self.startup = startup
         self.error: str | None = None  # why the engine is lost; it never recovers
         self.is_hanging = False
@@ -150,9 +171,12 @@ class RemoteEngine:
         self._child = child
         self._connection = connection
         self._on_hang = on_hang
-        self._lock = Lock()  # around sending, and around what must not change meanwhile
+        self._outbox = Outbox(connection)
+        self._silence = SilenceWatch(max(step_timeout_s, MIN_SILENCE_S), self._note_silence)
+        self._lock = Lock()  # what is sent and what is live go together
         self._is_open = True
         self._live: dict[str, _Live] = {}
+        self._num_live_bytes = 0
         self._outlets = Outlets()
         self._numbers = itertools.count()
         self._asked: dict[int, Future[Snapshot | None]] = {}
@@ -169,21 +193,34 @@ class RemoteEngine:
     def is_closed(self) -> bool:
         return not self._is_open
 
-    async def submit(self, prompt_ids: Items[int], sampling: SamplingParams) -> Stream:
-        """Queue a prompt. Raises EngineStopped; what Engine.add raises comes out of the stream.
+    @property
+    def is_silent(self) -> bool:
+        """Whether nothing is heard from the process: it may be stuck, and may come back."""
+        return self._silence.is_long
 
-        To wait for its answer here would cost a message and two wake-ups per request.
+    async def submit(self, prompt_ids: Items[int], sampling: SamplingParams) -> Stream:
+        """Queue a prompt. Raises EngineStopped, and CapacityError where too much waits for the engine.
+
+        What Engine.add raises comes out of the stream: to wait for its answer here would cost a message and
+        two wake-ups per request.
         """
         if self.error is not None:
             raise EngineStopped(self._why())
         if self.startup.state != "ready":
             raise EngineStopped(f"the engine is {self.startup.state}.")
         stream = Stream(new_request_id(), sampling.n, self._outlets.here(), self.abort)
+        message = await _packed_request(stream.request_id, prompt_ids, sampling)
         with self._lock:
             if not self._is_open:
                 raise EngineStopped(self._why())
-            self._live[stream.request_id] = _Live(stream, sampling.n)
-            self._send("add", stream.request_id, tuple(prompt_ids), sampling)
+            if self._num_live_bytes + len(message) > MAX_LIVE_BYTES:
+                raise CapacityError(
+                    f"requests of {self._num_live_bytes >> 20} MiB wait for the engine already, which is all "
+                    "that the server holds: try again later."
+                )
+            self._live[stream.request_id] = _Live(stream, sampling.n, len(message))
+            self._num_live_bytes += len(message)
+            self._outbox.put(message)
         return stream
 
     def abort(self, request_id: str) -> None:
@@ -196,13 +233,16 @@ class RemoteEngine:
         """All counters of the engine now, or the last ones known; None before it is ready."""
         number, answer = next(self._numbers), Future[Snapshot | None]()
         with self._lock:
-            if not self._is_open or self.engine_info is None:
+            is_reading = not self._outbox.num_waiting_bytes
+            if not self._is_open or self.engine_info is None or not is_reading:
                 return self._last_snapshot
             self._asked[number] = answer
             self._send("snapshot", number)
         try:
             self._last_snapshot = await asyncio.wait_for(asyncio.wrap_future(answer), SNAPSHOT_S)
         except (TimeoutError, EngineStopped):
+            pass
+        finally:
             self._asked.pop(number, None)
         return self._last_snapshot
 
@@ -225,9 +265,17 @@ class RemoteEngine:
         self._child.kill()
 
     def _send(self, *message: object) -> None:
-        """Who is gone has been or will be noticed by the reader."""
-        with contextlib.suppress(OSError):
-            self._connection.send(message)
+        self._outbox.put(packed(message))
+
+    def _note_silence(self) -> None:
+        """The thread that watches calls this: the interpreter over there is stuck, its own watchdog too."""
+        log.error("the engine's process has not been heard of for too long: its interpreter is stuck")
+        self._hang()
+
+    def _hang(self) -> None:
+        if not self.is_hanging:
+            self.is_hanging = True
+            self._on_hang(self)
 
     # ---- everything below runs on the reader's thread
 
@@ -235,6 +283,7 @@ class RemoteEngine:
         try:
             while True:
                 kind, *content = self._connection.recv()
+                self._silence.hear()
                 getattr(self, f"_take_{kind}")(*content)
         except (EOFError, OSError):
             pass
@@ -253,10 +302,13 @@ class RemoteEngine:
 
     def _take_info(self, info: EngineInfo) -> None:
         self.engine_info = info
+        self._silence.start()  # a start may compile for minutes
+
+    def _take_beat(self) -> None:
+        """It is alive, even if it has nothing to do."""
 
     def _take_hanging(self) -> None:
-        self.is_hanging = True
-        self._on_hang(self)
+        self._hang()
 
     def _take_snapshot(self, number: int, snapshot: Snapshot | None) -> None:
         answer = self._asked.pop(number, None)
@@ -264,8 +316,14 @@ class RemoteEngine:
             answer.set_result(snapshot)
 
     def _take_refused(self, request_id: str, error: Exception) -> None:
-        stream = self._live.pop(request_id).stream
+        stream = self._live[request_id].stream
+        self._forget(request_id)
         stream.outlet.send([(stream, error)])
+
+    def _forget(self, request_id: str) -> None:
+        """The request has ended."""
+        with self._lock:
+            self._num_live_bytes -= self._live.pop(request_id).num_bytes
 
     def _take_deltas(
         self,
@@ -284,7 +342,7 @@ class RemoteEngine:
                 mail[live.stream.outlet].append((live.stream, item))
                 live.num_unfinished -= isinstance(item, EngineStopped) or item.finish_reason is not None
                 if live.num_unfinished == 0 or isinstance(item, EngineStopped):
-                    del self._live[request_id]
+                    self._forget(request_id)
         for outlet, its_mail in mail.items():
             if not outlet.send(its_mail):
                 for receiver, _ in its_mail:
@@ -294,8 +352,10 @@ class RemoteEngine:
         """The process has ended: because it was told to, or by itself."""
         with self._lock:
             was_open, self._is_open = self._is_open, False
-            live, self._live = self._live, {}
+            live, self._live, self._num_live_bytes = self._live, {}, 0
             asked, self._asked = self._asked, {}
+        self._silence.close()
+        self._outbox.close()
         self._connection.close()
         if was_open:
             self.error = self.error or _ended_by_itself(code)
@@ -312,6 +372,19 @@ class RemoteEngine:
         if self.error is None:
             return "the engine is closed."
         return "the engine failed on an internal error: restart the server."
+
+
+async def _packed_request(request_id: str, prompt_ids: Items[int], sampling: SamplingParams) -> bytes:
+    """The request as it is sent. What may be large or deep is packed beside the event loop."""
+    message = ("add", request_id, tuple(prompt_ids), sampling)
+    try:
+        if len(prompt_ids) > LARGE_PROMPT or sampling.structured_outputs is not None:
+            return await asyncio.to_thread(packed, message)
+        return packed(message)
+    except RecursionError:
+        raise RequestError(
+            "the form of the answer nests too deep: flatten it.", "structured_outputs"
+        ) from None
 
 
 def _ended_by_itself(code: int) -> str:

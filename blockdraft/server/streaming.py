@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from blockdraft.engine.request import Delta
 from blockdraft.engine.streams import EngineStopped, Stream
-from blockdraft.errors import RequestError
+from blockdraft.errors import BlockdraftError, RequestError
 from blockdraft.server.exchange import Exchange, exchange_of
 from blockdraft.server.responses import STREAM_HEADERS, while_connected
 
@@ -97,7 +97,7 @@ class EventSource:
                 while (delta := stream.take()) is not None:
                     held += self._answer.event(prompt, _going_on(delta)) or ""
                     has_end = has_end or delta.finish_reason is not None
-        except (EngineStopped, RequestError) as error:
+        except (EngineStopped, BlockdraftError) as error:
             if not self._has_begun and not held:
                 raise
             self.is_over = True

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Items
 
 from blockdraft.errors import RequestError
+from blockdraft.server.body import is_too_deep
 from blockdraft.text.content import content_text, json_kind
 from blockdraft.tools.typed import read_json
 
@@ -96,4 +97,4 @@ def _object(arguments: object) -> object:
         found = read_json(arguments) if arguments.strip() else {}
     except ValueError:
         found = None
-    return found if isinstance(found, dict) else {"arguments": arguments}
+    return found if isinstance(found, dict) and not is_too_deep(found) else {"arguments": arguments}

@@ -16,7 +16,7 @@ PATIENCE_S = 60
 class ThreadChild:
     """What stands in for the process."""
 
-    def __init__(self, connection, make_engine, step_timeout_s=PATIENCE_S):
+    def __init__(self, connection, make_engine, step_timeout_s):
         self._connection = connection
         self.code = 0
         self._thread = threading.Thread(target=self._run, args=(make_engine, step_timeout_s), daemon=True)
@@ -41,7 +41,7 @@ class ThreadChild:
 
 
 @contextlib.contextmanager
-def remote_engine(make_engine, on_hang=lambda engine: None, **options):
+def remote_engine(make_engine, on_hang=lambda engine: None, step_timeout_s=PATIENCE_S):
     """`make_engine` gets the progress of the start, and is waited for."""
     ours, theirs = Pipe()
 
@@ -50,7 +50,8 @@ def remote_engine(make_engine, on_hang=lambda engine: None, **options):
         on_tokenizer(engine.models.tokenizer)
         return engine
 
-    engine = RemoteEngine(ours, ThreadChild(theirs, make, **options), StartProgress(), on_hang)
+    child = ThreadChild(theirs, make, step_timeout_s)
+    engine = RemoteEngine(ours, child, StartProgress(), on_hang, step_timeout_s=step_timeout_s)
     ended = threading.Event()
     while engine.startup.state == "starting" and not ended.wait(0.005):
         pass

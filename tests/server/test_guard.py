@@ -452,7 +452,8 @@ def test_without_cors_no_page_of_another_origin_is_let_in():
     ]
     asked = {"origin": SITE, "access-control-request-method": "POST"}
     response = ask(app, "OPTIONS", CHAT, headers=asked)
-    assert response.status_code == 405
+    check_refusal(response, 403, "CORS is off")
+    assert "--cors-origin" in response.text
     assert "access-control-allow-origin" not in response.headers
 
 
@@ -864,8 +865,8 @@ def test_what_follows_a_request_that_waits_is_no_error_of_the_server(caplog):
         client.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
         assert held.entered.wait(10)
         client.sendall(b"no HTTP\r\n\r\n")
-        client.settimeout(10)
-        assert client.recv(1 << 16).startswith(b"HTTP/1.1 400")
+        assert not held.ended.wait(0.2)
+        client.close()
         assert held.ended.wait(5)
     assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
 

@@ -7,6 +7,7 @@ import pytest
 from blockdraft.errors import RequestError
 from blockdraft.server.body import MAX_DEPTH, parse_object
 from blockdraft.server.fields import ChatRequest, CompletionRequest, parse
+from blockdraft.server.template_messages import for_template
 from tests.server.asking import ask
 from tests.server.pair import app_over, models
 
@@ -168,6 +169,36 @@ def test_a_chat_field_out_of_bounds_is_named(app, field, value):
     body = {"messages": MESSAGES, "max_tokens": 1, field: value}
     error = check_refused(post(app, ROUTES[0], json.dumps(body).encode()))
     assert error["param"] == field
+
+
+@pytest.mark.parametrize("depth", [MAX_DEPTH + 1, 600, 100_000])
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (lambda depth: '{"a":' * depth + "1" + "}" * depth, "nests deeper"),
+        (lambda depth: '{"enum": ' + deep(depth) + "}", "nests deeper"),
+        (lambda depth: '{"a": 1, "a": 1}', "twice"),
+        (lambda depth: '{"a": NaN}', "NaN"),
+        (lambda depth: '{"a": "\\ud800"}', "U+D800"),
+    ],
+    ids=["objects", "lists", "twice", "constant", "surrogate"],
+)
+def test_the_rules_of_a_body_hold_for_json_inside_its_texts(app, text, why, depth):
+    for field, value in (
+        ("guided_json", text(depth)),
+        ("structured_outputs", {"json": text(depth)}),
+    ):
+        body = {"messages": MESSAGES, "max_tokens": 1, field: value}
+        error = check_refused(post(app, ROUTES[0], json.dumps(body).encode()))
+        assert error["param"] == field
+        assert why in error["message"]
+
+
+def test_arguments_that_nest_too_deep_are_shown_to_the_model_as_text():
+    function = {"name": "f", "arguments": '{"a":' * 600 + "1" + "}" * 600}
+    call = {"id": "c", "type": "function", "function": function}
+    shaped = for_template([{"role": "assistant", "tool_calls": [call]}], has_developer=False)
+    assert shaped[0]["tool_calls"][0]["function"]["arguments"] == {"arguments": function["arguments"]}
 
 
 @pytest.mark.parametrize("part", ["image_url", "input_image", "input_audio", "video_url", "x" * 50])

@@ -317,6 +317,25 @@ def test_a_step_that_hangs_turns_health_red_logs_stacks_and_ends_with_code_75():
     assert any("hang_here" in line and "thread engine" in line for line in process.errors)
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="C's sleep")
+def test_an_interpreter_that_is_stuck_ends_the_server_with_code_75():
+    """A watchdog in the engine's own process would be stuck, too."""
+    patch = (
+        "import ctypes\nfrom blockdraft.server import remote_engine\nremote_engine.MIN_SILENCE_S = 0.6\n"
+        "Engine.step = lambda self: ctypes.PyDLL(None).sleep(60)"
+    )
+    with running(*MODEL, "--no-verify", "--step-timeout", "0.6", patch=patch) as process:
+        url = process.ready()
+        asking = threading.Thread(target=_ask_in_vain, args=(url,))
+        asking.start()
+        seen = set()
+        wait_for(lambda: seen.add(alive(url)) or 503 in seen, "health stays green")
+        assert process.end() == 75
+        asking.join()
+    assert any("interpreter is stuck" in line for line in process.errors)
+
+
 def _ask_in_vain(url):
     with contextlib.suppress(httpx.TransportError):
         httpx.post(url + CHAT, json=HELLO, timeout=60)

@@ -317,7 +317,7 @@ class Lost:
 
     def __init__(self, loop, error):
         self.error = None
-        self.is_hanging = False
+        self.is_hanging = self.is_silent = False
         self.startup, self.tokenizer, self.engine_info = loop.startup, loop.tokenizer, loop.engine_info
         self._error = error
 

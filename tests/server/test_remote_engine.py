@@ -2,8 +2,12 @@
 
 import asyncio
 import contextlib
+import ctypes
+import sys
 import threading
+import time
 from dataclasses import replace
+from multiprocessing import Pipe
 
 import pytest
 
@@ -13,9 +17,12 @@ from blockdraft.engine.request import SamplingParams
 from blockdraft.engine.streams import EngineStopped
 from blockdraft.errors import CapacityError, ModelError, RequestError
 from blockdraft.grammar.form import StructuredOutputs
+from blockdraft.phases import StartProgress
+from blockdraft.server import remote_engine as remote_engine_module
+from blockdraft.server.remote_engine import RemoteEngine, start_engine_process
 from tests.grammar import json_tokens
 from tests.server.pair import models
-from tests.server.remote import remote_engine
+from tests.server.remote import PATIENCE_S, remote_engine
 
 PROMPT = [1, 2, 3]
 LONG = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
@@ -213,3 +220,119 @@ def test_an_error_that_cannot_travel_is_told_in_words(remote, engine, monkeypatc
         asyncio.run(collect(remote, LONG))
     monkeypatch.undo()
     assert asyncio.run(collect(remote, SamplingParams(temperature=0.0, max_tokens=2)))
+
+
+# ---- an engine that does not read, or is stuck
+
+
+class Unread:
+    """A process that never reads what it is sent."""
+
+    def __init__(self, connection):
+        self._connection = connection
+
+    def kill(self):
+        self._connection.close()
+
+    def wait(self):
+        return -9
+
+
+@contextlib.contextmanager
+def unread_engine():
+    """An engine that says it is ready, and then reads nothing until the test asks its connection."""
+    ours, theirs = Pipe()
+    remote = RemoteEngine(ours, Unread(theirs), StartProgress(), lambda _: None, step_timeout_s=PATIENCE_S)
+    remote.startup.ready()
+    try:
+        yield remote, theirs
+    finally:
+        remote.kill()
+        remote.close()
+
+
+def test_the_event_loop_never_waits_for_an_engine_that_does_not_read():
+    async def ask_all(remote):
+        slowest_s, streams = 0.0, []
+        for _ in range(60):
+            start_s = time.perf_counter()
+            streams.append(await remote.submit([1_000_000] * 8000, LONG))
+            remote.abort(streams[-1].request_id)
+            await asyncio.sleep(0)
+            slowest_s = max(slowest_s, time.perf_counter() - start_s)
+        return streams, slowest_s
+
+    with unread_engine() as (remote, theirs):
+        streams, slowest_s = asyncio.run(ask_all(remote))
+        assert slowest_s < 1
+        heard = [theirs.recv()[:2] for _ in range(2 * len(streams))]  # all of it, in order
+        assert heard == [(kind, stream.request_id) for stream in streams for kind in ("add", "abort")]
+
+
+def test_requests_past_the_limit_of_bytes_are_told_to_come_back(monkeypatch):
+    async def ask(remote):
+        await remote.submit([1_000_000] * 8000, LONG)
+        with pytest.raises(CapacityError, match="try again later"):
+            await remote.submit([1_000_000] * 8000, LONG)
+
+    monkeypatch.setattr(remote_engine_module, "MAX_LIVE_BYTES", 60_000)
+    with unread_engine() as (remote, _):
+        asyncio.run(ask(remote))
+        assert remote.num_live == 1
+
+
+def test_what_has_ended_no_longer_counts(remote):
+    for _ in range(3):
+        asyncio.run(collect(remote, SamplingParams(temperature=0.0, max_tokens=2)))
+    with pytest.raises(RequestError):
+        asyncio.run(collect(remote, LONG, [10**6]))
+    assert remote._num_live_bytes == 0
+
+
+def test_counters_are_not_asked_of_an_engine_that_does_not_read():
+    async def ask(remote):
+        await remote.submit([1_000_000] * 200_000, LONG)
+        for _ in range(3):
+            assert await asyncio.wait_for(remote.snapshot(), 0.5) is None
+
+    with unread_engine() as (remote, theirs):
+        theirs.send(("info", None))
+        asyncio.run(ask(remote))
+
+
+def test_a_request_that_cannot_be_sent_leaves_nothing_behind(remote):
+    deep = {}
+    for _ in range(100_000):
+        deep = {"a": deep}
+    with pytest.raises(RequestError, match="nests too deep"):
+        asyncio.run(collect(remote, SamplingParams(structured_outputs=StructuredOutputs(json=deep))))
+    assert remote.num_live == 0
+    assert asyncio.run(collect(remote, SamplingParams(temperature=0.0, max_tokens=2)))
+
+
+def hold_the_lock(connection):
+    """An engine's process whose interpreter is stuck in a call that never gives its lock away."""
+    connection.send(("info", "ready"))
+    ctypes.PyDLL(None).sleep(60)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the process is forked")
+def test_an_interpreter_that_is_stuck_is_seen_from_outside(monkeypatch):
+    monkeypatch.setattr(remote_engine_module, "MIN_SILENCE_S", 0.2)
+    hung = threading.Event()
+    remote = start_engine_process(hold_the_lock, StartProgress(), lambda _: hung.set(), step_timeout_s=0.2)
+    try:
+        assert hung.wait(10)
+        assert remote.is_silent
+        assert remote.is_hanging
+    finally:
+        remote.kill()
+        remote.close()
+
+
+def test_an_idle_engine_is_heard_of(monkeypatch):
+    monkeypatch.setattr(remote_engine_module, "MIN_SILENCE_S", 0.4)
+    hung = threading.Event()
+    with remote_engine(lambda startup: Engine(models()), lambda _: hung.set(), step_timeout_s=0.4) as idle:
+        assert not hung.wait(1.0)
+        assert not idle.is_silent

@@ -1,6 +1,7 @@
 """OpenAI's Responses API: what its clients send and get, over the fixture pair and by script."""
 
 import json
+import tracemalloc
 from dataclasses import replace
 
 import openai
@@ -14,7 +15,12 @@ from blockdraft.server.nested import Nested
 from blockdraft.server.responses_api import schemas
 from blockdraft.server.responses_api.fields import ResponsesRequest
 from blockdraft.server.responses_api.items import add_input, add_item, sealed
-from blockdraft.server.responses_api.store import ResponseStore, StoredResponse
+from blockdraft.server.responses_api.store import (
+    ENTRY_BYTES,
+    ITEM_BYTES,
+    ResponseStore,
+    StoredResponse,
+)
 from blockdraft.server.responses_api.writer import ResponseWriter
 from tests.server.asking import ask, listening
 from tests.server.pair import NAME, app_over, models, thinking_tokenizer
@@ -309,26 +315,67 @@ def test_a_request_that_cannot_be_served_is_told_why(app, fields, part, param):
 # ---- what is kept
 
 
-def stored(size):
-    answer = {"output": []}
-    num_around = len(json.dumps([{"role": "user", "content": ""}], separators=(",", ":")))
-    num_around += len(json.dumps(answer, separators=(",", ":")))
-    message = {"role": "user", "content": "x" * (size - num_around)}
-    return StoredResponse(answer, (message,), {f"item {size}": {"id": "i"}})
+def stored(size, **answer):
+    """A response that takes `size` bytes of the store's memory, by its own count."""
+    items = {f"item {size}": {"id": "i"}}
+    parts = ({"output": [], **answer}, [{"role": "user", "content": ""}], items)
+    num_around = sum(len(json.dumps(part, separators=(",", ":"))) for part in parts)
+    message = {"role": "user", "content": "x" * (size - num_around - ENTRY_BYTES - ITEM_BYTES)}
+    return StoredResponse(parts[0], (message,), items)
 
 
 def test_the_oldest_go_first_by_number_and_by_size():
-    store = ResponseStore(max_responses=3, max_bytes=1000)
+    store = ResponseStore(max_responses=3, max_bytes=10_000)
     for number in range(5):
-        store.put(f"r{number}", stored(100 + number))
+        store.put(f"r{number}", stored(2000 + number))
     assert [store.get(f"r{number}") is not None for number in range(5)] == [False, False, True, True, True]
-    assert store.num_bytes == 102 + 103 + 104
-    assert store.item("item 101") is None
-    assert store.item("item 102") is not None
-    store.put("large", stored(800))
-    assert (len(store), store.num_bytes) == (2, 904)
-    store.put("too large", stored(1001))
+    assert store.num_bytes == 2002 + 2003 + 2004
+    assert store.item("item 2001") is None
+    assert store.item("item 2002") == {"id": "i"}
+    store.put("large", stored(7000))
+    assert (len(store), store.num_bytes) == (2, 9004)
+    store.put("too large", stored(10_001))
     assert store.get("too large") is None
     assert len(store) == 2
     assert store.remove("large")
-    assert store.num_bytes == 104
+    assert store.num_bytes == 2004
+
+
+def test_what_is_kept_comes_back_as_it_was():
+    store, given = ResponseStore(), stored(3000, text="\u00e9\ud800 \U0001f600", number=1.5)
+    store.put("r", given)
+    assert store.get("r") == given
+
+
+@pytest.mark.parametrize("junk", [[[]] * 4000, [{}] * 4000, [{"a": 1.5}] * 300])
+def test_the_store_takes_no_more_memory_than_its_limit_says(junk):
+    """Empty lists take twenty times as much as their text."""
+    limit, store = 1 << 17, ResponseStore(max_bytes=1 << 17)
+    text = json.dumps(junk)
+    tracemalloc.start()
+    try:
+        for number in range(20):
+            store.put(f"r{number}", stored(3000, junk=json.loads(text)))
+        num_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(store) > 1
+    assert num_bytes < 1.1 * limit
+
+
+def test_a_store_of_many_small_responses_keeps_to_its_limit_too():
+    store = ResponseStore(max_bytes=1 << 19)
+    tracemalloc.start()
+    try:
+        for number in range(600):
+            items = {f"msg_{number:016}_{place:016}": {"id": "i"} for place in range(5)}
+            store.put(f"resp_{number:032}", StoredResponse({"output": []}, (), items))
+        num_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert num_bytes < 1.1 * (1 << 19)
+
+
+def test_names_that_mean_nothing_in_the_form_are_not_kept(app):
+    answer = checked(create(app, text={"format": {"type": "text", "junk": [[]] * 1000}}))
+    assert answer["text"]["format"] == {"type": "text"}

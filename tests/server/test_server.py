@@ -213,7 +213,48 @@ def test_a_request_that_cannot_be_served_is_told_why(app, fields, part, param):
 def test_paths_methods_and_models_that_do_not_exist(app):
     check_error(ask(app, "GET", "/v1/nothing"), 404, "no such path")
     check_error(ask(app, "GET", CHAT), 405, "POST")
+    check_error(ask(app, "DELETE", "/v1/models"), 405, "does not take DELETE")
     check_error(chat(app, {**HELLO, "model": "gpt-4"}), 404, "'gpt-4'", "model")
+
+
+@pytest.mark.parametrize(
+    ("path", "parts"),
+    [
+        ("/chat/completions", ["/v1/chat/completions", "base URL"]),
+        ("/completions", ["/v1/completions", "base URL"]),
+        ("/models", ["/v1/models", "base URL"]),
+        ("/messages", ["/v1/messages", "base URL"]),
+        ("/openai/v1/responses", ["/v1/responses", "base URL"]),
+        ("/v1/v1/messages", ["twice", "/v1/messages"]),
+        ("/v1/embeddings", ["no embeddings", "/v1/chat/completions"]),
+        ("/embeddings", ["no embeddings"]),
+        ("/v1/audio/transcriptions", ["no speech"]),
+        ("/v1/images/generations", ["no images"]),
+        ("/v1/files", ["no files"]),
+        ("/api/chat", ["Ollama", "/v1"]),
+        ("/api/generate", ["Ollama"]),
+        ("/api/tags", ["Ollama"]),
+        ("/completion", ["llama.cpp"]),
+        ("/generate", ["TGI"]),
+        ("/v1beta/models/gemini:generateContent", ["Gemini"]),
+        ("/nothing", ["/openapi.json"]),
+    ],
+)
+@pytest.mark.parametrize("kind", ["application/json", "multipart/form-data; boundary=x", "text/plain"])
+def test_a_path_of_other_servers_is_a_404_that_says_what_there_is(app, path, parts, kind):
+    response = ask(app, "POST", path, content=b"{}", headers={"content-type": kind})
+    error = response.json()["error"]
+    message = error if isinstance(error, str) else error["message"]
+    assert response.status_code == 404
+    assert message.startswith("no such path: ")
+    assert [part for part in parts if part not in message] == []
+    assert ask(app, "GET", path).status_code == 404
+
+
+def test_a_form_sent_to_a_path_that_is_there_is_a_415(app):
+    headers = {"content-type": "multipart/form-data; boundary=x"}
+    for path in ("/v1/chat/completions", "/v1/responses", "/v1/messages", "/tokenize"):
+        assert ask(app, "POST", path, content=b"--x--", headers=headers).status_code == 415
 
 
 def test_a_full_queue_is_a_429_that_says_when_to_come_back(app):
@@ -288,7 +329,7 @@ class Starting:
     """A loop whose engine is not there yet, and its progress."""
 
     error = tokenizer = engine_info = None
-    is_hanging = False
+    is_hanging = is_silent = False
 
     def __init__(self, state):
         self.state = state
@@ -324,6 +365,15 @@ def test_until_it_is_ready_everything_that_needs_the_engine_is_a_503(state):
         assert ("retry-after" in health.headers) == (state == "starting")
     for path in ("/live", "/version", "/openapi.json"):
         assert ask(app, "GET", path).status_code == 200
+
+
+def test_an_engine_that_is_silent_is_not_healthy():
+    loop = Starting("ready")
+    loop.is_silent = True
+    app = Guard(make_api(loop, name=NAME), OPTIONS)
+    health = ask(app, "GET", "/health")
+    assert (health.status_code, health.json()) == (503, {"status": "hanging"})
+    assert ask(app, "GET", "/live").status_code == 200  # it may come back
 
 
 def test_ready_tells_apart_from_alive(app, engine, monkeypatch):

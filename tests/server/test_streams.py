@@ -11,7 +11,8 @@ import pytest
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.loop import EngineLoop
 from blockdraft.engine.request import Delta
-from blockdraft.engine.streams import EventLoopOutlet, Stream
+from blockdraft.engine.streams import EngineStopped, EventLoopOutlet, Stream
+from blockdraft.errors import CapacityError, RequestError
 from blockdraft.server.answers import ChatAnswer
 from blockdraft.server.app import make_app
 from blockdraft.server.chat import find_dialect, prepare_chat
@@ -243,3 +244,20 @@ def test_who_has_gone_ends_the_writing(has_read):
 def test_a_bug_in_an_answer_is_raised_where_it_is_waited_for():
     with pytest.raises(IndexError):
         written_to(Line(), lambda stream: stream.put(Delta("r", 7, " t1", (1,))))
+
+
+@pytest.mark.parametrize(
+    "error", [CapacityError("full."), RequestError("cannot be."), EngineStopped("lost.")]
+)
+def test_what_goes_wrong_behind_the_first_event_is_the_last_one(error):
+    """As a prompt of several that finds the queue full."""
+    line = Line()
+
+    def act(stream):
+        stream.put(Delta("r", 0, " t1", (1,)))
+        stream.put(error)
+
+    written_to(line, act)
+    events = "".join(line.written).split("\n\n")
+    assert json.loads(events[-3].removeprefix("data: "))["error"]["message"] == str(error)
+    assert events[-2] == "data: [DONE]"

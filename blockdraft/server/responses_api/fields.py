@@ -26,6 +26,8 @@ ToolChoice = Literal["auto", "none", "required"] | dict[str, object]
 Metadata = Annotated[dict[str, str], Field(max_length=MAX_METADATA)]
 Includes = Annotated[list[str], Field(max_length=64)]
 
+_SCHEMA_NAMES = ("name", "description", "schema", "strict")  # of `text.format`, beside its type
+
 # What a field of the chat request was made of.
 NAMES = {
     "messages": "input",
@@ -41,6 +43,13 @@ class TextSettings(StrictFields):
 
     format: dict[str, object] | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
+
+    @property
+    def known_format(self) -> dict[str, object]:
+        """The form as it was asked for, without names that mean nothing: they are neither told nor kept."""
+        given = self.format or {}
+        names = _SCHEMA_NAMES if given.get("type") == "json_schema" else ()
+        return {"type": "text"} | {name: given[name] for name in ("type", *names) if name in given}
 
 
 class ReasoningSettings(StrictFields):

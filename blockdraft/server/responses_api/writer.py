@@ -95,7 +95,7 @@ class ResponseWriter:
             "store": asked.store,
             "temperature": asked.temperature,
             "text": {
-                "format": asked.text.format or {"type": "text"},
+                "format": asked.text.known_format,
                 "verbosity": asked.text.verbosity or "medium",
             },
             "tool_choice": asked.tool_choice,

@@ -1,0 +1,116 @@
+"""Outbox: messages to another process, sent by callers that never wait for it.
+
+A message is written at once where the socket has room for it, as it nearly always has. Where it has none,
+because the other process does not read, a thread of its own writes what waits, in order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+from collections import deque
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
+from threading import Condition, Thread
+
+# The length in front of a message, as multiprocessing's Connection reads it.
+_LENGTH = struct.Struct("!i")
+_DONT_WAIT: int | None = getattr(socket, "MSG_DONTWAIT", None)  # None on Windows: there the thread writes all
+
+
+def packed(message: tuple[object, ...]) -> bytes:
+    """The message as `Connection.recv` reads it, without its length. Raises RecursionError if it is deep."""
+    return bytes(ForkingPickler.dumps(message))
+
+
+class Outbox:
+    """Writes to `connection`, which nobody else may write to. Any thread may call."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._changed = Condition()
+        self._waiting: deque[bytes] = deque()  # whole messages, without their length
+        self._rest = b""  # of a message that was written in part
+        self._num_waiting_bytes = 0  # with what the thread is writing
+        self._is_open = True
+        self._thread: Thread | None = None  # from the first message on that has to wait
+        self._socket: socket.socket | None = None
+        if _DONT_WAIT is not None:
+            self._socket = socket.socket(fileno=os.dup(connection.fileno()))
+
+    @property
+    def num_waiting_bytes(self) -> int:
+        """How much the other process has not taken."""
+        return self._num_waiting_bytes
+
+    def put(self, message: bytes) -> None:
+        """Send a packed message behind those before it. It is dropped where the other process has gone."""
+        with self._changed:
+            if not self._is_open:
+                return
+            if not self._num_waiting_bytes and self._socket is not None:
+                self._rest = self._write_now(_LENGTH.pack(len(message)) + message)
+                if not self._rest:
+                    return
+                self._num_waiting_bytes = len(self._rest)
+            else:
+                self._waiting.append(message)
+                self._num_waiting_bytes += len(message)
+            if self._thread is None:
+                self._thread = Thread(target=self._run, name="engine outbox", daemon=True)
+                self._thread.start()
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Drop what waits, and end the thread."""
+        with self._changed:
+            self._is_open = False
+            self._changed.notify()
+        if self._socket is not None:
+            with contextlib.suppress(OSError):  # the other process has gone
+                self._socket.shutdown(socket.SHUT_WR)  # ends a write that waits
+        if self._thread is not None:
+            self._thread.join()
+        if self._socket is not None:
+            self._socket.close()
+
+    def _write_now(self, data: bytes) -> bytes:
+        """Returns what did not fit."""
+        assert self._socket is not None
+        assert _DONT_WAIT is not None
+        num_sent = 0
+        try:
+            while num_sent < len(data):
+                num_sent += self._socket.send(memoryview(data)[num_sent:], _DONT_WAIT)
+        except BlockingIOError:
+            return data[num_sent:]
+        except OSError:
+            pass  # it has gone, which its reader notices
+        return b""
+
+    # ---- the thread's
+
+    def _run(self) -> None:
+        while (data := self._next()) is not None:
+            rest, message = data
+            try:
+                if self._socket is not None and rest:
+                    self._socket.sendall(rest)
+                else:
+                    self._connection.send_bytes(message)
+            except OSError:
+                return
+            with self._changed:
+                self._num_waiting_bytes -= len(rest) or len(message)
+
+    def _next(self) -> tuple[bytes, bytes] | None:
+        """The rest of a message, or a whole one, when there is one. None: closed."""
+        with self._changed:
+            while self._is_open and not self._rest and not self._waiting:
+                self._changed.wait()
+            if not self._is_open:
+                return None
+            rest, self._rest = self._rest, b""
+            return (rest, b"") if rest else (b"", self._waiting.popleft())
