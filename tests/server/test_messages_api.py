@@ -199,6 +199,11 @@ def test_a_last_turn_of_the_model_is_continued(app):
     assert create(app, messages=turns).json()["content"][0]["text"] == " t4 t5 t6 t7 t8"
 
 
+def test_a_form_beside_a_forced_call_is_taken():
+    form = {"format": {"type": "json_schema", "schema": {"type": "object"}}}
+    assert chat_of(tools=[TOOL], tool_choice={"type": "any"}, output_config=form).must_call
+
+
 # ---- over HTTP
 
 

@@ -189,6 +189,13 @@ def test_items_become_messages_of_a_chat():
     ]
 
 
+def test_a_form_beside_a_forced_call_is_taken():
+    """instructor sends both."""
+    form = {"format": {"type": "json_schema", "name": "n", "schema": {"type": "object"}}}
+    asked = ResponsesRequest(**HELLO, tools=[TOOL], tool_choice="required", text=form)
+    assert asked.chat(Conversation([{"role": "user", "content": "t1"}])).must_call
+
+
 # ---- over HTTP
 
 
