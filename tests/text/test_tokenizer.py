@@ -255,21 +255,32 @@ def test_text_parts_are_joined_and_other_keys_kept():
     assert make("{{ messages[0].content }}|{{ messages[0].tool_call_id }}").render([message]) == ("a\nb|x")
 
 
-def test_only_tool_calls_may_come_without_text():
+def test_only_messages_of_the_model_may_come_without_text():
     calls = [{"function": {"name": "f", "arguments": {}}}]
-    message = {"role": "assistant", "content": None, "tool_calls": calls}
-    assert make("[{{ messages[0].content }}]").render([message]) == "[]"
-    with pytest.raises(RequestError, match="NoneType"):
-        make().render([{"role": "assistant", "content": None}])
+    said = {"role": "assistant"}
+    for message in ({**said, "tool_calls": calls}, said, {**said, "content": None}, {**said, "content": []}):
+        assert make("[{{ messages[0].content }}]").render([message]) == "[]"
+    with pytest.raises(RequestError, match="content is null"):
+        make().render([{"role": "user", "content": None}])
+
+
+def test_a_template_that_fails_speaks_of_json():
+    template = make("{{ messages[0].content.city.name }}")
+    with pytest.raises(RequestError, match=r"messages \(a string has no attribute 'city'\): check") as found:
+        template.render([{"role": "user", "content": "x"}])
+    assert "object'" not in str(found.value)
+    with pytest.raises(RequestError, match="messages: check") as found:
+        make("{{ messages[0].content + 1 }}").render([{"role": "user", "content": "x"}])
+    assert "str" not in str(found.value)
 
 
 @pytest.mark.parametrize(
     ("message", "error"),
     [
         ("hello", "not an object"),
-        ({"content": "x"}, "role None"),
-        ({"role": 3, "content": "x"}, "role 3"),
-        ({"role": "user", "content": 5}, "content is int"),
+        ({"content": "x"}, "null as its role"),
+        ({"role": 3, "content": "x"}, "a number as its role"),
+        ({"role": "user", "content": 5}, "content is a number"),
         ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "text only"),
         ({"role": "user", "content": ["x"]}, "text only"),
         ({"role": "user", "content": [{"type": "text", "text": 1}]}, "must be a string"),
