@@ -65,7 +65,10 @@ def test_conversations_are_read_packed_or_not(tmp_path, suffix, opener):
         ('{"messages": ["hello"]}', "line 3: 'messages' is not a list of objects"),
         ('{"messages": []}', "line 3: no user message"),
         ('{"messages": [{"role": "system", "content": "x"}]}', "line 3: no user message"),
-        ('{"messages": [{"role": "tool", "content": "x"}]}', "a message of role 'tool' whose content is a string"),
+        (
+            '{"messages": [{"role": "tool", "content": "x"}]}',
+            "a message of role 'tool' whose content is a string",
+        ),
         ('{"messages": [{"role": "user", "content": ["x"]}]}', "role 'user' whose content is an array"),
         ('{"messages": [{"role": ["user"], "content": "x"}]}', "a message of role"),
         ('{"prompt": 5}', "role 'user' whose content is a number"),
