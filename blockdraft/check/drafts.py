@@ -9,6 +9,7 @@ or without, a captured step gives the tokens of the same step run kernel by kern
 from __future__ import annotations
 
 import itertools
+import operator
 import time
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -117,10 +118,15 @@ def draft_name(models: Models) -> str:
 
 
 def _accepted(answers: list[CheckedAnswer]) -> tuple[float, ...]:
-    """By position, whether or not the answer's end cut some of them off."""
-    num_steps = sum(answer.metrics.steps for answer in answers)
-    by_position = itertools.zip_longest(*(answer.metrics.accepted for answer in answers), fillvalue=0)
-    return tuple(sum(counts) / num_steps for counts in by_position)
+    """By position, the chance that this draft and all before it are right.
+
+    It is the product of how often each was right where it was reached: the end of an answer, which cuts its
+    last block, does not lower it.
+    """
+    accepted = itertools.zip_longest(*(answer.metrics.accepted for answer in answers), fillvalue=0)
+    reached = itertools.zip_longest(*(answer.metrics.reached for answer in answers), fillvalue=0)
+    where_reached = (sum(kept) / max(1, sum(tried)) for kept, tried in zip(accepted, reached, strict=True))
+    return tuple(itertools.accumulate(where_reached, operator.mul))
 
 
 def _is_equal(models: Models, number: int, drafted: CheckedAnswer, plain: CheckedAnswer, width: int) -> bool:

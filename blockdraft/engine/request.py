@@ -197,7 +197,10 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Metrics:
-    """What an answer cost. `accepted[i]` counts the steps in which draft i + 1 was accepted."""
+    """What an answer cost. `accepted[i]` counts the steps in which draft i + 1 was accepted.
+
+    Drafts behind the answer's end are not counted: every step delivered one token and its accepted drafts.
+    """
 
     num_tokens: int
     num_prompt_tokens: int
@@ -210,11 +213,20 @@ class Metrics:
     first_token_s: float
     seconds: float
     reached: tuple[int, ...] = ()  # [i]: steps that drafted draft i + 1 and accepted all before it
+    is_cut: bool = False  # the answer ends inside its last block: all that was delivered of it were drafts
 
     @property
     def tokens_per_step(self) -> float:
         """Mean tokens committed per step, the one that is not a draft included."""
         return self.num_tokens / self.steps if self.steps else 0.0
+
+
+def counted_width(width: int, num_committed: int, num_kept: int) -> int:
+    """The width that a verified block counts with: all of it, or where its answer ends inside, what was kept.
+
+    So a step's kept tokens are always one more than its accepted drafts.
+    """
+    return width if num_kept == num_committed else max(num_kept, 1)
 
 
 @dataclass(slots=True)

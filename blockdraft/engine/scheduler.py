@@ -378,10 +378,9 @@ class Scheduler:
             if sequence.row is None:
                 continue
             sequence.num_in_flight -= width
-            sequence.tally.count_step(width, len(token_ids))
             if self._governor is not None:
                 sequence.tally.record.count(width, len(token_ids) - 1)
-            deltas.append(sequence.accept(token_ids, its_logprobs, now_s))
+            deltas.append(sequence.accept(token_ids, its_logprobs, now_s, width))
             self._remember(sequence)
             self._trim_exact(sequence, sequence.length)
             if sequence.finish_reason is not None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from blockdraft.cache.rows import RowSampling
 from blockdraft.engine.governor import DraftRecord
 from blockdraft.engine.histogram import at_least
-from blockdraft.engine.request import Delta, FinishReason, Metrics, Request, TokenLogprobs
+from blockdraft.engine.request import Delta, FinishReason, Metrics, Request, TokenLogprobs, counted_width
 from blockdraft.grammar.guide import Guide
 from blockdraft.text.detokenizer import TextStream
 
@@ -94,12 +94,16 @@ class Sequence:
         if len(self.prompt_logprobs) < self.num_prompt:
             self.prompt_logprobs = [None]
 
-    def accept(self, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...], now_s: float) -> Delta:
-        """Append what a step committed, cut at the first stop. The answer's next piece."""
+    def accept(
+        self, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...], now_s: float, width: int
+    ) -> Delta:
+        """Append what a step of `width` committed, cut at the first stop. The answer's next piece."""
         if self.guide is not None and self.guide.error is not None:
+            self.tally.count_step(width, len(token_ids), 0)
             self.finish_reason, self.stop_reason = "abort", f"the form of the answer: {self.guide.error}"
             return self.delta((), (), now_s)
         num_kept = self._read(token_ids)
+        self.tally.count_step(width, len(token_ids), num_kept)
         kept = token_ids[:num_kept]
         self.token_ids.extend(kept)
         self.length = len(self.token_ids) - 1
@@ -180,6 +184,7 @@ class Sequence:
             drafted=tally.drafted,
             accepted=tally.accepted,
             reached=tally.reached,
+            is_cut=tally.is_cut,
             preemptions=tally.preemptions,
             queue_s=start_s - arrival_s,
             first_token_s=first_s - arrival_s,
@@ -195,20 +200,26 @@ class Tally:
     num_committed: list[int] = field(default_factory=lambda: [0])  # [n]: steps that committed n tokens
     num_reached: list[int] = field(default_factory=lambda: [0])  # [n]: steps that came to n of their drafts
     record: DraftRecord = field(default_factory=DraftRecord)
+    is_cut: bool = False  # the answer ended inside the last block
     preemptions: int = 0
     num_cached_tokens: int = 0
     start_s: float | None = None
     first_token_s: float | None = None
     last_token_s: float | None = None
 
-    def count_step(self, width: int, num_committed: int) -> None:
-        """One verified block: `num_committed - 1` of its `width - 1` drafts were right."""
-        self.drafted += width - 1
+    def count_step(self, width: int, num_committed: int, num_kept: int) -> None:
+        """One verified block: `num_committed - 1` of its `width - 1` drafts were right.
+
+        The answer kept `num_kept` of the tokens. If these are fewer, the drafts behind them do not count.
+        """
+        counted = counted_width(width, num_committed, num_kept)
+        self.is_cut = num_kept < num_committed
+        self.drafted += counted - 1
         if width >= len(self.num_committed):
             self.num_committed.extend([0] * (width + 1 - len(self.num_committed)))
             self.num_reached.extend([0] * (width - len(self.num_reached)))
-        self.num_committed[num_committed] += 1
-        self.num_reached[min(num_committed, width - 1)] += 1  # the first wrong draft, too
+        self.num_committed[num_kept] += 1
+        self.num_reached[min(num_kept, counted - 1)] += 1  # the first wrong draft, too
 
     @property
     def steps(self) -> int:

@@ -16,7 +16,7 @@ from threading import Lock
 from typing import TYPE_CHECKING
 
 from blockdraft.engine.histogram import Histogram, Recorder, at_least, one_two_five
-from blockdraft.engine.request import Delta, Metrics
+from blockdraft.engine.request import Delta, Metrics, counted_width
 
 if TYPE_CHECKING:  # what they import needs torch, which a reader of snapshots does not
     from blockdraft.engine.scheduler import Batch
@@ -79,7 +79,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """Rows that were verified, and how the drafts in them fared."""
+    """Rows that were verified, and how their drafts fared. Drafts behind an answer's end do not count."""
 
     num_blocks: int = 0
     drafted: tuple[int, ...] = ()  # [i]: drafts that were verified at position i + 1; narrow blocks have few
@@ -169,10 +169,11 @@ class Stats:
                 self.num_prefill_tokens += sum(batch.counts)
                 self._observe("iteration_tokens_total", sum(batch.counts))
             else:
-                self._count_blocks(batch.width, committed)
+                num_kept = [len(delta.token_ids) for delta in deltas]
+                self._count_blocks(batch.width, [len(token_ids) for token_ids in committed], num_kept)
                 self._count_latencies(sequences)
                 self._count_ended(sequences, deltas)
-                num_tokens = sum(len(delta.token_ids) for delta in deltas)
+                num_tokens = sum(num_kept)
                 self.num_emitted += num_tokens
                 self._observe("iteration_tokens_total", num_tokens)
             num_steps = self.num_prefill_steps + self.num_decode_steps
@@ -225,23 +226,27 @@ class Stats:
         now = self._drafts()
         return now.since(next((begin for at, begin in self._begins if at > second - LATELY_S), now))
 
-    def _count_blocks(self, width: int, committed: Items[tuple[int, ...]]) -> None:
+    def _count_blocks(self, width: int, num_committed: Items[int], num_kept: Items[int]) -> None:
+        """Count the rows of one step, of whose committed tokens the answers kept `num_kept`."""
         second = int(self._clock())
         if not self._begins or self._begins[-1][0] < second:
             self._begins.append((second, self._drafts()))
         self.num_decode_steps += 1
-        self.num_blocks += len(committed)
-        self.num_drafts += len(committed) if width > 1 else 0
-        self.num_drafted += len(committed) * (width - 1)
+        self.num_blocks += len(num_kept)
         for counts in (self.drafted, self.accepted):
             counts.extend([0] * (width - 1 - len(counts)))
-        for position in range(width - 1):
-            self.drafted[position] += len(committed)
-        num_committed = [0] * (width + 1)  # [n]: rows with n tokens
-        for token_ids in committed:
-            num_committed[len(token_ids)] += 1
-        for position, num_rows in enumerate(at_least(num_committed)[2:]):
-            self.accepted[position] += num_rows
+        by_width, by_kept = [0] * (width + 1), [0] * (width + 1)  # [n]: rows of n tokens
+        for committed, kept in zip(num_committed, num_kept, strict=True):
+            by_width[counted_width(width, committed, kept)] += 1
+            by_kept[kept] += 1
+        drafted = at_least(by_width)[2:]
+        self.num_drafts += drafted[0] if drafted else 0
+        self.num_drafted += sum(drafted)
+        for position, (num_drafted, num_accepted) in enumerate(
+            zip(drafted, at_least(by_kept)[2:], strict=True)
+        ):
+            self.drafted[position] += num_drafted
+            self.accepted[position] += num_accepted
 
     def _count_latencies(self, sequences: Items[Sequence]) -> None:
         now_s = self._clock()

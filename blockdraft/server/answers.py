@@ -192,11 +192,11 @@ class AnswerWriter(ABC):
         }
 
     def _metrics(self) -> RequestMetrics | None:
-        """Only a single choice has metrics: the times of several cannot be told apart."""
-        first = self._choices[0]
-        if len(self._choices) > 1 or first.metrics is None:
+        """The figures of all choices together; None until all have ended, and where nothing was generated."""
+        found = [choice.metrics for choice in self._choices if choice.metrics is not None]
+        if len(found) < len(self._choices) or self._choices[0].is_dropped:
             return None
-        return request_metrics(first.metrics, first.draft_steps)
+        return request_metrics(found, [step for choice in self._choices for step in choice.draft_steps])
 
 
 def _drafts(

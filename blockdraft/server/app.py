@@ -46,6 +46,7 @@ from blockdraft.server.ignored import IgnoredFields
 from blockdraft.server.live_page import routes as page_routes
 from blockdraft.server.messages_api.routes import routes as message_routes
 from blockdraft.server.metrics import render
+from blockdraft.server.models_list import model_card, model_response, models_response
 from blockdraft.server.openapi import openapi
 from blockdraft.server.options import ServerOptions
 from blockdraft.server.prompts import (
@@ -63,10 +64,9 @@ from blockdraft.server.responses import (
     while_connected,
 )
 from blockdraft.server.responses_api.routes import routes as response_routes
-from blockdraft.server.schemas import AnswerObject, ModelCard, ModelList, Text, Tokens, Version
+from blockdraft.server.schemas import AnswerObject, Text, Tokens, Version
 from blockdraft.server.short_way import ShortWay
 from blockdraft.server.streaming import AnswerEvents, respond
-from blockdraft.settings.model_source import public_id
 from blockdraft.text.tokenizer import Tokenizer
 
 P = ParamSpec("P")
@@ -200,25 +200,12 @@ class _Api:
 
     async def models(self, request: Request) -> Response:
         _, info = self._ready()
-        cards: ModelList = {"object": "list", "data": [self._card(info)]}
-        return JSONResponse(cards)
+        return models_response(request, model_card(self.name, self.created, info), info)
 
     async def model(self, request: Request) -> Response:
         _, info = self._ready()
         self._check_model(request.path_params["model"])
-        return JSONResponse(self._card(info))
-
-    def _card(self, info: EngineInfo) -> ModelCard:
-        return {
-            "id": self.name,
-            "object": "model",
-            "created": self.created,
-            "owned_by": "blockdraft",
-            "root": public_id(info.target),
-            "parent": None,
-            "max_model_len": info.max_context,
-            "permission": [],
-        }
+        return model_response(request, model_card(self.name, self.created, info), info)
 
     def _ready(self) -> tuple[Tokenizer, EngineInfo]:
         tokenizer, info = self.loop.tokenizer, self.loop.engine_info

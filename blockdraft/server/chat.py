@@ -66,7 +66,8 @@ class PreparedChat:
     @property
     def form_field(self) -> str:
         """The field that asks for the form of the answer."""
-        return "tools" if self.asked.form is None else self.asked.form_field
+        is_calls = self.asked.must_call or self.asked.form is None
+        return "tools" if is_calls else self.asked.form_field
 
     def choices(self) -> list[AnswerChoice]:
         """One for each answer, ready to take the engine's deltas in."""
@@ -162,8 +163,13 @@ def _shown_tags(asked: ChatRequest, dialect: Dialect) -> frozenset[str]:
 
 
 def _form(asked: ChatRequest, dialect: Dialect, form: StructuredOutputs | None) -> StructuredOutputs | None:
-    """The form of the whole answer. Tools bind it if one must be called, or is strict, or another form is."""
+    """The form of the whole answer. Tools bind it if one must be called, or is strict, or another form is.
+
+    A form binds text. Where a tool must be called, the answer has no text, and the form binds nothing.
+    """
     tools = asked.callable_tools
+    if asked.must_call:
+        form = None
     is_bound = asked.must_call or form is not None or any(tool.is_strict for tool in tools)
     if form is not None and (form.grammar is not None or not tools):
         return dialect.tools.wrap_form(form, dialect.tokenizer)

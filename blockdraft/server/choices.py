@@ -10,6 +10,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 from blockdraft.engine.request import Delta, Metrics, TokenLogprobs
 from blockdraft.server.schemas import (
@@ -170,55 +171,62 @@ class DraftMarks:
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Items[int], *, skip_special_tokens: bool) -> None:
         self._detokenizer = Detokenizer(tokenizer, prompt_ids, skip_special_tokens)
-        self._num_accepted = 0
 
     def push(self, delta: Delta) -> DraftStep:
         tokens = [self._detokenizer.push((token_id,)) for token_id in delta.token_ids]
-        num_accepted = len(tokens) - 1
         if delta.finish_reason is not None:
             tokens[-1] += self._detokenizer.flush()
-        if delta.metrics is not None:
-            # A stop cuts the last block: all that is left of it may be drafts.
-            num_accepted = min(len(tokens), sum(delta.metrics.accepted) - self._num_accepted)
-        self._num_accepted += num_accepted
-        return {"tokens": tokens, "accepted": num_accepted}
+        is_cut = delta.metrics is not None and delta.metrics.is_cut
+        return {"tokens": tokens, "accepted": len(tokens) if is_cut else len(tokens) - 1}
 
 
 # ---- metrics
 
 
-def request_metrics(metrics: Metrics, steps: Items[DraftStep]) -> RequestMetrics:
-    """vLLM's definitions: https://docs.vllm.ai, "Per-Request Metrics"."""
-    generation_s = metrics.seconds - metrics.first_token_s
-    inference_s = metrics.seconds - metrics.queue_s
-    num_gaps = metrics.num_tokens - 1
+def request_metrics(found: Items[Metrics], steps: Items[DraftStep]) -> RequestMetrics:
+    """Return the figures of all choices together, defined as vLLM does ("Per-Request Metrics" of its docs).
+
+    Tokens and steps are summed. Times run from the first choice that began to the last that ended.
+    """
+    queue_s, first_s = min(one.queue_s for one in found), min(one.first_token_s for one in found)
+    end_s = max(one.seconds for one in found)
+    num_tokens, num_steps = sum(one.num_tokens for one in found), sum(one.steps for one in found)
+    num_gaps = sum(max(0, one.num_tokens - 1) for one in found)
+    decoding_s = sum(one.seconds - one.first_token_s for one in found)
     return {
-        "time_to_first_token_ms": _ms(metrics.first_token_s - metrics.queue_s),
-        "generation_time_ms": _ms(generation_s),
-        "queue_time_ms": _ms(metrics.queue_s),
-        "mean_itl_ms": _ms(generation_s / num_gaps) if num_gaps > 0 else None,
-        "tokens_per_second": round(metrics.num_tokens / inference_s, 3) if inference_s > 0 else None,
-        "speculative_decoding": _speculative(metrics, steps) if metrics.drafted else None,
+        "time_to_first_token_ms": _ms(first_s - queue_s),
+        "generation_time_ms": _ms(end_s - first_s),
+        "queue_time_ms": _ms(queue_s),
+        "mean_itl_ms": _ms(decoding_s / num_gaps) if num_gaps > 0 else None,
+        "tokens_per_second": round(num_tokens / (end_s - queue_s), 3) if end_s > queue_s else None,
+        "tokens_per_step": round(num_tokens / num_steps, 4) if num_steps else None,
+        "speculative_decoding": _speculative(found, steps) if any(one.drafted for one in found) else None,
     }
 
 
-def _speculative(metrics: Metrics, steps: Items[DraftStep]) -> SpeculativeMetrics:
-    num_accepted = sum(metrics.accepted)
+def _speculative(found: Items[Metrics], steps: Items[DraftStep]) -> SpeculativeMetrics:
+    accepted = _summed([one.accepted for one in found])
+    num_steps, num_drafted = sum(one.steps for one in found), sum(one.drafted for one in found)
     # at_least[i]: steps that accepted i drafts or more
-    at_least = (metrics.steps, *metrics.accepted, 0)
+    at_least = (num_steps, *accepted, 0)
     summary: SpeculativeMetrics = {
-        "mean_acceptance_length": round(1 + num_accepted / metrics.steps, 4),
-        "draft_acceptance_rate": round(num_accepted / metrics.drafted, 4),
+        "mean_acceptance_length": round(1 + sum(accepted) / num_steps, 4),
+        "draft_acceptance_rate": round(sum(accepted) / num_drafted, 4),
         "acceptance_histogram": [at_least[i] - at_least[i + 1] for i in range(len(at_least) - 1)],
-        "num_spec_steps": metrics.steps,
-        "num_accepted_draft_tokens": num_accepted,
-        "num_draft_tokens": metrics.drafted,
-        "num_spec_tokens": len(metrics.accepted),
-        "reached_by_position": list(metrics.reached),
+        "num_spec_steps": num_steps,
+        "num_accepted_draft_tokens": sum(accepted),
+        "num_draft_tokens": num_drafted,
+        "num_spec_tokens": len(accepted),
+        "reached_by_position": _summed([one.reached for one in found]),
     }
     if steps:
-        summary["per_step_accepted"] = [step["accepted"] for step in steps]
+        summary["per_step_accepted"] = [len(step["tokens"]) - 1 for step in steps]
     return summary
+
+
+def _summed(rows: Items[tuple[int, ...]]) -> list[int]:
+    """The sums by position; a short row has nothing further behind."""
+    return [sum(column) for column in zip_longest(*rows, fillvalue=0)]
 
 
 def _ms(seconds: float) -> float:

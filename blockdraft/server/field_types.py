@@ -128,7 +128,7 @@ def _template_kwargs(value: dict[str, object]) -> dict[str, object]:
             "size", "more than {limit} characters", {"limit": MAX_TEMPLATE_KWARGS_CHARS}
         )
     if wrong := _RESERVED_KWARGS & value.keys():
-        raise PydanticCustomError("name", "{names} cannot be set here", {"names": sorted(wrong)})
+        raise PydanticCustomError("name", "{names} cannot be set here", {"names": ", ".join(sorted(wrong))})
     return value
 
 

@@ -6,7 +6,7 @@ word on ranges. A null field is one that was left out; fields nobody knows are i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Annotated, ClassVar, Literal, TypeVar
 
@@ -59,6 +59,10 @@ _HARMLESS = frozenset(
         *("store", "user"),
     }
 )
+_IN_JSON = {  # for texts of pydantic that name classes and types of Python
+    **dict.fromkeys(("model_type", "model_attributes_type", "dict_type"), "Input should be an object"),
+    "list_type": "Input should be an array",
+}
 _SAMPLING_NAMES = frozenset(item.name for item in fields(SamplingParams))
 BodyT = TypeVar("BodyT", bound="AnyBody")
 
@@ -213,12 +217,6 @@ class ChatRequest(ToolFields, _Generation):
             raise RequestError("'top_logprobs' needs 'logprobs': true.", "top_logprobs")
         self.check_tools()
         check_messages(self.messages)
-        if self.must_call and self.form is not None:
-            raise RequestError(
-                "'tool_choice' asks for a call and 'response_format' (or a field like it) for another form: "
-                "an answer can have one.",
-                "response_format",
-            )
 
     def sampling(self, defaults: Mapping[str, float]) -> SamplingParams:
         is_new = self.max_completion_tokens is not None
@@ -314,10 +312,26 @@ def validate(kind: type[BodyT], given: Mapping[str, object]) -> BodyT:
         asked = kind.model_validate(given)
     except ValidationError as error:
         first = _likeliest(error.errors(include_url=False, include_input=False))
-        where = ".".join(shown_name(str(part)) for part in first["loc"])
-        raise RequestError(f"'{where}': {first['msg']}.", shown_name(str(first["loc"][0]))) from None
+        where = ".".join(shown_name(str(part)) for part in _path(given, first))
+        text = (
+            _IN_JSON.get(first["type"], first["msg"]).replace("Dictionary", "Object").replace("List", "Array")
+        )
+        raise RequestError(f"'{where}': {text}.", shown_name(str(first["loc"][0]))) from None
     asked.check()
     return asked
+
+
+def _path(given: object, error: ErrorDetails) -> Iterator[str | int]:
+    """Where in the body an error lies. pydantic also names the kinds that a value might have been of."""
+    value = given
+    for number, part in enumerate(error["loc"]):
+        is_missing = error["type"] == "missing" and number == len(error["loc"]) - 1
+        if is_missing or (isinstance(value, Mapping) and part in value):
+            value = value.get(part) if isinstance(value, Mapping) else None
+            yield part
+        elif isinstance(value, list) and isinstance(part, int) and part < len(value):
+            value = value[part]
+            yield part
 
 
 def _likeliest(errors: list[ErrorDetails]) -> ErrorDetails:

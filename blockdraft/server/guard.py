@@ -24,7 +24,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from blockdraft.server.exchange import exchange_of
-from blockdraft.server.messages_api.errors import is_messages_path
+from blockdraft.server.messages_api.errors import VERSION_HEADER, is_anthropic
 from blockdraft.server.no_such_path import no_such_path
 from blockdraft.server.options import MAX_HEAD_BYTES, ServerOptions
 from blockdraft.server.responses import INVALID, ErrorResponse, error_response
@@ -238,7 +238,8 @@ class _Reply:
         # What is left of the body will not be read, so the connection has no next request.
         refusal.headers["connection"] = "close"
         if isinstance(refusal, ErrorResponse):
-            refusal = refusal.of(self._head.path, self._state["request_id"])
+            has_version = VERSION_HEADER in self._head.headers
+            refusal = refusal.of(self._head.path, self._state["request_id"], has_version=has_version)
         await self._whole(refusal)
 
     async def preflight(self) -> None:
@@ -286,7 +287,8 @@ class _Reply:
         raw = [field for field in given if field[0] != b"x-request-id"]
         names = {name for name, _ in raw}
         raw.append((b"x-request-id", self._state["request_id"].encode("latin-1")))
-        if is_messages_path(self._head.path):  # the name that Anthropic's clients look for
+        has_version = VERSION_HEADER in self._head.headers
+        if is_anthropic(self._head.path, has_version=has_version):  # the name that its clients look for
             raw.append((b"request-id", self._state["request_id"].encode("latin-1")))
         raw += [field for field in _RAW_HEADERS if field[0] not in names]
         if not self._has_cors:

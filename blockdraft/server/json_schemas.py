@@ -11,7 +11,7 @@ from typing import Annotated, TypeVar
 from pydantic import AfterValidator, BeforeValidator
 from pydantic_core import PydanticCustomError
 
-from blockdraft.errors import RequestError
+from blockdraft.errors import RequestError, json_name
 from blockdraft.server.body import parse_text
 
 T = TypeVar("T", list[object], dict[str, object])
@@ -39,7 +39,7 @@ def check_schema(schema: dict[str, object]) -> dict[str, object]:
         if isinstance(part, bool):
             continue
         if not isinstance(part, dict):
-            wrong = {"found": type(part).__name__}
+            wrong = {"found": json_name(part)}
             raise PydanticCustomError("schema", "a JSON schema holds {found} where a schema belongs", wrong)
         _check_type(part.get("type"))
         waiting.extend(_parts(part))
@@ -50,7 +50,10 @@ def _check_type(given: object) -> None:
     names = given if isinstance(given, list) else [] if given is None else [given]
     for name in names:
         if not isinstance(name, str) or name not in _TYPES:
-            wrong = {"name": str(name)[:64], "types": ", ".join(sorted(_TYPES))}
+            wrong = {
+                "name": name[:64] if isinstance(name, str) else json_name(name),
+                "types": ", ".join(sorted(_TYPES)),
+            }
             raise PydanticCustomError("schema", "the type '{name}' is none of JSON's: {types}", wrong)
 
 
@@ -62,7 +65,7 @@ def _parts(schema: dict[str, object]) -> Iterator[object]:
             yield from found if isinstance(found, list) and name == "items" else [found]
     for name in _LISTED:
         if name in schema:
-            yield from _checked(schema, name, list, "a list")
+            yield from _checked(schema, name, list, "an array")
     for name in _NAMED:
         if name in schema:
             yield from _checked(schema, name, dict, "an object").values()
@@ -71,7 +74,7 @@ def _parts(schema: dict[str, object]) -> Iterator[object]:
 def _checked(schema: dict[str, object], name: str, kind: type[T], what: str) -> T:
     value = schema[name]
     if not isinstance(value, kind):
-        wrong = {"name": name, "found": type(value).__name__, "what": what}
+        wrong = {"name": name, "found": json_name(value), "what": what}
         raise PydanticCustomError("schema", "{name} is {found}, not {what}", wrong)
     return value
 

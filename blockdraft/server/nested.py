@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from blockdraft.errors import RequestError
-from blockdraft.server.body import shown, shown_name
+from blockdraft.errors import RequestError, json_name
+from blockdraft.server.body import shown
 
 
 class Nested:
@@ -59,13 +59,13 @@ class Nested:
         """The objects of a list."""
         value = self._value.get(name)
         if not isinstance(value, list):
-            raise self.wrong(name, "a list is needed")
+            raise self.wrong(name, "an array is needed")
         return [Nested(item, f"{self.where}.{name}.{number}") for number, item in enumerate(value)]
 
     def unknown(self, name: str, hint: str) -> RequestError:
         """The error for a field whose value this server cannot take; `hint` says what it can."""
         value = self._value.get(name)
-        given = shown(value) if isinstance(value, str) else shown_name(repr(value))
+        given = shown(value) if isinstance(value, str) else json_name(value)
         return self.wrong(name, f"{given} is not supported here: {hint}")
 
 

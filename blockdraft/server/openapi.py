@@ -13,11 +13,13 @@ from pydantic.json_schema import JsonSchemaMode
 
 from blockdraft import __version__
 from blockdraft.server import fields, schemas
+from blockdraft.server.field_types import MAX_INT
 from blockdraft.server.messages_api import errors as message_errors
 from blockdraft.server.messages_api import fields as message_fields
 from blockdraft.server.messages_api import schemas as message_schemas
 from blockdraft.server.responses_api import fields as response_fields
 from blockdraft.server.responses_api import schemas as response_schemas
+from blockdraft.server.responses_api.stored import MAX_PAGE
 
 Json = dict[str, object]
 
@@ -25,7 +27,7 @@ _REFERENCE = "#/components/schemas/{model}"
 _FAILURES = {
     400: "The request cannot be served as it was asked; `param` names the field.",
     401: "The API key is missing or wrong.",
-    404: "There is no such model.",
+    404: "There is no such model or response, or nothing that does it.",
     408: "The body did not arrive in time.",
     413: "The body is too large.",
     415: "The body is not JSON.",
@@ -56,6 +58,8 @@ class _Operation:
     failures: tuple[int, ...] = ()
     error: type = schemas.Error
     has_named_events: bool = False  # a name each, and no [DONE] behind the last
+    parameters: tuple[Json, ...] = ()  # in the address behind the path, and headers
+    is_served: bool = True  # False: every request is refused
 
     @property
     def failed(self) -> type:
@@ -63,6 +67,13 @@ class _Operation:
         return self.answer if self.answer in (schemas.Status, schemas.Start) else self.error
 
 
+def _asked(name: str, *, where: str = "query", **schema: object) -> Json:
+    """A parameter that may be left out."""
+    return {"name": name, "in": where, "required": False, "schema": schema}
+
+
+_MODELS_ERROR = cast(type, schemas.Error | message_errors.MessageError)
+_VERSION = _asked(message_errors.VERSION_HEADER, where="header", type="string")
 _TOKENS = (400, 401, 404, 408, 413, 415, 421, 431, 503, 504)
 _GENERATION = (*_TOKENS, 429)
 _PROBE = (421, 431, 503)
@@ -100,7 +111,49 @@ _OPERATIONS = (
         path="/v1/responses/{response_id}",
         summary="A response that was kept.",
         answer=response_schemas.Response,
-        failures=(401, 404, *_PROBE),
+        events=cast(type, response_schemas.Event),
+        failures=(400, 401, 404, *_PROBE),
+        has_named_events=True,
+        parameters=(
+            _asked("stream", type="boolean"),
+            _asked("starting_after", type="integer", minimum=0, maximum=MAX_INT),
+        ),
+    ),
+    _Operation(
+        method="get",
+        path="/v1/responses/{response_id}/input_items",
+        summary="The items that a response was made of.",
+        answer=response_schemas.InputItems,
+        failures=(400, 401, 404, *_PROBE),
+        parameters=(
+            _asked("limit", type="integer", minimum=1, maximum=MAX_PAGE),
+            _asked("order", enum=["asc", "desc"]),
+            _asked("after", type="string"),
+        ),
+    ),
+    _Operation(
+        method="post",
+        path="/v1/responses/{response_id}/cancel",
+        summary="Refused: there are no responses in the background.",
+        answer=response_schemas.Response,
+        failures=(400, 401, 404, 413, 415, *_PROBE),
+        is_served=False,
+    ),
+    _Operation(
+        method="post",
+        path="/v1/responses/input_tokens",
+        summary="The number of tokens of a conversation.",
+        takes=response_fields.InputTokensRequest,
+        answer=response_schemas.InputTokens,
+        failures=_TOKENS,
+    ),
+    _Operation(
+        method="post",
+        path="/v1/responses/compact",
+        summary="Refused: conversations are not compacted.",
+        answer=response_schemas.Response,
+        failures=(401, 404, 413, 415, *_PROBE),
+        is_served=False,
     ),
     _Operation(
         method="delete",
@@ -129,8 +182,24 @@ _OPERATIONS = (
         failures=(*_TOKENS, 529),
         error=message_errors.MessageError,
     ),
-    _Operation("get", "/v1/models", "The model that is served.", schemas.ModelList, failures=(401, *_PROBE)),
-    _Operation("get", "/v1/models/{model}", "One model.", schemas.ModelCard, failures=(401, 404, *_PROBE)),
+    _Operation(
+        method="get",
+        path="/v1/models",
+        summary="The model that is served, in the shape of OpenAI or, with its header, of Anthropic.",
+        answer=cast(type, schemas.ModelList | message_schemas.ModelPage),
+        failures=(401, *_PROBE),
+        error=_MODELS_ERROR,
+        parameters=(_VERSION,),
+    ),
+    _Operation(
+        method="get",
+        path="/v1/models/{model}",
+        summary="One model.",
+        answer=cast(type, schemas.ModelCard | message_schemas.ModelInfo),
+        failures=(401, 404, *_PROBE),
+        error=_MODELS_ERROR,
+        parameters=(_VERSION,),
+    ),
     _Operation(
         method="post",
         path="/tokenize",
@@ -218,7 +287,7 @@ def _operation(item: _Operation, by_type: Mapping[type, Json]) -> Json:
     if item.events is not None:
         one = _event(by_type[item.events], by_type[item.error], is_named=item.has_named_events)
         content["text/event-stream"] = {"schema": one}
-    responses: Json = {"200": {"description": "OK", "content": content}}
+    responses: Json = {"200": {"description": "OK", "content": content}} if item.is_served else {}
     for status in sorted(item.failures):
         failed = {"schema": by_type[item.failed if status == 503 else item.error]}
         responses[str(status)] = {"description": _FAILURES[status], "content": {_JSON: failed}}
@@ -230,9 +299,11 @@ def _operation(item: _Operation, by_type: Mapping[type, Json]) -> Json:
     if item.takes is not None:
         body = {"schema": by_type[item.takes]}
         operation["requestBody"] = {"required": True, "content": {_JSON: body}}
-    if names := _PARAMETER.findall(item.path):
-        text = {"type": "string", "minLength": 1}
-        operation["parameters"] = [
-            {"name": name, "in": "path", "required": True, "schema": text} for name in names
-        ]
+    text = {"type": "string", "minLength": 1}
+    in_path: list[Json] = [
+        {"name": name, "in": "path", "required": True, "schema": text}
+        for name in _PARAMETER.findall(item.path)
+    ]
+    if parameters := [*in_path, *item.parameters]:
+        operation["parameters"] = parameters
     return operation

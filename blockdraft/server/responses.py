@@ -12,7 +12,13 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from blockdraft.phases import State
-from blockdraft.server.messages_api.errors import is_messages_path, message_error, status_of
+from blockdraft.server.messages_api.errors import (
+    VERSION_HEADER,
+    is_anthropic,
+    is_messages_path,
+    message_error,
+    status_of,
+)
 from blockdraft.server.schemas import Error, Health
 
 DONE = "data: [DONE]\n\n"  # the last event of a stream
@@ -39,8 +45,9 @@ class ErrorResponse(JSONResponse):
         super().__init__(error, status_code=status, headers=headers)
         self._error = error["error"]
 
-    def of(self, path: str, request_id: str | None) -> Response:
-        if not is_messages_path(path):
+    def of(self, path: str, request_id: str | None, *, has_version: bool = False) -> Response:
+        """`has_version`: the request has the header by which Anthropic's clients are known."""
+        if not is_anthropic(path, has_version=has_version):
             return self
         status = status_of(self.status_code, self._error["code"])
         body = message_error(
@@ -50,7 +57,9 @@ class ErrorResponse(JSONResponse):
         return JSONResponse(body, status_code=status, headers=kept)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        shaped = self.of(scope["path"], scope.get("state", {}).get("request_id"))
+        has_version = any(name == VERSION_HEADER.encode() for name, _ in scope["headers"])
+        request_id = scope.get("state", {}).get("request_id")
+        shaped = self.of(scope["path"], request_id, has_version=has_version)
         await Response.__call__(shaped, scope, receive, send)
 
 

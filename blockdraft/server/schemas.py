@@ -119,13 +119,16 @@ class SpeculativeMetrics(TypedDict):
 
 
 class RequestMetrics(TypedDict):
-    """Times of one answer, as vLLM names them; the first token's is counted from the start, not arrival."""
+    """The figures of all choices together, as vLLM names them; the first token's time is counted from the
+    start, not arrival. `tokens_per_step` is ours: 1.0 is plain decoding.
+    """
 
     time_to_first_token_ms: float
     generation_time_ms: float
     queue_time_ms: float
     mean_itl_ms: float | None
     tokens_per_second: float | None
+    tokens_per_step: float | None
     speculative_decoding: SpeculativeMetrics | None
 
 
@@ -217,7 +220,7 @@ class ChatChoice(TypedDict):
 
 
 class ChatCompletion(AnswerObject):
-    """The answer of /v1/chat/completions; `metrics` is null unless there is one choice."""
+    """The answer of /v1/chat/completions."""
 
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
@@ -268,7 +271,7 @@ class TextChoice(TypedDict):
 
 
 class TextCompletion(AnswerObject):
-    """The answer of /v1/completions."""
+    """The answer of /v1/completions; `metrics` is null where no token was asked for."""
 
     object: Literal["text_completion"]
     choices: list[TextChoice]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
 
-from blockdraft.errors import RequestError
+from blockdraft.errors import RequestError, json_name
 from blockdraft.server.body import is_too_deep
-from blockdraft.text.content import content_text, json_kind
+from blockdraft.text.content import content_text
 from blockdraft.tools.typed import read_json
 
 Message = Mapping[str, object]
@@ -34,7 +34,7 @@ def calls_of(message: Message, number: int = 0) -> list[dict[str, object]]:
     if calls is None:
         return []
     if not isinstance(calls, list):
-        raise RequestError(f"messages[{number}].tool_calls is {json_kind(calls)}, not a list.", "messages")
+        raise RequestError(f"messages[{number}].tool_calls is {json_name(calls)}, not an array.", "messages")
     for call in calls:
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(call.get("id"), str):
@@ -71,11 +71,26 @@ def for_template(messages: Items[Message], *, has_developer: bool) -> list[dict[
             new.setdefault("name", name)
         if new.get("role") == "developer" and not has_developer:
             new["role"] = "system"
-        thoughts = new.get("reasoning_content", new.get("reasoning"))
-        if new.get("role") == "assistant" and isinstance(thoughts, str) and thoughts:
-            new |= {"reasoning_content": thoughts, "reasoning": thoughts, "thinking": thoughts}
-        shaped.append(new)
+        shaped.append(_as_said(new) if new.get("role") == "assistant" else new)
     return shaped
+
+
+def _as_said(message: dict[str, object]) -> dict[str, object]:
+    """A message of the model: its thoughts under all names, and a refusal as the text that it is."""
+    thoughts = message.get("reasoning_content", message.get("reasoning"))
+    if isinstance(thoughts, str) and thoughts:
+        message |= {"reasoning_content": thoughts, "reasoning": thoughts, "thinking": thoughts}
+    content, refusal = message.get("content"), message.get("refusal")
+    if content is None and isinstance(refusal, str):
+        message["content"] = refusal
+    elif isinstance(content, list):
+        message["content"] = [_as_text(part) for part in content]
+    return message
+
+
+def _as_text(part: object) -> object:
+    is_refusal = isinstance(part, dict) and part.get("type") == "refusal"
+    return {"type": "text", "text": part.get("refusal")} if is_refusal else part
 
 
 def _with_object(call: dict[str, object], names: dict[str, str]) -> dict[str, object]:

@@ -31,6 +31,17 @@ _MAX_CHARS = 1 << 24  # of one intermediate string, and of the prompt
 _MAX_NUMBER = 100_000  # range() lengths, widths, repeat counts: jinja's own MAX_RANGE
 _MAX_PRODUCT = 1 << 30  # characters one replace() can make out of its arguments
 _MAX_BITS = 4096  # of an integer
+_PYTHON_NAME = re.compile(r"'(\w+) object'|'None'")  # as jinja names what lacks something
+_JSON_NAMES = {
+    None: "null",
+    "NoneType": "null",
+    "bool": "a boolean",
+    "dict": "an object",
+    "float": "a number",
+    "int": "a number",
+    "list": "an array",
+    "str": "a string",
+}
 _WORK = " work"  # not an identifier: no template can name it
 
 
@@ -71,9 +82,16 @@ def run_template(template: jinja2.Template, variables: Mapping[str, object]) -> 
         *(AttributeError, RuntimeError, MemoryError),
     ) as e:
         raise RequestError(
-            f"the chat template failed on these messages ({type(e).__name__}: {e}): "
-            "check the roles, their order and the template's own arguments."
+            f"the chat template failed on these messages{_why(e)}: check the roles, their order and the "
+            "template's own arguments."
         ) from e
+
+
+def _why(error: Exception) -> str:
+    """What a template lacks, in JSON's words; the texts of other errors speak of Python."""
+    if not isinstance(error, jinja2.UndefinedError):
+        return ""
+    return f" ({_PYTHON_NAME.sub(lambda found: _JSON_NAMES.get(found[1], 'a value'), str(error))})"
 
 
 class _Refused(jinja2.TemplateError):

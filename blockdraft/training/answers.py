@@ -19,7 +19,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 
 from blockdraft.bench.records import Prompt
-from blockdraft.errors import SettingsError
+from blockdraft.errors import SettingsError, json_name
 from blockdraft.jsonl import Row, read_rows
 from blockdraft.text.tokenizer import Tokenizer
 
@@ -56,7 +56,7 @@ def _conversation(row: Row) -> Prompt:
     for message in messages:
         role, content = message.get("role"), message.get("content")
         if not isinstance(role, str) or role not in texts or not isinstance(content, str):
-            raise row.error(f"a message of role {role!r} with content {type(content).__name__}")
+            raise row.error(f"a message of role {role!r} whose content is {json_name(content)}")
         texts[role].append(content)
     if not texts["user"]:
         raise row.error("no user message")

@@ -83,7 +83,7 @@ def test_an_answer_ends_inside_a_block_where_its_tokens_one_by_one_would(data: s
     sequence, deltas, at = sequence_of(params, end_ids), [], 0
     while at < len(token_ids) and sequence.finish_reason is None:
         size = data.draw(st.integers(1, 8))
-        deltas.append(sequence.accept(tuple(token_ids[at : at + size]), (), 1.0))
+        deltas.append(sequence.accept(tuple(token_ids[at : at + size]), (), 1.0, size))
         at += size
     tokens = [token for delta in deltas for token in delta.token_ids]
     text = "".join(delta.text for delta in deltas)

@@ -206,6 +206,22 @@ def test_a_call_is_bound_by_a_grammar_where_it_must_be_right(options, is_bound):
         assert form.grammar.startswith("start: ")
 
 
+FORMS = [
+    {"response_format": {"type": "json_object"}},
+    {"structured_outputs": {"choice": ["a", "b"]}},
+    {"grammar": "start: /a/"},
+]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
+def test_a_form_beside_a_forced_call_binds_nothing(form, choice):
+    asked = {"tools": [TOOL], "tool_choice": choice}
+    both, alone = prepared(**asked, **form), prepared(**asked)
+    assert both.sampling.structured_outputs == alone.sampling.structured_outputs
+    assert both.form_field == "tools"
+
+
 @pytest.mark.parametrize(
     ("options", "form"),
     [
@@ -274,7 +290,6 @@ def said(role, **message):
         ({"tools": [BAD_PART]}, "properties", "tools"),
         ({"tools": [TOOL], "tool_choice": OTHER}, "'g'", "tool_choice"),
         ({"tool_choice": "required"}, "no 'tools'", "tool_choice"),
-        ({"tools": [TOOL], "tool_choice": "required", **JSON_OBJECT}, "can have one", "response_format"),
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "2 forms", "structured_outputs"),
         ({"structured_outputs": {}}, "none of json", "structured_outputs"),
         ({"structured_outputs": {"json": "{"}}, "not JSON", "structured_outputs"),

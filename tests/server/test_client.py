@@ -438,7 +438,6 @@ def test_every_answer_says_how_its_drafts_fared(client):
         chunks = chat_chunks(client, max_tokens=40, **options)
         assert chunks[where].metrics["speculative_decoding"] == spec
         assert not any(hasattr(chunk, "metrics") for chunk in chunks[:where])
-    assert chat(client, n=2).metrics is None
     assert complete(client).metrics["speculative_decoding"]["num_spec_steps"] > 0
 
 
@@ -468,8 +467,38 @@ def test_draft_detail_marks_every_token(client, fields):
     if len(answer.choices) == 1:
         accepted = [step["accepted"] for step in answer.choices[0].message.draft]
         spec = answer.metrics["speculative_decoding"]
-        assert spec["per_step_accepted"] == accepted
-        assert sum(accepted) <= spec["num_accepted_draft_tokens"]
+        assert spec["per_step_accepted"] == [
+            len(step["tokens"]) - 1 for step in answer.choices[0].message.draft
+        ]
+        assert sum(spec["per_step_accepted"]) == spec["num_accepted_draft_tokens"] <= sum(accepted)
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 3, 7, 20])
+def test_figures_count_the_tokens_that_were_delivered(client, max_tokens):
+    answer = chat(client, max_tokens=max_tokens)
+    metrics, spec = answer.metrics, answer.metrics["speculative_decoding"]
+    assert answer.usage.completion_tokens == max_tokens
+    if spec is None:
+        assert metrics["tokens_per_step"] == 1
+        return
+    assert spec["mean_acceptance_length"] == metrics["tokens_per_step"]
+    assert spec["num_accepted_draft_tokens"] + spec["num_spec_steps"] == max_tokens
+    assert spec["num_accepted_draft_tokens"] <= spec["num_draft_tokens"]
+
+
+def test_the_figures_of_several_choices_are_summed(client):
+    one, two = chat(client, max_tokens=30).metrics, chat(client, max_tokens=30, n=2).metrics
+    for name in ("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens"):
+        assert two["speculative_decoding"][name] == 2 * one["speculative_decoding"][name] > 0
+    assert two["tokens_per_step"] == one["tokens_per_step"] > 1
+    assert two["generation_time_ms"] > 0
+    chunks = chat_chunks(client, max_tokens=30, n=2)
+    assert chunks[-1].metrics["tokens_per_step"] == two["tokens_per_step"]
+    assert sum(hasattr(chunk, "metrics") for chunk in chunks) == 1
+
+
+def test_an_answer_of_no_token_has_no_figures(client):
+    assert complete(client, max_tokens=0, echo=True).metrics is None
 
 
 def test_an_answer_cut_inside_its_last_block_ends_with_accepted_drafts(client):

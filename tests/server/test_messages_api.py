@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from datetime import UTC, datetime
 
 import pytest
 from pydantic import TypeAdapter
@@ -220,6 +221,11 @@ def test_a_last_turn_of_the_model_is_continued(app):
     assert create(app, messages=turns).json()["content"][0]["text"] == " t4 t5 t6 t7 t8"
 
 
+def test_a_form_beside_a_forced_call_is_taken():
+    form = {"format": {"type": "json_schema", "schema": {"type": "object"}}}
+    assert chat_of(tools=[TOOL], tool_choice={"type": "any"}, output_config=form).must_call
+
+
 # ---- over HTTP
 
 
@@ -312,6 +318,35 @@ def test_every_refusal_has_anthropics_shape(app):
     checked_error(ask(app, "POST", PATH, content=b"a=b"), 415, "invalid_request_error")
 
 
+VERSION = {"anthropic-version": "2023-06-01"}
+
+
+def test_models_have_anthropics_shape_where_its_client_asks(app):
+    answer = ask(app, "GET", "/v1/models", headers=VERSION)
+    page = TypeAdapter(schemas.ModelPage).validate_python(answer.json(), strict=True)
+    assert answer.headers["request-id"] == answer.headers["x-request-id"]
+    (model,) = page["data"]
+    assert (model["type"], model["id"], model["display_name"]) == ("model", NAME, "target")
+    assert datetime.fromisoformat(model["created_at"]).tzinfo == UTC
+    assert (page["first_id"], page["last_id"], page["has_more"]) == (NAME, NAME, False)
+    assert ask(app, "GET", f"/v1/models/{NAME}", headers=VERSION).json() == model
+    for name in ("after_id", "before_id"):
+        assert ask(app, "GET", f"/v1/models?{name}={NAME}", headers=VERSION).json()["data"] == []
+    checked_error(ask(app, "GET", "/v1/models/claude", headers=VERSION), 404, "not_found_error", "'claude'")
+    checked_error(ask(app, "POST", "/v1/models", headers=VERSION), 405, "invalid_request_error")
+
+
+def test_models_keep_openais_shape_otherwise(app):
+    answer = ask(app, "GET", "/v1/models")
+    assert answer.json()["data"][0]["object"] == "model"
+    assert "request-id" not in answer.headers
+    refusal = ask(app, "GET", "/v1/models/claude")
+    assert set(refusal.json()["error"]) == {"message", "type", "param", "code"}
+    # The header changes nothing on paths that are OpenAI's alone.
+    refusal = ask(app, "POST", "/v1/chat/completions", json={}, headers=VERSION)
+    assert set(refusal.json()["error"]) == {"message", "type", "param", "code"}
+
+
 class Lost:
     """An engine that takes no request."""
 
@@ -333,6 +368,7 @@ def test_refusals_of_the_guard_and_the_engine_have_it_too():
         lost = make_app(Lost(loop, EngineStopped("lost.")), name=NAME, options=ServerOptions())
         bug = make_app(Lost(loop, ZeroDivisionError("secret")), name=NAME, options=ServerOptions())
         checked_error(create(guarded), 401, "authentication_error", "x-api-key")
+        checked_error(ask(guarded, "GET", "/v1/models", headers=VERSION), 401, "authentication_error")
         key = {"x-api-key": "k"}
         checked_error(ask(guarded, "POST", PATH, json=HELLO, headers=key), 413, "request_too_large")
         checked_error(create(full), 429, "rate_limit_error", "full")

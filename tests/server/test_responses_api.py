@@ -7,6 +7,7 @@ from dataclasses import replace
 import openai
 import pytest
 from openai.types.responses import Response as ClientResponse
+from openai.types.responses import ResponseItemList as ClientItems
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
@@ -21,6 +22,7 @@ from blockdraft.server.responses_api.store import (
     ResponseStore,
     StoredResponse,
 )
+from blockdraft.server.responses_api.stored import replayed
 from blockdraft.server.responses_api.writer import ResponseWriter
 from tests.server.asking import ask, listening
 from tests.server.pair import NAME, app_over, models, thinking_tokenizer
@@ -195,6 +197,13 @@ def test_items_become_messages_of_a_chat():
     ]
 
 
+def test_a_form_beside_a_forced_call_is_taken():
+    """instructor sends both."""
+    form = {"format": {"type": "json_schema", "name": "n", "schema": {"type": "object"}}}
+    asked = ResponsesRequest(**HELLO, tools=[TOOL], tool_choice="required", text=form)
+    assert asked.chat(Conversation([{"role": "user", "content": "t1"}])).must_call
+
+
 # ---- over HTTP
 
 
@@ -235,6 +244,110 @@ def test_a_streamed_response_is_kept_and_one_that_is_not_to_be_is_not(app):
     assert ask(app, "GET", f"{PATH}/{answer['id']}").json() == answer
     answer = checked(create(app, store=False))
     assert ask(app, "GET", f"{PATH}/{answer['id']}").status_code == 404
+
+
+def test_a_stored_response_is_streamed_again(app, client):
+    whole = checked(create(app))
+    url = f"{PATH}/{whole['id']}"
+    events = events_of(ask(app, "GET", f"{url}?stream=true").text)
+    for event in events:
+        EVENT.validate_python(event, strict=True)
+        CLIENT_EVENT.validate_python(event)
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    assert assembled(events) == whole["output"]
+    assert events[-1]["response"] == whole == ask(app, "GET", f"{url}?stream=false").json()
+    seen = list(client.responses.retrieve(whole["id"], stream=True))
+    assert [event.type for event in seen] == [event["type"] for event in events]
+    later = client.responses.retrieve(whole["id"], stream=True, starting_after=3)
+    assert [event.sequence_number for event in later] == list(range(4, len(events)))
+    (last,) = client.responses.retrieve(whole["id"], stream=True, starting_after=1000)
+    assert last.response.output_text == " t4 t5 t6 t7 t8"
+    assert client.responses.retrieve(whole["id"]).output_text == last.response.output_text
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_events_of_a_stored_response_say_what_it_holds(name):
+    whole = taken(writer(), SCRIPTS[name])
+    events = events_of(replayed(whole, None))
+    for event in events:
+        EVENT.validate_python(event, strict=True)
+    assert assembled(events) == whole["output"]
+    assert events[-1]["type"] == f"response.{whole['status']}"
+
+
+def test_a_response_names_what_it_was_made_of(app, client):
+    items = [
+        {"role": "developer", "content": "t9"},
+        {"role": "user", "content": "t1"},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+        {"type": "function_call", "call_id": "c1", "name": "crew__hire", "arguments": "{}"},
+        RESULT,
+        {"role": "assistant", "content": "t2"},
+        {"role": "user", "content": "t3"},
+    ]
+    space = {"type": "namespace", "name": "crew", "description": "", "tools": [{**TOOL, "name": "hire"}]}
+    asked = {"input": items, "tools": [space], "tool_choice": "none"}
+    whole = checked(create(app, **asked))
+    page = ask(app, "GET", f"{PATH}/{whole['id']}/input_items?order=asc").json()
+    TypeAdapter(schemas.InputItems).validate_python(page, strict=True)
+    ClientItems.model_validate(page)
+    kinds = [(item["type"], item.get("role")) for item in page["data"]]
+    assert kinds == [
+        ("message", "developer"),
+        ("message", "user"),
+        ("reasoning", None),
+        ("function_call", None),
+        ("function_call_output", None),
+        ("message", "assistant"),
+        ("message", "user"),
+    ]
+    assert (page["data"][3]["namespace"], page["data"][3]["name"]) == ("crew", "hire")
+    assert (page["first_id"], page["last_id"]) == (page["data"][0]["id"], page["data"][-1]["id"])
+    assert page["has_more"] is False
+    # Sent as they are they make the same prompt, and its tokens are counted beforehand.
+    again = checked(create(app, **{**asked, "input": page["data"]}))
+    assert again["usage"]["input_tokens"] == whole["usage"]["input_tokens"]
+    count = client.responses.input_tokens.count(model=NAME, **asked)
+    assert (count.object, count.input_tokens) == ("response.input_tokens", whole["usage"]["input_tokens"])
+    newest = list(client.responses.input_items.list(whole["id"], limit=3))  # all pages, one by one
+    assert [item.id for item in newest] == [item["id"] for item in reversed(page["data"])]
+    following = checked(create(app, previous_response_id=whole["id"], input="t4"))
+    told = ask(app, "GET", f"{PATH}/{following['id']}/input_items?limit=100&order=asc").json()["data"]
+    assert len(told) == len(items) + 2  # the first answer and the new question
+
+
+@pytest.mark.parametrize(
+    ("address", "param"),
+    [
+        ("?stream=yes", "stream"),
+        ("?stream=true&starting_after=-1", "starting_after"),
+        ("?stream=true&starting_after=x", "starting_after"),
+        ("/input_items?limit=0", "limit"),
+        ("/input_items?limit=101", "limit"),
+        ("/input_items?order=up", "order"),
+        ("/input_items?after=msg_0", "after"),
+    ],
+)
+def test_a_wrong_parameter_of_an_address_is_named(app, address, param):
+    name = checked(create(app))["id"]
+    answer = ask(app, "GET", f"{PATH}/{name}{address}")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+def test_what_is_below_responses_and_not_there_is_answered_by_name(app, client):
+    name = checked(create(app))["id"]
+    answer = ask(app, "POST", f"{PATH}/{name}")
+    assert (answer.status_code, set(answer.headers["allow"].split(", "))) == (405, {"GET", "HEAD", "DELETE"})
+    for path in ("input_tokens", "compact"):
+        answer = ask(app, "GET", f"{PATH}/{path}")
+        assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
+    with pytest.raises(openai.NotFoundError, match="does not compact"):
+        client.responses.compact(model=NAME, input="t1")
+    with pytest.raises(openai.BadRequestError, match="background"):
+        client.responses.cancel(name)
+    for path in (f"{PATH}/resp_0?stream=true", f"{PATH}/resp_0/input_items"):
+        assert ask(app, "GET", path).status_code == 404
+    assert ask(app, "POST", f"{PATH}/resp_0/cancel").status_code == 404
 
 
 def test_thoughts_of_a_thinking_model_are_items():

@@ -256,10 +256,23 @@ def test_text_parts_are_joined_and_other_keys_kept():
 
 
 def test_the_model_and_its_tools_may_come_without_text_and_nobody_else():
-    for role in ("assistant", "tool"):
-        assert make("[{{ messages[0].content }}]").render([{"role": role, "content": None}]) == "[]"
+    calls = [{"function": {"name": "f", "arguments": {}}}]
+    said = {"role": "assistant"}
+    for message in ({**said, "tool_calls": calls}, said, {**said, "content": None}, {**said, "content": []}):
+        assert make("[{{ messages[0].content }}]").render([message]) == "[]"
+    assert make("[{{ messages[0].content }}]").render([{"role": "tool", "content": None}]) == "[]"
     with pytest.raises(RequestError, match="content is null"):
         make().render([{"role": "user", "content": None}])
+
+
+def test_a_template_that_fails_speaks_of_json():
+    template = make("{{ messages[0].content.city.name }}")
+    with pytest.raises(RequestError, match=r"messages \(a string has no attribute 'city'\): check") as found:
+        template.render([{"role": "user", "content": "x"}])
+    assert "object'" not in str(found.value)
+    with pytest.raises(RequestError, match="messages: check") as found:
+        make("{{ messages[0].content + 1 }}").render([{"role": "user", "content": "x"}])
+    assert "str" not in str(found.value)
 
 
 @pytest.mark.parametrize(

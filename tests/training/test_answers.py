@@ -60,15 +60,18 @@ def test_conversations_are_read_packed_or_not(tmp_path, suffix, opener):
     [
         ("{", "line 3: not JSON"),
         ("[]", "line 3: an empty list, where an object was expected"),
-        ("{}", "line 3: a message of role 'user' with content NoneType"),
+        ("{}", "line 3: a message of role 'user' whose content is null"),
         ('{"messages": null}', "line 3: 'messages' is not a list of objects"),
         ('{"messages": ["hello"]}', "line 3: 'messages' is not a list of objects"),
         ('{"messages": []}', "line 3: no user message"),
         ('{"messages": [{"role": "system", "content": "x"}]}', "line 3: no user message"),
-        ('{"messages": [{"role": "tool", "content": "x"}]}', "a message of role 'tool' with content str"),
-        ('{"messages": [{"role": "user", "content": ["x"]}]}', "role 'user' with content list"),
+        (
+            '{"messages": [{"role": "tool", "content": "x"}]}',
+            "a message of role 'tool' whose content is a string",
+        ),
+        ('{"messages": [{"role": "user", "content": ["x"]}]}', "role 'user' whose content is an array"),
         ('{"messages": [{"role": ["user"], "content": "x"}]}', "a message of role"),
-        ('{"prompt": 5}', "role 'user' with content int"),
+        ('{"prompt": 5}', "role 'user' whose content is a number"),
     ],
 )
 def test_a_bad_line_is_named_with_its_number_in_the_file(tmp_path, line, message):

@@ -7,6 +7,8 @@ from typing import Literal
 from typing_extensions import TypedDict
 
 PATH = "/v1/messages"
+MODELS_PATH = "/v1/models"  # both APIs have it: the header says whose client asks
+VERSION_HEADER = "anthropic-version"
 OVERLOADED = 529  # Anthropic's own number
 
 _KINDS = {
@@ -37,6 +39,12 @@ class MessageError(TypedDict):
 
 def is_messages_path(path: str) -> bool:
     return path == PATH or path.startswith(PATH + "/")
+
+
+def is_anthropic(path: str, *, has_version: bool) -> bool:
+    """Whether a client of Anthropic's asks: by the path, or by the header on a path of both APIs."""
+    is_models = path == MODELS_PATH or path.startswith(MODELS_PATH + "/")
+    return is_messages_path(path) or (has_version and is_models)
 
 
 def status_of(status: int, code: str | None) -> int:

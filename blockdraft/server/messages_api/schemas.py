@@ -15,6 +15,24 @@ class TokenCount(TypedDict):
     input_tokens: int
 
 
+class ModelInfo(TypedDict):
+    """The model as Anthropic's clients know it; `created_at` is when the server started."""
+
+    type: Literal["model"]
+    id: str
+    display_name: str
+    created_at: str
+
+
+class ModelPage(TypedDict):
+    """The answer of /v1/models to a request with the header `anthropic-version`."""
+
+    data: list[ModelInfo]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
 class MessageUsage(TypedDict):
     """The cost of a message; `input_tokens` are those that were not in the prefix cache."""
 

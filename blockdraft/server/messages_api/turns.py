@@ -47,6 +47,8 @@ def _blocks(turn: Nested) -> list[Nested]:
     content = turn.get("content")
     if isinstance(content, str):
         return [Nested({"type": "text", "text": content}, f"{turn.where}.content")]
+    if content is None and turn.get("role") == "assistant":
+        return []
     return turn.all("content")
 
 

@@ -59,8 +59,8 @@ class ReasoningSettings(StrictFields):
     summary: Literal["auto", "concise", "detailed"] | None = None
 
 
-class ResponsesRequest(AnyBody):
-    """The body of POST /v1/responses."""
+class InputTokensRequest(AnyBody):
+    """The body of POST /v1/responses/input_tokens: the fields that make the prompt."""
 
     UNSUPPORTED: ClassVar[Unsupported] = {
         "background": (False,),
@@ -69,29 +69,60 @@ class ResponsesRequest(AnyBody):
         "top_logprobs": (0,),
     }
     HARMLESS = AnyBody.HARMLESS | {
-        *("client_metadata", "max_tool_calls", "prompt_cache_options", "stream_options")
+        *("client_metadata", "max_tool_calls", "prompt_cache_options", "stream_options"),
+        *("stream", "max_output_tokens", "temperature", "top_p", "include", "seed", "speculative"),
     }
 
-    input: Input
+    input: Input | None = None
     instructions: str | None = None
     previous_response_id: str | None = Field(default=None, max_length=MAX_ID)
-    store: bool = True
-    stream: bool = False
     tools: Tools = Field(default=[])
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True
     text: TextSettings = TextSettings()
     reasoning: ReasoningSettings = ReasoningSettings()
+    truncation: Literal["auto", "disabled"] = "disabled"  # either way what is too long is refused
+    chat_template_kwargs: TemplateKwargs | None = None
+
+    def chat(self, conversation: Conversation) -> ChatRequest:
+        """What is asked of the model. Raises RequestError with the name of a field of the chat request."""
+        given = self._chat(conversation)
+        return validate(ChatRequest, {name: value for name, value in given.items() if value is not None})
+
+    def _chat(self, conversation: Conversation) -> dict[str, object]:
+        effort = self.reasoning.effort
+        return {
+            "messages": conversation.rendered(self.instructions),
+            **self._tools(),
+            "response_format": _format(self.text),
+            "verbosity": self.text.verbosity,
+            "reasoning_effort": "xhigh" if effort == "max" else effort,
+            "chat_template_kwargs": self.chat_template_kwargs,
+        }
+
+    def _tools(self) -> dict[str, object]:
+        tools = [_function(tool, namespace) for tool, namespace in _functions(all_of(self.tools, "tools"))]
+        choice: str | Function | None = None if self.tool_choice == "auto" else self.tool_choice
+        if isinstance(choice, dict):
+            choice = _chosen(Nested(choice, "tool_choice"))
+        is_single = None if self.parallel_tool_calls else False
+        return {"tools": tools, "tool_choice": choice, "parallel_tool_calls": is_single}
+
+
+class ResponsesRequest(InputTokensRequest):
+    """The body of POST /v1/responses."""
+
+    input: Input
+    store: bool = True
+    stream: bool = False
     max_output_tokens: int | None = Field(default=None, ge=1, le=MAX_INT)
     temperature: float | None = Field(default=None, ge=0, le=100)
     top_p: float | None = Field(default=None, gt=0, le=1)
     include: Includes = Field(default=[])
     metadata: Metadata = Field(default={})
-    truncation: Literal["auto", "disabled"] = "disabled"  # either way what is too long is refused
     user: str | None = None
     # Ours, as in chat completions.
     seed: int | None = Field(default=None, ge=-(2**63), le=2**63 - 1)
-    chat_template_kwargs: TemplateKwargs | None = None
     speculative: SpeculativeField | None = None
 
     def check(self) -> None:
@@ -103,40 +134,22 @@ class ResponsesRequest(AnyBody):
     def seals_thoughts(self) -> bool:
         return "reasoning.encrypted_content" in self.include
 
-    def chat(self, conversation: Conversation) -> ChatRequest:
-        """What is asked of the model. Raises RequestError with the name of a field of the chat request."""
-        effort = self.reasoning.effort
-        given = {
-            "messages": conversation.rendered(self.instructions),
-            **self._tools(),
-            "response_format": _format(self.text),
-            "verbosity": self.text.verbosity,
-            "reasoning_effort": "xhigh" if effort == "max" else effort,
+    def _chat(self, conversation: Conversation) -> dict[str, object]:
+        return {
+            **super()._chat(conversation),
             "max_completion_tokens": self.max_output_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
             "stream": self.stream,
             "seed": self.seed,
-            "chat_template_kwargs": self.chat_template_kwargs,
             "speculative": self.speculative,
         }
-        return validate(ChatRequest, {name: value for name, value in given.items() if value is not None})
 
-    @property
-    def namespaces(self) -> dict[str, tuple[str, str]]:
-        """Of functions that have one, by what they are called to the model: the namespace and the name."""
-        found = _functions(all_of(self.tools, "tools"))
-        return {
-            full_name(space, tool.text("name")): (space, tool.text("name")) for tool, space in found if space
-        }
 
-    def _tools(self) -> dict[str, object]:
-        tools = [_function(tool, namespace) for tool, namespace in _functions(all_of(self.tools, "tools"))]
-        choice: str | Function | None = None if self.tool_choice == "auto" else self.tool_choice
-        if isinstance(choice, dict):
-            choice = _chosen(Nested(choice, "tool_choice"))
-        is_single = None if self.parallel_tool_calls else False
-        return {"tools": tools, "tool_choice": choice, "parallel_tool_calls": is_single}
+def namespaces_of(tools: Objects) -> dict[str, tuple[str, str]]:
+    """Namespace and name of the functions that have a namespace, by what they are called to the model."""
+    found = _functions(all_of(tools, "tools"))
+    return {full_name(space, tool.text("name")): (space, tool.text("name")) for tool, space in found if space}
 
 
 def _functions(tools: list[Nested]) -> Iterator[tuple[Nested, str]]:

@@ -59,11 +59,10 @@ def _add_message(conversation: Conversation, item: Nested) -> None:
     role = item.text("role")
     if role not in _ROLES:
         raise item.unknown("role", "user, assistant, system or developer")
-    text = _text(item, "content")
     if role == "assistant":
-        conversation.answer(text)
+        conversation.answer(_text(item, "content") if "content" in item else "")
     else:
-        conversation.say(role, text)
+        conversation.say(role, _text(item, "content"))
 
 
 def _text(item: Nested, name: str) -> str:

@@ -132,6 +132,53 @@ class Deleted(TypedDict):
     deleted: Literal[True]
 
 
+class InputText(TypedDict):
+    """A text for the model."""
+
+    type: Literal["input_text"]
+    text: str
+
+
+class InputMessageItem(TypedDict):
+    """What anybody but the model said."""
+
+    id: str
+    type: Literal["message"]
+    status: ItemStatus
+    role: Literal["user", "system", "developer"]
+    content: list[InputText]
+
+
+class FunctionOutputItem(TypedDict):
+    """What a function answered."""
+
+    id: str
+    type: Literal["function_call_output"]
+    status: ItemStatus
+    call_id: str
+    output: str
+
+
+InputItem = InputMessageItem | FunctionOutputItem | Item
+
+
+class InputItems(TypedDict):
+    """The answer of /v1/responses/{id}/input_items: a page of what a response was made of."""
+
+    object: Literal["list"]
+    data: list[InputItem]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class InputTokens(TypedDict):
+    """The answer of /v1/responses/input_tokens."""
+
+    object: Literal["response.input_tokens"]
+    input_tokens: int
+
+
 class Numbered(TypedDict):
     """The fields that every event has."""
 

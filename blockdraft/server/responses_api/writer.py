@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
 from blockdraft.engine.request import Delta
 from blockdraft.server.answers import ChatAnswer
 from blockdraft.server.parts import AnswerPart, AnswerParts, PartChange
 from blockdraft.server.responses import named_event
 from blockdraft.server.responses_api import schemas
-from blockdraft.server.responses_api.fields import ResponsesRequest
+from blockdraft.server.responses_api.fields import ResponsesRequest, namespaces_of
 from blockdraft.server.responses_api.items import sealed
 from blockdraft.server.schemas import AnswerObject
 
 _PREFIXES = {"text": "msg", "reasoning": "rs", "call": "fc"}
 
 Keep = Callable[[schemas.Response], None]
+MakeItem = Callable[[schemas.ItemStatus | None], schemas.Item]
 
 
 class ResponseWriter:
@@ -27,7 +29,7 @@ class ResponseWriter:
         self._head = head
         self._keep = keep
         self._chat = chat
-        self._namespaces = asked.namespaces
+        self._namespaces = namespaces_of(asked.tools)
         self._parts = AnswerParts()
         self._ids: list[str] = []  # of the parts' items
         self._num_events = 0
@@ -44,7 +46,9 @@ class ResponseWriter:
     def event(self, prompt: int, delta: Delta) -> str | None:
         begin = "" if self._num_events else self._begin()
         news = "".join(
-            self._written(event) for change in self._changes(delta) for event in self._events(change)
+            self._written(event)
+            for change in self._changes(delta)
+            for event in part_events(change, self._ids[change.part.index], partial(self._item, change.part))
         )
         return begin + news or None
 
@@ -124,7 +128,7 @@ class ResponseWriter:
         is_new = status == "in_progress"
         item_id = self._ids[part.index]
         if part.kind == "text":
-            content = [] if is_new else [_output_text(part.text)]
+            content = [] if is_new else [output_text(part.text)]
             return {
                 "id": item_id,
                 "type": "message",
@@ -133,7 +137,11 @@ class ResponseWriter:
                 "content": content,
             }
         if part.kind == "call":
-            return self._call(part, item_id, status)
+            arguments = "" if is_new else part.text
+            return {
+                **call_item(part.call_id, part.name, arguments, status, self._namespaces),
+                "id": item_id,
+            }
         thoughts: schemas.ReasoningItem = {
             "id": item_id,
             "type": "reasoning",
@@ -144,20 +152,6 @@ class ResponseWriter:
         if self._asked.seals_thoughts and not is_new:
             thoughts["encrypted_content"] = sealed(part.text)
         return thoughts
-
-    def _call(self, part: AnswerPart, item_id: str, status: schemas.ItemStatus) -> schemas.FunctionCallItem:
-        namespace, name = self._namespaces.get(part.name, ("", part.name))
-        call: schemas.FunctionCallItem = {
-            "id": item_id,
-            "type": "function_call",
-            "status": status,
-            "call_id": part.call_id,
-            "name": name,
-            "arguments": "" if status == "in_progress" else part.text,
-        }
-        if namespace:
-            call["namespace"] = namespace
-        return call
 
     # ---- events
 
@@ -174,39 +168,57 @@ class ResponseWriter:
         self._num_events += 1
         return named_event(str(data["type"]), {**data, "sequence_number": number})
 
-    def _events(self, change: PartChange) -> Iterator[dict[str, object]]:
-        part, what = change.part, change.what
-        place: dict[str, object] = {"item_id": self._ids[part.index], "output_index": part.index}
-        if what == "open":
-            yield {
-                "type": "response.output_item.added",
-                "output_index": part.index,
-                "item": self._item(part, "in_progress"),
-            }
-            yield from _part_event("added", part, place, "")
-        elif what == "add":
-            yield _delta_event(part, place, change.text)
-        else:
-            yield self._done(part, place)
-            yield from _part_event("done", part, place, part.text)
-            yield {
-                "type": "response.output_item.done",
-                "output_index": part.index,
-                "item": self._item(part),
-            }
 
-    def _done(self, part: AnswerPart, place: dict[str, object]) -> dict[str, object]:
-        if part.kind == "call":
-            _, name = self._namespaces.get(part.name, ("", part.name))
-            done = {"name": name, "arguments": part.text}
-            return {"type": "response.function_call_arguments.done", **place, **done}
-        if part.kind == "reasoning":
-            return {"type": "response.reasoning_text.done", **place, "content_index": 0, "text": part.text}
-        done = {"text": part.text}
-        return {"type": "response.output_text.done", **place, "content_index": 0, **done, "logprobs": []}
+def part_events(change: PartChange, item_id: str, item: MakeItem) -> Iterator[dict[str, object]]:
+    """What a change of one part tells a client. `item` makes the part's item, whole unless told otherwise."""
+    part, what = change.part, change.what
+    place: dict[str, object] = {"item_id": item_id, "output_index": part.index}
+    at: dict[str, object] = {"output_index": part.index}
+    if what == "open":
+        yield {"type": "response.output_item.added", **at, "item": item("in_progress")}
+        yield from _part_event("added", part, place, "")
+    elif what == "add":
+        yield _delta_event(part, place, change.text)
+    else:
+        whole = item(None)
+        yield _done_event(part, place, whole)
+        yield from _part_event("done", part, place, part.text)
+        yield {"type": "response.output_item.done", **at, "item": whole}
 
 
-def _output_text(text: str) -> schemas.OutputText:
+def _done_event(part: AnswerPart, place: dict[str, object], item: schemas.Item) -> dict[str, object]:
+    if item["type"] == "function_call":
+        done = {"name": item["name"], "arguments": part.text}
+        return {"type": "response.function_call_arguments.done", **place, **done}
+    if part.kind == "reasoning":
+        return {"type": "response.reasoning_text.done", **place, "content_index": 0, "text": part.text}
+    done = {"text": part.text}
+    return {"type": "response.output_text.done", **place, "content_index": 0, **done, "logprobs": []}
+
+
+def call_item(
+    call_id: str,
+    name: str,
+    arguments: str,
+    status: schemas.ItemStatus,
+    namespaces: Mapping[str, tuple[str, str]],
+) -> schemas.FunctionCallItem:
+    """The item of a call, whose id is still empty; `name` is what the function is called to the model."""
+    namespace, own_name = namespaces.get(name, ("", name))
+    call: schemas.FunctionCallItem = {
+        "id": "",
+        "type": "function_call",
+        "status": status,
+        "call_id": call_id,
+        "name": own_name,
+        "arguments": arguments,
+    }
+    if namespace:
+        call["namespace"] = namespace
+    return call
+
+
+def output_text(text: str) -> schemas.OutputText:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
@@ -216,7 +228,7 @@ def _part_event(
     """A call has no parts."""
     if part.kind == "call":
         return
-    shown = _output_text(text) if part.kind == "text" else {"type": "reasoning_text", "text": text}
+    shown = output_text(text) if part.kind == "text" else {"type": "reasoning_text", "text": text}
     yield {"type": f"response.content_part.{what}", **place, "content_index": 0, "part": shown}
 
 
