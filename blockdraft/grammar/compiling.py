@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from blockdraft.errors import RequestError
 from blockdraft.grammar.endless import NOTHING, check_end
 from blockdraft.grammar.form import StructuredOutputs
-from blockdraft.grammar.gbnf import lark_of_gbnf
+from blockdraft.grammar.gbnf import is_gbnf, lark_of_gbnf
 from blockdraft.grammar.lark_text import LarkFacts, quoted, read_lark
 from blockdraft.grammar.limits import check_json
 
@@ -56,7 +56,7 @@ def _write(form: StructuredOutputs, tokens: TokenSource) -> WrittenForm:
     if form.choice is not None:
         return WrittenForm(LLMatcher.grammar_from_lark("start: " + "\n  | ".join(map(quoted, form.choice))))
     if form.grammar is not None:
-        lark = lark_of_gbnf(form.grammar) if "::=" in form.grammar else form.grammar
+        lark = lark_of_gbnf(form.grammar) if is_gbnf(form.grammar) else form.grammar
         facts = read_lark(lark, tokens.names.get, tokens.size)
         return WrittenForm(LLMatcher.grammar_from_lark(facts.text), facts)
     schema = {"type": "object"} if form.json is None else _schema(form.json)

@@ -45,6 +45,11 @@ class StructuredOutputs:
                 f"structured_outputs has {names}: give one of json, json_object, regex, choice and grammar.",
                 "structured_outputs",
             )
+        if self.whitespace_pattern is not None and given[0] not in ("json", "json_object"):
+            raise RequestError(
+                f"whitespace_pattern is for JSON, and the form is '{given[0]}': leave it out.",
+                "structured_outputs",
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

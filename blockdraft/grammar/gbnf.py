@@ -29,6 +29,7 @@ _PIECES = re.compile(
       | (?P<other>.)""",
     re.VERBOSE,
 )
+_RULE = re.compile(r"^[ \t]*+[A-Za-z0-9_-]++\s*+::=", re.MULTILINE)
 _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", **{sign: sign for sign in '"\\[]-^/'}}
 _ESCAPE = re.compile(r"\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|(.?))", re.DOTALL)
 _TIMES = re.compile(r"\{\s*([0-9]{1,9})\s*(,)?\s*([0-9]{1,9})?\s*\}")
@@ -48,6 +49,11 @@ class _Rule:
     pieces: list[str] = field(default_factory=list)  # Lark, but for the names of other rules
     names: dict[int, str] = field(default_factory=dict)  # GBNF's, by their place in `pieces`
     lines: dict[str, int] = field(default_factory=dict)  # where each name stands first
+
+
+def is_gbnf(text: str) -> bool:
+    """Whether a line begins as a rule does. In Lark `::=` stands in strings and comments only."""
+    return _RULE.search(text) is not None
 
 
 def lark_of_gbnf(text: str) -> str:
@@ -224,7 +230,7 @@ def _regex_of_set(piece: _Piece) -> str:
     """A set of characters such as [^a-z]: only a `-` that no backslash escapes between two makes a range."""
     inside = piece.text[1:-1]
     is_negated = inside.startswith("^")
-    parts = []
+    parts: list[str] = []
     at = int(is_negated)
     while at < len(inside):
         found = _ESCAPE.match(inside, at)

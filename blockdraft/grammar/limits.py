@@ -34,7 +34,8 @@ def check_json(what: str, given: object) -> None:
 
 def _check_values(what: str, given: Mapping[object, object]) -> None:
     """Walks level by level: each value is looked at once, and no more of them than a form may have."""
-    num_chars, level = 0, [given]
+    num_chars = 0
+    level: list[object] = [given]
     for _ in range(MAX_DEPTH):
         below: list[object] = []
         for item in level:

@@ -45,7 +45,7 @@ class Trials:
     def of(self, form: Mapping[str, object], tokens: TokenSource, key: str) -> TriedForm:
         """RequestError: it is no form, or one that costs too much. `key` names the tokens."""
         with self._lock:
-            asked = {"form": form, "key": key}
+            asked: dict[str, object] = {"form": form, "key": key}
             answer = self._ask(asked)
             if "is_unknown" in answer:
                 told = {"json": tokens.json, "size": tokens.size, "end_ids": tokens.end_ids}

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 MAX_CPU_S = 2.0  # of one form; ordinary schemas take a hundredth of it
 MAX_WALL_S = 60.0  # a machine may be busy
 MAX_BYTES = 512 << 20  # of one form
-STACK_BYTES = 4 << 20  # half of what a thread has that compiles the form again
+STACK_BYTES = 1 << 20  # a thread that compiles the form again has twice as much, or more
 MAX_TOKENIZERS = 4
 TOO_MUCH = (
     f"the form is too complex: to compile it takes more than {MAX_CPU_S:g} s of a core, "
