@@ -166,12 +166,13 @@ class Engine:
         form, thinking = sampling.structured_outputs, sampling.thinking
         if form is None and (thinking is None or thinking.max_tokens is None):
             return None
+        matcher, may_roll_back = (None, True) if form is None else self.vocabulary.matcher(form)
         return Guide(
-            None if form is None else self.vocabulary.matcher(form),
+            matcher,
             thinking,
             end_ids=self.vocabulary.end_ids,
             num_words=self.vocabulary.num_words,
-            may_roll_back=form is None or self.vocabulary.may_roll_back(form),
+            may_roll_back=may_roll_back,
         )
 
     def abort(self, request_id: str) -> list[Delta]:

@@ -2,56 +2,82 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 from blockdraft.errors import RequestError
 
 NOTHING = "nothing can have it."
-MAX_REFERENCES = 64  # different ones in a schema; arbitrary: with more of them nobody looks
+
+
+@dataclass(slots=True)
+class _Need:
+    """A schema needs that one of several others has a value that ends."""
+
+    schema: int  # the id of the schema that needs it
+    is_met: bool = False
 
 
 def check_end(schema: Mapping[str, object], field: str = "structured_outputs") -> None:
     """RequestError if every value would hold another one, and so on; `field` has the schema."""
-    unsure = {ref: _target(schema, ref) for ref in _references(schema)}
-    if not unsure or len(unsure) > MAX_REFERENCES:
-        return
-    ending: set[str] = set()
-    while found := {ref for ref, part in unsure.items() if _can_end(part, ending)} - ending:
-        ending |= found
-    if not _can_end(schema, ending):
+    if not _can_end(schema):
         why = f"{NOTHING} The JSON schema refers to itself without an end."
         raise RequestError(f"the form cannot be kept to: {why}", field)
 
 
-def _references(schema: object) -> set[str]:
-    """Those of the schema and of everything in it."""
-    if isinstance(schema, list):
-        return set().union(*map(_references, schema))
-    if not isinstance(schema, Mapping):
-        return set()
-    ref = schema.get("$ref")
-    return set().union([ref] if isinstance(ref, str) else [], *map(_references, schema.values()))
+def _can_end(root: Mapping[str, object]) -> bool:
+    """Whether a value of the schema can end. Looks at each schema and each need once."""
+    missing: dict[int, int] = {}  # needs that are not met, by the id of the schema
+    asked_by: defaultdict[int, list[_Need]] = defaultdict(list)
+    ending: list[int] = []
+    waiting: list[object] = [root]
+    while waiting:
+        schema = waiting.pop()
+        if id(schema) in missing:
+            continue
+        needs = list(_needs(schema, root))
+        missing[id(schema)] = len(needs)
+        if not needs:
+            ending.append(id(schema))
+        for parts in needs:
+            need = _Need(id(schema))
+            waiting += parts
+            for part in parts:
+                asked_by[id(part)].append(need)
+    while ending:
+        for need in asked_by[ending.pop()]:
+            if not need.is_met:
+                need.is_met = True
+                missing[need.schema] -= 1
+                if missing[need.schema] == 0:
+                    ending.append(need.schema)
+    return missing[id(root)] == 0
+
+
+def _needs(schema: object, root: Mapping[str, object]) -> Iterator[list[object]]:
+    """Lists of schemas: a value ends if, in each list, a value of one schema does."""
+    if not isinstance(schema, Mapping) or "enum" in schema or "const" in schema:
+        return
+    if isinstance(ref := schema.get("$ref"), str):
+        yield [_target(root, ref)]
+    for part in [*_listed(schema, "allOf"), *_held(schema)]:
+        yield [part]
+    for name in ("anyOf", "oneOf"):
+        if parts := _listed(schema, name):
+            yield parts
 
 
 def _target(schema: Mapping[str, object], ref: str) -> object:
-    """What a reference stands for; None: it leads out of the schema, or nowhere."""
+    """The schema that a reference stands for; None: it leads out of the schema, or nowhere."""
+    if ref != "#" and not ref.startswith("#/"):
+        return None
     part: object = schema
     for step in ref.split("/")[1:]:
-        name = step.replace("~1", "/").replace("~0", "~")
-        part = part.get(name) if isinstance(part, Mapping) else None
-    return part if ref == "#" or ref.startswith("#/") else None
-
-
-def _can_end(schema: object, ending: Collection[str]) -> bool:
-    """Whether a value can, if references to `ending` can and others cannot."""
-    if not isinstance(schema, Mapping) or "enum" in schema or "const" in schema:
-        return True
-    if isinstance(ref := schema.get("$ref"), str) and ref not in ending:
-        return False
-    if not all(_can_end(part, ending) for part in [*_listed(schema, "allOf"), *_held(schema)]):
-        return False
-    choices = (_listed(schema, name) for name in ("anyOf", "oneOf"))
-    return all(not parts or any(_can_end(part, ending) for part in parts) for parts in choices)
+        if not isinstance(part, Mapping):
+            return None
+        part = part.get(step.replace("~1", "/").replace("~0", "~"))
+    return part
 
 
 def _held(schema: Mapping[str, object]) -> Iterator[object]:
@@ -63,7 +89,7 @@ def _held(schema: Mapping[str, object]) -> Iterator[object]:
     least = schema.get("minItems")
     if schema.get("type") == "array" and isinstance(least, int | float):
         first = _listed(schema, "prefixItems")
-        yield from first[: int(least)]
+        yield from (part for place, part in enumerate(first) if place < least)
         if least > len(first):
             yield schema.get("items")
 

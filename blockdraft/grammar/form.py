@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from blockdraft.errors import RequestError
-from blockdraft.grammar.endless import check_end
+from blockdraft.grammar.limits import check_json, check_text
 
-if TYPE_CHECKING:
-    from llguidance import LLMatcher
-    from llguidance._lib import JsonCompileOptions
-
-MAX_FORM_CHARS = 1 << 19  # arbitrary; llguidance bounds what a grammar becomes
 MAX_CHOICES = 4096  # of `choice`; arbitrary
-# Between the parts of JSON. Unbounded, a small model may write blanks for ever.
-WHITESPACE = r"[ \n\r\t]{1,32}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,14 +21,33 @@ class StructuredOutputs:
     choice: tuple[str, ...] | list[str] | None = None
     grammar: str | None = None  # Lark in llguidance's dialect, or GBNF
     is_lenient: bool = False  # keywords of a schema that are not known bind nothing; else they are refused
+    # Of JSON: a regex of the white space that may stand between its parts. None: a blank behind each comma
+    # and colon, as Python writes JSON. White space without a bound lets small models write blanks for ever.
+    whitespace_pattern: str | None = None
 
     def __post_init__(self) -> None:
+        """Checks the size of everything, so that nobody works with a form that is too large."""
+        self._check_one()
+        if self.json is not None:
+            check_json("the JSON schema", self.json)
+        for name in ("regex", "grammar", "whitespace_pattern"):
+            if (text := getattr(self, name)) is not None:
+                check_text(f"'{name}'", text)
+        if self.choice is not None:
+            _check_choice(self.choice)
+
+    def _check_one(self) -> None:
         given = [name for name in ("json", "regex", "choice", "grammar") if getattr(self, name) is not None]
         given += ["json_object"] * self.json_object
         if len(given) != 1:
             names = " and ".join(given) if given else "nothing"
             raise RequestError(
                 f"structured_outputs has {names}: give one of json, json_object, regex, choice and grammar.",
+                "structured_outputs",
+            )
+        if self.whitespace_pattern is not None and given[0] not in ("json", "json_object"):
+            raise RequestError(
+                f"whitespace_pattern is for JSON, and the form is '{given[0]}': leave it out.",
                 "structured_outputs",
             )
 
@@ -57,71 +67,16 @@ class Thinking:
             raise RequestError(f"{self.max_tokens} tokens to think are less than none.", "thinking")
 
 
-def grammar_text(form: StructuredOutputs) -> str:
-    """The form as llguidance reads it. RequestError: it can be no such form, whatever the tokenizer."""
-    try:
-        text = _grammar_text(form)
-    except RecursionError:
-        raise _refused("it nests too deep: flatten it.") from None
-    if len(text) > MAX_FORM_CHARS:
-        raise _refused(f"{len(text)} characters are more than the {MAX_FORM_CHARS} that a form may have.")
-    return text
+def _check_choice(choice: object) -> None:
+    if not isinstance(choice, tuple | list) or not 1 <= len(choice) <= MAX_CHOICES:
+        raise RequestError(f"'choice' is not a list of 1 to {MAX_CHOICES} texts.", "structured_outputs")
+    if not all(isinstance(one, str) and one for one in choice):
+        raise RequestError(
+            "'choice' holds what is not a text of one character or more.", "structured_outputs"
+        )
+    check_text("'choice'", "".join(choice))
 
 
-def _grammar_text(form: StructuredOutputs) -> str:
-    if form.regex is not None:
-        return _library().grammar_from_regex(_text("regex", form.regex))
-    if form.choice is not None:
-        return _library().grammar_from_lark(_lark_of_choice(form.choice))
-    if form.grammar is not None:
-        return _library().grammar_from_lark(_lark(_text("grammar", form.grammar)))
-    schema = {"type": "object"} if form.json is None else _schema(form.json)
-    options: JsonCompileOptions = {"whitespace_pattern": WHITESPACE, "lenient": form.is_lenient}
-    return _library().grammar_from_json_schema(dict(schema), options)
-
-
-def _library() -> type[LLMatcher]:
-    """Imported when the first form comes: most servers never see one."""
-    from llguidance import LLMatcher
-
-    return LLMatcher
-
-
-def _refused(why: str) -> RequestError:
-    return RequestError(why, "structured_outputs")
-
-
-def _text(name: str, value: object) -> str:
-    if not isinstance(value, str) or not value:
-        raise _refused(f"'{name}' is not a text of one character or more.")
-    return value
-
-
-def _schema(given: str | Mapping[str, object]) -> Mapping[str, object]:
-    try:
-        schema = json.loads(given) if isinstance(given, str) else given
-    except ValueError as error:
-        raise _refused(f"the JSON schema is not JSON: {error}.") from None
-    if not isinstance(schema, Mapping):
-        raise _refused(f"the JSON schema is {type(schema).__name__}, not an object.")
-    check_end(schema)
-    return schema
-
-
-def _lark_of_choice(choice: tuple[str, ...] | list[str]) -> str:
-    if not isinstance(choice, tuple | list) or not choice or len(choice) > MAX_CHOICES:
-        raise _refused(f"'choice' is not a list of 1 to {MAX_CHOICES} texts.")
-    texts = [json.dumps(_text("choice", one), ensure_ascii=False) for one in choice]
-    return "start: " + "\n  | ".join(texts)
-
-
-def _lark(text: str) -> str:
-    """GBNF, llama.cpp's, has `::=`; all else is Lark."""
-    if "::=" not in text:
-        return text
-    from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
-
-    try:
-        return str(gbnf_to_lark(text))
-    except GbnfToLarkError as error:
-        raise _refused(f"the GBNF grammar cannot be read: {error}.") from None
+def fields_of(form: StructuredOutputs) -> dict[str, object]:
+    """A form as JSON can hold it; `StructuredOutputs(**fields)` is the form again."""
+    return {name: value for name in form.__slots__ if (value := getattr(form, name)) not in (None, False)}

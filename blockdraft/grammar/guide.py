@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from blockdraft.grammar.endless import NOTHING
+from blockdraft.grammar.compiling import error_of
 from blockdraft.grammar.form import Thinking
 
 if TYPE_CHECKING:  # it is imported with the first form: most servers never see one
@@ -30,12 +30,6 @@ class Thoughts:
     is_open: bool = False
     num_matched: int = 0  # tokens of the opening or closing sequence that stand at the end
     num_tokens: int = 0  # inside, the closing sequence not counted
-
-
-def error_of(matcher: LLMatcher) -> str:
-    """What is wrong in llguidance's words, with the place in the grammar; or in ours."""
-    error = matcher.get_error().removesuffix("<non-verbose/>").strip()
-    return NOTHING if error == "NoExtensionBias" else error[:500]
 
 
 class Guide:

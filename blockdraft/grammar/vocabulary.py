@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import re
 from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
 from threading import Lock
 from typing import TYPE_CHECKING
 
 from blockdraft.errors import RequestError
-from blockdraft.grammar.form import StructuredOutputs, grammar_text
-from blockdraft.grammar.guide import error_of
+from blockdraft.grammar.compiling import TokenSource, compile_text, read_tokens
+from blockdraft.grammar.form import StructuredOutputs, fields_of
+from blockdraft.grammar.trial import key_of, trials
 from blockdraft.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:  # it is imported with the first form: most servers never see one
     from llguidance import LLMatcher, LLTokenizer
 
+_STRINGS = re.compile(r'"(?:[^"\\]|\\.)*"')  # of JSON
 NUM_COMPARED = 512  # tokens whose texts are compared: a kind that is misread is misread all over
-MAX_KEPT = 64  # compiled forms; arbitrary: one of an ordinary schema takes some hundred kilobytes
-# What one form may cost: llguidance's own limits, but for these.
-MAX_LEXER_STATES, MAX_GRAMMAR_SIZE = 50_000, 200_000
+MAX_KEPT, MAX_KEPT_BYTES = 64, 256 << 20  # compiled forms; an ordinary one takes some hundred kilobytes
 
-# Parts of Lark that llguidance cannot take back (it says so), or takes back wrongly (1.9.1): ends of a rule
-# that are no part of its text, and tokens by their ids, unless they are special.
-_ENDS = re.compile(r"\b(max_tokens|stop)\s*=")
-_IDS = re.compile(r"<\[([^\]]*)\]>")
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    matcher: LLMatcher
+    may_roll_back: bool
+    num_bytes: int
 
 
 class Vocabulary:
@@ -36,64 +42,94 @@ class Vocabulary:
         self.num_words = -(-size // 32)  # of a mask, 32 bits each
         self.end_ids = tuple(i for i in tokenizer.eos_ids if i < size)
         self._lock = Lock()
-        self._tokens: LLTokenizer | None = None
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._reading = Lock()
+        self._kept: OrderedDict[str, _Kept] = OrderedDict()
 
-    def matcher(self, form: StructuredOutputs) -> LLMatcher:
-        """At the start of an answer of this form. RequestError: nothing has this form, or it is no form."""
-        text = grammar_text(form)
+    def matcher(self, form: StructuredOutputs) -> tuple[LLMatcher, bool]:
+        """At the start of an answer of this form, and whether it can take back tokens it was tried with.
+
+        RequestError: nothing has this form, or it is no form.
+        """
+        fields = fields_of(form)
+        key = json.dumps(fields, default=dict)
         with self._lock:
-            found = self._compiled.pop(text, None)
+            found = self._kept.pop(key, None)
         if found is None:
-            found = self._compile(text)
+            found = self._compile(fields)
         with self._lock:
-            self._compiled[text] = found
-            if len(self._compiled) > MAX_KEPT:
-                self._compiled.popitem(last=False)
-            return found.deep_copy()
+            self._kept[key] = found
+            self._forget()
+        return found.matcher.deep_copy(), found.may_roll_back
 
-    def may_roll_back(self, form: StructuredOutputs) -> bool:
-        """Whether the form's matcher can take back tokens that it was tried with."""
-        tokens, text = self._tokens, form.grammar
-        if text is None or tokens is None:
-            return True
-        ids = [one for listed in _IDS.findall(text) for one in listed.split(",")]
-        are_special = (one.isdecimal() and tokens.is_special_token(int(one)) for one in ids)
-        return _ENDS.search(text) is None and all(are_special)
+    def _forget(self) -> None:
+        """Those asked for longest ago, if there are too many."""
+        num_bytes = sum(one.num_bytes for one in self._kept.values())
+        while len(self._kept) > MAX_KEPT or (num_bytes > MAX_KEPT_BYTES and len(self._kept) > 1):
+            num_bytes -= self._kept.popitem(last=False)[1].num_bytes
 
-    def _compile(self, text: str) -> LLMatcher:
-        from llguidance import LLMatcher, LLParserLimits
+    def _compile(self, fields: dict[str, object]) -> _Kept:
+        with self._reading:
+            tokens, read, key = self._tokens
+        tried = trials().of(fields, tokens, key)
+        return _Kept(compile_text(read, tried.text), tried.may_roll_back, tried.num_bytes)
 
-        with self._lock:
-            if self._tokens is None:
-                self._tokens = self._read_tokens()
-        limits = LLParserLimits(
-            max_lexer_states=MAX_LEXER_STATES, max_grammar_size=MAX_GRAMMAR_SIZE, verbose_errors=False
-        )
-        matcher = LLMatcher(self._tokens, text, log_level=0, limits=limits)
-        if not matcher.is_error():
-            matcher.compute_bitmask()  # some limits are met with the first mask
-        if matcher.is_error():
-            raise RequestError(f"the form cannot be kept to: {error_of(matcher)}", "structured_outputs")
-        return matcher
-
-    def _read_tokens(self) -> LLTokenizer:
+    @functools.cached_property
+    def _tokens(self) -> tuple[TokenSource, LLTokenizer, str]:
+        """As told to llguidance, as read by it, and their name."""
         if not self.end_ids:
             raise RequestError(
                 "this model has no end-of-sequence token, so an answer of a form could not end.",
                 "structured_outputs",
             )
-        from llguidance import LLTokenizer
-
+        text = unspelled(self._source.as_json(), self._markup)
+        tokens = TokenSource(text, self.size, self.end_ids, self._source.added_names)
         try:
-            tokens = LLTokenizer(self._source.as_json(), n_vocab=self.size, eos_token=list(self.end_ids))
+            read = read_tokens(tokens)
         except ValueError as error:
             raise _unreadable(str(error).partition(":")[0]) from None  # behind it: all that it is made of
-        for token_id in range(0, self._source.vocab_size, max(1, self._source.vocab_size // NUM_COMPARED)):
-            text = None if tokens.is_special_token(token_id) else self._source.plain_texts[token_id]
-            if text is not None and tokens.decode_bytes([token_id]) != text.encode():
+        self._compare(read)
+        return tokens, read, key_of(tokens)
+
+    @property
+    def _markup(self) -> dict[str, int]:
+        """The added tokens that llguidance takes for special ones."""
+        return {
+            name: token_id
+            for name, token_id in self._source.added_names.items()
+            if token_id in self._source.special_ids or (name.startswith("<") and name.endswith(">"))
+        }
+
+    def _compare(self, read: LLTokenizer) -> None:
+        source = self._source
+        for name, token_id in self._markup.items():
+            if token_id < self.size and not (read.is_special_token(token_id) and _spells(read, name)):
+                raise _unreadable(f"it takes token {token_id}, {name!r}, for its text")
+        for token_id in range(0, source.vocab_size, max(1, source.vocab_size // NUM_COMPARED)):
+            text = None if read.is_special_token(token_id) else source.plain_texts[token_id]
+            if text is not None and read.decode_bytes([token_id]) != text.encode():
                 raise _unreadable(f"it takes token {token_id}, {text!r}, for another text")
-        return tokens
+
+
+def unspelled(tokenizer: str, markup: Mapping[str, int]) -> str:
+    """A tokenizer in JSON whose special tokens no text spells.
+
+    llguidance writes a text that a form forces as `tokenizers` would read it: the text of a special token
+    became that token, and an answer of the choice "<|im_end|>" ended before it began.
+    """
+    hidden = {
+        json.dumps(name, ensure_ascii=False): json.dumps(_hidden(token_id), ensure_ascii=False)
+        for name, token_id in markup.items()
+    }
+    return _STRINGS.sub(lambda found: hidden.get(found.group(), found.group()), tokenizer)
+
+
+def _spells(read: LLTokenizer, name: str) -> bool:
+    """Whether a token's name, as text, is written without special tokens."""
+    return not any(map(read.is_special_token, read.tokenize_str(name)))
+
+
+def _hidden(token_id: int) -> str:
+    return f"<\U0010ffff{token_id}>"  # no character: nobody writes it
 
 
 def _unreadable(reason: str) -> RequestError:

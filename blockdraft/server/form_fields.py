@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from blockdraft.errors import RequestError
-from blockdraft.grammar.form import StructuredOutputs
+from blockdraft.grammar.form import MAX_CHOICES, StructuredOutputs
+from blockdraft.grammar.limits import MAX_FORM_CHARS
 from blockdraft.server.field_types import StrictFields
 from blockdraft.server.json_schemas import Schema, SchemaOrText
 
-MAX_CHOICES_OF_FORM = 4096  # arbitrary, as the next one
-MAX_GRAMMAR_CHARS = 1 << 20
+ANY_WHITESPACE = r"[ \n\r\t]{1,32}"  # without a bound, a small model may write blanks for ever
 
-Grammar = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_CHARS)]
-Choices = Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES_OF_FORM)]
+Grammar = Annotated[str, Field(min_length=1, max_length=MAX_FORM_CHARS)]
+Choices = Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES)]
 
 
 class JsonSchemaFormat(StrictFields):
@@ -34,8 +36,8 @@ class ResponseFormat(StrictFields):
     json_schema: JsonSchemaFormat | None = None
     schema_: Schema | None = Field(default=None, alias="schema")
 
-    @property
-    def form(self) -> StructuredOutputs | None:
+    def form(self, whitespace: str | None) -> StructuredOutputs | None:
+        """The form that is asked for, with a regex of the white space in it."""
         if self.type == "text":
             return None
         schema, is_strict = self.schema_, False
@@ -46,8 +48,8 @@ class ResponseFormat(StrictFields):
                 )
             schema, is_strict = self.json_schema.schema_, bool(self.json_schema.strict)
         if schema is None:
-            return StructuredOutputs(json_object=True)
-        return StructuredOutputs(json=schema, is_lenient=not is_strict)
+            return StructuredOutputs(json_object=True, whitespace_pattern=whitespace)
+        return StructuredOutputs(json=schema, is_lenient=not is_strict, whitespace_pattern=whitespace)
 
 
 class StructuredFields(StrictFields):
@@ -58,14 +60,19 @@ class StructuredFields(StrictFields):
     regex: Grammar | None = None
     choice: Choices | None = None
     grammar: Grammar | None = None
+    whitespace_pattern: Grammar | None = None  # of JSON: a regex of what may stand between its parts
+    disable_any_whitespace: bool | None = None  # false: the model chooses the white space of JSON
 
     @property
     def forms(self) -> list[StructuredOutputs]:
         found = []
+        whitespace = self.whitespace_pattern
+        if whitespace is None and self.disable_any_whitespace is False:
+            whitespace = ANY_WHITESPACE
         if self.json_ is not None:
-            found.append(StructuredOutputs(json=self.json_))
+            found.append(StructuredOutputs(json=self.json_, whitespace_pattern=whitespace))
         if self.json_object:
-            found.append(StructuredOutputs(json_object=True))
+            found.append(StructuredOutputs(json_object=True, whitespace_pattern=whitespace))
         if self.regex is not None:
             found.append(StructuredOutputs(regex=self.regex))
         if self.choice is not None:
@@ -81,10 +88,11 @@ class FormFields(StrictFields):
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredFields | None = None
     grammar: Grammar | None = None  # llama.cpp's name
-    guided_json: SchemaOrText | None = None  # these four are vLLM's old names
+    guided_json: SchemaOrText | None = None  # these five are vLLM's old names
     guided_regex: Grammar | None = None
     guided_choice: Choices | None = None
     guided_grammar: Grammar | None = None
+    guided_whitespace_pattern: Grammar | None = None
 
     @property
     def form(self) -> StructuredOutputs | None:
@@ -104,18 +112,22 @@ class FormFields(StrictFields):
     def _forms(self) -> list[tuple[str, StructuredOutputs]]:
         """All that is asked for, and by which field."""
         found = [("structured_outputs", one) for one in self._structured]
-        if self.response_format is not None and (form := self.response_format.form) is not None:
-            found.append(("response_format", form))
-        if self.guided_json is not None:
-            found.append(("guided_json", StructuredOutputs(json=self.guided_json)))
-        if self.guided_regex is not None:
-            found.append(("guided_regex", StructuredOutputs(regex=self.guided_regex)))
-        if self.guided_choice is not None:
-            found.append(("guided_choice", StructuredOutputs(choice=self.guided_choice)))
-        if self.guided_grammar is not None:
-            found.append(("guided_grammar", StructuredOutputs(grammar=self.guided_grammar)))
-        if self.grammar is not None:
-            found.append(("grammar", StructuredOutputs(grammar=self.grammar)))
+        whitespace = self.guided_whitespace_pattern
+        if self.response_format is not None:
+            with _of("response_format"):
+                form = self.response_format.form(whitespace)
+            found += [] if form is None else [("response_format", form)]
+        for field, name, value in (
+            ("guided_json", "json", self.guided_json),
+            ("guided_regex", "regex", self.guided_regex),
+            ("guided_choice", "choice", self.guided_choice),
+            ("guided_grammar", "grammar", self.guided_grammar),
+            ("grammar", "grammar", self.grammar),
+        ):
+            if value is not None:
+                spacing = whitespace if name == "json" else None
+                with _of(field):
+                    found.append((field, _form(name, value, spacing)))
         return found
 
     @property
@@ -127,3 +139,17 @@ class FormFields(StrictFields):
             names = "json, json_object, regex, choice or grammar"
             raise RequestError(f"'structured_outputs' holds none of {names}.", "structured_outputs")
         return forms
+
+
+@contextmanager
+def _of(field: str) -> Iterator[None]:
+    """Errors of a form name the field that asks for it."""
+    try:
+        yield
+    except RequestError as error:
+        raise RequestError(str(error), field, error.code) from None
+
+
+def _form(name: str, value: object, whitespace: str | None) -> StructuredOutputs:
+    fields: dict[str, Any] = {name: value, "whitespace_pattern": whitespace}
+    return StructuredOutputs(**fields)

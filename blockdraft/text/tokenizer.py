@@ -62,6 +62,11 @@ class Tokenizer:
         """Everything but the template, as `tokenizers` writes it."""
         return str(self._tokenizer.to_str())
 
+    @functools.cached_property
+    def added_names(self) -> dict[str, int]:
+        """Ids of added tokens, by how they are written."""
+        return {token.content: i for i, token in self._tokenizer.get_added_tokens_decoder().items()}
+
     @property
     def has_chat_template(self) -> bool:
         return self._chat_template is not None

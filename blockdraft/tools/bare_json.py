@@ -8,11 +8,20 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
+from dataclasses import replace
 
 from blockdraft.grammar.form import StructuredOutputs
 from blockdraft.text.tokenizer import Tokenizer
 from blockdraft.tools.json_calls import JsonCallReader
-from blockdraft.tools.lark import CallForm, arguments_of, form_rule, json_call_rules, json_of, schema_of, tag
+from blockdraft.tools.lark import (
+    CallForm,
+    arguments_of,
+    form_rule,
+    json_call_rules,
+    json_of_form,
+    schema_of,
+    tag,
+)
 from blockdraft.tools.pieces import FunctionTool
 from blockdraft.tools.reading import NotACall, Steps
 
@@ -63,7 +72,10 @@ class BareJsonReader(JsonCallReader):
 def _grammar(form: CallForm, arguments_key: str, python_tag: str | None) -> str:
     """One call: the formats have no way to write several that models were trained on."""
     if form.other is not None and (form.other.json is not None or form.other.json_object):
-        return f"start: {json_of(_call_or_other(form, form.other, arguments_key))}"
+        is_lenient = form.other.is_lenient and not any(tool.is_strict for tool in form.tools)
+        schema = _call_or_other(form, form.other, arguments_key)
+        either = replace(form.other, json=schema, json_object=False, is_lenient=is_lenient)
+        return f"start: {json_of_form(either)}"
     starts, rules = ["json_call"], json_call_rules(form, arguments_key)
     if not form.is_required and python_tag is not None:
         starts.append(f"{python_tag} json_call")

@@ -7,17 +7,20 @@ in which a call, once begun, is bound.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from blockdraft.errors import RequestError
+from blockdraft.grammar.compiling import json_options
 from blockdraft.grammar.form import StructuredOutputs
+from blockdraft.grammar.lark_text import quoted
 from blockdraft.text.tokenizer import Tokenizer
 from blockdraft.tools.pieces import FunctionTool
 
+_ESCAPED = re.compile(r"\\.|/", re.DOTALL)
+_ENDED = re.compile(r"(?<!\\)(?:\\\\)*+\$\Z")  # by a `$` that no backslash escapes
 ANY_OBJECT: Mapping[str, object] = {"type": "object"}
-# As Python writes JSON, which is how templates show calls to models. White space without end is not possible.
-_SPACING = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
-_FREE_SPACING: dict[str, object] = {"x-guidance": {"whitespace_pattern": r"[ \n\r\t]{1,32}"}}
 _SCHEMA_OF_NO_ARGUMENTS: Mapping[str, object] = {
     "type": "object",
     "properties": {},
@@ -35,11 +38,6 @@ class CallForm:
     other: StructuredOutputs | None = None  # what an answer without a call must be; None: any text
 
 
-def quoted(text: str) -> str:
-    """Text that stands for itself."""
-    return json.dumps(text, ensure_ascii=False)
-
-
 def tag(tokenizer: Tokenizer, text: str) -> str:
     """A tag: an added token by its number, as llguidance takes no text for it; any other as text."""
     token_id = tokenizer.token_id(text)
@@ -47,9 +45,16 @@ def tag(tokenizer: Tokenizer, text: str) -> str:
 
 
 def json_of(schema: Mapping[str, object], *, is_strict: bool = True) -> str:
-    """A JSON value that matches a schema; if not strict, keywords that are not known bind nothing."""
-    options = {**_SPACING, "lenient": not is_strict}
-    return f"%json {json.dumps({'x-guidance': options, **schema})}"
+    """A JSON value that matches a schema; if not strict, keywords that are not known bind nothing.
+
+    It is written as Python writes JSON, which is how templates show calls to models.
+    """
+    return json_of_form(StructuredOutputs(json=schema, is_lenient=not is_strict))
+
+
+def json_of_form(form: StructuredOutputs) -> str:
+    """A JSON value of a form."""
+    return f"%json {json.dumps({'x-guidance': json_options(form), **schema_of(form)})}"
 
 
 def arguments_of(tool: FunctionTool, *, is_required: bool) -> Mapping[str, object]:
@@ -71,8 +76,9 @@ def text_pattern(schema: object) -> str:
     pattern = limits.get("pattern")
     if isinstance(pattern, str):
         begin = "" if pattern.startswith("^") else "(?s:.*)"
-        end = "" if pattern.endswith("$") else "(?s:.*)"
-        return f"{begin}({_slashed(pattern.removeprefix('^').removesuffix('$'))}){end}"
+        is_ended = _ENDED.search(pattern) is not None
+        end = "" if is_ended else "(?s:.*)"
+        return f"{begin}({_slashed(pattern.removeprefix('^')[: -1 if is_ended else None])}){end}"
     least, most = (limits.get(key) for key in ("minLength", "maxLength"))
     if isinstance(least, int) or isinstance(most, int):
         return f"(?s:.{{{least or 0},{'' if most is None else most}}})"
@@ -80,14 +86,16 @@ def text_pattern(schema: object) -> str:
 
 
 def _slashed(regex: str) -> str:
-    """A regex between slashes."""
-    return regex.replace("/", "\\/")
+    """A regex between slashes. One that is escaped already stays as it is."""
+    if (len(regex) - len(regex.rstrip("\\"))) % 2:
+        raise RequestError(f"the regex ends with a lone backslash: {regex[-40:]}. Escape it.")
+    return _ESCAPED.sub(lambda found: "\\/" if found.group() == "/" else found.group(), regex)
 
 
 def form_rule(form: StructuredOutputs) -> str | None:
     """A form as the right side of a rule; None: it is a grammar, which cannot be part of another."""
     if form.json is not None or form.json_object:
-        return f"%json {json.dumps(_FREE_SPACING | schema_of(form))}"
+        return json_of_form(form)
     if form.regex is not None:
         return f"/{_slashed(form.regex)}/"
     if form.choice is not None:

@@ -249,6 +249,26 @@ def test_a_form_beside_a_forced_call_binds_nothing(form, choice):
         ({"guided_regex": "a"}, StructuredOutputs(regex="a")),
         ({"guided_choice": ["a"]}, StructuredOutputs(choice=["a"])),
         ({"guided_grammar": "start: /a/"}, StructuredOutputs(grammar="start: /a/")),
+        (
+            {"structured_outputs": {"json": PARAMETERS, "whitespace_pattern": " ?"}},
+            StructuredOutputs(json=PARAMETERS, whitespace_pattern=" ?"),
+        ),
+        (
+            {"structured_outputs": {"json_object": True, "disable_any_whitespace": False}},
+            StructuredOutputs(json_object=True, whitespace_pattern=r"[ \n\r\t]{1,32}"),
+        ),
+        (
+            {"structured_outputs": {"json_object": True, "disable_any_whitespace": True}},
+            StructuredOutputs(json_object=True),
+        ),
+        (
+            {"guided_json": PARAMETERS, "guided_whitespace_pattern": " ?"},
+            StructuredOutputs(json=PARAMETERS, whitespace_pattern=" ?"),
+        ),
+        (
+            {"response_format": {"type": "json_object"}, "guided_whitespace_pattern": " ?"},
+            StructuredOutputs(json_object=True, whitespace_pattern=" ?"),
+        ),
     ],
 )
 def test_every_way_to_ask_for_a_form_is_understood(options, form):
@@ -270,6 +290,7 @@ def test_the_engine_hears_of_thoughts_where_a_form_or_a_budget_must_know_of_them
     assert prepared(structured_outputs={"regex": "a"}).sampling.thinking is None
 
 
+DEEP = '{"items": ' * 600 + "{}" + "}" * 600
 BAD_TYPE = {"type": "function", "function": {"name": "f", "parameters": {"type": "strng"}}}
 BAD_PART = {"type": "function", "function": {"name": "f", "parameters": {"properties": 1}}}
 OTHER = {"type": "function", "function": {"name": "g"}}
@@ -295,6 +316,11 @@ def said(role, **message):
         ({"structured_outputs": {"json": "{"}}, "not JSON", "structured_outputs"),
         ({"structured_outputs": {"regex": "a"}, **JSON_OBJECT}, "2 forms", "structured_outputs"),
         ({"response_format": BAD_SCHEMA}, "anyOf", "response_format"),
+        ({"guided_json": DEEP}, "nests too deep", "guided_json"),
+        ({"guided_json": '{"const": NaN}'}, "no number of JSON", "guided_json"),
+        ({"guided_json": '{"const": "\\ud800"}'}, "surrogate", "guided_json"),
+        ({"structured_outputs": {"json": DEEP}}, "nests too deep", "structured_outputs"),
+        ({"guided_regex": "a" * (1 << 20)}, "524288", "guided_regex"),
         (said("tool", tool_call_id="call_1"), "no earlier message", "messages"),
         (said("tool"), "no earlier message", "messages"),
         (said("assistant", tool_calls=[{"id": 3}]), "tool_calls", "messages"),

@@ -174,6 +174,64 @@ def test_lengths_patterns_and_ranges_bind(name):
         assert not accepts(grammar, written(name, "f", right | wrong)), wrong
 
 
+@pytest.mark.parametrize("name", BY_NAME)
+@pytest.mark.parametrize(
+    ("pattern", "right", "wrong"),
+    [
+        (r"^a\/b$", "a/b", "a\\/b"),
+        (r"^a/b\\$", "a/b\\", "a/b"),
+        (r"^5\$", "5$", "5"),
+        (r"^5\$$", "5$", "5$6"),
+        (r"\/", "x/y", "xy"),
+    ],
+)
+def test_slashes_and_signs_behind_a_backslash_stand_for_themselves(name, pattern, right, wrong):
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "string", "pattern": pattern}},
+        "required": ["a"],
+    }
+    form = CallForm((FunctionTool("f", "", {**schema, "additionalProperties": False}, True),), True, False)
+    grammar = BY_NAME[name].grammar(form, byte_level()[0])
+    assert accepts(grammar, written(name, "f", {"a": right}))
+    assert not accepts(grammar, written(name, "f", {"a": wrong}))
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_an_escaped_slash_in_a_regex_is_one_beside_tools_too(name):
+    grammar = grammar_of(name, is_required=False, other=StructuredOutputs(regex=r"a\/b/c"))
+    assert accepts(grammar, said(name, "a/b/c"))
+    assert not accepts(grammar, said(name, "a/b"))
+
+
+def test_a_regex_that_ends_with_a_lone_backslash_is_refused():
+    with pytest.raises(RequestError, match="lone backslash"):
+        grammar_of("hermes", is_required=False, other=StructuredOutputs(regex="a\\"))
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_a_form_that_is_not_strict_stays_so_beside_tools(name):
+    schema = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+    lenient, strict = StructuredOutputs(json=schema, is_lenient=True), StructuredOutputs(json=schema)
+    tools = (FunctionTool("now", "", {}),)
+    grammar = BY_NAME[name].grammar(CallForm(tools, False, False, lenient), byte_level()[0])
+    assert accepts(grammar, said(name, '{"a": [1, 1]}'))
+    grammar = BY_NAME[name].grammar(CallForm(tools, False, False, strict), byte_level()[0])
+    with pytest.raises(AssertionError, match="uniqueItems"):
+        matcher(grammar)
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_the_white_space_of_a_form_is_the_same_beside_tools(name):
+    free = StructuredOutputs(json=FORM, whitespace_pattern=r"[ \n]{1,4}")
+    grammar = grammar_of(name, is_required=False, other=free)
+    assert accepts(grammar, said(name, '{\n  "a":3}'))
+    grammar = grammar_of(name, is_required=False, other=StructuredOutputs(json=FORM))
+    assert accepts(grammar, said(name, '{"a": 3}'))
+    assert not accepts(grammar, said(name, '{ "a": 3}'))
+    assert not accepts(grammar, said(name, '{"a":3}'))
+
+
 @pytest.mark.parametrize("name", ["hermes", "qwen_xml", "gemma"])
 def test_several_calls_come_only_where_they_may(name):
     separator = "" if name == "gemma" else "\n"

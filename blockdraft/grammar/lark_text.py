@@ -1,0 +1,74 @@
+"""Lark as text, in llguidance's dialect: what stands in it outside of comments, strings and expressions."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from blockdraft.errors import RequestError
+
+# As llguidance's lexer reads it. Strings and expressions match without their ends, too: whatever the text,
+# a character is looked at a fixed number of times.
+_PARTS = re.compile(
+    r"""(?:\#|//)[^\n]*
+      | "(?:[^"\\\n]|\\.)*"?
+      | /(?:[^/\\]|\\.)*/?
+      | (?P<token><[^<>\s]+>)
+      | \b(?P<end>max_tokens|stop)\s*=""",
+    re.VERBOSE | re.DOTALL,
+)
+_IDS = re.compile(r"<\[([0-9]{1,9}(?:,[0-9]{1,9})*)\]>")
+
+
+@dataclass(frozen=True, slots=True)
+class LarkFacts:
+    """A grammar with its tokens by number, and what matters for taking back tokens."""
+
+    text: str
+    token_ids: frozenset[int]  # tokens that it names
+    has_ends: bool  # rules that end by a count of tokens or by a text
+    has_other_ids: bool  # tokens in ranges, or all but some
+
+
+def quoted(text: str) -> str:
+    """Text that stands for itself, as Lark writes it."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def read_lark(text: str, token_id: Callable[[str], int | None], vocab_size: int) -> LarkFacts:
+    """Reads a grammar once. `token_id` gives the number of a token's name. RequestError: there is no such."""
+    ids: set[int] = set()
+    has_ends = has_other_ids = False
+
+    def numbered(found: re.Match[str]) -> str:
+        nonlocal has_ends, has_other_ids
+        has_ends = has_ends or found.group("end") is not None
+        name = found.group("token")
+        if name is None:
+            return found.group()
+        if not name.startswith("<["):
+            ids.add(number := _named(name, token_id))
+            return f"<[{number}]>"
+        if (listed := _IDS.fullmatch(name)) is None:
+            has_other_ids = True
+        else:
+            ids.update(map(int, listed.group(1).split(",")))
+        return name
+
+    written = _PARTS.sub(numbered, text)
+    if ids and max(ids) >= vocab_size:
+        raise _refused(f"<[{max(ids)}]>: this model's tokens are 0 to {vocab_size - 1}.")
+    return LarkFacts(written, frozenset(ids), has_ends, has_other_ids)
+
+
+def _named(name: str, token_id: Callable[[str], int | None]) -> int:
+    number = token_id(name)
+    if number is None:
+        raise _refused(f"{name[:64]} is no token of this model: write text in quotes.")
+    return number
+
+
+def _refused(why: str) -> RequestError:
+    return RequestError(f"the Lark grammar names {why}", "structured_outputs")

@@ -1,0 +1,82 @@
+"""Limits of what a client sends as a form: characters, depth and kinds of values, checked before any work."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from blockdraft.errors import RequestError
+
+MAX_FORM_CHARS = 1 << 19  # arbitrary
+MAX_DEPTH = 64  # of a JSON schema; arbitrary, as deep as a request's body may be
+
+
+def check_text(what: str, text: object) -> None:
+    """RequestError: it is no text, an empty one, one that is too long, or not Unicode."""
+    if not isinstance(text, str) or not text:
+        raise _refused(f"{what} is not a text of one character or more.")
+    if len(text) > MAX_FORM_CHARS:
+        raise _refused(
+            f"{what} has {len(text)} characters, and a form may have {MAX_FORM_CHARS}: shorten it."
+        )
+    _check_unicode(what, text)
+
+
+def check_json(what: str, given: object) -> None:
+    """RequestError: it is neither a JSON object nor the text of one, or larger than a form may be."""
+    if isinstance(given, str):
+        check_text(what, given)
+    elif isinstance(given, Mapping):
+        _check_values(what, given)
+    else:
+        raise _refused(f"{what} is not an object.")
+
+
+def _check_values(what: str, given: Mapping[object, object]) -> None:
+    """Walks level by level: each value is looked at once, and no more of them than a form may have."""
+    num_chars = 0
+    level: list[object] = [given]
+    for _ in range(MAX_DEPTH):
+        below: list[object] = []
+        for item in level:
+            if isinstance(item, Mapping):
+                below += item.keys()
+                below += item.values()
+                if not all(isinstance(key, str) for key in item):
+                    raise _refused(f"{what} has a key that is no text.")
+            elif isinstance(item, list | tuple):
+                below += item
+            else:
+                _check_scalar(what, item)
+            num_chars += len(item) if isinstance(item, str) else 1
+            if num_chars + len(below) > MAX_FORM_CHARS:
+                raise _refused(f"{what} has more than {MAX_FORM_CHARS} characters: shorten it.")
+        if not below:
+            return
+        level = below
+    raise _refused(f"{what} nests too deep, more than {MAX_DEPTH} levels: flatten it.")
+
+
+def _check_scalar(what: str, value: object) -> None:
+    if isinstance(value, str):
+        _check_unicode(what, value)
+    elif isinstance(value, float):
+        if not math.isfinite(value):
+            raise _refused(f"{what} holds {value}, which is no number of JSON.")
+    elif isinstance(value, int):
+        if not -(2**63) <= value < 2**64:
+            raise _refused(f"{what} holds a whole number of more than 64 bits.")
+    elif value is not None:
+        raise _refused(f"{what} holds a value that JSON does not have.")
+
+
+def _check_unicode(what: str, text: str) -> None:
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise _refused(f"{what} is not Unicode (an unpaired surrogate): send whole characters.") from None
+
+
+def _refused(why: str) -> RequestError:
+    return RequestError(why, "structured_outputs")

@@ -1,0 +1,105 @@
+"""Trials: a client's form is compiled in another process first, under limits of time and memory.
+
+llguidance's own limits do not bound what a form costs: a schema of 600 bytes can take it minutes, and nothing
+can end a thread. Nor may our own passes over a client's text hold this process' interpreter lock for long.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import json
+import os
+import subprocess
+import sys
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from threading import Lock
+
+from blockdraft.errors import RequestError
+from blockdraft.grammar.compiling import TokenSource
+from blockdraft.settings.settings import child_environment
+
+WORKER = (sys.executable, "-m", "blockdraft.grammar.trial_worker")
+
+
+@dataclass(frozen=True, slots=True)
+class TriedForm:
+    """A form that can be compiled in this process."""
+
+    text: str  # as llguidance reads it
+    may_roll_back: bool  # its matcher can take back tokens
+    num_bytes: int  # about what it takes
+
+
+class Trials:
+    """The worker and the way to it. Any thread may ask; one form is tried at a time."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._numbers = itertools.count(1)
+        self._process: subprocess.Popen[str] | None = None
+
+    def of(self, form: Mapping[str, object], tokens: TokenSource, key: str) -> TriedForm:
+        """RequestError: it is no form, or one that costs too much. `key` names the tokens."""
+        with self._lock:
+            asked: dict[str, object] = {"form": form, "key": key}
+            answer = self._ask(asked)
+            if "is_unknown" in answer:
+                told = {"json": tokens.json, "size": tokens.size, "end_ids": tokens.end_ids}
+                answer = self._ask({**asked, "tokens": {**told, "names": tokens.names}})
+        if "error" in answer:
+            raise RequestError(str(answer["error"]), "structured_outputs")
+        text, may_roll_back, num_bytes = (answer[name] for name in ("text", "may_roll_back", "num_bytes"))
+        assert isinstance(text, str)
+        assert isinstance(num_bytes, int)
+        return TriedForm(text, bool(may_roll_back), num_bytes)
+
+    def _ask(self, asked: dict[str, object]) -> dict[str, object]:
+        process, number = self._started(), next(self._numbers)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(json.dumps({**asked, "number": number}, default=dict) + "\n")
+        process.stdin.flush()
+        for line in process.stdout:
+            answer: dict[str, object] = json.loads(line)
+            if answer["number"] == number:  # else somebody was interrupted while waiting for it
+                return answer
+        raise RuntimeError("the process that tries forms has ended.")
+
+    def _started(self) -> subprocess.Popen[str]:
+        if self._process is None or self._process.poll() is not None:
+            self._process = subprocess.Popen(
+                WORKER,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env=child_environment({}),
+                encoding="utf-8",
+                start_new_session=True,  # Ctrl-C is for this process alone
+            )
+            weakref.finalize(self, _end, self._process)
+        return self._process
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.communicate()
+
+
+@functools.cache
+def _trials_of(process_id: int) -> Trials:  # a forked process must not share the pipes
+    return Trials()
+
+
+def trials() -> Trials:
+    """Those of this process, for all models; the worker begins with the first form."""
+    return _trials_of(os.getpid())
+
+
+def key_of(tokens: TokenSource) -> str:
+    """A name for tokens, the same for the same ones."""
+    told = json.dumps([tokens.size, tokens.end_ids, sorted(tokens.names.items())])
+    return hashlib.blake2b((told + tokens.json).encode(), digest_size=16).hexdigest()

@@ -1,0 +1,137 @@
+"""A process that compiles forms of clients for a trial: each in a child of its own, which has limits.
+
+It is a program: one request per line on its standard input, one answer per line on its standard output.
+It knows neither torch nor a model. `trial` starts it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import sys
+from pathlib import Path
+from threading import Thread, stack_size
+from typing import TYPE_CHECKING, TypedDict
+
+from blockdraft.errors import RequestError
+from blockdraft.grammar.compiling import TokenSource, WrittenForm, compile_text, read_tokens, write_form
+from blockdraft.grammar.form import StructuredOutputs
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
+
+MAX_CPU_S = 2.0  # of one form; ordinary schemas take a hundredth of it
+MAX_WALL_S = 60.0  # a machine may be busy
+MAX_BYTES = 512 << 20  # of one form
+STACK_BYTES = 1 << 20  # a thread that compiles the form again has twice as much, or more
+MAX_TOKENIZERS = 4
+TOO_MUCH = (
+    f"the form is too complex: to compile it takes more than {MAX_CPU_S:g} s of a core, "
+    f"{MAX_BYTES >> 20} MB, or too deep a stack. "
+    "Make it simpler: fewer patterns, alternatives, repeats and levels."
+)
+
+
+class FormVerdict(TypedDict, total=False):
+    """An error, or all others."""
+
+    error: str
+    text: str  # the grammar as llguidance reads it
+    may_roll_back: bool
+    num_bytes: int  # about what the compiled form takes
+
+
+def judge(form: StructuredOutputs, tokens: TokenSource, read: LLTokenizer) -> FormVerdict:
+    """Compiles a form and says how that went."""
+    try:
+        written = write_form(form, tokens)
+        compile_text(read, written.text)
+    except RequestError as error:
+        return {"error": str(error)}
+    return {"text": written.text, "may_roll_back": _may_roll_back(written, read)}
+
+
+def _may_roll_back(written: WrittenForm, read: LLTokenizer) -> bool:
+    """Whether llguidance can take back tokens.
+
+    It cannot (it says so), or takes back wrongly (1.9.1), ends of a rule that are no part of its text, and
+    tokens by their ids, unless they are special.
+    """
+    lark = written.lark
+    if lark is None:
+        return True
+    if lark.has_ends or lark.has_other_ids:
+        return False
+    return all(map(read.is_special_token, lark.token_ids))
+
+
+def main() -> None:
+    """Serves until its input ends."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    known: dict[str, tuple[TokenSource, LLTokenizer]] = {}
+    for line in sys.stdin:
+        asked = json.loads(line)
+        if "tokens" in asked:
+            given = asked["tokens"]
+            tokens = TokenSource(given["json"], given["size"], tuple(given["end_ids"]), given["names"])
+            known[asked["key"]] = tokens, read_tokens(tokens)
+            while len(known) > MAX_TOKENIZERS:
+                del known[next(iter(known))]
+        if asked["key"] not in known:
+            answer: FormVerdict | dict[str, bool] = {"is_unknown": True}
+        else:
+            answer = _try(StructuredOutputs(**asked["form"]), *known[asked["key"]])
+        sys.stdout.write(json.dumps({**answer, "number": asked["number"]}) + "\n")
+        sys.stdout.flush()
+
+
+def _try(form: StructuredOutputs, tokens: TokenSource, read: LLTokenizer) -> FormVerdict:
+    """In a child: whatever a form does to it, this process goes on."""
+    reading, writing = os.pipe()
+    before = _resident_bytes()
+    child = os.fork()
+    if child == 0:
+        _limit()
+        thread = Thread(target=_answer, args=(form, tokens, read, writing))
+        stack_size(STACK_BYTES)
+        thread.start()
+        thread.join()
+        os._exit(0)
+    os.close(writing)
+    with open(reading, encoding="utf-8") as answers:
+        text = answers.read()
+    _, _, used = os.wait4(child, 0)
+    if not text:
+        return {"error": TOO_MUCH}
+    verdict: FormVerdict = json.loads(text)
+    return {**verdict, "num_bytes": max(0, used.ru_maxrss * 1024 - before)}
+
+
+def _answer(form: StructuredOutputs, tokens: TokenSource, read: LLTokenizer, writing: int) -> None:
+    answer = json.dumps(judge(form, tokens, read))
+    with open(writing, "w", encoding="utf-8") as out:
+        out.write(answer)
+
+
+def _limit() -> None:
+    """Whatever takes more ends this process: the timers' signals do by themselves."""
+    signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S)
+    signal.setitimer(signal.ITIMER_REAL, MAX_WALL_S)
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    resource.setrlimit(resource.RLIMIT_AS, (_statm()[0] + MAX_BYTES, hard))
+
+
+def _statm() -> tuple[int, int]:
+    """Bytes of this process: all that it may address, and what is in memory."""
+    size, resident = Path("/proc/self/statm").read_text(encoding="ascii").split()[:2]
+    return int(size) * resource.getpagesize(), int(resident) * resource.getpagesize()
+
+
+def _resident_bytes() -> int:
+    return _statm()[1]
+
+
+if __name__ == "__main__":
+    main()
