@@ -15,13 +15,11 @@ from blockdraft.kernels.kv_formats import EXACT
 from blockdraft.launch.issues import Issue, check_settings
 from blockdraft.machine.cards import Card, card_by_key, card_named
 from blockdraft.machine.machine import Machine, read_machine
-from blockdraft.planner.advice import TYPICAL_CONTEXT
-from blockdraft.planner.estimate import ANSWER_TOKENS, PROMPT_TOKENS
 from blockdraft.planner.known_pairs import published_runs
 from blockdraft.planner.memory_fit import machine_of
 from blockdraft.planner.pair import Pair, open_pair
 from blockdraft.planner.plan import runs_on_cpu
-from blockdraft.planner.report import Report, as_json, make_report
+from blockdraft.planner.report import COUNTED, Report, as_json, make_report
 from blockdraft.planner.shape import Kind
 from blockdraft.settings.merge import merge_settings
 from blockdraft.settings.recipe import Expectation, load_recipe
@@ -37,10 +35,6 @@ DESCRIPTION = (
     "known to go wrong."
 )
 EXIT_DOES_NOT_FIT = 1
-COUNTED = (
-    f"tokens of all users together, over HTTP: greedy answers of {ANSWER_TOKENS} tokens, the time of their "
-    f"prompts ({PROMPT_TOKENS} tokens) included; a step with {TYPICAL_CONTEXT:,} tokens behind each user"
-)
 _WORTH_NAMING = 100e6  # bytes
 _WORKING = ("position tables", "row tables", "activations", "graphs", "driver", "reserve")
 

@@ -83,21 +83,28 @@ def card_named(name: str) -> Card:
     """The same. Raises SettingsError for a card that we do not know."""
     card = card_by_key(name)
     if card is None:
-        keys = [key for known in CARDS for key in (known.key, *known.aliases)]
-        # A digit decides which card it is, so only the letters around the number may be mistyped.
-        alike = {_letters(key): key for key in keys if _numbers(key) == _numbers(name)}
-        close = difflib.get_close_matches(_letters(name), alike, 1, cutoff=0.8)
-        hint = f": did you mean {alike[close[0]]}?" if close else f": use one of {', '.join(keys)}."
-        raise SettingsError(f"card '{name}' is unknown{_too_old(name)}{hint}")
+        raise SettingsError(f"card '{name}' is unknown{_too_old(name)}{card_hint(name)}")
     return card
 
 
-def _numbers(name: str) -> list[str]:
-    return re.findall(r"\d+", name)
+def card_hint(name: str) -> str:
+    """ ": did you mean x?" for a name that is nearly a card's, else ": use one of …"."""
+    keys = [key for known in CARDS for key in (known.key, *known.aliases)]
+    alike = {_bare(key): key for key in keys if _is_near(_bare(name), _bare(key))}
+    close = difflib.get_close_matches(_bare(name), alike, 1)
+    return f": did you mean {alike[close[0]]}?" if close else f": use one of {', '.join(keys)}."
 
 
-def _letters(name: str) -> str:
-    """Without what people write between them."""
+def _is_near(wrong: str, key: str) -> bool:
+    """Another number is another card: letters may be mistyped, or one character be too many or too few."""
+    if re.findall(r"\d+", wrong) == re.findall(r"\d+", key):
+        return difflib.SequenceMatcher(None, wrong, key).ratio() >= 0.8
+    short, long = sorted((wrong, key), key=len)
+    return any(long[:place] + long[place + 1 :] == short for place in range(len(long)))
+
+
+def _bare(name: str) -> str:
+    """A name without what people write between its parts."""
     return re.sub(r"[\s_-]+", "", name.lower())
 
 

@@ -14,6 +14,7 @@ client, which many rows of a small model keep busier than the card.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from blockdraft.cache.spec import Recurrent, Windowed
@@ -93,9 +94,9 @@ def estimate_step(fit: Fit, pair: Pair, card: Card, *, rows: int, context: int, 
         kernels += draft.num_layers * _DRAFT_LAUNCHES
     read_s += cache_bytes / (_stream(card, is_packed=False) * CACHE_SHARE)
     compute_s = flops / (card.bf16_flops * COMPUTE_SHARE)
-    spread_s = kernels * SPREAD_S * tokens**0.5
+    spread_s = kernels * SPREAD_S * math.sqrt(tokens)
     # Reading and computing overlap, but not wholly where both are large.
-    seconds = kernels * LAUNCH_S + (read_s**2 + compute_s**2 + spread_s**2) ** 0.5
+    seconds = kernels * LAUNCH_S + math.hypot(read_s, compute_s, spread_s)
     return Step(rows, context, width, seconds, weight_bytes, cache_bytes, flops, kernels)
 
 
@@ -130,7 +131,7 @@ def first_token_s(fit: Fit, pair: Pair, card: Card, *, rows: int, prompt: int = 
     tokens = rows * prompt
     read_s = _bytes_read(parts, target, tokens) / _stream(card, is_packed=_is_packed(parts, target))
     compute_s = 2.0 * tokens * _active_values(parts, target) / (card.bf16_flops * COMPUTE_SHARE)
-    return FIRST_S * (1 + CROWDING * (rows - 1) ** 0.5) + (read_s**2 + compute_s**2) ** 0.5
+    return FIRST_S * (1 + CROWDING * math.sqrt(rows - 1)) + math.hypot(read_s, compute_s)
 
 
 def served_per_s(

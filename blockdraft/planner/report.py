@@ -23,7 +23,7 @@ from blockdraft.planner.advice import (
     wanted,
 )
 from blockdraft.planner.draft_title import drafting_title
-from blockdraft.planner.estimate import unpacks_weights
+from blockdraft.planner.estimate import ANSWER_TOKENS, PROMPT_TOKENS, unpacks_weights
 from blockdraft.planner.kv_formats import token_bytes
 from blockdraft.planner.memory import cache_specs
 from blockdraft.planner.memory_fit import Fit
@@ -32,6 +32,10 @@ from blockdraft.planner.plan import ELEMENT_BYTES
 from blockdraft.planner.shape import Kind, kinds
 from blockdraft.settings.settings import NGRAM, Settings
 
+COUNTED = (
+    f"tokens of all users together, over HTTP: greedy answers of {ANSWER_TOKENS} tokens, the time of their "
+    f"prompts ({PROMPT_TOKENS} tokens) included; a step with {TYPICAL_CONTEXT:,} tokens behind each user"
+)
 Verdict = Literal["fits", "tight", "does not fit"]
 
 
@@ -186,6 +190,7 @@ def _estimates(report: Report) -> dict[str, object]:
         "is_estimate": True,
         "unpacks_weights": report.unpacks_weights,
         "acceptance": None if acceptance is None else asdict(acceptance),
+        "counted": COUNTED,
         "speeds": [
             {
                 "rows": rows,

@@ -39,7 +39,7 @@ from pathlib import Path
 from typing import get_type_hints
 
 from blockdraft.errors import SettingsError
-from blockdraft.machine.cards import CARDS, FAMILIES, card_by_key
+from blockdraft.machine.cards import FAMILIES, card_by_key, card_hint
 from blockdraft.settings.settings import CHOICES, SETTING_NAMES, SETTING_TYPES, Auto, suggestion
 
 FOLDER = Path(__file__).parents[1] / "recipes"
@@ -245,8 +245,7 @@ class _Reader:
         """The card's key, also of one of its other names."""
         card = card_by_key(name)
         if card is None:
-            keys = [card.key for card in CARDS]
-            raise self.error(key, f"names '{name}', a card that is not known{suggestion(name, keys)}")
+            raise self.error(key, f"names '{name}', a card that is not known{card_hint(name).rstrip('.')}")
         return card.key
 
     def exclusion(self, table: dict[str, object]) -> Exclusion:

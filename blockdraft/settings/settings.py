@@ -46,7 +46,8 @@ class Settings:
     model: str = _setting("default", "target: folder, hub id, GGUF file, or 'default'")
     draft: str | None = _setting(
         "auto",
-        "drafter: folder or hub id; auto is the one that ships for the model, if any; 'dflash2' is its "
+        "drafter: folder or hub id; auto is the one that ships for the model, or for a GGUF file one that is "
+        "known for its model and on this disk, if any; 'dflash2' is the shipped one's "
         "DFlash2 head, which auto takes on a card with our own engine; 'ngram' drafts from what prompt and "
         "answer say again, for any model; or 'none'",
     )
@@ -121,7 +122,8 @@ class Settings:
     )
     sampling_defaults: str = _setting(
         "model",
-        "of requests that do not say: the model's own (generation_config.json), or openai's (temperature 1)",
+        "of requests that do not say: the model's own (generation_config.json; of a GGUF file its metadata, "
+        "else llama.cpp's), or openai's (temperature 1)",
         choices=("model", "openai"),
     )
     chat_template: str | None = _setting(None, "a file with a chat template, in place of the model's own")

@@ -122,7 +122,8 @@ def test_a_conversation_that_outgrows_the_context_is_a_sentence(capsys, monkeypa
 def test_what_no_flag_says_is_what_the_model_recommends(monkeypatch, capsys):
     seen = []
     monkeypatch.setattr(LLM, "stream", lambda self, prompt, params: seen.append(params) or iter(()))
-    monkeypatch.setattr("blockdraft.start.loading.sampling_defaults", lambda raw, name: {"temperature": 0.3})
+    recommended = {"temperature": 0.3}
+    monkeypatch.setattr("blockdraft.start.loading.sampling_defaults", lambda raw, **_: recommended)
     for flags in ([], ["--temperature", "0.9"]):
         pipe(monkeypatch, "t1\n")
         assert main(["chat", *LOCAL, *flags]) == 0

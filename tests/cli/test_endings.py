@@ -62,7 +62,8 @@ def test_a_disk_that_fills_up_in_training_is_one_line(tmp_path):
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").write_text("")
-    words = ["train", TARGET, "--prompts", "x", "--out", str(tmp_path / "file" / "run"), "--minutes", "1"]
+    out, prompts = str(tmp_path / "file" / "run"), str(tmp_path / "file")
+    words = ["train", TARGET, "--prompts", prompts, "--out", out, "--minutes", "1"]
     process, _, error = run(*words)
     assert process.returncode == 2
     assert (

@@ -110,6 +110,8 @@ def test_what_a_capability_has(key, expected):
         ("h-200", "h200"),
         ("rtx5080", "rtx-5080"),
         ("rtx4090-laptop", "rtx-4090-laptop"),
+        ("h2000", "h200"),
+        ("dgx-sprak", "dgx-spark"),
     ],
 )
 def test_a_card_that_is_nearly_named_is_suggested(name, meant):

@@ -79,6 +79,8 @@ def test_the_drafter_that_comes_with_the_default_model_is_named_as_such():
     assert "  acceptance: measured here on HumanEval and MBPP, GSM8K and MT-Bench" in text
     assert "  counted: tokens of all users together, over HTTP: greedy answers of 200 tokens" in text
     assert "--width" not in text, "our engine chooses its widths itself"
+    _, text, _, _, _ = plan("--card", "h100", "--json")
+    assert json.loads(text)["estimate"]["counted"].startswith("tokens of all users together, over HTTP")
 
 
 def test_a_recipe_brings_its_published_numbers():

@@ -1,7 +1,8 @@
 """The estimate against what was measured on an H200.
 
 Recorded steps of the two shapes are met within 15 %, those of other days within 25 %. What clients got over
-HTTP differs between two runs of the same by more than that: it is met within 25 % of the measured interval.
+HTTP differs between two runs of the same by more than that: it is met within 25 % of the measured interval,
+but for the cells that `cells` names. The estimate's numbers were fitted to the same results.
 """
 
 import json
@@ -168,6 +169,24 @@ def interval_of(text):
     return float(value) - float(error), float(value) + float(error)
 
 
+# All rows of docs/served.md. It has no tokens per step and no widths: the former are those of the warm server
+# in drafter-head-h200.json (256 streams: those of 64), the latter are assumed.
+SERVED_OVER_HTTP = [
+    ("code", 1, 200, "4,907 ±1,356"),
+    ("prose", 1, 200, "2,624 ±996"),
+    ("code", 16, 200, "28,846 ±8,416"),
+    ("prose", 16, 200, "21,824 ±6,845"),
+    ("code", 64, 200, "79,764 ±10,184"),
+    ("prose", 64, 200, "48,527 ±11,785"),
+    ("code", 64, 64, "28,229 ±5,876"),
+    ("prose", 64, 64, "33,770 ±3,414"),
+    ("code", 256, 200, "139,055 ±13,091"),
+    ("code", 256, 200, "123,041 ±7,389"),
+    ("prose", 256, 200, "107,162 ±15,230"),
+    ("prose", 256, 200, "91,410 ±13,882"),
+]
+
+
 def cells():
     """Name, rows, width, tokens per step, tokens per answer, and the interval of tokens a second."""
     for run in ("bench", "many streams"):
@@ -185,18 +204,16 @@ def cells():
     for name in ("code at 1", "code at 64", "prose at 1", "prose at 16", "prose at 64"):
         rows, tokens = int(name.split()[-1]), float(warm[name]["tokens_per_step"])
         yield name, rows, widths[rows], tokens, 200, interval_of(warm[name]["tok_s"])
-    # Not its "code at 16": steps were captured while it ran, and first tokens took 86 ms. It is 30 % below.
-    served = {  # docs/served.md; tokens per step and about the widths of the runs above
-        ("code", 16): (8, 4.48, "28,846 ±8,416"),
-        ("prose", 16): (8, 3.33, "21,824 ±6,845"),
-        ("code", 64): (6, 3.44, "79,764 ±10,184"),
-        ("prose", 64): (6, 2.82, "48,527 ±11,785"),
-        ("code", 256): (6, 3.44, "123,041 ±7,389"),
-        ("prose", 256): (6, 2.82, "107,162 ±15,230"),
+    # Not met: its "code at 16" (17,616 ±1,103; the estimate is 25,150), and of the two servers that started
+    # without compiled kernels five of the eight crowded cells, by 30 to 74 % of their intervals' ends.
+    tokens_of = {
+        "code": {1: 6.81, 16: 4.48, 64: 3.44, 256: 3.44},
+        "prose": {1: 4.19, 16: 3.33, 64: 2.82, 256: 2.82},
     }
-    for (kind, rows), (width, tokens, speed) in served.items():
-        yield f"served, {kind}", rows, width, tokens, 200, interval_of(speed)
-    # Not GSM8K, which was measured first, before the card had its clock: its plain decoding is 40 % slower.
+    for kind, rows, answer, speed in SERVED_OVER_HTTP:
+        width = widths.get(rows, 6)
+        yield f"served, {kind}", rows, width, tokens_of[kind][rows], answer, interval_of(speed)
+    # Not met: GSM8K, which was measured first (3,298 and 3,414; the estimate is 4,635). Nobody knows why.
     for kind in ("humaneval", "mbpp", "mt"):
         runs = [one[kind] for one in result("drafter-head-h200")["one_stream"]["head"]]
         speeds = sorted(run["draft_tok_s"] for run in runs)
