@@ -96,6 +96,7 @@ class LLM:
         self._turns = Turns()
         self._streams: WeakValueDictionary[str, DeltaStream] = WeakValueDictionary()  # by request
         self._asked: set[str] = set()  # requests that the engine may know of
+        self._dropped: deque[str] = deque()  # those of them that nobody waits for any more
         self._is_stepping = False
 
     def generate(
@@ -163,13 +164,20 @@ class LLM:
     def _drop(self, request_id: str) -> None:
         """Python may call this anywhere, in a step too: then the next step ends the request."""
         if self._streams.pop(request_id, None) is not None:
+            self._dropped.append(request_id)
             self._turns.if_free(self._end_dropped)
 
     def _end_dropped(self) -> None:
         """End every request whose stream is closed or gone."""
-        for request_id in self._asked.difference(self._streams.keys()):
-            self.engine.abort(request_id)
-            self._asked.discard(request_id)
+        while self._dropped:
+            self._end(self._dropped.popleft())
+        if len(self._asked) > len(self._streams):  # Ctrl-C came while a stream was closed
+            for request_id in self._asked.difference(self._streams.keys()):
+                self._end(request_id)
+
+    def _end(self, request_id: str) -> None:
+        self.engine.abort(request_id)
+        self._asked.discard(request_id)
 
     def _step(self) -> None:
         if self._is_stepping:  # one was interrupted, and some of its deltas reached nobody

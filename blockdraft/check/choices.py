@@ -98,7 +98,7 @@ def nearest(
 
 def compare_acceptance(engine: Engine, numbers: Numbers) -> Comparisons:
     """Counts, and where the rows stand after that step, by counting."""
-    width = max(engine.models.plan.width, 2)
+    width = max(engine.models.plan.block, 2)
     sampled, block = numbers.integers(2, 8, width), numbers.integers(2, 8, width)
     sampled[0, :-1] = block[0, 1:]  # all right
     sampled[1, :-1] = 1 - block[1, 1:]  # all wrong

@@ -24,6 +24,7 @@ from blockdraft.cache.recurrent import RecurrentState
 from blockdraft.cache.rows import Rows
 from blockdraft.cache.view import CacheView, View
 from blockdraft.engine.engine import Engine
+from blockdraft.engine.governor import widths_for
 from blockdraft.engine.loaded import Models
 from blockdraft.engine.request import Metrics, SamplingParams, TokenLogprobs
 from blockdraft.engine.twin import max_tokens, serve, twin
@@ -35,7 +36,8 @@ from blockdraft.step.drafter import DraftedBlock, Drafter, NoDrafter
 ANSWER_TOKENS = 24  # of each prompt, as serving gives them
 PLAIN_TOKENS = 6  # and without the drafter, a step each
 PLAIN_SECONDS = 0.5  # for those: no further prompt is begun after this
-CAPTURED_TOKENS = 4  # of one prompt, at each width that was captured
+CAPTURED_TOKENS = 4  # of one prompt, at each width that is checked
+NARROW = 4  # a width
 WATCHED_TOKENS = 2  # while what the target remembers is looked at around every call
 
 
@@ -67,8 +69,8 @@ def check_drafter(engine: Engine, prompts: list[list[int]]) -> Drafted:
 
     ModelError: the drafter changes more than the speed.
     """
-    models = engine.models
-    width = models.plan.width if models.plan.width > 1 else models.plan.block
+    models, width = engine.models, checked_widths(engine)[-1]
+    width = width if width > 1 else models.plan.block
     prompts = [ids[-max(1, max_tokens(engine) // 2) :] for ids in prompts]
     _watch(engine, prompts[0], width)
     drafted = [answer(twin(engine), ids, width, ANSWER_TOKENS) for ids in prompts]  # as serving does
@@ -152,13 +154,25 @@ def _is_equal(models: Models, number: int, drafted: CheckedAnswer, plain: Checke
     )
 
 
+def checked_widths(engine: Engine) -> list[int]:
+    """Widths at which steps are checked: plain ones, and of all that may be served a narrow and the widest.
+
+    They follow from what was asked for, never from the width that a start has measured to be the best: that
+    one differs from start to start, and each would have to check anew.
+    """
+    widths = widths_for(engine.models.plan.block)
+    if engine.graphs is not None:
+        widths = sorted({width for _, width in engine.graphs.places})
+    return sorted({1, *(width for width in widths if width == NARROW), widths[-1]})
+
+
 def check_captured(engine: Engine, prompt: list[int]) -> int:
-    """The same steps as one graph and kernel by kernel, at every captured width: how many tokens are equal.
+    """The same steps as one graph and kernel by kernel, at the checked widths: how many tokens are equal.
 
     Equal in any arithmetic. ModelError: they are not.
     """
     prompt, count = prompt[-max(1, max_tokens(engine) // 2) :], 0
-    for width in sorted({1, engine.models.plan.width}):
+    for width in checked_widths(engine):
         served = answer(twin(engine), prompt, width, CAPTURED_TOKENS).token_ids
         # Steps that list probabilities are not captured.
         eager = answer(twin(engine), prompt, width, CAPTURED_TOKENS, num_logprobs=0).token_ids

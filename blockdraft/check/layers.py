@@ -311,7 +311,7 @@ class _Check:
         with _exactly():
             exact, rough = (oracle(x.to(dtype)) for dtype in (self._wide, self._dtype))
         part = self._part(name, exact, rough)
-        for count in sorted({1, min(self.engine.models.plan.width, len(x)), len(x)}):
+        for count in sorted({1, min(self.engine.models.plan.block, len(x)), len(x)}):
             index = torch.arange(count, device=self.device)
             part.compare(logits(x[:count]), index, [f"of {count} tokens"] * count)
         return part

@@ -171,7 +171,7 @@ def _compare_linear(engine: Engine, numbers: Numbers) -> Comparisons:
     configs = (engine.models.config, engine.models.draft_config)
     stream_sizes = {config.hidden_size for config in configs if config is not None}
     for matrix in matrices:
-        counts = EVERY_TILE if matrix is tiled else (1, max(engine.models.plan.width, 5), *_many(numbers))
+        counts = EVERY_TILE if matrix is tiled else (1, max(engine.models.plan.block, 5), *_many(numbers))
         has_stream = matrix.weight.shape[0] in stream_sizes
         yield from matrix.compare("", numbers, counts, has_stream=has_stream)
 
@@ -191,7 +191,7 @@ def _compare_gated(engine: Engine, numbers: Numbers) -> Comparisons:
     tiles = GATED_TILES if numbers.device.type == "cuda" else ()
     for matrix, part in distinct(found, lambda item: (item[0].kind(), item[1].gate)):
         chosen, inner = _sample(part.gate_up.parts[0], numbers.device), part.gate_up.parts[0]
-        for count in dict.fromkeys((1, max(engine.models.plan.width, 5), *tiles)):
+        for count in dict.fromkeys((1, max(engine.models.plan.block, 5), *tiles)):
             x = numbers.normal(count, matrix.weight.shape[1])
             both = matrix.reference(x, torch.cat((chosen, chosen + inner)))
             where = f"{list(matrix.weight.shape)} x {count} tokens"
@@ -245,7 +245,7 @@ def _heads(engine: Engine, model: nn.Module) -> list[_Heads]:
 
 
 def _compare_attention(engine: Engine, numbers: Numbers) -> Comparisons:
-    width, page_size = engine.models.plan.width, engine.models.plan.page_size
+    width, page_size = engine.models.plan.block, engine.models.plan.page_size
     found = [kind for model in models_of(engine) for kind in _heads(engine, model)]
     exact = [kind for kind in found if kind.format is None]
     for kind in distinct(exact, lambda kind: kind[:5]):
@@ -287,7 +287,7 @@ def _compare_cold(engine: Engine, numbers: Numbers) -> Comparisons:
     for kind in distinct([kind for kind in found if kind.format is not None], lambda kind: kind[:6]):
         assert kind.format is not None
         rule = engine.cache.cold[0].pages.rule
-        starts, counts = (rule.window + CONTEXT, 5), (plan.width, plan.width)
+        starts, counts = (rule.window + CONTEXT, 5), (plan.block, plan.block)
         blocks, tiles = _cold_places(numbers, rule, starts=starts, counts=counts, page_size=plan.page_size)
         num_slots = (blocks.table.numel() + 1) * plan.page_size
         exact = [numbers.normal(1, kind.num_kv_heads, num_slots, kind.dim) for _ in range(2)]
@@ -338,7 +338,7 @@ def _emptied(codes: Codes) -> Codes:
 
 def _compare_places(engine: Engine, numbers: Numbers) -> Comparisons:
     """Positions and slots of a ragged stream and of blocks, by counting."""
-    width, page_size = engine.models.plan.width, engine.models.plan.page_size
+    width, page_size = engine.models.plan.block, engine.models.plan.page_size
     order, starts = (2, 0, 1), (page_size - 1, 0, 7)
     for counts in ((width, width, width), (3, 1, 2 * page_size + 1)):
         num_pages = (max(starts) + max(counts)) // page_size + 1
@@ -517,7 +517,7 @@ def _compare_delta_layers(engine: Engine, numbers: Numbers) -> Comparisons:
     """Prompt tokens and a block through a state of its own, kept in part; then the norm behind it."""
     for spec, name, part in _delta_layers(engine):
         weights = gated_delta.DeltaWeights(part.conv[:, 0], part.decay_log, part.gate_bias)
-        width = max(engine.models.plan.width, 2)
+        width = max(engine.models.plan.block, 2)
         yield from _compare_states(spec, name, weights, numbers, width=width)
         read = numbers.normal(5, spec.num_heads, spec.value_dim)
         z = numbers.normal(5, spec.num_heads * (spec.value_dim + 1))[:, spec.num_heads :]  # of a projection

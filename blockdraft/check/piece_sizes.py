@@ -54,7 +54,7 @@ def pieces_for(engine: Engine) -> tuple[Piece, ...]:
     room = _room(engine, num_rows)
     if room < 2 * plan.block:
         num_rows, room = 1, max(1, _room(engine, 1))
-    width = max(plan.width, 2)
+    width = max(plan.block, 2)
     maker = _Maker(num_rows, room, plan.chunk, reserve=2 * width + 1)
     maker.known({0: _long(engine.models.config) if is_card else CPU_LONG})
     maker.known(dict(enumerate(RAGGED if is_card else CPU_RAGGED)))

@@ -276,7 +276,7 @@ def _bits(engine: Engine) -> tuple[Check, bool]:
     """Whether a token is computed alike in any company; it costs no start that it is not."""
     begun_s, models = time.monotonic(), engine.models
     if models.device.type == "cpu":  # what holds by construction needs no look, which would take long here
-        same_bits = keeps_bits(models, models.plan.width)
+        same_bits = keeps_bits(models, models.plan.block)
         detail = "our kernels add in one order" if same_bits else "PyTorch's kernels promise no order of sums"
     else:
         found = check_bits(engine, list(itertools.chain.from_iterable(prompts_of(models))))

@@ -27,7 +27,7 @@ from torch import nn
 from blockdraft import __version__
 from blockdraft.check.checksum import checksum
 from blockdraft.check.comparison import models_of
-from blockdraft.check.drafts import answer
+from blockdraft.check.drafts import answer, checked_widths
 from blockdraft.check.selfcheck import Check, Verification, prompts_of, verify_engine
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.twin import max_tokens, twin
@@ -39,11 +39,11 @@ from blockdraft.step.dflash import DFlashDrafter
 
 PACKAGE = Path(__file__).parent.parent
 LIBRARIES = ("torch", "triton", "llvmlite", "numpy")
-# What of a plan chooses neither kernels nor the sizes they run at. Pages and context follow the memory that
-# happens to be free: they would differ at every start.
+# What of a plan chooses neither kernels nor the sizes they are checked at. Pages and context follow the
+# memory that happens to be free, and the width is measured: they would differ at every start.
 NOT_OF_PLAN = {
     *("num_pages", "max_context", "max_positions", "max_queue", "prefix_cache", "seed"),
-    *("step_costs", "draft_chances", "reasons"),
+    *("width", "step_costs", "draft_chances", "reasons"),
 }
 NUM_PROMPT, NUM_TOKENS = 16, 6  # of the prompt and the answer that has to be the same again
 
@@ -116,9 +116,9 @@ def _as_recorded(record: Record) -> Verification:
 
 
 def _answers(engine: Engine, prompt: list[int]) -> Answers:
-    """Plainly and at the plan's width. A prompt too long for this engine's context has no answer."""
+    """Plainly and at the widest width. A prompt too long for this engine's context has no answer."""
     is_synthetic = engine.models.labels.synthetic_acceptance is not None
-    widths = {1} if is_synthetic else {1, engine.models.plan.width}
+    widths = {1} if is_synthetic else {1, checked_widths(engine)[-1]}
     if len(prompt) >= max_tokens(engine):
         return Answers(prompt, {})
     tokens = {width: answer(twin(engine), prompt, width, NUM_TOKENS).token_ids for width in sorted(widths)}
@@ -184,7 +184,7 @@ def _device(engine: Engine) -> list[object]:
 
 
 def _shapes(engine: Engine) -> list[object]:
-    """Both models without their values, which kernels are left out, and the plan."""
+    """Both models without their values, which kernels are left out, the plan and the widths."""
     models = engine.models
     config = replace(models.config, name="")
     drafted = None if models.draft_config is None else replace(models.draft_config, name="")
@@ -192,7 +192,8 @@ def _shapes(engine: Engine) -> list[object]:
     chosen = models.target.kernels.available
     kernels = [str(getattr(chosen, item.name)) for item in fields(chosen) if item.name != "off"]
     off = list(models.target.kernels.off)
-    return [repr(config), repr(drafted), plan_facts(models.plan), kernels, off, parts]
+    widths = checked_widths(engine)
+    return [repr(config), repr(drafted), plan_facts(models.plan), widths, kernels, off, parts]
 
 
 def _parts(model: nn.Module) -> list[str]:

@@ -144,6 +144,29 @@ def _check_gpu(settings: Settings, warn: Callable[[str], None]) -> None:
 
 
 def _prepared(models: Models, settings: Settings, startup: StartProgress, ahead: CompileAhead) -> Engine:
+    engine = _warmed(models, settings, startup, ahead)
+    if settings.verify == "off":
+        startup.skip("verify", "switched off")
+        return engine
+    with startup.phase("verify"):
+        verification = verify_changes(engine, startup.note, is_full=settings.verify == "full")
+        if not verification.keeps_drafter:
+            startup.warn(f"the drafter is not used: {verification.reason}")
+            engine.drop_graphs()
+            del engine
+            engine = _without_drafter(models, settings, startup)
+        elif _is_without_fit(engine, settings) and verification.accepted:
+            _settle_without_fit(engine, verification.accepted, startup.note)
+        if verification.same_bits is not None:
+            _tell_bits(engine, verification, startup)
+        _bound(engine, settings, startup)
+        startup.tell_speculation(_shown_width(engine))
+        startup.note(f"{_shown(verification)}; {_shown_width(engine)}")
+    return engine
+
+
+def _warmed(models: Models, settings: Settings, startup: StartProgress, ahead: CompileAhead) -> Engine:
+    """Everything but the checks."""
     with startup.phase("allocate"):
         compile_steps(ahead, models, settings, startup)
         models = fit_pages(models, settings, startup.note)
@@ -165,25 +188,10 @@ def _prepared(models: Models, settings: Settings, startup: StartProgress, ahead:
             is_full = settings.verify == "full"
             engine.replan(plan_with_width(engine, acceptance, uses_stored=not is_full, warn=startup.warn))
         warm(engine, startup.note, few_rounds if ahead.has_run else _rounds(models, settings))
-        _bound(engine, settings, startup)
+        if settings.verify == "off":
+            _bound(engine, settings, startup)
         startup.note(_shown_width(engine))
         startup.tell_speculation(_shown_width(engine))
-    if settings.verify == "off":
-        startup.skip("verify", "switched off")
-        return engine
-    with startup.phase("verify"):
-        verification = verify_changes(engine, startup.note, is_full=settings.verify == "full")
-        if not verification.keeps_drafter:
-            startup.warn(f"the drafter is not used: {verification.reason}")
-            engine.drop_graphs()
-            del engine
-            engine = _without_drafter(models, settings, startup)
-        elif _is_without_fit(engine, settings) and verification.accepted:
-            _settle_without_fit(engine, verification.accepted, startup.note)
-        if verification.same_bits is not None:
-            _tell_bits(engine, verification, startup)
-        startup.tell_speculation(_shown_width(engine))
-        startup.note(f"{_shown(verification)}; {_shown_width(engine)}")
     return engine
 
 
@@ -193,7 +201,6 @@ def _without_drafter(models: Models, settings: Settings, startup: StartProgress)
     if why_no_graphs(models, settings) is None:
         _capture(engine, settings, startup.note)
     warm(engine, startup.note, rounds_for(models.device))
-    _bound(engine, settings, startup)
     if engine.graphs is not None:
         captured(engine)
     return engine
@@ -233,6 +240,7 @@ def _settle_without_fit(engine: Engine, accepted: tuple[float, ...], note: Calla
 
 
 def _bound(engine: Engine, settings: Settings, startup: StartProgress) -> None:
+    """After the checks, which go by the chunk: it is measured here, and may differ from start to start."""
     if settings.max_stall_ms is not None:
         engine.replan(plan_with_short_chunk(engine, settings.max_stall_ms, startup.note))
 

@@ -225,14 +225,14 @@ def pieces(name="pair", device="cuda", **plan):
 
 
 def test_on_a_card_every_size_with_code_of_its_own_is_there():
-    known = [sum(piece.counts) for piece in pieces(width=16) if piece.is_known]
-    blocks = [sum(piece.counts) for piece in pieces(width=16) if not piece.is_known]
+    known = [sum(piece.counts) for piece in pieces(block=16) if piece.is_known]
+    blocks = [sum(piece.counts) for piece in pieces(block=16) if not piece.is_known]
     assert any(count > 128 for count in known)
     assert any(64 < count <= 128 for count in known)
     assert any(16 < count <= 64 for count in known)
     assert any(count <= 16 for count in known)
     assert {1 * 16, 3 * 16, 3 * 1} == set(blocks)
-    assert any(len(set(piece.counts)) > 1 for piece in pieces(width=16)), "a ragged one"
+    assert any(len(set(piece.counts)) > 1 for piece in pieces(block=16)), "a ragged one"
 
 
 def test_a_mixture_has_more_pairs_than_low_tiles_take():

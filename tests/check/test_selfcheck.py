@@ -259,7 +259,9 @@ def test_where_no_bits_are_kept_equal_answers_are_counted():
 @pytest.mark.parametrize("drafter", ["trained", "none"])
 def test_a_captured_step_that_gives_other_tokens_stops_the_start(drafter, monkeypatch):
     engine = tiny.engine(drafter)
-    engine.graphs = SimpleNamespace(find=lambda *_: None, size=lambda *_: None, has=lambda *_: False)
+    engine.graphs = SimpleNamespace(
+        find=lambda *_: None, size=lambda *_: None, has=lambda *_: False, places=[(1, 1), (1, 8)]
+    )
     assert "graphs" in [check.name for check in verify_engine(engine, ignore).checks]
     right = draftcheck.answer
 

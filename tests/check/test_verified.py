@@ -129,11 +129,33 @@ def test_a_change_of_what_computes_has_everything_checked(checked, monkeypatch, 
     assert checked == [KERNELS, MODELS]
 
 
-@pytest.mark.parametrize("plan", [{"width": 3}, {"page_size": 4}, {"max_rows": 3}, {"chunk": 32}], ids=str)
+@pytest.mark.parametrize("plan", [{"page_size": 4}, {"max_rows": 3}, {"chunk": 32}], ids=str)
 def test_another_plan_has_everything_checked(checked, plan):
     verify(tiny.engine())
     checked.clear()
     verify(tiny.engine(**plan))
+    assert checked == [KERNELS, MODELS]
+
+
+@pytest.mark.parametrize("is_captured", [False, True])
+@pytest.mark.parametrize("width", [1, 3, tiny.BLOCK])
+def test_another_width_that_was_measured_is_no_change(checked, width, is_captured):
+    how = {"dtype": "float32", "is_captured": is_captured}
+    first, _ = verify(tiny.engine(width=5, **how))
+    checked.clear()
+    again, _ = verify(tiny.engine(width=width, step_costs={(1, 1): 1.0}, draft_chances=(0.5,), **how))
+    assert checked == []
+    assert again.taken is not None
+    assert (again.accepted, again.tokens_per_step) == (first.accepted, first.tokens_per_step)
+
+
+def test_widths_that_nobody_else_serves_have_everything_checked(checked):
+    """Where a user has asked for one width, its steps alone are captured."""
+    verify(tiny.engine(dtype="float32", is_captured=True))
+    checked.clear()
+    engine = tiny.engine(dtype="float32", width=5)
+    engine.capture([1], [1, 5], now=())
+    verify(engine)
     assert checked == [KERNELS, MODELS]
 
 

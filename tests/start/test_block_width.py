@@ -13,7 +13,7 @@ from blockdraft.engine.describe import engine_info
 from blockdraft.errors import ModelError
 from blockdraft.phases import StartProgress
 from blockdraft.server.metrics import render
-from blockdraft.settings.settings import Settings
+from blockdraft.settings.settings import Settings, cache_dir
 from blockdraft.start import block_width as width
 from blockdraft.start import ready as start
 from blockdraft.start.block_width import (
@@ -342,6 +342,22 @@ def test_a_server_says_which_width_it_serves_and_why(fitted, monkeypatch):
     assert b"blockdraft:width{" in render(engine.snapshot(), info, "x")[0]
     assert b"blockdraft:speculation_speedup{" in render(engine.snapshot(), info, "x")[0]
     assert b'model_name="x"} 3.0' in render(engine.snapshot(), info, "x")[0]
+
+
+def test_a_start_that_measures_another_width_or_chunk_finds_all_verified(fitted, monkeypatch):
+    monkeypatch.setattr(start, "warm", lambda engine, note, choose: None)
+    chunks = iter([64, 32])
+    monkeypatch.setattr(
+        start,
+        "plan_with_short_chunk",
+        lambda engine, most, note: replace(engine.models.plan, chunk=next(chunks)),
+    )
+    for found, expected in ((costs(w2=1.2, w3=1.3, w8=2.0), (3, 64)), (costs(w2=1.2, w8=9.0), (2, 32))):
+        measured(monkeypatch, found)
+        shutil.rmtree(cache_dir() / "widths", ignore_errors=True)
+        engine, details, _ = served(fitted, max_stall_ms=50)
+        assert (engine.models.plan.width, engine.models.plan.chunk) == expected
+    assert details["verify"].startswith("verified on 20")
 
 
 def test_without_a_fit_the_built_in_prompts_have_to_say(tmp_path, monkeypatch):

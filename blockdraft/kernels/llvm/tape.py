@@ -20,14 +20,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C import _get_dispatch_stack_at, _len_torch_dispatch_stack
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _get_dispatch_stack_at,
-    _len_torch_dispatch_stack,
-    _pop_mode,
-    _push_mode,
-)
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 from torch.utils._pytree import tree_flatten
 
 _aten = torch.ops.aten
