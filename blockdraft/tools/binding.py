@@ -52,6 +52,11 @@ def refuse_unbound(tool: FunctionTool, names: Iterable[str], format_name: str) -
         )
 
 
+def no_value(tool: FunctionTool, why: str) -> RequestError:
+    """The error for a schema that nothing can have."""
+    return RequestError(f"nothing can have the schema of the function '{tool.name}': {why}.", "tools")
+
+
 def unbound(flat: Flat) -> set[str]:
     """Keywords of a schema that no grammar of ours can bind."""
     keywords = flat.keywords
