@@ -90,8 +90,8 @@ class _Rules:
     def _rule(self, schema: object) -> str:
         """The name of the rule for a schema; it is written later, so that schemas may nest and refer."""
         flat = self._schemas.flat(schema)
+        self._unbound |= flat.lost
         if not flat.key:
-            self._unbound |= flat.lost
             return "value"
         if flat.key not in self._names:
             name = self._names[flat.key] = f"{self._name}_{len(self._names)}"
