@@ -52,11 +52,16 @@ def refuse_unbound(tool: FunctionTool, names: Iterable[str], format_name: str) -
         )
 
 
+def no_value(tool: FunctionTool, why: str) -> RequestError:
+    """The error for a schema that nothing can have."""
+    return RequestError(f"nothing can have the schema of the function '{tool.name}': {why}.", "tools")
+
+
 def unbound(flat: Flat) -> set[str]:
     """Keywords of a schema that no grammar of ours can bind."""
     keywords = flat.keywords
     if values_of(keywords) is not None:
-        return set(flat.lost)  # the values were checked one by one
+        return set(flat.lost | ({"pattern"} & keywords.keys()))  # the values are checked one by one
     found = {name for name in _NEVER if name in keywords} | flat.lost
     if keywords.get("uniqueItems") is True and keywords.get("maxItems") not in (0, 1):
         found.add("uniqueItems")
@@ -76,7 +81,9 @@ def bound_values(flat: Flat, schemas: Schemas) -> list[object] | None:
     values = values_of(flat.keywords)
     if values is None:
         return None
-    return [value for value in values if problem_of(value, flat.keywords, schemas) is None]
+    listing = "enum" if "const" not in flat.keywords else "const"
+    others = {name: value for name, value in flat.keywords.items() if name != listing}
+    return [value for value in values if problem_of(value, others, schemas) is None] if others else values
 
 
 def text_patterns(keywords: Part) -> list[str]:

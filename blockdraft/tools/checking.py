@@ -65,10 +65,10 @@ class _Check:
         self._num_left = MAX_CHECKS
 
     def problems(self, value: object, schema: object, where: str) -> Iterator[str]:
-        self._num_left -= 1
+        keywords = self._schemas.flat(schema).keywords
+        self._num_left -= 1 + sum(len(one) for one in keywords.values() if isinstance(one, list)) // 8
         if self._num_left < 0:
             raise TooMuch
-        keywords = self._schemas.flat(schema).keywords
         kind = type_of(value)
         yield from _own_problems(value, kind, keywords, where)
         yield from self._choices(value, keywords, where)

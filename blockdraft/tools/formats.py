@@ -35,10 +35,13 @@ FORMATS = (
         "qwen_xml",
         qwen_xml.QwenXmlReader,
         qwen_xml_grammar.qwen_xml_grammar,
-        (qwen_xml.OPEN, qwen_xml.CLOSE),
+        (qwen_xml_grammar.OPEN, qwen_xml_grammar.CLOSE),
     ),
     ToolFormat(
-        "gemma", gemma.GemmaReader, gemma_grammar.gemma_grammar, (gemma.OPEN, gemma.CLOSE, gemma.QUOTE)
+        "gemma",
+        gemma.GemmaReader,
+        gemma_grammar.gemma_grammar,
+        (gemma_grammar.OPEN, gemma_grammar.CLOSE, gemma_grammar.QUOTE),
     ),
     ToolFormat(
         "harmony",
@@ -71,8 +74,8 @@ def _guess(template: str) -> str:
     if "tools" not in template:
         return "plain"
     for mark, name in (
-        (gemma.OPEN, "gemma"),
-        (qwen_xml.FUNCTION, "qwen_xml"),
+        (gemma_grammar.OPEN, "gemma"),
+        (qwen_xml_grammar.FUNCTION, "qwen_xml"),
         (hermes.OPEN, "hermes"),
         (bare_json.PYTHON_TAG, "llama"),
         ('"parameters": ', "llama"),

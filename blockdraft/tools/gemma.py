@@ -22,7 +22,10 @@ class GemmaReader(AnswerReader):
 
     OPENING, CLOSING = (OPEN,), (CLOSE,)
     _QUOTE = TagFinder((QUOTE,))
-    _schemas = Schemas({})  # those of the tool that is called
+    _schemas: Schemas  # those of the tool that is called
+    _odd_keys: dict[
+        frozenset[int], list[str]
+    ]  # keys that may hold what ends others, by their object's schema
 
     def _read(self) -> Steps[None]:
         """Behind thoughts the opening token is sometimes forgotten: the text itself shows what it is."""
@@ -37,7 +40,7 @@ class GemmaReader(AnswerReader):
             raise NotACall
         self._begin(name)
         parameters = self._tools[name].parameters
-        self._schemas = Schemas(parameters)
+        self._schemas, self._odd_keys = Schemas(parameters), {}
         try:
             yield from self._read_value(parameters, 0)
         except ValueError:
@@ -128,9 +131,11 @@ class GemmaReader(AnswerReader):
 
     def _take_odd_key(self, schema: object) -> Steps[str | None]:
         """A key of the schema that holds what ends other keys, should a model write it without quotes."""
-        properties = named(self._schemas.flat(schema).keywords, "properties")
-        odd = [key for key in properties if key and not BARE_KEY.fullmatch(key)]
-        for key in sorted(odd, key=len, reverse=True):
+        flat = self._schemas.flat(schema)
+        if flat.key not in self._odd_keys:
+            odd = [key for key in named(flat.keywords, "properties") if key and not BARE_KEY.fullmatch(key)]
+            self._odd_keys[flat.key] = sorted(odd, key=len, reverse=True)
+        for key in self._odd_keys[flat.key]:
             if (yield from self._take(f"{key}:")):
                 self._at -= 1
                 self._argue(json.dumps(key, ensure_ascii=False))

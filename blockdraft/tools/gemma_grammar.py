@@ -6,11 +6,11 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 
-from blockdraft.errors import RequestError
 from blockdraft.text.tokenizer import Tokenizer
 from blockdraft.tools.binding import (
     Lines,
     bound_values,
+    no_value,
     overlap,
     refuse_unbound,
     terminal,
@@ -90,8 +90,8 @@ class _Rules:
     def _rule(self, schema: object) -> str:
         """The name of the rule for a schema; it is written later, so that schemas may nest and refer."""
         flat = self._schemas.flat(schema)
+        self._unbound |= flat.lost
         if not flat.key:
-            self._unbound |= flat.lost
             return "value"
         if flat.key not in self._names:
             name = self._names[flat.key] = f"{self._name}_{len(self._names)}"
@@ -124,11 +124,7 @@ class _Rules:
     def _either(self, parts: Iterator[str], flat: Flat) -> str:
         if found := " | ".join(parts):
             return found
-        raise RequestError(
-            f"nothing can have the schema of the function '{self._tool.name}': "
-            f"'{'enum' if 'enum' in flat.keywords else 'type'}' leaves no value.",
-            "tools",
-        )
+        raise no_value(self._tool, f"'{'enum' if 'enum' in flat.keywords else 'type'}' leaves no value")
 
     def _typed(self, kind: str, rule: str, keywords: Part) -> str:
         if kind == "object":
@@ -177,11 +173,7 @@ class _Rules:
         if rest is False:
             most = len(first) if most is None else min(most, len(first))
         if most is not None and least > most:
-            raise RequestError(
-                f"nothing can have the schema of the function '{self._tool.name}': a list has at least "
-                f"{least} items and at most {most}.",
-                "tools",
-            )
+            raise no_value(self._tool, f"a list has at least {least} items and at most {most}")
         if most is None or most > len(first):
             self._tail(f"{rule}_{len(first)}", self._rule(rest), least - len(first), most, len(first))
         else:

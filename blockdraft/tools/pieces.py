@@ -16,12 +16,6 @@ class FunctionTool:
     parameters: Mapping[str, object] = field(default_factory=dict)
     is_strict: bool = False  # its arguments must match the schema
 
-    @property
-    def properties(self) -> Mapping[str, object]:
-        """The schemas of its arguments by name; empty where the schema does not list them."""
-        found = self.parameters.get("properties")
-        return found if isinstance(found, Mapping) else {}
-
 
 @dataclass(frozen=True, slots=True)
 class ToolCallPiece:

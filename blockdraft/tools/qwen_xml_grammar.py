@@ -9,6 +9,7 @@ from blockdraft.text.tokenizer import Tokenizer
 from blockdraft.tools.binding import (
     Lines,
     bound_values,
+    no_value,
     overlap,
     refuse_unbound,
     terminal,
@@ -84,6 +85,8 @@ class _Call:
             if flat.key in seen and flat.key:
                 continue
             seen.add(flat.key)
+            if flat.keywords.get("type") == []:
+                raise no_value(self._tool, "'type' leaves no value")
             if "enum" in flat.keywords or "const" in flat.keywords or (types and "string" not in types):
                 yield part, flat
             elif name is not None:
@@ -102,8 +105,10 @@ class _Call:
         if values is not None:
             texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
             written = [text for text in texts if END_PARAMETER not in text]
-            self._unbound |= unbound(flat) | ({"enum"} if len(written) < len(texts) or not texts else set())
-            yield f'{name}: "\\n" ({" | ".join(map(quoted, written)) or quoted("")}) {_END}'
+            self._unbound |= unbound(flat) | ({"enum"} if len(written) < len(texts) else set())
+            if not written:
+                raise no_value(self._tool, "'enum' leaves no value")
+            yield f'{name}: "\\n" ({" | ".join(map(quoted, written))}) {_END}'
         elif self._schemas.types(schema) <= {"string"}:
             self._unbound |= unbound(flat)
             yield from _text_rules(name, flat.keywords)

@@ -57,11 +57,20 @@ class Schemas:
     def __init__(self, root: Part, max_steps: int = READ_STEPS) -> None:
         self.root = root
         self._known: dict[frozenset[int], Flat] = {}
-        self._kept: list[Part] = []  # a key is made of ids: none of them may be given to another part
+        self._found: dict[int, Flat] = {}  # by the id of the schema that was asked for
+        self._kept: list[Part] = []  # keys are made of ids: none of them may be given to another part
         self._num_left = max_steps
 
     def flat(self, schema: object) -> Flat:
         """A part of the schema as its meaning."""
+        if not isinstance(schema, Mapping):
+            return ANYTHING if schema is not False else self._flat({"allOf": [False]})
+        if id(schema) not in self._found:
+            self._found[id(schema)] = self._flat(schema)
+            self._kept.append(schema)
+        return self._found[id(schema)]
+
+    def _flat(self, schema: Part) -> Flat:
         parts: dict[int, Part] = {}
         is_known = self._collect(schema, parts)
         if not parts:
