@@ -536,9 +536,9 @@ def test_a_comparison_runs_one_after_the_other_with_equal_settings(page, fake):
     verdict = page.locator(".verdict")
     expect(verdict).to_contain_text("The texts are identical.")
     speedup = float(re.match(r"([\d.]+). faster", verdict.text_content())[1])
-    assert speedup == pytest.approx(plain / fast, rel=0.02)  # the times are rounded
+    assert speedup == pytest.approx(plain / fast, rel=0.04)  # the times are rounded
     rates = [float(text.split()[0]) for text in page.locator(".lane .figures").all_text_contents()]
-    assert speedup == pytest.approx(rates[0] / rates[1], rel=0.02)
+    assert speedup == pytest.approx(rates[0] / rates[1], rel=0.04)
     first, second = fake.bodies
     assert first.pop("cache_salt") != second.pop("cache_salt")  # both read the prompt anew
     assert first.pop("speculative") == {"detail": True}
