@@ -12,6 +12,7 @@ from blockdraft.cli.main import COMMANDS as MAIN_COMMANDS
 from blockdraft.cli.main import main as blockdraft
 from blockdraft.planner.known_pairs import KnownFamily, KnownPair, find_models
 from blockdraft.settings import recipe
+from blockdraft.settings.known_names import COMMANDS as OTHERS_COMMANDS
 from blockdraft.settings.known_names import OTHERWISE, SAME, explained
 from blockdraft.settings.settings import OTHER_VARIABLES, Settings
 
@@ -78,6 +79,10 @@ def names_page() -> str:
     """Every name of others that known_names.py takes or explains."""
     same = [row(f"`{theirs}`", whose, f"`{ours}`") for theirs, (whose, ours) in sorted(SAME.items())]
     otherwise = [row(f"`{theirs}`", whose, _told(theirs)) for theirs, (whose, _) in sorted(OTHERWISE.items())]
+    commands = [
+        row(f"`{theirs}`", told.removeprefix("is ").removesuffix(" here"))
+        for theirs, told in sorted(OTHERS_COMMANDS.items())
+    ]
     lines = [
         "# Names from elsewhere",
         "",
@@ -90,6 +95,7 @@ def names_page() -> str:
         "",
         *("## Taken", "", "| theirs | whose | ours |", "|---|---|---|", *same, ""),
         *("## Explained", "", "| theirs | whose | here |", "|---|---|---|", *otherwise, ""),
+        *("## Commands of Ollama and others", "", "| theirs | here |", "|---|---|", *commands, ""),
     ]
     return "\n".join(lines)
 

@@ -79,7 +79,7 @@ OTHERWISE = {
 _OTHER_SHORT = {"-ngl": "n_gpu_layers", "-t": "threads", "-b": "batch_size", "-fa": "flash_attn"}
 _OTHER_SHORT |= {"-ctk": "cache_type_k", "-ctv": "cache_type_v"}
 # Commands of others (most are Ollama's), and what to say of them.
-_COMMANDS = {
+COMMANDS = {
     **dict.fromkeys(("list", "ls"), "is `blockdraft models` here"),
     **dict.fromkeys(("pull", "download"), "is `blockdraft fetch MODEL` here"),
     **dict.fromkeys(("rm", "remove", "delete"), "is `blockdraft models rm MODEL` here"),
@@ -95,7 +95,7 @@ _COMMANDS = {
 
 def command_hint(name: str) -> str | None:
     """Returns what to say of a command that is not ours; None if no program that we know has it."""
-    told = _COMMANDS.get(name)
+    told = COMMANDS.get(name)
     if told is None:
         return None
     return f"'{name}' {told}" if told.startswith("is ") else f"'{name}': {told}"

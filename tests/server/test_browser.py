@@ -293,7 +293,8 @@ def test_keyboard_only(page, fake):
 # ---- live figures
 
 
-def test_the_figures_and_the_chart_move(page):
+def test_the_figures_and_the_chart_move(page, fake):
+    fake.step_s = 30 * STEP_S  # busy until it is stopped
     canvas = page.locator("#rate-chart canvas")
     expect(canvas).to_be_visible()
     box = canvas.bounding_box()
@@ -314,6 +315,7 @@ def test_the_figures_and_the_chart_move(page):
     expect(page.locator("#acceptance")).to_have_attribute("aria-label", re.compile("1: 93 %, 2: 86 %"))
     assert heights(page) == pytest.approx([93, 86, 77, 66, 55, 45, 36, *[0] * (BLOCK - WIDTH)])
     assert canvas.evaluate(picture) != before
+    page.keyboard.press("Escape")
     finish(page)
     expect(page.locator("#rate")).to_have_text("0")
     expect(page.locator("#acceptance-caption")).to_have_text("when last busy")
@@ -536,9 +538,9 @@ def test_a_comparison_runs_one_after_the_other_with_equal_settings(page, fake):
     verdict = page.locator(".verdict")
     expect(verdict).to_contain_text("The texts are identical.")
     speedup = float(re.match(r"([\d.]+). faster", verdict.text_content())[1])
-    assert speedup == pytest.approx(plain / fast, rel=0.02)  # the times are rounded
+    assert speedup == pytest.approx(plain / fast, rel=0.04)  # the times are rounded
     rates = [float(text.split()[0]) for text in page.locator(".lane .figures").all_text_contents()]
-    assert speedup == pytest.approx(rates[0] / rates[1], rel=0.02)
+    assert speedup == pytest.approx(rates[0] / rates[1], rel=0.04)
     first, second = fake.bodies
     assert first.pop("cache_salt") != second.pop("cache_salt")  # both read the prompt anew
     assert first.pop("speculative") == {"detail": True}

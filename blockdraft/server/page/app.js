@@ -190,7 +190,9 @@ function showStarting(startup) {
   const num = startup.phases.filter((item) => item.state === "done" || item.state === "skipped").length;
   const total = Math.max(1, startup.phases.length);
   $("starting-title").textContent = startup.state === "failed" ? "The server could not start" : "Getting ready";
-  $("starting-detail").textContent = startup.error ?? [phase?.name, phase?.detail].filter(Boolean).join(": ");
+  const next = startup.phases.find((item) => item.state === "waiting");
+  const running = [phase?.name, phase?.detail].filter(Boolean).join(": ");
+  $("starting-detail").textContent = startup.error ?? (running || (next ? `next: ${next.name}` : ""));
   $("starting-bar").style.width = `${(100 * (num + (phase?.progress ?? 0))) / total}%`;
 }
 

@@ -329,6 +329,7 @@ export class Comparison {
       ? "✓ The texts are identical."
       : `The texts differ from character ${firstDifference(one, two) + 1} on. ` +
         "Rounding may decide a near-tie; anything else is a bug."));
+    if (fast.isAtLimit && plain.isAtLimit) parts.push(` Both were ${fast.endText()}.`);
     this.verdict.replaceChildren(...parts);
   }
 }
