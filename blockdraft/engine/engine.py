@@ -533,6 +533,7 @@ class Engine:
             num_preemptions=scheduler.num_preemptions,
             governed_rows=governed.num_rows,
             governed_width=governed.width,
+            governed_tokens=governed.tokens,
             speedup=governed.speedup,
         )
 

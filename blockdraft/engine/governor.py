@@ -9,8 +9,9 @@ were. Older steps count less and less: an answer may turn from prose to code. A 
 is has its say in what is expected of a row, as far as what it says comes true (forecast.py).
 
 What a step of a width takes. Measured at the start for a few numbers of rows and widths, then by every step
-that is served, host and all. What a step takes longer than before, because contexts have grown, steps of
-other widths will take longer too.
+that is served, host and all. Where a step takes twice as long as before, because contexts have grown or other
+programs use the machine, steps of other widths are taken to do so too. A wider step never takes less time:
+where it seems to, the narrower one was disturbed, since noise only adds.
 
 Where no draft pays, steps are plain, and now and then one is not: without drafts nothing is learnt of them.
 """
@@ -19,8 +20,10 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median, median_low
 
 import numpy as np
 
@@ -33,14 +36,17 @@ ALL_SIZES = 16  # rows up to which each number of them has its own times
 BELIEF = 16.0  # drafts put to the test that the chances of all rows count for in a row's own
 FADE_SURE = 0.75  # FADE of confidence: it is less noisy than outcomes, so a few steps are enough
 FEW_SAID = 3.0  # drafts of average confidence that a row's own are mixed with
-SURE = 8  # steps after which a width's time is known
-SLOW = 0.1  # of what a step took otherwise than expected then: how much is believed of every width
-LATE = 3.0  # times what was expected: then something else took the time, such as capturing a graph
-BELIEVED = 3  # of these in a row
+LAST = 5  # steps, within which two widths meet the same machine
+ENOUGH = 3  # of them that tell how fast the machine is
+MEETINGS = 9  # with other widths that are remembered
+FIRM = 2  # of these count as much as what was measured at the start
+BELIEVED = 3  # steps after which a width was timed
 BEYOND = 0.5  # of what one more token takes: wider than measured. A guess too high would never be corrected
 GAIN = 1.02  # that another width must promise: changing back and forth gains nothing
 AGE = 128  # steps after which a width that promises nearly as much is tried again
 NEARLY = 0.85
+OLD = 256  # the same of one that does not: what made it look slow may have been chance
+FIRST_AGE = 8  # the same of plain steps that were never timed
 MIN_PAUSE, MAX_PAUSE = 4, 128  # plain steps between two tries
 HOPE = 0.4  # the power of all chances that a try may find: 0.6 is then 0.8
 
@@ -142,26 +148,46 @@ def _sureness(records: Sequence[DraftRecord]) -> np.ndarray:
 
 
 class StepCosts:
-    """Seconds of a step by rows and width: as measured at the start, then as steps are served."""
+    """Seconds of a step by rows and width: as measured at the start, then as steps are served.
 
-    def __init__(self, measured: Mapping[Place, float], sizes: Sequence[int]) -> None:
-        """`sizes`: the numbers of rows that steps come in, filled up. At least one place is measured."""
-        self._measured = dict(measured)
+    Two things are told apart: how much dearer one width is than another, and how fast the machine is now. The
+    second changes all the time, with other programs and growing contexts, and is heard from the last steps of
+    any width. The first is learnt only where steps of two widths follow each other closely, so that both met
+    the same machine, and from several such meetings.
+    """
+
+    def __init__(
+        self, measured: Mapping[Place, float], sizes: Sequence[int], *, is_sure: bool = True
+    ) -> None:
+        """`sizes`: the numbers of rows that steps come in, filled up. At least one place is measured.
+
+        `is_sure`: nothing disturbed what was measured.
+        """
+        self._measured, self._is_sure = dict(measured), is_sure
         self._sizes = sorted(sizes)
-        self._now: dict[Place, float] = {}
+        self._base: dict[Place, float] = {}  # seconds, on a machine as fast as it was at the start
+        self._met: dict[Place, deque[float]] = {}  # the same, from each meeting with other widths
+        self._last: dict[int, deque[tuple[int, float]]] = {}  # by rows: widths and seconds of the last steps
         self._seen: dict[Place, int] = {}  # when, in steps
         self._count: dict[Place, int] = {}  # how often
-        self._late: dict[Place, int] = {}  # how often in a row it took far too long
         self._num_steps = 0
 
     def size(self, num_rows: int) -> int:
         return self._sizes[min(bisect_left(self._sizes, num_rows), len(self._sizes) - 1)]
 
     def seconds(self, num_rows: int, width: int) -> float:
-        place = self.size(num_rows), width
-        if place not in self._now:
-            self._now[place] = self._guess(*place)
-        return self._now[place]
+        size = self.size(num_rows)
+        return self._base_s((size, width)) * self._pace(size)
+
+    def by_width(self, num_rows: int, widths: Sequence[int]) -> np.ndarray:
+        """[widths], which ascend: what a wider step takes is the most that a narrower one can take."""
+        size = self.size(num_rows)
+        found = np.array([self._base_s((size, width)) for width in widths])
+        return self._pace(size) * np.minimum.accumulate(found[::-1])[::-1]
+
+    def is_known(self, num_rows: int, width: int) -> bool:
+        """Whether it was timed: undisturbed at the start, or while serving."""
+        return self._is_sure or self._count.get((self.size(num_rows), width), 0) >= BELIEVED
 
     def age(self, num_rows: int, width: int) -> int:
         """Steps since one of this width was last seen with as many rows."""
@@ -170,21 +196,33 @@ class StepCosts:
     def observe(self, num_rows: int, width: int, seconds: float) -> None:
         self._num_steps += 1
         size = self.size(num_rows)
-        place, expected = (size, width), self.seconds(size, width)
-        if seconds > LATE * expected:
-            self._late[place] = self._late.get(place, 0) + 1
-            if self._late[place] < BELIEVED:
-                return
-        self._late[place] = 0
+        place, last = (size, width), self._last.setdefault(size, deque(maxlen=LAST))
+        if len(last) >= ENOUGH and all(other != width for other, _ in last):
+            self._meet(place, seconds / median(self._paces(size, last)))
+        last.append((width, seconds))
         self._seen[place] = self._num_steps
-        count = self._count[place] = self._count.get(place, 0) + 1
-        change = seconds - expected
-        if count < SURE:  # what was believed of this place was a guess, or one measurement
-            self._now[place] += change / (1 + count)
-            return
-        for other in self._now:
-            if other[0] == size:
-                self._now[other] = max(self._now[other] + SLOW * change, 1e-9)
+        self._count[place] = self._count.get(place, 0) + 1
+
+    def _meet(self, place: Place, base_s: float) -> None:
+        """What it took beside other widths."""
+        is_measured = self._is_sure and place in self._measured
+        known = [self._measured[place]] * FIRM if is_measured else []
+        met = self._met.setdefault(place, deque(maxlen=MEETINGS))
+        met.append(base_s)
+        self._base[place] = median_low([*known, *met])
+
+    def _pace(self, size: int) -> float:
+        """How many times as long steps take as at the start."""
+        last = self._last.get(size)
+        return median(self._paces(size, list(last)[-ENOUGH:])) if last else 1.0
+
+    def _paces(self, size: int, steps: Iterable[tuple[int, float]]) -> list[float]:
+        return [seconds / self._base_s((size, width)) for width, seconds in steps]
+
+    def _base_s(self, place: Place) -> float:
+        if place not in self._base:
+            self._base[place] = self._guess(*place)
+        return self._base[place]
 
     def _guess(self, size: int, width: int) -> float:
         """Between what was measured: by width for each number of rows, then by rows."""
@@ -221,7 +259,8 @@ class GovernedStep:
 
     num_rows: int = 0  # 0: nothing was chosen yet
     width: int = 0
-    speedup: float = 0.0
+    tokens: float = 0.0  # expected of each row
+    speedup: float | None = None  # at most `tokens`; None: plain steps or these were not timed yet
 
 
 class Governor:
@@ -239,7 +278,7 @@ class Governor:
     def of(cls, plan: Plan) -> Governor:
         """By what a start has measured and chosen."""
         sizes = range(1, plan.max_rows + 1) if plan.max_rows <= ALL_SIZES else row_sizes(plan.max_rows)
-        costs = StepCosts(plan.step_costs, sizes)
+        costs = StepCosts(plan.step_costs, sizes, is_sure=plan.is_sure_of_costs)
         return cls(costs, DraftChances(plan.draft_chances), first=plan.width, block=plan.block)
 
     def next_width(
@@ -247,9 +286,9 @@ class Governor:
     ) -> int:
         """Of a step of the rows whose drafts fared like this; of those that are ready, if any is."""
         count = len(records)
-        seconds = np.array([self.costs.seconds(count, width) for width in self._widths])
-        speeds = self.chances.committed(records, self._widths) / seconds
-        plain = speeds[0]
+        seconds = self.costs.by_width(count, self._widths)
+        committed = self.chances.committed(records, self._widths)
+        speeds = committed / seconds
         ready = np.array([is_ready(count, width) for width in self._widths])
         if ready.any():
             speeds = np.where(ready, speeds, 0.0)
@@ -258,7 +297,10 @@ class Governor:
         if speeds[best] > GAIN * speeds[now]:
             now = best
         self._width = self._widths[now]
-        self.last = GovernedStep(count, self._width, float(speeds[now] / plain))
+        is_known = all(self.costs.is_known(count, width) for width in (1, self._width))
+        tokens = float(committed[now] / count)
+        speedup = tokens * float(seconds[0] / seconds[now]) if is_known else None
+        self.last = GovernedStep(count, self._width, tokens, speedup)
         if self._width == 1:
             self._until_try -= 1
             return 1 if self._until_try > 0 else self._tried_again(records, speeds, seconds)
@@ -266,7 +308,7 @@ class Governor:
 
     def likely_width(self, num_rows: int) -> int:
         """Of a step of so many rows of which nothing is known yet."""
-        seconds = np.array([self.costs.seconds(num_rows, width) for width in self._widths])
+        seconds = self.costs.by_width(num_rows, self._widths)
         fresh = [DraftRecord()] * num_rows
         return self._widths[int(np.argmax(self.chances.committed(fresh, self._widths) / seconds))]
 
@@ -280,10 +322,12 @@ class Governor:
 
     def _neglected(self, speeds: np.ndarray, now: int, count: int) -> int:
         """The chosen width, or one that nobody has looked at for long: beside it, or a plain step."""
+        if not self.costs.is_known(count, 1) and speeds[0] > 0 and self.costs.age(count, 1) > FIRST_AGE:
+            return 1
         for other in (now - 1, now + 1, 0):
-            if 0 <= other < len(speeds) and speeds[other] > NEARLY * speeds[now]:
-                width = self._widths[other]
-                if self.costs.age(count, width) > AGE:
+            if 0 <= other < len(speeds) and speeds[other] > 0:
+                width, age = self._widths[other], AGE if speeds[other] > NEARLY * speeds[now] else OLD
+                if self.costs.age(count, width) > age:
                     return width
         return self._widths[now]
 
@@ -312,5 +356,5 @@ class Governor:
     def _has_paid(self, width: int, num_right: Sequence[int]) -> bool:
         """Whether a step has committed more in its time than plain steps would have."""
         count = len(num_right)
-        cost = self.costs.seconds(count, width) / self.costs.seconds(count, 1)
-        return count + sum(num_right) > cost * count
+        plain_s, seconds = self.costs.by_width(count, (1, width))
+        return bool(count + sum(num_right) > count * seconds / plain_s)

@@ -10,7 +10,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import zip_longest
 from threading import Lock
 from typing import TYPE_CHECKING
@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # what they import needs torch, which a reader of snapshots d
     from blockdraft.engine.sequence import Sequence
 
 RECENT_S = 300
+ENOUGH_BLOCKS = 8  # lately, to say what a step commits
 LATELY_S = 10  # whole seconds over which the fate of drafts is told; arbitrary
 
 _FIRST_TOKEN_S = (
@@ -52,7 +53,8 @@ class Load:
     num_preemptions: int = 0  # since the start
     governed_rows: int = 0  # of the last step whose width was chosen; 0: there was none
     governed_width: int = 0
-    speedup: float = 0.0  # of it, against plain steps of as many rows
+    governed_tokens: float = 0.0  # expected of each row in it
+    speedup: float | None = None  # of it, against plain steps of as many rows; None: not known
 
     @property
     def speculation(self) -> str:
@@ -62,10 +64,10 @@ class Load:
         at_once = "one answer" if self.governed_rows == 1 else f"{self.governed_rows} answers at once"
         if self.governed_width == 1:
             return f"speculation: off for now, plain decoding is as fast with {at_once}"
-        return (
-            f"speculation: on, {self.governed_width} tokens tried per step, {self.speedup:.1f}x the speed of "
-            f"plain decoding with {at_once}"
-        )
+        tried = f"speculation: on, {self.governed_width} tokens tried per step"
+        if self.speedup is None:
+            return f"{tried} with {at_once}"
+        return f"{tried}, {self.speedup:.1f}x the speed of plain decoding with {at_once}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,8 +199,9 @@ class Stats:
         """May be called from any thread."""
         with self._lock:
             now_s = self._clock()
+            lately = self._lately(int(now_s))
             return Snapshot(
-                **asdict(load),
+                **asdict(replace(load, speedup=_as_drafts_fared(load, lately))),
                 time_s=now_s,
                 num_prefill_tokens=self.num_prefill_tokens,
                 num_cached_tokens=self.num_cached_tokens,
@@ -214,7 +217,7 @@ class Stats:
                 finished=dict(self.finished),
                 histograms={n: r.histogram() for n, r in self._recorders.items()},
                 recent=self._recent.points(now_s),
-                lately=self._lately(int(now_s)),
+                lately=lately,
             )
 
     # ---- with the lock held
@@ -299,6 +302,17 @@ class Stats:
 
     def _observe(self, name: str, value: float, count: int = 1) -> None:
         self._recorders[name].observe(value, count)
+
+
+def _as_drafts_fared(load: Load, lately: Drafts) -> float | None:
+    """The speed-up with the tokens that steps have lately committed, where there were enough of them.
+
+    It is at most these tokens per step.
+    """
+    found = lately.tokens_per_block
+    if load.speedup is None or found is None or lately.num_blocks < ENOUGH_BLOCKS or not load.governed_tokens:
+        return load.speedup
+    return load.speedup * found / load.governed_tokens
 
 
 class _Recent:

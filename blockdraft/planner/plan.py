@@ -93,6 +93,7 @@ class Plan:
     seed: int
     same_bits: bool  # a token is computed alike however it arrives, and whoever is beside it
     step_costs: Mapping[tuple[int, int], float] = field(default_factory=dict)  # s by rows and width, if known
+    is_sure_of_costs: bool = True  # else the machine was busy while they were measured
     draft_chances: tuple[float, ...] = ()  # of the draft at each place, where all before it were right
     reasons: Mapping[str, str] = field(default_factory=dict)  # of each value, by the name of its setting
 

@@ -2,8 +2,10 @@
 
 How often drafts are accepted is known, by category of prompts (fit.json), and taken with caution. What a
 step costs is measured: plain and speculative steps of one row, in turns, and the fastest of each, as noise
-only ever adds. The width is the one with the best mean speed-up of those at which no category is slower than
-plain decoding. Where there is none it is 1: requests then decode plainly unless they ask for drafts.
+only ever adds. A wider step never costs less, so no speed-up is beyond the tokens that a step commits. The
+width is the one with the best mean speed-up of those at which no category is slower than plain decoding.
+Where there is none it is 1: requests then decode plainly unless they ask for drafts. Where something
+disturbed the times, the width is a guess and no speed-up is told.
 
 That is where serving begins: then what drafts commit and what steps take, for however many requests at once,
 decides before each step (engine/governor.py).
@@ -13,9 +15,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
@@ -46,10 +50,11 @@ CAUTION = 0.75
 AS_GOOD = 0.98  # of the best mean speed-up: the narrowest of these costs least when many rows share a step
 CONTEXT = 256  # tokens before the block: a usual prompt
 SEVERAL = 4  # rows
-MIN_ROUNDS, MAX_ROUNDS = 3, 8  # the first is cold
+MIN_ROUNDS, MAX_ROUNDS = 3, 12  # the first is cold
 MAX_SECONDS = 1.0  # no further round than the third is begun after this
 STEADY = 1.25  # of two times that are alike
-FORMAT = 2  # of a stored measurement: of what it holds, and how
+CHEAPER = 0.9  # of what a narrower step takes: a wider one that seems to take less was not measured right
+FORMAT = 3  # of a stored measurement: of what it holds, and how
 SLACK, FIRST_SLACK = 1.1, 1.3  # how far speed has to fall before no wider step is tried
 
 
@@ -79,6 +84,9 @@ TOO_BUSY = (
     "the machine was busy while the cost of drafts was measured: the width to begin with may not be the "
     "best, and is corrected by what the steps of answers take"
 )
+
+
+BUSY_GUESS = "a guess, as the machine was busy"
 
 
 def committed(shares: tuple[float, ...], width: int) -> float:
@@ -116,6 +124,8 @@ def choose_width(acceptance: Acceptance, costs: Costs, *, caution: float = CAUTI
     width = min((one for one in safe if mean[one] >= AS_GOOD * mean[best]), default=best)
     worst = min(gains[width], key=lambda category: gains[width][category])
     found = f"{mean[width]:.2g}x ({gains[width][worst]:.2g}x on {worst})"
+    if not costs.is_steady:
+        return WidthChoice(width if safe else 1, BUSY_GUESS)
     if not safe:
         return WidthChoice(
             1, f"no draft pays on this machine: {width} tokens tried per step would give {found}"
@@ -167,7 +177,8 @@ def plan_with_width(
     if is_cpu and width == 1 and costs.is_steady and is_sure:
         return plan.changed({"width": reason}, width=1)
     chances = chances_of(acceptance, plan.block, caution=caution)
-    return plan.changed({"width": reason}, width=width, step_costs=costs.by_place, draft_chances=chances)
+    known = {"step_costs": costs.by_place, "is_sure_of_costs": costs.is_steady, "draft_chances": chances}
+    return plan.changed({"width": reason}, width=width, **known)
 
 
 # ---- measuring
@@ -233,25 +244,30 @@ def measure_several(
     if rows < 2:
         return {}
     held = pages.allocate(rows * per_row)
+    times: dict[int, list[float]] = {one: [] for one in sorted({1, width})}
     try:
-        return {
-            (rows, one): min(
-                _step_s(engine if one > 1 else plain, one, held, clock, rows) for _ in range(MIN_ROUNDS)
-            )
-            for one in sorted({1, width})
-        }
+        for _ in range(MIN_ROUNDS):
+            for one, taken in times.items():
+                taken.append(_step_s(engine if one > 1 else plain, one, held, clock, rows))
     finally:
         pages.release(held)
+    return {(rows, one): min(taken) for one, taken in times.items()}
 
 
 def _costs(times: Mapping[int, list[float]]) -> Costs:
-    return Costs(min(times[1]), {width: min(taken) for width, taken in times.items() if width > 1 and taken})
+    """The fastest of each width, or of a wider one: what a wider step takes, a narrower one takes at most."""
+    fastest: dict[int, float] = {}
+    least = math.inf
+    for width in sorted((one for one, taken in times.items() if taken), reverse=True):
+        fastest[width] = least = min(least, *times[width])
+    return Costs(fastest.pop(1), dict(sorted(fastest.items())))
 
 
 def _is_steady(times: Mapping[int, list[float]]) -> bool:
-    """Whether the two fastest of each are alike: one alone may be chance."""
-    pairs = [sorted(taken)[:2] for taken in times.values()]
-    return all(len(pair) == 2 and pair[1] <= STEADY * pair[0] for pair in pairs)
+    """Whether the two fastest of each are alike, as one alone may be chance, and wider steps cost more."""
+    pairs = [sorted(times[width])[:2] for width in sorted(times)]
+    are_alike = all(len(pair) == 2 and pair[1] <= STEADY * pair[0] for pair in pairs)
+    return are_alike and all(two[0] >= CHEAPER * one[0] for one, two in pairwise(pairs))
 
 
 def _is_past_the_best(

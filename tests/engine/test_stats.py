@@ -1,6 +1,7 @@
 """What is counted: exact numbers, on real engines with a clock of our own."""
 
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,7 @@ from blockdraft.engine.engine import Engine
 from blockdraft.engine.histogram import Recorder, one_two_five
 from blockdraft.engine.request import SamplingParams
 from blockdraft.engine.stats import LATELY_S, RECENT_S, Drafts, Load, Stats
+from blockdraft.server.metrics import render
 from tests import tiny
 
 
@@ -301,3 +303,27 @@ def test_drafts_of_long_ago_are_not_those_of_now(clock):
 def test_drafts_since_a_narrower_block():
     now, before = Drafts(5, (5, 3), (4, 1)), Drafts(2, (2,), (2,))
     assert now.since(before) == Drafts(3, (3, 3), (2, 1))
+
+
+# ---- what drafts gain
+
+
+def test_a_speedup_is_that_of_the_drafts_that_were_kept(clock):
+    """Eight tokens were expected of a step that takes as long as two plain ones; fewer were kept."""
+    engine = make_engine(clock)
+    engine.add([1, 2, 3, 4], greedy())
+    drain(engine, clock)
+    load = Load(governed_rows=1, governed_width=8, governed_tokens=8.0, speedup=4.0)
+    found = engine.stats.snapshot(load)
+    per_step = found.lately.tokens_per_block
+    assert found.speedup == pytest.approx(per_step / 2)
+    assert engine.stats.snapshot(replace(load, speedup=None)).speedup is None
+    assert Stats().snapshot(load).speedup == 4.0, "nothing was decoded lately: as it is believed"
+
+
+def test_a_speedup_that_is_not_known_is_not_shown():
+    nothing = Stats().snapshot(Load(governed_rows=1, governed_width=4))
+    assert nothing.speculation == "speculation: on, 4 tokens tried per step with one answer"
+    for snapshot, is_there in ((nothing, False), (replace(nothing, speedup=1.5), True)):
+        text = render(snapshot, None, "x")[0].decode()
+        assert ("blockdraft:speculation_speedup{" in text) == is_there
