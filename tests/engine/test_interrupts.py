@@ -191,11 +191,12 @@ def test_an_interrupt_while_a_step_is_recorded_ends_that_step_alone(num_draws):
         engine.add(PROMPTS[0], params(0, max_tokens=4))
         return [token for delta in tiny.drain(engine) for token in delta.token_ids]
 
+    expected = ask(make())  # the first one also sets up what all share
     with CtrlC(*RECORDING) as counted:
-        expected = ask(make())
+        assert ask(make()) == expected
     for at in draws(counted.count, num_draws):
         engine = make()
-        assert interrupted(lambda: ask(engine), RECORDING, at)  # noqa: B023
+        assert interrupted(lambda: ask(engine), RECORDING, at), at  # noqa: B023
         assert not is_recording()
         empty(engine)
         assert ask(engine) == expected, f"after one at instruction {at}"
