@@ -326,7 +326,14 @@ class _Api:
         """The request as the engine takes it; `size` is that of its body."""
         tokenizer, info = self._ready()
         dialect = self._dialect(tokenizer)
-        prepared = await _beside(size, lambda: prepare_chat(ask(), dialect, info.sampling))
+        if size > SHORT_BODY_BYTES:
+            prepared = await run_in_threadpool(lambda: prepare_chat(ask(), dialect, info.sampling))
+        else:
+            asked = ask()
+            # Grammars are made of tools and forms: no short one may hold up the others.
+            is_plain = not asked.tools and asked.form is None
+            work = functools.partial(prepare_chat, asked, dialect, info.sampling)
+            prepared = work() if is_plain else await run_in_threadpool(work)
         check_prompts([prepared.prompt_ids], "messages", prepared.sampling, info)
         check_scores([prepared.prompt_ids], "prompt_logprobs", prepared.sampling)
         return prepared
