@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 import tokenizers
 
 LONG_TEXT_CHARS = 1 << 13  # some milliseconds
+MANY_IDS = 1 << 12  # some milliseconds
 _MARK = "\ue000plain text\ue000"
 
 
@@ -20,6 +21,13 @@ def encode_beside(tokenizer: tokenizers.Tokenizer, text: str, add_special_tokens
     if len(text) <= LONG_TEXT_CHARS:
         return tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
     return tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
+
+
+def decode_beside(tokenizer: tokenizers.Tokenizer, ids: Sequence[int], skip_special_tokens: bool) -> str:
+    """The text of ids. `decode` holds Python's lock: other threads would wait for many."""
+    if len(ids) <= MANY_IDS:
+        return tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+    return tokenizer.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0]
 
 
 class MessageText:
