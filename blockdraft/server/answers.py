@@ -18,6 +18,7 @@ from blockdraft.server.choices import (
     request_metrics,
 )
 from blockdraft.server.fields import ChatRequest, CompletionRequest
+from blockdraft.server.large_json import LARGE_ANSWER, MadeLate, event_in_slices, size_of
 from blockdraft.server.logprobs import TextOffsets, chat_logprobs, prompt_logprobs, text_logprobs
 from blockdraft.server.responses import DONE, error_body, event, json_of
 from blockdraft.server.schemas import (
@@ -63,15 +64,18 @@ class AnswerWriter(ABC):
         self._prompts = prompts
         self._choices = choices  # those of the first prompt, then those of the second, and so on
         self._shows_more = asked.return_token_ids or asked.has_running_usage  # in every chunk
+        self._size = 0  # of what has been taken
         self._around_text: dict[int, tuple[str, str]] = {}  # by choice: an event before and after its text
 
     def take(self, prompt: int, delta: Delta) -> None:
         """Remember a delta for `whole`; `prompt` says which prompt it answers."""
         self._choice(prompt, delta).push(delta)
+        self._size += size_of(delta)
 
     def whole(self) -> Json:
         """The complete answer, when all deltas are in."""
-        choices = [self._whole_choice(choice) for choice in self._choices]
+        made = map(self._whole_choice, self._choices)
+        choices = list(made) if self._size <= LARGE_ANSWER else MadeLate(made)
         return self._object(self.KIND, choices) | {"usage": self.usage(), "metrics": self._metrics()}
 
     def event(self, prompt: int, delta: Delta) -> str | None:
@@ -84,7 +88,9 @@ class AnswerWriter(ABC):
             return self._text_event(choice, piece)
         chunk = self._news(choice, piece)
         chunks = ahead if chunk is None else [*ahead, chunk]
-        return "".join(map(event, chunks)) or None
+        # The log-probabilities of a whole prompt are many: no call may hold the interpreter's lock for long.
+        written = event if delta.prompt_logprobs is None else event_in_slices
+        return "".join(map(written, chunks)) or None
 
     @property
     def first_choice(self) -> AnswerChoice:
@@ -165,7 +171,7 @@ class AnswerWriter(ABC):
             chunk["metrics"] = metrics
         return chunk
 
-    def _object(self, kind: str, choices: Items[Mapping[str, object]]) -> Json:
+    def _object(self, kind: str, choices: Items[Mapping[str, object]] | MadeLate) -> Json:
         head = self._head
         return {
             "id": head["id"],

@@ -43,6 +43,7 @@ from blockdraft.server.fields import (
 )
 from blockdraft.server.guard import Guard
 from blockdraft.server.ignored import IgnoredFields
+from blockdraft.server.large_json import json_response
 from blockdraft.server.live_page import routes as page_routes
 from blockdraft.server.messages_api.routes import routes as message_routes
 from blockdraft.server.metrics import render
@@ -51,6 +52,7 @@ from blockdraft.server.openapi import openapi
 from blockdraft.server.options import ServerOptions
 from blockdraft.server.prompts import (
     check_prompts,
+    check_scores,
     echoed_texts,
     encode_prompts,
     token_texts,
@@ -239,7 +241,7 @@ class _Api:
             "tokens": tokens,
             "token_strs": strings,
         }
-        return JSONResponse(answer)
+        return await json_response(lambda: answer, len(tokens))
 
     async def detokenize(self, request: Request) -> Response:
         asked = await self.read(request, DetokenizeRequest)
@@ -305,14 +307,24 @@ class _Api:
         answer = ChatAnswer(prepared, head=head)
         with renamed({"structured_outputs": prepared.form_field}):
             streams = await self._submit([prepared.prompt_ids], prepared.sampling)
-            return await respond(writer(answer), streams, is_stream=prepared.asked.stream)
+            num_prompt = len(prepared.prompt_ids)
+            is_stream = prepared.asked.stream
+            return await respond(writer(answer), streams, is_stream=is_stream, num_prompt_tokens=num_prompt)
 
     async def _prepare(self, ask: Ask, size: int) -> PreparedChat:
         """The request as the engine takes it; `size` is that of its body."""
         tokenizer, info = self._ready()
         dialect = self._dialect(tokenizer)
-        prepared = await _beside(size, lambda: prepare_chat(ask(), dialect, info.sampling))
+        if size > SHORT_BODY_BYTES:
+            prepared = await run_in_threadpool(lambda: prepare_chat(ask(), dialect, info.sampling))
+        else:
+            asked = ask()
+            # Grammars are made of tools and forms: no short one may hold up the others.
+            is_plain = not asked.tools and asked.form is None
+            work = functools.partial(prepare_chat, asked, dialect, info.sampling)
+            prepared = work() if is_plain else await run_in_threadpool(work)
         check_prompts([prepared.prompt_ids], "messages", prepared.sampling, info)
+        check_scores([prepared.prompt_ids], "prompt_logprobs", prepared.sampling)
         return prepared
 
     async def _complete(self, asked: CompletionRequest, size: int, head: AnswerObject) -> Response:
@@ -320,10 +332,12 @@ class _Api:
         sampling = asked.sampling(info.sampling)
         prompts = await _beside(size, with_field_error("prompt", encode_prompts), asked, tokenizer)
         check_prompts(prompts, "prompt", sampling, info)
+        check_scores(prompts, "logprobs" if asked.prompt_logprobs is None else "prompt_logprobs", sampling)
         texts = await _beside(size, echoed_texts, asked, prompts, tokenizer)
         answer = TextAnswer(asked, head=head, tokenizer=tokenizer, prompts=prompts, texts=texts)
         with renamed({"structured_outputs": asked.form_field}):
-            return await respond(answer, await self._submit(prompts, sampling), is_stream=asked.stream)
+            streams, num_prompt = await self._submit(prompts, sampling), sum(map(len, prompts))
+            return await respond(answer, streams, is_stream=asked.stream, num_prompt_tokens=num_prompt)
 
     async def _submit(self, prompts: Items[Items[int]], sampling: SamplingParams) -> list[Stream]:
         """Queue all of them at once, or none: what one raises closes the streams of the others."""

@@ -131,10 +131,10 @@ class Guard:
             refusal = error_response(401, text, INVALID, code="invalid_api_key")
             refusal.headers["www-authenticate"] = 'Bearer realm="blockdraft"'
             return refusal
-        refusal = _wrong_body(head)
-        if refusal is not None and not self._has_path(scope):
+        wrong = _wrong_body(head)
+        if wrong is not None and not self._has_path(scope):
             return error_response(404, no_such_path(head.path), INVALID)
-        return refusal
+        return wrong
 
     def _is_allowed(self, head: _Head) -> bool:
         if not self._keys or _is_open(head.path):

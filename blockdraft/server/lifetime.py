@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
 import socket
@@ -102,6 +103,7 @@ class DrainingServer(uvicorn.Server):
             if not was_ready and self._service.startup.state == "ready":
                 on_ready()
                 was_ready = True
+                gc.freeze()  # what is there now stays: no later collection need look through it
             time.sleep(0.05)
         if was_ready:
             time.sleep(UNHEALTHY_GRACE_S)

@@ -6,6 +6,7 @@ A token may be a part of a character, and then has bytes but no text. They are w
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence as Items
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ from blockdraft.text.detokenizer import Detokenizer
 from blockdraft.text.tokenizer import REPLACEMENT, Tokenizer
 
 MIN_LOGPROB = -9999.0  # JSON has no -inf; vLLM's stand-in
+NUM_SPELLED = 1 << 16  # tokens whose texts are remembered: some 20 MB
 
 
 def chat_logprobs(items: Items[TokenLogprobs], tokenizer: Tokenizer) -> ChatLogprobs:
@@ -74,7 +76,7 @@ def _ranked(item: TokenLogprobs, num_top: int, tokenizer: Tokenizer) -> dict[str
         str(token_id): {
             "logprob": max(MIN_LOGPROB, logprob),
             "rank": ranks.get(token_id),
-            "decoded_token": tokenizer.decode([token_id], skip_special_tokens=False),
+            "decoded_token": _alone(token_id, tokenizer),
         }
         for token_id, logprob in pairs.items()
     }
@@ -117,14 +119,20 @@ class _Spelled(NamedTuple):
     is_text: bool  # False: a part of a character, whose bytes are written out
 
 
+@functools.lru_cache(maxsize=NUM_SPELLED)
 def _spell(token_id: int, tokenizer: Tokenizer) -> _Spelled:
-    alone = tokenizer.decode([token_id], skip_special_tokens=False)
+    alone = _alone(token_id, tokenizer)
     raw = tokenizer.bytes_of(token_id) if REPLACEMENT in alone else None
     if raw is not None and raw != alone.encode():
         return _Spelled("".join(map(_shown_byte, raw)), raw, is_text=False)
     # Behind another token: some decoders drop a space from the first one.
     text = tokenizer.decode([token_id, token_id], skip_special_tokens=False)[len(alone) :]
     return _Spelled(text, text.encode(), is_text=True)
+
+
+@functools.lru_cache(maxsize=NUM_SPELLED)
+def _alone(token_id: int, tokenizer: Tokenizer) -> str:
+    return tokenizer.decode([token_id], skip_special_tokens=False)
 
 
 def _shown_byte(byte: int) -> str:

@@ -16,6 +16,7 @@ from blockdraft.server.fields import CompletionRequest
 from blockdraft.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
+MAX_SCORES = 1 << 19  # log-probabilities of prompt tokens in one answer: some 20 MB of JSON
 
 
 def encode_prompts(asked: CompletionRequest, tokenizer: Tokenizer) -> list[list[int]]:
@@ -96,3 +97,16 @@ def check_prompts(prompts: Items[Items[int]], field: str, sampling: SamplingPara
             )
         except RequestError as error:
             raise RequestError(str(error), names.get(error.field or "", error.field), error.code) from None
+
+
+def check_scores(prompts: Items[Items[int]], field: str, sampling: SamplingParams) -> None:
+    """Raises RequestError for more log-probabilities of prompts than one answer may hold."""
+    if sampling.prompt_logprobs is None:
+        return
+    num_tokens, num_each = sampling.n * sum(map(len, prompts)), 1 + sampling.prompt_logprobs
+    if num_tokens * num_each > MAX_SCORES:
+        raise RequestError(
+            f"{num_tokens} tokens of prompts with {num_each} log-probabilities each are more than the "
+            f"{MAX_SCORES} that one answer may hold: send fewer prompts at once, or ask for fewer each.",
+            field,
+        )

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from collections.abc import Sequence as Items
 from contextlib import ExitStack, closing
 from typing import Protocol
 
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from blockdraft.engine.request import Delta
 from blockdraft.engine.streams import EngineStopped, Stream
 from blockdraft.errors import BlockdraftError, RequestError
 from blockdraft.server.exchange import Exchange, exchange_of
+from blockdraft.server.large_json import LARGE_ANSWER, beside, json_response, size_of
 from blockdraft.server.responses import STREAM_HEADERS, while_connected
 
 
@@ -37,7 +38,9 @@ class Writer(Protocol):
         """What a stream ends with that cannot go on."""
 
 
-async def respond(answer: Writer, streams: Items[Stream], *, is_stream: bool) -> Response:
+async def respond(
+    answer: Writer, streams: Items[Stream], *, is_stream: bool, num_prompt_tokens: int = 0
+) -> Response:
     """The response, once it can begin: what fails before, and a time limit, still have a status."""
     with ExitStack() as opened:
         for stream in streams:
@@ -47,13 +50,13 @@ async def respond(answer: Writer, streams: Items[Stream], *, is_stream: bool) ->
             events.first = await events.next_text()
             opened.pop_all()  # from here on they are the response's to close
             return AnswerEvents(events)
-        await _take_all(answer, streams)
-        return JSONResponse(answer.whole())
+        size = await _take_all(answer, streams)
+        return await json_response(answer.whole, size + num_prompt_tokens)
 
 
-async def _take_all(answer: Writer, streams: Items[Stream]) -> None:
-    """All deltas as they come: what one stream raises does not wait for the others."""
-    news = asyncio.Event()
+async def _take_all(answer: Writer, streams: Items[Stream]) -> int:
+    """Take all deltas as they come, and return their size. What one stream raises waits for no other."""
+    news, size = asyncio.Event(), 0
     for stream in streams:
         stream.listen(news.set)
     while True:
@@ -61,8 +64,9 @@ async def _take_all(answer: Writer, streams: Items[Stream]) -> None:
         for prompt, stream in enumerate(streams):
             while (delta := stream.take()) is not None:
                 answer.take(prompt, _going_on(delta))
+                size += size_of(delta)
         if all(stream.is_over for stream in streams):
-            return
+            return size
         await news.wait()
 
 
@@ -82,31 +86,54 @@ class EventSource:
         self._answer = answer
         self._streams = streams
         self._has_begun = False
+        self._has_end = False  # of one choice or more
+        self._beside: asyncio.Future[str | None] | None = None  # a large event that a thread writes
         self._news = asyncio.Event()
-        for stream in streams:
-            stream.listen(self._news.set)
+        self._listen(self._news.set)
+
+    def _listen(self, on_news: Callable[[], None]) -> None:
+        self._on_news = on_news
+        for stream in self._streams:
+            stream.listen(on_news)
 
     def take(self) -> str:
         """All events that can be made now, as one text. What goes wrong before the first is raised.
 
         Writing costs more than making an event: what has piled up is written together.
         """
-        held, has_end = "", False
+        held = ""
         try:
+            held = self._written_beside()
             for prompt, stream in enumerate(self._streams):
-                while (delta := stream.take()) is not None:
-                    held += self._answer.event(prompt, _going_on(delta)) or ""
-                    has_end = has_end or delta.finish_reason is not None
+                while self._beside is None and (delta := stream.take()) is not None:
+                    held += self._event(prompt, _going_on(delta))
         except (EngineStopped, BlockdraftError) as error:
             if not self._has_begun and not held:
                 raise
             self.is_over = True
             return held + self._answer.failed(str(error))
         self._has_begun = self._has_begun or bool(held)
-        if has_end and all(stream.is_over for stream in self._streams):
+        is_over = self._has_end and self._beside is None
+        if is_over and all(stream.is_over for stream in self._streams):
             self.is_over = True
             return held + self._answer.end()
         return held
+
+    def _event(self, prompt: int, delta: Delta) -> str:
+        """Write the delta, or have a thread write it if it is large."""
+        self._has_end = self._has_end or delta.finish_reason is not None
+        if delta.prompt_logprobs is None or size_of(delta) <= LARGE_ANSWER:
+            return self._answer.event(prompt, delta) or ""
+        self._beside = beside(self._answer.event, prompt, delta)
+        self._beside.add_done_callback(lambda _: self._on_news())
+        return ""
+
+    def _written_beside(self) -> str:
+        """The event that a thread has written, if it has."""
+        if self._beside is None or not self._beside.done():
+            return ""
+        written, self._beside = self._beside.result(), None
+        return written or ""
 
     async def next_text(self) -> str:
         """The same, once there is something."""
@@ -136,8 +163,7 @@ class EventSource:
                 if self.is_over or exchange.is_gone:
                     done.set_result(None)
 
-        for stream in self._streams:
-            stream.listen(write)
+        self._listen(write)
         exchange.on_gone = exchange.on_resume = write
         write()
         return done

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import tokenizers
 
 LONG_TEXT_CHARS = 1 << 13  # some milliseconds
+MANY_IDS = 1 << 12  # some milliseconds
 OTHERS_WORDS = ("tools", "documents")  # arguments of a template that hold texts of anybody
 
 
@@ -23,6 +24,13 @@ def encode_beside(tokenizer: tokenizers.Tokenizer, text: str, add_special_tokens
     if len(text) <= LONG_TEXT_CHARS:
         return tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
     return tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
+
+
+def decode_beside(tokenizer: tokenizers.Tokenizer, ids: Sequence[int], skip_special_tokens: bool) -> str:
+    """The text of ids. `decode` holds Python's lock: other threads would wait for many."""
+    if len(ids) <= MANY_IDS:
+        return tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+    return tokenizer.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0]
 
 
 class Marked(NamedTuple):

@@ -14,7 +14,7 @@ import jinja2
 from blockdraft.checkpoints.tokenizer_parts import TokenizerParts
 from blockdraft.errors import RequestError, json_name
 from blockdraft.text.content import content_text
-from blockdraft.text.message_text import MessageText, encode_beside
+from blockdraft.text.message_text import MessageText, decode_beside, encode_beside
 from blockdraft.text.plain_texts import PlainTexts, decodes_apart
 from blockdraft.text.template import compile_template, run_template
 
@@ -100,7 +100,7 @@ class Tokenizer:
         """
         try:
             if self._byte_ids.keys().isdisjoint(ids):
-                return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+                return decode_beside(self._tokenizer, ids, skip_special_tokens)
             return self._decode_with_bytes(ids, skip_special_tokens)
         except OverflowError:
             raise RequestError(

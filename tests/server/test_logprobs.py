@@ -1,14 +1,23 @@
 """Log-probabilities of tokens that are parts of a character, as OpenAI's client and lm-eval read them."""
 
+import asyncio
+import json
 from dataclasses import replace
 
+import openai
 import pytest
 import tokenizers
 from tokenizers import decoders
 
 from blockdraft.checkpoints.tokenizer_parts import TokenizerParts
-from blockdraft.engine.request import TokenLogprobs
+from blockdraft.engine.request import Delta, TokenLogprobs
+from blockdraft.engine.streams import EventLoopOutlet, Stream
+from blockdraft.server import answers
+from blockdraft.server.answers import TextAnswer
+from blockdraft.server.fields import CompletionRequest, parse
+from blockdraft.server.large_json import in_slices
 from blockdraft.server.logprobs import TextOffsets, text_logprobs
+from blockdraft.server.streaming import AnswerEvents, respond
 from blockdraft.text.tokenizer import Tokenizer
 from tests.server.pair import NAME, byte_tokenizer, client_of, models
 
@@ -74,3 +83,118 @@ def test_a_space_that_only_the_beginning_of_a_text_loses_is_part_of_a_name():
     found = text_logprobs(items, num_top=2, offsets=offsets, tokenizer=tokenizer)
     assert found["top_logprobs"] == [{"the": -0.5, " the": -1.0}, {"bytes:\\xe2": -0.1, " a": -2.0}]
     assert found["text_offset"] == [0, 3]
+
+
+# ---- answers that are large
+
+
+def scored_answer(num_prompts, num_tokens, **fields):
+    """An answer that echoes prompts with their log-probabilities, and the streams that bring them."""
+    tokenizer, ids = models().tokenizer, [number % 60 for number in range(num_tokens)]
+    body = {"prompt": [ids] * num_prompts, "echo": True, "logprobs": 5, "max_tokens": 0, **fields}
+    asked = parse(CompletionRequest, json.dumps(body).encode())
+    answer = TextAnswer(
+        asked,
+        head={"id": "cmpl-1", "created": 1, "model": NAME},
+        tokenizer=tokenizer,
+        prompts=[ids] * num_prompts,
+        texts=[tokenizer.decode(ids)] * num_prompts,
+    )
+    scores = [TokenLogprobs(token, -1.5, tuple((token + k, -k / 7) for k in range(5))) for token in ids]
+    delta = Delta("r", 0, "", (1,), prompt_logprobs=(None, *scores[1:]), finish_reason="length")
+    outlet = EventLoopOutlet(asyncio.get_running_loop())
+    streams = [Stream(f"r{number}", 1, outlet, lambda request_id: None) for number in range(num_prompts)]
+    for stream in streams:
+        stream.put(delta)
+    return answer, streams
+
+
+async def body_of(response):
+    if isinstance(response, AnswerEvents):
+        return "".join([text async for text in response.events])
+    return response.body.decode()
+
+
+async def num_turns(work):
+    """The result, and how often the event loop came round meanwhile."""
+    turns, is_over = 0, False
+
+    async def tick():
+        nonlocal turns
+        while not is_over:
+            turns += 1
+            await asyncio.sleep(0.001)
+
+    ticking = asyncio.ensure_future(tick())
+    await asyncio.sleep(0.01)
+    before = turns
+    found = await work
+    is_over = True
+    await ticking
+    return found, turns - before
+
+
+@pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
+def test_the_event_loop_goes_on_while_a_large_answer_is_written(is_stream):
+    async def write():
+        writer, streams = scored_answer(6, 2000)
+        return await body_of(await respond(writer, streams, is_stream=is_stream))
+
+    async def watched():
+        return await num_turns(write())
+
+    text, turns = asyncio.run(watched())
+    assert text.count('"top_logprobs"') == 6
+    assert turns > 10
+
+
+def test_a_large_answer_says_what_a_small_one_does(monkeypatch):
+    async def answer():
+        writer, streams = scored_answer(2, 900)
+        whole = json.loads(await body_of(await respond(writer, streams, is_stream=False)))
+        writer, streams = scored_answer(2, 900, stream=True)
+        events = (await body_of(await respond(writer, streams, is_stream=True))).split("\n\n")
+        expected, streams = scored_answer(2, 900)
+        monkeypatch.setattr(answers, "LARGE_ANSWER", 1 << 30)
+        for prompt, stream in enumerate(streams):
+            expected.take(prompt, stream.take())
+        return whole, events, expected.whole()
+
+    whole, events, expected = asyncio.run(answer())
+    assert whole == json.loads(json.dumps(expected))
+    chunks = [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
+    assert events[-2:] == ["data: [DONE]", ""]
+    assert [chunk["choices"][0]["logprobs"] for chunk in chunks] == [
+        choice["logprobs"] for choice in whole["choices"]
+    ]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {},
+        [],
+        {"a": []},
+        [1.5, None, True, '\u00e9\n"'],
+        list(range(700)),
+        {"a": [{"b": (1, 2)}] * 300},
+        [[[]] * 257],
+    ],
+    ids=str,
+)
+def test_json_in_slices_is_json(value):
+    assert "".join(in_slices(value)) == json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"echo": True, "logprobs": 20}, "logprobs"),
+        ({"prompt_logprobs": 20}, "prompt_logprobs"),
+    ],
+)
+def test_more_log_probabilities_than_an_answer_may_hold_are_refused(client, fields, param):
+    asked = {"model": NAME, "prompt": [[1] * 400] * 64, "max_tokens": 0, "extra_body": fields}
+    with pytest.raises(openai.BadRequestError, match="fewer prompts") as caught:
+        client.completions.create(**asked)
+    assert caught.value.param == param

@@ -11,6 +11,7 @@ from multiprocessing import Pipe
 
 import pytest
 
+from blockdraft.engine.describe import engine_info
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.loop import EngineLoop
 from blockdraft.engine.request import SamplingParams
@@ -19,8 +20,11 @@ from blockdraft.errors import CapacityError, ModelError, RequestError
 from blockdraft.grammar.form import StructuredOutputs
 from blockdraft.phases import StartProgress
 from blockdraft.server import remote_engine as remote_engine_module
+from blockdraft.server.app import make_app
+from blockdraft.server.options import ServerOptions
 from blockdraft.server.remote_engine import RemoteEngine, start_engine_process
 from tests.grammar import json_tokens
+from tests.server.asking import connected
 from tests.server.pair import models
 from tests.server.remote import PATIENCE_S, remote_engine
 
@@ -267,6 +271,29 @@ def test_the_event_loop_never_waits_for_an_engine_that_does_not_read():
         assert slowest_s < 1
         heard = [theirs.recv()[:2] for _ in range(2 * len(streams))]  # all of it, in order
         assert heard == [(kind, stream.request_id) for stream in streams for kind in ("add", "abort")]
+
+
+def test_live_is_answered_while_the_engine_does_not_read(engine):
+    body = {"prompt": [[1, 2] * 1500] * 4, "max_tokens": 1}
+
+    async def ask_all(remote):
+        app = make_app(remote, name="m", options=ServerOptions())
+        async with connected(app) as client:
+            asked = [asyncio.ensure_future(client.post("/v1/completions", json=body)) for _ in range(15)]
+            while remote.num_live < 60:
+                await asyncio.sleep(0.005)
+            start_s = time.perf_counter()
+            assert (await client.get("/live")).status_code == 200
+            seconds = time.perf_counter() - start_s
+            for one in asked:
+                one.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
+        return seconds
+
+    with unread_engine() as (remote, _):
+        remote.tokenizer = engine.models.tokenizer
+        remote.engine_info = replace(engine_info(engine), max_context=9000)
+        assert asyncio.run(ask_all(remote)) < 1
 
 
 def test_requests_past_the_limit_of_bytes_are_told_to_come_back(monkeypatch):

@@ -13,6 +13,7 @@ from blockdraft.checkpoints.opening import open_checkpoint
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.loop import MAX_FAILURES, EngineLoop
 from blockdraft.engine.request import TokenLogprobs
+from blockdraft.server import app as app_module
 from blockdraft.server.app import make_api, make_app
 from blockdraft.server.guard import Guard
 from blockdraft.server.logprobs import MIN_LOGPROB, chat_logprobs
@@ -471,3 +472,24 @@ def test_many_prompts_are_queued_at_once(loop, app):
     response = ask(app, "POST", "/v1/completions", json=body)
     assert response.status_code == 200
     assert len(response.json()["choices"]) == 5
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_beside"),
+    [
+        ({}, False),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, True),
+        ({"response_format": {"type": "json_object"}}, True),
+    ],
+    ids=["plain", "tools", "form"],
+)
+def test_grammars_are_made_beside_the_event_loop_however_short_the_body(app, monkeypatch, fields, is_beside):
+    seen, prepare = [], app_module.prepare_chat
+
+    def prepare_and_note(*args):
+        seen.append(threading.current_thread() is threading.main_thread())
+        return prepare(*args)
+
+    monkeypatch.setattr(app_module, "prepare_chat", prepare_and_note)
+    chat(app, {**HELLO, **fields})
+    assert seen == [not is_beside]

@@ -55,8 +55,10 @@ def test_special_tokens_are_added_recognised_and_skipped():
     assert tokenizer.vocab_size == 259
 
 
-def test_other_threads_go_on_while_a_long_text_is_encoded():
+@pytest.mark.parametrize("what", ["encode", "decode"])
+def test_other_threads_go_on_while_a_long_text_is_encoded_or_decoded(what: str):
     tokenizer, text = make(), "ab c" * 50_000
+    known_ids = tokenizer.encode(text)
     longest_s, is_over = 0.0, threading.Event()
 
     def run() -> None:
@@ -69,12 +71,12 @@ def test_other_threads_go_on_while_a_long_text_is_encoded():
     thread = threading.Thread(target=run)
     thread.start()
     began = time.monotonic()
-    ids = tokenizer.encode(text)
+    found = tokenizer.encode(text) if what == "encode" else tokenizer.decode(known_ids)
     took_s = time.monotonic() - began
     is_over.set()
     thread.join()
     assert longest_s < took_s / 2
-    assert tokenizer.decode(ids) == text
+    assert found == (known_ids if what == "encode" else text)
 
 
 def test_eos_ids_fall_back_to_the_eos_token_only_when_the_checkpoint_lists_none():
@@ -101,6 +103,8 @@ def test_unpaired_surrogates_are_the_users_error(text: str):
 def test_an_impossible_token_id_is_the_users_error(bad: int):
     with pytest.raises(RequestError, match="outside the vocabulary"):
         make().decode([bad])
+    with pytest.raises(RequestError, match="outside the vocabulary"):
+        make().decode([bad] * 5000)
 
 
 def test_chatml_renders_every_turn_and_then_the_generation_prompt():
