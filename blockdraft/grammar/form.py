@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -9,6 +10,10 @@ from blockdraft.errors import RequestError
 from blockdraft.grammar.limits import check_json, check_text
 
 MAX_CHOICES = 4096  # of `choice`; arbitrary
+# A regex of JSON's white space and nothing else: its characters, escaped or not, sets, groups and repeats.
+_WHITESPACE = re.compile(
+    r"(?:[ \n\r\t]|\\[nrts]|\\x(?:20|0[9aAdD])|\(\?:|[\[\]()|*+?]|\{[0-9]{1,4}(?:,[0-9]{0,4})?\})*+"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +38,7 @@ class StructuredOutputs:
         for name in ("regex", "grammar", "whitespace_pattern"):
             if (text := getattr(self, name)) is not None:
                 check_text(f"'{name}'", text)
+        self._check_whitespace()
         if self.choice is not None:
             _check_choice(self.choice)
 
@@ -48,6 +54,15 @@ class StructuredOutputs:
         if self.whitespace_pattern is not None and given[0] not in ("json", "json_object"):
             raise RequestError(
                 f"whitespace_pattern is for JSON, and the form is '{given[0]}': leave it out.",
+                "structured_outputs",
+            )
+
+    def _check_whitespace(self) -> None:
+        pattern = self.whitespace_pattern
+        if pattern is not None and not _WHITESPACE.fullmatch(pattern):
+            raise RequestError(
+                f"whitespace_pattern is '{pattern[:40]}', which is no regex of white space alone: "
+                r"use one such as '[ \n]{0,4}'.",
                 "structured_outputs",
             )
 

@@ -70,6 +70,9 @@ DEEP = functools.reduce(lambda inner, _: {"type": "array", "items": inner}, rang
         ({"regex": "\ud800"}, "surrogate"),
         ({"choice": ["\ud800"]}, "surrogate"),
         ({"json_object": True, "whitespace_pattern": ""}, "one character or more"),
+        ({"json_object": True, "whitespace_pattern": " ?x"}, "white space alone"),
+        ({"json_object": True, "whitespace_pattern": "[^a]"}, "white space alone"),
+        ({"regex": "a", "whitespace_pattern": " "}, "is for JSON"),
     ],
     ids=itertools.count(),
 )
@@ -320,6 +323,35 @@ def test_lark_may_hold_the_sign_of_gbnf(text):
 
 def test_signs_that_mean_something_in_lark_are_escaped():
     assert lark_of_gbnf('root ::= "\\t/\\\\" [/\\]]') == 'start: "\\t/\\\\" /[\\u{2F}\\u{5D}]/'
+
+
+# ---- white space of JSON
+
+PAIR = {"type": "object", "properties": {"a": {"type": "array", "items": {"type": "integer"}}}}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "right", "wrong"),
+    [
+        (None, '{"a": [1, 2]}', ['{"a":[1,2]}', '{ "a": [1, 2]}', '{"a":  [1, 2]}', '{"a": [1, 2]}\n']),
+        (r"[ \n]{1,2}", '{\n "a":[1,\n 2]}', ['{   "a":[1,2]}']),
+        (r"\s*", '{   "a":[1, 2 ]}', ['{"a";[1]}']),
+        (r"(?: |\n)?", '{"a": [1,2]}', ['{"a":  [1]}']),
+        (r"[\x20\x0A]", '{"a": [1,2]}', ['{"a":  [1]}']),
+    ],
+)
+def test_json_is_written_as_python_does_unless_other_white_space_is_asked_for(pattern, right, wrong):
+    form = {"json": PAIR, "whitespace_pattern": pattern}
+    assert accepts(right, **form)
+    assert not any(accepts(one, **form) for one in wrong)
+
+
+def test_options_in_a_schema_do_not_change_how_its_json_is_written():
+    own = {"x-guidance": {"whitespace_pattern": "a", "item_separator": "b", "whitespace_flexible": True}}
+    assert accepts('{"a": [1, 2]}', json={**PAIR, **own})
+    assert not accepts('{a"a": [1, 2]}', json={**PAIR, **own})
+    either = {"oneOf": [{"type": "integer"}, {"enum": ["a"]}], "x-guidance": {"coerce_one_of": True}}
+    assert accepts("12", json=either)
 
 
 # ---- special tokens as text
