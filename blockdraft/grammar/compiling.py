@@ -12,11 +12,12 @@ from blockdraft.grammar.endless import NOTHING, check_end
 from blockdraft.grammar.form import StructuredOutputs
 from blockdraft.grammar.gbnf import is_gbnf, lark_of_gbnf
 from blockdraft.grammar.lark_text import LarkFacts, quoted, read_lark
-from blockdraft.grammar.limits import check_json
+from blockdraft.grammar.limits import MAX_RUN_CHARS, check_json
 
 if TYPE_CHECKING:  # it is imported with the first form: most servers never see one
     from llguidance import LLMatcher, LLTokenizer
 
+TOO_LONG = f"it forces more than {MAX_RUN_CHARS} bytes in a row: shorten its texts and repeats."
 # The cost of one form: llguidance's own limits, but for these.
 MAX_LEXER_STATES, MAX_GRAMMAR_SIZE = 50_000, 200_000
 
@@ -99,10 +100,17 @@ def compile_text(tokens: LLTokenizer, text: str) -> LLMatcher:
         matcher.compute_bitmask()  # some limits are met with the first mask
     if matcher.is_error():
         raise _refused(f"the form cannot be kept to: {error_of(matcher)}")
+    if forces_too_much(matcher):
+        raise _refused(f"the form cannot be kept to: {TOO_LONG}")
     forced = matcher.compute_ff_tokens()
     if matcher.validate_tokens(forced) < len(forced):  # characters that the tokenizer cannot write
         raise _refused(f"the form cannot be kept to: {NOTHING}")
     return matcher
+
+
+def forces_too_much(matcher: LLMatcher) -> bool:
+    """Whether what must come next is so long that every step would take long."""
+    return len(matcher.compute_ff_bytes()) > MAX_RUN_CHARS
 
 
 def error_of(matcher: LLMatcher) -> str:

@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from blockdraft.errors import RequestError
-from blockdraft.grammar.limits import check_json, check_text
+from blockdraft.grammar.limits import MAX_RUN_CHARS, check_json, check_text
 
 MAX_CHOICES = 4096  # of `choice`; arbitrary
 # A regex of JSON's white space and nothing else: its characters, escaped or not, sets, groups and repeats.
+_BLANK = r"(?:[ \n\r\t]|\\[nrts]|\\x(?:20|0[9aAdD]))"
 _WHITESPACE = re.compile(
-    r"(?:[ \n\r\t]|\\[nrts]|\\x(?:20|0[9aAdD])|\(\?:|[\[\]()|*+?]|\{[0-9]{1,4}(?:,[0-9]{0,4})?\})*+"
+    rf"(?:{_BLANK}|\[{_BLANK}++\]|\(\?:|[()|*+?]|\{{[0-9]{{1,4}}(?:,[0-9]{{0,4}})?\}})*+"
 )
 
 
@@ -35,9 +36,11 @@ class StructuredOutputs:
         self._check_one()
         if self.json is not None:
             check_json("the JSON schema", self.json)
-        for name in ("regex", "grammar", "whitespace_pattern"):
+        if self.grammar is not None:
+            check_text("'grammar'", self.grammar)
+        for name in ("regex", "whitespace_pattern"):
             if (text := getattr(self, name)) is not None:
-                check_text(f"'{name}'", text)
+                check_text(f"'{name}'", text, MAX_RUN_CHARS)
         self._check_whitespace()
         if self.choice is not None:
             _check_choice(self.choice)
@@ -85,10 +88,8 @@ class Thinking:
 def _check_choice(choice: object) -> None:
     if not isinstance(choice, tuple | list) or not 1 <= len(choice) <= MAX_CHOICES:
         raise RequestError(f"'choice' is not a list of 1 to {MAX_CHOICES} texts.", "structured_outputs")
-    if not all(isinstance(one, str) and one for one in choice):
-        raise RequestError(
-            "'choice' holds what is not a text of one character or more.", "structured_outputs"
-        )
+    for one in choice:
+        check_text("an entry of 'choice'", one, MAX_RUN_CHARS)
     check_text("'choice'", "".join(choice))
 
 
