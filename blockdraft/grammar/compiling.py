@@ -12,12 +12,12 @@ from blockdraft.grammar.endless import NOTHING, check_end
 from blockdraft.grammar.form import StructuredOutputs
 from blockdraft.grammar.gbnf import is_gbnf, lark_of_gbnf
 from blockdraft.grammar.lark_text import LarkFacts, quoted, read_lark
-from blockdraft.grammar.limits import check_json
+from blockdraft.grammar.limits import MAX_RUN_CHARS, check_json
 
 if TYPE_CHECKING:  # it is imported with the first form: most servers never see one
     from llguidance import LLMatcher, LLTokenizer
-    from llguidance._lib import JsonCompileOptions
 
+TOO_LONG = f"it forces more than {MAX_RUN_CHARS} bytes in a row: shorten its texts and repeats."
 # The cost of one form: llguidance's own limits, but for these.
 MAX_LEXER_STATES, MAX_GRAMMAR_SIZE = 50_000, 200_000
 
@@ -60,19 +60,20 @@ def _write(form: StructuredOutputs, tokens: TokenSource) -> WrittenForm:
         facts = read_lark(lark, tokens.names.get, tokens.size)
         return WrittenForm(LLMatcher.grammar_from_lark(facts.text), facts)
     schema = {"type": "object"} if form.json is None else _schema(form.json)
-    return WrittenForm(LLMatcher.grammar_from_json_schema(dict(schema), json_options(form)))
+    return WrittenForm(LLMatcher.grammar_from_json_schema(with_options(schema, form)))
 
 
-def json_options(form: StructuredOutputs) -> JsonCompileOptions:
-    """How JSON of a form is written, as llguidance's `x-guidance` says it."""
-    if form.whitespace_pattern is not None:
-        return {"whitespace_pattern": form.whitespace_pattern, "lenient": form.is_lenient}
-    return {
-        "item_separator": ", ",
-        "key_separator": ": ",
-        "whitespace_flexible": False,
-        "lenient": form.is_lenient,
-    }
+def with_options(schema: Mapping[str, object], form: StructuredOutputs) -> dict[str, object]:
+    """A schema that also says how its JSON is written. Of a client's own options one alone counts."""
+    options: dict[str, object] = {"lenient": form.is_lenient}
+    own = schema.get("x-guidance")
+    if isinstance(own, Mapping) and own.get("coerce_one_of") is True:
+        options["coerce_one_of"] = True
+    if form.whitespace_pattern is None:
+        options |= {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
+    else:  # `\s` is more than JSON's white space
+        options["whitespace_pattern"] = form.whitespace_pattern.replace(r"\s", r"[ \n\r\t]")
+    return {**schema, "x-guidance": options}
 
 
 def _schema(given: str | Mapping[str, object]) -> Mapping[str, object]:
@@ -99,10 +100,17 @@ def compile_text(tokens: LLTokenizer, text: str) -> LLMatcher:
         matcher.compute_bitmask()  # some limits are met with the first mask
     if matcher.is_error():
         raise _refused(f"the form cannot be kept to: {error_of(matcher)}")
+    if forces_too_much(matcher):
+        raise _refused(f"the form cannot be kept to: {TOO_LONG}")
     forced = matcher.compute_ff_tokens()
     if matcher.validate_tokens(forced) < len(forced):  # characters that the tokenizer cannot write
         raise _refused(f"the form cannot be kept to: {NOTHING}")
     return matcher
+
+
+def forces_too_much(matcher: LLMatcher) -> bool:
+    """Whether what must come next is so long that every step would take long."""
+    return len(matcher.compute_ff_bytes()) > MAX_RUN_CHARS
 
 
 def error_of(matcher: LLMatcher) -> str:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from blockdraft.errors import RequestError
-from blockdraft.grammar.limits import check_json, check_text
+from blockdraft.grammar.limits import MAX_RUN_CHARS, check_json, check_text
 
 MAX_CHOICES = 4096  # of `choice`; arbitrary
+# A regex of JSON's white space and nothing else: its characters, escaped or not, sets, groups and repeats.
+_BLANK = r"(?:[ \n\r\t]|\\[nrts]|\\x(?:20|0[9aAdD]))"
+_WHITESPACE = re.compile(
+    rf"(?:{_BLANK}|\[{_BLANK}++\]|\(\?:|[()|*+?]|\{{[0-9]{{1,4}}(?:,[0-9]{{0,4}})?\}})*+"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,9 +36,12 @@ class StructuredOutputs:
         self._check_one()
         if self.json is not None:
             check_json("the JSON schema", self.json)
-        for name in ("regex", "grammar", "whitespace_pattern"):
+        if self.grammar is not None:
+            check_text("'grammar'", self.grammar)
+        for name in ("regex", "whitespace_pattern"):
             if (text := getattr(self, name)) is not None:
-                check_text(f"'{name}'", text)
+                check_text(f"'{name}'", text, MAX_RUN_CHARS)
+        self._check_whitespace()
         if self.choice is not None:
             _check_choice(self.choice)
 
@@ -48,6 +57,15 @@ class StructuredOutputs:
         if self.whitespace_pattern is not None and given[0] not in ("json", "json_object"):
             raise RequestError(
                 f"whitespace_pattern is for JSON, and the form is '{given[0]}': leave it out.",
+                "structured_outputs",
+            )
+
+    def _check_whitespace(self) -> None:
+        pattern = self.whitespace_pattern
+        if pattern is not None and not _WHITESPACE.fullmatch(pattern):
+            raise RequestError(
+                f"whitespace_pattern is '{pattern[:40]}', which is no regex of white space alone: "
+                r"use one such as '[ \n]{0,4}'.",
                 "structured_outputs",
             )
 
@@ -70,10 +88,8 @@ class Thinking:
 def _check_choice(choice: object) -> None:
     if not isinstance(choice, tuple | list) or not 1 <= len(choice) <= MAX_CHOICES:
         raise RequestError(f"'choice' is not a list of 1 to {MAX_CHOICES} texts.", "structured_outputs")
-    if not all(isinstance(one, str) and one for one in choice):
-        raise RequestError(
-            "'choice' holds what is not a text of one character or more.", "structured_outputs"
-        )
+    for one in choice:
+        check_text("an entry of 'choice'", one, MAX_RUN_CHARS)
     check_text("'choice'", "".join(choice))
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from blockdraft.grammar.compiling import error_of
+from blockdraft.grammar.compiling import TOO_LONG, error_of, forces_too_much
 from blockdraft.grammar.form import Thinking
 
 if TYPE_CHECKING:  # it is imported with the first form: most servers never see one
@@ -83,6 +83,8 @@ class Guide:
         if rest and self._matcher is not None:
             self._matcher.consume_tokens(rest)
             self.look_for_error()
+            if self.error is None and forces_too_much(self._matcher):
+                self.error = TOO_LONG
 
     def look_for_error(self) -> None:
         """Say so if the form cannot be kept to any longer: to go on with it would take too long."""

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from blockdraft.errors import RequestError
+from blockdraft.grammar.limits import MAX_RUN_CHARS
 
 # As llguidance's lexer reads it. Strings and expressions match without their ends, too: whatever the text,
 # a character is looked at a fixed number of times.
@@ -47,7 +48,10 @@ def read_lark(text: str, token_id: Callable[[str], int | None], vocab_size: int)
         has_ends = has_ends or found.group("end") is not None
         name = found.group("token")
         if name is None:
-            return found.group()
+            text = found.group()
+            if text[0] in '"/' and len(text) > MAX_RUN_CHARS and not text.startswith("//"):
+                raise _refused(f"a text of more than {MAX_RUN_CHARS} characters: shorten it.")
+            return text
         if not name.startswith("<["):
             ids.add(number := _named(name, token_id))
             return f"<[{number}]>"
@@ -66,9 +70,9 @@ def read_lark(text: str, token_id: Callable[[str], int | None], vocab_size: int)
 def _named(name: str, token_id: Callable[[str], int | None]) -> int:
     number = token_id(name)
     if number is None:
-        raise _refused(f"{name[:64]} is no token of this model: write text in quotes.")
+        raise _refused(f"{name[:64]}, which is no token of this model: write text in quotes.")
     return number
 
 
 def _refused(why: str) -> RequestError:
-    return RequestError(f"the Lark grammar names {why}", "structured_outputs")
+    return RequestError(f"the grammar holds {why}", "structured_outputs")

@@ -8,17 +8,18 @@ from collections.abc import Mapping
 from blockdraft.errors import RequestError
 
 MAX_FORM_CHARS = 1 << 19  # arbitrary
+# Text that a form forces in a row. It makes each step of all answers longer: llguidance writes all of it as
+# tokens again, 100,000 characters in 0.2 s.
+MAX_RUN_CHARS = 1 << 15
 MAX_DEPTH = 64  # of a JSON schema; arbitrary, as deep as a request's body may be
 
 
-def check_text(what: str, text: object) -> None:
+def check_text(what: str, text: object, limit: int = MAX_FORM_CHARS) -> None:
     """RequestError: it is no text, an empty one, one that is too long, or not Unicode."""
     if not isinstance(text, str) or not text:
         raise _refused(f"{what} is not a text of one character or more.")
-    if len(text) > MAX_FORM_CHARS:
-        raise _refused(
-            f"{what} has {len(text)} characters, and a form may have {MAX_FORM_CHARS}: shorten it."
-        )
+    if len(text) > limit:
+        raise _refused(f"{what} has {len(text)} characters, and may have {limit}: shorten it.")
     _check_unicode(what, text)
 
 
@@ -59,6 +60,8 @@ def _check_values(what: str, given: Mapping[object, object]) -> None:
 
 def _check_scalar(what: str, value: object) -> None:
     if isinstance(value, str):
+        if len(value) > MAX_RUN_CHARS:
+            raise _refused(f"{what} holds a text of more than {MAX_RUN_CHARS} characters: shorten it.")
         _check_unicode(what, value)
     elif isinstance(value, float):
         if not math.isfinite(value):

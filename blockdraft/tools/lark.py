@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from blockdraft.errors import RequestError
-from blockdraft.grammar.compiling import json_options
+from blockdraft.grammar.compiling import with_options
 from blockdraft.grammar.form import StructuredOutputs
-from blockdraft.grammar.lark_text import quoted
+from blockdraft.grammar.lark_text import quoted as quoted  # for all formats
 from blockdraft.text.tokenizer import Tokenizer
 from blockdraft.tools.pieces import FunctionTool
 
@@ -54,7 +54,7 @@ def json_of(schema: Mapping[str, object], *, is_strict: bool = True) -> str:
 
 def json_of_form(form: StructuredOutputs) -> str:
     """A JSON value of a form."""
-    return f"%json {json.dumps({'x-guidance': json_options(form), **schema_of(form)})}"
+    return f"%json {json.dumps(with_options(schema_of(form), form))}"
 
 
 def arguments_of(tool: FunctionTool, *, is_required: bool) -> Mapping[str, object]:

@@ -12,8 +12,9 @@ from blockdraft.grammar import trial
 from blockdraft.grammar.endless import check_end
 from blockdraft.grammar.form import StructuredOutputs
 from blockdraft.grammar.gbnf import is_gbnf, lark_of_gbnf
+from blockdraft.grammar.guide import Guide
 from blockdraft.grammar.lark_text import LarkFacts, read_lark
-from blockdraft.grammar.limits import MAX_DEPTH, MAX_FORM_CHARS
+from blockdraft.grammar.limits import MAX_DEPTH, MAX_FORM_CHARS, MAX_RUN_CHARS
 from blockdraft.grammar.vocabulary import Vocabulary
 from tests.grammar import json_tokens
 from tests.server.test_tool_grammars import byte_level
@@ -54,9 +55,11 @@ DEEP = functools.reduce(lambda inner, _: {"type": "array", "items": inner}, rang
 @pytest.mark.parametrize(
     ("form", "words"),
     [
-        ({"regex": "a" * (MAX_FORM_CHARS + 1)}, "524289 characters"),
+        ({"regex": "a" * (MAX_RUN_CHARS + 1)}, "32769 characters"),
         ({"grammar": "a" * (MAX_FORM_CHARS + 1)}, "524289 characters"),
         ({"choice": ["a" * 200] * 4096}, "819200 characters"),
+        ({"choice": ["a" * (MAX_RUN_CHARS + 1)]}, "32769 characters"),
+        ({"json": {"const": "a" * (MAX_RUN_CHARS + 1)}}, "more than 32768 characters"),
         ({"choice": ["a"] * 4097}, "1 to 4096 texts"),
         ({"json": "a" * (MAX_FORM_CHARS + 1)}, "524289 characters"),
         ({"json": {"enum": ["a" * 1000] * 600}}, "more than 524288 characters"),
@@ -70,6 +73,10 @@ DEEP = functools.reduce(lambda inner, _: {"type": "array", "items": inner}, rang
         ({"regex": "\ud800"}, "surrogate"),
         ({"choice": ["\ud800"]}, "surrogate"),
         ({"json_object": True, "whitespace_pattern": ""}, "one character or more"),
+        ({"json_object": True, "whitespace_pattern": " ?x"}, "white space alone"),
+        ({"json_object": True, "whitespace_pattern": "[^a]"}, "white space alone"),
+        ({"json_object": True, "whitespace_pattern": " ]"}, "white space alone"),
+        ({"regex": "a", "whitespace_pattern": " "}, "is for JSON"),
     ],
     ids=itertools.count(),
 )
@@ -145,6 +152,14 @@ def test_compiled_forms_are_kept_within_a_number_of_bytes(monkeypatch):
     assert list(made._kept) == ['{"regex": "b"}']
 
 
+def test_an_answer_ends_where_its_form_forces_too_much():
+    """To write it as tokens anew in each step would keep all other answers waiting."""
+    made, _ = vocabulary().matcher(StructuredOutputs(regex="x|ya{40000}"))
+    guide = Guide(made, None, end_ids=vocabulary().end_ids, num_words=vocabulary().num_words)
+    guide.advance(json_tokens.ids("y"))
+    assert "32768 bytes" in guide.error
+
+
 # ---- our own passes are linear
 
 
@@ -152,9 +167,9 @@ def test_compiled_forms_are_kept_within_a_number_of_bytes(monkeypatch):
     "text",
     [
         'start: "a" // ' + "<[" * (FULL // 2 - 10),
-        'start: "a" ' + '\\"' * (FULL // 2 - 10),
-        'start: "' + '\\"' * (FULL // 2 - 10),
-        "start: /" + "\\/" * (FULL // 2 - 10),
+        'start: "a" ' + '\\"\n' * (FULL // 3 - 10),
+        'start: "a" // "' + '\\"' * (FULL // 2 - 20),
+        "start: /" + "\\/" * (MAX_RUN_CHARS // 2 - 2),
         "start: " + "<" * FULL,
         "start: " + "<[" * (FULL // 2),
         "start: " + "stop " * (FULL // 5),
@@ -183,7 +198,7 @@ def test_references_cost_little_time():
     [
         "root ::= a0\n" + "".join(f'a{i} ::= a{i + 1} | "x"\n' for i in range(9000)) + 'a9000 ::= "b"',
         'root ::= "a"\n#' + "c" * (FULL // 2),
-        'root ::= "' + "c" * (FULL // 2) + '"',
+        'root ::= "' + "c" * (MAX_RUN_CHARS // 2) + '"',
         "root ::= [" + "c" * (FULL // 8) + "]",
         "root ::= " + '"b" | ' * (FULL // 24) + '"b"',
     ],
@@ -231,7 +246,7 @@ def test_tokens_are_numbers_wherever_they_are_named():
     [
         ("start: <[64]>", r"<\[64\]>: this model's tokens are 0 to 63"),
         ("start: <[100000000000000000000]>", "number too large"),
-        ("start: <nothing>", "<nothing> is no token of this model"),
+        ("start: <nothing>", "<nothing>, which is no token of this model"),
         ("start: <[]>", "empty token range"),
         ('start: "a', "lexer error"),
         ('begin: "a"', "start"),
@@ -239,6 +254,9 @@ def test_tokens_are_numbers_wherever_they_are_named():
         ('start: "a"{5,2}', "5"),
         ('start: "a"{99999999999999999999}', "number too large"),
         ('start: "a" %', "lexer error"),
+        ('start: "' + "a" * MAX_RUN_CHARS + '"', "more than 32768 characters"),
+        ("start: /" + "a" * MAX_RUN_CHARS + "/", "more than 32768 characters"),
+        ('start: "ab"{20000}', "forces more than 32768 bytes in a row"),
         ('start: %json {"type": "strin"}', "strin"),
     ],
 )
@@ -320,6 +338,35 @@ def test_lark_may_hold_the_sign_of_gbnf(text):
 
 def test_signs_that_mean_something_in_lark_are_escaped():
     assert lark_of_gbnf('root ::= "\\t/\\\\" [/\\]]') == 'start: "\\t/\\\\" /[\\u{2F}\\u{5D}]/'
+
+
+# ---- white space of JSON
+
+PAIR = {"type": "object", "properties": {"a": {"type": "array", "items": {"type": "integer"}}}}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "right", "wrong"),
+    [
+        (None, '{"a": [1, 2]}', ['{"a":[1,2]}', '{ "a": [1, 2]}', '{"a":  [1, 2]}', '{"a": [1, 2]}\n']),
+        (r"[ \n]{1,2}", '{\n "a":[1,\n 2]}', ['{   "a":[1,2]}']),
+        (r"\s*", '{   "a":[1, 2 ]}', ['{"a";[1]}']),
+        (r"(?: |\n)?", '{"a": [1,2]}', ['{"a":  [1]}']),
+        (r"[\x20\x0A]", '{"a": [1,2]}', ['{"a":  [1]}']),
+    ],
+)
+def test_json_is_written_as_python_does_unless_other_white_space_is_asked_for(pattern, right, wrong):
+    form = {"json": PAIR, "whitespace_pattern": pattern}
+    assert accepts(right, **form)
+    assert not any(accepts(one, **form) for one in wrong)
+
+
+def test_options_in_a_schema_do_not_change_how_its_json_is_written():
+    own = {"x-guidance": {"whitespace_pattern": "a", "item_separator": "b", "whitespace_flexible": True}}
+    assert accepts('{"a": [1, 2]}', json={**PAIR, **own})
+    assert not accepts('{a"a": [1, 2]}', json={**PAIR, **own})
+    either = {"oneOf": [{"type": "integer"}, {"enum": ["a"]}], "x-guidance": {"coerce_one_of": True}}
+    assert accepts("12", json=either)
 
 
 # ---- special tokens as text
