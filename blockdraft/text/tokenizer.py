@@ -12,7 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import jinja2
 
 from blockdraft.checkpoints.tokenizer_parts import TokenizerParts
-from blockdraft.errors import RequestError, json_name
+from blockdraft.errors import RequestError
+from blockdraft.text.content import content_text, json_kind
 from blockdraft.text.message_text import MessageText, encode_beside
 from blockdraft.text.plain_texts import PlainTexts, decodes_apart
 from blockdraft.text.template import compile_template, run_template
@@ -247,12 +248,12 @@ def _check_message(message: object, template: str) -> dict[str, object]:
     """
     if not isinstance(message, Mapping):
         raise RequestError(
-            f'a message is {json_name(message)}, not an object: send {{"role": "user", "content": "..."}}.'
+            f'a message is {json_kind(message)}, not an object: send {{"role": "user", "content": "..."}}.'
         )
     role = message.get("role")
     if not isinstance(role, str) or not role:
-        given = "an empty text" if role == "" else json_name(role)
-        raise RequestError(f"a message has {given} as its role: use 'system', 'user' or 'assistant'.")
+        found = "a message's role is " + json_kind(role) if role else "a message has no role"
+        raise RequestError(f"{found}: use 'system', 'user' or 'assistant'.")
     if role not in ROLES and f"'{role}'" not in template and f'"{role}"' not in template:
         raise RequestError(
             f"a message has the role '{role[:40]}', which the model's template does not know: use one of "
@@ -260,37 +261,7 @@ def _check_message(message: object, template: str) -> dict[str, object]:
             field="messages",
         )
     plain = {str(key): _plain(value) for key, value in message.items()}
-    return {**plain, "content": _text_of(plain.get("content"), role == "assistant")}
-
-
-def _text_of(content: object, may_be_empty: bool) -> str:
-    """Text parts are joined by a newline, as in vLLM. Only the model's messages may come without text."""
-    if isinstance(content, str):
-        return content
-    if content is None and may_be_empty:
-        return ""
-    if not isinstance(content, list):
-        raise RequestError(
-            f"a message's content is {json_name(content)}: send a string, or a list of "
-            '{"type": "text", "text": "..."} parts.'
-        )
-    return "\n".join(_text_of_part(part) for part in content)
-
-
-def _text_of_part(part: object) -> str:
-    kind = part.get("type") if isinstance(part, dict) else None
-    if kind != "text":
-        given = f"a part of type '{kind[:64]}'" if isinstance(kind, str) else "a part without a type"
-        if not isinstance(part, dict):
-            given = f"a part that is {json_name(part)}"
-        raise RequestError(
-            f"a message has {given}, but this model reads text only, whatever it can do "
-            'elsewhere: this engine is text only. Send {"type": "text", "text": "..."} parts.'
-        )
-    text = part.get("text") if isinstance(part, dict) else None
-    if not isinstance(text, str):
-        raise RequestError(f"a text part holds {json_name(text)}: its 'text' must be a string.")
-    return text
+    return {**plain, "content": content_text(plain)}
 
 
 def _plain(value: object) -> object:
