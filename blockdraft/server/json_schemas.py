@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator
 from typing import Annotated, TypeVar
 
-from pydantic import AfterValidator, BeforeValidator
+from pydantic import AfterValidator, BeforeValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from blockdraft.text.content import json_kind
@@ -79,5 +79,21 @@ def _checked(schema: dict[str, object], name: str, kind: type[T], what: str) -> 
     return value
 
 
-Schema = Annotated[dict[str, object], AfterValidator(check_schema)]
-SchemaOrText = Annotated[Schema, BeforeValidator(_from_text, json_schema_input_type=str | dict[str, object])]
+def _shape() -> dict[str, object]:
+    """What /openapi.json says of a schema: its first level."""
+    inner = {"type": ["object", "boolean"]}
+    kind = {"enum": sorted(_TYPES)}
+    return {
+        "type": "object",
+        "properties": {
+            "type": {"anyOf": [kind, {"type": "array", "items": kind}, {"type": "null"}]},
+            **dict.fromkeys(_ONE, inner),
+            "items": {"anyOf": [inner, {"type": "array", "items": inner}]},
+            **{name: {"type": "array", "items": inner} for name in _LISTED},
+            **{name: {"type": "object", "additionalProperties": inner} for name in _NAMED},
+        },
+    }
+
+
+Schema = Annotated[dict[str, object], AfterValidator(check_schema), WithJsonSchema(_shape())]
+SchemaOrText = Annotated[Schema, BeforeValidator(_from_text, json_schema_input_type=str | Schema)]
