@@ -47,7 +47,7 @@ from blockdraft.server.live_page import routes as page_routes
 from blockdraft.server.messages_api.routes import routes as message_routes
 from blockdraft.server.metrics import render
 from blockdraft.server.models_list import model_card, model_response, models_response
-from blockdraft.server.openapi import Limits, openapi
+from blockdraft.server.openapi import EngineLimits, openapi
 from blockdraft.server.options import ServerOptions
 from blockdraft.server.prompts import (
     check_prompts,
@@ -186,7 +186,7 @@ class _Api:
 
     async def openapi(self, request: Request) -> Response:
         info = self.loop.engine_info
-        limits = None if info is None else Limits(info.block, info.vocab_size)
+        limits = None if info is None else EngineLimits(info.block, info.vocab_size)
         return JSONResponse(openapi(limits))
 
     async def models(self, request: Request) -> Response:

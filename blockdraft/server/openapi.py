@@ -228,15 +228,15 @@ _OPERATIONS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """Limits of the engine that is served, which some fields have."""
+class EngineLimits:
+    """EngineLimits of the engine that is served, which some fields have."""
 
     block: int  # tokens that a step verifies at most
     vocab_size: int
 
 
 @functools.cache
-def openapi(limits: Limits | None = None) -> Json:
+def openapi(limits: EngineLimits | None = None) -> Json:
     """The document. Until the engine is ready its own limits are not known, and left out."""
     adapters: list[tuple[type, JsonSchemaMode, TypeAdapter[object]]] = []
     for item in _OPERATIONS:
@@ -286,7 +286,7 @@ def _refuse_unsupported(schema: Json, kind: type[fields.AnyBody]) -> None:
         properties.setdefault(name, {"enum": [*neutral, None]})
 
 
-def _set_limits(part: object, limits: Limits | None) -> None:
+def _set_limits(part: object, limits: EngineLimits | None) -> None:
     """Replace the marks in the schemas by the engine's limits."""
     if isinstance(part, dict):
         if part.pop(TOKEN_MARK, False) and limits is not None:

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis import GenerationMode, checks
 
 from blockdraft.server.app import make_api
-from blockdraft.server.openapi import Limits, openapi
+from blockdraft.server.openapi import EngineLimits, openapi
 from blockdraft.text.tokenizer import ROLES
 from tests.server.asking import ask
 from tests.server.pair import app_over, models
@@ -103,7 +103,7 @@ def test_the_document_has_every_route_and_sound_schemas():
 
 
 def test_limits_of_fields_are_in_the_document(app):
-    """Limits in the document and in the models are the same: they come from one place."""
+    """EngineLimits in the document and in the models are the same: they come from one place."""
     served = ask(app, "GET", "/openapi.json").json()["components"]["schemas"]
     assert served["Speculative"]["properties"]["width"]["anyOf"][0]["maximum"] == BLOCK
     assert served["DetokenizeRequest"]["properties"]["tokens"]["items"]["maximum"] == VOCABULARY - 1
@@ -254,7 +254,7 @@ LEAST = {
     ],
 )
 def test_the_document_and_the_server_agree(roomy, path, body, is_valid):
-    document = json.loads(json.dumps(openapi(Limits(BLOCK, VOCABULARY))))
+    document = json.loads(json.dumps(openapi(EngineLimits(BLOCK, VOCABULARY))))
     content = document["paths"][path]["post"]["requestBody"]["content"]
     schema = {**document, **content["application/json"]["schema"]}
     assert jsonschema_rs.is_valid(schema, body) is is_valid
