@@ -14,7 +14,6 @@ A message has three parts: what happened, the value, what to do. A traceback mea
 
 import sys
 import warnings
-from collections.abc import Mapping
 
 
 class BlockdraftError(Exception):
@@ -52,15 +51,6 @@ class LaunchError(BlockdraftError):
 
 class BenchError(BlockdraftError):
     """A benchmark cannot be run as asked."""
-
-
-def json_name(value: object) -> str:
-    """What JSON calls a value, with its article: errors for clients name no type of Python."""
-    if value is None:
-        return "null"
-    kinds = {bool: "a boolean", int | float: "a number", str: "a string", list | tuple: "an array"}
-    named = (name for kind, name in kinds.items() if isinstance(value, kind))
-    return next(named, "an object" if isinstance(value, Mapping) else "no JSON value")
 
 
 def warn_caller(text: str) -> None:

@@ -48,11 +48,12 @@ from blockdraft.server.live_page import routes as page_routes
 from blockdraft.server.messages_api.routes import routes as message_routes
 from blockdraft.server.metrics import render
 from blockdraft.server.models_list import model_card, model_response, models_response
-from blockdraft.server.openapi import openapi
+from blockdraft.server.openapi import EngineLimits, openapi
 from blockdraft.server.options import ServerOptions
 from blockdraft.server.prompts import (
     check_prompts,
     check_scores,
+    check_tokens,
     echoed_texts,
     encode_prompts,
     token_texts,
@@ -198,7 +199,9 @@ class _Api:
         return live_response(request, events)
 
     async def openapi(self, request: Request) -> Response:
-        return JSONResponse(openapi())
+        info = self.loop.engine_info
+        limits = None if info is None else EngineLimits(info.block, info.vocab_size)
+        return JSONResponse(openapi(limits))
 
     async def models(self, request: Request) -> Response:
         _, info = self._ready()
@@ -245,7 +248,8 @@ class _Api:
 
     async def detokenize(self, request: Request) -> Response:
         asked = await self.read(request, DetokenizeRequest)
-        tokenizer, _ = self._ready()
+        tokenizer, info = self._ready()
+        check_tokens(asked.tokens, info)
         decode = functools.partial(tokenizer.decode, skip_special_tokens=False)
         answer: Text = {"prompt": await run_in_threadpool(with_field_error("tokens", decode), asked.tokens)}
         return JSONResponse(answer)

@@ -7,7 +7,8 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 
-from blockdraft.errors import RequestError, json_name
+from blockdraft.errors import RequestError
+from blockdraft.text.content import json_kind
 
 MAX_DEPTH = 64  # of nested lists and objects; arbitrary, far past any conversation
 MAX_INTEGER_CHARS = 20  # 64 bits, sign included
@@ -31,7 +32,7 @@ def parse_object(body: bytes) -> dict[str, object]:
     except json.JSONDecodeError as error:
         raise RequestError(f"the body is not valid JSON ({error}): send a JSON object.") from None
     if not isinstance(fields, dict):
-        raise RequestError(f"the body is {json_name(fields)}: send a JSON object.")
+        raise RequestError(f"the body is {json_kind(fields)}: send a JSON object.")
     for name, value in fields.items():
         _check_unicode(name, None)
         _check(value, name)

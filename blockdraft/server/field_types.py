@@ -14,10 +14,12 @@ from pydantic import (
     PlainValidator,
     WithJsonSchema,
 )
+from pydantic.config import JsonDict
 from pydantic_core import PydanticCustomError
 
 from blockdraft.engine.request import MAX_BIASES, MAX_STOPS
 from blockdraft.server.body import shown
+from blockdraft.server.chat_shapes import Message
 
 # Arbitrary limits; the body's size bounds everything once more.
 MAX_MESSAGES = 4096
@@ -42,66 +44,25 @@ class StrictFields(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True, populate_by_name=True)
 
 
-TokenId = Annotated[int, Field(ge=0, le=MAX_INT)]
+def needs(name: str, value: str, other: str) -> JsonDict:
+    """The schema of an object that must have another field where one has this value."""
+    then: JsonDict = {"required": [other], "properties": {other: {"not": {"type": "null"}}}}
+    return {"if": {"required": [name], "properties": {name: {"const": value}}}, "then": then}
+
+
+def whole(value: object) -> object:
+    """5.0 is an integer in JSON, and some clients have no other way to say 5; in lists too."""
+    if isinstance(value, list) and any(isinstance(item, float | list) for item in value):
+        return [whole(item) for item in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+TOKEN_MARK = "x-token"  # in the schema of a token's id, whose limit is the model's vocabulary
+TokenId = Annotated[int, Field(ge=0, le=MAX_INT, json_schema_extra={TOKEN_MARK: True})]
 StopString = Annotated[str, Field(max_length=MAX_STOP_CHARS)]
 TokenList = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_PROMPT_TOKENS)]
 TextList = Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
 TokenLists = Annotated[list[TokenList], Field(min_length=1, max_length=MAX_PROMPTS)]
-Message = Annotated[
-    dict[str, object],
-    WithJsonSchema(
-        {
-            "type": "object",
-            "required": ["role"],
-            "properties": {
-                "role": {
-                    "type": "string",
-                    "minLength": 1,
-                    "examples": ["system", "user", "assistant", "tool"],
-                },
-                "content": {
-                    "anyOf": [
-                        {"type": "string"},
-                        {"type": "null"},
-                        {
-                            "type": "array",
-                            "items": {
-                                "type": "object",
-                                "required": ["type", "text"],
-                                "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-                            },
-                        },
-                    ]
-                },
-                "tool_calls": {
-                    "anyOf": [
-                        {"type": "null"},
-                        {
-                            "type": "array",
-                            "items": {
-                                "type": "object",
-                                "required": ["id", "function"],
-                                "properties": {
-                                    "id": {"type": "string"},
-                                    "type": {"const": "function"},
-                                    "function": {
-                                        "type": "object",
-                                        "required": ["name"],
-                                        "properties": {
-                                            "name": {"type": "string"},
-                                            "arguments": {"type": ["string", "object", "null"]},
-                                        },
-                                    },
-                                },
-                            },
-                        },
-                    ]
-                },
-                "tool_call_id": {"type": ["string", "null"]},
-            },
-        }
-    ),
-]
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
 
 
@@ -159,7 +120,12 @@ Stops = Annotated[
     AfterValidator(lambda stops: [stop for stop in stops if stop]),
 ]
 TemplateKwargs = Annotated[
-    dict[str, object], Field(max_length=MAX_TEMPLATE_KWARGS), AfterValidator(_template_kwargs)
+    dict[str, object],
+    Field(
+        max_length=MAX_TEMPLATE_KWARGS,
+        json_schema_extra={"propertyNames": {"not": {"enum": sorted(_RESERVED_KWARGS)}}},
+    ),
+    AfterValidator(_template_kwargs),
 ]
 
 

@@ -27,6 +27,7 @@ from blockdraft.server.field_types import (
     StrictFields,
     TemplateKwargs,
     TokenId,
+    whole,
 )
 from blockdraft.server.form_fields import FormFields
 from blockdraft.server.template_messages import check_messages
@@ -92,12 +93,15 @@ class StreamOptions(StrictFields):
     continuous_usage_stats: bool = False
 
 
+WIDTH_MARK = "x-width"  # in the schema of a block's width, whose limit is the engine's
+
+
 class Speculative(StrictFields):
     """Speculation for this request: `width` is the block's width (1: none, null: the server's)."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
-    width: Annotated[int, Field(ge=1, le=1024)] | None = None
+    width: Annotated[int, Field(ge=1, le=1024, json_schema_extra={WIDTH_MARK: True})] | None = None
     detail: bool = False
 
 
@@ -105,7 +109,7 @@ def _as_speculative(value: object) -> object:
     """False is no speculation, true the server's."""
     if isinstance(value, bool):
         return {} if value else {"width": 1}
-    return {name: _whole(item) for name, item in value.items()} if isinstance(value, dict) else value
+    return {name: whole(item) for name, item in value.items()} if isinstance(value, dict) else value
 
 
 SpeculativeField = Annotated[
@@ -296,7 +300,7 @@ class DetokenizeRequest(AnyBody):
 
 def parse(kind: type[BodyT], body: bytes) -> BodyT:
     """Read a request, or say with RequestError what is wrong with it."""
-    given = {name: _whole(value) for name, value in parse_object(body).items() if value is not None}
+    given = {name: whole(value) for name, value in parse_object(body).items() if value is not None}
     for name, neutral in kind.UNSUPPORTED.items():
         if name in given and given[name] not in neutral:
             raise RequestError(f"'{name}' is not supported yet: leave it out.", name)
@@ -338,10 +342,3 @@ def _likeliest(errors: list[ErrorDetails]) -> ErrorDetails:
     """Of a field that may be several things, what is wrong with the one that it comes nearest to."""
     same = (one for one in errors if one["loc"][:1] == errors[0]["loc"][:1])
     return max(same, key=lambda one: (len(one["loc"]), not one["type"].endswith("_type")))
-
-
-def _whole(value: object) -> object:
-    """5.0 is an integer in JSON, and some clients have no other way to say 5; in lists too."""
-    if isinstance(value, list) and any(isinstance(item, float | list) for item in value):
-        return [_whole(item) for item in value]
-    return int(value) if isinstance(value, float) and value.is_integer() else value

@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, TypeVar
 
-from pydantic import AfterValidator, BeforeValidator
+from pydantic import AfterValidator, BeforeValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from blockdraft.errors import RequestError, json_name
+from blockdraft.errors import RequestError
 from blockdraft.server.body import parse_text
+from blockdraft.text.content import json_kind
 
 T = TypeVar("T", list[object], dict[str, object])
 _TYPES = frozenset({"string", "number", "integer", "boolean", "object", "array", "null"})
@@ -39,7 +40,7 @@ def check_schema(schema: dict[str, object]) -> dict[str, object]:
         if isinstance(part, bool):
             continue
         if not isinstance(part, dict):
-            wrong = {"found": json_name(part)}
+            wrong = {"found": json_kind(part)}
             raise PydanticCustomError("schema", "a JSON schema holds {found} where a schema belongs", wrong)
         _check_type(part.get("type"))
         waiting.extend(_parts(part))
@@ -51,7 +52,7 @@ def _check_type(given: object) -> None:
     for name in names:
         if not isinstance(name, str) or name not in _TYPES:
             wrong = {
-                "name": name[:64] if isinstance(name, str) else json_name(name),
+                "name": name[:64] if isinstance(name, str) else json_kind(name),
                 "types": ", ".join(sorted(_TYPES)),
             }
             raise PydanticCustomError("schema", "the type '{name}' is none of JSON's: {types}", wrong)
@@ -74,10 +75,26 @@ def _parts(schema: dict[str, object]) -> Iterator[object]:
 def _checked(schema: dict[str, object], name: str, kind: type[T], what: str) -> T:
     value = schema[name]
     if not isinstance(value, kind):
-        wrong = {"name": name, "found": json_name(value), "what": what}
+        wrong = {"name": name, "found": json_kind(value), "what": what}
         raise PydanticCustomError("schema", "{name} is {found}, not {what}", wrong)
     return value
 
 
-Schema = Annotated[dict[str, object], AfterValidator(check_schema)]
-SchemaOrText = Annotated[Schema, BeforeValidator(_from_text, json_schema_input_type=str | dict[str, object])]
+def _shape() -> dict[str, object]:
+    """What /openapi.json says of a schema: its first level."""
+    inner = {"type": ["object", "boolean"]}
+    kind = {"enum": sorted(_TYPES)}
+    return {
+        "type": "object",
+        "properties": {
+            "type": {"anyOf": [kind, {"type": "array", "items": kind}, {"type": "null"}]},
+            **dict.fromkeys(_ONE, inner),
+            "items": {"anyOf": [inner, {"type": "array", "items": inner}]},
+            **{name: {"type": "array", "items": inner} for name in _LISTED},
+            **{name: {"type": "object", "additionalProperties": inner} for name in _NAMED},
+        },
+    }
+
+
+Schema = Annotated[dict[str, object], AfterValidator(check_schema), WithJsonSchema(_shape())]
+SchemaOrText = Annotated[Schema, BeforeValidator(_from_text, json_schema_input_type=str | Schema)]

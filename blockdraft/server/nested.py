@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from blockdraft.errors import RequestError, json_name
+from blockdraft.errors import RequestError
 from blockdraft.server.body import shown
+from blockdraft.text.content import json_kind
 
 
 class Nested:
@@ -65,7 +66,7 @@ class Nested:
     def unknown(self, name: str, hint: str) -> RequestError:
         """The error for a field whose value this server cannot take; `hint` says what it can."""
         value = self._value.get(name)
-        given = shown(value) if isinstance(value, str) else json_name(value)
+        given = shown(value) if isinstance(value, str) else json_kind(value)
         return self.wrong(name, f"{given} is not supported here: {hint}")
 
 

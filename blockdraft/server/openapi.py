@@ -13,7 +13,7 @@ from pydantic.json_schema import JsonSchemaMode
 
 from blockdraft import __version__
 from blockdraft.server import fields, schemas
-from blockdraft.server.field_types import MAX_INT
+from blockdraft.server.field_types import MAX_INT, TOKEN_MARK
 from blockdraft.server.messages_api import errors as message_errors
 from blockdraft.server.messages_api import fields as message_fields
 from blockdraft.server.messages_api import schemas as message_schemas
@@ -53,7 +53,7 @@ class _Operation:
     path: str
     summary: str
     answer: type | None  # None: text
-    takes: type | None = None
+    takes: type[fields.AnyBody] | None = None
     events: type | None = None  # of the stream, where there is one
     failures: tuple[int, ...] = ()
     error: type = schemas.Error
@@ -227,9 +227,17 @@ _OPERATIONS = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """EngineLimits of the engine that is served, which some fields have."""
+
+    block: int  # tokens that a step verifies at most
+    vocab_size: int
+
+
 @functools.cache
-def openapi() -> Json:
-    """The document; it is the same for every model."""
+def openapi(limits: EngineLimits | None = None) -> Json:
+    """The document. Until the engine is ready its own limits are not known, and left out."""
     adapters: list[tuple[type, JsonSchemaMode, TypeAdapter[object]]] = []
     for item in _OPERATIONS:
         if item.takes is not None:
@@ -240,11 +248,14 @@ def openapi() -> Json:
     found, definitions = TypeAdapter.json_schemas(adapters, ref_template=_REFERENCE)
     by_type = {kind: schema for (kind, _), schema in found.items()}
     components = definitions["$defs"]
+    requests = {item.takes.__name__: item.takes for item in _OPERATIONS if item.takes is not None}
     for name, schema in components.items():
         if name in _ANSWERS:
             schema["additionalProperties"] = False
         elif name.endswith("Request"):
             _allow_null(schema)
+            _refuse_unsupported(schema, requests[name])
+    _set_limits(components, limits)
     paths: dict[str, Json] = {}
     for item in _OPERATIONS:
         paths.setdefault(item.path, {})[item.method] = _operation(item, by_type)
@@ -265,6 +276,25 @@ def _allow_null(schema: Json) -> None:
     for name, value in properties.items():
         if name not in required and {"type": "null"} not in value.get("anyOf", []):
             properties[name] = {"anyOf": [value, {"type": "null"}]}
+
+
+def _refuse_unsupported(schema: Json, kind: type[fields.AnyBody]) -> None:
+    """Of fields that would change the answer and are not supported, only what asks for nothing is taken."""
+    properties = schema["properties"]
+    assert isinstance(properties, dict)
+    for name, neutral in kind.UNSUPPORTED.items():
+        properties.setdefault(name, {"enum": [*neutral, None]})
+
+
+def _set_limits(part: object, limits: EngineLimits | None) -> None:
+    """Replace the marks in the schemas by the engine's limits."""
+    if isinstance(part, dict):
+        if part.pop(TOKEN_MARK, False) and limits is not None:
+            part["maximum"] = limits.vocab_size - 1
+        if part.pop(fields.WIDTH_MARK, False) and limits is not None:
+            part["maximum"] = limits.block
+    for item in part.values() if isinstance(part, dict) else part if isinstance(part, list) else ():
+        _set_limits(item, limits)
 
 
 def _event(data: Json, error: Json, *, is_named: bool) -> Json:

@@ -82,6 +82,15 @@ def with_field_error(field: str, action: Callable[..., T]) -> Callable[..., T]:
     return act
 
 
+def check_tokens(tokens: Items[int], info: EngineInfo) -> None:
+    """Raises RequestError for an id that is no token's: it would be left out without a word."""
+    wrong = next((token for token in tokens if token >= info.vocab_size), None)
+    if wrong is not None:
+        raise RequestError(
+            f"tokens: token id {wrong} is outside the vocabulary of {info.vocab_size} tokens.", "tokens"
+        )
+
+
 def check_prompts(prompts: Items[Items[int]], field: str, sampling: SamplingParams, info: EngineInfo) -> None:
     """Raises RequestError for what the engine can never run; the prompts come from `field`."""
     names = {"prompt": field, "width": "speculative"}

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
 
-from blockdraft.errors import RequestError, json_name
+from blockdraft.errors import RequestError
 from blockdraft.server.body import is_too_deep
-from blockdraft.text.content import content_text
+from blockdraft.text.content import content_text, json_kind
 from blockdraft.tools.typed import read_json
 
 Message = Mapping[str, object]
@@ -34,7 +34,7 @@ def calls_of(message: Message, number: int = 0) -> list[dict[str, object]]:
     if calls is None:
         return []
     if not isinstance(calls, list):
-        raise RequestError(f"messages[{number}].tool_calls is {json_name(calls)}, not an array.", "messages")
+        raise RequestError(f"messages[{number}].tool_calls is {json_kind(calls)}, not a list.", "messages")
     for call in calls:
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(call.get("id"), str):
@@ -62,7 +62,8 @@ def for_template(messages: Items[Message], *, has_developer: bool) -> list[dict[
     names: dict[str, str] = {}
     shaped = []
     for number, message in enumerate(messages):
-        new = {**message, "content": content_text(message)}
+        new = _as_said(message) if message.get("role") == "assistant" else dict(message)
+        new["content"] = content_text(new)
         if calls := calls_of(message, number):
             new["tool_calls"] = [_with_object(call, names) for call in calls]
         else:
@@ -71,26 +72,28 @@ def for_template(messages: Items[Message], *, has_developer: bool) -> list[dict[
             new.setdefault("name", name)
         if new.get("role") == "developer" and not has_developer:
             new["role"] = "system"
-        shaped.append(_as_said(new) if new.get("role") == "assistant" else new)
+        shaped.append(new)
     return shaped
 
 
-def _as_said(message: dict[str, object]) -> dict[str, object]:
+def _as_said(message: Message) -> dict[str, object]:
     """A message of the model: its thoughts under all names, and a refusal as the text that it is."""
-    thoughts = message.get("reasoning_content", message.get("reasoning"))
+    said = dict(message)
+    thoughts = said.get("reasoning_content", said.get("reasoning"))
     if isinstance(thoughts, str) and thoughts:
-        message |= {"reasoning_content": thoughts, "reasoning": thoughts, "thinking": thoughts}
-    content, refusal = message.get("content"), message.get("refusal")
+        said |= {"reasoning_content": thoughts, "reasoning": thoughts, "thinking": thoughts}
+    content, refusal = said.get("content"), said.get("refusal")
     if content is None and isinstance(refusal, str):
-        message["content"] = refusal
+        said["content"] = refusal
     elif isinstance(content, list):
-        message["content"] = [_as_text(part) for part in content]
-    return message
+        said["content"] = [_as_text(part) for part in content]
+    return said
 
 
 def _as_text(part: object) -> object:
-    is_refusal = isinstance(part, dict) and part.get("type") == "refusal"
-    return {"type": "text", "text": part.get("refusal")} if is_refusal else part
+    if isinstance(part, dict) and part.get("type") == "refusal":
+        return {"type": "text", "text": part.get("refusal")}
+    return part
 
 
 def _with_object(call: dict[str, object], names: dict[str, str]) -> dict[str, object]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from blockdraft.errors import RequestError, json_name
+from blockdraft.errors import RequestError
 
 MAY_BE_NULL = ("assistant", "tool")  # who answers with calls or thoughts alone; a tool that returns nothing
+_KINDS = ((bool, "true or false"), (int | float, "a number"), (str, "a string"), (list, "a list"))
 
 
 def content_text(message: Mapping[str, object]) -> str:
@@ -18,7 +19,7 @@ def content_text(message: Mapping[str, object]) -> str:
         return ""
     if not isinstance(content, list):
         raise RequestError(
-            f"a message's content is {json_name(content)}: send a string, or a list of "
+            f"a message's content is {json_kind(content)}: send a string, or a list of "
             '{"type": "text", "text": "..."} parts.',
             "messages",
         )
@@ -28,16 +29,23 @@ def content_text(message: Mapping[str, object]) -> str:
 def _part_text(part: object) -> str:
     if not isinstance(part, Mapping):
         raise RequestError(
-            f'a part of a message is {json_name(part)}: send {{"type": "text", "text": "..."}}.', "messages"
+            f'a part of a message is {json_kind(part)}: send {{"type": "text", "text": "..."}}.', "messages"
         )
     kind, text = part.get("type"), part.get("text")
     if kind != "text":
-        named = f"'{kind[:40]}'" if isinstance(kind, str) else json_name(kind)
+        named = f"'{kind[:64]}'" if isinstance(kind, str) else json_kind(kind)
         raise RequestError(
             f"a message has a part of type {named}, but this model reads text only, whatever it can do "
             'elsewhere: this engine is text only. Send {"type": "text", "text": "..."} parts.',
             "messages",
         )
     if not isinstance(text, str):
-        raise RequestError(f"a text part holds {json_name(text)}: its 'text' must be a string.", "messages")
+        raise RequestError(f"a text part holds {json_kind(text)}: its 'text' must be a string.", "messages")
     return text
+
+
+def json_kind(value: object) -> str:
+    """A value's kind in JSON's words, for errors."""
+    if value is None:
+        return "null"
+    return next((name for kind, name in _KINDS if isinstance(value, kind)), "an object")

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import jinja2
 
 from blockdraft.checkpoints.tokenizer_parts import TokenizerParts
-from blockdraft.errors import RequestError, json_name
-from blockdraft.text.content import content_text
+from blockdraft.errors import RequestError
+from blockdraft.text.content import content_text, json_kind
 from blockdraft.text.message_text import MessageText, decode_beside, encode_beside
 from blockdraft.text.plain_texts import PlainTexts, decodes_apart
 from blockdraft.text.template import compile_template, run_template
@@ -255,11 +255,11 @@ def _check_message(message: object, template: str) -> dict[str, object]:
     """
     if not isinstance(message, Mapping):
         raise RequestError(
-            f'a message is {json_name(message)}, not an object: send {{"role": "user", "content": "..."}}.'
+            f'a message is {json_kind(message)}, not an object: send {{"role": "user", "content": "..."}}.'
         )
     role = message.get("role")
     if not isinstance(role, str) or not role:
-        found = "a message's role is " + json_name(role) if role else "a message has no role"
+        found = "a message's role is " + json_kind(role) if role else "a message has no role"
         raise RequestError(f"{found}: use 'system', 'user' or 'assistant'.")
     if role not in ROLES and f"'{role}'" not in template and f'"{role}"' not in template:
         raise RequestError(

@@ -19,8 +19,9 @@ from typing import Protocol, TypeVar
 import numpy as np
 
 from blockdraft.bench.records import Prompt
-from blockdraft.errors import SettingsError, json_name
+from blockdraft.errors import SettingsError
 from blockdraft.jsonl import Row, read_rows
+from blockdraft.text.content import json_kind
 from blockdraft.text.tokenizer import Tokenizer
 
 _HINT = ' A line is {"messages": [{"role": "user", "content": "…"}], "category": "…"}.'
@@ -56,7 +57,7 @@ def _conversation(row: Row) -> Prompt:
     for message in messages:
         role, content = message.get("role"), message.get("content")
         if not isinstance(role, str) or role not in texts or not isinstance(content, str):
-            raise row.error(f"a message of role {role!r} whose content is {json_name(content)}")
+            raise row.error(f"a message of role {role!r} whose content is {json_kind(content)}")
         texts[role].append(content)
     if not texts["user"]:
         raise row.error("no user message")

@@ -163,7 +163,7 @@ def test_an_error_says_where_in_the_body_it_lies(body, text):
     assert str(found.value) == text
 
 
-@pytest.mark.parametrize(("body", "name"), [("[]", "an array"), ("null", "null"), ("1", "a number")])
+@pytest.mark.parametrize(("body", "name"), [("[]", "a list"), ("null", "null"), ("1", "a number")])
 def test_a_body_that_is_no_object_is_named_as_json_does(body, name):
     with pytest.raises(RequestError, match=f"the body is {name}: send a JSON object"):
         parse(ChatRequest, body.encode())

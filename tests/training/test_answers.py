@@ -69,7 +69,7 @@ def test_conversations_are_read_packed_or_not(tmp_path, suffix, opener):
             '{"messages": [{"role": "tool", "content": "x"}]}',
             "a message of role 'tool' whose content is a string",
         ),
-        ('{"messages": [{"role": "user", "content": ["x"]}]}', "role 'user' whose content is an array"),
+        ('{"messages": [{"role": "user", "content": ["x"]}]}', "role 'user' whose content is a list"),
         ('{"messages": [{"role": ["user"], "content": "x"}]}', "a message of role"),
         ('{"prompt": 5}', "role 'user' whose content is a number"),
     ],

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field
 
 from blockdraft.engine.request import MAX_STOPS
 from blockdraft.errors import RequestError
-from blockdraft.server.field_types import MAX_INT, MAX_MESSAGES, StopString, StrictFields
+from blockdraft.server.field_types import MAX_INT, MAX_MESSAGES, StopString, StrictFields, needs, whole
 from blockdraft.server.fields import AnyBody, ChatRequest, Unsupported, validate
+from blockdraft.server.messages_api.shapes import Text, Tool, Turn
 from blockdraft.server.messages_api.turns import conversation_of, system_text
 from blockdraft.server.nested import Nested, all_of
 from blockdraft.server.tool_fields import MAX_TOOLS
 
-Objects = list[dict[str, object]]
-Turns = Annotated[Objects, Field(min_length=1, max_length=MAX_MESSAGES)]
-Tools = Annotated[Objects, Field(max_length=MAX_TOOLS)]
+Turns = Annotated[list[Turn], Field(min_length=1, max_length=MAX_MESSAGES)]
+Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS)]
 StopSequences = Annotated[list[StopString], Field(max_length=MAX_STOPS)]
 
 # What a field of the chat request was made of.
@@ -35,8 +35,10 @@ NAMES = {
 class ThinkingSettings(StrictFields):
     """Whether the model is to think first, and for how many tokens at most."""
 
+    model_config = ConfigDict(json_schema_extra=needs("type", "enabled", "budget_tokens"))
+
     type: Literal["enabled", "adaptive", "disabled", "between_tools"]
-    budget_tokens: int | None = Field(default=None, ge=1, le=MAX_INT)
+    budget_tokens: Annotated[int, Field(ge=1, le=MAX_INT), BeforeValidator(whole)] | None = None
     display: Literal["summarized", "omitted"] | None = None
 
 
@@ -59,8 +61,10 @@ class OutputSettings(StrictFields):
 class ToolChoice(StrictFields):
     """Whether the model must call a tool, and which."""
 
+    model_config = ConfigDict(json_schema_extra=needs("type", "tool", "name"))
+
     type: Literal["auto", "any", "tool", "none"]
-    name: str | None = None
+    name: Annotated[str, Field(min_length=1)] | None = None
     disable_parallel_tool_use: bool | None = None
 
 
@@ -71,7 +75,7 @@ class CountTokensRequest(AnyBody):
     HARMLESS = AnyBody.HARMLESS | {"cache_control", "diagnostics", "inference_geo", "speed"}
 
     messages: Turns
-    system: str | Objects | None = None
+    system: str | list[Text] | None = None
     tools: Tools = Field(default=[])
     tool_choice: ToolChoice | None = None
     thinking: ThinkingSettings | None = None

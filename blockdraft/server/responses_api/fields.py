@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
+from pydantic.config import JsonDict
 
 from blockdraft.errors import RequestError
 from blockdraft.server.conversation import Conversation
@@ -13,16 +14,18 @@ from blockdraft.server.field_types import MAX_INT, MAX_MESSAGES, StrictFields, T
 from blockdraft.server.fields import AnyBody, ChatRequest, SpeculativeField, Unsupported, validate
 from blockdraft.server.nested import Nested, all_of
 from blockdraft.server.responses_api.items import full_name
+from blockdraft.server.responses_api.shapes import Choice, Format, Item, Tool
 from blockdraft.server.tool_fields import MAX_TOOLS
 
 MAX_ID = 128  # characters of an id
 MAX_METADATA = 16  # as OpenAI
+_TEXT: JsonDict = {"type": "string"}
 
 Function = dict[str, object]
 Objects = list[dict[str, object]]
-Input = str | Annotated[Objects, Field(min_length=1, max_length=MAX_MESSAGES)]
-Tools = Annotated[Objects, Field(max_length=MAX_TOOLS)]
-ToolChoice = Literal["auto", "none", "required"] | dict[str, object]
+Input = str | Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES)]
+Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS)]
+ToolChoice = Literal["auto", "none", "required"] | Choice
 Metadata = Annotated[dict[str, str], Field(max_length=MAX_METADATA)]
 Includes = Annotated[list[str], Field(max_length=64)]
 
@@ -41,7 +44,7 @@ NAMES = {
 class TextSettings(StrictFields):
     """The form of the text, and how long-winded it is."""
 
-    format: dict[str, object] | None = None
+    format: Format | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
 
     @property
@@ -73,6 +76,19 @@ class InputTokensRequest(AnyBody):
         *("stream", "max_output_tokens", "temperature", "top_p", "include", "seed", "speculative"),
     }
 
+    model_config = ConfigDict(
+        json_schema_extra={
+            "anyOf": [
+                {"required": ["input"], "properties": {"input": {"not": {"type": "null"}}}},
+                {
+                    "required": ["instructions"],
+                    "properties": {"instructions": {"type": "string", "minLength": 1}},
+                },
+                {"required": ["previous_response_id"], "properties": {"previous_response_id": _TEXT}},
+            ]
+        }
+    )
+
     input: Input | None = None
     instructions: str | None = None
     previous_response_id: str | None = Field(default=None, max_length=MAX_ID)
@@ -83,6 +99,10 @@ class InputTokensRequest(AnyBody):
     reasoning: ReasoningSettings = ReasoningSettings()
     truncation: Literal["auto", "disabled"] = "disabled"  # either way what is too long is refused
     chat_template_kwargs: TemplateKwargs | None = None
+
+    def check(self) -> None:
+        if self.input is None and not self.instructions and self.previous_response_id is None:
+            raise RequestError("send 'input', or 'instructions', or a 'previous_response_id'.", "input")
 
     def chat(self, conversation: Conversation) -> ChatRequest:
         """What is asked of the model. Raises RequestError with the name of a field of the chat request."""

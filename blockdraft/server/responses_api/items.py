@@ -82,10 +82,11 @@ def _part_text(part: Nested) -> str:
 
 def _thoughts(item: Nested) -> str:
     """What was thought, its summary, or what we had sealed; thoughts that others sealed stay closed."""
-    for name in ("content", "summary"):
-        if item.get(name):
-            return "\n".join(part.text("text") for part in item.all(name))
-    return unsealed(item.text("encrypted_content", default=""))
+    texts = [
+        "\n".join(part.text("text") for part in item.all(name)) if name in item else ""
+        for name in ("content", "summary")
+    ]
+    return next(filter(None, [*texts, unsealed(item.text("encrypted_content", default=""))]), "")
 
 
 def sealed(thoughts: str) -> str:

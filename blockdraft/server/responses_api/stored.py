@@ -12,7 +12,7 @@ from blockdraft.server.conversation import Message
 from blockdraft.server.parts import AnswerPart, PartChange
 from blockdraft.server.responses import named_event
 from blockdraft.server.responses_api import schemas
-from blockdraft.server.responses_api.fields import Objects, namespaces_of
+from blockdraft.server.responses_api.fields import namespaces_of
 from blockdraft.server.responses_api.writer import call_item, output_text, part_events
 
 MAX_PAGE = 100  # items, as OpenAI
@@ -81,7 +81,7 @@ def _part(index: int, item: schemas.Item) -> AnswerPart:
 
 def _begun(item: schemas.Item, status: schemas.ItemStatus) -> schemas.Item:
     """The item before anything was in it."""
-    empty = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
+    empty: dict[str, object] = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
     kept = {name: value for name, value in item.items() if name != "encrypted_content"}
     return cast(schemas.Item, {**kept, **empty, "status": status})
 
@@ -114,7 +114,7 @@ def input_page(
 def _input_items(answer: schemas.Response, messages: Items[Message]) -> list[schemas.InputItem]:
     """All items of the conversation but the answer's own, which are its last."""
     name = answer["id"].removeprefix("resp_")
-    spaces = namespaces_of(cast(Objects, answer["tools"]))
+    spaces = namespaces_of(answer["tools"])
     items = [item for message in messages for item in _items(message, spaces)]
     num_own = sum(not is_half_a_call(item) for item in answer["output"])
     named = [

@@ -1,0 +1,76 @@
+"""The shapes of messages in chat requests: what /openapi.json says of them. Other code reads the messages."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, NotRequired
+
+from pydantic import PlainValidator
+from pydantic_core import PydanticCustomError
+from typing_extensions import TypedDict
+
+
+class TextPartParam(TypedDict):
+    """A text."""
+
+    type: Literal["text"]
+    text: str
+
+
+class RefusalPartParam(TypedDict):
+    """What the model said instead of an answer."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+
+class CalledParam(TypedDict):
+    """A function that was called; its arguments are JSON, as text or as an object."""
+
+    name: str
+    arguments: NotRequired[str | dict[str, object] | None]
+
+
+class ToolCallParam(TypedDict):
+    """One call."""
+
+    id: str
+    type: NotRequired[Literal["function"]]
+    function: CalledParam
+
+
+class SaidParam(TypedDict):
+    """What anybody but the model and its tools says."""
+
+    role: Literal["system", "user", "developer", "function", "ipython"]
+    content: str | list[TextPartParam]
+    tool_calls: NotRequired[list[ToolCallParam] | None]
+
+
+class AnswerParam(TypedDict):
+    """What the model has said: text, thoughts, calls, or nothing."""
+
+    role: Literal["assistant"]
+    content: NotRequired[str | list[TextPartParam | RefusalPartParam] | None]
+    tool_calls: NotRequired[list[ToolCallParam] | None]
+
+
+class ResultParam(TypedDict):
+    """What a tool returned to a call of an earlier message."""
+
+    role: Literal["tool"]
+    tool_call_id: str
+    content: NotRequired[str | list[TextPartParam] | None]
+    tool_calls: NotRequired[list[ToolCallParam] | None]
+
+
+MessageParam = SaidParam | AnswerParam | ResultParam
+
+
+def an_object(value: object) -> dict[str, object]:
+    """A JSON object, whose fields other code reads. It is a validator of pydantic's."""
+    if not isinstance(value, dict):
+        raise PydanticCustomError("dict_type", "Input should be an object")
+    return value
+
+
+Message = Annotated[dict[str, object], PlainValidator(an_object, json_schema_input_type=MessageParam)]
