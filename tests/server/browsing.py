@@ -7,6 +7,7 @@ import pytest
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="no playwright: pip install playwright")
 expect = sync_api.expect
+expect.set_options(timeout=15_000)  # of a busy machine; only a failure waits for so long
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 MARKS = [
     pytest.mark.slow,

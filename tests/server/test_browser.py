@@ -1,5 +1,6 @@
 """The page in a real browser, over the fake server and over the real one: Chromium, driven by Playwright."""
 
+import contextlib
 import re
 
 import httpx
@@ -36,8 +37,12 @@ def real_url():
 
 
 def test_the_real_server_chats_marks_drafts_and_compares(browser, real_url):
+    with contextlib.closing(browser.new_page(viewport=DESKTOP)) as page:  # its feed would keep the server
+        chats_marks_and_compares(page, real_url)
+
+
+def chats_marks_and_compares(page, real_url):
     problems = []
-    page = browser.new_page(viewport=DESKTOP)
     page.on("pageerror", lambda error: problems.append(str(error)))
     page.goto(real_url)
     expect(page.locator("#status")).to_have_text("ready")
@@ -65,7 +70,6 @@ def test_the_real_server_chats_marks_drafts_and_compares(browser, real_url):
     ask(page, "t1 t2 t3")
     finish(page)
     expect(page.locator(".verdict")).to_contain_text("The texts are identical.")
-    page.close()
     assert problems == []
 
 
