@@ -16,12 +16,14 @@ import sys
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
-from threading import Lock
+from threading import Lock, Timer
 
 from blockdraft.errors import RequestError
 from blockdraft.grammar.compiling import TokenSource
+from blockdraft.grammar.trial_worker import MAX_WALL_S, TOO_MUCH
 from blockdraft.settings.settings import child_environment
 
+GRACE_S = 5.0  # beyond what the worker itself allows a form, where it can
 WORKER = (sys.executable, "-m", "blockdraft.grammar.trial_worker")
 
 
@@ -63,11 +65,16 @@ class Trials:
         assert process.stdout is not None
         process.stdin.write(json.dumps({**asked, "number": number}, default=dict) + "\n")
         process.stdin.flush()
-        for line in process.stdout:
-            answer: dict[str, object] = json.loads(line)
-            if answer["number"] == number:  # else somebody was interrupted while waiting for it
-                return answer
-        raise RuntimeError("the process that tries forms has ended.")
+        too_late = Timer(MAX_WALL_S + GRACE_S, process.kill)
+        too_late.start()
+        try:
+            for line in process.stdout:
+                answer: dict[str, object] = json.loads(line)
+                if answer["number"] == number:  # else somebody was interrupted while waiting for it
+                    return answer
+        finally:
+            too_late.cancel()
+        return {"error": TOO_MUCH}  # the process has ended
 
     def _started(self) -> subprocess.Popen[str]:
         if self._process is None or self._process.poll() is not None:

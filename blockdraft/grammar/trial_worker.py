@@ -1,14 +1,13 @@
-"""A process that compiles forms of clients for a trial: each in a child of its own, which has limits.
+"""A process that compiles forms of clients for a trial: on Linux each in a child of its own, with limits.
 
 It is a program: one request per line on its standard input, one answer per line on its standard output.
-It knows neither torch nor a model. `trial` starts it.
+It knows neither torch nor a model. `trial` starts it, and ends it where a form takes too long.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import resource
 import signal
 import sys
 from pathlib import Path
@@ -23,9 +22,11 @@ if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
 MAX_CPU_S = 2.0  # of one form; ordinary schemas take a hundredth of it
-MAX_WALL_S = 60.0  # a machine may be busy
+HAS_LIMITS = sys.platform == "linux"  # else nothing ends a form but the end of this process
+MAX_WALL_S = 60.0 if HAS_LIMITS else 10.0  # a machine may be busy
 MAX_BYTES = 512 << 20  # of one form
 STACK_BYTES = 1 << 20  # a thread that compiles the form again has twice as much, or more
+ASSUMED_BYTES = 4 << 20  # of a compiled form, where nobody counts
 MAX_TOKENIZERS = 4
 TOO_MUCH = (
     f"the form is too complex: to compile it takes more than {MAX_CPU_S:g} s of a core, "
@@ -69,7 +70,7 @@ def _may_roll_back(written: WrittenForm, read: LLTokenizer) -> bool:
 
 def main() -> None:
     """Serves until its input ends."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    attempt = _try_in_child if HAS_LIMITS else _try_here
     known: dict[str, tuple[TokenSource, LLTokenizer]] = {}
     for line in sys.stdin:
         asked = json.loads(line)
@@ -82,13 +83,17 @@ def main() -> None:
         if asked["key"] not in known:
             answer: FormVerdict | dict[str, bool] = {"is_unknown": True}
         else:
-            answer = _try(StructuredOutputs(**asked["form"]), *known[asked["key"]])
+            answer = attempt(StructuredOutputs(**asked["form"]), *known[asked["key"]])
         sys.stdout.write(json.dumps({**answer, "number": asked["number"]}) + "\n")
         sys.stdout.flush()
 
 
-def _try(form: StructuredOutputs, tokens: TokenSource, read: LLTokenizer) -> FormVerdict:
-    """In a child: whatever a form does to it, this process goes on."""
+def _try_here(form: StructuredOutputs, tokens: TokenSource, read: LLTokenizer) -> FormVerdict:
+    return {**judge(form, tokens, read), "num_bytes": ASSUMED_BYTES}
+
+
+def _try_in_child(form: StructuredOutputs, tokens: TokenSource, read: LLTokenizer) -> FormVerdict:
+    """Whatever a form does to the child, this process goes on."""
     reading, writing = os.pipe()
     before = _resident_bytes()
     child = os.fork()
@@ -117,6 +122,9 @@ def _answer(form: StructuredOutputs, tokens: TokenSource, read: LLTokenizer, wri
 
 def _limit() -> None:
     """Whatever takes more ends this process: the timers' signals do by themselves."""
+    import resource  # Windows has none
+
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S)
     signal.setitimer(signal.ITIMER_REAL, MAX_WALL_S)
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
@@ -126,7 +134,8 @@ def _limit() -> None:
 def _statm() -> tuple[int, int]:
     """Bytes of this process: all that it may address, and what is in memory."""
     size, resident = Path("/proc/self/statm").read_text(encoding="ascii").split()[:2]
-    return int(size) * resource.getpagesize(), int(resident) * resource.getpagesize()
+    page = os.sysconf("SC_PAGE_SIZE")
+    return int(size) * page, int(resident) * page
 
 
 def _resident_bytes() -> int:

@@ -124,6 +124,24 @@ def test_a_form_past_its_time_is_refused_and_the_next_one_is_tried(monkeypatch):
     assert asked.of({"regex": "a"}, tokens, key).may_roll_back
 
 
+def test_systems_without_limits_end_the_worker_where_a_form_takes_too_long(monkeypatch):
+    """macOS cannot bound a process's memory, and Windows has neither `fork` nor `resource`."""
+    elsewhere = (
+        "import os, sys; sys.platform = 'win32'; sys.modules['resource'] = None; del os.fork\n"
+        "import blockdraft.grammar.trial_worker as w; w.main()"
+    )
+    monkeypatch.setattr(trial, "WORKER", (trial.WORKER[0], "-c", elsewhere))
+    tokens, _, key = vocabulary()._tokens
+    asked = trial.Trials()
+    assert asked.of({"regex": "a"}, tokens, key).may_roll_back
+    monkeypatch.setattr(trial, "MAX_WALL_S", 0.1)
+    monkeypatch.setattr(trial, "GRACE_S", 0.0)
+    with pytest.raises(RequestError, match="too complex"):
+        asked.of(BOMB, tokens, key)
+    monkeypatch.undo()
+    assert asked.of({"regex": "a"}, tokens, key).may_roll_back
+
+
 def test_an_interrupted_trial_does_not_answer_the_next_one():
     tokens, _, key = vocabulary()._tokens
     asked = trial.Trials()
