@@ -12,31 +12,31 @@ from tests.test_architecture import ROOT
 
 # Lines of Python, blank ones and docstrings included.
 BUDGETS = {
-    "kernels": 14_950,
+    "kernels": 15_350,
     "bench": 6_450,
-    "checkpoints": 4_900,
-    "server": 8_300,
+    "checkpoints": 4_950,
+    "server": 10_000,
     "training": 4_000,
-    "planner": 3_150,
-    "engine": 4_000,
-    "cli": 3_700,
+    "planner": 3_250,
+    "engine": 4_250,
+    "cli": 3_800,
     "launch": 2_250,
     "models": 2_500,
     "check": 3_600,
     "start": 1_850,
     "doctor": 1_200,
-    "settings": 1_600,
-    "tools": 1_900,
-    "text": 1_050,
-    "grammar": 600,
+    "settings": 1_650,
+    "tools": 2_700,
+    "text": 1_150,
+    "grammar": 1_500,
     "cache": 1_000,
     "machine": 850,
     "step": 1_100,
-    **dict.fromkeys(("__init__", "__main__", "errors", "jsonl", "llm", "phases"), 250),
+    **dict.fromkeys(("__init__", "__main__", "errors", "jsonl", "llm", "phases"), 300),
     **dict.fromkeys(("fp4_kernels", "prometheus_text"), 250),
 }
 CORE = ("engine", "step", "cache", "models")
-CORE_BUDGET = 8_500
+CORE_BUDGET = 8_800
 MAX_FUNCTION = 60
 MAX_STEP = 25
 LONG_BY_NATURE = ("kernels/triton/", "kernels/llvm/")  # a kernel is one function

@@ -11,7 +11,7 @@ MAX_FORM_CHARS = 1 << 19  # arbitrary
 # Text that a form forces in a row. It makes each step of all answers longer: llguidance writes all of it as
 # tokens again, 100,000 characters in 0.2 s.
 MAX_RUN_CHARS = 1 << 15
-MAX_DEPTH = 64  # of a JSON schema; arbitrary, as deep as a request's body may be
+MAX_DEPTH = 64  # of nested lists and objects, in a form as in a request's body; arbitrary
 
 
 def check_text(what: str, text: object, limit: int = MAX_FORM_CHARS) -> None:

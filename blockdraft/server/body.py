@@ -8,9 +8,9 @@ from collections import Counter
 from collections.abc import Iterator
 
 from blockdraft.errors import RequestError
+from blockdraft.grammar.limits import MAX_DEPTH
 from blockdraft.text.content import json_kind
 
-MAX_DEPTH = 64  # of nested lists and objects; arbitrary, far past any conversation
 MAX_INTEGER_CHARS = 20  # 64 bits, sign included
 _TOO_DEEP = f"nests deeper than {MAX_DEPTH} levels: flatten it."
 

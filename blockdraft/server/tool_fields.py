@@ -9,12 +9,12 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from blockdraft.errors import RequestError
+from blockdraft.grammar.limits import MAX_FORM_CHARS
 from blockdraft.server.field_types import StrictFields
 from blockdraft.server.json_schemas import Schema
 from blockdraft.tools.pieces import FunctionTool
 
-MAX_TOOLS = 1024  # arbitrary, as the next two
-MAX_SCHEMA_CHARS = 1 << 19  # of all schemas of a request, as JSON
+MAX_TOOLS = 1024  # arbitrary, as the next
 MAX_SCHEMA_DEPTH = 48  # lists and objects inside each other in one schema
 
 ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
@@ -144,10 +144,10 @@ class ToolFields(StrictFields):
                     "tools",
                 )
             num_chars += len(json.dumps(schema))
-        if num_chars > MAX_SCHEMA_CHARS:
+        if num_chars > MAX_FORM_CHARS:
             raise RequestError(
                 f"'tools': the schemas have {num_chars} characters together, more than "
-                f"{MAX_SCHEMA_CHARS} characters: send fewer or smaller tools.",
+                f"{MAX_FORM_CHARS} characters: send fewer or smaller tools.",
                 "tools",
             )
 

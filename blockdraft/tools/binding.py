@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from blockdraft.errors import RequestError
+from blockdraft.grammar.limits import MAX_FORM_CHARS
 from blockdraft.tools.checking import FORMATS, problem_of
 from blockdraft.tools.lark import text_pattern
 from blockdraft.tools.pieces import FunctionTool
 from blockdraft.tools.schemas import Flat, Part, Schemas, listed, named, values_of
 
-MAX_GRAMMAR_CHARS = 1 << 19  # as of any form: a longer one would be refused behind this
 # Keywords that no grammar of ours binds.
 _NEVER = (
     *("not", "if", "dependentRequired", "dependentSchemas", "dependencies", "contains", "propertyNames"),
@@ -32,10 +32,10 @@ class Lines:
 
     def add(self, line: str) -> None:
         self._num_chars += len(line)
-        if self._num_chars > MAX_GRAMMAR_CHARS:
+        if self._num_chars > MAX_FORM_CHARS:
             raise RequestError(
                 f"the schema of the function '{self._tool.name}' makes a grammar of more than "
-                f"{MAX_GRAMMAR_CHARS} characters: make the schema smaller.",
+                f"{MAX_FORM_CHARS} characters: make the schema smaller.",
                 "tools",
             )
         self.all.append(line)

@@ -6,9 +6,10 @@ from dataclasses import replace
 import pytest
 
 from blockdraft.engine.request import StructuredOutputs, Thinking
+from blockdraft.grammar.limits import MAX_FORM_CHARS
 from blockdraft.server.chat import find_dialect, prepare_chat
 from blockdraft.server.fields import ChatRequest, CompletionRequest, parse
-from blockdraft.server.tool_fields import MAX_SCHEMA_CHARS, MAX_SCHEMA_DEPTH
+from blockdraft.server.tool_fields import MAX_SCHEMA_DEPTH
 from tests.server.asking import ask
 from tests.server.pair import NAME, app_over, client_of, models, spelled_tokenizer, thinking_tokenizer
 
@@ -373,8 +374,8 @@ def nested(depth):
 
 
 def test_schemas_of_tools_are_bounded_before_anything_is_built(app):
-    large = tool_of({"type": "object", "description": "x" * MAX_SCHEMA_CHARS})
-    half = {"type": "object", "description": "x" * (MAX_SCHEMA_CHARS // 2)}
+    large = tool_of({"type": "object", "description": "x" * MAX_FORM_CHARS})
+    half = {"type": "object", "description": "x" * (MAX_FORM_CHARS // 2)}
     two = [tool_of(half), tool_of(half, "g")]
     for tools, part in (
         ([large], "524288 characters"),
