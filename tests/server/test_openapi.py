@@ -30,7 +30,7 @@ CHECKS = [
 SHAPE = re.compile(
     r"Input should|Field required|should have at|should match|should be|is needed|it is empty|no role|"
     r"its role|content is|part of (a message|type)|not supported (here|yet)|must be a string|a call is|"
-    r"cannot be set|a function has|vocabulary|verifies at most"
+    r"cannot be set|a function has|(?<!logit_bias: )token id|verifies at most"
 )
 SECRETS = ("Traceback", "site-packages", "/blockdraft/", '.py"', "Error(")
 WITH_BODY = [
