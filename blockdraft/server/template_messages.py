@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Items
 
 from blockdraft.errors import RequestError
-from blockdraft.text.content import json_kind
+from blockdraft.text.content import content_text, json_kind
 
 Message = Mapping[str, object]
 
@@ -60,7 +60,8 @@ def for_template(messages: Items[Message], *, has_developer: bool) -> list[dict[
     names: dict[str, str] = {}
     shaped = []
     for number, message in enumerate(messages):
-        new = _as_said(message) if message.get("role") == "assistant" else dict(message)
+        said = _as_said(message) if message.get("role") == "assistant" else message
+        new = {**said, "content": content_text(said)}
         if calls := calls_of(message, number):
             new["tool_calls"] = [_with_object(call, names) for call in calls]
         else:
