@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from blockdraft.errors import RequestError
+
 Message = dict[str, object]
 
 
@@ -62,12 +64,15 @@ class Conversation:
         """The messages for a chat template: at most one system message in front, and no content missing.
 
         Many templates take a system message in the first place only, so the first ones become one.
+        Raises RequestError if nobody has said anything.
         """
         messages = [{**message, "content": message.get("content", "")} for message in self.messages]
         ahead = [] if not instructions else [instructions]
         while messages and messages[0]["role"] in ("system", "developer"):
             ahead.append(str(messages.pop(0)["content"]))
         first: list[Message] = [{"role": "system", "content": "\n\n".join(ahead)}] if ahead else []
+        if not first and not messages:
+            raise RequestError("'messages' hold nothing that the model can read: send a text.", "messages")
         return first + messages
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Annotated
 
 from pydantic import (
@@ -29,6 +30,7 @@ MAX_STOP_CHARS = 1024
 MAX_TEMPLATE_KWARGS = 64
 MAX_TEMPLATE_KWARGS_CHARS = 1 << 14
 MAX_INT = 2**31 - 1
+_TOKEN_ID = re.compile("(0|[1-9][0-9]{0,9})")  # one way to write each, so that none is given twice
 
 _RESERVED_KWARGS = frozenset(
     {
@@ -75,12 +77,9 @@ def _token_biases(value: object) -> object:
     if not isinstance(value, dict):
         return value
     for key in value:
-        if not (key.isascii() and key.isdigit() and len(key) < 11 and int(key) <= MAX_INT):
+        if not (_TOKEN_ID.fullmatch(key) and int(key) <= MAX_INT):
             raise PydanticCustomError("token", "the key {key} is no token id", {"key": shown(key)})
-    biases = {int(key): bias for key, bias in value.items()}
-    if len(biases) < len(value):
-        raise PydanticCustomError("token", "a token id is given twice")
-    return biases
+    return {int(key): bias for key, bias in value.items()}
 
 
 def _template_kwargs(value: dict[str, object]) -> dict[str, object]:
@@ -104,7 +103,7 @@ Biases = Annotated[
             WithJsonSchema(
                 {
                     "type": "object",
-                    "propertyNames": {"pattern": "^[0-9]{1,9}$"},
+                    "propertyNames": {"pattern": f"^{_TOKEN_ID.pattern}$"},
                     "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
                     "maxProperties": MAX_BIASES,
                 }

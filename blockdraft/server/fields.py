@@ -302,12 +302,17 @@ def parse(kind: type[BodyT], body: bytes) -> BodyT:
     """Read a request, or say with RequestError what is wrong with it."""
     given = {name: whole(value) for name, value in parse_object(body).items() if value is not None}
     for name, neutral in kind.UNSUPPORTED.items():
-        if name in given and given[name] not in neutral:
+        if name in given and not any(_is_same(given[name], one) for one in neutral):
             raise RequestError(f"'{name}' is not supported yet: leave it out.", name)
     asked = validate(kind, given)
     known = {*kind.model_fields, *kind.UNSUPPORTED, *kind.HARMLESS}
     asked._ignored = tuple(shown_name(name) for name in given if name not in known)
     return asked
+
+
+def _is_same(value: object, other: object) -> bool:
+    """Whether two values are one in JSON, where false is not 0."""
+    return isinstance(value, bool) is isinstance(other, bool) and value == other
 
 
 def validate(kind: type[BodyT], given: Mapping[str, object]) -> BodyT:

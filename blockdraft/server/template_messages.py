@@ -62,8 +62,8 @@ def for_template(messages: Items[Message], *, has_developer: bool) -> list[dict[
     names: dict[str, str] = {}
     shaped = []
     for number, message in enumerate(messages):
-        new = _as_said(message) if message.get("role") == "assistant" else dict(message)
-        new["content"] = content_text(new)
+        said = _as_said(message) if message.get("role") == "assistant" else message
+        new = {**said, "content": content_text(said)}
         if calls := calls_of(message, number):
             new["tool_calls"] = [_with_object(call, names) for call in calls]
         else:

@@ -30,7 +30,7 @@ CHECKS = [
 SHAPE = re.compile(
     r"Input should|Field required|should have at|should match|should be|is needed|it is empty|no role|"
     r"its role|content is|part of (a message|type)|not supported (here|yet)|must be a string|a call is|"
-    r"cannot be set|a function has|vocabulary|verifies at most"
+    r"cannot be set|a function has|(?<!logit_bias: )token id [0-9]+ is|verifies at most"
 )
 SECRETS = ("Traceback", "site-packages", "/blockdraft/", '.py"', "Error(")
 WITH_BODY = [
@@ -142,6 +142,7 @@ CHATS = [
     ([said("user", 5)], False),
     ([said("user", PARTS)], True),
     ([said("user", ["t1"])], False),
+    ([said("ipython", False, tool_calls=CALLS)], False),
     ([said("user", [{"type": "image_url", "image_url": {"url": "x"}}])], False),
     ([said("user"), {"role": "assistant"}, said("user")], True),
     ([said("user"), said("assistant", None), said("user")], True),
@@ -189,9 +190,14 @@ FIELDS = [
     (CHAT, {"speculative": {"width": 9}}, False),
     (CHAT, {"speculative": {"width": 0}}, False),
     (CHAT, {"stop_token_ids": [64]}, False),
+    (CHAT, {"logit_bias": {"0": 1, "10": 1}}, True),
+    (CHAT, {"logit_bias": {"00": 1}}, False),
     (CHAT, {"audio": {}}, False),
     (CHAT, {"audio": None, "functions": [], "use_beam_search": False}, True),
     (CHAT, {"use_beam_search": True}, False),
+    (CHAT, {"use_beam_search": 0}, False),
+    (CHAT, {"priority": False}, False),
+    (CHAT, {"priority": 0.0}, True),
     (CHAT, {"chat_template_kwargs": {"tools": []}}, False),
     (RESPONSES, {"background": True}, False),
     (RESPONSES, {"tools": [{"type": "web_search"}]}, False),
