@@ -191,7 +191,7 @@ class StepCosts:
         """
         plain = self.size(num_rows), 1
         found = [*2 * self._firm(plain), *self._met.get(plain, ())] or [self._base_s(plain)]
-        return max(1.0, self._base_s((plain[0], width)) / median(found))
+        return max(1.0, float(self._base_s((plain[0], width)) / median(found)))
 
     def is_known(self, num_rows: int, width: int) -> bool:
         """Whether it was timed: undisturbed at the start, or while serving."""
