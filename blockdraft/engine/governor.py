@@ -23,7 +23,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median, median_low
+from statistics import fmean, median
 
 import numpy as np
 
@@ -36,16 +36,15 @@ ALL_SIZES = 16  # rows up to which each number of them has its own times
 BELIEF = 16.0  # drafts put to the test that the chances of all rows count for in a row's own
 FADE_SURE = 0.75  # FADE of confidence: it is less noisy than outcomes, so a few steps are enough
 FEW_SAID = 3.0  # drafts of average confidence that a row's own are mixed with
-LAST = 5  # steps, within which two widths meet the same machine
-ENOUGH = 3  # of them that tell how fast the machine is
-MEETINGS = 9  # with other widths that are remembered
-FIRM = 2  # of these count as much as what was measured at the start
-BELIEVED = 3  # steps after which a width was timed
+LAST = 6  # steps, within which two kinds of them meet the same machine
+ENOUGH = 4  # of them that tell how fast the machine is
+MEETINGS = 33  # times beside other kinds that are remembered
+BELIEVED = 9  # steps after which a width was timed
 BEYOND = 0.5  # of what one more token takes: wider than measured. A guess too high would never be corrected
 GAIN = 1.02  # that another width must promise: changing back and forth gains nothing
 AGE = 128  # steps after which a width that promises nearly as much is tried again
 NEARLY = 0.85
-OLD = 256  # the same of one that does not: what made it look slow may have been chance
+PLAIN_AGE = 500  # the same of plain steps, whatever they promise: what made them look slow may be chance
 FIRST_AGE = 8  # the same of plain steps that were never timed
 MIN_PAUSE, MAX_PAUSE = 4, 128  # plain steps between two tries
 HOPE = 0.4  # the power of all chances that a try may find: 0.6 is then 0.8
@@ -152,8 +151,8 @@ class StepCosts:
 
     Two things are told apart: how much dearer one width is than another, and how fast the machine is now. The
     second changes all the time, with other programs and growing contexts, and is heard from the last steps of
-    any width. The first is learnt only where steps of two widths follow each other closely, so that both met
-    the same machine, and from several such meetings.
+    any kind. The first is learnt only where steps of two kinds follow each other, so that both met the
+    same machine, and from several such meetings.
     """
 
     def __init__(
@@ -167,7 +166,7 @@ class StepCosts:
         self._sizes = sorted(sizes)
         self._base: dict[Place, float] = {}  # seconds, on a machine as fast as it was at the start
         self._met: dict[Place, deque[float]] = {}  # the same, from each meeting with other widths
-        self._last: dict[int, deque[tuple[int, float]]] = {}  # by rows: widths and seconds of the last steps
+        self._last: deque[tuple[Place, float]] = deque(maxlen=LAST)  # seconds of the last steps
         self._seen: dict[Place, int] = {}  # when, in steps
         self._count: dict[Place, int] = {}  # how often
         self._num_steps = 0
@@ -177,13 +176,22 @@ class StepCosts:
 
     def seconds(self, num_rows: int, width: int) -> float:
         size = self.size(num_rows)
-        return self._base_s((size, width)) * self._pace(size)
+        return self._base_s((size, width)) * self._pace()
 
     def by_width(self, num_rows: int, widths: Sequence[int]) -> np.ndarray:
         """[widths], which ascend: what a wider step takes is the most that a narrower one can take."""
         size = self.size(num_rows)
         found = np.array([self._base_s((size, width)) for width in widths])
-        return self._pace(size) * np.minimum.accumulate(found[::-1])[::-1]
+        return self._pace() * np.minimum.accumulate(found[::-1])[::-1]
+
+    def ratio(self, num_rows: int, width: int) -> float:
+        """What such a step takes over what a plain one takes; at least 1.
+
+        Plain steps are few where drafts pay, and one of them may have waited for a core: their median counts.
+        """
+        plain = self.size(num_rows), 1
+        found = [*2 * self._firm(plain), *self._met.get(plain, ())] or [self._base_s(plain)]
+        return max(1.0, float(self._base_s((plain[0], width)) / median(found)))
 
     def is_known(self, num_rows: int, width: int) -> bool:
         """Whether it was timed: undisturbed at the start, or while serving."""
@@ -195,29 +203,29 @@ class StepCosts:
 
     def observe(self, num_rows: int, width: int, seconds: float) -> None:
         self._num_steps += 1
-        size = self.size(num_rows)
-        place, last = (size, width), self._last.setdefault(size, deque(maxlen=LAST))
-        if len(last) >= ENOUGH and all(other != width for other, _ in last):
-            self._meet(place, seconds / median(self._paces(size, last)))
-        last.append((width, seconds))
+        place = self.size(num_rows), width
+        others = [one for one in self._last if one[0] != place]
+        if len(others) >= ENOUGH:
+            self._meet(place, seconds / self._pace(others))
+        self._last.append((place, seconds))
         self._seen[place] = self._num_steps
         self._count[place] = self._count.get(place, 0) + 1
 
     def _meet(self, place: Place, base_s: float) -> None:
         """What it took beside other widths."""
-        is_measured = self._is_sure and place in self._measured
-        known = [self._measured[place]] * FIRM if is_measured else []
-        met = self._met.setdefault(place, deque(maxlen=MEETINGS))
-        met.append(base_s)
-        self._base[place] = median_low([*known, *met])
+        self._met.setdefault(place, deque(maxlen=MEETINGS)).append(base_s)
+        found = sorted([*self._firm(place), *self._met[place]])
+        cut = len(found) // 4
+        self._base[place] = fmean(found[cut : len(found) - cut])
 
-    def _pace(self, size: int) -> float:
-        """How many times as long steps take as at the start."""
-        last = self._last.get(size)
-        return median(self._paces(size, list(last)[-ENOUGH:])) if last else 1.0
+    def _firm(self, place: Place) -> list[float]:
+        """What was measured at the start, where nothing disturbed it."""
+        return [self._measured[place]] if self._is_sure and place in self._measured else []
 
-    def _paces(self, size: int, steps: Iterable[tuple[int, float]]) -> list[float]:
-        return [seconds / self._base_s((size, width)) for width, seconds in steps]
+    def _pace(self, steps: Iterable[tuple[Place, float]] | None = None) -> float:
+        """How many times as long as at the start these steps took; by default the last ones."""
+        steps = list(self._last)[-ENOUGH:] if steps is None else steps
+        return median([seconds / self._base_s(place) for place, seconds in steps] or [1.0])
 
     def _base_s(self, place: Place) -> float:
         if place not in self._base:
@@ -299,7 +307,7 @@ class Governor:
         self._width = self._widths[now]
         is_known = all(self.costs.is_known(count, width) for width in (1, self._width))
         tokens = float(committed[now] / count)
-        speedup = tokens * float(seconds[0] / seconds[now]) if is_known else None
+        speedup = tokens / self.costs.ratio(count, self._width) if is_known else None
         self.last = GovernedStep(count, self._width, tokens, speedup)
         if self._width == 1:
             self._until_try -= 1
@@ -322,13 +330,14 @@ class Governor:
 
     def _neglected(self, speeds: np.ndarray, now: int, count: int) -> int:
         """The chosen width, or one that nobody has looked at for long: beside it, or a plain step."""
-        if not self.costs.is_known(count, 1) and speeds[0] > 0 and self.costs.age(count, 1) > FIRST_AGE:
-            return 1
         for other in (now - 1, now + 1, 0):
-            if 0 <= other < len(speeds) and speeds[other] > 0:
-                width, age = self._widths[other], AGE if speeds[other] > NEARLY * speeds[now] else OLD
-                if self.costs.age(count, width) > age:
+            if 0 <= other < len(speeds) and speeds[other] > NEARLY * speeds[now]:
+                width = self._widths[other]
+                if self.costs.age(count, width) > AGE:
                     return width
+        plain_age = PLAIN_AGE if self.costs.is_known(count, 1) else FIRST_AGE
+        if speeds[0] > 0 and self.costs.age(count, 1) > plain_age:
+            return 1
         return self._widths[now]
 
     def observe(

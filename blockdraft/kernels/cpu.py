@@ -42,7 +42,7 @@ def why_no_llvm(dtype: torch.dtype, device: torch.device) -> str | None:
         return f"the CPU kernels are not for '{device.type}'"
     if str(dtype) not in ("torch.float32", "torch.float64"):
         return f"the CPU kernels compute in float32 or float64, not {dtype}"
-    return why_not_here() or _why_not_tried()
+    return why_not_here() or (None if sys.platform == "linux" else _why_not_tried())
 
 
 @functools.cache
@@ -64,8 +64,6 @@ def why_not_here() -> str | None:
 @functools.cache
 def _why_not_tried() -> str | None:
     """On a system where the kernels were never run: whether one does, in a process that may crash."""
-    if sys.platform == "linux":
-        return None
     torch_version = version("torch")
     tried = cache_dir() / "kernels" / f"tried-{torch_version}-{version('llvmlite')}"
     if tried.exists():

@@ -254,7 +254,8 @@ def run_busy(seed, *, chance, cost=two_cores, is_sure=True, num_steps=2000):
     """Of each step: its width, what was said of it, and the tokens that were expected of it."""
     draw = np.random.default_rng(seed)
     places = [(1, width) for width in (1, 2, 3, 4, 6, 8)]
-    measured = {place: cost(*place) * disturbed(draw, 81)[::40].min() for place in places}  # best of three
+    factors = [1 + 0.1 * draw.random() if is_sure else disturbed(draw, 81)[::40].min() for _ in places]
+    measured = {place: cost(*place) * factor for place, factor in zip(places, factors, strict=True)}
     costs = StepCosts(measured, [1], is_sure=is_sure)
     governor, record = Governor(costs, DraftChances([0.6] * 15), first=3, block=BLOCK), DraftRecord()
     found = []
@@ -290,7 +291,8 @@ def test_noise_hardly_changes_widths_nor_what_is_said_of_them(chance, is_sure):
         seconds = sum(two_cores(1, width) for width, _, _ in steps)
         tokens = sum(speed(width, chance) * two_cores(1, width) for width, _, _ in steps)
         speeds.append(tokens / seconds)
-        said.append(np.median([1.0 if one.width == 1 else one.speedup for _, one, _ in steps]))
+        known = [1.0 if one.width == 1 else one.speedup for _, one, _ in steps]
+        said.append(np.median([one for one in known if one is not None]))
     assert np.mean(speeds) > 0.95 * best
     assert np.median(said) == pytest.approx(best, rel=0.15)
 
@@ -299,7 +301,7 @@ def test_what_drafts_gain_is_not_said_before_plain_steps_were_timed():
     """The machine was too busy at the start: then plain steps are tried soon, and what is said is theirs."""
     costs = StepCosts({(1, 1): 9.0, (1, 4): 2.0}, [1], is_sure=False)
     governor, plain = Governor(costs, DraftChances([0.9] * 7), first=4, block=8), 0
-    for _ in range(60):
+    for _ in range(150):
         width = governor.next_width([DraftRecord()])
         if plain < module.BELIEVED:
             assert governor.last.speedup is None

@@ -101,7 +101,8 @@ class Pool:
         places += [_address(self._mutex), _address(self._condition)]
         places += [_address(self._libc.clock_gettime), time.CLOCK_MONOTONIC]
         ctypes.memset(self._state, 0, ctypes.sizeof(self._state))
-        self._state[LOCK:SIZE] = places
+        for index, place in enumerate(places, start=LOCK):
+            self._state[index] = place
 
     def _resize(self, num_threads: int) -> None:
         """Helpers that are no longer wanted end, those that are missing begin."""
