@@ -123,7 +123,8 @@ def gain(head, cost, *, rows=1, seeds=3):
 
 @pytest.mark.parametrize("head", slow_but(["well calibrated", "overconfident"], "well calibrated"))
 def test_a_head_that_knows_something_makes_steps_faster_where_wrong_drafts_cost_much(head):
-    assert gain(head, simulation.two_cores) > 1.02
+    seeds = 3 if head == "well calibrated" else 10  # three seeds alone differ by 2 %
+    assert gain(head, simulation.two_cores, seeds=seeds) > 1.02
 
 
 @pytest.mark.parametrize("head", slow_but(["useless", "opposite", "of tokens only"], "useless"))
