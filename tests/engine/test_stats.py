@@ -311,7 +311,7 @@ def test_drafts_since_a_narrower_block():
 def test_a_speedup_is_that_of_the_drafts_that_were_kept(clock):
     """Eight tokens were expected of a step that takes as long as two plain ones; fewer were kept."""
     engine = make_engine(clock)
-    engine.add([1, 2, 3, 4], greedy())
+    engine.add([1, 2, 3, 4], greedy(max_tokens=66))
     drain(engine, clock)
     load = Load(governed_rows=1, governed_width=8, governed_tokens=8.0, speedup=4.0)
     found = engine.stats.snapshot(load)

@@ -156,6 +156,10 @@ async def do_release(request):
     return web.json_response(counts)
 
 
+async def show_counts(request):
+    return web.json_response(counts)
+
+
 async def crash(request):
     say("(EngineCore pid=2) ERROR 11-15 13:00:00 [core.py:9] CUDA error: an illegal memory access")
     os.kill(os.getpid(), signal.SIGKILL)
@@ -202,6 +206,7 @@ def main():
     app.router.add_post("/v1/chat/completions", complete)
     app.router.add_route("*", "/v1/echo/{tail:.*}", echo)
     app.router.add_post("/v1/release", do_release)
+    app.router.add_get("/v1/counts", show_counts)
     app.router.add_post("/v1/crash", crash)
     app.router.add_post("/scale_elastic_ep", ok)
     say(f"(APIServer pid=1) INFO 11-15 12:56:16 [entry.py:140] Starting vLLM server on {FLAGS['--port']}")
