@@ -74,7 +74,8 @@ class Trials:
                     return answer
         finally:
             too_late.cancel()
-        return {"error": TOO_MUCH}  # the process has ended
+        process.wait()  # it is ending: the next form must not be handed to it
+        return {"error": TOO_MUCH}
 
     def _started(self) -> subprocess.Popen[str]:
         if self._process is None or self._process.poll() is not None:

@@ -83,7 +83,7 @@ def test_json_that_is_none_or_means_two_things(app, path, body):
         (f'{{"a": {deep(MAX_DEPTH + 1)}}}'.encode(), "nests deeper"),
         (b'{"a":' * 100_000, "nests deeper"),
         (b'{"a": "\xff"}', "UTF-8"),
-        (b"[1]", "send an object"),
+        (b"[1]", "send a JSON object"),
     ],
 )
 def test_the_refusal_of_a_body_says_why(body, part):
