@@ -15,7 +15,7 @@ CPU_INDEX = "--index-url https://download.pytorch.org/whl/cpu"
 
 @pytest.fixture
 def clone(tmp_path, monkeypatch):
-    for name in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL"):  # set where `make test` runs us: that make would be its child
+    for name in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL"):  # `make test` sets them, and made a child of this one
         monkeypatch.delenv(name, raising=False)
     for name in ("Makefile", "pyproject.toml", "constraints.txt"):
         shutil.copy(ROOT / name, tmp_path)
