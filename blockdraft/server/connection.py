@@ -167,8 +167,8 @@ class HttpConnection(asyncio.Protocol):
     def eof_received(self) -> bool:
         """The client sends no more: it may wait for the answer to what it has sent, or have gone.
 
-        Who has gone answers a sign with a reset, or the next part of its answer. Returns True if the connection
-        stays.
+        Who has gone answers a sign, or the next part of its answer, with a reset. Returns True if the
+        connection stays.
         """
         self._has_heard_all = True
         exchange = self._exchange
