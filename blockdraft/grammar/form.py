@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from blockdraft.errors import RequestError
-from blockdraft.grammar.limits import MAX_RUN_CHARS, check_json, check_text
+from blockdraft.grammar.limits import MAX_RUN_CHARS, check_backslash, check_json, check_text
 
 MAX_CHOICES = 4096  # of `choice`; arbitrary
 # A regex of JSON's white space and nothing else: its characters, escaped or not, sets, groups and repeats.
@@ -42,6 +42,8 @@ class StructuredOutputs:
             if (text := getattr(self, name)) is not None:
                 check_text(f"'{name}'", text, MAX_RUN_CHARS)
         self._check_whitespace()
+        if self.regex is not None:
+            check_backslash(self.regex)
         if self.choice is not None:
             _check_choice(self.choice)
 

@@ -194,7 +194,18 @@ class _Body:
             self._rule.pieces[self._item] += "("
             self._rule.pieces.append(")")
         self._is_repeated = True
-        self._rule.pieces[-1] += piece.text if len(piece.text) == 1 else _times(piece)
+        times = piece.text if len(piece.text) == 1 else _times(piece)
+        if times == "{0,0}":  # Lark has no such repeat
+            self._forget_item()
+        else:
+            self._rule.pieces[-1] += times
+
+    def _forget_item(self) -> None:
+        """Leave an empty text where the last item stood."""
+        assert self._item is not None
+        self._rule.pieces[self._item :] = ['""']
+        kept = {place: name for place, name in self._rule.names.items() if place < self._item}
+        self._rule.names = kept
 
 
 def _times(piece: _Piece) -> str:

@@ -23,6 +23,12 @@ def check_text(what: str, text: object, limit: int = MAX_FORM_CHARS) -> None:
     _check_unicode(what, text)
 
 
+def check_backslash(regex: str) -> None:
+    """RequestError: it ends with a backslash that escapes nothing, which llguidance leaves out."""
+    if (len(regex) - len(regex.rstrip("\\"))) % 2:
+        raise _refused(f"the regex ends with a lone backslash: {regex[-40:]}. Escape it.")
+
+
 def check_json(what: str, given: object) -> None:
     """RequestError: it is neither a JSON object nor the text of one, or larger than a form may be."""
     if isinstance(given, str):

@@ -167,12 +167,12 @@ class HttpConnection(asyncio.Protocol):
     def eof_received(self) -> bool:
         """The client sends no more: it may wait for the answer to what it has sent, or have gone.
 
-        Who has gone answers a sign with a reset. Where the answer has begun no sign can be sent, and who ends
-        its half only then has gone, as a rule. Returns True if the connection stays.
+        Who has gone answers a sign, or the next part of its answer, with a reset. Returns True if the
+        connection stays.
         """
         self._has_heard_all = True
         exchange = self._exchange
-        is_waiting = exchange is not None and not exchange.has_begun and self._arriving is not exchange
+        is_waiting = exchange is not None and not exchange.is_complete and self._arriving is not exchange
         if self._is_lingering or not is_waiting:
             self._watch_rest()  # the transport closes itself
             return False

@@ -12,6 +12,7 @@ from pydantic import AfterValidator, BeforeValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from blockdraft.errors import RequestError
+from blockdraft.grammar.limits import check_backslash
 from blockdraft.server.body import parse_text
 from blockdraft.text.content import json_kind
 
@@ -43,6 +44,7 @@ def check_schema(schema: dict[str, object]) -> dict[str, object]:
             wrong = {"found": json_kind(part)}
             raise PydanticCustomError("schema", "a JSON schema holds {found} where a schema belongs", wrong)
         _check_type(part.get("type"))
+        _check_pattern(part.get("pattern"))
         waiting.extend(_parts(part))
     return schema
 
@@ -56,6 +58,14 @@ def _check_type(given: object) -> None:
                 "types": ", ".join(sorted(_TYPES)),
             }
             raise PydanticCustomError("schema", "the type '{name}' is none of JSON's: {types}", wrong)
+
+
+def _check_pattern(given: object) -> None:
+    if isinstance(given, str):
+        try:
+            check_backslash(given)
+        except RequestError as error:
+            raise PydanticCustomError("schema", "{why}", {"why": str(error).rstrip(".")}) from None
 
 
 def _parts(schema: dict[str, object]) -> Iterator[object]:

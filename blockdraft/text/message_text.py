@@ -17,6 +17,9 @@ import tokenizers
 LONG_TEXT_CHARS = 1 << 13  # some milliseconds
 MANY_IDS = 1 << 12  # some milliseconds
 OTHERS_WORDS = ("tools", "documents")  # arguments of a template that hold texts of anybody
+# Special tokens that templates look for in what the model has said: the tags of its thoughts.
+_THOUGHTS = frozenset(("<think>", "</think>", "<|channel>", "<channel|>", "[THINK]", "[/THINK]"))
+_THOUGHTS |= {"<seed:think>", "</seed:think>"}
 
 
 def encode_beside(tokenizer: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
@@ -49,22 +52,25 @@ class MessageText:
         # Some markup is not called special (Qwen's <think>), and some added tokens are plain runs of spaces.
         markup = {token.content for token in added if token.special or token.content.startswith("<")}
         self._begin = _beginnings(markup)
+        self._begin_own = _beginnings({token.content for token in added if token.special} - _THOUGHTS)
         self._tokenizer = tokenizer
         self._joint = _joint(tokenizer)
 
     def mark(self, messages: Sequence[Mapping[str, object]], options: Mapping[str, object]) -> Marked:
-        """Copies whose texts hold no markup; the model's own words keep theirs, which templates look for."""
+        """Copies whose texts hold no markup.
+
+        The model's own words keep tags of thoughts and what is not called special, which templates look for;
+        its calls hold what others have told it.
+        """
         mark = f"\ue000{secrets.token_hex(8)}\ue000"
         if self._begin is None or self._joint is None:
             return Marked(list(messages), dict(options), mark)
-        marked = [
-            self._marked(message, mark)
-            if isinstance(message, Mapping) and message.get("role") != "assistant"
-            else message
+        marked: list[Mapping[str, object]] = [
+            self._marked_message(message, mark) if isinstance(message, Mapping) else message
             for message in messages
         ]
-        others = {name: self._marked(options[name], mark) for name in OTHERS_WORDS if name in options}
-        return Marked(marked, {**options, **others}, mark)  # type: ignore[arg-type]
+        others = {name: _marked(options[name], self._begin, mark) for name in OTHERS_WORDS if name in options}
+        return Marked(marked, {**options, **others}, mark)
 
     def encode(self, text: str, mark: str, add_special_tokens: bool) -> list[int]:
         """The ids of a text that a template made, without its marks."""
@@ -86,16 +92,22 @@ class MessageText:
         )
         return [*around[:num_before], *ids, *around[num_before + num_first :]]
 
-    def _marked(self, value: object, mark: str) -> object:
-        if isinstance(value, str):
-            return (
-                value if self._begin is None else self._begin.sub(lambda found: found.group() + mark, value)
-            )
-        if isinstance(value, Mapping):
-            return {self._marked(key, mark): self._marked(item, mark) for key, item in value.items()}
-        if isinstance(value, Sequence):
-            return [self._marked(item, mark) for item in value]
-        return value
+    def _marked_message(self, message: Mapping[str, object], mark: str) -> dict[str, object]:
+        own = self._begin_own if message.get("role") == "assistant" else self._begin
+        return {
+            name: _marked(value, self._begin if name == "tool_calls" else own, mark)
+            for name, value in message.items()
+        }
+
+
+def _marked(value: object, begin: re.Pattern[str] | None, mark: str) -> object:
+    if isinstance(value, str):
+        return value if begin is None else begin.sub(lambda found: found.group() + mark, value)
+    if isinstance(value, Mapping):
+        return {_marked(key, begin, mark): _marked(item, begin, mark) for key, item in value.items()}
+    if isinstance(value, Sequence):
+        return [_marked(item, begin, mark) for item in value]
+    return value
 
 
 def _beginnings(markup: set[str]) -> re.Pattern[str] | None:

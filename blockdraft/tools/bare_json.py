@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
-from dataclasses import replace
 
 from blockdraft.grammar.form import StructuredOutputs
 from blockdraft.text.tokenizer import Tokenizer
@@ -18,8 +17,8 @@ from blockdraft.tools.lark import (
     arguments_of,
     form_rule,
     json_call_rules,
+    json_of,
     json_of_form,
-    schema_of,
     tag,
 )
 from blockdraft.tools.pieces import FunctionTool
@@ -72,10 +71,7 @@ class BareJsonReader(JsonCallReader):
 def _grammar(form: CallForm, arguments_key: str, python_tag: str | None) -> str:
     """One call: the formats have no way to write several that models were trained on."""
     if form.other is not None and (form.other.json is not None or form.other.json_object):
-        is_lenient = form.other.is_lenient and not any(tool.is_strict for tool in form.tools)
-        schema = _call_or_other(form, form.other, arguments_key)
-        either = replace(form.other, json=schema, json_object=False, is_lenient=is_lenient)
-        return f"start: {json_of_form(either)}"
+        return _call_or_json(form, form.other, arguments_key)
     starts, rules = ["json_call"], json_call_rules(form, arguments_key)
     if not form.is_required and python_tag is not None:
         starts.append(f"{python_tag} json_call")
@@ -88,17 +84,24 @@ def _grammar(form: CallForm, arguments_key: str, python_tag: str | None) -> str:
     return "\n".join([f"start: {' | '.join(starts)}", *rules])
 
 
-def _call_or_other(form: CallForm, other: StructuredOutputs, arguments_key: str) -> dict[str, object]:
-    """A schema of calls and of the other form: both begin with a brace, so that one rule must read both."""
-    parts = {"other": schema_of(other)}
-    either: list[dict[str, object]] = []
+def _call_or_json(form: CallForm, other: StructuredOutputs, arguments_key: str) -> str:
+    """Calls and the other form both begin with a brace: only rules of JSON alone are read side by side.
+
+    Each is as strict as its own tool or form.
+    """
+    rules = [f"form: {json_of_form(other)}"]
     for number, tool in enumerate(form.tools):
-        parts[f"tool_{number}"] = dict(arguments_of(tool, is_required=False))
-        properties = {"name": {"const": tool.name}, arguments_key: {"$ref": f"#/$defs/tool_{number}"}}
-        call = {"type": "object", "properties": properties, "required": ["name", arguments_key]}
-        either.append({**call, "additionalProperties": False})
-    moved = {name: _with_references_below(schema, f"#/$defs/{name}") for name, schema in parts.items()}
-    return {"$defs": moved, "anyOf": [*either, {"$ref": "#/$defs/other"}]}
+        schema = _with_references_below(arguments_of(tool, is_required=False), "#/$defs/tool")
+        call = {
+            "$defs": {"tool": schema},
+            "type": "object",
+            "properties": {"name": {"const": tool.name}, arguments_key: {"$ref": "#/$defs/tool"}},
+            "required": ["name", arguments_key],
+            "additionalProperties": False,
+        }
+        rules.append(f"call_{number}: {json_of(call, is_strict=tool.is_strict)}")
+    calls = (f"call_{number}" for number in range(len(form.tools)))
+    return "\n".join([f"start: {' | '.join(calls)} | form", *rules])
 
 
 def _with_references_below(value: object, place: str) -> object:

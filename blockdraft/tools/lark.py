@@ -11,10 +11,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from blockdraft.errors import RequestError
 from blockdraft.grammar.compiling import with_options
 from blockdraft.grammar.form import StructuredOutputs
 from blockdraft.grammar.lark_text import quoted as quoted  # for all formats
+from blockdraft.grammar.limits import check_backslash
 from blockdraft.text.tokenizer import Tokenizer
 from blockdraft.tools.pieces import FunctionTool
 
@@ -87,8 +87,7 @@ def text_pattern(schema: object) -> str:
 
 def _slashed(regex: str) -> str:
     """A regex between slashes. One that is escaped already stays as it is."""
-    if (len(regex) - len(regex.rstrip("\\"))) % 2:
-        raise RequestError(f"the regex ends with a lone backslash: {regex[-40:]}. Escape it.")
+    check_backslash(regex)
     return _ESCAPED.sub(lambda found: "\\/" if found.group() == "/" else found.group(), regex)
 
 

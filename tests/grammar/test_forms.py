@@ -156,6 +156,8 @@ REFUSED = [
     ({"json": {"$ref": "http://elsewhere/schema"}}, "elsewhere"),
     ({"json": {"dependentSchemas": {}}}, "dependentSchemas"),
     ({"regex": "(a"}, "unclosed"),
+    ({"regex": "a\\"}, "lone backslash"),
+    ({"regex": "\\\\\\"}, "lone backslash"),
     ({"regex": ""}, "regex"),
     ({"choice": []}, "choice"),
     ({"choice": [3]}, "choice"),

@@ -339,6 +339,7 @@ def test_a_mistake_in_gbnf_is_named(text, words):
         ('root ::= [^a-c"] [\\x61\\u0062] [a\\-]', ["xa-", "xba"], ["aa-", "xc-", "xab"]),
         ("root ::= [-a] [a-]", ["-a", "--"], ["b-"]),
         ('root ::= "a"+? "\\"" .', ['"x', 'aa"y'], ['"', "a"]),
+        ('root ::= "x" ("a" b){0,0} b{0} [c]{0}\nb ::= "b"', ["x"], ["xab", "xb", "xc"]),
         ('root ::= "a"{1,2} "b"{2,}', ["abb", "aabbb"], ["ab", "aaabb"]),
         ('root ::=\n  "a"\n  | item\nitem ::= "b" root', ["a", "ba"], ["b"]),
     ],

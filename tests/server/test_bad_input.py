@@ -138,6 +138,7 @@ SCHEMAS = {
     "too many": ({"allOf": many_objects(12, 6)}, "too large"),
     "too long": (object_of(a={"type": "string", "description": "x" * (1 << 19)}), "characters"),
     "no regex": (object_of(a={"type": "string", "pattern": "("}), "regex"),
+    "half an escape": (object_of(a={"type": "string", "pattern": "a\\"}), "lone backslash"),
     "no such type": ({"type": "strng"}, "strng"),
 }
 GRAMMARS = {
@@ -147,6 +148,7 @@ GRAMMARS = {
     "old": ({"guided_grammar": "start: other"}, "guided_grammar", "other"),
     "old regex": ({"guided_regex": "("}, "guided_regex", "regex"),
     "regex": ({"structured_outputs": {"regex": "(a"}}, "structured_outputs", "unclosed"),
+    "half an escape": ({"structured_outputs": {"regex": "a\\"}}, "structured_outputs", "lone backslash"),
     "no text": ({"structured_outputs": {"regex": r"[^\s\S]"}}, "structured_outputs", "nothing"),
 }
 OTHERS = {

@@ -8,7 +8,7 @@ import time
 
 import pytest
 from starlette.applications import Starlette
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 
 from blockdraft.server.connection import MAX_PIPELINED
@@ -24,6 +24,7 @@ POST = (
     b"POST /echo HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{}"
 )
 SLOW = POST.replace(b"/echo", b"/slow")
+EVENTS = POST.replace(b"/echo", b"/events")
 OK = b"HTTP/1.1 200 OK"
 
 
@@ -35,6 +36,7 @@ class App:
         routes = [
             Route("/echo", self.echo, methods=["GET", "POST"]),
             Route("/slow", self.slow, methods=["POST"]),
+            Route("/events", self.events, methods=["POST"]),
         ]
         self.asgi = Guard(Starlette(routes=routes), OPTIONS)
 
@@ -48,6 +50,19 @@ class App:
         finally:
             self.ended.set()
         return JSONResponse({"slow": True})
+
+    async def events(self, request):
+        return StreamingResponse(self._events())
+
+    async def _events(self):
+        try:
+            yield "first"
+            while not self.release.is_set():
+                await asyncio.sleep(0.005)
+                yield "."
+            yield "last"
+        finally:
+            self.ended.set()
 
     async def _wait(self):
         while not self.release.is_set():
@@ -141,6 +156,33 @@ def test_a_client_that_closes_its_half_and_then_goes_is_noticed(address, app):
         client.shutdown(socket.SHUT_WR)
         assert app.entered.wait(10)
         time.sleep(0.1)
+    assert app.ended.wait(5)
+
+
+@contextlib.contextmanager
+def half_closed_in_its_answer(address):
+    """A client that has read the beginning of a stream, and closed its half."""
+    with socket.create_connection(address) as client:
+        client.sendall(EVENTS)
+        found = b""
+        while b"first" not in found:
+            found += client.recv(1 << 16)
+        client.shutdown(socket.SHUT_WR)
+        yield client
+
+
+def test_a_client_that_closes_its_half_in_its_answer_gets_the_rest(address, app):
+    with half_closed_in_its_answer(address) as client:
+        time.sleep(0.2)
+        app.release.set()
+        found = received(client)
+    assert found.endswith(b"last\r\n0\r\n\r\n")
+
+
+def test_a_client_that_closes_its_half_in_its_answer_and_then_goes_is_noticed(address, app):
+    with half_closed_in_its_answer(address):
+        time.sleep(0.1)
+        assert not app.ended.is_set()
     assert app.ended.wait(5)
 
 
