@@ -336,6 +336,12 @@ def test_models_have_anthropics_shape_where_its_client_asks(app):
     checked_error(ask(app, "POST", "/v1/models", headers=VERSION), 405, "invalid_request_error")
 
 
+@pytest.mark.parametrize("path", ["/v1/files?beta=true", "/v1/skills", f"/v1{PATH}"])
+@pytest.mark.parametrize("body", [{}, {"files": {"file": b"x"}}], ids=["empty", "multipart"])
+def test_anthropics_client_knows_the_error_of_a_path_that_is_not_there(app, path, body):
+    checked_error(ask(app, "POST", path, headers=VERSION, **body), 404, "not_found_error", "no such path")
+
+
 def test_models_keep_openais_shape_otherwise(app):
     answer = ask(app, "GET", "/v1/models")
     assert answer.json()["data"][0]["object"] == "model"

@@ -339,8 +339,10 @@ def test_what_is_below_responses_and_not_there_is_answered_by_name(app, client):
     answer = ask(app, "POST", f"{PATH}/{name}")
     assert (answer.status_code, set(answer.headers["allow"].split(", "))) == (405, {"GET", "HEAD", "DELETE"})
     for path in ("input_tokens", "compact"):
-        answer = ask(app, "GET", f"{PATH}/{path}")
-        assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
+        for method in ("GET", "DELETE", "PUT"):
+            answer = ask(app, method, f"{PATH}/{path}")
+            assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
+            assert answer.json()["error"]["message"] == f"this path does not take {method}: use POST."
     with pytest.raises(openai.NotFoundError, match="does not compact"):
         client.responses.compact(model=NAME, input="t1")
     with pytest.raises(openai.BadRequestError, match="background"):

@@ -80,7 +80,7 @@ class _ResponsesApi:
         """A stored response, or its end."""
         response_id = request.path_params["response_id"]
         if response_id in _NAMES:
-            raise HTTPException(405, headers={"allow": "POST"})
+            raise HTTPException(405, headers={"Allow": "POST"})
         if request.method == "DELETE":
             return self._delete(response_id)
         stored = self._store.get(response_id)
