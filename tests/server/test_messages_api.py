@@ -287,7 +287,10 @@ def test_fields_that_mean_nothing_are_named(app):
         ({"messages": [{"role": "robot", "content": "x"}]}, "'messages.0.role'"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "'messages.0.content.0.type'"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "'messages.0.content.0.text'"),
-        ({"messages": [{"role": "user", "content": 5}]}, "'messages.0.content'"),
+        (
+            {"messages": [{"role": "user", "content": 5}]},
+            "'messages.0.content': a string or an array is needed",
+        ),
         ({"messages": [{"role": "assistant", "content": [{"type": "redacted_thinking"}]}]}, "messages"),
         ({"system": [{"type": "image"}]}, "'system.0.type'"),
         ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "'tools.0.type'"),

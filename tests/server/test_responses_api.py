@@ -320,6 +320,8 @@ def test_a_response_names_what_it_was_made_of(app, client):
     ("address", "param"),
     [
         ("?stream=yes", "stream"),
+        ("?include=message.output_text.logprobs", "include"),
+        ("?include[]=file_search_call.results&include[]=message.output_text.logprobs", "include"),
         ("?stream=true&starting_after=-1", "starting_after"),
         ("?stream=true&starting_after=x", "starting_after"),
         ("/input_items?limit=0", "limit"),
@@ -393,7 +395,7 @@ def test_what_asks_nothing_is_taken(app, fields):
             "input",
         ),
         ({"input": [{"role": "robot", "content": "x"}]}, "'input.0.role'", "input"),
-        ({"input": [{"role": "user"}]}, "'input.0.content'", "input"),
+        ({"input": [{"role": "user"}]}, "'input.0.content': a string or an array is needed", "input"),
         ({"input": [{"type": "function_call", "call_id": "c"}]}, "'input.0.name'", "input"),
         ({"input": [{"type": "item_reference", "id": "msg_0"}]}, "'input.0.id'", "input"),
         ({"input": "t1 " * 600}, "context", "input"),
