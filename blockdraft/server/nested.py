@@ -63,6 +63,13 @@ class Nested:
             raise self.wrong(name, "an array is needed")
         return [Nested(item, f"{self.where}.{name}.{number}") for number, item in enumerate(value)]
 
+    def text_or_all(self, name: str) -> str | list[Nested]:
+        """A string, or the objects of a list."""
+        value = self._value.get(name)
+        if not isinstance(value, str | list):
+            raise self.wrong(name, "a string or an array is needed")
+        return value if isinstance(value, str) else self.all(name)
+
     def unknown(self, name: str, hint: str) -> RequestError:
         """The error for a field whose value this server cannot take; `hint` says what it can."""
         value = self._value.get(name)

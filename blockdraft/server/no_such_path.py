@@ -45,10 +45,13 @@ def no_such_path(path: str) -> str:
             f"no such path: /v1 is there twice. Anthropic's clients add it themselves, so their base URL is "
             f"http://HOST:PORT; that of OpenAI's is http://HOST:PORT/v1. {_capital(_HAS)}"
         )
-    if path.startswith("/api/"):
-        return _other("Ollama's API")
     if path.startswith("/v1beta/"):
         return _other("Gemini's API")
+    found = _OURS.fullmatch(path)
+    if found is not None and not path.startswith("/v1/"):
+        return f"no such path: this is /v1/{found[1]} here: {_BASE}."
+    if path.startswith("/api/"):
+        return _other("Ollama's API")
     first = path.removeprefix("/v1").strip("/").partition("/")[0]
     if first in _PARTS_OF_OPENAI:
         return f"no such path: this server writes text and has no {_PARTS_OF_OPENAI[first]}; {_HAS}"
@@ -56,9 +59,6 @@ def no_such_path(path: str) -> str:
         return _other("an API of llama.cpp's own")
     if first in _TEXT_GENERATION:
         return _other("an API of TGI's or SGLang's own")
-    found = _OURS.fullmatch(path)
-    if found is not None and not path.startswith("/v1/"):
-        return f"no such path: this is /v1/{found[1]} here: {_BASE}."
     return f"no such path: {_HAS}"
 
 

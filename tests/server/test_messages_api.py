@@ -287,7 +287,10 @@ def test_fields_that_mean_nothing_are_named(app):
         ({"messages": [{"role": "robot", "content": "x"}]}, "'messages.0.role'"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "'messages.0.content.0.type'"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "'messages.0.content.0.text'"),
-        ({"messages": [{"role": "user", "content": 5}]}, "'messages.0.content'"),
+        (
+            {"messages": [{"role": "user", "content": 5}]},
+            "'messages.0.content': a string or an array is needed",
+        ),
         ({"messages": [{"role": "assistant", "content": [{"type": "redacted_thinking"}]}]}, "messages"),
         ({"system": [{"type": "image"}]}, "'system.0.type'"),
         ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "'tools.0.type'"),
@@ -334,6 +337,12 @@ def test_models_have_anthropics_shape_where_its_client_asks(app):
         assert ask(app, "GET", f"/v1/models?{name}={NAME}", headers=VERSION).json()["data"] == []
     checked_error(ask(app, "GET", "/v1/models/claude", headers=VERSION), 404, "not_found_error", "'claude'")
     checked_error(ask(app, "POST", "/v1/models", headers=VERSION), 405, "invalid_request_error")
+
+
+@pytest.mark.parametrize("path", ["/v1/files?beta=true", "/v1/skills", f"/v1{PATH}"])
+@pytest.mark.parametrize("body", [{}, {"files": {"file": b"x"}}], ids=["empty", "multipart"])
+def test_anthropics_client_knows_the_error_of_a_path_that_is_not_there(app, path, body):
+    checked_error(ask(app, "POST", path, headers=VERSION, **body), 404, "not_found_error", "no such path")
 
 
 def test_models_keep_openais_shape_otherwise(app):

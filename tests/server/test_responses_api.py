@@ -320,6 +320,8 @@ def test_a_response_names_what_it_was_made_of(app, client):
     ("address", "param"),
     [
         ("?stream=yes", "stream"),
+        ("?include=message.output_text.logprobs", "include"),
+        ("?include[]=file_search_call.results&include[]=message.output_text.logprobs", "include"),
         ("?stream=true&starting_after=-1", "starting_after"),
         ("?stream=true&starting_after=x", "starting_after"),
         ("/input_items?limit=0", "limit"),
@@ -339,8 +341,10 @@ def test_what_is_below_responses_and_not_there_is_answered_by_name(app, client):
     answer = ask(app, "POST", f"{PATH}/{name}")
     assert (answer.status_code, set(answer.headers["allow"].split(", "))) == (405, {"GET", "HEAD", "DELETE"})
     for path in ("input_tokens", "compact"):
-        answer = ask(app, "GET", f"{PATH}/{path}")
-        assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
+        for method in ("GET", "DELETE", "PUT"):
+            answer = ask(app, method, f"{PATH}/{path}")
+            assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
+            assert answer.json()["error"]["message"] == f"this path does not take {method}: use POST."
     with pytest.raises(openai.NotFoundError, match="does not compact"):
         client.responses.compact(model=NAME, input="t1")
     with pytest.raises(openai.BadRequestError, match="background"):
@@ -391,7 +395,7 @@ def test_what_asks_nothing_is_taken(app, fields):
             "input",
         ),
         ({"input": [{"role": "robot", "content": "x"}]}, "'input.0.role'", "input"),
-        ({"input": [{"role": "user"}]}, "'input.0.content'", "input"),
+        ({"input": [{"role": "user"}]}, "'input.0.content': a string or an array is needed", "input"),
         ({"input": [{"type": "function_call", "call_id": "c"}]}, "'input.0.name'", "input"),
         ({"input": [{"type": "item_reference", "id": "msg_0"}]}, "'input.0.id'", "input"),
         ({"input": "t1 " * 600}, "context", "input"),

@@ -226,6 +226,7 @@ def test_paths_methods_and_models_that_do_not_exist(app):
         ("/models", ["/v1/models", "base URL"]),
         ("/messages", ["/v1/messages", "base URL"]),
         ("/openai/v1/responses", ["/v1/responses", "base URL"]),
+        ("/api/v1/chat/completions", ["this is /v1/chat/completions here"]),
         ("/v1/v1/messages", ["twice", "/v1/messages"]),
         ("/v1/embeddings", ["no embeddings", "/v1/chat/completions"]),
         ("/embeddings", ["no embeddings"]),

@@ -1,4 +1,4 @@
-"""Errors as Anthropic's clients know them: their shape, kinds and status codes, on the paths of its API."""
+"""Errors as Anthropic's clients know them: their shape, kinds and status codes."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Literal
 from typing_extensions import TypedDict
 
 PATH = "/v1/messages"
-MODELS_PATH = "/v1/models"  # both APIs have it: the header says whose client asks
-VERSION_HEADER = "anthropic-version"
+VERSION_HEADER = "anthropic-version"  # its clients send it, whatever the path
+OPENAI_PATHS = ("/v1/chat/", "/v1/completions", "/v1/responses")
 OVERLOADED = 529  # Anthropic's own number
 
 _KINDS = {
@@ -42,9 +42,8 @@ def is_messages_path(path: str) -> bool:
 
 
 def is_anthropic(path: str, *, has_version: bool) -> bool:
-    """Whether a client of Anthropic's asks: by the path, or by the header on a path of both APIs."""
-    is_models = path == MODELS_PATH or path.startswith(MODELS_PATH + "/")
-    return is_messages_path(path) or (has_version and is_models)
+    """Whether a client of Anthropic's asks: by the path, or by its header on all but OpenAI's own paths."""
+    return is_messages_path(path) or (has_version and not path.startswith(OPENAI_PATHS))
 
 
 def status_of(status: int, code: str | None) -> int:

@@ -44,12 +44,12 @@ def _add_system(conversation: Conversation, text: str) -> None:
 
 
 def _blocks(turn: Nested) -> list[Nested]:
-    content = turn.get("content")
+    if "content" not in turn and turn.get("role") == "assistant":
+        return []
+    content = turn.text_or_all("content")
     if isinstance(content, str):
         return [Nested({"type": "text", "text": content}, f"{turn.where}.content")]
-    if content is None and turn.get("role") == "assistant":
-        return []
-    return turn.all("content")
+    return content
 
 
 def _add_user(conversation: Conversation, blocks: list[Nested]) -> None:
@@ -67,8 +67,8 @@ def _add_user(conversation: Conversation, blocks: list[Nested]) -> None:
 
 
 def _result_text(block: Nested) -> str:
-    content = block.get("content")
-    return _joined(block.all("content")) if isinstance(content, list) else block.text("content", default="")
+    content = block.text_or_all("content") if "content" in block else ""
+    return content if isinstance(content, str) else _joined(content)
 
 
 def _add_assistant(conversation: Conversation, blocks: list[Nested]) -> None:

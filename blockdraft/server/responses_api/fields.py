@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
@@ -146,9 +146,7 @@ class ResponsesRequest(InputTokensRequest):
     speculative: SpeculativeField | None = None
 
     def check(self) -> None:
-        if "message.output_text.logprobs" in self.include:
-            text = "'include': 'message.output_text.logprobs' is not supported: ask chat completions for it."
-            raise RequestError(text, "include")
+        check_include(self.include)
 
     @property
     def seals_thoughts(self) -> bool:
@@ -164,6 +162,13 @@ class ResponsesRequest(InputTokensRequest):
             "seed": self.seed,
             "speculative": self.speculative,
         }
+
+
+def check_include(names: Iterable[str]) -> None:
+    """Raises RequestError for what no answer of this API has."""
+    if "message.output_text.logprobs" in names:
+        text = "'include': 'message.output_text.logprobs' is not supported: ask chat completions for it."
+        raise RequestError(text, "include")
 
 
 def namespaces_of(tools: Objects) -> dict[str, tuple[str, str]]:

@@ -67,9 +67,8 @@ def _add_message(conversation: Conversation, item: Nested) -> None:
 
 def _text(item: Nested, name: str) -> str:
     """A string, or the text of all parts."""
-    if isinstance(item.get(name), str):
-        return item.text(name)
-    return "\n".join(map(_part_text, item.all(name)))
+    given = item.text_or_all(name)
+    return given if isinstance(given, str) else "\n".join(map(_part_text, given))
 
 
 def _part_text(part: Nested) -> str:

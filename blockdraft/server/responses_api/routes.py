@@ -21,7 +21,12 @@ from blockdraft.server.fields import ChatRequest
 from blockdraft.server.nested import Nested
 from blockdraft.server.responses import INVALID, error_response
 from blockdraft.server.responses_api import schemas
-from blockdraft.server.responses_api.fields import NAMES, InputTokensRequest, ResponsesRequest
+from blockdraft.server.responses_api.fields import (
+    NAMES,
+    InputTokensRequest,
+    ResponsesRequest,
+    check_include,
+)
 from blockdraft.server.responses_api.items import add_input, add_item
 from blockdraft.server.responses_api.store import ResponseStore, StoredResponse
 from blockdraft.server.responses_api.stored import flag, input_page, is_half_a_call, number, replayed
@@ -80,13 +85,16 @@ class _ResponsesApi:
         """A stored response, or its end."""
         response_id = request.path_params["response_id"]
         if response_id in _NAMES:
-            raise HTTPException(405, headers={"allow": "POST"})
+            raise HTTPException(405, headers={"Allow": "POST"})
         if request.method == "DELETE":
             return self._delete(response_id)
         stored = self._store.get(response_id)
         if stored is None:
             return _not_found(response_id)
         query = request.query_params
+        check_include(
+            [*query.getlist("include"), *query.getlist("include[]")]
+        )  # as OpenAI's client writes it
         if not flag(query, "stream"):
             return JSONResponse(stored.answer)
         after = None
