@@ -20,11 +20,12 @@ from blockdraft.kernels.cpu import why_no_llvm
 if why_no_llvm(torch.float32, torch.device("cpu")) is not None:
     pytest.skip("the CPU kernels are not chosen", allow_module_level=True)
 
-from blockdraft.kernels.llvm.compiler import kernel, taken
+from blockdraft.kernels.llvm import pool as pool_module
+from blockdraft.kernels.llvm.compiler import inlined, kernel, taken
 from blockdraft.kernels.llvm.copies import lowered
 from blockdraft.kernels.llvm.jit import Jit, new_pool, pool
-from blockdraft.kernels.llvm.language import Floats, Int, Longs, invoke
-from blockdraft.kernels.llvm.pool import Pool
+from blockdraft.kernels.llvm.language import Floats, Int, Longs, invoke, load_shared, pause
+from blockdraft.kernels.llvm.pool import TICKET, Pool
 from blockdraft.kernels.llvm.tape import Arena, NotRecordable, StepTape, current_tape, repeat
 
 ROWS, COLUMNS = 4, 6
@@ -277,6 +278,40 @@ def test_a_helper_that_never_comes_holds_up_nobody(threads, monkeypatch):
     tape.replay()
     assert torch.equal(out, torch.full((1000,), 2 - 0.5**20))
     assert alone.naps == (0, 0), "it waited"
+
+
+take_part = pool_module.take_part
+
+
+@inlined
+def take_part_late(state, ticket, seen, number, hint):
+    """As if the system took the leader's core away, until the helper has done the kernel."""
+    while (number == 0) & (load_shared(state) >> TICKET == ticket):
+        pause(ticket, hint)
+    return take_part(state, ticket, seen, number, hint)
+
+
+def test_a_leader_that_comes_too_late_for_its_last_kernel_does_not_wait_for_another(
+    threads, monkeypatch, tmp_path
+):
+    threads(2)
+    given = torch.full((1000,), 3.0)
+    tape, out = record_chain(given, 1)
+    monkeypatch.setattr("blockdraft.kernels.llvm.jit.cache_dir", lambda: tmp_path)  # compiled anew
+    monkeypatch.setattr(pool_module, "take_part", take_part_late)
+    late = new_pool()
+    monkeypatch.setattr("blockdraft.kernels.llvm.jit.pool", lambda: late)
+
+    def replay():
+        torch.set_num_threads(2)  # of this thread
+        for _ in range(10):
+            tape.replay()
+
+    leader = threading.Thread(target=replay, daemon=True)
+    leader.start()
+    leader.join(30)
+    assert not leader.is_alive(), "it sleeps, and nobody wakes it"
+    assert torch.equal(out, torch.full((1000,), 2.5))
 
 
 def test_several_threads_replay_at_once(threads):

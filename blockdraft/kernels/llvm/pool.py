@@ -192,9 +192,11 @@ def led(count: Any, table: Any, state: Longs, hint: str) -> Any:
         if replace_shared(state, word, word + (1 << TICKET)):
             wake(state)
             last = (word >> TICKET) + 2 * count
+            ticket = (word >> TICKET) + 1
             seen = word * 0
-            while load_shared(state) >> TICKET != last:
-                seen = take_part(state, seen, word * 0, hint)
+            while ticket != last:
+                seen = take_part(state, ticket, seen, word * 0, hint)
+                ticket = load_shared(state) >> TICKET
             is_done = 1
     return is_done
 
@@ -204,13 +206,17 @@ def follow(number: Int, state: Longs, *, hint: str) -> None:
     """Take part in whatever is led, as long as there are to be so many helpers."""
     seen = number * 0
     while number <= load_shared(state + NUM_HELPERS):
-        seen = take_part(state, seen, number, hint)
+        ticket = load_shared(state) >> TICKET
+        seen = take_part(state, ticket, seen, number, hint)
 
 
 @inlined
-def take_part(state: Longs, seen: Any, number: Any, hint: str) -> Any:
-    """Help with the kernel that is open, or wait for another; returns the last ticket that was worked on."""
-    ticket = load_shared(state) >> TICKET
+def take_part(state: Longs, ticket: Any, seen: Any, number: Any, hint: str) -> Any:
+    """Help with the kernel that is open, or wait for another; returns the last ticket that was worked on.
+
+    `ticket` is read by the caller, once: a leader that has compared one and waits for the next of another
+    would sleep behind its last kernel, and nobody else opens the next.
+    """
     if (ticket & 1 == 1) & (ticket != seen):
         seen = entered(state, seen)
     else:
