@@ -48,9 +48,9 @@ ROUNDING = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bflo
 # The least that is taken for what happens inside. In float32 and float64 T and R are the same, and it is all
 # there is: sums in another order, scores of some hundreds behind an exponential, a state of many tokens.
 INSIDE = {"float64": 1e-10, "float32": 1e-4, "float16": 2.0**-11, "bfloat16": 2.0**-8}
-# Where tokens are rounded to 8 bits, the last bit of a float32 may decide which way, and one value changes those
-# behind it: of the default model 1 % of what a layer adds, in layer 11 5 % (2026-11). So R's input differs
-# there by a share that is enough for some value of nearly every token to be rounded the other way.
+# Where tokens are rounded to 8 bits, the last bit of a float32 may decide which way, and one value changes
+# those behind it: of the default model 1 % of what a layer adds, in layer 11 5 % (2026-11). So R's input
+# differs there by a share that is enough for some value of nearly every token to be rounded the other way.
 INSIDE_INT8 = 2.0**-7
 NUDGE_INT8 = 2.0**-16
 MAX_INSIDE = 0.5  # where most tokens of R lose more of what a part adds, the dtype does not hold the model

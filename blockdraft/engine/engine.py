@@ -486,7 +486,7 @@ class Engine:
         deltas = self.scheduler.commit(batch, outcome, seconds)
         sequences = list(itertools.compress(batch.sequences, seen))
         committed = list(itertools.compress(outcome.token_ids, seen))
-        self.stats.count(batch, sequences, committed, deltas)
+        self.stats.count(batch, sequences, committed, deltas, self.scheduler.num_plain(batch))
         return deltas
 
     def _seconds(self, launched: Launched) -> float | None:
@@ -533,8 +533,6 @@ class Engine:
             num_preemptions=scheduler.num_preemptions,
             governed_rows=governed.num_rows,
             governed_width=governed.width,
-            governed_tokens=governed.tokens,
-            speedup=governed.speedup,
         )
 
     def check(self) -> None:

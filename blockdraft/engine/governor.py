@@ -184,11 +184,15 @@ class StepCosts:
         found = np.array([self._base_s((size, width)) for width in widths])
         return self._pace() * np.minimum.accumulate(found[::-1])[::-1]
 
-    def ratio(self, num_rows: int, width: int) -> float:
-        """What such a step takes over what a plain one takes; at least 1.
+    def num_plain(self, num_rows: int, width: int) -> float | None:
+        """How many plain steps take as long as such a step; at least 1. None: these two were not timed yet.
 
         Plain steps are few where drafts pay, and one of them may have waited for a core: their median counts.
         """
+        if width == 1:
+            return 1.0
+        if not (self.is_known(num_rows, 1) and self.is_known(num_rows, width)):
+            return None
         plain = self.size(num_rows), 1
         found = [*2 * self._firm(plain), *self._met.get(plain, ())] or [self._base_s(plain)]
         return max(1.0, float(self._base_s((plain[0], width)) / median(found)))
@@ -268,7 +272,6 @@ class GovernedStep:
     num_rows: int = 0  # 0: nothing was chosen yet
     width: int = 0
     tokens: float = 0.0  # expected of each row
-    speedup: float | None = None  # at most `tokens`; None: plain steps or these were not timed yet
 
 
 class Governor:
@@ -305,10 +308,7 @@ class Governor:
         if speeds[best] > GAIN * speeds[now]:
             now = best
         self._width = self._widths[now]
-        is_known = all(self.costs.is_known(count, width) for width in (1, self._width))
-        tokens = float(committed[now] / count)
-        speedup = tokens / self.costs.ratio(count, self._width) if is_known else None
-        self.last = GovernedStep(count, self._width, tokens, speedup)
+        self.last = GovernedStep(count, self._width, float(committed[now] / count))
         if self._width == 1:
             self._until_try -= 1
             return 1 if self._until_try > 0 else self._tried_again(records, speeds, seconds)

@@ -289,6 +289,11 @@ class Scheduler:
         """The last step whose width was chosen."""
         return GovernedStep() if self._governor is None else self._governor.last
 
+    def num_plain(self, batch: Batch) -> float | None:
+        """How many plain steps of as many rows take as long as this step; None: not known."""
+        governor = self._governor
+        return None if governor is None else governor.costs.num_plain(len(batch.sequences), batch.width)
+
     def is_likely(self, num_rows: int, width: int) -> bool:
         """Whether so many rows will be of that width, by all that is known now."""
         planned = self._plan.width if self._governor is None else self._governor.likely_width(num_rows)

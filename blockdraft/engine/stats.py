@@ -6,6 +6,7 @@ dashboards made for it can be kept.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
@@ -53,8 +54,7 @@ class Load:
     num_preemptions: int = 0  # since the start
     governed_rows: int = 0  # of the last step whose width was chosen; 0: there was none
     governed_width: int = 0
-    governed_tokens: float = 0.0  # expected of each row in it
-    speedup: float | None = None  # of it, against plain steps of as many rows; None: not known
+    speedup: float | None = None  # lately, against plain steps of as many rows; None: not known
 
     @property
     def speculation(self) -> str:
@@ -67,7 +67,8 @@ class Load:
         tried = f"speculation: on, {self.governed_width} tokens tried per step"
         if self.speedup is None:
             return f"{tried} with {at_once}"
-        return f"{tried}, {self.speedup:.1f}x the speed of plain decoding with {at_once}"
+        speedup = math.floor(10 * self.speedup) / 10  # rounded up it could be beyond the tokens per step
+        return f"{tried} with {at_once}, lately {speedup:.1f}x the speed of plain decoding"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +87,8 @@ class Drafts:
     num_blocks: int = 0
     drafted: tuple[int, ...] = ()  # [i]: drafts that were verified at position i + 1; narrow blocks have few
     accepted: tuple[int, ...] = ()  # [i]: those of them that were accepted
+    plain_blocks: float = 0.0  # that plain steps would have verified in the time of these
+    num_untold: int = 0  # blocks of which that is not known
 
     def since(self, before: Drafts) -> Drafts:
         """What came to `before`."""
@@ -93,12 +96,24 @@ class Drafts:
             self.num_blocks - before.num_blocks,
             _differences(self.drafted, before.drafted),
             _differences(self.accepted, before.accepted),
+            self.plain_blocks - before.plain_blocks,
+            self.num_untold - before.num_untold,
         )
 
     @property
     def tokens_per_block(self) -> float | None:
         """None: there was no block."""
         return 1 + sum(self.accepted) / self.num_blocks if self.num_blocks else None
+
+    @property
+    def speedup(self) -> float | None:
+        """Against plain steps, which commit a token of each row. None: not known, or of too few blocks.
+
+        It is at most `tokens_per_block`, as no step takes less than a plain one.
+        """
+        if self.num_untold or self.num_blocks < ENOUGH_BLOCKS:
+            return None
+        return (self.num_blocks + sum(self.accepted)) / self.plain_blocks
 
     @property
     def acceptance(self) -> list[float]:
@@ -142,6 +157,8 @@ class Stats:
         self.num_prompt_tokens = 0
         self.num_decode_steps = 0
         self.num_blocks = 0  # rows verified, over all decode steps
+        self.plain_blocks = 0.0  # that plain steps would have verified in the time of these
+        self.num_untold = 0  # of them, whose time is not known in plain steps
         self.num_drafts = 0  # those of them that held drafts
         self.num_drafted = 0
         self.num_emitted = 0
@@ -161,9 +178,10 @@ class Stats:
         sequences: Items[Sequence],
         committed: Items[tuple[int, ...]],
         deltas: Items[Delta],
+        num_plain: float | None = None,
     ) -> None:
         """One step. `sequences` are those of the batch that were looked at, each with its committed tokens
-        and its delta; a prefill has neither.
+        and its delta; a prefill has neither. `num_plain`: plain steps that take as long, where that is known.
         """
         with self._lock:
             if batch.kind == "prefill":
@@ -173,6 +191,7 @@ class Stats:
             else:
                 num_kept = [len(delta.token_ids) for delta in deltas]
                 self._count_blocks(batch.width, [len(token_ids) for token_ids in committed], num_kept)
+                self._count_time(len(num_kept), num_plain)
                 self._count_latencies(sequences)
                 self._count_ended(sequences, deltas)
                 num_tokens = sum(num_kept)
@@ -201,7 +220,7 @@ class Stats:
             now_s = self._clock()
             lately = self._lately(int(now_s))
             return Snapshot(
-                **asdict(replace(load, speedup=_as_drafts_fared(load, lately))),
+                **asdict(replace(load, speedup=lately.speedup)),
                 time_s=now_s,
                 num_prefill_tokens=self.num_prefill_tokens,
                 num_cached_tokens=self.num_cached_tokens,
@@ -223,7 +242,8 @@ class Stats:
     # ---- with the lock held
 
     def _drafts(self) -> Drafts:
-        return Drafts(self.num_blocks, tuple(self.drafted), tuple(self.accepted))
+        counts = tuple(self.drafted), tuple(self.accepted)
+        return Drafts(self.num_blocks, *counts, self.plain_blocks, self.num_untold)
 
     def _lately(self, second: int) -> Drafts:
         now = self._drafts()
@@ -250,6 +270,12 @@ class Stats:
         ):
             self.drafted[position] += num_drafted
             self.accepted[position] += num_accepted
+
+    def _count_time(self, num_rows: int, num_plain: float | None) -> None:
+        if num_plain is None:
+            self.num_untold += num_rows
+        else:
+            self.plain_blocks += num_rows * num_plain
 
     def _count_latencies(self, sequences: Items[Sequence]) -> None:
         now_s = self._clock()
@@ -302,17 +328,6 @@ class Stats:
 
     def _observe(self, name: str, value: float, count: int = 1) -> None:
         self._recorders[name].observe(value, count)
-
-
-def _as_drafts_fared(load: Load, lately: Drafts) -> float | None:
-    """The speed-up with the tokens that steps have lately committed, where there were enough of them.
-
-    It is at most these tokens per step.
-    """
-    found = lately.tokens_per_block
-    if load.speedup is None or found is None or lately.num_blocks < ENOUGH_BLOCKS or not load.governed_tokens:
-        return load.speedup
-    return load.speedup * found / load.governed_tokens
 
 
 class _Recent:

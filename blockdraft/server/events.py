@@ -68,7 +68,7 @@ class LoopFeed:
             "waiting": snapshot.num_waiting,
             "speculation": snapshot.speculation,
             "governed_width": snapshot.governed_width,
-            "speedup": None if snapshot.speedup is None else round(snapshot.speedup, 2),
+            "speedup": None if snapshot.speedup is None else round(snapshot.speedup, 3),
             "pages_used": snapshot.num_pages_used,
             "num_pages": snapshot.num_pages,
         }

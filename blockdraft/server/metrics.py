@@ -132,7 +132,7 @@ def _engine(snapshot: Snapshot, labels: Labels) -> Iterator[Metric]:
     text = "Tokens verified by row in the last step whose width was chosen; 1: plain, 0: there was none."
     yield _gauge("blockdraft:governed_width", text, snapshot.governed_width, labels)
     if snapshot.speedup is not None:
-        text = "The speed of that width over plain steps of as many rows, by times and drafts as observed."
+        text = "The speed of the last ten seconds over plain steps of as many rows, by times as observed."
         yield _gauge("blockdraft:speculation_speedup", text, snapshot.speedup, labels)
 
 

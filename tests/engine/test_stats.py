@@ -308,22 +308,43 @@ def test_drafts_since_a_narrower_block():
 # ---- what drafts gain
 
 
-def test_a_speedup_is_that_of_the_drafts_that_were_kept(clock):
-    """Eight tokens were expected of a step that takes as long as two plain ones; fewer were kept."""
+def test_a_speedup_is_that_of_all_steps_of_late_plain_ones_included(clock):
+    """Wide steps take as long as two plain ones here."""
     engine = make_engine(clock)
+    engine.scheduler.num_plain = lambda batch: 1.0 if batch.width == 1 else 2.0
     engine.add([1, 2, 3, 4], greedy(max_tokens=66))
     drain(engine, clock)
-    load = Load(governed_rows=1, governed_width=8, governed_tokens=8.0, speedup=4.0)
-    found = engine.stats.snapshot(load)
-    per_step = found.lately.tokens_per_block
-    assert found.speedup == pytest.approx(per_step / 2)
-    assert engine.stats.snapshot(replace(load, speedup=None)).speedup is None
-    assert Stats().snapshot(load).speedup == 4.0, "nothing was decoded lately: as it is believed"
+    wide = engine.snapshot()
+    assert wide.speedup == pytest.approx(wide.lately.tokens_per_block / 2)
+    engine.add([1, 2, 3, 4], greedy(width=1, max_tokens=30))
+    drain(engine, clock)
+    mixed = engine.snapshot()
+    num_plain = 2 * wide.lately.num_blocks + 30
+    assert mixed.speedup == pytest.approx(mixed.lately.tokens_per_block * mixed.lately.num_blocks / num_plain)
+    clock.now_s += LATELY_S - 1
+    engine.add([1, 2, 3, 4], greedy(width=1, max_tokens=10))
+    drain(engine, clock)
+    clock.now_s += 1
+    assert engine.snapshot().speedup == 1.0, "plain steps alone, after steps with drafts"
+    clock.now_s += LATELY_S
+    assert engine.snapshot().speedup is None
+
+
+def test_a_speedup_is_not_known_where_one_step_is_not(clock):
+    engine = make_engine(clock)
+    for num_plain in (1.0, None):
+        engine.scheduler.num_plain = lambda batch: num_plain  # noqa: B023
+        engine.add([1, 2, 3, 4], greedy(width=1, max_tokens=10))
+        drain(engine, clock)
+        assert (engine.snapshot().speedup is None) == (num_plain is None)
 
 
 def test_a_speedup_that_is_not_known_is_not_shown():
-    nothing = Stats().snapshot(Load(governed_rows=1, governed_width=4))
+    nothing = Stats().snapshot(Load(governed_rows=1, governed_width=4, speedup=1.5))
+    assert nothing.speedup is None, "nothing was decoded"
     assert nothing.speculation == "speculation: on, 4 tokens tried per step with one answer"
     for snapshot, is_there in ((nothing, False), (replace(nothing, speedup=1.5), True)):
         text = render(snapshot, None, "x")[0].decode()
         assert ("blockdraft:speculation_speedup{" in text) == is_there
+    beside = replace(nothing, speedup=1.96)
+    assert beside.speculation.endswith("lately 1.9x the speed of plain decoding"), "not beyond 1.96 tokens"

@@ -56,7 +56,7 @@ function speculationText(now, hasDrafter) {
   if (!hasDrafter) return "no drafter: it is 1";
   if (!now.speculation) return "without drafts it is 1";
   if (now.governed_width === 1) return "drafts do not pay now";
-  return now.speedup > 0 && now.tokens_per_step > 0 ? `about ${now.speedup.toFixed(1)}× the plain speed` : "without drafts it is 1";
+  return now.speedup > 0 && now.tokens_per_step > 0 ? `about ${(Math.floor(10 * now.speedup) / 10).toFixed(1)}× the plain speed` : "without drafts it is 1";
 }
 
 // ---- tokens per second
