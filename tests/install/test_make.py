@@ -15,7 +15,11 @@ CPU_INDEX = "--index-url https://download.pytorch.org/whl/cpu"
 
 @pytest.fixture
 def clone(tmp_path, monkeypatch):
-    for name in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL"):  # set where `make test` runs us: that make would be its child
+    for name in (
+        "MAKEFLAGS",
+        "MFLAGS",
+        "MAKELEVEL",
+    ):  # set where `make test` runs us: that make would be its child
         monkeypatch.delenv(name, raising=False)
     for name in ("Makefile", "pyproject.toml", "constraints.txt"):
         shutil.copy(ROOT / name, tmp_path)
