@@ -23,7 +23,7 @@ from blockdraft.planner.kv_choice import KvChoice
 from blockdraft.settings.settings import Settings
 from blockdraft.start.loading import load_dflash, load_models
 from blockdraft.step.dflash import DFlashDrafter
-from blockdraft.step.drafter import DraftedBlock, NoDrafter
+from blockdraft.step.drafter import DraftedBlock, NoDrafter, Weightless
 from blockdraft.step.ngram import NgramDrafter
 from blockdraft.step.spark import SparkDrafter
 from tests.fixtures import make_pair, make_spark
@@ -206,7 +206,7 @@ def asked_again(draft, rows, width):
     return block
 
 
-class HintedDrafter:
+class HintedDrafter(Weightless):
     """Knows the answers and corrupts each draft with probability 1 - `rate`: any accepted count occurs."""
 
     block = BLOCK

@@ -23,6 +23,7 @@ from blockdraft.models.packed_int8 import Int8Matrix
 from blockdraft.settings.settings import Settings
 from blockdraft.start.loading import load_models
 from blockdraft.start.warm import every_round, few_rounds, warm
+from blockdraft.step.drafter import Weightless
 from tests import tiny
 from tests.faults import FAULTS, with_kernels
 from tests.models.checkpoints import load, write_target
@@ -201,7 +202,7 @@ def test_without_its_drafter_a_target_decodes_plainly():
     assert verify_engine(engine, ignore).keeps_drafter
 
 
-class Meddler:
+class Meddler(Weightless):
     """A drafter that writes where it must not: into the target's committed keys and values."""
 
     block = tiny.BLOCK
