@@ -45,7 +45,8 @@ from blockdraft.cli.kv import texts_of  # noqa: E402
 from blockdraft.engine.loaded import Models  # noqa: E402
 from blockdraft.errors import BenchError  # noqa: E402
 from blockdraft.kernels.kv_codec import FORMATS, KvFormat, Turned  # noqa: E402
-from blockdraft.kernels.kv_positions import KeysValues, PositionRule  # noqa: E402
+from blockdraft.kernels.kv_cold import KeysValues  # noqa: E402
+from blockdraft.kernels.kv_positions import PositionRule  # noqa: E402
 from blockdraft.kernels.rows import Angles, reference_rotate  # noqa: E402
 from blockdraft.settings.settings import Settings  # noqa: E402
 from blockdraft.start.loading import load_models  # noqa: E402

@@ -34,7 +34,7 @@ from blockdraft.engine.twin import serve
 from blockdraft.kernels.recall import MOST
 from blockdraft.settings.settings import Settings
 from blockdraft.start.loading import load_models
-from blockdraft.step.drafter import DraftedBlock, Drafter
+from blockdraft.step.drafter import DraftedBlock, Drafter, Weightless
 from blockdraft.training.answers import read_conversations
 
 SHORT = {"gsm8k": "gsm8k_test", "mt-bench": "mt_bench", "humaneval": "humaneval"}
@@ -48,7 +48,7 @@ Drafts = Sequence[int]
 Rule = Callable[[Sequence[int], int, Drafts], Drafts]  # the text, how much of it is known, the drafter's
 
 
-class Noted:
+class Noted(Weightless):
     """Plain decoding by a drafter that says what it would have proposed."""
 
     def __init__(self, drafter: Drafter) -> None:

@@ -15,12 +15,12 @@ from blockdraft.cache.cache import Cache
 from blockdraft.cache.rows import Rows
 from blockdraft.cache.view import CacheView, View
 from blockdraft.kernels.sampling_tables import Whole
-from blockdraft.step.drafter import DraftedBlock, Drafter
+from blockdraft.step.drafter import DraftedBlock, Drafter, Weightless
 
 WRONG = 1 / 7  # of all positions: a block of 16 is accepted at every length, whole ones included
 
 
-class ReplayingDrafter:
+class ReplayingDrafter(Weightless):
     """Stands in for `own`, which goes on absorbing features, as when it is served.
 
     A row's seed is the number of its answer. The table never moves and the host is never asked, so a graph

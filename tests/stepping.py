@@ -17,7 +17,7 @@ from blockdraft.grammar.form import StructuredOutputs
 from blockdraft.kernels.cpu import why_no_llvm
 from blockdraft.kernels.sampling_tables import Whole
 from blockdraft.kernels.transfer import to_device
-from blockdraft.step.drafter import DraftedBlock, NoDrafter
+from blockdraft.step.drafter import DraftedBlock, NoDrafter, Weightless
 from blockdraft.step.graphs import CaptureTime, Reading, StepGraphs, pack
 from blockdraft.step.prefill import prefill_step
 from tests import tiny
@@ -126,7 +126,7 @@ def serve_forms(place, **plan):
 # ---- a drafter that graphs can hold
 
 
-class ScriptedDrafter:
+class ScriptedDrafter(Weightless):
     """Knows the answers and spoils one draft of each block, or none: every number gets accepted.
 
     Host and device never speak, so that a graph can hold it. `absorber` keeps the context of a real drafter.

@@ -16,14 +16,14 @@ from blockdraft.checkpoints.opening import open_checkpoint
 from blockdraft.checkpoints.read_draft_config import read_draft_config
 from blockdraft.engine.chunks import Chunks, share
 from blockdraft.engine.engine import Engine
-from blockdraft.kernels.llvm.tape import repeat
+from blockdraft.kernels.llvm.recording import repeat
 from blockdraft.kernels.sampling_tables import Whole
 from blockdraft.models.kernel_module import with_kernels
 from blockdraft.planner.kv_choice import KvChoice
 from blockdraft.settings.settings import Settings
 from blockdraft.start.loading import load_dflash, load_models
 from blockdraft.step.dflash import DFlashDrafter
-from blockdraft.step.drafter import DraftedBlock, NoDrafter
+from blockdraft.step.drafter import DraftedBlock, NoDrafter, Weightless
 from blockdraft.step.ngram import NgramDrafter
 from blockdraft.step.spark import SparkDrafter
 from tests.fixtures import make_pair, make_spark
@@ -206,7 +206,7 @@ def asked_again(draft, rows, width):
     return block
 
 
-class HintedDrafter:
+class HintedDrafter(Weightless):
     """Knows the answers and corrupts each draft with probability 1 - `rate`: any accepted count occurs."""
 
     block = BLOCK

@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple, TypeVar, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from blockdraft.engine.engine import Engine
-from blockdraft.step.dflash import DFlashDrafter
 
 T = TypeVar("T")
 
@@ -84,15 +83,9 @@ def wide(value: T) -> T:
 # ---- the parts of an engine's models
 
 
-def models_of(engine: Engine) -> list[nn.Module]:
-    """The target, and the drafter's own model if it has one."""
-    drafter = engine.models.drafter
-    return [engine.models.target, *([drafter.model] if isinstance(drafter, DFlashDrafter) else [])]
-
-
 def parts_of(engine: Engine, kind: type[T] | tuple[type[T], ...]) -> list[T]:
     """Every module of a kind, of all models."""
-    return [part for model in models_of(engine) for part in model.modules() if isinstance(part, kind)]
+    return [part for model in engine.models.models() for part in model.modules() if isinstance(part, kind)]
 
 
 def distinct(items: Iterable[T], key: Callable[[T], object]) -> list[T]:

@@ -31,7 +31,7 @@ from blockdraft.engine.twin import max_tokens, serve, twin
 from blockdraft.errors import ModelError
 from blockdraft.kernels.cpu import why_no_llvm
 from blockdraft.kernels.linear import MAX_FEW
-from blockdraft.step.drafter import DraftedBlock, Drafter, NoDrafter
+from blockdraft.step.drafter import DraftedBlock, Drafter, NoDrafter, Weightless
 
 ANSWER_TOKENS = 24  # of each prompt, as serving gives them
 PLAIN_TOKENS = 6  # and without the drafter, a step each
@@ -200,7 +200,7 @@ def _watch(engine: Engine, prompt: list[int], width: int) -> None:
         )
 
 
-class _Watched:
+class _Watched(Weightless):
     """A drafter, and whether any call of it has touched what the target remembers of the active rows."""
 
     def __init__(self, engine: Engine) -> None:

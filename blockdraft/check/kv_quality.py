@@ -22,7 +22,8 @@ from blockdraft.engine.loaded import Models
 from blockdraft.errors import ModelError
 from blockdraft.kernels.attention import Mask
 from blockdraft.kernels.kv_codec import FORMATS, KvFormat, kv_format
-from blockdraft.kernels.kv_positions import KeysValues, PositionRule
+from blockdraft.kernels.kv_cold import KeysValues
+from blockdraft.kernels.kv_positions import PositionRule
 
 QUERIES = 512  # whose scores are there at a time: few large operations, which cards like
 SLICE = 256  # tokens whose logits are there at a time

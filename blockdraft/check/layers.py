@@ -151,7 +151,7 @@ class _Check:
         models = engine.models
         self.engine, self.target, self.device = engine, models.target, models.device
         self.oracle = with_kernels(models.target, models.target.kernels.references())
-        self.drafter = models.drafter if isinstance(models.drafter, DFlashDrafter) else None
+        self.drafter = models.block_drafter
         self.target_parts: list[Part] = []
         self.draft_parts: list[Part] = []
         self._name = models.plan.dtype

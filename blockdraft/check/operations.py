@@ -25,7 +25,6 @@ from blockdraft.check.comparison import (
     Comparisons,
     Numbers,
     distinct,
-    models_of,
     parts_of,
     run,
     wide,
@@ -246,7 +245,7 @@ def _heads(engine: Engine, model: nn.Module) -> list[_Heads]:
 
 def _compare_attention(engine: Engine, numbers: Numbers) -> Comparisons:
     width, page_size = engine.models.plan.block, engine.models.plan.page_size
-    found = [kind for model in models_of(engine) for kind in _heads(engine, model)]
+    found = [kind for model in engine.models.models() for kind in _heads(engine, model)]
     exact = [kind for kind in found if kind.format is None]
     for kind in distinct(exact, lambda kind: kind[:5]):
         window = kind.mask.window
@@ -283,7 +282,7 @@ def _attention_inputs(
 def _compare_cold(engine: Engine, numbers: Numbers) -> Comparisons:
     """Attention over keys of which most are compressed, and compression: nearly all bytes are the same."""
     plan = engine.models.plan
-    found = [kind for model in models_of(engine) for kind in _heads(engine, model)]
+    found = [kind for model in engine.models.models() for kind in _heads(engine, model)]
     for kind in distinct([kind for kind in found if kind.format is not None], lambda kind: kind[:6]):
         assert kind.format is not None
         rule = engine.cache.cold[0].pages.rule
@@ -378,7 +377,7 @@ def _rotated(
     engine: Engine, numbers: Numbers, key: Callable[[_Heads], object]
 ) -> Iterator[tuple[_Heads, rows.Angles]]:
     """The kinds of heads that each Rotary can turn, with its angles at five positions."""
-    for model in models_of(engine):
+    for model in engine.models.models():
         kinds = distinct(_heads(engine, model), key)
         for rotary in (part for part in model.modules() if isinstance(part, Rotary)):
             last = rotary.cos.shape[0] - 1
@@ -397,7 +396,7 @@ def _compare_activations(engine: Engine, numbers: Numbers) -> Comparisons:
 
 
 def _compare_block_conv(engine: Engine, numbers: Numbers) -> Comparisons:
-    bodies = [model for model in models_of(engine) if isinstance(model, DFlash2) and model.is_convolved]
+    bodies = [model for model in engine.models.models() if isinstance(model, DFlash2) and model.is_convolved]
     convs = [part for body in bodies for part in body.modules() if isinstance(part, BlockConv)]
     for part in distinct(convs, lambda part: tuple(part.base_kernel.shape)):
         size, block = part.base_kernel.shape[2], engine.models.plan.block

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from blockdraft.check.bits import check_bits
-from blockdraft.check.comparison import models_of
 from blockdraft.check.drafts import check_captured, check_drafter, draft_name, keeps_bits
 from blockdraft.check.kernels import check_kernels
 from blockdraft.check.layers import LayerError, LayerResult, check_layers
@@ -142,7 +141,7 @@ def _weights(engine: Engine) -> Check:
     names = [f"'{engine.models.config.name}'"]
     if engine.models.draft_config is not None:
         names.append(f"draft '{engine.models.draft_config.name}'")
-    for model, name in zip(models_of(engine), names, strict=False):
+    for model, name in zip(engine.models.models(), names, strict=False):
         for where, tensor in (*model.named_parameters(), *model.named_buffers()):
             num_values += tensor.numel()
             num_broken = _num_broken(tensor)

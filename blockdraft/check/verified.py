@@ -26,7 +26,6 @@ from torch import nn
 
 from blockdraft import __version__
 from blockdraft.check.checksum import checksum
-from blockdraft.check.comparison import models_of
 from blockdraft.check.drafts import answer, checked_widths
 from blockdraft.check.selfcheck import Check, Verification, prompts_of, verify_engine
 from blockdraft.engine.engine import Engine
@@ -35,7 +34,6 @@ from blockdraft.machine.machine import read_machine
 from blockdraft.planner.plan import Plan
 from blockdraft.settings.cache_files import keep
 from blockdraft.settings.settings import cache_dir
-from blockdraft.step.dflash import DFlashDrafter
 
 PACKAGE = Path(__file__).parent.parent
 LIBRARIES = ("torch", "triton", "llvmlite", "numpy")
@@ -131,10 +129,9 @@ def _answers(engine: Engine, prompt: list[int]) -> Answers:
 def _files(engine: Engine) -> tuple[Path, Path]:
     """Of the kernels' record, and of the models'."""
     kernels = digest_of([sources(), libraries(), _device(engine), _shapes(engine)])
-    weights = [checksum(model) for model in models_of(engine)]
-    drafter, ids = engine.models.drafter, "none"
-    if isinstance(drafter, DFlashDrafter) and drafter.vocab_map is not None:
-        ids = digest_of(drafter.vocab_map.tolist())
+    weights = [checksum(model) for model in engine.models.models()]
+    vocab_map = engine.models.drafter.vocab_map
+    ids = "none" if vocab_map is None else digest_of(vocab_map.tolist())
     labels = engine.models.labels
     models = digest_of([kernels, weights, ids, labels.is_dummy, labels.synthetic_acceptance])
     folder = cache_dir() / "verified"
@@ -188,7 +185,7 @@ def _shapes(engine: Engine) -> list[object]:
     models = engine.models
     config = replace(models.config, name="")
     drafted = None if models.draft_config is None else replace(models.draft_config, name="")
-    parts = [_parts(model) for model in models_of(engine)]
+    parts = [_parts(model) for model in engine.models.models()]
     chosen = models.target.kernels.available
     kernels = [str(getattr(chosen, item.name)) for item in fields(chosen) if item.name != "off"]
     off = list(models.target.kernels.off)

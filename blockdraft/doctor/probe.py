@@ -95,9 +95,9 @@ def _paths_on_gpu(device: torch.device) -> Iterator[Line]:
     yield _path("CUDA graphs", "one per step", missing)
     if missing is not None:
         return
+    from blockdraft.kernels.linear import has_fp8
     from blockdraft.kernels.triton.gated_tile import fits
     from blockdraft.kernels.triton.launch import has_pdl
-    from blockdraft.kernels.triton.linear import has_fp8
 
     x = torch.zeros(32, NUM_INPUTS, dtype=torch.bfloat16, device=device)
     weight = torch.zeros(2 * NUM_INPUTS, NUM_INPUTS, dtype=torch.bfloat16, device=device)

@@ -15,7 +15,6 @@ from blockdraft.engine.loaded import Models
 from blockdraft.kernels.kv_formats import EXACT
 from blockdraft.planner.draft_title import drafting_title
 from blockdraft.planner.plan import ELEMENT_BYTES, Plan
-from blockdraft.step.dflash import DFlashDrafter
 from blockdraft.text.system_prompt import inserted_system_prompt
 
 NUM_SAMPLED = 256  # bytes of each tensor that a fingerprint looks at
@@ -35,7 +34,7 @@ def engine_info(engine: Engine) -> EngineInfo:
         draft_format=None if draft is None else draft.format,
         draft_bytes=None if draft is None else draft.num_bytes,
         draft_kind=drafting_title(models.draft_config, plan.draft_ngram),
-        draft_hash=fingerprint(models.drafter.model) if isinstance(models.drafter, DFlashDrafter) else None,
+        draft_hash=None if models.drafter.model is None else fingerprint(models.drafter.model),
         family=models.config.family,
         vocab_size=models.config.vocab_size,
         width=plan.width,

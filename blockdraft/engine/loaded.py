@@ -83,15 +83,21 @@ class Models:
 
     def with_kernels(self, kernels: Kernels) -> Models:
         """The same models, weights shared, that compute by `kernels`."""
-        target, drafter = with_kernels(self.target, kernels), self.drafter
-        if isinstance(drafter, DFlashDrafter):
-            drafter = drafter.beside(target)
-        return replace(self, target=target, drafter=drafter)
+        target = with_kernels(self.target, kernels)
+        return replace(self, target=target, drafter=self.drafter.beside(target))
+
+    def models(self) -> list[nn.Module]:
+        """The target, and the drafter's own model if it has one."""
+        return [self.target, *([] if self.drafter.model is None else [self.drafter.model])]
+
+    @property
+    def block_drafter(self) -> DFlashDrafter | None:
+        """The drafter, if it drafts by a forward over a block."""
+        return self.drafter if isinstance(self.drafter, DFlashDrafter) else None
 
     def why_not_captured(self) -> str | None:
         """What keeps a decode step from being captured; None: nothing."""
-        parts = [self.target, *([self.drafter.model] if isinstance(self.drafter, DFlashDrafter) else [])]
-        reasons = (self._why_not(module) for part in parts for module in part.modules())
+        reasons = (self._why_not(module) for part in self.models() for module in part.modules())
         return self._why_no_graph() or next((reason for reason in reasons if reason is not None), None)
 
     def _why_no_graph(self) -> str | None:

@@ -11,8 +11,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from blockdraft.kernels.choice import Available
-from blockdraft.kernels.failure import named
 from blockdraft.kernels.noise import philox
 from blockdraft.kernels.sampling import SamplingBatch
 from blockdraft.kernels.sampling_tables import Whole
@@ -74,20 +72,3 @@ def reference_advance(
 CountAccepted = Callable[[Tensor, Tensor], Tensor]
 DrawAccepted = Callable[[Tensor, Tensor, SamplingBatch], Tensor]
 Advance = Callable[[Progress, Tensor, Tensor, Tensor, SamplingBatch], None]
-
-
-def pick_acceptance(at: Available) -> tuple[CountAccepted, DrawAccepted, Advance]:
-    if at.has_llvm():
-        from blockdraft.kernels.llvm.acceptance import AcceptanceKernels
-
-        native = AcceptanceKernels()
-        return native.count_accepted, reference_draw_accepted, native.advance
-    if not at.has_triton("acceptance"):
-        return reference_count_accepted, reference_draw_accepted, reference_advance
-    from blockdraft.kernels.triton import acceptance as kernels
-
-    return (
-        named("acceptance", kernels.count_accepted),
-        named("acceptance", kernels.draw_accepted),
-        named("acceptance", kernels.advance),
-    )

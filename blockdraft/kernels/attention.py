@@ -1,4 +1,4 @@
-"""Attention of blocks of queries over paged keys and values: the contract, its PyTorch reference, the choice.
+"""Attention of blocks of queries over paged keys and values: the contract and its PyTorch reference.
 
 A query's result depends on its own visible prefix only, never on its neighbours in the batch. In the
 reference, `attend`, the keys are therefore cut into fixed chunks counted from position 0, every chunk is
@@ -24,13 +24,11 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from blockdraft.kernels.choice import Available
-from blockdraft.kernels.failure import named
+from blockdraft.kernels.llvm.attention_units import divide
 from blockdraft.kernels.transfer import to_device
 
 if TYPE_CHECKING:
     from blockdraft.kernels.kv_positions import PositionRule
-    from blockdraft.kernels.llvm.attention import PagedAttention
 
 KEY_CHUNK = 256  # tokens; arbitrary, but a constant: it is part of the result's bits
 QUERY_SLICE = 64  # queries of one row at a time, which bounds the score matrix
@@ -189,15 +187,6 @@ class Locate(Protocol):
     ) -> tuple[Tensor, Tensor]: ...
 
 
-def pick_locate(at: Available) -> Locate | None:
-    """None: Blocks does it by indexing."""
-    if at.has_triton("places"):
-        from blockdraft.kernels.triton.rows import locate
-
-        return named("places", locate)
-    return _llvm_locate() if at.has_llvm() else None
-
-
 class Blocks:
     """What one forward reads: rows of a page table, their committed lengths, and `counts[r]` tokens of row r.
 
@@ -303,83 +292,11 @@ class Blocks:
         threads = torch.get_num_threads()
         kind = (num_heads, num_groups, threads)
         if kind not in self._units:
-            from blockdraft.kernels.llvm.attention import divide
-
             self._units[kind] = divide(self.counts, num_heads // num_groups, num_groups, threads)
         return self._units[kind]
 
 
 Attend = Callable[[Tensor, Tensor, Tensor, Blocks, Mask, Tensor | None], Tensor]
-
-
-def pick_attend(at: Available) -> Attend:
-    """Attention of q [N, H, D] over keys and values [G, S, D], which hold the blocks' own; sinks [H]."""
-    if at.has_triton("attention"):
-        return _triton_attend()
-    return _llvm_attend(at.dtype) if at.has_llvm() else reference_attend_paged
-
-
-def _triton_attend() -> Attend:
-    from blockdraft.kernels.triton.attention import attend as kernel
-
-    run = named("attention", kernel)
-
-    def attend(
-        q: Tensor, keys: Tensor, values: Tensor, blocks: Blocks, mask: Mask, sinks: Tensor | None = None
-    ) -> Tensor:
-        return run(
-            q,
-            keys,
-            values,
-            page_table=blocks.table,
-            rows=blocks.rows,
-            starts=blocks.starts,
-            offsets=blocks.offsets,
-            max_count=max(blocks.counts),
-            max_length=blocks.table.shape[1] * blocks.page_size,
-            page_size=blocks.page_size,
-            mask=mask,
-            sinks=sinks,
-        )
-
-    return attend
-
-
-def _llvm_attend(dtype: torch.dtype) -> Attend:
-    def attend(
-        q: Tensor, keys: Tensor, values: Tensor, blocks: Blocks, mask: Mask, sinks: Tensor | None = None
-    ) -> Tensor:
-        if q.shape[-1] % 4 != 0:
-            return reference_attend_paged(q, keys, values, blocks, mask, sinks)
-        return _llvm_kernel(dtype, q.shape[-1])(
-            q,
-            keys,
-            values,
-            page_table=blocks.table,
-            rows=blocks.rows,
-            starts=blocks.starts,
-            offsets=blocks.offsets,
-            units=blocks.units(q.shape[1], keys.shape[0]),
-            page_size=blocks.page_size,
-            mask=mask,
-            sinks=sinks,
-        )
-
-    return attend
-
-
-@functools.cache
-def _llvm_locate() -> Locate:
-    from blockdraft.kernels.llvm.heads import Places
-
-    return Places()
-
-
-@functools.cache
-def _llvm_kernel(dtype: torch.dtype, head_dim: int) -> PagedAttention:
-    from blockdraft.kernels.llvm.attention import PagedAttention
-
-    return PagedAttention(dtype, head_dim)
 
 
 def reference_attend_paged(

@@ -1,4 +1,4 @@
-"""Convolutions over the columns of a drafted block: the contract, its PyTorch reference, the choice.
+"""Convolutions over the columns of a drafted block: the contract and its PyTorch reference.
 
 Every token has a kernel of its own for each channel: what was learnt for the channel, and what the token adds
 for all channels of a group. A column sees itself and the columns before it in its block, and nothing else.
@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from blockdraft.kernels.choice import Available
-from blockdraft.kernels.failure import named
 from blockdraft.kernels.linear import Multiply, reference_linear
 from blockdraft.kernels.rows import RmsNorm, reference_rms_norm
 
@@ -22,20 +20,7 @@ ConvBefore = Callable[[Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
 ConvAfter = Callable[[Tensor, Tensor, Tensor, int, Tensor, Tensor, float], tuple[Tensor, Tensor]]
 
 
-def pick_block_convs(at: Available, linear: Multiply, rms_norm: RmsNorm) -> tuple[ConvBefore, ConvAfter]:
-    """The convolution before a sublayer with the product it follows from, and that after it with a norm."""
-    if at.has_llvm():
-        from blockdraft.kernels.llvm.block_conv import BlockConvKernel
-
-        return _in_turn(BlockConvKernel(at.dtype), linear, rms_norm)
-    if not at.has_triton("block convolutions"):
-        return _in_turn(reference_block_conv, linear, rms_norm)
-    from blockdraft.kernels.triton.block_conv import conv_after, conv_before
-
-    return named("block convolutions", conv_before), named("block convolutions", conv_after)
-
-
-def _in_turn(convolve: BlockConvolve, linear: Multiply, rms_norm: RmsNorm) -> tuple[ConvBefore, ConvAfter]:
+def in_turn(convolve: BlockConvolve, linear: Multiply, rms_norm: RmsNorm) -> tuple[ConvBefore, ConvAfter]:
     """First one, then the other."""
 
     def before(x: Tensor, base: Tensor, projection: Tensor, num_columns: int) -> tuple[Tensor, Tensor]:
@@ -77,6 +62,6 @@ def reference_block_conv(
     return y.to(x.dtype) if onto is None else onto + y.to(x.dtype)
 
 
-reference_conv_before, reference_conv_after = _in_turn(
+reference_conv_before, reference_conv_after = in_turn(
     reference_block_conv, reference_linear, reference_rms_norm
 )

@@ -21,8 +21,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from blockdraft.kernels.choice import Available
-from blockdraft.kernels.failure import named
 from blockdraft.kernels.noise import gumbel_at
 from blockdraft.kernels.sampling import SamplingBatch, adjusted, is_warm, keep_likely, noise_of, scales
 from blockdraft.kernels.sampling_tables import Whole
@@ -40,40 +38,6 @@ class PairScores(NamedTuple):
 
 
 Walk = Callable[[Tensor, PairScores, Tensor, Tensor, SamplingBatch], Tensor]
-
-
-def pick_walk(at: Available) -> Walk:
-    if at.has_llvm():
-        return _repeated_walk()
-    if not at.has_triton("candidates"):
-        return reference_walk
-    from blockdraft.kernels.triton.candidates import walk
-
-    return named("candidates", walk)
-
-
-def _repeated_walk() -> Walk:
-    """On a CPU: what the rows need is asked anew at each replay of a captured step."""
-    from blockdraft.kernels.llvm.candidates import CandidateKernels
-    from blockdraft.kernels.llvm.tape import repeat
-
-    native = CandidateKernels()
-
-    def walk(
-        logits: Tensor, pairs: PairScores, starts: Tensor, anchor: Tensor, batch: SamplingBatch
-    ) -> Tensor:
-        drafts = torch.empty(logits.shape[:2], dtype=torch.int64)
-
-        def run() -> None:
-            if native.takes(logits, pairs):
-                native.walk(adjusted(logits, starts, anchor, batch), pairs, starts, anchor, batch, drafts)
-            else:
-                drafts.copy_(reference_walk(logits, pairs, starts, anchor, batch))
-
-        repeat(run)
-        return drafts
-
-    return walk
 
 
 def reference_walk(

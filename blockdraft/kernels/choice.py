@@ -39,7 +39,7 @@ Operation = Literal[
 ]
 OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 # Their references ask the device for numbers, or branch on what the host knows of the rows of one step: a
-# CUDA graph would keep the answer of its capture. Those of experts do too, which `moe.why_no_kernel` says.
+# CUDA graph would keep the answer of its capture. Those of experts do too: `pick.mixtures.why_no_kernel`.
 HOST_BOUND = frozenset[Operation]({"attention", "places", "sampling", "acceptance", "candidates"})
 _ON_CPU = frozenset[Operation](
     {

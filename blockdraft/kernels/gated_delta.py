@@ -1,4 +1,4 @@
-"""The gated delta rule, a recurrence in place of attention: the contract, its PyTorch reference, the choice.
+"""The gated delta rule, a recurrence in place of attention: the contract and its PyTorch reference.
 
 Every value head keeps a state S [K, V] that maps keys to values. A token makes it forget a share, then
 corrects what S holds for the token's key towards the token's value, and reads S with its query.
@@ -17,7 +17,6 @@ states of all layers lie in one tensor, and so do their tapes: one launch folds 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -25,12 +24,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from blockdraft.kernels.choice import Available
-from blockdraft.kernels.failure import named
-from blockdraft.kernels.rows import RmsNorm, sigmoid, softplus
+from blockdraft.kernels.rows import sigmoid, softplus
 
 if TYPE_CHECKING:
-    from blockdraft.kernels.llvm.gated_delta import GatedDeltaKernels
+    pass
 
 EPS = 1e-6  # of the keys' and queries' length; the published models' code has it as a constant
 
@@ -55,14 +52,6 @@ DeltaScan = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Ten
 DeltaFold = Callable[[Tensor, Tape, Tensor], None]
 Convolve = Callable[[Tensor, Tensor, Tensor], Tensor]
 GatedNorm = Callable[[Tensor, Tensor, Tensor, float], Tensor]
-
-
-def pick_scan(at: Available) -> tuple[DeltaScan, DeltaFold]:
-    dtype = torch.promote_types(at.dtype, torch.float32)  # that of the states
-    if not at.has_llvm(dtype):
-        return reference_scan, reference_fold
-    kernels = _llvm(dtype)
-    return kernels.scan, kernels.fold
 
 
 def reference_scan(
@@ -106,10 +95,6 @@ def reference_fold(state: Tensor, tape: Tape, counts: Tensor) -> None:
     state.copy_(kept)
 
 
-def pick_convolve(at: Available) -> Convolve:
-    return _llvm(at.dtype).convolve if at.has_llvm() else reference_convolve
-
-
 def reference_convolve(x: Tensor, tail: Tensor, weight: Tensor) -> Tensor:
     """silu of the causal convolution of each channel: x [R, T, C], weight [C, W], returns [R, T, C].
 
@@ -129,23 +114,6 @@ def gates(beta: Tensor, gate: Tensor, weights: DeltaWeights) -> tuple[Tensor, Te
     """The beta and the gate of `scan` from their logits [N, H]: in (0, 1) in beta's dtype; below 0, wide."""
     wide = gate.to(weights.gate_bias.dtype)
     return sigmoid(beta), -weights.decay_log.exp() * softplus(wide + weights.gate_bias)
-
-
-def pick_gated_norm(at: Available, rms_norm: RmsNorm) -> GatedNorm:
-    """rms_norm(read) * silu(z): read [N, H, V], z [N, H * V]; returns read's shape and dtype.
-
-    The norm is that of `rms_norm`; z and the product are computed in float32 or wider.
-    """
-    if at.has_triton("gated norms"):
-        from blockdraft.kernels.triton import gated_delta as kernels
-
-        return named("gated norms", kernels.gated_norm)
-
-    def gated_norm(read: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
-        z = z.reshape(read.shape).to(torch.promote_types(z.dtype, torch.float32))
-        return (rms_norm(read, weight, eps) * (z * sigmoid(z))).to(read.dtype)
-
-    return gated_norm
 
 
 # ---- in place, on a CUDA device
@@ -211,22 +179,6 @@ class InPlace(NamedTuple):
 
     scan: ScanRows
     fold: Callable[[RowTape, RowStates, Tensor], None]
-
-
-def pick_in_place(at: Available) -> InPlace | None:
-    """None: states are gathered, for `convolve`, `gates`, `scan` and `fold`."""
-    if not at.has_triton("gated delta"):
-        return None
-    from blockdraft.kernels.triton import gated_delta as kernels
-
-    return InPlace(named("gated delta", kernels.scan), named("gated delta", kernels.fold))
-
-
-@functools.cache
-def _llvm(dtype: torch.dtype) -> GatedDeltaKernels:
-    from blockdraft.kernels.llvm.gated_delta import GatedDeltaKernels
-
-    return GatedDeltaKernels(dtype)
 
 
 def _unit(x: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ rounds after each step, and so does the one kernel of a CPU.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,12 +14,10 @@ import torch
 from torch import Tensor
 
 from blockdraft.kernels import kv_codec
-from blockdraft.kernels.choice import Available
-from blockdraft.kernels.failure import named
-from blockdraft.kernels.rows import Angles, RmsNorm, Rotate, sigmoid
+from blockdraft.kernels.rows import Angles, sigmoid
 
 if TYPE_CHECKING:
-    from blockdraft.kernels.llvm.heads import HeadKernels
+    pass
 
 
 class HeadNorms(NamedTuple):
@@ -54,39 +51,6 @@ NormRopeWrite = Callable[[Tensor | None, Tensor, Tensor, HeadNorms | None, Angle
 GateHeads = Callable[[Tensor, Tensor], Tensor]
 
 
-def pick_norm_rope_write(at: Available, rms_norm: RmsNorm, rotate: Rotate) -> NormRopeWrite:
-    """The queries [N, H, D] to attend with, where some come; k and v [N, G, D] are in their slots afterwards.
-
-    One kernel does all of it, or `rms_norm`, `rotate` and `write` one after the other.
-    """
-    if at.has_triton("heads"):
-        from blockdraft.kernels.triton.rows import norm_rope_write as kernel
-
-        return named("heads", kernel)
-    llvm = _llvm_heads(at.dtype).norm_rope_write if at.has_llvm() else None
-
-    def norm_rope_write(
-        q: Tensor | None, k: Tensor, v: Tensor, norms: HeadNorms | None, angles: Angles, slots: Slots
-    ) -> Tensor | None:
-        # Its rotation has registers of 16 values, and writes whole ones.
-        if llvm is not None and (slots.turn is None or k.shape[-1] % 16 == 0):
-            return llvm(q, k, v, norms, angles, slots)
-        if norms is not None:
-            q = None if q is None else rms_norm(q, norms.q, norms.eps)
-            k = rms_norm(k, norms.k, norms.eps)
-        write(rotate(k, angles), v, slots)
-        return None if q is None else turned(rotate(q, angles), slots.turn)
-
-    return norm_rope_write
-
-
-@functools.cache
-def _llvm_heads(dtype: torch.dtype) -> HeadKernels:
-    from blockdraft.kernels.llvm.heads import HeadKernels
-
-    return HeadKernels(dtype)
-
-
 def turned(x: Tensor, turn: Turn | None, centre: Tensor | None = None) -> Tensor:
     """Queries, keys or values [N, H, D], rotated where that is asked for."""
     if turn is None:
@@ -101,14 +65,6 @@ def write(k: Tensor, v: Tensor, slots: Slots) -> None:
     k, v = turned(k, turn, None if turn is None else turn.centre), turned(v, turn)
     slots.keys.index_copy_(1, slots.place, k.transpose(0, 1))
     slots.values.index_copy_(1, slots.place, v.transpose(0, 1))
-
-
-def pick_gate_heads(at: Available) -> GateHeads:
-    if not at.has_triton("heads' gates"):
-        return reference_gate_heads
-    from blockdraft.kernels.triton.rows import gate_heads
-
-    return named("heads' gates", gate_heads)
 
 
 def reference_gate_heads(x: Tensor, gate: Tensor) -> Tensor:

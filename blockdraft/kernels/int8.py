@@ -14,7 +14,6 @@ to the default model: docs/quality.md.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -22,15 +21,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from blockdraft.kernels.choice import Available
-from blockdraft.kernels.cpu import product_path
-
 if TYPE_CHECKING:
-    from blockdraft.kernels.llvm.int8 import Int8Kernels
+    pass
 
 MAX_ROTATED = 512  # values that are turned together
 TINY = 2.0**-119  # a token whose largest magnitude is below is zero: 127 / it has no room in float32
-_ROWS, _COLUMNS = 16, 16  # of a block of weights, and what K is filled up to
+ROWS, COLUMNS = 16, 16  # of a block of weights, and what K is filled up to
 
 
 class Int8Weight(NamedTuple):
@@ -54,61 +50,6 @@ def rotated_columns(columns: int) -> int:
     return min(MAX_ROTATED, columns & -columns)
 
 
-def pick_int8(at: Available) -> tuple[Int8Multiply, Int8LookUp]:
-    if not at.has_llvm() or at.dtype != torch.float32:
-        return reference_int8_linear, reference_look_up
-    kernels = _llvm_int8(product_path())
-
-    def linear(x: Tensor, weight: Int8Weight, bias: Tensor | None, onto: Tensor | None) -> Tensor:
-        flat = x.reshape(-1, weight.columns)
-        if onto is not None:
-            onto = onto.reshape(-1, weight.rows).contiguous()
-        bias = bias if bias is None else bias.contiguous()
-        tokens = kernels.round(flat, weight.rotated, weight.factors)
-        out = kernels.product(tokens, weight.packed, weight.sums, weight.scale, weight.rows, bias, onto)
-        return out.view(*x.shape[:-1], weight.rows)
-
-    def look_up(rows: Tensor, weight: Int8Weight) -> Tensor:
-        return kernels.look_up(rows, weight.packed, weight.scale, weight.factors, weight.rotated)
-
-    return linear, look_up
-
-
-@functools.cache
-def _llvm_int8(path: str) -> Int8Kernels:
-    from blockdraft.kernels.llvm.int8 import Int8Kernels
-
-    return Int8Kernels(path)
-
-
-def pack(weight: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows [n, K] of a weight as int8 [n, K filled up] and their scales, by the rule of tokens."""
-    rotated = rotated_columns(weight.shape[1])
-    if _is_native():
-        kernels = _llvm_int8(product_path())
-        values, scale = kernels.round(weight.float(), rotated, 1 / factors, is_weight=True)
-    else:
-        values, scale = round_tokens(weight.float(), rotated, 1 / factors)
-    return values, scale / rotated  # exact: a power of two
-
-
-def interleave(values: Tensor, scale: Tensor, factors: Tensor) -> Int8Weight:
-    """The rows of `pack` as one weight."""
-    rows, columns = values.shape[0], factors.shape[0]
-    if _is_native():
-        packed, sums = _llvm_int8(product_path()).interleaved(values.contiguous())
-    else:
-        full = functional.pad(values, (0, 0, 0, -rows % _ROWS))
-        packed = full.view(-1, _ROWS, full.shape[1] // 4, 4).transpose(1, 2).contiguous()
-        sums = -128 * full.sum(dim=1, dtype=torch.int32)
-    scale = functional.pad(scale, (0, -rows % _ROWS))
-    return Int8Weight(packed, sums, scale, factors, rows, columns, rotated_columns(columns))
-
-
-def _is_native() -> bool:
-    return Available("llvm").has_llvm()
-
-
 def reference_int8_linear(
     x: Tensor, weight: Int8Weight, bias: Tensor | None = None, onto: Tensor | None = None
 ) -> Tensor:
@@ -130,7 +71,7 @@ def reference_look_up(rows: Tensor, weight: Int8Weight) -> Tensor:
 def unpack(packed: Tensor) -> Tensor:
     """int8 [rows, columns], both filled up."""
     blocks, fours = packed.shape[:2]
-    return packed.transpose(1, 2).reshape(blocks * _ROWS, fours * 4)
+    return packed.transpose(1, 2).reshape(blocks * ROWS, fours * 4)
 
 
 def round_tokens(x: Tensor, rotated: int, factors: Tensor) -> tuple[Tensor, Tensor]:
@@ -140,7 +81,7 @@ def round_tokens(x: Tensor, rotated: int, factors: Tensor) -> tuple[Tensor, Tens
     # Not `127.0 / peak`, which PyTorch computes as 127 times a rounded reciprocal.
     factor = torch.where(peak > TINY, torch.full_like(peak, 127.0) / peak, peak)
     values = (turned * factor[..., None]).round().nan_to_num(127.0).clamp(-127, 127).to(torch.int8)
-    return functional.pad(values, (0, -x.shape[-1] % _COLUMNS)), peak / 127.0
+    return functional.pad(values, (0, -x.shape[-1] % COLUMNS)), peak / 127.0
 
 
 def turn(x: Tensor, rotated: int) -> Tensor:

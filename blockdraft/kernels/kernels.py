@@ -22,6 +22,25 @@ from blockdraft.kernels import (
 from blockdraft.kernels import linear as products
 from blockdraft.kernels import recall as recalling
 from blockdraft.kernels.choice import OPERATIONS, Available, Operation
+from blockdraft.kernels.pick.attention import pick_attend, pick_attend_cold, pick_compress, pick_locate
+from blockdraft.kernels.pick.choosing import (
+    pick_acceptance,
+    pick_choose,
+    pick_forbid,
+    pick_recall,
+    pick_walk,
+)
+from blockdraft.kernels.pick.mixtures import pick_experts, pick_route
+from blockdraft.kernels.pick.pointwise import (
+    pick_block_convs,
+    pick_gate_heads,
+    pick_gate_mul,
+    pick_norm_rope_write,
+    pick_rms_norm,
+    pick_rotate,
+)
+from blockdraft.kernels.pick.products import pick_gated_linear, pick_int8, pick_linear, pick_scaled_linear
+from blockdraft.kernels.pick.recurrent import pick_convolve, pick_gated_norm, pick_in_place, pick_scan
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,44 +123,44 @@ def kernels_for(
 
 
 def _assembled(at: Available) -> Kernels:
-    rms_norm, gate_mul, rotate = rows.pick_rms_norm(at), rows.pick_gate_mul(at), rows.pick_rotate(at)
-    linear = products.pick_linear(at)
-    int8_linear, int8_look_up = int8.pick_int8(at)
-    scan, fold = gated_delta.pick_scan(at)
-    count_accepted, draw_accepted, advance = acceptance.pick_acceptance(at)
-    recall, remember = recalling.pick_recall(at)
-    conv_before, conv_after = block_conv.pick_block_convs(at, linear, rms_norm)
+    rms_norm, gate_mul, rotate = pick_rms_norm(at), pick_gate_mul(at), pick_rotate(at)
+    linear = pick_linear(at)
+    int8_linear, int8_look_up = pick_int8(at)
+    scan, fold = pick_scan(at)
+    count_accepted, draw_accepted, advance = pick_acceptance(at)
+    recall, remember = pick_recall(at)
+    conv_before, conv_after = pick_block_convs(at, linear, rms_norm)
     return Kernels(
         available=at,
         rms_norm=rms_norm,
         gate_mul=gate_mul,
         rotate=rotate,
         linear=linear,
-        gated_linear=products.pick_gated_linear(at, linear, gate_mul),
-        scaled_linear=products.pick_scaled_linear(at, gate_mul),
+        gated_linear=pick_gated_linear(at, linear, gate_mul),
+        scaled_linear=pick_scaled_linear(at, gate_mul),
         int8_linear=int8_linear,
         int8_look_up=int8_look_up,
-        norm_rope_write=heads.pick_norm_rope_write(at, rms_norm, rotate),
-        gate_heads=heads.pick_gate_heads(at),
-        attend=attention.pick_attend(at),
-        locate=attention.pick_locate(at),
-        attend_cold=kv_cold.pick_attend_cold(at),
-        compress=kv_cold.pick_compress(at),
+        norm_rope_write=pick_norm_rope_write(at, rms_norm, rotate),
+        gate_heads=pick_gate_heads(at),
+        attend=pick_attend(at),
+        locate=pick_locate(at),
+        attend_cold=pick_attend_cold(at),
+        compress=pick_compress(at),
         scan=scan,
         fold=fold,
-        convolve=gated_delta.pick_convolve(at),
-        scan_in_place=gated_delta.pick_in_place(at),
-        gated_norm=gated_delta.pick_gated_norm(at, rms_norm),
-        route=moe.pick_route(at),
-        experts=moe.pick_experts(at, gate_mul),
-        choose=sampling.pick_choose(at),
-        forbid=sampling.pick_forbid(at),
+        convolve=pick_convolve(at),
+        scan_in_place=pick_in_place(at),
+        gated_norm=pick_gated_norm(at, rms_norm),
+        route=pick_route(at),
+        experts=pick_experts(at, gate_mul),
+        choose=pick_choose(at),
+        forbid=pick_forbid(at),
         count_accepted=count_accepted,
         draw_accepted=draw_accepted,
         advance=advance,
         conv_before=conv_before,
         conv_after=conv_after,
-        walk=candidates.pick_walk(at),
+        walk=pick_walk(at),
         recall=recall,
         remember=remember,
     )

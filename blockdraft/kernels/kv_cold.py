@@ -1,4 +1,4 @@
-"""Attention over pages of which most are compressed: the contract, its PyTorch reference, the choice.
+"""Attention over pages of which most are compressed: the contract and its PyTorch reference.
 
 A layer keeps two stores. Exact keys and values, in the model's dtype, lie in pages of their own: of a running
 row the first tile, the window and the block (`Blocks.exact_table`). Compressed ones lie in the pages that all
@@ -19,17 +19,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from blockdraft.kernels.attention import KEY_CHUNK, Blocks, Mask, Reads, attend_gathered
-from blockdraft.kernels.choice import Available
-from blockdraft.kernels.failure import named
 from blockdraft.kernels.kv_codec import Codec, Encoded, KvFormat, rotate_back
 from blockdraft.kernels.kv_formats import TILE
 from blockdraft.kernels.kv_positions import PositionRule
 
 if TYPE_CHECKING:
-    from blockdraft.kernels.llvm.kv_attention import ColdAttention
-    from blockdraft.kernels.llvm.kv_compress import CompressTiles
+    pass
 
 
 class Codes(NamedTuple):
@@ -86,72 +84,9 @@ class Tiles:
         return self.rule.compressed_end(self.starts + self.counts)
 
 
+KeysValues = tuple[Tensor, Tensor]  # [L, G, D] each
 AttendCold = Callable[[Tensor, ColdPages, Blocks, Mask, Tensor | None], Tensor]
 Compress = Callable[[ColdPages, Tiles], None]
-
-
-def pick_attend_cold(at: Available) -> AttendCold:
-    """Attention of q [N, H, D] over one layer's ColdPages (L = 1); sinks [H]. Returns [N, H, D]."""
-    if at.has_triton("attention"):
-        return named("attention", _triton_attend_cold)
-    return _llvm_attend_cold(at.dtype) if at.has_llvm() else reference_attend_cold_paged
-
-
-def _triton_attend_cold(
-    q: Tensor, pages: ColdPages, blocks: Blocks, mask: Mask, sinks: Tensor | None = None
-) -> Tensor:
-    from blockdraft.kernels.triton.kv_attention import attend_cold  # Gluon's import takes a while
-
-    return attend_cold(q, pages, blocks, mask, sinks)
-
-
-def pick_compress(at: Available) -> Compress:
-    if at.has_triton("attention"):
-        from blockdraft.kernels.triton.kv_compress import compress
-
-        return named("attention", compress)
-    return _llvm_compress(at.dtype) if at.has_llvm() else reference_compress
-
-
-def _llvm_lanes(form: KvFormat) -> int:
-    """What a head must be a multiple of."""
-    return 16 if form.is_turned else 4
-
-
-def _llvm_attend_cold(dtype: torch.dtype) -> AttendCold:
-    def attend_cold(
-        q: Tensor, pages: ColdPages, blocks: Blocks, mask: Mask, sinks: Tensor | None = None
-    ) -> Tensor:
-        if q.shape[-1] % _llvm_lanes(pages.format) != 0:
-            return reference_attend_cold_paged(q, pages, blocks, mask, sinks)
-        return _llvm_attention(dtype, q.shape[-1], pages.format)(q, pages, blocks, mask, sinks)
-
-    return attend_cold
-
-
-@functools.cache
-def _llvm_attention(dtype: torch.dtype, head_dim: int, form: KvFormat) -> ColdAttention:
-    from blockdraft.kernels.llvm.kv_attention import ColdAttention
-
-    return ColdAttention(dtype, head_dim, form)
-
-
-def _llvm_compress(dtype: torch.dtype) -> Compress:
-    def compress(pages: ColdPages, tiles: Tiles) -> None:
-        head_dim = pages.exact_keys.shape[-1]
-        if head_dim % _llvm_lanes(pages.format) != 0:
-            reference_compress(pages, tiles)
-        else:
-            _llvm_tiles(dtype, head_dim, pages.format)(pages, tiles)
-
-    return compress
-
-
-@functools.cache
-def _llvm_tiles(dtype: torch.dtype, head_dim: int, form: KvFormat) -> CompressTiles:
-    from blockdraft.kernels.llvm.kv_compress import CompressTiles
-
-    return CompressTiles(dtype, head_dim, form)
 
 
 def reference_attend_cold_paged(
@@ -214,3 +149,56 @@ def reference_compress(pages: ColdPages, tiles: Tiles) -> None:
         encoded = codec.encode(exact[:, :, source])
         codes.codes[:, :, target] = encoded.codes
         codes.scale[:, :, target] = encoded.scale
+
+
+def reference_attend_cold(
+    q: Tensor, exact: KeysValues, compressed: KeysValues, rule: PositionRule, mask: Mask
+) -> Tensor:
+    """Attention of q [N, H, D], the last N of L positions. `compressed` are all keys and values come back.
+
+    Causal, in float32 or wider. A query's bits follow from its position and what it sees: each group of
+    queries is computed whole, at a shape that its number decides, with zeros for whoever is not there.
+    """
+    assert mask.is_causal
+    assert not mask.is_anchored
+    wide = torch.promote_types(q.dtype, torch.float32)
+    length, start = len(exact[0]), len(exact[0]) - len(q)
+    exact_k, exact_v, cold_k, cold_v = (x.to(wide).transpose(0, 1) for x in (*exact, *compressed))
+    parts = []
+    for group in range(rule.group(start), rule.group(length - 1) + 1):
+        begin = rule.group_begin(group)
+        end, first, last = begin + rule.stride, max(begin, start), min(begin + rule.stride, length)
+        cold_end = rule.cold_end(first)
+        k = _mixed(exact_k, cold_k, rule.sinks, cold_end, end)
+        v = _mixed(exact_v, cold_v, rule.sinks, cold_end, end)
+        block = functional.pad(
+            q[first - start : last - start].to(wide), (0, 0, 0, 0, first - begin, end - last)
+        )
+        parts.append(_attend_group(block, k, v, begin, mask)[first - begin : last - begin])
+    return torch.cat(parts).to(q.dtype)
+
+
+def _mixed(exact: Tensor, cold: Tensor, sinks: int, cold_end: int, end: int) -> Tensor:
+    """[G, end, D]: of each position what is read, and zeros past the last one."""
+    first = min(sinks, cold_end)
+    mixed = torch.cat((exact[:, :first], cold[:, first:cold_end], exact[:, cold_end:end]), dim=1)
+    return functional.pad(mixed, (0, 0, 0, end - mixed.shape[1]))
+
+
+def _attend_group(q: Tensor, k: Tensor, v: Tensor, begin: int, mask: Mask) -> Tensor:
+    """q [stride, H, D] from position `begin` on, over k and v [G, end, D]."""
+    count, num_heads, dim = q.shape
+    num_groups, end = k.shape[:2]
+    shared = num_heads // num_groups
+    rows = (q * mask.scale).view(count, num_groups, shared, dim).permute(1, 2, 0, 3)  # [G, shared, stride, D]
+    scores = rows.reshape(num_groups, shared * count, dim) @ k.mT
+    scores = scores.view(num_groups, shared, count, end)
+    query = torch.arange(begin, begin + count, device=q.device).clamp(min=0)[:, None]
+    key = torch.arange(end, device=q.device)
+    own = max(begin, 0)  # what lies before is seen by the whole group
+    scores[..., own:].masked_fill_(key[own:] > query, float("-inf"))
+    if mask.window is not None:
+        scores.masked_fill_(key <= query - mask.window, float("-inf"))
+    weights = scores.softmax(dim=-1).view(num_groups, shared * count, end)
+    out = (weights @ v).view(num_groups, shared, count, dim)
+    return out.permute(2, 0, 1, 3).reshape(count, num_heads, dim)

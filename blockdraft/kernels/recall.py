@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from blockdraft.kernels.choice import Available
-from blockdraft.kernels.failure import named
 from blockdraft.settings.settings import MAX_NGRAM
 
 MOST = MAX_NGRAM  # tokens that are compared: of occurrences that agree in as many, the last is taken
@@ -53,16 +51,3 @@ def reference_remember(history: Tensor, sampled: Tensor, rows: Tensor, length: T
 
 Recall = Callable[[Tensor, Tensor, Tensor, Tensor, int], None]
 Remember = Callable[[Tensor, Tensor, Tensor, Tensor], None]
-
-
-def pick_recall(at: Available) -> tuple[Recall, Remember]:
-    if at.has_llvm(torch.float32):  # there are no others in it
-        from blockdraft.kernels.llvm.recall import RecallKernels
-
-        native = RecallKernels()
-        return native.recall, native.remember
-    if not at.has_triton("recall"):
-        return reference_recall, reference_remember
-    from blockdraft.kernels.triton import recall as kernels
-
-    return named("recall", kernels.recall), named("recall", kernels.remember)

@@ -9,7 +9,6 @@ operations for every element, of which `exp` and `log1p` do not vary. Training t
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
@@ -17,25 +16,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from blockdraft.kernels.choice import Available
-from blockdraft.kernels.failure import named
-
 if TYPE_CHECKING:
-    from blockdraft.kernels.llvm.pointwise import RowKernels
+    pass
 
 Angles = tuple[Tensor, Tensor]  # cosines and sines, [N, 1, R / 2] each, contiguous, R <= D values rotated
 Gate = Literal["silu", "gelu"]  # gelu by its tanh approximation
 RmsNorm = Callable[[Tensor, Tensor | None, float], Tensor]
 GateMul = Callable[[Tensor, Gate], Tensor]
 Rotate = Callable[[Tensor, Angles], Tensor]
-
-
-def pick_rms_norm(at: Available) -> RmsNorm:
-    if at.has_triton("norms"):
-        from blockdraft.kernels.triton.rows import rms_norm
-
-        return named("norms", rms_norm)
-    return llvm_rows(at.dtype).rms_norm if at.has_llvm() else reference_rms_norm
 
 
 def reference_rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -55,28 +43,10 @@ def reference_rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     return normed.to(x.dtype) * weight
 
 
-def pick_gate_mul(at: Available) -> GateMul:
-    if at.has_triton("activations"):
-        from blockdraft.kernels.triton.rows import gate_mul
-
-        return named("activations", gate_mul)
-    if not at.has_llvm():
-        return reference_gate_mul
-    kernels = llvm_rows(at.dtype)
-    return lambda gate_up, gate: kernels.silu_mul(gate_up) if gate == "silu" else kernels.gelu_mul(gate_up)
-
-
 def reference_gate_mul(gate_up: Tensor, gate: Gate) -> Tensor:
     """gate(a) * b, where gate_up [..., 2 K] holds a and b one after the other; returns [..., K]."""
     a, b = gate_up.chunk(2, dim=-1)
     return (functional.silu(a) if gate == "silu" else functional.gelu(a, approximate="tanh")) * b
-
-
-def pick_rotate(at: Available) -> Rotate:
-    if not at.has_llvm():
-        return reference_rotate
-    kernels = llvm_rows(at.dtype)
-    return lambda x, angles: kernels.rotate(x, *angles)
 
 
 def reference_rotate(x: Tensor, angles: Angles) -> Tensor:
@@ -99,11 +69,3 @@ def sigmoid(x: Tensor) -> Tensor:
 def softplus(x: Tensor) -> Tensor:
     """log(1 + exp(x)), the same bits wherever an element stands."""
     return x.clamp(min=0) + torch.log1p(torch.exp(-x.abs()))
-
-
-@functools.cache
-def llvm_rows(dtype: torch.dtype) -> RowKernels:
-    """The CPU's kernels of `dtype`, compiled once in a process."""
-    from blockdraft.kernels.llvm.pointwise import RowKernels
-
-    return RowKernels(dtype)

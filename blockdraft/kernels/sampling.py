@@ -12,8 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from blockdraft.kernels.choice import Available
-from blockdraft.kernels.failure import named
 from blockdraft.kernels.noise import gumbel
 from blockdraft.kernels.sampling_tables import Real, Whole
 
@@ -89,46 +87,6 @@ class Allowed:
 
 Choose = Callable[[Tensor, Tensor, Tensor, SamplingBatch], Tensor]
 Forbid = Callable[[Tensor, Allowed], None]
-
-
-def pick_choose(at: Available) -> Choose:
-    if at.has_llvm():
-        return _repeated_choose()
-    if not at.has_triton("sampling"):
-        return reference_choose
-    from blockdraft.kernels.triton.sampling import choose
-
-    return named("sampling", choose)
-
-
-def _repeated_choose() -> Choose:
-    """On a CPU: what the rows need is asked anew at each replay of a captured step."""
-    from blockdraft.kernels.llvm.sampling import ChooseKernel
-    from blockdraft.kernels.llvm.tape import repeat
-
-    native = ChooseKernel()
-
-    def choose(logits: Tensor, starts: Tensor, recent: Tensor, batch: SamplingBatch) -> Tensor:
-        chosen = torch.empty(logits.shape[:2], dtype=torch.int64)
-
-        def run() -> None:
-            if logits.dtype == torch.float64:
-                chosen.copy_(reference_choose(logits, starts, recent, batch))
-            else:
-                native(adjusted(logits, starts, recent, batch), starts, batch, chosen)
-
-        repeat(run)
-        return chosen
-
-    return choose
-
-
-def pick_forbid(at: Available) -> Forbid:
-    if not at.has_triton("sampling"):
-        return reference_forbid
-    from blockdraft.kernels.triton.forbid import forbid
-
-    return named("sampling", forbid)
 
 
 def reference_forbid(logits: Tensor, allowed: Allowed) -> None:

@@ -12,8 +12,8 @@ from blockdraft.kernels.moe import (
     Parts,
     Shared,
     Weighing,
-    why_no_kernel,
 )
+from blockdraft.kernels.pick.mixtures import why_no_kernel
 from blockdraft.models.config import MoEConfig
 from blockdraft.models.kernel_module import KernelModule
 from blockdraft.models.layers import GatedMLP, Linear, RMSNorm
@@ -104,7 +104,7 @@ class Experts(KernelModule):
     def forward(
         self, x: Tensor, choice: ExpertChoice, shared: Shared | None = None, onto: Tensor | None = None
     ) -> Tensor:
-        """[N, E] for x [N, E]; see `kernels.moe.pick_experts`."""
+        """[N, E] for x [N, E]; see `kernels.pick.mixtures.pick_experts`."""
         return self.kernels.experts(x, self.gate_up, self.down, choice, self.activation, shared, onto)
 
     def why_not_captured(self) -> str | None:

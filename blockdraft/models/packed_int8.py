@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from blockdraft.errors import ModelError
-from blockdraft.kernels.int8 import Int8Weight, interleave, pack, reference_look_up, rotated_columns
+from blockdraft.kernels.int8 import Int8Weight, reference_look_up, rotated_columns
 from blockdraft.kernels.kernels import REFERENCE, Kernels
+from blockdraft.kernels.pick.products import interleave, pack
 from blockdraft.models.packed import Packed
 
 _BLOCK = 16  # rows

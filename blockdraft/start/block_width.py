@@ -39,7 +39,6 @@ from blockdraft.machine.machine import read_machine
 from blockdraft.planner.plan import Plan
 from blockdraft.settings.cache_files import keep
 from blockdraft.settings.settings import Settings, cache_dir
-from blockdraft.step.dflash import DFlashDrafter
 from blockdraft.step.drafter import NoDrafter
 from blockdraft.step.graphs import Reading, pack
 
@@ -309,8 +308,7 @@ def _context(engine: Engine) -> int:
 def _key(engine: Engine, acceptance: Acceptance) -> str:
     """Whatever a measurement depends on: the machine and its threads, both models as they are loaded."""
     models, machine = engine.models, read_machine()
-    drafter = models.drafter
-    drafting = fingerprint(drafter.model) if isinstance(drafter, DFlashDrafter) else models.draft_name
+    drafting = models.draft_name if models.drafter.model is None else fingerprint(models.drafter.model)
     facts = [
         [machine.cpu.name, machine.cpu.num_cores, *(gpu.name for gpu in machine.gpus)],
         [__version__, torch.__version__, torch.get_num_threads()],

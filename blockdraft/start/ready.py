@@ -15,7 +15,7 @@ from blockdraft.engine.governor import widths_for
 from blockdraft.engine.loaded import Models
 from blockdraft.errors import SettingsError
 from blockdraft.kernels.choice import Operation
-from blockdraft.kernels.llvm.tape import NotRecordable
+from blockdraft.kernels.llvm.recording import NotRecordable
 from blockdraft.phases import StartProgress
 from blockdraft.planner.plan import Plan
 from blockdraft.settings.settings import Settings

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from blockdraft.cache.cache import Cache
 from blockdraft.cache.rows import Rows
 from blockdraft.cache.view import CacheView, View
+from blockdraft.models.decoder import Decoder
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,15 @@ class Drafter(Protocol):
     @property
     def block(self) -> int: ...  # the width it was trained for, anchor included
 
+    @property
+    def model(self) -> nn.Module | None: ...  # what it computes with
+
+    @property
+    def vocab_map(self) -> Tensor | None: ...  # the target's token id for each row of a reduced head
+
+    def beside(self, target: Decoder) -> Drafter:
+        """The same drafter, weights shared, for another copy of its target."""
+
     def draft(self, rows: Rows, cache: Cache, view: CacheView, width: int) -> DraftedBlock:
         """Blocks [R, width] for the active rows.
 
@@ -36,7 +46,17 @@ class Drafter(Protocol):
         """Remember the target's features [N, F] of the view's positions as context."""
 
 
-class NoDrafter:
+class Weightless:
+    """The part of a drafter without a model that has nothing to do with drafts."""
+
+    model: None = None
+    vocab_map: None = None
+
+    def beside(self, target: Decoder) -> Self:
+        return self
+
+
+class NoDrafter(Weightless):
     """Plain decoding through the same step.
 
     At width 1 it is what a user would otherwise run. At a larger width it verifies the anchor repeated:

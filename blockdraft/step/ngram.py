@@ -10,14 +10,14 @@ from torch import Tensor
 from blockdraft.cache.cache import Cache
 from blockdraft.cache.rows import Rows
 from blockdraft.cache.view import CacheView, View
-from blockdraft.step.drafter import DraftedBlock
+from blockdraft.step.drafter import DraftedBlock, Weightless
 
 # How often draft i + 1 was accepted, in the mean of the sets of benchmarks/ngram.py: where a start begins.
 _ACCEPTED = (0.22, 0.13, 0.11, 0.09, 0.08, 0.07, 0.06, 0.06, 0.05, 0.05, 0.05, 0.04, 0.04, 0.04, 0.04)
 NGRAM_ACCEPTANCE = {"usual texts": _ACCEPTED}
 
 
-class NgramDrafter:
+class NgramDrafter(Weightless):
     """Drafts from the row's own tokens, prompt and answer: for any target."""
 
     def __init__(self, block: int, least: int) -> None:

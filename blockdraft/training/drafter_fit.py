@@ -24,7 +24,6 @@ from blockdraft.models.draft_config import DraftConfig
 from blockdraft.planner.draft_title import drafting_title
 from blockdraft.settings.settings import NGRAM
 from blockdraft.start.memory import release
-from blockdraft.step.dflash import DFlashDrafter
 from blockdraft.training.answers import (
     Document,
     encode_conversation,
@@ -259,11 +258,11 @@ class _Session:
         ]
         engine = fit_of_steps([[len(step) for step in mine] for mine in steps], self.width).committed
         assert self.config is not None
-        assert isinstance(models.drafter, DFlashDrafter)
+        assert models.block_drafter is not None
         suspects = list(variations(self.config, models.config, tokenizer, documents))
         taps = [tap for config in (self.config, *(one.config for one in suspects)) for tap in config.taps]
         self._show("read", None, f"{len(documents)} answers, for the target's features")
-        probe = AcceptanceProbe(models.drafter, documents, taps)
+        probe = AcceptanceProbe(models.block_drafter, documents, taps)
         self._show("try", 0.0, "the drafter as it is")
         simulated = probe.walk(self.config, self.width).committed
         tried = []

@@ -25,7 +25,8 @@ from blockdraft.check.whole_view import WholeView
 from blockdraft.errors import ModelError, SettingsError
 from blockdraft.kernels.attention import Mask
 from blockdraft.kernels.kv_codec import FORMATS
-from blockdraft.kernels.kv_positions import PositionRule, reference_attend_cold
+from blockdraft.kernels.kv_cold import reference_attend_cold
+from blockdraft.kernels.kv_positions import PositionRule
 
 VOCAB, LENGTH, HEAD = 40, 700, 16
 CPU = torch.device("cpu")

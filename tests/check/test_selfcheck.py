@@ -14,15 +14,16 @@ from blockdraft.engine import engine as engine_module
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.request import SamplingParams, TokenLogprobs
 from blockdraft.errors import ModelError, RequestError
-from blockdraft.kernels import attention, gated_delta, linear, rows
 from blockdraft.kernels.cpu import why_no_llvm
 from blockdraft.kernels.kernels import REFERENCE, kernels_for
-from blockdraft.kernels.llvm import jit
+from blockdraft.kernels.llvm import jit, pointwise
+from blockdraft.kernels.pick import attention, products, recurrent
 from blockdraft.models.packed import Scaled
 from blockdraft.models.packed_int8 import Int8Matrix
 from blockdraft.settings.settings import Settings
 from blockdraft.start.loading import load_models
 from blockdraft.start.warm import every_round, few_rounds, warm
+from blockdraft.step.drafter import Weightless
 from tests import tiny
 from tests.faults import FAULTS, with_kernels
 from tests.models.checkpoints import load, write_target
@@ -112,7 +113,8 @@ def test_warming_runs_every_width_and_number_of_rows(monkeypatch):
 @pytest.mark.parametrize("name", [None, "qwen3_5-whole"])
 def test_after_warming_nothing_is_left_to_compile(name, tmp_path, monkeypatch):
     models = (tiny.engine(dtype="float32") if name is None else family_engine(name, tmp_path)).models
-    for compiled_once in (attention._llvm_kernel, gated_delta._llvm, linear._llvm_linear, rows.llvm_rows):
+    kept = (attention._llvm_kernel, recurrent._llvm_delta, products._llvm_linear, pointwise.llvm_rows)
+    for compiled_once in kept:
         compiled_once.cache_clear()
     compiled = []
     compile_kernel = jit._Compiler.address
@@ -200,7 +202,7 @@ def test_without_its_drafter_a_target_decodes_plainly():
     assert verify_engine(engine, ignore).keeps_drafter
 
 
-class Meddler:
+class Meddler(Weightless):
     """A drafter that writes where it must not: into the target's committed keys and values."""
 
     block = tiny.BLOCK

@@ -13,7 +13,7 @@ from blockdraft import LLM, RequestError, SamplingParams
 from blockdraft.engine.engine import Launched
 from blockdraft.engine.scheduler import Outcome
 from blockdraft.kernels.cpu import why_no_llvm
-from blockdraft.kernels.llvm.tape import current_tape
+from blockdraft.kernels.llvm.recording import current_tape
 from blockdraft.step.captures import OnCpu
 from tests import tiny
 

@@ -6,8 +6,8 @@ import torch
 
 from blockdraft.kernels import kv_codec
 from blockdraft.kernels.attention import Blocks, Mask
-from blockdraft.kernels.kv_cold import Codes, ColdPages, Tiles
-from blockdraft.kernels.kv_positions import PositionRule, reference_attend_cold
+from blockdraft.kernels.kv_cold import Codes, ColdPages, Tiles, reference_attend_cold
+from blockdraft.kernels.kv_positions import PositionRule
 
 
 @dataclass

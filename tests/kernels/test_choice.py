@@ -12,10 +12,12 @@ if not torch.cuda.is_available():  # before anything imports Triton, which other
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from blockdraft.cache.rows import Rows, RowSampling
-from blockdraft.kernels import attention, choice, cpu, gated_delta, heads, linear, rows
+from blockdraft.kernels import attention, choice, cpu, gated_delta, heads, linear
 from blockdraft.kernels.candidates import PairScores
 from blockdraft.kernels.choice import OPERATIONS, Available
 from blockdraft.kernels.kernels import REFERENCE, kernels_for
+from blockdraft.kernels.pick import attention as pick_attention
+from blockdraft.kernels.pick import pointwise, products, recurrent
 from blockdraft.models.dflash import DFlash
 from blockdraft.models.kernel_module import with_kernels
 from blockdraft.models.layers import GatedMLP, RMSNorm
@@ -177,11 +179,11 @@ def test_every_operation_has_a_reference(name):
 @pytest.mark.parametrize("name", ON_CPU)
 def test_a_cpu_takes_its_kernels_where_they_can_serve(name, monkeypatch):
     for module, compiled in (
-        (attention, "_llvm_kernel"),
-        (gated_delta, "_llvm"),
-        (heads, "_llvm_heads"),
-        (linear, "_llvm_linear"),
-        (rows, "llvm_rows"),
+        (pick_attention, "_llvm_kernel"),
+        (recurrent, "_llvm_delta"),
+        (pointwise, "_llvm_heads"),
+        (products, "_llvm_linear"),
+        (pointwise, "_llvm_rows"),
     ):
         monkeypatch.setattr(module, compiled, lambda *_: _Kernel())
     monkeypatch.setattr(choice, "why_no_llvm", lambda dtype, device: None)
@@ -192,7 +194,7 @@ def test_a_cpu_takes_its_kernels_where_they_can_serve(name, monkeypatch):
 
 
 def test_a_cpu_finds_places_by_its_kernel_where_it_can_serve(monkeypatch):
-    monkeypatch.setattr(attention, "_llvm_locate", _Kernel)
+    monkeypatch.setattr(pick_attention, "_llvm_locate", _Kernel)
     monkeypatch.setattr(choice, "why_no_llvm", lambda dtype, device: None)
     assert isinstance(kernels_for(torch.float32, CPU).locate, _Kernel)
     monkeypatch.setattr(choice, "why_no_llvm", lambda dtype, device: "an odd machine")
@@ -200,7 +202,7 @@ def test_a_cpu_finds_places_by_its_kernel_where_it_can_serve(monkeypatch):
 
 
 def test_states_of_half_precision_models_are_float32_and_take_the_cpu_s_kernels(monkeypatch):
-    monkeypatch.setattr(gated_delta, "_llvm", lambda dtype: dtype)
+    monkeypatch.setattr(recurrent, "_llvm_delta", lambda dtype: dtype)
     monkeypatch.setattr(choice, "why_no_llvm", lambda dtype, device: {torch.bfloat16: "half"}.get(dtype))
     available = Available("llvm", torch.bfloat16)
     assert available.has_llvm(torch.float32)

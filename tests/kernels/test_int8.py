@@ -10,9 +10,6 @@ from blockdraft.kernels.choice import Available
 from blockdraft.kernels.cpu import product_path, product_paths, why_no_llvm
 from blockdraft.kernels.int8 import (
     MAX_ROTATED,
-    interleave,
-    pack,
-    pick_int8,
     reference_int8_linear,
     reference_look_up,
     rotated_columns,
@@ -21,6 +18,7 @@ from blockdraft.kernels.int8 import (
     unpack,
 )
 from blockdraft.kernels.kernels import REFERENCE
+from blockdraft.kernels.pick.products import interleave, pack, pick_int8
 from blockdraft.models.packed_int8 import Int8Matrix
 
 WHY_NOT = why_no_llvm(torch.float32, torch.device("cpu"))
@@ -238,7 +236,7 @@ def test_weights_are_packed_as_without_kernels(n, k, monkeypatch):
     rows = torch.randint(0, n, (4, 3), generator=generator)
     native = interleave(*pack(weight, factors), factors)
     assert torch.equal(pick_int8(Available("llvm"))[1](rows, native), reference_look_up(rows, native))
-    monkeypatch.setattr("blockdraft.kernels.int8._is_native", lambda: False)
+    monkeypatch.setattr("blockdraft.kernels.pick.products._is_native", lambda: False)
     for mine, its in zip(native, interleave(*pack(weight, factors), factors), strict=True):
         assert torch.equal(mine, its) if isinstance(mine, torch.Tensor) else mine == its
 

@@ -10,7 +10,7 @@ from blockdraft.kernels.cpu import why_no_llvm
 from blockdraft.kernels.kernels import kernels_for
 
 pytest.importorskip("llvmlite")
-from blockdraft.kernels.llvm.attention import MAX_VECTORS, divide
+from blockdraft.kernels.llvm.attention_units import MAX_VECTORS, divide
 
 CPU = torch.device("cpu")
 if why_no_llvm(torch.float32, CPU) is not None:

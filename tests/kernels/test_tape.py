@@ -26,7 +26,8 @@ from blockdraft.kernels.llvm.copies import lowered
 from blockdraft.kernels.llvm.jit import Jit, new_pool, pool
 from blockdraft.kernels.llvm.language import Floats, Int, Longs, invoke, load_shared, pause
 from blockdraft.kernels.llvm.pool import TICKET, Pool
-from blockdraft.kernels.llvm.tape import Arena, NotRecordable, StepTape, current_tape, repeat
+from blockdraft.kernels.llvm.recording import NotRecordable, current_tape, repeat
+from blockdraft.kernels.llvm.tape import Arena, StepTape
 
 ROWS, COLUMNS = 4, 6
 aten = torch.ops.aten

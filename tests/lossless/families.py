@@ -12,7 +12,7 @@ import transformers
 from blockdraft.cache.recurrent import RecurrentState
 from blockdraft.engine.engine import Engine, mix
 from blockdraft.engine.request import SamplingParams
-from blockdraft.step.drafter import DraftedBlock, NoDrafter
+from blockdraft.step.drafter import DraftedBlock, NoDrafter, Weightless
 from tests import tiny
 from tests.fixtures import make_pair
 from tests.models import families
@@ -94,7 +94,7 @@ def draft_config(target, block=BLOCK):
     }
 
 
-class HintedDrafter:
+class HintedDrafter(Weightless):
     """Knows the answers and draws for each block how many drafts are right, 0 to `most`, equally often."""
 
     block = BLOCK

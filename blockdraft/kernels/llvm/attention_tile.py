@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from blockdraft.kernels.llvm.attention_units import MAX_TILE, MAX_VECTORS
 from blockdraft.kernels.llvm.compiler import inlined, unrolled
 from blockdraft.kernels.llvm.language import (
     Int,
@@ -39,8 +40,6 @@ from blockdraft.kernels.llvm.language import (
 
 CHUNK = 64  # keys, whose keys and values fit the L1; a multiple of SUM_LANES, and part of a result's bits
 SUM_LANES = 16  # likewise
-MAX_VECTORS = 16  # query vectors (tokens x heads of one key head) that a thread takes at a time
-MAX_TILE = 4  # query vectors that share one pass over a chunk of keys
 GROUP = 4  # keys that are scored, or weighed, together
 _COLUMNS = {1: 8, 2: 8, 3: 4, 4: 4}  # vectors of `out` summed together, by tile: what registers hold
 _LINE = 64  # bytes of a cache line

@@ -38,8 +38,7 @@ from blockdraft.kernels.llvm.language import (
     store,
     zeros,
 )
-from blockdraft.kernels.llvm.pointwise import WIDE
-from blockdraft.kernels.rows import llvm_rows
+from blockdraft.kernels.llvm.pointwise import WIDE, llvm_rows
 
 _VECTOR_BYTES = 16  # which every CPU has
 _VECTORS = 8  # of columns in a piece: enough sums to hide the latency of a multiply-add

@@ -19,7 +19,7 @@ from blockdraft.kernels.cpu import extra_features
 from blockdraft.kernels.llvm.compiler import Written, assembly, field_types
 from blockdraft.kernels.llvm.language import Type, f32, f64
 from blockdraft.kernels.llvm.pool import Pool, follow, lead, pause_hint, table
-from blockdraft.kernels.llvm.tape import Call, current_tape
+from blockdraft.kernels.llvm.recording import Call, current_tape
 from blockdraft.settings.cache_files import keep
 from blockdraft.settings.settings import cache_dir
 

@@ -17,7 +17,8 @@ from blockdraft.kernels.cpu import has_permute
 from blockdraft.kernels.kv_codec import KvFormat, signs
 from blockdraft.kernels.kv_formats import TILE
 from blockdraft.kernels.llvm.attention import _SERIAL_OPS, attend, divided, find, prepare
-from blockdraft.kernels.llvm.attention_tile import CHUNK, GROUP, MAX_TILE, MAX_VECTORS, State, room
+from blockdraft.kernels.llvm.attention_tile import CHUNK, GROUP, State, room
+from blockdraft.kernels.llvm.attention_units import MAX_TILE, MAX_VECTORS
 from blockdraft.kernels.llvm.compiler import inlined, kernel, taken
 from blockdraft.kernels.llvm.jit import Jit, real_type
 from blockdraft.kernels.llvm.kv_codes import decode, num_bytes, sign_head, turn_head

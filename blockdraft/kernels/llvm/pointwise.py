@@ -6,6 +6,7 @@ Elements past the last whole vector are done by the same operations one at a tim
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -163,3 +164,9 @@ def rotate_pair(u: Reals, v: Reals, u_y: Reals, v_y: Reals, cos: Real, sin: Real
     first, second = load(u, lanes), load(v, lanes)
     store(u_y, first * cos - second * sin)
     store(v_y, second * cos + first * sin)
+
+
+@functools.cache
+def llvm_rows(dtype: torch.dtype) -> RowKernels:
+    """The CPU's kernels of `dtype`, compiled once in a process."""
+    return RowKernels(dtype)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -24,6 +23,11 @@ from torch._C import _get_dispatch_stack_at, _len_torch_dispatch_stack
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 from torch.utils._pytree import tree_flatten
+
+from blockdraft.kernels.llvm.copies import lowered
+from blockdraft.kernels.llvm.jit import run_together
+from blockdraft.kernels.llvm.pool import table
+from blockdraft.kernels.llvm.recording import Call, NotRecordable, recorder
 
 _aten = torch.ops.aten
 _EMPTY = (_aten.empty.memory_format, _aten.new_empty.default, _aten.empty_like.default)
@@ -43,44 +47,11 @@ _ALIGN = 64
 _CHUNK = 8 << 20  # bytes; more at a time where one tensor needs more
 
 
-class NotRecordable(RuntimeError):
-    """The step asks for numbers on its way, which a replay would not ask again."""
-
-
-class Call(NamedTuple):
-    """A kernel and its job: what `jit` runs."""
-
-    address: int
-    job: ctypes.Array[ctypes.c_char]
-    name: str
-
-
-class _Recorder(threading.local):
-    tape: StepTape | None = None
-
-
-_recorder = _Recorder()
-
-
-def current_tape() -> StepTape | None:
-    """The one that records in this thread."""
-    return _recorder.tape
-
-
-def repeat(run: Callable[[], None]) -> None:
-    """Run this now and, where a tape records, at each of its replays."""
-    tape = _recorder.tape
-    if tape is None:
-        run()
-    else:
-        tape.add_python(run)
-
-
 def end_recording() -> None:
     """No tape records in this thread any more. It may be called at any time, and twice."""
     while (depth := _len_torch_dispatch_stack()) and isinstance(_get_dispatch_stack_at(depth - 1), StepTape):
         _pop_mode()
-    _recorder.tape = None
+    recorder.tape = None
 
 
 class _Chunk(NamedTuple):
@@ -147,7 +118,7 @@ def _watch_tensors() -> None:
 def _watched(name: str, ask: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(ask)
     def watched(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if _recorder.tape is not None:
+        if recorder.tape is not None:
             raise NotRecordable(f"{name} asks for numbers")
         return ask(tensor, *args, **kwargs)
 
@@ -176,11 +147,11 @@ class StepTape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False
 
     def __enter__(self) -> StepTape:
-        assert _recorder.tape is None, "one tape at a time"
+        assert recorder.tape is None, "one tape at a time"
         if not self._goes_on:
             self._arena.clear()
         _watch_tensors()
-        _recorder.tape = self
+        recorder.tape = self
         _push_mode(self)
         return self
 
@@ -207,17 +178,15 @@ class StepTape(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def add_python(self, run: Callable[[], None]) -> None:
         self._end_calls()
         self._parts.append(run)
-        _recorder.tape = None
+        recorder.tape = None
         try:
             with torch.utils._python_dispatch._disable_current_modes():
                 run()
         finally:
-            _recorder.tape = self
+            recorder.tape = self
 
     def _end_calls(self) -> None:
         if self._calls:
-            from blockdraft.kernels.llvm.replay import Program
-
             self._parts.append(Program(self._calls).run)
             self._calls = []
 
@@ -239,8 +208,6 @@ class StepTape(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 _pop_mode()
         if _asks(func) and not _takes_rows(func, args):
             raise NotRecordable(f"{func} asks for numbers")
-        from blockdraft.kernels.llvm.copies import lowered
-
         if func._schema.is_mutable:
             self._refill((args, kwargs))
         copied = lowered(func, args, kwargs, self._arena.empty)
@@ -322,3 +289,14 @@ def _shares_memory(result: Any, given: Any) -> bool:
 
 def _tensors(tree: Any) -> list[Tensor]:
     return [one for one in tree_flatten(tree)[0] if isinstance(one, Tensor)]
+
+
+class Program:
+    """Recorded kernels with their jobs: none begins before the one before it is done."""
+
+    def __init__(self, calls: Sequence[Call]) -> None:
+        self._calls = calls  # their jobs stay with them
+        self._table = table([(call.address, call.job) for call in calls])
+
+    def run(self) -> None:
+        run_together(self._table, torch.get_num_threads())

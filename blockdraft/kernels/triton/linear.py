@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from blockdraft.kernels.linear import MAX_FEW
+from blockdraft.kernels.linear import MAX_FEW, has_fp8
 from blockdraft.kernels.triton.launch import (
     let_next_start,
     num_multiprocessors,
@@ -268,17 +268,6 @@ def can_read(values: Tensor, dtype: torch.dtype) -> bool:
     if values.dtype != torch.float8_e4m3fn or not values.is_cuda or dtype == torch.bfloat16:
         return True
     return has_fp8(values.device)
-
-
-@functools.cache
-def has_fp8(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) >= (8, 9)
-
-
-def has_fp8_product(x: Tensor, values: Tensor) -> bool:
-    """Whether the card multiplies these natively; cuBLAS wants sides that are multiples of 16."""
-    is_fp8 = values.dtype == torch.float8_e4m3fn and x.dtype == torch.bfloat16
-    return is_fp8 and x.is_cuda and has_fp8(x.device) and not any(side % 16 for side in values.shape)
 
 
 def fp8_product(x: Tensor, values: Tensor, scale: Tensor) -> Tensor:

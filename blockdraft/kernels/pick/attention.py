@@ -1,0 +1,171 @@
+"""Picks attention over exact and over compressed pages, and what finds the places of tokens."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from blockdraft.kernels.attention import Attend, Blocks, Locate, Mask, reference_attend_paged
+from blockdraft.kernels.choice import Available
+from blockdraft.kernels.failure import named
+from blockdraft.kernels.kv_codec import KvFormat
+from blockdraft.kernels.kv_cold import (
+    AttendCold,
+    ColdPages,
+    Compress,
+    Tiles,
+    reference_attend_cold_paged,
+    reference_compress,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+    from blockdraft.kernels.llvm.attention import PagedAttention
+    from blockdraft.kernels.llvm.kv_attention import ColdAttention
+    from blockdraft.kernels.llvm.kv_compress import CompressTiles
+
+
+def pick_locate(at: Available) -> Locate | None:
+    """None: Blocks does it by indexing."""
+    if at.has_triton("places"):
+        from blockdraft.kernels.triton.rows import locate
+
+        return named("places", locate)
+    return _llvm_locate() if at.has_llvm() else None
+
+
+@functools.cache
+def _llvm_locate() -> Locate:
+    from blockdraft.kernels.llvm.heads import Places
+
+    return Places()
+
+
+def pick_attend(at: Available) -> Attend:
+    """Attention of q [N, H, D] over keys and values [G, S, D], which hold the blocks' own; sinks [H]."""
+    if at.has_triton("attention"):
+        return _triton_attend()
+    return _llvm_attend(at.dtype) if at.has_llvm() else reference_attend_paged
+
+
+def _triton_attend() -> Attend:
+    from blockdraft.kernels.triton.attention import attend as kernel
+
+    run = named("attention", kernel)
+
+    def attend(
+        q: Tensor, keys: Tensor, values: Tensor, blocks: Blocks, mask: Mask, sinks: Tensor | None = None
+    ) -> Tensor:
+        return run(
+            q,
+            keys,
+            values,
+            page_table=blocks.table,
+            rows=blocks.rows,
+            starts=blocks.starts,
+            offsets=blocks.offsets,
+            max_count=max(blocks.counts),
+            max_length=blocks.table.shape[1] * blocks.page_size,
+            page_size=blocks.page_size,
+            mask=mask,
+            sinks=sinks,
+        )
+
+    return attend
+
+
+def _llvm_attend(dtype: torch.dtype) -> Attend:
+    def attend(
+        q: Tensor, keys: Tensor, values: Tensor, blocks: Blocks, mask: Mask, sinks: Tensor | None = None
+    ) -> Tensor:
+        if q.shape[-1] % 4 != 0:
+            return reference_attend_paged(q, keys, values, blocks, mask, sinks)
+        return _llvm_kernel(dtype, q.shape[-1])(
+            q,
+            keys,
+            values,
+            page_table=blocks.table,
+            rows=blocks.rows,
+            starts=blocks.starts,
+            offsets=blocks.offsets,
+            units=blocks.units(q.shape[1], keys.shape[0]),
+            page_size=blocks.page_size,
+            mask=mask,
+            sinks=sinks,
+        )
+
+    return attend
+
+
+@functools.cache
+def _llvm_kernel(dtype: torch.dtype, head_dim: int) -> PagedAttention:
+    from blockdraft.kernels.llvm.attention import PagedAttention
+
+    return PagedAttention(dtype, head_dim)
+
+
+def pick_attend_cold(at: Available) -> AttendCold:
+    """Attention of q [N, H, D] over one layer's ColdPages (L = 1); sinks [H]. Returns [N, H, D]."""
+    if at.has_triton("attention"):
+        return named("attention", _triton_attend_cold)
+    return _llvm_attend_cold(at.dtype) if at.has_llvm() else reference_attend_cold_paged
+
+
+def _triton_attend_cold(
+    q: Tensor, pages: ColdPages, blocks: Blocks, mask: Mask, sinks: Tensor | None = None
+) -> Tensor:
+    from blockdraft.kernels.triton.kv_attention import attend_cold  # Gluon's import takes a while
+
+    return attend_cold(q, pages, blocks, mask, sinks)
+
+
+def pick_compress(at: Available) -> Compress:
+    if at.has_triton("attention"):
+        from blockdraft.kernels.triton.kv_compress import compress
+
+        return named("attention", compress)
+    return _llvm_compress(at.dtype) if at.has_llvm() else reference_compress
+
+
+def _llvm_lanes(form: KvFormat) -> int:
+    """What a head must be a multiple of."""
+    return 16 if form.is_turned else 4
+
+
+def _llvm_attend_cold(dtype: torch.dtype) -> AttendCold:
+    def attend_cold(
+        q: Tensor, pages: ColdPages, blocks: Blocks, mask: Mask, sinks: Tensor | None = None
+    ) -> Tensor:
+        if q.shape[-1] % _llvm_lanes(pages.format) != 0:
+            return reference_attend_cold_paged(q, pages, blocks, mask, sinks)
+        return _llvm_attention(dtype, q.shape[-1], pages.format)(q, pages, blocks, mask, sinks)
+
+    return attend_cold
+
+
+@functools.cache
+def _llvm_attention(dtype: torch.dtype, head_dim: int, form: KvFormat) -> ColdAttention:
+    from blockdraft.kernels.llvm.kv_attention import ColdAttention
+
+    return ColdAttention(dtype, head_dim, form)
+
+
+def _llvm_compress(dtype: torch.dtype) -> Compress:
+    def compress(pages: ColdPages, tiles: Tiles) -> None:
+        head_dim = pages.exact_keys.shape[-1]
+        if head_dim % _llvm_lanes(pages.format) != 0:
+            reference_compress(pages, tiles)
+        else:
+            _llvm_tiles(dtype, head_dim, pages.format)(pages, tiles)
+
+    return compress
+
+
+@functools.cache
+def _llvm_tiles(dtype: torch.dtype, head_dim: int, form: KvFormat) -> CompressTiles:
+    from blockdraft.kernels.llvm.kv_compress import CompressTiles
+
+    return CompressTiles(dtype, head_dim, form)

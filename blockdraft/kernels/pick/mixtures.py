@@ -1,0 +1,153 @@
+"""Picks routing and experts, and says which formats of experts the kernels read."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from blockdraft.kernels.choice import Available
+from blockdraft.kernels.failure import named
+from blockdraft.kernels.moe import (
+    FP4_GROUP,
+    MIN_COLUMNS,
+    Activation,
+    Beside,
+    ExpertChoice,
+    ExpertProduct,
+    Matrices,
+    Parts,
+    Route,
+    RunExperts,
+    Shared,
+    Weighing,
+    reference_experts,
+    reference_route,
+)
+from blockdraft.kernels.rows import GateMul
+
+_HALVES = (torch.bfloat16, torch.float16)
+
+
+def pick_route(at: Available) -> Route:
+    """The `num_chosen` largest of each row of logits [N, X], the largest first, and their weights.
+
+    Weights are a softmax over all experts ("all"), the same made to sum to one ("renormalised"), or a softmax
+    over the chosen alone ("chosen"): the last two are equal but for rounding. They are float32 or wider,
+    those of "chosen" may have the logits' dtype. Each is multiplied by its expert's `expert_scale`.
+    The kernel gives ties to the lowest id; PyTorch promises no order for them.
+    """
+    if not at.has_triton("routing"):
+        return reference_route
+    from blockdraft.kernels.triton import routing
+
+    alone, grouped = named("routing", routing.route), named("routing", routing.route_and_group)
+
+    def route(
+        logits: Tensor, num_chosen: int, weighing: Weighing, expert_scale: Tensor | None
+    ) -> ExpertChoice:
+        num_tokens, num_experts = logits.shape
+        is_small = routing.can_group_at_once(num_tokens, num_experts, num_chosen)
+        kernel = grouped if is_small else alone
+        return ExpertChoice(
+            *kernel(logits, num_chosen, is_over_all=weighing == "all", expert_scale=expert_scale)
+        )
+
+    return route
+
+
+def pick_experts(at: Available, gate_mul: GateMul) -> RunExperts:
+    """[N, E] for x [N, E]: sum over a token's choice of weight * down(activation(gate_up(x))).
+
+    Weights are rounded to x's dtype, and so is each weighed output; their sum is float32 or wider and
+    rounded, then `shared` is added and rounded, then `onto` (the residual stream) is added and rounded.
+    """
+    one_by_one = functools.partial(reference_experts, gate_mul=gate_mul)
+    if not at.has_triton("experts"):
+        return one_by_one
+    from blockdraft.kernels.triton import moe
+
+    run = named("experts", moe.run_experts)
+
+    def experts(
+        x: Tensor,
+        gate_up: ExpertProduct,
+        down: ExpertProduct,
+        choice: ExpertChoice,
+        activation: Activation,
+        shared: Shared | None,
+        onto: Tensor | None,
+    ) -> Tensor:
+        parts = _readable(at, gate_up, down)
+        if isinstance(parts, str):
+            return one_by_one(x, gate_up, down, choice, activation, shared, onto)
+        beside = None if shared is None else _beside(x, shared, parts, choice.ids.numel())
+        return run(x, parts, choice, activation, beside, onto)
+
+    return experts
+
+
+def _beside(x: Tensor, shared: Shared, parts: Parts, num_pairs: int) -> Beside:
+    """The shared expert as one more of the routed, or its output.
+
+    For many pairs a product of its own is the faster one, and launches count for nothing. Of plain weights it
+    has the same bits.
+    """
+    from blockdraft.kernels.triton.routing import MAX_FEW
+
+    if num_pairs <= MAX_FEW or parts.gate.scale is not None:
+        stored = shared.expert.parts()
+        if stored is not None and all(map(_can_join, stored, parts)):
+            return Beside(shared.gate, stored)
+    return Beside(shared.gate, shared.expert(x))
+
+
+def _can_join(shared: Matrices, routed: Matrices) -> bool:
+    """Whether one kernel reads both, and loses no wide loads by it."""
+    return _layout(shared, 1) == _layout(routed, 1) and shared.values.data_ptr() % 16 == 0
+
+
+def why_no_kernel(at: Available, gate_up: ExpertProduct, down: ExpertProduct) -> str | None:
+    """None where the kernels run these experts, and a CUDA graph can hold them; else why not."""
+    found = at.why_reference("experts") or _readable(at, gate_up, down)
+    return found if isinstance(found, str) else None
+
+
+def _readable(at: Available, gate_up: ExpertProduct, down: ExpertProduct) -> Parts | str:
+    """What the kernels read, or why they cannot."""
+    dtype, device = at.dtype, at.device
+    stacked, single = gate_up.matrices(), down.matrices()
+    if stacked is None or single is None:
+        return "no kernel reads the format of these experts"
+    parts = Parts(*stacked, *single)
+    if _layout(parts.gate) != _layout(parts.up):
+        return "an expert's gate and up are stored in different formats"
+    return _why_unreadable(parts.gate, dtype, device) or _why_unreadable(parts.down, dtype, device) or parts
+
+
+def _layout(part: Matrices, begin: int = 0) -> tuple[object, ...]:
+    """How it lies in memory, from dimension `begin` on: 1 leaves out that of the experts."""
+    values, scale, bias = (
+        None if tensor is None else (tensor.dtype, tensor.shape[begin:], tensor.stride()[begin:])
+        for tensor in (part.values, part.scale, part.bias)
+    )
+    return values, scale, bias, part.block
+
+
+def _why_unreadable(part: Matrices, dtype: torch.dtype, device: torch.device) -> str | None:
+    stored, scale = part.values.dtype, part.scale
+    if scale is None:
+        return None if stored == dtype else f"experts in {stored} cannot be multiplied by {dtype}"
+    is_fp4 = stored == torch.uint8 and scale.dtype == torch.float8_e8m0fnu and part.block == (1, FP4_GROUP)
+    is_scaled = stored in (torch.float8_e4m3fn, torch.int8) and scale.dtype in (*_HALVES, torch.float32)
+    if not is_fp4 and not is_scaled:
+        return f"no kernel reads experts in {stored} with scales in {scale.dtype}"
+    if is_scaled and part.block[1] < part.values.shape[2] and part.block[1] % MIN_COLUMNS != 0:
+        return f"no kernel reads experts with a scale for every {part.block[1]} columns"
+    is_old = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9)
+    if stored == torch.float8_e4m3fn and dtype != torch.bfloat16 and is_old:
+        return f"this card cannot convert fp8 to {dtype} (compute capability 8.9 and above can)"
+    if dtype not in _HALVES and stored != torch.int8:
+        return f"the kernels read {stored} beside half precision only, not {dtype}"
+    return None

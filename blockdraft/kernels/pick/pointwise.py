@@ -1,0 +1,123 @@
+"""Picks the small operations of a layer: norms, activations, rotary positions, heads, block convolutions."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from blockdraft.kernels.block_conv import ConvAfter, ConvBefore, in_turn, reference_block_conv
+from blockdraft.kernels.choice import Available
+from blockdraft.kernels.failure import named
+from blockdraft.kernels.heads import (
+    GateHeads,
+    HeadNorms,
+    NormRopeWrite,
+    Slots,
+    reference_gate_heads,
+    turned,
+    write,
+)
+from blockdraft.kernels.linear import Multiply
+from blockdraft.kernels.rows import (
+    Angles,
+    GateMul,
+    RmsNorm,
+    Rotate,
+    reference_gate_mul,
+    reference_rms_norm,
+    reference_rotate,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+    from blockdraft.kernels.llvm.heads import HeadKernels
+    from blockdraft.kernels.llvm.pointwise import RowKernels
+
+
+def pick_rms_norm(at: Available) -> RmsNorm:
+    if at.has_triton("norms"):
+        from blockdraft.kernels.triton.rows import rms_norm
+
+        return named("norms", rms_norm)
+    return _llvm_rows(at.dtype).rms_norm if at.has_llvm() else reference_rms_norm
+
+
+def pick_gate_mul(at: Available) -> GateMul:
+    if at.has_triton("activations"):
+        from blockdraft.kernels.triton.rows import gate_mul
+
+        return named("activations", gate_mul)
+    if not at.has_llvm():
+        return reference_gate_mul
+    kernels = _llvm_rows(at.dtype)
+    return lambda gate_up, gate: kernels.silu_mul(gate_up) if gate == "silu" else kernels.gelu_mul(gate_up)
+
+
+def pick_rotate(at: Available) -> Rotate:
+    if not at.has_llvm():
+        return reference_rotate
+    kernels = _llvm_rows(at.dtype)
+    return lambda x, angles: kernels.rotate(x, *angles)
+
+
+def pick_norm_rope_write(at: Available, rms_norm: RmsNorm, rotate: Rotate) -> NormRopeWrite:
+    """The queries [N, H, D] to attend with, where some come; k and v [N, G, D] are in their slots afterwards.
+
+    One kernel does all of it, or `rms_norm`, `rotate` and `write` one after the other.
+    """
+    if at.has_triton("heads"):
+        from blockdraft.kernels.triton.rows import norm_rope_write as kernel
+
+        return named("heads", kernel)
+    llvm = _llvm_heads(at.dtype).norm_rope_write if at.has_llvm() else None
+
+    def norm_rope_write(
+        q: Tensor | None, k: Tensor, v: Tensor, norms: HeadNorms | None, angles: Angles, slots: Slots
+    ) -> Tensor | None:
+        # Its rotation has registers of 16 values, and writes whole ones.
+        if llvm is not None and (slots.turn is None or k.shape[-1] % 16 == 0):
+            return llvm(q, k, v, norms, angles, slots)
+        if norms is not None:
+            q = None if q is None else rms_norm(q, norms.q, norms.eps)
+            k = rms_norm(k, norms.k, norms.eps)
+        write(rotate(k, angles), v, slots)
+        return None if q is None else turned(rotate(q, angles), slots.turn)
+
+    return norm_rope_write
+
+
+@functools.cache
+def _llvm_heads(dtype: torch.dtype) -> HeadKernels:
+    from blockdraft.kernels.llvm.heads import HeadKernels
+
+    return HeadKernels(dtype)
+
+
+def pick_gate_heads(at: Available) -> GateHeads:
+    if not at.has_triton("heads' gates"):
+        return reference_gate_heads
+    from blockdraft.kernels.triton.rows import gate_heads
+
+    return named("heads' gates", gate_heads)
+
+
+def pick_block_convs(at: Available, linear: Multiply, rms_norm: RmsNorm) -> tuple[ConvBefore, ConvAfter]:
+    """The convolution before a sublayer with the product it follows from, and that after it with a norm."""
+    if at.has_llvm():
+        from blockdraft.kernels.llvm.block_conv import BlockConvKernel
+
+        return in_turn(BlockConvKernel(at.dtype), linear, rms_norm)
+    if not at.has_triton("block convolutions"):
+        return in_turn(reference_block_conv, linear, rms_norm)
+    from blockdraft.kernels.triton.block_conv import conv_after, conv_before
+
+    return named("block convolutions", conv_before), named("block convolutions", conv_after)
+
+
+def _llvm_rows(dtype: torch.dtype) -> RowKernels:
+    from blockdraft.kernels.llvm.pointwise import llvm_rows
+
+    return llvm_rows(dtype)

@@ -1,0 +1,229 @@
+"""Picks products with weights: plain, gated, packed, and int8; and packs int8 weights by the same choice."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from blockdraft.kernels.choice import Available
+from blockdraft.kernels.cpu import product_path
+from blockdraft.kernels.failure import named
+from blockdraft.kernels.int8 import (
+    ROWS,
+    Int8LookUp,
+    Int8Multiply,
+    Int8Weight,
+    reference_int8_linear,
+    reference_look_up,
+    rotated_columns,
+    round_tokens,
+)
+from blockdraft.kernels.linear import (
+    GatedMultiply,
+    Multiply,
+    ScaledMultiply,
+    has_fp8_product,
+    is_few,
+    reference_linear,
+    reference_scaled_linear,
+)
+from blockdraft.kernels.rows import Gate, GateMul
+
+if TYPE_CHECKING:
+    from blockdraft.kernels.llvm.int8 import Int8Kernels
+
+
+def pick_linear(at: Available) -> Multiply:
+    if at.has_triton("products"):
+        return _triton_linear(is_fast=at.is_fast)
+    return _llvm_linear(at.dtype) if at.has_llvm() else reference_linear
+
+
+def _triton_linear(*, is_fast: bool) -> Multiply:
+    from blockdraft.kernels.triton import linear as kernels
+
+    multiply = named("products", kernels.linear)
+    if not is_fast:
+        _cut_no_sums()
+
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, onto: Tensor | None = None) -> Tensor:
+        if kernels.takes(x, weight, is_fast=is_fast):
+            return multiply(x, weight, bias, onto=onto, is_fast=is_fast)
+        if is_fast and onto is not None and bias is None and x.dim() == 2:
+            return onto.addmm_(x, weight.T)  # which may round once, or twice
+        return reference_linear(x, weight, bias, onto)
+
+    return linear
+
+
+@functools.cache
+def _cut_no_sums() -> None:
+    """Tell cuBLAS so, for the whole process: PyTorch has no other way."""
+    if not torch.cuda.is_available():
+        return
+    with _silent():  # PyTorch calls the choice of a library experimental, on stderr
+        torch.backends.cuda.preferred_blas_library("cublaslt")
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (False, False)
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = (False, False)
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """What C++ writes to stderr meanwhile is lost."""
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
+@functools.cache
+def _llvm_linear(dtype: torch.dtype) -> Multiply:
+    from blockdraft.kernels.llvm.linear import TileLinear
+
+    multiply = TileLinear(dtype)
+
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, onto: Tensor | None = None) -> Tensor:
+        out = multiply(x, weight, bias)
+        return out if onto is None else onto + out
+
+    return linear
+
+
+def pick_gated_linear(at: Available, linear: Multiply, gate_mul: GateMul) -> GatedMultiply:
+    """`gate_mul` of the product: the halves of [..., 2 I] joined to [..., I].
+
+    By the kernels that join both steps, or by `linear` and `gate_mul` one after the other.
+    """
+
+    def in_two_steps(x: Tensor, weight: Tensor, bias: Tensor | None, gate: Gate) -> Tensor:
+        return gate_mul(linear(x, weight, bias, None), gate)
+
+    has_small, has_tiles = at.has_triton("gated products"), at.has_triton("gated tiles")
+    if not has_small and not has_tiles:
+        return in_two_steps
+    from blockdraft.kernels.triton import gated_tile
+    from blockdraft.kernels.triton.linear import linear as kernel
+
+    multiply, tiles = named("gated products", kernel), named("gated tiles", gated_tile.gated_linear)
+    is_fast = at.is_fast
+
+    def gated(x: Tensor, weight: Tensor, bias: Tensor | None, gate: Gate) -> Tensor:
+        if is_few(x):
+            if has_small:
+                return multiply(x, weight, bias, gate=gate, is_fast=is_fast)
+        elif has_tiles and gated_tile.fits(x, weight):
+            return tiles(x, weight, bias, gate)
+        return in_two_steps(x, weight, bias, gate)
+
+    return gated
+
+
+def pick_scaled_linear(at: Available, gate_mul: GateMul) -> ScaledMultiply:
+    """The product with fp8 or int8 values [N, K] times one scale [N] per row; None where there is no kernel.
+
+    The weight is widened on its way to the tensor cores. Where reading it is not what takes time, a card that
+    multiplies fp8 natively is faster: `is_fast` rounds each token to fp8 then, by a scale of its own, and the
+    result differs from the widened product by that rounding.
+    """
+    if at.path == "reference" and at.is_fast and "packed products" not in at.off:
+        return reference_scaled_linear
+    if at.has_triton("packed products"):
+        return _triton_scaled(gate_mul, is_fast=at.is_fast)
+    return lambda *_: None
+
+
+def _triton_scaled(gate_mul: GateMul, *, is_fast: bool) -> ScaledMultiply:
+    from blockdraft.kernels.triton import linear as kernels
+
+    multiply = named("packed products", kernels.linear)
+    fp8_product = named("packed products", kernels.fp8_product)
+
+    def scaled(
+        x: Tensor,
+        values: Tensor,
+        scale: Tensor,
+        bias: Tensor | None,
+        onto: Tensor | None,
+        gate: Gate | None,
+    ) -> Tensor | None:
+        if x.dim() != 2 or not kernels.can_read(values, x.dtype):
+            return None
+        if is_few(x) or not is_fast:
+            return multiply(x, values, bias, scale=scale, onto=onto, gate=gate or "none", is_fast=is_fast)
+        if not has_fp8_product(x, values):
+            return None
+        product = fp8_product(x, values, scale)
+        if bias is not None:
+            product += bias
+        product = product if gate is None else gate_mul(product, gate)
+        return product if onto is None else onto.add_(product)
+
+    return scaled
+
+
+def pick_int8(at: Available) -> tuple[Int8Multiply, Int8LookUp]:
+    if not at.has_llvm() or at.dtype != torch.float32:
+        return reference_int8_linear, reference_look_up
+    kernels = _llvm_int8(product_path())
+
+    def linear(x: Tensor, weight: Int8Weight, bias: Tensor | None, onto: Tensor | None) -> Tensor:
+        flat = x.reshape(-1, weight.columns)
+        if onto is not None:
+            onto = onto.reshape(-1, weight.rows).contiguous()
+        bias = bias if bias is None else bias.contiguous()
+        tokens = kernels.round(flat, weight.rotated, weight.factors)
+        out = kernels.product(tokens, weight.packed, weight.sums, weight.scale, weight.rows, bias, onto)
+        return out.view(*x.shape[:-1], weight.rows)
+
+    def look_up(rows: Tensor, weight: Int8Weight) -> Tensor:
+        return kernels.look_up(rows, weight.packed, weight.scale, weight.factors, weight.rotated)
+
+    return linear, look_up
+
+
+@functools.cache
+def _llvm_int8(path: str) -> Int8Kernels:
+    from blockdraft.kernels.llvm.int8 import Int8Kernels
+
+    return Int8Kernels(path)
+
+
+def pack(weight: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows [n, K] of a weight as int8 [n, K filled up] and their scales, by the rule of tokens."""
+    rotated = rotated_columns(weight.shape[1])
+    if _is_native():
+        kernels = _llvm_int8(product_path())
+        values, scale = kernels.round(weight.float(), rotated, 1 / factors, is_weight=True)
+    else:
+        values, scale = round_tokens(weight.float(), rotated, 1 / factors)
+    return values, scale / rotated  # exact: a power of two
+
+
+def interleave(values: Tensor, scale: Tensor, factors: Tensor) -> Int8Weight:
+    """The rows of `pack` as one weight."""
+    rows, columns = values.shape[0], factors.shape[0]
+    if _is_native():
+        packed, sums = _llvm_int8(product_path()).interleaved(values.contiguous())
+    else:
+        full = functional.pad(values, (0, 0, 0, -rows % ROWS))
+        packed = full.view(-1, ROWS, full.shape[1] // 4, 4).transpose(1, 2).contiguous()
+        sums = -128 * full.sum(dim=1, dtype=torch.int32)
+    scale = functional.pad(scale, (0, -rows % ROWS))
+    return Int8Weight(packed, sums, scale, factors, rows, columns, rotated_columns(columns))
+
+
+def _is_native() -> bool:
+    return Available("llvm").has_llvm()

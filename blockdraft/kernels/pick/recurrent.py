@@ -1,0 +1,71 @@
+"""Picks the gated delta rule: its scans and folds, the convolution before it and the norm behind it."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from blockdraft.kernels.choice import Available
+from blockdraft.kernels.failure import named
+from blockdraft.kernels.gated_delta import (
+    Convolve,
+    DeltaFold,
+    DeltaScan,
+    GatedNorm,
+    InPlace,
+    reference_convolve,
+    reference_fold,
+    reference_scan,
+)
+from blockdraft.kernels.rows import RmsNorm, sigmoid
+
+if TYPE_CHECKING:
+    from blockdraft.kernels.llvm.gated_delta import GatedDeltaKernels
+
+
+def pick_scan(at: Available) -> tuple[DeltaScan, DeltaFold]:
+    dtype = torch.promote_types(at.dtype, torch.float32)  # that of the states
+    if not at.has_llvm(dtype):
+        return reference_scan, reference_fold
+    kernels = _llvm_delta(dtype)
+    return kernels.scan, kernels.fold
+
+
+def pick_convolve(at: Available) -> Convolve:
+    return _llvm_delta(at.dtype).convolve if at.has_llvm() else reference_convolve
+
+
+def pick_gated_norm(at: Available, rms_norm: RmsNorm) -> GatedNorm:
+    """rms_norm(read) * silu(z): read [N, H, V], z [N, H * V]; returns read's shape and dtype.
+
+    The norm is that of `rms_norm`; z and the product are computed in float32 or wider.
+    """
+    if at.has_triton("gated norms"):
+        from blockdraft.kernels.triton import gated_delta as kernels
+
+        return named("gated norms", kernels.gated_norm)
+
+    def gated_norm(read: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
+        z = z.reshape(read.shape).to(torch.promote_types(z.dtype, torch.float32))
+        return (rms_norm(read, weight, eps) * (z * sigmoid(z))).to(read.dtype)
+
+    return gated_norm
+
+
+def pick_in_place(at: Available) -> InPlace | None:
+    """None: states are gathered, for `convolve`, `gates`, `scan` and `fold`."""
+    if not at.has_triton("gated delta"):
+        return None
+    from blockdraft.kernels.triton import gated_delta as kernels
+
+    return InPlace(named("gated delta", kernels.scan), named("gated delta", kernels.fold))
+
+
+@functools.cache
+def _llvm_delta(dtype: torch.dtype) -> GatedDeltaKernels:
+    from blockdraft.kernels.llvm.gated_delta import GatedDeltaKernels
+
+    return GatedDeltaKernels(dtype)
