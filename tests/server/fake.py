@@ -172,7 +172,8 @@ class Fake:
             "lately_s": 10,
             "tokens_per_step": 4.89 if is_busy else None,
             "acceptance": self.acceptance if is_busy else [],
-            "speculation": "speculation: on, 8 tokens tried per step with one answer, lately 2.3x the speed of plain decoding",
+            "speculation": "speculation: on, 8 tokens tried per step with one answer, "
+            "lately 2.3x the speed of plain decoding",
             "governed_width": WIDTH,
             "num_drafts": self.num_drafts,
             "speedup": 2.3,
