@@ -20,6 +20,9 @@ if TYPE_CHECKING:  # it is imported with the first form: most servers never see 
 TOO_LONG = f"it forces more than {MAX_RUN_CHARS} bytes in a row: shorten its texts and repeats."
 # The cost of one form: llguidance's own limits, but for these.
 MAX_LEXER_STATES, MAX_GRAMMAR_SIZE = 50_000, 200_000
+# Of one mask, for which all answers wait: an object of 2,000 optional names needs most of them, and one of
+# ambiguous rules takes up to 20 microseconds. What a form forces is found so far at a time.
+MAX_ITEMS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +96,11 @@ def compile_text(tokens: LLTokenizer, text: str) -> LLMatcher:
     from llguidance import LLMatcher, LLParserLimits
 
     limits = LLParserLimits(
-        max_lexer_states=MAX_LEXER_STATES, max_grammar_size=MAX_GRAMMAR_SIZE, verbose_errors=False
+        max_items_in_row=MAX_ITEMS,
+        step_max_items=MAX_ITEMS,
+        max_lexer_states=MAX_LEXER_STATES,
+        max_grammar_size=MAX_GRAMMAR_SIZE,
+        verbose_errors=False,
     )
     matcher = LLMatcher(tokens, text, log_level=0, limits=limits)
     if not matcher.is_error():

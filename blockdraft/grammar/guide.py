@@ -7,6 +7,7 @@ column. So a column is sampled under the same mask whether it is the first of a 
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -18,6 +19,11 @@ from blockdraft.grammar.form import Thinking
 
 if TYPE_CHECKING:  # it is imported with the first form: most servers never see one
     from llguidance import LLExecutor, LLMatcher
+
+# Of a core, to take in the tokens of one step. All answers wait for it, and for masks that take longer still.
+# Ordinary forms need a hundredth of it; what rules of many meanings need grows with the answer.
+MAX_STEP_S = 0.05
+TOO_SLOW = f"it takes more than {1000 * MAX_STEP_S:g} ms of a step: write rules that have one meaning."
 
 Mask = np.ndarray  # [words] int32: bit i of word w is token 32 w + i
 Masks = np.ndarray  # [columns, words]
@@ -81,7 +87,9 @@ class Guide:
             at += is_taken
         rest = list(token_ids[at:])
         if rest and self._matcher is not None:
+            begun_s = time.thread_time()
             self._matcher.consume_tokens(rest)
+            self._note_time(time.thread_time() - begun_s)
             self.look_for_error()
             if self.error is None and forces_too_much(self._matcher):
                 self.error = TOO_LONG
@@ -90,6 +98,10 @@ class Guide:
         """Say so if the form cannot be kept to any longer: to go on with it would take too long."""
         if self._matcher is not None and self._matcher.is_error():
             self.error = error_of(self._matcher)
+
+    def _note_time(self, seconds: float) -> None:
+        if seconds > MAX_STEP_S:
+            self.error = TOO_SLOW
 
     # ---- thoughts
 
@@ -146,7 +158,8 @@ class Guide:
         if self._matcher is None:
             return found + drafts[len(found) :]
         matcher = self._matcher if self._may_roll_back else self._matcher.deep_copy()
-        rest = _corrected(matcher, drafts[len(found) :], self._end_ids)
+        rest, seconds = _corrected(matcher, drafts[len(found) :], self._end_ids)
+        self._note_time(seconds)
         if self._may_roll_back:
             matcher.rollback(len(rest))
         return found + rest
@@ -240,17 +253,23 @@ def _fill_one_by_one(form: Form, masks: Masks) -> None:
     fill_next_token_bitmask(matcher, masks, len(form.drafts))
 
 
-def _corrected(matcher: LLMatcher, drafts: list[int], end_ids: Items[int]) -> list[int]:
-    """Of the form: what is forced first, then drafts while they are allowed, and so on; these it consumes."""
+def _corrected(matcher: LLMatcher, drafts: list[int], end_ids: Items[int]) -> tuple[list[int], float]:
+    """Of the form: what is forced first, then drafts while they are allowed, and so on; these it consumes.
+
+    Also returns how long that took of a core.
+    """
     found: list[int] = []
+    seconds = 0.0
     while len(found) < len(drafts):
         forced = _forced(matcher, end_ids)
         tried = (forced or drafts[len(found) :])[: len(drafts) - len(found)]
+        begun_s = time.thread_time()
         num_taken = matcher.try_consume_tokens(tried)
+        seconds += time.thread_time() - begun_s
         found += tried[:num_taken]
         if num_taken == 0 or found[-1] in end_ids:
             break
-    return found
+    return found, seconds
 
 
 def _forced(matcher: LLMatcher, end_ids: Items[int]) -> list[int]:

@@ -268,6 +268,7 @@ LARK = st.sampled_from(
             "_",
             "start: a\n",
             'a: "x" a | ""\n',
+            "a: a a a | a a | /[a-z]/\n",
             "B: /q/\n",
         ),
     ]

@@ -3,19 +3,23 @@
 import functools
 import itertools
 import json
+import string
 import time
 
 import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
 
 from blockdraft.errors import RequestError
 from blockdraft.grammar import trial
 from blockdraft.grammar.endless import check_end
-from blockdraft.grammar.form import StructuredOutputs
+from blockdraft.grammar.form import MAX_CHOICES, StructuredOutputs
 from blockdraft.grammar.gbnf import is_gbnf, lark_of_gbnf
-from blockdraft.grammar.guide import Guide
+from blockdraft.grammar.guide import TOO_SLOW, Guide
 from blockdraft.grammar.lark_text import LarkFacts, read_lark
 from blockdraft.grammar.limits import MAX_DEPTH, MAX_FORM_CHARS, MAX_RUN_CHARS
 from blockdraft.grammar.vocabulary import Vocabulary
+from blockdraft.text.tokenizer import Tokenizer, TokenizerParts
 from tests.grammar import json_tokens
 from tests.server.test_tool_grammars import byte_level
 
@@ -178,6 +182,53 @@ def test_an_answer_ends_where_its_form_forces_too_much():
     assert "32768 bytes" in guide.error
 
 
+@functools.cache
+def large_vocabulary():
+    """Of bytes and all words of two and three letters; and the number of "aaa"."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    letters = string.ascii_lowercase
+    words = ["".join(word) for size in (2, 3) for word in itertools.product(letters, repeat=size)]
+    vocab = {text: number for number, text in enumerate([*alphabet, *words])}
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<eos>"])
+    eos_id = tokenizer.token_to_id("<eos>")
+    source = Tokenizer(TokenizerParts(tokenizer, None, None, "<eos>", (eos_id,)))
+    return Vocabulary(source, source.vocab_size), source.token_id("aaa")
+
+
+def test_an_answer_ends_where_its_form_takes_too_long(monkeypatch):
+    """Rules of many meanings take longer with each token, and all other answers wait for them."""
+    monkeypatch.setattr("blockdraft.grammar.guide.MAX_STEP_S", 0.002)  # a server allows more
+    words, token_id = large_vocabulary()
+    made, _ = words.matcher(StructuredOutputs(grammar="start: e\ne: e e e | e e | /[a-z ]/"))
+    by_drafts, by_tokens = (
+        Guide(one, None, end_ids=words.end_ids, num_words=words.num_words)
+        for one in (made.deep_copy(), made.deep_copy())
+    )
+    by_drafts.correct([token_id] * 40)
+    by_tokens.advance([token_id] * 40)
+    assert by_drafts.error == by_tokens.error == TOO_SLOW
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"choice": [f"number {i}" for i in range(MAX_CHOICES)]},
+        {"json": {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(500)}}},
+    ],
+    ids=["choice", "properties"],
+)
+def test_a_form_of_many_alternatives_is_written_to_its_end(form):
+    text = form["choice"][-1] if "choice" in form else '{"p499": "a"}'
+    made, _ = Vocabulary(byte_level()[0], 300).matcher(StructuredOutputs(**form))
+    for token_id in byte_level()[0].encode(text):
+        made.compute_bitmask()
+        assert made.consume_token(token_id), made.get_error()
+    assert made.is_accepting()
+
+
 # ---- our own passes are linear
 
 
@@ -274,7 +325,7 @@ def test_tokens_are_numbers_wherever_they_are_named():
         ('start: "a" %', "lexer error"),
         ('start: "' + "a" * MAX_RUN_CHARS + '"', "more than 32768 characters"),
         ("start: /" + "a" * MAX_RUN_CHARS + "/", "more than 32768 characters"),
-        ('start: "ab"{20000}', "forces more than 32768 bytes in a row"),
+        ("start: /(ab){20000}/", "forces more than 32768 bytes in a row"),
         ('start: %json {"type": "strin"}', "strin"),
     ],
 )
