@@ -2,6 +2,7 @@
 
 import random
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -200,6 +201,37 @@ def test_an_interrupt_while_a_step_is_recorded_ends_that_step_alone(num_draws):
         assert not is_recording()
         empty(engine)
         assert ask(engine) == expected, f"after one at instruction {at}"
+
+
+@pytest.mark.parametrize("num_draws", [40, pytest.param(400, marks=pytest.mark.slow)])
+@pytest.mark.skipif(
+    why_no_llvm(torch.float32, torch.device("cpu")) is not None, reason="no kernel runs on this CPU"
+)
+def test_an_interrupt_while_kernels_get_other_threads_stops_none_of_them(num_draws):
+    """A mutex that stayed locked would stop every kernel that comes later."""
+    from blockdraft.kernels.llvm.jit import new_pool
+
+    alone = new_pool()
+    resize = ("kernels/llvm/pool",)
+
+    def change(num_threads):
+        alone._resize(num_threads)
+
+    change(2)
+    with CtrlC(*resize) as counted:
+        change(3)
+        change(1)
+    num_interrupts = 0
+    for at in draws(counted.count, num_draws):
+        change(2)
+        num_interrupts += interrupted(lambda: (change(3), change(1)), resize, at)
+        after = threading.Thread(target=change, args=(2,), daemon=True)
+        after.start()
+        after.join(30)
+        assert not after.is_alive(), f"after one at instruction {at}"
+        assert [one.is_alive() for one in alone._helpers] == [True]
+    change(1)
+    assert num_interrupts > 0.8 * num_draws
 
 
 # ---- the Python API

@@ -18,7 +18,7 @@ from torch import Tensor
 from blockdraft.kernels.cpu import extra_features
 from blockdraft.kernels.llvm.compiler import Written, assembly, field_types
 from blockdraft.kernels.llvm.language import Type, f32, f64
-from blockdraft.kernels.llvm.pool import Pool, follow, lead, pause_hint, table
+from blockdraft.kernels.llvm.pool import Pool, allow, follow, lead, pause_hint, table
 from blockdraft.kernels.llvm.recording import Call, current_tape
 from blockdraft.settings.cache_files import keep
 from blockdraft.settings.settings import cache_dir
@@ -140,7 +140,8 @@ def pool() -> Pool:
 
 def new_pool() -> Pool:
     known = {"hint": pause_hint()}
-    return Pool(_compiler().address(lead, known), _compiler().address(follow, known))
+    address = _compiler().address
+    return Pool(address(lead, known), address(follow, known), address(allow, {}))
 
 
 @functools.cache

@@ -62,16 +62,17 @@ TICKET = 16  # bits below it; a ticket is odd while a kernel is open
 class Pool:
     """The helpers of this process. Several threads may lead: the second one works alone meanwhile."""
 
-    def __init__(self, lead: int, follow: int) -> None:
-        """Addresses of the two kernels below."""
-        self._lead, self._follow = (ctypes.CFUNCTYPE(None, ctypes.c_void_p)(one) for one in (lead, follow))
+    def __init__(self, *kernels: int) -> None:
+        """Addresses of `lead`, `follow` and `allow`, below."""
+        made = (ctypes.CFUNCTYPE(None, ctypes.c_void_p)(one) for one in kernels)
+        self._lead, self._follow, self._allowed = made
         self._libc = ctypes.CDLL(None)
         self._memory = ctypes.create_string_buffer(8 * SIZE + _ALIGN)
         place = -(-ctypes.addressof(self._memory) // _ALIGN) * _ALIGN
         self._state = (ctypes.c_int64 * SIZE).from_address(place)
         self._mutex, self._condition = (ctypes.create_string_buffer(_OPAQUE) for _ in range(2))
         self._resizing = threading.Lock()
-        self._helpers: dict[int, threading.Thread] = {}
+        self._helpers: list[threading.Thread] = []
         self._num_threads = 1
         self._reset()
         os.register_at_fork(after_in_child=self._reset)
@@ -79,7 +80,8 @@ class Pool:
     def run(self, calls: ctypes.Array[ctypes.c_int64], num_threads: int) -> None:
         """Kernels in order, each once: pairs of addresses, of a kernel and of its job."""
         if num_threads not in (1, self._num_threads):
-            self._resize(num_threads)
+            with self._resizing:
+                self._resize(num_threads)
         place = ctypes.addressof(calls)
         fields = (0, int(num_threads == 1), len(calls) // 2, place, place, ctypes.addressof(self._state))
         job = ctypes.create_string_buffer(struct.pack("6q", *fields))
@@ -92,7 +94,7 @@ class Pool:
 
     def _reset(self) -> None:
         """No helper is there: at the start, and in a process that was forked."""
-        self._helpers, self._num_threads = {}, 1
+        self._helpers, self._num_threads = [], 1
         self._resizing = threading.Lock()
         self._libc.pthread_mutex_init(self._mutex, None)
         self._libc.pthread_cond_init(self._condition, None)
@@ -105,22 +107,25 @@ class Pool:
             self._state[index] = place
 
     def _resize(self, num_threads: int) -> None:
-        """Helpers that are no longer wanted end, those that are missing begin."""
-        with self._resizing:
-            self._libc.pthread_mutex_lock(self._mutex)
-            self._state[NUM_HELPERS] = num_threads - 1
-            self._libc.pthread_cond_broadcast(self._condition)
-            self._libc.pthread_mutex_unlock(self._mutex)
-            for number in [one for one in self._helpers if one >= num_threads]:
-                self._helpers.pop(number).join()
-            for number in range(1, num_threads):
-                if number not in self._helpers:
-                    helper = threading.Thread(
-                        target=self._help, args=(number,), daemon=True, name=f"kernels-{number}"
-                    )
-                    helper.start()
-                    self._helpers[number] = helper
-            self._num_threads = num_threads
+        """All helpers end, and others begin. Ctrl-C may come at any line: the next call begins anew."""
+        self._num_threads = 0
+        self._allow(0)
+        for helper in self._helpers:
+            if helper.is_alive():
+                helper.join()
+        self._allow(num_threads - 1)
+        self._helpers = []
+        for number in range(1, num_threads):
+            helper = threading.Thread(
+                target=self._help, args=(number,), daemon=True, name=f"kernels-{number}"
+            )
+            self._helpers.append(helper)
+            helper.start()
+        self._num_threads = num_threads
+
+    def _allow(self, num_helpers: int) -> None:
+        job = ctypes.create_string_buffer(struct.pack("3q", 0, num_helpers, ctypes.addressof(self._state)))
+        self._allowed(ctypes.addressof(job))
 
     def _help(self, number: int) -> None:
         _use_all_cores()
@@ -208,6 +213,13 @@ def follow(number: Int, state: Longs, *, hint: str) -> None:
     while number <= load_shared(state + NUM_HELPERS):
         ticket = load_shared(state) >> TICKET
         seen = take_part(state, ticket, seen, number, hint)
+
+
+@kernel
+def allow(num_helpers: Int, state: Longs) -> None:
+    """Tell helpers how many may be there: in a kernel, as Ctrl-C in Python could leave the mutex locked."""
+    store_shared(state + NUM_HELPERS, num_helpers)
+    wake(state)
 
 
 @inlined
