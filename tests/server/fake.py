@@ -115,6 +115,7 @@ class Fake:
         self.step_s = STEP_S
         self.draft_s = 0.0  # what drafting adds to a step
         self.num_drafts = 0
+        self.governed_width = WIDTH
         self.acceptance = [0.93, 0.86, 0.77, 0.66, 0.55, 0.45, 0.36]  # while it is busy
         self.bodies = []
         self.num_stopped = 0
@@ -174,7 +175,7 @@ class Fake:
             "acceptance": self.acceptance if is_busy else [],
             "speculation": "speculation: on, 8 tokens tried per step with one answer, "
             "lately 2.3x the speed of plain decoding",
-            "governed_width": WIDTH,
+            "governed_width": self.governed_width,
             "num_drafts": self.num_drafts,
             "speedup": 2.3,
             "steps_per_second": self.tokens_per_second / 4.89,

@@ -518,6 +518,18 @@ def test_where_drafts_are_too_slow_they_come_on_request(open_page, fake):
     assert fake.bodies[1]["speculative"] == {"width": 8, "detail": True}
 
 
+def test_a_comparison_drafts_where_drafts_stopped_to_pay(open_page, fake):
+    """Plain steps beside plain steps would be called slower "with speculation"."""
+    fake.governed_width = 1
+    page = open_page()
+    expect(page.locator("#per-step-note")).to_have_text("drafts do not pay now")
+    page.click("#compare")
+    ask(page)
+    finish(page)
+    drafted, plain = (body["speculative"] for body in fake.bodies)
+    assert (drafted, plain) == ({"width": 8, "detail": True}, False)
+
+
 # ---- comparison
 
 

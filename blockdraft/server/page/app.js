@@ -22,6 +22,7 @@ const state = {
   server: "connecting", // connecting | starting | ready | draining | failed | offline
   engine: null,
   model: null, // what requests call it
+  governedWidth: null, // of steps that did not ask for one, by now
   isDraftView: false,
   isCompare: false,
 };
@@ -73,8 +74,8 @@ function requestBodies(messages, more) {
   // A comparison with itself says nothing: there, "off" means the server's own width.
   const chosen = Number($("width").value);
   const isAutomatic = chosen === 0 || (state.isCompare && chosen === 1);
-  // A server that found drafts too slow here decodes plainly: to see some, one has to ask.
-  const isMissed = state.engine.width === 1 && (state.isCompare || state.isDraftView);
+  // A server that found drafts too slow, at the start or by now, decodes plainly: to see some, one has to ask.
+  const isMissed = (state.engine.width === 1 || state.governedWidth === 1) && (state.isCompare || state.isDraftView);
   const width = !isAutomatic ? { width: chosen } : isMissed ? { width: Math.min(state.engine.block, 8) } : {};
   // Whoever comes second would find the prompt in the cache: in a comparison neither does.
   const salted = () => (state.isCompare ? { cache_salt: newSalt() } : {});
@@ -206,6 +207,7 @@ function takeStartup(startup) {
 
 function onEvent(event, isFirst) {
   takeStartup(event.startup);
+  state.governedWidth = event.now?.governed_width ?? null;
   if (event.engine !== null && JSON.stringify(event.engine) !== JSON.stringify(state.engine)) {
     state.engine = event.engine;
     showNames(event.engine);
