@@ -3,10 +3,12 @@
 # make test-all   the slow tests and the page in a browser too: for every week, and before a release (docs/develop.md)
 # make rehearse   every command with the shipped pair, on the device that is there (docs/develop.md)
 # All set up everything they need: .venv, the dependencies, the default weights.
-# TORCH=cpu   PyTorch's build without CUDA, a tenth of the download on Linux; kept until `make clean` (docs/install.md)
+# TORCH=cpu or TORCH=cuda   PyTorch's build, where the choice by the machine's cards is not the one you want;
+#                           kept until `make clean` (docs/install.md)
 
 PYTHON ?= python3
-TORCH ?= $(if $(wildcard .venv/torch-cpu),cpu)
+KEPT_TORCH := $(shell cat .venv/torch 2>/dev/null)
+TORCH ?= $(KEPT_TORCH)
 PORT ?= 8000
 ARGS ?=
 BIN := .venv/bin
@@ -16,20 +18,12 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --d
 EDITABLE := --config-settings editable_mode=compat
 # Bars for a terminal; a log has a line for each package.
 PIP := [ -t 1 ] || export PIP_PROGRESS_BAR=off; $(BIN)/python -m pip install --disable-pip-version-check
-# PyPI alone serves by default; its PyTorch for Linux brings CUDA along.
-ifeq ($(TORCH),cpu)
-CHOSEN_TORCH := .venv/torch-cpu
-DOWNLOAD := about 0.3 GB
-else ifneq ($(TORCH),)
-$(error TORCH=$(TORCH) is unknown: TORCH=cpu takes PyTorch's CPU build, none takes PyPI's)
-else ifeq ($(shell uname),Linux)
-DOWNLOAD := about 3 GB, most of it for NVIDIA cards ('make serve TORCH=cpu': 0.3 GB)
-else
-DOWNLOAD := about 0.2 GB
+ifneq ($(KEPT_TORCH),$(if $(KEPT_TORCH),$(TORCH)))
+$(error TORCH=$(TORCH): .venv has the build for $(KEPT_TORCH) already: 'make clean' first)
 endif
-# Said before the first package comes.
-ANNOUNCE := @[ -e .venv/torch-cpu ] || [ -e .venv/installed ] || \
-	echo "Installing into .venv, which takes some minutes, once. To download: $(DOWNLOAD)."
+# PyPI's build is CUDA's on Linux and the CPU's elsewhere; its dependencies come with ours, from PyPI.
+CPU_INDEX := https://download.pytorch.org/whl/cpu
+IS_LINUX := $(filter Linux,$(shell uname))
 
 .PHONY: serve test test-all check bench rehearse clean
 
@@ -60,15 +54,13 @@ rehearse: .venv/installed-dev
 		{ echo "blockdraft needs Python 3.11 or newer; set PYTHON=/path/to/it" >&2; exit 2; }
 	$(PYTHON) -m venv .venv
 
-.venv/torch-cpu: .venv/bin/python constraints.txt
-	@if [ -e .venv/installed ] && [ ! -e $@ ]; then \
-		echo "PyTorch is there already, from PyPI: 'make clean' first, then TORCH=cpu" >&2; exit 2; fi
-	$(ANNOUNCE)
-	$(PIP) --index-url https://download.pytorch.org/whl/cpu "$$(grep '^torch==' constraints.txt)"
-	touch $@
+.venv/torch: .venv/bin/python constraints.txt
+	@$(PYTHON) scripts/choose_torch.py $(CPU_INDEX) $(TORCH) > $@.chosen
+	[ -z "$(IS_LINUX)" ] || [ "$$(cat $@.chosen)" != cpu ] || { \
+		$(PIP) --no-deps --index-url $(CPU_INDEX) "$$(grep '^torch==' constraints.txt)"; }
+	@mv $@.chosen $@
 
-.venv/installed: .venv/bin/python $(CHOSEN_TORCH) pyproject.toml constraints.txt
-	$(ANNOUNCE)
+.venv/installed: .venv/torch pyproject.toml constraints.txt
 	$(PIP) -c constraints.txt $(EDITABLE) -e .
 	touch $@
 

@@ -121,12 +121,12 @@ def test_the_picture_of_the_page_is_small():
 # ---- the README
 
 
-def test_the_readme_shows_the_step_as_it_is():
+def test_a_page_shows_the_step_as_it_is():
     source = (ROOT / "blockdraft/step/decode.py").read_text()
     step = next(node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef))
     first, last = step.body[1].lineno, step.body[-1].lineno  # between the docstring and the return
     lines = textwrap.dedent("\n".join(source.splitlines()[first - 1 : last - 1]))
-    assert f"```python\n{lines}\n```" in README.read_text()
+    assert f"```python\n{lines}\n```" in (DOCS / "how-it-works.md").read_text()
 
 
 def recorded(name):

@@ -1,13 +1,19 @@
 """What `make` tells pip; nothing is downloaded."""
 
 import contextlib
+import functools
 import os
+import re
 import shutil
 import subprocess
 import sys
+import threading
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+
+from scripts import choose_torch
 
 ROOT = Path(__file__).parents[2]
 CPU_INDEX = "--index-url https://download.pytorch.org/whl/cpu"
@@ -19,6 +25,7 @@ def clone(tmp_path, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     for name in ("Makefile", "pyproject.toml", "constraints.txt"):
         shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / "scripts").mkdir()
     return tmp_path
 
 
@@ -27,47 +34,80 @@ def told(folder, *words):
     return done.returncode, [line for line in done.stdout.splitlines() if "pip install" in line], done.stderr
 
 
-def test_the_default_asks_no_index_but_pips_own(clone):
-    code, lines, _ = told(clone, "serve")
-    assert code == 0
-    assert [line.split()[-2:] for line in lines] == [["-e", "."]]
-    assert not any("index" in line or "://" in line for line in lines)
+def built(folder, build):
+    """As if `make` had installed that build of PyTorch, long ago."""
+    (folder / ".venv/bin").mkdir(parents=True, exist_ok=True)
+    for name in ("bin/python", "torch", "installed"):
+        (folder / ".venv" / name).touch()
+        os.utime(folder / ".venv" / name, (0, 0))
+    (folder / ".venv/torch").write_text(f"{build}\n")
 
 
-def test_the_cpu_build_is_there_before_anything_could_ask_pypi_for_torch(clone):
-    code, lines, _ = told(clone, "test", "TORCH=cpu")
+@pytest.mark.parametrize("words", [(), ("TORCH=cpu",), ("TORCH=cuda",)])
+def test_pytorch_alone_comes_from_its_index_and_before_all_else(clone, words):
+    code, (first, *others), _ = told(clone, "test", *words)
     assert code == 0
-    first, *others = lines
     assert CPU_INDEX in first
+    assert "--no-deps" in first
     assert "grep '^torch==' constraints.txt" in first
     assert others
     assert all("-e ." in line or "-e '.[dev]'" in line for line in others)
     assert all("-c constraints.txt" in line and "index" not in line for line in others)
 
 
-def test_the_choice_is_kept(clone):
-    (clone / ".venv/bin").mkdir(parents=True)
-    for name in ("bin/python", "torch-cpu", "installed"):
-        (clone / ".venv" / name).touch()
-        os.utime(clone / ".venv" / name, (0, 0))  # older than constraints.txt: another torch may be in it
-    _, lines, _ = told(clone, "serve")
-    assert CPU_INDEX in lines[0]
-
-
-def test_cuda_that_is_there_is_not_left_beside_the_cpu_build(clone):
-    (clone / ".venv/bin").mkdir(parents=True)
-    for name in ("bin/python", "installed"):
-        (clone / ".venv" / name).touch()
-    done = subprocess.run(["make", "serve", "TORCH=cpu"], cwd=clone, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert "make clean" in done.stderr
-
-
-def test_another_word_is_refused(clone):
-    code, lines, error = told(clone, "serve", "TORCH=gpu")
+def test_another_build_is_refused_where_one_is_there(clone):
+    built(clone, "cuda")
+    assert told(clone, "serve")[0] == told(clone, "serve", "TORCH=cuda")[0] == 0
+    code, lines, error = told(clone, "serve", "TORCH=cpu")
     assert code == 2
     assert not lines
-    assert "TORCH=gpu is unknown" in error
+    assert "'make clean' first" in error
+
+
+@pytest.mark.parametrize(
+    ("platform", "asked", "has_card", "answers", "build", "said"),
+    [
+        ("linux", "", True, True, "cuda", "about 3 GB, most of it for NVIDIA cards."),
+        ("linux", "", False, True, "cpu", "about 0.3 GB: no NVIDIA card was found"),
+        (
+            "linux",
+            "",
+            False,
+            False,
+            "cuda",
+            "about 3 GB, most of it for NVIDIA cards. There is none here, but",
+        ),
+        ("linux", "cpu", True, True, "cpu", "about 0.3 GB"),
+        ("linux", "cuda", False, False, "cuda", "about 3 GB"),
+        ("linux", "cpu", False, False, None, "does not answer (no route); without TORCH=cpu it is PyPI's"),
+        ("linux", "gpu", True, True, None, "TORCH=gpu is unknown: TORCH=cpu or TORCH=cuda, or nothing"),
+        ("darwin", "", False, False, "cpu", "about 0.2 GB"),
+        ("darwin", "cuda", False, True, None, "no build for CUDA on this system"),
+    ],
+)
+def test_the_build_follows_from_the_machine(monkeypatch, platform, asked, has_card, answers, build, said):
+    monkeypatch.setattr(sys, "platform", platform)
+    monkeypatch.setattr(choose_torch, "has_card", lambda: has_card)
+    monkeypatch.setattr(choose_torch, "why_no_index", lambda index: None if answers else "no route")
+    if build is None:
+        with pytest.raises(SystemExit, match=re.escape(said)):
+            choose_torch.choose("https://index", asked)
+    else:
+        found = choose_torch.choose("https://index", asked)
+        assert found[0] == build
+        assert said in found[1]
+
+
+def test_an_index_that_cannot_be_reached_is_told_from_one_that_answers(tmp_path):
+    (tmp_path / "torch").mkdir()
+    handler = functools.partial(SimpleHTTPRequestHandler, directory=tmp_path)
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        index = f"http://127.0.0.1:{server.server_port}"
+        assert choose_torch.why_no_index(index) is None
+        assert choose_torch.why_no_index(f"{index}/none") == "File not found"
+        server.shutdown()
+    assert "refused" in choose_torch.why_no_index(index)
 
 
 def test_the_containerfile_takes_the_same_index():
@@ -77,7 +117,8 @@ def test_the_containerfile_takes_the_same_index():
 
 @pytest.fixture
 def stubbed(clone):
-    """A clone whose Python and blockdraft only say how they were called."""
+    """A clone whose Python and blockdraft only say how they were called; PyTorch's build is the CPU's."""
+    (clone / "scripts/choose_torch.py").write_text("print('cpu')")
     folder = clone / ".venv/bin"
     folder.mkdir(parents=True)
     for name in ("python", "blockdraft"):
@@ -108,27 +149,31 @@ def calls_of_pip(text):
 
 
 def test_pip_shows_its_progress_and_draws_bars_on_a_terminal_alone(stubbed):
-    (piped,) = calls_of_pip(made(stubbed, "serve"))
-    assert "--quiet" not in piped
-    assert piped.endswith("-e . off")
+    torch, ours = calls_of_pip(made(stubbed, "serve"))
+    assert "--quiet" not in torch + ours
+    assert CPU_INDEX in torch
+    assert torch.endswith(" off")
+    assert ours.endswith("-e . off")
     (stubbed / ".venv/installed").unlink()
     (drawn,) = calls_of_pip(made_on_a_terminal(stubbed, "serve"))
     assert drawn.endswith("-e . ")  # pip draws them unless told not to
 
 
-@pytest.mark.parametrize(
-    ("words", "size"),
-    [((), "about 3 GB" if sys.platform == "linux" else "about 0.2 GB"), (("TORCH=cpu",), "about 0.3 GB")],
-)
-def test_the_first_run_says_how_much_comes_and_a_later_one_nothing(stubbed, words, size):
-    first = made(stubbed, "serve", *words)
-    assert first.count("To download") == 1
-    assert size in first.partition("python -m pip")[0]
+def test_a_later_run_installs_nothing(stubbed):
+    assert calls_of_pip(made(stubbed, "serve"))
     assert made(stubbed, "serve").splitlines() == [
         ".venv/bin/blockdraft serve --port 8000 ",
         "blockdraft serve --port 8000 ",
     ]
-    os.utime(stubbed / ".venv/installed", (0, 0))  # pyproject.toml has changed since: little comes
-    later = made(stubbed, "serve")
-    assert calls_of_pip(later)
-    assert "To download" not in later
+
+
+@pytest.mark.parametrize("is_installed", [False, True])
+def test_what_comes_is_said_before_it_comes_and_only_the_first_time(tmp_path, is_installed):
+    if is_installed:
+        (tmp_path / ".venv").mkdir()
+        (tmp_path / ".venv/installed").touch()
+    script = [sys.executable, choose_torch.__file__, "https://index", "cuda"]
+    done = subprocess.run(script, cwd=tmp_path, capture_output=True, text=True)
+    if sys.platform == "linux":
+        assert done.stdout == "cuda\n"
+        assert ("To download: about 3 GB" in done.stderr) != is_installed
