@@ -2,12 +2,14 @@
 
 import contextlib
 import functools
+import itertools
 import os
 import re
 import shutil
 import subprocess
 import sys
 import threading
+import tomllib
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -177,3 +179,12 @@ def test_what_comes_is_said_before_it_comes_and_only_the_first_time(tmp_path, is
     if sys.platform == "linux":
         assert done.stdout == "cuda\n"
         assert ("To download: about 3 GB" in done.stderr) != is_installed
+
+
+def test_every_dependency_has_the_version_that_the_tests_run_with():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    asked = [*project["dependencies"], *itertools.chain(*project["optional-dependencies"].values())]
+    pinned = {
+        line.split("==")[0] for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line
+    }
+    assert {re.match(r"[\w-]+", one)[0] for one in asked} == pinned

@@ -142,9 +142,9 @@ def test_no_marker_leaves_a_mac_out():
         assert "platform_machine" not in line, line
 
 
-def test_systems_that_are_named_are_those_that_were_run_or_checked():
+def test_the_systems_that_are_claimed_were_run_and_the_others_are_said_to_be_checked():
     named = {name.rpartition(" :: ")[2] for name in PROJECT["classifiers"] if "Operating System" in name}
-    assert named == {"Linux", "MacOS", "Windows"}
+    assert named == {"Linux"}
     install = (ROOT / "docs/install.md").read_text()
     assert re.search(r"\| Linux.*\| run", install)
     for name in ("macOS", "Windows"):
