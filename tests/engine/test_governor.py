@@ -12,6 +12,7 @@ from blockdraft.engine import governor as module
 from blockdraft.engine.governor import WIDTHS, DraftChances, DraftRecord, Governor, StepCosts
 from blockdraft.engine.scheduler import Scheduler, always
 from blockdraft.engine.sequence import Tally
+from blockdraft.engine.stats import Stats
 from blockdraft.engine.twin import twin
 from blockdraft.step.drafter import NoDrafter
 from tests import stepping, tiny
@@ -395,6 +396,7 @@ def test_where_rows_cost_too_much_they_decode_plainly_together_and_not_alone(llm
 
 def test_a_snapshot_says_what_speculation_gains_and_against_what(llm, widths):
     follow_costs(llm)
+    llm.engine.stats = Stats()  # no step of another test is one of late
     assert llm.engine.snapshot().speculation == ""
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     llm.generate([[1, 2, 3]], params)
