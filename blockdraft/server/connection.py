@@ -29,7 +29,6 @@ LINGER_S = 2.0  # for a client to read its answer while it still sends; arbitrar
 FIRST_CHECK_S, CHECK_S = 0.001, 1.0  # whether a client that has closed its half is there
 NUM_CHECKS_PER_SIGN = 16  # a network may lose a sign
 
-_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _HTTP_2 = b"PRI * HTTP/2"  # how its connections begin
 _TLS = b"\x16\x03"
 _NUM_OPENING_BYTES = 16
@@ -188,8 +187,8 @@ class HttpConnection(asyncio.Protocol):
         if _is_reset(self.transport):
             self.transport.abort()
             return
-        if number % NUM_CHECKS_PER_SIGN == 0 and exchange.is_awaiting_head:
-            self.transport.write(_CONTINUE)
+        if number % NUM_CHECKS_PER_SIGN == 0:
+            exchange.write_sign()
         self._end_timer = self._loop.call_later(
             delay_s, self._look_for_client, min(2 * delay_s, CHECK_S), number + 1
         )

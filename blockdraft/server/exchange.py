@@ -26,6 +26,7 @@ _STATUS_LINES = {
     status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in http.HTTPStatus
 }
 _BODILESS = (204, 304)
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _FAILED_HEADERS = [
     (b"content-type", b"text/plain; charset=utf-8"),
     (b"content-length", b"21"),
@@ -61,6 +62,7 @@ class Exchange:
         self.scope = scope
         self.is_gone = False  # the client, before the answer was complete
         self.has_begun = False  # the answer
+        self._is_event_stream, self._last_part = False, b""
         self.is_complete = False
         self.on_gone: Callable[[], object] | None = None
         self.on_resume: Callable[[], None] | None = None
@@ -122,10 +124,16 @@ class Exchange:
         await self.send({"type": "http.response.start", "status": 500, "headers": _FAILED_HEADERS})
         await self.send({"type": "http.response.body", "body": b"Internal Server Error"})
 
-    @property
-    def is_awaiting_head(self) -> bool:
-        """Whether an interim answer may be sent: HTTP/1.0 has none."""
-        return not self.has_begun and self.scope["http_version"] == "1.1"
+    def write_sign(self) -> None:
+        """Write, where that is possible, what a client ignores; one that has gone answers it with a reset.
+
+        Before the answer an interim one, which HTTP/1.0 lacks; between two events a comment.
+        """
+        if not self.has_begun:
+            if self.scope["http_version"] == "1.1":
+                self._transport.write(_CONTINUE)
+        elif self._is_event_stream and self._last_part.endswith(b"\n\n") and not self.is_complete:
+            self.write(b":\n\n")
 
     # ---- for the application
 
@@ -143,7 +151,7 @@ class Exchange:
 
     async def receive(self) -> Message:
         if self._awaits_continue and not self._transport.is_closing():
-            self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self._transport.write(_CONTINUE)
         self._awaits_continue = False
         while not (self.is_gone or self.is_complete):
             if self._is_unread:
@@ -174,6 +182,7 @@ class Exchange:
         """A part of the answer, which has begun."""
         if not body or not self._has_body:
             return
+        self._last_part = body
         if self._is_chunked:
             self._transport.write(b"%b%x\r\n%b\r\n" % (self._head, len(body), body))
         else:
@@ -230,6 +239,8 @@ class Exchange:
                 self._num_left = int(value)
             elif name == b"connection" and b"close" in value.lower():
                 self._keeps_alive, says_close = False, True
+            elif name == b"content-type":
+                self._is_event_stream = value.startswith(b"text/event-stream")
             lines.append(b"%b: %b\r\n" % (name, value))
         self._has_body = self._has_body and status not in _BODILESS
         if self._num_left is None and self._has_body:

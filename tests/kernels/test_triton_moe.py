@@ -14,6 +14,7 @@ triton = pytest.importorskip("triton")
 from blockdraft.kernels import moe as contract  # noqa: E402
 from blockdraft.kernels.kernels import kernels_for  # noqa: E402
 from blockdraft.kernels.moe import Activation, Beside, ExpertChoice, Matrices, Parts, Shared  # noqa: E402
+from blockdraft.kernels.pick import mixtures  # noqa: E402
 from blockdraft.kernels.triton import moe, routing  # noqa: E402
 from blockdraft.models.config import MoEConfig  # noqa: E402
 from blockdraft.models.kernel_module import with_kernels  # noqa: E402
@@ -438,10 +439,10 @@ def test_a_shared_expert_that_is_stored_differently_runs_alone(other, monkeypatc
 
 def test_rows_with_other_gaps_do_not_join():
     routed, shared = Matrices(normal(3, 16, 32)), Matrices(normal(1, 16, 32))
-    assert contract._can_join(shared, routed)
-    assert not contract._can_join(Matrices(normal(1, 16, 40)[:, :, :32]), routed)
-    assert not contract._can_join(shared._replace(bias=normal(1, 16)), routed)
-    assert not contract._can_join(shared._replace(block=(1, 32)), routed)
+    assert mixtures._can_join(shared, routed)
+    assert not mixtures._can_join(Matrices(normal(1, 16, 40)[:, :, :32]), routed)
+    assert not mixtures._can_join(shared._replace(bias=normal(1, 16)), routed)
+    assert not mixtures._can_join(shared._replace(block=(1, 32)), routed)
 
 
 def test_for_many_pairs_a_shared_expert_runs_alone(monkeypatch):

@@ -25,6 +25,7 @@ POST = (
 )
 SLOW = POST.replace(b"/echo", b"/slow")
 EVENTS = POST.replace(b"/echo", b"/events")
+STALLED = POST.replace(b"/echo", b"/stalled")
 OK = b"HTTP/1.1 200 OK"
 
 
@@ -37,6 +38,7 @@ class App:
             Route("/echo", self.echo, methods=["GET", "POST"]),
             Route("/slow", self.slow, methods=["POST"]),
             Route("/events", self.events, methods=["POST"]),
+            Route("/stalled", self.stalled, methods=["POST"]),
         ]
         self.asgi = Guard(Starlette(routes=routes), OPTIONS)
 
@@ -61,6 +63,17 @@ class App:
                 await asyncio.sleep(0.005)
                 yield "."
             yield "last"
+        finally:
+            self.ended.set()
+
+    async def stalled(self, request):
+        return StreamingResponse(self._stalled(), media_type="text/event-stream")
+
+    async def _stalled(self):
+        try:
+            yield "data: first\n\n"
+            await self._wait()
+            yield "data: last\n\n"
         finally:
             self.ended.set()
 
@@ -160,10 +173,10 @@ def test_a_client_that_closes_its_half_and_then_goes_is_noticed(address, app):
 
 
 @contextlib.contextmanager
-def half_closed_in_its_answer(address):
+def half_closed_in_its_answer(address, request=EVENTS):
     """A client that has read the beginning of a stream, and closed its half."""
     with socket.create_connection(address) as client:
-        client.sendall(EVENTS)
+        client.sendall(request)
         found = b""
         while b"first" not in found:
             found += client.recv(1 << 16)
@@ -184,6 +197,22 @@ def test_a_client_that_closes_its_half_in_its_answer_and_then_goes_is_noticed(ad
         time.sleep(0.1)
         assert not app.ended.is_set()
     assert app.ended.wait(5)
+
+
+def test_between_two_events_a_client_that_goes_is_noticed_though_nothing_is_sent(address, app):
+    with half_closed_in_its_answer(address, STALLED):
+        time.sleep(0.1)
+        assert not app.ended.is_set()
+    assert app.ended.wait(5)
+
+
+def test_between_two_events_a_client_that_closes_its_half_gets_the_rest(address, app):
+    with half_closed_in_its_answer(address, STALLED) as client:
+        time.sleep(0.2)
+        app.release.set()
+        found = received(client)
+    assert b"data: last\n\n" in found
+    assert b"\r\n:\n\n\r\n" in found  # a comment
 
 
 def test_a_body_that_ends_too_soon_gets_no_answer(address, app):
