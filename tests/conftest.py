@@ -7,6 +7,7 @@ user's cache folder lends its downloads alone.
 import atexit
 import os
 import shutil
+import signal
 import tempfile
 from pathlib import Path
 
@@ -22,6 +23,9 @@ from tests.not_run import (  # noqa: F401  # hooks: what a run leaves out is sai
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+# A shell's background jobs ignore Ctrl-C, and so would all that tests start and interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _own_cache():
