@@ -127,12 +127,15 @@ class Exchange:
     def write_sign(self) -> None:
         """Write, where that is possible, what a client ignores; one that has gone answers it with a reset.
 
-        Before the answer an interim one, which HTTP/1.0 lacks; between two events a comment.
+        Before the answer an interim one, which HTTP/1.0 lacks; between two events a comment, for which
+        an answer of a known length has no place.
         """
         if not self.has_begun:
             if self.scope["http_version"] == "1.1":
                 self._transport.write(_CONTINUE)
-        elif self._is_event_stream and self._last_part.endswith(b"\n\n") and not self.is_complete:
+            return
+        is_open = self._num_left is None and not self.is_complete
+        if is_open and self._is_event_stream and self._last_part.endswith(b"\n\n"):
             self.write(b":\n\n")
 
     # ---- for the application
