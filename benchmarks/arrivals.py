@@ -24,7 +24,7 @@ from benchmarks.gpu_step import load
 from benchmarks.shapes import SHAPES
 from blockdraft.engine.chunks import Chunks
 from blockdraft.engine.engine import Engine
-from blockdraft.engine.loaded import Models
+from blockdraft.engine.loaded_pair import LoadedPair
 from blockdraft.engine.request import SamplingParams
 from blockdraft.settings.acceptance_profile import acceptance_rates
 from blockdraft.step.row_sizes import row_sizes
@@ -114,7 +114,7 @@ class Load:
 
     def capacity(self, seconds: float) -> tuple[float, float]:
         """Requests and tokens per second, in a closed loop of as many as there are rows."""
-        num_rows = self.engine.models.plan.max_rows
+        num_rows = self.engine.models.plan.max_num_seqs
         for _ in range(num_rows):
             self.add(time.perf_counter())
         self._replace_ended(lambda: len(self.ended) >= WARM_REQUESTS * num_rows)
@@ -159,12 +159,12 @@ def spread(name: str, values: list[float]) -> dict[str, float]:
     return {f"{name}_p{percent}_ms": 1e3 * percentile(values, percent / 100) for percent in (50, 99)}
 
 
-def measure(models: Models, args: argparse.Namespace) -> dict[str, object]:
+def measure(models: LoadedPair, args: argparse.Namespace) -> dict[str, object]:
     engine = Engine(models)
     if args.turns:
-        engine.scheduler.chunks = Alternating(models.plan.chunk)
+        engine.scheduler.chunks = Alternating(models.plan.max_prefill_tokens)
     if models.device.type == "cuda":
-        engine.capture(row_sizes(models.plan.max_rows), sorted({1, models.plan.width}))
+        engine.capture(row_sizes(models.plan.max_num_seqs), sorted({1, models.plan.width}))
     load = Load(engine, num_prompt=args.prompt, num_answer=args.answer)
     prompt_s = load.prompt_s()
     requests_per_s, tokens_per_s = load.capacity(args.capacity_seconds)
@@ -174,9 +174,9 @@ def measure(models: Models, args: argparse.Namespace) -> dict[str, object]:
     first = [answer.first_token_s for answer in load.ended]
     gaps = [gap for answer in load.ended for gap in answer.gaps_s]
     return {
-        "chunk": models.plan.chunk,
+        "max_prefill_tokens": models.plan.max_prefill_tokens,
         "width": models.plan.width,
-        "max_rows": models.plan.max_rows,
+        "max_num_seqs": models.plan.max_num_seqs,
         "prompt_ms": 1e3 * prompt_s,
         "capacity_requests_per_s": requests_per_s,
         "capacity_tokens_per_s": tokens_per_s,
@@ -200,7 +200,9 @@ def main() -> None:
     parser.add_argument("--answer", type=int, default=200, help="tokens of an answer (default: 200)")
     parser.add_argument("--committed", type=float, default=4.5, help="tokens per step (default: 4.5)")
     parser.add_argument("--rows", type=int, default=64)
-    parser.add_argument("--chunk", type=int, help="most tokens of a prefill step (default: the plan's)")
+    parser.add_argument(
+        "--max-prefill-tokens", type=int, help="most tokens of a prefill step (default: the plan's)"
+    )
     parser.add_argument("--turns", action="store_true", help="one whole chunk, one decode step: to compare")
     parser.add_argument("--seconds", type=float, default=20.0, help="of arrivals (default: 20)")
     parser.add_argument("--capacity-seconds", type=float, default=10.0)
@@ -212,10 +214,10 @@ def main() -> None:
     models = load(
         args.shape,
         has_drafter=True,
-        max_rows=args.rows,
-        max_context=args.prompt + args.answer + 1,
+        max_num_seqs=args.rows,
+        max_model_len=args.prompt + args.answer + 1,
         device=args.device,
-        **({} if args.chunk is None else {"chunk": args.chunk}),
+        **({} if args.max_prefill_tokens is None else {"max_prefill_tokens": args.max_prefill_tokens}),
     )
     plan = models.plan
     rates = acceptance_rates(f"mean:{args.committed}", width=plan.width, block=plan.block)

@@ -20,7 +20,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from benchmarks.record import context, save
-from blockdraft.engine.governor import DraftChances, DraftRecord, Governor, StepCosts, widths_for
+from blockdraft.engine.width_controller import (
+    DraftChances,
+    DraftRecord,
+    StepCosts,
+    WidthController,
+    widths_for,
+)
 
 KINDS = np.log([0.93 / 0.07, 0.8 / 0.2, 0.6 / 0.4, 0.3 / 0.7])  # log-odds
 LIKE_THE_LAST = 0.3  # correlation of neighbouring tokens
@@ -100,7 +106,9 @@ def run(world: World, head: str | None, seed: int, knows: str = "") -> float:
     texts, unseen = Texts(world, draw), deque[tuple[int, np.ndarray, float, np.ndarray | None]]()
     corners = itertools.product((1, 256), (1, world.block))
     costs = StepCosts({place: world.cost(*place) for place in corners}, (1, 2, 4, 8, 16, 32, 64, 256))
-    governor = Governor(costs, DraftChances([0.75] * (world.block - 1)), first=world.block, block=world.block)
+    governor = WidthController(
+        costs, DraftChances([0.75] * (world.block - 1)), first=world.block, block=world.block
+    )
     records = [DraftRecord() for _ in range(world.rows)]
     positions, seconds, committed = np.zeros(world.rows, dtype=int), 0.0, 0.0
     times = np.array([world.cost(world.rows, width) for width in widths])
@@ -131,7 +139,7 @@ def run(world: World, head: str | None, seed: int, knows: str = "") -> float:
 
 
 def tell(
-    governor: Governor,
+    governor: WidthController,
     records: Sequence[DraftRecord],
     width: int,
     num_right: np.ndarray,

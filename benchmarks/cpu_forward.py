@@ -13,7 +13,7 @@ from blockdraft.cache.rows import RowSampling
 from blockdraft.engine.engine import Engine
 from blockdraft.models.decoder import Decoder
 from blockdraft.step.captures import Graph, capturing
-from blockdraft.step.decode import decode_parts, run_through
+from blockdraft.step.decode import decode_parts, run_all_parts
 from blockdraft.step.drafter import NoDrafter
 
 WIDTHS = (1, 2, 4, 8, 16)
@@ -46,7 +46,7 @@ def captured_step(engine: Engine, width: int) -> Graph:
 
     def step() -> object:
         drafter = NoDrafter(width)
-        return run_through(
+        return run_all_parts(
             decode_parts(target=models.target, drafter=drafter, cache=engine.cache, rows=rows, width=width)
         )
 

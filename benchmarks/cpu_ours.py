@@ -17,7 +17,7 @@ from benchmarks.start import free_port, ready
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.request import SamplingParams
 from blockdraft.settings.settings import Settings
-from blockdraft.start.ready import plain_engine
+from blockdraft.start.start_engine import plain_engine
 
 CONTEXT = 512
 CORES = range(os.cpu_count() or 1)
@@ -45,7 +45,7 @@ def engine_of(quantization: str, draft: str) -> Engine:
         quantization=quantization,
         draft_quantization=quantization,
         prefix_cache=False,
-        max_context=2048,
+        max_model_len=2048,
     )
     return plain_engine(settings, lambda _: None)
 

@@ -91,8 +91,8 @@ def engine_of(options: argparse.Namespace, target: str, draft: Path, *, is_convo
         draft=str(draft),
         device=options.device,
         load_format="auto" if options.shape is None else "dummy",
-        max_rows=options.rows,
-        max_context=options.context + 512,
+        max_num_seqs=options.rows,
+        max_model_len=options.context + 512,
         prefix_cache=False,
     )
     models = load_models(settings, lambda line: None)

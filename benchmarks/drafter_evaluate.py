@@ -26,8 +26,8 @@ from blockdraft.bench.records import Prompt
 from blockdraft.cache.rows import RowSampling
 from blockdraft.checkpoints.opening import open_checkpoint
 from blockdraft.checkpoints.read_draft_config import read_draft_config
-from blockdraft.engine.bulk import ROUND, Bulk, make_bulk
-from blockdraft.engine.loaded import Models
+from blockdraft.engine.loaded_pair import LoadedPair
+from blockdraft.engine.offline_batch import ROUND, OfflineBatch, make_offline_batch
 from blockdraft.settings.settings import Settings
 from blockdraft.start.loading import load_models
 from blockdraft.start.memory import release
@@ -58,14 +58,14 @@ def write_answers(args: argparse.Namespace) -> None:
         draft="none",
         device=args.device,
         quantization="none",
-        max_rows=args.rows,
-        max_context=LONG,
-        chunk=args.chunk,
+        max_num_seqs=args.rows,
+        max_model_len=LONG,
+        max_prefill_tokens=args.max_prefill_tokens,
         cache_bytes=args.cache_bytes,
         prefix_cache=False,
     )
     models = load_models(settings, print)
-    bulk = make_bulk(models)
+    bulk = make_offline_batch(models)
     sets = {} if args.data is None else evaluation_prompts(args.data, args.max_tokens, args.limit)
     for name, (prompts, options) in sets.items():
         _answer(bulk, models, prompts, args.out / name, options)
@@ -76,14 +76,14 @@ def write_answers(args: argparse.Namespace) -> None:
     del bulk
     release()
     if args.short is not None:
-        bulk = make_bulk(_with_context(models, SHORT, args.short_rows))
+        bulk = make_offline_batch(_with_context(models, SHORT, args.short_rows))
         prompts = read_conversations(args.short)
         _answer(bulk, models, prompts, args.out / "train-short", trained, args.seconds)
 
 
 def _answer(
-    bulk: Bulk,
-    models: Models,
+    bulk: OfflineBatch,
+    models: LoadedPair,
     prompts: Sequence[Prompt],
     folder: Path,
     options: AnswerOptions,
@@ -98,9 +98,9 @@ def _answer(
     )
 
 
-def _with_context(models: Models, context: int, rows: int) -> Models:
+def _with_context(models: LoadedPair, context: int, rows: int) -> LoadedPair:
     """The same models for shorter contexts, of which there can be more at once."""
-    return replace(models, plan=replace(models.plan, max_positions=context + ROUND, max_rows=rows))
+    return replace(models, plan=replace(models.plan, max_positions=context + ROUND, max_num_seqs=rows))
 
 
 def evaluation_prompts(
@@ -140,15 +140,15 @@ def _long(folder: Path, limit: int | None) -> list[Prompt]:
     return named[:: 1 if limit is None else max(1, len(named) // limit)]
 
 
-def target_of(args: argparse.Namespace) -> Models:
+def target_of(args: argparse.Namespace) -> LoadedPair:
     """The target alone, as features are read from it."""
     settings = Settings(
         model=args.model,
         draft="none",
         device=args.device,
         quantization="none",
-        max_rows=1,
-        max_context=args.length,
+        max_num_seqs=1,
+        max_model_len=args.length,
         cache_bytes=args.cache_bytes,
     )
     return load_models(settings, print)
@@ -172,7 +172,7 @@ def read_answers(folder: Path) -> list[Document]:
     return [one for path in sorted(folder.glob("shard-*.npz")) for one in read_shard(path)]
 
 
-def drafter_of(source: str, models: Models, length: int) -> BlockForward:
+def drafter_of(source: str, models: LoadedPair, length: int) -> BlockForward:
     config = read_draft_config(open_checkpoint(source, what="drafter").config, name=source)
     models.target.taps = config.taps
     model = new_drafter(
@@ -188,7 +188,7 @@ def drafter_of(source: str, models: Models, length: int) -> BlockForward:
 
 
 def _of_drafter(
-    source: str, models: Models, answers: dict[str, list[Document]], args: argparse.Namespace
+    source: str, models: LoadedPair, answers: dict[str, list[Document]], args: argparse.Namespace
 ) -> dict[str, object]:
     forward = drafter_of(source, models, args.length)
     fits: dict[str, dict[str, DrafterFit]] = {}
@@ -237,7 +237,7 @@ def main() -> None:
     answers.add_argument("--sampled", type=float, default=0.5, help="share, at temperatures of 0.2 to 1")
     answers.add_argument("--rows", type=int, default=512, help="with long contexts")
     answers.add_argument("--short-rows", type=int, default=2560)
-    answers.add_argument("--chunk", type=int, default=16384)
+    answers.add_argument("--max-prefill-tokens", type=int, default=16384)
     answers.add_argument("--max-tokens", type=int, default=400)
     run = commands.add_parser("run")
     run.add_argument("drafters", nargs="+", metavar="NAME=DRAFTER")

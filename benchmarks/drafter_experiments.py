@@ -23,8 +23,8 @@ from typing import TypeVar
 import torch
 
 from blockdraft.checkpoints.read_draft_config import read_draft_config
-from blockdraft.engine.bulk import make_bulk
-from blockdraft.engine.loaded import Models
+from blockdraft.engine.loaded_pair import LoadedPair
+from blockdraft.engine.offline_batch import make_offline_batch
 from blockdraft.settings.settings import Settings
 from blockdraft.start.loading import load_models
 from blockdraft.start.memory import release
@@ -86,16 +86,16 @@ def write_answers(args: argparse.Namespace) -> None:
         model=args.model,
         draft="none",
         device=args.device,
-        max_rows=args.rows,
-        max_context=args.context,
-        chunk=args.chunk,
+        max_num_seqs=args.rows,
+        max_model_len=args.context,
+        max_prefill_tokens=args.max_prefill_tokens,
         cache_bytes=args.cache_bytes,
         quantization="none",
         prefix_cache=False,
     )
     begin = time.monotonic()
     models = load_models(settings, print)
-    bulk = make_bulk(models)
+    bulk = make_offline_batch(models)
     print(f"engine: {time.monotonic() - begin:.1f} s")
     tokenizer = models.tokenizer
     evaluation = []
@@ -137,7 +137,7 @@ def run_variants(args: argparse.Namespace) -> None:
     """Train each variant, evaluate, write JSON."""
     torch._dynamo.config.recompile_limit = 64  # every objective and shape; past it, silently not compiled
     settings = Settings(
-        model=args.model, draft="none", device=args.device, max_rows=1, max_context=args.length
+        model=args.model, draft="none", device=args.device, max_num_seqs=1, max_model_len=args.length
     )
     models = load_models(settings, print)
     train = [one for path in sorted((args.out / "train").glob("*.npz")) for one in read_shard(path)]
@@ -152,7 +152,7 @@ def run_variants(args: argparse.Namespace) -> None:
 
 
 def _run_variant(
-    name: str, args: argparse.Namespace, models: Models, train: list[Document], evaluate: list[Document]
+    name: str, args: argparse.Namespace, models: LoadedPair, train: list[Document], evaluate: list[Document]
 ) -> dict[str, object]:
     release()
     trainer = _trainer(name, args, models, train)
@@ -193,7 +193,7 @@ def _run_variant(
     }
 
 
-def _trainer(name: str, args: argparse.Namespace, models: Models, documents: list[Document]) -> Trainer:
+def _trainer(name: str, args: argparse.Namespace, models: LoadedPair, documents: list[Document]) -> Trainer:
     shape, recipe, init, share = VARIANTS[name]
     recipe = replace(recipe, rows_per_step=max(1, int(recipe.rows_per_step * args.scale)))
     config = read_draft_config(draft_json(shape, models.config, {}, MASK_ID), name=name)
@@ -268,7 +268,7 @@ def main() -> None:
     answers.add_argument("--cache-bytes", type=lambda text: int(float(text)), default="auto")
     answers.add_argument("--rows", type=int, default=2048)
     answers.add_argument("--context", type=int, default=1024)
-    answers.add_argument("--chunk", type=int, default=16384)
+    answers.add_argument("--max-prefill-tokens", type=int, default=16384)
     run = commands.add_parser("run")
     run.add_argument("variants", nargs="+", choices=sorted(VARIANTS))
     run.add_argument("--steps", type=int, default=200)

@@ -69,7 +69,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True)
     args = parser.parse_args()
     settings = {"device": args.device, "draft_ngram": args.draft_ngram, "width": args.width}
-    llm = LLM(args.model, args.draft, max_rows=1, max_context=2048, **settings)
+    llm = LLM(args.model, args.draft, max_num_seqs=1, max_model_len=2048, **settings)
     results = {}
     for item in args.set:
         name, _, path = item.partition("=")

@@ -27,7 +27,7 @@ from benchmarks.replay import ReplayingDrafter
 from benchmarks.shapes import SHAPES, write_shape
 from blockdraft.bench.workloads import load_all
 from blockdraft.engine.engine import Engine
-from blockdraft.engine.loaded import Models
+from blockdraft.engine.loaded_pair import LoadedPair
 from blockdraft.engine.request import Delta, Metrics, SamplingParams
 from blockdraft.settings.settings import Settings
 from blockdraft.start.compile_ahead import CompileAhead, run_steps
@@ -153,7 +153,7 @@ class Equality:
 
     def __init__(
         self,
-        models: Models,
+        models: LoadedPair,
         prompts: Sequence[Sequence[int]],
         num_tokens: int,
         *,
@@ -177,15 +177,20 @@ class Equality:
         self._has_prefix_cache = models.plan.prefix_cache
         plan = replace(models.plan, max_queue=len(self.asks))
         room = len(self.asks) * plan.pages_of(self._longest)  # for prompts that are remembered
-        room += plan.max_rows * plan.pages_of(self._longest + num_tokens + plan.scratch + plan.page_size)
-        plan = replace(plan, num_pages=room, chunk=max(plan.chunk, self._longest), prefix_cache=False)
+        room += plan.max_num_seqs * plan.pages_of(self._longest + num_tokens + plan.scratch + plan.page_size)
+        plan = replace(
+            plan,
+            num_pages=room,
+            max_prefill_tokens=max(plan.max_prefill_tokens, self._longest),
+            prefix_cache=False,
+        )
         self.engine = Engine(replace(models, drafter=drafter, plan=plan))
         self.widths = tuple(sorted({min(width, plan.block) for width in WIDTHS}))
         if ahead is not None:
             compile_steps(self.engine, ahead)
         self.why_not_captured = models.why_not_captured()
         if self.why_not_captured is None:
-            self.engine.capture(row_sizes(plan.max_rows), self.widths)
+            self.engine.capture(row_sizes(plan.max_num_seqs), self.widths)
 
     def learn_baseline(self) -> Line:
         """Every prompt alone, at width 1, whole, without a prefix hit: what all others are compared with."""
@@ -206,7 +211,7 @@ class Equality:
         yield from map(self.line, self.ways())
 
     def ways(self) -> list[Way]:
-        rows = min(self.engine.models.plan.max_rows, len(self.asks))
+        rows = min(self.engine.models.plan.max_num_seqs, len(self.asks))
         widest, chunk = self.widths[-1:], min(CHUNK, max(1, self._longest // 2))
         shown = ", ".join(map(str, self.widths))
         ways = [Way(f"alone, width {width}", (width,), is_alone=True) for width in self.widths[1:]]
@@ -250,8 +255,8 @@ class Equality:
 
     def _serve(self, way: Way) -> list[Answer]:
         engine, plan = self.engine, self.engine.models.plan
-        chunk = plan.chunk if way.chunk is None else way.chunk
-        engine.replan(replace(plan, chunk=chunk, prefix_cache=way.finds_prefix))
+        chunk = plan.max_prefill_tokens if way.chunk is None else way.chunk
+        engine.replan(replace(plan, max_prefill_tokens=chunk, prefix_cache=way.finds_prefix))
         if way.finds_prefix:
             self._run(way, is_first_token_only=True)  # leaves the prompts in the cache
         held = self._hold_pages() if way.is_preempted else []
@@ -288,7 +293,7 @@ class Equality:
     def _hold_pages(self) -> list[int]:
         """Take pages away until as many rows can begin as there are, but cannot end side by side."""
         plan, pages = self.engine.models.plan, self.engine.scheduler.pages
-        first = self.asks[: plan.max_rows]
+        first = self.asks[: plan.max_num_seqs]
         to_begin = sum(plan.pages_of(len(ask.prompt_ids) - 1 + plan.block) for ask in first)
         to_end = plan.pages_of(self._longest + self.num_tokens + plan.scratch)
         return pages.allocate(pages.num_free - max(to_begin, to_end))
@@ -328,9 +333,9 @@ def _per_step(answers: Sequence[Answer]) -> float:
 # ---- pairs
 
 
-def load(pair: str, device: str) -> Models:
+def load(pair: str, device: str) -> LoadedPair:
     """The shipped pair, or random weights of a published shape."""
-    common = {"device": device, "max_rows": ROWS, "cache_bytes": NO_LIMIT}
+    common = {"device": device, "max_num_seqs": ROWS, "cache_bytes": NO_LIMIT}
     if pair == SHIPPED:
         return load_models(Settings(**common), lambda line: None)  # type: ignore[arg-type]
     with tempfile.TemporaryDirectory() as folder:

@@ -25,7 +25,7 @@ from benchmarks import record  # noqa: E402
 from blockdraft import LLM, SamplingParams, StructuredOutputs  # noqa: E402
 from blockdraft.checkpoints.tokenizer_parts import TokenizerParts  # noqa: E402
 from blockdraft.engine.engine import Engine  # noqa: E402
-from blockdraft.engine.loaded import Models  # noqa: E402
+from blockdraft.engine.loaded_pair import LoadedPair  # noqa: E402
 from blockdraft.text.tokenizer import Tokenizer  # noqa: E402
 
 TEXT, WHOLE = {"type": "string", "maxLength": 60}, {"type": "integer"}
@@ -150,7 +150,7 @@ FORMS = {
 
 
 def time_steps(
-    models: Models, *, rows: int, width: int, context: int, steps: int
+    models: LoadedPair, *, rows: int, width: int, context: int, steps: int
 ) -> Iterator[dict[str, object]]:
     """Every row has the form, at temperature 1, behind `context` tokens."""
     for name, form in FORMS.items():
@@ -205,7 +205,9 @@ def main() -> None:
     else:
         from benchmarks.gpu_step import load
 
-        models = load(args.shape, has_drafter=True, max_rows=max(args.rows), max_context=args.context + 1024)
+        models = load(
+            args.shape, has_drafter=True, max_num_seqs=max(args.rows), max_model_len=args.context + 1024
+        )
         models = replace(models, tokenizer=large_tokenizer(models.config.vocab_size - 293))
         options = {"width": args.width, "context": args.context, "steps": args.steps}
         result["gpu"] = torch.cuda.get_device_name()

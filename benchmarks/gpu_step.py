@@ -26,9 +26,9 @@ from benchmarks.shapes import SHAPES, write_shape
 from blockdraft.cache.rows import RowSampling
 from blockdraft.engine.chunks import Chunks
 from blockdraft.engine.engine import Engine
-from blockdraft.engine.governor import widths_for
-from blockdraft.engine.loaded import Models
+from blockdraft.engine.loaded_pair import LoadedPair
 from blockdraft.engine.request import SamplingParams
+from blockdraft.engine.width_controller import widths_for
 from blockdraft.kernels.moe import ExpertChoice
 from blockdraft.models.moe import Experts
 from blockdraft.settings.acceptance_profile import acceptance_rates
@@ -48,36 +48,36 @@ def load(
     shape: str,
     *,
     has_drafter: bool,
-    max_rows: int,
-    max_context: int,
+    max_num_seqs: int,
+    max_model_len: int,
     device: str = "cuda",
     **settings: object,
-) -> Models:
+) -> LoadedPair:
     """Random weights of a published shape."""
     with tempfile.TemporaryDirectory() as folder:
         target, draft = write_shape(shape, Path(folder))
-        _stretch(target / "config.json", max_context)
+        _stretch(target / "config.json", max_model_len)
         wanted = Settings(
             model=str(target),
             draft=str(draft) if has_drafter else None,
             load_format="dummy",
             device=device,
-            max_rows=max_rows,
-            max_context=max_context,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
             page_size=PAGE_SIZE,
             cache_bytes=1 << 40,  # num_pages is set below: this program knows what it needs
             **settings,
         )
         models = load_models(wanted, lambda line: None)
-    num_pages = max_rows * (-(-(max_context + 2 * models.plan.block) // PAGE_SIZE) + 1)
+    num_pages = max_num_seqs * (-(-(max_model_len + 2 * models.plan.block) // PAGE_SIZE) + 1)
     return replace(models, plan=replace(models.plan, num_pages=num_pages))
 
 
-def _stretch(config: Path, max_context: int) -> None:
+def _stretch(config: Path, max_model_len: int) -> None:
     """So many positions, whatever the model was trained for: a step takes the same time."""
     raw = json.loads(config.read_text())
     text = raw.get("text_config", raw)  # where the model also sees or hears
-    text["max_position_embeddings"] = max(text["max_position_embeddings"], max_context)
+    text["max_position_embeddings"] = max(text["max_position_embeddings"], max_model_len)
     config.write_text(json.dumps(raw))
 
 
@@ -245,7 +245,7 @@ def _experts_touched(step: Step) -> dict[int, float]:
 
 
 def time_step(
-    models: Models, *, num_rows: int, width: int, context: int, ceiling: float
+    models: LoadedPair, *, num_rows: int, width: int, context: int, ceiling: float
 ) -> dict[str, object]:
     """Everything about one (rows, width)."""
     step = Step(Engine(models), num_rows, width, context)
@@ -268,7 +268,7 @@ def time_step(
     }
 
 
-def freed(measure: Callable[..., dict[str, object]], models: Models, **how: object) -> dict[str, object]:
+def freed(measure: Callable[..., dict[str, object]], models: LoadedPair, **how: object) -> dict[str, object]:
     """Measure with an engine of its own, and free that: a cache of 128 rows takes 40 GB.
 
     What an engine's own stream has cached no other one takes, and during a capture nothing is given back:
@@ -293,11 +293,11 @@ def begin_requests(engine: Engine, *, num_rows: int, context: int) -> None:
             engine.step()
 
 
-def time_governed(models: Models, *, num_rows: int, context: int) -> dict[str, object]:
+def time_governed(models: LoadedPair, *, num_rows: int, context: int) -> dict[str, object]:
     """Live requests whose widths are chosen, as after a start; drafts are kept by `models.rates`."""
     engine, plan = Engine(models), models.plan
     if models.device.type == "cuda":
-        sizes, widths = row_sizes(plan.max_rows), widths_for(plan.block)
+        sizes, widths = row_sizes(plan.max_num_seqs), widths_for(plan.block)
         engine.capture(sizes, widths, [(rows, width) for rows in (1, sizes[-1]) for width in (1, plan.width)])
         govern(engine)
         # As after a while of serving: captures take their time then, and no more than a share of it.
@@ -333,7 +333,7 @@ def time_governed(models: Models, *, num_rows: int, context: int) -> dict[str, o
     }
 
 
-def time_engine(models: Models, *, num_rows: int, width: int, context: int) -> dict[str, object]:
+def time_engine(models: LoadedPair, *, num_rows: int, width: int, context: int) -> dict[str, object]:
     """Live requests through Engine.step against bare replays of the same graph from the same lengths."""
     engine = Engine(models)
     engine.capture([num_rows], [width])
@@ -403,8 +403,8 @@ def main() -> None:
         models = load(
             args.shape,
             has_drafter=has_drafter,
-            max_rows=max(args.rows),
-            max_context=args.context + 1024,
+            max_num_seqs=max(args.rows),
+            max_model_len=args.context + 1024,
             quantization=args.quantization,
             draft_quantization=args.draft_quantization,
             kv_dtype=kv_dtype,

@@ -31,14 +31,14 @@ import torch  # noqa: E402
 from benchmarks.record import context, save, table  # noqa: E402
 from blockdraft.checkpoints.opening import open_checkpoint  # noqa: E402
 from blockdraft.engine.engine import Engine  # noqa: E402
-from blockdraft.engine.loaded import Models  # noqa: E402
+from blockdraft.engine.loaded_pair import LoadedPair  # noqa: E402
 from blockdraft.engine.loop import EngineLoop, _Live  # noqa: E402
 from blockdraft.engine.request import Delta, SamplingParams  # noqa: E402
 from blockdraft.engine.scheduler import Batch, Outcome  # noqa: E402
 from blockdraft.engine.streams import EventLoopOutlet, Stream  # noqa: E402
-from blockdraft.server.answers import ChatAnswer  # noqa: E402
-from blockdraft.server.fields import ChatRequest  # noqa: E402
-from blockdraft.server.streaming import respond  # noqa: E402
+from blockdraft.server.api.answers import ChatAnswer  # noqa: E402
+from blockdraft.server.api.chat.streaming import respond  # noqa: E402
+from blockdraft.server.api.fields import ChatRequest  # noqa: E402
 from blockdraft.start.loading import load_models  # noqa: E402
 from blockdraft.step.verify import Verdict  # noqa: E402
 from blockdraft.text.tokenizer import Tokenizer  # noqa: E402
@@ -72,7 +72,7 @@ What was accepted is kept, and the rest (some 3 of 16 positions) is overwritten 
 class FakeEngine(Engine):
     """Its prefill computes nothing, and its decode reads tokens from a text."""
 
-    def __init__(self, models: Models, text_ids: list[int], num_tokens: int) -> None:
+    def __init__(self, models: LoadedPair, text_ids: list[int], num_tokens: int) -> None:
         super().__init__(models)
         self._text = torch.tensor(text_ids)
         self._num_tokens = num_tokens
@@ -106,26 +106,26 @@ class Clock:
         return call
 
 
-def make_models(tokenizer: Tokenizer, *, num_rows: int, context: int, num_steps: int) -> Models:
+def make_models(tokenizer: Tokenizer, *, num_rows: int, context: int, num_steps: int) -> LoadedPair:
     """Weights that are never run, the tokenizer of the default model, and pages for every row."""
-    max_context = context + WIDTH * (num_steps + WARM_STEPS + 4)
+    max_model_len = context + WIDTH * (num_steps + WARM_STEPS + 4)
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(SHAPE))
         settings = Settings(
-            model=folder, draft="none", device="cpu", dtype="float32", load_format="dummy", max_context=2048
+            model=folder, draft="none", device="cpu", dtype="float32", load_format="dummy", max_model_len=2048
         )
         models = load_models(settings, lambda line: None)
     plan = replace(
         models.plan,
         width=WIDTH,
         block=WIDTH,
-        max_context=max_context,
-        max_positions=max_context + 2 * WIDTH,
-        max_rows=num_rows,
+        max_model_len=max_model_len,
+        max_positions=max_model_len + 2 * WIDTH,
+        max_num_seqs=num_rows,
         max_queue=num_rows,
         page_size=PAGE_SIZE,
-        num_pages=num_rows * -(-(max_context + 2 * WIDTH) // PAGE_SIZE),
-        chunk=1 << 30,
+        num_pages=num_rows * -(-(max_model_len + 2 * WIDTH) // PAGE_SIZE),
+        max_prefill_tokens=1 << 30,
         prefix_cache=True,
     )
     return replace(models, plan=plan, tokenizer=tokenizer)

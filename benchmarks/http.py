@@ -149,7 +149,7 @@ def run_paced_engine(num_rows: int, connection: Connection) -> None:
     from blockdraft.engine.engine import Engine
     from blockdraft.engine.request import Delta
     from blockdraft.phases import StartProgress
-    from blockdraft.server.engine_worker import run_engine
+    from blockdraft.server.engine_link.engine_worker import run_engine
     from blockdraft.text.tokenizer import Tokenizer
 
     class PacedEngine(FakeEngine):
@@ -173,7 +173,7 @@ def run_paced_engine(num_rows: int, connection: Connection) -> None:
 def serve(num_rows: int, profile: str | None) -> None:
     """The HTTP process; it ends with its input."""
     from blockdraft.phases import StartProgress
-    from blockdraft.server.remote_engine import start_engine_process
+    from blockdraft.server.engine_link.remote_engine import start_engine_process
 
     engine = start_engine_process(
         functools.partial(run_paced_engine, num_rows),
@@ -183,10 +183,10 @@ def serve(num_rows: int, profile: str | None) -> None:
     )
     import uvicorn
 
+    from blockdraft.server.api.options import ServerOptions
     from blockdraft.server.app import make_app
-    from blockdraft.server.logs import set_up
-    from blockdraft.server.options import ServerOptions
-    from blockdraft.server.protocol import uvicorn_config
+    from blockdraft.server.http.logs import set_up
+    from blockdraft.server.http.protocol import uvicorn_config
 
     set_up(is_json=False, level=20, stream=open(os.devnull, "w"))  # noqa: SIM115
     options = ServerOptions()

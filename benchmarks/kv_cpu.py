@@ -17,7 +17,7 @@ from benchmarks import record
 from blockdraft.kernels import kv_codec
 from blockdraft.kernels.attention import Blocks, Mask
 from blockdraft.kernels.kernels import Kernels, kernels_for
-from blockdraft.kernels.kv_cold import Codes, ColdPages, Tiles
+from blockdraft.kernels.kv_compressed import Codes, CompressedPages, Tiles
 from blockdraft.kernels.kv_positions import TILE, PositionRule
 
 HEADS, GROUPS, DIM = 9, 3, 64  # SmolLM2-135M
@@ -25,7 +25,7 @@ PAGE = 16
 
 
 class Setup(NamedTuple):
-    pages: ColdPages
+    pages: CompressedPages
     table: torch.Tensor
 
 
@@ -39,7 +39,7 @@ def setup(form: str, layers: int, length: int) -> Setup:
         shape = (layers, GROUPS, slots)
         packed = torch.zeros(*shape, codec.num_bytes(DIM) - kv_codec.SCALE_BYTES, dtype=torch.uint8)
         codes.append(Codes(packed, torch.zeros(shape, dtype=torch.float16)))
-    pages = ColdPages(kv_codec.FORMATS[form], PositionRule(), exact[0], exact[1], *codes)
+    pages = CompressedPages(kv_codec.FORMATS[form], PositionRule(), exact[0], exact[1], *codes)
     return Setup(pages, 1 + torch.randperm(num_pages, generator=rng)[None])
 
 
@@ -79,7 +79,7 @@ def measure(kernels: Kernels, given: Setup, length: int, width: int, rounds: int
 
     def cold() -> None:
         for one in each:
-            kernels.attend_cold(q, one, blocks, mask, None)
+            kernels.attend_compressed(q, one, blocks, mask, None)
 
     first, second = fastest(rounds, exact, cold)
     return first / layers, second / layers

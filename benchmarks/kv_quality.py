@@ -42,12 +42,12 @@ from blockdraft.check import kv_texts  # noqa: E402
 from blockdraft.check.kv_centre import served_centres  # noqa: E402
 from blockdraft.check.kv_quality import Arm, Centres, LossTally, of_format  # noqa: E402
 from blockdraft.cli.kv import texts_of  # noqa: E402
-from blockdraft.engine.loaded import Models  # noqa: E402
+from blockdraft.engine.loaded_pair import LoadedPair  # noqa: E402
 from blockdraft.errors import BenchError  # noqa: E402
 from blockdraft.kernels.kv_codec import FORMATS, KvFormat, Turned  # noqa: E402
-from blockdraft.kernels.kv_cold import KeysValues  # noqa: E402
+from blockdraft.kernels.kv_compressed import KeysValues  # noqa: E402
 from blockdraft.kernels.kv_positions import PositionRule  # noqa: E402
-from blockdraft.kernels.rows import Angles, reference_rotate  # noqa: E402
+from blockdraft.kernels.pointwise import Angles, reference_rotate  # noqa: E402
 from blockdraft.settings.settings import Settings  # noqa: E402
 from blockdraft.start.loading import load_models  # noqa: E402
 
@@ -104,7 +104,7 @@ def with_boundary(form: KvFormat, num_layers: int) -> Arm:
     return Arm(f"{form.name} boundary int8", compress, num_bytes)
 
 
-def of_turned_centre(form: KvFormat, models: Models, text: list[int], tile: int = 64) -> Arm:
+def of_turned_centre(form: KvFormat, models: LoadedPair, text: list[int], tile: int = 64) -> Arm:
     """Keys less a mean of keys before rope, of another text, as rope turns it in the middle of their tile.
 
     It follows from the position: nothing is kept for a token, and depth does not wear it out.
@@ -125,13 +125,13 @@ def of_turned_centre(form: KvFormat, models: Models, text: list[int], tile: int 
     return Arm(f"{form.name} centred before rope", compress, form.bytes_per_token)
 
 
-def _before_rope(models: Models, layer: int, keys: Tensor) -> Tensor:
+def _before_rope(models: LoadedPair, layer: int, keys: Tensor) -> Tensor:
     """[G, D], the mean of keys turned back from positions 0, 1 and so on."""
     cos, sin = angles_of(models, layer, torch.arange(len(keys), device=keys.device))
     return reference_rotate(keys.float(), (cos, -sin)).mean(dim=0)
 
 
-def angles_of(models: Models, layer: int, position: Tensor) -> Angles:
+def angles_of(models: LoadedPair, layer: int, position: Tensor) -> Angles:
     rotary = models.target._rotary_of[layer]
     if rotary is None:
         raise BenchError("A layer without rope has no centre before it: leave that arm out (--arms).")
@@ -143,7 +143,7 @@ def rounded() -> Arm:
     return Arm("bf16", lambda _, k, v: (k.bfloat16(), v.bfloat16()), lambda head_dim: 4 * head_dim)
 
 
-def arms_of(models: Models, calibrated: dict[str, Centres], num_layers: int) -> list[Arm]:
+def arms_of(models: LoadedPair, calibrated: dict[str, Centres], num_layers: int) -> list[Arm]:
     prose = models.tokenizer.encode(kv_texts.BUILT_IN.read_text(encoding="utf-8"))[: quality.CENTRED]
     return [
         rounded(),
@@ -169,14 +169,14 @@ def arms_of(models: Models, calibrated: dict[str, Centres], num_layers: int) -> 
 # ---- calibration
 
 
-def calibrations(models: Models, other: list[int]) -> dict[str, Centres]:
+def calibrations(models: LoadedPair, other: list[int]) -> dict[str, Centres]:
     """Centres by the text that they are means over; none of those counts."""
     text = kv_texts.BUILT_IN.read_text(encoding="utf-8")
     prose, code = text.split(FENCE, 1)
     generator = torch.Generator().manual_seed(24)
     # Below 256 are special tokens and single bytes in many vocabularies.
     ids = torch.randint(256, models.config.vocab_size, (quality.CENTRED,), generator=generator)
-    ours = next(kv_texts.built_in(models.tokenizer.encode, min(LONG, models.plan.max_context)))
+    ours = next(kv_texts.built_in(models.tokenizer.encode, min(LONG, models.plan.max_model_len)))
     return {
         "another text": quality.centres(models, other),
         "our prose": quality.centres(models, models.tokenizer.encode(prose)),

@@ -76,12 +76,12 @@ RAGGED: tuple[dict[str, object], ...] = (
 def _check_bits(shape: dict[str, object], device: torch.device) -> dict[str, object]:
     """tq4: each query alone, and all ways to cut the work, against all rows at once."""
     from blockdraft.kernels.attention import Blocks
-    from blockdraft.kernels.kv_cold import reference_compress
+    from blockdraft.kernels.kv_compressed import reference_compress
     from blockdraft.kernels.triton import kv_mma
-    from tests.kernels import cold_case
+    from tests.kernels import compressed_case
 
-    case = cold_case.make(form="tq4", dtype=torch.bfloat16, **shape)
-    there = cold_case.on(case, device)
+    case = compressed_case.make(form="tq4", dtype=torch.bfloat16, **shape)
+    there = compressed_case.on(case, device)
     reference_compress(there.pages, _moved(case.tiles, device))
     blocks, shared = there.blocks, shape["heads"] // shape["groups"]
     out = kv_mma.attend(there.q, there.pages, blocks, there.mask, None)
@@ -111,9 +111,9 @@ def _check_bits(shape: dict[str, object], device: torch.device) -> dict[str, obj
 
 
 def _case(form: str, device: torch.device, lengths: tuple[int, ...], width: int) -> object:
-    from tests.kernels import cold_case
+    from tests.kernels import compressed_case
 
-    case = cold_case.make(
+    case = compressed_case.make(
         form=form,
         lengths=lengths,
         counts=(width,) * len(lengths),
@@ -122,7 +122,7 @@ def _case(form: str, device: torch.device, lengths: tuple[int, ...], width: int)
         dim=DIM,
         dtype=torch.bfloat16,
     )
-    return case, cold_case.on(case, device)
+    return case, compressed_case.on(case, device)
 
 
 def _moved(tiles: object, device: torch.device) -> object:
@@ -131,7 +131,7 @@ def _moved(tiles: object, device: torch.device) -> object:
 
 
 def _check_compress(form: str, device: torch.device) -> dict[str, object]:
-    from blockdraft.kernels.kv_cold import reference_compress
+    from blockdraft.kernels.kv_compressed import reference_compress
     from blockdraft.kernels.triton.kv_compress import compress
 
     case, there = _case(form, device, (1000, 300), 16)
@@ -152,15 +152,15 @@ def _check_compress(form: str, device: torch.device) -> dict[str, object]:
 
 def _check_attend(form: str, device: torch.device) -> dict[str, object]:
     from blockdraft.kernels.attention import Blocks
-    from blockdraft.kernels.kv_cold import reference_attend_cold_paged, reference_compress
-    from blockdraft.kernels.triton.kv_attention import attend_as, attend_cold
+    from blockdraft.kernels.kv_compressed import reference_attend_compressed_paged, reference_compress
+    from blockdraft.kernels.triton.kv_attention import attend_as, attend_compressed
 
     case, there = _case(form, device, (1290, 203), 16)  # both have their border in the block
     pages, blocks, mask = there.pages, there.blocks, there.mask
     reference_compress(pages, _moved(case.tiles, device))
     wide = pages._replace(exact_keys=pages.exact_keys.float(), exact_values=pages.exact_values.float())
-    expected = reference_attend_cold_paged(there.q.float(), wide, blocks, mask)
-    out = attend_cold(there.q, pages, blocks, mask)
+    expected = reference_attend_compressed_paged(there.q.float(), wide, blocks, mask)
+    out = attend_compressed(there.q, pages, blocks, mask)
     error = ((out.float() - expected).norm() / expected.norm()).item()
     folded = out  # `_check_bits` has those of tq4
     if form != "tq4":
@@ -175,7 +175,7 @@ def _check_attend(form: str, device: torch.device) -> dict[str, object]:
             page_size=blocks.page_size,
         )
         q = there.q.view(2, 16, HEADS, DIM)[:, column].contiguous()
-        narrow[:, column] = attend_cold(q, pages, one, mask)
+        narrow[:, column] = attend_compressed(q, pages, one, mask)
     is_folded, is_narrow = torch.equal(folded, out), torch.equal(narrow.view_as(out), out)
     is_good = error < 1e-2 and is_folded and is_narrow
     return {
@@ -189,7 +189,7 @@ def _check_attend(form: str, device: torch.device) -> dict[str, object]:
 def _check_heads(device: torch.device) -> dict[str, object]:
     from blockdraft.kernels import kv_codec
     from blockdraft.kernels.heads import HeadNorms, Slots, Turn, turned
-    from blockdraft.kernels.triton.rows import norm_rope_write
+    from blockdraft.kernels.triton.pointwise import norm_rope_write
 
     rng = torch.Generator(device).manual_seed(0)
     q, k, v = (torch.randn(5, n, DIM, generator=rng, device=device) for n in (HEADS, GROUPS, GROUPS))
@@ -278,9 +278,9 @@ class Step:
     def cold(self, form: str) -> Callable[..., Callable[[], None]]:
         from blockdraft.kernels.attention import Mask
         from blockdraft.kernels.kv_codec import FORMATS
-        from blockdraft.kernels.kv_cold import Codes, ColdPages
+        from blockdraft.kernels.kv_compressed import Codes, CompressedPages
         from blockdraft.kernels.kv_positions import PositionRule
-        from blockdraft.kernels.triton.kv_attention import attend_cold
+        from blockdraft.kernels.triton.kv_attention import attend_compressed
 
         slots, format = self.num_pages * PAGE_SIZE, FORMATS[form]
         exact = self._noise((2, self.layers, GROUPS, self.exact_pages * PAGE_SIZE, DIM))
@@ -297,13 +297,13 @@ class Step:
             )
             for codec in (format.keys, format.values)
         ]
-        pages = ColdPages(format, PositionRule(), *exact, *stores)
+        pages = CompressedPages(format, PositionRule(), *exact, *stores)
         layers = [pages.layer(index) for index in range(self.layers)]
 
         def at(width: int) -> Callable[[], None]:
             blocks, q = self.blocks(width), self.queries(width)
             mask = Mask(scale=DIM**-0.5)
-            return lambda: [attend_cold(q, layer, blocks, mask) for layer in layers]
+            return lambda: [attend_compressed(q, layer, blocks, mask) for layer in layers]
 
         return at
 

@@ -30,8 +30,8 @@ from blockdraft.cache.rows import Rows
 from blockdraft.cache.view import CacheView, View
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.request import SamplingParams
-from blockdraft.engine.twin import serve
-from blockdraft.kernels.recall import MOST
+from blockdraft.engine.trial_engine import serve
+from blockdraft.kernels.ngram_lookup import MOST
 from blockdraft.settings.settings import Settings
 from blockdraft.start.loading import load_models
 from blockdraft.step.drafter import DraftedBlock, Drafter, Weightless
@@ -67,7 +67,7 @@ class Noted(Weightless):
 
 
 def record(args: argparse.Namespace) -> None:
-    settings = Settings(device=args.device, max_rows=1, prefix_cache=False, draft_ngram=0)
+    settings = Settings(device=args.device, max_num_seqs=1, prefix_cache=False, draft_ngram=0)
     models = load_models(settings, print)
     prompts = [one for one in _prompts(args.data, args.limit) if one.category in args.sets]
     with args.out.open("a", encoding="utf-8") as file:

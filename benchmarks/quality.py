@@ -34,9 +34,9 @@ from torch.nn import functional  # noqa: E402
 from benchmarks import record  # noqa: E402
 from blockdraft.bench import prompt_files, workloads  # noqa: E402
 from blockdraft.bench.records import Prompt  # noqa: E402
-from blockdraft.check.whole_view import WholeView  # noqa: E402
+from blockdraft.check.uncached_view import WholeView  # noqa: E402
 from blockdraft.engine.engine import Engine  # noqa: E402
-from blockdraft.engine.loaded import Models  # noqa: E402
+from blockdraft.engine.loaded_pair import LoadedPair  # noqa: E402
 from blockdraft.engine.request import Metrics, SamplingParams  # noqa: E402
 from blockdraft.errors import BenchError  # noqa: E402
 from blockdraft.jsonl import Row  # noqa: E402
@@ -111,10 +111,15 @@ class Work:
 
 
 def prepare(
-    talks: Sequence[Talk], models: Models, *, tokens_per_set: int, prompts_per_category: int, max_tokens: int
+    talks: Sequence[Talk],
+    models: LoadedPair,
+    *,
+    tokens_per_set: int,
+    prompts_per_category: int,
+    max_tokens: int,
 ) -> Work:
     """A sample of the talks, the same every time: so many tokens of a set, so many prompts of a category."""
-    tokenizer, longest = models.tokenizer, min(ASKED, models.plan.max_context - max_tokens)
+    tokenizer, longest = models.tokenizer, min(ASKED, models.plan.max_model_len - max_tokens)
     mixed = random.Random("quality").sample(talks, len(talks))
     texts: dict[str, list[list[int]]] = {talk.of: [] for talk in talks}
     asked: dict[str, list[list[int]]] = {talk.prompt.category: [] for talk in talks}
@@ -161,7 +166,7 @@ class Arm:
 
 
 @torch.inference_mode()
-def read(models: Models, texts: Iterable[Sequence[int]], num_common: int) -> Reading:
+def read(models: LoadedPair, texts: Iterable[Sequence[int]], num_common: int) -> Reading:
     """All tokens of the texts behind the common ones, each by those before it."""
     target, specs, first = models.target, models.config.layer_specs(), max(num_common - 1, 0)
     losses, likeliest = [torch.zeros(0)], [torch.zeros(0, dtype=torch.long)]
@@ -177,7 +182,7 @@ def read(models: Models, texts: Iterable[Sequence[int]], num_common: int) -> Rea
 
 
 def answer(
-    models: Models, asked: Mapping[str, Sequence[list[int]]], max_tokens: int
+    models: LoadedPair, asked: Mapping[str, Sequence[list[int]]], max_tokens: int
 ) -> tuple[dict[str, DrafterFit], dict[str, list[tuple[int, ...]]]]:
     """By category, and "all": how the drafts fared, and what was written."""
     engine = Engine(models)
@@ -196,7 +201,7 @@ def answer(
     return fits, {name: [tuple(written[i]) for i in mine] for name, mine in numbers.items()}
 
 
-def measure(models: Models, work: Work, max_tokens: int) -> Arm:
+def measure(models: LoadedPair, work: Work, max_tokens: int) -> Arm:
     readings = {name: read(models, texts, work.num_common) for name, texts in work.texts.items()}
     everything = (torch.cat([getattr(one, part) for one in readings.values()]) for part in Reading.__slots__)
     readings["all"] = Reading(*everything)
@@ -288,7 +293,7 @@ def main() -> None:
                 quantization=target,
                 draft_quantization=drafter,
                 width=args.width,
-                max_rows=ROWS,
+                max_num_seqs=ROWS,
                 graphs=False,
             ),
             print,

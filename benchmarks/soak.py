@@ -235,7 +235,7 @@ def main() -> None:
     result = context()
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    flags = ["--max-context", "2048", "--cache-bytes", str(128 << 20), *options.flags]
+    flags = ["--max-model-len", "2048", "--cache-bytes", str(128 << 20), *options.flags]
     command = [sys.executable, "-m", "blockdraft", "serve", "--port", str(port), *flags]
     with subprocess.Popen(command) as server:
         try:

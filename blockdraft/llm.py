@@ -22,7 +22,7 @@ from blockdraft.errors import RequestError, warn_caller
 from blockdraft.settings.known_names import as_our_settings
 from blockdraft.settings.merge import merge_settings
 from blockdraft.settings.settings import DEFAULTS
-from blockdraft.start.ready import plain_engine
+from blockdraft.start.start_engine import plain_engine
 
 Prompt = str | Items[int]
 Message = Mapping[str, object]

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from blockdraft import bench
-from blockdraft.check.whole_view import WholeView
+from blockdraft.check.uncached_view import WholeView
 from blockdraft.checkpoints.column_factors import FOLDER
 from blockdraft.checkpoints.opening import open_checkpoint
 from blockdraft.kernels.kernels import REFERENCE
@@ -56,7 +56,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", nargs="?", default="default")
     model = parser.parse_args().model
-    settings = Settings(model=model, draft="none", device="cpu", quantization="none", max_context=1024)
+    settings = Settings(model=model, draft="none", device="cpu", quantization="none", max_model_len=1024)
     models = load_models(settings, lambda line: None)
     peaks = Peaks()
     target = with_kernels(

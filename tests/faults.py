@@ -36,7 +36,13 @@ def prompt(one):
 @functools.lru_cache(maxsize=8)
 def engine(name, dtype, device="cpu"):
     """`pair`: the trained pair; `int8`, `fp8`: the same, quantised; else a family with a random drafter."""
-    settings = {"dtype": dtype, "device": device, "max_context": 330, "width": tiny.BLOCK, "max_rows": 3}
+    settings = {
+        "dtype": dtype,
+        "device": device,
+        "max_model_len": 330,
+        "width": tiny.BLOCK,
+        "max_num_seqs": 3,
+    }
     if name in ("pair", "int8", "fp8"):
         quantization = "none" if name == "pair" else name
         settings |= {"model": tiny.TARGET, "draft": tiny.DRAFT, "quantization": quantization}

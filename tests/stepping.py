@@ -64,7 +64,7 @@ def pin(engine, *, is_captured, sizes=None, now=None):
     `now`: the sizes that are captured now and not when they are wanted; None: all.
     """
     plan = engine.models.plan
-    sizes = [plan.max_rows] if sizes is None else sizes
+    sizes = [plan.max_num_seqs] if sizes is None else sizes
     now = None if now is None else [(size, plan.width) for size in now]
     if is_captured:
         engine.capture(sizes, [plan.width], now)
@@ -92,9 +92,9 @@ CARD, HOST = Place("cuda", "bfloat16"), Place("cpu", "float32")
 def tiny_engine(place, drafter="trained", *, is_captured=None, now=None, **plan):
     """The trained pair with pinned rows; captured, where that can be, unless asked otherwise."""
     plan = {
-        "max_rows": MAX_ROWS,
+        "max_num_seqs": MAX_ROWS,
         "page_size": PAGE_SIZE,
-        "chunk": NUM_PROMPT - 1,
+        "max_prefill_tokens": NUM_PROMPT - 1,
         "prefix_cache": False,
         **plan,
     }
@@ -395,10 +395,10 @@ def family_models(name, place):
         block=FAMILY_BLOCK,
         dtype=place.dtype,
         device=place.device,
-        max_context=300,
-        max_rows=FAMILY_ROWS,
+        max_model_len=300,
+        max_num_seqs=FAMILY_ROWS,
         page_size=PAGE_SIZE,
-        chunk=4,
+        max_prefill_tokens=4,
         prefix_cache=False,
     )
 
@@ -450,7 +450,7 @@ def check_padding(captured, eager):
     scene = Scene((12, 20, 7, 15), (PENALISED, GREEDY, FILTERED, WARM), active=(3, 0, 1), seed=5)
     got, expected = play(captured, scene), play_directly(eager, scene)
     assert_same_play(got, expected, scene)
-    assert captured.rows.active.tolist() == [*scene.active, captured.rows.max_rows]
+    assert captured.rows.active.tolist() == [*scene.active, captured.rows.max_num_seqs]
     first, last = got[0][1], got[-1][1]
     assert_same_states({2: last[2]}, {2: first[2]}, "which was not active")
     assert all(int(last[row]["length"]) > int(first[row]["length"]) for row in scene.active)
@@ -511,11 +511,12 @@ def serve_tightly(engine):
     return tokens_of(results), engine.scheduler.num_preemptions
 
 
-def check_lossless(place, *, max_rows, temperature):
+def check_lossless(place, *, max_num_seqs, temperature):
     """The trained drafter against none, at the same (rows, width)."""
     requests = make_requests(temperature=temperature)
     engines = [
-        tiny_engine(place, drafter, max_rows=max_rows) for drafter in ("trained", NoDrafter(tiny.BLOCK))
+        tiny_engine(place, drafter, max_num_seqs=max_num_seqs)
+        for drafter in ("trained", NoDrafter(tiny.BLOCK))
     ]
     got, plain = (serve(engine, requests) for engine in engines)
     assert tokens_of(got) == tokens_of(plain)
@@ -550,15 +551,17 @@ def check_kind(place, kind, *, temperature):
     assert engines[0].stats.num_blocks == engines[1].stats.num_blocks
 
 
-def check_columns(place, *, max_rows):
+def check_columns(place, *, max_num_seqs):
     """Through any pattern of accepted drafts a position has the same token and log-probabilities."""
     requests = make_requests(temperature=1.0, logprobs=3)
-    plain = serve(tiny_engine(place, NoDrafter(tiny.BLOCK), is_captured=False, max_rows=max_rows), requests)
+    plain = serve(
+        tiny_engine(place, NoDrafter(tiny.BLOCK), is_captured=False, max_num_seqs=max_num_seqs), requests
+    )
     models = tiny.load(place.dtype, place.device)
     ways = set()
     for shift in range(3):
         drafter = script(models, requests, plain, block=tiny.BLOCK, shift=shift)
-        got = serve(tiny_engine(place, drafter, is_captured=False, max_rows=max_rows), requests)
+        got = serve(tiny_engine(place, drafter, is_captured=False, max_num_seqs=max_num_seqs), requests)
         assert [result.logprobs for result in got] == [result.logprobs for result in plain]
         ways |= {(n, place, column) for n, one in enumerate(got) for place, column in enumerate(one.columns)}
     assert {column for _, _, column in ways} == set(range(tiny.BLOCK))
@@ -590,7 +593,7 @@ def compare_widths(place, width):
     wide, narrow = (
         serve(
             tiny_engine(
-                place, NoDrafter(block), is_captured=False, width=block, block=block, max_context=150
+                place, NoDrafter(block), is_captured=False, width=block, block=block, max_model_len=150
             ),
             requests,
         )

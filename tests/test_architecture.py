@@ -14,7 +14,7 @@ FLOORS = [
     {"cli"},
     {"training", "doctor"},
     {"server", "bench", "launch", "llm"},
-    {"tools"},
+    {"tool_calls"},
     {"start"},
     {"check"},
     {"engine"},
@@ -59,7 +59,7 @@ TORCH_FREE = {
     *("errors", "phases", "prometheus_text", "fp4_kernels"),
     *("models.config", "models.draft_config", "cache.spec"),
     *("engine.request", "engine.info", "engine.stats", "engine.streams"),
-    *("text", "grammar.form", "tools", "server.app", "server.remote_engine"),
+    *("text", "grammar.form", "tools", "server.app", "server.engine_link.remote_engine"),
     *(
         "checkpoints.config_fields",
         "checkpoints.gguf_config",
@@ -191,9 +191,8 @@ def test_the_environment_is_read_in_settings_only_and_print_lives_in_the_cli():
 
 def test_a_server_does_not_import_torch():
     """Its engine is in another process."""
-    code = (
-        "import sys, blockdraft.server.app, blockdraft.server.remote_engine; sys.exit('torch' in sys.modules)"
-    )
+    modules = "blockdraft.server.app, blockdraft.server.engine_link.remote_engine"
+    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

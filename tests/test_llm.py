@@ -15,7 +15,7 @@ from tests import tiny
 
 PROMPT = [2, 4, 6, 8]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-SMALL = {"device": "cpu", "dtype": "float64", "max_context": 200}
+SMALL = {"device": "cpu", "dtype": "float64", "max_model_len": 200}
 
 
 @pytest.fixture

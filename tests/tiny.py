@@ -34,14 +34,14 @@ BLOCK = 8
 
 
 @functools.cache
-def load(dtype, device="cpu", weights="auto", max_context=200):
+def load(dtype, device="cpu", weights="auto", max_model_len=200):
     """The pair in `dtype`, with a short context and rope tables past it; `weights`: how they are stored."""
     settings = Settings(
         model=TARGET,
         draft=DRAFT,
         dtype=dtype,
         device=device,
-        max_context=max_context,
+        max_model_len=max_model_len,
         width=BLOCK,
         quantization=weights,
         draft_quantization=weights,
@@ -127,7 +127,7 @@ def changed_drafter(dtype, device="cpu", **config):
 def spark_drafter(dtype, device="cpu", kind="vanilla"):
     """The trained DSpark drafter; of another kind than vanilla, with gates that know nothing."""
     models = load(dtype, device)
-    settings = Settings(model=TARGET, draft=SPARK, dtype=dtype, device=device, max_context=480, width=BLOCK)
+    settings = Settings(model=TARGET, draft=SPARK, dtype=dtype, device=device, max_model_len=480, width=BLOCK)
     trained = load_models(settings, lambda _: None).drafter
     if kind == "vanilla":
         return trained.beside(models.target)
@@ -254,7 +254,9 @@ def with_exact_pages(plan):
     """As many as make_plan would take."""
     choice = KvChoice(plan.kv_dtype, plan.draft_kv_dtype, {})
     settings = Settings(page_size=plan.page_size, kv_window=plan.kv_window)
-    count = choice.num_exact_pages(settings, plan.max_rows, plan.block, plan.chunk * (1 + plan.overlap))
+    count = choice.num_exact_pages(
+        settings, plan.max_num_seqs, plan.block, plan.max_prefill_tokens * (1 + plan.overlap)
+    )
     return replace(plan, num_exact_pages=count)
 
 
@@ -284,14 +286,14 @@ def engine(
     chunks=None,
     tokenizer=None,
     is_captured=False,
-    max_context=200,
+    max_model_len=200,
     **plan,
 ):
     """An engine on the pair, on its own kernels or on others; `plan` overrides fields of the Plan.
 
     `chunks`: a seed, for prompts that are cut by chance. `tokenizer`: another one than the pair's own.
     """
-    models = load(dtype, device, weights, max_context)
+    models = load(dtype, device, weights, max_model_len)
     if tokenizer is not None:
         models = replace(models, tokenizer=tokenizer)
     if isinstance(drafter, str):
@@ -299,7 +301,7 @@ def engine(
     if isinstance(drafter, DFlashDrafter) and "draft_ngram" in plan:
         drafter = copy.copy(drafter)
         drafter.draft_ngram = plan["draft_ngram"]
-    plan = {"num_pages": 512, "max_rows": 8, "chunk": 64, **plan}
+    plan = {"num_pages": 512, "max_num_seqs": 8, "max_prefill_tokens": 64, **plan}
     models = replace(models, drafter=drafter, plan=with_exact_pages(replace(models.plan, **plan)))
     made = Engine(models if kernels is None else models.with_kernels(kernels))
     if is_captured:
@@ -311,11 +313,11 @@ def capture(engine):
     """Every step when it is first wanted, where steps of this model can be captured."""
     plan = engine.models.plan
     if engine.models.why_not_captured() is None:
-        engine.capture(range(1, plan.max_rows + 1), range(1, plan.block + 1), now=())
+        engine.capture(range(1, plan.max_num_seqs + 1), range(1, plan.block + 1), now=())
 
 
 def with_any_chunks(engine, seed):
-    engine.scheduler.chunks = AnyChunks(engine.models.plan.chunk, seed)
+    engine.scheduler.chunks = AnyChunks(engine.models.plan.max_prefill_tokens, seed)
     return engine
 
 

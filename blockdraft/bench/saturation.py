@@ -11,8 +11,8 @@ from blockdraft.bench.sheet import full_label, milliseconds
 MIN_TTFT_S = 1.0  # below, nobody calls it waiting
 FACTOR = 10.0  # over the lowest load; a healthy DGX Spark has 4 at 16 streams, one that queues has 60 at 8
 ADVICE = (
-    "requests wait in a queue. Let more run at once: --max-rows (vLLM --max-num-seqs, SGLang "
-    "--max-running-requests) and --chunk (--max-num-batched-tokens, --chunked-prefill-size)."
+    "requests wait in a queue. Let more run at once: --max-num-seqs (vLLM --max-num-seqs, SGLang "
+    "--max-running-requests) and --max-prefill-tokens (--max-num-batched-tokens, --chunked-prefill-size)."
 )
 
 

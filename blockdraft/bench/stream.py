@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 
 from blockdraft.bench import wire
-from blockdraft.bench.alike import Surroundings, surroundings
+from blockdraft.bench.chunk_template import Surroundings, surroundings
 from blockdraft.bench.records import Answer
 from blockdraft.bench.speculation import read_chunk
 from blockdraft.bench.wire import inside, whole_number

@@ -12,15 +12,15 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from blockdraft.cache.cold import ColdKV, ColdLayer, tiles_behind
+from blockdraft.cache.compressed import CompressedKV, CompressedLayer, tiles_behind
 from blockdraft.cache.paged import PagedKV
 from blockdraft.cache.recurrent import RecurrentState, RecurrentStates, Scan
 from blockdraft.cache.rows import Rows
-from blockdraft.cache.spec import Cold, LayerSpec, Recurrent, SharedWith
+from blockdraft.cache.spec import Compressed, LayerSpec, Recurrent, SharedWith
 from blockdraft.cache.view import CacheView, LayerStorage
 from blockdraft.kernels.attention import Blocks
 from blockdraft.kernels.kernels import REFERENCE, Kernels
-from blockdraft.kernels.kv_cold import Tiles
+from blockdraft.kernels.kv_compressed import Tiles
 from blockdraft.kernels.kv_positions import PositionRule
 
 SCRATCH_PAGE = 1
@@ -59,7 +59,7 @@ class Cache:
             if isinstance(spec, Recurrent)
         }
         self._cold = {
-            spec: ColdKV(
+            spec: CompressedKV(
                 spec,
                 num_layers=specs.count(spec),
                 num_slots=num_pages * page_size,
@@ -70,7 +70,7 @@ class Cache:
                 kernels=kernels,
             )
             for spec in dict.fromkeys(specs)
-            if isinstance(spec, Cold)
+            if isinstance(spec, Compressed)
         }
         storage: list[LayerStorage] = []
         for index, spec in enumerate(specs):
@@ -78,8 +78,8 @@ class Cache:
                 storage.append(storage[spec.layer])
             elif isinstance(spec, Recurrent):
                 storage.append(RecurrentState(self._states[spec], specs[:index].count(spec)))
-            elif isinstance(spec, Cold):
-                storage.append(ColdLayer(self._cold[spec], specs[:index].count(spec)))
+            elif isinstance(spec, Compressed):
+                storage.append(CompressedLayer(self._cold[spec], specs[:index].count(spec)))
             else:
                 slots = num_pages * page_size
                 storage.append(PagedKV(spec, num_slots=slots, dtype=dtype, device=device))
@@ -140,11 +140,11 @@ class Cache:
         """Store rotated keys less a constant [G, D] of their layer; nothing is in the cache yet."""
         for layer, centre in centres.items():
             storage = self.storage[layer]
-            if isinstance(storage, ColdLayer):
+            if isinstance(storage, CompressedLayer):
                 storage.centre_on(centre)
 
     @property
-    def cold(self) -> tuple[ColdKV, ...]:
+    def cold(self) -> tuple[CompressedKV, ...]:
         """Layers that compress, by their kinds."""
         return tuple(self._cold.values())
 

@@ -32,7 +32,7 @@ class Windowed(Paged):
 
 
 @dataclass(frozen=True, slots=True)
-class Cold(Paged):
+class Compressed(Paged):
     """Like either, but keys and values are compressed once they lie behind (kernels/kv_positions.py).
 
     What is still exact has pages of its own.
@@ -87,7 +87,7 @@ class SharedWith:
         return 0
 
 
-LayerSpec = Paged | Windowed | Cold | Recurrent | SharedWith
+LayerSpec = Paged | Windowed | Compressed | Recurrent | SharedWith
 
 
 def compressed(specs: tuple[LayerSpec, ...], format: str) -> tuple[LayerSpec, ...]:
@@ -95,13 +95,14 @@ def compressed(specs: tuple[LayerSpec, ...], format: str) -> tuple[LayerSpec, ..
     if format == kv_formats.EXACT:
         return specs
     return tuple(
-        Cold(spec.num_kv_heads, spec.head_dim, format) if isinstance(spec, Paged) else spec for spec in specs
+        Compressed(spec.num_kv_heads, spec.head_dim, format) if isinstance(spec, Paged) else spec
+        for spec in specs
     )
 
 
 def exact_bytes_per_token(specs: tuple[LayerSpec, ...], element_bytes: int) -> int:
     """What one exact token costs in the pages of layers that compress."""
-    return sum(spec.exact_bytes_per_token(element_bytes) for spec in specs if isinstance(spec, Cold))
+    return sum(spec.exact_bytes_per_token(element_bytes) for spec in specs if isinstance(spec, Compressed))
 
 
 def bytes_per_token(specs: tuple[LayerSpec, ...], element_bytes: int) -> int:

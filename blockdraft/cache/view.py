@@ -6,17 +6,17 @@ from typing import Protocol
 
 from torch import Tensor
 
-from blockdraft.cache.cold import ColdLayer
+from blockdraft.cache.compressed import CompressedLayer
 from blockdraft.cache.paged import PagedKV
 from blockdraft.cache.recurrent import RecurrentState, Scan
 from blockdraft.kernels.attention import Blocks, Mask
 from blockdraft.kernels.gated_delta import DeltaWeights
 from blockdraft.kernels.heads import HeadNorms, turned, write
 from blockdraft.kernels.kernels import Kernels
-from blockdraft.kernels.kv_cold import Tiles
-from blockdraft.kernels.rows import Angles
+from blockdraft.kernels.kv_compressed import Tiles
+from blockdraft.kernels.pointwise import Angles
 
-LayerStorage = PagedKV | ColdLayer | RecurrentState
+LayerStorage = PagedKV | CompressedLayer | RecurrentState
 
 
 class View(Protocol):
@@ -107,14 +107,14 @@ class CacheView:
                 assert rotated is not None
                 q = rotated
             self._compress(storage)
-        elif isinstance(storage, ColdLayer):
+        elif isinstance(storage, CompressedLayer):
             q = turned(q, storage.slots(self._blocks).turn)
-        if isinstance(storage, ColdLayer):
-            return self._kernels.attend_cold(q, storage.pages, self._blocks, mask, sinks)
+        if isinstance(storage, CompressedLayer):
+            return self._kernels.attend_compressed(q, storage.pages, self._blocks, mask, sinks)
         return self._kernels.attend(q, storage.keys, storage.values, self._blocks, mask, sinks)
 
-    def _compress(self, storage: PagedKV | ColdLayer) -> None:
-        if isinstance(storage, ColdLayer) and self._tiles is not None:
+    def _compress(self, storage: PagedKV | CompressedLayer) -> None:
+        if isinstance(storage, CompressedLayer) and self._tiles is not None:
             storage.compress(self._tiles)
 
     def write(self, layer: int, k: Tensor, v: Tensor, *, angles: Angles, norms: HeadNorms | None) -> None:
@@ -127,7 +127,7 @@ class CacheView:
         assert isinstance(storage, RecurrentState)
         return storage.scan(x, beta, gate, weights, self._rows)
 
-    def _pages(self, layer: int) -> PagedKV | ColdLayer:
+    def _pages(self, layer: int) -> PagedKV | CompressedLayer:
         storage = self._storage[layer]
         assert not isinstance(storage, RecurrentState)
         return storage

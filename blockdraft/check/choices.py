@@ -10,7 +10,7 @@ from torch import Tensor
 from blockdraft.cache.rows import Rows, RowSampling
 from blockdraft.check.comparison import Comparison, Comparisons, Numbers
 from blockdraft.engine.engine import Engine
-from blockdraft.kernels import recall, sampling
+from blockdraft.kernels import ngram_lookup, sampling
 from blockdraft.kernels.candidates import reference_walk
 from blockdraft.kernels.sampling_tables import Real
 from blockdraft.step.pairs import PairDrafter
@@ -123,7 +123,7 @@ def compare_acceptance(engine: Engine, numbers: Numbers) -> Comparisons:
     yield Comparison(f"counts after blocks of {width}", after, output_counts)
 
 
-def compare_recall(engine: Engine, numbers: Numbers) -> Comparisons:
+def compare_ngram_lookup(engine: Engine, numbers: Numbers) -> Comparisons:
     """Texts of few words, which say much again, in a table of which some rows are asked."""
     if not engine.models.plan.draft_ngram:
         return
@@ -132,10 +132,10 @@ def compare_recall(engine: Engine, numbers: Numbers) -> Comparisons:
     history[1, 1000:2000] = history[1, :1000]
     order, starts = numbers.whole(4, 1, 0, 3), numbers.whole(2499 - width, 1700, 0, 40)
     blocks = [history[order].gather(1, starts[:, None]).long().repeat(1, width) for _ in range(2)]
-    for block, call in zip(blocks, (numbers.kernels.recall, recall.reference_recall), strict=True):
+    for block, call in zip(blocks, (numbers.kernels.recall, ngram_lookup.reference_lookup), strict=True):
         call(block, history, order, starts, 2)
     yield Comparison(f"blocks of {width}", blocks[0], blocks[1])
     lengths, tables = numbers.whole(7, 1700, 3, 40, 2499 - width), (history.clone(), history.clone())
-    for table, note in zip(tables, (numbers.kernels.remember, recall.reference_remember), strict=True):
+    for table, note in zip(tables, (numbers.kernels.remember, ngram_lookup.reference_remember), strict=True):
         note(table, blocks[1], order, lengths)
     yield Comparison(f"texts after blocks of {width}", tables[0].long(), tables[1].long())

@@ -18,16 +18,16 @@ import torch
 from torch import Tensor
 
 from blockdraft.cache.cache import Cache
-from blockdraft.cache.cold import ColdLayer
+from blockdraft.cache.compressed import CompressedLayer
 from blockdraft.cache.paged import PagedKV
 from blockdraft.cache.recurrent import RecurrentState
 from blockdraft.cache.rows import Rows
 from blockdraft.cache.view import CacheView, View
 from blockdraft.engine.engine import Engine
-from blockdraft.engine.governor import widths_for
-from blockdraft.engine.loaded import Models
+from blockdraft.engine.loaded_pair import LoadedPair
 from blockdraft.engine.request import Metrics, SamplingParams, TokenLogprobs
-from blockdraft.engine.twin import max_tokens, serve, twin
+from blockdraft.engine.trial_engine import max_tokens, serve, trial_engine
+from blockdraft.engine.width_controller import widths_for
 from blockdraft.errors import ModelError
 from blockdraft.kernels.cpu import why_no_llvm
 from blockdraft.kernels.linear import MAX_FEW
@@ -73,13 +73,15 @@ def check_drafter(engine: Engine, prompts: list[list[int]]) -> Drafted:
     width = width if width > 1 else models.plan.block
     prompts = [ids[-max(1, max_tokens(engine) // 2) :] for ids in prompts]
     _watch(engine, prompts[0], width)
-    drafted = [answer(twin(engine), ids, width, ANSWER_TOKENS) for ids in prompts]  # as serving does
+    drafted = [answer(trial_engine(engine), ids, width, ANSWER_TOKENS) for ids in prompts]  # as serving does
     begun_s, equal = time.monotonic(), []
     for number, ids in enumerate(prompts):
         if time.monotonic() - begun_s > PLAIN_SECONDS:
             break
-        with_it = answer(twin(engine), ids, width, PLAIN_TOKENS, num_logprobs=0)
-        plain = answer(twin(engine, NoDrafter(models.plan.block)), ids, width, PLAIN_TOKENS, num_logprobs=0)
+        with_it = answer(trial_engine(engine), ids, width, PLAIN_TOKENS, num_logprobs=0)
+        plain = answer(
+            trial_engine(engine, NoDrafter(models.plan.block)), ids, width, PLAIN_TOKENS, num_logprobs=0
+        )
         equal.append(_is_equal(models, number, with_it, plain, width))
     return Drafted(_accepted(drafted), width, len(prompts), sum(equal), len(equal))
 
@@ -106,7 +108,7 @@ def answer(
     )
 
 
-def keeps_bits(models: Models, width: int) -> bool:
+def keeps_bits(models: LoadedPair, width: int) -> bool:
     """Whether every product of one row's block is by kernels that keep a token's bits in any column."""
     dtype: torch.dtype = getattr(torch, models.plan.dtype)
     if models.device.type == "cpu":
@@ -115,7 +117,7 @@ def keeps_bits(models: Models, width: int) -> bool:
     return is_ours and (width <= MAX_FEW or not models.target.kernels.available.is_fast)
 
 
-def draft_name(models: Models) -> str:
+def draft_name(models: LoadedPair) -> str:
     return models.draft_name or type(models.drafter).__name__
 
 
@@ -131,7 +133,9 @@ def _accepted(answers: list[CheckedAnswer]) -> tuple[float, ...]:
     return tuple(itertools.accumulate(where_reached, operator.mul))
 
 
-def _is_equal(models: Models, number: int, drafted: CheckedAnswer, plain: CheckedAnswer, width: int) -> bool:
+def _is_equal(
+    models: LoadedPair, number: int, drafted: CheckedAnswer, plain: CheckedAnswer, width: int
+) -> bool:
     """Whether plain's tokens and probabilities begin the drafted answer. ModelError: they must and do not."""
     pairs = list(zip(drafted.logprobs, plain.logprobs, strict=False))
     at = next((at for at, (one, other) in enumerate(pairs) if one.token_id != other.token_id), None)
@@ -173,9 +177,9 @@ def check_captured(engine: Engine, prompt: list[int]) -> int:
     """
     prompt, count = prompt[-max(1, max_tokens(engine) // 2) :], 0
     for width in checked_widths(engine):
-        served = answer(twin(engine), prompt, width, CAPTURED_TOKENS).token_ids
+        served = answer(trial_engine(engine), prompt, width, CAPTURED_TOKENS).token_ids
         # Steps that list probabilities are not captured.
-        eager = answer(twin(engine), prompt, width, CAPTURED_TOKENS, num_logprobs=0).token_ids
+        eager = answer(trial_engine(engine), prompt, width, CAPTURED_TOKENS, num_logprobs=0).token_ids
         if served != eager:
             raise ModelError(
                 f"the captured step of width {width} gives other tokens than its kernels one by one: "
@@ -191,7 +195,7 @@ def check_captured(engine: Engine, prompt: list[int]) -> int:
 
 def _watch(engine: Engine, prompt: list[int], width: int) -> None:
     watched = _Watched(engine)
-    answer(twin(engine, watched), prompt, width, WATCHED_TOKENS)
+    answer(trial_engine(engine, watched), prompt, width, WATCHED_TOKENS)
     if watched.touched is not None:
         raise ModelError(
             f"draft '{draft_name(engine.models)}' writes into layer {watched.touched} of the target's cache. "
@@ -232,7 +236,7 @@ class _Watched(Weightless):
         for storage in self._engine.cache.storage[: self._engine.models.config.num_layers]:
             if isinstance(storage, PagedKV):
                 found.append(torch.cat((storage.keys[:, slots], storage.values[:, slots])))
-            elif isinstance(storage, ColdLayer):
+            elif isinstance(storage, CompressedLayer):
                 assert rows.exact_table is not None
                 exact = (rows.exact_table[row, page] * page_size + inside)[-num_new - 1 :]
                 pages = storage.pages

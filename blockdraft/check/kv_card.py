@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 from blockdraft.cache.spec import Paged, Windowed
-from blockdraft.engine.loaded import Models
+from blockdraft.engine.loaded_pair import LoadedPair
 from blockdraft.errors import SettingsError
 from blockdraft.kernels.kv_formats import EXACT
 
 
-def check_served_on_card(models: Models) -> None:
+def check_served_on_card(models: LoadedPair) -> None:
     """Raises for what no engine has run on a card yet: kernels pass their checks, and one did crash."""
     plan = models.plan
     if not plan.num_exact_pages or models.device.type != "cuda":
@@ -24,7 +24,7 @@ def check_served_on_card(models: Models) -> None:
         )
 
 
-def _is_served(models: Models, spec: Paged) -> bool:
+def _is_served(models: LoadedPair, spec: Paged) -> bool:
     from blockdraft.kernels.triton.kv_mma import has_shape
 
     plan = models.plan

@@ -12,8 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from blockdraft.check.whole_view import WholeView
-from blockdraft.engine.loaded import Models
+from blockdraft.check.uncached_view import WholeView
+from blockdraft.engine.loaded_pair import LoadedPair
 from blockdraft.kernels.kernels import REFERENCE
 from blockdraft.models.config import AttentionConfig
 from blockdraft.models.rotary import inverse_frequencies
@@ -49,12 +49,12 @@ people often guess wrong which of the two it is.
 
 
 @torch.inference_mode()
-def served_centres(models: Models) -> dict[int, Tensor]:
+def served_centres(models: LoadedPair) -> dict[int, Tensor]:
     """[G, D] in float32 for every layer that has keys of its own, before they are rotated for storage."""
-    token_ids = models.tokenizer.encode(TEXT)[: min(TOKENS, models.plan.max_context)]
+    token_ids = models.tokenizer.encode(TEXT)[: min(TOKENS, models.plan.max_model_len)]
     view = WholeView(models.config.layer_specs(), count=len(token_ids), device=models.device)
     models.target(torch.tensor(token_ids, device=models.device), view)
-    centres, depth = {}, min(DEPTH, models.plan.max_context)
+    centres, depth = {}, min(DEPTH, models.plan.max_model_len)
     for layer, (keys, _) in view.kept.items():
         mixer = models.config.layers[layer].mixer
         assert isinstance(mixer, AttentionConfig)

@@ -13,7 +13,7 @@ from dataclasses import replace
 from blockdraft.check.kv_card import check_served_on_card
 from blockdraft.check.kv_centre import served_centres
 from blockdraft.engine.engine import Engine
-from blockdraft.engine.loaded import Models
+from blockdraft.engine.loaded_pair import LoadedPair
 from blockdraft.engine.request import SamplingParams
 from blockdraft.errors import ModelError, SettingsError
 from blockdraft.kernels.kv_formats import EXACT
@@ -32,7 +32,7 @@ QUESTIONS = (  # of a passage, so that most of what answers read is compressed
 
 
 def prompts_behind(
-    models: Models, texts: Sequence[Sequence[int]], *, begin: int, count: int
+    models: LoadedPair, texts: Sequence[Sequence[int]], *, begin: int, count: int
 ) -> list[list[int]]:
     """`count` questions, each behind the beginning of a text."""
     found, passage = [], min(begin, PASSAGE)
@@ -44,11 +44,11 @@ def prompts_behind(
             found.append(models.tokenizer.encode_chat(messages, add_generation_prompt=True))
         else:
             found.append(models.tokenizer.encode(content))
-    room = models.plan.max_context - 1
+    room = models.plan.max_model_len - 1
     return [ids for ids in found if len(ids) <= room]
 
 
-def committed_per_step(models: Models, format: str, prompts: Sequence[Sequence[int]]) -> float | None:
+def committed_per_step(models: LoadedPair, format: str, prompts: Sequence[Sequence[int]]) -> float | None:
     """Tokens by steps, of greedy answers at the plan's width; None: the engine has no such cache for it."""
     try:
         kept = replace(models, plan=_plan(models, format, prompts))
@@ -64,16 +64,16 @@ def committed_per_step(models: Models, format: str, prompts: Sequence[Sequence[i
     return num_tokens / num_steps
 
 
-def _plan(models: Models, format: str, prompts: Sequence[Sequence[int]]) -> Plan:
+def _plan(models: LoadedPair, format: str, prompts: Sequence[Sequence[int]]) -> Plan:
     """The models' own plan with another cache, for these prompts alone."""
-    plan, rows = models.plan, min(len(prompts), models.plan.max_rows)
+    plan, rows = models.plan, min(len(prompts), models.plan.max_num_seqs)
     settings = Settings(kv_dtype="auto" if format == EXACT else format, page_size=plan.page_size)
     kv = kv_choice(settings, plan.dtype, models.config, models.draft_config, plan.block)
     longest = max(map(len, prompts)) + ANSWER + plan.scratch
-    in_flight = plan.chunk * (2 if plan.overlap else 1)
+    in_flight = plan.max_prefill_tokens * (2 if plan.overlap else 1)
     return replace(
         plan,
-        max_rows=rows,
+        max_num_seqs=rows,
         num_pages=rows * (plan.pages_of(longest) + 1),
         kv_dtype=kv.target,
         kv_window=settings.kv_window,
@@ -85,7 +85,7 @@ def _answers(engine: Engine, prompts: Sequence[Sequence[int]]) -> Iterator[tuple
     """Tokens and steps of every answer."""
     plan = engine.models.plan
     for ids in prompts:
-        most = min(ANSWER, plan.max_context - len(ids))
+        most = min(ANSWER, plan.max_model_len - len(ids))
         engine.add(ids, SamplingParams(temperature=0.0, max_tokens=most, width=plan.width))
     while engine.has_work:
         for delta in engine.step():

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from blockdraft.cache.spec import LayerSpec, Paged, SharedWith
 from blockdraft.check.kv_needles import Likeliest
-from blockdraft.check.whole_view import WholeView
-from blockdraft.engine.loaded import Models
+from blockdraft.check.uncached_view import WholeView
+from blockdraft.engine.loaded_pair import LoadedPair
 from blockdraft.errors import ModelError
 from blockdraft.kernels.attention import Mask
 from blockdraft.kernels.kv_codec import FORMATS, KvFormat, kv_format
-from blockdraft.kernels.kv_cold import KeysValues
+from blockdraft.kernels.kv_compressed import KeysValues
 from blockdraft.kernels.kv_positions import PositionRule
 
 QUERIES = 512  # whose scores are there at a time: few large operations, which cards like
@@ -71,7 +71,7 @@ def of_format(
 class ArmView(WholeView):
     """A whole text whose queries read keys and values as an arm keeps them."""
 
-    def __init__(self, models: Models, count: int, arm: Arm) -> None:
+    def __init__(self, models: LoadedPair, count: int, arm: Arm) -> None:
         super().__init__(models.config.layer_specs(), count=count, device=models.device)
         self._arm = arm
 
@@ -91,7 +91,7 @@ def attend_mixed(
     mask: Mask,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """As `reference_attend_cold`, of whole texts and not to the bit: many groups of queries at a time.
+    """As `reference_attend_compressed`, of whole texts and not to the bit: many groups of queries at a time.
 
     q [N, H, D] are all N positions. In a part of the queries, keys that some of them read exact and others
     compressed, a strip, are there twice.
@@ -117,8 +117,8 @@ def _attend_part(
     groups, shared, count, dim = rows.shape
     end, flat = begin + count, rows.reshape(groups, shared * count, dim)
     query = torch.arange(begin, end, device=rows.device)[:, None]
-    first = max(rule.cold_end(begin), rule.sinks)  # keys [sinks, first) are compressed for all,
-    last = max(rule.cold_end(end - 1), first)  # [first, last) for some, and others for none
+    first = max(rule.compressed_end_at(begin), rule.sinks)  # keys [sinks, first) are compressed for all,
+    last = max(rule.compressed_end_at(end - 1), first)  # [first, last) for some, and others for none
 
     def mixed(exact: Tensor, cold: Tensor) -> Tensor:
         return torch.cat((exact[:, : rule.sinks], cold[:, rule.sinks : first], exact[:, first:end]), dim=1)
@@ -128,10 +128,10 @@ def _attend_part(
 
     scores = scores_of(mixed(exact_k, cold_k))
     key = torch.arange(end, device=rows.device)
-    is_cold = key[first:last] < rule.cold_end(query)
+    is_compressed = key[first:last] < rule.compressed_end_at(query)
     if last > first:
         strip = scores[..., first:last]
-        strip.copy_(torch.where(is_cold, scores_of(cold_k[:, first:last]), strip))
+        strip.copy_(torch.where(is_compressed, scores_of(cold_k[:, first:last]), strip))
     hidden = key > query
     if mask.window is not None:
         hidden |= key <= query - mask.window
@@ -141,7 +141,7 @@ def _attend_part(
     else:
         column = sink.expand(groups, shared, count, 1)
         weights = torch.cat((scores, column), dim=-1).softmax(dim=-1)[..., :-1]
-    strip = weights[..., first:last].masked_fill(~is_cold, 0)
+    strip = weights[..., first:last].masked_fill(~is_compressed, 0)
     weights[..., first:last] -= strip
     read = weights.reshape(groups, shared * count, -1) @ mixed(exact_v, cold_v)
     read += strip.reshape(groups, shared * count, -1) @ cold_v[:, first:last]
@@ -152,7 +152,7 @@ def _attend_part(
 
 
 @torch.inference_mode()
-def hidden_states(models: Models, text: Sequence[int], arm: Arm) -> Tensor:
+def hidden_states(models: LoadedPair, text: Sequence[int], arm: Arm) -> Tensor:
     """[N, E], before the head."""
     tokens = torch.tensor(text, device=models.device)
     hidden: Tensor = models.target(tokens, ArmView(models, len(text), arm))[0]
@@ -160,25 +160,25 @@ def hidden_states(models: Models, text: Sequence[int], arm: Arm) -> Tensor:
 
 
 @torch.inference_mode()
-def keys_of(models: Models, text: Sequence[int]) -> dict[int, Tensor]:
+def keys_of(models: LoadedPair, text: Sequence[int]) -> dict[int, Tensor]:
     """[N, G, D] of each layer, as attention reads them."""
     view = ArmView(models, len(text), exact_arm(4))
     models.target(torch.tensor(text, device=models.device), view)
     return {layer: keys for layer, (keys, _) in view.kept.items()}
 
 
-def centres(models: Models, text: Sequence[int]) -> Centres:
+def centres(models: LoadedPair, text: Sequence[int]) -> Centres:
     """Means of the keys of a text's first tokens."""
     return {layer: keys.float().mean(dim=0) for layer, keys in keys_of(models, text[:CENTRED]).items()}
 
 
-def log_probabilities(models: Models, hidden: Tensor) -> Tensor:
+def log_probabilities(models: LoadedPair, hidden: Tensor) -> Tensor:
     """[N, V] in float32 or wider."""
     logits = models.target.logits(hidden)
     return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(dim=-1)
 
 
-def likeliest(models: Models, arm: Arm) -> Likeliest:
+def likeliest(models: LoadedPair, arm: Arm) -> Likeliest:
     """What finds needles as the arm would."""
 
     @torch.inference_mode()
@@ -204,7 +204,7 @@ class LossTally:
 
 @torch.inference_mode()
 def count_text(
-    models: Models, text: Sequence[int], arms: Sequence[Arm], tallies: Mapping[str, LossTally]
+    models: LoadedPair, text: Sequence[int], arms: Sequence[Arm], tallies: Mapping[str, LossTally]
 ) -> None:
     """Read a text by all arms, of which the first is exact, and add what counts to their tallies."""
     begin = tallies[arms[0].name].begin
@@ -289,12 +289,12 @@ def kept_heads(specs: Iterable[LayerSpec]) -> list[tuple[int, int]]:
     return [(spec.num_kv_heads, spec.head_dim) for spec in specs if isinstance(spec, Paged)]
 
 
-def bytes_of(arm: Arm, models: Models) -> float:
+def bytes_of(arm: Arm, models: LoadedPair) -> float:
     """Of one token, compressed, in all layers."""
     return sum(count * arm.num_bytes(dim) for count, dim in kept_heads(models.config.layer_specs()))
 
 
-def formats_for(models: Models, names: Sequence[str] | None) -> tuple[list[KvFormat], list[str]]:
+def formats_for(models: LoadedPair, names: Sequence[str] | None) -> tuple[list[KvFormat], list[str]]:
     """The formats of those names, or all; then without, and with, those that do not fit this model's heads.
 
     ModelError or SettingsError: a name is unknown, or what was asked for does not fit.

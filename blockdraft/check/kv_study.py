@@ -23,7 +23,7 @@ from blockdraft.check.kv_quality import (
 )
 from blockdraft.check.kv_texts import built_in
 from blockdraft.check.kv_verdict import Needles, Verdict, instead_of, sentence, verdict_of
-from blockdraft.engine.loaded import Models
+from blockdraft.engine.loaded_pair import LoadedPair
 from blockdraft.kernels.kv_codec import KvFormat
 from blockdraft.kernels.kv_formats import EXACT
 from blockdraft.planner.plan import ELEMENT_BYTES
@@ -65,7 +65,7 @@ class KvReport:
 
 
 def study(
-    models: Models,
+    models: LoadedPair,
     formats: Sequence[KvFormat],
     texts: Sequence[Sequence[int]],
     *,
@@ -123,17 +123,19 @@ def study(
     )
 
 
-def exact_of(models: Models) -> Arm:
+def exact_of(models: LoadedPair) -> Arm:
     return exact_arm(ELEMENT_BYTES[models.plan.dtype])
 
 
-def _prompts(models: Models, texts: Sequence[Sequence[int]], *, begin: int, count: int) -> list[list[int]]:
+def _prompts(
+    models: LoadedPair, texts: Sequence[Sequence[int]], *, begin: int, count: int
+) -> list[list[int]]:
     has_drafter = models.draft_config is not None
     return prompts_behind(models, texts, begin=begin, count=count) if has_drafter else []
 
 
 def count_committed(
-    models: Models, names: Sequence[str], prompts: Sequence[Sequence[int]], *, note: Note
+    models: LoadedPair, names: Sequence[str], prompts: Sequence[Sequence[int]], *, note: Note
 ) -> dict[str, float | None]:
     """Tokens per step of each arm, the first of which is exact; none where nothing is asked."""
     results: dict[str, float | None] = {}
@@ -144,7 +146,7 @@ def count_committed(
 
 
 def count_needles(
-    models: Models, arms: Sequence[Arm], num_texts: int, *, length: int, note: Note
+    models: LoadedPair, arms: Sequence[Arm], num_texts: int, *, length: int, note: Note
 ) -> dict[str, Needles]:
     """Of each arm, the first of which is exact; none where no texts are asked for."""
     if num_texts == 0:
@@ -158,7 +160,7 @@ def count_needles(
     return {name: Needles.of(exact, each) for name, each in results.items()}
 
 
-def needle_texts(models: Models, num_texts: int, *, length: int) -> list[NeedleText]:
+def needle_texts(models: LoadedPair, num_texts: int, *, length: int) -> list[NeedleText]:
     def encode(text: str) -> list[int]:
         return models.tokenizer.encode(text, add_special_tokens=False)
 

@@ -24,13 +24,13 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from blockdraft.cache.cold import ColdLayer
+from blockdraft.cache.compressed import CompressedLayer
 from blockdraft.cache.paged import PagedKV
 from blockdraft.cache.recurrent import RecurrentState
 from blockdraft.cache.rows import RowSampling
 from blockdraft.cache.view import CacheView
 from blockdraft.check.piece_sizes import Piece, pieces_for
-from blockdraft.check.whole_view import WholeView
+from blockdraft.check.uncached_view import WholeView
 from blockdraft.engine.engine import Engine
 from blockdraft.models.decoder import Decoder
 from blockdraft.models.gemma4 import GemmaRouter
@@ -429,7 +429,7 @@ def _borrowed_rows(engine: Engine, lengths: list[int]) -> Iterator[None]:
 @contextlib.contextmanager
 def _all_exact(engine: Engine) -> Iterator[None]:
     """Layers that compress read what they have exact: what compression does to keys is no fault of theirs."""
-    layers = [storage for storage in engine.cache.storage if isinstance(storage, ColdLayer)]
+    layers = [storage for storage in engine.cache.storage if isinstance(storage, CompressedLayer)]
     before = [layer.pages for layer in layers]
     for layer in layers:
         rule = replace(layer.pages.rule, window=1 + engine.models.plan.max_positions)
@@ -447,7 +447,7 @@ def _spoil(engine: Engine, pages: list[int], exact: list[int], num_rows: int) ->
         if isinstance(storage, PagedKV):
             storage.keys[:, slots] = math.nan
             storage.values[:, slots] = math.nan
-        elif isinstance(storage, ColdLayer):
+        elif isinstance(storage, CompressedLayer):
             storage.pages.exact_keys[:, :, exact_slots] = math.nan
             storage.pages.exact_values[:, :, exact_slots] = math.nan
         else:

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from blockdraft.cache.cold import ColdLayer
+from blockdraft.cache.compressed import CompressedLayer
 from blockdraft.cache.paged import PagedKV
 from blockdraft.cache.recurrent import RecurrentState, RecurrentStates, Scan
 from blockdraft.cache.spec import Recurrent
-from blockdraft.check.choices import compare_acceptance, compare_recall, compare_sampling, compare_walk
+from blockdraft.check.choices import compare_acceptance, compare_ngram_lookup, compare_sampling, compare_walk
 from blockdraft.check.comparison import (
     Comparison,
     Comparisons,
@@ -30,16 +30,16 @@ from blockdraft.check.comparison import (
     wide,
 )
 from blockdraft.engine.engine import Engine
-from blockdraft.kernels import gated_delta, heads, linear, moe, rows
+from blockdraft.kernels import gated_delta, heads, linear, moe, pointwise
 from blockdraft.kernels.attention import Blocks, Mask, reference_attend_paged
 from blockdraft.kernels.block_conv import reference_conv_after, reference_conv_before
 from blockdraft.kernels.kernels import Kernels
 from blockdraft.kernels.kv_codec import kv_format
-from blockdraft.kernels.kv_cold import (
+from blockdraft.kernels.kv_compressed import (
     Codes,
-    ColdPages,
+    CompressedPages,
     Tiles,
-    reference_attend_cold_paged,
+    reference_attend_compressed_paged,
     reference_compress,
 )
 from blockdraft.kernels.kv_formats import SCALE_BYTES, TILE
@@ -195,7 +195,7 @@ def _compare_gated(engine: Engine, numbers: Numbers) -> Comparisons:
             both = matrix.reference(x, torch.cat((chosen, chosen + inner)))
             where = f"{list(matrix.weight.shape)} x {count} tokens"
             got = part.gate_up.gated(x, part.gate)[:, chosen]
-            yield Comparison(where, got, rows.reference_gate_mul(both, part.gate), num_steps=2)
+            yield Comparison(where, got, pointwise.reference_gate_mul(both, part.gate), num_steps=2)
 
 
 def _many(numbers: Numbers) -> tuple[int, ...]:
@@ -230,7 +230,7 @@ def _heads(engine: Engine, model: nn.Module) -> list[_Heads]:
         mask, children = vars(part).get("mask"), dict(part.named_children())
         if isinstance(mask, Mask):
             storage, out = engine.cache.storage[vars(part)["layer"]], children["out"]
-            assert isinstance(storage, PagedKV | ColdLayer)
+            assert isinstance(storage, PagedKV | CompressedLayer)
             assert isinstance(out, Linear)
             keys = storage.keys if isinstance(storage, PagedKV) else storage.pages.exact_keys[0]
             format = None if isinstance(storage, PagedKV) else storage.pages.format.name
@@ -279,7 +279,7 @@ def _attention_inputs(
     return q, keys, values, blocks, kind.mask, sinks
 
 
-def _compare_cold(engine: Engine, numbers: Numbers) -> Comparisons:
+def _compare_compressed(engine: Engine, numbers: Numbers) -> Comparisons:
     """Attention over keys of which most are compressed, and compression: nearly all bytes are the same."""
     plan = engine.models.plan
     found = [kind for model in engine.models.models() for kind in _heads(engine, model)]
@@ -287,11 +287,15 @@ def _compare_cold(engine: Engine, numbers: Numbers) -> Comparisons:
         assert kind.format is not None
         rule = engine.cache.cold[0].pages.rule
         starts, counts = (rule.window + CONTEXT, 5), (plan.block, plan.block)
-        blocks, tiles = _cold_places(numbers, rule, starts=starts, counts=counts, page_size=plan.page_size)
+        blocks, tiles = _compressed_places(
+            numbers, rule, starts=starts, counts=counts, page_size=plan.page_size
+        )
         num_slots = (blocks.table.numel() + 1) * plan.page_size
         exact = [numbers.normal(1, kind.num_kv_heads, num_slots, kind.dim) for _ in range(2)]
         stores = [_no_codes(kind, num_slots, which, numbers.device) for which in range(2)]
-        pages = ColdPages(kv_format(kind.format, kind.dim), rule, exact[0], exact[1], stores[0], stores[1])
+        pages = CompressedPages(
+            kv_format(kind.format, kind.dim), rule, exact[0], exact[1], stores[0], stores[1]
+        )
         reference_compress(pages, tiles)
         written = pages._replace(keys=_emptied(pages.keys), values=_emptied(pages.values))
         numbers.kernels.compress(written, tiles)
@@ -305,11 +309,11 @@ def _compare_cold(engine: Engine, numbers: Numbers) -> Comparisons:
         q = numbers.normal(sum(counts), kind.num_heads, kind.dim)
         sinks = numbers.normal(kind.num_heads) if kind.has_sinks else None
         where = f"{kind.format}, {kind}, {counts} tokens after {starts}"
-        attend = (numbers.kernels.attend_cold, reference_attend_cold_paged)
+        attend = (numbers.kernels.attend_compressed, reference_attend_compressed_paged)
         yield run(where, *attend, q, pages, blocks, kind.mask, sinks, num_steps=2)
 
 
-def _cold_places(
+def _compressed_places(
     numbers: Numbers, rule: PositionRule, *, starts: tuple[int, int], counts: tuple[int, int], page_size: int
 ) -> tuple[Blocks, Tiles]:
     """Two rows in pages dealt at random, twice, and all of them that is read compressed."""
@@ -362,7 +366,7 @@ def _compare_norms(engine: Engine, numbers: Numbers) -> Comparisons:
     for part in distinct(parts, lambda part: (part.weight.shape, part.weight.dtype, part.eps)):
         x = numbers.normal(5, part.weight.shape[0])
         for weight in (part.weight, None):  # some values are normalised without one
-            norm = (numbers.kernels.rms_norm, rows.reference_rms_norm)
+            norm = (numbers.kernels.rms_norm, pointwise.reference_rms_norm)
             yield run(f"{x.shape[1]} values", *norm, x, weight, part.eps)
 
 
@@ -370,12 +374,12 @@ def _compare_rotations(engine: Engine, numbers: Numbers) -> Comparisons:
     for kind, angles in _rotated(engine, numbers, lambda kind: (kind.num_heads, kind.dim)):
         x = numbers.normal(len(angles[0]), kind.num_heads, kind.dim)
         where = f"{kind.num_heads} heads of {kind.dim}"
-        yield run(where, numbers.kernels.rotate, rows.reference_rotate, x, angles)
+        yield run(where, numbers.kernels.rotate, pointwise.reference_rotate, x, angles)
 
 
 def _rotated(
     engine: Engine, numbers: Numbers, key: Callable[[_Heads], object]
-) -> Iterator[tuple[_Heads, rows.Angles]]:
+) -> Iterator[tuple[_Heads, pointwise.Angles]]:
     """The kinds of heads that each Rotary can turn, with its angles at five positions."""
     for model in engine.models.models():
         kinds = distinct(_heads(engine, model), key)
@@ -391,7 +395,7 @@ def _compare_activations(engine: Engine, numbers: Numbers) -> Comparisons:
         if part.activation.kind != "swiglu_clamped":  # which has no kernel of its own
             gates.append((part.activation.kind, part.down.weight.shape[-1]))
     for gate, size in dict.fromkeys(gates):
-        gate_mul = (numbers.kernels.gate_mul, rows.reference_gate_mul)
+        gate_mul = (numbers.kernels.gate_mul, pointwise.reference_gate_mul)
         yield run(f"{gate} of {size} values", *gate_mul, numbers.normal(5, 2 * size), gate)
 
 
@@ -426,7 +430,7 @@ def _compare_heads(engine: Engine, numbers: Numbers) -> Comparisons:
             yield from _compare_writing(kind, angles, numbers)
 
 
-def _compare_writing(kind: _Heads, angles: rows.Angles, numbers: Numbers) -> Comparisons:
+def _compare_writing(kind: _Heads, angles: pointwise.Angles, numbers: Numbers) -> Comparisons:
     num_tokens, norms = len(angles[0]), None
     sizes = (kind.num_heads, kind.num_kv_heads, kind.num_kv_heads)
     q, k, v = torch.split(numbers.normal(num_tokens, sum(sizes), kind.dim), list(sizes), dim=1)
@@ -449,12 +453,17 @@ def _compare_writing(kind: _Heads, angles: rows.Angles, numbers: Numbers) -> Com
 
 
 def _reference_write(
-    q: Tensor, k: Tensor, v: Tensor, norms: heads.HeadNorms | None, angles: rows.Angles, slots: heads.Slots
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    norms: heads.HeadNorms | None,
+    angles: pointwise.Angles,
+    slots: heads.Slots,
 ) -> tuple[Tensor, ...]:
     if norms is not None:
-        q, k = (rows.reference_rms_norm(x, by, norms.eps) for x, by in ((q, norms.q), (k, norms.k)))
-    heads.write(rows.reference_rotate(k, angles), v, slots)
-    return rows.reference_rotate(q, angles), slots.keys, slots.values
+        q, k = (pointwise.reference_rms_norm(x, by, norms.eps) for x, by in ((q, norms.q), (k, norms.k)))
+    heads.write(pointwise.reference_rotate(k, angles), v, slots)
+    return pointwise.reference_rotate(q, angles), slots.keys, slots.values
 
 
 def _compare_head_gates(engine: Engine, numbers: Numbers) -> Comparisons:
@@ -527,7 +536,7 @@ def _compare_delta_layers(engine: Engine, numbers: Numbers) -> Comparisons:
 
 
 def _reference_gated_norm(read: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return rows.reference_rms_norm(read, weight, eps) * functional.silu(z.reshape(read.shape))
+    return pointwise.reference_rms_norm(read, weight, eps) * functional.silu(z.reshape(read.shape))
 
 
 def _compare_states(
@@ -660,7 +669,7 @@ def _reference_experts(experts: Experts, x: Tensor, choice: moe.ExpertChoice) ->
 
 def _reference_mlp(part: Experts | SharedExpert, x: Tensor, expert: int | None = None) -> Tensor:
     activation = part.activation if isinstance(part, Experts) else moe.Activation(part.gate)
-    inner = activation.function(rows.reference_gate_mul)(_matrix(part.gate_up, expert).reference(x))
+    inner = activation.function(pointwise.reference_gate_mul)(_matrix(part.gate_up, expert).reference(x))
     return _matrix(part.down, expert).reference(inner)
 
 
@@ -668,7 +677,7 @@ OPERATIONS: dict[str, Callable[[Engine, Numbers], Comparisons]] = {
     "linear": _compare_linear,
     "packed product": _compare_packed,
     "attention": _compare_attention,
-    "compressed attention": _compare_cold,
+    "compressed attention": _compare_compressed,
     "norm": _compare_norms,
     "rotation": _compare_rotations,
     "activation": _compare_activations,
@@ -684,5 +693,5 @@ OPERATIONS: dict[str, Callable[[Engine, Numbers], Comparisons]] = {
     "acceptance": compare_acceptance,
     "block convolution": _compare_block_conv,
     "walk": compare_walk,
-    "recall": compare_recall,
+    "recall": compare_ngram_lookup,
 }

@@ -50,12 +50,12 @@ class Piece:
 def pieces_for(engine: Engine) -> tuple[Piece, ...]:
     """As far as the engine's rows, chunks and pages allow; the first row's pieces come first."""
     plan, is_card = engine.models.plan, engine.models.device.type != "cpu"
-    num_rows = min(plan.max_rows, 3 if is_card else 2)
+    num_rows = min(plan.max_num_seqs, 3 if is_card else 2)
     room = _room(engine, num_rows)
     if room < 2 * plan.block:
         num_rows, room = 1, max(1, _room(engine, 1))
     width = max(plan.block, 2)
-    maker = _Maker(num_rows, room, plan.chunk, reserve=2 * width + 1)
+    maker = _Maker(num_rows, room, plan.max_prefill_tokens, reserve=2 * width + 1)
     maker.known({0: _long(engine.models.config) if is_card else CPU_LONG})
     maker.known(dict(enumerate(RAGGED if is_card else CPU_RAGGED)))
     if is_card:
@@ -76,7 +76,7 @@ def _room(engine: Engine, num_rows: int) -> int:
     plan = engine.models.plan
     num_pages = min(plan.num_pages, plan.num_exact_pages or plan.num_pages)
     pages = num_pages // num_rows * plan.page_size
-    return min(plan.max_context - 1, pages - plan.block)
+    return min(plan.max_model_len - 1, pages - plan.block)
 
 
 def _long(config: ModelConfig) -> int:

@@ -15,12 +15,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from blockdraft.check.bits import check_bits
+from blockdraft.check.batch_invariance import check_bits
 from blockdraft.check.drafts import check_captured, check_drafter, draft_name, keeps_bits
 from blockdraft.check.kernels import check_kernels
 from blockdraft.check.layers import LayerError, LayerResult, check_layers
 from blockdraft.engine.engine import Engine
-from blockdraft.engine.loaded import Models
+from blockdraft.engine.loaded_pair import LoadedPair
 from blockdraft.errors import BlockdraftError, ModelError
 from blockdraft.step.drafter import NoDrafter
 from blockdraft.step.ngram import NgramDrafter
@@ -119,7 +119,7 @@ def _checks_of_target(engine: Engine, kernels_are: str | None) -> Iterator[Check
         yield captured(engine)
 
 
-def without_drafter(models: Models) -> Models:
+def without_drafter(models: LoadedPair) -> LoadedPair:
     """The same target, decoding plainly. The cache can stay as large as it was planned."""
     target = copy.copy(models.target)  # shares the weights; only the taps differ
     target.taps = ()
@@ -209,7 +209,7 @@ def _layers(engine: Engine) -> Iterator[Check]:
         yield _check("draft model", reason, begun_s, is_passed=False)
 
 
-def _off(models: Models, finding: LayerResult) -> str:
+def _off(models: LoadedPair, finding: LayerResult) -> str:
     return (
         f"{finding.part} of '{models.config.name}' is off by {finding.off:.1f} times what rounding explains, "
         f"{finding.where} ({models.plan.dtype} on {models.device})"
@@ -222,7 +222,7 @@ def captured(engine: Engine) -> Check:
     return _check("graphs", f"{count} tokens as kernel by kernel", begun_s)
 
 
-def _unusable(models: Models, error: LayerError) -> str:
+def _unusable(models: LoadedPair, error: LayerError) -> str:
     where = f"{error.part} of '{models.config.name}'"
     if error.why == "flat":
         return (
@@ -286,7 +286,7 @@ def _bits(engine: Engine) -> tuple[Check, bool]:
 # ---- what is asked
 
 
-def prompts_of(models: Models) -> list[list[int]]:
+def prompts_of(models: LoadedPair) -> list[list[int]]:
     """The built-in prompts as this model wants them: a chat, plain text, or ids where text means nothing."""
     found = []
     for number, text in enumerate(PROMPTS):
@@ -297,7 +297,7 @@ def prompts_of(models: Models) -> list[list[int]]:
     return found
 
 
-def _encode(models: Models, text: str) -> list[int]:
+def _encode(models: LoadedPair, text: str) -> list[int]:
     tokenizer = models.tokenizer
     if tokenizer.has_chat_template:
         try:

@@ -29,7 +29,7 @@ from blockdraft.check.checksum import checksum
 from blockdraft.check.drafts import answer, checked_widths
 from blockdraft.check.selfcheck import Check, Verification, prompts_of, verify_engine
 from blockdraft.engine.engine import Engine
-from blockdraft.engine.twin import max_tokens, twin
+from blockdraft.engine.trial_engine import max_tokens, trial_engine
 from blockdraft.machine.machine import read_machine
 from blockdraft.planner.plan import Plan
 from blockdraft.settings.cache_files import keep
@@ -40,7 +40,7 @@ LIBRARIES = ("torch", "triton", "llvmlite", "numpy")
 # What of a plan chooses neither kernels nor the sizes they are checked at. Pages and context follow the
 # memory that happens to be free, and the width is measured: they would differ at every start.
 NOT_OF_PLAN = {
-    *("num_pages", "max_context", "max_positions", "max_queue", "prefix_cache", "seed"),
+    *("num_pages", "max_model_len", "max_positions", "max_queue", "prefix_cache", "seed"),
     *("width", "step_costs", "is_sure_of_costs", "draft_chances", "reasons"),
 }
 NUM_PROMPT, NUM_TOKENS = 16, 6  # of the prompt and the answer that has to be the same again
@@ -119,7 +119,9 @@ def _answers(engine: Engine, prompt: list[int]) -> Answers:
     widths = {1} if is_synthetic else {1, checked_widths(engine)[-1]}
     if len(prompt) >= max_tokens(engine):
         return Answers(prompt, {})
-    tokens = {width: answer(twin(engine), prompt, width, NUM_TOKENS).token_ids for width in sorted(widths)}
+    tokens = {
+        width: answer(trial_engine(engine), prompt, width, NUM_TOKENS).token_ids for width in sorted(widths)
+    }
     return Answers(prompt, {str(width): list(found) for width, found in tokens.items()})
 
 

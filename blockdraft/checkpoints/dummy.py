@@ -68,7 +68,7 @@ def fill(
         draw = _Draw(generator, share if path.rpartition(".")[2] in _INTO_STREAM else 1.0)
         may_quantise = slot.may_be_quantised and slot.module is not model.head
         quantiser = QUANTISERS.get(storage) if may_quantise else None
-        if slot.may_be_whole(storage, device):
+        if slot.uses_int8_matrix(storage, device):
             slot.put(Int8Matrix.of([draw.dense(slot)], slot.parameter.shape))
         elif quantiser is not None:
             slot.put(draw.packed(slot, quantiser))

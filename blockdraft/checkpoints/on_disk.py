@@ -1,4 +1,4 @@
-"""Models that are on this disk already: those of the hub's cache, and the default model in ours.
+"""LoadedPair that are on this disk already: those of the hub's cache, and the default model in ours.
 
 Nothing outside these two folders is listed or removed. No client of the hub is needed: a repository is a
 folder `models--org--name` whose files are in blobs/ (on systems without links, in snapshots/).

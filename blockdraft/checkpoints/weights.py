@@ -104,7 +104,7 @@ class Slot:
         is_plain = isinstance(self.module, PlainLinear) or any(is_router(one.source) for one in self.pieces)
         return self.is_projection and not is_plain
 
-    def may_be_whole(self, storage: Storage, device: torch.device) -> bool:
+    def uses_int8_matrix(self, storage: Storage, device: torch.device) -> bool:
         """Whether products with it are in whole numbers: on a CPU with kernels for that, heads included."""
         if storage != "int8" or self.parameter.dtype != torch.float32:
             return False
@@ -442,7 +442,7 @@ class _Reader:
         is_packed &= slot.may_be_quantised or isinstance(slot.module, Embedding)
         quantiser = QUANTISERS.get(self.storage) if may_quantise else None
         value: nn.Parameter | Packed
-        if slot.may_be_whole(self.storage, self.device):
+        if slot.uses_int8_matrix(self.storage, self.device):
             value = Int8Matrix.of(self._slices(slot.pieces), slot.parameter.shape, factors)
         elif is_packed or quantiser is not None:
             value = self._packed(slot, quantiser).to(self.device)

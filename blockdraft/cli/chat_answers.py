@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from blockdraft.bench.endpoint import Endpoint
     from blockdraft.engine.request import Metrics, SamplingParams
     from blockdraft.llm import LLM
-    from blockdraft.tools.thoughts import Splitter
+    from blockdraft.tool_calls.thoughts import Splitter
 
 Message = dict[str, object]
 SILENCE_S = 600.0  # of a server, before it is given up; its own limit until the first token is the same
@@ -73,7 +73,7 @@ class LocalModel:
         self.has_drafts = llm.engine.models.draft_name is not None
 
     def answer(self, messages: Sequence[Message], *, with_drafts: bool) -> Iterator[ChatPiece]:
-        from blockdraft.server.choices import DraftMarks
+        from blockdraft.server.api.choices import DraftMarks
 
         tokenizer = self._llm.tokenizer
         prompt_ids = tokenizer.encode_chat(messages)
@@ -98,7 +98,7 @@ class LocalModel:
 
     def _splitter(self, prompt_ids: Sequence[int]) -> Splitter | None:
         """None: the model writes no thoughts that a text would show."""
-        from blockdraft.tools.thoughts import Splitter, begins_inside, find_tags
+        from blockdraft.tool_calls.thoughts import Splitter, begins_inside, find_tags
 
         tags = find_tags(self._llm.tokenizer)
         if tags is None or tags.special:

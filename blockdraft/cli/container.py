@@ -100,13 +100,13 @@ def _tuned(program: str, resolved: MergedSettings, child: Mapping[str, str]) -> 
     tuned: dict[str, Any] = {
         name: value for name, value in TUNED.items() if resolved.sources[name] == "default"
     }
-    longest = tuned.pop("max_context", None)
+    longest = tuned.pop("max_model_len", None)
     for found in (tuned, dict[str, Any]()):  # without larger steps, where those leave no room
         words = [program, "plan", "--json", *flags_of(replace(settings, **found))]
         done = subprocess.run(words, env=without_settings(child), check=False, capture_output=True, text=True)
         if done.returncode == 0:
-            planned = int(json.loads(done.stdout)["capacity"]["max_context"])
-            return found | ({} if longest is None else {"max_context": min(longest, planned)})
+            planned = int(json.loads(done.stdout)["capacity"]["max_model_len"])
+            return found | ({} if longest is None else {"max_model_len": min(longest, planned)})
     return {}  # the plan itself will say what is wrong
 
 

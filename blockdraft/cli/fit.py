@@ -70,8 +70,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from blockdraft.start.driver_warmup import quick_imports
     from blockdraft.start.preflight import pin_cpu_threads
-    from blockdraft.start.while_importing import quick_imports
 
     pin_cpu_threads(Settings(device=args.device))
     with quick_imports():

@@ -150,8 +150,8 @@ def run(args: argparse.Namespace) -> int:
 
 def open_llm(args: argparse.Namespace, settings: Settings) -> tuple[LLM, list[str]]:
     """The engine in this process, and what it warns of, which has been said."""
+    from blockdraft.start.driver_warmup import quick_imports
     from blockdraft.start.preflight import pin_cpu_threads
-    from blockdraft.start.while_importing import quick_imports
 
     pin_cpu_threads(settings)
     with quick_imports():

@@ -18,7 +18,7 @@ from blockdraft.settings.settings import DTYPES, QUANTIZATIONS, Settings
 
 if TYPE_CHECKING:
     from blockdraft.check.kv_study import FormatReport, KvReport
-    from blockdraft.engine.loaded import Models
+    from blockdraft.engine.loaded_pair import LoadedPair
     from blockdraft.text.tokenizer import Tokenizer
 
 SUMMARY = "say what compressed keys and values (int8, fp8, tq4, tq4v3) do to a model"
@@ -72,8 +72,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from blockdraft.start.driver_warmup import quick_imports
     from blockdraft.start.preflight import pin_cpu_threads
-    from blockdraft.start.while_importing import quick_imports
 
     _check(args)
     pin_cpu_threads(Settings(device=args.device))
@@ -133,14 +133,14 @@ def _settings(args: argparse.Namespace) -> Settings:
         dtype=args.dtype,
         quantization="none" if is_cpu and args.quantization == "auto" else args.quantization,
         graphs=False,
-        **({} if args.length is None else {"max_context": args.length}),
+        **({} if args.length is None else {"max_model_len": args.length}),
     )
 
 
-def _sizes(args: argparse.Namespace, models: Models) -> tuple[int, int, int, int]:
+def _sizes(args: argparse.Namespace, models: LoadedPair) -> tuple[int, int, int, int]:
     """Tokens, length, needles and answers: what was asked for, else what this device does in minutes."""
     tokens, length, needles, answers = SMALL if models.device.type == "cpu" else LARGE
-    length = min(length, models.plan.max_context) if args.length is None else args.length
+    length = min(length, models.plan.max_model_len) if args.length is None else args.length
     needles = needles if length >= NEEDLES_FROM else 0
     needles = needles if args.needles is None else args.needles
     return args.tokens or tokens, length, needles, answers if args.answers is None else args.answers

@@ -15,7 +15,7 @@ from blockdraft import __version__
 from blockdraft.errors import BlockdraftError
 from blockdraft.settings.known_names import as_our_flags, command_hint, flag_hint
 from blockdraft.settings.settings import suggestion
-from blockdraft.start.while_importing import ended_by_ctrl_c
+from blockdraft.start.driver_warmup import ended_by_ctrl_c
 
 COMMANDS = (
     *("chat", "run", "generate", "serve", "bench", "train", "fit"),

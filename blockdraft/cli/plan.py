@@ -41,8 +41,8 @@ _WORKING = ("position tables", "row tables", "activations", "graphs", "driver", 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
-    parser.add_argument("--context", type=int, metavar="N", help="the same as --max-context N")
-    parser.add_argument("--concurrency", type=int, metavar="N", help="the same as --max-rows N")
+    parser.add_argument("--context", type=int, metavar="N", help="the same as --max-model-len N")
+    parser.add_argument("--concurrency", type=int, metavar="N", help="the same as --max-num-seqs N")
     parser.add_argument(
         "--card", metavar="NAME", help="plan for a card that is not here: h200, dgx-spark, rtx-5090, ..."
     )
@@ -116,8 +116,8 @@ def _given(args: argparse.Namespace) -> dict[str, object]:
     """The settings of the flags, with the two that have a second name here."""
     given = given_settings(args)
     for flag, name, value in (
-        ("--context", "max_context", args.context),
-        ("--concurrency", "max_rows", args.concurrency),
+        ("--context", "max_model_len", args.context),
+        ("--concurrency", "max_num_seqs", args.concurrency),
     ):
         if value is None:
             continue
@@ -177,9 +177,9 @@ def _memory(report: Report) -> Iterator[str]:
         ("cache", _gb(cache - states - windows), _cache_note(report)),
     ]
     if states:
-        rows.append(("states", _gb(states), f"of {fit.max_rows} rows: recurrent layers"))
+        rows.append(("states", _gb(states), f"of {fit.max_num_seqs} rows: recurrent layers"))
     if windows:
-        rows.append(("windows", _gb(windows), f"of {fit.max_rows} rows: what is not compressed yet"))
+        rows.append(("windows", _gb(windows), f"of {fit.max_num_seqs} rows: what is not compressed yet"))
     listed = f"about: {_listed(working, '')}" if working else "tables and activations, about"
     rows.append(("working", _gb(sum(sizes.get(name, 0) for name in _WORKING)), listed))
     rows.append(("in all", _gb(fit.num_bytes), f"of {_gb(fit.budget)} ({fit.budget_how})"))
@@ -187,7 +187,7 @@ def _memory(report: Report) -> Iterator[str]:
 
 
 def _cache_note(report: Report) -> str:
-    footprint, context = report.fit.footprint, report.fit.max_context
+    footprint, context = report.fit.footprint, report.fit.max_model_len
     target, draft = (
         sum(kind.bytes_per_token for kind in kinds if kind.window is None or not footprint.windows)
         for kinds in report.caches.values()

@@ -20,8 +20,8 @@ from blockdraft.settings.settings import Settings
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
-    from blockdraft.server.options import ServerOptions
-    from blockdraft.server.remote_engine import RemoteEngine
+    from blockdraft.server.api.options import ServerOptions
+    from blockdraft.server.engine_link.remote_engine import RemoteEngine
 
 SUMMARY = "serve a model over HTTP, with a live page"
 USAGE = "blockdraft serve [MODEL] [flags]"
@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
 
         return serve_engine.run(args, settings, options)
     _refuse_engine_flags(args)
-    from blockdraft.server.listener import bind
+    from blockdraft.server.http.listener import bind
     from blockdraft.start.preflight import check_native
 
     with bind(args.host, args.port) as listener:
@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _warn_open(host: str, options: ServerOptions) -> None:
-    from blockdraft.server.options import is_loopback
+    from blockdraft.server.api.options import is_loopback
 
     if not options.api_keys and not is_loopback(host):
         print(
@@ -116,8 +116,8 @@ def _refuse_engine_flags(args: argparse.Namespace) -> None:
 
 
 def _options(args: argparse.Namespace) -> ServerOptions:
-    from blockdraft.server.options import ServerOptions, default_hosts, read_api_keys
-    from blockdraft.server.process_title import hide
+    from blockdraft.server.api.options import ServerOptions, default_hosts, read_api_keys
+    from blockdraft.server.engine_link.process_title import hide
 
     hide(args.api_key)
     if not (math.isfinite(args.step_timeout) and args.step_timeout >= 0.001):
@@ -140,7 +140,7 @@ def _serve(
 ) -> int:
     """Answer at once, /ready saying how far the start is; load and serve in a process of the engine's own."""
     from blockdraft.phases import StartProgress
-    from blockdraft.server.remote_engine import start_engine_process
+    from blockdraft.server.engine_link.remote_engine import start_engine_process
 
     work = functools.partial(_run_engine, args, settings, options.api_keys)
     startup = StartProgress(set_up_logs(args, options.api_keys))
@@ -161,15 +161,15 @@ def _run_engine(
 ) -> None:
     """All that the engine's process does."""
     from blockdraft.phases import StartProgress
+    from blockdraft.start.driver_warmup import quick_imports, wake_card
     from blockdraft.start.preflight import pin_cpu_threads
-    from blockdraft.start.while_importing import quick_imports, wake_card
 
     startup = StartProgress(set_up_logs(args, secrets))
     wake_card(settings.device)
     pin_cpu_threads(settings)
     with quick_imports():
-        from blockdraft.server.engine_worker import run_engine
-        from blockdraft.start.ready import start_engine
+        from blockdraft.server.engine_link.engine_worker import run_engine
+        from blockdraft.start.start_engine import start_engine
 
     make_engine = functools.partial(start_engine, settings)
     run_engine(connection, make_engine, startup, step_timeout_s=args.step_timeout)
@@ -177,7 +177,7 @@ def _run_engine(
 
 def _end_hung(engine: RemoteEngine) -> None:
     """A step that does not come back cannot be stopped, so all ends; first /health shows why for a moment."""
-    from blockdraft.server.lifetime import UNHEALTHY_GRACE_S
+    from blockdraft.server.http.lifetime import UNHEALTHY_GRACE_S
 
     time.sleep(UNHEALTHY_GRACE_S)
     engine.kill()

@@ -28,7 +28,7 @@ from blockdraft.launch.supervisor import Launch, Supervisor
 from blockdraft.settings.settings import Settings
 
 if TYPE_CHECKING:
-    from blockdraft.server.options import ServerOptions
+    from blockdraft.server.api.options import ServerOptions
 
 MAX_BODY_BYTES = 64 << 20  # of requests that may hold images; arbitrary
 DEFAULT_PORT = 8000
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace, settings: Settings, options: ServerOptions) ->
     settings, warnings = as_installed(settings, installed)
     checked = check_launch(settings, name)
     checked = replace(checked, warnings=(*warnings, *checked.warnings))
-    from blockdraft.server.listener import bind
+    from blockdraft.server.http.listener import bind
 
     options = replace(options, max_body_bytes=MAX_BODY_BYTES)
     with ExitStack() as opened:
@@ -105,7 +105,7 @@ def _serve(
     listener: socket.socket,
     write: Callable[[str], None],
 ) -> int:
-    from blockdraft.server.proxy import Proxy
+    from blockdraft.server.proxy.proxy import Proxy
 
     engine = Supervisor(launch, checked.facts(), set_up_logs(args, options.api_keys), write)
     log = logging.getLogger("blockdraft")

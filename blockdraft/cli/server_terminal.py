@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
-    from blockdraft.server.lifetime import Service
-    from blockdraft.server.options import ServerOptions
+    from blockdraft.server.api.options import ServerOptions
+    from blockdraft.server.http.lifetime import Service
 
 EXIT_ERROR = 2  # the start failed on something a user can mend
 EXIT_FAILED = 1  # the engine failed while serving
@@ -22,7 +22,7 @@ def set_up_logs(args: argparse.Namespace, secrets: tuple[str, ...]) -> Callable[
     """Returns where a start reports its phases: the log has a line for each where they are not drawn."""
     import logging
 
-    from blockdraft.server import logs
+    from blockdraft.server.http import logs
 
     level = logging.getLevelNamesMapping()[args.log_level.upper()]
     # Other packages never get to debug, where some write headers, and keys with them.
@@ -45,7 +45,7 @@ def _is_drawn(args: argparse.Namespace) -> bool:
 
 
 def ready_line(name: str, listener: socket.socket) -> str:
-    from blockdraft.server.listener import addresses_to_use
+    from blockdraft.server.http.listener import addresses_to_use
 
     here, elsewhere = addresses_to_use(listener)
     line = f"'{name}' is ready: {here}/ to look, {here}/v1 for clients"
@@ -62,7 +62,7 @@ def serve_until_told(
     listener: socket.socket,
 ) -> None:
     """Serve until a signal, or until the service is lost. At the end it is drained and closed."""
-    from blockdraft.server.lifetime import DrainingServer
+    from blockdraft.server.http.lifetime import DrainingServer
 
     def show_start() -> None:
         if not _is_drawn(args):

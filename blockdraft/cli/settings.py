@@ -18,7 +18,7 @@ SUMMARY = "show every setting and where its value comes from"
 USAGE = "blockdraft settings [MODEL] [flags]"
 DESCRIPTION = (
     "Show every setting as `blockdraft serve` would take it with the same flags, and where its value comes "
-    "from: a flag, else the environment (BLOCKDRAFT_MAX_ROWS is --max-rows), else the recipe, else the "
+    "from: a flag, else the environment (BLOCKDRAFT_MAX_ROWS is --max-num-seqs), else the recipe, else the "
     "default. Nothing is loaded. `auto` is resolved by `blockdraft plan`. The server's own flags (--port, "
     "--api-key, ...) are no settings: see `blockdraft serve --help`."
 )

@@ -141,7 +141,7 @@ def run(args: argparse.Namespace) -> int:
         log_file = (job.out / "log.txt").open("a", encoding="utf-8")
     except OSError as error:
         raise SettingsError(f"cannot write --out {job.out} ({error.strerror}): choose another.") from None
-    from blockdraft.start.while_importing import quick_imports
+    from blockdraft.start.driver_warmup import quick_imports
 
     with quick_imports():
         from blockdraft.cli.training_progress import listener, stage_bars

@@ -36,7 +36,9 @@ def abilities(capability: Capability | None, cpu_features: frozenset[str]) -> It
     cores = "FP4 tensor cores" if fp4 else f"{marlin}: memory is saved, not arithmetic"
     experts = "experts stay in four bits and are widened in the kernel (gpt-oss); other weights as NVFP4"
     yield Ability("bf16", _state(has_bf16(capability)), "the default", "the default")
-    ours = "weights in fp8, widened exactly" + ("; --fast: many tokens fp8 by fp8" if fp8 else "")
+    ours = "weights in fp8, widened exactly" + (
+        "; --allow-batch-variance: many tokens fp8 by fp8" if fp8 else ""
+    )
     yield Ability("fp8", _state(fp8), ours, "fp8 by fp8" if fp8 else marlin)
     yield Ability("NVFP4", _state(fp4), unpacked, cores)
     yield Ability("MXFP4", _state(fp4), experts, cores)

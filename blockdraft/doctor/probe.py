@@ -22,7 +22,7 @@ from blockdraft.settings.settings import write_no_perf_maps
 if TYPE_CHECKING:
     import torch
 
-    from blockdraft.engine.loaded import Models
+    from blockdraft.engine.loaded_pair import LoadedPair
 
 Line = dict[str, object]
 
@@ -165,9 +165,9 @@ def _check(shape: ProbeShape, device_name: str) -> Iterator[Line]:
         yield {"kind": "check", "shape": shape.name, **asdict(result), **passed}
 
 
-def _bits(shape: ProbeShape, models: Models) -> Iterator[Line]:
+def _bits(shape: ProbeShape, models: LoadedPair) -> Iterator[Line]:
     """Of one shape on a card: a start looks at the model that it serves."""
-    from blockdraft.check.bits import check_bits
+    from blockdraft.check.batch_invariance import check_bits
     from blockdraft.engine.engine import Engine
 
     if models.device.type == "cuda" and shape.name == BITS_SHAPE:
@@ -175,7 +175,7 @@ def _bits(shape: ProbeShape, models: Models) -> Iterator[Line]:
         yield _path("the same bits in any company", "tested", found.difference)
 
 
-def _models(shape: ProbeShape, device_name: str) -> Models:
+def _models(shape: ProbeShape, device_name: str) -> LoadedPair:
     from blockdraft.settings.settings import Settings
     from blockdraft.start.loading import load_models
 
@@ -191,9 +191,9 @@ def _models(shape: ProbeShape, device_name: str) -> Models:
             draft_quantization=shape.quantization,
             kv_dtype=shape.kv_dtype,
             width=8 if device_name == "cpu" else 16,
-            max_context=1024,
-            max_rows=4,
-            chunk=64,
+            max_model_len=1024,
+            max_num_seqs=4,
+            max_prefill_tokens=64,
             cache_bytes=CACHE_BYTES,
         )
         return load_models(settings, lambda text: None)

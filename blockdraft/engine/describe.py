@@ -11,7 +11,7 @@ from torch import nn
 from blockdraft.cache.spec import bytes_per_token
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.info import EngineInfo
-from blockdraft.engine.loaded import Models
+from blockdraft.engine.loaded_pair import LoadedPair
 from blockdraft.kernels.kv_formats import EXACT
 from blockdraft.planner.draft_title import drafting_title
 from blockdraft.planner.plan import ELEMENT_BYTES, Plan
@@ -43,9 +43,9 @@ def engine_info(engine: Engine) -> EngineInfo:
         dtype=plan.dtype,
         device=str(models.device),
         quantization=plan.quantization,
-        max_context=plan.max_context,
+        max_model_len=plan.max_model_len,
         most_context=models.most_context,
-        max_rows=plan.max_rows,
+        max_num_seqs=plan.max_num_seqs,
         num_pages=plan.num_pages,
         page_size=plan.page_size,
         num_cache_bytes=engine.cache.num_bytes,
@@ -65,19 +65,19 @@ def engine_info(engine: Engine) -> EngineInfo:
     )
 
 
-def kv_bytes_per_token(models: Models) -> int:
+def kv_bytes_per_token(models: LoadedPair) -> int:
     """Of all layers of both models, as compressed as they are; what is still exact has room of its own."""
     return bytes_per_token(models.cache_specs(), ELEMENT_BYTES[models.plan.dtype])
 
 
-def kv_compression(models: Models) -> float:
+def kv_compression(models: LoadedPair) -> float:
     """How many times fewer that is than without compression."""
     plain = replace(models.plan, kv_dtype=EXACT, draft_kv_dtype=EXACT)
     taken = kv_bytes_per_token(models)
     return kv_bytes_per_token(replace(models, plan=plain)) / taken if taken else 1.0
 
 
-def kv_text(models: Models) -> str:
+def kv_text(models: LoadedPair) -> str:
     """For the log: "keys and values in tq4 (3.9x)"; empty where nothing is compressed."""
     plan = models.plan
     if not plan.num_exact_pages:

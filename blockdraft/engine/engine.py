@@ -17,7 +17,7 @@ from blockdraft.cache.rows import Rows, RowSampling
 from blockdraft.cache.spec import NUM_RESERVED_PAGES
 from blockdraft.engine.exact_pages import ExactPages
 from blockdraft.engine.forms import FormMasks, StepInParts, run_in_parts
-from blockdraft.engine.loaded import Models
+from blockdraft.engine.loaded_pair import LoadedPair
 from blockdraft.engine.page_allocator import PageAllocator
 from blockdraft.engine.request import (
     MAX_LOGPROBS,
@@ -39,7 +39,7 @@ from blockdraft.kernels.sampling_tables import MAX_LISTED
 from blockdraft.kernels.transfer import to_device
 from blockdraft.planner.plan import Plan
 from blockdraft.step.captures import capturing
-from blockdraft.step.decode import decode_parts, run_through
+from blockdraft.step.decode import decode_parts, run_all_parts
 from blockdraft.step.graphs import Reading, StepGraphs, pack
 from blockdraft.step.prefill import prefill_step, prompt_logprobs
 from blockdraft.step.prefill_graphs import PrefillGraphs
@@ -64,7 +64,7 @@ class Launched:
 class Engine:
     """Continuous batching over one target and one drafter."""
 
-    def __init__(self, models: Models, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, models: LoadedPair, clock: Callable[[], float] = time.monotonic) -> None:
         plan = models.plan
         self.models = models
         self.clock = clock
@@ -74,7 +74,7 @@ class Engine:
         self.cache = Cache(
             models.cache_specs(),
             num_pages=num_pages,
-            num_rows=plan.max_rows + 1,  # and the scratch row
+            num_rows=plan.max_num_seqs + 1,  # and the scratch row
             page_size=plan.page_size,
             dtype=getattr(torch, plan.dtype),
             device=models.device,
@@ -83,7 +83,7 @@ class Engine:
             num_exact_pages=num_exact,
         )
         self.rows = Rows(
-            max_rows=plan.max_rows,
+            max_rows=plan.max_num_seqs,
             max_pages=plan.pages_of(plan.max_positions),
             vocab_size=models.config.vocab_size,
             scratch_page=SCRATCH_PAGE,
@@ -99,14 +99,14 @@ class Engine:
                 num_pages=num_exact,
                 first=NUM_RESERVED_PAGES,
                 page_size=plan.page_size,
-                cold_end=rule.cold_end,
+                compressed_end_at=rule.compressed_end_at,
             )
             pages.on_forget = exact.forget
         self.scheduler = Scheduler(plan, pages, clock, exact)
-        self.stats = Stats(clock, plan.max_context)
+        self.stats = Stats(clock, plan.max_model_len)
         self.vocabulary = Vocabulary(models.tokenizer, models.config.vocab_size)
         self.masks = FormMasks(
-            max_rows=plan.max_rows,
+            max_num_seqs=plan.max_num_seqs,
             block=plan.block,
             num_words=self.vocabulary.num_words,
             device=models.device,
@@ -199,7 +199,7 @@ class Engine:
             request.prompt_ids,
             sampling,
             vocab_size=self.models.config.vocab_size,
-            max_context=plan.max_context,
+            max_model_len=plan.max_model_len,
             most_context=self.models.most_context,
             block=plan.block,
         )
@@ -215,7 +215,7 @@ class Engine:
         end_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             end_ids |= frozenset(i for i in tokenizer.eos_ids if i < self.models.config.vocab_size)
-        max_tokens = plan.max_context if params.max_tokens is None else params.max_tokens
+        max_tokens = plan.max_model_len if params.max_tokens is None else params.max_tokens
         return Sequence(
             request=request,
             index=index,
@@ -235,7 +235,7 @@ class Engine:
                 bias=tuple(params.logit_bias.items()),
             ),
             end_ids=end_ids,
-            max_length=min(num_prompt + max_tokens, plan.max_context),
+            max_length=min(num_prompt + max_tokens, plan.max_model_len),
             stream=TextStream(
                 tokenizer,
                 request.prompt_ids,
@@ -306,7 +306,7 @@ class Engine:
         self.graphs.capture(sizes, widths, now)
         self.scheduler.is_ready = self.graphs.is_cheap
         if not self.cache.has_states and self.models.device.type == "cuda":
-            most = min(self.models.plan.chunk, self.models.plan.max_context)
+            most = min(self.models.plan.max_prefill_tokens, self.models.plan.max_model_len)
             self.prefill_graphs = PrefillGraphs(self.prefill, self.rows, max_tokens=most, steps=self.graphs)
 
     def drop_graphs(self) -> None:
@@ -383,7 +383,7 @@ class Engine:
 
     def decode(self, width: int, num_logprobs: int | None = None) -> Verdict:
         """One decode step of the active rows."""
-        return run_through(self._parts(width, num_logprobs=num_logprobs, rates=self._rates))
+        return run_all_parts(self._parts(width, num_logprobs=num_logprobs, rates=self._rates))
 
     def _parts(
         self,

@@ -20,11 +20,13 @@ NO_PAGE = 0  # a page that a row does not hold any more: nobody reads it
 
 
 class ExactPages:
-    """Hands out pages `first` … `num_pages - 1`. `cold_end` is that of the rule of positions."""
+    """Hands out pages `first` … `num_pages - 1`. `compressed_end_at` is that of the rule of positions."""
 
-    def __init__(self, *, num_pages: int, first: int, page_size: int, cold_end: Callable[[int], int]) -> None:
+    def __init__(
+        self, *, num_pages: int, first: int, page_size: int, compressed_end_at: Callable[[int], int]
+    ) -> None:
         self.page_size = page_size
-        self._cold_end = cold_end
+        self._cold_end = compressed_end_at
         self._all = range(first, num_pages)
         self._blank = list(reversed(self._all))
         self._holders = [0] * num_pages

@@ -18,7 +18,7 @@ from torch import Tensor
 from blockdraft.grammar.guide import Guide, fill_forms
 from blockdraft.kernels.sampling import Allowed
 from blockdraft.kernels.transfer import to_device
-from blockdraft.step.decode import run_through
+from blockdraft.step.decode import run_all_parts
 from blockdraft.step.graphs import PartsOfStep, Reading, pack
 from blockdraft.step.verify import Verdict
 
@@ -29,8 +29,8 @@ class FormMasks:
     There is no memory for them before the first form: many engines never see one, and bulk has many rows.
     """
 
-    def __init__(self, *, max_rows: int, block: int, num_words: int, device: torch.device) -> None:
-        self._max_rows = max_rows
+    def __init__(self, *, max_num_seqs: int, block: int, num_words: int, device: torch.device) -> None:
+        self._max_rows = max_num_seqs
         self._block = block
         self._num_words = num_words
         self._device = device
@@ -102,7 +102,7 @@ class StepInParts:
         next(self._parts)
 
     def settle(self) -> Tensor:
-        self.verdict = run_through(self._parts)
+        self.verdict = run_all_parts(self._parts)
         return pack(self.verdict)
 
 

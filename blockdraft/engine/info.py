@@ -29,9 +29,9 @@ class EngineInfo:
     dtype: str
     device: str
     quantization: str
-    max_context: int
-    most_context: int  # what --max-context could be raised to; less may fit into the memory
-    max_rows: int
+    max_model_len: int
+    most_context: int  # what --max-model-len could be raised to; less may fit into the memory
+    max_num_seqs: int
     num_pages: int
     page_size: int
     num_cache_bytes: int

@@ -135,21 +135,21 @@ def check_request(
     sampling: SamplingParams,
     *,
     vocab_size: int,
-    max_context: int,
+    max_model_len: int,
     most_context: int,
     block: int,
 ) -> None:
     """Raises RequestError, naming the field, for what an engine of these limits can never run.
 
-    `most_context`: what --max-context could be raised to, for the advice.
+    `most_context`: what --max-model-len could be raised to, for the advice.
     """
     if not prompt_ids:
         raise RequestError("the prompt is empty: give at least one token.", "prompt")
-    if len(prompt_ids) >= max_context:
-        raised = f", or start with --max-context {most_context}" if len(prompt_ids) < most_context else ""
+    if len(prompt_ids) >= max_model_len:
+        raised = f", or start with --max-model-len {most_context}" if len(prompt_ids) < most_context else ""
         raise RequestError(
             # OpenAI's words, by which routers and agents know the case.
-            f"This model's maximum context length is {max_context} tokens. However, the prompt has "
+            f"This model's maximum context length is {max_model_len} tokens. However, the prompt has "
             f"{len(prompt_ids)} tokens, and the answer needs one more: shorten it{raised}.",
             "prompt",
             "context_length_exceeded",

@@ -18,10 +18,10 @@ import numpy as np
 
 from blockdraft.engine.chunks import Chunks
 from blockdraft.engine.exact_pages import NO_PAGE, ExactPages
-from blockdraft.engine.governor import GovernedStep, Governor
 from blockdraft.engine.page_allocator import OutOfPages, PageAllocator
 from blockdraft.engine.request import Delta, TokenLogprobs
 from blockdraft.engine.sequence import Sequence
+from blockdraft.engine.width_controller import GovernedStep, WidthController
 from blockdraft.errors import CapacityError, RequestError
 from blockdraft.planner.plan import Plan
 
@@ -67,7 +67,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # oldest first
         self.num_preemptions = 0
-        self._free_rows = list(reversed(range(plan.max_rows)))
+        self._free_rows = list(reversed(range(plan.max_num_seqs)))
         self._at_begin: tuple[Sequence, ...] = ()
         self._last_width = 0
         self.is_ready: Callable[[int, int], bool] = always  # whether a step of so many rows can run at once
@@ -76,8 +76,8 @@ class Scheduler:
     def follow(self, plan: Plan) -> None:
         """Decide by `plan` from now on; its rows and pages are those of the plan before it."""
         self._plan = plan
-        self.chunks = Chunks(plan.chunk)
-        self._governor = Governor.of(plan) if plan.step_costs else None
+        self.chunks = Chunks(plan.max_prefill_tokens)
+        self._width_controller = WidthController.of(plan) if plan.step_costs else None
 
     # ---- requests in and out
 
@@ -129,7 +129,7 @@ class Scheduler:
         self.pages.recover()
         if self.exact is not None:
             self.exact.recover()
-        self._free_rows = list(reversed(range(self._plan.max_rows)))
+        self._free_rows = list(reversed(range(self._plan.max_num_seqs)))
         self.waiting = deque(s for s in self.waiting if s.request.id not in touched)
         self.running = []
         return ended
@@ -279,24 +279,28 @@ class Scheduler:
 
     def _widths(self, sequences: list[Sequence]) -> list[int]:
         records = [sequence.tally.record for sequence in sequences if sequence.may_change_width]
-        if self._governor is None or not records:
+        if self._width_controller is None or not records:
             return [sequence.width for sequence in sequences]
-        width = self._governor.next_width(records, self.is_ready)
+        width = self._width_controller.next_width(records, self.is_ready)
         return [width if sequence.may_change_width else sequence.width for sequence in sequences]
 
     @property
     def governed(self) -> GovernedStep:
         """The last step whose width was chosen."""
-        return GovernedStep() if self._governor is None else self._governor.last
+        return GovernedStep() if self._width_controller is None else self._width_controller.last
 
     def num_plain(self, batch: Batch) -> float | None:
         """How many plain steps of as many rows take as long as this step; None: not known."""
-        governor = self._governor
+        governor = self._width_controller
         return None if governor is None else governor.costs.num_plain(len(batch.sequences), batch.width)
 
     def is_likely(self, num_rows: int, width: int) -> bool:
         """Whether so many rows will be of that width, by all that is known now."""
-        planned = self._plan.width if self._governor is None else self._governor.likely_width(num_rows)
+        planned = (
+            self._plan.width
+            if self._width_controller is None
+            else self._width_controller.likely_width(num_rows)
+        )
         return width in (1, planned)
 
     def _batch(
@@ -372,10 +376,10 @@ class Scheduler:
             self._commit_prompts(batch, outcome)
             return []
         deltas, now_s, width = [], self.clock(), batch.width
-        if self._governor is not None:
+        if self._width_controller is not None:
             num_right = [len(token_ids) - 1 for token_ids in outcome.token_ids]
             records = [sequence.tally.record for sequence in batch.sequences]
-            self._governor.observe(width, num_right, seconds, records, outcome.confidence)
+            self._width_controller.observe(width, num_right, seconds, records, outcome.confidence)
         logprobs = outcome.logprobs or itertools.repeat(())
         for sequence, token_ids, its_logprobs in zip(
             batch.sequences, outcome.token_ids, logprobs, strict=False
@@ -383,7 +387,7 @@ class Scheduler:
             if sequence.row is None:
                 continue
             sequence.num_in_flight -= width
-            if self._governor is not None:
+            if self._width_controller is not None:
                 sequence.tally.record.count(width, len(token_ids) - 1)
             deltas.append(sequence.accept(token_ids, its_logprobs, now_s, width))
             self._remember(sequence)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from blockdraft.cache.rows import RowSampling
-from blockdraft.engine.governor import DraftRecord
 from blockdraft.engine.histogram import at_least
 from blockdraft.engine.request import Delta, FinishReason, Metrics, Request, TokenLogprobs, counted_width
+from blockdraft.engine.width_controller import DraftRecord
 from blockdraft.grammar.guide import Guide
 from blockdraft.text.detokenizer import TextStream
 

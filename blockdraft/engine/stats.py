@@ -150,7 +150,7 @@ class Snapshot(Load):
 class Stats:
     """Totals since the start. `accepted[i]` counts the drafts at position i + 1 that were accepted."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, max_context: int = 1_000_000) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, max_model_len: int = 1_000_000) -> None:
         self.num_prefill_steps = 0
         self.num_prefill_tokens = 0
         self.num_cached_tokens = 0
@@ -167,7 +167,7 @@ class Stats:
         self.finished: Counter[str] = Counter()
         self._clock = clock
         self._ended: dict[str, list[int]] = {}  # of each request, the tokens of choices that have ended
-        self._recorders = _recorders(max_context)
+        self._recorders = _recorders(max_model_len)
         self._recent = _Recent(clock())
         self._begins: deque[tuple[int, Drafts]] = deque(maxlen=LATELY_S)  # of seconds in which blocks ended
         self._lock = Lock()
@@ -359,7 +359,7 @@ class _Recent:
         self._second = max(self._second, second)
 
 
-def _recorders(max_context: int) -> dict[str, Recorder]:
+def _recorders(max_model_len: int) -> dict[str, Recorder]:
     return {
         "time_to_first_token_seconds": Recorder(_FIRST_TOKEN_S),
         "inter_token_latency_seconds": Recorder(_TOKEN_S),
@@ -369,10 +369,10 @@ def _recorders(max_context: int) -> dict[str, Recorder]:
         "request_prefill_time_seconds": Recorder(_REQUEST_S),
         "request_decode_time_seconds": Recorder(_REQUEST_S),
         "request_inference_time_seconds": Recorder(_REQUEST_S),
-        "request_prompt_tokens": Recorder(one_two_five(max_context)),
-        "request_generation_tokens": Recorder(one_two_five(max_context)),
-        "request_max_num_generation_tokens": Recorder(one_two_five(max_context)),
-        "request_params_max_tokens": Recorder(one_two_five(max_context)),
+        "request_prompt_tokens": Recorder(one_two_five(max_model_len)),
+        "request_generation_tokens": Recorder(one_two_five(max_model_len)),
+        "request_max_num_generation_tokens": Recorder(one_two_five(max_model_len)),
+        "request_params_max_tokens": Recorder(one_two_five(max_model_len)),
         "request_params_n": Recorder(_CHOICES),
         "iteration_tokens_total": Recorder(_STEP_TOKENS),
     }

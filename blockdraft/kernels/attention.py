@@ -83,10 +83,10 @@ class Reads:
         in_reach = key < (self.starts + self.width)[:, None]
         return torch.where(in_reach, table * page_size + key % page_size, 0)
 
-    def is_cold(self, rule: PositionRule) -> Tensor:
+    def is_compressed(self, rule: PositionRule) -> Tensor:
         """[R, B, L]: whether the query reads the key compressed."""
         query = self.starts[:, None, None] + torch.arange(self.width, device=self._key.device)[:, None]
-        return (self._key >= rule.sinks) & (self._key < rule.cold_end(query))
+        return (self._key >= rule.sinks) & (self._key < rule.compressed_end_at(query))
 
     def bias(self, mask: Mask, dtype: torch.dtype) -> Tensor:
         """[R, B, L]: 0 where the query sees the key, -inf elsewhere."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from blockdraft.kernels.linear import Multiply, reference_linear
-from blockdraft.kernels.rows import RmsNorm, reference_rms_norm
+from blockdraft.kernels.pointwise import RmsNorm, reference_rms_norm
 
 BlockConvolve = Callable[[Tensor, Tensor, Tensor, int, Tensor | None], Tensor]
 ConvBefore = Callable[[Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from blockdraft.kernels.rows import sigmoid, softplus
+from blockdraft.kernels.pointwise import sigmoid, softplus
 
 if TYPE_CHECKING:
     pass

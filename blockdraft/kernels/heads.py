@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.kernels import kv_codec
-from blockdraft.kernels.rows import Angles, sigmoid
+from blockdraft.kernels.pointwise import Angles, sigmoid
 
 if TYPE_CHECKING:
     pass

@@ -14,20 +14,20 @@ from blockdraft.kernels import (
     gated_delta,
     heads,
     int8,
-    kv_cold,
+    kv_compressed,
     moe,
-    rows,
+    pointwise,
     sampling,
 )
 from blockdraft.kernels import linear as products
-from blockdraft.kernels import recall as recalling
+from blockdraft.kernels import ngram_lookup as recalling
 from blockdraft.kernels.choice import OPERATIONS, Available, Operation
-from blockdraft.kernels.pick.attention import pick_attend, pick_attend_cold, pick_compress, pick_locate
+from blockdraft.kernels.pick.attention import pick_attend, pick_attend_compressed, pick_compress, pick_locate
 from blockdraft.kernels.pick.choosing import (
     pick_acceptance,
     pick_choose,
     pick_forbid,
-    pick_recall,
+    pick_ngram_lookup,
     pick_walk,
 )
 from blockdraft.kernels.pick.mixtures import pick_experts, pick_route
@@ -51,9 +51,9 @@ class Kernels:
     """
 
     available: Available  # what they were chosen by
-    rms_norm: rows.RmsNorm
-    gate_mul: rows.GateMul
-    rotate: rows.Rotate
+    rms_norm: pointwise.RmsNorm
+    gate_mul: pointwise.GateMul
+    rotate: pointwise.Rotate
     linear: products.Multiply
     gated_linear: products.GatedMultiply
     scaled_linear: products.ScaledMultiply
@@ -63,8 +63,8 @@ class Kernels:
     gate_heads: heads.GateHeads
     attend: attention.Attend
     locate: attention.Locate | None
-    attend_cold: kv_cold.AttendCold
-    compress: kv_cold.Compress
+    attend_compressed: kv_compressed.AttendCompressed
+    compress: kv_compressed.Compress
     scan: gated_delta.DeltaScan
     fold: gated_delta.DeltaFold
     convolve: gated_delta.Convolve
@@ -128,7 +128,7 @@ def _assembled(at: Available) -> Kernels:
     int8_linear, int8_look_up = pick_int8(at)
     scan, fold = pick_scan(at)
     count_accepted, draw_accepted, advance = pick_acceptance(at)
-    recall, remember = pick_recall(at)
+    recall, remember = pick_ngram_lookup(at)
     conv_before, conv_after = pick_block_convs(at, linear, rms_norm)
     return Kernels(
         available=at,
@@ -144,7 +144,7 @@ def _assembled(at: Available) -> Kernels:
         gate_heads=pick_gate_heads(at),
         attend=pick_attend(at),
         locate=pick_locate(at),
-        attend_cold=pick_attend_cold(at),
+        attend_compressed=pick_attend_compressed(at),
         compress=pick_compress(at),
         scan=scan,
         fold=fold,

@@ -44,14 +44,14 @@ class PositionRule:
                 "use a positive number of tokens, and none or more exact ones."
             )
 
-    def cold_end(self, position: Position) -> Position:
+    def compressed_end_at(self, position: Position) -> Position:
         """c(t)"""
         tiles = (position - self.window) // self.stride * self.stride
         return tiles.clamp(min=0) if isinstance(tiles, Tensor) else max(0, tiles)
 
     def compressed_end(self, length: Position) -> Position:
         """Where compressed tokens end in a row of that length: at least what its next block will read so."""
-        return self.cold_end(length + self.block - 1)
+        return self.compressed_end_at(length + self.block - 1)
 
     def group(self, position: int) -> int:
         """Queries of one group, `stride` positions, have the same c."""

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from blockdraft.kernels.choice import has_triton
-from blockdraft.kernels.rows import Gate, reference_gate_mul
+from blockdraft.kernels.pointwise import Gate, reference_gate_mul
 
 MAX_FEW = 16  # tokens; of the GPU's lowest tile
 WIDENED_VALUES = 1 << 26  # of a weight, where the reference computes in a wider dtype than it is stored in

@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from blockdraft.kernels.rows import GateMul, reference_gate_mul, sigmoid
+from blockdraft.kernels.pointwise import GateMul, reference_gate_mul, sigmoid
 
 Groups = tuple[Tensor, Tensor]  # order and tiles, see `triton.routing`
 Weighing = Literal["all", "renormalised", "chosen"]

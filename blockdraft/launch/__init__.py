@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from blockdraft.launch.command import Command
 from blockdraft.launch.engine_versions import read_version
-from blockdraft.launch.order import HOST, Order
+from blockdraft.launch.launch_request import HOST, LaunchRequest
 from blockdraft.launch.sglang import sglang_command
 from blockdraft.launch.vllm import vllm_command
 from blockdraft.machine.machine import Machine
@@ -39,7 +39,7 @@ def translate(  # noqa: PLR0913  # all that is known
     """
     assert settings.engine in _WRITERS, "our own engine is not launched"
     settings = with_drafter(settings)
-    order = Order(
+    order = LaunchRequest(
         settings=settings,
         version=read_version(settings.engine, settings.engine_version),
         machine=machine,

@@ -21,7 +21,7 @@ from blockdraft.checkpoints.model_folder import ModelFolder
 from blockdraft.checkpoints.read_draft_config import draft_block, draft_kind
 from blockdraft.errors import SettingsError
 from blockdraft.launch.engine_versions import NEWEST, EngineVersion, read_version
-from blockdraft.launch.order import Combination, Raw
+from blockdraft.launch.launch_request import Combination, Raw
 from blockdraft.machine.machine import Machine
 from blockdraft.settings.settings import Settings
 from blockdraft.settings.shipped import with_drafter
@@ -237,7 +237,7 @@ def _quantization(config: Raw | None) -> Raw | None:
 def _is_context_past_draft(found: Combination) -> bool:
     """Whether more context is asked than the drafter's positions reach."""
     reach = None if found.draft is None else found.draft.get("max_position_embeddings")
-    asked = found.settings.max_context
+    asked = found.settings.max_model_len
     return isinstance(reach, int) and asked != "auto" and asked > reach
 
 
@@ -273,9 +273,9 @@ FACTS: Mapping[str, Callable[[Combination], object]] = {
     "prefix_cache": lambda found: found.settings.prefix_cache,
     "graphs": lambda found: found.settings.graphs,
     "flash_attention": _has_flash_attention,
-    "rows_above": lambda found: found.settings.max_rows,
-    "context_above": lambda found: found.settings.max_context,
-    "chunk_above": lambda found: found.settings.chunk,
+    "rows_above": lambda found: found.settings.max_num_seqs,
+    "context_above": lambda found: found.settings.max_model_len,
+    "chunk_above": lambda found: found.settings.max_prefill_tokens,
     "nodes_above": lambda found: found.settings.num_nodes,
     "pipeline_above": lambda found: found.settings.pipeline_parallel,
     "memory_above": lambda found: found.memory_share,

@@ -13,7 +13,7 @@ from blockdraft.launch import Command, translate
 from blockdraft.launch.engine_versions import TITLES, read_version
 from blockdraft.launch.installed import Installed
 from blockdraft.launch.issues import Issue, check_settings, refuse
-from blockdraft.launch.order import HOST
+from blockdraft.launch.launch_request import HOST
 from blockdraft.launch.supervisor import Launch
 from blockdraft.machine.cards import card_named
 from blockdraft.machine.machine import Machine, free_port, read_machine

@@ -16,9 +16,9 @@ from pathlib import Path
 
 from blockdraft.launch.log_signs import is_bar
 
-KEEPER = Path(__file__).with_name("keeper.py")
+REAPER = Path(__file__).with_name("reaper.py")
 GRACE_S = 15.0  # for an engine to end by itself; arbitrary
-KEEPER_S = 12.0  # for the keeper to bury what is left of it, beyond GRACE_S
+REAPER_S = 12.0  # for the keeper to bury what is left of it, beyond GRACE_S
 MAX_LINES = 200  # of its output, kept for whoever asks why it ended
 MAX_LINE = 4000  # characters
 HIDDEN = "***"
@@ -46,7 +46,7 @@ class EngineProcess:
         self._lock = threading.Lock()
         # Without the site and the environment's own Python settings, which are meant for the engine.
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(KEEPER), str(grace_s), *argv],
+            [sys.executable, "-I", "-S", str(REAPER), str(grace_s), *argv],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -75,11 +75,11 @@ class EngineProcess:
         with contextlib.suppress(OSError):
             self._process.stdin.close()  # which tells the keeper
         try:
-            self._process.wait(self._grace_s + KEEPER_S)
+            self._process.wait(self._grace_s + REAPER_S)
         except subprocess.TimeoutExpired:
             self._process.kill()  # the engine dies with it
             self._process.wait()
-        self._reader.join(KEEPER_S)
+        self._reader.join(REAPER_S)
 
     def _read(self) -> None:
         assert self._process.stdout is not None

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from blockdraft.errors import SettingsError
 from blockdraft.launch.command import Command
-from blockdraft.launch.order import HOST, TRUST_FLAG, Flags, Order, write_command
+from blockdraft.launch.launch_request import HOST, TRUST_FLAG, Flags, LaunchRequest, write_command
 
 IMAGE = "lmsysorg/sglang"
 BACKENDS = {"triton_attn": "triton", "flash_infer": "flashinfer", "flex": "flex_attention"}
@@ -29,7 +29,7 @@ KV_DTYPES = {
 }
 
 
-def sglang_command(order: Order) -> Command:
+def sglang_command(order: LaunchRequest) -> Command:
     """Raises SettingsError for a setting that this version has no words for."""
     _refuse(order)
     metrics = ("--enable-metrics", True)  # else /metrics is empty
@@ -40,13 +40,13 @@ def sglang_command(order: Order) -> Command:
     return write_command(order, program, flags, env={**_overlap(order), **order.environment}, image=image)
 
 
-def _overlap(order: Order) -> dict[str, str]:
+def _overlap(order: LaunchRequest) -> dict[str, str]:
     """What lets its scheduler run ahead of drafts; z-lab calls it experimental, so only where it is asked."""
     is_wanted = order.settings.overlap is True and order.drafter is not None
     return dict.fromkeys(OVERLAP_VARIABLES, "1") if is_wanted else {}
 
 
-def _refuse(order: Order) -> None:
+def _refuse(order: LaunchRequest) -> None:
     settings = order.settings
     if settings.cache_bytes != "auto":
         raise order.refusal("cache_bytes", "it sizes its cache by a share; use --gpu-memory-utilization")
@@ -59,7 +59,7 @@ def _refuse(order: Order) -> None:
         )
 
 
-def _model(order: Order) -> Flags:
+def _model(order: LaunchRequest) -> Flags:
     settings = order.settings
     if settings.kv_dtype != "auto" and settings.kv_dtype not in KV_DTYPES:
         raise order.refusal("kv_dtype", f"it knows {', '.join(KV_DTYPES)}")
@@ -77,7 +77,7 @@ def _model(order: Order) -> Flags:
     ]
 
 
-def _backend(order: Order, name: str) -> str | None:
+def _backend(order: LaunchRequest, name: str) -> str | None:
     """FlashAttention is fa3 on Hopper, fa4 on the Blackwell of data centres; elsewhere Triton stands in."""
     value: str | None = getattr(order.settings, name)
     if value is None:
@@ -93,13 +93,13 @@ def _backend(order: Order, name: str) -> str | None:
     return {9: "fa3", 10: "fa4"}.get(order.capability[0], "triton")
 
 
-def _limits(order: Order) -> Flags:
+def _limits(order: LaunchRequest) -> Flags:
     settings = order.settings
     return [
-        ("--context-length", order.changed("max_context")),
-        ("--max-running-requests", order.changed("max_rows")),
+        ("--context-length", order.changed("max_model_len")),
+        ("--max-running-requests", order.changed("max_num_seqs")),
         ("--max-queued-requests", order.changed("max_queue")),
-        ("--chunked-prefill-size", order.changed("chunk")),
+        ("--chunked-prefill-size", order.changed("max_prefill_tokens")),
         ("--page-size", order.changed("page_size")),
         # Its share is of weights and cache alone, so our default would leave too little for the rest.
         ("--mem-fraction-static", order.changed("gpu_memory_utilization")),
@@ -109,14 +109,14 @@ def _limits(order: Order) -> Flags:
     ]
 
 
-def _machines(order: Order) -> Flags:
+def _machines(order: LaunchRequest) -> Flags:
     flags = order.machine_flags("--tp-size", "--pp-size")
     if order.settings.num_nodes > 1:
         flags.append(("--dist-init-addr", "{}:{}".format(*order.head)))
     return flags
 
 
-def _speculation(order: Order) -> Flags:
+def _speculation(order: LaunchRequest) -> Flags:
     drafter = order.drafter
     if drafter is None:
         return []
@@ -129,7 +129,7 @@ def _speculation(order: Order) -> Flags:
     ]
 
 
-def _draft_quantization(order: Order) -> str | None:
+def _draft_quantization(order: LaunchRequest) -> str | None:
     """Always given: without it the drafter's weights are read as the target's are (sglang #35860)."""
     if order.draft is not None and isinstance(order.draft.get("quantization_config"), Mapping):
         return None

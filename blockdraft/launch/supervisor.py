@@ -18,8 +18,8 @@ from blockdraft.fp4_kernels import FALLBACK, is_fp4_fallback, read_fp4_kernel
 from blockdraft.jsonl import as_object
 from blockdraft.launch.command import Command
 from blockdraft.launch.engine_versions import TITLES
+from blockdraft.launch.launch_request import HOST
 from blockdraft.launch.log_signs import PHASES, PhaseTracker, is_error, read_sign
-from blockdraft.launch.order import HOST
 from blockdraft.launch.process import GRACE_S, EngineProcess, shown_exit
 from blockdraft.phases import StartProgress
 from blockdraft.prometheus_text import samples
@@ -76,7 +76,7 @@ class Supervisor:
         self.startup = StartProgress(report, names=PHASES)
         self.is_ready = False  # has been, at least once
         self.version: str | None = None  # as the engine says
-        self.max_context: int | None = None
+        self.max_model_len: int | None = None
         self.error: str | None = None
         self.fp4_kernels: list[str] = []  # as its log names them, where weights have four bits
         self._on_line = on_line
@@ -100,7 +100,7 @@ class Supervisor:
         if not self.is_ready or self.launch.head_address is not None:
             return None
         engine = f"{self.title} {self.versions()['version']}"
-        more = {"max_context": self.max_context, "fp4_kernels": list(self.fp4_kernels)}
+        more = {"max_model_len": self.max_model_len, "fp4_kernels": list(self.fp4_kernels)}
         return {"engine": engine, **self._facts, **more}
 
     def versions(self) -> dict[str, str]:
@@ -248,7 +248,7 @@ class Supervisor:
                 "another server may have its port."
             )
         length = mine[0].get("max_model_len")
-        self.max_context = length if isinstance(length, int) else None
+        self.max_model_len = length if isinstance(length, int) else None
 
     def _check_version(self) -> None:
         for path in ("/version", "/get_server_info"):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from blockdraft.checkpoints.read_draft_config import draft_kind
 from blockdraft.launch.command import Command
 from blockdraft.launch.engine_versions import EngineVersion
-from blockdraft.launch.order import TRUST_FLAG, Flags, Order, write_command
+from blockdraft.launch.launch_request import TRUST_FLAG, Flags, LaunchRequest, write_command
 from blockdraft.settings.acceptance_profile import acceptance_rates
 
 IMAGE = "vllm/vllm-openai"
@@ -24,7 +24,7 @@ REQUEST_METRICS = "0.29.0"
 BACKENDS = {"TRITON": "TRITON_ATTN", "FLASH": "FLASH_ATTN", "FLEX": "FLEX_ATTENTION"}
 
 
-def vllm_command(order: Order) -> Command:
+def vllm_command(order: LaunchRequest) -> Command:
     """Raises SettingsError for a setting that this version has no words for."""
     flags = [*order.address_flags, *_model(order), *_limits(order), *_machines(order), *_speculation(order)]
     program = ("vllm", "serve", order.settings.model)
@@ -39,7 +39,7 @@ def has_dflash(version: EngineVersion) -> bool:
     return version.within(f">={DFLASH}") or (version.is_nightly and version.within(">=0.19.1"))
 
 
-def _model(order: Order) -> Flags:
+def _model(order: LaunchRequest) -> Flags:
     return [
         ("--dtype", order.changed("dtype")),
         ("--quantization", order.quantization("quantization")),
@@ -57,17 +57,17 @@ def _backend(name: str | None) -> str | None:
     return None if name is None else BACKENDS.get(name.upper(), name.upper())
 
 
-def _limits(order: Order) -> Flags:
+def _limits(order: LaunchRequest) -> Flags:
     settings = order.settings
     overlap = settings.overlap
     # Its own default differs between versions, so the share is always said; on a CPU it would be of the
     # machine's whole memory.
     share = order.changed("gpu_memory_utilization") if order.is_cpu else order.memory_share
     return [
-        ("--max-model-len", order.changed("max_context")),
-        ("--max-num-seqs", order.changed("max_rows")),
+        ("--max-model-len", order.changed("max_model_len")),
+        ("--max-num-seqs", order.changed("max_num_seqs")),
         ("--max-num-queued-reqs", _max_in_flight(order)),
-        ("--max-num-batched-tokens", order.changed("chunk")),
+        ("--max-num-batched-tokens", order.changed("max_prefill_tokens")),
         ("--block-size", order.changed("page_size")),
         ("--kv-cache-memory-bytes", order.changed("cache_bytes")),
         ("--gpu-memory-utilization", share),
@@ -80,18 +80,18 @@ def _limits(order: Order) -> Flags:
     ]
 
 
-def _max_in_flight(order: Order) -> int | None:
+def _max_in_flight(order: LaunchRequest) -> int | None:
     """The queue's limit as vLLM counts it: with the requests that run."""
     if order.changed("max_queue") is None:
         return None
     if not order.version.within(f">={QUEUE_LIMIT}"):
         raise order.refusal("max_queue", f"its queue has no limit before {QUEUE_LIMIT}")
-    if order.settings.max_rows == "auto":
-        raise order.refusal("max_queue", "it counts running requests too; give --max-rows as well")
-    return order.settings.max_rows + order.settings.max_queue
+    if order.settings.max_num_seqs == "auto":
+        raise order.refusal("max_queue", "it counts running requests too; give --max-num-seqs as well")
+    return order.settings.max_num_seqs + order.settings.max_queue
 
 
-def _machines(order: Order) -> Flags:
+def _machines(order: LaunchRequest) -> Flags:
     flags = order.machine_flags("--tensor-parallel-size", "--pipeline-parallel-size")
     if order.settings.num_nodes > 1:
         host, port = order.head
@@ -100,7 +100,7 @@ def _machines(order: Order) -> Flags:
     return flags
 
 
-def _speculation(order: Order) -> Flags:
+def _speculation(order: LaunchRequest) -> Flags:
     drafter = order.drafter
     if drafter is None:
         return []
@@ -125,7 +125,7 @@ def _speculation(order: Order) -> Flags:
     ]
 
 
-def _draft_backend(order: Order) -> str | None:
+def _draft_backend(order: LaunchRequest) -> str | None:
     backend = _backend(order.settings.draft_attention_backend)
     if backend is None or order.version.within(f">={DRAFT_BACKEND}"):
         return backend
@@ -141,7 +141,7 @@ def _draft_backend(order: Order) -> str | None:
     return None
 
 
-def _synthetic(order: Order) -> dict[str, object]:
+def _synthetic(order: LaunchRequest) -> dict[str, object]:
     profile = order.settings.synthetic_acceptance
     if profile is None:
         return {}

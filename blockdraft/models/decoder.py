@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from blockdraft.cache.view import View
-from blockdraft.kernels.rows import Angles
+from blockdraft.kernels.pointwise import Angles
 from blockdraft.models.config import AttentionConfig, ModelConfig, Rope
 from blockdraft.models.kernel_module import KernelModule
 from blockdraft.models.layers import Embedding, Linear, RMSNorm

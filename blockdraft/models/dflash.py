@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from blockdraft.cache.view import View
 from blockdraft.kernels.attention import Mask
 from blockdraft.kernels.heads import HeadNorms
-from blockdraft.kernels.rows import Angles
+from blockdraft.kernels.pointwise import Angles
 from blockdraft.models.draft_config import DraftConfig
 from blockdraft.models.kernel_module import KernelModule
 from blockdraft.models.layers import GatedMLP, Linear, RMSNorm

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from blockdraft.cache.view import View
-from blockdraft.kernels.rows import Angles
+from blockdraft.kernels.pointwise import Angles
 from blockdraft.models.dflash import DFlash, DFlashLayer
 from blockdraft.models.draft_config import Dflash2Head, DraftConfig
 from blockdraft.models.kernel_module import KernelModule

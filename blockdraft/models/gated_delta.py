@@ -16,7 +16,7 @@ from blockdraft.cache.view import View
 from blockdraft.kernels.attention import Mask
 from blockdraft.kernels.gated_delta import DeltaWeights
 from blockdraft.kernels.heads import HeadNorms
-from blockdraft.kernels.rows import Angles
+from blockdraft.kernels.pointwise import Angles
 from blockdraft.models.config import DeltaConfig, ModelConfig
 from blockdraft.models.kernel_module import KernelModule
 from blockdraft.models.layers import (

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from blockdraft.cache.view import View
 from blockdraft.kernels.attention import Mask
 from blockdraft.kernels.moe import Activation, ExpertChoice
-from blockdraft.kernels.rows import Angles
+from blockdraft.kernels.pointwise import Angles
 from blockdraft.models.config import AttentionConfig, ModelConfig, MoEConfig
 from blockdraft.models.kernel_module import KernelModule
 from blockdraft.models.layers import GatedMLP, Linear, WideNorm, attention_config

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from blockdraft.cache.view import View
 from blockdraft.kernels.attention import Mask
 from blockdraft.kernels.heads import HeadNorms
-from blockdraft.kernels.rows import Angles, Gate
+from blockdraft.kernels.pointwise import Angles, Gate
 from blockdraft.models.config import AttentionConfig, ModelConfig
 from blockdraft.models.kernel_module import KernelModule
 from blockdraft.models.packed import Packed

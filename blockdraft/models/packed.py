@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from blockdraft.errors import ModelError
 from blockdraft.kernels.kernels import REFERENCE, Kernels
-from blockdraft.kernels.rows import Gate
+from blockdraft.kernels.pointwise import Gate
 
 _FP8 = torch.float8_e4m3fn
 _FP8_MAX = 448.0

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from blockdraft.kernels.rows import Angles
+from blockdraft.kernels.pointwise import Angles
 from blockdraft.models.config import Rope
 
 

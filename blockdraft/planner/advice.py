@@ -134,43 +134,45 @@ def _with(case: Case, **changes: object) -> Case:
 
 
 def _single(case: Case) -> Advice | None:
-    fit = _tried(_with(case, max_rows=1, max_context="auto"))
+    fit = _tried(_with(case, max_num_seqs=1, max_model_len="auto"))
     if fit is None:
         return None
     width, speed = best_width(case, fit, rows=1, context=TYPICAL_CONTEXT)
-    flags = f"--max-rows 1{_width_flag(case, fit, width)}"
-    return Advice("one user, chat", flags, f"context to {fit.max_context:,} tokens{_speed_text(speed, 1)}")
+    flags = f"--max-num-seqs 1{_width_flag(case, fit, width)}"
+    return Advice("one user, chat", flags, f"context to {fit.max_model_len:,} tokens{_speed_text(speed, 1)}")
 
 
 def _team(case: Case) -> Advice | None:
     """As many as have room for a context of use, up to 16; where four have none, what gives it to them."""
     who, context = "4-16 users", min(LEAST_CONTEXT, case.pair.target.shape.max_positions)
-    if _tried(_with(case, max_rows=1, max_context="auto")) is None:
+    if _tried(_with(case, max_num_seqs=1, max_model_len="auto")) is None:
         return None
-    for flags, roomier in _larger_cache(_with(case, max_rows=TEAM_ROWS, max_context=context)):
+    for flags, roomier in _larger_cache(_with(case, max_num_seqs=TEAM_ROWS, max_model_len=context)):
         fit = _tried(roomier)
         if fit is not None and fit.sequences(context) >= TEAM_ROWS:
-            return Advice(who, f"{flags} --max-rows {TEAM_ROWS}", f"{TEAM_ROWS} at {context:,} tokens each")
+            return Advice(
+                who, f"{flags} --max-num-seqs {TEAM_ROWS}", f"{TEAM_ROWS} at {context:,} tokens each"
+            )
     for rows in range(TEAM_ROWS, TEAM_MIN - 1, -1):
-        fit = _tried(_with(case, max_rows=rows, max_context="auto"))
-        longest = 0 if fit is None else fit.longest(rows, fit.max_context)
+        fit = _tried(_with(case, max_num_seqs=rows, max_model_len="auto"))
+        longest = 0 if fit is None else fit.longest(rows, fit.max_model_len)
         if fit is not None and longest >= context:
             width, speed = best_width(case, fit, rows=rows, context=TYPICAL_CONTEXT)
             result = f"{rows} at {longest:,} tokens each{_speed_text(speed, rows)}"
-            return Advice(who, f"--max-rows {rows}{_width_flag(case, fit, width)}", result)
-    return _what_it_takes(who, _with(case, max_rows=TEAM_MIN, max_context=context), TEAM_MIN, context)
+            return Advice(who, f"--max-num-seqs {rows}{_width_flag(case, fit, width)}", result)
+    return _what_it_takes(who, _with(case, max_num_seqs=TEAM_MIN, max_model_len=context), TEAM_MIN, context)
 
 
 def _fleet(case: Case) -> Advice | None:
     """Many short conversations with tools: the cache is what runs out."""
     context = min(FLEET_CONTEXT, case.pair.target.shape.max_positions)
-    fit = _tried(_with(case, max_rows=FLEET_ROWS, max_context=context))
+    fit = _tried(_with(case, max_num_seqs=FLEET_ROWS, max_model_len=context))
     count = 0 if fit is None else fit.sequences(context)
     if fit is None or count < FLEET_MIN:
-        smallest = _with(case, max_rows=FLEET_MIN, max_context=context)
+        smallest = _with(case, max_num_seqs=FLEET_MIN, max_model_len=context)
         return _what_it_takes("agent fleet", smallest, FLEET_MIN, context)
     width, speed = best_width(case, fit, rows=count, context=TYPICAL_CONTEXT)
-    flags = f"--max-rows {count} --max-context {context}{_width_flag(case, fit, width)}"
+    flags = f"--max-num-seqs {count} --max-model-len {context}{_width_flag(case, fit, width)}"
     return Advice("agent fleet", flags, f"{count} sequences of {context:,} tokens{_speed_text(speed, count)}")
 
 
@@ -178,7 +180,7 @@ def _what_it_takes(who: str, case: Case, rows: int, context: int) -> Advice | No
     """What would serve so many; None where nothing does, and nothing fits as it is."""
     fit = _tried(case)
     count = 0 if fit is None else fit.sequences(context)
-    asked = f"--max-rows {rows} --max-context {context}"
+    asked = f"--max-num-seqs {rows} --max-model-len {context}"
     if count == rows:
         return Advice(who, asked, f"{count} sequences of {context:,} tokens")
     for fix in fixes(case, serves_less=False):
@@ -194,13 +196,13 @@ def _long(case: Case) -> Advice | None:
     limit = case.pair.target.shape.max_positions
     if limit <= LONG_CONTEXT:
         return Advice("long context", "-", f"the model knows {limit:,} positions")
-    fit = _tried(_with(case, max_rows=1, max_context="auto"))
+    fit = _tried(_with(case, max_num_seqs=1, max_model_len="auto"))
     if fit is None:
         return None
-    longest = fit.max_context
+    longest = fit.max_model_len
     width, speed = best_width(case, fit, rows=1, context=longest)
     note = " (acceptance fades with length)" if speed is not None and speed.by_kind else ""
-    flags = f"--max-rows 1 --max-context {longest}{_width_flag(case, fit, width)}"
+    flags = f"--max-num-seqs 1 --max-model-len {longest}{_width_flag(case, fit, width)}"
     return Advice("long context", flags, f"{longest:,} tokens{_speed_text(speed, 1)} at the end{note}")
 
 
@@ -209,8 +211,8 @@ def _crowd(case: Case) -> Advice | None:
     if case.settings.engine != "native" or case.settings.kv_dtype != "auto":
         return None
     fit = _tried(case)
-    context = wanted(case)[0] if fit is None or case.settings.max_context != "auto" else fit.max_context
-    case = _with(case, max_context=context)
+    context = wanted(case)[0] if fit is None or case.settings.max_model_len != "auto" else fit.max_model_len
+    case = _with(case, max_model_len=context)
     (before, _), *after = (_most(_with(case, kv_dtype=name), context) for name in ("auto", *KV_DTYPES))
     found = {name: most for name, most in zip(KV_DTYPES, after, strict=True) if most[0] > before}
     if not found:
@@ -225,10 +227,10 @@ def _crowd(case: Case) -> Advice | None:
 def _most(case: Case, context: int) -> tuple[int, str]:
     """Sequences at once, and the flag that it takes: what each row has from the start is room of others."""
     found = [(0, "")]
-    for rows in (case.settings.max_rows, *(CROWD_ROWS if case.settings.max_rows == "auto" else ())):
-        fit = _tried(_with(case, max_rows=rows))
+    for rows in (case.settings.max_num_seqs, *(CROWD_ROWS if case.settings.max_num_seqs == "auto" else ())):
+        fit = _tried(_with(case, max_num_seqs=rows))
         if fit is not None:
-            found.append((fit.sequences(context), "" if rows == "auto" else f" --max-rows {rows}"))
+            found.append((fit.sequences(context), "" if rows == "auto" else f" --max-num-seqs {rows}"))
     return max(found, key=lambda one: one[0])
 
 
@@ -243,7 +245,7 @@ def _out_of_memory(case: Case) -> Advice | None:
             freed.append((before - after, flags))
     if not freed:
         shorter = min(LEAST_CONTEXT, case.pair.target.shape.max_positions // 2)
-        return Advice("out of memory", f"--max-context {shorter}", "a shorter context needs less cache")
+        return Advice("out of memory", f"--max-model-len {shorter}", "a shorter context needs less cache")
     (most, flags), *others = sorted(freed, reverse=True)[:3]
     text = ", ".join(f"{flags} {saved / 1e9:.1f} GB" for saved, flags in others)
     return Advice("out of memory", flags, f"frees {most / 1e9:.1f} GB" + (f" (or {text})" if text else ""))
@@ -282,9 +284,9 @@ def fixes(case: Case, *, serves_less: bool = True) -> tuple[Fix, ...]:
         fit = None if has_enough_cards else _tried(changed)
         if fit is None:
             continue
-        target = min(context, fit.max_context) if "--max-context" in flags else context
-        count = min(rows, fit.max_rows) if "--max-rows" in flags else rows
-        if fit.max_context >= target and fit.sequences(target) >= count:
+        target = min(context, fit.max_model_len) if "--max-model-len" in flags else context
+        count = min(rows, fit.max_num_seqs) if "--max-num-seqs" in flags else rows
+        if fit.max_model_len >= target and fit.sequences(target) >= count:
             needs = _needs(changed)
             found.append(Fix(flags, f"{fit.sequences(target)} x {target:,} tokens{needs}", needs))
     return tuple(found[:_MAX_FIXES])
@@ -292,7 +294,7 @@ def fixes(case: Case, *, serves_less: bool = True) -> tuple[Fix, ...]:
 
 def wanted(case: Case) -> tuple[int, int]:
     """Context and sequences that were asked for; where nobody asked, one that is long enough to be of use."""
-    asked, rows = case.settings.max_context, case.settings.max_rows
+    asked, rows = case.settings.max_model_len, case.settings.max_num_seqs
     context = min(case.pair.target.shape.max_positions, LEAST_CONTEXT) if asked == "auto" else asked
     return context, 1 if rows == "auto" else rows
 
@@ -311,10 +313,10 @@ def _savings(case: Case) -> Iterator[tuple[str, Case]]:
     if case.settings.kv_dtype == "auto":
         for kv_dtype in KV_DTYPES if is_native else ("fp8",):
             yield f"--kv-dtype {kv_dtype}", _with(case, kv_dtype=kv_dtype)
-    if case.settings.max_rows == "auto":
-        yield f"--max-rows {TEAM_ROWS}", _with(case, max_rows=TEAM_ROWS)
-    if case.settings.chunk == "auto":
-        yield "--chunk 512", _with(case, chunk=512)
+    if case.settings.max_num_seqs == "auto":
+        yield f"--max-num-seqs {TEAM_ROWS}", _with(case, max_num_seqs=TEAM_ROWS)
+    if case.settings.max_prefill_tokens == "auto":
+        yield "--max-prefill-tokens 512", _with(case, max_prefill_tokens=512)
 
 
 def _larger_cache(case: Case) -> Iterator[tuple[str, Case]]:
@@ -322,7 +324,7 @@ def _larger_cache(case: Case) -> Iterator[tuple[str, Case]]:
     is_cpu = not case.machine.gpu_bytes or case.settings.device == "cpu"
     if not is_cpu or case.settings.engine != "native" or case.settings.cache_bytes != "auto":
         return
-    fit = _planned(_with(case, max_rows=1, max_context="auto"))
+    fit = _planned(_with(case, max_num_seqs=1, max_model_len="auto"))
     if fit is not None:
         context, rows = wanted(case)
         # With what pages leave empty, in whole gigabytes.
@@ -343,16 +345,16 @@ def _without_drafter(case: Case) -> Iterator[tuple[str, Case]]:
 def _smaller(case: Case) -> Iterator[tuple[str, Case]]:
     """What serves less."""
     context, rows = wanted(case)
-    tried = _tried(_with(case, max_context="auto", max_rows=max(rows, 1)))
+    tried = _tried(_with(case, max_model_len="auto", max_num_seqs=max(rows, 1)))
     if tried is not None:
-        longest = tried.longest(rows, min(context, tried.max_context)) // 256 * 256
+        longest = tried.longest(rows, min(context, tried.max_model_len)) // 256 * 256
         if 256 <= longest < context:
-            yield f"--max-context {longest}", _with(case, max_context=longest, max_rows=rows)
+            yield f"--max-model-len {longest}", _with(case, max_model_len=longest, max_num_seqs=rows)
     if rows > 1:
-        asked = _tried(_with(case, max_rows=rows))
+        asked = _tried(_with(case, max_num_seqs=rows))
         count = 1 if asked is None else max(asked.sequences(context), 1)
         if count < rows:
-            yield f"--max-rows {count}", _with(case, max_rows=count)
+            yield f"--max-num-seqs {count}", _with(case, max_num_seqs=count)
 
 
 def _other_engines(case: Case) -> Iterator[tuple[str, Case]]:

@@ -42,15 +42,15 @@ def fit_external(settings: Settings, machine: Machine, pair: Pair) -> Fit:
         )
     num_gpus = settings.tensor_parallel * settings.pipeline_parallel
     width = pair.block if settings.width == "auto" else settings.width
-    max_rows = DEFAULT_ROWS if settings.max_rows == "auto" else settings.max_rows
-    chunk = DEFAULT_CHUNK if settings.chunk == "auto" else settings.chunk
+    max_num_seqs = DEFAULT_ROWS if settings.max_num_seqs == "auto" else settings.max_num_seqs
+    chunk = DEFAULT_CHUNK if settings.max_prefill_tokens == "auto" else settings.max_prefill_tokens
     footprint = _footprint(settings, pair, width)
     parts = _parts(settings, pair, num_gpus)
-    fixed = _items(pair, parts, chunk=chunk, logits=max_rows * width * pair.target.shape.vocab_size)
+    fixed = _items(pair, parts, chunk=chunk, logits=max_num_seqs * width * pair.target.shape.vocab_size)
     share = external_memory_share(settings, machine)
     budget = int(machine.gpu_bytes * share) - (machine.gpu_bytes - machine.gpu_free_bytes)
     room = budget - sum(item.num_bytes for item in fixed)
-    asked = pair.target.shape.max_positions if settings.max_context == "auto" else settings.max_context
+    asked = pair.target.shape.max_positions if settings.max_model_len == "auto" else settings.max_model_len
     cache = Item("cache", max(room, 0), "what is left; both engines take all of it")
     fit = Fit(
         engine=settings.engine,
@@ -61,8 +61,8 @@ def fit_external(settings: Settings, machine: Machine, pair: Pair) -> Fit:
         budget_how=budget_how(share, machine),
         footprint=footprint,
         cache_bytes=max(room, 0),
-        max_context=asked,
-        max_rows=max_rows,
+        max_model_len=asked,
+        max_num_seqs=max_num_seqs,
         width=width,
         chunk=chunk,
         parts=parts,
@@ -76,14 +76,14 @@ def fit_external(settings: Settings, machine: Machine, pair: Pair) -> Fit:
 def _choices(settings: Settings, pair: Pair, fit: Fit, share: float) -> tuple[Choice, ...]:
     """What was left to us or to the engine, and what was asked for in its place."""
     name = {"vllm": "vLLM", "sglang": "SGLang"}[settings.engine]
-    is_whole = fit.max_context >= pair.target.shape.max_positions
+    is_whole = fit.max_model_len >= pair.target.shape.max_positions
     chosen: dict[str, tuple[object, str]] = {
         "draft": (pair.draft_name, "none ships for it" if pair.draft is None else "it ships for the model"),
         "device": (fit.device, "a GPU is there, or named by --card"),
         "width": (fit.width, width_reason(pair.block, pair.block)),
-        "max_context": (fit.max_context, ALL_POSITIONS if is_whole else CACHE_HOLDS),
-        "max_rows": (fit.max_rows, f"{name} admits as many ({DEFAULT_ROWS} assumed)"),
-        "chunk": (fit.chunk, f"{name}'s own ({DEFAULT_CHUNK:,} assumed)"),
+        "max_model_len": (fit.max_model_len, ALL_POSITIONS if is_whole else CACHE_HOLDS),
+        "max_num_seqs": (fit.max_num_seqs, f"{name} admits as many ({DEFAULT_ROWS} assumed)"),
+        "max_prefill_tokens": (fit.chunk, f"{name}'s own ({DEFAULT_CHUNK:,} assumed)"),
         "kv_dtype": (settings.kv_dtype, f"{name}'s own: 2 bytes"),
     }
     found = {
@@ -101,8 +101,8 @@ def _limited(fit: Fit, settings: Settings, room: int, asked: int) -> Fit:
     if fit.sequences(asked) > 0 and room > 0:
         return fit
     longest = fit.longest(1, asked)
-    if settings.max_context == "auto" and longest >= min(MIN_CONTEXT, asked):
-        return replace(fit, max_context=longest)
+    if settings.max_model_len == "auto" and longest >= min(MIN_CONTEXT, asked):
+        return replace(fit, max_model_len=longest)
     budget = f"{fit.budget / 1e9:.1f} GB ({fit.budget_how})"
     if room <= 0:
         taken = (fit.budget - room) / 1e9

@@ -41,12 +41,12 @@ class KvChoice:
         """Tokens that a row keeps exact."""
         return exact_tokens(settings.kv_window, settings.page_size, block) if self.is_compressed else 0
 
-    def num_exact_pages(self, settings: Settings, max_rows: int, block: int, chunk: int) -> int:
+    def num_exact_pages(self, settings: Settings, max_num_seqs: int, block: int, chunk: int) -> int:
         """For every row, for the prompt tokens of the steps in flight, and for some tails."""
         if not self.is_compressed:
             return 0
         size = settings.page_size
-        windows = max_rows + max(1, max_rows // TAIL_SHARE)
+        windows = max_num_seqs + max(1, max_num_seqs // TAIL_SHARE)
         return windows * (self.row_tokens(settings, block) // size) + -(-chunk // size) + windows
 
 

@@ -91,7 +91,8 @@ def window_item(plan: Plan, specs: tuple[LayerSpec, ...], element_bytes: int) ->
     if not per_token:
         return None
     tokens = (plan.num_exact_pages + NUM_RESERVED_PAGES) * plan.page_size
-    how = f"{tokens:,} tokens of {plan.max_rows} rows and their prompts x {per_token:,} bytes, not compressed"
+    rows = f"{tokens:,} tokens of {plan.max_num_seqs} rows and their prompts"
+    how = f"{rows} x {per_token:,} bytes, not compressed"
     return Item("exact windows", tokens * per_token, how)
 
 
@@ -110,14 +111,14 @@ def state_item(plan: Plan, specs: tuple[CacheSpec, ...], element_bytes: int) -> 
     per_row = sum(kind.bytes_per_row for kind in kinds(specs, element_bytes, plan.block))
     if not per_row:
         return None
-    rows = plan.max_rows + 1
+    rows = plan.max_num_seqs + 1
     return Item("recurrent states", rows * per_row, f"{rows} rows x {per_row:,} bytes, tape included")
 
 
 def table_items(plan: Plan, pair: Pair, element_bytes: int) -> list[Item]:
     """Angles by position, and what each row keeps beside its cache."""
     angles = sum(model.shape.rope_bytes for model in pair.models) * element_bytes
-    vocab_size, rows = pair.target.shape.vocab_size, plan.max_rows + 1
+    vocab_size, rows = pair.target.shape.vocab_size, plan.max_num_seqs + 1
     num_tables = 2 if plan.num_exact_pages else 1
     history = plan.max_positions if plan.draft_ngram else 0
     per_row = row_table_bytes(vocab_size, num_tables * plan.pages_of(plan.max_positions), history)

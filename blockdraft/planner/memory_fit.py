@@ -83,8 +83,8 @@ class Fit:
     budget_how: str
     footprint: Footprint
     cache_bytes: int
-    max_context: int
-    max_rows: int
+    max_model_len: int
+    max_num_seqs: int
     width: int
     chunk: int
     parts: tuple[WeightParts, ...]  # the weights of target and drafter
@@ -107,7 +107,7 @@ class Fit:
     def sequences(self, context: int) -> int:
         """How many of `context` tokens run at once."""
         each = self.footprint.at(context)
-        return min(self.max_rows, self.cache_bytes // each if each else self.max_rows)
+        return min(self.max_num_seqs, self.cache_bytes // each if each else self.max_num_seqs)
 
     def longest(self, num_sequences: int, limit: int) -> int:
         """The longest context, up to `limit`, at which so many run at once; 0: none."""
@@ -198,8 +198,8 @@ def _fixed_items(pair: Pair, plan: Plan, *, has_graphs: bool) -> list[Item]:
     items += [item for item in beside if item is not None]
     return items + step_items(
         pair,
-        tokens=plan.chunk,
-        logits=plan.max_rows * plan.block * pair.target.shape.vocab_size,
+        tokens=plan.max_prefill_tokens,
+        logits=plan.max_num_seqs * plan.block * pair.target.shape.vocab_size,
         element_bytes=element_bytes,
         has_graphs=has_graphs,
     )
@@ -241,8 +241,8 @@ def _gpu_fit(settings: Settings, machine: Machine, pair: Pair, plan: Plan) -> Fi
     if settings.cache_bytes == "auto":
         page_bytes = plan.page_size * _footprint(pair, plan).per_token
         room = budget - sum(item.num_bytes for item in fixed)
-        asked, needed = plan.max_context, plan.pages_of_one * page_bytes
-        plan, is_enough = plan.within(room // page_bytes, shrinks=settings.max_context == "auto")
+        asked, needed = plan.max_model_len, plan.pages_of_one * page_bytes
+        plan, is_enough = plan.within(room // page_bytes, shrinks=settings.max_model_len == "auto")
         if not is_enough:
             problem = (
                 f"a context of {asked} tokens needs {needed / 1e9:.1f} GB of cache, "
@@ -281,10 +281,10 @@ def _fit(  # what the two devices differ in
         budget_how=budget[1],
         footprint=footprint,
         cache_bytes=cache_bytes,
-        max_context=plan.max_context,
-        max_rows=plan.max_rows,
+        max_model_len=plan.max_model_len,
+        max_num_seqs=plan.max_num_seqs,
         width=plan.width,
-        chunk=plan.chunk,
+        chunk=plan.max_prefill_tokens,
         parts=_parts(pair, plan),
         choices=tuple(Choice.of(name, values[name], reason) for name, reason in plan.reasons.items()),
         problem=problem,

@@ -77,9 +77,9 @@ class Plan:
     width: int
     block: int  # tokens a row may write in one step: drafter or verify
     draft_ngram: int  # tokens that must occur again before what followed is drafted; 0: that is not done
-    max_context: int
+    max_model_len: int
     max_positions: int  # rows of the rope and page tables, scratch included
-    max_rows: int
+    max_num_seqs: int
     max_queue: int
     page_size: int
     num_pages: int  # for sequences; the cache adds its reserved ones
@@ -87,7 +87,7 @@ class Plan:
     draft_kv_dtype: str
     kv_window: int
     num_exact_pages: int  # where layers compress, for what is still exact; likewise
-    chunk: int
+    max_prefill_tokens: int
     prefix_cache: bool
     overlap: bool
     seed: int
@@ -112,20 +112,20 @@ class Plan:
     @property
     def pages_of_one(self) -> int:
         """What one sequence of full length takes."""
-        return self.pages_of(self.max_context + self.scratch)
+        return self.pages_of(self.max_model_len + self.scratch)
 
     def within(self, num_pages: int, *, shrinks: bool) -> tuple[Plan, bool]:
         """The plan with at most `num_pages`, and whether they serve it. `shrinks`: the context may shrink."""
         num_pages = max(0, min(self.num_pages, num_pages))
-        reasons, max_context = {}, self.max_context
+        reasons, max_model_len = {}, self.max_model_len
         if shrinks:
-            max_context = min(max_context, num_pages * self.page_size - self.scratch - self.page_size)
-        is_enough = max_context >= min(MIN_CONTEXT, self.max_context)
+            max_model_len = min(max_model_len, num_pages * self.page_size - self.scratch - self.page_size)
+        is_enough = max_model_len >= min(MIN_CONTEXT, self.max_model_len)
         is_enough = is_enough and (shrinks or num_pages >= self.pages_of_one)
-        if max_context < self.max_context:
-            reasons["max_context"] = CACHE_HOLDS
-        plan = self.changed(reasons, num_pages=num_pages, max_context=max(max_context, 0))
-        if num_pages < self.num_pages and num_pages < plan.max_rows * plan.pages_of_one:
+        if max_model_len < self.max_model_len:
+            reasons["max_model_len"] = CACHE_HOLDS
+        plan = self.changed(reasons, num_pages=num_pages, max_model_len=max(max_model_len, 0))
+        if num_pages < self.num_pages and num_pages < plan.max_num_seqs * plan.pages_of_one:
             plan = plan.changed({"cache_bytes": LEFT_OVER})
         return plan, is_enough
 
@@ -154,13 +154,13 @@ class _Needs:
             partial(kv.num_exact_pages, settings, block=block, chunk=chunk),
         )
 
-    def windows(self, max_rows: int) -> int:
+    def windows(self, max_num_seqs: int) -> int:
         """What all rows keep exact, with the prompt tokens of a step and the tails of prefixes."""
-        return self.num_exact_pages(max_rows) * self.exact_page
+        return self.num_exact_pages(max_num_seqs) * self.exact_page
 
-    def beside(self, max_rows: int) -> int:
+    def beside(self, max_num_seqs: int) -> int:
         """What is there from the start, beside the pages of tokens."""
-        return (max_rows + 1) * self.row + self.windows(max_rows)
+        return (max_num_seqs + 1) * self.row + self.windows(max_num_seqs)
 
 
 class _Resolver:
@@ -203,16 +203,16 @@ def make_plan(
     kv = kv_choice(settings, dtype, model, draft, block)
     resolver.reasons.update(kv.reasons)
     overlap = resolver.take("overlap", not is_cpu, NO_GAIN if is_cpu else "it hides the host's work")
-    chunk = resolver.take("chunk", 256 if is_cpu else 2048, usual)
+    chunk = resolver.take("max_prefill_tokens", 256 if is_cpu else 2048, usual)
     in_flight = chunk * (2 if overlap else 1)
     needs = _Needs.of(kv, kv.specs(model, draft), settings, dtype, block, in_flight)
     contexts = 2 * model.max_positions * needs.token
     total = partial(_cache_bytes, settings, machine, held, is_cpu=is_cpu)
     rows = _rows(memory, needs, total(contexts), block * model.vocab_size, is_cpu=is_cpu)
-    max_rows = resolver.take("max_rows", *rows)
-    beside = needs.beside(max_rows)
+    max_num_seqs = resolver.take("max_num_seqs", *rows)
+    beside = needs.beside(max_num_seqs)
     room = _cache_tokens(total(contexts + beside), needs.token, beside)
-    max_context, num_pages = _cache(resolver, settings, model, room, max_rows, block, is_cpu=is_cpu)
+    max_model_len, num_pages = _cache(resolver, settings, model, room, max_num_seqs, block, is_cpu=is_cpu)
     return Plan(
         dtype=dtype,
         quantization=quantization,
@@ -220,17 +220,17 @@ def make_plan(
         width=width,
         block=block,
         draft_ngram=_draft_ngram(resolver, settings, draft),
-        max_context=max_context,
-        max_positions=max_context + 2 * block,
-        max_rows=max_rows,
+        max_model_len=max_model_len,
+        max_positions=max_model_len + 2 * block,
+        max_num_seqs=max_num_seqs,
         max_queue=settings.max_queue,
         page_size=settings.page_size,
         num_pages=num_pages,
         kv_dtype=kv.target,
         draft_kv_dtype=kv.draft,
         kv_window=settings.kv_window,
-        num_exact_pages=needs.num_exact_pages(max_rows),
-        chunk=chunk,
+        num_exact_pages=needs.num_exact_pages(max_num_seqs),
+        max_prefill_tokens=chunk,
         prefix_cache=_prefix_cache(resolver, settings, model),
         overlap=overlap,
         seed=settings.seed,
@@ -270,8 +270,10 @@ def _usual_rows(budget: int, row_bytes: int, logits: int, *, is_cpu: bool) -> tu
 
 
 def _same_bits(resolver: _Resolver, settings: Settings, *, is_cpu: bool) -> bool:
-    is_fast = settings.fast and not is_cpu
-    resolver.reasons["same_bits"] = "--fast takes the fastest kernels" if is_fast else "a start tests it"
+    is_fast = settings.allow_batch_variance and not is_cpu
+    resolver.reasons["same_bits"] = (
+        "--allow-batch-variance takes the fastest kernels" if is_fast else "a start tests it"
+    )
     return not is_fast
 
 
@@ -441,7 +443,7 @@ def _cache_tokens(total: int, token_bytes: int, beside: int) -> int:
     if beside and beside >= total:
         raise CapacityError(
             f"the states and exact windows of all rows take {beside:,} bytes, but the cache has "
-            f"{total:,}: raise --cache-bytes or lower --max-rows."
+            f"{total:,}: raise --cache-bytes or lower --max-num-seqs."
         )
     return (total - beside) // max(token_bytes, 1)
 
@@ -451,32 +453,32 @@ def _cache(
     settings: Settings,
     model: ModelConfig,
     room: int,
-    max_rows: int,
+    max_num_seqs: int,
     block: int,
     *,
     is_cpu: bool,
 ) -> tuple[int, int]:
     """Context and pages, where there is room for so many tokens: for every row at most."""
     beside = 2 * block + settings.page_size  # scratch, and a page that is only begun
-    max_context = _max_context(resolver, settings, model, room - beside)
-    wanted = max_rows * (max_context + beside)
+    max_model_len = _max_context(resolver, settings, model, room - beside)
+    wanted = max_num_seqs * (max_model_len + beside)
     resolver.take("cache_bytes", 0, CPU_CACHE if is_cpu else ALL_ROWS if wanted <= room else LEFT_OVER)
-    return max_context, min(room, wanted) // settings.page_size
+    return max_model_len, min(room, wanted) // settings.page_size
 
 
 def _max_context(resolver: _Resolver, settings: Settings, model: ModelConfig, room: int) -> int:
     """The model's own limit, or less where the cache holds less; what was asked for, or an error."""
     known = model.max_positions
-    if settings.max_context != "auto" and settings.max_context > known:
+    if settings.max_model_len != "auto" and settings.max_model_len > known:
         raise SettingsError(
-            f"max_context = {settings.max_context}, but '{model.name}' knows {known} positions: "
-            f"use --max-context {known} or less."
+            f"max_model_len = {settings.max_model_len}, but '{model.name}' knows {known} positions: "
+            f"use --max-model-len {known} or less."
         )
     why = ALL_POSITIONS if room >= known else CACHE_HOLDS
-    max_context = resolver.take("max_context", min(known, room), why)
-    if max_context < 2 or max_context > room:
+    max_model_len = resolver.take("max_model_len", min(known, room), why)
+    if max_model_len < 2 or max_model_len > room:
         raise CapacityError(
             f"the cache holds {max(room, 0)} tokens beside its scratch space, "
-            f"too few for a context of {max(max_context, 2)}: raise --cache-bytes or lower --max-context."
+            f"too few for a context of {max(max_model_len, 2)}: raise --cache-bytes or lower --max-model-len."
         )
-    return max_context
+    return max_model_len

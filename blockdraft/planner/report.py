@@ -102,9 +102,9 @@ def _acceptance(pair: Pair) -> Acceptance:
 def _verdict(case: Case, fit: Fit) -> tuple[Verdict, str]:
     if fit.problem is not None:
         return "does not fit", fit.problem
-    context = fit.max_context
+    context = fit.max_model_len
     count = fit.sequences(context)
-    asked = case.settings.max_rows
+    asked = case.settings.max_num_seqs
     whole = f"{count} sequence{'s' if count != 1 else ''} of {context:,} tokens at once"
     if asked != "auto" and count < asked:
         return "tight", f"{whole}, of {asked} that are asked for: the others wait, or are shorter"
@@ -126,7 +126,7 @@ def _speeds(case: Case, fit: Fit) -> tuple[tuple[int, Speed], ...]:
 
     Our engine chooses its widths by what pays; others keep the one they were started with.
     """
-    context = min(TYPICAL_CONTEXT, fit.max_context)
+    context = min(TYPICAL_CONTEXT, fit.max_model_len)
     _, asked = wanted(case)
     counts = (1, min(asked if asked > 1 else 16, max(fit.sequences(context), 1)))
     found = []
@@ -165,9 +165,9 @@ def as_json(report: Report) -> dict[str, object]:
             "draft": [asdict(kind) for kind in report.caches["drafter"]],
         },
         "capacity": {
-            "max_context": fit.max_context,
-            "max_rows": fit.max_rows,
-            "sequences_at_max_context": fit.sequences(fit.max_context),
+            "max_model_len": fit.max_model_len,
+            "max_num_seqs": fit.max_num_seqs,
+            "sequences_at_max_context": fit.sequences(fit.max_model_len),
         },
         "plan": None if fit.plan is None else asdict(fit.plan),
         "choices": [asdict(choice) for choice in fit.choices],

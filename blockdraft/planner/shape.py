@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from blockdraft.cache.spec import Cold, LayerSpec, Paged, Recurrent, SharedWith, Windowed
+from blockdraft.cache.spec import Compressed, LayerSpec, Paged, Recurrent, SharedWith, Windowed
 from blockdraft.checkpoints.config_fields import Fields, read_heads
 from blockdraft.models.config import DeltaConfig, ModelConfig
 from blockdraft.models.draft_config import DraftConfig
@@ -84,7 +84,7 @@ def kinds(
         token = sum(size for other, size in zip(specs, sizes, strict=True) if other == spec)
         row = count * spec.bytes_per_row(element_bytes, width) if isinstance(spec, Recurrent) else 0
         window = spec.window if isinstance(spec, Windowed) else None
-        name = spec.format if isinstance(spec, Cold) else _KIND_NAMES[type(spec)]
+        name = spec.format if isinstance(spec, Compressed) else _KIND_NAMES[type(spec)]
         found.append(Kind(name, count, token, row, window))
     shared = [kind for kind in found if kind.name == "shared"]
     own = [kind for kind in found if kind.name != "shared"]

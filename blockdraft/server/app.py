@@ -25,14 +25,13 @@ from blockdraft.engine.stats import Load, Snapshot, Stats
 from blockdraft.engine.streams import Stream
 from blockdraft.errors import RequestError
 from blockdraft.phases import StartProgress
-from blockdraft.server.answers import ChatAnswer, TextAnswer
-from blockdraft.server.body import shown
-from blockdraft.server.chat import Dialect, PreparedChat, find_dialect, prepare_chat, tokenize
-from blockdraft.server.chat_host import Ask, MakeWriter, renamed
-from blockdraft.server.events import LoopFeed, live_events
-from blockdraft.server.exchange import exchange_of
-from blockdraft.server.failures import HANDLERS, NotReady
-from blockdraft.server.fields import (
+from blockdraft.server.api.answers import ChatAnswer, TextAnswer
+from blockdraft.server.api.api_host import Ask, MakeWriter, renamed
+from blockdraft.server.api.chat.routes import Dialect, PreparedChat, find_dialect, prepare_chat, tokenize
+from blockdraft.server.api.chat.schemas import AnswerObject, Text, Tokens, Version
+from blockdraft.server.api.chat.streaming import AnswerEvents, respond
+from blockdraft.server.api.fast_routes import ShortWay
+from blockdraft.server.api.fields import (
     AnyBody,
     BodyT,
     ChatRequest,
@@ -41,16 +40,12 @@ from blockdraft.server.fields import (
     TokenizeRequest,
     parse,
 )
-from blockdraft.server.guard import Guard
-from blockdraft.server.ignored import IgnoredFields
-from blockdraft.server.large_json import json_response
-from blockdraft.server.live_page import routes as page_routes
-from blockdraft.server.messages_api.routes import routes as message_routes
-from blockdraft.server.metrics import render
-from blockdraft.server.models_list import model_card, model_response, models_response
-from blockdraft.server.openapi import EngineLimits, openapi
-from blockdraft.server.options import ServerOptions
-from blockdraft.server.prompts import (
+from blockdraft.server.api.ignored import IgnoredFields
+from blockdraft.server.api.messages.routes import routes as message_routes
+from blockdraft.server.api.models_list import model_card, model_response, models_response
+from blockdraft.server.api.openapi import EngineLimits, openapi
+from blockdraft.server.api.options import ServerOptions
+from blockdraft.server.api.prompts import (
     check_prompts,
     check_scores,
     check_tokens,
@@ -59,17 +54,22 @@ from blockdraft.server.prompts import (
     token_texts,
     with_field_error,
 )
-from blockdraft.server.responses import (
+from blockdraft.server.api.responses.routes import routes as response_routes
+from blockdraft.server.http.auth_limits import AuthLimits
+from blockdraft.server.http.body import shown
+from blockdraft.server.http.events import LoopFeed, live_events
+from blockdraft.server.http.exchange import exchange_of
+from blockdraft.server.http.failures import HANDLERS, NotReady
+from blockdraft.server.http.large_json import json_response
+from blockdraft.server.http.replies import (
     health_of,
     live_response,
     start_response,
     status_response,
     while_connected,
 )
-from blockdraft.server.responses_api.routes import routes as response_routes
-from blockdraft.server.schemas import AnswerObject, Text, Tokens, Version
-from blockdraft.server.short_way import ShortWay
-from blockdraft.server.streaming import AnswerEvents, respond
+from blockdraft.server.page.live_page import routes as page_routes
+from blockdraft.server.page.metrics import render
 from blockdraft.text.tokenizer import Tokenizer
 
 P = ParamSpec("P")
@@ -118,11 +118,11 @@ def make_app(loop: ServedEngine, *, name: str, options: ServerOptions, tool_form
     def has_path(scope: Scope) -> bool:
         return any(route.matches(scope)[0] is not Match.NONE for route in api.routes)
 
-    return Guard(ShortWay(api), options, has_path)
+    return AuthLimits(ShortWay(api), options, has_path)
 
 
 def make_api(loop: ServedEngine, *, name: str, tool_format: str = "auto") -> Starlette:
-    """The routes, from the first moment of the start on; they count on a Guard around them."""
+    """The routes, from the first moment of the start on; they count on a AuthLimits around them."""
     api = _Api(loop, name, tool_format)
     return Starlette(
         routes=[
@@ -240,7 +240,7 @@ class _Api:
             strings = await run_in_threadpool(token_texts, tokens, tokenizer)
         answer: Tokens = {
             "count": len(tokens),
-            "max_model_len": info.max_context,
+            "max_model_len": info.max_model_len,
             "tokens": tokens,
             "token_strs": strings,
         }
@@ -291,7 +291,7 @@ class _Api:
         content_type = request.headers.get("content-type", "")
         if content_type.partition(";")[0].strip().lower() != "application/json":
             raise HTTPException(415)
-        body = await request.body()  # Guard has seen to its size
+        body = await request.body()  # AuthLimits has seen to its size
         if len(body) > LARGE_BODY_BYTES:
             asked = await run_in_threadpool(parse, kind, body)
         else:

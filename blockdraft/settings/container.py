@@ -18,9 +18,9 @@ from blockdraft.settings.settings import SETTING_NAMES, read_setting, suggestion
 PORT = 8000
 # Container variable: setting with the same values.
 SAME = {
-    "MAX_MODEL_LEN": "max_context",
-    "MAX_NUM_SEQS": "max_rows",
-    "MAX_NUM_BATCHED_TOKENS": "chunk",
+    "MAX_MODEL_LEN": "max_model_len",
+    "MAX_NUM_SEQS": "max_num_seqs",
+    "MAX_NUM_BATCHED_TOKENS": "max_prefill_tokens",
     "GPU_MEMORY_UTILIZATION": "gpu_memory_utilization",
     "ATTENTION_BACKEND": "attention_backend",
     "KV_CACHE_DTYPE": "kv_dtype",
@@ -67,7 +67,7 @@ STORED_FORMATS = (
     "fbgemm",
 )
 # What the documents' container starts vLLM with where nobody says otherwise, found out on a DGX Spark.
-TUNED = {"max_context": 65536, "max_rows": 16, "chunk": 32768}
+TUNED = {"max_model_len": 65536, "max_num_seqs": 16, "max_prefill_tokens": 32768}
 TUNED_BACKEND = "flash_attn"
 OTHER_BACKENDS = ("gemma4", "gpt_oss")  # kinds of models that another backend is for
 LEAST_LENGTH = 9  # of a name, below which likeness is chance: PORT, SUPPORT

@@ -9,18 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Mapping
 
 from blockdraft.errors import SettingsError
-from blockdraft.settings.settings import SETTING_NAMES, suggestion
+from blockdraft.settings.settings import FORMER_NAMES, SETTING_NAMES, suggestion
 
 # Theirs, whose it is, ours. Short flags of llama.cpp are in _SHORT.
 SAME = {
-    "max_model_len": ("vLLM", "max_context"),
-    "context_length": ("SGLang", "max_context"),
-    "ctx_size": ("llama.cpp", "max_context"),
-    "max_num_seqs": ("vLLM", "max_rows"),
-    "max_running_requests": ("SGLang", "max_rows"),
-    "parallel": ("llama.cpp", "max_rows"),
-    "max_num_batched_tokens": ("vLLM", "chunk"),
-    "chunked_prefill_size": ("SGLang", "chunk"),
+    **{name: ("an earlier blockdraft", ours) for name, ours in FORMER_NAMES.items()},
+    "context_length": ("SGLang", "max_model_len"),
+    "ctx_size": ("llama.cpp", "max_model_len"),
+    "max_running_requests": ("SGLang", "max_num_seqs"),
+    "parallel": ("llama.cpp", "max_num_seqs"),
+    "max_num_batched_tokens": ("vLLM", "max_prefill_tokens"),
+    "chunked_prefill_size": ("SGLang", "max_prefill_tokens"),
     "enable_prefix_caching": ("vLLM", "prefix_cache"),
     "kv_cache_memory_bytes": ("vLLM", "cache_bytes"),
     "block_size": ("vLLM", "page_size"),
@@ -42,8 +41,8 @@ SAME = {
 }
 _SHORT = {
     "-m": "model",
-    "-c": "max_context",
-    "-np": "max_rows",
+    "-c": "max_model_len",
+    "-np": "max_num_seqs",
     "-md": "draft",
     "-n": "max_tokens",
     "-s": "seed",
@@ -68,7 +67,7 @@ OTHERWISE = {
     "data_parallel_size": ("vLLM", "way of one server per card, behind a load balancer"),
     "n_gpu_layers": ("llama.cpp", "{device}: cpu, or cuda for all layers"),
     "threads": ("llama.cpp", "OMP_NUM_THREADS, a variable of the environment"),
-    "batch_size": ("llama.cpp", "{chunk}: most prompt tokens of a step"),
+    "batch_size": ("llama.cpp", "{max_prefill_tokens}: most prompt tokens of a step"),
     "cache_type_k": ("llama.cpp", "{kv_dtype}, of keys and values alike: int8 for q8_0, tq4 for q4_0"),
     "cache_type_v": ("llama.cpp", "{kv_dtype}, of keys and values alike: int8 for q8_0, tq4 for q4_0"),
     "flash_attn": ("llama.cpp", "only way: leave it out"),

@@ -51,7 +51,7 @@ def merge_settings(flags: Mapping[str, object], *, uses_environment: bool = True
 
 
 def flag_of(field: str, value: object = None) -> str:
-    """--max-rows, and --no-graphs of a switch that is turned off."""
+    """--max-num-seqs, and --no-graphs of a switch that is turned off."""
     return f"--{'no-' if value is False else ''}{field.replace('_', '-')}"
 
 

@@ -4,7 +4,7 @@
     notes = "Why these values."               # optional
     cards = ["h100", "dgx-spark"]             # where it makes sense, as in machine/cards.toml; none: anywhere
     model = "Qwen/Qwen3-8B"                   # any field of Settings but draft and engine, which are tables
-    max_context = 32768
+    max_model_len = 32768
 
     [draft]                                   # model, width, ngram, quantization, attention_backend
     model = "z-lab/Qwen3-8B-DFlash-b16"
@@ -15,7 +15,7 @@
     env = { VLLM_LOGGING_LEVEL = "INFO" }
 
     [sglang]                                  # with --engine sglang: settings, version, args, env
-    chunk = 8192
+    max_prefill_tokens = 8192
 
     [[excludes]]                              # where it does not work: cards, or ampere, hopper, ...
     cards = ["hopper"]
@@ -40,7 +40,7 @@ from typing import get_type_hints
 
 from blockdraft.errors import SettingsError
 from blockdraft.machine.cards import FAMILIES, card_by_key, card_hint
-from blockdraft.settings.settings import CHOICES, SETTING_NAMES, SETTING_TYPES, Auto, suggestion
+from blockdraft.settings.settings import CHOICES, FORMER_NAMES, SETTING_NAMES, SETTING_TYPES, Auto, suggestion
 
 FOLDER = Path(__file__).parents[1] / "recipes"
 DRAFT_KEYS = {
@@ -171,7 +171,8 @@ class _Reader:
 
     def settings(self, table: Mapping[str, object]) -> dict[str, object]:
         values: dict[str, object] = {}
-        for key, value in table.items():
+        for written, value in table.items():
+            key = FORMER_NAMES.get(written, written)
             if key in _TABLES:
                 values |= self._table(key, value)
             elif key in _PLAIN:
@@ -202,7 +203,8 @@ class _Reader:
         names = {key: name for key, name in ENGINE_KEYS.items() if key != "name"}
         names |= {name: name for name in (*_PLAIN, *DRAFT_KEYS.values()) if name != "model"}
         found = {}
-        for key, inner in value.items():
+        for written, inner in value.items():
+            key = FORMER_NAMES.get(str(written), str(written))
             if key not in names:
                 raise self._unknown(key, names, f"[{engine}] ")
             found[names[key]] = self.setting(names[key], f"[{engine}] {key}", inner)

@@ -81,8 +81,8 @@ class Settings:
         "for timing only: accept drafts by chance, with these probabilities by position (0.9,0.8,0.6) or "
         "for this many tokens per step (mean:4.5)",
     )
-    max_context: int | Auto = _setting("auto", "longest prompt and answer together, in tokens", least=2)
-    max_rows: int | Auto = _setting("auto", "sequences that run at once", least=1)
+    max_model_len: int | Auto = _setting("auto", "longest prompt and answer together, in tokens", least=2)
+    max_num_seqs: int | Auto = _setting("auto", "sequences that run at once", least=1)
     max_queue: int = _setting(1024, "sequences that may wait; more are refused", least=1)
     page_size: int = _setting(16, "tokens per cache page", least=1)
     kv_dtype: str = _setting(
@@ -99,7 +99,7 @@ class Settings:
         0.9,
         "share of the GPU's memory that may be in use, by us and by others; the cache takes what is left",
     )
-    chunk: int | Auto = _setting(
+    max_prefill_tokens: int | Auto = _setting(
         "auto", "most prompt tokens of a prefill step, fewer beside decoding", least=1
     )
     max_stall_ms: int | None = _setting(
@@ -110,7 +110,7 @@ class Settings:
         "auto", "launch the next step before reading the last one's result; auto: on a GPU"
     )
     graphs: bool = _setting(True, "on a GPU, run each decode step as one CUDA graph")
-    fast: bool = _setting(
+    allow_batch_variance: bool = _setting(
         False,
         "on a GPU, the fastest kernels: near-ties may then be answered otherwise in other company",
     )
@@ -239,6 +239,12 @@ CHOICES: dict[str, tuple[str, ...]] = {
     name: facts["choices"] for name, facts in _FACTS.items() if "choices" in facts
 }
 LAUNCH_SETTINGS = frozenset(name for name, facts in _FACTS.items() if "is_launched" in facts)
+FORMER_NAMES = {  # still read: from flags, the environment, recipes and LLM(...)
+    "max_context": "max_model_len",
+    "max_rows": "max_num_seqs",
+    "chunk": "max_prefill_tokens",
+    "fast": "allow_batch_variance",
+}
 SETTING_NAMES = tuple(item.name for item in fields(Settings))
 SETTING_TYPES: dict[str, object] = get_type_hints(Settings)
 DEFAULTS: dict[str, object] = {item.name: item.default for item in fields(Settings)}
@@ -333,6 +339,7 @@ def environment_settings() -> dict[str, object]:
 def read_variables(environment: Mapping[str, str]) -> dict[str, object]:
     """The same of any environment. Raises SettingsError for a variable that nobody would read."""
     known = {variable_of(name): name for name in SETTING_NAMES}
+    known |= {variable_of(name): ours for name, ours in FORMER_NAMES.items()}
     values = {}
     for variable, text in environment.items():
         if not variable.startswith(PREFIX) or variable.startswith(TEST_PREFIX) or variable in OTHER_VARIABLES:

@@ -8,7 +8,7 @@ Where there is none it is 1: requests then decode plainly unless they ask for dr
 disturbed the times, the width is a guess and no speed-up is told.
 
 That is where serving begins: then what drafts commit and what steps take, for however many requests at once,
-decides before each step (engine/governor.py).
+decides before each step (engine/width_controller.py).
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from blockdraft.cache.rows import RowSampling
 from blockdraft.checkpoints.fit_file import Acceptance
 from blockdraft.engine.describe import fingerprint
 from blockdraft.engine.engine import Engine
-from blockdraft.engine.governor import widths_for
-from blockdraft.engine.loaded import Models
-from blockdraft.engine.twin import max_tokens, twin
+from blockdraft.engine.loaded_pair import LoadedPair
+from blockdraft.engine.trial_engine import max_tokens, trial_engine
+from blockdraft.engine.width_controller import widths_for
 from blockdraft.machine.machine import read_machine
 from blockdraft.planner.plan import Plan
 from blockdraft.settings.cache_files import keep
@@ -139,7 +139,7 @@ def may_choose_width(engine: Engine, settings: Settings) -> bool:
     return settings.width == "auto" and models.draft_name is not None and is_known
 
 
-def known_acceptance(models: Models) -> Acceptance:
+def known_acceptance(models: LoadedPair) -> Acceptance:
     """Before anything is served: that of the fit, or the rates by which drafts are accepted for timing."""
     return models.acceptance if models.rates is None else {"the synthetic acceptance": models.rates}
 
@@ -194,7 +194,7 @@ def measure_costs(
     plan, begun_s = engine.models.plan, clock()
     widths = [width for width in widths_for(plan.block) if width > 1]
     # A captured step of width 1 absorbs too, which is little.
-    plain = twin(engine, NoDrafter()) if engine.graphs is None else engine
+    plain = trial_engine(engine, NoDrafter()) if engine.graphs is None else engine
     if engine.graphs is not None and engine.models.device.type == "cuda":
         widths = [plan.width]
     times: dict[int, list[float]] = {width: [] for width in (1, *widths)}
@@ -222,7 +222,7 @@ def _measured(engine: Engine, acceptance: Acceptance, caution: float) -> Costs:
     if engine.models.device.type == "cpu":
         width = choose_width(acceptance, costs, caution=caution).width
         return replace(costs, several=measure_several(engine, width, most=SEVERAL))
-    return replace(costs, several=measure_several(engine, plan.width, most=plan.max_rows))
+    return replace(costs, several=measure_several(engine, plan.width, most=plan.max_num_seqs))
 
 
 def measure_several(
@@ -234,10 +234,10 @@ def measure_several(
     """
     plan, pages = engine.models.plan, engine.scheduler.pages
     per_row = -(-(_context(engine) + plan.block) // pages.page_size)
-    rows = min(most, plan.max_rows, pages.num_free // per_row)
+    rows = min(most, plan.max_num_seqs, pages.num_free // per_row)
     plain = engine
     if engine.graphs is None:
-        plain = twin(engine, NoDrafter())
+        plain = trial_engine(engine, NoDrafter())
     elif rows > 0:
         rows = max(size for size in engine.graphs.sizes if size <= rows)
     if rows < 2:
@@ -313,7 +313,7 @@ def _key(engine: Engine, acceptance: Acceptance) -> str:
         [machine.cpu.name, machine.cpu.num_cores, *(gpu.name for gpu in machine.gpus)],
         [__version__, torch.__version__, torch.get_num_threads()],
         [fingerprint(models.target), drafting, models.plan.draft_ngram],  # dtypes and packing included
-        [str(models.device), models.plan.page_size, models.plan.block, models.plan.max_rows],
+        [str(models.device), models.plan.page_size, models.plan.block, models.plan.max_num_seqs],
         [models.plan.kv_dtype, models.plan.draft_kv_dtype, models.plan.kv_window],
         [FORMAT, engine.graphs is not None],
         dict(acceptance),

@@ -22,8 +22,8 @@ from blockdraft.check.kernels import check_kernels
 from blockdraft.check.piece_sizes import pieces_for
 from blockdraft.check.verified import card_facts, digest_of, libraries, plan_facts, sources
 from blockdraft.engine.engine import Engine
-from blockdraft.engine.governor import widths_for
-from blockdraft.engine.loaded import Models
+from blockdraft.engine.loaded_pair import LoadedPair
+from blockdraft.engine.width_controller import widths_for
 from blockdraft.kernels.choice import has_triton
 from blockdraft.machine.machine import read_machine
 from blockdraft.phases import StartProgress
@@ -123,7 +123,9 @@ def compiling_for(opened: Opened, settings: Settings) -> Iterator[CompileAhead]:
         ahead.close(is_done=is_done)
 
 
-def compile_steps(ahead: CompileAhead, models: Models, settings: Settings, startup: StartProgress) -> None:
+def compile_steps(
+    ahead: CompileAhead, models: LoadedPair, settings: Settings, startup: StartProgress
+) -> None:
     """Compile what an engine of these models will run, and what checking it will."""
     with ahead.collecting() as is_useful:
         if is_useful:
@@ -137,7 +139,7 @@ def compile_steps(ahead: CompileAhead, models: Models, settings: Settings, start
     ahead.wait(tell)
 
 
-def _collect(models: Models, settings: Settings) -> None:
+def _collect(models: LoadedPair, settings: Settings) -> None:
     engine = Engine(replace(models, plan=replace(models.plan, num_pages=pages_to_probe(models.plan))))
     run_steps(engine)
     if settings.verify != "off":
@@ -153,10 +155,10 @@ def run_steps(engine: Engine) -> None:
     """The steps of serving, warming up and checking, by their sizes: what the rows hold does not matter."""
     plan, rows = engine.models.plan, engine.rows
     pieces = pieces_for(engine)
-    chunks = [(1,), (plan.chunk,), (2, 7), (1,) * len(SAMPLINGS)]
+    chunks = [(1,), (plan.max_prefill_tokens,), (2, 7), (1,) * len(SAMPLINGS)]
     chunks += [piece.counts for piece in pieces if piece.is_known]
     for counts in chunks:
-        if len(counts) <= plan.max_rows:
+        if len(counts) <= plan.max_num_seqs:
             rows.activate((), len(counts))
             engine.prefill(_token_ids(engine, sum(counts)), counts)
     for num_tokens, num_rows in _graph_shapes(engine):
@@ -164,16 +166,18 @@ def run_steps(engine: Engine) -> None:
         offsets = torch.zeros(num_rows + 1, dtype=torch.int64, device=engine.models.device)
         engine.prefill(_token_ids(engine, num_tokens), widest_counts(num_tokens, num_rows), offsets)
     blocks = {(len(piece.rows), piece.counts[0]) for piece in pieces if not piece.is_known}
-    blocks |= {(size, width) for width in {1, plan.width, plan.block} for size in row_sizes(plan.max_rows)}
+    blocks |= {
+        (size, width) for width in {1, plan.width, plan.block} for size in row_sizes(plan.max_num_seqs)
+    }
     # Of a width between, attention and the count of accepted drafts have code of their own, by its power of
     # two; attention also where rows are so few that several programs share one. No other kernel has.
-    blocks |= {(size, width) for width in widths_for(plan.block) for size in (1, plan.max_rows)}
+    blocks |= {(size, width) for width in widths_for(plan.block) for size in (1, plan.max_num_seqs)}
     for num_rows, width in sorted(blocks):
         rows.activate((), num_rows)
         engine.decode(width)
-    for row, sampling in enumerate(SAMPLINGS[: plan.max_rows]):
+    for row, sampling in enumerate(SAMPLINGS[: plan.max_num_seqs]):
         rows.place(row, [1, 2], 1, sampling)
-    several = list(range(min(len(SAMPLINGS), plan.max_rows)))
+    several = list(range(min(len(SAMPLINGS), plan.max_num_seqs)))
     for width in (1, plan.width, plan.block):
         for chosen in ([0], several, *([one] for one in several)):
             rows.activate(chosen)
@@ -189,5 +193,8 @@ def _graph_shapes(engine: Engine) -> list[tuple[int, int]]:
     """Those of PrefillGraphs that have kernels of their own: from some tokens on they are alike."""
     if engine.cache.has_states:
         return []
-    found = shapes(min(engine.models.plan.chunk, engine.models.plan.max_context), engine.models.plan.max_rows)
+    found = shapes(
+        min(engine.models.plan.max_prefill_tokens, engine.models.plan.max_model_len),
+        engine.models.plan.max_num_seqs,
+    )
     return [shape for shape in found if shape[0] in DIFFERENT]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from blockdraft.engine.loaded import Models
+from blockdraft.engine.loaded_pair import LoadedPair
 from blockdraft.errors import ModelError
 from blockdraft.kernels.choice import Operation
 from blockdraft.kernels.failure import DoesNotCompile, kernel_errors, why_no_compiler
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def with_kernels_that_compile(
-    models: Models, make: Callable[[Models], T], tell: Callable[[Operation, str], None]
+    models: LoadedPair, make: Callable[[LoadedPair], T], tell: Callable[[Operation, str], None]
 ) -> T:
     """What `make` returns; each operation whose kernel does not compile costs one more try without it.
 

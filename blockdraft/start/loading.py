@@ -20,7 +20,7 @@ from blockdraft.checkpoints.quantization import read_quantization
 from blockdraft.checkpoints.read_draft_config import read_draft_config
 from blockdraft.checkpoints.stored_form import stored_form
 from blockdraft.checkpoints.weights import check_copies, load_decoder, load_drafter
-from blockdraft.engine.loaded import Labels, Models
+from blockdraft.engine.loaded_pair import Labels, LoadedPair
 from blockdraft.engine.sampling_defaults import sampling_defaults
 from blockdraft.errors import CapacityError, FetchError, ModelError
 from blockdraft.kernels.choice import has_triton
@@ -87,7 +87,7 @@ class Opened:
     labels: Labels
 
 
-def load_models(settings: Settings, report: Callable[[str], None]) -> Models:
+def load_models(settings: Settings, report: Callable[[str], None]) -> LoadedPair:
     """Open, check, plan, then read the weights: every cheap check comes before the expensive part."""
     return read_weights(open_models(settings, report), report)
 
@@ -251,7 +251,7 @@ def read_weights(
     opened: Opened,
     report: Callable[[str], None],
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> Models:
+) -> LoadedPair:
     """Read the weights of both; `progress` hears of every parameter of the target."""
     plan, device, draft, is_dummy = opened.plan, opened.device, opened.draft, opened.labels.is_dummy
     if device.type == "cuda" and has_triton():
@@ -274,7 +274,7 @@ def read_weights(
         drafter = load_dflash(draft_source, draft.config, target, plan, device)
         draft.checkpoint.close()
     checkpoint.close()
-    return Models(
+    return LoadedPair(
         config=config,
         draft_config=draft_config,
         target=target,

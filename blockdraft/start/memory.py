@@ -15,7 +15,7 @@ import torch
 
 from blockdraft.cache.spec import bytes_per_token
 from blockdraft.engine.engine import Engine
-from blockdraft.engine.loaded import Models
+from blockdraft.engine.loaded_pair import LoadedPair
 from blockdraft.errors import CapacityError
 from blockdraft.machine.machine import read_machine
 from blockdraft.planner.plan import ELEMENT_BYTES, MARGIN_BYTES, Plan, memory_share
@@ -25,7 +25,7 @@ from blockdraft.start.loading import gpu_memory
 from blockdraft.start.warm import largest_rounds, warm
 
 
-def fit_pages(models: Models, settings: Settings, note: Callable[[str], None]) -> Models:
+def fit_pages(models: LoadedPair, settings: Settings, note: Callable[[str], None]) -> LoadedPair:
     """`models` with as many pages as fit; as planned where the user set the size, or there is no GPU."""
     plan = models.plan
     if not is_measured(models, settings):
@@ -34,25 +34,25 @@ def fit_pages(models: Models, settings: Settings, note: Callable[[str], None]) -
     overhead = _overhead(models, settings, note)
     room = _budget(settings, models.device) - overhead - MARGIN_BYTES
     page_bytes = _page_bytes(models)
-    fitting, is_enough = plan.within(room // page_bytes, shrinks=settings.max_context == "auto")
+    fitting, is_enough = plan.within(room // page_bytes, shrinks=settings.max_model_len == "auto")
     if not is_enough:
         needed = plan.pages_of_one * page_bytes
         raise CapacityError(
-            f"a context of {plan.max_context} tokens needs {needed / 1e9:.1f} GB of cache, but "
+            f"a context of {plan.max_model_len} tokens needs {needed / 1e9:.1f} GB of cache, but "
             f"{max(room, 0) / 1e9:.1f} GB are left beside weights and {overhead / 1e9:.1f} GB of working "
             f"memory. The budget is {_shown_budget(settings, models.device)}: raise it, lower "
-            "--max-context, --max-rows or --chunk, or use --quantization fp8. Of the card's memory, "
-            f"{usage(models.device)}."
+            "--max-model-len, --max-num-seqs or --max-prefill-tokens, or use --quantization fp8. "
+            f"Of the card's memory, {usage(models.device)}."
         )
     return replace(models, plan=fitting)
 
 
-def is_measured(models: Models, settings: Settings) -> bool:
+def is_measured(models: LoadedPair, settings: Settings) -> bool:
     """Whether the largest steps are run to find out: on a card, unless the user set the size."""
     return models.device.type == "cuda" and settings.cache_bytes == "auto"
 
 
-def _overhead(models: Models, settings: Settings, note: Callable[[str], None]) -> int:
+def _overhead(models: LoadedPair, settings: Settings, note: Callable[[str], None]) -> int:
     """Bytes beside weights and pages: rows and states, the largest steps run eagerly, the largest graph."""
     plan, device = models.plan, models.device
     before = _free(device)
@@ -63,7 +63,7 @@ def _overhead(models: Models, settings: Settings, note: Callable[[str], None]) -
     # A capture hands this back; the next prefill takes it again.
     working = torch.cuda.max_memory_reserved(device) - held
     if why_no_graphs(models, settings) is None:
-        probe.capture([plan.max_rows], sorted({1, plan.width}))
+        probe.capture([plan.max_num_seqs], sorted({1, plan.width}))
     kept = before - _free(device)
     kept -= probe.cache.num_pages * _page_bytes(models)
     probe.drop_graphs()
@@ -90,11 +90,11 @@ def memory_explained(settings: Settings, device: torch.device, *, is_loading: bo
         raise CapacityError(
             f"the GPU ran out of memory ({first_line(error)}); {state}. The budget is "
             f"{_shown_budget(settings, device)}: lower it if other programs take memory meanwhile, lower "
-            "--max-rows, --max-context or --chunk, or use --quantization fp8."
+            "--max-num-seqs, --max-model-len or --max-prefill-tokens, or use --quantization fp8."
         ) from error
 
 
-def why_no_graphs(models: Models, settings: Settings) -> str | None:
+def why_no_graphs(models: LoadedPair, settings: Settings) -> str | None:
     """None where a decode step can be captured, else what stands in the way."""
     if not settings.graphs:
         return "switched off"
@@ -103,12 +103,12 @@ def why_no_graphs(models: Models, settings: Settings) -> str | None:
 
 def pages_to_probe(plan: Plan) -> int:
     """Enough for every round of the warm-up."""
-    longest = plan.pages_of(plan.chunk + 1 + 3 * plan.block) + 1
+    longest = plan.pages_of(plan.max_prefill_tokens + 1 + 3 * plan.block) + 1
     short = plan.pages_of(8 + 4 * plan.block) + 1
-    return min(plan.num_pages, longest + plan.max_rows * short)
+    return min(plan.num_pages, longest + plan.max_num_seqs * short)
 
 
-def _page_bytes(models: Models) -> int:
+def _page_bytes(models: LoadedPair) -> int:
     per_token = bytes_per_token(models.cache_specs(), ELEMENT_BYTES[models.plan.dtype])
     return models.plan.page_size * per_token
 

@@ -16,7 +16,7 @@ import torch
 
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.request import SamplingParams
-from blockdraft.engine.twin import max_tokens, serve, twin
+from blockdraft.engine.trial_engine import max_tokens, serve, trial_engine
 from blockdraft.planner.plan import Plan
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -37,7 +37,7 @@ Rounds = Iterator[tuple[str, list[Request]]]  # what is served together, with a 
 def warm(engine: Engine, note: Callable[[str], None], choose: Callable[[Plan], Rounds]) -> None:
     """Serve the rounds that are chosen. The engine, which must be idle, stays as it was."""
     room = max_tokens(engine)
-    other = twin(engine)
+    other = trial_engine(engine)
     for text, requests in choose(engine.models.plan):
         note(text)
         for number, (num_prompt, sampling) in enumerate(requests):
@@ -60,7 +60,7 @@ def every_round(plan: Plan) -> Rounds:
 def small_rounds(plan: Plan) -> Rounds:
     """All of them but the largest, which measuring the memory has run."""
     yield "one token of prefill", [(2, _one_token(1))]
-    if plan.max_rows > 1:
+    if plan.max_num_seqs > 1:
         yield "two prompts of different lengths", [(3, _one_token(1)), (8, _one_token(1))]
     for width in _widths(plan):
         yield f"1 row of width {width}", [(1, _changed(GREEDY, width=width, max_tokens=2))]
@@ -70,12 +70,17 @@ def small_rounds(plan: Plan) -> Rounds:
 
 def largest_rounds(plan: Plan) -> Rounds:
     """What takes the most memory."""
-    yield f"a prefill chunk of {plan.chunk} tokens", [(plan.chunk + 1, _one_token(1))]
+    yield (
+        f"a prefill chunk of {plan.max_prefill_tokens} tokens",
+        [(plan.max_prefill_tokens + 1, _one_token(1))],
+    )
     for width in _widths(plan):
-        several = [_changed(sampling, width=width, max_tokens=1) for sampling in SAMPLINGS[: plan.max_rows]]
+        several = [
+            _changed(sampling, width=width, max_tokens=1) for sampling in SAMPLINGS[: plan.max_num_seqs]
+        ]
         yield f"{len(several)} rows of width {width}, sampled", [(2, sampling) for sampling in several]
-        if plan.max_rows > len(several):
-            yield f"{plan.max_rows} rows of width {width}", [(1, _one_token(width))] * plan.max_rows
+        if plan.max_num_seqs > len(several):
+            yield f"{plan.max_num_seqs} rows of width {width}", [(1, _one_token(width))] * plan.max_num_seqs
 
 
 def few_rounds(plan: Plan) -> Rounds:

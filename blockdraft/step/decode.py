@@ -47,7 +47,7 @@ def decode_parts(  # noqa: PLR0913
     return verdict
 
 
-def run_through(parts: Generator[Tensor, None, Verdict]) -> Verdict:
+def run_all_parts(parts: Generator[Tensor, None, Verdict]) -> Verdict:
     """All parts at once, without a word from the host: on a GPU this is one graph per (rows, width)."""
     while True:
         try:

@@ -159,7 +159,7 @@ class _Session:
         self._num_probes, max_tokens = PROBES[models.device.type]
         self._probe_tokens = min(max_tokens, question.max_tokens)
         # Room for one token at least: shorter answers than asked for are answers, too.
-        self.max_prompt = models.plan.max_context - 1
+        self.max_prompt = models.plan.max_model_len - 1
 
     def prompts(self, conversations: Sequence[Prompt]) -> list[_FirstTurn]:
         """The first turns that leave room for an answer, encoded."""

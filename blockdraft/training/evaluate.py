@@ -23,7 +23,7 @@ from blockdraft.cache.cache import SCRATCH_PAGE
 from blockdraft.cache.rows import Rows, RowSampling
 from blockdraft.cache.spec import bytes_per_token
 from blockdraft.engine.engine import Engine
-from blockdraft.engine.loaded import Models
+from blockdraft.engine.loaded_pair import LoadedPair
 from blockdraft.engine.request import Delta, Metrics, SamplingParams
 from blockdraft.kernels.transfer import to_device
 from blockdraft.models.draft_config import DraftConfig
@@ -153,7 +153,7 @@ def fit_in_engine(
     *,
     model: str,
     config: DraftConfig,
-    like: Models,
+    like: LoadedPair,
     report: Callable[[int], None] = lambda num_done: None,
 ) -> DrafterFit:
     """Answer the documents' prompts again, greedily, with the drafter in `folder`, as long as they are."""
@@ -166,7 +166,7 @@ def fit_in_engine(
         device=str(like.device),
         dtype=like.plan.dtype,
         quantization="none",
-        max_rows=ENGINE_ROWS,
+        max_num_seqs=ENGINE_ROWS,
         cache_bytes=2 * ENGINE_ROWS * room * bytes_per_token(specs, ELEMENT_BYTES[like.plan.dtype]),
         graphs=False,  # a few steps: not worth their capture
     )

@@ -117,7 +117,7 @@ class Job:
         _check("--answer-minutes", self.answer_minutes, 0)
         _check("--max-prompts", self.max_prompts, 1)
         _check("--rows", self.bulk_rows, 1)
-        # What a row must hold beside the answer: a prompt, and what is left of a round of engine/bulk.py.
+        # Beside the answer a row holds a prompt, and what is left of a round of engine/offline_batch.py.
         _check("--max-answer", self.answers.max_tokens, 1, self.length - 16)
         _check("--max-repeat", self.answers.max_repeat, 1)
         _check("--sampled", self.answers.sampled, 0, 1)

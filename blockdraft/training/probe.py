@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from blockdraft.kernels.recall import reference_recall
+from blockdraft.kernels.ngram_lookup import reference_lookup
 from blockdraft.models.dflash import DFlash, DFlashLayer
 from blockdraft.models.draft_config import DraftConfig
 from blockdraft.step.dflash import DFlashDrafter
@@ -137,5 +137,5 @@ class _Trial:
         block = torch.full((len(starts), width), -1, device=starts.device)
         if self.drafter.draft_ngram:
             rows = torch.arange(len(starts), device=starts.device)
-            reference_recall(block, batch.tokens, rows, starts, self.drafter.draft_ngram)
+            reference_lookup(block, batch.tokens, rows, starts, self.drafter.draft_ngram)
         return block[:, 1:]

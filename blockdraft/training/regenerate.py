@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from blockdraft.bench.records import Prompt
-from blockdraft.engine.bulk import Bulk, BulkAnswer, Question
+from blockdraft.engine.offline_batch import OfflineAnswer, OfflineBatch, Question
 from blockdraft.text.tokenizer import Tokenizer
 from blockdraft.training.answers import Document, encode_conversation, read_shard, write_shard
 from blockdraft.training.job import AnswerOptions
@@ -36,7 +36,7 @@ class AnswerCount:
 
 
 def regenerate(
-    bulk: Bulk,
+    bulk: OfflineBatch,
     tokenizer: Tokenizer,
     conversations: Sequence[Prompt],
     folder: Path,
@@ -82,7 +82,7 @@ class _Asker:
 
     def __init__(
         self,
-        bulk: Bulk,
+        bulk: OfflineBatch,
         tokenizer: Tokenizer,
         conversations: Sequence[Prompt],
         options: AnswerOptions,
@@ -90,7 +90,7 @@ class _Asker:
         seconds: float | None,
     ) -> None:
         self._tokenizer, self._conversations, self._options = tokenizer, conversations, options
-        self._max_prompt = bulk.max_context - options.max_tokens
+        self._max_prompt = bulk.max_model_len - options.max_tokens
         self._ready: deque[Question] = deque()
         self._said: dict[int, list[str]] = {}  # of conversations with turns to come
         self._end_s = None if seconds is None else time.monotonic() + seconds
@@ -119,7 +119,7 @@ class _Asker:
                 return question
         raise StopIteration
 
-    def hear(self, answer: BulkAnswer) -> Document:
+    def hear(self, answer: OfflineAnswer) -> Document:
         """Keep an answer, and prepare the turn after it."""
         question = answer.question
         index, turn = divmod(question.key, MAX_TURNS)

@@ -23,8 +23,8 @@ import torch
 from blockdraft.bench.records import Prompt
 from blockdraft.checkpoints.opening import open_checkpoint
 from blockdraft.checkpoints.read_draft_config import read_draft_config
-from blockdraft.engine.bulk import make_bulk
-from blockdraft.engine.loaded import Models
+from blockdraft.engine.loaded_pair import LoadedPair
+from blockdraft.engine.offline_batch import make_offline_batch
 from blockdraft.errors import ModelError, SettingsError
 from blockdraft.models.dflash import DFlash
 from blockdraft.models.draft_config import DraftConfig, check_pair
@@ -108,7 +108,9 @@ def train(job: Job, listener: Listener, *, resume: bool = False) -> dict[str, Dr
     return fits
 
 
-def _check(job: Job, trainer: Trainer, held_out: list[Document], listener: Listener, models: Models) -> None:
+def _check(
+    job: Job, trainer: Trainer, held_out: list[Document], listener: Listener, models: LoadedPair
+) -> None:
     """Try the exported drafter in the engine, on a few of the same prompts."""
     few = random.Random(0).sample(held_out, min(NUM_CHECKED, len(held_out)))  # the same ones every time
     listener.show("check", None, f"{len(few)} answers in the engine")
@@ -130,7 +132,7 @@ def _check(job: Job, trainer: Trainer, held_out: list[Document], listener: Liste
 
 
 def _before(
-    job: Job, models: Models, trainer: Trainer, kept: Sequence[Document], listener: Listener
+    job: Job, models: LoadedPair, trainer: Trainer, kept: Sequence[Document], listener: Listener
 ) -> DrafterFit:
     """The fit of the drafter that the run begins with, as it drafts by itself: not as another kind."""
     assert job.start_from is not None
@@ -221,7 +223,7 @@ def _load_checkpoint(job: Job, trainer: Trainer, listener: Listener) -> None:
 # ---- stage 1: answers
 
 
-def _load_target(job: Job, listener: Listener) -> Models:
+def _load_target(job: Job, listener: Listener) -> LoadedPair:
     on_gpu = torch.cuda.is_available() and job.device != "cpu"
     rows = job.bulk_rows or (2048 if on_gpu else 16)
     settings = Settings(
@@ -230,9 +232,9 @@ def _load_target(job: Job, listener: Listener) -> Models:
         device=job.device,
         dtype=job.dtype,
         quantization="none",
-        max_rows=rows,
-        max_context=job.length,
-        chunk=16384 if on_gpu else 512,
+        max_num_seqs=rows,
+        max_model_len=job.length,
+        max_prefill_tokens=16384 if on_gpu else 512,
         prefix_cache=False,
     )
 
@@ -253,14 +255,14 @@ def _answer_s(job: Job) -> float | None:
 
 def _answers(
     job: Job,
-    models: Models,
+    models: LoadedPair,
     training: list[Prompt],
     held_out: list[Prompt],
     listener: Listener,
     seconds: float | None,
 ) -> tuple[list[Document], list[Document]]:
     """Documents to train on, and greedy ones that are held out."""
-    bulk, tokenizer = make_bulk(models), models.tokenizer
+    bulk, tokenizer = make_offline_batch(models), models.tokenizer
     served = replace(job.answers, sampled=0.0, max_repeat=None)  # a server does not cut loops either
     watch = _AnswerWatch("held out", len(held_out), None, listener)
     kept = regenerate(bulk, tokenizer, held_out, job.out / "held-out", served, report=watch)
@@ -330,7 +332,7 @@ def _conversations(job: Job) -> tuple[list[Prompt], list[Prompt]]:
 
 
 def _drafter_config(
-    job: Job, models: Models, documents: Sequence[Document]
+    job: Job, models: LoadedPair, documents: Sequence[Document]
 ) -> tuple[Mapping[str, object], DraftConfig]:
     """config.json of the drafter, and what we read in it."""
     if job.start_from is not None:
@@ -353,7 +355,7 @@ def _drafter_config(
     return raw, config
 
 
-def _mask_id(job: Job, models: Models, documents: Sequence[Document]) -> int:
+def _mask_id(job: Job, models: LoadedPair, documents: Sequence[Document]) -> int:
     """A special token that no document uses; the highest, which is seldom one of the template's."""
     if job.shape.mask_token_id is not None:
         return job.shape.mask_token_id
@@ -367,7 +369,7 @@ def _mask_id(job: Job, models: Models, documents: Sequence[Document]) -> int:
     return max(special or free)
 
 
-def _new_model(job: Job, models: Models, config: DraftConfig) -> DFlash:
+def _new_model(job: Job, models: LoadedPair, config: DraftConfig) -> DFlash:
     return new_drafter(
         config,
         models.target,
@@ -378,7 +380,7 @@ def _new_model(job: Job, models: Models, config: DraftConfig) -> DFlash:
     )
 
 
-def _trainer(job: Job, models: Models, documents: list[Document], config: DraftConfig) -> Trainer:
+def _trainer(job: Job, models: LoadedPair, documents: list[Document], config: DraftConfig) -> Trainer:
     model = _new_model(job, models, config)
     if job.start_from is not None:
         load_weights(model, job.start_from, models.device)

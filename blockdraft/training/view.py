@@ -23,7 +23,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from blockdraft.kernels.attention import Mask
 from blockdraft.kernels.gated_delta import DeltaWeights
 from blockdraft.kernels.heads import HeadNorms
-from blockdraft.kernels.rows import Angles, reference_rms_norm, reference_rotate
+from blockdraft.kernels.pointwise import Angles, reference_rms_norm, reference_rotate
 from blockdraft.training.packing import TrainingBatch
 
 TILE = 128  # of FlexAttention's block masks

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from blockdraft.bench import stream
-from blockdraft.bench.alike import surroundings
+from blockdraft.bench.chunk_template import surroundings
 from blockdraft.bench.records import SPECULATIVE, Answer, Ask, Prompt
 from blockdraft.bench.stream import StreamReader
 

@@ -29,7 +29,7 @@ RUNS = [
     " ".join(f"t{(start + step * i) % 60}" for i in range(4)) for start, step in ((3, 1), (10, 2), (50, 3))
 ] + ["t7 t7 t9", "t20 t40 t1 t2", "t59 t58 t57 t0 t1 t2"]
 DRAFTER = Path(__file__).parents[2] / "blockdraft/drafters/smollm2-135m-instruct"
-OURS = ["--device", "cpu", "--dtype", "float32", "--max-context", "512"]
+OURS = ["--device", "cpu", "--dtype", "float32", "--max-model-len", "512"]
 
 
 @pytest.fixture(scope="module")
@@ -179,7 +179,7 @@ def test_two_runs_of_vllm_with_the_default_pair_become_speedups_over_plain(vllm,
     """One after the other, as on one card; then both files joined."""
     folder = write_default_model(tmp_path / "smollm2")
     engine = ["--engine", "vllm", "--engine-python", vllm.parent / "python", "--model", folder]
-    engine += ["--draft", DRAFTER, "--width", 8, "--no-graphs", "--max-rows", 4, *OURS]
+    engine += ["--draft", DRAFTER, "--width", 8, "--no-graphs", "--max-num-seqs", 4, *OURS]
     load = ["--workload", "code", "--num-prompts", NUM_PROMPTS, "--max-tokens", 48]
     for arm in ("plain", "speculative"):
         report = bench(tmp_path / arm, *engine, "--arms", arm, *load)

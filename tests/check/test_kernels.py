@@ -130,7 +130,7 @@ def test_a_product_that_forgets_the_stream(engine):
 def test_compressed_keys_that_are_a_little_off(kv_dtype):
     engine = tiny.engine(dtype="float32", num_pages=64, kv_dtype=kv_dtype, draft_kv_dtype=kv_dtype)
     assert not failed_at("compressed attention", engine)
-    assert failed(wrong_kernel(engine, "attend_cold", slightly)).keys() == {"compressed attention"}
+    assert failed(wrong_kernel(engine, "attend_compressed", slightly)).keys() == {"compressed attention"}
 
     def beside(result, pages, tiles):
         pages.keys.codes.add_(1)

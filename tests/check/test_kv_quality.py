@@ -21,11 +21,11 @@ from blockdraft.check.kv_quality import (
     of_format,
 )
 from blockdraft.check.kv_verdict import Needles, instead_of, sentence, verdict_of
-from blockdraft.check.whole_view import WholeView
+from blockdraft.check.uncached_view import WholeView
 from blockdraft.errors import ModelError, SettingsError
 from blockdraft.kernels.attention import Mask
 from blockdraft.kernels.kv_codec import FORMATS
-from blockdraft.kernels.kv_cold import reference_attend_cold
+from blockdraft.kernels.kv_compressed import reference_attend_compressed
 from blockdraft.kernels.kv_positions import PositionRule
 
 VOCAB, LENGTH, HEAD = 40, 700, 16
@@ -75,7 +75,7 @@ def test_many_groups_at_a_time_are_what_the_reference_says(rule, window, length)
         torch.randn(length, heads, 16, generator=generator, dtype=torch.float64) for heads in (4, 2, 2, 2, 2)
     )
     exact, cold, mask = (stores[0], stores[1]), (stores[2], stores[3]), Mask(scale=0.3, window=window)
-    expected = reference_attend_cold(q, exact, cold, rule, mask)
+    expected = reference_attend_compressed(q, exact, cold, rule, mask)
     torch.testing.assert_close(attend_mixed(q, exact, cold, rule, mask), expected)
 
 
@@ -179,7 +179,7 @@ def test_needles_are_compressed_when_they_are_asked_for_and_counted():
         places = [i for i in range(questions - 10) if text.tokens[i : i + len(answer)] == answer]
         assert places, "an answer is in the text"
         assert min(places) >= 64
-        assert max(places) + len(answer) <= PositionRule().cold_end(questions - 40)
+        assert max(places) + len(answer) <= PositionRule().compressed_end_at(questions - 40)
     written = torch.tensor([*text.tokens[1:], 0])
     assert kv_needles.found(text, lambda tokens: written) == [True] * 10
     written[text.answers[4][1] - 2] += 1  # the last token of the fifth answer

@@ -56,7 +56,7 @@ def test_the_shipped_pair_passes(dtype, quantization):
 
 def test_the_shipped_pair_passes_as_it_is_served():
     """In int8: a value that is rounded the other way changes what layer 11 adds by some hundredths."""
-    settings = Settings(model="default", device="cpu", max_context=400, width=16)
+    settings = Settings(model="default", device="cpu", max_model_len=400, width=16)
     one = Engine(load_models(settings, lambda text: None))
     assert any(isinstance(part, Int8Matrix) for part in one.models.target.modules())
     ids = [token for prompt in prompts_of(one.models) for token in prompt]
@@ -68,7 +68,7 @@ def test_the_shipped_pair_passes_as_it_is_served():
 def shipped(dtype, quantization, device="cpu"):
     """The default model with its drafter. Its file is quantised: to be stored otherwise, it is unpacked."""
     settings = Settings(
-        model="default", dtype=dtype, device=device, quantization="none", max_context=400, width=16
+        model="default", dtype=dtype, device=device, quantization="none", max_model_len=400, width=16
     )
     models = load_models(settings, lambda text: None)
     quantise = QUANTISERS.get(quantization)
@@ -89,7 +89,7 @@ def dummy(shape, dtype, folder, device="cpu"):
             (folder / name).mkdir()
             (folder / name / "config.json").write_text(json.dumps(config))
             settings[name] = str(folder / name)
-    limits = {"max_context": 600, "max_rows": 4, "width": 8, "cache_bytes": 64 << 20}
+    limits = {"max_model_len": 600, "max_num_seqs": 4, "width": 8, "cache_bytes": 64 << 20}
     return Engine(load_models(Settings(**settings, **limits), lambda text: None))
 
 
@@ -250,7 +250,7 @@ def test_on_a_card_every_size_with_code_of_its_own_is_there():
 def test_a_mixture_has_more_pairs_than_low_tiles_take():
     layers = engine("qwen3_moe-some-dense", "float32").models.config.layers
     num_chosen = min(layer.moe.num_chosen for layer in layers if layer.moe is not None)
-    longest = max(sum(piece.counts) for piece in pieces("qwen3_moe-some-dense", chunk=512))
+    longest = max(sum(piece.counts) for piece in pieces("qwen3_moe-some-dense", max_prefill_tokens=512))
     assert longest * num_chosen > 512
 
 
@@ -259,10 +259,10 @@ def test_a_mixture_has_more_pairs_than_low_tiles_take():
     "plan",
     [
         {},
-        {"max_rows": 1},
-        {"max_rows": 2, "chunk": 5},
-        {"max_context": 9},
-        {"max_context": 2},
+        {"max_num_seqs": 1},
+        {"max_num_seqs": 2, "max_prefill_tokens": 5},
+        {"max_model_len": 9},
+        {"max_model_len": 2},
         {"num_pages": 12},
         {"num_pages": 60, "width": 1},
     ],
@@ -274,21 +274,21 @@ def test_pieces_stay_within_rows_chunks_pages_and_context(device, plan):
     assert found
     for piece in found:
         assert len(piece.rows) == len(set(piece.rows))
-        assert not piece.is_known or sum(piece.counts) <= limits.chunk
+        assert not piece.is_known or sum(piece.counts) <= limits.max_prefill_tokens
         assert piece.is_known or len(set(piece.counts)) == 1
         for row, start, count, kept in zip(
             *(piece.rows, piece.starts, piece.counts, piece.kept), strict=True
         ):
-            assert row < limits.max_rows
+            assert row < limits.max_num_seqs
             assert start == lengths.get(row, 0)
-            assert start + count < limits.max_context
+            assert start + count < limits.max_model_len
             lengths[row] = start + kept
     used = sum(-(-(length + limits.block) // limits.page_size) for length in lengths.values())
     assert used <= limits.num_pages
 
 
 @pytest.mark.parametrize(
-    "plan", [{}, {"max_rows": 1}, {"max_context": 64}, {"max_rows": 1, "max_context": 60}]
+    "plan", [{}, {"max_num_seqs": 1}, {"max_model_len": 64}, {"max_num_seqs": 1, "max_model_len": 60}]
 )
 def test_rejected_drafts_are_written_over(plan):
     for device in ("cpu", "cuda"):
@@ -305,7 +305,7 @@ def test_rejected_drafts_are_written_over(plan):
 
 
 def test_the_tiny_pair_passes_with_hardly_any_room():
-    for plan in ({"max_rows": 1}, {"max_context": 9}, {"num_pages": 12}, {"chunk": 1}):
+    for plan in ({"max_num_seqs": 1}, {"max_model_len": 9}, {"num_pages": 12}, {"max_prefill_tokens": 1}):
         one = Engine(
             replace(tiny.load("float32"), plan=replace(engine("pair", "float32").models.plan, **plan))
         )

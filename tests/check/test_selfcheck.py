@@ -46,7 +46,13 @@ def ignore(text):
 def family_engine(name, folder, **settings):
     family, overrides = CASES[name]
     write_target(folder, CONFIGS[family](**BASE | overrides), seed=5)
-    settings = {"dtype": "float32", "max_context": 200, "max_rows": 3, "chunk": 16, **settings}
+    settings = {
+        "dtype": "float32",
+        "max_model_len": 200,
+        "max_num_seqs": 3,
+        "max_prefill_tokens": 16,
+        **settings,
+    }
     models = load(folder, **settings)
     return Engine(replace(models, plan=replace(models.plan, num_pages=100)))
 
@@ -63,10 +69,10 @@ def damaged(damage, dtype="float32", **plan):
 # ---- warm-up
 
 
-@pytest.mark.parametrize("plan", [{}, {"max_rows": 1}, {"overlap": True}, {"max_context": 9}], ids=str)
+@pytest.mark.parametrize("plan", [{}, {"max_num_seqs": 1}, {"overlap": True}, {"max_model_len": 9}], ids=str)
 def test_warming_leaves_no_trace(plan):
     cold, engine = (tiny.engine(prefix_cache=True, page_size=2, **plan) for _ in range(2))
-    requests = REQUESTS[:2] if "max_context" in plan else REQUESTS
+    requests = REQUESTS[:2] if "max_model_len" in plan else REQUESTS
     warm(engine, ignore, few_rounds)
     verify_engine(engine, ignore)
     pages = engine.scheduler.pages
@@ -83,7 +89,7 @@ def test_warming_leaves_no_trace(plan):
 
 
 def test_warming_runs_every_width_and_number_of_rows(monkeypatch):
-    engine = tiny.engine(width=5, max_rows=6, chunk=16)
+    engine = tiny.engine(width=5, max_num_seqs=6, max_prefill_tokens=16)
     decoded, prefilled = set(), set()
 
     def decode_parts(**arguments):
@@ -364,7 +370,7 @@ def test_packed_products_are_checked(is_whole, monkeypatch):
         draft=tiny.DRAFT,
         device="cpu",
         dtype="float32",
-        max_context=200,
+        max_model_len=200,
         quantization="int8",
         width=8,
     )

@@ -30,7 +30,7 @@ from tests.models.families import BASE, CASES, CONFIGS
 # Between them: every kind of layer, and so every parameter that needs a value of its own.
 FAMILIES = ["llama-biases", "qwen3-slides", "qwen3_moe-some-dense", "qwen3_next-whole", "qwen3_5-whole"]
 FAMILIES += ["qwen3_5_moe-tied", "gemma4-keys-are-values", "gemma4-mixture", "gemma4-shared", "gpt_oss-whole"]
-SMALL = {"device": "cpu", "max_context": 128, "max_rows": 2}
+SMALL = {"device": "cpu", "max_model_len": 128, "max_num_seqs": 2}
 
 
 def ignore(*_):
@@ -245,7 +245,7 @@ def test_a_gguf_gives_its_shape_and_its_tokenizer(tmp_path):
 
 
 def test_committed_tokens_follow_the_profile():
-    engine = Engine(dummy(tiny.TARGET, tiny.DRAFT, width=8, synthetic_acceptance="mean:3", max_rows=16))
+    engine = Engine(dummy(tiny.TARGET, tiny.DRAFT, width=8, synthetic_acceptance="mean:3", max_num_seqs=16))
     params = SamplingParams(max_tokens=100, ignore_eos=True)
     tiny.run(engine, [([1 + number, 2], params) for number in range(32)])
     found = engine.snapshot()
@@ -308,4 +308,4 @@ def test_auto_takes_the_gpu_where_there_is_one(monkeypatch, has_cuda):
 def test_the_plan_sees_a_device_and_never_auto(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     models = dummy(tiny.TARGET, device="auto")
-    assert (models.device.type, models.plan.chunk) == ("cpu", 256)
+    assert (models.device.type, models.plan.max_prefill_tokens) == ("cpu", 256)

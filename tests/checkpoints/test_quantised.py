@@ -31,7 +31,7 @@ from tests.models.checkpoints import Bench, load, write_target
 from tests.models.families import BASE, CONFIGS, GPT_OSS, HYBRID, MOE, SHARED_EXPERT
 from tests.start.load_memory import resident_bytes
 
-LIMITS = {"max_context": 100, "page_size": 4, "chunk": 9, "max_rows": 2}
+LIMITS = {"max_model_len": 100, "page_size": 4, "max_prefill_tokens": 9, "max_num_seqs": 2}
 PROMPTS = ([5, 9, 2, 40, 41, 42, 43], [1, 3])
 
 

@@ -135,8 +135,8 @@ class Case:
             model=str(self.folder),
             device="cpu",
             dtype=str(dtype).removeprefix("torch."),
-            max_context=200,
-            max_rows=2,
+            max_model_len=200,
+            max_num_seqs=2,
             page_size=4,
         )
         return load_models(settings, lines.append), lines

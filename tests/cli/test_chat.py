@@ -111,7 +111,7 @@ def test_piped_questions_are_answered_line_by_line_and_remembered(command, capsy
 
 def test_a_conversation_that_outgrows_the_context_is_a_sentence(capsys, monkeypatch):
     pipe(monkeypatch, "t1 " * 40 + "\nt1 t2 t3\n")
-    assert main(["chat", *LOCAL, *GREEDY, "--max-context", "32"]) == 2
+    assert main(["chat", *LOCAL, *GREEDY, "--max-model-len", "32"]) == 2
     captured = capsys.readouterr()
     assert captured.out == f"{COUNT}\n", "the question that failed is asked again"
     error = captured.err.splitlines()[0]

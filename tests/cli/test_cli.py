@@ -28,7 +28,7 @@ from blockdraft.engine.request import Delta, Metrics, SamplingParams
 from blockdraft.errors import SettingsError
 from blockdraft.grammar.form import StructuredOutputs
 from blockdraft.llm import LLM
-from blockdraft.server import listener
+from blockdraft.server.http import listener
 from blockdraft.settings.settings import Settings, pin_threads
 from blockdraft.start import preflight
 
@@ -269,16 +269,23 @@ def test_every_setting_has_a_flag():
     values |= {"sampling_defaults": "openai", "tool_format": "hermes"}
     values |= {"load_format": "dummy", "synthetic_acceptance": "0.7", "gpu_memory_utilization": "0.5"}
     values |= {"engine": "vllm", "node_rank": "6", "engine_args": "--a 'b c'", "engine_env": "A=b=c d"}
-    flags = ["--no-prefix-cache", "--overlap", "--no-verify", "--no-graphs", "--fast", "--trust-remote-code"]
+    flags = [
+        "--no-prefix-cache",
+        "--overlap",
+        "--no-verify",
+        "--no-graphs",
+        "--allow-batch-variance",
+        "--trust-remote-code",
+    ]
     flags += ["--recipe", "smollm2"]
-    switches = ("prefix_cache", "overlap", "verify", "graphs", "fast", "trust_remote_code")
+    switches = ("prefix_cache", "overlap", "verify", "graphs", "allow_batch_variance", "trust_remote_code")
     for item in fields(Settings):
         if item.name not in (*switches, "recipe"):
             flags += [f"--{item.name.replace('_', '-')}", values.get(item.name, "7")]
     settings = settings_from(parse(["serve", *flags]))
     for item in fields(Settings):
         assert getattr(settings, item.name) != item.default
-    assert settings.chunk == 7
+    assert settings.max_prefill_tokens == 7
     assert (settings.quantization, settings.draft_quantization) == ("fp8", "keep")
     assert settings.engine_args == ("--a", "b c")
     assert settings.engine_env == (("A", "b=c d"),)
@@ -356,8 +363,8 @@ def test_the_form_of_an_answer_is_read_from_its_flags(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("argv", "part"),
     [
-        (["generate", "x", "--max-contxt", "5"], "unknown flag --max-contxt: did you mean --max-context?"),
-        (["generate", "x", "--max-contxt=5"], "unknown flag --max-contxt: did you mean --max-context?"),
+        (["generate", "x", "--max-contxt", "5"], "unknown flag --max-contxt: did you mean --max-model-len?"),
+        (["generate", "x", "--max-contxt=5"], "unknown flag --max-contxt: did you mean --max-model-len?"),
         (["generate", "x", "--max"], "unknown flag --max"),  # no abbreviations
         (["generate", "x", "y"], "unexpected argument 'y'"),
         (["generat", "x"], "did you mean generate?"),
@@ -388,7 +395,7 @@ def test_a_wrong_command_line_is_explained(capsys, argv, part):
     [
         (["generate", "x", "--model", "./missing"], "'./missing' does not exist"),
         (["generate", "x", "--top-p", "0"], "top_p"),
-        (["generate", "x", "--max-rows", "0"], "max_rows"),
+        (["generate", "x", "--max-num-seqs", "0"], "max_num_seqs"),
         (["generate", "x", "--logprobs", "1"], "add --json"),
         (["generate"], "give PROMPT, or --file FILE"),
         (["generate", "--file", "./missing.txt"], "--file ./missing.txt cannot be read: No such file"),

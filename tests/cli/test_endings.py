@@ -86,7 +86,7 @@ def test_ctrl_c_is_no_traceback_however_early_it_comes(delay_s):
 
 @pytest.mark.slow
 def test_a_second_ctrl_c_ends_a_drain_at_once():
-    words = ["--port", "0", "--served-model-name", "tiny", "--drain-timeout", "60", "--max-rows", "1"]
+    words = ["--port", "0", "--served-model-name", "tiny", "--drain-timeout", "60", "--max-num-seqs", "1"]
     process = start("serve", *MODEL, *words)
     try:
         address = process.stdout.readline().split(": ")[1].split("/ to look")[0]

@@ -14,7 +14,7 @@ from rich.console import Console
 from blockdraft.cli import server_terminal
 from blockdraft.cli.progress import draw
 from blockdraft.phases import PHASES, StartProgress
-from blockdraft.server import lifetime
+from blockdraft.server.http import lifetime
 
 SENTENCE = "speculation: on, 2 tokens tried per step to begin with; expected 1.3x (1.2x on qa)"
 
@@ -62,7 +62,7 @@ def test_what_the_start_found_stays_under_the_line_that_says_ready(capsys, monke
 
 
 def test_a_warning_is_logged_as_one(monkeypatch, caplog):
-    monkeypatch.setattr("blockdraft.server.logs.set_up", lambda **_: None)
+    monkeypatch.setattr("blockdraft.server.http.logs.set_up", lambda **_: None)
     report = server_terminal.set_up_logs(
         argparse.Namespace(json_logs=True, log_level="info", access_log=False), ()
     )

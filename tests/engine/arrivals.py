@@ -34,12 +34,14 @@ class Costs:
 class Arrivals:
     """A scheduler with steps in flight as on a card: the next is launched before the last one is read."""
 
-    def __init__(self, costs, *, chunks=Chunks, chunk=8192, max_rows=64, overlap=True, committed=4.5, seed=0):
+    def __init__(
+        self, costs, *, chunks=Chunks, chunk=8192, max_num_seqs=64, overlap=True, committed=4.5, seed=0
+    ):
         self.costs, self.now_s, self.free_s, self.overlap = costs, 0.0, 0.0, overlap
         plan = replace(
             tiny.load("float64").plan,
             chunk=chunk,
-            max_rows=max_rows,
+            max_num_seqs=max_num_seqs,
             page_size=PAGE_SIZE,
             num_pages=1 << 18,
             max_queue=1 << 20,
@@ -142,12 +144,12 @@ def poisson(rate, seconds, *, num_prompt=1000, num_answer=200, seed=1):
     return found
 
 
-def capacity(costs, *, num_requests=400, max_rows=64, **ways):
+def capacity(costs, *, num_requests=400, max_num_seqs=64, **ways):
     """Requests per second where as many as there are rows are always there; begin and end are left out."""
-    run = Arrivals(costs, max_rows=max_rows, **ways)
+    run = Arrivals(costs, max_num_seqs=max_num_seqs, **ways)
     run.serve([(0.0, 1000, 200)] * num_requests)
     ends = sorted(times[-1][0] for times in run.token_times.values())
-    return (num_requests - 3 * max_rows) / (ends[-max_rows - 1] - ends[2 * max_rows - 1])
+    return (num_requests - 3 * max_num_seqs) / (ends[-max_num_seqs - 1] - ends[2 * max_num_seqs - 1])
 
 
 def percentile(values, share):

@@ -126,7 +126,7 @@ def test_short_chunks_teach_nothing_once_longer_ones_were_seen():
 def test_the_engine_sees_what_each_step_takes(overlap, monkeypatch):
     """On a card the device runs behind: here its result is there when the clock says so."""
     clock = SimpleNamespace(now_s=100.0)
-    engine = Engine(tiny.engine(chunk=8, overlap=overlap, width=4).models, lambda: clock.now_s)
+    engine = Engine(tiny.engine(max_prefill_tokens=8, overlap=overlap, width=4).models, lambda: clock.now_s)
     seen, free_s, ends = [], 0.0, {}
     launch, outcome = engine._launch, engine._outcome
 
@@ -179,7 +179,7 @@ def test_arrivals_at_70_percent_of_capacity():
     percentile of the time to the first token would be 4.6 times a prompt's own: that is waiting in a queue.
     """
     costs, prompt_s = Costs(), 1000 * Costs().token_s
-    before = {"chunks": Alternating, "chunk": 2048}
+    before = {"chunks": Alternating, "max_prefill_tokens": 2048}
     rate = 0.7 * capacity(costs, **before)
     assert capacity(costs) > 0.97 * capacity(costs, **before)
     arrivals = poisson(rate, 300)
@@ -207,7 +207,7 @@ def test_short_prompts_among_long_ones():
         (at_s, 8000 if chance.random() < 0.1 else 500, answer) for at_s, _, answer in poisson(10, 150)
     ]
     firsts = []
-    for ways in ({}, {"chunks": Alternating, "chunk": 2048}):
+    for ways in ({}, {"chunks": Alternating, "max_prefill_tokens": 2048}):
         run = Arrivals(costs, **ways).serve(arrivals)
         each = zip(run.first_token_s(), arrivals, strict=True)
         firsts.append(percentile([first_s for first_s, (_, prompt, _) in each if prompt == 500], 0.99))
@@ -225,7 +225,7 @@ def test_a_lone_long_prompt_takes_little_longer_than_by_itself(overlap):
 def test_a_slow_machine_decodes_on_beside_a_long_prompt():
     """As on a CPU: the least chunk takes as long as many steps."""
     costs = Costs(token_s=3e-3, one_row_s=40e-3, many_rows_s=1.0)
-    run = Arrivals(costs, overlap=False, chunk=256).serve([(0.0, 10, 2000), (2.0, 3000, 5)])
+    run = Arrivals(costs, overlap=False, max_prefill_tokens=256).serve([(0.0, 10, 2000), (2.0, 3000, 5)])
     own_s = 3000 * costs.token_s
     assert run.first_token_s()[1] < 1.45 * own_s
     begin_s = run.arrived["1"]

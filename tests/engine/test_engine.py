@@ -86,7 +86,7 @@ def test_stop_strings_and_stop_tokens_wait_for_min_tokens():
 
 
 def test_the_context_limit_ends_the_answer():
-    tokens, _, reason, _ = answer(greedy(max_tokens=None), max_context=30)
+    tokens, _, reason, _ = answer(greedy(max_tokens=None), max_model_len=30)
     assert len(PROMPT) + len(tokens) == 30
     assert reason == "length"
 
@@ -169,7 +169,7 @@ def test_logprobs_are_the_models_own_and_come_with_every_token_of_a_block():
 
 def test_prompt_logprobs_cover_the_prompt_in_chunks_and_despite_a_cached_prefix():
     prompt = list(range(3, 23))
-    for plan in ({"chunk": 3}, {"chunk": 64}):
+    for plan in ({"max_prefill_tokens": 3}, {"max_prefill_tokens": 64}):
         engine = tiny.engine(page_size=4, **plan)
         engine.add(prompt, greedy(max_tokens=2))
         tiny.drain(engine)
@@ -230,7 +230,7 @@ def test_abort_frees_rows_and_pages_at_any_moment_and_leaves_the_others_alone():
     alone = tiny.run(tiny.engine(), [(PROMPT, params)])[0][0][0]
     for overlap in (False, True):
         for moment in range(12):
-            engine = tiny.engine(max_rows=2, chunk=4, overlap=overlap)
+            engine = tiny.engine(max_num_seqs=2, max_prefill_tokens=4, overlap=overlap)
             kept = engine.add(PROMPT, params)
             gone = engine.add(list(range(30)), GREEDY)
             queued = engine.add(PROMPT, GREEDY)
@@ -299,7 +299,7 @@ def test_a_request_id_in_use_is_refused():
 
 
 def test_a_long_prompt_does_not_hold_up_decoding_for_more_than_a_chunk():
-    engine = tiny.engine(chunk=8, width=1)
+    engine = tiny.engine(max_prefill_tokens=8, width=1)
     engine.add(PROMPT, greedy(max_tokens=30))
     while not engine.stats.num_decode_steps:
         engine.step()

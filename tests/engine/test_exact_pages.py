@@ -13,12 +13,12 @@ from tests import tiny
 PAGE = 16
 RULE = PositionRule(window=32)
 PROMPT = [(5 * i + i * i // 7) % 60 for i in range(330)]
-COLD = {"kv_dtype": "int8", "kv_window": 32, "max_context": 400}
+COLD = {"kv_dtype": "int8", "kv_window": 32, "max_model_len": 400}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 
 
 def exact_pages(num_pages=40):
-    return ExactPages(num_pages=num_pages, first=2, page_size=PAGE, cold_end=RULE.cold_end)
+    return ExactPages(num_pages=num_pages, first=2, page_size=PAGE, compressed_end_at=RULE.compressed_end_at)
 
 
 def answer(engine, prompt, **changes):

@@ -11,7 +11,7 @@ import pytest
 from benchmarks import confidence as simulation
 from blockdraft import LLM, SamplingParams
 from blockdraft.engine.forecast import RowForecast
-from blockdraft.engine.governor import BELIEF, DraftChances, DraftRecord, Governor, StepCosts
+from blockdraft.engine.width_controller import BELIEF, DraftChances, DraftRecord, StepCosts, WidthController
 from blockdraft.grammar.form import StructuredOutputs
 from tests import tiny
 from tests.grammar import json_tokens
@@ -88,7 +88,7 @@ def test_without_confidence_outcomes_alone_decide(hope):
         DraftChances([0.6] * 7),
         [DraftRecord() for _ in range(5)],
     )
-    governor = Governor(StepCosts({(1, 1): 1.0}, [8]), chances, first=8, block=8)
+    governor = WidthController(StepCosts({(1, 1): 1.0}, [8]), chances, first=8, block=8)
     for _ in range(20):
         right = draw.integers(0, 8, 5)
         governor.observe(8, right.tolist(), 1.0, records, None)
@@ -107,7 +107,7 @@ def test_a_drafter_without_the_head_says_nothing(drafter):
     ask(engine)
     assert heard
     assert {said for _, _, said in heard} == {None}
-    assert engine.scheduler._governor.chances.forecast is None
+    assert engine.scheduler._width_controller.chances.forecast is None
 
 
 # ---- in simulation
@@ -142,16 +142,16 @@ def test_where_wide_steps_are_cheap_anyway_next_to_nothing_is_lost(head, rows):
 # ---- in the engine
 
 
-def governed_engine(drafter="DSpark", max_rows=4, **plan):
+def governed_engine(drafter="DSpark", max_num_seqs=4, **plan):
     costs = {(rows, width): cost for width, cost in COSTS.items() for rows in (1, 4)}
     return tiny.engine(
-        drafter, width=8, max_rows=max_rows, step_costs=costs, draft_chances=(0.6,) * 7, **plan
+        drafter, width=8, max_num_seqs=max_num_seqs, step_costs=costs, draft_chances=(0.6,) * 7, **plan
     )
 
 
 def listen(engine):
     """(width, drafts that were right, what was said of all drafts) of every step from here on."""
-    heard, governor = [], engine.scheduler._governor
+    heard, governor = [], engine.scheduler._width_controller
     observe = governor.observe
 
     def listening(width, num_right, seconds, records=(), odds=None):
@@ -181,7 +181,7 @@ def test_captured_steps_say_what_others_do(kind):
         engine = governed_engine(kind, is_captured=is_captured)
         said.append(listen(engine))
         widths = itertools.cycle((8, 2, 5, 1, 3))
-        engine.scheduler._governor.next_width = lambda *asked, its=widths: next(its)
+        engine.scheduler._width_controller.next_width = lambda *asked, its=widths: next(its)
         tiny.run(engine, requests(1.0)[:4])
     assert said[0] == said[1]
     assert {width for width, _, odds in said[0] if odds is not None} == {8, 2, 5, 3}
@@ -189,7 +189,7 @@ def test_captured_steps_say_what_others_do(kind):
 
 
 def test_what_the_governor_hears_is_what_the_drafter_said():
-    engine = governed_engine(max_rows=1)
+    engine = governed_engine(max_num_seqs=1)
     heard, drafter, drafted = listen(engine), engine.models.drafter, []
     draft = type(drafter).draft
 
@@ -205,7 +205,7 @@ def test_what_the_governor_hears_is_what_the_drafter_said():
         if width > 1:
             found = np.frombuffer(said).reshape(1, width - 1)
             assert np.allclose(found, odds.numpy(), atol=1 / 1024)
-    assert engine.scheduler._governor.chances.forecast.worth[1] >= 0
+    assert engine.scheduler._width_controller.chances.forecast.worth[1] >= 0
 
 
 @functools.cache
@@ -233,7 +233,7 @@ def test_confidence_of_a_trained_head_is_believed():
     listen(engine)
     for _ in range(3):
         ask(engine, temperature=1.0)
-    assert engine.scheduler._governor.chances.forecast.worth[1] > 0
+    assert engine.scheduler._width_controller.chances.forecast.worth[1] > 0
 
 
 def test_steps_in_parts_say_it_too():

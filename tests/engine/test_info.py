@@ -22,7 +22,7 @@ from tests import tiny
 
 def test_a_drafter_is_known_by_its_weights():
     known = engine_info(tiny.engine()).draft_hash
-    assert engine_info(tiny.engine(max_rows=2)).draft_hash == known
+    assert engine_info(tiny.engine(max_num_seqs=2)).draft_hash == known
     assert len(known) == 16
     assert engine_info(tiny.engine("random")).draft_hash != known
     assert engine_info(tiny.engine(dtype="float32")).draft_hash != known

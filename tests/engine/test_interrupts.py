@@ -86,7 +86,7 @@ def params(number, **changes):
 
 def tight(kind):
     """More requests than rows, prefixes that are shared, and too few pages for all of them."""
-    return tiny.engine(max_rows=3, page_size=4, num_pages=17, prefix_cache=True, **KINDS[kind])
+    return tiny.engine(max_num_seqs=3, page_size=4, num_pages=17, prefix_cache=True, **KINDS[kind])
 
 
 def without_model(engine):
@@ -186,7 +186,7 @@ def test_an_interrupt_anywhere_around_a_recording_leaves_no_tape_behind():
 @pytest.mark.parametrize("num_draws", [2, pytest.param(60, marks=pytest.mark.slow)])
 def test_an_interrupt_while_a_step_is_recorded_ends_that_step_alone(num_draws):
     def make():
-        return tiny.engine(dtype="float32", is_captured=True, max_rows=1)
+        return tiny.engine(dtype="float32", is_captured=True, max_num_seqs=1)
 
     def ask(engine):
         engine.add(PROMPTS[0], params(0, max_tokens=4))
@@ -239,7 +239,7 @@ def test_an_interrupt_while_kernels_get_other_threads_stops_none_of_them(num_dra
 
 @pytest.mark.parametrize("num_draws", [40, pytest.param(1000, marks=pytest.mark.slow)])
 def test_after_an_interrupt_anywhere_no_stream_misses_a_token_and_the_next_call_answers(num_draws):
-    small = {"device": "cpu", "dtype": "float64", "max_context": 200, "max_rows": 3, "page_size": 4}
+    small = {"device": "cpu", "dtype": "float64", "max_model_len": 200, "max_num_seqs": 3, "page_size": 4}
     llm = LLM(tiny.TARGET, tiny.DRAFT, **small)
     without_model(llm.engine)
     modules, greedy = (*CALLER, *ENGINE), SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)

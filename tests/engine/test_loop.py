@@ -30,7 +30,7 @@ def models():
         draft=str(PAIR / "draft"),
         device="cpu",
         dtype="float64",
-        max_rows=4,
+        max_num_seqs=4,
         max_queue=4,
     )
     return load_models(settings, lambda _: None)
@@ -337,7 +337,7 @@ def test_a_failing_step_ends_those_on_a_row_and_serves_those_that_wait(models, e
 
 
 def test_a_request_of_which_one_choice_has_a_row_ends_whole(models, monkeypatch):
-    engine = Engine(replace(models, plan=replace(models.plan, max_rows=1)))
+    engine = Engine(replace(models, plan=replace(models.plan, max_num_seqs=1)))
     engine.add(PROMPT, SamplingParams(n=3, seed=1, max_tokens=4), "touched")
     engine.add(PROMPT, SHORT, "waiting")
     with monkeypatch.context() as patch:

@@ -34,8 +34,8 @@ def test_parameters_travel_between_processes():
     assert pickle.loads(pickle.dumps(params)) == params
 
 
-def refusal(length, *, max_context=32, most_context=32):
-    limits = {"vocab_size": 64, "max_context": max_context, "most_context": most_context, "block": 1}
+def refusal(length, *, max_model_len=32, most_context=32):
+    limits = {"vocab_size": 64, "max_model_len": max_model_len, "most_context": most_context, "block": 1}
     with pytest.raises(RequestError) as caught:
         check_request([1] * length, SamplingParams(), **limits)
     return str(caught.value)
@@ -43,13 +43,13 @@ def refusal(length, *, max_context=32, most_context=32):
 
 def test_too_long_a_prompt_is_told_only_what_can_be_done():
     assert refusal(40).endswith("the answer needs one more: shorten it.")
-    assert refusal(40, most_context=64).endswith("shorten it, or start with --max-context 64.")
+    assert refusal(40, most_context=64).endswith("shorten it, or start with --max-model-len 64.")
     assert refusal(64, most_context=64).endswith("the answer needs one more: shorten it.")
 
 
 def test_a_context_can_be_raised_where_somebody_has_asked_for_less():
     known = tiny.engine().models.config.max_positions
-    assert engine_info(tiny.engine(max_context=64)).most_context == known
-    models = tiny.engine(max_context="auto").models
-    full = replace(models, plan=models.plan.changed({"max_context": CACHE_HOLDS}, max_context=100))
+    assert engine_info(tiny.engine(max_model_len=64)).most_context == known
+    models = tiny.engine(max_model_len="auto").models
+    full = replace(models, plan=models.plan.changed({"max_model_len": CACHE_HOLDS}, max_model_len=100))
     assert full.most_context == 100

@@ -11,7 +11,7 @@ from blockdraft import LLM, SamplingParams
 from blockdraft.checkpoints.fetch import SMOLLM2
 from blockdraft.engine.sampling_defaults import sampling_defaults
 from blockdraft.errors import ModelError
-from blockdraft.server.fields import ChatRequest, CompletionRequest
+from blockdraft.server.api.fields import ChatRequest, CompletionRequest
 from blockdraft.settings.settings import Settings
 from blockdraft.start.loading import load_models
 from tests import tiny
@@ -87,13 +87,13 @@ def test_a_folder_brings_its_own_and_openai_leaves_them_aside(folder):
 
 
 def pair_of(target, **settings):
-    asked = Settings(model=str(target), draft="none", device="cpu", max_context=128, **settings)
+    asked = Settings(model=str(target), draft="none", device="cpu", max_model_len=128, **settings)
     return load_models(asked, lambda _: None)
 
 
 def test_the_server_and_the_library_take_them(folder):
     """At a temperature of 100 with one candidate the answers are the greedy ones."""
-    llm = LLM(str(folder), "none", device="cpu", max_context=128)
+    llm = LLM(str(folder), "none", device="cpu", max_model_len=128)
     assert llm.default_sampling() == SamplingParams(temperature=100.0, top_k=1)
     greedy = SamplingParams(temperature=0.0, max_tokens=12)
     wanted = llm.generate([[1, 2, 3]], greedy)[0].token_ids

@@ -10,7 +10,7 @@ from blockdraft.engine.engine import Engine
 from blockdraft.engine.histogram import Recorder, one_two_five
 from blockdraft.engine.request import SamplingParams
 from blockdraft.engine.stats import LATELY_S, RECENT_S, Drafts, Load, Stats
-from blockdraft.server.metrics import render
+from blockdraft.server.page.metrics import render
 from tests import tiny
 
 
@@ -168,7 +168,7 @@ def test_what_a_failed_step_loses_is_counted_as_errors(clock, monkeypatch):
 
 
 def test_preemptions_and_load_are_seen(clock):
-    engine = make_engine(clock, num_pages=12, max_rows=4, prefix_cache=False, page_size=4)
+    engine = make_engine(clock, num_pages=12, max_num_seqs=4, prefix_cache=False, page_size=4)
     for i in range(6):
         engine.add([1 + i, 2, 3], greedy(max_tokens=30))
     deltas, loads = [], []
@@ -258,7 +258,7 @@ def test_max_tokens_is_what_the_context_leaves_where_nobody_said(clock):
     engine = make_engine(clock)
     engine.add([1, 2, 3], greedy(max_tokens=None))
     drain(engine, clock)
-    left = engine.models.plan.max_context - 3
+    left = engine.models.plan.max_model_len - 3
     assert engine.snapshot().histograms["request_params_max_tokens"].sum == left
 
 

@@ -6,11 +6,11 @@ Plain decoding at the same number of rows and the same width is what the tokens 
 import pytest
 import torch
 
-from blockdraft.engine.twin import serve, twin
+from blockdraft.engine.trial_engine import serve, trial_engine
 from blockdraft.phases import StartProgress
 from blockdraft.settings.settings import Settings
 from blockdraft.start.memory import release
-from blockdraft.start.ready import plain_engine, start_engine
+from blockdraft.start.start_engine import plain_engine, start_engine
 from blockdraft.step.drafter import NoDrafter
 from tests import stepping, tiny
 from tests.stepping import CARD, FAMILY_BLOCK, gather, make_requests
@@ -26,9 +26,9 @@ SETTINGS = Settings(
     draft=tiny.DRAFT,
     device="cuda",
     dtype="bfloat16",
-    max_context=200,
+    max_model_len=200,
     width=tiny.BLOCK,
-    max_rows=1,
+    max_num_seqs=1,
     gpu_memory_utilization=0.5,
 )
 
@@ -90,8 +90,8 @@ def test_a_start_without_a_kernel_serves_exactly(monkeypatch, kernel, module, na
     assert f"the kernel of {operation} does not compile on this card" in " ".join(startup.warnings)
     assert (engine.graphs is not None) == has_graphs
     for request in make_requests(count=2, temperature=0.0) + make_requests(count=2, temperature=1.0):
-        drafted = tokens(twin(engine), request)
-        assert drafted == tokens(twin(engine, NoDrafter(tiny.BLOCK)), request)
+        drafted = tokens(trial_engine(engine), request)
+        assert drafted == tokens(trial_engine(engine, NoDrafter(tiny.BLOCK)), request)
 
 
 def test_the_python_api_starts_without_it_too(monkeypatch):
@@ -101,7 +101,9 @@ def test_the_python_api_starts_without_it_too(monkeypatch):
     assert engine.models.target.kernels.off == ("attention",)
     assert len(warnings) == 1
     (request,) = make_requests(count=1, temperature=0.0)
-    assert tokens(twin(engine), request) == tokens(twin(engine, NoDrafter(tiny.BLOCK)), request)
+    assert tokens(trial_engine(engine), request) == tokens(
+        trial_engine(engine, NoDrafter(tiny.BLOCK)), request
+    )
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ decoding at the same rows and width is what arithmetic is held to.
 import pytest
 import torch
 
-from blockdraft.check.bits import check_bits
+from blockdraft.check.batch_invariance import check_bits
 from blockdraft.engine.engine import Engine
 from tests import stepping, tiny
 from tests.lossless.families import NAMES
@@ -23,9 +23,11 @@ IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] 
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("max_rows", [1, 4])  # products of 8 tokens and of 32: our kernel, and the library's
-def test_dflash_in_graphs_emits_the_tokens_of_plain_decoding(max_rows, temperature):
-    stepping.check_lossless(CARD, max_rows=max_rows, temperature=temperature)
+@pytest.mark.parametrize(
+    "max_num_seqs", [1, 4]
+)  # products of 8 tokens and of 32: our kernel, and the library's
+def test_dflash_in_graphs_emits_the_tokens_of_plain_decoding(max_num_seqs, temperature):
+    stepping.check_lossless(CARD, max_num_seqs=max_num_seqs, temperature=temperature)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -34,9 +36,9 @@ def test_every_kind_of_drafter_in_graphs_emits_the_tokens_of_plain_decoding(kind
     stepping.check_kind(CARD, kind, temperature=temperature)
 
 
-@pytest.mark.parametrize("max_rows", [1, 4])
-def test_the_bits_of_a_token_do_not_depend_on_its_column(max_rows):
-    stepping.check_columns(CARD, max_rows=max_rows)
+@pytest.mark.parametrize("max_num_seqs", [1, 4])
+def test_the_bits_of_a_token_do_not_depend_on_its_column(max_num_seqs):
+    stepping.check_columns(CARD, max_num_seqs=max_num_seqs)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -17,7 +17,7 @@ from blockdraft.planner.memory_fit import fit_native
 from blockdraft.planner.pair import open_pair
 from blockdraft.settings.settings import Settings
 from blockdraft.start.memory import release
-from blockdraft.start.ready import start_engine
+from blockdraft.start.start_engine import start_engine
 
 pytestmark = [
     pytest.mark.gpu,
@@ -62,8 +62,8 @@ def test_a_start_takes_what_was_planned(started):
 def test_the_pages_are_those_of_the_plan(started):
     fit, engine, _ = started
     assert engine.models.plan.num_pages == pytest.approx(fit.plan.num_pages, rel=0.03)
-    assert engine.models.plan.max_context == fit.plan.max_context
-    assert engine.models.plan.max_rows == fit.plan.max_rows
+    assert engine.models.plan.max_model_len == fit.plan.max_model_len
+    assert engine.models.plan.max_num_seqs == fit.plan.max_num_seqs
 
 
 def test_weights_and_cache_are_exact(started):

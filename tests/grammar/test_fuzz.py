@@ -18,9 +18,9 @@ from blockdraft.errors import RequestError
 from blockdraft.grammar import trial
 from blockdraft.grammar.form import StructuredOutputs
 from blockdraft.grammar.vocabulary import Vocabulary
-from blockdraft.tools.formats import FORMATS
-from blockdraft.tools.lark import CallForm
-from blockdraft.tools.pieces import FunctionTool
+from blockdraft.tool_calls.formats import FORMATS
+from blockdraft.tool_calls.lark import CallForm
+from blockdraft.tool_calls.pieces import FunctionTool
 from tests.server.test_tool_grammars import byte_level
 
 HELD_S = 1.0  # how long one request may hold the interpreter's lock, on a busy machine

@@ -149,7 +149,7 @@ def modules_of_ours():
 
     names = [module.name for module in pkgutil.walk_packages(blockdraft.__path__, "blockdraft.")]
     # Triton's kernels are for cards; these two are scripts of a process of their own.
-    left_out = ("blockdraft.kernels.triton", "blockdraft.__main__", "blockdraft.launch.keeper")
+    left_out = ("blockdraft.kernels.triton", "blockdraft.__main__", "blockdraft.launch.reaper")
     return [name for name in names if not name.startswith(left_out)]
 
 

@@ -42,7 +42,7 @@ def test_every_module_can_be_imported(system):
 def test_commands_that_compute_nothing_run(system):
     done = simulated(system, "--help", "plan", "settings", "fetch --help", "--version")
     assert done.returncode == 0, done.stderr
-    for text in ("COMMAND", "users", "max_rows", "download", "blockdraft 0."):
+    for text in ("COMMAND", "users", "max_num_seqs", "download", "blockdraft 0."):
         assert text in done.stdout, text
 
 

@@ -31,8 +31,8 @@ class Driver:
 driver.set_active(Driver())
 from blockdraft.kernels.triton.cache_keys import settle_cache_keys
 from blockdraft.kernels.triton.compile_pool import CompilePool, collecting
-from blockdraft.kernels.triton import rows
-from blockdraft.kernels.triton.rows import rms_norm
+from blockdraft.kernels.triton import pointwise as rows
+from blockdraft.kernels.triton.pointwise import rms_norm
 
 settle_cache_keys()
 
@@ -51,7 +51,7 @@ with collecting(pool):
     nowhere, table = torch.full((4,), 10**9), torch.ones(8)
     table[nowhere] = table[nowhere] + table.gather(0, nowhere) + table.index_select(0, nowhere)
 skipped = files()
-pool.ask("blockdraft.kernels.triton.rows", "nonsense", "{}", GPUTarget("cuda", 90, 32))
+pool.ask("blockdraft.kernels.triton.pointwise", "nonsense", "{}", GPUTarget("cuda", 90, 32))
 told = []
 pool.wait(lambda *what: told.append(what))
 pool.close()

@@ -5,7 +5,7 @@ import torch
 
 from blockdraft.kernels.heads import HeadNorms, Slots, write
 from blockdraft.kernels.kernels import REFERENCE, kernels_for
-from blockdraft.kernels.rows import sigmoid
+from blockdraft.kernels.pointwise import sigmoid
 
 CPU = torch.device("cpu")
 NAN = float("nan")
@@ -110,7 +110,7 @@ def test_float64_never_meets_the_gpu_kernel(monkeypatch):
     def refuse(*_, **__):
         raise AssertionError("the kernel was asked")
 
-    monkeypatch.setattr("blockdraft.kernels.triton.rows.norm_rope_write", refuse)
+    monkeypatch.setattr("blockdraft.kernels.triton.pointwise.norm_rope_write", refuse)
     kernels, inputs = kernels_for(torch.float64, CPU, is_interpreted=True), Inputs(torch.float64)
     for q in (inputs.q, None):
         kernels.norm_rope_write(q, inputs.k, inputs.v, inputs.norms, inputs.angles, inputs.slots)

@@ -15,7 +15,7 @@ from blockdraft.kernels import kv_codec
 from blockdraft.kernels.attention import Mask
 from blockdraft.kernels.triton import kv_mma
 from blockdraft.kernels.triton.kv_codes import WORD_BY_TABLE
-from tests.kernels import cold_case
+from tests.kernels import compressed_case
 
 SHAPE = {"num_groups": 8, "shared": 4}
 
@@ -72,7 +72,7 @@ def test_the_work_is_cut_by_the_number_of_queries(rows, width, columns, warps, l
 
 
 def test_only_a_card_has_it():
-    case = cold_case.make(dim=64, dtype=torch.bfloat16)
+    case = compressed_case.make(dim=64, dtype=torch.bfloat16)
     assert not kv_mma.serves(case.q, case.pages, case.blocks, Mask(scale=1.0))
 
 

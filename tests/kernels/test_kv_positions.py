@@ -4,7 +4,7 @@ import torch
 from blockdraft.errors import SettingsError
 from blockdraft.kernels.attention import Mask
 from blockdraft.kernels.kv_codec import FORMATS
-from blockdraft.kernels.kv_cold import reference_attend_cold
+from blockdraft.kernels.kv_compressed import reference_attend_compressed
 from blockdraft.kernels.kv_formats import WIDEST_BLOCK
 from blockdraft.kernels.kv_positions import PositionRule
 from tests.matrix import slow_but
@@ -25,7 +25,7 @@ def attended(q, k, v, start, end, rule=RULE, mask=MASK, form=FORMATS["tq4v3"]):
     """Queries [start, end), as a step has them that has keys and values up to `end`."""
     exact = k[:end], v[:end]
     compressed = form.keys_back(k[:end]), form.values_back(v[:end])
-    return reference_attend_cold(q[start:end], exact, compressed, rule, mask)
+    return reference_attend_compressed(q[start:end], exact, compressed, rule, mask)
 
 
 def one_query(q, k, v, position, rule, mask=MASK, form=FORMATS["tq4v3"]):
@@ -34,9 +34,9 @@ def one_query(q, k, v, position, rule, mask=MASK, form=FORMATS["tq4v3"]):
     first = 0 if mask.window is None else max(0, position - mask.window + 1)
     keys, values = [], []
     for key in range(first, position + 1):
-        is_cold = rule.sinks <= key < rule.stride * ((position - rule.window) // rule.stride)
-        keys.append((k_back if is_cold else k)[key])
-        values.append((v_back if is_cold else v)[key])
+        is_compressed = rule.sinks <= key < rule.stride * ((position - rule.window) // rule.stride)
+        keys.append((k_back if is_compressed else k)[key])
+        values.append((v_back if is_compressed else v)[key])
     shared = HEADS // GROUPS
     keys, values = (torch.stack(x).double().repeat_interleave(shared, dim=1) for x in (keys, values))
     scores = torch.einsum("hd,lhd->hl", q[position].double(), keys) * mask.scale
@@ -44,7 +44,7 @@ def one_query(q, k, v, position, rule, mask=MASK, form=FORMATS["tq4v3"]):
 
 
 def test_the_boundary_is_where_the_rule_says():
-    ends = [PositionRule(window=16, stride=8).cold_end(t) for t in range(50)]
+    ends = [PositionRule(window=16, stride=8).compressed_end_at(t) for t in range(50)]
     assert ends == [0] * 24 + [8] * 8 + [16] * 8 + [24] * 8 + [32] * 2
 
 
@@ -94,13 +94,13 @@ def test_whatever_a_block_reads_compressed_was_committed():
     """For every width and place: what is compressed lies before the block, so no draft ever is."""
     for start in range(300):
         for query in range(start, start + WIDEST_BLOCK):
-            assert PositionRule(window=WIDEST_BLOCK, stride=1).cold_end(query) <= start
+            assert PositionRule(window=WIDEST_BLOCK, stride=1).compressed_end_at(query) <= start
 
 
 def test_short_texts_are_exact():
     q, k, v = drawn()
     short = RULE.window + RULE.stride
-    exact = reference_attend_cold(q[:short], (k[:short], v[:short]), (k[:short], v[:short]), RULE, MASK)
+    exact = reference_attend_compressed(q[:short], (k[:short], v[:short]), (k[:short], v[:short]), RULE, MASK)
     assert torch.equal(attended(q, k, v, 0, short), exact)
 
 

@@ -8,12 +8,12 @@ from blockdraft.kernels.attention import Blocks, Mask
 from blockdraft.kernels.cpu import why_no_llvm
 from blockdraft.kernels.heads import HeadNorms, Slots, Turn, turned, write
 from blockdraft.kernels.kernels import REFERENCE, kernels_for
-from blockdraft.kernels.kv_cold import Tiles
+from blockdraft.kernels.kv_compressed import Tiles
 from blockdraft.kernels.kv_positions import PositionRule
-from tests.kernels import cold_case
+from tests.kernels import compressed_case
 
 pytest.importorskip("llvmlite")
-from blockdraft.kernels.llvm.kv_attention import ColdAttention
+from blockdraft.kernels.llvm.kv_attention import CompressedAttention
 from blockdraft.kernels.llvm.tape import Arena, StepTape
 from tests.matrix import slow_but
 
@@ -36,7 +36,7 @@ MASKS = {
 
 def attend(case, sinks=None, blocks=None, q=None):
     q, blocks = case.q if q is None else q, blocks or case.blocks
-    return KERNELS[q.dtype].attend_cold(q, case.pages, blocks, case.mask, sinks)
+    return KERNELS[q.dtype].attend_compressed(q, case.pages, blocks, case.mask, sinks)
 
 
 def reference(case, sinks=None):
@@ -44,12 +44,12 @@ def reference(case, sinks=None):
     pages = case.pages._replace(
         exact_keys=case.pages.exact_keys.double(), exact_values=case.pages.exact_values.double()
     )
-    return REFERENCE.attend_cold(case.q.double(), pages, case.blocks, case.mask, sinks)
+    return REFERENCE.attend_compressed(case.q.double(), pages, case.blocks, case.mask, sinks)
 
 
 def compressed(**kwargs):
     """A case all of whose tiles that anybody reads compressed are."""
-    case = cold_case.make(**kwargs)
+    case = compressed_case.make(**kwargs)
     REFERENCE.compress(case.pages, case.tiles)
     return case
 
@@ -90,7 +90,7 @@ def test_rotated_heads_that_do_not_fill_a_register_are_the_references(form, dim)
 @pytest.mark.parametrize("form", ["tq4", "tq4v3"])
 def test_levels_are_the_same_by_either_instruction(form, dim):
     case = compressed(form=form, lengths=(300,), dim=dim)
-    kernel = ColdAttention(torch.float32, dim, case.pages.format, permute=False)
+    kernel = CompressedAttention(torch.float32, dim, case.pages.format, permute=False)
     out = kernel(case.q, case.pages, case.blocks, case.mask)
     assert torch.equal(out, attend(case))
     assert_near(out, reference(case))
@@ -155,7 +155,7 @@ def moved(case, page_size):
     """The same rows and queries in pages of another size."""
     counts = case.blocks.counts
     lengths = tuple(len(k) for k, _ in case.exact)
-    new = cold_case.make(
+    new = compressed_case.make(
         form=case.pages.format.name, lengths=lengths, counts=counts, page_size=page_size, dim=case.q.shape[-1]
     )
     for row, (k, v) in enumerate(case.exact):
@@ -191,9 +191,9 @@ def test_slots_that_no_query_reads_may_hold_anything(name):
     clean = attend(case)
     is_read = {False: set(), True: set()}
     for reads, row in zip(case.blocks.groups, range(2), strict=True):
-        is_cold, is_seen = reads.is_cold(NEAR)[0], reads.bias(mask, torch.float32)[0] == 0
+        is_compressed, is_seen = reads.is_compressed(NEAR)[0], reads.bias(mask, torch.float32)[0] == 0
         for cold, slots in ((True, reads.slots), (False, reads.exact_slots)):
-            is_read[cold].update(slots[0][(is_seen & (is_cold == cold)).any(dim=0)].tolist())
+            is_read[cold].update(slots[0][(is_seen & (is_compressed == cold)).any(dim=0)].tolist())
         assert is_read[False], row
     for cold, stores in ((True, (case.pages.keys.scale, case.pages.values.scale)),
                          (False, (case.pages.exact_keys, case.pages.exact_values))):  # fmt: skip
@@ -209,7 +209,7 @@ def test_slots_that_no_query_reads_may_hold_anything(name):
 
 def spoiled(**kwargs):
     """A case with vectors of all kinds: tiny, huge, zero, not finite."""
-    case = cold_case.make(**kwargs)
+    case = compressed_case.make(**kwargs)
     for x in (case.pages.exact_keys[0], case.pages.exact_values[0]):
         for place, factor in enumerate((1e-6, 1e6, 1e-30, 1e30, 0.0, -0.0)):
             x[0, 40 + place * 9 : 49 + place * 9] *= factor
@@ -256,7 +256,7 @@ def test_a_vector_has_the_same_bytes_in_any_company(form):
 
 
 def test_no_more_than_the_tiles_asked_for_are_compressed():
-    case = cold_case.make(lengths=(400, 400), counts=(16, 16))
+    case = compressed_case.make(lengths=(400, 400), counts=(16, 16))
     before = [one.clone() for one in stored(case)]
     tiles = case.tiles
     tiles.counts.zero_()
@@ -297,7 +297,7 @@ def test_rotated_heads_have_the_references_bits(dim, has_norms, dtype):
 
 
 def test_a_recorded_step_follows_lengths_that_have_moved():
-    case = cold_case.make(lengths=(500, 430), counts=(16, 16), rule=NEAR)
+    case = compressed_case.make(lengths=(500, 430), counts=(16, 16), rule=NEAR)
     kernels, blocks, tiles = KERNELS[torch.float32], case.blocks, case.tiles
     ends = tiles.ends.clone()
     tape = StepTape(Arena())
@@ -312,7 +312,7 @@ def test_a_recorded_step_follows_lengths_that_have_moved():
         tiles.ends.copy_(ends)
         tape.replay()
         assert torch.equal(out, attend(case))
-        fresh = cold_case.make(lengths=(500, 430), counts=(16, 16), rule=NEAR)
+        fresh = compressed_case.make(lengths=(500, 430), counts=(16, 16), rule=NEAR)
         fresh.blocks.starts.copy_(blocks.starts)
         REFERENCE.compress(fresh.pages, case.tiles)
         assert_near(out, reference(fresh))

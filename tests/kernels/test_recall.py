@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from blockdraft.kernels.cpu import why_no_llvm
-from blockdraft.kernels.recall import MOST, reference_recall, reference_remember
+from blockdraft.kernels.ngram_lookup import MOST, reference_lookup, reference_remember
 
 CPU = torch.device("cpu")
 KEPT = -7  # what a block holds where its drafts stay
@@ -16,12 +16,12 @@ KEPT = -7  # what a block holds where its drafts stay
 def functions(request):
     """Recalling and remembering."""
     if request.param == "reference":
-        return reference_recall, reference_remember
+        return reference_lookup, reference_remember
     if why_no_llvm(torch.float32, CPU) is not None:
         pytest.skip("the CPU kernels are not chosen")
-    from blockdraft.kernels.llvm.recall import RecallKernels
+    from blockdraft.kernels.llvm.ngram_lookup import NgramLookupKernels
 
-    kernels = RecallKernels()
+    kernels = NgramLookupKernels()
     return kernels.recall, kernels.remember
 
 

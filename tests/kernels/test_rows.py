@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from blockdraft.kernels import rows
+from blockdraft.kernels import pointwise as rows
 from blockdraft.kernels.cpu import why_no_llvm
 from blockdraft.kernels.kernels import REFERENCE, kernels_for
 

@@ -15,7 +15,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytest.importorskip("triton")
 
 from blockdraft.kernels.kernels import kernels_for  # noqa: E402
-from blockdraft.kernels.rows import reference_gate_mul  # noqa: E402
+from blockdraft.kernels.pointwise import reference_gate_mul  # noqa: E402
 from blockdraft.kernels.triton import gated_tile  # noqa: E402
 from blockdraft.kernels.triton.gated_tile import MAX_TOKENS, Config, choose, fits, gated_linear  # noqa: E402
 

@@ -20,10 +20,10 @@ from blockdraft.kernels.kernels import REFERENCE  # noqa: E402
 from blockdraft.kernels.kv_codec import FORMATS  # noqa: E402
 from blockdraft.kernels.kv_positions import PositionRule  # noqa: E402
 from blockdraft.kernels.triton import kv_attention as kernel  # noqa: E402
-from blockdraft.kernels.triton.kv_attention import Config, attend_as, attend_cold  # noqa: E402
+from blockdraft.kernels.triton.kv_attention import Config, attend_as, attend_compressed  # noqa: E402
 from blockdraft.kernels.triton.kv_compress import compress  # noqa: E402
-from blockdraft.kernels.triton.rows import norm_rope_write  # noqa: E402
-from tests.kernels import cold_case  # noqa: E402
+from blockdraft.kernels.triton.pointwise import norm_rope_write  # noqa: E402
+from tests.kernels import compressed_case  # noqa: E402
 
 # The interpreter computes with NumPy, which warns where hidden scores are subtracted.
 pytestmark = [
@@ -77,13 +77,13 @@ TWO = replace(WHOLE, parts=2)
 def small(**options):
     """A case of one key/value head, compressed by the reference."""
     options = {"heads": 2, "groups": 1, "counts": (8,), "rule": PositionRule(window=16), **options}
-    case = cold_case.make(**options)
+    case = compressed_case.make(**options)
     REFERENCE.compress(case.pages, case.tiles)
     return case
 
 
 def attend(case, config=WHOLE, sinks=None):
-    there = cold_case.on(case, DEVICE)
+    there = compressed_case.on(case, DEVICE)
     sinks = None if sinks is None else sinks.to(DEVICE)
     return attend_as(config, there.q, there.pages, there.blocks, there.mask, sinks).cpu()
 
@@ -93,7 +93,7 @@ def reference(case, sinks=None):
     pages = case.pages._replace(
         exact_keys=case.pages.exact_keys.float(), exact_values=case.pages.exact_values.float()
     )
-    return REFERENCE.attend_cold(case.q.float(), pages, case.blocks, case.mask, sinks)
+    return REFERENCE.attend_compressed(case.q.float(), pages, case.blocks, case.mask, sinks)
 
 
 def assert_agrees(case, config=WHOLE, sinks=None):
@@ -195,17 +195,17 @@ def test_bits_do_not_depend_on_how_a_prompt_is_cut():
 def test_what_no_query_reads_is_not_loaded():
     case = small(lengths=(240,), rule=PositionRule(window=80))
     before = attend(case, TWO)
-    start, end = 64, int(case.pages.rule.cold_end(torch.tensor(232)))
+    start, end = 64, int(case.pages.rule.compressed_end_at(torch.tensor(232)))
     position = torch.arange(240)
-    is_cold = (position >= start) & (position < end)
-    assert is_cold.any()
+    is_compressed = (position >= start) & (position < end)
+    assert is_compressed.any()
     page_size, pages = case.blocks.page_size, copy.deepcopy(case.pages)
     exact = case.blocks.exact_table[0, position // page_size] * page_size + position % page_size
     cold = case.blocks.table[0, position // page_size] * page_size + position % page_size
     for store in (pages.exact_keys, pages.exact_values):
-        store[:, :, exact[is_cold]] = float("nan")
+        store[:, :, exact[is_compressed]] = float("nan")
     for store in (pages.keys.scale, pages.values.scale):
-        store[:, :, cold[~is_cold]] = float("nan")
+        store[:, :, cold[~is_compressed]] = float("nan")
     assert torch.equal(attend(replace(case, pages=pages), TWO), before)
 
 
@@ -227,8 +227,8 @@ def test_tiles_of_64_rows_are_for_many_heads_and_have_8_warps(shared, count):
 
 
 def test_it_cuts_its_work_itself():
-    case = cold_case.on(small(lengths=(150,), counts=(2,)), DEVICE)
-    out = attend_cold(case.q, case.pages, case.blocks, case.mask)
+    case = compressed_case.on(small(lengths=(150,), counts=(2,)), DEVICE)
+    out = attend_compressed(case.q, case.pages, case.blocks, case.mask)
     torch.testing.assert_close(out.cpu(), reference(small(lengths=(150,), counts=(2,))), atol=2e-5, rtol=2e-5)
 
 
@@ -238,12 +238,12 @@ def test_it_cuts_its_work_itself():
 @pytest.mark.parametrize(("dim", "dtype"), [(64, torch.float32), (96, torch.bfloat16)], ids=str)
 @pytest.mark.parametrize("form", FORMATS)
 def test_vectors_become_the_reference_s_bytes(form, dim, dtype):
-    case = cold_case.make(form=form, lengths=(300, 150), counts=(16, 16), dim=dim, dtype=dtype)
+    case = compressed_case.make(form=form, lengths=(300, 150), counts=(16, 16), dim=dim, dtype=dtype)
     for value, slot in ((0.0, 40), (float("inf"), 41), (float("nan"), 42), (1e-30, 43)):
         case.pages.exact_keys[0, 0, slot, 3:] = value
     wanted = copy.deepcopy(case)
     REFERENCE.compress(wanted.pages, wanted.tiles)
-    there = cold_case.on(case, DEVICE)
+    there = compressed_case.on(case, DEVICE)
     tiles = case.tiles
     moved = {
         name: getattr(tiles, name).to(DEVICE) for name in ("table", "exact_table", "rows", "starts", "counts")

@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 
 from blockdraft.kernels import linear as contract  # noqa: E402
 from blockdraft.kernels.kernels import kernels_for  # noqa: E402
-from blockdraft.kernels.rows import reference_gate_mul  # noqa: E402
+from blockdraft.kernels.pointwise import reference_gate_mul  # noqa: E402
 from blockdraft.kernels.triton import linear as module  # noqa: E402
 from blockdraft.kernels.triton.linear import Config, choose, choose_split, counters, linear  # noqa: E402
 from tests.matrix import slow_but  # noqa: E402

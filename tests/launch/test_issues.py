@@ -82,11 +82,11 @@ CASES = {
         {**CODER, "model": "Intel/Qwen3-Coder-Next-int4-AutoRound"},
         {"model": CODER["model"]},
     ),
-    "context-past-drafter": ({**QWEN, **SHORT, "max_context": 65536}, {"max_context": 40960}),
+    "context-past-drafter": ({**QWEN, **SHORT, "max_model_len": 65536}, {"max_model_len": 40960}),
     "width-past-block": ({**QWEN, "draft_config": {"block_size": 8}, "width": 10}, {"width": 9}),
     "gemma4-redhat-illegal-access": ({**REDHAT, "engine_version": "0.22.0"}, {"engine_version": "0.32.0"}),
     "moe-graphs-illegal-access": (
-        {**A3B, "engine_version": "0.22.1", "max_rows": 16},
+        {**A3B, "engine_version": "0.22.1", "max_num_seqs": 16},
         {"graphs": False},
     ),
     "dflash2-long-sampling": (
@@ -106,7 +106,7 @@ CASES = {
         {**CODER, **SPARK, "gpu_memory_utilization": 0.61},
         {"gpu_memory_utilization": 0.6},
     ),
-    "gb10-batched-tokens": ({**QWEN, **SPARK, "chunk": 65536}, {"chunk": 32768}),
+    "gb10-batched-tokens": ({**QWEN, **SPARK, "max_prefill_tokens": 65536}, {"max_prefill_tokens": 32768}),
     "gb10-wheels": ({**REDHAT, **SPARK, "quantization": "fp8"}, {"machine": machine_with("rtx-5090")}),
     "gb10-gpt-oss": ({**OSS, **SPARK}, {"draft": "none"}),
     "gb10-multi-node-graphs": (
@@ -119,8 +119,8 @@ CASES = {
     ),
     "hybrid-prefix-cache": (HYBRID, {"prefix_cache": False}),
     "prefix-cache-acceptance": (QWEN, {"prefix_cache": False}),
-    "moe-concurrency": ({**A3B, "max_rows": 9}, {"max_rows": 8}),
-    "long-context": ({**QWEN, "max_context": 185000}, {"max_context": 32768}),
+    "moe-concurrency": ({**A3B, "max_num_seqs": 9}, {"max_num_seqs": 8}),
+    "long-context": ({**QWEN, "max_model_len": 185000}, {"max_model_len": 32768}),
     "min-p-logit-bias": (QWEN, {"draft": None}),
     "sglang-pipeline": ({**QWEN, **SGLANG, "pipeline_parallel": 2}, {"pipeline_parallel": 1}),
     "sglang-cpu": ({**QWEN, **SGLANG, "device": "cpu"}, {"draft": None}),

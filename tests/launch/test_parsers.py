@@ -44,7 +44,7 @@ for argv in json.load(sys.stdin):
         "model": parsed.model_tag,
         "num_drafts": config.get("num_speculative_tokens"),
         "drafter": config.get("model"),
-        "max_context": parsed.max_model_len,
+        "max_model_len": parsed.max_model_len,
         "rows": parsed.max_num_seqs,
         "share": parsed.gpu_memory_utilization,
         "eager": parsed.enforce_eager,
@@ -72,7 +72,7 @@ for argv in json.load(sys.stdin):
         "model": parsed.model_path,
         "width": parsed.speculative_num_draft_tokens,
         "drafter": parsed.speculative_draft_model_path,
-        "max_context": parsed.context_length,
+        "max_model_len": parsed.context_length,
         "rows": parsed.max_running_requests,
         "share": parsed.mem_fraction_static,
         "eager": parsed.disable_cuda_graph,
@@ -116,8 +116,8 @@ def expected(settings):
     return {
         "model": settings.model,
         "drafter": settings.draft,
-        "max_context": settings.max_context,
-        "rows": None if settings.max_rows == "auto" else settings.max_rows,
+        "max_model_len": settings.max_model_len,
+        "rows": None if settings.max_num_seqs == "auto" else settings.max_num_seqs,
         "eager": not settings.graphs,
         "backends": True,
     }

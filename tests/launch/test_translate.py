@@ -208,10 +208,10 @@ def test_an_older_build_that_carries_the_pull_request_takes_the_drafters_backend
 
 def test_queue_limit_is_refused_before_vllm_0_29_and_counts_running_requests():
     with pytest.raises(SettingsError, match=r"0\.29\.0"):
-        command("vllm", engine_version="0.28.0", max_queue=10, max_rows=4)
-    with pytest.raises(SettingsError, match="--max-rows"):
+        command("vllm", engine_version="0.28.0", max_queue=10, max_num_seqs=4)
+    with pytest.raises(SettingsError, match="--max-num-seqs"):
         command("vllm", max_queue=10)
-    assert value(command("vllm", max_queue=10, max_rows=4), "--max-num-queued-reqs") == "14"
+    assert value(command("vllm", max_queue=10, max_num_seqs=4), "--max-num-queued-reqs") == "14"
     assert value(command("sglang", max_queue=10), "--max-queued-requests") == "10"
 
 
@@ -320,7 +320,7 @@ def test_engine_args_and_variables_are_passed_on_as_they_are():
 )
 def test_engine_args_that_repeat_a_setting_are_refused(argument):
     with pytest.raises(SettingsError, match="repeats --"):
-        command("vllm", max_context=8192, engine_args=(argument, "x"))
+        command("vllm", max_model_len=8192, engine_args=(argument, "x"))
     if argument.startswith("--max-model-len"):
         assert argument in command("vllm", engine_args=(argument, "4096")).argv
 
@@ -329,9 +329,9 @@ VLLM = {
     "--dtype": ({"dtype": "bfloat16"}, "bfloat16"),
     "--quantization": ({"quantization": "fp8"}, "fp8"),
     "--load-format": ({"load_format": "dummy"}, "dummy"),
-    "--max-model-len": ({"max_context": 4096}, "4096"),
-    "--max-num-seqs": ({"max_rows": 3}, "3"),
-    "--max-num-batched-tokens": ({"chunk": 2048}, "2048"),
+    "--max-model-len": ({"max_model_len": 4096}, "4096"),
+    "--max-num-seqs": ({"max_num_seqs": 3}, "3"),
+    "--max-num-batched-tokens": ({"max_prefill_tokens": 2048}, "2048"),
     "--block-size": ({"page_size": 32}, "32"),
     "--kv-cache-memory-bytes": ({"cache_bytes": 123456}, "123456"),
     "--gpu-memory-utilization": ({"gpu_memory_utilization": 0.7}, "0.7"),
@@ -346,9 +346,9 @@ SGLANG = {
     "--dtype": ({"dtype": "bfloat16"}, "bfloat16"),
     "--quantization": ({"quantization": "fp8"}, "fp8"),
     "--load-format": ({"load_format": "dummy"}, "dummy"),
-    "--context-length": ({"max_context": 4096}, "4096"),
-    "--max-running-requests": ({"max_rows": 3}, "3"),
-    "--chunked-prefill-size": ({"chunk": 2048}, "2048"),
+    "--context-length": ({"max_model_len": 4096}, "4096"),
+    "--max-running-requests": ({"max_num_seqs": 3}, "3"),
+    "--chunked-prefill-size": ({"max_prefill_tokens": 2048}, "2048"),
     "--page-size": ({"page_size": 32}, "32"),
     "--mem-fraction-static": ({"gpu_memory_utilization": 0.7}, "0.7"),
     "--kv-cache-dtype": ({"kv_dtype": "fp8"}, "fp8_e4m3"),

@@ -19,7 +19,7 @@ from tests.models import families
 from tests.models.checkpoints import load, write_draft, write_target
 
 BLOCK = 16
-MAX_CONTEXT = 120
+MAX_MODEL_LEN = 120
 # Of every family one configuration at least: windows, shared layers, dense layers between mixtures,
 # and delta layers first, last and side by side.
 NAMES = (
@@ -61,9 +61,9 @@ def make_models(family, overrides, *, seed, block=BLOCK, **settings):
     """A pair with random weights; `settings` override those that all tests here share."""
     settings = {
         "dtype": "float64",
-        "max_context": MAX_CONTEXT,
+        "max_model_len": MAX_MODEL_LEN,
         "width": block,
-        "max_rows": 4,
+        "max_num_seqs": 4,
         "prefix_cache": True,
         **settings,
     }
@@ -133,7 +133,7 @@ def engine(models, drafter="own", *, chunks=None, is_captured=False, **plan):
         drafter = NoDrafter(BLOCK)
     elif drafter == "own":
         drafter = models.drafter
-    plan = {"num_pages": 1024, "chunk": 64, **plan}
+    plan = {"num_pages": 1024, "max_prefill_tokens": 64, **plan}
     plan = tiny.with_exact_pages(replace(models.plan, **plan))
     made = Engine(replace(models, drafter=drafter, plan=plan))
     if is_captured:
@@ -143,7 +143,11 @@ def engine(models, drafter="own", *, chunks=None, is_captured=False, **plan):
 
 def plain_engine(models, **plan):
     """Plain decoding: no drafter, no prefix cache, prefill in chunks that nobody else uses."""
-    return engine(models, "none", **{"width": 1, "prefix_cache": False, "page_size": 16, "chunk": 7, **plan})
+    return engine(
+        models,
+        "none",
+        **{"width": 1, "prefix_cache": False, "page_size": 16, "max_prefill_tokens": 7, **plan},
+    )
 
 
 def plain(models, requests):

@@ -130,7 +130,14 @@ def test_a_row_is_drafted_for_alike_alone_and_beside_others(plain, drafter, widt
 
 @pytest.mark.parametrize(
     "plan",
-    [{"chunk": 1}, {"chunk": 7}, {"chunks": 1}, {"page_size": 1}, {"page_size": 3}, {"max_rows": 2}],
+    [
+        {"max_prefill_tokens": 1},
+        {"max_prefill_tokens": 7},
+        {"chunks": 1},
+        {"page_size": 1},
+        {"page_size": 3},
+        {"max_num_seqs": 2},
+    ],
     ids=str,
 )
 def test_bits_do_not_depend_on_the_batch_chunks_and_pages(plain, plan):
@@ -156,7 +163,7 @@ def test_log_probabilities_do_not_depend_on_how_many_others_ask_for(monkeypatch,
     wishes = [{"logprobs": count, "prompt_logprobs": counts[-1 - i]} for i, count in enumerate(counts)]
 
     def served(indices):
-        engine = tiny.engine("trained", dtype="float32", width=8, chunk=7)
+        engine = tiny.engine("trained", dtype="float32", width=8, max_prefill_tokens=7)
         ids = [engine.add(PROMPTS[i], replace(params(i), **wishes[i])) for i in indices]
         deltas = tiny.drain(engine)
         of_prompts = {one.request_id: one.prompt_logprobs for one in deltas if one.prompt_logprobs}
@@ -193,10 +200,10 @@ def test_bits_do_not_depend_on_the_number_of_threads(plain):
     "plan",
     [
         {"width": 1, "page_size": 3},
-        {"width": 3, "max_rows": 2},
-        {"chunk": 7, "overlap": True},
+        {"width": 3, "max_num_seqs": 2},
+        {"max_prefill_tokens": 7, "overlap": True},
         {"drafter": "DFlash2"},
-        {"drafter": "DSpark", "max_rows": 2},
+        {"drafter": "DSpark", "max_num_seqs": 2},
     ],
     ids=str,
 )

@@ -22,7 +22,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 
 @pytest.fixture(scope="module")
 def llm():
-    return LLM(device="cpu", width=8, max_context=512)
+    return LLM(device="cpu", width=8, max_model_len=512)
 
 
 def test_it_answers_a_question(llm):
@@ -37,7 +37,7 @@ def test_it_writes_what_transformers_writes_with_the_same_weights():
     model = LlamaForCausalLM(config).eval()
     model.load_state_dict({name: checkpoint.read(name) for name in checkpoint.tensors()}, strict=False)
     model.tie_weights()
-    llm = LLM(device="cpu", width=8, max_context=512, quantization="none", draft_quantization="none")
+    llm = LLM(device="cpu", width=8, max_model_len=512, quantization="none", draft_quantization="none")
     prompt = llm.tokenizer.encode("def binary_search(items, target):\n    low, high = 0,")
     with torch.inference_mode():
         expected = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=24, pad_token_id=2)

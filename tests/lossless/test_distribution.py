@@ -51,7 +51,7 @@ def exact_pairs():
 @pytest.mark.parametrize("drafter", slow_but(["none", "trained", "random"], "trained"))
 def test_pairs_of_tokens_follow_the_exact_distribution(drafter):
     joint = exact_pairs()
-    engine = tiny.engine(drafter, width=4, max_rows=64, max_queue=10**6, num_pages=4000)
+    engine = tiny.engine(drafter, width=4, max_num_seqs=64, max_queue=10**6, num_pages=4000)
     for seed in range(NUM_SAMPLES):
         engine.add(PROMPT, SamplingParams(temperature=1.0, max_tokens=2, seed=seed, ignore_eos=True))
     counts = np.zeros((64, 64))
@@ -86,7 +86,7 @@ def exact_acceptance(drafter):
 def test_drafts_are_accepted_as_often_as_one_noise_for_both_allows(drafter):
     shared, independent, best = exact_acceptance(drafter)
     assert independent < shared < best
-    engine = tiny.engine(drafter, width=2, max_rows=64, max_queue=10**6, num_pages=4000)
+    engine = tiny.engine(drafter, width=2, max_num_seqs=64, max_queue=10**6, num_pages=4000)
     for seed in range(NUM_SAMPLES):
         engine.add(PROMPT, SamplingParams(temperature=1.0, max_tokens=2, seed=seed, ignore_eos=True))
     steps = [delta.metrics.steps for delta in tiny.drain(engine) if delta.metrics is not None]

@@ -54,7 +54,7 @@ def preempt(engine, sequence):
 
 
 SCENES = {
-    "chunked": {"chunk": 5},
+    "chunked": {"max_prefill_tokens": 5},
     "small pages": {"page_size": 3},
     "prefix hit": {"prepare": serve_before, "page_size": 4},
     "preempted, recomputed": {"disturb": preempt, "prefix_cache": False},

@@ -26,15 +26,28 @@ WHY_NO_BITS = why_no_llvm(torch.float64, CPU)
 
 # Every width, chunk and page size with and without a step in flight, captured and not.
 SCHEDULES = [
-    {"width": 1, "chunk": 3, "page_size": 16, "overlap": True, "is_captured": True},
-    {"width": 4, "chunk": 1, "page_size": 3, "overlap": False},
-    {"width": 4, "chunk": 64, "page_size": 1, "overlap": True, "is_captured": True},
-    {"width": 16, "chunk": 64, "page_size": 16, "overlap": False},
-    {"width": 16, "chunk": 3, "page_size": 3, "overlap": True, "max_rows": 3, "is_captured": True},
-    {"width": 4, "chunk": 19, "chunks": 1, "page_size": 3, "overlap": True},  # other chunks at every step
+    {"width": 1, "max_prefill_tokens": 3, "page_size": 16, "overlap": True, "is_captured": True},
+    {"width": 4, "max_prefill_tokens": 1, "page_size": 3, "overlap": False},
+    {"width": 4, "max_prefill_tokens": 64, "page_size": 1, "overlap": True, "is_captured": True},
+    {"width": 16, "max_prefill_tokens": 64, "page_size": 16, "overlap": False},
+    {
+        "width": 16,
+        "max_prefill_tokens": 3,
+        "page_size": 3,
+        "overlap": True,
+        "max_num_seqs": 3,
+        "is_captured": True,
+    },
+    {
+        "width": 4,
+        "max_prefill_tokens": 19,
+        "chunks": 1,
+        "page_size": 3,
+        "overlap": True,
+    },  # other chunks at every step
 ]
 # A lone sequence needs 30 tokens and two blocks: 21 pages of 3. All four together need twice as many.
-TIGHT = {"page_size": 3, "num_pages": 22, "chunk": 64, "prefix_cache": False}
+TIGHT = {"page_size": 3, "num_pages": 22, "max_prefill_tokens": 64, "prefix_cache": False}
 
 
 @dataclass(frozen=True, repr=False)
@@ -164,7 +177,9 @@ def test_every_accepted_count_occurs_and_changes_nothing(name):
     expected = families.plain(models, requests)
     counts = set()
     for chunk in (3, 64):
-        engine = families.engine(models, families.hinted(models, requests, expected), width=16, chunk=chunk)
+        engine = families.engine(
+            models, families.hinted(models, requests, expected), width=16, max_prefill_tokens=chunk
+        )
         ran = run_watched(engine, requests)
         assert ran.results == expected
         counts |= ran.counts
@@ -205,7 +220,11 @@ def test_steps_are_captured_of_every_family_but_with_experts():
 @needs_bits
 @pytest.mark.parametrize(
     "plan",
-    [{"width": 4}, {"width": 16, "is_captured": True}, {"width": 16, "chunk": 1, "overlap": True}],
+    [
+        {"width": 4},
+        {"width": 16, "is_captured": True},
+        {"width": 16, "max_prefill_tokens": 1, "overlap": True},
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("name", HYBRID_NAMES)
@@ -260,7 +279,7 @@ def test_choices_and_penalties_on_a_hybrid(name, asked):
     else:
         assert expected != families.plain(models, families.make_requests((9, 4), max_tokens=16))
     drafter = families.hinted(models, requests, expected)
-    ran = run_watched(families.engine(models, drafter, width=16, page_size=3, max_rows=3), requests)
+    ran = run_watched(families.engine(models, drafter, width=16, page_size=3, max_num_seqs=3), requests)
     assert ran.results == expected
     assert max(ran.counts) > 3
 
@@ -270,7 +289,7 @@ def test_prompt_logprobs_on_a_hybrid(name):
     models = families.models(name)
     requests = families.make_requests((30, 11), max_tokens=4, prompt_logprobs=2)
     answers = [prompt_logprobs(families.plain_engine(models), [request])[0] for request in requests]
-    both = prompt_logprobs(families.engine(models, width=16, chunk=8, page_size=3), requests)
+    both = prompt_logprobs(families.engine(models, width=16, max_prefill_tokens=8, page_size=3), requests)
     for (prompt, _), alone, together in zip(requests, answers, both, strict=True):
         assert len(alone) == len(prompt)
         assert [one.token_id for one in alone[1:]] == prompt[1:]
@@ -337,9 +356,9 @@ def cases(draw):
     plan = {
         "page_size": page_size,
         "num_pages": least + draw(st.integers(0, least)),
-        "chunk": draw(st.sampled_from([1, 3, 64])),
+        "max_prefill_tokens": draw(st.sampled_from([1, 3, 64])),
         "chunks": draw(st.sampled_from([None, 1, 2])),
-        "max_rows": draw(st.integers(1, 4)),
+        "max_num_seqs": draw(st.integers(1, 4)),
         "width": draw(st.sampled_from([1, 4, 16])),
         "overlap": draw(st.booleans()),
         "is_captured": draw(st.booleans()),
@@ -381,7 +400,7 @@ COLD_NAMES = {
 
 @functools.cache
 def long_models(name):
-    return families.make_models(*CASES[name], seed=1, max_context=300)
+    return families.make_models(*CASES[name], seed=1, max_model_len=300)
 
 
 @pytest.mark.parametrize(
@@ -396,6 +415,11 @@ def test_compressed_keys_give_the_tokens_of_plain_decoding_through_them(name, kv
     for prompt, params in requests:
         expected += tiny.run(families.plain_engine(models, **kept), [(prompt, replace(params, width=1))])
     for schedule in (SCHEDULES[3], SCHEDULES[4]):
-        plan = {**schedule, "chunk": 100 if schedule["chunk"] == 64 else 19, "page_size": 16, **kept}
+        plan = {
+            **schedule,
+            "max_prefill_tokens": 100 if schedule["max_prefill_tokens"] == 64 else 19,
+            "page_size": 16,
+            **kept,
+        }
         drafter = families.hinted(models, requests, expected)
         assert tiny.run(families.engine(models, drafter, **plan), requests) == expected

@@ -44,7 +44,7 @@ REQUESTS = [
 
 def answers(kernels, drafter):
     # A short page table: attention then has one split of the keys to interpret.
-    plan = {"width": WIDTH, "page_size": 4, "num_pages": 24, "max_rows": 2, "max_context": 16}
+    plan = {"width": WIDTH, "page_size": 4, "num_pages": 24, "max_num_seqs": 2, "max_model_len": 16}
     engine = tiny.engine(drafter, dtype="float32", kernels=kernels, max_positions=32, **plan)
     return engine, tiny.run(pin(engine, is_captured=False), REQUESTS)
 
@@ -75,7 +75,7 @@ def test_a_form_is_kept_to_by_the_kernels():
     ]
     found = []
     for kernels in (REFERENCE, kernels_for(torch.float32, torch.device("cpu"), is_interpreted=True)):
-        plan = {"width": WIDTH, "page_size": 4, "num_pages": 24, "max_rows": 2, "max_context": 16}
+        plan = {"width": WIDTH, "page_size": 4, "num_pages": 24, "max_num_seqs": 2, "max_model_len": 16}
         tokens = json_tokens.tokenizer()
         engine = tiny.engine(
             "trained", dtype="float32", kernels=kernels, max_positions=32, tokenizer=tokens, **plan

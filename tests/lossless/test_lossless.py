@@ -84,9 +84,9 @@ def cases(draw):
     plan = {
         "page_size": page_size,
         "num_pages": least + draw(st.integers(0, least)),
-        "chunk": draw(st.sampled_from([7, 64, 150] if is_long else [1, 2, 7, 64])),
+        "max_prefill_tokens": draw(st.sampled_from([7, 64, 150] if is_long else [1, 2, 7, 64])),
         "chunks": draw(st.sampled_from([None, None, 1, 2])),  # a seed: they change from step to step
-        "max_rows": draw(st.integers(1, 4)),
+        "max_num_seqs": draw(st.integers(1, 4)),
         "width": draw(st.integers(1, tiny.BLOCK)),
         "prefix_cache": draw(st.booleans()),
         "overlap": draw(st.booleans()),
@@ -95,7 +95,7 @@ def cases(draw):
     }
     if is_long:
         plan |= {
-            "max_context": LONG_CONTEXT,
+            "max_model_len": LONG_CONTEXT,
             "kv_dtype": kv_dtype,
             "kv_window": draw(st.sampled_from([16, 40])),
             "draft_kv_dtype": draw(st.sampled_from(["exact", kv_dtype])),
@@ -109,7 +109,7 @@ def cases(draw):
 def run_case(case):
     """The case's results, plain decoding's, and how often a sequence was preempted."""
     requests, plan, drafter, rate = case
-    kept = {name: plan[name] for name in ("kv_dtype", "kv_window", "max_context") if name in plan}
+    kept = {name: plan[name] for name in ("kv_dtype", "kv_window", "max_model_len") if name in plan}
     expected = plain(requests, plan["tokenizer"], **kept)
     if drafter == "hinted":
         answers = {
@@ -177,7 +177,7 @@ def test_every_kind_of_drafter_at_every_width_emits_plain_decodings_tokens(kind,
         ([i, i + 1, i + 2, i + 3], replace(params, seed=i, width=width))
         for i, width in enumerate((None, 2, 3, 5, tiny.BLOCK))
     ]
-    engine = tiny.engine(kind, width=tiny.BLOCK, max_rows=3, page_size=3, is_captured=is_captured)
+    engine = tiny.engine(kind, width=tiny.BLOCK, max_num_seqs=3, page_size=3, is_captured=is_captured)
     assert tiny.run(engine, requests) == plain(requests)
 
 
@@ -216,7 +216,7 @@ def test_float32_is_bit_equal_at_pinned_rows_and_width(width, temperature):
     """Same shapes, other drafts: the committed tokens and their log-probabilities are the same bits."""
     answers = []
     for drafter in ("none", "trained", "DFlash2", "DSpark"):
-        engine = tiny.engine(drafter, dtype="float32", width=width, max_rows=1)
+        engine = tiny.engine(drafter, dtype="float32", width=width, max_num_seqs=1)
         engine.add([2, 4, 6, 8], SamplingParams(temperature=temperature, seed=5, max_tokens=90, logprobs=1))
         deltas = tiny.drain(engine)
         answers.append([(item.token_id, item.logprob) for delta in deltas for item in delta.logprobs])

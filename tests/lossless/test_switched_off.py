@@ -26,8 +26,8 @@ PLAN = {
     "width": WIDTH,
     "page_size": 4,
     "num_pages": 24,
-    "max_rows": 1,
-    "max_context": 16,
+    "max_num_seqs": 1,
+    "max_model_len": 16,
     "max_positions": 32,
 }
 GREEDY = ([4, 5, 6], SamplingParams(temperature=0.0, seed=70, max_tokens=4, ignore_eos=True))
@@ -74,7 +74,7 @@ def test_the_trained_drafter_changes_no_token(operations, request_):
 def hybrid():
     """Gated delta layers and gated attention."""
     return families.make_models(
-        *CASES["qwen3_5-whole"], seed=1, block=WIDTH, dtype="float32", max_context=64, max_rows=1
+        *CASES["qwen3_5-whole"], seed=1, block=WIDTH, dtype="float32", max_model_len=64, max_num_seqs=1
     )
 
 

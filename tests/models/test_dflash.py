@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from blockdraft.cache.rows import RowSampling
 from blockdraft.errors import ModelError
-from blockdraft.step.decode import decode_parts, run_through
+from blockdraft.step.decode import decode_parts, run_all_parts
 from blockdraft.step.prefill import prefill_step
 from tests import tiny
 from tests.fixtures import make_pair
@@ -82,7 +82,7 @@ class Drafting:
     """A loaded pair and a cache; features are given by hand."""
 
     def __init__(self, folders, *, page_size=5, num_rows=3):
-        self.models = load(*folders, dtype="float64", max_context=100)
+        self.models = load(*folders, dtype="float64", max_model_len=100)
         self.drafter = self.models.drafter
         self.page_size, self.num_rows = page_size, num_rows
 
@@ -375,7 +375,7 @@ def test_context_left_by_real_steps_is_what_transformers_would_give(width):
             config = make_pair.draft_config()
             expected = block_logits(weights, config, embedding, embedding, features, ids[-1])
             torch.testing.assert_close(actual[row], expected, rtol=0, atol=1e-4)
-        verdict = run_through(decode_parts(**parts, width=width))
+        verdict = run_all_parts(decode_parts(**parts, width=width))
         for row, count in enumerate(verdict.num_committed.tolist()):
             texts[row] += verdict.token_ids[row, :count].tolist()
             counts.add(count)

@@ -238,13 +238,13 @@ def test_copies_of_the_targets_embedding_and_head_are_not_read(target, tmp_path)
 def test_files_that_do_not_fit_their_configuration_are_refused_by_tensor(target, tmp_path, more, drop, named):
     write_spark(tmp_path, "vanilla", more=more, drop=drop)
     with pytest.raises(ModelError, match=named):
-        load(target[0], tmp_path, dtype="float64", max_context=100)
+        load(target[0], tmp_path, dtype="float64", max_model_len=100)
 
 
 def test_heads_that_the_configuration_leaves_out_are_refused(target, tmp_path):
     write_spark(tmp_path, "vanilla", dflash={"enable_confidence_head": False})
     with pytest.raises(ModelError, match=r"'confidence_head.proj.bias' first"):
-        load(target[0], tmp_path, dtype="float64", max_context=100)
+        load(target[0], tmp_path, dtype="float64", max_model_len=100)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -257,14 +257,14 @@ def test_the_plan_counts_the_heads(target, tmp_path, kind):
 
 def test_random_weights_stand_in_for_a_checkpoints(tmp_path, target):
     write_spark(tmp_path, "rnn")
-    models = load(target[0], tmp_path, dtype="float32", max_context=100, load_format="dummy")
+    models = load(target[0], tmp_path, dtype="float32", max_model_len=100, load_format="dummy")
     assert models.drafter.markov.joint is not None
 
 
 @pytest.mark.parametrize("weights", ["int8", "fp8"])
 def test_quantising_a_drafter_leaves_the_heads_as_they_are(target, tmp_path, weights):
     _, stored = write_spark(tmp_path, "gated")
-    models = load(target[0], tmp_path, dtype="float32", max_context=100, draft_quantization=weights)
+    models = load(target[0], tmp_path, dtype="float32", max_model_len=100, draft_quantization=weights)
     markov = models.drafter.markov
     for name, module in (
         ("markov_w1", markov.before),
@@ -279,7 +279,7 @@ def test_a_head_of_rank_0_is_dflash(target, tmp_path):
     more = {"confidence_head.proj.weight": torch.randn(1, HIDDEN)}
     dflash = {"markov_rank": 0, "confidence_head_with_markov": False}
     write_spark(tmp_path, "vanilla", dflash=dflash, more=more, drop=drop)
-    models = load(target[0], tmp_path, dtype="float64", max_context=100)
+    models = load(target[0], tmp_path, dtype="float64", max_model_len=100)
     assert type(models.drafter) is DFlashDrafter
     assert models.drafter.model.confidence is not None
     assert (models.drafter.block, models.drafter.num_columns) == (DRAFTS + 1, DRAFTS)

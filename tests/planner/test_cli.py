@@ -123,11 +123,11 @@ def test_json_is_one_object_with_everything():
     found = json.loads(text)
     assert code == 0
     assert found["verdict"] == "fits"
-    assert found["plan"]["max_context"] == found["capacity"]["max_context"] == 8192
+    assert found["plan"]["max_model_len"] == found["capacity"]["max_model_len"] == 8192
     assert found["memory"]["total_bytes"] == sum(item["num_bytes"] for item in found["memory"]["items"])
     assert found["estimate"]["is_estimate"] is True
     assert found["known_problems"] == []
-    assert {choice["name"] for choice in found["choices"]} >= {"width", "max_rows", "quantization"}
+    assert {choice["name"] for choice in found["choices"]} >= {"width", "max_num_seqs", "quantization"}
     assert not has_torch
 
 
@@ -186,7 +186,7 @@ def test_known_bad_combinations_are_refused_with_their_thread():
         (("/models/target",), "is the volume mounted?"),
         (("nobody/such-a-model",), "the hub cannot be reached"),
         ((tiny.TARGET, "--card", "dgx-sparc"), "did you mean dgx-spark?"),
-        ((tiny.TARGET, "--context", "100", "--max-context", "200"), "give one"),
+        ((tiny.TARGET, "--context", "100", "--max-model-len", "200"), "give one"),
         ((tiny.TARGET, "--context", "1000000"), "knows 512 positions"),
         ((tiny.TARGET, "--draft", tiny.TARGET), "is not a DFlash drafter"),
         ((tiny.TARGET, "--engine", "vllm"), "no GPU"),

@@ -63,7 +63,7 @@ def test_n_grams_are_planned_with_what_was_measured_of_them():
 def test_engines_that_do_not_know_n_grams_are_advised_without_them(is_alone, flags):
     target, draft = folders("qwen3-8b")
     ngram = "auto" if is_alone else 12
-    options = {"card": "rtx-5090", "load_format": "dummy", "max_context": 40960, "max_rows": 8}
+    options = {"card": "rtx-5090", "load_format": "dummy", "max_model_len": 40960, "max_num_seqs": 8}
     report = report_of("ngram" if is_alone else draft, target, draft_ngram=ngram, **options)
     assert report.verdict != "fits"
     named = [fix.flags for fix in report.fixes if "--engine vllm" in fix.flags]

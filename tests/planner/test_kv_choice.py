@@ -36,7 +36,7 @@ def test_a_pair_of_32k_tokens_takes_so_many_times_less_with_its_window(draft_kv_
 
 
 def test_a_plan_counts_compressed_layers_and_their_windows():
-    settings, pair = opened("qwen3-8b", max_context=32768, max_rows=16)
+    settings, pair = opened("qwen3-8b", max_model_len=32768, max_num_seqs=16)
     exact, small = (
         fit_native(replace(settings, kv_dtype=name), on("h100"), pair) for name in ("auto", "tq4v3")
     )
@@ -54,12 +54,12 @@ def rows_and_share(card, **settings):
     wanted, pair = opened("qwen3-8b", **settings)
     fit = fit_native(wanted, on(card), pair)
     windows = sum(item.num_bytes for item in fit.items if item.name == "exact windows")
-    why = next(choice.reason for choice in fit.choices if choice.name == "max_rows")
-    return fit.max_rows, why, windows / (windows + fit.cache_bytes)
+    why = next(choice.reason for choice in fit.choices if choice.name == "max_num_seqs")
+    return fit.max_num_seqs, why, windows / (windows + fit.cache_bytes)
 
 
 @pytest.mark.parametrize(
-    ("card", "max_rows", "why"),
+    ("card", "max_num_seqs", "why"),
     [
         ("h200", 64, "logits and states of so many"),
         ("h100", 64, "the least on a GPU"),
@@ -67,26 +67,28 @@ def rows_and_share(card, **settings):
         ("rtx-4090", 8, "the least, though their exact windows take over 25% of the cache"),
     ],
 )
-def test_a_default_number_of_rows_leaves_the_cache_to_compressed_tokens(card, max_rows, why):
+def test_a_default_number_of_rows_leaves_the_cache_to_compressed_tokens(card, max_num_seqs, why):
     rows, reason, share = rows_and_share(card, kv_dtype="tq4")
-    assert rows == max_rows
+    assert rows == max_num_seqs
     assert reason.startswith(why)
     assert share < 0.27 or rows == 8  # estimates of a step are not known yet when rows are chosen
 
 
 def test_rows_that_were_asked_for_stay_and_exact_keys_have_no_windows():
-    assert rows_and_share("rtx-4090", kv_dtype="tq4", max_rows=16)[:2] == (16, "asked for")
+    assert rows_and_share("rtx-4090", kv_dtype="tq4", max_num_seqs=16)[:2] == (16, "asked for")
     assert rows_and_share("rtx-4090")[0] == 64
 
 
 def test_a_cache_of_a_given_size_has_rows_for_it():
     sizes = {2 * 10**9: 8, 6 * 10**9: 12, 10**11: 64}
-    found = [rows_and_share("h200", kv_dtype="tq4", cache_bytes=size, max_context=8192)[0] for size in sizes]
+    found = [
+        rows_and_share("h200", kv_dtype="tq4", cache_bytes=size, max_model_len=8192)[0] for size in sizes
+    ]
     assert found == list(sizes.values())
 
 
 def test_bytes_of_a_token_are_shown_by_kind():
-    settings, pair = opened("qwen3-8b", max_context=32768, kv_dtype="tq4", draft_kv_dtype="int8")
+    settings, pair = opened("qwen3-8b", max_model_len=32768, kv_dtype="tq4", draft_kv_dtype="int8")
     report = make_report(settings, on("h100"), pair, card=None)
     kinds = [(kind.name, kind.num_layers, kind.bytes_per_token) for kind in report.caches["target"]]
     assert kinds == [("tq4", 36, 36 * 8 * 132)]
@@ -94,7 +96,7 @@ def test_bytes_of_a_token_are_shown_by_kind():
 
 
 def test_what_compression_would_serve_is_advised_until_it_is_chosen():
-    settings, pair = opened("qwen3-8b", max_context=32768)
+    settings, pair = opened("qwen3-8b", max_model_len=32768)
     case = Case(settings, on("rtx-5090"), pair, None, _acceptance(pair))
     (line,) = (line for line in advise(case) if line.who == "more at once")
     assert line.flags.startswith("--kv-dtype tq4")

@@ -176,11 +176,11 @@ def test_every_auto_has_a_value_and_a_reason():
     autos = {name for name, default in DEFAULTS.items() if default == "auto"}
     assert autos - {"load_format", "kv_dtype", "verify", "tool_format"} <= found.keys()
     assert all(choice.value not in ("", "auto") and choice.reason for choice in found.values())
-    asked = replace(settings, width=8, max_rows=3)
+    asked = replace(settings, width=8, max_num_seqs=3)
     found = fit_pair(asked, on("h200"), pair).choices
     reasons = {choice.name: choice.reason for choice in found}
-    assert reasons["width"] == reasons["max_rows"] == "asked for"
-    assert reasons["chunk"] != "asked for"
+    assert reasons["width"] == reasons["max_num_seqs"] == "asked for"
+    assert reasons["max_prefill_tokens"] != "asked for"
 
 
 def test_sequences_and_the_longest_context_agree():
@@ -209,10 +209,10 @@ def parsed(settings, flags):
 @pytest.mark.parametrize(
     ("shape", "card", "changes"),
     [
-        ("qwen3-8b", "rtx-5090", {"max_context": 32768, "max_rows": 8}),
+        ("qwen3-8b", "rtx-5090", {"max_model_len": 32768, "max_num_seqs": 8}),
         ("qwen3-8b", "l4", {}),
         ("qwen3.5-35b-a3b", "h100", {}),
-        ("gpt-oss-20b", "h100", {"engine": "sglang", "max_context": 131072, "max_rows": 16}),
+        ("gpt-oss-20b", "h100", {"engine": "sglang", "max_model_len": 131072, "max_num_seqs": 16}),
         ("gpt-oss-20b", "rtx-4090", {"engine": "vllm"}),
     ],
 )
@@ -230,14 +230,14 @@ def test_every_fix_that_is_named_makes_it_fit(shape, card, changes):
         fit = fit_pair(changed, on(card), other)
         assert fit.problem is None, fix
         context, rows = wanted(replace(case, settings=changed))
-        if "--max-context" in fix.flags:
+        if "--max-model-len" in fix.flags:
             rows = wanted(case)[1]
-        assert fit.max_context >= context
-        assert fit.sequences(context) >= (1 if "--max-rows" in fix.flags else rows), fix
+        assert fit.max_model_len >= context
+        assert fit.sequences(context) >= (1 if "--max-num-seqs" in fix.flags else rows), fix
 
 
 def test_what_is_known_to_go_wrong_is_not_advised():
-    settings, pair = opened("qwen3-8b", max_context=32768, max_rows=8)
+    settings, pair = opened("qwen3-8b", max_model_len=32768, max_num_seqs=8)
     case = case_of(settings, pair, on("rtx-5090"), "rtx-5090")
     assert any("vllm" in fix.flags for fix in fixes(case))
     careful = replace(case, is_allowed=lambda changed: changed.engine != "vllm")
@@ -260,7 +260,7 @@ def test_six_kinds_of_users_are_advised_and_each_advice_starts():
     for advice in found.values():
         fit = fit_pair(parsed(settings, advice.flags), on("h200"), pair)
         assert fit.problem is None
-    assert parsed(settings, found["agent fleet"].flags).max_context == 16384
+    assert parsed(settings, found["agent fleet"].flags).max_model_len == 16384
     assert "--quantization fp8" in found["out of memory"].flags
 
 
@@ -290,16 +290,16 @@ def test_a_fleet_that_does_not_fit_is_told_what_would():
     settings, pair = opened("qwen3-8b")
     case = case_of(settings, pair, on("rtx-5090"), "rtx-5090")
     (fleet,) = [one for one in advise(case) if "fleet" in one.who]
-    assert fleet.flags == "--engine vllm --tensor-parallel 8 --max-rows 32 --max-context 16384"
+    assert fleet.flags == "--engine vllm --tensor-parallel 8 --max-num-seqs 32 --max-model-len 16384"
     changed = parsed(settings, fleet.flags)
     assert fit_pair(changed, case.machine, pair).sequences(16384) == 32
     assert fleet.result == "32 sequences of 16,384 tokens (as it is, 3)"
-    as_it_is = replace(settings, max_rows=32, max_context=16384)
+    as_it_is = replace(settings, max_num_seqs=32, max_model_len=16384)
     assert fit_pair(as_it_is, case.machine, pair).sequences(16384) == 3
 
 
 def test_more_gpus_of_a_dgx_spark_are_more_machines():
-    settings, pair = opened("qwen3-8b", engine="vllm", max_context=40960, max_rows=16)
+    settings, pair = opened("qwen3-8b", engine="vllm", max_model_len=40960, max_num_seqs=16)
     found = fixes(case_of(settings, pair, on("dgx-spark"), "dgx-spark"))
     (fix,) = [fix for fix in found if "--tensor-parallel 2" in fix.flags]
     assert fix.flags == "--tensor-parallel 2 --num-nodes 2 --head-address HOST"
@@ -338,7 +338,7 @@ def test_a_native_engine_that_unpacks_in_every_step_is_not_promised_another_ones
 
 
 def test_no_more_cards_are_named_than_are_needed():
-    settings, pair = opened("qwen3-8b", max_context=16384, max_rows=8)
+    settings, pair = opened("qwen3-8b", max_model_len=16384, max_num_seqs=8)
     found = [fix.flags for fix in fixes(case_of(settings, pair, on("rtx-5090"), "rtx-5090"))]
     assert [flags for flags in found if "parallel" in flags] == ["--engine vllm --tensor-parallel 2"]
 
@@ -347,7 +347,7 @@ def test_what_is_too_large_for_another_engine_is_told_from_a_context_that_is_too
     settings, pair = opened("qwen3-8b", engine="vllm")
     problem = fit_external(settings, on("rtx-4080"), pair).problem
     assert problem.startswith("weights and working memory take 27.7 GB, but the budget is 15.5 GB (0.9 of")
-    problem = fit_external(replace(settings, max_context=40960), on("rtx-5090"), pair).problem
+    problem = fit_external(replace(settings, max_model_len=40960), on("rtx-5090"), pair).problem
     assert problem.startswith("a context of 40,960 tokens needs 6.9 GB of cache, and 3.0 GB are left of")
 
 
@@ -414,7 +414,7 @@ def test_verdicts():
     settings, pair = opened("qwen3-8b")
     card = card_by_key("h200")
     assert make_report(settings, on("h200"), pair, card=card).verdict == "fits"
-    many = replace(settings, max_rows=64, max_context=40960)
+    many = replace(settings, max_num_seqs=64, max_model_len=40960)
     report = make_report(many, on("h200"), pair, card=card)
     assert report.verdict == "tight"
     assert "16 sequences of 40,960" in report.sentence
@@ -424,7 +424,7 @@ def test_verdicts():
 
 
 def test_a_cpu_that_cannot_hold_the_weights_says_so():
-    settings, pair = opened("qwen3-8b", device="cpu", max_context=512)
+    settings, pair = opened("qwen3-8b", device="cpu", max_model_len=512)
     fit = fit_native(settings, Machine(memory_bytes=20 << 30), pair)
     assert "37." in fit.problem
     assert "int8" in fit.problem

@@ -102,17 +102,29 @@ def refusal(kind, *args, **kwargs):
 
 def test_auto_on_a_cpu_without_a_drafter_is_plain_decoding():
     made = plan()
-    assert (made.dtype, made.width, made.block, made.max_rows, made.chunk) == ("float32", 1, 1, 16, 256)
-    assert (made.max_context, made.max_positions) == (512, 514)
+    assert (made.dtype, made.width, made.block, made.max_num_seqs, made.max_prefill_tokens) == (
+        "float32",
+        1,
+        1,
+        16,
+        256,
+    )
+    assert (made.max_model_len, made.max_positions) == (512, 514)
 
 
 def test_auto_elsewhere_is_bfloat16_and_larger_batches():
     made = plan(make_draft(16), machine=GPU, device="cuda")
-    assert (made.dtype, made.width, made.block, made.max_rows, made.chunk) == ("bfloat16", 16, 16, 256, 2048)
+    assert (made.dtype, made.width, made.block, made.max_num_seqs, made.max_prefill_tokens) == (
+        "bfloat16",
+        16,
+        16,
+        256,
+        2048,
+    )
 
 
 @pytest.mark.parametrize(
-    ("vocab_size", "gpu_bytes", "max_rows"),
+    ("vocab_size", "gpu_bytes", "max_num_seqs"),
     [
         (49_152, 80, 256),
         (151_936, 230, 256),
@@ -122,29 +134,29 @@ def test_auto_elsewhere_is_bfloat16_and_larger_batches():
         (151_936, 24, 64),
     ],
 )
-def test_a_gpu_has_as_many_rows_as_their_logits_leave_room_for(vocab_size, gpu_bytes, max_rows):
+def test_a_gpu_has_as_many_rows_as_their_logits_leave_room_for(vocab_size, gpu_bytes, max_num_seqs):
     machine = replace(MACHINE, gpu_bytes=gpu_bytes * 10**9, gpu_free_bytes=gpu_bytes * 10**9)
     model = replace(make_model(), vocab_size=vocab_size)
     made = plan(make_draft(16), machine=machine, device="cuda", model=model)
-    taken = made.max_rows * 16 * vocab_size * 8 * 2
-    assert made.max_rows == max_rows
-    assert (taken <= 0.05 * 0.9 * gpu_bytes * 10**9) == ("at most 5%" in made.reasons["max_rows"])
+    taken = made.max_num_seqs * 16 * vocab_size * 8 * 2
+    assert made.max_num_seqs == max_num_seqs
+    assert (taken <= 0.05 * 0.9 * gpu_bytes * 10**9) == ("at most 5%" in made.reasons["max_num_seqs"])
 
 
 def test_so_do_recurrent_states(monkeypatch):
     monkeypatch.setattr("blockdraft.planner.plan.bytes_per_row", lambda specs, element_bytes, block: 20 << 20)
-    assert plan(machine=GPU, device="cuda", model=make_hybrid()).max_rows == 128
+    assert plan(machine=GPU, device="cuda", model=make_hybrid()).max_num_seqs == 128
 
 
 @pytest.mark.parametrize(("block", "width"), [(2, 2), (8, 8), (16, 8)])
 def test_auto_width_on_a_cpu_is_the_block_up_to_eight(block, width):
     made = plan(make_draft(block))
     assert (made.width, made.block) == (width, block)
-    assert made.max_positions == made.max_context + 2 * block
+    assert made.max_positions == made.max_model_len + 2 * block
 
 
 @pytest.mark.parametrize(
-    "name", ["page_size", "max_rows", "chunk", "max_queue", "seed", "max_context", "width"]
+    "name", ["page_size", "max_num_seqs", "max_prefill_tokens", "max_queue", "seed", "max_model_len", "width"]
 )
 def test_what_was_asked_for_is_what_is_planned(name):
     assert getattr(plan(make_draft(), **{name: 5}), name) == 5
@@ -158,14 +170,14 @@ def test_switches_are_passed_on(name, value):
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
 def test_the_dtype_decides_how_many_tokens_fit(dtype):
-    made = plan(dtype=dtype, cache_bytes=1_000_000, max_rows=1000, page_size=1)
+    made = plan(dtype=dtype, cache_bytes=1_000_000, max_num_seqs=1000, page_size=1)
     assert made.dtype == dtype
     cost = 4 * 2 * 2 * 8 * ELEMENT_BYTES[dtype]  # layers, keys and values, heads, dim
     assert made.num_pages == 1_000_000 // cost
 
 
 def test_the_drafters_layers_are_paid_for_too():
-    sizes = {"cache_bytes": 1_000_000, "max_rows": 1000, "page_size": 1}
+    sizes = {"cache_bytes": 1_000_000, "max_num_seqs": 1000, "page_size": 1}
     # 4 layers of the target and 2 of the drafter, 128 bytes per token each.
     assert plan(**sizes).num_pages == 1_000_000 // 512
     assert plan(make_draft(), **sizes).num_pages == 1_000_000 // 768
@@ -173,7 +185,7 @@ def test_the_drafters_layers_are_paid_for_too():
 
 def test_auto_cache_is_a_share_of_free_memory():
     machine = Machine(memory_bytes=4_000_000)
-    pages = plan(machine=machine, max_rows=1000, page_size=1).num_pages
+    pages = plan(machine=machine, max_num_seqs=1000, page_size=1).num_pages
     assert pages == int(4_000_000 * CACHE_SHARE) // 512
 
 
@@ -181,22 +193,22 @@ def test_auto_cache_is_modest_on_a_cpu():
     """Old prompts fill what they may: nobody has asked for gigabytes of them."""
     machine = Machine(memory_bytes=64 * GIB)
     per_token = 512
-    short = plan(machine=machine, max_rows=10**7, page_size=1)
+    short = plan(machine=machine, max_num_seqs=10**7, page_size=1)
     assert short.num_pages * per_token == CPU_CACHE_BYTES
     positions = CPU_CACHE_BYTES // per_token
-    long = plan(machine=machine, model=make_model(max_positions=positions), max_rows=10**7, page_size=1)
+    long = plan(machine=machine, model=make_model(max_positions=positions), max_num_seqs=10**7, page_size=1)
     assert long.num_pages == 2 * positions
     assert "1 GiB" in short.reasons["cache_bytes"]
 
 
 def test_no_more_pages_are_planned_than_all_rows_can_use():
-    made = plan(max_rows=2, max_context=100, page_size=10)
+    made = plan(max_num_seqs=2, max_model_len=100, page_size=10)
     assert made.num_pages == 2 * (100 + 2 + 10) // 10
 
 
 def test_auto_context_shrinks_to_the_cache():
     made = plan(cache_bytes=512 * 200, page_size=16)
-    assert made.max_context == 200 - 2 - 16
+    assert made.max_model_len == 200 - 2 - 16
 
 
 def test_a_width_past_the_drafters_block_is_refused():
@@ -212,21 +224,23 @@ def test_a_width_without_a_drafter_is_the_block():
 
 
 def test_a_context_past_the_model_is_refused():
-    message = refusal(SettingsError, max_context=513)
-    assert "max_context = 513" in message
+    message = refusal(SettingsError, max_model_len=513)
+    assert "max_model_len = 513" in message
     assert "'some/model' knows 512 positions" in message
-    assert "use --max-context 512 or less" in message
-    assert plan(max_context=512).max_context == 512
+    assert "use --max-model-len 512 or less" in message
+    assert plan(max_model_len=512).max_model_len == 512
 
 
-@pytest.mark.parametrize("settings", [{"cache_bytes": 512 * 117}, {"cache_bytes": 1, "max_context": "auto"}])
+@pytest.mark.parametrize(
+    "settings", [{"cache_bytes": 512 * 117}, {"cache_bytes": 1, "max_model_len": "auto"}]
+)
 def test_too_little_memory_is_refused_with_both_ways_out(settings):
-    message = refusal(CapacityError, **{"max_context": 100, **settings})
-    assert "raise --cache-bytes or lower --max-context" in message
+    message = refusal(CapacityError, **{"max_model_len": 100, **settings})
+    assert "raise --cache-bytes or lower --max-model-len" in message
 
 
 def test_just_enough_memory_is_enough():
-    assert plan(max_context=100, cache_bytes=512 * 118, page_size=16).max_context == 100
+    assert plan(max_model_len=100, cache_bytes=512 * 118, page_size=16).max_model_len == 100
 
 
 def test_a_machine_without_memory_is_refused():
@@ -256,12 +270,12 @@ def test_states_are_paid_for_before_pages(dtype, block):
         draft,
         model=make_hybrid(9000),
         dtype=dtype,
-        max_rows=7,
+        max_num_seqs=7,
         page_size=1,
         cache_bytes=states + 1000 * per_token + per_token - 1,
     )
     assert made.num_pages == 1000
-    assert made.max_context == 1000 - 2 * (block or 1) - 1
+    assert made.max_model_len == 1000 - 2 * (block or 1) - 1
 
 
 def test_the_sum_of_the_states_is_that_of_the_layers():
@@ -274,13 +288,16 @@ def test_the_sum_of_the_states_is_that_of_the_layers():
 def test_states_that_fill_the_cache_are_refused_with_both_ways_out():
     states = 17 * state_bytes(1)
     for cache_bytes in (states - 1, states):
-        message = refusal(CapacityError, model=make_hybrid(), max_rows=16, cache_bytes=cache_bytes)
+        message = refusal(CapacityError, model=make_hybrid(), max_num_seqs=16, cache_bytes=cache_bytes)
         assert f"the states and exact windows of all rows take {states:,} bytes" in message
         assert f"the cache has {cache_bytes:,}" in message
-        assert "raise --cache-bytes or lower --max-rows" in message
-    assert plan(model=make_hybrid(), max_rows=16, cache_bytes=states + 128 * 100).max_context == 100 - 2 - 16
+        assert "raise --cache-bytes or lower --max-num-seqs" in message
+    assert (
+        plan(model=make_hybrid(), max_num_seqs=16, cache_bytes=states + 128 * 100).max_model_len
+        == 100 - 2 - 16
+    )
     # Fewer rows leave room for pages.
-    assert plan(model=make_hybrid(), max_rows=1, cache_bytes=states).max_context > 100
+    assert plan(model=make_hybrid(), max_num_seqs=1, cache_bytes=states).max_model_len > 100
 
 
 def test_prefixes_are_not_reused_where_states_cannot_be_restored():
@@ -351,7 +368,7 @@ def test_auto_unpacks_on_a_gpu_what_fits_easily(device):
 
 
 def test_a_gpu_caches_in_what_the_budget_leaves_beside_weights_and_work():
-    settings = {"max_context": 500, "max_rows": 10**6, "device": "cuda", "page_size": 16}
+    settings = {"max_model_len": 500, "max_num_seqs": 10**6, "device": "cuda", "page_size": 16}
     made = plan(machine=GPU, weights=Weights(10 * 10**9), gpu_memory_utilization=0.5, **settings)
     room = int(80e9 * 0.5) - 2 * 10**9 - 20 * 10**9 - WORK_BYTES
     assert made.num_pages == room // bytes_per_token(make_model().layer_specs(), 2) // 16
@@ -424,15 +441,15 @@ def test_other_quantizations_are_not_settings(name):
     page_size=st.integers(1, 300),
     block=st.none() | st.integers(2, 16),
     width=st.just("auto") | st.integers(1, 16),
-    max_context=st.just("auto") | st.integers(2, 600),
-    max_rows=st.just("auto") | st.integers(1, 40),
+    max_model_len=st.just("auto") | st.integers(2, 600),
+    max_num_seqs=st.just("auto") | st.integers(1, 40),
     cache_tokens=st.integers(1, 3000),
     dtype=st.sampled_from(["auto", "float32", "float64", "bfloat16"]),
     max_positions=st.integers(1, 600),
     make=st.sampled_from([make_model, make_hybrid]),
 )
 def test_a_lone_sequence_always_has_room_for_its_context_and_two_blocks(
-    page_size, block, width, max_context, max_rows, cache_tokens, dtype, max_positions, make
+    page_size, block, width, max_model_len, max_num_seqs, cache_tokens, dtype, max_positions, make
 ):
     draft = None if block is None else make_draft(block)
     model = make(max_positions)
@@ -442,8 +459,8 @@ def test_a_lone_sequence_always_has_room_for_its_context_and_two_blocks(
     settings = {
         "page_size": page_size,
         "width": width,
-        "max_context": max_context,
-        "max_rows": max_rows,
+        "max_model_len": max_model_len,
+        "max_num_seqs": max_num_seqs,
         "cache_bytes": cache_bytes,
         "dtype": dtype,
     }
@@ -451,11 +468,11 @@ def test_a_lone_sequence_always_has_room_for_its_context_and_two_blocks(
         made = plan(draft, model=model, **settings)
     except (SettingsError, CapacityError):
         return
-    assert made.num_pages * page_size >= made.max_context + 2 * made.block
-    states = (made.max_rows + 1) * bytes_per_row(specs, size, made.block)
+    assert made.num_pages * page_size >= made.max_model_len + 2 * made.block
+    states = (made.max_num_seqs + 1) * bytes_per_row(specs, size, made.block)
     pages = made.num_pages * page_size * bytes_per_token(specs, size)
     assert pages + states <= cache_bytes
-    assert made.max_positions >= made.max_context + 2 * made.block
-    assert 2 <= made.max_context <= max_positions
+    assert made.max_positions >= made.max_model_len + 2 * made.block
+    assert 2 <= made.max_model_len <= max_positions
     assert made.block == max(made.width, block or 1)
-    assert max_context in ("auto", made.max_context)
+    assert max_model_len in ("auto", made.max_model_len)

@@ -74,7 +74,7 @@ def test_a_recipe_fits_on_its_cards(name, card):
     pair = pairs.open_pair(settings)
     report = make_report(settings, machine, pair, card=found)
     assert report.verdict != "does not fit", report.sentence
-    assert settings.max_context in ("auto", report.fit.max_context)
+    assert settings.max_model_len in ("auto", report.fit.max_model_len)
 
 
 @pytest.mark.parametrize(

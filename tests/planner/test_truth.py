@@ -51,15 +51,21 @@ print(json.dumps(found))
 def cases():
     wanted = asked("smollm2-135m")
     dummy = {"model": wanted.model, "draft": wanted.draft, "load_format": "dummy"}
-    pair = {"model": tiny.TARGET, "draft": tiny.DRAFT, "device": "cpu", "max_rows": 2, "max_context": 256}
+    pair = {
+        "model": tiny.TARGET,
+        "draft": tiny.DRAFT,
+        "device": "cpu",
+        "max_num_seqs": 2,
+        "max_model_len": 256,
+    }
     found = {
-        "smollm2": dummy | {"device": "cpu", "max_rows": 4, "max_context": 2048},
+        "smollm2": dummy | {"device": "cpu", "max_num_seqs": 4, "max_model_len": 2048},
         "pair": pair,
         "pair-tq4": pair | {"kv_dtype": "tq4", "draft_kv_dtype": "int8"},
         "pair-int8": pair | {"quantization": "int8", "draft_quantization": "int8"},
     }
     if (cache_dir() / SMOLLM2.gguf).exists():
-        default = {"model": "default", "device": "cpu", "max_rows": 4, "max_context": 512}
+        default = {"model": "default", "device": "cpu", "max_num_seqs": 4, "max_model_len": 512}
         found |= {"default": default, "default-packed": default | {"quantization": "keep"}}
     return found
 
@@ -131,7 +137,13 @@ def test_planning_does_not_depend_on_how_torch_counts():
     ],
 )
 def test_a_compressed_cache_takes_what_was_planned_to_the_byte(kept):
-    given = {"model": tiny.TARGET, "draft": tiny.DRAFT, "device": "cpu", "max_rows": 2, "max_context": 256}
+    given = {
+        "model": tiny.TARGET,
+        "draft": tiny.DRAFT,
+        "device": "cpu",
+        "max_num_seqs": 2,
+        "max_model_len": 256,
+    }
     settings = Settings(**given, **kept)
     fit = fit_native(settings, MACHINE, open_pair(settings))
     engine = Engine(replace(loading.load_models(settings, lambda line: None), plan=fit.plan))
@@ -140,4 +152,4 @@ def test_a_compressed_cache_takes_what_was_planned_to_the_byte(kept):
     assert sum(planned[name] for name in caches) == engine.cache.num_bytes
     tables = (engine.rows.page_table, engine.rows.exact_table)
     per_row = row_table_bytes(engine.models.config.vocab_size, sum(table.shape[1] for table in tables))
-    assert planned["row tables"] == (fit.plan.max_rows + 1) * per_row
+    assert planned["row tables"] == (fit.plan.max_num_seqs + 1) * per_row

@@ -11,7 +11,7 @@ from benchmarks.gpu_step import load
 
 @pytest.mark.parametrize("turns", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_every_request_that_arrives_is_measured(turns):
-    models = load("tiny", has_drafter=True, max_rows=2, max_context=80, device="cpu")
+    models = load("tiny", has_drafter=True, max_num_seqs=2, max_model_len=80, device="cpu")
     models = replace(models, rates=(0.5,) * (models.plan.block - 1))
     args = Namespace(
         turns=turns, prompt=40, answer=20, rate_share=0.7, rate=30.0, seconds=1.0, capacity_seconds=0.1

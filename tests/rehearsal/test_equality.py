@@ -10,7 +10,7 @@ from benchmarks import equality
 from benchmarks.equality import Agreement, Difference, Equality, Line, Way
 from benchmarks.replay import ReplayingDrafter
 from blockdraft.engine.engine import Engine
-from blockdraft.engine.loaded import Models
+from blockdraft.engine.loaded_pair import LoadedPair
 from tests import tiny
 from tests.lossless import families
 from tests.stepping import KernelByKernel
@@ -21,7 +21,7 @@ PROMPTS = [[(start + 7 * index) % VOCAB for index in range(40)] for start in (3,
 
 def models(**plan):
     loaded = tiny.load("float32")
-    return replace(loaded, plan=replace(loaded.plan, **{"max_rows": 4, **plan}))
+    return replace(loaded, plan=replace(loaded.plan, **{"max_num_seqs": 4, **plan}))
 
 
 def started(num_tokens=12, prompts=PROMPTS, *, replays=True):
@@ -56,10 +56,10 @@ def test_so_it_is_in_rows_that_are_filled_up_and_steps_that_overlap(monkeypatch)
         engine.graphs = KernelByKernel(engine.decode, engine.rows)
         engine.graphs.capture(sizes, widths)
 
-    monkeypatch.setattr(Models, "why_not_captured", lambda models: None)
+    monkeypatch.setattr(LoadedPair, "why_not_captured", lambda models: None)
     monkeypatch.setattr(Engine, "capture", capture)
     prompts = [*PROMPTS, PROMPTS[0][5:]]  # six rows of eight
-    table = Equality(models(max_rows=8, overlap=True), prompts, 12, replays=True)
+    table = Equality(models(max_num_seqs=8, overlap=True), prompts, 12, replays=True)
     table.learn_baseline()
     lines = list(table.lines())
     assert len(table.engine.graphs) == 3 * 4

@@ -20,7 +20,7 @@ def test_governed_requests_are_timed_with_drafts_kept_by_rates(monkeypatch):
     monkeypatch.setattr(gpu_step, "SETTLING", 2)
     monkeypatch.setattr(gpu_step, "GOVERNED", 8)
     monkeypatch.setattr("blockdraft.start.block_width.STEADY", 1e9)  # whatever the machine does meanwhile
-    models = tiny.engine(max_rows=2, width=8).models
+    models = tiny.engine(max_num_seqs=2, width=8).models
     models = replace(models, rates=acceptance_rates("mean:4", width=8, block=8))
     found = gpu_step.time_governed(models, num_rows=2, context=16)
     assert 1 <= found["committed_per_step"] <= found["mean_width"] <= 8
@@ -28,14 +28,14 @@ def test_governed_requests_are_timed_with_drafts_kept_by_rates(monkeypatch):
     assert "on the synthetic acceptance" in found["reason"]
 
 
-@pytest.mark.parametrize("max_context", [2048, 500_000])
+@pytest.mark.parametrize("max_model_len", [2048, 500_000])
 @pytest.mark.parametrize("shape", sorted(SHAPES))
-def test_every_shape_can_be_given_more_positions(shape, max_context, tmp_path):
+def test_every_shape_can_be_given_more_positions(shape, max_model_len, tmp_path):
     file = write_shape(shape, tmp_path)[0] / "config.json"
     before = read_model_config(json.loads(file.read_text()), name=shape)
-    gpu_step._stretch(file, max_context)
+    gpu_step._stretch(file, max_model_len)
     after = read_model_config(json.loads(file.read_text()), name=shape)
-    assert after.max_positions == max(before.max_positions, max_context)
+    assert after.max_positions == max(before.max_positions, max_model_len)
     assert replace(after, max_positions=0) == replace(before, max_positions=0)
 
 
@@ -59,7 +59,9 @@ def test_each_engine_is_gone_before_the_next_one_is_made(monkeypatch):
     for name in ("time_step", "time_engine", "time_governed"):
         monkeypatch.setattr(gpu_step, name, timed)
     monkeypatch.setattr(gpu_step, "copy_ceiling", lambda: 1e12)
-    monkeypatch.setattr(gpu_step, "load", lambda *args, **settings: tiny.engine(max_rows=2, width=8).models)
+    monkeypatch.setattr(
+        gpu_step, "load", lambda *args, **settings: tiny.engine(max_num_seqs=2, width=8).models
+    )
     monkeypatch.setattr(gpu_step, "_print", lambda *args: None)
     monkeypatch.setattr(gpu_step, "_print_served", lambda *args: None)
     monkeypatch.setattr(gpu_step.record, "save", lambda path, result: events.append(result))

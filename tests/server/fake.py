@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from blockdraft.server import live_page as page
+from blockdraft.server.page import live_page as page
 from tests.server.asking import listening
 
 WIDTH = 8
@@ -50,8 +50,8 @@ ENGINE = {
     "draft_bytes": 38_722_304,
     "width": WIDTH,
     "block": 16,
-    "max_context": 8192,
-    "max_rows": 64,
+    "max_model_len": 8192,
+    "max_num_seqs": 64,
     "num_pages": 4096,
     "page_size": 16,
     "dtype": "bfloat16",

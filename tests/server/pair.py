@@ -11,8 +11,8 @@ import tokenizers
 
 from blockdraft.checkpoints.opening import open_checkpoint
 from blockdraft.engine.engine import Engine
+from blockdraft.server.api.options import ServerOptions
 from blockdraft.server.app import make_app
-from blockdraft.server.options import ServerOptions
 from blockdraft.settings.settings import Settings
 from blockdraft.start.loading import load_models
 from blockdraft.text.tokenizer import Tokenizer
@@ -29,14 +29,14 @@ OPENING = (
 
 
 @functools.cache
-def models(max_context=512, max_queue=8):
+def models(max_model_len=512, max_queue=8):
     settings = Settings(
         model=str(PAIR / "target"),
         draft=str(PAIR / "draft"),
         device="cpu",
         dtype="float64",
         max_queue=max_queue,
-        max_context=max_context,
+        max_model_len=max_model_len,
     )
     return load_models(settings, lambda _: None)
 

@@ -7,8 +7,8 @@ import threading
 from multiprocessing import Pipe
 
 from blockdraft.phases import StartProgress
-from blockdraft.server.engine_worker import run_engine
-from blockdraft.server.remote_engine import RemoteEngine
+from blockdraft.server.engine_link.engine_worker import run_engine
+from blockdraft.server.engine_link.remote_engine import RemoteEngine
 
 PATIENCE_S = 60
 

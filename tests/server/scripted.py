@@ -3,8 +3,8 @@
 import json
 from dataclasses import dataclass, field
 
-from blockdraft.server.choices import AnswerPiece, ToolCallPiece
-from blockdraft.tools.pieces import Span
+from blockdraft.server.api.choices import AnswerPiece, ToolCallPiece
+from blockdraft.tool_calls.pieces import Span
 
 
 def piece(text="", reasoning="", calls=(), end=None, stop=None, going_on=0):

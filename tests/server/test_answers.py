@@ -9,14 +9,14 @@ import pytest
 
 from blockdraft.checkpoints.dummy import byte_tokenizer
 from blockdraft.engine.request import Delta, Metrics, SamplingParams, TokenLogprobs
-from blockdraft.server import answers
-from blockdraft.server.answers import AnswerWriter, ChatAnswer, TextAnswer
-from blockdraft.server.chat import Dialect, PreparedChat
-from blockdraft.server.fields import ChatRequest, CompletionRequest
-from blockdraft.server.responses import event
+from blockdraft.server.api import answers
+from blockdraft.server.api.answers import AnswerWriter, ChatAnswer, TextAnswer
+from blockdraft.server.api.chat.routes import Dialect, PreparedChat
+from blockdraft.server.api.fields import ChatRequest, CompletionRequest
+from blockdraft.server.http.replies import event
 from blockdraft.text.tokenizer import Tokenizer
-from blockdraft.tools.formats import find_format
-from blockdraft.tools.thoughts import Tags
+from blockdraft.tool_calls.formats import find_format
+from blockdraft.tool_calls.thoughts import Tags
 
 TOKENIZER = Tokenizer(byte_tokenizer(300))
 HEAD = {"id": 'a "name"', "created": 7, "model": "m\\é"}

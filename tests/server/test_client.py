@@ -8,7 +8,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from blockdraft import __version__
-from blockdraft.server import schemas
+from blockdraft.server.api.chat import schemas
 from tests.server.pair import NAME, OPENING, PAIR, client_of, models, thinking_tokenizer
 
 MESSAGES = [{"role": "user", "content": "t1 t2 t3"}]

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from blockdraft.errors import RequestError
-from blockdraft.server.body import MAX_DEPTH, parse_object
-from blockdraft.server.fields import ChatRequest, CompletionRequest, parse
-from blockdraft.server.template_messages import for_template
+from blockdraft.server.api.fields import ChatRequest, CompletionRequest, parse
+from blockdraft.server.api.template_messages import for_template
+from blockdraft.server.http.body import MAX_DEPTH, parse_object
 from tests.server.asking import ask
 from tests.server.pair import app_over, models
 

@@ -24,16 +24,16 @@ CHAT = "/v1/chat/completions"
 HELLO = {"messages": [{"role": "user", "content": "t1 t2 t3"}], "temperature": 0, "max_tokens": 5}
 LONG = {**HELLO, "max_tokens": 100, "ignore_eos": True, "stream": True, "speculative": False}
 MODEL = (str(PAIR / "target"), "--device", "cpu", "--dtype", "float64")
-MODEL += ("--max-context", "256", "--max-rows", "2")
+MODEL += ("--max-model-len", "256", "--max-num-seqs", "2")
 PATIENCE_S = 60
 # Starts without warming up; what a test puts in front of it changes the engine's behaviour.
 RUNNER = """
 import sys, time, threading
-from blockdraft.start import ready as start
+from blockdraft.start import start_engine as start
 from blockdraft.engine.engine import Engine
 start.warm = lambda *_, **__: None
 {patch}
-from blockdraft.server import lifetime as running
+from blockdraft.server.http import lifetime as running
 running.UNHEALTHY_GRACE_S = 1.0
 from blockdraft.cli.main import main
 sys.exit(main(sys.argv[1:]))

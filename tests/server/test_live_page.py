@@ -10,8 +10,8 @@ import pytest
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
-from blockdraft.server import live_page as page
-from blockdraft.server.fields import ChatRequest
+from blockdraft.server.api.fields import ChatRequest
+from blockdraft.server.page import live_page as page
 
 ROOT = Path(page.__file__).parents[2]
 MODULES = [
@@ -246,7 +246,7 @@ def test_a_wheel_holds_the_page(tmp_path):
         name = build_wheel(str(tmp_path))
     names = set(zipfile.ZipFile(tmp_path / name).namelist())
     assert {f"blockdraft/server/page/{file}" for file in OWN + VENDORED} <= names
-    assert "blockdraft/server/live_page.py" in names
+    assert "blockdraft/server/page/live_page.py" in names
 
 
 def copy_tree(root, to):

@@ -9,8 +9,8 @@ import httpx
 import pytest
 
 from blockdraft.engine.loop import EngineLoop
+from blockdraft.server.api.options import ServerOptions
 from blockdraft.server.app import make_app
-from blockdraft.server.options import ServerOptions
 from tests import tiny
 from tests.server.asking import listening
 
@@ -87,7 +87,7 @@ def test_two_hundred_clients_get_the_answers_they_would_get_alone_and_leave_noth
     chance = random.Random(4)
     bodies = [body_of(number, chance) for number in range(NUM_CLIENTS)]
     leaving = set(chance.sample(range(NUM_CLIENTS), NUM_CLIENTS // 3))
-    engine = tiny.engine(width=tiny.BLOCK, max_rows=16, num_pages=44, max_queue=1024)
+    engine = tiny.engine(width=tiny.BLOCK, max_num_seqs=16, num_pages=44, max_queue=1024)
     loop = EngineLoop(lambda startup: engine).wait()
     options = ServerOptions(api_keys=(KEY,))
     app = make_app(loop, name="pair", options=options)

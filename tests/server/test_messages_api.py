@@ -11,13 +11,13 @@ from blockdraft.engine.engine import Engine
 from blockdraft.engine.loop import EngineLoop
 from blockdraft.engine.streams import EngineStopped
 from blockdraft.errors import CapacityError
+from blockdraft.server.api.messages import schemas
+from blockdraft.server.api.messages.errors import MessageError
+from blockdraft.server.api.messages.fields import MessagesRequest
+from blockdraft.server.api.messages.writer import MessageWriter
+from blockdraft.server.api.options import ServerOptions
 from blockdraft.server.app import make_app
-from blockdraft.server.messages_api import schemas
-from blockdraft.server.messages_api.errors import MessageError
-from blockdraft.server.messages_api.fields import MessagesRequest
-from blockdraft.server.messages_api.writer import MessageWriter
-from blockdraft.server.options import ServerOptions
-from blockdraft.server.responses import error_response, json_of
+from blockdraft.server.http.replies import error_response, json_of
 from tests.server.asking import ask
 from tests.server.pair import NAME, app_over, models, thinking_tokenizer
 from tests.server.scripted import AGENT, SCRIPTS, ScriptedChat, call, events_of, piece, streamed, taken

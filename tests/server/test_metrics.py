@@ -8,7 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from blockdraft.engine.request import SamplingParams
 from blockdraft.engine.stats import Load, Stats
-from blockdraft.server.metrics import FINISH_REASONS, render
+from blockdraft.server.page.metrics import FINISH_REASONS, render
 from tests import tiny
 
 NAME = 'pair "with quotes"\n'  # a name may be any text

@@ -9,8 +9,8 @@ import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis import GenerationMode, checks
 
+from blockdraft.server.api.openapi import EngineLimits, openapi
 from blockdraft.server.app import make_api
-from blockdraft.server.openapi import EngineLimits, openapi
 from blockdraft.text.tokenizer import ROLES
 from tests.server.asking import ask
 from tests.server.pair import app_over, models
@@ -47,7 +47,7 @@ PLAIN = [
 
 @pytest.fixture(scope="module")
 def app():
-    with app_over(models(max_context=32, max_queue=4)) as app:
+    with app_over(models(max_model_len=32, max_queue=4)) as app:
         yield app
 
 

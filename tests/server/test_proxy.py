@@ -221,7 +221,7 @@ def test_the_live_page_is_fed_from_the_engines_metrics(client):
             if event["now"] is not None:  # it was looked at once: what comes now is seen to come
                 client.post(CHAT, json=HELLO)
     engine, now = event["engine"], event["now"]
-    assert (engine["engine"], engine["target"], engine["max_context"]) == ("vLLM 0.32.0", MODEL, 512)
+    assert (engine["engine"], engine["target"], engine["max_model_len"]) == ("vLLM 0.32.0", MODEL, 512)
     assert (engine["width"], engine["can_switch"]) == (8, False)
     assert (now["tokens_per_step"], now["acceptance"], now["lately_s"]) == (2.5, [1.0, 0.5], 10)
     assert (now["running"], now["pages_used"], now["num_pages"]) == (1, 100, 400)

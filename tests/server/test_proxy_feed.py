@@ -2,8 +2,8 @@
 
 import pytest
 
-from blockdraft.server.metrics import render_proxy
-from blockdraft.server.proxy_feed import MetricsFeed, read_metrics
+from blockdraft.server.page.metrics import render_proxy
+from blockdraft.server.proxy.proxy_feed import MetricsFeed, read_metrics
 
 VLLM = """\
 # HELP vllm:num_requests_running Number of requests in model execution batches.

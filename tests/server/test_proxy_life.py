@@ -267,7 +267,8 @@ def test_flags_of_other_engines_are_refused_for_our_own():
 
 def test_torch_is_not_loaded():
     program = (
-        "import sys\nimport blockdraft.cli.serve_engine, blockdraft.server.proxy, blockdraft.server.logs\n"
-        "import blockdraft.server.protocol\nsys.exit('torch' in sys.modules)"
+        "import sys\nimport blockdraft.cli.serve_engine, blockdraft.server.proxy.proxy\n"
+        "import blockdraft.server.http.logs\n"
+        "import blockdraft.server.http.protocol\nsys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, timeout=60, check=False).returncode == 0

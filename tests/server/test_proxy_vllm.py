@@ -26,7 +26,15 @@ pytestmark = [
     pytest.mark.skipif(not is_wanted(), reason=f"wants vLLM: set {VARIABLE}=1, or to a Python that has it"),
 ]
 START_S = 600
-SHAPE = ["--dtype", "float32", "--no-graphs", "--max-context", "512", "--max-rows", "4"]  # no compilation
+SHAPE = [
+    "--dtype",
+    "float32",
+    "--no-graphs",
+    "--max-model-len",
+    "512",
+    "--max-num-seqs",
+    "4",
+]  # no compilation
 HELLO = {
     "messages": [{"role": "user", "content": "What is the capital of France?"}],
     "temperature": 0,

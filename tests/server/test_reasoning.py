@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blockdraft.tools.thoughts import Splitter, Tags, ThoughtCounter, begins_inside, find_tags
+from blockdraft.tool_calls.thoughts import Splitter, Tags, ThoughtCounter, begins_inside, find_tags
 from tests.server.families import family_tokenizer
 from tests.server.pair import THINKING, models, spelled_tokenizer, thinking_tokenizer
 

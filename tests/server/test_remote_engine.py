@@ -19,10 +19,10 @@ from blockdraft.engine.streams import EngineStopped
 from blockdraft.errors import CapacityError, ModelError, RequestError
 from blockdraft.grammar.form import StructuredOutputs
 from blockdraft.phases import StartProgress
-from blockdraft.server import remote_engine as remote_engine_module
+from blockdraft.server.api.options import ServerOptions
 from blockdraft.server.app import make_app
-from blockdraft.server.options import ServerOptions
-from blockdraft.server.remote_engine import RemoteEngine, start_engine_process
+from blockdraft.server.engine_link import remote_engine as remote_engine_module
+from blockdraft.server.engine_link.remote_engine import RemoteEngine, start_engine_process
 from tests.grammar import json_tokens
 from tests.server.asking import connected
 from tests.server.pair import models
@@ -105,7 +105,7 @@ async def many(remote, count):
 def test_counters_and_what_runs_are_known(remote, engine):
     asyncio.run(collect(remote, SamplingParams(temperature=0.0, max_tokens=7, ignore_eos=True)))
     assert asyncio.run(remote.snapshot()).generation_tokens == engine.snapshot().generation_tokens == 7
-    assert remote.engine_info.max_context == 512
+    assert remote.engine_info.max_model_len == 512
     assert remote.tokenizer.encode("t1 t2") == engine.models.tokenizer.encode("t1 t2")
     assert remote.startup.state == "ready"
 
@@ -292,7 +292,7 @@ def test_live_is_answered_while_the_engine_does_not_read(engine):
 
     with unread_engine() as (remote, _):
         remote.tokenizer = engine.models.tokenizer
-        remote.engine_info = replace(engine_info(engine), max_context=9000)
+        remote.engine_info = replace(engine_info(engine), max_model_len=9000)
         assert asyncio.run(ask_all(remote)) < 1
 
 

@@ -11,19 +11,19 @@ from openai.types.responses import ResponseItemList as ClientItems
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from blockdraft.server.conversation import Conversation
-from blockdraft.server.nested import Nested
-from blockdraft.server.responses_api import schemas
-from blockdraft.server.responses_api.fields import ResponsesRequest
-from blockdraft.server.responses_api.items import add_input, add_item, sealed
-from blockdraft.server.responses_api.store import (
+from blockdraft.server.api.conversation import Conversation
+from blockdraft.server.api.responses import schemas
+from blockdraft.server.api.responses.fields import ResponsesRequest
+from blockdraft.server.api.responses.items import add_input, add_item, sealed
+from blockdraft.server.api.responses.store import (
     ENTRY_BYTES,
     ITEM_BYTES,
     ResponseStore,
     StoredResponse,
 )
-from blockdraft.server.responses_api.stored import replayed
-from blockdraft.server.responses_api.writer import ResponseWriter
+from blockdraft.server.api.responses.stored import replayed
+from blockdraft.server.api.responses.writer import ResponseWriter
+from blockdraft.server.http.json_reader import Nested
 from tests.server.asking import ask, listening
 from tests.server.pair import NAME, app_over, models, thinking_tokenizer
 from tests.server.scripted import AGENT, SCRIPTS, ScriptedChat, call, events_of, piece, streamed, taken

@@ -14,10 +14,10 @@ from blockdraft.engine.engine import Engine
 from blockdraft.engine.loop import MAX_FAILURES, EngineLoop
 from blockdraft.engine.request import TokenLogprobs
 from blockdraft.server import app as app_module
+from blockdraft.server.api.logprobs import MIN_LOGPROB, chat_logprobs
+from blockdraft.server.api.options import ServerOptions
 from blockdraft.server.app import make_api, make_app
-from blockdraft.server.guard import Guard
-from blockdraft.server.logprobs import MIN_LOGPROB, chat_logprobs
-from blockdraft.server.options import ServerOptions
+from blockdraft.server.http.auth_limits import AuthLimits
 from blockdraft.text.tokenizer import Tokenizer
 from tests.server import pair
 from tests.server.asking import ask, connected, listening
@@ -352,7 +352,7 @@ POSTS = {
 
 @pytest.mark.parametrize("state", ["starting", "failed", "draining"])
 def test_until_it_is_ready_everything_that_needs_the_engine_is_a_503(state):
-    app = Guard(make_api(Starting(state), name=NAME), OPTIONS)
+    app = AuthLimits(make_api(Starting(state), name=NAME), OPTIONS)
     answers = [ask(app, "POST", path, json=body) for path, body in POSTS.items()]
     answers += [ask(app, "GET", path) for path in ("/v1/models", f"/v1/models/{NAME}")]
     for answer in answers:
@@ -372,7 +372,7 @@ def test_until_it_is_ready_everything_that_needs_the_engine_is_a_503(state):
 def test_an_engine_that_is_silent_is_not_healthy():
     loop = Starting("ready")
     loop.is_silent = True
-    app = Guard(make_api(loop, name=NAME), OPTIONS)
+    app = AuthLimits(make_api(loop, name=NAME), OPTIONS)
     health = ask(app, "GET", "/health")
     assert (health.status_code, health.json()) == (503, {"status": "hanging"})
     assert ask(app, "GET", "/live").status_code == 200  # it may come back

@@ -15,11 +15,11 @@ from blockdraft.checkpoints.tokenizer_parts import TokenizerParts
 from blockdraft.engine.request import StructuredOutputs
 from blockdraft.errors import RequestError
 from blockdraft.text.tokenizer import Tokenizer
-from blockdraft.tools.formats import FORMATS
-from blockdraft.tools.gemma_grammar import BARE_KEY
-from blockdraft.tools.harmony import wrap_in_harmony
-from blockdraft.tools.lark import CallForm
-from blockdraft.tools.pieces import FunctionTool
+from blockdraft.tool_calls.formats import FORMATS
+from blockdraft.tool_calls.gemma_grammar import BARE_KEY
+from blockdraft.tool_calls.harmony import wrap_in_harmony
+from blockdraft.tool_calls.lark import CallForm
+from blockdraft.tool_calls.pieces import FunctionTool
 
 llguidance = pytest.importorskip("llguidance")
 

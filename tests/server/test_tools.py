@@ -7,16 +7,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from blockdraft.engine.request import Delta
-from blockdraft.server.choices import AnswerChoice
-from blockdraft.server.parts import AnswerParts
+from blockdraft.server.api.choices import AnswerChoice
+from blockdraft.server.api.content_blocks import AnswerParts
 from blockdraft.settings.settings import TOOL_FORMATS
-from blockdraft.tools.bare_json import BareJsonReader
-from blockdraft.tools.formats import FORMATS as KNOWN
-from blockdraft.tools.gemma import GemmaReader
-from blockdraft.tools.harmony import TAGS, HarmonyReader
-from blockdraft.tools.hermes import HermesReader
-from blockdraft.tools.pieces import FunctionTool
-from blockdraft.tools.qwen_xml import QwenXmlReader
+from blockdraft.tool_calls.bare_json import BareJsonReader
+from blockdraft.tool_calls.formats import FORMATS as KNOWN
+from blockdraft.tool_calls.gemma import GemmaReader
+from blockdraft.tool_calls.harmony import TAGS, HarmonyReader
+from blockdraft.tool_calls.hermes import HermesReader
+from blockdraft.tool_calls.pieces import FunctionTool
+from blockdraft.tool_calls.qwen_xml import QwenXmlReader
 
 SCHEMA = {
     "type": "object",

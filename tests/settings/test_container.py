@@ -30,10 +30,11 @@ with open({log!r}, "a") as log:
     print(json.dumps([sys.argv[1:], dict(os.environ)]), file=log)
 if "--json" in sys.argv:
     positions = json.loads(os.environ.get("PLANNED", "{{}}"))
-    chunk = sys.argv[sys.argv.index("--chunk") + 1] if "--chunk" in sys.argv else "own"
+    flag = "--max-prefill-tokens"
+    chunk = sys.argv[sys.argv.index(flag) + 1] if flag in sys.argv else "own"
     if chunk not in positions:
         sys.exit(2)
-    print(json.dumps({{"capacity": {{"max_context": positions[chunk]}}}}))
+    print(json.dumps({{"capacity": {{"max_model_len": positions[chunk]}}}}))
 sys.exit(int(os.environ.get("PLAN_CODE", "0")) if sys.argv[1] == "plan" else 0)
 """
 
@@ -111,9 +112,9 @@ def test_the_line_that_people_copy_plans_and_then_serves(place):
         f"--model={place.model}",
         f"--draft={place.model}",
         "--width=16",
-        "--max-context=65536",
-        "--max-rows=16",
-        "--chunk=32768",
+        "--max-model-len=65536",
+        "--max-num-seqs=16",
+        "--max-prefill-tokens=32768",
         "--gpu-memory-utilization=0.85",
         "--kv-dtype=auto",
         "--served-model-name=qwen35-dflash",
@@ -153,35 +154,38 @@ def tuned(place, kind="qwen3_5", **variables):
     done = place.run(MODEL_PATH=place.model, **variables)
     assert done.returncode == 0, done.stderr
     serve = place.calls()[-1][0]
-    names = ("--max-context", "--max-rows", "--chunk", "--attention-backend", "--width")
+    names = ("--max-model-len", "--max-num-seqs", "--max-prefill-tokens", "--attention-backend", "--width")
     return {word.partition("=")[0][2:]: word.partition("=")[2] for word in serve if word.startswith(names)}
 
 
 def test_where_only_models_are_named_vllm_gets_what_the_documents_tuned(place):
     found = tuned(place, PLANNED='{"32768": 262144}')
     assert found == {
-        "max-context": "65536",
-        "max-rows": "16",
-        "chunk": "32768",
+        "max-model-len": "65536",
+        "max-num-seqs": "16",
+        "max-prefill-tokens": "32768",
         "attention-backend": "flash_attn",
     }  # and drafts as many as the drafter's block has: 15
     plan = place.calls()[-2][0]
-    assert plan[plan.index("--max-context") + 1] == "65536", "the plan is made of what will be served"
+    assert plan[plan.index("--max-model-len") + 1] == "65536", "the plan is made of what will be served"
 
 
 @pytest.mark.slow  # a process each
 @pytest.mark.parametrize(
     ("variables", "expected"),
     [
-        ({"PLANNED": '{"32768": 4096}'}, {"max-context": "4096", "max-rows": "16", "chunk": "32768"}),
-        ({"PLANNED": '{"own": 8192}'}, {"max-context": "8192"}),  # steps of 32,768 leave no room
+        (
+            {"PLANNED": '{"32768": 4096}'},
+            {"max-model-len": "4096", "max-num-seqs": "16", "max-prefill-tokens": "32768"},
+        ),
+        ({"PLANNED": '{"own": 8192}'}, {"max-model-len": "8192"}),  # steps of 32,768 leave no room
         (
             {"PLANNED": '{"512": 8192}', "MAX_NUM_BATCHED_TOKENS": 512},
-            {"max-context": "8192", "max-rows": "16", "chunk": "512"},
+            {"max-model-len": "8192", "max-num-seqs": "16", "max-prefill-tokens": "512"},
         ),
         (
             {"PLANNED": '{"32768": 4096}', "MAX_MODEL_LEN": 9, "MAX_NUM_SEQS": 2},
-            {"max-context": "9", "max-rows": "2", "chunk": "32768"},
+            {"max-model-len": "9", "max-num-seqs": "2", "max-prefill-tokens": "32768"},
         ),
     ],
 )
@@ -236,14 +240,14 @@ def test_a_quantization_that_our_engine_does_not_have_is_refused(place):
 
 def test_flags_after_the_image_go_before_variables_and_extra_arguments_reach_our_server(place):
     done = place.run(
-        "--max-rows", "2", MODEL_PATH=place.model, MAX_NUM_SEQS=16, EXTRA_ARGS="--no-graphs --access-log"
+        "--max-num-seqs", "2", MODEL_PATH=place.model, MAX_NUM_SEQS=16, EXTRA_ARGS="--no-graphs --access-log"
     )
     assert done.returncode == 0, done.stderr
     serve, _ = place.calls()[1]
     assert "--access-log" in serve
-    assert serve.index("--max-rows=16") < serve.index("--max-rows")
+    assert serve.index("--max-num-seqs=16") < serve.index("--max-num-seqs")
     plan, _ = place.calls()[0]
-    assert plan[plan.index("--max-rows") + 1] == "2"
+    assert plan[plan.index("--max-num-seqs") + 1] == "2"
     assert "--no-graphs" in plan
 
 
@@ -318,7 +322,7 @@ def test_a_recipe_names_the_models(place):
     done = place.run(BLOCKDRAFT_RECIPE=recipe, EXTRA_ARGS="--b", MAX_NUM_SEQS="")
     assert done.returncode == 0, done.stderr
     plan, _ = place.calls()[0]
-    assert plan[plan.index("--max-rows") + 1] == "3"
+    assert plan[plan.index("--max-num-seqs") + 1] == "3"
     assert "--engine-args=--a --b" in plan
     assert "--served-model-name=target" in place.calls()[1][0]
 
@@ -416,7 +420,7 @@ def test_keys_in_extra_arguments_and_flags_are_not_printed(place):
         ({}, {}),
         ({"DFLASH_NUM_SPEC_TOKENS": "0"}, {"width": "1"}),
         ({"MAX_NUM_SEQS": ""}, {}),
-        ({"MAX_NUM_SEQS": "auto"}, {"max_rows": "auto"}),
+        ({"MAX_NUM_SEQS": "auto"}, {"max_num_seqs": "auto"}),
         ({"ENABLE_TURBOQUANT": "0"}, {}),
     ],
 )

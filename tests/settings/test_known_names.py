@@ -15,12 +15,14 @@ SAMPLING = {"temperature", "repetition_penalty", "max_tokens", "grammar", "serve
 @pytest.mark.parametrize(
     ("words", "setting", "value"),
     [
-        (["--max-model-len", "4096"], "max_context", 4096),
-        (["--max-model-len=4096"], "max_context", 4096),
-        (["--ctx-size", "4096"], "max_context", 4096),
-        (["-c", "4096"], "max_context", 4096),
-        (["--max-num-seqs", "3"], "max_rows", 3),
-        (["--max-num-batched-tokens", "512"], "chunk", 512),
+        (["--max-context", "4096"], "max_model_len", 4096),
+        (["--max-context=4096"], "max_model_len", 4096),
+        (["--ctx-size", "4096"], "max_model_len", 4096),
+        (["-c", "4096"], "max_model_len", 4096),
+        (["--max-rows", "3"], "max_num_seqs", 3),
+        (["--max-num-batched-tokens", "512"], "max_prefill_tokens", 512),
+        (["--chunk", "512"], "max_prefill_tokens", 512),
+        (["--fast"], "allow_batch_variance", True),
         (["--no-enable-prefix-caching"], "prefix_cache", False),
         (["--engine", "vllm", "--tensor-parallel-size", "2"], "tensor_parallel", 2),
         (["-md", "none"], "draft", "none"),
@@ -40,9 +42,9 @@ def test_sampling_has_its_own(capsys):
 
 
 def test_our_own_flags_and_what_follows_two_dashes_are_left_alone():
-    words = ["serve", "--max-context", "9", "--", "--max-model-len", "8"]
-    assert as_our_flags(words, {"--max-context", "-c"}) == (words, [])
-    assert as_our_flags(["-c", "8"], {"--max-context", "-c"}) == (["-c", "8"], [])
+    words = ["serve", "--ctx-size", "9", "--", "--ctx-size", "8"]
+    assert as_our_flags(words, {"--ctx-size", "-c"}) == (words, [])
+    assert as_our_flags(["-c", "8"], {"--max-model-len", "-c"}) == (["-c", "8"], [])
 
 
 @pytest.mark.parametrize(
@@ -62,9 +64,12 @@ def test_a_flag_that_means_something_else_is_explained(capsys, words, told):
 
 def test_llm_takes_vllms_names_with_a_note():
     notes = []
-    given = {"max_model_len": 64, "max_num_seqs": 2, "seed": 1}
-    assert as_our_settings(given, notes.append) == {"max_context": 64, "max_rows": 2, "seed": 1}
-    assert notes == ["vLLM's max_model_len is max_context here.", "vLLM's max_num_seqs is max_rows here."]
+    given = {"context_length": 64, "max_rows": 2, "seed": 1}
+    assert as_our_settings(given, notes.append) == {"max_model_len": 64, "max_num_seqs": 2, "seed": 1}
+    assert notes == [
+        "SGLang's context_length is max_model_len here.",
+        "an earlier blockdraft's max_rows is max_num_seqs here.",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from tests import tiny
 VLLM = """
 title = "A test"
 model = "org/target"
-max_rows = 4
+max_num_seqs = 4
 kv_dtype = "fp8"
 attention_backend = "FLASH_ATTN"
 [draft]
@@ -53,7 +53,7 @@ def test_each_layer_goes_before_the_one_below_it(recipe, monkeypatch):
     resolved = merge_settings({"recipe": recipe, "width": 11})
     found = {name: (getattr(resolved.settings, name), resolved.sources[name]) for name in resolved.sources}
     assert found["width"] == (11, "--width")
-    assert found["max_rows"] == (5, "BLOCKDRAFT_MAX_ROWS")
+    assert found["max_num_seqs"] == (5, "BLOCKDRAFT_MAX_ROWS")
     assert found["draft"] == ("org/draft", f"recipe {recipe}")
     assert found["page_size"] == (16, "default")
     assert set(found) == {item.name for item in fields(Settings)}
@@ -67,11 +67,11 @@ def test_the_environment_may_name_the_recipe_and_a_flag_another(recipe, monkeypa
 
 
 def test_a_flag_can_take_a_value_back_to_its_default(recipe):
-    args = ["--recipe", recipe, "--max-rows", "auto", "--attention-backend", "none", "--no-verify"]
+    args = ["--recipe", recipe, "--max-num-seqs", "auto", "--attention-backend", "none", "--no-verify"]
     resolved = _resolved(args)
-    assert resolved.settings.max_rows == "auto"
+    assert resolved.settings.max_num_seqs == "auto"
     assert resolved.settings.attention_backend is None
-    assert (resolved.sources["max_rows"], resolved.sources["verify"]) == ("--max-rows", "--verify")
+    assert (resolved.sources["max_num_seqs"], resolved.sources["verify"]) == ("--max-num-seqs", "--verify")
 
 
 def test_more_engine_flags_add_to_those_of_the_recipe(recipe, monkeypatch):
@@ -126,26 +126,29 @@ def test_a_recipe_may_have_settings_for_another_engine_in_that_ones_words(tmp_pa
     path.write_text(VLLM + '[sglang]\nversion = "0.5.23"\nmax_rows = 8\nattention_backend = "triton"\n')
     resolved = merge_settings({"recipe": str(path), "engine": "sglang"})
     found = resolved.settings
-    assert (found.engine_version, found.max_rows, found.attention_backend) == ("0.5.23", 8, "triton")
+    assert (found.engine_version, found.max_num_seqs, found.attention_backend) == ("0.5.23", 8, "triton")
     assert (found.engine_args, found.engine_env, found.draft_attention_backend) == ((), (), None)
     assert (found.width, found.kv_dtype) == (9, "fp8"), "what it does not say stays"
-    assert resolved.sources["max_rows"] == f"recipe {path}"
+    assert resolved.sources["max_num_seqs"] == f"recipe {path}"
     assert resolved.notes == ()
     own = merge_settings({"recipe": str(path)}).settings
-    assert (own.engine, own.max_rows, own.attention_backend) == ("vllm", 4, "FLASH_ATTN")
-    assert merge_settings({"recipe": str(path), "engine": "sglang", "max_rows": 2}).settings.max_rows == 2
+    assert (own.engine, own.max_num_seqs, own.attention_backend) == ("vllm", 4, "FLASH_ATTN")
+    assert (
+        merge_settings({"recipe": str(path), "engine": "sglang", "max_num_seqs": 2}).settings.max_num_seqs
+        == 2
+    )
 
 
 def test_an_error_says_which_layer_to_mend(tmp_path, monkeypatch):
     path = tmp_path / "two.toml"
-    path.write_text(VLLM.replace("max_rows = 4", "max_rows = 4\ntensor_parallel = 2"))
+    path.write_text(VLLM.replace("max_num_seqs = 4", "max_num_seqs = 4\ntensor_parallel = 2"))
     with pytest.raises(SettingsError, match=r"tensor_parallel = 2 .* \(tensor_parallel is from recipe "):
         merge_settings({"recipe": str(path), "engine": "native"})
     monkeypatch.setenv("BLOCKDRAFT_MAX_ROWS", "0")
-    with pytest.raises(SettingsError, match=r"max_rows is from BLOCKDRAFT_MAX_ROWS"):
+    with pytest.raises(SettingsError, match=r"max_num_seqs is from BLOCKDRAFT_MAX_ROWS"):
         merge_settings({})
     with pytest.raises(SettingsError) as error:
-        merge_settings({"max_rows": 0})
+        merge_settings({"max_num_seqs": 0})
     assert "is from" not in str(error.value), "of a flag the user knows it"
 
 
@@ -244,8 +247,8 @@ def test_the_python_api_reads_recipes_but_not_the_environment(tmp_path, monkeypa
     path = tmp_path / "tiny.toml"
     path.write_text(f'title = "tiny"\nmodel = "{tiny.TARGET}"\nmax_rows = 2\nmax_context = 64\n')
     monkeypatch.setenv("BLOCKDRAFT_MAX_ROWS", "3")
-    llm = LLM(recipe=str(path), dtype="float32", max_context=32)
-    assert (llm.settings.max_rows, llm.settings.max_context) == (2, 32)
+    llm = LLM(recipe=str(path), dtype="float32", max_model_len=32)
+    assert (llm.settings.max_num_seqs, llm.settings.max_model_len) == (2, 32)
     with pytest.raises(SettingsError, match="engine = 'vllm' does not run in this process"):
         LLM(tiny.TARGET, engine="vllm")
 
@@ -258,7 +261,7 @@ def test_the_table_shows_values_with_their_sources(recipe, capsys, monkeypatch):
     assert main(["settings", "other/model", "--recipe", recipe, "--engine", "sglang"]) == 0
     rows = [line.split(maxsplit=2) for line in capsys.readouterr().out.splitlines()]
     assert ["model", "other/model", "--model"] in rows
-    assert ["max_rows", "5", "BLOCKDRAFT_MAX_ROWS"] in rows
+    assert ["max_num_seqs", "5", "BLOCKDRAFT_MAX_ROWS"] in rows
     assert ["width", "9", f"recipe {recipe}"] in rows
     assert ["page_size", "16", "default"] in rows
     assert rows[-1][0] == "note:"

@@ -23,7 +23,7 @@ title = "Everything"
 notes = " Two\\nlines. "
 cards = ["DGX Spark", "h200"]
 model = "org/target"
-max_rows = 4
+max_num_seqs = 4
 gpu_memory_utilization = 0.85
 overlap = "auto"
 prefix_cache = false
@@ -52,7 +52,7 @@ def test_a_recipe_holds_settings_and_what_is_known_about_them():
     recipe = read_recipe(FULL, name="full")
     assert recipe.settings == {
         "model": "org/target",
-        "max_rows": 4,
+        "max_num_seqs": 4,
         "gpu_memory_utilization": 0.85,
         "overlap": "auto",
         "prefix_cache": False,
@@ -95,7 +95,7 @@ def test_every_setting_has_its_place_in_a_recipe():
         ("engine_args = []", "engine_args belongs into a table: write it as [engine] args."),
         ("[draft]\nwidth = true", '[draft] width = True is not a whole number or "auto".'),
         ("[draft]\nwidth = 16.0", '[draft] width = 16.0 is not a whole number or "auto".'),
-        ('max_rows = "4"', "max_rows = '4' is not a whole number"),
+        ('max_num_seqs = "4"', "max_num_seqs = '4' is not a whole number"),
         ('page_size = "auto"', "page_size = 'auto' is not a whole number."),
         ("model = 8", "model = 8 is not text: put it in quotes."),
         ("prefix_cache = 1", "prefix_cache = 1 is not true or false."),
@@ -119,9 +119,12 @@ def test_every_setting_has_its_place_in_a_recipe():
         ('[[expect]]\nspeedup = 2\ncard = "x"\nsource = "x"', "[[expect]] card names 'x'"),
         ('title = "y"', "is not TOML"),
         ("vllm = 3", "vllm is a table: write [vllm]"),
-        ("[vllm]\nchunks = 3", "[vllm] chunks is no key of a recipe: did you mean chunk?"),
+        (
+            "[vllm]\nmax_prefill_token = 3",
+            "[vllm] max_prefill_token is no key of a recipe: did you mean max_prefill_tokens?",
+        ),
         ('[sglang]\nmodel = "x"', "[sglang] model is no key of a recipe"),
-        ('[vllm]\nchunk = "x"', "[vllm] chunk = 'x' is not a whole number"),
+        ('[vllm]\nchunk = "x"', "[vllm] max_prefill_tokens = 'x' is not a whole number"),
         ('[[excludes]]\ncards = ["hoper"]\nwhy = "x"', "[[excludes]] cards names 'hoper', a card that"),
         ('[[excludes]]\ncards = ["hopper"]', "[[excludes]] needs cards and why"),
         ('[[excludes]]\ncard = "hopper"', "[[excludes]] card is no key of a recipe: did you mean cards?"),

@@ -21,7 +21,7 @@ from blockdraft.start.loading import open_models
 from tests import tiny
 
 ROOT = Path(blockdraft.__file__).parents[1]
-SMALL = {"device": "cpu", "dtype": "float64", "max_context": 64}
+SMALL = {"device": "cpu", "dtype": "float64", "max_model_len": 64}
 
 
 @pytest.fixture
@@ -141,7 +141,7 @@ def test_drafters_travel_in_the_package():
 @pytest.mark.skipif(shipped_drafter("default") is None, reason="the default drafter is not in the package")
 @pytest.mark.skipif(not (cache_dir() / SMOLLM2.gguf).exists(), reason="default model not fetched")
 def test_the_default_model_writes_the_same_with_its_drafter():
-    llm = LLM(device="cpu", width=4, max_context=256)
+    llm = LLM(device="cpu", width=4, max_model_len=256)
     assert llm.engine.models.draft_config.name == str(shipped_drafter("default"))
     question = [{"role": "user", "content": "Count from one to ten in words."}]
     drafted, plain = (

@@ -26,7 +26,7 @@ from blockdraft.start.loading import load_target
 def main(model: str, dtype: str, quantization: str) -> None:
     checkpoint = open_checkpoint(model)
     config = read_model_config(checkpoint.config, name=checkpoint.name)
-    settings = Settings(model=model, device="cpu", dtype=dtype, quantization=quantization, max_context=64)
+    settings = Settings(model=model, device="cpu", dtype=dtype, quantization=quantization, max_model_len=64)
     plan = make_plan(settings, read_machine(), config, None, weights=Weights(0))
     kernels_for(getattr(torch, dtype), torch.device("cpu"))  # imports and compiles what is not there yet
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here

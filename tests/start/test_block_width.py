@@ -13,10 +13,10 @@ from blockdraft.checkpoints.fit_file import read_fit
 from blockdraft.engine.describe import engine_info
 from blockdraft.errors import ModelError
 from blockdraft.phases import StartProgress
-from blockdraft.server.metrics import render
+from blockdraft.server.page.metrics import render
 from blockdraft.settings.settings import Settings, cache_dir
 from blockdraft.start import block_width as width
-from blockdraft.start import ready as start
+from blockdraft.start import start_engine as start
 from blockdraft.start.block_width import (
     BUSY_GUESS,
     TOO_BUSY,
@@ -28,14 +28,14 @@ from blockdraft.start.block_width import (
     plan_with_width,
     speedups,
 )
-from blockdraft.start.ready import start_engine
+from blockdraft.start.start_engine import start_engine
 from tests import stepping, tiny
 
 # 1 + sum: 2.9 and 1.9 at width 4, 3.3 and 2.1 at width 8.
 CODE = (0.8, 0.6, 0.5, 0.2, 0.1, 0.05, 0.05)
 PROSE = (0.5, 0.3, 0.1, 0.1, 0.05, 0.03, 0.02)
 BOTH = {"code": CODE, "prose": PROSE}
-SMALL = {"device": "cpu", "dtype": "float64", "max_context": 128, "max_rows": 2}
+SMALL = {"device": "cpu", "dtype": "float64", "max_model_len": 128, "max_num_seqs": 2}
 
 
 def costs(**by_width):
@@ -212,7 +212,7 @@ def test_a_busy_gpu_keeps_the_whole_block(monkeypatch):
 def test_a_gpu_is_governed_by_steps_of_one_row_and_of_all(monkeypatch, tmp_path):
     """Also where no draft pays for the fit's prompts: a text on which they do may come."""
     monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path))
-    engine = stepping.pin(tiny.engine(width=8, max_rows=6), is_captured=False, sizes=[1, 2, 4, 6])
+    engine = stepping.pin(tiny.engine(width=8, max_num_seqs=6), is_captured=False, sizes=[1, 2, 4, 6])
     engine.graphs.capture([1, 2, 4, 6], [1, 8])
     engine.models = replace(engine.models, device=torch.device("cuda"))
     monkeypatch.setattr(engine, "wait", lambda: None)
@@ -226,7 +226,7 @@ def test_a_gpu_is_governed_by_steps_of_one_row_and_of_all(monkeypatch, tmp_path)
 
 
 def test_captured_steps_are_measured_for_as_many_rows_as_a_graph_runs():
-    engine = stepping.pin(tiny.engine(width=8, max_rows=6), is_captured=False, sizes=[1, 2, 4, 6])
+    engine = stepping.pin(tiny.engine(width=8, max_num_seqs=6), is_captured=False, sizes=[1, 2, 4, 6])
     engine.graphs.capture([1, 2, 4, 6], [1, 8])
     assert width.measure_several(engine, 8, most=6).keys() == {(6, 1), (6, 8)}
     assert width.measure_several(engine, 8, most=5).keys() == {(4, 1), (4, 8)}
@@ -407,7 +407,7 @@ def test_a_start_that_measures_another_width_or_chunk_finds_all_verified(fitted,
         measured(monkeypatch, found)
         shutil.rmtree(cache_dir() / "widths", ignore_errors=True)
         engine, details, _ = served(fitted, max_stall_ms=50)
-        assert (engine.models.plan.width, engine.models.plan.chunk) == expected
+        assert (engine.models.plan.width, engine.models.plan.max_prefill_tokens) == expected
     assert details["verify"].startswith("verified on 20")
 
 
@@ -446,10 +446,10 @@ def test_chances_of_places_come_from_the_mean_of_all_categories():
 
 
 def test_several_rows_are_measured_where_there_is_room():
-    engine = tiny.engine(max_rows=4)
+    engine = tiny.engine(max_num_seqs=4)
     free = engine.scheduler.pages.num_free
     found = width.measure_several(engine, 3, most=4)
     assert found.keys() == {(4, 1), (4, 3)}
     assert min(found.values()) > 0
     assert engine.scheduler.pages.num_free == free
-    assert width.measure_several(tiny.engine(max_rows=1), 3, most=4) == {}
+    assert width.measure_several(tiny.engine(max_num_seqs=1), 3, most=4) == {}

@@ -22,11 +22,11 @@ from blockdraft.planner.plan import Weights
 from blockdraft.settings.settings import Settings
 from blockdraft.start import card_errors as card
 from blockdraft.start import loading
-from blockdraft.start import ready as start
+from blockdraft.start import start_engine as start
 from blockdraft.start.fallback import with_kernels_that_compile
 from blockdraft.start.loading import OpenedTarget
 from blockdraft.start.memory import memory_explained
-from blockdraft.start.ready import plain_engine, start_engine
+from blockdraft.start.start_engine import plain_engine, start_engine
 from tests import tiny
 from tests.machine.fake_nvml import FakeCard, FakeNvml
 
@@ -34,7 +34,7 @@ GB = 10**9
 H100 = Gpu("NVIDIA H100", (9, 0), 80 * GB, 3 * GB, "535.54.03")
 MACHINE = Machine(memory_bytes=64 * GB, gpus=(H100,), cuda="12.2")
 OTHERS = (Holder(4711, 70 * GB),)
-SMALL = {"dtype": "float32", "max_context": 64, "width": 2, "max_rows": 1}
+SMALL = {"dtype": "float32", "max_model_len": 64, "width": 2, "max_num_seqs": 1}
 BUSY = "CUDA error: CUDA-capable device(s) is/are busy or unavailable\nCUDA kernel errors might be"
 TOO_OLD = "The NVIDIA driver on your system is too old (found version 12020). Please update your driver\nmore"
 
@@ -141,7 +141,7 @@ def test_running_out_says_what_is_free_who_holds_it_and_what_helps(machine, erro
     assert "3.0 of 80.0 GB are free, process 4711 (python3) holds 70.0 GB" in line
     assert "--quantization fp8" in line
     # A smaller cache does not make room for weights.
-    assert ("--max-rows" in line) != is_loading
+    assert ("--max-num-seqs" in line) != is_loading
     assert ("weights" in line) == is_loading
 
 
@@ -290,7 +290,7 @@ def test_the_python_api_warns(machine, monkeypatch):
 def test_generate_warns_and_goes_on_or_ends_with_one_line(machine, monkeypatch, capsys):
     machine()
     model = ["generate", "--raw", "a b", "--model", tiny.TARGET, "--draft", "none", "--max-tokens", "2"]
-    small = ["--dtype", "float32", "--max-context", "64", "--width", "2"]
+    small = ["--dtype", "float32", "--max-model-len", "64", "--width", "2"]
     assert main([*model, *small]) == 0
     said = capsys.readouterr().err.splitlines()
     assert [line for line in said if line.startswith("warning: there is a GPU (NVIDIA H100")] == said[:1]

@@ -18,7 +18,7 @@ from blockdraft.settings.settings import Settings
 from blockdraft.start import loading
 from blockdraft.start.fallback import with_kernels_that_compile
 from blockdraft.start.memory import why_no_graphs
-from blockdraft.start.ready import plain_engine, start_engine
+from blockdraft.start.start_engine import plain_engine, start_engine
 from tests import tiny
 from tests.start.test_memory import on_gpu
 
@@ -28,7 +28,13 @@ from triton.runtime.errors import OutOfResources, PTXASError
 
 TOO_LARGE = OutOfResources(300_000, 101_376, "shared memory")
 SETTINGS = Settings(
-    model=tiny.TARGET, draft=tiny.DRAFT, dtype="float32", device="cpu", max_context=64, width=3, max_rows=1
+    model=tiny.TARGET,
+    draft=tiny.DRAFT,
+    dtype="float32",
+    device="cpu",
+    max_model_len=64,
+    width=3,
+    max_num_seqs=1,
 )
 
 
@@ -148,13 +154,13 @@ def start(monkeypatch, **changes):
     """As far as a CPU allows: steps are prepared, but neither warmed nor checked in the slow interpreter."""
     from dataclasses import replace
 
-    from blockdraft.start import ready as module
+    from blockdraft.start import start_engine as module
 
     def one_request(engine, note, choose):
         from blockdraft.engine.request import SamplingParams
-        from blockdraft.engine.twin import serve, twin
+        from blockdraft.engine.trial_engine import serve, trial_engine
 
-        other = twin(engine)
+        other = trial_engine(engine)
         other.add([3, 5], SamplingParams(temperature=0.0, max_tokens=1, width=2))
         serve(other)
 
@@ -207,7 +213,7 @@ def test_a_missing_c_compiler_ends_the_start_with_a_line(monkeypatch, broken):
 
 
 def test_the_python_api_hears_of_it_as_well(monkeypatch):
-    from blockdraft.start import ready as module
+    from blockdraft.start import start_engine as module
 
     tries, warnings = [], []
 

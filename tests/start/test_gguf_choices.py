@@ -16,7 +16,7 @@ from blockdraft.start.loading import open_models
 from tests import tiny
 from tests.checkpoints.gguf_files import BPE_TOKENS, HIDDEN, weights, write
 
-SMALL = {"device": "cpu", "max_context": 64}
+SMALL = {"device": "cpu", "max_model_len": 64}
 QWEN = {"general.name": "Qwen3 8B"}
 DRAFTER = "z-lab/Qwen3-8B-DFlash-b16"
 
@@ -108,7 +108,7 @@ def test_the_command_says_it_on_stderr_and_in_the_answer(tmp_path, capsys):
     embedding = np.random.default_rng(0).standard_normal((len(BPE_TOKENS), HIDDEN), np.float32)
     tensors = weights() | {"token_embd.weight": embedding}
     file = str(write(tmp_path / "whole.gguf", tensors=tensors))
-    flags = ["--device", "cpu", "--max-context", "64", "--max-tokens", "2", "--raw", "--json"]
+    flags = ["--device", "cpu", "--max-model-len", "64", "--max-tokens", "2", "--raw", "--json"]
     assert main(["generate", "--model", file, *flags, "ab"]) == 0
     captured = capsys.readouterr()
     answer = json.loads(captured.out)

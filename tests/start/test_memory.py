@@ -11,9 +11,9 @@ from blockdraft.kernels.kernels import kernels_for
 from blockdraft.machine.machine import Gpu, Machine
 from blockdraft.planner.plan import MARGIN_BYTES
 from blockdraft.settings.settings import Settings
-from blockdraft.start import loading, memory, stall
+from blockdraft.start import loading, memory, prefill_limit
 from blockdraft.start.memory import fit_pages, memory_explained, why_no_graphs
-from blockdraft.start.stall import MIN_CHUNK, plan_with_short_chunk
+from blockdraft.start.prefill_limit import MIN_CHUNK, plan_with_short_chunk
 from tests import tiny
 
 GB = 10**9
@@ -73,7 +73,7 @@ def test_what_the_largest_steps_leave_of_the_budget_becomes_pages(monkeypatch):
     fitted = fit_pages(models, Settings(gpu_memory_utilization=0.5), ignore)
     room = TOTAL // 2 - 20 * GB - 3 * GB - MARGIN_BYTES  # 20 GB are in use already
     assert fitted.plan.num_pages == room // page_bytes(models)
-    assert gpu.captured == [([models.plan.max_rows], [1, models.plan.width])]
+    assert gpu.captured == [([models.plan.max_num_seqs], [1, models.plan.width])]
 
 
 def test_on_unified_memory_what_the_page_cache_holds_counts_as_free(monkeypatch):
@@ -93,7 +93,7 @@ def test_pages_on_unified_memory_are_of_what_the_kernel_calls_available(monkeypa
     FakeGpu(monkeypatch, work=0)
     for module in (loading, memory):
         monkeypatch.setattr(module, "read_machine", lambda: machine)
-    fitted = fit_pages(models, Settings(gpu_memory_utilization=0.5, max_rows=4), ignore)
+    fitted = fit_pages(models, Settings(gpu_memory_utilization=0.5, max_num_seqs=4), ignore)
     # Nothing is kept by a probe here but its pages, which the kernel's number does not show.
     probed = memory.pages_to_probe(models.plan) + 2
     room = TOTAL // 2 - 10 * GB - MARGIN_BYTES + probed * page_bytes(models)
@@ -112,23 +112,23 @@ def test_no_more_pages_than_planned_and_a_size_that_was_asked_for_stays(monkeypa
 def test_a_context_that_does_not_fit_is_refused_with_the_budget_and_the_flags(monkeypatch):
     FakeGpu(monkeypatch, work=51 * GB, kept=GB)
     with pytest.raises(CapacityError) as caught:
-        fit_pages(on_gpu(), Settings(max_context=200), ignore)
+        fit_pages(on_gpu(), Settings(max_model_len=200), ignore)
     words = (
         "--gpu-memory-utilization 0.9 of 80.0 GB = 72.0 GB",
         "52.0 GB of working memory",
-        "--max-context",
+        "--max-model-len",
         "fp8",
     )
     assert all(word in str(caught.value) for word in words)
 
 
 def test_a_context_that_nobody_asked_for_shrinks_to_what_fits(monkeypatch):
-    models = on_gpu(max_context=10**9)
+    models = on_gpu(max_model_len=10**9)
     gpu = FakeGpu(monkeypatch, work=0)
     gpu.work = 52 * GB - MARGIN_BYTES - 100 * page_bytes(models)  # leaves a hundred pages
     plan = fit_pages(models, Settings(), ignore).plan
     assert plan.num_pages == 100
-    assert plan.max_context == 99 * plan.page_size - 2 * plan.block
+    assert plan.max_model_len == 99 * plan.page_size - 2 * plan.block
     gpu.work += 90 * page_bytes(models)
     with pytest.raises(CapacityError):
         fit_pages(models, Settings(), ignore)
@@ -141,7 +141,7 @@ def test_running_out_names_the_budget_and_the_flags(monkeypatch):
     words = (
         "Tried to allocate 9 GiB",
         "--gpu-memory-utilization 0.9 of 80.0 GB",
-        "--max-rows",
+        "--max-num-seqs",
         "--quantization fp8",
     )
     assert all(word in str(caught.value) for word in words)
@@ -161,7 +161,7 @@ def test_graphs_can_be_switched_off():
     ("operation", "is_captured"), [("attention", False), ("sampling", False), ("norms", True)]
 )
 def test_a_kernel_that_is_off_ends_graphs_where_its_reference_asks_the_host(operation, is_captured):
-    """`engine/bulk.py` asks the same question."""
+    """`engine/offline_batch.py` asks the same question."""
     models = on_gpu()
     kernels = kernels_for(torch.float32, torch.device("cpu"), off=frozenset({operation}))
     reason = models.with_kernels(kernels).why_not_captured()
@@ -170,19 +170,20 @@ def test_a_kernel_that_is_off_ends_graphs_where_its_reference_asks_the_host(oper
 
 
 @pytest.mark.parametrize(
-    ("ms_per_token", "allowed", "chunk"), [(0.1, 10, 64), (0.5, 20, 32), (1.0, 17, 16), (9.0, 1, MIN_CHUNK)]
+    ("ms_per_token", "allowed", "max_prefill_tokens"),
+    [(0.1, 10, 64), (0.5, 20, 32), (1.0, 17, 16), (9.0, 1, MIN_CHUNK)],
 )
 def test_the_chunk_is_halved_until_a_step_of_it_is_short_enough(monkeypatch, ms_per_token, allowed, chunk):
-    monkeypatch.setattr(stall, "_prefill_ms", lambda engine, chunk: chunk * ms_per_token)
+    monkeypatch.setattr(prefill_limit, "_prefill_ms", lambda engine, chunk: chunk * ms_per_token)
     engine = tiny.engine("none", width=1)
-    assert engine.models.plan.chunk == 64
-    assert plan_with_short_chunk(engine, allowed, ignore).chunk == chunk
-    assert engine.models.plan.chunk == 64, "the engine follows the new plan when it is told to"
+    assert engine.models.plan.max_prefill_tokens == 64
+    assert plan_with_short_chunk(engine, allowed, ignore).max_prefill_tokens == chunk
+    assert engine.models.plan.max_prefill_tokens == 64, "the engine follows the new plan when it is told to"
 
 
 def test_timing_a_chunk_leaves_the_engine_as_it_was():
     engine = tiny.engine("trained")
-    assert stall._prefill_ms(engine, 16) > 0
+    assert prefill_limit._prefill_ms(engine, 16) > 0
     assert not engine.has_work
     assert engine.stats.num_prefill_steps == 0
     assert engine.scheduler.pages.num_free == engine.scheduler.pages.num_pages

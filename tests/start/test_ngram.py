@@ -9,7 +9,7 @@ from blockdraft.cache.spec import row_table_bytes
 from blockdraft.cli.main import main
 from blockdraft.engine.describe import engine_info
 from blockdraft.engine.engine import Engine
-from blockdraft.engine.governor import DraftChances, DraftRecord, Governor, StepCosts
+from blockdraft.engine.width_controller import DraftChances, DraftRecord, StepCosts, WidthController
 from blockdraft.errors import SettingsError
 from blockdraft.machine.machine import Machine
 from blockdraft.phases import StartProgress
@@ -21,14 +21,14 @@ from blockdraft.settings.recipe import read_recipe
 from blockdraft.settings.settings import MAX_NGRAM, Settings
 from blockdraft.start import block_width, loading
 from blockdraft.start.block_width import Costs, chances_of
-from blockdraft.start.ready import start_engine
+from blockdraft.start.start_engine import start_engine
 from blockdraft.step.dflash import DFlashDrafter
 from blockdraft.step.ngram import NGRAM_ACCEPTANCE, NgramDrafter
 from tests import tiny
 from tests.lossless import families
 from tests.models.families import CASES
 
-SMALL = {"model": tiny.TARGET, "device": "cpu", "dtype": "float64", "max_context": 128, "max_rows": 2}
+SMALL = {"model": tiny.TARGET, "device": "cpu", "dtype": "float64", "max_model_len": 128, "max_num_seqs": 2}
 LOOP = [3, 5, 7, 9] * 6
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 
@@ -87,7 +87,7 @@ def test_the_tokens_of_rows_are_planned_to_the_byte():
         history = 0 if rows.history is None else rows.history.shape[1]
         per_row = row_table_bytes(models.config.vocab_size, rows.page_table.shape[1], history)
         [item] = [item for item in fit.items if item.name == "row tables"]
-        assert item.num_bytes == (fit.plan.max_rows + 1) * per_row
+        assert item.num_bytes == (fit.plan.max_num_seqs + 1) * per_row
         assert (history > 0) == (asked["draft"] != "none")
 
 
@@ -117,7 +117,7 @@ def test_where_drafts_do_not_pay_at_first_they_are_still_tried(monkeypatch, tmp_
 def governor():
     times = {(1, width): 0.010 + 0.0006 * (width - 1) for width in (1, 2, 4, 8, 16)}
     chances = DraftChances(chances_of(NGRAM_ACCEPTANCE, NGRAM_BLOCK))
-    return Governor(StepCosts(times, [1]), chances, first=4, block=NGRAM_BLOCK)
+    return WidthController(StepCosts(times, [1]), chances, first=4, block=NGRAM_BLOCK)
 
 
 def test_width_follows_the_text():
@@ -165,7 +165,7 @@ def test_beside_a_drafter_the_drafter_has_a_history():
 
 def test_a_target_with_states_takes_it_too():
     """Whose tapes are as long as the block."""
-    models = families.make_models(*CASES["qwen3_5-whole"], seed=1, max_context=64, max_rows=2)
+    models = families.make_models(*CASES["qwen3_5-whole"], seed=1, max_model_len=64, max_num_seqs=2)
     plan = replace(models.plan, draft_ngram=1)
     params = SamplingParams(temperature=1.0, seed=2, max_tokens=30, ignore_eos=True, logit_bias={7: 6.0})
     requests = [([3, 4, 5, 3, 4], params), ([7, 7, 7], params)]
@@ -177,7 +177,7 @@ def test_a_target_with_states_takes_it_too():
 
 def test_the_command_line_takes_it(capsys):
     words = ["t1 t2 t3 t1 t2 t3", "--model", tiny.TARGET, "--device", "cpu", "--dtype", "float64"]
-    words += ["--max-context", "128", "--temperature", "0", "--max-tokens", "30"]
+    words += ["--max-model-len", "128", "--temperature", "0", "--max-tokens", "30"]
     assert main(["generate", *words, "--draft", "none"]) == 0
     plain = capsys.readouterr()
     assert main(["generate", *words, "--draft", "ngram", "--width", "8"]) == 0

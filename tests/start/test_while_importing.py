@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from blockdraft.start.while_importing import quick_imports, wake_card
+from blockdraft.start.driver_warmup import quick_imports, wake_card
 
 
 class Driver:

@@ -11,7 +11,7 @@ import torch
 
 from blockdraft.engine import forms
 from blockdraft.engine.request import SamplingParams
-from blockdraft.engine.twin import serve
+from blockdraft.engine.trial_engine import serve
 from blockdraft.grammar.form import StructuredOutputs
 from blockdraft.step.graphs import MAX_ODDS, MAX_SHARE, PARTS, CapturedParts, CaptureTime, Reading, pack
 from blockdraft.step.prefill_graphs import PrefillGraph, PrefillGraphs, filled, shapes
@@ -23,7 +23,7 @@ from tests.stepping import HOST, SCENES, KernelByKernel
 
 
 @pytest.mark.parametrize(
-    ("max_rows", "sizes"),
+    ("max_num_seqs", "sizes"),
     [
         (1, [1]),
         (2, [1, 2]),
@@ -36,16 +36,16 @@ from tests.stepping import HOST, SCENES, KernelByKernel
         (100, [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 100]),
     ],
 )
-def test_row_sizes(max_rows, sizes):
-    assert row_sizes(max_rows) == sizes
+def test_row_sizes(max_num_seqs, sizes):
+    assert row_sizes(max_num_seqs) == sizes
 
 
 def test_a_bucket_is_less_than_twice_its_rows():
-    for max_rows in range(1, 200):
-        sizes = row_sizes(max_rows)
+    for max_num_seqs in range(1, 200):
+        sizes = row_sizes(max_num_seqs)
         assert sizes == sorted(set(sizes))
-        assert sizes[-1] == max_rows
-        for rows in range(1, max_rows + 1):
+        assert sizes[-1] == max_num_seqs
+        for rows in range(1, max_num_seqs + 1):
             bucket = min(size for size in sizes if size >= rows)
             assert bucket < 2 * rows
             assert rows < 16 or bucket <= 1.5 * rows
@@ -114,7 +114,7 @@ def test_a_step_that_runs_kernel_by_kernel_captures_nothing():
     engine.add([1, 2, 3], SamplingParams(temperature=0.0, max_tokens=4, logprobs=2))
     serve(engine)
     assert engine.graphs._graphs == {}
-    assert len(engine.rows.active) == engine.models.plan.max_rows
+    assert len(engine.rows.active) == engine.models.plan.max_num_seqs
     engine.add([1, 2, 3], SamplingParams(temperature=0.0, max_tokens=4))
     serve(engine)
     assert len(engine.graphs._graphs) == 1
@@ -174,13 +174,13 @@ def test_buckets_survive_preemption():
     assert results[0] == results[1]
 
 
-@pytest.mark.parametrize(("max_rows", "temperature"), [(1, 0.0), (4, 1.0)])
-def test_dflash_is_plain_decoding_at_pinned_rows_and_width(max_rows, temperature):
-    stepping.check_lossless(HOST, max_rows=max_rows, temperature=temperature)
+@pytest.mark.parametrize(("max_num_seqs", "temperature"), [(1, 0.0), (4, 1.0)])
+def test_dflash_is_plain_decoding_at_pinned_rows_and_width(max_num_seqs, temperature):
+    stepping.check_lossless(HOST, max_num_seqs=max_num_seqs, temperature=temperature)
 
 
 def test_the_bits_of_a_token_do_not_depend_on_its_column():
-    stepping.check_columns(HOST, max_rows=4)
+    stepping.check_columns(HOST, max_num_seqs=4)
 
 
 @pytest.mark.parametrize("name", ["qwen3_next-whole", "gemma4-mixture"])

@@ -19,12 +19,12 @@ LEAST = 2
 SHARED = [3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 3, 5, 7, 9, 11]
 PROMPTS = [[*SHARED, 13], [*SHARED, 13, 15], [4, 6, 8], SHARED[:1], [30, 31] * 9, [*SHARED, 3, 5]]
 SCHEDULES = {
-    "alone": {"max_rows": 1},
+    "alone": {"max_num_seqs": 1},
     "together": {},
-    "in small chunks, prefixes found again": {"chunk": 3, "page_size": 2, "max_rows": 2},
+    "in small chunks, prefixes found again": {"max_prefill_tokens": 3, "page_size": 2, "max_num_seqs": 2},
     "chunks by chance": {"chunks": 4, "page_size": 3},
     "preempted": {"page_size": 4, "num_pages": 40, "prefix_cache": False},
-    "preempted, prefixes found again": {"page_size": 4, "num_pages": 40, "max_rows": 4},
+    "preempted, prefixes found again": {"page_size": 4, "num_pages": 40, "max_num_seqs": 4},
     "a step in flight": {"overlap": True},
     "captured": {"is_captured": True},
     "captured, a step in flight, preempted": {
@@ -93,7 +93,7 @@ class Watched(NgramDrafter):
 
         def look(_, lengths, seeds):
             for row, length, seed in zip(rows.active.tolist(), lengths, seeds, strict=True):
-                if row != rows.max_rows:
+                if row != rows.max_num_seqs:
                     self.seen.append((seed, rows.history[row, : length + 1].tolist()))
 
         tiny.asked_again(look, rows, width)
@@ -128,7 +128,7 @@ def test_beside_a_drafter_it_changes_steps_and_no_token(plan, temperature):
 )
 @pytest.mark.parametrize("drafter", ["ngram", "trained"])
 def test_a_captured_step_drafts_what_its_kernels_do(drafter):
-    plan = {"dtype": "float32", "draft_ngram": LEAST, "width": tiny.BLOCK, "max_rows": 3}
+    plan = {"dtype": "float32", "draft_ngram": LEAST, "width": tiny.BLOCK, "max_num_seqs": 3}
     engines = [tiny.engine(drafter, is_captured=is_captured, **plan) for is_captured in (True, False)]
     got, expected = (tiny.run(engine, requests(0.0)) for engine in engines)
     assert engines[0].graphs is not None
@@ -145,7 +145,7 @@ def test_a_card_s_kernels_draft_the_same():
     asked = [(SHARED[:14], SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True))]
     found = []
     for kernels in (REFERENCE, interpreted):
-        plan = {"width": 3, "page_size": 4, "num_pages": 24, "max_rows": 2, "max_context": 24}
+        plan = {"width": 3, "page_size": 4, "num_pages": 24, "max_num_seqs": 2, "max_model_len": 24}
         plan |= {"max_positions": 40, "draft_ngram": LEAST, "dtype": "float32", "kernels": kernels}
         engine = tiny.engine("ngram", **plan)
         found.append((tiny.run(engine, asked), engine.stats.num_blocks))

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from blockdraft.checkpoints.read_draft_config import read_draft_config
-from blockdraft.engine.bulk import ROUND
+from blockdraft.engine.offline_batch import ROUND
 from blockdraft.settings.settings import Settings
 from blockdraft.start.loading import load_models
 from blockdraft.training.answers import Document
@@ -23,7 +23,7 @@ HIDDEN, VOCAB = 32, 64
 
 def load_target(path=tiny.TARGET, **settings):
     """A target alone, as training loads it."""
-    settings = {"device": "cpu", "dtype": "float64", "max_context": 128, "prefix_cache": False, **settings}
+    settings = {"device": "cpu", "dtype": "float64", "max_model_len": 128, "prefix_cache": False, **settings}
     return load_models(Settings(model=str(path), draft="none", **settings), lambda _: None)
 
 

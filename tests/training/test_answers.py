@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from blockdraft.bench.records import Prompt
-from blockdraft.engine.bulk import make_bulk
+from blockdraft.engine.offline_batch import make_offline_batch
 from blockdraft.errors import SettingsError
 from blockdraft.training import regenerate as module
 from blockdraft.training.answers import (
@@ -156,19 +156,19 @@ CONVERSATIONS = [
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     folder = pairs.write_ending_target(tmp_path_factory.mktemp("ending"), END)
-    return pairs.load_target(folder, max_rows=3, max_context=120)
+    return pairs.load_target(folder, max_num_seqs=3, max_model_len=120)
 
 
 @pytest.fixture
 def bulk(models):
-    return Spy(make_bulk(models))
+    return Spy(make_offline_batch(models))
 
 
 class Spy:
-    """A Bulk that remembers what it was asked."""
+    """A OfflineBatch that remembers what it was asked."""
 
     def __init__(self, bulk):
-        self._bulk, self.max_context, self.asked = bulk, bulk.max_context, []
+        self._bulk, self.max_model_len, self.asked = bulk, bulk.max_model_len, []
 
     def answer(self, questions):
         asker = iter(questions)
@@ -228,17 +228,17 @@ def test_an_interrupted_stage_ends_with_the_same_documents_in_the_same_order(
         with pytest.raises(KeyboardInterrupt):
             ask(bulk, models, folder, options=options, report=stop)
         assert len(list(folder.iterdir())) == num_shards
-        bulk = Spy(make_bulk(models))
+        bulk = Spy(make_offline_batch(models))
         assert ask(bulk, models, folder, options=options) == whole
         assert len(bulk.asked) < len(whole)
-        again = Spy(make_bulk(models))
+        again = Spy(make_offline_batch(models))
         assert ask(again, models, folder, options=options) == whole
 
 
 def test_what_is_known_is_not_asked_again_and_never_kept_twice(models, tmp_path):
     short = [Prompt(str(n), "runs", (f"t{n} t{n + 2}",)) for n in range(6)]
-    ask(Spy(make_bulk(models)), models, tmp_path, short[:4])
-    bulk = Spy(make_bulk(models))
+    ask(Spy(make_offline_batch(models)), models, tmp_path, short[:4])
+    bulk = Spy(make_offline_batch(models))
     documents = ask(bulk, models, tmp_path, short)
     assert sorted(one.key // module.MAX_TURNS for one in bulk.asked) == [4, 5]
     assert [one.key // module.MAX_TURNS for one in documents] == list(range(6))
@@ -248,9 +248,9 @@ def test_what_is_known_is_not_asked_again_and_never_kept_twice(models, tmp_path)
 
 def test_a_shard_that_was_deleted_is_made_anew_and_none_is_overwritten(models, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "SHARD", 4)
-    whole = ask(Spy(make_bulk(models)), models, tmp_path)
+    whole = ask(Spy(make_offline_batch(models)), models, tmp_path)
     (tmp_path / "shard-0001.npz").unlink()
-    bulk = Spy(make_bulk(models))
+    bulk = Spy(make_offline_batch(models))
     assert ask(bulk, models, tmp_path) == whole
     assert 0 < len(bulk.asked) < len(whole)
     kept = [one for path in sorted(tmp_path.iterdir()) for one in read_shard(path)]
@@ -282,14 +282,14 @@ def test_shards_of_a_stage_are_reported_and_add_up(bulk, models, tmp_path, monke
 
 
 def test_prompts_that_no_row_holds_are_left_out(bulk, models, tmp_path):
-    longest = bulk.max_context - OPTIONS.max_tokens
+    longest = bulk.max_model_len - OPTIONS.max_tokens
     texts = [" ".join(["t5"] * size) for size in (longest + 1, longest, 1, 2)]
     documents = ask(bulk, models, tmp_path, [Prompt("", "all", (text,)) for text in texts])
     assert [len(one.prompt_ids) for one in documents] == [longest, 2]
 
 
 def test_a_later_turn_that_is_too_long_ends_its_conversation(bulk, models, tmp_path):
-    one = Prompt("", "all", ("t2 t4 t6", " ".join(["t5"] * bulk.max_context), "t1"))
+    one = Prompt("", "all", ("t2 t4 t6", " ".join(["t5"] * bulk.max_model_len), "t1"))
     assert [document.key for document in ask(bulk, models, tmp_path, [one])] == [0]
 
 
@@ -305,7 +305,7 @@ def test_once_time_is_over_no_conversation_begins_and_those_under_way_end(
             clock.now = 11.0
             yield answer
 
-    limited = SimpleNamespace(answer=answer, max_context=bulk.max_context)
+    limited = SimpleNamespace(answer=answer, max_model_len=bulk.max_model_len)
     documents = ask(limited, models, tmp_path, conversations, seconds=10.0)
     begun = {one.key // module.MAX_TURNS for one in documents}
     assert len(begun) == 3, "the rows there are"

@@ -184,7 +184,7 @@ def test_training_and_serving_and_the_reference_agree_on_every_block(variant, tm
     scene = Scene(**files)
     logits = scene.forward.head().logits(scene.hidden())
     folder = pairs.write_drafter(tmp_path, scene.raw, scene.model)
-    served = serve(scene, load(TARGET, folder, dtype="float64", max_context=100, width=scene.block))
+    served = serve(scene, load(TARGET, folder, dtype="float64", max_model_len=100, width=scene.block))
     weights = named_weights(scene.model, torch.float64)
     config = pairs.draft_json(**{name: part for name, part in files.items() if name != "speculators"})
     embedding = pairs.target().embedding.weight.data

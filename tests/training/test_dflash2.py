@@ -68,7 +68,7 @@ def test_a_drafter_that_goes_on_as_dflash2_drafts_as_before():
 
 
 def answered_documents():
-    llm = LLM(tiny.TARGET, tiny.DRAFT, device="cpu", dtype="float32", max_context=120)
+    llm = LLM(tiny.TARGET, tiny.DRAFT, device="cpu", dtype="float32", max_model_len=120)
     return answered(llm, some_prompts(8), 30)
 
 
@@ -84,7 +84,7 @@ def answered_documents():
 )
 def test_simulated_steps_are_those_of_the_engine(name, temperature, top_p):
     """And those of `fit`, which walks one column after another: pairs, and the request's own noise."""
-    engine = tiny.engine(name, max_rows=4)
+    engine = tiny.engine(name, max_num_seqs=4)
     asked, steps = {}, {}
     for number, prompt in enumerate(some_prompts(10)):
         params = SamplingParams(
@@ -268,7 +268,7 @@ def test_convolutions_that_change_nothing_are_left_out_of_the_drafts_of_a_traine
     recipe = replace(job.recipe, short_blocks=0.0, trained="selector")
     job = replace(job, start_from=tiny.DRAFT, kind="dflash2", shape=SHAPE, recipe=recipe, steps=2)
     train(job, Listener())
-    settings = Settings(model=target, draft=str(job.out / "drafter"), device="cpu", max_context=128)
+    settings = Settings(model=target, draft=str(job.out / "drafter"), device="cpu", max_model_len=128)
     model = load_models(settings, lambda line: None).drafter.model
     assert not model.is_convolved
     assert model.candidate_selector.successor_codebook.any()

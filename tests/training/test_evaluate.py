@@ -68,7 +68,7 @@ def test_a_walk_commits_what_matches_and_one_more_but_never_past_the_end():
 
 def test_simulated_steps_are_those_of_the_engine(trained):
     """Steps, and accepted drafts by position: exactly."""
-    engine = tiny.engine("trained", max_rows=4)
+    engine = tiny.engine("trained", max_num_seqs=4)
     params = SamplingParams(temperature=0.0, max_tokens=41)
     asked = {engine.add(prompt, params): prompt for prompt in prompts(12)}
     steps = [delta for delta in tiny.drain(engine) if delta.token_ids]
@@ -83,7 +83,7 @@ def test_simulated_steps_are_those_of_the_engine(trained):
 
 
 def test_simulation_does_not_depend_on_batches_and_adds_up_by_category(trained):
-    llm = LLM(tiny.TARGET, "none", device="cpu", dtype="float64", max_context=200)
+    llm = LLM(tiny.TARGET, "none", device="cpu", dtype="float64", max_model_len=200)
     documents = answered(llm, prompts(9, seed=1), 30)
     first = simulate(trained, documents, length=128, rows_per_step=1, num_anchors=17)
     assert simulate(trained, documents, length=64, rows_per_step=4, num_anchors=64) == first
@@ -99,7 +99,7 @@ def test_simulation_does_not_depend_on_batches_and_adds_up_by_category(trained):
 
 
 def test_a_document_is_simulated_up_to_where_its_row_cuts_it(trained):
-    llm = LLM(tiny.TARGET, "none", device="cpu", dtype="float64", max_context=200)
+    llm = LLM(tiny.TARGET, "none", device="cpu", dtype="float64", max_model_len=200)
     (whole,) = answered(llm, [[2, 4, 6, 8]], 90)
     cut = Document(whole.prompt_ids, whole.answer_ids[:60], whole.category, is_greedy=True)
     small = {"rows_per_step": 1, "num_anchors": 32}
@@ -314,7 +314,7 @@ def test_averaged_weights_follow_and_are_there_only_inside():
 @pytest.mark.slow
 def test_64_memorised_answers_are_accepted_in_full_blocks(tmp_path):
     """What SpecForge calls its gate: simulated and in the engine, every draft is accepted."""
-    llm = LLM(tiny.TARGET, "none", device="cpu", dtype="float32", max_context=200)
+    llm = LLM(tiny.TARGET, "none", device="cpu", dtype="float32", max_model_len=200)
     asked = prompts(64, seed=2)
     documents = answered(llm, asked, tiny.BLOCK)
     target = pairs.load_target(dtype="float32").target
@@ -332,7 +332,7 @@ def test_64_memorised_answers_are_accepted_in_full_blocks(tmp_path):
     fit = simulate(trainer.forward, documents, **small)["all"]
     assert fit == DrafterFit(64, 64 * tiny.BLOCK, 64, (64,) * (tiny.BLOCK - 1))
     folder = pairs.write_drafter(tmp_path, raw, model)
-    llm = LLM(tiny.TARGET, str(folder), device="cpu", dtype="float32", max_context=200, width=tiny.BLOCK)
+    llm = LLM(tiny.TARGET, str(folder), device="cpu", dtype="float32", max_model_len=200, width=tiny.BLOCK)
     assert [one.answer_ids for one in answered(llm, asked, tiny.BLOCK)] == [
         one.answer_ids for one in documents
     ]
@@ -340,7 +340,7 @@ def test_64_memorised_answers_are_accepted_in_full_blocks(tmp_path):
 
 
 def test_the_exported_drafter_in_the_engine_commits_what_was_simulated(trained):
-    llm = tiny.engine("trained", max_rows=4)
+    llm = tiny.engine("trained", max_num_seqs=4)
     asked = prompts(5)
     names = [llm.add(prompt, SamplingParams(temperature=0.0, max_tokens=40, width=1)) for prompt in asked]
     steps = tiny.drain(llm)
@@ -358,7 +358,7 @@ def test_the_exported_drafter_in_the_engine_commits_what_was_simulated(trained):
 
 @pytest.mark.parametrize(("temperature", "top_p"), [(0.7, 0.9), (1.0, 1.0)])
 def test_sampled_answers_are_simulated_with_the_noise_they_had(trained, temperature, top_p):
-    llm = tiny.engine("trained", max_rows=4)
+    llm = tiny.engine("trained", max_num_seqs=4)
     asked = prompts(8)
     params = [
         SamplingParams(temperature=temperature, top_p=top_p, seed=seed, max_tokens=40)

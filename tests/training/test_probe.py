@@ -25,7 +25,7 @@ def load(folder, source=tiny.DRAFT, kind=None, **changes):
         tiny.write_kind(folder, kind)
     raw = json.loads((folder / "config.json").read_text()) | changes
     (folder / "config.json").write_text(json.dumps(raw))
-    return LLM(tiny.TARGET, str(folder), dtype="float64", device="cpu", prefix_cache=False, max_context=200)
+    return LLM(tiny.TARGET, str(folder), dtype="float64", device="cpu", prefix_cache=False, max_model_len=200)
 
 
 @pytest.fixture(scope="module")

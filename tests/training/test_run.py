@@ -167,7 +167,7 @@ def test_a_checkpoint_leaves_a_drafter_behind_that_was_not_measured_yet(job, mon
     assert sorted(path.name for path in (job.out / "drafter").iterdir()) == [
         *("README.md", "config.json", "model.safetensors"),
     ]
-    LLM(job.model, str(job.out / "drafter"), device="cpu", dtype="float32", max_context=64)
+    LLM(job.model, str(job.out / "drafter"), device="cpu", dtype="float32", max_model_len=64)
 
 
 # ---- interrupted and resumed
@@ -241,9 +241,9 @@ def test_the_exported_drafter_drafts_what_was_trained(whole):
     assert raw["architectures"] == ["DFlashDraftModel"]
     assert raw["block_size"] == 4
     assert raw["dflash_config"] == {"mask_token_id": 63, "target_layer_ids": [0, 2]}
-    llm = LLM(tiny.TARGET, str(folder), device="cpu", dtype="float32", max_context=100, width=4)
+    llm = LLM(tiny.TARGET, str(folder), device="cpu", dtype="float32", max_model_len=100, width=4)
     greedy = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
-    plain = LLM(tiny.TARGET, "none", device="cpu", dtype="float32", max_context=100)
+    plain = LLM(tiny.TARGET, "none", device="cpu", dtype="float32", max_model_len=100)
     asked = [[2, 4, 6, 8], [5], [1, 4, 7]]
     assert [one.token_ids for one in llm.generate(asked, greedy)] == [
         one.token_ids for one in plain.generate(asked, greedy)

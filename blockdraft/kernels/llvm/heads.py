@@ -20,7 +20,7 @@ from blockdraft.kernels.llvm.pointwise import WIDE, normalise, rotate_head
 
 if TYPE_CHECKING:
     from blockdraft.kernels.heads import HeadNorms, Slots
-    from blockdraft.kernels.rows import Angles
+    from blockdraft.kernels.pointwise import Angles
 
 _SERIAL_ELEMENTS = 1 << 14  # below this, waking a thread costs more than it saves
 

@@ -1,4 +1,4 @@
-"""Paged attention on a CPU where most keys and values are compressed: the kernel of `kernels/kv_cold.py`.
+"""Paged attention on a CPU over compressed keys and values: the kernel of `kernels/kv_compressed.py`.
 
 Its steps, and its promise about bits, are attention.py's, whose CHUNK is kv_positions' TILE: of a chunk a
 query reads all keys as they are, or all of them compressed. Those are decoded, once for a unit's vectors, to
@@ -41,12 +41,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from blockdraft.kernels.attention import Blocks, Mask
-    from blockdraft.kernels.kv_cold import ColdPages
+    from blockdraft.kernels.kv_compressed import CompressedPages
 
 assert CHUNK == TILE
 
 
-class ColdAttention:
+class CompressedAttention:
     """The kernel for one dtype, head size (a multiple of 4) and format."""
 
     def __init__(
@@ -56,7 +56,7 @@ class ColdAttention:
         self._dim, self._form = head_dim, form
         self._signs = signs(head_dim, torch.device("cpu")).to(dtype) if form.is_turned else None
         self._jit = Jit(
-            cold_attention,
+            compressed_attention,
             real=real_type(dtype),
             dim=head_dim,
             form=form,
@@ -64,7 +64,7 @@ class ColdAttention:
         )
 
     def __call__(
-        self, q: Tensor, pages: ColdPages, blocks: Blocks, mask: Mask, sinks: Tensor | None = None
+        self, q: Tensor, pages: CompressedPages, blocks: Blocks, mask: Mask, sinks: Tensor | None = None
     ) -> Tensor:
         """q [N, H, D] over one layer's pages; returns [N, H, D]."""
         num_groups, num_exact, dim = pages.exact_keys.shape[1:]
@@ -100,7 +100,7 @@ class ColdAttention:
 
 
 @kernel
-def cold_attention(
+def compressed_attention(
     num_items: Int, num_groups: Int, shared: Int, q_stride: Int, num_exact: Int, num_slots: Int, scale: Real,
     is_causal: Int, window: Int, is_anchored: Int, has_sinks: Int, exact_window: Int, page_size: Int,
     num_exact_pages: Int, num_pages: Int, exact_table: Longs, table: Longs, rows: Longs, starts: Longs,
@@ -139,9 +139,9 @@ def cold_attention(
             num_exact_vectors = exact_vectors(ends, count, chunk)
             first = count * 0
             while first < count:
-                is_exact, is_cold = first < num_exact_vectors, first >= num_exact_vectors
+                is_exact, is_compressed = first < num_exact_vectors, first >= num_exact_vectors
                 k, v, at, after = keys + exact_head, values + exact_head, places, following
-                if is_cold:
+                if is_compressed:
                     k, v, at, after = near_keys, near_values, near, near
                     if first == num_exact_vectors:
                         bring(

@@ -1,4 +1,4 @@
-"""Tiles of keys and values on their way into the compressed cache: `kv_cold.compress` on a CPU.
+"""Tiles of keys and values on their way into the compressed cache: `kv_compressed.compress` on a CPU.
 
 A vector's operations are those of `kv_codec`'s encoders, one by one in float32, so its bytes are theirs. They
 follow from the vector alone. Which rows have tiles to compress is read when the kernel runs.
@@ -44,7 +44,7 @@ from blockdraft.kernels.llvm.language import (
 )
 
 if TYPE_CHECKING:
-    from blockdraft.kernels.kv_cold import ColdPages, Tiles
+    from blockdraft.kernels.kv_compressed import CompressedPages, Tiles
 
 _LARGEST_SCALE = torch.finfo(torch.float16).max
 _SMALLEST_FLOAT8 = 2.0**-6  # that is not written as a multiple of 2**-9
@@ -58,7 +58,7 @@ class CompressTiles:
         self._form = form
         self._jit = Jit(compress_tiles, real=real_type(dtype), dim=head_dim, form=form, permute=has_permute())
 
-    def __call__(self, pages: ColdPages, tiles: Tiles) -> None:
+    def __call__(self, pages: CompressedPages, tiles: Tiles) -> None:
         stores = (pages.exact_keys, pages.exact_values, *pages.keys, *pages.values)
         where = (tiles.exact_table, tiles.table, tiles.rows, tiles.begins, tiles.ends)
         assert pages.format == self._form

@@ -11,12 +11,12 @@ from blockdraft.kernels.attention import Attend, Blocks, Locate, Mask, reference
 from blockdraft.kernels.choice import Available
 from blockdraft.kernels.failure import named
 from blockdraft.kernels.kv_codec import KvFormat
-from blockdraft.kernels.kv_cold import (
-    AttendCold,
-    ColdPages,
+from blockdraft.kernels.kv_compressed import (
+    AttendCompressed,
     Compress,
+    CompressedPages,
     Tiles,
-    reference_attend_cold_paged,
+    reference_attend_compressed_paged,
     reference_compress,
 )
 
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     import torch
 
     from blockdraft.kernels.llvm.attention import PagedAttention
-    from blockdraft.kernels.llvm.kv_attention import ColdAttention
+    from blockdraft.kernels.llvm.kv_attention import CompressedAttention
     from blockdraft.kernels.llvm.kv_compress import CompressTiles
 
 
 def pick_locate(at: Available) -> Locate | None:
     """None: Blocks does it by indexing."""
     if at.has_triton("places"):
-        from blockdraft.kernels.triton.rows import locate
+        from blockdraft.kernels.triton.pointwise import locate
 
         return named("places", locate)
     return _llvm_locate() if at.has_llvm() else None
@@ -107,19 +107,19 @@ def _llvm_kernel(dtype: torch.dtype, head_dim: int) -> PagedAttention:
     return PagedAttention(dtype, head_dim)
 
 
-def pick_attend_cold(at: Available) -> AttendCold:
-    """Attention of q [N, H, D] over one layer's ColdPages (L = 1); sinks [H]. Returns [N, H, D]."""
+def pick_attend_compressed(at: Available) -> AttendCompressed:
+    """Attention of q [N, H, D] over one layer's CompressedPages (L = 1); sinks [H]. Returns [N, H, D]."""
     if at.has_triton("attention"):
-        return named("attention", _triton_attend_cold)
-    return _llvm_attend_cold(at.dtype) if at.has_llvm() else reference_attend_cold_paged
+        return named("attention", _triton_attend_compressed)
+    return _llvm_attend_compressed(at.dtype) if at.has_llvm() else reference_attend_compressed_paged
 
 
-def _triton_attend_cold(
-    q: Tensor, pages: ColdPages, blocks: Blocks, mask: Mask, sinks: Tensor | None = None
+def _triton_attend_compressed(
+    q: Tensor, pages: CompressedPages, blocks: Blocks, mask: Mask, sinks: Tensor | None = None
 ) -> Tensor:
-    from blockdraft.kernels.triton.kv_attention import attend_cold  # Gluon's import takes a while
+    from blockdraft.kernels.triton.kv_attention import attend_compressed  # Gluon's import takes a while
 
-    return attend_cold(q, pages, blocks, mask, sinks)
+    return attend_compressed(q, pages, blocks, mask, sinks)
 
 
 def pick_compress(at: Available) -> Compress:
@@ -135,26 +135,26 @@ def _llvm_lanes(form: KvFormat) -> int:
     return 16 if form.is_turned else 4
 
 
-def _llvm_attend_cold(dtype: torch.dtype) -> AttendCold:
-    def attend_cold(
-        q: Tensor, pages: ColdPages, blocks: Blocks, mask: Mask, sinks: Tensor | None = None
+def _llvm_attend_compressed(dtype: torch.dtype) -> AttendCompressed:
+    def attend_compressed(
+        q: Tensor, pages: CompressedPages, blocks: Blocks, mask: Mask, sinks: Tensor | None = None
     ) -> Tensor:
         if q.shape[-1] % _llvm_lanes(pages.format) != 0:
-            return reference_attend_cold_paged(q, pages, blocks, mask, sinks)
+            return reference_attend_compressed_paged(q, pages, blocks, mask, sinks)
         return _llvm_attention(dtype, q.shape[-1], pages.format)(q, pages, blocks, mask, sinks)
 
-    return attend_cold
+    return attend_compressed
 
 
 @functools.cache
-def _llvm_attention(dtype: torch.dtype, head_dim: int, form: KvFormat) -> ColdAttention:
-    from blockdraft.kernels.llvm.kv_attention import ColdAttention
+def _llvm_attention(dtype: torch.dtype, head_dim: int, form: KvFormat) -> CompressedAttention:
+    from blockdraft.kernels.llvm.kv_attention import CompressedAttention
 
-    return ColdAttention(dtype, head_dim, form)
+    return CompressedAttention(dtype, head_dim, form)
 
 
 def _llvm_compress(dtype: torch.dtype) -> Compress:
-    def compress(pages: ColdPages, tiles: Tiles) -> None:
+    def compress(pages: CompressedPages, tiles: Tiles) -> None:
         head_dim = pages.exact_keys.shape[-1]
         if head_dim % _llvm_lanes(pages.format) != 0:
             reference_compress(pages, tiles)

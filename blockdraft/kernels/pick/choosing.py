@@ -16,7 +16,7 @@ from blockdraft.kernels.acceptance import (
 from blockdraft.kernels.candidates import PairScores, Walk, reference_walk
 from blockdraft.kernels.choice import Available
 from blockdraft.kernels.failure import named
-from blockdraft.kernels.recall import Recall, Remember, reference_recall, reference_remember
+from blockdraft.kernels.ngram_lookup import Recall, Remember, reference_lookup, reference_remember
 from blockdraft.kernels.sampling import (
     Choose,
     Forbid,
@@ -118,14 +118,14 @@ def _repeated_walk() -> Walk:
     return walk
 
 
-def pick_recall(at: Available) -> tuple[Recall, Remember]:
+def pick_ngram_lookup(at: Available) -> tuple[Recall, Remember]:
     if at.has_llvm(torch.float32):  # there are no others in it
-        from blockdraft.kernels.llvm.recall import RecallKernels
+        from blockdraft.kernels.llvm.ngram_lookup import NgramLookupKernels
 
-        native = RecallKernels()
+        native = NgramLookupKernels()
         return native.recall, native.remember
     if not at.has_triton("recall"):
-        return reference_recall, reference_remember
-    from blockdraft.kernels.triton import recall as kernels
+        return reference_lookup, reference_remember
+    from blockdraft.kernels.triton import ngram_lookup as kernels
 
     return named("recall", kernels.recall), named("recall", kernels.remember)

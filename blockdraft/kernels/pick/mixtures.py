@@ -25,7 +25,7 @@ from blockdraft.kernels.moe import (
     reference_experts,
     reference_route,
 )
-from blockdraft.kernels.rows import GateMul
+from blockdraft.kernels.pointwise import GateMul
 
 _HALVES = (torch.bfloat16, torch.float16)
 

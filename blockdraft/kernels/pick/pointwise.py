@@ -20,7 +20,7 @@ from blockdraft.kernels.heads import (
     write,
 )
 from blockdraft.kernels.linear import Multiply
-from blockdraft.kernels.rows import (
+from blockdraft.kernels.pointwise import (
     Angles,
     GateMul,
     RmsNorm,
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 def pick_rms_norm(at: Available) -> RmsNorm:
     if at.has_triton("norms"):
-        from blockdraft.kernels.triton.rows import rms_norm
+        from blockdraft.kernels.triton.pointwise import rms_norm
 
         return named("norms", rms_norm)
     return _llvm_rows(at.dtype).rms_norm if at.has_llvm() else reference_rms_norm
@@ -47,7 +47,7 @@ def pick_rms_norm(at: Available) -> RmsNorm:
 
 def pick_gate_mul(at: Available) -> GateMul:
     if at.has_triton("activations"):
-        from blockdraft.kernels.triton.rows import gate_mul
+        from blockdraft.kernels.triton.pointwise import gate_mul
 
         return named("activations", gate_mul)
     if not at.has_llvm():
@@ -69,7 +69,7 @@ def pick_norm_rope_write(at: Available, rms_norm: RmsNorm, rotate: Rotate) -> No
     One kernel does all of it, or `rms_norm`, `rotate` and `write` one after the other.
     """
     if at.has_triton("heads"):
-        from blockdraft.kernels.triton.rows import norm_rope_write as kernel
+        from blockdraft.kernels.triton.pointwise import norm_rope_write as kernel
 
         return named("heads", kernel)
     llvm = _llvm_heads(at.dtype).norm_rope_write if at.has_llvm() else None
@@ -99,7 +99,7 @@ def _llvm_heads(dtype: torch.dtype) -> HeadKernels:
 def pick_gate_heads(at: Available) -> GateHeads:
     if not at.has_triton("heads' gates"):
         return reference_gate_heads
-    from blockdraft.kernels.triton.rows import gate_heads
+    from blockdraft.kernels.triton.pointwise import gate_heads
 
     return named("heads' gates", gate_heads)
 

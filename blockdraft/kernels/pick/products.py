@@ -35,7 +35,7 @@ from blockdraft.kernels.linear import (
     reference_linear,
     reference_scaled_linear,
 )
-from blockdraft.kernels.rows import Gate, GateMul
+from blockdraft.kernels.pointwise import Gate, GateMul
 
 if TYPE_CHECKING:
     from blockdraft.kernels.llvm.int8 import Int8Kernels

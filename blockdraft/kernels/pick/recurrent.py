@@ -20,7 +20,7 @@ from blockdraft.kernels.gated_delta import (
     reference_fold,
     reference_scan,
 )
-from blockdraft.kernels.rows import RmsNorm, sigmoid
+from blockdraft.kernels.pointwise import RmsNorm, sigmoid
 
 if TYPE_CHECKING:
     from blockdraft.kernels.llvm.gated_delta import GatedDeltaKernels

@@ -24,7 +24,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from blockdraft.kernels.triton.launch import let_next_start, num_multiprocessors, overlap, wait_for_previous
-from blockdraft.kernels.triton.rows import gate_values
+from blockdraft.kernels.triton.pointwise import gate_values
 
 MAX_TOKENS = 128
 MIN_BLOCK_M = 64  # the least that the tensor cores take on the tokens' side

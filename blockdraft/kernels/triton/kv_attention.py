@@ -1,4 +1,4 @@
-"""Paged attention over exact and compressed keys on the device: the contract of `kernels.kv_cold`.
+"""Paged attention over exact and compressed keys on the device: the contract of `kernels.kv_compressed`.
 
 Tiles, segments, parts and their merge are those of the exact kernel (`triton.attention`). Keys come in chunks
 of TILE, in the order of their positions: chunk 0 exact, then those below a query's c(t) compressed, then the
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from blockdraft.kernels.attention import Blocks, Mask
 from blockdraft.kernels.failure import DoesNotFit
-from blockdraft.kernels.kv_cold import ColdPages
+from blockdraft.kernels.kv_compressed import CompressedPages
 from blockdraft.kernels.kv_formats import TILE
 from blockdraft.kernels.triton import kv_mma
 from blockdraft.kernels.triton.attention import (
@@ -35,6 +35,7 @@ from blockdraft.kernels.triton.attention import (
     segment_length,
     visible_keys,
 )
+from blockdraft.kernels.triton.hadamard import signs, turn_blocks
 from blockdraft.kernels.triton.kv_codes import has_words, kind_of, levels_of, load_codes
 from blockdraft.kernels.triton.launch import (
     has_pdl,
@@ -43,7 +44,6 @@ from blockdraft.kernels.triton.launch import (
     overlap,
     wait_for_previous,
 )
-from blockdraft.kernels.triton.turning import signs, turn_blocks
 
 # Of a query, four times the exact kernel's: codes become levels so slowly that a row needs more programs.
 MAX_SEGMENTS = 64
@@ -112,8 +112,8 @@ def _weighed(acc, scores, scale):
 
 @triton.jit
 def _attend_exact(
-    whole, acc, q_lo, q_hi, keys, values, table, first_chunk, last_chunk, tile_lo, tile_hi, lo, hi, cold_end,
-    length, shortest, longest, scale,
+    whole, acc, q_lo, q_hi, keys, values, table, first_chunk, last_chunk, tile_lo, tile_hi, lo, hi,
+    compressed_end_at, length, shortest, longest, scale,
     N: tl.constexpr, PAGE_SIZE: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, FOLDS: tl.constexpr,
     HAS_LO: tl.constexpr, IS_FIRST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -142,13 +142,15 @@ def _attend_exact(
             if is_short_new | is_long_new:
                 is_new = tl.where(length == shortest, is_short_new, is_long_new)
                 if not IS_FIRST:
-                    is_new = is_new & (chunk * N >= cold_end)  # else it began when the chunk came compressed
+                    is_new = is_new & (
+                        chunk * N >= compressed_end_at
+                    )  # else it began when the chunk came compressed
                 whole, acc = _segments_begun(whole, acc, is_new, scale, HALF)
         scores = tl.dot(q_lo, tl.trans(k_lo), input_precision=PRECISION)
         scores = tl.dot(q_hi, tl.trans(k_hi), scores, input_precision=PRECISION)
         is_seen = key[None, :] < hi[:, None]
         if not IS_FIRST:
-            is_seen = is_seen & (chunk * N >= cold_end)[:, None]
+            is_seen = is_seen & (chunk * N >= compressed_end_at)[:, None]
         if HAS_LO:
             is_seen = is_seen & (key[None, :] >= lo[:, None])
         scores = tl.where(is_seen, scores, float("-inf"))
@@ -163,7 +165,7 @@ def _attend_exact(
 
 
 @triton.jit
-def _cold_page(table, chunk, last_chunk, tile_lo, N: tl.constexpr, PAGE_SIZE: tl.constexpr,
+def _compressed_page(table, chunk, last_chunk, tile_lo, N: tl.constexpr, PAGE_SIZE: tl.constexpr,
                HAS_LO: tl.constexpr):  # fmt: skip
     """Page ids [N] of a chunk's keys, and whether they are read: a tile reads chunks up to its last whole."""
     key = chunk * N + tl.arange(0, N)
@@ -204,9 +206,9 @@ def _levels(
 
 
 @triton.jit
-def _attend_cold(
+def _attend_compressed(
     whole, acc, q_lo, q_hi, keys, key_scale, values, value_scale, table, first_chunk, last_chunk, tile_lo, lo,
-    cold_end, length, shortest, longest, scale,
+    compressed_end_at, length, shortest, longest, scale,
     N: tl.constexpr, PAGE_SIZE: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, FOLDS: tl.constexpr,
     HAS_LO: tl.constexpr, KEY_KIND: tl.constexpr, VALUE_KIND: tl.constexpr, KEY_BYTES: tl.constexpr,
     VALUE_BYTES: tl.constexpr, WORDS: tl.constexpr, PRECISION: tl.constexpr, UNROLL: tl.constexpr,
@@ -214,8 +216,8 @@ def _attend_cold(
     """Online softmax over compressed chunks, each seen whole (but for a window) by those with a later c."""
     ones = tl.full([N, SUMS], 1.0, q_lo.dtype)
     # Page ids are loaded two turns ahead, codes and scales one: into registers, which these few bytes fit.
-    page, is_read = _cold_page(table, first_chunk, last_chunk, tile_lo, N, PAGE_SIZE, HAS_LO)
-    next_page, is_next = _cold_page(table, first_chunk + 1, last_chunk, tile_lo, N, PAGE_SIZE, HAS_LO)
+    page, is_read = _compressed_page(table, first_chunk, last_chunk, tile_lo, N, PAGE_SIZE, HAS_LO)
+    next_page, is_next = _compressed_page(table, first_chunk + 1, last_chunk, tile_lo, N, PAGE_SIZE, HAS_LO)
     k_first, k_second, k_scale = _stored(
         keys, key_scale, page, first_chunk, is_read,
         N, PAGE_SIZE, DIM, HALF, HAS_LO, KEY_KIND, KEY_BYTES, WORDS,
@@ -234,8 +236,8 @@ def _attend_cold(
             values, value_scale, next_page, chunk + 1, is_next,
             N, PAGE_SIZE, DIM, HALF, HAS_LO, VALUE_KIND, VALUE_BYTES, WORDS,
         )  # fmt: skip
-        next_page, is_next = _cold_page(table, chunk + 2, last_chunk, tile_lo, N, PAGE_SIZE, HAS_LO)
-        is_colder = chunk * N < cold_end  # [M]
+        next_page, is_next = _compressed_page(table, chunk + 2, last_chunk, tile_lo, N, PAGE_SIZE, HAS_LO)
+        is_colder = chunk * N < compressed_end_at  # [M]
         if FOLDS:
             is_short_new = chunk * N % shortest == 0
             is_long_new = chunk * N % longest == 0
@@ -330,7 +332,7 @@ def _attend_kernel(
     key_scale += group.to(tl.int64) * scale_stride
     value_scale += group.to(tl.int64) * scale_stride
 
-    # Keys [lo, hi) of each query, and [tile_lo, tile_hi) of them together; compressed ones up to cold_end.
+    # Keys [lo, hi) of each query, and [tile_lo, tile_hi) of them together.
     lane = tl.arange(0, BLOCK_M)
     token = first + lane // SHARED
     head = group * SHARED + lane % SHARED
@@ -343,7 +345,7 @@ def _attend_kernel(
     # The queries of a tile have segments of at most two lengths: the first query's and the last one's.
     shortest = segment_length(first_hi, SEGMENT, MAX_SEGMENTS)
     longest = segment_length(tile_hi, SEGMENT, MAX_SEGMENTS)
-    cold_end = tl.maximum(start + tl.minimum(token, last) - cold_window, 0) // N * N
+    compressed_end_at = tl.maximum(start + tl.minimum(token, last) - cold_window, 0) // N * N
     cold_chunk = tl.maximum(start + last - cold_window, 0) // N  # the first that is compressed for no query
     exact_chunk = tl.maximum(tl.maximum(start + first - cold_window, 0) // N, 1)  # the first exact for some
 
@@ -379,19 +381,19 @@ def _attend_kernel(
             acc = _nothing_yet(BLOCK_M, HALF)
             whole, acc = _attend_exact(
                 whole, acc, q_lo, q_hi, exact_keys, exact_values, exact_table, begin, tl.minimum(end, 1),
-                tile_lo, tile_hi, lo, hi, cold_end, length, shortest, longest, scale,
+                tile_lo, tile_hi, lo, hi, compressed_end_at, length, shortest, longest, scale,
                 N, PAGE_SIZE, DIM, HALF, FOLDS, HAS_WINDOW, True, PRECISION, 1,
             )  # fmt: skip
-            whole, acc = _attend_cold(
+            whole, acc = _attend_compressed(
                 whole, acc, q_lo, q_hi, keys, key_scale, values, value_scale, table, tl.maximum(begin, 1),
-                tl.minimum(end, cold_chunk), tile_lo, lo, cold_end, length, shortest, longest, scale,
+                tl.minimum(end, cold_chunk), tile_lo, lo, compressed_end_at, length, shortest, longest, scale,
                 N, PAGE_SIZE, DIM, HALF, FOLDS, HAS_WINDOW, KEY_KIND, VALUE_KIND, KEY_BYTES, VALUE_BYTES,
                 WORDS, PRECISION, UNROLL,
             )  # fmt: skip
             whole, acc = _attend_exact(
                 whole, acc, q_lo, q_hi, exact_keys, exact_values, exact_table,
                 tl.maximum(begin, exact_chunk), end,
-                tile_lo, tile_hi, lo, hi, cold_end, length, shortest, longest, scale,
+                tile_lo, tile_hi, lo, hi, compressed_end_at, length, shortest, longest, scale,
                 N, PAGE_SIZE, DIM, HALF, FOLDS, HAS_WINDOW, False, PRECISION, STAGES,
             )  # fmt: skip
             if FOLDS:
@@ -469,10 +471,10 @@ def _merge_kernel(
     tl.store(out + result * DIM + dim, outputs.to(out.dtype.element_ty), mask=dim < DIM)
 
 
-def attend_cold(
-    q: Tensor, pages: ColdPages, blocks: Blocks, mask: Mask, sinks: Tensor | None = None
+def attend_compressed(
+    q: Tensor, pages: CompressedPages, blocks: Blocks, mask: Mask, sinks: Tensor | None = None
 ) -> Tensor:
-    """Attention of q [N, H, D] over one layer's ColdPages; sinks [H]. Returns [N, H, D].
+    """Attention of q [N, H, D] over one layer's CompressedPages; sinks [H]. Returns [N, H, D].
 
     Outputs past the last of blocks.offsets are undefined.
     """
@@ -493,7 +495,7 @@ def attend_cold(
 
 
 def attend_as(
-    config: Config, q: Tensor, pages: ColdPages, blocks: Blocks, mask: Mask, sinks: Tensor | None
+    config: Config, q: Tensor, pages: CompressedPages, blocks: Blocks, mask: Mask, sinks: Tensor | None
 ) -> Tensor:
     """The same, cut as asked."""
     _check(q, pages, blocks, sinks)
@@ -550,7 +552,7 @@ def attend_as(
 def _launch(
     config: Config,
     q: Tensor,
-    pages: ColdPages,
+    pages: CompressedPages,
     blocks: Blocks,
     mask: Mask,
     sinks: Tensor | None,
@@ -617,7 +619,7 @@ def _launch(
     )
 
 
-def _has_words(q: Tensor, pages: ColdPages) -> bool:
+def _has_words(q: Tensor, pages: CompressedPages) -> bool:
     """Whether four codes at a time become levels: by instructions that Hopper has first, for bfloat16."""
     if q.device.type != "cuda" or q.dtype != torch.bfloat16 or not has_pdl(q.device):
         return False
@@ -628,7 +630,7 @@ def _half(head_dim: int) -> int:
     return max(16, int(triton.next_power_of_2(head_dim // 2)))
 
 
-def _check(q: Tensor, pages: ColdPages, blocks: Blocks, sinks: Tensor | None) -> None:
+def _check(q: Tensor, pages: CompressedPages, blocks: Blocks, sinks: Tensor | None) -> None:
     exact = (pages.exact_keys, pages.exact_values)
     if q.dtype not in (torch.bfloat16, torch.float16, torch.float32) or any(
         x.dtype != q.dtype for x in exact

@@ -1,4 +1,4 @@
-"""Exact keys and values into the bytes of `kv_codec`, on the device: the contract of `kv_cold.compress`.
+"""Exact keys and values into the bytes of `kv_codec`, on the device: `kv_compressed.compress`.
 
 A program encodes the keys and the values of one head in one tile. All vectors go through the same operations
 in float32, so that a vector's bytes follow from the vector alone.
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from blockdraft.kernels.kv_codec import EightBits, Turned
-from blockdraft.kernels.kv_cold import ColdPages, Tiles
+from blockdraft.kernels.kv_compressed import CompressedPages, Tiles
 from blockdraft.kernels.kv_formats import TILE
 from blockdraft.kernels.triton.kv_codes import kind_of, level3, level4
 from blockdraft.kernels.triton.launch import overlap, start_and_wait
@@ -172,7 +172,7 @@ def _compress_kernel(
     )  # fmt: skip
 
 
-def compress(pages: ColdPages, tiles: Tiles) -> None:
+def compress(pages: CompressedPages, tiles: Tiles) -> None:
     """Encode what `tiles` says, of all layers, from exact slots into compressed ones."""
     num_layers, num_groups, _, head_dim = pages.exact_keys.shape
     _check(pages, tiles)
@@ -208,7 +208,7 @@ def compress(pages: ColdPages, tiles: Tiles) -> None:
     )
 
 
-def _check(pages: ColdPages, tiles: Tiles) -> None:
+def _check(pages: CompressedPages, tiles: Tiles) -> None:
     keys, values = pages.format.keys, pages.format.values
     assert isinstance(keys, EightBits) or (isinstance(keys, Turned) and keys.scaling == "unbiased")
     assert isinstance(values, EightBits) or (isinstance(values, Turned) and values.scaling == "matched")

@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from blockdraft.kernels.attention import Blocks, Mask
 from blockdraft.kernels.kv_codec import KvFormat
-from blockdraft.kernels.kv_cold import ColdPages
+from blockdraft.kernels.kv_compressed import CompressedPages
 from blockdraft.kernels.kv_formats import TILE
 from blockdraft.kernels.triton.attention import (
     LOG2_E,
@@ -37,9 +37,9 @@ from blockdraft.kernels.triton.attention import (
     segment_length,
     visible_keys,
 )
+from blockdraft.kernels.triton.hadamard import signs, turn_blocks
 from blockdraft.kernels.triton.kv_codes import PAIR_BY_CURVE, WORD_BY_TABLE, kind_of
 from blockdraft.kernels.triton.launch import has_pdl, let_next_start, overlap, wait_for_previous
-from blockdraft.kernels.triton.turning import signs, turn_blocks
 
 # All three are part of the result's bits.
 SEGMENT = 64  # keys of the shortest segments
@@ -371,9 +371,9 @@ def _run_added(whole, run, scale, mma: gl.constexpr):
 
 
 @gluon.jit
-def _attend_cold(
-    whole, run, acc, q, keys, key_scale, values, value_scale, table, first_chunk, last_chunk, cold_end,
-    length, scale,
+def _attend_compressed(
+    whole, run, acc, q, keys, key_scale, values, value_scale, table, first_chunk, last_chunk,
+    compressed_end_at, length, scale,
     DIM: gl.constexpr, COLUMNS: gl.constexpr, PAGE_SIZE: gl.constexpr, LEVEL: gl.constexpr,
     WARPS: gl.constexpr, SPLITS: gl.constexpr, mma: gl.constexpr,
 ):  # fmt: skip
@@ -398,7 +398,7 @@ def _attend_cold(
         by_key = gl.convert_layout(gl.reshape(k_scale, [_N]), ROWS, assert_trivial=True)
         by_value = gl.convert_layout(gl.reshape(v_scale, [_N]), ROWS, assert_trivial=True)
         scores = scores * gl.expand_dims(by_key.to(gl.float32), 1)
-        is_colder = gl.expand_dims(chunk * _N < cold_end, 0)
+        is_colder = gl.expand_dims(chunk * _N < compressed_end_at, 0)
         value_scale_now = gl.expand_dims(by_value.to(gl.float32), 1)
         acc = _with_chunk(acc, scores, is_colder, value_scale_now, v, scale, COLUMNS, SPLITS, mma)
     return whole, run, acc
@@ -436,16 +436,16 @@ def _load_group_values(values, table, group, end, WORDS: gl.constexpr, PAGE_SIZE
 
 
 @gluon.jit
-def _attend_cold_alone(
-    run, acc, q, keys, key_scale, values, value_scale, table, first_chunk, last_chunk, cold_end, length,
-    scale,
+def _attend_compressed_alone(
+    run, acc, q, keys, key_scale, values, value_scale, table, first_chunk, last_chunk,
+    compressed_end_at, length, scale,
     DIM: gl.constexpr, COLUMNS: gl.constexpr, PAGE_SIZE: gl.constexpr, LEVEL: gl.constexpr,
     mma: gl.constexpr,
 ):  # fmt: skip
     """The same for a warp alone and short segments, in loops over groups of 16 keys, with equal bits.
 
     A model's weights drive code out of all caches between two layers: what runs once is read first, and a
-    third of the code takes less time. Where a segment is long, the code of `_attend_cold` is faster.
+    third of the code takes less time. Where a segment is long, the code of `_attend_compressed` is faster.
     """
     WORDS: gl.constexpr = DIM // 8
     A: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
@@ -477,7 +477,7 @@ def _attend_cold_alone(
             all_scores.index(group).store(scores * gl.expand_dims(k_scale.to(gl.float32), 1))
             k, k_scale, next_k, next_scale = next_k, next_scale, far_k, far_scale
         scores = all_scores._reinterpret(gl.float32, [_N, COLUMNS], rows).load(mma)
-        is_colder = gl.expand_dims(chunk * _N < cold_end, 0)
+        is_colder = gl.expand_dims(chunk * _N < compressed_end_at, 0)
         weights, shrink, top, total = _weighed(acc, scores, is_colder, scale)
         by_value = gl.convert_layout(by_value, gl.SliceLayout(1, mma), assert_trivial=True).to(gl.float32)
         weights = (weights * gl.expand_dims(by_value, 1)).to(gl.bfloat16)
@@ -512,8 +512,8 @@ def _keys_left(left, COUNT: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def _attend_exact(
-    whole, run, acc, q, keys, values, table, first_chunk, last_chunk, folds_from, tile_hi, hi, cold_end,
-    length, scale,
+    whole, run, acc, q, keys, values, table, first_chunk, last_chunk, folds_from, tile_hi, hi,
+    compressed_end_at, length, scale,
     DIM: gl.constexpr, COLUMNS: gl.constexpr, PAGE_SIZE: gl.constexpr, LEVEL: gl.constexpr,
     WARPS: gl.constexpr, SPLITS: gl.constexpr, mma: gl.constexpr,
 ):  # fmt: skip
@@ -538,7 +538,7 @@ def _attend_exact(
         k = _operand(_exact_keys(k, DIM), SPLITS, A)
         v = _operand(_exact_values(even, odd, DIM), SPLITS, A)
         scores = mma_v2(_loaded(k, SPLITS, A), q, gl.zeros([_N, COLUMNS], gl.float32, mma))
-        is_warmer = (chunk * _N >= cold_end) | (chunk == 0)
+        is_warmer = (chunk * _N >= compressed_end_at) | (chunk == 0)
         is_seen = gl.expand_dims(row + chunk * _N, 1) < gl.expand_dims(hi, 0)
         is_seen = is_seen & gl.expand_dims(is_warmer, 0)
         acc = _with_chunk(acc, scores, is_seen, 1.0, v, scale, COLUMNS, SPLITS, mma)
@@ -617,13 +617,13 @@ def _attend_kernel(
     key_scale += wide * scale_stride
     value_scale += wide * scale_stride
 
-    # Each query, and then the tile, sees keys before `hi`; compressed ones before `cold_end`.
+    # Each query, and then the tile, sees keys before `hi`; compressed ones before `compressed_end_at`.
     last = gl.minimum(first + TOKENS, count) - 1
     column = gl.arange(0, COLUMNS, gl.SliceLayout(0, mma))
     token = gl.minimum(first + column // SHARED, last)
     hi = start + (token + 1 if IS_CAUSAL else token * 0 + count)
     tile_hi = start + (last + 1 if IS_CAUSAL else count)
-    cold_end = gl.maximum(start + token - cold_window, 0) // _N * _N
+    compressed_end_at = gl.maximum(start + token - cold_window, 0) // _N * _N
     cold_chunk = gl.maximum(start + last - cold_window, 0) // _N  # the first that is compressed for no query
     exact_chunk = gl.maximum(gl.maximum(start + first - cold_window, 0) // _N, 1)  # the first exact for some
     last_chunk = (tile_hi + _N - 1) // _N
@@ -667,23 +667,23 @@ def _attend_kernel(
                     whole, run, acc, query, exact_keys, exact_values, exact_table,
                     gl.where(phase == 0, begin, gl.maximum(begin, exact_chunk)),
                     gl.where(phase == 0, gl.minimum(end, 1), end),
-                    gl.where(phase == 0, 1, cold_chunk), tile_hi, hi, cold_end, length, scale,
+                    gl.where(phase == 0, 1, cold_chunk), tile_hi, hi, compressed_end_at, length, scale,
                     DIM, COLUMNS, PAGE_SIZE, LEVEL, WARPS, SPLITS, mma,
                 )  # fmt: skip
                 first_cold = gl.maximum(begin, 1)
                 last_cold = gl.where(phase == 0, gl.minimum(end, cold_chunk), 0)
                 if WARPS == 1 and LEVEL < 2:  # noqa: SIM102  # the one is known to the compiler
                     if (first_cold < last_cold) & (length <= _SHORT):
-                        run, acc = _attend_cold_alone(
+                        run, acc = _attend_compressed_alone(
                             run, acc, query, keys, key_scale, values, value_scale, table, first_cold,
-                            last_cold, cold_end, length, scale,
+                            last_cold, compressed_end_at, length, scale,
                             DIM, COLUMNS, PAGE_SIZE, LEVEL, mma,
                         )  # fmt: skip
                         last_cold = 0
                 if first_cold < last_cold:
-                    whole, run, acc = _attend_cold(
+                    whole, run, acc = _attend_compressed(
                         whole, run, acc, query, keys, key_scale, values, value_scale, table, first_cold,
-                        last_cold, cold_end, length, scale,
+                        last_cold, compressed_end_at, length, scale,
                         DIM, COLUMNS, PAGE_SIZE, LEVEL, WARPS, SPLITS, mma,
                     )  # fmt: skip
             if LEVEL > 0:
@@ -775,7 +775,7 @@ def has_shape(head_dim: int, dtype: torch.dtype, page_size: int, device: torch.d
     return is_half and device.type == "cuda" and has_pdl(device)
 
 
-def serves(q: Tensor, pages: ColdPages, blocks: Blocks, mask: Mask) -> bool:
+def serves(q: Tensor, pages: CompressedPages, blocks: Blocks, mask: Mask) -> bool:
     """Whether it computes that layer: a question of the model and the card, not of the batch."""
     is_kind = fits(pages.format, q.shape[2], q.dtype, blocks.page_size, q.device)
     return is_kind and q.shape[1] // pages.exact_keys.shape[1] <= 64 and mask.window is None
@@ -795,8 +795,8 @@ def choose(*, num_rows: int, num_groups: int, shared: int, max_count: int) -> Co
     return Config(tokens, columns, warps, level, parts)
 
 
-def attend(q: Tensor, pages: ColdPages, blocks: Blocks, mask: Mask, sinks: Tensor | None) -> Tensor:
-    """Attention of q [N, H, D] over one layer's ColdPages, as `kv_attention.attend_cold`."""
+def attend(q: Tensor, pages: CompressedPages, blocks: Blocks, mask: Mask, sinks: Tensor | None) -> Tensor:
+    """Attention of q [N, H, D] over one layer's CompressedPages, as `kv_attention.attend_compressed`."""
     num_groups = pages.exact_keys.shape[1]
     config = choose(
         num_rows=blocks.rows.shape[0],
@@ -808,7 +808,7 @@ def attend(q: Tensor, pages: ColdPages, blocks: Blocks, mask: Mask, sinks: Tenso
 
 
 def attend_as(
-    config: Config, q: Tensor, pages: ColdPages, blocks: Blocks, mask: Mask, sinks: Tensor | None
+    config: Config, q: Tensor, pages: CompressedPages, blocks: Blocks, mask: Mask, sinks: Tensor | None
 ) -> Tensor:
     """The same, cut as asked."""
     num_tokens, num_heads, head_dim = q.shape
@@ -852,7 +852,7 @@ def attend_as(
 def _launch(
     config: Config,
     q: Tensor,
-    pages: ColdPages,
+    pages: CompressedPages,
     blocks: Blocks,
     mask: Mask,
     parts: list[Tensor],

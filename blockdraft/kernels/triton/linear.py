@@ -31,7 +31,7 @@ from blockdraft.kernels.triton.launch import (
     start_and_wait,
     wait_for_previous,
 )
-from blockdraft.kernels.triton.rows import gate_values
+from blockdraft.kernels.triton.pointwise import gate_values
 
 MAX_SOME = 64  # tokens of a tile; with a plain weight, more are left to cuBLAS
 MANY = 128  # tokens of a tile where they are more

@@ -214,7 +214,7 @@ export function showStartup(startup) {
 const ENGINE_ROWS = [
   ["engine", "Engine"], ["target", "Named as"], ["draft", "Drafter named as"], ["width", "Width to begin with"],
   ["width_reason", "Why this width"], ["block", "Drafter's block"], ["dtype", "Computed in"], ["device", "Device"],
-  ["quantization", "Weights held as"], ["max_context", "Context"], ["max_rows", "Requests at once"],
+  ["quantization", "Weights held as"], ["max_model_len", "Context"], ["max_num_seqs", "Requests at once"],
   ["same_bits", "Same bits in any company"], ["same_bits_reason", "How that is known"],
   ["page_size", "Tokens per page"], ["num_cache_bytes", "Cache"],
   ["kv_dtype", "Keys and values in"], ["kv_bytes_per_token", "Bytes per token"], ["kv_window", "Tokens kept exact"],

@@ -1,0 +1,101 @@
+"""CompressedKV: keys and values of layers that compress what lies behind (kernels/kv_compressed.py)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from blockdraft.cache.paged import untouched
+from blockdraft.cache.rows import Rows
+from blockdraft.cache.spec import Compressed
+from blockdraft.kernels import kv_codec
+from blockdraft.kernels.attention import Blocks
+from blockdraft.kernels.heads import Slots, Turn
+from blockdraft.kernels.kernels import Kernels
+from blockdraft.kernels.kv_compressed import Codes, CompressedPages, Tiles
+from blockdraft.kernels.kv_formats import SCALE_BYTES, TILE
+from blockdraft.kernels.kv_positions import PositionRule
+
+
+class CompressedKV:
+    """All layers of one spec: compressed in `num_slots` slots, exact in `num_exact_slots`."""
+
+    def __init__(  # noqa: PLR0913
+        self,
+        spec: Compressed,
+        *,
+        num_layers: int,
+        num_slots: int,
+        num_exact_slots: int,
+        rule: PositionRule,
+        dtype: torch.dtype,
+        device: torch.device,
+        kernels: Kernels,
+    ) -> None:
+        self._kernels = kernels
+        form = kv_codec.kv_format(spec.format, spec.head_dim)
+        lead, dim = (num_layers, spec.num_kv_heads), spec.head_dim
+        exact = [untouched((*lead, num_exact_slots, dim), dtype, device) for _ in range(2)]
+        stores = [
+            Codes(
+                untouched((*lead, num_slots, codec.num_bytes(dim) - SCALE_BYTES), torch.uint8, device),
+                untouched((*lead, num_slots), torch.float16, device),
+            )
+            for codec in (form.keys, form.values)
+        ]
+        for tensor in (*exact, *stores[0], *stores[1]):
+            tensor[:, :, 0] = 0  # where masked reads point
+        self.pages = CompressedPages(form, rule, exact[0], exact[1], stores[0], stores[1])
+        # One constant for the keys of each head, which is not stored: zero until `centre_keys`.
+        self.centre = torch.zeros((*lead, dim), dtype=torch.float32, device=device)
+        self._signs = kv_codec.signs(dim, device) if form.is_turned else None
+
+    def slots(self, layer: int, blocks: Blocks) -> Slots:
+        """Where this forward writes: exact."""
+        turn = None if self._signs is None else Turn(self._signs, self.centre[layer])
+        pages = self.pages
+        return Slots(pages.exact_keys[layer], pages.exact_values[layer], blocks.exact_write_slots, turn)
+
+    def compress(self, tiles: Tiles, layer: int | None = None) -> None:
+        """In one layer, or in all."""
+        self._kernels.compress(self.pages if layer is None else self.pages.layer(layer), tiles)
+
+    @property
+    def num_bytes(self) -> int:
+        pages = self.pages
+        tensors = (pages.exact_keys, pages.exact_values, *pages.keys, *pages.values)
+        return sum(tensor.nbytes for tensor in tensors)
+
+
+class CompressedLayer:
+    """One layer of CompressedKV."""
+
+    def __init__(self, group: CompressedKV, layer: int) -> None:
+        self.group = group
+        self.pages = group.pages.layer(layer)
+        self._layer = layer
+
+    def slots(self, blocks: Blocks) -> Slots:
+        return self.group.slots(self._layer, blocks)
+
+    def compress(self, tiles: Tiles) -> None:
+        self.group.compress(tiles, self._layer)
+
+    def centre_on(self, mean: Tensor) -> None:
+        """Rotated keys are stored less `mean` [G, D] from now on; none is in the cache yet."""
+        if self.pages.format.is_turned:
+            self.group.centre[self._layer] = kv_codec.rotate(mean)
+
+    @property
+    def num_bytes(self) -> int:
+        """Its share of the group."""
+        return self.group.num_bytes // len(self.group.pages.exact_keys)
+
+
+def tiles_behind(
+    rows: Rows, rule: PositionRule, starts: Tensor, counts: Tensor, *, max_count: int, page_size: int
+) -> Tiles:
+    """What falls behind as the active rows, of lengths starts [R], grow by counts [R], none above a limit."""
+    assert rows.exact_table is not None
+    most = -(-max_count // TILE) + (0 if max_count < TILE else 1)
+    return Tiles(rows.page_table, rows.exact_table, rows.active, starts, counts, rule, most, page_size)

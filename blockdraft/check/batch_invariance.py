@@ -1,0 +1,138 @@
+"""Whether a token's bits follow from its position and its row alone, with these weights on this device.
+
+One text is computed in every way that serving knows: prefilled at once and in pieces, decoded token by token
+and in blocks, alone and among other rows. Its log-probabilities are compared with ==. Where they are equal,
+so are answers, with and without drafts and whoever else is served. Where they are not, only near-ties can
+come out otherwise, which is no reason to serve nothing: it is said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from blockdraft.cache.cache import Cache
+from blockdraft.cache.rows import Rows
+from blockdraft.cache.view import CacheView, View
+from blockdraft.engine.engine import Engine
+from blockdraft.engine.request import SamplingParams
+from blockdraft.engine.trial_engine import max_tokens, serve, trial_engine
+from blockdraft.step.drafter import DraftedBlock, NoDrafter, Weightless
+
+NUM_PROMPT = 150  # tokens: a GPU multiplies 16, 64, 128 and more of them in different ways
+NUM_ANSWER = 20  # more than a block
+NUM_ROWS = 9  # of a crowd: blocks of 16 of so many are more than any tile takes
+SHORT_CHUNK = 40  # tokens of a piece
+
+
+class ComputedText(NamedTuple):
+    """The tokens of an answer, and log-probabilities."""
+
+    token_ids: tuple[int, ...]
+    prompt: tuple[float, ...]  # of the prompt's tokens but the first, if asked for
+    answer: tuple[float, ...]
+
+
+class BitsResult(NamedTuple):
+    """How many log-probabilities were compared, and the first that differs."""
+
+    num_values: int
+    difference: str | None  # None: all are equal
+
+    @property
+    def is_same(self) -> bool:
+        return self.difference is None
+
+    @property
+    def detail(self) -> str:
+        if self.difference is None:
+            return f"{self.num_values} log-probabilities are the same in blocks, in a crowd and prefilled"
+        return f"{self.difference}: near-ties may be answered otherwise in other company"
+
+
+def check_bits(engine: Engine, ids: list[int]) -> BitsResult:
+    """Look at an idle engine, and leave it as it was."""
+    count = 0
+    for way, got, expected in _ways(engine, ids):
+        for at, (one, other) in enumerate(zip(got, expected, strict=True)):
+            count += 1
+            if one != other:
+                return BitsResult(count, f"{way}, log-probability {at + 1} is {one!r}, not {other!r}")
+    return BitsResult(count, None)
+
+
+def _ways(engine: Engine, ids: list[int]) -> Iterator[tuple[str, tuple[float, ...], tuple[float, ...]]]:
+    """A name, and log-probabilities that should be equal."""
+    plan, room = engine.models.plan, max_tokens(engine)
+    num_answer = max(1, min(NUM_ANSWER, room // 4))
+    prompt = (ids * (NUM_PROMPT // len(ids) + 1))[: max(1, min(NUM_PROMPT, room // 2))]
+    plain_engine = trial_engine(engine, NoDrafter(plan.block))
+    (plain,) = _texts(plain_engine, [prompt], width=1, num_answer=num_answer)
+    replay = _Replay([*prompt, *plain.token_ids], plan.block, engine.models.device)
+    for width in sorted({min(4, plan.block), plan.block} - {1}):
+        (text,) = _texts(trial_engine(engine, replay), [prompt], width=width, num_answer=num_answer)
+        yield f"in a block of {width} tokens", text.answer, plain.answer
+    for width in sorted({1, plan.block}):
+        several = [prompt] * min(NUM_ROWS, plan.max_num_seqs)
+        for text in _texts(trial_engine(engine, replay), several, width=width, num_answer=num_answer):
+            yield f"among {len(several)} rows of width {width}", text.answer, plain.answer
+    whole = [*prompt, *plain.token_ids]
+    (text,) = _texts(plain_engine, [whole], width=1, num_answer=1, has_prompt=True)
+    yield f"in a prompt of {len(whole)} tokens", text.prompt[-num_answer:], plain.answer
+    pieces = trial_engine(
+        engine,
+        NoDrafter(plan.block),
+        replace(plan, max_prefill_tokens=min(plan.max_prefill_tokens, SHORT_CHUNK)),
+    )
+    (cut,) = _texts(pieces, [whole], width=1, num_answer=1, has_prompt=True)
+    yield f"in a prompt that comes in pieces of {SHORT_CHUNK} tokens", cut.prompt, text.prompt
+
+
+def _texts(
+    engine: Engine, prompts: list[list[int]], *, width: int, num_answer: int, has_prompt: bool = False
+) -> list[ComputedText]:
+    sampling = SamplingParams(
+        temperature=0.0,
+        width=width,
+        max_tokens=num_answer,
+        ignore_eos=True,
+        logprobs=0,
+        prompt_logprobs=0 if has_prompt else None,
+    )
+    names = [engine.add(prompt, sampling) for prompt in prompts]
+    deltas = serve(engine)
+    found = []
+    for name in names:
+        mine = [delta for delta in deltas if delta.request_id == name]
+        chosen = [item for delta in mine for item in delta.logprobs]
+        listed = [item for delta in mine for item in delta.prompt_logprobs or () if item is not None]
+        found.append(
+            ComputedText(
+                tuple(item.token_id for item in chosen),
+                tuple(item.logprob for item in listed),
+                tuple(item.logprob for item in chosen),
+            )
+        )
+    return found
+
+
+class _Replay(Weightless):
+    """A drafter that knows the text: every draft is right, so blocks are kept whole."""
+
+    def __init__(self, token_ids: list[int], block: int, device: torch.device) -> None:
+        self.block = block
+        self._token_ids = torch.tensor(token_ids + [0] * block, device=device)
+
+    def draft(self, rows: Rows, cache: Cache, view: CacheView, width: int) -> DraftedBlock:
+        columns = torch.arange(width, device=rows.device)
+        places = (rows.length[rows.active][:, None] + columns).clamp(max=len(self._token_ids) - 1)
+        block = self._token_ids[places]
+        block[:, 0] = rows.anchor[rows.active]
+        return DraftedBlock(block)
+
+    def absorb(self, features: Tensor, view: View) -> None:
+        pass

@@ -1,0 +1,130 @@
+"""LoadedPair: everything an engine runs, loaded; `start/loading.py` makes it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import nn
+
+from blockdraft.cache.spec import LayerSpec, compressed
+from blockdraft.checkpoints.fit_file import Acceptance
+from blockdraft.checkpoints.stored_form import StoredForm
+from blockdraft.kernels.choice import HOST_BOUND, has_triton
+from blockdraft.kernels.cpu import why_no_llvm
+from blockdraft.kernels.kernels import Kernels
+from blockdraft.models.config import ModelConfig
+from blockdraft.models.decoder import Decoder
+from blockdraft.models.draft_config import DraftConfig
+from blockdraft.models.kernel_module import with_kernels
+from blockdraft.models.layers import Embedding, Linear
+from blockdraft.models.moe import Experts
+from blockdraft.models.packed import Packed, Scaled
+from blockdraft.models.packed_int8 import Int8Matrix
+from blockdraft.planner.plan import ASKED, Plan
+from blockdraft.settings.settings import NGRAM
+from blockdraft.step.dflash import DFlashDrafter
+from blockdraft.step.drafter import Drafter
+from blockdraft.step.ngram import NgramDrafter
+from blockdraft.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Labels:
+    """What makes an engine good for timing only; each notice belongs beside everything it puts out."""
+
+    is_dummy: bool = False  # the weights are random
+    synthetic_acceptance: str | None = None  # the profile by which drafts are accepted
+    notices: tuple[str, ...] = ()
+    chosen: tuple[str, ...] = ()  # of a GGUF file given by its path: what "auto" means for it, and why
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedPair:
+    """Everything an engine runs."""
+
+    config: ModelConfig
+    draft_config: DraftConfig | None
+    target: Decoder
+    drafter: Drafter
+    tokenizer: Tokenizer
+    plan: Plan
+    device: torch.device
+    stored: StoredForm  # what the target was read from
+    draft_stored: StoredForm | None = None
+    rates: tuple[float, ...] | None = None  # synthetic acceptance, for timing alone; None: real
+    labels: Labels = Labels()
+    acceptance: Acceptance = field(default_factory=dict)  # of its drafts, by category; empty: not known
+    sampling: Mapping[str, float] = field(default_factory=dict)  # of requests that do not say
+
+    def __post_init__(self) -> None:
+        assert self.rates is None or len(self.rates) >= self.plan.block - 1, "a rate for each draft"
+
+    @property
+    def draft_name(self) -> str | None:
+        """None: there is no drafter."""
+        if self.draft_config is not None:
+            return self.draft_config.name
+        return NGRAM if isinstance(self.drafter, NgramDrafter) else None
+
+    @property
+    def most_context(self) -> int:
+        """The most that --max-model-len could be raised to; "auto" has taken all of it."""
+        is_asked = self.plan.reasons.get("max_model_len") == ASKED
+        return (
+            max(self.config.max_positions, self.plan.max_model_len) if is_asked else self.plan.max_model_len
+        )
+
+    def cache_specs(self) -> tuple[LayerSpec, ...]:
+        """What the cache remembers for each layer of the target, then of the drafter."""
+        specs = compressed(self.config.layer_specs(), self.plan.kv_dtype)
+        if self.draft_config is None:
+            return specs
+        return specs + compressed(self.draft_config.layer_specs(), self.plan.draft_kv_dtype)
+
+    def with_kernels(self, kernels: Kernels) -> LoadedPair:
+        """The same models, weights shared, that compute by `kernels`."""
+        target = with_kernels(self.target, kernels)
+        return replace(self, target=target, drafter=self.drafter.beside(target))
+
+    def models(self) -> list[nn.Module]:
+        """The target, and the drafter's own model if it has one."""
+        return [self.target, *([] if self.drafter.model is None else [self.drafter.model])]
+
+    @property
+    def block_drafter(self) -> DFlashDrafter | None:
+        """The drafter, if it drafts by a forward over a block."""
+        return self.drafter if isinstance(self.drafter, DFlashDrafter) else None
+
+    def why_not_captured(self) -> str | None:
+        """What keeps a decode step from being captured; None: nothing."""
+        reasons = (self._why_not(module) for part in self.models() for module in part.modules())
+        return self._why_no_graph() or next((reason for reason in reasons if reason is not None), None)
+
+    def _why_no_graph(self) -> str | None:
+        """Of any step here."""
+        if self.device.type != "cuda":
+            reason = why_no_llvm(getattr(torch, self.plan.dtype), self.device)
+            is_native = self.target.kernels.available.path == "llvm"
+            return reason or (None if is_native else "only the CPU's own kernels are recorded")
+        if self.plan.dtype == "float64":
+            return "the GPU's kernels do not compute in float64"
+        if not has_triton():
+            return "Triton is not installed"
+        slow = [operation for operation in self.target.kernels.off if operation in HOST_BOUND]
+        if slow:
+            return f"the kernel of {slow[0]} does not compile on this card; a graph cannot hold its reference"
+        return None
+
+    def _why_not(self, module: nn.Module) -> str | None:
+        """Of steps that run this module."""
+        if isinstance(module, Experts):
+            return module.why_not_captured() if self.device.type == "cuda" else "the host finds the experts"
+        if not isinstance(module, Linear | Embedding) or not isinstance(module.weight, Packed):
+            return None
+        weight = module.weight
+        is_row_scaled = isinstance(weight, Scaled) and weight.has_row_scales and self.device.type == "cuda"
+        if is_row_scaled or isinstance(weight, Int8Matrix):
+            return None
+        return f"{type(weight).__name__} weights have no kernel of their own: see --quantization"

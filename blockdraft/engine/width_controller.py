@@ -1,0 +1,373 @@
+"""How wide the next step is: the tokens that it will commit over the time that it takes, both as observed.
+
+All rows that did not ask for a width take the same one. Two things decide it.
+
+What a step of a width commits. The chance of a draft depends on its place in the block, for all rows alike,
+and on the row: of code five drafts in six are right, of trivia every other one. Places are counted over all
+rows, and a row is told from the others by one number, how often its drafts were right where all before them
+were. Older steps count less and less: an answer may turn from prose to code. A drafter that says how sure it
+is has its say in what is expected of a row, as far as what it says comes true (forecast.py).
+
+What a step of a width takes. Measured at the start for a few numbers of rows and widths, then by every step
+that is served, host and all. Where a step takes twice as long as before, because contexts have grown or other
+programs use the machine, steps of other widths are taken to do so too. A wider step never takes less time:
+where it seems to, the narrower one was disturbed, since noise only adds.
+
+Where no draft pays, steps are plain, and now and then one is not: without drafts nothing is learnt of them.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+
+import numpy as np
+
+from blockdraft.engine.forecast import FADE, FEW, PRIOR, RowForecast
+from blockdraft.planner.plan import Plan
+from blockdraft.step.row_sizes import Place, row_sizes
+
+WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16)
+ALL_SIZES = 16  # rows up to which each number of them has its own times
+BELIEF = 16.0  # drafts put to the test that the chances of all rows count for in a row's own
+FADE_SURE = 0.75  # FADE of confidence: it is less noisy than outcomes, so a few steps are enough
+FEW_SAID = 3.0  # drafts of average confidence that a row's own are mixed with
+LAST = 6  # steps, within which two kinds of them meet the same machine
+ENOUGH = 4  # of them that tell how fast the machine is
+MEETINGS = 33  # times beside other kinds that are remembered
+BELIEVED = 9  # steps after which a width was timed
+BEYOND = 0.5  # of what one more token takes: wider than measured. A guess too high would never be corrected
+GAIN = 1.02  # that another width must promise: changing back and forth gains nothing
+AGE = 128  # steps after which a width that promises nearly as much is tried again
+NEARLY = 0.85
+PLAIN_AGE = 500  # the same of plain steps, whatever they promise: what made them look slow may be chance
+FIRST_AGE = 8  # the same of plain steps that were never timed
+MIN_PAUSE, MAX_PAUSE = 4, 128  # plain steps between two tries
+HOPE = 0.4  # the power of all chances that a try may find: 0.6 is then 0.8
+
+
+@dataclass(slots=True)
+class DraftRecord:
+    """How the drafts of one sequence fared, faded. After the first wrong one of a step nobody looks.
+
+    Of all of them: how sure the drafter was, against other drafts, if it says so.
+    """
+
+    num_tried: float = 0.0
+    num_right: float = 0.0
+    num_said: float = 0.0
+    sum_said: float = 0.0  # in standard deviations
+
+    def count(self, width: int, num_right: int) -> None:
+        """One step that verified `width - 1` drafts."""
+        self.num_tried = FADE * self.num_tried + min(num_right + 1, width - 1)
+        self.num_right = FADE * self.num_right + num_right
+        if width == 1:
+            self.num_said, self.sum_said = FADE * self.num_said, FADE * self.sum_said
+
+    def hear(self, num_said: int, sum_said: float) -> None:
+        """What the drafter said of as many drafts of one step."""
+        self.num_said = FADE_SURE * self.num_said + num_said
+        self.sum_said = FADE_SURE * self.sum_said + sum_said
+
+    @property
+    def sureness(self) -> float:
+        return self.sum_said / (self.num_said + FEW_SAID)
+
+
+class DraftChances:
+    """Of the draft at each place of a block: that it is right where all before it were."""
+
+    def __init__(self, known: Sequence[float]) -> None:
+        """`known`: of each place, at the start. What is found at one place is expected of those behind it."""
+        chances = np.clip(np.asarray(known, dtype=np.float64), 0.01, 0.99)
+        self._first = float(chances[0])
+        self._steepness = np.log(chances[1:]) / np.log(chances[:-1])  # of each place against the one before
+        self._tried = np.zeros(len(known))
+        self._right = np.zeros(len(known))
+        self.forecast: RowForecast | None = None  # None: no drafter has said how sure it is
+
+    def count(self, width: int, num_right: np.ndarray) -> None:
+        """A step of several rows, `num_right` [R] of the `width - 1` drafts of each."""
+        places, fade = np.arange(width - 1), FADE ** (len(num_right) / (len(num_right) + FEW))
+        self._tried *= fade
+        self._right *= fade
+        self._tried[: width - 1] += (num_right[:, None] >= places).sum(axis=0)
+        self._right[: width - 1] += (num_right[:, None] > places).sum(axis=0)
+
+    @property
+    def logs(self) -> np.ndarray:
+        """[places] natural logarithms."""
+        found, expected = np.empty(len(self._tried)), self._first
+        for place in range(len(found)):
+            if place:
+                expected = math.exp(found[place - 1] * self._steepness[place - 1])
+            share = (self._right[place] + PRIOR * expected) / (self._tried[place] + PRIOR)
+            found[place] = math.log(min(max(share, 0.01), 0.99))
+        return found
+
+    def committed(
+        self, records: Sequence[DraftRecord], widths: Sequence[int], hope: float = 1.0
+    ) -> np.ndarray:
+        """[widths] tokens that a step of all rows commits, in the mean; all chances to the power `hope`."""
+        logs = self.logs
+        power = self._powers(records, logs, hope)
+        if self.forecast is None:
+            reached = np.exp(power[:, None] * np.cumsum(logs)[None, :]).sum(axis=0)  # [places] drafts kept
+        else:
+            powers = self.forecast.powers(power / hope, _sureness(records))
+            reached = np.exp(np.cumsum(hope * powers * logs, axis=1)).sum(axis=0)
+        return np.array([len(records) + reached[: width - 1].sum() for width in widths])
+
+    def hear(self, records: Sequence[DraftRecord], num_right: np.ndarray, odds: np.ndarray) -> None:
+        """How sure the drafter was of a step's drafts, `odds` [R, drafts], before anyone counts them."""
+        if self.forecast is None:
+            self.forecast = RowForecast(len(self._tried))
+        logs = self.logs
+        fared = self._powers(records, logs)
+        said = self.forecast.learn(fared, _sureness(records), logs, num_right, odds)
+        for record, its in zip(records, said.tolist(), strict=True):
+            record.hear(odds.shape[1], its)
+
+    def _powers(self, records: Sequence[DraftRecord], logs: np.ndarray, hope: float = 1.0) -> np.ndarray:
+        """[R]: a row's chance at every place, as a power of all rows', by how its drafts fared."""
+        middle = float(np.exp(logs[:4].mean()))  # where nearly all tries are
+        tried = np.fromiter((one.num_tried for one in records), np.float64, len(records))
+        right = np.fromiter((one.num_right for one in records), np.float64, len(records))
+        chance = np.clip((BELIEF * middle + right) / (BELIEF + tried), 0.01, 0.99)
+        return hope * np.log(chance) / math.log(middle)
+
+
+def _sureness(records: Sequence[DraftRecord]) -> np.ndarray:
+    return np.fromiter((one.sureness for one in records), np.float64, len(records))
+
+
+class StepCosts:
+    """Seconds of a step by rows and width: as measured at the start, then as steps are served.
+
+    Two things are told apart: how much dearer one width is than another, and how fast the machine is now. The
+    second changes all the time, with other programs and growing contexts, and is heard from the last steps of
+    any kind. The first is learnt only where steps of two kinds follow each other, so that both met the
+    same machine, and from several such meetings.
+    """
+
+    def __init__(
+        self, measured: Mapping[Place, float], sizes: Sequence[int], *, is_sure: bool = True
+    ) -> None:
+        """`sizes`: the numbers of rows that steps come in, filled up. At least one place is measured.
+
+        `is_sure`: nothing disturbed what was measured.
+        """
+        self._measured, self._is_sure = dict(measured), is_sure
+        self._sizes = sorted(sizes)
+        self._base: dict[Place, float] = {}  # seconds, on a machine as fast as it was at the start
+        self._met: dict[Place, deque[float]] = {}  # the same, from each meeting with other widths
+        self._last: deque[tuple[Place, float]] = deque(maxlen=LAST)  # seconds of the last steps
+        self._seen: dict[Place, int] = {}  # when, in steps
+        self._count: dict[Place, int] = {}  # how often
+        self._num_steps = 0
+
+    def size(self, num_rows: int) -> int:
+        return self._sizes[min(bisect_left(self._sizes, num_rows), len(self._sizes) - 1)]
+
+    def seconds(self, num_rows: int, width: int) -> float:
+        size = self.size(num_rows)
+        return self._base_s((size, width)) * self._pace()
+
+    def by_width(self, num_rows: int, widths: Sequence[int]) -> np.ndarray:
+        """[widths], which ascend: what a wider step takes is the most that a narrower one can take."""
+        size = self.size(num_rows)
+        found = np.array([self._base_s((size, width)) for width in widths])
+        return self._pace() * np.minimum.accumulate(found[::-1])[::-1]
+
+    def num_plain(self, num_rows: int, width: int) -> float | None:
+        """How many plain steps take as long as such a step; at least 1. None: these two were not timed yet.
+
+        Plain steps are few where drafts pay, and one of them may have waited for a core: their median counts.
+        """
+        if width == 1:
+            return 1.0
+        if not (self.is_known(num_rows, 1) and self.is_known(num_rows, width)):
+            return None
+        plain = self.size(num_rows), 1
+        found = [*2 * self._firm(plain), *self._met.get(plain, ())] or [self._base_s(plain)]
+        return max(1.0, float(self._base_s((plain[0], width)) / median(found)))
+
+    def is_known(self, num_rows: int, width: int) -> bool:
+        """Whether it was timed: undisturbed at the start, or while serving."""
+        return self._is_sure or self._count.get((self.size(num_rows), width), 0) >= BELIEVED
+
+    def age(self, num_rows: int, width: int) -> int:
+        """Steps since one of this width was last seen with as many rows."""
+        return self._num_steps - self._seen.get((self.size(num_rows), width), -AGE)
+
+    def observe(self, num_rows: int, width: int, seconds: float) -> None:
+        self._num_steps += 1
+        place = self.size(num_rows), width
+        others = [one for one in self._last if one[0] != place]
+        if len(others) >= ENOUGH:
+            self._meet(place, seconds / self._pace(others))
+        self._last.append((place, seconds))
+        self._seen[place] = self._num_steps
+        self._count[place] = self._count.get(place, 0) + 1
+
+    def _meet(self, place: Place, base_s: float) -> None:
+        """What it took beside other widths."""
+        self._met.setdefault(place, deque(maxlen=MEETINGS)).append(base_s)
+        found = sorted([*self._firm(place), *self._met[place]])
+        cut = len(found) // 4
+        self._base[place] = fmean(found[cut : len(found) - cut])
+
+    def _firm(self, place: Place) -> list[float]:
+        """What was measured at the start, where nothing disturbed it."""
+        return [self._measured[place]] if self._is_sure and place in self._measured else []
+
+    def _pace(self, steps: Iterable[tuple[Place, float]] | None = None) -> float:
+        """How many times as long as at the start these steps took; by default the last ones."""
+        steps = list(self._last)[-ENOUGH:] if steps is None else steps
+        return median([seconds / self._base_s(place) for place, seconds in steps] or [1.0])
+
+    def _base_s(self, place: Place) -> float:
+        if place not in self._base:
+            self._base[place] = self._guess(*place)
+        return self._base[place]
+
+    def _guess(self, size: int, width: int) -> float:
+        """Between what was measured: by width for each number of rows, then by rows."""
+        by_rows = {
+            rows: _between({at: s for (one, at), s in self._measured.items() if one == rows}, width, BEYOND)
+            for rows in {rows for rows, _ in self._measured}
+        }
+        return _between(by_rows, size)
+
+
+def _between(known: Mapping[int, float], wanted: int, beyond: float = 1.0) -> float:
+    """On the line through the two nearest, `beyond` as steep behind the last; flat where one alone is known.
+
+    More never costs less.
+    """
+    if wanted in known or len(known) == 1:
+        return known.get(wanted, next(iter(known.values())))
+    ordered = sorted(known)
+    at = min(max(bisect_left(ordered, wanted), 1), len(ordered) - 1)
+    first, second = ordered[at - 1], ordered[at]
+    slope = max(0.0, (known[second] - known[first]) / (second - first))
+    inside = min(max(wanted, first), second) - first
+    return known[first] + slope * (inside + beyond * max(wanted - second, 0))
+
+
+def widths_for(block: int) -> list[int]:
+    """What can be chosen where a drafter was trained for such blocks."""
+    return sorted({width for width in (*WIDTHS, block) if width <= block})
+
+
+@dataclass(frozen=True, slots=True)
+class GovernedStep:
+    """What was chosen for the last step, and what that gains against plain steps, as it is believed."""
+
+    num_rows: int = 0  # 0: nothing was chosen yet
+    width: int = 0
+    tokens: float = 0.0  # expected of each row
+
+
+class WidthController:
+    """Chooses the width of each step."""
+
+    def __init__(self, costs: StepCosts, chances: DraftChances, *, first: int, block: int) -> None:
+        """`first`: the width to begin with."""
+        self.costs, self.chances = costs, chances
+        self._widths = widths_for(block)
+        self._width = first
+        self._pause = self._until_try = MIN_PAUSE
+        self.last = GovernedStep()
+
+    @classmethod
+    def of(cls, plan: Plan) -> WidthController:
+        """By what a start has measured and chosen."""
+        sizes = (
+            range(1, plan.max_num_seqs + 1)
+            if plan.max_num_seqs <= ALL_SIZES
+            else row_sizes(plan.max_num_seqs)
+        )
+        costs = StepCosts(plan.step_costs, sizes, is_sure=plan.is_sure_of_costs)
+        return cls(costs, DraftChances(plan.draft_chances), first=plan.width, block=plan.block)
+
+    def next_width(
+        self, records: Sequence[DraftRecord], is_ready: Callable[[int, int], bool] = lambda rows, width: True
+    ) -> int:
+        """Of a step of the rows whose drafts fared like this; of those that are ready, if any is."""
+        count = len(records)
+        seconds = self.costs.by_width(count, self._widths)
+        committed = self.chances.committed(records, self._widths)
+        speeds = committed / seconds
+        ready = np.array([is_ready(count, width) for width in self._widths])
+        if ready.any():
+            speeds = np.where(ready, speeds, 0.0)
+        best = int(np.argmax(speeds))
+        now = self._widths.index(self._width) if self._width in self._widths else best
+        if speeds[best] > GAIN * speeds[now]:
+            now = best
+        self._width = self._widths[now]
+        self.last = GovernedStep(count, self._width, float(committed[now] / count))
+        if self._width == 1:
+            self._until_try -= 1
+            return 1 if self._until_try > 0 else self._tried_again(records, speeds, seconds)
+        return self._neglected(speeds, now, count)
+
+    def likely_width(self, num_rows: int) -> int:
+        """Of a step of so many rows of which nothing is known yet."""
+        seconds = self.costs.by_width(num_rows, self._widths)
+        fresh = [DraftRecord()] * num_rows
+        return self._widths[int(np.argmax(self.chances.committed(fresh, self._widths) / seconds))]
+
+    def _tried_again(self, records: Sequence[DraftRecord], speeds: np.ndarray, seconds: np.ndarray) -> int:
+        """The width that promises most of those that would pay if drafts were far better; 1: none would."""
+        self._pause = min(2 * self._pause, MAX_PAUSE)
+        self._until_try = self._pause
+        hoped = self.chances.committed(records, self._widths, HOPE) / seconds
+        could_pay = hoped > GAIN * hoped[0]
+        return self._widths[int(np.argmax(np.where(could_pay, speeds, 0.0)))]
+
+    def _neglected(self, speeds: np.ndarray, now: int, count: int) -> int:
+        """The chosen width, or one that nobody has looked at for long: beside it, or a plain step."""
+        for other in (now - 1, now + 1, 0):
+            if 0 <= other < len(speeds) and speeds[other] > NEARLY * speeds[now]:
+                width = self._widths[other]
+                if self.costs.age(count, width) > AGE:
+                    return width
+        plain_age = PLAIN_AGE if self.costs.is_known(count, 1) else FIRST_AGE
+        if speeds[0] > 0 and self.costs.age(count, 1) > plain_age:
+            return 1
+        return self._widths[now]
+
+    def observe(
+        self,
+        width: int,
+        num_right: Sequence[int],
+        seconds: float | None,
+        records: Sequence[DraftRecord] = (),
+        odds: np.ndarray | None = None,
+    ) -> None:
+        """A step that verified `width - 1` drafts of each row; `seconds`: what it took, if that is known.
+
+        `odds` [R, width - 1]: how sure the drafter was; `records`: its rows', which have not counted it yet.
+        """
+        if seconds is not None:
+            self.costs.observe(len(num_right), width, seconds)
+        if width > 1:
+            if odds is not None:
+                self.chances.hear(records, np.asarray(num_right), odds)
+            self.chances.count(width, np.asarray(num_right))
+            if self._width == 1 and self._has_paid(width, num_right):
+                self._pause = max(self._pause // 4, MIN_PAUSE)  # it doubles with every try
+                self._until_try = 1  # more of that, and at once
+
+    def _has_paid(self, width: int, num_right: Sequence[int]) -> bool:
+        """Whether a step has committed more in its time than plain steps would have."""
+        count = len(num_right)
+        plain_s, seconds = self.costs.by_width(count, (1, width))
+        return bool(count + sum(num_right) > count * seconds / plain_s)

@@ -1,0 +1,80 @@
+"""Recalling a text, on a CPU: the contracts are those of `kernels/ngram_lookup.py`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from blockdraft.kernels.llvm.compiler import kernel, taken
+from blockdraft.kernels.llvm.jit import Jit
+from blockdraft.kernels.llvm.language import Int, Longs, Words, i32, i64, largest, zeros
+from blockdraft.kernels.ngram_lookup import MOST
+
+_SERIAL_TOKENS = 1 << 15  # of all rows, below which waking a thread costs more than it saves
+
+
+class NgramLookupKernels:
+    """Finding what followed, and adding what was sampled."""
+
+    def __init__(self) -> None:
+        self._recall = Jit(recall, most=MOST)
+        self._remember = Jit(remember)
+
+    def recall(self, block: Tensor, history: Tensor, rows: Tensor, starts: Tensor, least: int) -> None:
+        num_rows, width = block.shape
+        assert block.is_contiguous()
+        assert history.is_contiguous()
+        self._recall(
+            num_rows, width, history.shape[1], least, block, history, rows, starts,
+            is_small=num_rows * history.shape[1] < _SERIAL_TOKENS,
+        )  # fmt: skip
+
+    def remember(self, history: Tensor, sampled: Tensor, rows: Tensor, length: Tensor) -> None:
+        assert history.is_contiguous()
+        sampled = sampled.contiguous()
+        self._remember(*sampled.shape, history.shape[1], history, sampled, rows, length, is_small=True)
+
+
+@kernel
+def recall(
+    num_rows: Int, width: Int, size: Int, least: Int, block: Longs, history: Words, rows: Longs,
+    starts: Longs, *, most: int,
+) -> None:  # fmt: skip
+    """From the anchor backwards, so a later match is replaced by a longer one only."""
+    for item in taken(num_rows):
+        last = starts[item]
+        text = history + rows[item] * size
+        anchor = text[last]
+        count, end = zeros(starts, i64), zeros(starts, i64)
+        at = last - 1
+        while (at >= 0) & (count < most):
+            if text[at] == anchor:
+                matched = zeros(starts, i64) + 1
+                while agrees(text, at, last, matched) & (matched < most):
+                    matched = matched + 1
+                if matched > count:
+                    count = matched
+                    end = at
+            at = at - 1
+        if (count >= least) & (count > 0):
+            for column in range(1, width):
+                place = end + 1 + (column - 1) % (last - end)
+                block[item * width + column] = text[place].to(i64)
+
+
+def agrees(text: Words, at: Int, last: Int, back: Int) -> Any:
+    """Whether the tokens `back` before both places do. Before the row nothing does, and nothing is read."""
+    return (at >= back) & (text[largest(at - back, 0)] == text[largest(last - back, 0)])
+
+
+@kernel
+def remember(
+    num_rows: Int, width: Int, size: Int, history: Words, sampled: Longs, rows: Longs, length: Longs
+) -> None:
+    """Behind each row's anchor."""
+    for item in taken(num_rows):
+        row = rows[item]
+        text = history + row * size + length[row] + 1
+        for i in range(width):
+            text[i] = sampled[item * width + i].to(i32)

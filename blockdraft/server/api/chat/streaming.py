@@ -1,0 +1,215 @@
+"""An answer on its way to the client, whole or as events, over the engine's streams."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Sequence as Items
+from contextlib import ExitStack, closing
+from typing import Protocol
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from blockdraft.engine.request import Delta
+from blockdraft.engine.streams import EngineStopped, Stream
+from blockdraft.errors import BlockdraftError, RequestError
+from blockdraft.server.http.exchange import Exchange, exchange_of
+from blockdraft.server.http.large_json import LARGE_ANSWER, beside, json_response, size_of
+from blockdraft.server.http.replies import STREAM_HEADERS, while_connected
+
+
+class Writer(Protocol):
+    """Writes an answer in the words of one API; `prompt` says which prompt a delta answers."""
+
+    def take(self, prompt: int, delta: Delta) -> None:
+        """Remember a delta for `whole`."""
+
+    def whole(self) -> Mapping[str, object]:
+        """The complete answer, when all deltas are in."""
+
+    def event(self, prompt: int, delta: Delta) -> str | None:
+        """Take a delta in. What to write, at once; None if there is nothing to show."""
+
+    def end(self) -> str:
+        """What a stream ends with."""
+
+    def failed(self, message: str) -> str:
+        """What a stream ends with that cannot go on."""
+
+
+async def respond(
+    answer: Writer, streams: Items[Stream], *, is_stream: bool, num_prompt_tokens: int = 0
+) -> Response:
+    """The response, once it can begin: what fails before, and a time limit, still have a status."""
+    with ExitStack() as opened:
+        for stream in streams:
+            opened.enter_context(closing(stream))
+        if is_stream:
+            events = EventSource(answer, streams)
+            events.first = await events.next_text()
+            opened.pop_all()  # from here on they are the response's to close
+            return AnswerEvents(events)
+        size = await _take_all(answer, streams)
+        return await json_response(answer.whole, size + num_prompt_tokens)
+
+
+async def _take_all(answer: Writer, streams: Items[Stream]) -> int:
+    """Take all deltas as they come, and return their size. What one stream raises waits for no other."""
+    news, size = asyncio.Event(), 0
+    for stream in streams:
+        stream.listen(news.set)
+    while True:
+        news.clear()
+        for prompt, stream in enumerate(streams):
+            while (delta := stream.take()) is not None:
+                answer.take(prompt, _going_on(delta))
+                size += size_of(delta)
+        if all(stream.is_over for stream in streams):
+            return size
+        await news.wait()
+
+
+def _going_on(delta: Delta) -> Delta:
+    """The delta. RequestError: the answer cannot keep to its form any longer, and half of it is of no use."""
+    if delta.finish_reason == "abort" and delta.stop_reason is not None:
+        raise RequestError(str(delta.stop_reason), "structured_outputs")
+    return delta
+
+
+class EventSource:
+    """The events of an answer, made of what its streams bring, when somebody takes them."""
+
+    def __init__(self, answer: Writer, streams: Items[Stream]) -> None:
+        self.first = ""  # what the answer begins with
+        self.is_over = False  # the last event has been taken
+        self._answer = answer
+        self._streams = streams
+        self._has_begun = False
+        self._has_end = False  # of one choice or more
+        self._beside: asyncio.Future[str | None] | None = None  # a large event that a thread writes
+        self._news = asyncio.Event()
+        self._listen(self._news.set)
+
+    def _listen(self, on_news: Callable[[], None]) -> None:
+        self._on_news = on_news
+        for stream in self._streams:
+            stream.listen(on_news)
+
+    def take(self) -> str:
+        """All events that can be made now, as one text. What goes wrong before the first is raised.
+
+        Writing costs more than making an event: what has piled up is written together.
+        """
+        held = ""
+        try:
+            held = self._written_beside()
+            for prompt, stream in enumerate(self._streams):
+                while self._beside is None and (delta := stream.take()) is not None:
+                    held += self._event(prompt, _going_on(delta))
+        except (EngineStopped, BlockdraftError) as error:
+            if not self._has_begun and not held:
+                raise
+            self.is_over = True
+            return held + self._answer.failed(str(error))
+        self._has_begun = self._has_begun or bool(held)
+        is_over = self._has_end and self._beside is None
+        if is_over and all(stream.is_over for stream in self._streams):
+            self.is_over = True
+            return held + self._answer.end()
+        return held
+
+    def _event(self, prompt: int, delta: Delta) -> str:
+        """Write the delta, or have a thread write it if it is large."""
+        self._has_end = self._has_end or delta.finish_reason is not None
+        if delta.prompt_logprobs is None or size_of(delta) <= LARGE_ANSWER:
+            return self._answer.event(prompt, delta) or ""
+        self._beside = beside(self._answer.event, prompt, delta)
+        self._beside.add_done_callback(lambda _: self._on_news())
+        return ""
+
+    def _written_beside(self) -> str:
+        """The event that a thread has written, if it has."""
+        if self._beside is None or not self._beside.done():
+            return ""
+        written, self._beside = self._beside.result(), None
+        return written or ""
+
+    async def next_text(self) -> str:
+        """The same, once there is something."""
+        while not (text := self.take()):
+            self._news.clear()
+            await self._news.wait()
+        return text
+
+    async def __aiter__(self) -> AsyncIterator[str]:
+        """What is written at once is one text."""
+        yield self.first
+        while not self.is_over:
+            yield await self.next_text()
+
+    def write_to(self, exchange: Exchange) -> asyncio.Future[None]:
+        """Write to a connection from here on, whenever there is something; done at the end of either."""
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def write() -> None:
+            if done.done() or (exchange.is_write_paused and not exchange.is_gone):
+                return
+            try:
+                self._write_once(exchange)
+            except Exception as error:  # noqa: BLE001  # raised again where the answer is waited for
+                done.set_exception(error)
+            else:
+                if self.is_over or exchange.is_gone:
+                    done.set_result(None)
+
+        self._listen(write)
+        exchange.on_gone = exchange.on_resume = write
+        write()
+        return done
+
+    def _write_once(self, exchange: Exchange) -> None:
+        if exchange.is_gone:
+            return
+        text = self.take()
+        if self.is_over:
+            exchange.end(text.encode())  # with the last event goes the end: one write, not two
+        elif text:
+            exchange.write(text.encode())
+
+    def close(self) -> None:
+        for stream in self._streams:
+            stream.close()
+
+
+class AnswerEvents(Response):
+    """Server-sent events of streams that are closed with the connection. The last one is DONE."""
+
+    def __init__(self, events: EventSource) -> None:
+        super().__init__(media_type="text/event-stream", headers=STREAM_HEADERS)
+        del self.headers["content-length"]
+        self.events = events
+
+    def close(self) -> None:
+        self.events.close()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = exchange_of(scope)
+        with closing(self):
+            if exchange is None:
+                await while_connected(receive, self._send(send))
+                return
+            is_over = self.events.is_over
+            await send(
+                {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+            )
+            body = self.events.first.encode()
+            await send({"type": "http.response.body", "body": body, "more_body": not is_over})
+            if not is_over and exchange.has_begun and not exchange.is_gone:
+                await self.events.write_to(exchange)
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for text in self.events:
+            has_more = not self.events.is_over  # with the last event goes the end: one write, not two
+            await send({"type": "http.response.body", "body": text.encode(), "more_body": has_more})

@@ -1,0 +1,233 @@
+"""Turns the engine's deltas into the pieces of an answer: thoughts and tool calls apart, draft marks, counts.
+
+There is one `AnswerChoice` per choice of a request. It keeps what a whole answer needs, so streamed or not
+the same code has made it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+from itertools import zip_longest
+
+from blockdraft.engine.request import Delta, Metrics, TokenLogprobs
+from blockdraft.server.api.chat.schemas import (
+    AnswerEnd,
+    CalledFunction,
+    DraftStep,
+    InvalidCall,
+    RequestMetrics,
+    SpeculativeMetrics,
+    ToolCall,
+)
+from blockdraft.text.detokenizer import Detokenizer
+from blockdraft.text.tokenizer import Tokenizer
+from blockdraft.tool_calls.pieces import FunctionTool, Parsed, Span
+from blockdraft.tool_calls.pieces import ToolCallPiece as ToolCallPiece
+from blockdraft.tool_calls.reading import AnswerReader
+from blockdraft.tool_calls.tags import TagFilter
+from blockdraft.tool_calls.thoughts import Splitter, ThoughtCounter
+from blockdraft.tool_calls.typed import call_problem
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class AnswerPiece:
+    """What one step adds to one choice. Nobody changes one; not frozen, as that is slower to make."""
+
+    text: str
+    reasoning: str
+    tool_calls: tuple[ToolCallPiece, ...]
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]
+    draft: DraftStep | None
+    is_first: bool
+    finish_reason: AnswerEnd | None
+    stop_reason: str | int | None
+    spans: tuple[Span, ...] = ()  # the order of thoughts, text and calls; empty: this one
+
+
+@dataclass(slots=True)
+class AnswerChoice:
+    """One choice as it comes in. What takes it apart is None where nobody asked."""
+
+    index: int
+    prompt: int  # which of the request's prompts
+    markup: TagFilter | None = None  # leaves out special tokens that only we have asked for
+    splitter: Splitter | None = None
+    reader: AnswerReader | None = None
+    counter: ThoughtCounter | None = None
+    drafts: DraftMarks | None = None
+    tools: Mapping[str, FunctionTool] = field(default_factory=dict)  # whose calls are checked
+    is_dropped: bool = False  # only the prompt was asked for: the answer is not shown
+
+    pieces: list[AnswerPiece] = field(default_factory=list)
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    metrics: Metrics | None = None
+    num_tokens: int = 0
+    invalid_calls: list[InvalidCall] = field(default_factory=list)  # known when the answer is over
+
+    def push(self, delta: Delta) -> AnswerPiece:
+        """Remember and return what `delta` adds."""
+        is_last = delta.finish_reason is not None
+        if delta.prompt_logprobs is not None:
+            self.prompt_logprobs = delta.prompt_logprobs
+        if delta.metrics is not None:
+            self.metrics = delta.metrics
+        token_ids = () if self.is_dropped else delta.token_ids
+        self.num_tokens += len(token_ids)
+        if self.counter is not None:
+            self.counter.push(token_ids)
+        parsed = self._divide("" if self.is_dropped else delta.text, is_last)
+        piece = AnswerPiece(
+            text=parsed.text,
+            reasoning=parsed.reasoning,
+            tool_calls=parsed.tool_calls,
+            token_ids=token_ids,
+            logprobs=() if self.is_dropped else delta.logprobs,
+            draft=self.drafts.push(delta) if self.drafts is not None and token_ids else None,
+            is_first=not self.pieces,
+            finish_reason=self._end(delta),
+            stop_reason=None if self.is_dropped else delta.stop_reason,
+            spans=parsed.spans,
+        )
+        self.pieces.append(piece)
+        if is_last and self.tools and delta.finish_reason != "length":
+            self.invalid_calls = list(self._check_calls())
+        return piece
+
+    def _divide(self, text: str, is_last: bool) -> Parsed:
+        reasoning = ""
+        if self.markup is not None:
+            text = self.markup.push(text, is_last)
+        if self.splitter is not None:
+            reasoning, text = self.splitter.push(text, is_last)
+        if self.reader is None:
+            return Parsed(reasoning, text, ())
+        parsed = self.reader.push(text, is_last)
+        if not reasoning:
+            return parsed
+        spans = (Span("reasoning", reasoning), *parsed.spans)
+        return parsed._replace(reasoning=reasoning + parsed.reasoning, spans=spans)
+
+    def _end(self, delta: Delta) -> AnswerEnd | None:
+        """How it ended: with a call, if there was one and the model stopped by itself."""
+        if delta.finish_reason is not None and self.is_dropped:
+            return "length"
+        if delta.finish_reason == "stop" and self.reader is not None and self.reader.num_calls:
+            return "tool_calls"
+        return delta.finish_reason
+
+    @property
+    def text(self) -> str:
+        return "".join(piece.text for piece in self.pieces)
+
+    @property
+    def reasoning(self) -> str:
+        return "".join(piece.reasoning for piece in self.pieces)
+
+    @property
+    def tool_calls(self) -> list[ToolCall]:
+        """The whole calls."""
+        calls: list[ToolCall] = []
+        for call in (call for piece in self.pieces for call in piece.tool_calls):
+            if call.id is not None:
+                function: CalledFunction = {"name": call.name or "", "arguments": ""}
+                calls.append({"id": call.id, "type": "function", "function": function})
+            calls[call.index]["function"]["arguments"] += call.arguments
+        return calls
+
+    def _check_calls(self) -> Iterator[InvalidCall]:
+        """The calls that have not their tool's schema: they are delivered, and named."""
+        for index, call in enumerate(self.tool_calls):
+            name, arguments = call["function"]["name"], call["function"]["arguments"]
+            problem = call_problem(arguments, self.tools[name])
+            if problem is not None:
+                log.warning("a call of '%s' has not its schema: %s", name, problem)
+                yield {"index": index, "error": problem}
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token for piece in self.pieces for token in piece.token_ids]
+
+    @property
+    def logprobs(self) -> list[TokenLogprobs]:
+        return [item for piece in self.pieces for item in piece.logprobs]
+
+    @property
+    def draft_steps(self) -> list[DraftStep]:
+        return [piece.draft for piece in self.pieces if piece.draft is not None]
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        return 0 if self.counter is None else self.counter.num_tokens
+
+
+class DraftMarks:
+    """Marks, step by step, which tokens were accepted drafts. The texts together are the answer's."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Items[int], *, skip_special_tokens: bool) -> None:
+        self._detokenizer = Detokenizer(tokenizer, prompt_ids, skip_special_tokens)
+
+    def push(self, delta: Delta) -> DraftStep:
+        tokens = [self._detokenizer.push((token_id,)) for token_id in delta.token_ids]
+        if delta.finish_reason is not None:
+            tokens[-1] += self._detokenizer.flush()
+        is_cut = delta.metrics is not None and delta.metrics.is_cut
+        return {"tokens": tokens, "accepted": len(tokens) if is_cut else len(tokens) - 1}
+
+
+# ---- metrics
+
+
+def request_metrics(found: Items[Metrics], steps: Items[DraftStep]) -> RequestMetrics:
+    """Return the figures of all choices together, defined as vLLM does ("Per-Request Metrics" of its docs).
+
+    Tokens and steps are summed. Times run from the first choice that began to the last that ended.
+    """
+    queue_s, first_s = min(one.queue_s for one in found), min(one.first_token_s for one in found)
+    end_s = max(one.seconds for one in found)
+    num_tokens, num_steps = sum(one.num_tokens for one in found), sum(one.steps for one in found)
+    num_gaps = sum(max(0, one.num_tokens - 1) for one in found)
+    decoding_s = sum(one.seconds - one.first_token_s for one in found)
+    return {
+        "time_to_first_token_ms": _ms(first_s - queue_s),
+        "generation_time_ms": _ms(end_s - first_s),
+        "queue_time_ms": _ms(queue_s),
+        "mean_itl_ms": _ms(decoding_s / num_gaps) if num_gaps > 0 else None,
+        "tokens_per_second": round(num_tokens / (end_s - queue_s), 3) if end_s > queue_s else None,
+        "tokens_per_step": round(num_tokens / num_steps, 4) if num_steps else None,
+        "speculative_decoding": _speculative(found, steps) if any(one.drafted for one in found) else None,
+    }
+
+
+def _speculative(found: Items[Metrics], steps: Items[DraftStep]) -> SpeculativeMetrics:
+    accepted = _summed([one.accepted for one in found])
+    num_steps, num_drafted = sum(one.steps for one in found), sum(one.drafted for one in found)
+    # at_least[i]: steps that accepted i drafts or more
+    at_least = (num_steps, *accepted, 0)
+    summary: SpeculativeMetrics = {
+        "mean_acceptance_length": round(1 + sum(accepted) / num_steps, 4),
+        "draft_acceptance_rate": round(sum(accepted) / num_drafted, 4),
+        "acceptance_histogram": [at_least[i] - at_least[i + 1] for i in range(len(at_least) - 1)],
+        "num_spec_steps": num_steps,
+        "num_accepted_draft_tokens": sum(accepted),
+        "num_draft_tokens": num_drafted,
+        "num_spec_tokens": len(accepted),
+        "reached_by_position": _summed([one.reached for one in found]),
+    }
+    if steps:
+        summary["per_step_accepted"] = [len(step["tokens"]) - 1 for step in steps]
+    return summary
+
+
+def _summed(rows: Items[tuple[int, ...]]) -> list[int]:
+    """The sums by position; a short row has nothing further behind."""
+    return [sum(column) for column in zip_longest(*rows, fillvalue=0)]
+
+
+def _ms(seconds: float) -> float:
+    return round(1000 * seconds, 3)

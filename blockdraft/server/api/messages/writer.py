@@ -1,0 +1,149 @@
+"""Writes the answers of /v1/messages: the parts of an answer as Anthropic's blocks, whole or as events."""
+
+from __future__ import annotations
+
+from blockdraft.engine.request import Delta
+from blockdraft.errors import RequestError
+from blockdraft.server.api.answers import ChatAnswer
+from blockdraft.server.api.chat.schemas import AnswerObject
+from blockdraft.server.api.content_blocks import AnswerPart, AnswerParts, PartChange
+from blockdraft.server.api.messages import schemas
+from blockdraft.server.api.messages.errors import message_error
+from blockdraft.server.api.messages.fields import MessagesRequest
+from blockdraft.server.http.body import parse_object
+from blockdraft.server.http.replies import named_event
+
+SIGNATURE = "blockdraft"  # clients want thoughts signed before they send them back; nobody checks it
+
+
+class MessageWriter:
+    """One message, made of the deltas of a chat answer."""
+
+    def __init__(self, asked: MessagesRequest, head: AnswerObject, chat: ChatAnswer) -> None:
+        self._asked = asked
+        self._head = head
+        self._chat = chat
+        self._parts = AnswerParts()
+        self._has_begun = False
+        self._hides_thoughts = asked.thinking is not None and asked.thinking.display == "omitted"
+
+    def take(self, prompt: int, delta: Delta) -> None:
+        self._changes(delta)
+
+    def whole(self) -> schemas.MessageAnswer:
+        return {
+            **self._message(),
+            "content": [self._block(part) for part in self._parts.all],
+            **self._ending(),
+        }
+
+    def event(self, prompt: int, delta: Delta) -> str | None:
+        begin = "" if self._has_begun else self._begin()
+        return (begin + "".join(map(self._written, self._changes(delta)))) or None
+
+    def end(self) -> str:
+        last: schemas.MessageDelta = {
+            "type": "message_delta",
+            "delta": self._ending(),
+            "usage": self._usage(),
+        }
+        return _event(last) + _event({"type": "message_stop"})
+
+    def failed(self, message: str) -> str:
+        return named_event("error", message_error(500, message))
+
+    def _changes(self, delta: Delta) -> list[PartChange]:
+        self._chat.take(0, delta)
+        return list(self._parts.push(self._chat.first_choice.pieces[-1]))
+
+    def _begin(self) -> str:
+        self._has_begun = True
+        return _event({"type": "message_start", "message": self._message()}) + _event({"type": "ping"})
+
+    def _message(self) -> schemas.MessageAnswer:
+        return {
+            "id": self._head["id"],
+            "type": "message",
+            "role": "assistant",
+            "model": self._head["model"],
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": self._usage(),
+        }
+
+    def _usage(self) -> schemas.MessageUsage:
+        usage = self._chat.usage()
+        details = usage["prompt_tokens_details"]
+        num_cached = 0 if details is None else details["cached_tokens"]
+        return {
+            "input_tokens": usage["prompt_tokens"] - num_cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": num_cached,
+            "output_tokens": usage["completion_tokens"],
+            "service_tier": "standard",
+        }
+
+    def _ending(self) -> schemas.MessageEnd:
+        last = self._chat.first_choice.pieces[-1]
+        if last.finish_reason == "length":
+            return {"stop_reason": "max_tokens", "stop_sequence": None}
+        if isinstance(last.stop_reason, str) and last.stop_reason in self._asked.stop_sequences:
+            return {"stop_reason": "stop_sequence", "stop_sequence": last.stop_reason}
+        has_calls = any(part.kind == "call" for part in self._parts.all)
+        return {"stop_reason": "tool_use" if has_calls else "end_turn", "stop_sequence": None}
+
+    def _block(self, part: AnswerPart) -> schemas.Block:
+        if part.kind == "text":
+            return {"type": "text", "text": part.text}
+        if part.kind == "reasoning":
+            text = "" if self._hides_thoughts else part.text
+            return {"type": "thinking", "thinking": text, "signature": SIGNATURE}
+        return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": _input(part.text)}
+
+    def _written(self, change: PartChange) -> str:
+        part = change.part
+        if change.what == "open":
+            return _event(
+                {"type": "content_block_start", "index": part.index, "content_block": _opened(part)}
+            )
+        if change.what == "add":
+            return "" if self._is_hidden(part) else _more(part, _delta(part, change.text))
+        signed = _more(part, {"type": "signature_delta", "signature": SIGNATURE})
+        stop = _event({"type": "content_block_stop", "index": part.index})
+        return signed + stop if part.kind == "reasoning" else stop
+
+    def _is_hidden(self, part: AnswerPart) -> bool:
+        return self._hides_thoughts and part.kind == "reasoning"
+
+
+def _opened(part: AnswerPart) -> schemas.Block:
+    if part.kind == "text":
+        return {"type": "text", "text": ""}
+    if part.kind == "reasoning":
+        return {"type": "thinking", "thinking": "", "signature": ""}
+    return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": {}}
+
+
+def _delta(part: AnswerPart, text: str) -> schemas.Delta:
+    if part.kind == "text":
+        return {"type": "text_delta", "text": text}
+    if part.kind == "reasoning":
+        return {"type": "thinking_delta", "thinking": text}
+    return {"type": "input_json_delta", "partial_json": text}
+
+
+def _more(part: AnswerPart, delta: schemas.Delta) -> str:
+    return _event({"type": "content_block_delta", "index": part.index, "delta": delta})
+
+
+def _event(data: schemas.MessageEvent) -> str:
+    return named_event(data["type"], data)
+
+
+def _input(arguments: str) -> dict[str, object]:
+    """The arguments of a call. Those that a client could not send back stay text, under Anthropic's name."""
+    try:
+        return parse_object((arguments or "{}").encode())
+    except RequestError:
+        return {"INVALID_JSON": arguments}

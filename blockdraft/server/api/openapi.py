@@ -1,0 +1,340 @@
+"""The OpenAPI document, made of the models that read requests and the schemas that answer them."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import cast
+
+from pydantic import TypeAdapter
+from pydantic.json_schema import JsonSchemaMode
+
+from blockdraft import __version__
+from blockdraft.server.api import fields
+from blockdraft.server.api.chat import schemas
+from blockdraft.server.api.field_types import MAX_INT, TOKEN_MARK
+from blockdraft.server.api.messages import errors as message_errors
+from blockdraft.server.api.messages import fields as message_fields
+from blockdraft.server.api.messages import schemas as message_schemas
+from blockdraft.server.api.responses import fields as response_fields
+from blockdraft.server.api.responses import schemas as response_schemas
+from blockdraft.server.api.responses.stored import MAX_PAGE
+
+Json = dict[str, object]
+
+_REFERENCE = "#/components/schemas/{model}"
+_FAILURES = {
+    400: "The request cannot be served as it was asked; `param` names the field.",
+    401: "The API key is missing or wrong.",
+    404: "There is no such model or response, or nothing that does it.",
+    408: "The body did not arrive in time.",
+    413: "The body is too large.",
+    415: "The body is not JSON.",
+    421: "The server does not go by the name in the Host header.",
+    429: "The queue is full; Retry-After says when to come back.",
+    431: "The address and the headers are too large.",
+    503: "The engine is starting, ending or has failed, or there are too many requests at once.",
+    504: "No answer began in time.",
+    529: "There are too many requests at once.",
+}
+_ANSWERS = {  # what these define holds nothing that is not described
+    name for module in (schemas, message_errors, message_schemas, response_schemas) for name in vars(module)
+}
+_PARAMETER = re.compile(r"\{(\w+)\}")
+_JSON = "application/json"
+
+
+@dataclass(frozen=True, slots=True)
+class _Operation:
+    """One method of one path."""
+
+    method: str
+    path: str
+    summary: str
+    answer: type | None  # None: text
+    takes: type[fields.AnyBody] | None = None
+    events: type | None = None  # of the stream, where there is one
+    failures: tuple[int, ...] = ()
+    error: type = schemas.Error
+    has_named_events: bool = False  # a name each, and no [DONE] behind the last
+    parameters: tuple[Json, ...] = ()  # in the address behind the path, and headers
+    is_served: bool = True  # False: every request is refused
+
+    @property
+    def failed(self) -> type:
+        """The answer of status 503, which probes describe in their own way; all others are errors."""
+        return self.answer if self.answer in (schemas.Status, schemas.Start) else self.error
+
+
+def _asked(name: str, *, where: str = "query", **schema: object) -> Json:
+    """A parameter that may be left out."""
+    return {"name": name, "in": where, "required": False, "schema": schema}
+
+
+_MODELS_ERROR = cast(type, schemas.Error | message_errors.MessageError)
+_VERSION = _asked(message_errors.VERSION_HEADER, where="header", type="string")
+_TOKENS = (400, 401, 404, 408, 413, 415, 421, 431, 503, 504)
+_GENERATION = (*_TOKENS, 429)
+_PROBE = (421, 431, 503)
+_OPERATIONS = (
+    _Operation(
+        method="post",
+        path="/v1/chat/completions",
+        summary="Answer a conversation.",
+        takes=fields.ChatRequest,
+        answer=schemas.ChatCompletion,
+        events=schemas.ChatChunk,
+        failures=_GENERATION,
+    ),
+    _Operation(
+        method="post",
+        path="/v1/completions",
+        summary="Go on with a prompt.",
+        takes=fields.CompletionRequest,
+        answer=schemas.TextCompletion,
+        events=schemas.TextChunk,
+        failures=_GENERATION,
+    ),
+    _Operation(
+        method="post",
+        path="/v1/responses",
+        summary="Answer a conversation, and keep it: OpenAI's Responses API.",
+        takes=response_fields.ResponsesRequest,
+        answer=response_schemas.Response,
+        events=cast(type, response_schemas.Event),  # a union
+        failures=_GENERATION,
+        has_named_events=True,
+    ),
+    _Operation(
+        method="get",
+        path="/v1/responses/{response_id}",
+        summary="A response that was kept.",
+        answer=response_schemas.Response,
+        events=cast(type, response_schemas.Event),
+        failures=(400, 401, 404, *_PROBE),
+        has_named_events=True,
+        parameters=(
+            _asked("stream", type="boolean"),
+            _asked("starting_after", type="integer", minimum=0, maximum=MAX_INT),
+        ),
+    ),
+    _Operation(
+        method="get",
+        path="/v1/responses/{response_id}/input_items",
+        summary="The items that a response was made of.",
+        answer=response_schemas.InputItems,
+        failures=(400, 401, 404, *_PROBE),
+        parameters=(
+            _asked("limit", type="integer", minimum=1, maximum=MAX_PAGE),
+            _asked("order", enum=["asc", "desc"]),
+            _asked("after", type="string"),
+        ),
+    ),
+    _Operation(
+        method="post",
+        path="/v1/responses/{response_id}/cancel",
+        summary="Refused: there are no responses in the background.",
+        answer=response_schemas.Response,
+        failures=(400, 401, 404, 413, 415, *_PROBE),
+        is_served=False,
+    ),
+    _Operation(
+        method="post",
+        path="/v1/responses/input_tokens",
+        summary="The number of tokens of a conversation.",
+        takes=response_fields.InputTokensRequest,
+        answer=response_schemas.InputTokens,
+        failures=_TOKENS,
+    ),
+    _Operation(
+        method="post",
+        path="/v1/responses/compact",
+        summary="Refused: conversations are not compacted.",
+        answer=response_schemas.Response,
+        failures=(401, 404, 413, 415, *_PROBE),
+        is_served=False,
+    ),
+    _Operation(
+        method="delete",
+        path="/v1/responses/{response_id}",
+        summary="Forget a response.",
+        answer=response_schemas.Deleted,
+        failures=(401, 404, *_PROBE),
+    ),
+    _Operation(
+        method="post",
+        path="/v1/messages",
+        summary="Answer a conversation: Anthropic's Messages API.",
+        takes=message_fields.MessagesRequest,
+        answer=message_schemas.MessageAnswer,
+        events=cast(type, message_schemas.MessageEvent),  # a union
+        failures=(*_GENERATION, 529),
+        error=message_errors.MessageError,
+        has_named_events=True,
+    ),
+    _Operation(
+        method="post",
+        path="/v1/messages/count_tokens",
+        summary="The number of tokens of a conversation.",
+        takes=message_fields.CountTokensRequest,
+        answer=message_schemas.TokenCount,
+        failures=(*_TOKENS, 529),
+        error=message_errors.MessageError,
+    ),
+    _Operation(
+        method="get",
+        path="/v1/models",
+        summary="The model that is served, in the shape of OpenAI or, with its header, of Anthropic.",
+        answer=cast(type, schemas.ModelList | message_schemas.ModelPage),
+        failures=(401, *_PROBE),
+        error=_MODELS_ERROR,
+        parameters=(_VERSION,),
+    ),
+    _Operation(
+        method="get",
+        path="/v1/models/{model}",
+        summary="One model.",
+        answer=cast(type, schemas.ModelCard | message_schemas.ModelInfo),
+        failures=(401, 404, *_PROBE),
+        error=_MODELS_ERROR,
+        parameters=(_VERSION,),
+    ),
+    _Operation(
+        method="post",
+        path="/tokenize",
+        summary="The tokens of a prompt or of a conversation.",
+        takes=fields.TokenizeRequest,
+        answer=schemas.Tokens,
+        failures=_TOKENS,
+    ),
+    _Operation(
+        method="post",
+        path="/detokenize",
+        summary="The text of tokens.",
+        takes=fields.DetokenizeRequest,
+        answer=schemas.Text,
+        failures=_TOKENS,
+    ),
+    _Operation("get", "/live", "Is the process alive?", schemas.Status, failures=_PROBE),
+    _Operation("get", "/health", "Are requests answered?", schemas.Status, failures=_PROBE),
+    _Operation("get", "/ready", "Warm and verified?", schemas.Start, failures=_PROBE),
+    _Operation("get", "/ping", "The same as /health.", schemas.Status, failures=_PROBE),
+    _Operation("post", "/ping", "The same as /health.", schemas.Status, failures=_PROBE),
+    _Operation("get", "/version", "The server's version.", schemas.Version, failures=_PROBE),
+    _Operation("get", "/metrics", "Counters in Prometheus' text format.", None, failures=_PROBE),
+    _Operation("get", "/openapi.json", "This document.", dict[str, object], failures=_PROBE),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """EngineLimits of the engine that is served, which some fields have."""
+
+    block: int  # tokens that a step verifies at most
+    vocab_size: int
+
+
+@functools.cache
+def openapi(limits: EngineLimits | None = None) -> Json:
+    """The document. Until the engine is ready its own limits are not known, and left out."""
+    adapters: list[tuple[type, JsonSchemaMode, TypeAdapter[object]]] = []
+    for item in _OPERATIONS:
+        if item.takes is not None:
+            adapters.append((item.takes, "validation", TypeAdapter(item.takes)))
+        for answer in (item.answer, item.events, item.error, item.failed):
+            if answer is not None:
+                adapters.append((answer, "serialization", TypeAdapter(answer)))
+    found, definitions = TypeAdapter.json_schemas(adapters, ref_template=_REFERENCE)
+    by_type = {kind: schema for (kind, _), schema in found.items()}
+    components = definitions["$defs"]
+    requests = {item.takes.__name__: item.takes for item in _OPERATIONS if item.takes is not None}
+    for name, schema in components.items():
+        if name in _ANSWERS:
+            schema["additionalProperties"] = False
+        elif name.endswith("Request"):
+            _allow_null(schema)
+            _refuse_unsupported(schema, requests[name])
+    _set_limits(components, limits)
+    paths: dict[str, Json] = {}
+    for item in _OPERATIONS:
+        paths.setdefault(item.path, {})[item.method] = _operation(item, by_type)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "blockdraft", "version": __version__},
+        "paths": paths,
+        "components": {"schemas": dict(sorted(components.items()))},
+    }
+
+
+def _allow_null(schema: Json) -> None:
+    """A null field is one that was left out."""
+    required = schema.get("required", [])
+    properties = schema["properties"]
+    assert isinstance(properties, dict)
+    assert isinstance(required, list)
+    for name, value in properties.items():
+        if name not in required and {"type": "null"} not in value.get("anyOf", []):
+            properties[name] = {"anyOf": [value, {"type": "null"}]}
+
+
+def _refuse_unsupported(schema: Json, kind: type[fields.AnyBody]) -> None:
+    """Of fields that would change the answer and are not supported, only what asks for nothing is taken."""
+    properties = schema["properties"]
+    assert isinstance(properties, dict)
+    for name, neutral in kind.UNSUPPORTED.items():
+        properties.setdefault(name, {"enum": [*neutral, None]})
+
+
+def _set_limits(part: object, limits: EngineLimits | None) -> None:
+    """Replace the marks in the schemas by the engine's limits."""
+    if isinstance(part, dict):
+        if part.pop(TOKEN_MARK, False) and limits is not None:
+            part["maximum"] = limits.vocab_size - 1
+        if part.pop(fields.WIDTH_MARK, False) and limits is not None:
+            part["maximum"] = limits.block
+    for item in part.values() if isinstance(part, dict) else part if isinstance(part, list) else ():
+        _set_limits(item, limits)
+
+
+def _event(data: Json, error: Json, *, is_named: bool) -> Json:
+    """One event of a stream: a chunk, or an error that ends it early; without names always [DONE] behind."""
+    chunk: Json = {"type": "string", "contentMediaType": _JSON, "contentSchema": {"anyOf": [data, error]}}
+    if is_named:
+        named: Json = {"event": {"type": "string"}, "data": chunk}
+        return {"type": "object", "required": ["event", "data"], "properties": named}
+    return {
+        "type": "object",
+        "required": ["data"],
+        "properties": {"data": {"anyOf": [{"const": "[DONE]"}, chunk]}},
+    }
+
+
+def _operation(item: _Operation, by_type: Mapping[type, Json]) -> Json:
+    content: Json = {"text/plain": {"schema": {"type": "string"}}}
+    if item.answer is not None:
+        content = {_JSON: {"schema": by_type[item.answer]}}
+    if item.events is not None:
+        one = _event(by_type[item.events], by_type[item.error], is_named=item.has_named_events)
+        content["text/event-stream"] = {"schema": one}
+    responses: Json = {"200": {"description": "OK", "content": content}} if item.is_served else {}
+    for status in sorted(item.failures):
+        failed = {"schema": by_type[item.failed if status == 503 else item.error]}
+        responses[str(status)] = {"description": _FAILURES[status], "content": {_JSON: failed}}
+    operation: Json = {
+        "operationId": f"{item.method}{item.path.replace('/', '_').replace('.', '_')}",
+        "summary": item.summary,
+        "responses": responses,
+    }
+    if item.takes is not None:
+        body = {"schema": by_type[item.takes]}
+        operation["requestBody"] = {"required": True, "content": {_JSON: body}}
+    text = {"type": "string", "minLength": 1}
+    in_path: list[Json] = [
+        {"name": name, "in": "path", "required": True, "schema": text}
+        for name in _PARAMETER.findall(item.path)
+    ]
+    if parameters := [*in_path, *item.parameters]:
+        operation["parameters"] = parameters
+    return operation

@@ -1,0 +1,233 @@
+"""The body of /v1/responses, and the chat request that it asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import ConfigDict, Field
+from pydantic.config import JsonDict
+
+from blockdraft.errors import RequestError
+from blockdraft.server.api.conversation import Conversation
+from blockdraft.server.api.field_types import MAX_INT, MAX_MESSAGES, StrictFields, TemplateKwargs
+from blockdraft.server.api.fields import AnyBody, ChatRequest, SpeculativeField, Unsupported, validate
+from blockdraft.server.api.responses.items import full_name
+from blockdraft.server.api.responses.shapes import Choice, Format, Item, Tool
+from blockdraft.server.api.tool_fields import MAX_TOOLS
+from blockdraft.server.http.json_reader import Nested, all_of
+
+MAX_ID = 128  # characters of an id
+MAX_METADATA = 16  # as OpenAI
+_TEXT: JsonDict = {"type": "string"}
+
+Function = dict[str, object]
+Objects = list[dict[str, object]]
+Input = str | Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES)]
+Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS)]
+ToolChoice = Literal["auto", "none", "required"] | Choice
+Metadata = Annotated[dict[str, str], Field(max_length=MAX_METADATA)]
+Includes = Annotated[list[str], Field(max_length=64)]
+
+_SCHEMA_NAMES = ("name", "description", "schema", "strict")  # of `text.format`, beside its type
+
+# What a field of the chat request was made of.
+NAMES = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text",
+    "verbosity": "text",
+    "reasoning_effort": "reasoning",
+}
+
+
+class TextSettings(StrictFields):
+    """The form of the text, and how long-winded it is."""
+
+    format: Format | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+    @property
+    def known_format(self) -> dict[str, object]:
+        """The form as it was asked for, without names that mean nothing: they are neither told nor kept."""
+        given = self.format or {}
+        names = _SCHEMA_NAMES if given.get("type") == "json_schema" else ()
+        return {"type": "text"} | {name: given[name] for name in ("type", *names) if name in given}
+
+
+class ReasoningSettings(StrictFields):
+    """How much to think. Thoughts come as they are: nobody makes a summary."""
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+
+
+class InputTokensRequest(AnyBody):
+    """The body of POST /v1/responses/input_tokens: the fields that make the prompt."""
+
+    UNSUPPORTED: ClassVar[Unsupported] = {
+        "background": (False,),
+        "conversation": (),
+        "prompt": (),
+        "top_logprobs": (0,),
+    }
+    HARMLESS = AnyBody.HARMLESS | {
+        *("client_metadata", "max_tool_calls", "prompt_cache_options", "stream_options"),
+        *("stream", "max_output_tokens", "temperature", "top_p", "include", "seed", "speculative"),
+    }
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "anyOf": [
+                {"required": ["input"], "properties": {"input": {"not": {"type": "null"}}}},
+                {
+                    "required": ["instructions"],
+                    "properties": {"instructions": {"type": "string", "minLength": 1}},
+                },
+                {"required": ["previous_response_id"], "properties": {"previous_response_id": _TEXT}},
+            ]
+        }
+    )
+
+    input: Input | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = Field(default=None, max_length=MAX_ID)
+    tools: Tools = Field(default=[])
+    tool_choice: ToolChoice = "auto"
+    parallel_tool_calls: bool = True
+    text: TextSettings = TextSettings()
+    reasoning: ReasoningSettings = ReasoningSettings()
+    truncation: Literal["auto", "disabled"] = "disabled"  # either way what is too long is refused
+    chat_template_kwargs: TemplateKwargs | None = None
+
+    def check(self) -> None:
+        if self.input is None and not self.instructions and self.previous_response_id is None:
+            raise RequestError("send 'input', or 'instructions', or a 'previous_response_id'.", "input")
+
+    def chat(self, conversation: Conversation) -> ChatRequest:
+        """What is asked of the model. Raises RequestError with the name of a field of the chat request."""
+        given = self._chat(conversation)
+        return validate(ChatRequest, {name: value for name, value in given.items() if value is not None})
+
+    def _chat(self, conversation: Conversation) -> dict[str, object]:
+        effort = self.reasoning.effort
+        return {
+            "messages": conversation.rendered(self.instructions),
+            **self._tools(),
+            "response_format": _format(self.text),
+            "verbosity": self.text.verbosity,
+            "reasoning_effort": "xhigh" if effort == "max" else effort,
+            "chat_template_kwargs": self.chat_template_kwargs,
+        }
+
+    def _tools(self) -> dict[str, object]:
+        tools = [_function(tool, namespace) for tool, namespace in _functions(all_of(self.tools, "tools"))]
+        choice: str | Function | None = None if self.tool_choice == "auto" else self.tool_choice
+        if isinstance(choice, dict):
+            choice = _chosen(Nested(choice, "tool_choice"))
+        is_single = None if self.parallel_tool_calls else False
+        return {"tools": tools, "tool_choice": choice, "parallel_tool_calls": is_single}
+
+
+class ResponsesRequest(InputTokensRequest):
+    """The body of POST /v1/responses."""
+
+    input: Input
+    store: bool = True
+    stream: bool = False
+    max_output_tokens: int | None = Field(default=None, ge=1, le=MAX_INT)
+    temperature: float | None = Field(default=None, ge=0, le=100)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    include: Includes = Field(default=[])
+    metadata: Metadata = Field(default={})
+    user: str | None = None
+    # Ours, as in chat completions.
+    seed: int | None = Field(default=None, ge=-(2**63), le=2**63 - 1)
+    speculative: SpeculativeField | None = None
+
+    def check(self) -> None:
+        check_include(self.include)
+
+    @property
+    def seals_thoughts(self) -> bool:
+        return "reasoning.encrypted_content" in self.include
+
+    def _chat(self, conversation: Conversation) -> dict[str, object]:
+        return {
+            **super()._chat(conversation),
+            "max_completion_tokens": self.max_output_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "stream": self.stream,
+            "seed": self.seed,
+            "speculative": self.speculative,
+        }
+
+
+def check_include(names: Iterable[str]) -> None:
+    """Raises RequestError for what no answer of this API has."""
+    if "message.output_text.logprobs" in names:
+        text = "'include': 'message.output_text.logprobs' is not supported: ask chat completions for it."
+        raise RequestError(text, "include")
+
+
+def namespaces_of(tools: Objects) -> dict[str, tuple[str, str]]:
+    """Namespace and name of the functions that have a namespace, by what they are called to the model."""
+    found = _functions(all_of(tools, "tools"))
+    return {full_name(space, tool.text("name")): (space, tool.text("name")) for tool, space in found if space}
+
+
+def _functions(tools: list[Nested]) -> Iterator[tuple[Nested, str]]:
+    """Each function and its namespace, which is empty for most."""
+    for tool in tools:
+        if tool.get("type") == "namespace":
+            yield from ((inner, tool.name("name")) for inner in tool.all("tools"))
+        else:
+            yield tool, ""
+
+
+def _function(tool: Nested, namespace: str) -> Function:
+    """A tool in the shape of chat completions."""
+    if tool.get("type") != "function":
+        raise tool.unknown("type", "only functions of your own, as this server hosts no tools; leave it out")
+    function: Function = {"name": full_name(namespace, tool.name("name"))}
+    if "parameters" in tool:
+        function["parameters"] = tool.object("parameters")
+    if "description" in tool:
+        function["description"] = tool.text("description")
+    if "strict" in tool:
+        function["strict"] = tool.flag("strict", default=False)
+    return {"type": "function", "function": function}
+
+
+def _chosen(choice: Nested) -> Function:
+    """Which tools may be called in the shape of chat completions."""
+    kind = choice.get("type")
+    if kind == "function":
+        return _named(choice)
+    if kind != "allowed_tools":
+        raise choice.unknown("type", "a function, or allowed_tools")
+    allowed = {"mode": choice.text("mode", default="auto"), "tools": [*map(_named, choice.all("tools"))]}
+    return {"type": "allowed_tools", "allowed_tools": allowed}
+
+
+def _named(tool: Nested) -> Function:
+    return {"type": "function", "function": {"name": tool.name("name")}}
+
+
+def _format(text: TextSettings) -> dict[str, object] | None:
+    """The form of the answer in the shape of chat completions."""
+    if text.format is None:
+        return None
+    form = Nested(text.format, "text.format")
+    kind = form.text("type")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return {"type": "json_object"}
+    if kind != "json_schema":
+        raise form.unknown("type", "text, json_object or json_schema")
+    schema: dict[str, object] = {"name": form.name("name"), "schema": form.object("schema")}
+    if "strict" in form:
+        schema["strict"] = form.flag("strict", default=False)
+    return {"type": "json_schema", "json_schema": schema}

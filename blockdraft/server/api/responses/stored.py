@@ -1,0 +1,155 @@
+"""Stored responses told again: as the events of a stream, and the items that they were made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Items
+from typing import Literal, cast
+
+from blockdraft.errors import RequestError
+from blockdraft.server.api.content_blocks import AnswerPart, PartChange
+from blockdraft.server.api.conversation import Message
+from blockdraft.server.api.responses import schemas
+from blockdraft.server.api.responses.fields import namespaces_of
+from blockdraft.server.api.responses.writer import call_item, output_text, part_events
+from blockdraft.server.http.body import shown
+from blockdraft.server.http.replies import named_event
+
+MAX_PAGE = 100  # items, as OpenAI
+PAGE = 20
+
+
+def flag(query: Mapping[str, str], name: str) -> bool:
+    """A truth value in an address."""
+    given = query.get(name, "false")
+    if given not in ("true", "false"):
+        raise RequestError(f"'{name}' is {shown(given)}: use true or false.", name)
+    return given == "true"
+
+
+def number(query: Mapping[str, str], name: str, default: int, *, least: int, most: int) -> int:
+    """A whole number in an address."""
+    given = query.get(name, str(default))
+    is_number = given.isascii() and given.isdecimal() and len(given) < 16
+    if not is_number or not least <= int(given) <= most:
+        raise RequestError(f"'{name}' is {shown(given)}: use a number from {least} to {most}.", name)
+    return int(given)
+
+
+# ---- events
+
+
+def replayed(answer: schemas.Response, starting_after: int | None) -> str:
+    """The events of a stored response, each text in one piece, from the event behind `starting_after` on.
+
+    They have numbers of their own. The last event, which holds the whole response, is always among them.
+    """
+    events = [*_events(answer)]
+    first = 0 if starting_after is None else min(starting_after + 1, len(events) - 1)
+    numbered = [{**event, "sequence_number": number} for number, event in enumerate(events)]
+    return "".join(named_event(str(event["type"]), event) for event in numbered[first:])
+
+
+def _events(answer: schemas.Response) -> Iterator[dict[str, object]]:
+    begun = {**answer, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
+    yield {"type": "response.created", "response": begun}
+    yield {"type": "response.in_progress", "response": begun}
+    for index, item in enumerate(answer["output"]):
+        part = _part(index, item)
+
+        def made(status: schemas.ItemStatus | None, item: schemas.Item = item) -> schemas.Item:
+            return item if status is None else _begun(item, status)
+
+        for change in _changes(part):
+            yield from part_events(change, item["id"], made)
+    yield {"type": f"response.{answer['status']}", "response": answer}
+
+
+def _changes(part: AnswerPart) -> Iterator[PartChange]:
+    yield PartChange("open", part)
+    if part.text:
+        yield PartChange("add", part, part.text)
+    yield PartChange("close", part)
+
+
+def _part(index: int, item: schemas.Item) -> AnswerPart:
+    if item["type"] == "function_call":
+        return AnswerPart("call", index, item["call_id"], item["name"], added=[item["arguments"]])
+    kind: Literal["text", "reasoning"] = "text" if item["type"] == "message" else "reasoning"
+    return AnswerPart(kind, index, added=[part["text"] for part in item["content"]])
+
+
+def _begun(item: schemas.Item, status: schemas.ItemStatus) -> schemas.Item:
+    """The item before anything was in it."""
+    empty: dict[str, object] = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
+    kept = {name: value for name, value in item.items() if name != "encrypted_content"}
+    return cast(schemas.Item, {**kept, **empty, "status": status})
+
+
+# ---- what it was made of
+
+
+def input_page(
+    answer: schemas.Response, messages: Items[Message], query: Mapping[str, str]
+) -> schemas.InputItems:
+    """A page of the items that a response was made of, the newest first unless `order` is asc."""
+    limit, order = number(query, "limit", PAGE, least=1, most=MAX_PAGE), query.get("order", "desc")
+    if order not in ("asc", "desc"):
+        raise RequestError(f"'order' is {shown(order)}: use asc or desc.", "order")
+    found = _input_items(answer, messages)
+    if order == "desc":
+        found.reverse()
+    after = query.get("after")
+    if after is not None:
+        places = [place for place, item in enumerate(found, 1) if item["id"] == after]
+        if not places:
+            raise RequestError(f"'after' is {shown(after)}, which is no item of this response.", "after")
+        found = found[places[0] :]
+    page = found[:limit]
+    first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
+    more = len(found) > limit
+    return {"object": "list", "data": page, "first_id": first, "last_id": last, "has_more": more}
+
+
+def _input_items(answer: schemas.Response, messages: Items[Message]) -> list[schemas.InputItem]:
+    """All items of the conversation but the answer's own, which are its last."""
+    name = answer["id"].removeprefix("resp_")
+    spaces = namespaces_of(answer["tools"])
+    items = [item for message in messages for item in _items(message, spaces)]
+    num_own = sum(not is_half_a_call(item) for item in answer["output"])
+    named = [
+        {**item, "id": f"{_PREFIXES[str(item['type'])]}_{name}_{place}"} for place, item in enumerate(items)
+    ]
+    return cast(list[schemas.InputItem], named[: len(named) - num_own])
+
+
+_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
+
+
+def is_half_a_call(item: schemas.Item) -> bool:
+    """Whether it is a call that was cut off: no template could show it."""
+    return item["type"] == "function_call" and item["status"] != "completed"
+
+
+def _items(message: Message, spaces: Mapping[str, tuple[str, str]]) -> Iterator[dict[str, object]]:
+    """The items of one message of a chat, in the order in which a model says them."""
+    role, done = message["role"], {"status": "completed"}
+    if role == "tool":
+        call = {"call_id": message["tool_call_id"], "output": message["content"]}
+        yield {"type": "function_call_output", **done, **call}
+        return
+    if role != "assistant":
+        content = [{"type": "input_text", "text": message["content"]}]
+        yield {"type": "message", **done, "role": role, "content": content}
+        return
+    if "reasoning_content" in message:
+        thoughts = [{"type": "reasoning_text", "text": message["reasoning_content"]}]
+        yield {"type": "reasoning", **done, "summary": [], "content": thoughts}
+    if "content" in message:
+        text = output_text(str(message["content"]))
+        yield {"type": "message", **done, "role": role, "content": [text]}
+    calls = message.get("tool_calls", ())
+    assert isinstance(calls, list | tuple)
+    for call in calls:
+        function = call["function"]
+        yield {**call_item(call["id"], function["name"], function["arguments"], "completed", spaces)}

@@ -1,0 +1,240 @@
+"""Writes the answers of /v1/responses: the parts of an answer as OpenAI's items, whole or as events."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+
+from blockdraft.engine.request import Delta
+from blockdraft.server.api.answers import ChatAnswer
+from blockdraft.server.api.chat.schemas import AnswerObject
+from blockdraft.server.api.content_blocks import AnswerPart, AnswerParts, PartChange
+from blockdraft.server.api.responses import schemas
+from blockdraft.server.api.responses.fields import ResponsesRequest, namespaces_of
+from blockdraft.server.api.responses.items import sealed
+from blockdraft.server.http.replies import named_event
+
+_PREFIXES = {"text": "msg", "reasoning": "rs", "call": "fc"}
+
+Keep = Callable[[schemas.Response], None]
+MakeItem = Callable[[schemas.ItemStatus | None], schemas.Item]
+
+
+class ResponseWriter:
+    """One response, made of the deltas of a chat answer. `keep` receives it when it is complete."""
+
+    def __init__(self, asked: ResponsesRequest, head: AnswerObject, keep: Keep, chat: ChatAnswer) -> None:
+        self._asked = asked
+        self._head = head
+        self._keep = keep
+        self._chat = chat
+        self._namespaces = namespaces_of(asked.tools)
+        self._parts = AnswerParts()
+        self._ids: list[str] = []  # of the parts' items
+        self._num_events = 0
+
+    def take(self, prompt: int, delta: Delta) -> None:
+        self._changes(delta)
+
+    def whole(self) -> schemas.Response:
+        is_cut = self._chat.first_choice.pieces[-1].finish_reason == "length"
+        answer = self._response("incomplete" if is_cut else "completed")
+        self._keep(answer)
+        return answer
+
+    def event(self, prompt: int, delta: Delta) -> str | None:
+        begin = "" if self._num_events else self._begin()
+        news = "".join(
+            self._written(event)
+            for change in self._changes(delta)
+            for event in part_events(change, self._ids[change.part.index], partial(self._item, change.part))
+        )
+        return begin + news or None
+
+    def end(self) -> str:
+        answer = self.whole()
+        if answer["status"] == "incomplete":
+            return self._state("response.incomplete", answer)
+        return self._state("response.completed", answer)
+
+    def failed(self, message: str) -> str:
+        answer = self._response("failed")
+        answer["error"] = {"code": "server_error", "message": message}
+        return self._state("response.failed", answer)
+
+    def _changes(self, delta: Delta) -> list[PartChange]:
+        self._chat.take(0, delta)
+        piece = self._chat.first_choice.pieces[-1]
+        changes = list(self._parts.push(piece))
+        if piece.finish_reason is not None and not self._parts.all:
+            changes += self._parts.empty_text()
+        self._ids += [
+            f"{_PREFIXES[change.part.kind]}_{uuid.uuid4().hex}" for change in changes if change.what == "open"
+        ]
+        return changes
+
+    # ---- the whole
+
+    def _response(self, status: schemas.ResponseStatus) -> schemas.Response:
+        asked = self._asked
+        is_over = status in ("completed", "incomplete")
+        return {
+            "id": self._head["id"],
+            "object": "response",
+            "created_at": self._head["created"],
+            "status": status,
+            "background": False,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "instructions": asked.instructions,
+            "max_output_tokens": asked.max_output_tokens,
+            "metadata": asked.metadata,
+            "model": self._head["model"],
+            "output": [] if status == "in_progress" else [self._item(part) for part in self._parts.all],
+            "parallel_tool_calls": asked.parallel_tool_calls,
+            "previous_response_id": asked.previous_response_id,
+            "reasoning": {"effort": asked.reasoning.effort, "summary": asked.reasoning.summary},
+            "service_tier": "default",
+            "store": asked.store,
+            "temperature": asked.temperature,
+            "text": {
+                "format": asked.text.known_format,
+                "verbosity": asked.text.verbosity or "medium",
+            },
+            "tool_choice": asked.tool_choice,
+            "tools": asked.tools,
+            "top_p": asked.top_p,
+            "truncation": "disabled",
+            "usage": self._usage() if is_over else None,
+            "user": asked.user,
+        }
+
+    def _usage(self) -> schemas.ResponseUsage:
+        usage = self._chat.usage()
+        details = usage["prompt_tokens_details"]
+        num_cached = 0 if details is None else details["cached_tokens"]
+        return {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": {"cached_tokens": num_cached, "cache_write_tokens": 0},
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": usage["completion_tokens_details"],
+            "total_tokens": usage["total_tokens"],
+        }
+
+    def _item(self, part: AnswerPart, status: schemas.ItemStatus | None = None) -> schemas.Item:
+        """A part as it is; "in_progress" is one that has just begun."""
+        status = status or ("completed" if part.is_whole else "incomplete")
+        is_new = status == "in_progress"
+        item_id = self._ids[part.index]
+        if part.kind == "text":
+            content = [] if is_new else [output_text(part.text)]
+            return {
+                "id": item_id,
+                "type": "message",
+                "status": status,
+                "role": "assistant",
+                "content": content,
+            }
+        if part.kind == "call":
+            arguments = "" if is_new else part.text
+            return {
+                **call_item(part.call_id, part.name, arguments, status, self._namespaces),
+                "id": item_id,
+            }
+        thoughts: schemas.ReasoningItem = {
+            "id": item_id,
+            "type": "reasoning",
+            "status": status,
+            "summary": [],
+            "content": [] if is_new else [{"type": "reasoning_text", "text": part.text}],
+        }
+        if self._asked.seals_thoughts and not is_new:
+            thoughts["encrypted_content"] = sealed(part.text)
+        return thoughts
+
+    # ---- events
+
+    def _begin(self) -> str:
+        answer = self._response("in_progress")
+        return self._state("response.created", answer) + self._state("response.in_progress", answer)
+
+    def _state(self, name: str, answer: schemas.Response) -> str:
+        return self._written({"type": name, "response": answer})
+
+    def _written(self, data: dict[str, object]) -> str:
+        """An event with its number."""
+        number = self._num_events
+        self._num_events += 1
+        return named_event(str(data["type"]), {**data, "sequence_number": number})
+
+
+def part_events(change: PartChange, item_id: str, item: MakeItem) -> Iterator[dict[str, object]]:
+    """What a change of one part tells a client. `item` makes the part's item, whole unless told otherwise."""
+    part, what = change.part, change.what
+    place: dict[str, object] = {"item_id": item_id, "output_index": part.index}
+    at: dict[str, object] = {"output_index": part.index}
+    if what == "open":
+        yield {"type": "response.output_item.added", **at, "item": item("in_progress")}
+        yield from _part_event("added", part, place, "")
+    elif what == "add":
+        yield _delta_event(part, place, change.text)
+    else:
+        whole = item(None)
+        yield _done_event(part, place, whole)
+        yield from _part_event("done", part, place, part.text)
+        yield {"type": "response.output_item.done", **at, "item": whole}
+
+
+def _done_event(part: AnswerPart, place: dict[str, object], item: schemas.Item) -> dict[str, object]:
+    if item["type"] == "function_call":
+        done = {"name": item["name"], "arguments": part.text}
+        return {"type": "response.function_call_arguments.done", **place, **done}
+    if part.kind == "reasoning":
+        return {"type": "response.reasoning_text.done", **place, "content_index": 0, "text": part.text}
+    done = {"text": part.text}
+    return {"type": "response.output_text.done", **place, "content_index": 0, **done, "logprobs": []}
+
+
+def call_item(
+    call_id: str,
+    name: str,
+    arguments: str,
+    status: schemas.ItemStatus,
+    namespaces: Mapping[str, tuple[str, str]],
+) -> schemas.FunctionCallItem:
+    """The item of a call, whose id is still empty; `name` is what the function is called to the model."""
+    namespace, own_name = namespaces.get(name, ("", name))
+    call: schemas.FunctionCallItem = {
+        "id": "",
+        "type": "function_call",
+        "status": status,
+        "call_id": call_id,
+        "name": own_name,
+        "arguments": arguments,
+    }
+    if namespace:
+        call["namespace"] = namespace
+    return call
+
+
+def output_text(text: str) -> schemas.OutputText:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _part_event(
+    what: str, part: AnswerPart, place: dict[str, object], text: str
+) -> Iterator[dict[str, object]]:
+    """A call has no parts."""
+    if part.kind == "call":
+        return
+    shown = output_text(text) if part.kind == "text" else {"type": "reasoning_text", "text": text}
+    yield {"type": f"response.content_part.{what}", **place, "content_index": 0, "part": shown}
+
+
+def _delta_event(part: AnswerPart, place: dict[str, object], text: str) -> dict[str, object]:
+    if part.kind == "call":
+        return {"type": "response.function_call_arguments.delta", **place, "delta": text}
+    if part.kind == "reasoning":
+        return {"type": "response.reasoning_text.delta", **place, "content_index": 0, "delta": text}
+    return {"type": "response.output_text.delta", **place, "content_index": 0, "delta": text, "logprobs": []}

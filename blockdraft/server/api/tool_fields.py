@@ -1,0 +1,161 @@
+"""Fields about tools: which the model may call, and whether it must."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from blockdraft.errors import RequestError
+from blockdraft.grammar.limits import MAX_FORM_CHARS
+from blockdraft.server.api.field_types import StrictFields
+from blockdraft.server.api.json_schemas import Schema
+from blockdraft.tool_calls.pieces import FunctionTool
+
+MAX_TOOLS = 1024  # arbitrary, as the next
+MAX_SCHEMA_DEPTH = 48  # lists and objects inside each other in one schema
+
+ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
+
+
+class FunctionFields(StrictFields):
+    """A function that the model may call."""
+
+    name: ToolName
+    description: str | None = None
+    parameters: Schema | None = None
+    strict: bool | None = None
+
+
+class ToolField(StrictFields):
+    """One of the tools: only functions are known."""
+
+    type: Literal["function"]
+    function: FunctionFields
+
+    @property
+    def tool(self) -> FunctionTool:
+        given = self.function
+        return FunctionTool(given.name, given.description, given.parameters or {}, bool(given.strict))
+
+    @property
+    def shown(self) -> dict[str, object]:
+        """As templates show it; `strict` is a wish to the server, and none of the model's business."""
+        given = self.function
+        function: dict[str, object] = {"name": given.name}
+        if given.description is not None:
+            function["description"] = given.description
+        if given.parameters is not None:
+            function["parameters"] = given.parameters
+        return {"type": "function", "function": function}
+
+
+class FunctionName(StrictFields):
+    """A function by its name."""
+
+    name: str
+
+
+class NamedChoice(StrictFields):
+    """This function must be called."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class AllowedTools(StrictFields):
+    """Only these may be called."""
+
+    mode: Literal["auto", "required"] = "auto"
+    tools: list[NamedChoice] = Field(min_length=1, max_length=MAX_TOOLS)
+
+
+class AllowedChoice(StrictFields):
+    """OpenAI's way to say that only some tools may be called, without a change to the prompt."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+Tools = Annotated[list[ToolField], Field(max_length=MAX_TOOLS)]
+ToolChoice = Literal["none", "auto", "required"] | NamedChoice | AllowedChoice
+
+
+class ToolFields(StrictFields):
+    """All of these fields."""
+
+    tools: Tools = Field(default=[])
+    tool_choice: ToolChoice = "auto"
+    parallel_tool_calls: bool = True
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the answer has to be a call."""
+        choice = self.tool_choice
+        if isinstance(choice, AllowedChoice):
+            return choice.allowed_tools.mode == "required"
+        return isinstance(choice, NamedChoice) or choice == "required"
+
+    @property
+    def callable_tools(self) -> tuple[FunctionTool, ...]:
+        """Those that may be called."""
+        choice = self.tool_choice
+        if choice == "none":
+            return ()
+        names = {one.function.name for one in self.tools}
+        if isinstance(choice, NamedChoice):
+            names = {choice.function.name}
+        elif isinstance(choice, AllowedChoice):
+            names = {one.function.name for one in choice.allowed_tools.tools}
+        return tuple(one.tool for one in self.tools if one.function.name in names)
+
+    def check_tools(self) -> None:
+        """Raises RequestError for schemas past their limits, and for names that are twice or not there."""
+        self._check_sizes()
+        counts = Counter(one.function.name for one in self.tools)
+        for name, count in counts.items():
+            if count > 1:
+                raise RequestError(
+                    f"'tools' holds '{name}' {count} times: give each a name of its own.", "tools"
+                )
+        choice, chosen = self.tool_choice, []
+        if isinstance(choice, NamedChoice):
+            chosen = [choice.function.name]
+        elif isinstance(choice, AllowedChoice):
+            chosen = [one.function.name for one in choice.allowed_tools.tools]
+        for name in chosen:
+            if name not in counts:
+                raise RequestError(
+                    f"'tool_choice' is '{name[:64]}', which is none of 'tools'.", "tool_choice"
+                )
+        if self.must_call and not self.tools:
+            raise RequestError("'tool_choice' asks for a call, but there are no 'tools'.", "tool_choice")
+
+    def _check_sizes(self) -> None:
+        num_chars = 0
+        for one in self.tools:
+            schema = one.function.parameters or {}
+            if _depth(schema) > MAX_SCHEMA_DEPTH:
+                raise RequestError(
+                    f"'tools': the schema of '{one.function.name}' nests deeper than {MAX_SCHEMA_DEPTH} "
+                    "levels: flatten it, or use '$defs'.",
+                    "tools",
+                )
+            num_chars += len(json.dumps(schema))
+        if num_chars > MAX_FORM_CHARS:
+            raise RequestError(
+                f"'tools': the schemas have {num_chars} characters together, more than "
+                f"{MAX_FORM_CHARS} characters: send fewer or smaller tools.",
+                "tools",
+            )
+
+
+def _depth(schema: object) -> int:
+    """How deep lists and objects lie in each other; the body's own limit bounds the walk."""
+    depth, level = 0, [schema]
+    while level := [part for part in level if isinstance(part, dict | list)]:
+        depth += 1
+        level = [item for part in level for item in (part.values() if isinstance(part, dict) else part)]
+    return depth

@@ -1,0 +1,1 @@
+"""The line between the server's process and the engine's."""

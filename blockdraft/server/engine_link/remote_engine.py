@@ -1,0 +1,394 @@
+"""RemoteEngine: our engine in a process of its own, as the server sees it.
+
+Both are written in Python, and one process runs one thread of Python at a time: an engine's thread that
+launches hundreds of kernels per step would wait for the event loop's turn at each of them. The engine's side
+is engine_worker.py. Messages are tuples over a pair of sockets that nobody else can reach; all deltas of a
+step are one message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import itertools
+import logging
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+from collections import defaultdict
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from concurrent.futures import Future
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from threading import Lock, Thread
+from typing import NoReturn, Protocol
+
+from blockdraft.engine.info import EngineInfo
+from blockdraft.engine.request import Delta, SamplingParams, new_request_id
+from blockdraft.engine.stats import Snapshot
+from blockdraft.engine.streams import EngineStopped, Mail, Outlet, Outlets, Stream
+from blockdraft.errors import CapacityError, RequestError
+from blockdraft.phases import StartProgress, StartState
+from blockdraft.server.http.outbox import Outbox, packed
+from blockdraft.server.http.silence import SilenceWatch
+from blockdraft.text.tokenizer import Tokenizer
+
+CLOSE_S = 10.0  # for the step that the engine is in; arbitrary
+SNAPSHOT_S = 1.0  # after that the last one has to do
+MIN_SILENCE_S = 5.0  # a busy machine may hold up a process that is well for shorter; arbitrary
+LARGE_PROMPT = 4096  # tokens of a request that is packed beside the event loop; arbitrary
+MAX_LIVE_BYTES = 64 << 20  # of requests that have not ended, as they are sent; 4 to 5 bytes per token
+
+log = logging.getLogger(__name__)
+
+OnHang = Callable[["RemoteEngine"], None]
+Work = Callable[[Connection], None]
+
+
+def start_engine_process(
+    work: Work,
+    startup: StartProgress,
+    on_hang: OnHang,
+    *,
+    step_timeout_s: float,
+    closes: Items[socket.socket] = (),
+) -> RemoteEngine:
+    """Run `work`, the engine's side of a connection, in a child. No thread may have been started before.
+
+    Only Linux forks: Windows cannot, and macOS's own libraries may crash after it. Elsewhere `work` is
+    pickled. The child has no use for what it `closes`.
+    """
+    ours, theirs = Pipe()
+    child = _forked(work, theirs, (ours, *closes)) if sys.platform == "linux" else _spawned(work, theirs)
+    theirs.close()
+    return RemoteEngine(ours, child, startup, on_hang, step_timeout_s=step_timeout_s)
+
+
+def _forked(work: Work, connection: Connection, closes: Items[Connection | socket.socket]) -> Child:
+    pid = os.fork()
+    if pid == 0:
+        for one in closes:
+            one.close()
+        _be_the_child(work, connection)
+    return ForkedChild(pid)
+
+
+def _spawned(work: Work, connection: Connection) -> Child:
+    process = multiprocessing.get_context("spawn").Process(
+        target=_be_the_child, args=(work, connection), daemon=True
+    )
+    process.start()
+    atexit.register(process.kill)  # else Python waits for it where we fail, and it for us
+    return SpawnedChild(process)
+
+
+def _be_the_child(work: Work, connection: Connection) -> NoReturn:
+    """The server ends us when it ends: signals for the whole group are its affair."""
+    code = 1
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: None)  # not ignored: what we start in turn would inherit that
+        work(connection)
+        code = 0
+    except BaseException:
+        log.exception("the engine's process failed")
+    finally:
+        logging.shutdown()
+        os._exit(code)
+
+
+class Child(Protocol):
+    """A process of ours."""
+
+    def kill(self) -> None: ...
+
+    def wait(self) -> int:
+        """Its exit code, -n after signal n."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpawnedChild:
+    """One that was started with nothing of ours."""
+
+    process: BaseProcess
+
+    def kill(self) -> None:
+        self.process.kill()
+
+    def wait(self) -> int:
+        self.process.join()
+        return self.process.exitcode or 0
+
+
+@dataclass(frozen=True, slots=True)
+class ForkedChild:
+    """One that began as a copy of us."""
+
+    pid: int
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self) -> int:
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+@dataclass(slots=True)
+class _Live:
+    stream: Stream
+    num_unfinished: int
+    num_bytes: int  # of the request as it was sent
+
+
+class RemoteEngine:
+    """The engine in `child`, where `run_engine` has the other end of the connection.
+
+    `startup` follows the start over there. `on_hang` is called when a step does not come back, or when
+    nothing at all is heard for as long.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        child: Child,
+        startup: StartProgress,
+        on_hang: OnHang,
+        *,
+        step_timeout_s: float,
+    ) -> None:
+        self.startup = startup
+        self.error: str | None = None  # why the engine is lost; it never recovers
+        self.is_hanging = False
+        self.engine_info: EngineInfo | None = None  # None until the engine is ready
+        self.tokenizer: Tokenizer | None = None
+        self._child = child
+        self._connection = connection
+        self._on_hang = on_hang
+        self._outbox = Outbox(connection)
+        self._silence = SilenceWatch(max(step_timeout_s, MIN_SILENCE_S), self._note_silence)
+        self._lock = Lock()  # what is sent and what is live go together
+        self._is_open = True
+        self._live: dict[str, _Live] = {}
+        self._num_live_bytes = 0
+        self._outlets = Outlets()
+        self._numbers = itertools.count()
+        self._asked: dict[int, Future[Snapshot | None]] = {}
+        self._last_snapshot: Snapshot | None = None
+        self._reader = Thread(target=self._read, name="engine mail", daemon=True)
+        self._reader.start()
+
+    @property
+    def num_live(self) -> int:
+        """Requests that have not ended."""
+        return len(self._live)
+
+    @property
+    def is_closed(self) -> bool:
+        return not self._is_open
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether nothing is heard from the process: it may be stuck, and may come back."""
+        return self._silence.is_long
+
+    async def submit(self, prompt_ids: Items[int], sampling: SamplingParams) -> Stream:
+        """Queue a prompt. Raises EngineStopped, and CapacityError where too much waits for the engine.
+
+        What Engine.add raises comes out of the stream: to wait for its answer here would cost a message and
+        two wake-ups per request.
+        """
+        if self.error is not None:
+            raise EngineStopped(self._why())
+        if self.startup.state != "ready":
+            raise EngineStopped(f"the engine is {self.startup.state}.")
+        stream = Stream(new_request_id(), sampling.n, self._outlets.here(), self.abort)
+        message = await _packed_request(stream.request_id, prompt_ids, sampling)
+        with self._lock:
+            if not self._is_open:
+                raise EngineStopped(self._why())
+            if self._num_live_bytes + len(message) > MAX_LIVE_BYTES:
+                raise CapacityError(
+                    f"requests of {self._num_live_bytes >> 20} MiB wait for the engine already, which is all "
+                    "that the server holds: try again later."
+                )
+            self._live[stream.request_id] = _Live(stream, sampling.n, len(message))
+            self._num_live_bytes += len(message)
+            self._outbox.put(message)
+        return stream
+
+    def abort(self, request_id: str) -> None:
+        """End a request within one step. Its stream ends with finish reason "abort"."""
+        with self._lock:
+            if self._is_open:
+                self._send("abort", request_id)
+
+    async def snapshot(self) -> Snapshot | None:
+        """All counters of the engine now, or the last ones known; None before it is ready."""
+        number, answer = next(self._numbers), Future[Snapshot | None]()
+        with self._lock:
+            is_reading = not self._outbox.num_waiting_bytes
+            if not self._is_open or self.engine_info is None or not is_reading:
+                return self._last_snapshot
+            self._asked[number] = answer
+            self._send("snapshot", number)
+        try:
+            self._last_snapshot = await asyncio.wait_for(asyncio.wrap_future(answer), SNAPSHOT_S)
+        except (TimeoutError, EngineStopped):
+            pass
+        finally:
+            self._asked.pop(number, None)
+        return self._last_snapshot
+
+    def close(self) -> None:
+        """End the process after the step it is in; live requests end with EngineStopped.
+
+        A start is not waited for.
+        """
+        with self._lock:
+            is_first, self._is_open = self._is_open, False
+            if is_first and self.engine_info is not None:
+                self._send("close")
+        self._reader.join(CLOSE_S if self.engine_info is not None and not self.is_hanging else 0.0)
+        if self._reader.is_alive():
+            self.kill()
+            self._reader.join()
+
+    def kill(self) -> None:
+        """End the process now, whatever it is doing."""
+        self._child.kill()
+
+    def _send(self, *message: object) -> None:
+        self._outbox.put(packed(message))
+
+    def _note_silence(self) -> None:
+        """The thread that watches calls this: the interpreter over there is stuck, its own watchdog too."""
+        log.error("the engine's process has not been heard of for too long: its interpreter is stuck")
+        self._hang()
+
+    def _hang(self) -> None:
+        if not self.is_hanging:
+            self.is_hanging = True
+            self._on_hang(self)
+
+    # ---- everything below runs on the reader's thread
+
+    def _read(self) -> None:
+        try:
+            while True:
+                kind, *content = self._connection.recv()
+                self._silence.hear()
+                getattr(self, f"_take_{kind}")(*content)
+        except (EOFError, OSError):
+            pass
+        except Exception:
+            log.exception("a message of the engine's process could not be read")
+            self.kill()
+        self._end(self._child.wait())
+
+    def _take_start(self, state: StartState) -> None:
+        if state.state == "failed":
+            self.error = state.error
+        self.startup.follow(state)
+
+    def _take_tokenizer(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+
+    def _take_info(self, info: EngineInfo) -> None:
+        self.engine_info = info
+        self._silence.start()  # a start may compile for minutes
+
+    def _take_beat(self) -> None:
+        """It is alive, even if it has nothing to do."""
+
+    def _take_hanging(self) -> None:
+        self._hang()
+
+    def _take_snapshot(self, number: int, snapshot: Snapshot | None) -> None:
+        answer = self._asked.pop(number, None)
+        if answer is not None and answer.set_running_or_notify_cancel():
+            answer.set_result(snapshot)
+
+    def _take_refused(self, request_id: str, error: Exception) -> None:
+        stream = self._live[request_id].stream
+        self._forget(request_id)
+        stream.outlet.send([(stream, error)])
+
+    def _forget(self, request_id: str) -> None:
+        """The request has ended."""
+        with self._lock:
+            self._num_live_bytes -= self._live.pop(request_id).num_bytes
+
+    def _take_deltas(
+        self,
+        plain: list[tuple[str, int, str, tuple[int, ...]]],
+        others: list[tuple[str, Delta | EngineStopped]],
+    ) -> None:
+        mail: dict[Outlet, Mail] = defaultdict(list)
+        for request_id, index, text, token_ids in plain:
+            live = self._live.get(request_id)
+            if live is not None:
+                delta = Delta(request_id, index, text, token_ids)
+                mail[live.stream.outlet].append((live.stream, delta))
+        for request_id, item in others:
+            live = self._live.get(request_id)
+            if live is not None:
+                mail[live.stream.outlet].append((live.stream, item))
+                live.num_unfinished -= isinstance(item, EngineStopped) or item.finish_reason is not None
+                if live.num_unfinished == 0 or isinstance(item, EngineStopped):
+                    self._forget(request_id)
+        for outlet, its_mail in mail.items():
+            if not outlet.send(its_mail):
+                for receiver, _ in its_mail:
+                    self.abort(receiver.request_id)
+
+    def _end(self, code: int) -> None:
+        """The process has ended: because it was told to, or by itself."""
+        with self._lock:
+            was_open, self._is_open = self._is_open, False
+            live, self._live, self._num_live_bytes = self._live, {}, 0
+            asked, self._asked = self._asked, {}
+        self._silence.close()
+        self._outbox.close()
+        self._connection.close()
+        if was_open:
+            self.error = self.error or _ended_by_itself(code)
+            log.error("%s", self.error)
+            self.startup.fail(self.error)
+        reason = EngineStopped(self._why())
+        for answer in asked.values():
+            if answer.set_running_or_notify_cancel():
+                answer.set_exception(reason)
+        for one in live.values():
+            one.stream.outlet.send([(one.stream, reason)])
+
+    def _why(self) -> str:
+        if self.error is None:
+            return "the engine is closed."
+        return "the engine failed on an internal error: restart the server."
+
+
+async def _packed_request(request_id: str, prompt_ids: Items[int], sampling: SamplingParams) -> bytes:
+    """The request as it is sent. What may be large or deep is packed beside the event loop."""
+    message = ("add", request_id, tuple(prompt_ids), sampling)
+    try:
+        if len(prompt_ids) > LARGE_PROMPT or sampling.structured_outputs is not None:
+            return await asyncio.to_thread(packed, message)
+        return packed(message)
+    except RecursionError:
+        raise RequestError(
+            "the form of the answer nests too deep: flatten it.", "structured_outputs"
+        ) from None
+
+
+def _ended_by_itself(code: int) -> str:
+    if code == -9:  # SIGKILL, which Windows has no name for
+        return "the engine's process was killed: was there memory left? The system's log says more."
+    how = f"signal {-code}" if code < 0 else f"exit code {code}"
+    return f"the engine's process ended by itself ({how}): its log says more."

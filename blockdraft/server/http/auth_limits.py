@@ -1,0 +1,373 @@
+"""AuthLimits: what every request passes before the application sees it, and every answer on its way out.
+
+In this order: a request id, the size of the head, CORS, the name the server was called by, the API key, the
+number of requests at once, the kind and size of the body, the time it takes to arrive, and the time until an
+answer begins. The time a client may take for its head and for reading belongs to the connection: see
+protocol.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import re
+import time
+import uuid
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from urllib.parse import quote
+
+from starlette.datastructures import MutableHeaders
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from blockdraft.server.api.messages.errors import VERSION_HEADER, is_anthropic
+from blockdraft.server.api.options import MAX_HEAD_BYTES, ServerOptions
+from blockdraft.server.http.exchange import exchange_of
+from blockdraft.server.http.no_such_path import no_such_path
+from blockdraft.server.http.replies import INVALID, ErrorResponse, error_response
+
+# Everything else needs a key where there is one. As with vLLM, probes and metrics do not; nor does the page
+# itself, which asks for the key and sends it with its calls.
+PROBES = frozenset({"/live", "/health", "/ready", "/ping"})
+OPEN_PATHS = PROBES | {"/", "/metrics", "/version", "/openapi.json", "/favicon.ico"}
+OPEN_PREFIX = "/page/"
+
+RETRY_AFTER_S = 1  # arbitrary
+DRAIN_FACTOR = 8  # a body this many times too long is read to its end, or the client would miss the answer
+PREFLIGHT_AGE_S = 600
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_HEADERS = {
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
+    "content-security-policy": "default-src 'none'; frame-ancestors 'none'",  # the page has its own
+}
+_RAW_HEADERS = [(name.encode(), value.encode()) for name, value in _HEADERS.items()]
+
+log = logging.getLogger(__name__)
+access_log = logging.getLogger("blockdraft.access")
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """What is known of a request before its body."""
+
+    id: str
+    method: str
+    path: str
+    headers: dict[str, str]  # the first of each name
+    raw: list[tuple[bytes, bytes]]
+    num_bytes: int
+
+    @property
+    def has_body(self) -> bool:
+        return self.headers.get("content-length", "0") != "0" or "transfer-encoding" in self.headers
+
+    @property
+    def is_preflight(self) -> bool:
+        asked = ("origin", "access-control-request-method")
+        return self.method == "OPTIONS" and all(name in self.headers for name in asked)
+
+    def values(self, name: bytes) -> list[str]:
+        """All that a header was given as."""
+        return [value.decode("latin-1") for key, value in self.raw if key == name]
+
+
+class AuthLimits:
+    """An ASGI application around another."""
+
+    def __init__(
+        self, app: ASGIApp, options: ServerOptions, has_path: Callable[[Scope], bool] = lambda scope: True
+    ) -> None:
+        self._app = app
+        self._has_path = has_path  # whether the application has a scope's path, whatever its method
+        self._options = options
+        self._keys = tuple(_digest(key.encode()) for key in options.api_keys)
+        self._num_open = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+        elif scope["type"] == "http":
+            await self._answer(scope, receive, send)
+        else:  # a websocket: this server has none
+            await send({"type": "websocket.close", "code": 1008})
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        head = _head(scope)
+        state = {**scope.get("state", {}), "request_id": head.id}
+        reply = _Reply(head, state, send, self._options)
+        try:
+            refusal = _large_head(head)
+            if refusal is None and head.is_preflight:
+                await reply.preflight()
+                return
+            refusal = refusal or self._refusal(head, scope)
+            if refusal is None:
+                refusal = await self._admit({**scope, "state": state}, head, receive, reply)
+            if refusal is not None:
+                await reply.refuse(refusal)
+        finally:
+            reply.log()
+
+    def _refusal(self, head: _Head, scope: Scope) -> Response | None:
+        """Say what is wrong with a request, as far as that shows without its body."""
+        # Browsers always send the header, so that no page of another name comes in without it.
+        hosts = self._options.allowed_hosts if "host" in head.headers else ()
+        if hosts and _host(head.headers) not in hosts:
+            return error_response(
+                421,
+                "this server does not go by that name: use the address it announced, or start it with the "
+                "name among its allowed hosts.",
+                INVALID,
+            )
+        if not self._is_allowed(head):
+            text = "no valid API key: send it as 'Authorization: Bearer KEY' or as 'x-api-key: KEY'."
+            refusal = error_response(401, text, INVALID, code="invalid_api_key")
+            refusal.headers["www-authenticate"] = 'Bearer realm="blockdraft"'
+            return refusal
+        wrong = _wrong_body(head)
+        if wrong is not None and not self._has_path(scope):
+            return error_response(404, no_such_path(head.path), INVALID)
+        return wrong
+
+    def _is_allowed(self, head: _Head) -> bool:
+        if not self._keys or _is_open(head.path):
+            return True
+        given = head.values(b"authorization")
+        scheme, _, key = given[0].partition(" ") if len(given) == 1 else ("", "", "")
+        is_bearer = self._is_known(key) and scheme.lower() == "bearer"
+        plain = head.values(b"x-api-key")  # where Anthropic's clients put it
+        return (len(plain) == 1 and self._is_known(plain[0])) or is_bearer
+
+    def _is_known(self, key: str) -> bool:
+        # Digests of equal length, and all of them: the time tells neither which key nor how much was right.
+        digest = _digest(key.strip().encode("latin-1"))
+        matches = [hmac.compare_digest(digest, known) for known in self._keys]
+        return any(matches)
+
+    async def _admit(self, scope: Scope, head: _Head, receive: Receive, reply: _Reply) -> Response | None:
+        """Hand the request to the application, unless there are too many or its body is not acceptable."""
+        if head.path in PROBES:  # always, at once: whoever asks may end a server that is silent
+            return await self._run(scope, _replay(b"", receive), reply)
+        if self._num_open >= self._options.max_connections:
+            text = f"the server answers {self._options.max_connections} requests already: try again later."
+            return error_response(503, text, code="too_many_connections", retry_after_s=RETRY_AFTER_S)
+        self._num_open += 1
+        try:
+            exchange = exchange_of(scope)
+            limit = self._options.max_body_bytes
+            body: bytes | Response | None = None if exchange is None else exchange.whole_body(limit)
+            if body is None:
+                body = await self._read_body(head, receive)
+            if body is None or isinstance(body, Response):
+                return body
+            return await self._run(scope, _replay(body, receive), reply)
+        finally:
+            self._num_open -= 1
+
+    async def _read_body(self, head: _Head, receive: Receive) -> bytes | Response | None:
+        """Read all of the body, within limits; None: the client has gone."""
+        limit = self._options.max_body_bytes
+        if _announced(head) > limit and ("expect" in head.headers or _announced(head) > DRAIN_FACTOR * limit):
+            return _too_large(limit)
+        body, num_bytes, has_more = bytearray(), 0, True
+        try:
+            async with asyncio.timeout(self._options.idle_timeout_s):
+                while has_more:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return None
+                    num_bytes += len(message.get("body", b""))
+                    if num_bytes <= limit:
+                        body += message.get("body", b"")
+                    elif num_bytes > DRAIN_FACTOR * limit:
+                        return _too_large(limit)
+                    has_more = message.get("more_body", False)
+        except TimeoutError:
+            text = f"the body did not arrive within {self._options.idle_timeout_s:g} s: send it faster."
+            return error_response(408, text, INVALID)
+        return bytes(body) if num_bytes <= limit else _too_large(limit)
+
+    async def _run(self, scope: Scope, receive: Receive, reply: _Reply) -> Response | None:
+        timeout_s = self._options.request_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s) as deadline:
+
+                async def send(message: Message) -> None:
+                    if deadline.expired():
+                        return  # too late: a task of the application that does not know it yet
+                    if reply.status is None:
+                        deadline.reschedule(None)  # what has begun may end
+                    await reply.send(message)
+
+                await self._app(scope, receive, send)
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            text = f"no answer began within {timeout_s:g} s: try again later, ask for less, or stream it."
+            return error_response(504, text, code="timeout")
+        return None
+
+
+class _Reply:
+    """The way out: adds headers to the first message, and knows what to log."""
+
+    def __init__(self, head: _Head, state: dict[str, str], send: Send, options: ServerOptions) -> None:
+        self._head = head
+        self._state = state  # the application may have taken another id from the body
+        self._send = send
+        origin = head.headers.get("origin")
+        self._origin = origin if origin in options.cors_origins else None
+        self._has_cors = bool(options.cors_origins)
+        self._start_s = time.monotonic()
+        self.status: int | None = None
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            message = {**message, "headers": self._with_headers(message.get("headers", []))}
+        await self._send(message)
+
+    async def refuse(self, refusal: Response) -> None:
+        # What is left of the body will not be read, so the connection has no next request.
+        refusal.headers["connection"] = "close"
+        if isinstance(refusal, ErrorResponse):
+            has_version = VERSION_HEADER in self._head.headers
+            refusal = refusal.of(self._head.path, self._state["request_id"], has_version=has_version)
+        await self._whole(refusal)
+
+    async def preflight(self) -> None:
+        """A browser asks whether a page of another origin may call."""
+        if self._origin is None:
+            origin = self._head.headers.get("origin", "")[:200]
+            state = "the server has other CORS origins" if self._has_cors else "CORS is off"
+            text = (
+                f"no web page of '{origin}' may call, as {state}: start the server with --cors-origin ORIGIN."
+            )
+            await self.refuse(error_response(403, text, INVALID))
+            return
+        asked = self._head.headers.get("access-control-request-headers", "")
+        headers = {
+            "access-control-allow-methods": "GET, POST, DELETE",
+            "access-control-allow-headers": asked,  # the page's origin is trusted with what it sends
+            "access-control-max-age": str(PREFLIGHT_AGE_S),
+        }
+        if "access-control-request-private-network" in self._head.headers:
+            headers["access-control-allow-private-network"] = "true"
+        given = {name: value for name, value in headers.items() if value}
+        await self._whole(Response(status_code=204, headers=given))
+
+    def log(self) -> None:
+        """The path without its query, which may hold anything; quoted, so that it is one line."""
+        seconds, path = time.monotonic() - self._start_s, quote(self._head.path[:200])
+        status = "gone" if self.status is None else self.status
+        access_log.info(
+            "%s %s %s in %.3f s",
+            self._head.method,
+            path,
+            status,
+            seconds,
+            extra={"request_id": self._state["request_id"]},
+        )
+
+    async def _whole(self, response: Response) -> None:
+        """Send an answer that the application has no part in."""
+        await self.send(
+            {"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers}
+        )
+        await self.send({"type": "http.response.body", "body": response.body})
+
+    def _with_headers(self, given: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+        raw = [field for field in given if field[0] != b"x-request-id"]
+        names = {name for name, _ in raw}
+        raw.append((b"x-request-id", self._state["request_id"].encode("latin-1")))
+        has_version = VERSION_HEADER in self._head.headers
+        if is_anthropic(self._head.path, has_version=has_version):  # the name that its clients look for
+            raw.append((b"request-id", self._state["request_id"].encode("latin-1")))
+        raw += [field for field in _RAW_HEADERS if field[0] not in names]
+        if not self._has_cors:
+            return raw
+        headers = MutableHeaders(raw=raw)
+        headers.add_vary_header("origin")
+        if self._origin is not None:
+            headers["access-control-allow-origin"] = self._origin
+            headers["access-control-expose-headers"] = "x-request-id, retry-after"
+            headers["cross-origin-resource-policy"] = "cross-origin"
+        return headers.raw
+
+
+def _head(scope: Scope) -> _Head:
+    raw: list[tuple[bytes, bytes]] = list(scope["headers"])
+    headers: dict[str, str] = {}
+    # Where a server does not pass on the address as it was sent, its characters are counted.
+    num_bytes = len(scope.get("raw_path") or scope["path"]) + len(scope.get("query_string", b""))
+    for name, value in raw:
+        headers.setdefault(name.decode("latin-1"), value.decode("latin-1"))
+        num_bytes += len(name) + len(value) + 4  # ": " and the line's end
+    given = headers.get("x-request-id", "")
+    request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+    return _Head(request_id, scope["method"], scope["path"], headers, raw, num_bytes)
+
+
+def _is_open(path: str) -> bool:
+    return path in OPEN_PATHS or (path.startswith(OPEN_PREFIX) and ".." not in path.split("/"))
+
+
+def _large_head(head: _Head) -> Response | None:
+    if head.num_bytes <= MAX_HEAD_BYTES:
+        return None
+    text = f"the address and headers are larger than {MAX_HEAD_BYTES} bytes: shorten them."
+    return error_response(431, text, INVALID)
+
+
+def _wrong_body(head: _Head) -> Response | None:
+    """Refuse all but JSON: a web page of another origin can send the other kinds without asking first."""
+    if not head.has_body:
+        return None
+    kind = head.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        text = f"the body is sent as '{kind[:100]}': use 'Content-Type: application/json'."
+        return error_response(415, text, INVALID)
+    encoding = head.headers.get("content-encoding", "identity").lower()
+    if encoding != "identity":
+        text = "the body is compressed: send it as it is, without Content-Encoding."
+        return error_response(415, text, INVALID)
+    return None
+
+
+def _too_large(limit: int) -> Response:
+    return error_response(413, f"the body is larger than {limit} bytes: shorten the request.", INVALID)
+
+
+def _announced(head: _Head) -> int:
+    """The body's length as the client gives it; the server has checked that it is one."""
+    text = head.headers.get("content-length", "0")
+    return int(text) if text.isdecimal() and len(text) <= 20 else 0
+
+
+def _host(headers: dict[str, str]) -> str:
+    """The name in the Host header, without port and brackets."""
+    host = headers.get("host", "").lower()
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0]
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """A receive that gives the body first, then what comes after it: the client going away."""
+    rest: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def replay() -> Message:
+        return rest.pop() if rest else await receive()
+
+    return replay

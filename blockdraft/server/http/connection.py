@@ -1,0 +1,451 @@
+"""HttpConnection: a client's connection, parsed by httptools, with limits on all that a client can hold.
+
+uvicorn runs it as it runs its own protocols, which wait for ever for a client that never finishes a
+request's head and for one that never reads its answer, and turn away whoever comes last when there are too
+many, be it a probe. Here the connection that was idle longest gives way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import select
+from collections import deque
+from typing import Any, ClassVar, cast
+from urllib.parse import unquote
+
+import httptools
+from starlette.types import Scope
+from uvicorn.config import Config
+from uvicorn.server import ServerState
+
+from blockdraft.server.api.options import MAX_HEAD_BYTES
+from blockdraft.server.http.exchange import EXTENSION, Exchange
+
+MAX_UNREAD_BYTES = 1 << 16  # of a body that the application has not asked for yet; arbitrary
+MAX_PIPELINED = 256  # requests that wait for the answer of the one before; arbitrary
+MAX_DROPPED_BYTES = 1 << 20  # read behind the last request while that is answered; arbitrary
+LINGER_S = 2.0  # for a client to read its answer while it still sends; arbitrary
+FIRST_CHECK_S, CHECK_S = 0.001, 1.0  # whether a client that has closed its half is there
+NUM_CHECKS_PER_SIGN = 16  # a network may lose a sign
+
+_HTTP_2 = b"PRI * HTTP/2"  # how its connections begin
+_TLS = b"\x16\x03"
+_NUM_OPENING_BYTES = 16
+_WHOLE_ADDRESS = re.compile(rb"https?://([^/?]*)", re.IGNORECASE)
+
+
+class NotHttp(ValueError):
+    """Bytes that are no request; the message is for the client."""
+
+
+class HttpConnection(asyncio.Protocol):
+    """One for each client. uvicorn makes it, counts it in its state, and calls `shutdown` at the end."""
+
+    head_timeout_s: float
+    send_timeout_s: float
+    max_open: int
+    idle: ClassVar[dict[HttpConnection, None]]  # connections without a request, the longest first
+
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        self.is_write_paused = False
+        self._app = config.loaded_app
+        self._keep_alive_s = config.timeout_keep_alive
+        self._loop = _loop or asyncio.get_running_loop()
+        self._state = server_state
+        self._app_state = app_state
+        self._parser = self._new_parser()
+        self._opening = b""  # the first bytes
+        self._exchange: Exchange | None = None  # the one that is answered, or was last
+        self._arriving: Exchange | None = None  # the one whose body comes in
+        self._waiting: deque[Exchange] = deque()  # pipelined, behind the one that is answered
+        self._is_in_head = False
+        self._wants_upgrade = False
+        self._num_unparsed = 0  # bytes since the last part of a body
+        self._has_moved = False
+        self._is_read_paused = False
+        self._has_ended = False  # no request is read any more
+        self._num_dropped = 0  # bytes behind the last request
+        self._is_lingering = False
+        self._has_heard_all = False  # the client has closed its half
+        self._writable = asyncio.Event()
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._send_timer: asyncio.TimerHandle | None = None
+        self._keep_alive_timer: asyncio.TimerHandle | None = None
+        self._end_timer: asyncio.TimerHandle | None = None
+
+    def _new_parser(self) -> httptools.HttpRequestParser:
+        parser = httptools.HttpRequestParser(self)
+        # What a client sends behind its last request does no harm: nobody reads it.
+        parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        return parser
+
+    @property
+    def default_headers(self) -> list[tuple[bytes, bytes]]:
+        return self._state.default_headers
+
+    # ---- from the transport
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # uvloop's is one by its methods only.
+        self.transport = cast("asyncio.Transport", transport)
+        self._state.connections.add(self)  # type: ignore[arg-type]
+        self._client = _address(transport.get_extra_info("peername"))
+        self._server = _address(transport.get_extra_info("sockname"))
+        self._watch_head()
+        if len(self._state.connections) > self.max_open and self.idle:
+            # Where none is idle, AuthLimits refuses what is too much, and answers probes.
+            oldest = next(iter(self.idle))
+            del self.idle[oldest]
+            oldest.transport.abort()
+        self._note_idle()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._state.connections.discard(self)
+        self.idle.pop(self, None)
+        for timer in (self._head_timer, self._send_timer, self._keep_alive_timer, self._end_timer):
+            if timer is not None:
+                timer.cancel()
+        self._waiting.clear()
+        self._writable.set()
+        if self._exchange is not None:
+            self._exchange.lose()
+
+    def data_received(self, data: bytes) -> None:
+        if self._has_ended:
+            self._drop(data)
+            return
+        self._opening += data[: _NUM_OPENING_BYTES - len(self._opening)]
+        self._has_moved = False
+        try:
+            self._parse(data)
+        except httptools.HttpParserError as error:
+            cause = error.__context__
+            self._end(str(cause) if isinstance(cause, NotHttp) else _why(self._opening))
+            return
+        self._num_unparsed = 0 if self._has_moved else self._num_unparsed + len(data)
+        if self._num_unparsed > MAX_HEAD_BYTES and (self._is_in_head or self._arriving is not None):
+            # A head, or what is around a body; AuthLimits sees the size of complete heads.
+            self._end(f"the address and headers are larger than {MAX_HEAD_BYTES} bytes: shorten them.")
+            return
+        self._watch_head()
+        self._note_idle()
+
+    def _parse(self, data: bytes) -> None:
+        """A request that asks for another protocol, of which we know none, is read as if it did not."""
+        while True:
+            try:
+                self._parser.feed_data(data)
+            except httptools.HttpParserUpgrade as upgrade:
+                if not self._wants_upgrade:
+                    self._end("")  # CONNECT: what follows is not for us
+                    return
+                # The parser has left the body out, and may read no second request.
+                data = self._head_without_upgrade() + data[upgrade.args[0] :]
+                self._parser = self._new_parser()
+            else:
+                return
+
+    def _drop(self, data: bytes) -> None:
+        """Read on, for a while: who closes with bytes unread resets the connection, answers included."""
+        self._num_dropped += len(data)
+        if self._num_dropped > MAX_DROPPED_BYTES and not self._is_lingering:
+            self._pause_reading()
+
+    def _head_without_upgrade(self) -> bytes:
+        lines = [b"%b %b HTTP/%b" % (self._parser.get_method(), self._url, self._version.encode())]
+        lines += [b"%b: %b" % field for field in self._headers if field[0] != b"upgrade"]
+        return b"\r\n".join([*lines, b"", b""])
+
+    def eof_received(self) -> bool:
+        """The client sends no more: it may wait for the answer to what it has sent, or have gone.
+
+        Who has gone answers a sign, or the next part of its answer, with a reset. Returns True if the
+        connection stays.
+        """
+        self._has_heard_all = True
+        exchange = self._exchange
+        is_waiting = exchange is not None and not exchange.is_complete and self._arriving is not exchange
+        if self._is_lingering or not is_waiting:
+            self._watch_rest()  # the transport closes itself
+            return False
+        self._end("")
+        self._look_for_client(FIRST_CHECK_S, 0)
+        return True
+
+    def _look_for_client(self, delay_s: float, number: int) -> None:
+        exchange = self._exchange
+        assert exchange is not None
+        if self.transport.is_closing():
+            return
+        if _is_reset(self.transport):
+            self.transport.abort()
+            return
+        if number % NUM_CHECKS_PER_SIGN == 0:
+            exchange.write_sign()
+        self._end_timer = self._loop.call_later(
+            delay_s, self._look_for_client, min(2 * delay_s, CHECK_S), number + 1
+        )
+
+    def pause_writing(self) -> None:
+        self.is_write_paused = True
+        self._writable.clear()
+        self._watch_sending()
+
+    def resume_writing(self) -> None:
+        if self._send_timer is not None:
+            self._send_timer.cancel()
+            self._send_timer = None
+        if self.transport.is_closing():
+            self._watch_rest()
+        self.is_write_paused = False
+        self._writable.set()
+        if self._exchange is not None and self._exchange.on_resume is not None:
+            self._exchange.on_resume()
+
+    # ---- from uvicorn, and from an exchange
+
+    def shutdown(self) -> None:
+        """The server ends: what is under way may end before."""
+        if self._exchange is None or self._exchange.is_complete:
+            self.close()
+        else:
+            self._exchange.close_after()
+
+    def close(self) -> None:
+        """Behind what waits to be sent, if the client reads that in time.
+
+        Whoever still sends is read from for a while: to close with bytes unread would reset the connection,
+        and the client would miss its answer.
+        """
+        is_sending = self._arriving is not None or self._is_read_paused or self._num_dropped > 0
+        is_over = self._exchange is None or self._exchange.is_complete or self._exchange.is_gone
+        if self._is_lingering or self._has_heard_all or not (is_sending and is_over):
+            self.transport.close()
+            self._watch_rest()
+            return
+        self._has_ended = self._is_lingering = True
+        self._stop_watching_head()
+        self.transport.write_eof()
+        if self._is_read_paused:
+            self._is_read_paused = False
+            self.transport.resume_reading()
+        self._end_timer = self._loop.call_later(LINGER_S, self.close)
+
+    async def drain(self) -> None:
+        await self._writable.wait()
+
+    def resume_reading(self) -> None:
+        if self._is_read_paused and not self._waiting:
+            self._is_read_paused = False
+            self.transport.resume_reading()
+            self._watch_head()
+
+    def answered(self) -> None:
+        """The next request, if it is there already."""
+        self._state.total_requests += 1
+        if self._arriving is not None and self._arriving is self._exchange:
+            self.close()  # what is left of its body is not waited for
+        if self.transport.is_closing() or self._is_lingering:
+            self.idle.pop(self, None)
+            return
+        if self._waiting:
+            self._start(self._waiting.popleft())
+        elif not self._is_in_head:
+            self._keep_alive_timer = self._loop.call_later(self._keep_alive_s, self.close)
+        self.resume_reading()
+        self._note_idle()
+
+    # ---- from the parser
+
+    def on_message_begin(self) -> None:
+        if self._has_ended:
+            return
+        if self._keep_alive_timer is not None:
+            self._keep_alive_timer.cancel()
+            self._keep_alive_timer = None
+        self._url = b""
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._is_in_head = True
+        self._num_unparsed = 0
+
+    def on_url(self, url: bytes) -> None:
+        if not self._has_ended:
+            self._url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._is_in_head:  # else behind a body, where nobody looks for one
+            self._headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        if self._has_ended:
+            return
+        self._version = version = self._parser.get_http_version()
+        self._wants_upgrade = self._parser.should_upgrade() and self._parser.get_method() != b"CONNECT"
+        if self._wants_upgrade:
+            return  # the same head comes again without that
+        self._is_in_head = False
+        names = [name for name, _ in self._headers]
+        if names.count(b"host") != 1 and (version == "1.1" or b"host" in names):
+            raise NotHttp(f"the request has {names.count(b'host')} Host headers: HTTP/1.1 wants one.")
+        expected = dict(self._headers).get(b"expect", b"").lower() if version == "1.1" else b""
+        exchange = Exchange(
+            self._scope(version),
+            self,
+            keeps_alive=version != "1.0" and self._parser.should_keep_alive(),
+            awaits_continue=b"100-continue" in expected,
+        )
+        exchange.scope["extensions"] = {EXTENSION: exchange}
+        if self._exchange is None or self._exchange.is_complete:
+            self._arriving = exchange
+            self._start(exchange)
+        elif len(self._waiting) < MAX_PIPELINED:
+            self._arriving = exchange
+            self._waiting.append(exchange)
+            self._pause_reading()
+        else:
+            self._end("")  # the client asks for the rest again
+
+    def _scope(self, version: str) -> Scope:
+        whole = _WHOLE_ADDRESS.match(self._url)
+        if whole is not None:  # the name in it is the one that counts, by RFC 9112
+            self._headers = [field for field in self._headers if field[0] != b"host"]
+            self._headers.append((b"host", whole[1]))
+            self._url = self._url[whole.end() :]
+            self._url = self._url if self._url.startswith(b"/") else b"/" + self._url
+        raw_path, _, query = self._url.partition(b"?")
+        if not raw_path.isascii():
+            raise NotHttp("the address is not ASCII, as HTTP/1.1 wants it: write other characters as %XX.")
+        path = raw_path.decode("ascii")
+        return {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": version,
+            "method": self._parser.get_method().decode("ascii"),
+            "scheme": "http",
+            "path": unquote(path) if "%" in path else path,
+            "raw_path": raw_path,
+            "query_string": query,
+            "root_path": "",
+            "headers": self._headers,
+            "client": self._client,
+            "server": self._server,
+            "state": self._app_state.copy(),
+        }
+
+    def on_body(self, body: bytes) -> None:
+        self._has_moved = True
+        if self._arriving is not None and self._arriving.take_body(body) > MAX_UNREAD_BYTES:
+            self._pause_reading()
+
+    def on_message_complete(self) -> None:
+        self._has_moved = True
+        if self._arriving is not None:
+            self._arriving.end_body()
+            self._arriving = None
+            self.resume_reading()  # all of it is here: only who reads hears of a client that goes
+
+    # ---- limits
+
+    def _start(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+        task = self._loop.create_task(exchange.run(self._app))
+        task.add_done_callback(self._state.tasks.discard)
+        self._state.tasks.add(task)
+
+    def _end(self, why: str) -> None:
+        """Read no more: `why` says what is wrong with what came. Whole requests before it are answered."""
+        self._stop_watching_head()
+        self._has_ended, self._is_in_head = True, False
+        self._num_dropped += 1  # at least
+        broken, self._arriving = self._arriving, None
+        if broken is not None and broken is not self._exchange:
+            self._waiting.remove(broken)
+        is_idle = self._exchange is None or self._exchange.is_complete
+        if broken is not None and broken is self._exchange and not is_idle:
+            self._refuse(why, broken)
+        elif not is_idle:
+            last = self._waiting[-1] if self._waiting else self._exchange
+            assert last is not None
+            last.close_after()
+        else:
+            self._refuse(why, None)
+
+    def _refuse(self, why: str, broken: Exchange | None) -> None:
+        """Say why what came is no HTTP, or too much of it; an answer that has begun is cut off."""
+        if broken is None or not broken.has_begun:
+            text = why.encode()
+            self.transport.write(
+                b"HTTP/1.1 400 Bad Request\r\ncontent-type: text/plain; charset=utf-8\r\n"
+                b"content-length: %d\r\nconnection: close\r\n\r\n%b" % (len(text), text)
+            )
+        self.idle.pop(self, None)
+        if broken is not None:
+            broken.lose()
+        self.close()
+
+    def _pause_reading(self) -> None:
+        if not self._is_read_paused:
+            self._is_read_paused = True
+            self.transport.pause_reading()
+
+    def _note_idle(self) -> None:
+        is_ending = self.transport.is_closing() or self._is_lingering
+        if is_ending or not (self._exchange is None or self._exchange.is_complete):
+            self.idle.pop(self, None)
+        else:
+            self.idle.setdefault(self)
+
+    def _watch_head(self) -> None:
+        """The time runs from the first byte of a head, or from the connection; more bytes do not renew it.
+
+        Nor does it run while we do not read.
+        """
+        is_between = self._exchange is not None and not self._is_in_head
+        if self._has_ended or self._is_read_paused or is_between:
+            self._stop_watching_head()
+        elif self._head_timer is None:
+            self._head_timer = self._loop.call_later(self.head_timeout_s, self.transport.abort)
+
+    def _watch_rest(self) -> None:
+        """What is left of the last answer is too little for `pause_writing`."""
+        if self.transport.get_write_buffer_size():
+            self._watch_sending()
+
+    def _watch_sending(self) -> None:
+        if self._send_timer is None:
+            self._send_timer = self._loop.call_later(self.send_timeout_s, self.transport.abort)
+
+    def _stop_watching_head(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+
+def _why(opening: bytes) -> str:
+    """What to tell somebody who sent something that is no HTTP/1.1; `opening` is how it began."""
+    if opening.startswith(_HTTP_2):
+        return "this port speaks HTTP/1.1, and this is HTTP/2: have the client use HTTP/1.1."
+    if opening.startswith(_TLS):
+        return "this port speaks plain HTTP/1.1, and this is TLS: use http:// instead of https://."
+    return "Invalid HTTP request received: this port speaks HTTP/1.1."
+
+
+def _is_reset(transport: asyncio.Transport) -> bool:
+    """Whether the client has answered something with a reset, which nobody sees who has read to the end."""
+    found = transport.get_extra_info("socket")
+    if found is None or not hasattr(select, "poll"):
+        return False
+    poll = select.poll()
+    poll.register(found.fileno(), 0)  # errors are told unasked
+    return any(events & (select.POLLERR | select.POLLNVAL) for _, events in poll.poll(0))
+
+
+def _address(found: Any) -> tuple[str, int] | None:  # noqa: ANN401  # a socket's, of whatever family
+    return (str(found[0]), int(found[1])) if isinstance(found, list | tuple) else None

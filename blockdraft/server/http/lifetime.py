@@ -1,0 +1,110 @@
+"""A server's life, whatever answers behind it: its socket, its drain and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from blockdraft.phases import StartProgress
+from blockdraft.server.api.options import ServerOptions
+from blockdraft.server.http.listener import address_of
+from blockdraft.server.http.protocol import uvicorn_config
+
+UNHEALTHY_GRACE_S = 3.0  # how long /health says that the engine is lost before the process ends; arbitrary
+FLUSH_S = 5  # for answers that are complete and on their way to their clients; arbitrary
+DRAIN_INTERVAL_S = 0.02
+
+log = logging.getLogger("blockdraft")
+
+
+class Service(Protocol):
+    """What answers behind the server: our own engine's loop, or a proxy to another engine."""
+
+    @property
+    def startup(self) -> StartProgress: ...
+    @property
+    def error(self) -> str | None:
+        """Why it is lost."""
+
+    @property
+    def num_live(self) -> int:
+        """Requests under way."""
+
+    def close(self) -> None: ...
+
+
+def ending(num_live: int, drain_timeout_s: float) -> str:
+    """What whoever pressed Ctrl-C has to know."""
+    if not num_live:
+        return "ending: no request is under way"
+    return (
+        f"ending: {num_live} under way, which may take {drain_timeout_s:g} s more (--drain-timeout); "
+        "a second Ctrl-C ends at once"
+    )
+
+
+def _answers_were(count: int) -> str:
+    return "1 answer was" if count == 1 else f"{count} answers were"
+
+
+class DrainingServer(uvicorn.Server):
+    """Ends with a signal, or when the service is lost; answers under way may end before."""
+
+    def __init__(
+        self, app: ASGIApp, service: Service, options: ServerOptions, *, drain_timeout_s: float
+    ) -> None:
+        super().__init__(uvicorn_config(app, options, flush_s=FLUSH_S))
+        self._service = service
+        self._drain_timeout_s = drain_timeout_s
+
+    def serve_on(
+        self, listener: socket.socket, *, show_start: Callable[[], None], on_ready: Callable[[], None]
+    ) -> None:
+        """Return when the service is drained and closed. `show_start` may take as long as the start does."""
+        # uvicorn handles the signal while it runs, and afterwards raises it again for whoever came first.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: setattr(self, "should_exit", True))
+        log.info("listening on %s; not ready yet, /ready says how far it is", address_of(listener))
+        threading.Thread(target=self._follow, args=(show_start, on_ready), daemon=True).start()
+        self.run(sockets=[listener])
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Let answers under way end, for a while; whoever comes meanwhile is told that it is over."""
+        service = self._service
+        if service.error is None:  # else whoever waits for it is told why
+            log.info("%s", ending(service.num_live, self._drain_timeout_s))
+        service.startup.drain()
+        end_s = time.monotonic() + self._drain_timeout_s
+        while service.num_live and not self.force_exit and time.monotonic() < end_s:
+            await asyncio.sleep(DRAIN_INTERVAL_S)
+        if self.force_exit and service.num_live:
+            log.info("ended at once: %s given up", _answers_were(service.num_live))
+        # What is left ends with an error that its client understands.
+        await asyncio.to_thread(service.close)
+        await super().shutdown(sockets=sockets)
+        if self.force_exit:  # uvicorn leaves this out, and then logs that it was cut off
+            await self.lifespan.shutdown()
+
+    def _follow(self, show_start: Callable[[], None], on_ready: Callable[[], None]) -> None:
+        """Say when the service is ready, and end the server when it is lost."""
+        show_start()
+        was_ready = False
+        while self._service.error is None:
+            if not was_ready and self._service.startup.state == "ready":
+                on_ready()
+                was_ready = True
+                gc.freeze()  # what is there now stays: no later collection need look through it
+            time.sleep(0.05)
+        if was_ready:
+            time.sleep(UNHEALTHY_GRACE_S)
+        self.should_exit = True

@@ -1,0 +1,163 @@
+"""What our own server and the proxy answer alike: errors in the shape of each API, events, and how it is."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from typing import TypeVar
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from blockdraft.phases import State
+from blockdraft.server.api.chat.schemas import Error, Health
+from blockdraft.server.api.messages.errors import (
+    VERSION_HEADER,
+    is_anthropic,
+    is_messages_path,
+    message_error,
+    status_of,
+)
+
+DONE = "data: [DONE]\n\n"  # the last event of a stream
+START_RETRY_AFTER_S = 5  # arbitrary: a start takes seconds to minutes
+
+# Nobody keeps a stream, and nginx sends each piece on at once.
+STREAM_HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
+
+INVALID = "invalid_request_error"  # the kind of errors that are the client's
+
+T = TypeVar("T")
+
+json_of = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode  # json.dumps makes one per call
+
+
+def error_body(message: str, *, kind: str, param: str | None = None, code: str | None = None) -> Error:
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+class ErrorResponse(JSONResponse):
+    """An error in OpenAI's shape; `of` gives it that of the API whose path was asked for."""
+
+    def __init__(self, status: int, error: Error, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(error, status_code=status, headers=headers)
+        self._error = error["error"]
+
+    def of(self, path: str, request_id: str | None, *, has_version: bool = False) -> Response:
+        """`has_version`: the request has the header by which Anthropic's clients are known."""
+        if not is_anthropic(path, has_version=has_version):
+            return self
+        status = status_of(self.status_code, self._error["code"])
+        body = message_error(
+            status, self._error["message"], param=self._error["param"], request_id=request_id
+        )
+        kept = {name: value for name, value in self.headers.items() if name != "content-length"}
+        return JSONResponse(body, status_code=status, headers=kept)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        has_version = any(name == VERSION_HEADER.encode() for name, _ in scope["headers"])
+        request_id = scope.get("state", {}).get("request_id")
+        shaped = self.of(scope["path"], request_id, has_version=has_version)
+        await Response.__call__(shaped, scope, receive, send)
+
+
+def error_event(path: str, message: str, code: str) -> str:
+    """The end of a stream that breaks off, in the shape of the API whose path was asked for."""
+    if is_messages_path(path):
+        return named_event("error", message_error(500, message))
+    if path == "/v1/responses":
+        failure = {"type": "error", "code": code, "message": message, "param": None, "sequence_number": 0}
+        return named_event("error", failure)
+    return event(error_body(message, kind="server_error", code=code)) + DONE
+
+
+def error_response(
+    status: int,
+    message: str,
+    kind: str = "server_error",
+    *,
+    param: str | None = None,
+    code: str | None = None,
+    retry_after_s: int | None = None,
+) -> ErrorResponse:
+    headers = None if retry_after_s is None else {"retry-after": str(retry_after_s)}
+    return ErrorResponse(status, error_body(message, kind=kind, param=param, code=code), headers)
+
+
+def not_ready_response(state: object) -> ErrorResponse:
+    """The answer to a request that came before the engine was ready, or after the end has begun."""
+    if state == "starting":
+        text = "the engine is still starting: ask /ready how far it is."
+        return error_response(503, text, code="not_ready", retry_after_s=START_RETRY_AFTER_S)
+    return error_response(503, f"the server is {state}: ask /ready why.", code="not_ready")
+
+
+def health_of(state: State) -> Health:
+    """The state of a start as /health says it: "ok" where requests are answered."""
+    return "ok" if state == "ready" else state
+
+
+def status_response(status: Health, **details: object) -> JSONResponse:
+    """The answer of /live and /health."""
+    is_starting = status == "starting"
+    return JSONResponse(
+        {"status": status, **details},
+        status_code=200 if status == "ok" else 503,
+        headers={"retry-after": str(START_RETRY_AFTER_S)} if is_starting else None,
+    )
+
+
+def start_response(start: Mapping[str, object]) -> JSONResponse:
+    """The answer of /ready; `start` is StartProgress.snapshot()."""
+    is_starting = start["state"] == "starting"
+    return JSONResponse(
+        start,
+        status_code=200 if start["state"] == "ready" else 503,
+        headers={"retry-after": str(START_RETRY_AFTER_S)} if is_starting else None,
+    )
+
+
+def event(data: Mapping[str, object]) -> str:
+    """One server-sent event."""
+    return f"data: {json_of(data)}\n\n"
+
+
+def named_event(name: str, data: Mapping[str, object]) -> str:
+    """One server-sent event with a name, as the newer APIs have them."""
+    return f"event: {name}\ndata: {json_of(data)}\n\n"
+
+
+def live_response(request: Request, events: AsyncIterator[Mapping[str, object]]) -> Response:
+    """The answer of /events, which the live page reads."""
+    if request.method == "HEAD":  # Starlette would run the endless body and send none of it
+        return Response(media_type="text/event-stream")
+    lines = (event(data) async for data in events)
+    return StreamingResponse(lines, media_type="text/event-stream", headers=STREAM_HEADERS)
+
+
+async def while_connected(
+    receive: Receive, work: Coroutine[None, None, T], discard: Callable[[T], None] = lambda result: None
+) -> T | None:
+    """The result of `work`; None: the client went away, and `work` was cancelled.
+
+    The body must have been read. `discard` receives a result that comes when nobody waits for it any more.
+    """
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    except asyncio.CancelledError:
+        if task.done() and not task.cancelled():
+            discard(task.result())
+        raise
+    finally:
+        gone.cancel()
+        task.cancel()
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

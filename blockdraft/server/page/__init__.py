@@ -1,0 +1,1 @@
+"""The live page, and the numbers it and /metrics show."""

@@ -1,0 +1,273 @@
+"""From settings to an engine that is warm and verified: the phases of a start, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from blockdraft.check.kv_card import check_served_on_card
+from blockdraft.check.kv_centre import served_centres
+from blockdraft.check.selfcheck import Verification, captured, without_drafter
+from blockdraft.check.verified import verify_changes
+from blockdraft.engine.describe import kv_text
+from blockdraft.engine.engine import Engine
+from blockdraft.engine.loaded_pair import LoadedPair
+from blockdraft.engine.width_controller import widths_for
+from blockdraft.errors import SettingsError
+from blockdraft.kernels.choice import Operation
+from blockdraft.kernels.llvm.recording import NotRecordable
+from blockdraft.phases import StartProgress
+from blockdraft.planner.plan import Plan
+from blockdraft.settings.settings import Settings
+from blockdraft.start.block_width import known_acceptance, may_choose_width, plan_with_width
+from blockdraft.start.card_errors import unused_gpu
+from blockdraft.start.compile_ahead import CompileAhead, compile_steps, compiling_for
+from blockdraft.start.fallback import with_kernels_that_compile
+from blockdraft.start.loading import Opened, open_models, read_weights, resolve_device
+from blockdraft.start.memory import fit_pages, is_measured, memory_explained, release, why_no_graphs
+from blockdraft.start.prefill_limit import plan_with_short_chunk
+from blockdraft.start.warm import Rounds, few_rounds, rounds_for, small_rounds, warm
+from blockdraft.step.row_sizes import row_sizes
+from blockdraft.text.tokenizer import Tokenizer
+
+
+def start_engine(
+    settings: Settings, startup: StartProgress, on_tokenizer: Callable[[Tokenizer], object] = lambda _: None
+) -> Engine:
+    """Raises what loading raises, and ModelError for a model or a kernel that computes nonsense.
+
+    `on_tokenizer` is given the tokenizer long before the engine is ready.
+    """
+    _check_native(settings)
+    _check_gpu(settings, startup.warn)
+    with startup.phase("fetch"):
+        opened = open_models(settings, startup.note)
+    on_tokenizer(opened.target.tokenizer)
+    with compiling_for(opened, settings) as ahead:
+        return _started(opened, settings, startup, ahead)
+
+
+def _started(opened: Opened, settings: Settings, startup: StartProgress, ahead: CompileAhead) -> Engine:
+    with memory_explained(settings, opened.device, is_loading=True), startup.phase("load"):
+        models = read_weights(opened, startup.note, startup.progress)
+    for line in models.labels.chosen:
+        startup.tell_chosen(line)
+    for notice in models.labels.notices:
+        startup.warn(notice)
+
+    def tell(operation: Operation, why: str) -> None:
+        startup.warn(_slower(operation, why))
+        startup.rewind("allocate")
+
+    def prepared(models: LoadedPair) -> Engine:
+        return _prepared(models, settings, startup, ahead)
+
+    with memory_explained(settings, models.device):
+        return with_kernels_that_compile(models, prepared, tell)
+
+
+def plain_engine(
+    settings: Settings, note: Callable[[str], None], warn: Callable[[str], None] | None = None
+) -> Engine:
+    """The same without warm-up and checks, for one who waits for the first answer alone.
+
+    `warn` hears what a user must see; without it, `note` does.
+    """
+    tell = warn if warn is not None else lambda text: note(f"warning: {text}")
+    _check_native(settings)
+    _check_gpu(settings, tell)
+    opened = open_models(settings, note)
+    with memory_explained(settings, opened.device, is_loading=True):
+        models = read_weights(opened, note)
+    for notice in models.labels.notices:
+        note(notice)
+    with memory_explained(settings, models.device):
+        return with_kernels_that_compile(
+            models,
+            lambda models: _plain(models, settings, note, tell),
+            lambda operation, why: tell(_slower(operation, why)),
+        )
+
+
+def _plain(
+    models: LoadedPair, settings: Settings, note: Callable[[str], None], warn: Callable[[str], None]
+) -> Engine:
+    engine = _new_engine(fit_pages(models, settings, note))
+    if models.device.type == "cuda":
+        warm(engine, note, _rounds(models, settings))  # what does not compile shows now
+    with _captured_or_not(engine, note):
+        if why_no_graphs(engine.models, settings) is None:
+            _capture(engine, settings, note, is_awaited=True)
+        acceptance = known_acceptance(engine.models)
+        if acceptance and may_choose_width(engine, settings):
+            engine.replan(plan_with_width(engine, acceptance, uses_stored=True, warn=warn))
+            note(_shown_width(engine))
+        if engine.graphs is not None:
+            engine.graphs.capture_next([(1, engine.models.plan.width)])
+    return engine
+
+
+def _new_engine(models: LoadedPair) -> Engine:
+    """Keys that are rotated are stored less what they have in common."""
+    check_served_on_card(models)
+    engine = Engine(models)
+    if any(cold.pages.format.is_turned for cold in engine.cache.cold):
+        engine.cache.centre_keys(served_centres(models))
+    return engine
+
+
+def _rounds(models: LoadedPair, settings: Settings) -> Callable[[Plan], Rounds]:
+    """What a new engine has not run yet."""
+    return small_rounds if is_measured(models, settings) else rounds_for(models.device)
+
+
+def _slower(operation: Operation, why: str) -> str:
+    return (
+        f"the kernel of {operation} does not compile on this card ({why}): its reference serves, which is "
+        "slower; answers stay exact. `blockdraft doctor` says more."
+    )
+
+
+def _check_native(settings: Settings) -> None:
+    if settings.engine != "native":
+        raise SettingsError(
+            f"engine = '{settings.engine}' does not run in this process: `blockdraft serve` starts it."
+        )
+
+
+def _check_gpu(settings: Settings, warn: Callable[[str], None]) -> None:
+    """Nobody has asked for the CPU where "auto" means it, so a GPU that is not used has to be named."""
+    if settings.device == "auto" and resolve_device("auto") == "cpu":
+        line = unused_gpu()
+        if line is not None:
+            warn(line)
+
+
+def _prepared(models: LoadedPair, settings: Settings, startup: StartProgress, ahead: CompileAhead) -> Engine:
+    engine = _warmed(models, settings, startup, ahead)
+    if settings.verify == "off":
+        startup.skip("verify", "switched off")
+        return engine
+    with startup.phase("verify"):
+        verification = verify_changes(engine, startup.note, is_full=settings.verify == "full")
+        if not verification.keeps_drafter:
+            startup.warn(f"the drafter is not used: {verification.reason}")
+            engine.drop_graphs()
+            del engine
+            engine = _without_drafter(models, settings, startup)
+        elif _is_without_fit(engine, settings) and verification.accepted:
+            _settle_without_fit(engine, verification.accepted, startup.note)
+        if verification.same_bits is not None:
+            _tell_bits(engine, verification, startup)
+        _bound(engine, settings, startup)
+        startup.tell_speculation(_shown_width(engine))
+        startup.note(f"{_shown(verification)}; {_shown_width(engine)}")
+    return engine
+
+
+def _warmed(models: LoadedPair, settings: Settings, startup: StartProgress, ahead: CompileAhead) -> Engine:
+    """Everything but the checks."""
+    with startup.phase("allocate"):
+        compile_steps(ahead, models, settings, startup)
+        models = fit_pages(models, settings, startup.note)
+        engine = _new_engine(models)
+        problem = f"; kernels were not all compiled ahead ({ahead.problem})" if ahead.problem else ""
+        most = "at most " if models.device.type == "cpu" else ""  # where memory is taken as it is used
+        size = f"{most}{engine.cache.num_bytes / 1e9:.2f} GB of cache, {models.plan.num_pages} pages"
+        startup.note(", ".join(part for part in (size, kv_text(models)) if part) + problem)
+    reason = why_no_graphs(models, settings)
+    if reason is None:
+        with startup.phase("capture"), _captured_or_not(engine, startup.note):
+            _capture(engine, settings, startup.note)
+    else:
+        startup.skip("capture", reason)
+    with startup.phase("warm"):
+        acceptance = known_acceptance(models)
+        if acceptance and may_choose_width(engine, settings):
+            startup.note("measuring steps of different widths")
+            is_full = settings.verify == "full"
+            engine.replan(plan_with_width(engine, acceptance, uses_stored=not is_full, warn=startup.warn))
+        warm(engine, startup.note, few_rounds if ahead.has_run else _rounds(models, settings))
+        if settings.verify == "off":
+            _bound(engine, settings, startup)
+        startup.note(_shown_width(engine))
+        startup.tell_speculation(_shown_width(engine))
+    return engine
+
+
+def _without_drafter(models: LoadedPair, settings: Settings, startup: StartProgress) -> Engine:
+    release()  # before another cache is made
+    engine = _new_engine(without_drafter(models))
+    if why_no_graphs(models, settings) is None:
+        _capture(engine, settings, startup.note)
+    warm(engine, startup.note, rounds_for(models.device))
+    if engine.graphs is not None:
+        captured(engine)
+    return engine
+
+
+def _tell_bits(engine: Engine, found: Verification, startup: StartProgress) -> None:
+    """The page shows the plan, /ready the warnings."""
+    changed = engine.models.plan.changed({"same_bits": found.bits}, same_bits=found.same_bits)
+    engine.replan(changed)
+    if not found.same_bits and engine.models.device.type == "cuda":
+        startup.warn(f"answers may depend on who else is served: {found.bits}")
+
+
+def _shown(verification: Verification) -> str:
+    found = verification.tokens_per_step
+    fit = "" if found is None else f", {found:.2f} tokens committed per step"
+    return (verification.taken or f"{len(verification.checks)} checks") + fit
+
+
+def _shown_width(engine: Engine) -> str:
+    plan = engine.models.plan
+    if plan.width == 1:
+        return f"speculation: off{' to begin with' if plan.step_costs else ''}; {plan.reasons['width']}"
+    return f"speculation: on, {plan.width} tokens tried per step to begin with; {plan.reasons['width']}"
+
+
+def _is_without_fit(engine: Engine, settings: Settings) -> bool:
+    return not known_acceptance(engine.models) and may_choose_width(engine, settings)
+
+
+def _settle_without_fit(engine: Engine, accepted: tuple[float, ...], note: Callable[[str], None]) -> None:
+    """By what the built-in prompts accepted, where nobody has measured more."""
+    before = engine.models.plan.width
+    engine.replan(plan_with_width(engine, {"the built-in prompts": accepted}, stores=False))
+    if engine.models.plan.width != before:
+        warm(engine, note, rounds_for(engine.models.device))
+
+
+def _bound(engine: Engine, settings: Settings, startup: StartProgress) -> None:
+    """After the checks, which go by the chunk: it is measured here, and may differ from start to start."""
+    if settings.max_stall_ms is not None:
+        engine.replan(plan_with_short_chunk(engine, settings.max_stall_ms, startup.note))
+
+
+def _capture(
+    engine: Engine, settings: Settings, note: Callable[[str], None], *, is_awaited: bool = False
+) -> None:
+    """At once only what the first request needs, and what takes most memory.
+
+    `is_awaited`: somebody waits for the first token, so on a CPU nothing is captured that may not be needed.
+    """
+    plan = engine.models.plan
+    sizes = row_sizes(plan.max_num_seqs, is_exact=engine.models.device.type == "cpu")
+    widths = widths_for(plan.block) if may_choose_width(engine, settings) else sorted({1, plan.width})
+    many = plan.max_num_seqs if engine.models.device.type == "cuda" else 1  # where memory must be had in time
+    rows_now = [] if is_awaited and engine.models.device.type == "cpu" else sorted({1, many})
+    now = [(rows, width) for rows in rows_now for width in sorted({1, plan.width})]
+    engine.capture(sizes, widths, now)
+    most = len(sizes) * len(widths)
+    note(f"{len(now)} of at most {most} kinds of steps captured; others when they are first needed")
+
+
+@contextmanager
+def _captured_or_not(engine: Engine, note: Callable[[str], None]) -> Iterator[None]:
+    """A family that nobody has recorded yet on a CPU goes on kernel by kernel: slower, and as exact."""
+    try:
+        yield
+    except NotRecordable as reason:
+        engine.drop_graphs()
+        note(f"steps run kernel by kernel: {reason}")

@@ -1,0 +1,173 @@
+"""Calls that are JSON and nothing else: Llama 3.1's, and those we teach a model whose template has no tools.
+
+Such an answer begins with a brace, as a plain one may, too: only if the JSON names a tool is it a call.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from collections.abc import Sequence as Items
+
+from blockdraft.grammar.form import StructuredOutputs
+from blockdraft.text.tokenizer import Tokenizer
+from blockdraft.tool_calls.json_calls import JsonCallReader
+from blockdraft.tool_calls.lark import (
+    CallForm,
+    arguments_of,
+    form_rule,
+    json_call_rules,
+    json_of,
+    json_of_form,
+    tag,
+)
+from blockdraft.tool_calls.pieces import FunctionTool
+from blockdraft.tool_calls.reading import NotACall, Steps
+
+PYTHON_TAG = "<|python_tag|>"
+FENCE = "```"
+
+
+class BareJsonReader(JsonCallReader):
+    """Reads calls at the beginning of an answer, in a fence or without, and behind Llama's python tag."""
+
+    OPENING = (PYTHON_TAG,)
+
+    def _read(self) -> Steps[None]:
+        """As in other formats, with an opening tag of no characters in front of everything."""
+        yield from self._try_call("")
+        yield from super()._read()
+
+    def _read_call(self, opening: str) -> Steps[None]:
+        yield from self._skip_space()
+        is_fenced = not opening and (yield from self._take(FENCE))
+        if is_fenced:
+            yield from self._take("json")
+        yield from self._read_one()
+        while (yield from self._read_next()):
+            pass
+        if is_fenced and (yield from self._skip_space()) == "`":
+            yield from self._take(FENCE)
+
+    def _read_one(self) -> Steps[None]:
+        yield from self._skip_space()
+        yield from self._expect("{")
+        if not (yield from self._read_json_call()):
+            yield from self._read_broken()
+
+    def _read_next(self) -> Steps[bool]:
+        """Read one more call, parted from the last by white space, a comma or a semicolon; False: none."""
+        self._mark = self._at
+        try:
+            if (yield from self._skip_space()) in (",", ";"):
+                self._at += 1
+            yield from self._read_one()
+        except NotACall:
+            self._at, self._mark = self._mark, None
+            return False
+        return True
+
+
+def _grammar(form: CallForm, arguments_key: str, python_tag: str | None) -> str:
+    """One call: the formats have no way to write several that models were trained on."""
+    if form.other is not None and (form.other.json is not None or form.other.json_object):
+        return _call_or_json(form, form.other, arguments_key)
+    starts, rules = ["json_call"], json_call_rules(form, arguments_key)
+    if not form.is_required and python_tag is not None:
+        starts.append(f"{python_tag} json_call")
+    if form.other is not None:
+        starts.append("form")
+        rules.append(f"form: {form_rule(form.other)}")
+    elif not form.is_required:
+        starts.append("TEXT")
+        rules.append(r"TEXT: /([^\s{`](?s:.*))?/")
+    return "\n".join([f"start: {' | '.join(starts)}", *rules])
+
+
+def _call_or_json(form: CallForm, other: StructuredOutputs, arguments_key: str) -> str:
+    """Calls and the other form both begin with a brace: only rules of JSON alone are read side by side.
+
+    Each is as strict as its own tool or form.
+    """
+    rules = [f"form: {json_of_form(other)}"]
+    for number, tool in enumerate(form.tools):
+        schema = _with_references_below(arguments_of(tool, is_required=False), "#/$defs/tool")
+        call = {
+            "$defs": {"tool": schema},
+            "type": "object",
+            "properties": {"name": {"const": tool.name}, arguments_key: {"$ref": "#/$defs/tool"}},
+            "required": ["name", arguments_key],
+            "additionalProperties": False,
+        }
+        rules.append(f"call_{number}: {json_of(call, is_strict=tool.is_strict)}")
+    calls = (f"call_{number}" for number in range(len(form.tools)))
+    return "\n".join([f"start: {' | '.join(calls)} | form", *rules])
+
+
+def _with_references_below(value: object, place: str) -> object:
+    """A schema that is no longer at the root, but at `place`, with references that know it."""
+    if isinstance(value, Mapping):
+        changed = {key: _with_references_below(item, place) for key, item in value.items()}
+        if isinstance(target := value.get("$ref"), str) and target.startswith("#"):
+            changed["$ref"] = place + target[1:]
+        return changed
+    return [_with_references_below(item, place) for item in value] if isinstance(value, list) else value
+
+
+def llama_grammar(form: CallForm, tokenizer: Tokenizer) -> str:
+    has_tag = tokenizer.token_id(PYTHON_TAG) is not None
+    return _grammar(form, "parameters", tag(tokenizer, PYTHON_TAG) if has_tag else None)
+
+
+def plain_grammar(form: CallForm, tokenizer: Tokenizer) -> str:
+    return _grammar(form, "arguments", None)
+
+
+def tools_as_messages(
+    messages: Items[Mapping[str, object]], tools: Items[FunctionTool]
+) -> list[dict[str, object]]:
+    """A conversation with tools in words, for a template that knows only texts of system, user, assistant.
+
+    The content of every message is a text.
+    """
+    told: list[dict[str, object]] = []
+    for message in messages:
+        if message.get("role") == "tool":
+            said = f"Result of {message.get('name') or 'the call'}:\n{message['content']}"
+            if told and told[-1].get("role") == "user" and told[-1].get("is_result"):
+                told[-1]["content"] = f"{told[-1]['content']}\n\n{said}"
+            else:
+                told.append({"role": "user", "content": said, "is_result": True})
+        else:
+            told.append(_with_calls_as_text(message))
+    chat = [{key: value for key, value in message.items() if key != "is_result"} for message in told]
+    return _with_system(chat, _introduction(tools)) if tools else chat
+
+
+def _with_calls_as_text(message: Mapping[str, object]) -> dict[str, object]:
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return dict(message)
+    lines = [str(message["content"])] if message.get("content") else []
+    lines += [json.dumps(call["function"], ensure_ascii=False) for call in calls]
+    rest = {key: value for key, value in message.items() if key != "tool_calls"}
+    return {**rest, "content": "\n".join(lines)}
+
+
+def _with_system(chat: list[dict[str, object]], text: str) -> list[dict[str, object]]:
+    if chat and chat[0].get("role") in ("system", "developer"):
+        return [{**chat[0], "content": f"{chat[0]['content']}\n\n{text}"}, *chat[1:]]
+    return [{"role": "system", "content": text}, *chat]
+
+
+def _introduction(tools: Items[FunctionTool]) -> str:
+    lines = ["You can call these functions:"]
+    for tool in tools:
+        about = {"name": tool.name, "description": tool.description or "", "parameters": tool.parameters}
+        lines.append(json.dumps(about, ensure_ascii=False))
+    lines.append(
+        "To call one, answer with nothing but a JSON object of its name and its arguments, such as "
+        '{"name": "the function", "arguments": {"some parameter": "its value"}}. '
+        "The result comes back in the next message. If no function helps, answer in plain text."
+    )
+    return "\n".join(lines)

@@ -1,0 +1,195 @@
+"""Whether a value has its schema: for what the grammar of a format cannot bind.
+
+`pattern` is left to grammars: Python's regexes can take for ever on a client's.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+
+from blockdraft.tool_calls.schemas import (
+    Part,
+    Schemas,
+    first_items,
+    listed,
+    named,
+    other_items,
+    type_of,
+    values_of,
+)
+
+MAX_CHECKS = 5_000  # values against schemas, for one call; some milliseconds: past it nothing is known
+MAX_CHARS = 80  # of a value in a problem
+
+# Formats of strings, each a regex that Python and llguidance read alike.
+_DATE = r"[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|[12][0-9]|3[01])"
+_TIME = r"([01][0-9]|2[0-3]):[0-5][0-9]:([0-5][0-9]|60)(\.[0-9]{1,9})?(Z|z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
+_BYTE = r"(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
+_LABEL = r"[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
+_HOST = rf"{_LABEL}(\.{_LABEL}){{0,16}}"
+_ATOM = r"[A-Za-z0-9!#$%&'*+=?^_`{|}~-]{1,64}"
+FORMATS = {
+    "date": _DATE,
+    "time": _TIME,
+    "date-time": rf"{_DATE}[Tt]{_TIME}",
+    "duration": r"P([0-9]{1,9}W|([0-9]{1,9}Y)?([0-9]{1,9}M)?([0-9]{1,9}D)?(T([0-9]{1,9}H)?([0-9]{1,9}M)?"
+    r"([0-9]{1,9}(\.[0-9]{1,9})?S)?)?)",
+    "uuid": r"[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{12}",
+    "ipv4": rf"{_BYTE}\.{_BYTE}\.{_BYTE}\.{_BYTE}",
+    "hostname": _HOST,
+    "email": rf"{_ATOM}(\.{_ATOM}){{0,8}}@{_HOST}",
+    "uri": r"[A-Za-z][A-Za-z0-9+.-]{0,31}:[A-Za-z0-9._~:?#@!$&'()*+,;=%\[\]/-]{1,2000}",
+}
+_COMPILED = {name: re.compile(pattern) for name, pattern in FORMATS.items()}
+
+
+class TooMuch(Exception):
+    """The check would take too long."""
+
+
+def problem_of(value: object, schema: object, schemas: Schemas) -> str | None:
+    """What is wrong with a value, with its place; None: nothing, or the check would take too long."""
+    try:
+        return next(_Check(schemas).problems(value, schema, ""), None)
+    except (TooMuch, RecursionError):
+        return None
+
+
+class _Check:
+    """One check of one value."""
+
+    def __init__(self, schemas: Schemas) -> None:
+        self._schemas = schemas
+        self._num_left = MAX_CHECKS
+
+    def problems(self, value: object, schema: object, where: str) -> Iterator[str]:
+        keywords = self._schemas.flat(schema).keywords
+        self._num_left -= 1 + sum(len(one) for one in keywords.values() if isinstance(one, list)) // 8
+        if self._num_left < 0:
+            raise TooMuch
+        kind = type_of(value)
+        yield from _own_problems(value, kind, keywords, where)
+        yield from self._choices(value, keywords, where)
+        if isinstance(value, Mapping):
+            yield from self._in_object(value, keywords, where)
+        elif isinstance(value, list):
+            yield from self._in_list(value, keywords, where)
+
+    def _fits(self, value: object, schema: object) -> bool:
+        return next(self.problems(value, schema, ""), None) is None
+
+    def _choices(self, value: object, keywords: Part, where: str) -> Iterator[str]:
+        either = listed(keywords, "anyOf")
+        if either and not any(self._fits(value, one) for one in either):
+            yield f"{where}{_shown(value)} is none of 'anyOf'"
+        one_of = listed(keywords, "oneOf")
+        if one_of and sum(self._fits(value, one) for one in one_of) != 1:
+            yield f"{where}{_shown(value)} is not exactly one of 'oneOf'"
+        if "not" in keywords and self._fits(value, keywords["not"]):
+            yield f"{where}{_shown(value)} is what 'not' forbids"
+        if "if" in keywords:
+            branch = "then" if self._fits(value, keywords["if"]) else "else"
+            yield from self.problems(value, keywords.get(branch, True), where)
+
+    def _in_object(self, value: Mapping[str, object], keywords: Part, where: str) -> Iterator[str]:
+        properties, patterns = named(keywords, "properties"), named(keywords, "patternProperties")
+        for name in listed(keywords, "required"):
+            if name not in value:
+                yield f"{where}'{name}' is missing ('required')"
+        for name, needed in named(keywords, "dependentRequired").items():
+            missing = [one for one in needed if one not in value] if isinstance(needed, list) else []
+            if name in value and missing:
+                yield f"{where}'{missing[0]}' is missing ('dependentRequired')"
+        rest = keywords.get("additionalProperties", True)
+        for name, item in value.items():
+            below = f"{where}{name}: "
+            if name in properties:
+                yield from self.problems(item, properties[name], below)
+            elif rest is False and not patterns:
+                yield f"{where}'{name}' is no property ('additionalProperties')"
+            elif not patterns:
+                yield from self.problems(item, rest, below)
+            yield from self.problems(name, keywords.get("propertyNames", True), below)
+
+    def _in_list(self, value: list[object], keywords: Part, where: str) -> Iterator[str]:
+        first, rest = first_items(keywords), other_items(keywords)
+        for place, item in enumerate(value):
+            schema = first[place] if place < len(first) else rest
+            yield from self.problems(item, schema, f"{where}[{place}]: ")
+        num_different = len({json.dumps(item, sort_keys=True) for item in value})
+        if keywords.get("uniqueItems") is True and num_different < len(value):
+            yield f"{where}an item is there twice ('uniqueItems')"
+        if "contains" in keywords:
+            count = sum(self._fits(item, keywords["contains"]) for item in value)
+            least, most = keywords.get("minContains", 1), keywords.get("maxContains", len(value))
+            if (
+                isinstance(least, int | float)
+                and isinstance(most, int | float)
+                and not least <= count <= most
+            ):
+                yield f"{where}{count} items are what 'contains' asks for"
+
+
+def _own_problems(value: object, kind: str, keywords: Part, where: str) -> Iterator[str]:
+    """Problems that need no other schema than this one."""
+    given = keywords.get("type")
+    types = [given] if isinstance(given, str) else given if isinstance(given, list) else [kind]
+    if kind not in types and not (kind == "integer" and "number" in types):
+        yield f"{where}{_shown(value)} is of type {kind}, not {' or '.join(map(str, types))}"
+    values = values_of(keywords)
+    if values is not None and not any(_is_same(value, one) for one in values):
+        yield f"{where}{_shown(value)} is none of the values that are listed ('enum')"
+    size = _measured(value)
+    for name, (measure, is_right) in _LIMITS.items():
+        limit, number = keywords.get(name), size.get(measure)
+        if isinstance(limit, int | float) and number is not None and not is_right(number, limit):
+            yield f"{where}{_shown(value)} breaks '{name}' {limit}"
+    form = _COMPILED.get(str(keywords.get("format")))
+    if isinstance(value, str) and form is not None and form.fullmatch(value) is None:
+        yield f"{where}{_shown(value)} has not the format '{keywords['format']}'"
+
+
+def _measured(value: object) -> dict[str, float]:
+    if isinstance(value, str):
+        return {"length": len(value)}
+    if isinstance(value, list):
+        return {"items": len(value)}
+    if isinstance(value, Mapping):
+        return {"properties": len(value)}
+    return {"value": value} if isinstance(value, int | float) and not isinstance(value, bool) else {}
+
+
+def _is_multiple(number: float, step: float) -> bool:
+    try:
+        return step <= 0 or abs(number / step - round(number / step)) < 1e-9
+    except OverflowError:  # an integer past the largest float
+        return True
+
+
+_LIMITS: Mapping[str, tuple[str, Callable[[float, float], bool]]] = {
+    "minimum": ("value", lambda number, limit: number >= limit),
+    "maximum": ("value", lambda number, limit: number <= limit),
+    "exclusiveMinimum": ("value", lambda number, limit: number > limit),
+    "exclusiveMaximum": ("value", lambda number, limit: number < limit),
+    "multipleOf": ("value", _is_multiple),
+    "minLength": ("length", lambda number, limit: number >= limit),
+    "maxLength": ("length", lambda number, limit: number <= limit),
+    "minItems": ("items", lambda number, limit: number >= limit),
+    "maxItems": ("items", lambda number, limit: number <= limit),
+    "minProperties": ("properties", lambda number, limit: number >= limit),
+    "maxProperties": ("properties", lambda number, limit: number <= limit),
+}
+
+
+def _is_same(one: object, other: object) -> bool:
+    """Equal as JSON: true is not 1."""
+    return type_of(one) == type_of(other) and one == other
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, list | Mapping):
+        return "the list" if isinstance(value, list) else "the object"
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= MAX_CHARS else f"{text[:MAX_CHARS]}…"

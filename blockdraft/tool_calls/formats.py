@@ -1,0 +1,85 @@
+"""Which format a model writes tool calls in: found from its chat template, or set by --tool-format."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from blockdraft.grammar.form import StructuredOutputs
+from blockdraft.text.tokenizer import Tokenizer
+from blockdraft.tool_calls import bare_json, gemma, gemma_grammar, harmony, hermes, qwen_xml, qwen_xml_grammar
+from blockdraft.tool_calls.lark import CallForm
+from blockdraft.tool_calls.reading import AnswerReader
+from blockdraft.tool_calls.thoughts import Tags
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """One family's way to write tool calls."""
+
+    name: str
+    reader: type[AnswerReader]
+    grammar: Callable[[CallForm, Tokenizer], str]
+    tags: tuple[str, ...]  # a reader has to see them, also where they are special tokens
+    is_parallel: bool = True  # models were trained to make several calls in one answer
+    has_template: bool = True  # the chat template shows tools; False: they are described in a message
+    # Where thoughts are a part of the format and the reader's: what stands around them.
+    find_thoughts: Callable[[Tokenizer], Tags | None] | None = None
+    # A form as the whole answer has it, with what the format writes around every answer.
+    wrap_form: Callable[[StructuredOutputs, Tokenizer], StructuredOutputs] = lambda form, tokenizer: form
+
+
+FORMATS = (
+    ToolFormat("hermes", hermes.HermesReader, hermes.hermes_grammar, (hermes.OPEN, hermes.CLOSE)),
+    ToolFormat(
+        "qwen_xml",
+        qwen_xml.QwenXmlReader,
+        qwen_xml_grammar.qwen_xml_grammar,
+        (qwen_xml_grammar.OPEN, qwen_xml_grammar.CLOSE),
+    ),
+    ToolFormat(
+        "gemma",
+        gemma.GemmaReader,
+        gemma_grammar.gemma_grammar,
+        (gemma_grammar.OPEN, gemma_grammar.CLOSE, gemma_grammar.QUOTE),
+    ),
+    ToolFormat(
+        "harmony",
+        harmony.HarmonyReader,
+        harmony.harmony_grammar,
+        harmony.TAGS,
+        is_parallel=False,
+        find_thoughts=harmony.find_harmony_thoughts,
+        wrap_form=harmony.wrap_in_harmony,
+    ),
+    ToolFormat(
+        "llama", bare_json.BareJsonReader, bare_json.llama_grammar, (bare_json.PYTHON_TAG,), is_parallel=False
+    ),
+    ToolFormat(
+        "plain", bare_json.BareJsonReader, bare_json.plain_grammar, (), is_parallel=False, has_template=False
+    ),
+)
+_BY_NAME = {one.name: one for one in FORMATS}
+
+
+def find_format(tokenizer: Tokenizer, asked: str = "auto") -> ToolFormat:
+    """The format of this model. `asked` is the setting."""
+    return _BY_NAME[_guess(tokenizer.chat_template or "") if asked == "auto" else asked]
+
+
+def _guess(template: str) -> str:
+    """A template that shows tools also shows how it writes calls."""
+    if harmony.CHANNEL in template and harmony.MESSAGE in template:
+        return "harmony"
+    if "tools" not in template:
+        return "plain"
+    for mark, name in (
+        (gemma_grammar.OPEN, "gemma"),
+        (qwen_xml_grammar.FUNCTION, "qwen_xml"),
+        (hermes.OPEN, "hermes"),
+        (bare_json.PYTHON_TAG, "llama"),
+        ('"parameters": ', "llama"),
+    ):
+        if mark in template:
+            return name
+    return "plain"

@@ -1,0 +1,157 @@
+"""gpt-oss' format, harmony: an answer is a row of messages, each with a header that says what it is.
+
+<|channel|>analysis<|message|>thoughts<|end|>
+<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"city": "Paris"}<|call|>
+<|start|>assistant<|channel|>final<|message|>the answer<|return|>
+
+The library `openai-harmony` reads the same, but only with a vocabulary that it fetches from the network; a
+server must do without one. So the format is read here, from text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from blockdraft.grammar.form import StructuredOutputs
+from blockdraft.text.tokenizer import Tokenizer
+from blockdraft.tool_calls.json_scanner import JsonScanner
+from blockdraft.tool_calls.lark import CallForm, arguments_of, form_rule, json_of, quoted, tag
+from blockdraft.tool_calls.reading import AnswerReader, Steps
+from blockdraft.tool_calls.tags import TagFinder
+from blockdraft.tool_calls.thoughts import Tags
+
+START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
+END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
+TAGS = (START, CHANNEL, MESSAGE, CONSTRAIN, END, CALL, RETURN)
+RECIPIENT = "to="
+NAMESPACE = "functions."
+MAX_HEADER = 512  # characters; a longer one is text
+
+
+class HarmonyReader(AnswerReader):
+    """Reads the format: thoughts, text and calls. The answer goes on behind "<|start|>assistant"."""
+
+    OPENING, CLOSING = (), (END, CALL, RETURN)
+    _TAGS = TagFinder(TAGS)
+
+    def _read(self) -> Steps[None]:
+        has_thought = False
+        while (header := (yield from self._read_header())) is not None:
+            recipient = re.search(r"to=([^\s<]+)", header)
+            channel = re.search(r"<\|channel\|>\s*([a-z]+)", header)
+            name = recipient.group(1).removeprefix(NAMESPACE) if recipient is not None else ""
+            if channel is not None and channel.group(1) == "analysis" and recipient is None:
+                yield from self._read_body("\n" if has_thought else "", self._think)
+                has_thought = True
+            elif name in self._tools and (yield from self._skip_space()) in ("{", "<", ""):
+                yield from self._read_call(name)
+            else:  # a call of what is no tool is content
+                yield from self._read_body(f"{RECIPIENT}{name} " if name else "", self._say)
+        if not self._is_behind_call:
+            self._add("text", self._space)
+
+    def _read_header(self) -> Steps[str | None]:
+        """What stands in front of the next message's text; None: the answer is over.
+
+        Text without a header is a message with an empty one. A header that is cut off says nothing.
+        """
+        header = ""
+        while True:
+            if not header and (yield from self._skip_space()) == "":
+                return None
+            if not header and (yield from self._take(RECIPIENT)):
+                header = RECIPIENT
+            end, found = self._TAGS.find(self._buffer, self._at, self._is_over)
+            text = self._buffer[self._at : end]
+            if (text and not header) or len(header) + len(text) > MAX_HEADER:
+                self._say(header + text)
+                self._at = end
+                return ""
+            self._at = end + len(found or "")
+            header += text
+            if found == MESSAGE:
+                return header
+            if found in self.CLOSING or (found is None and self._is_over):
+                self._say(header if header.startswith(RECIPIENT) and CHANNEL not in header else "")
+                header = ""
+            elif found is not None:
+                header += found
+            else:
+                yield
+
+    def _read_body(self, ahead: str, put: Callable[[str], None]) -> Steps[None]:
+        """The text of a message; the tag behind it is left if it begins the next header."""
+        put(ahead)
+        while True:
+            end, found = self._TAGS.find(self._buffer, self._at, self._is_over)
+            put(self._buffer[self._at : end])
+            self._at = end
+            if found in (START, CHANNEL):
+                return
+            self._at += len(found or "")
+            if found in self.CLOSING or (found is None and self._is_over):
+                return
+            if found is None:
+                yield
+            elif found not in self._hidden:
+                put(found)
+
+    def _read_call(self, opening: str) -> Steps[None]:
+        """Of a call the header comes first: `opening` is the tool that it names."""
+        self._begin(opening)
+        if (yield from self._peek()) != "{":
+            self._argue("{}")
+            return
+        try:
+            yield from self._read_json(JsonScanner(), is_argument=True)
+        except ValueError:
+            yield from self._read_broken()
+        else:
+            yield from self._read_body("", self._say)
+
+
+def find_harmony_thoughts(tokenizer: Tokenizer) -> Tags | None:
+    """What stands around the thoughts."""
+    close_id = tokenizer.token_id(END)
+    opening = f"{CHANNEL}analysis{MESSAGE}"
+    if close_id is None or tokenizer.token_id(CHANNEL) is None:
+        return None
+    open_ids = tuple(tokenizer.encode(opening, add_special_tokens=False))
+    return Tags(opening, END, open_ids, (close_id,), TAGS)
+
+
+def _header(tokenizer: Tokenizer) -> str:
+    """Behind thoughts the next message names its author; an answer without thoughts has done so already."""
+    return f'begin: ({tag(tokenizer, START)} "assistant")? {tag(tokenizer, CHANNEL)}'
+
+
+def wrap_in_harmony(form: StructuredOutputs, tokenizer: Tokenizer) -> StructuredOutputs:
+    """A form as the final message. A client's grammar cannot be part of another, and stays as it is."""
+    rule = form_rule(form)
+    if rule is None:
+        return form
+    start = f'start: begin "final" {tag(tokenizer, MESSAGE)} form'
+    return StructuredOutputs(grammar="\n".join([start, _header(tokenizer), f"form: {rule}"]))
+
+
+def harmony_grammar(form: CallForm, tokenizer: Tokenizer) -> str:
+    """One call, which ends an answer in this format."""
+    message = tag(tokenizer, MESSAGE)
+    calls = " | ".join(f"call_{number}" for number in range(len(form.tools)))
+    rules = [_header(tokenizer), f"call: {quoted(f'commentary {RECIPIENT}{NAMESPACE}')} ({calls})"]
+    for number, tool in enumerate(form.tools):
+        schema = arguments_of(tool, is_required=form.is_required)
+        head = f'{quoted(tool.name + " ")} {tag(tokenizer, CONSTRAIN)} "json" {message}'
+        rules.append(f"call_{number}: {head} ({json_of(schema, is_strict=tool.is_strict)})")
+    other = None if form.other is None else form_rule(form.other)
+    if form.is_required:
+        start = "start: begin call"
+    elif other is not None:
+        start = f'start: begin call | begin "final" {message} form'
+        rules.append(f"form: {other}")
+    else:
+        spoken = f'begin ("final" | "commentary") {message} TEXT'
+        start = f"start: ({spoken} {tag(tokenizer, END)})* (begin call | {spoken})"
+        rules.append("TEXT: /(?s:.*)/")
+    return "\n".join([start, *rules])

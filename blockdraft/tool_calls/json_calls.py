@@ -1,0 +1,110 @@
+"""Calls written as JSON: {"name": "f", "arguments": {...}}."""
+
+from __future__ import annotations
+
+import json
+import re
+
+from blockdraft.tool_calls.json_scanner import JsonScanner
+from blockdraft.tool_calls.reading import AnswerReader, NotACall, Steps
+
+ARGUMENTS = ("arguments", "parameters")
+_HALF = re.compile("[\ud800-\udfff]")  # of a character: no text that is sent may hold it
+OTHERS = ("id", "type")  # with any other member it is not a call, and need not wait
+
+
+class JsonCallReader(AnswerReader):
+    """Reads such calls; what stands around them is the format's."""
+
+    def _read_json_call(self) -> Steps[bool]:
+        """Read a call whose opening brace is taken. False: its arguments went wrong, the rest is still there.
+
+        Members may come in any order. Arguments in front of the name wait for it.
+        """
+        name, early = "", "{}"
+        while (key := (yield from self._read_key())) is not None:
+            if key == "name":
+                name = yield from self._read_name()
+            elif key in OTHERS:
+                yield from self._skip_value()
+            elif key not in ARGUMENTS:
+                raise NotACall
+            elif name and (yield from self._peek()) == "{":
+                self._begin(name)
+                return (yield from self._pass_arguments())
+            else:
+                early = yield from self._read_early()
+        if not name:
+            raise NotACall
+        self._begin(name)
+        self._argue(early)
+        return True
+
+    def _read_key(self) -> Steps[str | None]:
+        """The name of the next member, whose value is next; None: the object is over."""
+        if (yield from self._skip_space()) == ",":
+            self._at += 1
+            yield from self._skip_space()
+        if (yield from self._take("}")):
+            return None
+        if (yield from self._peek()) != '"':
+            raise NotACall
+        key, _ = yield from self._read_value()
+        if (yield from self._skip_space()) != ":":
+            raise NotACall
+        self._at += 1
+        yield from self._skip_space()
+        return str(key)
+
+    def _read_name(self) -> Steps[str]:
+        if (yield from self._peek()) != '"':
+            raise NotACall
+        name, _ = yield from self._read_value()
+        if not isinstance(name, str) or name not in self._tools:
+            raise NotACall
+        return name
+
+    def _pass_arguments(self) -> Steps[bool]:
+        """The arguments as they come, then what is left of the object; whether they are JSON so far."""
+        try:
+            yield from self._read_json(JsonScanner(), is_argument=True)
+        except ValueError:
+            return False
+        self._mark = self._at  # what is no member of the object is text
+        try:
+            while (yield from self._read_key()) is not None:
+                yield from self._skip_value()
+        except NotACall:
+            self._at = self._mark
+        self._mark = None
+        return True
+
+    def _read_early(self) -> Steps[str]:
+        """Arguments that cannot be passed on as they come: an object, one in a string, or null."""
+        character = yield from self._peek()
+        if character == "n":
+            yield from self._expect("null")
+            return "{}"
+        if character not in ("{", '"'):
+            raise NotACall
+        value, written = yield from self._read_value()
+        if not isinstance(value, str):
+            return written
+        if not value.lstrip().startswith("{"):
+            raise NotACall
+        return _HALF.sub(lambda half: f"\\u{ord(half.group()):04x}", value)
+
+    def _read_value(self) -> Steps[tuple[object, str]]:
+        """A whole JSON value, and how it was written."""
+        try:
+            written = yield from self._read_json(JsonScanner(), is_argument=False)
+            return json.loads(written), written
+        except (ValueError, RecursionError):
+            raise NotACall from None
+
+    def _skip_value(self) -> Steps[None]:
+        """The value of a member that says nothing to us."""
+        if (character := (yield from self._peek())) and character in '{["':
+            yield from self._read_value()
+        else:
+            yield from self._take_up_to(",}")

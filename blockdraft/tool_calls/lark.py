@@ -1,0 +1,136 @@
+"""Grammars of tool calls, in llguidance's dialect of Lark.
+
+Every format has a rule for one call. Around it the grammar is the same: calls and nothing else, or any text
+in which a call, once begun, is bound.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from blockdraft.grammar.compiling import with_options
+from blockdraft.grammar.form import StructuredOutputs
+from blockdraft.grammar.lark_text import quoted as quoted  # for all formats
+from blockdraft.grammar.limits import check_backslash
+from blockdraft.text.tokenizer import Tokenizer
+from blockdraft.tool_calls.pieces import FunctionTool
+
+_ESCAPED = re.compile(r"\\.|/", re.DOTALL)
+_ENDED = re.compile(r"(?<!\\)(?:\\\\)*+\$\Z")  # by a `$` that no backslash escapes
+ANY_OBJECT: Mapping[str, object] = {"type": "object"}
+_SCHEMA_OF_NO_ARGUMENTS: Mapping[str, object] = {
+    "type": "object",
+    "properties": {},
+    "additionalProperties": False,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class CallForm:
+    """What an answer may be."""
+
+    tools: tuple[FunctionTool, ...]  # those that may be called
+    is_required: bool  # at least one call, and no text
+    is_parallel: bool  # several calls
+    other: StructuredOutputs | None = None  # what an answer without a call must be; None: any text
+
+
+def tag(tokenizer: Tokenizer, text: str) -> str:
+    """A tag: an added token by its number, as llguidance takes no text for it; any other as text."""
+    token_id = tokenizer.token_id(text)
+    return f"<[{token_id}]>" if token_id in tokenizer.added_ids else quoted(text)
+
+
+def json_of(schema: Mapping[str, object], *, is_strict: bool = True) -> str:
+    """A JSON value that matches a schema; if not strict, keywords that are not known bind nothing.
+
+    It is written as Python writes JSON, which is how templates show calls to models.
+    """
+    return json_of_form(StructuredOutputs(json=schema, is_lenient=not is_strict))
+
+
+def json_of_form(form: StructuredOutputs) -> str:
+    """A JSON value of a form."""
+    return f"%json {json.dumps(with_options(schema_of(form), form))}"
+
+
+def arguments_of(tool: FunctionTool, *, is_required: bool) -> Mapping[str, object]:
+    """The schema to hold a call to: the tool's own if it is strict or its call was demanded."""
+    if not (tool.is_strict or is_required):
+        return ANY_OBJECT
+    return tool.parameters or _SCHEMA_OF_NO_ARGUMENTS
+
+
+def schema_of(form: StructuredOutputs) -> dict[str, object]:
+    """The schema of a form that is JSON."""
+    schema = json.loads(form.json) if isinstance(form.json, str) else form.json
+    return dict(ANY_OBJECT if schema is None else schema)
+
+
+def text_pattern(schema: object) -> str:
+    """A regex, without slashes around it, for a text that stands as it is: of the length or pattern asked."""
+    limits = schema if isinstance(schema, Mapping) else {}
+    pattern = limits.get("pattern")
+    if isinstance(pattern, str):
+        begin = "" if pattern.startswith("^") else "(?s:.*)"
+        is_ended = _ENDED.search(pattern) is not None
+        end = "" if is_ended else "(?s:.*)"
+        return f"{begin}({_slashed(pattern.removeprefix('^')[: -1 if is_ended else None])}){end}"
+    least, most = (limits.get(key) for key in ("minLength", "maxLength"))
+    if isinstance(least, int) or isinstance(most, int):
+        return f"(?s:.{{{least or 0},{'' if most is None else most}}})"
+    return "(?s:.*)"
+
+
+def _slashed(regex: str) -> str:
+    """A regex between slashes. One that is escaped already stays as it is."""
+    check_backslash(regex)
+    return _ESCAPED.sub(lambda found: "\\/" if found.group() == "/" else found.group(), regex)
+
+
+def form_rule(form: StructuredOutputs) -> str | None:
+    """A form as the right side of a rule; None: it is a grammar, which cannot be part of another."""
+    if form.json is not None or form.json_object:
+        return json_of_form(form)
+    if form.regex is not None:
+        return f"/{_slashed(form.regex)}/"
+    if form.choice is not None:
+        return " | ".join(map(quoted, form.choice))
+    return None
+
+
+def json_call_rules(form: CallForm, arguments_key: str) -> list[str]:
+    """The rule `json_call`, as templates write it, and those it needs.
+
+    The schema of the arguments stands alone, so that references in it find what they refer to.
+    """
+    rules = [f"json_call: {' | '.join(f'call_{number}' for number in range(len(form.tools)))}"]
+    for number, tool in enumerate(form.tools):
+        head = quoted(f'{{"name": "{tool.name}", "{arguments_key}": ')
+        rules.append(f'call_{number}: {head} arguments_{number} "}}"')
+        schema = arguments_of(tool, is_required=form.is_required)
+        rules.append(f"arguments_{number}: {json_of(schema, is_strict=tool.is_strict)}")
+    return rules
+
+
+def tagged_grammar(
+    form: CallForm, tokenizer: Tokenizer, *, opening: str, rules: list[str], separator: str
+) -> str:
+    """A whole grammar of calls that begin with a tag. `rules` define `body`: a call from behind it."""
+    begin = tag(tokenizer, opening)
+    other = None if form.other is None else form_rule(form.other)
+    more = f"({quoted(separator)} {begin} body)*" if form.is_parallel else ""
+    if form.is_required:
+        first = [f"start: LINES? {begin} body {more}", r"LINES: /\n{1,2}/"]  # as behind thoughts
+    elif other is not None:
+        first = [f"start: form | {begin} body {more}", f"form: {other}"]
+    elif begin.startswith("<["):  # no text can be mistaken for it
+        repeated = "*" if form.is_parallel else "?"
+        first = [f"start: TEXT ({begin} body TEXT){repeated}", "TEXT: /(?s:.*)/"]
+    else:
+        start = "start: (head body)* tail" if form.is_parallel else "start: head body | tail"
+        first = [start, f"head[lazy]: TEXT {begin}", "tail: TEXT", "TEXT: /(?s:.*)/"]
+    return "\n".join([*first, *rules])

@@ -1,0 +1,213 @@
+"""Reads an answer that comes in pieces, and takes the tool calls out of it.
+
+The rules, for every format:
+- What is read depends on the whole text alone, never on where it was cut.
+- A call begins when its name is complete, is one of the tools, and its arguments have opened. Until then all
+  of it waits. What turns out not to be a call is content, every character of it.
+- From there on its arguments are passed on as they come. If they go wrong later, the rest of the call goes
+  on in the arguments as it was written: the client sees JSON that does not parse, and nothing is lost.
+- White space around calls belongs to nobody. Of an answer that may hold one call, later ones are left out.
+"""
+
+from __future__ import annotations
+
+import secrets
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Generator, Mapping
+from typing import Literal, TypeVar
+
+from blockdraft.tool_calls.json_scanner import JsonScanner
+from blockdraft.tool_calls.pieces import FunctionTool, Parsed, Span, ToolCallPiece
+from blockdraft.tool_calls.tags import TagFinder
+
+T = TypeVar("T")
+Steps = Generator[None, None, T]  # runs until it needs more text
+MAX_HEAD = 1 << 16  # characters that may wait for a call to begin; arbitrary
+SPACE = " \t\r\n"
+
+
+class NotACall(Exception):
+    """What looked like a call is text."""
+
+
+class AnswerReader(ABC):
+    """Reads one answer. `hidden`: tags that the client must not see, whatever becomes of them."""
+
+    OPENING: tuple[str, ...]  # tags with which a call may begin
+    CLOSING: tuple[str, ...] = ()  # tags with which it ends; stray ones behind a call are dropped
+
+    def __init__(
+        self, tools: Mapping[str, FunctionTool], *, hidden: Collection[str] = (), max_calls: int | None = None
+    ) -> None:
+        self._tools = tools
+        self._hidden = frozenset(hidden)
+        self._max_calls = max_calls
+        self._finder = TagFinder((*self.OPENING, *self.CLOSING, *hidden))
+        self._closing = TagFinder((*self.CLOSING, *hidden))
+        self._buffer, self._at = "", 0
+        self._mark: int | None = None  # where to go back to if this is no call
+        self._is_over = False
+        self._space = ""  # white space that may stand in front of a call
+        self._is_behind_call = False
+        self._spans: list[Span] = []  # what the current push has found, in the answer's order
+        self.num_calls = 0
+        self._work = self._read()
+
+    def push(self, text: str, is_last: bool) -> Parsed:
+        """What is certain with this piece; the last lets everything go."""
+        start = self._at if self._mark is None else self._mark
+        self._buffer, self._at = self._buffer[start:] + text, self._at - start
+        if self._mark is not None:
+            self._mark = 0
+        self._is_over = is_last
+        next(self._work, None)
+        spans, self._spans = tuple(self._spans), []
+        reasoning = "".join(span.text for span in spans if span.kind == "reasoning")
+        text = "".join(span.text for span in spans if span.kind == "text")
+        return Parsed(reasoning, text, tuple(span.call for span in spans if span.call is not None), spans)
+
+    def _read(self) -> Steps[None]:
+        while (tag := (yield from self._read_text())) is not None:
+            if tag in self.OPENING:
+                yield from self._try_call(tag)
+            elif tag not in self._hidden and not self._is_behind_call:
+                self._say(tag)
+        if not self._is_behind_call:
+            self._add("text", self._space)
+
+    def _try_call(self, tag: str) -> Steps[None]:
+        self._mark = self._at
+        try:
+            yield from self._read_call(tag)
+        except NotACall:
+            assert self._mark is not None, "a call that has begun is never taken back"
+            self._at = self._mark
+            self._say("" if tag in self._hidden else tag)
+        self._mark = None
+
+    @abstractmethod
+    def _read_call(self, opening: str) -> Steps[None]:
+        """Read one call from behind its opening tag. Raises NotACall before it has begun, never later."""
+
+    # ---- reading
+
+    def _read_text(self) -> Steps[str | None]:
+        """Let text go up to the next tag, and return that; None: the answer is over."""
+        while True:
+            end, tag = self._finder.find(self._buffer, self._at, self._is_over)
+            self._say(self._buffer[self._at : end])
+            self._at = end + len(tag or "")
+            if tag is not None or self._is_over:
+                return tag
+            yield
+
+    def _peek(self) -> Steps[str]:
+        """The next character; empty: the answer is over."""
+        if self._mark is not None and self._at - self._mark > MAX_HEAD:
+            raise NotACall
+        while self._at >= len(self._buffer) and not self._is_over:
+            yield
+        return self._buffer[self._at : self._at + 1]
+
+    def _skip_space(self) -> Steps[str]:
+        """The next character that is no white space, which is left where it is."""
+        while (character := (yield from self._peek())) and character in SPACE:
+            self._at += 1
+        return character
+
+    def _take(self, expected: str) -> Steps[bool]:
+        """Whether `expected` comes next; if so, it is taken."""
+        while True:
+            ahead = self._buffer[self._at : self._at + len(expected)]
+            if ahead == expected:
+                self._at += len(expected)
+                return True
+            if self._is_over or not expected.startswith(ahead):
+                return False
+            yield
+
+    def _expect(self, expected: str) -> Steps[None]:
+        if not (yield from self._take(expected)):
+            raise NotACall
+
+    def _take_up_to(self, ends: str) -> Steps[str]:
+        """The text in front of the next of these characters, which is left where it is."""
+        found = []
+        while (character := (yield from self._peek())) and character not in ends:
+            found.append(character)
+            self._at += 1
+        return "".join(found)
+
+    def _read_json(self, scanner: JsonScanner, *, is_argument: bool) -> Steps[str]:
+        """One JSON object, array or string, passed on as it comes if it is the argument of a call.
+
+        ValueError: it is none; what was read of it has been passed on, the rest has not.
+        """
+        found: list[str] = []
+        while True:
+            is_done = False
+            character = yield from self._peek()
+            start = self._at
+            try:
+                while self._at < len(self._buffer) and not is_done:
+                    is_done = scanner.push(self._buffer[self._at])
+                    self._at += 1
+            finally:
+                (self._argue if is_argument else found.append)(self._buffer[start : self._at])
+            if is_done or not character:
+                return "".join(found)
+
+    def _read_broken(self) -> Steps[None]:
+        """Pass on what is left of a call whose arguments have gone wrong."""
+        while True:
+            end, tag = self._closing.find(self._buffer, self._at, self._is_over)
+            self._argue(self._buffer[self._at : end])
+            self._at = end + len(tag or "")
+            if tag in self.CLOSING or (tag is None and self._is_over):
+                return
+            if tag is None:
+                yield
+
+    # ---- what was read
+
+    def _say(self, text: str) -> None:
+        """Content; white space at its end waits, as a call may follow."""
+        if self._is_behind_call:
+            text = text.lstrip(SPACE)
+            self._is_behind_call = not text
+        text = self._space + text
+        said = text.rstrip(SPACE)
+        self._space = text[len(said) :]
+        self._add("text", said)
+
+    def _think(self, text: str) -> None:
+        self._add("reasoning", text)
+
+    def _add(self, kind: Literal["reasoning", "text"], text: str) -> None:
+        if text:
+            self._spans.append(Span(kind, text))
+
+    def _begin(self, name: str) -> None:
+        """From here on it is a call."""
+        self._mark = None
+        self._space = ""
+        self._is_behind_call = True
+        index, self.num_calls = self.num_calls, self.num_calls + 1
+        if self._is_wanted:
+            piece = ToolCallPiece(index, f"call_{secrets.token_hex(12)}", name, "")
+            self._spans.append(Span("call", call=piece))
+
+    def _argue(self, text: str) -> None:
+        """The next characters of the call's arguments."""
+        if not text or not self._is_wanted:
+            return
+        index, last = self.num_calls - 1, self._spans[-1].call if self._spans else None
+        if last is not None and last.index == index:
+            piece = ToolCallPiece(index, last.id, last.name, last.arguments + text)
+            self._spans[-1] = Span("call", call=piece)
+        else:
+            self._spans.append(Span("call", call=ToolCallPiece(index, None, None, text)))
+
+    @property
+    def _is_wanted(self) -> bool:
+        return self._max_calls is None or self.num_calls <= self._max_calls
