@@ -97,7 +97,7 @@ def test_a_thread_that_fails_in_a_step_leaves_the_engine_to_the_others(llm, monk
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("place", ["absorb", "attend"])
 def test_an_interrupted_step_ends_its_requests_and_poisons_nothing(place, overlap, monkeypatch):
-    llm = LLM(tiny.TARGET, tiny.DRAFT, **SMALL, overlap=overlap, page_size=4, chunk=6)
+    llm = LLM(tiny.TARGET, tiny.DRAFT, **SMALL, overlap=overlap, page_size=4, max_prefill_tokens=6)
     prompt = list(range(3, 33))
     expected = LLM(tiny.TARGET, **SMALL).generate([prompt], GREEDY)[0].token_ids
     other = llm.stream(PROMPT, GREEDY)

@@ -129,7 +129,7 @@ def test_a_change_of_what_computes_has_everything_checked(checked, monkeypatch, 
     assert checked == [KERNELS, MODELS]
 
 
-@pytest.mark.parametrize("plan", [{"page_size": 4}, {"max_num_seqs": 3}, {"chunk": 32}], ids=str)
+@pytest.mark.parametrize("plan", [{"page_size": 4}, {"max_num_seqs": 3}, {"max_prefill_tokens": 32}], ids=str)
 def test_another_plan_has_everything_checked(checked, plan):
     verify(tiny.engine())
     checked.clear()

@@ -35,12 +35,20 @@ class Arrivals:
     """A scheduler with steps in flight as on a card: the next is launched before the last one is read."""
 
     def __init__(
-        self, costs, *, chunks=Chunks, chunk=8192, max_num_seqs=64, overlap=True, committed=4.5, seed=0
+        self,
+        costs,
+        *,
+        chunks=Chunks,
+        max_prefill_tokens=8192,
+        max_num_seqs=64,
+        overlap=True,
+        committed=4.5,
+        seed=0,
     ):
         self.costs, self.now_s, self.free_s, self.overlap = costs, 0.0, 0.0, overlap
         plan = replace(
             tiny.load("float64").plan,
-            chunk=chunk,
+            max_prefill_tokens=max_prefill_tokens,
             max_num_seqs=max_num_seqs,
             page_size=PAGE_SIZE,
             num_pages=1 << 18,
@@ -51,7 +59,7 @@ class Arrivals:
         )
         pages = PageAllocator(num_pages=plan.num_pages, first=0, page_size=PAGE_SIZE)
         self.scheduler = Scheduler(plan, pages, lambda: self.now_s)
-        self.scheduler.chunks = chunks(chunk)
+        self.scheduler.chunks = chunks(max_prefill_tokens)
         self.again = 1 - 1 / committed  # the chance of one token more
         self.random = random.Random(seed)
         self.pending, self.collected_s, self.num_added = None, 0.0, 0

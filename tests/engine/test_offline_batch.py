@@ -23,7 +23,9 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def models(folder):
-    return pairs.load_target(folder, max_num_seqs=3, max_model_len=CONTEXT, chunk=24, page_size=16)
+    return pairs.load_target(
+        folder, max_num_seqs=3, max_model_len=CONTEXT, max_prefill_tokens=24, page_size=16
+    )
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +101,7 @@ def test_two_halves_give_the_same_answers(models, expected):
 def circles(tmp_path_factory):
     """LoadedPair, questions whose greedy answers run in circles, and their whole answers."""
     folder = pairs.write_ending_target(tmp_path_factory.mktemp("circles"), 63)  # an end that is rare
-    models = pairs.load_target(folder, max_num_seqs=3, max_model_len=200, chunk=24, page_size=16)
+    models = pairs.load_target(folder, max_num_seqs=3, max_model_len=200, max_prefill_tokens=24, page_size=16)
     asked = [
         Question(key=number, prompt_ids=(number, 7), max_tokens=5 * ROUND + 3, temperature=0.8 * (number % 2))
         for number in range(9)

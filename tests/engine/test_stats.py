@@ -134,7 +134,7 @@ def test_an_answer_of_one_token_has_no_time_per_further_token(clock):
 
 
 def test_tokens_per_step_are_prompt_and_answer_tokens(clock):
-    engine = make_engine(clock, chunk=8)
+    engine = make_engine(clock, max_prefill_tokens=8)
     engine.add(list(range(1, 21)), greedy(width=1, max_tokens=3))
     drain(engine, clock)
     tokens = engine.snapshot().histograms["iteration_tokens_total"]

@@ -20,7 +20,13 @@ NAMES = [name for name, (_, overrides) in CASES.items() if overrides is not None
 
 def answers(folder, device, dtype, prompts, width):
     models = load(
-        folder, device=device, dtype=dtype, max_model_len=300, page_size=4, chunk=11, max_num_seqs=3
+        folder,
+        device=device,
+        dtype=dtype,
+        max_model_len=300,
+        page_size=4,
+        max_prefill_tokens=11,
+        max_num_seqs=3,
     )
     engine = Engine(replace(models, plan=replace(models.plan, num_pages=400, block=width, width=width)))
     params = SamplingParams(temperature=1.0, seed=3, max_tokens=24, ignore_eos=True, logprobs=0)

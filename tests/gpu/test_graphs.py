@@ -107,7 +107,7 @@ def test_prompts_are_prefilled_by_graphs_as_they_are_without():
     asked = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     answers = {}
     for is_captured in (True, False):
-        engine = stepping.tiny_engine(place, is_captured=is_captured, chunk=128)
+        engine = stepping.tiny_engine(place, is_captured=is_captured, max_prefill_tokens=128)
         while is_captured and engine.prefill_graphs.capture_next():
             pass  # while requests are served there may be no time for it
         for together in (prompts, *([prompt] for prompt in prompts)):

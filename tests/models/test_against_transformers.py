@@ -46,7 +46,9 @@ class Case:
     @functools.cache  # noqa: B019 - lives as long as the module's fixture
     def models(self, dtype):
         name = str(dtype).removeprefix("torch.")
-        return load(self.folder, dtype=name, max_model_len=400, page_size=3, chunk=7, max_num_seqs=2)
+        return load(
+            self.folder, dtype=name, max_model_len=400, page_size=3, max_prefill_tokens=7, max_num_seqs=2
+        )
 
     def tokens(self, length):
         return torch.randint(0, self.hf.config.vocab_size, (length,), generator=self.generator)

@@ -100,7 +100,7 @@ def test_what_will_be_served_is_run_once_by_size(pools, monkeypatch):
         compile_ahead.Engine, "prefill", lambda engine, ids, counts, offsets=None: prefilled.add(counts)
     )
     monkeypatch.setattr(compile_ahead, "check_kernels", lambda engine: checked.append(engine) or ())
-    models = tiny.engine(width=5, max_num_seqs=6, chunk=16).models
+    models = tiny.engine(width=5, max_num_seqs=6, max_prefill_tokens=16).models
     models = models.with_kernels(kernels_for(torch.float64, torch.device("cpu")))
     ahead, startup = CompileAhead(CARD, []), StartProgress()
     pools[0].asked += ["_attend", "_norm"]
@@ -125,7 +125,7 @@ def test_what_is_not_compared_is_not_compiled_and_what_failed_is_named(pools, mo
     monkeypatch.setattr(compile_ahead.Engine, "decode", lambda engine, width, num_logprobs=None: None)
     monkeypatch.setattr(compile_ahead.Engine, "prefill", lambda *given: None)
     monkeypatch.setattr(compile_ahead, "check_kernels", lambda engine: checked.append(engine) or ())
-    models = tiny.engine(width=5, max_num_seqs=6, chunk=16).models
+    models = tiny.engine(width=5, max_num_seqs=6, max_prefill_tokens=16).models
     ahead = CompileAhead(CARD, [])
     pools[0].errors += ["_norm: PTXASError: too large", "_attend: another"]
     compile_steps(ahead, models, Settings(verify="off"), StartProgress())

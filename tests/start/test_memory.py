@@ -170,7 +170,7 @@ def test_a_kernel_that_is_off_ends_graphs_where_its_reference_asks_the_host(oper
 
 
 @pytest.mark.parametrize(
-    ("ms_per_token", "allowed", "max_prefill_tokens"),
+    ("ms_per_token", "allowed", "chunk"),
     [(0.1, 10, 64), (0.5, 20, 32), (1.0, 17, 16), (9.0, 1, MIN_CHUNK)],
 )
 def test_the_chunk_is_halved_until_a_step_of_it_is_short_enough(monkeypatch, ms_per_token, allowed, chunk):

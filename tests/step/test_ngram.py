@@ -113,7 +113,7 @@ def test_a_row_s_history_is_its_prompt_and_its_answer(name):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("plan", [{}, {"is_captured": True}, {"overlap": True, "chunk": 3}])
+@pytest.mark.parametrize("plan", [{}, {"is_captured": True}, {"overlap": True, "max_prefill_tokens": 3}])
 def test_beside_a_drafter_it_changes_steps_and_no_token(plan, temperature):
     asked = requests(temperature)
     engines = [tiny.engine("trained", width=tiny.BLOCK, draft_ngram=least, **plan) for least in (0, 1, 4)]
