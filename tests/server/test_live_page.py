@@ -13,7 +13,7 @@ from starlette.testclient import TestClient
 from blockdraft.server.api.fields import ChatRequest
 from blockdraft.server.page import live_page as page
 
-ROOT = Path(page.__file__).parents[2]
+ROOT = Path(page.__file__).parents[3]
 MODULES = [
     *("app.js", "chat.js", "code.js", "conversation.js", "dom.js", "draft.js", "live.js", "markdown.js"),
     "math.js",

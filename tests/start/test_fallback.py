@@ -193,7 +193,7 @@ def test_a_start_goes_on_without_a_kernel_that_does_not_compile(monkeypatch, bro
 
 def test_each_of_several_operations_is_left_out_once(monkeypatch, broken):
     broken("attention", "attend", TOO_LARGE)
-    broken("rows", "norm_rope_write", CompilationError("", None, "unknown type"))
+    broken("pointwise", "norm_rope_write", CompilationError("", None, "unknown type"))
     engine, startup = start(monkeypatch)
     assert set(engine.models.target.kernels.off) == {"attention", "heads"}
     assert len(startup.warnings) == 2
@@ -206,7 +206,7 @@ def test_other_errors_of_a_start_stay_what_they_are(monkeypatch, broken):
 
 
 def test_a_missing_c_compiler_ends_the_start_with_a_line(monkeypatch, broken):
-    broken("rows", "rms_norm", RuntimeError("Failed to find C compiler. Please specify via CC"))
+    broken("pointwise", "rms_norm", RuntimeError("Failed to find C compiler. Please specify via CC"))
     with pytest.raises(ModelError, match="install gcc") as caught:
         start(monkeypatch)
     assert "\n" not in str(caught.value)
