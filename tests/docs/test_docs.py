@@ -159,11 +159,13 @@ def test_every_make_target_that_a_page_names_exists():
         assert set(re.findall(r"`make ([a-z-]+)`", page.read_text())) <= targets, page.name
 
 
-def test_the_version_is_one():
+def test_the_package_pyproject_and_the_changelog_name_one_version():
     import blockdraft
 
     found = re.search(r'^version = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.M)
+    newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.M)
     assert found[1] == blockdraft.__version__
+    assert newest[1] in (blockdraft.__version__, "Unreleased")
 
 
 def test_the_readmes_python_names_exist():

@@ -169,8 +169,8 @@ def interval_of(text):
     return float(value) - float(error), float(value) + float(error)
 
 
-# All rows of docs/served.md. It has no tokens per step and no widths: the former are those of the warm server
-# in drafter-head-h200.json (256 streams: those of 64), the latter are assumed.
+# Rows of docs/http-throughput.md, which has neither tokens per step nor widths: the former are those of the
+# warm server in drafter-head-h200.json (256 streams: those of 64), the latter are assumed.
 SERVED_OVER_HTTP = [
     ("code", 1, 200, "4,907 ±1,356"),
     ("prose", 1, 200, "2,624 ±996"),
