@@ -36,9 +36,9 @@ from blockdraft.engine.loop import EngineLoop, _Live  # noqa: E402
 from blockdraft.engine.request import Delta, SamplingParams  # noqa: E402
 from blockdraft.engine.scheduler import Batch, Outcome  # noqa: E402
 from blockdraft.engine.streams import EventLoopOutlet, Stream  # noqa: E402
-from blockdraft.server.api.answers import ChatAnswer  # noqa: E402
-from blockdraft.server.api.chat.streaming import respond  # noqa: E402
-from blockdraft.server.api.fields import ChatRequest  # noqa: E402
+from blockdraft.server.api.chat.answers import ChatAnswer  # noqa: E402
+from blockdraft.server.api.chat.fields import ChatRequest  # noqa: E402
+from blockdraft.server.api.streaming import respond  # noqa: E402
 from blockdraft.start.loading import load_models  # noqa: E402
 from blockdraft.step.verify import Verdict  # noqa: E402
 from blockdraft.text.tokenizer import Tokenizer  # noqa: E402

@@ -20,8 +20,8 @@ from blockdraft.settings.settings import Settings
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
-    from blockdraft.server.api.options import ServerOptions
     from blockdraft.server.engine_link.remote_engine import RemoteEngine
+    from blockdraft.server.options import ServerOptions
 
 SUMMARY = "serve a model over HTTP, with a live page"
 USAGE = "blockdraft serve [MODEL] [flags]"
@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _warn_open(host: str, options: ServerOptions) -> None:
-    from blockdraft.server.api.options import is_loopback
+    from blockdraft.server.options import is_loopback
 
     if not options.api_keys and not is_loopback(host):
         print(
@@ -116,8 +116,8 @@ def _refuse_engine_flags(args: argparse.Namespace) -> None:
 
 
 def _options(args: argparse.Namespace) -> ServerOptions:
-    from blockdraft.server.api.options import ServerOptions, default_hosts, read_api_keys
     from blockdraft.server.engine_link.process_title import hide
+    from blockdraft.server.options import ServerOptions, default_hosts, read_api_keys
 
     hide(args.api_key)
     if not (math.isfinite(args.step_timeout) and args.step_timeout >= 0.001):

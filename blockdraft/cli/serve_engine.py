@@ -28,7 +28,7 @@ from blockdraft.launch.supervisor import Launch, Supervisor
 from blockdraft.settings.settings import Settings
 
 if TYPE_CHECKING:
-    from blockdraft.server.api.options import ServerOptions
+    from blockdraft.server.options import ServerOptions
 
 MAX_BODY_BYTES = 64 << 20  # of requests that may hold images; arbitrary
 DEFAULT_PORT = 8000

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
-    from blockdraft.server.api.options import ServerOptions
     from blockdraft.server.http.lifetime import Service
+    from blockdraft.server.options import ServerOptions
 
 EXIT_ERROR = 2  # the start failed on something a user can mend
 EXIT_FAILED = 1  # the engine failed while serving

@@ -25,41 +25,37 @@ from blockdraft.engine.stats import Load, Snapshot, Stats
 from blockdraft.engine.streams import Stream
 from blockdraft.errors import RequestError
 from blockdraft.phases import StartProgress
-from blockdraft.server.api.answers import ChatAnswer, TextAnswer
-from blockdraft.server.api.api_host import Ask, MakeWriter, renamed
-from blockdraft.server.api.chat.routes import Dialect, PreparedChat, find_dialect, prepare_chat, tokenize
-from blockdraft.server.api.chat.schemas import AnswerObject, Text, Tokens, Version
-from blockdraft.server.api.chat.streaming import AnswerEvents, respond
-from blockdraft.server.api.fast_routes import ShortWay
-from blockdraft.server.api.fields import (
-    AnyBody,
-    BodyT,
+from blockdraft.server.api.chat.answers import ChatAnswer, TextAnswer
+from blockdraft.server.api.chat.fields import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
-    parse,
 )
-from blockdraft.server.api.ignored import IgnoredFields
-from blockdraft.server.api.messages.routes import routes as message_routes
-from blockdraft.server.api.models_list import model_card, model_response, models_response
-from blockdraft.server.api.openapi import EngineLimits, openapi
-from blockdraft.server.api.options import ServerOptions
-from blockdraft.server.api.prompts import (
+from blockdraft.server.api.chat.prepare import Dialect, PreparedChat, find_dialect, prepare_chat, tokenize
+from blockdraft.server.api.chat.prompts import (
     check_prompts,
     check_scores,
     check_tokens,
     echoed_texts,
     encode_prompts,
     token_texts,
-    with_field_error,
 )
+from blockdraft.server.api.chat.schemas import Text, Tokens
+from blockdraft.server.api.fields import AnyBody, BodyT, IgnoredFields, field_at_fault, parse, renamed
+from blockdraft.server.api.messages.routes import routes as message_routes
+from blockdraft.server.api.models_list import model_card, model_response, models_response
+from blockdraft.server.api.openapi import EngineLimits, openapi
 from blockdraft.server.api.responses.routes import routes as response_routes
+from blockdraft.server.api.schemas import AnswerObject, Version
+from blockdraft.server.api.streaming import AnswerEvents, respond
+from blockdraft.server.api.translation import Ask, MakeWriter
 from blockdraft.server.http.auth_limits import AuthLimits
 from blockdraft.server.http.body import shown
 from blockdraft.server.http.events import LoopFeed, live_events
 from blockdraft.server.http.exchange import exchange_of
 from blockdraft.server.http.failures import HANDLERS, NotReady
+from blockdraft.server.http.fast_routes import ShortWay
 from blockdraft.server.http.large_json import json_response
 from blockdraft.server.http.replies import (
     health_of,
@@ -68,6 +64,7 @@ from blockdraft.server.http.replies import (
     status_response,
     while_connected,
 )
+from blockdraft.server.options import ServerOptions
 from blockdraft.server.page.live_page import routes as page_routes
 from blockdraft.server.page.metrics import render
 from blockdraft.text.tokenizer import Tokenizer
@@ -251,7 +248,8 @@ class _Api:
         tokenizer, info = self._ready()
         check_tokens(asked.tokens, info)
         decode = functools.partial(tokenizer.decode, skip_special_tokens=False)
-        answer: Text = {"prompt": await run_in_threadpool(with_field_error("tokens", decode), asked.tokens)}
+        with field_at_fault("tokens"):
+            answer: Text = {"prompt": await run_in_threadpool(decode, asked.tokens)}
         return JSONResponse(answer)
 
     # ---- completions
@@ -334,7 +332,7 @@ class _Api:
     async def _complete(self, asked: CompletionRequest, size: int, head: AnswerObject) -> Response:
         tokenizer, info = self._ready()
         sampling = asked.sampling(info.sampling)
-        prompts = await _beside(size, with_field_error("prompt", encode_prompts), asked, tokenizer)
+        prompts = await _beside(size, encode_prompts, asked, tokenizer)
         check_prompts(prompts, "prompt", sampling, info)
         check_scores(prompts, "logprobs" if asked.prompt_logprobs is None else "prompt_logprobs", sampling)
         texts = await _beside(size, echoed_texts, asked, prompts, tokenizer)

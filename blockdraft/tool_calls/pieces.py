@@ -33,12 +33,3 @@ class Span(NamedTuple):
     kind: Literal["reasoning", "text", "call"]
     text: str = ""
     call: ToolCallPiece | None = None
-
-
-class Parsed(NamedTuple):
-    """One piece of an answer, divided."""
-
-    reasoning: str
-    text: str
-    tool_calls: tuple[ToolCallPiece, ...]
-    spans: tuple[Span, ...] = ()  # the order of all that; empty: thoughts, then text

@@ -17,7 +17,7 @@ from collections.abc import Collection, Generator, Mapping
 from typing import Literal, TypeVar
 
 from blockdraft.tool_calls.json_scanner import JsonScanner
-from blockdraft.tool_calls.pieces import FunctionTool, Parsed, Span, ToolCallPiece
+from blockdraft.tool_calls.pieces import FunctionTool, Span, ToolCallPiece
 from blockdraft.tool_calls.tags import TagFinder
 
 T = TypeVar("T")
@@ -53,8 +53,8 @@ class AnswerReader(ABC):
         self.num_calls = 0
         self._work = self._read()
 
-    def push(self, text: str, is_last: bool) -> Parsed:
-        """What is certain with this piece; the last lets everything go."""
+    def push(self, text: str, is_last: bool) -> tuple[Span, ...]:
+        """Returns what is certain with this piece, in the answer's order; the last lets everything go."""
         start = self._at if self._mark is None else self._mark
         self._buffer, self._at = self._buffer[start:] + text, self._at - start
         if self._mark is not None:
@@ -62,9 +62,7 @@ class AnswerReader(ABC):
         self._is_over = is_last
         next(self._work, None)
         spans, self._spans = tuple(self._spans), []
-        reasoning = "".join(span.text for span in spans if span.kind == "reasoning")
-        text = "".join(span.text for span in spans if span.kind == "text")
-        return Parsed(reasoning, text, tuple(span.call for span in spans if span.call is not None), spans)
+        return spans
 
     def _read(self) -> Steps[None]:
         while (tag := (yield from self._read_text())) is not None:

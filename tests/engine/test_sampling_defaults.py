@@ -11,7 +11,7 @@ from blockdraft import LLM, SamplingParams
 from blockdraft.checkpoints.fetch import SMOLLM2
 from blockdraft.engine.sampling_defaults import sampling_defaults
 from blockdraft.errors import ModelError
-from blockdraft.server.api.fields import ChatRequest, CompletionRequest
+from blockdraft.server.api.chat.fields import ChatRequest, CompletionRequest
 from blockdraft.settings.settings import Settings
 from blockdraft.start.loading import load_models
 from tests import tiny

@@ -8,8 +8,8 @@ import threading
 import httpx
 import uvicorn
 
-from blockdraft.server.api.options import ServerOptions
 from blockdraft.server.http.protocol import uvicorn_config
+from blockdraft.server.options import ServerOptions
 
 
 @contextlib.asynccontextmanager

@@ -11,8 +11,8 @@ import tokenizers
 
 from blockdraft.checkpoints.opening import open_checkpoint
 from blockdraft.engine.engine import Engine
-from blockdraft.server.api.options import ServerOptions
 from blockdraft.server.app import make_app
+from blockdraft.server.options import ServerOptions
 from blockdraft.settings.settings import Settings
 from blockdraft.start.loading import load_models
 from blockdraft.text.tokenizer import Tokenizer

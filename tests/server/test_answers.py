@@ -9,10 +9,10 @@ import pytest
 
 from blockdraft.checkpoints.dummy import byte_tokenizer
 from blockdraft.engine.request import Delta, Metrics, SamplingParams, TokenLogprobs
-from blockdraft.server.api import answers
-from blockdraft.server.api.answers import AnswerWriter, ChatAnswer, TextAnswer
-from blockdraft.server.api.chat.routes import Dialect, PreparedChat
-from blockdraft.server.api.fields import ChatRequest, CompletionRequest
+from blockdraft.server.api.chat import answers
+from blockdraft.server.api.chat.answers import AnswerWriter, ChatAnswer, TextAnswer
+from blockdraft.server.api.chat.fields import ChatRequest, CompletionRequest
+from blockdraft.server.api.chat.prepare import Dialect, PreparedChat
 from blockdraft.server.http.replies import event
 from blockdraft.text.tokenizer import Tokenizer
 from blockdraft.tool_calls.formats import find_format

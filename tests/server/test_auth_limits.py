@@ -20,18 +20,12 @@ from starlette.routing import Route
 from uvicorn.server import ServerState
 
 from blockdraft.errors import SettingsError
-from blockdraft.server.api.options import (
-    MAX_HEAD_BYTES,
-    ServerOptions,
-    default_hosts,
-    is_loopback,
-    read_api_keys,
-)
 from blockdraft.server.http import auth_limits as guard_module
 from blockdraft.server.http.auth_limits import DRAIN_FACTOR, AuthLimits
 from blockdraft.server.http.exchange import exchange_of
 from blockdraft.server.http.logs import JsonLines, TextLines
 from blockdraft.server.http.protocol import NUM_SPARE_CONNECTIONS, uvicorn_config
+from blockdraft.server.options import MAX_HEAD_BYTES, ServerOptions, default_hosts, is_loopback, read_api_keys
 from tests.server.asking import ask, connected, listening
 
 KEY, OTHER_KEY = "sk-right-7f3a", "sk-second-91bc"

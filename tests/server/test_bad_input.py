@@ -11,9 +11,9 @@ import pytest
 
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.request import Delta
-from blockdraft.server.api.chat.streaming import EventSource
-from blockdraft.server.api.options import ServerOptions
+from blockdraft.server.api.streaming import EventSource
 from blockdraft.server.app import make_app
+from blockdraft.server.options import ServerOptions
 from blockdraft.text.tokenizer import Tokenizer
 from tests.grammar import json_tokens
 from tests.server.asking import connected

@@ -7,8 +7,9 @@ import pytest
 
 from blockdraft.engine.request import StructuredOutputs, Thinking
 from blockdraft.grammar.limits import MAX_FORM_CHARS
-from blockdraft.server.api.chat.routes import find_dialect, prepare_chat
-from blockdraft.server.api.fields import ChatRequest, CompletionRequest, parse
+from blockdraft.server.api.chat.fields import ChatRequest, CompletionRequest
+from blockdraft.server.api.chat.prepare import find_dialect, prepare_chat
+from blockdraft.server.api.fields import parse
 from blockdraft.server.api.tool_fields import MAX_SCHEMA_DEPTH
 from tests.server.asking import ask
 from tests.server.pair import NAME, app_over, client_of, models, spelled_tokenizer, thinking_tokenizer

@@ -4,12 +4,12 @@ import pytest
 
 from blockdraft.engine.request import Delta, Metrics, Thinking
 from blockdraft.errors import RequestError
-from blockdraft.server.api.chat.routes import find_dialect, prepare_chat
-from blockdraft.server.api.conversation import Conversation
-from blockdraft.server.api.fields import ChatRequest
+from blockdraft.server.api.chat.fields import ChatRequest
+from blockdraft.server.api.chat.prepare import find_dialect, prepare_chat
 from blockdraft.server.api.messages.fields import MessagesRequest
 from blockdraft.server.api.responses.fields import ResponsesRequest
 from blockdraft.server.api.responses.items import add_input
+from blockdraft.server.api.translation import Conversation
 from blockdraft.text.detokenizer import TextStream
 from tests.server.families import FAMILIES, FORMAT_OF, family_tokenizer
 

@@ -5,8 +5,9 @@ import json
 import pytest
 
 from blockdraft.errors import RequestError
-from blockdraft.server.api.fields import ChatRequest, CompletionRequest, parse
-from blockdraft.server.api.template_messages import for_template
+from blockdraft.server.api.chat.fields import ChatRequest, CompletionRequest
+from blockdraft.server.api.chat.template_messages import for_template
+from blockdraft.server.api.fields import parse
 from blockdraft.server.http.body import MAX_DEPTH, parse_object
 from tests.server.asking import ask
 from tests.server.pair import app_over, models

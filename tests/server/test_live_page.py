@@ -10,7 +10,7 @@ import pytest
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
-from blockdraft.server.api.fields import ChatRequest
+from blockdraft.server.api.chat.fields import ChatRequest
 from blockdraft.server.page import live_page as page
 
 ROOT = Path(page.__file__).parents[3]

@@ -9,8 +9,8 @@ import httpx
 import pytest
 
 from blockdraft.engine.loop import EngineLoop
-from blockdraft.server.api.options import ServerOptions
 from blockdraft.server.app import make_app
+from blockdraft.server.options import ServerOptions
 from tests import tiny
 from tests.server.asking import listening
 

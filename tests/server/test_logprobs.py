@@ -12,11 +12,12 @@ from tokenizers import decoders
 from blockdraft.checkpoints.tokenizer_parts import TokenizerParts
 from blockdraft.engine.request import Delta, TokenLogprobs
 from blockdraft.engine.streams import EventLoopOutlet, Stream
-from blockdraft.server.api import answers
-from blockdraft.server.api.answers import TextAnswer
-from blockdraft.server.api.chat.streaming import AnswerEvents, respond
-from blockdraft.server.api.fields import CompletionRequest, parse
-from blockdraft.server.api.logprobs import TextOffsets, text_logprobs
+from blockdraft.server.api.chat import answers
+from blockdraft.server.api.chat.answers import TextAnswer
+from blockdraft.server.api.chat.fields import CompletionRequest
+from blockdraft.server.api.chat.logprobs import TextOffsets, text_logprobs
+from blockdraft.server.api.fields import parse
+from blockdraft.server.api.streaming import AnswerEvents, respond
 from blockdraft.server.http.large_json import in_slices
 from blockdraft.text.tokenizer import Tokenizer
 from tests.server.pair import NAME, byte_tokenizer, client_of, models

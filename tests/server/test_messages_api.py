@@ -15,9 +15,9 @@ from blockdraft.server.api.messages import schemas
 from blockdraft.server.api.messages.errors import MessageError
 from blockdraft.server.api.messages.fields import MessagesRequest
 from blockdraft.server.api.messages.writer import MessageWriter
-from blockdraft.server.api.options import ServerOptions
 from blockdraft.server.app import make_app
 from blockdraft.server.http.replies import error_response, json_of
+from blockdraft.server.options import ServerOptions
 from tests.server.asking import ask
 from tests.server.pair import NAME, app_over, models, thinking_tokenizer
 from tests.server.scripted import AGENT, SCRIPTS, ScriptedChat, call, events_of, piece, streamed, taken

@@ -11,10 +11,10 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 
-from blockdraft.server.api.options import ServerOptions, default_hosts
 from blockdraft.server.http.auth_limits import AuthLimits
 from blockdraft.server.http.connection import MAX_PIPELINED
 from blockdraft.server.http.exchange import exchange_of
+from blockdraft.server.options import ServerOptions, default_hosts
 
 OPTIONS = ServerOptions(
     keep_alive_s=1, idle_timeout_s=2, allowed_hosts=default_hosts("127.0.0.1", has_keys=False)

@@ -19,10 +19,10 @@ from blockdraft.engine.streams import EngineStopped
 from blockdraft.errors import CapacityError, ModelError, RequestError
 from blockdraft.grammar.form import StructuredOutputs
 from blockdraft.phases import StartProgress
-from blockdraft.server.api.options import ServerOptions
 from blockdraft.server.app import make_app
 from blockdraft.server.engine_link import remote_engine as remote_engine_module
 from blockdraft.server.engine_link.remote_engine import RemoteEngine, start_engine_process
+from blockdraft.server.options import ServerOptions
 from tests.grammar import json_tokens
 from tests.server.asking import connected
 from tests.server.pair import models

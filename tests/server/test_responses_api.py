@@ -11,7 +11,6 @@ from openai.types.responses import ResponseItemList as ClientItems
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from blockdraft.server.api.conversation import Conversation
 from blockdraft.server.api.responses import schemas
 from blockdraft.server.api.responses.fields import ResponsesRequest
 from blockdraft.server.api.responses.items import add_input, add_item, sealed
@@ -23,6 +22,7 @@ from blockdraft.server.api.responses.store import (
 )
 from blockdraft.server.api.responses.stored import replayed
 from blockdraft.server.api.responses.writer import ResponseWriter
+from blockdraft.server.api.translation import Conversation
 from blockdraft.server.http.json_reader import Nested
 from tests.server.asking import ask, listening
 from tests.server.pair import NAME, app_over, models, thinking_tokenizer

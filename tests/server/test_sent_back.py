@@ -9,21 +9,21 @@ from hypothesis import strategies as st
 
 from blockdraft.checkpoints.dummy import byte_tokenizer
 from blockdraft.errors import RequestError
-from blockdraft.server.api.answers import ChatAnswer
-from blockdraft.server.api.chat.routes import find_dialect, prepare_chat
-from blockdraft.server.api.conversation import Conversation
-from blockdraft.server.api.fields import (
+from blockdraft.server.api.chat.answers import ChatAnswer
+from blockdraft.server.api.chat.fields import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
-    parse,
 )
+from blockdraft.server.api.chat.prepare import find_dialect, prepare_chat
+from blockdraft.server.api.fields import parse
 from blockdraft.server.api.messages.fields import CountTokensRequest, MessagesRequest
 from blockdraft.server.api.messages.writer import MessageWriter
 from blockdraft.server.api.responses.fields import ResponsesRequest
 from blockdraft.server.api.responses.items import add_input
 from blockdraft.server.api.responses.writer import ResponseWriter
+from blockdraft.server.api.translation import Conversation
 from blockdraft.text.tokenizer import Tokenizer
 from tests.server.scripted import ScriptedChat, call, piece, taken
 

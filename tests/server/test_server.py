@@ -14,10 +14,10 @@ from blockdraft.engine.engine import Engine
 from blockdraft.engine.loop import MAX_FAILURES, EngineLoop
 from blockdraft.engine.request import TokenLogprobs
 from blockdraft.server import app as app_module
-from blockdraft.server.api.logprobs import MIN_LOGPROB, chat_logprobs
-from blockdraft.server.api.options import ServerOptions
+from blockdraft.server.api.chat.logprobs import MIN_LOGPROB, chat_logprobs
 from blockdraft.server.app import make_api, make_app
 from blockdraft.server.http.auth_limits import AuthLimits
+from blockdraft.server.options import ServerOptions
 from blockdraft.text.tokenizer import Tokenizer
 from tests.server import pair
 from tests.server.asking import ask, connected, listening

@@ -13,12 +13,13 @@ from blockdraft.engine.loop import EngineLoop
 from blockdraft.engine.request import Delta
 from blockdraft.engine.streams import EngineStopped, EventLoopOutlet, Stream
 from blockdraft.errors import CapacityError, RequestError
-from blockdraft.server.api.answers import ChatAnswer
-from blockdraft.server.api.chat.routes import find_dialect, prepare_chat
-from blockdraft.server.api.chat.streaming import EventSource, respond
-from blockdraft.server.api.fields import ChatRequest, parse
-from blockdraft.server.api.options import ServerOptions
+from blockdraft.server.api.chat.answers import ChatAnswer
+from blockdraft.server.api.chat.fields import ChatRequest
+from blockdraft.server.api.chat.prepare import find_dialect, prepare_chat
+from blockdraft.server.api.fields import parse
+from blockdraft.server.api.streaming import EventSource, respond
 from blockdraft.server.app import make_app
+from blockdraft.server.options import ServerOptions
 from tests.server import pair
 from tests.server.asking import listening
 

@@ -117,8 +117,10 @@ def said(name, text):
 
 def read(name, text, tools=TOOLS):
     reader = BY_NAME[name].reader({tool.name: tool for tool in tools}, hidden=BY_NAME[name].tags)
-    parsed = reader.push(text, is_last=True)
-    return parsed.text, [(call.name, json.loads(call.arguments)) for call in parsed.tool_calls]
+    spans = reader.push(text, is_last=True)
+    calls = [span.call for span in spans if span.call is not None]
+    said = "".join(span.text for span in spans if span.kind == "text")
+    return said, [(call.name, json.loads(call.arguments)) for call in calls]
 
 
 _TEXTS = st.text(st.characters(exclude_characters="<", exclude_categories=("Cs", "Cc")), max_size=6)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from blockdraft.engine.request import Delta
 from blockdraft.server.api.choices import AnswerChoice
-from blockdraft.server.api.content_blocks import AnswerParts
+from blockdraft.server.api.translation import AnswerParts
 from blockdraft.settings.settings import TOOL_FORMATS
 from blockdraft.tool_calls.bare_json import BareJsonReader
 from blockdraft.tool_calls.formats import FORMATS as KNOWN
@@ -35,9 +35,10 @@ TOOLS = {name: FunctionTool(name, "", SCHEMA) for name in ("get_weather", "f")}
 def read(reader, pieces, **options):
     """Text, thoughts, and the calls as (name, arguments), of an answer in these pieces."""
     reading = reader(TOOLS, **options)
-    parts = [reading.push(piece, is_last=False) for piece in pieces] + [reading.push("", is_last=True)]
+    spans = [span for piece in pieces for span in reading.push(piece, is_last=False)]
+    spans += reading.push("", is_last=True)
     calls = []
-    for call in (call for part in parts for call in part.tool_calls):
+    for call in (span.call for span in spans if span.call is not None):
         if call.id is not None:
             assert call.index == len(calls)
             assert len(call.id) == 29
@@ -46,8 +47,8 @@ def read(reader, pieces, **options):
             assert call.name is None
         calls[call.index][1] += call.arguments
     return (
-        "".join(part.text for part in parts),
-        "".join(part.reasoning for part in parts),
+        "".join(span.text for span in spans if span.kind == "text"),
+        "".join(span.text for span in spans if span.kind == "reasoning"),
         [tuple(call) for call in calls],
     )
 
@@ -272,10 +273,10 @@ def test_any_text_is_read_alike_however_it_is_cut(reader, data):
 
 def test_arguments_are_passed_on_as_they_come():
     reading = HermesReader(TOOLS)
-    assert reading.push('<tool_call>{"name": "f", "arguments"', is_last=False).tool_calls == ()
-    (first,) = reading.push(': {"city": "Par', is_last=False).tool_calls
+    assert reading.push('<tool_call>{"name": "f", "arguments"', is_last=False) == ()
+    ((_, _, first),) = reading.push(': {"city": "Par', is_last=False)
     assert (first.name, first.arguments) == ("f", '{"city": "Par')
-    (second,) = reading.push("is", is_last=False).tool_calls
+    ((_, _, second),) = reading.push("is", is_last=False)
     assert (second.id, second.name, second.arguments) == (None, None, "is")
 
 

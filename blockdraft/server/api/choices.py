@@ -14,7 +14,6 @@ from itertools import zip_longest
 
 from blockdraft.engine.request import Delta, Metrics, TokenLogprobs
 from blockdraft.server.api.chat.schemas import (
-    AnswerEnd,
     CalledFunction,
     DraftStep,
     InvalidCall,
@@ -22,9 +21,10 @@ from blockdraft.server.api.chat.schemas import (
     SpeculativeMetrics,
     ToolCall,
 )
+from blockdraft.server.api.schemas import AnswerEnd
 from blockdraft.text.detokenizer import Detokenizer
 from blockdraft.text.tokenizer import Tokenizer
-from blockdraft.tool_calls.pieces import FunctionTool, Parsed, Span
+from blockdraft.tool_calls.pieces import FunctionTool, Span
 from blockdraft.tool_calls.pieces import ToolCallPiece as ToolCallPiece
 from blockdraft.tool_calls.reading import AnswerReader
 from blockdraft.tool_calls.tags import TagFilter
@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 class AnswerPiece:
     """What one step adds to one choice. Nobody changes one; not frozen, as that is slower to make."""
 
+    spans: tuple[Span, ...]  # thoughts, text and calls in the answer's order; below by kind
     text: str
     reasoning: str
     tool_calls: tuple[ToolCallPiece, ...]
@@ -47,7 +48,6 @@ class AnswerPiece:
     is_first: bool
     finish_reason: AnswerEnd | None
     stop_reason: str | int | None
-    spans: tuple[Span, ...] = ()  # the order of thoughts, text and calls; empty: this one
 
 
 @dataclass(slots=True)
@@ -81,37 +81,36 @@ class AnswerChoice:
         self.num_tokens += len(token_ids)
         if self.counter is not None:
             self.counter.push(token_ids)
-        parsed = self._divide("" if self.is_dropped else delta.text, is_last)
+        spans = self._divide("" if self.is_dropped else delta.text, is_last)
         piece = AnswerPiece(
-            text=parsed.text,
-            reasoning=parsed.reasoning,
-            tool_calls=parsed.tool_calls,
+            spans=spans,
+            text="".join([span.text for span in spans if span.kind == "text"]),
+            reasoning="".join([span.text for span in spans if span.kind == "reasoning"]),
+            tool_calls=tuple([span.call for span in spans if span.call is not None]),
             token_ids=token_ids,
             logprobs=() if self.is_dropped else delta.logprobs,
             draft=self.drafts.push(delta) if self.drafts is not None and token_ids else None,
             is_first=not self.pieces,
             finish_reason=self._end(delta),
             stop_reason=None if self.is_dropped else delta.stop_reason,
-            spans=parsed.spans,
         )
         self.pieces.append(piece)
         if is_last and self.tools and delta.finish_reason != "length":
             self.invalid_calls = list(self._check_calls())
         return piece
 
-    def _divide(self, text: str, is_last: bool) -> Parsed:
+    def _divide(self, text: str, is_last: bool) -> tuple[Span, ...]:
+        """The text as thoughts, text and calls; no span is empty."""
         reasoning = ""
         if self.markup is not None:
             text = self.markup.push(text, is_last)
         if self.splitter is not None:
             reasoning, text = self.splitter.push(text, is_last)
-        if self.reader is None:
-            return Parsed(reasoning, text, ())
-        parsed = self.reader.push(text, is_last)
-        if not reasoning:
-            return parsed
-        spans = (Span("reasoning", reasoning), *parsed.spans)
-        return parsed._replace(reasoning=reasoning + parsed.reasoning, spans=spans)
+        if self.reader is not None:
+            spans = self.reader.push(text, is_last)
+        else:
+            spans = (Span("text", text),) if text else ()
+        return (Span("reasoning", reasoning), *spans) if reasoning else spans
 
     def _end(self, delta: Delta) -> AnswerEnd | None:
         """How it ended: with a call, if there was one and the model stopped by itself."""

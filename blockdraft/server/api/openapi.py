@@ -12,9 +12,10 @@ from pydantic import TypeAdapter
 from pydantic.json_schema import JsonSchemaMode
 
 from blockdraft import __version__
-from blockdraft.server.api import fields
-from blockdraft.server.api.chat import schemas
-from blockdraft.server.api.field_types import MAX_INT, TOKEN_MARK
+from blockdraft.server.api import fields, schemas
+from blockdraft.server.api.chat import fields as chat_fields
+from blockdraft.server.api.chat import schemas as chat_schemas
+from blockdraft.server.api.fields import MAX_INT, TOKEN_MARK
 from blockdraft.server.api.messages import errors as message_errors
 from blockdraft.server.api.messages import fields as message_fields
 from blockdraft.server.api.messages import schemas as message_schemas
@@ -40,7 +41,9 @@ _FAILURES = {
     529: "There are too many requests at once.",
 }
 _ANSWERS = {  # what these define holds nothing that is not described
-    name for module in (schemas, message_errors, message_schemas, response_schemas) for name in vars(module)
+    name
+    for module in (schemas, chat_schemas, message_errors, message_schemas, response_schemas)
+    for name in vars(module)
 }
 _PARAMETER = re.compile(r"\{(\w+)\}")
 _JSON = "application/json"
@@ -83,18 +86,18 @@ _OPERATIONS = (
         method="post",
         path="/v1/chat/completions",
         summary="Answer a conversation.",
-        takes=fields.ChatRequest,
-        answer=schemas.ChatCompletion,
-        events=schemas.ChatChunk,
+        takes=chat_fields.ChatRequest,
+        answer=chat_schemas.ChatCompletion,
+        events=chat_schemas.ChatChunk,
         failures=_GENERATION,
     ),
     _Operation(
         method="post",
         path="/v1/completions",
         summary="Go on with a prompt.",
-        takes=fields.CompletionRequest,
-        answer=schemas.TextCompletion,
-        events=schemas.TextChunk,
+        takes=chat_fields.CompletionRequest,
+        answer=chat_schemas.TextCompletion,
+        events=chat_schemas.TextChunk,
         failures=_GENERATION,
     ),
     _Operation(
@@ -205,16 +208,16 @@ _OPERATIONS = (
         method="post",
         path="/tokenize",
         summary="The tokens of a prompt or of a conversation.",
-        takes=fields.TokenizeRequest,
-        answer=schemas.Tokens,
+        takes=chat_fields.TokenizeRequest,
+        answer=chat_schemas.Tokens,
         failures=_TOKENS,
     ),
     _Operation(
         method="post",
         path="/detokenize",
         summary="The text of tokens.",
-        takes=fields.DetokenizeRequest,
-        answer=schemas.Text,
+        takes=chat_fields.DetokenizeRequest,
+        answer=chat_schemas.Text,
         failures=_TOKENS,
     ),
     _Operation("get", "/live", "Is the process alive?", schemas.Status, failures=_PROBE),

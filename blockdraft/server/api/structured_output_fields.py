@@ -11,7 +11,7 @@ from pydantic import Field
 from blockdraft.errors import RequestError
 from blockdraft.grammar.form import MAX_CHOICES, StructuredOutputs
 from blockdraft.grammar.limits import MAX_FORM_CHARS
-from blockdraft.server.api.field_types import StrictFields
+from blockdraft.server.api.fields import StrictFields
 from blockdraft.server.api.json_schemas import Schema, SchemaOrText
 
 ANY_WHITESPACE = r"[ \n\r\t]{1,32}"  # without a bound, a small model may write blanks for ever

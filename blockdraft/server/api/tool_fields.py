@@ -10,7 +10,7 @@ from pydantic import Field
 
 from blockdraft.errors import RequestError
 from blockdraft.grammar.limits import MAX_FORM_CHARS
-from blockdraft.server.api.field_types import StrictFields
+from blockdraft.server.api.fields import StrictFields
 from blockdraft.server.api.json_schemas import Schema
 from blockdraft.tool_calls.pieces import FunctionTool
 

@@ -24,10 +24,10 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from blockdraft.server.api.messages.errors import VERSION_HEADER, is_anthropic
-from blockdraft.server.api.options import MAX_HEAD_BYTES, ServerOptions
 from blockdraft.server.http.exchange import exchange_of
 from blockdraft.server.http.no_such_path import no_such_path
 from blockdraft.server.http.replies import INVALID, ErrorResponse, error_response
+from blockdraft.server.options import MAX_HEAD_BYTES, ServerOptions
 
 # Everything else needs a key where there is one. As with vLLM, probes and metrics do not; nor does the page
 # itself, which asks for the key and sends it with its calls.

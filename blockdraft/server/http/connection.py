@@ -19,8 +19,8 @@ from starlette.types import Scope
 from uvicorn.config import Config
 from uvicorn.server import ServerState
 
-from blockdraft.server.api.options import MAX_HEAD_BYTES
 from blockdraft.server.http.exchange import EXTENSION, Exchange
+from blockdraft.server.options import MAX_HEAD_BYTES
 
 MAX_UNREAD_BYTES = 1 << 16  # of a body that the application has not asked for yet; arbitrary
 MAX_PIPELINED = 256  # requests that wait for the answer of the one before; arbitrary

@@ -16,9 +16,9 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from blockdraft.phases import StartProgress
-from blockdraft.server.api.options import ServerOptions
 from blockdraft.server.http.listener import address_of
 from blockdraft.server.http.protocol import uvicorn_config
+from blockdraft.server.options import ServerOptions
 
 UNHEALTHY_GRACE_S = 3.0  # how long /health says that the engine is lost before the process ends; arbitrary
 FLUSH_S = 5  # for answers that are complete and on their way to their clients; arbitrary

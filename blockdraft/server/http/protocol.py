@@ -7,8 +7,8 @@ from typing import ClassVar
 import uvicorn
 from starlette.types import ASGIApp
 
-from blockdraft.server.api.options import ServerOptions
 from blockdraft.server.http.connection import HttpConnection
+from blockdraft.server.options import ServerOptions
 
 # Connections beyond max_connections: idle ones, probes, and those that are told to come back later.
 NUM_SPARE_CONNECTIONS = 128

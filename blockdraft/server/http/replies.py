@@ -12,7 +12,6 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from blockdraft.phases import State
-from blockdraft.server.api.chat.schemas import Error, Health
 from blockdraft.server.api.messages.errors import (
     VERSION_HEADER,
     is_anthropic,
@@ -20,6 +19,7 @@ from blockdraft.server.api.messages.errors import (
     message_error,
     status_of,
 )
+from blockdraft.server.api.schemas import Error, Health
 
 DONE = "data: [DONE]\n\n"  # the last event of a stream
 START_RETRY_AFTER_S = 5  # arbitrary: a start takes seconds to minutes

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Annotated, Literal, NotRequired
 
 from pydantic import PlainValidator
-from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
+
+from blockdraft.server.api.fields import an_object
 
 
 class TextPartParam(TypedDict):
@@ -64,13 +65,6 @@ class ResultParam(TypedDict):
 
 
 MessageParam = SaidParam | AnswerParam | ResultParam
-
-
-def an_object(value: object) -> dict[str, object]:
-    """A JSON object, whose fields other code reads. It is a validator of pydantic's."""
-    if not isinstance(value, dict):
-        raise PydanticCustomError("dict_type", "Input should be an object")
-    return value
 
 
 Message = Annotated[dict[str, object], PlainValidator(an_object, json_schema_input_type=MessageParam)]

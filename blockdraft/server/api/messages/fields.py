@@ -8,8 +8,18 @@ from pydantic import BeforeValidator, ConfigDict, Field
 
 from blockdraft.engine.request import MAX_STOPS
 from blockdraft.errors import RequestError
-from blockdraft.server.api.field_types import MAX_INT, MAX_MESSAGES, StopString, StrictFields, needs, whole
-from blockdraft.server.api.fields import AnyBody, ChatRequest, Unsupported, validate
+from blockdraft.server.api.chat.fields import ChatRequest
+from blockdraft.server.api.fields import (
+    MAX_INT,
+    MAX_MESSAGES,
+    AnyBody,
+    StopString,
+    StrictFields,
+    Unsupported,
+    needs,
+    validate,
+    whole,
+)
 from blockdraft.server.api.messages.shapes import Text, Tool, Turn
 from blockdraft.server.api.messages.turns import conversation_of, system_text
 from blockdraft.server.api.tool_fields import MAX_TOOLS

@@ -10,12 +10,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from blockdraft.server.api.api_host import ChatHost, renamed
-from blockdraft.server.api.chat.schemas import AnswerObject
+from blockdraft.server.api.fields import renamed
 from blockdraft.server.api.messages.errors import PATH
 from blockdraft.server.api.messages.fields import NAMES, CountTokensRequest, MessagesRequest
 from blockdraft.server.api.messages.schemas import TokenCount
 from blockdraft.server.api.messages.writer import MessageWriter
+from blockdraft.server.api.schemas import AnswerObject
+from blockdraft.server.api.translation import ChatHost
 
 
 def routes(host: ChatHost) -> list[Route]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from blockdraft.server.api.conversation import Conversation
+from blockdraft.server.api.translation import Conversation
 from blockdraft.server.http.json_reader import Nested, all_of
 from blockdraft.server.http.replies import json_of
 

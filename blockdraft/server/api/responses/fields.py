@@ -9,12 +9,21 @@ from pydantic import ConfigDict, Field
 from pydantic.config import JsonDict
 
 from blockdraft.errors import RequestError
-from blockdraft.server.api.conversation import Conversation
-from blockdraft.server.api.field_types import MAX_INT, MAX_MESSAGES, StrictFields, TemplateKwargs
-from blockdraft.server.api.fields import AnyBody, ChatRequest, SpeculativeField, Unsupported, validate
+from blockdraft.server.api.chat.fields import ChatRequest
+from blockdraft.server.api.fields import (
+    MAX_INT,
+    MAX_MESSAGES,
+    AnyBody,
+    SpeculativeField,
+    StrictFields,
+    TemplateKwargs,
+    Unsupported,
+    validate,
+)
 from blockdraft.server.api.responses.items import full_name
 from blockdraft.server.api.responses.shapes import Choice, Format, Item, Tool
 from blockdraft.server.api.tool_fields import MAX_TOOLS
+from blockdraft.server.api.translation import Conversation
 from blockdraft.server.http.json_reader import Nested, all_of
 
 MAX_ID = 128  # characters of an id

@@ -6,7 +6,7 @@ import base64
 import binascii
 from collections.abc import Callable, Mapping
 
-from blockdraft.server.api.conversation import Conversation
+from blockdraft.server.api.translation import Conversation
 from blockdraft.server.http.json_reader import Nested, all_of
 
 Item = Mapping[str, object]

@@ -13,11 +13,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from blockdraft.errors import RequestError
-from blockdraft.server.api.api_host import ChatHost, renamed
-from blockdraft.server.api.chat.schemas import AnswerObject
-from blockdraft.server.api.conversation import Conversation
-from blockdraft.server.api.field_types import MAX_INT
-from blockdraft.server.api.fields import ChatRequest
+from blockdraft.server.api.chat.fields import ChatRequest
+from blockdraft.server.api.fields import MAX_INT, renamed
 from blockdraft.server.api.responses import schemas
 from blockdraft.server.api.responses.fields import (
     NAMES,
@@ -29,6 +26,8 @@ from blockdraft.server.api.responses.items import add_input, add_item
 from blockdraft.server.api.responses.store import ResponseStore, StoredResponse
 from blockdraft.server.api.responses.stored import flag, input_page, is_half_a_call, number, replayed
 from blockdraft.server.api.responses.writer import ResponseWriter
+from blockdraft.server.api.schemas import AnswerObject
+from blockdraft.server.api.translation import ChatHost, Conversation
 from blockdraft.server.http.body import shown
 from blockdraft.server.http.json_reader import Nested
 from blockdraft.server.http.replies import INVALID, error_response

@@ -7,7 +7,8 @@ from typing import Annotated, Literal, NotRequired
 from pydantic import Field, PlainValidator
 from typing_extensions import TypedDict
 
-from blockdraft.server.api.chat.shapes import RefusalPartParam, an_object
+from blockdraft.server.api.chat.shapes import RefusalPartParam
+from blockdraft.server.api.fields import an_object
 from blockdraft.server.api.json_schemas import Schema
 from blockdraft.server.api.tool_fields import MAX_TOOLS, ToolName
 

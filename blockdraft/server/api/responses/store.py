@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from blockdraft.server.api.conversation import Message
+from blockdraft.server.api.translation import Message
 from blockdraft.server.http.replies import json_of
 
 MAX_RESPONSES = 4096  # arbitrary

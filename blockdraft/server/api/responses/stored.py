@@ -7,11 +7,10 @@ from collections.abc import Sequence as Items
 from typing import Literal, cast
 
 from blockdraft.errors import RequestError
-from blockdraft.server.api.content_blocks import AnswerPart, PartChange
-from blockdraft.server.api.conversation import Message
 from blockdraft.server.api.responses import schemas
 from blockdraft.server.api.responses.fields import namespaces_of
 from blockdraft.server.api.responses.writer import call_item, output_text, part_events
+from blockdraft.server.api.translation import AnswerPart, Message, PartChange
 from blockdraft.server.http.body import shown
 from blockdraft.server.http.replies import named_event
 

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 from blockdraft.engine.request import Delta
-from blockdraft.server.api.answers import ChatAnswer
-from blockdraft.server.api.chat.schemas import AnswerObject
-from blockdraft.server.api.content_blocks import AnswerPart, AnswerParts, PartChange
+from blockdraft.server.api.chat.answers import ChatAnswer
 from blockdraft.server.api.responses import schemas
 from blockdraft.server.api.responses.fields import ResponsesRequest, namespaces_of
 from blockdraft.server.api.responses.items import sealed
+from blockdraft.server.api.schemas import AnswerObject
+from blockdraft.server.api.translation import AnswerPart, AnswerParts, PartChange
 from blockdraft.server.http.replies import named_event
 
 _PREFIXES = {"text": "msg", "reasoning": "rs", "call": "fc"}

@@ -5,20 +5,19 @@ Encoding takes long for long conversations: the routes run these functions besid
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as Items
-from typing import TypeVar
 
 from blockdraft.engine.info import EngineInfo
 from blockdraft.engine.request import SamplingParams, check_request
 from blockdraft.errors import RequestError
-from blockdraft.server.api.fields import CompletionRequest
+from blockdraft.server.api.chat.fields import CompletionRequest
+from blockdraft.server.api.fields import field_at_fault
 from blockdraft.text.tokenizer import Tokenizer
 
-T = TypeVar("T")
 MAX_SCORES = 1 << 19  # log-probabilities of prompt tokens in one answer: some 20 MB of JSON
 
 
+@field_at_fault("prompt")
 def encode_prompts(asked: CompletionRequest, tokenizer: Tokenizer) -> list[list[int]]:
     if asked.suffix:
         return [fill_in(prompt, asked, tokenizer) for prompt in asked.prompt]
@@ -68,18 +67,6 @@ def echoed_texts(asked: CompletionRequest, prompts: Items[list[int]], tokenizer:
 
 def token_texts(tokens: Items[int], tokenizer: Tokenizer) -> list[str]:
     return [tokenizer.decode([token], skip_special_tokens=False) for token in tokens]
-
-
-def with_field_error(field: str, action: Callable[..., T]) -> Callable[..., T]:
-    """`action`, whose RequestErrors name the field they are about."""
-
-    def act(*args: object, **kwargs: object) -> T:
-        try:
-            return action(*args, **kwargs)
-        except RequestError as error:
-            raise RequestError(str(error), error.field or field) from None
-
-    return act
 
 
 def check_tokens(tokens: Items[int], info: EngineInfo) -> None:

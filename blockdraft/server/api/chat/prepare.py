@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from blockdraft.engine.request import SamplingParams
 from blockdraft.grammar.endless import check_end
 from blockdraft.grammar.form import StructuredOutputs, Thinking
+from blockdraft.server.api.chat.fields import ChatRequest, TokenizeRequest
+from blockdraft.server.api.chat.template_messages import for_template
 from blockdraft.server.api.choices import AnswerChoice, DraftMarks
-from blockdraft.server.api.fields import ChatRequest, TokenizeRequest
-from blockdraft.server.api.prompts import with_field_error
-from blockdraft.server.api.template_messages import for_template
+from blockdraft.server.api.fields import field_at_fault
 from blockdraft.text.tokenizer import Tokenizer
 from blockdraft.tool_calls.bare_json import tools_as_messages
 from blockdraft.tool_calls.formats import ToolFormat, find_format
@@ -103,7 +103,7 @@ def prepare_chat(asked: ChatRequest, dialect: Dialect, defaults: Mapping[str, fl
     `defaults` are the model's own, for a request that does not say.
     """
     sampling = asked.sampling(defaults)
-    prompt_ids = with_field_error("messages", encode_conversation)(asked, dialect)
+    prompt_ids = encode_conversation(asked, dialect)
     tags, is_inside = dialect.thoughts, False
     if tags is not None and asked.continue_final_message:
         is_inside = continues_inside(tags, asked.messages[-1])
@@ -119,6 +119,7 @@ def prepare_chat(asked: ChatRequest, dialect: Dialect, defaults: Mapping[str, fl
     return PreparedChat(asked, dialect, prompt_ids, sampling, is_inside)
 
 
+@field_at_fault("messages")
 def encode_conversation(asked: ChatRequest | TokenizeRequest, dialect: Dialect) -> list[int]:
     """The prompt. Tools are shown whatever `tool_choice` says, as vLLM does.
 
@@ -148,8 +149,9 @@ def tokenize(asked: TokenizeRequest, dialect: Dialect) -> list[int]:
     """As in vLLM, special tokens are added to prompts but not to conversations, unless told otherwise."""
     if asked.prompt is not None:
         is_added = asked.add_special_tokens is not False
-        return with_field_error("prompt", dialect.tokenizer.encode)(asked.prompt, is_added)
-    return with_field_error("messages", encode_conversation)(asked, dialect)
+        with field_at_fault("prompt"):
+            return dialect.tokenizer.encode(asked.prompt, is_added)
+    return encode_conversation(asked, dialect)
 
 
 def _shown_tags(asked: ChatRequest, dialect: Dialect) -> frozenset[str]:

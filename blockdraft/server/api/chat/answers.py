@@ -9,9 +9,10 @@ from dataclasses import replace
 from typing import ClassVar
 
 from blockdraft.engine.request import Delta, TokenLogprobs
-from blockdraft.server.api.chat.routes import PreparedChat
+from blockdraft.server.api.chat.fields import ChatRequest, CompletionRequest
+from blockdraft.server.api.chat.logprobs import TextOffsets, chat_logprobs, prompt_logprobs, text_logprobs
+from blockdraft.server.api.chat.prepare import PreparedChat
 from blockdraft.server.api.chat.schemas import (
-    AnswerObject,
     ChatChoice,
     ChatChunkChoice,
     ChatDelta,
@@ -24,7 +25,6 @@ from blockdraft.server.api.chat.schemas import (
     TextChunkChoice,
     TextLogprobs,
     ToolCallDelta,
-    Usage,
 )
 from blockdraft.server.api.choices import (
     AnswerChoice,
@@ -33,8 +33,7 @@ from blockdraft.server.api.choices import (
     ToolCallPiece,
     request_metrics,
 )
-from blockdraft.server.api.fields import ChatRequest, CompletionRequest
-from blockdraft.server.api.logprobs import TextOffsets, chat_logprobs, prompt_logprobs, text_logprobs
+from blockdraft.server.api.schemas import AnswerObject, Usage
 from blockdraft.server.http.large_json import LARGE_ANSWER, MadeLate, event_in_slices, size_of
 from blockdraft.server.http.replies import DONE, error_body, event, json_of
 from blockdraft.text.tokenizer import Tokenizer

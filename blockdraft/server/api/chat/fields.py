@@ -1,0 +1,321 @@
+"""The bodies of /v1/chat/completions, /v1/completions, /tokenize and /detokenize.
+
+Defaults are OpenAI's; SamplingParams has the last word on ranges.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema
+from pydantic.config import JsonDict
+from pydantic_core import PydanticCustomError
+
+from blockdraft.engine.request import MAX_BIASES, MAX_CHOICES, MAX_LOGPROBS, MAX_STOPS, SamplingParams
+from blockdraft.errors import RequestError
+from blockdraft.server.api.chat.shapes import Message
+from blockdraft.server.api.chat.template_messages import check_messages
+from blockdraft.server.api.fields import (
+    MAX_INT,
+    MAX_MESSAGES,
+    AnyBody,
+    Speculative,
+    SpeculativeField,
+    StopString,
+    StrictFields,
+    TemplateKwargs,
+    TokenId,
+    Unsupported,
+)
+from blockdraft.server.api.structured_output_fields import FormFields
+from blockdraft.server.api.tool_fields import ToolFields, Tools
+from blockdraft.server.http.body import shown
+
+# Arbitrary limits; the body's size bounds everything once more.
+MAX_PROMPTS = 128
+MAX_PROMPT_TOKENS = 1 << 20
+MAX_SALT = 1024  # characters of a cache salt
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's for /v1/completions
+_TOKEN_ID = re.compile("(0|[1-9][0-9]{0,9})")  # one way to write each, so that none is given twice
+_SAMPLING_NAMES = frozenset(item.name for item in fields(SamplingParams))
+
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+
+# ---- stop strings and biases
+
+StopStrings = Annotated[list[StopString], Field(max_length=MAX_STOPS)]
+Stops = Annotated[
+    StopStrings,
+    BeforeValidator(
+        lambda value: [value] if isinstance(value, str) else value,
+        json_schema_input_type=StopString | StopStrings,
+    ),
+    # Clients with a field for it send "" where it was left empty.
+    AfterValidator(lambda stops: [stop for stop in stops if stop]),
+]
+
+
+def _token_biases(value: object) -> object:
+    """Keys become token ids; their values are checked later."""
+    if not isinstance(value, dict):
+        return value
+    for key in value:
+        if not (_TOKEN_ID.fullmatch(key) and int(key) <= MAX_INT):
+            raise PydanticCustomError("token", "the key {key} is not a token id", {"key": shown(key)})
+    return {int(key): bias for key, bias in value.items()}
+
+
+Bias = Annotated[float, Field(ge=-100, le=100)]
+Biases = Annotated[
+    dict[int, Bias],
+    Field(max_length=MAX_BIASES),
+    BeforeValidator(
+        _token_biases,
+        json_schema_input_type=Annotated[
+            dict[str, float],
+            WithJsonSchema(
+                {
+                    "type": "object",
+                    "propertyNames": {"pattern": f"^{_TOKEN_ID.pattern}$"},
+                    "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+                    "maxProperties": MAX_BIASES,
+                }
+            ),
+        ],
+    ),
+]
+# ---- prompts
+
+TokenList = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_PROMPT_TOKENS)]
+TextList = Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
+TokenLists = Annotated[list[TokenList], Field(min_length=1, max_length=MAX_PROMPTS)]
+
+
+def _prompts(value: object) -> list[str | list[int]]:
+    """One prompt or many, as text or as token ids: always a list of prompts."""
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list) or not value:
+        raise PydanticCustomError("prompt", "send a string, token ids, or a list of one or the other")
+    if all(isinstance(item, str) for item in value):
+        _at_most(value, MAX_PROMPTS, "prompts")
+        return list(value)
+    if all(isinstance(item, list) and item for item in value):
+        _at_most(value, MAX_PROMPTS, "prompts")
+        return [_token_ids(item) for item in value]
+    return [_token_ids(value)]
+
+
+def _token_ids(value: list[object]) -> list[int]:
+    _at_most(value, MAX_PROMPT_TOKENS, "tokens")
+    for token in value:
+        # A truth value is an int to Python.
+        if type(token) is not int or not 0 <= token <= MAX_INT:
+            raise PydanticCustomError("prompt", "a prompt is text, or a list of token ids of 0 or more")
+    return value  # type: ignore[return-value]
+
+
+def _at_most(value: list[object], limit: int, what: str) -> None:
+    if len(value) > limit:
+        raise PydanticCustomError(
+            "size", "{count} {what}, at most {limit}", {"count": len(value), "what": what, "limit": limit}
+        )
+
+
+Prompts = Annotated[
+    list[str | list[int]],
+    PlainValidator(_prompts, json_schema_input_type=str | TextList | TokenList | TokenLists),
+]
+
+# ---- bodies
+
+
+class StreamOptions(StrictFields):
+    """What a stream carries beside the text."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class _Generation(FormFields, AnyBody):
+    """The fields of chat and plain completions alike."""
+
+    # These five are the model's own where a request does not say.
+    temperature: float | None = Field(default=None, ge=0, le=100)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1, le=MAX_INT)
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    repetition_penalty: float | None = Field(default=None, ge=0.01, le=100)
+    presence_penalty: float = Field(default=0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
+    logit_bias: Biases = Field(default={})
+    seed: int | None = Field(default=None, ge=-(2**63), le=2**63 - 1)
+    stop: Stops = Field(default=[])
+    stop_token_ids: list[TokenId] = Field(default=[], max_length=MAX_STOPS)
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    min_tokens: int = Field(default=0, ge=0, le=MAX_INT)
+    n: int = Field(default=1, ge=1, le=MAX_CHOICES)
+    prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    skip_special_tokens: bool = True
+    return_token_ids: bool = False
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    cache_salt: str | None = Field(default=None, min_length=1, max_length=MAX_SALT)
+    request_id: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._:-]{1,128}$")
+    speculative: SpeculativeField = Speculative()
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def has_running_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.continuous_usage_stats
+
+    def check(self) -> None:
+        if self.stream_options is not None and not self.stream:
+            raise RequestError("'stream_options' needs 'stream': true.", "stream_options")
+        if self.stream and self.prompt_logprobs is not None:
+            raise RequestError(
+                "'prompt_logprobs' cannot be streamed: set 'stream' to false.", "prompt_logprobs"
+            )
+        _ = self.form  # raises if there are two
+
+    def _sampling(
+        self, defaults: Mapping[str, float], *, max_tokens: int | None, **last: int | None
+    ) -> SamplingParams:
+        """What the fields ask for; `last` is what the kind of request makes of some of them."""
+        if max_tokens is not None and self.min_tokens > max_tokens:
+            raise RequestError(
+                f"'min_tokens' is {self.min_tokens}, more than the {max_tokens} tokens the answer may have.",
+                "min_tokens",
+            )
+        given = {name: value for name, value in self if name in _SAMPLING_NAMES and value is not None}
+        form = {"structured_outputs": self.form}
+        last |= {"max_tokens": max_tokens, "width": self.speculative.width}
+        return SamplingParams(**{**defaults, **given, **form, **last})
+
+
+class ChatRequest(ToolFields, _Generation):
+    """The body of POST /v1/chat/completions. Other APIs put theirs into these words."""
+
+    UNSUPPORTED: ClassVar[Unsupported] = {**AnyBody.UNSUPPORTED, "echo": (False,), "suffix": ("",)}
+
+    messages: Messages
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    split_special_tokens: bool = True  # transformers' name: markup spelled out in a message is text
+    chat_template_kwargs: TemplateKwargs = Field(default={})
+    max_tokens: int | None = Field(default=None, ge=1, le=MAX_INT)  # the old name of the next, which wins
+    max_completion_tokens: int | None = Field(default=None, ge=1, le=MAX_INT)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    include_reasoning: bool = True
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    thinking_token_budget: int | None = Field(default=None, ge=0, le=MAX_INT)
+    verbosity: Literal["low", "medium", "high"] | None = None
+
+    @property
+    def template_kwargs(self) -> Mapping[str, object]:
+        """Wishes that only a template can grant; some have a switch for thoughts instead of an effort."""
+        wishes: dict[str, object] = {}
+        if self.verbosity is not None:
+            wishes["verbosity"] = self.verbosity
+        if self.reasoning_effort is not None:
+            wishes["enable_thinking"] = self.reasoning_effort != "none"
+        if self.reasoning_effort not in (None, "none"):
+            wishes["reasoning_effort"] = self.reasoning_effort
+        return {**wishes, **self.chat_template_kwargs}
+
+    def check(self) -> None:
+        super().check()
+        is_explicit = "add_generation_prompt" in self.model_fields_set and self.add_generation_prompt
+        if self.continue_final_message and is_explicit:
+            raise RequestError(
+                "'continue_final_message' takes the place of the generation prompt: "
+                "set 'add_generation_prompt' to false.",
+                "continue_final_message",
+            )
+        if self.top_logprobs is not None and not self.logprobs:
+            raise RequestError("'top_logprobs' needs 'logprobs': true.", "top_logprobs")
+        self.check_tools()
+        check_messages(self.messages)
+
+    def sampling(self, defaults: Mapping[str, float]) -> SamplingParams:
+        is_new = self.max_completion_tokens is not None
+        return self._sampling(
+            defaults,
+            max_tokens=self.max_completion_tokens if is_new else self.max_tokens,
+            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+        )
+
+
+class CompletionRequest(_Generation):
+    """The body of POST /v1/completions."""
+
+    prompt: Prompts
+    max_tokens: int = Field(default=DEFAULT_COMPLETION_TOKENS, ge=0, le=MAX_INT)
+    logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    echo: bool = False
+    best_of: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
+    add_special_tokens: bool = True
+    suffix: str | None = None
+
+    @property
+    def is_scoring(self) -> bool:
+        """Only the prompt is asked for."""
+        return self.max_tokens == 0
+
+    def check(self) -> None:
+        super().check()
+        if self.best_of not in (None, self.n):
+            raise RequestError("'best_of' must equal 'n': every choice is returned.", "best_of")
+
+    def sampling(self, defaults: Mapping[str, float]) -> SamplingParams:
+        asked = self.prompt_logprobs
+        if self.echo and self.logprobs is not None:
+            asked = max(self.logprobs, asked or 0)
+        return self._sampling(
+            defaults, max_tokens=max(1, self.max_tokens), logprobs=self.logprobs, prompt_logprobs=asked
+        )
+
+
+def _either(one: str, other: str) -> JsonDict:
+    """The schema of a body that has the first field; the other may be there as null."""
+    return {
+        "required": [one],
+        "properties": {one: {"not": {"type": "null"}}, other: {"type": "null"}},
+    }
+
+
+class TokenizeRequest(AnyBody):
+    """The body of POST /tokenize: a prompt, or a conversation."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"oneOf": [_either("prompt", "messages"), _either("messages", "prompt")]}
+    )
+
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    split_special_tokens: bool = True
+    chat_template_kwargs: TemplateKwargs = Field(default={})
+    tools: Tools = Field(default=[])
+    return_token_strs: bool = False
+
+    def check(self) -> None:
+        if (self.prompt is None) == (self.messages is None):
+            raise RequestError("send 'prompt' or 'messages', and not both.", "prompt")
+        check_messages(self.messages or [])
+
+
+class DetokenizeRequest(AnyBody):
+    """The body of POST /detokenize."""
+
+    tokens: list[TokenId] = Field(max_length=MAX_PROMPT_TOKENS)

@@ -1,0 +1,115 @@
+"""The objects that all APIs answer with: errors, usage, the model, and how the server is.
+
+Plain dictionaries at run time, checked by mypy where they are made, and the schemas of the OpenAPI document.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NotRequired
+
+from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
+
+from blockdraft.engine.request import FinishReason
+
+AnswerEnd = FinishReason | Literal["tool_calls"]
+Health = Literal["ok", "starting", "draining", "failed", "hanging"]
+
+
+class ErrorDetail(TypedDict):
+    """What went wrong; `param` is the field at fault."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(TypedDict):
+    """Every error, whatever its status."""
+
+    error: ErrorDetail
+
+
+class PromptDetails(TypedDict):
+    """Prompt tokens found in the prefix cache."""
+
+    cached_tokens: int
+
+
+class CompletionDetails(TypedDict):
+    """Tokens of the answer that are thoughts."""
+
+    reasoning_tokens: int
+
+
+class Usage(TypedDict):
+    """The cost of all choices together; a prompt counts once."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails | None
+    completion_tokens_details: CompletionDetails
+
+
+class AnswerObject(TypedDict):
+    """The fields that every object of one answer repeats; `created` is in seconds since 1970."""
+
+    id: str
+    created: int
+    model: str
+
+
+class ModelCard(TypedDict):
+    """The model that is served; `id` is what requests call it, `root` its id on the hub or its path."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    parent: None
+    max_model_len: int
+    permission: list[str]
+
+
+class ModelList(TypedDict):
+    """The models that are served: one."""
+
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class Version(TypedDict):
+    """The server's version."""
+
+    version: str
+
+
+class Status(TypedDict):
+    """Whether the engine is alive (/live), and whether requests are answered (/health)."""
+
+    status: Health
+
+
+class StartPhase(TypedDict):
+    """One phase of the start."""
+
+    name: str
+    state: Literal["waiting", "running", "done", "skipped", "failed"]
+    seconds: float | None
+    detail: str | None
+    progress: float | None
+
+
+class Start(TypedDict):
+    """How far the start has come."""
+
+    state: Literal["starting", "ready", "failed", "draining"]
+    seconds: float
+    phases: list[StartPhase]
+    warnings: list[str]
+    chosen: list[str]  # of a GGUF file given by its path: drafter, weights and sampling, and why
+    error: str | None
+    sampling: NotRequired[dict[str, float]]  # of requests that do not say
+    speculation: NotRequired[str]  # whether drafts pay now, or before the first answer to begin with

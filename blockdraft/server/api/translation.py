@@ -1,0 +1,194 @@
+"""What the Responses and the Messages API share: both are translations of chat completions.
+
+Way in: `Conversation` collects what a client says as the messages of a chat request; `ChatHost` answers it.
+Way out: `AnswerParts` turns the pieces of the answer into parts, which these APIs stream one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, Protocol
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from blockdraft.errors import RequestError
+from blockdraft.server.api.chat.answers import ChatAnswer
+from blockdraft.server.api.chat.fields import ChatRequest
+from blockdraft.server.api.choices import AnswerPiece
+from blockdraft.server.api.fields import AnyBody, BodyT
+from blockdraft.server.api.schemas import AnswerObject
+from blockdraft.server.api.streaming import Writer
+
+Message = dict[str, object]
+Ask = Callable[[], ChatRequest]  # takes long where the body is long
+MakeWriter = Callable[[ChatAnswer], Writer]
+
+
+class ChatHost(Protocol):
+    """The server, as an API that is a translation sees it."""
+
+    name: str
+
+    async def read(self, request: Request, kind: type[BodyT]) -> BodyT:
+        """The body, checked; the model it names is ours."""
+
+    async def converse(self, request: Request, ask: Ask, head: AnswerObject, writer: MakeWriter) -> Response:
+        """The answer, written by what `writer` makes of it. `ask` runs beside the event loop if need be."""
+
+    async def num_prompt_tokens(self, request: Request, ask: Ask) -> int: ...
+    def tell(self, response: Response, asked: AnyBody) -> Response:
+        """The response, with the names of fields that were ignored."""
+
+
+# ---- the way in
+
+
+class Conversation:
+    """Messages as they grow: thoughts, text and calls of one turn of the model become one message."""
+
+    def __init__(self, messages: Iterable[Message] = ()) -> None:
+        self.messages = list(messages)
+        self._called = {call_id for message in self.messages for call_id in _call_ids(message)}
+
+    def has_called(self, call_id: str) -> bool:
+        """Whether a result for this call can follow."""
+        return call_id in self._called
+
+    def say(self, role: str, text: str) -> None:
+        """What anybody but the model says."""
+        self.messages.append({"role": role, "content": text})
+
+    def add_user(self, text: str) -> None:
+        """What a user says; two turns of a user in a row are one."""
+        last = self.messages[-1] if self.messages else {}
+        if last.get("role") == "user":
+            self.messages[-1] = {**last, "content": f"{last['content']}\n\n{text}"}
+        else:
+            self.say("user", text)
+
+    def think(self, text: str) -> None:
+        self._turn({"content", "tool_calls", "reasoning_content"})["reasoning_content"] = text
+
+    def answer(self, text: str) -> None:
+        """What the model said."""
+        self._turn({"content", "tool_calls"})["content"] = text
+
+    def call(self, call_id: str, name: str, arguments: str) -> None:
+        """A tool that the model called; `arguments` are JSON."""
+        self._called.add(call_id)
+        turn = self._turn(set())
+        before = turn.get("tool_calls", ())
+        assert isinstance(before, list | tuple)
+        function = {"name": name, "arguments": arguments}
+        turn["tool_calls"] = [*before, {"id": call_id, "type": "function", "function": function}]
+
+    def result(self, call_id: str, text: str) -> None:
+        self.messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
+
+    def _turn(self, ended_by: set[str]) -> Message:
+        """The model's message that goes on; a new one where the last has one of these already."""
+        last = self.messages[-1] if self.messages else {}
+        if last.get("role") == "assistant" and not ended_by & last.keys():
+            self.messages[-1] = {**last}  # the old one may be kept elsewhere: nobody changes a message
+        else:
+            self.messages.append({"role": "assistant"})
+        return self.messages[-1]
+
+    def rendered(self, instructions: str | None = None) -> list[Message]:
+        """The messages for a chat template: at most one system message in front, and no content missing.
+
+        Many templates take a system message in the first place only, so the first ones become one.
+        Raises RequestError if nobody has said anything.
+        """
+        messages = [{**message, "content": message.get("content", "")} for message in self.messages]
+        ahead = [] if not instructions else [instructions]
+        while messages and messages[0]["role"] in ("system", "developer"):
+            ahead.append(str(messages.pop(0)["content"]))
+        first: list[Message] = [{"role": "system", "content": "\n\n".join(ahead)}] if ahead else []
+        if not first and not messages:
+            raise RequestError("'messages' hold nothing that the model can read: send a text.", "messages")
+        return first + messages
+
+
+def _call_ids(message: Message) -> Iterator[str]:
+    calls = message.get("tool_calls", ())
+    assert isinstance(calls, list | tuple)
+    yield from (call["id"] for call in calls)
+
+
+# ---- the way out
+
+
+@dataclass(slots=True)
+class AnswerPart:
+    """One part. A call has an id and a name; its text is its arguments."""
+
+    kind: Literal["reasoning", "text", "call"]
+    index: int
+    call_id: str = ""
+    name: str = ""
+    is_whole: bool = False  # nothing comes any more, and nothing was cut off
+    added: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        return "".join(self.added)
+
+
+class PartChange(NamedTuple):
+    """What one step does to a part: a new one, more text for it, or its end."""
+
+    what: Literal["open", "add", "close"]
+    part: AnswerPart
+    text: str = ""
+
+
+class AnswerParts:
+    """The parts of one answer as its pieces come in. Only the last one can be open."""
+
+    def __init__(self) -> None:
+        self.all: list[AnswerPart] = []
+        self._is_open = False
+
+    def push(self, piece: AnswerPiece) -> Iterator[PartChange]:
+        """The changes in the order in which the model wrote them."""
+        for span in piece.spans:
+            if span.call is None:
+                yield from self._add(span.kind, span.text)
+                continue
+            if span.call.id is not None:
+                opened = AnswerPart("call", len(self.all), call_id=span.call.id, name=span.call.name or "")
+                yield from self._open(opened)
+            yield from self._add("call", span.call.arguments)
+        if piece.finish_reason is not None:
+            yield from self._close(is_whole=piece.finish_reason != "length")
+
+    def empty_text(self) -> Iterator[PartChange]:
+        """A text without words, where an answer must have something."""
+        yield from self._open(AnswerPart("text", len(self.all)))
+        yield from self._close(is_whole=True)
+
+    def _is_open_as(self, kind: str) -> bool:
+        return self._is_open and self.all[-1].kind == kind
+
+    def _add(self, kind: Literal["reasoning", "text", "call"], text: str) -> Iterator[PartChange]:
+        if not text:
+            return
+        if not self._is_open_as(kind):
+            yield from self._open(AnswerPart(kind, len(self.all)))
+        self.all[-1].added.append(text)
+        yield PartChange("add", self.all[-1], text)
+
+    def _open(self, part: AnswerPart) -> Iterator[PartChange]:
+        yield from self._close(is_whole=True)
+        self.all.append(part)
+        self._is_open = True
+        yield PartChange("open", part)
+
+    def _close(self, *, is_whole: bool) -> Iterator[PartChange]:
+        if self._is_open:
+            self.all[-1].is_whole = is_whole
+            self._is_open = False
+            yield PartChange("close", self.all[-1])
