@@ -68,7 +68,6 @@ TORCH_FREE = {
         "checkpoints.safetensors_header",
         "checkpoints.read_model_config",
         "checkpoints.read_draft_config",
-        "checkpoints.read_spark_config",
         "checkpoints.fit_file",
     ),
 }

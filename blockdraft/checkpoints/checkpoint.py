@@ -1,12 +1,11 @@
 """A checkpoint: a configuration, named tensors and a tokenizer, whatever the files look like.
 
-Three layouts answer to one protocol: a Hugging Face folder, a hub id (resolved to such a folder),
-and a GGUF file. Names, shapes and configuration keys are Hugging Face's in all of them, so that
-nothing past this file knows where a model came from. Nothing is ever unpickled or executed.
+A Hugging Face folder (also one that a hub id resolves to) and a GGUF file implement one protocol. Both use
+Hugging Face's names, shapes and configuration keys, so no other module depends on the file format. Nothing
+is ever unpickled or executed.
 
-Files are read, never mapped: mapped pages count as the process's memory for as long as they stay, and
-a model that fits only once must not be held twice while it loads. For the same reason a tensor can be
-read in slices of rows.
+Files are read, not mapped: mapped pages count as memory of the process, and a model that fits only once
+must not be held twice while it loads. For the same reason a tensor can be read in slices of rows.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from blockdraft.errors import ModelError
 from blockdraft.machine.file_parts import read_at
 from blockdraft.machine.private_memory import private_memory
 
-_MAPPED_BYTES = 512 << 10  # from here on a mapping's last, partly used page does not matter
+_MAPPED_BYTES = 512 << 10  # larger tensors get their own mapping: its partly used last page no longer matters
 
 
 class TensorInfo(NamedTuple):
-    """What `read` returns for a tensor."""
+    """The shape and dtype that `read` returns for a tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -36,8 +35,8 @@ class TensorInfo(NamedTuple):
 class Checkpoint(Protocol):
     """Read access to one model's files.
 
-    `begin` and `end` bound the rows to read: entries of a tensor's first axis, which are experts where
-    they are stored together. A tensor without axes is read whole. What is read is memory of its own.
+    `begin` and `end` select entries of a tensor's first axis: rows, or experts if they are stored together.
+    A scalar is read whole. Each read returns new memory.
     """
 
     name: str  # as the user wrote it, for messages
@@ -49,10 +48,10 @@ class Checkpoint(Protocol):
     def tensors(self) -> Mapping[str, TensorInfo]: ...
     def read(self, name: str, begin: int = 0, end: int | None = None) -> torch.Tensor: ...
 
-    # The ggml type number of a tensor stored in quantised blocks; None for plain ones and in folders.
+    # The ggml type number of a tensor stored in quantised blocks; None for other tensors and in folders.
     def ggml_type(self, name: str) -> int | None: ...
 
-    # Such a tensor's bytes: uint8 [rows, bytes] or [experts, rows, bytes], in the order of `read`.
+    # The bytes of such a tensor: uint8 [rows, bytes] or [experts, rows, bytes], in the order of `read`.
     def read_packed(self, name: str, begin: int = 0, end: int | None = None) -> torch.Tensor: ...
 
     @property
@@ -62,10 +61,10 @@ class Checkpoint(Protocol):
 
 
 def own_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
-    """An uninitialised tensor; a large one in the CPU's memory (or without a device) is a mapping of its own.
+    """Return an uninitialised tensor; a large one on the CPU (or without a device) gets its own mapping.
 
-    Allocators keep what is freed between two weights, and one model's worth of slices leaves 10 to 30 % of
-    its size behind. A mapping goes back to the system the moment its tensor does.
+    An allocator keeps memory that is freed between two weights: the slices of a whole model leave 10 to 30 %
+    of its size behind. A mapping returns to the system as soon as its tensor is freed.
     """
     num_bytes = math.prod(shape) * dtype.itemsize
     if num_bytes < _MAPPED_BYTES or (device is not None and device.type != "cpu"):
@@ -75,7 +74,7 @@ def own_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device | 
 
 
 def read_bytes(file: FileIO, *, offset: int, num_bytes: int, owner: str) -> torch.Tensor:
-    """`num_bytes` of `file` from `offset` on: uint8 in fresh memory. `owner` names the file in errors."""
+    """Read `num_bytes` from `offset` as uint8 in new memory. `owner` names the file in errors."""
     raw = own_memory((num_bytes,), torch.uint8)
     view = raw.numpy().data
     num_read = 0
@@ -86,15 +85,15 @@ def read_bytes(file: FileIO, *, offset: int, num_bytes: int, owner: str) -> torc
             raise ModelError(f"{owner} cannot be read: {error.strerror}. Check the disk.") from None
         if count == 0:
             raise ModelError(
-                f"{owner} is truncated: it ends at byte {offset + num_read}, and {num_bytes - num_read} more "
-                "were there when it was opened. Download it again."
+                f"{owner} is truncated: it ends at byte {offset + num_read}, but it had at least "
+                f"{num_bytes - num_read} bytes more when it was opened. Download it again."
             )
         num_read += count
     return raw
 
 
 def row_range(shape: tuple[int, ...], begin: int, end: int | None) -> tuple[int, int]:
-    """The rows that `begin` and `end` ask for; a tensor without axes has one."""
+    """Check `begin` and `end` against the number of rows (1 for a scalar); None is the end."""
     num_rows = shape[0] if shape else 1
     stop = num_rows if end is None else end
     if not 0 <= begin <= stop <= num_rows:

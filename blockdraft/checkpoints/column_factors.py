@@ -1,7 +1,8 @@
-"""Powers of two that columns of tokens are multiplied by before they are rounded to 8 bits, where measured.
+"""Measured powers of two that scale the columns of activations before they are rounded to int8.
 
-They come from `python -m scripts.make_column_factors`: 2**-n for a column whose largest values are about 4**n
-times the usual. Any factors give sound products; good ones round less. A checkpoint is known by its name.
+`python -m scripts.make_column_factors` measures them: 2**-n for a column whose largest values are about 4**n
+times the usual. Any factors give correct products; good ones reduce the rounding error. They are found by the
+checkpoint's name.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ FOLDER = Path(__file__).with_name("column_factors")
 
 
 def column_factors(checkpoint: str) -> Mapping[str, Tensor]:
-    """float32 [columns] of each module that has a matrix, by its path; empty: nobody has measured them."""
+    """Return float32 [columns] by module path; empty if nothing was measured for this checkpoint."""
     file = FOLDER / f"{Path(checkpoint).name}.safetensors"
     if not file.is_file():
         return {}

@@ -1,4 +1,4 @@
-"""Typed, checked reads of config.json, and the parts of it that several families share. No torch here."""
+"""Reads values of config.json with type checks, and the sections that families share. No torch here."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from blockdraft.models.config import Rope
 
 T = TypeVar("T", int, float, bool, str)
 Number = TypeVar("Number", int, float)
-_SHOWN_CHARS = 200  # of a value in a message; arbitrary
-_HUGE = 2**31  # numbers beyond are mistakes; NaN is not below it either
+_MAX_VALUE_CHARS = 200  # of a value in an error message; arbitrary
+_HUGE = 2**31  # larger numbers are mistakes; comparing with it also rejects NaN
 
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """A mapping that answers with the asked type, or with an error that names the key and the value."""
+    """A mapping that returns values of the requested type, or raises an error with the key and the value."""
 
     raw: Mapping[str, object]
     owner: str  # the checkpoint, as the user wrote it
-    prefix: str = ""  # of keys in messages: the sections around this one, each with a dot
-    module: str = "layers.py"  # of blockdraft/models: the one that would have to implement what is refused
+    prefix: str = ""  # of keys in messages: the enclosing sections, each with a dot
+    module: str = "layers.py"  # of blockdraft/models: where an unsupported option would be implemented
     file: str = "config.json"
     remedy: str = "See docs/models.md."
 
     def get(self, key: str, kind: type[T], default: T | None = None) -> T:
-        """The value of `key`; None in the file counts as absent."""
+        """Return the value of `key`; null in the file counts as absent."""
         value = self.optional(key, kind)
         if value is not None:
             return value
@@ -55,21 +55,21 @@ class Fields:
         return tuple(self._typed(key, item, kind) for item in value)
 
     def section(self, key: str) -> Fields:
-        """A nested object; an absent one reads as empty."""
+        """Return a nested object; an absent one reads as empty."""
         value = self.raw.get(key)
         if value is not None and not isinstance(value, Mapping):
             raise self.wrong(key, value, "expected an object")
         return replace(self, raw=value or {}, prefix=f"{self.prefix}{key}.")
 
     def refuse(self, key: str, *allowed: object) -> None:
-        """Raise unless the key is absent or has a value of `allowed`: we implement no other."""
+        """Raise if the key is present with a value that is not in `allowed`: no other is implemented."""
         value = self.raw.get(key)
         if value is not None and value not in allowed:
-            what = f"asks for {self.prefix}{key} = {_shown(value)}"
+            what = f"asks for {self.prefix}{key} = {_abridged(value)}"
             raise self.error(f"{what}, which blockdraft/models/{self.module} does not implement")
 
     def wrong(self, key: str, value: object, why: str) -> ModelError:
-        return self.error(f"says {self.prefix}{key} = {_shown(value)}, {why}")
+        return self.error(f"says {self.prefix}{key} = {_abridged(value)}, {why}")
 
     def error(self, what: str) -> ModelError:
         return ModelError(f"'{self.owner}': {self.file} {what}. {self.remedy}")
@@ -77,7 +77,7 @@ class Fields:
     def _typed(self, key: str, value: object, kind: type[T]) -> T:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if is_number and not abs(value) < _HUGE:  # type: ignore[arg-type]
-            raise self.wrong(key, value, "which no model has")
+            raise self.wrong(key, value, "which is too large to be true")
         if kind is float and is_number:
             value = float(value)  # type: ignore[arg-type]
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
@@ -90,27 +90,27 @@ class Fields:
         return value
 
 
-def _shown(value: object) -> str:
+def _abridged(value: object) -> str:
     text = repr(value)
-    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}…"
+    return text if len(text) <= _MAX_VALUE_CHARS else f"{text[:_MAX_VALUE_CHARS]}…"
 
 
 def read_heads(fields: Fields, hidden_size: int) -> tuple[int, int, int]:
-    """Query heads, key/value heads and their dimension."""
+    """Return the numbers of query heads and of key/value heads, and their dimension."""
     num_heads = fields.positive("num_attention_heads")
     num_kv_heads = fields.positive("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
-        raise fields.error(f"has {num_heads} query heads for {num_kv_heads} key/value heads")
+        raise fields.error(f"has {num_heads} query heads for {num_kv_heads} key/value heads: not a multiple")
     head_dim = fields.positive("head_dim", max(hidden_size // num_heads, 1))
     if head_dim % 2:
-        raise fields.wrong("head_dim", head_dim, "but rotary positions need an even one")
+        raise fields.wrong("head_dim", head_dim, "but rotary positions need an even number")
     return num_heads, num_kv_heads, head_dim
 
 
 def read_rope(fields: Fields, *, head_dim: int, theta: float = 10000.0, part: float | None = None) -> Rope:
-    """`rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before); defaults as given.
+    """Read `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before).
 
-    Without a default `part`, heads are always rotated as a whole.
+    `theta` and `part` are defaults. Without `part`, a config that rotates only a part of a head is refused.
     """
     section, older = fields.section("rope_parameters"), fields.section("rope_scaling")
     if section.raw and older.raw and section.raw != older.raw:
@@ -118,11 +118,11 @@ def read_rope(fields: Fields, *, head_dim: int, theta: float = 10000.0, part: fl
     section = section if section.raw else older
     nested = [key for key, value in section.raw.items() if isinstance(value, Mapping)]
     if nested:
-        raise section.error(f"has a rope of its own for {nested[0]!r}, which is not implemented")
+        raise section.error(f"has a separate rope for {nested[0]!r}, which is not implemented")
     has_own = section.raw.get("rope_theta") is not None
     theta = section.above_zero("rope_theta") if has_own else fields.above_zero("rope_theta", theta)
     if part is None:
-        # transformers passes over the key in these families, other engines heed it.
+        # transformers ignores the key in these families, other engines do not.
         section.refuse("partial_rotary_factor", 1)
         fields.refuse("partial_rotary_factor", 1)
         part = 1.0
@@ -133,17 +133,19 @@ def read_rope(fields: Fields, *, head_dim: int, theta: float = 10000.0, part: fl
 
 
 def rope_of(section: Fields, fields: Fields, *, head_dim: int, theta: float, part: float) -> Rope:
-    """The rope that `section` describes, for heads of `head_dim`."""
+    """Build the rope that `section` describes, for heads of `head_dim`."""
     if not 0 < part <= 1 or int(head_dim * part) % 2 or int(head_dim * part) == 0:
-        raise section.error(f"rotates a share of {part} of heads of {head_dim}, not an even number of values")
+        raise section.error(
+            f"rotates a share of {part} of heads of {head_dim} values, which is not an even number of values"
+        )
     kind = section.optional("rope_type", str) or section.get("type", str, "default")
     rope = Rope(theta=theta, part=part)
-    if kind in ("default", "mrope"):  # mrope: three positions, which are one and the same for text
+    if kind in ("default", "mrope"):  # mrope has three positions, which are equal for text
         return rope
     if kind == "linear":
         return replace(rope, kind="linear", factor=section.above_zero("factor"))
     if kind in ("llama3", "yarn"):
-        # Phi-3 keeps it outside; where both places say something else, engines disagree on which counts.
+        # Phi-3 has the key outside the section; if the two differ, engines disagree on which one counts.
         fields.refuse("original_max_position_embeddings", section.raw.get("original_max_position_embeddings"))
     if kind == "llama3":
         return replace(
@@ -186,7 +188,7 @@ def _yarn(rope: Rope, section: Fields, fields: Fields) -> Rope:
         kind="yarn",
         factor=factor,
         original_max_positions=original,
-        # As in transformers, a border of zero is none.
+        # As in transformers, zero means the default.
         beta_fast=section.above_zero("beta_fast", 32.0) if section.raw.get("beta_fast") else 32.0,
         beta_slow=section.above_zero("beta_slow", 1.0) if section.raw.get("beta_slow") else 1.0,
         is_truncated=section.get("truncate", bool, True),
@@ -199,17 +201,17 @@ def _yarn_scale(factor: float, mscale: float) -> float:
 
 
 def read_softcap(fields: Fields) -> float | None:
-    """The bound that logits are squeezed into; None: there is none."""
+    """Return the bound of the logits; None if they are not capped."""
     key = "final_logit_softcapping"
     return None if fields.raw.get(key) is None else fields.above_zero(key)
 
 
 def read_windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
-    """The sliding window of each layer: `layer_types` where given, else the older Qwen2 keys."""
+    """Return the sliding window of each layer, from `layer_types` or else from the older Qwen2 keys."""
     layer_types = fields.items("layer_types", str)
     is_used = fields.optional("use_sliding_window", bool)
     if is_used is False or (layer_types is None and is_used is None):
-        return (None,) * num_layers  # as in transformers, where the switch overrules layer_types
+        return (None,) * num_layers  # as in transformers, where the switch overrides layer_types
     if layer_types is None:
         first = fields.get("max_window_layers", int, 28)  # transformers' default for Qwen2 and Qwen3
         layer_types = tuple(
@@ -222,7 +224,7 @@ def windows_of(fields: Fields, layer_types: tuple[str, ...], num_layers: int) ->
     check_layer_types(fields, layer_types, num_layers, {"full_attention", "sliding_attention"})
     window = fields.optional("sliding_window", int)
     if "sliding_attention" in layer_types and (window is None or window <= 0):
-        raise fields.error(f"has sliding layers and sliding_window = {window}")
+        raise fields.error(f"has sliding layers, but sliding_window = {window}")
     return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
 
 

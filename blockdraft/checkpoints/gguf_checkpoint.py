@@ -1,9 +1,8 @@
-"""GGUF files seen as Hugging Face checkpoints: their keys, their tensor names, their weight layout.
+"""GgufCheckpoint: a GGUF file with Hugging Face's configuration keys, tensor names and weight layout.
 
-llama.cpp rotates neighbouring values of a head where Hugging Face rotates its two halves, so the
-converter reorders the rows of q_proj and k_proj of `llama` models; reading one puts them back. The
-others are stored as they are. The experts of a layer are one tensor per projection, which keeps the
-file's shape [experts, rows, columns] and is called `model.layers.N.mlp.experts.gate_proj`, `up_proj` or
+llama.cpp rotates neighbouring values of a head, Hugging Face its two halves. So its converter reorders the
+rows of q_proj and k_proj of `llama` models, and reading restores their order. The experts of a layer are one
+tensor per projection, [experts, rows, columns], called `model.layers.N.mlp.experts.gate_proj`, `up_proj` or
 `down_proj`.
 """
 
@@ -17,8 +16,14 @@ from types import MappingProxyType
 import torch
 
 from blockdraft.checkpoints.checkpoint import TensorInfo, own_memory, read_bytes, row_range
-from blockdraft.checkpoints.gguf_config import hugging_face_names, permuted_heads, read_config
-from blockdraft.checkpoints.gguf_general import LLAMA_CPP_SAMPLING, own_sampling, published_names
+from blockdraft.checkpoints.gguf_config import (
+    LLAMA_CPP_SAMPLING,
+    hugging_face_names,
+    own_sampling,
+    permuted_heads,
+    published_names,
+    read_config,
+)
 from blockdraft.checkpoints.gguf_header import GgufHeader, StoredTensor
 from blockdraft.checkpoints.gguf_tokenizer import tokenizer_parts
 from blockdraft.checkpoints.tokenizer_parts import TokenizerParts
@@ -31,12 +36,12 @@ _PLAIN_DTYPES = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
 class GgufCheckpoint:
     """One GGUF file of a supported architecture."""
 
-    quant_file: Mapping[str, object] | None = None  # a file of folders
+    quant_file: Mapping[str, object] | None = None  # only folders have one
     fit_file: Mapping[str, object] = MappingProxyType({})
     has_tokenizer = True
 
     def __init__(self, path: Path, *, name: str, generation_file: Mapping[str, object] | None = None) -> None:
-        """`generation_file`: None takes the file's own recommendations, and llama.cpp's for the rest."""
+        """`generation_file`: None takes the file's recommendations, completed by llama.cpp's defaults."""
         self.name = name
         self.file = path
         self._header = GgufHeader(path, name=name)
@@ -74,7 +79,7 @@ class GgufCheckpoint:
 
     @property
     def main_type(self) -> str:
-        """Ggml's name of the type that most of its bytes have."""
+        """The ggml type name of most of the file's bytes."""
         from gguf import GGMLQuantizationType
 
         sizes: Counter[int] = Counter()
@@ -94,7 +99,7 @@ class GgufCheckpoint:
         return self._tensors[name]
 
     def _read_rows(self, name: str, begin: int, end: int | None) -> torch.Tensor:
-        """The bytes of rows [begin, end), in Hugging Face's order: uint8 [rows, bytes]."""
+        """Read rows [begin, end), in Hugging Face's order, as uint8 [rows, bytes]."""
         info = self._stored(name)
         begin, end = row_range(info.shape, begin, end)
         num_heads = self._permuted_heads.get(name.split(".")[-2])
@@ -102,10 +107,11 @@ class GgufCheckpoint:
             return self._stored_rows(info, begin, end)
         if info.shape[0] % (2 * num_heads):
             raise ModelError(
-                f"'{self.name}': '{name}' has {info.shape[0]} rows, which {num_heads} heads cannot share."
+                f"'{self.name}': '{name}' has {info.shape[0]} rows, which is not a multiple of 2 x "
+                f"{num_heads} heads. Convert the model again."
             )
         head_rows = info.shape[0] // num_heads
-        first = begin // head_rows * head_rows  # whole heads are read: a head's rows lie among each other
+        first = begin // head_rows * head_rows  # read whole heads: the rows of a head are interleaved
         last = -(-end // head_rows) * head_rows
         heads = self._stored_rows(info, first, last)
         order = _permuted(begin, end, head_rows=head_rows) - first
@@ -120,12 +126,12 @@ class GgufCheckpoint:
 
 
 def _value_dtype(tensor: StoredTensor) -> torch.dtype:
-    """The type of a tensor's values once read: the stored one, float32 for blocks."""
+    """The dtype that `read` returns: the stored one, or float32 for quantised blocks."""
     return _PLAIN_DTYPES.get(tensor.quantization, torch.float32)
 
 
 def _permuted(begin: int, end: int, *, head_rows: int) -> torch.Tensor:
-    """Where llama.cpp stores rows [begin, end): (pair, half) order in a head, not (half, pair)."""
+    """Return where llama.cpp stores rows [begin, end): in (pair, half) order in a head, not (half, pair)."""
     rows = torch.arange(begin, end)
     row_in_head = rows % head_rows
     half, pair = row_in_head // (head_rows // 2), row_in_head % (head_rows // 2)

@@ -1,4 +1,7 @@
-"""GGUF metadata as a config.json, and Hugging Face's names for GGUF tensors. No torch here."""
+"""GGUF metadata as a config.json, Hugging Face's names for GGUF tensors, and recommended sampling.
+
+No torch here.
+"""
 
 from __future__ import annotations
 
@@ -32,18 +35,18 @@ _GPT_OSS_NAMES = _ATTENTION_NAMES | {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_gate_inp": "mlp.router",
 }
-# With their kind, which Hugging Face's names leave out.
+# Full names: Hugging Face's names have no .weight or .bias here.
 _EXPERTS = {f"ffn_{part}_exps.weight": f"mlp.experts.{part}_proj" for part in ("gate", "up", "down")}
 _EXPERT_BIASES = {f"ffn_{part}_exps.bias": f"mlp.experts.{part}_proj_bias" for part in ("gate", "up", "down")}
 _GPT_OSS_EXTRAS = {**_EXPERTS, **_EXPERT_BIASES, "attn_sinks.weight": "self_attn.sinks"}
 
 
 class _Architecture(NamedTuple):
-    """How Hugging Face names a model and the tensors of its layers."""
+    """Hugging Face's names of a model and of its layers' tensors."""
 
     model_class: str
     model_type: str
-    names: Mapping[str, str]  # of what has a .weight or a .bias
+    names: Mapping[str, str]  # without .weight and .bias
     full_names: Mapping[str, str] = {}
 
 
@@ -58,9 +61,20 @@ _TENSOR_NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<part>\w+)\.(?P<kind>we
 _EMBEDDING = "token_embd.weight"
 _ROPE_FACTORS = "rope_freqs.weight"  # llama3's scaling, one divisor per rotated pair
 
+# llama.cpp's defaults (common/common.h). It filters unlikely tokens before it applies the temperature.
+LLAMA_CPP_SAMPLING = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
+_SAMPLING_KEYS = {
+    "temperature": "temp",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "penalty_repeat",
+}
+_HUB_ADDRESS = re.compile(r"(?:https?://)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)/?", re.ASCII)
+
 
 def hugging_face_names(file: GgufHeader) -> dict[str, str]:
-    """Hugging Face's name -> the stored one. An unknown tensor means an unknown model."""
+    """Map Hugging Face's names to the stored ones. Raises ModelError for an unknown tensor."""
     architecture = _ARCHITECTURES[_architecture(file)]
     names: dict[str, str] = {}
     for stored in file.tensors:
@@ -94,14 +108,14 @@ def _architecture(file: GgufHeader) -> str:
     if architecture not in _ARCHITECTURES:
         known = ", ".join(_ARCHITECTURES)
         raise ModelError(
-            f"'{file.name}' is a {architecture!r} model, and GGUF files of {known} are "
-            "supported. See docs/models.md."
+            f"'{file.name}' is a {architecture!r} model; supported are GGUF files of {known}. "
+            "See docs/models.md."
         )
     return architecture
 
 
 def permuted_heads(file: GgufHeader) -> dict[str, int]:
-    """Which projections have their rows permuted, and over how many heads."""
+    """Map each projection with permuted rows to its number of heads."""
     if _architecture(file) != "llama":
         return {}
     keys = file.keys("llama.")
@@ -114,7 +128,7 @@ def read_config(file: GgufHeader) -> dict[str, object]:
     keys = file.keys(f"{architecture}.")
     _refuse_variants(file, architecture, keys)
     if _EMBEDDING not in file.tensors:
-        raise ModelError(f"'{file.name}' has no '{_EMBEDDING}': it is not a whole model. Download it again.")
+        raise ModelError(f"'{file.name}' has no '{_EMBEDDING}': it is incomplete. Download it again.")
     num_heads = keys.positive("attention.head_count")
     return {
         "architectures": [_ARCHITECTURES[architecture].model_class],
@@ -140,13 +154,12 @@ def read_config(file: GgufHeader) -> dict[str, object]:
 
 
 def _expert_config(architecture: str, keys: Fields) -> dict[str, object]:
-    """The keys that only mixtures of experts have."""
     if architecture == "qwen3moe":
         return {
             "num_experts": keys.positive("expert_count"),
             "num_experts_per_tok": keys.positive("expert_used_count"),
             "moe_intermediate_size": keys.positive("expert_feed_forward_length"),
-            # llama.cpp always does so for this architecture; few files have the key.
+            # llama.cpp always normalises for this architecture; few files have the key.
             "norm_topk_prob": keys.get("expert_weights_norm", bool, True),
             "decoder_sparse_step": 1,
             "mlp_only_layers": [],
@@ -159,7 +172,7 @@ def _expert_config(architecture: str, keys: Fields) -> dict[str, object]:
             "intermediate_size": keys.positive("expert_feed_forward_length"),
             "sliding_window": keys.positive("attention.sliding_window"),
             "layer_types": ["full_attention" if layer % 2 else "sliding_attention" for layer in layers],
-            "swiglu_limit": 7.0,  # a constant of the architecture: files have no key for it
+            "swiglu_limit": 7.0,  # constant in this architecture; files have no key for it
         }
     return {}
 
@@ -172,7 +185,7 @@ def _refuse_variants(file: GgufHeader, architecture: str, keys: Fields) -> None:
     num_layers = keys.positive("block_count")
     if num_layers > len(file.tensors):
         raise ModelError(
-            f"'{file.name}' claims {num_layers} layers (block_count) and holds {len(file.tensors)} tensors. "
+            f"'{file.name}' has block_count = {num_layers} layers, but only {len(file.tensors)} tensors. "
             "Download it again."
         )
     num_experts = keys.get("expert_count", int, 0)
@@ -181,7 +194,7 @@ def _refuse_variants(file: GgufHeader, architecture: str, keys: Fields) -> None:
             f"'{file.name}' is a mixture of {num_experts} experts, which is not supported for "
             f"{architecture!r} models. See docs/models.md."
         )
-    keys.refuse("expert_weights_scale", 0.0, 1.0)  # 0 is llama.cpp's "no scale"
+    keys.refuse("expert_weights_scale", 0.0, 1.0)  # in llama.cpp, 0 means no scale
     if architecture == "gpt-oss":
         keys.refuse("attention.sliding_window_pattern", 2)
         keys.refuse("rope.freq_base_swa", keys.get("rope.freq_base", float))
@@ -207,8 +220,8 @@ def _rope_scaling(file: GgufHeader, architecture: str, keys: Fields) -> dict[str
     if kind == "yarn" and not has_factors and architecture == "gpt-oss":
         return _gpt_oss_yarn(keys)
     raise ModelError(
-        f"'{file.name}' scales its rope by {kind!r}{' and by factors' if has_factors else ''}, "
-        "which is not supported."
+        f"'{file.name}' has the rope scaling {kind!r}{' and rope factors' if has_factors else ''}, "
+        "which is not supported. See docs/models.md."
     )
 
 
@@ -221,5 +234,31 @@ def _gpt_oss_yarn(keys: Fields) -> dict[str, object]:
         "original_max_position_embeddings": keys.positive("rope.scaling.original_context_length"),
         "beta_fast": keys.get("rope.scaling.yarn_beta_fast", float, 32.0),
         "beta_slow": keys.get("rope.scaling.yarn_beta_slow", float, 1.0),
-        "truncate": False,  # as the published models say; files have no key for it
+        "truncate": False,  # as in the published models; files have no key for it
     }
+
+
+# ---- general metadata
+
+
+def own_sampling(file: GgufHeader) -> dict[str, float]:
+    """Read the file's sampling recommendations (`general.sampling.*`), by the names of SamplingParams."""
+    found: dict[str, float] = {}
+    for name, key in _SAMPLING_KEYS.items():
+        value = file.metadata.get(f"general.sampling.{key}")
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            found[name] = round(value, 6)  # stored as float32: 0.95 reads as 0.949999988
+    if "temperature" in found:
+        found["temperature"] = max(found["temperature"], 0.0)  # in llama.cpp, below 0 means greedy
+    return found
+
+
+def published_names(file: GgufHeader) -> tuple[str, ...]:
+    """Return the names of the model and of its base models in the metadata, likeliest first."""
+    keys = ["general.source.huggingface.repository", "general.source.repo_url", "general.repo_url"]
+    keys += ["general.name", "general.base_model.0.repo_url", "general.base_model.0.name"]
+    texts = [file.metadata.get(key) for key in keys]
+    parts = [file.metadata.get(f"general.{part}") for part in ("basename", "size_label", "finetune")]
+    texts.insert(4, "-".join(part for part in parts if isinstance(part, str) and part))
+    found = [_HUB_ADDRESS.sub(r"\1", text.strip()) for text in texts if isinstance(text, str) and text]
+    return tuple(dict.fromkeys(found))

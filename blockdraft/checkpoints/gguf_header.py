@@ -1,10 +1,9 @@
 """The header of a GGUF file: metadata and tensor table, read without torch.
 
-A GGUF file is a header (magic, version, two counts), that many key/value pairs, that many tensor
-descriptions, then the aligned tensor data. gguf-py's own reader builds numpy objects for every
-string and takes 5 s on a 49k vocabulary; this one takes 0.1 s. Every length is checked against the
-bytes that are left before it is used, so a damaged file costs an error and nothing else. The file is
-mapped while its metadata is parsed.
+A GGUF file is a header (magic, version, two counts), the key/value pairs, the tensor descriptions, then the
+aligned tensor data. gguf-py's reader builds numpy objects for every string and takes 5 s on a 49k vocabulary;
+this one takes 0.1 s. Every length is checked against the remaining bytes before it is used, so a damaged file
+can only cause an error. The file is mapped while its metadata is parsed.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _SCALARS = {**dict(enumerate("BbHhIif?")), 10: "Q", 11: "q", 12: "d"}  # value t
 _STRING, _ARRAY = 8, 9
 _DEFAULT_ALIGNMENT = 32
 
-# Far above any real model (the largest vocabularies have 262k entries); a damaged count stops here.
+# Limits far above any real model (the largest vocabularies have 262k entries), for damaged counts.
 _MAX_KEYS = 1 << 16
 _MAX_TENSORS = 1 << 20
 _MAX_ARRAY = 1 << 24
@@ -42,18 +41,18 @@ _MAX_NAME_BYTES = 1 << 16
 _MAX_DIMS = 4  # ggml's own limit
 
 _PLAIN_TYPES = (0, 1, 30)  # float32, float16, bfloat16; every other type packs blocks
-# Values and bytes of a block: of the common types, for which `gguf` need not be imported; others are added.
+# Values and bytes of a block, by type; here the common types, so that `gguf` need not be imported for them.
 _BLOCKS = {0: (1, 4), 1: (1, 2), 30: (1, 2), 2: (32, 18), 3: (32, 20), 8: (32, 34), 14: (256, 210)}
-_FLOAT_CODES = {0: "f", 1: "e"}  # of those, what struct reads
+_FLOAT_CODES = {0: "f", 1: "e"}  # type -> struct code
 
 
 class _Damaged(Exception):
-    """What is wrong with the bytes; GgufHeader adds the file's name."""
+    """A defect of the bytes; GgufHeader adds the file's name."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Shape and place of one tensor."""
+    """Shape and location of one tensor."""
 
     shape: tuple[int, ...]  # outermost first, as in PyTorch; the file stores the reverse
     quantization: int  # gguf.GGMLQuantizationType
@@ -62,7 +61,7 @@ class StoredTensor:
 
     @property
     def num_rows(self) -> int:
-        """How many rows of whole blocks the tensor has, over all its axes but the last."""
+        """The number of rows, over all axes but the last."""
         return math.prod(self.shape[:-1])
 
     @property
@@ -78,7 +77,7 @@ class _Cursor:
         self.position = 0
 
     def skip(self, num_bytes: int) -> int:
-        """Step over `num_bytes` and return where they start."""
+        """Skip `num_bytes` and return where they start."""
         start = self.position
         if num_bytes > len(self.data) - start:
             raise _Damaged(f"it ends at byte {len(self.data)}, in the middle of its metadata")
@@ -118,7 +117,7 @@ class _Cursor:
         return self._scalars(value_type, count=count)
 
     def _strings(self, count: int) -> list[str]:
-        """What `string` reads, in a third of its time: a vocabulary has many thousands."""
+        """Read `count` strings in a third of the time that `string` takes: a vocabulary has thousands."""
         data, position, found = self.data, self.position, []
         try:
             for _ in range(count):
@@ -128,7 +127,7 @@ class _Cursor:
         except (struct.error, OverflowError, UnicodeDecodeError):
             position = len(data) + 1
         if position > len(data) or any(len(one) > _MAX_STRING_BYTES for one in found):
-            return [self.string() for _ in range(count)]  # one of them says what is wrong
+            return [self.string() for _ in range(count)]  # to raise the right error
         self.position = position
         return found
 
@@ -141,7 +140,7 @@ class _Cursor:
 
 
 class GgufHeader:
-    """One open GGUF file: its metadata, and where its tensors are."""
+    """One open GGUF file: its metadata and the locations of its tensors."""
 
     metadata: Mapping[str, Value]
     tensors: Mapping[str, StoredTensor]
@@ -162,7 +161,7 @@ class GgufHeader:
             ) from None
 
     def keys(self, prefix: str) -> Fields:
-        """The metadata whose keys begin with `prefix`, such as "llama."."""
+        """Return the metadata whose keys begin with `prefix`, such as "llama."."""
         found = {
             key.removeprefix(prefix): value for key, value in self.metadata.items() if key.startswith(prefix)
         }
@@ -176,7 +175,7 @@ class GgufHeader:
         return [item for item in self._array(key) if isinstance(item, int | float)]
 
     def floats(self, tensor: str) -> list[float]:
-        """The values of a small tensor that is stored in float32 or float16."""
+        """Read the values of a small tensor in float32 or float16."""
         info = self.tensors[tensor]
         code = _FLOAT_CODES.get(info.quantization)
         if code is None:
@@ -229,7 +228,7 @@ def _parse(data: mmap.mmap) -> tuple[dict[str, Value], dict[str, StoredTensor]]:
 
 
 def _header(cursor: _Cursor) -> tuple[int, int]:
-    """Check magic and version; the number of tensors and of keys."""
+    """Check magic and version; return the numbers of tensors and of keys."""
     if cursor.data[:4] != b"GGUF":
         raise _Damaged(f"it starts with {cursor.data[:4]!r} instead of b'GGUF'")
     _, version, num_tensors, num_keys = _HEADER.unpack_from(cursor.data, cursor.skip(_HEADER.size))
@@ -243,7 +242,7 @@ def _header(cursor: _Cursor) -> tuple[int, int]:
 
 
 def _tensor(cursor: _Cursor) -> tuple[str, StoredTensor]:
-    """Name and description of the next tensor, with an offset from the start of the tensor data."""
+    """Read the next tensor's name and description; its offset counts from the start of the tensor data."""
     name = cursor.string(max_bytes=_MAX_NAME_BYTES)
     num_dims = cursor.u32()
     if not 1 <= num_dims <= _MAX_DIMS:
@@ -263,7 +262,7 @@ def _tensor(cursor: _Cursor) -> tuple[str, StoredTensor]:
 
 
 def _block_size(name: str, quantization: int) -> tuple[int, int]:
-    """How many values and how many bytes a block holds."""
+    """Return the numbers of values and of bytes in a block."""
     import numpy as np
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
     from gguf.quants import dequantize

@@ -1,9 +1,8 @@
-"""The tokenizer inside a GGUF file, rebuilt for the `tokenizers` library.
+"""Rebuilds the tokenizer of a GGUF file for the `tokenizers` library.
 
-Two families exist: "gpt2" is byte-level BPE with its merges written out, and "llama" is
-SentencePiece BPE, whose merges follow from the scores of its pieces. GGUF stores no pre-tokenizer,
-only the name llama.cpp knows it by; an unknown name is refused, since a guess gives a model subtly
-wrong tokens.
+Two kinds exist: "gpt2" is byte-level BPE with stored merges, and "llama" is SentencePiece BPE, whose merges
+follow from the scores of its pieces. GGUF stores no pre-tokenizer, only llama.cpp's name for it. An unknown
+name raises an error: a wrong guess would produce subtly wrong tokens.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from blockdraft.checkpoints.tokenizer_parts import TokenizerParts
 from blockdraft.errors import ModelError
 
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # tokenizer.ggml.token_type
-_SPACE = "▁"  # SentencePiece writes a space like this
-_WORDS = (  # llama3's and qwen2's; they differ in the digits
+_SPACE = "▁"  # a space in SentencePiece
+_WORDS = (  # the split of llama3 and qwen2, which differ in the digits
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}"
     r"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -39,7 +38,7 @@ _O200K = "|".join(  # the split of tiktoken's o200k encodings, which gpt-oss use
 
 
 def tokenizer_parts(file: GgufHeader) -> TokenizerParts:
-    """The tokenizer of `file`; ModelError for one that cannot be rebuilt exactly."""
+    """Return the tokenizer of `file`; ModelError if it cannot be rebuilt exactly."""
     tokens = file.texts("tokenizer.ggml.tokens")
     bos_id = _token_id(file, "bos", num_tokens=len(tokens))
     end_ids = [_token_id(file, role, num_tokens=len(tokens)) for role in ("eos", "eot")]
@@ -82,15 +81,14 @@ def _build(file: GgufHeader, tokens: list[str]) -> Tokenizer:
         tokenizer = _sentencepiece(file, vocabulary, types)
     else:
         raise ModelError(
-            f"'{file.name}' has a {model!r} tokenizer, and 'gpt2' and 'llama' are supported. See "
-            "docs/models.md."
+            f"'{file.name}' has a {model!r} tokenizer; supported are 'gpt2' and 'llama'. See docs/models.md."
         )
     _add_tokens(tokenizer, tokens, types)
     return tokenizer
 
 
 def _add_tokens(tokenizer: Tokenizer, tokens: list[str], types: list[float]) -> None:
-    """Control and user-defined tokens are matched in the text before anything else is split."""
+    """Add control and user-defined tokens, which are matched before the text is split."""
     marked = list(zip(tokens, types, strict=True))
     tokenizer.add_special_tokens(
         [AddedToken(token, normalized=False, special=True) for token, type_ in marked if type_ == _CONTROL]
@@ -105,7 +103,7 @@ def _byte_level(file: GgufHeader, vocabulary: Mapping[str, int]) -> Tokenizer:
     if pre not in _PRE_TOKENIZERS:
         known = ", ".join(_PRE_TOKENIZERS)
         raise ModelError(
-            f"'{file.name}' has the pre-tokenizer {pre!r}, and {known} are supported. See docs/models.md."
+            f"'{file.name}' has the pre-tokenizer {pre!r}; supported are {known}. See docs/models.md."
         )
     merges = []
     for merge in file.texts("tokenizer.ggml.merges"):
@@ -146,7 +144,7 @@ def _sentencepiece(file: GgufHeader, vocabulary: Mapping[str, int], types: list[
 
 
 def _merges(vocabulary: Mapping[str, int], scores: list[float], types: list[float]) -> list[tuple[str, str]]:
-    """Every way to make a piece of two, best score first: SentencePiece merges in that order."""
+    """Return every split of a piece into two pieces, best score first, as SentencePiece merges them."""
     pieces = {piece: scores[id_] for piece, id_ in vocabulary.items() if types[id_] == _NORMAL}
     splits = [
         (-score, piece[:cut], piece[cut:])
@@ -175,11 +173,11 @@ _PRE_TOKENIZERS: Mapping[str, pre_tokenizers.PreTokenizer] = {
     "gpt-4o": _words_split(_O200K),
 }
 _LLAMA3_NAMES = ("llama-bpe", "llama3")
-_WHOLE_WORDS = (*_LLAMA3_NAMES, "gpt-4o")  # tiktoken's: a word of the vocabulary is never taken apart
+_WHOLE_WORDS = (*_LLAMA3_NAMES, "gpt-4o")  # as in tiktoken, a word of the vocabulary is never split
 
 
 def _adds_bos(file: GgufHeader) -> bool:
-    # Files without the key follow llama.cpp's defaults: SentencePiece and llama3 start with bos.
+    # llama.cpp's defaults for files without the key: SentencePiece and llama3 start with bos.
     keys = file.keys("tokenizer.ggml.")
     by_default = keys.get("model", str) == "llama" or keys.get("pre", str, "") in _LLAMA3_NAMES
     return keys.get("add_bos_token", bool, by_default)

@@ -1,11 +1,11 @@
-"""What the client of the model hub raises; imported where something is fetched."""
+"""The exceptions that the hub's client raises. Import it only where something is fetched: it is slow."""
 
 from __future__ import annotations
 
 from huggingface_hub.errors import HfHubHTTPError
 
-# Its HTTP library changes with its version: its own error derives from that library's. The part of it that
-# downloads raises RuntimeError.
+# HfHubHTTPError derives from the error of the HTTP library in use, which changes with the client's version.
+# The downloader raises RuntimeError.
 HUB_ERRORS: tuple[type[Exception], ...] = (
     OSError,
     ValueError,

@@ -1,4 +1,4 @@
-"""Weights in whole numbers, kept on the disk: packing them takes seconds, reading them a fraction of one."""
+"""Caches int8 matrices on disk: packing them takes seconds, reading them a fraction of a second."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from blockdraft.settings.cache_files import keep
 from blockdraft.settings.settings import cache_dir
 
 _PIECE = 8 << 20  # bytes
-_FORMAT = "3"  # of the file, and of the numbers in it
+_FORMAT = "3"  # version of the file's layout and values
 _PARTS = ("packed", "sums", "scale", "factors")
 
 
 class KeptInt8:
-    """The matrices of one model, by their modules' paths.
+    """The int8 matrices of one model, by module path.
 
-    They are found again by every byte of the files that they were packed from. Sizes and times tell nothing:
-    `cp -p`, `rsync -t` and images of reproducible builds put other weights under the same name and time.
+    The key is a hash of every byte of the source files. Sizes and times are not enough: `cp -p`, `rsync -t`
+    and images of reproducible builds put other weights under the same name and time.
     """
 
     def __init__(self, sources: Iterable[Path], factors: Mapping[str, Tensor]) -> None:
@@ -39,7 +39,7 @@ class KeptInt8:
         self._file = cache_dir() / "packed" / f"{digest.hexdigest()[:32]}.safetensors"
 
     def read(self) -> dict[str, Int8Matrix]:
-        """Empty: they have to be packed."""
+        """Return the matrices; empty if they have to be packed."""
         try:
             expected = self._file.with_suffix(".sha256").read_text(encoding="utf-8")
             is_whole = _file_digest(self._file) == expected
@@ -68,7 +68,7 @@ def _file_digest(path: Path) -> str:
 
 
 def _digest(content: memoryview) -> str:
-    """Of its pieces, which all cores hash: somebody waits for it at each start."""
+    """Hash pieces on all cores, since every start waits for it; the digest is that of the piece digests."""
     pieces = [content[start : start + _PIECE] for start in range(0, len(content), _PIECE)]
     with ThreadPoolExecutor() as pool:
         digests = pool.map(lambda piece: hashlib.sha256(piece).digest(), pieces)

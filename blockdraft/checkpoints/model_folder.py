@@ -15,13 +15,13 @@ from blockdraft.errors import ModelError
 _INDEX = "model.safetensors.index.json"
 GENERATION_FILE = "generation_config.json"
 _SINGLE = "model.safetensors"
-_ABOVE = f"../{_SINGLE}"  # the body of a drafter's head, whose folder lies in that drafter's
+_ABOVE = f"../{_SINGLE}"  # where a drafter head keeps its body: in the drafter's folder around its own
 _QUANT_FILE = "hf_quant_config.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth")
 
 
 class Shard(NamedTuple):
-    """One open shard and what its header says."""
+    """One open shard with its parsed header."""
 
     name: str
     file: FileIO
@@ -30,7 +30,7 @@ class Shard(NamedTuple):
 
 
 class ModelFolder:
-    """One model folder. Errors name it as the user wrote it."""
+    """One model folder. Errors show its name as the user wrote it."""
 
     def __init__(self, path: Path, *, name: str) -> None:
         self.path = path
@@ -40,7 +40,6 @@ class ModelFolder:
         self.quant_file: Mapping[str, object] | None = self.json(_QUANT_FILE) if has_quant_file else None
 
     def tensors(self) -> dict[str, TensorEntry]:
-        """The tensors of all shards, by name."""
         found: dict[str, TensorEntry] = {}
         for shard in self.open_shards():
             shard.file.close()
@@ -48,29 +47,32 @@ class ModelFolder:
         return found
 
     def open_shards(self) -> Iterator[Shard]:
-        """Every shard, whose file is the caller's to close. Together they hold each tensor exactly once."""
+        """Yield every shard; the caller closes its file. Each tensor is in exactly one shard."""
         weight_map = self._weight_map()
         found: set[str] = set()
         for name in self._shard_names(weight_map):
             shard = self._open_shard(name)
             yield shard
             for tensor in found & shard.entries.keys():
-                raise ModelError(f"'{self.name}': tensor '{tensor}' is in {name} and in another shard too.")
+                raise ModelError(
+                    f"'{self.name}': tensor '{tensor}' is in {name} and in another shard. Download it again."
+                )
             found |= shard.entries.keys()
         for tensor, name in weight_map.items():
             if tensor not in found:
                 raise ModelError(
-                    f"'{self.name}': {name} lacks '{tensor}', which {_INDEX} promises. Download it again."
+                    f"'{self.name}': {_INDEX} lists '{tensor}' in {name}, which does not contain it. "
+                    "Download it again."
                 )
 
     def eos_ids(self) -> list[int]:
-        """Token ids that end a turn, as the configurations say."""
+        """Token ids that end a turn, from generation_config.json and config.json."""
         generation = self.json(GENERATION_FILE).get("eos_token_id")
         return ids_in(generation) + ids_in(self.config.get("eos_token_id"))
 
     @property
     def has_body_above(self) -> bool:
-        """Whether it is a head, whose other weights are in the folder above."""
+        """Whether the folder holds only a drafter head, with its other weights in the parent folder."""
         return _ABOVE in self._weight_map().values()
 
     def _weight_map(self) -> dict[str, str]:
@@ -102,8 +104,8 @@ class ModelFolder:
         pickles = sorted(path.name for pattern in _PICKLES for path in self.path.glob(pattern))
         if pickles:
             raise ModelError(
-                f"'{self.name}' has only pickled weights ({pickles[0]}), which can run code and "
-                "are never opened: convert them to safetensors."
+                f"'{self.name}' has only pickled weights ({pickles[0]}). Pickles can run code and are never "
+                "opened: convert them to safetensors."
             )
         raise ModelError(f"'{self.name}' has no .safetensors file in {self.path}. Download the weights.")
 
@@ -121,7 +123,7 @@ class ModelFolder:
         return Shard(name, file, entries, data_start)
 
     def json(self, file: str, *, is_required: bool = False) -> dict[str, object]:
-        """The object in a JSON file; an empty one when an optional file is absent."""
+        """Read a JSON object; an absent optional file reads as empty."""
         if not is_required and not (self.path / file).exists():
             return {}
         try:
@@ -148,6 +150,6 @@ class ModelFolder:
 
 
 def ids_in(value: object) -> list[int]:
-    """Token ids from a field that may hold one, several or none."""
+    """Return the token ids of a field that holds one, several or none."""
     values = value if isinstance(value, list) else [value]
     return [item for item in values if isinstance(item, int) and not isinstance(item, bool)]

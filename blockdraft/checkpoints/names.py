@@ -1,7 +1,7 @@
-"""Where each of our parameters is in a published checkpoint: one table per kind of layer.
+"""Maps our parameters to the names in published checkpoints: one table per kind of layer.
 
-Keys are paths inside a layer, values the Hugging Face modules that are stacked there along the rows; a
-parameter that belongs to no module of weights (a sink, a scale) maps to a tensor by its whole name.
+Keys are paths inside a layer. Values are the Hugging Face modules that are stacked there along the rows. A
+parameter outside a linear module (a sink, a scale) maps to the full name of a tensor.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from blockdraft.models.config import AttentionConfig, DeltaConfig, ModelConfig
 
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
-    """Experts are stored one by one (`base.7.part.weight`), or fused into a three-dimensional tensor."""
+    """Names of experts, stored one by one (`base.7.part.weight`) or fused into a 3-D tensor."""
 
     base: str
     parts: tuple[str, ...]
     fused: str
-    is_transposed: bool = False  # the fused tensor, when it is not quantised
-    is_interleaved: bool = False  # its rows alternate between the two parts
+    is_transposed: bool = False  # of the fused tensor, if it is not quantised
+    is_interleaved: bool = False  # rows of the fused tensor alternate between the two parts
 
 
 Names = Mapping[str, tuple[str, ...] | ExpertNames]
@@ -49,7 +49,7 @@ _MOE: Names = {
     "mlp.experts.gate_up": ExpertNames("mlp.experts", ("gate_proj", "up_proj"), "gate_up_proj"),
     "mlp.experts.down": ExpertNames("mlp.experts", ("down_proj",), "down_proj"),
 }
-_SHARED: Names = {  # beside those
+_SHARED: Names = {  # in addition to _MOE
     "mlp.router": ("mlp.gate", "mlp.shared_expert_gate"),
     "mlp.shared.gate_up": ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
     "mlp.shared.down": ("mlp.shared_expert.down_proj",),
@@ -90,7 +90,7 @@ DRAFT_LAYER: Names = {
     "out": ("self_attn.o_proj",),
     "q_norm": ("self_attn.q_norm",),
     "k_norm": ("self_attn.k_norm",),
-    **{  # of DFlash2
+    **{  # DFlash2 only
         name: (name,)
         for conv in ("attention_conv", "mlp_conv")
         for name in (conv, f"{conv}.kernel_projection")
@@ -105,12 +105,11 @@ DRAFT_HEADS = {
     "confidence.proj": "confidence_head.proj",
 }
 
-# Where a decoder's own tensors begin: alone, or as the text part of a model that also sees.
+# Prefixes of a decoder's tensors: of a text model, and of the text part of a multimodal model.
 PREFIXES = ("model.", "model.language_model.", "language_model.model.")
 
 
 def layer_names(config: ModelConfig, index: int) -> Names:
-    """The table of one layer of a target."""
     layer = config.layers[index]
     if config.family == "gpt_oss":
         return _GPT_OSS
@@ -126,7 +125,7 @@ def layer_names(config: ModelConfig, index: int) -> Names:
 
 
 def skipped(config: ModelConfig) -> dict[str, str]:
-    """Tensors that a checkpoint of this family may hold and we knowingly leave: pattern -> reason."""
+    """Tensors of this family that are deliberately not loaded: pattern -> reason."""
     patterns = {
         r".*rotary_emb\.inv_freq": "derived from config.json",
         r".*\.(k_scale|v_scale|q_scale)": "our cache is not quantised",
@@ -147,8 +146,8 @@ def skipped(config: ModelConfig) -> dict[str, str]:
 
 DRAFT_SKIPPED = {
     r".*rotary_emb\.inv_freq": "derived from config.json",
-    r"embed_tokens\.weight": "the target's is used",
+    r"embed_tokens\.weight": "the target's embedding is used",
     r"d2t|t2d": "read with the drafter's vocabulary",
-    r"verifier_.*": "the target's is used",
+    r"verifier_.*": "the target's weights are used",
 }
-COPIED_HEAD = {r"lm_head\.weight": "a copy of the target's, which is used"}
+COPIED_HEAD = {r"lm_head\.weight": "a copy of the target's head, which is used instead"}

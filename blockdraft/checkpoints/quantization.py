@@ -1,8 +1,8 @@
-"""How a checkpoint is quantised, read from config.json and hf_quant_config.json.
+"""Reads how a checkpoint is quantised, from config.json and hf_quant_config.json.
 
-Each method has its own way to say which modules it left alone; each is matched here by the rule of the
-library that writes it: regular expressions with module boundaries (transformers), substrings (AutoAWQ),
-exact names and "re:" (compressed-tensors), globs (ModelOpt). What is not implemented is refused by name.
+Each method lists the modules that it left unquantised in its own way, and the list is matched by the rule of
+the library that writes it: regular expressions with module boundaries (transformers), substrings (AutoAWQ),
+exact names and "re:" (compressed-tensors), globs (ModelOpt). Unsupported methods raise an error.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _FP8 = torch.float8_e4m3fn
 def read_quantization(
     config: Mapping[str, object], quant_file: Mapping[str, object] | None, *, name: str
 ) -> Quantization | None:
-    """What config.json and hf_quant_config.json (None: not there) say; None: nothing is quantised."""
+    """Read config.json and hf_quant_config.json (None if absent); None if nothing is quantised."""
     section = _find_section(Fields(config, owner=name))
     file = None if quant_file is None else Fields(quant_file, owner=name, file="hf_quant_config.json")
     if section is None:
@@ -44,7 +44,7 @@ def read_quantization(
     if method.startswith("modelopt"):
         return _modelopt(_modelopt_section(section, file))
     if file is not None:
-        why = "but hf_quant_config.json says the weights are ModelOpt's; remove the one that is not true"
+        why = "but hf_quant_config.json says the weights are ModelOpt's; remove the wrong one"
         raise section.wrong("quant_method", method, why)
     if method not in _READERS:
         known = ", ".join([*_READERS, "modelopt"])
@@ -97,7 +97,7 @@ def _fp8(section: Fields) -> Quantization:
 
 
 def _mxfp4(section: Fields) -> Quantization:
-    """gpt-oss: the fused experts and nothing else."""
+    """gpt-oss: only the fused experts are quantised."""
     is_skipped = transformers_rule(section, section.items("modules_to_not_convert", str) or ())
 
     def rule(module: str) -> Scheme | None:
@@ -112,7 +112,7 @@ def _mxfp4(section: Fields) -> Quantization:
 
 
 def _modelopt_section(section: Fields, file: Fields | None) -> Fields:
-    """The place with the algorithm: config.json, its nested form, or ModelOpt's own file."""
+    """The section with the algorithm: in config.json, nested there, or in ModelOpt's own file."""
     here = section.section("quantization") if section.raw.get("quantization") else section
     if file is None:
         return here
@@ -120,8 +120,8 @@ def _modelopt_section(section: Fields, file: Fields | None) -> Fields:
     if not here.raw.get("quant_algo"):
         return there
     if _algorithm(here) != _algorithm(there):
-        said = there.raw.get("quant_algo")
-        why = f"but hf_quant_config.json says {said!r}; remove the one that is not true"
+        other = there.raw.get("quant_algo")
+        why = f"but hf_quant_config.json says {other!r}; remove the wrong one"
         raise here.wrong("quant_algo", here.raw.get("quant_algo"), why)
     return here
 
@@ -135,7 +135,7 @@ def _file_section(file: Fields) -> Fields:
 def _modelopt(fields: Fields) -> Quantization | None:
     algorithm = _algorithm(fields)
     if algorithm is None:
-        return None  # only the cache is quantised, and ours is not
+        return None  # only the cache is quantised there, which we ignore
     excluded = [*(fields.items("exclude_modules", str) or ()), *(fields.items("ignore", str) or ())]
     schemes: Mapping[str, Scheme] | None = None
     default: Scheme | None = None

@@ -1,4 +1,4 @@
-"""Quantisation as compressed-tensors writes it: groups of targets, each stored in a scheme."""
+"""Reads the quantisation of compressed-tensors: groups of target modules, each with one scheme."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from blockdraft.checkpoints.schemes import (
 
 @dataclass(frozen=True, slots=True)
 class _Weights:
-    """The `weights` of one group, with the library's defaults."""
+    """The `weights` settings of one group, with the library's defaults filled in."""
 
     fields: Fields
     bits: int
@@ -48,7 +48,7 @@ def read_compressed(section: Fields) -> Quantization:
         for pattern in patterns:
             if pattern.startswith("re:"):
                 regex(section, key, pattern[3:])
-    # The library's order: exact names, then expressions, then classes.
+    # The library matches exact names first, then expressions, then classes.
     ordered = sorted(targets, key=lambda target: ("re:" in target, target))
 
     def rule(module: str) -> Scheme | None:
@@ -67,7 +67,7 @@ def _matches(module: str, target: str) -> bool:
 
 
 def _schemes(section: Fields) -> Mapping[str, Scheme | None]:
-    """Target (a module name, "re:" and an expression, or a class name) -> its scheme; None: plain."""
+    """Map each target (a module name, "re:" and an expression, or a class) to its scheme; None: plain."""
     section.section("sparsity_config").refuse("format", "dense")
     section.refuse("transform_config", {})
     section.refuse("moe_sparsity_config", {})
@@ -124,7 +124,7 @@ def _read_weights(fields: Fields) -> _Weights:
 
 
 def _read_block(fields: Fields) -> tuple[int, int]:
-    """The sides of a block, written as [128, 128], or as "128x128" in older files."""
+    """Read the sides of a block from [128, 128], or from "128x128" in older files."""
     value = fields.raw.get("block_structure")
     parts = value.split("x") if isinstance(value, str) else value
     if isinstance(parts, list | tuple) and len(parts) == 2 and all(str(side).isdigit() for side in parts):

@@ -1,4 +1,4 @@
-"""Quantisation as GPTQ, AWQ and AutoRound write it: integers, in the tensors of one of the first two."""
+"""Reads the quantisation of GPTQ, AWQ and AutoRound, which stores integers in the layout of either."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _REGEX_CHARACTERS = frozenset("*+?^$()[]{}|\\")
 
 @dataclass(frozen=True, slots=True)
 class _GptqSettings:
-    """What GPTQ and AutoRound say once for all modules and may change for some."""
+    """Settings of GPTQ and AutoRound for all modules; some modules may change them."""
 
     bits: int
     zero_offset: int | None
@@ -53,7 +53,7 @@ class _GptqSettings:
 def read_gptq(section: Fields) -> Quantization:
     section.refuse("is_marlin_format", False)
     section.refuse("pack_dtype", "int32")
-    section.refuse("rotation")  # GPTQModel turns the inputs of such a model
+    section.refuse("rotation")  # GPTQModel rotates the inputs of such a model
     section.refuse("adapter")
     layout = section.get("checkpoint_format", str, section.get("format", str, "gptq")).lower()
     if layout not in ("gptq", "gptq_v2"):
@@ -78,13 +78,13 @@ def read_gptq(section: Fields) -> Quantization:
 
 
 def _left_out(section: Fields) -> Callable[[str], bool]:
-    """What both libraries never quantise: routers, and the head unless the file says that it is."""
+    """Match modules that both libraries leave unquantised: routers, and the head unless the file lists it."""
     has_head = section.get("lm_head", bool, False)
     return lambda module: is_router(module) or (is_head(module) and not has_head)
 
 
 def _dynamic(section: Fields, settings: _GptqSettings) -> list[tuple[re.Pattern[str], Scheme | None]]:
-    """GPTQModel's exceptions: "-:" and an expression leaves modules alone, "+:" or none changes them."""
+    """GPTQModel's exceptions: "-:" before an expression skips modules, "+:" or no prefix changes settings."""
     rules = section.section("dynamic")
     exceptions: list[tuple[re.Pattern[str], Scheme | None]] = []
     for key in rules.raw:
@@ -166,7 +166,7 @@ def _group_size(fields: Fields, size: int) -> int | None:
 
 
 def _comma_names(fields: Fields, key: str) -> tuple[str, ...]:
-    """A list of names, also written as one string with commas."""
+    """Read a list of names, or one string with commas."""
     value = fields.raw.get(key)
     if isinstance(value, str):
         return tuple(name.strip() for name in value.split(",") if name.strip())
@@ -174,7 +174,7 @@ def _comma_names(fields: Fields, key: str) -> tuple[str, ...]:
 
 
 def _flat_names(fields: Fields, key: str) -> tuple[str, ...]:
-    """A list of names or of lists of names."""
+    """Read a list of names or of lists of names."""
     value = fields.raw.get(key)
     if isinstance(value, list | tuple):
         flat = [name for item in value for name in (item if isinstance(item, list | tuple) else [item])]

@@ -1,4 +1,4 @@
-"""Which modules a quantisation covers: the matching rules of the libraries that write the lists."""
+"""Decides which modules a quantisation covers, by the rules of the libraries that write the lists."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from blockdraft.checkpoints.config_fields import Fields
 from blockdraft.checkpoints.schemes import Scheme
 
-# Names that end like this are routers, which AutoGPTQ, AutoAWQ and DeepSeek's fp8 never quantise.
+# The last part of a router's name. AutoGPTQ, AutoAWQ and DeepSeek's fp8 never quantise routers.
 _ROUTERS = ("gate", "router", "shared_expert_gate")
 
 
@@ -19,12 +19,12 @@ class Quantization:
     """The quantisation of one checkpoint."""
 
     name: str
-    # How the module of a Hugging Face path (without ".weight") is stored; None: plain.
+    # Returns the scheme of a module by its Hugging Face path (without ".weight"); None if it is plain.
     scheme: Callable[[str], Scheme | None]
 
 
 def transformers_rule(section: Fields, patterns: Sequence[str]) -> Callable[[str], bool]:
-    """transformers' rule: an expression from the start up to a module boundary, or a literal end."""
+    """The rule of transformers: a regular expression up to a module boundary, or a literal suffix."""
     boundary = r"(?:(?<=\.)|(?=\.|$))"
     expressions = [regex(section, "modules_to_not_convert", f"(?:{key}){boundary}") for key in patterns]
 
@@ -52,7 +52,7 @@ def is_head(module: str) -> bool:
 
 
 def modelopt_match(module: str, pattern: str) -> bool:
-    """A glob; a path alone, or with one star at its end, means that module and all below it."""
+    """Match a glob; a plain path, or one with a final star, matches that module and everything below it."""
     stem = pattern.removesuffix("*").removesuffix(".")
     if stem and "*" not in stem and "?" not in stem and "[" not in stem:
         return module == stem or module.startswith(f"{stem}.")

@@ -1,10 +1,10 @@
 """Reads a drafter's configuration: DFlash, DFlash2 or DSpark, as z-lab or as `speculators` writes it.
 
-DeepSpec's files (`Qwen3DSparkModel`) and SpecForge's (`DSparkDraftModel`) are z-lab's layout with more keys,
-at the top or in `dflash_config`. What they call a block is the drafts alone, as all their columns draft.
+The files of DeepSpec (`Qwen3DSparkModel`) and SpecForge (`DSparkDraftModel`) have z-lab's layout with more
+keys, at the top level or in `dflash_config`. Their block size counts the drafts without the anchor.
 
-Layer ids are counted as z-lab counts them: `taps[i] = k` is the output of target block k, 0-based.
-`speculators` stores k + 1 (its list starts at the embedding); the conversion happens in this file only.
+Layer ids follow z-lab: `taps[i] = k` is the output of target block k, 0-based. `speculators` stores k + 1
+(its list starts at the embedding); only this file converts it.
 """
 
 from __future__ import annotations
@@ -14,14 +14,25 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from blockdraft.checkpoints.config_fields import Fields, read_heads, read_rope, read_softcap, read_windows
-from blockdraft.checkpoints.read_dflash2_config import DFLASH2_KEYS, read_dflash2
-from blockdraft.checkpoints.read_spark_config import read_spark
 from blockdraft.errors import ModelError
-from blockdraft.models.draft_config import KIND_NAMES, DraftConfig, DraftKind
+from blockdraft.models.draft_config import (
+    KIND_NAMES,
+    MARKOV_KINDS,
+    Dflash2Head,
+    DraftConfig,
+    DraftKind,
+    SparkConfig,
+)
 
-# Where a config.json names no block.
+# The defaults of both layouts.
 ZLAB_BLOCK = 16
 SPECULATORS_BLOCK = 8
+SPECULATORS_RANK = 256  # of the Markov head of a speculators 'dspark' that names no rank
+# The sizes of DFlash2, in the order of Dflash2Head, and their defaults in both layouts.
+DFLASH2_SIZES = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
+SKIPS_FIRST = "selector_skips_first"  # our own key; other engines choose the first draft by pairs, too
+DFLASH2_KEYS = (*DFLASH2_SIZES, SKIPS_FIRST)
+MAX_CANDIDATES = 64  # a kernel holds them and all their pairs at once; published drafters have 16
 ARCHITECTURES: dict[str, DraftKind] = {
     "DFlashDraftModel": "dflash",
     "DFlash2DraftModel": "dflash2",
@@ -29,13 +40,13 @@ ARCHITECTURES: dict[str, DraftKind] = {
     "DSparkDraftModel": "dspark",
 }
 SERVED = (
-    f"Served are DFlash, causal or not, DFlash2 and DSpark ({', '.join(ARCHITECTURES)}; speculators "
+    f"Supported are DFlash, causal or not, DFlash2 and DSpark ({', '.join(ARCHITECTURES)}; speculators "
     "'dflash', 'dflash2' and 'dspark'). See docs/models.md."
 )
 
 
 def read_draft_config(raw: Mapping[str, object], *, name: str) -> DraftConfig:
-    """The drafter described by a config.json in either layout."""
+    """Read the drafter that a config.json describes, in either layout."""
     fields = Fields(raw, owner=name)
     if "speculators_model_type" in raw:
         return _speculators(fields)
@@ -43,22 +54,21 @@ def read_draft_config(raw: Mapping[str, object], *, name: str) -> DraftConfig:
 
 
 def draft_block(raw: Mapping[str, object]) -> int:
-    """The block of any drafter, anchor included, whether or not we compute it."""
-    section = raw.get("dflash_config")
-    places = [place for place in (section, raw) if isinstance(place, Mapping)]
-    said = next((place["sample_from_anchor"] for place in places if "sample_from_anchor" in place), None)
-    anchor = int(draft_kind(raw) == "dspark" if said is None else said is True)
-    for place in places:
-        block = place.get("block_size")
+    """Return the block size, anchor included, of any drafter, also of one that is not supported."""
+    sections = [section for section in (raw.get("dflash_config"), raw) if isinstance(section, Mapping)]
+    stored = next((one["sample_from_anchor"] for one in sections if "sample_from_anchor" in one), None)
+    anchor = int(draft_kind(raw) == "dspark" if stored is None else stored is True)
+    for section in sections:
+        block = section.get("block_size")
         if isinstance(block, int) and not isinstance(block, bool) and block > 1:
             return block + anchor
     return (SPECULATORS_BLOCK if "speculators_model_type" in raw else ZLAB_BLOCK) + anchor
 
 
 def draft_kind(raw: Mapping[str, object]) -> DraftKind | None:
-    """What its file says it is, with the layout that goes with it; None: nothing that we serve.
+    """Return the kind that the file names; None if it is not supported.
 
-    A 'dspark' drafts from the anchor where it does not say so; it may have none of DSpark's heads.
+    A 'dspark' drafts from the anchor by default, and need not have DSpark's heads.
     """
     if "speculators_model_type" in raw:
         return next((kind for kind in KIND_NAMES if kind == raw["speculators_model_type"]), None)
@@ -68,7 +78,7 @@ def draft_kind(raw: Mapping[str, object]) -> DraftKind | None:
 
 
 def default_taps(num_target_layers: int, num_taps: int) -> tuple[int, ...]:
-    """z-lab's rule: evenly from block 1 to the third from the end; one tap sits in the middle."""
+    """Place taps by z-lab's rule: evenly from block 1 to the third from the end; one alone in the middle."""
     if num_taps == 1:
         return (num_target_layers // 2,)
     span = num_target_layers - 4
@@ -80,8 +90,8 @@ def _zlab(fields: Fields) -> DraftConfig:
     kind = draft_kind(fields.raw)
     if kind is None:
         raise ModelError(
-            f"'{fields.owner}': {', '.join(architectures) or 'no architecture'} is not a DFlash drafter that "
-            f"this version runs. {SERVED}"
+            f"'{fields.owner}': {', '.join(architectures) or 'no architecture'} is not a supported DFlash "
+            f"drafter. {SERVED}"
         )
     dflash = fields.section("dflash_config")
     source = _source(fields, dflash, fields, kind)
@@ -121,8 +131,8 @@ def _zlab_windows(fields: Fields, dflash: Fields) -> tuple[int | None, ...]:
 def _speculators(fields: Fields) -> DraftConfig:
     kind = draft_kind(fields.raw)
     if kind is None:
-        said = fields.get("speculators_model_type", str)
-        raise ModelError(f"'{fields.owner}': speculators model type '{said}' is not supported. {SERVED}")
+        name = fields.get("speculators_model_type", str)
+        raise ModelError(f"'{fields.owner}': speculators model type '{name}' is not supported. {SERVED}")
     body = fields.section("transformer_layer_config")
     windows = read_windows(body, body.positive("num_hidden_layers"))
     ids = fields.items("aux_hidden_state_layer_ids", int)
@@ -141,13 +151,13 @@ def _speculators(fields: Fields) -> DraftConfig:
 
 
 class _Source(NamedTuple):
-    """Where a layout keeps its keys."""
+    """The sections of a layout."""
 
     fields: Fields  # the whole file
-    dflash: Fields  # what is particular to DFlash
+    dflash: Fields  # the options of DFlash
     body: Fields  # the Qwen3-style decoder
-    kind: DraftKind  # that it says it is
-    from_anchor: bool  # its anchor's column drafts, too
+    kind: DraftKind  # as the file names it
+    from_anchor: bool  # the anchor's column drafts, too
 
 
 def _draft(
@@ -160,12 +170,11 @@ def _draft(
     is_causal: tuple[bool, ...],
     num_target_layers: int | None,
 ) -> DraftConfig:
-    """What both layouts share."""
     fields, dflash, body, kind, from_anchor = source
     if block + from_anchor < 2:
         raise fields.error(f"says block_size = {block}, but a block is an anchor and at least one draft")
     if not taps or min(taps) < 0:
-        raise fields.error(f"reads target layers {list(taps)}")
+        raise fields.error(f"reads target layers {list(taps)}, but needs at least one, from 0 on")
     body.refuse("hidden_act", "silu", "swish")
     body.refuse("attention_bias", False)
     hidden_size = body.positive("hidden_size")
@@ -196,21 +205,21 @@ def _draft(
         num_target_layers=num_target_layers,
         drafts_from_anchor=from_anchor,
         copies_head=kind == "dspark",
-        dflash2=read_dflash2(dflash, fields, hidden_size, vocab_size) if kind == "dflash2" else None,
-        spark=read_spark(dflash, fields, is_dspark=kind == "dspark"),
+        dflash2=_read_dflash2(dflash, fields, hidden_size, vocab_size) if kind == "dflash2" else None,
+        spark=_read_spark(dflash, fields, is_dspark=kind == "dspark"),
     )
 
 
 def _source(fields: Fields, dflash: Fields, body: Fields, kind: DraftKind) -> _Source:
-    said = dflash.optional("sample_from_anchor", bool)
-    said = fields.optional("sample_from_anchor", bool) if said is None else said
-    source = _Source(fields, dflash, body, kind, from_anchor=kind == "dspark" if said is None else said)
+    stored = dflash.optional("sample_from_anchor", bool)
+    stored = fields.optional("sample_from_anchor", bool) if stored is None else stored
+    source = _Source(fields, dflash, body, kind, from_anchor=kind == "dspark" if stored is None else stored)
     _refuse_variants(source)
     return source
 
 
 def _refuse_variants(source: _Source) -> None:
-    """Refuse relatives of DFlash that would load and then propose nonsense."""
+    """Refuse variants of DFlash that would load but draft nonsense."""
     fields, dflash = (replace(one, remedy=SERVED) for one in (source.fields, source.dflash))
     fields.refuse("use_gemma_norm", False)
     fields.refuse("rope_is_neox_style", True)
@@ -220,7 +229,7 @@ def _refuse_variants(source: _Source) -> None:
     dflash.refuse("attention_sink_bias", False)
     dflash.refuse("attention_value_scale", 1, 1.0)
     dflash.refuse("projector_type", "dspark")
-    if source.kind == "dflash2":  # with drafts from the anchor, or with DSpark's heads, nobody has made one
+    if source.kind == "dflash2":  # no published one drafts from the anchor or has DSpark's heads
         for place in (fields, dflash):
             place.refuse("sample_from_anchor", False)
             place.refuse("markov_rank", 0)
@@ -229,3 +238,59 @@ def _refuse_variants(source: _Source) -> None:
     for key in dflash.raw:
         if key.startswith(("lilicorr_", "conv_", "selector_")) and key not in known:
             dflash.refuse(key)
+
+
+# ---- DFlash2, and the heads of DSpark: all layouts use the same keys, in `section` or at the top level
+
+
+def _read_dflash2(section: Fields, top: Fields, hidden_size: int, vocab_size: int) -> Dflash2Head:
+    draft_vocab_size = top.positive("draft_vocab_size", vocab_size)
+    if draft_vocab_size != vocab_size:
+        why = f"but a DFlash2 drafter has all {vocab_size} tokens of its target"
+        raise top.wrong("draft_vocab_size", draft_vocab_size, why)
+    taps, group, rank, top_k = (section.positive(key, default) for key, default in DFLASH2_SIZES.items())
+    head = Dflash2Head(taps, group, rank, top_k, section.get(SKIPS_FIRST, bool, False))
+    if hidden_size % head.conv_group:
+        why = f"which does not divide the hidden size of {hidden_size}"
+        raise section.wrong("conv_group_size", head.conv_group, why)
+    most = min(MAX_CANDIDATES, vocab_size)
+    if head.top_k > most:
+        raise section.wrong("selector_top_k", head.top_k, f"but at most {most} candidates are supported")
+    return head
+
+
+def _read_spark(section: Fields, top: Fields, *, is_dspark: bool) -> SparkConfig | None:
+    """Read DSpark's heads; None if the drafter has none."""
+    is_speculators = is_dspark and "speculators_model_type" in top.raw
+    rank = _at(section, "markov_rank", top).get("markov_rank", int, SPECULATORS_RANK if is_speculators else 0)
+    place = _at(section, "enable_confidence_head", top)
+    has_confidence = place.optional("enable_confidence_head", bool)
+    if has_confidence is None:  # SpecForge may store only the weight of its loss
+        alpha = _at(section, "confidence_head_alpha", top).optional("confidence_head_alpha", float)
+        has_confidence = is_speculators if alpha is None else alpha > 0
+    if rank < 0:
+        raise top.wrong("markov_rank", rank, "expected 0 or a positive number")
+    if not rank and not has_confidence:
+        return None
+    if not is_dspark and "sample_from_anchor" not in {**top.raw, **section.raw}:
+        raise top.error(
+            f"has DSpark's heads (markov_rank = {rank}), but does not say whether column k predicts its own "
+            "token or the next one: set dflash_config.sample_from_anchor to false or true"
+        )
+    kind_place = _at(section, "markov_head_type", top)
+    kind_place.refuse("markov_head_type", *MARKOV_KINDS)
+    kind = kind_place.get("markov_head_type", str, "vanilla")
+    place = _at(section, "confidence_head_with_markov", top)
+    reads_token = place.get("confidence_head_with_markov", bool, is_speculators)
+    if has_confidence and reads_token and not rank:
+        raise place.wrong("confidence_head_with_markov", True, "but markov_rank = 0")
+    return SparkConfig(
+        rank=rank,
+        kind=next(one for one in MARKOV_KINDS if one == kind),
+        has_confidence=has_confidence,
+        confidence_reads_token=has_confidence and reads_token,
+    )
+
+
+def _at(section: Fields, key: str, top: Fields) -> Fields:
+    return section if section.raw.get(key) is not None else top

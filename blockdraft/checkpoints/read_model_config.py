@@ -1,8 +1,8 @@
-"""Reads config.json of a target as a ModelConfig, with one reader per family.
+"""Reads config.json of a target as a ModelConfig, with one reader per family. No torch here.
 
-Each refuses what the family's module in blockdraft/models does not compute. A checkpoint that can also see or
-hear nests its text part in `text_config`; that part is what we read, and `ModelConfig.left_out` says what
-stays behind. No torch here.
+Each reader refuses options that the family's module in blockdraft/models does not implement. A multimodal
+checkpoint nests its text part in `text_config`; only that part is read, and `ModelConfig.left_out` names the
+others.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ FAMILIES: Mapping[str, Family] = {
 _OTHER_PARTS = {"vision_config": "vision", "audio_config": "audio"}
 _SLIDING, _FULL, _LINEAR = "sliding_attention", "full_attention", "linear_attention"
 
-# What relatives of these models compute differently from the same tensors, and the values that change
-# nothing. What brings tensors of its own needs no line: weights.py refuses a tensor without a place.
+# Options with which related models compute something else from the same tensors, and the values that change
+# nothing. Options that add tensors need no line: weights.py refuses tensors that it does not know.
 _VARIANTS: Mapping[str, tuple[object, ...]] = {
     # attention
     "is_causal": (True,),
@@ -70,7 +70,7 @@ _VARIANTS: Mapping[str, tuple[object, ...]] = {
     "rope_is_neox_style": (True,),
     "rope_interleave": (False,),
     "alibi": (False,),
-    # the stream
+    # the residual stream
     "embedding_multiplier": (1,),
     "residual_multiplier": (1,),
     "logits_scaling": (1,),
@@ -91,18 +91,18 @@ _VARIANTS: Mapping[str, tuple[object, ...]] = {
     "allow_neg_eigval": (False,),
 }
 _VARIANT_PREFIXES = ("mamba_", "mup_")
-_HARMLESS = {"mamba_ssm_dtype"}  # how others store the state; ours is never narrower than float32
+_HARMLESS = {"mamba_ssm_dtype"}  # the dtype of the state; ours is never narrower than float32
 
 
 def read_model_config(raw: Mapping[str, object], *, name: str) -> ModelConfig:
-    """The target described by a config.json; everything we would get wrong is refused here."""
+    """Return the target that a config.json describes; ModelError if an option of it is not implemented."""
     family = _family(Fields(raw, owner=name))
     whole = Fields(raw, owner=name, module=f"{family}.py")
     if "text_config" not in raw:
         return _read(family, whole)
     left_out = tuple(part for key, part in _OTHER_PARTS.items() if raw.get(key) is not None)
     text = whole.section("text_config")
-    if "tie_word_embeddings" in raw:  # the head belongs to the whole model, and so does its word on it
+    if "tie_word_embeddings" in raw:  # the outer value counts: the head belongs to the whole model
         text = replace(text, raw={**text.raw, "tie_word_embeddings": raw["tie_word_embeddings"]})
     return replace(_read(family, text), left_out=left_out)
 
@@ -167,7 +167,7 @@ def _qwen3(fields: Fields) -> Layers:
 def _attention(
     fields: Fields, *, has_bias: bool = False, theta: float = 10000.0, part: float | None = None
 ) -> AttentionConfig:
-    """The attention that most families share, with a family's own defaults."""
+    """Read the attention that most families share, with the family's defaults."""
     num_heads, num_kv_heads, head_dim = read_heads(fields, fields.positive("hidden_size"))
     has_bias = fields.get("attention_bias", bool, has_bias)
     return AttentionConfig(
@@ -192,7 +192,7 @@ def _dense(fields: Fields, attention: AttentionConfig, *, has_mlp_bias: bool = F
 def _qwen3_moe(fields: Fields) -> Layers:
     attention = _attention(fields)
     num_layers = fields.positive("num_hidden_layers")
-    # Unlike in Qwen3, the switch is for all layers, and layer_types are not heeded.
+    # Unlike in Qwen3, the switch is for all layers, and layer_types is ignored.
     kinds = (_SLIDING if fields.get("use_sliding_window", bool, False) else _FULL,) * num_layers
     fields.refuse("layer_types", list(kinds))
     moe = _moe(fields, is_normalised=fields.get("norm_topk_prob", bool, False))
@@ -231,7 +231,7 @@ def _moe(fields: Fields, *, is_normalised: bool = True, has_shared: bool = False
 
 
 def _experts(fields: Fields, key: str, chosen_key: str) -> tuple[int, int]:
-    """How many experts there are, and how many of them run for a token."""
+    """Return the number of experts, and how many of them run for a token."""
     num_experts, num_chosen = fields.positive(key), fields.positive(chosen_key)
     if num_chosen > num_experts:
         raise fields.error(f"says {chosen_key} = {num_chosen}, but {key} = {num_experts}")
@@ -239,7 +239,7 @@ def _experts(fields: Fields, key: str, chosen_key: str) -> tuple[int, int]:
 
 
 def _sparse_layers(fields: Fields, mixers: Iterable[Mixer], moe: MoEConfig) -> Layers:
-    """Layers of which some are dense: those listed, and those between the sparse steps."""
+    """Build layers with experts; layers in `mlp_only_layers` and between the sparse steps are dense."""
     step = fields.positive("decoder_sparse_step", 1)
     dense = set(fields.items("mlp_only_layers", int) or ())
     layers = []
@@ -252,7 +252,7 @@ def _sparse_layers(fields: Fields, mixers: Iterable[Mixer], moe: MoEConfig) -> L
 
 
 def _hybrid_mixers(fields: Fields) -> tuple[Mixer, ...]:
-    """Gated attention every few layers, gated delta rules between."""
+    """Return gated attention every few layers, and gated delta rules between."""
     fields.refuse("output_gate_type", "silu", "swish")
     fields.refuse("attn_output_gate", True)
     fields.refuse("use_sliding_window", False)
@@ -292,11 +292,11 @@ def _gemma4(fields: Fields) -> Layers:
     kinds = fields.items("layer_types", str)
     if kinds is None:
         kinds = tuple(_FULL if (index + 1) % 6 == 0 else _SLIDING for index in range(num_layers))
-    kinds = (*kinds[:-1], _FULL)  # as transformers does: the last layer sees everything
+    kinds = (*kinds[:-1], _FULL)  # as in transformers: the last layer has full attention
     windows = windows_of(fields, kinds, num_layers)
     num_shared = fields.get("num_kv_shared_layers", int, 0)
     if not 0 <= num_shared < num_layers:
-        raise fields.error(f"says num_kv_shared_layers = {num_shared} of {num_layers} layers")
+        raise fields.error(f"says num_kv_shared_layers = {num_shared}, but has {num_layers} layers")
     num_own = num_layers - num_shared
     layers: list[LayerConfig] = []
     for index, kind in enumerate(kinds):
@@ -314,11 +314,11 @@ def _refuse_gemma_variants(fields: Fields) -> None:
     fields.refuse("hidden_act", "gelu_pytorch_tanh")
     fields.refuse("attention_bias", False)
     fields.refuse("norm_topk_prob", True)
-    fields.refuse("sliding_window_pattern", 6)  # layer_types say it, or this default
-    fields.refuse("rope_scaling")  # rope_parameters say it, for each kind of layer
+    fields.refuse("sliding_window_pattern", 6)  # layer_types or this default decide
+    fields.refuse("rope_scaling")  # rope_parameters decide, for each kind of layer
     fields.refuse("partial_rotary_factor")
     fields.refuse("use_bidirectional_attention", "vision")  # between the tokens of an image only
-    # Absent, transformers builds them with a width of 256.
+    # If the key is absent, transformers builds these embeddings with a width of 256.
     width = fields.get("hidden_size_per_layer_input", int, 256)
     if width:
         raise fields.error(
@@ -339,11 +339,13 @@ def _check_shared(fields: Fields, mixer: AttentionConfig, layers: list[LayerConf
     source = layers[mixer.shared_with].mixer
     assert isinstance(source, AttentionConfig)
     if (source.num_kv_heads, source.head_dim) != (mixer.num_kv_heads, mixer.head_dim):
-        raise fields.error(f"shares keys and values of layer {mixer.shared_with} with heads of another shape")
+        raise fields.error(
+            f"shares keys and values of layer {mixer.shared_with} with a layer whose heads differ in shape"
+        )
 
 
 def _gemma_attention(fields: Fields, kind: str, index: int) -> AttentionConfig:
-    """Global layers have wider heads, fewer of them for keys, and may use the keys as values."""
+    """Read one layer's attention; global layers have fewer, wider heads and may use keys as values."""
     num_heads, num_kv_heads, head_dim = read_heads(fields, fields.positive("hidden_size"))
     has_values = kind != _FULL or not fields.get("attention_k_eq_v", bool, False)
     if "per_layer_config" in fields.raw:  # as transformers 5.22 writes it
@@ -367,7 +369,7 @@ def _gemma_attention(fields: Fields, kind: str, index: int) -> AttentionConfig:
 
 
 def _own_config(fields: Fields, index: int) -> Fields:
-    """What `per_layer_config` says of one layer. Its keys are indices, padded with zeros to one length."""
+    """Return one layer's section of `per_layer_config`, whose keys are layer indices padded with zeros."""
     layers = fields.section("per_layer_config")
     for key in layers.raw:
         if not key.isdecimal() or int(key) >= fields.positive("num_hidden_layers"):

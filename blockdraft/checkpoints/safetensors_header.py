@@ -1,7 +1,6 @@
-"""The header of a safetensors shard, checked against the shard's size, and read without torch.
+"""Reads the header of a safetensors shard and checks it against the shard's size. No torch here.
 
-A header is a u64 length and that much JSON, which gives each tensor's dtype, shape and place in the bytes
-that follow.
+A header is a u64 length and JSON of that length, with each tensor's dtype, shape and byte offsets behind it.
 """
 
 from __future__ import annotations
@@ -43,13 +42,13 @@ _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 
 class Damaged(Exception):
-    """What is wrong with a shard; the caller adds its name."""
+    """A defect of a shard; the caller adds its name."""
 
 
 class TensorEntry(NamedTuple):
-    """One tensor as a shard's header describes it."""
+    """The description of one tensor in a shard's header."""
 
-    dtype: str  # the format's name for it
+    dtype: str  # a key of DTYPES
     shape: tuple[int, ...]
     begin: int  # bytes from the end of the header
     end: int
@@ -60,7 +59,7 @@ class TensorEntry(NamedTuple):
 
 
 def read_header(file: FileIO, *, owner: str) -> tuple[dict[str, TensorEntry], int]:
-    """Every tensor of an open shard, and the byte where the tensors begin. Raises Damaged and ModelError."""
+    """Return all tensors of an open shard and the byte where they begin. Raises Damaged and ModelError."""
     header, data_start = _read_json(file)
     entries = _entries(header, owner=owner)
     _check_layout(entries, num_bytes=os.fstat(file.fileno()).st_size - data_start)
@@ -75,7 +74,7 @@ def _read(file: FileIO, num_bytes: int, *, offset: int) -> bytes:
 
 
 def _read_json(file: FileIO) -> tuple[dict[str, object], int]:
-    """The header's JSON object, and the byte where the tensors begin."""
+    """Return the header's JSON object and the byte where the tensors begin."""
     file_bytes = os.fstat(file.fileno()).st_size
     if file_bytes < _HEADER_LENGTH.size:
         raise Damaged(f"it has {file_bytes} bytes")
@@ -116,21 +115,20 @@ def _entries(header: Mapping[str, object], *, owner: str) -> dict[str, TensorEnt
         offsets = _sizes(tensor, fields.get("data_offsets"))
         num_bytes = math.prod(shape) * DTYPES[dtype_name][1]
         if len(offsets) != 2 or offsets[1] - offsets[0] != num_bytes:
-            raise Damaged(f"{tensor!r} has {num_bytes} bytes and the place {list(offsets)}")
+            raise Damaged(f"{tensor!r} has {num_bytes} bytes, but the offsets {list(offsets)}")
         entries[tensor] = TensorEntry(dtype_name, shape, *offsets)
     return entries
 
 
 def _sizes(tensor: str, value: object) -> tuple[int, ...]:
-    """A list of sizes from the header."""
     values = value if isinstance(value, list) else [None]
     if not all(isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in values):
-        raise Damaged(f"{tensor!r} has the shape or place {str(value)[:40]}")
+        raise Damaged(f"{tensor!r} has the shape or offsets {str(value)[:40]}")
     return tuple(values)
 
 
 def _check_layout(entries: Mapping[str, TensorEntry], *, num_bytes: int) -> None:
-    """The tensors fill the shard's `num_bytes`: no holes, no overlaps, nothing behind."""
+    """Check that the tensors fill `num_bytes` exactly, without holes or overlaps."""
     position = 0
     for tensor, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
         if entry.begin != position:

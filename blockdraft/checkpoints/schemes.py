@@ -1,8 +1,7 @@
-"""How each quantisation scheme stores a projection in a checkpoint, and how that becomes a `Packed`.
+"""Quantisation schemes: the tensors that each stores for a projection, and how they become a `Packed` weight.
 
-A scheme names the tensors it expects by suffix, with shapes and dtypes, so that a loader can check a
-checkpoint before it reads a byte; `pack` checks them again and looks at the values where a layout is
-only right for some of them.
+A scheme lists its tensors by suffix, with shapes and dtypes, so the loader can check a checkpoint before it
+reads any data. `pack` checks them again, and also values that the layout does not allow.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from blockdraft.models.packed import Packed, Scaled
 from blockdraft.models.packed_groups import Fp4Groups, IntGroups, e8m0, pack_nibbles, word_codes
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-# Scales of activations and of a quantised cache: this engine quantises neither.
+# Scales of activations and of a quantised cache, which are not used.
 ACTIVATION_SCALES = (
     ".input_scale",
     ".input_zero_point",
@@ -31,24 +30,24 @@ ACTIVATION_SCALES = (
     ".k_scale",
     ".v_scale",
 )
-_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where in a word of eight codes AWQ keeps row 0, 1, 2 ...
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the position of rows 0, 1, 2 … in AWQ's words of eight codes
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One tensor of a projection: its shape, the dtypes it may have, whether it may be missing."""
+    """The expected shape and dtypes of one tensor, and whether it may be missing."""
 
     shape: tuple[int, ...]
     dtypes: tuple[torch.dtype, ...]
     is_optional: bool = False
 
     def accepts(self, shape: tuple[int, ...]) -> bool:
-        """Sides of 1 do not count: checkpoints store one scale as [] or [1], rows as [n] or [n, 1]."""
+        """Compare shapes without sides of 1: a single scale is stored as [] or [1], rows as [n] or [n, 1]."""
         return [side for side in shape if side != 1] == [side for side in self.shape if side != 1]
 
 
 class Scheme(Protocol):
-    """How one projection is stored."""
+    """The storage format of one projection."""
 
     @property
     def name(self) -> str:
@@ -56,18 +55,18 @@ class Scheme(Protocol):
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        """Suffixes that may be present and are knowingly not used."""
+        """Suffixes of tensors that may be present and are not used."""
 
     def tensors(self, shape: tuple[int, ...]) -> Mapping[str, TensorSpec]:
-        """Suffix -> what the checkpoint must hold for a projection of this logical shape."""
+        """Map suffixes to the required tensors for a projection of this logical shape."""
 
     def pack(self, tensors: Mapping[str, Tensor], shape: tuple[int, ...]) -> Packed:
-        """The projection of this logical shape; ModelError where the tensors do not fit the scheme."""
+        """Build the weight of this logical shape; ModelError if the tensors do not fit the scheme."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScaledScheme:
-    """fp8 or int8 `.weight` and one scale per block; None in `block` is the whole side of the matrix."""
+    """fp8 or int8 `.weight` with one scale per block; None in `block` means the whole side of the matrix."""
 
     name: str
     dtype: torch.dtype
@@ -108,10 +107,10 @@ class ScaledScheme:
 
 @dataclass(frozen=True, slots=True)
 class Fp4Scheme:
-    """Four-bit floats, two to a byte, and a scale for each group of columns.
+    """4-bit floats, two per byte, with a scale for each group of columns.
 
-    NVFP4 has one more scale for the whole matrix, which multiplies or divides, by the library that wrote it.
-    AWQ has factors for the inputs, too, where they were not folded into the norm before.
+    NVFP4 has one more scale for the whole matrix, which multiplies or divides, depending on the library. AWQ
+    also has factors for the inputs, unless they were folded into the norm before.
     """
 
     name: str
@@ -122,7 +121,7 @@ class Fp4Scheme:
     multiplier: str | None = None
     divisor: str | None = None
     column_factors: str | None = None
-    is_fused: bool = False  # experts together: [E, rows, groups, bytes of a group], rows being outputs
+    is_fused: bool = False  # all experts in one tensor [E, rows (outputs), groups, bytes of a group]
     ignored: tuple[str, ...] = ACTIVATION_SCALES
 
     def tensors(self, shape: tuple[int, ...]) -> Mapping[str, TensorSpec]:
@@ -146,7 +145,7 @@ class Fp4Scheme:
         scale = found[self.scales]
         if self.divisor is not None and not bool((found[self.divisor] > 0).all()):
             value = found[self.divisor].item()
-            raise ModelError(f"{self.name}: {self.divisor.lstrip('.')} is {value}, expected above zero.")
+            raise ModelError(f"{self.name}: {self.divisor.lstrip('.')} is {value}, expected more than 0.")
         return Fp4Groups(
             found[self.codes].reshape(*shape[:-1], -1),
             e8m0(scale) if scale.dtype == torch.uint8 else scale,
@@ -179,8 +178,8 @@ FUSED_MXFP4 = Fp4Scheme(  # the experts of gpt-oss
 class GptqScheme:
     """GPTQ: codes packed along the columns, zero points along the rows.
 
-    `zero_offset` is what a reader adds to a stored zero point: 1 in the original format, 0 in
-    gptq_v2. None (symmetric only) reads it off the values, whose sum must be the middle code.
+    `zero_offset` is added to a stored zero point: 1 in the original format, 0 in gptq_v2. None (symmetric
+    only) derives it from the stored values: with the offset they must be the middle code.
     """
 
     name: str
@@ -188,7 +187,7 @@ class GptqScheme:
     group_size: int | None  # None: one group per row
     is_symmetric: bool
     zero_offset: int | None
-    is_reordered: bool = False  # groups are not runs of columns: g_idx must be there
+    is_reordered: bool = False  # groups are not consecutive columns: g_idx is required
     ignored: tuple[str, ...] = ()
 
     def tensors(self, shape: tuple[int, ...]) -> Mapping[str, TensorSpec]:
@@ -232,11 +231,11 @@ class GptqScheme:
             if offset not in (0, 1) or not bool((stored == self._middle - offset).all()):
                 raise ModelError(
                     f"{self.name}: the zero points of a weight are neither all {self._middle - 1} nor all "
-                    f"{self._middle}, but its configuration says sym = true. Quantise it anew."
+                    f"{self._middle}, but its configuration says sym = true. Quantise the model again."
                 )
             return offset
         if self.zero_offset and bool((stored == (1 << self.bits) - 1).any()):
-            # The format stores zero - 1, and writers let 0 - 1 spill over its neighbours.
+            # The format stores zero - 1, and 0 - 1 overflows into neighbouring zero points.
             raise ModelError(
                 f"{self.name}: a stored zero point is {(1 << self.bits) - 1}, which the original GPTQ format "
                 "cannot express. Use a checkpoint in the gptq_v2 format."
@@ -246,7 +245,7 @@ class GptqScheme:
 
 @dataclass(frozen=True, slots=True)
 class AwqScheme:
-    """AWQ, gemm version: codes and zero points packed along the rows, eight to a word, interleaved."""
+    """AWQ, gemm version: codes and zero points packed along the rows, eight per word, interleaved."""
 
     name: str
     group_size: int | None
@@ -328,12 +327,12 @@ class CompressedIntScheme:
 
 
 def _awq_rows(words: Tensor) -> Tensor:
-    """int32 [n, rows / 8] -> uint8 codes [n, rows] with the interleaving undone."""
+    """Unpack int32 [n, rows / 8] to uint8 codes [n, rows] in order."""
     return word_codes(words, 4).view(*words.shape, 8)[..., list(_AWQ_ORDER)].flatten(-2)
 
 
 def _group_index(scheme: Scheme, stored: Tensor | None, columns: int, group_size: int) -> Tensor | None:
-    """The group of each column as [1, columns]; None where the groups are runs of columns."""
+    """Return the group of each column as [1, columns]; None if groups are consecutive columns."""
     if stored is None:
         return None
     runs = torch.arange(columns, dtype=stored.dtype, device=stored.device) // group_size
@@ -342,13 +341,13 @@ def _group_index(scheme: Scheme, stored: Tensor | None, columns: int, group_size
     if int(stored.min()) < 0 or int(stored.max()) >= _ceil(columns, group_size):
         raise ModelError(
             f"{scheme.name}: g_idx names group {int(stored.max())} (lowest {int(stored.min())}) of "
-            f"{_ceil(columns, group_size)}. The checkpoint is damaged or its group_size is wrong."
+            f"{_ceil(columns, group_size)} groups. The checkpoint is damaged or its group_size is wrong."
         )
     return stored.to(torch.int32).unsqueeze(0)
 
 
 def _checked(scheme: Scheme, tensors: Mapping[str, Tensor], shape: tuple[int, ...]) -> dict[str, Tensor]:
-    """The scheme's tensors, each in the shape its spec spells out."""
+    """Check the scheme's tensors and reshape each to its spec."""
     found: dict[str, Tensor] = {}
     for suffix, spec in scheme.tensors(shape).items():
         tensor = tensors.get(suffix)
@@ -369,7 +368,7 @@ def _checked(scheme: Scheme, tensors: Mapping[str, Tensor], shape: tuple[int, ..
 
 def _one_matrix(scheme: Scheme, shape: tuple[int, ...]) -> tuple[int, int]:
     if len(shape) != 2:
-        raise ModelError(f"{scheme.name}: fused experts {list(shape)} are not stored in this format.")
+        raise ModelError(f"{scheme.name}: fused experts {list(shape)} are not supported in this format.")
     return shape[0], shape[1]
 
 

@@ -1,4 +1,4 @@
-"""What a model is to a reader: its name, the format of its files and their size."""
+"""Describes a checkpoint for people: its name, the format of its files and their size."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from blockdraft.settings.shipped import model_title
 
 @dataclass(frozen=True, slots=True)
 class StoredForm:
-    """A checkpoint in a few words."""
+    """A short description of a checkpoint."""
 
     title: str
     format: str = "random weights"
-    num_bytes: int = 0  # of its files with weights
+    num_bytes: int = 0  # of its weight files
 
 
 def stored_form(checkpoint: Checkpoint | None, name: str, method: str | None) -> StoredForm:
-    """None: nothing was read; `method` says how a folder is quantised."""
+    """Describe `checkpoint` (None: random weights); `method` names the quantisation of a folder, if any."""
     title = model_title(name)
     if checkpoint is None:
         return StoredForm(title)

@@ -1,4 +1,4 @@
-"""TokenizerParts: what a checkpoint says about its text side."""
+"""TokenizerParts: the tokenizer of a checkpoint, with its chat template and special tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import tokenizers
 
 @dataclass(frozen=True, slots=True)
 class TokenizerParts:
-    """A tokenizer, and what goes with it."""
+    """See above."""
 
     tokenizer: tokenizers.Tokenizer
     chat_template: str | None

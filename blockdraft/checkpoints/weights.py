@@ -1,9 +1,9 @@
-"""From a checkpoint's tensors to parameters: every shape and dtype checked, nothing left over.
+"""Loads a checkpoint into a model. Every shape and dtype is checked, and unknown tensors raise an error.
 
-A model is built on the meta device, without memory. `match_tensors` finds, for each of its parameters, the
-tensors that fill it; they are then read one after another, in slices, and put in their place: a plain
-parameter, or a Packed weight in the format of the file or of our own making. What is resident at any time
-is the weights read so far and one slice, or the packed parts of one layer's experts.
+A model is built on the meta device, without memory. `match_tensors` finds the tensors that fill each
+parameter. They are read one after another, in slices, into a plain parameter or a Packed weight, in the
+file's format or quantised here. At any time, memory holds the weights read so far and one slice, or the
+packed parts of one layer's experts.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ from blockdraft.models.packed_gguf import GgufPacked
 from blockdraft.models.packed_int8 import Int8Matrix
 from blockdraft.settings.model_source import known_name
 
-_SLICE_BYTES = 4 << 20  # read and converted at a time, in float32; arbitrary, small beside any model
-_WORK_BYTES = 1 << 20  # the same where a format takes several copies of it to unpack or to quantise
+_SLICE_BYTES = 4 << 20  # read and converted at a time, in float32; arbitrary, small compared to any model
+_WORK_BYTES = 1 << 20  # the same for formats that need several copies to unpack or to quantise
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 Quantiser: TypeAlias = Callable[[Tensor], Packed]  # row by row
 QUANTISERS: Mapping[str, Quantiser] = {"fp8": quantise_fp8, "int8": quantise_int8}
@@ -61,17 +61,17 @@ QUANTISERS: Mapping[str, Quantiser] = {"fp8": quantise_fp8, "int8": quantise_int
 class TensorPiece:
     """One projection of the checkpoint and the part of a parameter that it fills."""
 
-    source: str  # its module, which a quantisation is asked about
-    tensor: str  # its name while it is not quantised
+    source: str  # the module's path, by which its quantisation is looked up
+    tensor: str  # the tensor's name if it is not quantised
     shape: tuple[int, ...]
-    expert: int | None = None  # None: all experts at once, or a parameter without any
-    begin: int = 0  # first row
+    expert: int | None = None  # None: all experts at once, or not an expert
+    begin: int = 0  # first row in the parameter
     is_transposed: bool = False
     is_interleaved: bool = False  # rows [E, 2 x n] alternate between two parts that we stack
-    scheme: Scheme | None = None  # how the file packs it
+    scheme: Scheme | None = None  # of the quantisation in the file
 
     def stored(self) -> Mapping[str, TensorSpec]:
-        """The tensors that the file must hold for it."""
+        """Return the tensors that the file must hold."""
         if self.scheme is not None:
             return {self.source + suffix: spec for suffix, spec in self.scheme.tensors(self.shape).items()}
         shape = self.shape
@@ -100,12 +100,12 @@ class Slot:
 
     @property
     def may_be_quantised(self) -> bool:
-        """A router or a gate decides what runs and is tiny: its values are always plain."""
+        """False for routers and gates: they are tiny, and decide what runs."""
         is_plain = isinstance(self.module, PlainLinear) or any(is_router(one.source) for one in self.pieces)
         return self.is_projection and not is_plain
 
     def uses_int8_matrix(self, storage: Storage, device: torch.device) -> bool:
-        """Whether products with it are in whole numbers: on a CPU with kernels for that, heads included."""
+        """Whether the weight becomes an Int8Matrix: on a CPU with int8 kernels, heads included."""
         if storage != "int8" or self.parameter.dtype != torch.float32:
             return False
         is_matrix = self.may_be_quantised and isinstance(self.module, Linear)
@@ -113,13 +113,13 @@ class Slot:
         return is_matrix and why_no_llvm(torch.float32, device) is None
 
     def put(self, value: nn.Parameter | Packed) -> None:
-        delattr(self.module, self.attribute)  # a module does not take the place of a parameter
+        delattr(self.module, self.attribute)  # a module cannot replace a parameter by assignment
         setattr(self.module, self.attribute, value)
 
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """What becomes of every tensor of a checkpoint."""
+    """Which tensors of a checkpoint are loaded, and why the others are not."""
 
     consumed: frozenset[str]
     skipped: Mapping[str, str]  # name -> reason
@@ -133,10 +133,10 @@ def load_decoder(
     device: torch.device,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
-    """Fill a target that was built on the meta device; `progress` hears of parameters done, and of all."""
+    """Fill a target that was built on the meta device; `progress` gets parameters done and in all."""
     factors = column_factors(known_name(checkpoint.name)) if storage == "int8" else {}
     kept = None
-    if isinstance(checkpoint, GgufCheckpoint) and _is_whole(storage, device):
+    if isinstance(checkpoint, GgufCheckpoint) and _has_int8_matrices(storage, device):
         kept = KeptInt8([checkpoint.file], factors)
     reader = _Reader(checkpoint, checkpoint.tensors(), storage, device, factors, kept)
     slots = reader.load(model, progress)
@@ -148,20 +148,17 @@ def load_decoder(
 def load_drafter(model: DFlash, checkpoint: Checkpoint, *, storage: Storage, device: torch.device) -> None:
     """Fill a drafter that was built on the meta device; both layouts use the same names."""
     kept = None
-    if isinstance(checkpoint, FolderCheckpoint) and _is_whole(storage, device):
+    if isinstance(checkpoint, FolderCheckpoint) and _has_int8_matrices(storage, device):
         kept = KeptInt8(checkpoint.files, {})
     _Reader(checkpoint, checkpoint.tensors(), storage, device, kept=kept).load(model)
 
 
 def check_copies(checkpoint: Checkpoint, config: DraftConfig) -> None:
-    """Copies of the target's embedding and head are not read, but they must be of such a target."""
+    """Check the shapes of copies of the target's embedding and head, which are not loaded."""
     if not config.copies_head:
         return
-    tensors, rows = (
-        checkpoint.tensors(),
-        {"embed_tokens": config.vocab_size, "lm_head": config.draft_vocab_size},
-    )
-    for name, num_rows in rows.items():
+    tensors = checkpoint.tensors()
+    for name, num_rows in {"embed_tokens": config.vocab_size, "lm_head": config.draft_vocab_size}.items():
         info, shape = tensors.get(f"{name}.weight"), (num_rows, config.hidden_size)
         if info is not None and info.shape != shape:
             raise ModelError(
@@ -170,8 +167,8 @@ def check_copies(checkpoint: Checkpoint, config: DraftConfig) -> None:
             )
 
 
-def _is_whole(storage: Storage, device: torch.device) -> bool:
-    """Whether matrices become whole numbers, whose packing is worth keeping."""
+def _has_int8_matrices(storage: Storage, device: torch.device) -> bool:
+    """Whether weights become Int8Matrix, whose packing is worth caching."""
     return storage == "int8" and why_no_llvm(torch.float32, device) is None
 
 
@@ -181,10 +178,10 @@ def match_tensors(
     tensors: Mapping[str, TensorInfo],
     is_zero: Callable[[str], bool] = lambda tensor: True,
 ) -> tuple[list[Slot], Account]:
-    """Which tensors fill which parameter, and in which scheme. Nothing is read but biases, by `is_zero`.
+    """Find the tensors and the scheme of every parameter. Reads no tensors, except biases through `is_zero`.
 
-    Raises ModelError unless every tensor is there in its shape and dtype, and none is left over. GPTQ
-    exporters write a bias of zeros for every projection; one that `is_zero` changes nothing.
+    Raises ModelError if a tensor is missing, unknown, or of the wrong shape or dtype. GPTQ exporters write a
+    bias of zeros for every projection; biases that `is_zero` confirms are ignored.
     """
     name = checkpoint.name
     slots = slots_of(model, tensors)
@@ -207,7 +204,7 @@ def match_tensors(
 
 
 def slots_of(model: Decoder | DFlash, tensors: Mapping[str, TensorInfo]) -> list[Slot]:
-    """Every parameter of `model`, with its pieces in a checkpoint that holds `tensors`."""
+    """Return every parameter of `model`, with its pieces in a checkpoint that holds `tensors`."""
     if isinstance(model, DFlash):
         prefix, tables = "", [DRAFT_LAYER] * len(model.layers)
     else:
@@ -234,14 +231,14 @@ def _head_name(tensors: Mapping[str, TensorInfo]) -> str:
 
 def _pieces(
     module: nn.Module,
-    place: tuple[str, str],
+    location: tuple[str, str],
     parameter: Tensor,
     table: Names,
     base: str,
     tensors: Mapping[str, TensorInfo],
 ) -> tuple[TensorPiece, ...]:
-    """The pieces of the parameter at `place`, a path inside a layer and an attribute there."""
-    path, attribute = place
+    """Return the pieces of the parameter at `location`: a path inside a layer, and an attribute there."""
+    path, attribute = location
     whole = f"{path}.{attribute}".lstrip(".")
     if whole in table:
         (name,) = table[whole]  # type: ignore[misc]
@@ -256,7 +253,7 @@ def _pieces(
 def _stacked(
     module: nn.Module, attribute: str, parameter: Tensor, sources: tuple[str, ...]
 ) -> tuple[TensorPiece, ...]:
-    """Projections stacked along the rows."""
+    """Return one piece per projection, stacked along the rows."""
     parts = module.parts if isinstance(module, Linear) else (parameter.shape[0],)
     pieces, begin = [], 0
     for source, rows in zip(sources, parts, strict=True):
@@ -274,11 +271,11 @@ def _expert_pieces(
     base: str,
     tensors: Mapping[str, TensorInfo],
 ) -> tuple[TensorPiece, ...]:
-    """Experts fused into one tensor, fused part by part, or one by one: whichever the file has."""
+    """Return the pieces of experts, which a file stores fused, fused part by part, or one by one."""
     num_experts, inner = parameter.shape[0], tuple(parameter.shape[2:])
     suffix = "" if attribute == "weight" else f"_{attribute}"
     fused = f"{base}{names.base}.{names.fused}"
-    # GGUF: then "down_proj" is a part too, and not the fused tensor of that name, which may be transposed.
+    # In GGUF, "down_proj" is a part, not the fused tensor of that name, which may be transposed.
     is_by_part = f"{base}{names.base}.gate_proj" in tensors
     if not is_by_part and any(f"{fused}{end}" in tensors for end in ("", "_blocks")):
         is_transposed = names.is_transposed and attribute == "weight"
@@ -299,7 +296,7 @@ def _expert_pieces(
 def _with_scheme(
     piece: TensorPiece, quantization: Quantization, tensors: Mapping[str, TensorInfo], name: str
 ) -> TensorPiece:
-    """Exporters leave some projections plain without listing them; the file itself is then unambiguous."""
+    """Add the scheme, unless the file holds the plain tensor: exporters leave some projections unlisted."""
     scheme = quantization.scheme(piece.source)
     if scheme is None:
         return piece
@@ -316,11 +313,10 @@ def _with_scheme(
 
 
 def _named(name: str, piece: TensorPiece, error: ModelError) -> ModelError:
-    """The same error with the checkpoint and the module that it is about."""
     return ModelError(f"'{name}': '{piece.source}': {error}")
 
 
-# ---- what must hold before anything is read
+# ---- checks before anything is read
 
 
 def _check(
@@ -356,14 +352,14 @@ def _check(
             unknown.append(tensor)
     if unknown:
         raise ModelError(
-            f"'{name}': {len(unknown)} tensors that this architecture does not use, '{unknown[0]}' first: "
-            "running without them would be another model. See docs/models.md."
+            f"'{name}': the file has {len(unknown)} tensors that this architecture does not use, "
+            f"'{unknown[0]}' first. Without them it would be another model. See docs/models.md."
         )
     return Account(frozenset(consumed), left)
 
 
 def _check_tied(checkpoint: Checkpoint, embedding: str, head: str) -> None:
-    """A head that is stored although config.json ties it must be the embedding."""
+    """Check that a stored head equals the embedding, if config.json says that it is tied."""
     info = checkpoint.tensors().get(head)
     if info is None:
         return
@@ -407,16 +403,15 @@ class _Reader:
     """Reads a checkpoint into memory on `device`."""
 
     checkpoint: Checkpoint
-    tensors: Mapping[str, TensorInfo]  # the checkpoint's, asked for once: a mixture has tens of thousands
+    tensors: Mapping[str, TensorInfo]  # of the checkpoint, built once: a mixture has tens of thousands
     storage: Storage
     device: torch.device
-    factors: Mapping[str, Tensor] = field(default_factory=dict)  # of columns, by the module's path
-    kept: KeptInt8 | None = None  # None: what is packed here is not kept
+    factors: Mapping[str, Tensor] = field(default_factory=dict)  # column factors by module path
+    kept: KeptInt8 | None = None  # the cache on disk; None: packed weights are not cached
 
     def load(
         self, model: Decoder | DFlash, progress: Callable[[int, int], None] = lambda done, total: None
     ) -> list[Slot]:
-        """Fill all of `model`."""
         checkpoint = self.checkpoint
         slots, _ = match_tensors(
             model, checkpoint, self.tensors, lambda name: not bool(checkpoint.read(name).any())
@@ -424,7 +419,7 @@ class _Reader:
         paths = {id(module): path for path, module in model.named_modules()}
         kept = {} if self.kept is None else self.kept.read()
         for index, slot in enumerate(slots):
-            # The head decides between tokens: it is never quantised by us.
+            # The head decides between tokens and is never quantised here.
             may_quantise = slot.may_be_quantised and slot.module is not model.head
             path = paths[id(slot.module)]
             if slot.attribute == "weight" and path in kept:
@@ -476,7 +471,7 @@ class _Reader:
                 region[begin:end].copy_(self._rows(piece, begin, end))
 
     def _rows(self, piece: TensorPiece, begin: int, end: int) -> Tensor:
-        """Rows, or experts, of an unquantised piece in our layout."""
+        """Read rows, or experts, of an unquantised piece in our layout."""
         rows = self.checkpoint.read(piece.tensor, begin, end)
         rows = rows.transpose(-1, -2) if piece.is_transposed else rows
         return _deinterleaved(rows) if piece.is_interleaved else rows
@@ -499,11 +494,10 @@ class _Reader:
     def _quantised(
         self, pieces: Iterable[TensorPiece], shape: tuple[int, ...], quantiser: Quantiser
     ) -> Packed:
-        """The pieces of a matrix as one, a slice at a time."""
+        """Quantise the pieces of a matrix as one weight, a slice at a time."""
         return join_slices(map(quantiser, self._slices(pieces)), shape)
 
     def _slices(self, pieces: Iterable[TensorPiece]) -> Iterable[Tensor]:
-        """The rows of a matrix, some at a time."""
         for piece in pieces:
             for begin, end in row_slices(piece.shape, _WORK_BYTES):
                 yield self._rows(piece, begin, end)
@@ -524,7 +518,7 @@ class _Reader:
         return stack_each(experts, piece.shape[0], own_memory)
 
     def _read_packed(self, piece: TensorPiece, expert: int | None = None) -> Packed:
-        """The piece in the file's format, or one expert of a piece that holds several."""
+        """Read a piece in the file's format, or one expert of a piece that holds several."""
         if piece.scheme is None:
             kind = self.checkpoint.ggml_type(piece.tensor)
             assert kind is not None
@@ -532,7 +526,7 @@ class _Reader:
         read = {}
         for name in piece.stored():
             if name not in self.tensors:
-                continue  # optional, or _check would have said so
+                continue  # optional, as _check has made sure
             begin, end = (0, None) if expert is None else (expert, expert + 1)
             tensor = self.checkpoint.read(name, begin, end)
             tensor = _deinterleaved(tensor) if piece.is_interleaved else tensor
@@ -544,7 +538,7 @@ class _Reader:
 
 
 def _unpack(packed: Packed, region: Tensor) -> None:
-    """The values of one matrix, some rows at a time."""
+    """Write the values of one matrix into `region`, a slice of rows at a time."""
     for begin, end in row_slices(packed.shape, _WORK_BYTES):
         region[begin:end].copy_(packed[torch.arange(begin, end)].dequantise(region.dtype))
 
@@ -552,7 +546,7 @@ def _unpack(packed: Packed, region: Tensor) -> None:
 def join_slices(
     parts: Iterable[Packed], shape: tuple[int, ...], device: torch.device | None = None
 ) -> Packed:
-    """Slices of rows, each quantised row by row, as one weight: only that is ever there as a whole."""
+    """Join slices of rows, each quantised row by row, into one weight, without holding all of them."""
     num_rows, columns = math.prod(shape[:-1]), shape[-1]
     values: Tensor | None = None
     scales: list[Tensor] = []
@@ -569,7 +563,7 @@ def join_slices(
 
 
 def _region(value: Tensor, piece: TensorPiece) -> Tensor:
-    """The part of `value` that `piece` fills: stacked parts differ from the whole in one dimension."""
+    """Return the part of `value` that `piece` fills: its shape differs from the whole in one dimension."""
     if piece.expert is not None:
         value = value[piece.expert]
     for axis, (have, want) in enumerate(zip(value.shape, piece.shape, strict=True)):
@@ -579,11 +573,11 @@ def _region(value: Tensor, piece: TensorPiece) -> Tensor:
 
 
 def _deinterleaved(experts: Tensor) -> Tensor:
-    """Rows [E, 2 x n, ...] of which the even ones are the first part and the odd ones the second."""
+    """Reorder rows [E, 2 x n, ...]: first the even ones, then the odd ones."""
     return torch.cat((experts[:, 0::2], experts[:, 1::2]), dim=1)
 
 
 def row_slices(shape: tuple[int, ...], num_bytes: int) -> Iterable[tuple[int, int]]:
-    """Ranges of rows, each about `num_bytes` as float32."""
+    """Return ranges of rows, each about `num_bytes` in float32."""
     rows = max(1, num_bytes // (4 * math.prod(shape[1:])))
     return ((begin, min(begin + rows, shape[0])) for begin in range(0, shape[0], rows))

@@ -1,4 +1,4 @@
-"""ModelConfig: the shape of a model, layer by layer, in our words. Without torch, as the planner needs it."""
+"""ModelConfig: the shape of a model, layer by layer, in our own terms. No torch here, for the planner."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ Family = Literal[
     "llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe", "gemma4", "gpt_oss"
 ]
 
-# Of weights. keep: as the file has them; none: unpacked into the model's dtype; else: quantised at load.
+# Of weights. keep: in the file's format; none: unpacked to the model's dtype; else: quantised when loaded.
 Storage = Literal["keep", "none", "fp8", "int8"]
 
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """How positions become angles; `kind` names the frequency rule."""
+    """Rotary positions; `kind` names the rule of the frequencies."""
 
     theta: float
     kind: Literal["default", "linear", "llama3", "factors", "yarn", "proportional"] = "default"
-    part: float = 1.0  # share of a head that is rotated; the rest passes unchanged
+    part: float = 1.0  # share of a head that is rotated; the rest stays unchanged
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -35,13 +35,13 @@ class Rope:
 
 @dataclass(frozen=True, slots=True)
 class AttentionConfig:
-    """A layer that attends. What only one family does with it is in that family's file."""
+    """The shape of an attention layer."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     rope: Rope
-    window: int | None = None  # None sees everything
+    window: int | None = None  # None: full attention
     has_bias: bool = False  # on queries, keys and values
     has_out_bias: bool = False
     has_values: bool = True  # False: the values are the unrotated keys
@@ -55,7 +55,7 @@ class AttentionConfig:
 
 @dataclass(frozen=True, slots=True)
 class DeltaConfig:
-    """A gated delta rule behind a short convolution: a layer with a state instead of keys and values."""
+    """The shape of a gated delta layer, which has a state instead of keys and values."""
 
     num_key_heads: int
     num_value_heads: int
@@ -89,7 +89,7 @@ class MoEConfig:
     num_chosen: int
     inner_size: int
     is_normalised: bool = True  # the chosen experts' weights sum to one
-    shared_size: int | None = None  # an expert that always runs, behind a gate of its own
+    shared_size: int | None = None  # of an expert that always runs, with its own gate
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class LayerConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The shape of a target, in our words."""
+    """The shape of a target."""
 
     name: str
     family: Family
@@ -124,7 +124,7 @@ class ModelConfig:
 
     @property
     def is_hybrid(self) -> bool:
-        """Whether some layers keep a state, which prefix reuse cannot restore."""
+        """Whether some layers have a state, which prefix reuse cannot restore."""
         return any(isinstance(layer.mixer, DeltaConfig) for layer in self.layers)
 
     def layer_specs(self) -> tuple[LayerSpec, ...]:
@@ -132,7 +132,6 @@ class ModelConfig:
 
 
 def layer_spec(num_kv_heads: int, head_dim: int, window: int | None) -> LayerSpec:
-    """What an attention layer stores."""
     if window is None:
         return Paged(num_kv_heads=num_kv_heads, head_dim=head_dim)
     return Windowed(num_kv_heads=num_kv_heads, head_dim=head_dim, window=window)

@@ -1,4 +1,4 @@
-"""Decoder: embed, layers, norm, with taps for a drafter. One definition for serving and for training."""
+"""Decoder: embedding, layers and norm of a target, with taps for a drafter. Serving and training share it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from blockdraft.models.rotary import Rotary
 
 
 class Decoder(KernelModule):
-    """A target model. `taps` are the layers whose outputs a drafter reads."""
+    """A target model. A drafter reads the outputs of the layers `taps`."""
 
     def __init__(
         self,
@@ -48,38 +48,38 @@ class Decoder(KernelModule):
         return x * self._embedding_scale
 
     def forward(self, token_ids: Tensor, view: View) -> tuple[Tensor, Tensor]:
-        """Hidden states [N, E] before the head, and features [N, taps * E], for token_ids [N]."""
+        """Return hidden states [N, E] before the head and features [N, taps * E] for token_ids [N]."""
         x = self.embed(token_ids)
         angles = self.angles(view.positions)
         features = x.new_empty(len(x), len(self.taps), x.shape[1])
         for index in range(len(self.layers)):
             x = self.through(index, x, angles, view)
-            for place, tap in enumerate(self.taps):
+            for position, tap in enumerate(self.taps):
                 if tap == index:
-                    features[:, place] = x  # a copy: the next layer may add its result in place
+                    features[:, position] = x  # a copy: the next layer may add its result in place
         return self.norm(x), features.flatten(1)
 
     def angles(self, positions: Tensor) -> list[Angles]:
-        """Of every kind of rope that the layers have."""
+        """Return the angles of every kind of rope that the layers have."""
         return [rotary(positions) for rotary in self.rotaries]
 
     def through(self, index: int, x: Tensor, angles: list[Angles], view: View) -> Tensor:
-        """Layer `index` of x [N, E], which may be overwritten."""
+        """Run layer `index` on x [N, E], which may be overwritten."""
         rotary = self._rotary_of[index]
         return self.layers[index](x, None if rotary is None else angles[rotary], view)  # type: ignore[no-any-return]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[..., V] for hidden states [..., E]."""
+        """Return logits [..., V] for hidden states [..., E]."""
         return softcap(self.head_logits(hidden), self.config.logit_softcap)
 
     def head_logits(self, hidden: Tensor) -> Tensor:
-        """The logits before they are capped."""
+        """Return the logits before they are capped."""
         self.check_no_gradient(hidden)
         return self.embedding.project(hidden) if self.head is None else self.head(hidden)
 
 
 def softcap(logits: Tensor, cap: float | None) -> Tensor:
-    """Values squeezed into (-cap, cap)."""
+    """Squeeze logits into (-cap, cap)."""
     return logits if cap is None else torch.tanh(logits / cap) * cap
 
 

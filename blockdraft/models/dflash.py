@@ -1,9 +1,9 @@
-"""DFlash: a few Qwen3-style layers that fill in a whole block at once, reading the target's own features.
+"""DFlash: a few Qwen3-style layers that draft a whole block at once and read the target's features.
 
-For every committed token the target's tapped hidden states are fused into one context vector,
-`hidden_norm(fc(features))`. It never enters the residual stream: each layer only adds its key and value,
-so depth keeps direct access to what the target knows. The block's own stream starts from the target's
-embeddings of [anchor, mask, mask, …], and the output at column k is a guess of the token at column k.
+For every committed token, the target's tapped hidden states are fused into one context vector,
+`hidden_norm(fc(features))`. It does not enter the residual stream: every layer computes its own keys and
+values from it. The block's stream starts from the target's embeddings of [anchor, mask, mask, …], and the
+output at column k predicts the token at column k.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from blockdraft.models.spark import ConfidenceHead, MarkovHead
 
 
 class DFlashLayer(nn.Module):
-    """One drafter layer; `layer` is its place in the shared cache."""
+    """One drafter layer; `layer` is its index in the cache, which it shares with the target."""
 
     def __init__(self, config: DraftConfig, index: int, layer: int) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class DFlashLayer(nn.Module):
         self.mlp = GatedMLP(hidden, config.intermediate_size)
 
     def keys_values(self, context: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values [N, G, D] of context vectors [N, E]: by the same projection as the block's own."""
+        """Return keys and values [N, G, D] of context vectors [N, E], by the block's own projection."""
         k, v = self.qkv.last(context, 2).view(len(context), -1, self.head_dim).chunk(2, dim=1)
         return k, v
 
@@ -54,19 +54,19 @@ class DFlashLayer(nn.Module):
         return HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
 
     def attend(self, projected: Tensor, angles: Angles, view: View) -> Tensor:
-        """What all heads found [N, H * D], of queries, keys and values side by side [N, (H + G + G) * D]."""
+        """Return [N, H * D] for queries, keys and values side by side [N, (H + G + G) * D]."""
         q, k, v = torch.split(projected.view(len(projected), -1, self.head_dim), list(self.heads), dim=1)
         attended = view.attend(self.layer, q, k, v, self.mask, angles=angles, norms=self.norms())
         return attended.flatten(1)
 
     def forward(self, x: Tensor, angles: Angles, view: View, num_columns: int) -> Tensor:
-        """The stream [N, E] behind this layer, of blocks of `num_columns`."""
+        """Run the layer on the stream [N, E] of blocks of `num_columns`."""
         x = self.out(self.attend(self.qkv(x, norm=self.attention_norm), angles, view), x)
         return self.mlp(x, self.mlp_norm)  # type: ignore[no-any-return]
 
 
 class DFlash(KernelModule):
-    """The drafter's body; `first_layer` is where its layers begin in the shared cache."""
+    """The drafter's body; `first_layer` is the index of its first layer in the shared cache."""
 
     layer_type: type[DFlashLayer] = DFlashLayer
 
@@ -97,7 +97,7 @@ class DFlash(KernelModule):
         )
 
     def absorb(self, features: Tensor, view: View) -> None:
-        """Leave the context's keys and values of these positions in the cache: features [N, taps * E]."""
+        """Write the context's keys and values of these positions to the cache: features [N, taps * E]."""
         self.check_no_gradient(features)
         context = self.hidden_norm(self.fc(features))
         angles = self.rotary(view.positions)
@@ -106,13 +106,13 @@ class DFlash(KernelModule):
             view.write(layer.layer, *layer.keys_values(context), angles=angles, norms=layer.norms())
 
     def confidences(self, hidden: Tensor, before: Tensor) -> Tensor:
-        """[N] log-odds that drafts of hidden states [N, E], behind the tokens [N], are right if those are."""
+        """Return [N] log-odds that drafts of hidden states [N, E] are right if the tokens before [N] are."""
         assert self.confidence is not None
         own = None if self.markov is None else self.markov.before.weight[before]
         return self.confidence(hidden, own).float()  # type: ignore[no-any-return]
 
     def forward(self, x: Tensor, view: View, num_columns: int) -> Tensor:
-        """Hidden states [N, E] of blocks of `num_columns` whose embeddings are x [N, E]."""
+        """Return hidden states [N, E] of blocks of `num_columns` with embeddings x [N, E]."""
         self.check_no_gradient(x)
         angles = self.rotary(view.positions)
         for layer in self.layers:

@@ -1,9 +1,9 @@
-"""DFlash2: DFlash whose sublayers are convolved along the block, with a choice among candidates by pairs.
+"""DFlash2: DFlash with convolutions along the block, and drafts that are chosen by scores of token pairs.
 
-A block is filled in at once, so its columns know little of each other. Two things repair that and cost hardly
-anything. Around every sublayer each column is mixed with those before it in the block, by kernels that it
-adjusts itself. And drafts are not the best tokens of each column alone: `candidate_selector` scores pairs of
-neighbours, and `kernels.candidates` walks from the anchor on. Context vectors are never convolved.
+All columns of a block are drafted at once, so they know little of each other. DFlash2 changes two things at
+little cost. Before and after every sublayer, a convolution mixes each column with the columns before it. And
+`candidate_selector` scores pairs of neighbouring tokens, by which `kernels.candidates` chooses drafts from
+the anchor on. Context vectors are never convolved.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from blockdraft.models.draft_config import Dflash2Head, DraftConfig
 from blockdraft.models.kernel_module import KernelModule
 from blockdraft.models.layers import PlainLinear, RMSNorm
 
-BEFORE, AFTER = 0, 1  # the sublayer
+BEFORE, AFTER = 0, 1  # of a sublayer
 
 
 class BlockConv(KernelModule):
-    """The convolutions before and after a sublayer; both follow from what goes into it, normalised."""
+    """The convolutions before and after a sublayer; their kernels depend on its normalised input."""
 
     def __init__(self, hidden: int, head: Dflash2Head) -> None:
         super().__init__()
@@ -33,16 +33,16 @@ class BlockConv(KernelModule):
         self.kernel_projection = PlainLinear(hidden, 2 * head.conv_taps * self.shape[2])
 
     def changes_nothing(self) -> bool:
-        """Whether every token comes out as it went in."""
+        """Whether the convolutions are identities."""
         first, others = self.base_kernel[:, :1], self.base_kernel[:, 1:]
         weight = self.kernel_projection.weight
         assert isinstance(weight, Tensor)
         return bool((first == 1).all()) and not (others.any() or weight.any())
 
     def before(self, x: Tensor, num_columns: int) -> tuple[Tensor, Tensor]:
-        """What goes into the sublayer: x [N, E] in blocks of `num_columns`, convolved. And for `after`:
+        """Convolve x [N, E] in blocks of `num_columns`; also return what `after` needs.
 
-        [N, 2, taps, groups], what the tokens add to both kernels.
+        That is [N, 2, taps, groups], what the tokens add to both kernels.
         """
         weight = self.kernel_projection.weight
         assert isinstance(weight, Tensor)
@@ -51,15 +51,15 @@ class BlockConv(KernelModule):
     def after(
         self, x: Tensor, deltas: Tensor, num_columns: int, stream: Tensor, norm: RMSNorm
     ) -> tuple[Tensor, Tensor]:
-        """The stream with what comes out of the sublayer, convolved; and that, normalised."""
+        """Convolve the sublayer's output x and add it to `stream`; return the stream and norm(stream)."""
         base, own = self.base_kernel[AFTER], deltas[:, AFTER]
         return self.kernels.conv_after(x, base, own, num_columns, stream, norm.weight, norm.eps)
 
 
 class DFlash2Layer(DFlashLayer):
-    """A drafter layer with convolutions around its attention and around its feed-forward part.
+    """A drafter layer with convolutions around its attention and its feed-forward part.
 
-    `forward` is the layer without them.
+    `forward` runs the layer without them.
     """
 
     def __init__(self, config: DraftConfig, index: int, layer: int) -> None:
@@ -70,7 +70,7 @@ class DFlash2Layer(DFlashLayer):
     def advance(
         self, x: Tensor, normed: Tensor, angles: Angles, view: View, num_columns: int, next_norm: RMSNorm
     ) -> tuple[Tensor, Tensor]:
-        """The stream behind this layer, and that by the norm of what comes next; `normed` is x by our own."""
+        """Return the next stream, and next_norm(stream); `normed` is attention_norm(x)."""
         mixed, deltas = self.attention_conv.before(normed, num_columns)
         attended = self.out(self.attend(self.qkv(mixed), angles, view))
         x, normed = self.attention_conv.after(attended, deltas, num_columns, x, self.mlp_norm)
@@ -79,7 +79,7 @@ class DFlash2Layer(DFlashLayer):
 
 
 class CandidateSelector(nn.Module):
-    """What pairs of neighbouring tokens are worth; the codebooks are only ever looked up."""
+    """Scores pairs of neighbouring tokens by two codebooks and a mixture that depends on the column."""
 
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class CandidateSelector(nn.Module):
         self.hidden_projection = PlainLinear(config.hidden_size, head.rank)
 
     def mixture(self, hidden: Tensor) -> Tensor:
-        """[R, C, rank] of columns with hidden states [R, C, E]."""
+        """Return [R, C, rank] for columns with hidden states [R, C, E]."""
         return self.hidden_projection(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1)  # type: ignore[no-any-return]
 
 
@@ -115,12 +115,12 @@ class DFlash2(DFlash):
         self.candidate_selector = CandidateSelector(config)
 
     def leave_out_idle_convs(self) -> None:
-        """Do without convolutions if none changes anything: whoever trained the selector alone has such."""
+        """Skip the convolutions if all are identities, as in a drafter whose selector alone was trained."""
         convs = [part for part in self.modules() if isinstance(part, BlockConv)]
         self.is_convolved = not all(conv.changes_nothing() for conv in convs)
 
     def forward(self, x: Tensor, view: View, num_columns: int) -> Tensor:
-        """As DFlash's; each norm is computed with the convolution before it."""
+        """See DFlash; each norm is computed together with the convolution before it."""
         if not self.is_convolved:
             return super().forward(x, view, num_columns)
         self.check_no_gradient(x)
@@ -132,7 +132,6 @@ class DFlash2(DFlash):
 
 
 def body_type(config: DraftConfig) -> type[DFlash]:
-    """The class of the drafter that `config` describes."""
     return DFlash if config.dflash2 is None else DFlash2
 
 

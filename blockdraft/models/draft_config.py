@@ -11,7 +11,7 @@ from blockdraft.models.config import ModelConfig, Rope, layer_spec
 
 DraftKind = Literal["dflash", "dflash2", "dspark"]
 KIND_NAMES: dict[DraftKind, str] = {"dflash": "DFlash", "dflash2": "DFlash2", "dspark": "DSpark"}
-SPARK_CANDIDATES = 32  # which DSpark itself does not limit. Arbitrary; vLLM's examples have 16
+SPARK_CANDIDATES = 32  # arbitrary: DSpark sets no limit, and vLLM's examples have 16
 MarkovKind = Literal["vanilla", "gated", "rnn"]
 MARKOV_KINDS: tuple[MarkovKind, ...] = get_args(MarkovKind)
 
@@ -28,18 +28,18 @@ class SparkConfig:
 
 @dataclass(frozen=True, slots=True)
 class Dflash2Head:
-    """What DFlash2 adds: convolutions around every sublayer, and a choice among candidates by pairs."""
+    """The options of DFlash2 (models/dflash2.py)."""
 
     conv_taps: int
-    conv_group: int  # channels that share what the convolution adds to its kernel
+    conv_group: int  # channels that share what a token adds to the kernel
     rank: int  # of the pair scores
     top_k: int  # candidates per column
-    skips_first: bool = False  # the first draft is its column's best: that column has seen the token before
+    skips_first: bool = False  # no pair score for the first draft: its column has seen the anchor
 
 
 @dataclass(frozen=True, slots=True)
 class DraftConfig:
-    """The shape of a drafter, in our words."""
+    """The shape of a drafter."""
 
     name: str
     block: int  # anchor included
@@ -63,8 +63,8 @@ class DraftConfig:
     target_hidden_size: int
     num_target_layers: int | None
     dflash2: Dflash2Head | None = None
-    drafts_from_anchor: bool = False  # a column predicts the position behind its own, the anchor's too
-    copies_head: bool = False  # a head in its file is a frozen copy of the target's
+    drafts_from_anchor: bool = False  # each column, the anchor's too, predicts the token behind it
+    copies_head: bool = False  # a head in the file is a frozen copy of the target's
     spark: SparkConfig | None = None
 
     @property
@@ -73,26 +73,26 @@ class DraftConfig:
 
     @property
     def kind(self) -> DraftKind:
-        """By what it has, whatever its file is called."""
+        """The kind that follows from the options, whatever the file calls it."""
         return "dflash2" if self.dflash2 is not None else "dflash" if self.spark is None else "dspark"
 
     @property
     def num_candidates(self) -> int:
-        """Of a draft that is chosen by the token before it."""
+        """The number of candidates per column if drafts are chosen by pair scores."""
         return min(SPARK_CANDIDATES, self.draft_vocab_size) if self.dflash2 is None else self.dflash2.top_k
 
     @property
     def first_column(self) -> int:
-        """Of those of its forward that predict a draft."""
+        """The first column of the forward that predicts a draft."""
         return 0 if self.drafts_from_anchor else 1
 
     @property
     def num_columns(self) -> int:
-        """Of its forward over a whole block."""
+        """The number of columns in the forward of a whole block."""
         return self.first_column + self.block - 1
 
     def has_own_head(self, *, is_stored: bool) -> bool:
-        """Whether its logits are by a head of its own, given whether its file holds one."""
+        """Whether it uses its own head; `is_stored` says whether the file holds one."""
         return is_stored and not (self.copies_head and self.draft_vocab_size == self.vocab_size)
 
     def layer_specs(self) -> tuple[LayerSpec, ...]:
@@ -100,7 +100,7 @@ class DraftConfig:
 
 
 def check_pair(draft: DraftConfig, target: ModelConfig, eos_ids: tuple[int, ...]) -> None:
-    """Raise for a drafter that was made for another target."""
+    """Raise ModelError if the drafter was made for another target."""
 
     def mismatch(what: str) -> ModelError:
         return ModelError(

@@ -1,8 +1,8 @@
-"""What the hybrids share: gated attention, and the gated delta rule behind a short convolution.
+"""Layers of the hybrid models: gated attention, and the gated delta rule behind a short convolution.
 
-A delta layer keeps, per head, a matrix of what it has seen: each token fades it a little, corrects what it
-answers for the token's key, and reads it with the token's query (kernels/gated_delta.py). The View holds
-that state; here are the projections around it.
+A delta layer keeps a matrix per head as its state. Each token decays it, corrects its value for the token's
+key, and reads it with the token's query (kernels/gated_delta.py). The View holds that state; this module
+has the projections around it.
 """
 
 from __future__ import annotations
@@ -27,15 +27,14 @@ from blockdraft.models.layers import (
     attention_config,
     wide_dtype,
 )
-from blockdraft.models.qwen3_moe import feed_forward
+from blockdraft.models.moe import feed_forward
 
-Inputs = tuple[
-    Tensor, Tensor, Tensor, Tensor
-]  # qkv [N, C], z [N, H * V], beta's and the gate's logits [N, H]
+# qkv [N, C], z [N, H * V], the logits of beta and of the gate [N, H]
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 class GatedDelta(KernelModule):
-    """A delta layer around `inputs`, the projections that Qwen3-Next and Qwen3.5 lay out differently."""
+    """A delta layer with the input projections `inputs`, which Qwen3-Next and Qwen3.5 lay out differently."""
 
     def __init__(self, model: ModelConfig, layer: int, inputs: nn.Module) -> None:
         super().__init__()
@@ -59,7 +58,7 @@ class GatedDelta(KernelModule):
 def hybrid_layer(
     config: ModelConfig, index: int, inputs: Callable[[int, DeltaConfig], nn.Module]
 ) -> DecoderLayer:
-    """A delta layer with the family's `inputs`, or gated attention; experts or a dense part behind it."""
+    """Build a delta layer with the family's `inputs`, or gated attention, and its feed-forward part."""
     mixer: nn.Module
     if isinstance(config.layers[index].mixer, DeltaConfig):
         mixer = GatedDelta(config, index, inputs(config.hidden_size, delta_config(config, index)))
@@ -75,17 +74,14 @@ def delta_config(model: ModelConfig, layer: int) -> DeltaConfig:
 
 
 class GatedAttention(KernelModule):
-    """Attention whose output each head lets through by a gate; it comes with the queries."""
+    """Attention with a gate per head and value on its output, projected together with the queries."""
 
     def __init__(self, model: ModelConfig, layer: int) -> None:
         super().__init__()
         config = attention_config(model, layer)
         self.layer = layer
-        self.num_heads, self.num_kv_heads, self.head_dim = (
-            config.num_heads,
-            config.num_kv_heads,
-            config.head_dim,
-        )
+        self.head_dim = config.head_dim
+        self.heads = (2 * config.num_heads, config.num_kv_heads, config.num_kv_heads)
         size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.mask = Mask(scale=config.head_dim**-0.5, window=config.window)
         self.qkv = Linear(model.hidden_size, 2 * size, kv_size, kv_size, bias=config.has_bias)
@@ -95,8 +91,8 @@ class GatedAttention(KernelModule):
 
     def forward(self, x: Tensor, norm: RMSNorm, angles: Angles, view: View) -> Tensor:
         heads = self.qkv(x, norm=norm).unflatten(1, (-1, self.head_dim))  # [N, 2 H + G + G, D]
-        queries, k, v = heads.split((2 * self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
-        q, gate = queries[:, 0::2], queries[:, 1::2]  # a head's query, then its gate
+        queries, k, v = heads.split(self.heads, dim=1)
+        q, gate = queries[:, 0::2], queries[:, 1::2]  # each head's query, then its gate
         norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
         attended = view.attend(self.layer, q, k, v, self.mask, angles=angles, norms=norms)
         return self.out(self.kernels.gate_heads(attended, gate).flatten(1), x)  # type: ignore[no-any-return]

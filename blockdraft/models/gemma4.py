@@ -1,7 +1,7 @@
-"""Gemma 4, dense and mixtures: sliding and global layers with heads of two sizes, norms around every part.
+"""Gemma 4 (text part), dense and mixtures: sliding and global layers with heads of two sizes, more norms.
 
-Global layers have wider heads, a rope that turns only a quarter of them, and may use their keys as values.
-Scores are not scaled: queries and keys are normalised instead, and values too. Only the text part.
+Global layers have wider heads, a rope that rotates only a quarter of them, and may use their keys as values.
+Scores are not scaled: queries, keys and values are normalised instead.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ norm = WideNorm
 
 
 class GemmaAttention(KernelModule):
-    """Attention over its own keys and values, or over those of the layer it shares them with."""
+    """Attention over the layer's own keys and values, or over those of another layer."""
 
     def __init__(self, model: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -49,14 +49,14 @@ class GemmaAttention(KernelModule):
 
 
 def _head_counts(config: AttentionConfig) -> tuple[int, ...]:
-    """Heads of each projection that the layer has: queries, then keys and values of its own."""
+    """Return the numbers of heads that the layer projects: queries, then its own keys and values, if any."""
     if config.shared_with is not None:
         return (config.num_heads,)
     return (config.num_heads, *(config.num_kv_heads,) * (2 if config.has_values else 1))
 
 
 class GemmaRouter(KernelModule):
-    """Scores of the normalised stream; each expert's weight is scaled by a number of its own."""
+    """A router that reads the normalised stream; each expert's weight has a learned scale."""
 
     def __init__(self, hidden: int, config: MoEConfig, eps: float) -> None:
         super().__init__()
@@ -70,13 +70,13 @@ class GemmaRouter(KernelModule):
         return self.kernels.route(self.scores(x), self.num_chosen, "renormalised", self.expert_scale)
 
     def scores(self, x: Tensor) -> Tensor:
-        """[N, X]: what the experts are chosen by."""
+        """The logits [N, X] by which experts are chosen."""
         normed = self.kernels.rms_norm(x, None, self.eps) * self.scale * x.shape[-1] ** -0.5
         return self.kernels.linear(normed, self.weight, None, None)
 
 
 class GemmaFeedForward(nn.Module):
-    """A dense part; in mixtures, routed experts read the stream beside it, each with norms of its own."""
+    """A dense part; mixtures add routed experts beside it, each with its own norms."""
 
     def __init__(self, config: ModelConfig, index: int) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class GemmaFeedForward(nn.Module):
 
 
 class GemmaLayer(nn.Module):
-    """Norms before and after each part; a learned number scales the whole stream at the end."""
+    """A layer with norms before and after each part; a learned number scales the stream at the end."""
 
     def __init__(self, config: ModelConfig, index: int) -> None:
         super().__init__()
@@ -117,5 +117,4 @@ class GemmaLayer(nn.Module):
         return (x + self.mlp(x)) * self.scale  # type: ignore[no-any-return]
 
 
-def layer(config: ModelConfig, index: int) -> nn.Module:
-    return GemmaLayer(config, index)
+layer = GemmaLayer

@@ -21,7 +21,7 @@ def layer(config: ModelConfig, index: int) -> DecoderLayer:
 
 
 class SinkAttention(Attention):
-    """A learned logit per head joins the softmax and has no value: a head may look at nothing."""
+    """Attention with a learned logit per head that takes part in the softmax and has no value."""
 
     def __init__(self, model: ModelConfig, layer: int) -> None:
         super().__init__(model, layer)
@@ -29,7 +29,7 @@ class SinkAttention(Attention):
 
 
 class GptOssMoE(KernelModule):
-    """Experts weighed by a softmax over the chosen logits alone."""
+    """Experts whose weights are a softmax over the chosen logits only."""
 
     def __init__(self, model: ModelConfig, config: MoEConfig) -> None:
         super().__init__()
@@ -40,12 +40,12 @@ class GptOssMoE(KernelModule):
         self.experts = Experts(model.hidden_size, config, bias=True, activation=activation)
 
     def forward(self, x: Tensor, norm: RMSNorm) -> Tensor:
-        """x + what the experts make of it, normalised."""
+        """Return x + experts(norm(x))."""
         h = norm(x)
         logits = self.kernels.linear(h, self.router, self.router_bias, None)
         choice = self.kernels.route(logits, self.num_chosen, "chosen", None)
         return self.experts(h, choice, onto=x)  # type: ignore[no-any-return]
 
     def scores(self, x: Tensor, norm: RMSNorm) -> Tensor:
-        """[N, X]: what the experts of the same call are chosen by."""
+        """The router's logits [N, X] in `forward`."""
         return self.kernels.linear(norm(x), self.router, self.router_bias, None)

@@ -1,4 +1,4 @@
-"""Which kernels a model computes by: the references, unless it was bound to others when it was built."""
+"""Binds a model to kernels; by default it computes by the references."""
 
 from __future__ import annotations
 
@@ -13,21 +13,18 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 class KernelModule(nn.Module):
-    """A module that calls kernels. One that is trained or compiled keeps the references."""
+    """A module that calls kernels. For training and torch.compile it keeps the references."""
 
     kernels: Kernels = REFERENCE
 
     def check_no_gradient(self, x: Tensor) -> None:
-        """A model asks this once of what enters it: a kernel would lose the gradient without a word."""
+        """Raise ValueError if a kernel would silently lose the gradient of x, the model's input."""
         if x.requires_grad and not self.kernels.is_reference:
             raise ValueError("this model is bound to kernels, which have no gradient: bind it to REFERENCE")
 
 
 def bind(model: Module, kernels: Kernels) -> Module:
-    """The model, which computes by `kernels` from now on.
-
-    ValueError: it is being trained, and only the references have gradients.
-    """
+    """Make the model compute by `kernels`; ValueError if it is being trained, without the references."""
     if not kernels.is_reference and any(one.requires_grad for one in model.parameters()):
         raise ValueError("parameters that require gradients can be bound to REFERENCE only")
     for part in model.modules():
@@ -37,7 +34,7 @@ def bind(model: Module, kernels: Kernels) -> Module:
 
 
 def with_kernels(model: Module, kernels: Kernels) -> Module:
-    """Another model that shares its weights and computes by `kernels`. Raises what `bind` raises."""
+    """Return a copy that shares the weights and computes by `kernels`; see `bind`."""
     return bind(
         copy.deepcopy(model, {id(one): one for one in (*model.parameters(), *model.buffers())}), kernels
     )

@@ -1,4 +1,4 @@
-"""The layers that families share. Tokens are a flat stream, [N, E]; only the View knows rows and cache."""
+"""Layers that families share. Tokens are a flat stream [N, E]; only the View knows rows and the cache."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from blockdraft.models.packed_int8 import Int8Matrix
 class Linear(KernelModule):
     """y = x W^T + b, where W [sum(parts), inputs] may stack several projections of one input.
 
-    It owns the format of W: a plain parameter, or a Packed weight that the loader puts in its place.
+    W is a plain parameter, or a Packed weight that the loader puts in its place.
     """
 
     weight: nn.Parameter | Packed
@@ -32,21 +32,21 @@ class Linear(KernelModule):
         self.bias = nn.Parameter(torch.empty(sum(parts))) if bias else None
 
     def forward(self, x: Tensor, onto: Tensor | None = None, norm: RMSNorm | None = None) -> Tensor:
-        """The product, of x normalised and added to `onto` where those are given."""
+        """Return onto + W norm(x) + b, without `onto` or `norm` where they are None."""
         x = x if norm is None else norm(x)
         if isinstance(self.weight, Packed):
             return self.weight.matmul(x, self.bias, onto=onto, kernels=self.kernels)
         return self.kernels.linear(x, self.weight, self.bias, onto)
 
     def gated(self, x: Tensor, gate: Gate, norm: RMSNorm | None = None) -> Tensor:
-        """gate(a) * b of the product's halves a and b."""
+        """Return gate(a) * b for the halves a and b of the product."""
         x = x if norm is None else norm(x)
         if isinstance(self.weight, Packed):
             return self.weight.gated(x, self.bias, gate, kernels=self.kernels)
         return self.kernels.gated_linear(x, self.weight, self.bias, gate)
 
     def last(self, x: Tensor, num_parts: int) -> Tensor:
-        """The product with the last `num_parts` parts alone."""
+        """Return the product with only the last `num_parts` parts."""
         begin = sum(self.parts[:-num_parts])
         bias = None if self.bias is None else self.bias[begin:]
         if isinstance(self.weight, Packed):
@@ -55,11 +55,11 @@ class Linear(KernelModule):
 
 
 class PlainLinear(Linear):
-    """One whose weight stays as it is: it decides, and is small beside what it decides about."""
+    """A Linear whose weight is never quantised: a small one that decides something, such as a router."""
 
 
 class Embedding(KernelModule):
-    """A row per token, read by token id; a tied head multiplies by the same rows."""
+    """One row per token; a tied head multiplies by the same rows."""
 
     weight: nn.Parameter | Packed
 
@@ -76,14 +76,14 @@ class Embedding(KernelModule):
         return self.weight[token_ids]
 
     def project(self, hidden: Tensor) -> Tensor:
-        """[..., V] for hidden states [..., E]."""
+        """Return logits [..., V] for hidden states [..., E]."""
         if isinstance(self.weight, Packed):
             return self.weight.matmul(hidden, kernels=self.kernels)
         return self.kernels.linear(hidden, self.weight, None, None)
 
 
 class RMSNorm(KernelModule):
-    """x / rms(x) * weight, where the loader adds `offset` to what the file stores."""
+    """x / rms(x) * weight; the loader adds `offset` to the stored weight."""
 
     offset = 0.0
 
@@ -97,7 +97,7 @@ class RMSNorm(KernelModule):
 
 
 class WideNorm(RMSNorm):
-    """RMSNorm whose weight stays in float32 beside a half-precision stream: one rounding, at the end."""
+    """RMSNorm with a float32 weight in half-precision models: it rounds once, at the end."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__(size, eps)
@@ -111,12 +111,12 @@ class ZeroCentredNorm(WideNorm):
 
 
 def wide_dtype() -> torch.dtype:
-    """The dtype of what must not be rounded to half precision, in a model of the current default dtype."""
+    """The dtype of values that must not be rounded to half precision: float32, or wider by default."""
     return torch.promote_types(torch.get_default_dtype(), torch.float32)
 
 
 class Attention(nn.Module):
-    """x + grouped-query attention of x, normalised, over whatever the View holds."""
+    """x + grouped-query attention of norm(x) over the cache."""
 
     sinks: nn.Parameter | None
 
@@ -155,7 +155,7 @@ def attention_config(model: ModelConfig, layer: int) -> AttentionConfig:
 
 
 class GatedMLP(nn.Module):
-    """down(gate(a(x)) * b(x)), where `gate_up` has the rows of a, then those of b."""
+    """down(gate(a(x)) * b(x)); `gate_up` has the rows of a, then those of b."""
 
     def __init__(self, hidden: int, inner: int, *, bias: bool = False, gate: Gate = "silu") -> None:
         super().__init__()
@@ -164,13 +164,13 @@ class GatedMLP(nn.Module):
         self.gate = gate
 
     def forward(self, x: Tensor, norm: RMSNorm | None = None) -> Tensor:
-        """[N, E]; with a layer's norm, x normalised goes in, and the result is added to x."""
+        """Return [N, E]; with a norm, x + mlp(norm(x))."""
         inner = self.gate_up.gated(x, self.gate, norm)
         return self.down(inner, None if norm is None else x)  # type: ignore[no-any-return]
 
 
 class DecoderLayer(nn.Module):
-    """A residual stream: mixer and feed-forward part each add to it what they make of it, normalised."""
+    """A decoder layer: mixer and feed-forward part each normalise the residual stream and add to it."""
 
     def __init__(
         self,

@@ -1,20 +1,13 @@
-"""Mixtures of experts: a router picks a few feed-forward parts per token, and their outputs are weighed."""
+"""Mixtures of experts: a router picks a few feed-forward parts per token, whose outputs are weighted."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 
-from blockdraft.kernels.moe import (
-    Activation,
-    ExpertChoice,
-    Matrices,
-    Parts,
-    Shared,
-    Weighing,
-)
+from blockdraft.kernels.moe import Activation, ExpertChoice, Matrices, Parts, Shared, Weighing
 from blockdraft.kernels.pick.mixtures import why_no_kernel
-from blockdraft.models.config import MoEConfig
+from blockdraft.models.config import ModelConfig, MoEConfig
 from blockdraft.models.kernel_module import KernelModule
 from blockdraft.models.layers import GatedMLP, Linear, RMSNorm
 from blockdraft.models.packed import Packed, Scaled, Stacked
@@ -41,12 +34,12 @@ class ExpertLinear(KernelModule):
         return self.kernels.linear(x, self.weight[expert], bias, None)
 
     def matrices(self) -> tuple[Matrices, ...] | None:
-        """Each part as a kernel reads it; None where the weight is in a format that no kernel reads."""
+        """Return each part as the kernels read it; None if no kernel reads the weight's format."""
         return _matrices(self)
 
 
 def _matrices(part: ExpertLinear | Linear) -> tuple[Matrices, ...] | None:
-    """See `ExpertLinear.matrices`; a Linear is one expert."""
+    """Return the parts of experts, or of a Linear as a single expert."""
     pieces = part.weight.members() if isinstance(part.weight, Stacked) else [part.weight]
     found: list[Matrices] = []
     for piece in pieces:
@@ -61,12 +54,12 @@ def _matrices(part: ExpertLinear | Linear) -> tuple[Matrices, ...] | None:
 
 
 def _stored(weight: Tensor | Packed) -> Matrices | None:
-    """What a kernel reads of `weight` [experts, rows, columns] or [rows, columns], if there is one."""
+    """Return `weight` [experts, rows, columns] or [rows, columns] as a kernel reads it; None if none does."""
     if isinstance(weight, Tensor):
         return Matrices(_by_expert(weight, 3))
     if isinstance(weight, Scaled) and weight.zero is None:
         values, scale = _by_expert(weight.values, 3), _by_expert(weight.scale, 3)
-        if weight.block[0] >= values.shape[1]:  # one scale for all rows: the same for each
+        if weight.block[0] >= values.shape[1]:  # all rows have the same scale
             return Matrices(values, scale.expand(-1, values.shape[1], -1), (1, weight.block[1]))
         return Matrices(values, scale, weight.block)
     if isinstance(weight, Fp4Groups) and weight.has_group_scales_only:
@@ -75,12 +68,12 @@ def _stored(weight: Tensor | Packed) -> Matrices | None:
 
 
 def _by_expert(tensor: Tensor, num_dims: int) -> Tensor:
-    """One matrix is that of one expert."""
+    """Add the dimension of experts to a single matrix."""
     return tensor if tensor.dim() == num_dims else tensor[None]
 
 
 def _cut(matrices: Matrices, counts: list[int]) -> list[Matrices]:
-    """Some rows after the others; all counts but the last are whole blocks of scales."""
+    """Split the rows into `counts`; all but the last are whole blocks of scales."""
     values = torch.split(matrices.values, counts, 1)
     if matrices.scale is None:
         return [matrices._replace(values=part) for part in values]
@@ -89,7 +82,7 @@ def _cut(matrices: Matrices, counts: list[int]) -> list[Matrices]:
 
 
 class Experts(KernelModule):
-    """Gated feed-forward parts, of which each token takes the ones chosen for it."""
+    """Gated feed-forward parts; each token runs through the ones chosen for it."""
 
     def __init__(
         self, hidden: int, config: MoEConfig, *, bias: bool = False, activation: Activation = _SILU
@@ -104,28 +97,28 @@ class Experts(KernelModule):
     def forward(
         self, x: Tensor, choice: ExpertChoice, shared: Shared | None = None, onto: Tensor | None = None
     ) -> Tensor:
-        """[N, E] for x [N, E]; see `kernels.pick.mixtures.pick_experts`."""
+        """Return [N, E] for x [N, E]; see `kernels.pick.mixtures.pick_experts`."""
         return self.kernels.experts(x, self.gate_up, self.down, choice, self.activation, shared, onto)
 
     def why_not_captured(self) -> str | None:
-        """Why a CUDA graph cannot hold these experts; None where it can."""
+        """Return why a CUDA graph cannot capture these experts; None if it can."""
         return why_no_kernel(self.kernels.available, self.gate_up, self.down)
 
 
 class SharedExpert(GatedMLP):
-    """The one that every token takes."""
+    """The expert that runs for every token."""
 
     def parts(self) -> Parts | None:
-        """As the kernels for experts read it; None where they do not know the format."""
+        """Return its matrices as the kernels for experts read them; None if no kernel reads the format."""
         stacked, single = _matrices(self.gate_up), _matrices(self.down)
         return None if stacked is None or single is None else Parts(*stacked, *single)
 
 
 class MoE(KernelModule):
-    """Routed experts, and beside them a gated one that every token takes, if the config has it.
+    """Routed experts, with a gated shared expert if the config has one.
 
-    A softmax over all experts, then the `num_chosen` likeliest. The shared expert's gate is one more row of
-    the router: they read the same values, and neither is ever quantised.
+    The router takes a softmax over all experts, then the `num_chosen` likeliest. The shared expert's gate is
+    one more row of the router: both read the same values, and neither is ever quantised.
     """
 
     def __init__(self, hidden: int, config: MoEConfig) -> None:
@@ -136,11 +129,11 @@ class MoE(KernelModule):
         self.router = Linear(hidden, config.num_experts, *((1,) if has_shared else ()))
         self.experts = Experts(hidden, config)
         self.shared = None
-        if has_shared:  # with silu, as the routed experts: the kernels run it among them
+        if has_shared:  # with silu, like the routed experts: the kernels run it as one of them
             self.shared = SharedExpert(hidden, config.shared_size or 0)
 
     def forward(self, x: Tensor, norm: RMSNorm) -> Tensor:
-        """x + what the experts make of it, normalised."""
+        """Return x + experts(norm(x))."""
         h = norm(x)
         logits, gate = self.router(h).tensor_split([self.num_experts], dim=-1)
         choice = self.kernels.route(logits, self.num_chosen, self.weighing, None)
@@ -148,5 +141,14 @@ class MoE(KernelModule):
         return self.experts(h, choice, shared, x)  # type: ignore[no-any-return]
 
     def scores(self, x: Tensor, norm: RMSNorm) -> Tensor:
-        """[N, X]: what the experts of the same call are chosen by."""
+        """The router's logits [N, X] in `forward`."""
         return self.router(norm(x))[:, : self.num_experts]  # type: ignore[no-any-return]
+
+
+def feed_forward(config: ModelConfig, index: int) -> nn.Module:
+    """Build the mixture of a layer, or its dense part."""
+    part = config.layers[index]
+    if part.moe is not None:
+        return MoE(config.hidden_size, part.moe)
+    assert part.mlp is not None
+    return GatedMLP(config.hidden_size, part.mlp.inner_size, bias=part.mlp.has_bias)

@@ -1,12 +1,13 @@
-"""Weight matrices that stay in their stored format and are dequantised when they are used.
+"""Weight matrices that stay in their stored format and are dequantised on use.
 
-Every format answers the same questions: its logical shape, its values in a dtype, a product with
-activations, one expert or some rows of it. The arithmetic is float32 with one rounding to the asked
-dtype, so float64, float32 and bfloat16 all see the same weight. Activations are never quantised.
+Every format has a logical shape, values in a dtype, a product with activations, and can be indexed by expert
+or by row. It computes in float32 and rounds once to the requested dtype, so models in float64, float32 and
+bfloat16 have the same weights. Activations are never quantised.
 """
 
 from __future__ import annotations
 
+import copy
 import itertools
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ from blockdraft.kernels.pointwise import Gate
 
 _FP8 = torch.float8_e4m3fn
 _FP8_MAX = 448.0
-_INT8_MAX = 127.0  # -128 is left out: symmetric
+_INT8_MAX = 127.0  # symmetric, without -128
 
 
 class Packed(nn.Module):
@@ -33,19 +34,19 @@ class Packed(nn.Module):
 
     @abstractmethod
     def dequantise(self, dtype: torch.dtype) -> Tensor:
-        """[..., rows, columns], contiguous; computed in float32, rounded once."""
+        """Return [..., rows, columns], contiguous; computed in float32, rounded once."""
 
     @abstractmethod
     def __getitem__(self, index: int | Tensor) -> Packed:
-        """Along the leading dimension: an expert, some experts, or rows of a single matrix.
+        """Index the leading dimension: experts, or rows of a single matrix.
 
-        An int asks for one matrix of [E, rows, columns]; a tensor of any shape gathers experts, or
-        rows of [rows, columns] (an embedding). A format that cannot be cut there raises TypeError.
+        An int returns one matrix of [E, rows, columns]. A tensor of any shape gathers experts, or rows of
+        [rows, columns] (an embedding). Raises TypeError if the format cannot be indexed there.
         """
 
     @abstractmethod
     def stack_with(self, others: Sequence[Packed]) -> Packed:
-        """This matrix and others of the same format as one [E, rows, columns]; see `stack`."""
+        """Stack this matrix and others of the same format into [E, rows, columns]; see `stack`."""
 
     def matmul(
         self,
@@ -55,16 +56,16 @@ class Packed(nn.Module):
         onto: Tensor | None = None,
         kernels: Kernels = REFERENCE,
     ) -> Tensor:
-        """x [..., columns] -> [..., rows], with the rest in the same rounding as a plain weight's."""
+        """Multiply x [..., columns] to [..., rows]; `bias` and `onto` as for a plain weight."""
         assert len(self.shape) == 2, "a product needs one matrix; take an expert first"
         return kernels.linear(x, self.dequantise(x.dtype), bias, onto)
 
     def gated(self, x: Tensor, bias: Tensor | None, gate: Gate, *, kernels: Kernels = REFERENCE) -> Tensor:
-        """gate(a) * b of the product's halves a and b."""
+        """Return gate(a) * b for the halves a and b of the product."""
         return kernels.gate_mul(self.matmul(x, bias, kernels=kernels), gate)
 
     def rows_from(self, begin: int) -> Packed:
-        """The matrix without its first `begin` rows."""
+        """Return the matrix without its first `begin` rows."""
         return self[torch.arange(begin, self.shape[0], device=next(self.buffers()).device)]
 
     @property
@@ -72,7 +73,7 @@ class Packed(nn.Module):
         return sum(buffer.nbytes for buffer in self.buffers())
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Move to a device only: `model.to(dtype)` must not touch packed values or their scales."""
+        """Apply moves to a device only: `model.to(dtype)` must not change packed values or scales."""
 
         def move(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
@@ -85,7 +86,7 @@ class Packed(nn.Module):
 
 
 def stack(items: Sequence[Packed]) -> Packed:
-    """Equal-format matrices as one [E, rows, columns], every buffer stacked on a new leading axis."""
+    """Stack matrices of one format into [E, rows, columns]."""
     if not items:
         raise ModelError("no matrices to stack: a layer of experts needs at least one expert.")
     return items[0].stack_with(items[1:])
@@ -94,9 +95,9 @@ def stack(items: Sequence[Packed]) -> Packed:
 def stack_each(
     items: Iterator[Packed], count: int, empty: Callable[[Sequence[int], torch.dtype], Tensor]
 ) -> Packed:
-    """`stack` of `count` items that are made one after another, so that they are never held twice.
+    """`stack` for `count` items that are produced one after another, without holding them twice.
 
-    `empty` gives memory for a shape and a dtype.
+    `empty` allocates memory for a shape and a dtype.
     """
     first = next(items)
     if not isinstance(first, Buffered):
@@ -112,18 +113,18 @@ def stack_each(
 
     for index, item in enumerate(itertools.chain([first], items)):
         if not isinstance(item, Buffered) or _signature(item) != _signature(first):
-            return stack([*map(taken, range(index)), item, *items])  # may have a way to fit them together
+            return stack([*map(taken, range(index)), item, *items])  # which may be able to unify them
         for name, buffer in item.tensors().items():
-            place = whole[name]
-            if place is not None and buffer is not None:
-                place[index].copy_(buffer)
+            target = whole[name]
+            if target is not None and buffer is not None:
+                target[index].copy_(buffer)
     return first.rebuild((count, *first.shape), whole)
 
 
 class Buffered(Packed):
-    """A format made of named buffers, each [..., rows, anything] or [..., 1, anything].
+    """A format made of named buffers [..., rows, anything]; those in `per_matrix` are [..., 1, anything].
 
-    The second kind belongs to the whole matrix: an expert index cuts it, a row index leaves it alone.
+    The latter belong to the whole matrix: they are indexed by expert, but not by row.
     """
 
     per_matrix: tuple[str, ...] = ()
@@ -133,12 +134,15 @@ class Buffered(Packed):
         for name, buffer in buffers.items():
             self.register_buffer(name, buffer)
 
-    @abstractmethod
-    def rebuild(self, shape: Sequence[int], buffers: Mapping[str, Tensor | None]) -> Packed:
-        """The same format over other buffers."""
+    def rebuild(self, shape: Sequence[int], buffers: Mapping[str, Tensor | None]) -> Self:
+        """Return a weight of the same format with other buffers."""
+        rebuilt = copy.copy(self)
+        rebuilt.shape = tuple(shape)
+        rebuilt._buffers = dict(buffers)
+        return rebuilt
 
     def format(self) -> tuple[object, ...]:
-        """What two matrices must share, besides shapes and dtypes, to be stacked."""
+        """The properties that two matrices must share, besides shapes and dtypes, to be stacked."""
         return (type(self),)
 
     def tensors(self) -> dict[str, Tensor | None]:
@@ -169,24 +173,19 @@ class Buffered(Packed):
 
 
 class Dense(Buffered):
-    """An unquantised tensor behind the same interface."""
+    """An unquantised tensor with the interface of Packed."""
 
     weight: Tensor
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__(weight.shape, {"weight": weight})
 
-    def rebuild(self, shape: Sequence[int], buffers: Mapping[str, Tensor | None]) -> Dense:
-        weight = buffers["weight"]
-        assert weight is not None
-        return Dense(weight)
-
     def dequantise(self, dtype: torch.dtype) -> Tensor:
         return self.weight.to(dtype)
 
 
 class Stacked(Packed):
-    """Several weights of one input on top of each other (q, k, v; gate, up), each in its own format."""
+    """Several weights of one input (q, k, v; gate, up), stacked along the rows, each in its own format."""
 
     def __init__(self, parts: Sequence[Packed]) -> None:
         if not parts:
@@ -195,7 +194,7 @@ class Stacked(Packed):
         for part in parts:
             if part.shape[:-2] != leading or part.shape[-1] != columns:
                 raise ModelError(
-                    f"parts of one projection have shapes {list(parts[0].shape)} and {list(part.shape)}; "
+                    f"parts of one projection have shapes {list(parts[0].shape)} and {list(part.shape)}, but "
                     "they must differ in rows only."
                 )
         super().__init__((*leading, sum(part.shape[-2] for part in parts), columns))
@@ -225,16 +224,16 @@ class Stacked(Packed):
 
     def __getitem__(self, index: int | Tensor) -> Stacked:
         if len(self.shape) == 2:
-            raise TypeError("rows of a fused projection cannot be gathered; ask its parts")
+            raise TypeError("rows of a fused projection cannot be gathered; index its parts")
         return Stacked([part[index] for part in self.members()])
 
 
 class Scaled(Buffered):
     """fp8 or int8 values times one scale per block of `block` = (rows, columns).
 
-    scale [..., row blocks, column blocks]; the last block of a side may be smaller. One scale per
-    tensor is a block of the whole matrix, one per output row a block of (1, columns). `zero`, of the
-    scale's shape, is subtracted from the values first.
+    scale [..., row blocks, column blocks]; the last block of a side may be smaller. A single scale per tensor
+    has a block of the whole matrix, one per output row a block of (1, columns). `zero`, of the scale's shape,
+    is subtracted from the values first.
     """
 
     values: Tensor
@@ -253,12 +252,6 @@ class Scaled(Buffered):
 
     def format(self) -> tuple[object, ...]:
         return (type(self), self.block)
-
-    def rebuild(self, shape: Sequence[int], buffers: Mapping[str, Tensor | None]) -> Scaled:
-        values, scale = buffers["values"], buffers["scale"]
-        assert values is not None
-        assert scale is not None
-        return Scaled(values, scale, block=self.block, zero=buffers["zero"])
 
     def __getitem__(self, index: int | Tensor) -> Packed:
         if len(self.shape) != 2:
@@ -284,7 +277,7 @@ class Scaled(Buffered):
 
     @property
     def has_row_scales(self) -> bool:
-        """One scale per row and no zero points: what the GPU's kernels multiply by."""
+        """Whether there is one scale per row and no zero point, as GPU kernels require."""
         return self.zero is None and self.block == (1, self.shape[-1])
 
     def matmul(
@@ -319,9 +312,9 @@ class Scaled(Buffered):
 
 
 def join_rows(parts: Sequence[Packed]) -> Packed:
-    """Matrices of one input on top of each other: one where every row has a scale, else Stacked.
+    """Stack matrices of one input along the rows: into one if every row has a scale, else into Stacked.
 
-    Experts stay Stacked: they are too large to be there twice for a moment.
+    Experts become Stacked: they are too large to be held twice, even briefly.
     """
     first = parts[0]
     if len(parts) == 1:
@@ -337,7 +330,7 @@ def join_rows(parts: Sequence[Packed]) -> Packed:
 
 
 def affine_(values: Tensor, zero: Tensor | None, scale: Tensor, *, group_size: int) -> Tensor:
-    """(values - zero) * scale in place, with one zero and one scale per group of columns.
+    """Compute (values - zero) * scale in place, with one zero and one scale per group of columns.
 
     values float32 [..., rows, columns]; zero and scale [..., rows or 1, groups], the last may be shorter.
     """
@@ -357,20 +350,20 @@ def affine_(values: Tensor, zero: Tensor | None, scale: Tensor, *, group_size: i
 
 
 def quantise_fp8(weight: Tensor) -> Packed:
-    """[..., rows, columns] as e4m3fn with one float32 scale per output row."""
+    """Quantise [..., rows, columns] to e4m3fn with one float32 scale per output row."""
     scaled, scale = _scale_rows(weight, _FP8_MAX)
     return Scaled(scaled.clamp_(-_FP8_MAX, _FP8_MAX).to(_FP8), scale, block=(1, weight.shape[-1]))
 
 
 def quantise_int8(weight: Tensor) -> Packed:
-    """[..., rows, columns] as symmetric int8 with one float32 scale per output row."""
+    """Quantise [..., rows, columns] to symmetric int8 with one float32 scale per output row."""
     scaled, scale = _scale_rows(weight, _INT8_MAX)
     values = scaled.round_().clamp_(-_INT8_MAX, _INT8_MAX).to(torch.int8)
     return Scaled(values, scale, block=(1, weight.shape[-1]))
 
 
 def _scale_rows(weight: Tensor, largest: float) -> tuple[Tensor, Tensor]:
-    """The rows stretched to [-largest, largest], and the scale that undoes it; a zero row keeps 1."""
+    """Stretch rows to [-largest, largest]; also return the scale that undoes it, 1 for a zero row."""
     values = weight.float()
     peak = values.abs().amax(dim=-1, keepdim=True)
     if not bool(torch.isfinite(peak).all()):

@@ -1,9 +1,9 @@
 """Weights that stay in the blocks of a GGUF file.
 
-The types people serve are unpacked here in PyTorch, on whatever device the bytes are; the rest go
-through gguf-py on the CPU. Every unpacker multiplies in gguf-py's order, so the bits are the same. The
-default model's two, Q4_1 and Q8_0, write each value once and scale in place: all its tensors take 0.4 s,
-against 1.5 to 2.9 s by gguf-py (one thread, Neoverse-N1, 2026-11).
+Common types are unpacked here by PyTorch, on the device of the bytes, all others by gguf-py on the CPU. Every
+unpacker multiplies in gguf-py's order, so the bits are the same. The default model's types, Q4_1 and Q8_0,
+write each value once and scale in place: all its tensors take 0.4 s, against 1.5 to 2.9 s with gguf-py (one
+thread, Neoverse-N1, 2026-11).
 """
 
 from __future__ import annotations
@@ -39,17 +39,12 @@ class GgufPacked(Buffered):
     def format(self) -> tuple[object, ...]:
         return (type(self), self.quantization)
 
-    def rebuild(self, shape: Sequence[int], buffers: Mapping[str, Tensor | None]) -> GgufPacked:
-        raw = buffers["raw"]
-        assert raw is not None
-        return GgufPacked(raw, self.quantization)
-
     def dequantise(self, dtype: torch.dtype) -> Tensor:
         return unpack(self.raw, self.quantization).view(self.shape).to(dtype)
 
 
 def block_size(quantization: int) -> tuple[int, int]:
-    """How many values and how many bytes a block of this ggml type holds."""
+    """Return the numbers of values and of bytes in a block of this ggml type."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     try:
@@ -62,7 +57,7 @@ def block_size(quantization: int) -> tuple[int, int]:
 
 
 def unpack(raw: Tensor, quantization: int) -> Tensor:
-    """Float32 values, flat, of whole blocks of bytes."""
+    """Unpack whole blocks of bytes into flat float32 values."""
     from gguf import GGMLQuantizationType
     from gguf.quants import dequantize
 
@@ -86,18 +81,18 @@ def _plain(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     return lambda blocks: blocks.flatten().view(dtype).to(torch.float32, copy=True)
 
 
-def _halves(blocks: Tensor, start: int, count: int = 1) -> Tensor:
-    """`count` float16 numbers from byte `start` of every block, in float32: [blocks, count]."""
-    return blocks[:, start : start + 2 * count].contiguous().view(torch.float16).float()
+def _half(blocks: Tensor, start: int) -> Tensor:
+    """The float16 number at byte `start` of every block, in float32: [blocks, 1]."""
+    return blocks[:, start : start + 2].contiguous().view(torch.float16).float()
 
 
 def _nibbles(packed: Tensor) -> Tensor:
-    """[blocks, n] bytes -> [blocks, 2 n]: all low halves, then all high ones."""
+    """Unpack [blocks, n] bytes to [blocks, 2 n]: all low halves, then all high halves."""
     return torch.cat((packed & 0x0F, packed >> 4), dim=-1)
 
 
 def _wide_nibbles(packed: Tensor) -> Tensor:
-    """The same in float32, without a copy of the bytes."""
+    """`_nibbles` in float32, without an intermediate copy."""
     values = torch.empty(len(packed), 2, packed.shape[1], dtype=torch.float32, device=packed.device)
     values[:, 0] = packed & 0x0F
     values[:, 1] = packed >> 4
@@ -105,35 +100,35 @@ def _wide_nibbles(packed: Tensor) -> Tensor:
 
 
 def _bits(packed: Tensor) -> Tensor:
-    """[blocks, n] bytes -> [blocks, 8 n] zeros and ones, the lowest bit first."""
+    """Unpack [blocks, n] bytes to [blocks, 8 n] bits, the lowest first."""
     shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
     return (packed.unsqueeze(-1) >> shifts & 1).flatten(-2)
 
 
 def _q4_0(blocks: Tensor) -> Tensor:
-    return _wide_nibbles(blocks[:, 2:]).sub_(8).mul_(_halves(blocks, 0))
+    return _wide_nibbles(blocks[:, 2:]).sub_(8).mul_(_half(blocks, 0))
 
 
 def _q4_1(blocks: Tensor) -> Tensor:
-    return _wide_nibbles(blocks[:, 4:]).mul_(_halves(blocks, 0)).add_(_halves(blocks, 2))
+    return _wide_nibbles(blocks[:, 4:]).mul_(_half(blocks, 0)).add_(_half(blocks, 2))
 
 
 def _q5_0(blocks: Tensor) -> Tensor:
     codes = _nibbles(blocks[:, 6:]) | _bits(blocks[:, 2:6]) << 4
-    return _halves(blocks, 0) * (codes.float() - 16)
+    return _half(blocks, 0) * (codes.float() - 16)
 
 
 def _q5_1(blocks: Tensor) -> Tensor:
     codes = _nibbles(blocks[:, 8:]) | _bits(blocks[:, 4:8]) << 4
-    return _halves(blocks, 0) * codes.float() + _halves(blocks, 2)
+    return _half(blocks, 0) * codes.float() + _half(blocks, 2)
 
 
 def _q8_0(blocks: Tensor) -> Tensor:
-    return blocks[:, 2:].view(torch.int8).float().mul_(_halves(blocks, 0))
+    return blocks[:, 2:].view(torch.int8).float().mul_(_half(blocks, 0))
 
 
 def _k_scales(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """12 bytes -> 8 scales and 8 minimums of 6 bits: four whole in the low bits, four in pieces."""
+    """Unpack 12 bytes to 8 scales and 8 minimums of 6 bits: four in the low bits, four in two pieces."""
     first, second, rest = packed[:, 0:4], packed[:, 4:8], packed[:, 8:12]
     scale = torch.cat((first & 0x3F, (rest & 0x0F) | (first >> 2 & 0x30)), dim=-1)
     minimum = torch.cat((second & 0x3F, (rest >> 4) | (second >> 2 & 0x30)), dim=-1)
@@ -141,14 +136,14 @@ def _k_scales(packed: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _k_affine(blocks: Tensor, codes: Tensor) -> Tensor:
-    """Q4_K and Q5_K: codes [blocks, 8, 32] under eight scales and minimums."""
+    """Q4_K and Q5_K: codes [blocks, 8, 32] with eight scales and minimums."""
     scale, minimum = _k_scales(blocks[:, 4:16])
-    scale, minimum = _halves(blocks, 0) * scale, _halves(blocks, 2) * minimum
+    scale, minimum = _half(blocks, 0) * scale, _half(blocks, 2) * minimum
     return scale.unsqueeze(-1) * codes.float() - minimum.unsqueeze(-1)
 
 
 def _k_nibbles(packed: Tensor) -> Tensor:
-    """128 bytes -> [blocks, 8, 32]: 32 low halves, then the 32 high halves of the same bytes."""
+    """Unpack 128 bytes to [blocks, 8, 32]: 32 low halves, then the 32 high halves of the same bytes."""
     quarters = packed.reshape(-1, 4, 1, 32)
     return torch.cat((quarters & 0x0F, quarters >> 4), dim=2).flatten(1, 2)
 
@@ -170,7 +165,7 @@ def _q6_k(blocks: Tensor) -> Tensor:
     shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=blocks.device).view(1, 1, 4, 1)
     high = blocks[:, 128:192].reshape(len(blocks), 2, 1, 32) >> shifts & 3
     codes = (low | high << 4).reshape(len(blocks), 16, 16).float() - 32
-    scale = blocks[:, 192:208].contiguous().view(torch.int8).float() * _halves(blocks, 208)
+    scale = blocks[:, 192:208].contiguous().view(torch.int8).float() * _half(blocks, 208)
     return (scale.unsqueeze(-1) * codes).reshape(-1, _SUPER)
 
 

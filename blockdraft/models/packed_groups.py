@@ -1,7 +1,7 @@
-"""Weights of 4 (or 8) bit codes in groups along a row: integers with zero points, and E2M1 floats.
+"""Weights of 4- or 8-bit codes in groups along a row: integers with zero points, and E2M1 floats.
 
-Whatever order a checkpoint packs its integers in, here a row is one run of bytes, column 0 first and
-the low half of a byte before the high half. So a kernel sees one layout, and a row can be cut out.
+A row is consecutive bytes, column 0 first, the low half of a byte before the high half, whatever the order in
+the checkpoint.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class IntGroups(Buffered):
     """(code - zero) * scale, with one zero and one scale per group of columns of a row.
 
     codes uint8 [..., rows, columns * bits / 8], unsigned; scale [..., rows, groups]; zero uint8 of the
-    scale's shape, or None for the middle code (symmetric). `group_index` int32 [..., 1, columns] names
-    the group of each column where activation ordering has shuffled them; None: runs of `group_size`.
+    scale's shape, or None for the middle code (symmetric). `group_index` int32 [..., 1, columns] is the group
+    of each column if activation ordering has shuffled them; None: groups of consecutive columns.
     """
 
     codes: Tensor
@@ -39,16 +39,13 @@ class IntGroups(Buffered):
         bits: int,
         group_size: int,
     ) -> None:
-        assert bits in (4, 8), "other widths are refused where the configuration is read"
+        assert bits in (4, 8), "the reader of the configuration refuses other widths"
         super().__init__(shape, buffers)
         self.bits = bits
         self.group_size = group_size
 
     def format(self) -> tuple[object, ...]:
         return (type(self), self.bits, self.group_size)
-
-    def rebuild(self, shape: Sequence[int], buffers: Mapping[str, Tensor | None]) -> IntGroups:
-        return IntGroups(shape, buffers, bits=self.bits, group_size=self.group_size)
 
     def stack_with(self, others: Sequence[Packed]) -> Packed:
         items = [self, *(other for other in others if isinstance(other, IntGroups))]
@@ -58,7 +55,7 @@ class IntGroups(Buffered):
         return super().stack_with(others)
 
     def with_group_index(self) -> IntGroups:
-        """The same weight with its columns' groups written out."""
+        """Return the same weight with an explicit `group_index`."""
         if self.group_index is not None:
             return self
         index = torch.arange(self.shape[-1], dtype=torch.int32, device=self.codes.device) // self.group_size
@@ -76,7 +73,7 @@ class IntGroups(Buffered):
         return affine_(values, zero, self._per_column(self.scale), group_size=1).to(dtype)
 
     def _per_column(self, groups: Tensor) -> Tensor:
-        """[..., rows, groups] -> [..., rows, columns] by `group_index`."""
+        """Expand [..., rows, groups] to [..., rows, columns] by `group_index`."""
         assert self.group_index is not None
         index = self.group_index.long().expand(*groups.shape[:-1], self.shape[-1])
         return groups.gather(-1, index)
@@ -86,9 +83,9 @@ class Fp4Groups(Buffered):
     """E2M1 values times one scale per group of columns: NVFP4 (16) and MXFP4 (32).
 
     codes uint8 [..., rows, columns / 2]; scale float8 (e4m3fn or e8m0fnu) [..., rows, columns / group].
-    NVFP4 has a second scale, float32 [..., 1, 1], that multiplies (ModelOpt) or divides
-    (compressed-tensors) the first. `column_factors` [..., 1, columns] are what AWQ multiplies the inputs by
-    before the product; here they multiply the weight's columns, which is the same.
+    NVFP4 has a second scale, float32 [..., 1, 1], that multiplies (ModelOpt) or divides (compressed-tensors)
+    the first. AWQ multiplies the inputs by `column_factors` [..., 1, columns]; here they multiply the
+    weight's columns, which is equivalent.
     """
 
     codes: Tensor
@@ -115,20 +112,8 @@ class Fp4Groups(Buffered):
 
     @property
     def has_group_scales_only(self) -> bool:
-        """As MXFP4 has it: what the GPU's kernel for experts multiplies by."""
+        """Whether there are no other factors, as in MXFP4 and as the GPU's kernel for experts requires."""
         return self.multiplier is None and self.divisor is None and self.column_factors is None
-
-    def rebuild(self, shape: Sequence[int], buffers: Mapping[str, Tensor | None]) -> Fp4Groups:
-        codes, scale = buffers["codes"], buffers["scale"]
-        assert codes is not None
-        assert scale is not None
-        return Fp4Groups(
-            codes,
-            scale,
-            multiplier=buffers["multiplier"],
-            divisor=buffers["divisor"],
-            column_factors=buffers["column_factors"],
-        )
 
     def stack_with(self, others: Sequence[Packed]) -> Packed:
         items = [self, *(other for other in others if isinstance(other, Fp4Groups))]
@@ -139,7 +124,7 @@ class Fp4Groups(Buffered):
         return super(Fp4Groups, first).stack_with(rest)
 
     def with_column_factors(self, factors: Tensor) -> Fp4Groups:
-        """The same with these factors, unless it has its own."""
+        """Return the same weight with these factors, unless it has its own."""
         if self.column_factors is not None:
             return self
         return self.rebuild(self.shape, {**self.tensors(), "column_factors": factors})
@@ -159,23 +144,23 @@ class Fp4Groups(Buffered):
 
 
 def e8m0(raw: Tensor) -> Tensor:
-    """Power-of-two scales (bias 127), plain bytes or not, as float8_e8m0fnu; 255 is its NaN and refused."""
+    """View power-of-two scales (bias 127) as float8_e8m0fnu; ModelError for 255, which is NaN."""
     if bool((raw.view(torch.uint8) == 255).any()):
-        raise ModelError("a block scale is 255, which is not a number in E8M0: the checkpoint is damaged.")
+        raise ModelError("a block scale is 255, which is NaN in E8M0: the checkpoint is damaged.")
     return raw.view(torch.float8_e8m0fnu)
 
 
 def unpack_nibbles(packed: Tensor) -> Tensor:
-    """uint8 [..., n] -> uint8 [..., 2 n], the low half of a byte first."""
+    """Unpack uint8 [..., n] to uint8 [..., 2 n], the low half of a byte first."""
     return torch.stack((packed & 0x0F, packed >> 4), dim=-1).flatten(-2)
 
 
 def pack_nibbles(codes: Tensor) -> Tensor:
-    """uint8 codes [..., 2 n] below 16 -> uint8 [..., n], the inverse of `unpack_nibbles`."""
+    """Pack uint8 codes [..., 2 n] below 16 to uint8 [..., n]; the inverse of `unpack_nibbles`."""
     return codes[..., 0::2] | (codes[..., 1::2] << 4)
 
 
 def word_codes(words: Tensor, bits: int) -> Tensor:
-    """int32 [..., n] -> uint8 codes [..., n * 32 / bits], the lowest bits of a word first."""
+    """Unpack int32 [..., n] to uint8 codes [..., n * 32 / bits], the lowest bits of a word first."""
     packed = words.contiguous().view(torch.uint8)  # a little-endian word is its bytes in order
     return unpack_nibbles(packed) if bits == 4 else packed

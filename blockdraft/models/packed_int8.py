@@ -1,4 +1,4 @@
-"""Int8Matrix: a weight that is multiplied in whole numbers, on a CPU (see kernels/int8.py)."""
+"""Int8Matrix: a weight whose products are computed in int8, on a CPU (see kernels/int8.py)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BLOCK = 16  # rows
 
 
 class Int8Matrix(Packed):
-    """[rows, columns] as int8, turned and in blocks of rows, with a scale per row."""
+    """[rows, columns] as int8, rotated by a Hadamard matrix, in blocks of rows, with a scale per row."""
 
     packed: Tensor
     sums: Tensor
@@ -33,9 +33,9 @@ class Int8Matrix(Packed):
 
     @staticmethod
     def of(rows: Iterable[Tensor], shape: Sequence[int], factors: Tensor | None = None) -> Int8Matrix:
-        """From slices of rows, of which one at a time is there in float32.
+        """Build a matrix from slices of rows, with one slice at a time in float32.
 
-        `factors`, powers of two: what each column of a token is multiplied by; by default 1.
+        `factors` are powers of two that multiply the columns of activations; by default 1.
         """
         if factors is None:
             factors = torch.ones(shape[1])
@@ -56,7 +56,7 @@ class Int8Matrix(Packed):
         return reference_look_up(torch.arange(self.shape[0]), self.weight).to(dtype)
 
     def look_up(self, rows: Tensor, kernels: Kernels) -> Tensor:
-        """Rows of the matrix as floats: an embedding."""
+        """Return rows as floats, for an embedding."""
         return kernels.int8_look_up(rows, self.weight)
 
     def matmul(
@@ -82,7 +82,7 @@ class Int8Matrix(Packed):
         return Int8Matrix(rest)
 
     def __getitem__(self, index: int | Tensor) -> Packed:
-        raise TypeError("its rows are in blocks: ask for them by look_up")
+        raise TypeError("rows of an Int8Matrix are in blocks: use look_up")
 
     def stack_with(self, others: Sequence[Packed]) -> Packed:
-        raise TypeError("matrices in whole numbers are not stacked")
+        raise TypeError("an Int8Matrix cannot be stacked")

@@ -1,7 +1,7 @@
-"""Qwen3.5, dense and mixtures (also 3.6): as Qwen3-Next, with a projection of its own for each input.
+"""Qwen3.5 and 3.6, dense and mixtures: like Qwen3-Next, with a separate projection for each input.
 
-Only the text part: images would enter as embeddings with two-dimensional positions. For text the three
-position axes are equal, and the rope is the ordinary one.
+Only the text part: images would be embeddings with two-dimensional positions. For text the three position
+axes are equal, and the rope is the usual one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def layer(config: ModelConfig, index: int) -> DecoderLayer:
 
 
 class SeparateInputs(nn.Module):
-    """Queries, keys and values in one projection; the output gate; the logits of beta and of the decay."""
+    """Projects queries, keys and values, the output gate, and the logits of beta and of the decay."""
 
     def __init__(self, hidden: int, config: DeltaConfig) -> None:
         super().__init__()

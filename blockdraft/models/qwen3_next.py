@@ -1,4 +1,4 @@
-"""Qwen3-Next and Qwen3-Coder-Next: gated delta rules, gated attention every fourth layer, and experts."""
+"""Qwen3-Next and Qwen3-Coder-Next: gated delta rules with gated attention every fourth layer, and experts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def layer(config: ModelConfig, index: int) -> DecoderLayer:
 
 
 class InterleavedInputs(nn.Module):
-    """Two projections, each with the rows of one key head and of its value heads side by side."""
+    """Two projections; each has the rows of a key head next to those of its value heads."""
 
     def __init__(self, hidden: int, config: DeltaConfig) -> None:
         super().__init__()

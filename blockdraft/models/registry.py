@@ -1,4 +1,4 @@
-"""From a family's name to its module, imported on use."""
+"""Builds a target by the module of its family, which is imported on use."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from blockdraft.models.config import Family, ModelConfig
 from blockdraft.models.decoder import Decoder
 from blockdraft.models.layers import RMSNorm
 
-# Qwen2 is Llama with biases, and Qwen3.5's mixtures differ from the dense ones in their config only.
-_MODULES: dict[Family, str] = {"qwen2": "llama", "qwen3_5_moe": "qwen3_5"}
+# Qwen2 is Llama with biases, and Qwen's mixtures differ from the dense models only in their configuration.
+_MODULES: dict[Family, str] = {"qwen2": "llama", "qwen3_moe": "qwen3", "qwen3_5_moe": "qwen3_5"}
 
 
 class FamilyModule(Protocol):
-    """What a family file offers."""
+    """The interface of a family's module."""
 
     norm: Callable[[int, float], RMSNorm]
 
@@ -28,7 +28,7 @@ class FamilyModule(Protocol):
 def build_decoder(
     config: ModelConfig, *, taps: tuple[int, ...], max_positions: int, device: torch.device
 ) -> Decoder:
-    """An empty target of `config`'s family, rope tables on `device`; checkpoints/weights.py fills it."""
+    """Build a target without weights, with rope tables on `device`; checkpoints/weights.py fills it."""
     name = _MODULES.get(config.family, config.family)
     family = cast(FamilyModule, importlib.import_module(f"blockdraft.models.{name}"))
     layers = [family.layer(config, index) for index in range(config.num_layers)]

@@ -1,4 +1,4 @@
-"""Rotary positions: frequencies by rule, angles by table."""
+"""Rotary positions: frequencies by the rule of the configuration, angles from a table."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from blockdraft.models.config import Rope
 
 
 class Rotary(nn.Module):
-    """Angles by position, from a table of `max_positions` rows; halves are rotated (neox style)."""
+    """A table of angles for `max_positions` positions; the halves of a head are rotated (neox style)."""
 
     cos: Tensor
     sin: Tensor
 
     def __init__(self, rope: Rope, head_dim: int, max_positions: int, device: torch.device) -> None:
         super().__init__()
-        # Explicitly placed: the rest of a model is built on the meta device, before its weights are read.
+        # The device is explicit: the rest of a model is built on the meta device.
         position = torch.arange(max_positions, dtype=torch.float32, device=device)
         angle = torch.outer(position, inverse_frequencies(rope, head_dim).to(device))
         dtype = torch.get_default_dtype()
@@ -31,7 +31,7 @@ class Rotary(nn.Module):
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
-    """[R / 2] radians per position for the R rotated values of a head, float32 as models were trained."""
+    """Return [R / 2] radians per position for the R rotated values of a head, in float32 as in training."""
     if rope.kind == "proportional":
         return _proportional(rope, head_dim)
     dim = int(head_dim * rope.part)
@@ -52,15 +52,15 @@ def _exponents(count: int, dim: int) -> Tensor:
 
 
 def _proportional(rope: Rope, head_dim: int) -> Tensor:
-    """Frequencies spaced for the whole head, of which the first share turn and the rest stand still."""
-    num_turning = int(rope.part * head_dim // 2)
+    """Space the frequencies for the whole head, and rotate only its first share."""
+    num_rotated = int(rope.part * head_dim // 2)
     frequency = torch.zeros(head_dim // 2, dtype=torch.float32, device="cpu")
-    frequency[:num_turning] = 1.0 / (rope.theta ** _exponents(2 * num_turning, head_dim))
+    frequency[:num_rotated] = 1.0 / (rope.theta ** _exponents(2 * num_rotated, head_dim))
     return frequency / rope.factor
 
 
 def _llama3(frequency: Tensor, rope: Rope) -> Tensor:
-    """Long wavelengths are stretched by `factor`, short ones kept, those between blended."""
+    """Stretch long wavelengths by `factor`, keep short ones, and blend those between."""
     wavelength = 2 * math.pi / frequency
     longest = rope.original_max_positions / rope.low_freq_factor
     shortest = rope.original_max_positions / rope.high_freq_factor
@@ -74,16 +74,13 @@ def _llama3(frequency: Tensor, rope: Rope) -> Tensor:
 
 
 def _yarn(frequency: Tensor, rope: Rope, dim: int) -> Tensor:
-    """Pairs that turn often in the original context are kept, slow ones stretched, with a ramp between."""
+    """Keep pairs that rotate often in the original context, stretch slow ones, with a ramp between."""
 
-    def pair_that_turns(num_turns: float) -> float:
-        return (
-            dim
-            * math.log(rope.original_max_positions / (num_turns * 2 * math.pi))
-            / (2 * math.log(rope.theta))
-        )
+    def pair_with(num_rotations: float) -> float:
+        positions = rope.original_max_positions / (num_rotations * 2 * math.pi)
+        return dim * math.log(positions) / (2 * math.log(rope.theta))
 
-    first, last = pair_that_turns(rope.beta_fast), pair_that_turns(rope.beta_slow)
+    first, last = pair_with(rope.beta_fast), pair_with(rope.beta_slow)
     if rope.is_truncated:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, dim - 1)

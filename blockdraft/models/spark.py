@@ -1,11 +1,11 @@
-"""DSpark's heads: drafts of one block that know of each other.
+"""DSpark's heads, which make a draft depend on the draft before it.
 
-A DFlash block guesses every draft by itself. The Markov head adds to the logits of a draft what the token
-before it says: `after @ latent`, where the latent is that token's own row of `before`. It may pass through a
-gate that also sees the hidden state ("gated"), or through a state of the whole block ("rnn"). The confidence
-head guesses whether a draft is right, given that all before it are.
+DFlash predicts every draft of a block independently. The Markov head adds `after @ latent` to the logits of a
+draft, where the latent is the previous token's row of `before`, possibly multiplied by a gate that also reads
+the hidden state ("gated"), or computed from a state of the whole block ("rnn"). The confidence head predicts
+whether a draft is right, given that all before it are.
 
-All of these values stay as they are stored: they are few, or read a row at a time.
+These weights are never quantised: they are small, or read one row at a time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from blockdraft.models.kernel_module import KernelModule
 
 
 class Table(nn.Module):
-    """A row of values for each token."""
+    """One row of values per token."""
 
     def __init__(self, num_tokens: int, size: int) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Projection(KernelModule):
 
 
 class MarkovHead(nn.Module):
-    """What the token before a draft adds to its logits; `after` has a row for each of the head's."""
+    """The Markov head; `after` has one row per token of the drafter's vocabulary."""
 
     def __init__(self, config: DraftConfig, spark: SparkConfig) -> None:
         super().__init__()
@@ -50,11 +50,11 @@ class MarkovHead(nn.Module):
         self.joint = Projection(2 * rank + hidden, 3 * rank) if spark.kind == "rnn" else None
 
     def begin(self, num_rows: int) -> Tensor:
-        """[R, rank]: the state before the first draft of a block."""
+        """Return the state [R, rank] before the first draft of a block."""
         return self.before.weight.new_zeros(num_rows, self.before.weight.shape[1])
 
     def step(self, hidden: Tensor, token_ids: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """Latents [R, rank] of drafts with hidden states [R, E] behind tokens [R], and the new state."""
+        """Return latents [R, rank] for hidden states [R, E] behind tokens [R], and the new state."""
         own = self.before.weight[token_ids]
         if self.gate is not None:
             return torch.sigmoid(self.gate(torch.cat((hidden, own), dim=1))) * own, state
@@ -65,7 +65,7 @@ class MarkovHead(nn.Module):
         return own, state
 
     def latents(self, hidden: Tensor, before: Tensor) -> Tensor:
-        """[R, D, rank] of hidden states [R, D, E] where the tokens before all drafts [R, D] are known."""
+        """Return [R, D, rank] for hidden states [R, D, E], given the tokens before all drafts [R, D]."""
         if self.kind == "vanilla":
             return self.before.weight[before]
         state, found = self.begin(len(hidden)), []
@@ -76,7 +76,7 @@ class MarkovHead(nn.Module):
 
 
 class ConfidenceHead(nn.Module):
-    """Whether a draft is right: a logit of its hidden state and, if it `reads_token`, of the token before."""
+    """Predicts whether a draft is right, from its hidden state and, if `reads_token`, the token before."""
 
     def __init__(self, config: DraftConfig, spark: SparkConfig) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class ConfidenceHead(nn.Module):
         self.proj = Projection(config.hidden_size + (spark.rank if self.reads_token else 0), 1)
 
     def forward(self, hidden: Tensor, before: Tensor | None) -> Tensor:
-        """[N] for hidden states [N, E] and rows of the Markov head's `before` [N, rank]."""
+        """Return logits [N] for hidden states [N, E] and rows of the Markov head's `before` [N, rank]."""
         if self.reads_token:
             assert before is not None
             hidden = torch.cat((hidden, before), dim=1)

@@ -14,8 +14,7 @@ from typing import NamedTuple
 
 from blockdraft.checkpoints.fetch import SMOLLM2
 from blockdraft.checkpoints.fit_file import FIT_FILE
-from blockdraft.checkpoints.gguf_config import hugging_face_names, read_config
-from blockdraft.checkpoints.gguf_general import published_names
+from blockdraft.checkpoints.gguf_config import hugging_face_names, published_names, read_config
 from blockdraft.checkpoints.gguf_header import GgufHeader
 from blockdraft.checkpoints.model_folder import ModelFolder, ids_in
 from blockdraft.checkpoints.safetensors_header import TensorEntry

@@ -245,7 +245,7 @@ def test_dflash2_is_read_in_both_layouts_with_the_defaults_of_both():
     ("key", "value", "why"),
     [
         ("conv_group_size", 5, "does not divide the hidden size of 32"),
-        ("selector_top_k", 65, "at most 64 are walked"),
+        ("selector_top_k", 65, "at most 64 candidates"),
         ("selector_rank", 0, "expected a positive number"),
         ("selector_skips_first", 1, "expected bool"),
         ("conv_kernel_size", 2.5, "expected int"),

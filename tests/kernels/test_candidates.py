@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from blockdraft.cache.rows import Rows, RowSampling
-from blockdraft.checkpoints.read_dflash2_config import MAX_CANDIDATES
+from blockdraft.checkpoints.read_draft_config import MAX_CANDIDATES
 from blockdraft.kernels.candidates import PairScores, reference_walk
 from blockdraft.kernels.cpu import why_no_llvm
 from blockdraft.kernels.kernels import kernels_for
