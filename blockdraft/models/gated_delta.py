@@ -80,7 +80,7 @@ class GatedAttention(KernelModule):
         super().__init__()
         config = attention_config(model, layer)
         self.layer = layer
-        self.head_dim = config.head_dim
+        self.num_heads, self.head_dim = config.num_heads, config.head_dim
         self.heads = (2 * config.num_heads, config.num_kv_heads, config.num_kv_heads)
         size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.mask = Mask(scale=config.head_dim**-0.5, window=config.window)

@@ -8,7 +8,7 @@ thread, Neoverse-N1, 2026-11).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch

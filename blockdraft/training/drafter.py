@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from blockdraft.checkpoints.opening import open_checkpoint
-from blockdraft.checkpoints.read_draft_config import SKIPS_FIRST
-from blockdraft.checkpoints.read_draft_config import default_taps, read_draft_config
+from blockdraft.checkpoints.read_draft_config import SKIPS_FIRST, default_taps, read_draft_config
 from blockdraft.checkpoints.weights import load_drafter
 from blockdraft.errors import ModelError, SettingsError
 from blockdraft.models.config import AttentionConfig, ModelConfig
