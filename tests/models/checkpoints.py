@@ -91,7 +91,7 @@ class Bench:
             else:
                 storage.keys[:, 1:] = storage.values[:, 1:] = float("nan")
         self.rows = Rows(
-            max_num_seqs=num_rows,
+            max_rows=num_rows,
             max_pages=max_pages,
             vocab_size=vocab_size,
             scratch_page=SCRATCH_PAGE,
