@@ -323,6 +323,11 @@ def with_any_chunks(engine, seed):
 
 def run(engine, requests):
     """Serve (prompt_ids, params) pairs together; per request, per choice: (token_ids, text, reason)."""
+    return watched_run(engine, requests)[0]
+
+
+def watched_run(engine, requests):
+    """The results that `run` returns, and the deltas that they were made of."""
     ids = [engine.add(prompt, params) for prompt, params in requests]
     deltas = drain(engine)
     results = []
@@ -333,7 +338,7 @@ def run(engine, requests):
             tokens = [token for delta in mine for token in delta.token_ids]
             choices.append((tokens, "".join(d.text for d in mine), mine[-1].finish_reason))
         results.append(choices)
-    return results
+    return results, deltas
 
 
 def drain(engine):

@@ -83,10 +83,14 @@ def plain_answer(*prompt):
     return tiny.run(tiny.engine("none", width=1, prefix_cache=False), [(list(prompt), ANSWER)])
 
 
-@pytest.mark.parametrize("page_size", slow_but([1, 2, 4], 2))
-def test_the_next_turn_of_a_conversation_continues_as_if_nothing_were_cached(page_size):
+@pytest.mark.parametrize(
+    ("page_size", "lengths"),
+    slow_but([(2, range(1, 5)), (1, range(1, 10)), (2, range(5, 10)), (4, range(1, 10))], (2, range(1, 5))),
+    ids=str,
+)
+def test_the_next_turn_of_a_conversation_continues_as_if_nothing_were_cached(page_size, lengths):
     """Only what is really in the cache is found: not the last token, whose page may be full without it."""
-    for num_tokens in range(1, 10):
+    for num_tokens in lengths:
         first = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
         engine = tiny.engine("trained", width=tiny.BLOCK, page_size=page_size)
         turn = PROMPT[:7] + tiny.run(engine, [(PROMPT[:7], first)])[0][0][0]

@@ -24,12 +24,20 @@ LONG = [(7 * i + i * i // 5) % 60 for i in range(260)]  # keys are compressed fr
 LONG_CONTEXT = 400
 
 
+ANSWERS = {}  # of plain decoding, which several drafters are compared with
+
+
 def plain(requests, tokenizer=None, **kept):
-    """Every request alone, one token at a time; keys and values are `kept` likewise."""
+    """Decode every request alone, one token at a time; keys and values are `kept` likewise."""
     answers = []
     for prompt, params in requests:
-        engine = tiny.engine("none", width=1, prefix_cache=False, page_size=16, tokenizer=tokenizer, **kept)
-        answers += tiny.run(engine, [(prompt, replace(params, width=1))])
+        key = repr((prompt, params, kept, tokenizer is None))
+        if key not in ANSWERS:
+            engine = tiny.engine(
+                "none", width=1, prefix_cache=False, page_size=16, tokenizer=tokenizer, **kept
+            )
+            ANSWERS[key] = tiny.run(engine, [(prompt, replace(params, width=1))])
+        answers += ANSWERS[key]
     return answers
 
 
@@ -121,7 +129,7 @@ def run_case(case):
     return tiny.run(engine, requests), expected
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=8, deadline=None, derandomize=True)
 @given(case=cases())
 def test_any_drafter_and_any_schedule_emit_the_tokens_of_plain_decoding(case):
     got, expected = run_case(case)
@@ -150,18 +158,15 @@ def test_many_more_schedules(case):
 )
 def test_every_accepted_count_occurs_and_the_tokens_are_plain_decodings(temperature, drafter):
     """A drafter that never gets a full block accepted would hide half the bugs."""
-    params = SamplingParams(temperature=temperature, max_tokens=120, ignore_eos=True)
-    requests = [([i, i + 1, i + 2, i + 3], replace(params, seed=i)) for i in range(12)]
-    engine = tiny.engine(drafter, width=tiny.BLOCK)
-    for prompt, params in requests:
-        engine.add(prompt, params)
-    deltas = tiny.drain(engine)
+    params = SamplingParams(temperature=temperature, max_tokens=80, ignore_eos=True)
+    requests = [([i, i + 1, i + 2, i + 3], replace(params, seed=i)) for i in range(6)]
+    results, deltas = tiny.watched_run(tiny.engine(drafter, width=tiny.BLOCK), requests)
     counts = {len(delta.token_ids) - 1 for delta in deltas if delta.finish_reason is None}
     if temperature > 0:
         assert counts == set(range(tiny.BLOCK))
     else:
         assert tiny.BLOCK - 1 in counts
-    assert tiny.run(tiny.engine(drafter, width=tiny.BLOCK), requests) == plain(requests)
+    assert results == plain(requests)
 
 
 @pytest.mark.parametrize(
@@ -210,8 +215,9 @@ def test_full_blocks_in_every_step_with_a_step_in_flight(page_size):
     assert engine.stats.num_emitted / engine.stats.num_blocks > 7
 
 
-@pytest.mark.parametrize("width", [2, 4, 8])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("temperature", "width"), slow_but([(t, w) for t in (0.0, 1.0) for w in (2, 4, 8)], (0.0, 8), (1.0, 4))
+)
 def test_float32_is_bit_equal_at_pinned_rows_and_width(width, temperature):
     """Same shapes, other drafts: the committed tokens and their log-probabilities are the same bits."""
     answers = []

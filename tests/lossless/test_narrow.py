@@ -13,8 +13,10 @@ from blockdraft.engine.request import SamplingParams
 from blockdraft.kernels.kernels import REFERENCE, kernels_for
 from blockdraft.step.dflash import DFlashDrafter
 from tests import tiny
+from tests.matrix import slow_but
 
 PROMPTS = [[3, 5, 7, 9, 11, 13, 15, 17, 2, 4], [40, 41, 42]]
+KERNELS = [(dtype, kernels) for dtype in ("float32", "float64") for kernels in (None, REFERENCE)]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 
 
@@ -60,8 +62,11 @@ def drafts(one, dtype, width, kernels=None):
 
 @pytest.mark.parametrize("from_anchor", [False, True], ids=["behind", "from the anchor"])
 @pytest.mark.parametrize("windows", [(None, None), (3, 6)], ids=str)
-@pytest.mark.parametrize("kernels", [None, REFERENCE], ids=["kernels", "reference"])
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(
+    ("dtype", "kernels"),
+    slow_but(KERNELS, ("float32", None), ("float64", REFERENCE)),
+    ids=lambda value: value if isinstance(value, str) else "kernels" if value is None else "reference",
+)
 def test_fewer_columns_draft_the_same(dtype, kernels, windows, from_anchor):
     narrow = drafter(dtype, windows, from_anchor=from_anchor)
     for width in range(2, tiny.BLOCK + 1):
