@@ -450,7 +450,7 @@ def check_padding(captured, eager):
     scene = Scene((12, 20, 7, 15), (PENALISED, GREEDY, FILTERED, WARM), active=(3, 0, 1), seed=5)
     got, expected = play(captured, scene), play_directly(eager, scene)
     assert_same_play(got, expected, scene)
-    assert captured.rows.active.tolist() == [*scene.active, captured.rows.max_num_seqs]
+    assert captured.rows.active.tolist() == [*scene.active, captured.rows.max_rows]
     first, last = got[0][1], got[-1][1]
     assert_same_states({2: last[2]}, {2: first[2]}, "which was not active")
     assert all(int(last[row]["length"]) > int(first[row]["length"]) for row in scene.active)

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -44,6 +45,22 @@ def checked(monkeypatch):
     return found
 
 
+@pytest.fixture(scope="module")
+def records(tmp_path_factory):
+    """The records of a start of the tiny pair that checked everything."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("BLOCKDRAFT_CACHE", str(folder))
+        verify(tiny.engine())
+    return folder / "verified"
+
+
+@pytest.fixture
+def recorded(records, folder):
+    """A cache with those records."""
+    shutil.copytree(records, folder)
+
+
 def verify(engine, **options):
     notes = []
     return verify_changes(engine, notes.append, **options), notes
@@ -79,17 +96,13 @@ def test_what_was_verified_is_not_checked_again(checked):
     assert all(getattr(again, name) == getattr(first, name) for name in kept)
 
 
-def test_everything_is_checked_when_that_is_asked_for(checked):
-    verify(tiny.engine())
-    checked.clear()
+def test_everything_is_checked_when_that_is_asked_for(recorded, checked):
     found, _ = verify(tiny.engine(), is_full=True)
     assert checked == [KERNELS, MODELS]
     assert found.taken is None
 
 
-def test_a_changed_weight_has_the_models_checked_but_not_the_kernels(checked):
-    verify(tiny.engine())
-    checked.clear()
+def test_a_changed_weight_has_the_models_checked_but_not_the_kernels(recorded, checked):
 
     def flip(target):
         weight = next(target.parameters())
@@ -101,9 +114,7 @@ def test_a_changed_weight_has_the_models_checked_but_not_the_kernels(checked):
     assert any(note.startswith("kernels: verified on ") for note in notes)
 
 
-def test_a_changed_drafter_is_checked(checked):
-    verify(tiny.engine())
-    checked.clear()
+def test_a_changed_drafter_is_checked(recorded, checked):
     found, _ = verify(tiny.engine("random"))
     assert checked == [MODELS]
     assert not found.keeps_drafter
@@ -121,18 +132,14 @@ def test_a_changed_drafter_is_checked(checked):
     ],
     ids=["sources", "libraries", "device"],
 )
-def test_a_change_of_what_computes_has_everything_checked(checked, monkeypatch, change):
-    verify(tiny.engine())
-    checked.clear()
+def test_a_change_of_what_computes_has_everything_checked(recorded, checked, monkeypatch, change):
     change(monkeypatch)
     verify(tiny.engine())
     assert checked == [KERNELS, MODELS]
 
 
 @pytest.mark.parametrize("plan", [{"page_size": 4}, {"max_num_seqs": 3}, {"max_prefill_tokens": 32}], ids=str)
-def test_another_plan_has_everything_checked(checked, plan):
-    verify(tiny.engine())
-    checked.clear()
+def test_another_plan_has_everything_checked(recorded, checked, plan):
     verify(tiny.engine(**plan))
     assert checked == [KERNELS, MODELS]
 
@@ -159,9 +166,7 @@ def test_widths_that_nobody_else_serves_have_everything_checked(checked):
     assert checked == [KERNELS, MODELS]
 
 
-def test_another_number_of_pages_is_no_change(checked):
-    verify(tiny.engine())
-    checked.clear()
+def test_another_number_of_pages_is_no_change(recorded, checked):
     verify(tiny.engine(num_pages=400))
     assert checked == []
 
@@ -187,9 +192,7 @@ def test_every_line_of_the_package_is_part_of_the_key(tmp_path, monkeypatch):
     ),
     ids=repr,
 )
-def test_a_damaged_record_has_everything_checked(checked, folder, kind, content):
-    verify(tiny.engine())
-    checked.clear()
+def test_a_damaged_record_has_everything_checked(recorded, checked, folder, kind, content):
     (file,) = folder.glob(f"{kind}-*.json")
     file.write_bytes(file.read_bytes().replace(b'"day": "20', b'"day": "19') if content is None else content)
     found, notes = verify(tiny.engine())
@@ -201,9 +204,7 @@ def test_a_damaged_record_has_everything_checked(checked, folder, kind, content)
 
 
 @pytest.mark.parametrize("width", ["1", "8"])
-def test_a_recorded_token_that_is_not_answered_has_everything_checked(checked, folder, width):
-    verify(tiny.engine())
-    checked.clear()
+def test_a_recorded_token_that_is_not_answered_has_everything_checked(recorded, checked, folder, width):
 
     def change(raw):
         raw["answers"]["tokens"][width][-1] ^= 1

@@ -44,7 +44,7 @@ def test_a_replay_is_the_eager_step_whatever_the_rows_hold(captured, eager, scen
 
 def test_a_bucket_that_is_filled_up_touches_only_the_active_rows(captured, eager):
     stepping.check_padding(captured, eager)
-    scratch = captured.rows.max_num_seqs
+    scratch = captured.rows.max_rows
     assert captured.rows.length[scratch] == 0
     assert captured.rows.anchor[scratch] == 0
     assert not captured.rows._output_counts[scratch].any()
@@ -119,7 +119,7 @@ def test_prompts_are_prefilled_by_graphs_as_they_are_without():
             )
         if is_captured:
             assert len(engine.prefill_graphs._graphs) > 2
-            assert engine.rows.length[engine.rows.max_num_seqs] == 0
+            assert engine.rows.length[engine.rows.max_rows] == 0
     assert answers[True] == answers[False]
 
 

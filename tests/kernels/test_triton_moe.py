@@ -22,6 +22,7 @@ from blockdraft.models.layers import RMSNorm  # noqa: E402
 from blockdraft.models.moe import Experts, MoE, SharedExpert  # noqa: E402
 from blockdraft.models.packed import Dense, Scaled, Stacked, quantise_fp8, quantise_int8  # noqa: E402
 from blockdraft.models.packed_groups import Fp4Groups, pack_nibbles  # noqa: E402
+from tests.matrix import slow_but  # noqa: E402
 
 ON_CARD = DEVICE == "cuda"
 needs_card = pytest.mark.skipif(not ON_CARD, reason="needs a CUDA device")
@@ -109,9 +110,22 @@ def _distinct(count, seed):
     return steps / 32.0
 
 
-@pytest.mark.parametrize("weighing", ["all", "renormalised", "chosen"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("num_experts", "num_chosen"), [(3, 1), (3, 3), (32, 4), (60, 10), (512, 8)])
+@pytest.mark.parametrize(
+    ("num_experts", "num_chosen", "dtype", "weighing"),
+    slow_but(
+        [
+            (*sizes, dtype, weighing)
+            for sizes in ((3, 1), (3, 3), (32, 4), (60, 10), (512, 8))
+            for dtype in (torch.float32, torch.bfloat16)
+            for weighing in ("all", "renormalised", "chosen")
+        ],
+        (3, 1, torch.float32, "chosen"),
+        (3, 3, torch.float32, "renormalised"),
+        (60, 10, torch.bfloat16, "all"),
+        (512, 8, torch.float32, "renormalised"),
+    ),
+    ids=str,
+)
 def test_route_agrees_with_its_reference(weighing, num_experts, num_chosen, dtype):
     logits = torch.stack([_distinct(num_experts, seed) for seed in range(5)]).to(dtype)
     weights, ids = routing.route(logits, num_chosen, is_over_all=weighing == "all")
@@ -189,8 +203,16 @@ def test_tiles_name_every_pair_once_in_order(name, block_m):
 AT_ONCE = [(1, 256, 8), (1, 3, 3), (2, 5, 1), (5, 60, 10), (16, 32, 4), (40, 3, 2), (30, 200, 8)]
 
 
-@pytest.mark.parametrize("weighing", ["all", "renormalised"])
-@pytest.mark.parametrize(("num_tokens", "num_experts", "num_chosen"), AT_ONCE)
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts", "num_chosen", "weighing"),
+    slow_but(
+        [(*sizes, weighing) for sizes in AT_ONCE for weighing in ("all", "renormalised")],
+        (1, 256, 8, "all"),
+        (2, 5, 1, "renormalised"),
+        (5, 60, 10, "renormalised"),
+        (40, 3, 2, "all"),
+    ),
+)
 def test_route_and_group_are_the_two_in_one(num_tokens, num_experts, num_chosen, weighing):
     wide = 3 * normal(num_tokens, num_experts + 1, dtype=HALF, seed=num_tokens)
     logits, scale = wide[:, :num_experts], normal(num_experts, seed=1)
@@ -251,7 +273,7 @@ def test_no_routing_needs_more_tiles_than_the_bound():
 # ---- experts
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
+@pytest.mark.parametrize("activation", slow_but(ACTIVATIONS, *ACTIVATIONS[1:3]), ids=str)
 def test_every_activation_with_biases(activation):
     experts = build(5, 48, 40, dtype=torch.float32, bias=True, activation=activation)
     x, choice = normal(4, 48, seed=3), drawn(4, 2, 5)
@@ -260,7 +282,11 @@ def test_every_activation_with_biases(activation):
 
 @pytest.mark.parametrize(
     ("num_tokens", "num_chosen", "num_experts", "hidden", "inner"),
-    [(1, 1, 3, 16, 16), (1, 4, 64, 32, 80), (33, 3, 4, 64, 24), (2, 2, 3, 144, 40)],
+    slow_but(
+        [(1, 1, 3, 16, 16), (1, 4, 64, 32, 80), (33, 3, 4, 64, 24), (2, 2, 3, 144, 40)],
+        (1, 1, 3, 16, 16),
+        (2, 2, 3, 144, 40),
+    ),
 )
 def test_sizes(num_tokens, num_chosen, num_experts, hidden, inner):
     experts = build(num_experts, hidden, inner, dtype=HALF)
@@ -368,7 +394,11 @@ def alone(monkeypatch):
 
 @pytest.mark.parametrize(
     ("num_tokens", "num_chosen", "num_experts", "hidden", "inner"),
-    [(1, 1, 3, 16, 16), (1, 4, 64, 32, 80), (33, 2, 3, 48, 24), (17, 1, 3, 48, 40)],
+    slow_but(
+        [(1, 1, 3, 16, 16), (1, 4, 64, 32, 80), (33, 2, 3, 48, 24), (17, 1, 3, 48, 40)],
+        (1, 1, 3, 16, 16),
+        (33, 2, 3, 48, 24),
+    ),
 )
 def test_a_shared_expert_runs_with_the_routed(
     num_tokens, num_chosen, num_experts, hidden, inner, monkeypatch
@@ -500,7 +530,7 @@ FORMATS = {
 }
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", slow_but(FORMATS, "int8 by part", "int8 in blocks", "mxfp4"))
 def test_stored_formats(name):
     if name.startswith("fp8") and not ON_CARD:
         pytest.skip("the interpreter does not know fp8")
@@ -509,7 +539,7 @@ def test_stored_formats(name):
     assert_close(fast(experts, x, choice), slow(experts, x, choice))
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", slow_but(FORMATS, "int8", "mxfp4 by part"))
 def test_stored_formats_of_a_shared_expert(name, monkeypatch):
     if name.startswith("fp8") and not ON_CARD:
         pytest.skip("the interpreter does not know fp8")

@@ -139,7 +139,14 @@ def test_every_accepted_count_commits_the_state_of_decoding_token_by_token(dtype
 
 
 @both_kernels
-@pytest.mark.parametrize("chunks", [[(1, 1)] * 3, [(3, 3)], [(1, 2), (4, 1), (5, 20)], [(16, 9), (9, 16)]])
+@pytest.mark.parametrize(
+    "chunks",
+    slow_but(
+        [[(1, 1)] * 3, [(3, 3)], [(1, 2), (4, 1), (5, 20)], [(16, 9), (9, 16)]],
+        [(3, 3)],
+        [(1, 2), (4, 1), (5, 20)],
+    ),
+)
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_known_tokens_in_any_pieces_leave_the_state_of_decoding_token_by_token(dtype, spec, chunks):

@@ -16,6 +16,7 @@ from blockdraft.engine.engine import Engine
 from blockdraft.engine.request import SamplingParams
 from blockdraft.start.loading import load_target
 from tests.fixtures import make_pair
+from tests.lossless.families import NAMES
 from tests.matrix import slow_but
 from tests.models.checkpoints import CPU, Bench, cut, load, write_target
 from tests.models.families import BASE, CASES, CONFIGS, HYBRIDS, draw, widen
@@ -119,6 +120,7 @@ def test_token_by_token_gives_the_logits_of_transformers(case):
     case.compare(sequences, [[1] * 16] * 2, page_size=1)
 
 
+@pytest.mark.parametrize("case", slow_but(list(CASES), *NAMES), indirect=True, scope="module")
 def test_greedy_text_is_that_of_transformers(case):
     models = case.models(torch.float64)
     engine = Engine(replace(models, plan=replace(models.plan, num_pages=60)))

@@ -19,6 +19,7 @@ from blockdraft.step.row_sizes import row_sizes
 from blockdraft.step.verify import Verdict
 from tests import stepping
 from tests.grammar import json_tokens
+from tests.matrix import slow_but
 from tests.stepping import HOST, SCENES, KernelByKernel
 
 
@@ -154,8 +155,13 @@ def test_a_bucket_that_is_filled_up_touches_only_the_active_rows():
 
 
 @pytest.mark.skipif(not HOST.has_graphs, reason="steps are not captured here")
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("drafter", ["ngram", "trained"])
+@pytest.mark.parametrize(
+    ("drafter", "overlap"),
+    slow_but(
+        [(drafter, overlap) for drafter in ("ngram", "trained") for overlap in (False, True)],
+        ("trained", True),
+    ),
+)
 def test_drafts_from_n_grams_are_captured(drafter, overlap):
     stepping.check_ngrams(HOST, drafter, overlap=overlap)
 
@@ -183,7 +189,7 @@ def test_the_bits_of_a_token_do_not_depend_on_its_column():
     stepping.check_columns(HOST, max_num_seqs=4)
 
 
-@pytest.mark.parametrize("name", ["qwen3_next-whole", "gemma4-mixture"])
+@pytest.mark.parametrize("name", slow_but(["qwen3_next-whole", "gemma4-mixture"], "qwen3_next-whole"))
 def test_a_scripted_drafter_changes_no_bit_of_a_family(name):
     stepping.check_family(name, HOST)
     drafter = stepping.family_script(name, HOST)
