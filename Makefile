@@ -1,6 +1,8 @@
 # make serve   answer on http://127.0.0.1:8000 with the embedded default model
 # make test    lint, types and the test suite; its last line says what it did not run (card, browser, slow)
 # make test-all   the slow tests and the page in a browser too: for every week, and before a release (docs/develop.md)
+# make coverage   the suite, and how much of the package it runs (docs/develop.md)
+# make docs    docs/ as a site, in site/
 # make rehearse   every command with the shipped pair, on the device that is there (docs/develop.md)
 # All set up everything they need: .venv, the dependencies, the default weights.
 # TORCH=cpu or TORCH=cuda   PyTorch's build, where the choice by the machine's cards is not the one you want;
@@ -25,22 +27,41 @@ endif
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 IS_LINUX := $(filter Linux,$(shell uname))
 
-.PHONY: serve test test-all check bench rehearse clean
+.NOTPARALLEL:  # checks come before tests
+.PHONY: serve test test-all suite coverage check setup lint format types weights docs bench rehearse clean
 
 serve: .venv/installed
 	$(BIN)/blockdraft serve --port $(PORT) $(ARGS)
 
-test: check
-	$(PYTEST) -m "not slow" $(ARGS)
+test: check suite
 
 test-all: check .venv/installed-browser
 	$(PYTEST) $(ARGS)
 
-check: .venv/installed-dev
+suite: .venv/installed-dev
+	$(PYTEST) -m "not slow" $(ARGS)
+
+coverage: .venv/installed-dev
+	$(PYTEST) -m "not slow" --cov --cov-report=term:skip-covered $(ARGS)
+
+check: setup lint format types weights
+
+setup: .venv/installed-dev
+
+lint: .venv/installed-dev
 	$(BIN)/ruff check .
+
+format: .venv/installed-dev
 	$(BIN)/ruff format --check --quiet .
+
+types: .venv/installed-dev
 	$(BIN)/mypy
+
+weights: .venv/installed-dev
 	$(BIN)/blockdraft fetch
+
+docs: .venv/installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 bench: .venv/installed-dev
 	$(BIN)/python -m benchmarks.cpu $(ARGS)
@@ -68,9 +89,13 @@ rehearse: .venv/installed-dev
 	$(PIP) -c constraints.txt $(EDITABLE) -e '.[dev]'
 	touch $@
 
+.venv/installed-docs: .venv/installed
+	$(PIP) -c constraints.txt $(EDITABLE) -e '.[docs]'
+	touch $@
+
 .venv/installed-browser: .venv/installed-dev
 	$(PIP) -c constraints.txt $(EDITABLE) -e '.[dev,browser]'
 	touch $@
 
 clean:
-	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist site .coverage *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts import docs_hook
 from scripts.make_docs import DOCS, PAGES
 
 ROOT = DOCS.parent
@@ -175,3 +176,32 @@ def test_the_readmes_python_names_exist():
     for names in re.findall(r"^from blockdraft import (.+)$", text, re.M):
         for name in names.split(", "):
             assert hasattr(blockdraft, name)
+
+
+# ---- the site
+
+
+def test_the_site_names_every_page():
+    text = (ROOT / "mkdocs.yml").read_text()
+    in_navigation = re.findall(r"([\w/-]+\.md)$", text[text.index("\nnav:") :], re.M)
+    assert sorted(in_navigation) == sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md"))
+
+
+def test_links_out_of_the_sites_folder_become_text():
+    text = "[a](../benchmarks/log.md) [b](../../CONTRIBUTING.md#x) [c](../width.md) [d](0001-x.md#y) [e](https://x)"
+    shown = docs_hook.without_links_outside(text, "decisions/0002-y.md")
+    assert shown == "[a](../benchmarks/log.md) b [c](../width.md) [d](0001-x.md#y) [e](https://x)"
+    assert docs_hook.without_links_outside(text, "start.md").startswith("a b c [d]")
+
+
+def test_lists_and_tables_have_the_blank_line_that_the_site_needs():
+    text = "It holds:\n- one\n  more\n- two\n## Next\n| a |\n|---|\n```\n- no list\n```\nend"
+    blocks = docs_hook.with_blank_lines(text).split("\n\n")
+    assert blocks == [
+        "It holds:",
+        "- one\n  more\n- two",
+        "## Next",
+        "| a |\n|---|",
+        "```\n- no list\n```",
+        "end",
+    ]

@@ -188,3 +188,32 @@ def test_every_dependency_has_the_version_that_the_tests_run_with():
         line.split("==")[0] for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line
     }
     assert {re.match(r"[\w-]+", one)[0] for one in asked} == pinned
+
+
+@pytest.mark.parametrize("failing", [None, "types"])
+def test_the_ci_script_says_which_steps_ran_and_ends_where_one_fails(tmp_path, failing):
+    (tmp_path / ".ci").mkdir()
+    shutil.copy(ROOT / ".ci/run", tmp_path / ".ci")
+    targets = re.findall(r"^step \S+ (\S+)$", (ROOT / ".ci/run").read_text(), re.M)
+    assert targets == ["setup", "lint", "format", "types", "weights", "suite"]
+    lines = [f"{name}:\n\t{'false' if name == failing else 'true'}\n" for name in targets]
+    (tmp_path / "Makefile").write_text("".join(lines))
+    done = subprocess.run(
+        [tmp_path / ".ci/run"], capture_output=True, text=True, env={**os.environ, "MAKEFLAGS": ""}
+    )
+    steps = [line.split()[0] for line in done.stdout.partition("== Steps\n")[2].splitlines()]
+    assert (done.returncode == 0) == (failing is None)
+    assert steps == ["set-up", *targets[1:5], "tests"][: 4 if failing else 6]
+    assert done.stdout.endswith("s  ok\n" if failing is None else "s  FAILED (2)\n")
+
+
+def test_make_test_does_the_steps_of_the_ci_script(stubbed):
+    (stubbed / ".venv/bin/ruff").write_text('#!/bin/sh\necho "ruff $1"\n')
+    (stubbed / ".venv/bin/mypy").write_text("#!/bin/sh\necho mypy\n")
+    for name in ("ruff", "mypy"):
+        (stubbed / ".venv/bin" / name).chmod(0o755)
+    ran = [
+        line for line in made(stubbed, "test").splitlines() if not line.startswith((".venv", "python -m pip"))
+    ]
+    order = ["ruff check", "ruff format", "mypy", "blockdraft fetch", "python -m pytest"]
+    assert [name for line in ran for name in order if line.startswith(name)] == order

@@ -85,7 +85,7 @@ def test_llm_takes_vllms_names_with_a_note():
 )
 def test_llm_refuses_in_one_line_what_it_cannot_take(given, told):
     with pytest.raises(SettingsError, match=told):
-        LLM(**given)
+        LLM(**given, warn=lambda text: None)
 
 
 def test_the_table_names_what_exists_and_nothing_of_ours():
