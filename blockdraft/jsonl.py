@@ -1,6 +1,6 @@
-"""Reads files of JSON lines, packed or not, row by row; what is wrong is named by its file and line.
+"""Reads files of JSON lines, also .gz and .xz; errors name file and line.
 
-What comes from another program and may be anything is read by `as_object`.
+`as_object` reads untrusted output of other programs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MakeError = Callable[[str], Exception]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a row stands in its file, and the kind of error that a wrong row is."""
+    """The place of a row in its file, and the exception for a wrong row."""
 
     path: Path
     number: int
@@ -88,7 +88,7 @@ def row_of(value: object, place: Place) -> Row:
 
 
 def as_object(text: str | bytes) -> dict[str, object]:
-    """Return the JSON object that a text is; empty: it is none."""
+    """Parse a JSON object; return an empty one for anything else."""
     try:
         found = json.loads(text)
     except ValueError:
@@ -97,7 +97,7 @@ def as_object(text: str | bytes) -> dict[str, object]:
 
 
 def kind_of(value: object) -> str:
-    """Say in words what a JSON value is."""
+    """Name the kind of a JSON value."""
     match value:
         case None:
             return "missing or null"

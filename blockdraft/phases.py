@@ -1,4 +1,4 @@
-"""StartProgress: how far a start has come and whether it serves, readable from any thread."""
+"""StartProgress: the phases of a start and its state, readable from any thread."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class StartState:
-    """All of a start at one moment, for another process. Times are of the machine's one clock."""
+    """A snapshot of a start, for another process; times are of the machine's monotonic clock."""
 
     state: State
     seconds: float | None
@@ -41,7 +41,7 @@ class StartState:
 
 
 class StartProgress:
-    """The phases of a start, their times, and what went wrong. `report` receives a line per event."""
+    """The phases of a start, their times, and errors. `report` receives a line per event."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class StartProgress:
         )
 
     def follow(self, other: StartState) -> None:
-        """Be where the progress in another process is; whoever drains here goes on doing so."""
+        """Copy the progress of another process; draining here is not undone."""
         with self._lock:
             if self._state != "draining" or other.state == "failed":
                 self._state = other.state
@@ -87,7 +87,7 @@ class StartProgress:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """One phase; an exception marks it failed and goes on to the caller."""
+        """Run one phase; an exception marks it failed and is raised again."""
         phase = self._phases[name]
         with self._changing():
             phase.state, phase.start_s = "running", self._clock()
@@ -106,7 +106,7 @@ class StartProgress:
         self._report(f"{phase.name} {state} in {phase.seconds:.1f} s{detail}")
 
     def rewind(self, name: str) -> None:
-        """Phase `name` and all after it wait once more: what they did has to be done again."""
+        """Reset phase `name` and all after it, which have to run again."""
         with self._changing():
             names = list(self._phases)
             for later in names[names.index(name) :]:
@@ -117,7 +117,7 @@ class StartProgress:
             self._phases[name].state, self._phases[name].detail = "skipped", why
 
     def note(self, text: str) -> None:
-        """Say what the running phase is doing."""
+        """Set the text of the running phase."""
         with self._changing():
             for phase in self._phases.values():
                 if phase.state == "running":
@@ -130,24 +130,24 @@ class StartProgress:
                     phase.progress = done / total if total else None
 
     def warn(self, text: str) -> None:
-        """Something a user must see and that does not stop the start."""
+        """Add a warning that users must see."""
         with self._changing():
             self._warnings.append(text)
         self._report(f"warning: {text}")
 
     def tell_chosen(self, text: str) -> None:
-        """Something that the start has decided for the user, and why."""
+        """Add a decision of the start, with its reason."""
         with self._changing():
             self._chosen.append(text)
         self._report(text)
 
     def tell_speculation(self, text: str) -> None:
-        """Whether drafts will be made to begin with, and why."""
+        """Set the note on whether speculation is on at first, and why."""
         with self._changing():
             self._speculation = text
 
     def ready(self) -> None:
-        """The start has ended well; a server that has been told to end meanwhile goes on draining."""
+        """Mark the start as complete; a server that is draining keeps draining."""
         with self._changing():
             self._seconds = self._clock() - self._start_s
             if self._state == "starting":
@@ -155,7 +155,7 @@ class StartProgress:
         self._report(f"ready in {self._seconds:.1f} s")
 
     def drain(self) -> None:
-        """No new requests; those under way end."""
+        """Refuse new requests and let running ones end."""
         with self._changing():
             if self._state != "failed":
                 self._state = "draining"
@@ -175,7 +175,7 @@ class StartProgress:
 
     @property
     def speculation(self) -> str:
-        """Empty where nobody has found out yet, or another engine serves."""
+        """Return the note on speculation; empty if unknown."""
         return self._speculation
 
     def phases(self) -> tuple[Phase, ...]:

@@ -1,4 +1,4 @@
-"""The public data sets DFlash is measured on (datasets.toml): finds their files, makes prompts of their rows.
+"""Finds the files of public data sets (datasets.toml) and makes prompts of their rows.
 
 A file is looked for in the folder of `--data`, then on the hub. Rows may have our own layout ("messages",
 "turns": taken as they are) or that of the original release, to which the words of the table are added.
@@ -39,7 +39,7 @@ class Dataset:
     test_ids: Sequence[int] | None = None
 
     def is_own(self, rows: tuple[Row, ...]) -> bool:
-        """Whether the rows of a file whose name several sets use are this set's."""
+        """Return whether rows belong to this data set; several data sets share a file name."""
         if self.own_field is not None:
             return self.own_field in rows[0].fields
         is_mt_bench = all(row.fields.get("category") in _MT_BENCH_CLASSES for row in rows)

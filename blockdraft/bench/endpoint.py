@@ -1,4 +1,4 @@
-"""What is behind an address: which server, which model, and what it can be asked for."""
+"""Finds out which server and model an address has, and which request fields it understands."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PROBE_TIMEOUT_S = 10.0  # arbitrary
 
 @dataclass(frozen=True, slots=True)
 class Switches:
-    """Fields of a body by which this kind of server turns speculation off, and keeps its caches out."""
+    """Request fields that switch off this server's speculation and prefix caches."""
 
     plain: Mapping[str, object] = field(default_factory=dict)  # no speculation for this request
     salt: str | None = None  # takes Ask.cache_salt: equal prompts are recognised within one salt only
@@ -38,7 +38,7 @@ class Switches:
 
     @property
     def keeps_caches_out(self) -> bool:
-        """Whether Ask.cache_salt has an effect. If not, the prompts themselves must differ."""
+        """Return whether Ask.cache_salt has an effect; if not, the prompts themselves must differ."""
         return self.salt is not None or bool(self.uncached)
 
     def fields(self, ask: Ask) -> Json:
@@ -80,7 +80,7 @@ class Endpoint:
 
     @property
     def can_switch(self) -> bool:
-        """Whether single requests can do without speculation."""
+        """Return whether speculation can be switched off per request."""
         return bool(self.switches.plain)
 
 

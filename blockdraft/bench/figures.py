@@ -1,4 +1,4 @@
-"""The figures of a report: what each is called, what it means (definitions.toml), and what it is made of."""
+"""The figures of a report: their names, meanings (definitions.toml) and types."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class _LaterSpeculation(TypedDict, total=False):
 
 
 class SpeculationFigures(_LaterSpeculation):
-    """How the drafts fared; all null where it is not known."""
+    """Counts and rates of drafts; null where unknown."""
 
     acceptance: Acceptance
     num_answers: int
@@ -69,7 +69,7 @@ class SpeculationFigures(_LaterSpeculation):
 
 
 class Asked(TypedDict):
-    """What was asked of the server; null where requests differ."""
+    """The request parameters of a cell; null where requests differ."""
 
     max_tokens: int | None
     seed: int | None
@@ -112,7 +112,7 @@ class OverTime(TypedDict):
 
 
 class _LaterFigures(TypedDict, total=False):
-    """What cells of older reports do not have."""
+    """Fields that cells of older reports lack."""
 
     answers: AnswerColumns
     runs: list[RunFigures]
@@ -174,7 +174,7 @@ class Divergence(TypedDict):
 
 
 class Agreement(TypedDict):
-    """Whether both arms gave the same text at temperature 0."""
+    """Counts how many answers are equal in both arms at temperature 0."""
 
     first_turns: Agreed
     later_turns: Agreed
@@ -222,7 +222,7 @@ class Warmup(TypedDict):
 
 
 class GeneratorFigures(TypedDict):
-    """What the load generator itself could read at one load, against a server that computes nothing."""
+    """The reading speed of the load generator at one load, from a server that computes nothing."""
 
     concurrency: int
     rate: float | None
@@ -261,7 +261,7 @@ def make_estimate(value: float | None = None, interval: Interval = None) -> Esti
 
 
 def headline_speedup(key: Key, speedup: Speedup) -> Estimate:
-    """Return the one to judge by: at a rate the arrivals decide the aggregate tok/s, whichever arm serves."""
+    """Return the speedup to judge by: TPOT at a given rate, where arrivals decide the aggregate tok/s."""
     return speedup["tokens_per_s"] if key["rate"] is None else speedup["tpot"]
 
 

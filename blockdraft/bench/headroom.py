@@ -1,4 +1,4 @@
-"""What the load generator itself can read: a short burst against a server that computes nothing.
+"""Measures how fast the load generator can read, by a short burst from a server that computes nothing.
 
 A true server writes one event to each of its streams after every step. So does this one, and leaves time
 enough in between that no two events of a stream are read at once: events that pile up are read faster, but

@@ -1,4 +1,4 @@
-"""The report as one HTML file: no network, light and dark, readable on a phone, every figure in a table too.
+"""Renders the report as one HTML file without network access; every figure of a chart is in a table too.
 
 The charts are drawn by uPlot, which the live page uses as well. The page allows no script but these two, and
 everything that comes from a server, a prompt or a file passes `text` or JSON on its way in.
@@ -58,7 +58,7 @@ Groups = list[tuple[str, list[Mark]]]  # the marks under each name
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """What charts.js draws."""
+    """One chart for charts.js."""
 
     title: str
     unit: str

@@ -1,4 +1,4 @@
-"""A plain run and a speculative one, made one after the other on one card, joined into speed-ups over plain.
+"""Joins the reports of a plain and a speculative run on one card into one report with speed-ups.
 
 Both runs kept their answers, so a joined pair is computed as that of one run: by the same prompts, with an
 interval. What it cannot hold is the machine: whatever drifted between the runs is in the speed-up, and the
@@ -26,7 +26,7 @@ def arms_of(report: BenchReport) -> set[str]:
 
 
 def is_joinable(a: BenchReport, b: BenchReport) -> bool:
-    """Whether one is plain alone and the other speculative alone, in either order."""
+    """Return whether one report has only the plain arm and the other only the speculative one."""
     return sorted([*arms_of(a), *arms_of(b)]) == [PLAIN, SPECULATIVE] and arms_of(a) != arms_of(b)
 
 
@@ -87,7 +87,7 @@ def _pair(speculative: Cell, plain: Cell, *, seed: object) -> ArmPair:
 
 
 def _pair_without_answers(speculative: Cell, plain: Cell) -> ArmPair:
-    """Of reports that kept no answers the ratio is all there is: no interval, so no verdict."""
+    """Return the pair of reports without answers: ratios only, without intervals and verdict."""
     speeds = speculative["tokens_per_s"]["value"], plain["tokens_per_s"]["value"]
     tpots = plain["tpot_s"]["p50"], speculative["tpot_s"]["p50"]
     ratios = [above / below if above is not None and below else None for above, below in (speeds, tpots)]
@@ -114,7 +114,7 @@ def _differences(plain: BenchReport, speculative: BenchReport, names: tuple[str,
 
 
 def _notes(plain: BenchReport, speculative: BenchReport, names: tuple[str, str]) -> list[str]:
-    """Each note of both once; that there is nothing to compare with is no longer true."""
+    """Return the notes of both reports, each once, without NO_BASELINE."""
     notes = [_how(plain, speculative, names), *plain["notes"], *speculative["notes"]]
     return [note for note in dict.fromkeys(notes) if note != NO_BASELINE]
 

@@ -1,4 +1,4 @@
-"""The answers of a cell as a report keeps them: enough to pair this run with another, without any text."""
+"""Keeps the answers of a cell in the report without their texts, so that two runs can be paired later."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A report as tables and text: for the terminal, for Markdown, and in the shape of published tables."""
+"""Writes a report as tables and text for the terminal and Markdown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sends a block of conversations: so many at a time, or each at its time."""
+"""Sends a block of conversations, N at a time or each at its planned time."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def in_order(asks: Sequence[Ask]) -> list[int]:
 async def send(
     client: Client, ledger: Ledger, load: OfferedLoad, numbers: Iterator[int], stop: asyncio.Event
 ) -> None:
-    """Ask what `numbers` names, each the moment it is to begin, and note it all; until `stop` is set."""
+    """Send the asks `numbers`, each at its time, and record the answers; until `stop` is set."""
     before_s = time.process_time()
     client.num_refused = 0  # of an earlier block: the server may be back
     work = asyncio.ensure_future(
@@ -140,7 +140,7 @@ def quiet_collector() -> Iterator[None]:
 
 
 class Ledger:
-    """What has become of each ask of a block so far."""
+    """Records the answers to the asks of a block."""
 
     def __init__(
         self, asks: Sequence[Ask], *, start_s: float = 0.0, on_answer: OnAnswer | None = None

@@ -1,4 +1,4 @@
-"""What a benchmark is asked to do: flags, checked before anything is started, and the grid they ask for."""
+"""Checks the flags of a benchmark before anything starts, and makes the grid of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The range of tok/s and of acceptance while a cell was measured, in windows of time as a log has them."""
+"""Computes the range of tok/s and acceptance over windows of time while a cell was measured."""
 
 from __future__ import annotations
 

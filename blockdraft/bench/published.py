@@ -1,4 +1,4 @@
-"""The tables that people publish, filled with the figures of a report (presets.toml says which has which)."""
+"""Fills the shape of published tables (presets.toml) with the figures of a report."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ NOT_ENDED = "not ended: "  # begins the error of what was given up when the run 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One conversation: its user turns, between which the model answers."""
+    """One conversation: the user's turns; the model answers each."""
 
     id: str
     category: str
@@ -26,7 +26,7 @@ class Prompt:
     system: str | None = None
 
     def messages(self, said: Sequence[str] = ()) -> list[dict[str, object]]:
-        """The system's, then the user's and the answers `said` to them, up to the user's next turn."""
+        """Return the chat up to the next user turn; `said` are the answers so far."""
         messages = [] if self.system is None else [("system", self.system)]
         for turn, answer in zip(self.turns, said, strict=False):
             messages += [("user", turn), ("assistant", answer)]
@@ -46,7 +46,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class OfferedLoad:
-    """How requests arrive: `concurrency` at a time, or, with a rate, by a Poisson process per second."""
+    """Requests arrive `concurrency` at a time, or `rate` per second in a Poisson process."""
 
     concurrency: int = 1
     rate: float | None = None
@@ -72,7 +72,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """How the drafts of one answer, or of all answers in a while, fared.
+    """Counts steps and drafts of one answer, or of all answers in a stretch of time.
 
     accepted[i]: steps that accepted the draft at position i. Committed tokens per step are
     1 + sum(accepted) / steps: the bonus token counts.
@@ -115,7 +115,7 @@ class Answer:
 
     @property
     def is_ended(self) -> bool:
-        """Whether the server had its chance to answer, well or badly."""
+        """Return whether the server answered or failed: the request was sent and not given up."""
         return self.error is None or not self.error.startswith((NOT_SENT, NOT_ENDED))
 
     @property
@@ -148,7 +148,7 @@ class Answer:
 
 
 class Key(TypedDict):
-    """What a cell of the report and its baseline have in common."""
+    """Identifies a cell of the report; its baseline has the same key."""
 
     workload: str
     category: str  # "all", or one class of the workload

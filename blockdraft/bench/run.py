@@ -1,4 +1,4 @@
-"""The run: every cell of the grid, with its baseline interleaved, on servers that have warmed up.
+"""Measures every cell of the grid on warm servers, interleaved with its baseline.
 
 A cell's conversations go in blocks. Each block is answered by both arms, one after the other, and which goes
 first alternates: what drifts in between (clocks, heat, a neighbour) meets both alike, and neither arm ever
@@ -105,7 +105,7 @@ class Server(NamedTuple):
 
 
 class Watcher:
-    """Whoever shows how far the run is; this one shows nothing."""
+    """Receives the progress of a run; this base class ignores it."""
 
     def begin(self, point: LoadPoint, num_conversations: int) -> None:
         """A cell begins."""
@@ -119,7 +119,7 @@ class Watcher:
 
 @dataclass(slots=True)
 class RunOutcome:
-    """What was measured, as far as it came."""
+    """The results so far."""
 
     groups: list[Group] = field(default_factory=list)
     cold: dict[Arm, Answer] = field(default_factory=dict)  # the first request to each server
@@ -129,7 +129,7 @@ class RunOutcome:
 
     @property
     def failure(self) -> str | None:
-        """Says why figures are missing; None: none is."""
+        """Return why figures are missing; None: none are."""
         answers = [answer for group in self.groups for answer in group.answers]
         if self.trouble is not None or any(answer.is_ok for answer in answers):
             return self.trouble

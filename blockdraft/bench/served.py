@@ -1,4 +1,4 @@
-"""A server that the benchmark starts itself: its start is one of the numbers.
+"""Starts a server for the benchmark and measures its start.
 
 The server is a process of its own, as it would be for users, on a free port of the loopback address. Of ours
 /ready tells the phases; of any other only the time until it lists its models is known.

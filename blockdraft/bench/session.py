@@ -1,4 +1,4 @@
-"""One benchmark from end to end: servers are started or found, the grid is measured, the report is built."""
+"""Runs a benchmark from end to end: start or find servers, measure the grid, build the report."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ENDINGS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(si
 
 @dataclass(slots=True)
 class Measured:
-    """What came of the servers so far."""
+    """The results of all servers so far."""
 
     endpoints: dict[Arm, Endpoint] = field(default_factory=dict)
     outcome: RunOutcome = field(default_factory=RunOutcome)
@@ -224,12 +224,12 @@ class Session:
 
 
 def _with_kernels(server: Server, started: Started) -> Server:
-    """The same with what the log of a server that we started tells of it."""
+    """Return the server with the FP4 kernels that its log names."""
     return server._replace(endpoint=replace(server.endpoint, fp4_kernels=started.fp4_kernels))
 
 
 def _on_endings(act: Callable[[], object]) -> None:
-    """Make the loop act so from now on, when somebody wants us to end."""
+    """Call `act` on SIGINT, SIGTERM and SIGHUP from now on."""
     with contextlib.suppress(NotImplementedError):  # no signals on Windows' loop
         for number in (signal.SIGINT, *ENDINGS):
             asyncio.get_running_loop().add_signal_handler(number, act)

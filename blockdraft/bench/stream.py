@@ -1,4 +1,4 @@
-"""The stream of an answer: bytes in, an Answer out, timed before anything is parsed."""
+"""Reads the stream of an answer into an Answer; bytes are timed before they are parsed."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Where drafts fail, by category of prompts and by column of the block.
+"""Finds the prompt categories and block positions where drafts fail.
 
-A draft counts only behind right ones, so the share of steps that accepts it falls from column to column
-whatever the drafter knows. What tells columns apart is how often a draft is right where it is reached: where
-all before it were.
+A draft counts only after right ones, so fewer steps accept it from position to position,
+whatever the drafter knows. Positions are compared by how often a draft is right where it is reached, that is,
+where all drafts before it were right.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ class DraftCounts:
     accepted: tuple[int, ...]
 
     def right(self, first: int, last: int) -> float | None:
-        """How often drafts `first` to `last`, from 1, were right where reached; None: too few were."""
+        """Return the share of reached drafts `first` to `last` (from 1) that were right; None: too few."""
         reached = sum(self.reached[first - 1 : last])
         return sum(self.accepted[first - 1 : last]) / reached if reached >= MIN_REACHED else None
 
 
 def where_reached(accepted: Sequence[int], reached: Sequence[int]) -> list[float | None]:
-    """How often each draft was right where it was drafted and all before it were; None: never."""
+    """Return the share of right drafts at each position, of those reached; None: never reached."""
     return [kept / tried if tried else None for kept, tried in zip(accepted, reached, strict=False)]
 
 
 @dataclass(frozen=True, slots=True)
 class WeakCategory:
-    """One that gains much less from drafts than all prompts together."""
+    """A category that gains much less from drafts than all prompts together."""
 
     name: str
     committed_per_step: float
@@ -56,7 +56,7 @@ class WeakSpots:
     to_draft: int | None  # where it is not the last: past it too few are reached to say
 
     def lines(self) -> list[str]:
-        """A sentence each; none where nothing is weak."""
+        """Return a sentence for each weak category and for the weak positions."""
         found = [self._category(one) for one in self.categories]
         if self.from_draft is not None:
             end = "on" if self.to_draft == self.num_drafts else f"to {self.to_draft}"
@@ -74,7 +74,7 @@ class WeakSpots:
 
 
 def weak_spots(overall: DraftCounts, categories: Mapping[str, DraftCounts]) -> WeakSpots:
-    """A category that is the only one is not weak: it is all there is."""
+    """Return the weak categories, unless there is only one, and the weak positions."""
     limit = 1 + GAINS_LESS * (overall.committed - 1)
     low = [
         (one.committed, name)
@@ -90,7 +90,7 @@ def _weak(name: str, one: DraftCounts) -> WeakCategory:
 
 
 def _weak_drafts(one: DraftCounts) -> tuple[int | None, int | None]:
-    """None: the last draft that enough steps reached is right as often as not."""
+    """Return the first and last weak position; None: the last one reached often enough is not weak."""
     first = last = None
     for draft in range(1, len(one.accepted) + 1):
         share = one.right(draft, draft)

@@ -1,4 +1,4 @@
-"""Reads addresses and replies, and tells in one line without a key what went wrong on the way."""
+"""Reads addresses and replies, and describes network errors on one line without the API key."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def server_message(body: bytes) -> str:
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Whether no connection came about."""
+    """Return whether the connection failed."""
     return isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
 
 

@@ -1,4 +1,4 @@
-"""What is asked: the built-in prompt classes, public data sets, random words, and a user's own file.
+"""Loads the prompts: built-in classes, public data sets, random words, or a user's own file.
 
 The same name, limit and seed give the same prompts in every run.
 """

@@ -1,4 +1,4 @@
-"""blockdraft bench: what a server does under load, with the baseline beside it."""
+"""blockdraft bench: measure a server under load and compare it with plain decoding."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 SUMMARY = "measure a server: speed, latency, acceptance, against plain decoding"
 USAGE = "blockdraft bench [URL] [flags]\n       blockdraft bench compare A.json B.json"
 DESCRIPTION = (
-    "Measure an OpenAI-compatible server (ours, vLLM, SGLang, llama.cpp). Without URL a server of our own "
-    "is started with the engine's flags, and its start is measured too. Speculation is paired with plain "
-    "decoding: by a switch of each request on our server, by --baseline elsewhere."
+    "Measure an OpenAI-compatible server (blockdraft, vLLM, SGLang, llama.cpp). Without URL, start "
+    "`blockdraft serve` with the engine flags below and measure its start too. Speculation is compared with "
+    "plain decoding: our server can switch it off per request; for other servers give --baseline."
 )
 EXIT_TROUBLE = 2
 EXIT_INTERRUPT = 130
@@ -38,32 +38,34 @@ FILE_WIDTH = 160  # characters of a line that goes to no terminal; arbitrary
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("target", nargs="*", metavar="URL", help="or: compare A.json B.json")
+    parser.add_argument(
+        "target", nargs="*", metavar="URL", help="a running server; or: compare A.json B.json"
+    )
     _add_server(parser)
     _add_load(parser)
     add = parser.add_argument_group("output").add_argument
     add(
         "--out",
         metavar="PATH",
-        help="write PATH.json, PATH.md and PATH.html (default: blockdraft-bench-TIME; none: no files)",
+        help="write PATH.json, PATH.md and PATH.html (default: blockdraft-bench-TIME; 'none': no files)",
     )
-    add("--json", dest="prints_json", action="store_true", help="print the JSON, not the table")
+    add("--json", dest="prints_json", action="store_true", help="print JSON instead of the table")
     add_settings(parser)
 
 
 def _add_server(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("server").add_argument
-    add("--name", help="which of the server's models (default: the only one)")
-    add("--api-key", metavar="KEY", help="(default: $BLOCKDRAFT_API_KEY)")
+    add("--name", help="the model to ask, if the server has several")
+    add("--api-key", metavar="KEY", help="key to send to the server (default: $BLOCKDRAFT_API_KEY)")
     add(
         "--arms",
         metavar="ARMS",
-        help="plain,speculative: start, measure and end a server for each, one after the other on the one "
-        "card; for --engine vllm and sglang, whose requests cannot do without speculation",
+        help="plain,speculative: start, measure and stop one server without drafts, then one with drafts; "
+        "for --engine vllm and sglang, which cannot switch speculation off per request",
     )
-    add("--engine-python", metavar="PYTHON", help="of the environment that has vllm or sglang")
-    add("--baseline", metavar="URL", help="the same model without speculation, elsewhere")
-    add("--no-baseline", action="store_true", help="do not measure plain decoding beside speculation")
+    add("--engine-python", metavar="PYTHON", help="Python of the environment that has vllm or sglang")
+    add("--baseline", metavar="URL", help="another server of the same model, without speculation")
+    add("--no-baseline", action="store_true", help="do not measure plain decoding")
     add(
         "--start",
         metavar="COMMAND",
@@ -73,10 +75,11 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
     add(
         "--also-eager",
         action="store_true",
-        help="of our own server: also start it with --no-graphs, to compare",
+        help="also start our own server with --no-graphs, to compare the starts",
     )
-    add("--start-timeout", type=float, default=1800.0, metavar="S", help="(default: 1800)")
-    add("--timeout", type=float, default=600.0, metavar="S", help="per request (default: 600)")
+    start_help = "seconds a server may take to start (default: 1800)"
+    add("--start-timeout", type=float, default=1800.0, metavar="S", help=start_help)
+    add("--timeout", type=float, default=600.0, metavar="S", help="seconds a request may take (default: 600)")
 
 
 def _add_load(parser: argparse.ArgumentParser) -> None:
@@ -85,32 +88,35 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
         "--workload",
         action="append",
         metavar="NAMES",
-        help="built-in classes (code, reasoning, dialogue, prose, qa, json, long_code, summarise, or all of "
-        "these), program (a short prompt, a long answer), "
-        "gsm8k, math500, humaneval, mbpp, mt_bench, spec_bench, random[:N], or a JSONL file; several with "
-        "commas or by repeating (default: code,reasoning,dialogue,prose)",
+        help="prompts: a built-in class (code, reasoning, dialogue, prose, qa, json, long_code, summarise), "
+        "all of these (all), program (short prompt, long answer), a data set (gsm8k, math500, humaneval, "
+        "mbpp, mt_bench, spec_bench), random words (random[:N]) or a JSONL file; give several with commas "
+        "or by repeating (default: code,reasoning,dialogue,prose)",
     )
     add("--concurrency", metavar="N,…", help="requests at a time (default: 1)")
-    add("--rate", type=float, metavar="R", help="instead: R requests per second, at random times")
-    add("--depth", default="0", metavar="N,…", help="tokens of context before each prompt")
-    add("--temperature", metavar="T,…", help="(default: 0, greedy)")
+    add("--rate", type=float, metavar="R", help="send R requests per second, instead of --concurrency")
+    add("--depth", default="0", metavar="N,…", help="tokens of context before each prompt (default: 0)")
+    add("--temperature", metavar="T,…", help="sampling temperature (default: 0, greedy)")
     add(
         "--max-tokens",
         metavar="N",
-        help="per answer (default: 256); of single workloads: NAME=N, several with commas",
+        help="longest answer in tokens (default: 256); NAME=N sets it for one workload; several with commas",
     )
-    add("--runs", type=int, metavar="N", help="measure everything so often, and show the spread (default: 1)")
-    add("--num-prompts", type=int, metavar="N", help="requests per cell and arm, at least (default: 8)")
-    add("--max-turns", type=int, metavar="N", help="of a conversation (default: all)")
-    add("--ignore-eos", action="store_true", help="answers of exactly --max-tokens")
-    add("--cached", action="store_true", help="let prefix caches help: prompts as they are")
-    add("--thinking", choices=["on", "off"], help="of models that can (default: the model's own)")
-    add("--data", type=Path, metavar="DIR", help="where data sets lie, e.g. gsm8k_test.jsonl.gz")
-    add("--offline", action="store_true", help="do not look for data sets on the hub")
-    add("--prompt-seed", type=int, default=0, metavar="N", help="of samples and arrivals")
-    add("--processes", type=int, metavar="N", help="to send from, at most (default: half of the cores)")
-    add("--no-headroom", action="store_true", help="do not measure what this client can read, 1 s per load")
-    add("--table", metavar="NAME", help="the shape of a published table: z-lab, spark, forum or mt-bench")
+    add("--runs", type=int, metavar="N", help="measure everything N times and show the spread (default: 1)")
+    add("--num-prompts", type=int, metavar="N", help="requests per measurement, at least (default: 8)")
+    add("--max-turns", type=int, metavar="N", help="turns to ask of a conversation (default: all)")
+    add("--ignore-eos", action="store_true", help="every answer has exactly --max-tokens tokens")
+    add("--cached", action="store_true", help="allow prefix caching (default: every prompt is made unique)")
+    add("--thinking", choices=["on", "off"], help="let the model think or not (default: the model's own)")
+    add("--data", type=Path, metavar="DIR", help="folder of data sets, e.g. gsm8k_test.jsonl.gz")
+    add("--offline", action="store_true", help="do not download data sets")
+    add("--prompt-seed", type=int, default=0, metavar="N", help="seed for sampling prompts (default: 0)")
+    processes_help = "processes that send requests, at most (default: half of the cores)"
+    add("--processes", type=int, metavar="N", help=processes_help)
+    headroom_help = "do not measure first how fast this client can read (1 s per load)"
+    add("--no-headroom", action="store_true", help=headroom_help)
+    table_help = "measure what a published table shows: z-lab, spark, forum or mt-bench"
+    add("--table", metavar="NAME", help=table_help)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -120,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
     if args.target[:1] == ["compare"]:
         return _compare(args.target[1:], out=args.out or "none", prints_json=args.prints_json)
     if len(args.target) > 1:
-        raise BenchError(f"one URL at a time, not {len(args.target)}: '{args.target[1]}' is one too many.")
+        raise BenchError(f"bench measures one URL, but {len(args.target)} were given: {args.target[1]}.")
     options = _options(args)
     # A server of our own ends with us, whatever ends us.
     before = {number: signal.signal(number, signal.default_int_handler) for number in ENDINGS}
@@ -152,7 +158,7 @@ def _options(args: argparse.Namespace) -> Options:
 
 
 async def _measure(args: argparse.Namespace, options: Options) -> int:
-    """All of it runs in the loop, which takes signals: a second one does not interrupt the writing."""
+    """Run everything in the event loop, which handles signals: a second one cannot interrupt the writing."""
     from blockdraft.bench.report import output_paths
 
     session = _session(args, options)
@@ -168,7 +174,7 @@ async def _measure(args: argparse.Namespace, options: Options) -> int:
 
 
 def _show(report: BenchReport, paths: Sequence[Path], *, prints_json: bool) -> None:
-    """Write the report, then print it: who reads it may have left. Without --out there is no path."""
+    """Write the report to `paths`, then print it: stdout may be closed by now."""
     from rich.console import Console
 
     from blockdraft.bench.html_page import render
@@ -210,7 +216,7 @@ def _session(args: argparse.Namespace, options: Options) -> Session:
 
 
 def _without_drafter(settings: Settings) -> Settings:
-    """The same with plain decoding, and without what is said of a drafter."""
+    """Return the settings for plain decoding: no drafter, and none of its settings."""
     return replace(
         settings,
         draft="none",
@@ -223,13 +229,15 @@ def _without_drafter(settings: Settings) -> Settings:
 
 
 def _compare(paths: Sequence[str], *, out: str, prints_json: bool) -> int:
-    """Two runs of one kind side by side; a plain one and a speculative one joined into one report."""
+    """Compare two runs; join them into one report if one is plain and the other speculative."""
     from blockdraft.bench import compare
     from blockdraft.bench.join import is_joinable, join
     from blockdraft.bench.report import load_report, output_paths
 
     if len(paths) != 2:
-        raise BenchError("compare takes two reports: blockdraft bench compare A.json B.json")
+        raise BenchError(
+            f"compare takes two reports, not {len(paths)}: blockdraft bench compare A.json B.json"
+        )
     a, b = (load_report(Path(path)) for path in paths)
     names = _short_names(paths)
     compare.refuse_other_models(a, b, names)
@@ -245,13 +253,13 @@ def _compare(paths: Sequence[str], *, out: str, prints_json: bool) -> int:
 
 
 def _short_names(paths: Sequence[str]) -> tuple[str, str]:
-    """The files' names, without folders where they differ: a report may be shown to others."""
+    """Return the file names, with their folders only if the names are equal: reports may be shared."""
     short = Path(paths[0]).name, Path(paths[1]).name
     return short if short[0] != short[1] else (paths[0], paths[1])
 
 
 def _stdout() -> Console:
-    """Files and pipes have no width: nothing is cut for them."""
+    """Return a console that cuts nothing in files and pipes, which have no width."""
     from rich.console import Console
 
     console = Console(highlight=False)

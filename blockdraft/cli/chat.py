@@ -28,17 +28,19 @@ if TYPE_CHECKING:
 SUMMARY = "talk to a model in the terminal"
 USAGE = "blockdraft chat [MODEL | URL] [flags]"
 DESCRIPTION = (
-    "A conversation in the terminal with a model that is loaded here, or with any OpenAI-compatible server "
-    "(http://…). /help lists what else can be said; Ctrl-C stops an answer, Ctrl-D ends. Piped input is one "
-    "question per line; the answers alone go to stdout."
+    "Talk in the terminal to a model that is loaded here, or to any OpenAI-compatible server (http://…). "
+    "/help lists commands, Ctrl-C stops an answer, Ctrl-D ends the conversation. Piped input is read as one "
+    "question per line; only the answers go to stdout."
 )
 MAX_TOKENS = 2048
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model(parser, "MODEL | URL", "what to talk to (default: the default model)")
+    add_model(parser, "MODEL | URL", "model or server to talk to (default: the default model)")
     parser.add_argument("--system", metavar="TEXT", help="the system message")
-    parser.add_argument("--api-key", metavar="KEY", help="of the server (default: $BLOCKDRAFT_API_KEY)")
+    parser.add_argument(
+        "--api-key", metavar="KEY", help="key to send to the server (default: $BLOCKDRAFT_API_KEY)"
+    )
     add_verbose(parser)
     add_sampling(parser, max_tokens=MAX_TOKENS, is_chat=True)
     add_settings(parser, leave_out=("seed", "tool_format", "engine", *LAUNCH_SETTINGS))
@@ -60,7 +62,7 @@ def _model(args: argparse.Namespace) -> Answerer:
     settings = merge_settings(given_settings(args) | {"engine": "native"}).settings
     llm, _ = open_llm(args, settings)
     if not llm.tokenizer.has_chat_template:
-        raise RequestError(f"'{settings.model}' has no chat template: see `blockdraft generate --raw`.")
+        raise RequestError(f"'{settings.model}' has no chat template: use `blockdraft generate --raw`.")
     sampling = sampling_from(args, llm.engine.models.sampling)
     return LocalModel(llm, sampling, public_id(settings.model) + settings.suffix)
 
@@ -71,7 +73,9 @@ def _server(args: argparse.Namespace) -> Answerer:
     name = given.pop("model", None)
     if given:
         flag = flag_of(next(iter(given)))
-        raise SettingsError(f"{flag} is for a model that is loaded here: {url} has settings of its own.")
+        raise SettingsError(
+            f"{flag} does not work with the server {url}, which has its own settings: leave it out."
+        )
     from blockdraft.bench.endpoint import probe
     from blockdraft.cli.chat_answers import RemoteModel
 
@@ -81,7 +85,7 @@ def _server(args: argparse.Namespace) -> Answerer:
 
 
 def sampling_fields(args: argparse.Namespace) -> dict[str, object]:
-    """What the flags say, and nothing else: a server knows what its model's makers recommend."""
+    """Return only what the flags give: the server knows the recommended values of its model."""
     asked, usual = sampling_from(args), SamplingParams()
     return {
         item.name: getattr(asked, item.name)

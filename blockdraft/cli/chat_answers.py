@@ -1,4 +1,4 @@
-"""Who answers in a terminal's conversation: a model in this process, or a server elsewhere."""
+"""Answers questions of a chat with a model in this process, or with a server."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OVERFLOW = "context_length_exceeded"  # OpenAI's code
 
 @dataclass(frozen=True, slots=True)
 class AnswerFigures:
-    """What an answer cost; `steps` is None where nobody counted them."""
+    """Tokens, seconds and drafts of an answer; `steps` is None where unknown."""
 
     num_tokens: int
     seconds: float
@@ -40,7 +40,7 @@ class AnswerFigures:
 
 @dataclass(frozen=True, slots=True)
 class ChatPiece:
-    """What comes at a time; the last has the figures. Of `tokens`, the first `num_drafts` were drafts."""
+    """A piece of an answer; the last has the figures. The first `num_drafts` of `tokens` were drafts."""
 
     text: str = ""
     thought: str = ""
@@ -56,7 +56,7 @@ class Answerer(Protocol):
     def name(self) -> str: ...
     @property
     def has_drafts(self) -> bool:
-        """Whether it can say which tokens were drafts."""
+        """Return whether it can tell which tokens were drafts."""
 
     def answer(self, messages: Sequence[Message], *, with_drafts: bool) -> Iterator[ChatPiece]: ...
 
@@ -97,7 +97,7 @@ class LocalModel:
                 check()
 
     def _splitter(self, prompt_ids: Sequence[int]) -> Splitter | None:
-        """None: the model writes no thoughts that a text would show."""
+        """Return a splitter of thoughts; None: the model writes no thoughts in its text."""
         from blockdraft.tool_calls.thoughts import Splitter, begins_inside, find_tags
 
         tags = find_tags(self._llm.tokenizer)
@@ -121,7 +121,7 @@ def _local_figures(metrics: Metrics | None, finish_reason: str | None) -> Answer
 
 @contextmanager
 def interrupts_between_steps() -> Iterator[Callable[[], None]]:
-    """Ctrl-C is noted, and raised by `check`, so that no step is cut in two. A second one is not noted."""
+    """Delay Ctrl-C until `check` is called between steps; a second Ctrl-C interrupts at once."""
     is_noted = False
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -236,7 +236,7 @@ class _StreamFigures:
         )
 
     def figures(self) -> AnswerFigures:
-        """A server that does not count its tokens sends one with a chunk, as a rule."""
+        """Return the figures; without usage, each chunk counts as one token."""
         return AnswerFigures(
             num_tokens=self._num_tokens or self._num_chunks,
             seconds=time.monotonic() - self._begin_s,

@@ -1,4 +1,4 @@
-"""The terminal of a conversation, or the pipe instead of it: questions in, answers out."""
+"""Reads questions from a terminal or a pipe, and writes answers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _CONTROLS = {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(co
 
 
 class Screen:
-    """Where an answer is written; notes go to stderr."""
+    """Writes answers to stdout and notes to stderr."""
 
     def __init__(self) -> None:
         if isinstance(sys.stdout, io.TextIOWrapper):
@@ -38,7 +38,7 @@ class Screen:
             self._was_thought = False
 
     def think(self, text: str) -> None:
-        """Thoughts are for people: a pipe gets the answer alone."""
+        """Write a thought, only to a terminal: a pipe gets the answer alone."""
         if text and self.is_terminal:
             self._put(text, DIM if self.has_styles else "")
             self._was_thought = True
@@ -49,7 +49,7 @@ class Screen:
         self._put("".join(tokens[num_drafts:]))
 
     def end(self) -> None:
-        """The answer is over, well or not."""
+        """End the line of an answer."""
         if self._is_open:
             print(flush=True)
         self._is_open = self._was_thought = False
@@ -107,7 +107,7 @@ def read_question(read_line: ReadLine) -> str:
 
 
 def _quoted(first: str, read_line: ReadLine) -> str:
-    """What is not closed ends with the input."""
+    """Read a block up to closing quotes, or to the end of the input."""
     lines = [first]
     with contextlib.suppress(EOFError):
         while not lines[-1].rstrip().endswith(QUOTES):

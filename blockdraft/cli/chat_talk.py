@@ -1,4 +1,4 @@
-"""One conversation: questions and commands in turn, until the input ends."""
+"""Runs one conversation of questions and commands until the input ends."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OTHER_NAMES = {"/clear": "/reset", "/?": "/help", "/quit": "/exit", "/bye": "/ex
 
 
 class Talk:
-    """What was said so far, and who answers."""
+    """The messages so far, and the model that answers."""
 
     def __init__(
         self, answerer: Answerer, *, system: str | None = None, max_tokens: int | None = None
@@ -51,7 +51,7 @@ class Talk:
         self._commands |= {theirs: self._commands[ours] for theirs, ours in OTHER_NAMES.items()}
 
     def run(self) -> int:
-        """Ask until the input ends; the exit code."""
+        """Run until the input ends; return the exit code."""
         is_typed = sys.stdin.isatty()
         read_line = line_reader()
         if is_typed:

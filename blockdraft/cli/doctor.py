@@ -1,4 +1,4 @@
-"""blockdraft doctor: what this machine is, what runs on it, and what is known to go wrong on it."""
+"""blockdraft doctor: examine this machine, its kernels, and the known problems it has."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 SUMMARY = "examine this machine: hardware, limits, libraries, kernels"
 USAGE = "blockdraft doctor [flags]"
 DESCRIPTION = (
-    "Examine this machine: cards, processor, memory, limits of a container, disks and libraries; which "
-    "number formats and kernels run here, and why others do not; every kernel against its reference on this "
-    "device; and known problems with this driver, kernel, card or library. Exits with 1 if there is a "
-    "problem, with 0 if there are warnings at most."
+    "Examine this machine: graphics cards, processor, memory, container limits, disks and libraries. Report "
+    "which number formats and kernels work here and why others do not, compare every kernel with its "
+    "reference, and list known problems of this driver, kernel, card and these libraries. The exit code is 1 "
+    "if there is a problem, and 0 if there are only warnings."
 )
 DEVICES = ("auto", "cpu", "cuda")
 EXIT_PROBLEM = 1
@@ -36,8 +36,8 @@ AREAS = {
 STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 VERDICTS = {
     "ok": "No problem found.",
-    "warning": "It runs; the warnings say what may cost speed, or bite later.",
-    "problem": "There are problems: what to do stands below each.",
+    "warning": "blockdraft runs here. The warnings name what costs speed or may fail later.",
+    "problem": "There are problems. The line 'do:' below each says how to solve it.",
 }
 
 
@@ -46,10 +46,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--device",
         default="auto",
         metavar="NAME",
-        help="torch device whose kernels are checked (default: auto, cuda where torch finds one, else cpu)",
+        help="device to check: cpu, cuda or cuda:N (default: auto, cuda if PyTorch finds a card, else cpu)",
     )
-    parser.add_argument("--quick", action="store_true", help="leave out the comparison of kernels")
-    parser.add_argument("--json", action="store_true", help="print one JSON object, not the text")
+    parser.add_argument("--quick", action="store_true", help="do not compare kernels with their references")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from blockdraft.cli.flags import add_verbose, reporter
 
-SUMMARY = "download a model ahead of its first use"
+SUMMARY = "download models before their first use"
 USAGE = "blockdraft fetch [MODEL ...]"
-DESCRIPTION = "Download models, targets or drafters, into the cache, ahead of their first use."
+DESCRIPTION = "Download models (targets or drafters) into the cache before their first use."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

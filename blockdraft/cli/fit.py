@@ -1,4 +1,4 @@
-"""blockdraft fit: does this drafter fit this target and this workload, and if not, why?"""
+"""blockdraft fit: judge a drafter on a target and a workload, and find out why it is bad."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from blockdraft.training.evaluate import DrafterFit
     from blockdraft.training.fit_report import FitReport
 
-SUMMARY = "say whether a drafter fits a target and a workload, and why not"
+SUMMARY = "test how well a drafter predicts a target on a workload, and why not better"
 USAGE = "blockdraft fit [TARGET] [DRAFTER] [flags]"
 DESCRIPTION = (
-    "Answer prompts with the drafter, your own or the built-in ones of `blockdraft bench`, and say what it "
-    "commits, by category and position. Then change in "
-    "turn what may be wrong (taps, causality, mask token, embedding scale, chat template, quantisation), say "
-    "which change commits more, and else whether training further is worth it. Exits with 0 where the "
-    "drafter fits, and with 1 where a step commits fewer than 1.2 tokens."
+    "Answer prompts (yours, or those of `blockdraft bench`) with the drafter and report the tokens committed "
+    "per step, by category and position in the block. Then try one change at a time (taps, causality, mask "
+    "token, embedding scale, chat template, quantisation) and report which of them help, or whether more "
+    "training would. The exit code is 0 if the drafter fits, and 1 if it commits fewer than 1.2 tokens per "
+    "step."
 )
 EXIT_DOES_NOT_FIT = 1
 SHOWN_POSITIONS = 15
@@ -37,8 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     target_help = "folder, hub id, GGUF file, or 'default' (default: default)"
     add("target", nargs="?", metavar="TARGET", help=target_help)
     drafter_help = (
-        "folder, hub id, 'ngram', 'auto', the one that ships for the target, or 'dflash2', its DFlash2 head "
-        "(default: auto)"
+        "folder, hub id, 'ngram', 'auto' (the drafter that ships for the target) or 'dflash2' (its DFlash2 "
+        "head) (default: auto)"
     )
     add("drafter", nargs="?", metavar="DRAFTER", help=drafter_help)
     add("--model", metavar="NAME", help="the same as TARGET")
@@ -47,26 +47,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--prompts",
         type=Path,
         metavar="FILE",
-        help='JSON lines of {"messages": […], "category": "…"}, .gz or .xz too; first turns are asked '
-        "(default: the built-in ones, twelve of each kind)",
+        help='file of JSON lines {"messages": […], "category": "…"}, also .gz or .xz; only the first turn '
+        "of each is asked (default: built-in prompts, twelve of each category)",
     )
-    add("--limit", type=int, default=16, metavar="N", help="prompts of each category (default: 16)")
+    add("--limit", type=int, default=16, metavar="N", help="prompts per category (default: 16)")
     add("--max-tokens", type=int, default=256, metavar="N", help="longest answer (default: 256)")
     add("--width", type=int, metavar="N", help="tokens verified per step (default: the drafter's block)")
-    ngram_help = "draft what followed where the last N tokens occurred before (1 with 'ngram', else 0)"
+    ngram_help = (
+        "draft what followed the last occurrence of the last N tokens; 0: never (default: 1 with 'ngram', "
+        "else 0)"
+    )
     add("--draft-ngram", type=int, metavar="N", help=ngram_help)
-    add("--temperature", type=float, default=0.0, metavar="N", help="(default: 0, greedy)")
+    add(
+        "--temperature",
+        type=float,
+        default=0.0,
+        metavar="N",
+        help="sampling temperature (default: 0, greedy)",
+    )
     add("--device", default="auto", metavar="NAME", help="cpu, cuda, cuda:1 (default: auto)")
-    add("--dtype", default="auto", choices=DTYPES, help="of both (default: auto)")
-    add("--quantization", default="auto", choices=QUANTIZATIONS, help="the target's (default: auto)")
+    add("--dtype", default="auto", choices=DTYPES, help="number format of both models (default: auto)")
+    quantization_help = "weights of the target (default: auto)"
+    add("--quantization", default="auto", choices=QUANTIZATIONS, help=quantization_help)
     add(
         "--quick",
         dest="is_quick",
         action="store_true",
-        help="the numbers only: do not look for what is wrong",
+        help="only measure: do not look for causes",
     )
-    add("--json", action="store_true", help="print one JSON object, not the text")
-    add("--quiet", action="store_true", help="do not say on stderr how far it is")
+    add("--json", action="store_true", help="print one JSON object instead of text")
+    add("--quiet", action="store_true", help="show no progress on stderr")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -96,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
 
 @contextmanager
 def _warnings_as_lines() -> Iterator[None]:
-    """What the engine warns of is a line for people, without a place in our code."""
+    """Print Python warnings as plain lines, without the line of code that raised them."""
     with warnings.catch_warnings():
         warnings.simplefilter("always", UserWarning)
         warnings.showwarning = lambda message, *_, **__: print(f"warning: {message}", file=sys.stderr)
@@ -104,9 +114,9 @@ def _warnings_as_lines() -> Iterator[None]:
 
 
 def _one_of(what: str, word: str | None, flag: str | None) -> str | None:
-    """What was given by its place or by its flag; None: neither."""
+    """Return the value of the argument or of the flag, which must agree; None if neither is given."""
     if word is not None and flag is not None and word != flag:
-        raise SettingsError(f"two {what}, '{word}' and '{flag}': give one.")
+        raise SettingsError(f"two {what} were given, '{word}' and '{flag}': give one.")
     return word if word is not None else flag
 
 
@@ -127,7 +137,7 @@ def lines(report: FitReport) -> Iterator[str]:
         ]
     )
     if report.num_left_out:
-        yield f"{report.num_left_out} prompts are too long for the context and were left out."
+        yield f"{report.num_left_out} prompts were left out: they are longer than the context."
     yield from _weak(report)
     yield ""
     yield from _speed(report)
@@ -155,7 +165,7 @@ def _weak(report: FitReport) -> Iterator[str]:
 
 def _speed(report: FitReport) -> Iterator[str]:
     if not report.costs:
-        yield "Speed: unknown, there was no room to time a step."
+        yield "Speed: unknown, the context has no room to time a step."
         return
     rows = [("width", "step", "breaks even at", "commits", "against plain decoding")]
     for cost in report.costs:
@@ -177,7 +187,7 @@ def _tried(report: FitReport) -> Iterator[str]:
     if not report.tried:
         return
     yield ""
-    yield "What if, on greedy answers:"
+    yield "Changes tried, on greedy answers (tokens per step before → after):"
     rows = [(one.name, one.what, f"{one.before:.2f} → {one.after:.2f}") for one in report.tried]
     yield from table(rows)
     yield from (f"not tried: {text}" for text in report.untried)
@@ -190,16 +200,16 @@ def _verdict(report: FitReport) -> Iterator[str]:
     if report.agreement is not None and not report.agreement.agrees:
         yield f"WARNING: {_disagreement(report)}"
     if report.kind == "ngram":
-        yield "n-grams have no configuration to try and no weights to train."
+        yield "n-grams have neither a configuration to change nor weights to train."
     if cause is not None:
         yield (
-            f"Likely cause: {cause.name}. Where it {cause.what}, it commits {cause.after:.2f} "
-            f"instead of {cause.before:.2f} on greedy answers."
+            f"Likely cause: {cause.name}. If it {cause.what}, it commits {cause.after:.2f} "
+            f"instead of {cause.before:.2f} tokens per step on greedy answers."
         )
-        yield f"Do: {cause.advice}; then ask again."
+        yield f"Do: {cause.advice}; then run fit again."
     if prospect is not None:
         if report.tried:
-            yield "No change of its configuration commits more."
+            yield "No change of the configuration helps."
         worth = {True: "worth it", False: "not worth it", None: "unknown"}[prospect.is_worth_it]
         yield f"Training further: {worth}."
         yield from (f"  {reason}" for reason in prospect.reasons)
@@ -210,7 +220,7 @@ def _disagreement(report: FitReport) -> str:
     found = report.agreement
     assert found is not None
     return (
-        f"on the same {found.num_documents} greedy answers the engine commits {found.engine:.3f} per step "
-        f"and the simulation {found.simulated:.3f}: a bug, or arithmetic that is too coarse "
+        f"on the same {found.num_documents} greedy answers the engine commits {found.engine:.3f} tokens per "
+        f"step, the simulation {found.simulated:.3f}: this is a bug, or the dtype is too coarse "
         "(try --dtype float32)."
     )

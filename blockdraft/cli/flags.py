@@ -1,4 +1,4 @@
-"""What commands share: flags (Settings as they are declared, SamplingParams by hand), and tables of text."""
+"""Flags that several commands share (one per setting, and those of a request), and text tables."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def add_settings(parser: argparse.ArgumentParser, leave_out: Iterable[str] = ())
 def add_model(
     parser: argparse.ArgumentParser, metavar: str = "MODEL", text: str = "the same as --model MODEL"
 ) -> None:
-    """The model as the first word, as well as by --model."""
+    """Let the first argument name the model, as --model does."""
     parser.add_argument("model_first", nargs="?", metavar=metavar, help=text)
 
 
 def given_settings(args: argparse.Namespace) -> dict[str, object]:
-    """What the flags ask for, by field name, and nothing that they do not mention."""
+    """Return the settings that were given as flags, by field name."""
     given = {name: value for name, value in vars(args).items() if name in SETTING_NAMES}
     for name in ADDED_UP:
         if name in given:
@@ -62,25 +62,25 @@ def given_settings(args: argparse.Namespace) -> dict[str, object]:
     first = getattr(args, "model_first", None)
     if first is not None:
         if given.get("model", first) != first:
-            raise SettingsError(f"two models, '{first}' and '{given['model']}': give one.")
+            raise SettingsError(f"two models were given, '{first}' and '{given['model']}': give one.")
         given["model"] = first
     return given
 
 
 def settings_from(args: argparse.Namespace) -> Settings:
-    """The Settings of the recipe, the environment and the flags together."""
+    """Return the Settings of recipe, environment and flags together."""
     return noted(merge_settings(given_settings(args)))
 
 
 def noted(resolved: MergedSettings) -> Settings:
-    """The Settings, once what was left out of a recipe has been said."""
+    """Print what was left out of the recipe; return the Settings."""
     for note in resolved.notes:
         print(f"note: {note}", file=sys.stderr)
     return resolved.settings
 
 
 def flags_of(settings: Settings) -> list[str]:
-    """The flags of `blockdraft serve` that ask for these settings, without their recipe."""
+    """Return the flags of `blockdraft serve` that give these settings, without --recipe."""
     flags: list[str] = []
     for name, default in DEFAULTS.items():
         value = getattr(settings, name)
@@ -98,40 +98,43 @@ def flags_of(settings: Settings) -> list[str]:
 
 
 def add_sampling(parser: argparse.ArgumentParser, *, max_tokens: int = 512, is_chat: bool = False) -> None:
-    """The flags of one request; those of a conversation are without what makes more than one text of it."""
+    """Add the flags of one request; a chat has no --n and no --logprobs."""
     group = parser.add_argument_group("sampling")
     add = numbers_of(group)
     # None: the model's own, which is not known yet.
-    add("--temperature", float, None, "0 is greedy (default: what the model's makers recommend)")
-    add("--top-p", float, None, "sample from the likeliest tokens of this much probability (default: theirs)")
-    add("--top-k", int, None, "sample from this many likeliest tokens; 0: all (default: theirs)")
-    add("--min-p", float, None, "drop tokens less likely than this share of the likeliest (default: theirs)")
-    add("--presence-penalty", float, 0.0, "subtracted from tokens the answer has used")
-    add("--frequency-penalty", float, 0.0, "subtracted per use in the answer")
-    repetition_help = "divides the logits of tokens used in prompt and answer (default: theirs)"
+    add("--temperature", float, None, "0 is greedy (default: recommended by the model)")
+    top_p_help = "sample from the likeliest tokens whose probabilities sum to N (default: the model's)"
+    add("--top-p", float, None, top_p_help)
+    add("--top-k", int, None, "sample from the N likeliest tokens; 0: from all (default: the model's)")
+    min_p_help = "drop tokens with less than N times the probability of the likeliest (default: the model's)"
+    add("--min-p", float, None, min_p_help)
+    add("--presence-penalty", float, 0.0, "lower the logit of every token that the answer has used by N")
+    add("--frequency-penalty", float, 0.0, "lower a token's logit by N for each use in the answer")
+    repetition_help = "divide the logits of tokens in the prompt or the answer by N (default: the model's)"
     add("--repetition-penalty", float, None, repetition_help)
-    add("--max-tokens", int, max_tokens, f"longest answer (default: {max_tokens})")
-    add("--min-tokens", int, 0, "do not stop before this many tokens")
+    add("--max-tokens", int, max_tokens, f"longest answer in tokens (default: {max_tokens})")
+    add("--min-tokens", int, 0, "do not stop before N tokens")
     if not is_chat:
-        add("--n", int, 1, "answers to give")
-        add("--logprobs", int, None, "log-probabilities of each token and the N likeliest; with --json")
-    seed_help = "of the sampling noise (default: the same for every run)"
+        add("--n", int, 1, "number of answers")
+        logprobs_help = "with --json: log-probabilities of each token and of the N likeliest"
+        add("--logprobs", int, None, logprobs_help)
+    seed_help = "seed of the sampling (default: the same in every run)"
     # Not args.seed, which is the engine's setting of that name.
     group.add_argument("--seed", dest="sampling_seed", type=int, metavar="N", help=seed_help)
-    group.add_argument("--stop", action="append", metavar="TEXT", help="end before TEXT; may be repeated")
-    group.add_argument("--ignore-eos", action="store_true", help="go on past the model's end token")
+    group.add_argument("--stop", action="append", metavar="TEXT", help="stop before TEXT; repeatable")
+    group.add_argument("--ignore-eos", action="store_true", help="continue past the model's end token")
     group.add_argument(
         "--logit-bias",
         action="append",
         type=_bias,
         default=[],
         metavar="ID=VALUE",
-        help="added to a token's logit; may be repeated",
+        help="add VALUE to the logit of token ID; repeatable",
     )
 
 
 def numbers_of(group: argparse._ArgumentGroup) -> Callable[..., None]:
-    """A function that adds a flag with a number to `group`."""
+    """Return a function that adds a flag with a number to `group`."""
 
     def number(
         flag: str,
@@ -150,7 +153,7 @@ def numbers_of(group: argparse._ArgumentGroup) -> Callable[..., None]:
 def sampling_from(
     args: argparse.Namespace, model_defaults: Mapping[str, float] | None = None
 ) -> SamplingParams:
-    """What the flags say and, where they do not, what the model's makers recommend."""
+    """Return the sampling parameters of the flags, else the model's recommended ones."""
     left_out = [name for name in SAMPLING_NAMES if getattr(args, name) is None]
     given = argparse.Namespace(**{name: value for name, value in vars(args).items() if name not in left_out})
     recommended = {name: value for name, value in (model_defaults or {}).items() if name in left_out}
@@ -166,49 +169,51 @@ def sampling_from(
 
 
 def dataclass_from(kind: type[T], args: argparse.Namespace, **given: object) -> T:
-    """A dataclass of what is given, and of the flags whose values have the names of its fields."""
+    """Return a dataclass whose fields come from `given`, else from flags of the same name."""
     names = [item.name for item in fields(kind) if item.name not in given and item.name in args]  # type: ignore[arg-type]
     return kind(**{name: getattr(args, name) for name in names}, **given)
 
 
 def add_verbose(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--verbose", action="store_true", help="say on stderr what is being loaded, terminal or not"
+        "--verbose", action="store_true", help="report loading on stderr even if it is no terminal"
     )
 
 
 def reporter(args: argparse.Namespace) -> Callable[[str], None]:
-    """Where progress messages go: stderr, if somebody looks at it."""
+    """Return a function that prints progress to stderr, or nothing if stderr is no terminal."""
     if args.verbose or sys.stderr.isatty():
         return lambda message: print(message, file=sys.stderr, flush=True)
     return lambda message: None
 
 
 def table(rows: Sequence[Sequence[str]], indent: str = "  ") -> Iterator[str]:
-    """Columns side by side, for people."""
+    """Yield the rows as lines with aligned columns."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))] if rows else []
     for row in rows:
         yield indent + "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
 
 
 def prompt_from(text: str) -> str:
-    """The prompt itself, or stdin without its last newline when it is "-"."""
+    """Return the prompt, read from stdin without its last newline if it is "-"."""
     return text if text != "-" else read_stdin("the prompt").removesuffix("\n")
 
 
 def read_stdin(what: str) -> str:
-    """All of it; who sits at a terminal is told that it is waited for."""
+    """Read all of stdin; on a terminal, say that we wait for it."""
     if sys.stdin.isatty():
         key = "Ctrl-Z and Enter" if sys.platform == "win32" else "Ctrl-D"
         print(
-            f"reading {what} from this terminal: {key} on a line of its own ends it",
+            f"reading {what} from this terminal: end it with {key} on a line of its own",
             file=sys.stderr,
             flush=True,
         )
     try:
         return sys.stdin.read()
     except UnicodeDecodeError as error:
-        raise SettingsError(f"stdin is not {error.encoding} text ({error.reason}): convert it.") from None
+        raise SettingsError(
+            f"stdin is not {error.encoding} text ({error.reason}): convert it to {error.encoding}."
+        ) from None
 
 
 def _shown(default: object) -> str:
@@ -218,7 +223,7 @@ def _shown(default: object) -> str:
 
 
 def _options(name: str) -> dict[str, Any]:
-    """How argparse reads the flag of a setting."""
+    """Return the arguments of `add_argument` for the flag of a setting."""
     hint = SETTING_TYPES[name]
     if hint in (bool, bool | Auto):
         return {"action": argparse.BooleanOptionalAction}
@@ -232,7 +237,7 @@ def _options(name: str) -> dict[str, Any]:
 
 
 def _reader(read: Callable[[str], object]) -> Callable[[str], object]:
-    """The same, with errors as argparse wants them."""
+    """Wrap `read` so that it raises errors as argparse wants them."""
 
     def reads(text: str) -> object:
         try:

@@ -1,4 +1,4 @@
-"""blockdraft generate: answer one prompt and say how fast it went."""
+"""blockdraft generate: answer one prompt and report the speed."""
 
 from __future__ import annotations
 
@@ -35,20 +35,22 @@ if TYPE_CHECKING:
 SUMMARY = "answer one prompt"
 USAGE = "blockdraft generate [PROMPT] [flags]"
 DESCRIPTION = (
-    "Answer one prompt. The text goes to stdout as it comes. One line on stderr then gives tokens, seconds "
-    "and speed: the clock runs from the request to its last token, reading the prompt included, loading the "
-    "model not; tok/s is all tokens over all of that time, and in brackets the rate after the first step."
+    "Answer one prompt. The text streams to stdout. Then one line on stderr gives tokens, seconds and speed. "
+    "The seconds include reading the prompt but not loading the model; the speed in brackets leaves out the "
+    "first step."
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    prompt_help = "what to answer; '-', or nothing behind a pipe, reads it from stdin"
+    prompt_help = "the prompt; '-' reads it from stdin, as does no PROMPT behind a pipe"
     parser.add_argument("prompt", nargs="?", metavar="PROMPT", help=prompt_help)
-    file_help = "its text is part of the prompt, behind PROMPT; may be repeated; '-': stdin"
+    file_help = "append the text of FILE to the prompt; repeatable; '-': stdin"
     parser.add_argument("--file", action="append", default=[], metavar="FILE", help=file_help)
     parser.add_argument("--system", metavar="TEXT", help="the system message")
-    parser.add_argument("--raw", action="store_true", help="continue the text as it is: no chat template")
-    parser.add_argument("--json", action="store_true", help="print one JSON object at the end, not the text")
+    parser.add_argument("--raw", action="store_true", help="continue the text without a chat template")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object at the end instead of text"
+    )
     add_verbose(parser)
     add_sampling(parser)
     _add_forms(parser)
@@ -58,15 +60,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_forms(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
-        "form", "what the answer must look like: one of these"
+        "structured output", "force the answer into one of these"
     ).add_mutually_exclusive_group()
     group.add_argument(
         "--json-schema", metavar="FILE", help="JSON that matches the schema in FILE; '-': stdin"
     )
-    group.add_argument("--regex", metavar="TEXT", help="a text that matches this regular expression")
-    group.add_argument("--choice", action="append", metavar="TEXT", help="TEXT itself; repeat it for others")
+    group.add_argument("--regex", metavar="TEXT", help="text that matches this regular expression")
+    group.add_argument("--choice", action="append", metavar="TEXT", help="one of the TEXTs given; repeatable")
     group.add_argument(
-        "--grammar", metavar="FILE", help="a text of the grammar in FILE: Lark, or llama.cpp's GBNF"
+        "--grammar", metavar="FILE", help="text of the grammar in FILE (Lark, or llama.cpp's GBNF)"
     )
 
 
@@ -91,11 +93,11 @@ def _read(flag: str, name: str) -> str:
 
 
 def _prompt(args: argparse.Namespace) -> str:
-    """PROMPT, then the files, a blank line between them; what is piped where there is neither."""
+    """Return PROMPT and the files, separated by blank lines; stdin if neither is given."""
     first = args.prompt
     if first is None and not args.file:
         if not _is_piped(args):
-            raise SettingsError("there is no prompt: give PROMPT, or --file FILE, or '-' for stdin.")
+            raise SettingsError("no prompt was given: add PROMPT, or --file FILE, or '-' for stdin.")
         first = "-"
     parts = [] if first is None else [prompt_from(first)]
     prompt = "\n\n".join([*parts, *(_read("--file", name).removesuffix("\n") for name in args.file)])
@@ -105,17 +107,15 @@ def _prompt(args: argparse.Namespace) -> str:
 
 
 def _is_piped(args: argparse.Namespace) -> bool:
-    """Whether stdin comes from somewhere and nothing else wants it."""
+    """Return whether stdin is piped and no other flag reads it."""
     return sys.stdin is not None and not sys.stdin.isatty() and "-" not in (args.json_schema, args.grammar)
 
 
 def _check_sources(args: argparse.Namespace) -> None:
     if [args.prompt, args.json_schema, args.grammar, *args.file].count("-") > 1:
-        raise SettingsError("stdin is wanted for two things, and is one, not both: give the other by name.")
+        raise SettingsError("'-' was given twice, but stdin can be read only once: name a file for one.")
     if args.raw and args.system is not None:
-        raise SettingsError(
-            "--system is for the chat template, which --raw leaves out: leave out one of them."
-        )
+        raise SettingsError("--system needs the chat template, which --raw leaves out: give one of them.")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -124,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
     form = _form(args)
     sampling = replace(sampling_from(args), structured_outputs=form)  # wrong flags are said before a load
     if sampling.logprobs is not None and not args.json:
-        raise SettingsError("--logprobs has no place in plain text: add --json.")
+        raise SettingsError("--logprobs are only shown in JSON: add --json.")
     prompt = _prompt(args)
     llm, warnings = open_llm(args, settings)
     if not args.raw and not llm.tokenizer.has_chat_template:
@@ -149,7 +149,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def open_llm(args: argparse.Namespace, settings: Settings) -> tuple[LLM, list[str]]:
-    """The engine in this process, and what it warns of, which has been said."""
+    """Load an engine in this process and print its warnings; return both."""
     from blockdraft.start.driver_warmup import quick_imports
     from blockdraft.start.preflight import pin_cpu_threads
 
@@ -169,7 +169,7 @@ def open_llm(args: argparse.Namespace, settings: Settings) -> tuple[LLM, list[st
 
 
 def _tell_stopped(seen: list[Delta], seconds: float) -> None:
-    """The line of figures of an answer that somebody has ended, if it had begun."""
+    """Print the speed of an answer that was stopped, if it had begun."""
     num_tokens = sum(len(delta.token_ids) for delta in seen)
     if num_tokens:
         print(flush=True)
@@ -178,10 +178,7 @@ def _tell_stopped(seen: list[Delta], seconds: float) -> None:
 
 
 def _print_text(deltas: Iterator[Delta], num_choices: int, seen: list[Delta]) -> None:
-    """Print one answer as it comes; several one after the other, each under its number, when all are done.
-
-    `seen` receives what has come.
-    """
+    """Stream one answer; print several when all are complete, each under its number. Append to `seen`."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # an answer may hold what the terminal cannot show
     for delta in deltas:
@@ -197,7 +194,7 @@ def _print_text(deltas: Iterator[Delta], num_choices: int, seen: list[Delta]) ->
 
 
 def speed_line(deltas: list[Delta], *, has_drafter: bool) -> str:
-    """One line for all choices together; see DESCRIPTION for its clock."""
+    """Return the speed of all choices together; DESCRIPTION says which time counts."""
     metrics = [delta.metrics for delta in deltas if delta.metrics is not None]
     num_tokens, steps = sum(m.num_tokens for m in metrics), sum(m.steps for m in metrics)
     seconds, first_s = max(m.seconds for m in metrics), min(m.first_token_s for m in metrics)

@@ -28,7 +28,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)  # a disk, or a fi
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, with a suggestion for what was probably meant."""
+    """An argparse parser that suggests the name that was probably meant."""
 
     def error(self, message: str) -> NoReturn:
         wrong = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
@@ -36,10 +36,10 @@ class Parser(argparse.ArgumentParser):
         super().error(message + hint)
 
     def refuse(self, unknown: Sequence[str]) -> NoReturn:
-        """The error for arguments nobody understood; the first flag among them is the one to fix."""
+        """Exit with an error about the first unknown flag, or the first unknown argument."""
         name = next((text for text in unknown if text.startswith("-")), unknown[0]).partition("=")[0]
         if not name.startswith("-"):
-            hint = ": quote a prompt of several words" if self.prog.endswith(" generate") else ""
+            hint = ": put the prompt in quotes" if self.prog.endswith(" generate") else ""
             self.error(f"unexpected argument '{name}'{hint}")
         known = flag_hint(name)
         hint = f": {known}" if known else suggestion(name, list(self._option_string_actions))
@@ -50,7 +50,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the exit code. argparse's own errors leave by SystemExit(2)."""
+    """Run one command and return its exit code; argparse's own errors raise SystemExit(2)."""
     try:
         with ended_by_ctrl_c():
             args = parse(sys.argv[1:] if argv is None else argv)
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _forget_output()
         what = "the output" if error.filename is None else f"'{error.filename}'"
         print(
-            f"blockdraft: error: cannot write {what} ({error.strerror}): choose another disk.",
+            f"blockdraft: error: cannot write {what} ({error.strerror}): choose another place.",
             file=sys.stderr,
         )
         return EXIT_ERROR
@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _forget_output() -> None:
-    """Python flushes stdout once more when it exits, and nobody can have it."""
+    """Send stdout to /dev/null: Python flushes it once more at exit, which would fail."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

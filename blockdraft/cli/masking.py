@@ -1,4 +1,4 @@
-"""Words of a command line as they may be printed: without keys."""
+"""Hide keys in the words of a command line before they are printed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _NOT_SECRET = ("TOKENS", "TOKENIZER")  # --max-num-batched-tokens
 
 
 def is_secret(name: str) -> bool:
-    """Whether the value of a flag or variable of this name may be a key."""
+    """Return whether the value of a flag or variable of this name may be a key."""
     text = name.upper()
     for harmless in _NOT_SECRET:
         text = text.replace(harmless, "")
@@ -19,7 +19,7 @@ def is_secret(name: str) -> bool:
 
 
 def masked(words: Sequence[str]) -> tuple[str, ...]:
-    """The key of `--api-key KEY` and of `--api-key=KEY` is not shown, nor inside --engine-args=."""
+    """Return the words with keys hidden: in `--api-key KEY`, `--api-key=KEY` and inside --engine-args=."""
     return tuple(_masked(word, before) for word, before in zip(words, ("", *words), strict=False))
 
 

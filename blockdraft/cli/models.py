@@ -1,4 +1,4 @@
-"""blockdraft models: what is on this disk, and the families and pairs that are known by name."""
+"""blockdraft models: list, fetch and remove models on this disk, and list the known pairs."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ from blockdraft.planner.known_pairs import KnownFamily, KnownModels, KnownPair, 
 from blockdraft.settings.model_source import DEFAULT_ID
 from blockdraft.settings.settings import cache_dir, cache_dirs
 
-SUMMARY = "list models on this disk and known ones; fetch and remove them"
+SUMMARY = "list the models on this disk and known pairs; fetch and remove models"
 USAGE = """blockdraft models [QUERY] [flags]
        blockdraft models fetch NAME ...
        blockdraft models rm NAME ... [--yes]"""
 DESCRIPTION = (
-    "List the models on this disk (the hub's cache and ours) with their sizes. With --known or a part of a "
-    "name, list those that are known by name, too: the families that this version computes and the "
-    "target/drafter pairs, with the approximate memory of their weights in bfloat16. Other pairs may run as "
-    "well: a checkpoint is judged by its config.json, not by its name. `fetch` downloads models, `rm` "
-    "removes them from the caches, and nothing anywhere else."
+    "List the models on this disk (in the hub's cache and in ours) with their sizes. With --known or part of "
+    "a name, also list the supported model families and known target/drafter pairs, with the approximate "
+    "size of their weights in bfloat16. Other pairs may work too: support depends on config.json, not on the "
+    "name. `fetch` downloads models; `rm` removes them from the two caches only."
 )
 WIDTH = 110
 _COLUMNS = ("drafter", "layout", "block", "layers", "GB")
@@ -35,9 +34,9 @@ _COLUMNS = ("drafter", "layout", "block", "layers", "GB")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     query_help = "part of a name or family; or: fetch NAME ..., rm NAME ..."
     parser.add_argument("words", nargs="*", metavar="QUERY", help=query_help)
-    parser.add_argument("--known", action="store_true", help="also list all that is known by name")
-    parser.add_argument("--json", action="store_true", help="print one JSON object of both, not the text")
-    parser.add_argument("--yes", action="store_true", help="of rm: remove without asking")
+    parser.add_argument("--known", action="store_true", help="also list all known families and pairs")
+    parser.add_argument("--json", action="store_true", help="print one JSON object of both instead of text")
+    parser.add_argument("--yes", action="store_true", help="with rm: do not ask")
     add_verbose(parser)
 
 
@@ -45,10 +44,12 @@ def run(args: argparse.Namespace) -> int:
     action, *names = args.words or [""]
     if action in ("fetch", "rm"):
         if not names:
-            raise SettingsError(f"models {action} needs a name: `blockdraft models` lists some.")
+            raise SettingsError(f"models {action} needs a name: `blockdraft models` lists names.")
         return fetch_models(names, args) if action == "fetch" else _remove(names, is_agreed=args.yes)
     if names:
-        raise SettingsError(f"'{action} {names[0]}' is no part of a name: give one word, or fetch, or rm.")
+        raise SettingsError(
+            f"'{action} {names[0]}' is two words: give one part of a name, or `fetch NAME` or `rm NAME`."
+        )
     return _list(action, is_json=args.json, shows_known=args.known or action != "")
 
 
@@ -57,7 +58,7 @@ def _list(query: str, *, is_json: bool, shows_known: bool) -> int:
     stored = [model for model in stored_models() if query.casefold() in model.name.casefold()]
     if not found.families and not found.pairs and not stored:
         raise SettingsError(
-            f"no known family, target or drafter contains '{query}': leave it out to see all of them."
+            f"no model on this disk and no known one contains '{query}': run `blockdraft models --known`."
         )
     if is_json:
         shown = [
@@ -73,7 +74,7 @@ def _list(query: str, *, is_json: bool, shows_known: bool) -> int:
 
 def _known_hint(known: KnownModels) -> str:
     return (
-        f"{len(known.families)} families and {len(known.pairs)} pairs are known by name: "
+        f"{len(known.families)} model families and {len(known.pairs)} target/drafter pairs are known: "
         "`blockdraft models --known` lists them, `blockdraft models NAME` finds one"
     )
 
@@ -86,7 +87,7 @@ def _disk_lines(stored: Sequence[StoredModel], *, is_all: bool) -> Iterator[str]
     yield from table(rows) if rows else ["  no model: `blockdraft models fetch NAME`"]
     others = other_bytes() if is_all else 0
     if others:
-        yield f"  {shown_bytes(others)} beside, in ours: kernels and packed weights, made again when needed"
+        yield f"  {shown_bytes(others)} more in our cache: kernels and packed weights, rebuilt when needed"
 
 
 def _note(model: StoredModel) -> str:
@@ -102,20 +103,20 @@ def shown_bytes(num_bytes: int) -> str:
 
 
 def _remove(names: Sequence[str], *, is_agreed: bool) -> int:
-    """All of them are found before the first is removed."""
+    """Remove models; if one name is unknown, none is removed."""
     for model in [find_stored(name) for name in dict.fromkeys(names)]:
         size = shown_bytes(model.num_bytes)
         if not is_agreed and not _agrees(f"remove '{model.name}', {size}, {model.path}? [y/N] "):
-            print(f"'{model.name}' stays")
+            print(f"'{model.name}' was not removed")
             continue
         remove(model)
-        print(f"'{model.name}' is removed: {size} are free")
+        print(f"removed '{model.name}': {size} freed")
     return 0
 
 
 def _agrees(question: str) -> bool:
     if not sys.stdin.isatty():
-        raise SettingsError("nobody is here to ask: add --yes to remove without asking.")
+        raise SettingsError("stdin is no terminal, so nobody can confirm: add --yes.")
     print(question, end="", file=sys.stderr, flush=True)
     try:
         return input().strip().casefold() in ("y", "yes")
@@ -124,7 +125,7 @@ def _agrees(question: str) -> bool:
 
 
 def _text(found: KnownModels) -> str:
-    """Families, pairs that run, pairs that do not; a part without entries is left out."""
+    """Return families, supported pairs and unsupported pairs as text; empty parts are left out."""
     parts = [["Known families", *_family_lines(found.families)]] if found.families else []
     for title, runs in (("Known pairs that run", True), ("Known pairs that do not run", False)):
         pairs = [pair for pair in found.pairs if pair.runs == runs]
@@ -159,7 +160,7 @@ def _pair_lines(pairs: Sequence[KnownPair]) -> Iterator[str]:
 
 
 def _about(pair: KnownPair) -> str:
-    """The target's family and size, as far as they are known."""
+    """Return the target's family and size in brackets, as far as they are known."""
     known = [pair.family or "", "" if pair.target_gb is None else f"{pair.target_gb:g} GB"]
     text = ", ".join(filter(None, known))
     return f" ({text})" if text else ""

@@ -1,4 +1,4 @@
-"""blockdraft plan: what fits and how fast it should be, before anything is started or downloaded."""
+"""blockdraft plan: tell what fits and how fast it should be, before a start or a download."""
 
 from __future__ import annotations
 
@@ -26,13 +26,12 @@ from blockdraft.settings.recipe import Expectation, load_recipe
 from blockdraft.settings.recipe_cards import check_recipe_card
 from blockdraft.settings.settings import DFLASH2, Settings
 
-SUMMARY = "say what fits and how fast it should be, before a start"
+SUMMARY = "estimate memory and speed before a start or a download"
 USAGE = "blockdraft plan [MODEL] [flags]"
 DESCRIPTION = (
-    "Resolve every 'auto' with its reason, add up the memory from the headers of the files (of a hub id, "
-    "without downloading the weights), and say how many sequences of what length fit, what would make more "
-    "fit, and what speed to expect. Speeds are estimates. The exit code is 1 where it does not fit, or is "
-    "known to go wrong."
+    "Resolve every 'auto' and say why; compute the memory from the files' headers (weights are not "
+    "downloaded); report how many sequences of which length fit, what would make more fit, and the expected "
+    "speed, an estimate. The exit code is 1 if the model does not fit or is known to fail."
 )
 EXIT_DOES_NOT_FIT = 1
 _WORTH_NAMING = 100e6  # bytes
@@ -44,10 +43,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--context", type=int, metavar="N", help="the same as --max-model-len N")
     parser.add_argument("--concurrency", type=int, metavar="N", help="the same as --max-num-seqs N")
     parser.add_argument(
-        "--card", metavar="NAME", help="plan for a card that is not here: h200, dgx-spark, rtx-5090, ..."
+        "--card", metavar="NAME", help="plan for another card: h200, dgx-spark, rtx-5090, ..."
     )
-    parser.add_argument("--explain", action="store_true", help="show the arithmetic and every reason")
-    parser.add_argument("--json", action="store_true", help="print one JSON object, not the text")
+    parser.add_argument("--explain", action="store_true", help="show the calculation and every reason")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     add_settings(parser)
 
 
@@ -82,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def problems_with(machine: Machine, pair: Pair) -> Callable[[Settings], list[Issue]]:
-    """What is known against engines on this machine with this pair, by what is asked of them."""
+    """Return a function that lists the known issues of settings on this machine with this pair."""
     draft = None if pair.draft is None else pair.draft.stored.config
     return partial(check_settings, machine=machine, target=pair.target.stored.config, draft=draft)
 
@@ -92,7 +91,7 @@ def _refused(findings: Iterable[Issue]) -> set[str]:
 
 
 def _expected(settings: Settings, card: Card | None) -> tuple[Expectation, ...]:
-    """What was published for this card: by the recipe, of this pair, or of the recipe's."""
+    """Return the published runs on this card: the recipe's, this pair's, or those of the recipe's pair."""
     if card is None:
         return ()
     found = published_runs(settings.model, settings.draft)
@@ -104,7 +103,7 @@ def _expected(settings: Settings, card: Card | None) -> tuple[Expectation, ...]:
 
 
 def _machine(name: str | None) -> tuple[Machine, Card | None]:
-    """The machine to plan for, and what our table says of its card."""
+    """Return the machine to plan for, and its card in our table."""
     if name is not None:
         card = card_named(name)
         return machine_of(card), card
@@ -113,7 +112,7 @@ def _machine(name: str | None) -> tuple[Machine, Card | None]:
 
 
 def _given(args: argparse.Namespace) -> dict[str, object]:
-    """The settings of the flags, with the two that have a second name here."""
+    """Return the settings of the flags; --context and --concurrency are second names of two."""
     given = given_settings(args)
     for flag, name, value in (
         ("--context", "max_model_len", args.context),
@@ -122,7 +121,9 @@ def _given(args: argparse.Namespace) -> dict[str, object]:
         if value is None:
             continue
         if given.get(name, value) != value:
-            raise SettingsError(f"{flag} {value} and --{name.replace('_', '-')} {given[name]}: give one.")
+            raise SettingsError(
+                f"{flag} {value} contradicts --{name.replace('_', '-')} {given[name]}: give one."
+            )
         given[name] = value
     return given
 
@@ -133,7 +134,7 @@ def _given(args: argparse.Namespace) -> dict[str, object]:
 def lines(
     report: Report, findings: Sequence[Issue], expected: Sequence[Expectation], *, explains: bool
 ) -> Iterator[str]:
-    """The table; with `explains`, what stands behind it."""
+    """Yield the report; with `explains`, also how it was computed."""
     yield from _head(report, is_refused=bool(_refused(findings)))
     yield from _memory(report)
     yield from _speed(report, explains=explains)
@@ -147,7 +148,7 @@ def lines(
         yield from _explained(report)
     else:
         yield ""
-        yield "--explain shows the arithmetic and the reason of every choice"
+        yield "--explain shows the calculation and the reason of every choice"
 
 
 def _head(report: Report, *, is_refused: bool) -> Iterator[str]:
@@ -160,7 +161,7 @@ def _head(report: Report, *, is_refused: bool) -> Iterator[str]:
     elif report.title is not None:
         pair += f" + {report.title}"
     yield f"{pair}, {settings.engine} on {fit.device}"
-    known = ", BUT IS KNOWN TO GO WRONG (below)" if is_refused else ""
+    known = ", BUT IS KNOWN TO FAIL (see below)" if is_refused else ""
     yield f"{report.verdict.upper()}{known}: {report.sentence}"
     yield ""
 
@@ -179,7 +180,7 @@ def _memory(report: Report) -> Iterator[str]:
     if states:
         rows.append(("states", _gb(states), f"of {fit.max_num_seqs} rows: recurrent layers"))
     if windows:
-        rows.append(("windows", _gb(windows), f"of {fit.max_num_seqs} rows: what is not compressed yet"))
+        rows.append(("windows", _gb(windows), f"of {fit.max_num_seqs} rows: keys and values kept exact"))
     listed = f"about: {_listed(working, '')}" if working else "tables and activations, about"
     rows.append(("working", _gb(sum(sizes.get(name, 0) for name in _WORKING)), listed))
     rows.append(("in all", _gb(fit.num_bytes), f"of {_gb(fit.budget)} ({fit.budget_how})"))
@@ -205,7 +206,7 @@ def _speed(report: Report, *, explains: bool) -> Iterator[str]:
     if not report.speeds:
         if report.verdict != "does not fit":
             yield ""
-            yield "speed: no estimate, as the bandwidth of this machine's memory is not known"
+            yield "speed: no estimate, because the memory bandwidth of this machine is unknown"
         return
     yield ""
     rows: list[Sequence[str]] = [("speed, ESTIMATE", "chat", "code", "maths", "plain decoding", "step")]
@@ -235,7 +236,7 @@ def _speed(report: Report, *, explains: bool) -> Iterator[str]:
 
 
 def published_lines(expected: Sequence[Expectation], *, shows_all: bool) -> Iterator[str]:
-    """Runs of one user and of the most, unless all are wanted."""
+    """Yield the runs with one user and with the most users, or all runs."""
     ends = {1, max((one.concurrency for one in expected), default=1)}
     shown = [one for one in expected if shows_all or one.concurrency in ends]
     for one in shown:
@@ -246,7 +247,7 @@ def published_lines(expected: Sequence[Expectation], *, shows_all: bool) -> Iter
 
 
 def published_line(one: Expectation) -> str:
-    """Numbers of one run, in a line."""
+    """Return the figures of one run on one line."""
     users = "1 user" if one.concurrency == 1 else f"{one.concurrency} users"
     parts = [
         f"{number:,g} {unit}"
@@ -274,9 +275,9 @@ def _problems(report: Report, findings: Sequence[Issue]) -> Iterator[str]:
         return
     yield ""
     if not report.fixes:
-        yield "no single flag makes it fit: a smaller model, or more or larger GPUs (--card to try another)"
+        yield "no single flag makes it fit: use a smaller model, or more or larger GPUs (try --card NAME)"
         return
-    yield "what makes it fit, each by itself:"
+    yield "each of these alone makes it fit:"
     yield from table([(fix.flags, fix.result) for fix in report.fixes])
 
 

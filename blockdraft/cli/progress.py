@@ -1,4 +1,4 @@
-"""A start, drawn on a terminal: one line per phase, with a bar where the share that is done is known."""
+"""Draw a start on a terminal: one line per phase, with a bar."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ REDRAW_S = 0.1
 
 
 class Detail(ProgressColumn):
-    """What a phase does: the one column that gives way where a line is too short."""
+    """The text about a phase; only this column is cut if a line is too long."""
 
     def render(self, task: Task) -> Text:
         return Text(task.fields["detail"], style="dim", no_wrap=True, overflow="ellipsis")
 
 
 def draw(startup: StartProgress, console: Console | None = None) -> None:
-    """Returns when the start has ended, well or not."""
+    """Draw until the start has ended, well or not."""
     columns = (
         TextColumn("{task.description:<9}"),
         BarColumn(bar_width=24),

@@ -1,4 +1,4 @@
-"""blockdraft serve: an OpenAI-compatible server, from its first connection to its last."""
+"""blockdraft serve: run an OpenAI-compatible server."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 SUMMARY = "serve a model over HTTP, with a live page"
 USAGE = "blockdraft serve [MODEL] [flags]"
-DESCRIPTION = "Serve one model over HTTP, the way OpenAI's clients expect it, with a live page at /."
+DESCRIPTION = "Serve one model over HTTP with OpenAI's API, and a live page at /."
 
 EXIT_HUNG = 75  # a step did not come back; sysexits' "temporary failure"
 DRY_RUNS = ("shell", "docker", "compose")
@@ -36,45 +36,50 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     add = parser.add_argument_group("server").add_argument
     add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
-    add("--port", type=int, default=8000, help="0 takes a free one (default: 8000)")
-    add("--served-model-name", metavar="NAME", help="what clients call the model (default: as in --model)")
+    add("--port", type=int, default=8000, help="port to listen on; 0: any free port (default: 8000)")
+    add("--served-model-name", metavar="NAME", help="name of the model in the API (default: --model)")
     key_help = (
-        "clients must send it; may be repeated. Other users of the machine can read flags: prefer "
+        "key that clients must send; repeatable. Other users of this machine can read flags: prefer "
         "--api-key-file or $BLOCKDRAFT_API_KEY"
     )
     add("--api-key", action="append", default=[], metavar="KEY", help=key_help)
-    add("--api-key-file", type=Path, metavar="FILE", help="one key per line")
-    cors_help = "web pages that may call; repeatable"
+    add("--api-key-file", type=Path, metavar="FILE", help="file with one key per line")
+    cors_help = "let web pages of this origin call the server; repeatable"
     add("--cors-origin", action="append", default=[], metavar="URL", help=cors_help)
-    host_help = "more names to be called by (default: any; loopback's on a loopback address without a key)"
+    host_help = (
+        "also accept requests with this Host header; repeatable (default: any host; on a loopback address "
+        "without a key only loopback names)"
+    )
     add("--allowed-host", action="append", default=[], metavar="NAME", help=host_help)
     for flag, default, text in (
-        ("--request-timeout", 600.0, "until an answer, or the first token of a stream (default: 600)"),
-        ("--drain-timeout", 30.0, "for answers under way at the end (default: 30)"),
-        ("--step-timeout", 120.0, "a longer step counts as hung (default: 120)"),
+        (
+            "--request-timeout",
+            600.0,
+            "seconds until the answer is complete, or until the first token of a stream (default: 600)",
+        ),
+        ("--drain-timeout", 30.0, "seconds that running answers get at shutdown (default: 30)"),
+        ("--step-timeout", 120.0, "seconds after which a step counts as hung (default: 120)"),
     ):
         add(flag, type=float, default=default, metavar="S", help=text)
-    level_help = (
-        "the least that is logged: debug (with a line per request), info, warning or error (default: info)"
-    )
+    level_help = "log from this level on: debug (also logs requests), info, warning, error (default: info)"
     add("--log-level", choices=LOG_LEVELS, default="info", metavar="LEVEL", help=level_help)
-    add("--access-log", action="store_true", help="a line per request, without its text, at any --log-level")
-    add("--json", dest="json_logs", action="store_true", help="logs as one JSON object per line")
+    add("--access-log", action="store_true", help="log every request (without its text) at any --log-level")
+    add("--json", dest="json_logs", action="store_true", help="log one JSON object per line")
     _add_engine_arguments(parser)
     add_settings(parser)
 
 
 def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("another engine (--engine vllm or sglang)").add_argument
-    python_help = "of the environment it is installed in (default: as found on PATH)"
+    python_help = "Python of the environment that has the engine (default: the one on PATH)"
     add("--engine-python", metavar="PYTHON", help=python_help)
-    log_help = "all that it writes (default: its errors, in our log)"
+    log_help = "write all output of the engine to FILE (default: only its errors, to our log)"
     add("--engine-log", type=Path, metavar="FILE", help=log_help)
-    start_help = "until it is ready, downloads included (default: 3600)"
+    start_help = "seconds until the engine must be ready, downloads included (default: 3600)"
     add("--start-timeout", type=float, default=3600.0, metavar="S", help=start_help)
-    dry_help = "print its command and start nothing; as shell (the default), docker or compose"
+    dry_help = "print the engine's command as shell (default), docker or compose, and start nothing"
     add("--dry-run", nargs="?", const="shell", choices=DRY_RUNS, metavar="FORM", help=dry_help)
-    card_help = "with --dry-run: for a card that is not here, as in `blockdraft plan`"
+    card_help = "with --dry-run: print the command for another card, as in `blockdraft plan`"
     add("--card", metavar="NAME", help=card_help)
 
 
@@ -100,7 +105,7 @@ def _warn_open(host: str, options: ServerOptions) -> None:
 
     if not options.api_keys and not is_loopback(host):
         print(
-            f"warning: --host {host} without a key: whoever reaches this machine may use the server. "
+            f"warning: --host {host} without a key: anyone who can reach this machine can use the server. "
             "Add --api-key-file, or leave out --host.",
             file=sys.stderr,
         )
@@ -110,8 +115,7 @@ def _refuse_engine_flags(args: argparse.Namespace) -> None:
     for name in ("dry_run", "engine_python", "engine_log", "card"):
         if getattr(args, name) is not None:
             raise SettingsError(
-                f"--{name.replace('_', '-')} is for another engine, which is not asked for: "
-                "add --engine vllm or --engine sglang."
+                f"--{name.replace('_', '-')} needs another engine: add --engine vllm or --engine sglang."
             )
 
 
@@ -121,9 +125,9 @@ def _options(args: argparse.Namespace) -> ServerOptions:
 
     hide(args.api_key)
     if not (math.isfinite(args.step_timeout) and args.step_timeout >= 0.001):
-        raise SettingsError(f"--step-timeout {args.step_timeout} is not a positive number of seconds.")
+        raise SettingsError(f"--step-timeout {args.step_timeout}: give a positive number of seconds.")
     if not (math.isfinite(args.drain_timeout) and args.drain_timeout >= 0):
-        raise SettingsError(f"--drain-timeout {args.drain_timeout} is not a number of seconds.")
+        raise SettingsError(f"--drain-timeout {args.drain_timeout}: give a number of seconds, 0 or more.")
     keys = read_api_keys(args.api_key, args.api_key_file)
     defaults = default_hosts(args.host, has_keys=bool(keys))
     hosts = (*defaults, *args.allowed_host)
@@ -138,7 +142,7 @@ def _options(args: argparse.Namespace) -> ServerOptions:
 def _serve(
     args: argparse.Namespace, settings: Settings, options: ServerOptions, listener: socket.socket
 ) -> int:
-    """Answer at once, /ready saying how far the start is; load and serve in a process of the engine's own."""
+    """Load the model in the engine's process; meanwhile answer HTTP, with the progress at /ready."""
     from blockdraft.phases import StartProgress
     from blockdraft.server.engine_link.remote_engine import start_engine_process
 
@@ -159,7 +163,7 @@ def _serve(
 def _run_engine(
     args: argparse.Namespace, settings: Settings, secrets: tuple[str, ...], connection: Connection
 ) -> None:
-    """All that the engine's process does."""
+    """Run the engine's process."""
     from blockdraft.phases import StartProgress
     from blockdraft.start.driver_warmup import quick_imports, wake_card
     from blockdraft.start.preflight import pin_cpu_threads
@@ -176,7 +180,7 @@ def _run_engine(
 
 
 def _end_hung(engine: RemoteEngine) -> None:
-    """A step that does not come back cannot be stopped, so all ends; first /health shows why for a moment."""
+    """End all processes, since a hung step cannot be stopped; /health shows the reason for a moment first."""
     from blockdraft.server.http.lifetime import UNHEALTHY_GRACE_S
 
     time.sleep(UNHEALTHY_GRACE_S)

@@ -1,6 +1,6 @@
-"""blockdraft serve --engine vllm or sglang: another engine, started with the right flags and served through.
+"""blockdraft serve --engine vllm or sglang: start another engine with the right flags and proxy it.
 
-Nothing of ours that computes is loaded here: this process is a guard, a page and a pipe.
+This process never imports torch: it checks keys, shows the live page and passes requests on.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _LABELS = {"warn": "warning", "note": "note"}
 
 def run(args: argparse.Namespace, settings: Settings, options: ServerOptions) -> int:
     if not (math.isfinite(args.start_timeout) and args.start_timeout > 0):
-        raise SettingsError(f"--start-timeout {args.start_timeout} is not a positive number of seconds.")
+        raise SettingsError(f"--start-timeout {args.start_timeout}: give a positive number of seconds.")
     name = (args.served_model_name or settings.model) + settings.suffix
     if args.dry_run is not None:
         key = options.api_keys[0] if options.api_keys else None
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace, settings: Settings, options: ServerOptions) ->
     if sys.platform == "win32":
         raise SettingsError(f"--engine {settings.engine} does not run on Windows: start it in WSL.")
     if args.card is not None:
-        raise SettingsError("--card is for --dry-run: a start is on the cards that are here.")
+        raise SettingsError("--card works only with --dry-run: a real start uses the cards of this machine.")
     installed = find_engine(settings.engine, args.engine_python)
     settings, warnings = as_installed(settings, installed)
     checked = check_launch(settings, name)
@@ -77,15 +77,15 @@ def _print(form: str, checked: CheckedLaunch, command: Command) -> None:
 
 
 def _writer(path: Path | None, opened: ExitStack) -> Callable[[str], None]:
-    """Returns what writes all of the engine's output to `path`, which its owner alone may read: an engine may
-    write anything.
-    """
+    """Return a function that appends a line to `path`; only its owner may read it, as it may hold secrets."""
     if path is None:
         return lambda line: None
     try:
         number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     except OSError as error:
-        raise SettingsError(f"cannot write --engine-log {path} ({error.strerror}).") from None
+        raise SettingsError(
+            f"--engine-log {path} cannot be written ({error.strerror}): choose another file."
+        ) from None
     file = opened.enter_context(os.fdopen(number, "a", buffering=1, errors="replace"))
     lock = threading.Lock()
 

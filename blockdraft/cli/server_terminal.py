@@ -1,4 +1,4 @@
-"""What a server's terminal shows, whatever answers behind it: its logs, its start, and why it ended."""
+"""Print a server's logs, its start and the reason of its end to the terminal, for every engine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EXIT_FAILED = 1  # the engine failed while serving
 
 
 def set_up_logs(args: argparse.Namespace, secrets: tuple[str, ...]) -> Callable[[str], None]:
-    """Returns where a start reports its phases: the log has a line for each where they are not drawn."""
+    """Set up logging; return the function that logs the phases of the start, unless bars show them."""
     import logging
 
     from blockdraft.server.http import logs
@@ -40,7 +40,7 @@ def set_up_logs(args: argparse.Namespace, secrets: tuple[str, ...]) -> Callable[
 
 
 def _is_drawn(args: argparse.Namespace) -> bool:
-    """Whether bars show the start; at debug its phases are lines of the log."""
+    """Return whether progress bars show the start; at level debug the log has its phases."""
     return sys.stderr.isatty() and not args.json_logs and args.log_level != "debug"
 
 
@@ -48,7 +48,7 @@ def ready_line(name: str, listener: socket.socket) -> str:
     from blockdraft.server.http.listener import addresses_to_use
 
     here, elsewhere = addresses_to_use(listener)
-    line = f"'{name}' is ready: {here}/ to look, {here}/v1 for clients"
+    line = f"'{name}' is ready: live page at {here}/, API at {here}/v1"
     return line if elsewhere is None else f"{line}; for other machines: {elsewhere}/"
 
 
@@ -61,7 +61,7 @@ def serve_until_told(
     name: str,
     listener: socket.socket,
 ) -> None:
-    """Serve until a signal, or until the service is lost. At the end it is drained and closed."""
+    """Serve until a signal or a failure of the service; then drain and close it."""
     from blockdraft.server.http.lifetime import DrainingServer
 
     def show_start() -> None:
@@ -89,7 +89,7 @@ def serve_until_told(
 
 
 def exit_code(args: argparse.Namespace, error: str | None, *, was_ready: bool) -> int:
-    """The exit code of a server that has ended; prints why, where nobody had asked it to."""
+    """Return the exit code of a server that has ended; print the error, if there was one."""
     if error is None:
         return 0
     text = " ".join(error.split())

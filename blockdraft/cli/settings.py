@@ -1,4 +1,4 @@
-"""blockdraft settings: what every setting is, and which of flags, environment and recipe said so."""
+"""blockdraft settings: show the value of every setting and where it comes from."""
 
 from __future__ import annotations
 
@@ -17,18 +17,20 @@ from blockdraft.settings.settings import SETTING_NAMES
 SUMMARY = "show every setting and where its value comes from"
 USAGE = "blockdraft settings [MODEL] [flags]"
 DESCRIPTION = (
-    "Show every setting as `blockdraft serve` would take it with the same flags, and where its value comes "
-    "from: a flag, else the environment (BLOCKDRAFT_MAX_ROWS is --max-num-seqs), else the recipe, else the "
-    "default. Nothing is loaded. `auto` is resolved by `blockdraft plan`. The server's own flags (--port, "
-    "--api-key, ...) are no settings: see `blockdraft serve --help`."
+    "Show every setting as `blockdraft serve` would use it with the same flags, and where its value comes "
+    "from. A flag beats the environment (BLOCKDRAFT_MAX_NUM_SEQS for --max-num-seqs), which beats the "
+    "recipe, which beats the default. Nothing is loaded; `blockdraft plan` shows what `auto` becomes. Flags "
+    "of the server (--port, --api-key, ...) are not settings: see `blockdraft serve --help`."
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
-    parser.add_argument("--changed", action="store_true", help="only the settings that somebody set")
+    parser.add_argument(
+        "--changed", action="store_true", help="show only settings that differ from the default"
+    )
     parser.add_argument("--recipes", action="store_true", help="list the known recipes instead")
-    parser.add_argument("--json", action="store_true", help="print one JSON object, not the text")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     add_settings(parser)
 
 
@@ -52,19 +54,19 @@ def as_json(resolved: MergedSettings) -> dict[str, object]:
 
 
 def lines(resolved: MergedSettings, *, shows_all: bool) -> Iterator[str]:
-    """A row per setting: name, value, source."""
+    """Yield a line per setting: name, value, source."""
     names = [name for name in SETTING_NAMES if shows_all or resolved.sources[name] != "default"]
     rows = [(name, _shown(_value(resolved, name)), resolved.sources[name]) for name in names]
     yield from table(rows, indent="")
     if not shows_all:
         others = len(SETTING_NAMES) - len(rows)
-        yield f"{others} settings are at their defaults"
+        yield f"{others} other settings have their defaults"
     for note in resolved.notes:
         yield f"note: {note}"
 
 
 def _value(resolved: MergedSettings, name: str) -> object:
-    """The value, without what may be a secret."""
+    """Return the value, with possible secrets masked."""
     value = getattr(resolved.settings, name)
     if name == "engine_env":
         return {key: HIDDEN if is_secret(key) else text for key, text in value}
@@ -84,7 +86,7 @@ def _shown(value: object) -> str:
 def _list_recipes(*, is_json: bool) -> int:
     recipes = [load_recipe(name) for name in recipe_names()]
     if not recipes:
-        raise SettingsError("no recipes were installed: give the path of one with --recipe.")
+        raise SettingsError("no recipes are installed: give the path of one with --recipe.")
     if is_json:
         shown = ("name", "title", "cards", "settings", "others", "excludes")
         listed = [{name: asdict(one)[name] for name in shown} for one in recipes]

@@ -1,4 +1,4 @@
-"""blockdraft train: a drafter for your own target, from prompts alone."""
+"""blockdraft train: train a drafter for your own target, from prompts alone."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from blockdraft.training.job import CPU_ROWS, AnswerOptions, DrafterShape, Job, 
 SUMMARY = "train a drafter for a target"
 USAGE = "blockdraft train TARGET --prompts FILE --out FOLDER (--minutes N | --steps N) [flags]"
 DESCRIPTION = (
-    "Train a drafter: the target answers the prompts, the drafter learns to predict the answers, "
-    "and FOLDER/drafter is what `serve --draft` takes. Every stage can be interrupted and resumed."
+    "Train a drafter: the target answers the prompts, and the drafter learns to predict the answers. "
+    "`blockdraft serve --draft FOLDER/drafter` uses the result. Every stage can be interrupted and resumed."
 )
 
 
@@ -35,23 +35,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_run(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--out", type=Path, required=True, metavar="FOLDER", help="everything goes there")
+    add("--out", type=Path, required=True, metavar="FOLDER", help="folder for all results")
     add("--minutes", type=float, metavar="N", help="time for all stages together")
-    add("--steps", type=int, metavar="N", help="training steps, instead of --minutes")
-    add("--resume", action="store_true", help="go on where an interrupted run stopped")
+    add("--steps", type=int, metavar="N", help="number of training steps, instead of --minutes")
+    add("--resume", action="store_true", help="continue an interrupted run")
     start_help = (
-        "begin with this drafter, to train it further or for a fine-tuned target: folder, hub id, auto, the "
-        "one that ships for the target, or dflash2, its DFlash2 head"
+        "start from this drafter, to improve it or to adapt it to a fine-tuned target: folder, hub id, auto "
+        "(the drafter that ships for the target) or dflash2 (its DFlash2 head)"
     )
     add("--from", dest="start_from", metavar="DRAFTER", help=start_help)
     add("--device", default="auto", metavar="NAME", help="cpu, cuda, cuda:1 (default: auto)")
-    add("--dtype", default="auto", metavar="NAME", help="of the target (default: auto)")
-    add("--quiet", action="store_true", help="no lines, only the log in FOLDER/log.txt")
+    add("--dtype", default="auto", metavar="NAME", help="number format of the target (default: auto)")
+    add("--quiet", action="store_true", help="print nothing; FOLDER/log.txt has the log")
 
 
 def _add_answers(group: argparse._ArgumentGroup) -> None:
     add, number = group.add_argument, numbers_of(group)
-    prompts_help = 'JSON lines of {"messages": […], "category": "…"}, .gz or .xz too; may be repeated'
+    prompts_help = 'file of JSON lines {"messages": […], "category": "…"}, also .gz or .xz; repeatable'
     add("--prompts", type=Path, action="append", default=[], metavar="FILE", help=prompts_help)
     add(
         "--held-out",
@@ -59,78 +59,93 @@ def _add_answers(group: argparse._ArgumentGroup) -> None:
         action="append",
         default=[],
         metavar="[NAME=]FILE",
-        help="prompts to measure with, under NAME (default: a few of each category of --prompts)",
+        help="prompts for evaluation, reported as NAME (default: a few of each category of --prompts)",
     )
-    answers_help = "a folder of answers to train on, too (FOLDER/answers of another run); may be repeated"
+    answers_help = "also train on these answers (FOLDER/answers of another run); repeatable"
     add("--answers", type=Path, action="append", default=[], metavar="DIR", help=answers_help)
-    number("--answer-minutes", float, None, "of --minutes, for answers (default: a fifth)")
-    number("--max-prompts", int, None, "train on this many prompts at most")
-    answer_help = "tokens (default: 400, or half of --length)"
+    number("--answer-minutes", float, None, "part of --minutes for answering (default: a fifth)")
+    number("--max-prompts", int, None, "train on at most N prompts")
+    answer_help = "longest answer in tokens (default: 400, or half of --length)"
     number("--max-answer", int, None, answer_help, dest="max_tokens")
-    repeat_help = "cut an answer whose last N tokens it has said before; 0: never (default: 64)"
+    repeat_help = "cut an answer that repeats its last N tokens; 0: never (default: 64)"
     number("--max-repeat", int, 64, repeat_help)
-    number("--sampled", float, 0.0, "answered at --temperature (default: 0)", metavar="SHARE")
-    warm_help = "or a range: each answer has its own (default: 0.7)"
+    sampled_help = "share of the answers that are sampled at --temperature (default: 0, all greedy)"
+    number("--sampled", float, 0.0, sampled_help, metavar="SHARE")
+    warm_help = "of sampled answers; with two numbers, each answer draws one between them (default: 0.7)"
     add("--temperature", type=_range, default=AnswerOptions().temperature, metavar="N[,N]", help=warm_help)
-    number("--top-p", float, 0.95, "(default: 0.95)")
-    number("--rows", int, None, "answers at once (default: 2048, CPU: 16)", dest="bulk_rows")
-    number("--length", int, 1024, "longest prompt and answer (default: 1024)")
+    number("--top-p", float, 0.95, "of sampled answers (default: 0.95)")
+    number("--rows", int, None, "answers generated at once (default: 2048, CPU: 16)", dest="bulk_rows")
+    number("--length", int, 1024, "longest prompt and answer together, in tokens (default: 1024)")
 
 
 def _add_shape(group: argparse._ArgumentGroup) -> None:
     add, number = group.add_argument, numbers_of(group)
     kind_help = (
-        "dflash2: convolutions, and a choice among candidates; dspark: drafts know the one before, and how "
-        "sure they are; with --from, added to a DFlash drafter (default: that of --from, or dflash)"
+        "dflash2 adds convolutions and a selector that chooses among candidates, dspark a Markov head; with "
+        "--from, these are added to a DFlash drafter (default: the kind of --from, else dflash)"
     )
     add("--kind", choices=tuple(KIND_NAMES), help=kind_help)
     shape = DrafterShape()
-    number("--rank", int, shape.rank, f"of pairs of tokens, dflash2 and dspark (default: {shape.rank})")
-    candidates_help = f"of dflash2, per column (default: {shape.num_candidates})"
+    rank_help = f"rank of the token-pair tables of dflash2 and dspark (default: {shape.rank})"
+    number("--rank", int, shape.rank, rank_help)
+    candidates_help = f"candidates per position of dflash2 (default: {shape.num_candidates})"
     number("--candidates", int, shape.num_candidates, candidates_help, dest="num_candidates")
-    number("--block", int, 16, "anchor included (default: 16)")
-    number("--layers", int, 5, "(default: 5)", dest="num_layers")
-    taps_help = "target layers to read, from 0 (default: 5, evenly)"
+    number("--block", int, 16, "block size in tokens, anchor included (default: 16)")
+    number("--layers", int, 5, "number of layers (default: 5)", dest="num_layers")
+    taps_help = "target layers whose features it reads, counted from 0 (default: 5 evenly spaced)"
     add("--taps", type=_numbers, metavar="N,N,…", help=taps_help)
-    number("--inner-size", int, None, "of the MLPs (default: the target's)")
-    causal_help = "drafts see those after them, too; narrow widths then cost as much as the whole block"
+    number("--inner-size", int, None, "width of the MLPs (default: the target's)")
+    causal_help = "drafts also see later drafts; a smaller --width then saves no time when serving"
     add("--bidirectional", dest="is_causal", action="store_false", help=causal_help)
-    mask_help = "(default: an unused special token)"
+    mask_help = "id of the mask token (default: an unused special token)"
     number("--mask-token", int, None, mask_help, dest="mask_token_id", metavar="ID")
-    init_help = "begin with noise, or with the target's last layers (default: random)"
+    init_help = "start from random weights, or from the target's last layers (default: random)"
     add("--init", choices=("random", "target"), default="random", help=init_help)
 
 
 def _add_recipe(group: argparse._ArgumentGroup) -> None:
     recipe, objective = TrainingRecipe(), Objective()
     add, number = group.add_argument, numbers_of(group)
-    add("--optimizer", choices=("muon", "adamw"), default=recipe.optimizer)
-    number("--rate", float, recipe.rate, f"(default: {recipe.rate})")
-    rows_help = f"packed rows of --length (default: {recipe.rows_per_step}, CPU: {CPU_ROWS})"
+    optimizer_help = f"(default: {recipe.optimizer})"
+    add("--optimizer", choices=("muon", "adamw"), default=recipe.optimizer, help=optimizer_help)
+    number("--rate", float, recipe.rate, f"highest learning rate (default: {recipe.rate})")
+    rows_help = f"rows of --length tokens per step (default: {recipe.rows_per_step}, CPU: {CPU_ROWS})"
     number("--rows-per-step", int, None, rows_help)
-    number("--anchors", int, recipe.num_anchors, "blocks per row, drawn anew", dest="num_anchors")
-    short_help = "of the run, at its beginning, with blocks of half the length: steps cost a third less"
+    anchors_help = f"blocks drafted per row, at random places (default: {recipe.num_anchors})"
+    number("--anchors", int, recipe.num_anchors, anchors_help, dest="num_anchors")
+    short_help = "train this first share of the run with half blocks, a third faster (default: 0)"
     number("--short-blocks", float, recipe.short_blocks, short_help, metavar="SHARE")
-    anchoring_help = "anchors anywhere, or mostly where the drafter's own steps would begin"
+    anchoring_help = (
+        "even: blocks begin anywhere; walk: mostly where the drafter's own steps would begin "
+        f"(default: {recipe.anchoring})"
+    )
     add("--anchoring", choices=("even", "walk"), default=recipe.anchoring, help=anchoring_help)
-    deep_help = "how often anchors from --deep-from on are drawn, against others"
+    deep_help = "draw anchors from position --deep-from on N times as often as earlier ones"
     number("--deep-weight", float, recipe.deep_weight, f"{deep_help} (default: {recipe.deep_weight:g})")
     number("--deep-from", int, recipe.deep_from, f"a position (default: {recipe.deep_from})")
-    phases_help = "train on this many parts of the rows, one after the other: their features fit in memory"
+    phases_help = "split the rows into N parts and train on one after the other, to save memory"
     number("--phases", int, recipe.phases, f"{phases_help} (default: {recipe.phases})")
-    add("--weighting", choices=("dpace", "decay", "uniform"), default=objective.weighting)
-    number("--gamma", float, objective.gamma, "of --weighting decay")
-    hardness_help = "of --weighting dpace: blocks count by the inverse Nth power of the length they expect"
-    number("--hardness", float, objective.hardness, hardness_help)
-    distill_help = "of the divergence from the target's distribution in the loss"
+    weighting_help = f"how the loss weighs positions in a block (default: {objective.weighting})"
+    choices = ("dpace", "decay", "uniform")
+    add("--weighting", choices=choices, default=objective.weighting, help=weighting_help)
+    number(
+        "--gamma", float, objective.gamma, f"decay length of --weighting decay (default: {objective.gamma:g})"
+    )
+    hardness_help = "with --weighting dpace: divide a block's weight by its expected length to the power N"
+    number("--hardness", float, objective.hardness, f"{hardness_help} (default: {objective.hardness:g})")
+    distill_help = "share of the loss that is the divergence from the target's distribution (default: 0)"
     number("--distill", float, objective.distill, distill_help, metavar="SHARE")
-    selector_help = "of dflash2: of its choice among candidates in the loss (default: 1)"
+    selector_help = "weight of the selector's loss, with --kind dflash2 (default: 1)"
     number("--selector-weight", float, objective.selector, selector_help, dest="selector")
-    train_help = "of dflash2, with --from: all, what it adds to DFlash, or its selector alone (default: all)"
+    train_help = (
+        "what to train of a dflash2 drafter, with --from: everything, only what DFlash2 adds, or only its "
+        "selector (default: all)"
+    )
     add("--train", dest="trained", choices=("all", "added", "selector"), default="all", help=train_help)
-    number("--average", float, recipe.average, "decay of averaged weights")
+    average_help = "decay of a moving average of the weights, which is then exported; 0: none (default: 0)"
+    number("--average", float, recipe.average, average_help)
     # Not args.seed: the answers have a seed of their own, which no flag sets.
-    number("--seed", int, recipe.seed, None, dest="training_seed")
+    number("--seed", int, recipe.seed, f"training seed (default: {recipe.seed})", dest="training_seed")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -140,7 +155,9 @@ def run(args: argparse.Namespace) -> int:
         job.out.mkdir(parents=True, exist_ok=True)
         log_file = (job.out / "log.txt").open("a", encoding="utf-8")
     except OSError as error:
-        raise SettingsError(f"cannot write --out {job.out} ({error.strerror}): choose another.") from None
+        raise SettingsError(
+            f"--out {job.out} cannot be written ({error.strerror}): choose another folder."
+        ) from None
     from blockdraft.start.driver_warmup import quick_imports
 
     with quick_imports():
@@ -160,7 +177,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_files(args: argparse.Namespace) -> None:
-    """Name what is not there before anything else: a mistyped path is the likeliest mistake."""
+    """Refuse missing files first: a mistyped path is the likeliest mistake."""
     files = [("--prompts", path) for path in args.prompts]
     files += [("--held-out", path) for _, path in args.held_out]
     for flag, path in files:
@@ -171,16 +188,16 @@ def _check_files(args: argparse.Namespace) -> None:
 
 def _interrupted(job: Job, *, is_resumed: bool) -> str:
     if not (job.out / "run.json").exists():
-        return "interrupted before anything was done"
+        return "interrupted before the run began"
     command = job.command if is_resumed else f"{job.command} --resume"
-    return f"interrupted; to go on (steps since the last checkpoint are done again): {command}"
+    return f"interrupted; to continue from the last checkpoint: {command}"
 
 
 def _start(model: str, asked: str | None) -> str | None:
-    """The drafter to begin with; None: noise."""
+    """Return the drafter to start from; None: random weights."""
     found = with_drafter(Settings(model=model, draft=asked)).draft
     if asked == "auto" and found == "none":
-        raise SettingsError(f"--from {asked}: no drafter ships for '{model}'. Name one, or begin without.")
+        raise SettingsError(f"--from {asked}: no drafter ships for '{model}'. Name one, or leave --from out.")
     return found
 
 

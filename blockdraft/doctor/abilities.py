@@ -1,4 +1,4 @@
-"""Which number formats the card computes in, and what this engine makes of them."""
+"""Lists the number formats that the card supports, and how the engines use them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ State = Literal["native", "emulated", "no"]
 
 @dataclass(frozen=True, slots=True)
 class Ability:
-    """`state` is of the hardware: emulated is right, at the speed of the format that it is widened to."""
+    """`state` is the hardware's; emulated is correct, at the speed of the wider format that serves it."""
 
     name: str
     state: State
@@ -24,7 +24,7 @@ class Ability:
 
 
 def abilities(capability: Capability | None, cpu_features: frozenset[str]) -> Iterator[Ability]:
-    """What the card computes in, or the processor where `capability` is None or (0, 0), not known."""
+    """Yield the abilities of the card, or of the processor if `capability` is None or (0, 0) (unknown)."""
     if capability is None or capability == (0, 0):
         yield from _of_cpu(cpu_features)
         return

@@ -1,4 +1,4 @@
-"""What the doctor says: one line each, how bad it is, and what to do."""
+"""A finding of the doctor: one line, its level, and advice."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Area = Literal["machine", "limits", "disk", "libraries", "kernels", "known"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A warning costs speed or may bite later; with a problem, something does not run or answers wrongly."""
+    """A warning costs speed or may cause failures later; a problem means no start or wrong answers."""
 
     area: Area
     name: str

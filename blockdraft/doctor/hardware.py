@@ -147,14 +147,14 @@ _VARIABLES = {"downloads": "BLOCKDRAFT_CACHE", "hub": "HF_HOME", "triton": "TRIT
 
 
 class DiskSpace(NamedTuple):
-    """What the disk has that a folder lies on, or would."""
+    """Free space and permission on the disk of a folder."""
 
     free_bytes: int
     may_write: bool
 
 
 def disk_space(folder: Path) -> DiskSpace:
-    """A folder that is not there yet is made in the nearest one that is."""
+    """Return the space for a folder; a missing one counts as its nearest existing parent."""
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     return DiskSpace(shutil.disk_usage(folder).free, os.access(folder, os.W_OK))
@@ -163,7 +163,7 @@ def disk_space(folder: Path) -> DiskSpace:
 def disk_findings(
     folders: Mapping[str, Path], space_of: Callable[[Path], DiskSpace] = disk_space
 ) -> Iterator[Finding]:
-    """Yields one finding for each folder that fills up."""
+    """Yields one finding for each cache folder."""
     for name, folder in folders.items():
         found = space_of(folder)
         says, advice = f"{folder}: {found.free_bytes / GIB:.1f} GiB free", f"point {_VARIABLES[name]}"

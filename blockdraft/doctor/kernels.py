@@ -1,4 +1,4 @@
-"""Findings of the probe: torch, which path each operation takes, and whether it computes what it should."""
+"""Findings from the probe: torch, the path of each operation, and comparisons with references."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def torch_findings(machine: Machine, probe: Probe) -> Iterator[Finding]:
 
 
 def _page_cache(machine: Machine, torch: Torch) -> Iterator[Finding]:
-    """On unified memory CUDA counts what the kernel would give back at once as used."""
+    """Warn if the page cache takes unified memory: CUDA counts it as used."""
     gpu = machine.gpus[0] if machine.gpus else None
     if gpu is None or not gpu.is_unified or torch.free_bytes is None:
         return

@@ -1,4 +1,4 @@
-"""Which libraries are installed in this environment; nothing is imported."""
+"""Lists the installed libraries without importing them."""
 
 from __future__ import annotations
 

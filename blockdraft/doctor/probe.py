@@ -1,4 +1,4 @@
-"""The half of the doctor that imports torch, in a process of its own: what breaks there is a finding.
+"""The part of the doctor that imports torch, run in its own process, so that a crash is only a finding.
 
 `python -m blockdraft.doctor.probe` gets one JSON object as its argument and writes one per line: what torch
 is, which path each operation takes, and for each shape a `begin` and the comparisons. A kernel that does not
@@ -130,7 +130,7 @@ def _path(operation: str, taken: str, why_not: str | None) -> Line:
 
 
 def _compile_ahead(shapes: list[ProbeShape], device: torch.device) -> None:
-    """The kernels of all shapes at once; what is not compiled here, its shape compiles itself."""
+    """Compile the kernels of all shapes in parallel; a shape compiles later what is missing."""
     from blockdraft.engine.engine import Engine
     from blockdraft.start.compile_ahead import CompileAhead, run_checks, run_steps
 
@@ -166,7 +166,7 @@ def _check(shape: ProbeShape, device_name: str) -> Iterator[Line]:
 
 
 def _bits(shape: ProbeShape, models: LoadedPair) -> Iterator[Line]:
-    """Of one shape on a card: a start looks at the model that it serves."""
+    """Check batch invariance of one shape on a card; a start checks the model that it serves."""
     from blockdraft.check.batch_invariance import check_bits
     from blockdraft.engine.engine import Engine
 

@@ -20,7 +20,7 @@ TIMEOUT_S = 900.0  # for one process: on a slow card, compiling every kernel tak
 
 @dataclass(frozen=True, slots=True)
 class Torch:
-    """What torch says of itself and of the first GPU."""
+    """Facts that torch reports about itself and the first GPU."""
 
     version: str
     cuda: str | None
@@ -36,7 +36,7 @@ class Torch:
 
 @dataclass(frozen=True, slots=True)
 class KernelPath:
-    """How an operation runs here; `taken` is None where our fast path is not, for the reason given."""
+    """The fast path of an operation here; if it is not used, `taken` is None and `why_not` says why."""
 
     operation: str
     taken: str | None
@@ -58,7 +58,7 @@ class ShapeCheck:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Where a process ended before its time, and how."""
+    """The stage at which a process failed, and the error."""
 
     what: str  # "torch", "a product on cuda", "the choice of kernels", or a shape's name
     how: str
@@ -77,7 +77,7 @@ class Probe:
 
 
 class ProbeOutcome(NamedTuple):
-    """Of a process; a code of None: it was stopped after TIMEOUT_S."""
+    """The output of a process; a code of None: it was stopped after TIMEOUT_S."""
 
     out: str
     err: str
@@ -88,7 +88,7 @@ Run = Callable[[str], ProbeOutcome]
 
 
 def probe_torch(device: str, *, with_kernels: bool = True, run: Run | None = None) -> Probe:
-    """A shape that ends its process costs that shape only: another process takes up the ones after it."""
+    """Run the probe; if a shape crashes its process, a new process continues with the shapes after it."""
     run = run or run_probe
     remaining = SHAPE_NAMES if with_kernels else ()
     probe = Probe()
@@ -104,7 +104,7 @@ def probe_torch(device: str, *, with_kernels: bool = True, run: Run | None = Non
 
 
 def run_probe(argument: str) -> ProbeOutcome:
-    """What a process that crashes leaves in the folder for temporary files goes with that folder."""
+    """Run the probe with its own folder for temporary files, so that a crash leaves none behind."""
     command = (sys.executable, "-m", "blockdraft.doctor.probe", argument)
     with tempfile.TemporaryDirectory(prefix="blockdraft-doctor-") as folder:
         return _run_in(folder, command)
@@ -153,7 +153,7 @@ def _read(probe: Probe, text: str) -> tuple[Probe, str | None]:
 
 
 def _parse(line: str) -> dict[str, Any]:
-    """Libraries print to stdout too: what is no object of ours is nothing."""
+    """Parse a line; other output (libraries print to stdout too) gives an empty object."""
     entry = as_object(line)
     return entry if "kind" in entry else {}
 

@@ -1,4 +1,4 @@
-"""Known problems, listed in problems.toml: which of them this machine may meet."""
+"""Finds the known problems of problems.toml that apply to this machine."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class KnownProblem:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What the conditions of an entry are compared with."""
+    """The facts of a machine that an entry's conditions are compared with."""
 
     versions: Mapping[str, str]  # VERSIONED names; what is not there is not in it
     cards: frozenset[str]

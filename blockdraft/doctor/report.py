@@ -24,7 +24,7 @@ Note = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """What was found on a machine; `probe` is what the process that ran torch said."""
+    """The findings about a machine; `probe` is the output of the process that ran torch."""
 
     machine: Machine
     versions: dict[str, str]
@@ -47,7 +47,7 @@ def examine(device: str, *, with_kernels: bool, note: Note) -> Diagnosis:
 
 
 def diagnose(machine: Machine, versions: dict[str, str], probe: Probe) -> Diagnosis:
-    """Judges what was read of a machine. Reads nothing itself but the room on the disks."""
+    """Judges the facts of a machine. Reads nothing itself but the free space on disks."""
     torch_cuda = None if probe.torch is None else probe.torch.cuda
     facts = facts_of(machine, versions, torch_cuda)
     findings = (
@@ -64,7 +64,7 @@ def diagnose(machine: Machine, versions: dict[str, str], probe: Probe) -> Diagno
 
 
 def _capability(machine: Machine, probe: Probe) -> Capability | None:
-    """torch's word goes before the driver's: it is torch that will run."""
+    """Return the capability that torch reports, else the driver's."""
     if probe.torch is not None and probe.torch.capability is not None:
         return probe.torch.capability
     return machine.gpus[0].capability if machine.gpus else None

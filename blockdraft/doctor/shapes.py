@@ -1,6 +1,6 @@
-"""Small models with real shapes where kernels care, listed in shapes.toml.
+"""Reads shapes.toml: small models whose shapes matter to kernels.
 
-Random weights are enough to compare a kernel with its reference, so a config.json each is all that is needed.
+Kernels are compared with references on random weights, so each model is only a config.json.
 """
 
 from __future__ import annotations

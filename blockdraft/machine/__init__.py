@@ -1,1 +1,1 @@
-"""What this computer is: its memory, its cards, its limits, and what to do about a bad card."""
+"""Facts about this computer: memory, cards, limits, and advice for a card that does not work."""

@@ -1,4 +1,4 @@
-"""The graphics cards we know, from cards.toml: memory, bandwidth, capability, for a machine not at hand.
+"""The table of known graphics cards (cards.toml): memory, bandwidth, capability.
 
 A plan for another machine, a recipe and an estimate take their numbers from here. What a driver says about
 the card that is there goes before what is written here: see `machine`.
@@ -59,7 +59,7 @@ CARDS = _read_cards()
 
 
 def find_card(name: str, memory_bytes: int = 0) -> Card | None:
-    """The card that a driver calls `name` ("NVIDIA H200"); None: not one of ours."""
+    """Return the card that a driver calls `name` ("NVIDIA H200"); None: not in our table."""
     text = name.lower().replace("-", " ")
     found = [card for card in CARDS if re.search(card.pattern, text)]
     if not found:
@@ -71,7 +71,7 @@ def find_card(name: str, memory_bytes: int = 0) -> Card | None:
 
 
 def card_by_key(key: str) -> Card | None:
-    """The card that a recipe or a flag calls `key` ("dgx-spark", "h200")."""
+    """Return the card that a recipe or flag calls `key` ("dgx-spark", "h200")."""
     wanted = key.strip().lower().replace(" ", "-").replace("_", "-")
     for card in CARDS:
         if wanted == card.key or wanted in card.aliases:
@@ -80,7 +80,7 @@ def card_by_key(key: str) -> Card | None:
 
 
 def card_named(name: str) -> Card:
-    """The same. Raises SettingsError for a card that we do not know."""
+    """Return the card called `name`, as `card_by_key`; raise SettingsError if it is unknown."""
     card = card_by_key(name)
     if card is None:
         raise SettingsError(f"card '{name}' is unknown{_too_old(name)}{card_hint(name)}")
@@ -96,7 +96,7 @@ def card_hint(name: str) -> str:
 
 
 def _is_near(wrong: str, key: str) -> bool:
-    """Another number is another card: letters may be mistyped, or one character be too many or too few."""
+    """Return whether `wrong` is a typo of `key`; with another number it is another card."""
     if re.findall(r"\d+", wrong) == re.findall(r"\d+", key):
         return difflib.SequenceMatcher(None, wrong, key).ratio() >= 0.8
     short, long = sorted((wrong, key), key=len)
@@ -104,7 +104,7 @@ def _is_near(wrong: str, key: str) -> bool:
 
 
 def _bare(name: str) -> str:
-    """A name without what people write between its parts."""
+    """Return a name in small letters without spaces, hyphens and underscores."""
     return re.sub(r"[\s_-]+", "", name.lower())
 
 
@@ -120,7 +120,7 @@ FAMILIES = ("volta", "turing", "ampere", "ada", "hopper", "blackwell")
 
 
 def family_of(capability: Capability) -> str | None:
-    """What its makers call cards of a capability, in small letters; None: none of ours."""
+    """Return NVIDIA's name of a capability's generation, in small letters; None: not supported."""
     named = {(7, 5): "turing", (8, 9): "ada"}
     by_major = {7: "volta", 8: "ampere", 9: "hopper", 10: "blackwell", 11: "blackwell", 12: "blackwell"}
     return named.get(capability) or by_major.get(capability[0])
@@ -131,15 +131,15 @@ def has_bf16(capability: Capability) -> bool:
 
 
 def has_fp8(capability: Capability) -> bool:
-    """Whether the card multiplies fp8 by fp8."""
+    """Return whether the card multiplies fp8 by fp8."""
     return capability >= (8, 9)
 
 
 def has_fp4(capability: Capability) -> bool:
-    """Whether it multiplies NVFP4 and MXFP4; older cards unpack the weights and multiply in bf16 or fp8."""
+    """Return whether the card multiplies NVFP4 and MXFP4; older ones unpack weights to bf16 or fp8."""
     return capability >= (10, 0)
 
 
 def has_tma(capability: Capability) -> bool:
-    """Whether it has the tensor memory accelerator, which copies whole tiles."""
+    """Return whether the card has the tensor memory accelerator, which copies whole tiles."""
     return capability >= (9, 0)

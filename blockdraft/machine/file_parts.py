@@ -1,4 +1,4 @@
-"""A part of an open file, wherever its position is: several threads may read one file."""
+"""Reads a part of an open file at an offset, so that several threads can share the file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a container or the shell allows this process: memory and CPUs by cgroup, shared memory, ulimits."""
+"""Reads the limits of this process: cgroup memory and CPUs, shared memory, ulimits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ UNLIMITED = 1 << 60  # cgroup v1 writes "no limit" as a number just below 2**63
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What this process may use. None: no limit, or none that can be read."""
+    """The limits of this process. None: no limit, or unreadable."""
 
     memory_bytes: int | None = None  # the tightest cgroup's
     memory_free_bytes: int | None = None  # below the tightest limit; file caches count as free

@@ -1,4 +1,4 @@
-"""What this machine has, read without torch."""
+"""Describes this machine without torch: memory, cards, processor."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def free_port() -> int:
 
 
 def may_have_gpu(root: Path = ROOT) -> bool:
-    """Whether a driver is there; torch may find no device all the same."""
+    """Return whether a GPU driver is present; torch may still find no device."""
     return _has_driver(root, *DRIVERS)
 
 
@@ -174,7 +174,7 @@ def _memory(root: Path) -> tuple[int, int]:
 
 
 def _installed_memory() -> int:
-    """Of a system without /proc."""
+    """Return the installed memory of a system without /proc."""
     if hasattr(os, "sysconf"):
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     kilobytes = ctypes.c_ulonglong()  # Windows; mypy looks at Linux

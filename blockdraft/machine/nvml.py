@@ -1,4 +1,4 @@
-"""NVIDIA's cards as the driver describes them: through nvidia-ml-py, or by nvidia-smi where that fails."""
+"""Asks the driver for NVIDIA cards through nvidia-ml-py, or nvidia-smi if that fails."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class DriverReply:
-    """What was found, and what went wrong where something should have been found."""
+    """The devices found, and the error if the driver did not answer."""
 
     devices: tuple[Device, ...] = ()
     cuda: str | None = None  # the newest CUDA that the driver runs
@@ -142,7 +142,7 @@ def _opened(load: Callable[[], ModuleType]) -> Iterator[ModuleType]:
 
 
 def _ask(nvml: ModuleType, function: Callable[..., T], *arguments: object) -> T | None:
-    """What the driver answers; None where it does not say, or is too old for the question."""
+    """Return the driver's answer; None if it has none or is too old for the question."""
     try:
         return function(*arguments)
     except (nvml.NVMLError, UnicodeDecodeError):

@@ -1,4 +1,4 @@
-"""Memory that becomes resident page by page, as it is written."""
+"""Anonymous memory that becomes resident page by page, as it is written."""
 
 from __future__ import annotations
 

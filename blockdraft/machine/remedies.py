@@ -1,4 +1,4 @@
-"""What stands between PyTorch and a GPU, and what to do: one wording, for the doctor and for a start."""
+"""Says why PyTorch finds no GPU and what to do, for the doctor and for a start."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Unseen(NamedTuple):
 
 
 def why_unseen(machine: Machine, torch_version: str, cuda: str | None) -> Unseen | None:
-    """Says why torch, built for `cuda`, finds no GPU. None: there is none that it should find."""
+    """Return why torch, built for `cuda`, finds no GPU; None: there is no GPU to find."""
     if machine.gpu_error is not None and not machine.gpus:
         says = f"there is an NVIDIA driver, but it does not answer: {machine.gpu_error}"
         return Unseen(says, driver_advice(machine))
@@ -46,7 +46,7 @@ def why_unseen(machine: Machine, torch_version: str, cuda: str | None) -> Unseen
 
 
 def driver_advice(machine: Machine) -> str:
-    """What to do about a driver that does not answer."""
+    """Return advice for a driver that does not answer."""
     if machine.gpu_error == NO_PACKAGE:
         return "pip install nvidia-ml-py"
     if machine.limits.container is not None:

@@ -26,6 +26,6 @@ def read_range(text: str) -> list[SpecifierSet]:
 
 
 def is_in_range(version: str, text: str) -> bool:
-    """Whether the release of `version` is in the range; "*" holds for all, also for what is no version."""
+    """Return whether the release of `version` is in the range; "*" matches everything."""
     release = release_of(version)
     return text == ANY or (release is not None and any(release in part for part in read_range(text)))

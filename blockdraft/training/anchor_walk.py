@@ -20,7 +20,7 @@ BELIEF = 0.5  # how far the last block moves what is known of a place
 
 
 class Walk:
-    """How likely a step begins at each place [rows, length]; at first anywhere."""
+    """The probability that a step begins at each place [rows, length]."""
 
     def __init__(self, shape: torch.Size, device: torch.device) -> None:
         self.chance = torch.ones(shape, dtype=torch.float16, device=device)

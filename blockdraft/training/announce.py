@@ -1,4 +1,4 @@
-"""What a run tells whoever began it: its plan, whether its drafter is any good, and what to do next."""
+"""Writes the plan, the verdict and the next command of a training run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NO_BETTER = "no better than"  # in every warning of a drafter that is not worth 
 def plan_lines(
     job: Job, *, num_training: int, num_held_out: int, answer_s: float | None, is_resumed: bool
 ) -> Iterator[str]:
-    """What the run will do, how long that takes, and what it leaves."""
+    """Yield what the run does, how long it takes, and which files it leaves."""
     again = ", going on where it stopped" if is_resumed else ""
     source = str(job.start_from) if job.start_from else f"{job.shape.num_layers} new layers"
     asked = f"answers {num_training:,} prompts to learn from and {num_held_out:,} to measure with"
@@ -40,7 +40,7 @@ def _duration(job: Job, answer_s: float | None) -> str:
 
 
 def left(share: float, seconds: float) -> str:
-    """What is left of something that has taken `seconds` so far; empty where that says too little."""
+    """Return the estimated rest of a stage that has run for `seconds`; empty if it is too early to say."""
     if share <= 0 or seconds < 1:
         return ""
     left_s = seconds * (1 - min(share, 1.0)) / share
@@ -48,7 +48,7 @@ def left(share: float, seconds: float) -> str:
 
 
 def verdict_lines(job: Job, fits: Mapping[str, DrafterFit], before: DrafterFit | None) -> Iterator[str]:
-    """`before`: of the drafter that the run began with."""
+    """Yield the verdict and the next command; `before` is the fit of the drafter the run began with."""
     drafter, found = job.out / "drafter", fits["all"].committed
     target = "" if job.model == "default" else shlex.quote(job.model) + " "
     if before is not None and found <= before.committed:

@@ -1,4 +1,4 @@
-"""What a target answered to prompts: the drafter's whole training set, and how it is kept on disk.
+"""The training set of a drafter (the target's answers to prompts), and its files.
 
 A document is one prompt, chat template applied, and the answer the target itself wrote to it. Each turn of a
 conversation is a document of its own, with everything before it as its prompt. A shard is one .npz file:
@@ -39,9 +39,9 @@ class Document:
 
 
 def read_conversations(path: Path) -> list[Prompt]:
-    """Lines of {"messages": [{"role": "user", "content": …}, …], "category": …}; .xz and .gz are unpacked.
+    """Read JSON lines {"messages": [{"role": "user", "content": …}, …], "category": …}, also .xz and .gz.
 
-    Assistant turns are dropped: the target writes its own. A "prompt" string does for one user message.
+    Assistant turns are dropped, as the target writes its own. A "prompt" string stands for one user message.
     """
     found = [_conversation(row) for row in read_rows(path, SettingsError, hint=_HINT)]
     if not found:
@@ -70,7 +70,7 @@ def _conversation(row: Row) -> Prompt:
 
 
 def write_shard(path: Path, documents: Iterable[Document]) -> None:
-    """All of `documents` in one file, which is there whole or not at all."""
+    """Write `documents` into one file atomically."""
     listed = list(documents)
     names = sorted({document.category for document in listed})
     tokens = [token for document in listed for token in (*document.prompt_ids, *document.answer_ids)]
@@ -117,7 +117,7 @@ T = TypeVar("T", bound=_OfCategory)
 
 
 def first_of_each(listed: Iterable[T], count: int) -> tuple[list[T], list[T]]:
-    """The first `count` of each category, and the others, both in order."""
+    """Return the first `count` of each category, and the others, both in order."""
     seen: Counter[str] = Counter()
     first: list[T] = []
     rest: list[T] = []
@@ -135,5 +135,5 @@ def encode_conversation(tokenizer: Tokenizer, one: Prompt, said: Sequence[str] =
 
 
 def encode_plain(tokenizer: Tokenizer, one: Prompt, said: Sequence[str] = ()) -> list[int]:
-    """The same as lines without a template."""
+    """Return the conversation as plain lines, without a chat template."""
     return tokenizer.encode("\n".join(str(message["content"]) for message in one.messages(said)))

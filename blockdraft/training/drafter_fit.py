@@ -107,7 +107,7 @@ def fit(
 
 
 def conversations_of(question: FitQuestion) -> list[Prompt]:
-    """Those of its file, else the benchmark's own prompts, whose classes are the categories."""
+    """Return the prompts of the question's file, else those of the benchmark, one category per class."""
     if question.prompts is not None:
         return read_conversations(question.prompts)
     return [one for workload in load_all() for one in workload.prompts]
@@ -126,7 +126,7 @@ class _FirstTurn:
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """What the engine said, and in which steps."""
+    """An answer of the engine, step by step."""
 
     prompt: _FirstTurn
     steps: tuple[tuple[int, ...], ...]  # the tokens that each committed
@@ -206,7 +206,7 @@ class _Session:
     # ---- what steps cost
 
     def costs(self, prompt: _FirstTurn, overall: DrafterFit) -> tuple[Cost, ...]:
-        """What a step costs at each width that the engine runs at full speed, compared with width 1."""
+        """Return the cost of a step, relative to width 1, at each width the engine runs at full speed."""
         widths = {self.width}
         if self._llm.engine.models.device.type == "cpu":  # on a GPU other widths have no graph
             widths |= {width for width in (2, 4, 8, 16) if width < self.width}
@@ -345,7 +345,7 @@ def _fit_of(answers: Sequence[_Answer]) -> DrafterFit:
 
 
 def _untried(question: FitQuestion) -> tuple[str, ...]:
-    """What could be the cause and only another checkpoint could show."""
+    """Return possible causes that only another checkpoint could confirm."""
     checkpoint = open_checkpoint(question.target)
     try:
         found = read_quantization(checkpoint.config, checkpoint.quant_file, name=checkpoint.name)

@@ -1,4 +1,4 @@
-"""What a drafter commits on documents that the target wrote: simulated, and in the real engine.
+"""Measures the tokens a drafter commits on documents of the target, by simulation and in the engine.
 
 The simulation tries every answer token as an anchor, all at once; then each document is walked as the engine
 would walk it: from the last prompt token on, each step commits the drafts that match and one token more. What
@@ -42,7 +42,7 @@ ENGINE_ROWS = MOST_WALKED  # of more, a selector alone has no say
 
 @dataclass(frozen=True, slots=True)
 class DrafterFit:
-    """How drafts fared: tokens committed over steps, and what was accepted at each position."""
+    """Counts tokens, steps, and accepted drafts by position."""
 
     num_documents: int
     num_tokens: int
@@ -61,14 +61,14 @@ class DrafterFit:
 
     @property
     def counts(self) -> DraftCounts:
-        """The same for the question where drafts fail; every step has all of them."""
+        """Return the counts for `weak_spots`; every step drafts the whole block."""
         return DraftCounts(
             self.num_steps, self.committed, (self.num_steps, *self.accepted)[:-1], self.accepted
         )
 
     @property
     def where_reached(self) -> tuple[float | None, ...]:
-        """How often each draft was right where all before it were; None: never reached."""
+        """Return the share of right drafts at each position, of those reached; None: never reached."""
         return tuple(where_reached(self.accepted, self.counts.reached))
 
 
@@ -205,7 +205,7 @@ def _runs(
     choose: Choice,
     report: Callable[[float], None],
 ) -> Tensor:
-    """How many drafts match the document after each place: [rows, length]."""
+    """Return how many drafts match the document after each place: [rows, length]."""
     length = rows.tokens.shape[1]
     reader = FeatureReader(forward.target, num_rows=rows_per_step, length=length)
     out = torch.zeros(rows.tokens.shape, dtype=torch.int64)

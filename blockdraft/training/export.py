@@ -27,7 +27,7 @@ from blockdraft.training.evaluate import DrafterFit
 
 @dataclass(frozen=True, slots=True)
 class DrafterCard:
-    """What a card tells beside the numbers."""
+    """The facts in a model card besides its numbers."""
 
     target: str
     command: str

@@ -95,7 +95,7 @@ def _spread(values: Tensor, index: Tensor, length: int) -> Tensor:
 
 
 class KeptFeatures:
-    """What is read of rows that are trained on again and again: once, and kept as far as memory goes."""
+    """Features of rows, read once and kept as far as memory allows."""
 
     def __init__(self, reader: FeatureReader, rows: PackedRows, *, has_hidden: bool) -> None:
         self._reader, self._rows = reader, rows
@@ -141,7 +141,7 @@ class KeptFeatures:
 
     @property
     def num_kept(self) -> int:
-        """How many rows there is room for."""
+        """Return how many rows fit into memory."""
         return 0 if self._kept is None else len(self._kept)
 
     def forget(self) -> None:

@@ -1,4 +1,4 @@
-"""What was found out about a pair, and what to make of it: the likely cause, and whether training pays."""
+"""The report of `blockdraft fit`: measurements, the likely cause, and whether more training pays."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OWN_PROMPTS = "prompts.jsonl"  # what the advice calls a file that the user has 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FitQuestion:
-    """What is asked about which pair."""
+    """The arguments of `blockdraft fit`."""
 
     target: str
     drafter: str
@@ -55,7 +55,7 @@ class FitQuestion:
 
     @property
     def source(self) -> str:
-        """Where the prompts come from."""
+        """Return the name of the prompts' source."""
         return f"built in, blockdraft {__version__}" if self.prompts is None else str(self.prompts)
 
 
@@ -103,7 +103,7 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Prospect:
-    """Whether to train; None: unknown."""
+    """A judgement whether more training is worth it; None: unknown."""
 
     is_worth_it: bool | None
     reasons: tuple[str, ...]
@@ -182,7 +182,7 @@ def prospect_of(
     overall: DrafterFit,
     greedy: float | None,
 ) -> Prospect:
-    """Whether training further is worth it, and why.
+    """Judge whether more training is worth it, with reasons.
 
     `greedy` is what greedy answers commit per step, where `overall` is of sampled ones.
     """
@@ -223,13 +223,13 @@ def _low_text(low: Sequence[str], num_categories: int) -> str:
 
 
 def has_prospect(config: DraftConfig, categories: Mapping[str, DrafterFit], overall: DrafterFit) -> bool:
-    """Whether there is anything to say of training."""
+    """Return whether training may help at all."""
     is_low = any(one.committed < LOW for one in categories.values())
     return is_low or why_dflash2(config, overall) is not None
 
 
 def has_own_parts(config: DraftConfig) -> bool:
-    """A head or a scale of its own, which `blockdraft train --from` refuses."""
+    """Return whether it has a head or embedding scale of its own, which `train --from` refuses."""
     return config.draft_vocab_size != config.vocab_size or config.embedding_scale is not None
 
 
@@ -268,7 +268,7 @@ def describe_depth(overall: DrafterFit) -> str:
 
 
 def training_pays(costs: Sequence[Cost]) -> tuple[bool | None, str]:
-    """Whether a drafter as good as one becomes with little training would be faster than none, here."""
+    """Return whether a modestly trained drafter would be faster than none here, with the reason."""
     if not costs:
         return None, "steps could not be timed: whether a better drafter would be faster here is unknown"
     best = max(costs, key=lambda one: min(REACHABLE, one.width) / one.break_even)

@@ -1,4 +1,4 @@
-"""What a training run is asked to do. No torch: the command line reads its defaults here."""
+"""The options of a training run. No torch: the command line reads its defaults here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CPU_ROWS = 2  # per step, where nobody says: a step of more takes minutes there
 
 @dataclass(frozen=True, slots=True)
 class DrafterShape:
-    """What a drafter looks like; whatever is None follows the target."""
+    """The shape of a drafter; None follows the target."""
 
     rank: int = 256  # of what DFlash2 and DSpark know of pairs of tokens
     num_candidates: int = 16  # of DFlash2's columns
@@ -33,7 +33,7 @@ class DrafterShape:
 
 @dataclass(frozen=True, slots=True)
 class AnswerOptions:
-    """How the target answers."""
+    """Options for the target's answers."""
 
     max_tokens: int = 400
     sampled: float = 0.0  # share of the conversations answered at a `temperature`, the others greedily
@@ -45,7 +45,7 @@ class AnswerOptions:
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """Which loss, and how its columns are weighted."""
+    """The loss, and the weights of its columns."""
 
     weighting: Literal["dpace", "decay", "uniform"] = "dpace"
     alpha: float = 0.5
@@ -143,7 +143,7 @@ class Job:
             raise SettingsError(f"--train {recipe.trained} leaves noise as it is: give --from DRAFTER, too.")
 
     def fingerprint(self) -> dict[str, object]:
-        """What must be the same for a run to be continued."""
+        """Return the options that a resumed run must repeat."""
         free = {"out", "command", "minutes", "prompts", "held_out", "device", "bulk_rows", "answer_minutes"}
         stored = {"answers": "manner"}  # names in run.json
         kept = {stored.get(name, name): value for name, value in asdict(self).items() if name not in free}

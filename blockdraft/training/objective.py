@@ -44,7 +44,7 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Teacher:
-    """What the target thought: hidden states [T, E] through its head, and the row of each column."""
+    """The target's logits, and the row of each column in them."""
 
     logits: Tensor  # [T, V]
     rows: Tensor  # [blocks, B - 1]
@@ -52,7 +52,7 @@ class Teacher:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """How a batch went; plain sums, on the device."""
+    """Loss and matches of a batch."""
 
     loss: Tensor  # with its gradient
     matches: Tensor  # [blocks, B - 1]: the drafter's best guess is the label

@@ -142,7 +142,7 @@ def _fit(order: list[int], sizes: list[int], length: int) -> list[DocumentPlace]
 
 
 def _start_rest(starts: np.ndarray, length: int) -> None:
-    """What is left of a row is one more document: it begins where the last one ended."""
+    """Treat the rest of each row as one more document."""
     is_rest = starts == length
     first = length - is_rest.sum(axis=1, keepdims=True)
     np.copyto(starts, first.astype(starts.dtype), where=is_rest)

@@ -1,4 +1,4 @@
-"""What a drafter would commit on a few documents under several configurations, each at the cost of its steps.
+"""Simulates a drafter on a few documents under several configurations.
 
 The target's features do not depend on the drafter, so they are read once, of every layer that a configuration
 taps. A trial then walks all documents side by side, as the engine would: one block per document and round,
@@ -37,7 +37,7 @@ class AcceptanceProbe:
 
     @torch.inference_mode()
     def walk(self, config: DraftConfig, width: int) -> DrafterFit:
-        """What the drafter commits in steps of `width`, with `config` instead of its own."""
+        """Return what the drafter commits in steps of `width` with `config` instead of its own."""
         trial = _Trial(self._drafter, config)
         kept = trial.keep(self._features[:, :, [self._taps.index(tap) for tap in config.taps]])
         anchors = [len(one.prompt_ids) - 1 for one in self._documents]
@@ -93,7 +93,7 @@ class _Trial:
         }
 
     def num_labels(self, width: int) -> int:
-        """Of a batch whose forward has as many columns as the drafter's has when it serves."""
+        """Return the number of labels whose forward has as many columns as when serving."""
         return self.drafter.columns_for(width) - self.config.first_column
 
     def keep(self, features: Tensor) -> Kept:
@@ -106,7 +106,7 @@ class _Trial:
         return kept
 
     def runs(self, batch: TrainingBatch, kept: Kept, width: int) -> list[int]:
-        """How many of the width - 1 drafts match after the anchor of each row of `batch`."""
+        """Return how many of the width - 1 drafts match after the anchor of each row of `batch`."""
         drafter, batch = self.drafter, replace(batch, first_column=self.config.first_column)
         kinds = {kind: dense_mask(batch, sees(batch, kind)) for kind in set(self._masks.values())}
         masks: dict[int, Seen] = {layer: kinds[kind] for layer, kind in self._masks.items()}

@@ -1,4 +1,4 @@
-"""The target's own answers to prompts: what a drafter is trained on, and the stage that can be interrupted.
+"""Lets the target answer the training prompts; the stage can be interrupted and resumed.
 
 A drafter learns to predict its target, so the target's own answers are worth more than better ones: on the
 original answers of a corpus JetSpec's drafter reached 3.36 instead of 7.82 on GSM8K.
@@ -28,7 +28,7 @@ MAX_TURNS = 64  # of one conversation; a key is conversation * MAX_TURNS + turn
 
 @dataclass(slots=True)
 class AnswerCount:
-    """How much has been answered; `report` hears it after every answer, and once more after every shard."""
+    """Counts answers and tokens; reported after every answer and after every shard."""
 
     num_documents: int = 0
     num_answer_tokens: int = 0
@@ -100,7 +100,7 @@ class _Asker:
         self._ahead: deque[Future[Question | None]] = deque()
 
     def close(self) -> None:
-        """What was made ready and never asked is forgotten."""
+        """Drop questions that were prepared and not asked."""
         self._encoder.shutdown(wait=False, cancel_futures=True)
 
     def __iter__(self) -> Iterator[Question]:
@@ -155,5 +155,5 @@ class _Asker:
 
 
 def _is_done(index: int, one: Prompt, known: set[int]) -> bool:
-    """Whether all its turns are answered; else it begins anew, and what is known is not kept twice."""
+    """Return whether all turns are answered; else the conversation is asked again from its first turn."""
     return all(index * MAX_TURNS + turn in known for turn in range(min(len(one.turns), MAX_TURNS)))

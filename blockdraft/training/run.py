@@ -1,4 +1,4 @@
-"""A training run, stage by stage, in a folder that remembers how far it is.
+"""Runs the stages of training in a folder that keeps the progress.
 
 answers/shard-*.npz   the target's answers to the training prompts       (stage 1: regenerate)
 held-out/shard-*.npz  its greedy answers to prompts kept apart
@@ -53,9 +53,9 @@ SAY_S, SHOW_S = 5.0, 0.5  # between two lines, and two looks at a bar; arbitrary
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """Who hears how it goes: lines for the log, and (stage, share done, what to show) for a bar.
+    """Callbacks for progress: `say` logs a line, `show` draws (stage, share done, text) as a bar.
 
-    `tell` is for what a person must see, whether bars are drawn or not; the log has it, too.
+    `tell` logs a line and shows it to the user even while bars are drawn.
     """
 
     say: Callable[[str], None] = lambda line: None
@@ -134,7 +134,7 @@ def _check(
 def _before(
     job: Job, models: LoadedPair, trainer: Trainer, kept: Sequence[Document], listener: Listener
 ) -> DrafterFit:
-    """The fit of the drafter that the run begins with, as it drafts by itself: not as another kind."""
+    """Return the fit of the drafter that the run begins with, in its own kind."""
     assert job.start_from is not None
     config = read_draft_config(open_checkpoint(job.start_from, what="drafter").config, name=job.start_from)
     forward = trainer.forward
@@ -195,7 +195,7 @@ def _open_folder(job: Job, asked: Mapping[str, object], *, resume: bool) -> None
 
 
 def _digest(conversations: Sequence[Prompt]) -> dict[str, object]:
-    """Answers are filed by a prompt's place in the list, so a resumed run has the same list, or none."""
+    """Hash the prompts: a resumed run must have the same list, as answers are filed by place in it."""
     if not conversations:
         return {}
     digest = hashlib.sha256()
@@ -247,7 +247,7 @@ def _load_target(job: Job, listener: Listener) -> LoadedPair:
 
 
 def _answer_s(job: Job) -> float | None:
-    """How long the target may answer; None: until all prompts are."""
+    """Return for how many seconds the target may answer; None: no limit."""
     if job.answer_minutes is not None:
         return 60 * job.answer_minutes
     return None if job.minutes is None else REGENERATE_SHARE * 60 * job.minutes
@@ -356,7 +356,7 @@ def _drafter_config(
 
 
 def _mask_id(job: Job, models: LoadedPair, documents: Sequence[Document]) -> int:
-    """A special token that no document uses; the highest, which is seldom one of the template's."""
+    """Return a special token that no document uses: the highest, which is seldom in the chat template."""
     if job.shape.mask_token_id is not None:
         return job.shape.mask_token_id
     tokenizer, size = models.tokenizer, models.config.vocab_size
@@ -419,7 +419,7 @@ def _run(
 
 
 def _say_blocks(trainer: Trainer, listener: Listener) -> None:
-    """How often the same answers were drafted: what is learnt by heart is of no use for others."""
+    """Report how often each answer was drafted on average; too often means memorising."""
     recipe, num_tokens = trainer.recipe, int(trainer.rows.is_anchor.sum())
     num_blocks = trainer.step_number * recipe.rows_per_step * recipe.num_anchors / num_tokens
     line = f"about {num_blocks:.1f} blocks were drafted for each token of an answer"

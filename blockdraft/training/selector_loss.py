@@ -42,7 +42,7 @@ def selector_loss(
     objective: Objective,
     teacher: Teacher | None = None,
 ) -> Scores:
-    """Of hidden states [blocks, B - 1, E], labels [blocks, B - 1], or -1, and the tokens before."""
+    """Return the loss for hidden states [blocks, B - 1, E], labels [blocks, B - 1] and tokens before."""
     num_blocks, width, _ = hidden.shape
     step = max(1, min(num_blocks, CHUNK_BYTES // (width * len(head.weight) * 4)))
     total, matches = [], []

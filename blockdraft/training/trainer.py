@@ -36,7 +36,7 @@ from blockdraft.training.view import Kept, Seen, TrainView, block_masks
 
 @dataclass(frozen=True, slots=True)
 class TrainingProgress:
-    """After one step. Reading a tensor waits for the device, so most steps should not."""
+    """The state after one step. Reading its tensors waits for the device: do so rarely."""
 
     step: int
     share: float  # of the run
@@ -150,14 +150,14 @@ def _compiled() -> Callable[..., Tensor]:
 
 
 def _half(x: Tensor) -> AbstractContextManager[object]:
-    """Products in the stream's half precision; the weights that move are float32."""
+    """Return a context in which products use the dtype of `x`; trained weights are float32."""
     if x.dtype in (torch.bfloat16, torch.float16):
         return torch.autocast(x.device.type, dtype=x.dtype)
     return nullcontext()
 
 
 class Trainer:
-    """Moves `model` towards what `target` says in `rows`."""
+    """Trains `model` to predict what `target` wrote in `rows`."""
 
     def __init__(self, model: DFlash, target: Decoder, rows: PackedRows, recipe: TrainingRecipe) -> None:
         self.model, self.recipe, self.rows = model, recipe, rows
@@ -219,7 +219,7 @@ class Trainer:
         )
 
     def _draft(self, chosen: list[int], batch: TrainingBatch) -> Scores:
-        """How every block of the rows `chosen` fares."""
+        """Return the loss and matches of every block of the rows `chosen`."""
         hidden, features = self.features.read(chosen)
         labels, objective = batch.labels.flatten(0, 1), self.recipe.objective
         teacher = self._teacher(batch, hidden)
@@ -240,7 +240,7 @@ class Trainer:
         return Scores(columns.loss + objective.selector * pairs.loss, pairs.matches)
 
     def _rehearse(self) -> None:
-        """Steps that move nothing: all is compiled and has its memory, and the rest is for features."""
+        """Run steps without updates, so that code is compiled and memory taken; keep features in the rest."""
         chosen = self._chosen()
         for block in sorted({self._block(0.0), self.forward.block}):
             self._draft(chosen, self._batch(chosen, block)).loss.backward()  # type: ignore[no-untyped-call]
@@ -257,12 +257,12 @@ class Trainer:
             self.features.change()
 
     def _rows_of_phase(self, phase: int) -> range:
-        """Every so manieth row, since rows come in the order of their longest documents; never none."""
+        """Return every N-th row for N phases (rows are sorted by their longest document); at least one."""
         phases = min(self.recipe.phases, len(self.rows))
         return range(phase % phases, len(self.rows), phases)
 
     def _chosen(self) -> list[int]:
-        """The same rows for the same step, whenever it is run."""
+        """Return the rows of this step, a function of the step number and the seed."""
         recipe, rows = self.recipe, self._rows_of_phase(self._phase)
         per_epoch = max(1, len(rows) // recipe.rows_per_step)
         epoch, place = divmod(self.step_number, per_epoch)
@@ -322,7 +322,7 @@ class Trainer:
     # ---- to be continued
 
     def state(self) -> dict[str, object]:
-        """Everything that a later run needs to go on from here."""
+        """Return everything that a resumed run needs."""
         return {
             "step": self.step_number,
             "model": self.model.state_dict(),

@@ -1,6 +1,6 @@
-"""What a drafter's config.json may say wrongly.
+"""Lists likely mistakes in a drafter's config.json.
 
-A wrong key is no error: the drafter runs and commits less. So each suspect is changed in turn, and the
+A wrong key raises no error: the drafter runs and commits less. So each suspect is changed in turn, and the
 drafter is tried on documents that the target wrote greedily, without the engine (training/probe.py).
 """
 

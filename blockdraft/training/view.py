@@ -1,4 +1,4 @@
-"""What a drafter sees in training: no cache, the whole batch at once, and never the anchor's own feature.
+"""The View of a drafter in training: the whole batch at once, no cache, never the anchor's own feature.
 
 A batch is R rows of L tokens and A blocks of B. Queries are the A * B block tokens of a row; keys are its L
 context vectors followed by those same block tokens. Block j, whose anchor sits at place a of a document that
@@ -34,7 +34,7 @@ Kept = dict[int, tuple[Tensor, Tensor]]  # keys and values of the context, by la
 
 
 def block_masks(batch: TrainingBatch, layers: Mapping[int, Mask]) -> dict[int, Seen]:
-    """What every block of `batch` sees in each layer; layers of one kind share it."""
+    """Return the attention mask of each layer; layers of one kind share it."""
     build: Callable[[TrainingBatch, Sees], Seen] = _tiles if batch.tokens.is_cuda else dense_mask
     kinds = {kind: build(batch, sees(batch, kind)) for kind in set(layers.values())}
     return {layer: kinds[kind] for layer, kind in layers.items()}
@@ -74,7 +74,7 @@ def dense_mask(batch: TrainingBatch, see: Sees) -> Tensor:
 
 
 def _tiles(batch: TrainingBatch, see: Sees) -> BlockMask:
-    """The same for FlexAttention: which tiles hold anything at all, without looking at every pair."""
+    """Return the mask for FlexAttention; the tiles in use are computed without looking at every pair."""
     length, block, device = batch.tokens.shape[1], batch.num_columns, batch.tokens.device
     size = batch.anchors.shape[1] * block
     first = torch.arange(0, length + size, TILE, device=device)  # the first key of each tile

@@ -17,6 +17,8 @@ from blockdraft.bench.records import NOT_SENT, SPECULATIVE, Ask, OfferedLoad, Pr
 from blockdraft.errors import BenchError
 from tests.bench.stub import MODEL, Script, Stub
 
+pytestmark = pytest.mark.usefixtures("quick_blocks")
+
 
 def asks(num, times=None, turns=("hello",)):
     return [
@@ -75,9 +77,9 @@ def test_results_keep_the_order_of_the_asks_whoever_ends_first(stub):
 
 
 def test_an_open_loop_sends_at_the_planned_times_whatever_is_running(stub):
-    stub.script = Script(ttft_s=0.5, num_chunks=1)
-    times = [0.05 * i for i in range(8)]
-    answers = run(stub.url, asks(8, times), OfferedLoad(rate=20.0))
+    stub.script = Script(ttft_s=0.3, num_chunks=1)
+    times = [0.03 * i for i in range(8)]
+    answers = run(stub.url, asks(8, times), OfferedLoad(rate=30.0))
     assert stub.max_running == 8
     for answer, at_s in zip(answers, times, strict=True):
         assert answer.planned_s - answers[0].planned_s == pytest.approx(at_s)
@@ -136,10 +138,10 @@ def test_a_later_block_tries_again(stub):
     assert all(answer.is_ok for answer in asyncio.run(work()))
 
 
-def test_a_stopped_block_keeps_what_it_has(stub, quick_blocks):
+def test_a_stopped_block_keeps_what_it_has(stub):
     stub.script = lambda number, body: Script(ttft_s=0.0 if number == 0 else 60.0)
     start_s = time.perf_counter()
-    answers = run(stub.url, asks(4), OfferedLoad(concurrency=1), stop_after_s=2)
+    answers = run(stub.url, asks(4), OfferedLoad(concurrency=1), stop_after_s=0.5)
     assert time.perf_counter() - start_s < 20
     assert [answer.error for answer in answers] == [
         None,

@@ -202,7 +202,7 @@ def test_a_servers_refusal_is_a_sentence(capsys, monkeypatch, url):
     assert main(["chat", "http://127.0.0.1:9"]) == 2
     assert "cannot connect to 127.0.0.1:9" in capsys.readouterr().err
     assert main(["chat", url, "--width", "2"]) == 2
-    assert "--width is for a model that is loaded here" in capsys.readouterr().err
+    assert "--width does not work with the server" in capsys.readouterr().err
 
 
 def test_a_server_is_told_what_the_flags_say_and_nothing_else():

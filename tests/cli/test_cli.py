@@ -161,7 +161,7 @@ def test_at_a_terminal_it_says_that_it_waits(capsys, monkeypatch, expected):
     assert main(["generate", "-", *MODEL, *GREEDY]) == 0
     captured = capsys.readouterr()
     assert captured.out == expected.text + "\n"
-    assert captured.err.startswith("reading the prompt from this terminal: Ctrl-D ")
+    assert captured.err.startswith("reading the prompt from this terminal: end it with Ctrl-D ")
 
 
 def test_what_no_flag_says_is_what_the_models_makers_recommend(capsys, monkeypatch, tmp_path):
@@ -357,14 +357,17 @@ def test_the_form_of_an_answer_is_read_from_its_flags(tmp_path, capsys):
     assert main(["generate", "x", *MODEL, "--json-schema", str(tmp_path / "none")]) == 2
     assert "none cannot be read: No such file or directory." in capsys.readouterr().err
     assert main(["generate", "-", *MODEL, "--json-schema", "-"]) == 2
-    assert "not both" in capsys.readouterr().err
+    assert "'-' was given twice" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("argv", "part"),
     [
-        (["generate", "x", "--max-contxt", "5"], "unknown flag --max-contxt: did you mean --max-model-len?"),
-        (["generate", "x", "--max-contxt=5"], "unknown flag --max-contxt: did you mean --max-model-len?"),
+        (
+            ["generate", "x", "--max-model-ln", "5"],
+            "unknown flag --max-model-ln: did you mean --max-model-len?",
+        ),
+        (["generate", "x", "--max-model-ln=5"], "unknown flag --max-model-ln: did you mean --max-model-len?"),
         (["generate", "x", "--max"], "unknown flag --max"),  # no abbreviations
         (["generate", "x", "y"], "unexpected argument 'y'"),
         (["generat", "x"], "did you mean generate?"),
@@ -397,13 +400,13 @@ def test_a_wrong_command_line_is_explained(capsys, argv, part):
         (["generate", "x", "--top-p", "0"], "top_p"),
         (["generate", "x", "--max-num-seqs", "0"], "max_num_seqs"),
         (["generate", "x", "--logprobs", "1"], "add --json"),
-        (["generate"], "give PROMPT, or --file FILE"),
+        (["generate"], "no prompt was given: add PROMPT"),
         (["generate", "--file", "./missing.txt"], "--file ./missing.txt cannot be read: No such file"),
-        (["generate", "-", "--file", "-"], "not both"),
-        (["generate", "x", "--raw", "--system", "y"], "leave out one"),
+        (["generate", "-", "--file", "-"], "'-' was given twice"),
+        (["generate", "x", "--raw", "--system", "y"], "--raw leaves out: give one"),
         (["generate", "", *MODEL, "--raw"], "the prompt is empty"),
         (["generate", ""], "the prompt is empty"),
-        (["fit", "a", "b", "--model", "c"], "two targets, 'a' and 'c': give one"),
+        (["fit", "a", "b", "--model", "c"], "two targets were given, 'a' and 'c': give one"),
         (["fit", "--model", "./missing", "--draft", "./none", "--quiet"], "'./missing' does not exist"),
         (["serve", "--tensor-parallel", "2"], "sglang, or leave out --tensor-parallel."),
         (["serve", "a", "--model", "b"], "two models"),
@@ -503,7 +506,7 @@ def test_serve_says_where_it_listens_answers_there_and_leaves_on_interrupt():
     process = start(["serve", TARGET, *flags], stderr=subprocess.PIPE)
     try:
         line = process.stdout.readline()
-        found = re.fullmatch(r"'tiny' is ready: (http://127\.0\.0\.1:\d+)/ to look, .*\n", line)
+        found = re.fullmatch(r"'tiny' is ready: live page at (http://127\.0\.0\.1:\d+)/, API at .*\n", line)
         assert found, line
         message = {"role": "user", "content": "t1 t2 t3"}
         body = {"model": "tiny", "messages": [message], "max_tokens": 2, "temperature": 0}
@@ -573,11 +576,11 @@ def test_a_level_that_does_not_exist_is_refused_with_those_that_do(capsys):
     [
         (
             "127.0.0.1",
-            "'tiny' is ready: http://127.0.0.1:{port}/ to look, http://127.0.0.1:{port}/v1 for clients",
+            "'tiny' is ready: live page at http://127.0.0.1:{port}/, API at http://127.0.0.1:{port}/v1",
         ),
         (
             "0.0.0.0",
-            "'tiny' is ready: http://127.0.0.1:{port}/ to look, http://127.0.0.1:{port}/v1 for clients; "
+            "'tiny' is ready: live page at http://127.0.0.1:{port}/, API at http://127.0.0.1:{port}/v1; "
             "for other machines: http://192.0.2.7:{port}/",
         ),
     ],

@@ -67,8 +67,8 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     process, _, error = run(*words)
     assert process.returncode == 2
     assert (
-        error
-        == f"blockdraft: error: cannot write --out {tmp_path}/file/run (Not a directory): choose another.\n"
+        error == f"blockdraft: error: --out {tmp_path}/file/run cannot be written (Not a directory): "
+        "choose another folder.\n"
     )
 
 
@@ -89,7 +89,7 @@ def test_a_second_ctrl_c_ends_a_drain_at_once():
     words = ["--port", "0", "--served-model-name", "tiny", "--drain-timeout", "60", "--max-num-seqs", "1"]
     process = start("serve", *MODEL, *words)
     try:
-        address = process.stdout.readline().split(": ")[1].split("/ to look")[0]
+        address = process.stdout.readline().split(" at ")[1].split("/, API")[0]
         many = {"n": 64, "max_tokens": 400, "ignore_eos": True}  # one after the other: it takes long
         body = {"model": "tiny", "prompt": "t1", "stream": True, **many}
         with httpx.stream("POST", f"{address}/v1/completions", json=body, timeout=60) as answer:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from blockdraft.doctor import probe as probe_module
 from blockdraft.doctor import probe_runner
 from blockdraft.doctor.kernels import kernel_findings, torch_findings
 from blockdraft.doctor.probe_runner import (
@@ -19,7 +20,6 @@ from blockdraft.doctor.probe_runner import (
     ShapeCheck,
     Torch,
     probe_torch,
-    run_probe,
 )
 from blockdraft.doctor.shapes import SHAPE_NAMES
 from blockdraft.machine.machine import Gpu, Machine
@@ -280,9 +280,10 @@ def test_a_torch_that_hangs_is_stopped(tmp_path, monkeypatch):
 
 
 def test_a_device_that_is_not_there_is_a_finding():
-    probe = probe_torch("cuda:63", with_kernels=False)
-    assert probe.torch is not None
-    assert probe.failures[0].what == "a product on cuda:63"
+    lines = []
+    with pytest.raises((AssertionError, RuntimeError)):
+        lines.extend(probe_module.examine("cuda:63", []))
+    assert lines[-1] == {"kind": "begin", "what": "a product on cuda:63"}
 
 
 def test_no_part_of_the_doctor_but_the_probe_imports_torch():
@@ -293,10 +294,3 @@ def test_no_part_of_the_doctor_but_the_probe_imports_torch():
     )
     root = Path(probe_runner.__file__).parents[2]
     assert subprocess.run([sys.executable, "-c", code], cwd=root).returncode == 0
-
-
-def test_the_argument_of_the_probe_is_what_is_asked():
-    outcome = run_probe(json.dumps({"device": "cpu", "shapes": []}))
-    kinds = [json.loads(line)["kind"] for line in outcome.out.splitlines()]
-    assert (kinds[0], kinds[-1], outcome.code) == ("begin", "end", 0)
-    assert "check" not in kinds

@@ -167,7 +167,7 @@ def test_known_bad_combinations_are_refused_with_their_thread():
     flags = ("--engine", "vllm", "--card", "dgx-spark")
     code, text, _, has_torch, _ = plan(*dummy("qwen3-8b"), *flags, "--gpu-memory-utilization", "0.95")
     assert code == 1
-    assert "FITS, BUT IS KNOWN TO GO WRONG" in text
+    assert "FITS, BUT IS KNOWN TO FAIL" in text
     assert "REFUSE unified-memory-freeze" in text
     assert "https://github.com/vllm-project/vllm/issues/46307" in text
     assert not has_torch
@@ -175,7 +175,7 @@ def test_known_bad_combinations_are_refused_with_their_thread():
     assert code == 0
     assert "(0.8 of 128.5 GB)" in text
     assert "REFUSE" not in text
-    assert "KNOWN TO GO WRONG" not in text
+    assert "KNOWN TO FAIL" not in text
     assert "vllm's were not measured by us" in text
 
 

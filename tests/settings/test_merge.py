@@ -273,7 +273,7 @@ def test_the_table_can_leave_out_what_nobody_set(capsys):
     main(["settings", "--changed", "--width", "4"])
     *rows, last = capsys.readouterr().out.splitlines()
     assert [row.split() for row in rows] == [["width", "4", "--width"]]
-    assert last == f"{len(fields(Settings)) - 1} settings are at their defaults"
+    assert last == f"{len(fields(Settings)) - 1} other settings have their defaults"
 
 
 def test_the_json_has_every_setting(capsys):

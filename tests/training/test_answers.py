@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from blockdraft.bench.records import Prompt
-from blockdraft.engine.offline_batch import make_offline_batch
+from blockdraft.engine.offline_batch import OfflineAnswer, make_offline_batch
 from blockdraft.errors import SettingsError
 from blockdraft.training import regenerate as module
 from blockdraft.training.answers import (
@@ -164,8 +164,17 @@ def bulk(models):
     return Spy(make_offline_batch(models))
 
 
+class Parrot:
+    """In place of an OfflineBatch: answers every question with the end token, without a model."""
+
+    max_model_len = 120
+
+    def answer(self, questions):
+        return (OfflineAnswer(question, (END,), is_whole=True) for question in questions)
+
+
 class Spy:
-    """A OfflineBatch that remembers what it was asked."""
+    """An OfflineBatch that remembers what it was asked."""
 
     def __init__(self, bulk):
         self._bulk, self.max_model_len, self.asked = bulk, bulk.max_model_len, []
@@ -218,21 +227,20 @@ def test_an_interrupted_stage_ends_with_the_same_documents_in_the_same_order(
     options = AnswerOptions(max_tokens=24, sampled=0.5, temperature=(1.0, 1.0), seed=3)
     whole = ask(bulk, models, tmp_path / "whole", options=options)
     assert {one.is_greedy for one in whole} == {True, False}
-    for num_shards in (1, 2):
-        folder = tmp_path / str(num_shards)
+    folder = tmp_path / "stopped"
 
-        def stop(tally, num_shards=num_shards):
-            if tally.is_filed and tally.num_documents == 5 * num_shards:
-                raise KeyboardInterrupt
+    def stop(tally):
+        if tally.is_filed and tally.num_documents == 10:
+            raise KeyboardInterrupt
 
-        with pytest.raises(KeyboardInterrupt):
-            ask(bulk, models, folder, options=options, report=stop)
-        assert len(list(folder.iterdir())) == num_shards
-        bulk = Spy(make_offline_batch(models))
-        assert ask(bulk, models, folder, options=options) == whole
-        assert len(bulk.asked) < len(whole)
-        again = Spy(make_offline_batch(models))
-        assert ask(again, models, folder, options=options) == whole
+    with pytest.raises(KeyboardInterrupt):
+        ask(bulk, models, folder, options=options, report=stop)
+    assert len(list(folder.iterdir())) == 2
+    bulk = Spy(make_offline_batch(models))
+    assert ask(bulk, models, folder, options=options) == whole
+    assert len(bulk.asked) < len(whole)
+    again = Spy(make_offline_batch(models))
+    assert ask(again, models, folder, options=options) == whole
 
 
 def test_what_is_known_is_not_asked_again_and_never_kept_twice(models, tmp_path):
@@ -257,7 +265,8 @@ def test_a_shard_that_was_deleted_is_made_anew_and_none_is_overwritten(models, t
     assert sorted(one.key for one in kept) == [one.key for one in whole]
 
 
-def test_no_thread_is_left_behind(bulk, models, tmp_path):
+def test_no_thread_is_left_behind(models, tmp_path):
+    bulk = Parrot()
     before = threading.active_count()
     ask(bulk, models, tmp_path)
     deadline = time.monotonic() + 5
@@ -266,29 +275,26 @@ def test_no_thread_is_left_behind(bulk, models, tmp_path):
     assert threading.active_count() == before
 
 
-def test_shards_of_a_stage_are_reported_and_add_up(bulk, models, tmp_path, monkeypatch):
+def test_shards_of_a_stage_are_reported_and_add_up(models, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "SHARD", 5)
     heard = []
-    documents = ask(
-        bulk,
-        models,
-        tmp_path,
-        report=heard.append,
-    )
+    documents = ask(Parrot(), models, tmp_path, report=heard.append)
     filed = [(tally.num_documents, tally.num_answer_tokens) for tally in heard if tally.is_filed]
     assert [count for count, _ in filed[:-1]] == list(range(5, len(documents), 5))
     assert filed[-1] == (len(documents), sum(len(one.answer_ids) for one in documents))
     assert [one.num_documents for one in heard if not one.is_filed] == list(range(1, len(documents) + 1))
 
 
-def test_prompts_that_no_row_holds_are_left_out(bulk, models, tmp_path):
+def test_prompts_that_no_row_holds_are_left_out(models, tmp_path):
+    bulk = Parrot()
     longest = bulk.max_model_len - OPTIONS.max_tokens
     texts = [" ".join(["t5"] * size) for size in (longest + 1, longest, 1, 2)]
     documents = ask(bulk, models, tmp_path, [Prompt("", "all", (text,)) for text in texts])
     assert [len(one.prompt_ids) for one in documents] == [longest, 2]
 
 
-def test_a_later_turn_that_is_too_long_ends_its_conversation(bulk, models, tmp_path):
+def test_a_later_turn_that_is_too_long_ends_its_conversation(models, tmp_path):
+    bulk = Parrot()
     one = Prompt("", "all", ("t2 t4 t6", " ".join(["t5"] * bulk.max_model_len), "t1"))
     assert [document.key for document in ask(bulk, models, tmp_path, [one])] == [0]
 
@@ -315,7 +321,8 @@ def test_once_time_is_over_no_conversation_begins_and_those_under_way_end(
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-def test_a_share_of_the_conversations_is_sampled(bulk, models, tmp_path, share):
+def test_a_share_of_the_conversations_is_sampled(models, tmp_path, share):
+    bulk = Spy(Parrot())
     conversations = [Prompt("", "all", (f"t{n} t{n + 1}",)) for n in range(30)]
     options = AnswerOptions(max_tokens=4, sampled=share, temperature=(0.9, 0.9), top_p=0.8)
     documents = ask(bulk, models, tmp_path, conversations, options)
@@ -325,7 +332,8 @@ def test_a_share_of_the_conversations_is_sampled(bulk, models, tmp_path, share):
     assert len({one.seed for one in bulk.asked}) == 30
 
 
-def test_each_sampled_conversation_has_a_temperature_of_the_range(bulk, models, tmp_path):
+def test_each_sampled_conversation_has_a_temperature_of_the_range(models, tmp_path):
+    bulk = Spy(Parrot())
     conversations = [Prompt("", "all", (f"t{n} t{n + 1}",)) for n in range(30)]
     options = AnswerOptions(max_tokens=4, sampled=1.0, temperature=(0.2, 1.0))
     ask(bulk, models, tmp_path, conversations, options)

@@ -226,11 +226,15 @@ def test_training_teaches_pairs_and_more_is_committed():
     assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
 
 
-def test_a_run_makes_a_dflash2_drafter_of_a_dflash_one_and_resumes(prompts, target, tmp_path, monkeypatch):
-    job = make_job(prompts, target, tmp_path / "run")
+def added_job(prompts, target, out):
+    job = make_job(prompts, target, out)
     recipe = replace(job.recipe, short_blocks=0.0, trained="added")
-    job = replace(job, start_from=tiny.DRAFT, kind="dflash2", shape=SHAPE, recipe=recipe)
-    fits = train(job, Listener())
+    return replace(job, start_from=tiny.DRAFT, kind="dflash2", shape=SHAPE, recipe=recipe)
+
+
+def test_a_run_makes_a_dflash2_drafter_of_a_dflash_one(prompts, target, tmp_path):
+    job = added_job(prompts, target, tmp_path / "run")
+    fits = train(replace(job, steps=2), Listener())
     folder = job.out / "drafter"
     raw = json.loads((folder / "config.json").read_text())
     assert raw["architectures"] == ["DFlash2DraftModel"]
@@ -240,6 +244,14 @@ def test_a_run_makes_a_dflash2_drafter_of_a_dflash_one_and_resumes(prompts, targ
     assert all(torch.equal(weights[name], plain[name].bfloat16()) for name in plain)
     assert "# A DFlash2 drafter for" in (folder / "README.md").read_text()
     assert fits["all"].num_documents
+
+
+@pytest.mark.slow
+def test_a_run_of_dflash2_resumes_and_goes_on(prompts, target, tmp_path, monkeypatch):
+    job = added_job(prompts, target, tmp_path / "run")
+    train(job, Listener())
+    folder = job.out / "drafter"
+    raw = json.loads((folder / "config.json").read_text())
     stopped = replace(job, out=tmp_path / "stopped")
     steps = []
 

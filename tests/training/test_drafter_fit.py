@@ -364,7 +364,7 @@ def test_a_drafter_that_knows_nothing_is_sent_to_training(tmp_path, prompts, cap
     text = capsys.readouterr().out
     assert "DOES NOT FIT" in text
     assert "Likely cause" not in text
-    assert "No change of its configuration commits more." in text
+    assert "No change of the configuration helps." in text
     assert "every category is low" in text
     assert f"blockdraft train {TARGET} --from {made} --prompts {prompts} --out " in text
 
@@ -552,7 +552,7 @@ def test_prompts_that_are_too_long_are_counted(tmp_path, capsys):
     path = write_prompts(tmp_path / "prompts.jsonl", steps=(1,))
     path.write_text(path.read_text() + json.dumps({"prompt": "t1 " * 600}) + "\n")
     assert command(DRAFT, path, "--quick") == 0
-    assert "1 prompts are too long" in capsys.readouterr().out
+    assert "1 prompts were left out: they are longer" in capsys.readouterr().out
 
 
 # ---- JSON

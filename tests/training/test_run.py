@@ -78,16 +78,26 @@ def job(prompts, target, tmp_path):
 
 @pytest.fixture(scope="module")
 def whole(prompts, target, tmp_path_factory):
-    """The folders of runs that nobody interrupted, one per kind of recipe."""
+    """The folders of runs that nobody interrupted, one per kind of recipe; `make.told` is their story."""
+    told = []
 
     @functools.cache
     def make(optimizer):
         out = tmp_path_factory.mktemp("whole") / optimizer
         job = make_job(prompts, target, out)
-        train(replace(job, recipe=replace(RECIPE, optimizer=optimizer)), Listener())
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(run, "SHOW_S", 0.0)
+            patch.setattr(run, "SAY_S", 0.0)
+            train(replace(job, recipe=replace(RECIPE, optimizer=optimizer)), listening(told, told))
         return out
 
+    make.told = told
     return make
+
+
+def listening(told, shown):
+    """A listener whose lines and bars are kept, in their order."""
+    return Listener(tell=told.append, show=lambda stage, share, detail: shown.append((stage, share, detail)))
 
 
 def assert_same_run(out, expected):
@@ -123,7 +133,8 @@ def test_answers_that_run_in_circles_are_cut_and_held_out_ones_are_not(job, tmp_
     endless = str(pairs.write_ending_target(tmp_path / "endless", 63))
     answers = AnswerOptions(max_tokens=60, max_repeat=count)
     shape = replace(SHAPE, mask_token_id=60)
-    train(replace(job, model=endless, steps=1, length=128, answers=answers, shape=shape), Listener())
+    few = replace(job, max_prompts=6, steps=1, answers=answers, shape=shape)
+    train(replace(few, model=endless, length=128), Listener())
     found = {
         name: [one.answer_ids for path in (job.out / name).glob("*.npz") for one in read_shard(path)]
         for name in ("answers", "held-out")
@@ -152,24 +163,6 @@ def test_answers_of_other_runs_are_trained_on_too(job, whole, prompts):
     assert f"\n{own + num_there} answers of the target" in (both.out / "drafter" / "README.md").read_text()
 
 
-def test_a_checkpoint_leaves_a_drafter_behind_that_was_not_measured_yet(job, monkeypatch):
-    monkeypatch.setattr(run, "CHECKPOINT_S", 0.0)
-    step = Trainer.step
-
-    def die_in_4(trainer, share):
-        if trainer.step_number == 3:
-            raise KeyboardInterrupt
-        return step(trainer, share)
-
-    monkeypatch.setattr(Trainer, "step", die_in_4)
-    with pytest.raises(KeyboardInterrupt):
-        train(job, Listener())
-    assert sorted(path.name for path in (job.out / "drafter").iterdir()) == [
-        *("README.md", "config.json", "model.safetensors"),
-    ]
-    LLM(job.model, str(job.out / "drafter"), device="cpu", dtype="float32", max_model_len=64)
-
-
 # ---- interrupted and resumed
 
 
@@ -193,6 +186,9 @@ def test_a_run_killed_between_checkpoints_ends_with_the_same_weights(job, whole,
         patch.setattr(Trainer, "step", die_in_5)
         with pytest.raises(KeyboardInterrupt):
             train(job, Listener())
+    left_behind = sorted(path.name for path in (job.out / "drafter").iterdir())
+    assert left_behind == ["README.md", "config.json", "model.safetensors"], "a drafter, not measured yet"
+    LLM(job.model, str(job.out / "drafter"), device="cpu", dtype="float32", max_model_len=64)
     lines = []
     train(job, Listener(say=lines.append), resume=True)
     assert "continuing at step 2" in lines
@@ -218,7 +214,8 @@ def test_a_run_killed_while_the_target_answers_ends_with_the_same_weights(job, w
     assert_same_run(job.out, whole("muon"))
 
 
-def test_a_finished_run_that_is_resumed_changes_nothing(job, whole, tmp_path):
+@pytest.mark.slow
+def test_a_finished_run_that_is_resumed_without_prompts_changes_nothing(job, whole, tmp_path):
     shutil.copytree(whole("muon"), job.out)
     train(replace(job, prompts=()), Listener(), resume=True)
     assert_same_run(job.out, whole("muon"))
@@ -299,7 +296,10 @@ def test_training_goes_on_from_a_drafter(job, whole):
     source = whole("muon") / "drafter"
     recipe = replace(RECIPE, rate=0.0, average=0.0, weight_decay=0.0)
     job = replace(job, start_from=str(source), recipe=recipe)
-    train(job, Listener())
+    told, shown = [], []
+    train(job, listening(told, shown))
+    assert told[-1].startswith("warning: no better than the drafter it began with")
+    assert "start" in [stage for stage, *_ in shown]
     before, after = (load_file(one / "model.safetensors") for one in (source, job.out / "drafter"))
     assert all(torch.equal(before[name], after[name]) for name in before), "at a rate of zero it stays"
     moved = replace(job, out=job.out.parent / "moved", recipe=replace(recipe, rate=1e-2))
@@ -313,21 +313,15 @@ def test_training_goes_on_from_a_drafter(job, whole):
 # ---- what is told
 
 
-def listening(told, shown):
-    """A listener whose lines and bars are kept, in their order."""
-    return Listener(tell=told.append, show=lambda stage, share, detail: shown.append((stage, share, detail)))
-
-
-def test_the_plan_comes_first_and_the_next_command_last(job):
-    told, shown, num_told = [], [], []
-    listener = replace(listening(told, shown), show=lambda *_: num_told.append(len(told)))
-    train(job, listener)
-    assert num_told[0] == 4, "something was shown before the plan"
-    plan = " ".join(told[:4])
-    assert told[0].startswith(f"plan: a drafter for '{job.model}' in {job.out}")
-    for part in ("prompts to learn from and ", "6 steps", f"{job.out / 'drafter'} for", "--resume"):
+def test_the_plan_comes_first_and_the_next_command_last(job, whole):
+    out = whole("muon")
+    assert all(isinstance(one, str) for one in whole.told[:4]), "something was shown before the plan"
+    plan = " ".join(whole.told[:4])
+    assert plan.startswith(f"plan: a drafter for '{job.model}' in {out}")
+    for part in ("prompts to learn from and ", "6 steps", f"{out / 'drafter'} for", "--resume"):
         assert part in plan, part
-    assert f" {job.out / 'drafter'}" in told[-1]
+    told = [one for one in whole.told if isinstance(one, str)]
+    assert f" {out / 'drafter'}" in told[-1]
     assert told[-1].startswith("next")
 
 
@@ -341,11 +335,9 @@ def test_the_plan_says_how_long(job):
     assert going_on.endswith("going on where it stopped")
 
 
-def test_every_phase_shows_how_far_it_is(job, monkeypatch):
-    monkeypatch.setattr(run, "SHOW_S", 0.0)
-    monkeypatch.setattr(run, "SAY_S", 0.0)
-    shown = []
-    train(replace(job, start_from=None), listening([], shown))
+def test_every_phase_shows_how_far_it_is(whole):
+    whole("muon")
+    shown = [one for one in whole.told if isinstance(one, tuple)]
     stages = list(dict.fromkeys(stage for stage, *_ in shown))
     assert stages == ["load", "held out", "regenerate", "train", "evaluate", "check"]
     for stage in stages[1:]:
@@ -390,15 +382,6 @@ def test_a_drafter_that_is_no_better_than_nothing_is_told(job, found, before, fi
     assert [line.startswith(second) for line in lines[1:]] == ([] if second is None else [True])
 
 
-def test_a_run_that_changes_nothing_is_told_so(job, whole):
-    """At a rate of zero the drafter stays what it was."""
-    recipe = replace(RECIPE, rate=0.0, average=0.0, weight_decay=0.0)
-    told, shown = [], []
-    train(replace(job, start_from=str(whole("muon") / "drafter"), recipe=recipe), listening(told, shown))
-    assert told[-1].startswith("warning: no better than the drafter it began with")
-    assert "start" in [stage for stage, *_ in shown]
-
-
 @pytest.mark.parametrize(("num_steps", "is_told"), [(9, False), (11, True)])
 def test_who_drafts_the_same_answers_too_often_is_told_to_bring_more(num_steps, is_told):
     said, told = [], []
@@ -415,14 +398,6 @@ def test_the_default_target_needs_no_name(job):
     assert line == f"next: blockdraft serve --draft {job.out / 'drafter'}"
 
 
-def test_the_command_line_tells_plan_and_verdict_and_logs_them(job, capsys):
-    assert command(job, *TAPS, *STEPS_FLAG) == 0
-    for text in (capsys.readouterr().err, (job.out / "log.txt").read_text()):
-        lines = text.splitlines()
-        assert "plan: a drafter for" in lines[0]
-        assert "next" in lines[-1]
-
-
 @pytest.mark.parametrize("is_begun", [True, False])
 def test_after_an_interrupt_resume_is_named(job, capsys, monkeypatch, is_begun):
     def die(job, *_, **__):
@@ -435,7 +410,7 @@ def test_after_an_interrupt_resume_is_named(job, capsys, monkeypatch, is_begun):
     assert command(job, *TAPS, *STEPS_FLAG) == 130
     error = capsys.readouterr().err
     assert error.endswith(
-        "blockdraft train --out run --resume\n" if is_begun else "before anything was done\n"
+        "blockdraft train --out run --resume\n" if is_begun else "interrupted before the run began\n"
     )
     assert error.startswith("interrupted")
 
@@ -561,10 +536,13 @@ def test_taps_that_are_no_numbers_are_refused(job, capsys, taps):
 
 
 def test_the_command_trains_logs_and_will_not_train_over_it(job, capsys):
-    assert command(job, *TAPS, *STEPS_FLAG, "--quiet") == 0
-    assert capsys.readouterr().err == ""
+    assert command(job, *TAPS, *STEPS_FLAG) == 0
     assert (job.out / "drafter" / "model.safetensors").exists()
     log = (job.out / "log.txt").read_text()
+    for text in (capsys.readouterr().err, log):
+        lines = text.splitlines()
+        assert "plan: a drafter for" in lines[0]
+        assert "next" in lines[-1]
     assert "exported to" in log
     assert "all: " in log
     assert command(job, *TAPS, *STEPS_FLAG) == 2
@@ -572,6 +550,7 @@ def test_the_command_trains_logs_and_will_not_train_over_it(job, capsys):
     assert command(job, *TAPS, "--steps", "2", "--rate", "0.5", "--resume") == 2
     assert "with another recipe" in capsys.readouterr().err
     assert command(job, *TAPS, "--steps", "2", "--resume", "--quiet") == 0
+    assert capsys.readouterr().err == ""
 
 
 def test_answers_of_another_run_are_never_taken_for_this_ones(job, monkeypatch):

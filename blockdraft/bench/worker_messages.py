@@ -1,4 +1,4 @@
-"""What the processes of a load generator tell each other: pickled records, each after its length."""
+"""Messages between the processes of a load generator: pickled records, each with its length in front."""
 
 from __future__ import annotations
 
