@@ -26,8 +26,7 @@ from pathlib import Path
 
 from benchmarks.record import context, save, table
 from blockdraft.bench.client import Client
-from blockdraft.bench.load import poisson, run_block
-from blockdraft.bench.loop import run_in_loop
+from blockdraft.bench.load import poisson, run_block, run_in_loop
 from blockdraft.bench.null_server import StreamPace, null_server
 from blockdraft.bench.records import SPECULATIVE, Answer, Ask, OfferedLoad, Prompt
 

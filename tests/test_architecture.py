@@ -53,7 +53,7 @@ LAUNCH_BORROWS = {  # a drafter's block and kind, where its files are, and wheth
     ),
 }
 BENCH_LIBRARIES = {"blockdraft", "aiohttp", "numpy", "rich", "huggingface_hub", "pyarrow", "uvloop"}
-PICKLES = {"bench.frames"}  # for pipes between processes of our own, which no file ever comes through
+PICKLES = {"bench.worker_messages"}  # through pipes between our own processes, never from a file
 TORCH_FREE = {
     *("planner", "settings", "machine", "launch", "bench"),
     *("errors", "phases", "prometheus_text", "fp4_kernels"),

@@ -18,10 +18,18 @@ from dataclasses import replace
 from typing import Self
 
 from blockdraft.bench.client import Client, OnAnswer
-from blockdraft.bench.frames import Answered, Begin, Done, Frame, Share, next_frame, packed
 from blockdraft.bench.load import Ledger, fill
 from blockdraft.bench.records import Answer, Ask, OfferedLoad
-from blockdraft.bench.tickets import refill
+from blockdraft.bench.worker_messages import (
+    Answered,
+    Begin,
+    Done,
+    Frame,
+    Share,
+    fill_queue,
+    next_frame,
+    packed,
+)
 from blockdraft.errors import BenchError
 from blockdraft.machine.machine import read_machine
 
@@ -50,7 +58,7 @@ class Fleet:
         self._limit = limit
         self._size = max(self.num_processes(load) for load in loads)
         self._processes: list[Process] = []
-        self._tickets = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the fleet
+        self._queue = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the fleet
         self._clients: list[Client] = []
 
     def num_processes(self, load: OfferedLoad) -> int:
@@ -72,10 +80,10 @@ class Fleet:
             assert process.stdin is not None
             process.stdin.close()  # on which it ends, as when we are killed
         await asyncio.gather(*map(_end, self._processes))
-        self._tickets.close()
+        self._queue.close()
 
     async def _start(self) -> Process:
-        file = self._tickets.fileno()
+        file = self._queue.fileno()
         command = [sys.executable, "-m", "blockdraft.bench.worker", str(file)]
         # A session of its own: Ctrl-C is for us, who tell the processes.
         return await asyncio.create_subprocess_exec(
@@ -131,7 +139,7 @@ class Fleet:
         self, processes: Sequence[Process], client: Client, asks: Sequence[Ask], load: OfferedLoad
     ) -> None:
         """Give each process its share, and wait until all have it."""
-        refill(self._tickets.fileno(), len(asks))
+        fill_queue(self._queue.fileno(), len(asks))
         if not any(client is known for known in self._clients):
             self._clients.append(client)
         number = next(i for i, known in enumerate(self._clients) if known is client)

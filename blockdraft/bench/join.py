@@ -11,8 +11,9 @@ from blockdraft.bench.figures import ArmPair, BenchReport, Cell, make_estimate
 from blockdraft.bench.kept_answers import group_of
 from blockdraft.bench.layout import fact_text
 from blockdraft.bench.records import PLAIN, SPECULATIVE
-from blockdraft.bench.report import NO_BASELINE, pair_warnings
+from blockdraft.bench.report import NO_BASELINE
 from blockdraft.bench.report_rows import key_text, whole_rows
+from blockdraft.bench.report_warnings import pair_warnings
 from blockdraft.bench.sheet import clean, row_name
 from blockdraft.bench.statistics import pair
 from blockdraft.errors import BenchError

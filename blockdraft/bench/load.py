@@ -6,16 +6,19 @@ import asyncio
 import contextlib
 import gc
 import random
+import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from itertools import accumulate
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from blockdraft.bench.client import Client, OnAnswer
 from blockdraft.bench.records import NOT_ENDED, NOT_SENT, Answer, Ask, OfferedLoad
 
 MAX_REFUSED = 3  # connections in a row that did not come about: the server has gone
 STOPPED = "the run was stopped."
+
+T = TypeVar("T")
 
 
 def poisson(num: int, rate: float, seed: int) -> list[float]:
@@ -179,3 +182,17 @@ class Ledger:
                     ask=ask, turn=len(answers), planned_s=planned_s, sent_s=sent_s, end_s=now_s, error=error
                 ),
             )
+
+
+def run_in_loop(work: Coroutine[object, object, T]) -> T:
+    """Run to the end like asyncio.run, on uvloop if available: it reads an event in half the time."""
+    with asyncio.Runner(loop_factory=_new_loop) as runner:
+        return runner.run(work)
+
+
+def _new_loop() -> asyncio.AbstractEventLoop:
+    if sys.platform == "win32":
+        return asyncio.new_event_loop()
+    import uvloop
+
+    return uvloop.new_event_loop()

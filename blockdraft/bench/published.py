@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Sequence
 
 from blockdraft.bench.figures import BenchReport, Cell
 from blockdraft.bench.layout import FIGURES, grid
 from blockdraft.bench.options import PRESETS
 from blockdraft.bench.report_rows import ReportRow, arm_names, whole_rows
-from blockdraft.bench.runs import spread
 from blockdraft.bench.sheet import NOTHING, Sheet, full_label, load_text, number
 
 _OF_A_CLASS = ("tokens_per_s", "request_tokens_per_s", "ttft", "tpot")  # of layout.FIGURES
@@ -102,6 +102,15 @@ def spread_text(cell: Cell) -> str:
     """Write by how much the runs of a cell differ."""
     share = spread(cell)
     return NOTHING if share is None else f"{share:.1%}"
+
+
+def spread(cell: Cell) -> float | None:
+    """Return by how much runs differ: the fastest less the slowest, over their mean."""
+    speeds = [run["tokens_per_s"] for run in cell.get("runs", [])]
+    known = [speed for speed in speeds if speed is not None]
+    if len(known) < 2 or not any(known):
+        return None
+    return (max(known) - min(known)) / statistics.mean(known)
 
 
 def _per_answer(cell: Cell, tokens: int | None) -> str:

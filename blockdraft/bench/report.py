@@ -15,20 +15,19 @@ import numpy as np
 from blockdraft import __version__
 from blockdraft.bench.figures import (
     DEFINITIONS,
-    ArmPair,
     BenchReport,
     Cell,
     Distribution,
     GeneratorFigures,
+    RunFigures,
     Startup,
     Warmup,
     schema_error,
 )
 from blockdraft.bench.records import PLAIN, SPECULATIVE, Answer, Group
-from blockdraft.bench.report_rows import ReportRow, arm_names, key_text, whole_rows
-from blockdraft.bench.runs import by_cell, merged, run_figures
-from blockdraft.bench.saturation import saturation_warnings
-from blockdraft.bench.sheet import load_text, milliseconds, row_name
+from blockdraft.bench.report_rows import ReportRow, key_text, whole_rows
+from blockdraft.bench.report_warnings import warnings_of
+from blockdraft.bench.speculation import total_of
 from blockdraft.bench.statistics import pair, split_by_category, summarise
 from blockdraft.bench.wire import shown_host
 from blockdraft.errors import BenchError
@@ -36,10 +35,6 @@ from blockdraft.errors import BenchError
 SCHEMA_NAME = "blockdraft-bench"
 SCHEMA_VERSION = 1
 SCHEMA = f"{SCHEMA_NAME}/{SCHEMA_VERSION}"
-MAX_CACHED_SHARE = 0.1  # of the prompt tokens of first turns; chat templates alone are less
-MAX_SEND_LAG_S = 0.005
-MAX_GENERATOR_USED = 0.6  # of what it can read; beyond, events wait for it
-MAX_COMMITTED = 1.1  # tokens of verify steps over tokens out; the end of an answer cuts some off
 NO_BASELINE = (
     "no plain decoding to compare with: --arms plain,speculative starts a server for each, or measure a "
     "plain one and join both files by `blockdraft bench compare`."
@@ -67,11 +62,11 @@ def build(  # noqa: PLR0913  # the sections of a report
     if all(group.key["category"] == "all" for group in groups):
         groups = [part for group in groups for part in (group, *split_by_category(group))]
     facts = _endpoint(endpoint)
-    runs = by_cell(groups)
-    groups = [merged(parts) for parts in runs]
+    runs = _by_cell(groups)
+    groups = [_merged(parts) for parts in runs]
     cells = [summarise(group, seed=seed) for group in groups]
     for cell, parts in zip(cells, runs, strict=True):
-        cell["runs"] = [run_figures(summarise(part, seed=seed)) for part in parts] if len(parts) > 1 else []
+        cell["runs"] = [_run_figures(summarise(part, seed=seed)) for part in parts] if len(parts) > 1 else []
     for cell in cells:
         cell["vllm"] = vllm_keys(cell, model=facts["model"], kind=facts["kind"], date=date)
     pairs = [pair(one, other, seed=seed) for one, other in _arms(groups)]
@@ -92,7 +87,7 @@ def build(  # noqa: PLR0913  # the sections of a report
         "notes": list(notes),
         "definitions": dict(DEFINITIONS),
     }
-    report["warnings"] = _warnings(report, groups)
+    report["warnings"] = warnings_of(report, groups)
     whole = whole_rows(report)
     if len(whole) == 1:  # our own keys win; "date" is the one name that both have
         report = cast("BenchReport", {**whole[0].cell["vllm"], **report})
@@ -194,15 +189,6 @@ def _most_used(generator: GeneratorFigures, cells: Sequence[Cell]) -> float | No
     return max(shares, default=None)
 
 
-def _generator_warnings(report: BenchReport) -> list[str]:
-    return [
-        f"at {load_text(one)} the load generator read {one['used']:.0%} of what it can: the server may be "
-        "faster than what was measured. Give it more --processes, or another machine."
-        for one in report.get("generator", [])
-        if one["used"] is not None and one["used"] > MAX_GENERATOR_USED
-    ]
-
-
 def _arms(groups: Sequence[Group]) -> Iterable[tuple[Group, Group]]:
     """Yield each group with speculation and its baseline, where there is one."""
     plain = {key_text(group.key): group for group in groups if group.arm == PLAIN}
@@ -210,6 +196,40 @@ def _arms(groups: Sequence[Group]) -> Iterable[tuple[Group, Group]]:
         other = plain.get(key_text(group.key))
         if group.arm == SPECULATIVE and other is not None:
             yield group, other
+
+
+def _by_cell(groups: Sequence[Group]) -> list[list[Group]]:
+    """Return the groups of each cell and arm, run by run, in the order in which cells first appear."""
+    found: dict[tuple[str, str], list[Group]] = {}
+    for group in groups:
+        found.setdefault((key_text(group.key), group.arm), []).append(group)
+    return list(found.values())
+
+
+def _merged(runs: Sequence[Group]) -> Group:
+    """Return all runs of a cell as one group: a prompt's answers of every run are drawn together."""
+    if len(runs) == 1:
+        return runs[0]
+    metered = [run.metered for run in runs if run.metered is not None]
+    return Group(
+        key=runs[0].key,
+        arm=runs[0].arm,
+        answers=[answer for run in runs for answer in run.answers],
+        busy_s=sum(run.busy_s for run in runs),
+        metered=total_of(metered) if metered else None,
+        blocks=[block for run in runs for block in run.blocks],
+    )
+
+
+def _run_figures(cell: Cell) -> RunFigures:
+    """Return the figures of one run."""
+    return {
+        "tokens_per_s": cell["tokens_per_s"]["value"],
+        "ttft_s": cell["ttft_s"]["p50"],
+        "tpot_s": cell["tpot_s"]["p50"],
+        "latency_s": cell["latency_s"]["p50"],
+        "committed_per_step": cell["speculation"]["committed_per_step"]["value"],
+    }
 
 
 def _vllm_times(name: str, times: Distribution) -> dict[str, object]:
@@ -273,81 +293,6 @@ def _warmup(answers: Sequence[Answer]) -> Warmup:
 def _median(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return float(np.median(known)) if known else None
-
-
-def _endpoint_warnings(endpoint: Facts) -> list[str]:
-    url = endpoint["url"]
-    host = urlsplit(url).hostname if isinstance(url, str) else None
-    if host in (None, "localhost", "::1", "0.0.0.0") or str(host).startswith("127."):
-        return []
-    return [f"the server is at {host}: 'machine' describes the machine that measured, not the server's."]
-
-
-def _warnings(report: BenchReport, groups: Sequence[Group]) -> list[str]:
-    cached = {(key_text(group.key), group.arm): _cached_share(group) for group in groups}
-    warnings = [
-        *_endpoint_warnings(report["endpoint"]),
-        *_generator_warnings(report),
-        *saturation_warnings(report),
-    ]
-    names = arm_names(report["cells"])
-    for row in whole_rows(report):
-        for cell in row.cells:
-            share = cached[key_text(cell["key"]), cell["arm"]]
-            warnings += _cell_warnings(cell, arm=names[cell["arm"]], cached=share)
-        if row.pair is not None:
-            warnings += pair_warnings(row.pair)
-    return warnings
-
-
-def _cell_warnings(cell: Cell, *, arm: str, cached: float) -> list[str]:
-    name = f"{row_name(cell['key'])}, {arm}"
-    warnings = []
-    if cell["num_failed"]:
-        kinds = ", ".join(f"{error['kind']} ({error['count']})" for error in cell["errors"])
-        warnings.append(f"{name}: {cell['num_failed']} of {cell['num_requests']} requests failed: {kinds}.")
-    if cell["num_not_ended"]:
-        warnings.append(f"{name}: the run was stopped; {cell['num_not_ended']} requests were given up.")
-    if cell["num_not_sent"]:
-        warnings.append(f"{name}: {cell['num_not_sent']} requests were never sent.")
-    if cell["arm"] == PLAIN and cell["speculation"]["drafted"]:
-        warnings.append(f"{name}: the baseline speculated as well; the speedup means nothing.")
-    speculation = cell["speculation"]
-    committed = (speculation["steps"] or 0) + (speculation["accepted"] or 0)
-    if cell["tokens_out"] is not None and committed > MAX_COMMITTED * cell["tokens_out"]:
-        is_metered = speculation["acceptance"] == "metered"
-        others = ", as do requests that failed or are not ours" if is_metered else ""
-        warnings.append(
-            f"{name}: steps committed {committed:,} tokens, answers have {cell['tokens_out']:,}: drafts past "
-            f"the end of answers count{others}, and committed/step is too high."
-        )
-    if cached > MAX_CACHED_SHARE:
-        warnings.append(f"{name}: {cached:.0%} of the prompt tokens of first turns came from a cache.")
-    lag_s = cell["send_lag_s"]["p99"] or 0.0
-    if lag_s > MAX_SEND_LAG_S:
-        warnings.append(f"{name}: requests left up to {milliseconds(lag_s)} ms late (p99 of the send lag).")
-    return warnings
-
-
-def _cached_share(group: Group) -> float:
-    first = [answer for answer in group.answers if answer.is_ok and answer.turn == 0]
-    prompt_tokens = sum(answer.prompt_tokens or 0 for answer in first)
-    return sum(answer.cached_tokens or 0 for answer in first) / prompt_tokens if prompt_tokens else 0.0
-
-
-def pair_warnings(pair: ArmPair) -> list[str]:
-    name = row_name(pair["key"])
-    warnings = []
-    if pair["num_unmatched"]:
-        warnings.append(f"{name}: {pair['num_unmatched']} prompts are in one arm only, and not compared.")
-    if pair["agreement"] is not None:
-        turns = pair["agreement"]["first_turns"]
-        if turns["num_equal"] < turns["num_compared"]:
-            warnings.append(
-                f"{name}: with and without speculation, {turns['num_compared'] - turns['num_equal']} of "
-                f"{turns['num_compared']} greedy answers differ."
-            )
-    return warnings
 
 
 def _not_a_report(found: object) -> str | None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from blockdraft.bench import wire
-from blockdraft.bench.chunk_template import Surroundings, surroundings
 from blockdraft.bench.records import Answer
 from blockdraft.bench.speculation import read_chunk
 from blockdraft.bench.wire import inside, whole_number
@@ -17,6 +17,8 @@ MAX_UNLIKE = 8  # chunks in a row whose surroundings are looked at in vain; arbi
 _TEXTS = ("content", "text")
 _THOUGHTS = ("reasoning_content", "reasoning")  # the same text under two names, where a server sends both
 _DONE = b"[DONE]"
+_MARK = "\x00 here \x00"  # no server writes this
+_value_at = json.JSONDecoder().raw_decode
 _FIELDS = (b"event:", b"id:", b"retry:", b":")  # of server-sent events, beside data
 
 
@@ -166,3 +168,44 @@ def _event_data(event: bytes) -> bytes:
 
 def _shown(data: bytes) -> str:
     return repr(data[:80].decode("utf-8", "replace"))
+
+
+# ---- chunks that differ only in their text
+# They are most of an answer. Only the text is parsed: parsing all of a chunk costs three times as much.
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """All characters of an event but those of its text."""
+
+    head: str
+    tail: str
+
+    def text_in(self, data: bytes) -> str | None:
+        """Return the text of an event that has these surroundings; None: it has others."""
+        try:
+            event = data.decode()
+            if not event.startswith(self.head):
+                return None
+            text, end = _value_at(event, len(self.head))
+        except ValueError:
+            return None
+        is_alike = isinstance(text, str) and end + len(self.tail) == len(event) and event.endswith(self.tail)
+        return text if is_alike else None
+
+
+def surroundings(event: str, name: str) -> Surroundings | None:
+    """Return what surrounds the text of `choices[0]`, or of its delta, in the field `name`; None: unclear."""
+    found = event.find(f'"{name}"')
+    start = event.find('"', found + len(name) + 2)
+    if found < 0 or start < 0 or event[found + len(name) + 2 : start].strip() != ":":
+        return None
+    try:
+        _, end = _value_at(event, start)
+        head, tail = event[:start], event[end:]
+        chunk = json.loads(head.removeprefix("data:") + json.dumps(_MARK) + tail)
+        choice = chunk["choices"][0]
+        is_there = choice.get("delta", choice).get(name) == _MARK
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return None
+    return Surroundings(head, tail) if is_there else None

@@ -3,7 +3,7 @@
     python -m blockdraft.bench.worker FILE
 
 Share, Begin and "end" come in; "ready", Answered and Done go out, by the pipes that Fleet holds the other
-ends of. FILE is the number of the open file with the tickets.
+ends of. FILE is the number of the open file with the queue.
 """
 
 from __future__ import annotations
@@ -16,11 +16,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from blockdraft.bench.client import Client
-from blockdraft.bench.frames import Answered, Begin, Done, Share, next_frame, packed
-from blockdraft.bench.load import Ledger, in_order, quiet_collector, send
-from blockdraft.bench.loop import run_in_loop
+from blockdraft.bench.load import Ledger, in_order, quiet_collector, run_in_loop, send
 from blockdraft.bench.records import SPECULATIVE, Answer, Ask, Prompt
-from blockdraft.bench.tickets import take_all
+from blockdraft.bench.worker_messages import Answered, Begin, Done, Share, next_frame, packed, take_numbers
 
 _NO_ASK = Ask(Prompt("", "", ()), SPECULATIVE, max_tokens=0)
 
@@ -28,10 +26,10 @@ _NO_ASK = Ask(Prompt("", "", ()), SPECULATIVE, max_tokens=0)
 class Worker:
     """The process, between its two pipes."""
 
-    def __init__(self, reader: asyncio.StreamReader, output: asyncio.WriteTransport, tickets: int) -> None:
+    def __init__(self, reader: asyncio.StreamReader, output: asyncio.WriteTransport, queue: int) -> None:
         self._reader = reader
         self._output = output
-        self._tickets = tickets
+        self._queue = queue
         self._clients: dict[int, Client] = {}
 
     async def run(self) -> None:
@@ -60,7 +58,7 @@ class Worker:
 
     def _numbers(self, share: Share) -> Iterator[int]:
         if share.load.rate is None:
-            return take_all(self._tickets)
+            return take_numbers(self._queue)
         return iter(in_order(share.asks)[share.place :: share.num_processes])
 
     async def _stop_at_a_word(self, stop: asyncio.Event) -> None:
@@ -80,12 +78,12 @@ class _Told(Ledger):
         self._output.write(packed(Answered(number, replace(answer, ask=_NO_ASK))))
 
 
-async def _main(tickets: int) -> None:
+async def _main(queue: int) -> None:
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     output, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, os.fdopen(os.dup(1), "wb", buffering=0))
-    await Worker(reader, output, tickets).run()
+    await Worker(reader, output, queue).run()
 
 
 if __name__ == "__main__":

@@ -1,11 +1,18 @@
-"""Messages between the processes of a load generator: pickled records, each with its length in front."""
+"""Messages between the processes of a load generator, and the queue of asks that they share.
+
+A message is a pickled record with its length in front. The queue is a file of numbers that all processes have
+open. Reading one moves the shared file offset, atomically (POSIX), so each number is taken once and nobody
+waits.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import pickle
 import struct
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,6 +20,7 @@ from blockdraft.bench.client import Client
 from blockdraft.bench.records import Answer, Ask, OfferedLoad
 
 _LENGTH = struct.Struct("<Q")
+_NUMBER_SIZE = array("I").itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,3 +77,22 @@ async def next_frame(reader: asyncio.StreamReader) -> Frame | None:
     except (asyncio.IncompleteReadError, ConnectionError):
         return None
     return frame
+
+
+# ---- the queue
+
+
+def fill_queue(file: int, count: int) -> None:
+    """Put the numbers below `count` in; nobody may be taking any meanwhile."""
+    os.ftruncate(file, 0)
+    os.lseek(file, 0, os.SEEK_SET)
+    data = memoryview(array("I", range(count)).tobytes())
+    while data:
+        data = data[os.write(file, data) :]
+    os.lseek(file, 0, os.SEEK_SET)
+
+
+def take_numbers(file: int) -> Iterator[int]:
+    """Yield the next number that nobody has taken, until there is none."""
+    while data := os.read(file, _NUMBER_SIZE):
+        yield array("I", data)[0]

@@ -120,7 +120,7 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from blockdraft.bench.loop import run_in_loop
+    from blockdraft.bench.load import run_in_loop
     from blockdraft.bench.session import ENDINGS
 
     if args.target[:1] == ["compare"]:

@@ -11,8 +11,7 @@ import pytest
 
 from blockdraft.bench.client import Client
 from blockdraft.bench.fleet import Fleet, num_processes
-from blockdraft.bench.load import poisson, run_block
-from blockdraft.bench.loop import run_in_loop
+from blockdraft.bench.load import poisson, run_block, run_in_loop
 from blockdraft.bench.records import NOT_SENT, SPECULATIVE, Ask, OfferedLoad, Prompt
 from blockdraft.errors import BenchError
 from tests.bench.stub import MODEL, Script, Stub

@@ -4,9 +4,9 @@ import pytest
 
 from blockdraft.bench.layout import draft_lines
 from blockdraft.bench.over_time import over_time
+from blockdraft.bench.published import spread
 from blockdraft.bench.records import Block, Speculation
 from blockdraft.bench.report import build
-from blockdraft.bench.runs import spread
 from tests.bench.answers import answer, arms, facts, group, prompt, prompts
 
 

@@ -5,9 +5,8 @@ import json
 import pytest
 
 from blockdraft.bench import stream
-from blockdraft.bench.chunk_template import surroundings
 from blockdraft.bench.records import SPECULATIVE, Answer, Ask, Prompt
-from blockdraft.bench.stream import StreamReader
+from blockdraft.bench.stream import StreamReader, surroundings
 
 TEXTS = ["plain", ' with "quotes" and \\', "äöü 漢字 🙂", "\n\n", '"}]}', "\x00\t", "data: [DONE]", "null"]
 
