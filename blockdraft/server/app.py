@@ -48,7 +48,7 @@ from blockdraft.server.api.models_list import model_card, model_response, models
 from blockdraft.server.api.openapi import EngineLimits, openapi
 from blockdraft.server.api.responses.routes import routes as response_routes
 from blockdraft.server.api.schemas import AnswerObject, Version
-from blockdraft.server.api.streaming import AnswerEvents, respond
+from blockdraft.server.api.streaming import respond
 from blockdraft.server.api.translation import Ask, MakeWriter
 from blockdraft.server.http.auth_limits import AuthLimits
 from blockdraft.server.http.body import shown
@@ -62,7 +62,6 @@ from blockdraft.server.http.replies import (
     live_response,
     start_response,
     status_response,
-    while_connected,
 )
 from blockdraft.server.options import ServerOptions
 from blockdraft.server.page.live_page import routes as page_routes
@@ -278,11 +277,7 @@ class _Api:
         return self._ignored.tell(response, asked)
 
     async def _answer(self, request: Request, work: Coroutine[None, None, Response]) -> Response:
-        exchange = exchange_of(request.scope)
-        if exchange is not None:
-            response = await exchange.while_connected(work)
-        else:
-            response = await while_connected(request.receive, work, _discard)
+        response = await exchange_of(request.scope).while_connected(work)
         return Response(status_code=CLIENT_GONE) if response is None else response
 
     async def read(self, request: Request, kind: type[BodyT]) -> BodyT:
@@ -362,9 +357,3 @@ async def _beside(size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kw
     if size <= SHORT_BODY_BYTES:
         return work(*args, **kwargs)
     return await run_in_threadpool(work, *args, **kwargs)
-
-
-def _discard(response: Response) -> None:
-    """Close an answer that was ready when nobody was left to send it to."""
-    if isinstance(response, AnswerEvents):
-        response.close()

@@ -5,7 +5,6 @@ import shutil
 from dataclasses import replace
 
 import pytest
-from starlette.testclient import TestClient
 
 from blockdraft import LLM, SamplingParams
 from blockdraft.checkpoints.fetch import SMOLLM2
@@ -16,6 +15,7 @@ from blockdraft.settings.settings import Settings
 from blockdraft.start.loading import load_models
 from tests import tiny
 from tests.server import pair
+from tests.server.asking import ask
 
 QWEN = {
     "bos_token_id": 1,
@@ -101,12 +101,12 @@ def test_the_server_and_the_library_take_them(folder):
     streamed = (token for delta in llm.stream([1, 2, 3]) for token in delta.token_ids)
     assert wanted == tuple(streamed)[:12]
     models = replace(pair.models(), sampling=pair_of(folder).sampling)
-    with pair.app_over(models) as app, TestClient(app) as client:
+    with pair.app_over(models) as app:
         body = {"prompt": [1, 2, 3], "max_tokens": 12, "return_token_ids": True}
         answers = [
-            client.post("/v1/completions", json={**body, **said}).json()["choices"][0]["token_ids"]
+            ask(app, "POST", "/v1/completions", json={**body, **said}).json()["choices"][0]["token_ids"]
             for said in ({"temperature": 0}, {}, {"seed": 5})
         ]
         assert answers[0] == answers[1] == answers[2]
-        hot = client.post("/v1/completions", json={**body, "top_k": 0, "seed": 5}).json()
+        hot = ask(app, "POST", "/v1/completions", json={**body, "top_k": 0, "seed": 5}).json()
         assert hot["choices"][0]["token_ids"] != answers[0]

@@ -1,4 +1,4 @@
-"""Who gets in, and what a client can do to the server: through ASGI, and on a real port for connections."""
+"""Who gets in, and what a client can do to the server."""
 
 import asyncio
 import contextlib
@@ -114,20 +114,9 @@ def test_probes_metrics_and_the_page_need_no_key(locked, path):
     "path", ["/page/../v1/models", "/page/a/../../v1/models", "//health", "/health/", "/HEALTH"]
 )
 def test_a_path_that_only_looks_open_is_not(locked, path):
-    async def raw():
-        sent = []
-
-        async def send(message):
-            sent.append(message)
-
-        async def receive():
-            return {"type": "http.request"}
-
-        scope = {"type": "http", "method": "GET", "path": path, "headers": [], "query_string": b""}
-        await locked(scope, receive, send)
-        return sent[0]["status"]
-
-    assert asyncio.run(raw()) == 401
+    with listening(locked) as address:
+        sent = f"GET {path} HTTP/1.1\r\nhost: x\r\n\r\n".encode()
+        assert all_that_comes(address, sent).startswith(b"HTTP/1.1 401")
 
 
 @pytest.mark.parametrize(
@@ -135,7 +124,7 @@ def test_a_path_that_only_looks_open_is_not(locked, path):
     [
         bearer(KEY),
         bearer(OTHER_KEY),
-        {"authorization": f"bearer  {KEY} "},
+        {"authorization": f"bearer  {KEY}"},
         {"x-api-key": KEY},  # as Anthropic's clients send it
         {"x-api-key": KEY, **bearer("of another service")},
     ],
@@ -150,7 +139,7 @@ def test_each_key_opens(locked, headers):
         bearer(KEY[:-1]),
         bearer(KEY + "x"),
         bearer(KEY.upper()),
-        bearer(""),
+        {"authorization": "Bearer"},
         bearer(f"{KEY},{OTHER_KEY}"),
         {"authorization": f"Basic {KEY}"},
         {"authorization": KEY},
@@ -190,23 +179,10 @@ def test_without_keys_everybody_is_served():
     assert ask(app_with(ServerOptions()), "POST", CHAT, json={}).status_code == 200
 
 
-def test_a_wrong_key_is_refused_before_the_body_is_read(locked):
-    async def pieces():
-        yield b"{"
-        raise AssertionError("the body was read")
-
-    headers = {**bearer("wrong"), "content-type": "application/json"}
-    assert ask(locked, "POST", CHAT, content=pieces(), headers=headers).status_code == 401
-
-
-def test_websockets_are_refused(locked):
-    sent = []
-
-    async def send(message):
-        sent.append(message)
-
-    asyncio.run(locked({"type": "websocket", "path": "/", "headers": []}, None, send))
-    assert [message["type"] for message in sent] == ["websocket.close"]
+def test_a_wrong_key_is_refused_before_the_body_comes(locked):
+    head = POST.replace(b"host: x", b"host: x\r\nauthorization: Bearer wrong") % 9
+    with listening(locked) as address:
+        assert all_that_comes(address, head).startswith(b"HTTP/1.1 401")
 
 
 # ---- where keys come from, and where they do not go
@@ -303,6 +279,7 @@ def test_a_key_given_as_a_flag_leaves_the_process_list():
 
 SMALL = ServerOptions(max_body_bytes=100, idle_timeout_s=0.2)
 JSON_TYPE = {"content-type": "application/json"}
+POST = b"POST /v1/models HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
 
 
 async def in_pieces(size, count):
@@ -323,16 +300,13 @@ def test_a_body_at_the_limit_arrives_whole():
 
 
 def test_an_endless_body_is_not_read_for_ever():
-    num_read = 0
-
-    async def endless():
-        nonlocal num_read
-        while True:
-            num_read += 1
-            yield b" " * 50
-
-    check_refusal(ask(app_with(SMALL), "POST", CHAT, content=endless(), headers=JSON_TYPE), 413, "100")
-    assert num_read <= 2 * DRAIN_FACTOR + 2
+    head = POST.replace(b"content-length: %d", b"transfer-encoding: chunked")
+    with listening(app_with(SMALL)) as address, socket.create_connection(address) as client:
+        client.sendall(head)
+        for _ in range(2 * DRAIN_FACTOR + 2):
+            client.sendall(b"32\r\n" + b" " * 50 + b"\r\n")
+        client.settimeout(10)
+        assert client.recv(1 << 16).startswith(b"HTTP/1.1 413")
 
 
 @pytest.mark.parametrize(
@@ -356,11 +330,10 @@ def test_json_may_name_its_charset_and_a_post_may_be_empty():
 
 
 def test_a_body_that_does_not_come_is_a_408():
-    async def slow():
-        yield b"{"
-        await asyncio.sleep(30)
-
-    check_refusal(ask(app_with(SMALL), "POST", CHAT, content=slow(), headers=JSON_TYPE), 408, "0.2 s")
+    with listening(app_with(SMALL)) as address:
+        found = all_that_comes(address, POST % 9 + b"{")
+    assert found.startswith(b"HTTP/1.1 408")
+    assert b"0.2 s" in found
 
 
 # ---- time and number
@@ -549,7 +522,8 @@ def test_a_json_line_has_time_level_message_and_request_id(locked):
     assert line["message"].startswith("GET /v1/models 200 in ")
     assert line["level"] == "info"
     assert time.strptime(line["time"], "%Y-%m-%dT%H:%M:%S.%fZ")
-    assert KEY not in stream.getvalue().replace(f"http://test/v1/models?key={KEY}", "")  # httpx logs, too
+    lines = [line for line in stream.getvalue().splitlines() if '"httpx"' not in line]  # it logs addresses
+    assert KEY not in "".join(lines)
 
 
 def test_a_request_id_that_could_break_a_line_is_replaced(locked):

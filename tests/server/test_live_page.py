@@ -6,12 +6,13 @@ import zipfile
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import httpx
 import pytest
 from starlette.applications import Starlette
-from starlette.testclient import TestClient
 
 from blockdraft.server.api.chat.fields import ChatRequest
 from blockdraft.server.page import live_page as page
+from tests.server.fake import serve
 
 ROOT = Path(page.__file__).parents[3]
 MODULES = [
@@ -29,7 +30,7 @@ VENDORED = [
 
 @pytest.fixture(scope="module")
 def client():
-    with TestClient(Starlette(routes=page.routes())) as client:
+    with serve(Starlette(routes=page.routes())) as url, httpx.Client(base_url=url) as client:
         yield client
 
 

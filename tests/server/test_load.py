@@ -8,11 +8,11 @@ import time
 import httpx
 import pytest
 
-from blockdraft.engine.loop import EngineLoop
 from blockdraft.server.app import make_app
 from blockdraft.server.options import ServerOptions
 from tests import tiny
 from tests.server.asking import listening
+from tests.server.remote import remote_engine
 
 CHAT = "/v1/chat/completions"
 NUM_CLIENTS = 200
@@ -88,9 +88,7 @@ def test_two_hundred_clients_get_the_answers_they_would_get_alone_and_leave_noth
     bodies = [body_of(number, chance) for number in range(NUM_CLIENTS)]
     leaving = set(chance.sample(range(NUM_CLIENTS), NUM_CLIENTS // 3))
     engine = tiny.engine(width=tiny.BLOCK, max_num_seqs=16, num_pages=44, max_queue=1024)
-    loop = EngineLoop(lambda startup: engine).wait()
     options = ServerOptions(api_keys=(KEY,))
-    app = make_app(loop, name="pair", options=options)
 
     async def crowd(url):
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
@@ -108,7 +106,8 @@ def test_two_hundred_clients_get_the_answers_they_would_get_alone_and_leave_noth
                 None if number in leaving else await stay(client, body) for number, body in enumerate(bodies)
             ]
 
-    try:
+    with remote_engine(lambda startup: engine) as remote:
+        app = make_app(remote, name="pair", options=options)
         with listening(app, options) as (host, port):
             url = f"http://{host}:{port}"
             together = asyncio.run(crowd(url))
@@ -118,8 +117,7 @@ def test_two_hundred_clients_get_the_answers_they_would_get_alone_and_leave_noth
             assert not engine.has_work
             busy = engine.snapshot()
             alone = asyncio.run(one_by_one(url))
-    finally:
-        loop.close()
+        assert remote.num_live == 0
 
     for number in sorted(set(range(NUM_CLIENTS)) - leaving):
         assert together[number] == alone[number], bodies[number]
@@ -132,4 +130,3 @@ def test_two_hundred_clients_get_the_answers_they_would_get_alone_and_leave_noth
     pages = engine.scheduler.pages
     assert pages.num_free == pages.num_pages == 44
     assert len(engine.scheduler._free_rows) == 16
-    assert loop._live == {}

@@ -8,7 +8,6 @@ import pytest
 from pydantic import TypeAdapter
 
 from blockdraft.engine.engine import Engine
-from blockdraft.engine.loop import EngineLoop
 from blockdraft.engine.streams import EngineStopped
 from blockdraft.errors import CapacityError
 from blockdraft.server.api.messages import schemas
@@ -20,6 +19,7 @@ from blockdraft.server.http.replies import error_response, json_of
 from blockdraft.server.options import ServerOptions
 from tests.server.asking import ask
 from tests.server.pair import NAME, app_over, models, thinking_tokenizer
+from tests.server.remote import remote_engine
 from tests.server.scripted import AGENT, SCRIPTS, ScriptedChat, call, events_of, piece, streamed, taken
 
 PATH = "/v1/messages"
@@ -359,10 +359,10 @@ def test_models_keep_openais_shape_otherwise(app):
 class Lost:
     """An engine that takes no request."""
 
-    def __init__(self, loop, error):
+    def __init__(self, engine, error):
         self.error = None
         self.is_hanging = self.is_silent = False
-        self.startup, self.tokenizer, self.engine_info = loop.startup, loop.tokenizer, loop.engine_info
+        self.startup, self.tokenizer, self.engine_info = engine.startup, engine.tokenizer, engine.engine_info
         self._error = error
 
     async def submit(self, prompt_ids, sampling):
@@ -370,12 +370,11 @@ class Lost:
 
 
 def test_refusals_of_the_guard_and_the_engine_have_it_too():
-    loop = EngineLoop(lambda startup: Engine(models())).wait()
-    try:
-        guarded = make_app(loop, name=NAME, options=ServerOptions(api_keys=("k",), max_body_bytes=64))
-        full = make_app(Lost(loop, CapacityError("full.")), name=NAME, options=ServerOptions())
-        lost = make_app(Lost(loop, EngineStopped("lost.")), name=NAME, options=ServerOptions())
-        bug = make_app(Lost(loop, ZeroDivisionError("secret")), name=NAME, options=ServerOptions())
+    with remote_engine(lambda startup: Engine(models())) as engine:
+        guarded = make_app(engine, name=NAME, options=ServerOptions(api_keys=("k",), max_body_bytes=64))
+        full = make_app(Lost(engine, CapacityError("full.")), name=NAME, options=ServerOptions())
+        lost = make_app(Lost(engine, EngineStopped("lost.")), name=NAME, options=ServerOptions())
+        bug = make_app(Lost(engine, ZeroDivisionError("secret")), name=NAME, options=ServerOptions())
         checked_error(create(guarded), 401, "authentication_error", "x-api-key")
         checked_error(ask(guarded, "GET", "/v1/models", headers=VERSION), 401, "authentication_error")
         key = {"x-api-key": "k"}
@@ -384,8 +383,6 @@ def test_refusals_of_the_guard_and_the_engine_have_it_too():
         checked_error(create(lost), 503, "api_error", "lost")
         checked_error(create(bug), 500, "api_error", "internal error")
         assert create(full).headers["retry-after"] == "1"
-    finally:
-        loop.close()
 
 
 def test_an_overload_and_a_time_limit_have_anthropics_numbers():

@@ -12,7 +12,7 @@ from schemathesis import GenerationMode, checks
 from blockdraft.server.api.openapi import EngineLimits, openapi
 from blockdraft.server.app import make_api
 from blockdraft.text.tokenizer import ROLES
-from tests.server.asking import ask
+from tests.server.asking import ask, listening
 from tests.server.pair import app_over, models
 
 BLOCK, VOCABULARY = 8, 64  # of the fixture pair
@@ -60,7 +60,8 @@ def roomy():
 
 @pytest.fixture(scope="module")
 def schema(app):
-    return schemathesis.openapi.from_asgi("/openapi.json", app)
+    with listening(app) as (host, port):
+        yield schemathesis.openapi.from_url(f"http://{host}:{port}/openapi.json")
 
 
 def attack(operation, mode, num_examples):

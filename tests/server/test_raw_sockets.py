@@ -15,6 +15,7 @@ from blockdraft.server.http.auth_limits import AuthLimits
 from blockdraft.server.http.connection import MAX_PIPELINED
 from blockdraft.server.http.exchange import exchange_of
 from blockdraft.server.options import ServerOptions, default_hosts
+from tests.server.asking import listening
 
 OPTIONS = ServerOptions(
     keep_alive_s=1, idle_timeout_s=2, allowed_hosts=default_hosts("127.0.0.1", has_keys=False)
@@ -89,8 +90,6 @@ def app():
 
 @pytest.fixture
 def address(app):
-    from tests.server.asking import listening
-
     with listening(app.asgi, OPTIONS, flush_s=1) as address:
         yield address
         app.release.set()
@@ -324,6 +323,16 @@ def test_a_refusal_arrives_even_if_the_body_is_long_and_unread(address):
             for _ in range(size >> 16):
                 client.sendall(b"x" * (1 << 16))
         assert b"HTTP/1.1 415" in received(client)
+
+
+def test_a_refusal_does_not_reset_the_connection_while_the_body_still_comes(address):
+    head = b"POST /echo HTTP/1.1\r\nhost: localhost\r\ncontent-type: text/plain\r\ncontent-length: 9\r\n\r\n"
+    with socket.create_connection(address) as client:
+        client.sendall(head)
+        assert b"HTTP/1.1 415" in received(client)
+        for _ in range(2):  # a reset is seen with the second
+            client.sendall(b"x")
+            time.sleep(0.05)
 
 
 # ---- other protocols on this port

@@ -13,7 +13,6 @@ import pytest
 
 from blockdraft.engine.describe import engine_info
 from blockdraft.engine.engine import Engine
-from blockdraft.engine.loop import EngineLoop
 from blockdraft.engine.request import SamplingParams
 from blockdraft.engine.streams import EngineStopped
 from blockdraft.errors import CapacityError, ModelError, RequestError
@@ -66,12 +65,11 @@ def bare(deltas):
     ],
     ids=["plain", "choices", "logprobs", "stop"],
 )
-def test_it_answers_as_a_loop_in_this_process_does(remote, sampling):
-    loop = EngineLoop(lambda startup: Engine(models())).wait()
-    try:
-        expected = asyncio.run(collect(loop, sampling))
-    finally:
-        loop.close()
+def test_it_answers_as_an_engine_in_this_process_does(remote, sampling):
+    engine, expected = Engine(models()), []
+    engine.add(PROMPT, sampling)
+    while engine.has_work:
+        expected += engine.step()
     found = asyncio.run(collect(remote, sampling))
     assert sorted(bare(found), key=repr) == sorted(bare(expected), key=repr)
     assert sum(d.metrics is not None for d in found) == sampling.n

@@ -1,4 +1,4 @@
-"""The server over the fixture pair: through ASGI, and on a real port where the connection matters."""
+"""The server over the fixture pair: its answers, its errors, and how it is before and after."""
 
 import asyncio
 import json
@@ -11,7 +11,7 @@ import pytest
 
 from blockdraft.checkpoints.opening import open_checkpoint
 from blockdraft.engine.engine import Engine
-from blockdraft.engine.loop import MAX_FAILURES, EngineLoop
+from blockdraft.engine.loop import MAX_FAILURES
 from blockdraft.engine.request import TokenLogprobs
 from blockdraft.server import app as app_module
 from blockdraft.server.api.chat.logprobs import MIN_LOGPROB, chat_logprobs
@@ -22,6 +22,7 @@ from blockdraft.text.tokenizer import Tokenizer
 from tests.server import pair
 from tests.server.asking import ask, connected, listening
 from tests.server.pair import PAIR
+from tests.server.remote import remote_engine
 
 JSON = {"content-type": "application/json"}
 CHAT = "/v1/chat/completions"
@@ -43,9 +44,8 @@ def engine(models):
 
 @pytest.fixture
 def loop(engine):
-    loop = EngineLoop(lambda startup: engine).wait()
-    yield loop
-    loop.close()
+    with remote_engine(lambda startup: engine) as loop:
+        yield loop
 
 
 @pytest.fixture
@@ -276,10 +276,8 @@ def test_a_full_queue_is_a_429_that_says_when_to_come_back(app):
 
 def test_a_model_without_a_chat_template_says_so(models):
     parts = replace(open_checkpoint(str(PAIR / "target")).tokenizer_parts(), chat_template=None)
-    loop = EngineLoop(lambda startup: Engine(replace(models, tokenizer=Tokenizer(parts)))).wait()
-    app = make_app(loop, name=NAME, options=OPTIONS)
-    check_error(chat(app, HELLO), 400, "no chat template", "messages")
-    loop.close()
+    with pair.app_over(replace(models, tokenizer=Tokenizer(parts))) as app:
+        check_error(chat(app, HELLO), 400, "no chat template", "messages")
 
 
 @pytest.mark.parametrize("is_stream", [False, True])

@@ -9,7 +9,6 @@ import httpx
 import pytest
 
 from blockdraft.engine.engine import Engine
-from blockdraft.engine.loop import EngineLoop
 from blockdraft.engine.request import Delta
 from blockdraft.engine.streams import EngineStopped, EventLoopOutlet, Stream
 from blockdraft.errors import CapacityError, RequestError
@@ -22,6 +21,7 @@ from blockdraft.server.app import make_app
 from blockdraft.server.options import ServerOptions
 from tests.server import pair
 from tests.server.asking import listening
+from tests.server.remote import remote_engine
 
 HELLO = {"messages": [{"role": "user", "content": "t1 t2 t3"}], "temperature": 0, "max_tokens": 5}
 CHAT = "/v1/chat/completions"
@@ -49,10 +49,9 @@ def gate():
 
 @pytest.fixture
 def loop(gate):
-    loop = EngineLoop(lambda startup: gate.engine).wait()
-    yield loop
-    gate.opened.set()
-    loop.close()
+    with remote_engine(lambda startup: gate.engine) as loop:
+        yield loop
+        gate.opened.set()
 
 
 def served(loop, **options):
@@ -168,16 +167,13 @@ def test_what_has_piled_up_is_written_at_once():
 
     async def pieces():
         stream = Stream("r", 1, EventLoopOutlet(asyncio.get_running_loop()), lambda request_id: None)
-        found, events = [], respond(chat_answer(), [stream], is_stream=True)
+        events = respond(chat_answer(), [stream], is_stream=True)
         stream.put(Delta("r", 0, " t1", (1,)))
         response = await events
-        async for text in response.events:
-            found.append(text)
-            if len(found) == 1:
-                for number in (2, 3):
-                    stream.put(Delta("r", 0, f" t{number}", (number,)))
-                stream.put(Delta("r", 0, " t4", (4,), finish_reason="length"))
-        return found
+        for number in (2, 3):
+            stream.put(Delta("r", 0, f" t{number}", (number,)))
+        stream.put(Delta("r", 0, " t4", (4,), finish_reason="length"))
+        return response.events.first, response.events.take()
 
     first, rest = asyncio.run(pieces())
     assert [first.count("data: "), rest.count("data: ")] == [2, 4], "the role and a token; three and DONE"

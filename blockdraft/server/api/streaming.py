@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 from contextlib import ExitStack, closing
 from typing import Protocol
@@ -16,7 +16,7 @@ from blockdraft.engine.streams import EngineStopped, Stream
 from blockdraft.errors import BlockdraftError, RequestError
 from blockdraft.server.http.exchange import Exchange, exchange_of
 from blockdraft.server.http.large_json import LARGE_ANSWER, beside, json_response, size_of
-from blockdraft.server.http.replies import STREAM_HEADERS, while_connected
+from blockdraft.server.http.replies import STREAM_HEADERS
 
 
 class Writer(Protocol):
@@ -142,12 +142,6 @@ class EventSource:
             await self._news.wait()
         return text
 
-    async def __aiter__(self) -> AsyncIterator[str]:
-        """What is written at once is one text."""
-        yield self.first
-        while not self.is_over:
-            yield await self.next_text()
-
     def write_to(self, exchange: Exchange) -> asyncio.Future[None]:
         """Write to a connection from here on, whenever there is something; done at the end of either."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -190,15 +184,9 @@ class AnswerEvents(Response):
         del self.headers["content-length"]
         self.events = events
 
-    def close(self) -> None:
-        self.events.close()
-
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = exchange_of(scope)
-        with closing(self):
-            if exchange is None:
-                await while_connected(receive, self._send(send))
-                return
+        with closing(self.events):
             is_over = self.events.is_over
             await send(
                 {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
@@ -207,9 +195,3 @@ class AnswerEvents(Response):
             await send({"type": "http.response.body", "body": body, "more_body": not is_over})
             if not is_over and exchange.has_begun and not exchange.is_gone:
                 await self.events.write_to(exchange)
-
-    async def _send(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async for text in self.events:
-            has_more = not self.events.is_over  # with the last event goes the end: one write, not two
-            await send({"type": "http.response.body", "body": text.encode(), "more_body": has_more})

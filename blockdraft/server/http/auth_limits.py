@@ -93,10 +93,8 @@ class AuthLimits:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
-        elif scope["type"] == "http":
+        else:
             await self._answer(scope, receive, send)
-        else:  # a websocket: this server has none
-            await send({"type": "websocket.close", "code": 1008})
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         head = _head(scope)
@@ -160,9 +158,7 @@ class AuthLimits:
             return error_response(503, text, code="too_many_connections", retry_after_s=RETRY_AFTER_S)
         self._num_open += 1
         try:
-            exchange = exchange_of(scope)
-            limit = self._options.max_body_bytes
-            body: bytes | Response | None = None if exchange is None else exchange.whole_body(limit)
+            body: bytes | Response | None = exchange_of(scope).whole_body(self._options.max_body_bytes)
             if body is None:
                 body = await self._read_body(head, receive)
             if body is None or isinstance(body, Response):
@@ -305,8 +301,7 @@ class _Reply:
 def _head(scope: Scope) -> _Head:
     raw: list[tuple[bytes, bytes]] = list(scope["headers"])
     headers: dict[str, str] = {}
-    # Where a server does not pass on the address as it was sent, its characters are counted.
-    num_bytes = len(scope.get("raw_path") or scope["path"]) + len(scope.get("query_string", b""))
+    num_bytes = len(scope["raw_path"]) + len(scope["query_string"])
     for name, value in raw:
         headers.setdefault(name.decode("latin-1"), value.decode("latin-1"))
         num_bytes += len(name) + len(value) + 4  # ": " and the line's end

@@ -250,7 +250,7 @@ class HttpConnection(asyncio.Protocol):
     def answered(self) -> None:
         """The next request, if it is there already."""
         self._state.total_requests += 1
-        if self._arriving is not None and self._arriving is self._exchange:
+        if self._arriving is not None and self._arriving is self._exchange and not self._is_lingering:
             self.close()  # what is left of its body is not waited for
         if self.transport.is_closing() or self._is_lingering:
             self.idle.pop(self, None)

@@ -49,9 +49,8 @@ class Line(Protocol):
         """The exchange is over."""
 
 
-def exchange_of(scope: Scope) -> Exchange | None:
-    """None: the application runs in another server, as in tests."""
-    found: Exchange | None = scope.get("extensions", {}).get(EXTENSION)
+def exchange_of(scope: Scope) -> Exchange:
+    found: Exchange = scope["extensions"][EXTENSION]
     return found
 
 

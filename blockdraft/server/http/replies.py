@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from typing import TypeVar
+from collections.abc import AsyncIterator, Mapping
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -28,8 +26,6 @@ START_RETRY_AFTER_S = 5  # arbitrary: a start takes seconds to minutes
 STREAM_HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
 
 INVALID = "invalid_request_error"  # the kind of errors that are the client's
-
-T = TypeVar("T")
 
 json_of = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode  # json.dumps makes one per call
 
@@ -135,29 +131,3 @@ def live_response(request: Request, events: AsyncIterator[Mapping[str, object]])
         return Response(media_type="text/event-stream")
     lines = (event(data) async for data in events)
     return StreamingResponse(lines, media_type="text/event-stream", headers=STREAM_HEADERS)
-
-
-async def while_connected(
-    receive: Receive, work: Coroutine[None, None, T], discard: Callable[[T], None] = lambda result: None
-) -> T | None:
-    """The result of `work`; None: the client went away, and `work` was cancelled.
-
-    The body must have been read. `discard` receives a result that comes when nobody waits for it any more.
-    """
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnected(receive))
-    try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        return task.result() if task.done() else None
-    except asyncio.CancelledError:
-        if task.done() and not task.cancelled():
-            discard(task.result())
-        raise
-    finally:
-        gone.cancel()
-        task.cancel()
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -27,6 +27,7 @@ from blockdraft import __version__
 from blockdraft.phases import StartProgress
 from blockdraft.server.http.auth_limits import AuthLimits
 from blockdraft.server.http.events import live_events
+from blockdraft.server.http.exchange import exchange_of
 from blockdraft.server.http.replies import (
     INVALID,
     error_event,
@@ -36,7 +37,6 @@ from blockdraft.server.http.replies import (
     not_ready_response,
     start_response,
     status_response,
-    while_connected,
 )
 from blockdraft.server.options import ServerOptions
 from blockdraft.server.page.live_page import routes as page_routes
@@ -280,7 +280,7 @@ class _Endpoint:
         body = await Request(scope, receive).body()  # AuthLimits has seen to its size
         self._proxy.num_live += 1
         try:
-            await while_connected(receive, self._proxy.pass_on(scope, body, send))
+            await exchange_of(scope).while_connected(self._proxy.pass_on(scope, body, send))
         finally:
             self._proxy.num_live -= 1
 
