@@ -20,7 +20,7 @@ from blockdraft.errors import (
 TYPE_CHECKING = False  # `typing` takes longer to import than all of this
 if TYPE_CHECKING:
     from blockdraft.engine.request import SamplingParams
-    from blockdraft.grammar.form import StructuredOutputs
+    from blockdraft.grammar.structured_output import StructuredOutputs
     from blockdraft.llm import LLM, Completion, Result
     from blockdraft.settings.settings import Settings
 
@@ -48,7 +48,7 @@ _LAZY = {
     "Result": "blockdraft.llm",
     "SamplingParams": "blockdraft.engine.request",
     "Settings": "blockdraft.settings.settings",
-    "StructuredOutputs": "blockdraft.grammar.form",
+    "StructuredOutputs": "blockdraft.grammar.structured_output",
 }
 
 

@@ -13,7 +13,7 @@ from blockdraft.cache.recurrent import RecurrentState
 from blockdraft.cache.rows import RowSampling
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.request import SamplingParams
-from blockdraft.grammar.form import StructuredOutputs
+from blockdraft.grammar.structured_output import StructuredOutputs
 from blockdraft.kernels.cpu import why_no_llvm
 from blockdraft.kernels.sampling_tables import Whole
 from blockdraft.kernels.transfer import to_device

@@ -59,7 +59,7 @@ TORCH_FREE = {
     *("errors", "phases", "prometheus_text", "fp4_kernels"),
     *("models.config", "models.draft_config", "cache.spec"),
     *("engine.request", "engine.info", "engine.stats", "engine.streams"),
-    *("text", "grammar.form", "tools", "server.app", "server.engine_link.remote_engine"),
+    *("text", "grammar.structured_output", "tools", "server.app", "server.engine_link.remote_engine"),
     *(
         "checkpoints.config_fields",
         "checkpoints.gguf_config",

@@ -25,7 +25,7 @@ from blockdraft.cli.flags import (
 )
 from blockdraft.engine.request import Delta
 from blockdraft.errors import RequestError, SettingsError
-from blockdraft.grammar.form import StructuredOutputs
+from blockdraft.grammar.structured_output import StructuredOutputs
 from blockdraft.settings.merge import merge_settings
 from blockdraft.settings.settings import LAUNCH_SETTINGS, Settings
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from blockdraft.grammar.guide import Guide, fill_forms
+from blockdraft.grammar.guide import Guide, fill_masks
 from blockdraft.kernels.sampling import Allowed
 from blockdraft.kernels.transfer import to_device
 from blockdraft.step.decode import run_all_parts
@@ -71,7 +71,7 @@ class FormMasks:
             if form is not None:
                 forms.append((row, form))
         if forms:
-            fill_forms(forms, words)
+            fill_masks(forms, words)
         for guide in guides:
             if guide is not None:
                 guide.look_for_error()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from blockdraft.errors import RequestError
-from blockdraft.grammar.form import StructuredOutputs, Thinking
+from blockdraft.grammar.structured_output import StructuredOutputs, Thinking
 from blockdraft.settings.known_names import SAME
 from blockdraft.settings.settings import suggestion
 

@@ -100,7 +100,7 @@ class Sequence:
         """Append what a step of `width` committed, cut at the first stop. The answer's next piece."""
         if self.guide is not None and self.guide.error is not None:
             self.tally.count_step(width, len(token_ids), 0)
-            self.finish_reason, self.stop_reason = "abort", f"the form of the answer: {self.guide.error}"
+            self.finish_reason, self.stop_reason = "abort", f"the structured output: {self.guide.error}"
             return self.delta((), (), now_s)
         num_kept = self._read(token_ids)
         self.tally.count_step(width, len(token_ids), num_kept)

@@ -1,1 +1,1 @@
-"""Forms that an answer must have, kept to while it is decoded; llguidance reads them and makes the masks."""
+"""Structured output: llguidance reads schemas and grammars, and masks the tokens that they forbid."""

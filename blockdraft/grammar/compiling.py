@@ -1,4 +1,4 @@
-"""Forms as llguidance reads and compiles them. Everything here takes long for long forms."""
+"""Structured output as llguidance reads and compiles it. Everything here takes long for long grammars."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING
 
 from blockdraft.errors import RequestError
 from blockdraft.grammar.endless import NOTHING, check_end
-from blockdraft.grammar.form import StructuredOutputs
 from blockdraft.grammar.gbnf import is_gbnf, lark_of_gbnf
 from blockdraft.grammar.lark_text import LarkFacts, quoted, read_lark
 from blockdraft.grammar.limits import MAX_RUN_CHARS, check_json
+from blockdraft.grammar.structured_output import StructuredOutputs
 
-if TYPE_CHECKING:  # it is imported with the first form: most servers never see one
+if TYPE_CHECKING:  # imported with the first structured output, as most servers never see one
     from llguidance import LLMatcher, LLTokenizer
 
 TOO_LONG = f"it forces more than {MAX_RUN_CHARS} bytes in a row: shorten its texts and repeats."
-# The cost of one form: llguidance's own limits, but for these.
+# The cost of one grammar: llguidance's own limits, but for these.
 MAX_LEXER_STATES, MAX_GRAMMAR_SIZE = 50_000, 200_000
 # Of one mask, for which all answers wait: an object of 2,000 optional names needs most of them, and one of
-# ambiguous rules takes up to 20 microseconds. What a form forces is found so far at a time.
+# ambiguous rules takes up to 20 microseconds. Forced tokens are found so far at a time.
 MAX_ITEMS = 10_000
 
 
@@ -36,46 +36,48 @@ class TokenSource:
 
 
 @dataclass(frozen=True, slots=True)
-class WrittenForm:
-    """A form as llguidance reads it."""
+class WrittenGrammar:
+    """A grammar as llguidance reads it."""
 
     text: str
-    lark: LarkFacts | None = None  # of a form that is a grammar
+    lark: LarkFacts | None = None  # if a client sent a grammar
 
 
-def write_form(form: StructuredOutputs, tokens: TokenSource) -> WrittenForm:
-    """RequestError: it can be no form."""
+def write_grammar(output: StructuredOutputs, tokens: TokenSource) -> WrittenGrammar:
+    """Raises RequestError if llguidance cannot read it."""
     try:
-        return _write(form, tokens)
+        return _write(output, tokens)
     except RecursionError:
         raise _refused("it nests too deep: flatten it.") from None
 
 
-def _write(form: StructuredOutputs, tokens: TokenSource) -> WrittenForm:
+def _write(output: StructuredOutputs, tokens: TokenSource) -> WrittenGrammar:
     from llguidance import LLMatcher
 
-    if form.regex is not None:
-        return WrittenForm(LLMatcher.grammar_from_regex(form.regex))
-    if form.choice is not None:
-        return WrittenForm(LLMatcher.grammar_from_lark("start: " + "\n  | ".join(map(quoted, form.choice))))
-    if form.grammar is not None:
-        lark = lark_of_gbnf(form.grammar) if is_gbnf(form.grammar) else form.grammar
+    if output.regex is not None:
+        return WrittenGrammar(LLMatcher.grammar_from_regex(output.regex))
+    if output.choice is not None:
+        return WrittenGrammar(
+            LLMatcher.grammar_from_lark("start: " + "\n  | ".join(map(quoted, output.choice)))
+        )
+    if output.grammar is not None:
+        lark = lark_of_gbnf(output.grammar) if is_gbnf(output.grammar) else output.grammar
         facts = read_lark(lark, tokens.names.get, tokens.size)
-        return WrittenForm(LLMatcher.grammar_from_lark(facts.text), facts)
-    schema = {"type": "object"} if form.json is None else _schema(form.json)
-    return WrittenForm(LLMatcher.grammar_from_json_schema(with_options(schema, form)))
+        return WrittenGrammar(LLMatcher.grammar_from_lark(facts.text), facts)
+    schema = {"type": "object"} if output.json is None else _schema(output.json)
+    return WrittenGrammar(LLMatcher.grammar_from_json_schema(with_options(schema, output)))
 
 
-def with_options(schema: Mapping[str, object], form: StructuredOutputs) -> dict[str, object]:
+def with_options(schema: Mapping[str, object], output: StructuredOutputs) -> dict[str, object]:
     """A schema that also says how its JSON is written. Of a client's own options one alone counts."""
-    options: dict[str, object] = {"lenient": form.is_lenient}
+    options: dict[str, object] = {"lenient": output.is_lenient}
     own = schema.get("x-guidance")
     if isinstance(own, Mapping) and own.get("coerce_one_of") is True:
         options["coerce_one_of"] = True
-    if form.whitespace_pattern is None:
+    if output.whitespace_pattern is None:
         options |= {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
     else:  # `\s` is more than JSON's white space
-        options["whitespace_pattern"] = form.whitespace_pattern.replace(r"\s", r"[ \n\r\t]")
+        options["whitespace_pattern"] = output.whitespace_pattern.replace(r"\s", r"[ \n\r\t]")
     return {**schema, "x-guidance": options}
 
 
@@ -92,7 +94,7 @@ def _schema(given: str | Mapping[str, object]) -> Mapping[str, object]:
 
 
 def compile_text(tokens: LLTokenizer, text: str) -> LLMatcher:
-    """At the start of an answer. RequestError: nothing has this form, or it is no form."""
+    """A matcher at the start of an answer. Raises RequestError if nothing matches, or it does not compile."""
     from llguidance import LLMatcher, LLParserLimits
 
     limits = LLParserLimits(
@@ -106,12 +108,12 @@ def compile_text(tokens: LLTokenizer, text: str) -> LLMatcher:
     if not matcher.is_error():
         matcher.compute_bitmask()  # some limits are met with the first mask
     if matcher.is_error():
-        raise _refused(f"the form cannot be kept to: {error_of(matcher)}")
+        raise _refused(f"this structured output is not possible: {error_of(matcher)}")
     if forces_too_much(matcher):
-        raise _refused(f"the form cannot be kept to: {TOO_LONG}")
+        raise _refused(f"this structured output is not possible: {TOO_LONG}")
     forced = matcher.compute_ff_tokens()
     if matcher.validate_tokens(forced) < len(forced):  # characters that the tokenizer cannot write
-        raise _refused(f"the form cannot be kept to: {NOTHING}")
+        raise _refused(f"this structured output is not possible: {NOTHING}")
     return matcher
 
 

@@ -1,4 +1,4 @@
-"""JSON schemas whose values would never end: llguidance takes them, and a model would write without end."""
+"""Refuses JSON schemas whose values never end: llguidance takes them, and a model would write without end."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from blockdraft.errors import RequestError
 
-NOTHING = "nothing can have it."
+NOTHING = "nothing can match it."
 
 
 @dataclass(slots=True)
@@ -20,10 +20,10 @@ class _Need:
 
 
 def check_end(schema: Mapping[str, object], field: str = "structured_outputs") -> None:
-    """RequestError if every value would hold another one, and so on; `field` has the schema."""
+    """Raises RequestError if every value must hold another one without end; `field` holds the schema."""
     if not _can_end(schema):
-        why = f"{NOTHING} The JSON schema refers to itself without an end."
-        raise RequestError(f"the form cannot be kept to: {why}", field)
+        why = f"{NOTHING} The JSON schema always refers to itself."
+        raise RequestError(f"this structured output is not possible: {why}", field)
 
 
 def _can_end(root: Mapping[str, object]) -> bool:

@@ -1,4 +1,4 @@
-"""Guide: where one answer stands in its form, and what may come next at each column of a block.
+"""Guide: where one answer stands in its grammar, and which tokens may come next at each column of a block.
 
 A mask follows from the tokens of the answer alone: from what was committed and the drafts in front of the
 column. So a column is sampled under the same mask whether it is the first of a step or the last of a block.
@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from blockdraft.grammar.compiling import TOO_LONG, error_of, forces_too_much
-from blockdraft.grammar.form import Thinking
+from blockdraft.grammar.structured_output import Thinking
 
-if TYPE_CHECKING:  # it is imported with the first form: most servers never see one
+if TYPE_CHECKING:  # imported with the first structured output, as most servers never see one
     from llguidance import LLExecutor, LLMatcher
 
 # Of a core, to take in the tokens of one step. All answers wait for it, and for masks that take longer still.
-# Ordinary forms need a hundredth of it; what rules of many meanings need grows with the answer.
+# Ordinary grammars need a hundredth of it; rules of many meanings need more with each token.
 MAX_STEP_S = 0.05
 TOO_SLOW = f"it takes more than {1000 * MAX_STEP_S:g} ms of a step: write rules that have one meaning."
 
@@ -31,7 +31,7 @@ Masks = np.ndarray  # [columns, words]
 
 @dataclass(frozen=True, slots=True)
 class Thoughts:
-    """Where an answer stands in front of its form."""
+    """Where an answer stands in its thoughts, in front of its grammar."""
 
     is_open: bool = False
     num_matched: int = 0  # tokens of the opening or closing sequence that stand at the end
@@ -39,7 +39,7 @@ class Thoughts:
 
 
 class Guide:
-    """One answer's way through its thoughts and its form. One thread uses it."""
+    """One answer's way through its thoughts and its grammar. One thread uses it."""
 
     def __init__(
         self,
@@ -50,11 +50,11 @@ class Guide:
         num_words: int,
         may_roll_back: bool = True,
     ) -> None:
-        """`matcher`: of the form, None where only the thoughts are bound.
+        """`matcher` is None where only the thoughts are bound.
 
         `may_roll_back`: it can take back tokens; else they are tried with copies of it, which takes longer.
         """
-        self.error: str | None = None  # why the form cannot be kept to any longer
+        self.error: str | None = None  # why the grammar cannot be followed any longer
         self._matcher = matcher
         self._thinking = thinking
         self._end_ids = tuple(end_ids)
@@ -95,7 +95,7 @@ class Guide:
                 self.error = TOO_LONG
 
     def look_for_error(self) -> None:
-        """Say so if the form cannot be kept to any longer: to go on with it would take too long."""
+        """Set `error` if the matcher has one: to go on would take too long."""
         if self._matcher is not None and self._matcher.is_error():
             self.error = error_of(self._matcher)
 
@@ -106,7 +106,7 @@ class Guide:
     # ---- thoughts
 
     def _after(self, thoughts: Thoughts, token_id: int) -> tuple[Thoughts | None, bool]:
-        """Where one more token leads (None: the form begins), and whether it was one of the thoughts'."""
+        """Where one more token leads (None: the grammar begins), and whether it was one of the thoughts'."""
         assert self._thinking is not None
         if not thoughts.is_open:
             opening = self._thinking.open_ids
@@ -122,7 +122,7 @@ class Guide:
         return Thoughts(is_open=True, num_matched=num_matched, num_tokens=num_tokens), True
 
     def _forced_by(self, thoughts: Thoughts) -> int | None:
-        """The token that must come next in front of the form, if one must."""
+        """The token that must come next in front of the grammar, if one must."""
         assert self._thinking is not None
         if not thoughts.is_open:
             return self._thinking.open_ids[thoughts.num_matched] if thoughts.num_matched else None
@@ -136,10 +136,10 @@ class Guide:
             return _only(forced, self._num_words)
         if self._matcher is None:
             return _all_but((), self._num_words)
-        if thoughts.is_open:  # an answer that ends inside its thoughts has not the form
+        if thoughts.is_open:  # an answer must not end inside its thoughts
             return _all_but(self._end_ids, self._num_words)
         masks = np.zeros((1, 1, self._num_words), dtype=np.int32)
-        fill_forms([(0, self._form(0, []))], masks)
+        fill_masks([(0, self._bound(0, []))], masks)
         mask: Mask = masks[0, 0]
         return mask
 
@@ -171,16 +171,16 @@ class Guide:
             return [] if token_id is None else [token_id]
         return [] if self._matcher is None else _forced(self._matcher, self._end_ids)
 
-    def fill(self, masks: Masks, drafts: Items[int]) -> Form | None:
+    def fill(self, masks: Masks, drafts: Items[int]) -> BoundColumns | None:
         """Write the masks of the columns before and behind `drafts`, up to the first that is forbidden.
 
-        Those of the form are left to whoever fills many at once: from which column on, and behind what.
+        The masks of the grammar are left to `fill_masks`, which fills many at once.
         """
         thoughts, column = self._thoughts, 0
         while thoughts is not None:
             before, (thoughts, is_taken) = thoughts, self._next(thoughts, drafts, column)
             if not is_taken:
-                break  # the form begins at this very column
+                break  # the grammar begins at this very column
             masks[column] = self._mask_of(before)
             if column == len(drafts):
                 return None
@@ -188,25 +188,25 @@ class Guide:
         if self._matcher is None:
             masks[column : len(drafts) + 1] = -1
             return None
-        return self._form(column, list(drafts[column:]))
+        return self._bound(column, list(drafts[column:]))
 
     def _next(self, thoughts: Thoughts, drafts: Items[int], column: int) -> tuple[Thoughts | None, bool]:
-        """`_after` the draft behind a column. Behind the last column there is none: the form may begin."""
+        """`_after` the draft behind a column. Behind the last column there is none: the grammar may begin."""
         if column < len(drafts):
             return self._after(thoughts, drafts[column])
         return (thoughts, True) if thoughts.is_open or thoughts.num_matched else (None, False)
 
-    def _form(self, column: int, drafts: list[int]) -> Form:
+    def _bound(self, column: int, drafts: list[int]) -> BoundColumns:
         """At the very beginning thoughts may come instead."""
         assert self._matcher is not None
         may_think = column == 0 and self._thoughts is not None and not self._thoughts.is_open
         also = self._thinking.open_ids[0] if may_think and self._thinking is not None else None
-        return Form(self._matcher, column, drafts, also, self._may_roll_back)
+        return BoundColumns(self._matcher, column, drafts, also, self._may_roll_back)
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
-    """The columns of a block from `column` on, bound by the form, and the drafts behind it."""
+class BoundColumns:
+    """The columns of a block from `column` on, bound by the grammar, and the drafts behind it."""
 
     matcher: LLMatcher
     column: int
@@ -222,42 +222,39 @@ def _executor() -> LLExecutor:
     return LLExecutor()
 
 
-def fill_forms(forms: Items[tuple[int, Form]], masks: np.ndarray) -> None:
-    """All columns of all rows at once: (row, its form), masks [R, W, words]."""
+def fill_masks(bound: Items[tuple[int, BoundColumns]], masks: np.ndarray) -> None:
+    """Fill all columns of all rows at once; masks [R, W, words]."""
     from llguidance.numpy import fill_next_token_bitmask_par, fill_next_token_bitmask_par_with_draft_tokens
 
     width, num_words = masks.shape[1:]
-    flat, places = masks.reshape(-1, num_words), [(row * width + form.column, form) for row, form in forms]
-    alone = [(form.matcher, place) for place, form in places if not form.drafts]
+    flat, places = masks.reshape(-1, num_words), [(row * width + one.column, one) for row, one in bound]
+    alone = [(one.matcher, place) for place, one in places if not one.drafts]
     drafted = [(one.matcher, place, one.drafts) for place, one in places if one.drafts and one.may_roll_back]
     if alone:
         fill_next_token_bitmask_par(_executor(), alone, flat)
     if drafted:
         fill_next_token_bitmask_par_with_draft_tokens(_executor(), drafted, flat)
-    for place, form in places:
-        if form.drafts and not form.may_roll_back:
-            _fill_one_by_one(form, flat[place:])
-    for row, form in forms:
-        if form.also is not None:
-            masks[row, form.column] |= _only(form.also, num_words)
+    for place, one in places:
+        if one.drafts and not one.may_roll_back:
+            _fill_one_by_one(one, flat[place:])
+    for row, one in bound:
+        if one.also is not None:
+            masks[row, one.column] |= _only(one.also, num_words)
 
 
-def _fill_one_by_one(form: Form, masks: Masks) -> None:
+def _fill_one_by_one(bound: BoundColumns, masks: Masks) -> None:
     from llguidance.numpy import fill_next_token_bitmask
 
-    matcher = form.matcher.deep_copy()
-    for column, token_id in enumerate(form.drafts):
+    matcher = bound.matcher.deep_copy()
+    for column, token_id in enumerate(bound.drafts):
         fill_next_token_bitmask(matcher, masks, column)
         if not matcher.consume_token(token_id):
             return  # nothing behind it will be committed
-    fill_next_token_bitmask(matcher, masks, len(form.drafts))
+    fill_next_token_bitmask(matcher, masks, len(bound.drafts))
 
 
 def _corrected(matcher: LLMatcher, drafts: list[int], end_ids: Items[int]) -> tuple[list[int], float]:
-    """Of the form: what is forced first, then drafts while they are allowed, and so on; these it consumes.
-
-    Also returns how long that took of a core.
-    """
+    """Returns forced tokens and allowed drafts in turn, which `matcher` consumes, and seconds of a core."""
     found: list[int] = []
     seconds = 0.0
     while len(found) < len(drafts):

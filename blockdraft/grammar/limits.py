@@ -1,4 +1,4 @@
-"""Limits of what a client sends as a form: characters, depth and kinds of values, checked before any work."""
+"""Limits of structured output: characters, depth and kinds of values, checked before any work."""
 
 from __future__ import annotations
 
@@ -7,40 +7,40 @@ from collections.abc import Mapping
 
 from blockdraft.errors import RequestError
 
-MAX_FORM_CHARS = 1 << 19  # arbitrary
-# Text that a form forces in a row. It makes each step of all answers longer: llguidance writes all of it as
-# tokens again, 100,000 characters in 0.2 s.
+MAX_GRAMMAR_CHARS = 1 << 19  # arbitrary
+# Text that a grammar forces in a row. It makes each step of all answers longer: llguidance tokenizes all of
+# it again, 100,000 characters in 0.2 s.
 MAX_RUN_CHARS = 1 << 15
-MAX_DEPTH = 64  # of nested lists and objects, in a form as in a request's body; arbitrary
+MAX_DEPTH = 64  # of nested lists and objects, in a schema and in a request's body; arbitrary
 
 
-def check_text(what: str, text: object, limit: int = MAX_FORM_CHARS) -> None:
-    """RequestError: it is no text, an empty one, one that is too long, or not Unicode."""
+def check_text(what: str, text: object, limit: int = MAX_GRAMMAR_CHARS) -> None:
+    """Raises RequestError for what is not a string, and for an empty, too long or invalid one."""
     if not isinstance(text, str) or not text:
-        raise _refused(f"{what} is not a text of one character or more.")
+        raise _refused(f"{what} must be a string that is not empty.")
     if len(text) > limit:
-        raise _refused(f"{what} has {len(text)} characters, and may have {limit}: shorten it.")
+        raise _refused(f"{what} has {len(text)} characters, more than the {limit} allowed: shorten it.")
     _check_unicode(what, text)
 
 
 def check_backslash(regex: str) -> None:
-    """RequestError: it ends with a backslash that escapes nothing, which llguidance leaves out."""
+    """Raises RequestError if it ends with a backslash that escapes nothing, which llguidance ignores."""
     if (len(regex) - len(regex.rstrip("\\"))) % 2:
         raise _refused(f"the regex ends with a lone backslash: {regex[-40:]}. Escape it.")
 
 
 def check_json(what: str, given: object) -> None:
-    """RequestError: it is neither a JSON object nor the text of one, or larger than a form may be."""
+    """Raises RequestError for what is not a JSON object or the text of one, or too large."""
     if isinstance(given, str):
         check_text(what, given)
     elif isinstance(given, Mapping):
         _check_values(what, given)
     else:
-        raise _refused(f"{what} is not an object.")
+        raise _refused(f"{what} must be an object.")
 
 
 def _check_values(what: str, given: Mapping[object, object]) -> None:
-    """Walks level by level: each value is looked at once, and no more of them than a form may have."""
+    """Walks level by level, and stops once there are too many values."""
     num_chars = 0
     level: list[object] = [given]
     for _ in range(MAX_DEPTH):
@@ -50,33 +50,33 @@ def _check_values(what: str, given: Mapping[object, object]) -> None:
                 below += item.keys()
                 below += item.values()
                 if not all(isinstance(key, str) for key in item):
-                    raise _refused(f"{what} has a key that is no text.")
+                    raise _refused(f"{what} has a key that is not a string.")
             elif isinstance(item, list | tuple):
                 below += item
             else:
                 _check_scalar(what, item)
             num_chars += len(item) if isinstance(item, str) else 1
-            if num_chars + len(below) > MAX_FORM_CHARS:
-                raise _refused(f"{what} has more than {MAX_FORM_CHARS} characters: shorten it.")
+            if num_chars + len(below) > MAX_GRAMMAR_CHARS:
+                raise _refused(f"{what} has more than {MAX_GRAMMAR_CHARS} characters: shorten it.")
         if not below:
             return
         level = below
-    raise _refused(f"{what} nests too deep, more than {MAX_DEPTH} levels: flatten it.")
+    raise _refused(f"{what} nests deeper than {MAX_DEPTH} levels: flatten it.")
 
 
 def _check_scalar(what: str, value: object) -> None:
     if isinstance(value, str):
         if len(value) > MAX_RUN_CHARS:
-            raise _refused(f"{what} holds a text of more than {MAX_RUN_CHARS} characters: shorten it.")
+            raise _refused(f"{what} holds a string of more than {MAX_RUN_CHARS} characters: shorten it.")
         _check_unicode(what, value)
     elif isinstance(value, float):
         if not math.isfinite(value):
-            raise _refused(f"{what} holds {value}, which is no number of JSON.")
+            raise _refused(f"{what} holds {value}, which JSON has no number for: send finite numbers.")
     elif isinstance(value, int):
         if not -(2**63) <= value < 2**64:
-            raise _refused(f"{what} holds a whole number of more than 64 bits.")
+            raise _refused(f"{what} holds an integer of more than 64 bits.")
     elif value is not None:
-        raise _refused(f"{what} holds a value that JSON does not have.")
+        raise _refused(f"{what} holds a value that is not JSON.")
 
 
 def _check_unicode(what: str, text: str) -> None:

@@ -1,6 +1,6 @@
-"""Trials: a client's form is compiled in another process first, under limits of time and memory.
+"""Trials: a client's grammar is compiled in another process first, under limits of time and memory.
 
-llguidance's own limits do not bound what a form costs: a schema of 600 bytes can take it minutes, and nothing
+llguidance's own limits do not bound what one costs: a schema of 600 bytes can take it minutes, and nothing
 can end a thread. Nor may our own passes over a client's text hold this process' interpreter lock for long.
 """
 
@@ -23,13 +23,13 @@ from blockdraft.grammar.compiling import TokenSource
 from blockdraft.grammar.trial_worker import MAX_WALL_S, TOO_MUCH
 from blockdraft.settings.settings import child_environment
 
-GRACE_S = 5.0  # beyond what the worker itself allows a form, where it can
+GRACE_S = 5.0  # beyond what the worker itself allows, where it can
 WORKER = (sys.executable, "-m", "blockdraft.grammar.trial_worker")
 
 
 @dataclass(frozen=True, slots=True)
-class TriedForm:
-    """A form that can be compiled in this process."""
+class TriedGrammar:
+    """A grammar that can be compiled in this process."""
 
     text: str  # as llguidance reads it
     may_roll_back: bool  # its matcher can take back tokens
@@ -37,17 +37,17 @@ class TriedForm:
 
 
 class Trials:
-    """The worker and the way to it. Any thread may ask; one form is tried at a time."""
+    """The worker and the way to it. Any thread may ask; one grammar is tried at a time."""
 
     def __init__(self) -> None:
         self._lock = Lock()
         self._numbers = itertools.count(1)
         self._process: subprocess.Popen[str] | None = None
 
-    def of(self, form: Mapping[str, object], tokens: TokenSource, key: str) -> TriedForm:
-        """RequestError: it is no form, or one that costs too much. `key` names the tokens."""
+    def of(self, output: Mapping[str, object], tokens: TokenSource, key: str) -> TriedGrammar:
+        """Raises RequestError for one that does not compile, or costs too much. `key` names the tokens."""
         with self._lock:
-            asked: dict[str, object] = {"form": form, "key": key}
+            asked: dict[str, object] = {"output": output, "key": key}
             answer = self._ask(asked)
             if "is_unknown" in answer:
                 told = {"json": tokens.json, "size": tokens.size, "end_ids": tokens.end_ids}
@@ -57,7 +57,7 @@ class Trials:
         text, may_roll_back, num_bytes = (answer[name] for name in ("text", "may_roll_back", "num_bytes"))
         assert isinstance(text, str)
         assert isinstance(num_bytes, int)
-        return TriedForm(text, bool(may_roll_back), num_bytes)
+        return TriedGrammar(text, bool(may_roll_back), num_bytes)
 
     def _ask(self, asked: dict[str, object]) -> dict[str, object]:
         process, number = self._started(), next(self._numbers)
@@ -74,7 +74,7 @@ class Trials:
                     return answer
         finally:
             too_late.cancel()
-        process.wait()  # it is ending: the next form must not be handed to it
+        process.wait()  # it is ending: it must not be handed the next one
         return {"error": TOO_MUCH}
 
     def _started(self) -> subprocess.Popen[str]:
@@ -103,11 +103,11 @@ def _trials_of(process_id: int) -> Trials:  # a forked process must not share th
 
 
 def trials() -> Trials:
-    """Those of this process, for all models; the worker begins with the first form."""
+    """The trials of this process, for all models; the worker starts with the first one."""
     return _trials_of(os.getpid())
 
 
 def key_of(tokens: TokenSource) -> str:
-    """A name for tokens, the same for the same ones."""
+    """A hash of tokens."""
     told = json.dumps([tokens.size, tokens.end_ids, sorted(tokens.names.items())])
     return hashlib.blake2b((told + tokens.json).encode(), digest_size=16).hexdigest()

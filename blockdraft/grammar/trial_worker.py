@@ -1,7 +1,7 @@
-"""A process that compiles forms of clients for a trial: on Linux each in a child of its own, with limits.
+"""A process that compiles grammars of clients for a trial: on Linux each in a child of its own, with limits.
 
 It is a program: one request per line on its standard input, one answer per line on its standard output.
-It knows neither torch nor a model. `trial` starts it, and ends it where a form takes too long.
+It knows neither torch nor a model. `trial` starts it, and ends it if a grammar takes too long.
 """
 
 from __future__ import annotations
@@ -15,46 +15,46 @@ from threading import Thread, stack_size
 from typing import TYPE_CHECKING, TypedDict
 
 from blockdraft.errors import RequestError
-from blockdraft.grammar.compiling import TokenSource, WrittenForm, compile_text, read_tokens, write_form
-from blockdraft.grammar.form import StructuredOutputs
+from blockdraft.grammar.compiling import TokenSource, WrittenGrammar, compile_text, read_tokens, write_grammar
+from blockdraft.grammar.structured_output import StructuredOutputs
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
-MAX_CPU_S = 2.0  # of one form; ordinary schemas take a hundredth of it
-HAS_LIMITS = sys.platform == "linux"  # else nothing ends a form but the end of this process
+MAX_CPU_S = 2.0  # for one grammar; ordinary schemas take a hundredth of it
+HAS_LIMITS = sys.platform == "linux"  # else only the end of this process ends a trial
 MAX_WALL_S = 60.0 if HAS_LIMITS else 10.0  # a machine may be busy
-MAX_BYTES = 512 << 20  # of one form
-STACK_BYTES = 1 << 20  # a thread that compiles the form again has twice as much, or more
-ASSUMED_BYTES = 4 << 20  # of a compiled form, where nobody counts
+MAX_BYTES = 512 << 20  # for one grammar
+STACK_BYTES = 1 << 20  # a thread that compiles the grammar again has twice as much, or more
+ASSUMED_BYTES = 4 << 20  # of a compiled grammar, where nobody counts
 MAX_TOKENIZERS = 4
 TOO_MUCH = (
-    f"the form is too complex: to compile it takes more than {MAX_CPU_S:g} s of a core, "
+    f"this structured output is too complex: to compile it takes more than {MAX_CPU_S:g} s of a core, "
     f"{MAX_BYTES >> 20} MB, or too deep a stack. "
     "Make it simpler: fewer patterns, alternatives, repeats and levels."
 )
 
 
-class FormVerdict(TypedDict, total=False):
-    """An error, or all others."""
+class TrialVerdict(TypedDict, total=False):
+    """Either an error, or all other fields."""
 
     error: str
     text: str  # the grammar as llguidance reads it
     may_roll_back: bool
-    num_bytes: int  # about what the compiled form takes
+    num_bytes: int  # about what the compiled grammar takes
 
 
-def judge(form: StructuredOutputs, tokens: TokenSource, read: LLTokenizer) -> FormVerdict:
-    """Compiles a form and says how that went."""
+def judge(output: StructuredOutputs, tokens: TokenSource, read: LLTokenizer) -> TrialVerdict:
+    """Compile a grammar and return how that went."""
     try:
-        written = write_form(form, tokens)
+        written = write_grammar(output, tokens)
         compile_text(read, written.text)
     except RequestError as error:
         return {"error": str(error)}
     return {"text": written.text, "may_roll_back": _may_roll_back(written, read)}
 
 
-def _may_roll_back(written: WrittenForm, read: LLTokenizer) -> bool:
+def _may_roll_back(written: WrittenGrammar, read: LLTokenizer) -> bool:
     """Whether llguidance can take back tokens.
 
     It cannot (it says so), or takes back wrongly (1.9.1), ends of a rule that are no part of its text, and
@@ -81,25 +81,25 @@ def main() -> None:
             while len(known) > MAX_TOKENIZERS:
                 del known[next(iter(known))]
         if asked["key"] not in known:
-            answer: FormVerdict | dict[str, bool] = {"is_unknown": True}
+            answer: TrialVerdict | dict[str, bool] = {"is_unknown": True}
         else:
-            answer = attempt(StructuredOutputs(**asked["form"]), *known[asked["key"]])
+            answer = attempt(StructuredOutputs(**asked["output"]), *known[asked["key"]])
         sys.stdout.write(json.dumps({**answer, "number": asked["number"]}) + "\n")
         sys.stdout.flush()
 
 
-def _try_here(form: StructuredOutputs, tokens: TokenSource, read: LLTokenizer) -> FormVerdict:
-    return {**judge(form, tokens, read), "num_bytes": ASSUMED_BYTES}
+def _try_here(output: StructuredOutputs, tokens: TokenSource, read: LLTokenizer) -> TrialVerdict:
+    return {**judge(output, tokens, read), "num_bytes": ASSUMED_BYTES}
 
 
-def _try_in_child(form: StructuredOutputs, tokens: TokenSource, read: LLTokenizer) -> FormVerdict:
-    """Whatever a form does to the child, this process goes on."""
+def _try_in_child(output: StructuredOutputs, tokens: TokenSource, read: LLTokenizer) -> TrialVerdict:
+    """Whatever a grammar does to the child, this process goes on."""
     reading, writing = os.pipe()
     before = _resident_bytes()
     child = os.fork()
     if child == 0:
         _limit()
-        thread = Thread(target=_answer, args=(form, tokens, read, writing))
+        thread = Thread(target=_answer, args=(output, tokens, read, writing))
         stack_size(STACK_BYTES)
         thread.start()
         thread.join()
@@ -110,12 +110,12 @@ def _try_in_child(form: StructuredOutputs, tokens: TokenSource, read: LLTokenize
     _, _, used = os.wait4(child, 0)
     if not text:
         return {"error": TOO_MUCH}
-    verdict: FormVerdict = json.loads(text)
+    verdict: TrialVerdict = json.loads(text)
     return {**verdict, "num_bytes": max(0, used.ru_maxrss * 1024 - before)}
 
 
-def _answer(form: StructuredOutputs, tokens: TokenSource, read: LLTokenizer, writing: int) -> None:
-    answer = json.dumps(judge(form, tokens, read))
+def _answer(output: StructuredOutputs, tokens: TokenSource, read: LLTokenizer, writing: int) -> None:
+    answer = json.dumps(judge(output, tokens, read))
     with open(writing, "w", encoding="utf-8") as out:
         out.write(answer)
 

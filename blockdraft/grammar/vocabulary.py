@@ -1,4 +1,4 @@
-"""Vocabulary: a model's tokens as llguidance knows them, and what it has compiled for them."""
+"""Vocabulary: a model's tokens as llguidance reads them, and the grammars compiled for them."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING
 
 from blockdraft.errors import RequestError
 from blockdraft.grammar.compiling import TokenSource, compile_text, read_tokens
-from blockdraft.grammar.form import StructuredOutputs, fields_of
+from blockdraft.grammar.structured_output import StructuredOutputs, fields_of
 from blockdraft.grammar.trial import key_of, trials
 from blockdraft.text.tokenizer import Tokenizer
 
-if TYPE_CHECKING:  # it is imported with the first form: most servers never see one
+if TYPE_CHECKING:  # imported with the first structured output, as most servers never see one
     from llguidance import LLMatcher, LLTokenizer
 
 _STRINGS = re.compile(r'"(?:[^"\\]|\\.)*"')  # of JSON
 NUM_COMPARED = 512  # tokens whose texts are compared: a kind that is misread is misread all over
-MAX_KEPT, MAX_KEPT_BYTES = 64, 256 << 20  # compiled forms; an ordinary one takes some hundred kilobytes
+MAX_KEPT, MAX_KEPT_BYTES = 64, 256 << 20  # compiled grammars; an ordinary one takes some hundred kilobytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +45,12 @@ class Vocabulary:
         self._reading = Lock()
         self._kept: OrderedDict[str, _Kept] = OrderedDict()
 
-    def matcher(self, form: StructuredOutputs) -> tuple[LLMatcher, bool]:
-        """At the start of an answer of this form, and whether it can take back tokens it was tried with.
+    def matcher(self, output: StructuredOutputs) -> tuple[LLMatcher, bool]:
+        """A matcher at the start of an answer, and whether it can take back tokens it was tried with.
 
-        RequestError: nothing has this form, or it is no form.
+        Raises RequestError if nothing matches, or it does not compile.
         """
-        fields = fields_of(form)
+        fields = fields_of(output)
         key = json.dumps(fields, default=dict)
         with self._lock:
             found = self._kept.pop(key, None)
@@ -78,7 +78,7 @@ class Vocabulary:
         """As told to llguidance, as read by it, and their name."""
         if not self.end_ids:
             raise RequestError(
-                "this model has no end-of-sequence token, so an answer of a form could not end.",
+                "this model has no end-of-sequence token, so structured output could not end.",
                 "structured_outputs",
             )
         text = unspelled(self._source.as_json(), self._markup)
@@ -113,7 +113,7 @@ class Vocabulary:
 def unspelled(tokenizer: str, markup: Mapping[str, int]) -> str:
     """A tokenizer in JSON whose special tokens no text spells.
 
-    llguidance writes a text that a form forces as `tokenizers` would read it: the text of a special token
+    llguidance writes a forced text as `tokenizers` would read it: the text of a special token
     became that token, and an answer of the choice "<|im_end|>" ended before it began.
     """
     hidden = {
@@ -135,6 +135,6 @@ def _hidden(token_id: int) -> str:
 def _unreadable(reason: str) -> RequestError:
     return RequestError(
         f"this model's tokenizer is of a kind that llguidance cannot read ({reason}): "
-        "its answers can have no form.",
+        "it cannot serve structured output.",
         "structured_outputs",
     )

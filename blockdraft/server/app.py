@@ -302,7 +302,7 @@ class _Api:
     async def _chat(self, ask: Ask, size: int, head: AnswerObject, writer: MakeWriter) -> Response:
         prepared = await self._prepare(ask, size)
         answer = ChatAnswer(prepared, head=head)
-        with renamed({"structured_outputs": prepared.form_field}):
+        with renamed({"structured_outputs": prepared.output_field}):
             streams = await self._submit([prepared.prompt_ids], prepared.sampling)
             num_prompt = len(prepared.prompt_ids)
             is_stream = prepared.asked.stream
@@ -316,8 +316,8 @@ class _Api:
             prepared = await run_in_threadpool(lambda: prepare_chat(ask(), dialect, info.sampling))
         else:
             asked = ask()
-            # Grammars are made of tools and forms: no short one may hold up the others.
-            is_plain = not asked.tools and asked.form is None
+            # Grammars of tools and structured outputs take long: they must not hold up other requests.
+            is_plain = not asked.tools and asked.structured_output is None
             work = functools.partial(prepare_chat, asked, dialect, info.sampling)
             prepared = work() if is_plain else await run_in_threadpool(work)
         check_prompts([prepared.prompt_ids], "messages", prepared.sampling, info)
@@ -332,7 +332,7 @@ class _Api:
         check_scores(prompts, "logprobs" if asked.prompt_logprobs is None else "prompt_logprobs", sampling)
         texts = await _beside(size, echoed_texts, asked, prompts, tokenizer)
         answer = TextAnswer(asked, head=head, tokenizer=tokenizer, prompts=prompts, texts=texts)
-        with renamed({"structured_outputs": asked.form_field}):
+        with renamed({"structured_outputs": asked.output_field}):
             streams, num_prompt = await self._submit(prompts, sampling), sum(map(len, prompts))
             return await respond(answer, streams, is_stream=asked.stream, num_prompt_tokens=num_prompt)
 

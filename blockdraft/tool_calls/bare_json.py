@@ -9,16 +9,16 @@ import json
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
 
-from blockdraft.grammar.form import StructuredOutputs
+from blockdraft.grammar.structured_output import StructuredOutputs
 from blockdraft.text.tokenizer import Tokenizer
 from blockdraft.tool_calls.json_calls import JsonCallReader
 from blockdraft.tool_calls.lark import (
-    CallForm,
+    CallRules,
     arguments_of,
-    form_rule,
     json_call_rules,
     json_of,
-    json_of_form,
+    json_of_output,
+    output_rule,
     tag,
 )
 from blockdraft.tool_calls.pieces import FunctionTool
@@ -68,29 +68,29 @@ class BareJsonReader(JsonCallReader):
         return True
 
 
-def _grammar(form: CallForm, arguments_key: str, python_tag: str | None) -> str:
-    """One call: the formats have no way to write several that models were trained on."""
-    if form.other is not None and (form.other.json is not None or form.other.json_object):
-        return _call_or_json(form, form.other, arguments_key)
-    starts, rules = ["json_call"], json_call_rules(form, arguments_key)
-    if not form.is_required and python_tag is not None:
+def _grammar(wanted: CallRules, arguments_key: str, python_tag: str | None) -> str:
+    """One call: these models were not trained to write several."""
+    if wanted.other is not None and (wanted.other.json is not None or wanted.other.json_object):
+        return _call_or_json(wanted, wanted.other, arguments_key)
+    starts, rules = ["json_call"], json_call_rules(wanted, arguments_key)
+    if not wanted.is_required and python_tag is not None:
         starts.append(f"{python_tag} json_call")
-    if form.other is not None:
-        starts.append("form")
-        rules.append(f"form: {form_rule(form.other)}")
-    elif not form.is_required:
+    if wanted.other is not None:
+        starts.append("output")
+        rules.append(f"output: {output_rule(wanted.other)}")
+    elif not wanted.is_required:
         starts.append("TEXT")
         rules.append(r"TEXT: /([^\s{`](?s:.*))?/")
     return "\n".join([f"start: {' | '.join(starts)}", *rules])
 
 
-def _call_or_json(form: CallForm, other: StructuredOutputs, arguments_key: str) -> str:
-    """Calls and the other form both begin with a brace: only rules of JSON alone are read side by side.
+def _call_or_json(wanted: CallRules, other: StructuredOutputs, arguments_key: str) -> str:
+    """Calls and structured output both begin with a brace: llguidance reads only rules of JSON side by side.
 
-    Each is as strict as its own tool or form.
+    Each rule is as strict as its own tool or schema.
     """
-    rules = [f"form: {json_of_form(other)}"]
-    for number, tool in enumerate(form.tools):
+    rules = [f"output: {json_of_output(other)}"]
+    for number, tool in enumerate(wanted.tools):
         schema = _with_references_below(arguments_of(tool, is_required=False), "#/$defs/tool")
         call = {
             "$defs": {"tool": schema},
@@ -100,8 +100,8 @@ def _call_or_json(form: CallForm, other: StructuredOutputs, arguments_key: str) 
             "additionalProperties": False,
         }
         rules.append(f"call_{number}: {json_of(call, is_strict=tool.is_strict)}")
-    calls = (f"call_{number}" for number in range(len(form.tools)))
-    return "\n".join([f"start: {' | '.join(calls)} | form", *rules])
+    calls = (f"call_{number}" for number in range(len(wanted.tools)))
+    return "\n".join([f"start: {' | '.join(calls)} | output", *rules])
 
 
 def _with_references_below(value: object, place: str) -> object:
@@ -114,13 +114,13 @@ def _with_references_below(value: object, place: str) -> object:
     return [_with_references_below(item, place) for item in value] if isinstance(value, list) else value
 
 
-def llama_grammar(form: CallForm, tokenizer: Tokenizer) -> str:
+def llama_grammar(wanted: CallRules, tokenizer: Tokenizer) -> str:
     has_tag = tokenizer.token_id(PYTHON_TAG) is not None
-    return _grammar(form, "parameters", tag(tokenizer, PYTHON_TAG) if has_tag else None)
+    return _grammar(wanted, "parameters", tag(tokenizer, PYTHON_TAG) if has_tag else None)
 
 
-def plain_grammar(form: CallForm, tokenizer: Tokenizer) -> str:
-    return _grammar(form, "arguments", None)
+def plain_grammar(wanted: CallRules, tokenizer: Tokenizer) -> str:
+    return _grammar(wanted, "arguments", None)
 
 
 def tools_as_messages(

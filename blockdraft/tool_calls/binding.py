@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from blockdraft.errors import RequestError
-from blockdraft.grammar.limits import MAX_FORM_CHARS
+from blockdraft.grammar.limits import MAX_GRAMMAR_CHARS
 from blockdraft.tool_calls.checking import FORMATS, problem_of
 from blockdraft.tool_calls.lark import text_pattern
 from blockdraft.tool_calls.pieces import FunctionTool
@@ -32,10 +32,10 @@ class Lines:
 
     def add(self, line: str) -> None:
         self._num_chars += len(line)
-        if self._num_chars > MAX_FORM_CHARS:
+        if self._num_chars > MAX_GRAMMAR_CHARS:
             raise RequestError(
                 f"the schema of the function '{self._tool.name}' makes a grammar of more than "
-                f"{MAX_FORM_CHARS} characters: make the schema smaller.",
+                f"{MAX_GRAMMAR_CHARS} characters: make the schema smaller.",
                 "tools",
             )
         self.all.append(line)
@@ -91,9 +91,9 @@ def text_patterns(keywords: Part) -> list[str]:
     patterns = [text_pattern({"pattern": keywords["pattern"]})] if "pattern" in keywords else []
     if "minLength" in keywords or "maxLength" in keywords:
         patterns.append(text_pattern({name: keywords.get(name) for name in ("minLength", "maxLength")}))
-    form = FORMATS.get(str(keywords.get("format")))
-    if form is not None:
-        patterns.append(text_pattern({"pattern": f"^{form}$"}))
+    pattern = FORMATS.get(str(keywords.get("format")))
+    if pattern is not None:
+        patterns.append(text_pattern({"pattern": f"^{pattern}$"}))
     return patterns or [text_pattern(None)]
 
 

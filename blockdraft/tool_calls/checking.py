@@ -146,8 +146,8 @@ def _own_problems(value: object, kind: str, keywords: Part, where: str) -> Itera
         limit, number = keywords.get(name), size.get(measure)
         if isinstance(limit, int | float) and number is not None and not is_right(number, limit):
             yield f"{where}{_shown(value)} breaks '{name}' {limit}"
-    form = _COMPILED.get(str(keywords.get("format")))
-    if isinstance(value, str) and form is not None and form.fullmatch(value) is None:
+    pattern = _COMPILED.get(str(keywords.get("format")))
+    if isinstance(value, str) and pattern is not None and pattern.fullmatch(value) is None:
         yield f"{where}{_shown(value)} has not the format '{keywords['format']}'"
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from blockdraft.grammar.form import StructuredOutputs
+from blockdraft.grammar.structured_output import StructuredOutputs
 from blockdraft.text.tokenizer import Tokenizer
 from blockdraft.tool_calls import bare_json, gemma, gemma_grammar, harmony, hermes, qwen_xml, qwen_xml_grammar
-from blockdraft.tool_calls.lark import CallForm
+from blockdraft.tool_calls.lark import CallRules
 from blockdraft.tool_calls.reading import AnswerReader
 from blockdraft.tool_calls.thoughts import Tags
 
@@ -19,14 +19,16 @@ class ToolFormat:
 
     name: str
     reader: type[AnswerReader]
-    grammar: Callable[[CallForm, Tokenizer], str]
+    grammar: Callable[[CallRules, Tokenizer], str]
     tags: tuple[str, ...]  # a reader has to see them, also where they are special tokens
     is_parallel: bool = True  # models were trained to make several calls in one answer
     has_template: bool = True  # the chat template shows tools; False: they are described in a message
     # Where thoughts are a part of the format and the reader's: what stands around them.
     find_thoughts: Callable[[Tokenizer], Tags | None] | None = None
-    # A form as the whole answer has it, with what the format writes around every answer.
-    wrap_form: Callable[[StructuredOutputs, Tokenizer], StructuredOutputs] = lambda form, tokenizer: form
+    # Adds to a structured output what the format writes around every answer.
+    wrap_output: Callable[[StructuredOutputs, Tokenizer], StructuredOutputs] = lambda output, tokenizer: (
+        output
+    )
 
 
 FORMATS = (
@@ -50,7 +52,7 @@ FORMATS = (
         harmony.TAGS,
         is_parallel=False,
         find_thoughts=harmony.find_harmony_thoughts,
-        wrap_form=harmony.wrap_in_harmony,
+        wrap_output=harmony.wrap_in_harmony,
     ),
     ToolFormat(
         "llama", bare_json.BareJsonReader, bare_json.llama_grammar, (bare_json.PYTHON_TAG,), is_parallel=False

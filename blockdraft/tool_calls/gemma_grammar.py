@@ -18,7 +18,7 @@ from blockdraft.tool_calls.binding import (
     unbound,
 )
 from blockdraft.tool_calls.lark import (
-    CallForm,
+    CallRules,
     arguments_of,
     json_of,
     quoted,
@@ -44,16 +44,16 @@ BARE_KEY = re.compile(r'[^\s:,{}\[\]<"]([^:,{}\[\]<\n]*[^\s:,{}\[\]<])?')  # any
 _NUMBER_LIMITS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 
 
-def gemma_grammar(form: CallForm, tokenizer: Tokenizer) -> str:
+def gemma_grammar(wanted: CallRules, tokenizer: Tokenizer) -> str:
     """Keys come in alphabetical order, as the template writes them; what is not required may be left out."""
     calls, lines = [], _any_value(tokenizer)
-    for number, tool in enumerate(form.tools):
-        schema = arguments_of(tool, is_required=form.is_required)
+    for number, tool in enumerate(wanted.tools):
+        schema = arguments_of(tool, is_required=wanted.is_required)
         rules = _Rules(tool, for_grammar(schema), tokenizer, f"call_{number}")
         calls.append(f"{quoted(tool.name)} {rules.start}")
         lines += rules.lines.all
     body = f'body: "call:" ({" | ".join(calls)}) {tag(tokenizer, CLOSE)}'
-    return tagged_grammar(form, tokenizer, opening=OPEN, rules=[body, *lines], separator="")
+    return tagged_grammar(wanted, tokenizer, opening=OPEN, rules=[body, *lines], separator="")
 
 
 def _any_value(tokenizer: Tokenizer) -> list[str]:

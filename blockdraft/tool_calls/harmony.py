@@ -13,10 +13,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from blockdraft.grammar.form import StructuredOutputs
+from blockdraft.grammar.structured_output import StructuredOutputs
 from blockdraft.text.tokenizer import Tokenizer
 from blockdraft.tool_calls.json_scanner import JsonScanner
-from blockdraft.tool_calls.lark import CallForm, arguments_of, form_rule, json_of, quoted, tag
+from blockdraft.tool_calls.lark import CallRules, arguments_of, json_of, output_rule, quoted, tag
 from blockdraft.tool_calls.reading import AnswerReader, Steps
 from blockdraft.tool_calls.tags import TagFinder
 from blockdraft.tool_calls.thoughts import Tags
@@ -126,30 +126,30 @@ def _header(tokenizer: Tokenizer) -> str:
     return f'begin: ({tag(tokenizer, START)} "assistant")? {tag(tokenizer, CHANNEL)}'
 
 
-def wrap_in_harmony(form: StructuredOutputs, tokenizer: Tokenizer) -> StructuredOutputs:
-    """A form as the final message. A client's grammar cannot be part of another, and stays as it is."""
-    rule = form_rule(form)
+def wrap_in_harmony(output: StructuredOutputs, tokenizer: Tokenizer) -> StructuredOutputs:
+    """Structured output as the final message. A client's grammar stays as it is."""
+    rule = output_rule(output)
     if rule is None:
-        return form
-    start = f'start: begin "final" {tag(tokenizer, MESSAGE)} form'
-    return StructuredOutputs(grammar="\n".join([start, _header(tokenizer), f"form: {rule}"]))
+        return output
+    start = f'start: begin "final" {tag(tokenizer, MESSAGE)} output'
+    return StructuredOutputs(grammar="\n".join([start, _header(tokenizer), f"output: {rule}"]))
 
 
-def harmony_grammar(form: CallForm, tokenizer: Tokenizer) -> str:
+def harmony_grammar(wanted: CallRules, tokenizer: Tokenizer) -> str:
     """One call, which ends an answer in this format."""
     message = tag(tokenizer, MESSAGE)
-    calls = " | ".join(f"call_{number}" for number in range(len(form.tools)))
+    calls = " | ".join(f"call_{number}" for number in range(len(wanted.tools)))
     rules = [_header(tokenizer), f"call: {quoted(f'commentary {RECIPIENT}{NAMESPACE}')} ({calls})"]
-    for number, tool in enumerate(form.tools):
-        schema = arguments_of(tool, is_required=form.is_required)
+    for number, tool in enumerate(wanted.tools):
+        schema = arguments_of(tool, is_required=wanted.is_required)
         head = f'{quoted(tool.name + " ")} {tag(tokenizer, CONSTRAIN)} "json" {message}'
         rules.append(f"call_{number}: {head} ({json_of(schema, is_strict=tool.is_strict)})")
-    other = None if form.other is None else form_rule(form.other)
-    if form.is_required:
+    other = None if wanted.other is None else output_rule(wanted.other)
+    if wanted.is_required:
         start = "start: begin call"
     elif other is not None:
-        start = f'start: begin call | begin "final" {message} form'
-        rules.append(f"form: {other}")
+        start = f'start: begin call | begin "final" {message} output'
+        rules.append(f"output: {other}")
     else:
         spoken = f'begin ("final" | "commentary") {message} TEXT'
         start = f"start: ({spoken} {tag(tokenizer, END)})* (begin call | {spoken})"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from blockdraft.text.tokenizer import Tokenizer
 from blockdraft.tool_calls.json_calls import JsonCallReader
-from blockdraft.tool_calls.lark import CallForm, json_call_rules, tag, tagged_grammar
+from blockdraft.tool_calls.lark import CallRules, json_call_rules, tag, tagged_grammar
 from blockdraft.tool_calls.reading import Steps
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -25,7 +25,7 @@ class HermesReader(JsonCallReader):
             yield from self._read_broken()
 
 
-def hermes_grammar(form: CallForm, tokenizer: Tokenizer) -> str:
+def hermes_grammar(wanted: CallRules, tokenizer: Tokenizer) -> str:
     body = f'body: "\\n" json_call "\\n" {tag(tokenizer, CLOSE)}'
-    rules = [body, *json_call_rules(form, "arguments")]
-    return tagged_grammar(form, tokenizer, opening=OPEN, rules=rules, separator="\n")
+    rules = [body, *json_call_rules(wanted, "arguments")]
+    return tagged_grammar(wanted, tokenizer, opening=OPEN, rules=rules, separator="\n")

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from blockdraft.grammar.compiling import with_options
-from blockdraft.grammar.form import StructuredOutputs
 from blockdraft.grammar.lark_text import quoted as quoted  # for all formats
 from blockdraft.grammar.limits import check_backslash
+from blockdraft.grammar.structured_output import StructuredOutputs
 from blockdraft.text.tokenizer import Tokenizer
 from blockdraft.tool_calls.pieces import FunctionTool
 
@@ -29,8 +29,8 @@ _SCHEMA_OF_NO_ARGUMENTS: Mapping[str, object] = {
 
 
 @dataclass(frozen=True, slots=True)
-class CallForm:
-    """What an answer may be."""
+class CallRules:
+    """Which calls an answer may or must have, and what it must be without one."""
 
     tools: tuple[FunctionTool, ...]  # those that may be called
     is_required: bool  # at least one call, and no text
@@ -49,12 +49,12 @@ def json_of(schema: Mapping[str, object], *, is_strict: bool = True) -> str:
 
     It is written as Python writes JSON, which is how templates show calls to models.
     """
-    return json_of_form(StructuredOutputs(json=schema, is_lenient=not is_strict))
+    return json_of_output(StructuredOutputs(json=schema, is_lenient=not is_strict))
 
 
-def json_of_form(form: StructuredOutputs) -> str:
-    """A JSON value of a form."""
-    return f"%json {json.dumps(with_options(schema_of(form), form))}"
+def json_of_output(output: StructuredOutputs) -> str:
+    """A JSON value of a structured output."""
+    return f"%json {json.dumps(with_options(schema_of(output), output))}"
 
 
 def arguments_of(tool: FunctionTool, *, is_required: bool) -> Mapping[str, object]:
@@ -64,9 +64,9 @@ def arguments_of(tool: FunctionTool, *, is_required: bool) -> Mapping[str, objec
     return tool.parameters or _SCHEMA_OF_NO_ARGUMENTS
 
 
-def schema_of(form: StructuredOutputs) -> dict[str, object]:
-    """The schema of a form that is JSON."""
-    schema = json.loads(form.json) if isinstance(form.json, str) else form.json
+def schema_of(output: StructuredOutputs) -> dict[str, object]:
+    """The JSON schema of a structured output that is JSON."""
+    schema = json.loads(output.json) if isinstance(output.json, str) else output.json
     return dict(ANY_OBJECT if schema is None else schema)
 
 
@@ -91,46 +91,46 @@ def _slashed(regex: str) -> str:
     return _ESCAPED.sub(lambda found: "\\/" if found.group() == "/" else found.group(), regex)
 
 
-def form_rule(form: StructuredOutputs) -> str | None:
-    """A form as the right side of a rule; None: it is a grammar, which cannot be part of another."""
-    if form.json is not None or form.json_object:
-        return json_of_form(form)
-    if form.regex is not None:
-        return f"/{_slashed(form.regex)}/"
-    if form.choice is not None:
-        return " | ".join(map(quoted, form.choice))
+def output_rule(output: StructuredOutputs) -> str | None:
+    """Structured output as the right side of a rule; None: a grammar cannot be part of another."""
+    if output.json is not None or output.json_object:
+        return json_of_output(output)
+    if output.regex is not None:
+        return f"/{_slashed(output.regex)}/"
+    if output.choice is not None:
+        return " | ".join(map(quoted, output.choice))
     return None
 
 
-def json_call_rules(form: CallForm, arguments_key: str) -> list[str]:
+def json_call_rules(wanted: CallRules, arguments_key: str) -> list[str]:
     """The rule `json_call`, as templates write it, and those it needs.
 
     The schema of the arguments stands alone, so that references in it find what they refer to.
     """
-    rules = [f"json_call: {' | '.join(f'call_{number}' for number in range(len(form.tools)))}"]
-    for number, tool in enumerate(form.tools):
+    rules = [f"json_call: {' | '.join(f'call_{number}' for number in range(len(wanted.tools)))}"]
+    for number, tool in enumerate(wanted.tools):
         head = quoted(f'{{"name": "{tool.name}", "{arguments_key}": ')
         rules.append(f'call_{number}: {head} arguments_{number} "}}"')
-        schema = arguments_of(tool, is_required=form.is_required)
+        schema = arguments_of(tool, is_required=wanted.is_required)
         rules.append(f"arguments_{number}: {json_of(schema, is_strict=tool.is_strict)}")
     return rules
 
 
 def tagged_grammar(
-    form: CallForm, tokenizer: Tokenizer, *, opening: str, rules: list[str], separator: str
+    wanted: CallRules, tokenizer: Tokenizer, *, opening: str, rules: list[str], separator: str
 ) -> str:
     """A whole grammar of calls that begin with a tag. `rules` define `body`: a call from behind it."""
     begin = tag(tokenizer, opening)
-    other = None if form.other is None else form_rule(form.other)
-    more = f"({quoted(separator)} {begin} body)*" if form.is_parallel else ""
-    if form.is_required:
+    other = None if wanted.other is None else output_rule(wanted.other)
+    more = f"({quoted(separator)} {begin} body)*" if wanted.is_parallel else ""
+    if wanted.is_required:
         first = [f"start: LINES? {begin} body {more}", r"LINES: /\n{1,2}/"]  # as behind thoughts
     elif other is not None:
-        first = [f"start: form | {begin} body {more}", f"form: {other}"]
+        first = [f"start: output | {begin} body {more}", f"output: {other}"]
     elif begin.startswith("<["):  # no text can be mistaken for it
-        repeated = "*" if form.is_parallel else "?"
+        repeated = "*" if wanted.is_parallel else "?"
         first = [f"start: TEXT ({begin} body TEXT){repeated}", "TEXT: /(?s:.*)/"]
     else:
-        start = "start: (head body)* tail" if form.is_parallel else "start: head body | tail"
+        start = "start: (head body)* tail" if wanted.is_parallel else "start: head body | tail"
         first = [start, f"head[lazy]: TEXT {begin}", "tail: TEXT", "TEXT: /(?s:.*)/"]
     return "\n".join([*first, *rules])

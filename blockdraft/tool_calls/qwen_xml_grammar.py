@@ -16,7 +16,7 @@ from blockdraft.tool_calls.binding import (
     text_patterns,
     unbound,
 )
-from blockdraft.tool_calls.lark import CallForm, arguments_of, json_of, quoted, tag, tagged_grammar
+from blockdraft.tool_calls.lark import CallRules, arguments_of, json_of, quoted, tag, tagged_grammar
 from blockdraft.tool_calls.pieces import FunctionTool
 from blockdraft.tool_calls.schemas import Flat, Part, Schemas, find_reference, for_grammar, listed, named
 
@@ -26,15 +26,15 @@ PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
 _END = quoted(f"\n{END_PARAMETER}\n")
 
 
-def qwen_xml_grammar(form: CallForm, tokenizer: Tokenizer) -> str:
+def qwen_xml_grammar(wanted: CallRules, tokenizer: Tokenizer) -> str:
     """Parameters come in the order of the schema; what is not required may be left out."""
-    names = " | ".join(f"call_{number}" for number in range(len(form.tools)))
+    names = " | ".join(f"call_{number}" for number in range(len(wanted.tools)))
     rules = [f'body: "\\n<function=" ({names}) "</function>\\n" {tag(tokenizer, CLOSE)}']
-    for number, tool in enumerate(form.tools):
-        schema = arguments_of(tool, is_required=form.is_required)
+    for number, tool in enumerate(wanted.tools):
+        schema = arguments_of(tool, is_required=wanted.is_required)
         rules += _Call(tool, for_grammar(schema), f"call_{number}").lines.all
     rules += ['parameter: "<parameter=" /[^>\\n]+/ ">" text_value', *_text_rules("text_value", {})]
-    return tagged_grammar(form, tokenizer, opening=OPEN, rules=rules, separator="\n")
+    return tagged_grammar(wanted, tokenizer, opening=OPEN, rules=rules, separator="\n")
 
 
 class _Call:

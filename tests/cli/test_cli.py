@@ -26,7 +26,7 @@ from blockdraft.cli.main import main, parse
 from blockdraft.cli.server_terminal import ready_line, set_up_logs
 from blockdraft.engine.request import Delta, Metrics, SamplingParams
 from blockdraft.errors import SettingsError
-from blockdraft.grammar.form import StructuredOutputs
+from blockdraft.grammar.structured_output import StructuredOutputs
 from blockdraft.llm import LLM
 from blockdraft.server.http import listener
 from blockdraft.settings.settings import Settings, pin_threads

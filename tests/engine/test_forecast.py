@@ -12,7 +12,7 @@ from benchmarks import confidence as simulation
 from blockdraft import LLM, SamplingParams
 from blockdraft.engine.forecast import RowForecast
 from blockdraft.engine.width_controller import BELIEF, DraftChances, DraftRecord, StepCosts, WidthController
-from blockdraft.grammar.form import StructuredOutputs
+from blockdraft.grammar.structured_output import StructuredOutputs
 from tests import tiny
 from tests.grammar import json_tokens
 from tests.matrix import slow_but

@@ -12,7 +12,7 @@ from blockdraft.engine.engine import Engine
 from blockdraft.engine.loop import EngineLoop, EngineStopped, StepFailed
 from blockdraft.engine.request import SamplingParams
 from blockdraft.errors import ModelError, RequestError
-from blockdraft.grammar.form import StructuredOutputs
+from blockdraft.grammar.structured_output import StructuredOutputs
 from blockdraft.settings.settings import Settings
 from blockdraft.start.loading import load_models
 from tests.grammar import json_tokens

@@ -10,7 +10,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Fast
 
 from blockdraft.checkpoints.tokenizer_parts import TokenizerParts
-from blockdraft.grammar.form import StructuredOutputs, Thinking
+from blockdraft.grammar.structured_output import StructuredOutputs, Thinking
 from blockdraft.text.tokenizer import Tokenizer
 
 EOS = 62

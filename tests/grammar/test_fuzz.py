@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from blockdraft.errors import RequestError
 from blockdraft.grammar import trial
-from blockdraft.grammar.form import StructuredOutputs
+from blockdraft.grammar.structured_output import StructuredOutputs
 from blockdraft.grammar.vocabulary import Vocabulary
 from blockdraft.tool_calls.formats import FORMATS
-from blockdraft.tool_calls.lark import CallForm
+from blockdraft.tool_calls.lark import CallRules
 from blockdraft.tool_calls.pieces import FunctionTool
 from tests.server.test_tool_grammars import byte_level
 
@@ -366,7 +366,7 @@ def check_form(form, seed):
 def check_tools(name, tools, is_required, other, seed):
     def make():
         form = None if other is None or is_required else StructuredOutputs(**other)
-        asked = CallForm(tuple(tools), is_required, BY_NAME[name].is_parallel, form)
+        asked = CallRules(tuple(tools), is_required, BY_NAME[name].is_parallel, form)
         return StructuredOutputs(grammar=BY_NAME[name].grammar(asked, byte_level()[0]))
 
     check(make, seed)

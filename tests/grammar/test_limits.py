@@ -13,11 +13,11 @@ from tokenizers import decoders, models, pre_tokenizers
 from blockdraft.errors import RequestError
 from blockdraft.grammar import trial
 from blockdraft.grammar.endless import check_end
-from blockdraft.grammar.form import MAX_CHOICES, StructuredOutputs
 from blockdraft.grammar.gbnf import is_gbnf, lark_of_gbnf
 from blockdraft.grammar.guide import TOO_SLOW, Guide
 from blockdraft.grammar.lark_text import LarkFacts, read_lark
-from blockdraft.grammar.limits import MAX_DEPTH, MAX_FORM_CHARS, MAX_RUN_CHARS
+from blockdraft.grammar.limits import MAX_DEPTH, MAX_GRAMMAR_CHARS, MAX_RUN_CHARS
+from blockdraft.grammar.structured_output import MAX_CHOICES, StructuredOutputs
 from blockdraft.grammar.vocabulary import Vocabulary
 from blockdraft.text.tokenizer import Tokenizer, TokenizerParts
 from tests.grammar import json_tokens
@@ -25,7 +25,7 @@ from tests.server.test_tool_grammars import byte_level
 
 SIZE = 64
 IDS = {"<think>": 55, "<eos>": json_tokens.EOS}
-FULL = MAX_FORM_CHARS - 100
+FULL = MAX_GRAMMAR_CHARS - 100
 PATIENCE_S = 2.0  # a busy machine takes half of it; what is not linear takes minutes
 
 
@@ -60,27 +60,27 @@ DEEP = functools.reduce(lambda inner, _: {"type": "array", "items": inner}, rang
     ("form", "words"),
     [
         ({"regex": "a" * (MAX_RUN_CHARS + 1)}, "32769 characters"),
-        ({"grammar": "a" * (MAX_FORM_CHARS + 1)}, "524289 characters"),
+        ({"grammar": "a" * (MAX_GRAMMAR_CHARS + 1)}, "524289 characters"),
         ({"choice": ["a" * 200] * 4096}, "819200 characters"),
         ({"choice": ["a" * (MAX_RUN_CHARS + 1)]}, "32769 characters"),
         ({"json": {"const": "a" * (MAX_RUN_CHARS + 1)}}, "more than 32768 characters"),
-        ({"choice": ["a"] * 4097}, "1 to 4096 texts"),
-        ({"json": "a" * (MAX_FORM_CHARS + 1)}, "524289 characters"),
+        ({"choice": ["a"] * 4097}, "1 to 4096 strings"),
+        ({"json": "a" * (MAX_GRAMMAR_CHARS + 1)}, "524289 characters"),
         ({"json": {"enum": ["a" * 1000] * 600}}, "more than 524288 characters"),
-        ({"json": {"enum": [0] * (MAX_FORM_CHARS + 1)}}, "more than 524288 characters"),
-        ({"json": DEEP}, "nests too deep"),
-        ({"json": {"const": float("nan")}}, "no number of JSON"),
+        ({"json": {"enum": [0] * (MAX_GRAMMAR_CHARS + 1)}}, "more than 524288 characters"),
+        ({"json": DEEP}, "nests deeper"),
+        ({"json": {"const": float("nan")}}, "JSON has no number for"),
         ({"json": {"const": 1 << 70}}, "64 bits"),
-        ({"json": {"const": {1, 2}}}, "JSON does not have"),
+        ({"json": {"const": {1, 2}}}, "that is not JSON"),
         ({"json": {3: "a"}}, "key"),
         ({"json": {"const": "\ud800"}}, "surrogate"),
         ({"regex": "\ud800"}, "surrogate"),
         ({"choice": ["\ud800"]}, "surrogate"),
-        ({"json_object": True, "whitespace_pattern": ""}, "one character or more"),
-        ({"json_object": True, "whitespace_pattern": " ?x"}, "white space alone"),
-        ({"json_object": True, "whitespace_pattern": "[^a]"}, "white space alone"),
-        ({"json_object": True, "whitespace_pattern": " ]"}, "white space alone"),
-        ({"regex": "a", "whitespace_pattern": " "}, "is for JSON"),
+        ({"json_object": True, "whitespace_pattern": ""}, "not empty"),
+        ({"json_object": True, "whitespace_pattern": " ?x"}, "more than white space"),
+        ({"json_object": True, "whitespace_pattern": "[^a]"}, "more than white space"),
+        ({"json_object": True, "whitespace_pattern": " ]"}, "more than white space"),
+        ({"regex": "a", "whitespace_pattern": " "}, "works with json"),
     ],
     ids=itertools.count(),
 )
@@ -91,7 +91,7 @@ def test_a_form_beyond_a_limit_is_refused_when_it_is_made(form, words):
 
 def test_the_depth_of_a_schema_in_a_text_is_limited_too():
     nested = '{"items": ' * 600 + "{}" + "}" * 600
-    with pytest.raises(RequestError, match="nests too deep"):
+    with pytest.raises(RequestError, match="nests deeper"):
         matcher(json=nested)
 
 
@@ -150,7 +150,7 @@ def test_an_interrupted_trial_does_not_answer_the_next_one():
     tokens, _, key = vocabulary()._tokens
     asked = trial.Trials()
     first = asked.of({"regex": "a"}, tokens, key)
-    late = {"form": {"regex": "b"}, "key": key, "number": 0}
+    late = {"output": {"regex": "b"}, "key": key, "number": 0}
     asked._process.stdin.write(json.dumps(late) + "\n")
     assert asked.of({"regex": "a"}, tokens, key).text == first.text
 
@@ -167,7 +167,7 @@ def test_a_worker_that_has_died_is_replaced():
 def test_compiled_forms_are_kept_within_a_number_of_bytes(monkeypatch):
     made, compiled = Vocabulary(json_tokens.tokenizer(), SIZE), matcher(regex="a")
     monkeypatch.setattr("blockdraft.grammar.vocabulary.MAX_KEPT_BYTES", 100)
-    monkeypatch.setattr("blockdraft.grammar.trial.Trials.of", lambda *_: trial.TriedForm("{}", True, 60))
+    monkeypatch.setattr("blockdraft.grammar.trial.Trials.of", lambda *_: trial.TriedGrammar("{}", True, 60))
     monkeypatch.setattr("blockdraft.grammar.vocabulary.compile_text", lambda *_: compiled)
     for text in "ab":
         made.matcher(StructuredOutputs(regex=text))
@@ -258,7 +258,7 @@ def test_references_cost_little_time():
     every = [{"$ref": f"#/$defs/a{i}"} for i in range(60)]
     dense = {"anyOf": every, "$defs": {f"a{i}": {"allOf": every} for i in range(60)}}
     dense["$defs"]["b"] = {"allOf": [{"allOf": every} for _ in range(150)]}
-    with pytest.raises(RequestError, match="without an end"):
+    with pytest.raises(RequestError, match="always refers to itself"):
         check_end(dense)
 
 
@@ -371,7 +371,7 @@ def test_a_choice_may_hold_any_character():
         ('root ::= "x"\n"a" ::= "b"', "where a name belongs"),
         ('"a"\nroot ::= "b"', "begins with a rule"),
         ("root ::= " + "(" * 25 + '"a"' + ")" * 25, "nests too deep"),
-        ("root ::= root", "Unsatisfiable|nothing can have it"),
+        ("root ::= root", "Unsatisfiable|nothing can match it"),
         ("root ::= [z-a]", "invalid character class range"),
     ],
 )
@@ -459,5 +459,5 @@ def test_a_special_token_in_a_json_form_is_text():
 
 def test_an_answer_may_be_the_text_of_a_special_token():
     """Of the tiny pair's tokens, which cannot spell it: it is refused, and no empty answer comes."""
-    with pytest.raises(RequestError, match="nothing can have it"):
+    with pytest.raises(RequestError, match="nothing can match it"):
         matcher(choice=["<eos>"])

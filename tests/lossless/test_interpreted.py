@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from blockdraft.engine.request import SamplingParams
-from blockdraft.grammar.form import StructuredOutputs
+from blockdraft.grammar.structured_output import StructuredOutputs
 from blockdraft.kernels.kernels import REFERENCE, kernels_for
 from tests import tiny
 from tests.grammar import json_tokens

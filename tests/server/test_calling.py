@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from blockdraft.engine.request import StructuredOutputs, Thinking
-from blockdraft.grammar.limits import MAX_FORM_CHARS
+from blockdraft.grammar.limits import MAX_GRAMMAR_CHARS
 from blockdraft.server.api.chat.fields import ChatRequest, CompletionRequest
 from blockdraft.server.api.chat.prepare import find_dialect, prepare_chat
 from blockdraft.server.api.fields import parse
@@ -221,7 +221,7 @@ def test_a_form_beside_a_forced_call_binds_nothing(form, choice):
     asked = {"tools": [TOOL], "tool_choice": choice}
     both, alone = prepared(**asked, **form), prepared(**asked)
     assert both.sampling.structured_outputs == alone.sampling.structured_outputs
-    assert both.form_field == "tools"
+    assert both.output_field == "tools"
 
 
 @pytest.mark.parametrize(
@@ -313,10 +313,10 @@ def said(role, **message):
         ({"tools": [BAD_PART]}, "properties", "tools"),
         ({"tools": [TOOL], "tool_choice": OTHER}, "'g'", "tool_choice"),
         ({"tool_choice": "required"}, "no 'tools'", "tool_choice"),
-        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "2 forms", "structured_outputs"),
-        ({"structured_outputs": {}}, "none of json", "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "2 structured outputs", "structured_outputs"),
+        ({"structured_outputs": {}}, "set json", "structured_outputs"),
         ({"structured_outputs": {"json": "{"}}, "not JSON", "structured_outputs"),
-        ({"structured_outputs": {"regex": "a"}, **JSON_OBJECT}, "2 forms", "structured_outputs"),
+        ({"structured_outputs": {"regex": "a"}, **JSON_OBJECT}, "2 structured outputs", "structured_outputs"),
         ({"response_format": BAD_SCHEMA}, "anyOf", "response_format"),
         ({"guided_json": DEEP}, "nests deeper", "guided_json"),
         ({"guided_json": '{"const": NaN}'}, "no JSON number", "guided_json"),
@@ -375,8 +375,8 @@ def nested(depth):
 
 
 def test_schemas_of_tools_are_bounded_before_anything_is_built(app):
-    large = tool_of({"type": "object", "description": "x" * MAX_FORM_CHARS})
-    half = {"type": "object", "description": "x" * (MAX_FORM_CHARS // 2)}
+    large = tool_of({"type": "object", "description": "x" * MAX_GRAMMAR_CHARS})
+    half = {"type": "object", "description": "x" * (MAX_GRAMMAR_CHARS // 2)}
     two = [tool_of(half), tool_of(half, "g")]
     for tools, part in (
         ([large], "524288 characters"),

@@ -16,7 +16,7 @@ from blockdraft.engine.engine import Engine
 from blockdraft.engine.request import SamplingParams
 from blockdraft.engine.streams import EngineStopped
 from blockdraft.errors import CapacityError, ModelError, RequestError
-from blockdraft.grammar.form import StructuredOutputs
+from blockdraft.grammar.structured_output import StructuredOutputs
 from blockdraft.phases import StartProgress
 from blockdraft.server.app import make_app
 from blockdraft.server.engine_link import remote_engine as remote_engine_module
@@ -329,7 +329,7 @@ def test_a_request_that_cannot_be_sent_leaves_nothing_behind(remote):
     deep = {}
     for _ in range(100_000):
         deep = {"a": deep}
-    with pytest.raises(RequestError, match="nests too deep"):
+    with pytest.raises(RequestError, match="nests deeper"):
         asyncio.run(collect(remote, SamplingParams(structured_outputs=StructuredOutputs(json=deep))))
     assert remote.num_live == 0
     assert asyncio.run(collect(remote, SamplingParams(temperature=0.0, max_tokens=2)))

@@ -18,7 +18,7 @@ from blockdraft.text.tokenizer import Tokenizer
 from blockdraft.tool_calls.formats import FORMATS
 from blockdraft.tool_calls.gemma_grammar import BARE_KEY
 from blockdraft.tool_calls.harmony import wrap_in_harmony
-from blockdraft.tool_calls.lark import CallForm
+from blockdraft.tool_calls.lark import CallRules
 from blockdraft.tool_calls.pieces import FunctionTool
 
 llguidance = pytest.importorskip("llguidance")
@@ -74,7 +74,7 @@ def accepts(grammar, text, has_markup=True):
 
 
 def grammar_of(name, *, is_required=True, is_parallel=True, other=None, has_markup=True):
-    form = CallForm(TOOLS, is_required, is_parallel and BY_NAME[name].is_parallel, other)
+    form = CallRules(TOOLS, is_required, is_parallel and BY_NAME[name].is_parallel, other)
     return BY_NAME[name].grammar(form, byte_level(has_markup)[0])
 
 
@@ -167,7 +167,7 @@ def test_lengths_patterns_and_ranges_bind(name):
         "days": {"type": "integer", "minimum": 1, "maximum": 14},
     }
     schema = {"type": "object", "properties": properties, "required": ["code", "city"]}
-    form = CallForm((FunctionTool("f", "", {**schema, "additionalProperties": False}, True),), True, False)
+    form = CallRules((FunctionTool("f", "", {**schema, "additionalProperties": False}, True),), True, False)
     grammar = BY_NAME[name].grammar(form, byte_level()[0])
     assert accepts(grammar, written(name, "f", {"code": "AB/3", "city": "Rome", "days": 14}))
     assert accepts(grammar, written(name, "f", {"code": "AB/3", "city": "é\nx"}))
@@ -193,7 +193,7 @@ def test_slashes_and_signs_behind_a_backslash_stand_for_themselves(name, pattern
         "properties": {"a": {"type": "string", "pattern": pattern}},
         "required": ["a"],
     }
-    form = CallForm((FunctionTool("f", "", {**schema, "additionalProperties": False}, True),), True, False)
+    form = CallRules((FunctionTool("f", "", {**schema, "additionalProperties": False}, True),), True, False)
     grammar = BY_NAME[name].grammar(form, byte_level()[0])
     assert accepts(grammar, written(name, "f", {"a": right}))
     assert not accepts(grammar, written(name, "f", {"a": wrong}))
@@ -212,11 +212,11 @@ def test_a_form_that_is_not_strict_stays_so_beside_tools(name):
     schema["required"] = ["a"]
     lenient, strict = StructuredOutputs(json=schema, is_lenient=True), StructuredOutputs(json=schema)
     tools = (FunctionTool("now", "", {}), TOOLS[0])  # strict tools, too
-    grammar = BY_NAME[name].grammar(CallForm(tools, False, False, lenient), byte_level()[0])
+    grammar = BY_NAME[name].grammar(CallRules(tools, False, False, lenient), byte_level()[0])
     assert accepts(grammar, said(name, '{"a": [1, 1]}'))
     assert accepts(grammar, written(name, "f", {"city": "x"}))
     assert not accepts(grammar, written(name, "f", {"days": 1}))
-    grammar = BY_NAME[name].grammar(CallForm(tools, False, False, strict), byte_level()[0])
+    grammar = BY_NAME[name].grammar(CallRules(tools, False, False, strict), byte_level()[0])
     with pytest.raises(AssertionError, match="uniqueItems"):
         matcher(grammar)
 
@@ -430,7 +430,7 @@ def strict_tool(schema, is_strict=True, is_required=True):
 
 
 def grammar_for(name, tool):
-    return BY_NAME[name].grammar(CallForm((tool,), True, False), byte_level()[0])
+    return BY_NAME[name].grammar(CallRules((tool,), True, False), byte_level()[0])
 
 
 @pytest.mark.parametrize("name", ["gemma", "qwen_xml"])

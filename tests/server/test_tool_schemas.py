@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from blockdraft.errors import RequestError
 from blockdraft.tool_calls.checking import problem_of
-from blockdraft.tool_calls.lark import CallForm
+from blockdraft.tool_calls.lark import CallRules
 from blockdraft.tool_calls.pieces import FunctionTool
 from blockdraft.tool_calls.schemas import Schemas, find_reference
 from blockdraft.tool_calls.typed import call_problem
@@ -177,7 +177,7 @@ def test_arguments_of_a_schema_are_let_through_and_come_back(name, data, schema)
     arguments = in_order(data.draw(values_for(schema)), schema)
     tool = FunctionTool("f", "", schema, is_strict=True)
     text = written(name, "f", arguments)
-    grammar = BY_NAME[name].grammar(CallForm((tool,), True, False), byte_level()[0])
+    grammar = BY_NAME[name].grammar(CallRules((tool,), True, False), byte_level()[0])
     assert accepts(grammar, text)
     assert read(name, text, [tool]) == ("", [("f", arguments)])
     assert call_problem(json.dumps(arguments), tool) is None
@@ -190,7 +190,7 @@ def test_what_a_strict_grammar_lets_through_has_the_schema(name, schema, x, y, v
     root = {"type": "object", "properties": {"a": schema}, "required": ["a"], "$defs": {"x": x, "y": y}}
     tool = FunctionTool("f", "", {**root, "additionalProperties": False}, is_strict=True)
     try:
-        grammar = BY_NAME[name].grammar(CallForm((tool,), True, False), byte_level()[0])
+        grammar = BY_NAME[name].grammar(CallRules((tool,), True, False), byte_level()[0])
         text = written(name, "f", {"a": value})
         is_let_through = accepts(grammar, text)
     except (RequestError, AssertionError):  # it cannot be bound, which was said

@@ -12,7 +12,7 @@ import torch
 from blockdraft.engine import forms
 from blockdraft.engine.request import SamplingParams
 from blockdraft.engine.trial_engine import serve
-from blockdraft.grammar.form import StructuredOutputs
+from blockdraft.grammar.structured_output import StructuredOutputs
 from blockdraft.step.graphs import MAX_ODDS, MAX_SHARE, PARTS, CapturedParts, CaptureTime, Reading, pack
 from blockdraft.step.prefill_graphs import PrefillGraph, PrefillGraphs, filled, shapes
 from blockdraft.step.row_sizes import row_sizes

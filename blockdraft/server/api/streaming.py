@@ -71,7 +71,7 @@ async def _take_all(answer: Writer, streams: Items[Stream]) -> int:
 
 
 def _going_on(delta: Delta) -> Delta:
-    """The delta. RequestError: the answer cannot keep to its form any longer, and half of it is of no use."""
+    """The delta. Raises RequestError if the engine gave up on its structured output."""
     if delta.finish_reason == "abort" and delta.stop_reason is not None:
         raise RequestError(str(delta.stop_reason), "structured_outputs")
     return delta

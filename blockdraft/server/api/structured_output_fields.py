@@ -1,27 +1,25 @@
-"""Fields that ask for a form of the answer: OpenAI's, vLLM's and llama.cpp's ways to say it."""
+"""Fields that ask for structured output: OpenAI's, vLLM's and llama.cpp's names for it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from blockdraft.errors import RequestError
-from blockdraft.grammar.form import MAX_CHOICES, StructuredOutputs
-from blockdraft.grammar.limits import MAX_FORM_CHARS
-from blockdraft.server.api.fields import StrictFields
+from blockdraft.grammar.limits import MAX_GRAMMAR_CHARS
+from blockdraft.grammar.structured_output import MAX_CHOICES, StructuredOutputs
+from blockdraft.server.api.fields import StrictFields, renamed
 from blockdraft.server.api.json_schemas import Schema, SchemaOrText
 
-ANY_WHITESPACE = r"[ \n\r\t]{1,32}"  # without a bound, a small model may write blanks for ever
+ANY_WHITESPACE = r"[ \n\r\t]{1,32}"  # without a bound, small models may write blanks for ever
 
-Grammar = Annotated[str, Field(min_length=1, max_length=MAX_FORM_CHARS)]
+Grammar = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_CHARS)]
 Choices = Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES)]
 
 
 class JsonSchemaFormat(StrictFields):
-    """OpenAI's way to send a schema. If strict, keywords that are not known are refused; else not heeded."""
+    """OpenAI's way to send a schema. Unknown keywords are refused if strict, and ignored if not."""
 
     name: str | None = None
     description: str | None = None
@@ -30,14 +28,14 @@ class JsonSchemaFormat(StrictFields):
 
 
 class ResponseFormat(StrictFields):
-    """The form of the answer, as OpenAI asks for it. `schema` is llama.cpp's way, beside json_object."""
+    """OpenAI's way to ask. `schema` is llama.cpp's way, beside json_object."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
     schema_: Schema | None = Field(default=None, alias="schema")
 
-    def form(self, whitespace: str | None) -> StructuredOutputs | None:
-        """The form that is asked for, with a regex of the white space in it."""
+    def structured_output(self, whitespace: str | None) -> StructuredOutputs | None:
+        """`whitespace` is a regex of the white space in JSON."""
         if self.type == "text":
             return None
         schema, is_strict = self.schema_, False
@@ -53,22 +51,23 @@ class ResponseFormat(StrictFields):
 
 
 class StructuredFields(StrictFields):
-    """The form of the answer, as vLLM asks for it: one of these."""
+    """vLLM's way to ask: one of these."""
 
     json_: SchemaOrText | None = Field(default=None, alias="json")
     json_object: bool | None = None
     regex: Grammar | None = None
     choice: Choices | None = None
     grammar: Grammar | None = None
-    whitespace_pattern: Grammar | None = None  # of JSON: a regex of what may stand between its parts
+    whitespace_pattern: Grammar | None = None  # a regex of the white space between the parts of JSON
     disable_any_whitespace: bool | None = None  # false: the model chooses the white space of JSON
 
     @property
-    def forms(self) -> list[StructuredOutputs]:
-        found = []
+    def structured_outputs(self) -> list[StructuredOutputs]:
+        """All that are asked for."""
         whitespace = self.whitespace_pattern
         if whitespace is None and self.disable_any_whitespace is False:
             whitespace = ANY_WHITESPACE
+        found = []
         if self.json_ is not None:
             found.append(StructuredOutputs(json=self.json_, whitespace_pattern=whitespace))
         if self.json_object:
@@ -82,8 +81,8 @@ class StructuredFields(StrictFields):
         return found
 
 
-class FormFields(StrictFields):
-    """All of these fields. Only one of them may ask for something."""
+class StructuredOutputFields(StrictFields):
+    """All fields for structured output. Only one of them may ask for something."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredFields | None = None
@@ -95,28 +94,30 @@ class FormFields(StrictFields):
     guided_whitespace_pattern: Grammar | None = None
 
     @property
-    def form(self) -> StructuredOutputs | None:
-        """The form that is asked for. Raises RequestError if there are two."""
-        forms = self._forms
-        if len(forms) > 1:
-            names = " and ".join(dict.fromkeys(name for name, _ in forms))
-            raise RequestError(f"{names} ask for {len(forms)} forms: an answer can have one.", forms[0][0])
-        return forms[0][1] if forms else None
+    def structured_output(self) -> StructuredOutputs | None:
+        """Raises RequestError if two are asked for."""
+        found = self._all
+        if len(found) > 1:
+            names = " and ".join(dict.fromkeys(name for name, _ in found))
+            raise RequestError(
+                f"{names} ask for {len(found)} structured outputs: an answer can have one.", found[0][0]
+            )
+        return found[0][1] if found else None
 
     @property
-    def form_field(self) -> str:
-        """The field that asks for the form."""
-        return next((name for name, _ in self._forms), "structured_outputs")
+    def output_field(self) -> str:
+        """The field that asks for the structured output."""
+        return next((name for name, _ in self._all), "structured_outputs")
 
     @property
-    def _forms(self) -> list[tuple[str, StructuredOutputs]]:
-        """All that is asked for, and by which field."""
+    def _all(self) -> list[tuple[str, StructuredOutputs]]:
+        """The structured outputs that are asked for, each with the field that does."""
         found = [("structured_outputs", one) for one in self._structured]
         whitespace = self.guided_whitespace_pattern
         if self.response_format is not None:
-            with _of("response_format"):
-                form = self.response_format.form(whitespace)
-            found += [] if form is None else [("response_format", form)]
+            with renamed({"structured_outputs": "response_format"}):
+                one = self.response_format.structured_output(whitespace)
+            found += [] if one is None else [("response_format", one)]
         for field, name, value in (
             ("guided_json", "json", self.guided_json),
             ("guided_regex", "regex", self.guided_regex),
@@ -125,31 +126,20 @@ class FormFields(StrictFields):
             ("grammar", "grammar", self.grammar),
         ):
             if value is not None:
-                spacing = whitespace if name == "json" else None
-                with _of(field):
-                    found.append((field, _form(name, value, spacing)))
+                given: dict[str, Any] = {
+                    name: value,
+                    "whitespace_pattern": whitespace if name == "json" else None,
+                }
+                with renamed({"structured_outputs": field}):
+                    found.append((field, StructuredOutputs(**given)))
         return found
 
     @property
     def _structured(self) -> list[StructuredOutputs]:
         if self.structured_outputs is None:
             return []
-        forms = self.structured_outputs.forms
-        if not forms:
+        found = self.structured_outputs.structured_outputs
+        if not found:
             names = "json, json_object, regex, choice or grammar"
-            raise RequestError(f"'structured_outputs' holds none of {names}.", "structured_outputs")
-        return forms
-
-
-@contextmanager
-def _of(field: str) -> Iterator[None]:
-    """Errors of a form name the field that asks for it."""
-    try:
-        yield
-    except RequestError as error:
-        raise RequestError(str(error), field, error.code) from None
-
-
-def _form(name: str, value: object, whitespace: str | None) -> StructuredOutputs:
-    fields: dict[str, Any] = {name: value, "whitespace_pattern": whitespace}
-    return StructuredOutputs(**fields)
+            raise RequestError(f"'structured_outputs' is empty: set {names}.", "structured_outputs")
+        return found

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from blockdraft.errors import RequestError
-from blockdraft.grammar.limits import MAX_FORM_CHARS
+from blockdraft.grammar.limits import MAX_GRAMMAR_CHARS
 from blockdraft.server.api.fields import StrictFields
 from blockdraft.server.api.json_schemas import Schema
 from blockdraft.tool_calls.pieces import FunctionTool
@@ -144,10 +144,10 @@ class ToolFields(StrictFields):
                     "tools",
                 )
             num_chars += len(json.dumps(schema))
-        if num_chars > MAX_FORM_CHARS:
+        if num_chars > MAX_GRAMMAR_CHARS:
             raise RequestError(
                 f"'tools': the schemas have {num_chars} characters together, more than "
-                f"{MAX_FORM_CHARS} characters: send fewer or smaller tools.",
+                f"{MAX_GRAMMAR_CHARS} characters: send fewer or smaller tools.",
                 "tools",
             )
 

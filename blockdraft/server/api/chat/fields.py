@@ -30,7 +30,7 @@ from blockdraft.server.api.fields import (
     TokenId,
     Unsupported,
 )
-from blockdraft.server.api.structured_output_fields import FormFields
+from blockdraft.server.api.structured_output_fields import StructuredOutputFields
 from blockdraft.server.api.tool_fields import ToolFields, Tools
 from blockdraft.server.http.body import shown
 
@@ -140,7 +140,7 @@ class StreamOptions(StrictFields):
     continuous_usage_stats: bool = False
 
 
-class _Generation(FormFields, AnyBody):
+class _Generation(StructuredOutputFields, AnyBody):
     """The fields of chat and plain completions alike."""
 
     # These five are the model's own where a request does not say.
@@ -183,7 +183,7 @@ class _Generation(FormFields, AnyBody):
             raise RequestError(
                 "'prompt_logprobs' cannot be streamed: set 'stream' to false.", "prompt_logprobs"
             )
-        _ = self.form  # raises if there are two
+        _ = self.structured_output  # raises if there are two
 
     def _sampling(
         self, defaults: Mapping[str, float], *, max_tokens: int | None, **last: int | None
@@ -195,9 +195,9 @@ class _Generation(FormFields, AnyBody):
                 "min_tokens",
             )
         given = {name: value for name, value in self if name in _SAMPLING_NAMES and value is not None}
-        form = {"structured_outputs": self.form}
         last |= {"max_tokens": max_tokens, "width": self.speculative.width}
-        return SamplingParams(**{**defaults, **given, **form, **last})
+        given["structured_outputs"] = self.structured_output
+        return SamplingParams(**{**defaults, **given, **last})
 
 
 class ChatRequest(ToolFields, _Generation):

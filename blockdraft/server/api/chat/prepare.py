@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from blockdraft.engine.request import SamplingParams
 from blockdraft.grammar.endless import check_end
-from blockdraft.grammar.form import StructuredOutputs, Thinking
+from blockdraft.grammar.structured_output import StructuredOutputs, Thinking
 from blockdraft.server.api.chat.fields import ChatRequest, TokenizeRequest
 from blockdraft.server.api.chat.template_messages import for_template
 from blockdraft.server.api.choices import AnswerChoice, DraftMarks
@@ -20,7 +20,7 @@ from blockdraft.server.api.fields import field_at_fault
 from blockdraft.text.tokenizer import Tokenizer
 from blockdraft.tool_calls.bare_json import tools_as_messages
 from blockdraft.tool_calls.formats import ToolFormat, find_format
-from blockdraft.tool_calls.lark import CallForm
+from blockdraft.tool_calls.lark import CallRules
 from blockdraft.tool_calls.tags import TagFilter, TagFinder
 from blockdraft.tool_calls.thoughts import (
     Splitter,
@@ -64,10 +64,10 @@ class PreparedChat:
     is_inside: bool  # the answer begins inside its thoughts
 
     @property
-    def form_field(self) -> str:
-        """The field that asks for the form of the answer."""
-        is_calls = self.asked.must_call or self.asked.form is None
-        return "tools" if is_calls else self.asked.form_field
+    def output_field(self) -> str:
+        """The field that binds the answer."""
+        is_calls = self.asked.must_call or self.asked.structured_output is None
+        return "tools" if is_calls else self.asked.output_field
 
     def choices(self) -> list[AnswerChoice]:
         """One for each answer, ready to take the engine's deltas in."""
@@ -109,11 +109,11 @@ def prepare_chat(asked: ChatRequest, dialect: Dialect, defaults: Mapping[str, fl
         is_inside = continues_inside(tags, asked.messages[-1])
     elif tags is not None:
         is_inside = begins_inside(tags, dialect.tokenizer, prompt_ids)
-    form = _form(asked, dialect, sampling.structured_outputs)
+    output = _structured_output(asked, dialect, sampling.structured_outputs)
     sampling = replace(
         sampling,
-        structured_outputs=form,
-        thinking=_thinking(asked, dialect, prompt_ids, is_inside=is_inside, has_form=form is not None),
+        structured_outputs=output,
+        thinking=_thinking(asked, dialect, prompt_ids, is_inside=is_inside, is_structured=output is not None),
         skip_special_tokens=asked.skip_special_tokens and not _shown_tags(asked, dialect),
     )
     return PreparedChat(asked, dialect, prompt_ids, sampling, is_inside)
@@ -164,37 +164,40 @@ def _shown_tags(asked: ChatRequest, dialect: Dialect) -> frozenset[str]:
     return dialect.tokenizer.special_texts & tags
 
 
-def _form(asked: ChatRequest, dialect: Dialect, form: StructuredOutputs | None) -> StructuredOutputs | None:
-    """The form of the whole answer. Tools bind it if one must be called, or is strict, or another form is.
+def _structured_output(
+    asked: ChatRequest, dialect: Dialect, output: StructuredOutputs | None
+) -> StructuredOutputs | None:
+    """What binds the whole answer: `output`, and the grammar of tool calls.
 
-    A form binds text. Where a tool must be called, the answer has no text, and the form binds nothing.
+    Calls are bound if one is demanded, if a tool is strict, or if `output` is set. That binds text only: an
+    answer that must be a call has none.
     """
     tools = asked.callable_tools
     if asked.must_call:
-        form = None
-    is_bound = asked.must_call or form is not None or any(tool.is_strict for tool in tools)
-    if form is not None and (form.grammar is not None or not tools):
-        return dialect.tools.wrap_form(form, dialect.tokenizer)
+        output = None
+    is_bound = asked.must_call or output is not None or any(tool.is_strict for tool in tools)
+    if output is not None and (output.grammar is not None or not tools):
+        return dialect.tools.wrap_output(output, dialect.tokenizer)
     if not tools or not is_bound:
         return None
     for tool in tools:
         if asked.must_call or tool.is_strict:
             check_end(tool.parameters, "tools")
-    asked_form = CallForm(
+    rules = CallRules(
         tools=tools,
         is_required=asked.must_call,
         is_parallel=asked.parallel_tool_calls and dialect.tools.is_parallel,
-        other=form,
+        other=output,
     )
-    return StructuredOutputs(grammar=dialect.tools.grammar(asked_form, dialect.tokenizer))
+    return StructuredOutputs(grammar=dialect.tools.grammar(rules, dialect.tokenizer))
 
 
 def _thinking(
-    asked: ChatRequest, dialect: Dialect, prompt_ids: Items[int], *, is_inside: bool, has_form: bool
+    asked: ChatRequest, dialect: Dialect, prompt_ids: Items[int], *, is_inside: bool, is_structured: bool
 ) -> Thinking | None:
-    """What the engine has to know of the thoughts: where a form begins behind them, or they have a budget."""
+    """The thoughts, if the engine has to know them: for structured output behind them, or for a budget."""
     tags = dialect.thoughts
-    if tags is None or not (has_form or asked.thinking_token_budget is not None):
+    if tags is None or not (is_structured or asked.thinking_token_budget is not None):
         return None
     if asked.continue_final_message and not is_inside:
         return None

@@ -53,7 +53,7 @@ class ThinkingSettings(StrictFields):
 
 
 class OutputFormat(StrictFields):
-    """The form that the answer must have."""
+    """Structured output: the JSON schema of the answer."""
 
     model_config = ConfigDict(populate_by_name=True)
 
@@ -62,7 +62,7 @@ class OutputFormat(StrictFields):
 
 
 class OutputSettings(StrictFields):
-    """How much the model is to think, and the form of its answer."""
+    """How much to think, and the structured output."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: OutputFormat | None = None
@@ -148,12 +148,12 @@ class CountTokensRequest(AnyBody):
 
     @property
     def _format(self) -> dict[str, object] | None:
-        form = self.output_config.format
-        if form is None:
+        asked = self.output_config.format
+        if asked is None:
             return None
         return {
             "type": "json_schema",
-            "json_schema": {"name": "answer", "schema": form.schema_, "strict": True},
+            "json_schema": {"name": "answer", "schema": asked.schema_, "strict": True},
         }
 
 

@@ -51,14 +51,14 @@ NAMES = {
 
 
 class TextSettings(StrictFields):
-    """The form of the text, and how long-winded it is."""
+    """The structured output of the text, and how verbose it is."""
 
     format: Format | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
 
     @property
     def known_format(self) -> dict[str, object]:
-        """The form as it was asked for, without names that mean nothing: they are neither told nor kept."""
+        """The format as asked, without unknown names, which are neither shown nor kept."""
         given = self.format or {}
         names = _SCHEMA_NAMES if given.get("type") == "json_schema" else ()
         return {"type": "text"} | {name: given[name] for name in ("type", *names) if name in given}
@@ -225,18 +225,18 @@ def _named(tool: Nested) -> Function:
 
 
 def _format(text: TextSettings) -> dict[str, object] | None:
-    """The form of the answer in the shape of chat completions."""
+    """The format as `response_format` of chat completions."""
     if text.format is None:
         return None
-    form = Nested(text.format, "text.format")
-    kind = form.text("type")
+    asked = Nested(text.format, "text.format")
+    kind = asked.text("type")
     if kind == "text":
         return None
     if kind == "json_object":
         return {"type": "json_object"}
     if kind != "json_schema":
-        raise form.unknown("type", "text, json_object or json_schema")
-    schema: dict[str, object] = {"name": form.name("name"), "schema": form.object("schema")}
-    if "strict" in form:
-        schema["strict"] = form.flag("strict", default=False)
+        raise asked.unknown("type", "text, json_object or json_schema")
+    schema: dict[str, object] = {"name": asked.name("name"), "schema": asked.object("schema")}
+    if "strict" in asked:
+        schema["strict"] = asked.flag("strict", default=False)
     return {"type": "json_schema", "json_schema": schema}

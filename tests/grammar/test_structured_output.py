@@ -14,7 +14,7 @@ from blockdraft.checkpoints.tokenizer_parts import TokenizerParts
 from blockdraft.engine.request import SamplingParams
 from blockdraft.errors import RequestError
 from blockdraft.grammar.endless import check_end
-from blockdraft.grammar.form import StructuredOutputs, Thinking
+from blockdraft.grammar.structured_output import StructuredOutputs, Thinking
 from blockdraft.grammar.vocabulary import Vocabulary
 from blockdraft.text.tokenizer import Tokenizer
 from tests import tiny
@@ -145,11 +145,11 @@ def test_a_budget_needs_no_form():
 REFUSED = [
     (
         {"json": functools.reduce(lambda inner, _: {"type": "array", "items": inner}, range(2000), {})},
-        "too deep",
+        "nests deeper",
     ),
     ({"json": "{"}, "not JSON"),
-    ({"json": [1]}, "not an object"),
-    ({"json": False}, "not an object"),
+    ({"json": [1]}, "must be an object"),
+    ({"json": False}, "must be an object"),
     ({"json": {"type": "strin"}}, "strin"),
     ({"json": {"type": "integer", "minimum": 5, "maximum": 3}}, "minimum"),
     ({"json": {"type": "object", "properties": {"a": False}, "required": ["a"]}}, "nsatisfiable"),
@@ -219,7 +219,7 @@ def test_a_schema_that_refers_to_itself_may_have_an_end(schema):
     ],
 )
 def test_a_schema_without_an_end_is_refused(schema):
-    with pytest.raises(RequestError, match="without an end"):
+    with pytest.raises(RequestError, match="always refers to itself"):
         check_end(schema)
 
 
@@ -230,7 +230,7 @@ def test_unknown_keywords_bind_nothing_where_that_is_asked_for():
 
 def test_one_form_at_a_time():
     for given_ in ({}, {"regex": "a", "json_object": True}):
-        with pytest.raises(RequestError, match="give one of"):
+        with pytest.raises(RequestError, match="exactly one of"):
             StructuredOutputs(**given_)
 
 
@@ -251,7 +251,7 @@ def test_a_form_that_becomes_too_much_ends_its_own_answer_alone(monkeypatch):
     deltas += tiny.drain(made)
     ends = {delta.request_id: delta for delta in deltas if delta.finish_reason is not None}
     assert ends[lost].finish_reason == "abort"
-    assert "form" in ends[lost].stop_reason
+    assert "structured output" in ends[lost].stop_reason
     assert "".join(delta.text for delta in deltas if delta.request_id == kept) == "abc" * 9
 
 

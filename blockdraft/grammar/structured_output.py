@@ -1,4 +1,4 @@
-"""What may bind an answer, a form and thoughts in front of it: as users say it and as llguidance reads it."""
+"""StructuredOutputs binds an answer to a schema, regex, choice or grammar; Thinking bounds its thoughts."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ _WHITESPACE = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputs:
-    """The form that an answer must have: exactly one of these. Names and meanings are vLLM's."""
+    """Structured output: an answer must match exactly one of these. Names and meanings are vLLM's."""
 
     json: str | Mapping[str, object] | None = None  # a JSON schema
     json_object: bool = False  # any JSON object
     regex: str | None = None
     choice: tuple[str, ...] | list[str] | None = None
     grammar: str | None = None  # Lark in llguidance's dialect, or GBNF
-    is_lenient: bool = False  # keywords of a schema that are not known bind nothing; else they are refused
-    # Of JSON: a regex of the white space that may stand between its parts. None: a blank behind each comma
-    # and colon, as Python writes JSON. White space without a bound lets small models write blanks for ever.
+    is_lenient: bool = False  # unknown keywords of a schema bind nothing; else they are refused
+    # A regex of the white space between the parts of JSON. None: a blank behind each comma and colon, as
+    # Python writes JSON. White space without a bound lets small models write blanks for ever.
     whitespace_pattern: str | None = None
 
     def __post_init__(self) -> None:
-        """Checks the size of everything, so that nobody works with a form that is too large."""
+        """Checks all sizes before any work."""
         self._check_one()
         if self.json is not None:
             check_json("the JSON schema", self.json)
@@ -51,14 +51,15 @@ class StructuredOutputs:
         given = [name for name in ("json", "regex", "choice", "grammar") if getattr(self, name) is not None]
         given += ["json_object"] * self.json_object
         if len(given) != 1:
-            names = " and ".join(given) if given else "nothing"
+            names = " and ".join(given) if given else "none"
             raise RequestError(
-                f"structured_outputs has {names}: give one of json, json_object, regex, choice and grammar.",
+                f"structured_outputs has {names} set: set exactly one of json, json_object, regex, choice "
+                "and grammar.",
                 "structured_outputs",
             )
         if self.whitespace_pattern is not None and given[0] not in ("json", "json_object"):
             raise RequestError(
-                f"whitespace_pattern is for JSON, and the form is '{given[0]}': leave it out.",
+                f"whitespace_pattern works with json and json_object, not with '{given[0]}': leave it out.",
                 "structured_outputs",
             )
 
@@ -66,7 +67,7 @@ class StructuredOutputs:
         pattern = self.whitespace_pattern
         if pattern is not None and not _WHITESPACE.fullmatch(pattern):
             raise RequestError(
-                f"whitespace_pattern is '{pattern[:40]}', which is no regex of white space alone: "
+                f"whitespace_pattern is '{pattern[:40]}', which can match more than white space: "
                 r"use one such as '[ \n]{0,4}'.",
                 "structured_outputs",
             )
@@ -74,27 +75,29 @@ class StructuredOutputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Thinking:
-    """The thoughts in front of an answer, which the form does not bind: how they begin and end, in tokens."""
+    """How the thoughts in front of an answer begin and end. Structured output does not bind them."""
 
     open_ids: tuple[int, ...] = ()  # (): the prompt has opened them; else the answer may begin with these
     close_ids: tuple[int, ...]
-    max_tokens: int | None = None  # after so many the thoughts are closed for it
+    max_tokens: int | None = None  # after so many the engine closes the thoughts
 
     def __post_init__(self) -> None:
         if not self.close_ids:
-            raise RequestError("thinking without close_ids would never end.", "thinking")
+            raise RequestError(
+                "thinking has no close_ids, so thoughts would never end: give them.", "thinking"
+            )
         if self.max_tokens is not None and self.max_tokens < 0:
-            raise RequestError(f"{self.max_tokens} tokens to think are less than none.", "thinking")
+            raise RequestError(f"thinking has max_tokens {self.max_tokens}: use 0 or more.", "thinking")
 
 
 def _check_choice(choice: object) -> None:
     if not isinstance(choice, tuple | list) or not 1 <= len(choice) <= MAX_CHOICES:
-        raise RequestError(f"'choice' is not a list of 1 to {MAX_CHOICES} texts.", "structured_outputs")
+        raise RequestError(f"'choice' must be a list of 1 to {MAX_CHOICES} strings.", "structured_outputs")
     for one in choice:
         check_text("an entry of 'choice'", one, MAX_RUN_CHARS)
     check_text("'choice'", "".join(choice))
 
 
-def fields_of(form: StructuredOutputs) -> dict[str, object]:
-    """A form as JSON can hold it; `StructuredOutputs(**fields)` is the form again."""
-    return {name: value for name in form.__slots__ if (value := getattr(form, name)) not in (None, False)}
+def fields_of(output: StructuredOutputs) -> dict[str, object]:
+    """The fields that are set, as JSON can hold them; `StructuredOutputs(**fields)` is the same again."""
+    return {name: value for name in output.__slots__ if (value := getattr(output, name)) not in (None, False)}
