@@ -313,7 +313,11 @@ def said(role, **message):
         ({"tools": [BAD_PART]}, "properties", "tools"),
         ({"tools": [TOOL], "tool_choice": OTHER}, "'g'", "tool_choice"),
         ({"tool_choice": "required"}, "no 'tools'", "tool_choice"),
-        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "2 structured outputs", "structured_outputs"),
+        (
+            {"structured_outputs": {"regex": "a", "choice": ["a"]}},
+            "2 structured outputs",
+            "structured_outputs",
+        ),
         ({"structured_outputs": {}}, "set json", "structured_outputs"),
         ({"structured_outputs": {"json": "{"}}, "not JSON", "structured_outputs"),
         ({"structured_outputs": {"regex": "a"}, **JSON_OBJECT}, "2 structured outputs", "structured_outputs"),
