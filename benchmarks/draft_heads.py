@@ -38,7 +38,7 @@ from blockdraft.engine.engine import Engine  # noqa: E402
 from blockdraft.models.draft_config import DraftKind  # noqa: E402
 from blockdraft.settings.shipped import shipped_drafter  # noqa: E402
 from blockdraft.start.loading import load_models, resolve_device  # noqa: E402
-from blockdraft.step.dflash2 import DFlash2Drafter  # noqa: E402
+from blockdraft.step.pairs import DFlash2Drafter  # noqa: E402
 from blockdraft.training.drafter import as_kind, load_weights, new_drafter  # noqa: E402
 from blockdraft.training.export import named_weights  # noqa: E402
 from blockdraft.training.job import DrafterShape  # noqa: E402

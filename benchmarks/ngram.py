@@ -34,7 +34,7 @@ from blockdraft.engine.trial_engine import serve
 from blockdraft.kernels.ngram_lookup import MOST
 from blockdraft.settings.settings import Settings
 from blockdraft.start.loading import load_models
-from blockdraft.step.drafter import DraftedBlock, Drafter, Weightless
+from blockdraft.step.drafter import Drafter, Weightless
 from blockdraft.training.answers import read_conversations
 
 SHORT = {"gsm8k": "gsm8k_test", "mt-bench": "mt_bench", "humaneval": "humaneval"}
@@ -56,11 +56,11 @@ class Noted(Weightless):
         self._drafter = drafter
         self.proposed: dict[int, list[int]] = {}  # by the anchor's position
 
-    def draft(self, rows: Rows, cache: Cache, view: CacheView, width: int) -> DraftedBlock:
-        block = self._drafter.draft(rows, cache, cache.view(rows, self.block), self.block).block
+    def draft(self, rows: Rows, cache: Cache, view: CacheView, width: int) -> Tensor:
+        block = self._drafter.draft(rows, cache, cache.view(rows, self.block), self.block)
         [position] = rows.length[rows.active].tolist()
         self.proposed[position] = block[0, 1:].tolist()
-        return DraftedBlock(block[:, :width].contiguous())
+        return block[:, :width].contiguous()
 
     def absorb(self, features: Tensor, view: View) -> None:
         self._drafter.absorb(features, view)

@@ -15,7 +15,7 @@ from blockdraft.cache.cache import Cache
 from blockdraft.cache.rows import Rows
 from blockdraft.cache.view import CacheView, View
 from blockdraft.kernels.sampling_tables import Whole
-from blockdraft.step.drafter import DraftedBlock, Drafter, Weightless
+from blockdraft.step.drafter import Drafter, Weightless
 
 WRONG = 1 / 7  # of all positions: a block of 16 is accepted at every length, whole ones included
 
@@ -41,14 +41,14 @@ class ReplayingDrafter(Weightless):
         is_wrong = torch.rand(table.shape, generator=torch.Generator().manual_seed(0)) < WRONG
         self._drafts.copy_(torch.where(is_wrong, (table + 1) % vocab_size, table))
 
-    def draft(self, rows: Rows, cache: Cache, view: CacheView, width: int) -> DraftedBlock:
+    def draft(self, rows: Rows, cache: Cache, view: CacheView, width: int) -> Tensor:
         anchor = rows.anchor[rows.active][:, None]  # [R, 1]
         if width == 1:
-            return DraftedBlock(anchor)
+            return anchor
         numbers = rows.sampling().integers(Whole.SEED)[:, None]
         places = view.starts[:, None] + self._columns[: width - 1]
         drafts = self._drafts[numbers, places.clamp(max=self._drafts.shape[1] - 1)]
-        return DraftedBlock(torch.cat((anchor, drafts), dim=1))
+        return torch.cat((anchor, drafts), dim=1)
 
     def absorb(self, features: Tensor, view: View) -> None:
         self._own.absorb(features, view)

@@ -134,32 +134,15 @@ def pair_walk(
     return drafts
 
 
-def markov_walk(weights, kind, logits, hidden, anchor):
+def markov_walk(weights, logits, anchor):
     """DSpark's greedy walk over one sequence: drafts [N], and the logits [N, V] that each was chosen by.
 
-    logits [N, V] and hidden [N, E] are those of the N predictions; the first follows the anchor.
+    logits [N, V] are those of the N predictions; the first follows the anchor.
     """
     w1, w2 = weights["markov_head.markov_w1.weight"], weights["markov_head.markov_w2.weight"]
-    before, state, drafts, biased = int(anchor), w1.new_zeros(w1.shape[1]), [], []
-    for row, h in zip(logits, hidden, strict=True):
-        e = w1[before]
-        if kind == "gated":
-            joint = weights["markov_head.gate_proj.weight"] @ torch.cat([h, e])
-            e = torch.sigmoid(joint + weights["markov_head.gate_proj.bias"]) * e
-        elif kind == "rnn":
-            joint = weights["markov_head.joint_proj.weight"] @ torch.cat([state, e, h])
-            gate, new, out = (joint + weights["markov_head.joint_proj.bias"]).chunk(3)
-            state = torch.sigmoid(gate) * state + (1 - torch.sigmoid(gate)) * torch.tanh(new)
-            e = torch.tanh(out)
-        biased.append(row + w2 @ e)
+    before, drafts, biased = int(anchor), [], []
+    for row in logits:
+        biased.append(row + w2 @ w1[before])
         before = int(biased[-1].argmax())
         drafts.append(before)
     return torch.tensor(drafts), torch.stack(biased)
-
-
-def confidences(weights, hidden, before, *, with_markov):
-    """Logits [N] of a confidence head for hidden [N, E], behind the tokens `before` [N]."""
-    x = hidden
-    if with_markov:
-        x = torch.cat([hidden, weights["markov_head.markov_w1.weight"][before]], -1)
-    return (x @ weights["confidence_head.proj.weight"].T + weights["confidence_head.proj.bias"])[:, 0]

@@ -17,7 +17,7 @@ from blockdraft.grammar.structured_output import StructuredOutputs
 from blockdraft.kernels.cpu import why_no_llvm
 from blockdraft.kernels.sampling_tables import Whole
 from blockdraft.kernels.transfer import to_device
-from blockdraft.step.drafter import DraftedBlock, NoDrafter, Weightless
+from blockdraft.step.drafter import NoDrafter, Weightless
 from blockdraft.step.graphs import CaptureTime, Reading, StepGraphs, pack
 from blockdraft.step.prefill import prefill_step
 from tests import tiny
@@ -153,7 +153,7 @@ class ScriptedDrafter(Weightless):
         drawn = (view.starts * 40503 + seeds * 7919 + self.shift * 104729) >> 4  # arbitrary: any column
         first_wrong = 1 + drawn % width  # `width`: none
         block = torch.where(column == first_wrong[:, None], (block + 1) % self.vocab_size, block)
-        return DraftedBlock(torch.where(column == 0, rows.anchor[rows.active][:, None], block))
+        return torch.where(column == 0, rows.anchor[rows.active][:, None], block)
 
     def absorb(self, features, view):
         if self.absorber is not None:

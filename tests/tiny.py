@@ -23,10 +23,9 @@ from blockdraft.planner.kv_choice import KvChoice
 from blockdraft.settings.settings import Settings
 from blockdraft.start.loading import load_dflash, load_models
 from blockdraft.step.dflash import DFlashDrafter
-from blockdraft.step.drafter import DraftedBlock, NoDrafter, Weightless
+from blockdraft.step.drafter import NoDrafter, Weightless
 from blockdraft.step.ngram import NgramDrafter
-from blockdraft.step.spark import SparkDrafter
-from tests.fixtures import make_pair, make_spark
+from tests.fixtures import make_pair
 
 PAIR = Path(__file__).parent / "fixtures" / "pair"
 TARGET, DRAFT, SPARK = (str(PAIR / name) for name in ("target", "draft", "spark"))
@@ -124,26 +123,10 @@ def changed_drafter(dtype, device="cpu", **config):
 
 
 @functools.cache
-def spark_drafter(dtype, device="cpu", kind="vanilla"):
-    """The trained DSpark drafter; of another kind than vanilla, with gates that know nothing."""
-    models = load(dtype, device)
+def spark_drafter(dtype, device="cpu"):
+    """The trained DSpark drafter."""
     settings = Settings(model=TARGET, draft=SPARK, dtype=dtype, device=device, max_model_len=480, width=BLOCK)
-    trained = load_models(settings, lambda _: None).drafter
-    if kind == "vanilla":
-        return trained.beside(models.target)
-    config = trained.model.config
-    config = replace(config, spark=replace(config.spark, kind=kind))
-    model = type(trained.model)(
-        config, first_layer=4, max_positions=512, has_head=False, device=torch.device("cpu")
-    ).to(device=device, dtype=getattr(torch, dtype))
-    generator = torch.Generator().manual_seed(3)
-    for name, parameter in model.named_parameters():
-        if name in trained.model.state_dict():
-            parameter.data = trained.model.state_dict()[name]
-        else:
-            parameter.data = torch.randn(parameter.shape, generator=generator).to(parameter) * 0.3
-    model = with_kernels(model.requires_grad_(False), models.target.kernels)
-    return SparkDrafter(model, models.target)
+    return load_models(settings, lambda _: None).drafter.beside(load(dtype, device).target)
 
 
 # Kinds of drafters: DFlash2, DSpark's, and what the trained one would be if its config.json said so.
@@ -152,9 +135,8 @@ CHANGED = {
     "from the anchor": {"drafts_from_anchor": True},
     "causal, from the anchor": {"is_causal": (True, True), "drafts_from_anchor": True},
 }
-SPARKS = {"DSpark": "vanilla", "gated DSpark": "gated", "recurrent DSpark": "rnn"}
 SELECTOR = "a selector alone"
-KINDS = ("DFlash2", SELECTOR, *CHANGED, *SPARKS)
+KINDS = ("DFlash2", SELECTOR, *CHANGED, "DSpark")
 # What config.json calls each of them, and what people read.
 TITLES = {
     "DFlash2": ("dflash2", "DFlash2"),
@@ -163,8 +145,6 @@ TITLES = {
     "from the anchor": ("dflash", "DFlash from the anchor"),
     "causal, from the anchor": ("dflash", "causal DFlash from the anchor"),
     "DSpark": ("dspark", "DSpark"),
-    "gated DSpark": ("dspark", "gated DSpark"),
-    "recurrent DSpark": ("dspark", "recurrent DSpark"),
 }
 
 
@@ -174,15 +154,11 @@ def write_kind(folder, name):
     if name in ("DFlash2", SELECTOR):
         write_dflash2(folder, is_convolved=name != SELECTOR)
         return folder
-    source = Path(SPARK if name in SPARKS else DRAFT)
+    source = Path(SPARK if name == "DSpark" else DRAFT)
     config, weights = (
         json.loads((source / "config.json").read_text()),
         load_file(source / "model.safetensors"),
     )
-    if name in SPARKS:
-        config["markov_head_type"] = SPARKS[name]
-        heads = make_spark.head_weights(torch.Generator().manual_seed(3), SPARKS[name])
-        weights = heads | weights
     if "from the anchor" in name:
         config["block_size"] = BLOCK - 1
         config["dflash_config"]["sample_from_anchor"] = True
@@ -217,7 +193,7 @@ class HintedDrafter(Weightless):
         self.generator = torch.Generator().manual_seed(0)
 
     def draft(self, rows, cache, view, width):
-        return DraftedBlock(asked_again(self._draft, rows, width))
+        return asked_again(self._draft, rows, width)
 
     def _draft(self, block, lengths, seeds):
         width = block.shape[1]
@@ -271,8 +247,8 @@ def drafter_named(name, models, dtype, device, plan):
         return random_drafter(dtype, device)
     if name in ("DFlash2", SELECTOR):
         return dflash2_drafter(dtype, device, is_convolved=name != SELECTOR)
-    if name in SPARKS:
-        return spark_drafter(dtype, device, SPARKS[name])
+    if name == "DSpark":
+        return spark_drafter(dtype, device)
     return changed_drafter(dtype, device, **CHANGED[name])
 
 

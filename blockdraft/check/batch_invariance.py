@@ -21,7 +21,7 @@ from blockdraft.cache.view import CacheView, View
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.request import SamplingParams
 from blockdraft.engine.trial_engine import max_tokens, serve, trial_engine
-from blockdraft.step.drafter import DraftedBlock, NoDrafter, Weightless
+from blockdraft.step.drafter import NoDrafter, Weightless
 
 NUM_PROMPT = 150  # tokens: a GPU multiplies 16, 64, 128 and more of them in different ways
 NUM_ANSWER = 20  # more than a block
@@ -127,12 +127,12 @@ class _Replay(Weightless):
         self.block = block
         self._token_ids = torch.tensor(token_ids + [0] * block, device=device)
 
-    def draft(self, rows: Rows, cache: Cache, view: CacheView, width: int) -> DraftedBlock:
+    def draft(self, rows: Rows, cache: Cache, view: CacheView, width: int) -> Tensor:
         columns = torch.arange(width, device=rows.device)
         places = (rows.length[rows.active][:, None] + columns).clamp(max=len(self._token_ids) - 1)
         block = self._token_ids[places]
         block[:, 0] = rows.anchor[rows.active]
-        return DraftedBlock(block)
+        return block
 
     def absorb(self, features: Tensor, view: View) -> None:
         pass

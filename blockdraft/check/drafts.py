@@ -31,7 +31,7 @@ from blockdraft.engine.width_controller import widths_for
 from blockdraft.errors import ModelError
 from blockdraft.kernels.cpu import why_no_llvm
 from blockdraft.kernels.linear import MAX_FEW
-from blockdraft.step.drafter import DraftedBlock, Drafter, NoDrafter, Weightless
+from blockdraft.step.drafter import Drafter, NoDrafter, Weightless
 
 ANSWER_TOKENS = 24  # of each prompt, as serving gives them
 PLAIN_TOKENS = 6  # and without the drafter, a step each
@@ -213,7 +213,7 @@ class _Watched(Weightless):
         self._drafter: Drafter = engine.models.drafter
         self.block = self._drafter.block
 
-    def draft(self, rows: Rows, cache: Cache, view: CacheView, width: int) -> DraftedBlock:
+    def draft(self, rows: Rows, cache: Cache, view: CacheView, width: int) -> Tensor:
         before = self._remembered(0)
         drafted = self._drafter.draft(rows, cache, view, width)
         self._compare(before, self._remembered(0))

@@ -100,9 +100,6 @@ DRAFT_LAYER: Names = {
 DRAFT_HEADS = {
     "markov.before": "markov_head.markov_w1",
     "markov.after": "markov_head.markov_w2",
-    "markov.gate": "markov_head.gate_proj",
-    "markov.joint": "markov_head.joint_proj",
-    "confidence.proj": "confidence_head.proj",
 }
 
 # Prefixes of a decoder's tensors: of a text model, and of the text part of a multimodal model.
@@ -149,5 +146,6 @@ DRAFT_SKIPPED = {
     r"embed_tokens\.weight": "the target's embedding is used",
     r"d2t|t2d": "read with the drafter's vocabulary",
     r"verifier_.*": "the target's weights are used",
+    r"confidence_head\..*": "widths are chosen by what drafts commit",
 }
 COPIED_HEAD = {r"lm_head\.weight": "a copy of the target's head, which is used instead"}

@@ -15,14 +15,7 @@ from typing import NamedTuple
 
 from blockdraft.checkpoints.config_fields import Fields, read_heads, read_rope, read_softcap, read_windows
 from blockdraft.errors import ModelError
-from blockdraft.models.draft_config import (
-    KIND_NAMES,
-    MARKOV_KINDS,
-    Dflash2Head,
-    DraftConfig,
-    DraftKind,
-    SparkConfig,
-)
+from blockdraft.models.draft_config import KIND_NAMES, Dflash2Head, DraftConfig, DraftKind
 
 # The defaults of both layouts.
 ZLAB_BLOCK = 16
@@ -206,7 +199,7 @@ def _draft(
         drafts_from_anchor=from_anchor,
         copies_head=kind == "dspark",
         dflash2=_read_dflash2(dflash, fields, hidden_size, vocab_size) if kind == "dflash2" else None,
-        spark=_read_spark(dflash, fields, is_dspark=kind == "dspark"),
+        markov_rank=_markov_rank(source) if kind == "dspark" else 0,
     )
 
 
@@ -216,6 +209,17 @@ def _source(fields: Fields, dflash: Fields, body: Fields, kind: DraftKind) -> _S
     source = _Source(fields, dflash, body, kind, from_anchor=kind == "dspark" if stored is None else stored)
     _refuse_variants(source)
     return source
+
+
+def _markov_rank(source: _Source) -> int:
+    """Return the rank of DSpark's Markov head; 0: the drafter has none and drafts as DFlash does."""
+    fields = source.fields
+    place = source.dflash if source.dflash.raw.get("markov_rank") is not None else fields
+    is_speculators = "speculators_model_type" in fields.raw
+    rank = place.get("markov_rank", int, SPECULATORS_RANK if is_speculators else 0)
+    if rank < 0:
+        raise place.wrong("markov_rank", rank, "expected 0 or a positive number")
+    return rank
 
 
 def _refuse_variants(source: _Source) -> None:
@@ -229,11 +233,12 @@ def _refuse_variants(source: _Source) -> None:
     dflash.refuse("attention_sink_bias", False)
     dflash.refuse("attention_value_scale", 1, 1.0)
     dflash.refuse("projector_type", "dspark")
-    if source.kind == "dflash2":  # no published one drafts from the anchor or has DSpark's heads
-        for place in (fields, dflash):
-            place.refuse("sample_from_anchor", False)
+    for place in (fields, dflash):
+        place.refuse("markov_head_type", "vanilla")  # no published drafter has another
+        if source.kind != "dspark":
             place.refuse("markov_rank", 0)
-            place.refuse("enable_confidence_head", False)
+        if source.kind == "dflash2":
+            place.refuse("sample_from_anchor", False)
     known = DFLASH2_KEYS if source.kind == "dflash2" else ()
     for key in dflash.raw:
         if key.startswith(("lilicorr_", "conv_", "selector_")) and key not in known:
@@ -257,40 +262,3 @@ def _read_dflash2(section: Fields, top: Fields, hidden_size: int, vocab_size: in
     if head.top_k > most:
         raise section.wrong("selector_top_k", head.top_k, f"but at most {most} candidates are supported")
     return head
-
-
-def _read_spark(section: Fields, top: Fields, *, is_dspark: bool) -> SparkConfig | None:
-    """Read DSpark's heads; None if the drafter has none."""
-    is_speculators = is_dspark and "speculators_model_type" in top.raw
-    rank = _at(section, "markov_rank", top).get("markov_rank", int, SPECULATORS_RANK if is_speculators else 0)
-    place = _at(section, "enable_confidence_head", top)
-    has_confidence = place.optional("enable_confidence_head", bool)
-    if has_confidence is None:  # SpecForge may store only the weight of its loss
-        alpha = _at(section, "confidence_head_alpha", top).optional("confidence_head_alpha", float)
-        has_confidence = is_speculators if alpha is None else alpha > 0
-    if rank < 0:
-        raise top.wrong("markov_rank", rank, "expected 0 or a positive number")
-    if not rank and not has_confidence:
-        return None
-    if not is_dspark and "sample_from_anchor" not in {**top.raw, **section.raw}:
-        raise top.error(
-            f"has DSpark's heads (markov_rank = {rank}), but does not say whether column k predicts its own "
-            "token or the next one: set dflash_config.sample_from_anchor to false or true"
-        )
-    kind_place = _at(section, "markov_head_type", top)
-    kind_place.refuse("markov_head_type", *MARKOV_KINDS)
-    kind = kind_place.get("markov_head_type", str, "vanilla")
-    place = _at(section, "confidence_head_with_markov", top)
-    reads_token = place.get("confidence_head_with_markov", bool, is_speculators)
-    if has_confidence and reads_token and not rank:
-        raise place.wrong("confidence_head_with_markov", True, "but markov_rank = 0")
-    return SparkConfig(
-        rank=rank,
-        kind=next(one for one in MARKOV_KINDS if one == kind),
-        has_confidence=has_confidence,
-        confidence_reads_token=has_confidence and reads_token,
-    )
-
-
-def _at(section: Fields, key: str, top: Fields) -> Fields:
-    return section if section.raw.get(key) is not None else top

@@ -506,17 +506,16 @@ class Engine:
             return launched.outcome
         assert launched.reading is not None
         rows = launched.reading.token_ids()[: len(batch.sequences)]  # the others were scratch
-        token_ids, confidence = tuple(map(tuple, rows)), launched.reading.confidence(batch.width)
-        confidence = None if confidence is None else confidence[: len(rows)]
+        token_ids = tuple(map(tuple, rows))
         if launched.logprobs is None:
-            return Outcome(token_ids, confidence=confidence)
+            return Outcome(token_ids)
         logprobs = []
         for row, sequence in enumerate(batch.sequences):
             num_top = sequence.request.sampling.logprobs
             part = launched.logprobs
             mine = Logprobs(part.chosen[row], part.top_ids[row], part.top_values[row])
             logprobs.append(() if num_top is None else _to_host(mine, token_ids[row], num_top))
-        return Outcome(token_ids, tuple(logprobs), confidence)
+        return Outcome(token_ids, tuple(logprobs))
 
     def snapshot(self) -> Snapshot:
         """All counters now. The one method that any thread may call, also during a step."""

@@ -14,8 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
-
 from blockdraft.engine.chunks import Chunks
 from blockdraft.engine.exact_pages import NO_PAGE, ExactPages
 from blockdraft.engine.page_allocator import OutOfPages, PageAllocator
@@ -43,7 +41,6 @@ class Outcome:
 
     token_ids: tuple[tuple[int, ...], ...] = ()  # per row, committed tokens only
     logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()  # per row, one per token
-    confidence: np.ndarray | None = None  # [R, width - 1] log-odds of drafts, where the drafter says them
 
 
 def always(num_rows: int, width: int) -> bool:
@@ -378,8 +375,7 @@ class Scheduler:
         deltas, now_s, width = [], self.clock(), batch.width
         if self._width_controller is not None:
             num_right = [len(token_ids) - 1 for token_ids in outcome.token_ids]
-            records = [sequence.tally.record for sequence in batch.sequences]
-            self._width_controller.observe(width, num_right, seconds, records, outcome.confidence)
+            self._width_controller.observe(width, num_right, seconds)
         logprobs = outcome.logprobs or itertools.repeat(())
         for sequence, token_ids, its_logprobs in zip(
             batch.sequences, outcome.token_ids, logprobs, strict=False

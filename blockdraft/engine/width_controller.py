@@ -5,8 +5,7 @@ All rows that did not ask for a width take the same one. Two things decide it.
 What a step of a width commits. The chance of a draft depends on its place in the block, for all rows alike,
 and on the row: of code five drafts in six are right, of trivia every other one. Places are counted over all
 rows, and a row is told from the others by one number, how often its drafts were right where all before them
-were. Older steps count less and less: an answer may turn from prose to code. A drafter that says how sure it
-is has its say in what is expected of a row, as far as what it says comes true (forecast.py).
+were. Older steps count less and less: an answer may turn from prose to code.
 
 What a step of a width takes. Measured at the start for a few numbers of rows and widths, then by every step
 that is served, host and all. Where a step takes twice as long as before, because contexts have grown or other
@@ -27,15 +26,15 @@ from statistics import fmean, median
 
 import numpy as np
 
-from blockdraft.engine.forecast import FADE, FEW, PRIOR, RowForecast
 from blockdraft.planner.plan import Plan
 from blockdraft.step.row_sizes import Place, row_sizes
 
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16)
 ALL_SIZES = 16  # rows up to which each number of them has its own times
 BELIEF = 16.0  # drafts put to the test that the chances of all rows count for in a row's own
-FADE_SURE = 0.75  # FADE of confidence: it is less noisy than outcomes, so a few steps are enough
-FEW_SAID = 3.0  # drafts of average confidence that a row's own are mixed with
+FADE = 0.95  # what a step leaves of what was known before it
+FEW = 3  # rows, whose steps are forgotten more slowly: they say less
+PRIOR = 4.0  # drafts put to the test that what is expected of a place counts for
 LAST = 6  # steps, within which two kinds of them meet the same machine
 ENOUGH = 4  # of them that tell how fast the machine is
 MEETINGS = 33  # times beside other kinds that are remembered
@@ -52,31 +51,15 @@ HOPE = 0.4  # the power of all chances that a try may find: 0.6 is then 0.8
 
 @dataclass(slots=True)
 class DraftRecord:
-    """How the drafts of one sequence fared, faded. After the first wrong one of a step nobody looks.
-
-    Of all of them: how sure the drafter was, against other drafts, if it says so.
-    """
+    """How the drafts of one sequence fared, faded. Drafts behind a wrong one do not count."""
 
     num_tried: float = 0.0
     num_right: float = 0.0
-    num_said: float = 0.0
-    sum_said: float = 0.0  # in standard deviations
 
     def count(self, width: int, num_right: int) -> None:
         """One step that verified `width - 1` drafts."""
         self.num_tried = FADE * self.num_tried + min(num_right + 1, width - 1)
         self.num_right = FADE * self.num_right + num_right
-        if width == 1:
-            self.num_said, self.sum_said = FADE * self.num_said, FADE * self.sum_said
-
-    def hear(self, num_said: int, sum_said: float) -> None:
-        """What the drafter said of as many drafts of one step."""
-        self.num_said = FADE_SURE * self.num_said + num_said
-        self.sum_said = FADE_SURE * self.sum_said + sum_said
-
-    @property
-    def sureness(self) -> float:
-        return self.sum_said / (self.num_said + FEW_SAID)
 
 
 class DraftChances:
@@ -89,7 +72,6 @@ class DraftChances:
         self._steepness = np.log(chances[1:]) / np.log(chances[:-1])  # of each place against the one before
         self._tried = np.zeros(len(known))
         self._right = np.zeros(len(known))
-        self.forecast: RowForecast | None = None  # None: no drafter has said how sure it is
 
     def count(self, width: int, num_right: np.ndarray) -> None:
         """A step of several rows, `num_right` [R] of the `width - 1` drafts of each."""
@@ -116,34 +98,16 @@ class DraftChances:
         """[widths] tokens that a step of all rows commits, in the mean; all chances to the power `hope`."""
         logs = self.logs
         power = self._powers(records, logs, hope)
-        if self.forecast is None:
-            reached = np.exp(power[:, None] * np.cumsum(logs)[None, :]).sum(axis=0)  # [places] drafts kept
-        else:
-            powers = self.forecast.powers(power / hope, _sureness(records))
-            reached = np.exp(np.cumsum(hope * powers * logs, axis=1)).sum(axis=0)
+        reached = np.exp(power[:, None] * np.cumsum(logs)[None, :]).sum(axis=0)  # [places] drafts kept
         return np.array([len(records) + reached[: width - 1].sum() for width in widths])
 
-    def hear(self, records: Sequence[DraftRecord], num_right: np.ndarray, odds: np.ndarray) -> None:
-        """How sure the drafter was of a step's drafts, `odds` [R, drafts], before anyone counts them."""
-        if self.forecast is None:
-            self.forecast = RowForecast(len(self._tried))
-        logs = self.logs
-        fared = self._powers(records, logs)
-        said = self.forecast.learn(fared, _sureness(records), logs, num_right, odds)
-        for record, its in zip(records, said.tolist(), strict=True):
-            record.hear(odds.shape[1], its)
-
-    def _powers(self, records: Sequence[DraftRecord], logs: np.ndarray, hope: float = 1.0) -> np.ndarray:
+    def _powers(self, records: Sequence[DraftRecord], logs: np.ndarray, hope: float) -> np.ndarray:
         """[R]: a row's chance at every place, as a power of all rows', by how its drafts fared."""
         middle = float(np.exp(logs[:4].mean()))  # where nearly all tries are
         tried = np.fromiter((one.num_tried for one in records), np.float64, len(records))
         right = np.fromiter((one.num_right for one in records), np.float64, len(records))
         chance = np.clip((BELIEF * middle + right) / (BELIEF + tried), 0.01, 0.99)
         return hope * np.log(chance) / math.log(middle)
-
-
-def _sureness(records: Sequence[DraftRecord]) -> np.ndarray:
-    return np.fromiter((one.sureness for one in records), np.float64, len(records))
 
 
 class StepCosts:
@@ -344,23 +308,11 @@ class WidthController:
             return 1
         return self._widths[now]
 
-    def observe(
-        self,
-        width: int,
-        num_right: Sequence[int],
-        seconds: float | None,
-        records: Sequence[DraftRecord] = (),
-        odds: np.ndarray | None = None,
-    ) -> None:
-        """A step that verified `width - 1` drafts of each row; `seconds`: what it took, if that is known.
-
-        `odds` [R, width - 1]: how sure the drafter was; `records`: its rows', which have not counted it yet.
-        """
+    def observe(self, width: int, num_right: Sequence[int], seconds: float | None) -> None:
+        """Learn from a step that verified `width - 1` drafts of each row; `seconds`: if known, its time."""
         if seconds is not None:
             self.costs.observe(len(num_right), width, seconds)
         if width > 1:
-            if odds is not None:
-                self.chances.hear(records, np.asarray(num_right), odds)
             self.chances.count(width, np.asarray(num_right))
             if self._width == 1 and self._has_paid(width, num_right):
                 self._pause = max(self._pause // 4, MIN_PAUSE)  # it doubles with every try

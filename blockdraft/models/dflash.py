@@ -19,7 +19,6 @@ from blockdraft.models.draft_config import DraftConfig
 from blockdraft.models.kernel_module import KernelModule
 from blockdraft.models.layers import GatedMLP, Linear, RMSNorm
 from blockdraft.models.rotary import Rotary
-from blockdraft.models.spark import ConfidenceHead, MarkovHead
 
 
 class DFlashLayer(nn.Module):
@@ -65,6 +64,26 @@ class DFlashLayer(nn.Module):
         return self.mlp(x, self.mlp_norm)  # type: ignore[no-any-return]
 
 
+class Table(nn.Module):
+    """A row of values for each token."""
+
+    def __init__(self, num_tokens: int, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_tokens, size))
+
+
+class MarkovHead(nn.Module):
+    """DSpark's: the token before a draft adds `after @ before[token]` to its logits.
+
+    `after` has a row for each row of the drafter's head. Both tables stay as they are stored.
+    """
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        self.before = Table(config.vocab_size, config.markov_rank)
+        self.after = Table(config.draft_vocab_size, config.markov_rank)
+
+
 class DFlash(KernelModule):
     """The drafter's body; `first_layer` is the index of its first layer in the shared cache."""
 
@@ -90,11 +109,7 @@ class DFlash(KernelModule):
         self.norm = RMSNorm(hidden, config.norm_eps)
         self.rotary = Rotary(config.rope, config.head_dim, max_positions, device)
         self.head = Linear(hidden, config.draft_vocab_size) if has_head else None
-        spark = config.spark
-        self.markov = MarkovHead(config, spark) if spark is not None and spark.rank else None
-        self.confidence = (
-            ConfidenceHead(config, spark) if spark is not None and spark.has_confidence else None
-        )
+        self.markov = MarkovHead(config) if config.markov_rank else None
 
     def absorb(self, features: Tensor, view: View) -> None:
         """Write the context's keys and values of these positions to the cache: features [N, taps * E]."""
@@ -104,12 +119,6 @@ class DFlash(KernelModule):
         for layer in self.layers:
             assert isinstance(layer, DFlashLayer)
             view.write(layer.layer, *layer.keys_values(context), angles=angles, norms=layer.norms())
-
-    def confidences(self, hidden: Tensor, before: Tensor) -> Tensor:
-        """Return [N] log-odds that drafts of hidden states [N, E] are right if the tokens before [N] are."""
-        assert self.confidence is not None
-        own = None if self.markov is None else self.markov.before.weight[before]
-        return self.confidence(hidden, own).float()  # type: ignore[no-any-return]
 
     def forward(self, x: Tensor, view: View, num_columns: int) -> Tensor:
         """Return hidden states [N, E] of blocks of `num_columns` with embeddings x [N, E]."""

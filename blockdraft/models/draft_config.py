@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from blockdraft.cache.spec import LayerSpec
 from blockdraft.errors import ModelError
@@ -12,18 +12,6 @@ from blockdraft.models.config import ModelConfig, Rope, layer_spec
 DraftKind = Literal["dflash", "dflash2", "dspark"]
 KIND_NAMES: dict[DraftKind, str] = {"dflash": "DFlash", "dflash2": "DFlash2", "dspark": "DSpark"}
 SPARK_CANDIDATES = 32  # arbitrary: DSpark sets no limit, and vLLM's examples have 16
-MarkovKind = Literal["vanilla", "gated", "rnn"]
-MARKOV_KINDS: tuple[MarkovKind, ...] = get_args(MarkovKind)
-
-
-@dataclass(frozen=True, slots=True)
-class SparkConfig:
-    """DSpark's heads (models/spark.py)."""
-
-    rank: int  # of the Markov head; 0: there is none
-    kind: MarkovKind
-    has_confidence: bool
-    confidence_reads_token: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +53,7 @@ class DraftConfig:
     dflash2: Dflash2Head | None = None
     drafts_from_anchor: bool = False  # each column, the anchor's too, predicts the token behind it
     copies_head: bool = False  # a head in the file is a frozen copy of the target's
-    spark: SparkConfig | None = None
+    markov_rank: int = 0  # of DSpark's Markov head; 0: it has none
 
     @property
     def num_layers(self) -> int:
@@ -74,7 +62,7 @@ class DraftConfig:
     @property
     def kind(self) -> DraftKind:
         """The kind that follows from the options, whatever the file calls it."""
-        return "dflash2" if self.dflash2 is not None else "dflash" if self.spark is None else "dspark"
+        return "dflash2" if self.dflash2 is not None else "dspark" if self.markov_rank else "dflash"
 
     @property
     def num_candidates(self) -> int:

@@ -1,4 +1,4 @@
-"""What a drafter is called by its kind: "causal DFlash", "DFlash2", "gated DSpark and n-grams of 12"."""
+"""What a drafter is called by its kind: "causal DFlash", "DFlash2", "DSpark and n-grams of 12"."""
 
 from __future__ import annotations
 
@@ -13,10 +13,7 @@ def drafting_title(draft: DraftConfig | None, ngram: int) -> str | None:
 
 
 def kind_title(draft: DraftConfig) -> str:
-    title, spark = KIND_NAMES[draft.kind], draft.spark
-    if spark is not None:  # which drafts from the anchor, as a rule
-        heads = {"vanilla": title, "gated": f"gated {title}", "rnn": f"recurrent {title}"}
-        title = heads[spark.kind] if spark.rank else f"{title} without a Markov head"
-    elif draft.drafts_from_anchor:
+    title = KIND_NAMES[draft.kind]
+    if draft.kind == "dflash" and draft.drafts_from_anchor:
         title += " from the anchor"
     return f"causal {title}" if all(draft.is_causal) else title

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import astuple, dataclass
 
 from blockdraft.models.config import AttentionConfig, DeltaConfig, MLPConfig, ModelConfig, MoEConfig
-from blockdraft.models.draft_config import DraftConfig, SparkConfig
+from blockdraft.models.draft_config import DraftConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,20 +62,8 @@ def draft_values(config: DraftConfig, *, has_head: bool) -> Values:
     for _ in range(config.num_layers):
         count += layer
     count += Values(head=config.draft_vocab_size * hidden if has_head else 0)
-    return count if config.spark is None else count + _spark(config, config.spark)
-
-
-def _spark(config: DraftConfig, spark: SparkConfig) -> Values:
-    """DSpark's heads, which nobody quantises."""
-    hidden, rank = config.hidden_size, spark.rank
-    tables = num = (config.vocab_size + config.draft_vocab_size) * rank
-    if rank and spark.kind == "gated":
-        num += (hidden + rank + 1) * rank
-    elif rank and spark.kind == "rnn":
-        num += (hidden + 2 * rank + 1) * 3 * rank
-    if spark.has_confidence:
-        num += hidden + (rank if spark.confidence_reads_token else 0) + 1
-    return Values(plain=num, tables=tables)
+    tables = (config.vocab_size + config.draft_vocab_size) * config.markov_rank  # never quantised
+    return count + Values(plain=tables, tables=tables)
 
 
 def _linear(inputs: int, *parts: int, has_bias: bool = False) -> Values:

@@ -46,8 +46,8 @@ from blockdraft.start.chat_template import read_chat_template
 from blockdraft.start.gguf_choices import gguf_choices
 from blockdraft.step.dflash import DFlashDrafter
 from blockdraft.step.drafter import Drafter, NoDrafter
-from blockdraft.step.kinds import drafter_type
 from blockdraft.step.ngram import NGRAM_ACCEPTANCE, NgramDrafter
+from blockdraft.step.pairs import drafter_type
 from blockdraft.text.tokenizer import Tokenizer
 
 Module = TypeVar("Module", bound=nn.Module)

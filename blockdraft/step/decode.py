@@ -34,13 +34,12 @@ def decode_parts(  # noqa: PLR0913
 ) -> Generator[Tensor, None, Verdict]:
     """Draft a block for every active row, verify it in one target forward, commit what matched."""
     view = cache.view(rows, width)  # positions length .. length + width - 1
-    drafted = drafter.draft(rows, cache, view, width)
-    block = drafted.block  # [R, B] the anchor, then width - 1 proposals
-    yield block  # what the form of an answer forces may be put in
+    block = drafter.draft(rows, cache, view, width)  # [R, B] the anchor, then width - 1 proposals
+    yield block  # the host may overwrite drafts that a structured output forces
     hidden, features = target(block.flatten(), view)  # writes scratch slots and tapes
-    yield block  # what it forbids may be said
+    yield block  # the host may forbid tokens that the structured output does not allow
     logits = target.logits(hidden).view(*block.shape, -1)
-    verdict = verify(logits, drafted, rows, view.starts, allowed, num_logprobs=num_logprobs, rates=rates)
+    verdict = verify(logits, block, rows, view.starts, allowed, num_logprobs=num_logprobs, rates=rates)
     drafter.absorb(features, view)  # unmasked: rejected positions are scratch
     cache.commit(rows, view.starts, verdict.num_committed)  # folds the tapes; keys and values stay
     rows.advance(block, verdict.token_ids, verdict.num_committed)

@@ -18,7 +18,6 @@ from blockdraft.kernels.sampling import NEVER
 from blockdraft.models.decoder import Decoder, softcap
 from blockdraft.models.dflash import DFlash
 from blockdraft.models.kernel_module import with_kernels
-from blockdraft.step.drafter import DraftedBlock
 from blockdraft.step.ngram import recall
 
 
@@ -47,28 +46,21 @@ class DFlashDrafter:
         twin.model, twin.target = with_kernels(self.model, target.kernels), target
         return twin
 
-    def draft(self, rows: Rows, cache: Cache, view: CacheView, width: int) -> DraftedBlock:
+    def draft(self, rows: Rows, cache: Cache, view: CacheView, width: int) -> Tensor:
         """Runs its whole block, or only the first `width` columns where that gives the same drafts.
 
         Its head, which takes as long as several layers, runs on the columns that will be verified.
         """
         anchor = rows.anchor[rows.active][:, None]  # [R, 1]
         if width == 1:
-            return DraftedBlock(anchor)
+            return anchor
         num_columns = self.columns_for(width)
         own = view if width == num_columns else cache.view(rows, num_columns)
         hidden = self.block_hidden(anchor, own, num_columns)[:, : width - 1]
         block = torch.cat((anchor, self.propose(hidden, anchor, view.starts, rows)), dim=1)
-        confidence = self.confidence(hidden, block[:, :-1])  # of its own drafts, whatever takes their place
         if self.draft_ngram:
             recall(block, rows, view, self.draft_ngram)
-        return DraftedBlock(block, confidence)
-
-    def confidence(self, hidden: Tensor, before: Tensor) -> Tensor | None:
-        """[R, D] of drafts with hidden states [R, D, E] behind the tokens [R, D]; None: no such head."""
-        if self.model.confidence is None:
-            return None
-        return self.model.confidences(hidden.flatten(0, 1), before.flatten()).view(before.shape)
+        return block
 
     def columns_for(self, width: int) -> int:
         """How many columns its forward has for the drafts of a step of `width`."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol, Self
 
 from torch import Tensor, nn
@@ -11,14 +10,6 @@ from blockdraft.cache.cache import Cache
 from blockdraft.cache.rows import Rows
 from blockdraft.cache.view import CacheView, View
 from blockdraft.models.decoder import Decoder
-
-
-@dataclass(frozen=True, slots=True)
-class DraftedBlock:
-    """A block for each row and, of a drafter that says so, how likely its drafts are right."""
-
-    block: Tensor  # [R, B] column 0 is the anchor, the rest are proposals
-    confidence: Tensor | None = None  # [R, B - 1] log-odds that a draft is right if all before it are
 
 
 class Drafter(Protocol):
@@ -36,8 +27,8 @@ class Drafter(Protocol):
     def beside(self, target: Decoder) -> Drafter:
         """The same drafter, weights shared, for another copy of its target."""
 
-    def draft(self, rows: Rows, cache: Cache, view: CacheView, width: int) -> DraftedBlock:
-        """Blocks [R, width] for the active rows.
+    def draft(self, rows: Rows, cache: Cache, view: CacheView, width: int) -> Tensor:
+        """Return blocks [R, width] for the active rows: column 0 is the anchor, the rest are proposals.
 
         `view` is what the target will verify through: a drafter of the same width may use it too.
         """
@@ -66,8 +57,8 @@ class NoDrafter(Weightless):
     def __init__(self, block: int = 1) -> None:
         self.block = block
 
-    def draft(self, rows: Rows, cache: Cache, view: CacheView, width: int) -> DraftedBlock:
-        return DraftedBlock(rows.anchor[rows.active][:, None].repeat(1, width))
+    def draft(self, rows: Rows, cache: Cache, view: CacheView, width: int) -> Tensor:
+        return rows.anchor[rows.active][:, None].repeat(1, width)
 
     def absorb(self, features: Tensor, view: View) -> None:
         pass

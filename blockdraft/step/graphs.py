@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,7 +24,6 @@ from blockdraft.step.row_sizes import Place
 from blockdraft.step.verify import Verdict
 
 T = TypeVar("T")
-MAX_ODDS, PARTS = 30.0, 1024  # of a confidence on its way: the most, and parts of one; it is a whole number
 MAX_SHARE = 0.03  # of the time, for captures while requests are served
 
 
@@ -33,7 +31,7 @@ class Reading:
     """A verdict, or a block, on its way to the host; the device goes on meanwhile."""
 
     def __init__(self, packed: Tensor) -> None:
-        """packed [R, 1 + B, or twice B]: tokens committed, the samples and, if there are any, confidences."""
+        """packed [R, 1 + B]: how many tokens were committed, then the samples."""
         self._host = packed if packed.is_cuda else packed.clone()  # the next replay overwrites it
         self._event: torch.cuda.Event | None = None
         if packed.is_cuda:
@@ -53,20 +51,10 @@ class Reading:
         """The committed tokens of each row."""
         return [row[1 : 1 + row[0]] for row in self.rows()]
 
-    def confidence(self, width: int) -> np.ndarray | None:
-        """[R, width - 1] log-odds of each draft, when `token_ids` were read; None: nobody said any."""
-        if self._host.shape[1] == 1 + width:
-            return None
-        return self._host[:, 1 + width :].numpy() / PARTS
-
 
 def pack(verdict: Verdict) -> Tensor:
     """What the host needs of a verdict, in one tensor."""
-    found = [verdict.num_committed[:, None], verdict.token_ids]
-    if verdict.confidence is not None:
-        odds = verdict.confidence.nan_to_num(0.0).clamp(-MAX_ODDS, MAX_ODDS)
-        found.append((odds * PARTS).round().to(verdict.token_ids.dtype))
-    return torch.cat(found, dim=1)
+    return torch.cat((verdict.num_committed[:, None], verdict.token_ids), dim=1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 from blockdraft.cache.cache import Cache
 from blockdraft.cache.rows import Rows
 from blockdraft.cache.view import CacheView, View
-from blockdraft.step.drafter import DraftedBlock, Weightless
+from blockdraft.step.drafter import Weightless
 
 # How often draft i + 1 was accepted, in the mean of the sets of benchmarks/ngram.py: where a start begins.
 _ACCEPTED = (0.22, 0.13, 0.11, 0.09, 0.08, 0.07, 0.06, 0.06, 0.05, 0.05, 0.05, 0.04, 0.04, 0.04, 0.04)
@@ -25,11 +25,11 @@ class NgramDrafter(Weightless):
         self.block = block
         self.least = least
 
-    def draft(self, rows: Rows, cache: Cache, view: CacheView, width: int) -> DraftedBlock:
+    def draft(self, rows: Rows, cache: Cache, view: CacheView, width: int) -> Tensor:
         """Where nothing has occurred before, the drafts are the anchor."""
         block = rows.anchor[rows.active][:, None].repeat(1, width)
         recall(block, rows, view, self.least)
-        return DraftedBlock(block)
+        return block
 
     def absorb(self, features: Tensor, view: View) -> None:
         pass

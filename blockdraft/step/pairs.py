@@ -1,6 +1,6 @@
-"""PairDrafter: a block's columns are computed at once, its drafts are chosen one after another.
+"""PairDrafter: DFlash2 and DSpark compute a block's columns at once and choose its drafts one after another.
 
-Each is chosen among a few candidates of its column, by what the token before it says of them
+Each draft is chosen among a few candidates of its column, by what the token before it says of them
 (kernels/candidates.py).
 """
 
@@ -14,7 +14,12 @@ from blockdraft.kernels.candidates import PairScores
 from blockdraft.kernels.sampling import NEVER
 from blockdraft.models.decoder import Decoder
 from blockdraft.models.dflash import DFlash
+from blockdraft.models.dflash2 import DFlash2
+from blockdraft.models.draft_config import DraftConfig
 from blockdraft.step.dflash import DFlashDrafter
+
+LEAST_WALKED = 7  # drafts: what a walk costs and what it gains are about even there (docs/models.md)
+MOST_WALKED = 4  # rows: of 16, a greedy walk takes more than it gains; between them nothing was measured
 
 
 class PairDrafter(DFlashDrafter):
@@ -29,11 +34,6 @@ class PairDrafter(DFlashDrafter):
         if vocab_map is not None:
             self.places = vocab_map.new_zeros(model.config.vocab_size)
             self.places[vocab_map] = torch.arange(len(vocab_map), device=vocab_map.device)
-
-    @property
-    def is_walked(self) -> bool:
-        """Whether all drafts of a block are chosen by `kernels.walk`."""
-        return True
 
     def tables(self) -> tuple[Tensor, Tensor]:
         """What tokens say of the next one [V, rank], and a draft's side of it [rows of the head, rank]."""
@@ -76,3 +76,41 @@ class PairDrafter(DFlashDrafter):
         drafts = self.tables()[1][ids if self.places is None else self.places[ids]]
         scores = scores + (drafts.to(wide) @ hints.to(wide)[..., None])[..., 0]
         return torch.full_like(logits, NEVER, dtype=wide).scatter(-1, ids, scores)
+
+
+class DFlash2Drafter(PairDrafter):
+    """Drafts with a DFlash2 model, whose selector knows the pairs (models/dflash2.py)."""
+
+    model: DFlash2
+
+    def weighs_pairs(self, num_drafts: int, num_rows: int = 1) -> bool:
+        """Where a selector alone was trained, not for narrow blocks, nor for many: it gains late in one."""
+        if self.model.is_convolved:
+            return True
+        return num_drafts >= min(LEAST_WALKED, self.block - 1) and num_rows <= MOST_WALKED
+
+    def tables(self) -> tuple[Tensor, Tensor]:
+        selector = self.model.candidate_selector
+        return selector.predecessor_codebook, selector.successor_codebook
+
+    @property
+    def skips_first(self) -> bool:
+        return self.model.candidate_selector.skips_first
+
+    def mixture(self, hidden: Tensor) -> Tensor:
+        return self.model.candidate_selector.mixture(hidden)
+
+
+class SparkDrafter(PairDrafter):
+    """Drafts with a model that has DSpark's Markov head."""
+
+    def tables(self) -> tuple[Tensor, Tensor]:
+        assert self.model.markov is not None
+        return self.model.markov.before.weight, self.model.markov.after.weight
+
+
+def drafter_type(config: DraftConfig) -> type[DFlashDrafter]:
+    """Return the class of the drafter that `config` describes."""
+    if config.dflash2 is not None:
+        return DFlash2Drafter
+    return SparkDrafter if config.markov_rank else DFlashDrafter

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from blockdraft.cache.rows import Rows
 from blockdraft.kernels.sampling import Allowed
-from blockdraft.step.drafter import DraftedBlock
 
 LOGIT_SLICE = 64  # positions whose logits are widened at one time, when log-probabilities are asked for
 
@@ -39,12 +38,11 @@ class Verdict:
     token_ids: Tensor  # [R, B] the target's own samples
     num_committed: Tensor  # [R] accepted drafts + 1
     logprobs: Logprobs | None  # [R, B], when a row asked
-    confidence: Tensor | None = None  # [R, B - 1], as drafted
 
 
 def verify(
     logits: Tensor,
-    drafted: DraftedBlock,
+    block: Tensor,
     rows: Rows,
     starts: Tensor,
     allowed: Allowed | None = None,
@@ -52,13 +50,13 @@ def verify(
     num_logprobs: int | None = None,
     rates: Tensor | None = None,
 ) -> Verdict:
-    """Sample logits [R, B, V] with each row's own rules; a draft counts while it equals the sample before it.
+    """Sample logits [R, B, V] by each row's rules; a draft in `block` counts if the sample before equals it.
 
     Each emitted token is the target's sample under noise keyed by (seed, position), so a drafter can
     change how many tokens a step yields and never which tokens. `rates`, for timing alone, draw how many are
     kept instead: the text is then nonsense. `allowed`: the forms of answers; what they forbid is not sampled.
     """
-    scores, block = logits, drafted.block
+    scores = logits
     if allowed is not None:
         scores = logits if num_logprobs is None else logits.clone()  # log-probabilities are the model's own
         rows.kernels.forbid(scores, allowed)
@@ -68,7 +66,7 @@ def verify(
     else:
         num_committed = rows.kernels.draw_accepted(rates[: block.shape[1] - 1], starts, rows.sampling())
     logprobs = None if num_logprobs is None else measure(logits, sampled, num_logprobs)
-    return Verdict(sampled, num_committed, logprobs, drafted.confidence)
+    return Verdict(sampled, num_committed, logprobs)
 
 
 def measure(logits: Tensor, token_ids: Tensor, num_top: int) -> Logprobs:

@@ -9,7 +9,12 @@ import torch
 from torch import nn
 
 from blockdraft.checkpoints.opening import open_checkpoint
-from blockdraft.checkpoints.read_draft_config import SKIPS_FIRST, default_taps, read_draft_config
+from blockdraft.checkpoints.read_draft_config import (
+    SKIPS_FIRST,
+    default_taps,
+    draft_kind,
+    read_draft_config,
+)
 from blockdraft.checkpoints.weights import load_drafter
 from blockdraft.errors import ModelError, SettingsError
 from blockdraft.models.config import AttentionConfig, ModelConfig
@@ -79,7 +84,7 @@ def as_kind(
     """config.json of the drafter of this kind that one with config.json `raw` becomes; None: of its own."""
     own = read_draft_config(raw, name=name).kind
     if kind in (None, own):
-        return raw
+        return spark.without_confidence(raw) if draft_kind(raw) == "dspark" else raw
     if own != "dflash":
         raise SettingsError(f"'{name}' is a {KIND_NAMES[own]} drafter: leave --kind out to train it further.")
     return dflash2_json(raw, shape) if kind == "dflash2" else spark.spark_json(raw, shape.rank)

@@ -30,7 +30,7 @@ from blockdraft.models.draft_config import DraftConfig
 from blockdraft.planner.plan import ELEMENT_BYTES
 from blockdraft.settings.settings import Settings
 from blockdraft.start.loading import load_models
-from blockdraft.step.dflash2 import MOST_WALKED
+from blockdraft.step.pairs import MOST_WALKED
 from blockdraft.training.answers import Document
 from blockdraft.training.features import FeatureReader
 from blockdraft.training.packing import DocumentPlace, PackedRows, TrainingBatch, pack, with_anchors

@@ -138,7 +138,7 @@ def _before(
     assert job.start_from is not None
     config = read_draft_config(open_checkpoint(job.start_from, what="drafter").config, name=job.start_from)
     forward = trainer.forward
-    if config.spark != trainer.model.config.spark:
+    if config.markov_rank != trainer.model.config.markov_rank:
         own = _new_model(job, models, config)
         load_weights(own, job.start_from, models.device)
         forward = BlockForward(own, models.target)
@@ -345,8 +345,6 @@ def _drafter_config(
     check_pair(config, models.config, models.tokenizer.eos_ids)
     if config.draft_vocab_size != config.vocab_size or config.embedding_scale is not None:
         raise ModelError(f"'{config.name}' has a head or an embedding scale of its own: not trained here.")
-    if config.spark is not None and not config.spark.rank:
-        raise ModelError(f"'{config.name}' has a confidence head alone: it is served, but not trained here.")
     if job.recipe.short_blocks and not (all(config.is_causal) and config.block >= 4):
         raise SettingsError(
             f"--short-blocks {job.recipe.short_blocks} is for causal drafters with blocks of 4 or more: the "

@@ -1,41 +1,36 @@
-"""DSpark's heads in training: a drafter that gets them, and a loss that they share with the body.
+"""DSpark's Markov head in training: a drafter that gets one, and the loss that it shares with the body.
 
-The Markov head hears of the true token before each draft. The loss of a draft is a tenth of cross-entropy and
-nine tenths of the total variation between what drafter and target believe: one less that is how often a draft
-of theirs is accepted, which is also what the confidence head learns to say. That head listens only: its loss
-moves nothing but itself.
+The head sees the true token before each draft. The loss of a draft is 0.1 cross-entropy + 0.9 total variation
+between the distributions of drafter and target; one minus that variation is how often the draft is accepted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from blockdraft.checkpoints.read_draft_config import draft_block, read_draft_config
 from blockdraft.models.dflash import DFlash
-from blockdraft.models.spark import Projection, Table
 from blockdraft.training.job import Objective
 from blockdraft.training.objective import Head, Scores, Teacher, column_weights
 
 CE_SHARE = 0.1  # DeepSpec's; the rest is total variation
 INITIAL = 0.01  # standard deviation of the rows by the token before, as DeepSpec has it
+NO_CONFIDENCE = {"enable_confidence_head": False, "confidence_head_with_markov": False}
 CHUNK_BYTES = 1 << 28  # of logits at a time; their gradient needs about ten times as much
 
 
 def spark_json(raw: Mapping[str, object], rank: int) -> dict[str, object]:
-    """config.json of a DFlash drafter with `raw` once it has DSpark's heads, of this rank.
+    """Return the config.json of a DFlash drafter with `raw` once it has a Markov head of this rank.
 
     In DeepSpec's layout, which vLLM loads; a speculators drafter stays one.
     """
     heads = {
         "markov_rank": rank,
         "markov_head_type": "vanilla",
-        "enable_confidence_head": True,
-        "confidence_head_with_markov": True,
+        **NO_CONFIDENCE,
         "block_size": draft_block(raw) - 1,
     }
     if "speculators_model_type" in raw:
@@ -57,45 +52,39 @@ def spark_json(raw: Mapping[str, object], rank: int) -> dict[str, object]:
     }
 
 
+def without_confidence(raw: Mapping[str, object]) -> dict[str, object]:
+    """Return config.json `raw` of a DSpark drafter without its confidence head, which training drops."""
+    kept = {key: value for key, value in raw.items() if not key.startswith("confidence_head")}
+    section = raw.get("dflash_config")
+    if isinstance(section, Mapping):
+        inner = {key: value for key, value in section.items() if not key.startswith("confidence_head")}
+        kept["dflash_config"] = {**inner, **NO_CONFIDENCE}
+    return {**kept, **NO_CONFIDENCE}
+
+
 def begin(model: DFlash, generator: torch.Generator) -> None:
-    """Heads that say nothing yet."""
-    for module in model.modules():
-        if isinstance(module, Projection):
-            nn.init.zeros_(module.weight)
-            nn.init.zeros_(module.bias)
-        elif isinstance(module, Table):
-            nn.init.zeros_(module.weight)
+    """Initialise a Markov head that adds nothing yet."""
     if model.markov is not None:
+        nn.init.zeros_(model.markov.after.weight)
         before = model.markov.before.weight
         before.data.copy_(torch.randn(before.shape, generator=generator) * INITIAL)
 
 
-@dataclass(frozen=True, slots=True)
-class SparkColumns:
-    """What a drafter makes of the columns of blocks."""
-
-    hidden: Tensor  # [blocks, B - 1, E]
-    latents: Tensor  # [blocks, B - 1, rank]
-    confidence: Tensor | None  # [blocks, B - 1] logits
-
-
-def spark_columns(model: DFlash, hidden: Tensor, before: Tensor) -> SparkColumns:
-    """Of hidden states [blocks, B - 1, E] behind the tokens `before` [blocks, B - 1]."""
-    assert model.markov is not None
-    latents, confidence = model.markov.latents(hidden, before), None
-    if model.confidence is not None:
-        own = model.markov.before.weight[before].detach()
-        flat = model.confidence(hidden.detach().flatten(0, 1), own.flatten(0, 1).to(hidden.dtype))
-        confidence = flat.view(before.shape)
-    return SparkColumns(hidden, latents, confidence)
-
-
 def spark_loss(
-    columns: SparkColumns, after: Tensor, labels: Tensor, head: Head, objective: Objective, teacher: Teacher
+    hidden: Tensor,
+    latents: Tensor,
+    after: Tensor,
+    labels: Tensor,
+    *,
+    head: Head,
+    objective: Objective,
+    teacher: Teacher,
 ) -> Scores:
-    """The loss of blocks with labels [blocks, B - 1]; -1 does not count. `after` is the Markov head's."""
-    hidden, latents, confidence = columns.hidden, columns.latents, columns.confidence
-    given = (hidden, latents, after) if confidence is None else (hidden, latents, after, confidence)
+    """Return the loss of blocks with hidden states [blocks, B - 1, E] and labels [blocks, B - 1].
+
+    `latents` [blocks, B - 1, rank]: rows of the Markov head's `before`; label -1 does not count.
+    """
+    given = hidden, latents, after
     loss, matches = _SparkLoss.apply(labels, head, objective, teacher, *given)  # type: ignore[no-untyped-call]
     return Scores(loss, matches)
 
@@ -119,8 +108,8 @@ class _SparkLoss(torch.autograd.Function):
         for first in range(0, len(labels), step):
             part = slice(first, first + step)
             with torch.enable_grad():
-                pieces = [one.detach()[part].requires_grad_() for one in (*given[:2], *given[3:])]
-                pieces.insert(2, given[2].detach().requires_grad_())
+                pieces = [one.detach()[part].requires_grad_() for one in given[:2]]
+                pieces.append(given[2].detach().requires_grad_())
                 loss, weight, matches[part] = _chunk(pieces, labels[part], head, objective, teacher, part)
                 found = torch.autograd.grad(loss, pieces)
             for place, (gradient, one) in enumerate(zip(gradients, found, strict=True)):
@@ -141,7 +130,7 @@ def _chunk(
     pieces: list[Tensor], labels: Tensor, head: Head, objective: Objective, teacher: Teacher, part: slice
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The weighted loss of some blocks, their weight, and where the best guess was right."""
-    hidden, latents, after, *confidence = pieces
+    hidden, latents, after = pieces
     logits = head.logits(hidden) + latents.to(hidden.dtype) @ after.to(hidden.dtype).T
     wide = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
     beliefs = wide.log_softmax(dim=-1)
@@ -150,9 +139,6 @@ def _chunk(
     thought = teacher.logits[teacher.rows[part]].to(wide.dtype).softmax(dim=-1)
     apart = 0.5 * (beliefs.exp() - thought).abs().sum(dim=-1)
     loss = CE_SHARE * entropy + (1 - CE_SHARE) * apart
-    if confidence:
-        said = confidence[0].to(wide.dtype)
-        loss = loss + functional.binary_cross_entropy_with_logits(said, 1 - apart.detach(), reduction="none")
     is_label = labels >= 0
     weights = column_weights(torch.exp(-entropy.detach()), is_label, objective)
     right = (wide.detach().argmax(dim=-1) == label) & is_label

@@ -21,8 +21,7 @@ from blockdraft.kernels.transfer import to_device
 from blockdraft.models.decoder import Decoder
 from blockdraft.models.dflash import DFlash, DFlashLayer
 from blockdraft.models.dflash2 import DFlash2
-from blockdraft.step.kinds import drafter_type
-from blockdraft.step.pairs import PairDrafter
+from blockdraft.step.pairs import PairDrafter, drafter_type
 from blockdraft.training.anchor_walk import Walk
 from blockdraft.training.features import FeatureReader, KeptFeatures
 from blockdraft.training.job import TrainingRecipe
@@ -30,7 +29,7 @@ from blockdraft.training.objective import Head, Scores, Teacher, block_loss
 from blockdraft.training.optimizer import make_optimizers, rate_at
 from blockdraft.training.packing import PackedRows, TrainingBatch, draw
 from blockdraft.training.selector_loss import selector_loss
-from blockdraft.training.spark import SparkColumns, spark_columns, spark_loss
+from blockdraft.training.spark import spark_loss
 from blockdraft.training.view import Kept, Seen, TrainView, block_masks
 
 
@@ -70,12 +69,6 @@ class BlockForward:
         cap = config.logit_softcap if config.logit_softcap is not None else target.config.logit_softcap
         return Head(module.weight.data, config.logit_scale, cap)
 
-    def columns(self, batch: TrainingBatch, features: Tensor) -> SparkColumns:
-        """What a drafter with DSpark's heads makes of the columns of every block."""
-        hidden = self(batch, features)
-        with _half(hidden):
-            return spark_columns(self.model, hidden, batch.tokens_before())
-
     def draft_logits(self, head: Head, hidden: Tensor, before: Tensor) -> Tensor:
         """[n, B - 1, V]: what drafts of hidden states [n, B - 1, E] are chosen by, behind those tokens."""
         logits = head.logits(hidden)
@@ -92,7 +85,7 @@ class BlockForward:
         Whoever serves walks from draft to draft; here every column is a walk of one, behind its own anchor.
         """
         kernels, drafter = self.target.kernels, self._drafter
-        if not (isinstance(drafter, PairDrafter) and drafter.is_walked):
+        if not isinstance(drafter, PairDrafter):
             return kernels.choose(self.draft_logits(head, hidden, before), starts, before[:, :1], batch)
         with _half(hidden):
             pairs = drafter.pairs(hidden)
@@ -223,13 +216,19 @@ class Trainer:
         hidden, features = self.features.read(chosen)
         labels, objective = batch.labels.flatten(0, 1), self.recipe.objective
         teacher = self._teacher(batch, hidden)
+        drafted = self.forward(batch, features)
         if self.model.markov is not None:
             assert teacher is not None
-            after = self.model.markov.after.weight
+            markov = self.model.markov
             return spark_loss(
-                self.forward.columns(batch, features), after, labels, self._head, objective, teacher
+                drafted,
+                markov.before.weight[batch.tokens_before()],
+                markov.after.weight,
+                labels,
+                head=self._head,
+                objective=objective,
+                teacher=teacher,
             )
-        drafted = self.forward(batch, features)
         if not isinstance(self.model, DFlash2):
             return block_loss(drafted, labels, self._head, objective, teacher)
         before, selector = batch.tokens_before(), self.model.candidate_selector

@@ -10,7 +10,7 @@ from blockdraft.checkpoints.read_draft_config import default_taps, draft_block, 
 from blockdraft.checkpoints.read_model_config import read_model_config
 from blockdraft.errors import ModelError
 from blockdraft.models.config import Rope
-from blockdraft.models.draft_config import Dflash2Head, SparkConfig, check_pair
+from blockdraft.models.draft_config import Dflash2Head, check_pair
 
 NAME = "some/drafter"
 BODY = {
@@ -327,54 +327,40 @@ def test_a_copy_of_the_targets_head_is_no_head_of_its_own():
 
 HEADS = {
     "markov_rank": 8,
-    "markov_head_type": "gated",
+    "markov_head_type": "vanilla",
     "enable_confidence_head": True,
     "confidence_head_with_markov": True,
 }
-WITH_HEADS = SparkConfig(rank=8, kind="gated", has_confidence=True, confidence_reads_token=True)
 
 
 @pytest.mark.parametrize(
-    ("raw", "spark"),
+    ("raw", "rank"),
     [
-        (zlab(), None),
-        (deepspec(), None),
-        (deepspec(**HEADS), WITH_HEADS),
-        (deepspec(**HEADS | {"markov_head_type": "rnn"}), replace(WITH_HEADS, kind="rnn")),
-        (deepspec(**HEADS | {"markov_head_type": None}), replace(WITH_HEADS, kind="vanilla")),
-        (
-            deepspec(**HEADS | {"enable_confidence_head": False}),
-            SparkConfig(8, "gated", has_confidence=False, confidence_reads_token=False),
-        ),
-        (
-            deepspec(enable_confidence_head=True, confidence_head_with_markov=False),
-            SparkConfig(0, "vanilla", has_confidence=True, confidence_reads_token=False),
-        ),
-        (specforge(dflash=HEADS), WITH_HEADS),
-        (
-            specforge(dflash=HEADS | {"enable_confidence_head": None, "confidence_head_alpha": 1.0}),
-            WITH_HEADS,
-        ),
-        (zlab(sample_from_anchor=False, **HEADS), WITH_HEADS),
-        (zlab(dflash=HEADS | {"sample_from_anchor": True}), WITH_HEADS),
-        (speculators(speculators_model_type="dspark", **HEADS), WITH_HEADS),
-        (speculators(speculators_model_type="dspark"), replace(WITH_HEADS, rank=256, kind="vanilla")),
+        (zlab(), 0),
+        (deepspec(), 0),
+        (deepspec(**HEADS), 8),
+        (deepspec(**HEADS | {"markov_head_type": None}), 8),
+        (deepspec(enable_confidence_head=True, confidence_head_with_markov=False), 0),
+        (specforge(dflash=HEADS), 8),
+        (speculators(speculators_model_type="dspark", **HEADS), 8),
+        (speculators(speculators_model_type="dspark"), 256),
     ],
 )
-def test_dsparks_heads_are_read_where_each_layout_keeps_them(raw, spark):
-    assert read(raw).spark == spark
+def test_the_rank_of_dsparks_head_is_read_where_each_layout_keeps_it(raw, rank):
+    assert (read(raw).markov_rank, read(raw).kind) == (rank, "dspark" if rank else "dflash")
 
 
 @pytest.mark.parametrize(
     ("raw", "named"),
     [
-        (deepspec(**HEADS | {"markov_head_type": "fir"}), "markov_head_type = 'fir'"),
+        (deepspec(**HEADS | {"markov_head_type": "gated"}), "markov_head_type = 'gated'"),
+        (deepspec(**HEADS | {"markov_head_type": "rnn"}), "markov_head_type = 'rnn'"),
+        (specforge(dflash=HEADS | {"markov_head_type": "rnn"}), "dflash_config.markov_head_type = 'rnn'"),
         (deepspec(**HEADS | {"markov_rank": -1}), "markov_rank = -1"),
-        (deepspec(**HEADS | {"markov_rank": 0}), "confidence_head_with_markov = True, but markov_rank = 0"),
         (deepspec(**HEADS | {"markov_rank": "8"}), "markov_rank = '8', expected int"),
-        (specforge(dflash=HEADS | {"markov_head_type": "fir"}), "dflash_config.markov_head_type = 'fir'"),
-        (zlab(**HEADS), "set dflash_config.sample_from_anchor to false or true"),
-        (speculators(**HEADS), "sample_from_anchor"),
+        (zlab(sample_from_anchor=True, **HEADS), "markov_rank = 8"),
+        (zlab(dflash=HEADS), "dflash_config.markov_rank = 8"),
+        (speculators(**HEADS), "markov_rank = 8"),
     ],
 )
 def test_heads_that_cannot_be_are_named(raw, named):

@@ -12,7 +12,7 @@ import transformers
 from blockdraft.cache.recurrent import RecurrentState
 from blockdraft.engine.engine import Engine, mix
 from blockdraft.engine.request import SamplingParams
-from blockdraft.step.drafter import DraftedBlock, NoDrafter, Weightless
+from blockdraft.step.drafter import NoDrafter, Weightless
 from tests import tiny
 from tests.fixtures import make_pair
 from tests.models import families
@@ -106,7 +106,7 @@ class HintedDrafter(Weightless):
         self.generator = torch.Generator().manual_seed(0)
 
     def draft(self, rows, cache, view, width):
-        return DraftedBlock(tiny.asked_again(self._draft, rows, width))
+        return tiny.asked_again(self._draft, rows, width)
 
     def _draft(self, block, lengths, seeds):
         width = block.shape[1]

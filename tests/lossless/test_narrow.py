@@ -57,7 +57,7 @@ def drafts(one, dtype, width, kernels=None):
         one.absorb(features, view)
         engine.rows.extend((len(prompt) - 1,))
     engine.rows.activate([0, 1])
-    return one.draft(engine.rows, engine.cache, engine.cache.view(engine.rows, width), width).block
+    return one.draft(engine.rows, engine.cache, engine.cache.view(engine.rows, width), width)
 
 
 @pytest.mark.parametrize("from_anchor", [False, True], ids=["behind", "from the anchor"])

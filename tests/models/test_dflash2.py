@@ -9,7 +9,7 @@ from blockdraft.errors import ModelError
 from blockdraft.kernels.noise import gumbel
 from blockdraft.models.dflash2 import DFlash2
 from blockdraft.models.packed import Packed
-from blockdraft.step.dflash2 import DFlash2Drafter
+from blockdraft.step.pairs import DFlash2Drafter
 from tests import tiny
 from tests.fixtures import make_pair
 from tests.models.checkpoints import load, write_draft
@@ -102,7 +102,7 @@ def test_block_logits_and_drafts_are_those_of_the_reference(pair, variant):
                 row, [0] * length + [token], length, RowSampling(temperature=temperature, seed=9 + row)
             )
         rows.activate(range(len(features)))
-        got = drafting.drafter.draft(rows, bench.cache, bench.cache.view(rows, block), block).block
+        got = drafting.drafter.draft(rows, bench.cache, bench.cache.view(rows, block), block)
         positions = starts[:, None] + 1 + torch.arange(block - 1)
         noise = gumbel(torch.tensor([9, 10, 11]), positions, VOCAB, torch.float64)
         for row, (logits, hidden) in enumerate(expected):
@@ -135,7 +135,7 @@ def test_narrow_steps_draft_the_first_columns_of_the_block(pair, width):
     drafting, features = Drafting(folders), random_features()
     bench = drafting.absorb(features, random_chunks())
     whole, narrow = (
-        drafting.drafter.draft(bench.rows, bench.cache, bench.cache.view(bench.rows, one), one).block
+        drafting.drafter.draft(bench.rows, bench.cache, bench.cache.view(bench.rows, one), one)
         for one in (drafting.drafter.block, width)
     )
     assert torch.equal(narrow, whole[:, :width])
@@ -154,7 +154,7 @@ def test_where_the_selector_alone_was_trained_blocks_are_drafted_without_it_if_n
     rows, cache = bench.rows, bench.cache
     anchor = rows.anchor[rows.active][:, None]
     likeliest = drafting.drafter.block_logits(anchor, cache.view(rows, 8)).argmax(dim=-1)
-    drafts = drafting.drafter.draft(rows, cache, cache.view(rows, width), width).block[:, 1:]
+    drafts = drafting.drafter.draft(rows, cache, cache.view(rows, width), width)[:, 1:]
     assert torch.equal(drafts[:, :6], likeliest[:, :6]) != is_walked
 
 
@@ -183,7 +183,7 @@ def test_the_identity_is_the_drafter_it_began_as(make, tmp_path):
         rows, cache = bench.rows, bench.cache
         anchor = rows.anchor[rows.active][:, None]
         logits = drafting.drafter.block_logits(anchor, cache.view(rows, drafting.drafter.block))
-        found.append((logits, drafting.drafter.draft(rows, cache, cache.view(rows, 8), 8).block))
+        found.append((logits, drafting.drafter.draft(rows, cache, cache.view(rows, 8), 8)))
     assert torch.equal(found[0][0], found[1][0])
     assert torch.equal(found[0][1], found[1][1])
 

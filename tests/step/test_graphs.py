@@ -5,7 +5,6 @@ What a graph must not change is compared here too, kernel by kernel: tests/gpu r
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
@@ -13,7 +12,7 @@ from blockdraft.engine import forms
 from blockdraft.engine.request import SamplingParams
 from blockdraft.engine.trial_engine import serve
 from blockdraft.grammar.structured_output import StructuredOutputs
-from blockdraft.step.graphs import MAX_ODDS, MAX_SHARE, PARTS, CapturedParts, CaptureTime, Reading, pack
+from blockdraft.step.graphs import MAX_SHARE, CapturedParts, CaptureTime, Reading, pack
 from blockdraft.step.prefill_graphs import PrefillGraph, PrefillGraphs, filled, shapes
 from blockdraft.step.row_sizes import row_sizes
 from blockdraft.step.verify import Verdict
@@ -126,17 +125,6 @@ def test_a_reading_gives_the_committed_tokens_of_each_row():
     verdict = Verdict(token_ids, torch.tensor([1, 3, 2]), None)
     assert pack(verdict).tolist() == [[1, 5, 6, 7], [3, 8, 9, 10], [2, 11, 12, 13]]
     assert Reading(pack(verdict)).token_ids() == [[5], [8, 9, 10], [11, 12]]
-    assert Reading(pack(verdict)).confidence(3) is None
-
-
-def test_confidences_travel_with_the_tokens():
-    token_ids, odds = (
-        torch.tensor([[5, 6, 7], [8, 9, 10]]),
-        torch.tensor([[1.5, -0.1], [torch.nan, -torch.inf]]),
-    )
-    reading = Reading(pack(Verdict(token_ids, torch.tensor([1, 3]), None, odds)))
-    assert reading.token_ids() == [[5], [8, 9, 10]]
-    assert np.allclose(reading.confidence(3), [[1.5, -0.1], [0.0, -MAX_ODDS]], atol=1 / PARTS)
 
 
 # ---- the comparisons of tests/gpu, kernel by kernel

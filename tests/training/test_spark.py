@@ -12,14 +12,14 @@ from blockdraft.cli.main import main
 from blockdraft.errors import SettingsError
 from blockdraft.settings.settings import Settings
 from blockdraft.start.loading import load_models
-from blockdraft.step.spark import SparkDrafter
+from blockdraft.step.pairs import SparkDrafter
 from blockdraft.training import run, spark
 from blockdraft.training.drafter import load_weights, new_drafter
 from blockdraft.training.job import Objective, TrainingRecipe
 from blockdraft.training.objective import Head, Teacher
 from blockdraft.training.packing import pack
 from blockdraft.training.run import Listener, train
-from blockdraft.training.spark import SparkColumns, spark_json, spark_loss
+from blockdraft.training.spark import spark_json, spark_loss, without_confidence
 from blockdraft.training.trainer import Trainer
 from tests import tiny
 from tests.training import pairs
@@ -35,7 +35,6 @@ def drawn(*shape, seed=0):
 
 def scene():
     given = [drawn(BLOCKS, DRAFTS, SIZE), drawn(BLOCKS, DRAFTS, RANK, seed=1), drawn(VOCAB, RANK, seed=2)]
-    given.append(drawn(BLOCKS, DRAFTS, seed=3))
     labels = torch.randint(0, VOCAB, (BLOCKS, DRAFTS), generator=torch.Generator().manual_seed(4))
     labels[2, 3:] = labels[5, :] = -1
     rows = torch.randint(0, 30, (BLOCKS, DRAFTS), generator=torch.Generator().manual_seed(5))
@@ -44,51 +43,28 @@ def scene():
 
 
 def expected_loss(given, labels, head, teacher):
-    """The dossier's: 0.1 CE + 0.9 TV + BCE with one less TV as what the confidence should be."""
-    hidden, latents, after, *confidence = given
+    """DSpark's loss: 0.1 CE + 0.9 TV."""
+    hidden, latents, after = given
     base = 4.0 * torch.tanh(hidden @ head.weight.T / 4.0)
     chances = (base + latents @ after.T).softmax(-1)
     apart = (chances - teacher.logits[teacher.rows].softmax(-1)).abs().sum(-1) / 2
     entropy = -chances.gather(2, labels.clamp(min=0)[..., None])[..., 0].log()
     loss = 0.1 * entropy + 0.9 * apart
-    for one in confidence:
-        share = torch.sigmoid(one)
-        wanted = 1 - apart.detach()
-        loss = loss - wanted * share.log() - (1 - wanted) * (1 - share).log()
     weights = torch.exp(-torch.arange(DRAFTS) / 4.0) * (labels >= 0)
     return (weights * loss).sum() / weights.sum()
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 1200, 1 << 28])
-@pytest.mark.parametrize("has_confidence", [True, False])
-def test_loss_and_gradients_are_those_of_autograd(monkeypatch, has_confidence, chunk_bytes):
+def test_loss_and_gradients_are_those_of_autograd(monkeypatch, chunk_bytes):
     monkeypatch.setattr(spark, "CHUNK_BYTES", chunk_bytes)
     given, labels, head, teacher = scene()
-    given = given if has_confidence else given[:3]
-    columns = SparkColumns(given[0], given[1], given[3] if has_confidence else None)
-    scores = spark_loss(columns, given[2], labels, head, Objective(weighting="decay", gamma=4.0), teacher)
+    objective = Objective(weighting="decay", gamma=4.0)
+    scores = spark_loss(*given, labels, head=head, objective=objective, teacher=teacher)
     got = torch.autograd.grad(2 * scores.loss, given)
     expected = expected_loss(given, labels, head, teacher)
     torch.testing.assert_close(scores.loss, expected, check_dtype=False, rtol=1e-6, atol=1e-6)
     for one, other in zip(got, torch.autograd.grad(2 * expected, given), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-8)
-
-
-def test_the_confidence_head_moves_nothing_but_itself():
-    model = new_drafter(
-        read_draft_config(spark_json(pairs.draft_json(), 256), name="new"),
-        pairs.target(),
-        max_positions=64,
-        device=pairs.CPU,
-        init="random",
-        seed=0,
-    )
-    hidden = drawn(2, 3, pairs.HIDDEN).float().detach().requires_grad_()
-    columns = spark.spark_columns(model, hidden, torch.tensor([[1, 2, 3], [4, 5, 6]]))
-    columns.confidence.sum().backward()
-    assert hidden.grad is None
-    assert model.markov.before.weight.grad is None
-    assert model.confidence.proj.weight.grad.abs().sum() > 0
 
 
 @pytest.mark.parametrize(
@@ -101,9 +77,21 @@ def test_the_confidence_head_moves_nothing_but_itself():
 )
 def test_a_drafter_keeps_all_but_its_heads_when_it_becomes_dspark(raw):
     before, after = read_draft_config(raw, name="one"), read_draft_config(spark_json(raw, 256), name="one")
-    assert (after.spark.rank, after.spark.kind, after.drafts_from_anchor) == (256, "vanilla", True)
-    assert replace(after, spark=None, drafts_from_anchor=False, copies_head=False) == before
+    assert (after.markov_rank, after.drafts_from_anchor) == (256, True)
+    assert replace(after, markov_rank=0, drafts_from_anchor=False, copies_head=False) == before
     assert spark_json(spark_json(raw, 256), 256) == spark_json(raw, 256)
+
+
+@pytest.mark.parametrize("layout", [tiny.to_deepspec, tiny.to_specforge, tiny.to_dspark_speculators])
+def test_training_further_drops_the_confidence_head(layout):
+    """The exported config.json must not promise a head whose weights nobody wrote."""
+    head = {"enable_confidence_head": True, "confidence_head_alpha": 1.0, "markov_rank": 8}
+    raw = pairs.draft_json()
+    raw = layout(raw | {"dflash_config": raw["dflash_config"] | head})
+    found = without_confidence(raw)
+    for place in (found, found.get("dflash_config", {})):
+        assert not any(place.get(key) for key in head if key != "markov_rank")
+    assert read_draft_config(found, name="one") == read_draft_config(raw, name="one")
 
 
 def test_the_layout_is_the_one_that_vllm_reads():
@@ -111,7 +99,7 @@ def test_the_layout_is_the_one_that_vllm_reads():
     assert raw["architectures"] == ["Qwen3DSparkModel"]
     assert (raw["block_size"], raw["mask_token_id"], raw["target_layer_ids"]) == (7, 63, [0, 1, 2])
     assert raw["markov_head_type"] == "vanilla"
-    assert raw["enable_confidence_head"] is raw["confidence_head_with_markov"] is True
+    assert raw["enable_confidence_head"] is raw["confidence_head_with_markov"] is False
 
 
 @pytest.fixture
@@ -147,10 +135,9 @@ def test_a_new_drafter_is_trained_exported_and_drafts_in_the_engine_as_simulated
     assert abs(engine - simulated) < 0.01
     names = load_file(job.out / "drafter" / "model.safetensors").keys()
     assert {"markov_head.markov_w1.weight", "markov_head.markov_w2.weight"} < names
-    assert {"confidence_head.proj.weight", "confidence_head.proj.bias"} < names
+    assert not any("confidence" in name for name in names)
     moved = load_file(job.out / "drafter" / "model.safetensors")
     assert moved["markov_head.markov_w2.weight"].abs().sum() > 0
-    assert moved["confidence_head.proj.bias"].abs().sum() > 0
     assert fits["all"].num_documents > 0
 
 
@@ -215,8 +202,8 @@ def test_a_dspark_drafter_is_not_made_one_of_another_kind(job, kind):
 def test_a_drafter_that_drafts_from_the_anchor_gets_heads(layout):
     raw = layout(pairs.draft_json())
     before, after = read_draft_config(raw, name="one"), read_draft_config(spark_json(raw, 4), name="one")
-    assert (before.kind, after.kind, after.spark.rank) == ("dflash", "dspark", 4)
-    assert replace(after, spark=None) == before
+    assert (before.kind, after.kind, after.markov_rank) == ("dflash", "dspark", 4)
+    assert replace(after, markov_rank=0) == before
 
 
 def test_losses_fall():
