@@ -18,7 +18,7 @@ from blockdraft.bench.figures import Interval
 RESAMPLES = 1_000
 MIN_PROMPTS = 3  # fewer give no interval
 CONFIDENCE = 0.95
-_CHUNK_ENTRIES = 4_000_000  # of one table of draws, to bound memory
+_CHUNK_ENTRIES = 4_000_000  # entries of one table of draws, to bound memory
 
 Floats = NDArray[np.float64]
 
@@ -30,7 +30,7 @@ class Resamples:
         self.index = {prompt: position for position, prompt in enumerate(prompt_ids)}
         self.num_prompts = len(self.index)
         generator = np.random.default_rng(seed)
-        columns = max(1, self.num_prompts)  # numpy refuses to draw from nothing
+        columns = max(1, self.num_prompts)  # numpy refuses zero columns
         draws = generator.multinomial(self.num_prompts, np.full(columns, 1 / columns), size=RESAMPLES)
         self._draws = draws[:, : self.num_prompts]  # [resamples, prompts]
 
@@ -65,7 +65,7 @@ class Resamples:
 
 
 def ratio(above: Floats, below: Floats) -> Floats:
-    """Divide; what is not finite counts in no interval."""
+    """Return above / below; values that are not finite are left out of intervals."""
     with np.errstate(divide="ignore", invalid="ignore"):
         return above / below
 

@@ -25,11 +25,11 @@ from blockdraft.bench.wire import Json
 OnAnswer = Callable[[Answer], None]
 
 CONNECT_TIMEOUT_S = 10.0  # arbitrary
-# Less than servers keep an idle connection (uvicorn: 5 s): one that is about to be closed is not used again.
+# Shorter than servers keep an idle connection (uvicorn: 5 s), so that none is reused while it is closed.
 KEEP_ALIVE_S = 3.0
-LINGER_S = 1.0  # for the end of a stream whose last event is in; arbitrary
-# Turns of the event loop from one request to the next: about what connecting and writing take, so that of
-# hundreds that begin at once each is on its way before the next, and what has arrived for others goes first.
+LINGER_S = 1.0  # wait for the end of a stream after its last event; arbitrary
+# Event-loop turns between two requests that begin at once: about the time to connect and write. So each is
+# sent before the next, and data that arrived for others is read first.
 BEGIN_TURNS = 8
 
 
@@ -52,7 +52,7 @@ class Client:
         self.model = model
         self.clock = clock
         self.switches = Switches() if switches is None else switches
-        self.num_refused = 0  # connections in a row that did not come about
+        self.num_refused = 0  # failed connections in a row
         self._root = wire.server_root(url)
         self.host = wire.shown_host(self._root)
         self.api_key = api_key
@@ -125,7 +125,7 @@ class Client:
             while not reader.is_done and (data := await content.readany()):
                 reader.feed(data)
             if reader.is_done and not content.at_eof():
-                # Read to its end, a connection can be used again.
+                # A connection whose response is read to its end can be reused.
                 try:
                     async with asyncio.timeout(LINGER_S):
                         await content.read()

@@ -27,7 +27,7 @@ HEADLINE = {  # figure: its title, and whether more of it is better
     "speedup": ("speedup", True),
 }
 LEGEND = "* the 95 % intervals do not overlap; ? no interval."
-# May be what the comparison is about.
+# These may differ on purpose.
 _SERVER = ("kind", "version", "drafter", "drafter_kind", "drafter_hash", "kv_dtype")
 _ASKED = ("prompts_hash", "temperature", "max_tokens", "thinking", "ignores_eos", "is_salted", "is_raw")
 
@@ -40,7 +40,7 @@ class Change:
     a: Estimate
     b: Estimate
     ratio: float | None
-    overlaps: bool | None  # None: without an interval in both there is nothing to overlap
+    overlaps: bool | None  # None: an interval is missing
     outcome: Outcome
 
 
@@ -96,7 +96,7 @@ class _Side(NamedTuple):
 
 
 def refuse_other_models(a: BenchReport, b: BenchReport, names: tuple[str, str] = ("A", "B")) -> None:
-    """BenchError where the runs were of two models."""
+    """Raise BenchError if the runs were of two models."""
     models = [str(report["endpoint"].get("model")) for report in (a, b)]
     if models[0] != models[1]:
         of = [f"{name} is of '{clean(model)}'" for name, model in zip(names, models, strict=True)]
@@ -114,7 +114,7 @@ def compare(a: BenchReport, b: BenchReport, names: tuple[str, str] = ("A", "B"))
             f"{name} has {clean(sides[0].name) if sides else 'nothing'}"
             for name, sides in zip(names, (only_a, only_b), strict=True)
         ]
-        raise BenchError(f"no load is in both: {measured[0]}, {measured[1]}.")
+        raise BenchError(f"the reports have no load in common: {measured[0]}, {measured[1]}.")
     return RunComparison(
         warnings=(*_differences(*_facts(a, b)), *_cell_warnings(pairs)),
         differences=tuple(_differences(a["endpoint"], b["endpoint"], _SERVER)),

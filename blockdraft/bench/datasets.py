@@ -52,7 +52,7 @@ class Dataset:
         )
 
     def group(self, category: str) -> str:
-        """Spec-Bench reports its eight MT-Bench classes as one of six tasks."""
+        """Return the group of a category: Spec-Bench counts its eight MT-Bench classes as one task."""
         return "mt_bench" if self.name == "spec_bench" and category in _MT_BENCH_CLASSES else category
 
 
@@ -70,7 +70,7 @@ def load_dataset(name: str, *, data_dir: Path | None, is_offline: bool) -> Workl
         source = f"hub {' '.join(dataset.hub or ())}"
     rows = tuple(filter(dataset.is_wanted, file.rows))
     if not rows:
-        raise BenchError(f"{file.path} holds no row of the test split of {dataset.title}.")
+        raise BenchError(f"{file.path} has no row of the test split of {dataset.title}: give the whole file.")
     prompts = prompts_of(
         rows, name=name, category=dataset.category, fields=dataset.fields, template=dataset.template
     )
@@ -83,7 +83,7 @@ def _local_file(dataset: Dataset, data_dir: Path | None) -> PromptFile | None:
         return None
     if not data_dir.is_dir():
         raise BenchError(
-            f"the data folder {data_dir} is not a folder: give one that holds the data sets' files."
+            f"--data {data_dir} is not a folder: give the folder that has the files of the data sets."
         )
     for files, is_shared in ((dataset.files, False), (dataset.shared_files, True)):
         for folder, name, packing in product((data_dir, data_dir / "eval"), files, _PACKINGS):
@@ -103,7 +103,7 @@ def _hub_file(dataset: Dataset, *, data_dir: Path | None, is_offline: bool) -> P
         raise BenchError(f"{absent}, and downloads are off: {advice}.")
     if dataset.hub[1].endswith(".parquet") and not _can_read_parquet():
         raise BenchError(
-            f"{absent}, and the hub has it as Parquet, read by pyarrow: 'pip install pyarrow', or {advice}."
+            f"{absent}, and the hub's copy is a Parquet file: 'pip install pyarrow' to read it, or {advice}."
         )
     import huggingface_hub
 
@@ -114,7 +114,7 @@ def _hub_file(dataset: Dataset, *, data_dir: Path | None, is_offline: bool) -> P
     except HUB_ERRORS as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise BenchError(
-            f"{absent}, and {' '.join(dataset.hub)} did not come from the hub ({reason}): {advice}."
+            f"{absent}, and {' '.join(dataset.hub)} could not be downloaded ({reason}): {advice}."
         ) from error
 
 

@@ -33,8 +33,10 @@ class Switches:
     """Request fields that switch off this server's speculation and prefix caches."""
 
     plain: Mapping[str, object] = field(default_factory=dict)  # no speculation for this request
-    salt: str | None = None  # takes Ask.cache_salt: equal prompts are recognised within one salt only
-    uncached: Mapping[str, object] = field(default_factory=dict)  # no cache; for asks that have a salt
+    salt: str | None = None  # field for Ask.cache_salt: prompts are cached per salt
+    uncached: Mapping[str, object] = field(
+        default_factory=dict
+    )  # switches the cache off, for asks with a salt
 
     @property
     def keeps_caches_out(self) -> bool:
@@ -69,14 +71,14 @@ class Endpoint:
     max_model_len: int | None
     switches: Switches
     is_metered: bool  # /metrics counts drafts
-    is_speculative: bool | None = None  # whether it has a drafter, or drafts otherwise; None: it does not say
-    title: str | None = None  # what people call the model; None: nothing better than `model`
+    is_speculative: bool | None = None  # None: unknown
+    title: str | None = None  # display name; None: `model`
     drafter: str | None = None  # its name
-    drafter_kind: str | None = None  # "DFlash2", "n-grams": what drafts, or the engine's word for it
+    drafter_kind: str | None = None  # "DFlash2", "n-grams", or the engine's word
     drafter_hash: str | None = None
     kv_dtype: str | None = None  # of keys and values, where our engine says it
-    notices: tuple[str, ...] = ()  # what a reader of any number must know
-    fp4_kernels: tuple[str, ...] = ()  # that another engine's log names; only where we started it
+    notices: tuple[str, ...] = ()  # shown with every result
+    fp4_kernels: tuple[str, ...] = ()  # from the log of an engine that we started
 
     @property
     def can_switch(self) -> bool:
@@ -135,7 +137,7 @@ async def probe(url: str, api_key: str | None = None, model: str | None = None) 
         info = (await ask.find("/get_server_info")).json()
         version = (await ask.find("/version")).json()
         kind = _kind(reply, card, props, info)
-        # vLLM and SGLang have it where they are behind a server of ours.
+        # vLLM and SGLang have it if our server proxies them.
         engine = await _engine_info(ask) if kind in ("blockdraft", "vllm", "sglang") else {}
         drafter = engine.get("draft_title") or engine.get("draft") or info.get("speculative_draft_model_path")
         metrics = (await ask.find("/metrics")).text()
@@ -236,13 +238,13 @@ def _max_model_len(card: Json, props: Json, info: Json) -> int | None:
 
 
 def _is_speculative(kind: Kind, engine: Json, info: Json, metrics: str, *, is_metered: bool) -> bool | None:
-    if kind == "blockdraft":  # its counters are there without a drafter too
+    if kind == "blockdraft":  # it has counters even without a drafter
         return engine["draft"] is not None if "draft" in engine else None
     if is_metered:
         return True
     if kind == "sglang" and "speculative_algorithm" in info:
         return info["speculative_algorithm"] is not None
-    # vLLM has the counters of drafts, from its start on, if and only if it drafts and counts at all.
+    # vLLM has draft counters if and only if it drafts and has metrics.
     return False if kind == "vllm" and "vllm:" in metrics else None
 
 

@@ -291,6 +291,6 @@ def schema_error(value: object, shape: object, *, at: str = "") -> str | None:
 def _is_plain(value: object, kind: object) -> bool:
     if kind is NoneType or kind is None or is_typeddict(kind):
         return value is None and not is_typeddict(kind)
-    if kind in (int, float):  # a bool is an int to Python, and no figure to us
+    if kind in (int, float):  # bool is a subclass of int, but no figure
         return isinstance(value, int | float if kind is float else int) and not isinstance(value, bool)
     return isinstance(kind, type) and isinstance(value, kind)

@@ -33,7 +33,7 @@ from blockdraft.bench.worker_messages import (
 from blockdraft.errors import BenchError
 from blockdraft.machine.machine import read_machine
 
-STREAMS_PER_PROCESS = 32  # at 100 steps a second a sixth of what a process can read
+STREAMS_PER_PROCESS = 32  # at 100 steps a second, a sixth of what one process can read
 END_S = 5.0  # for a process to end by itself; arbitrary
 
 
@@ -78,14 +78,14 @@ class Fleet:
     async def __aexit__(self, *_: object) -> None:
         for process in self._processes:
             assert process.stdin is not None
-            process.stdin.close()  # on which it ends, as when we are killed
+            process.stdin.close()  # the process ends when stdin closes, also if we are killed
         await asyncio.gather(*map(_end, self._processes))
         self._queue.close()
 
     async def _start(self) -> Process:
         file = self._queue.fileno()
         command = [sys.executable, "-m", "blockdraft.bench.worker", str(file)]
-        # A session of its own: Ctrl-C is for us, who tell the processes.
+        # Its own session: Ctrl-C reaches only us, and we tell the processes.
         return await asyncio.create_subprocess_exec(
             *command, stdin=PIPE, stdout=PIPE, pass_fds=[file], start_new_session=True
         )
@@ -180,7 +180,9 @@ async def _hear(process: Process) -> Frame:
     frame = await next_frame(process.stdout)
     if frame is None:
         code = await process.wait()
-        raise BenchError(f"a process of the load generator ended with code {code}: what it measured is lost.")
+        raise BenchError(
+            f"a process of the load generator ended with code {code}, its measurements are lost: run again."
+        )
     return frame
 
 

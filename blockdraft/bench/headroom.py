@@ -17,9 +17,9 @@ from blockdraft.bench.null_server import StreamPace, null_server
 from blockdraft.bench.records import SPECULATIVE, Ask, OfferedLoad, Prompt
 
 BURST_S = 0.5
-MIN_CHUNKS = 24  # of an answer: less, and what is measured is requests
-MIN_GAP_S = 0.002  # loops count in milliseconds
-MAX_EVENT_S = 0.0001  # more than reading an event takes: 0.04 ms on a Neoverse-N1
+MIN_CHUNKS = 24  # per answer: with fewer, the cost of requests dominates
+MIN_GAP_S = 0.002  # event-loop timers have millisecond resolution
+MAX_EVENT_S = 0.0001  # an upper bound for reading an event: 0.04 ms on a Neoverse-N1
 PROMPT = Prompt("null", "null", ("Say nothing. " * 40,))
 
 

@@ -82,7 +82,7 @@ def _pair(speculative: Cell, plain: Cell, *, seed: object) -> ArmPair:
     if groups[0] is None or groups[1] is None:
         return _pair_without_answers(speculative, plain)
     found = pair(groups[0], groups[1], seed=seed if isinstance(seed, int) else 0)
-    if found["agreement"] is not None:  # where texts part cannot be told from their hashes
+    if found["agreement"] is not None:  # hashes do not tell where texts differ
         found["agreement"]["divergences"] = []
     return found
 
@@ -122,4 +122,4 @@ def _notes(plain: BenchReport, speculative: BenchReport, names: tuple[str, str])
 
 def _how(plain: BenchReport, speculative: BenchReport, names: tuple[str, str]) -> str:
     dates = f"{names[0]} ({plain['date']}) and {names[1]} ({speculative['date']})"
-    return f"plain and speculative are two runs, {dates}: what drifted between them is in the speedup."
+    return f"plain and speculative are two runs, {dates}: changes in between are part of the speedup."

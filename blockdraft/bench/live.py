@@ -24,7 +24,7 @@ class Watch(Watcher):
         self._total = total
         self._console = console
         self._clock = clock
-        self._start_s: float | None = None  # of the first cell: warming up says nothing of the rest
+        self._start_s: float | None = None  # start of the first cell: warming up does not predict the rest
         self._done = 0
         self._rows: list[tuple[str, ...]] = []
         self._point: LoadPoint | None = None

@@ -15,7 +15,7 @@ from typing import Protocol, TypeVar
 from blockdraft.bench.client import Client, OnAnswer
 from blockdraft.bench.records import NOT_ENDED, NOT_SENT, Answer, Ask, OfferedLoad
 
-MAX_REFUSED = 3  # connections in a row that did not come about: the server has gone
+MAX_REFUSED = 3  # failed connections in a row: the server is gone
 STOPPED = "the run was stopped."
 
 T = TypeVar("T")
@@ -152,7 +152,7 @@ class Ledger:
         self.start_s = start_s  # `at_s` counts from here
         self.begun_s: dict[int, float] = {}
         self.ended: set[int] = set()
-        self.cpu_s = 0.0  # that sending took, of all processes together
+        self.cpu_s = 0.0  # CPU seconds for sending, over all processes
         self._on_answer = on_answer
         self._answers: list[list[Answer]] = [[] for _ in asks]
 

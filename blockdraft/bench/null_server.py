@@ -121,7 +121,7 @@ def null_server(pace: StreamPace) -> Iterator[tuple[str, int]]:
         try:
             yield f"http://127.0.0.1:{int(process.stdout.readline())}", process.pid
         finally:
-            process.stdin.close()  # on which it ends, as when we are killed
+            process.stdin.close()  # the server ends when stdin closes, also if we are killed
 
 
 async def _serve(pace: StreamPace) -> None:

@@ -58,10 +58,10 @@ class Options:
     """The flags of `blockdraft bench`, under their names; None: as the table has it, or the default."""
 
     url: str | None = None  # of a server that runs
-    engine: Sequence[str] = ()  # flags of a server of our own that were given
+    engine: Sequence[str] = ()  # the given flags for our own server
     name: str | None = None
     api_key: str | None = None
-    arms: str | None = None  # a server of our own for each, one after the other
+    arms: str | None = None  # start our own server for each, one after the other
     baseline: str | None = None
     no_baseline: bool = False
     start: str | None = None
@@ -89,18 +89,18 @@ class Options:
 
     def __post_init__(self) -> None:
         if self.rate is not None and (self.concurrency is not None or self.table is not None):
-            raise BenchError("--rate is instead of --concurrency and --table: give one of them.")
+            raise BenchError("--rate cannot be combined with --concurrency or --table: give one of them.")
         for field in _POSITIVE:
             value = getattr(self, field)
             if value is not None and not 0 < value < float("inf"):
                 raise BenchError(f"--{field.replace('_', '-')} {value} is not a positive number.")
         if self.baseline is not None and self.no_baseline:
-            raise BenchError("--baseline and --no-baseline: give one of them.")
+            raise BenchError("--baseline contradicts --no-baseline: give one of them.")
         self._check_server()
         self._check_arms()
 
     def _check_server(self) -> None:
-        """Refuse flags that would have no effect: who gave them expects one."""
+        """Refuse flags that would have no effect."""
         url = None if self.url is None else shown_host(server_root(self.url))
         if url is not None and self.start is not None:
             raise BenchError(f"--start starts a server, but {url} runs already: give one of them.")
@@ -109,12 +109,14 @@ class Options:
         if other is not None and unused:
             raise BenchError(f"{unused[0]} is for our own server, not for {other}: leave it out.")
         if self.start is not None and "{port}" not in self.start:
-            raise BenchError("--start does not say where {port} goes, as in 'vllm serve NAME --port {port}'.")
+            raise BenchError("--start must contain {port}, as in 'vllm serve NAME --port {port}'.")
 
     def _check_arms(self) -> None:
         names = [] if self.arms is None else self.arms.split(",")
         if not set(names) <= {PLAIN, SPECULATIVE} or len(set(names)) < len(names):
-            raise BenchError(f"--arms '{self.arms}' is not plain, speculative, or both with a comma.")
+            raise BenchError(
+                f"--arms '{self.arms}' is unknown: give plain, speculative or plain,speculative."
+            )
         others = {
             "a URL": self.url,
             "--start": self.start,
@@ -124,9 +126,7 @@ class Options:
         }
         given = [name for name, value in others.items() if value]
         if names and given:
-            raise BenchError(
-                f"--arms starts a server for each arm, so {given[0]} has no place: leave it out."
-            )
+            raise BenchError(f"--arms starts a server for each arm and cannot use {given[0]}: leave it out.")
 
     @property
     def arms_in_turn(self) -> tuple[Arm, ...]:
@@ -147,7 +147,7 @@ class Options:
         try:
             return shlex.split(self.start or "")
         except ValueError as error:
-            raise BenchError(f"--start '{self.start}' is no command: {error}.") from None
+            raise BenchError(f"--start '{self.start}' is not a valid command: {error}.") from None
 
     def grid(self) -> Grid:
         """Read the prompts, and return what is to be measured."""
@@ -156,7 +156,7 @@ class Options:
         temperatures = _numbers("--temperature", self.temperature, float, 0, 100) or (preset.temperature,)
         names = [name for text in self.workload or preset.workloads for name in text.split(",") if name]
         if not names:
-            raise BenchError("--workload names nothing to ask: give a class, a data set or a JSONL file.")
+            raise BenchError("--workload is empty: give a class, a data set or a JSONL file.")
         num_prompts = self.num_prompts or preset.num_prompts
         workloads = load_all(
             names, limit=num_prompts, seed=self.prompt_seed, data_dir=self.data, is_offline=self.offline
@@ -190,9 +190,11 @@ class Options:
             if not (text.isascii() and text.isdigit() and int(text) > 0):
                 raise BenchError(f"--max-tokens {word} is not a positive number.")
             if not equals:
-                limit, limits = int(text), {}  # of all: what the table says goes
+                limit, limits = int(text), {}  # for all workloads: replaces the table's
             elif name not in workloads:
-                raise BenchError(f"--max-tokens names '{name}', which is not asked: {', '.join(workloads)}.")
+                raise BenchError(
+                    f"--max-tokens names '{name}', which is not measured: use one of {', '.join(workloads)}."
+                )
             else:
                 limits[name] = int(text)
         return limit, {name: count for name, count in limits.items() if name in workloads}

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from blockdraft.bench.figures import Interval, OverTime
 from blockdraft.bench.records import Answer, Block, Group
 
-WINDOWS_S = (10.0, 1.0)  # the first of which a cell has MIN_WINDOWS; vLLM's log has a line every 10 s
+WINDOWS_S = (10.0, 1.0)  # the first length with MIN_WINDOWS windows is used; vLLM logs every 10 s
 MIN_WINDOWS = 3
 
 Window = tuple[float, float]

@@ -175,13 +175,13 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
         parquet = import_module("pyarrow.parquet")
     except ImportError:
         raise BenchError(
-            f"{path} is a Parquet file, which pyarrow reads: 'pip install pyarrow', or give JSONL."
+            f"{path} is a Parquet file: 'pip install pyarrow' to read it, or give a JSONL file."
         ) from None
     with open_packed(path, BenchError) as file:
         try:
             return _numbered(path, parquet.read_table(file).to_pylist())
         except (OSError, ValueError) as error:  # pyarrow's own errors are ValueErrors
-            raise BenchError(f"{path} cannot be read as Parquet ({error}).") from error
+            raise BenchError(f"{path} cannot be read as Parquet ({error}): copy it again.") from error
 
 
 def _numbered(path: Path, values: Sequence[object]) -> Iterator[Row]:

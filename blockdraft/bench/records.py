@@ -12,8 +12,8 @@ from typing import Literal, TypedDict
 Arm = Literal["speculative", "plain"]
 PLAIN: Arm = "plain"
 SPECULATIVE: Arm = "speculative"
-NOT_SENT = "not sent: "  # begins the error of what was never asked
-NOT_ENDED = "not ended: "  # begins the error of what was given up when the run was stopped
+NOT_SENT = "not sent: "  # prefix of the error of a request that was never sent
+NOT_ENDED = "not ended: "  # prefix of the error of a request given up when the run was stopped
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +62,12 @@ class Ask:
     temperature: float = 0.0
     seed: int | None = None
     is_raw: bool = False
-    ignores_eos: bool = False  # answers of exactly max_tokens
+    ignores_eos: bool = False  # every answer has exactly max_tokens
     cache_salt: str | None = None  # keeps prefix caches from recognising the prompt
-    thinking: bool | None = None  # of models that can; None: the model's default
-    at_s: float | None = None  # when to send it, from the start of its block; None: when there is room
+    thinking: bool | None = None  # None: the model's default
+    at_s: float | None = None  # seconds from the start of its block; None: as soon as a stream is free
     number: int = 0  # of the conversation in its cell, the same in both arms
-    original: Prompt | None = None  # the prompt without the context and salt before it; None: as it is
+    original: Prompt | None = None  # the prompt without added context and salt; None: `prompt` itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class Speculation:
     steps: int
     drafted: int  # 0: the server does not say
     accepted: tuple[int, ...]
-    has_positions: bool = True  # False: the server tells only the sum, which is the one entry of `accepted`
+    has_positions: bool = True  # False: `accepted` has one entry, the sum
     reached: tuple[int, ...] | None = None  # [i]: steps that drafted it and accepted all before it, if known
 
 
@@ -91,12 +91,12 @@ class Answer:
 
     ask: Ask
     turn: int
-    planned_s: float  # when it was to be sent; later turns: when the turn before had ended
-    sent_s: float  # when it was, also of one that was given up
+    planned_s: float  # planned sending time; for later turns the end of the turn before
+    sent_s: float  # actual sending time, also if it was given up
     first_s: float | None = None  # first delta with text, thinking included
     end_s: float = 0.0  # last byte, or the error
     gaps_s: list[float] = field(default_factory=list)  # between deltas with text
-    prompt_tokens: int | None = None  # these three from the server's usage, never counted from deltas
+    prompt_tokens: int | None = None  # these three come from the server's usage
     cached_tokens: int | None = None
     completion_tokens: int | None = None
     text: str = ""
@@ -120,7 +120,7 @@ class Answer:
 
     @property
     def num_events(self) -> int:
-        """The number of deltas with text."""
+        """Return the number of deltas with text."""
         return 0 if self.first_s is None else 1 + len(self.gaps_s)
 
     @property
@@ -129,19 +129,19 @@ class Answer:
 
     @property
     def latency_s(self) -> float:
-        """Seconds from end to end."""
+        """Return the seconds from sending to the last byte."""
         return self.end_s - self.sent_s
 
     @property
     def tpot_s(self) -> float | None:
-        """Time per output token after the first, as `vllm bench serve` defines it."""
+        """Return the time per output token after the first, as `vllm bench serve` defines it."""
         if self.first_s is None or self.completion_tokens is None or self.completion_tokens < 2:
             return None
         return (self.end_s - self.first_s) / (self.completion_tokens - 1)
 
     @property
     def tokens_per_s(self) -> float | None:
-        """The tokens of this request alone over its latency."""
+        """Return the tokens of this request over its latency."""
         if not self.completion_tokens or self.latency_s <= 0:
             return None
         return self.completion_tokens / self.latency_s

@@ -36,8 +36,8 @@ SCHEMA_NAME = "blockdraft-bench"
 SCHEMA_VERSION = 1
 SCHEMA = f"{SCHEMA_NAME}/{SCHEMA_VERSION}"
 NO_BASELINE = (
-    "no plain decoding to compare with: --arms plain,speculative starts a server for each, or measure a "
-    "plain one and join both files by `blockdraft bench compare`."
+    "plain decoding was not measured: use --arms plain,speculative, which starts a server for each, or "
+    "measure a server without drafts and join both reports with `blockdraft bench compare`."
 )
 
 Facts = Mapping[str, object]

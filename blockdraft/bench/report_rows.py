@@ -21,7 +21,7 @@ class ReportRow:
 
     @property
     def cell(self) -> Cell:
-        """The cell that a single figure is of."""
+        """Return the speculative cell if there is one, else the plain one."""
         cell = self.speculative or self.plain
         assert cell is not None
         return cell

@@ -10,12 +10,12 @@ from blockdraft.bench.records import PLAIN, Group
 from blockdraft.bench.report_rows import arm_names, key_text, whole_rows
 from blockdraft.bench.sheet import full_label, load_text, milliseconds, row_name
 
-MAX_CACHED_SHARE = 0.1  # of the prompt tokens of first turns; chat templates alone are less
+MAX_CACHED_SHARE = 0.1  # of the prompt tokens of first turns; a cached chat template is less
 MAX_SEND_LAG_S = 0.005
-MAX_GENERATOR_USED = 0.6  # of what it can read; beyond, events wait for it
-MAX_COMMITTED = 1.1  # tokens of verify steps over tokens out; the end of an answer cuts some off
-MIN_TTFT_S = 1.0  # below, nobody calls it waiting
-FACTOR = 10.0  # over the lowest load; a healthy DGX Spark has 4 at 16 streams, one that queues has 60 at 8
+MAX_GENERATOR_USED = 0.6  # of its reading speed; above, events wait for the client
+MAX_COMMITTED = 1.1  # committed over output tokens; the end of an answer cuts some off
+MIN_TTFT_S = 1.0  # a shorter time is no queue
+FACTOR = 10.0  # times the lowest load's; a DGX Spark has 4 at 16 streams, or 60 at 8 if requests queue
 ADVICE = (
     "requests wait in a queue. Let more run at once: --max-num-seqs (vLLM --max-num-seqs, SGLang "
     "--max-running-requests) and --max-prefill-tokens (--max-num-batched-tokens, --chunked-prefill-size)."
@@ -138,7 +138,7 @@ def _why_saturated(cells: Sequence[Cell]) -> str | None:
 
 
 def _why_alone(cell: Cell) -> str | None:
-    """One load has nothing to be compared with: it waits where waiting is most of an answer's time."""
+    """Judge a single load: it queues if most of an answer's time is spent before the first token."""
     ttft_s, latency_s = cell["ttft_s"]["p50"], cell["latency_s"]["p50"]
     is_plain_load = cell["key"]["concurrency"] > 1 and cell["key"]["depth"] == 0
     if not is_plain_load or ttft_s is None or latency_s is None:

@@ -36,9 +36,9 @@ from blockdraft.bench.workloads import deepened, estimate_tokens_per_word, salte
 
 INTERRUPTED = "interrupted: these are the results so far."
 LONG_BLOCK = 8  # conversations; more only where the concurrency needs them
-WARM_TOKENS = 32  # of an answer that only warms up
+WARM_TOKENS = 32  # of a warm-up answer
 COLD_PROMPT = Prompt("cold", "cold", ("Write a haiku about the sea.",))
-CALIBRATION_WORDS = 400  # enough for 1 % of the tokens of a word
+CALIBRATION_WORDS = 400  # enough to know the tokens per word to 1 %
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +52,10 @@ class Grid:
     max_tokens: int = 256
     max_tokens_of: Mapping[str, int] = field(default_factory=dict)  # of workloads that have another limit
     num_runs: int = 1  # the whole grid, one after the other
-    num_requests: int = 16  # conversations per cell; more where the concurrency wants them
+    num_requests: int = 16  # conversations per cell; more for high concurrencies
     num_warmups: int = 2  # requests to each arm before anything counts; at least the largest concurrency
     ignores_eos: bool = False
-    is_cached: bool = False  # prompts as they are: prefix caches may help
+    is_cached: bool = False  # send prompts unchanged: prefix caches may help
     thinking: bool | None = None
     seed: int = 0
 
@@ -68,7 +68,7 @@ class Grid:
 
     @property
     def total(self) -> int:
-        """The number of conversations of one arm."""
+        """Return the number of conversations of one arm."""
         return sum(self.num_conversations(point.load) for point in self.points())
 
     def num_conversations(self, load: OfferedLoad) -> int:
@@ -156,8 +156,8 @@ class Runner:
         self._watcher = watcher or Watcher()
         self._stop = stop or asyncio.Event()
         self._send = send
-        self._run_id = run_id or secrets.token_hex(3)  # the same where arms of two runs read the same words
-        # Words change what is answered: they are salted only where a field of the request does not do.
+        self._run_id = run_id or secrets.token_hex(3)  # equal for two runs that must send the same words
+        # A salt in the prompt changes the answer: it is used only if no request field keeps caches out.
         endpoints = [server.endpoint for server in servers.values()]
         self._salts_words = not all(endpoint.switches.keeps_caches_out for endpoint in endpoints)
         self._tokens_per_word = 1.5  # until an answer tells

@@ -98,13 +98,13 @@ async def _until_ready(
             if (code := process.poll()) is not None:
                 raise BenchError(f"the server ended with code {code} before it was ready: {_tail(log)}")
             if time.monotonic() > deadline_s:
-                raise BenchError(f"the server was not ready in time (--start-timeout): {_tail(log)}")
+                raise BenchError(f"the server was not ready within --start-timeout: {_tail(log)}")
             with contextlib.suppress(aiohttp.ClientError, TimeoutError, OSError):
                 async with session.get(f"{url}/ready") as reply:
                     body = as_object(await reply.text(errors="replace"))
                 if reply.status == 200 and body:
                     return _phases(body)
-                if not (reply.status == 503 and body):  # else it is ours, starts, and will say so here
+                if not (reply.status == 503 and body):  # else it is our server, still starting
                     async with session.get(f"{url}/v1/models") as reply:
                         if reply.status in (200, 401, 403):
                             return ()

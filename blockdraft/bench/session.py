@@ -26,7 +26,7 @@ from blockdraft.bench.run import INTERRUPTED, Grid, Runner, RunOutcome, Server, 
 from blockdraft.bench.served import Started, our_command, served
 from blockdraft.errors import BenchError
 
-DRIFT = "what drifted between them is in the speedup."
+DRIFT = "changes of the machine in between are part of the speedup."
 ENDINGS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 
@@ -56,14 +56,14 @@ class Session:
     grid: Grid
     console: Console
     server_flags: Sequence[str] = ()
-    plain_flags: Sequence[str] = ()  # the same without a drafter
-    shown_flags: Sequence[str] = ()  # the first ones without keys
+    plain_flags: Sequence[str] = ()  # server_flags without a drafter
+    shown_flags: Sequence[str] = ()  # server_flags without keys
     run_id: str = field(default_factory=lambda: secrets.token_hex(3))
 
     async def run(self) -> tuple[BenchReport, RunOutcome]:
         task = asyncio.current_task()
         assert task is not None
-        # Between two steps of the loop, not in the middle of starting a process that then nobody ends.
+        # Cancel between two loop steps, never while a process is being started, which would be left running.
         _on_endings(task.cancel)
         found = Measured()
         if self.options.arms_in_turn:
@@ -74,7 +74,7 @@ class Session:
         return self._report(found), found.outcome
 
     async def _measure_in_turn(self, found: Measured, task: asyncio.Task[object]) -> None:
-        """Start, measure and end a server for each arm. What one gave is kept where the next one fails."""
+        """Start, measure and stop a server for each arm; results are kept if a later one fails."""
         for arm in self.options.arms_in_turn:
             flags = self.plain_flags if arm == PLAIN else self.server_flags
             try:
@@ -84,7 +84,7 @@ class Session:
                 if not found.endpoints:
                     raise
                 found.outcome.trouble = f"the {arm} arm is missing: {error}"
-            except asyncio.CancelledError:  # told to end while a later server was being started
+            except asyncio.CancelledError:  # interrupted while a later server was starting
                 if not found.endpoints:
                     raise
                 task.uncancel()

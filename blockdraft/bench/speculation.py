@@ -15,7 +15,7 @@ from blockdraft.bench.records import Speculation
 from blockdraft.bench.wire import Json, inside
 from blockdraft.prometheus_text import samples
 
-UNEVEN = 0.01  # of the drafts: so many may be missing where all steps have one width, as at an answer's end
+UNEVEN = 0.01  # share of drafts that may be missing (as at an answer's end) if all steps have one width
 _VLLM = "vllm:spec_decode_num_"
 _SGLANG = "sglang:"
 
@@ -44,7 +44,7 @@ def read_chunk(chunk: Json) -> Speculation | None:
 def _by_histogram(
     histogram: object, *, steps: int, drafted: int, accepted: int, reached: object = None
 ) -> Speculation | None:
-    """`histogram[i]`: steps that accepted exactly i drafts. Without it only the sum is known."""
+    """Count by `histogram[i]`, the steps that accepted exactly i drafts; without it only the sum is known."""
     if not steps:
         return None
     if _is_counts(histogram):
@@ -150,9 +150,9 @@ def _sums(counts: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
 
 
 def reached_by(one: Speculation) -> tuple[int, ...] | None:
-    """Steps that drafted the draft at each position and accepted all before it.
+    """Return for each position the steps that drafted it and accepted all drafts before it.
 
-    Where the server does not count them they follow if all steps have one width; None: they do not.
+    If the server does not count them, they follow if all steps have one width; None: unknown.
     """
     if one.reached is not None or not one.has_positions or not one.steps:
         return one.reached

@@ -240,7 +240,7 @@ def _speculation(group: Group, good: Sequence[Answer], draws: Resamples) -> Spec
     if group.metered is not None and group.metered.steps:
         return _speculation_figures("metered", group.metered, num_answers=0)
     nothing = dict.fromkeys(SpeculationFigures.__annotations__)
-    counted_none = group.metered is not None and not group.metered.steps  # it decoded plainly all the same
+    counted_none = group.metered is not None and not group.metered.steps  # no drafts were made
     acceptance = "none" if group.arm == PLAIN or counted_none else "unknown"
     known = {"acceptance": acceptance, "num_answers": 0, "committed_per_step": make_estimate()}
     return cast("SpeculationFigures", {**nothing, **known})

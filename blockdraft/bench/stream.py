@@ -13,7 +13,7 @@ from blockdraft.bench.wire import inside, whole_number
 
 Clock = Callable[[], float]
 
-MAX_UNLIKE = 8  # chunks in a row whose surroundings are looked at in vain; arbitrary
+MAX_UNLIKE = 8  # failed attempts in a row to reuse a chunk's surroundings; arbitrary
 _TEXTS = ("content", "text")
 _THOUGHTS = ("reasoning_content", "reasoning")  # the same text under two names, where a server sends both
 _DONE = b"[DONE]"
@@ -39,9 +39,11 @@ class StreamReader:
         self._has_usage = False
         self._texts: list[str] = []
         self._thoughts: list[str] = []
-        self._only_text: tuple[list[str], str] | None = None  # where the last chunk's went, and its field
+        self._only_text: tuple[list[str], str] | None = (
+            None  # the list and field of the last chunk's text, if it had text only
+        )
         self._around: tuple[list[str], Surroundings] | None = None  # where such a text goes
-        self._num_unlike = 0  # surroundings in a row of which no second chunk came
+        self._num_unlike = 0  # surroundings in a row that matched no second chunk
 
     def feed(self, data: bytes) -> None:
         self._last_s = self._clock()
@@ -67,7 +69,7 @@ class StreamReader:
         return True
 
     def _learn(self, event: bytes) -> None:
-        """Note what surrounds the text of the chunk that was parsed last, if text is all it brought."""
+        """Keep the bytes around the text of the last parsed chunk, if it brought text only."""
         if self._only_text is not None and self._num_unlike < MAX_UNLIKE:
             self._num_unlike += 1
             kept, name = self._only_text
@@ -93,7 +95,7 @@ class StreamReader:
         if chunk.get("usage"):
             self._usage(chunk["usage"])
             self._only_text = None
-        # Only the last chunks speak of the answer as a whole.
+        # Only the last chunks describe the whole answer.
         if not choices or self._answer.finish_reason is not None:
             self._answer.speculation = read_chunk(chunk) or self._answer.speculation
             self._only_text = self._around = None
@@ -147,7 +149,7 @@ class StreamReader:
             raise BadAnswer("the server sent no usage: how many tokens the answer has is unknown.")
 
     def finish(self) -> None:
-        """Note the end: of a complete answer its last byte, of a failed one the moment it was found out."""
+        """Set the end time: the last byte of a complete answer, or now for a failed one."""
         answer = self._answer
         answer.end_s = self._last_s if answer.is_ok else self._clock()
         answer.text, answer.thinking = "".join(self._texts), "".join(self._thoughts)

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-GAINS_LESS = 0.75  # of the drafts that are accepted over all prompts: a category below it is weak. Arbitrary
-MIN_REACHED = 20  # drafts, or steps, that a share is worth naming for. Arbitrary
+GAINS_LESS = 0.75  # of the accepted drafts over all prompts: a category below it is weak; arbitrary
+MIN_REACHED = 20  # drafts or steps: shares of fewer are not judged; arbitrary
 MAX_NAMED = 3  # categories
 
 
@@ -21,7 +21,7 @@ class DraftCounts:
 
     num_steps: int
     committed: float  # tokens per step
-    reached: tuple[int, ...]  # empty, as the next: not known
+    reached: tuple[int, ...]  # empty (like `accepted`): unknown
     accepted: tuple[int, ...]
 
     def right(self, first: int, last: int) -> float | None:
@@ -41,8 +41,8 @@ class WeakCategory:
 
     name: str
     committed_per_step: float
-    first: float | None  # how often draft 1 is right
-    later: float | None  # how often a later one is, where it is reached
+    first: float | None  # share of right first drafts
+    later: float | None  # share of right later drafts, of those reached
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +52,8 @@ class WeakSpots:
     overall: float  # tokens committed per step
     num_drafts: int
     categories: tuple[WeakCategory, ...]
-    from_draft: int | None  # fewer than half of the drafts from it on that are reached are right
-    to_draft: int | None  # where it is not the last: past it too few are reached to say
+    from_draft: int | None  # from here on, fewer than half of the reached drafts are right
+    to_draft: int | None  # last position that enough steps reached
 
     def lines(self) -> list[str]:
         """Return a sentence for each weak category and for the weak positions."""

@@ -35,7 +35,7 @@ def server_root(url: str) -> str:
     except ValueError:
         is_address = False
     if not is_address or parts.query or parts.fragment:
-        raise BenchError(f"'{_without_password(url)}' is no address: give it as http://HOST:PORT.")
+        raise BenchError(f"'{_without_password(url)}' is not an address: write http://HOST:PORT.")
     path = parts.path.rstrip("/")
     for route in _API_PATHS:
         path = path.removesuffix(route)
@@ -91,7 +91,7 @@ def reason(error: aiohttp.ClientError | OSError | ValueError, host: str, timeout
         return f"no complete answer from {host} within {timeout_s:g} s."
     if isinstance(error, aiohttp.ClientConnectorError):
         number = error.os_error.errno
-        # asyncio puts its own words in the place of the system's; a name that is not known has no number.
+        # asyncio replaces the system's message; an unknown host name has no error number.
         why = os.strerror(number) if number is not None and number > 0 else error.os_error.strerror
         return f"cannot connect to {host}: {why or error.os_error}."
     if isinstance(error, aiohttp.ServerDisconnectedError):

@@ -62,7 +62,7 @@ class Worker:
         return iter(in_order(share.asks)[share.place :: share.num_processes])
 
     async def _stop_at_a_word(self, stop: asyncio.Event) -> None:
-        """Every block has one more word: "end". Without it whoever began the block is gone."""
+        """Set `stop` when "end" comes, or when the parent process is gone."""
         await next_frame(self._reader)
         stop.set()
 

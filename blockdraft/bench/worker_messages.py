@@ -27,7 +27,7 @@ _NUMBER_SIZE = array("I").itemsize
 class Share:
     """One process's part of a block; of asks with times, every `num_processes`-th from `place` on."""
 
-    client_number: int  # a process keeps its client of this number
+    client_number: int  # a process reuses its client of this number
     client: Client
     asks: Sequence[Ask]  # all of the block
     load: OfferedLoad  # of this process

@@ -22,7 +22,7 @@ from blockdraft.bench.records import Prompt, Workload
 from blockdraft.errors import BenchError
 
 CLASSES = ("code", "reasoning", "dialogue", "prose", "qa", "json", "long_code", "summarise")
-APART = ("program",)  # built in, too, and in "all" only by name: an answer takes thousands of tokens
+APART = ("program",)  # built in but not part of "all": an answer takes thousands of tokens
 ALL = "all"
 RANDOM = "random"
 NAMES = (*CLASSES, *APART, *DATASETS, RANDOM, ALL)
@@ -51,7 +51,7 @@ def load(
     name = _spelled(name_or_path)
     if name == ALL:
         raise BenchError(
-            f"'{ALL}' is several workloads, where one was expected: one of {', '.join(CLASSES)}."
+            f"'{ALL}' names several workloads, but one was expected: use one of {', '.join(CLASSES)}."
         )
     if name == RANDOM or name.startswith(RANDOM + ":"):
         return _random_workload(name, num_prompts=limit or _RANDOM_PROMPTS, seed=seed)

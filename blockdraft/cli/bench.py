@@ -128,7 +128,7 @@ def run(args: argparse.Namespace) -> int:
     if len(args.target) > 1:
         raise BenchError(f"bench measures one URL, but {len(args.target)} were given: {args.target[1]}.")
     options = _options(args)
-    # A server of our own ends with us, whatever ends us.
+    # Our own server must end with us, however we end.
     before = {number: signal.signal(number, signal.default_int_handler) for number in ENDINGS}
     try:
         return run_in_loop(_measure(args, options))
@@ -207,7 +207,7 @@ def _session(args: argparse.Namespace, options: Options) -> Session:
     if options.url is not None or options.start is not None:
         return Session(options, grid, console)
     settings = settings_from(args)
-    forget_environment_settings()  # they are among the flags now
+    forget_environment_settings()  # the flags contain them now
     if "speculative" in options.arms_in_turn and with_drafter(settings).draft in (None, "none"):
         raise BenchError(f"--arms {options.arms}: no drafter is known for '{settings.model}': give --draft.")
     python = [] if args.engine_python is None else ["--engine-python", args.engine_python]

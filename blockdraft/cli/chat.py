@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    sampling_from(args)  # wrong flags are said before a load
+    sampling_from(args)  # raises errors before the model is loaded
     is_remote = (args.model_first or "").startswith(("http://", "https://"))
     answerer = _server(args) if is_remote else _model(args)
     from blockdraft.cli.chat_talk import Talk

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from blockdraft.tool_calls.thoughts import Splitter
 
 Message = dict[str, object]
-SILENCE_S = 600.0  # of a server, before it is given up; its own limit until the first token is the same
+SILENCE_S = 600.0  # without data, then the server is given up; our server's own limit is the same
 OVERFLOW = "context_length_exceeded"  # OpenAI's code
 
 
@@ -165,7 +165,7 @@ class RemoteModel:
                 yield reader.piece(chunk)
             yield ChatPiece(figures=reader.figures())
         except (OSError, http.client.HTTPException) as error:
-            raise RequestError(f"{self.name} cannot be asked: {error or type(error).__name__}.") from None
+            raise RequestError(f"{self.name} cannot be reached: {error or type(error).__name__}.") from None
         finally:
             connection.close()
 

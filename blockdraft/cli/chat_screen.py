@@ -15,8 +15,8 @@ from blockdraft.errors import SettingsError
 QUOTES = '"""'
 PROMPT, CONTINUED = ">>> ", "... "
 GREEN, DIM, PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[0m"
-ReadLine = Callable[[str], str]  # given what stands in front of it; raises EOFError at the end
-# What would move the cursor or change the terminal is not for an answer to say. Tabs and line ends are.
+ReadLine = Callable[[str], str]  # takes the prompt to show; raises EOFError at the end
+# Control characters in answers could change the terminal; tabs and line ends are harmless.
 _CONTROLS = {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\t\n"}
 
 
@@ -44,7 +44,7 @@ class Screen:
             self._was_thought = True
 
     def mark(self, tokens: Sequence[str], num_drafts: int) -> None:
-        """The tokens of one step, its accepted drafts in colour."""
+        """Write the tokens of one step, its accepted drafts in colour."""
         self._put("".join(tokens[:num_drafts]), GREEN if self.has_colours else "")
         self._put("".join(tokens[num_drafts:]))
 
@@ -66,7 +66,7 @@ class Screen:
 
 
 def line_reader() -> ReadLine:
-    """Lines of a terminal, edited by readline where there is one (not on Windows), or of a pipe."""
+    """Return a function that reads lines from the terminal (with readline if available) or from a pipe."""
     if not sys.stdin.isatty():
         return _piped_line
     with contextlib.suppress(ImportError):
@@ -85,14 +85,16 @@ def _piped_line(prompt: str) -> str:
     try:
         line = sys.stdin.readline()
     except UnicodeDecodeError as error:
-        raise SettingsError(f"stdin is not {error.encoding} text ({error.reason}): convert it.") from None
+        raise SettingsError(
+            f"stdin is not {error.encoding} text ({error.reason}): convert it to {error.encoding}."
+        ) from None
     if not line:
         raise EOFError
     return line.removesuffix("\n")
 
 
 def read_question(read_line: ReadLine) -> str:
-    """A line, lines that end with a backslash and the one after them, or a block between three quotes."""
+    """Read a question: one line, lines continued by backslashes, or a block between triple quotes."""
     line = read_line(PROMPT)
     if line.lstrip().startswith(QUOTES):
         return _quoted(line.lstrip().removeprefix(QUOTES), read_line)

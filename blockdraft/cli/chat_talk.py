@@ -13,17 +13,18 @@ from blockdraft.cli.chat_screen import Screen, line_reader, read_question
 from blockdraft.errors import BlockdraftError, RequestError
 from blockdraft.settings.settings import suggestion
 
-EXIT_FAILED = 2  # of piped questions, one had no answer
+EXIT_FAILED = 2  # one of the piped questions failed
 HELP = """\
 /system TEXT   set the system message; without TEXT, show it
 /reset         forget the conversation, as /clear does; the system message stays
-/save FILE     write the conversation to a new file: as JSON if FILE ends in .json, else as text
-/stats         tokens per second, tokens per step, drafts accepted
-/drafts        colour the accepted drafts of answers, or stop it
-/help          this list, as /? is
-/exit          end; /quit and /bye do the same, and Ctrl-D
-A line that ends with a backslash goes on in the next one. Between two lines of three quotes (\""") all is
-one question. A space in front of a slash makes it one, too. Ctrl-C stops an answer; what came of it stays."""
+/save FILE     write the conversation to a new file, as JSON if FILE ends in .json, else as text
+/stats         show tokens per second, tokens per step and accepted drafts
+/drafts        switch the colouring of accepted drafts on or off
+/help          show this list, as /? does
+/exit          end, as /quit and /bye do, or Ctrl-D
+End a line with a backslash to continue on the next line. Put several lines between two lines of three
+quotes (\""") to ask them as one question. A question that begins with a slash needs a space in front of it.
+Ctrl-C stops an answer; the part that was shown stays in the conversation."""
 
 OTHER_NAMES = {"/clear": "/reset", "/?": "/help", "/quit": "/exit", "/bye": "/exit"}  # as other programs say
 
@@ -66,17 +67,17 @@ class Talk:
                     raise
                 self._screen.note("\n(Ctrl-D or /exit ends)")
         if is_typed and not self._is_over:
-            print()  # the shell's prompt is not to stand behind ours
+            print()  # put the shell's prompt on a new line
         return EXIT_FAILED if self._has_failed and not is_typed else 0
 
     def hear(self, text: str) -> None:
-        """A question, or a command."""
+        """Handle one input: a question or a command."""
         name, _, rest = text.partition(" ")
         if name in self._commands:
             self._commands[name](rest.strip())
         elif text.startswith("/") and "\n" not in text:
             hint = suggestion(name, list(self._commands)) or "."
-            self._screen.note(f"there is no {name}{hint} /help lists what there is.")
+            self._screen.note(f"unknown command {name}{hint} /help lists the commands.")
         elif text.strip():
             self._ask(text.strip())
 
@@ -121,15 +122,17 @@ class Talk:
             return
         self._screen.end()
         if self._max_tokens is not None and figures.num_tokens >= self._max_tokens:
-            self._screen.note(f"(cut after {figures.num_tokens} tokens: --max-tokens allows more)")
+            self._screen.note(f"(cut after {figures.num_tokens} tokens: raise --max-tokens for more)")
         else:
-            self._screen.note("(cut: the context is full. /reset begins anew, /save FILE keeps this first)")
+            self._screen.note(
+                "(cut: the context is full. /save FILE keeps the conversation, /reset starts over)"
+            )
 
     def _fail(self, error: BlockdraftError) -> None:
         self._has_failed = True
         text = " ".join(str(error).split())
         if isinstance(error, RequestError) and error.code == OVERFLOW:
-            text += " Here: /reset begins anew, /save FILE keeps the conversation first."
+            text += " /save FILE keeps the conversation, /reset starts over."
         self._screen.note(f"error: {text}")
 
     # ---- commands
@@ -137,17 +140,17 @@ class Talk:
     def _set_system(self, text: str) -> None:
         if text:
             self._system = text
-        shown = "none is set; the model's template may have one" if self._system is None else self._system
+        shown = "none; the model's template may add one" if self._system is None else self._system
         self._screen.note(f"system message: {shown}")
 
     def _reset(self, _: str) -> None:
         self._messages.clear()
         self._figures.clear()
-        self._screen.note("the conversation is forgotten")
+        self._screen.note("the conversation was forgotten")
 
     def _save(self, name: str) -> None:
         if not name:
-            self._screen.note("/save needs the name of a file")
+            self._screen.note("/save needs a file name")
             return
         system: list[Message] = [] if self._system is None else [{"role": "system", "content": self._system}]
         messages = [*system, *self._messages]
@@ -164,11 +167,11 @@ class Talk:
         except OSError as error:
             self._screen.note(f"error: {path} cannot be written: {error.strerror}.")
             return
-        self._screen.note(f"{len(messages)} messages are in {path}")
+        self._screen.note(f"wrote {len(messages)} messages to {path}")
 
     def _show_stats(self, _: str) -> None:
         if not self._figures:
-            self._screen.note("no answer has come to its end yet")
+            self._screen.note("no answer is complete yet")
             return
         self._screen.note(f"last answer: {shown_figures(self._figures[-1:])}")
         if len(self._figures) > 1:
@@ -176,12 +179,12 @@ class Talk:
 
     def _toggle_drafts(self, _: str) -> None:
         if not self._answerer.has_drafts:
-            self._screen.note(f"{self._answerer.name} has no drafter, or does not say what it drafted")
+            self._screen.note(f"{self._answerer.name} has no drafter, or does not report its drafts")
         elif not self._screen.has_colours:
-            self._screen.note("drafts are shown in colour: not here (NO_COLOR, or no terminal)")
+            self._screen.note("drafts need colours, which are off here (NO_COLOR, or no terminal)")
         else:
             self._has_marks = not self._has_marks
-            shown = "on: accepted drafts are green, what the model added itself is not"
+            shown = "on: accepted drafts are green, tokens of the target are not"
             self._screen.note(f"drafts {shown if self._has_marks else 'off'}")
 
     def _end(self, _: str) -> None:
@@ -189,7 +192,7 @@ class Talk:
 
 
 def shown_figures(figures: list[AnswerFigures]) -> str:
-    """Several answers as one."""
+    """Return the figures of several answers together."""
     num_tokens, seconds = sum(one.num_tokens for one in figures), sum(one.seconds for one in figures)
     text = f"{num_tokens} tokens in {seconds:.1f} s: {num_tokens / seconds if seconds else 0.0:.1f} tok/s"
     counted = [one for one in figures if one.steps]

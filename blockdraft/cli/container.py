@@ -40,7 +40,7 @@ REVISIONS = ("--revision", "--code-revision")
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """The exit code where it did not come to a server."""
+    """Become the server; return an exit code only if that failed."""
     words = sys.argv[1:] if words is None else words
     environment = whole_environment()
     try:
@@ -53,7 +53,7 @@ def main(words: Sequence[str] | None = None) -> int:
 def _start(wanted: Wanted, words: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
     program = shutil.which("blockdraft")
     if program is None:
-        raise SettingsError("`blockdraft` is not on PATH: this is not the container it was made for.")
+        raise SettingsError("`blockdraft` is not on PATH: run this in the container it was made for.")
     argv, resolved, notes = serve_words(wanted, words)
     settings = resolved.settings
     for name, variable in (("model", "MODEL_PATH"), ("draft", "DFLASH_DRAFTER")):
@@ -65,14 +65,12 @@ def _start(wanted: Wanted, words: Sequence[str], environment: Mapping[str, str])
     for note in (*wanted.notes, *resolved.notes, *notes):
         _say(note)
     child = child_environment(environment, wanted)
-    if settings.model == "default":  # a file of ours, without which there is nothing to plan
+    if settings.model == "default":  # the plan needs this file
         _run([program, "fetch"], child)
     tuned = _tuned(program, resolved, child)
     if tuned:
         settings = replace(settings, **tuned)
-        _say(
-            f"nobody said otherwise: {', '.join(f'{flag_of(name)} {value}' for name, value in tuned.items())}"
-        )
+        _say(f"defaults for vLLM: {', '.join(f'{flag_of(name)} {value}' for name, value in tuned.items())}")
         argv += [f"{flag_of(name)}={value}" for name, value in tuned.items()]
     _run([program, "plan", *flags_of(settings)], child)
     more, child = _fetch(settings, child)
@@ -80,19 +78,19 @@ def _start(wanted: Wanted, words: Sequence[str], environment: Mapping[str, str])
     if tuned and resolved.sources["attention_backend"] == "default" and _takes_tuned_backend(settings.model):
         argv.append(f"{flag_of('attention_backend')}={TUNED_BACKEND}")
     _say(f"starting: {shlex.join(['blockdraft', *masked(argv)])}")
-    # The server takes this process over, and with it the signals of the container's engine.
+    # The server replaces this process, so that it gets the container's signals.
     os.execve(program, [program, *argv], child)
 
 
 def _run(words: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Ends with its exit code where it fails."""
+    """Run a command; exit with its code if it fails."""
     done = subprocess.run(words, env=without_settings(environment), check=False)
     if done.returncode != 0:
         raise SystemExit(done.returncode)
 
 
 def _tuned(program: str, resolved: MergedSettings, child: Mapping[str, str]) -> dict[str, Any]:
-    """Of vLLM with a drafter: what nobody set, as far as the model's positions and the memory reach."""
+    """Return tuned settings for vLLM with a drafter that were not set, if model and memory allow them."""
     settings = resolved.settings
     is_meant = settings.engine == "vllm" and settings.model != "default" and resolved.recipe is None
     if not is_meant or settings.draft in (None, "none"):
@@ -101,17 +99,17 @@ def _tuned(program: str, resolved: MergedSettings, child: Mapping[str, str]) -> 
         name: value for name, value in TUNED.items() if resolved.sources[name] == "default"
     }
     longest = tuned.pop("max_model_len", None)
-    for found in (tuned, dict[str, Any]()):  # without larger steps, where those leave no room
+    for found in (tuned, dict[str, Any]()):  # try again without larger steps, which need memory
         words = [program, "plan", "--json", *flags_of(replace(settings, **found))]
         done = subprocess.run(words, env=without_settings(child), check=False, capture_output=True, text=True)
         if done.returncode == 0:
             planned = int(json.loads(done.stdout)["capacity"]["max_model_len"])
             return found | ({} if longest is None else {"max_model_len": min(longest, planned)})
-    return {}  # the plan itself will say what is wrong
+    return {}  # the plan will report the error
 
 
 def _takes_tuned_backend(model: str) -> bool:
-    """Not where the model's kind is made for another one; its files are there by now."""
+    """Return whether the model's kind works with the tuned attention backend; its files are present."""
     from blockdraft.checkpoints.fetch import hub_folder
 
     found = hub_id(model)
@@ -124,16 +122,16 @@ def _check_pin(source: str, engine: str) -> None:
     found = hub_id(source)
     if engine != "native" and found is not None and found[1] is not None:
         raise SettingsError(
-            f"'{source}' is pinned in our words, which {engine} does not know: leave out "
-            f"@{found[1]}, and put --revision {found[1]} into EXTRA_ARGS."
+            f"'{source}': {engine} does not understand NAME@REVISION. Leave out @{found[1]} and put "
+            f"--revision {found[1]} into EXTRA_ARGS."
         )
 
 
 def serve_words(wanted: Wanted, words: Sequence[str]) -> tuple[list[str], MergedSettings, list[str]]:
-    """The command line of the server, its settings, and what was left out of it."""
+    """Return the command line of the server, its settings, and notes on what was left out."""
     for flag in (word.partition("=")[0] for word in (*wanted.extra_args, *words)):
         if flag in ("--host", "--port"):
-            raise SettingsError(f"{flag}: set PORT instead, which the health check asks too.")
+            raise SettingsError(f"{flag} is fixed in the container: set PORT instead.")
     argv = ["serve", "--host=0.0.0.0", f"--port={wanted.port}"]
     settings, notes = dict(wanted.settings), []
     engine = _engine([*argv, *words])
@@ -144,13 +142,12 @@ def serve_words(wanted: Wanted, words: Sequence[str]) -> tuple[list[str], Merged
         settings |= wanted.turboquant
         extra = list(wanted.extra_args)
         if settings.pop("attention_backend", None) is not None:
-            notes.append("ATTENTION_BACKEND: left out, the native engine has one of its own")
+            notes.append("ATTENTION_BACKEND is ignored: the native engine has its own")
     else:
         if wanted.turboquant:
             raise SettingsError(
-                "ENABLE_TURBOQUANT: our own engine compresses keys and values, "
-                f"{engine} does not with a drafter (its turboquant_* repeat text, vllm#53180). "
-                "Leave it out and set KV_CACHE_DTYPE=fp8, or leave out BLOCKDRAFT_ENGINE."
+                f"ENABLE_TURBOQUANT does not work with {engine} and a drafter (its turboquant_* repeat text, "
+                "vllm#53180): set KV_CACHE_DTYPE=fp8 instead, or leave out BLOCKDRAFT_ENGINE."
             )
         passed_on = [*wanted.extra_args, *engine_words]
         extra = [f"--engine-args={shlex.join(passed_on)}"] if passed_on else []
@@ -161,7 +158,7 @@ def serve_words(wanted: Wanted, words: Sequence[str]) -> tuple[list[str], Merged
     if resolved.sources["model"] == "default":
         raise SettingsError(
             "MODEL_PATH is not set: give a hub id (-e MODEL_PATH=org/name), a mounted folder, or 'default' "
-            "for a small model to try things out."
+            "(a small model for a first try)."
         )
     if args.served_model_name is None:
         argv.append(f"--served-model-name={wanted.served_name or base_name(resolved.settings.model)}")
@@ -169,21 +166,21 @@ def serve_words(wanted: Wanted, words: Sequence[str]) -> tuple[list[str], Merged
 
 
 def _engine(argv: Sequence[str]) -> str:
-    """Which engine it will be, as a flag, the environment or a recipe says."""
+    """Return the engine that flags, environment or recipe name."""
     given = given_settings(parse(argv))
-    # Not the others yet: whether they suit an engine is judged once it is known.
+    # Other settings are checked once the engine is known.
     return merge_settings(
         {name: given[name] for name in ("engine", "recipe") if name in given}
     ).settings.engine
 
 
 def _fetch(settings: Settings, child: dict[str, str]) -> tuple[list[str], dict[str, str]]:
-    """Download what is on the hub; flags and environment by which exactly that is served."""
+    """Download models from the hub; return flags and environment that serve exactly these files."""
     from blockdraft.checkpoints.fetch import hub_folder
 
     is_native = settings.engine == "native"
     if not is_native and any(word.partition("=")[0] in REVISIONS for word in settings.engine_args):
-        _say(f"{settings.engine} fetches the revision of EXTRA_ARGS by itself")
+        _say(f"{settings.engine} itself downloads the revision of EXTRA_ARGS")
         return [], child
     flags = []
     for name in ("model", "draft"):
@@ -196,7 +193,7 @@ def _fetch(settings: Settings, child: dict[str, str]) -> tuple[list[str], dict[s
         commit = hub_folder(repo, revision=revision, is_whole=not is_native).name
         _say(f"{repo} is {repo}@{commit}")
         flags += [f"{flag_of(name)}={repo}@{commit}"] if is_native else []
-    # Another engine takes a hub id alone; offline, that is what has just been fetched.
+    # Other engines take a hub id without revision; offline, it is what was just fetched.
     is_cached = not is_native and hub_id(settings.model) is not None
     return flags, child | ({"HF_HUB_OFFLINE": "1"} if is_cached else {})
 

@@ -121,7 +121,7 @@ def _one_of(what: str, word: str | None, flag: str | None) -> str | None:
 
 
 def lines(report: FitReport) -> Iterator[str]:
-    """The report as text."""
+    """Yield the report as lines of text."""
     question = report.question
     made = {"int8": "int8 weights, ", "fp8": "fp8 weights, "}.get(report.quantization, "")
     facts = f"{report.title}, width {report.width}, {made}{report.dtype}"

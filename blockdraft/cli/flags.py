@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 def add_settings(parser: argparse.ArgumentParser, leave_out: Iterable[str] = ()) -> None:
-    """One flag per field of Settings; its help is the field's own."""
+    """Add one flag per field of Settings, with the field's help."""
     group = parser.add_argument_group("engine")
     launched = [name for name in SETTING_NAMES if name in LAUNCH_SETTINGS and name not in leave_out]
     other = parser.add_argument_group("vllm and sglang") if launched else group
@@ -39,7 +39,7 @@ def add_settings(parser: argparse.ArgumentParser, leave_out: Iterable[str] = ())
             continue
         text = f"{item.metadata['help']} (default: {_shown(item.default)})".replace("%", "%%")
         where = other if item.name in launched else group
-        # What is not given is not there: other layers may say it.
+        # A flag that is not given is absent: environment or recipe may set it.
         where.add_argument(flag_of(item.name), default=argparse.SUPPRESS, help=text, **_options(item.name))
         if item.name == "verify":
             off: dict[str, Any] = {"action": "store_const", "const": "off", "default": argparse.SUPPRESS}
@@ -101,7 +101,7 @@ def add_sampling(parser: argparse.ArgumentParser, *, max_tokens: int = 512, is_c
     """Add the flags of one request; a chat has no --n and no --logprobs."""
     group = parser.add_argument_group("sampling")
     add = numbers_of(group)
-    # None: the model's own, which is not known yet.
+    # None: the model's value, not known yet.
     add("--temperature", float, None, "0 is greedy (default: recommended by the model)")
     top_p_help = "sample from the likeliest tokens whose probabilities sum to N (default: the model's)"
     add("--top-p", float, None, top_p_help)

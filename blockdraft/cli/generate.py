@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_verbose(parser)
     add_sampling(parser)
     _add_forms(parser)
-    # Of one request, --seed is the sampling seed; it has no tools; and only our own engine runs here.
+    # Here --seed is the sampling seed, there are no tools, and only our engine runs.
     add_settings(parser, leave_out=("seed", "tool_format", "engine", *LAUNCH_SETTINGS))
 
 
@@ -122,7 +122,9 @@ def run(args: argparse.Namespace) -> int:
     settings = merge_settings(given_settings(args) | {"engine": "native"}).settings
     _check_sources(args)
     form = _form(args)
-    sampling = replace(sampling_from(args), structured_outputs=form)  # wrong flags are said before a load
+    sampling = replace(
+        sampling_from(args), structured_outputs=form
+    )  # raises errors before the model is loaded
     if sampling.logprobs is not None and not args.json:
         raise SettingsError("--logprobs are only shown in JSON: add --json.")
     prompt = _prompt(args)
@@ -252,7 +254,7 @@ def _choice(answer: Completion) -> dict[str, object]:
 
 
 def _finite(value: float) -> float | None:
-    """JSON has no -inf, the log-probability of a token that cannot come."""
+    """Return None for -inf, the log-probability of a forbidden token: JSON has no infinity."""
     return value if math.isfinite(value) else None
 
 

@@ -24,7 +24,7 @@ COMMANDS = (
 EXIT_ERROR = 2
 EXIT_INTERRUPT = 130  # 128 + SIGINT, as shells report it
 EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)  # a disk, or a file as large as it may be
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)  # a full disk, or a file at its size limit
 
 
 class Parser(argparse.ArgumentParser):
@@ -91,7 +91,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--version", action="version", version=f"blockdraft {__version__}")
     commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
     parsers = {}
-    for name in [argv[0]] if argv and argv[0] in COMMANDS else COMMANDS:  # who names one waits for one
+    for name in [argv[0]] if argv and argv[0] in COMMANDS else COMMANDS:  # import only the named command
         command = importlib.import_module(f"blockdraft.cli.{name}")
         parsers[name] = commands.add_parser(
             name,

@@ -36,5 +36,5 @@ def _masked(word: str, before: str) -> str:
 
 
 def _takes_secret(flag: str, word: str) -> bool:
-    # A file's name is no secret, and a flag is not the value of the one before it.
+    # A file name is no secret, and a flag is not the value of the flag before it.
     return is_secret(flag) and not flag.endswith("-file") and not word.startswith("--")

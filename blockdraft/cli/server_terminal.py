@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from blockdraft.server.http.lifetime import Service
     from blockdraft.server.options import ServerOptions
 
-EXIT_ERROR = 2  # the start failed on something a user can mend
+EXIT_ERROR = 2  # the start failed on something a user can fix
 EXIT_FAILED = 1  # the engine failed while serving
 
 
@@ -25,7 +25,7 @@ def set_up_logs(args: argparse.Namespace, secrets: tuple[str, ...]) -> Callable[
     from blockdraft.server.http import logs
 
     level = logging.getLevelNamesMapping()[args.log_level.upper()]
-    # Other packages never get to debug, where some write headers, and keys with them.
+    # Other packages never log at debug, where some write headers with keys.
     logs.set_up(is_json=args.json_logs, level=max(level, logging.INFO), secrets=secrets)
     log = logging.getLogger("blockdraft")
     log.setLevel(level)

@@ -1,4 +1,4 @@
-"""A long run in stages: bars on a terminal, lines elsewhere; a training run has a log, too."""
+"""Shows a long run in stages: bars on a terminal, lines elsewhere, and the log of a training run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Show = Callable[[str, float | None, str], None]  # stage, share done, what to sh
 
 
 def stage_bars(*, is_quiet: bool) -> Progress:
-    """One line per stage, drawn only where somebody looks."""
+    """Return progress bars with a line per stage, drawn only on a terminal."""
     columns = (
         TextColumn("{task.description:<10}"),
         BarColumn(bar_width=24),
@@ -31,12 +31,12 @@ def stage_bars(*, is_quiet: bool) -> Progress:
 
 
 def stage_shower(bars: Progress, *, is_quiet: bool) -> Show:
-    """The bars where they are drawn; else a line when a stage begins, and every few seconds."""
+    """Return a function that updates the bars, or prints a line per stage and every few seconds."""
     return _lines() if bars.disable and not is_quiet else _bars(bars)
 
 
 def listener(log: TextIO, bars: Progress, *, is_quiet: bool) -> Listener:
-    """Every line into the log and, where no bar is drawn, to stderr."""
+    """Return a listener that logs every line, and prints it to stderr if no bars are drawn."""
     begin_s = time.monotonic()
 
     def say(line: str) -> None:

@@ -15,11 +15,11 @@ from blockdraft.machine.remedies import driver_advice
 GIB = 1 << 30
 MIN_CAPABILITY = (8, 0)
 MIN_MEMORY = 2 * GIB  # SmolLM2 in float32, its cache and Python
-MIN_SHM = GIB  # several processes of one engine talk through it
+MIN_SHM = GIB  # the processes of one engine communicate through it
 MIN_OPEN_FILES = 4096  # a connection each, and the shards of a checkpoint
-MIN_LOCKED = 64 * GIB  # what RDMA registers; a limit at all is the mistake
-SPARE_SHARE = 0.5  # of a card: less is free where somebody else uses it
-FULL_DISK, LOW_DISK = 2 * GIB, 40 * GIB  # nothing fits; a model of some size does not
+MIN_LOCKED = 64 * GIB  # RDMA registers memory; any limit is wrong
+SPARE_SHARE = 0.5  # of a card: less free memory means others use it
+FULL_DISK, LOW_DISK = 2 * GIB, 40 * GIB  # too little for anything; too little for a large model
 
 
 def machine_findings(machine: Machine, root: Path = Path("/")) -> Iterator[Finding]:

@@ -13,8 +13,8 @@ from blockdraft.machine.remedies import INSTALL, NO_COMPILER, NO_HEADERS, why_un
 
 REPORT = "please report this line with the output of `blockdraft doctor --json`"
 GIB = 1 << 30
-HIDDEN_SHARE = 0.75  # of the memory that is available: CUDA sees more than this where the page cache is small
-# The first that a failure's text contains, in small letters.
+HIDDEN_SHARE = 0.75  # of the available memory: CUDA reports more if the page cache is small
+# The first key found in a failure's lower-case text decides.
 ADVICE = (
     ("outofresources", f"a tile is too large for this card: --engine vllm may be faster; {REPORT}"),
     (
@@ -76,7 +76,7 @@ def _page_cache(machine: Machine, torch: Torch) -> Iterator[Finding]:
 
 
 def _has_code(torch: Torch) -> bool:
-    """Code for the same major capability and no later minor one runs; PTX of any earlier one is compiled."""
+    """Return whether PyTorch has code for the card: of its major capability, or PTX of an earlier one."""
     if torch.capability is None or not torch.architectures:
         return True
     major, minor = torch.capability

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from blockdraft.doctor.finding import Finding, Level
 
-# What we call it, and what its distribution is called.
+# our name: the name of its distribution
 DISTRIBUTIONS = {
     "torch": "torch",
     "triton": "triton",
@@ -28,7 +28,7 @@ REQUIRED = ("torch", "numpy", "tokenizers", "huggingface_hub")  # on every machi
 
 
 def read_versions(version: Callable[[str], str] = importlib.metadata.version) -> dict[str, str]:
-    """The versions by our names of the libraries; what is not installed is left out."""
+    """Return the versions of the installed libraries, by our names."""
     found = {"python": platform.python_version()}
     for name, distribution in DISTRIBUTIONS.items():
         try:
@@ -39,7 +39,7 @@ def read_versions(version: Callable[[str], str] = importlib.metadata.version) ->
 
 
 def library_findings(versions: Mapping[str, str], *, has_gpu: bool) -> Iterator[Finding]:
-    """A GPU's kernels are Triton's; its driver is asked through nvidia-ml-py, or else by nvidia-smi."""
+    """Yield the versions, and the libraries that are missing; a GPU needs Triton and nvidia-ml-py."""
     shown = ", ".join(f"{name.replace('_', '-')} {version}" for name, version in versions.items())
     yield Finding("libraries", "versions", "ok", shown)
     for name in (*REQUIRED, "triton") if has_gpu else REQUIRED:

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 Line = dict[str, object]
 
 CACHE_BYTES = 64 << 20
-BITS_SHAPE = SHAPE_NAMES[0]  # whose bits are compared in different company
-NUM_INPUTS = 256  # of the product by which the choice for gate and up is asked; any multiple of 16
+BITS_SHAPE = SHAPE_NAMES[0]  # the shape that is checked for batch invariance
+NUM_INPUTS = 256  # of a product that asks for the gate-and-up kernel; any multiple of 16
 
 
 def main(argument: str) -> None:
@@ -36,7 +36,7 @@ def main(argument: str) -> None:
     asked = json.loads(argument)
     for line in examine(asked["device"], asked["shapes"]):
         sys.stdout.write(json.dumps(line) + "\n")
-        sys.stdout.flush()  # what was known before a crash
+        sys.stdout.flush()  # so that it is known even after a crash
 
 
 def examine(device_name: str, names: list[str]) -> Iterator[Line]:

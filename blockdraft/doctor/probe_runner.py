@@ -131,7 +131,7 @@ def _text(output: bytes | str | None) -> str:
 
 
 def _read(probe: Probe, text: str) -> tuple[Probe, str | None]:
-    """`probe` with what a process wrote, and what that process began and did not end; None: all ended."""
+    """Return `probe` with the output of a process, and the stage that did not end; None: all ended."""
     begun: str | None = "torch"
     for line in text.splitlines():
         entry = _parse(line)
@@ -159,7 +159,7 @@ def _parse(line: str) -> dict[str, Any]:
 
 
 def _torch(entry: Mapping[str, Any]) -> Torch:
-    """JSON has lists only."""
+    """Return the facts about torch, with JSON's lists as tuples."""
     tuples = {name: tuple(value) for name, value in entry.items() if isinstance(value, list)}
     return Torch(**{**entry, **tuples})
 
@@ -173,7 +173,7 @@ def _describe_end(outcome: ProbeOutcome) -> str:
 
 
 def _last_line(lines: Sequence[str]) -> str:
-    """A traceback's last line is the error; compilers add more below it, indented or not."""
+    """Return the error of a traceback; compilers add lines below it."""
     errors = [line for line in lines if line and not line[0].isspace() and "Error" in line.split(":")[0]]
     filled = errors or [line for line in lines if line.strip()]
     return filled[-1].strip()[:400] if filled else ""

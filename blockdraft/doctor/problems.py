@@ -98,5 +98,5 @@ def _holds(name: str, wanted: Condition, facts: Facts) -> bool:
         return not facts.cards.isdisjoint(wanted)
     if name == "missing":
         return facts.versions.keys().isdisjoint(wanted)
-    # A CPU without any feature is one of which nothing was read.
+    # No features means that none could be read.
     return bool(facts.cpu_features) and facts.cpu_features.isdisjoint(wanted)

@@ -71,7 +71,7 @@ def _capability(machine: Machine, probe: Probe) -> Capability | None:
 
 
 def as_json(report: Diagnosis) -> dict[str, Any]:
-    """The diagnosis as one object; sizes are in bytes, and null is not known."""
+    """Return the diagnosis as JSON; sizes are in bytes, null means unknown."""
     machine = asdict(report.machine)
     machine["cpu"]["features"] = sorted(report.machine.cpu.features)
     for entry, gpu in zip(machine["gpus"], report.machine.gpus, strict=True):

@@ -88,7 +88,7 @@ def card_named(name: str) -> Card:
 
 
 def card_hint(name: str) -> str:
-    """ ": did you mean x?" for a name that is nearly a card's, else ": use one of …"."""
+    """Return ": did you mean x?" for a name close to a card's, else ": use one of …"."""
     keys = [key for known in CARDS for key in (known.key, *known.aliases)]
     alike = {_bare(key): key for key in keys if _is_near(_bare(name), _bare(key))}
     close = difflib.get_close_matches(_bare(name), alike, 1)

@@ -6,7 +6,7 @@ import os
 from io import FileIO
 from threading import Lock
 
-_moving = Lock()  # where a file has to be moved to what is read
+_moving = Lock()  # guards seek and read where there is no preadv
 
 
 def read_at(file: FileIO, memory: memoryview, offset: int) -> int:
@@ -19,7 +19,7 @@ def read_at(file: FileIO, memory: memoryview, offset: int) -> int:
 
 
 def bytes_at(file: FileIO, num_bytes: int, offset: int) -> bytes:
-    """Fewer where the file ends."""
+    """Read `num_bytes` from `offset`, fewer at the end of the file."""
     content, num_read = bytearray(num_bytes), 0
     while count := read_at(file, memoryview(content)[num_read:], offset + num_read):
         num_read += count

@@ -44,7 +44,7 @@ def read_limits(root: Path) -> Limits:
 
 
 def read_text(path: Path) -> str:
-    """The file's text; empty where there is none, or it may not be read."""
+    """Return the file's text; empty if it is missing or unreadable."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -55,7 +55,7 @@ def read_text(path: Path) -> str:
 
 
 def _groups(root: Path, controller: str) -> Iterator[Path]:
-    """Every folder whose limits hold for us, innermost first, of version 1 and 2.
+    """Yield the folders of our cgroups (versions 1 and 2), innermost first.
 
     A container sees its own group at the top of the mount, while the path may be the host's: both are tried.
     """
@@ -76,7 +76,7 @@ def _groups(root: Path, controller: str) -> Iterator[Path]:
 
 
 def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
-    """The limit of each group that has one, and what is left of it."""
+    """Yield the limit of each group that has one, and the free rest."""
     for group in _groups(root, "memory"):
         for limit_name, used_name, cache_name in (
             ("memory.max", "memory.current", "inactive_file"),
@@ -101,7 +101,7 @@ def _cpu_limits(root: Path) -> Iterator[float]:
 
 
 def _number(text: str) -> int | None:
-    """The number that a file holds; None for "max", -1 and nothing."""
+    """Return the number in a file; None for "max", -1 and an empty file."""
     text = text.strip()
     return int(text) if text.isdigit() else None
 
@@ -118,7 +118,7 @@ def _field(text: str, name: str) -> int:
 
 
 def _ulimits(root: Path) -> dict[str, int]:
-    """The soft limits that are numbers."""
+    """Return the soft limits that are numbers."""
     found = {}
     for line in read_text(root / "proc/self/limits").splitlines():
         value = _number(line[26:47])  # columns of a fixed width: names hold spaces

@@ -19,7 +19,7 @@ ROOT = Path("/")
 NO_LIMITS = Limits()
 DRIVERS = ("dev/nvidiactl", "dev/kfd", "dev/dxg")  # NVIDIA's, AMD's, that of WSL
 
-# What vLLM and SGLang are told of memory that the system lives in too: they take more than they are told.
+# Share of unified memory for vLLM and SGLang, which take more than they are told.
 EXTERNAL_MEMORY_SHARE = 0.8
 # CPU implementer and part, where the kernel gives no name.
 ARM_CPUS = {
@@ -46,7 +46,7 @@ class Gpu:
 
     @property
     def card(self) -> Card | None:
-        """Its line in the table of known cards."""
+        """Return its entry in the table of known cards."""
         return find_card(self.name, self.memory_bytes)
 
 
@@ -84,7 +84,7 @@ class Machine:
 
 
 def external_memory_share(settings: Settings, machine: Machine | None) -> float:
-    """The share of a card's memory that vLLM and SGLang plan with; less than the default if unified."""
+    """Return the share of a card's memory for vLLM and SGLang; less than the default if it is unified."""
     asked, default = settings.gpu_memory_utilization, DEFAULTS["gpu_memory_utilization"]
     return EXTERNAL_MEMORY_SHARE if asked == default and machine is not None and machine.is_unified else asked
 
@@ -117,19 +117,19 @@ def read_holders(
     root: Path = ROOT,
     ask: Callable[[str | None, int], tuple[nvml.Holder, ...]] = nvml.holders,
 ) -> tuple[nvml.Holder, ...]:
-    """The other processes that use card `index`, the largest first; () where the driver does not tell."""
+    """Return the other processes that use card `index`, the largest first; () if the driver does not tell."""
     if not _has_driver(root, "dev/nvidiactl", "dev/dxg"):
         return ()
     return tuple(holder for holder in ask(visible_gpus(), index) if holder.pid != os.getpid())
 
 
 def process_name(pid: int, root: Path = ROOT) -> str:
-    """The program of a process; "" where we may not see it."""
+    """Return the program of a process; "" if it is hidden from us."""
     return read_text(root / f"proc/{pid}/comm").strip()
 
 
 def free_port() -> int:
-    """A port of the loopback address that nobody listens on now."""
+    """Return a free port of the loopback address."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]
@@ -146,9 +146,9 @@ def _has_driver(root: Path, *names: str) -> bool:
 
 
 def _gpu(device: nvml.Device, available: int, total: int) -> Gpu:
-    """Takes from the table what the driver does not say: that of a unified card often hides its memory."""
+    """Describe a card; our table fills in what the driver hides, as it often does on unified memory."""
     card = find_card(device.name, device.memory_bytes or 0)
-    # A card that shares the machine's memory and is not in the table: its driver has no number of its own.
+    # A unified card that is not in the table: its driver reports no memory.
     is_unified = device.memory_bytes is None if card is None else card.is_unified
     if is_unified:
         memory, free = total, available
@@ -160,7 +160,7 @@ def _gpu(device: nvml.Device, available: int, total: int) -> Gpu:
 
 
 def _memory(root: Path) -> tuple[int, int]:
-    """Bytes available for new work, and in all."""
+    """Return the bytes available for new work, and in all."""
     found = {}
     for line in read_text(root / "proc/meminfo").splitlines():
         name, _, value = line.partition(":")

@@ -64,11 +64,11 @@ class _NoAnswer(Exception):
 
 
 def load_pynvml() -> ModuleType:
-    """Raises ImportError where nvidia-ml-py is not installed."""
+    """Import pynvml; raises ImportError if nvidia-ml-py is not installed."""
     import pynvml
 
     with contextlib.suppress(OSError):
-        ctypes.CDLL(WSL_LIBRARY)  # pynvml asks for it by its name alone, and then gets this one
+        ctypes.CDLL(WSL_LIBRARY)  # pynvml loads it by name, and then finds this one
     module: ModuleType = pynvml
     return module
 
@@ -95,7 +95,7 @@ def query(
     load: Callable[[], ModuleType] = load_pynvml,
     run: Callable[[Sequence[str]], str] = run_smi,
 ) -> DriverReply:
-    """The cards in the driver's order; never raises. `visible` is CUDA_VISIBLE_DEVICES; None: all of them."""
+    """Return the cards in the driver's order; never raises. `visible` is CUDA_VISIBLE_DEVICES; None: all."""
     try:
         with _opened(load) as nvml:
             driver = _ask(nvml, nvml.nvmlSystemGetDriverVersion) or ""
@@ -109,7 +109,7 @@ def query(
 def holders(
     visible: str | None, index: int, load: Callable[[], ModuleType] = load_pynvml
 ) -> tuple[Holder, ...]:
-    """The processes that use card `index` of the visible ones, the largest first; never raises.
+    """Return the processes that use card `index` of the visible ones, the largest first; never raises.
 
     None are found where the driver does not tell, as from inside many containers.
     """

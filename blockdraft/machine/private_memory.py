@@ -7,7 +7,7 @@ import sys
 
 
 def private_memory(num_bytes: int, *, has_huge_pages: bool) -> mmap.mmap:
-    """Zeroes that a forked process writes into a copy of. Only Linux is asked for the size of its pages."""
+    """Return zeroed private memory (copy-on-write after a fork); page sizes are only set on Linux."""
     if sys.platform == "win32":
         return mmap.mmap(-1, num_bytes)
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

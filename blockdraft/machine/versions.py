@@ -12,7 +12,7 @@ _NUMBERS = re.compile(r"v?(\d+(?:[.-]\d+)*)")
 
 
 def release_of(version: str) -> Version | None:
-    """The numbers alone: 3.6.0rc1 and 3.6.0+cu130 are 3.6.0, a kernel's 7.0.0-1019-nvidia is 7.0.0.1019.
+    """Return the numbers alone: 3.6.0rc1 and 3.6.0+cu130 give 3.6.0, 7.0.0-1019-nvidia gives 7.0.0.1019.
 
     None: the text does not begin with a number.
     """
@@ -21,7 +21,7 @@ def release_of(version: str) -> Version | None:
 
 
 def read_range(text: str) -> list[SpecifierSet]:
-    """Alternatives, which stand between bars: "==10.3 | >=12.1,<13". Raises ValueError."""
+    """Parse alternatives between bars, as in "==10.3 | >=12.1,<13"; raises ValueError."""
     return [SpecifierSet(part) for part in text.split("|")]
 
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from blockdraft.kernels.transfer import to_device
 from blockdraft.training.packing import TrainingBatch
 
-FLOOR = 0.05  # weight of a place that is always passed over: drafters change
-BELIEF = 0.5  # how far the last block moves what is known of a place
+FLOOR = 0.05  # least weight of a place, since drafters change
+BELIEF = 0.5  # weight of the last block in a place's chance
 
 
 class Walk:
@@ -38,7 +38,7 @@ class Walk:
         offset = torch.arange(matches.shape[2], device=reach.device)  # place a + 1 + offset
         is_known = (batch.labels >= 0) & (offset <= reach)
         place = (batch.anchors[..., None] + 1 + offset).clamp(max=self.chance.shape[1] - 1).flatten(1)
-        # Blocks overlap. The largest wins, in whatever order they are written.
+        # Blocks overlap: the largest value wins, whatever the order of writes.
         begins = self._spread(place, (is_known & (offset == reach)).flatten(1))
         is_known = self._spread(place, is_known.flatten(1))
         index = to_device(chosen, self.chance.device)

@@ -9,32 +9,32 @@ from blockdraft.training.evaluate import DrafterFit
 from blockdraft.training.fit_report import FITS
 from blockdraft.training.job import Job
 
-NO_BETTER = "no better than"  # in every warning of a drafter that is not worth having
+NO_BETTER = "no better than"  # in every warning about a drafter without gain
 
 
 def plan_lines(
     job: Job, *, num_training: int, num_held_out: int, answer_s: float | None, is_resumed: bool
 ) -> Iterator[str]:
     """Yield what the run does, how long it takes, and which files it leaves."""
-    again = ", going on where it stopped" if is_resumed else ""
+    again = ", resumed" if is_resumed else ""
     source = str(job.start_from) if job.start_from else f"{job.shape.num_layers} new layers"
-    asked = f"answers {num_training:,} prompts to learn from and {num_held_out:,} to measure with"
+    asked = f"answers {num_training:,} prompts for training and {num_held_out:,} for evaluation"
     asked = asked if job.prompts else "has answered already"
-    yield f"plan: a drafter for '{job.model}' in {job.out}{again}"
+    yield f"plan: train a drafter for '{job.model}' in {job.out}{again}"
     yield (
-        f"  what it does: the target {asked}; {source}, trained on the answers; measured, exported, and "
-        "tried in the engine"
+        f"  stages: the target {asked}; {source} are trained on the answers; the drafter is evaluated, "
+        "exported and checked in the engine"
     )
-    yield f"  how long: {_duration(job, answer_s)}"
+    yield f"  time: {_duration(job, answer_s)}"
     yield (
-        f"  what it leaves: {job.out / 'drafter'} for `serve --draft`; beside it answers, checkpoint.pt "
-        "(every 5 minutes) and log.txt. Ctrl-C stops it, the same command with --resume goes on"
+        f"  results: {job.out / 'drafter'} for `serve --draft`; also answers, checkpoint.pt (every 5 "
+        "minutes) and log.txt. Ctrl-C stops the run; the same command with --resume continues it"
     )
 
 
 def _duration(job: Job, answer_s: float | None) -> str:
     if job.minutes is None:
-        return f"{job.steps:,} steps, after the answers; both say what is left as soon as they know"
+        return f"{job.steps:,} steps, after the answers; both stages show the time left"
     answers = "" if answer_s is None else f", up to {answer_s / 60:.3g} of them for answers"
     return f"about {job.minutes:g} minutes{answers}"
 
@@ -53,15 +53,15 @@ def verdict_lines(job: Job, fits: Mapping[str, DrafterFit], before: DrafterFit |
     target = "" if job.model == "default" else shlex.quote(job.model) + " "
     if before is not None and found <= before.committed:
         yield (
-            f"warning: {NO_BETTER} the drafter it began with: {found:.3f} tokens per step, and "
-            f"{before.committed:.3f} before. Keep {job.start_from}; more --minutes, a lower --rate or more "
-            "prompts may help"
+            f"warning: {NO_BETTER} the drafter it began with: {found:.3f} tokens per step, "
+            f"{before.committed:.3f} before. Keep {job.start_from}, or try more --minutes, a lower --rate or "
+            "more prompts"
         )
         return
     if found < FITS:
         yield (
-            f"warning: {NO_BETTER} no drafter: {found:.3f} tokens per step, and plain decoding makes 1; "
-            f"below {FITS} `serve` drops it. More --minutes and more --prompts help (docs/training.md)"
+            f"warning: {NO_BETTER} no drafter: {found:.3f} tokens per step, plain decoding has 1; `serve` "
+            f"drops a drafter below {FITS}. Try more --minutes and more --prompts (docs/training.md)"
         )
         yield (
             f"next, to train it further: blockdraft train {target}--from {shlex.quote(str(drafter))} "
@@ -69,5 +69,5 @@ def verdict_lines(job: Job, fits: Mapping[str, DrafterFit], before: DrafterFit |
         )
         return
     gain = "" if before is None else f", {before.committed:.3f} before"
-    yield f"{found:.3f} tokens per step on held-out prompts{gain}; plain decoding makes 1"
+    yield f"{found:.3f} tokens per step on held-out prompts{gain}; plain decoding has 1"
     yield f"next: blockdraft serve {target}--draft {shlex.quote(str(drafter))}"

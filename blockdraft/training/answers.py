@@ -128,7 +128,7 @@ def first_of_each(listed: Iterable[T], count: int) -> tuple[list[T], list[T]]:
 
 
 def encode_conversation(tokenizer: Tokenizer, one: Prompt, said: Sequence[str] = ()) -> list[int]:
-    """The prompt of a conversation's next turn, through the chat template where there is one."""
+    """Return the prompt of a conversation's next turn, through the chat template if there is one."""
     if tokenizer.has_chat_template:
         return tokenizer.encode_chat(one.messages(said))
     return encode_plain(tokenizer, one, said)

@@ -32,13 +32,13 @@ CONV_TAPS, CONV_GROUP = 2, 16  # of the published DFlash2 drafters
 def draft_json(
     shape: DrafterShape, target: ModelConfig, raw: Mapping[str, object], mask_id: int
 ) -> dict[str, object]:
-    """config.json of a drafter for `target`, whose own config.json is `raw`."""
+    """Return config.json of a new drafter for `target`, whose own config.json is `raw`."""
     attention = next((one.mixer for one in target.layers if isinstance(one.mixer, AttentionConfig)), None)
     inner = next((one.mlp.inner_size for one in target.layers if one.mlp is not None), None)
     if attention is None:
-        raise ModelError(f"'{target.name}' has no attention layer whose heads a drafter could have.")
+        raise ModelError(f"'{target.name}' has no attention layer, which gives a drafter its head sizes.")
     taps = shape.taps
-    if taps is None:  # a shallow target has fewer places than were asked for
+    if taps is None:  # a shallow target has fewer layers than taps
         taps = tuple(dict.fromkeys(default_taps(target.num_layers, shape.num_taps)))
     if min(taps) < 0 or max(taps) >= target.num_layers or len(set(taps)) != len(taps):
         raise SettingsError(
@@ -81,7 +81,7 @@ def draft_json(
 def as_kind(
     raw: Mapping[str, object], kind: DraftKind | None, shape: DrafterShape, *, name: str
 ) -> Mapping[str, object]:
-    """config.json of the drafter of this kind that one with config.json `raw` becomes; None: of its own."""
+    """Return config.json of the drafter `raw` turned into another kind; None: it keeps its own."""
     own = read_draft_config(raw, name=name).kind
     if kind in (None, own):
         return spark.without_confidence(raw) if draft_kind(raw) == "dspark" else raw
@@ -91,11 +91,11 @@ def as_kind(
 
 
 def dflash2_json(raw: Mapping[str, object], shape: DrafterShape) -> dict[str, object]:
-    """config.json of the DFlash2 drafter that a DFlash drafter with config.json `raw` begins as."""
+    """Return config.json of a DFlash2 drafter that extends the DFlash drafter `raw`."""
     if "speculators_model_type" in raw:
-        raise SettingsError("--kind dflash2 begins with a drafter in z-lab's layout, not in speculators'.")
+        raise SettingsError("--kind dflash2 needs a drafter in z-lab's layout, but --from has speculators'.")
     if read_draft_config(raw, name="the drafter").drafts_from_anchor:
-        raise SettingsError("--kind dflash2 does not begin with a drafter that drafts from the anchor.")
+        raise SettingsError("--kind dflash2 cannot extend a drafter that drafts from the anchor.")
     own = {
         "conv_kernel_size": CONV_TAPS,
         "conv_group_size": CONV_GROUP,
@@ -112,7 +112,7 @@ def dflash2_json(raw: Mapping[str, object], shape: DrafterShape) -> dict[str, ob
 def new_drafter(
     config: DraftConfig, target: Decoder, *, max_positions: int, device: torch.device, init: str, seed: int
 ) -> DFlash:
-    """A drafter in float32 with fresh weights: `init` is "random", or "target" for the target's last layers.
+    """Return a drafter in float32 with new weights: random, or with `init` "target" the target's last layers.
 
     Norms over keys stay at one: queries have a scale of their own, and vLLM's CPU build reads the first
     layer's for all layers.
@@ -143,7 +143,7 @@ def new_drafter(
 
 
 def _make_identity(model: DFlash2, generator: torch.Generator) -> None:
-    """Convolutions that change nothing, and pairs that are worth nothing yet: DFlash, number for number."""
+    """Initialise what DFlash2 adds so that the model computes exactly what DFlash does."""
     for module in model.modules():
         if isinstance(module, BlockConv):
             nn.init.zeros_(module.base_kernel)
@@ -156,7 +156,7 @@ def _make_identity(model: DFlash2, generator: torch.Generator) -> None:
 
 
 def train_only(model: DFlash, part: Literal["all", "added", "selector"]) -> None:
-    """Leave the rest of a DFlash2 drafter as it is."""
+    """Freeze all of a DFlash2 drafter but `part`."""
     if part == "all":
         return
     if not isinstance(model, DFlash2):
@@ -169,9 +169,9 @@ def train_only(model: DFlash, part: Literal["all", "added", "selector"]) -> None
 
 
 def load_weights(model: DFlash, source: str, device: torch.device) -> None:
-    """The weights of a drafter of the same shape, as float32 that can be trained.
+    """Load the weights of a drafter of the same shape, as trainable float32.
 
-    What another kind adds to it stays as it is.
+    Parameters that only the new kind has keep their values.
     """
     checkpoint = open_checkpoint(source)
     config = read_draft_config(checkpoint.config, name=source)
@@ -187,7 +187,7 @@ def _plain(linear: Linear) -> nn.Parameter:
 
 
 def _copy_layers(model: DFlash, target: Decoder) -> None:
-    """The target's last layers, where they have the drafter's shape."""
+    """Copy the target's last layers, which must have the drafter's shape."""
     last = list(target.layers)[-len(model.layers) :]
     if len(last) < len(model.layers):
         raise SettingsError(

@@ -48,7 +48,7 @@ from blockdraft.training.packing import MIN_ANSWER
 from blockdraft.training.probe import AcceptanceProbe
 from blockdraft.training.variations import variations
 
-# Greedy answers on which the suspects are tried, and their tokens: on one CPU core a trial of a 135M target
+# Number and tokens of the greedy answers for trials: on one CPU core a trial of a 135M target
 # takes some 6 s.
 PROBES = {"cpu": (6, 64), "cuda": (16, 128)}
 TIMED_STEPS = 16
@@ -133,7 +133,7 @@ class _Answer:
     metrics: Metrics
 
     def first(self, count: int) -> list[tuple[int, ...]]:
-        """The steps of an answer that ends after `count` tokens."""
+        """Return the steps of the first `count` tokens."""
         kept = []
         for step in self.steps:
             kept.append(step[:count])
@@ -158,11 +158,11 @@ class _Session:
         self.quantization = models.plan.quantization
         self._num_probes, max_tokens = PROBES[models.device.type]
         self._probe_tokens = min(max_tokens, question.max_tokens)
-        # Room for one token at least: shorter answers than asked for are answers, too.
+        # Room for at least one token: short answers are fine.
         self.max_prompt = models.plan.max_model_len - 1
 
     def prompts(self, conversations: Sequence[Prompt]) -> list[_FirstTurn]:
-        """The first turns that leave room for an answer, encoded."""
+        """Return the encoded first turns that leave room for an answer."""
         tokenizer = self._llm.tokenizer
         return self._with_room(_FirstTurn(one, encode_conversation(tokenizer, one)) for one in conversations)
 
@@ -192,7 +192,7 @@ class _Session:
         ]
 
     def probes(self, answers: Sequence[_Answer]) -> list[_Answer]:
-        """Greedy answers of every category to its shortest prompts; their first tokens are enough."""
+        """Return greedy answers to the shortest prompts of every category."""
         groups = _by_category(sorted(answers, key=lambda one: len(one.prompt.ids)))
         rounds = itertools.zip_longest(*groups.values())
         chosen = [one for each in rounds for one in each if one is not None][: self._num_probes]
@@ -227,7 +227,7 @@ class _Session:
         return tuple(costs)
 
     def _step_ms(self, prompt_ids: list[int], width: int) -> float | None:
-        """The median step of one stream; None where there is no room for enough steps."""
+        """Return the median step time of one stream; None if the context is too short for enough steps."""
         room = self.max_prompt - len(prompt_ids)
         max_tokens = min(TIMED_STEPS * width, room)
         params = SamplingParams(temperature=0, max_tokens=max_tokens, width=width, ignore_eos=True)

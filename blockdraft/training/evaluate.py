@@ -36,8 +36,8 @@ from blockdraft.training.features import FeatureReader
 from blockdraft.training.packing import DocumentPlace, PackedRows, TrainingBatch, pack, with_anchors
 from blockdraft.training.trainer import BlockForward
 
-SLICE = 512  # blocks whose logits are there at a time
-ENGINE_ROWS = MOST_WALKED  # of more, a selector alone has no say
+SLICE = 512  # blocks whose logits are in memory at a time
+ENGINE_ROWS = MOST_WALKED  # with more, the selector is not used
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +51,12 @@ class DrafterFit:
 
     @property
     def committed(self) -> float:
-        """Mean tokens per step, the target's own included."""
+        """Return the mean tokens per step, the target's own included."""
         return self.num_tokens / max(self.num_steps, 1)
 
     @property
     def by_position(self) -> tuple[float, ...]:
-        """Share of the steps that accepted each position."""
+        """Return the share of the steps that accepted each position."""
         return tuple(count / max(self.num_steps, 1) for count in self.accepted)
 
     @property
@@ -73,7 +73,7 @@ class DrafterFit:
 
 
 def walk(runs: Sequence[int], width: int) -> list[int]:
-    """Tokens committed by each step over an answer; `runs[i]` drafts match after its token i - 1.
+    """Return the tokens that each step commits over an answer; `runs[i]` drafts match after its token i - 1.
 
     runs[0] belongs to the last prompt token as the anchor, and len(runs) is the answer's length.
     """
@@ -110,7 +110,7 @@ def simulate(
         mine = walk(_document_runs(place, documents, rows, runs), forward.block)
         steps[documents[place.document].category].append(mine)
         everything.append(mine)
-    steps["all"] = everything  # and so are documents of no other category
+    steps["all"] = everything  # documents of category "all" are among them
     return {name: fit_of_steps(listed, forward.block) for name, listed in sorted(steps.items())}
 
 
@@ -123,7 +123,7 @@ def _document_runs(
 
 
 def fit_of_steps(steps: Sequence[Sequence[int]], block: int) -> DrafterFit:
-    """The fit on documents, given how many tokens each step of each document committed."""
+    """Return the fit, given the tokens that each step of each document committed."""
     accepted = [0] * (block - 1)
     for step in (step for document in steps for step in document):
         for position in range(step - 1):
@@ -137,7 +137,7 @@ def fit_of_steps(steps: Sequence[Sequence[int]], block: int) -> DrafterFit:
 
 
 def fit_of_metrics(metrics: Sequence[Metrics]) -> DrafterFit:
-    """The fit that the engine itself counted over several answers."""
+    """Return the fit that the engine counted over several answers."""
     positions = itertools.zip_longest(*(one.accepted for one in metrics), fillvalue=0)
     return DrafterFit(
         num_documents=len(metrics),
@@ -156,7 +156,7 @@ def fit_in_engine(
     like: LoadedPair,
     report: Callable[[int], None] = lambda num_done: None,
 ) -> DrafterFit:
-    """Answer the documents' prompts again, greedily, with the drafter in `folder`, as long as they are."""
+    """Answer the documents' prompts again, greedily and at the same length, with the drafter in `folder`."""
     specs = like.config.layer_specs() + config.layer_specs()
     room = max((len(one.prompt_ids) + len(one.answer_ids) for one in documents), default=0) + 4 * config.block
     settings = Settings(
@@ -185,7 +185,7 @@ def fit_in_engine(
 def run_engine(
     engine: Engine, asked: Iterable[tuple[Sequence[int], SamplingParams]]
 ) -> Iterator[Sequence[Delta]]:
-    """Step `engine` until all prompts are answered; each joins as soon as there is room, and in order.
+    """Run `engine` until all prompts are answered; they join in order, as soon as there is room.
 
     The requests are called "0", "1", and so on.
     """
@@ -216,10 +216,10 @@ def _runs(
         for anchors in torch.split(anchor_places(rows, chosen), num_anchors, dim=1):
             anchors = functional.pad(anchors, (0, num_anchors - anchors.shape[1]), value=length)
             batch = with_anchors(rows, chosen, anchors, forward.block)
-            # Not under no_grad: what was compiled for training serves here, too.
+            # Not under no_grad, so that the code compiled for training is reused.
             hidden = forward(batch, features).detach()
             blocks = torch.split(torch.arange(len(hidden), device=hidden.device), SLICE)
-            before = batch.tokens_before()  # those of drafts that count were all right
+            before = batch.tokens_before()  # drafts that count follow right ones only
             drafts = torch.cat([choose(hidden[part], before[part], batch, chosen, part) for part in blocks])
             matches = drafts == batch.labels.flatten(0, 1)
             found = matches.long().cumprod(dim=1).sum(dim=1).view(batch.anchors.shape)
@@ -283,7 +283,7 @@ class _Draw:
 
 
 def anchor_places(rows: PackedRows, chosen: list[int]) -> Tensor:
-    """Every place that can be an anchor, in order, padded with the row's length: [R, n]."""
+    """Return all possible anchor places, in order, padded with the row's length: [R, n]."""
     length = rows.tokens.shape[1]
     is_anchor = rows.is_anchor[torch.tensor(chosen, device=rows.tokens.device)]
     place = torch.arange(length, device=is_anchor.device)

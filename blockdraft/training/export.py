@@ -36,7 +36,7 @@ class DrafterCard:
 
 
 def named_weights(model: DFlash, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The parameters under their names in a checkpoint, stacked ones apart."""
+    """Return the parameters by their checkpoint names, with stacked ones split."""
     return {
         piece.tensor: slot.parameter.detach()[piece.begin : piece.begin + piece.shape[0]]
         .to("cpu", dtype)
@@ -56,7 +56,7 @@ def export(
     """Write or replace the drafter in `folder`; without `fits`, which not all have yet, no fit.json."""
     folder.mkdir(parents=True, exist_ok=True)
     weights = named_weights(model, torch.bfloat16)
-    # Not save_file: its files are for their owner alone, and a full disk is no OSError of its.
+    # Not save_file: its files are readable by their owner only, and a full disk raises no OSError.
     (folder / "model.safetensors").write_bytes(save(weights, metadata={"format": "pt"}))
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     (folder / FIT_FILE).unlink(missing_ok=True)
@@ -66,7 +66,7 @@ def export(
 
 
 def fit_json(fits: Mapping[str, DrafterFit]) -> dict[str, object]:
-    """fit.json: what greedy answers commit at the drafter's whole width, by category and for "all"."""
+    """Return fit.json: tokens committed on greedy answers at the whole width, by category and for "all"."""
     return {
         name: {
             "committed_per_step": round(fit.committed, 4),

@@ -56,7 +56,7 @@ class FeatureReader:
 
     @torch.no_grad()
     def read(self, rows: PackedRows, chosen: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Hidden states before the head [R * L, E] and features [R * L, taps * E] of the rows `chosen`.
+        """Return hidden states before the head [R * L, E] and features [R * L, taps * E] of rows `chosen`.
 
         Both are zero outside documents.
         """
@@ -100,11 +100,11 @@ class KeptFeatures:
     def __init__(self, reader: FeatureReader, rows: PackedRows, *, has_hidden: bool) -> None:
         self._reader, self._rows = reader, rows
         self._has_hidden = has_hidden  # or features only
-        self._kept: Tensor | None = None  # [rows that there is room for, L, all that is kept of a token]
-        self._slots: dict[int, int] = {}  # where in it the rows are that were read
+        self._kept: Tensor | None = None  # [rows that fit, L, kept values per token]
+        self._slots: dict[int, int] = {}  # row -> its place in `_kept`
 
     def read(self, chosen: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Hidden states [R * L, E, or none] and features [R * L, taps * E] of the rows `chosen`."""
+        """Return hidden states [R * L, E, or none] and features [R * L, taps * E] of the rows `chosen`."""
         both = self._both(chosen)
         size = self._reader.hidden_size if self._has_hidden else 0
         return both[:, :size], both[:, size:].contiguous()
@@ -131,12 +131,12 @@ class KeptFeatures:
 
     def keep(self, num_rows: int) -> None:
         """Keep what is read from now on, of up to `num_rows` rows and as far as free memory goes."""
-        like = self._both([0])  # [L, all that is kept of a token]
+        like = self._both([0])  # [L, kept values per token]
         num_kept = _room_bytes(like.device) // like.nbytes
         self._kept = like.new_empty(min(num_rows, num_kept), *like.shape)
 
     def change(self) -> None:
-        """Other rows come from now on: theirs take the place of what is kept."""
+        """Forget the kept rows; others take their place."""
         self._slots.clear()
 
     @property

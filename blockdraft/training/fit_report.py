@@ -16,15 +16,15 @@ from blockdraft.settings.settings import NGRAM, Settings
 from blockdraft.settings.shipped import with_drafter
 from blockdraft.training.evaluate import DrafterFit
 
-FITS = 1.2  # tokens committed per step: below it no width pays anywhere
-LOW = 2.0  # below it training, or another drafter, should do better
-RAISES = 1.1  # times as much, on the same answers, is no chance
-RAISES_ELSEWHERE = 1.25  # the same for other answers, which may be easier by themselves
+FITS = 1.2  # tokens per step: below it no width is faster than plain decoding
+LOW = 2.0  # tokens per step: below it training or another drafter should help
+RAISES = 1.1  # a change counts as a cause if it commits so many times as much on the same answers
+RAISES_ELSEWHERE = 1.25  # the same for other answers, which may be easier
 AGREES = 0.01  # share by which engine and simulation may differ
 # A first drafter for SmolLM2-135M: 2.5 to 3.4 by kind of prompt, after 640 s of training on an H200.
 REACHABLE = 3.0
-DECAYS = 0.9  # times as often as the first draft: later ones that are right less often fall behind it
-OWN_PROMPTS = "prompts.jsonl"  # what the advice calls a file that the user has yet to write
+DECAYS = 0.9  # later drafts that are right less often than this times the first fall behind
+OWN_PROMPTS = "prompts.jsonl"  # the name in the advice for a file that the user has to write
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +97,7 @@ class Cost:
     width: int
     step_ms: float
     break_even: float  # tokens per step at which it is as fast as plain decoding
-    committed: float  # of narrower widths than the measured one: an estimate from its positions
+    committed: float  # an estimate for widths below the measured one
     speed_up: float
 
 
@@ -139,7 +139,7 @@ class FitReport:
 
     @property
     def cause(self) -> Tried | None:
-        """The suspect whose change commits the most, relative to what it was compared with."""
+        """Return the suspect whose change helps the most, in relative terms."""
         return likely_cause(self.tried)
 
     def to_json(self) -> dict[str, object]:

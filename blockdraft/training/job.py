@@ -10,14 +10,14 @@ from typing import Literal
 from blockdraft.errors import SettingsError
 from blockdraft.models.draft_config import DraftKind
 
-CPU_ROWS = 2  # per step, where nobody says: a step of more takes minutes there
+CPU_ROWS = 2  # rows per step by default on a CPU: more take minutes
 
 
 @dataclass(frozen=True, slots=True)
 class DrafterShape:
     """The shape of a drafter; None follows the target."""
 
-    rank: int = 256  # of what DFlash2 and DSpark know of pairs of tokens
+    rank: int = 256  # of the token-pair tables of DFlash2 and DSpark
     num_candidates: int = 16  # of DFlash2's columns
     block: int = 16
     num_layers: int = 5
@@ -37,10 +37,10 @@ class AnswerOptions:
 
     max_tokens: int = 400
     sampled: float = 0.0  # share of the conversations answered at a `temperature`, the others greedily
-    temperature: tuple[float, float] = (0.7, 0.7)  # lowest and highest: each conversation has its own
+    temperature: tuple[float, float] = (0.7, 0.7)  # range: each conversation draws its own
     top_p: float = 0.95
     seed: int = 0
-    max_repeat: int | None = 64  # an answer that has said its last so many tokens before is cut there
+    max_repeat: int | None = 64  # cut an answer that repeats its last so many tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +50,9 @@ class Objective:
     weighting: Literal["dpace", "decay", "uniform"] = "dpace"
     alpha: float = 0.5
     gamma: float = 7.0
-    hardness: float = 0.0  # of dpace: how much more a block counts where drafts end early
+    hardness: float = 0.0  # of dpace: exponent of the weight of blocks whose drafts end early
     distill: float = 0.0  # share of the divergence from the target's own distribution
-    selector: float = 1.0  # of DFlash2: how much the choice among candidates counts beside the rest
+    selector: float = 1.0  # of DFlash2: weight of the selector's loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +63,8 @@ class TrainingRecipe:
     num_anchors: int = 128  # per row
     short_blocks: float = 0.0  # share of the run, from its beginning, with blocks of half the length
     anchoring: Literal["even", "walk"] = "even"  # anchors anywhere, or mostly where the drafter's steps begin
-    deep_from: int = 1024  # the position in a document from which on an anchor
-    deep_weight: float = 1.0  # is drawn so many times as often as before it
+    deep_from: int = 1024  # anchors from this position in a document on
+    deep_weight: float = 1.0  # are drawn so many times as often as earlier ones
     phases: int = 1  # parts of the rows that are trained on one after the other, each for as long
     optimizer: str = "muon"  # or adamw
     rate: float = 3e-3
@@ -72,9 +72,11 @@ class TrainingRecipe:
     floor: float = 0.0  # share of the rate at the end
     weight_decay: float = 0.01
     clip: float = 1.0
-    average: float = 0.0  # decay of a moving average of the weights, which is then what counts; 0: none
+    average: float = 0.0  # decay of a moving average of the weights, which is exported; 0: none
     objective: Objective = field(default_factory=Objective)
-    trained: Literal["all", "added", "selector"] = "all"  # of DFlash2: what it adds, or of that the selector
+    trained: Literal["all", "added", "selector"] = (
+        "all"  # of DFlash2: all, what it adds, or only its selector
+    )
     seed: int = 0
 
 
@@ -85,7 +87,7 @@ class Job:
     out: Path
     prompts: tuple[Path, ...] = ()
     more_answers: tuple[Path, ...] = ()  # folders of shards that were written before
-    held_out: tuple[tuple[str | None, Path], ...] = ()  # with a name: the category of them all
+    held_out: tuple[tuple[str | None, Path], ...] = ()  # a name replaces the categories
     model: str = "default"
     start_from: str | None = None  # a drafter to continue from
     kind: DraftKind | None = None  # None: that of `start_from`, else dflash
@@ -110,14 +112,16 @@ class Job:
         if not self.prompts and not self.more_answers and not any(self.out.glob("answers/shard-*.npz")):
             raise SettingsError("no prompts: give --prompts FILE.")
         if self.more_answers and not self.prompts and not self.held_out:
-            raise SettingsError("--answers without --prompts: nothing to measure with. Give --held-out FILE.")
+            raise SettingsError(
+                "--answers without --prompts leaves no prompts for evaluation: add --held-out FILE."
+            )
         _check("--length", self.length, 64, 32767)
         _check("--steps", self.steps, 1)
         _check("--minutes", self.minutes, 0)
         _check("--answer-minutes", self.answer_minutes, 0)
         _check("--max-prompts", self.max_prompts, 1)
         _check("--rows", self.bulk_rows, 1)
-        # Beside the answer a row holds a prompt, and what is left of a round of engine/offline_batch.py.
+        # A row holds the answer, a prompt, and the rest of a round of engine/offline_batch.py.
         _check("--max-answer", self.answers.max_tokens, 1, self.length - 16)
         _check("--max-repeat", self.answers.max_repeat, 1)
         _check("--sampled", self.answers.sampled, 0, 1)
@@ -134,13 +138,13 @@ class Job:
         _check("--average", recipe.average, 0, 1)
         _check("--hardness", objective.hardness, 0)
         if objective.hardness and objective.weighting != "dpace":
-            raise SettingsError(f"--hardness {objective.hardness} is for --weighting dpace. Leave it out.")
+            raise SettingsError(f"--hardness {objective.hardness} needs --weighting dpace: leave it out.")
         _check("--distill", objective.distill, 0, 1)
         _check("--selector-weight", objective.selector, 0)
         _check("--rank", self.shape.rank, 1)
         _check("--candidates", self.shape.num_candidates, 2, 64)
         if recipe.trained != "all" and self.start_from is None:
-            raise SettingsError(f"--train {recipe.trained} leaves noise as it is: give --from DRAFTER, too.")
+            raise SettingsError(f"--train {recipe.trained} needs a trained drafter: add --from DRAFTER.")
 
     def fingerprint(self) -> dict[str, object]:
         """Return the options that a resumed run must repeat."""
@@ -154,7 +158,7 @@ def _check_folders(folders: tuple[Path, ...]) -> None:
     for folder in folders:
         if not any(folder.glob("shard-*.npz")):
             raise SettingsError(
-                f"--answers {folder}: no shard-*.npz is there. Give a run's folder 'answers'."
+                f"--answers {folder} has no shard-*.npz: give the folder 'answers' of a training run."
             )
 
 

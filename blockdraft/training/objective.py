@@ -61,13 +61,13 @@ class Scores:
 def block_loss(
     hidden: Tensor, labels: Tensor, head: Head, objective: Objective, teacher: Teacher | None = None
 ) -> Scores:
-    """The loss of hidden states [blocks, B - 1, E] and labels [blocks, B - 1]; -1 does not count."""
+    """Return the loss for hidden states [blocks, B - 1, E] and labels [blocks, B - 1]; -1 is ignored."""
     loss, matches = _BlockLoss.apply(hidden, labels, head, objective, teacher)  # type: ignore[no-untyped-call]
     return Scores(loss, matches)
 
 
 def column_weights(confidence: Tensor, is_label: Tensor, objective: Objective) -> Tensor:
-    """Weights [blocks, B - 1], not normalised; they are zero past a document's end."""
+    """Return weights [blocks, B - 1], not normalised, zero past a document's end."""
     if objective.weighting == "dpace":
         smooth = ((1 - objective.alpha) * confidence + objective.alpha) * is_label
         reach = smooth.cumprod(dim=1)
@@ -97,7 +97,7 @@ class _BlockLoss(torch.autograd.Function):
         gradient, total = torch.empty_like(hidden), hidden.new_zeros(2, dtype=torch.float32)
         matches = torch.empty_like(labels, dtype=torch.bool)
         most = max(1, min(num_blocks, CHUNK_BYTES // (width * len(head.weight) * hidden.element_size())))
-        # Chunks of one size, where that does not make them much smaller: each size is compiled.
+        # Equal chunks if that does not make them much smaller: each size is compiled.
         step = next((size for size in range(most, most // 2, -1) if num_blocks % size == 0), most)
         for first in range(0, num_blocks, step):
             part = slice(first, first + step)
@@ -135,7 +135,7 @@ def _compiled(is_cuda: bool) -> Chunk:
 def _chunk(
     logits: Tensor, labels: Tensor, thought: tuple[Tensor, Tensor] | None, objective: Objective
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradient of the logits [n, V], [loss, weight] summed, and where the best guess was right."""
+    """Return the logits' gradient [n, V], the summed [loss, weight], and where the best guess was right."""
     wide = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
     label = labels.flatten().clamp(min=0)[:, None]
     own = wide.gather(1, label)

@@ -66,7 +66,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonal(matrices: Tensor) -> Tensor:
-    """About the orthogonal factor of each of [n, rows, columns]: singular values end up near one."""
+    """Return approximate orthogonal factors of matrices [n, rows, columns]: singular values near one."""
     x = matrices.bfloat16() if matrices.is_cuda else matrices
     is_tall = x.shape[1] > x.shape[2]
     x = x.mT if is_tall else x
@@ -81,7 +81,7 @@ def orthogonal(matrices: Tensor) -> Tensor:
 def make_optimizers(
     model: nn.Module, *, name: str, rate: float, weight_decay: float
 ) -> list[torch.optim.Optimizer]:
-    """The optimizers that together move every parameter of `model` that has a gradient."""
+    """Return optimizers that together train every parameter of `model` with a gradient."""
     matrices = [
         (module.weight, module.parts)
         for module in model.modules()
@@ -104,7 +104,7 @@ def _adamw(parameters: list[nn.Parameter], rate: float, weight_decay: float) -> 
 
 
 def rate_at(progress: float, *, warm_up: float, floor: float) -> float:
-    """Share of the highest learning rate at `progress` in [0, 1]: a ramp, then a cosine down to `floor`."""
+    """Return the share of the highest rate at `progress` in [0, 1]: a ramp, then a cosine to `floor`."""
     if progress < warm_up:
         return progress / warm_up
     done = min((progress - warm_up) / (1 - warm_up), 1.0)

@@ -18,8 +18,8 @@ from torch import Tensor
 from blockdraft.kernels.transfer import to_device
 from blockdraft.training.answers import Document
 
-SHORT = 0.25  # of a row: documents up to it are not sorted
-MIN_ANSWER = 2  # tokens left of an answer once a row cut it; a shorter one has nothing to draft
+SHORT = 0.25  # of a row: shorter documents are not sorted
+MIN_ANSWER = 2  # tokens of an answer in its row; a shorter one has nothing to draft
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +48,10 @@ class TrainingBatch:
     starts: Tensor  # [R, L] int64
     positions: Tensor  # [R, L] int64: in the document
     anchors: Tensor  # [R, A] int64
-    is_real: Tensor  # [R, A]: fewer anchors than A fill the rest with place 0, which counts for nothing
+    is_real: Tensor  # [R, A]: False where a row has fewer than A anchors (place 0, ignored)
     block_starts: Tensor  # [R, A]: where the anchor's document begins
     labels: Tensor  # [R, A, B - 1] int64; -1 past the document's end
-    first_column: int = 1  # of a forward's columns, the one that the first label is for
+    first_column: int = 1  # the forward's column of the first label
 
     @property
     def block(self) -> int:
@@ -59,21 +59,21 @@ class TrainingBatch:
 
     @property
     def num_columns(self) -> int:
-        """C: of a drafter's forward over a block."""
+        """Return C, the columns of a drafter's forward over a block."""
         return self.labels.shape[2] + self.first_column
 
     def block_positions(self) -> Tensor:
-        """[R * A * C]: where each block token sits in its document."""
+        """Return the position of each block token in its document: [R * A * C]."""
         offset = torch.arange(self.num_columns, device=self.anchors.device)
         return ((self.anchors - self.block_starts)[..., None] + offset).flatten()
 
     def tokens_before(self) -> Tensor:
-        """[R * A, B - 1]: the true token before that of each label; 0 past the document's end."""
+        """Return the true token before each label, [R * A, B - 1]; 0 past the document's end."""
         anchor = self.tokens.gather(1, self.anchors)[..., None]
         return torch.cat((anchor, self.labels[..., :-1]), dim=2).flatten(0, 1).clamp(min=0)
 
     def block_ids(self, mask_id: int) -> Tensor:
-        """[R, A, C]: the anchor, then masks."""
+        """Return the input tokens of the blocks, [R, A, C]: the anchor, then masks."""
         anchor = self.tokens.gather(1, self.anchors)[..., None]
         masks = anchor.new_full((*self.anchors.shape, self.num_columns - 1), mask_id)
         return torch.cat((anchor, masks), dim=2)
@@ -91,7 +91,7 @@ class DocumentPlace:
 def pack(
     documents: Sequence[Document], length: int, *, is_shared: bool = True
 ) -> tuple[PackedRows, list[DocumentPlace]]:
-    """Each document into the fullest row that still has room for it, long ones first; or into its own row.
+    """Pack each document into the fullest row with room for it, long ones first; or each into its own row.
 
     Those shorter than a quarter of a row come in their own order: a row then has documents of many sizes.
     Documents longer than a row lose the end of their answer, or are left out where that is all of it.
@@ -156,7 +156,7 @@ def draw(
     generator: torch.Generator,
     weights: Tensor | None = None,
 ) -> TrainingBatch:
-    """A batch of the rows `chosen`, with anchors drawn by `generator`, in order.
+    """Return a batch of the rows `chosen`, with anchors drawn by `generator`, in order.
 
     With weights [R, L] above zero a place is drawn the more often, the more it weighs; never twice.
     """
@@ -171,7 +171,7 @@ def draw(
 
 
 def with_anchors(rows: PackedRows, chosen: Sequence[int], anchors: Tensor, block: int) -> TrainingBatch:
-    """A batch with given anchors [R, A]; places past the row's end are none."""
+    """Return a batch with given anchors [R, A]; places past the row's end are ignored."""
     index = to_device(chosen, rows.tokens.device)
     tokens, starts, ends = (part[index].long() for part in (rows.tokens, rows.starts, rows.ends))
     is_real = anchors < tokens.shape[1]

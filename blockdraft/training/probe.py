@@ -54,7 +54,7 @@ class AcceptanceProbe:
         return fit_of_steps(steps, config.block)
 
     def _read(self) -> Tensor:
-        """The features [R, L, taps, E]. They are read row by row: prompts may be long, and a target large."""
+        """Read the features [R, L, taps, E], row by row to save memory."""
         target, rows = self._drafter.target, self._rows
         reader = FeatureReader(target, num_rows=1, length=rows.tokens.shape[1])
         own, target.taps = target.taps, self._taps
@@ -66,7 +66,7 @@ class AcceptanceProbe:
 
 
 def _of_rows(kept: Kept, rows: Sequence[int], num_rows: int) -> Kept:
-    """The context of some rows only."""
+    """Return the context of some rows."""
 
     def chosen(stream: Tensor) -> Tensor:  # [R * L, H, D]
         return stream.view(num_rows, -1, *stream.shape[1:])[rows].flatten(0, 1)
@@ -97,7 +97,7 @@ class _Trial:
         return self.drafter.columns_for(width) - self.config.first_column
 
     def keep(self, features: Tensor) -> Kept:
-        """Keys and values of the context that features [R, L, taps, E] make."""
+        """Return keys and values of the context from features [R, L, taps, E]."""
         kept: Kept = {}
         num_rows, length = features.shape[:2]
         positions = torch.arange(length, device=features.device).repeat(num_rows)
@@ -116,7 +116,9 @@ class _Trial:
         hidden = hidden.view(len(batch.tokens), batch.num_columns, -1)[:, batch.first_column :]
         hints = None
         if drafter.weighs_pairs(width - 1):
-            hints = drafter.hints(hidden, batch.tokens_before())  # whoever is asked was right so far
+            hints = drafter.hints(
+                hidden, batch.tokens_before()
+            )  # only rows whose drafts were right are asked
         recalled = self._recalled(batch, width)
         runs = [0] * len(hidden)
         rows = torch.arange(len(hidden), device=hidden.device)  # those whose drafts were all right so far
@@ -132,7 +134,7 @@ class _Trial:
         return runs
 
     def _recalled(self, batch: TrainingBatch, width: int) -> Tensor:
-        """[R, width - 1]: what n-grams draft instead, in rows of one document each; -1 where they do not."""
+        """Return the drafts of n-grams [R, width - 1], or -1; each row has one document."""
         starts = batch.anchors[:, 0]
         block = torch.full((len(starts), width), -1, device=starts.device)
         if self.drafter.draft_ngram:

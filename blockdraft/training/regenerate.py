@@ -45,10 +45,10 @@ def regenerate(
     seconds: float | None = None,
     report: Callable[[AnswerCount], None] = lambda count: None,
 ) -> list[Document]:
-    """Answers to all of `conversations`, those already in `folder` read back; new ones are kept there.
+    """Return answers to all `conversations`, from `folder` if stored there; store the new ones.
 
-    They come in the order of the conversations, so a stage that was interrupted ends as any other.
-    With `seconds`, no new conversation begins once they are over; those under way are finished.
+    They come in the order of the conversations, so a resumed stage ends like an uninterrupted one.
+    After `seconds` no new conversation begins; running ones are finished.
     """
     folder.mkdir(parents=True, exist_ok=True)
     shards = sorted(folder.glob("shard-*.npz"))
@@ -136,7 +136,7 @@ class _Asker:
         )
 
     def _question(self, index: int, said: list[str]) -> Question | None:
-        """The next turn of a conversation; None where its prompt is too long."""
+        """Return the next turn of a conversation; None if its prompt is too long."""
         one, options = self._conversations[index], self._options
         prompt_ids = encode_conversation(self._tokenizer, one, said)
         if not 2 <= len(prompt_ids) <= self._max_prompt:

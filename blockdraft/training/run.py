@@ -41,14 +41,14 @@ from blockdraft.training.packing import pack
 from blockdraft.training.regenerate import AnswerCount, regenerate
 from blockdraft.training.trainer import BlockForward, Trainer, TrainingProgress
 
-HELD_OUT = 20  # prompts of each category that are never trained on, where no file is given
+HELD_OUT = 20  # prompts per category held out for evaluation, without --held-out
 REGENERATE_SHARE = 0.2  # of the minutes given
-NUM_CHECKED = 32  # held-out answers that the engine gives once more
-DISAGREEMENT = 0.05  # between engine and simulation, before it is worth a warning
-CLOSING_S = 60.0  # kept for evaluation, export and check, beside what the same evaluation took; arbitrary
+NUM_CHECKED = 32  # held-out answers that the engine repeats as a check
+DISAGREEMENT = 0.05  # between engine and simulation; more is warned of
+CLOSING_S = 60.0  # for evaluation, export and check, on top of the measured evaluation time; arbitrary
 CHECKPOINT_S = 300.0
-MANY_BLOCKS = 1.5  # for each token of an answer; with 2.4 it was learnt by heart (docs/training.md)
-SAY_S, SHOW_S = 5.0, 0.5  # between two lines, and two looks at a bar; arbitrary
+MANY_BLOCKS = 1.5  # per answer token; with 2.4 the drafter memorised them (docs/training.md)
+SAY_S, SHOW_S = 5.0, 0.5  # between two log lines, and two updates of a bar; arbitrary
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ def train(job: Job, listener: Listener, *, resume: bool = False) -> dict[str, Dr
     for line in plan_lines(job, **counts, answer_s=answer_s, is_resumed=resume):
         listener.tell(line)
     models = _load_target(job, listener)
-    _drafter_config(job, models, ())  # what is wrong with it is said before the target answers for an hour
+    _drafter_config(job, models, ())  # raises its errors before the target answers for an hour
     documents, kept = _answers(job, models, training, held_out, listener, answer_s)
     raw, config = _drafter_config(job, models, documents)
     models.target.taps = config.taps
@@ -88,7 +88,7 @@ def train(job: Job, listener: Listener, *, resume: bool = False) -> dict[str, Dr
 
     def save() -> None:
         _save_checkpoint(job, trainer)
-        with trainer.averaged():  # a drafter to go on with, should the run end here
+        with trainer.averaged():  # a usable drafter, should the run end here
             export(job.out / "drafter", trainer.model, raw, {}, _model_card(job, documents, trainer))
 
     _run(job, trainer, listener, save, None if end_s is None else end_s - time.monotonic())
@@ -111,7 +111,7 @@ def train(job: Job, listener: Listener, *, resume: bool = False) -> dict[str, Dr
 def _check(
     job: Job, trainer: Trainer, held_out: list[Document], listener: Listener, models: LoadedPair
 ) -> None:
-    """Try the exported drafter in the engine, on a few of the same prompts."""
+    """Compare the exported drafter in the engine with the simulation, on a few held-out prompts."""
     few = random.Random(0).sample(held_out, min(NUM_CHECKED, len(held_out)))  # the same ones every time
     listener.show("check", None, f"{len(few)} answers in the engine")
     expected = _simulated(job, trainer.forward, few)["all"]
@@ -148,7 +148,7 @@ def _before(
 def _measured(
     job: Job, forward: BlockForward, kept: Sequence[Document], listener: Listener, stage: str
 ) -> dict[str, DrafterFit]:
-    """The fit on held-out answers, as the weights are now."""
+    """Return the fit on held-out answers with the current weights."""
     text = f"{len(kept)} held-out answers"
     listener.show(stage, None, text)
     return _simulated(job, forward, kept, lambda share: listener.show(stage, share, text))
@@ -189,8 +189,8 @@ def _open_folder(job: Job, asked: Mapping[str, object], *, resume: bool) -> None
     wrong = sorted(name for name in asked if asked[name] != known.get(name))
     if wrong:
         raise SettingsError(
-            f"cannot resume '{job.out}' with another {wrong[0]}: it began with {known.get(wrong[0])!r}, and "
-            f"{asked[wrong[0]]!r} was asked for. Ask for the same, or train --from its drafter."
+            f"cannot resume '{job.out}' with another {wrong[0]}: it began with {known.get(wrong[0])!r}, now "
+            f"it is {asked[wrong[0]]!r}. Give the same, or start a new run with --from its drafter."
         )
 
 
@@ -200,7 +200,7 @@ def _digest(conversations: Sequence[Prompt]) -> dict[str, object]:
         return {}
     digest = hashlib.sha256()
     for one in conversations:
-        # The words of earlier versions, whose runs can be resumed.
+        # The format of earlier versions, whose runs can be resumed.
         about = f"category={one.category!r}, turns={one.turns!r}, system={one.system!r}"
         digest.update(f"Conversation(name={one.id!r}, {about})".encode())
     return {"prompts": digest.hexdigest()[:16]}
@@ -208,7 +208,7 @@ def _digest(conversations: Sequence[Prompt]) -> dict[str, object]:
 
 def _save_checkpoint(job: Job, trainer: Trainer) -> None:
     partial = job.out / "checkpoint.partial"
-    with partial.open("wb") as file:  # of a full disk, PyTorch itself only says that it failed
+    with partial.open("wb") as file:  # our own file gives the OSError of a full disk, PyTorch's does not
         torch.save(trainer.state(), file)
     partial.replace(job.out / "checkpoint.pt")
 
@@ -261,7 +261,7 @@ def _answers(
     listener: Listener,
     seconds: float | None,
 ) -> tuple[list[Document], list[Document]]:
-    """Documents to train on, and greedy ones that are held out."""
+    """Return documents for training, and greedy held-out ones."""
     bulk, tokenizer = make_offline_batch(models), models.tokenizer
     served = replace(job.answers, sampled=0.0, max_repeat=None)  # a server does not cut loops either
     watch = _AnswerWatch("held out", len(held_out), None, listener)
@@ -275,8 +275,8 @@ def _answers(
     if not documents or not kept:
         room = job.length - job.answers.max_tokens
         raise SettingsError(
-            f"the target answered nothing: every prompt is longer than {room} tokens (--length less "
-            "--max-answer), or --minutes was too short."
+            f"no prompt was answered: all are longer than {room} tokens (--length minus --max-answer), or "
+            "--minutes was too short."
         )
     bulk.close()
     del bulk
@@ -313,7 +313,7 @@ class _AnswerWatch:
 
 
 def _conversations(job: Job) -> tuple[list[Prompt], list[Prompt]]:
-    """Shuffled training prompts, and those that are held out of them."""
+    """Return shuffled training prompts, and the held-out ones."""
     found = [one for path in job.prompts for one in read_conversations(path)]
     random.Random(job.answers.seed).shuffle(found)
     if job.held_out:
@@ -334,7 +334,7 @@ def _conversations(job: Job) -> tuple[list[Prompt], list[Prompt]]:
 def _drafter_config(
     job: Job, models: LoadedPair, documents: Sequence[Document]
 ) -> tuple[Mapping[str, object], DraftConfig]:
-    """config.json of the drafter, and what we read in it."""
+    """Return config.json of the drafter, raw and parsed."""
     if job.start_from is not None:
         raw = open_checkpoint(job.start_from, what="drafter").config
     else:
@@ -344,11 +344,11 @@ def _drafter_config(
     config = read_draft_config(raw, name=job.start_from or "the new drafter")
     check_pair(config, models.config, models.tokenizer.eos_ids)
     if config.draft_vocab_size != config.vocab_size or config.embedding_scale is not None:
-        raise ModelError(f"'{config.name}' has a head or an embedding scale of its own: not trained here.")
+        raise ModelError(f"'{config.name}' cannot be trained: it has its own head or embedding scale.")
     if job.recipe.short_blocks and not (all(config.is_causal) and config.block >= 4):
         raise SettingsError(
-            f"--short-blocks {job.recipe.short_blocks} is for causal drafters with blocks of 4 or more: the "
-            "drafts of others depend on the whole block. Leave it out."
+            f"--short-blocks {job.recipe.short_blocks} works only for causal drafters with blocks of 4 or "
+            "more: leave it out."
         )
     return raw, config
 
@@ -362,7 +362,7 @@ def _mask_id(job: Job, models: LoadedPair, documents: Sequence[Document]) -> int
     unused = [one for one in (*tokenizer.special_ids, size - 1) if one not in used and one < size]
     free = [one for one in unused if one not in tokenizer.eos_ids]
     if not free:
-        raise SettingsError("no token is free to be the mask: choose one with --mask-token.")
+        raise SettingsError("no unused special token is left for the mask: choose one with --mask-token.")
     special = [one for one in free if one in tokenizer.special_ids]
     return max(special or free)
 

@@ -21,7 +21,7 @@ from blockdraft.models.dflash2 import CandidateSelector
 from blockdraft.training.job import Objective
 from blockdraft.training.objective import CHUNK_BYTES, Head, Scores, Teacher, column_weights
 
-GROUP = 64  # tokens whose largest logit is looked at first
+GROUP = 64  # tokens whose largest logit is compared first
 
 
 class Labelled(NamedTuple):
@@ -50,7 +50,7 @@ def selector_loss(
         found = candidates(hidden[part], labels[part], head, selector.top_k)
         thought = None if teacher is None else teacher.logits[teacher.rows[part][..., None], found.ids]
         given = (hidden[part], labels[part], before[part], found, thought)
-        # What candidates look up is large.
+        # Checkpointed: the looked-up rows of the candidates are large.
         sums, right = checkpoint(_chunk, *given, selector, objective, use_reentrant=False)
         total.append(sums)
         matches.append(right)
@@ -69,7 +69,7 @@ def candidates(hidden: Tensor, labels: Tensor, head: Head, top_k: int) -> Labell
 
 
 def best_ids(logits: Tensor, top_k: int) -> Tensor:
-    """[…, top_k]: the largest of logits […, V], best first.
+    """Return the ids of the largest logits […, V], best first: […, top_k].
 
     They are in the `top_k` groups with the largest maxima: all of V is read once.
     """
@@ -82,7 +82,7 @@ def best_ids(logits: Tensor, top_k: int) -> Tensor:
 
 
 def pair_part(selector: CandidateSelector, hidden: Tensor, before: Tensor, ids: Tensor) -> Tensor:
-    """[n, B - 1, K]: what candidates `ids` are worth behind the tokens `before` [n, B - 1]."""
+    """Return the pair scores of candidates `ids` after the tokens `before` [n, B - 1]: [n, B - 1, K]."""
     weight = selector.hidden_projection.weight
     assert isinstance(weight, Tensor)
     mixture = functional.linear(hidden.to(weight.dtype), weight)
@@ -101,7 +101,7 @@ def _chunk(
     selector: CandidateSelector,
     objective: Objective,
 ) -> tuple[Tensor, Tensor]:
-    """[loss, weight] summed over the columns of some blocks, and where the walk would be right."""
+    """Return the summed [loss, weight] of some blocks, and where the selector is right."""
     scores = found.unary + pair_part(selector, hidden, before, found.ids)
     drafted = scores.log_softmax(dim=-1)
     entropy = -drafted.gather(-1, found.place[..., None]).squeeze(-1)

@@ -1,6 +1,6 @@
 """Training a drafter: the target's features, blocks at random anchors, one loss, one step. Frozen target.
 
-The step is: draw anchors, read features, draft every block at once, weigh what was wrong, move. The drafter
+A step draws anchors, reads features, drafts every block at once, weighs the errors and updates. The drafter
 is the same module that serves; only its view differs (training/view.py).
 """
 
@@ -45,7 +45,7 @@ class TrainingProgress:
     is_real: Tensor  # [blocks]
 
     def committed(self) -> float:
-        """Tokens that a step with these anchors would commit on average, the target's own included."""
+        """Return the mean tokens that steps at these anchors would commit, the target's own included."""
         runs = self.matches.long().cumprod(dim=1).sum(dim=1)
         return 1 + (runs * self.is_real).sum().item() / max(int(self.is_real.sum()), 1)
 
@@ -62,7 +62,7 @@ class BlockForward:
         self._run = _compiled() if next(model.parameters()).is_cuda else block_hidden
 
     def head(self) -> Head:
-        """The head that serves this drafter: the target's, dense."""
+        """Return the head that serves this drafter: the target's, unpacked."""
         config, target = self.model.config, self.target
         module = target.embedding if target.head is None else target.head
         assert isinstance(module.weight, nn.Parameter), "a training target is loaded unpacked"
@@ -70,7 +70,7 @@ class BlockForward:
         return Head(module.weight.data, config.logit_scale, cap)
 
     def draft_logits(self, head: Head, hidden: Tensor, before: Tensor) -> Tensor:
-        """[n, B - 1, V]: what drafts of hidden states [n, B - 1, E] are chosen by, behind those tokens."""
+        """Return the logits by which drafts are chosen, [n, B - 1, V], after the tokens `before`."""
         logits = head.logits(hidden)
         with _half(hidden):
             hints = self._drafter.hints(hidden, before)
@@ -80,9 +80,9 @@ class BlockForward:
     def drafts(
         self, head: Head, hidden: Tensor, before: Tensor, starts: Tensor, batch: SamplingBatch
     ) -> Tensor:
-        """[n, B - 1]: what is drawn behind those tokens, each the right one, in blocks from `starts` [n] on.
+        """Return drafts [n, B - 1] drawn after the right tokens `before`, in blocks from `starts` [n].
 
-        Whoever serves walks from draft to draft; here every column is a walk of one, behind its own anchor.
+        A serving drafter walks from draft to draft; here every column is a walk of one step.
         """
         kernels, drafter = self.target.kernels, self._drafter
         if not isinstance(drafter, PairDrafter):
@@ -99,7 +99,7 @@ class BlockForward:
         return kernels.walk(logits, pairs, places, before.reshape(-1, 1), own).view(before.shape)
 
     def __call__(self, batch: TrainingBatch, features: Tensor) -> Tensor:
-        """[R * A, B - 1, E]: what the drafter makes of the columns of every block that draft."""
+        """Return the drafter's hidden states of the drafting columns of every block: [R * A, B - 1, E]."""
         batch = replace(batch, first_column=self.model.config.first_column)
         ids = batch.block_ids(self.model.config.mask_token_id)
         x = self._drafter.embed(ids.flatten())
@@ -128,7 +128,7 @@ def block_hidden(  # noqa: PLR0913
     masks: dict[int, Seen],
     num_columns: int,
 ) -> Tensor:
-    """Hidden states [R * A * C, E] of blocks that begin as x, over the context that `features` make."""
+    """Return hidden states [R * A * C, E] of blocks with inputs x, over the context from `features`."""
     kept: Kept = {}
     model.absorb(features, TrainView(context_positions, kept, num_rows=num_rows, masks=masks))
     view = TrainView(block_positions, kept, num_rows=num_rows, masks=masks)
@@ -138,7 +138,7 @@ def block_hidden(  # noqa: PLR0913
 
 @functools.cache
 def _compiled() -> Callable[..., Tensor]:
-    """One for all drafters: those of one shape share what was compiled."""
+    """Return the compiled `block_hidden`; drafters of one shape share it."""
     return torch.compile(block_hidden, dynamic=False)
 
 
@@ -174,7 +174,7 @@ class Trainer:
     # ---- a run
 
     def run(self, *, steps: int | None = None, seconds: float | None = None) -> Iterator[TrainingProgress]:
-        """Steps until `steps` are done in all, or this call has taken `seconds`; the rate ends with it."""
+        """Train until `steps` are done in all, or for `seconds`; the rate schedule ends then."""
         if steps is not None:
             if self.step_number < steps:
                 self._rehearse()
@@ -274,7 +274,7 @@ class Trainer:
         return draw(self.rows, chosen, self.recipe.num_anchors, block, generator, self._weights(chosen))
 
     def _weights(self, chosen: list[int]) -> Tensor | None:
-        """How much the places of the rows `chosen` weigh where anchors are drawn; None: all the same."""
+        """Return the sampling weights of anchor places in the rows `chosen`; None: uniform."""
         recipe = self.recipe
         weights = None if self._walk is None else self._walk.weights(chosen)
         if recipe.deep_weight == 1:
@@ -305,7 +305,7 @@ class Trainer:
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Inside the `with`, the model has the averaged weights, if there are any."""
+        """Give the model the averaged weights, if there are any, inside the `with`."""
         self._swap_average()
         try:
             yield
@@ -348,5 +348,5 @@ class Trainer:
 
 
 def _seeded(device: str, seed: int, number: int) -> torch.Generator:
-    # PyTorch's generator on a CPU looks at the lower 32 bits alone.
+    # PyTorch's CPU generator uses only the lower 32 bits.
     return torch.Generator(device=device).manual_seed(mix(seed, number) % 2**32)

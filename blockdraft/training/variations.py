@@ -40,7 +40,7 @@ class Variation:
 def variations(
     config: DraftConfig, target: ModelConfig, tokenizer: Tokenizer, documents: Sequence[Document]
 ) -> Iterator[Variation]:
-    """Everything to try, the most frequent mistake first."""
+    """Yield the changes to try, the most frequent mistake first."""
     yield from _taps(config, target)
     yield from _causality(config)
     yield from _masks(config, tokenizer, documents)
@@ -48,7 +48,7 @@ def variations(
 
 
 def _taps(config: DraftConfig, target: ModelConfig) -> Iterator[Variation]:
-    """Lists that count from the embedding, or from 1, are off by one."""
+    """Yield other tap lists: lists that count from the embedding, or from 1, are off by one."""
     key = "aux_hidden_state_layer_ids" if _is_speculators(config) else "dflash_config.target_layer_ids"
     names = {tuple(tap + offset for tap in config.taps): f"tap offset {offset:+}" for offset in (1, -1)} | {
         default_taps(target.num_layers, len(config.taps)): "taps at z-lab's default layers"
@@ -88,7 +88,7 @@ def _masks(config: DraftConfig, tokenizer: Tokenizer, documents: Sequence[Docume
 
 
 def _mask_ids(config: DraftConfig, tokenizer: Tokenizer, documents: Sequence[Document]) -> list[int]:
-    """Likely ones first: called a mask, the first row past the tokenizer's, unused special tokens."""
+    """Return likely masks first: tokens named mask, ids past the tokenizer's, unused special tokens."""
     used = {token for one in documents for token in (*one.prompt_ids, *one.answer_ids)}
     special = sorted(tokenizer.special_ids, reverse=True)
     named = [one for one in special if "mask" in tokenizer.decode([one], skip_special_tokens=False).lower()]
@@ -100,7 +100,7 @@ def _mask_ids(config: DraftConfig, tokenizer: Tokenizer, documents: Sequence[Doc
 
 
 def _scales(config: DraftConfig, target: ModelConfig) -> Iterator[Variation]:
-    """Rows of the embedding as they are, as the target scales them, or by the root of their size."""
+    """Yield other embedding scales: the target's, one, and the root of the hidden size."""
     key = "input_embedding_scale" if _is_speculators(config) else "dflash_config.input_embedding_scale"
     own = target.embedding_scale if config.embedding_scale is None else config.embedding_scale
     for scale in dict.fromkeys((target.embedding_scale, 1.0, math.sqrt(target.hidden_size))):

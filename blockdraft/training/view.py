@@ -41,7 +41,7 @@ def block_masks(batch: TrainingBatch, layers: Mapping[int, Mask]) -> dict[int, S
 
 
 def sees(batch: TrainingBatch, mask: Mask) -> Sees:
-    """The rule at the top of this file, for one kind of layer."""
+    """Return the rule at the top of this file, for one kind of layer."""
     length, block, window = batch.tokens.shape[1], batch.num_columns, mask.window
     anchors, starts = batch.anchors, batch.block_starts
 
@@ -65,7 +65,7 @@ def sees(batch: TrainingBatch, mask: Mask) -> Sees:
 
 
 def dense_mask(batch: TrainingBatch, see: Sees) -> Tensor:
-    """[R, 1, A * C, L + A * C]"""
+    """Return the mask as a tensor [R, 1, A * C, L + A * C]."""
     num_rows, length = batch.tokens.shape
     size = batch.anchors.shape[1] * batch.num_columns
     row = torch.arange(num_rows, device=batch.tokens.device)[:, None, None, None]
@@ -138,7 +138,7 @@ class TrainView:
         return out.transpose(1, 2).reshape(q.shape)
 
     def _by_row(self, x: Tensor) -> Tensor:
-        """[R, H, T, D] of a stream [R * T, H, D]."""
+        """Reshape a stream [R * T, H, D] to [R, H, T, D]."""
         return x.view(self._num_rows, -1, *x.shape[1:]).transpose(1, 2)
 
 
@@ -151,7 +151,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Seen, scale: float) -> Tensor
 
 
 def _placed(x: Tensor, weight: Tensor | None, norms: HeadNorms | None, angles: Angles) -> Tensor:
-    """Normalised over each head's values and rotated to its position, in the dtype it came in."""
+    """Return `x` normalised per head and rotated to its position, in its own dtype."""
     if norms is not None:
         x = reference_rms_norm(x, weight, norms.eps)
     return reference_rotate(x, angles).to(x.dtype)

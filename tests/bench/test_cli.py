@@ -289,12 +289,12 @@ def test_a_users_own_file_a_rate_and_turns(stub, tmp_path):
     ("argv", "part"),
     [
         (["http://127.0.0.1:1"], "cannot connect to 127.0.0.1:1: Connection refused."),
-        (["ftp://x"], "'ftp://x' is no address: give it as http://HOST:PORT."),
+        (["ftp://x"], "'ftp://x' is not an address: write http://HOST:PORT."),
         (["URL", "--name", "gpt-9"], "has no model 'gpt-9': it serves 'stub'."),
         (["URL", "--baseline", "http://127.0.0.1:1"], "cannot connect to 127.0.0.1:1: Connection refused."),
         (["URL", "URL"], "bench measures one URL"),
         (["URL", "--workload", "cod"], "unknown workload 'cod': did you mean 'code'?"),
-        (["URL", "--workload", ","], "--workload names nothing to ask"),
+        (["URL", "--workload", ","], "--workload is empty"),
         (["URL", "--workload", "bad.jsonl"], "bad.jsonl, line 2:"),
         (["URL", "--table", "sparc"], "unknown table 'sparc': did you mean 'spark'?"),
         (["URL", "--concurrency", "1,x"], "--concurrency '1,x' is not a list of numbers"),
@@ -304,21 +304,36 @@ def test_a_users_own_file_a_rate_and_turns(stub, tmp_path):
         (["URL", "--num-prompts", "0"], "--num-prompts 0 is not a positive number."),
         (["URL", "--max-tokens", "-1"], "--max-tokens -1 is not a positive number."),
         (["URL", "--max-tokens", "code=0"], "--max-tokens code=0 is not a positive number."),
-        (["URL", "--max-tokens", "cod=9"], "--max-tokens names 'cod', which is not asked: code, reasoning"),
+        (
+            ["URL", "--max-tokens", "cod=9"],
+            "--max-tokens names 'cod', which is not measured: use one of code, reasoning",
+        ),
         (["URL", "--runs", "0"], "--runs 0 is not a positive number."),
         (["URL", "--rate", "inf"], "--rate inf is not a positive number."),
-        (["URL", "--rate", "2", "--concurrency", "1"], "--rate is instead of --concurrency and --table"),
-        (["URL", "--rate", "2", "--table", "spark"], "--rate is instead of --concurrency and --table"),
+        (
+            ["URL", "--rate", "2", "--concurrency", "1"],
+            "--rate cannot be combined with --concurrency or --table",
+        ),
+        (
+            ["URL", "--rate", "2", "--table", "spark"],
+            "--rate cannot be combined with --concurrency or --table",
+        ),
         (["URL", "--timeout", "0"], "--timeout 0.0 is not a positive number."),
-        (["URL", "--baseline", "URL", "--no-baseline"], "--baseline and --no-baseline: give one of them."),
+        (
+            ["URL", "--baseline", "URL", "--no-baseline"],
+            "--baseline contradicts --no-baseline: give one of them.",
+        ),
         (["URL", "--model", "x"], "--model is for our own server, not for 127.0.0.1:"),
         (["URL", "--no-graphs"], "--no-graphs is for our own server, not for 127.0.0.1:"),
         (["URL", "--engine-python", "p"], "--engine-python is for our own server, not for 127.0.0.1:"),
-        (["--arms", "plain,fast"], "--arms 'plain,fast' is not plain, speculative, or both with a comma."),
-        (["--arms", "plain,plain"], "--arms 'plain,plain' is not plain, speculative, or both"),
-        (["URL", "--arms", "plain"], "--arms starts a server for each arm, so a URL has no place"),
-        (["--arms", "plain", "--start", "x {port}"], "so --start has no place"),
-        (["--arms", "plain", "--also-eager"], "so --also-eager has no place"),
+        (
+            ["--arms", "plain,fast"],
+            "--arms 'plain,fast' is unknown: give plain, speculative or plain,speculative.",
+        ),
+        (["--arms", "plain,plain"], "--arms 'plain,plain' is unknown: give plain, speculative or"),
+        (["URL", "--arms", "plain"], "--arms starts a server for each arm and cannot use a URL"),
+        (["--arms", "plain", "--start", "x {port}"], "cannot use --start"),
+        (["--arms", "plain", "--also-eager"], "cannot use --also-eager"),
         (
             ["--arms", "plain,speculative", "--model", "some/model"],
             "--arms plain,speculative: no drafter is known for 'some/model': give --draft.",
@@ -327,8 +342,8 @@ def test_a_users_own_file_a_rate_and_turns(stub, tmp_path):
         (["URL", "--start", "x {port}"], "--start starts a server, but 127.0.0.1:"),
         (["--start", "x {port}", "--width", "4"], "--width is for our own server, not for the server of"),
         (["--start", "x {port}", "--also-eager"], "--also-eager is for our own server"),
-        (["--start", "x"], "--start does not say where {port} goes"),
-        (["--start", "'x {port}"], "is no command: No closing quotation."),
+        (["--start", "x"], "--start must contain {port}"),
+        (["--start", "'x {port}"], "is not a valid command: No closing quotation."),
         (["--start", "no-such-program {port}"], "cannot start 'no-such-program': No such file or directory."),
         (["compare", "a.json"], "compare takes two reports, not 1: blockdraft bench compare A.json B.json"),
         (["compare", "bad.jsonl", "none.json"], "'bad.jsonl' is not JSON"),
@@ -530,7 +545,7 @@ def test_the_log_of_a_server_that_was_started_names_its_fp4_kernels(monkeypatch,
 def test_a_server_that_does_not_come_up_is_ended_with_its_children(capsys):
     Path("s.sh").write_text("sleep 100 & echo $! > child; echo loading...; echo $$ > parent; sleep 100")
     assert bench("--start", "sh s.sh {port}", "--start-timeout", "1") == 2
-    assert told(capsys) == "the server was not ready in time (--start-timeout): loading..."
+    assert told(capsys) == "the server was not ready within --start-timeout: loading..."
     wait_for(lambda: not any(is_alive(Path(name).read_text().strip()) for name in ("child", "parent")))
 
 
@@ -643,7 +658,7 @@ def test_arms_of_another_engine_are_started_measured_and_ended_in_turn(monkeypat
     (pair,) = found["pairs"]
     assert pair["verdict"] == "pays"
     assert pair["speedup"]["tpot"]["value"] == pytest.approx(3.0, rel=0.4)
-    assert "one server after the other, plain,speculative: what drifted" in " ".join(found["notes"])
+    assert "one server after the other, plain,speculative: changes" in " ".join(found["notes"])
     said = capsys.readouterr().out
     assert "Speculation pays: qa at 1." in said
     assert "FP4 kernels: linear: CUTLASS (FlashInferCutlassNvFp4LinearKernel)." in said

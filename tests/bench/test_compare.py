@@ -96,7 +96,7 @@ def test_runs_of_other_loads_are_refused_by_name():
     with pytest.raises(BenchError) as caught:
         compare(report(timed(1.0)), report(timed(1.0, workload="prose")), ("a.json", "b.json"))
     expected = "a.json has code at 1, T 0, speculative, b.json has prose at 1, T 0, speculative."
-    assert str(caught.value) == f"no load is in both: {expected}"
+    assert str(caught.value) == f"the reports have no load in common: {expected}"
 
 
 def with_max_tokens(count):

@@ -504,7 +504,7 @@ def test_a_hub_file_that_cannot_be_read_here_is_not_downloaded(monkeypatch):
 
     monkeypatch.setattr(datasets, "_can_read_parquet", lambda: False)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
-    with pytest.raises(BenchError, match=r"'pip install pyarrow', or put .* as gsm8k_test.jsonl"):
+    with pytest.raises(BenchError, match=r"'pip install pyarrow' to read it, or put .* as gsm8k_test.jsonl"):
         load("gsm8k")
 
 

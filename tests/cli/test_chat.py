@@ -105,7 +105,7 @@ def test_piped_questions_are_answered_line_by_line_and_remembered(command, capsy
     assert main([command, *LOCAL, *GREEDY]) == 0
     captured = capsys.readouterr()
     assert captured.out == f"{COUNT}\n t10 t11 t12 t13 t14\n"
-    assert captured.err == "(cut after 5 tokens: --max-tokens allows more)\n" * 2
+    assert captured.err == "(cut after 5 tokens: raise --max-tokens for more)\n" * 2
     assert asked == [[1, 2, 3], [*range(1, 9), 9]]
 
 
@@ -116,7 +116,7 @@ def test_a_conversation_that_outgrows_the_context_is_a_sentence(capsys, monkeypa
     assert captured.out == f"{COUNT}\n", "the question that failed is asked again"
     error = captured.err.splitlines()[0]
     assert error.startswith("error: This model's maximum context length is 32 tokens.")
-    assert error.endswith("/reset begins anew, /save FILE keeps the conversation first.")
+    assert error.endswith("/save FILE keeps the conversation, /reset starts over.")
 
 
 def test_what_no_flag_says_is_what_the_model_recommends(monkeypatch, capsys):
@@ -198,7 +198,7 @@ def test_a_servers_refusal_is_a_sentence(capsys, monkeypatch, url):
     assert main(["chat", url]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: This model's maximum context length is 512 tokens.")
-    assert "/reset begins anew" in error
+    assert "/reset starts over" in error
     assert main(["chat", "http://127.0.0.1:9"]) == 2
     assert "cannot connect to 127.0.0.1:9" in capsys.readouterr().err
     assert main(["chat", url, "--width", "2"]) == 2
@@ -382,7 +382,7 @@ def test_what_was_stopped_stays_and_what_failed_is_forgotten(capsys):
 def test_a_full_context_is_told_from_an_answer_that_was_cut(capsys):
     cut = {"finish_reason": "length"}
     talk(Scripted(answer("A", **cut), answer("B", **cut)), "one", max_tokens=6)
-    assert "(cut after 6 tokens: --max-tokens allows more)" in capsys.readouterr().err
+    assert "(cut after 6 tokens: raise --max-tokens for more)" in capsys.readouterr().err
     talk(Scripted(answer("A", **cut)), "one", max_tokens=7)
     assert "(cut: the context is full." in capsys.readouterr().err
 
@@ -406,7 +406,7 @@ def test_stats_are_of_the_last_answer_and_of_all(capsys):
     first = answer("A", steps=2, drafted=8, accepted=4)
     one = talk(Scripted(first, answer("B", steps=4, drafted=8, accepted=2)), "/stats", "one", "/stats")
     assert capsys.readouterr().err.splitlines() == [
-        "no answer has come to its end yet",
+        "no answer is complete yet",
         "last answer: 6 tokens in 2.0 s: 3.0 tok/s, 3.00 tokens per step, 4 of 8 drafts accepted (50%)",
     ]
     one.hear("two")
@@ -419,7 +419,7 @@ def test_stats_are_of_the_last_answer_and_of_all(capsys):
 def test_an_unknown_command_is_not_asked_and_a_space_asks_it(capsys):
     answerer = Scripted(answer("A"), answer("B"))
     talk(answerer, "/stat", "/", " /etc/hosts?", "/a path\nand more", "   ")
-    assert "there is no /stat: did you mean /stats? /help" in capsys.readouterr().err
+    assert "unknown command /stat: did you mean /stats? /help" in capsys.readouterr().err
     assert [asked[-1]["content"] for asked in answerer.asked] == ["/etc/hosts?", "/a path\nand more"]
 
 
@@ -433,7 +433,7 @@ def test_other_programs_words_for_our_commands_are_understood(capsys):
     one = talk(Scripted(answer("A")), "t1", "/clear", "/?")
     told = capsys.readouterr().err
     assert one._messages == []
-    assert "the conversation is forgotten" in told
+    assert "the conversation was forgotten" in told
     assert "/exit " in told
 
 

@@ -123,7 +123,7 @@ def test_the_line_that_people_copy_plans_and_then_serves(place):
     assert environment["BLOCKDRAFT_API_KEY"] == KEY
     assert not set(environment) & set(container.VARIABLES)
     assert not any("attention" in word for word in serve)
-    assert "ATTENTION_BACKEND: left out, the native engine has one of its own" in done.stdout
+    assert "ATTENTION_BACKEND is ignored: the native engine has its own" in done.stdout
     assert KEY not in done.stdout + done.stderr + json.dumps([plan, serve])
 
 
@@ -303,7 +303,7 @@ def test_a_revision_is_left_to_the_engine_that_is_told_it(monkeypatch):
 def test_a_revision_that_the_engine_would_not_understand_is_refused_before_the_plan(place):
     done = place.run("--engine=vllm", MODEL_PATH="org/name@v1")
     assert done.returncode == 2
-    assert "put --revision v1 into EXTRA_ARGS" in done.stderr
+    assert "--revision v1 into EXTRA_ARGS" in done.stderr
     assert place.calls() == []
 
 
@@ -353,7 +353,7 @@ def test_a_first_word_that_is_no_flag_is_a_command(place):
         ),
         (
             {"MODEL_PATH": "default", "ENABLE_TURBOQUANT": "1", "BLOCKDRAFT_ENGINE": "vllm"},
-            "ENABLE_TURBOQUANT: our own engine compresses keys and values, vllm does not with a drafter",
+            "ENABLE_TURBOQUANT does not work with vllm and a drafter",
         ),
         (
             {"MODEL_PATH": "default", "DFLASH_DRAFTR": "x"},
@@ -363,7 +363,10 @@ def test_a_first_word_that_is_no_flag_is_a_command(place):
         ({"MODEL_PATH": "default", "MAX_NUM_SEQ": "8"}, "did you mean MAX_NUM_SEQS?"),
         ({"MODEL_PATH": "default", "MAX_MODEL_LENGTH": "8"}, "did you mean MAX_MODEL_LEN?"),
         ({"MODELPATH": "default"}, "did you mean MODEL_PATH?"),
-        ({"MODEL_PATH": "default", "EXTRA_ARGS": "--port 9000"}, "--port: set PORT instead"),
+        (
+            {"MODEL_PATH": "default", "EXTRA_ARGS": "--port 9000"},
+            "--port is fixed in the container: set PORT instead",
+        ),
         (
             {"MODEL_PATH": "default", "BLOCKDRAFT_ENGINE": "vllm", "EXTRA_ARGS": "--host=::"},
             "set PORT instead",

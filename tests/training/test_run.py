@@ -133,8 +133,8 @@ def test_answers_that_run_in_circles_are_cut_and_held_out_ones_are_not(job, tmp_
     endless = str(pairs.write_ending_target(tmp_path / "endless", 63))
     answers = AnswerOptions(max_tokens=60, max_repeat=count)
     shape = replace(SHAPE, mask_token_id=60)
-    few = replace(job, max_prompts=6, steps=1, answers=answers, shape=shape)
-    train(replace(few, model=endless, length=128), Listener())
+    few = replace(job, max_prompts=6, steps=1, length=128, answers=answers, shape=shape)
+    train(replace(few, model=endless), Listener())
     found = {
         name: [one.answer_ids for path in (job.out / name).glob("*.npz") for one in read_shard(path)]
         for name in ("answers", "held-out")
@@ -151,7 +151,7 @@ def test_answers_that_run_in_circles_are_cut_and_held_out_ones_are_not(job, tmp_
 def test_answers_of_other_runs_are_trained_on_too(job, whole, prompts):
     folder = whole("muon") / "answers"
     num_there = sum(len(read_shard(path)) for path in folder.glob("*.npz"))
-    with pytest.raises(SettingsError, match="Give --held-out"):
+    with pytest.raises(SettingsError, match="add --held-out"):
         replace(job, prompts=(), more_answers=(folder,))
     recipe = replace(RECIPE, phases=2, deep_from=8, deep_weight=2.0)
     alone = replace(job, prompts=(), more_answers=(folder,), held_out=((None, prompts),), recipe=recipe)
@@ -317,8 +317,8 @@ def test_the_plan_comes_first_and_the_next_command_last(job, whole):
     out = whole("muon")
     assert all(isinstance(one, str) for one in whole.told[:4]), "something was shown before the plan"
     plan = " ".join(whole.told[:4])
-    assert plan.startswith(f"plan: a drafter for '{job.model}' in {out}")
-    for part in ("prompts to learn from and ", "6 steps", f"{out / 'drafter'} for", "--resume"):
+    assert plan.startswith(f"plan: train a drafter for '{job.model}' in {out}")
+    for part in ("prompts for training and ", "6 steps", f"{out / 'drafter'} for", "--resume"):
         assert part in plan, part
     told = [one for one in whole.told if isinstance(one, str)]
     assert f" {out / 'drafter'}" in told[-1]
@@ -328,11 +328,11 @@ def test_the_plan_comes_first_and_the_next_command_last(job, whole):
 def test_the_plan_says_how_long(job):
     lines = {"num_training": 9, "num_held_out": 1, "is_resumed": False}
     timed = replace(job, steps=None, minutes=30.0)
-    assert "  how long: about 30 minutes, up to 6 of them for answers" in plan_lines(
+    assert "  time: about 30 minutes, up to 6 of them for answers" in plan_lines(
         timed, **lines, answer_s=360.0
     )
     (going_on, *_) = plan_lines(job, **lines | {"is_resumed": True}, answer_s=None)
-    assert going_on.endswith("going on where it stopped")
+    assert going_on.endswith(", resumed")
 
 
 def test_every_phase_shows_how_far_it_is(whole):
@@ -446,16 +446,19 @@ STEPS_FLAG = ("--steps", "2")
         ((*TAPS, *STEPS_FLAG, "--max-repeat", "-1"), "--max-repeat -1 is outside 1 or more"),
         ((*TAPS, *STEPS_FLAG, "--sampled", "1.5"), "--sampled 1.5"),
         ((*TAPS, *STEPS_FLAG, "--temperature", "1,0.5"), "--temperature 1.0 is outside 0 to 0.5"),
-        ((*TAPS, *STEPS_FLAG, "--answers", "/nowhere"), "--answers /nowhere: no shard-*.npz is there"),
+        ((*TAPS, *STEPS_FLAG, "--answers", "/nowhere"), "--answers /nowhere has no shard-*.npz"),
         ((*TAPS, *STEPS_FLAG, "--phases", "0"), "--phases 0"),
         ((*TAPS, *STEPS_FLAG, "--deep-weight", "0"), "--deep-weight 0"),
         ((*TAPS, *STEPS_FLAG, "--rows-per-step", "0"), "--rows-per-step 0"),
         ((*TAPS, *STEPS_FLAG, "--anchors", "0"), "--anchors 0"),
         ((*TAPS, *STEPS_FLAG, "--hardness", "-1"), "--hardness -1.0 is outside 0 or more"),
-        ((*TAPS, *STEPS_FLAG, "--hardness", "1", "--weighting", "decay"), "is for --weighting dpace"),
+        ((*TAPS, *STEPS_FLAG, "--hardness", "1", "--weighting", "decay"), "needs --weighting dpace"),
         ((*TAPS, *STEPS_FLAG, "--short-blocks", "1.5"), "--short-blocks 1.5 is outside 0 to 1"),
-        ((*TAPS, *STEPS_FLAG, "--short-blocks", "0.5", "--bidirectional"), "for causal drafters"),
-        ((*TAPS, *STEPS_FLAG, "--short-blocks", "0.5", "--block", "3"), "with blocks of 4 or more"),
+        ((*TAPS, *STEPS_FLAG, "--short-blocks", "0.5", "--bidirectional"), "only for causal drafters"),
+        (
+            (*TAPS, *STEPS_FLAG, "--short-blocks", "0.5", "--block", "3"),
+            "only for causal drafters with blocks of 4",
+        ),
         ((*TAPS, *STEPS_FLAG, "--block", "1"), "a block is an anchor and at least one draft"),
         ((*TAPS, *STEPS_FLAG, "--layers", "0"), "num_hidden_layers"),
         ((*TAPS, *STEPS_FLAG, "--init", "target", "--layers", "5"), "--init target"),
@@ -541,7 +544,7 @@ def test_the_command_trains_logs_and_will_not_train_over_it(job, capsys):
     log = (job.out / "log.txt").read_text()
     for text in (capsys.readouterr().err, log):
         lines = text.splitlines()
-        assert "plan: a drafter for" in lines[0]
+        assert "plan: train a drafter for" in lines[0]
         assert "next" in lines[-1]
     assert "exported to" in log
     assert "all: " in log
