@@ -6,7 +6,6 @@ import functools
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as RustTokenizer
@@ -15,6 +14,7 @@ from blockdraft.checkpoints.tokenizer_parts import TokenizerParts
 from blockdraft.errors import RequestError
 from blockdraft.text.detokenizer import Detokenizer, StopStrings, TextStream
 from blockdraft.text.tokenizer import Tokenizer
+from tests.properties import holds
 
 TEXTS = [
     "The quick brown fox jumps over the lazy dog. The dog sleeps.",
@@ -134,8 +134,7 @@ def streams(draw: st.DrawFn, kind: str) -> tuple[list[int], list[list[int]]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=200, deadline=None)
-@given(data=st.data(), skip=st.booleans())
+@holds(200, data=st.data(), skip=st.booleans())
 def test_streamed_text_is_what_decode_adds_to_the_prompt(kind: str, data: st.DataObject, skip: bool):
     tokenizer = tokenizer_of(kind)
     prompt, blocks = data.draw(streams(kind))
@@ -148,8 +147,7 @@ def test_streamed_text_is_what_decode_adds_to_the_prompt(kind: str, data: st.Dat
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=60, deadline=None)
-@given(data=st.data())
+@holds(60, data=st.data())
 def test_long_outputs_stay_exact_past_the_window(kind: str, data: st.DataObject):
     tokenizer = tokenizer_of(kind)
     prompt, blocks = data.draw(streams(kind))
@@ -160,8 +158,7 @@ def test_long_outputs_stay_exact_past_the_window(kind: str, data: st.DataObject)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=60, deadline=None)
-@given(text=st.text(max_size=20))
+@holds(60, text=st.text(max_size=20))
 def test_valid_text_streams_without_half_characters_and_with_no_delay(kind: str, text: str):
     text = text.replace("\ufffd", "").replace("▁", "")
     detokenizer = Detokenizer(tokenizer_of(kind), byte_ids(kind, b"x"))
@@ -219,8 +216,7 @@ def test_a_broken_byte_does_not_take_the_characters_before_it_along(kind: str):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=200, deadline=None)
-@given(data=st.data())
+@holds(200, data=st.data())
 def test_decode_is_tokenizers_decode_unless_bytes_are_broken(kind: str, data: st.DataObject):
     tokenizer = tokenizer_of(kind)
     text = data.draw(st.text(max_size=20))
@@ -253,8 +249,7 @@ def pieces_of(draw: st.DrawFn, text: str) -> Iterator[str]:
         text = text[size:]
 
 
-@settings(max_examples=400, deadline=None)
-@given(data=st.data(), text=LETTERS, stops=STOPS, include=st.booleans())
+@holds(400, data=st.data(), text=LETTERS, stops=STOPS, include=st.booleans())
 def test_stop_strings_cut_where_a_search_in_the_whole_text_does(
     data: st.DataObject, text: str, stops: tuple[str, ...], include: bool
 ):
@@ -274,8 +269,7 @@ def test_stop_strings_cut_where_a_search_in_the_whole_text_does(
         assert (out, stream.stop_reason) == (text[: end if include else start], stop)
 
 
-@settings(max_examples=200, deadline=None)
-@given(text=LETTERS, stops=STOPS)
+@holds(200, text=LETTERS, stops=STOPS)
 def test_only_a_possible_beginning_of_a_stop_string_is_held_back(text: str, stops: tuple[str, ...]):
     stream = StopStrings(stops, include=False)
     out, seen = "", ""
@@ -302,8 +296,7 @@ def test_a_long_repetitive_stop_string_costs_linear_time():
     assert stream.push("a" * 200_000) == "a" * 150_000
 
 
-@settings(max_examples=200, deadline=None)
-@given(text=LETTERS, stops=STOPS, num_protected=st.integers(0, 12))
+@holds(200, text=LETTERS, stops=STOPS, num_protected=st.integers(0, 12))
 def test_stop_strings_that_end_under_protection_are_plain_text(
     text: str, stops: tuple[str, ...], num_protected: int
 ):
@@ -332,8 +325,7 @@ def feed(stream: TextStream, ids: list[int], num_protected: int = 0) -> int:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=150, deadline=None)
-@given(data=st.data(), include=st.booleans())
+@holds(150, data=st.data(), include=st.booleans())
 def test_a_text_stream_cuts_after_the_first_token_that_completes_a_stop(
     kind: str, data: st.DataObject, include: bool
 ):
