@@ -26,6 +26,7 @@ from blockdraft.engine.chunks import Chunks
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.loaded_pair import LoadedPair
 from blockdraft.engine.request import SamplingParams
+from blockdraft.planner.plan import Plan
 from blockdraft.settings.acceptance_profile import acceptance_rates
 from blockdraft.step.row_sizes import row_sizes
 
@@ -114,7 +115,7 @@ class Load:
 
     def capacity(self, seconds: float) -> tuple[float, float]:
         """Requests and tokens per second, in a closed loop of as many as there are rows."""
-        num_rows = self.engine.models.plan.max_num_seqs
+        num_rows = self.engine.plan.max_num_seqs
         for _ in range(num_rows):
             self.add(time.perf_counter())
         self._replace_ended(lambda: len(self.ended) >= WARM_REQUESTS * num_rows)
@@ -159,12 +160,12 @@ def spread(name: str, values: list[float]) -> dict[str, float]:
     return {f"{name}_p{percent}_ms": 1e3 * percentile(values, percent / 100) for percent in (50, 99)}
 
 
-def measure(models: LoadedPair, args: argparse.Namespace) -> dict[str, object]:
-    engine = Engine(models)
+def measure(models: LoadedPair, plan: Plan, args: argparse.Namespace) -> dict[str, object]:
+    engine = Engine(models, plan)
     if args.turns:
-        engine.scheduler.chunks = Alternating(models.plan.max_prefill_tokens)
+        engine.scheduler.chunks = Alternating(plan.max_prefill_tokens)
     if models.device.type == "cuda":
-        engine.capture(row_sizes(models.plan.max_num_seqs), sorted({1, models.plan.width}))
+        engine.capture(row_sizes(plan.max_num_seqs), sorted({1, plan.width}))
     load = Load(engine, num_prompt=args.prompt, num_answer=args.answer)
     prompt_s = load.prompt_s()
     requests_per_s, tokens_per_s = load.capacity(args.capacity_seconds)
@@ -174,9 +175,9 @@ def measure(models: LoadedPair, args: argparse.Namespace) -> dict[str, object]:
     first = [answer.first_token_s for answer in load.ended]
     gaps = [gap for answer in load.ended for gap in answer.gaps_s]
     return {
-        "max_prefill_tokens": models.plan.max_prefill_tokens,
-        "width": models.plan.width,
-        "max_num_seqs": models.plan.max_num_seqs,
+        "max_prefill_tokens": plan.max_prefill_tokens,
+        "width": plan.width,
+        "max_num_seqs": plan.max_num_seqs,
         "prompt_ms": 1e3 * prompt_s,
         "capacity_requests_per_s": requests_per_s,
         "capacity_tokens_per_s": tokens_per_s,
@@ -211,7 +212,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.device.startswith("cuda") and not torch.cuda.is_available():
         raise SystemExit("there is no CUDA device: use --device cpu with --shape tiny.")
-    models = load(
+    models, plan = load(
         args.shape,
         has_drafter=True,
         max_num_seqs=args.rows,
@@ -219,9 +220,8 @@ def main() -> None:
         device=args.device,
         **({} if args.max_prefill_tokens is None else {"max_prefill_tokens": args.max_prefill_tokens}),
     )
-    plan = models.plan
     rates = acceptance_rates(f"mean:{args.committed}", width=plan.width, block=plan.block)
-    found = measure(replace(models, rates=rates), args)
+    found = measure(replace(models, rates=rates), plan, args)
     where = torch.cuda.get_device_name() if models.device.type == "cuda" else "CPU"
     result = {
         "what": "random weights and drafts accepted by chance: timing only",

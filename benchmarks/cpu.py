@@ -70,7 +70,7 @@ class Bench:
         if self.options.quantization == "none":
             del asked["blockdraft none"]
         engines = {name: cpu_ours.engine_of(value, "none") for name, value in asked.items()}
-        self.result["quantization"] = {name: one.models.plan.quantization for name, one in engines.items()}
+        self.result["quantization"] = {name: one.plan.quantization for name, one in engines.items()}
         return engines
 
     @cached_property

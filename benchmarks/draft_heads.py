@@ -95,19 +95,19 @@ def engine_of(options: argparse.Namespace, target: str, draft: Path, *, is_convo
         max_model_len=options.context + 512,
         prefix_cache=False,
     )
-    models = load_models(settings, lambda line: None)
+    models, plan = load_models(settings, lambda line: None)
     if isinstance(models.drafter, DFlash2Drafter):
         models.drafter.model.is_convolved = is_convolved
-    each = -(-(options.context + 64) // models.plan.page_size) + 1
-    plan = replace(models.plan, num_pages=FIRST_PAGE + options.rows * each)
-    engine = Engine(replace(models, plan=plan))
+    each = -(-(options.context + 64) // plan.page_size) + 1
+    plan = replace(plan, num_pages=FIRST_PAGE + options.rows * each)
+    engine = Engine(models, plan)
     engine.capture([options.rows], options.width)
     return engine
 
 
 def place(engine: Engine, options: argparse.Namespace, rules: dict[str, float]) -> None:
     """Rows behind as many tokens, whose pages hold numbers."""
-    rows, each = engine.rows, (engine.models.plan.num_pages - FIRST_PAGE) // options.rows
+    rows, each = engine.rows, (engine.plan.num_pages - FIRST_PAGE) // options.rows
     for storage in engine.cache.storage:
         for tensor in vars(storage).values():
             if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
@@ -163,7 +163,7 @@ def time_kinds(options: argparse.Namespace, scratch: Path, kinds: Sequence[str])
         has_weights = options.shape is None
         draft = write_drafter(KINDS[kind], source, scratch / kind, has_weights=has_weights)
         engines[kind] = engine_of(options, target, draft, is_convolved=kind == "dflash2")
-    return time_steps(engines, options), engines[kinds[0]].models.plan.quantization
+    return time_steps(engines, options), engines[kinds[0]].plan.quantization
 
 
 def time_alone(options: argparse.Namespace, kind: str) -> tuple[Times, str]:

@@ -64,8 +64,8 @@ def write_answers(args: argparse.Namespace) -> None:
         cache_bytes=args.cache_bytes,
         prefix_cache=False,
     )
-    models = load_models(settings, print)
-    bulk = make_offline_batch(models)
+    models, plan = load_models(settings, print)
+    bulk = make_offline_batch(models, plan)
     sets = {} if args.data is None else evaluation_prompts(args.data, args.max_tokens, args.limit)
     for name, (prompts, options) in sets.items():
         _answer(bulk, models, prompts, args.out / name, options)
@@ -76,7 +76,9 @@ def write_answers(args: argparse.Namespace) -> None:
     del bulk
     release()
     if args.short is not None:
-        bulk = make_offline_batch(_with_context(models, SHORT, args.short_rows))
+        bulk = make_offline_batch(
+            models, replace(plan, max_positions=SHORT + ROUND, max_num_seqs=args.short_rows)
+        )
         prompts = read_conversations(args.short)
         _answer(bulk, models, prompts, args.out / "train-short", trained, args.seconds)
 
@@ -96,11 +98,6 @@ def _answer(
         f"{folder.name}: {len(found)} answers, {num_tokens} tokens, {time.monotonic() - begin:.1f} s",
         flush=True,
     )
-
-
-def _with_context(models: LoadedPair, context: int, rows: int) -> LoadedPair:
-    """The same models for shorter contexts, of which there can be more at once."""
-    return replace(models, plan=replace(models.plan, max_positions=context + ROUND, max_num_seqs=rows))
 
 
 def evaluation_prompts(
@@ -151,7 +148,7 @@ def target_of(args: argparse.Namespace) -> LoadedPair:
         max_model_len=args.length,
         cache_bytes=args.cache_bytes,
     )
-    return load_models(settings, print)
+    return load_models(settings, print)[0]
 
 
 def evaluate(args: argparse.Namespace) -> None:

@@ -94,8 +94,8 @@ def write_answers(args: argparse.Namespace) -> None:
         prefix_cache=False,
     )
     begin = time.monotonic()
-    models = load_models(settings, print)
-    bulk = make_offline_batch(models)
+    models, plan = load_models(settings, print)
+    bulk = make_offline_batch(models, plan)
     print(f"engine: {time.monotonic() - begin:.1f} s")
     tokenizer = models.tokenizer
     evaluation = []
@@ -139,7 +139,7 @@ def run_variants(args: argparse.Namespace) -> None:
     settings = Settings(
         model=args.model, draft="none", device=args.device, max_num_seqs=1, max_model_len=args.length
     )
-    models = load_models(settings, print)
+    models, _ = load_models(settings, print)
     train = [one for path in sorted((args.out / "train").glob("*.npz")) for one in read_shard(path)]
     evaluate = [one for path in sorted((args.out / "evaluate").glob("*.npz")) for one in read_shard(path)]
     random.Random(1).shuffle(evaluate)

@@ -29,6 +29,7 @@ from blockdraft.bench.workloads import load_all
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.loaded_pair import LoadedPair
 from blockdraft.engine.request import Delta, Metrics, SamplingParams
+from blockdraft.planner.plan import Plan
 from blockdraft.settings.settings import Settings
 from blockdraft.start.compile_ahead import CompileAhead, run_steps
 from blockdraft.start.loading import load_models, resolve_device
@@ -154,6 +155,7 @@ class Equality:
     def __init__(
         self,
         models: LoadedPair,
+        plan: Plan,
         prompts: Sequence[Sequence[int]],
         num_tokens: int,
         *,
@@ -171,11 +173,11 @@ class Equality:
             drafter = ReplayingDrafter(
                 drafter,
                 num_answers=len(self.asks),
-                num_positions=self._longest + num_tokens + models.plan.block,
+                num_positions=self._longest + num_tokens + plan.block,
                 device=models.device,
             )
-        self._has_prefix_cache = models.plan.prefix_cache
-        plan = replace(models.plan, max_queue=len(self.asks))
+        self._has_prefix_cache = plan.prefix_cache
+        plan = replace(plan, max_queue=len(self.asks))
         room = len(self.asks) * plan.pages_of(self._longest)  # for prompts that are remembered
         room += plan.max_num_seqs * plan.pages_of(self._longest + num_tokens + plan.scratch + plan.page_size)
         plan = replace(
@@ -184,7 +186,7 @@ class Equality:
             max_prefill_tokens=max(plan.max_prefill_tokens, self._longest),
             prefix_cache=False,
         )
-        self.engine = Engine(replace(models, drafter=drafter, plan=plan))
+        self.engine = Engine(replace(models, drafter=drafter), plan)
         self.widths = tuple(sorted({min(width, plan.block) for width in WIDTHS}))
         if ahead is not None:
             compile_steps(self.engine, ahead)
@@ -211,7 +213,7 @@ class Equality:
         yield from map(self.line, self.ways())
 
     def ways(self) -> list[Way]:
-        rows = min(self.engine.models.plan.max_num_seqs, len(self.asks))
+        rows = min(self.engine.plan.max_num_seqs, len(self.asks))
         widest, chunk = self.widths[-1:], min(CHUNK, max(1, self._longest // 2))
         shown = ", ".join(map(str, self.widths))
         ways = [Way(f"alone, width {width}", (width,), is_alone=True) for width in self.widths[1:]]
@@ -227,7 +229,7 @@ class Equality:
         """Ways that this pair has not."""
         if self._has_prefix_cache:
             return []
-        why = self.engine.models.plan.reasons.get("prefix_cache", "it is switched off")
+        why = self.engine.plan.reasons.get("prefix_cache", "it is switched off")
         return [f"with a prefix hit: {why}"]
 
     def line(self, way: Way) -> Line:
@@ -254,7 +256,7 @@ class Equality:
         return self.num_tokens - 37 * number % spread if way.is_changing else self.num_tokens
 
     def _serve(self, way: Way) -> list[Answer]:
-        engine, plan = self.engine, self.engine.models.plan
+        engine, plan = self.engine, self.engine.plan
         chunk = plan.max_prefill_tokens if way.chunk is None else way.chunk
         engine.replan(replace(plan, max_prefill_tokens=chunk, prefix_cache=way.finds_prefix))
         if way.finds_prefix:
@@ -292,7 +294,7 @@ class Equality:
 
     def _hold_pages(self) -> list[int]:
         """Take pages away until as many rows can begin as there are, but cannot end side by side."""
-        plan, pages = self.engine.models.plan, self.engine.scheduler.pages
+        plan, pages = self.engine.plan, self.engine.scheduler.pages
         first = self.asks[: plan.max_num_seqs]
         to_begin = sum(plan.pages_of(len(ask.prompt_ids) - 1 + plan.block) for ask in first)
         to_end = plan.pages_of(self._longest + self.num_tokens + plan.scratch)
@@ -333,7 +335,7 @@ def _per_step(answers: Sequence[Answer]) -> float:
 # ---- pairs
 
 
-def load(pair: str, device: str) -> LoadedPair:
+def load(pair: str, device: str) -> tuple[LoadedPair, Plan]:
     """The shipped pair, or random weights of a published shape."""
     common = {"device": device, "max_num_seqs": ROWS, "cache_bytes": NO_LIMIT}
     if pair == SHIPPED:
@@ -393,15 +395,13 @@ def main(words: Sequence[str] | None = None) -> int:
     begin = time.perf_counter()
     device = torch.device(resolve_device(args.device))
     ahead = CompileAhead(device, ["equality", args.pair])  # its workers begin while weights are read
-    models = load(args.pair, args.device)
+    models, plan = load(args.pair, args.device)
     prompts = make_prompts(
         args.pair, num_prompts, tokenizer=models.tokenizer, vocab_size=models.config.vocab_size
     )
-    equality = Equality(models, prompts, num_tokens, replays=not is_shipped, ahead=ahead)
+    equality = Equality(models, plan, prompts, num_tokens, replays=not is_shipped, ahead=ahead)
     load_s = time.perf_counter() - begin
-    print(
-        f"{args.pair} on {models.device} in {models.plan.dtype}: {len(prompts)} prompts, {num_tokens} tokens"
-    )
+    print(f"{args.pair} on {models.device} in {models.dtype}: {len(prompts)} prompts, {num_tokens} tokens")
     print(f"loaded in {load_s:.1f} s; {_shown_graphs(equality)}", flush=True)
     baseline = equality.learn_baseline()
     lines = []
@@ -418,7 +418,7 @@ def main(words: Sequence[str] | None = None) -> int:
         "settings": vars(args) | {"prompts": len(prompts), "tokens": num_tokens},
         **record.context(),
         "device": str(models.device),
-        "dtype": models.plan.dtype,
+        "dtype": models.dtype,
         "load_s": load_s,
         "seconds": time.perf_counter() - begin,
         "lines": [line.as_json() for line in lines],

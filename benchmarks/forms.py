@@ -26,6 +26,7 @@ from blockdraft import LLM, SamplingParams, StructuredOutputs  # noqa: E402
 from blockdraft.checkpoints.tokenizer_parts import TokenizerParts  # noqa: E402
 from blockdraft.engine.engine import Engine  # noqa: E402
 from blockdraft.engine.loaded_pair import LoadedPair  # noqa: E402
+from blockdraft.planner.plan import Plan  # noqa: E402
 from blockdraft.text.tokenizer import Tokenizer  # noqa: E402
 
 TEXT, WHOLE = {"type": "string", "maxLength": 60}, {"type": "integer"}
@@ -150,11 +151,11 @@ FORMS = {
 
 
 def time_steps(
-    models: LoadedPair, *, rows: int, width: int, context: int, steps: int
+    models: LoadedPair, plan: Plan, *, rows: int, width: int, context: int, steps: int
 ) -> Iterator[dict[str, object]]:
     """Every row has the form, at temperature 1, behind `context` tokens."""
     for name, form in FORMS.items():
-        engine = Engine(models)
+        engine = Engine(models, plan)
         engine.capture([rows], [width], [(rows, width)])
         params = SamplingParams(
             temperature=1.0, max_tokens=100_000, structured_outputs=form, ignore_eos=form is None
@@ -205,14 +206,14 @@ def main() -> None:
     else:
         from benchmarks.gpu_step import load
 
-        models = load(
+        models, plan = load(
             args.shape, has_drafter=True, max_num_seqs=max(args.rows), max_model_len=args.context + 1024
         )
         models = replace(models, tokenizer=large_tokenizer(models.config.vocab_size - 293))
         options = {"width": args.width, "context": args.context, "steps": args.steps}
         result["gpu"] = torch.cuda.get_device_name()
         result["steps"] = found = [
-            one for rows in args.rows for one in time_steps(models, rows=rows, **options)
+            one for rows in args.rows for one in time_steps(models, plan, rows=rows, **options)
         ]
         print(record.table(["form", "rows", "ms"], [[one["form"], one["rows"], one["ms"]] for one in found]))
     record.save(args.json, result)

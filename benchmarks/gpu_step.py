@@ -31,6 +31,7 @@ from blockdraft.engine.request import SamplingParams
 from blockdraft.engine.width_controller import widths_for
 from blockdraft.kernels.moe import ExpertChoice
 from blockdraft.models.moe import Experts
+from blockdraft.planner.plan import Plan
 from blockdraft.settings.acceptance_profile import acceptance_rates
 from blockdraft.settings.settings import Settings
 from blockdraft.start.block_width import govern
@@ -52,8 +53,8 @@ def load(
     max_model_len: int,
     device: str = "cuda",
     **settings: object,
-) -> LoadedPair:
-    """Random weights of a published shape."""
+) -> tuple[LoadedPair, Plan]:
+    """Random weights of a published shape, and a plan for them."""
     with tempfile.TemporaryDirectory() as folder:
         target, draft = write_shape(shape, Path(folder))
         _stretch(target / "config.json", max_model_len)
@@ -68,9 +69,9 @@ def load(
             cache_bytes=1 << 40,  # num_pages is set below: this program knows what it needs
             **settings,
         )
-        models = load_models(wanted, lambda line: None)
-    num_pages = max_num_seqs * (-(-(max_model_len + 2 * models.plan.block) // PAGE_SIZE) + 1)
-    return replace(models, plan=replace(models.plan, num_pages=num_pages))
+        models, plan = load_models(wanted, lambda line: None)
+    num_pages = max_num_seqs * (-(-(max_model_len + 2 * plan.block) // PAGE_SIZE) + 1)
+    return models, replace(plan, num_pages=num_pages)
 
 
 def _stretch(config: Path, max_model_len: int) -> None:
@@ -111,13 +112,13 @@ class Step:
     temperature: float = 0.0
 
     def __post_init__(self) -> None:
-        rows, pages = self.engine.rows, self.engine.models.plan.num_pages // self.num_rows
+        rows, pages = self.engine.rows, self.engine.plan.num_pages // self.num_rows
         first = 2  # the reserved ones
         for row in range(self.num_rows):
             rows.place(row, [1] * (self.context + 1), self.context, RowSampling(temperature=self.temperature))
             rows.set_pages([(row, 0, range(first + row * pages, first + (row + 1) * pages)[: _table(rows)])])
             if rows.exact_table is not None:  # what is read of them are the last few
-                each = self.engine.models.plan.num_exact_pages // self.num_rows
+                each = self.engine.plan.num_exact_pages // self.num_rows
                 own = [first + row * each + place % each for place in range(_table(rows))]
                 rows.set_exact_pages([(row, 0, own)])
         self._fill()
@@ -245,10 +246,10 @@ def _experts_touched(step: Step) -> dict[int, float]:
 
 
 def time_step(
-    models: LoadedPair, *, num_rows: int, width: int, context: int, ceiling: float
+    pair: tuple[LoadedPair, Plan], *, num_rows: int, width: int, context: int, ceiling: float
 ) -> dict[str, object]:
     """Everything about one (rows, width)."""
-    step = Step(Engine(models), num_rows, width, context)
+    step = Step(Engine(*pair), num_rows, width, context)
     seconds, num_bytes = step.seconds(), bytes_read(step)
     kernels = step.kernels()
     busy = sum(item[2] for item in kernels)
@@ -268,13 +269,15 @@ def time_step(
     }
 
 
-def freed(measure: Callable[..., dict[str, object]], models: LoadedPair, **how: object) -> dict[str, object]:
+def freed(
+    measure: Callable[..., dict[str, object]], pair: tuple[LoadedPair, Plan], **how: object
+) -> dict[str, object]:
     """Measure with an engine of its own, and free that: a cache of 128 rows takes 40 GB.
 
     What an engine's own stream has cached no other one takes, and during a capture nothing is given back:
     without this, a later and larger step runs out of memory.
     """
-    found = measure(models, **how)
+    found = measure(pair, **how)
     release()
     return found
 
@@ -293,10 +296,10 @@ def begin_requests(engine: Engine, *, num_rows: int, context: int) -> None:
             engine.step()
 
 
-def time_governed(models: LoadedPair, *, num_rows: int, context: int) -> dict[str, object]:
-    """Live requests whose widths are chosen, as after a start; drafts are kept by `models.rates`."""
-    engine, plan = Engine(models), models.plan
-    if models.device.type == "cuda":
+def time_governed(pair: tuple[LoadedPair, Plan], *, num_rows: int, context: int) -> dict[str, object]:
+    """Live requests whose widths are chosen, as after a start; drafts are kept by their rates."""
+    engine, plan = Engine(*pair), pair[1]
+    if engine.models.device.type == "cuda":
         sizes, widths = row_sizes(plan.max_num_seqs), widths_for(plan.block)
         engine.capture(sizes, widths, [(rows, width) for rows in (1, sizes[-1]) for width in (1, plan.width)])
         govern(engine)
@@ -328,14 +331,16 @@ def time_governed(models: LoadedPair, *, num_rows: int, context: int) -> dict[st
         "mean_width": 1 + num_drafted / num_blocks,
         "committed_per_step": num_tokens / num_blocks,
         "engine_ms": seconds / GOVERNED * 1e3,
-        "first_width": engine.models.plan.width,
-        "reason": engine.models.plan.reasons["width"],
+        "first_width": engine.plan.width,
+        "reason": engine.plan.reasons["width"],
     }
 
 
-def time_engine(models: LoadedPair, *, num_rows: int, width: int, context: int) -> dict[str, object]:
+def time_engine(
+    pair: tuple[LoadedPair, Plan], *, num_rows: int, width: int, context: int
+) -> dict[str, object]:
     """Live requests through Engine.step against bare replays of the same graph from the same lengths."""
-    engine = Engine(models)
+    engine = Engine(*pair)
     engine.capture([num_rows], [width])
     begin_requests(engine, num_rows=num_rows, context=context)
     for _ in range(5):
@@ -400,7 +405,7 @@ def main() -> None:
     has_drafter = max(args.width) > 1
     found: list[dict[str, object]] = []
     for kv_dtype in args.kv_dtype:
-        models = load(
+        models, plan = load(
             args.shape,
             has_drafter=has_drafter,
             max_num_seqs=max(args.rows),
@@ -412,21 +417,28 @@ def main() -> None:
         found += [
             {
                 "kv_dtype": kv_dtype,
-                **freed(time_step, models, num_rows=rows, width=width, context=args.context, ceiling=ceiling),
+                **freed(
+                    time_step,
+                    (models, plan),
+                    num_rows=rows,
+                    width=width,
+                    context=args.context,
+                    ceiling=ceiling,
+                ),
             }
             for rows in args.rows
             for width in args.width
         ]
     if args.committed is not None and has_drafter:
-        rates = acceptance_rates(f"mean:{args.committed}", width=models.plan.width, block=models.plan.block)
+        rates = acceptance_rates(f"mean:{args.committed}", width=plan.width, block=plan.block)
         models = replace(models, rates=rates)
     served, governed = [], []
     for rows in args.rows:
         if args.engine:
             wide = max(args.width)
-            served.append(freed(time_engine, models, num_rows=rows, width=wide, context=args.context))
+            served.append(freed(time_engine, (models, plan), num_rows=rows, width=wide, context=args.context))
         if args.governor:
-            governed.append(freed(time_governed, models, num_rows=rows, context=args.context))
+            governed.append(freed(time_governed, (models, plan), num_rows=rows, context=args.context))
     result = {
         "what": "random weights; steps by CUDA graph replay",
         "gpu": torch.cuda.get_device_name(),

@@ -36,6 +36,7 @@ from blockdraft.engine.loop import EngineLoop, _Live  # noqa: E402
 from blockdraft.engine.request import Delta, SamplingParams  # noqa: E402
 from blockdraft.engine.scheduler import Batch, Outcome  # noqa: E402
 from blockdraft.engine.streams import EventLoopOutlet, Stream  # noqa: E402
+from blockdraft.planner.plan import Plan  # noqa: E402
 from blockdraft.server.api.chat.answers import ChatAnswer  # noqa: E402
 from blockdraft.server.api.chat.fields import ChatRequest  # noqa: E402
 from blockdraft.server.api.streaming import respond  # noqa: E402
@@ -72,8 +73,8 @@ What was accepted is kept, and the rest (some 3 of 16 positions) is overwritten 
 class FakeEngine(Engine):
     """Its prefill computes nothing, and its decode reads tokens from a text."""
 
-    def __init__(self, models: LoadedPair, text_ids: list[int], num_tokens: int) -> None:
-        super().__init__(models)
+    def __init__(self, models: LoadedPair, plan: Plan, text_ids: list[int], num_tokens: int) -> None:
+        super().__init__(models, plan)
         self._text = torch.tensor(text_ids)
         self._num_tokens = num_tokens
         self._at = 0
@@ -106,7 +107,9 @@ class Clock:
         return call
 
 
-def make_models(tokenizer: Tokenizer, *, num_rows: int, context: int, num_steps: int) -> LoadedPair:
+def make_models(
+    tokenizer: Tokenizer, *, num_rows: int, context: int, num_steps: int
+) -> tuple[LoadedPair, Plan]:
     """Weights that are never run, the tokenizer of the default model, and pages for every row."""
     max_model_len = context + WIDTH * (num_steps + WARM_STEPS + 4)
     with tempfile.TemporaryDirectory() as folder:
@@ -114,9 +117,9 @@ def make_models(tokenizer: Tokenizer, *, num_rows: int, context: int, num_steps:
         settings = Settings(
             model=folder, draft="none", device="cpu", dtype="float32", load_format="dummy", max_model_len=2048
         )
-        models = load_models(settings, lambda line: None)
+        models, plan = load_models(settings, lambda line: None)
     plan = replace(
-        models.plan,
+        plan,
         width=WIDTH,
         block=WIDTH,
         max_model_len=max_model_len,
@@ -128,7 +131,7 @@ def make_models(tokenizer: Tokenizer, *, num_rows: int, context: int, num_steps:
         max_prefill_tokens=1 << 30,
         prefix_cache=True,
     )
-    return replace(models, plan=plan, tokenizer=tokenizer)
+    return replace(models, tokenizer=tokenizer), plan
 
 
 async def read_all(answer: ChatAnswer, stream: Stream, heard: list[int]) -> None:
@@ -141,8 +144,8 @@ async def measure(tokenizer: Tokenizer, *, num_rows: int, context: int, num_toke
     """Microseconds per row and step of each part, and of the event loop per delta."""
     num_steps = max(40, 4096 // num_rows)
     text_ids = tokenizer.encode(TEXT * 4)
-    models = make_models(tokenizer, num_rows=num_rows, context=context, num_steps=num_steps)
-    engine = FakeEngine(models, text_ids, num_tokens)
+    models, plan = make_models(tokenizer, num_rows=num_rows, context=context, num_steps=num_steps)
+    engine = FakeEngine(models, plan, text_ids, num_tokens)
     loop = EngineLoop(lambda startup: engine).wait()  # its thread sleeps: this one steps the engine
     prompt_ids = (text_ids * (context // len(text_ids) + 1))[:context]
     asked = ChatRequest.model_validate({"messages": [{"role": "user", "content": "?"}], "stream": True})

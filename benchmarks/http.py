@@ -164,8 +164,8 @@ def run_paced_engine(num_rows: int, connection: Connection) -> None:
         assert callable(on_tokenizer)
         tokenizer = Tokenizer(open_checkpoint("default").tokenizer_parts())
         on_tokenizer(tokenizer)
-        models = make_models(tokenizer, num_rows=num_rows, context=1024, num_steps=EVENTS)
-        return PacedEngine(models, tokenizer.encode(TEXT * 4), TOKENS_PER_EVENT)
+        models, plan = make_models(tokenizer, num_rows=num_rows, context=1024, num_steps=EVENTS)
+        return PacedEngine(models, plan, tokenizer.encode(TEXT * 4), TOKENS_PER_EVENT)
 
     run_engine(connection, make_engine, StartProgress(), step_timeout_s=60)
 

@@ -44,7 +44,7 @@ def prompts_of(llm: LLM, path: Path, most: int, max_tokens: int) -> list[list[in
     """Those that leave room for an answer, the longest first."""
     rows = prompt_files.prompts_of(prompt_files.read(path).rows, name="kv", category="kv")
     found = [llm.tokenizer.encode_chat(one.messages(), add_generation_prompt=True) for one in rows]
-    room = llm.engine.models.plan.max_model_len - max_tokens - 1
+    room = llm.engine.plan.max_model_len - max_tokens - 1
     return sorted((ids for ids in found if len(ids) <= room), key=len, reverse=True)[:most]
 
 
@@ -70,7 +70,7 @@ def both_ways(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> dic
 
 def measure(args: argparse.Namespace, kv_dtype: str) -> dict[str, object]:
     llm = LLM(args.model, kv_dtype=kv_dtype, device=args.device, max_num_seqs=args.rows)
-    greedy = SamplingParams(temperature=0.0, max_tokens=args.max_tokens, width=llm.engine.models.plan.block)
+    greedy = SamplingParams(temperature=0.0, max_tokens=args.max_tokens, width=llm.engine.plan.block)
     prompts = prompts_of(llm, args.prompts, args.rows, args.max_tokens)
     short = both_ways(llm, prompts, greedy)
     long = None

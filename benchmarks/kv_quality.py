@@ -169,14 +169,14 @@ def arms_of(models: LoadedPair, calibrated: dict[str, Centres], num_layers: int)
 # ---- calibration
 
 
-def calibrations(models: LoadedPair, other: list[int]) -> dict[str, Centres]:
+def calibrations(models: LoadedPair, max_model_len: int, other: list[int]) -> dict[str, Centres]:
     """Centres by the text that they are means over; none of those counts."""
     text = kv_texts.BUILT_IN.read_text(encoding="utf-8")
     prose, code = text.split(FENCE, 1)
     generator = torch.Generator().manual_seed(24)
     # Below 256 are special tokens and single bytes in many vocabularies.
     ids = torch.randint(256, models.config.vocab_size, (quality.CENTRED,), generator=generator)
-    ours = next(kv_texts.built_in(models.tokenizer.encode, min(LONG, models.plan.max_model_len)))
+    ours = next(kv_texts.built_in(models.tokenizer.encode, min(LONG, max_model_len)))
     return {
         "another text": quality.centres(models, other),
         "our prose": quality.centres(models, models.tokenizer.encode(prose)),
@@ -266,13 +266,13 @@ def main() -> None:
         quantization=args.quantization,
         graphs=False,
     )
-    models = load_models(settings, print)
+    models, plan = load_models(settings, print)
     begin = kv_texts.begin_of(args.length)
     other, *rest = kv_texts.long_enough(texts_of(args.texts, models.tokenizer), args.length, args.texts.name)
     texts = rest[args.skip :][: max(1, -(-args.tokens // (args.length - begin)))]
     exact = study.exact_of(models)
     heads = quality.kept_heads(models.config.layer_specs())
-    every = arms_of(models, calibrations(models, other), models.config.num_layers)
+    every = arms_of(models, calibrations(models, plan.max_model_len, other), models.config.num_layers)
     arms = [exact, *chosen_arms(args.arms, every)]
     tallies = {arm.name: LossTally(begin) for arm in arms}
     words = [Path(word).name if "/" in word else word for word in sys.argv[1:]]
@@ -280,7 +280,7 @@ def main() -> None:
         "settings": vars(args) | {"texts": args.texts.name},
         **record.context(),
         "command": shlex.join(["python", "-m", "benchmarks.kv_quality", *words]),
-        "weights": f"{models.device}, {models.plan.dtype}, {models.plan.quantization}",
+        "weights": f"{models.device}, {plan.dtype}, {plan.quantization}",
     }
     for number, text in enumerate(texts, 1):
         quality.count_text(models, text, arms, tallies)

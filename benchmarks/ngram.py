@@ -68,13 +68,13 @@ class Noted(Weightless):
 
 def record(args: argparse.Namespace) -> None:
     settings = Settings(device=args.device, max_num_seqs=1, prefix_cache=False, draft_ngram=0)
-    models = load_models(settings, print)
+    models, plan = load_models(settings, print)
     prompts = [one for one in _prompts(args.data, args.limit) if one.category in args.sets]
     with args.out.open("a", encoding="utf-8") as file:
         for number, prompt in enumerate(prompts):
             begin = time.monotonic()
             noted = Noted(models.drafter)
-            engine = Engine(replace(models, drafter=noted))
+            engine = Engine(replace(models, drafter=noted), plan)
             ids = models.tokenizer.encode_chat(prompt.messages())
             temperature = args.temperature
             engine.add(ids, SamplingParams(temperature=temperature, seed=7, max_tokens=args.tokens, width=1))

@@ -40,6 +40,7 @@ from blockdraft.engine.loaded_pair import LoadedPair  # noqa: E402
 from blockdraft.engine.request import Metrics, SamplingParams  # noqa: E402
 from blockdraft.errors import BenchError  # noqa: E402
 from blockdraft.jsonl import Row  # noqa: E402
+from blockdraft.planner.plan import Plan  # noqa: E402
 from blockdraft.settings.settings import Settings  # noqa: E402
 from blockdraft.start.loading import load_models  # noqa: E402
 from blockdraft.text.tokenizer import Tokenizer  # noqa: E402
@@ -113,13 +114,14 @@ class Work:
 def prepare(
     talks: Sequence[Talk],
     models: LoadedPair,
+    plan: Plan,
     *,
     tokens_per_set: int,
     prompts_per_category: int,
     max_tokens: int,
 ) -> Work:
     """A sample of the talks, the same every time: so many tokens of a set, so many prompts of a category."""
-    tokenizer, longest = models.tokenizer, min(ASKED, models.plan.max_model_len - max_tokens)
+    tokenizer, longest = models.tokenizer, min(ASKED, plan.max_model_len - max_tokens)
     mixed = random.Random("quality").sample(talks, len(talks))
     texts: dict[str, list[list[int]]] = {talk.of: [] for talk in talks}
     asked: dict[str, list[list[int]]] = {talk.prompt.category: [] for talk in talks}
@@ -182,10 +184,10 @@ def read(models: LoadedPair, texts: Iterable[Sequence[int]], num_common: int) ->
 
 
 def answer(
-    models: LoadedPair, asked: Mapping[str, Sequence[list[int]]], max_tokens: int
+    models: LoadedPair, plan: Plan, asked: Mapping[str, Sequence[list[int]]], max_tokens: int
 ) -> tuple[dict[str, DrafterFit], dict[str, list[tuple[int, ...]]]]:
     """By category, and "all": how the drafts fared, and what was written."""
-    engine = Engine(models)
+    engine = Engine(models, plan)
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
     listed = [(name, ids) for name, each in asked.items() for ids in each]
     written: list[list[int]] = [[] for _ in listed]
@@ -201,12 +203,13 @@ def answer(
     return fits, {name: [tuple(written[i]) for i in mine] for name, mine in numbers.items()}
 
 
-def measure(models: LoadedPair, work: Work, max_tokens: int) -> Arm:
+def measure(models: LoadedPair, plan: Plan, work: Work, max_tokens: int) -> Arm:
     readings = {name: read(models, texts, work.num_common) for name, texts in work.texts.items()}
     everything = (torch.cat([getattr(one, part) for one in readings.values()]) for part in Reading.__slots__)
     readings["all"] = Reading(*everything)
-    fits, answers = answer(models, work.asked, max_tokens) if models.draft_config is not None else ({}, {})
-    plan = models.plan
+    fits, answers = (
+        answer(models, plan, work.asked, max_tokens) if models.draft_config is not None else ({}, {})
+    )
     drafter = f", the drafter's {plan.draft_quantization}" if fits else ""
     return Arm(
         readings, fits, answers, f"{models.device}, {plan.dtype}, weights {plan.quantization}{drafter}"
@@ -284,7 +287,7 @@ def main() -> None:
     talks = shipped() if args.data is None else in_folder(args.data)
     arms, work = {}, None
     for target, drafter in ((kind, draft_kind), (BASE, BASE)):  # what may be refused is tried first
-        models = load_models(
+        models, plan = load_models(
             Settings(
                 model=args.model,
                 draft=args.draft,
@@ -301,11 +304,12 @@ def main() -> None:
         work = work or prepare(
             talks,
             models,
+            plan,
             tokens_per_set=args.tokens,
             prompts_per_category=args.prompts,
             max_tokens=args.max_tokens,
         )
-        arms[target] = measure(models, work, args.max_tokens)
+        arms[target] = measure(models, plan, work, args.max_tokens)
         del models
         gc.collect()
         torch.cuda.empty_cache()  # what the next plan counts as free

@@ -57,7 +57,7 @@ def main() -> None:
     parser.add_argument("model", nargs="?", default="default")
     model = parser.parse_args().model
     settings = Settings(model=model, draft="none", device="cpu", quantization="none", max_model_len=1024)
-    models = load_models(settings, lambda line: None)
+    models, _ = load_models(settings, lambda line: None)
     peaks = Peaks()
     target = with_kernels(
         models.target, replace(REFERENCE, linear=peaks.linear, gated_linear=peaks.gated_linear)

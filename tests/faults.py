@@ -46,10 +46,10 @@ def engine(name, dtype, device="cpu"):
     if name in ("pair", "int8", "fp8"):
         quantization = "none" if name == "pair" else name
         settings |= {"model": tiny.TARGET, "draft": tiny.DRAFT, "quantization": quantization}
-        models = load_models(Settings(**settings), lambda text: None)
+        models, plan = load_models(Settings(**settings), lambda text: None)
     else:
-        models = families.make_models(*CASES[name], seed=1, block=tiny.BLOCK, **settings)
-    return Engine(replace(models, plan=replace(models.plan, num_pages=400, page_size=4)))
+        models, plan = families.make_pair(*CASES[name], seed=1, block=tiny.BLOCK, **settings)
+    return Engine(models, replace(plan, num_pages=400, page_size=4))
 
 
 def worst(one):
@@ -60,7 +60,7 @@ def worst(one):
 def with_kernels(one, **kernels):
     """`one` on its own kernels, but for these."""
     changed = replace(one.models.target.kernels, **kernels)
-    return Engine(one.models.with_kernels(changed))
+    return Engine(one.models.with_kernels(changed), one.plan)
 
 
 def kernel(name, before=None, after=None):

@@ -63,7 +63,7 @@ def pin(engine, *, is_captured, sizes=None, now=None):
 
     `now`: the sizes that are captured now and not when they are wanted; None: all.
     """
-    plan = engine.models.plan
+    plan = engine.plan
     sizes = [plan.max_num_seqs] if sizes is None else sizes
     now = None if now is None else [(size, plan.width) for size in now]
     if is_captured:
@@ -331,7 +331,7 @@ def prepare(engine, scene):
     prompts = [draw((length,)).tolist() for length in scene.lengths]
     prompts = [[(p[0] + i) % 60 for i in range(len(p))] if n % 2 else p for n, p in enumerate(prompts)]
     max_pages = rows.page_table.shape[1]
-    pages = torch.randperm(models.plan.num_pages, generator=generator) + 2  # the reserved ones
+    pages = torch.randperm(engine.plan.num_pages, generator=generator) + 2  # the reserved ones
     for row, (prompt, sampling) in enumerate(zip(prompts, scene.samplings, strict=True)):
         rows.place(row, prompt, 0, replace(sampling, output_start=len(prompt)))
         rows.set_pages([(row, 0, pages[row * max_pages : (row + 1) * max_pages].tolist())])
@@ -351,7 +351,7 @@ def play(engine, scene, *, num_steps=4):
     prepare(engine, scene)
     seen = []
     for _ in range(num_steps):
-        step = engine.graphs.find(len(scene.active), engine.models.plan.width)
+        step = engine.graphs.find(len(scene.active), engine.plan.width)
         engine.rows.activate(scene.active, step.num_rows)
         token_ids = Reading(step.replay()).token_ids()[: len(scene.active)]
         seen.append((token_ids, state_of(engine, range(len(scene.lengths)))))
@@ -364,7 +364,7 @@ def play_directly(engine, scene, *, num_rows=MAX_ROWS, num_steps=4):
     seen = []
     for _ in range(num_steps):
         engine.rows.activate(scene.active, num_rows)
-        verdict = engine.decode(engine.models.plan.width)
+        verdict = engine.decode(engine.plan.width)
         token_ids = [
             row[:count]
             for row, count in zip(verdict.token_ids.tolist(), verdict.num_committed.tolist(), strict=True)
@@ -387,9 +387,9 @@ FAMILY_ROWS = 2
 
 
 @functools.cache
-def family_models(name, place):
-    """Prompts and pages as in test_gpu_families.py, whose kernels are compiled already."""
-    return families.make_models(
+def family_pair(name, place):
+    """Models and plan. Prompts and pages as in test_gpu_families.py, whose kernels are compiled already."""
+    return families.make_pair(
         *CASES[name],
         seed=1,
         block=FAMILY_BLOCK,
@@ -405,11 +405,11 @@ def family_models(name, place):
 
 def family_engine(name, place, drafter, *, is_captured, off=()):
     """Without the kernels of the operations `off`."""
-    models = family_models(name, place)
-    models = replace(models, drafter=drafter, plan=replace(models.plan, num_pages=400))
+    models, plan = family_pair(name, place)
+    models = replace(models, drafter=drafter)
     for operation in off:
         models = models.with_kernels(models.target.kernels.without(operation))
-    return pin(Engine(models), is_captured=is_captured)
+    return pin(Engine(models, replace(plan, num_pages=400)), is_captured=is_captured)
 
 
 def family_requests(**params):
@@ -431,7 +431,7 @@ def family_answers(name, place):
 
 
 def family_script(name, place, shift=0):
-    models = family_models(name, place)
+    models, _ = family_pair(name, place)
     return script(
         models,
         family_requests(),

@@ -32,9 +32,17 @@ TARGET, DRAFT, SPARK = (str(PAIR / name) for name in ("target", "draft", "spark"
 BLOCK = 8
 
 
-@functools.cache
 def load(dtype, device="cpu", weights="auto", max_model_len=200):
     """The pair in `dtype`, with a short context and rope tables past it; `weights`: how they are stored."""
+    return loaded(dtype, device, weights, max_model_len)[0]
+
+
+def plan(dtype, device="cpu", weights="auto", max_model_len=200):
+    return loaded(dtype, device, weights, max_model_len)[1]
+
+
+@functools.cache
+def loaded(dtype, device, weights, max_model_len):
     settings = Settings(
         model=TARGET,
         draft=DRAFT,
@@ -70,8 +78,8 @@ def dflash2_drafter(dtype, device="cpu", *, is_convolved=True):
         trained = load(dtype, device)
         checkpoint = open_checkpoint(folder)
         read = read_draft_config(checkpoint.config, name="dflash2")
-        plan = replace(trained.plan, max_positions=512)
-        return load_dflash(checkpoint, read, trained.target, plan, trained.device)
+        wide = replace(plan(dtype, device), max_positions=512)
+        return load_dflash(checkpoint, read, trained.target, wide, trained.device)
 
 
 def write_dflash2(folder, *, is_convolved=True):
@@ -126,7 +134,7 @@ def changed_drafter(dtype, device="cpu", **config):
 def spark_drafter(dtype, device="cpu"):
     """The trained DSpark drafter."""
     settings = Settings(model=TARGET, draft=SPARK, dtype=dtype, device=device, max_model_len=480, width=BLOCK)
-    return load_models(settings, lambda _: None).drafter.beside(load(dtype, device).target)
+    return load_models(settings, lambda _: None)[0].drafter.beside(load(dtype, device).target)
 
 
 # Kinds of drafters: DFlash2, DSpark's, and what the trained one would be if its config.json said so.
@@ -269,7 +277,7 @@ def engine(
 
     `chunks`: a seed, for prompts that are cut by chance. `tokenizer`: another one than the pair's own.
     """
-    models = load(dtype, device, weights, max_model_len)
+    models, planned = loaded(dtype, device, weights, max_model_len)
     if tokenizer is not None:
         models = replace(models, tokenizer=tokenizer)
     if isinstance(drafter, str):
@@ -278,8 +286,10 @@ def engine(
         drafter = copy.copy(drafter)
         drafter.draft_ngram = plan["draft_ngram"]
     plan = {"num_pages": 512, "max_num_seqs": 8, "max_prefill_tokens": 64, **plan}
-    models = replace(models, drafter=drafter, plan=with_exact_pages(replace(models.plan, **plan)))
-    made = Engine(models if kernels is None else models.with_kernels(kernels))
+    models = replace(models, drafter=drafter)
+    if kernels is not None:
+        models = models.with_kernels(kernels)
+    made = Engine(models, with_exact_pages(replace(planned, **plan)))
     if is_captured:
         capture(made)
     return made if chunks is None else with_any_chunks(made, chunks)
@@ -287,13 +297,13 @@ def engine(
 
 def capture(engine):
     """Every step when it is first wanted, where steps of this model can be captured."""
-    plan = engine.models.plan
+    plan = engine.plan
     if engine.models.why_not_captured() is None:
         engine.capture(range(1, plan.max_num_seqs + 1), range(1, plan.block + 1), now=())
 
 
 def with_any_chunks(engine, seed):
-    engine.scheduler.chunks = AnyChunks(engine.models.plan.max_prefill_tokens, seed)
+    engine.scheduler.chunks = AnyChunks(engine.plan.max_prefill_tokens, seed)
     return engine
 
 

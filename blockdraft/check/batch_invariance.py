@@ -67,7 +67,7 @@ def check_bits(engine: Engine, ids: list[int]) -> BitsResult:
 
 def _ways(engine: Engine, ids: list[int]) -> Iterator[tuple[str, tuple[float, ...], tuple[float, ...]]]:
     """A name, and log-probabilities that should be equal."""
-    plan, room = engine.models.plan, max_tokens(engine)
+    plan, room = engine.plan, max_tokens(engine)
     num_answer = max(1, min(NUM_ANSWER, room // 4))
     prompt = (ids * (NUM_PROMPT // len(ids) + 1))[: max(1, min(NUM_PROMPT, room // 2))]
     plain_engine = trial_engine(engine, NoDrafter(plan.block))

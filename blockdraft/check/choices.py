@@ -98,7 +98,7 @@ def nearest(
 
 def compare_acceptance(engine: Engine, numbers: Numbers) -> Comparisons:
     """Counts, and where the rows stand after that step, by counting."""
-    width = max(engine.models.plan.block, 2)
+    width = max(engine.plan.block, 2)
     sampled, block = numbers.integers(2, 8, width), numbers.integers(2, 8, width)
     sampled[0, :-1] = block[0, 1:]  # all right
     sampled[1, :-1] = 1 - block[1, 1:]  # all wrong
@@ -125,9 +125,9 @@ def compare_acceptance(engine: Engine, numbers: Numbers) -> Comparisons:
 
 def compare_ngram_lookup(engine: Engine, numbers: Numbers) -> Comparisons:
     """Texts of few words, which say much again, in a table of which some rows are asked."""
-    if not engine.models.plan.draft_ngram:
+    if not engine.plan.draft_ngram:
         return
-    width, size = max(engine.models.plan.block, 2), 2500
+    width, size = max(engine.plan.block, 2), 2500
     history = numbers.integers(3, 5, size).to(torch.int32)
     history[1, 1000:2000] = history[1, :1000]
     order, starts = numbers.whole(4, 1, 0, 3), numbers.whole(2499 - width, 1700, 0, 40)

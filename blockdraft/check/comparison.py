@@ -18,7 +18,7 @@ class Numbers:
 
     def __init__(self, engine: Engine) -> None:
         self._generator = torch.Generator().manual_seed(0)
-        self.dtype: torch.dtype = getattr(torch, engine.models.plan.dtype)
+        self.dtype: torch.dtype = getattr(torch, engine.plan.dtype)
         self.device = engine.models.device
         self.kernels = engine.models.target.kernels
 

@@ -70,7 +70,7 @@ def check_drafter(engine: Engine, prompts: list[list[int]]) -> Drafted:
     ModelError: the drafter changes more than the speed.
     """
     models, width = engine.models, checked_widths(engine)[-1]
-    width = width if width > 1 else models.plan.block
+    width = width if width > 1 else engine.plan.block
     prompts = [ids[-max(1, max_tokens(engine) // 2) :] for ids in prompts]
     _watch(engine, prompts[0], width)
     drafted = [answer(trial_engine(engine), ids, width, ANSWER_TOKENS) for ids in prompts]  # as serving does
@@ -80,7 +80,7 @@ def check_drafter(engine: Engine, prompts: list[list[int]]) -> Drafted:
             break
         with_it = answer(trial_engine(engine), ids, width, PLAIN_TOKENS, num_logprobs=0)
         plain = answer(
-            trial_engine(engine, NoDrafter(models.plan.block)), ids, width, PLAIN_TOKENS, num_logprobs=0
+            trial_engine(engine, NoDrafter(engine.plan.block)), ids, width, PLAIN_TOKENS, num_logprobs=0
         )
         equal.append(_is_equal(models, number, with_it, plain, width))
     return Drafted(_accepted(drafted), width, len(prompts), sum(equal), len(equal))
@@ -110,7 +110,7 @@ def answer(
 
 def keeps_bits(models: LoadedPair, width: int) -> bool:
     """Whether every product of one row's block is by kernels that keep a token's bits in any column."""
-    dtype: torch.dtype = getattr(torch, models.plan.dtype)
+    dtype: torch.dtype = getattr(torch, models.dtype)
     if models.device.type == "cpu":
         return why_no_llvm(dtype, models.device) is None
     is_ours = not models.target.kernels.off and models.why_not_captured() is None
@@ -164,7 +164,7 @@ def checked_widths(engine: Engine) -> list[int]:
     They follow from what was asked for, never from the width that a start has measured to be the best: that
     one differs from start to start, and each would have to check anew.
     """
-    widths = widths_for(engine.models.plan.block)
+    widths = widths_for(engine.plan.block)
     if engine.graphs is not None:
         widths = sorted({width for _, width in engine.graphs.places})
     return sorted({1, *(width for width in widths if width == NARROW), widths[-1]})
@@ -227,7 +227,7 @@ class _Watched(Weightless):
 
     def _remembered(self, num_new: int) -> list[Tensor]:
         """Of the one active row, in every layer of the target, up to `num_new` tokens past its length."""
-        rows, page_size = self._engine.rows, self._engine.models.plan.page_size
+        rows, page_size = self._engine.rows, self._engine.plan.page_size
         row = rows.active[:1]
         position = torch.arange(int(rows.length[row]) + num_new, device=row.device)
         page, inside = position // page_size, position % page_size

@@ -49,12 +49,12 @@ people often guess wrong which of the two it is.
 
 
 @torch.inference_mode()
-def served_centres(models: LoadedPair) -> dict[int, Tensor]:
+def served_centres(models: LoadedPair, max_model_len: int) -> dict[int, Tensor]:
     """[G, D] in float32 for every layer that has keys of its own, before they are rotated for storage."""
-    token_ids = models.tokenizer.encode(TEXT)[: min(TOKENS, models.plan.max_model_len)]
+    token_ids = models.tokenizer.encode(TEXT)[: min(TOKENS, max_model_len)]
     view = WholeView(models.config.layer_specs(), count=len(token_ids), device=models.device)
     models.target(torch.tensor(token_ids, device=models.device), view)
-    centres, depth = {}, min(DEPTH, models.plan.max_model_len)
+    centres, depth = {}, min(DEPTH, max_model_len)
     for layer, (keys, _) in view.kept.items():
         mixer = models.config.layers[layer].mixer
         assert isinstance(mixer, AttentionConfig)

@@ -32,7 +32,7 @@ QUESTIONS = (  # of a passage, so that most of what answers read is compressed
 
 
 def prompts_behind(
-    models: LoadedPair, texts: Sequence[Sequence[int]], *, begin: int, count: int
+    models: LoadedPair, texts: Sequence[Sequence[int]], *, begin: int, count: int, room: int
 ) -> list[list[int]]:
     """`count` questions, each behind the beginning of a text."""
     found, passage = [], min(begin, PASSAGE)
@@ -44,29 +44,30 @@ def prompts_behind(
             found.append(models.tokenizer.encode_chat(messages, add_generation_prompt=True))
         else:
             found.append(models.tokenizer.encode(content))
-    room = models.plan.max_model_len - 1
     return [ids for ids in found if len(ids) <= room]
 
 
-def committed_per_step(models: LoadedPair, format: str, prompts: Sequence[Sequence[int]]) -> float | None:
+def committed_per_step(
+    models: LoadedPair, plan: Plan, format: str, prompts: Sequence[Sequence[int]]
+) -> float | None:
     """Tokens by steps, of greedy answers at the plan's width; None: the engine has no such cache for it."""
     try:
-        kept = replace(models, plan=_plan(models, format, prompts))
-        check_served_on_card(kept)
+        kept = _plan(models, plan, format, prompts)
+        check_served_on_card(models, kept)
     except (ModelError, SettingsError):
         return None
-    engine = Engine(kept)
+    engine = Engine(models, kept)
     if any(cold.pages.format.is_turned for cold in engine.cache.cold):
-        engine.cache.centre_keys(served_centres(models))
+        engine.cache.centre_keys(served_centres(models, plan.max_model_len))
     num_tokens = num_steps = 0
     for tokens, steps in _answers(engine, prompts):
         num_tokens, num_steps = num_tokens + tokens, num_steps + steps
     return num_tokens / num_steps
 
 
-def _plan(models: LoadedPair, format: str, prompts: Sequence[Sequence[int]]) -> Plan:
-    """The models' own plan with another cache, for these prompts alone."""
-    plan, rows = models.plan, min(len(prompts), models.plan.max_num_seqs)
+def _plan(models: LoadedPair, plan: Plan, format: str, prompts: Sequence[Sequence[int]]) -> Plan:
+    """`plan` with another cache, for these prompts alone."""
+    rows = min(len(prompts), plan.max_num_seqs)
     settings = Settings(kv_dtype="auto" if format == EXACT else format, page_size=plan.page_size)
     kv = kv_choice(settings, plan.dtype, models.config, models.draft_config, plan.block)
     longest = max(map(len, prompts)) + ANSWER + plan.scratch
@@ -83,7 +84,7 @@ def _plan(models: LoadedPair, format: str, prompts: Sequence[Sequence[int]]) -> 
 
 def _answers(engine: Engine, prompts: Sequence[Sequence[int]]) -> Iterator[tuple[int, int]]:
     """Tokens and steps of every answer."""
-    plan = engine.models.plan
+    plan = engine.plan
     for ids in prompts:
         most = min(ANSWER, plan.max_model_len - len(ids))
         engine.add(ids, SamplingParams(temperature=0.0, max_tokens=most, width=plan.width))

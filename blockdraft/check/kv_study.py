@@ -26,7 +26,7 @@ from blockdraft.check.kv_verdict import Needles, Verdict, instead_of, sentence, 
 from blockdraft.engine.loaded_pair import LoadedPair
 from blockdraft.kernels.kv_codec import KvFormat
 from blockdraft.kernels.kv_formats import EXACT
-from blockdraft.planner.plan import ELEMENT_BYTES
+from blockdraft.planner.plan import ELEMENT_BYTES, Plan
 
 Note = Callable[[str], None]
 
@@ -64,8 +64,9 @@ class KvReport:
     formats: tuple[FormatReport, ...]
 
 
-def study(
+def study(  # noqa: PLR0913
     models: LoadedPair,
+    plan: Plan,
     formats: Sequence[KvFormat],
     texts: Sequence[Sequence[int]],
     *,
@@ -76,7 +77,7 @@ def study(
 ) -> KvReport:
     """`texts` are all of one length; `num_needles` more have needles, `num_answers` questions follow them."""
     exact = exact_of(models)
-    centres = served_centres(models)
+    centres = served_centres(models, plan.max_model_len)
     arms = [exact, *(of_format(form, centres=centres if form.is_turned else None) for form in formats)]
     tallies = {arm.name: LossTally(begin) for arm in arms}
     for number, text in enumerate(texts, 1):
@@ -84,8 +85,8 @@ def study(
         note(f"text {number} of {len(texts)} read by {len(arms)} arms")
     length, base = len(texts[0]), tallies[exact.name]
     needles = count_needles(models, arms, num_needles, length=length, note=note)
-    prompts = _prompts(models, texts, begin=begin, count=num_answers)
-    committed = count_committed(models, [arm.name for arm in arms], prompts, note=note)
+    prompts = _prompts(models, texts, begin=begin, count=num_answers, room=plan.max_model_len - 1)
+    committed = count_committed(models, plan, [arm.name for arm in arms], prompts, note=note)
     classes = depths(begin, length)
     losses = {arm.name: loss_of(tallies[arm.name], base) for arm in arms}
     verdicts = {arm.name: verdict_of(losses[arm.name], needles.get(arm.name)) for arm in arms[1:]}
@@ -108,7 +109,7 @@ def study(
             )
         )
     return KvReport(
-        dtype=models.plan.dtype,
+        dtype=models.dtype,
         device=str(models.device),
         num_texts=len(texts),
         length=length,
@@ -124,23 +125,23 @@ def study(
 
 
 def exact_of(models: LoadedPair) -> Arm:
-    return exact_arm(ELEMENT_BYTES[models.plan.dtype])
+    return exact_arm(ELEMENT_BYTES[models.dtype])
 
 
 def _prompts(
-    models: LoadedPair, texts: Sequence[Sequence[int]], *, begin: int, count: int
+    models: LoadedPair, texts: Sequence[Sequence[int]], *, begin: int, count: int, room: int
 ) -> list[list[int]]:
     has_drafter = models.draft_config is not None
-    return prompts_behind(models, texts, begin=begin, count=count) if has_drafter else []
+    return prompts_behind(models, texts, begin=begin, count=count, room=room) if has_drafter else []
 
 
 def count_committed(
-    models: LoadedPair, names: Sequence[str], prompts: Sequence[Sequence[int]], *, note: Note
+    models: LoadedPair, plan: Plan, names: Sequence[str], prompts: Sequence[Sequence[int]], *, note: Note
 ) -> dict[str, float | None]:
     """Tokens per step of each arm, the first of which is exact; none where nothing is asked."""
     results: dict[str, float | None] = {}
     for name in names if prompts else ():
-        results[name] = committed_per_step(models, EXACT if name == names[0] else name, prompts)
+        results[name] = committed_per_step(models, plan, EXACT if name == names[0] else name, prompts)
         note(f"{len(prompts)} answers with drafts, {name}")
     return results
 

@@ -154,7 +154,7 @@ class _Check:
         self.drafter = models.block_drafter
         self.target_parts: list[Part] = []
         self.draft_parts: list[Part] = []
-        self._name = models.plan.dtype
+        self._name = models.dtype
         self._is_int8 = any(isinstance(one, Int8Matrix) for one in models.target.modules())
         if self.drafter is not None:
             self._is_int8 |= any(isinstance(one, Int8Matrix) for one in self.drafter.model.modules())
@@ -322,7 +322,7 @@ class _Check:
         with _exactly():
             exact, rough = (oracle(x.to(dtype)) for dtype in (self._wide, self._dtype))
         part = self._part(name, exact, rough)
-        for count in sorted({1, min(self.engine.models.plan.block, len(x)), len(x)}):
+        for count in sorted({1, min(self.engine.plan.block, len(x)), len(x)}):
             index = torch.arange(count, device=self.device)
             part.compare(logits(x[:count]), index, [f"of {count} tokens"] * count)
         return part
@@ -404,7 +404,7 @@ def _exactly() -> Iterator[None]:
 @contextlib.contextmanager
 def _borrowed_rows(engine: Engine, lengths: list[int]) -> Iterator[None]:
     """Rows with pages for `lengths` tokens and a block each, without a number in them: a stale one shows."""
-    allocator, rows, block = engine.scheduler.pages, engine.rows, engine.models.plan.block
+    allocator, rows, block = engine.scheduler.pages, engine.rows, engine.plan.block
     sizes = [-(-(length + block) // allocator.page_size) for length in lengths]
     exact_pages = engine.scheduler.exact
     pages = allocator.allocate(sum(sizes))
@@ -432,7 +432,7 @@ def _all_exact(engine: Engine) -> Iterator[None]:
     layers = [storage for storage in engine.cache.storage if isinstance(storage, CompressedLayer)]
     before = [layer.pages for layer in layers]
     for layer in layers:
-        rule = replace(layer.pages.rule, window=1 + engine.models.plan.max_positions)
+        rule = replace(layer.pages.rule, window=1 + engine.plan.max_positions)
         layer.pages = layer.pages._replace(rule=rule)
     try:
         yield
@@ -457,6 +457,6 @@ def _spoil(engine: Engine, pages: list[int], exact: list[int], num_rows: int) ->
 
 
 def _slots_of(engine: Engine, pages: list[int]) -> Tensor:
-    size = engine.models.plan.page_size
+    size = engine.plan.page_size
     firsts = torch.tensor(pages, dtype=torch.int64) * size
     return (firsts[:, None] + torch.arange(size)).flatten().to(engine.models.device)

@@ -170,7 +170,7 @@ def _compare_linear(engine: Engine, numbers: Numbers) -> Comparisons:
     configs = (engine.models.config, engine.models.draft_config)
     stream_sizes = {config.hidden_size for config in configs if config is not None}
     for matrix in matrices:
-        counts = EVERY_TILE if matrix is tiled else (1, max(engine.models.plan.block, 5), *_many(numbers))
+        counts = EVERY_TILE if matrix is tiled else (1, max(engine.plan.block, 5), *_many(numbers))
         has_stream = matrix.weight.shape[0] in stream_sizes
         yield from matrix.compare("", numbers, counts, has_stream=has_stream)
 
@@ -190,7 +190,7 @@ def _compare_gated(engine: Engine, numbers: Numbers) -> Comparisons:
     tiles = GATED_TILES if numbers.device.type == "cuda" else ()
     for matrix, part in distinct(found, lambda item: (item[0].kind(), item[1].gate)):
         chosen, inner = _sample(part.gate_up.parts[0], numbers.device), part.gate_up.parts[0]
-        for count in dict.fromkeys((1, max(engine.models.plan.block, 5), *tiles)):
+        for count in dict.fromkeys((1, max(engine.plan.block, 5), *tiles)):
             x = numbers.normal(count, matrix.weight.shape[1])
             both = matrix.reference(x, torch.cat((chosen, chosen + inner)))
             where = f"{list(matrix.weight.shape)} x {count} tokens"
@@ -244,7 +244,7 @@ def _heads(engine: Engine, model: nn.Module) -> list[_Heads]:
 
 
 def _compare_attention(engine: Engine, numbers: Numbers) -> Comparisons:
-    width, page_size = engine.models.plan.block, engine.models.plan.page_size
+    width, page_size = engine.plan.block, engine.plan.page_size
     found = [kind for model in engine.models.models() for kind in _heads(engine, model)]
     exact = [kind for kind in found if kind.format is None]
     for kind in distinct(exact, lambda kind: kind[:5]):
@@ -281,7 +281,7 @@ def _attention_inputs(
 
 def _compare_compressed(engine: Engine, numbers: Numbers) -> Comparisons:
     """Attention over keys of which most are compressed, and compression: nearly all bytes are the same."""
-    plan = engine.models.plan
+    plan = engine.plan
     found = [kind for model in engine.models.models() for kind in _heads(engine, model)]
     for kind in distinct([kind for kind in found if kind.format is not None], lambda kind: kind[:6]):
         assert kind.format is not None
@@ -341,7 +341,7 @@ def _emptied(codes: Codes) -> Codes:
 
 def _compare_places(engine: Engine, numbers: Numbers) -> Comparisons:
     """Positions and slots of a ragged stream and of blocks, by counting."""
-    width, page_size = engine.models.plan.block, engine.models.plan.page_size
+    width, page_size = engine.plan.block, engine.plan.page_size
     order, starts = (2, 0, 1), (page_size - 1, 0, 7)
     for counts in ((width, width, width), (3, 1, 2 * page_size + 1)):
         num_pages = (max(starts) + max(counts)) // page_size + 1
@@ -403,7 +403,7 @@ def _compare_block_conv(engine: Engine, numbers: Numbers) -> Comparisons:
     bodies = [model for model in engine.models.models() if isinstance(model, DFlash2) and model.is_convolved]
     convs = [part for body in bodies for part in body.modules() if isinstance(part, BlockConv)]
     for part in distinct(convs, lambda part: tuple(part.base_kernel.shape)):
-        size, block = part.base_kernel.shape[2], engine.models.plan.block
+        size, block = part.base_kernel.shape[2], engine.plan.block
         x, stream = numbers.normal(2, 2 * block, size)
         base, last_base = part.base_kernel
         projection = numbers.normal(*part.kernel_projection.weight.shape) / size**0.5
@@ -493,7 +493,7 @@ def _delta_layers(engine: Engine) -> list[tuple[Recurrent, str, GatedDelta]]:
 
 def _compare_delta(engine: Engine, numbers: Numbers) -> Comparisons:
     """Two rows of a scan, a fold of all tokens of one and of two of the other, and the convolution."""
-    wide_dtype, lead = torch.promote_types(numbers.dtype, torch.float32), (2, engine.models.plan.block + 3)
+    wide_dtype, lead = torch.promote_types(numbers.dtype, torch.float32), (2, engine.plan.block + 3)
     for spec, name, _ in _delta_layers(engine):
         q, k = (numbers.normal(*lead, spec.num_key_heads, spec.key_dim) for _ in range(2))
         v = numbers.normal(*lead, spec.num_heads, spec.value_dim)
@@ -525,7 +525,7 @@ def _compare_delta_layers(engine: Engine, numbers: Numbers) -> Comparisons:
     """Prompt tokens and a block through a state of its own, kept in part; then the norm behind it."""
     for spec, name, part in _delta_layers(engine):
         weights = gated_delta.DeltaWeights(part.conv[:, 0], part.decay_log, part.gate_bias)
-        width = max(engine.models.plan.block, 2)
+        width = max(engine.plan.block, 2)
         yield from _compare_states(spec, name, weights, numbers, width=width)
         read = numbers.normal(5, spec.num_heads, spec.value_dim)
         z = numbers.normal(5, spec.num_heads * (spec.value_dim + 1))[:, spec.num_heads :]  # of a projection

@@ -49,7 +49,7 @@ class Piece:
 
 def pieces_for(engine: Engine) -> tuple[Piece, ...]:
     """As far as the engine's rows, chunks and pages allow; the first row's pieces come first."""
-    plan, is_card = engine.models.plan, engine.models.device.type != "cpu"
+    plan, is_card = engine.plan, engine.models.device.type != "cpu"
     num_rows = min(plan.max_num_seqs, 3 if is_card else 2)
     room = _room(engine, num_rows)
     if room < 2 * plan.block:
@@ -73,7 +73,7 @@ def pieces_for(engine: Engine) -> tuple[Piece, ...]:
 
 def _room(engine: Engine, num_rows: int) -> int:
     """Tokens that each of so many rows can hold, beside a block."""
-    plan = engine.models.plan
+    plan = engine.plan
     num_pages = min(plan.num_pages, plan.num_exact_pages or plan.num_pages)
     pages = num_pages // num_rows * plan.page_size
     return min(plan.max_model_len - 1, pages - plan.block)

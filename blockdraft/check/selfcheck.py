@@ -22,6 +22,7 @@ from blockdraft.check.layers import LayerError, LayerResult, check_layers
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.loaded_pair import LoadedPair
 from blockdraft.errors import BlockdraftError, ModelError
+from blockdraft.planner.plan import Plan
 from blockdraft.step.drafter import NoDrafter
 from blockdraft.step.ngram import NgramDrafter
 
@@ -76,7 +77,7 @@ def verify_engine(
     `kernels_are`: what to say of the kernels in place of comparing them, where that was done before.
     """
     found = _verify_pair(engine, note, min_tokens_per_step, kernels_are)
-    if not engine.models.plan.same_bits or engine.models.labels.synthetic_acceptance is not None:
+    if not engine.plan.same_bits or engine.models.labels.synthetic_acceptance is not None:
         return found
     check, same_bits = _bits(engine)
     note(f"{check.name}: {check.detail}")
@@ -119,12 +120,12 @@ def _checks_of_target(engine: Engine, kernels_are: str | None) -> Iterator[Check
         yield captured(engine)
 
 
-def without_drafter(models: LoadedPair) -> LoadedPair:
+def without_drafter(models: LoadedPair, plan: Plan) -> tuple[LoadedPair, Plan]:
     """The same target, decoding plainly. The cache can stay as large as it was planned."""
     target = copy.copy(models.target)  # shares the weights; only the taps differ
     target.taps = ()
-    plan = models.plan.changed({"width": "the drafter is not used"}, width=1, block=1, draft_ngram=0)
-    return replace(models, target=target, draft_config=None, drafter=NoDrafter(), plan=plan)
+    plan = plan.changed({"width": "the drafter is not used"}, width=1, block=1, draft_ngram=0)
+    return replace(models, target=target, draft_config=None, drafter=NoDrafter()), plan
 
 
 def _check(name: str, detail: str, begun_s: float, *, is_passed: bool = True) -> Check:
@@ -171,7 +172,7 @@ def _kernels(engine: Engine) -> Iterator[Check]:
     for found in check_kernels(engine):
         if not found.is_passed:
             raise ModelError(
-                f"{found.operation} is wrong on this machine: at {found.where} in {models.plan.dtype} on "
+                f"{found.operation} is wrong on this machine: at {found.where} in {models.dtype} on "
                 f"{models.device} it is off by {found.error:.1e} from its reference, where "
                 f"{found.tolerance:.0e} is rounding. Nothing is served, since the answers would be wrong: "
                 "please report this line."
@@ -212,7 +213,7 @@ def _layers(engine: Engine) -> Iterator[Check]:
 def _off(models: LoadedPair, finding: LayerResult) -> str:
     return (
         f"{finding.part} of '{models.config.name}' is off by {finding.off:.1f} times what rounding explains, "
-        f"{finding.where} ({models.plan.dtype} on {models.device})"
+        f"{finding.where} ({models.dtype} on {models.device})"
     )
 
 
@@ -235,11 +236,9 @@ def _unusable(models: LoadedPair, error: LayerError) -> str:
             "rounding. The checkpoint is damaged: fetch it again."
         )
     if error.why == "coarse":
-        return (
-            f"{where} loses more than half of what it computes to {models.plan.dtype}. Use --dtype float32."
-        )
+        return f"{where} loses more than half of what it computes to {models.dtype}. Use --dtype float32."
     found = f"what {where} computes is infinite or undefined"
-    if models.plan.dtype == "float16":
+    if models.dtype == "float16":
         return f"{found}: float16 holds numbers up to 65,504. Use --dtype bfloat16 or float32."
     return f"{found}: the checkpoint is damaged, or is not what its config says. Fetch it again."
 
@@ -275,7 +274,7 @@ def _bits(engine: Engine) -> tuple[Check, bool]:
     """Whether a token is computed alike in any company; it costs no start that it is not."""
     begun_s, models = time.monotonic(), engine.models
     if models.device.type == "cpu":  # what holds by construction needs no look, which would take long here
-        same_bits = keeps_bits(models, models.plan.block)
+        same_bits = keeps_bits(models, engine.plan.block)
         detail = "our kernels add in one order" if same_bits else "PyTorch's kernels promise no order of sums"
     else:
         found = check_bits(engine, list(itertools.chain.from_iterable(prompts_of(models))))

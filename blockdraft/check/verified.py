@@ -192,7 +192,7 @@ def _shapes(engine: Engine) -> list[object]:
     kernels = [str(getattr(chosen, item.name)) for item in fields(chosen) if item.name != "off"]
     off = list(models.target.kernels.off)
     widths = checked_widths(engine)
-    return [repr(config), repr(drafted), plan_facts(models.plan), widths, kernels, off, parts]
+    return [repr(config), repr(drafted), plan_facts(engine.plan), widths, kernels, off, parts]
 
 
 def _parts(model: nn.Module) -> list[str]:

@@ -221,7 +221,7 @@ def _print_json(llm: LLM, result: Result, warnings: list[str]) -> None:
         **choices[0],
         "model": models.config.name + llm.settings.suffix,
         "draft": models.draft_name,
-        "width": models.plan.width,
+        "width": llm.engine.plan.width,
         "sampling_defaults": dict(models.sampling),
     }
     if models.labels.chosen:

@@ -19,6 +19,7 @@ from blockdraft.settings.settings import DTYPES, QUANTIZATIONS, Settings
 if TYPE_CHECKING:
     from blockdraft.check.kv_study import FormatReport, KvReport
     from blockdraft.engine.loaded_pair import LoadedPair
+    from blockdraft.planner.plan import Plan
     from blockdraft.text.tokenizer import Tokenizer
 
 SUMMARY = "say what compressed keys and values (int8, fp8, tq4, tq4v3) do to a model"
@@ -87,9 +88,9 @@ def run(args: argparse.Namespace) -> int:
         if not args.quiet:
             print(line, file=sys.stderr, flush=True)
 
-    models = load_models(_settings(args), note)
+    models, plan = load_models(_settings(args), note)
     formats, refused = formats_for(models, args.formats)
-    tokens, length, num_needles, num_answers = _sizes(args, models)
+    tokens, length, num_needles, num_answers = _sizes(args, models, plan)
     begin = begin_of(length)
     if args.texts is None:
         texts: Iterator[list[int]] = built_in(models.tokenizer.encode, length)
@@ -98,7 +99,14 @@ def run(args: argparse.Namespace) -> int:
         texts = iter(long_enough(read, length, str(args.texts)))
     chosen = list(itertools.islice(texts, max(1, -(-tokens // (length - begin)))))
     report = study(
-        models, formats, chosen, begin=begin, num_needles=num_needles, num_answers=num_answers, note=note
+        models,
+        plan,
+        formats,
+        chosen,
+        begin=begin,
+        num_needles=num_needles,
+        num_answers=num_answers,
+        note=note,
     )
     for line in lines(report, args):
         print(line)
@@ -137,10 +145,10 @@ def _settings(args: argparse.Namespace) -> Settings:
     )
 
 
-def _sizes(args: argparse.Namespace, models: LoadedPair) -> tuple[int, int, int, int]:
+def _sizes(args: argparse.Namespace, models: LoadedPair, plan: Plan) -> tuple[int, int, int, int]:
     """Tokens, length, needles and answers: what was asked for, else what this device does in minutes."""
     tokens, length, needles, answers = SMALL if models.device.type == "cpu" else LARGE
-    length = min(length, models.plan.max_model_len) if args.length is None else args.length
+    length = min(length, plan.max_model_len) if args.length is None else args.length
     needles = needles if length >= NEEDLES_FROM else 0
     needles = needles if args.needles is None else args.needles
     return args.tokens or tokens, length, needles, answers if args.answers is None else args.answers

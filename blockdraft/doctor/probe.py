@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import torch
 
     from blockdraft.engine.loaded_pair import LoadedPair
+    from blockdraft.planner.plan import Plan
 
 Line = dict[str, object]
 
@@ -138,7 +139,7 @@ def _compile_ahead(shapes: list[ProbeShape], device: torch.device) -> None:
     for shape in shapes:
         with ahead.collecting() as is_useful:
             if is_useful:
-                engine = Engine(_models(shape, str(device)))
+                engine = Engine(*_models(shape, str(device)))
                 run_checks(engine)
                 if shape.name == BITS_SHAPE:
                     run_steps(engine)
@@ -151,11 +152,11 @@ def _check(shape: ProbeShape, device_name: str) -> Iterator[Line]:
     from blockdraft.engine.engine import Engine
     from blockdraft.start.fallback import with_kernels_that_compile
 
-    models = _models(shape, device_name)
+    models, plan = _models(shape, device_name)
     slow: list[Line] = []
     results, bits = with_kernels_that_compile(
         models,
-        lambda models: (list(check_kernels(Engine(models))), list(_bits(shape, models))),
+        lambda models: (list(check_kernels(Engine(models, plan))), list(_bits(shape, models, plan))),
         lambda operation, why: slow.append(_path(operation, "", f"does not compile here ({why})")),
     )
     yield from (*slow, *bits)
@@ -165,17 +166,17 @@ def _check(shape: ProbeShape, device_name: str) -> Iterator[Line]:
         yield {"kind": "check", "shape": shape.name, **asdict(result), **passed}
 
 
-def _bits(shape: ProbeShape, models: LoadedPair) -> Iterator[Line]:
+def _bits(shape: ProbeShape, models: LoadedPair, plan: Plan) -> Iterator[Line]:
     """Check batch invariance of one shape on a card; a start checks the model that it serves."""
     from blockdraft.check.batch_invariance import check_bits
     from blockdraft.engine.engine import Engine
 
     if models.device.type == "cuda" and shape.name == BITS_SHAPE:
-        found = check_bits(Engine(models), list(range(1, 40)))
+        found = check_bits(Engine(models, plan), list(range(1, 40)))
         yield _path("the same bits in any company", "tested", found.difference)
 
 
-def _models(shape: ProbeShape, device_name: str) -> LoadedPair:
+def _models(shape: ProbeShape, device_name: str) -> tuple[LoadedPair, Plan]:
     from blockdraft.settings.settings import Settings
     from blockdraft.start.loading import load_models
 

@@ -21,7 +21,7 @@ NUM_SAMPLED = 256  # bytes of each tensor that a fingerprint looks at
 
 
 def engine_info(engine: Engine) -> EngineInfo:
-    models, plan = engine.models, engine.models.plan
+    models, plan = engine.models, engine.plan
     draft = None if models.draft_config is None else models.draft_stored
     return EngineInfo(
         target=models.config.name,
@@ -44,7 +44,7 @@ def engine_info(engine: Engine) -> EngineInfo:
         device=str(models.device),
         quantization=plan.quantization,
         max_model_len=plan.max_model_len,
-        most_context=models.most_context,
+        most_context=models.most_context(plan),
         max_num_seqs=plan.max_num_seqs,
         num_pages=plan.num_pages,
         page_size=plan.page_size,
@@ -52,8 +52,8 @@ def engine_info(engine: Engine) -> EngineInfo:
         kv_dtype=_kv_dtype(plan.kv_dtype, plan),
         draft_kv_dtype=None if draft is None else _kv_dtype(plan.draft_kv_dtype, plan),
         kv_window=plan.kv_window if plan.num_exact_pages else None,
-        kv_bytes_per_token=kv_bytes_per_token(models),
-        kv_compression=kv_compression(models),
+        kv_bytes_per_token=kv_bytes_per_token(models, plan),
+        kv_compression=kv_compression(models, plan),
         has_prefix_cache=plan.prefix_cache,
         same_bits=plan.same_bits,
         same_bits_reason=plan.reasons.get("same_bits", ""),
@@ -65,27 +65,26 @@ def engine_info(engine: Engine) -> EngineInfo:
     )
 
 
-def kv_bytes_per_token(models: LoadedPair) -> int:
+def kv_bytes_per_token(models: LoadedPair, plan: Plan) -> int:
     """Of all layers of both models, as compressed as they are; what is still exact has room of its own."""
-    return bytes_per_token(models.cache_specs(), ELEMENT_BYTES[models.plan.dtype])
+    return bytes_per_token(models.cache_specs(plan.kv_dtype, plan.draft_kv_dtype), ELEMENT_BYTES[plan.dtype])
 
 
-def kv_compression(models: LoadedPair) -> float:
+def kv_compression(models: LoadedPair, plan: Plan) -> float:
     """How many times fewer that is than without compression."""
-    plain = replace(models.plan, kv_dtype=EXACT, draft_kv_dtype=EXACT)
-    taken = kv_bytes_per_token(models)
-    return kv_bytes_per_token(replace(models, plan=plain)) / taken if taken else 1.0
+    taken = kv_bytes_per_token(models, plan)
+    exact = replace(plan, kv_dtype=EXACT, draft_kv_dtype=EXACT)
+    return kv_bytes_per_token(models, exact) / taken if taken else 1.0
 
 
-def kv_text(models: LoadedPair) -> str:
+def kv_text(models: LoadedPair, plan: Plan) -> str:
     """For the log: "keys and values in tq4 (3.9x)"; empty where nothing is compressed."""
-    plan = models.plan
     if not plan.num_exact_pages:
         return ""
     kept = _kv_dtype(plan.kv_dtype, plan)
     draft = plan.draft_kv_dtype
     kept += f", the drafter's in {draft}" if draft not in (EXACT, plan.kv_dtype) else ""
-    return f"keys and values in {kept} ({kv_compression(models):.1f}x)"
+    return f"keys and values in {kept} ({kv_compression(models, plan):.1f}x)"
 
 
 def _kv_dtype(format: str, plan: Plan) -> str:

@@ -7,7 +7,7 @@ import operator
 import time
 from collections.abc import Callable, Generator, Iterable
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -64,15 +64,16 @@ class Launched:
 class Engine:
     """Continuous batching over one target and one drafter."""
 
-    def __init__(self, models: LoadedPair, clock: Callable[[], float] = time.monotonic) -> None:
-        plan = models.plan
+    def __init__(self, models: LoadedPair, plan: Plan, clock: Callable[[], float] = time.monotonic) -> None:
+        assert models.rates is None or len(models.rates) >= plan.block - 1, "a rate for each draft"
         self.models = models
+        self.plan = plan
         self.clock = clock
         num_pages = plan.num_pages + NUM_RESERVED_PAGES
         num_exact = plan.num_exact_pages + NUM_RESERVED_PAGES if plan.num_exact_pages else 0
         rule = PositionRule(window=plan.kv_window, block=plan.block)
         self.cache = Cache(
-            models.cache_specs(),
+            models.cache_specs(plan.kv_dtype, plan.draft_kv_dtype),
             num_pages=num_pages,
             num_rows=plan.max_num_seqs + 1,  # and the scratch row
             page_size=plan.page_size,
@@ -123,7 +124,7 @@ class Engine:
     def replan(self, plan: Plan) -> None:
         """Go on by `plan`, which an idle engine's measurements led to. Its memory stays as it is."""
         assert not self.has_work, "the requests under way were scheduled by another plan"
-        self.models = replace(self.models, plan=plan)
+        self.plan = plan
         self.scheduler.follow(plan)
 
     # ---- requests
@@ -150,7 +151,7 @@ class Engine:
         self._check(request)
         if any(sequence.request.id == request.id for sequence in self.scheduler.live):
             raise RequestError(f"request id '{request.id}' is in use: choose another.")
-        seed = sampling.seed if sampling.seed is not None else mix(self.models.plan.seed, number)
+        seed = sampling.seed if sampling.seed is not None else mix(self.plan.seed, number)
         guide = guide or self.guide_of(sampling)
         sequences: list[Sequence] = []
         for index in range(sampling.n):
@@ -194,13 +195,13 @@ class Engine:
         return {sequence.request.id for sequence in self.scheduler.live}
 
     def _check(self, request: Request) -> None:
-        plan, sampling = self.models.plan, request.sampling
+        plan, sampling = self.plan, request.sampling
         check_request(
             request.prompt_ids,
             sampling,
             vocab_size=self.models.config.vocab_size,
             max_model_len=plan.max_model_len,
-            most_context=self.models.most_context,
+            most_context=self.models.most_context(plan),
             block=plan.block,
         )
         num_stops = len({*sampling.stop_token_ids, *self.models.tokenizer.eos_ids})
@@ -210,7 +211,7 @@ class Engine:
                 raise RequestError(f"{name} has {count} entries{counted}; at most {MAX_LISTED}.")
 
     def _sequence(self, request: Request, index: int, seed: int, leader: Sequence | None) -> Sequence:
-        params, plan, tokenizer = request.sampling, self.models.plan, self.models.tokenizer
+        params, plan, tokenizer = request.sampling, self.plan, self.models.tokenizer
         num_prompt = len(request.prompt_ids)
         end_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
@@ -293,7 +294,7 @@ class Engine:
             deltas = self._collect(*pending)
         batch = self.scheduler.schedule()
         launched = None if batch is None else (batch, self._launch(batch))
-        if self.models.plan.overlap:
+        if self.plan.overlap:
             launched, self._pending = self._pending, launched
         return deltas if launched is None else deltas + self._collect(*launched)
 
@@ -306,7 +307,7 @@ class Engine:
         self.graphs.capture(sizes, widths, now)
         self.scheduler.is_ready = self.graphs.is_cheap
         if not self.cache.has_states and self.models.device.type == "cuda":
-            most = min(self.models.plan.max_prefill_tokens, self.models.plan.max_model_len)
+            most = min(self.plan.max_prefill_tokens, self.plan.max_model_len)
             self.prefill_graphs = PrefillGraphs(self.prefill, self.rows, max_tokens=most, steps=self.graphs)
 
     def drop_graphs(self) -> None:
@@ -494,7 +495,7 @@ class Engine:
 
         It ran from when it was launched, or the one before it was done, until its result was there.
         """
-        now_s, is_disturbed = self.clock(), self._is_disturbed and self.models.plan.overlap
+        now_s, is_disturbed = self.clock(), self._is_disturbed and self.plan.overlap
         seconds = now_s - max(launched.begun_s, self._collected_s)
         self._collected_s, self._is_disturbed = now_s, False
         return None if is_disturbed or not launched.is_usual else seconds

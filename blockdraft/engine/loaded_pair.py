@@ -14,6 +14,7 @@ from blockdraft.checkpoints.stored_form import StoredForm
 from blockdraft.kernels.choice import HOST_BOUND, has_triton
 from blockdraft.kernels.cpu import why_no_llvm
 from blockdraft.kernels.kernels import Kernels
+from blockdraft.kernels.kv_formats import EXACT
 from blockdraft.models.config import ModelConfig
 from blockdraft.models.decoder import Decoder
 from blockdraft.models.draft_config import DraftConfig
@@ -49,17 +50,14 @@ class LoadedPair:
     target: Decoder
     drafter: Drafter
     tokenizer: Tokenizer
-    plan: Plan
     device: torch.device
+    dtype: str  # that both compute in
     stored: StoredForm  # what the target was read from
     draft_stored: StoredForm | None = None
     rates: tuple[float, ...] | None = None  # synthetic acceptance, for timing alone; None: real
     labels: Labels = Labels()
     acceptance: Acceptance = field(default_factory=dict)  # of its drafts, by category; empty: not known
     sampling: Mapping[str, float] = field(default_factory=dict)  # of requests that do not say
-
-    def __post_init__(self) -> None:
-        assert self.rates is None or len(self.rates) >= self.plan.block - 1, "a rate for each draft"
 
     @property
     def draft_name(self) -> str | None:
@@ -68,20 +66,17 @@ class LoadedPair:
             return self.draft_config.name
         return NGRAM if isinstance(self.drafter, NgramDrafter) else None
 
-    @property
-    def most_context(self) -> int:
+    def most_context(self, plan: Plan) -> int:
         """The most that --max-model-len could be raised to; "auto" has taken all of it."""
-        is_asked = self.plan.reasons.get("max_model_len") == ASKED
-        return (
-            max(self.config.max_positions, self.plan.max_model_len) if is_asked else self.plan.max_model_len
-        )
+        is_asked = plan.reasons.get("max_model_len") == ASKED
+        return max(self.config.max_positions, plan.max_model_len) if is_asked else plan.max_model_len
 
-    def cache_specs(self) -> tuple[LayerSpec, ...]:
+    def cache_specs(self, kv_dtype: str = EXACT, draft_kv_dtype: str = EXACT) -> tuple[LayerSpec, ...]:
         """What the cache remembers for each layer of the target, then of the drafter."""
-        specs = compressed(self.config.layer_specs(), self.plan.kv_dtype)
+        specs = compressed(self.config.layer_specs(), kv_dtype)
         if self.draft_config is None:
             return specs
-        return specs + compressed(self.draft_config.layer_specs(), self.plan.draft_kv_dtype)
+        return specs + compressed(self.draft_config.layer_specs(), draft_kv_dtype)
 
     def with_kernels(self, kernels: Kernels) -> LoadedPair:
         """The same models, weights shared, that compute by `kernels`."""
@@ -105,10 +100,10 @@ class LoadedPair:
     def _why_no_graph(self) -> str | None:
         """Of any step here."""
         if self.device.type != "cuda":
-            reason = why_no_llvm(getattr(torch, self.plan.dtype), self.device)
+            reason = why_no_llvm(getattr(torch, self.dtype), self.device)
             is_native = self.target.kernels.available.path == "llvm"
             return reason or (None if is_native else "only the CPU's own kernels are recorded")
-        if self.plan.dtype == "float64":
+        if self.dtype == "float64":
             return "the GPU's kernels do not compute in float64"
         if not has_triton():
             return "Triton is not installed"

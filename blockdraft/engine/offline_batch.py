@@ -22,6 +22,7 @@ from blockdraft.engine.engine import Engine
 from blockdraft.engine.loaded_pair import LoadedPair
 from blockdraft.errors import CapacityError, RequestError
 from blockdraft.kernels.transfer import to_device
+from blockdraft.planner.plan import Plan
 from blockdraft.step.prefill import prefill_step
 
 ROUND = 16  # steps; longer rounds look at the host less often, and waste more of rows that have ended
@@ -92,9 +93,8 @@ class _Round:
         return tokens
 
 
-def make_offline_batch(models: LoadedPair, *, graphs: bool = True) -> OfflineBatch:
+def make_offline_batch(models: LoadedPair, plan: Plan, *, graphs: bool = True) -> OfflineBatch:
     """Make as many rows as the plan has pages for, when each keeps enough of them for a whole context."""
-    plan = models.plan
     per_row = -(-plan.max_positions // plan.page_size)
     rows = min(plan.max_num_seqs, plan.num_pages // per_row)
     if rows < 1:
@@ -102,8 +102,7 @@ def make_offline_batch(models: LoadedPair, *, graphs: bool = True) -> OfflineBat
             f"the cache holds {plan.num_pages} pages, but one context of {plan.max_model_len} tokens takes "
             f"{per_row}: raise --cache-bytes or lower the context."
         )
-    models = replace(models, plan=replace(plan, max_num_seqs=rows, num_pages=rows * per_row))
-    engine = Engine(models)
+    engine = Engine(models, replace(plan, max_num_seqs=rows, num_pages=rows * per_row))
     if graphs and models.why_not_captured() is None:
         engine.capture(sorted({max(1, rows // share) for share in (32, 8, 2)}), [1])
     return OfflineBatch(engine)
@@ -113,7 +112,7 @@ class OfflineBatch:
     """Takes over `engine`, which must be idle: its rows and pages are used without its scheduler."""
 
     def __init__(self, engine: Engine) -> None:
-        plan = engine.models.plan
+        plan = engine.plan
         self._engine = engine
         self._num_pages = min(plan.num_pages // plan.max_num_seqs, engine.rows.page_table.shape[1])
         # A row that has ended runs on to the end of its round: there must be slots and angles for that, too.
@@ -181,7 +180,7 @@ class OfflineBatch:
             count = len(question.prompt_ids) - 1
             if count == 0:
                 continue
-            if group and size + count > self._engine.models.plan.max_prefill_tokens:
+            if group and size + count > self._engine.plan.max_prefill_tokens:
                 self._prefill_group(group)
                 group, size = [], 0
             group.append((row, question))

@@ -23,10 +23,11 @@ def trial_engine(engine: Engine, drafter: Drafter | None = None, plan: Plan | No
     Pages come from the engine's own allocator and are all back when the twin has nothing left to do.
     """
     assert not engine.has_work, "a busy engine cannot lend its rows"
-    plan = plan or engine.models.plan
+    plan = plan or engine.plan
     plan = replace(plan, max_queue=_MAX_QUEUE, prefix_cache=False, step_costs={})
     other = copy.copy(engine)
-    other.models = replace(engine.models, plan=plan, drafter=drafter or engine.models.drafter)
+    other.plan = plan
+    other.models = replace(engine.models, drafter=drafter or engine.models.drafter)
     other.scheduler = Scheduler(plan, engine.scheduler.pages, engine.clock, engine.scheduler.exact)
     if drafter is not None:
         other.drop_graphs()  # they run the engine's own drafter
@@ -45,5 +46,5 @@ def serve(engine: Engine) -> list[Delta]:
 
 def max_tokens(engine: Engine) -> int:
     """The longest sequence, prompt and answer, that surely fits beside a block in flight."""
-    plan = engine.models.plan
+    plan = engine.plan
     return min(plan.max_model_len, plan.num_pages * plan.page_size - plan.scratch)

@@ -160,7 +160,7 @@ def plan_with_width(
     """The idle engine's plan with the width that pays. `uses_stored`: by costs that were measured before."""
     file = cache_dir() / "widths" / f"{_key(engine, acceptance)}.json"
     models = engine.models
-    plan, is_cpu = models.plan, models.device.type == "cpu"
+    plan, is_cpu = engine.plan, models.device.type == "cpu"
     caution = CAUTION if models.rates is None else 1.0  # by rates drafts are accepted exactly so often
     costs = _stored(file) if uses_stored else None
     if costs is None:
@@ -191,7 +191,7 @@ def measure_costs(
     The engine, which is idle, stays as it was. Where steps are captured, the planned width alone is measured:
     each width is a graph to capture.
     """
-    plan, begun_s = engine.models.plan, clock()
+    plan, begun_s = engine.plan, clock()
     widths = [width for width in widths_for(plan.block) if width > 1]
     # A captured step of width 1 absorbs too, which is little.
     plain = trial_engine(engine, NoDrafter()) if engine.graphs is None else engine
@@ -216,7 +216,7 @@ def measure_costs(
 
 
 def _measured(engine: Engine, acceptance: Acceptance, caution: float) -> Costs:
-    costs, plan = measure_costs(engine, acceptance), engine.models.plan
+    costs, plan = measure_costs(engine, acceptance), engine.plan
     if not costs.is_steady:
         return costs
     if engine.models.device.type == "cpu":
@@ -232,7 +232,7 @@ def measure_several(
 
     Fewer where rows or pages are fewer; captured steps of so many rows as a graph runs.
     """
-    plan, pages = engine.models.plan, engine.scheduler.pages
+    plan, pages = engine.plan, engine.scheduler.pages
     per_row = -(-(_context(engine) + plan.block) // pages.page_size)
     rows = min(most, plan.max_num_seqs, pages.num_free // per_row)
     plain = engine
@@ -307,14 +307,14 @@ def _context(engine: Engine) -> int:
 
 def _key(engine: Engine, acceptance: Acceptance) -> str:
     """Whatever a measurement depends on: the machine and its threads, both models as they are loaded."""
-    models, machine = engine.models, read_machine()
+    models, plan, machine = engine.models, engine.plan, read_machine()
     drafting = models.draft_name if models.drafter.model is None else fingerprint(models.drafter.model)
     facts = [
         [machine.cpu.name, machine.cpu.num_cores, *(gpu.name for gpu in machine.gpus)],
         [__version__, torch.__version__, torch.get_num_threads()],
-        [fingerprint(models.target), drafting, models.plan.draft_ngram],  # dtypes and packing included
-        [str(models.device), models.plan.page_size, models.plan.block, models.plan.max_num_seqs],
-        [models.plan.kv_dtype, models.plan.draft_kv_dtype, models.plan.kv_window],
+        [fingerprint(models.target), drafting, plan.draft_ngram],  # dtypes and packing included
+        [str(models.device), plan.page_size, plan.block, plan.max_num_seqs],
+        [plan.kv_dtype, plan.draft_kv_dtype, plan.kv_window],
         [FORMAT, engine.graphs is not None],
         dict(acceptance),
     ]

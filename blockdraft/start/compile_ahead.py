@@ -27,6 +27,7 @@ from blockdraft.engine.width_controller import widths_for
 from blockdraft.kernels.choice import has_triton
 from blockdraft.machine.machine import read_machine
 from blockdraft.phases import StartProgress
+from blockdraft.planner.plan import Plan
 from blockdraft.settings.cache_files import keep
 from blockdraft.settings.settings import Settings, cache_dirs
 from blockdraft.start.loading import Opened
@@ -124,12 +125,12 @@ def compiling_for(opened: Opened, settings: Settings) -> Iterator[CompileAhead]:
 
 
 def compile_steps(
-    ahead: CompileAhead, models: LoadedPair, settings: Settings, startup: StartProgress
+    ahead: CompileAhead, models: LoadedPair, plan: Plan, settings: Settings, startup: StartProgress
 ) -> None:
     """Compile what an engine of these models will run, and what checking it will."""
     with ahead.collecting() as is_useful:
         if is_useful:
-            _collect(models, settings)
+            _collect(models, plan, settings)
     release()  # the small cache
 
     def tell(done: int, total: int, name: str) -> None:
@@ -139,8 +140,8 @@ def compile_steps(
     ahead.wait(tell)
 
 
-def _collect(models: LoadedPair, settings: Settings) -> None:
-    engine = Engine(replace(models, plan=replace(models.plan, num_pages=pages_to_probe(models.plan))))
+def _collect(models: LoadedPair, plan: Plan, settings: Settings) -> None:
+    engine = Engine(models, replace(plan, num_pages=pages_to_probe(plan)))
     run_steps(engine)
     if settings.verify != "off":
         run_checks(engine)
@@ -153,7 +154,7 @@ def run_checks(engine: Engine) -> None:
 
 def run_steps(engine: Engine) -> None:
     """The steps of serving, warming up and checking, by their sizes: what the rows hold does not matter."""
-    plan, rows = engine.models.plan, engine.rows
+    plan, rows = engine.plan, engine.rows
     pieces = pieces_for(engine)
     chunks = [(1,), (plan.max_prefill_tokens,), (2, 7), (1,) * len(SAMPLINGS)]
     chunks += [piece.counts for piece in pieces if piece.is_known]
@@ -194,7 +195,7 @@ def _graph_shapes(engine: Engine) -> list[tuple[int, int]]:
     if engine.cache.has_states:
         return []
     found = shapes(
-        min(engine.models.plan.max_prefill_tokens, engine.models.plan.max_model_len),
-        engine.models.plan.max_num_seqs,
+        min(engine.plan.max_prefill_tokens, engine.plan.max_model_len),
+        engine.plan.max_num_seqs,
     )
     return [shape for shape in found if shape[0] in DIFFERENT]

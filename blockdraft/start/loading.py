@@ -87,9 +87,10 @@ class Opened:
     labels: Labels
 
 
-def load_models(settings: Settings, report: Callable[[str], None]) -> LoadedPair:
+def load_models(settings: Settings, report: Callable[[str], None]) -> tuple[LoadedPair, Plan]:
     """Open, check, plan, then read the weights: every cheap check comes before the expensive part."""
-    return read_weights(open_models(settings, report), report)
+    opened = open_models(settings, report)
+    return read_weights(opened, report), opened.plan
 
 
 def open_models(settings: Settings, report: Callable[[str], None]) -> Opened:
@@ -280,8 +281,8 @@ def read_weights(
         target=target,
         drafter=drafter,
         tokenizer=opened.target.tokenizer,
-        plan=plan,
         device=device,
+        dtype=plan.dtype,
         rates=opened.rates,
         labels=opened.labels,
         acceptance=_acceptance(drafter, draft),

@@ -25,15 +25,14 @@ from blockdraft.start.loading import gpu_memory
 from blockdraft.start.warm import largest_rounds, warm
 
 
-def fit_pages(models: LoadedPair, settings: Settings, note: Callable[[str], None]) -> LoadedPair:
-    """`models` with as many pages as fit; as planned where the user set the size, or there is no GPU."""
-    plan = models.plan
+def fit_pages(models: LoadedPair, plan: Plan, settings: Settings, note: Callable[[str], None]) -> Plan:
+    """`plan` with as many pages as fit; unchanged where the user set the size, or there is no GPU."""
     if not is_measured(models, settings):
-        return models
+        return plan
     note("measuring what the largest steps need")
-    overhead = _overhead(models, settings, note)
+    overhead = _overhead(models, plan, settings, note)
     room = _budget(settings, models.device) - overhead - MARGIN_BYTES
-    page_bytes = _page_bytes(models)
+    page_bytes = _page_bytes(models, plan)
     fitting, is_enough = plan.within(room // page_bytes, shrinks=settings.max_model_len == "auto")
     if not is_enough:
         needed = plan.pages_of_one * page_bytes
@@ -44,7 +43,7 @@ def fit_pages(models: LoadedPair, settings: Settings, note: Callable[[str], None
             "--max-model-len, --max-num-seqs or --max-prefill-tokens, or use --quantization fp8. "
             f"Of the card's memory, {usage(models.device)}."
         )
-    return replace(models, plan=fitting)
+    return fitting
 
 
 def is_measured(models: LoadedPair, settings: Settings) -> bool:
@@ -52,12 +51,12 @@ def is_measured(models: LoadedPair, settings: Settings) -> bool:
     return models.device.type == "cuda" and settings.cache_bytes == "auto"
 
 
-def _overhead(models: LoadedPair, settings: Settings, note: Callable[[str], None]) -> int:
+def _overhead(models: LoadedPair, plan: Plan, settings: Settings, note: Callable[[str], None]) -> int:
     """Bytes beside weights and pages: rows and states, the largest steps run eagerly, the largest graph."""
-    plan, device = models.plan, models.device
+    device = models.device
     before = _free(device)
     torch.cuda.reset_peak_memory_stats(device)
-    probe = Engine(replace(models, plan=replace(plan, num_pages=pages_to_probe(plan))))
+    probe = Engine(models, replace(plan, num_pages=pages_to_probe(plan)))
     held = torch.cuda.memory_reserved(device)
     warm(probe, note, largest_rounds)
     # A capture hands this back; the next prefill takes it again.
@@ -65,7 +64,7 @@ def _overhead(models: LoadedPair, settings: Settings, note: Callable[[str], None
     if why_no_graphs(models, settings) is None:
         probe.capture([plan.max_num_seqs], sorted({1, plan.width}))
     kept = before - _free(device)
-    kept -= probe.cache.num_pages * _page_bytes(models)
+    kept -= probe.cache.num_pages * _page_bytes(models, plan)
     probe.drop_graphs()
     return kept + working
 
@@ -108,9 +107,11 @@ def pages_to_probe(plan: Plan) -> int:
     return min(plan.num_pages, longest + plan.max_num_seqs * short)
 
 
-def _page_bytes(models: LoadedPair) -> int:
-    per_token = bytes_per_token(models.cache_specs(), ELEMENT_BYTES[models.plan.dtype])
-    return models.plan.page_size * per_token
+def _page_bytes(models: LoadedPair, plan: Plan) -> int:
+    per_token = bytes_per_token(
+        models.cache_specs(plan.kv_dtype, plan.draft_kv_dtype), ELEMENT_BYTES[plan.dtype]
+    )
+    return plan.page_size * per_token
 
 
 def release() -> None:

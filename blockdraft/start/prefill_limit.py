@@ -20,7 +20,7 @@ def plan_with_short_chunk(engine: Engine, max_stall_ms: int, note: Callable[[str
 
     It is halved, not cut to measure: two starts on one machine then cut prompts alike.
     """
-    plan = engine.models.plan
+    plan = engine.plan
     chunk = plan.max_prefill_tokens
     while (took_ms := _prefill_ms(engine, chunk)) > max_stall_ms and chunk > MIN_CHUNK:
         chunk = max(chunk // 2, MIN_CHUNK)
@@ -38,9 +38,7 @@ def _prefill_ms(engine: Engine, chunk: int) -> float:
     times = []
     num_prompt = max(2, min(max_tokens(engine) - 1, 2 * chunk + 1))
     for number in range(2):
-        other = trial_engine(
-            engine, plan=replace(engine.models.plan, max_prefill_tokens=chunk, overlap=False)
-        )
+        other = trial_engine(engine, plan=replace(engine.plan, max_prefill_tokens=chunk, overlap=False))
         other.add([(7 * i + number) % engine.models.config.vocab_size for i in range(num_prompt)], ONE)
         slowest = 0.0
         for _ in range(-(-(num_prompt - 1) // chunk)):

@@ -60,7 +60,7 @@ def _started(opened: Opened, settings: Settings, startup: StartProgress, ahead: 
         startup.rewind("allocate")
 
     def prepared(models: LoadedPair) -> Engine:
-        return _prepared(models, settings, startup, ahead)
+        return _prepared(models, opened.plan, settings, startup, ahead)
 
     with memory_explained(settings, models.device):
         return with_kernels_that_compile(models, prepared, tell)
@@ -84,15 +84,19 @@ def plain_engine(
     with memory_explained(settings, models.device):
         return with_kernels_that_compile(
             models,
-            lambda models: _plain(models, settings, note, tell),
+            lambda models: _plain(models, opened.plan, settings, note, tell),
             lambda operation, why: tell(_slower(operation, why)),
         )
 
 
 def _plain(
-    models: LoadedPair, settings: Settings, note: Callable[[str], None], warn: Callable[[str], None]
+    models: LoadedPair,
+    plan: Plan,
+    settings: Settings,
+    note: Callable[[str], None],
+    warn: Callable[[str], None],
 ) -> Engine:
-    engine = _new_engine(fit_pages(models, settings, note))
+    engine = _new_engine(models, fit_pages(models, plan, settings, note))
     if models.device.type == "cuda":
         warm(engine, note, _rounds(models, settings))  # what does not compile shows now
     with _captured_or_not(engine, note):
@@ -103,16 +107,16 @@ def _plain(
             engine.replan(plan_with_width(engine, acceptance, uses_stored=True, warn=warn))
             note(_shown_width(engine))
         if engine.graphs is not None:
-            engine.graphs.capture_next([(1, engine.models.plan.width)])
+            engine.graphs.capture_next([(1, engine.plan.width)])
     return engine
 
 
-def _new_engine(models: LoadedPair) -> Engine:
+def _new_engine(models: LoadedPair, plan: Plan) -> Engine:
     """Keys that are rotated are stored less what they have in common."""
-    check_served_on_card(models)
-    engine = Engine(models)
+    check_served_on_card(models, plan)
+    engine = Engine(models, plan)
     if any(cold.pages.format.is_turned for cold in engine.cache.cold):
-        engine.cache.centre_keys(served_centres(models))
+        engine.cache.centre_keys(served_centres(models, plan.max_model_len))
     return engine
 
 
@@ -143,8 +147,10 @@ def _check_gpu(settings: Settings, warn: Callable[[str], None]) -> None:
             warn(line)
 
 
-def _prepared(models: LoadedPair, settings: Settings, startup: StartProgress, ahead: CompileAhead) -> Engine:
-    engine = _warmed(models, settings, startup, ahead)
+def _prepared(
+    models: LoadedPair, plan: Plan, settings: Settings, startup: StartProgress, ahead: CompileAhead
+) -> Engine:
+    engine = _warmed(models, plan, settings, startup, ahead)
     if settings.verify == "off":
         startup.skip("verify", "switched off")
         return engine
@@ -154,7 +160,7 @@ def _prepared(models: LoadedPair, settings: Settings, startup: StartProgress, ah
             startup.warn(f"the drafter is not used: {verification.reason}")
             engine.drop_graphs()
             del engine
-            engine = _without_drafter(models, settings, startup)
+            engine = _without_drafter(models, plan, settings, startup)
         elif _is_without_fit(engine, settings) and verification.accepted:
             _settle_without_fit(engine, verification.accepted, startup.note)
         if verification.same_bits is not None:
@@ -165,16 +171,18 @@ def _prepared(models: LoadedPair, settings: Settings, startup: StartProgress, ah
     return engine
 
 
-def _warmed(models: LoadedPair, settings: Settings, startup: StartProgress, ahead: CompileAhead) -> Engine:
+def _warmed(
+    models: LoadedPair, plan: Plan, settings: Settings, startup: StartProgress, ahead: CompileAhead
+) -> Engine:
     """Everything but the checks."""
     with startup.phase("allocate"):
-        compile_steps(ahead, models, settings, startup)
-        models = fit_pages(models, settings, startup.note)
-        engine = _new_engine(models)
+        compile_steps(ahead, models, plan, settings, startup)
+        plan = fit_pages(models, plan, settings, startup.note)
+        engine = _new_engine(models, plan)
         problem = f"; kernels were not all compiled ahead ({ahead.problem})" if ahead.problem else ""
         most = "at most " if models.device.type == "cpu" else ""  # where memory is taken as it is used
-        size = f"{most}{engine.cache.num_bytes / 1e9:.2f} GB of cache, {models.plan.num_pages} pages"
-        startup.note(", ".join(part for part in (size, kv_text(models)) if part) + problem)
+        size = f"{most}{engine.cache.num_bytes / 1e9:.2f} GB of cache, {plan.num_pages} pages"
+        startup.note(", ".join(part for part in (size, kv_text(models, plan)) if part) + problem)
     reason = why_no_graphs(models, settings)
     if reason is None:
         with startup.phase("capture"), _captured_or_not(engine, startup.note):
@@ -195,9 +203,9 @@ def _warmed(models: LoadedPair, settings: Settings, startup: StartProgress, ahea
     return engine
 
 
-def _without_drafter(models: LoadedPair, settings: Settings, startup: StartProgress) -> Engine:
+def _without_drafter(models: LoadedPair, plan: Plan, settings: Settings, startup: StartProgress) -> Engine:
     release()  # before another cache is made
-    engine = _new_engine(without_drafter(models))
+    engine = _new_engine(*without_drafter(models, plan))
     if why_no_graphs(models, settings) is None:
         _capture(engine, settings, startup.note)
     warm(engine, startup.note, rounds_for(models.device))
@@ -208,7 +216,7 @@ def _without_drafter(models: LoadedPair, settings: Settings, startup: StartProgr
 
 def _tell_bits(engine: Engine, found: Verification, startup: StartProgress) -> None:
     """The page shows the plan, /ready the warnings."""
-    changed = engine.models.plan.changed({"same_bits": found.bits}, same_bits=found.same_bits)
+    changed = engine.plan.changed({"same_bits": found.bits}, same_bits=found.same_bits)
     engine.replan(changed)
     if not found.same_bits and engine.models.device.type == "cuda":
         startup.warn(f"answers may depend on who else is served: {found.bits}")
@@ -221,7 +229,7 @@ def _shown(verification: Verification) -> str:
 
 
 def _shown_width(engine: Engine) -> str:
-    plan = engine.models.plan
+    plan = engine.plan
     if plan.width == 1:
         return f"speculation: off{' to begin with' if plan.step_costs else ''}; {plan.reasons['width']}"
     return f"speculation: on, {plan.width} tokens tried per step to begin with; {plan.reasons['width']}"
@@ -233,9 +241,9 @@ def _is_without_fit(engine: Engine, settings: Settings) -> bool:
 
 def _settle_without_fit(engine: Engine, accepted: tuple[float, ...], note: Callable[[str], None]) -> None:
     """By what the built-in prompts accepted, where nobody has measured more."""
-    before = engine.models.plan.width
+    before = engine.plan.width
     engine.replan(plan_with_width(engine, {"the built-in prompts": accepted}, stores=False))
-    if engine.models.plan.width != before:
+    if engine.plan.width != before:
         warm(engine, note, rounds_for(engine.models.device))
 
 
@@ -252,7 +260,7 @@ def _capture(
 
     `is_awaited`: somebody waits for the first token, so on a CPU nothing is captured that may not be needed.
     """
-    plan = engine.models.plan
+    plan = engine.plan
     sizes = row_sizes(plan.max_num_seqs, is_exact=engine.models.device.type == "cpu")
     widths = widths_for(plan.block) if may_choose_width(engine, settings) else sorted({1, plan.width})
     many = plan.max_num_seqs if engine.models.device.type == "cuda" else 1  # where memory must be had in time

@@ -38,7 +38,7 @@ def warm(engine: Engine, note: Callable[[str], None], choose: Callable[[Plan], R
     """Serve the rounds that are chosen. The engine, which must be idle, stays as it was."""
     room = max_tokens(engine)
     other = trial_engine(engine)
-    for text, requests in choose(engine.models.plan):
+    for text, requests in choose(engine.plan):
         note(text)
         for number, (num_prompt, sampling) in enumerate(requests):
             num_prompt = max(1, min(num_prompt, room - 1))

@@ -147,19 +147,19 @@ class _Session:
     def __init__(self, question: FitQuestion, show: Show) -> None:
         self._question, self._show = question, show
         self._llm = _load(question, question.quantization, show)
-        models = self._llm.engine.models
+        models, plan = self._llm.engine.models, self._llm.engine.plan
         self.config: DraftConfig | None = models.draft_config  # None: drafts are n-grams
-        title = drafting_title(self.config, models.plan.draft_ngram)
+        title = drafting_title(self.config, plan.draft_ngram)
         if title is None:
             raise SettingsError(f"no drafter ships for '{question.target}': give one, or '{NGRAM}'.")
         self.title = title
         self.width = question.width or models.drafter.block
-        self.dtype = models.plan.dtype
-        self.quantization = models.plan.quantization
+        self.dtype = plan.dtype
+        self.quantization = plan.quantization
         self._num_probes, max_tokens = PROBES[models.device.type]
         self._probe_tokens = min(max_tokens, question.max_tokens)
         # Room for at least one token: short answers are fine.
-        self.max_prompt = models.plan.max_model_len - 1
+        self.max_prompt = plan.max_model_len - 1
 
     def prompts(self, conversations: Sequence[Prompt]) -> list[_FirstTurn]:
         """Return the encoded first turns that leave room for an answer."""
@@ -303,11 +303,11 @@ class _Session:
 
     @property
     def is_quantised_here(self) -> bool:
-        return self._llm.engine.models.plan.quantization in ("fp8", "int8")
+        return self._llm.engine.plan.quantization in ("fp8", "int8")
 
     def unquantised(self, answers: Sequence[_Answer], engine: float) -> Tried:
         """Ask the same prompts of the target as stored. Comes last: the engine makes room for another."""
-        quantization = self._llm.engine.models.plan.quantization
+        quantization = self._llm.engine.plan.quantization
         self._llm.engine.drop_graphs()
         del self._llm
         release()

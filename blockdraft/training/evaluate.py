@@ -164,13 +164,13 @@ def fit_in_engine(
         draft=str(folder),
         width=config.block,
         device=str(like.device),
-        dtype=like.plan.dtype,
+        dtype=like.dtype,
         quantization="none",
         max_num_seqs=ENGINE_ROWS,
-        cache_bytes=2 * ENGINE_ROWS * room * bytes_per_token(specs, ELEMENT_BYTES[like.plan.dtype]),
+        cache_bytes=2 * ENGINE_ROWS * room * bytes_per_token(specs, ELEMENT_BYTES[like.dtype]),
         graphs=False,  # a few steps: not worth their capture
     )
-    engine = Engine(load_models(settings, lambda line: None))
+    engine = Engine(*load_models(settings, lambda line: None))
     asked = [
         (one.prompt_ids, SamplingParams(temperature=0.0, max_tokens=len(one.answer_ids))) for one in documents
     ]

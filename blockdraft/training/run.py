@@ -28,6 +28,7 @@ from blockdraft.engine.offline_batch import make_offline_batch
 from blockdraft.errors import ModelError, SettingsError
 from blockdraft.models.dflash import DFlash
 from blockdraft.models.draft_config import DraftConfig, check_pair
+from blockdraft.planner.plan import Plan
 from blockdraft.settings.settings import Settings
 from blockdraft.start.loading import load_models
 from blockdraft.start.memory import release
@@ -73,9 +74,9 @@ def train(job: Job, listener: Listener, *, resume: bool = False) -> dict[str, Dr
     counts = {"num_training": len(training), "num_held_out": len(held_out)}
     for line in plan_lines(job, **counts, answer_s=answer_s, is_resumed=resume):
         listener.tell(line)
-    models = _load_target(job, listener)
+    models, plan = _load_target(job, listener)
     _drafter_config(job, models, ())  # raises its errors before the target answers for an hour
-    documents, kept = _answers(job, models, training, held_out, listener, answer_s)
+    documents, kept = _answers(job, (models, plan), training, held_out, listener, answer_s)
     raw, config = _drafter_config(job, models, documents)
     models.target.taps = config.taps
     trainer = _trainer(job, models, documents, config)
@@ -223,7 +224,7 @@ def _load_checkpoint(job: Job, trainer: Trainer, listener: Listener) -> None:
 # ---- stage 1: answers
 
 
-def _load_target(job: Job, listener: Listener) -> LoadedPair:
+def _load_target(job: Job, listener: Listener) -> tuple[LoadedPair, Plan]:
     on_gpu = torch.cuda.is_available() and job.device != "cpu"
     rows = job.bulk_rows or (2048 if on_gpu else 16)
     settings = Settings(
@@ -255,14 +256,14 @@ def _answer_s(job: Job) -> float | None:
 
 def _answers(
     job: Job,
-    models: LoadedPair,
+    pair: tuple[LoadedPair, Plan],
     training: list[Prompt],
     held_out: list[Prompt],
     listener: Listener,
     seconds: float | None,
 ) -> tuple[list[Document], list[Document]]:
     """Return documents for training, and greedy held-out ones."""
-    bulk, tokenizer = make_offline_batch(models), models.tokenizer
+    bulk, tokenizer = make_offline_batch(*pair), pair[0].tokenizer
     served = replace(job.answers, sampled=0.0, max_repeat=None)  # a server does not cut loops either
     watch = _AnswerWatch("held out", len(held_out), None, listener)
     kept = regenerate(bulk, tokenizer, held_out, job.out / "held-out", served, report=watch)

@@ -325,4 +325,4 @@ def test_the_kernels_of_a_gpu_pass(plain):
         pytest.skip("the card's own run is the check itself")
     pytest.importorskip("triton")
     kernels = kernels_for(torch.float32, torch.device("cpu"), is_interpreted=True)
-    assert failed(Engine(plain.models.with_kernels(kernels))) == {}
+    assert failed(Engine(plain.models.with_kernels(kernels), plain.plan)) == {}

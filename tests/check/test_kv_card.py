@@ -30,7 +30,7 @@ class Case:
 def check(case, monkeypatch):
     monkeypatch.setattr(kv_mma, "has_pdl", lambda device: case.has_pdl)
     config = SimpleNamespace(layer_specs=lambda: (case.spec,))
-    check_served_on_card(SimpleNamespace(plan=case, config=config, device=torch.device("cuda")))
+    check_served_on_card(SimpleNamespace(config=config, device=torch.device("cuda")), case)
 
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8", "tq4", "tq4v3"])

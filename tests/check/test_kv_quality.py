@@ -55,7 +55,7 @@ def models_of(head_dim=HEAD):
         draft_config=None,
         device=CPU,
         target=Target(),
-        plan=SimpleNamespace(dtype="float32"),
+        dtype="float32",
     )
 
 

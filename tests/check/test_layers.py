@@ -65,7 +65,7 @@ def test_the_shipped_pair_passes(dtype, quantization):
 def test_the_shipped_pair_passes_as_it_is_served():
     """In int8: a value that is rounded the other way changes what layer 11 adds by some hundredths."""
     settings = Settings(model="default", device="cpu", max_model_len=400, width=16)
-    one = Engine(load_models(settings, lambda text: None))
+    one = Engine(*load_models(settings, lambda text: None))
     assert any(isinstance(part, Int8Matrix) for part in one.models.target.modules())
     ids = [token for prompt in prompts_of(one.models) for token in prompt]
     found = check_layers(one, lambda count: ids[:count])
@@ -78,14 +78,14 @@ def shipped(dtype, quantization, device="cpu"):
     settings = Settings(
         model="default", dtype=dtype, device=device, quantization="none", max_model_len=400, width=16
     )
-    models = load_models(settings, lambda text: None)
+    models, plan = load_models(settings, lambda text: None)
     quantise = QUANTISERS.get(quantization)
     for slot in slots_of(models.target, {}) if quantise else ():
         if slot.may_be_quantised and slot.module is not models.target.head:
             weight = getattr(slot.module, slot.attribute)
             del slot.module._parameters[slot.attribute]
             setattr(slot.module, slot.attribute, quantise(weight.data))
-    return Engine(models)
+    return Engine(models, plan)
 
 
 def dummy(shape, dtype, folder, device="cpu"):
@@ -98,7 +98,7 @@ def dummy(shape, dtype, folder, device="cpu"):
             (folder / name / "config.json").write_text(json.dumps(config))
             settings[name] = str(folder / name)
     limits = {"max_model_len": 600, "max_num_seqs": 4, "width": 8, "cache_bytes": 64 << 20}
-    return Engine(load_models(Settings(**settings, **limits), lambda text: None))
+    return Engine(*load_models(Settings(**settings, **limits), lambda text: None))
 
 
 @pytest.mark.parametrize("dtype", slow_but(["float32", "bfloat16"], "bfloat16"))
@@ -115,7 +115,7 @@ def massive(dtype, device="cpu"):
     with torch.no_grad():
         target.embedding.weight[prompt(sound)(1)[0], 3] = 2000
         target.layers[1].mlp.down.weight[7] *= 100
-    return Engine(replace(sound.models, target=target))
+    return Engine(replace(sound.models, target=target), sound.plan)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -138,7 +138,7 @@ def test_drafters_with_windows_pass(is_anchored, is_causal):
     drafter.model = copy.deepcopy(drafter.model)
     for layer in drafter.model.layers:
         layer.mask = replace(layer.mask, window=9, is_anchored=is_anchored, is_causal=is_causal)
-    assert worst(Engine(replace(sound.models, drafter=drafter))).off < ROOM
+    assert worst(Engine(replace(sound.models, drafter=drafter), sound.plan)).off < ROOM
 
 
 # ---- what does not
@@ -157,7 +157,7 @@ def damaged(damage, name="pair", dtype="float32"):
     target = copy.deepcopy(sound.models.target)
     with torch.no_grad():
         damage(target)
-    return Engine(replace(sound.models, target=target))
+    return Engine(replace(sound.models, target=target), sound.plan)
 
 
 def refused(one):
@@ -210,7 +210,7 @@ def test_a_drafter_that_overflows_is_left_out():
     drafter.model = copy.deepcopy(drafter.model)
     with torch.no_grad():
         drafter.model.layers[1].mlp.gate_up.weight *= 3000
-    one = Engine(replace(sound.models, drafter=drafter))
+    one = Engine(replace(sound.models, drafter=drafter), sound.plan)
     parts = [finding.part for finding in check_layers(one, prompt(one))]
     assert "layer 0 of the drafter" in parts
     assert "layer 1 of the drafter" not in parts
@@ -234,8 +234,9 @@ def test_the_engine_is_left_as_it_was():
 
 def planned(name="pair", device="cuda", **plan):
     sound = engine(name, "float32")
-    models = replace(sound.models, device=torch.device(device), plan=replace(sound.models.plan, **plan))
-    return Engine(replace(models, device=torch.device("cpu"))), models
+    return Engine(sound.models, replace(sound.plan, **plan)), replace(
+        sound.models, device=torch.device(device)
+    )
 
 
 def pieces(name="pair", device="cuda", **plan):
@@ -314,7 +315,5 @@ def test_rejected_drafts_are_written_over(plan):
 
 def test_the_tiny_pair_passes_with_hardly_any_room():
     for plan in ({"max_num_seqs": 1}, {"max_model_len": 9}, {"num_pages": 12}, {"max_prefill_tokens": 1}):
-        one = Engine(
-            replace(tiny.load("float32"), plan=replace(engine("pair", "float32").models.plan, **plan))
-        )
+        one = Engine(tiny.load("float32"), replace(engine("pair", "float32").plan, **plan))
         assert worst(one).is_passed

@@ -26,7 +26,7 @@ from blockdraft.start.warm import every_round, few_rounds, warm
 from blockdraft.step.drafter import Weightless
 from tests import tiny
 from tests.faults import FAULTS, with_kernels
-from tests.models.checkpoints import load, write_target
+from tests.models.checkpoints import load_pair, write_target
 from tests.models.families import BASE, CASES, CONFIGS
 
 needs_llvm = pytest.mark.skipif(
@@ -53,8 +53,8 @@ def family_engine(name, folder, **settings):
         "max_prefill_tokens": 16,
         **settings,
     }
-    models = load(folder, **settings)
-    return Engine(replace(models, plan=replace(models.plan, num_pages=100)))
+    models, plan = load_pair(folder, **settings)
+    return Engine(models, replace(plan, num_pages=100))
 
 
 def damaged(damage, dtype="float32", **plan):
@@ -63,7 +63,7 @@ def damaged(damage, dtype="float32", **plan):
     target = copy.deepcopy(engine.models.target)
     with torch.no_grad():
         damage(target)
-    return Engine(replace(engine.models, target=target))
+    return Engine(replace(engine.models, target=target), engine.plan)
 
 
 # ---- warm-up
@@ -196,10 +196,11 @@ def test_the_floor_can_be_chosen():
 
 
 def test_without_its_drafter_a_target_decodes_plainly():
-    models = tiny.engine().models
-    plain = without_drafter(models)
-    assert (plain.plan.width, plain.plan.block, plain.draft_config) == (1, 1, None)
-    engine = Engine(plain)
+    engine = tiny.engine()
+    models = engine.models
+    plain, plan = without_drafter(models, engine.plan)
+    assert (plan.width, plan.block, plain.draft_config) == (1, 1, None)
+    engine = Engine(plain, plan)
     assert len(engine.cache.storage) == plain.config.num_layers
     assert plain.target.taps == ()
     assert models.target.taps != ()
@@ -376,7 +377,7 @@ def test_packed_products_are_checked(is_whole, monkeypatch):
     )
     if not is_whole:
         monkeypatch.setattr("blockdraft.checkpoints.weights.why_no_llvm", lambda *_: "as on a card")
-    engine = Engine(load_models(settings, ignore))
+    engine = Engine(*load_models(settings, ignore))
     names = [check.name for check in verify_engine(engine, ignore).checks]
     assert "kernel packed product" in names
     assert "kernel linear" in names  # the drafter's

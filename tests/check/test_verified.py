@@ -72,7 +72,7 @@ def changed(engine, change):
     with torch.no_grad():
         change(target)
     models = replace(engine.models, target=target, drafter=engine.models.drafter.beside(target))
-    return Engine(models)
+    return Engine(models, engine.plan)
 
 
 def rewrite(folder, kind, change):

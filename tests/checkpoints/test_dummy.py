@@ -40,7 +40,13 @@ def ignore(*_):
 def dummy(model, draft=None, **settings):
     settings = {**SMALL, "dtype": "float32", "load_format": "dummy", **settings}
     draft = None if draft is None else str(draft)
-    return load_models(Settings(model=str(model), draft=draft, **settings), ignore)
+    return load_models(Settings(model=str(model), draft=draft, **settings), ignore)[0]
+
+
+def dummy_engine(model, draft=None, num_pages=None, **settings):
+    settings = {**SMALL, "dtype": "float32", "load_format": "dummy", **settings}
+    models, plan = load_models(Settings(model=str(model), draft=draft, **settings), ignore)
+    return Engine(models, plan if num_pages is None else replace(plan, num_pages=num_pages))
 
 
 def bare(source, folder):
@@ -59,8 +65,7 @@ def named(module):
 
 def test_config_json_is_all_that_a_pair_needs(tmp_path):
     target, draft = bare(tiny.TARGET, tmp_path / "target"), bare(tiny.DRAFT, tmp_path / "draft")
-    models = dummy(target, draft)
-    engine = Engine(models)
+    engine = dummy_engine(target, str(draft))
     ((tokens, text, reason),) = tiny.run(engine, [([1, 2, 3], SamplingParams(max_tokens=9))])[0]
     assert (len(tokens), reason) == (9, "length")
     assert text == Tokenizer(byte_tokenizer(64)).decode(tokens)
@@ -113,9 +118,9 @@ def test_a_config_that_is_missing_or_wrong_is_refused_as_ever(tmp_path):
 def test_every_family_passes_the_checks_of_the_start(name, tmp_path):
     family, overrides = CASES[name]
     write_target(tmp_path, CONFIGS[family](**BASE | overrides), seed=5)
-    models = dummy(tmp_path)
-    assert all(value.device.type == "cpu" for value in named(models.target).values())
-    found = verify_engine(Engine(replace(models, plan=replace(models.plan, num_pages=60))), ignore)
+    engine = dummy_engine(tmp_path, num_pages=60)
+    assert all(value.device.type == "cpu" for value in named(engine.models.target).values())
+    found = verify_engine(engine, ignore)
     assert "model" in [check.name for check in found.checks]
 
 
@@ -170,7 +175,7 @@ def test_a_head_follows_the_config(tmp_path):
 
 def test_drafts_of_a_block_differ(tmp_path):
     """Equal tokens would read far fewer experts than the drafts of a real drafter."""
-    engine = Engine(dummy(tiny.TARGET, tiny.DRAFT, width=8, synthetic_acceptance="0.9"))
+    engine = dummy_engine(tiny.TARGET, tiny.DRAFT, width=8, synthetic_acceptance="0.9")
     blocks, draft = [], engine.models.drafter.draft
 
     def watched(*args):
@@ -199,7 +204,7 @@ def test_a_reduced_head_gets_a_map_of_its_own(tmp_path):
 
 
 def test_the_engine_says_that_it_is_for_timing_only():
-    info = engine_info(Engine(dummy(tiny.TARGET, tiny.DRAFT, synthetic_acceptance="mean:3")))
+    info = engine_info(dummy_engine(tiny.TARGET, tiny.DRAFT, synthetic_acceptance="mean:3"))
     assert (info.is_dummy, info.synthetic_acceptance) == (True, "mean:3")
     assert len(info.notices) == 2
     assert all(notice.endswith("for timing only") for notice in info.notices)
@@ -209,7 +214,7 @@ def test_the_engine_says_that_it_is_for_timing_only():
 
 def test_real_weights_with_synthetic_acceptance_are_labelled_too():
     settings = Settings(model=tiny.TARGET, draft=tiny.DRAFT, synthetic_acceptance="0.5", **SMALL)
-    models = load_models(settings, ignore)
+    models = load_models(settings, ignore)[0]
     assert (models.labels.is_dummy, models.labels.synthetic_acceptance) == (False, "0.5")
     assert models.rates == (0.5, 0, 0, 0, 0, 0, 0)
     (notice,) = models.labels.notices
@@ -222,30 +227,29 @@ def test_a_quantised_checkpoint_is_unpacked_and_that_is_said(tmp_path):
     fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": fp8}))
     for asked, planned in (("auto", "none"), ("keep", "none"), ("int8", "int8")):
-        models = dummy(folder, quantization=asked)
-        assert models.plan.quantization == planned
-        assert any("fp8" in notice for notice in models.labels.notices)
+        engine = dummy_engine(folder, quantization=asked)
+        assert engine.plan.quantization == planned
+        assert any("fp8" in notice for notice in engine.models.labels.notices)
 
 
 def test_a_gguf_gives_its_shape_and_its_tokenizer(tmp_path):
     path = write(tmp_path / "a.gguf", kinds=QUANTISED)
-    models = dummy(path)
-    assert models.plan.quantization == "none"
+    engine = dummy_engine(path)
+    models = engine.models
+    assert engine.plan.quantization == "none"
     assert [notice.split(":")[0] for notice in models.labels.notices] == [
         "weights are random",
         "the checkpoint is quantised (GGUF), its dummy weights are not",
     ]
     assert models.tokenizer.encode("ab") == Tokenizer(open_checkpoint(path).tokenizer_parts()).encode("ab")
-    assert (
-        len(tiny.run(Engine(models), [([1, 2], SamplingParams(max_tokens=3, ignore_eos=True))])[0][0][0]) == 3
-    )
+    assert len(tiny.run(engine, [([1, 2], SamplingParams(max_tokens=3, ignore_eos=True))])[0][0][0]) == 3
 
 
 # ---- acceptance
 
 
 def test_committed_tokens_follow_the_profile():
-    engine = Engine(dummy(tiny.TARGET, tiny.DRAFT, width=8, synthetic_acceptance="mean:3", max_num_seqs=16))
+    engine = dummy_engine(tiny.TARGET, tiny.DRAFT, width=8, synthetic_acceptance="mean:3", max_num_seqs=16)
     params = SamplingParams(max_tokens=100, ignore_eos=True)
     tiny.run(engine, [([1 + number, 2], params) for number in range(32)])
     found = engine.snapshot()
@@ -260,11 +264,11 @@ def test_a_profile_that_the_drafters_block_cannot_hold_stops_before_weights_are_
 
 def test_the_drafter_stays_although_it_knows_nothing():
     notes = []
-    found = verify_engine(Engine(dummy(tiny.TARGET, tiny.DRAFT)), notes.append)
+    found = verify_engine(dummy_engine(tiny.TARGET, tiny.DRAFT), notes.append)
     assert found.keeps_drafter
     assert found.tokens_per_step < 1.2
     assert "drafter" in [check.name for check in found.checks]
-    found = verify_engine(Engine(dummy(tiny.TARGET, tiny.DRAFT, synthetic_acceptance="0.1")), notes.append)
+    found = verify_engine(dummy_engine(tiny.TARGET, tiny.DRAFT, synthetic_acceptance="0.1"), notes.append)
     assert (found.keeps_drafter, found.tokens_per_step) == (True, None)
     assert notes[-1] == "drafter: not checked, since acceptance is synthetic"
 
@@ -307,5 +311,5 @@ def test_auto_takes_the_gpu_where_there_is_one(monkeypatch, has_cuda):
 
 def test_the_plan_sees_a_device_and_never_auto(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    models = dummy(tiny.TARGET, device="auto")
-    assert (models.device.type, models.plan.max_prefill_tokens) == ("cpu", 256)
+    engine = dummy_engine(tiny.TARGET, device="auto")
+    assert (engine.models.device.type, engine.plan.max_prefill_tokens) == ("cpu", 256)

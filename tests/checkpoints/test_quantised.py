@@ -27,7 +27,7 @@ from tests.checkpoints.quantised import (
 )
 from tests.fixtures import make_pair
 from tests.matrix import slow_but
-from tests.models.checkpoints import Bench, load, write_target
+from tests.models.checkpoints import Bench, load_pair, write_target
 from tests.models.families import BASE, CONFIGS, GPT_OSS, HYBRID, MOE, SHARED_EXPERT
 from tests.start.load_memory import resident_bytes
 
@@ -36,18 +36,19 @@ PROMPTS = ([5, 9, 2, 40, 41, 42, 43], [1, 3])
 
 
 def loaded(folder, quantization="none", **settings):
-    return load(folder, quantization=quantization, **{"dtype": "float32", **LIMITS, **settings})
+    return load_pair(folder, quantization=quantization, **{"dtype": "float32", **LIMITS, **settings})
 
 
-def logits(models):
+def logits(pair):
     """Of two rows in uneven chunks."""
+    models = pair[0]
     bench = Bench(
         models.config.layer_specs(),
         num_rows=2,
         max_length=20,
         vocab_size=models.config.vocab_size,
         page_size=3,
-        dtype=getattr(torch, models.plan.dtype),
+        dtype=getattr(torch, models.dtype),
     )
     generator = torch.Generator().manual_seed(0)
     sequences = [torch.randint(0, 90, (length,), generator=generator) for length in (17, 11)]
@@ -55,14 +56,14 @@ def logits(models):
     return torch.cat(rows)
 
 
-def tokens(models):
+def tokens(pair):
     """Greedy and sampled answers."""
-    return run(models)[0]
+    return run(pair)[0]
 
 
-def run(models):
+def run(pair):
     """The answers, and how many drafts were accepted at each position."""
-    engine = Engine(replace(models, plan=replace(models.plan, num_pages=40)))
+    engine = Engine(pair[0], replace(pair[1], num_pages=40))
     answers = {}
     for temperature in (0.0, 1.0):
         params = SamplingParams(temperature=temperature, seed=7, max_tokens=8, ignore_eos=True)
@@ -101,10 +102,10 @@ def test_packed_and_unpacked_logits_are_those_of_the_dense_weights(pair, dtype):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_weights_stay_packed(pair, dtype):
     """What is not quantised takes what it takes in a dense model; the rest, what the file stores of it."""
-    dense = resident_bytes(loaded(pair.dense, dtype=dtype).target)
-    assert resident_bytes(loaded(pair.packed, "none", dtype=dtype).target) == dense
+    dense = resident_bytes(loaded(pair.dense, dtype=dtype)[0].target)
+    assert resident_bytes(loaded(pair.packed, "none", dtype=dtype)[0].target) == dense
     unpacked = sum(pair.num_dense_values.values()) * getattr(torch, dtype).itemsize
-    kept = resident_bytes(loaded(pair.packed, "keep", dtype=dtype).target)
+    kept = resident_bytes(loaded(pair.packed, "keep", dtype=dtype)[0].target)
     assert kept == dense - unpacked + pair.packed_bytes()
 
 
@@ -314,7 +315,7 @@ def test_a_target_quantised_at_load_has_the_logits_of_the_quantised_weights(
     assert tokens(found) == tokens(loaded(twin))
     projections = {
         name
-        for name, module in found.target.named_modules()
+        for name, module in found[0].target.named_modules()
         if isinstance(module, Linear | ExpertLinear) and not re.search("head|router", name)
     }
     packed = {name.removesuffix(".weight") for name, module in top_packed(found.target)}
@@ -341,10 +342,10 @@ QUANTISED_PAIRS = [("none", "fp8"), ("none", "int8"), ("fp8", "none"), ("fp8", "
 def test_a_quantised_drafter_changes_no_token(pair_folders, storage, draft_storage):
     target, draft = pair_folders
     plain = loaded(target, storage)
-    assert not isinstance(plain.drafter, DFlashDrafter)
+    assert not isinstance(plain[0].drafter, DFlashDrafter)
     both = loaded(target, storage, draft=draft, draft_quantization=draft_storage)
-    assert bool(top_packed(both.target)) == (storage != "none")
-    assert bool(top_packed(both.drafter.model)) == (draft_storage != "none")
+    assert bool(top_packed(both[0].target)) == (storage != "none")
+    assert bool(top_packed(both[0].drafter.model)) == (draft_storage != "none")
     assert tokens(both) == tokens(plain)
 
 
@@ -356,7 +357,7 @@ def test_a_drafter_quantised_at_load_has_the_quantised_weights(pair_folders, sto
     quantised_twin(draft, twin, storage, torch.float32)
     quantised, dense = loaded(target, draft=draft, draft_quantization=storage), loaded(target, draft=twin)
     assert run(quantised) == run(dense)
-    found, expected = quantised.drafter.model, dense.drafter.model
+    found, expected = quantised[0].drafter.model, dense[0].drafter.model
     linears = {name for name, module in expected.named_modules() if isinstance(module, Linear)}
     packed = {name.removesuffix(".weight"): module for name, module in top_packed(found)}
     assert packed.keys() == linears

@@ -139,7 +139,7 @@ class Case:
             max_num_seqs=2,
             page_size=4,
         )
-        return load_models(settings, lines.append), lines
+        return load_models(settings, lines.append)[0], lines
 
     def logits(self, models, ids, dtype):
         bench = Bench(

@@ -47,7 +47,7 @@ class Arrivals:
     ):
         self.costs, self.now_s, self.free_s, self.overlap = costs, 0.0, 0.0, overlap
         plan = replace(
-            tiny.load("float64").plan,
+            tiny.plan("float64"),
             max_prefill_tokens=max_prefill_tokens,
             max_num_seqs=max_num_seqs,
             page_size=PAGE_SIZE,

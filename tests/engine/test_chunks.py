@@ -126,7 +126,8 @@ def test_short_chunks_teach_nothing_once_longer_ones_were_seen():
 def test_the_engine_sees_what_each_step_takes(overlap, monkeypatch):
     """On a card the device runs behind: here its result is there when the clock says so."""
     clock = SimpleNamespace(now_s=100.0)
-    engine = Engine(tiny.engine(max_prefill_tokens=8, overlap=overlap, width=4).models, lambda: clock.now_s)
+    like = tiny.engine(max_prefill_tokens=8, overlap=overlap, width=4)
+    engine = Engine(like.models, like.plan, lambda: clock.now_s)
     seen, free_s, ends = [], 0.0, {}
     launch, outcome = engine._launch, engine._outcome
 

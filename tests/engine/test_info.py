@@ -32,10 +32,11 @@ def test_a_drafter_is_known_by_its_weights():
 def test_what_drafts_is_named():
     assert engine_info(tiny.engine()).draft_kind == "DFlash"
     assert engine_info(tiny.engine(draft_ngram=3)).draft_kind == "DFlash and n-grams of 3"
-    models = without_drafter(tiny.engine().models)
-    assert engine_info(Engine(models)).draft_kind is None
-    models = replace(models, drafter=NgramDrafter(8, 1), plan=replace(models.plan, draft_ngram=1))
-    assert engine_info(Engine(models)).draft_kind == "n-grams"
+    engine = tiny.engine()
+    models, plan = without_drafter(engine.models, engine.plan)
+    assert engine_info(Engine(models, plan)).draft_kind is None
+    models = replace(models, drafter=NgramDrafter(8, 1))
+    assert engine_info(Engine(models, replace(plan, draft_ngram=1))).draft_kind == "n-grams"
 
 
 def test_a_pair_has_names_formats_and_sizes():
@@ -46,7 +47,8 @@ def test_a_pair_has_names_formats_and_sizes():
     assert info.target_bytes == pytest.approx(
         (Path(tiny.TARGET) / "model.safetensors").stat().st_size, rel=0.2
     )
-    alone = engine_info(Engine(without_drafter(tiny.engine().models)))
+    engine = tiny.engine()
+    alone = engine_info(Engine(*without_drafter(engine.models, engine.plan)))
     assert (alone.draft_title, alone.draft_format, alone.draft_bytes) == (None, None, None)
 
 
@@ -62,9 +64,12 @@ def test_how_keys_and_values_are_kept_is_told():
 
 
 def test_the_log_names_compressed_keys_and_values():
-    assert kv_text(tiny.engine(dtype="float32").models) == ""
-    both = tiny.engine(dtype="float32", num_pages=16, kv_dtype="int8", draft_kv_dtype="fp8").models
-    assert re.fullmatch(r"keys and values in int8, the drafter's in fp8 \(\d\.\dx\)", kv_text(both))
+    exact = tiny.engine(dtype="float32")
+    assert kv_text(exact.models, exact.plan) == ""
+    both = tiny.engine(dtype="float32", num_pages=16, kv_dtype="int8", draft_kv_dtype="fp8")
+    assert re.fullmatch(
+        r"keys and values in int8, the drafter's in fp8 \(\d\.\dx\)", kv_text(both.models, both.plan)
+    )
 
 
 def test_a_folder_is_named_by_how_it_is_quantised():

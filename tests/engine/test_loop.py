@@ -38,7 +38,7 @@ def models():
 
 @pytest.fixture
 def engine(models):
-    return Engine(models)
+    return Engine(*models)
 
 
 @pytest.fixture
@@ -120,7 +120,7 @@ def test_a_failure_to_prepare_ends_nothing(engine, monkeypatch, caplog):
 
 
 def alone(models, sampling, prompt=PROMPT):
-    engine = Engine(models)
+    engine = Engine(*models)
     engine.add(prompt, sampling)
     deltas = []
     while engine.has_work:
@@ -337,7 +337,7 @@ def test_a_failing_step_ends_those_on_a_row_and_serves_those_that_wait(models, e
 
 
 def test_a_request_of_which_one_choice_has_a_row_ends_whole(models, monkeypatch):
-    engine = Engine(replace(models, plan=replace(models.plan, max_num_seqs=1)))
+    engine = Engine(models[0], replace(models[1], max_num_seqs=1))
     engine.add(PROMPT, SamplingParams(n=3, seed=1, max_tokens=4), "touched")
     engine.add(PROMPT, SHORT, "waiting")
     with monkeypatch.context() as patch:
@@ -443,7 +443,7 @@ TRUE = SamplingParams(structured_outputs=StructuredOutputs(choice=["true"]))
 
 def test_a_form_is_compiled_while_the_engine_goes_on(models, monkeypatch):
     """Beside its thread; what is no form is raised at the caller, and who gives up meanwhile is forgotten."""
-    engine = Engine(replace(models, tokenizer=json_tokens.tokenizer()))
+    engine = Engine(replace(models[0], tokenizer=json_tokens.tokenizer()), models[1])
     loop, may_compile, guide_of = (
         EngineLoop(lambda startup: engine).wait(),
         threading.Event(),

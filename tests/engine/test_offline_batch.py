@@ -80,7 +80,7 @@ def check(answers, asked, expected):
 
 def test_answers_are_those_of_generate(models, expected):
     asked = questions()
-    answers = list(make_offline_batch(models).answer(asked))
+    answers = list(make_offline_batch(*models).answer(asked))
     check(answers, asked, expected)
     sizes = [len(answer.token_ids) for answer in answers if answer.is_whole]
     assert any(size % ROUND for size in sizes), "some end inside a round"
@@ -91,7 +91,7 @@ def test_answers_are_those_of_generate(models, expected):
 
 def test_two_halves_give_the_same_answers(models, expected):
     """As on a GPU, where one half is looked after while the other runs."""
-    bulk = make_offline_batch(models)
+    bulk = make_offline_batch(*models)
     bulk._halves = [module._Half(range(1)), module._Half(range(1, 3))]
     asked = questions()
     check(list(bulk.answer(asked)), asked, expected)
@@ -106,14 +106,18 @@ def circles(tmp_path_factory):
         Question(key=number, prompt_ids=(number, 7), max_tokens=5 * ROUND + 3, temperature=0.8 * (number % 2))
         for number in range(9)
     ]
-    return models, asked, {answer.question.key: answer for answer in make_offline_batch(models).answer(asked)}
+    return (
+        models,
+        asked,
+        {answer.question.key: answer for answer in make_offline_batch(*models).answer(asked)},
+    )
 
 
 @pytest.mark.parametrize("count", slow_but([1, 3, ROUND - 1, ROUND, 2 * ROUND], 3, ROUND))
 def test_an_answer_that_runs_in_circles_is_cut_where_it_has_repeated_enough(circles, count):
     models, asked, whole = circles
     cuts = 0
-    for answer in make_offline_batch(models).answer([replace(one, max_repeat=count) for one in asked]):
+    for answer in make_offline_batch(*models).answer([replace(one, max_repeat=count) for one in asked]):
         alone = whole[answer.question.key]
         assert answer.token_ids == pairs.cut_circles(alone.token_ids, count)
         assert answer.is_whole == (alone.is_whole and answer.token_ids == alone.token_ids)
@@ -122,7 +126,7 @@ def test_an_answer_that_runs_in_circles_is_cut_where_it_has_repeated_enough(circ
 
 
 def test_one_bulk_answers_again_and_again(models, expected):
-    bulk = make_offline_batch(models)
+    bulk = make_offline_batch(*models)
     asked = questions()
     for part in (asked[:4], asked[4:5], [], asked[5:9]):
         check(list(bulk.answer(part)), part, expected)
@@ -144,7 +148,7 @@ def test_questions_may_depend_on_answers_that_came_before(models, expected):
             return self.listed.pop()
 
     waiting, answers = Waiting(), []
-    for answer in make_offline_batch(models).answer(waiting):
+    for answer in make_offline_batch(*models).answer(waiting):
         answers.append(answer)
         if answer.question == first:
             waiting.listed.append(second)
@@ -154,7 +158,7 @@ def test_questions_may_depend_on_answers_that_came_before(models, expected):
 @pytest.mark.parametrize("max_tokens", [1, ROUND - 1, ROUND, ROUND + 1, 2 * ROUND + 1])
 def test_a_row_holds_the_whole_context_and_the_rest_of_its_last_round(models, expected, max_tokens):
     """Rows that have ended run on in vain: past their answer, but never past what rows and tables hold."""
-    bulk = make_offline_batch(models)
+    bulk = make_offline_batch(*models)
     prompt = tuple((3 * place) % 60 for place in range(bulk.max_model_len - max_tokens))
     asked = [Question(key, prompt, max_tokens) for key in range(3)]
     check(list(bulk.answer(asked)), asked, expected)
@@ -163,7 +167,7 @@ def test_a_row_holds_the_whole_context_and_the_rest_of_its_last_round(models, ex
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_there_are_as_many_rows_as_asked_for(folder, page_size):
     models = pairs.load_target(folder, max_num_seqs=3, max_model_len=CONTEXT, page_size=page_size)
-    bulk = make_offline_batch(models)
+    bulk = make_offline_batch(*models)
     assert [row for half in bulk._halves for row in half.places] == [0, 1, 2]
     pages = bulk._engine.rows.page_table[:3]
     assert len(set(pages.flatten().tolist())) == pages.numel(), "no page has two owners"
@@ -172,17 +176,17 @@ def test_there_are_as_many_rows_as_asked_for(folder, page_size):
 
 
 def test_a_context_of_nearly_what_was_asked_for_can_be_answered(models):
-    assert CONTEXT - ROUND <= make_offline_batch(models).max_model_len <= CONTEXT
+    assert CONTEXT - ROUND <= make_offline_batch(*models).max_model_len <= CONTEXT
 
 
 @pytest.mark.parametrize(("prompt", "max_tokens"), [((), 5), ((1,) * CONTEXT, 20), ((1,), 2 * CONTEXT)])
 def test_what_no_row_holds_is_refused(models, prompt, max_tokens):
     with pytest.raises(RequestError, match="a row holds"):
-        list(make_offline_batch(models).answer([Question(0, prompt, max_tokens)]))
+        list(make_offline_batch(*models).answer([Question(0, prompt, max_tokens)]))
 
 
 def test_a_cache_too_small_for_one_row_is_refused(folder):
     models = pairs.load_target(folder, max_num_seqs=3, max_model_len=CONTEXT, page_size=4)
-    models = replace(models, plan=replace(models.plan, num_pages=20))
+    models = models[0], replace(models[1], num_pages=20)
     with pytest.raises(CapacityError, match="20 pages"):
-        make_offline_batch(models)
+        make_offline_batch(*models)

@@ -50,6 +50,6 @@ def test_too_long_a_prompt_is_told_only_what_can_be_done():
 def test_a_context_can_be_raised_where_somebody_has_asked_for_less():
     known = tiny.engine().models.config.max_positions
     assert engine_info(tiny.engine(max_model_len=64)).most_context == known
-    models = tiny.engine(max_model_len="auto").models
-    full = replace(models, plan=models.plan.changed({"max_model_len": CACHE_HOLDS}, max_model_len=100))
-    assert full.most_context == 100
+    engine = tiny.engine(max_model_len="auto")
+    full = engine.plan.changed({"max_model_len": CACHE_HOLDS}, max_model_len=100)
+    assert engine.models.most_context(full) == 100

@@ -88,7 +88,7 @@ def test_a_folder_brings_its_own_and_openai_leaves_them_aside(folder):
 
 def pair_of(target, **settings):
     asked = Settings(model=str(target), draft="none", device="cpu", max_model_len=128, **settings)
-    return load_models(asked, lambda _: None)
+    return load_models(asked, lambda _: None)[0]
 
 
 def test_the_server_and_the_library_take_them(folder):

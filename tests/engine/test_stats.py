@@ -31,7 +31,7 @@ def clock():
 
 def make_engine(clock, **plan):
     engine = tiny.engine(**{"width": tiny.BLOCK, **plan})
-    return Engine(engine.models, clock)
+    return Engine(engine.models, engine.plan, clock)
 
 
 def greedy(**changes):
@@ -258,7 +258,7 @@ def test_max_tokens_is_what_the_context_leaves_where_nobody_said(clock):
     engine = make_engine(clock)
     engine.add([1, 2, 3], greedy(max_tokens=None))
     drain(engine, clock)
-    left = engine.models.plan.max_model_len - 3
+    left = engine.plan.max_model_len - 3
     assert engine.snapshot().histograms["request_params_max_tokens"].sum == left
 
 

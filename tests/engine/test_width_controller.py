@@ -340,7 +340,7 @@ def llm():
 @pytest.fixture
 def widths(llm, monkeypatch):
     """The widths of all steps from here on; afterwards the engine follows its own plan again."""
-    seen, plan = [], llm.engine.models.plan
+    seen, plan = [], llm.engine.plan
     decode = llm.engine.decode
     monkeypatch.setattr(llm.engine, "decode", lambda width, *more: seen.append(width) or decode(width, *more))
     monkeypatch.setattr(StepCosts, "observe", lambda *what: None)  # times of a busy machine decide nothing
@@ -350,7 +350,7 @@ def widths(llm, monkeypatch):
 
 def follow_costs(llm, crowd=1.0):
     """Costs of one row; four rows take `crowd` times as long to verify drafts."""
-    plan = llm.engine.models.plan
+    plan = llm.engine.plan
     places = {(1, w): cost for w, cost in COSTS.items()}
     places |= {(4, w): cost * (crowd if w > 1 else 1.0) for w, cost in COSTS.items()}
     llm.engine.replan(replace(plan, width=3, step_costs=places, draft_chances=CHANCES))

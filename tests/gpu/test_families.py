@@ -8,7 +8,7 @@ import torch
 
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.request import SamplingParams
-from tests.models.checkpoints import load, write_target
+from tests.models.checkpoints import load_pair, write_target
 from tests.models.families import BASE, CASES, CONFIGS
 
 pytestmark = [
@@ -19,7 +19,7 @@ NAMES = [name for name, (_, overrides) in CASES.items() if overrides is not None
 
 
 def answers(folder, device, dtype, prompts, width):
-    models = load(
+    models, plan = load_pair(
         folder,
         device=device,
         dtype=dtype,
@@ -28,7 +28,7 @@ def answers(folder, device, dtype, prompts, width):
         max_prefill_tokens=11,
         max_num_seqs=3,
     )
-    engine = Engine(replace(models, plan=replace(models.plan, num_pages=400, block=width, width=width)))
+    engine = Engine(models, replace(plan, num_pages=400, block=width, width=width))
     params = SamplingParams(temperature=1.0, seed=3, max_tokens=24, ignore_eos=True, logprobs=0)
     ids = [engine.add(prompt, params) for prompt in prompts]
     found = {request_id: [] for request_id in ids}

@@ -52,7 +52,7 @@ def test_a_bucket_that_is_filled_up_touches_only_the_active_rows(captured, eager
 
 def test_the_smallest_bucket_with_room_is_replayed():
     engine = stepping.tiny_engine(CARD, is_captured=False)
-    engine.capture(row_sizes(MAX_ROWS), [engine.models.plan.width])
+    engine.capture(row_sizes(MAX_ROWS), [engine.plan.width])
     assert len(engine.graphs) == 3
     eager = stepping.tiny_engine(CARD, is_captured=False)
     for scene, num_rows in ((SCENES[0], 4), (SCENES[2], 4), (SCENES[3], 1)):

@@ -56,7 +56,7 @@ def test_a_family_in_graphs_emits_the_tokens_of_plain_decoding(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_family_has_the_same_bits_in_any_company(name):
-    engine = Engine(stepping.family_models(name, CARD))
+    engine = Engine(*stepping.family_pair(name, CARD))
     found = check_bits(engine, [3, 5, 7, 11, 2, 9])
     assert found.is_same or not IS_HOPPER, found.detail
 

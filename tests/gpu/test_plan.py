@@ -61,9 +61,9 @@ def test_a_start_takes_what_was_planned(started):
 
 def test_the_pages_are_those_of_the_plan(started):
     fit, engine, _ = started
-    assert engine.models.plan.num_pages == pytest.approx(fit.plan.num_pages, rel=0.03)
-    assert engine.models.plan.max_model_len == fit.plan.max_model_len
-    assert engine.models.plan.max_num_seqs == fit.plan.max_num_seqs
+    assert engine.plan.num_pages == pytest.approx(fit.plan.num_pages, rel=0.03)
+    assert engine.plan.max_model_len == fit.plan.max_model_len
+    assert engine.plan.max_num_seqs == fit.plan.max_num_seqs
 
 
 def test_weights_and_cache_are_exact(started):
@@ -78,4 +78,4 @@ def test_weights_and_cache_are_exact(started):
     assert sizes["position tables"] == sum(table.nbytes for table in tables)
     assert sizes["drafter weights"] == sum(parameter.nbytes for parameter in drafter.parameters())
     per_page = fit.footprint.per_token * fit.plan.page_size
-    assert engine.cache.num_bytes == (engine.models.plan.num_pages + 2) * per_page
+    assert engine.cache.num_bytes == (engine.plan.num_pages + 2) * per_page

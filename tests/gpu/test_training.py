@@ -38,7 +38,7 @@ class Scene:
 
     def __init__(self, kind, length):
         raw = pairs.draft_json(top=HEADS | KINDS[kind])
-        target = pairs.load_target(dtype="bfloat16").target
+        target = pairs.load_target(dtype="bfloat16")[0].target
         model = pairs.random_drafter(raw, dtype=torch.float32, max_positions=512, decoder=target)
         self.block = model.config.block
         self.slow = BlockForward(model, copy.deepcopy(target).float())
@@ -94,7 +94,7 @@ def test_hidden_states_and_gradients_are_those_of_the_dense_mask(kind, length):
 
 def test_a_few_steps_on_the_card_bring_the_loss_down():
     device = torch.device("cuda")
-    models = pairs.load_target(dtype="bfloat16", device="cuda")
+    models, _ = pairs.load_target(dtype="bfloat16", device="cuda")
     models.target.taps = pairs.TAPS
     raw = pairs.draft_json(top=HEADS)
     model = pairs.random_drafter(raw, dtype=torch.float32, max_positions=512).to(device)

@@ -14,9 +14,9 @@ from blockdraft.engine.engine import Engine, mix
 from blockdraft.engine.request import SamplingParams
 from blockdraft.step.drafter import NoDrafter, Weightless
 from tests import tiny
-from tests.fixtures import make_pair
+from tests.fixtures import make_pair as fixture
 from tests.models import families
-from tests.models.checkpoints import load, write_draft, write_target
+from tests.models.checkpoints import load_pair, write_draft, write_target
 
 BLOCK = 16
 MAX_MODEL_LEN = 120
@@ -43,22 +43,26 @@ HYBRID_NAMES = tuple(name for name in NAMES if families.CASES[name][0] in famili
 
 
 @functools.cache
+def pair(name):
+    """Models and plan of a configuration in tests/models/families.py, through the real loader."""
+    return make_pair(*families.CASES[name], seed=1)
+
+
 def models(name):
-    """The pair of a configuration in tests/models/families.py, through the real loader."""
-    return make_models(*families.CASES[name], seed=1)
+    return pair(name)[0]
 
 
 @functools.lru_cache(maxsize=4)
-def drawn_models(family, seed):
+def drawn_pair(family, seed):
     """A pair of a configuration drawn from `seed`."""
     overrides = families.draw(family, random.Random(seed))
     if overrides.get("moe_intermediate_size") == 1:
         overrides["moe_intermediate_size"] = 2  # transformers saves experts of size 1 as vectors
-    return make_models(family, overrides, seed=seed)
+    return make_pair(family, overrides, seed=seed)
 
 
-def make_models(family, overrides, *, seed, block=BLOCK, **settings):
-    """A pair with random weights; `settings` override those that all tests here share."""
+def make_pair(family, overrides, *, seed, block=BLOCK, **settings):
+    """Models with random weights, and their plan; `settings` override those that all tests here share."""
     settings = {
         "dtype": "float64",
         "max_model_len": MAX_MODEL_LEN,
@@ -72,20 +76,20 @@ def make_models(family, overrides, *, seed, block=BLOCK, **settings):
         target, draft = Path(folder, "target"), Path(folder, "draft")
         write_target(target, config, seed)
         raw = draft_config(config, block)
-        weights = make_pair.draft_weights(raw, torch.Generator().manual_seed(seed))
+        weights = fixture.draft_weights(raw, torch.Generator().manual_seed(seed))
         write_draft(draft, raw, weights)
-        loaded = load(target, draft, **settings)
+        loaded, plan = load_pair(target, draft, **settings)
     if config.tie_word_embeddings:
         # Random weights behind a tied head repeat the last token for ever, whatever came before it.
         loaded.target.embedding.weight *= 0.1
         loaded.target.norm.weight *= 10
-    return loaded
+    return loaded, plan
 
 
 def draft_config(target, block=BLOCK):
     """A drafter of two layers that reads the first and the last layer of `target`."""
     depth = target.num_hidden_layers
-    return make_pair.draft_config() | {
+    return fixture.draft_config() | {
         "vocab_size": target.vocab_size,
         "hidden_size": target.hidden_size,
         "block_size": block,
@@ -124,37 +128,39 @@ class HintedDrafter(Weightless):
         pass
 
 
-def engine(models, drafter="own", *, chunks=None, is_captured=False, **plan):
-    """An engine on the pair; `plan` overrides fields of the Plan. `drafter`: none, own, or a drafter.
+def engine(pair, drafter="own", *, chunks=None, is_captured=False, **plan):
+    """An engine on a pair of models and plan; `plan` overrides fields of the Plan.
 
+    `drafter`: none, own, or a drafter.
     `chunks`: a seed, for prompts that are cut by chance.
     """
+    models, planned = pair
     if drafter == "none":
         drafter = NoDrafter(BLOCK)
     elif drafter == "own":
         drafter = models.drafter
     plan = {"num_pages": 1024, "max_prefill_tokens": 64, **plan}
-    plan = tiny.with_exact_pages(replace(models.plan, **plan))
-    made = Engine(replace(models, drafter=drafter, plan=plan))
+    plan = tiny.with_exact_pages(replace(planned, **plan))
+    made = Engine(replace(models, drafter=drafter), plan)
     if is_captured:
         tiny.capture(made)
     return made if chunks is None else tiny.with_any_chunks(made, chunks)
 
 
-def plain_engine(models, **plan):
+def plain_engine(pair, **plan):
     """Plain decoding: no drafter, no prefix cache, prefill in chunks that nobody else uses."""
     return engine(
-        models,
+        pair,
         "none",
         **{"width": 1, "prefix_cache": False, "page_size": 16, "max_prefill_tokens": 7, **plan},
     )
 
 
-def plain(models, requests):
+def plain(pair, requests):
     """The results of every request alone, one token at a time."""
     answers = []
     for prompt, params in requests:
-        answers += tiny.run(plain_engine(models), [(prompt, replace(params, width=1))])
+        answers += tiny.run(plain_engine(pair), [(prompt, replace(params, width=1))])
     return answers
 
 

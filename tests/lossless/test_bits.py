@@ -97,7 +97,7 @@ def watch(engine):
 def keys_and_values(engine, row):
     """[layers of the target, 2, heads, positions, size]"""
     place = torch.arange(int(engine.rows.length[row]))
-    page_size = engine.models.plan.page_size
+    page_size = engine.plan.page_size
     slots = engine.rows.page_table[row, place // page_size] * page_size + place % page_size
     layers = engine.cache.storage[: len(engine.models.config.layers)]
     return torch.stack([torch.stack((layer.keys[:, slots], layer.values[:, slots])) for layer in layers])

@@ -54,7 +54,7 @@ TIGHT = {"page_size": 3, "num_pages": 22, "max_prefill_tokens": 64, "prefix_cach
 class Case:
     """Requests, their results under plain decoding, and the states on the way."""
 
-    models: object
+    pair: object
     requests: list
     results: list
     states: dict
@@ -73,13 +73,13 @@ class Run:
 
 @functools.cache
 def plain(name):
-    models, requests = families.models(name), families.make_requests()
+    pair, requests = families.pair(name), families.make_requests()
     results, states = [], {}
     for request in requests:
-        ran = run_watched(families.plain_engine(models), [request])
+        ran = run_watched(families.plain_engine(pair), [request])
         results += ran.results
         states |= ran.states
-    return Case(models, requests, results, states)
+    return Case(pair, requests, results, states)
 
 
 def run_watched(engine, requests):
@@ -109,8 +109,8 @@ def choice(deltas):
 
 
 def hinted_engine(case, *, most=BLOCK - 1, **plan):
-    drafter = families.hinted(case.models, case.requests, case.results, most=most)
-    return families.engine(case.models, drafter, **plan)
+    drafter = families.hinted(case.pair[0], case.requests, case.results, most=most)
+    return families.engine(case.pair, drafter, **plan)
 
 
 def assert_same_states(got, expected, *, at_least):
@@ -166,7 +166,7 @@ def test_a_drafter_that_is_often_right_changes_nothing(name, schedule):
 @pytest.mark.parametrize("name", NAMES)
 def test_its_own_drafter_with_random_weights_changes_nothing(name, schedule):
     case = plain(name)
-    assert tiny.run(families.engine(case.models, **schedule), case.requests) == case.results
+    assert tiny.run(families.engine(case.pair, **schedule), case.requests) == case.results
 
 
 @pytest.mark.parametrize(
@@ -182,13 +182,13 @@ def test_preemption_changes_nothing(name, plan):
 
 @pytest.mark.parametrize("name", ["gemma4-shared", "qwen3_5-whole"])
 def test_every_accepted_count_occurs_and_changes_nothing(name):
-    models = families.models(name)
+    pair = families.pair(name)
     requests = families.make_requests((2, 7, 4), max_tokens=80)
-    expected = families.plain(models, requests)
+    expected = families.plain(pair, requests)
     counts = set()
     for chunk in (3, 64):
         engine = families.engine(
-            models, families.hinted(models, requests, expected), width=16, max_prefill_tokens=chunk
+            pair, families.hinted(pair[0], requests, expected), width=16, max_prefill_tokens=chunk
         )
         ran = run_watched(engine, requests)
         assert ran.results == expected
@@ -211,9 +211,9 @@ def test_steps_are_captured_of_every_family_but_with_experts():
     """Which of their experts a token needs, the host would have to ask."""
     refused = {}
     for name in NAMES:
-        models = families.models(name)
-        refused[name] = models.why_not_captured()
-        engine = families.engine(models, is_captured=True, width=2)
+        pair = families.pair(name)
+        refused[name] = pair[0].why_not_captured()
+        engine = families.engine(pair, is_captured=True, width=2)
         tiny.run(engine, families.make_requests((3,), max_tokens=4))
         assert (engine.graphs is None) is (refused[name] is not None)
         assert engine.graphs is None or engine.graphs.has(1, 2)
@@ -283,26 +283,26 @@ def test_what_rows_and_pages_held_before_does_not_leak(name):
     ids=["choices", "penalties"],
 )
 def test_choices_and_penalties_on_a_hybrid(name, asked):
-    models = families.models(name)
+    pair = families.pair(name)
     requests = families.make_requests((9, 4), max_tokens=16, **asked)
-    expected = families.plain(models, requests)
+    expected = families.plain(pair, requests)
     if "n" in asked:
         sampled = expected[1]
         assert len({tuple(tokens) for tokens, _, _ in sampled}) == 3
     else:
-        assert expected != families.plain(models, families.make_requests((9, 4), max_tokens=16))
-    drafter = families.hinted(models, requests, expected)
-    ran = run_watched(families.engine(models, drafter, width=16, page_size=3, max_num_seqs=3), requests)
+        assert expected != families.plain(pair, families.make_requests((9, 4), max_tokens=16))
+    drafter = families.hinted(pair[0], requests, expected)
+    ran = run_watched(families.engine(pair, drafter, width=16, page_size=3, max_num_seqs=3), requests)
     assert ran.results == expected
     assert max(ran.counts) > 3
 
 
 @pytest.mark.parametrize("name", ["qwen3_next-whole", "qwen3_5-mrope"])
 def test_prompt_logprobs_on_a_hybrid(name):
-    models = families.models(name)
+    pair = families.pair(name)
     requests = families.make_requests((30, 11), max_tokens=4, prompt_logprobs=2)
-    answers = [prompt_logprobs(families.plain_engine(models), [request])[0] for request in requests]
-    both = prompt_logprobs(families.engine(models, width=16, max_prefill_tokens=8, page_size=3), requests)
+    answers = [prompt_logprobs(families.plain_engine(pair), [request])[0] for request in requests]
+    both = prompt_logprobs(families.engine(pair, width=16, max_prefill_tokens=8, page_size=3), requests)
     for (prompt, _), alone, together in zip(requests, answers, both, strict=True):
         assert len(alone) == len(prompt)
         assert [one.token_id for one in alone[1:]] == prompt[1:]
@@ -325,16 +325,16 @@ def values(logprobs):
 @pytest.mark.parametrize("name", NAMES)
 def test_the_plan_has_no_prefix_cache_for_hybrids(name):
     """Pages come back from it, states do not. The settings ask for one."""
-    assert families.models(name).plan.prefix_cache is (name not in HYBRID_NAMES)
+    assert families.pair(name)[1].prefix_cache is (name not in HYBRID_NAMES)
 
 
 @pytest.mark.parametrize("name", ["qwen3-slides", "qwen3_next-whole", "qwen3_5-mrope"])
 def test_a_long_common_prompt_gives_plain_tokens_and_only_hybrids_compute_it_again(name):
-    models = families.models(name)
+    pair = families.pair(name)
     [(prompt, params)] = families.make_requests((50,), max_tokens=8)
     requests = [([*prompt, index], replace(params, seed=index, temperature=1.0)) for index in range(3)]
-    expected = families.plain(models, requests)
-    engine = families.engine(models, page_size=4)
+    expected = families.plain(pair, requests)
+    engine = families.engine(pair, page_size=4)
     assert tiny.run(engine, requests[:1]) == expected[:1]
     ran = run_watched(engine, requests)
     assert ran.results == expected
@@ -379,25 +379,25 @@ def cases(draw):
     return requests, plan, draw(st.sampled_from(["own", "hinted"]))
 
 
-def check_case(models, case):
+def check_case(pair, case):
     requests, plan, drafter = case
-    expected = families.plain(models, requests)
+    expected = families.plain(pair, requests)
     if drafter == "hinted":
-        drafter = families.hinted(models, requests, expected)
-    assert tiny.run(families.engine(models, drafter, **plan), requests) == expected
+        drafter = families.hinted(pair[0], requests, expected)
+    assert tiny.run(families.engine(pair, drafter, **plan), requests) == expected
 
 
 @settings(max_examples=5, deadline=None, derandomize=True)
 @given(name=st.sampled_from(NAMES), case=cases())
 def test_any_schedule_emits_the_tokens_of_plain_decoding(name, case):
-    check_case(families.models(name), case)
+    check_case(families.pair(name), case)
 
 
 @pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(family=st.sampled_from(sorted(CONFIGS)), seed=st.integers(0, 10**6), case=cases())
 def test_many_more_configurations_and_schedules(family, seed, case):
-    check_case(families.drawn_models(family, seed), case)
+    check_case(families.drawn_pair(family, seed), case)
 
 
 # ---- compressed keys and values
@@ -412,8 +412,8 @@ COLD_NAMES = {
 
 
 @functools.cache
-def long_models(name):
-    return families.make_models(*CASES[name], seed=1, max_model_len=300)
+def long_pair(name):
+    return families.make_pair(*CASES[name], seed=1, max_model_len=300)
 
 
 @pytest.mark.parametrize(
@@ -427,12 +427,12 @@ def long_models(name):
 )
 def test_compressed_keys_give_the_tokens_of_plain_decoding_through_them(name, kv_dtype):
     """By the rule of positions, two schedules that share nothing agree with one token at a time."""
-    models = long_models(name)
+    pair = long_pair(name)
     kept = {"kv_dtype": kv_dtype, "kv_window": 16}
     requests = families.make_requests(lengths=(230, 9, 170), max_tokens=24)
     expected = []
     for prompt, params in requests:
-        expected += tiny.run(families.plain_engine(models, **kept), [(prompt, replace(params, width=1))])
+        expected += tiny.run(families.plain_engine(pair, **kept), [(prompt, replace(params, width=1))])
     for schedule in (SCHEDULES[3], SCHEDULES[4]):
         plan = {
             **schedule,
@@ -440,5 +440,5 @@ def test_compressed_keys_give_the_tokens_of_plain_decoding_through_them(name, kv
             "page_size": 16,
             **kept,
         }
-        drafter = families.hinted(models, requests, expected)
-        assert tiny.run(families.engine(models, drafter, **plan), requests) == expected
+        drafter = families.hinted(pair[0], requests, expected)
+        assert tiny.run(families.engine(pair, drafter, **plan), requests) == expected

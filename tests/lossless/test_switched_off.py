@@ -73,18 +73,18 @@ def test_the_trained_drafter_changes_no_token(operations, request_):
 @pytest.fixture(scope="module")
 def hybrid():
     """Gated delta layers and gated attention."""
-    return families.make_models(
+    return families.make_pair(
         *CASES["qwen3_5-whole"], seed=1, block=WIDTH, dtype="float32", max_model_len=64, max_num_seqs=1
     )
 
 
 @pytest.mark.parametrize("operations", [("gated delta",), ("gated norms", "heads' gates", "activations")])
 def test_recurrent_layers_commit_what_plain_decoding_does(hybrid, operations):
-    models = hybrid.with_kernels(interpreted(*operations))
-    plain = pin(families.engine(models, NoDrafter(WIDTH), **PLAN), is_captured=False)
+    models, plan = hybrid[0].with_kernels(interpreted(*operations)), hybrid[1]
+    plain = pin(families.engine((models, plan), NoDrafter(WIDTH), **PLAN), is_captured=False)
     expected = tiny.run(plain, [GREEDY])
     drafter = families.hinted(models, [GREEDY], expected, most=WIDTH - 1)
     drafter.answers[0] = []  # of the scratch row
-    drafted = pin(families.engine(models, drafter, **PLAN), is_captured=False)
+    drafted = pin(families.engine((models, plan), drafter, **PLAN), is_captured=False)
     assert tiny.run(drafted, [GREEDY]) == expected
     assert drafted.stats.num_blocks < plain.stats.num_blocks, "no draft was accepted"

@@ -61,6 +61,11 @@ def write_draft(folder, config, weights):
 
 def load(target, draft=None, **settings):
     """Both folders through the real loader."""
+    return load_pair(target, draft, **settings)[0]
+
+
+def load_pair(target, draft=None, **settings):
+    """Models and plan."""
     draft = None if draft is None else str(draft)
     settings = {"device": "cpu", **settings}
     return load_models(Settings(model=str(target), draft=draft, **settings), lambda _: None)

@@ -18,7 +18,7 @@ from blockdraft.start.loading import load_target
 from tests.fixtures import make_pair
 from tests.lossless.families import NAMES
 from tests.matrix import slow_but
-from tests.models.checkpoints import CPU, Bench, cut, load, write_target
+from tests.models.checkpoints import CPU, Bench, cut, load_pair, write_target
 from tests.models.families import BASE, CASES, CONFIGS, HYBRIDS, draw, widen
 
 
@@ -45,9 +45,10 @@ class Case:
         self.generator = torch.Generator().manual_seed(self.seed)
 
     @functools.cache  # noqa: B019 - lives as long as the module's fixture
-    def models(self, dtype):
+    def loaded(self, dtype):
+        """Models and plan."""
         name = str(dtype).removeprefix("torch.")
-        return load(
+        return load_pair(
             self.folder, dtype=name, max_model_len=400, page_size=3, max_prefill_tokens=7, max_num_seqs=2
         )
 
@@ -60,7 +61,7 @@ class Case:
         return [model(ids[None]).logits[0] for ids in sequences]
 
     def logits(self, sequences, chunks, dtype, page_size):
-        models = self.models(dtype)
+        models, _ = self.loaded(dtype)
         bench = Bench(
             models.config.layer_specs(),
             num_rows=len(sequences),
@@ -122,8 +123,8 @@ def test_token_by_token_gives_the_logits_of_transformers(case):
 
 @pytest.mark.parametrize("case", slow_but(list(CASES), *NAMES), indirect=True, scope="module")
 def test_greedy_text_is_that_of_transformers(case):
-    models = case.models(torch.float64)
-    engine = Engine(replace(models, plan=replace(models.plan, num_pages=60)))
+    models, plan = case.loaded(torch.float64)
+    engine = Engine(models, replace(plan, num_pages=60))
     num_tokens = 10
     prompts = [case.tokens(11), case.tokens(1), case.tokens(9)]
     greedy = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
@@ -144,8 +145,8 @@ def test_features_are_the_outputs_of_the_tapped_layers_in_the_order_asked(case):
     raw = make_pair.draft_config() | {"num_target_layers": num_layers}
     raw["dflash_config"] = {"mask_token_id": 1, "target_layer_ids": taps}
     checkpoint = FolderCheckpoint(case.folder, name="target")
-    models = case.models(torch.float64)
-    target = load_target(checkpoint, models.config, read_draft_config(raw, name="d"), models.plan, CPU)
+    models, plan = case.loaded(torch.float64)
+    target = load_target(checkpoint, models.config, read_draft_config(raw, name="d"), plan, CPU)
     ids = case.tokens(12)
     bench = Bench(
         models.config.layer_specs(),

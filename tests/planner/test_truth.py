@@ -43,9 +43,9 @@ def allocated():
 found = {}
 for name, settings in json.loads(sys.argv[1]).items():
     before = allocated()
-    models = load_models(Settings(**settings), lambda line: None)
-    engine = Engine(models)
-    found[name] = [allocated() - before, models.plan.num_pages]
+    models, plan = load_models(Settings(**settings), lambda line: None)
+    engine = Engine(models, plan)
+    found[name] = [allocated() - before, plan.num_pages]
     del engine, models
 print(json.dumps(found))
 """
@@ -152,7 +152,7 @@ def test_a_compressed_cache_takes_what_was_planned_to_the_byte(kept):
     }
     settings = Settings(**given, **kept)
     fit = fit_native(settings, MACHINE, open_pair(settings))
-    engine = Engine(replace(loading.load_models(settings, lambda line: None), plan=fit.plan))
+    engine = Engine(loading.load_models(settings, lambda line: None)[0], fit.plan)
     caches = ("target cache", "drafter cache", "exact windows")
     planned = {item.name: item.num_bytes for item in fit.items}
     assert sum(planned[name] for name in caches) == engine.cache.num_bytes

@@ -20,12 +20,11 @@ PROMPTS = [[(start + 7 * index) % VOCAB for index in range(40)] for start in (3,
 
 
 def models(**plan):
-    loaded = tiny.load("float32")
-    return replace(loaded, plan=replace(loaded.plan, **{"max_num_seqs": 4, **plan}))
+    return tiny.load("float32"), replace(tiny.plan("float32"), **{"max_num_seqs": 4, **plan})
 
 
 def started(num_tokens=12, prompts=PROMPTS, *, replays=True):
-    table = Equality(models(), prompts, num_tokens, replays=replays)
+    table = Equality(*models(), prompts, num_tokens, replays=replays)
     table.learn_baseline()
     return table
 
@@ -59,7 +58,7 @@ def test_so_it_is_in_rows_that_are_filled_up_and_steps_that_overlap(monkeypatch)
     monkeypatch.setattr(LoadedPair, "why_not_captured", lambda models: None)
     monkeypatch.setattr(Engine, "capture", capture)
     prompts = [*PROMPTS, PROMPTS[0][5:]]  # six rows of eight
-    table = Equality(models(max_num_seqs=8, overlap=True), prompts, 12, replays=True)
+    table = Equality(*models(max_num_seqs=8, overlap=True), prompts, 12, replays=True)
     table.learn_baseline()
     lines = list(table.lines())
     assert len(table.engine.graphs) == 3 * 4
@@ -68,7 +67,7 @@ def test_so_it_is_in_rows_that_are_filled_up_and_steps_that_overlap(monkeypatch)
 
 @pytest.mark.slow  # tests/lossless has these layers in every run
 def test_so_it_is_with_recurrent_layers_and_experts():
-    table = Equality(families.models("qwen3_5_moe-whole"), PROMPTS, 20, replays=True)
+    table = Equality(*families.pair("qwen3_5_moe-whole"), PROMPTS, 20, replays=True)
     table.learn_baseline()
     lines = list(table.lines())
     assert all(line.is_well for line in lines), equality.table(lines)
@@ -110,7 +109,7 @@ def test_a_way_that_did_not_happen_is_no_success():
 
 
 def test_a_pair_without_a_prefix_cache_says_what_it_leaves_out():
-    table = Equality(models(prefix_cache=False), PROMPTS, 2, replays=True)
+    table = Equality(*models(prefix_cache=False), PROMPTS, 2, replays=True)
     assert "with a prefix hit" not in [way.name for way in table.ways()]
     assert table.left_out() == ["with a prefix hit: it is switched off"]
 

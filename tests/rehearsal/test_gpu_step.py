@@ -20,9 +20,9 @@ def test_governed_requests_are_timed_with_drafts_kept_by_rates(monkeypatch):
     monkeypatch.setattr(gpu_step, "SETTLING", 2)
     monkeypatch.setattr(gpu_step, "GOVERNED", 8)
     monkeypatch.setattr("blockdraft.start.block_width.STEADY", 1e9)  # whatever the machine does meanwhile
-    models = tiny.engine(max_num_seqs=2, width=8).models
-    models = replace(models, rates=acceptance_rates("mean:4", width=8, block=8))
-    found = gpu_step.time_governed(models, num_rows=2, context=16)
+    engine = tiny.engine(max_num_seqs=2, width=8)
+    models = replace(engine.models, rates=acceptance_rates("mean:4", width=8, block=8))
+    found = gpu_step.time_governed((models, engine.plan), num_rows=2, context=16)
     assert 1 <= found["committed_per_step"] <= found["mean_width"] <= 8
     assert found["tokens_per_s"] > 0
     assert "on the synthetic acceptance" in found["reason"]
@@ -60,7 +60,7 @@ def test_each_engine_is_gone_before_the_next_one_is_made(monkeypatch):
         monkeypatch.setattr(gpu_step, name, timed)
     monkeypatch.setattr(gpu_step, "copy_ceiling", lambda: 1e12)
     monkeypatch.setattr(
-        gpu_step, "load", lambda *args, **settings: tiny.engine(max_num_seqs=2, width=8).models
+        gpu_step, "load", lambda *args, **settings: (tiny.load("float64"), tiny.plan("float64"))
     )
     monkeypatch.setattr(gpu_step, "_print", lambda *args: None)
     monkeypatch.setattr(gpu_step, "_print_served", lambda *args: None)

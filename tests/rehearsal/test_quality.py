@@ -19,7 +19,7 @@ def measured(**changed):
     work = Work(
         **({"texts": TEXTS, "num_common": 2, "asked": {"code": [[3, 5, 8]], "qa": [[3, 9]]}} | changed)
     )
-    return quality.measure(tiny.load("float32"), work, 12)
+    return quality.measure(tiny.load("float32"), tiny.plan("float32"), work, 12)
 
 
 def test_a_model_against_itself_costs_nothing():
@@ -78,6 +78,7 @@ def test_what_ships_is_read_and_asked_in_every_class():
     work = quality.prepare(
         [*quality.shipped(), Talk("long", Prompt("1", "long", ("word " * 9999,)))],
         tiny.load("float32"),
+        tiny.plan("float32"),
         tokens_per_set=40,
         prompts_per_category=1,
         max_tokens=8,

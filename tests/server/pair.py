@@ -28,8 +28,17 @@ OPENING = (
 )
 
 
+def models():
+    return loaded()[0]
+
+
+def plan():
+    return loaded()[1]
+
+
 @functools.cache
-def models(max_model_len=512, max_queue=8):
+def loaded(max_model_len=512, max_queue=8):
+    """Models and plan."""
     settings = Settings(
         model=str(PAIR / "target"),
         draft=str(PAIR / "draft"),
@@ -63,15 +72,15 @@ def spelled_tokenizer(names, chat_template=None, special=()):
 
 
 @contextlib.contextmanager
-def app_over(models, name=NAME):
-    with remote_engine(lambda startup: Engine(models)) as engine:
+def app_over(models, name=NAME, plan=None):
+    with remote_engine(lambda startup: Engine(models, plan or loaded()[1])) as engine:
         yield make_app(engine, name=name, options=ServerOptions())
 
 
 @contextlib.contextmanager
-def client_of(models, name=NAME):
+def client_of(models, name=NAME, plan=None):
     """OpenAI's client of a server over `models`."""
-    with app_over(models, name) as app, listening(app) as (host, port):
+    with app_over(models, name, plan) as app, listening(app) as (host, port):
         yield openai.OpenAI(base_url=f"http://{host}:{port}/v1", api_key="none", max_retries=0)
 
 

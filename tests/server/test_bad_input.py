@@ -17,7 +17,7 @@ from blockdraft.server.options import ServerOptions
 from blockdraft.text.tokenizer import Tokenizer
 from tests.grammar import json_tokens
 from tests.server.asking import connected
-from tests.server.pair import models
+from tests.server.pair import models, plan
 from tests.server.remote import remote_engine
 
 pytest.importorskip("llguidance")
@@ -34,7 +34,7 @@ TURN_FIELDS = {"chat": "messages", "responses": "input", "messages": "messages"}
 def app():
     parts = replace(json_tokens.tokenizer()._parts, chat_template=TEMPLATE)
     served = replace(models(), tokenizer=Tokenizer(parts))
-    with remote_engine(lambda startup: Engine(served)) as engine:
+    with remote_engine(lambda startup: Engine(served, plan())) as engine:
         yield make_app(engine, name="m", options=ServerOptions(), tool_format="hermes")
 
 

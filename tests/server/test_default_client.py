@@ -19,8 +19,8 @@ ANSWER = "The capital of France is Paris."
 
 @pytest.fixture(scope="module")
 def client():
-    models = load_models(Settings(device="cpu", width=8, max_model_len=512), lambda _: None)
-    with client_of(models, name="default") as client:
+    models, plan = load_models(Settings(device="cpu", width=8, max_model_len=512), lambda _: None)
+    with client_of(models, name="default", plan=plan) as client:
         yield client
 
 

@@ -18,7 +18,7 @@ from blockdraft.server.app import make_app
 from blockdraft.server.http.replies import error_response, json_of
 from blockdraft.server.options import ServerOptions
 from tests.server.asking import ask
-from tests.server.pair import NAME, app_over, models, thinking_tokenizer
+from tests.server.pair import NAME, app_over, models, plan, thinking_tokenizer
 from tests.server.remote import remote_engine
 from tests.server.scripted import AGENT, SCRIPTS, ScriptedChat, call, events_of, piece, streamed, taken
 
@@ -370,7 +370,7 @@ class Lost:
 
 
 def test_refusals_of_the_guard_and_the_engine_have_it_too():
-    with remote_engine(lambda startup: Engine(models())) as engine:
+    with remote_engine(lambda startup: Engine(models(), plan())) as engine:
         guarded = make_app(engine, name=NAME, options=ServerOptions(api_keys=("k",), max_body_bytes=64))
         full = make_app(Lost(engine, CapacityError("full.")), name=NAME, options=ServerOptions())
         lost = make_app(Lost(engine, EngineStopped("lost.")), name=NAME, options=ServerOptions())

@@ -15,7 +15,7 @@ from blockdraft.server.app import make_api
 from blockdraft.text.tokenizer import ROLES
 from tests.matrix import slow_but
 from tests.server.asking import ask, listening
-from tests.server.pair import app_over, models
+from tests.server.pair import app_over, loaded, models
 
 BLOCK, VOCABULARY = 8, 64  # of the fixture pair
 Unused = object  # a loop that no route asks anything
@@ -49,7 +49,8 @@ PLAIN = [
 
 @pytest.fixture(scope="module")
 def app():
-    with app_over(models(max_model_len=32, max_queue=4)) as app:
+    small, plan = loaded(max_model_len=32, max_queue=4)
+    with app_over(small, plan=plan) as app:
         yield app
 
 

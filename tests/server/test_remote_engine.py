@@ -24,7 +24,7 @@ from blockdraft.server.engine_link.remote_engine import RemoteEngine, start_engi
 from blockdraft.server.options import ServerOptions
 from tests.grammar import json_tokens
 from tests.server.asking import connected
-from tests.server.pair import models
+from tests.server.pair import models, plan
 from tests.server.remote import PATIENCE_S, remote_engine
 
 PROMPT = [1, 2, 3]
@@ -33,7 +33,7 @@ LONG = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
 
 @pytest.fixture
 def engine():
-    return Engine(models())
+    return Engine(models(), plan())
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def bare(deltas):
     ids=["plain", "choices", "logprobs", "stop"],
 )
 def test_it_answers_as_an_engine_in_this_process_does(remote, sampling):
-    engine, expected = Engine(models()), []
+    engine, expected = Engine(models(), plan()), []
     engine.add(PROMPT, sampling)
     while engine.has_work:
         expected += engine.step()
@@ -121,7 +121,10 @@ def test_a_closed_stream_ends_its_request(remote, engine):
 
 
 def test_an_abort_while_a_form_is_compiled_ends_the_stream(monkeypatch):
-    engine, may_compile = Engine(replace(models(), tokenizer=json_tokens.tokenizer())), threading.Event()
+    engine, may_compile = (
+        Engine(replace(models(), tokenizer=json_tokens.tokenizer()), plan()),
+        threading.Event(),
+    )
     guide_of = engine.guide_of
 
     def slow(sampling):
@@ -358,6 +361,8 @@ def test_an_interpreter_that_is_stuck_is_seen_from_outside(monkeypatch):
 def test_an_idle_engine_is_heard_of(monkeypatch):
     monkeypatch.setattr(remote_engine_module, "MIN_SILENCE_S", 0.4)
     hung = threading.Event()
-    with remote_engine(lambda startup: Engine(models()), lambda _: hung.set(), step_timeout_s=0.4) as idle:
+    with remote_engine(
+        lambda startup: Engine(models(), plan()), lambda _: hung.set(), step_timeout_s=0.4
+    ) as idle:
         assert not hung.wait(1.0)
         assert not idle.is_silent

@@ -39,7 +39,7 @@ def models():
 
 @pytest.fixture
 def engine(models):
-    return Engine(models)
+    return Engine(models, pair.plan())
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ class Gate:
     """An engine whose steps wait until it is opened."""
 
     def __init__(self):
-        self.engine = Engine(pair.models())
+        self.engine = Engine(pair.models(), pair.plan())
         self.opened = threading.Event()
         self._step = self.engine.step
         self.engine.step = self.step

@@ -41,7 +41,7 @@ def test_auto_is_the_drafter_that_ships_for_the_model(pair_ships):
     assert open_pair(Settings(model=tiny.TARGET)).draft.stored.name == pair_ships
     llm = LLM(tiny.TARGET, **SMALL)
     assert llm.engine.models.draft_config.name == pair_ships
-    assert llm.engine.models.plan.width == 8
+    assert llm.engine.plan.width == 8
 
 
 @pytest.mark.parametrize("draft", [None, "none"])

@@ -205,8 +205,8 @@ def test_a_busy_gpu_keeps_the_whole_block(monkeypatch):
     scripted(monkeypatch, lambda at, number: 2.0**number)
     engine = tiny.engine(width=8)
     engine.models = replace(engine.models, device=torch.device("cuda"))
-    assert plan_with_width(engine, BOTH) == engine.models.plan
-    assert engine.models.plan.width == 8
+    assert plan_with_width(engine, BOTH) == engine.plan
+    assert engine.plan.width == 8
 
 
 def test_a_gpu_is_governed_by_steps_of_one_row_and_of_all(monkeypatch, tmp_path):
@@ -238,7 +238,7 @@ def test_rates_by_which_drafts_are_accepted_are_the_chances(monkeypatch):
     engine.models = replace(engine.models, rates=rates)
     seen = measured(monkeypatch, costs(w2=1.2, w3=1.3, w8=2.0))
     govern(engine)
-    plan = engine.models.plan
+    plan = engine.plan
     assert seen == [{"the synthetic acceptance": rates}]
     assert plan.width == 3  # (1 + 0.8 + 0.4) / 1.3: exactly so often, not more carefully
     assert plan.draft_chances == pytest.approx((0.8, 0.5, 0.5, 0.5, 1.0, 0.0, 0.0))
@@ -314,7 +314,7 @@ def measured(monkeypatch, found):
 def test_the_python_api_measures_once_per_machine(fitted, monkeypatch):
     calls = measured(monkeypatch, costs(w2=1.2, w3=1.3, w8=2.0))
     for _ in range(2):
-        plan = LLM(tiny.TARGET, fitted, **SMALL).engine.models.plan
+        plan = LLM(tiny.TARGET, fitted, **SMALL).engine.plan
         assert plan.width == 3
         assert plan.reasons["width"].startswith("expected 1.")
     assert calls == [BOTH]
@@ -330,14 +330,14 @@ def test_what_was_stored_wrongly_is_measured_again(fitted, monkeypatch, tmp_path
     LLM(tiny.TARGET, fitted, **SMALL)
     (file,) = (tmp_path / "cache/widths").iterdir()
     file.write_text(text)
-    assert LLM(tiny.TARGET, fitted, **SMALL).engine.models.plan.width == 2
+    assert LLM(tiny.TARGET, fitted, **SMALL).engine.plan.width == 2
     assert len(calls) == 2
 
 
 def test_a_folder_that_cannot_be_written_costs_nothing_else(fitted, monkeypatch, tmp_path):
     measured(monkeypatch, costs(w2=1.2))
     (tmp_path / "cache").write_text("a file")
-    assert LLM(tiny.TARGET, fitted, **SMALL).engine.models.plan.width == 2
+    assert LLM(tiny.TARGET, fitted, **SMALL).engine.plan.width == 2
 
 
 def test_where_drafts_lose_requests_may_still_ask_for_them(fitted, monkeypatch):
@@ -345,8 +345,8 @@ def test_where_drafts_lose_requests_may_still_ask_for_them(fitted, monkeypatch):
     llm = LLM(tiny.TARGET, fitted, **SMALL)
     plain = llm.generate([[3, 5, 7]], SamplingParams(temperature=0.0, max_tokens=12))[0]
     asked = llm.generate([[3, 5, 7]], SamplingParams(temperature=0.0, max_tokens=12, width=8))[0]
-    assert llm.engine.models.plan.width == 1
-    assert llm.engine.models.plan.step_costs == {}
+    assert llm.engine.plan.width == 1
+    assert llm.engine.plan.step_costs == {}
     assert plain.metrics.drafted == 0
     assert sum(asked.metrics.accepted) > 0
     assert asked.token_ids == plain.token_ids
@@ -357,7 +357,7 @@ def test_where_drafts_lose_requests_may_still_ask_for_them(fitted, monkeypatch):
 )
 def test_nothing_is_measured_where_there_is_nothing_to_choose(fitted, monkeypatch, changes):
     calls = measured(monkeypatch, costs(w2=1.2))
-    plan = LLM(tiny.TARGET, fitted, **SMALL | changes).engine.models.plan
+    plan = LLM(tiny.TARGET, fitted, **SMALL | changes).engine.plan
     assert plan.width == changes.get("width", 8)
     assert plan.step_costs == {}
     assert calls == []
@@ -371,10 +371,10 @@ def served(draft, **changes):
 
 def test_a_server_says_which_width_it_serves_and_why(fitted, monkeypatch):
     warmed = []
-    monkeypatch.setattr(start, "warm", lambda engine, note, choose: warmed.append(engine.models.plan.width))
+    monkeypatch.setattr(start, "warm", lambda engine, note, choose: warmed.append(engine.plan.width))
     measured(monkeypatch, costs(w2=1.2, w3=1.3, w8=2.0))
     engine, details, startup = served(fitted)
-    plan = engine.models.plan
+    plan = engine.plan
     reason = plan.reasons["width"]
     assert details["warm"] == f"speculation: on, 3 tokens tried per step to begin with; {reason}"
     alone = {(1, 1): 0.010, (1, 2): 0.010 * 1.2, (1, 3): 0.010 * 1.3, (1, 8): 0.010 * 2.0}
@@ -401,13 +401,13 @@ def test_a_start_that_measures_another_width_or_chunk_finds_all_verified(fitted,
     monkeypatch.setattr(
         start,
         "plan_with_short_chunk",
-        lambda engine, most, note: replace(engine.models.plan, max_prefill_tokens=next(chunks)),
+        lambda engine, most, note: replace(engine.plan, max_prefill_tokens=next(chunks)),
     )
     for found, expected in ((costs(w2=1.2, w3=1.3, w8=2.0), (3, 64)), (costs(w2=1.2, w8=9.0), (2, 32))):
         measured(monkeypatch, found)
         shutil.rmtree(cache_dir() / "widths", ignore_errors=True)
         engine, details, _ = served(fitted, max_stall_ms=50)
-        assert (engine.models.plan.width, engine.models.plan.max_prefill_tokens) == expected
+        assert (engine.plan.width, engine.plan.max_prefill_tokens) == expected
     assert details["verify"].startswith("verified on 20")
 
 
@@ -418,9 +418,9 @@ def test_without_a_fit_the_built_in_prompts_have_to_say(tmp_path, monkeypatch):
     (acceptance,) = calls
     assert list(acceptance) == ["the built-in prompts"]
     assert sum(acceptance["the built-in prompts"]) > 1, "the pair's drafter fits"
-    assert engine.models.plan.width == 2
+    assert engine.plan.width == 2
     assert "x on the built-in prompts)" in details["verify"]
-    assert served(tiny.DRAFT, verify="off")[0].models.plan.width == 8
+    assert served(tiny.DRAFT, verify="off")[0].plan.width == 8
     assert len(calls) == 1
     assert not (tmp_path / "widths").exists(), "nobody would look it up"
 
@@ -430,7 +430,7 @@ def test_a_drafter_that_is_dropped_is_not_measured(fitted, monkeypatch):
     monkeypatch.setattr(start, "verify_changes", lambda engine, note, is_full: start_verification())
     engine, _, startup = served(fitted)
     assert engine.models.draft_config is None
-    assert (engine.models.plan.width, len(calls)) == (1, 1)
+    assert (engine.plan.width, len(calls)) == (1, 1)
     assert startup.warnings == ("the drafter is not used: no",)
 
 

@@ -155,7 +155,7 @@ def test_other_errors_and_other_devices_are_not_explained():
 def test_every_part_of_a_start_is_explained(machine, monkeypatch, name):
     machine()
     models = replace(tiny.load("float32"), device=torch.device("cuda"))
-    opened = SimpleNamespace(target=SimpleNamespace(tokenizer=None), device=models.device)
+    opened = SimpleNamespace(target=SimpleNamespace(tokenizer=None), device=models.device, plan=None)
     monkeypatch.setattr(start, "open_models", lambda settings, note: opened)
     monkeypatch.setattr(start, "read_weights", lambda opened, *_: models)
     monkeypatch.setattr(start, "compiling_for", lambda opened, settings: contextlib.nullcontext())

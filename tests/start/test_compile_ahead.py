@@ -100,12 +100,12 @@ def test_what_will_be_served_is_run_once_by_size(pools, monkeypatch):
         compile_ahead.Engine, "prefill", lambda engine, ids, counts, offsets=None: prefilled.add(counts)
     )
     monkeypatch.setattr(compile_ahead, "check_kernels", lambda engine: checked.append(engine) or ())
-    models = tiny.engine(width=5, max_num_seqs=6, max_prefill_tokens=16).models
-    models = models.with_kernels(kernels_for(torch.float64, torch.device("cpu")))
+    engine = tiny.engine(width=5, max_num_seqs=6, max_prefill_tokens=16)
+    models = engine.models.with_kernels(kernels_for(torch.float64, torch.device("cpu")))
     ahead, startup = CompileAhead(CARD, []), StartProgress()
     pools[0].asked += ["_attend", "_norm"]
     with startup.phase("allocate"):
-        compile_steps(ahead, models, Settings(), startup)
+        compile_steps(ahead, models, engine.plan, Settings(), startup)
         assert startup.phases()[2].progress == 1.0
     assert startup.phases()[2].detail == "compiled 2 of 2: _norm"
     assert ahead.problem is None
@@ -114,7 +114,7 @@ def test_what_will_be_served_is_run_once_by_size(pools, monkeypatch):
     assert decoded >= {(kind, asked) for kind in ("random", "logprobs") for asked in (True, False)}
     assert prefilled >= {(1,), (16,), (2, 7)}
     assert len(checked) == 1
-    compile_steps(ahead, models, Settings(), startup)
+    compile_steps(ahead, models, engine.plan, Settings(), startup)
     assert len(checked) == 1, "all is compiled"
     assert pools[0].is_closed
     ahead.close(is_done=True)
@@ -125,10 +125,10 @@ def test_what_is_not_compared_is_not_compiled_and_what_failed_is_named(pools, mo
     monkeypatch.setattr(compile_ahead.Engine, "decode", lambda engine, width, num_logprobs=None: None)
     monkeypatch.setattr(compile_ahead.Engine, "prefill", lambda *given: None)
     monkeypatch.setattr(compile_ahead, "check_kernels", lambda engine: checked.append(engine) or ())
-    models = tiny.engine(width=5, max_num_seqs=6, max_prefill_tokens=16).models
+    engine = tiny.engine(width=5, max_num_seqs=6, max_prefill_tokens=16)
     ahead = CompileAhead(CARD, [])
     pools[0].errors += ["_norm: PTXASError: too large", "_attend: another"]
-    compile_steps(ahead, models, Settings(verify="off"), StartProgress())
+    compile_steps(ahead, engine.models, engine.plan, Settings(verify="off"), StartProgress())
     assert checked == []
     assert ahead.problem == "2 failed, such as _norm: PTXASError: too large"
     ahead.close(is_done=False)

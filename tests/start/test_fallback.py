@@ -124,7 +124,7 @@ def test_an_operation_that_is_off_has_its_reference_and_the_others_have_not(oper
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_graphs_are_left_out_where_a_reference_asks_the_host(operation):
-    models = on_gpu()
+    models, _ = on_gpu()
     assert why_no_graphs(models, Settings()) is None
     reason = why_no_graphs(models.with_kernels(models.target.kernels.without(operation)), Settings())
     assert (reason is not None) == (operation in HOST_BOUND)
@@ -217,7 +217,7 @@ def test_the_python_api_hears_of_it_as_well(monkeypatch):
 
     tries, warnings = [], []
 
-    def plain(models, settings, note, warn):
+    def plain(models, plan, settings, note, warn):
         tries.append(models.target.kernels.off)
         if len(tries) == 1:
             raise DoesNotCompile("sampling", "too large")
@@ -232,7 +232,7 @@ def test_the_python_api_hears_of_it_as_well(monkeypatch):
 
 def test_an_engine_that_goes_without_a_kernel_leaves_the_others_theirs():
     """Nothing of the process is switched off: the models that were given keep their kernels."""
-    models, tries = on_gpu(), []
+    models, tries = on_gpu()[0], []
 
     def make(given):
         tries.append(given)

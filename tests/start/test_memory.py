@@ -37,9 +37,9 @@ class FakeGpu:
         monkeypatch.setattr(memory, "Engine", self.probe)
         monkeypatch.setattr(memory, "warm", lambda engine, note, choose: None)
 
-    def probe(self, models):
-        plan, gpu = models.plan, self
-        gpu.free = 60 * GB - gpu.kept - (plan.num_pages + 2) * page_bytes(models)
+    def probe(self, models, plan):
+        gpu = self
+        gpu.free = 60 * GB - gpu.kept - (plan.num_pages + 2) * page_bytes(models, plan)
 
         class Probe:
             cache = type("Cache", (), {"num_pages": plan.num_pages + 2})
@@ -56,24 +56,24 @@ class FakeGpu:
         return Probe()
 
 
-def page_bytes(models):
+def page_bytes(models, plan):
     specs = models.config.layer_specs() + models.draft_config.layer_specs()
-    return models.plan.page_size * bytes_per_token(specs, 2)
+    return plan.page_size * bytes_per_token(specs, 2)
 
 
 def on_gpu(num_pages=10**9, **plan):
     models = tiny.load("float32")
-    plan = replace(models.plan, dtype="bfloat16", num_pages=num_pages, **plan)
+    plan = replace(tiny.plan("float32"), dtype="bfloat16", num_pages=num_pages, **plan)
     models = models.with_kernels(kernels_for(torch.bfloat16, torch.device("cuda")))
-    return replace(models, device=torch.device("cuda"), plan=plan)
+    return replace(models, device=torch.device("cuda"), dtype="bfloat16"), plan
 
 
 def test_what_the_largest_steps_leave_of_the_budget_becomes_pages(monkeypatch):
-    gpu, models = FakeGpu(monkeypatch, work=2 * GB, kept=GB), on_gpu()
-    fitted = fit_pages(models, Settings(gpu_memory_utilization=0.5), ignore)
+    gpu, (models, plan) = FakeGpu(monkeypatch, work=2 * GB, kept=GB), on_gpu()
+    fitted = fit_pages(models, plan, Settings(gpu_memory_utilization=0.5), ignore)
     room = TOTAL // 2 - 20 * GB - 3 * GB - MARGIN_BYTES  # 20 GB are in use already
-    assert fitted.plan.num_pages == room // page_bytes(models)
-    assert gpu.captured == [([models.plan.max_num_seqs], [1, models.plan.width])]
+    assert fitted.num_pages == room // page_bytes(models, plan)
+    assert gpu.captured == [([plan.max_num_seqs], [1, plan.width])]
 
 
 def test_on_unified_memory_what_the_page_cache_holds_counts_as_free(monkeypatch):
@@ -88,31 +88,31 @@ def test_on_unified_memory_what_the_page_cache_holds_counts_as_free(monkeypatch)
 
 
 def test_pages_on_unified_memory_are_of_what_the_kernel_calls_available(monkeypatch):
-    models, shared = on_gpu(), Gpu("NVIDIA GB10", (12, 1), TOTAL, 70 * GB, "580", is_unified=True)
+    (models, plan), shared = on_gpu(), Gpu("NVIDIA GB10", (12, 1), TOTAL, 70 * GB, "580", is_unified=True)
     machine = Machine(memory_bytes=TOTAL, gpu_bytes=TOTAL, gpus=(shared,))
     FakeGpu(monkeypatch, work=0)
     for module in (loading, memory):
         monkeypatch.setattr(module, "read_machine", lambda: machine)
-    fitted = fit_pages(models, Settings(gpu_memory_utilization=0.5, max_num_seqs=4), ignore)
+    fitted = fit_pages(models, plan, Settings(gpu_memory_utilization=0.5, max_num_seqs=4), ignore)
     # Nothing is kept by a probe here but its pages, which the kernel's number does not show.
-    probed = memory.pages_to_probe(models.plan) + 2
-    room = TOTAL // 2 - 10 * GB - MARGIN_BYTES + probed * page_bytes(models)
-    assert fitted.plan.num_pages == room // page_bytes(models)
+    probed = memory.pages_to_probe(plan) + 2
+    room = TOTAL // 2 - 10 * GB - MARGIN_BYTES + probed * page_bytes(models, plan)
+    assert fitted.num_pages == room // page_bytes(models, plan)
 
 
 def test_no_more_pages_than_planned_and_a_size_that_was_asked_for_stays(monkeypatch):
     FakeGpu(monkeypatch, work=GB)
-    assert fit_pages(on_gpu(num_pages=500), Settings(), ignore).plan.num_pages == 500
+    assert fit_pages(*on_gpu(num_pages=500), Settings(), ignore).num_pages == 500
     asked = on_gpu()
-    assert fit_pages(asked, Settings(cache_bytes=1000), ignore) is asked
-    on_cpu = tiny.load("float32")
-    assert fit_pages(on_cpu, Settings(), ignore) is on_cpu
+    assert fit_pages(*asked, Settings(cache_bytes=1000), ignore) is asked[1]
+    on_cpu = tiny.load("float32"), tiny.plan("float32")
+    assert fit_pages(*on_cpu, Settings(), ignore) is on_cpu[1]
 
 
 def test_a_context_that_does_not_fit_is_refused_with_the_budget_and_the_flags(monkeypatch):
     FakeGpu(monkeypatch, work=51 * GB, kept=GB)
     with pytest.raises(CapacityError) as caught:
-        fit_pages(on_gpu(), Settings(max_model_len=200), ignore)
+        fit_pages(*on_gpu(), Settings(max_model_len=200), ignore)
     words = (
         "--gpu-memory-utilization 0.9 of 80.0 GB = 72.0 GB",
         "52.0 GB of working memory",
@@ -123,15 +123,15 @@ def test_a_context_that_does_not_fit_is_refused_with_the_budget_and_the_flags(mo
 
 
 def test_a_context_that_nobody_asked_for_shrinks_to_what_fits(monkeypatch):
-    models = on_gpu(max_model_len=10**9)
+    models, planned = on_gpu(max_model_len=10**9)
     gpu = FakeGpu(monkeypatch, work=0)
-    gpu.work = 52 * GB - MARGIN_BYTES - 100 * page_bytes(models)  # leaves a hundred pages
-    plan = fit_pages(models, Settings(), ignore).plan
+    gpu.work = 52 * GB - MARGIN_BYTES - 100 * page_bytes(models, planned)  # leaves a hundred pages
+    plan = fit_pages(models, planned, Settings(), ignore)
     assert plan.num_pages == 100
     assert plan.max_model_len == 99 * plan.page_size - 2 * plan.block
-    gpu.work += 90 * page_bytes(models)
+    gpu.work += 90 * page_bytes(models, planned)
     with pytest.raises(CapacityError):
-        fit_pages(models, Settings(), ignore)
+        fit_pages(models, planned, Settings(), ignore)
 
 
 def test_running_out_names_the_budget_and_the_flags(monkeypatch):
@@ -149,11 +149,9 @@ def test_running_out_names_the_budget_and_the_flags(monkeypatch):
 
 
 def test_graphs_can_be_switched_off():
-    assert why_no_graphs(on_gpu(), Settings()) is None
-    assert why_no_graphs(on_gpu(), Settings(graphs=False)) == "switched off"
-    assert "float64" in why_no_graphs(
-        replace(on_gpu(), plan=replace(on_gpu().plan, dtype="float64")), Settings()
-    )
+    assert why_no_graphs(on_gpu()[0], Settings()) is None
+    assert why_no_graphs(on_gpu()[0], Settings(graphs=False)) == "switched off"
+    assert "float64" in why_no_graphs(replace(on_gpu()[0], dtype="float64"), Settings())
     assert "bfloat16" in why_no_graphs(tiny.load("bfloat16"), Settings())
 
 
@@ -162,7 +160,7 @@ def test_graphs_can_be_switched_off():
 )
 def test_a_kernel_that_is_off_ends_graphs_where_its_reference_asks_the_host(operation, is_captured):
     """`engine/offline_batch.py` asks the same question."""
-    models = on_gpu()
+    models, _ = on_gpu()
     kernels = kernels_for(torch.float32, torch.device("cpu"), off=frozenset({operation}))
     reason = models.with_kernels(kernels).why_not_captured()
     assert (reason is None) is is_captured
@@ -176,9 +174,9 @@ def test_a_kernel_that_is_off_ends_graphs_where_its_reference_asks_the_host(oper
 def test_the_chunk_is_halved_until_a_step_of_it_is_short_enough(monkeypatch, ms_per_token, allowed, chunk):
     monkeypatch.setattr(prefill_limit, "_prefill_ms", lambda engine, chunk: chunk * ms_per_token)
     engine = tiny.engine("none", width=1)
-    assert engine.models.plan.max_prefill_tokens == 64
+    assert engine.plan.max_prefill_tokens == 64
     assert plan_with_short_chunk(engine, allowed, ignore).max_prefill_tokens == chunk
-    assert engine.models.plan.max_prefill_tokens == 64, "the engine follows the new plan when it is told to"
+    assert engine.plan.max_prefill_tokens == 64, "the engine follows the new plan when it is told to"
 
 
 def test_timing_a_chunk_leaves_the_engine_as_it_was():

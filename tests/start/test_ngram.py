@@ -82,8 +82,8 @@ def test_the_plan_has_a_block_and_says_how_much_must_agree():
 def test_the_tokens_of_rows_are_planned_to_the_byte():
     for asked in ({"draft": "ngram"}, {"draft": tiny.DRAFT, "draft_ngram": 3}, {"draft": "none"}):
         fit = planned(**asked)
-        models = loading.load_models(Settings(**SMALL | asked), lambda line: None)
-        rows = Engine(replace(models, plan=fit.plan)).rows
+        models, _ = loading.load_models(Settings(**SMALL | asked), lambda line: None)
+        rows = Engine(models, fit.plan).rows
         history = 0 if rows.history is None else rows.history.shape[1]
         per_row = row_table_bytes(models.config.vocab_size, rows.page_table.shape[1], history)
         [item] = [item for item in fit.items if item.name == "row tables"]
@@ -99,7 +99,7 @@ def test_a_start_keeps_it_whatever_its_prompts_repeat():
     engine = start_engine(Settings(**SMALL, draft="ngram", draft_ngram=MAX_NGRAM, verify="full"), startup)
     assert isinstance(engine.models.drafter, NgramDrafter)
     assert engine_info(engine).draft == "ngram"
-    assert engine.models.plan.step_costs, "widths follow the text"
+    assert engine.plan.step_costs, "widths follow the text"
     assert not [one for one in startup.warnings if "busy" not in one]
 
 
@@ -109,7 +109,7 @@ def test_where_drafts_do_not_pay_at_first_they_are_still_tried(monkeypatch, tmp_
     costs = Costs(0.01, {2: 0.05, 16: 0.09})
     monkeypatch.setattr(block_width, "measure_costs", lambda *args, **options: costs)
     monkeypatch.setattr(block_width, "measure_several", lambda *args, **options: {})
-    plan = LLM(tiny.TARGET, "ngram", **{k: v for k, v in SMALL.items() if k != "model"}).engine.models.plan
+    plan = LLM(tiny.TARGET, "ngram", **{k: v for k, v in SMALL.items() if k != "model"}).engine.plan
     assert plan.width == 1
     assert plan.step_costs
 
@@ -157,7 +157,7 @@ def test_answers_are_those_without_it(temperature):
 
 
 def test_beside_a_drafter_the_drafter_has_a_history():
-    models = loading.load_models(Settings(**SMALL, draft=tiny.DRAFT, draft_ngram=4), lambda line: None)
+    models, _ = loading.load_models(Settings(**SMALL, draft=tiny.DRAFT, draft_ngram=4), lambda line: None)
     assert isinstance(models.drafter, DFlashDrafter)
     assert models.drafter.draft_ngram == 4
     assert models.with_kernels(models.target.kernels.references()).drafter.draft_ngram == 4
@@ -165,12 +165,11 @@ def test_beside_a_drafter_the_drafter_has_a_history():
 
 def test_a_target_with_states_takes_it_too():
     """Whose tapes are as long as the block."""
-    models = families.make_models(*CASES["qwen3_5-whole"], seed=1, max_model_len=64, max_num_seqs=2)
-    plan = replace(models.plan, draft_ngram=1)
+    models, plan = families.make_pair(*CASES["qwen3_5-whole"], seed=1, max_model_len=64, max_num_seqs=2)
     params = SamplingParams(temperature=1.0, seed=2, max_tokens=30, ignore_eos=True, logit_bias={7: 6.0})
     requests = [([3, 4, 5, 3, 4], params), ([7, 7, 7], params)]
-    plain = Engine(replace(models, plan=replace(models.plan, width=1)))
-    drafted = Engine(replace(models, drafter=NgramDrafter(plan.block, 1), plan=plan))
+    plain = Engine(models, replace(plan, width=1))
+    drafted = Engine(replace(models, drafter=NgramDrafter(plan.block, 1)), replace(plan, draft_ngram=1))
     assert tiny.run(drafted, requests) == tiny.run(plain, requests)
     assert drafted.stats.num_blocks < plain.stats.num_blocks
 

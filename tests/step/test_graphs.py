@@ -114,7 +114,7 @@ def test_a_step_that_runs_kernel_by_kernel_captures_nothing():
     engine.add([1, 2, 3], SamplingParams(temperature=0.0, max_tokens=4, logprobs=2))
     serve(engine)
     assert engine.graphs._graphs == {}
-    assert len(engine.rows.active) == engine.models.plan.max_num_seqs
+    assert len(engine.rows.active) == engine.plan.max_num_seqs
     engine.add([1, 2, 3], SamplingParams(temperature=0.0, max_tokens=4))
     serve(engine)
     assert len(engine.graphs._graphs) == 1

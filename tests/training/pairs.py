@@ -22,14 +22,14 @@ HIDDEN, VOCAB = 32, 64
 
 
 def load_target(path=tiny.TARGET, **settings):
-    """A target alone, as training loads it."""
+    """A target alone, as training loads it, and its plan."""
     settings = {"device": "cpu", "dtype": "float64", "max_model_len": 128, "prefix_cache": False, **settings}
     return load_models(Settings(model=str(path), draft="none", **settings), lambda _: None)
 
 
 @functools.cache
 def target():
-    models = load_target()
+    models, _ = load_target()
     models.target.taps = TAPS
     return models.target
 

@@ -161,7 +161,7 @@ def models(tmp_path_factory):
 
 @pytest.fixture
 def bulk(models):
-    return Spy(make_offline_batch(models))
+    return Spy(make_offline_batch(*models))
 
 
 class Parrot:
@@ -194,12 +194,12 @@ class Spy:
 
 
 def ask(bulk, models, folder, conversations=CONVERSATIONS, options=OPTIONS, **more):
-    return regenerate(bulk, models.tokenizer, conversations, folder, options, **more)
+    return regenerate(bulk, models[0].tokenizer, conversations, folder, options, **more)
 
 
 def test_every_turn_is_a_document_with_all_before_it_as_its_prompt(bulk, models, tmp_path):
     documents = {one.key: one for one in ask(bulk, models, tmp_path)}
-    encode, decode = models.tokenizer.encode_chat, models.tokenizer.decode
+    encode, decode = models[0].tokenizer.encode_chat, models[0].tokenizer.decode
     num_turns = []
     for index, one in enumerate(CONVERSATIONS):
         messages = [] if one.system is None else [{"role": "system", "content": one.system}]
@@ -236,17 +236,17 @@ def test_an_interrupted_stage_ends_with_the_same_documents_in_the_same_order(
     with pytest.raises(KeyboardInterrupt):
         ask(bulk, models, folder, options=options, report=stop)
     assert len(list(folder.iterdir())) == 2
-    bulk = Spy(make_offline_batch(models))
+    bulk = Spy(make_offline_batch(*models))
     assert ask(bulk, models, folder, options=options) == whole
     assert len(bulk.asked) < len(whole)
-    again = Spy(make_offline_batch(models))
+    again = Spy(make_offline_batch(*models))
     assert ask(again, models, folder, options=options) == whole
 
 
 def test_what_is_known_is_not_asked_again_and_never_kept_twice(models, tmp_path):
     short = [Prompt(str(n), "runs", (f"t{n} t{n + 2}",)) for n in range(6)]
-    ask(Spy(make_offline_batch(models)), models, tmp_path, short[:4])
-    bulk = Spy(make_offline_batch(models))
+    ask(Spy(make_offline_batch(*models)), models, tmp_path, short[:4])
+    bulk = Spy(make_offline_batch(*models))
     documents = ask(bulk, models, tmp_path, short)
     assert sorted(one.key // module.MAX_TURNS for one in bulk.asked) == [4, 5]
     assert [one.key // module.MAX_TURNS for one in documents] == list(range(6))
@@ -256,9 +256,9 @@ def test_what_is_known_is_not_asked_again_and_never_kept_twice(models, tmp_path)
 
 def test_a_shard_that_was_deleted_is_made_anew_and_none_is_overwritten(models, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "SHARD", 4)
-    whole = ask(Spy(make_offline_batch(models)), models, tmp_path)
+    whole = ask(Spy(make_offline_batch(*models)), models, tmp_path)
     (tmp_path / "shard-0001.npz").unlink()
-    bulk = Spy(make_offline_batch(models))
+    bulk = Spy(make_offline_batch(*models))
     assert ask(bulk, models, tmp_path) == whole
     assert 0 < len(bulk.asked) < len(whole)
     kept = [one for path in sorted(tmp_path.iterdir()) for one in read_shard(path)]

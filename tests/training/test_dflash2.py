@@ -281,7 +281,7 @@ def test_convolutions_that_change_nothing_are_left_out_of_the_drafts_of_a_traine
     job = replace(job, start_from=tiny.DRAFT, kind="dflash2", shape=SHAPE, recipe=recipe, steps=2)
     train(job, Listener())
     settings = Settings(model=target, draft=str(job.out / "drafter"), device="cpu", max_model_len=128)
-    model = load_models(settings, lambda line: None).drafter.model
+    model = load_models(settings, lambda line: None)[0].drafter.model
     assert not model.is_convolved
     assert model.candidate_selector.successor_codebook.any()
     one = model.layers[1].mlp_conv

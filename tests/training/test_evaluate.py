@@ -317,7 +317,7 @@ def test_64_memorised_answers_are_accepted_in_full_blocks(tmp_path):
     llm = LLM(tiny.TARGET, "none", device="cpu", dtype="float32", max_model_len=200)
     asked = prompts(64, seed=2)
     documents = answered(llm, asked, tiny.BLOCK)
-    target = pairs.load_target(dtype="float32").target
+    target = pairs.load_target(dtype="float32")[0].target
     target.taps = pairs.TAPS
     raw = pairs.draft_json(top={"intermediate_size": 128})
     config = read_draft_config(raw, name="memorised")
@@ -349,7 +349,11 @@ def test_the_exported_drafter_in_the_engine_commits_what_was_simulated(trained):
         for name, prompt in zip(names, asked, strict=True)
     ]
     found = fit_in_engine(
-        Path(tiny.DRAFT), documents, model=tiny.TARGET, config=trained.model.config, like=pairs.load_target()
+        Path(tiny.DRAFT),
+        documents,
+        model=tiny.TARGET,
+        config=trained.model.config,
+        like=pairs.load_target()[0],
     )
     expected = simulate(trained, documents, length=96)["all"]
     assert (found.num_steps, found.num_tokens) == (expected.num_steps, expected.num_tokens)
@@ -378,7 +382,7 @@ def test_sampled_answers_are_simulated_with_the_noise_they_had(trained, temperat
 
 
 def test_a_shallow_target_is_tapped_at_different_layers():
-    config = pairs.load_target().config
+    config = pairs.load_target()[0].config
     raw = draft_json(DrafterShape(), config, {}, mask_id=63)
     taps = raw["dflash_config"]["target_layer_ids"]
     assert len(set(taps)) == len(taps)

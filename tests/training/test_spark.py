@@ -115,7 +115,7 @@ def lines_of(job):
 
 def loaded(job):
     settings = Settings(model=job.model, draft=str(job.out / "drafter"), device="cpu", dtype="float32")
-    return load_models(settings, lambda _: None)
+    return load_models(settings, lambda _: None)[0]
 
 
 def agreed(said):
