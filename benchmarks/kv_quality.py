@@ -88,17 +88,17 @@ def of_kvarn(key_bits: int, value_bits: int) -> Arm:
     return Arm(f"kvarn k{key_bits}v{value_bits}", compress, num_bytes, rule)
 
 
-def with_boundary(form: KvFormat, num_layers: int) -> Arm:
+def with_boundary(form: KvFormat, models.config.num_layers: int) -> Arm:
     """The first and the last layer at int8. Bytes are the mean of all layers."""
     int8 = FORMATS["int8"]
-    ends = (0, num_layers - 1)
+    ends = (0, models.config.num_layers - 1)
 
     def compress(layer: int, k: Tensor, v: Tensor) -> KeysValues:
         here = int8 if layer in ends else form
         return here.keys_back(k), here.values_back(v)
 
     def num_bytes(head_dim: int) -> float:
-        share = 2 / num_layers
+        share = 2 / models.config.num_layers
         return share * int8.bytes_per_token(head_dim) + (1 - share) * form.bytes_per_token(head_dim)
 
     return Arm(f"{form.name} boundary int8", compress, num_bytes)
@@ -143,13 +143,13 @@ def rounded() -> Arm:
     return Arm("bf16", lambda _, k, v: (k.bfloat16(), v.bfloat16()), lambda head_dim: 4 * head_dim)
 
 
-def arms_of(models: LoadedPair, calibrated: dict[str, Centres], num_layers: int) -> list[Arm]:
+def arms_of(models: LoadedPair, calibrated: dict[str, Centres], max_model_len: int) -> list[Arm]:
     prose = models.tokenizer.encode(kv_texts.BUILT_IN.read_text(encoding="utf-8"))[: quality.CENTRED]
     return [
         rounded(),
         *map(of_format, FORMATS.values()),
-        of_format(TQ4, "tq4 as served", centres=served_centres(models)),
-        of_format(TQ4V3, "tq4v3 as served", centres=served_centres(models)),
+        of_format(TQ4, "tq4 as served", centres=served_centres(models, max_model_len)),
+        of_format(TQ4V3, "tq4v3 as served", centres=served_centres(models, max_model_len)),
         *(of_format(TQ4, f"tq4 centred by {name}", centres=means) for name, means in calibrated.items()),
         of_format(TQ4V3, "tq4v3 centred by our prose", centres=calibrated["our prose"]),
         of_turned_centre(TQ4, models, prose),
@@ -162,7 +162,7 @@ def arms_of(models: LoadedPair, calibrated: dict[str, Centres], num_layers: int)
         of_format(TQ4, "tq4 window 64", rule=PositionRule(window=64)),
         of_format(TQ4, "tq4 window 256", rule=PositionRule(window=256)),
         of_format(TQ4, "tq4 sinks 0", rule=PositionRule(sinks=0)),
-        with_boundary(TQ4, num_layers),
+        with_boundary(TQ4, models.config.num_layers),
     ]
 
 
@@ -272,7 +272,7 @@ def main() -> None:
     texts = rest[args.skip :][: max(1, -(-args.tokens // (args.length - begin)))]
     exact = study.exact_of(models)
     heads = quality.kept_heads(models.config.layer_specs())
-    every = arms_of(models, calibrations(models, plan.max_model_len, other), models.config.num_layers)
+    every = arms_of(models, calibrations(models, plan.max_model_len, other), plan.max_model_len)
     arms = [exact, *chosen_arms(args.arms, every)]
     tallies = {arm.name: LossTally(begin) for arm in arms}
     words = [Path(word).name if "/" in word else word for word in sys.argv[1:]]

@@ -91,10 +91,11 @@ def test_a_sink_takes_its_share_as_in_the_oracle():
 
 
 def test_exact_keys_lose_nothing_and_fewer_bits_lose_more(monkeypatch):
-    monkeypatch.setattr(kv_study, "served_centres", lambda models: {0: torch.zeros(1, HEAD)})
+    monkeypatch.setattr(kv_study, "served_centres", lambda *_: {0: torch.zeros(1, HEAD)})
     formats = [FORMATS["int8"], FORMATS["tq4"], FORMATS["tq4v3"]]
     report = kv_study.study(
         models_of(),
+        SimpleNamespace(max_model_len=LENGTH),
         formats,
         [text_of(0), text_of(1)],
         begin=350,

@@ -130,9 +130,8 @@ def test_what_is_quantised_and_how_is_as_in_loading(name, storage, tmp_path):
     family, overrides = CASES[name]
     write_target(tmp_path, CONFIGS[family](**BASE | overrides), seed=5)
     random = dummy(tmp_path, quantization=storage).target
-    loaded = load_models(
-        Settings(model=str(tmp_path), dtype="float32", quantization=storage, **SMALL), ignore
-    ).target
+    settings = Settings(model=str(tmp_path), dtype="float32", quantization=storage, **SMALL)
+    loaded = load_models(settings, ignore)[0].target
 
     def layout(module):
         kinds = {name: type(part) for name, part in module.named_modules() if isinstance(part, Packed)}
