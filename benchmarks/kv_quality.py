@@ -88,17 +88,17 @@ def of_kvarn(key_bits: int, value_bits: int) -> Arm:
     return Arm(f"kvarn k{key_bits}v{value_bits}", compress, num_bytes, rule)
 
 
-def with_boundary(form: KvFormat, models.config.num_layers: int) -> Arm:
+def with_boundary(form: KvFormat, num_layers: int) -> Arm:
     """The first and the last layer at int8. Bytes are the mean of all layers."""
     int8 = FORMATS["int8"]
-    ends = (0, models.config.num_layers - 1)
+    ends = (0, num_layers - 1)
 
     def compress(layer: int, k: Tensor, v: Tensor) -> KeysValues:
         here = int8 if layer in ends else form
         return here.keys_back(k), here.values_back(v)
 
     def num_bytes(head_dim: int) -> float:
-        share = 2 / models.config.num_layers
+        share = 2 / num_layers
         return share * int8.bytes_per_token(head_dim) + (1 - share) * form.bytes_per_token(head_dim)
 
     return Arm(f"{form.name} boundary int8", compress, num_bytes)

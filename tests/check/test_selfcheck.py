@@ -118,7 +118,7 @@ def test_warming_runs_every_width_and_number_of_rows(monkeypatch):
 @needs_llvm
 @pytest.mark.parametrize("name", [None, "qwen3_5-whole"])
 def test_after_warming_nothing_is_left_to_compile(name, tmp_path, monkeypatch):
-    models = (tiny.engine(dtype="float32") if name is None else family_engine(name, tmp_path)).models
+    cold = tiny.engine(dtype="float32") if name is None else family_engine(name, tmp_path)
     kept = (attention._llvm_kernel, recurrent._llvm_delta, products._llvm_linear, pointwise.llvm_rows)
     for compiled_once in kept:
         compiled_once.cache_clear()
@@ -130,7 +130,8 @@ def test_after_warming_nothing_is_left_to_compile(name, tmp_path, monkeypatch):
         return compile_kernel(self, kernel, known)
 
     monkeypatch.setattr(jit._Compiler, "address", address)
-    engine = Engine(models.with_kernels(kernels_for(torch.float32, torch.device("cpu"))))
+    kernels = kernels_for(torch.float32, torch.device("cpu"))
+    engine = Engine(cold.models.with_kernels(kernels), cold.plan)
     warm(engine, ignore, few_rounds)
     assert compiled
     compiled.clear()
