@@ -112,7 +112,10 @@ def scored_answer(num_prompts, num_tokens, **fields):
 
 async def body_of(response):
     if isinstance(response, AnswerEvents):
-        return "".join([text async for text in response.events])
+        text = response.events.first
+        while not response.events.is_over:
+            text += await response.events.next_text()
+        return text
     return response.body.decode()
 
 
