@@ -184,8 +184,8 @@ def serve(num_rows: int, profile: str | None) -> None:
     import uvicorn
 
     from blockdraft.server.app import make_app
+    from blockdraft.server.http.lifetime import uvicorn_config
     from blockdraft.server.http.logs import set_up
-    from blockdraft.server.http.protocol import uvicorn_config
     from blockdraft.server.options import ServerOptions
 
     set_up(is_json=False, level=20, stream=open(os.devnull, "w"))  # noqa: SIM115

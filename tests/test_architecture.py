@@ -25,6 +25,8 @@ FLOORS = [
     {"cache"},
     {"kernels"},
 ]
+# The rooms of the server, likewise; its options are for all of them.
+SERVER_FLOORS = [{"app"}, {"proxy"}, {"api", "page"}, {"http", "engine_link"}, {"options"}]
 ANYONE_USES = {  # importable by all rooms, and what those import in turn, beside the standard library
     "errors": set(),
     "phases": set(),
@@ -136,6 +138,15 @@ def test_imports_point_down():
         for imported in own_imports(tree):
             reason = forbidden(name, imported)
             assert reason is None, f"{name} imports {imported}: {reason}"
+
+
+def test_imports_point_down_in_the_server():
+    floors = {name: number for number, rooms in enumerate(SERVER_FLOORS) for name in rooms}
+    for name, tree in MODULES.items():
+        for imported in own_imports(tree):
+            if name.startswith("server.") and imported.startswith("server."):
+                here, there = name.split(".")[1], imported.split(".")[1]
+                assert here == there or floors[there] > floors[here], f"{name} imports {imported}"
 
 
 def test_a_module_imported_from_its_package_is_seen():

@@ -120,10 +120,9 @@ def _refuse_engine_flags(args: argparse.Namespace) -> None:
 
 
 def _options(args: argparse.Namespace) -> ServerOptions:
-    from blockdraft.server.engine_link.process_title import hide
-    from blockdraft.server.options import ServerOptions, default_hosts, read_api_keys
+    from blockdraft.server.options import ServerOptions, default_hosts, hide_in_process_list, read_api_keys
 
-    hide(args.api_key)
+    hide_in_process_list(args.api_key)
     if not (math.isfinite(args.step_timeout) and args.step_timeout >= 0.001):
         raise SettingsError(f"--step-timeout {args.step_timeout}: give a positive number of seconds.")
     if not (math.isfinite(args.drain_timeout) and args.drain_timeout >= 0):

@@ -52,10 +52,7 @@ from blockdraft.server.api.streaming import respond
 from blockdraft.server.api.translation import Ask, MakeWriter
 from blockdraft.server.http.auth_limits import AuthLimits
 from blockdraft.server.http.body import shown
-from blockdraft.server.http.events import LoopFeed, live_events
 from blockdraft.server.http.exchange import exchange_of
-from blockdraft.server.http.failures import HANDLERS, NotReady
-from blockdraft.server.http.fast_routes import ShortWay
 from blockdraft.server.http.large_json import json_response
 from blockdraft.server.http.replies import (
     health_of,
@@ -63,7 +60,9 @@ from blockdraft.server.http.replies import (
     start_response,
     status_response,
 )
+from blockdraft.server.http.routing import HANDLERS, NotReady, ShortWay
 from blockdraft.server.options import ServerOptions
+from blockdraft.server.page.live_feed import LoopFeed, live_events
 from blockdraft.server.page.live_page import routes as page_routes
 from blockdraft.server.page.metrics import render
 from blockdraft.text.tokenizer import Tokenizer

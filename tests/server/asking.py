@@ -10,7 +10,7 @@ import httpx
 import uvicorn
 from uvicorn.server import ServerState
 
-from blockdraft.server.http.protocol import uvicorn_config
+from blockdraft.server.http.lifetime import uvicorn_config
 from blockdraft.server.options import ServerOptions
 
 

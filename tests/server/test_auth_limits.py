@@ -23,8 +23,8 @@ from blockdraft.errors import SettingsError
 from blockdraft.server.http import auth_limits as guard_module
 from blockdraft.server.http.auth_limits import DRAIN_FACTOR, AuthLimits
 from blockdraft.server.http.exchange import exchange_of
+from blockdraft.server.http.lifetime import NUM_SPARE_CONNECTIONS, uvicorn_config
 from blockdraft.server.http.logs import JsonLines, TextLines
-from blockdraft.server.http.protocol import NUM_SPARE_CONNECTIONS, uvicorn_config
 from blockdraft.server.options import MAX_HEAD_BYTES, ServerOptions, default_hosts, is_loopback, read_api_keys
 from tests.server.asking import ask, connected, listening
 
@@ -263,8 +263,8 @@ def test_options_that_make_no_sense_are_refused(wrong):
 def test_a_key_given_as_a_flag_leaves_the_process_list():
     code = (
         "import sys\n"
-        "from blockdraft.server.engine_link.process_title import hide\n"
-        "assert hide([sys.argv[2], 'absent'])\n"
+        "from blockdraft.server.options import hide_in_process_list\n"
+        "assert hide_in_process_list([sys.argv[2], 'absent'])\n"
         "print(sys.argv[2], open('/proc/self/cmdline').read())"
     )
     command = [sys.executable, "-c", code, "--api-key", KEY, "--port", "1"]

@@ -322,7 +322,8 @@ def test_a_step_that_hangs_turns_health_red_logs_stacks_and_ends_with_code_75():
 def test_an_interpreter_that_is_stuck_ends_the_server_with_code_75():
     """A watchdog in the engine's own process would be stuck, too."""
     patch = (
-        "import ctypes\nfrom blockdraft.server import remote_engine\nremote_engine.MIN_SILENCE_S = 0.6\n"
+        "import ctypes\nfrom blockdraft.server.engine_link import remote_engine\n"
+        "remote_engine.MIN_SILENCE_S = 0.6\n"
         "Engine.step = lambda self: ctypes.PyDLL(None).sleep(60)"
     )
     with running(*MODEL, "--no-verify", "--step-timeout", "0.6", patch=patch) as process:

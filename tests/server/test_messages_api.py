@@ -11,11 +11,10 @@ from blockdraft.engine.engine import Engine
 from blockdraft.engine.streams import EngineStopped
 from blockdraft.errors import CapacityError
 from blockdraft.server.api.messages import schemas
-from blockdraft.server.api.messages.errors import MessageError
 from blockdraft.server.api.messages.fields import MessagesRequest
 from blockdraft.server.api.messages.writer import MessageWriter
 from blockdraft.server.app import make_app
-from blockdraft.server.http.replies import error_response, json_of
+from blockdraft.server.http.replies import MessageError, error_response, json_of
 from blockdraft.server.options import ServerOptions
 from tests.server.asking import ask
 from tests.server.pair import NAME, app_over, models, plan, thinking_tokenizer

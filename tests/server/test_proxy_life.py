@@ -269,6 +269,6 @@ def test_torch_is_not_loaded():
     program = (
         "import sys\nimport blockdraft.cli.serve_engine, blockdraft.server.proxy.proxy\n"
         "import blockdraft.server.http.logs\n"
-        "import blockdraft.server.http.protocol\nsys.exit('torch' in sys.modules)"
+        "import blockdraft.server.http.lifetime\nsys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, timeout=60, check=False).returncode == 0

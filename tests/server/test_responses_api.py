@@ -23,7 +23,7 @@ from blockdraft.server.api.responses.store import (
 from blockdraft.server.api.responses.stored import replayed
 from blockdraft.server.api.responses.writer import ResponseWriter
 from blockdraft.server.api.translation import Conversation
-from blockdraft.server.http.json_reader import Nested
+from blockdraft.server.http.body import Nested
 from tests.server.asking import ask, listening
 from tests.server.pair import NAME, app_over, models, thinking_tokenizer
 from tests.server.scripted import AGENT, SCRIPTS, ScriptedChat, call, events_of, piece, streamed, taken

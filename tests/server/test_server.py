@@ -391,7 +391,8 @@ def test_prompts_that_do_not_fit_the_queue_together_leave_nothing_behind(app, en
     body = {"prompt": [[1]] * 20, "n": 8, "max_tokens": 400, "ignore_eos": True}
     for is_stream in (False, True):
         response = ask(app, "POST", "/v1/completions", json={**body, "stream": is_stream})
-        check_error(response, 429, "queue is full")
+        assert "queue is full" in response.text  # a stream may have begun with those that did fit
+        assert is_stream or response.status_code == 429
     assert len(aborted) >= 2  # those that did fit, both times
     assert chat(app, HELLO).status_code == 200
     assert not engine.scheduler.has_work

@@ -9,9 +9,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from blockdraft.engine.info import EngineInfo
-from blockdraft.server.api.messages.errors import VERSION_HEADER
 from blockdraft.server.api.messages.schemas import ModelInfo, ModelPage
 from blockdraft.server.api.schemas import ModelCard, ModelList
+from blockdraft.server.http.replies import VERSION_HEADER
 from blockdraft.settings.model_source import public_id
 
 

@@ -16,12 +16,12 @@ from blockdraft.server.api import fields, schemas
 from blockdraft.server.api.chat import fields as chat_fields
 from blockdraft.server.api.chat import schemas as chat_schemas
 from blockdraft.server.api.fields import MAX_INT, TOKEN_MARK
-from blockdraft.server.api.messages import errors as message_errors
 from blockdraft.server.api.messages import fields as message_fields
 from blockdraft.server.api.messages import schemas as message_schemas
 from blockdraft.server.api.responses import fields as response_fields
 from blockdraft.server.api.responses import schemas as response_schemas
 from blockdraft.server.api.responses.stored import MAX_PAGE
+from blockdraft.server.http import replies
 
 Json = dict[str, object]
 
@@ -42,7 +42,7 @@ _FAILURES = {
 }
 _ANSWERS = {  # what these define holds nothing that is not described
     name
-    for module in (schemas, chat_schemas, message_errors, message_schemas, response_schemas)
+    for module in (schemas, chat_schemas, replies, message_schemas, response_schemas)
     for name in vars(module)
 }
 _PARAMETER = re.compile(r"\{(\w+)\}")
@@ -60,7 +60,7 @@ class _Operation:
     takes: type[fields.AnyBody] | None = None
     events: type | None = None  # of the stream, where there is one
     failures: tuple[int, ...] = ()
-    error: type = schemas.Error
+    error: type = replies.Error
     has_named_events: bool = False  # a name each, and no [DONE] behind the last
     parameters: tuple[Json, ...] = ()  # in the address behind the path, and headers
     is_served: bool = True  # False: every request is refused
@@ -76,8 +76,8 @@ def _asked(name: str, *, where: str = "query", **schema: object) -> Json:
     return {"name": name, "in": where, "required": False, "schema": schema}
 
 
-_MODELS_ERROR = cast(type, schemas.Error | message_errors.MessageError)
-_VERSION = _asked(message_errors.VERSION_HEADER, where="header", type="string")
+_MODELS_ERROR = cast(type, replies.Error | replies.MessageError)
+_VERSION = _asked(replies.VERSION_HEADER, where="header", type="string")
 _TOKENS = (400, 401, 404, 408, 413, 415, 421, 431, 503, 504)
 _GENERATION = (*_TOKENS, 429)
 _PROBE = (421, 431, 503)
@@ -174,7 +174,7 @@ _OPERATIONS = (
         answer=message_schemas.MessageAnswer,
         events=cast(type, message_schemas.MessageEvent),  # a union
         failures=(*_GENERATION, 529),
-        error=message_errors.MessageError,
+        error=replies.MessageError,
         has_named_events=True,
     ),
     _Operation(
@@ -184,7 +184,7 @@ _OPERATIONS = (
         takes=message_fields.CountTokensRequest,
         answer=message_schemas.TokenCount,
         failures=(*_TOKENS, 529),
-        error=message_errors.MessageError,
+        error=replies.MessageError,
     ),
     _Operation(
         method="get",

@@ -1,4 +1,4 @@
-"""The objects that all APIs answer with: errors, usage, the model, and how the server is.
+"""The objects that all APIs answer with: usage, the model, and the state of the server.
 
 Plain dictionaries at run time, checked by mypy where they are made, and the schemas of the OpenAPI document.
 """
@@ -10,24 +10,9 @@ from typing import Literal, NotRequired
 from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
 
 from blockdraft.engine.request import FinishReason
+from blockdraft.server.http.replies import Health
 
 AnswerEnd = FinishReason | Literal["tool_calls"]
-Health = Literal["ok", "starting", "draining", "failed", "hanging"]
-
-
-class ErrorDetail(TypedDict):
-    """What went wrong; `param` is the field at fault."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class Error(TypedDict):
-    """Every error, whatever its status."""
-
-    error: ErrorDetail
 
 
 class PromptDetails(TypedDict):

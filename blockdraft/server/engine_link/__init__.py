@@ -1,1 +1,1 @@
-"""The line between the server's process and the engine's."""
+"""The connection between the server's process and the engine's."""

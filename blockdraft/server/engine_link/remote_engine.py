@@ -9,13 +9,8 @@ step are one message.
 from __future__ import annotations
 
 import asyncio
-import atexit
-import contextlib
 import itertools
 import logging
-import multiprocessing
-import os
-import signal
 import socket
 import sys
 from collections import defaultdict
@@ -25,9 +20,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from threading import Lock, Thread
-from typing import NoReturn, Protocol
 
 from blockdraft.engine.info import EngineInfo
 from blockdraft.engine.request import Delta, SamplingParams, new_request_id
@@ -35,8 +28,8 @@ from blockdraft.engine.stats import Snapshot
 from blockdraft.engine.streams import EngineStopped, Mail, Outlet, Outlets, Stream
 from blockdraft.errors import CapacityError, RequestError
 from blockdraft.phases import StartProgress, StartState
-from blockdraft.server.http.outbox import Outbox, packed
-from blockdraft.server.http.silence import SilenceWatch
+from blockdraft.server.engine_link.engine_process import Child, SilenceWatch, Work, forked, spawned
+from blockdraft.server.engine_link.outbox import Outbox, packed
 from blockdraft.text.tokenizer import Tokenizer
 
 CLOSE_S = 10.0  # for the step that the engine is in; arbitrary
@@ -48,7 +41,6 @@ MAX_LIVE_BYTES = 64 << 20  # of requests that have not ended, as they are sent; 
 log = logging.getLogger(__name__)
 
 OnHang = Callable[["RemoteEngine"], None]
-Work = Callable[[Connection], None]
 
 
 def start_engine_process(
@@ -65,79 +57,9 @@ def start_engine_process(
     pickled. The child has no use for what it `closes`.
     """
     ours, theirs = Pipe()
-    child = _forked(work, theirs, (ours, *closes)) if sys.platform == "linux" else _spawned(work, theirs)
+    child = forked(work, theirs, (ours, *closes)) if sys.platform == "linux" else spawned(work, theirs)
     theirs.close()
     return RemoteEngine(ours, child, startup, on_hang, step_timeout_s=step_timeout_s)
-
-
-def _forked(work: Work, connection: Connection, closes: Items[Connection | socket.socket]) -> Child:
-    pid = os.fork()
-    if pid == 0:
-        for one in closes:
-            one.close()
-        _be_the_child(work, connection)
-    return ForkedChild(pid)
-
-
-def _spawned(work: Work, connection: Connection) -> Child:
-    process = multiprocessing.get_context("spawn").Process(
-        target=_be_the_child, args=(work, connection), daemon=True
-    )
-    process.start()
-    atexit.register(process.kill)  # else Python waits for it where we fail, and it for us
-    return SpawnedChild(process)
-
-
-def _be_the_child(work: Work, connection: Connection) -> NoReturn:
-    """The server ends us when it ends: signals for the whole group are its affair."""
-    code = 1
-    try:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: None)  # not ignored: what we start in turn would inherit that
-        work(connection)
-        code = 0
-    except BaseException:
-        log.exception("the engine's process failed")
-    finally:
-        logging.shutdown()
-        os._exit(code)
-
-
-class Child(Protocol):
-    """A process of ours."""
-
-    def kill(self) -> None: ...
-
-    def wait(self) -> int:
-        """Its exit code, -n after signal n."""
-
-
-@dataclass(frozen=True, slots=True)
-class SpawnedChild:
-    """One that was started with nothing of ours."""
-
-    process: BaseProcess
-
-    def kill(self) -> None:
-        self.process.kill()
-
-    def wait(self) -> int:
-        self.process.join()
-        return self.process.exitcode or 0
-
-
-@dataclass(frozen=True, slots=True)
-class ForkedChild:
-    """One that began as a copy of us."""
-
-    pid: int
-
-    def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):  # it has just ended
-            os.kill(self.pid, signal.SIGKILL)
-
-    def wait(self) -> int:
-        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
 @dataclass(slots=True)

@@ -1,1 +1,1 @@
-"""HTTP itself: connections, what may come in and what goes out, before anyone knows what it means."""
+"""HTTP: connections, who gets in, request bodies, and answers that every API gives alike."""

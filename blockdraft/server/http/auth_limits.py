@@ -3,7 +3,7 @@
 In this order: a request id, the size of the head, CORS, the name the server was called by, the API key, the
 number of requests at once, the kind and size of the body, the time it takes to arrive, and the time until an
 answer begins. The time a client may take for its head and for reading belongs to the connection: see
-protocol.py.
+connection.py.
 """
 
 from __future__ import annotations
@@ -23,10 +23,15 @@ from starlette.datastructures import MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from blockdraft.server.api.messages.errors import VERSION_HEADER, is_anthropic
 from blockdraft.server.http.exchange import exchange_of
-from blockdraft.server.http.no_such_path import no_such_path
-from blockdraft.server.http.replies import INVALID, ErrorResponse, error_response
+from blockdraft.server.http.replies import (
+    INVALID,
+    VERSION_HEADER,
+    ErrorResponse,
+    error_response,
+    is_anthropic,
+)
+from blockdraft.server.http.routing import no_such_path
 from blockdraft.server.options import MAX_HEAD_BYTES, ServerOptions
 
 # Everything else needs a key where there is one. As with vLLM, probes and metrics do not; nor does the page

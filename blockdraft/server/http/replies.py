@@ -1,23 +1,17 @@
-"""What our own server and the proxy answer alike: errors in the shape of each API, events, and how it is."""
+"""Answers that our own server and the proxy share: errors in the shape of each API, events, the state."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Mapping
+from typing import Literal
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
+from typing_extensions import TypedDict
 
 from blockdraft.phases import State
-from blockdraft.server.api.messages.errors import (
-    VERSION_HEADER,
-    is_anthropic,
-    is_messages_path,
-    message_error,
-    status_of,
-)
-from blockdraft.server.api.schemas import Error, Health
 
 DONE = "data: [DONE]\n\n"  # the last event of a stream
 START_RETRY_AFTER_S = 5  # arbitrary: a start takes seconds to minutes
@@ -25,17 +19,79 @@ START_RETRY_AFTER_S = 5  # arbitrary: a start takes seconds to minutes
 # Nobody keeps a stream, and nginx sends each piece on at once.
 STREAM_HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
 
-INVALID = "invalid_request_error"  # the kind of errors that are the client's
+INVALID = "invalid_request_error"  # the type of errors that are the client's
+VERSION_HEADER = "anthropic-version"  # Anthropic's clients send it with every path
+OPENAI_PATHS = ("/v1/chat/", "/v1/completions", "/v1/responses")
+OVERLOADED = 529  # Anthropic's status for too many requests at once
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    504: "timeout_error",
+    OVERLOADED: "overloaded_error",
+}
+
+Health = Literal["ok", "starting", "draining", "failed", "hanging"]
 
 json_of = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode  # json.dumps makes one per call
+
+
+# ---- errors
+
+
+class ErrorDetail(TypedDict):
+    """What went wrong; `param` is the field at fault."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(TypedDict):
+    """Every error, whatever its status."""
+
+    error: ErrorDetail
+
+
+class MessageErrorDetail(TypedDict):
+    """What went wrong; the message names the field at fault."""
+
+    type: str
+    message: str
+
+
+class MessageError(TypedDict):
+    """Every error of the Messages API, whatever its status."""
+
+    type: Literal["error"]
+    error: MessageErrorDetail
+    request_id: str | None
 
 
 def error_body(message: str, *, kind: str, param: str | None = None, code: str | None = None) -> Error:
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
+def message_error(
+    status: int, message: str, *, param: str | None = None, request_id: str | None = None
+) -> MessageError:
+    """Return an error of Anthropic's API, where only the message can name the field at fault."""
+    kind = _ANTHROPIC_TYPES.get(status, "api_error" if status >= 500 else INVALID)
+    text = message if param is None or param in message else f"{param}: {message}"
+    return {"type": "error", "error": {"type": kind, "message": text}, "request_id": request_id}
+
+
+def is_anthropic(path: str, *, has_version: bool = False) -> bool:
+    """Whether the client speaks Anthropic's API: by the path, or by its header on paths both APIs have."""
+    is_messages_path = path == "/v1/messages" or path.startswith("/v1/messages/")
+    return is_messages_path or (has_version and not path.startswith(OPENAI_PATHS))
+
+
 class ErrorResponse(JSONResponse):
-    """An error in OpenAI's shape; `of` gives it that of the API whose path was asked for."""
+    """An error as OpenAI writes it; `of` returns it as the API of a path does."""
 
     def __init__(self, status: int, error: Error, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(error, status_code=status, headers=headers)
@@ -45,7 +101,7 @@ class ErrorResponse(JSONResponse):
         """`has_version`: the request has the header by which Anthropic's clients are known."""
         if not is_anthropic(path, has_version=has_version):
             return self
-        status = status_of(self.status_code, self._error["code"])
+        status = OVERLOADED if self._error["code"] == "too_many_connections" else self.status_code
         body = message_error(
             status, self._error["message"], param=self._error["param"], request_id=request_id
         )
@@ -60,8 +116,8 @@ class ErrorResponse(JSONResponse):
 
 
 def error_event(path: str, message: str, code: str) -> str:
-    """The end of a stream that breaks off, in the shape of the API whose path was asked for."""
-    if is_messages_path(path):
+    """Return the last event of a stream that breaks off, as the API of the path writes it."""
+    if is_anthropic(path):
         return named_event("error", message_error(500, message))
     if path == "/v1/responses":
         failure = {"type": "error", "code": code, "message": message, "param": None, "sequence_number": 0}

@@ -1,1 +1,1 @@
-"""The live page, and the numbers it and /metrics show."""
+"""The live page, its feed of numbers, and /metrics."""

@@ -1,1 +1,1 @@
-"""An engine of others behind our door: its answers are passed on untouched."""
+"""Our server in front of another engine, whose answers pass through unchanged."""

@@ -26,7 +26,6 @@ from yarl import URL
 from blockdraft import __version__
 from blockdraft.phases import StartProgress
 from blockdraft.server.http.auth_limits import AuthLimits
-from blockdraft.server.http.events import live_events
 from blockdraft.server.http.exchange import exchange_of
 from blockdraft.server.http.replies import (
     INVALID,
@@ -39,6 +38,7 @@ from blockdraft.server.http.replies import (
     status_response,
 )
 from blockdraft.server.options import ServerOptions
+from blockdraft.server.page.live_feed import live_events
 from blockdraft.server.page.live_page import routes as page_routes
 from blockdraft.server.page.metrics import render_proxy
 from blockdraft.server.proxy.proxy_feed import MetricsFeed, fetch_metrics

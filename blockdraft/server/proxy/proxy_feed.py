@@ -14,7 +14,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from blockdraft.engine.stats import LATELY_S
 from blockdraft.prometheus_text import samples
-from blockdraft.server.http.events import INTERVAL_S, WINDOW_S, Json, fate_of_drafts
+from blockdraft.server.page.live_feed import INTERVAL_S, WINDOW_S, Json, fate_of_drafts
 
 HISTORY_S = 300
 TIMEOUT_S = 5.0  # arbitrary; on loopback an answer takes milliseconds

@@ -23,7 +23,7 @@ from blockdraft.server.api.fields import (
 from blockdraft.server.api.messages.shapes import Text, Tool, Turn
 from blockdraft.server.api.messages.turns import conversation_of, system_text
 from blockdraft.server.api.tool_fields import MAX_TOOLS
-from blockdraft.server.http.json_reader import Nested, all_of
+from blockdraft.server.http.body import Nested, all_of
 
 Turns = Annotated[list[Turn], Field(min_length=1, max_length=MAX_MESSAGES)]
 Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS)]

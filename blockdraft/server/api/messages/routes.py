@@ -11,7 +11,6 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from blockdraft.server.api.fields import renamed
-from blockdraft.server.api.messages.errors import PATH
 from blockdraft.server.api.messages.fields import NAMES, CountTokensRequest, MessagesRequest
 from blockdraft.server.api.messages.schemas import TokenCount
 from blockdraft.server.api.messages.writer import MessageWriter
@@ -38,6 +37,6 @@ def routes(host: ChatHost) -> list[Route]:
         return host.tell(JSONResponse(count), asked)
 
     return [
-        Route(PATH, create, methods=["POST"]),
-        Route(f"{PATH}/count_tokens", count_tokens, methods=["POST"]),
+        Route("/v1/messages", create, methods=["POST"]),
+        Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from blockdraft.server.api.translation import Conversation
-from blockdraft.server.http.json_reader import Nested, all_of
+from blockdraft.server.http.body import Nested, all_of
 from blockdraft.server.http.replies import json_of
 
 # Claude Code writes who pays in front of its instructions: no model needs it, and no two prompts would share

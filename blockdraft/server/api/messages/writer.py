@@ -6,12 +6,11 @@ from blockdraft.engine.request import Delta
 from blockdraft.errors import RequestError
 from blockdraft.server.api.chat.answers import ChatAnswer
 from blockdraft.server.api.messages import schemas
-from blockdraft.server.api.messages.errors import message_error
 from blockdraft.server.api.messages.fields import MessagesRequest
 from blockdraft.server.api.schemas import AnswerObject
 from blockdraft.server.api.translation import AnswerPart, AnswerParts, PartChange
 from blockdraft.server.http.body import parse_object
-from blockdraft.server.http.replies import named_event
+from blockdraft.server.http.replies import message_error, named_event
 
 SIGNATURE = "blockdraft"  # clients want thoughts signed before they send them back; nobody checks it
 

@@ -24,7 +24,7 @@ from blockdraft.server.api.responses.items import full_name
 from blockdraft.server.api.responses.shapes import Choice, Format, Item, Tool
 from blockdraft.server.api.tool_fields import MAX_TOOLS
 from blockdraft.server.api.translation import Conversation
-from blockdraft.server.http.json_reader import Nested, all_of
+from blockdraft.server.http.body import Nested, all_of
 
 MAX_ID = 128  # characters of an id
 MAX_METADATA = 16  # as OpenAI

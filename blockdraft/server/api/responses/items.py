@@ -7,7 +7,7 @@ import binascii
 from collections.abc import Callable, Mapping
 
 from blockdraft.server.api.translation import Conversation
-from blockdraft.server.http.json_reader import Nested, all_of
+from blockdraft.server.http.body import Nested, all_of
 
 Item = Mapping[str, object]
 FindItem = Callable[[str], Item | None]

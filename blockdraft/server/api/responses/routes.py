@@ -28,8 +28,7 @@ from blockdraft.server.api.responses.stored import flag, input_page, is_half_a_c
 from blockdraft.server.api.responses.writer import ResponseWriter
 from blockdraft.server.api.schemas import AnswerObject
 from blockdraft.server.api.translation import ChatHost, Conversation
-from blockdraft.server.http.body import shown
-from blockdraft.server.http.json_reader import Nested
+from blockdraft.server.http.body import Nested, shown
 from blockdraft.server.http.replies import INVALID, error_response
 
 PATH = "/v1/responses"

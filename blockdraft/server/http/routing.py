@@ -1,0 +1,179 @@
+"""Which function answers a request, and what is answered where none does or one fails."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Awaitable, Callable
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from blockdraft.engine.streams import EngineStopped
+from blockdraft.errors import BlockdraftError, CapacityError, RequestError
+from blockdraft.server.http.replies import INVALID, error_response, not_ready_response
+
+_HAS = (
+    "this server has /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages, /v1/models, "
+    "/tokenize and /detokenize; /openapi.json describes them."
+)
+_BASE = "set the client's base URL to http://HOST:PORT/v1"
+
+# Ours, as a client asks for it whose base URL lacks /v1 or has too much of it.
+_OURS = re.compile(r"(?:/\w+){0,3}?/(chat/completions|completions|responses|models|messages)(/.*)?")
+# Anthropic's clients add /v1 themselves.
+_TWICE = re.compile(r"/v1(/v1)+(/.*)?")
+_PARTS_OF_OPENAI = {
+    "embeddings": "embeddings",
+    "audio": "speech",
+    "images": "images",
+    "videos": "videos",
+    "moderations": "moderation",
+    "files": "files",
+    "uploads": "files",
+    "batches": "batches",
+    "fine_tuning": "fine-tuning",
+    "assistants": "assistants",
+    "threads": "assistants",
+    "vector_stores": "vector stores",
+    "conversations": "conversations",
+    "realtime": "realtime sessions",
+    "evals": "evaluations",
+    "rerank": "reranking",
+    "score": "scoring by a path of its own",
+    "engines": "engines",
+}
+_LLAMA_CPP = {"completion", "infill", "props", "slots", "apply-template", "embedding", "lora-adapters"}
+_TEXT_GENERATION = {"generate", "generate_stream", "info", "get_model_info"}
+
+
+def no_such_path(path: str) -> str:
+    """Say what is missing, and what there is."""
+    if _TWICE.fullmatch(path):
+        return (
+            f"no such path: /v1 is there twice. Anthropic's clients add it themselves, so their base URL is "
+            f"http://HOST:PORT; that of OpenAI's is http://HOST:PORT/v1. {_capital(_HAS)}"
+        )
+    if path.startswith("/v1beta/"):
+        return _other("Gemini's API")
+    found = _OURS.fullmatch(path)
+    if found is not None and not path.startswith("/v1/"):
+        return f"no such path: this is /v1/{found[1]} here: {_BASE}."
+    if path.startswith("/api/"):
+        return _other("Ollama's API")
+    first = path.removeprefix("/v1").strip("/").partition("/")[0]
+    if first in _PARTS_OF_OPENAI:
+        return f"no such path: this server writes text and has no {_PARTS_OF_OPENAI[first]}; {_HAS}"
+    if first in _LLAMA_CPP:
+        return _other("an API of llama.cpp's own")
+    if first in _TEXT_GENERATION:
+        return _other("an API of TGI's or SGLang's own")
+    return f"no such path: {_HAS}"
+
+
+def _other(name: str) -> str:
+    return f"no such path: this is {name}, which this server does not speak: {_BASE}, as for OpenAI's; {_HAS}"
+
+
+def _capital(text: str) -> str:
+    return text[0].upper() + text[1:]
+
+
+RETRY_AFTER_S = 1  # arbitrary: the queue moves once per step
+_HTTP_MESSAGES = {
+    415: "the body must be JSON: send the header 'Content-Type: application/json'.",
+}
+
+
+class NotReady(Exception):
+    """The engine is still starting, or on its way out."""
+
+    def __init__(self, state: str) -> None:
+        super().__init__(state)
+        self.state = state
+
+
+def on_http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    headers = error.headers or {}
+    text = _HTTP_MESSAGES.get(error.status_code, error.detail)
+    if error.status_code == 404:
+        text = no_such_path(request.url.path)
+    elif error.status_code == 405:
+        text = f"this path does not take {request.method}: use {headers.get('Allow', 'another method')}."
+    response = error_response(error.status_code, text, INVALID)
+    response.headers.update(headers)
+    return response
+
+
+def on_user_error(request: Request, error: Exception) -> Response:
+    message = str(error)
+    if isinstance(error, CapacityError):
+        return error_response(
+            429, message, "rate_limit_error", code="queue_full", retry_after_s=RETRY_AFTER_S
+        )
+    if isinstance(error, RequestError):
+        status = 404 if error.code == "model_not_found" else 400
+        return error_response(status, message, INVALID, param=error.field, code=error.code)
+    return error_response(500, message)
+
+
+def on_stop(request: Request, error: Exception) -> Response:
+    return error_response(503, str(error))
+
+
+def on_not_ready(request: Request, error: Exception) -> Response:
+    assert isinstance(error, NotReady)
+    return not_ready_response(error.state)
+
+
+def on_bug(request: Request, error: Exception) -> Response:
+    """Starlette raises the error again behind this answer, so that the server's log has the traceback."""
+    return error_response(500, "internal error: see the server's log.")
+
+
+HANDLERS = {
+    HTTPException: on_http,
+    BlockdraftError: on_user_error,
+    EngineStopped: on_stop,
+    NotReady: on_not_ready,
+    Exception: on_bug,
+}
+
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+class ShortWay:
+    """An ASGI application around Starlette's, whose handlers are HANDLERS."""
+
+    def __init__(self, api: Starlette) -> None:
+        self._api = api
+        self._endpoints: dict[str, Endpoint] = {
+            route.path: route.endpoint
+            for route in api.routes
+            if isinstance(route, Route)
+            and route.methods == {"POST"}
+            and not route.param_convertors
+            and inspect.iscoroutinefunction(route.endpoint)
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        endpoint = self._endpoints.get(scope["path"]) if scope["type"] == "http" else None
+        if endpoint is None or scope["method"] != "POST":
+            await self._api(scope, receive, send)
+            return
+        request = Request(scope, receive)
+        try:
+            response = await endpoint(request)
+        except Exception as error:
+            kind = next(kind for kind in type(error).__mro__ if kind in HANDLERS)
+            await HANDLERS[kind](request, error)(scope, receive, send)
+            if kind is Exception:  # a bug: the server's log has its traceback
+                raise
+        else:
+            await response(scope, receive, send)
