@@ -1,4 +1,4 @@
-"""What a verified block means: the reference and the CPU's kernel against plain counting in Python."""
+"""What a verified block means: every implementation against plain counting in Python."""
 
 import random
 
@@ -6,35 +6,20 @@ import pytest
 import torch
 
 from blockdraft.cache.rows import Rows, RowSampling
-from blockdraft.kernels.acceptance import (
-    Progress,
-    reference_advance,
-    reference_count_accepted,
-    reference_draw_accepted,
-)
-from blockdraft.kernels.cpu import why_no_llvm
+from blockdraft.kernels.acceptance import Progress
+from blockdraft.kernels.kernels import REFERENCE
 from blockdraft.kernels.noise import philox
+from tests.kernels.implementations import (
+    CPU,
+    DEVICE,
+    HAS_CARD,
+    implementation_of,
+    only_kernels,
+    only_triton,
+    quiet,
+)
 
-CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module", params=["reference", "kernel"])
-def functions(request):
-    """Counting and advancing."""
-    if request.param == "reference":
-        return reference_count_accepted, reference_advance
-    kernels = native()
-    return kernels.count_accepted, kernels.advance
-
-
-def native():
-    if why_no_llvm(torch.float32, CPU) is not None:
-        pytest.skip("the CPU kernels are not chosen")
-    from blockdraft.kernels.llvm.acceptance import AcceptanceKernels
-
-    return AcceptanceKernels()
-
-
+pytestmark = quiet
 CASES = {  # samples, block, tokens to commit
     "width 1": ([[4]], [[9]], [1]),
     "all right": ([[1, 2, 3, 4]], [[9, 1, 2, 3]], [4]),
@@ -57,19 +42,28 @@ def count(samples, block):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_draft_counts_while_it_equals_the_sample_before_it(functions, name):
+def test_a_draft_counts_while_it_equals_the_sample_before_it(implementation, name):
     sampled, block, expected = CASES[name]
     assert [count(*rows) for rows in zip(sampled, block, strict=True)] == expected
-    assert functions[0](torch.tensor(sampled), torch.tensor(block)).tolist() == expected
+    given = (torch.tensor(one, device=implementation.device) for one in (sampled, block))
+    got = implementation.kernels.count_accepted(*given)
+    assert got.dtype == torch.int64
+    assert got.tolist() == expected
 
 
-def test_drawn_blocks_count_as_one_by_one(functions):
-    sampled, block = torch.randint(0, 2, (2, 200, 9), generator=torch.Generator().manual_seed(0))
+@pytest.mark.parametrize("width", [2, 3, 8, 16, 17])
+def test_drawn_blocks_count_as_one_by_one(implementation, width):
+    num_rows = 20 if implementation.is_interpreted else 200
+    generator, count_accepted = torch.Generator().manual_seed(width), implementation.kernels.count_accepted
+    sampled, block = torch.randint(0, 2, (2, num_rows, width + 1), generator=generator)
+    sampled[:3, :-2] = block[:3, 1:-1]
+    sampled, block = sampled.to(implementation.device)[:, :width], block.to(implementation.device)[:, :width]
     expected = [count(*rows) for rows in zip(sampled.tolist(), block.tolist(), strict=True)]
-    assert set(expected) >= {1, 2, 3, 4}
-    assert functions[0](sampled, block).tolist() == expected
+    assert set(expected) >= {1, width}
+    assert count_accepted(sampled, block).tolist() == expected  # parts of wider tensors
+    assert count_accepted(sampled.contiguous(), block.contiguous()).tolist() == expected
     turned = sampled.T.contiguous().T, block.T.contiguous().T
-    assert functions[0](*turned).tolist() == expected
+    assert count_accepted(*turned).tolist() == expected
 
 
 # ---- advance
@@ -120,22 +114,42 @@ class Case:
         function(progress, self.block, self.sampled, self.num_committed, self.rows.sampling())
 
 
-@pytest.mark.parametrize("padding", [0, 3])
-def test_rows_advance_by_what_is_committed(functions, padding):
-    """But the scratch row, which a step is filled up with."""
-    case = Case(padding=padding)
+def check_advance(implementation, case):
+    """Only rows with a penalty need counts; Triton's kernel leaves those of others alone, too."""
     length, anchor, counts = case.expected()
-    before = case.rows._output_counts.clone()
-    case.advance(functions[1])
+    case.advance(implementation.kernels.advance)
     assert case.rows.length.tolist() == length
     assert case.rows.anchor.tolist() == anchor
-    for row in case.penalised:
+    for row in range(7) if implementation.name == "triton" else case.penalised:
         assert case.rows._output_counts[row].tolist() == counts[row]
-    assert max(counts[4][token] - int(before[4, token]) for token in range(12)) > 1, "a token comes twice"
 
 
-def test_the_kernel_advances_drawn_rows_as_the_reference_does():
-    rng, kernels = random.Random(3), native()
+@pytest.mark.parametrize("padding", [0, 3])
+def test_rows_advance_by_what_is_committed(implementation, padding):
+    """The scratch row, which a step is filled up with, stays where it is."""
+    case = Case(implementation.device, padding)
+    before = case.rows._output_counts.clone()
+    check_advance(implementation, case)
+    gained = case.rows._output_counts[4] - before[4]
+    assert gained.max() > 1, "a token comes twice"
+
+
+@only_triton
+def test_a_penalised_scratch_row_would_stay_too(implementation):
+    case = Case(implementation.device, padding=2)
+    case.rows._whole[-1] = case.rows._whole[4]
+    check_advance(implementation, case)
+
+
+def test_advance_takes_parts_of_wider_blocks(implementation):
+    case = Case(implementation.device)
+    case.block, case.sampled = (torch.cat((x, x), dim=1)[:, : case.width] for x in (case.block, case.sampled))
+    check_advance(implementation, case)
+
+
+@only_kernels
+def test_the_kernels_advance_drawn_rows_as_the_reference_does(implementation):
+    rng = random.Random(3)
     for num_rows in range(1, 9):
         tables = []
         rules = [
@@ -146,15 +160,17 @@ def test_the_kernel_advances_drawn_rows_as_the_reference_does():
         places = rng.sample(range(num_rows), rng.randint(1, num_rows))
         width = rng.randint(1, 6)
         for _ in range(2):
-            rows = Rows(max_rows=num_rows, max_pages=1, vocab_size=9, scratch_page=0, device=CPU)
+            rows = Rows(
+                max_rows=num_rows, max_pages=1, vocab_size=9, scratch_page=0, device=implementation.device
+            )
             for row, (prompt, rule) in enumerate(zip(prompts, rules, strict=True)):
                 rows.place(row, prompt, len(prompt) - 1, rule)
             rows.activate(places)
             tables.append(rows)
-        block, sampled = torch.randint(0, 9, (2, len(places), width))
-        kept = torch.randint(1, width + 1, (len(places),))
-        for rows, advance in zip(tables, (reference_advance, kernels.advance), strict=True):
-            advance(Progress(rows.length, rows.anchor), block, sampled, kept, rows.sampling())
+        block, sampled = torch.randint(0, 9, (2, len(places), width)).to(implementation.device)
+        kept = torch.randint(1, width + 1, (len(places),)).to(implementation.device)
+        for rows, kernels in zip(tables, (REFERENCE, implementation.kernels), strict=True):
+            kernels.advance(Progress(rows.length, rows.anchor), block, sampled, kept, rows.sampling())
         mine, its = tables
         assert torch.equal(mine.length, its.length)
         assert torch.equal(mine.anchor, its.anchor)
@@ -163,14 +179,15 @@ def test_the_kernel_advances_drawn_rows_as_the_reference_does():
                 assert torch.equal(mine._output_counts[row], its._output_counts[row])
 
 
-def test_without_a_penalty_nothing_is_counted(functions):
-    case = Case()
+def test_without_a_penalty_nothing_is_counted(implementation):
+    case = Case(implementation.device)
     case.rows.activate([0])
     batch = case.rows.sampling()
     assert not batch.has_penalty
     before = case.rows._output_counts.clone()
     progress = Progress(case.rows.length, case.rows.anchor)
-    functions[1](progress, case.block[1:2], case.sampled[1:2], case.num_committed[1:2], batch)
+    some = (case.block[1:2], case.sampled[1:2], case.num_committed[1:2])
+    implementation.kernels.advance(progress, *some, batch)
     assert torch.equal(case.rows._output_counts, before)
     assert case.rows.length[0] == 7 + 4
 
@@ -188,10 +205,10 @@ def seeded(seeds, device=CPU):
 
 def test_rates_decide_how_far_a_step_gets():
     batch, starts = seeded([5, -5]), torch.tensor([3, 9])
-    assert reference_draw_accepted(torch.ones(7), starts, batch).tolist() == [8, 8]
-    assert reference_draw_accepted(torch.zeros(7), starts, batch).tolist() == [1, 1]
-    assert reference_draw_accepted(torch.tensor([1.0, 1.0, 0.0]), starts, batch).tolist() == [3, 3]
-    assert reference_draw_accepted(torch.ones(0), starts, batch).tolist() == [1, 1]
+    assert REFERENCE.draw_accepted(torch.ones(7), starts, batch).tolist() == [8, 8]
+    assert REFERENCE.draw_accepted(torch.zeros(7), starts, batch).tolist() == [1, 1]
+    assert REFERENCE.draw_accepted(torch.tensor([1.0, 1.0, 0.0]), starts, batch).tolist() == [3, 3]
+    assert REFERENCE.draw_accepted(torch.ones(0), starts, batch).tolist() == [1, 1]
 
 
 def test_the_number_of_a_row_is_philox_s_for_its_seed_and_length():
@@ -204,19 +221,61 @@ def test_the_number_of_a_row_is_philox_s_for_its_seed_and_length():
         uniform = ((word >> 9) + 0.5) * 2.0**-23
         batch, starts = seeded([seed]), torch.tensor([length])
         for shift, expected in ((1e-4, 2), (-1e-4, 1)):
-            assert reference_draw_accepted(torch.tensor([uniform + shift]), starts, batch).tolist() == [
+            assert REFERENCE.draw_accepted(torch.tensor([uniform + shift]), starts, batch).tolist() == [
                 expected
             ]
 
 
+@only_triton
+@pytest.mark.parametrize("num_rates", [0, 1, 7, 15, 16])
+def test_drawn_acceptance_is_the_references_integer(implementation, num_rates):
+    generator, num_rows = torch.Generator().manual_seed(num_rates), 500 if HAS_CARD else 30
+    seeds = torch.randint(-(2**63), 2**63 - 1, (num_rows,), generator=generator).tolist()
+    seeds[:4] = [0, -1, 2**63 - 1, -(2**63)]
+    starts = torch.randint(0, 2**20, (num_rows,), generator=generator)
+    starts[::3] += 2**32 * torch.arange(1, len(starts[::3]) + 1)
+    rates = torch.linspace(0.97, 0.05, num_rates)
+    given = rates.to(DEVICE), starts.to(DEVICE), seeded(seeds, DEVICE)
+    expected = REFERENCE.draw_accepted(*given)
+    assert num_rates < 7 or len(expected.unique()) > 4
+    assert implementation.kernels.draw_accepted(*given).tolist() == expected.tolist()
+
+
 def test_frequencies_follow_the_rates():
-    rates = torch.tensor([0.9, 0.6, 0.6, 0.25, 0.02])
-    num_rows = 40
+    """The kernels draw the reference's integers, so theirs do, too."""
+    rates, num_rows = torch.tensor([0.9, 0.6, 0.6, 0.25, 0.02]), 40
     batch = seeded(list(range(num_rows)))
     drawn = torch.cat(
-        [reference_draw_accepted(rates, torch.full((num_rows,), start), batch) for start in range(250)]
+        [REFERENCE.draw_accepted(rates, torch.full((num_rows,), start), batch) for start in range(250)]
     )
-    total = len(drawn)
     for index, rate in enumerate(rates.tolist()):
         share = float((drawn > index + 1).double().mean())
-        assert abs(share - rate) < 4 * (rate * (1 - rate) / total) ** 0.5
+        assert abs(share - rate) < 4 * (rate * (1 - rate) / len(drawn)) ** 0.5
+
+
+@pytest.mark.skipif(not HAS_CARD, reason="needs a CUDA device")
+def test_a_captured_step_follows_its_tensors():
+    kernels = implementation_of("triton").kernels
+    case, other = Case(DEVICE, padding=2), Case(DEVICE, padding=2)
+    progress = Progress(case.rows.length, case.rows.anchor)
+    batch = case.rows.sampling()
+    kernels.count_accepted(case.sampled, case.block)  # compiled before it is captured
+    case.advance(kernels.advance)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        counted = kernels.count_accepted(case.sampled, case.block)
+        kernels.advance(progress, case.block, case.sampled, counted, batch)
+    for tensor, fresh in (
+        (case.rows.length, other.rows.length),
+        (case.rows.anchor, other.rows.anchor),
+        (case.rows._output_counts, other.rows._output_counts),
+    ):
+        tensor.copy_(fresh)
+    case.sampled[:, :3] = case.block[:, 1:4]
+    other.sampled.copy_(case.sampled)
+    other.num_committed = kernels.count_accepted(other.sampled, other.block)
+    length, anchor, counts = other.expected()
+    graph.replay()
+    assert case.rows.length.tolist() == length
+    assert case.rows.anchor.tolist() == anchor
+    assert case.rows._output_counts.tolist() == counts

@@ -174,7 +174,7 @@ def start(monkeypatch, **changes):
     ("module", "name", "operation"),
     [
         ("attention", "attend", "attention"),
-        pytest.param("rows", "rms_norm", "norms", marks=pytest.mark.slow),
+        pytest.param("pointwise", "rms_norm", "norms", marks=pytest.mark.slow),
         pytest.param("acceptance", "advance", "acceptance", marks=pytest.mark.slow),
     ],
 )

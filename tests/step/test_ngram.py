@@ -11,7 +11,7 @@ from blockdraft.kernels.cpu import why_no_llvm
 from blockdraft.kernels.kernels import REFERENCE, kernels_for
 from blockdraft.step.ngram import NgramDrafter
 from tests import tiny
-from tests.kernels.test_recall import found
+from tests.kernels.test_ngram_lookup import found
 from tests.lossless.test_lossless import plain
 from tests.matrix import slow_but
 

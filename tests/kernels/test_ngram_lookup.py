@@ -1,28 +1,17 @@
-"""Recalling a text: the reference and the CPU's kernel against a search in plain Python."""
+"""Drafts from n-grams of the text so far: every implementation against a search in plain Python."""
 
 import random
 
 import pytest
 import torch
 
-from blockdraft.kernels.cpu import why_no_llvm
-from blockdraft.kernels.ngram_lookup import MOST, reference_lookup, reference_remember
+from blockdraft.kernels.ngram_lookup import MOST
+from tests.kernels.implementations import quiet
+from tests.matrix import slow_but
 
-CPU = torch.device("cpu")
+pytestmark = quiet
 KEPT = -7  # what a block holds where its drafts stay
-
-
-@pytest.fixture(scope="module", params=["reference", "kernel"])
-def functions(request):
-    """Recalling and remembering."""
-    if request.param == "reference":
-        return reference_lookup, reference_remember
-    if why_no_llvm(torch.float32, CPU) is not None:
-        pytest.skip("the CPU kernels are not chosen")
-    from blockdraft.kernels.llvm.ngram_lookup import NgramLookupKernels
-
-    kernels = NgramLookupKernels()
-    return kernels.recall, kernels.remember
+PIECE = 1024  # tokens of a history that Triton's kernel reads at a time
 
 
 def found(text, least, width):
@@ -43,8 +32,9 @@ def found(text, least, width):
     return whole[len(text) :]
 
 
-def check(recall, texts, *, least=1, width=8, size=None, device=CPU):
+def check(implementation, texts, *, least=1, width=8, size=None):
     """`texts` by their rows, asked in another order; past each text stands what would mislead."""
+    device = implementation.device
     size = size or max(map(len, texts)) + width
     history = torch.zeros(len(texts) + 1, size, dtype=torch.int32)
     for row, text in enumerate(texts):
@@ -53,7 +43,9 @@ def check(recall, texts, *, least=1, width=8, size=None, device=CPU):
     order = list(range(len(texts)))[::-1]
     starts = torch.tensor([len(texts[row]) - 1 for row in order], device=device)
     block = torch.full((len(texts), width), KEPT, device=device)
-    recall(block, history.to(device), torch.tensor(order, device=device), starts, least)
+    implementation.kernels.recall(
+        block, history.to(device), torch.tensor(order, device=device), starts, least
+    )
     expected = [[KEPT, *(found(texts[row], least, width) or [KEPT] * (width - 1))] for row in order]
     assert block.tolist() == expected
 
@@ -75,9 +67,9 @@ TEXTS = {
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_drafts_are_what_followed_before(functions, name):
-    for least in (1, 2, 3, MOST):
-        check(functions[0], [TEXTS[name]], least=least)
+def test_drafts_are_what_followed_before(implementation, name):
+    for least in (1, MOST) if implementation.is_interpreted else (1, 2, 3, MOST):
+        check(implementation, [TEXTS[name]], least=least)
 
 
 def test_what_follows_is_what_one_would_say():
@@ -89,17 +81,32 @@ def test_what_follows_is_what_one_would_say():
     assert found([9, 9], 1, 4) == [9, 9, 9]
 
 
-def test_rows_are_searched_by_themselves(functions):
-    check(functions[0], [*TEXTS.values(), [1, 2], [3]], least=1)
-    check(functions[0], [[1, 2, 3], [3, 4, 5], [9, 3]], least=1)
+def test_rows_are_searched_by_themselves(implementation):
+    check(implementation, [*TEXTS.values(), [1, 2], [3]], least=2)
+    check(implementation, [[1, 2, 3], [3, 4, 5], [9, 3]], least=1)
 
 
 @pytest.mark.parametrize("width", [2, 3, 8, 16, 17])
-def test_drawn_texts_are_recalled_as_by_plain_python(functions, width):
+def test_drawn_texts_are_recalled_as_by_plain_python(implementation, width):
     rng = random.Random(width)
-    for _ in range(60):
-        texts = [draw(rng) for _ in range(rng.randint(1, 6))]
-        check(functions[0], texts, least=rng.choice([1, 1, 2, 3, 5, MOST]), width=width)
+    for _ in range(3 if implementation.is_interpreted else 60):
+        texts = [draw(rng) for _ in range(rng.randint(1, 4))]
+        check(implementation, texts, least=rng.choice([1, 1, 2, 3, 5, MOST]), width=width)
+
+
+@pytest.mark.parametrize("last", slow_but([PIECE - 1, PIECE, PIECE + 1, 3 * PIECE - 5], PIECE + 1))
+def test_a_history_of_several_pieces(implementation, last):
+    """Matches end in one piece and begin in another, with shorter ones behind; the table is longer."""
+    rng = random.Random(last)
+    phrase = [rng.randrange(1000) for _ in range(40)]
+    texts = []
+    for place in (0, PIECE // 2, PIECE - 20, last - 100):
+        text = [rng.randrange(1000) for _ in range(last + 1)]
+        text[place : place + 40] = phrase
+        text[last - 55 : last - 40] = phrase[15:30]
+        text[-30:] = phrase[:30]
+        texts.append(text)
+    check(implementation, texts, least=3, size=4 * PIECE)
 
 
 def draw(rng):
@@ -112,12 +119,15 @@ def draw(rng):
     return text
 
 
-def test_samples_stand_behind_the_anchor(functions):
-    history = torch.zeros(4, 20, dtype=torch.int32)
-    sampled, rows = torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.tensor([2, 0])
-    functions[1](history, sampled, rows, torch.tensor([7, 99, 0, 99]))
-    expected = torch.zeros(4, 20, dtype=torch.int32)
-    expected[2, 1:4], expected[0, 8:11] = sampled.int()
+@pytest.mark.parametrize("width", [1, 3, 16])
+def test_samples_stand_behind_the_anchor(implementation, width):
+    generator, device = torch.Generator().manual_seed(1), implementation.device
+    sampled = torch.randint(0, 50_000, (2, width), generator=generator).to(device)
+    rows, length = (torch.tensor(one, device=device) for one in ([2, 0], [7, 99, 0, 99]))
+    expected = torch.zeros(4, 40, dtype=torch.int32, device=device)
+    expected[2, 1 : 1 + width], expected[0, 8 : 8 + width] = sampled.int()
+    history = torch.zeros_like(expected)
+    implementation.kernels.remember(history, sampled, rows, length)
     assert torch.equal(history, expected)
-    functions[1](history, torch.cat((sampled, sampled), 1)[:, :3], rows, torch.tensor([7, 99, 0, 99]))
+    implementation.kernels.remember(history, torch.cat((sampled, sampled), 1)[:, :width], rows, length)
     assert torch.equal(history, expected)
