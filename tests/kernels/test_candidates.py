@@ -290,6 +290,7 @@ def test_numbers_whose_sums_are_rounded(implementation, vocab_size, num_columns)
     """Rows of every rule in one call."""
     rules = [rule | {"stop_ids": (3,)} if "stop_ids" in rule else rule for rule in OPEN]
     rules += [RULES[name] for name in ("banned", "bias", "penalties")]
+    rules += [{"temperature": 9.0, "top_k": 2}] * 6  # a third candidate would be drafted by some
     rows, generator = place_rows(rules, vocab_size, implementation.device), torch.Generator().manual_seed(0)
     logits = 2 * torch.randn(len(rules), num_columns, vocab_size, generator=generator)
     books = (torch.randn(vocab_size, RANK, generator=generator) for _ in range(2))
