@@ -29,18 +29,18 @@ _REFERENCE = "#/components/schemas/{model}"
 _FAILURES = {
     400: "The request cannot be served as it was asked; `param` names the field.",
     401: "The API key is missing or wrong.",
-    404: "There is no such model or response, or nothing that does it.",
+    404: "The model or the response does not exist, or the server cannot do this.",
     408: "The body did not arrive in time.",
     413: "The body is too large.",
     415: "The body is not JSON.",
-    421: "The server does not go by the name in the Host header.",
+    421: "The Host header names another server.",
     429: "The queue is full; Retry-After says when to come back.",
     431: "The address and the headers are too large.",
-    503: "The engine is starting, ending or has failed, or there are too many requests at once.",
+    503: "The engine is starting, stopping or has failed, or there are too many requests at once.",
     504: "No answer began in time.",
     529: "There are too many requests at once.",
 }
-_ANSWERS = {  # what these define holds nothing that is not described
+_ANSWERS = {  # objects of these modules have no other properties
     name
     for module in (schemas, chat_schemas, replies, message_schemas, response_schemas)
     for name in vars(module)
@@ -61,18 +61,18 @@ class _Operation:
     events: type | None = None  # of the stream, where there is one
     failures: tuple[int, ...] = ()
     error: type = replies.Error
-    has_named_events: bool = False  # a name each, and no [DONE] behind the last
-    parameters: tuple[Json, ...] = ()  # in the address behind the path, and headers
+    has_named_events: bool = False  # each event has a name, and no [DONE] follows the last
+    parameters: tuple[Json, ...] = ()  # in the query and in headers
     is_served: bool = True  # False: every request is refused
 
     @property
     def failed(self) -> type:
-        """The answer of status 503, which probes describe in their own way; all others are errors."""
+        """The answer with status 503: for probes their own, for all others an error."""
         return self.answer if self.answer in (schemas.Status, schemas.Start) else self.error
 
 
 def _asked(name: str, *, where: str = "query", **schema: object) -> Json:
-    """A parameter that may be left out."""
+    """An optional parameter."""
     return {"name": name, "in": where, "required": False, "schema": schema}
 
 
@@ -94,7 +94,7 @@ _OPERATIONS = (
     _Operation(
         method="post",
         path="/v1/completions",
-        summary="Go on with a prompt.",
+        summary="Continue a prompt.",
         takes=chat_fields.CompletionRequest,
         answer=chat_schemas.TextCompletion,
         events=chat_schemas.TextChunk,
@@ -103,7 +103,7 @@ _OPERATIONS = (
     _Operation(
         method="post",
         path="/v1/responses",
-        summary="Answer a conversation, and keep it: OpenAI's Responses API.",
+        summary="Answer a conversation and store it: OpenAI's Responses API.",
         takes=response_fields.ResponsesRequest,
         answer=response_schemas.Response,
         events=cast(type, response_schemas.Event),  # a union
@@ -113,7 +113,7 @@ _OPERATIONS = (
     _Operation(
         method="get",
         path="/v1/responses/{response_id}",
-        summary="A response that was kept.",
+        summary="A stored response.",
         answer=response_schemas.Response,
         events=cast(type, response_schemas.Event),
         failures=(400, 401, 404, *_PROBE),
@@ -126,7 +126,7 @@ _OPERATIONS = (
     _Operation(
         method="get",
         path="/v1/responses/{response_id}/input_items",
-        summary="The items that a response was made of.",
+        summary="The input items of a response.",
         answer=response_schemas.InputItems,
         failures=(400, 401, 404, *_PROBE),
         parameters=(
@@ -138,7 +138,7 @@ _OPERATIONS = (
     _Operation(
         method="post",
         path="/v1/responses/{response_id}/cancel",
-        summary="Refused: there are no responses in the background.",
+        summary="Always refused: no response runs in the background.",
         answer=response_schemas.Response,
         failures=(400, 401, 404, 413, 415, *_PROBE),
         is_served=False,
@@ -154,7 +154,7 @@ _OPERATIONS = (
     _Operation(
         method="post",
         path="/v1/responses/compact",
-        summary="Refused: conversations are not compacted.",
+        summary="Always refused: this server does not compact conversations.",
         answer=response_schemas.Response,
         failures=(401, 404, 413, 415, *_PROBE),
         is_served=False,
@@ -162,7 +162,7 @@ _OPERATIONS = (
     _Operation(
         method="delete",
         path="/v1/responses/{response_id}",
-        summary="Forget a response.",
+        summary="Delete a stored response.",
         answer=response_schemas.Deleted,
         failures=(401, 404, *_PROBE),
     ),
@@ -189,7 +189,7 @@ _OPERATIONS = (
     _Operation(
         method="get",
         path="/v1/models",
-        summary="The model that is served, in the shape of OpenAI or, with its header, of Anthropic.",
+        summary="The served model, in OpenAI's shape, or in Anthropic's if the request has its header.",
         answer=cast(type, schemas.ModelList | message_schemas.ModelPage),
         failures=(401, *_PROBE),
         error=_MODELS_ERROR,
@@ -222,9 +222,9 @@ _OPERATIONS = (
     ),
     _Operation("get", "/live", "Is the process alive?", schemas.Status, failures=_PROBE),
     _Operation("get", "/health", "Are requests answered?", schemas.Status, failures=_PROBE),
-    _Operation("get", "/ready", "Warm and verified?", schemas.Start, failures=_PROBE),
-    _Operation("get", "/ping", "The same as /health.", schemas.Status, failures=_PROBE),
-    _Operation("post", "/ping", "The same as /health.", schemas.Status, failures=_PROBE),
+    _Operation("get", "/ready", "Has the start finished?", schemas.Start, failures=_PROBE),
+    _Operation("get", "/ping", "An alias of /health.", schemas.Status, failures=_PROBE),
+    _Operation("post", "/ping", "An alias of /health.", schemas.Status, failures=_PROBE),
     _Operation("get", "/version", "The server's version.", schemas.Version, failures=_PROBE),
     _Operation("get", "/metrics", "Counters in Prometheus' text format.", None, failures=_PROBE),
     _Operation("get", "/openapi.json", "This document.", dict[str, object], failures=_PROBE),
@@ -233,7 +233,7 @@ _OPERATIONS = (
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """EngineLimits of the engine that is served, which some fields have."""
+    """Limits that the engine sets for some fields."""
 
     block: int  # tokens that a step verifies at most
     vocab_size: int
@@ -241,7 +241,7 @@ class EngineLimits:
 
 @functools.cache
 def openapi(limits: EngineLimits | None = None) -> Json:
-    """The document. Until the engine is ready its own limits are not known, and left out."""
+    """The document. Without `limits` those of the engine are left out, as before it is ready."""
     adapters: list[tuple[type, JsonSchemaMode, TypeAdapter[object]]] = []
     for item in _OPERATIONS:
         if item.takes is not None:
@@ -272,7 +272,7 @@ def openapi(limits: EngineLimits | None = None) -> Json:
 
 
 def _allow_null(schema: Json) -> None:
-    """A null field is one that was left out."""
+    """Allow null for fields that may be left out."""
     required = schema.get("required", [])
     properties = schema["properties"]
     assert isinstance(properties, dict)
@@ -283,7 +283,7 @@ def _allow_null(schema: Json) -> None:
 
 
 def _refuse_unsupported(schema: Json, kind: type[fields.AnyBody]) -> None:
-    """Of fields that would change the answer and are not supported, only what asks for nothing is taken."""
+    """Allow only neutral values for fields that are not supported."""
     properties = schema["properties"]
     assert isinstance(properties, dict)
     for name, neutral in kind.UNSUPPORTED.items():
@@ -302,7 +302,7 @@ def _set_limits(part: object, limits: EngineLimits | None) -> None:
 
 
 def _event(data: Json, error: Json, *, is_named: bool) -> Json:
-    """One event of a stream: a chunk, or an error that ends it early; without names always [DONE] behind."""
+    """One event of a stream: a chunk, an error that ends it early, or [DONE] where events have no names."""
     chunk: Json = {"type": "string", "contentMediaType": _JSON, "contentSchema": {"anyOf": [data, error]}}
     if is_named:
         named: Json = {"event": {"type": "string"}, "data": chunk}

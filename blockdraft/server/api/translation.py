@@ -6,6 +6,7 @@ Way out: `AnswerParts` turns the pieces of the answer into parts, which these AP
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
@@ -13,6 +14,7 @@ from typing import Literal, NamedTuple, Protocol
 from starlette.requests import Request
 from starlette.responses import Response
 
+from blockdraft.engine.request import Delta
 from blockdraft.errors import RequestError
 from blockdraft.server.api.chat.answers import ChatAnswer
 from blockdraft.server.api.chat.fields import ChatRequest
@@ -20,6 +22,7 @@ from blockdraft.server.api.choices import AnswerPiece
 from blockdraft.server.api.fields import AnyBody, BodyT
 from blockdraft.server.api.schemas import AnswerObject
 from blockdraft.server.api.streaming import Writer
+from blockdraft.server.http.body import Nested
 
 Message = dict[str, object]
 Ask = Callable[[], ChatRequest]  # takes long where the body is long
@@ -27,7 +30,7 @@ MakeWriter = Callable[[ChatAnswer], Writer]
 
 
 class ChatHost(Protocol):
-    """The server, as an API that is a translation sees it."""
+    """What the Responses and the Messages API need of the server."""
 
     name: str
 
@@ -35,7 +38,7 @@ class ChatHost(Protocol):
         """The body, checked; the model it names is ours."""
 
     async def converse(self, request: Request, ask: Ask, head: AnswerObject, writer: MakeWriter) -> Response:
-        """The answer, written by what `writer` makes of it. `ask` runs beside the event loop if need be."""
+        """Answer a conversation. `ask` runs in a thread if the body is long."""
 
     async def num_prompt_tokens(self, request: Request, ask: Ask) -> int: ...
     def tell(self, response: Response, asked: AnyBody) -> Response:
@@ -46,7 +49,7 @@ class ChatHost(Protocol):
 
 
 class Conversation:
-    """Messages as they grow: thoughts, text and calls of one turn of the model become one message."""
+    """Collects messages: thoughts, text and calls of one turn of the model become one message."""
 
     def __init__(self, messages: Iterable[Message] = ()) -> None:
         self.messages = list(messages)
@@ -57,11 +60,11 @@ class Conversation:
         return call_id in self._called
 
     def say(self, role: str, text: str) -> None:
-        """What anybody but the model says."""
+        """A message of any role but the model's."""
         self.messages.append({"role": role, "content": text})
 
     def add_user(self, text: str) -> None:
-        """What a user says; two turns of a user in a row are one."""
+        """A user's message; two in a row become one."""
         last = self.messages[-1] if self.messages else {}
         if last.get("role") == "user":
             self.messages[-1] = {**last, "content": f"{last['content']}\n\n{text}"}
@@ -72,11 +75,11 @@ class Conversation:
         self._turn({"content", "tool_calls", "reasoning_content"})["reasoning_content"] = text
 
     def answer(self, text: str) -> None:
-        """What the model said."""
+        """Text of the model."""
         self._turn({"content", "tool_calls"})["content"] = text
 
     def call(self, call_id: str, name: str, arguments: str) -> None:
-        """A tool that the model called; `arguments` are JSON."""
+        """A tool call of the model; `arguments` are JSON."""
         self._called.add(call_id)
         turn = self._turn(set())
         before = turn.get("tool_calls", ())
@@ -88,7 +91,7 @@ class Conversation:
         self.messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
 
     def _turn(self, ended_by: set[str]) -> Message:
-        """The model's message that goes on; a new one where the last has one of these already."""
+        """The model's last message, or a new one if that already has one of the fields `ended_by`."""
         last = self.messages[-1] if self.messages else {}
         if last.get("role") == "assistant" and not ended_by & last.keys():
             self.messages[-1] = {**last}  # the old one may be kept elsewhere: nobody changes a message
@@ -99,8 +102,8 @@ class Conversation:
     def rendered(self, instructions: str | None = None) -> list[Message]:
         """The messages for a chat template: at most one system message in front, and no content missing.
 
-        Many templates take a system message in the first place only, so the first ones become one.
-        Raises RequestError if nobody has said anything.
+        Many templates accept a system message in the first place only, so leading ones are joined.
+        Raises RequestError if there is no message.
         """
         messages = [{**message, "content": message.get("content", "")} for message in self.messages]
         ahead = [] if not instructions else [instructions]
@@ -118,18 +121,30 @@ def _call_ids(message: Message) -> Iterator[str]:
     yield from (call["id"] for call in calls)
 
 
+def function_tool(tool: Nested, name: str, parameters: object) -> dict[str, object]:
+    """A function in the shape of chat completions."""
+    function: dict[str, object] = {"name": name}
+    if parameters is not None:
+        function["parameters"] = parameters
+    if "description" in tool:
+        function["description"] = tool.text("description")
+    if "strict" in tool:
+        function["strict"] = tool.flag("strict", default=False)
+    return {"type": "function", "function": function}
+
+
 # ---- the way out
 
 
 @dataclass(slots=True)
 class AnswerPart:
-    """One part. A call has an id and a name; its text is its arguments."""
+    """A part of an answer: thoughts, text or a tool call, whose text is its arguments."""
 
     kind: Literal["reasoning", "text", "call"]
     index: int
     call_id: str = ""
     name: str = ""
-    is_whole: bool = False  # nothing comes any more, and nothing was cut off
+    is_whole: bool = False  # it is over, and was not cut off
     added: list[str] = field(default_factory=list)
 
     @property
@@ -146,7 +161,7 @@ class PartChange(NamedTuple):
 
 
 class AnswerParts:
-    """The parts of one answer as its pieces come in. Only the last one can be open."""
+    """The parts of one answer, made of its pieces. Only the last part can be open."""
 
     def __init__(self) -> None:
         self.all: list[AnswerPart] = []
@@ -165,8 +180,8 @@ class AnswerParts:
         if piece.finish_reason is not None:
             yield from self._close(is_whole=piece.finish_reason != "length")
 
-    def empty_text(self) -> Iterator[PartChange]:
-        """A text without words, where an answer must have something."""
+    def add_empty_text(self) -> Iterator[PartChange]:
+        """For an answer that must have a part."""
         yield from self._open(AnswerPart("text", len(self.all)))
         yield from self._close(is_whole=True)
 
@@ -192,3 +207,37 @@ class AnswerParts:
             self.all[-1].is_whole = is_whole
             self._is_open = False
             yield PartChange("close", self.all[-1])
+
+
+class PartsWriter(ABC):
+    """Writes an answer part by part: the base of the writers of both APIs."""
+
+    def __init__(self, head: AnswerObject, chat: ChatAnswer) -> None:
+        self._head = head
+        self._chat = chat
+        self._parts = AnswerParts()
+        self._has_begun = False
+
+    def take(self, prompt: int, delta: Delta) -> None:
+        self._changes(delta)
+
+    def event(self, prompt: int, delta: Delta) -> str | None:
+        begin = "" if self._has_begun else self._begin()
+        self._has_begun = True
+        return (begin + "".join(map(self._written, self._changes(delta)))) or None
+
+    @property
+    def _last(self) -> AnswerPiece:
+        return self._chat.first_choice.pieces[-1]
+
+    def _changes(self, delta: Delta) -> list[PartChange]:
+        self._chat.take(0, delta)
+        return list(self._parts.push(self._last))
+
+    @abstractmethod
+    def _begin(self) -> str:
+        """The events in front of the first part."""
+
+    @abstractmethod
+    def _written(self, change: PartChange) -> str:
+        """The events of a change."""

@@ -23,13 +23,14 @@ from blockdraft.server.api.fields import (
 from blockdraft.server.api.messages.shapes import Text, Tool, Turn
 from blockdraft.server.api.messages.turns import conversation_of, system_text
 from blockdraft.server.api.tool_fields import MAX_TOOLS
+from blockdraft.server.api.translation import function_tool
 from blockdraft.server.http.body import Nested, all_of
 
 Turns = Annotated[list[Turn], Field(min_length=1, max_length=MAX_MESSAGES)]
 Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS)]
 StopSequences = Annotated[list[StopString], Field(max_length=MAX_STOPS)]
 
-# What a field of the chat request was made of.
+# The field that each field of the chat request was made from.
 NAMES = {
     "max_completion_tokens": "max_tokens",
     "stop": "stop_sequences",
@@ -92,7 +93,7 @@ class CountTokensRequest(AnyBody):
     output_config: OutputSettings = OutputSettings()
 
     def chat(self) -> ChatRequest:
-        """What is asked of the model. Raises RequestError with the name of our own field."""
+        """The chat request. Raises RequestError with the name of one of its fields."""
         return validate(
             ChatRequest, {name: value for name, value in self._chat().items() if value is not None}
         )
@@ -118,7 +119,7 @@ class CountTokensRequest(AnyBody):
         if choice is None:
             return {"tools": tools}
         if choice.type == "tool" and not choice.name:
-            raise RequestError("'tool_choice.name': say which tool.", "tool_choice")
+            raise RequestError("'tool_choice.name': name the tool that must be called.", "tool_choice")
         asked = {"auto": "auto", "any": "required", "none": "none"}.get(choice.type)
         return {
             "tools": tools or None,
@@ -127,12 +128,12 @@ class CountTokensRequest(AnyBody):
         }
 
     def _thinking(self) -> dict[str, object]:
-        """The template is told whether to think; "adaptive" leaves it to the model."""
+        """Fields about thoughts. The template is told whether to think; "adaptive" leaves it to the model."""
         asked = self.thinking
         if asked is None:
             return {"reasoning_effort": self._effort}
         if asked.type == "enabled" and asked.budget_tokens is None:
-            raise RequestError("'thinking.budget_tokens': say how many tokens.", "thinking")
+            raise RequestError("'thinking.budget_tokens': give the number of tokens to think.", "thinking")
         if asked.type == "disabled":
             return {"reasoning_effort": "none"}
         return {
@@ -187,10 +188,5 @@ class MessagesRequest(CountTokensRequest):
 def _function(tool: Nested) -> dict[str, object]:
     """A tool in the shape of chat completions."""
     if tool.get("type") not in (None, "custom"):
-        raise tool.unknown("type", "only tools of your own, with a name and an input_schema")
-    function: dict[str, object] = {"name": tool.name("name"), "parameters": tool.object("input_schema")}
-    if "description" in tool:
-        function["description"] = tool.text("description")
-    if "strict" in tool:
-        function["strict"] = tool.flag("strict", default=False)
-    return {"type": "function", "function": function}
+        raise tool.unknown("type", "send custom tools only, each with a name and an input_schema")
+    return function_tool(tool, tool.name("name"), tool.object("input_schema"))

@@ -1,33 +1,26 @@
-"""Writes the answers of /v1/messages: the parts of an answer as Anthropic's blocks, whole or as events."""
+"""Writes the answers of /v1/messages: parts of an answer become Anthropic's blocks, whole or as events."""
 
 from __future__ import annotations
 
-from blockdraft.engine.request import Delta
 from blockdraft.errors import RequestError
 from blockdraft.server.api.chat.answers import ChatAnswer
 from blockdraft.server.api.messages import schemas
 from blockdraft.server.api.messages.fields import MessagesRequest
 from blockdraft.server.api.schemas import AnswerObject
-from blockdraft.server.api.translation import AnswerPart, AnswerParts, PartChange
+from blockdraft.server.api.translation import AnswerPart, PartChange, PartsWriter
 from blockdraft.server.http.body import parse_object
 from blockdraft.server.http.replies import message_error, named_event
 
 SIGNATURE = "blockdraft"  # clients want thoughts signed before they send them back; nobody checks it
 
 
-class MessageWriter:
+class MessageWriter(PartsWriter):
     """One message, made of the deltas of a chat answer."""
 
     def __init__(self, asked: MessagesRequest, head: AnswerObject, chat: ChatAnswer) -> None:
+        super().__init__(head, chat)
         self._asked = asked
-        self._head = head
-        self._chat = chat
-        self._parts = AnswerParts()
-        self._has_begun = False
         self._hides_thoughts = asked.thinking is not None and asked.thinking.display == "omitted"
-
-    def take(self, prompt: int, delta: Delta) -> None:
-        self._changes(delta)
 
     def whole(self) -> schemas.MessageAnswer:
         return {
@@ -35,10 +28,6 @@ class MessageWriter:
             "content": [self._block(part) for part in self._parts.all],
             **self._ending(),
         }
-
-    def event(self, prompt: int, delta: Delta) -> str | None:
-        begin = "" if self._has_begun else self._begin()
-        return (begin + "".join(map(self._written, self._changes(delta)))) or None
 
     def end(self) -> str:
         last: schemas.MessageDelta = {
@@ -51,12 +40,7 @@ class MessageWriter:
     def failed(self, message: str) -> str:
         return named_event("error", message_error(500, message))
 
-    def _changes(self, delta: Delta) -> list[PartChange]:
-        self._chat.take(0, delta)
-        return list(self._parts.push(self._chat.first_choice.pieces[-1]))
-
     def _begin(self) -> str:
-        self._has_begun = True
         return _event({"type": "message_start", "message": self._message()}) + _event({"type": "ping"})
 
     def _message(self) -> schemas.MessageAnswer:
@@ -84,11 +68,10 @@ class MessageWriter:
         }
 
     def _ending(self) -> schemas.MessageEnd:
-        last = self._chat.first_choice.pieces[-1]
-        if last.finish_reason == "length":
+        if self._last.finish_reason == "length":
             return {"stop_reason": "max_tokens", "stop_sequence": None}
-        if isinstance(last.stop_reason, str) and last.stop_reason in self._asked.stop_sequences:
-            return {"stop_reason": "stop_sequence", "stop_sequence": last.stop_reason}
+        if isinstance(self._last.stop_reason, str) and self._last.stop_reason in self._asked.stop_sequences:
+            return {"stop_reason": "stop_sequence", "stop_sequence": self._last.stop_reason}
         has_calls = any(part.kind == "call" for part in self._parts.all)
         return {"stop_reason": "tool_use" if has_calls else "end_turn", "stop_sequence": None}
 
@@ -141,7 +124,7 @@ def _event(data: schemas.MessageEvent) -> str:
 
 
 def _input(arguments: str) -> dict[str, object]:
-    """The arguments of a call. Those that a client could not send back stay text, under Anthropic's name."""
+    """The arguments of a call. Invalid JSON stays text, under Anthropic's name for it."""
     try:
         return parse_object((arguments or "{}").encode())
     except RequestError:

@@ -23,7 +23,7 @@ from blockdraft.server.api.fields import (
 from blockdraft.server.api.responses.items import full_name
 from blockdraft.server.api.responses.shapes import Choice, Format, Item, Tool
 from blockdraft.server.api.tool_fields import MAX_TOOLS
-from blockdraft.server.api.translation import Conversation
+from blockdraft.server.api.translation import Conversation, function_tool
 from blockdraft.server.http.body import Nested, all_of
 
 MAX_ID = 128  # characters of an id
@@ -40,7 +40,7 @@ Includes = Annotated[list[str], Field(max_length=64)]
 
 _SCHEMA_NAMES = ("name", "description", "schema", "strict")  # of `text.format`, beside its type
 
-# What a field of the chat request was made of.
+# The field that each field of the chat request was made from.
 NAMES = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
@@ -65,7 +65,7 @@ class TextSettings(StrictFields):
 
 
 class ReasoningSettings(StrictFields):
-    """How much to think. Thoughts come as they are: nobody makes a summary."""
+    """How much to think. Thoughts are never summarized."""
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
@@ -106,7 +106,7 @@ class InputTokensRequest(AnyBody):
     parallel_tool_calls: bool = True
     text: TextSettings = TextSettings()
     reasoning: ReasoningSettings = ReasoningSettings()
-    truncation: Literal["auto", "disabled"] = "disabled"  # either way what is too long is refused
+    truncation: Literal["auto", "disabled"] = "disabled"  # too long a prompt is refused either way
     chat_template_kwargs: TemplateKwargs | None = None
 
     def check(self) -> None:
@@ -114,7 +114,7 @@ class InputTokensRequest(AnyBody):
             raise RequestError("send 'input', or 'instructions', or a 'previous_response_id'.", "input")
 
     def chat(self, conversation: Conversation) -> ChatRequest:
-        """What is asked of the model. Raises RequestError with the name of a field of the chat request."""
+        """The chat request. Raises RequestError with the name of one of its fields."""
         given = self._chat(conversation)
         return validate(ChatRequest, {name: value for name, value in given.items() if value is not None})
 
@@ -174,20 +174,20 @@ class ResponsesRequest(InputTokensRequest):
 
 
 def check_include(names: Iterable[str]) -> None:
-    """Raises RequestError for what no answer of this API has."""
+    """Raises RequestError for what this server cannot include."""
     if "message.output_text.logprobs" in names:
         text = "'include': 'message.output_text.logprobs' is not supported: ask chat completions for it."
         raise RequestError(text, "include")
 
 
 def namespaces_of(tools: Objects) -> dict[str, tuple[str, str]]:
-    """Namespace and name of the functions that have a namespace, by what they are called to the model."""
+    """Namespace and name of functions with a namespace, by their full name."""
     found = _functions(all_of(tools, "tools"))
     return {full_name(space, tool.text("name")): (space, tool.text("name")) for tool, space in found if space}
 
 
 def _functions(tools: list[Nested]) -> Iterator[tuple[Nested, str]]:
-    """Each function and its namespace, which is empty for most."""
+    """Each function and its namespace; empty: none."""
     for tool in tools:
         if tool.get("type") == "namespace":
             yield from ((inner, tool.name("name")) for inner in tool.all("tools"))
@@ -198,19 +198,13 @@ def _functions(tools: list[Nested]) -> Iterator[tuple[Nested, str]]:
 def _function(tool: Nested, namespace: str) -> Function:
     """A tool in the shape of chat completions."""
     if tool.get("type") != "function":
-        raise tool.unknown("type", "only functions of your own, as this server hosts no tools; leave it out")
-    function: Function = {"name": full_name(namespace, tool.name("name"))}
-    if "parameters" in tool:
-        function["parameters"] = tool.object("parameters")
-    if "description" in tool:
-        function["description"] = tool.text("description")
-    if "strict" in tool:
-        function["strict"] = tool.flag("strict", default=False)
-    return {"type": "function", "function": function}
+        raise tool.unknown("type", "send functions only, as this server has no tools of its own")
+    name = full_name(namespace, tool.name("name"))
+    return function_tool(tool, name, tool.object("parameters") if "parameters" in tool else None)
 
 
 def _chosen(choice: Nested) -> Function:
-    """Which tools may be called in the shape of chat completions."""
+    """`tool_choice` of chat completions."""
     kind = choice.get("type")
     if kind == "function":
         return _named(choice)

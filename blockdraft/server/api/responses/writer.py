@@ -1,4 +1,4 @@
-"""Writes the answers of /v1/responses: the parts of an answer as OpenAI's items, whole or as events."""
+"""Writes the answers of /v1/responses: parts of an answer become OpenAI's items, whole or as events."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from blockdraft.server.api.responses import schemas
 from blockdraft.server.api.responses.fields import ResponsesRequest, namespaces_of
 from blockdraft.server.api.responses.items import sealed
 from blockdraft.server.api.schemas import AnswerObject
-from blockdraft.server.api.translation import AnswerPart, AnswerParts, PartChange
+from blockdraft.server.api.translation import AnswerPart, PartChange, PartsWriter
 from blockdraft.server.http.replies import named_event
 
 _PREFIXES = {"text": "msg", "reasoning": "rs", "call": "fc"}
@@ -21,36 +21,22 @@ Keep = Callable[[schemas.Response], None]
 MakeItem = Callable[[schemas.ItemStatus | None], schemas.Item]
 
 
-class ResponseWriter:
+class ResponseWriter(PartsWriter):
     """One response, made of the deltas of a chat answer. `keep` receives it when it is complete."""
 
     def __init__(self, asked: ResponsesRequest, head: AnswerObject, keep: Keep, chat: ChatAnswer) -> None:
+        super().__init__(head, chat)
         self._asked = asked
-        self._head = head
         self._keep = keep
-        self._chat = chat
         self._namespaces = namespaces_of(asked.tools)
-        self._parts = AnswerParts()
         self._ids: list[str] = []  # of the parts' items
         self._num_events = 0
 
-    def take(self, prompt: int, delta: Delta) -> None:
-        self._changes(delta)
-
     def whole(self) -> schemas.Response:
-        is_cut = self._chat.first_choice.pieces[-1].finish_reason == "length"
+        is_cut = self._last.finish_reason == "length"
         answer = self._response("incomplete" if is_cut else "completed")
         self._keep(answer)
         return answer
-
-    def event(self, prompt: int, delta: Delta) -> str | None:
-        begin = "" if self._num_events else self._begin()
-        news = "".join(
-            self._written(event)
-            for change in self._changes(delta)
-            for event in part_events(change, self._ids[change.part.index], partial(self._item, change.part))
-        )
-        return begin + news or None
 
     def end(self) -> str:
         answer = self.whole()
@@ -64,11 +50,9 @@ class ResponseWriter:
         return self._state("response.failed", answer)
 
     def _changes(self, delta: Delta) -> list[PartChange]:
-        self._chat.take(0, delta)
-        piece = self._chat.first_choice.pieces[-1]
-        changes = list(self._parts.push(piece))
-        if piece.finish_reason is not None and not self._parts.all:
-            changes += self._parts.empty_text()
+        changes = super()._changes(delta)
+        if self._last.finish_reason is not None and not self._parts.all:
+            changes += self._parts.add_empty_text()
         self._ids += [
             f"{_PREFIXES[change.part.kind]}_{uuid.uuid4().hex}" for change in changes if change.what == "open"
         ]
@@ -123,7 +107,7 @@ class ResponseWriter:
         }
 
     def _item(self, part: AnswerPart, status: schemas.ItemStatus | None = None) -> schemas.Item:
-        """A part as it is; "in_progress" is one that has just begun."""
+        """The item of a part; with status "in_progress" it is still empty."""
         status = status or ("completed" if part.is_whole else "incomplete")
         is_new = status == "in_progress"
         item_id = self._ids[part.index]
@@ -160,9 +144,13 @@ class ResponseWriter:
         return self._state("response.created", answer) + self._state("response.in_progress", answer)
 
     def _state(self, name: str, answer: schemas.Response) -> str:
-        return self._written({"type": name, "response": answer})
+        return self._numbered({"type": name, "response": answer})
 
-    def _written(self, data: dict[str, object]) -> str:
+    def _written(self, change: PartChange) -> str:
+        events = part_events(change, self._ids[change.part.index], partial(self._item, change.part))
+        return "".join(map(self._numbered, events))
+
+    def _numbered(self, data: dict[str, object]) -> str:
         """An event with its number."""
         number = self._num_events
         self._num_events += 1
@@ -170,7 +158,7 @@ class ResponseWriter:
 
 
 def part_events(change: PartChange, item_id: str, item: MakeItem) -> Iterator[dict[str, object]]:
-    """What a change of one part tells a client. `item` makes the part's item, whole unless told otherwise."""
+    """The events of a change. `item` makes the part's item, whole unless a status is given."""
     part, what = change.part, change.what
     place: dict[str, object] = {"item_id": item_id, "output_index": part.index}
     at: dict[str, object] = {"output_index": part.index}
@@ -203,7 +191,7 @@ def call_item(
     status: schemas.ItemStatus,
     namespaces: Mapping[str, tuple[str, str]],
 ) -> schemas.FunctionCallItem:
-    """The item of a call, whose id is still empty; `name` is what the function is called to the model."""
+    """The item of a call, without its id; `name` is the full name, as the model knows it."""
     namespace, own_name = namespaces.get(name, ("", name))
     call: schemas.FunctionCallItem = {
         "id": "",
@@ -225,7 +213,7 @@ def output_text(text: str) -> schemas.OutputText:
 def _part_event(
     what: str, part: AnswerPart, place: dict[str, object], text: str
 ) -> Iterator[dict[str, object]]:
-    """A call has no parts."""
+    """None for a call: it has no content parts."""
     if part.kind == "call":
         return
     shown = output_text(text) if part.kind == "text" else {"type": "reasoning_text", "text": text}
