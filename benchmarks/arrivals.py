@@ -34,7 +34,7 @@ WARM_REQUESTS = 2  # per row, before the capacity counts
 
 
 class Alternating(Chunks):
-    """What `Chunks` is compared with: one chunk, one decode step, whatever they take; prompts in order."""
+    """The scheduler that `Chunks` is compared with: one chunk, then one decode step; prompts in order."""
 
     def take(self, left: Items[int], *, is_decoding: bool) -> list[int]:
         self._num_owed, room, counts = 1, self.most, []
@@ -85,7 +85,7 @@ class Load:
         self.answers[name] = Answer(arrival_s)
 
     def step(self) -> int:
-        """How many answers ended with it."""
+        """Run one step; return how many answers ended."""
         deltas, now_s = self.engine.step(), time.perf_counter()
         before = len(self.ended)
         for delta in deltas:
@@ -101,7 +101,7 @@ class Load:
             self.step()
 
     def prompt_s(self) -> float:
-        """The prefill of one prompt, alone; and everything that is slow only once."""
+        """Return the seconds to prefill one prompt alone; this also warms up."""
         times, scheduler = [], self.engine.scheduler
         for _ in range(5):
             begin_s = time.perf_counter()

@@ -91,7 +91,7 @@ class Bench:
         return llama
 
     def turns(self, runs: dict[str, Callable[[], float]]) -> Speeds:
-        """What each run found in each round; all take their turn in a round."""
+        """Return the results of each run by round; the runs take turns within a round."""
         found: Speeds = {name: [] for name in runs}
         for _ in range(self.options.rounds):
             for name, run in runs.items():

@@ -47,7 +47,7 @@ def num_same(answers: Sequence[Answer], others: Sequence[Answer]) -> int:
 
 
 def cells(found: Mapping[str, Mapping[str, dict]], name: str) -> list[object]:
-    """Of one arm: its speed by workload, and in how many of all answers it agrees."""
+    """Return an arm's speed by workload, and how many of its answers agree."""
     each = [workload[name] for workload in found.values()]
     speeds = [f"{one['tokens_per_s']:.1f} ({one['tokens_per_step']:.2f})" for one in each]
     total = sum(one["answers"] for one in each)

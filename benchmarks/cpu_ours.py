@@ -56,7 +56,7 @@ def prompt(vocab_size: int, length: int = CONTEXT) -> list[int]:
 
 
 def prompts(vocab_size: int, num_rows: int) -> list[list[int]]:
-    """As many that differ in the last token."""
+    """Return prompts that differ in the last token."""
     ids = prompt(vocab_size)
     return [[*ids[:-1], 1000 + row] for row in range(num_rows)]
 

@@ -14,7 +14,7 @@ from blockdraft.models.layers import attention_config
 
 
 class Lean:
-    """The least PyTorch that runs the target: fused projections, SDPA, one contiguous cache, no features."""
+    """Minimal PyTorch for the target: fused projections, SDPA, one contiguous cache, no features."""
 
     def __init__(self, target: Decoder, size: int) -> None:
         self.target, self.config = target, target.config

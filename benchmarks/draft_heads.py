@@ -60,7 +60,7 @@ Times = dict[tuple[str, int], dict[str, list[float]]]  # by rules and width, the
 
 
 def write_drafter(kind: DraftKind, source: Path, folder: Path, *, has_weights: bool) -> Path:
-    """The drafter in `source` as one of another kind, whose own weights say nothing yet."""
+    """Write the drafter in `source` as another kind, with neutral new weights."""
     if kind == "dflash":
         return source
     folder.mkdir(parents=True)
@@ -156,7 +156,7 @@ def time_steps(engines: dict[str, Engine], options: argparse.Namespace) -> Times
 
 
 def time_kinds(options: argparse.Namespace, scratch: Path, kinds: Sequence[str]) -> tuple[Times, str]:
-    """Some kinds in turns; also how weights are stored."""
+    """Time some kinds in turns; return also how weights are stored."""
     target, source = source_of(options, scratch)
     engines = {}
     for kind in kinds:

@@ -37,7 +37,7 @@ OTHER_NOISE = 1 << 20  # added to seeds
 
 
 def likelihoods(logits: Tensor, labels: Tensor, temperature: float, top_p: float) -> Tensor:
-    """The chances [n] of labels [n] by logits [n, V], as sampling leaves them; 0 for what it filters."""
+    """Return the probabilities [n] of labels [n] after the sampling filters on logits [n, V]."""
     scaled = logits.float() / temperature
     values = scaled.sort(dim=-1, descending=True).values
     chance = values.softmax(dim=-1)

@@ -91,7 +91,7 @@ def read_pool(path: Path) -> list[Row]:
 
 
 def short_prompts(pool: list[Row], chance: random.Random, times: float = 1.0) -> list[Row]:
-    """The pool in its new mixture, shuffled: any beginning of it is that mixture, too."""
+    """Return the pool in its new mixture, shuffled, so that every beginning has that mixture."""
     found = []
     for row in pool:
         wanted = times * BY_SOURCE.get(row["source"], BY_CATEGORY[row["category"]])
@@ -106,7 +106,7 @@ def short_prompts(pool: list[Row], chance: random.Random, times: float = 1.0) ->
 
 
 def reworded(row: Row, chance: random.Random) -> list[Row]:
-    """The same task in the words of a benchmark, where it is one of such a kind."""
+    """Rewrite a task in the words of a benchmark, if it is of that kind."""
     text, source = row["messages"][0]["content"], row["source"]
     if source in ("gsm8k_train", "gsm8k_train_perturbed", "hendrycks_math_train", "mawps"):
         for words in MATHS_WORDS:
@@ -185,7 +185,7 @@ def filled(pieces: list[str], num_chars: float, chance: random.Random) -> list[s
 
 
 def around(instruction: str, text: str, chance: random.Random) -> str:
-    """The instruction before the text, or behind it."""
+    """Put the instruction before the text, or after it."""
     return f"{instruction}\n\n{text}" if chance.random() < 0.6 else f"{text}\n\n{instruction}"
 
 

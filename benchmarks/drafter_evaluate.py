@@ -52,7 +52,7 @@ LENGTHS = ("1000", "2000", "4000", "6000", "7500")
 
 
 def write_answers(args: argparse.Namespace) -> None:
-    """All answers in one process and one after the other: two of them would share the card badly."""
+    """Write all answers, one after the other in one process: two would share the card badly."""
     settings = Settings(
         model=args.model,
         draft="none",
@@ -103,7 +103,7 @@ def _answer(
 def evaluation_prompts(
     folder: Path, max_tokens: int, limit: int | None = None
 ) -> dict[str, tuple[list[Prompt], AnswerOptions]]:
-    """What drafters are measured with: prompts, and how they are answered."""
+    """Return the evaluation prompts, and how they are answered."""
     greedy = AnswerOptions(max_tokens=max_tokens, max_repeat=None)
     short = _short(folder, limit)
     found = {
@@ -122,7 +122,7 @@ def _first(prompts: Iterable[Prompt], category: str) -> list[Prompt]:
 
 
 def _short(folder: Path, limit: int | None) -> list[Prompt]:
-    """The first turns of the public sets, and all turns of what was held out of the pool."""
+    """Return the first turns of the public sets, and all turns of the held-out part of the pool."""
     found = []
     for name, file in SETS.items():
         listed = read_conversations(folder / f"{file}.jsonl.gz")[:limit]
@@ -138,7 +138,7 @@ def _long(folder: Path, limit: int | None) -> list[Prompt]:
 
 
 def target_of(args: argparse.Namespace) -> LoadedPair:
-    """The target alone, as features are read from it."""
+    """Load the target alone, for reading features."""
     settings = Settings(
         model=args.model,
         draft="none",
@@ -206,12 +206,12 @@ def _of_drafter(
 
 
 def sampling_of(documents: Iterable[Document], temperature: float, top_p: float) -> Sequence[RowSampling]:
-    """As training/regenerate.py asked for them."""
+    """Return the sampling parameters that training/regenerate.py used."""
     return [RowSampling(temperature=temperature, top_p=top_p, seed=one.key // MAX_TURNS) for one in documents]
 
 
 def _by_length(fits: dict[str, DrafterFit]) -> dict[str, float]:
-    """The mean of all kinds at each length."""
+    """Return the mean of all kinds at each length."""
     found = defaultdict(list)
     for name, fit in fits.items():
         kind, _, length = name.rpartition("-")

@@ -79,7 +79,7 @@ VARIANTS = {
 
 
 def write_answers(args: argparse.Namespace) -> None:
-    """The target's answers to training and evaluation prompts, as shards under --out."""
+    """Write the target's answers to training and evaluation prompts as shards under --out."""
     conversations = read_conversations(args.prompts)
     random.Random(0).shuffle(conversations)
     settings = Settings(

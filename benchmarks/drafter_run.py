@@ -93,7 +93,7 @@ def made_up(folder: Path) -> Path:
 
 
 def held_out(data: Path, out: Path) -> Path:
-    """Some of the prompts that were held out of the pool."""
+    """Return some of the prompts held out of the pool."""
     rows = list(read_rows(data / "pool_val.jsonl.gz", SystemExit, hint=""))
     path = out / "held-out.jsonl"
     path.write_text("".join(json.dumps(row.fields) + "\n" for row in rows[::EVERY]), encoding="utf-8")

@@ -61,7 +61,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The tokens that came back, and what they cost."""
+    """The tokens of an answer and its metrics."""
 
     token_ids: list[int]
     metrics: Metrics
@@ -77,7 +77,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """How many answers of one temperature are == to the baseline's, and where the others part from it."""
+    """Counts answers of one temperature that are == the baseline's, and where others differ."""
 
     num_answers: int
     differences: tuple[Difference, ...] = ()
@@ -110,7 +110,7 @@ class Way:
     is_preempted: bool = False
 
     def why_untested(self, metrics: Sequence[Metrics]) -> str | None:
-        """What did not happen that this way is there for; None: it did."""
+        """Return why this way tested nothing; None: it did."""
         if self.finds_prefix and any(one.num_cached_tokens == 0 for one in metrics):
             return "not every prompt was found in the prefix cache"
         if self.is_preempted and not any(one.preemptions for one in metrics):
@@ -122,7 +122,7 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """What one way of serving gave."""
+    """The result of one way of serving."""
 
     way: str
     greedy: Agreement
@@ -251,7 +251,7 @@ class Equality:
         return Agreement(len(numbers), tuple(differences))
 
     def _num_asked(self, way: Way, number: int) -> int:
-        """The tokens of an answer: all, or some number from the half of them on."""
+        """Return the tokens of an answer: all, or a number from half of them on."""
         spread = self.num_tokens // 2 + 1
         return self.num_tokens - 37 * number % spread if way.is_changing else self.num_tokens
 
@@ -321,7 +321,7 @@ def _gathered(deltas: Sequence[Delta], count: int) -> list[Answer]:
 
 
 def _first_difference(found: Sequence[int], expected: Sequence[int]) -> int | None:
-    """None where they are equal; an answer that is too short differs where it ends."""
+    """Return the first place where two answers differ; None: they are equal."""
     for place, (mine, theirs) in enumerate(zip(found, expected, strict=False)):
         if mine != theirs:
             return place
@@ -336,7 +336,7 @@ def _per_step(answers: Sequence[Answer]) -> float:
 
 
 def load(pair: str, device: str) -> tuple[LoadedPair, Plan]:
-    """The shipped pair, or random weights of a published shape."""
+    """Load the shipped pair, or random weights of a published shape."""
     common = {"device": device, "max_num_seqs": ROWS, "cache_bytes": NO_LIMIT}
     if pair == SHIPPED:
         return load_models(Settings(**common), lambda line: None)  # type: ignore[arg-type]
@@ -347,7 +347,7 @@ def load(pair: str, device: str) -> tuple[LoadedPair, Plan]:
 
 
 def make_prompts(pair: str, count: int, *, tokenizer: Tokenizer, vocab_size: int) -> list[list[int]]:
-    """Of the built-in classes in turn, as the chat template puts them; or random tokens."""
+    """Return prompts of the built-in classes in turn, through the chat template; or random tokens."""
     if pair != SHIPPED:
         draw = random.Random(0)
         return [[draw.randrange(vocab_size) for _ in range(NUM_PROMPT)] for _ in range(count)]
@@ -368,7 +368,7 @@ def table(lines: Sequence[Line]) -> str:
 
 
 def remarks(lines: Sequence[Line]) -> Iterator[str]:
-    """Where answers part, and what was not tested."""
+    """Yield where answers differ, and what was not tested."""
     for line in lines:
         for name, agreement in (("greedy", line.greedy), (f"T {TEMPERATURE}", line.sampled)):
             shown = [f"prompt {one.prompt} at token {one.token}" for one in agreement.differences[:SHOWN]]

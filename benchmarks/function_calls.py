@@ -54,7 +54,7 @@ def schema_of(given: Any) -> Any:  # noqa: ANN401
 
 
 def question_of(line: str) -> tuple[list[dict[str, Any]], str]:
-    """The tools and the question of one line."""
+    """Return the tools and the question of one line."""
     content = json.loads(line)["messages"][-1]["content"]
     functions, _, question = content.partition(FUNCTIONS)[2].partition(QUESTION)
     return [tool_of(one) for one in json.loads(functions)], question
@@ -72,7 +72,7 @@ def tool_of(given: dict[str, Any]) -> dict[str, Any]:
 
 
 async def ask(session: aiohttp.ClientSession, url: str, line: str, max_tokens: int) -> tuple[str, str]:
-    """What came of one question, and the line that says why if it is bad."""
+    """Ask one question; return the outcome, and why it is bad."""
     tools, question = question_of(line)
     body = {
         "messages": [{"role": "user", "content": question}],

@@ -75,7 +75,7 @@ def load(
 
 
 def _stretch(config: Path, max_model_len: int) -> None:
-    """So many positions, whatever the model was trained for: a step takes the same time."""
+    """Allow so many positions, whatever the model was trained for: a step takes the same time."""
     raw = json.loads(config.read_text())
     text = raw.get("text_config", raw)  # where the model also sees or hears
     text["max_position_embeddings"] = max(text["max_position_embeddings"], max_model_len)
@@ -184,7 +184,7 @@ def _table(rows: object) -> int:
 
 @torch.inference_mode()
 def bytes_read(step: Step) -> int:
-    """What one step has to read, at the least."""
+    """Return the bytes that one step must read."""
     engine, models = step.engine, step.engine.models
     parts = [models.target]
     if step.width > 1 and isinstance(models.drafter, DFlashDrafter):
@@ -224,7 +224,7 @@ def _state_bytes(engine: Engine, step: Step, *, has_drafter: bool) -> int:
 
 
 def _experts_touched(step: Step) -> dict[int, float]:
-    """The share of each layer's experts that some token of the block chooses."""
+    """Return the share of each layer's experts that tokens of the block choose."""
     shares: dict[int, float] = {}
 
     def see(module: Experts, inputs: tuple[object, ...]) -> None:

@@ -90,7 +90,7 @@ class Reader(asyncio.Protocol):
 async def ask_all(
     server: "Server", num_streams: int, num_requests: int, num_events: int
 ) -> tuple[float, float]:
-    """The server's microseconds per request, and the median milliseconds to its first byte."""
+    """Return the server's microseconds per request, and the median milliseconds to the first byte."""
     loop, first_ms = asyncio.get_running_loop(), []
     opened = [await loop.create_connection(Reader, "127.0.0.1", server.port) for _ in range(num_streams)]
     readers = [reader for _, reader in opened]
@@ -115,7 +115,7 @@ async def ask_all(
 
 
 class Server:
-    """The HTTP process, seen from here."""
+    """A handle of the HTTP process."""
 
     def __init__(self, process: "subprocess.Popen[str]") -> None:
         assert process.stdin is not None
@@ -143,7 +143,7 @@ def serving(num_streams: int, profile: str | None) -> Iterator[Server]:
 
 
 def run_paced_engine(num_rows: int, connection: Connection) -> None:
-    """All that the engine's process does."""
+    """Run the engine's process."""
     from benchmarks.host import TEXT, FakeEngine, make_models
     from blockdraft.checkpoints.opening import open_checkpoint
     from blockdraft.engine.engine import Engine
@@ -171,7 +171,7 @@ def run_paced_engine(num_rows: int, connection: Connection) -> None:
 
 
 def serve(num_rows: int, profile: str | None) -> None:
-    """The HTTP process; it ends with its input."""
+    """Run the HTTP process until its input ends."""
     from blockdraft.phases import StartProgress
     from blockdraft.server.engine_link.remote_engine import start_engine_process
 
@@ -235,7 +235,7 @@ def measure(num_streams: int, rounds: int, profile: str | None) -> dict[str, flo
 
 
 def floor_us() -> float:
-    """What an event costs a process that does nothing but write it."""
+    """Return the cost of an event in a process that only writes it."""
     from blockdraft.bench.null_server import StreamPace, null_server
 
     pace = StreamPace(0.0, 64 * ROW_GAP_S, EVENTS, TOKENS_PER_EVENT, is_together=True)

@@ -41,7 +41,7 @@ COLUMNS = (
 
 
 def prompts_of(llm: LLM, path: Path, most: int, max_tokens: int) -> list[list[int]]:
-    """Those that leave room for an answer, the longest first."""
+    """Return prompts that leave room for an answer, the longest first."""
     rows = prompt_files.prompts_of(prompt_files.read(path).rows, name="kv", category="kv")
     found = [llm.tokenizer.encode_chat(one.messages(), add_generation_prompt=True) for one in rows]
     room = llm.engine.plan.max_model_len - max_tokens - 1

@@ -17,7 +17,7 @@ WORKER = Path(__file__).with_name("llama_worker.py")
 
 
 class Llama:
-    """The worker with all files loaded, and starts of others for what a fresh process must show."""
+    """The worker with all files loaded; fresh workers are started where needed."""
 
     def __init__(self, python: str, threads: int, vocab_size: int) -> None:
         self.files, self.threads, self.vocab_size = llama_files(), threads, vocab_size

@@ -44,7 +44,7 @@ _TENSORS = {
 
 
 def llama_files() -> dict[str, Path]:
-    """All of them by format, in the cache folder; those that are not there yet are made."""
+    """Return all files by format, in the cache folder; missing ones are made."""
     shipped = default_gguf()
     folder = cache_dir() / "llama.cpp"
     folder.mkdir(exist_ok=True)

@@ -87,12 +87,12 @@ class Context:
         assert c.llama_memory_seq_rm(self.memory, 0, length, -1)
 
     def forward(self, tokens: list[int], start: int, row: int = 0, num_logits: int = 1) -> np.ndarray:
-        """The likeliest next token after each of the last `num_logits` tokens of one sequence."""
+        """Return the likeliest next token after each of the last `num_logits` tokens of one sequence."""
         places = [(start + i, row) for i in range(len(tokens))]
         return self.forward_at(tokens, places, num_logits)
 
     def forward_at(self, tokens: list[int], places: list[tuple[int, int]], num_logits: int) -> np.ndarray:
-        """The same of tokens at (position, sequence) of their own."""
+        """Return the likeliest next tokens for tokens at given (position, sequence)."""
         batch, count = self.batch, len(tokens)
         batch.n_tokens = count
         for i, (token, (position, row)) in enumerate(zip(tokens, places)):  # noqa: B905 (older Pythons)
@@ -183,7 +183,7 @@ def hidden_function(name: str, result: object, *arguments: object) -> object:
 
 
 class Worker:
-    """The models that were loaded, and a context of each kind that was wanted."""
+    """The loaded models, and their contexts by kind."""
 
     def __init__(self) -> None:
         self.models: dict[str, Model] = {}

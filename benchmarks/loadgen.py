@@ -38,7 +38,7 @@ PROMPT = Prompt(id="p", category="c", turns=("Tell a story of a hundred words. "
 
 @contextlib.contextmanager
 def serving(pace: StreamPace, core: int | None) -> Iterator[str]:
-    """The address of the server."""
+    """Run the server; yield its address."""
     with null_server(pace) as (url, pid):
         if core is not None:
             os.sched_setaffinity(pid, {core})
@@ -58,7 +58,7 @@ def take_core() -> int | None:
 
 
 def waited_s() -> float:
-    """How long this process was ready to run and did not, as Linux counts it."""
+    """Return how long this process waited for a core, as Linux counts it."""
     path = Path("/proc/self/schedstat")
     return int(path.read_text().split()[1]) / 1e9 if path.exists() else 0.0
 
@@ -129,7 +129,7 @@ def run_round(url: str, pace: StreamPace, num_streams: int) -> dict[str, dict[st
 
 
 def ceiling(core: int | None) -> list[dict[str, float]]:
-    """What one process can read, by the number of streams and of tokens in an event."""
+    """Measure how fast one process reads, by streams and tokens per event."""
     found = []
     for streams in (16, 64, 256):
         for tokens in (1, 3):

@@ -100,7 +100,7 @@ def _prompts(folder: Path, limit: int) -> Iterable[Prompt]:
 
 
 def recalled(text: Sequence[int], known: int, count: int, most: int) -> tuple[int, list[int]]:
-    """How many of the last tokens of text[:known] occurred before, and `count` drafts by that."""
+    """Return how many of the last tokens of text[:known] occurred before, and `count` drafts."""
     last, best, end = known - 1, 0, 0
     for at in range(last - 1, -1, -1):
         if text[at] != text[last]:

@@ -106,7 +106,7 @@ def _size(module: nn.Module) -> tuple[int, int]:
 
 
 def fresh_copies(product: Product, device: torch.device) -> list[nn.Module]:
-    """So many of them that none is in the card's cache when its turn comes."""
+    """Return so many copies that none is in the card's cache when its turn comes."""
     size = sum(parameter.numel() for parameter in product.module.parameters()) * DTYPE.itemsize
     count = max(1, min(MAX_COPIES, -(-FRESH_BYTES // size)))
     return [_filled(product.module, device) for _ in range(count)]
@@ -155,7 +155,7 @@ def _experts_calls(
 
 
 def _seconds_each(calls: list[Callable[[], Tensor]]) -> float:
-    """Of one call, copies in turn, by replays of a graph of them."""
+    """Return the seconds of one call, over copies in turn, by graph replays."""
     rounds = [calls[index % len(calls)] for index in range(max(CALLS, len(calls)))]
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):

@@ -66,7 +66,7 @@ class Talk:
     answers: tuple[str, ...] = ()
 
     def messages(self) -> list[dict[str, object]]:
-        """All that can be read: up to the first turn without an answer, or the last answer."""
+        """Return the messages up to the first turn without an answer, or the last answer."""
         turns = len(self.prompt.turns)
         messages = self.prompt.messages(self.answers[: turns - 1])
         if len(self.answers) >= turns:
@@ -75,7 +75,7 @@ class Talk:
 
 
 def shipped() -> list[Talk]:
-    """The prompts of `blockdraft bench`, a set for each class."""
+    """Return the prompts of `blockdraft bench`, a set for each class."""
     return [Talk(one.name, prompt) for one in workloads.load_all() for prompt in one.prompts]
 
 
@@ -147,7 +147,7 @@ def _encode(tokenizer: Tokenizer, messages: Sequence[Mapping[str, object]], *, i
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Of every token that was counted: its surprise in nats, and which token was likeliest in its place."""
+    """The surprise in nats of every counted token, and the likeliest token in its place."""
 
     losses: Tensor
     likeliest: Tensor
@@ -159,7 +159,7 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """What a model made of the work."""
+    """The results of one model."""
 
     readings: Mapping[str, Reading]
     fits: Mapping[str, DrafterFit]  # empty: there is no drafter
@@ -169,7 +169,7 @@ class Arm:
 
 @torch.inference_mode()
 def read(models: LoadedPair, texts: Iterable[Sequence[int]], num_common: int) -> Reading:
-    """All tokens of the texts behind the common ones, each by those before it."""
+    """Score all tokens of the texts after the common ones, each given those before it."""
     target, specs, first = models.target, models.config.layer_specs(), max(num_common - 1, 0)
     losses, likeliest = [torch.zeros(0)], [torch.zeros(0, dtype=torch.long)]
     for text in texts:
@@ -260,7 +260,7 @@ def commits(base: Arm, arm: Arm) -> list[dict[str, object]]:
 
 
 def report(lines: Sequence[Mapping[str, object]], names: Mapping[str, str]) -> str:
-    """The table of some lines: `names` has the key of each column, and its heading."""
+    """Return a table of lines; `names` has the key and heading of each column."""
     return record.table(list(names.values()), [[line[key] for key in names] for line in lines])
 
 

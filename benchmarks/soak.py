@@ -41,7 +41,7 @@ TOLERANCE_MB = 16.0  # arbitrary: an allocator's moods
 
 @dataclass(frozen=True)
 class Phase:
-    """So many streams at a time; in bursts all begin at once, and the next burst after a pause."""
+    """A load of N streams at a time; bursts begin at once, with a pause between them."""
 
     name: str
     num_streams: int
@@ -78,7 +78,7 @@ class Soak:
         await asyncio.wait([watching])
 
     async def ask_alone(self) -> None:
-        """What greedy answers have to be: one request at a time, without drafts."""
+        """Return the expected greedy answers, asked one at a time without drafts."""
         chance = random.Random(0)
         for num_words in NUM_WORDS:
             body = greedy_body(words(chance, num_words)) | {"speculative": False}
@@ -180,7 +180,7 @@ def mixed_body(chance: random.Random) -> dict[str, Any]:
 
 
 def text_of(answer: str) -> str:
-    """The text of an answer, whole or as events."""
+    """Return the text of an answer, whole or as events."""
     if not answer.startswith("data:"):
         return str(json.loads(answer)["choices"][0]["message"]["content"])
     events = [line[5:] for line in answer.splitlines() if line.startswith("data:") and "[DONE]" not in line]

@@ -65,7 +65,7 @@ def ready(port: int) -> dict[str, object]:
 
 
 def compiled_ahead(state: dict[str, object]) -> int:
-    """Of how many kernels the phase under way says that they are being compiled."""
+    """Return how many kernels the running phase says are being compiled."""
     details = [phase["detail"] or "" for phase in state.get("phases", [])]
     found = [detail.split()[3].rstrip(":") for detail in details if detail.startswith("compiled ")]
     return int(found[0]) if found else 0

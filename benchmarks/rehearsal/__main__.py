@@ -70,7 +70,7 @@ def _rehearse(stage: Stage, steps: Sequence[Step], outcomes: list[Outcome]) -> b
 
 
 def check_model() -> str | None:
-    """What to do where the default model is not here: nothing is downloaded in the middle of a rehearsal."""
+    """Refuse to start without the default model: a rehearsal downloads nothing."""
     if (cache_dir() / SMOLLM2.gguf).is_file():
         return None
     return f"the default model is not in {cache_dir()}: run 'python -m blockdraft fetch' first."

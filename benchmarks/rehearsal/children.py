@@ -37,7 +37,7 @@ class Children:
         self._commands: list[str] = []
 
     def take_commands(self) -> list[str]:
-        """Those started since this was last asked."""
+        """Return the commands started since the last call."""
         taken, self._commands = self._commands, []
         return taken
 
@@ -117,7 +117,7 @@ class Children:
 
 
 def last_line(text: str) -> str:
-    """The last line with something on it."""
+    """Return the last line that is not blank."""
     found = [line.strip() for line in text.splitlines() if line.strip()]
     return found[-1] if found else "it said nothing"
 

@@ -111,7 +111,7 @@ def _check_form(client: OpenAI) -> None:
 
 
 def check_drafts(client: OpenAI, text: str) -> str:
-    """The greedy answer behind a long `text`, which must be the same with drafts and without."""
+    """Check that the greedy answer after a long `text` is equal with and without drafts."""
     from openai import OpenAIError
 
     messages = [{"role": "user", "content": f"{text}\n\nWhat is this text about? Say it in a few sentences."}]

@@ -55,7 +55,7 @@ class Change:
 
 
 def machine_kind(result: Mapping[str, Any]) -> str:
-    """The card's name, whatever its number; without one, the processor and its cores."""
+    """Return the card's name without its number, else the processor and its cores."""
     device = str(result["device"])
     if device.startswith("cuda"):
         return device.partition("(")[2].rstrip(")") or "a card without a name"
@@ -63,7 +63,7 @@ def machine_kind(result: Mapping[str, Any]) -> str:
 
 
 def last_result(result: Mapping[str, Any], folder: Path = RESULTS) -> Last | None:
-    """The newest of this kind of machine that has numbers; None: there is none."""
+    """Return the newest result of this kind of machine that has numbers; None: there is none."""
     found = []
     for path in folder.glob("rehearsal-*.json"):
         one = json.loads(path.read_text())
@@ -96,7 +96,7 @@ def _shared(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple
 
 
 def verdict(last: Last | None, found: Sequence[Change], num_measured: int) -> Found:
-    """What the step has found. Raises Failure, with every line by its name, where something is worse."""
+    """Return the finding of the step; raise Failure, with every line by name, if something is worse."""
     if last is None:
         return Found("no result of this kind of machine is in benchmarks/results: nothing to compare with")
     values = {"with": last.name, "commit": last.commit, "changes": [asdict(one) for one in found]}

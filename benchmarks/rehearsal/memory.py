@@ -26,7 +26,7 @@ def kind_of(device: str) -> str:
 
 
 def free_bytes(device: str) -> int | None:
-    """Of the card; None on a CPU, and where the driver does not say."""
+    """Return the card's free bytes; None on a CPU, or if the driver does not tell."""
     if kind_of(device) != "cuda":
         return None
     number, gpus = int(device.partition(":")[2] or 0), read_machine().gpus
@@ -90,7 +90,7 @@ def _taken(device: str, pid: int | None, free_before: int | None) -> int | None:
 
 
 def _engine_of(pid: int) -> int:
-    """The process of a server's engine: its first child."""
+    """Return the process of a server's engine: its first child."""
     children = Path(f"/proc/{pid}/task/{pid}/children")
     found = children.read_text().split() if children.exists() else []
     return int(found[0]) if found else pid
@@ -118,7 +118,7 @@ def mapped_weights(pid: int | str) -> int:
 
 
 def _bare_bytes() -> int:
-    """What a process takes that has only imported torch: no plan counts it."""
+    """Return the memory of a process that only imported torch: no plan counts it."""
     code = "import torch\nprint(open('/proc/self/status').read().partition('RssAnon:')[2].split()[0])"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60

@@ -42,7 +42,7 @@ class Server:
 
     @property
     def num_graphs(self) -> int:
-        """As the start's own line says it; 0 where nothing is captured."""
+        """Return the number of graphs from the start's own line; 0 if nothing is captured."""
         phases = self.startup["phases"]
         assert isinstance(phases, list)
         capture = next(one for one in phases if one["name"] == "capture")
@@ -99,7 +99,7 @@ def get_json(url: str) -> dict[str, object]:
 
 
 def _engine(url: str) -> Mapping[str, object]:
-    """The first event of the live page says what runs."""
+    """Return the engine's description, from the live page's first event."""
     with urllib.request.urlopen(f"{url}/events", timeout=HTTP_S) as response:
         for line in response:
             if line.startswith(b"data: "):
@@ -109,7 +109,7 @@ def _engine(url: str) -> Mapping[str, object]:
 
 
 def complaints(server: Server) -> list[str]:
-    """What is wrong with a start that got to ready: a drafter that was dropped, and every warning."""
+    """Yield what is wrong with a start that became ready: a dropped drafter, and every warning."""
     found = [] if server.engine["draft"] else ["the drafter was dropped"]
     warnings = server.startup["warnings"]
     assert isinstance(warnings, list)
@@ -118,7 +118,7 @@ def complaints(server: Server) -> list[str]:
 
 
 def end(children: Children, server: Server) -> int:
-    """The exit code after SIGTERM. Raises Failure where it does not end."""
+    """Send SIGTERM and return the exit code; raise Failure if the server does not end."""
     server.process.terminate()
     try:
         return server.process.wait(DRAIN_S)

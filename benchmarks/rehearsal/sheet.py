@@ -20,7 +20,7 @@ class Failure(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a step that went well has found: a line for the table, and values for the file."""
+    """The result of a successful step: a line for the table, and values for the file."""
 
     says: str
     values: Mapping[str, object] = field(default_factory=dict)
@@ -37,7 +37,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a step."""
+    """The outcome of a step."""
 
     name: str
     state: State
@@ -85,7 +85,7 @@ def exit_code(outcomes: Sequence[Outcome]) -> int:
 
 
 def lines(outcomes: Sequence[Outcome]) -> Iterator[str]:
-    """The table, and a line that counts."""
+    """Yield the table, and a line with counts."""
     rows = [("step", "", "s", "what was found")]
     rows += [(one.name, one.state, f"{one.seconds:.1f}", one.says) for one in outcomes]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]

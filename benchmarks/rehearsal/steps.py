@@ -29,7 +29,7 @@ TRAINED_CLASSES = ("qa", "reasoning")
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How much of everything: enough to run every path, on a CPU within minutes."""
+    """The sizes of all steps: enough to run every path, on a CPU within minutes."""
 
     bench: tuple[str, ...]
     fit: tuple[str, ...]
@@ -63,7 +63,7 @@ def sizes_of(device: str, *, is_quick: bool) -> Sizes:
 
 @dataclass(slots=True)
 class Stage:
-    """Where a rehearsal takes place, and what its steps leave for later ones."""
+    """The place of a rehearsal, and results of steps for later ones."""
 
     children: Children
     folder: Path
@@ -101,7 +101,7 @@ class Stage:
 
 
 def steps_of(stage: Stage) -> Sequence[Step]:
-    """All of them, in order."""
+    """Return all steps, in order."""
 
     def step(name: str, run: object, *needs: str) -> Step:
         return Step(name, lambda: run(stage), needs)  # type: ignore[operator]
@@ -170,7 +170,7 @@ def generate(stage: Stage) -> Found:
 
 
 def _generated(stage: Stage, *flags: str, env: dict[str, str]) -> dict[str, object]:
-    """The greedy answer. The client asks the server the same."""
+    """Return the greedy answer; the client asks the server the same."""
     words = (client.QUESTION, "--json", "--temperature", "0", "--max-tokens", str(client.MAX_TOKENS), *flags)
     done = stage.children.blockdraft(
         "generate", *words, *stage.on_device, env=env, timeout_s=stage.sizes.timeout_s
@@ -225,7 +225,7 @@ def _start(stage: Stage, name: str, *flags: str) -> serving.Server:
 
 
 def ready(stage: Stage, name: str, server: serving.Server) -> Found:
-    """What a start took, which is also kept to be compared."""
+    """Return what a start took; it is also kept for comparison."""
     phases = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in server.phases.items())
     engine, seconds = server.engine, server.startup["seconds"]
     assert isinstance(seconds, float)
@@ -392,7 +392,7 @@ def train(stage: Stage) -> Found:
 
 
 def use_trained(stage: Stage) -> Found:
-    """It knows nothing after so short a training, and must not change a token."""
+    """Serve the drafter just trained: it knows nothing yet, and must not change a token."""
     found = _generated(stage, "--draft", str(stage.path("run") / "drafter"), env=stage.served)
     if stage.answer is not None and found["text"] != stage.answer:
         raise Failure(f"with it the answer is {found['text']!r}, with the shipped one {stage.answer!r}")

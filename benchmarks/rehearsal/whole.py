@@ -24,7 +24,7 @@ FEW = ("--prompts", "2", "--tokens", "24")  # answers on a CPU
 
 
 def steps_of(stage: Stage) -> Sequence[Step]:
-    """All of them, in order: those of the quick rehearsal, and what this one adds."""
+    """Return all steps in order: those of the quick rehearsal, then the others."""
 
     def step(name: str, run: Callable[[Stage], Found], *needs: str) -> Step:
         return Step(name, lambda: run(stage), needs)
@@ -47,7 +47,7 @@ def steps_of(stage: Stage) -> Sequence[Step]:
 
 
 def left_out(device: str) -> list[str]:
-    """What is not done on this device, and why."""
+    """Yield what is left out on this device, and why."""
     if memory.kind_of(device) != "cpu":
         return []
     streams = " and ".join(map(str, MANY_STREAMS))

@@ -1,7 +1,7 @@
-"""Intervals by a bootstrap over prompts.
+"""Computes intervals by a bootstrap over prompts.
 
-Not over turns or tokens: the turns of one conversation, and the repetitions of one prompt, resemble each
-other, and drawing them one by one would promise too narrow an interval.
+Turns and tokens are not resampled alone: the turns of one conversation and the repetitions of one prompt
+are correlated, and the interval would be too narrow.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The client holds conversations over HTTP and notes the time of everything that comes back.
+"""Holds conversations over HTTP and records when each event arrives.
 
 Whatever goes wrong is an Answer with an error. Much here is about what the client itself adds to the times
 it measures: one thread may hold hundreds of streams. The text of a request is made before its time begins,
@@ -34,7 +34,7 @@ BEGIN_TURNS = 8
 
 
 class Client:
-    """One model of one server, used as a context.
+    """A client for one model of one server, used as a context manager.
 
     `clock` gives seconds; `timeout_s` is for a turn.
     """

@@ -1,4 +1,4 @@
-"""Two reports side by side: what changed, whether the intervals leave it open, and what forbids comparing."""
+"""Compares two reports: changes, whether they are within the intervals, and what makes them incomparable."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Match:
 
 @dataclass(frozen=True, slots=True)
 class RunComparison:
-    """`warnings` say why numbers are not comparable, `differences` what else is not the same."""
+    """`warnings` say why numbers are not comparable, `differences` list other changes."""
 
     warnings: tuple[str, ...]
     differences: tuple[str, ...]

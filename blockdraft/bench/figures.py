@@ -26,7 +26,7 @@ class Estimate(TypedDict):
 
 
 class Distribution(TypedDict):
-    """A figure that every request has; all null where there is no request that has it."""
+    """The distribution of a figure over requests; all null if no request has it."""
 
     count: int
     mean: float | None
@@ -40,7 +40,7 @@ class Distribution(TypedDict):
 
 
 class Failures(TypedDict):
-    """Errors that begin alike."""
+    """Errors of one kind: equal up to the first ": "."""
 
     kind: str
     count: int

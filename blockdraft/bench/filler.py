@@ -1,4 +1,4 @@
-"""Writes readable notes of any length about nothing in particular: the context put before a prompt.
+"""Writes readable notes of any length, the context put before prompts.
 
 Sentences are drawn from patterns whose gaps are filled from word lists, so that neither a drafter
 nor a cache finds one text repeated. The same seed gives the same notes, and a longer text begins

@@ -1,4 +1,4 @@
-"""A load generator of several processes: one reads some 25,000 events a second, a card's server writes more.
+"""A load generator of several processes: one process reads about 25,000 events/s, a GPU server writes more.
 
 The processes live as long as the run and share the streams of a block. In a closed loop each holds its part
 of the streams, and all take the next ask from one pile, as the streams of one process do; in an open loop
@@ -52,7 +52,7 @@ def most_processes() -> int:
 
 
 class Fleet:
-    """The processes, as a context. `limit` is how many a load may get; one is the process we are in."""
+    """The processes, as a context manager. A load gets at most `limit`; 1 means this process alone."""
 
     def __init__(self, loads: Sequence[OfferedLoad], limit: int) -> None:
         self._limit = limit

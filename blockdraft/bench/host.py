@@ -1,4 +1,4 @@
-"""The machine that measures, described without torch."""
+"""Describes the measuring machine without torch."""
 
 from __future__ import annotations
 

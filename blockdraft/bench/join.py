@@ -1,7 +1,7 @@
 """Joins the reports of a plain and a speculative run on one card into one report with speed-ups.
 
 Both runs kept their answers, so a joined pair is computed as that of one run: by the same prompts, with an
-interval. What it cannot hold is the machine: whatever drifted between the runs is in the speed-up, and the
+interval. Changes of the machine between the runs are part of the speed-up, and the
 joined report says so.
 """
 

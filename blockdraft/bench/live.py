@@ -1,4 +1,4 @@
-"""Shows how far a run is: a table that grows while it runs, or a line per cell without a terminal."""
+"""Shows the progress of a run: a growing table on a terminal, else a line per cell."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A server that computes nothing: every answer has the same events, at a known pace.
 
-What is measured against it is what measures. It is as little as can speak HTTP, in a process of its own, so
+It measures the load generator itself. It speaks minimal HTTP in a process of its own, so
 that it is never the one that lags. Its first event tells when the request was read, and when it was answered.
 """
 

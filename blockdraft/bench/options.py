@@ -55,7 +55,7 @@ def find_preset(name: str) -> Preset:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """The flags of `blockdraft bench`, under their names; None: as the table has it, or the default."""
+    """The flags of `blockdraft bench`; None: the value of --table, else the default."""
 
     url: str | None = None  # of a server that runs
     engine: Sequence[str] = ()  # the given flags for our own server

@@ -1,4 +1,4 @@
-"""Reads files of prompts: each row is made a prompt, and what is wrong is named by its line.
+"""Reads files of prompts, one per row; errors name the line.
 
 A row says its conversation in one of these ways:
     {"messages": [{"role": "user", "content": "..."}, ...]}   several user messages: successive turns

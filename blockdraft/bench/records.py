@@ -1,4 +1,4 @@
-"""The records of a benchmark: prompts, what is asked of a server, what came back.
+"""The records of a benchmark: prompts, requests and answers.
 
 Times are seconds of one monotonic clock.
 """
@@ -54,7 +54,7 @@ class OfferedLoad:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One conversation as it is sent to one arm of the pair."""
+    """One conversation as sent to one arm."""
 
     prompt: Prompt
     arm: Arm
@@ -87,7 +87,7 @@ class Speculation:
 
 @dataclass(slots=True)
 class Answer:
-    """One turn of one conversation: a request, and everything that is known of its answer."""
+    """One turn of a conversation: a request and its answer."""
 
     ask: Ask
     turn: int
@@ -169,7 +169,7 @@ class Block:
 
 @dataclass(slots=True)
 class Group:
-    """The answers of one cell, and for how long they kept the server busy."""
+    """The answers of one cell, and the server's busy time."""
 
     key: Key
     arm: Arm

@@ -1,4 +1,4 @@
-"""The report of a run: built from its answers, written, and read again."""
+"""Builds the report of a run from its answers, writes it, and reads it again."""
 
 from __future__ import annotations
 

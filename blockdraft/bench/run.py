@@ -138,7 +138,7 @@ class RunOutcome:
 
 
 class Runner:
-    """One run: the server of each arm, and of one arm alone where nothing is to be compared."""
+    """Runs the grid on the servers of both arms, or of one arm."""
 
     def __init__(
         self,

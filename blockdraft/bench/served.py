@@ -35,7 +35,7 @@ SHOWN_LINES = 8  # of its log, where it failed
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A server that runs, and how long it took until it did."""
+    """A running server and its start time."""
 
     url: str
     label: str

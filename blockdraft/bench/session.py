@@ -50,7 +50,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """One run: what was asked for, the flags of a server that we start, and where progress is told."""
+    """One run: its options, the flags of our own server, and the console for progress."""
 
     options: Options
     grid: Grid

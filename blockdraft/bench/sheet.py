@@ -1,6 +1,6 @@
 """Tables of text, for the terminal and for Markdown, and how figures are written in them.
 
-Names, errors and texts come from servers and files: none of them may command a terminal or a page.
+Names, errors and texts come from servers and files, so control characters and markup are removed.
 """
 
 from __future__ import annotations

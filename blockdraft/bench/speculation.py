@@ -1,4 +1,4 @@
-"""Reads how drafts fared from a stream's chunks and from /metrics, in the words of several servers.
+"""Reads counts of drafts from stream chunks and /metrics, in the formats of several servers.
 
 blockdraft, vLLM   chunk.metrics.speculative_decoding; counters vllm:spec_decode_*
 SGLang             chunk.usage or chunk.sglext.spec_tokens_details; counters sglang:spec_verify_calls_total

@@ -1,4 +1,4 @@
-"""Turns answers into figures: of one cell of the report, and of the pair of a cell and its baseline.
+"""Computes the figures of a cell from its answers, and of a cell paired with its baseline.
 
 `figures.DEFINITIONS` says what each of them means.
 """

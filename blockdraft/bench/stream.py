@@ -23,7 +23,7 @@ _FIELDS = (b"event:", b"id:", b"retry:", b":")  # of server-sent events, beside 
 
 
 class BadAnswer(Exception):
-    """Raised for a reply that is no answer; its text becomes the Answer's error."""
+    """A reply that is not an answer; the text becomes the Answer's error."""
 
 
 class StreamReader:
@@ -178,7 +178,7 @@ def _shown(data: bytes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """All characters of an event but those of its text."""
+    """The characters of an event before and after its text."""
 
     head: str
     tail: str

@@ -17,7 +17,7 @@ MAX_NAMED = 3  # categories
 
 @dataclass(frozen=True, slots=True)
 class DraftCounts:
-    """Steps, and of each draft of a block how many of them came to it, and how many accepted it."""
+    """Steps, and for each position how many steps reached its draft and accepted it."""
 
     num_steps: int
     committed: float  # tokens per step
@@ -47,7 +47,7 @@ class WeakCategory:
 
 @dataclass(frozen=True, slots=True)
 class WeakSpots:
-    """The weakest categories, weakest first, and the drafts of which fewer than half are right."""
+    """The weakest categories, weakest first, and positions where fewer than half of the drafts are right."""
 
     overall: float  # tokens committed per step
     num_drafts: int

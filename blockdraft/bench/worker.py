@@ -1,9 +1,9 @@
-"""One process of a load generator of several: it sends its share of each block, until its input ends.
+"""One process of the load generator: sends its share of each block until its input ends.
 
     python -m blockdraft.bench.worker FILE
 
-Share, Begin and "end" come in; "ready", Answered and Done go out, by the pipes that Fleet holds the other
-ends of. FILE is the number of the open file with the queue.
+It reads Share, Begin and "end" from stdin and writes "ready", Answered and Done to stdout; Fleet has the
+other ends of both pipes. FILE is the file descriptor of the queue.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Worker:
 
 
 class _Told(Ledger):
-    """A ledger that tells what is entered, and keeps no answer itself."""
+    """A ledger that sends answers to the parent instead of keeping them."""
 
     def __init__(self, share: Share, output: asyncio.WriteTransport) -> None:
         super().__init__(share.asks)

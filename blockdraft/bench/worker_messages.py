@@ -25,7 +25,7 @@ _NUMBER_SIZE = array("I").itemsize
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """One process's part of a block; of asks with times, every `num_processes`-th from `place` on."""
+    """One process's part of a block; asks with times go by turns, from `place` on."""
 
     client_number: int  # a process reuses its client of this number
     client: Client
@@ -37,14 +37,14 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """All processes are ready: the block begins at this time of their common clock."""
+    """Start the block: all processes are ready, and count from this time."""
 
     start_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """A turn has ended. Its ask stays where it came from: prompts may be long."""
+    """A turn has ended. The ask is not sent back, since prompts may be long."""
 
     number: int
     answer: Answer
@@ -52,7 +52,7 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A process has done its part of a block, or has given it up."""
+    """A process has finished or given up its part of a block."""
 
     begun_s: dict[int, float]
     ended: set[int]

@@ -1,4 +1,4 @@
-"""blockdraft chat: a conversation in the terminal, with a model here or a server elsewhere."""
+"""blockdraft chat: talk in the terminal to a local model or to a server."""
 
 from __future__ import annotations
 

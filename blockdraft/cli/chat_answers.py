@@ -50,7 +50,7 @@ class ChatPiece:
 
 
 class Answerer(Protocol):
-    """Errors are BlockdraftErrors; Ctrl-C is a KeyboardInterrupt, after which it can be asked again."""
+    """Answers a chat. It raises BlockdraftErrors, and KeyboardInterrupt on Ctrl-C, and can then go on."""
 
     @property
     def name(self) -> str: ...

@@ -1,4 +1,4 @@
-"""The container's entrypoint: plan, fetch, then become the server.
+"""The container's entrypoint: plan, download, then become the server.
 
 Run by container/entrypoint as `python -m blockdraft.cli.container [flags of blockdraft serve]`.
 """

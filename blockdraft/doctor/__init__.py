@@ -1,1 +1,1 @@
-"""blockdraft doctor: what this machine is, what runs on it, and what is known to go wrong on it."""
+"""blockdraft doctor: examine this machine, its kernels, and the known problems it has."""

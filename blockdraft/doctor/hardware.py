@@ -1,4 +1,4 @@
-"""Findings of the machine itself: cards, processor, memory, what a container allows, disks."""
+"""Findings about the machine: cards, processor, memory, container limits, disks."""
 
 from __future__ import annotations
 

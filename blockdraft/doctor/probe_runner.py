@@ -1,4 +1,4 @@
-"""Runs the probe in its own process and reads what it wrote, however far it came."""
+"""Runs the probe in its own process and reads its output, even if it crashed."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Everything that was learnt from torch."""
+    """The results of the probe."""
 
     torch: Torch | None = None
     device: str | None = None

@@ -16,7 +16,7 @@ Config = Mapping[str, object]
 
 @dataclass(frozen=True, slots=True)
 class ProbeShape:
-    """One model to build: config.json of target and drafter, and how weights, keys and values are kept."""
+    """A pair to build: config.json of target and drafter, and the formats of weights, keys and values."""
 
     name: str
     covers: str

@@ -1,7 +1,7 @@
 """The table of known graphics cards (cards.toml): memory, bandwidth, capability.
 
-A plan for another machine, a recipe and an estimate take their numbers from here. What a driver says about
-the card that is there goes before what is written here: see `machine`.
+Plans for other machines, recipes and estimates take their numbers from here. What the driver says about
+a card that is present takes precedence (`machine`).
 """
 
 from __future__ import annotations

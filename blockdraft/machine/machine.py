@@ -52,7 +52,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Cpu:
-    """The processor, and how much of it is ours."""
+    """The processor, and the cores that we may use."""
 
     name: str
     architecture: str
@@ -65,7 +65,7 @@ UNKNOWN_CPU = Cpu(name="", architecture="", num_cores=1)
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The facts a plan is made from."""
+    """The facts about a machine that a plan needs."""
 
     memory_bytes: int  # free for new work, as the kernel estimates it, and within the container's limit
     gpu_bytes: int = 0  # of the GPU in use, and what of it is free; 0: no GPU

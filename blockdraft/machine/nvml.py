@@ -60,7 +60,7 @@ class DriverReply:
 
 
 class _NoAnswer(Exception):
-    """The driver's library cannot be asked; the text says why."""
+    """The driver's library does not work; the text says why."""
 
 
 def load_pynvml() -> ModuleType:

@@ -14,7 +14,7 @@ MIN_DRIVERS = {11: 450, 12: 525, 13: 580}  # the oldest driver for a major versi
 
 
 class Unseen(NamedTuple):
-    """Why torch does not find a GPU that the driver lists, and what to do; both without a full stop."""
+    """The reason why torch finds no GPU, and advice; both without a full stop."""
 
     says: str
     advice: str

@@ -1,4 +1,4 @@
-"""Versions and ranges of them, by the rules of Python's packages (PEP 440)."""
+"""Parses versions and version ranges by the rules of Python packages (PEP 440)."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Drafters: made from a target and prompts, measured, written down."""
+"""Trains, evaluates and exports drafters."""

@@ -61,7 +61,7 @@ class FitQuestion:
 
 @dataclass(frozen=True, slots=True)
 class SimulationAgreement:
-    """The engine and the simulation on the same greedy answers."""
+    """Tokens per step of engine and simulation on the same greedy answers."""
 
     num_documents: int
     engine: float
@@ -74,7 +74,7 @@ class SimulationAgreement:
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """A suspect: tokens committed per step as it is, and with the change."""
+    """A tried change: tokens committed per step before and after it."""
 
     name: str
     what: str
@@ -112,7 +112,7 @@ class Prospect:
 
 @dataclass(frozen=True, slots=True)
 class FitReport:
-    """Everything that was found out about a pair."""
+    """All results of `fit` for a pair."""
 
     question: FitQuestion
     kind: DraftKind | Literal["ngram"]

@@ -57,7 +57,7 @@ class Objective:
 
 @dataclass(frozen=True, slots=True)
 class TrainingRecipe:
-    """Everything about a run but its data and its length."""
+    """The recipe of a run: everything but its data and its length."""
 
     rows_per_step: int = 24
     num_anchors: int = 128  # per row
@@ -82,7 +82,7 @@ class TrainingRecipe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One run, as asked."""
+    """The options of one run."""
 
     out: Path
     prompts: tuple[Path, ...] = ()

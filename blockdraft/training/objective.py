@@ -1,8 +1,8 @@
-"""The loss of a batch of blocks, without ever holding all its logits.
+"""The loss of a batch of blocks, computed in chunks so that not all logits are in memory.
 
-Block by block, column k is asked for the token k places after the anchor. The loss is cross-entropy with that
-token (which the target itself has written), or a mixture of it and the divergence from what the target
-thought there. Columns are weighted by what they are worth: a draft counts only if all before it were right.
+In each block, column k predicts the token k places after the anchor. The loss is cross-entropy with that
+token (written by the target itself), or a mixture of it and the divergence from the target's
+distribution. Columns are weighted by their worth: a draft counts only if all before it were right.
 
 `dpace` weights (arXiv 2605.18810) follow the drafter's own confidence q along the block, smoothed by alpha:
 with s = (1 - alpha) q + alpha, column j weighs sum over m >= j of prod over i <= m of s_i. `decay` is the
@@ -29,7 +29,7 @@ CHUNK_BYTES = 1 << 30  # of logits at a time
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """From hidden states to logits: cap * tanh(scale * (hidden @ weight^T) / cap), or without a cap."""
+    """Maps hidden states to logits: cap * tanh(scale * (hidden @ weight^T) / cap), or without a cap."""
 
     weight: Tensor  # [V, E], frozen
     scale: float = 1.0
@@ -82,7 +82,7 @@ def column_weights(confidence: Tensor, is_label: Tensor, objective: Objective) -
 
 
 class _BlockLoss(torch.autograd.Function):
-    """The gradient is made on the way forward, while a chunk's logits are there."""
+    """Computes the gradient in the forward pass, while a chunk's logits are in memory."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""Documents in rows of equal length, and batches of them with their anchors drawn anew each time.
+"""Packs documents into rows of equal length, and draws batches with new anchors each time.
 
 Row r holds several documents one after another. Positions count from a document's own beginning, and nothing
 is ever seen across documents. Where documents leave room at the end of a row, tokens are zero and belong to a
@@ -81,7 +81,7 @@ class TrainingBatch:
 
 @dataclass(frozen=True, slots=True)
 class DocumentPlace:
-    """Where a document landed."""
+    """The row and place of a document."""
 
     document: int
     row: int

@@ -78,7 +78,7 @@ def regenerate(
 
 
 class _Asker:
-    """An iterator of questions that has more to ask once answers have come: the next turns."""
+    """An iterator of questions; answers add the next turns to it."""
 
     def __init__(
         self,

@@ -286,7 +286,7 @@ def _answers(
 
 
 class _AnswerWatch:
-    """Shows how far the target is: a bar twice a second, a line every few seconds and after each file."""
+    """Shows the target's progress: a bar twice a second, a line every few seconds and after each file."""
 
     def __init__(self, stage: str, num_prompts: int, seconds: float | None, listener: Listener) -> None:
         self._stage, self._num_prompts, self._seconds = stage, num_prompts, seconds

@@ -1,4 +1,4 @@
-"""The loss of DFlash2's selector: which of a column's candidates comes behind the true token before it.
+"""The loss of DFlash2's selector, which chooses a column's candidate given the true token before it.
 
 A column's candidates are the best tokens of its logits. Where the label is not among them the walk ends
 whatever pairs say, so there is nothing to learn: put in a candidate's place, as others do, it would teach
@@ -25,7 +25,7 @@ GROUP = 64  # tokens whose largest logit is compared first
 
 
 class Labelled(NamedTuple):
-    """Candidates of some blocks, the label among them, without a gradient."""
+    """Candidates of some blocks and the label's place among them, without a gradient."""
 
     ids: Tensor  # [n, B - 1, K]
     unary: Tensor  # [n, B - 1, K]

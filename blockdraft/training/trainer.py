@@ -1,4 +1,4 @@
-"""Training a drafter: the target's features, blocks at random anchors, one loss, one step. Frozen target.
+"""Trains a drafter on features of the frozen target, with blocks at random anchors.
 
 A step draws anchors, reads features, drafts every block at once, weighs the errors and updates. The drafter
 is the same module that serves; only its view differs (training/view.py).
@@ -51,7 +51,7 @@ class TrainingProgress:
 
 
 class BlockForward:
-    """A drafter over packed rows: hidden states of all blocks at once."""
+    """Runs a drafter over packed rows, all blocks at once."""
 
     def __init__(self, model: DFlash, target: Decoder) -> None:
         assert model.kernels.is_reference, "only the references have gradients, and can be compiled"
