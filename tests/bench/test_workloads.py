@@ -311,12 +311,13 @@ def test_a_malformed_line_is_named_with_what_is_wrong(tmp_path, line, fact):
 
 
 @pytest.mark.parametrize("suffix", [".jsonl.gz", ".jsonl.xz"])
-def test_a_packed_file_that_is_cut_off_is_refused(tmp_path, suffix):
+def test_a_packed_file_that_is_cut_off_or_damaged_is_refused(tmp_path, suffix):
     whole = write(tmp_path / "mine.jsonl", [{"prompt": f"text {i}"} for i in range(50)], suffix[-3:])
-    cut = tmp_path / f"cut{suffix}"
-    cut.write_bytes(whole.read_bytes()[:-20])
-    with pytest.raises(BenchError, match="is not a whole"):
-        load(str(cut))
+    content, bad = whole.read_bytes(), tmp_path / f"bad{suffix}"
+    for wrong in (content[:-20], content[:20] + b"\xff" * 20, b'{"prompt": "not packed"}'):
+        bad.write_bytes(wrong)
+        with pytest.raises(BenchError, match="is not a whole"):
+            load(str(bad))
 
 
 def test_an_empty_file_a_missing_one_and_a_folder_are_refused(tmp_path):

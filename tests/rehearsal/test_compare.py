@@ -242,6 +242,6 @@ def test_a_whole_rehearsal_that_got_worse_ends_with_1_and_names_the_lines(tmp_pa
 
 def test_a_benchmark_is_a_process_that_can_fail():
     with pytest.raises(
-        Failure, match=r"`benchmarks.equality` ended with 2: .*unrecognized arguments: --nonsense"
+        Failure, match=r"`benchmarks.soak` ended with 2: .*unrecognized arguments: --nonsense"
     ):
-        Children().benchmark("equality", "--nonsense", env={}, timeout_s=60)
+        Children().benchmark("soak", "--nonsense", env={}, timeout_s=60)
