@@ -110,7 +110,13 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
     add("--thinking", choices=["on", "off"], help="let the model think or not (default: the model's own)")
     add("--data", type=Path, metavar="DIR", help="folder of data sets, e.g. gsm8k_test.jsonl.gz")
     add("--offline", action="store_true", help="do not download data sets")
-    add("--prompt-seed", type=int, default=0, metavar="N", help="seed of prompts and arrival times (default: 0)")
+    add(
+        "--prompt-seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="seed of prompts and arrival times (default: 0)",
+    )
     processes_help = "processes that send requests, at most (default: half of the cores)"
     add("--processes", type=int, metavar="N", help=processes_help)
     headroom_help = "do not measure first how fast this client can read (1 s per load)"
