@@ -1,176 +1,95 @@
-"""The HTTP server: OpenAI's routes, and those that tell how the server is, over one engine."""
+"""The HTTP server over one engine: the routes of all APIs, and those that tell how the server is."""
 
 from __future__ import annotations
 
-import asyncio
-import functools
-import time
-from collections.abc import Callable, Coroutine
-from collections.abc import Sequence as Items
 from dataclasses import asdict
-from typing import ParamSpec, Protocol, TypeVar
 
 from starlette.applications import Starlette
-from starlette.concurrency import run_in_threadpool
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Scope
 
 from blockdraft import __version__
-from blockdraft.engine.info import EngineInfo
-from blockdraft.engine.request import SamplingParams
-from blockdraft.engine.stats import Load, Snapshot, Stats
-from blockdraft.engine.streams import Stream
-from blockdraft.errors import RequestError
-from blockdraft.phases import StartProgress
-from blockdraft.server.api.chat.answers import ChatAnswer, TextAnswer
-from blockdraft.server.api.chat.fields import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-)
-from blockdraft.server.api.chat.prepare import Dialect, PreparedChat, find_dialect, prepare_chat, tokenize
-from blockdraft.server.api.chat.prompts import (
-    check_prompts,
-    check_scores,
-    check_tokens,
-    echoed_texts,
-    encode_prompts,
-    token_texts,
-)
-from blockdraft.server.api.chat.schemas import Text, Tokens
-from blockdraft.server.api.fields import AnyBody, BodyT, IgnoredFields, field_at_fault, parse, renamed
+from blockdraft.engine.stats import Load, Stats
+from blockdraft.server.api.host import ApiHost
 from blockdraft.server.api.messages.routes import routes as message_routes
-from blockdraft.server.api.models_list import model_card, model_response, models_response
 from blockdraft.server.api.openapi import EngineLimits, openapi
 from blockdraft.server.api.responses.routes import routes as response_routes
-from blockdraft.server.api.schemas import AnswerObject, Version
-from blockdraft.server.api.streaming import respond
-from blockdraft.server.api.translation import Ask, MakeWriter
+from blockdraft.server.api.schemas import Version
+from blockdraft.server.engine_link.remote_engine import RemoteEngine
 from blockdraft.server.http.auth_limits import AuthLimits
-from blockdraft.server.http.body import shown
-from blockdraft.server.http.exchange import exchange_of
-from blockdraft.server.http.large_json import json_response
-from blockdraft.server.http.replies import (
-    health_of,
-    live_response,
-    start_response,
-    status_response,
-)
-from blockdraft.server.http.routing import HANDLERS, NotReady, ShortWay
+from blockdraft.server.http.replies import health_of, live_response, start_response, status_response
+from blockdraft.server.http.routing import HANDLERS, FastRoutes
 from blockdraft.server.options import ServerOptions
 from blockdraft.server.page.live_feed import LoopFeed, live_events
 from blockdraft.server.page.live_page import routes as page_routes
 from blockdraft.server.page.metrics import render
-from blockdraft.text.tokenizer import Tokenizer
-
-P = ParamSpec("P")
-T = TypeVar("T")
-LARGE_BODY_BYTES = 1 << 16  # parsed beside the event loop; arbitrary
-SHORT_BODY_BYTES = 1 << 12  # whose text is encoded at once: a thread would take longer to come to it
-CLIENT_GONE = 499  # nginx's number; nobody is left to read it
 
 
-class ServedEngine(Protocol):
-    """An engine as the server sees it: one in a process of its own, or the loop of one in this process."""
-
-    @property
-    def startup(self) -> StartProgress: ...
-    @property
-    def error(self) -> str | None:
-        """Why it is lost."""
-
-    @property
-    def is_hanging(self) -> bool:
-        """Whether a step has not come back."""
-
-    @property
-    def is_silent(self) -> bool:
-        """Whether it is stuck right now, as far as can be seen: it may come back."""
-
-    @property
-    def is_closed(self) -> bool: ...
-    @property
-    def engine_info(self) -> EngineInfo | None:
-        """None until it is ready."""
-
-    @property
-    def tokenizer(self) -> Tokenizer | None: ...
-    async def snapshot(self) -> Snapshot | None:
-        """All counters now; None before it is ready."""
-
-    async def submit(self, prompt_ids: Items[int], sampling: SamplingParams) -> Stream:
-        """Queue a prompt. Raises EngineStopped; what Engine.add raises comes from here or the stream."""
-
-
-def make_app(loop: ServedEngine, *, name: str, options: ServerOptions, tool_format: str = "auto") -> ASGIApp:
+def make_app(
+    engine: RemoteEngine, *, name: str, options: ServerOptions, tool_format: str = "auto"
+) -> ASGIApp:
     """The whole server; `name` is what clients call the model, `tool_format` how it writes tool calls."""
-    api = make_api(loop, name=name, tool_format=tool_format)
+    api = make_api(engine, name=name, tool_format=tool_format)
 
     def has_path(scope: Scope) -> bool:
         return any(route.matches(scope)[0] is not Match.NONE for route in api.routes)
 
-    return AuthLimits(ShortWay(api), options, has_path)
+    return AuthLimits(FastRoutes(api), options, has_path)
 
 
-def make_api(loop: ServedEngine, *, name: str, tool_format: str = "auto") -> Starlette:
-    """The routes, from the first moment of the start on; they count on a AuthLimits around them."""
-    api = _Api(loop, name, tool_format)
+def make_api(engine: RemoteEngine, *, name: str, tool_format: str = "auto") -> Starlette:
+    """All routes. They answer from the first moment of the start on, and need AuthLimits around them."""
+    host, state = ApiHost(engine, name, tool_format), _State(engine, name)
     return Starlette(
         routes=[
-            Route("/live", api.live),
-            Route("/health", api.health),
-            Route("/ready", api.ready),
-            Route("/ping", api.health, methods=["GET", "POST"]),
-            Route("/version", api.version),
-            Route("/metrics", api.metrics),
-            Route("/openapi.json", api.openapi),
-            Route("/v1/models", api.models),
-            Route("/v1/models/{model:path}", api.model),
-            Route("/v1/chat/completions", api.chat, methods=["POST"]),
-            Route("/v1/completions", api.completions, methods=["POST"]),
-            *message_routes(api),
-            *response_routes(api),
-            Route("/tokenize", api.tokenize, methods=["POST"]),
-            Route("/detokenize", api.detokenize, methods=["POST"]),
-            Route("/events", api.events),
+            *state.routes(),
+            *host.routes(),
+            *message_routes(host),
+            *response_routes(host),
             *page_routes(),
         ],
         exception_handlers=dict(HANDLERS),
     )
 
 
-class _Api:
-    def __init__(self, loop: ServedEngine, name: str, tool_format: str) -> None:
-        self.loop = loop
-        self.name = name
-        self.created = int(time.time())
-        self._tool_format = tool_format
-        self._ignored = IgnoredFields()
-        self._find_dialect = functools.cache(find_dialect)
+class _State:
+    """The routes that tell how the server is."""
 
-    # ---- how the server is
+    def __init__(self, engine: RemoteEngine, name: str) -> None:
+        self.engine = engine
+        self.name = name
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/live", self.live),
+            Route("/health", self.health),
+            Route("/ready", self.ready),
+            Route("/ping", self.health, methods=["GET", "POST"]),
+            Route("/version", self.version),
+            Route("/metrics", self.metrics),
+            Route("/openapi.json", self.openapi),
+            Route("/events", self.events),
+        ]
 
     async def live(self, request: Request) -> Response:
-        is_alive = self.loop.error is None and not self.loop.is_hanging
+        is_alive = self.engine.error is None and not self.engine.is_hanging
         return status_response("ok" if is_alive else "failed")
 
     async def health(self, request: Request) -> Response:
-        if self.loop.error is not None or self.loop.is_hanging:
+        if self.engine.error is not None or self.engine.is_hanging:
             return status_response("failed")
-        return status_response("hanging" if self.loop.is_silent else health_of(self.loop.startup.state))
+        return status_response("hanging" if self.engine.is_silent else health_of(self.engine.startup.state))
 
     async def ready(self, request: Request) -> Response:
-        start, snapshot = self.loop.startup.snapshot(), None
+        start, snapshot = self.engine.startup.snapshot(), None
         if start["state"] == "ready":
-            snapshot = await self.loop.snapshot()
-        if self.loop.engine_info is not None:
-            start["sampling"] = dict(self.loop.engine_info.sampling)
+            snapshot = await self.engine.snapshot()
+        if self.engine.engine_info is not None:
+            start["sampling"] = dict(self.engine.engine_info.sampling)
         if snapshot is not None:  # until an answer tells, what the start found
-            start["speculation"] = snapshot.speculation or self.loop.startup.speculation
+            start["speculation"] = snapshot.speculation or self.engine.startup.speculation
         return start_response(start)
 
     async def version(self, request: Request) -> Response:
@@ -178,181 +97,24 @@ class _Api:
         return JSONResponse(version)
 
     async def metrics(self, request: Request) -> Response:
-        loop = self.loop
-        snapshot = await loop.snapshot() or Stats().snapshot(Load())
-        body, content_type = render(snapshot, loop.engine_info, self.name, loop.startup.snapshot())
+        engine = self.engine
+        snapshot = await engine.snapshot() or Stats().snapshot(Load())
+        body, content_type = render(snapshot, engine.engine_info, self.name, engine.startup.snapshot())
         return Response(body, headers={"content-type": content_type})
 
     async def events(self, request: Request) -> Response:
         """Send what the live page shows, an event per second."""
-        loop = self.loop
+        engine = self.engine
 
-        def engine() -> dict[str, object] | None:
-            return None if loop.engine_info is None else asdict(loop.engine_info)
+        def info() -> dict[str, object] | None:
+            return None if engine.engine_info is None else asdict(engine.engine_info)
 
-        events = live_events(LoopFeed(loop.snapshot), loop.startup.snapshot, engine, lambda: loop.is_closed)
-        return live_response(request, events)
+        feed = LoopFeed(engine.snapshot)
+        return live_response(
+            request, live_events(feed, engine.startup.snapshot, info, lambda: engine.is_closed)
+        )
 
     async def openapi(self, request: Request) -> Response:
-        info = self.loop.engine_info
+        info = self.engine.engine_info
         limits = None if info is None else EngineLimits(info.block, info.vocab_size)
         return JSONResponse(openapi(limits))
-
-    async def models(self, request: Request) -> Response:
-        _, info = self._ready()
-        return models_response(request, model_card(self.name, self.created, info), info)
-
-    async def model(self, request: Request) -> Response:
-        _, info = self._ready()
-        self._check_model(request.path_params["model"])
-        return model_response(request, model_card(self.name, self.created, info), info)
-
-    def _ready(self) -> tuple[Tokenizer, EngineInfo]:
-        tokenizer, info = self.loop.tokenizer, self.loop.engine_info
-        if tokenizer is None or info is None:
-            raise NotReady(self.loop.startup.state)
-        return tokenizer, info
-
-    def _dialect(self, tokenizer: Tokenizer) -> Dialect:
-        return self._find_dialect(tokenizer, self._tool_format)
-
-    def _check_model(self, model: str | None) -> None:
-        if model not in (None, self.name):
-            raise RequestError(
-                f"the model {shown(model or '')} does not exist: this server has '{self.name}'.",
-                "model",
-                code="model_not_found",
-            )
-
-    # ---- text and tokens
-
-    async def tokenize(self, request: Request) -> Response:
-        asked = await self.read(request, TokenizeRequest)
-        tokenizer, info = self._ready()
-        tokens = await run_in_threadpool(tokenize, asked, self._dialect(tokenizer))
-        strings = None
-        if asked.return_token_strs:
-            strings = await run_in_threadpool(token_texts, tokens, tokenizer)
-        answer: Tokens = {
-            "count": len(tokens),
-            "max_model_len": info.max_model_len,
-            "tokens": tokens,
-            "token_strs": strings,
-        }
-        return await json_response(lambda: answer, len(tokens))
-
-    async def detokenize(self, request: Request) -> Response:
-        asked = await self.read(request, DetokenizeRequest)
-        tokenizer, info = self._ready()
-        check_tokens(asked.tokens, info)
-        decode = functools.partial(tokenizer.decode, skip_special_tokens=False)
-        with field_at_fault("tokens"):
-            answer: Text = {"prompt": await run_in_threadpool(decode, asked.tokens)}
-        return JSONResponse(answer)
-
-    # ---- completions
-
-    async def chat(self, request: Request) -> Response:
-        asked = await self.read(request, ChatRequest)
-        head = self._head(request, asked, "chatcmpl")
-        return self.tell(await self.converse(request, lambda: asked, head, lambda answer: answer), asked)
-
-    async def converse(self, request: Request, ask: Ask, head: AnswerObject, writer: MakeWriter) -> Response:
-        """Answer a conversation in the words of any API."""
-        size = len(await request.body())
-        return await self._answer(request, self._chat(ask, size, head, writer))
-
-    async def num_prompt_tokens(self, request: Request, ask: Ask) -> int:
-        """How long a conversation is to the model."""
-        return len((await self._prepare(ask, len(await request.body()))).prompt_ids)
-
-    async def completions(self, request: Request) -> Response:
-        asked, size = await self.read(request, CompletionRequest), len(await request.body())
-        work = self._complete(asked, size, self._head(request, asked, "cmpl"))
-        return self.tell(await self._answer(request, work), asked)
-
-    def tell(self, response: Response, asked: AnyBody) -> Response:
-        """The response, with the names of fields that were ignored."""
-        return self._ignored.tell(response, asked)
-
-    async def _answer(self, request: Request, work: Coroutine[None, None, Response]) -> Response:
-        response = await exchange_of(request.scope).while_connected(work)
-        return Response(status_code=CLIENT_GONE) if response is None else response
-
-    async def read(self, request: Request, kind: type[BodyT]) -> BodyT:
-        content_type = request.headers.get("content-type", "")
-        if content_type.partition(";")[0].strip().lower() != "application/json":
-            raise HTTPException(415)
-        body = await request.body()  # AuthLimits has seen to its size
-        if len(body) > LARGE_BODY_BYTES:
-            asked = await run_in_threadpool(parse, kind, body)
-        else:
-            asked = parse(kind, body)
-        self._ready()
-        self._check_model(asked.model)
-        return asked
-
-    def _head(self, request: Request, asked: ChatRequest | CompletionRequest, prefix: str) -> AnswerObject:
-        if asked.request_id is not None:
-            request.state.request_id = asked.request_id
-        name = f"{prefix}-{request.state.request_id}"
-        return {"id": name, "created": int(time.time()), "model": self.name}
-
-    async def _chat(self, ask: Ask, size: int, head: AnswerObject, writer: MakeWriter) -> Response:
-        prepared = await self._prepare(ask, size)
-        answer = ChatAnswer(prepared, head=head)
-        with renamed({"structured_outputs": prepared.output_field}):
-            streams = await self._submit([prepared.prompt_ids], prepared.sampling)
-            num_prompt = len(prepared.prompt_ids)
-            is_stream = prepared.asked.stream
-            return await respond(writer(answer), streams, is_stream=is_stream, num_prompt_tokens=num_prompt)
-
-    async def _prepare(self, ask: Ask, size: int) -> PreparedChat:
-        """The request as the engine takes it; `size` is that of its body."""
-        tokenizer, info = self._ready()
-        dialect = self._dialect(tokenizer)
-        if size > SHORT_BODY_BYTES:
-            prepared = await run_in_threadpool(lambda: prepare_chat(ask(), dialect, info.sampling))
-        else:
-            asked = ask()
-            # Grammars of tools and structured outputs take long: they must not hold up other requests.
-            is_plain = not asked.tools and asked.structured_output is None
-            work = functools.partial(prepare_chat, asked, dialect, info.sampling)
-            prepared = work() if is_plain else await run_in_threadpool(work)
-        check_prompts([prepared.prompt_ids], "messages", prepared.sampling, info)
-        check_scores([prepared.prompt_ids], "prompt_logprobs", prepared.sampling)
-        return prepared
-
-    async def _complete(self, asked: CompletionRequest, size: int, head: AnswerObject) -> Response:
-        tokenizer, info = self._ready()
-        sampling = asked.sampling(info.sampling)
-        prompts = await _beside(size, encode_prompts, asked, tokenizer)
-        check_prompts(prompts, "prompt", sampling, info)
-        check_scores(prompts, "logprobs" if asked.prompt_logprobs is None else "prompt_logprobs", sampling)
-        texts = await _beside(size, echoed_texts, asked, prompts, tokenizer)
-        answer = TextAnswer(asked, head=head, tokenizer=tokenizer, prompts=prompts, texts=texts)
-        with renamed({"structured_outputs": asked.output_field}):
-            streams, num_prompt = await self._submit(prompts, sampling), sum(map(len, prompts))
-            return await respond(answer, streams, is_stream=asked.stream, num_prompt_tokens=num_prompt)
-
-    async def _submit(self, prompts: Items[Items[int]], sampling: SamplingParams) -> list[Stream]:
-        """Queue all of them at once, or none: what one raises closes the streams of the others."""
-        if len(prompts) == 1:
-            return [await self.loop.submit(prompts[0], sampling)]
-        asked = [asyncio.ensure_future(self.loop.submit(prompt_ids, sampling)) for prompt_ids in prompts]
-        try:
-            return list(await asyncio.gather(*asked))
-        except BaseException:
-            for one in asked:
-                one.cancel()
-            for found in await asyncio.gather(*asked, return_exceptions=True):
-                if isinstance(found, Stream):
-                    found.close()
-            raise
-
-
-async def _beside(size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Do `work` on a text of a body of `size` bytes; the streams of others go on while a long one is."""
-    if size <= SHORT_BODY_BYTES:
-        return work(*args, **kwargs)
-    return await run_in_threadpool(work, *args, **kwargs)

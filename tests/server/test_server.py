@@ -13,7 +13,7 @@ from blockdraft.checkpoints.opening import open_checkpoint
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.loop import MAX_FAILURES
 from blockdraft.engine.request import TokenLogprobs
-from blockdraft.server import app as app_module
+from blockdraft.server.api import host as host_module
 from blockdraft.server.api.chat.logprobs import MIN_LOGPROB, chat_logprobs
 from blockdraft.server.app import make_api, make_app
 from blockdraft.server.http.auth_limits import AuthLimits
@@ -484,12 +484,12 @@ def test_many_prompts_are_queued_at_once(loop, app):
     ids=["plain", "tools", "form"],
 )
 def test_grammars_are_made_beside_the_event_loop_however_short_the_body(app, monkeypatch, fields, is_beside):
-    seen, prepare = [], app_module.prepare_chat
+    seen, prepare = [], host_module.prepare_chat
 
     def prepare_and_note(*args):
         seen.append(threading.current_thread() is threading.main_thread())
         return prepare(*args)
 
-    monkeypatch.setattr(app_module, "prepare_chat", prepare_and_note)
+    monkeypatch.setattr(host_module, "prepare_chat", prepare_and_note)
     chat(app, {**HELLO, **fields})
     assert seen == [not is_beside]

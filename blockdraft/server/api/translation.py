@@ -1,48 +1,24 @@
 """What the Responses and the Messages API share: both are translations of chat completions.
 
-Way in: `Conversation` collects what a client says as the messages of a chat request; `ChatHost` answers it.
+Way in: `Conversation` collects what a client says as the messages of a chat request; `ApiHost` answers it.
 Way out: `AnswerParts` turns the pieces of the answer into parts, which these APIs stream one by one.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol
-
-from starlette.requests import Request
-from starlette.responses import Response
+from typing import Literal, NamedTuple
 
 from blockdraft.engine.request import Delta
 from blockdraft.errors import RequestError
 from blockdraft.server.api.chat.answers import ChatAnswer
-from blockdraft.server.api.chat.fields import ChatRequest
 from blockdraft.server.api.choices import AnswerPiece
-from blockdraft.server.api.fields import AnyBody, BodyT
 from blockdraft.server.api.schemas import AnswerObject
-from blockdraft.server.api.streaming import Writer
 from blockdraft.server.http.body import Nested
 
 Message = dict[str, object]
-Ask = Callable[[], ChatRequest]  # takes long where the body is long
-MakeWriter = Callable[[ChatAnswer], Writer]
-
-
-class ChatHost(Protocol):
-    """What the Responses and the Messages API need of the server."""
-
-    name: str
-
-    async def read(self, request: Request, kind: type[BodyT]) -> BodyT:
-        """The body, checked; the model it names is ours."""
-
-    async def converse(self, request: Request, ask: Ask, head: AnswerObject, writer: MakeWriter) -> Response:
-        """Answer a conversation. `ask` runs in a thread if the body is long."""
-
-    async def num_prompt_tokens(self, request: Request, ask: Ask) -> int: ...
-    def tell(self, response: Response, asked: AnyBody) -> Response:
-        """The response, with the names of fields that were ignored."""
 
 
 # ---- the way in

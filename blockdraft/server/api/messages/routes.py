@@ -11,14 +11,14 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from blockdraft.server.api.fields import renamed
+from blockdraft.server.api.host import ApiHost
 from blockdraft.server.api.messages.fields import NAMES, CountTokensRequest, MessagesRequest
 from blockdraft.server.api.messages.schemas import TokenCount
 from blockdraft.server.api.messages.writer import MessageWriter
 from blockdraft.server.api.schemas import AnswerObject
-from blockdraft.server.api.translation import ChatHost
 
 
-def routes(host: ChatHost) -> list[Route]:
+def routes(host: ApiHost) -> list[Route]:
     async def create(request: Request) -> Response:
         asked = await host.read(request, MessagesRequest)
         head: AnswerObject = {

@@ -15,6 +15,7 @@ from starlette.routing import Route
 from blockdraft.errors import RequestError
 from blockdraft.server.api.chat.fields import ChatRequest
 from blockdraft.server.api.fields import MAX_INT, renamed
+from blockdraft.server.api.host import ApiHost
 from blockdraft.server.api.responses import schemas
 from blockdraft.server.api.responses.fields import (
     NAMES,
@@ -27,7 +28,7 @@ from blockdraft.server.api.responses.store import ResponseStore, StoredResponse
 from blockdraft.server.api.responses.stored import flag, input_page, is_half_a_call, number, replayed
 from blockdraft.server.api.responses.writer import ResponseWriter
 from blockdraft.server.api.schemas import AnswerObject
-from blockdraft.server.api.translation import ChatHost, Conversation
+from blockdraft.server.api.translation import Conversation
 from blockdraft.server.http.body import Nested, shown
 from blockdraft.server.http.replies import INVALID, error_response
 
@@ -35,7 +36,7 @@ PATH = "/v1/responses"
 _NAMES = frozenset({"input_tokens", "compact"})  # in the place of an id, and none
 
 
-def routes(host: ChatHost) -> list[Route]:
+def routes(host: ApiHost) -> list[Route]:
     api = _ResponsesApi(host)
     return [
         Route(PATH, api.create, methods=["POST"]),
@@ -48,7 +49,7 @@ def routes(host: ChatHost) -> list[Route]:
 
 
 class _ResponsesApi:
-    def __init__(self, host: ChatHost) -> None:
+    def __init__(self, host: ApiHost) -> None:
         self._host = host
         self._store = ResponseStore()
 

@@ -1,0 +1,233 @@
+"""ApiHost: answers the requests of every API with one engine, and the routes of OpenAI's older two."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+from collections.abc import Callable, Coroutine
+from collections.abc import Sequence as Items
+from typing import ParamSpec, TypeVar
+
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from blockdraft.engine.info import EngineInfo
+from blockdraft.engine.request import SamplingParams
+from blockdraft.engine.streams import Stream
+from blockdraft.errors import RequestError
+from blockdraft.server.api.chat.answers import ChatAnswer, TextAnswer
+from blockdraft.server.api.chat.fields import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from blockdraft.server.api.chat.prepare import Dialect, PreparedChat, find_dialect, prepare_chat, tokenize
+from blockdraft.server.api.chat.prompts import (
+    check_prompts,
+    check_scores,
+    check_tokens,
+    echoed_texts,
+    encode_prompts,
+    token_texts,
+)
+from blockdraft.server.api.chat.schemas import Text, Tokens
+from blockdraft.server.api.fields import AnyBody, BodyT, IgnoredFields, field_at_fault, parse, renamed
+from blockdraft.server.api.models_list import model_card, model_response, models_response
+from blockdraft.server.api.schemas import AnswerObject
+from blockdraft.server.api.streaming import Writer, respond
+from blockdraft.server.engine_link.remote_engine import RemoteEngine
+from blockdraft.server.http.body import shown
+from blockdraft.server.http.exchange import exchange_of
+from blockdraft.server.http.large_json import json_response
+from blockdraft.server.http.routing import NotReady
+from blockdraft.text.tokenizer import Tokenizer
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Ask = Callable[[], ChatRequest]  # takes long where the body is long
+MakeWriter = Callable[[ChatAnswer], Writer]
+LARGE_BODY_BYTES = 1 << 16  # parsed beside the event loop; arbitrary
+SHORT_BODY_BYTES = 1 << 12  # whose text is encoded at once: a thread would take longer to come to it
+CLIENT_GONE = 499  # nginx's number; nobody is left to read it
+
+
+class ApiHost:
+    """`name` is what clients call the model, `tool_format` how it writes tool calls."""
+
+    def __init__(self, engine: RemoteEngine, name: str, tool_format: str) -> None:
+        self.engine = engine
+        self.name = name
+        self._created = int(time.time())
+        self._tool_format = tool_format
+        self._ignored = IgnoredFields()
+        self._find_dialect = functools.cache(find_dialect)
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/v1/models", self.models),
+            Route("/v1/models/{model:path}", self.model),
+            Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            Route("/v1/completions", self.completions, methods=["POST"]),
+            Route("/tokenize", self.tokenize, methods=["POST"]),
+            Route("/detokenize", self.detokenize, methods=["POST"]),
+        ]
+
+    async def models(self, request: Request) -> Response:
+        _, info = self._ready()
+        return models_response(request, model_card(self.name, self._created, info), info)
+
+    async def model(self, request: Request) -> Response:
+        _, info = self._ready()
+        self._check_model(request.path_params["model"])
+        return model_response(request, model_card(self.name, self._created, info), info)
+
+    def _ready(self) -> tuple[Tokenizer, EngineInfo]:
+        tokenizer, info = self.engine.tokenizer, self.engine.engine_info
+        if tokenizer is None or info is None:
+            raise NotReady(self.engine.startup.state)
+        return tokenizer, info
+
+    def _dialect(self, tokenizer: Tokenizer) -> Dialect:
+        return self._find_dialect(tokenizer, self._tool_format)
+
+    def _check_model(self, model: str | None) -> None:
+        if model not in (None, self.name):
+            raise RequestError(
+                f"the model {shown(model or '')} does not exist: this server has '{self.name}'.",
+                "model",
+                code="model_not_found",
+            )
+
+    # ---- text and tokens
+
+    async def tokenize(self, request: Request) -> Response:
+        asked = await self.read(request, TokenizeRequest)
+        tokenizer, info = self._ready()
+        tokens = await run_in_threadpool(tokenize, asked, self._dialect(tokenizer))
+        strings = None
+        if asked.return_token_strs:
+            strings = await run_in_threadpool(token_texts, tokens, tokenizer)
+        answer: Tokens = {
+            "count": len(tokens),
+            "max_model_len": info.max_model_len,
+            "tokens": tokens,
+            "token_strs": strings,
+        }
+        return await json_response(lambda: answer, len(tokens))
+
+    async def detokenize(self, request: Request) -> Response:
+        asked = await self.read(request, DetokenizeRequest)
+        tokenizer, info = self._ready()
+        check_tokens(asked.tokens, info)
+        decode = functools.partial(tokenizer.decode, skip_special_tokens=False)
+        with field_at_fault("tokens"):
+            answer: Text = {"prompt": await run_in_threadpool(decode, asked.tokens)}
+        return JSONResponse(answer)
+
+    # ---- completions
+
+    async def chat(self, request: Request) -> Response:
+        asked = await self.read(request, ChatRequest)
+        head = self._head(request, asked, "chatcmpl")
+        return self.tell(await self.converse(request, lambda: asked, head, lambda answer: answer), asked)
+
+    async def converse(self, request: Request, ask: Ask, head: AnswerObject, writer: MakeWriter) -> Response:
+        """Answer a conversation in the words of any API."""
+        size = len(await request.body())
+        return await self._answer(request, self._chat(ask, size, head, writer))
+
+    async def num_prompt_tokens(self, request: Request, ask: Ask) -> int:
+        """How long a conversation is to the model."""
+        return len((await self._prepare(ask, len(await request.body()))).prompt_ids)
+
+    async def completions(self, request: Request) -> Response:
+        asked, size = await self.read(request, CompletionRequest), len(await request.body())
+        work = self._complete(asked, size, self._head(request, asked, "cmpl"))
+        return self.tell(await self._answer(request, work), asked)
+
+    def tell(self, response: Response, asked: AnyBody) -> Response:
+        """The response, with the names of fields that were ignored."""
+        return self._ignored.tell(response, asked)
+
+    async def _answer(self, request: Request, work: Coroutine[None, None, Response]) -> Response:
+        response = await exchange_of(request.scope).while_connected(work)
+        return Response(status_code=CLIENT_GONE) if response is None else response
+
+    async def read(self, request: Request, kind: type[BodyT]) -> BodyT:
+        body = await request.body()  # AuthLimits has checked its type and size
+        if len(body) > LARGE_BODY_BYTES:
+            asked = await run_in_threadpool(parse, kind, body)
+        else:
+            asked = parse(kind, body)
+        self._ready()
+        self._check_model(asked.model)
+        return asked
+
+    def _head(self, request: Request, asked: ChatRequest | CompletionRequest, prefix: str) -> AnswerObject:
+        if asked.request_id is not None:
+            request.state.request_id = asked.request_id
+        name = f"{prefix}-{request.state.request_id}"
+        return {"id": name, "created": int(time.time()), "model": self.name}
+
+    async def _chat(self, ask: Ask, size: int, head: AnswerObject, writer: MakeWriter) -> Response:
+        prepared = await self._prepare(ask, size)
+        answer = ChatAnswer(prepared, head=head)
+        with renamed({"structured_outputs": prepared.output_field}):
+            streams = await self._submit([prepared.prompt_ids], prepared.sampling)
+            num_prompt = len(prepared.prompt_ids)
+            is_stream = prepared.asked.stream
+            return await respond(writer(answer), streams, is_stream=is_stream, num_prompt_tokens=num_prompt)
+
+    async def _prepare(self, ask: Ask, size: int) -> PreparedChat:
+        """The request as the engine takes it; `size` is that of its body."""
+        tokenizer, info = self._ready()
+        dialect = self._dialect(tokenizer)
+        if size > SHORT_BODY_BYTES:
+            prepared = await run_in_threadpool(lambda: prepare_chat(ask(), dialect, info.sampling))
+        else:
+            asked = ask()
+            # Grammars of tools and structured outputs take long: they must not hold up other requests.
+            is_plain = not asked.tools and asked.structured_output is None
+            work = functools.partial(prepare_chat, asked, dialect, info.sampling)
+            prepared = work() if is_plain else await run_in_threadpool(work)
+        check_prompts([prepared.prompt_ids], "messages", prepared.sampling, info)
+        check_scores([prepared.prompt_ids], "prompt_logprobs", prepared.sampling)
+        return prepared
+
+    async def _complete(self, asked: CompletionRequest, size: int, head: AnswerObject) -> Response:
+        tokenizer, info = self._ready()
+        sampling = asked.sampling(info.sampling)
+        prompts = await _beside(size, encode_prompts, asked, tokenizer)
+        check_prompts(prompts, "prompt", sampling, info)
+        check_scores(prompts, "logprobs" if asked.prompt_logprobs is None else "prompt_logprobs", sampling)
+        texts = await _beside(size, echoed_texts, asked, prompts, tokenizer)
+        answer = TextAnswer(asked, head=head, tokenizer=tokenizer, prompts=prompts, texts=texts)
+        with renamed({"structured_outputs": asked.output_field}):
+            streams, num_prompt = await self._submit(prompts, sampling), sum(map(len, prompts))
+            return await respond(answer, streams, is_stream=asked.stream, num_prompt_tokens=num_prompt)
+
+    async def _submit(self, prompts: Items[Items[int]], sampling: SamplingParams) -> list[Stream]:
+        """Queue all of them at once, or none: what one raises closes the streams of the others."""
+        if len(prompts) == 1:
+            return [await self.engine.submit(prompts[0], sampling)]
+        asked = [asyncio.ensure_future(self.engine.submit(prompt_ids, sampling)) for prompt_ids in prompts]
+        try:
+            return list(await asyncio.gather(*asked))
+        except BaseException:
+            for one in asked:
+                one.cancel()
+            for found in await asyncio.gather(*asked, return_exceptions=True):
+                if isinstance(found, Stream):
+                    found.close()
+            raise
+
+
+async def _beside(size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Do `work` on a text of a body of `size` bytes; the streams of others go on while a long one is."""
+    if size <= SHORT_BODY_BYTES:
+        return work(*args, **kwargs)
+    return await run_in_threadpool(work, *args, **kwargs)
