@@ -24,6 +24,7 @@ from blockdraft.text.tokenizer import Tokenizer
 from tests import tiny
 from tests.checkpoints.gguf_files import QUANTISED, write
 from tests.fixtures.make_pair import draft_config
+from tests.matrix import slow_but
 from tests.models.checkpoints import write_target
 from tests.models.families import BASE, CASES, CONFIGS
 
@@ -114,7 +115,7 @@ def test_a_config_that_is_missing_or_wrong_is_refused_as_ever(tmp_path):
 # ---- the weights
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", slow_but(FAMILIES, *list(FAMILIES)[::2]))
 def test_every_family_passes_the_checks_of_the_start(name, tmp_path):
     family, overrides = CASES[name]
     write_target(tmp_path, CONFIGS[family](**BASE | overrides), seed=5)

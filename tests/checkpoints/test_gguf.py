@@ -200,6 +200,7 @@ def test_file_cut_after_opening_is_named(tiny: Path):
         [checkpoint.read(name) for name in checkpoint.tensors()]
 
 
+@pytest.mark.slow
 def test_loading_in_slices_keeps_the_file_out_of_memory(tmp_path: Path):
     tensors = weights() | {"blk.0.ffn_up.weight": np.zeros((50_000, 1024), np.float16)}  # 102 MB
     path = write(tmp_path / "a.gguf", tensors=tensors)

@@ -18,9 +18,17 @@ from tests.checkpoints.published import (
     resaved_config,
     resaved_tensors,
 )
+from tests.matrix import slow_but
 
 REFUSED = {"google/gemma-4-E2B-it", "google/gemma-4-E4B-it"}  # per-layer embeddings
 LOADED = sorted(CONFIGS.keys() - REFUSED)
+FAST = (  # a model of every family
+    "meta-llama/Llama-3.1-8B-Instruct",
+    "Qwen/Qwen3-30B-A3B",
+    "Qwen/Qwen3.5-27B",
+    "google/gemma-4-31B-it",
+    "openai/gpt-oss-20b",
+)
 
 
 def infos(tensors):
@@ -222,7 +230,7 @@ def test_what_transformers_saves_is_accounted_for_too(name):
     assert result.consumed | result.skipped.keys() == tensors.keys()
 
 
-@pytest.mark.parametrize("name", LOADED)
+@pytest.mark.parametrize("name", slow_but(LOADED, *FAST))
 def test_a_missing_tensor_is_an_error_that_names_it(name):
     tensors = infos(published_tensors(name))
     missing = next(tensor for tensor in reversed(tensors) if "layers.3." in tensor and not is_aside(tensor))
@@ -231,7 +239,7 @@ def test_a_missing_tensor_is_an_error_that_names_it(name):
         account_of(published_config(name), tensors, name)
 
 
-@pytest.mark.parametrize("name", LOADED)
+@pytest.mark.parametrize("name", slow_but(LOADED, *FAST))
 def test_a_tensor_of_another_shape_is_an_error_that_names_it(name):
     tensors = infos(published_tensors(name))
     wrong = next(
@@ -242,7 +250,7 @@ def test_a_tensor_of_another_shape_is_an_error_that_names_it(name):
         account_of(published_config(name), tensors, name)
 
 
-@pytest.mark.parametrize("name", LOADED)
+@pytest.mark.parametrize("name", slow_but(LOADED, *FAST))
 def test_an_unknown_tensor_is_an_error_that_names_it(name):
     tensors = infos(published_tensors(name))
     tensors["model.layers.0.mlp.surprise.weight"] = checkpoint.TensorInfo((1,), torch.bfloat16)

@@ -99,7 +99,7 @@ def test_packed_and_unpacked_logits_are_those_of_the_dense_weights(pair, dtype):
     assert same(logits(loaded(pair.packed, "keep", dtype=dtype)), expected)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", slow_but(["float32", "bfloat16"], "bfloat16"))
 def test_weights_stay_packed(pair, dtype):
     """What is not quantised takes what it takes in a dense model; the rest, what the file stores of it."""
     dense = resident_bytes(loaded(pair.dense, dtype=dtype)[0].target)
@@ -206,7 +206,7 @@ REFUSALS = {
 }
 
 
-@pytest.mark.parametrize("storage", ["keep", "none"])
+@pytest.mark.parametrize("storage", slow_but(["keep", "none"], "keep"))
 @pytest.mark.parametrize("case", REFUSALS)
 def test_tensors_that_do_not_fit_are_refused_by_name(tmp_path, case, storage):
     name, changes, words = REFUSALS[case]

@@ -17,6 +17,7 @@ from transformers import (
 from blockdraft.errors import ModelError
 from blockdraft.settings.settings import Settings
 from blockdraft.start.loading import load_models
+from tests.matrix import slow_but
 from tests.models.checkpoints import Bench, randomise, write_tokenizer
 from tests.models.families import BASE, GEMMA, GEMMA_MOE, HYBRID, MOE, PARTIAL, SHARED_EXPERT, widen
 
@@ -172,7 +173,7 @@ def case(request, tmp_path, monkeypatch):
     return Case(request.param, tmp_path)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", slow_but([torch.float32, torch.float64], torch.float32), ids=str)
 def test_text_gets_the_logits_of_the_whole_model(case, dtype):
     models = case.compare(dtype)
     is_tied = case.hf.config.tie_word_embeddings

@@ -68,6 +68,7 @@ def test_this_machine_computes_what_it_should(monkeypatch, capsys):
     assert found["machine"]["memory_bytes"] > 0
 
 
+@pytest.mark.slow
 def test_quick_leaves_the_kernels_out(monkeypatch, capsys):
     run(monkeypatch, "--quick", "--json")
     found = json.loads(capsys.readouterr().out)

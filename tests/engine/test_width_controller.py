@@ -219,8 +219,14 @@ def check_speed(cost, rows, answer, num_seeds):
     assert np.mean(found) > 0.97
 
 
-@pytest.mark.parametrize("answer", ANSWERS)
-@pytest.mark.parametrize("cost", [large_card, two_cores])
+@pytest.mark.parametrize(
+    ("cost", "answer"),
+    slow_but(
+        [(cost, answer) for cost in (large_card, two_cores) for answer in ANSWERS],
+        *((large_card, answer) for answer in list(ANSWERS)[::2]),
+        *((two_cores, answer) for answer in list(ANSWERS)[1::2]),
+    ),
+)
 def test_it_is_nearly_as_fast_as_the_best_width(cost, answer):
     """Which nobody knows before; also where drafts turn good or bad on the way."""
     check_speed(cost, 4, answer, num_seeds=1)
@@ -234,7 +240,7 @@ def test_it_is_so_at_any_load(cost, rows, answer):
     check_speed(cost, rows, answer, num_seeds=3)
 
 
-@pytest.mark.parametrize("cost", [large_card, two_cores])
+@pytest.mark.parametrize("cost", slow_but([large_card, two_cores], two_cores))
 def test_it_is_so_while_answers_come_and_go(cost):
     """Here tries, and times that are believed too soon, cost most: plain steps are nearly as fast."""
     measured = [*((1, width) for width in (1, 2, 3, 4, 6, 8)), (4, 1), (4, 3)]
@@ -276,7 +282,7 @@ def run_busy(seed, *, chance, cost=two_cores, is_sure=True, num_steps=2000):
     return found
 
 
-@pytest.mark.parametrize("chance", [0.3, 0.6, 0.9])
+@pytest.mark.parametrize("chance", slow_but([0.3, 0.6, 0.9], 0.6))
 def test_noise_never_gives_a_speedup_beyond_the_tokens_of_a_step(chance):
     """Drafts only add to what a plain step takes."""
     for seed in range(6):
@@ -290,8 +296,9 @@ def speed(width, chance):
     return (1 + kept) * two_cores(1, 1) / two_cores(1, width)
 
 
-@pytest.mark.parametrize("is_sure", [True, False])
-@pytest.mark.parametrize("chance", [0.3, 0.8])
+@pytest.mark.parametrize(
+    ("chance", "is_sure"), slow_but([(c, sure) for c in (0.3, 0.8) for sure in (True, False)], (0.8, False))
+)
 def test_noise_hardly_changes_widths_nor_what_is_said_of_them(chance, is_sure):
     best, speeds, said = max(speed(width, chance) for width in WIDTHS), [], []
     for seed in range(3):

@@ -129,6 +129,7 @@ def test_a_kernel_that_runs_on_a_mac_is_tried_once(on, monkeypatch):
     assert cpu._why_not_tried() is None
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(cpu.why_not_here() is not None, reason=f"{cpu.why_not_here()}")
 def test_the_trial_is_a_kernel_that_is_right():
     subprocess.run([sys.executable, "-c", cpu._TRIAL], cwd=ROOT, check=True)

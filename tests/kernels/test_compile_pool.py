@@ -110,17 +110,20 @@ def test_a_word_that_names_a_type_stays_a_word():
     assert _constant("int8") == "int8"
 
 
+@pytest.mark.slow
 def test_while_collecting_nothing_is_compiled_and_memory_and_indices_are_zero(found):
     assert found["skipped"] == []
     assert found["is_zero"]
 
 
+@pytest.mark.slow
 def test_whoever_runs_a_kernel_finds_it_compiled(found):
     assert len(found["compiled"]) >= 2
     assert found["after"] == found["compiled"]
     assert found["kinds"] == ["CompiledKernel"], "what stood for the kernels is gone"
 
 
+@pytest.mark.slow
 def test_each_kernel_is_told_of_once_and_what_does_not_compile_is_named(found):
     told = found["told"]
     assert [done for done, _, _ in told] == list(range(1, len(told) + 1))

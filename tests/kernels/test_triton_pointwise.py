@@ -20,6 +20,7 @@ from blockdraft.kernels.pointwise import (  # noqa: E402
     reference_rotate,
 )
 from blockdraft.kernels.triton.pointwise import gate_heads, gate_mul, locate, norm_rope_write, rms_norm  # noqa: E402
+from tests.matrix import slow_but  # noqa: E402
 
 NAN = float("nan")
 ON_CARD = DEVICE.type == "cuda"
@@ -275,8 +276,15 @@ class Heads:
         assert self.values[:, rest].isnan().all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("has_norm", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "has_norm"),
+    slow_but(
+        [(dtype, has_norm) for dtype in (torch.float32, torch.bfloat16) for has_norm in (False, True)],
+        (torch.float32, True),
+        (torch.bfloat16, False),
+    ),
+    ids=str,
+)
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "dim", "turned"),
     [(1, 1, 2, 2), (8, 1, 12, 12), (3, 3, 12, 4), (8, 8, 80, 20), (9, 3, 64, 64)],

@@ -21,6 +21,10 @@ from tests.matrix import slow_but
 from tests.models.checkpoints import CPU, Bench, cut, load_pair, write_target
 from tests.models.families import BASE, CASES, CONFIGS, HYBRIDS, draw, widen
 
+one_of_each_family = pytest.mark.parametrize(
+    "case", slow_but(list(CASES), *NAMES), indirect=True, scope="module"
+)
+
 
 class Case:
     """One configuration in both implementations."""
@@ -116,12 +120,13 @@ def test_prefill_of_two_rows_in_uneven_chunks_gives_the_logits_of_transformers(c
     case.compare(sequences, chunks, page_size=7)
 
 
+@one_of_each_family
 def test_token_by_token_gives_the_logits_of_transformers(case):
     sequences = [case.tokens(16), case.tokens(16)]
     case.compare(sequences, [[1] * 16] * 2, page_size=1)
 
 
-@pytest.mark.parametrize("case", slow_but(list(CASES), *NAMES), indirect=True, scope="module")
+@one_of_each_family
 def test_greedy_text_is_that_of_transformers(case):
     models, plan = case.loaded(torch.float64)
     engine = Engine(models, replace(plan, num_pages=60))
@@ -175,6 +180,7 @@ def test_features_are_the_outputs_of_the_tapped_layers_in_the_order_asked(case):
             case.assert_close(mine, hidden[tap + 1][0], case.wide_rounding)
 
 
+@one_of_each_family
 @pytest.mark.parametrize("dtype", slow_but([torch.bfloat16, torch.float16], torch.bfloat16), ids=str)
 def test_half_precision_stays_near_float32(case, dtype):
     """Loosely: a rounded router may choose another expert. What this catches is a wrong dtype."""

@@ -65,6 +65,7 @@ def test_so_it_is_in_rows_that_are_filled_up_and_steps_that_overlap(monkeypatch)
     assert all(line.is_well for line in lines), equality.table(lines)
 
 
+@pytest.mark.slow
 @pytest.mark.slow  # tests/lossless has these layers in every run
 def test_so_it_is_with_recurrent_layers_and_experts():
     table = Equality(*families.pair("qwen3_5_moe-whole"), PROMPTS, 20, replays=True)

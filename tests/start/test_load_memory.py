@@ -226,7 +226,7 @@ CASES = {  # name -> the file, the dtype of the model, the quantisation
     "gguf-kept": (lambda folder: write_gguf(folder, 16, gguf_files.Type.Q4_0), "bfloat16", "keep"),
     "gguf-unpacked": (lambda folder: write_gguf(folder, 3, gguf_files.Type.Q8_0), "float32", "none"),
 }
-FAST = ("dense", "gguf-kept")
+FAST = ("gguf-kept",)
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from blockdraft.training.answers import (
 )
 from blockdraft.training.job import AnswerOptions
 from blockdraft.training.regenerate import regenerate
+from tests.matrix import slow_but
 from tests.training import pairs
 
 # ---- files of prompts
@@ -301,7 +302,7 @@ def test_once_time_is_over_no_conversation_begins_and_those_under_way_end(
     assert ask(bulk, models, tmp_path / "none", conversations, seconds=0.0) == []
 
 
-@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("share", slow_but([0.0, 0.5, 1.0], 0.5))
 def test_a_share_of_the_conversations_is_sampled(models, tmp_path, share):
     bulk = Spy(Parrot())
     conversations = [Prompt("", "all", (f"t{n} t{n + 1}",)) for n in range(30)]

@@ -20,6 +20,7 @@ from blockdraft.training.packing import pack
 from blockdraft.training.trainer import BlockForward, Trainer
 from tests import tiny
 from tests.lossless import families
+from tests.matrix import slow_but
 from tests.models.checkpoints import Bench
 from tests.training import pairs
 from tests.training.pairs import CPU
@@ -184,8 +185,10 @@ def test_every_row_is_read_once_per_epoch_and_steps_repeat_exactly():
     assert not torch.equal(batch(0).anchors, other._batch(other._chosen(), 4).anchors)
 
 
-@pytest.mark.parametrize("num_rows_kept", [0, 2, 3])
-@pytest.mark.parametrize("distill", [0.0, 0.5])
+@pytest.mark.parametrize(
+    ("distill", "num_rows_kept"),
+    slow_but([(distill, count) for distill in (0.0, 0.5) for count in (0, 2, 3)], (0.0, 3), (0.5, 2)),
+)
 def test_kept_features_change_nothing_and_are_read_once(monkeypatch, distill, num_rows_kept):
     documents = pairs.random_documents([(9, 50)] * 3)
     objective = Objective(distill=distill)
@@ -360,7 +363,7 @@ def test_the_exported_drafter_in_the_engine_commits_what_was_simulated(trained):
     assert found.committed > 2
 
 
-@pytest.mark.parametrize(("temperature", "top_p"), [(0.7, 0.9), (1.0, 1.0)])
+@pytest.mark.parametrize(("temperature", "top_p"), slow_but([(0.7, 0.9), (1.0, 1.0)], (0.7, 0.9)))
 def test_sampled_answers_are_simulated_with_the_noise_they_had(trained, temperature, top_p):
     llm = tiny.engine("trained", max_num_seqs=4)
     asked = prompts(8)

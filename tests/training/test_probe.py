@@ -13,6 +13,7 @@ from blockdraft.training.answers import Document
 from blockdraft.training.evaluate import DrafterFit
 from blockdraft.training.probe import AcceptanceProbe
 from tests import tiny
+from tests.matrix import slow_but
 
 PROMPTS = [[0, 2, 4, 6], [7], [1, 4, 7, 10, 13], [50, 3, 21], [30, 31, 32, 33, 34, 35]]
 MAX_TOKENS = (33, 9, 20, 33, 2)  # documents of very different lengths
@@ -60,8 +61,10 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("width", [8, 3, 2])
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize(
+    ("name", "width"),
+    slow_but([(name, width) for name in CHANGES for width in (8, 3, 2)], *((name, 3) for name in CHANGES)),
+)
 def test_a_walk_takes_the_steps_of_the_engine(tmp_path, name, width):
     llm = load(tmp_path / "draft", **CHANGES[name])
     documents, found = answered(llm, width)
