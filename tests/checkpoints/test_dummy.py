@@ -179,7 +179,7 @@ def test_drafts_of_a_block_differ(tmp_path):
     blocks, draft = [], engine.models.drafter.draft
 
     def watched(*args):
-        blocks.append(draft(*args).block[0].tolist())
+        blocks.append(draft(*args)[0].tolist())
         return draft(*args)
 
     engine.models.drafter.draft = watched
