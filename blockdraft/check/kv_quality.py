@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.cache.spec import LayerSpec, Paged, SharedWith
-from blockdraft.check.kv_needles import Likeliest
+from blockdraft.check.kv_texts import Likeliest
 from blockdraft.check.uncached_view import WholeView
 from blockdraft.engine.loaded_pair import LoadedPair
 from blockdraft.errors import ModelError
@@ -27,11 +27,10 @@ from blockdraft.kernels.kv_positions import PositionRule
 
 QUERIES = 512  # whose scores are there at a time: few large operations, which cards like
 SLICE = 256  # tokens whose logits are there at a time
-CENTRED = 512  # tokens whose keys make a centre
 BLOCK = 64  # tokens whose mean counts once in an error: neighbours are surprised together
 FIRST_DEPTH = 512  # the first class of depths ends at twice this, the next ones at twice that
 
-DEFAULT = PositionRule()
+RULE = PositionRule()
 Centres = Mapping[int, Tensor]  # [G, D] of each layer
 Compress = Callable[[int, Tensor, Tensor], KeysValues]  # a layer, its keys and values; how they come back
 
@@ -43,26 +42,19 @@ class Arm:
     name: str
     compress: Compress
     num_bytes: Callable[[int], float]
-    rule: PositionRule = DEFAULT
 
 
 def exact_arm(element_bytes: int) -> Arm:
     return Arm("exact", lambda layer, k, v: (k, v), lambda head_dim: 2 * element_bytes * head_dim)
 
 
-def of_format(
-    form: KvFormat,
-    name: str | None = None,
-    *,
-    centres: Centres | None = None,
-    rule: PositionRule = DEFAULT,
-) -> Arm:
-    """As the format keeps them; keys less the constants `centres` of their layers, where there are some."""
+def of_format(form: KvFormat, centres: Centres | None = None) -> Arm:
+    """Return the arm of a format. Keys are kept less the constants `centres` of their layers, if given."""
 
     def compress(layer: int, k: Tensor, v: Tensor) -> KeysValues:
         return form.keys_back(k, None if centres is None else centres[layer]), form.values_back(v)
 
-    return Arm(name or form.name, compress, form.bytes_per_token, rule)
+    return Arm(form.name, compress, form.bytes_per_token)
 
 
 # ---- attention
@@ -80,7 +72,7 @@ class ArmView(WholeView):
     ) -> Tensor:
         spec = self._specs[layer]
         owner = spec.layer if isinstance(spec, SharedWith) else layer
-        return attend_mixed(q, (k, v), self._arm.compress(owner, k, v), self._arm.rule, mask, sinks)
+        return attend_mixed(q, (k, v), self._arm.compress(owner, k, v), RULE, mask, sinks)
 
 
 def attend_mixed(
@@ -157,19 +149,6 @@ def hidden_states(models: LoadedPair, text: Sequence[int], arm: Arm) -> Tensor:
     tokens = torch.tensor(text, device=models.device)
     hidden: Tensor = models.target(tokens, ArmView(models, len(text), arm))[0]
     return hidden
-
-
-@torch.inference_mode()
-def keys_of(models: LoadedPair, text: Sequence[int]) -> dict[int, Tensor]:
-    """[N, G, D] of each layer, as attention reads them."""
-    view = ArmView(models, len(text), exact_arm(4))
-    models.target(torch.tensor(text, device=models.device), view)
-    return {layer: keys for layer, (keys, _) in view.kept.items()}
-
-
-def centres(models: LoadedPair, text: Sequence[int]) -> Centres:
-    """Means of the keys of a text's first tokens."""
-    return {layer: keys.float().mean(dim=0) for layer, keys in keys_of(models, text[:CENTRED]).items()}
 
 
 def log_probabilities(models: LoadedPair, hidden: Tensor) -> Tensor:

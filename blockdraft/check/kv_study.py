@@ -1,14 +1,17 @@
-"""A study of formats of keys and values on one model: texts and needles read by all arms, and verdicts."""
+"""A study of formats of keys and values on one model: what they lose, which needles they find, what to do.
+
+Texts and needles are read by references (kv_quality.py). Questions are answered through the engine's own
+cache: drafts are checked against what the model says through that cache, but the drafter was trained beside
+exact keys and values, and may guess less of what compressed ones make of the model.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
 
-from blockdraft.check.kv_centre import served_centres
-from blockdraft.check.kv_drafts import committed_per_step, prompts_behind
-from blockdraft.check.kv_needles import PER_TEXT, NeedleText, found, hide
 from blockdraft.check.kv_quality import (
     Arm,
     Loss,
@@ -21,12 +24,169 @@ from blockdraft.check.kv_quality import (
     loss_of,
     of_format,
 )
-from blockdraft.check.kv_texts import built_in
-from blockdraft.check.kv_verdict import Needles, Verdict, instead_of, sentence, verdict_of
+from blockdraft.check.kv_served import check_served_on_card, served_centres
+from blockdraft.check.kv_texts import PER_TEXT, NeedleText, built_in, found, hide
+from blockdraft.engine.engine import Engine
 from blockdraft.engine.loaded_pair import LoadedPair
+from blockdraft.engine.request import SamplingParams
+from blockdraft.errors import ModelError, SettingsError
 from blockdraft.kernels.kv_codec import KvFormat
 from blockdraft.kernels.kv_formats import EXACT
+from blockdraft.planner.kv_choice import kv_choice
 from blockdraft.planner.plan import ELEMENT_BYTES, Plan
+from blockdraft.settings.settings import Settings
+
+# ---- verdicts
+
+
+# Limits, of the tokens that were counted. What a user may notice begins somewhere between the two: our own
+# judgement, with SmolLM2-135M's int8 (99.9 %, 0.0 %) and its tq4 (98 %, 0.3 %) in mind.
+USE_SAME, CARE_SAME = 96.0, 92.0  # percent of the tokens have the same likeliest next one, at least
+USE_PERPLEXITY, CARE_PERPLEXITY = 1.0, 3.0  # percent more, at most
+USE_NEEDLES, CARE_NEEDLES = 0.9, 0.75  # of those that exact keys and values find, at least
+NUM_SURE = 2.0  # standard errors by which a perplexity must lie past a limit to be past it
+MIN_NEEDLES = 8  # found with exact ones: fewer say nothing
+
+Verdict = Literal["use", "care", "harms", "unknown"]
+
+
+@dataclass(frozen=True, slots=True)
+class Needles:
+    """How many were hidden, found with exact keys and values, and of those found as well."""
+
+    num_hidden: int
+    num_exact: int
+    num_found: int  # in all
+    num_both: int
+
+    @classmethod
+    def of(cls, exact: Sequence[bool], found: Sequence[bool]) -> Needles:
+        both = sum(one and other for one, other in zip(exact, found, strict=True))
+        return cls(len(exact), sum(exact), sum(found), both)
+
+    @property
+    def share(self) -> float | None:
+        """Found, of what exact ones find; None: too few to say."""
+        return None if self.num_exact < MIN_NEEDLES else self.num_found / self.num_exact
+
+
+def verdict_of(loss: Loss, needles: Needles | None) -> Verdict:
+    """The worst of what the numbers say. Past a limit is a perplexity that its error does not explain."""
+    share = None if needles is None else needles.share
+    sure = NUM_SURE * loss.error_percent
+
+    def is_within(same: float, perplexity: float, found: float) -> bool:
+        is_found = share is None or share >= found
+        return loss.same_percent >= same and loss.perplexity_percent - sure <= perplexity and is_found
+
+    if not is_within(CARE_SAME, CARE_PERPLEXITY, CARE_NEEDLES):
+        return "harms"
+    if sure > CARE_PERPLEXITY:
+        return "unknown"
+    return "use" if is_within(USE_SAME, USE_PERPLEXITY, USE_NEEDLES) else "care"
+
+
+def sentence(name: str, loss: Loss, needles: Needles | None, verdict: Verdict, instead: str | None) -> str:
+    """What was found, and what to do; `instead` is the smallest format that may be used."""
+    found = [
+        f"{loss.same_percent:.1f} % same likeliest token",
+        f"{loss.perplexity_percent:+.1f} % perplexity (±{loss.error_percent:.1f})",
+    ]
+    if needles is not None and needles.num_exact:
+        found.append(f"{needles.num_found} needles found where exact ones find {needles.num_exact}")
+    advice = {
+        "use": "use it",
+        "care": "a loss that may show: use it where memory is short, and look at your own answers",
+        "harms": f"harms this model: {'keep exact ones' if instead is None else f'use {instead}'}",
+        "unknown": "too few tokens to say: use more of them (--tokens)",
+    }[verdict]
+    return f"{name}: {', '.join(found)}: {advice}."
+
+
+def instead_of(verdicts: dict[str, Verdict], num_bytes: dict[str, float]) -> str | None:
+    """The smallest format to use; None: there is none."""
+    usable = [name for name, verdict in verdicts.items() if verdict == "use"]
+    return min(usable, key=lambda name: num_bytes[name], default=None)
+
+
+# ---- what a step commits
+
+
+PASSAGE = 384  # tokens of a text, at most: enough that answers read compressed ones
+ANSWER = 64  # tokens at most
+QUESTIONS = (  # of a passage, so that most of what answers read is compressed
+    "What is this text about? Answer in one paragraph.",
+    "Write a Python function that counts how often each word of such a text occurs.",
+    "List five things that this text mentions, one in each line.",
+    "A page has 40 lines of 12 words each. How many pages do 6,000 words take? Think step by step.",
+)
+
+
+def prompts_behind(
+    models: LoadedPair, texts: Sequence[Sequence[int]], *, begin: int, count: int, room: int
+) -> list[list[int]]:
+    """`count` questions, each behind the beginning of a text."""
+    found, passage = [], min(begin, PASSAGE)
+    asked = itertools.cycle(itertools.product(texts, QUESTIONS))
+    for text, question in itertools.islice(asked, count):
+        content = f"{models.tokenizer.decode(text[:passage])}\n\n{question}\n"
+        if models.tokenizer.has_chat_template:
+            messages = [{"role": "user", "content": content}]
+            found.append(models.tokenizer.encode_chat(messages, add_generation_prompt=True))
+        else:
+            found.append(models.tokenizer.encode(content))
+    return [ids for ids in found if len(ids) <= room]
+
+
+def committed_per_step(
+    models: LoadedPair, plan: Plan, format: str, prompts: Sequence[Sequence[int]]
+) -> float | None:
+    """Tokens by steps, of greedy answers at the plan's width; None: the engine has no such cache for it."""
+    try:
+        kept = _plan(models, plan, format, prompts)
+        check_served_on_card(models, kept)
+    except (ModelError, SettingsError):
+        return None
+    engine = Engine(models, kept)
+    if any(cold.pages.format.is_turned for cold in engine.cache.cold):
+        engine.cache.centre_keys(served_centres(models, plan.max_model_len))
+    num_tokens = num_steps = 0
+    for tokens, steps in _answers(engine, prompts):
+        num_tokens, num_steps = num_tokens + tokens, num_steps + steps
+    return num_tokens / num_steps
+
+
+def _plan(models: LoadedPair, plan: Plan, format: str, prompts: Sequence[Sequence[int]]) -> Plan:
+    """`plan` with another cache, for these prompts alone."""
+    rows = min(len(prompts), plan.max_num_seqs)
+    settings = Settings(kv_dtype="auto" if format == EXACT else format, page_size=plan.page_size)
+    kv = kv_choice(settings, plan.dtype, models.config, models.draft_config, plan.block)
+    longest = max(map(len, prompts)) + ANSWER + plan.scratch
+    in_flight = plan.max_prefill_tokens * (2 if plan.overlap else 1)
+    return replace(
+        plan,
+        max_num_seqs=rows,
+        num_pages=rows * (plan.pages_of(longest) + 1),
+        kv_dtype=kv.target,
+        kv_window=settings.kv_window,
+        num_exact_pages=kv.num_exact_pages(settings, rows, plan.block, in_flight),
+    )
+
+
+def _answers(engine: Engine, prompts: Sequence[Sequence[int]]) -> Iterator[tuple[int, int]]:
+    """Tokens and steps of every answer."""
+    plan = engine.plan
+    for ids in prompts:
+        most = min(ANSWER, plan.max_model_len - len(ids))
+        engine.add(ids, SamplingParams(temperature=0.0, max_tokens=most, width=plan.width))
+    while engine.has_work:
+        for delta in engine.step():
+            if delta.metrics is not None:
+                yield delta.metrics.num_tokens, delta.metrics.steps
+
+
+# ---- the study
+
 
 Note = Callable[[str], None]
 

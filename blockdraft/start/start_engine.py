@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from blockdraft.check.kv_card import check_served_on_card
-from blockdraft.check.kv_centre import served_centres
+from blockdraft.check.kv_served import check_served_on_card, served_centres
 from blockdraft.check.selfcheck import Verification, captured, without_drafter
 from blockdraft.check.verified import verify_changes
 from blockdraft.engine.describe import kv_text

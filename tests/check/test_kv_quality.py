@@ -7,12 +7,11 @@ import pytest
 import torch
 
 from blockdraft.cache.spec import Paged
-from blockdraft.check import kv_needles, kv_study, kv_texts
+from blockdraft.check import kv_study, kv_texts
 from blockdraft.check.kv_quality import (
     Loss,
     LossTally,
     attend_mixed,
-    centres,
     depths,
     exact_arm,
     formats_for,
@@ -20,7 +19,7 @@ from blockdraft.check.kv_quality import (
     loss_of,
     of_format,
 )
-from blockdraft.check.kv_verdict import Needles, instead_of, sentence, verdict_of
+from blockdraft.check.kv_study import Needles, instead_of, sentence, verdict_of
 from blockdraft.check.uncached_view import WholeView
 from blockdraft.errors import ModelError, SettingsError
 from blockdraft.kernels.attention import Mask
@@ -129,7 +128,7 @@ def test_before_the_window_is_left_nothing_changes():
 def test_a_centre_that_keys_have_in_common_helps():
     models = models_of()
     models.target.embedding[:, :HEAD] += 20
-    means = centres(models, text_of(2))
+    means = {0: models.target.embedding[:, :HEAD].mean(dim=0)[None]}
     plain, centred = (of_format(FORMATS["tq4"], centres=one) for one in (None, means))
     exact, *found = (hidden_states(models, text_of(0), one) for one in (exact_arm(4), plain, centred))
     loss = [(exact - one).square().mean() for one in found]
@@ -172,7 +171,7 @@ def test_texts_that_are_too_short_are_refused():
 
 
 def test_needles_are_compressed_when_they_are_asked_for_and_counted():
-    text = kv_needles.hide(list(range(VOCAB)), encode, length=2400, count=10, seed=3)
+    text = kv_texts.hide(list(range(VOCAB)), encode, length=2400, count=10, seed=3)
     assert len(text.tokens) <= 2400
     questions = text.answers[0][0]
     for begin, end in text.answers:
@@ -182,14 +181,14 @@ def test_needles_are_compressed_when_they_are_asked_for_and_counted():
         assert min(places) >= 64
         assert max(places) + len(answer) <= PositionRule().compressed_end_at(questions - 40)
     written = torch.tensor([*text.tokens[1:], 0])
-    assert kv_needles.found(text, lambda tokens: written) == [True] * 10
+    assert kv_texts.found(text, lambda tokens: written) == [True] * 10
     written[text.answers[4][1] - 2] += 1  # the last token of the fifth answer
-    assert kv_needles.found(text, lambda tokens: written) == [i != 4 for i in range(10)]
+    assert kv_texts.found(text, lambda tokens: written) == [i != 4 for i in range(10)]
 
 
 def test_needles_need_room():
     with pytest.raises(SettingsError, match=r"10 needles need a text of \d+ tokens, not 500"):
-        kv_needles.hide([1], encode, length=500, count=10, seed=0)
+        kv_texts.hide([1], encode, length=500, count=10, seed=0)
 
 
 # ---- verdicts

@@ -4,7 +4,6 @@ import math
 import pytest
 import torch
 
-from benchmarks import kvarn
 from blockdraft.errors import ModelError, SettingsError
 from blockdraft.kernels import kv_codec
 from blockdraft.kernels.kv_codec import FORMATS, LEVELS, Encoded, KvFormat, Turned, kv_format
@@ -155,22 +154,6 @@ def test_centred_keys_forget_their_constant_part():
     plain, centred = (FORMATS["tq4"].keys_back(k + centre, how) - centre - k for how in (None, centre))
     assert centred.square().mean() < 0.012
     assert plain.square().mean() > 10 * centred.square().mean()
-
-
-def test_the_rival_loses_what_uniform_levels_lose():
-    """KVarN's scheme, as the benchmark has it: near Lloyd-Max at 4 bits, far from it at 2."""
-    x = gaussian(3 * kvarn.TILE * 2, 64).view(-1, 2, 64) * torch.logspace(-2, 2, 64)
-
-    def rival_loss(back):
-        return ((back - x).square().sum() / x.square().sum()).item()
-
-    assert 0.005 < rival_loss(kvarn.keys_back(x, bits=4)) < 0.015
-    assert rival_loss(kvarn.values_back(x, bits=4)) < 0.015
-    assert 0.1 < rival_loss(kvarn.values_back(x, bits=2)) < 0.3
-    zeros = kvarn.values_back(torch.zeros(kvarn.TILE + 5, 2, 64), bits=2)
-    assert zeros.abs().max() < 1e-4
-    assert torch.equal(kvarn.keys_back(x[:200], bits=4)[kvarn.TILE :], x[kvarn.TILE : 200])
-    assert kvarn.bytes_per_token(128, key_bits=4, value_bits=2) == 108
 
 
 # ---- bytes

@@ -1,10 +1,10 @@
-"""What all keys of a head have in common: rotated keys are stored without it.
+"""Compressed keys and values as they are served: what a card can serve, and the constants of its keys.
 
-A constant that is taken from every key of a head moves all scores of a query alike and no weight. But it
-would take up levels where keys are compressed. It is read off a text that ships here, so it is the same at
-every start: any text will do, but positions turn what keys have in common. What the mean of the first tokens
-becomes at each depth is therefore averaged over depths, which leaves what hardly turns
-(benchmarks/log.md, 2026-11-17).
+A constant that is taken from every key of a head moves all scores of a query alike and changes no weight, but
+it would take up levels where keys are compressed. So rotated keys are stored without what all keys of a head
+have in common. That is read off a text that ships here, so it is the same at every start. Any text will do,
+but positions turn what keys have in common: the mean of the first tokens is averaged over what it becomes at
+each depth, which leaves what hardly turns (benchmarks/log.md, 2026-11-17).
 """
 
 from __future__ import annotations
@@ -12,11 +12,36 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from blockdraft.cache.spec import Paged, Windowed
 from blockdraft.check.uncached_view import WholeView
 from blockdraft.engine.loaded_pair import LoadedPair
+from blockdraft.errors import SettingsError
 from blockdraft.kernels.kernels import REFERENCE
+from blockdraft.kernels.kv_formats import EXACT
 from blockdraft.models.config import AttentionConfig
 from blockdraft.models.rotary import inverse_frequencies
+from blockdraft.planner.plan import Plan
+
+
+def check_served_on_card(models: LoadedPair, plan: Plan) -> None:
+    """Raises for what no engine has run on a card yet: kernels pass their checks, and one did crash."""
+    if not plan.num_exact_pages or models.device.type != "cuda":
+        return
+    paged = [spec for spec in models.config.layer_specs() if isinstance(spec, Paged)]
+    if plan.draft_kv_dtype != EXACT or not all(_is_served(models, plan, spec) for spec in paged):
+        raise SettingsError(
+            f"kv_dtype = {plan.kv_dtype}, draft_kv_dtype = {plan.draft_kv_dtype}: on a card, compressed keys "
+            "and values are served in bfloat16 so far, for heads of 64 or 128 values without a sliding "
+            "window, on Hopper or later, with the drafter's own exact. Use --kv-dtype auto, or --device cpu."
+        )
+
+
+def _is_served(models: LoadedPair, plan: Plan, spec: Paged) -> bool:
+    from blockdraft.kernels.triton.kv_mma import has_shape
+
+    dtype = getattr(torch, plan.dtype)
+    return not isinstance(spec, Windowed) and has_shape(spec.head_dim, dtype, plan.page_size, models.device)
+
 
 TOKENS = 384  # at most
 DEPTH = 8192  # tokens, at most, over which the mean is averaged

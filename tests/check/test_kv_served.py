@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("triton")
 
 from blockdraft.cache.spec import Paged, Windowed
-from blockdraft.check.kv_card import check_served_on_card
+from blockdraft.check.kv_served import check_served_on_card
 from blockdraft.errors import SettingsError
 from blockdraft.kernels.triton import kv_mma
 
