@@ -27,7 +27,6 @@ from blockdraft.cache.rows import RowSampling
 from blockdraft.checkpoints.opening import open_checkpoint
 from blockdraft.checkpoints.read_draft_config import read_draft_config
 from blockdraft.engine.loaded_pair import LoadedPair
-from blockdraft.engine.offline_batch import ROUND, OfflineBatch, make_offline_batch
 from blockdraft.settings.settings import Settings
 from blockdraft.start.loading import load_models
 from blockdraft.start.memory import release
@@ -36,6 +35,7 @@ from blockdraft.training.drafter import load_weights, new_drafter
 from blockdraft.training.evaluate import DrafterFit, simulate
 from blockdraft.training.export import fit_json
 from blockdraft.training.job import AnswerOptions
+from blockdraft.training.offline_batch import ROUND, OfflineBatch, make_offline_batch
 from blockdraft.training.regenerate import MAX_TURNS, regenerate
 from blockdraft.training.trainer import BlockForward
 

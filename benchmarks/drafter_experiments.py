@@ -24,7 +24,6 @@ import torch
 
 from blockdraft.checkpoints.read_draft_config import read_draft_config
 from blockdraft.engine.loaded_pair import LoadedPair
-from blockdraft.engine.offline_batch import make_offline_batch
 from blockdraft.settings.settings import Settings
 from blockdraft.start.loading import load_models
 from blockdraft.start.memory import release
@@ -33,6 +32,7 @@ from blockdraft.training.drafter import draft_json, load_weights, new_drafter
 from blockdraft.training.evaluate import simulate
 from blockdraft.training.job import AnswerOptions, DrafterShape, Objective, TrainingRecipe
 from blockdraft.training.objective import block_loss
+from blockdraft.training.offline_batch import make_offline_batch
 from blockdraft.training.packing import pack
 from blockdraft.training.regenerate import regenerate
 from blockdraft.training.trainer import Trainer

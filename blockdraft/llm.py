@@ -72,7 +72,7 @@ class Result:
 class LLM:
     """A target and its drafter (None or "none": without), ready to answer.
 
-    Keyword arguments are the fields of Settings; names of vLLM's are understood (settings/known_names.py).
+    Keyword arguments are settings (docs/settings.md); names of vLLM are understood (settings/known_names.py).
     `report` hears of progress, `warn` of what a user must see; without `warn` that becomes a warning of
     Python's.
     """

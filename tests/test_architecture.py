@@ -51,6 +51,7 @@ LAUNCH_BORROWS = {  # a drafter's block and kind, where its files are, and wheth
         "planner.external",
         "planner.memory_fit",
         "planner.pair",
+        "planner.resolver",
         "planner.stored",
     ),
 }

@@ -235,7 +235,7 @@ class AnyChunks(Chunks):
 
 
 def with_exact_pages(plan):
-    """As many as make_plan would take."""
+    """As many as resolve would take."""
     choice = KvChoice(plan.kv_dtype, plan.draft_kv_dtype, {})
     settings = Settings(page_size=plan.page_size, kv_window=plan.kv_window)
     count = choice.num_exact_pages(

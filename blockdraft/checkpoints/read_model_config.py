@@ -7,7 +7,7 @@ others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import TypeAlias
 
@@ -92,6 +92,17 @@ _VARIANTS: Mapping[str, tuple[object, ...]] = {
 }
 _VARIANT_PREFIXES = ("mamba_", "mup_")
 _HARMLESS = {"mamba_ssm_dtype"}  # the dtype of the state; ours is never narrower than float32
+
+
+def read_target(raw: Mapping[str, object], tensors: Collection[str] | None, *, name: str) -> ModelConfig:
+    """Read a target's config.json; `tensors` are the names in its files, None: not read."""
+    config = read_model_config(raw, name=name)
+    if tensors is not None and config.num_layers > len(tensors):
+        raise ModelError(
+            f"'{name}': config.json says {config.num_layers} layers, but the files hold {len(tensors)} "
+            "tensors. Fetch the checkpoint again."
+        )
+    return config
 
 
 def read_model_config(raw: Mapping[str, object], *, name: str) -> ModelConfig:

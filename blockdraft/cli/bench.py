@@ -7,16 +7,16 @@ import asyncio
 import signal
 import sys
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from blockdraft.cli.flags import add_settings, flags_of, given_settings, settings_from
 from blockdraft.cli.masking import masked
 from blockdraft.errors import BenchError
+from blockdraft.planner.resolver import asked_otherwise, with_drafter
 from blockdraft.settings.merge import flag_of
 from blockdraft.settings.settings import Settings, environment_api_key, forget_environment_settings
-from blockdraft.settings.shipped import with_drafter
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -223,7 +223,7 @@ def _session(args: argparse.Namespace, options: Options) -> Session:
 
 def _without_drafter(settings: Settings) -> Settings:
     """Return the settings for plain decoding: no drafter, and none of its settings."""
-    return replace(
+    return asked_otherwise(
         settings,
         draft="none",
         draft_ngram="auto",

@@ -12,7 +12,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,7 +19,7 @@ from blockdraft.cli.flags import flags_of, given_settings
 from blockdraft.cli.main import EXIT_ERROR, parse
 from blockdraft.cli.masking import masked
 from blockdraft.errors import BlockdraftError, SettingsError
-from blockdraft.settings.container import (
+from blockdraft.launch.container import (
     OTHER_BACKENDS,
     TUNED,
     TUNED_BACKEND,
@@ -33,6 +32,7 @@ from blockdraft.settings.container import (
     read_container,
     without_settings,
 )
+from blockdraft.planner.resolver import asked_otherwise
 from blockdraft.settings.merge import MergedSettings, flag_of, merge_settings
 from blockdraft.settings.settings import DRAFT_WORDS, Settings, whole_environment
 
@@ -69,7 +69,7 @@ def _start(wanted: Wanted, words: Sequence[str], environment: Mapping[str, str])
         _run([program, "fetch"], child)
     tuned = _tuned(program, resolved, child)
     if tuned:
-        settings = replace(settings, **tuned)
+        settings = asked_otherwise(settings, **tuned)
         _say(f"defaults for vLLM: {', '.join(f'{flag_of(name)} {value}' for name, value in tuned.items())}")
         argv += [f"{flag_of(name)}={value}" for name, value in tuned.items()]
     _run([program, "plan", *flags_of(settings)], child)
@@ -100,7 +100,7 @@ def _tuned(program: str, resolved: MergedSettings, child: Mapping[str, str]) -> 
     }
     longest = tuned.pop("max_model_len", None)
     for found in (tuned, dict[str, Any]()):  # try again without larger steps, which need memory
-        words = [program, "plan", "--json", *flags_of(replace(settings, **found))]
+        words = [program, "plan", "--json", *flags_of(asked_otherwise(settings, **found))]
         done = subprocess.run(words, env=without_settings(child), check=False, capture_output=True, text=True)
         if done.returncode == 0:
             planned = int(json.loads(done.stdout)["capacity"]["max_model_len"])

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from blockdraft.cli.flags import dataclass_from, table
 from blockdraft.errors import SettingsError
-from blockdraft.settings.settings import DTYPES, QUANTIZATIONS, Settings
+from blockdraft.settings.settings import DTYPES, QUANTIZATIONS
 
 if TYPE_CHECKING:
     from blockdraft.training.evaluate import DrafterFit
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     from blockdraft.start.driver_warmup import quick_imports
     from blockdraft.start.preflight import pin_cpu_threads
 
-    pin_cpu_threads(Settings(device=args.device))
+    pin_cpu_threads(args.device)
     with quick_imports():
         from blockdraft.cli.training_progress import stage_bars, stage_shower
         from blockdraft.training.drafter_fit import conversations_of, fit

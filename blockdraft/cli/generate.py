@@ -155,12 +155,12 @@ def open_llm(args: argparse.Namespace, settings: Settings) -> tuple[LLM, list[st
     from blockdraft.start.driver_warmup import quick_imports
     from blockdraft.start.preflight import pin_cpu_threads
 
-    pin_cpu_threads(settings)
+    pin_cpu_threads(settings.device)
     with quick_imports():
         from blockdraft.llm import LLM
 
     warnings: list[str] = []
-    given = asdict(replace(settings, recipe=None))  # it is among them already
+    given = asdict(settings) | {"recipe": None}  # its settings are among them already
     llm = LLM(report=reporter(args), warn=warnings.append, **given)
     warnings += llm.engine.models.labels.notices
     for line in llm.engine.models.labels.chosen:

@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     from blockdraft.start.preflight import pin_cpu_threads
 
     _check(args)
-    pin_cpu_threads(Settings(device=args.device))
+    pin_cpu_threads(args.device)
     with quick_imports():
         from blockdraft.check.kv_quality import formats_for
         from blockdraft.check.kv_study import study

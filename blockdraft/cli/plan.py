@@ -18,12 +18,11 @@ from blockdraft.machine.machine import Machine, read_machine
 from blockdraft.planner.known_pairs import published_runs
 from blockdraft.planner.memory_fit import machine_of
 from blockdraft.planner.pair import Pair, open_pair
-from blockdraft.planner.plan import runs_on_cpu
 from blockdraft.planner.report import COUNTED, Report, as_json, make_report
+from blockdraft.planner.resolver import runs_on_cpu
 from blockdraft.planner.shape import Kind
 from blockdraft.settings.merge import merge_settings
-from blockdraft.settings.recipe import Expectation, load_recipe
-from blockdraft.settings.recipe_cards import check_recipe_card
+from blockdraft.settings.recipe import Expectation, check_recipe_card, load_recipe
 from blockdraft.settings.settings import DFLASH2, Settings
 
 SUMMARY = "estimate memory and speed before a start or a download"
@@ -53,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     settings = noted(merge_settings(_given(args)))
     machine, card = _machine(args.card)
-    for warning in check_recipe_card(settings, machine):
+    for warning in check_recipe_card(settings.recipe, settings.model, settings.device, machine):
         print(f"warning: {warning}", file=sys.stderr)
     is_card = settings.engine == "native" and not runs_on_cpu(settings, machine)
     pair = open_pair(settings, on_card=is_card)

@@ -169,7 +169,7 @@ def _run_engine(
 
     startup = StartProgress(set_up_logs(args, secrets))
     wake_card(settings.device)
-    pin_cpu_threads(settings)
+    pin_cpu_threads(settings.device)
     with quick_imports():
         from blockdraft.server.engine_link.engine_worker import run_engine
         from blockdraft.start.start_engine import start_engine

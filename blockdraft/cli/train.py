@@ -11,8 +11,7 @@ from pathlib import Path
 from blockdraft.cli.flags import dataclass_from, numbers_of
 from blockdraft.errors import SettingsError
 from blockdraft.models.draft_config import KIND_NAMES
-from blockdraft.settings.settings import Settings
-from blockdraft.settings.shipped import with_drafter
+from blockdraft.planner.resolver import named_drafter
 from blockdraft.training.job import CPU_ROWS, AnswerOptions, DrafterShape, Job, Objective, TrainingRecipe
 
 SUMMARY = "train a drafter for a target"
@@ -195,7 +194,7 @@ def _interrupted(job: Job, *, is_resumed: bool) -> str:
 
 def _start(model: str, asked: str | None) -> str | None:
     """Return the drafter to start from; None: random weights."""
-    found = with_drafter(Settings(model=model, draft=asked)).draft
+    found = named_drafter(model, asked)
     if asked == "auto" and found == "none":
         raise SettingsError(f"--from {asked}: no drafter ships for '{model}'. Name one, or leave --from out.")
     return found

@@ -14,8 +14,8 @@ from blockdraft.launch.launch_request import HOST, LaunchRequest
 from blockdraft.launch.sglang import sglang_command
 from blockdraft.launch.vllm import vllm_command
 from blockdraft.machine.machine import Machine
+from blockdraft.planner.resolver import with_drafter
 from blockdraft.settings.settings import Settings
-from blockdraft.settings.shipped import with_drafter
 
 __all__ = ["Command", "translate"]
 

@@ -23,8 +23,8 @@ from blockdraft.errors import SettingsError
 from blockdraft.launch.engine_versions import NEWEST, EngineVersion, read_version
 from blockdraft.launch.launch_request import Combination, Raw
 from blockdraft.machine.machine import Machine
+from blockdraft.planner.resolver import with_drafter
 from blockdraft.settings.settings import Settings
-from blockdraft.settings.shipped import with_drafter
 
 FILE = Path(__file__).with_name("issues.toml")
 

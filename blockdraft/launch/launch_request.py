@@ -72,7 +72,7 @@ class Combination:
 
     @property
     def memory_share(self) -> float:
-        return external_memory_share(self.settings, self.machine)
+        return external_memory_share(self.settings.gpu_memory_utilization, self.machine)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

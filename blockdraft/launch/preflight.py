@@ -21,12 +21,11 @@ from blockdraft.planner.draft_title import kind_title
 from blockdraft.planner.external import fit_external
 from blockdraft.planner.memory_fit import machine_of
 from blockdraft.planner.pair import check_stored, open_pair
+from blockdraft.planner.resolver import asked_otherwise, with_drafter
 from blockdraft.planner.stored import Stored, open_stored
 from blockdraft.settings.model_source import find_source
-from blockdraft.settings.recipe import load_recipe
-from blockdraft.settings.recipe_cards import check_recipe_card, recipe_cards
+from blockdraft.settings.recipe import check_recipe_card, load_recipe, recipe_cards
 from blockdraft.settings.settings import Settings
-from blockdraft.settings.shipped import with_drafter
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +98,7 @@ def check_launch(settings: Settings, name: str) -> CheckedLaunch:
     GPUs that are too few or too small, and what is known to be bad.
     """
     settings, machine = _placed(with_drafter(settings)), read_machine()
-    other_card = check_recipe_card(settings, machine)
+    other_card = check_recipe_card(settings.recipe, settings.model, settings.device, machine)
     _check_template(settings)
     target, draft = (_opened(settings, source) for source in _sources(settings))
     _check_num_gpus(settings, machine)
@@ -114,7 +113,7 @@ def as_installed(settings: Settings, installed: Installed) -> tuple[Settings, tu
     asked, found = settings.engine_version, installed.version
     if found is None or (asked is not None and not _is_another(settings.engine, asked, found)):
         return settings, ()
-    settings = replace(settings, engine_version=found)
+    settings = asked_otherwise(settings, engine_version=found)
     if asked is None:
         return settings, ()
     return settings, (
@@ -134,7 +133,7 @@ def check_to_print(settings: Settings, name: str, card: str | None) -> CheckedLa
     """Check a command that is only printed, maybe for another machine: a hub out of reach is a warning."""
     settings = _placed(with_drafter(settings))
     machine, assumed = _machine_to_print(settings, card)
-    warnings = list(check_recipe_card(settings, machine))
+    warnings = list(check_recipe_card(settings.recipe, settings.model, settings.device, machine))
     models: list[Stored | None] = []
     unread: list[str | None] = []
     for source in _sources(settings):
@@ -193,7 +192,7 @@ def _placed(settings: Settings) -> Settings:
         path = os.path.expanduser(source) if isinstance(source, str) else ""
         if is_there(path):
             changes[name] = os.path.abspath(path)
-    return replace(settings, **changes)  # type: ignore[arg-type]
+    return asked_otherwise(settings, **changes)
 
 
 def _check_template(settings: Settings) -> None:

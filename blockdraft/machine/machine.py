@@ -13,7 +13,7 @@ from pathlib import Path
 from blockdraft.machine import nvml
 from blockdraft.machine.cards import Capability, Card, find_card
 from blockdraft.machine.limits import Limits, read_limits, read_text
-from blockdraft.settings.settings import DEFAULTS, Settings, visible_gpus
+from blockdraft.settings.settings import DEFAULTS, visible_gpus
 
 ROOT = Path("/")
 NO_LIMITS = Limits()
@@ -83,9 +83,9 @@ class Machine:
         return any(gpu.is_unified for gpu in self.gpus)
 
 
-def external_memory_share(settings: Settings, machine: Machine | None) -> float:
+def external_memory_share(asked: float, machine: Machine | None) -> float:
     """Return the share of a card's memory for vLLM and SGLang; less than the default if it is unified."""
-    asked, default = settings.gpu_memory_utilization, DEFAULTS["gpu_memory_utilization"]
+    default = DEFAULTS["gpu_memory_utilization"]
     return EXTERNAL_MEMORY_SHARE if asked == default and machine is not None and machine.is_unified else asked
 
 

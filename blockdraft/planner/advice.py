@@ -14,6 +14,7 @@ from blockdraft.planner.estimate import Step, committed, estimate_step, first_to
 from blockdraft.planner.external import fit_external
 from blockdraft.planner.memory_fit import Fit, fit_native
 from blockdraft.planner.pair import Pair
+from blockdraft.planner.resolver import asked_otherwise
 from blockdraft.settings.settings import Settings
 
 TEAM_ROWS, TEAM_MIN = 16, 4
@@ -130,7 +131,7 @@ def advise(case: Case) -> tuple[Advice, ...]:
 
 
 def _with(case: Case, **changes: object) -> Case:
-    return replace(case, settings=replace(case.settings, **changes))  # type: ignore[arg-type]
+    return replace(case, settings=asked_otherwise(case.settings, **changes))
 
 
 def _single(case: Case) -> Advice | None:

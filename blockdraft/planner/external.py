@@ -15,14 +15,8 @@ from blockdraft.planner.kv_formats import token_bytes
 from blockdraft.planner.memory import DRIVER_BYTES, Item, served_parts, step_items, weight_how
 from blockdraft.planner.memory_fit import Choice, Fit, Footprint, budget_how, gpu_name
 from blockdraft.planner.pair import Pair
-from blockdraft.planner.plan import (
-    ALL_POSITIONS,
-    ASKED,
-    CACHE_HOLDS,
-    MIN_CONTEXT,
-    share_reason,
-    width_reason,
-)
+from blockdraft.planner.plan import ASKED, CACHE_HOLDS, MIN_CONTEXT
+from blockdraft.planner.resolver import ALL_POSITIONS, share_reason, width_reason
 from blockdraft.planner.shape import CacheSpec
 from blockdraft.planner.stored import WeightParts
 from blockdraft.settings.settings import Settings
@@ -47,7 +41,7 @@ def fit_external(settings: Settings, machine: Machine, pair: Pair) -> Fit:
     footprint = _footprint(settings, pair, width)
     parts = _parts(settings, pair, num_gpus)
     fixed = _items(pair, parts, chunk=chunk, logits=max_num_seqs * width * pair.target.shape.vocab_size)
-    share = external_memory_share(settings, machine)
+    share = external_memory_share(settings.gpu_memory_utilization, machine)
     budget = int(machine.gpu_bytes * share) - (machine.gpu_bytes - machine.gpu_free_bytes)
     room = budget - sum(item.num_bytes for item in fixed)
     asked = pair.target.shape.max_positions if settings.max_model_len == "auto" else settings.max_model_len

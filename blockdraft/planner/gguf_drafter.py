@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from blockdraft.checkpoints.on_disk import stored_models
 from blockdraft.planner.known_pairs import pairs_of
-from blockdraft.settings.settings import Settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,13 +21,8 @@ class KnownDrafter:
     is_here: bool  # in the hub's cache, with its weights
 
 
-def known_drafter(settings: Settings, names: Iterable[str]) -> KnownDrafter | None:
-    """Returns the drafter for a model that is called one of `names`; one that is on this disk goes first.
-
-    None where a drafter was named, or none is known.
-    """
-    if settings.draft != "auto" or settings.engine != "native" or settings.load_format == "dummy":
-        return None
+def known_drafter(names: Iterable[str]) -> KnownDrafter | None:
+    """Return the drafter for a model that is called one of `names`; one that is on this disk goes first."""
     pairs = pairs_of(names)
     if not pairs:
         return None

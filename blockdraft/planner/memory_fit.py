@@ -22,15 +22,8 @@ from blockdraft.planner.memory import (
     window_item,
 )
 from blockdraft.planner.pair import Pair
-from blockdraft.planner.plan import (
-    ELEMENT_BYTES,
-    MARGIN_BYTES,
-    Plan,
-    gpu_budget,
-    make_plan,
-    memory_share,
-    runs_on_cpu,
-)
+from blockdraft.planner.plan import ELEMENT_BYTES, MARGIN_BYTES, Plan
+from blockdraft.planner.resolver import asked_otherwise, gpu_budget, memory_share, resolve, runs_on_cpu
 from blockdraft.planner.stored import WeightParts
 from blockdraft.settings.settings import Settings
 
@@ -142,7 +135,7 @@ def fit_native(settings: Settings, machine: Machine, pair: Pair) -> Fit:
         plan = _plan(settings, machine, pair)
     except CapacityError as error:
         problem = str(error)
-        plan = _plan(replace(settings, cache_bytes=_BOUNDLESS), machine, pair)
+        plan = _plan(asked_otherwise(settings, cache_bytes=_BOUNDLESS), machine, pair)
     fit = _cpu_fit if is_cpu else _gpu_fit
     found = fit(settings, machine, pair, plan)
     problem = found.problem or problem if is_cpu else _too_old(machine) or problem
@@ -164,7 +157,7 @@ def _too_old(machine: Machine) -> str | None:
 def _plan(settings: Settings, machine: Machine, pair: Pair) -> Plan:
     assert pair.config is not None
     draft_weights = None if pair.draft is None else pair.draft.weights
-    return make_plan(
+    return resolve(
         settings,
         machine,
         pair.config,

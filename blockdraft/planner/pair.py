@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from blockdraft.checkpoints.read_draft_config import draft_block, read_draft_config
-from blockdraft.checkpoints.read_model_config import read_model_config
+from blockdraft.checkpoints.read_model_config import read_target
 from blockdraft.errors import FetchError, ModelError
 from blockdraft.models.config import ModelConfig
 from blockdraft.models.draft_config import DraftConfig, check_pair
-from blockdraft.planner.gguf_drafter import KnownDrafter, known_drafter
+from blockdraft.planner.gguf_drafter import known_drafter
 from blockdraft.planner.plan import NGRAM_BLOCK, Weights
+from blockdraft.planner.resolver import may_take_known_drafter, with_drafter
 from blockdraft.planner.shape import Shape, draft_shape, raw_shape, target_shape
 from blockdraft.planner.stored import Stored, open_stored
 from blockdraft.settings.settings import NGRAM, Settings
-from blockdraft.settings.shipped import with_drafter
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +26,7 @@ class Model:
 
     @property
     def weights(self) -> Weights:
-        """As make_plan takes it; without files there is nothing that could stay packed."""
+        """As resolve takes it; without files there is nothing that could stay packed."""
         num_values = 0 if self.shape.values is None else self.shape.values.total
         return Weights(num_values, None if self.stored.tensors is None else self.stored.method)
 
@@ -59,32 +58,27 @@ def open_pair(settings: Settings, *, on_card: bool = False) -> Pair:
 
     `on_card`: as in `with_drafter`.
     """
-    asked, settings = settings, with_drafter(settings, on_card=on_card)
+    draft = with_drafter(settings, on_card=on_card).draft
     has_files, is_native = settings.load_format != "dummy", settings.engine == "native"
     stored = open_stored(settings.model, needs_weights=has_files)
     config, target = _target(stored, is_native=is_native)
     _check_size(target)
     alone = Pair(target, None, config, None, 1)
-    if settings.draft == NGRAM:
+    if draft == NGRAM:
         return replace(alone, block=NGRAM_BLOCK, is_ngram=True)
-    if settings.draft in (None, "none"):
-        known = known_drafter(asked, stored.published_names)
-        return alone if known is None or not known.is_here else _with_known(alone, known, settings)
-    return _with_draft(alone, settings)
-
-
-def _with_known(alone: Pair, known: KnownDrafter, settings: Settings) -> Pair:
-    """With a drafter that nobody asked for: a start goes on without one that does not fit."""
+    if draft not in (None, "none"):
+        return _with_draft(alone, draft, has_files=has_files, is_native=is_native)
+    known = known_drafter(stored.published_names) if may_take_known_drafter(settings) else None
+    if known is None or not known.is_here:
+        return alone
     try:
-        return _with_draft(alone, replace(settings, draft=known.name))
-    except (ModelError, FetchError):
+        return _with_draft(alone, known.name, has_files=has_files, is_native=is_native)
+    except (ModelError, FetchError):  # nobody asked for this drafter, so a start goes on without it
         return alone
 
 
-def _with_draft(alone: Pair, settings: Settings) -> Pair:
-    has_files, is_native = settings.load_format != "dummy", settings.engine == "native"
-    assert settings.draft is not None
-    draft_stored = open_stored(settings.draft, needs_weights=has_files, what="drafter")
+def _with_draft(alone: Pair, draft_source: str, *, has_files: bool, is_native: bool) -> Pair:
+    draft_stored = open_stored(draft_source, needs_weights=has_files, what="drafter")
     draft_config, draft = _draft(draft_stored, is_native=is_native)
     _check_size(draft)
     block = draft_config.block if draft_config is not None else draft_block(draft_stored.config)
@@ -126,17 +120,6 @@ def _check_match(pair: Pair) -> None:
             f"'{target.shape.name}' has {target.shape.hidden_size}: the pair does not match. "
             "See docs/models.md."
         )
-
-
-def read_target(raw: Mapping[str, object], tensors: Collection[str] | None, *, name: str) -> ModelConfig:
-    """The target that a config.json describes; `tensors` are those of its files, None: not read."""
-    config = read_model_config(raw, name=name)
-    if tensors is not None and config.num_layers > len(tensors):
-        raise ModelError(
-            f"'{name}': config.json says {config.num_layers} layers, but the files hold {len(tensors)} "
-            "tensors. Fetch the checkpoint again."
-        )
-    return config
 
 
 def _target(stored: Stored, *, is_native: bool) -> tuple[ModelConfig | None, Model]:

@@ -3,7 +3,7 @@
     title = "Qwen3-8B with z-lab's drafter"   # one line
     notes = "Why these values."               # optional
     cards = ["h100", "dgx-spark"]             # where it makes sense, as in machine/cards.toml; none: anywhere
-    model = "Qwen/Qwen3-8B"                   # any field of Settings but draft and engine, which are tables
+    model = "Qwen/Qwen3-8B"                   # any setting but draft and engine, which are tables
     max_model_len = 32768
 
     [draft]                                   # model, width, ngram, quantization, attention_backend
@@ -39,7 +39,8 @@ from pathlib import Path
 from typing import get_type_hints
 
 from blockdraft.errors import SettingsError
-from blockdraft.machine.cards import FAMILIES, card_by_key, card_hint
+from blockdraft.machine.cards import FAMILIES, Card, card_by_key, card_hint, family_of
+from blockdraft.machine.machine import Gpu, Machine
 from blockdraft.settings.settings import CHOICES, FORMER_NAMES, SETTING_NAMES, SETTING_TYPES, Auto, suggestion
 
 FOLDER = Path(__file__).parents[1] / "recipes"
@@ -197,7 +198,7 @@ class _Reader:
         return values
 
     def other_engine(self, engine: str, value: object) -> dict[str, object]:
-        """Settings by their own names, and version, args and env of that engine."""
+        """The settings by their own names, and version, args and env of that engine."""
         if not isinstance(value, dict):
             raise self.error(engine, f"is a table: write [{engine}] and below it what that engine takes")
         names = {key: name for key, name in ENGINE_KEYS.items() if key != "name"}
@@ -215,7 +216,7 @@ class _Reader:
         return self.error(f"{where}{key}", f"is no key of a recipe{hint}")
 
     def setting(self, field: str, key: str, value: object) -> object:
-        """`value` as Settings wants it, if it is of the right type."""
+        """`value` as the setting wants it, if it is of the right type."""
         if field == "engine_args":
             return self.texts(key, value)
         if field == "engine_env":
@@ -293,3 +294,41 @@ _KINDS: dict[object, tuple[tuple[type, ...], str]] = {
     bool: ((bool,), "true or false"),
     bool | Auto: ((bool,), 'true, false or "auto"'),
 }
+
+
+# ---- the cards that a recipe is for
+
+
+def check_recipe_card(name: str | None, model: str, device: str, machine: Machine | None) -> tuple[str, ...]:
+    """Return a warning if the recipe is for other cards. Raises SettingsError if it excludes this one."""
+    if name is None or device == "cpu" or machine is None or not machine.gpus:
+        return ()
+    recipe, gpu = load_recipe(name), machine.gpus[0]
+    family = family_of(gpu.capability) or "of no family that we know"
+    named = {family, *([] if gpu.card is None else [gpu.card.key])}
+    is_own_model = model == recipe.settings.get("model")  # which the reasons are about
+    for exclusion in recipe.excludes if is_own_model else ():
+        if named.intersection(exclusion.cards):
+            where = f"{_title(gpu)} ({family.capitalize()})"
+            raise SettingsError(f"recipe '{recipe.name}' will not work on {where}: {exclusion.why}.")
+    cards = recipe_cards(recipe)
+    if not cards or any(_is_as_good(gpu, card) for card in cards):
+        return ()
+    titles = ", ".join(card.title for card in cards)
+    return (f"recipe '{recipe.name}' is for {titles}: nobody has reported it to run on {_title(gpu)}",)
+
+
+def recipe_cards(recipe: Recipe) -> list[Card]:
+    return [card for key in recipe.cards if (card := card_by_key(key)) is not None]
+
+
+def _is_as_good(gpu: Gpu, card: Card) -> bool:
+    """Whether it is that card, or one of the same capability with as much memory."""
+    own = gpu.card
+    if own is not None and own.key == card.key:
+        return True
+    return gpu.capability == card.capability and gpu.memory_bytes >= card.memory_bytes
+
+
+def _title(gpu: Gpu) -> str:
+    return gpu.name if gpu.card is None else gpu.card.title

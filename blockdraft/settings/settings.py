@@ -39,7 +39,7 @@ def _launched(default: T, help_text: str, **facts: object) -> T:
 class Settings:
     """One engine, as asked for.
 
-    "auto" is resolved by planner.plan.make_plan; the drafter's by settings/shipped.py and the device's by
+    "auto" is resolved by planner.resolver.resolve; the drafter's by settings/shipped.py and the device's by
     asking torch, both before that.
     """
 

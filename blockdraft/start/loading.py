@@ -18,6 +18,7 @@ from blockdraft.checkpoints.model_folder import GENERATION_FILE
 from blockdraft.checkpoints.opening import open_checkpoint
 from blockdraft.checkpoints.quantization import read_quantization
 from blockdraft.checkpoints.read_draft_config import read_draft_config
+from blockdraft.checkpoints.read_model_config import read_target
 from blockdraft.checkpoints.stored_form import stored_form
 from blockdraft.checkpoints.weights import check_copies, load_decoder, load_drafter
 from blockdraft.engine.loaded_pair import Labels, LoadedPair
@@ -34,13 +35,10 @@ from blockdraft.models.draft_config import DraftConfig, check_pair
 from blockdraft.models.kernel_module import bind
 from blockdraft.models.registry import build_decoder
 from blockdraft.planner.gguf_drafter import KnownDrafter, known_drafter
-from blockdraft.planner.pair import read_target
-from blockdraft.planner.plan import Plan, Weights, make_plan
-from blockdraft.planner.quality import measured_quality
+from blockdraft.planner.plan import Plan, Weights
+from blockdraft.planner.resolver import may_take_known_drafter, resolve, with_drafter
 from blockdraft.settings.acceptance_profile import acceptance_rates
-from blockdraft.settings.model_source import known_name
 from blockdraft.settings.settings import NGRAM, Settings, check_device
-from blockdraft.settings.shipped import with_drafter
 from blockdraft.start.card_errors import unusable, usage
 from blockdraft.start.chat_template import read_chat_template
 from blockdraft.start.gguf_choices import gguf_choices
@@ -96,12 +94,15 @@ def load_models(settings: Settings, report: Callable[[str], None]) -> tuple[Load
 def open_models(settings: Settings, report: Callable[[str], None]) -> Opened:
     """Find (or download) both checkpoints, check that they belong together, and plan."""
     device, profile = _device(resolve_device(settings.device)), settings.synthetic_acceptance
-    named = with_drafter(settings, report, on_card=device.type != "cpu")
-    target = _open_target(named, device, report)
-    draft, why_none = _open_drafter(named, target, device, report), ""
-    if draft is None and isinstance(target.checkpoint, GgufCheckpoint):
-        known = known_drafter(settings, target.checkpoint.published_names)
-        draft, why_none = _open_known(known, named, target, device, report)
+    source = with_drafter(settings, report, on_card=device.type != "cpu").draft
+    target = _open_target(settings, device, report)
+    draft, why_none = None, ""
+    if source not in (None, "none", NGRAM):
+        needs_weights = settings.load_format != "dummy"
+        draft = _open_drafter(source, target, device, report, needs_weights=needs_weights)
+    elif isinstance(target.checkpoint, GgufCheckpoint) and may_take_known_drafter(settings):
+        known = known_drafter(target.checkpoint.published_names)
+        draft, why_none = _open_known(known, target, device, report)
     plan = _plan(settings, device, target, draft)
     rates = None if profile is None else acceptance_rates(profile, width=plan.width, block=plan.block)
     methods = [one.weights.method for one in (target, draft) if one is not None]
@@ -132,13 +133,15 @@ def _open_target(settings: Settings, device: torch.device, report: Callable[[str
 
 
 def _open_drafter(
-    settings: Settings, target: OpenedTarget, device: torch.device, report: Callable[[str], None]
-) -> OpenedDrafter | None:
-    if settings.draft in (None, "none", NGRAM):
-        return None
-    report(f"opening {settings.draft}")
-    needs_weights = settings.load_format != "dummy"
-    checkpoint = open_checkpoint(settings.draft, report=report, needs_weights=needs_weights, what="drafter")
+    source: str,
+    target: OpenedTarget,
+    device: torch.device,
+    report: Callable[[str], None],
+    *,
+    needs_weights: bool = True,
+) -> OpenedDrafter:
+    report(f"opening {source}")
+    checkpoint = open_checkpoint(source, report=report, needs_weights=needs_weights, what="drafter")
     config = read_draft_config(checkpoint.config, name=checkpoint.name)
     check_pair(config, target.config, target.tokenizer.eos_ids)
     acceptance = read_fit(checkpoint.fit_file, name=checkpoint.name)
@@ -149,7 +152,6 @@ def _open_drafter(
 
 def _open_known(
     known: KnownDrafter | None,
-    settings: Settings,
     target: OpenedTarget,
     device: torch.device,
     report: Callable[[str], None],
@@ -163,7 +165,7 @@ def _open_known(
             f"{known.name}` brings it, and the next start takes it"
         )
     try:
-        return _open_drafter(replace(settings, draft=known.name), target, device, report), ""
+        return _open_drafter(known.name, target, device, report), ""
     except (ModelError, FetchError) as error:
         return None, f"{known.name} cannot be used ({error})"
 
@@ -175,16 +177,17 @@ def _plan(
     free, total = gpu_memory(device) if device.type == "cuda" else (0, 0)
     machine = replace(read_machine(), gpu_bytes=total, gpu_free_bytes=free)
     weights, draft_weights = target.weights, None if draft is None else draft.weights
-    if settings.load_format == "dummy":
-        settings, weights, draft_weights = _unpacked(settings, weights, draft_weights)
-    quality = measured_quality(known_name(settings.model))
-    if device.type == "cpu" and quality and why_no_llvm(torch.float32, device):
-        unset = [name for name in ("quantization", "draft_quantization") if getattr(settings, name) == "auto"]
-        settings = replace(settings, **dict.fromkeys(unset, "none"))  # type: ignore[arg-type]
+    has_int8 = device.type != "cpu" or why_no_llvm(torch.float32, device) is None
     draft_config = None if draft is None else draft.config
     try:
-        return make_plan(
-            settings, machine, target.config, draft_config, weights=weights, draft_weights=draft_weights
+        return resolve(
+            settings,
+            machine,
+            target.config,
+            draft_config,
+            weights=weights,
+            draft_weights=draft_weights,
+            has_int8=has_int8,
         )
     except CapacityError as error:
         if device.type != "cuda":
@@ -235,17 +238,6 @@ def timing_notices(
             "answers are not the model's; for timing only"
         )
     return tuple(notices)
-
-
-def _unpacked(
-    settings: Settings, weights: Weights, draft_weights: Weights | None
-) -> tuple[Settings, Weights, Weights | None]:
-    """The same for random weights, of which no file says how they are packed."""
-    kept = {
-        name: "none" for name in ("quantization", "draft_quantization") if getattr(settings, name) == "keep"
-    }
-    plain = None if draft_weights is None else replace(draft_weights, method=None)
-    return replace(settings, **kept), replace(weights, method=None), plain  # type: ignore[arg-type]
 
 
 def read_weights(

@@ -18,7 +18,8 @@ from blockdraft.engine.engine import Engine
 from blockdraft.engine.loaded_pair import LoadedPair
 from blockdraft.errors import CapacityError
 from blockdraft.machine.machine import read_machine
-from blockdraft.planner.plan import ELEMENT_BYTES, MARGIN_BYTES, Plan, memory_share
+from blockdraft.planner.plan import ELEMENT_BYTES, MARGIN_BYTES, Plan
+from blockdraft.planner.resolver import memory_share
 from blockdraft.settings.settings import Settings
 from blockdraft.start.card_errors import first_line, is_out_of_memory, memory_of, usage
 from blockdraft.start.loading import gpu_memory

@@ -8,7 +8,7 @@ from blockdraft.errors import CapacityError, FetchError
 from blockdraft.machine.machine import may_have_gpu, read_machine
 from blockdraft.planner.memory_fit import fit_native
 from blockdraft.planner.pair import open_pair
-from blockdraft.settings.recipe_cards import check_recipe_card
+from blockdraft.settings.recipe import check_recipe_card
 from blockdraft.settings.settings import Settings, pin_threads
 from blockdraft.start.chat_template import read_chat_template
 
@@ -22,7 +22,7 @@ def check_native(settings: Settings, warn: Callable[[str], None] = lambda line: 
     if settings.model == "default" or ":" in settings.device:
         return
     machine = read_machine()
-    for warning in check_recipe_card(settings, machine):
+    for warning in check_recipe_card(settings.recipe, settings.model, settings.device, machine):
         warn(warning)
     if settings.device == "cuda" and not machine.gpu_bytes:
         return
@@ -34,7 +34,7 @@ def check_native(settings: Settings, warn: Callable[[str], None] = lambda line: 
         raise CapacityError(f"{fit.problem} `blockdraft plan` with the same flags says more.")
 
 
-def pin_cpu_threads(settings: Settings) -> None:
+def pin_cpu_threads(device: str) -> None:
     """Pin the CPU's threads where the model will surely run on it. Before torch is imported."""
-    if settings.device == "cpu" or (settings.device == "auto" and not may_have_gpu()):
+    if device == "cpu" or (device == "auto" and not may_have_gpu()):
         pin_threads()

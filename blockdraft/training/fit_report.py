@@ -12,8 +12,8 @@ from blockdraft import __version__
 from blockdraft.bench.weak_spots import WeakSpots, weak_spots
 from blockdraft.errors import SettingsError
 from blockdraft.models.draft_config import DraftConfig, DraftKind
-from blockdraft.settings.settings import NGRAM, Settings
-from blockdraft.settings.shipped import with_drafter
+from blockdraft.planner.resolver import named_drafter
+from blockdraft.settings.settings import NGRAM
 from blockdraft.training.evaluate import DrafterFit
 
 FITS = 1.2  # tokens per step: below it no width is faster than plain decoding
@@ -207,8 +207,7 @@ def prospect_of(
             f"the built-in prompts are too few to train with: write some of your workload into {OWN_PROMPTS}"
         )
     kind = [] if pairs is None else ["--kind", "dflash2"]
-    asked = Settings(model=question.target, draft=question.drafter)
-    drafter = str(with_drafter(asked, on_card=config.kind == "dflash2").draft)
+    drafter = str(named_drafter(question.target, question.drafter, takes_head=config.kind == "dflash2"))
     start = [] if has_own_parts(config) else [*kind, "--from", drafter]
     prompts = str(question.prompts or OWN_PROMPTS)
     words = ["blockdraft", "train", question.target, *start, "--prompts", prompts, "--out", "trained"]

@@ -121,7 +121,7 @@ class Job:
         _check("--answer-minutes", self.answer_minutes, 0)
         _check("--max-prompts", self.max_prompts, 1)
         _check("--rows", self.bulk_rows, 1)
-        # A row holds the answer, a prompt, and the rest of a round of engine/offline_batch.py.
+        # A row holds the answer, a prompt, and the rest of a round of training/offline_batch.py.
         _check("--max-answer", self.answers.max_tokens, 1, self.length - 16)
         _check("--max-repeat", self.answers.max_repeat, 1)
         _check("--sampled", self.answers.sampled, 0, 1)

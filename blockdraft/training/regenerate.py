@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from blockdraft.bench.records import Prompt
-from blockdraft.engine.offline_batch import OfflineAnswer, OfflineBatch, Question
 from blockdraft.text.tokenizer import Tokenizer
 from blockdraft.training.answers import Document, encode_conversation, read_shard, write_shard
 from blockdraft.training.job import AnswerOptions
+from blockdraft.training.offline_batch import OfflineAnswer, OfflineBatch, Question
 
 SHARD = 8192  # documents per file
 AHEAD = 2048  # prompts made ready before they are asked for

@@ -24,7 +24,6 @@ from blockdraft.bench.records import Prompt
 from blockdraft.checkpoints.opening import open_checkpoint
 from blockdraft.checkpoints.read_draft_config import read_draft_config
 from blockdraft.engine.loaded_pair import LoadedPair
-from blockdraft.engine.offline_batch import make_offline_batch
 from blockdraft.errors import ModelError, SettingsError
 from blockdraft.models.dflash import DFlash
 from blockdraft.models.draft_config import DraftConfig, check_pair
@@ -38,6 +37,7 @@ from blockdraft.training.drafter import as_kind, draft_json, load_weights, new_d
 from blockdraft.training.evaluate import DrafterFit, fit_in_engine, simulate
 from blockdraft.training.export import DrafterCard, export
 from blockdraft.training.job import Job
+from blockdraft.training.offline_batch import make_offline_batch
 from blockdraft.training.packing import pack
 from blockdraft.training.regenerate import AnswerCount, regenerate
 from blockdraft.training.trainer import BlockForward, Trainer, TrainingProgress

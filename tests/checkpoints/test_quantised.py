@@ -251,7 +251,9 @@ def test_an_unknown_method_is_refused_by_name(tmp_path, method):
 @pytest.mark.parametrize("name", ["fp8-block", "nvfp4-modelopt", "gguf-llama-tied"])
 @pytest.mark.parametrize("storage", ["fp8", "int8"])
 def test_a_quantised_checkpoint_is_not_quantised_again(tmp_path, name, storage, monkeypatch):
-    monkeypatch.setattr("blockdraft.planner.plan.why_not_here", lambda: "a CPU may: GGUF, in whole numbers")
+    monkeypatch.setattr(
+        "blockdraft.planner.resolver.why_not_here", lambda: "a CPU may: GGUF, in whole numbers"
+    )
     pair = write_pair(tmp_path, name)
     with pytest.raises(SettingsError, match=f"quantization = {storage}, but the checkpoint is quantised"):
         loaded(pair.packed, storage)

@@ -223,7 +223,7 @@ def test_answers_that_are_for_timing_only_say_so_in_every_output(capsys, monkeyp
 )
 def test_threads_are_bound_where_the_model_will_run_on_the_cpu(monkeypatch, device, has_gpu, is_bound):
     monkeypatch.setattr(preflight, "may_have_gpu", lambda: has_gpu)
-    preflight.pin_cpu_threads(Settings(device=device))
+    preflight.pin_cpu_threads(device)
     assert ("OMP_PROC_BIND" in os.environ) == is_bound
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from blockdraft.settings import container
+from blockdraft.launch import container
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "container" / "Containerfile"

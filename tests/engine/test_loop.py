@@ -428,7 +428,7 @@ def test_without_work_the_thread_sleeps(models):
             self.num_looks += 1
             return super().has_work
 
-    engine = Counting(models)
+    engine = Counting(*models)
     loop = EngineLoop(lambda startup: engine).wait()
     asyncio.run(collect(loop))
     loop._thread.join(timeout=0.05)  # let it reach its queue

@@ -11,7 +11,7 @@ from blockdraft.cli.flags import add_settings, given_settings
 from blockdraft.launch import translate
 from blockdraft.launch.issues import check_settings, refuse
 from blockdraft.settings.merge import merge_settings
-from blockdraft.settings.recipe_cards import check_recipe_card
+from blockdraft.settings.recipe import check_recipe_card
 from tests.launch.golden import machine_with
 
 FILE = Path(__file__).with_name("documents.toml")
@@ -85,7 +85,7 @@ def test_a_documents_command_comes_out_of_a_recipe(entry):
 def test_nothing_that_is_known_is_against_it(entry):
     settings, machine = settings_of(entry), machine_with(entry["card"])
     refuse(check_settings(settings, machine=machine))
-    assert check_recipe_card(settings, machine) == ()
+    assert check_recipe_card(settings.recipe, settings.model, settings.device, machine) == ()
 
 
 def test_every_document_has_a_command():

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import pytest
 
+from blockdraft.planner.resolver import with_drafter
 from blockdraft.settings.recipe import recipe_names
-from blockdraft.settings.shipped import with_drafter
 from tests.bench.vllm_venv import VARIABLE as VLLM
 from tests.bench.vllm_venv import is_wanted as wants_vllm
 from tests.bench.vllm_venv import vllm_python

@@ -17,8 +17,8 @@ from blockdraft.planner.estimate import estimate_step, unpacks_weights
 from blockdraft.planner.external import fit_external
 from blockdraft.planner.memory_fit import Footprint, fit_native, machine_of
 from blockdraft.planner.pair import Model, Pair, open_pair
-from blockdraft.planner.plan import UNIFIED_SHARE, gpu_budget
 from blockdraft.planner.report import make_report
+from blockdraft.planner.resolver import UNIFIED_SHARE, gpu_budget
 from blockdraft.planner.shape import kinds, raw_shape
 from blockdraft.planner.stored import Size, Stored, open_stored, stored_parts
 from blockdraft.settings.settings import DEFAULTS, Settings

@@ -1,4 +1,4 @@
-"""make_plan: every "auto" gets a number, what cannot work is refused, and a lone sequence always fits."""
+"""resolve: every "auto" gets a number, what cannot work is refused, and a lone sequence always fits."""
 
 from dataclasses import replace
 
@@ -13,17 +13,16 @@ from blockdraft.checkpoints.read_model_config import read_model_config
 from blockdraft.errors import CapacityError, SettingsError
 from blockdraft.kernels.cpu import why_not_here
 from blockdraft.machine.machine import Machine
-from blockdraft.planner.plan import (
+from blockdraft.planner.plan import ELEMENT_BYTES, Weights
+from blockdraft.planner.quality import MAX_COMMITTED, MAX_PERPLEXITY, Quality, measured_quality
+from blockdraft.planner.resolver import (
     CACHE_SHARE,
     CPU_CACHE_BYTES,
-    ELEMENT_BYTES,
     UNPACK_SHARE,
     WORK_BYTES,
-    Weights,
     gpu_budget,
-    make_plan,
+    resolve,
 )
-from blockdraft.planner.quality import MAX_COMMITTED, MAX_PERPLEXITY, Quality, measured_quality
 from blockdraft.settings.settings import Settings
 from tests.fixtures.make_pair import draft_config
 
@@ -83,7 +82,7 @@ def plan(
     **settings,
 ):
     """`name`: of a model whose quality in whole numbers nobody has measured."""
-    return make_plan(
+    return resolve(
         Settings(**{"device": "cpu", "model": name, **settings}),
         machine,
         model or make_model(),
@@ -144,7 +143,9 @@ def test_a_gpu_has_as_many_rows_as_their_logits_leave_room_for(vocab_size, gpu_b
 
 
 def test_so_do_recurrent_states(monkeypatch):
-    monkeypatch.setattr("blockdraft.planner.plan.bytes_per_row", lambda specs, element_bytes, block: 20 << 20)
+    monkeypatch.setattr(
+        "blockdraft.planner.resolver.bytes_per_row", lambda specs, element_bytes, block: 20 << 20
+    )
     assert plan(machine=GPU, device="cuda", model=make_hybrid()).max_num_seqs == 128
 
 

@@ -111,13 +111,13 @@ def test_the_engine_follows_the_plan_that_was_shown(monkeypatch, shape):
 def test_weights_are_counted_as_make_plan_counts_them(monkeypatch):
     """A packed checkpoint stays packed in the plan exactly where the engine leaves it packed."""
     seen = []
-    real = loading.make_plan
+    real = loading.resolve
 
     def noting(*args, **kwargs):
         seen.append((kwargs["weights"], kwargs["draft_weights"]))
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(loading, "make_plan", noting)
+    monkeypatch.setattr(loading, "resolve", noting)
     settings = Settings(model=tiny.TARGET, draft=tiny.DRAFT, device="cpu")
     open_models(settings, lambda line: None)
     pair = open_pair(settings)

@@ -13,8 +13,7 @@ from blockdraft.machine.machine import Machine
 from blockdraft.planner.memory_fit import machine_of
 from blockdraft.settings import recipe as recipes
 from blockdraft.settings.merge import merge_settings
-from blockdraft.settings.recipe import Expectation, load_recipe, read_recipe, recipe_names
-from blockdraft.settings.recipe_cards import check_recipe_card
+from blockdraft.settings.recipe import Expectation, check_recipe_card, load_recipe, read_recipe, recipe_names
 from blockdraft.settings.settings import SETTING_NAMES, Settings
 
 ROOT = Path(blockdraft.__file__).parents[1]
@@ -46,6 +45,10 @@ workload = "code"
 tokens_per_second = 64
 source = "somewhere"
 """
+
+
+def card_warnings(settings, machine):
+    return check_recipe_card(settings.recipe, settings.model, settings.device, machine)
 
 
 def test_a_recipe_holds_settings_and_what_is_known_about_them():
@@ -153,7 +156,7 @@ def test_a_recipe_says_which_cards_it_is_for(tmp_path):
     settings = Settings(model="a/b", recipe=str(path))
 
     def on(card, **changes):
-        return check_recipe_card(replace(settings, **changes), machine_of(card_by_key(card)))
+        return card_warnings(replace(settings, **changes), machine_of(card_by_key(card)))
 
     for as_good in ("dgx-spark", "h100", "h100-nvl", "gh200"):
         assert on(as_good) == ()
@@ -164,7 +167,7 @@ def test_a_recipe_says_which_cards_it_is_for(tmp_path):
             on(excluded)
         assert str(error.value) == f"recipe 'own' will not work on {title}: it does not."
         assert len(on(excluded, model="another/model")) == (excluded != "h200")  # h200 is as good as h100
-    assert check_recipe_card(settings, Machine(memory_bytes=1)) == ()
+    assert card_warnings(settings, Machine(memory_bytes=1)) == ()
     assert on("a100", device="cpu") == ()
     assert on("a100", recipe=None) == ()
 
@@ -174,7 +177,7 @@ def test_no_recipe_excludes_a_card_of_its_own(name):
     recipe = load_recipe(name)
     for key in recipe.cards:
         settings = Settings(**recipe.settings, recipe=name)
-        assert check_recipe_card(settings, machine_of(card_by_key(key))) == ()
+        assert card_warnings(settings, machine_of(card_by_key(key))) == ()
 
 
 def test_a_recipe_sets_something():

@@ -14,9 +14,10 @@ from blockdraft.cli.flags import flags_of
 from blockdraft.cli.main import main
 from blockdraft.errors import SettingsError
 from blockdraft.planner.pair import open_pair
+from blockdraft.planner.resolver import with_drafter
 from blockdraft.settings import shipped
 from blockdraft.settings.settings import Settings, cache_dir
-from blockdraft.settings.shipped import shipped_drafter, with_drafter
+from blockdraft.settings.shipped import shipped_drafter
 from blockdraft.start.loading import open_models
 from tests import tiny
 

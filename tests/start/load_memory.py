@@ -18,7 +18,8 @@ from blockdraft.checkpoints.opening import open_checkpoint
 from blockdraft.checkpoints.read_model_config import read_model_config
 from blockdraft.kernels.kernels import kernels_for
 from blockdraft.machine.machine import read_machine
-from blockdraft.planner.plan import Weights, make_plan
+from blockdraft.planner.plan import Weights
+from blockdraft.planner.resolver import resolve
 from blockdraft.settings.settings import Settings
 from blockdraft.start.loading import load_target
 
@@ -27,7 +28,7 @@ def main(model: str, dtype: str, quantization: str) -> None:
     checkpoint = open_checkpoint(model)
     config = read_model_config(checkpoint.config, name=checkpoint.name)
     settings = Settings(model=model, device="cpu", dtype=dtype, quantization=quantization, max_model_len=64)
-    plan = make_plan(settings, read_machine(), config, None, weights=Weights(0))
+    plan = resolve(settings, read_machine(), config, None, weights=Weights(0))
     kernels_for(getattr(torch, dtype), torch.device("cpu"))  # imports and compiles what is not there yet
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
     before = status_bytes("VmRSS")

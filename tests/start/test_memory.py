@@ -159,7 +159,7 @@ def test_graphs_can_be_switched_off():
     ("operation", "is_captured"), [("attention", False), ("sampling", False), ("norms", True)]
 )
 def test_a_kernel_that_is_off_ends_graphs_where_its_reference_asks_the_host(operation, is_captured):
-    """`engine/offline_batch.py` asks the same question."""
+    """`training/offline_batch.py` asks the same question."""
     models, _ = on_gpu()
     kernels = kernels_for(torch.float32, torch.device("cpu"), off=frozenset({operation}))
     reason = models.with_kernels(kernels).why_not_captured()

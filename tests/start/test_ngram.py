@@ -11,12 +11,12 @@ from blockdraft.engine.describe import engine_info
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.width_controller import DraftChances, DraftRecord, StepCosts, WidthController
 from blockdraft.errors import SettingsError
+from blockdraft.launch.container import read_container
 from blockdraft.machine.machine import Machine
 from blockdraft.phases import StartProgress
 from blockdraft.planner.memory_fit import fit_native
 from blockdraft.planner.pair import open_pair
 from blockdraft.planner.plan import NGRAM_BLOCK
-from blockdraft.settings.container import read_container
 from blockdraft.settings.recipe import read_recipe
 from blockdraft.settings.settings import MAX_NGRAM, Settings
 from blockdraft.start import block_width, loading

@@ -8,12 +8,12 @@ import torch
 from safetensors.torch import save_file
 
 from blockdraft.checkpoints.read_draft_config import read_draft_config
-from blockdraft.engine.offline_batch import ROUND
 from blockdraft.settings.settings import Settings
 from blockdraft.start.loading import load_models
 from blockdraft.training.answers import Document
 from blockdraft.training.drafter import new_drafter
 from blockdraft.training.export import named_weights
+from blockdraft.training.offline_batch import ROUND
 from tests import tiny
 
 CPU = torch.device("cpu")

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from blockdraft.bench.records import Prompt
-from blockdraft.engine.offline_batch import OfflineAnswer, make_offline_batch
 from blockdraft.errors import SettingsError
 from blockdraft.training import regenerate as module
 from blockdraft.training.answers import (
@@ -20,6 +19,7 @@ from blockdraft.training.answers import (
     write_shard,
 )
 from blockdraft.training.job import AnswerOptions
+from blockdraft.training.offline_batch import OfflineAnswer, make_offline_batch
 from blockdraft.training.regenerate import regenerate
 from tests.matrix import slow_but
 from tests.training import pairs

@@ -7,8 +7,8 @@ import pytest
 
 from blockdraft import LLM, CapacityError, RequestError, SamplingParams
 from blockdraft.cache.spec import NUM_RESERVED_PAGES
-from blockdraft.engine import offline_batch as module
-from blockdraft.engine.offline_batch import ROUND, Question, make_offline_batch
+from blockdraft.training import offline_batch as module
+from blockdraft.training.offline_batch import ROUND, Question, make_offline_batch
 from tests.matrix import slow_but
 from tests.training import pairs
 

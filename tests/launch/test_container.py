@@ -15,8 +15,8 @@ import pytest
 from blockdraft.cli.container import _fetch, serve_words
 from blockdraft.cli.masking import masked
 from blockdraft.errors import SettingsError
-from blockdraft.settings import container
-from blockdraft.settings.container import check_model, read_container
+from blockdraft.launch import container
+from blockdraft.launch.container import check_model, read_container
 from blockdraft.settings.settings import Settings
 
 ROOT = Path(__file__).parents[2]

@@ -1,0 +1,477 @@
+"""The one place where "auto" becomes a value, and where settings are changed.
+
+`resolve` is a pure function of settings, machine and models: it returns a Plan with the reason of each value
+and refuses whatever cannot work. What only a start can measure becomes another plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar, cast
+
+from blockdraft.cache.spec import LayerSpec, bytes_per_row, bytes_per_token, exact_bytes_per_token
+from blockdraft.errors import CapacityError, SettingsError
+from blockdraft.kernels.cpu import why_not_here
+from blockdraft.machine.machine import Machine
+from blockdraft.models.config import ModelConfig, Storage
+from blockdraft.models.draft_config import DraftConfig
+from blockdraft.planner.kv_choice import KvChoice, kv_choice
+from blockdraft.planner.plan import (
+    ASKED,
+    CACHE_HOLDS,
+    ELEMENT_BYTES,
+    LEFT_OVER,
+    LOGIT_BYTES,
+    NGRAM_BLOCK,
+    Plan,
+    Weights,
+)
+from blockdraft.planner.quality import Quality, measured_quality
+from blockdraft.settings.model_source import known_name
+from blockdraft.settings.settings import DEFAULTS, DFLASH2, NGRAM, Settings
+from blockdraft.settings.shipped import DRAFTERS, FOLDER, shipped_drafter
+
+CPU_WIDTH = 8  # widest verify that costs little more than a narrow one (docs/benchmarks.md)
+CPU_ROWS = 16
+# Tokens that must occur again: without a drafter, where a wrong draft costs nothing, and before one is
+# overruled: never, unless asked for. 12 gains 2.5 % with the default pair at width 16 (benchmarks/ngram.py).
+ALONE, BESIDE = 1, 0
+GPU_ROWS = (256, 192, 128, 64)
+FEWER_ROWS = (192, 128, 96, 64, 48, 32, 24, 16, 12, 8)  # where the exact windows of more would take too much
+WINDOW_SHARE = 0.25  # of the cache, for what all rows keep exact where keys are compressed
+ROWS_SHARE = 0.05  # of a GPU's budget, for the logits of every row's block and the rows' recurrent states
+CACHE_SHARE = 0.25  # of the free memory at most, on a machine that has other work too
+CPU_CACHE_BYTES = 1 << 30  # there, unless two full contexts take more: old prompts fill what they may
+WORK_BYTES = 1 << 30  # of a GPU, for activations and graphs; replaced by what is measured
+# Of unified memory: past it whole machines froze (vllm#46307), as the system's own programs live there too.
+UNIFIED_SHARE = 0.85
+NO_GAIN = "there is no other device to hide behind"
+ALL_POSITIONS = "all the positions that the model knows"
+ALL_ROWS = "every row at full context"
+CPU_CACHE = "1 GiB or two full contexts, at most a quarter of the free memory; taken as it is used"
+UNPACK_SHARE = 0.5  # of the free memory: what unpacked weights may take before they stay packed
+T = TypeVar("T")
+
+
+# ---- settings, changed
+
+
+def asked_otherwise(settings: Settings, **changes: object) -> Settings:
+    """Return the settings as if somebody had asked for `changes`, too."""
+    return replace(settings, **changes)  # type: ignore[arg-type]
+
+
+def with_drafter(
+    settings: Settings, report: Callable[[str], None] = lambda line: None, *, on_card: bool = False
+) -> Settings:
+    """Return the settings with a drafter by name, or "none".
+
+    `on_card`: our engine drafts on a card, where "auto" is the DFlash2 head, which gains by its late drafts.
+    """
+    takes_head = on_card and settings.load_format != "dummy"  # random convolutions would not be left out
+    draft = named_drafter(settings.model, settings.draft, report, takes_head=takes_head)
+    return asked_otherwise(settings, draft=draft)
+
+
+def named_drafter(
+    model: str,
+    asked: str | None,
+    report: Callable[[str], None] = lambda line: None,
+    *,
+    takes_head: bool = False,
+) -> str | None:
+    """Return the drafter that `asked` means: "auto" and "dflash2" become the folder of one that ships.
+
+    `report` hears of a drafter that should be here but is not. Raises SettingsError for a head that is not.
+    """
+    if asked not in ("auto", DFLASH2):
+        return asked
+    folder = shipped_drafter(model, part=DFLASH2) if takes_head or asked == DFLASH2 else None
+    if folder is None and asked == DFLASH2:
+        raise SettingsError(
+            f"no DFlash2 head ships for '{model}', only for {' and '.join(map(repr, DRAFTERS))}: name a "
+            f"drafter, or 'auto'. A folder of that name is ./{DFLASH2}."
+        )
+    folder = folder or shipped_drafter(model)
+    known = known_name(model)
+    if folder is None and known in DRAFTERS:
+        report(f"no drafter: '{DRAFTERS[known]}' is not in {FOLDER}, so decoding is plain")
+    return "none" if folder is None else str(folder)
+
+
+def may_take_known_drafter(settings: Settings) -> bool:
+    """Return whether a GGUF file gets the drafter that is known for the model its metadata names."""
+    return settings.draft == "auto" and settings.engine == "native" and settings.load_format != "dummy"
+
+
+# ---- the plan
+
+
+@dataclass(frozen=True, slots=True)
+class _WholeNumbers:
+    """A CPU that multiplies in whole numbers."""
+
+    quality: Quality | None  # what that costs the model; None: nobody has measured it
+
+
+@dataclass(frozen=True, slots=True)
+class _Needs:
+    """Bytes of the cache, of all layers together."""
+
+    token: int
+    row: int  # states, and the tape of a block
+    window: int  # where layers compress, of what a row keeps exact
+    exact_page: int
+    num_exact_pages: Callable[[int], int]  # by the number of rows
+
+    @staticmethod
+    def of(
+        kv: KvChoice, specs: tuple[LayerSpec, ...], settings: Settings, dtype: str, block: int, chunk: int
+    ) -> _Needs:
+        """`chunk`: prompt tokens of all steps in flight."""
+        exact = exact_bytes_per_token(specs, ELEMENT_BYTES[dtype])
+        return _Needs(
+            bytes_per_token(specs, ELEMENT_BYTES[dtype]),
+            bytes_per_row(specs, ELEMENT_BYTES[dtype], block),
+            kv.row_tokens(settings, block) * exact,
+            settings.page_size * exact,
+            partial(kv.num_exact_pages, settings, block=block, chunk=chunk),
+        )
+
+    def windows(self, max_num_seqs: int) -> int:
+        """What all rows keep exact, with the prompt tokens of a step and the tails of prefixes."""
+        return self.num_exact_pages(max_num_seqs) * self.exact_page
+
+    def beside(self, max_num_seqs: int) -> int:
+        """What is there from the start, beside the pages of tokens."""
+        return (max_num_seqs + 1) * self.row + self.windows(max_num_seqs)
+
+
+class _Resolver:
+    """Settings with "auto" replaced, and the reason of each value."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self.reasons: dict[str, str] = {}
+
+    def take(self, name: str, otherwise: T, why: str) -> T:
+        """What was asked for, or `otherwise`."""
+        asked = getattr(self._settings, name)
+        self.reasons[name] = why if asked == "auto" else ASKED
+        return otherwise if asked == "auto" else cast(T, asked)
+
+
+def resolve(
+    settings: Settings,
+    machine: Machine,
+    model: ModelConfig,
+    draft: DraftConfig | None,
+    *,
+    weights: Weights,
+    draft_weights: Weights | None = None,
+    has_int8: bool = True,
+) -> Plan:
+    """Resolve `settings` for this machine and this pair of models.
+
+    `has_int8`: False where the CPU's int8 kernels were tried and do not run: "auto" then leaves them out.
+    """
+    is_cpu = runs_on_cpu(settings, machine)
+    resolver = _Resolver(settings)
+    _explain_devices(resolver, settings, machine, has_draft=draft is not None)
+    usual = "the default on a CPU" if is_cpu else "the default on a GPU"
+    dtype_reason = "the CPU's kernels are fastest in it" if is_cpu else "GPUs multiply it natively"
+    dtype = resolver.take("dtype", "float32" if is_cpu else "bfloat16", dtype_reason)
+    memory = machine.memory_bytes if is_cpu else gpu_budget(settings, machine)
+    whole = _whole_numbers(settings, dtype, has_int8=has_int8) if is_cpu else None
+    both = (weights, draft_weights or Weights(0))
+    if settings.load_format == "dummy":  # random weights are not packed
+        both = (replace(both[0], method=None), replace(both[1], method=None))
+    quantization, draft_quantization, held = _storages(resolver, settings, both, memory, dtype, whole)
+    if draft is None:
+        del resolver.reasons["draft_quantization"]
+    width, block = _width(resolver, settings, draft, is_cpu=is_cpu)
+    kv = kv_choice(settings, dtype, model, draft, block)
+    resolver.reasons.update(kv.reasons)
+    overlap = resolver.take("overlap", not is_cpu, NO_GAIN if is_cpu else "it hides the host's work")
+    chunk = resolver.take("max_prefill_tokens", 256 if is_cpu else 2048, usual)
+    in_flight = chunk * (2 if overlap else 1)
+    needs = _Needs.of(kv, kv.specs(model, draft), settings, dtype, block, in_flight)
+    contexts = 2 * model.max_positions * needs.token
+    total = partial(_cache_bytes, settings, machine, held, is_cpu=is_cpu)
+    rows = _rows(memory, needs, total(contexts), block * model.vocab_size, is_cpu=is_cpu)
+    max_num_seqs = resolver.take("max_num_seqs", *rows)
+    beside = needs.beside(max_num_seqs)
+    room = _cache_tokens(total(contexts + beside), needs.token, beside)
+    max_model_len, num_pages = _cache(resolver, settings, model, room, max_num_seqs, block, is_cpu=is_cpu)
+    return Plan(
+        dtype=dtype,
+        quantization=quantization,
+        draft_quantization=draft_quantization,
+        width=width,
+        block=block,
+        draft_ngram=_draft_ngram(resolver, settings, draft),
+        max_model_len=max_model_len,
+        max_positions=max_model_len + 2 * block,
+        max_num_seqs=max_num_seqs,
+        max_queue=settings.max_queue,
+        page_size=settings.page_size,
+        num_pages=num_pages,
+        kv_dtype=kv.target,
+        draft_kv_dtype=kv.draft,
+        kv_window=settings.kv_window,
+        num_exact_pages=needs.num_exact_pages(max_num_seqs),
+        max_prefill_tokens=chunk,
+        prefix_cache=_prefix_cache(resolver, settings, model),
+        overlap=overlap,
+        seed=settings.seed,
+        same_bits=_same_bits(resolver, settings, is_cpu=is_cpu),
+        reasons=resolver.reasons,
+    )
+
+
+def _prefix_cache(resolver: _Resolver, settings: Settings, model: ModelConfig) -> bool:
+    # A state holds everything before it: a page found again does not bring it back.
+    if settings.prefix_cache and model.is_hybrid:
+        resolver.reasons["prefix_cache"] = "layers with a state cannot take up a found prefix"
+    return settings.prefix_cache and not model.is_hybrid
+
+
+def _rows(budget: int, needs: _Needs, total: int, logits: int, *, is_cpu: bool) -> tuple[int, str]:
+    """As many as are usual, or as keep their exact windows to a share of the cache's bytes, and why."""
+    rows, why = _usual_rows(budget, needs.row + needs.window, logits, is_cpu=is_cpu)
+    if needs.windows(rows) <= WINDOW_SHARE * total:
+        return rows, why
+    fewer = [count for count in FEWER_ROWS if count < rows]
+    for count in fewer:
+        if needs.windows(count) <= WINDOW_SHARE * total:
+            return count, f"exact windows of more would take over {WINDOW_SHARE:.0%} of the cache"
+    return fewer[-1], f"the least, though their exact windows take over {WINDOW_SHARE:.0%} of the cache"
+
+
+def _usual_rows(budget: int, row_bytes: int, logits: int, *, is_cpu: bool) -> tuple[int, str]:
+    """The most that take no more than their share of the budget, by one row's bytes and logits, and why."""
+    if is_cpu:
+        return CPU_ROWS, "the default on a CPU"
+    each = row_bytes + 2 * LOGIT_BYTES * logits  # while a step runs, and in what graphs keep
+    for rows in GPU_ROWS:
+        if rows * each <= ROWS_SHARE * budget:
+            return rows, f"logits and states of so many take at most {ROWS_SHARE:.0%} of the memory"
+    return GPU_ROWS[-1], "the least on a GPU: logits and states of more would take too much of its memory"
+
+
+def _same_bits(resolver: _Resolver, settings: Settings, *, is_cpu: bool) -> bool:
+    is_fast = settings.allow_batch_variance and not is_cpu
+    resolver.reasons["same_bits"] = (
+        "--allow-batch-variance takes the fastest kernels" if is_fast else "a start tests it"
+    )
+    return not is_fast
+
+
+def runs_on_cpu(settings: Settings, machine: Machine) -> bool:
+    return settings.device.split(":")[0] == "cpu" or (settings.device == "auto" and not machine.gpu_bytes)
+
+
+def _explain_devices(resolver: _Resolver, settings: Settings, machine: Machine, *, has_draft: bool) -> None:
+    """The reasons of what was resolved before the plan: drafter and device, and the share of a card."""
+    resolver.take("draft", "", "it was made for the model" if has_draft else "none is known for it")
+    is_cpu = runs_on_cpu(settings, machine)
+    why = "the driver finds no GPU" if is_cpu else "a GPU is there, or named by --card"
+    if machine.gpu_error is not None and is_cpu:
+        why = f"the driver does not answer ({machine.gpu_error})"
+    resolver.take("device", "", why)
+    if not is_cpu:
+        resolver.reasons["gpu_memory_utilization"] = share_reason(
+            settings, memory_share(settings, machine), f"never above {UNIFIED_SHARE}"
+        )
+
+
+def share_reason(settings: Settings, share: float, limit: str) -> str:
+    """Why a share of a card's memory is taken; `limit` says what unified memory changes."""
+    if share < settings.gpu_memory_utilization:
+        return f"unified memory: the system lives in it too, so {limit}"
+    is_default = settings.gpu_memory_utilization == DEFAULTS["gpu_memory_utilization"]
+    return "the default" if is_default else ASKED
+
+
+def _draft_ngram(resolver: _Resolver, settings: Settings, draft: DraftConfig | None) -> int:
+    if settings.draft == NGRAM:
+        return resolver.take("draft_ngram", ALONE, "a wrong draft costs no more than none")
+    if draft is None:
+        return 0
+    return resolver.take("draft_ngram", BESIDE, "the drafter alone, unless asked for")
+
+
+def _width(
+    resolver: _Resolver, settings: Settings, draft: DraftConfig | None, *, is_cpu: bool
+) -> tuple[int, int]:
+    """What a step verifies, and the most that it may write."""
+    if draft is not None and settings.width != "auto" and settings.width > draft.block:
+        raise SettingsError(
+            f"width = {settings.width}, but draft '{draft.name}' was trained for blocks of {draft.block}: "
+            f"use --width {draft.block} or less."
+        )
+    block = draft.block if draft else NGRAM_BLOCK if settings.draft == NGRAM else 1
+    width = min(block, CPU_WIDTH) if is_cpu else block
+    width = resolver.take("width", width, width_reason(width, block, is_trained=draft is not None))
+    return width, max(width, block)
+
+
+def width_reason(width: int, block: int, *, is_trained: bool = True) -> str:
+    """Why a width was planned; `block` is the drafter's, 1 without one."""
+    if block == 1:
+        return "no drafter: plain decoding"
+    if width < block:
+        return f"wider than {CPU_WIDTH} costs more than it commits on a CPU; a start measures it"
+    return f"the block that the drafter was trained for ({block})" if is_trained else "to begin with"
+
+
+def _whole_numbers(settings: Settings, dtype: str, *, has_int8: bool) -> _WholeNumbers | None:
+    """None: this CPU does not multiply int8, or not for weights of `dtype`."""
+    if dtype != "float32" or why_not_here() is not None:
+        return None
+    return _WholeNumbers(measured_quality(known_name(settings.model)) if has_int8 else None)
+
+
+def _storages(
+    resolver: _Resolver,
+    settings: Settings,
+    both: tuple[Weights, Weights],
+    memory: int,
+    dtype: str,
+    whole: _WholeNumbers | None,
+) -> tuple[Storage, Storage, int]:
+    """How the weights of target and drafter are held, and the bytes of both."""
+    element_bytes = ELEMENT_BYTES[dtype]
+    unpackable = int(memory * UNPACK_SHARE) // element_bytes
+    target = _storage(resolver, settings, "quantization", both[0], unpackable, whole)
+    draft = _storage(resolver, settings, "draft_quantization", both[1], unpackable, whole)
+    held = sum(_weight_bytes(*one, element_bytes) for one in zip(both, (target, draft), strict=True))
+    return target, draft, held
+
+
+def _storage(
+    resolver: _Resolver,
+    settings: Settings,
+    name: str,
+    weights: Weights,
+    unpackable: int,
+    whole: _WholeNumbers | None,
+) -> Storage:
+    """How to hold a checkpoint's weights; `unpackable` values fit easily once unpacked.
+
+    Most packed formats have no kernel of their own: each forward unpacks them again. So weights stay packed
+    only where memory needs it.
+    """
+    wanted = getattr(settings, name)
+    if wanted == "int8" and whole is not None and weights.method == "GGUF":
+        return resolver.take(name, "int8", "asked for")  # unpacked, then rounded
+    if wanted in ("fp8", "int8") and weights.method is not None:
+        raise SettingsError(
+            f"{name} = {wanted}, but the checkpoint is quantised already "
+            f"({weights.method}): use keep or none, or give the unquantised checkpoint."
+        )
+    if settings.load_format == "dummy":
+        made: Storage = resolver.take(name, "none", "no files are read")
+        return "none" if made == "keep" else made
+    if whole is not None and whole.quality is not None and weights.method in (None, "GGUF"):
+        return resolver.take(name, "int8", f"whole numbers are fastest on a CPU; {whole.quality}")
+    if weights.method is None:
+        return resolver.take(name, "none", "the file is not quantised")
+    if weights.num_values > unpackable:
+        size = f"unpacked it would take over {UNPACK_SHARE:.0%} of the memory"
+        return resolver.take(name, "keep", f"the file is {weights.method}, and {size}")
+    why = f"the file is {weights.method}; unpacked it fits easily and is faster"
+    if whole is not None and name == "quantization":
+        why += "; int8 is faster still (--quantization int8), but its cost in quality is not measured here"
+    return resolver.take(name, "none", why)
+
+
+def memory_share(settings: Settings, machine: Machine) -> float:
+    """The share of the GPU's memory that may be in use; less where it is the CPU's memory too."""
+    return min(settings.gpu_memory_utilization, UNIFIED_SHARE if machine.is_unified else 1.0)
+
+
+def gpu_budget(settings: Settings, machine: Machine) -> int:
+    """Bytes of the GPU that we may take: the share of the whole, less what others have."""
+    return int(machine.gpu_bytes * memory_share(settings, machine)) - (
+        machine.gpu_bytes - machine.gpu_free_bytes
+    )
+
+
+def _weight_bytes(weights: Weights, storage: Storage, element_bytes: int) -> int:
+    """Of formats that stay packed, at the least half a byte a value."""
+    each = {"none": float(element_bytes), "fp8": 1.0, "int8": 1.0, "keep": 0.5}[storage]
+    return int(weights.num_values * each)
+
+
+def _cache_bytes(
+    settings: Settings, machine: Machine, weight_bytes: int, contexts: int, *, is_cpu: bool
+) -> int:
+    """What the cache may take: as asked for, or what there is room for; on a CPU two full `contexts`."""
+    if settings.cache_bytes != "auto":
+        return settings.cache_bytes
+    if is_cpu:
+        return min(int(machine.memory_bytes * CACHE_SHARE), max(CPU_CACHE_BYTES, contexts))
+    return _gpu_room(settings, machine, weight_bytes)
+
+
+def _gpu_room(settings: Settings, machine: Machine, weight_bytes: int) -> int:
+    """For the cache, before anything is measured (start/memory.py does that once the weights are there)."""
+    budget = gpu_budget(settings, machine)
+    room = budget - weight_bytes - WORK_BYTES
+    if room <= 0:
+        share = f"--gpu-memory-utilization {settings.gpu_memory_utilization}"
+        raise CapacityError(
+            f"weights of {weight_bytes / 1e9:.1f} GB and about {WORK_BYTES / 1e9:.1f} GB for a step: the "
+            f"budget is {budget / 1e9:.1f} GB ({share} of {machine.gpu_bytes / 1e9:.1f} GB, less what others "
+            "use): use --quantization fp8 or a smaller model, or raise it."
+        )
+    return room
+
+
+def _cache_tokens(total: int, token_bytes: int, beside: int) -> int:
+    """How many tokens the cache holds beside what every row has from the start: states, exact windows."""
+    if beside and beside >= total:
+        raise CapacityError(
+            f"the states and exact windows of all rows take {beside:,} bytes, but the cache has "
+            f"{total:,}: raise --cache-bytes or lower --max-num-seqs."
+        )
+    return (total - beside) // max(token_bytes, 1)
+
+
+def _cache(
+    resolver: _Resolver,
+    settings: Settings,
+    model: ModelConfig,
+    room: int,
+    max_num_seqs: int,
+    block: int,
+    *,
+    is_cpu: bool,
+) -> tuple[int, int]:
+    """Context and pages, where there is room for so many tokens: for every row at most."""
+    beside = 2 * block + settings.page_size  # scratch, and a page that is only begun
+    max_model_len = _max_context(resolver, settings, model, room - beside)
+    wanted = max_num_seqs * (max_model_len + beside)
+    resolver.take("cache_bytes", 0, CPU_CACHE if is_cpu else ALL_ROWS if wanted <= room else LEFT_OVER)
+    return max_model_len, min(room, wanted) // settings.page_size
+
+
+def _max_context(resolver: _Resolver, settings: Settings, model: ModelConfig, room: int) -> int:
+    """The model's own limit, or less where the cache holds less; what was asked for, or an error."""
+    known = model.max_positions
+    if settings.max_model_len != "auto" and settings.max_model_len > known:
+        raise SettingsError(
+            f"max_model_len = {settings.max_model_len}, but '{model.name}' knows {known} positions: "
+            f"use --max-model-len {known} or less."
+        )
+    why = ALL_POSITIONS if room >= known else CACHE_HOLDS
+    max_model_len = resolver.take("max_model_len", min(known, room), why)
+    if max_model_len < 2 or max_model_len > room:
+        raise CapacityError(
+            f"the cache holds {max(room, 0)} tokens beside its scratch space, "
+            f"too few for a context of {max(max_model_len, 2)}: raise --cache-bytes or lower --max-model-len."
+        )
+    return max_model_len
