@@ -1,6 +1,7 @@
 """The shape of the package: who may import whom, what stays light, who prints."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -238,3 +239,12 @@ def test_no_start_imports_what_forms_alone_need():
     for name, tree in MODULES.items():
         top = ast.Module([node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)], [])
         assert "llguidance" not in {imported.partition(".")[0] for imported in imports(top)}, name
+
+
+def test_settings_are_changed_by_the_resolver_alone():
+    """It is where "auto" becomes a value; others ask it for settings with something else asked for."""
+    changed = re.compile(r"replace\(\s*(\w+\.)?settings\s*[,)]")
+    found = {
+        path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py") if changed.search(path.read_text())
+    }
+    assert found == {"planner/resolver.py"}

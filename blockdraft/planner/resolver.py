@@ -29,9 +29,9 @@ from blockdraft.planner.plan import (
     Weights,
 )
 from blockdraft.planner.quality import Quality, measured_quality
+from blockdraft.settings import shipped
 from blockdraft.settings.model_source import known_name
 from blockdraft.settings.settings import DEFAULTS, DFLASH2, NGRAM, Settings
-from blockdraft.settings.shipped import DRAFTERS, FOLDER, shipped_drafter
 
 CPU_WIDTH = 8  # widest verify that costs little more than a narrow one (docs/benchmarks.md)
 CPU_ROWS = 16
@@ -88,16 +88,16 @@ def named_drafter(
     """
     if asked not in ("auto", DFLASH2):
         return asked
-    folder = shipped_drafter(model, part=DFLASH2) if takes_head or asked == DFLASH2 else None
+    folder = shipped.shipped_drafter(model, part=DFLASH2) if takes_head or asked == DFLASH2 else None
     if folder is None and asked == DFLASH2:
         raise SettingsError(
-            f"no DFlash2 head ships for '{model}', only for {' and '.join(map(repr, DRAFTERS))}: name a "
-            f"drafter, or 'auto'. A folder of that name is ./{DFLASH2}."
+            f"no DFlash2 head ships for '{model}', only for {' and '.join(map(repr, shipped.DRAFTERS))}: "
+            f"name a drafter, or 'auto'. A folder of that name is ./{DFLASH2}."
         )
-    folder = folder or shipped_drafter(model)
+    folder = folder or shipped.shipped_drafter(model)
     known = known_name(model)
-    if folder is None and known in DRAFTERS:
-        report(f"no drafter: '{DRAFTERS[known]}' is not in {FOLDER}, so decoding is plain")
+    if folder is None and known in shipped.DRAFTERS:
+        report(f"no drafter: '{shipped.DRAFTERS[known]}' is not in {shipped.FOLDER}, so decoding is plain")
     return "none" if folder is None else str(folder)
 
 
@@ -173,10 +173,7 @@ def resolve(
     draft_weights: Weights | None = None,
     has_int8: bool = True,
 ) -> Plan:
-    """Resolve `settings` for this machine and this pair of models.
-
-    `has_int8`: False where the CPU's int8 kernels were tried and do not run: "auto" then leaves them out.
-    """
+    """Resolve for this machine and pair. `has_int8`: False where the CPU's int8 kernels do not run."""
     is_cpu = runs_on_cpu(settings, machine)
     resolver = _Resolver(settings)
     _explain_devices(resolver, settings, machine, has_draft=draft is not None)
@@ -186,8 +183,6 @@ def resolve(
     memory = machine.memory_bytes if is_cpu else gpu_budget(settings, machine)
     whole = _whole_numbers(settings, dtype, has_int8=has_int8) if is_cpu else None
     both = (weights, draft_weights or Weights(0))
-    if settings.load_format == "dummy":  # random weights are not packed
-        both = (replace(both[0], method=None), replace(both[1], method=None))
     quantization, draft_quantization, held = _storages(resolver, settings, both, memory, dtype, whole)
     if draft is None:
         del resolver.reasons["draft_quantization"]
@@ -196,8 +191,7 @@ def resolve(
     resolver.reasons.update(kv.reasons)
     overlap = resolver.take("overlap", not is_cpu, NO_GAIN if is_cpu else "it hides the host's work")
     chunk = resolver.take("max_prefill_tokens", 256 if is_cpu else 2048, usual)
-    in_flight = chunk * (2 if overlap else 1)
-    needs = _Needs.of(kv, kv.specs(model, draft), settings, dtype, block, in_flight)
+    needs = _Needs.of(kv, kv.specs(model, draft), settings, dtype, block, chunk * (1 + overlap))
     contexts = 2 * model.max_positions * needs.token
     total = partial(_cache_bytes, settings, machine, held, is_cpu=is_cpu)
     rows = _rows(memory, needs, total(contexts), block * model.vocab_size, is_cpu=is_cpu)
@@ -342,7 +336,9 @@ def _storages(
     dtype: str,
     whole: _WholeNumbers | None,
 ) -> tuple[Storage, Storage, int]:
-    """How the weights of target and drafter are held, and the bytes of both."""
+    """Return how the weights of target and drafter are held, and the bytes of both."""
+    if settings.load_format == "dummy":  # random weights are not packed
+        both = (replace(both[0], method=None), replace(both[1], method=None))
     element_bytes = ELEMENT_BYTES[dtype]
     unpackable = int(memory * UNPACK_SHARE) // element_bytes
     target = _storage(resolver, settings, "quantization", both[0], unpackable, whole)

@@ -422,7 +422,7 @@ def test_every_setting_is_translated_or_refused_or_known_to_be_ours():
     """A new setting must not be dropped in silence."""
     ours = {
         "verify",
-        "fast",
+        "allow_batch_variance",
         "recipe",
         "engine",
         "engine_version",

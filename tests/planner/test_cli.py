@@ -188,7 +188,7 @@ def test_known_bad_combinations_are_refused_with_their_thread():
         ((tiny.TARGET, "--card", "dgx-sparc"), "did you mean dgx-spark?"),
         ((tiny.TARGET, "--context", "100", "--max-model-len", "200"), "give one"),
         ((tiny.TARGET, "--context", "1000000"), "knows 512 positions"),
-        ((tiny.TARGET, "--draft", tiny.TARGET), "is not a DFlash drafter"),
+        ((tiny.TARGET, "--draft", tiny.TARGET), "is not a supported DFlash drafter"),
         ((tiny.TARGET, "--engine", "vllm"), "no GPU"),
         ((tiny.TARGET, "--device", "cuda"), "no GPU"),
         ((tiny.TARGET, "--tensor-parallel", "2"), "not for the native engine"),

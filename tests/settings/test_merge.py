@@ -53,7 +53,7 @@ def test_each_layer_goes_before_the_one_below_it(recipe, monkeypatch):
     resolved = merge_settings({"recipe": recipe, "width": 11})
     found = {name: (getattr(resolved.settings, name), resolved.sources[name]) for name in resolved.sources}
     assert found["width"] == (11, "--width")
-    assert found["max_num_seqs"] == (5, "BLOCKDRAFT_MAX_ROWS")
+    assert found["max_num_seqs"] == (5, "BLOCKDRAFT_MAX_NUM_SEQS")
     assert found["draft"] == ("org/draft", f"recipe {recipe}")
     assert found["page_size"] == (16, "default")
     assert set(found) == {item.name for item in fields(Settings)}
@@ -145,7 +145,7 @@ def test_an_error_says_which_layer_to_mend(tmp_path, monkeypatch):
     with pytest.raises(SettingsError, match=r"tensor_parallel = 2 .* \(tensor_parallel is from recipe "):
         merge_settings({"recipe": str(path), "engine": "native"})
     monkeypatch.setenv("BLOCKDRAFT_MAX_ROWS", "0")
-    with pytest.raises(SettingsError, match=r"max_num_seqs is from BLOCKDRAFT_MAX_ROWS"):
+    with pytest.raises(SettingsError, match=r"max_num_seqs is from BLOCKDRAFT_MAX_NUM_SEQS"):
         merge_settings({})
     with pytest.raises(SettingsError) as error:
         merge_settings({"max_num_seqs": 0})
@@ -261,7 +261,7 @@ def test_the_table_shows_values_with_their_sources(recipe, capsys, monkeypatch):
     assert main(["settings", "other/model", "--recipe", recipe, "--engine", "sglang"]) == 0
     rows = [line.split(maxsplit=2) for line in capsys.readouterr().out.splitlines()]
     assert ["model", "other/model", "--model"] in rows
-    assert ["max_num_seqs", "5", "BLOCKDRAFT_MAX_ROWS"] in rows
+    assert ["max_num_seqs", "5", "BLOCKDRAFT_MAX_NUM_SEQS"] in rows
     assert ["width", "9", f"recipe {recipe}"] in rows
     assert ["page_size", "16", "default"] in rows
     assert rows[-1][0] == "note:"
