@@ -123,7 +123,7 @@ def forces_too_much(matcher: LLMatcher) -> bool:
 
 
 def error_of(matcher: LLMatcher) -> str:
-    """What is wrong in llguidance's words, with the place in the grammar; or in ours."""
+    """The error in llguidance's words, with its place in the grammar, or in ours."""
     error = matcher.get_error().removesuffix("<non-verbose/>").strip()
     if error.startswith("panic:"):  # it counts symbols and the like in 16 bits
         return "it has more parts than llguidance can count: make it simpler."
@@ -131,7 +131,7 @@ def error_of(matcher: LLMatcher) -> str:
 
 
 def read_tokens(tokens: TokenSource) -> LLTokenizer:
-    """ValueError: llguidance cannot read them."""
+    """Raises ValueError if llguidance cannot read them."""
     from llguidance import LLTokenizer
 
     return LLTokenizer(tokens.json, n_vocab=tokens.size, eos_token=list(tokens.end_ids))

@@ -57,7 +57,7 @@ def is_gbnf(text: str) -> bool:
 
 
 def lark_of_gbnf(text: str) -> str:
-    """The same grammar in Lark. RequestError: it is no grammar."""
+    """Translate a GBNF grammar to Lark. Raises RequestError for an invalid one."""
     rules = _rules(list(_pieces(text)))
     for rule in rules.values():
         for name, line in rule.lines.items():

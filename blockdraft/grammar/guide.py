@@ -31,7 +31,7 @@ Masks = np.ndarray  # [columns, words]
 
 @dataclass(frozen=True, slots=True)
 class Thoughts:
-    """Where an answer stands in its thoughts, in front of its grammar."""
+    """How far an answer has come in its thoughts, in front of its grammar."""
 
     is_open: bool = False
     num_matched: int = 0  # tokens of the opening or closing sequence that stand at the end
@@ -106,7 +106,7 @@ class Guide:
     # ---- thoughts
 
     def _after(self, thoughts: Thoughts, token_id: int) -> tuple[Thoughts | None, bool]:
-        """Where one more token leads (None: the grammar begins), and whether it was one of the thoughts'."""
+        """The state behind one more token (None: the grammar begins), and whether that was a thought."""
         assert self._thinking is not None
         if not thoughts.is_open:
             opening = self._thinking.open_ids
@@ -165,7 +165,7 @@ class Guide:
         return found + rest
 
     def forced(self) -> list[int]:
-        """What must come next, whatever is drafted: the first tokens of what `correct` would say."""
+        """The tokens that must come next, whatever is drafted."""
         if self._thoughts is not None:
             token_id = self._forced_by(self._thoughts)
             return [] if token_id is None else [token_id]
@@ -191,7 +191,7 @@ class Guide:
         return self._bound(column, list(drafts[column:]))
 
     def _next(self, thoughts: Thoughts, drafts: Items[int], column: int) -> tuple[Thoughts | None, bool]:
-        """`_after` the draft behind a column. Behind the last column there is none: the grammar may begin."""
+        """The state behind a column's draft. The last column has none: there the grammar may begin."""
         if column < len(drafts):
             return self._after(thoughts, drafts[column])
         return (thoughts, True) if thoughts.is_open or thoughts.num_matched else (None, False)

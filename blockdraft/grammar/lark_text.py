@@ -39,7 +39,7 @@ def quoted(text: str) -> str:
 
 
 def read_lark(text: str, token_id: Callable[[str], int | None], vocab_size: int) -> LarkFacts:
-    """Reads a grammar once. `token_id` gives the number of a token's name. RequestError: there is no such."""
+    """Reads a grammar once. `token_id` finds a token by its name. Raises RequestError if there is none."""
     ids: set[int] = set()
     has_ends = has_other_ids = False
 

@@ -62,7 +62,7 @@ class Vocabulary:
         return found.matcher.deep_copy(), found.may_roll_back
 
     def _forget(self) -> None:
-        """Those asked for longest ago, if there are too many."""
+        """Forget the least recently used, if there are too many."""
         num_bytes = sum(one.num_bytes for one in self._kept.values())
         while len(self._kept) > MAX_KEPT or (num_bytes > MAX_KEPT_BYTES and len(self._kept) > 1):
             num_bytes -= self._kept.popitem(last=False)[1].num_bytes

@@ -11,7 +11,7 @@ _KINDS = ((bool, "true or false"), (int | float, "a number"), (str, "a string"),
 
 
 def content_text(message: Mapping[str, object]) -> str:
-    """The text of a message. Text parts are joined by a newline, as in vLLM. RequestError: it has none."""
+    """The text of a message; parts are joined by newlines, as in vLLM. Raises RequestError for others."""
     content = message.get("content")
     if isinstance(content, str):
         return content
@@ -35,8 +35,8 @@ def _part_text(part: object) -> str:
     if kind != "text":
         named = f"'{kind[:64]}'" if isinstance(kind, str) else json_kind(kind)
         raise RequestError(
-            f"a message has a part of type {named}, but this model reads text only, whatever it can do "
-            'elsewhere: this engine is text only. Send {"type": "text", "text": "..."} parts.',
+            f"a message has a part of type {named}, but this server reads text only, even if the "
+            'model could read more: send {"type": "text", "text": "..."} parts.',
             "messages",
         )
     if not isinstance(text, str):

@@ -153,7 +153,7 @@ class StopStrings:
         return self._hold(waiting)
 
     def flush(self) -> str:
-        """What was held back: the text is over, so no stop string can complete."""
+        """Return the held text at the end, as no stop string can complete."""
         held, self._held = self._held, ""
         return held
 

@@ -37,7 +37,7 @@ def decode_beside(tokenizer: tokenizers.Tokenizer, ids: Sequence[int], skip_spec
 
 
 class Marked(NamedTuple):
-    """What a template is given, and the mark in it, which no message holds."""
+    """The input of a template, and the mark in it, which no message holds."""
 
     messages: list[Mapping[str, object]]
     options: dict[str, object]
@@ -85,7 +85,7 @@ class MessageText:
         return self._with_special_tokens(first, ids, len(encoded[0].ids)) if add_special_tokens else ids
 
     def _with_special_tokens(self, first: str, ids: list[int], num_first: int) -> list[int]:
-        """With those that the tokenizer puts around every text."""
+        """The ids between the special tokens that the tokenizer puts around every text."""
         around = self._tokenizer.encode(first, add_special_tokens=True).ids
         num_before = next(
             (n for n in range(len(around) + 1) if around[n : n + num_first] == ids[:num_first]), len(around)
@@ -120,7 +120,7 @@ def _beginnings(markup: set[str]) -> re.Pattern[str] | None:
 
 
 def _joint(tokenizer: tokenizers.Tokenizer) -> str | None:
-    """A token that stands in front of a text and changes nothing in it; None: there is none, nor markup."""
+    """A token that changes nothing in the text behind it; None if there is none."""
     added = tokenizer.get_added_tokens_decoder()
     texts = [token.content for token in added.values()]
     for token_id, token in added.items():

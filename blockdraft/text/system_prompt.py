@@ -1,4 +1,4 @@
-"""Which system prompt a chat template inserts by itself, found by asking it with one and without."""
+"""Finds the system prompt that a chat template inserts by itself, by rendering with one and without."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _SYSTEM, _USER = "\ue000system\ue000", "\ue000user\ue000"  # of the private use 
 
 
 def inserted_system_prompt(tokenizer: Tokenizer) -> str:
-    """The text that stands where a conversation's own would; empty: there is none, or nobody can tell."""
+    """The text in the place of a conversation's own system prompt; empty if none is found."""
     question = {"role": "user", "content": _USER}
     try:
         plain = tokenizer.render([question])

@@ -1,4 +1,4 @@
-"""Chat templates: programs that come with a checkpoint nobody has vetted, run in jinja's sandbox.
+"""Chat templates: untrusted programs that come with a checkpoint, run in jinja's sandbox.
 
 A rendering has a budget of steps and of text; `_Environment` says what it covers.
 """
@@ -74,7 +74,7 @@ def run_template(template: jinja2.Template, variables: Mapping[str, object]) -> 
         ) from None
     except jinja2.exceptions.SecurityError as e:
         raise ModelError(
-            f"the model's chat template does what a template may not do ({e}): "
+            f"the model's chat template does something forbidden ({e}): "
             "do not trust this checkpoint's template; use plain prompts."
         ) from e
     except (
@@ -88,7 +88,7 @@ def run_template(template: jinja2.Template, variables: Mapping[str, object]) -> 
 
 
 def _why(error: Exception) -> str:
-    """What a template lacks, in JSON's words; the texts of other errors speak of Python."""
+    """What a template misses, in JSON's words. Other errors speak of Python and are not shown."""
     if not isinstance(error, jinja2.UndefinedError):
         return ""
     return f" ({_PYTHON_NAME.sub(lambda found: _JSON_NAMES.get(found[1], 'a value'), str(error))})"
@@ -103,7 +103,7 @@ class _OverBudget(jinja2.TemplateError):
 
 
 class _Work:
-    """What one rendering has used of its budget."""
+    """Counts what one rendering uses of its budget."""
 
     def __init__(self) -> None:
         self._num_steps = 0

@@ -77,7 +77,7 @@ class Tokenizer:
         return self._chat_template
 
     def token_id(self, token: str) -> int | None:
-        """The id of the token that is written so; None: there is none."""
+        """The id of the token with this text; None if there is none."""
         token_id: int | None = self._tokenizer.token_to_id(token)
         return token_id
 
@@ -218,7 +218,7 @@ class Tokenizer:
 
 
 def _broken_bytes(values: Sequence[int | None]) -> Iterator[int]:
-    """Where a byte is no part of a whole UTF-8 character; None stands for any other token."""
+    """Places of bytes that are not part of a whole UTF-8 character; None stands for other tokens."""
     at = 0
     while at < len(values):
         lead = values[at]

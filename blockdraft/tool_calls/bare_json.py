@@ -34,7 +34,7 @@ class BareJsonReader(JsonCallReader):
     OPENING = (PYTHON_TAG,)
 
     def _read(self) -> Steps[None]:
-        """As in other formats, with an opening tag of no characters in front of everything."""
+        """As in other formats, but a call may begin the answer without an opening tag."""
         yield from self._try_call("")
         yield from super()._read()
 

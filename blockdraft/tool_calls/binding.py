@@ -1,7 +1,7 @@
-"""What the grammar of a format can bind of a JSON schema, where that grammar is our own and not llguidance's.
+"""How much of a JSON schema a format's own grammar can bind, where llguidance's JSON grammar does not apply.
 
-One rule for all such formats: what the grammar cannot bind is refused for a strict tool, and checked when the
-call has been read for any other (tools/checking.py).
+Keywords that a grammar cannot bind are refused for strict tools. For other tools the call is checked when it
+is complete (tool_calls/checking.py).
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ def refuse_unbound(tool: FunctionTool, names: Iterable[str], format_name: str) -
     if found and tool.is_strict:
         raise RequestError(
             f"the function '{tool.name}' is strict, and a call in this model's format ({format_name}) cannot "
-            f"be held to {found} of its schema: leave that out, or set 'strict' to false.",
+            f"be bound to {found} of its schema: leave that out, or set 'strict' to false.",
             "tools",
         )
 
 
 def no_value(tool: FunctionTool, why: str) -> RequestError:
     """The error for a schema that nothing can have."""
-    return RequestError(f"nothing can have the schema of the function '{tool.name}': {why}.", "tools")
+    return RequestError(f"no arguments can match the schema of the function '{tool.name}': {why}.", "tools")
 
 
 def unbound(flat: Flat) -> set[str]:

@@ -1,4 +1,4 @@
-"""Whether a value has its schema: for what the grammar of a format cannot bind.
+"""Checks whether a value matches its schema, for keywords that a grammar cannot bind.
 
 `pattern` is left to grammars: Python's regexes can take for ever on a client's.
 """
@@ -50,7 +50,7 @@ class TooMuch(Exception):
 
 
 def problem_of(value: object, schema: object, schemas: Schemas) -> str | None:
-    """What is wrong with a value, with its place; None: nothing, or the check would take too long."""
+    """The first problem of a value and its place; None if there is none, or the check would take too long."""
     try:
         return next(_Check(schemas).problems(value, schema, ""), None)
     except (TooMuch, RecursionError):
@@ -83,12 +83,12 @@ class _Check:
     def _choices(self, value: object, keywords: Part, where: str) -> Iterator[str]:
         either = listed(keywords, "anyOf")
         if either and not any(self._fits(value, one) for one in either):
-            yield f"{where}{_shown(value)} is none of 'anyOf'"
+            yield f"{where}{_shown(value)} matches none of 'anyOf'"
         one_of = listed(keywords, "oneOf")
         if one_of and sum(self._fits(value, one) for one in one_of) != 1:
-            yield f"{where}{_shown(value)} is not exactly one of 'oneOf'"
+            yield f"{where}{_shown(value)} does not match exactly one of 'oneOf'"
         if "not" in keywords and self._fits(value, keywords["not"]):
-            yield f"{where}{_shown(value)} is what 'not' forbids"
+            yield f"{where}{_shown(value)} matches what 'not' forbids"
         if "if" in keywords:
             branch = "then" if self._fits(value, keywords["if"]) else "else"
             yield from self.problems(value, keywords.get(branch, True), where)
@@ -108,7 +108,7 @@ class _Check:
             if name in properties:
                 yield from self.problems(item, properties[name], below)
             elif rest is False and not patterns:
-                yield f"{where}'{name}' is no property ('additionalProperties')"
+                yield f"{where}'{name}' is not a known property ('additionalProperties')"
             elif not patterns:
                 yield from self.problems(item, rest, below)
             yield from self.problems(name, keywords.get("propertyNames", True), below)
@@ -120,7 +120,7 @@ class _Check:
             yield from self.problems(item, schema, f"{where}[{place}]: ")
         num_different = len({json.dumps(item, sort_keys=True) for item in value})
         if keywords.get("uniqueItems") is True and num_different < len(value):
-            yield f"{where}an item is there twice ('uniqueItems')"
+            yield f"{where}an item occurs twice ('uniqueItems')"
         if "contains" in keywords:
             count = sum(self._fits(item, keywords["contains"]) for item in value)
             least, most = keywords.get("minContains", 1), keywords.get("maxContains", len(value))
@@ -129,7 +129,7 @@ class _Check:
                 and isinstance(most, int | float)
                 and not least <= count <= most
             ):
-                yield f"{where}{count} items are what 'contains' asks for"
+                yield f"{where}{count} items match 'contains'"
 
 
 def _own_problems(value: object, kind: str, keywords: Part, where: str) -> Iterator[str]:
@@ -140,7 +140,7 @@ def _own_problems(value: object, kind: str, keywords: Part, where: str) -> Itera
         yield f"{where}{_shown(value)} is of type {kind}, not {' or '.join(map(str, types))}"
     values = values_of(keywords)
     if values is not None and not any(_is_same(value, one) for one in values):
-        yield f"{where}{_shown(value)} is none of the values that are listed ('enum')"
+        yield f"{where}{_shown(value)} is not a listed value ('enum')"
     size = _measured(value)
     for name, (measure, is_right) in _LIMITS.items():
         limit, number = keywords.get(name), size.get(measure)
@@ -148,7 +148,7 @@ def _own_problems(value: object, kind: str, keywords: Part, where: str) -> Itera
             yield f"{where}{_shown(value)} breaks '{name}' {limit}"
     pattern = _COMPILED.get(str(keywords.get("format")))
     if isinstance(value, str) and pattern is not None and pattern.fullmatch(value) is None:
-        yield f"{where}{_shown(value)} has not the format '{keywords['format']}'"
+        yield f"{where}{_shown(value)} does not have the format '{keywords['format']}'"
 
 
 def _measured(value: object) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Which format a model writes tool calls in: found from its chat template, or set by --tool-format."""
+"""The formats of tool calls, and which one a model uses: by its chat template, or --tool-format."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class GemmaReader(AnswerReader):
         yield from self._take(CLOSE)
 
     def _read_value(self, schema: object, depth: int) -> Steps[None]:
-        """One value, passed on as JSON. ValueError: it is none, or too deep."""
+        """Read one value and pass it on as JSON. Raises ValueError for an invalid or too deep one."""
         character = yield from self._skip_space()
         if depth > MAX_DEPTH:
             raise ValueError
@@ -100,7 +100,7 @@ class GemmaReader(AnswerReader):
         return True
 
     def _goes_on(self) -> Steps[bool]:
-        """Take the comma in front of the next part; False: there is none."""
+        """Take the comma in front of the next part, and return whether there was one."""
         if (yield from self._skip_space()) != ",":
             return False
         self._at += 1

@@ -206,7 +206,7 @@ class _Rules:
 
 
 def _count(value: object) -> int | None:
-    """A limit of a length; what is none binds nothing."""
+    """A limit of a length; None for anything but a number from 0."""
     return (
         int(value) if isinstance(value, int | float) and not isinstance(value, bool) and value >= 0 else None
     )

@@ -52,7 +52,7 @@ class HarmonyReader(AnswerReader):
             self._add("text", self._space)
 
     def _read_header(self) -> Steps[str | None]:
-        """What stands in front of the next message's text; None: the answer is over.
+        """Read the header in front of the next message's text; None at the end of the answer.
 
         Text without a header is a message with an empty one. A header that is cut off says nothing.
         """
@@ -98,7 +98,7 @@ class HarmonyReader(AnswerReader):
                 put(found)
 
     def _read_call(self, opening: str) -> Steps[None]:
-        """Of a call the header comes first: `opening` is the tool that it names."""
+        """Read the arguments of a call; `opening` is the tool that its header names."""
         self._begin(opening)
         if (yield from self._peek()) != "{":
             self._argue("{}")
@@ -112,7 +112,7 @@ class HarmonyReader(AnswerReader):
 
 
 def find_harmony_thoughts(tokenizer: Tokenizer) -> Tags | None:
-    """What stands around the thoughts."""
+    """The tags around the thoughts."""
     close_id = tokenizer.token_id(END)
     opening = f"{CHANNEL}analysis{MESSAGE}"
     if close_id is None or tokenizer.token_id(CHANNEL) is None:

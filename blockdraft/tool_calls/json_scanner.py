@@ -11,7 +11,7 @@ _HEX = frozenset("0123456789abcdefABCDEF")
 
 
 class JsonScanner:
-    """One object, array or string. ValueError: the text is not JSON."""
+    """Scans one object, array or string. Raises ValueError if the text is not JSON."""
 
     def __init__(self) -> None:
         self._open: list[str] = []  # the brackets around what comes next

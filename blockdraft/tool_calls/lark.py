@@ -30,7 +30,7 @@ _SCHEMA_OF_NO_ARGUMENTS: Mapping[str, object] = {
 
 @dataclass(frozen=True, slots=True)
 class CallRules:
-    """Which calls an answer may or must have, and what it must be without one."""
+    """The calls that an answer may or must have, and its structured output without one."""
 
     tools: tuple[FunctionTool, ...]  # those that may be called
     is_required: bool  # at least one call, and no text

@@ -1,4 +1,4 @@
-"""The values that readers of tool calls take and give."""
+"""Tools, and the pieces that readers of tool calls return."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class FunctionTool:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallPiece:
-    """What one step adds to one tool call. Its first piece, and no later one, has an id and a name."""
+    """The part of a tool call that one step adds. Only the first piece has an id and a name."""
 
     index: int  # which call of the answer
     id: str | None

@@ -1,4 +1,4 @@
-"""The grammar of calls in the format of Qwen3-Coder (tools/qwen_xml.py reads it)."""
+"""The grammar of calls in the format of Qwen3-Coder (tool_calls/qwen_xml.py reads it)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads an answer that comes in pieces, and takes the tool calls out of it.
+"""Takes tool calls out of an answer that comes in pieces.
 
 The rules, for every format:
 - What is read depends on the whole text alone, never on where it was cut.
@@ -27,7 +27,7 @@ SPACE = " \t\r\n"
 
 
 class NotACall(Exception):
-    """What looked like a call is text."""
+    """Raised where text only looked like a call."""
 
 
 class AnswerReader(ABC):
@@ -137,9 +137,9 @@ class AnswerReader(ABC):
         return "".join(found)
 
     def _read_json(self, scanner: JsonScanner, *, is_argument: bool) -> Steps[str]:
-        """One JSON object, array or string, passed on as it comes if it is the argument of a call.
+        """Read one JSON object, array or string, and pass it on as it comes if `is_argument`.
 
-        ValueError: it is none; what was read of it has been passed on, the rest has not.
+        Raises ValueError if it is invalid; the part in front of the error has been passed on.
         """
         found: list[str] = []
         while True:

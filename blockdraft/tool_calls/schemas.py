@@ -1,7 +1,7 @@
-"""JSON schemas of tools as their meaning: references followed, `allOf` merged.
+"""JSON schemas of tools with references followed and `allOf` merged.
 
-A schema comes from a client and may be built to take long: the parts that are looked at are counted, and past
-a number that grows with the schema nothing is known of a part any more.
+A client's schema may be built to take long: steps are counted, and past a number that grows with the schema
+every part counts as unknown.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class Schemas:
         return self._below(schema, lambda keywords: _item(keywords, place))
 
     def _below(self, schema: object, step: Callable[[Part], object]) -> object:
-        """What `step` finds in a schema, or in one of those that it lets choose from."""
+        """The result of `step` for a schema, or for its alternatives."""
         flat = self.flat(schema)
         found = step(flat.keywords)
         if found is not None:

@@ -1,4 +1,4 @@
-"""Finds tags in text that comes in pieces: what may be the beginning of one waits until it is certain."""
+"""Finds tags in text that comes in pieces: a possible beginning of a tag waits for the rest."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class TagFinder:
         return Found(match.start(), match.group())
 
     def _first_beginning(self, text: str, start: int) -> int:
-        """Where the text may end in the beginning of a tag; its length, where it does not."""
+        """The place where a tag may begin at the end of the text; the text's length if none does."""
         for at in range(max(start, len(text) - self._longest + 1), len(text)):
             if text[at:] in self._beginnings:
                 return at

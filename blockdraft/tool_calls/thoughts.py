@@ -1,4 +1,4 @@
-"""Thinking models: what they think, kept apart from what they say.
+"""Separates the thoughts of thinking models from their answers.
 
 A thinking model writes its thoughts between two tags, before the answer. Some chat templates write the first
 tag themselves, so that an answer begins inside its thoughts. Here the text is divided as it streams; the
@@ -26,7 +26,7 @@ _FAMILIES = (
 
 @dataclass(frozen=True, slots=True)
 class Tags:
-    """What stands around the thoughts of this model, as text and as tokens."""
+    """The tags around a model's thoughts, as text and as tokens."""
 
     open: str
     close: str

@@ -1,4 +1,4 @@
-"""Values that models write as plain text, typed by the schema of the parameter."""
+"""Turns plain text of models into JSON values, by the schema of the parameter."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PYTHON = {"True": "true", "False": "false", "None": "null"}
 
 
 def read_json(text: str) -> object:
-    """The value of a JSON text. ValueError: it has none that can be written as JSON again.
+    """The value of a JSON text. Raises ValueError if it could not be written as JSON again.
 
     Python reads more than JSON: NaN, Infinity, numbers past the largest float, halves of characters.
     """
@@ -29,12 +29,12 @@ def read_json(text: str) -> object:
 def _finite(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise ValueError(f"{text} is no finite number")
+        raise ValueError(f"{text} is not a finite number")
     return value
 
 
 def is_text(schema: object, schemas: Schemas) -> bool:
-    """Whether any text is a value, so that none need be looked at. What has no type is text."""
+    """Whether every text is a valid value. Without a type it is."""
     return schemas.types(schema) <= {"string"}
 
 
@@ -55,9 +55,9 @@ def as_json(text: str, schema: object, schemas: Schemas) -> str:
 
 
 def call_problem(arguments: str, tool: FunctionTool) -> str | None:
-    """Why the arguments of a call do not have the tool's schema; None: they have it, or nobody knows."""
+    """Why the arguments of a call do not match the tool's schema; None if they match, or it is unknown."""
     try:
         value = read_json(arguments)
     except ValueError:
-        return "the arguments are not JSON"
+        return "the arguments are not valid JSON"
     return problem_of(value, {"allOf": [tool.parameters, {"type": "object"}]}, Schemas(tool.parameters))

@@ -386,7 +386,7 @@ def test_what_asks_nothing_is_taken(app, fields):
     [
         ({"input": None}, "input", "input"),
         ({"input": []}, "at least 1 item", "input"),
-        ({"input": [{"type": "reasoning"}]}, "'input' hold nothing that the model can read", "input"),
+        ({"input": [{"type": "reasoning"}]}, "'input' hold no text for the model", "input"),
         ({"input": [{"role": "user", "content": "t1"}] * 4097}, "at most 4096 items", "input"),
         ({"input": [{"type": "computer_call"}]}, "'input.0.type'", "input"),
         (

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class AnswerPiece:
-    """What one step adds to one choice. Nobody changes one; not frozen, as that is slower to make."""
+    """The part of a choice that one step adds. Never changed, but not frozen, which is slower to make."""
 
     spans: tuple[Span, ...]  # thoughts, text and calls in the answer's order; below by kind
     text: str
@@ -52,17 +52,17 @@ class AnswerPiece:
 
 @dataclass(slots=True)
 class AnswerChoice:
-    """One choice as it comes in. What takes it apart is None where nobody asked."""
+    """One choice as it comes in. Parts that the request does not need are None."""
 
     index: int
     prompt: int  # which of the request's prompts
-    markup: TagFilter | None = None  # leaves out special tokens that only we have asked for
+    markup: TagFilter | None = None  # leaves out special tokens that only the server needs
     splitter: Splitter | None = None
     reader: AnswerReader | None = None
     counter: ThoughtCounter | None = None
     drafts: DraftMarks | None = None
-    tools: Mapping[str, FunctionTool] = field(default_factory=dict)  # whose calls are checked
-    is_dropped: bool = False  # only the prompt was asked for: the answer is not shown
+    tools: Mapping[str, FunctionTool] = field(default_factory=dict)  # calls of these are checked
+    is_dropped: bool = False  # the request asks for the prompt only: the answer is not shown
 
     pieces: list[AnswerPiece] = field(default_factory=list)
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
@@ -113,7 +113,7 @@ class AnswerChoice:
         return (Span("reasoning", reasoning), *spans) if reasoning else spans
 
     def _end(self, delta: Delta) -> AnswerEnd | None:
-        """How it ended: with a call, if there was one and the model stopped by itself."""
+        """The finish reason: "tool_calls" if there was a call and the model stopped by itself."""
         if delta.finish_reason is not None and self.is_dropped:
             return "length"
         if delta.finish_reason == "stop" and self.reader is not None and self.reader.num_calls:
@@ -140,12 +140,12 @@ class AnswerChoice:
         return calls
 
     def _check_calls(self) -> Iterator[InvalidCall]:
-        """The calls that have not their tool's schema: they are delivered, and named."""
+        """The calls that do not match their tool's schema: they are sent all the same, and named."""
         for index, call in enumerate(self.tool_calls):
             name, arguments = call["function"]["name"], call["function"]["arguments"]
             problem = call_problem(arguments, self.tools[name])
             if problem is not None:
-                log.warning("a call of '%s' has not its schema: %s", name, problem)
+                log.warning("a call of '%s' does not match its schema: %s", name, problem)
                 yield {"index": index, "error": problem}
 
     @property
@@ -166,7 +166,7 @@ class AnswerChoice:
 
 
 class DraftMarks:
-    """Marks, step by step, which tokens were accepted drafts. The texts together are the answer's."""
+    """Marks for each step which tokens were accepted drafts. The texts join to the answer's."""
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Items[int], *, skip_special_tokens: bool) -> None:
         self._detokenizer = Detokenizer(tokenizer, prompt_ids, skip_special_tokens)
@@ -224,7 +224,7 @@ def _speculative(found: Items[Metrics], steps: Items[DraftStep]) -> SpeculativeM
 
 
 def _summed(rows: Items[tuple[int, ...]]) -> list[int]:
-    """The sums by position; a short row has nothing further behind."""
+    """The sums by position; short rows count as zeros."""
     return [sum(column) for column in zip_longest(*rows, fillvalue=0)]
 
 

@@ -207,7 +207,7 @@ def validate(kind: type[BodyT], given: Mapping[str, object]) -> BodyT:
 
 
 def _path(given: object, error: ErrorDetails) -> Iterator[str | int]:
-    """Where in the body an error lies. pydantic also names the kinds that a value might have been of."""
+    """The path of an error in the body, without the names of types that pydantic puts in."""
     value = given
     for number, part in enumerate(error["loc"]):
         is_missing = error["type"] == "missing" and number == len(error["loc"]) - 1

@@ -42,7 +42,9 @@ def check_schema(schema: dict[str, object]) -> dict[str, object]:
             continue
         if not isinstance(part, dict):
             wrong = {"found": json_kind(part)}
-            raise PydanticCustomError("schema", "a JSON schema holds {found} where a schema belongs", wrong)
+            raise PydanticCustomError(
+                "schema", "{found} stands in the JSON schema where a schema must be", wrong
+            )
         _check_type(part.get("type"))
         _check_pattern(part.get("pattern"))
         waiting.extend(_parts(part))
@@ -57,7 +59,7 @@ def _check_type(given: object) -> None:
                 "name": name[:64] if isinstance(name, str) else json_kind(name),
                 "types": ", ".join(sorted(_TYPES)),
             }
-            raise PydanticCustomError("schema", "the type '{name}' is none of JSON's: {types}", wrong)
+            raise PydanticCustomError("schema", "'{name}' is not a JSON type: use {types}", wrong)
 
 
 def _check_pattern(given: object) -> None:
@@ -91,7 +93,7 @@ def _checked(schema: dict[str, object], name: str, kind: type[T], what: str) -> 
 
 
 def _shape() -> dict[str, object]:
-    """What /openapi.json says of a schema: its first level."""
+    """The first level of a schema, for /openapi.json."""
     inner = {"type": ["object", "boolean"]}
     kind = {"enum": sorted(_TYPES)}
     return {

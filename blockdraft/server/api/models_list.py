@@ -52,7 +52,7 @@ def _model_info(card: ModelCard, info: EngineInfo) -> ModelInfo:
 
 
 def _page(model: ModelInfo, query: Mapping[str, str]) -> ModelPage:
-    """The only page. Before and behind the only model there is none."""
+    """The only page: there is one model."""
     if model["id"] in (query.get("after_id"), query.get("before_id")):
         return {"data": [], "first_id": None, "last_id": None, "has_more": False}
     return {"data": [model], "first_id": model["id"], "last_id": model["id"], "has_more": False}

@@ -32,10 +32,10 @@ class Writer(Protocol):
         """Take a delta in. What to write, at once; None if there is nothing to show."""
 
     def end(self) -> str:
-        """What a stream ends with."""
+        """The last events of a stream."""
 
     def failed(self, message: str) -> str:
-        """What a stream ends with that cannot go on."""
+        """The last events of a stream that breaks off."""
 
 
 async def respond(
@@ -136,7 +136,7 @@ class EventSource:
         return written or ""
 
     async def next_text(self) -> str:
-        """The same, once there is something."""
+        """Wait for events, and return all as one text."""
         while not (text := self.take()):
             self._news.clear()
             await self._news.wait()

@@ -100,7 +100,7 @@ class ToolFields(StrictFields):
 
     @property
     def callable_tools(self) -> tuple[FunctionTool, ...]:
-        """Those that may be called."""
+        """The tools that the model may call."""
         choice = self.tool_choice
         if choice == "none":
             return ()
@@ -128,10 +128,13 @@ class ToolFields(StrictFields):
         for name in chosen:
             if name not in counts:
                 raise RequestError(
-                    f"'tool_choice' is '{name[:64]}', which is none of 'tools'.", "tool_choice"
+                    f"'tool_choice' is '{name[:64]}', which is not one of 'tools'.",
+                    "tool_choice",
                 )
         if self.must_call and not self.tools:
-            raise RequestError("'tool_choice' asks for a call, but there are no 'tools'.", "tool_choice")
+            raise RequestError(
+                "'tool_choice' demands a call, but there are no 'tools': send some.", "tool_choice"
+            )
 
     def _check_sizes(self) -> None:
         num_chars = 0

@@ -87,7 +87,7 @@ class Conversation:
             ahead.append(str(messages.pop(0)["content"]))
         first: list[Message] = [{"role": "system", "content": "\n\n".join(ahead)}] if ahead else []
         if not first and not messages:
-            raise RequestError("'messages' hold nothing that the model can read: send a text.", "messages")
+            raise RequestError("'messages' hold no text for the model: send some.", "messages")
         return first + messages
 
 
@@ -129,7 +129,7 @@ class AnswerPart:
 
 
 class PartChange(NamedTuple):
-    """What one step does to a part: a new one, more text for it, or its end."""
+    """A change of a part: it opens, gets more text, or closes."""
 
     what: Literal["open", "add", "close"]
     part: AnswerPart

@@ -132,12 +132,12 @@ class AnswerWriter(ABC):
         return self._chunk(part, is_end=is_end)
 
     def end(self) -> str:
-        """What a stream ends with."""
+        """The last events of a stream."""
         last = self.last_chunk()
         return DONE if last is None else event(last) + DONE
 
     def failed(self, message: str) -> str:
-        """What a stream ends with that cannot go on."""
+        """The last events of a stream that breaks off."""
         return event(error_body(message, kind="server_error")) + DONE
 
     def last_chunk(self) -> Json | None:
@@ -148,7 +148,7 @@ class AnswerWriter(ABC):
         return chunk if (metrics := self._metrics()) is None else chunk | {"metrics": metrics}
 
     def _first_chunks(self, choice: AnswerChoice) -> list[Json]:
-        """What goes ahead of a choice's first piece."""
+        """The chunks in front of a choice's first piece."""
         return []
 
     @abstractmethod

@@ -134,7 +134,7 @@ Prompts = Annotated[
 
 
 class StreamOptions(StrictFields):
-    """What a stream carries beside the text."""
+    """Options of a stream: usage in it."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
@@ -188,10 +188,10 @@ class _Generation(StructuredOutputFields, AnyBody):
     def _sampling(
         self, defaults: Mapping[str, float], *, max_tokens: int | None, **last: int | None
     ) -> SamplingParams:
-        """What the fields ask for; `last` is what the kind of request makes of some of them."""
+        """The sampling parameters; `last` holds those that depend on the kind of request."""
         if max_tokens is not None and self.min_tokens > max_tokens:
             raise RequestError(
-                f"'min_tokens' is {self.min_tokens}, more than the {max_tokens} tokens the answer may have.",
+                f"'min_tokens' is {self.min_tokens}, more than 'max_tokens', {max_tokens}: lower it.",
                 "min_tokens",
             )
         given = {name: value for name, value in self if name in _SAMPLING_NAMES and value is not None}
@@ -236,7 +236,7 @@ class ChatRequest(ToolFields, _Generation):
         is_explicit = "add_generation_prompt" in self.model_fields_set and self.add_generation_prompt
         if self.continue_final_message and is_explicit:
             raise RequestError(
-                "'continue_final_message' takes the place of the generation prompt: "
+                "'continue_final_message' replaces the generation prompt: "
                 "set 'add_generation_prompt' to false.",
                 "continue_final_message",
             )

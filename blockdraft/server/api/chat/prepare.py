@@ -146,7 +146,7 @@ def encode_conversation(asked: ChatRequest | TokenizeRequest, dialect: Dialect) 
 
 
 def tokenize(asked: TokenizeRequest, dialect: Dialect) -> list[int]:
-    """As in vLLM, special tokens are added to prompts but not to conversations, unless told otherwise."""
+    """The tokens. As in vLLM, special ones are added to prompts but not to conversations by default."""
     if asked.prompt is not None:
         is_added = asked.add_special_tokens is not False
         with field_at_fault("prompt"):
@@ -167,7 +167,7 @@ def _shown_tags(asked: ChatRequest, dialect: Dialect) -> frozenset[str]:
 def _structured_output(
     asked: ChatRequest, dialect: Dialect, output: StructuredOutputs | None
 ) -> StructuredOutputs | None:
-    """What binds the whole answer: `output`, and the grammar of tool calls.
+    """The structured output of the whole answer: `output` and the grammar of tool calls.
 
     Calls are bound if one is demanded, if a tool is strict, or if `output` is set. That binds text only: an
     answer that must be a call has none.

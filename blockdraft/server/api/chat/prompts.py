@@ -39,14 +39,15 @@ _FILL_IN_TOKENS = (
 
 
 def fill_in(prompt: str | list[int], asked: CompletionRequest, tokenizer: Tokenizer) -> list[int]:
-    """A prompt whose answer goes between it and `suffix`. RequestError: the model has no tokens for that."""
+    """A prompt whose answer goes between it and `suffix`. Raises RequestError without tokens for that."""
     for tokens in _FILL_IN_TOKENS:
         first, second, own = (tokenizer.token_id(token) for token in tokens)
         if first is not None and second is not None and own is not None:
             break
     else:
         raise RequestError(
-            "'suffix' needs a model that can fill in: this one has no tokens for it.", "suffix"
+            "'suffix' needs a fill-in-the-middle model, and this one has no tokens for it: leave it out.",
+            "suffix",
         )
     before = tokenizer.encode(prompt, add_special_tokens=False) if isinstance(prompt, str) else prompt
     after = tokenizer.encode(asked.suffix or "", add_special_tokens=False)
@@ -74,7 +75,7 @@ def check_tokens(tokens: Items[int], info: EngineInfo) -> None:
     wrong = next((token for token in tokens if token >= info.vocab_size), None)
     if wrong is not None:
         raise RequestError(
-            f"tokens: token id {wrong} is outside the vocabulary of {info.vocab_size} tokens.", "tokens"
+            f"tokens: token id {wrong} is outside the vocabulary (0 to {info.vocab_size - 1}).", "tokens"
         )
 
 

@@ -116,7 +116,7 @@ class CalledFunction(TypedDict):
 
 
 class ToolCall(TypedDict):
-    """What the model wants to be called."""
+    """A tool call."""
 
     id: str
     type: Literal["function"]
@@ -124,14 +124,14 @@ class ToolCall(TypedDict):
 
 
 class FunctionDelta(TypedDict):
-    """What one event adds to a call; the name comes whole, with the first."""
+    """The part of a call in one event; the first has the whole name."""
 
     name: NotRequired[str]
     arguments: str
 
 
 class ToolCallDelta(TypedDict):
-    """The same with the number of the call; the first event of a call has its id."""
+    """A tool call in one event, with its number; the first event has its id."""
 
     index: int
     id: NotRequired[str]
@@ -140,7 +140,7 @@ class ToolCallDelta(TypedDict):
 
 
 class ChatMessage(TypedDict):
-    """What the model said, under two names what it thought, and what it wants to be called."""
+    """The model's text and tool calls, and its thoughts under two names."""
 
     role: Literal["assistant"]
     content: str | None
@@ -182,7 +182,7 @@ class ChatCompletion(AnswerObject):
 
 
 class ChatDelta(TypedDict):
-    """What one event adds."""
+    """The part of a message in one event."""
 
     role: NotRequired[Literal["assistant"]]
     content: NotRequired[str]

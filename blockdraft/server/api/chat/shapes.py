@@ -18,7 +18,7 @@ class TextPartParam(TypedDict):
 
 
 class RefusalPartParam(TypedDict):
-    """What the model said instead of an answer."""
+    """A refusal of the model."""
 
     type: Literal["refusal"]
     refusal: str
@@ -40,7 +40,7 @@ class ToolCallParam(TypedDict):
 
 
 class SaidParam(TypedDict):
-    """What anybody but the model and its tools says."""
+    """A message of the system, a developer or the user."""
 
     role: Literal["system", "user", "developer", "function", "ipython"]
     content: str | list[TextPartParam]
@@ -48,7 +48,7 @@ class SaidParam(TypedDict):
 
 
 class AnswerParam(TypedDict):
-    """What the model has said: text, thoughts, calls, or nothing."""
+    """A message of the model: text, thoughts, calls, or nothing."""
 
     role: Literal["assistant"]
     content: NotRequired[str | list[TextPartParam | RefusalPartParam] | None]
@@ -56,7 +56,7 @@ class AnswerParam(TypedDict):
 
 
 class ResultParam(TypedDict):
-    """What a tool returned to a call of an earlier message."""
+    """The result of a call of an earlier message."""
 
     role: Literal["tool"]
     tool_call_id: str

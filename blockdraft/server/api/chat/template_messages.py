@@ -14,7 +14,7 @@ Message = Mapping[str, object]
 
 
 def check_messages(messages: Items[Message]) -> None:
-    """Raises RequestError for calls that are none, and for results of calls that nobody made."""
+    """Raises RequestError for malformed calls, and for results without a call."""
     called: set[str] = set()
     for number, message in enumerate(messages):
         if message.get("role") == "tool":
@@ -29,7 +29,7 @@ def check_messages(messages: Items[Message]) -> None:
 
 
 def calls_of(message: Message, number: int = 0) -> list[dict[str, object]]:
-    """The calls of a message, if it has any. RequestError: they have another shape than OpenAI's."""
+    """The calls of a message. Raises RequestError if they do not have OpenAI's shape."""
     calls = message.get("tool_calls")
     if calls is None:
         return []

@@ -44,14 +44,14 @@ class MessageUsage(TypedDict):
 
 
 class TextBlock(TypedDict):
-    """What the model said."""
+    """Text of the model."""
 
     type: Literal["text"]
     text: str
 
 
 class ThinkingBlock(TypedDict):
-    """What it thought; the signature means nothing, but clients want one."""
+    """Thoughts of the model; the signature has no meaning, but clients require one."""
 
     type: Literal["thinking"]
     thinking: str

@@ -16,14 +16,14 @@ Name = Annotated[str, Field(min_length=1)]
 
 
 class ThinkingParam(TypedDict):
-    """What the model has thought."""
+    """Thoughts of the model."""
 
     type: Literal["thinking"]
     thinking: str
 
 
 class RedactedParam(TypedDict):
-    """What others have sealed: it is left out."""
+    """Thoughts that another server encrypted: they are left out."""
 
     type: Literal["redacted_thinking"]
 
@@ -38,7 +38,7 @@ class ToolUseParam(TypedDict):
 
 
 class ToolResultParam(TypedDict):
-    """What the tool returned."""
+    """The result of a tool."""
 
     type: Literal["tool_result"]
     tool_use_id: Name
@@ -46,14 +46,14 @@ class ToolResultParam(TypedDict):
 
 
 class UserTurnParam(TypedDict):
-    """What the user and the tools say."""
+    """A turn of the user, with results of tools."""
 
     role: Literal["user"]
     content: str | list[TextPartParam | ToolResultParam]
 
 
 class AnswerTurnParam(TypedDict):
-    """What the model has said."""
+    """A turn of the model."""
 
     role: Literal["assistant"]
     content: NotRequired[str | list[TextPartParam | ThinkingParam | RedactedParam | ToolUseParam] | None]

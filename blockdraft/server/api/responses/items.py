@@ -18,7 +18,7 @@ _SEALED = "blockdraft:"  # in front of thoughts that a client keeps for us
 
 
 def full_name(namespace: str, name: str) -> str:
-    """What a function is called to the model, which knows no namespaces."""
+    """The name of a function for the model, which knows no namespaces."""
     return f"{namespace}__{name}" if namespace else name
 
 
@@ -80,7 +80,7 @@ def _part_text(part: Nested) -> str:
 
 
 def _thoughts(item: Nested) -> str:
-    """What was thought, its summary, or what we had sealed; thoughts that others sealed stay closed."""
+    """The thoughts, their summary, or those that this server sealed; others stay sealed."""
     texts = [
         "\n".join(part.text("text") for part in item.all(name)) if name in item else ""
         for name in ("content", "summary")

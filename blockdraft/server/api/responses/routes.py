@@ -124,7 +124,7 @@ class _ResponsesApi:
         return error_response(400, text, INVALID)
 
     def _conversation(self, asked: InputTokensRequest) -> Conversation:
-        """What was said before, without instructions: they were for that request."""
+        """The conversation so far, without instructions, which hold for one request."""
         if asked.previous_response_id is None:
             return Conversation()
         stored = self._store.get(asked.previous_response_id)
@@ -138,7 +138,7 @@ class _ResponsesApi:
         return Conversation(stored.messages)
 
     def _ask(self, asked: InputTokensRequest, conversation: Conversation) -> ChatRequest:
-        """What is said now goes into the conversation, too."""
+        """The chat request; adds its input to the conversation."""
         if asked.input is not None:
             add_input(conversation, asked.input, self._store.item)
         return asked.chat(conversation)

@@ -29,7 +29,7 @@ class ReasoningText(TypedDict):
 
 
 class MessageItem(TypedDict):
-    """What the model said."""
+    """Text of the model."""
 
     id: str
     type: Literal["message"]
@@ -39,7 +39,7 @@ class MessageItem(TypedDict):
 
 
 class ReasoningItem(TypedDict):
-    """What it thought; `encrypted_content` is there if it was asked for."""
+    """Thoughts of the model; `encrypted_content` is there on request."""
 
     id: str
     type: Literal["reasoning"]
@@ -50,7 +50,7 @@ class ReasoningItem(TypedDict):
 
 
 class FunctionCallItem(TypedDict):
-    """A function that it called, of a namespace if it has one; the arguments are JSON."""
+    """A function call, with the function's namespace if it has one; the arguments are JSON."""
 
     id: str
     type: Literal["function_call"]
@@ -140,7 +140,7 @@ class InputText(TypedDict):
 
 
 class InputMessageItem(TypedDict):
-    """What anybody but the model said."""
+    """A message of the user, the system or a developer."""
 
     id: str
     type: Literal["message"]
@@ -150,7 +150,7 @@ class InputMessageItem(TypedDict):
 
 
 class FunctionOutputItem(TypedDict):
-    """What a function answered."""
+    """The result of a function."""
 
     id: str
     type: Literal["function_call_output"]
@@ -207,7 +207,7 @@ class ItemEvent(Numbered):
 
 
 class InItem(Numbered):
-    """Where in the answer something happens."""
+    """The place of an event in the answer."""
 
     item_id: str
     output_index: int

@@ -16,7 +16,7 @@ Name = Annotated[str, Field(min_length=1)]
 
 
 class TextParam(TypedDict):
-    """A text, of anybody."""
+    """A text."""
 
     type: Literal["input_text", "output_text", "text"]
     text: str
@@ -26,7 +26,7 @@ Parts = list[TextParam | RefusalPartParam]
 
 
 class SaidItemParam(TypedDict):
-    """What anybody but the model says."""
+    """A message of the user, the system or a developer."""
 
     type: NotRequired[Literal["message"] | None]
     role: Literal["user", "system", "developer"]
@@ -34,7 +34,7 @@ class SaidItemParam(TypedDict):
 
 
 class AnswerItemParam(TypedDict):
-    """What the model has said."""
+    """A turn of the model."""
 
     type: NotRequired[Literal["message"] | None]
     role: Literal["assistant"]
@@ -52,7 +52,7 @@ class CallItemParam(TypedDict):
 
 
 class CallOutputParam(TypedDict):
-    """What the function returned."""
+    """The result of a function."""
 
     type: Literal["function_call_output"]
     call_id: Name
@@ -66,7 +66,7 @@ class ThoughtParam(TypedDict):
 
 
 class ReasoningItemParam(TypedDict):
-    """What the model has thought."""
+    """Thoughts of the model."""
 
     type: Literal["reasoning"]
     content: NotRequired[list[ThoughtParam] | None]

@@ -47,7 +47,7 @@ class _Kept:
 
 
 class ResponseStore:
-    """What is kept; it is gone with the server."""
+    """Stored responses, in memory only."""
 
     def __init__(self, *, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES) -> None:
         self._max_responses = max_responses

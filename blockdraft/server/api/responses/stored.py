@@ -102,7 +102,10 @@ def input_page(
     if after is not None:
         places = [place for place, item in enumerate(found, 1) if item["id"] == after]
         if not places:
-            raise RequestError(f"'after' is {shown(after)}, which is no item of this response.", "after")
+            raise RequestError(
+                f"'after' is {shown(after)}, which is not an item of this response: use an id of its items.",
+                "after",
+            )
         found = found[places[0] :]
     page = found[:limit]
     first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
