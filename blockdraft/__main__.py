@@ -1,4 +1,4 @@
-"""The command `blockdraft`, and python -m blockdraft: Ctrl-C is no traceback, however early it comes."""
+"""The command `blockdraft` and python -m blockdraft: Ctrl-C prints no traceback, however early it comes."""
 
 # Not `signal`, whose import takes long enough to be interrupted.
 import _signal as signal  # type: ignore[import-not-found]
@@ -7,8 +7,8 @@ EXIT_INTERRUPT = 130  # 128 + SIGINT, as shells report it
 
 
 def main() -> int:
-    """Until somebody can catch it, and once all is done, the signal itself ends us."""
-    catches = signal.getsignal(signal.SIGINT)  # ignored, where we run behind a shell's back
+    """Run the command; before and after it, Ctrl-C ends the process by its default action."""
+    catches = signal.getsignal(signal.SIGINT)  # SIG_IGN if a shell started us in the background
     if catches is not signal.default_int_handler:
         return _command()
     try:

@@ -6,7 +6,7 @@
     ├── FetchError         a download that did not arrive whole, or a disk that is full
     ├── RequestError       a request that can never be served: empty, too long, impossible sampling values
     ├── CapacityError      a request or a model that does not fit right now: full queue, too little memory
-    ├── LaunchError        an engine of others that does not start, or ends by itself
+    ├── LaunchError        another engine that does not start, or ends unexpectedly
     └── BenchError         a benchmark that cannot be run as asked
 
 A message has three parts: what happened, the value, what to do. A traceback means a bug of ours.
@@ -46,7 +46,7 @@ class CapacityError(BlockdraftError):
 
 
 class LaunchError(BlockdraftError):
-    """An engine of others that does not start, or ends by itself."""
+    """Another engine that does not start, or ends unexpectedly."""
 
 
 class BenchError(BlockdraftError):

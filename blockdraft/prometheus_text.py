@@ -1,4 +1,4 @@
-"""Prometheus' text format: the samples of a /metrics page."""
+"""Reads the samples of a /metrics page in Prometheus' text format."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
 def samples(text: str) -> Iterator[tuple[str, dict[str, str], float]]:
-    """Name, labels and value of every sample that is a number."""
+    """Yield name, labels and value of every finite sample."""
     for line in text.splitlines():
         found = _SAMPLE.match(line)
         if found is None:

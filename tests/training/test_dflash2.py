@@ -299,7 +299,7 @@ def test_convolutions_that_change_nothing_are_left_out_of_the_drafts_of_a_traine
 def test_a_new_dflash2_drafter_with_short_blocks(prompts, target, tmp_path):
     job = make_job(prompts, target, tmp_path / "run")
     shape = replace(job.shape, rank=4, num_candidates=4)
-    train(replace(job, kind="dflash2", shape=shape, steps=2), Listener())
+    train(replace(job, kind="dflash2", shape=shape), Listener())
     log = load_file(job.out / "drafter" / "model.safetensors")
     assert log["layers.1.mlp_conv.kernel_projection.weight"].any()
 
