@@ -17,9 +17,9 @@ from blockdraft.bench.endpoint import Endpoint, probe
 from blockdraft.bench.figures import BenchReport, GeneratorFigures, Startup
 from blockdraft.bench.fleet import Fleet, most_processes
 from blockdraft.bench.headroom import measure_headroom
-from blockdraft.bench.host import machine
-from blockdraft.bench.live import Watch
+from blockdraft.bench.machine_facts import machine_facts
 from blockdraft.bench.options import Options
+from blockdraft.bench.progress import ProgressView
 from blockdraft.bench.records import PLAIN, SPECULATIVE, Answer, Arm
 from blockdraft.bench.report import NO_BASELINE, build
 from blockdraft.bench.run import INTERRUPTED, Grid, Runner, RunOutcome, Server, cold_ask
@@ -113,7 +113,7 @@ class Session:
                 found.headroom += await self._headroom(fleet)
             stop = asyncio.Event()
             _on_endings(stop.set)
-            with Watch(self.grid.total * len(servers), self.console) as watch:
+            with ProgressView(self.grid.total * len(servers), self.console) as watch:
                 runner = Runner(
                     self.grid, servers, watcher=watch, stop=stop, send=fleet.run_block, run_id=self.run_id
                 )
@@ -214,7 +214,7 @@ class Session:
                 "seed": grid.seed,
                 "table": options.table,
             },
-            machine=machine(),
+            machine=machine_facts(),
             startup=found.starts,
             warmup=[*outcome.cold.values(), *outcome.warm],
             generator=found.headroom,

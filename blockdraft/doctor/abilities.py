@@ -49,11 +49,11 @@ def abilities(capability: Capability | None, cpu_features: frozenset[str]) -> It
     if not tma:
         ours = "the plain kernels"
     elif capability[0] == 9:
-        ours = "in gate and up of 17 to 128 tokens"
+        ours = "used in gate and up products of 17 to 128 tokens"
     else:
         ours = "not used: that kernel is for Hopper"
     yield Ability("TMA", hopper, ours, f"{attention} and CUTLASS" if tma else attention)
-    ours = "every kernel is resident before the one in front has ended" if tma else "not used"
+    ours = "each kernel starts before the previous one has ended" if tma else "not used"
     yield Ability("programmatic dependent launch", hopper, ours, "some kernels" if tma else "not used")
 
 

@@ -40,7 +40,7 @@ def _gpus(machine: Machine, root: Path) -> Iterator[Finding]:
     for index, gpu in enumerate(machine.gpus):
         yield from _gpu(f"GPU {index}", gpu)
     if len({gpu.name for gpu in machine.gpus}) > 1:
-        says = "the cards differ: CUDA counts the fastest first, nvidia-smi by their place on the bus"
+        says = "the cards differ: CUDA numbers the fastest first, nvidia-smi by place on the bus"
         advice = "set CUDA_DEVICE_ORDER=PCI_BUS_ID, and CUDA_VISIBLE_DEVICES to the card you mean"
         yield Finding("machine", "cards", "warning", says, advice)
 
@@ -50,7 +50,9 @@ def _gpu(name: str, gpu: Gpu) -> Iterator[Finding]:
     capability, advice = "{}.{}".format(*gpu.capability), None
     if gpu.capability == (0, 0):
         level, capability = "warning", "unknown"
-        advice = "neither the driver nor we know it: trust the kernels' checks (run without --quick)"
+        advice = (
+            "the driver and our table do not know this card: rely on the kernel checks (run without --quick)"
+        )
     elif gpu.capability < MIN_CAPABILITY:
         level, advice = "problem", "our kernels need Ampere (8.0) or newer: use --device cpu"
     speed = "" if gpu.card is None else f", {gpu.card.bandwidth / 1e9:,.0f} GB/s"
@@ -58,14 +60,14 @@ def _gpu(name: str, gpu: Gpu) -> Iterator[Finding]:
     says = f"{gpu.name}: capability {capability}, {memory} ({gpu.free_bytes / GIB:.1f} free){speed}"
     yield Finding("machine", name, level, f"{says}, driver {gpu.driver}", advice)
     if gpu.memory_bytes and gpu.free_bytes < SPARE_SHARE * gpu.memory_bytes:
-        says = f"others hold {(gpu.memory_bytes - gpu.free_bytes) / GIB:.1f} GiB of its memory"
+        says = f"other programs use {(gpu.memory_bytes - gpu.free_bytes) / GIB:.1f} GiB of its memory"
         advice = "nvidia-smi names them; --gpu-memory-utilization counts their share as ours"
         yield Finding("machine", f"{name} in use", "warning", says, advice)
 
 
 def _no_gpu(root: Path) -> Finding:
     if (root / "dev/kfd").exists():
-        says, advice = "an AMD card: nothing here was ever run on one", "use --device cpu, or vLLM for ROCm"
+        says, advice = "an AMD card: blockdraft was never tested on one", "use --device cpu, or vLLM for ROCm"
         return Finding("machine", "GPU", "warning", says, advice)
     if may_have_gpu(root):
         says = "there is a driver, but no card that this process may see"
@@ -92,7 +94,7 @@ def _processor(machine: Machine) -> Iterator[Finding]:
     says += f"; lacks {', '.join(absent)}" if absent else ""
     yield Finding("machine", "CPU", "ok", says)
     if cpus is not None and cpus < cpu.num_cores:
-        says = f"{cpus:g} CPUs may be used, but {cpu.num_cores} cores are seen: too many threads take turns"
+        says = f"the quota is {cpus:g} CPUs, but {cpu.num_cores} cores are visible: too many threads compete"
         advice = f"set OMP_NUM_THREADS={max(1, int(cpus))}, or raise the quota (--cpus)"
         yield Finding("limits", "CPU quota", "warning", says, advice)
 
@@ -125,7 +127,7 @@ def limit_findings(machine: Machine) -> Iterator[Finding]:
         advice = "start the container with --ipc=host or --shm-size=16g"
         yield Finding("limits", "/dev/shm", "problem", says, advice)
     if limits.open_files is not None and limits.open_files < MIN_OPEN_FILES:
-        says = f"at most {limits.open_files}: a busy server runs out of them"
+        says = f"at most {limits.open_files}: too few for a busy server"
         advice = "ulimit -n 65536 (docker: --ulimit nofile=65536)"
         yield Finding("limits", "open files", "warning", says, advice)
     if limits.has_rdma and limits.locked_bytes is not None and limits.locked_bytes < MIN_LOCKED:

@@ -27,7 +27,7 @@ ADVICE = (
     ("failed to find c compiler", NO_COMPILER),
     ("out of memory", "free the card's memory (nvidia-smi shows who holds it) and run this again"),
     ("sigill", "a library was compiled for a newer CPU: install a build for this one"),
-    ("did not end", f"nothing ends by itself here: look at dmesg for Xid errors, reboot, and {REPORT}"),
+    ("did not end", f"the process hung: look at dmesg for Xid errors, reboot, and {REPORT}"),
 )
 
 
@@ -54,7 +54,7 @@ def torch_findings(machine: Machine, probe: Probe) -> Iterator[Finding]:
         yield Finding("libraries", "torch's kernels", "problem", says, advice)
     yield from _page_cache(machine, torch)
     if not probe.is_product_right:
-        says = f"64 x 64 ones are multiplied wrongly on {probe.device}"
+        says = f"a product of 64 x 64 ones is wrong on {probe.device}"
         yield Finding("kernels", "a product", "problem", says, REPORT)
 
 
@@ -68,8 +68,8 @@ def _page_cache(machine: Machine, torch: Torch) -> Iterator[Finding]:
             "machine",
             "page cache",
             "warning",
-            f"CUDA calls {torch.free_bytes / GIB:.1f} GiB free, the kernel {gpu.free_bytes / GIB:.1f}: files "
-            "that were read count as used, and an engine may refuse to start",
+            f"CUDA reports {torch.free_bytes / GIB:.1f} GiB free, the kernel {gpu.free_bytes / GIB:.1f}: the "
+            "page cache counts as used, and an engine may refuse to start",
             advice="sync; echo 3 | sudo tee /proc/sys/vm/drop_caches",
             thread="vllm-project/vllm#48140",
         )
@@ -112,9 +112,9 @@ def _path(path: KernelPath) -> Finding:
         command = why[why.index("pip install") :].rstrip(")")  # between brackets
         return Finding("kernels", path.operation, "warning", f"PyTorch's own, slower: {why}", advice=command)
     if why.startswith("does not compile"):
-        says = f"{why}: its reference serves, slower"
+        says = f"{why}: the slower reference is used"
         return Finding("kernels", path.operation, "warning", says, advice=_advice(why) or REPORT)
-    return Finding("kernels", path.operation, "ok", f"not here: {why}")
+    return Finding("kernels", path.operation, "ok", f"not used: {why}")
 
 
 def _checked(shape: str, checks: list[ShapeCheck]) -> Iterator[Finding]:

@@ -49,7 +49,7 @@ def library_findings(versions: Mapping[str, str], *, has_gpu: bool) -> Iterator[
         yield _missing(
             "nvidia_ml_py",
             "warning",
-            "is not installed: nvidia-smi lists the cards, and nobody names the processes that hold one",
+            "is not installed: nvidia-smi lists the cards, but not the processes that use them",
         )
     yield from _flashinfer(versions)
 

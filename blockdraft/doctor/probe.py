@@ -173,7 +173,7 @@ def _bits(shape: ProbeShape, models: LoadedPair, plan: Plan) -> Iterator[Line]:
 
     if models.device.type == "cuda" and shape.name == BITS_SHAPE:
         found = check_bits(Engine(models, plan), list(range(1, 40)))
-        yield _path("the same bits in any company", "tested", found.difference)
+        yield _path("batch invariance", "tested", found.difference)
 
 
 def _models(shape: ProbeShape, device_name: str) -> tuple[LoadedPair, Plan]:

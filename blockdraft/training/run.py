@@ -31,7 +31,6 @@ from blockdraft.planner.plan import Plan
 from blockdraft.settings.settings import Settings
 from blockdraft.start.loading import load_models
 from blockdraft.start.memory import release
-from blockdraft.training.announce import left, plan_lines, verdict_lines
 from blockdraft.training.answers import Document, first_of_each, read_conversations, read_shard
 from blockdraft.training.drafter import as_kind, draft_json, load_weights, new_drafter, train_only
 from blockdraft.training.evaluate import DrafterFit, fit_in_engine, simulate
@@ -40,6 +39,7 @@ from blockdraft.training.job import Job
 from blockdraft.training.offline_batch import make_offline_batch
 from blockdraft.training.packing import pack
 from blockdraft.training.regenerate import AnswerCount, regenerate
+from blockdraft.training.run_messages import left, plan_lines, verdict_lines
 from blockdraft.training.trainer import BlockForward, Trainer, TrainingProgress
 
 HELD_OUT = 20  # prompts per category held out for evaluation, without --held-out

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from blockdraft.bench import host
 from blockdraft.bench.compare import compare
 from blockdraft.bench.figures import ArmPair, BenchReport, Cell
 from blockdraft.bench.html_page import render
@@ -22,6 +21,7 @@ from blockdraft.bench.layout import (
     terminal,
     verdict_lines,
 )
+from blockdraft.bench.machine_facts import machine_facts
 from blockdraft.bench.records import PLAIN, SPECULATIVE, Speculation
 from blockdraft.bench.report import (
     SCHEMA,
@@ -75,7 +75,7 @@ def full():
             startup=[STARTUP],
             warmup=[answer(prompt("w0"), latency_s=9.0), answer(prompt("w1"), sent_s=9.0)],
             notes=["a note"],
-            machine=host.machine()
+            machine=machine_facts()
             | {"gpus": [dict.fromkeys(("name", "driver", "memory", "power_limit", "max_clock"), "x")]},
         ),
     )
@@ -491,15 +491,18 @@ def test_classes_alone_are_reported_in_full():
 
 
 def test_the_machine_is_described_with_and_without_a_gpu(monkeypatch):
-    found = host.machine()
+    found = machine_facts()
     assert found["num_cpus"] >= 1
     assert found["cpu"]
     assert found["memory_available_bytes"] > 0
-    monkeypatch.setattr(host, "_output_of", lambda *command: "")
-    assert host.machine()["gpus"] == []
+    monkeypatch.setattr("blockdraft.bench.machine_facts._output_of", lambda *command: "")
+    assert machine_facts()["gpus"] == []
     line = "NVIDIA H200, 570.1, 143771 MiB, 700.00 W, 1980 MHz\n"
-    monkeypatch.setattr(host, "_output_of", lambda *command: line if command[0] == "nvidia-smi" else "")
-    assert host.machine()["gpus"] == [
+    monkeypatch.setattr(
+        "blockdraft.bench.machine_facts._output_of",
+        lambda *command: line if command[0] == "nvidia-smi" else "",
+    )
+    assert machine_facts()["gpus"] == [
         {
             "name": "NVIDIA H200",
             "driver": "570.1",

@@ -11,8 +11,8 @@ from rich.console import Console
 
 from blockdraft.bench.client import Client
 from blockdraft.bench.endpoint import probe
-from blockdraft.bench.live import Watch
 from blockdraft.bench.load import poisson
+from blockdraft.bench.progress import ProgressView
 from blockdraft.bench.records import PLAIN, SPECULATIVE, Answer, Ask, Group, OfferedLoad, Prompt, Workload
 from blockdraft.bench.report import build
 from blockdraft.bench.run import Grid, LoadPoint, Runner, Server, Watcher
@@ -382,7 +382,7 @@ def shown(watch):
 
 def test_progress_counts_conversations_and_tells_the_time_left():
     clock = Clock()
-    watch = Watch(8, Console(file=io.StringIO(), width=120), clock)
+    watch = ProgressView(8, Console(file=io.StringIO(), width=120), clock)
     assert shown(watch) == ["warming up"]
     watch.take(answered())  # of the warm-up
     clock.now_s = 100.0
@@ -402,7 +402,7 @@ def test_progress_counts_conversations_and_tells_the_time_left():
 
 def test_without_a_terminal_each_cell_is_one_line():
     console = Console(file=io.StringIO(), width=120)
-    with Watch(2, console, Clock()) as watch:
+    with ProgressView(2, console, Clock()) as watch:
         point = LoadPoint(workload("qa[/bold]"), OfferedLoad(rate=2.5), 0, 0.0)
         watch.begin(point, 2)
         groups = [
@@ -415,7 +415,7 @@ def test_without_a_terminal_each_cell_is_one_line():
 
 def test_on_a_terminal_the_table_goes_when_the_run_ends():
     console = Console(file=io.StringIO(), width=120, force_terminal=True)
-    with Watch(1, console) as watch:
+    with ProgressView(1, console) as watch:
         watch.begin(LoadPoint(workload("qa"), OfferedLoad(), 0, 0.0), 1)
     assert "0 of 1 conversations" in console.file.getvalue()
     assert watch._live is not None

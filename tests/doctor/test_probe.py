@@ -219,7 +219,7 @@ def test_a_kernel_that_does_not_compile_is_a_warning_since_its_reference_serves(
     why = "does not compile here (OutOfResources: out of resource: shared memory, Required: 300000)"
     (found,) = kernel_findings(Probe(paths=(KernelPath("attention", None, why),)))
     assert (found.name, found.level) == ("attention", "warning")
-    assert found.says == f"{why}: its reference serves, slower"
+    assert found.says == f"{why}: the slower reference is used"
     assert "--engine vllm" in found.advice
 
 

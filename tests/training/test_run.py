@@ -16,13 +16,13 @@ from blockdraft.cli.main import main
 from blockdraft.errors import ModelError, SettingsError
 from blockdraft.settings import shipped
 from blockdraft.training import regenerate, run
-from blockdraft.training.announce import left, plan_lines, verdict_lines
 from blockdraft.training.answers import read_shard
 from blockdraft.training.drafter import load_weights
 from blockdraft.training.evaluate import DrafterFit
 from blockdraft.training.job import AnswerOptions, DrafterShape, Job, Objective, TrainingRecipe
 from blockdraft.training.packing import MIN_ANSWER
 from blockdraft.training.run import Listener, train
+from blockdraft.training.run_messages import left, plan_lines, verdict_lines
 from blockdraft.training.trainer import Trainer
 from tests import tiny
 from tests.matrix import slow_but

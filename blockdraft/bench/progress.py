@@ -17,7 +17,7 @@ from blockdraft.bench.sheet import clean, setting
 REDRAWS_PER_S = 4
 
 
-class Watch(Watcher):
+class ProgressView(Watcher):
     """Shows the progress on a console, as a context; `total` is the number of conversations of the run."""
 
     def __init__(self, total: int, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
@@ -39,7 +39,7 @@ class Watch(Watcher):
                 console=console, get_renderable=self._table, refresh_per_second=REDRAWS_PER_S, transient=True
             )
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> ProgressView:
         if self._live is not None:
             self._live.start()
         return self

@@ -9,7 +9,7 @@ from pathlib import Path
 from blockdraft.machine.machine import read_machine
 
 
-def machine() -> dict[str, object]:
+def machine_facts() -> dict[str, object]:
     """Describe the machine that measures, which is the server's only where the server runs on it."""
     found = read_machine()
     return {
