@@ -188,25 +188,25 @@ def _check_attend(form: str, device: torch.device) -> dict[str, object]:
 
 def _check_heads(device: torch.device) -> dict[str, object]:
     from blockdraft.kernels import kv_codec
-    from blockdraft.kernels.heads import HeadNorms, Slots, Turn, turned
+    from blockdraft.kernels.heads import HeadNorms, Rotation, Slots, apply_rotation
     from blockdraft.kernels.triton.pointwise import norm_rope_write
 
     rng = torch.Generator(device).manual_seed(0)
     q, k, v = (torch.randn(5, n, DIM, generator=rng, device=device) for n in (HEADS, GROUPS, GROUPS))
     norms = HeadNorms(*(torch.rand(DIM, generator=rng, device=device) for _ in range(2)), 1e-6)
     angle = torch.randn(5, 1, DIM // 2, generator=rng, device=device)
-    turn = Turn(kv_codec.signs(DIM, device), torch.randn(GROUPS, DIM, generator=rng, device=device))
+    rotation = Rotation(kv_codec.signs(DIM, device), torch.randn(GROUPS, DIM, generator=rng, device=device))
     place = torch.tensor([3, 0, 7, 1, 4], device=device)
 
-    def write(dtype: torch.dtype, turn: Turn | None) -> list[Tensor]:
+    def write(dtype: torch.dtype, rotation: Rotation | None) -> list[Tensor]:
         store = [torch.zeros(GROUPS, 9, DIM, dtype=dtype, device=device) for _ in range(2)]
         parts = [x.bfloat16().to(dtype) for x in (q, k, v)]
-        out = norm_rope_write(*parts, norms, (angle.cos(), angle.sin()), Slots(*store, place, turn))
+        out = norm_rope_write(*parts, norms, (angle.cos(), angle.sin()), Slots(*store, place, rotation))
         return [out, *(x[:, place].transpose(0, 1) for x in store)]
 
     plain = write(torch.float32, None)
-    expected = [turned(x, turn, turn.centre if n == 1 else None) for n, x in enumerate(plain)]
-    pairs = zip(write(torch.bfloat16, turn), expected, strict=True)
+    expected = [apply_rotation(x, rotation, rotation.centre if n == 1 else None) for n, x in enumerate(plain)]
+    pairs = zip(write(torch.bfloat16, rotation), expected, strict=True)
     errors = [((got.float() - wanted).norm() / wanted.norm()).item() for got, wanted in pairs]
     return {"status": "PASS" if max(errors) < 4e-3 else "FAIL", "errors": errors}
 

@@ -1,1 +1,1 @@
-"""What a forward may read and write."""
+"""The memory of running sequences: keys and values, recurrent states, sampling tables."""

@@ -1,8 +1,8 @@
 """Cache: all layers of target and drafter over one page table, and one state per row.
 
-The drafter's context for a token sits in that token's slot of the same page, so prefix reuse, preemption
-and freeing keep it without code of their own. Page 0 is never written: what is masked out reads its zero
-slot. Page 1 belongs to the scratch row.
+The drafter's context of a token is in that token's slot of the same page, so prefix reuse, preemption and
+freeing need no extra code for it. Page 0 is never written: masked reads go to its zero slot. Page 1 belongs
+to the scratch row.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SCRATCH_PAGE = 1
 
 
 class Cache:
-    """LayerStorage for every layer in `specs`; `num_pages` and `num_rows` include the reserved ones."""
+    """Storage for every layer in `specs`; `num_pages` and `num_rows` include the reserved ones."""
 
     def __init__(  # noqa: PLR0913
         self,
@@ -58,7 +58,7 @@ class Cache:
             for spec in dict.fromkeys(specs)
             if isinstance(spec, Recurrent)
         }
-        self._cold = {
+        self._compressed = {
             spec: CompressedKV(
                 spec,
                 num_layers=specs.count(spec),
@@ -79,7 +79,7 @@ class Cache:
             elif isinstance(spec, Recurrent):
                 storage.append(RecurrentState(self._states[spec], specs[:index].count(spec)))
             elif isinstance(spec, Compressed):
-                storage.append(CompressedLayer(self._cold[spec], specs[:index].count(spec)))
+                storage.append(CompressedLayer(self._compressed[spec], specs[:index].count(spec)))
             else:
                 slots = num_pages * page_size
                 storage.append(PagedKV(spec, num_slots=slots, dtype=dtype, device=device))
@@ -93,9 +93,10 @@ class Cache:
         is_known: bool = False,
         offsets: Tensor | None = None,
     ) -> CacheView:
-        """The view of one forward over the active rows: `counts` tokens each, from `length` on.
+        """Return the view of one forward over the active rows: `counts` tokens each, from `length` on.
 
-        `is_known` tokens need no verdict: recurrent layers fold them as they come. `offsets`: as in Blocks.
+        Tokens of a prompt are `is_known` and need no verification: recurrent layers fold them at once.
+        `offsets`: see Blocks.
         """
         active = rows.active
         if isinstance(counts, int):
@@ -112,7 +113,7 @@ class Cache:
             exact_pages=rows.exact_table,
         )
         tiles = None
-        if self._cold and is_known:  # queries of a prompt read some of its own tokens compressed
+        if self._compressed and is_known:  # queries of a prompt read some of its tokens compressed
             num_each = blocks.offsets.diff()
             tiles = self._tiles(rows, starts, num_each, max_count=max(counts, default=0))
         begins = blocks.offsets if self._states else None
@@ -126,31 +127,30 @@ class Cache:
     def commit(self, rows: Rows, starts: Tensor, num_committed: Tensor) -> None:
         """Make the first `num_committed` [R] tokens of the block verified from `starts` [R] on permanent.
 
-        Paged layers have nothing to do: `length` is the commit. Recurrent layers fold their tape. Layers that
-        compress do so with what falls behind, before the next block asks for it.
+        Paged layers have nothing to do: `length` is the commit. Recurrent layers fold their tape. Compressed
+        layers compress the tiles that the next block will read compressed.
         """
         for states in self._states.values():
             states.commit(rows.active, starts, num_committed)
-        if self._cold:
+        if self._compressed:
             tiles = self._tiles(rows, starts, num_committed, max_count=self._rule.block)
-            for cold in self._cold.values():
-                cold.compress(tiles)
+            for group in self._compressed.values():
+                group.compress(tiles)
 
     def centre_keys(self, centres: Mapping[int, Tensor]) -> None:
-        """Store rotated keys less a constant [G, D] of their layer; nothing is in the cache yet."""
+        """Subtract a constant [G, D] per layer from rotated keys, from now on; the cache must be empty."""
         for layer, centre in centres.items():
             storage = self.storage[layer]
             if isinstance(storage, CompressedLayer):
                 storage.centre_on(centre)
 
     @property
-    def cold(self) -> tuple[CompressedKV, ...]:
-        """Layers that compress, by their kinds."""
-        return tuple(self._cold.values())
+    def compressed(self) -> tuple[CompressedKV, ...]:
+        """The groups of layers that compress, one per spec."""
+        return tuple(self._compressed.values())
 
     @property
     def has_states(self) -> bool:
-        """Whether a layer is recurrent."""
         return bool(self._states)
 
     @property

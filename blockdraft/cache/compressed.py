@@ -1,4 +1,4 @@
-"""CompressedKV: keys and values of layers that compress what lies behind (kernels/kv_compressed.py)."""
+"""CompressedKV: keys and values of layers that compress older tokens (kernels/kv_compressed.py)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from blockdraft.cache.rows import Rows
 from blockdraft.cache.spec import Compressed
 from blockdraft.kernels import kv_codec
 from blockdraft.kernels.attention import Blocks
-from blockdraft.kernels.heads import Slots, Turn
+from blockdraft.kernels.heads import Rotation, Slots
 from blockdraft.kernels.kernels import Kernels
 from blockdraft.kernels.kv_compressed import Codes, CompressedPages, Tiles
 from blockdraft.kernels.kv_formats import SCALE_BYTES, TILE
@@ -18,7 +18,7 @@ from blockdraft.kernels.kv_positions import PositionRule
 
 
 class CompressedKV:
-    """All layers of one spec: compressed in `num_slots` slots, exact in `num_exact_slots`."""
+    """All layers of one spec: `num_slots` compressed slots and `num_exact_slots` exact ones."""
 
     def __init__(  # noqa: PLR0913
         self,
@@ -44,20 +44,20 @@ class CompressedKV:
             for codec in (form.keys, form.values)
         ]
         for tensor in (*exact, *stores[0], *stores[1]):
-            tensor[:, :, 0] = 0  # where masked reads point
+            tensor[:, :, 0] = 0  # masked reads go here
         self.pages = CompressedPages(form, rule, exact[0], exact[1], stores[0], stores[1])
-        # One constant for the keys of each head, which is not stored: zero until `centre_keys`.
+        # A constant per head that is subtracted from keys before they are stored: zero until `centre_keys`.
         self.centre = torch.zeros((*lead, dim), dtype=torch.float32, device=device)
-        self._signs = kv_codec.signs(dim, device) if form.is_turned else None
+        self._signs = kv_codec.signs(dim, device) if form.is_rotated else None
 
     def slots(self, layer: int, blocks: Blocks) -> Slots:
-        """Where this forward writes: exact."""
-        turn = None if self._signs is None else Turn(self._signs, self.centre[layer])
+        """Return the exact slots that this forward writes."""
+        rotation = None if self._signs is None else Rotation(self._signs, self.centre[layer])
         pages = self.pages
-        return Slots(pages.exact_keys[layer], pages.exact_values[layer], blocks.exact_write_slots, turn)
+        return Slots(pages.exact_keys[layer], pages.exact_values[layer], blocks.exact_write_slots, rotation)
 
     def compress(self, tiles: Tiles, layer: int | None = None) -> None:
-        """In one layer, or in all."""
+        """Compress tiles in one layer, or in all."""
         self._kernels.compress(self.pages if layer is None else self.pages.layer(layer), tiles)
 
     @property
@@ -82,20 +82,19 @@ class CompressedLayer:
         self.group.compress(tiles, self._layer)
 
     def centre_on(self, mean: Tensor) -> None:
-        """Rotated keys are stored less `mean` [G, D] from now on; none is in the cache yet."""
-        if self.pages.format.is_turned:
+        """Subtract `mean` [G, D], rotated, from keys before they are stored, in an empty cache."""
+        if self.pages.format.is_rotated:
             self.group.centre[self._layer] = kv_codec.rotate(mean)
 
     @property
     def num_bytes(self) -> int:
-        """Its share of the group."""
         return self.group.num_bytes // len(self.group.pages.exact_keys)
 
 
 def tiles_behind(
     rows: Rows, rule: PositionRule, starts: Tensor, counts: Tensor, *, max_count: int, page_size: int
 ) -> Tiles:
-    """What falls behind as the active rows, of lengths starts [R], grow by counts [R], none above a limit."""
+    """Return the tiles to compress as the active rows grow from starts [R] by counts [R] <= max_count."""
     assert rows.exact_table is not None
     most = -(-max_count // TILE) + (0 if max_count < TILE else 1)
     return Tiles(rows.page_table, rows.exact_table, rows.active, starts, counts, rule, most, page_size)

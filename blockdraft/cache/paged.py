@@ -16,8 +16,8 @@ from blockdraft.machine.private_memory import private_memory
 class PagedKV:
     """Keys and values [G, S, D] in the model's dtype; slot = page * page_size + offset.
 
-    Only slot 0, where masked reads point, is initialised: every other slot is written before it is in
-    reach, and memory that nobody touched costs nothing.
+    Only slot 0, where masked reads go, is initialised: every other slot is written before it is read, and
+    untouched memory costs nothing.
     """
 
     def __init__(self, spec: Paged, *, num_slots: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -28,7 +28,6 @@ class PagedKV:
         self.values[:, 0] = 0
 
     def slots(self, blocks: Blocks) -> Slots:
-        """Where this forward writes."""
         return Slots(self.keys, self.values, blocks.write_slots)
 
     @property
@@ -37,10 +36,10 @@ class PagedKV:
 
 
 def untouched(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory that becomes resident as it is written.
+    """Allocate memory that becomes resident when it is written.
 
-    Without huge pages: a cache is sized for the worst case, and a huge page makes 2 MB resident around the
-    first token of every head (360 MB for SmolLM2-135M; the speed is the same, 2 x Neoverse-N1, 2026-11).
+    It has no huge pages: a cache is sized for the worst case, and a huge page makes 2 MB resident around the
+    first token of every head (360 MB for SmolLM2-135M, at the same speed; 2 x Neoverse-N1, 2026-11).
     """
     if device.type != "cpu":
         return torch.empty(shape, dtype=dtype, device=device)

@@ -1,11 +1,11 @@
-"""RecurrentStates: what gated delta layers remember of each row, and the tape of the block in flight.
+"""RecurrentStates: the states of gated delta layers for each row, and the tape of the block being verified.
 
-A verify forward reads the committed state and never writes it: it leaves a tape of what each token of the
-block would do to the state. Commit folds the first `num_committed` entries, in the order and by the
-operations of the scan itself, so the state is bit for bit that of decoding token by token. The memory of a
-sequence is one state and one tape, however wide the block: no state per drafted token is ever kept.
+A verify forward reads the committed state but does not write it: it records on a tape what each token of the
+block would do to the state. Commit folds the first `num_committed` entries with the same operations in the
+same order as the scan, so the state is bit for bit that of decoding token by token. A sequence needs memory
+for one state and one tape, not for a state per drafted token.
 
-Length is the commit here too: at length 0 the state is zero, whatever the row held before.
+Length is the commit here too: at length 0 the state counts as zero, whatever the row held before.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ class Scan(NamedTuple):
     rows: Tensor  # [R]
     starts: Tensor  # [R]
     counts: tuple[int, ...] | None  # None: only `offsets` knows them
-    is_known: bool  # prompt tokens: committed as they come, without a tape
-    offsets: Tensor | None = None  # [R + 1] where a row's tokens begin in the stream; a device needs it
-    max_count: int = 0  # no row has more tokens; goes with `offsets`
+    is_known: bool  # prompt tokens, committed at once, without a tape
+    offsets: Tensor | None = None  # [R + 1] where each row's tokens begin in the stream; for a GPU
+    max_count: int = 0  # upper limit of tokens per row; with `offsets`
 
 
 class _Block(NamedTuple):
-    """What a verify forward leaves behind for commit in one layer."""
+    """What commit needs from a verify forward in one layer."""
 
     inputs: Tensor  # [R, T, C] of the convolution
     tape: Tape
 
 
 class _BlockInPlace(NamedTuple):
-    """What it leaves behind in all layers, where states are scanned as they lie."""
+    """What commit needs from a verify forward in all layers, if states are scanned in place."""
 
     where: Scan
     tape: RowTape
@@ -54,7 +54,7 @@ class _BlockInPlace(NamedTuple):
 
 
 class RecurrentStates:
-    """Layers of one spec: states [L, rows, H, K, V] in float32 or wider, the convolutions' last inputs."""
+    """All layers of one spec: states [L, rows, H, K, V] in float32 or wider, last inputs of convolutions."""
 
     def __init__(
         self,
@@ -74,24 +74,24 @@ class RecurrentStates:
         self.state = empty_states(shape, wide, device)
         tail = (num_layers, num_rows, spec.conv_width - 1, spec.conv_channels)
         self.tail = torch.zeros(tail, dtype=dtype, device=device)
-        self._block: dict[int, _Block] = {}  # of each layer that has scanned
+        self._block: dict[int, _Block] = {}  # by layer
         self._block_in_place: _BlockInPlace | None = None
 
     def scan(
         self, layer: int, x: Tensor, beta: Tensor, gate: Tensor, weights: DeltaWeights, where: Scan
     ) -> Tensor:
-        """x [N, C], logits beta and gate [N, H] of the rows' tokens, in row order; their reads [N, H, V]."""
+        """Scan x [N, C] with logits beta and gate [N, H], in row order; returns reads [N, H, V]."""
         in_place = self._kernels.scan_in_place
         if in_place is not None:
             tape = None if where.is_known else self._tape(layer, where, num_tokens=x.shape[0])
             at = self._at(where.rows, where.starts, where)
             return in_place.scan(x, beta, gate, weights, at, layer=layer, tape=tape)
-        assert where.counts is not None, "the number of tokens of each row is known"
+        assert where.counts is not None, "without scan_in_place, counts must be known"
         beta, gate = gates(beta, gate, weights)
         conv = weights.conv
         if len(set(where.counts)) == 1:
             return self._scan_even(layer, x, conv, gate, beta, where)
-        assert where.is_known, "a block to verify is equally wide in every row"
+        assert where.is_known, "a block to verify has one width in all rows"
         parts = []
         pieces = zip(*(torch.split(tensor, list(where.counts)) for tensor in (x, gate, beta)), strict=True)
         for row, (x_row, gate_row, beta_row) in enumerate(pieces):
@@ -101,7 +101,7 @@ class RecurrentStates:
         return torch.cat(parts)
 
     def _tape(self, layer: int, where: Scan, *, num_tokens: int) -> RowTape:
-        """Of all layers; the first of a forward makes it."""
+        """Return the tape of all layers, made by the first layer of a forward."""
         block = self._block_in_place
         if block is None or block.where is not where:
             block = self._block_in_place = _BlockInPlace(where, self._empty_tape(num_tokens), set())
@@ -118,7 +118,7 @@ class RecurrentStates:
         )
 
     def _at(self, rows: Tensor, starts: Tensor, where: Scan) -> RowStates:
-        assert where.offsets is not None, "the rows' places in the stream are on the device"
+        assert where.offsets is not None, "scan_in_place needs offsets"
         return RowStates(self.state, self.tail, rows, starts, where.offsets, where.max_count)
 
     def _scan_even(
@@ -137,7 +137,7 @@ class RecurrentStates:
             counts = torch.full_like(where.starts, x.shape[1])
             self._fold(layer, _Block(x, tape), where.rows, state, tail, counts)
         else:
-            # As a part of a wider projection, x would keep all of that alive until commit.
+            # A view of a wider projection would keep all of it alive until commit.
             self._block[layer] = _Block(x.contiguous(), tape)
         return read.flatten(0, 1)
 
@@ -157,7 +157,7 @@ class RecurrentStates:
             self._fold(layer, part, rows, state, tail, num_committed)
 
     def _committed(self, layer: int, rows: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
-        """Copies of the rows' states and tails; zero where nothing is committed yet."""
+        """Copy the rows' states and tails, as zeros for rows without committed tokens."""
         is_new = starts == 0
         state = self.state[layer][rows].masked_fill_(is_new[:, None, None, None], 0)
         return state, self.tail[layer][rows].masked_fill_(is_new[:, None, None], 0)
@@ -187,5 +187,5 @@ class RecurrentState:
 
     @property
     def num_bytes(self) -> int:
-        """State and tail; the tape lives from verify to commit."""
+        """The size of state and tail; the tape lives only from verify to commit."""
         return self.state.nbytes + self.tail.nbytes

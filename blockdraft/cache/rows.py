@@ -1,7 +1,7 @@
-"""Rows: the device's view of the running sequences, one permanent row each.
+"""Rows: tensors on the device with the state of the running sequences, one row each.
 
-`length` is the commit: cache slots [0, length) of a row are real, everything at or past it is scratch and
-will be overwritten. `anchor` is the token at position `length`: known, but not in the cache yet.
+`length` is the commit: cache slots [0, length) of a row are committed, everything at or past it is scratch
+and will be overwritten. `anchor` is the token at position `length`: known, but not in the cache yet.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from blockdraft.kernels.transfer import to_device
 
 @dataclass(frozen=True, slots=True)
 class RowSampling:
-    """What one request asks of sampling, in plain numbers; the host's side of a row. By default, greedy."""
+    """The sampling parameters of one row, on the host. The default is greedy."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -53,7 +53,7 @@ class RowSampling:
 class Rows:
     """Persistent tensors for `max_rows` sequences and one scratch row (the last).
 
-    None of them ever moves: CUDA graphs hold their addresses.
+    They never move: CUDA graphs hold their addresses.
     """
 
     def __init__(  # noqa: PLR0913
@@ -68,7 +68,7 @@ class Rows:
         has_exact: bool = False,
         history_size: int = 0,
     ) -> None:
-        """`history_size`: of how many positions the tokens themselves are kept, for drafts from them."""
+        """`history_size`: the number of positions whose token ids are kept, for n-gram lookup."""
         count = max_rows + 1
         self.kernels = kernels
         self.max_rows = max_rows
@@ -81,8 +81,8 @@ class Rows:
         self.anchor = self._integers(count)
         self.page_table = self._integers(count, max_pages)
         self.page_table[max_rows] = scratch_page
-        self.exact_table = self.page_table.clone() if has_exact else None  # where layers compress
-        self.history: Tensor | None = None  # [rows, positions]: [0, length] known, what is past it scratch
+        self.exact_table = self.page_table.clone() if has_exact else None  # for layers that compress
+        self.history: Tensor | None = None  # [rows, positions]: [0, length] known, past it scratch
         if history_size:
             self.history = torch.zeros(count, history_size, dtype=torch.int32, device=device)
         self._real = torch.zeros(count, len(Real), dtype=torch.float32, device=device)
@@ -99,14 +99,14 @@ class Rows:
         return torch.zeros(shape, dtype=torch.int64, device=self.device)
 
     def place(self, row: int, token_ids: Items[int], length: int, sampling: RowSampling) -> None:
-        """Give `row` to a sequence: `length` of its tokens are in the cache already.
+        """Give `row` to a sequence with `length` tokens in the cache already.
 
-        Penalty counts and history are rebuilt from the tokens, so a preempted sequence resumes where it was.
+        Penalty counts and history are rebuilt from the tokens, so a preempted sequence resumes unchanged.
         """
         self.place_all([(row, token_ids, length, sampling)])
 
     def place_all(self, entries: Items[tuple[int, Items[int], int, RowSampling]]) -> None:
-        """The same for several rows, in as many copies as for one."""
+        """`place` for several rows, with as many copies as for one."""
         if not entries:
             return
         index = self._tensor([row for row, *_ in entries])
@@ -151,13 +151,13 @@ class Rows:
         return [int(whole[column]) for column in Whole]
 
     def _table(self, values: Items[Items[float]], dtype: torch.dtype = torch.int64) -> Tensor:
-        """[n, k] of n lists of k values."""
+        """Copy n lists of k values to a tensor [n, k]."""
         return self._tensor([value for one in values for value in one], dtype).view(len(values), -1)
 
     def _write_lists(self, table: Tensor, index: Tensor, lists: Items[Items[float]], padding: int) -> None:
-        """`lists` at the front of the rows `index` of `table`, and nothing of what was there before."""
+        """Replace the rows `index` of `table` by `lists`, padded."""
         longest = max(len(one) for one in lists)
-        assert longest <= MAX_LISTED, "Engine._check lets no longer list through"
+        assert longest <= MAX_LISTED, "Engine._check refuses longer lists"
         table[index] = padding
         if longest:
             padded = [[*one, *(padding,) * (longest - len(one))] for one in lists]
@@ -166,7 +166,7 @@ class Rows:
     def _count(self, row: int, token_ids: Items[int], output_start: int) -> None:
         self._prompt_seen[row] = False
         self._prompt_seen[row, self._tensor(token_ids[:output_start])] = True
-        outputs = self._tensor(token_ids[output_start:-1])  # the anchor is not counted
+        outputs = self._tensor(token_ids[output_start:-1])  # without the anchor
         ones = torch.ones_like(outputs, dtype=torch.int32)
         self._output_counts[row].zero_().index_add_(0, outputs, ones)
 
@@ -174,24 +174,24 @@ class Rows:
         return to_device(values, self.device, dtype)
 
     def set_pages(self, entries: Items[tuple[int, int, Items[int]]]) -> None:
-        """(row, first, pages): page-table entries [first, first + len(pages)) of `row`."""
+        """Set page-table entries [first, first + len(pages)) of `row`, for each (row, first, pages)."""
         self._set_pages(self.page_table, entries)
 
     def set_exact_pages(self, entries: Items[tuple[int, int, Items[int]]]) -> None:
-        """The same of the pages that hold what is still exact."""
+        """`set_pages` for the pages of exact keys and values."""
         assert self.exact_table is not None
         self._set_pages(self.exact_table, entries)
 
     def _set_pages(self, table: Tensor, entries: Items[tuple[int, int, Items[int]]]) -> None:
         width = table.shape[1]
-        places = [row * width + first + i for row, first, pages in entries for i in range(len(pages))]
-        if places:
-            changes = self._tensor([*places, *(page for _, _, pages in entries for page in pages)])
+        cells = [row * width + first + i for row, first, pages in entries for i in range(len(pages))]
+        if cells:
+            changes = self._tensor([*cells, *(page for _, _, pages in entries for page in pages)])
             where, pages = changes.chunk(2)
             table.view(-1)[where] = pages
 
     def activate(self, row_ids: Items[int], num_rows: int | None = None) -> None:
-        """The rows of the coming step, in order; up to `num_rows` of them are filled with the scratch row."""
+        """Set the rows of the next step, in order, padded to `num_rows` with the scratch row."""
         missing = 0 if num_rows is None else num_rows - len(row_ids)
         padded = (*row_ids, *(self.max_rows,) * missing)
         self.active = self._active[: len(padded)]
@@ -207,7 +207,6 @@ class Rows:
         self._needs.min_end = any(row.min_end > row.output_start for row in host)
 
     def sampling(self) -> SamplingBatch:
-        """The tables, and the active rows of them."""
         return SamplingBatch(
             real=self._real,
             whole=self._whole,
@@ -228,7 +227,7 @@ class Rows:
         self.kernels.advance(progress, block, sampled, num_committed, self.sampling())
 
     def extend(self, counts: Items[int] | Tensor) -> None:
-        """Commit `counts` prompt tokens of the active rows; the anchor stays the last known token."""
+        """Commit `counts` prompt tokens of the active rows; the anchor stays."""
         if not isinstance(counts, Tensor):
             counts = self._tensor(counts)
         self.length[self.active] += counts * (self.active != self.max_rows)  # the scratch row stays

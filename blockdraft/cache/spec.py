@@ -1,4 +1,4 @@
-"""What each layer needs remembered, as data: the model says it, the cache allocates it, the plan sums it."""
+"""What each layer stores, as data: from it the cache allocates memory, and the plan computes its size."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Paged:
 class Windowed(Paged):
     """Like Paged, but no query looks back `window` tokens or more.
 
-    Stored in full pages and masked: a ring of `window` slots would be overwritten by rejected drafts.
+    All tokens are stored and masked: rejected drafts would overwrite a ring of `window` slots.
     """
 
     window: int
@@ -33,9 +33,9 @@ class Windowed(Paged):
 
 @dataclass(frozen=True, slots=True)
 class Compressed(Paged):
-    """Like either, but keys and values are compressed once they lie behind (kernels/kv_positions.py).
+    """Like Paged, but older keys and values are compressed (kernels/kv_positions.py).
 
-    What is still exact has pages of its own.
+    Exact ones have separate pages.
     """
 
     format: str  # one of kernels/kv_formats.py
@@ -44,13 +44,12 @@ class Compressed(Paged):
         return self.num_kv_heads * kv_formats.bytes_per_token(self.format, self.head_dim)
 
     def exact_bytes_per_token(self, element_bytes: int) -> int:
-        """Where it is exact."""
         return 2 * self.num_kv_heads * self.head_dim * element_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Recurrent:
-    """A state of fixed size per row, plus a tape of the block that commit folds into it.
+    """A state of fixed size per row, and a tape of the block, which commit folds into it.
 
     The convolution's channels are queries, keys and values side by side.
     """
@@ -69,7 +68,7 @@ class Recurrent:
         return 0
 
     def bytes_per_row(self, element_bytes: int, width: int) -> int:
-        """State and tape; both accumulate in float32 or wider, the convolution's inputs do not."""
+        """The size of state and tape, in float32 or wider except for the convolution's inputs."""
         wide_bytes = max(element_bytes, 4)
         state = self.num_heads * self.key_dim * self.value_dim * wide_bytes
         tail = (self.conv_width - 1) * self.conv_channels * element_bytes
@@ -79,7 +78,7 @@ class Recurrent:
 
 @dataclass(frozen=True, slots=True)
 class SharedWith:
-    """No storage of its own: reads the keys and values that another layer wrote."""
+    """No storage: the layer reads keys and values that another layer wrote."""
 
     layer: int
 
@@ -91,7 +90,7 @@ LayerSpec = Paged | Windowed | Compressed | Recurrent | SharedWith
 
 
 def compressed(specs: tuple[LayerSpec, ...], format: str) -> tuple[LayerSpec, ...]:
-    """The same layers where keys and values are kept in `format`."""
+    """Return the specs with keys and values stored in `format`."""
     if format == kv_formats.EXACT:
         return specs
     return tuple(
@@ -101,23 +100,22 @@ def compressed(specs: tuple[LayerSpec, ...], format: str) -> tuple[LayerSpec, ..
 
 
 def exact_bytes_per_token(specs: tuple[LayerSpec, ...], element_bytes: int) -> int:
-    """What one exact token costs in the pages of layers that compress."""
+    """The size of one exact token in the layers that compress."""
     return sum(spec.exact_bytes_per_token(element_bytes) for spec in specs if isinstance(spec, Compressed))
 
 
 def bytes_per_token(specs: tuple[LayerSpec, ...], element_bytes: int) -> int:
-    """What one token costs in pages, over all layers of target and drafter."""
+    """The size of one token in pages, over all layers of target and drafter."""
     return sum(spec.bytes_per_token(element_bytes) for spec in specs)
 
 
 def bytes_per_row(specs: tuple[LayerSpec, ...], element_bytes: int, width: int) -> int:
-    """What one running sequence costs beside its pages: states and the tape of a block."""
+    """The size of one running sequence besides its pages: states and the tape of a block."""
     return sum(spec.bytes_per_row(element_bytes, width) for spec in specs if isinstance(spec, Recurrent))
 
 
 def row_table_bytes(vocab_size: int, max_pages: int, history_size: int = 0) -> int:
-    """What `cache.rows.Rows` holds for each row, in tensors of 8, 4 and 1 bytes; max_pages of all tables."""
+    """The size of one row in `cache.rows.Rows`; max_pages counts the entries of all page tables."""
     eights = 3 + max_pages + len(Whole) + 2 * MAX_LISTED  # active, length, anchor; stop and bias ids
-    fours = len(Real) + MAX_LISTED + vocab_size  # bias values; how often the answer has each token
-    fours += history_size
-    return 8 * eights + 4 * fours + vocab_size  # and whether the prompt has it
+    fours = len(Real) + MAX_LISTED + vocab_size + history_size  # bias values, counts of output tokens
+    return 8 * eights + 4 * fours + vocab_size  # and whether the prompt has each token

@@ -1,4 +1,4 @@
-"""View: everything one forward may read and write. Passed as an argument, never a global."""
+"""View: everything that one forward may read and write. It is passed as an argument, never a global."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from blockdraft.cache.paged import PagedKV
 from blockdraft.cache.recurrent import RecurrentState, Scan
 from blockdraft.kernels.attention import Blocks, Mask
 from blockdraft.kernels.gated_delta import DeltaWeights
-from blockdraft.kernels.heads import HeadNorms, turned, write
+from blockdraft.kernels.heads import HeadNorms, apply_rotation, write
 from blockdraft.kernels.kernels import Kernels
 from blockdraft.kernels.kv_compressed import Tiles
 from blockdraft.kernels.pointwise import Angles
@@ -20,7 +20,7 @@ LayerStorage = PagedKV | CompressedLayer | RecurrentState
 
 
 class View(Protocol):
-    """What a model may do while it runs: know its positions, attend, scan, and leave things behind."""
+    """The interface of a model to the cache: positions, attention, scans and writes."""
 
     @property
     def positions(self) -> Tensor: ...  # [N]
@@ -39,17 +39,17 @@ class View(Protocol):
     ) -> Tensor:
         """Normalise and rotate q [N, H, D] and k, write k and v [N, G, D], then attend. Returns [N, H, D].
 
-        No angles: q and k come normalised and rotated. No k and v: the layer that this one shares with has
-        written them. `sinks` [H] are logits that take part in the softmax and have no value.
+        Without angles, q and k are normalised and rotated already. Without k and v, another layer has written
+        them. `sinks` [H] are logits that take part in the softmax and have no value.
         """
         ...
 
     def write(self, layer: int, k: Tensor, v: Tensor, *, angles: Angles, norms: HeadNorms | None) -> None:
-        """Normalise and rotate keys, and put them and the values [N, G, D] into these positions' slots."""
+        """Normalise and rotate keys, and write them and the values [N, G, D] to their slots."""
         ...
 
     def scan(self, layer: int, x: Tensor, beta: Tensor, gate: Tensor, weights: DeltaWeights) -> Tensor:
-        """The gated delta rule over x [N, C] once it is convolved, logits beta and gate [N, H]: [N, H, V]."""
+        """Convolve x [N, C] and apply the gated delta rule with logits beta and gate [N, H]: [N, H, V]."""
         ...
 
 
@@ -69,7 +69,7 @@ class CacheView:
         kernels: Kernels,
         tiles: Tiles | None = None,
     ) -> None:
-        self._tiles = tiles  # that layers which compress do so with once they have written
+        self._tiles = tiles  # that compressed layers compress after their writes
         self._storage = storage
         self._kernels = kernels
         self._blocks = blocks
@@ -81,7 +81,7 @@ class CacheView:
 
     @property
     def starts(self) -> Tensor:
-        """[R] the rows' lengths before this forward."""
+        """[R] lengths of the rows before this forward."""
         return self._blocks.starts
 
     def attend(  # noqa: PLR0913
@@ -101,14 +101,14 @@ class CacheView:
             slots = storage.slots(self._blocks)
             if angles is None:
                 write(k, v, slots)
-                q = turned(q, slots.turn)
+                q = apply_rotation(q, slots.rotation)
             else:
                 rotated = self._kernels.norm_rope_write(q, k, v, norms, angles, slots)
                 assert rotated is not None
                 q = rotated
             self._compress(storage)
         elif isinstance(storage, CompressedLayer):
-            q = turned(q, storage.slots(self._blocks).turn)
+            q = apply_rotation(q, storage.slots(self._blocks).turn)
         if isinstance(storage, CompressedLayer):
             return self._kernels.attend_compressed(q, storage.pages, self._blocks, mask, sinks)
         return self._kernels.attend(q, storage.keys, storage.values, self._blocks, mask, sinks)

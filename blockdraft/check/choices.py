@@ -132,7 +132,7 @@ def compare_ngram_lookup(engine: Engine, numbers: Numbers) -> Comparisons:
     history[1, 1000:2000] = history[1, :1000]
     order, starts = numbers.whole(4, 1, 0, 3), numbers.whole(2499 - width, 1700, 0, 40)
     blocks = [history[order].gather(1, starts[:, None]).long().repeat(1, width) for _ in range(2)]
-    for block, call in zip(blocks, (numbers.kernels.recall, ngram_lookup.reference_lookup), strict=True):
+    for block, call in zip(blocks, (numbers.kernels.lookup, ngram_lookup.reference_lookup), strict=True):
         call(block, history, order, starts, 2)
     yield Comparison(f"blocks of {width}", blocks[0], blocks[1])
     lengths, tables = numbers.whole(7, 1700, 3, 40, 2499 - width), (history.clone(), history.clone())

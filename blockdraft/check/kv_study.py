@@ -238,7 +238,7 @@ def study(  # noqa: PLR0913
     """`texts` are all of one length; `num_needles` more have needles, `num_answers` questions follow them."""
     exact = exact_of(models)
     centres = served_centres(models, plan.max_model_len)
-    arms = [exact, *(of_format(form, centres=centres if form.is_turned else None) for form in formats)]
+    arms = [exact, *(of_format(form, centres=centres if form.is_rotated else None) for form in formats)]
     tallies = {arm.name: LossTally(begin) for arm in arms}
     for number, text in enumerate(texts, 1):
         count_text(models, text, arms, tallies)

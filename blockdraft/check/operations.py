@@ -285,7 +285,7 @@ def _compare_compressed(engine: Engine, numbers: Numbers) -> Comparisons:
     found = [kind for model in engine.models.models() for kind in _heads(engine, model)]
     for kind in distinct([kind for kind in found if kind.format is not None], lambda kind: kind[:6]):
         assert kind.format is not None
-        rule = engine.cache.cold[0].pages.rule
+        rule = engine.cache.compressed[0].pages.rule
         starts, counts = (rule.window + CONTEXT, 5), (plan.block, plan.block)
         blocks, tiles = _compressed_places(
             numbers, rule, starts=starts, counts=counts, page_size=plan.page_size
@@ -688,10 +688,10 @@ OPERATIONS: dict[str, Callable[[Engine, Numbers], Comparisons]] = {
     "gated delta layer": _compare_delta_layers,
     "routing": _compare_routes,
     "experts": _compare_experts,
-    "places": _compare_places,
+    "slots": _compare_places,
     "sampling": compare_sampling,
     "acceptance": compare_acceptance,
     "block convolution": _compare_block_conv,
     "walk": compare_walk,
-    "recall": compare_ngram_lookup,
+    "lookup": compare_ngram_lookup,
 }

@@ -2,4 +2,4 @@
 
 from blockdraft.settings.settings import write_no_perf_maps
 
-write_no_perf_maps()  # whoever computes comes through here
+write_no_perf_maps()  # every module that computes imports this package

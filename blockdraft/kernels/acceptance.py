@@ -1,6 +1,7 @@
-"""What a verified block means: how many of its tokens are kept, and where each row stands afterwards.
+"""Acceptance: how many tokens of a verified block are committed, and the rows' state afterwards.
 
-A draft counts while it equals the sample before it. Whole numbers only: reference and kernel agree exactly.
+A draft is accepted if it equals the sample before it and all drafts before it are accepted. All values are
+integers: reference and kernels agree exactly.
 """
 
 from __future__ import annotations
@@ -19,28 +20,28 @@ _WORD = 0xFFFFFFFF
 
 
 def reference_count_accepted(sampled: Tensor, block: Tensor) -> Tensor:
-    """[R] tokens to commit, 1 to B, for samples and block [R, B]: the drafts that match, and one more."""
+    """Return the tokens to commit [R], 1 to B, for samples and block [R, B]: accepted drafts and one more."""
     agrees = sampled[:, :-1] == block[:, 1:]  # [R, B - 1]
     return 1 + agrees.long().cumprod(dim=1).sum(dim=1)
 
 
 def reference_draw_accepted(rates: Tensor, starts: Tensor, batch: SamplingBatch) -> Tensor:
-    """[R] tokens to commit where draft j is accepted with probability rates[j], whatever it says.
+    """Return the tokens to commit [R] if draft j is accepted with probability rates[j], for timing only.
 
-    rates [B - 1] do not increase, as a draft counts only behind those before it. For timing alone: one number
-    between 0 and 1 per row, keyed by its seed and length, decides how far the step gets.
+    rates [B - 1] must not increase, as a draft counts only if all before it are accepted. One random number
+    per row, keyed by its seed and length, decides.
     """
     seeds = batch.integers(Whole.SEED)
     zero = torch.zeros_like(starts)
     words = philox(
         (zero, starts & _WORD, starts >> 32, zero + 1), key=(seeds & _WORD, (seeds >> 32) & _WORD)
-    )  # the fourth word sets these numbers apart from sampling's
+    )  # the fourth word makes these numbers differ from those of sampling
     uniform = ((words[0] >> 9).float() + 0.5) * 2.0**-23
     return 1 + (uniform[:, None] < rates).sum(dim=1)
 
 
 class Progress(NamedTuple):
-    """Where the rows stand; both change."""
+    """The state of all rows; both tensors are updated."""
 
     length: Tensor  # [rows]
     anchor: Tensor  # [rows]
@@ -51,8 +52,8 @@ def reference_advance(
 ) -> None:
     """Commit the first num_committed[r] tokens of block [R, B]; the last sample is the new anchor.
 
-    Committed outputs are counted in the tables of the rows that are penalised. The last row of the tables is
-    scratch, and stays where it is.
+    Committed output tokens of rows with penalties are counted in their tables. The last row of the tables is
+    scratch and does not change.
     """
     rows, (length, anchor) = batch.rows, progress
     is_real = rows != len(length) - 1

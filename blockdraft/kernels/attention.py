@@ -1,16 +1,16 @@
 """Attention of blocks of queries over paged keys and values: the contract and its PyTorch reference.
 
-A query's result depends on its own visible prefix only, never on its neighbours in the batch. In the
-reference, `attend`, the keys are therefore cut into fixed chunks counted from position 0, every chunk is
-reduced at the same shape, and the chunks are merged in order: a longer neighbour only adds chunks that
-weigh exactly zero. What it cannot promise: equal bits for another number of queries per row, since the
-BLAS behind matmul may choose another order of summation for another shape.
+A query's result depends only on its own visible prefix, never on its neighbours in the batch. So the
+reference, `attend`, cuts the keys into fixed chunks counted from position 0, reduces every chunk at the same
+shape, and merges the chunks in order: a longer neighbour only adds chunks with weights of exactly zero. Its
+bits may change with the number of queries per row, since the BLAS behind matmul may choose another order of
+summation for another shape.
 
-The CPU kernel, `llvm.attention`, promises that too: the bits of an output follow from its query, the keys
-and values it sees, their positions and its head's sink.
+The CPU kernel, `llvm.attention`, is independent of that number, too: the bits of an output depend only on its
+query, the keys and values that it sees, their positions and its head's sink.
 
-A sink is one more score per query head, not scaled: it takes part in the softmax's maximum and
-sum, and has no value.
+A sink is one more score per query head, not scaled: it takes part in the maximum and the sum of the softmax,
+and has no value.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from blockdraft.kernels.transfer import to_device
 if TYPE_CHECKING:
     from blockdraft.kernels.kv_positions import PositionRule
 
-KEY_CHUNK = 256  # tokens; arbitrary, but a constant: it is part of the result's bits
-QUERY_SLICE = 64  # queries of one row at a time, which bounds the score matrix
+KEY_CHUNK = 256  # tokens; arbitrary, but constant: the result's bits depend on it
+QUERY_SLICE = 64  # queries of one row at a time, to limit the score matrix
 
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """Which keys a query sees, and how its scores are shaped.
+    """The keys that a query sees, and the scale of its scores.
 
-    Keys [0, start) are committed context and [start, start + width) is the block itself. A causal query
-    sees the block up to itself, otherwise all of it. `window` counts the query's own position, so the
-    query at p sees keys in (p - window, p + window); anchored windows are measured from the block's
-    first position for all its queries, and reach back to start - window inclusive.
+    Keys [0, start) are committed context, [start, start + width) is the block itself. A causal query sees the
+    block up to itself, otherwise all of it. `window` counts the query's own position: the query at p sees
+    keys in (p - window, p + window). Anchored windows are measured from the block's first position for all
+    its queries, and reach back to start - window inclusive.
     """
 
     scale: float
@@ -51,11 +51,11 @@ class Mask:
 
 
 class Reads:
-    """What R rows of equal width read: page tables [R, P], committed lengths [R], block width.
+    """The reads of R rows with one width: page tables [R, P], committed lengths [R], block width.
 
-    The index tensors that every layer shares are made once here: `slots` [R, L] with L a multiple of
-    KEY_CHUNK, and an additive mask per distinct Mask. Keys out of reach point at slot 0, whose page is
-    never written and stays zero: what another sequence left behind, even NaN, is not multiplied in.
+    It builds the index tensors that all layers share: `slots` [R, L] with L a multiple of KEY_CHUNK, and an
+    additive mask per distinct Mask. Keys out of reach have slot 0, whose page is never written and stays
+    zero, so values of other sequences, even NaN, are not multiplied in.
     """
 
     def __init__(
@@ -84,12 +84,12 @@ class Reads:
         return torch.where(in_reach, table * page_size + key % page_size, 0)
 
     def is_compressed(self, rule: PositionRule) -> Tensor:
-        """[R, B, L]: whether the query reads the key compressed."""
+        """Return [R, B, L]: whether the query reads the key compressed."""
         query = self.starts[:, None, None] + torch.arange(self.width, device=self._key.device)[:, None]
         return (self._key >= rule.sinks) & (self._key < rule.compressed_end_at(query))
 
     def bias(self, mask: Mask, dtype: torch.dtype) -> Tensor:
-        """[R, B, L]: 0 where the query sees the key, -inf elsewhere."""
+        """Return [R, B, L]: 0 where the query sees the key, -inf elsewhere."""
         kind = (mask.is_causal, mask.window, mask.is_anchored, dtype)
         if kind not in self._bias:
             hidden = ~self._visible(mask)
@@ -113,7 +113,7 @@ class Reads:
 def attend(
     q: Tensor, keys: Tensor, values: Tensor, reads: Reads, mask: Mask, sinks: Tensor | None = None
 ) -> Tensor:
-    """Attention of q [R, B, H, D] over keys and values [G, S, D] (G key/value heads, S slots).
+    """Attend with q [R, B, H, D] over keys and values [G, S, D] (G key/value heads, S slots).
 
     The block's own keys and values are in their slots already; sinks [H]. Returns [R, B, H, D].
     """
@@ -128,7 +128,7 @@ def attend(
 def attend_gathered(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Mask, sinks: Tensor | None
 ) -> Tensor:
-    """The same with keys and values [G, R, C, T, D] in C chunks, of which bias [R, B, C * T] hides some."""
+    """`attend` with gathered keys and values [G, R, C, T, D] in C chunks, masked by bias [R, B, C * T]."""
     if q.shape[1] <= QUERY_SLICE:
         return _attend_chunks(q, k, v, bias, mask, sinks)
     slices = range(0, q.shape[1], QUERY_SLICE)
@@ -140,7 +140,7 @@ def attend_gathered(
 
 
 def _attend_chunks(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Mask, sinks: Tensor | None) -> Tensor:
-    if q.dtype in (torch.bfloat16, torch.float16):  # sums over a long context need more digits
+    if q.dtype in (torch.bfloat16, torch.float16):  # half precision is too coarse for long sums
         return _attend_chunks(q.float(), k.float(), v.float(), bias.float(), mask, sinks).to(q.dtype)
     num_groups, num_rows, num_chunks, chunk, dim = k.shape
     width, num_heads = q.shape[1], q.shape[2]
@@ -165,7 +165,7 @@ def _attend_chunks(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Mask, si
 
 
 def _merge(chunks: Tensor) -> Tensor:
-    """Sum over the chunk axis, first to last: trailing zeros change no bit."""
+    """Sum over the chunk axis, first to last, so that trailing zeros change no bit."""
     total = chunks[:, :, 0]
     for index in range(1, chunks.shape[2]):
         total = total + chunks[:, :, index]
@@ -173,7 +173,7 @@ def _merge(chunks: Tensor) -> Tensor:
 
 
 class Locate(Protocol):
-    """Position and slot [N] of every token of the stream of Blocks."""
+    """Returns position and slot [N] of every token in the stream of Blocks."""
 
     def __call__(
         self,
@@ -188,12 +188,12 @@ class Locate(Protocol):
 
 
 class Blocks:
-    """What one forward reads: rows of a page table, their committed lengths, and `counts[r]` tokens of row r.
+    """The tokens of one forward: `counts[r]` tokens of row r behind its committed length starts[r].
 
-    pages [.., P], of which row r reads pages[rows[r]] (pages[r] without `rows`); starts [R]. Token n of the
-    flat stream is at `positions[n]`. What all layers share is made once here, on first use. With `offsets`,
-    which a device's kernels read, `counts` has only the sum, and the largest that a row's may be. Where
-    layers compress, exact_pages [.., P] has the pages of what they keep exact.
+    Row r reads pages[rows[r]] of pages [.., P] (pages[r] without `rows`). Token n of the flat stream is at
+    `positions[n]`. Index tensors that all layers share are built once, on first use. With `offsets`, which
+    GPU kernels read, only the sum and the maximum of `counts` matter. For layers that compress, exact_pages
+    [.., P] are the pages of exact keys and values.
     """
 
     def __init__(  # noqa: PLR0913
@@ -217,17 +217,17 @@ class Blocks:
 
     @functools.cached_property
     def offsets(self) -> Tensor:
-        """[R + 1]: tokens [offsets[r], offsets[r + 1]) of the stream are row r's."""
+        """[R + 1]: tokens [offsets[r], offsets[r + 1]) of the stream belong to row r."""
         if self._offsets is not None:
             return self._offsets
-        if len(set(self.counts)) == 1:  # no copy from the host, which a CUDA graph could not repeat
+        if len(set(self.counts)) == 1:  # without a copy from the host, which a CUDA graph cannot repeat
             width = self.counts[0]
             return torch.arange(0, len(self.counts) * width + 1, width, device=self.starts.device)
         return to_device((0, *itertools.accumulate(self.counts)), self.starts.device)
 
     @functools.cached_property
     def _row(self) -> Tensor:
-        """[N] the row of every token of the stream."""
+        """[N] the row of every token in the stream."""
         row = torch.arange(len(self.counts), device=self.starts.device)
         return torch.repeat_interleave(row, torch.tensor(self.counts, device=self.starts.device))
 
@@ -241,12 +241,12 @@ class Blocks:
 
     @functools.cached_property
     def exact_write_slots(self) -> Tensor:
-        """[N] the place of every token of the stream where layers compress."""
+        """[N] the exact slot of every token in the stream, for layers that compress."""
         assert self.exact_table is not None
         return self._locate_in(self.exact_table)[1]
 
     def _locate_in(self, table: Tensor) -> tuple[Tensor, Tensor]:
-        """Position and slot [N] of every token of the stream."""
+        """Return position and slot [N] of every token in the stream."""
         if self._locate is not None:
             return self._locate(
                 table,
@@ -263,17 +263,16 @@ class Blocks:
 
     @property
     def positions(self) -> Tensor:
-        """[N]"""
         return self._located[0]
 
     @property
     def write_slots(self) -> Tensor:
-        """[N] the place of every token of the stream."""
+        """[N] the slot of every token in the stream."""
         return self._located[1]
 
     @functools.cached_property
     def groups(self) -> list[Reads]:
-        """For the reference: rows of equal width attend together, a ragged batch row by row."""
+        """The reads of the reference: rows of one width together, otherwise row by row."""
         if len(set(self.counts)) == 1:
             return [self._reads(slice(None), self.counts[0])]
         return [self._reads(slice(row, row + 1), count) for row, count in enumerate(self.counts)]
@@ -288,7 +287,7 @@ class Blocks:
         )
 
     def units(self, num_heads: int, num_groups: int) -> Tensor:
-        """How the CPU's kernel divides its work."""
+        """Return how the CPU kernel divides its work, see `divide`."""
         threads = torch.get_num_threads()
         kind = (num_heads, num_groups, threads)
         if kind not in self._units:

@@ -1,7 +1,7 @@
 """Convolutions over the columns of a drafted block: the contract and its PyTorch reference.
 
-Every token has a kernel of its own for each channel: what was learnt for the channel, and what the token adds
-for all channels of a group. A column sees itself and the columns before it in its block, and nothing else.
+Every token has its own kernel for each channel: the channel's learned kernel plus what the token adds for a
+group of channels. A column sees only itself and the columns before it in its block.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ ConvAfter = Callable[[Tensor, Tensor, Tensor, int, Tensor, Tensor, float], tuple
 
 
 def in_turn(convolve: BlockConvolve, linear: Multiply, rms_norm: RmsNorm) -> tuple[ConvBefore, ConvAfter]:
-    """First one, then the other."""
+    """Compose `before` and `after` of the single operations."""
 
     def before(x: Tensor, base: Tensor, projection: Tensor, num_columns: int) -> tuple[Tensor, Tensor]:
-        """x convolved by `base` and what its tokens add, and what they add to this kernel and the next.
+        """Convolve x by `base` plus what its tokens add; also return what they add here and in `after`.
 
-        Those are [N, 2, T, G]; projection is [2 * T * G, E].
+        That is [N, 2, T, G]; projection is [2 * T * G, E].
         """
         deltas = linear(x, projection, None, None).view(len(x), 2, len(base), -1)
         return convolve(x, base, deltas[:, 0], num_columns, None), deltas
@@ -34,7 +34,7 @@ def in_turn(convolve: BlockConvolve, linear: Multiply, rms_norm: RmsNorm) -> tup
     def after(
         x: Tensor, base: Tensor, deltas: Tensor, num_columns: int, onto: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """The stream `onto` with x convolved, and that normalised."""
+        """Return stream = onto + convolve(x), and norm(stream)."""
         stream = convolve(x, base, deltas, num_columns, onto)
         return stream, rms_norm(stream, weight, eps)
 
@@ -44,10 +44,11 @@ def in_turn(convolve: BlockConvolve, linear: Multiply, rms_norm: RmsNorm) -> tup
 def reference_block_conv(
     x: Tensor, base: Tensor, deltas: Tensor, num_columns: int, onto: Tensor | None = None
 ) -> Tensor:
-    """y_t = sum over taps i of (base_i + deltas_ti) * x_(t - i), added to `onto` [N, E] where that is given.
+    """Return y_t = sum over taps i of (base_i + deltas_ti) * x_(t - i), added to `onto` [N, E] if given.
 
-    x [N, E] holds blocks of `num_columns` one after another; base [T, E], deltas [N, T, G] for G groups of
-    neighbouring channels. x is zero before its block. Half precision is computed in float32, tap 0 first.
+    x [N, E] holds consecutive blocks of `num_columns`, and counts as zero before its block; base [T, E],
+    deltas [N, T, G] for G groups of neighbouring channels. Half precision is computed in float32, tap 0
+    first.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     blocks = x.to(wide).view(-1, num_columns, x.shape[1])

@@ -1,8 +1,8 @@
-"""Which implementation an operation has: Triton's kernel, the CPU's, or its PyTorch reference.
+"""Decides which implementation an operation has: the Triton kernel, the CPU kernel, or the PyTorch reference.
 
-This is decided once, when the Kernels of a model are made (`kernels.kernels_for`): by the model's dtype, its
-device, and the operations whose kernels do not compile on this card. The start finds those (`start/fallback`)
-and makes the engine's Kernels again without them, for all shapes.
+The decision is made once, when the Kernels of a model are built (`kernels.kernels_for`), by the model's
+dtype, its device, and the operations whose kernels do not compile on this GPU. The start finds those
+(`start/fallback`) and builds the engine's Kernels again without them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from blockdraft.kernels.cpu import why_no_llvm
 
 Operation = Literal[
     "attention",
-    "places",
+    "slots",
     "products",
     "packed products",
     "gated products",
@@ -35,55 +35,54 @@ Operation = Literal[
     "acceptance",
     "block convolutions",
     "candidates",
-    "recall",
+    "lookup",
 ]
 OPERATIONS: tuple[Operation, ...] = get_args(Operation)
-# Their references ask the device for numbers, or branch on what the host knows of the rows of one step: a
-# CUDA graph would keep the answer of its capture. Those of experts do too: `pick.mixtures.why_no_kernel`.
-HOST_BOUND = frozenset[Operation]({"attention", "places", "sampling", "acceptance", "candidates"})
+# Their references read numbers from the device, or branch on the host's state of one step: a CUDA graph would
+# keep the result of its capture. So do the references of experts: `pick.mixtures.why_no_kernel`.
+HOST_BOUND = frozenset[Operation]({"attention", "slots", "sampling", "acceptance", "candidates"})
 _ON_CPU = frozenset[Operation](
     {
-        "attention", "places", "products", "norms", "activations", "heads", "gated delta",
+        "attention", "slots", "products", "norms", "activations", "heads", "gated delta",
         "sampling", "block convolutions", "candidates",
     }
 )  # fmt: skip
-# Exact, whatever the model computes in.
-_WHOLE_NUMBERS = frozenset[Operation]({"places", "acceptance", "recall"})
+# Integers only, so the model's dtype does not matter.
+_EXACT_IN_ANY_DTYPE = frozenset[Operation]({"slots", "acceptance", "lookup"})
 _CPU = torch.device("cpu")
 _TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True, slots=True)
 class Available:
-    """Which kernels can serve a model of `dtype` on `device`."""
+    """The kernels that are available for a model of `dtype` on `device`."""
 
     path: Literal["reference", "llvm", "triton"]  # "triton" on a CPU is its interpreter, for tests
     dtype: torch.dtype = torch.float32
     device: torch.device = _CPU
-    off: frozenset[Operation] = frozenset()  # their kernels do not compile on this card
-    is_fast: bool = False  # a token's bits may follow from how many tokens come with it
+    off: frozenset[Operation] = frozenset()  # their kernels do not compile on this GPU
+    is_fast: bool = False  # a token's bits may depend on the number of tokens in the batch
 
     def has_triton(self, operation: Operation) -> bool:
-        """Whether `operation` has Triton's kernel."""
         return self.path == "triton" and self.why_reference(operation) is None
 
     def has_llvm(self, dtype: torch.dtype | None = None) -> bool:
-        """Whether the CPU's kernels serve, in the model's dtype or in another."""
+        """Whether CPU kernels are used for `dtype`, by default the model's."""
         return self.path == "llvm" and why_no_llvm(dtype or self.dtype, self.device) is None
 
     def why_reference(self, operation: Operation) -> str | None:
-        """Why `operation` has its reference; None: it has a kernel."""
+        """Return why `operation` uses its reference; None if it has a kernel."""
         if self.path == "reference":
-            return "the references were asked for"
+            return "the references were requested"
         if self.path == "llvm":
             if operation in _ON_CPU:
                 return why_no_llvm(self.dtype, self.device)
-            return f"the kernels for {operation} are not for '{self.device.type}'"
+            return f"the kernels for {operation} do not run on '{self.device.type}'"
         if not has_triton():
             return "triton is not installed (pip install triton)"
         if operation in self.off:
             return f"the kernels for {operation} do not compile on this card"
-        if self.dtype not in _TRITON_DTYPES and operation not in _WHOLE_NUMBERS:
+        if self.dtype not in _TRITON_DTYPES and operation not in _EXACT_IN_ANY_DTYPE:
             return f"the kernels for {operation} compute in half precision or float32, not {self.dtype}"
         return None
 

@@ -1,4 +1,4 @@
-"""What this processor can do: whether the kernels in `kernels/llvm` serve, and how they multiply."""
+"""Checks this processor: whether the kernels in `kernels/llvm` run on it, and by which int8 instructions."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from blockdraft.settings.settings import cache_dir, wanted_products
 if TYPE_CHECKING:
     import torch
 
-# Paths of products in whole numbers, the fastest first, and what a processor has to have for them, as
-# /proc/cpuinfo says it and as LLVM does.
+# Instructions for int8 products, the fastest first, and the processor features that they need, by the names
+# of /proc/cpuinfo and of LLVM.
 _PATHS = {
     "aarch64": {"sdot": ({"asimddp"}, ("+dotprod",))},
     "x86_64": {
@@ -27,8 +27,8 @@ _PATHS = {
         "avx2": ({"avx2", "fma"}, ("+avx2,+fma",)),
     },
 }
-_NEEDED = {"aarch64": {"asimd"}, "x86_64": {"avx2", "fma"}}  # by any kernel: it would be slow without
-_OF_APPLE = {"asimd", "asimddp"}  # every ARM processor of a Mac has them
+_NEEDED = {"aarch64": {"asimd"}, "x86_64": {"avx2", "fma"}}  # without these, all kernels would be slow
+_OF_APPLE = {"asimd", "asimddp"}  # in every ARM processor of a Mac
 _TRIAL = (  # large enough for several threads
     "import torch; from blockdraft.kernels.llvm.linear import TileLinear; "
     "assert (TileLinear(torch.float32)(torch.ones(2, 64), torch.ones(4096, 64)) == 64).all()"
@@ -37,9 +37,9 @@ _TRIAL_S = 120.0
 
 
 def why_no_llvm(dtype: torch.dtype, device: torch.device) -> str | None:
-    """None where the CPU kernels are known to win, else why the PyTorch reference is taken."""
+    """Return why the PyTorch reference is used instead of the CPU kernels; None if they are used."""
     if device.type != "cpu":
-        return f"the CPU kernels are not for '{device.type}'"
+        return f"the CPU kernels do not run on '{device.type}'"
     if str(dtype) not in ("torch.float32", "torch.float64"):
         return f"the CPU kernels compute in float32 or float64, not {dtype}"
     return why_not_here() or (None if sys.platform == "linux" else _why_not_tried())
@@ -47,10 +47,10 @@ def why_no_llvm(dtype: torch.dtype, device: torch.device) -> str | None:
 
 @functools.cache
 def why_not_here() -> str | None:
-    """The same for this machine's processor, whatever is computed. Plans ask it, without PyTorch."""
+    """`why_no_llvm` for this machine in general. The planner calls it, without PyTorch."""
     machine = _architecture()
     if sys.platform not in ("linux", "darwin"):
-        return f"the CPU kernels were never run on {platform.system()}"
+        return f"the CPU kernels were never tested on {platform.system()}"
     if machine not in _NEEDED:
         return f"the CPU kernels were never measured on {machine}"
     missing = _NEEDED[machine] - _features()
@@ -63,7 +63,7 @@ def why_not_here() -> str | None:
 
 @functools.cache
 def _why_not_tried() -> str | None:
-    """On a system where the kernels were never run: whether one does, in a process that may crash."""
+    """Try a kernel in another process, which may crash, on a system without tests of the kernels."""
     torch_version = version("torch")
     tried = cache_dir() / "kernels" / f"tried-{torch_version}-{version('llvmlite')}"
     if tried.exists():
@@ -71,49 +71,50 @@ def _why_not_tried() -> str | None:
     try:
         subprocess.run([sys.executable, "-c", _TRIAL], check=True, capture_output=True, timeout=_TRIAL_S)
     except (OSError, subprocess.SubprocessError):
-        return f"the CPU kernels do not run on this {platform.system()}: one that was tried failed"
+        return f"the CPU kernels do not run on this {platform.system()}: a trial failed"
     keep(tried, b"")
     return None
 
 
 def _architecture() -> str:
-    """As Linux names it; macOS says arm64."""
+    """Return the architecture by its name in Linux; macOS says arm64."""
     machine = platform.machine()
     return "aarch64" if machine == "arm64" else machine
 
 
 @functools.cache
 def product_path() -> str:
-    """How products in whole numbers are computed: the fastest that there is here, or what was asked for."""
+    """Return the instructions for int8 products: the fastest available, or those of BLOCKDRAFT_PRODUCTS."""
     wanted = wanted_products()
-    there = product_paths()
-    if wanted and wanted not in there:
+    available = product_paths()
+    if wanted and wanted not in available:
         raise SettingsError(
-            f"BLOCKDRAFT_PRODUCTS is '{wanted}', which is not here: take one of {', '.join(there)}."
+            f"BLOCKDRAFT_PRODUCTS is '{wanted}', which this processor does not have: use one of "
+            f"{', '.join(available)}."
         )
-    return wanted or there[0]
+    return wanted or available[0]
 
 
 def product_paths() -> list[str]:
-    """Those of this processor, the fastest first; the last works anywhere."""
+    """Return all that this processor has, the fastest first; the last works anywhere."""
     here = _PATHS.get(_architecture(), {})
     return [*(path for path, (needed, _) in here.items() if needed <= _features()), "generic"]
 
 
 def has_permute() -> bool:
-    """Whether an instruction looks up 16 numbers in a table of 16."""
+    """Whether there is an instruction that looks up 16 numbers in a table of 16."""
     return "avx512f" in _features()
 
 
 def extra_features() -> tuple[str, ...]:
-    """What LLVM may use beside what it finds by itself: on ARM it does not look at all."""
+    """Return features that LLVM may use but does not detect: on ARM it detects none."""
     here = _PATHS.get(_architecture(), {})
     return tuple(name for needed, names in here.values() if needed <= _features() for name in names)
 
 
 @functools.cache
 def _features() -> set[str]:
-    """As Linux names them."""
+    """Return this processor's features by their names in Linux."""
     if sys.platform == "darwin":
         return _OF_APPLE if _architecture() == "aarch64" else set()
     try:

@@ -1,9 +1,9 @@
-"""What a kernel that does not compile on this card raises, told apart from every other error, and in a line.
+"""Recognises errors of kernels that do not compile on this GPU, and describes them in one line.
 
-Triton fails in several places: its front end (CompilationError), MLIR's passes (a RuntimeError), ptxas
-(PTXASError), and at the first launch, when the card has less shared memory, registers or threads than the
-kernel asks for (OutOfResources), or the driver refuses its code. A card that is out of memory, and one whose
-context is lost, are none of these: there a reference would fare no better.
+Triton fails in several stages: its front end (CompilationError), MLIR's passes (a RuntimeError), ptxas
+(PTXASError), and the first launch, if the GPU has less shared memory, registers or threads than the kernel
+needs (OutOfResources), or if the driver rejects its code. Out of memory and a lost context are different
+errors: a reference would not help.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import ParamSpec, TypeVar
 from blockdraft.kernels.choice import Operation, has_triton
 from blockdraft.machine.remedies import NO_COMPILER, NO_HEADERS
 
-MAX_CHARACTERS = 160  # of a line
-# Of a RuntimeError's text. The first is MLIR's, the others the driver's when it is handed the kernel.
+MAX_CHARACTERS = 160  # of the line
+# Texts of RuntimeErrors: the first is MLIR's, the others are the driver's when it loads the kernel.
 REFUSALS = (
     "PassManager::run failed",
     "Triton Error [CUDA]: device kernel image is invalid",
@@ -35,11 +35,11 @@ T = TypeVar("T")
 
 
 class DoesNotFit(ValueError):
-    """A shape for which a kernel has no tile that fits this card."""
+    """A shape for which a kernel has no tile that fits this GPU."""
 
 
 class DoesNotCompile(Exception):
-    """The kernel of `operation` does not compile on this card; `why` has the compiler's own words."""
+    """The kernel of `operation` does not compile on this GPU; `why` is the compiler's message."""
 
     def __init__(self, operation: Operation, why: str) -> None:
         super().__init__(f"the kernel of {operation} does not compile on this card: {why}")
@@ -48,7 +48,7 @@ class DoesNotCompile(Exception):
 
 
 def named(operation: Operation, kernel: Callable[P, T]) -> Callable[P, T]:
-    """`kernel`, which raises DoesNotCompile with its operation's name where it does not compile."""
+    """Make `kernel` raise DoesNotCompile with its operation's name if it does not compile."""
 
     @functools.wraps(kernel)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -64,7 +64,7 @@ def named(operation: Operation, kernel: Callable[P, T]) -> Callable[P, T]:
 
 
 def why_not_compiled(error: Exception) -> str | None:
-    """The compiler's own words, in one line; None: `error` is about something else than a kernel."""
+    """Return the compiler's message in one line; None if `error` has another cause."""
     if isinstance(error, DoesNotFit):
         return _shortened(str(error))
     if isinstance(error, RuntimeError):
@@ -87,7 +87,7 @@ def why_not_compiled(error: Exception) -> str | None:
 
 
 def why_no_compiler(error: Exception) -> str | None:
-    """What is missing on this machine, so that nothing compiles, and what to do; None: `error` is another."""
+    """Return what this machine lacks to compile any kernel, and what to do; None if `error` is another."""
     if isinstance(error, subprocess.CalledProcessError):  # of the C compiler: ptxas has its own error
         return f"the C compiler ended with code {error.returncode}: {NO_HEADERS}"
     if isinstance(error, RuntimeError) and "Failed to find C compiler" in str(error):
@@ -96,7 +96,7 @@ def why_no_compiler(error: Exception) -> str | None:
 
 
 def kernel_errors() -> tuple[type[Exception], ...]:
-    """All that the two functions above may know."""
+    """Return all errors that `why_not_compiled` and `why_no_compiler` may recognise."""
     own = (RuntimeError, DoesNotFit, subprocess.CalledProcessError)
     return (*own, *_compile_errors()) if has_triton() else own
 

@@ -1,24 +1,24 @@
-"""The gated delta rule, a recurrence in place of attention: the contract and its PyTorch reference.
+"""The gated delta rule, a recurrence instead of attention: the contract and its PyTorch reference.
 
-Every value head keeps a state S [K, V] that maps keys to values. A token makes it forget a share, then
-corrects what S holds for the token's key towards the token's value, and reads S with its query.
+Every value head keeps a state S [K, V] that maps keys to values. A token decays it, then corrects the value
+of S for the token's key towards the token's value, and reads S with its query.
 
-A drafted block is scanned without touching the state; once it is known how many of its tokens are kept,
-`fold` redoes those steps from the tape that the scan left. The promise that makes this lossless: the bits of
-outputs and states do not depend on how a sequence is cut into scans and folds, on the rows beside it or on
-the number of threads. Reference and kernel each keep it; their bits differ from one another, so one sequence
-must stay with one of them. The reference keeps it by elementwise operations only: PyTorch's sums and matrix
-products choose their order by shape.
+A drafted block is scanned without changing the state. Once the number of committed tokens is known, `fold`
+repeats those steps from the tape that the scan wrote. This is lossless because the bits of outputs and states
+do not depend on how a sequence is cut into scans and folds, on other rows, or on the number of threads. This
+holds for the reference and for each kernel; their bits differ, so one sequence must stay with one of them.
+The reference uses only elementwise operations, as PyTorch's sums and matrix products choose their order by
+shape.
 
-On a CUDA device nothing is gathered: the kernels of `InPlace` address the rows' states where they lie, with
-all indices on the device, and take the convolution and the gates along. They keep the same promise. The
-states of all layers lie in one tensor, and so do their tapes: one launch folds them all.
+On a CUDA device nothing is gathered: the kernels of `InPlace` address the rows' states where they are, with
+all indices on the device, and include the convolution and the gates. The states of all layers are in one
+tensor, and so are their tapes: one launch folds them all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -26,14 +26,11 @@ from torch.nn import functional
 
 from blockdraft.kernels.pointwise import sigmoid, softplus
 
-if TYPE_CHECKING:
-    pass
-
-EPS = 1e-6  # of the keys' and queries' length; the published models' code has it as a constant
+EPS = 1e-6  # in the normalisation of keys and queries; a constant in the published models' code
 
 
 class DeltaWeights(NamedTuple):
-    """The parameters between a layer's projections and its recurrence."""
+    """A layer's parameters between its projections and its recurrence."""
 
     conv: Tensor  # [C, W]
     decay_log: Tensor  # [H] float32 or wider
@@ -41,7 +38,7 @@ class DeltaWeights(NamedTuple):
 
 
 class Tape(NamedTuple):
-    """What `fold` needs to redo the steps of a scan, in the state's dtype."""
+    """What `fold` needs to repeat the steps of a scan, in the state's dtype."""
 
     decay: Tensor  # [R, T, H] exp(gate)
     key: Tensor  # [R, T, G, K] of length 1
@@ -57,7 +54,7 @@ GatedNorm = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 def reference_scan(
     q: Tensor, k: Tensor, v: Tensor, gate: Tensor, beta: Tensor, state: Tensor
 ) -> tuple[Tensor, Tape]:
-    """T tokens of R rows, T > 0: the outputs [R, T, H, V] in v's dtype, and the tape.
+    """Scan T > 0 tokens of R rows; return the outputs [R, T, H, V] in v's dtype, and the tape.
 
     q, k [R, T, G, K], v [R, T, H, V], gate, beta [R, T, H]. Value head h has key head h // (H / G).
     state [R, H, K, V], float32 or float64, is read only; all arithmetic is done in its dtype. Per token:
@@ -83,9 +80,9 @@ def reference_scan(
 
 
 def reference_fold(state: Tensor, tape: Tape, counts: Tensor) -> None:
-    """In place: state [R, H, K, V] becomes the state after the first counts[r] tokens of row r, 0..T.
+    """Update state [R, H, K, V] in place to that after the first counts[r] tokens of row r, 0..T.
 
-    The same operations in the same order as in the scan that wrote the tape, hence the same bits.
+    It does the operations of the scan that wrote the tape, in the same order, so the bits are the same.
     """
     kept = state
     for t in range(tape.decay.shape[1]):
@@ -96,10 +93,10 @@ def reference_fold(state: Tensor, tape: Tape, counts: Tensor) -> None:
 
 
 def reference_convolve(x: Tensor, tail: Tensor, weight: Tensor) -> Tensor:
-    """silu of the causal convolution of each channel: x [R, T, C], weight [C, W], returns [R, T, C].
+    """Return silu of the causal convolution of each channel: x [R, T, C], weight [C, W], result [R, T, C].
 
-    tail [R, W - 1, C]: the inputs before x. The last weight is the token's own. Half precision is computed in
-    float32. Products are added oldest first, so a token's bits follow from its W inputs alone.
+    tail [R, W - 1, C] are the inputs before x. The last weight is for the token itself. Half precision is
+    computed in float32. Products are added oldest first, so a token's bits depend only on its W inputs.
     """
     if x.dtype in (torch.bfloat16, torch.float16):
         return reference_convolve(x.float(), tail.float(), weight.float()).to(x.dtype)
@@ -111,7 +108,7 @@ def reference_convolve(x: Tensor, tail: Tensor, weight: Tensor) -> Tensor:
 
 
 def gates(beta: Tensor, gate: Tensor, weights: DeltaWeights) -> tuple[Tensor, Tensor]:
-    """The beta and the gate of `scan` from their logits [N, H]: in (0, 1) in beta's dtype; below 0, wide."""
+    """Return beta and gate for `scan` from logits [N, H]: beta in (0, 1), gate below 0 in the wide dtype."""
     wide = gate.to(weights.gate_bias.dtype)
     return sigmoid(beta), -weights.decay_log.exp() * softplus(wide + weights.gate_bias)
 
@@ -120,21 +117,21 @@ def gates(beta: Tensor, gate: Tensor, weights: DeltaWeights) -> tuple[Tensor, Te
 
 
 class RowStates(NamedTuple):
-    """All rows of L layers, and those of one forward: tokens [offsets[r], offsets[r + 1]) are row rows[r]'s.
+    """The states of L layers, and the rows of one forward: rows[r] has tokens [offsets[r], offsets[r + 1]).
 
-    Every token is some row's. Rows are distinct, but for those whose results nobody reads.
+    Every token belongs to a row. Rows are distinct, except for scratch rows.
     """
 
     state: Tensor  # [L, rows, H, K, V] float32
     tail: Tensor  # [L, rows, W - 1, C] the inputs before, in x's dtype
     rows: Tensor  # [R] int64
-    starts: Tensor  # [R] int64; 0: the row has no past, whatever its state holds
+    starts: Tensor  # [R] int64; 0: the state counts as zero
     offsets: Tensor  # [R + 1] int64
-    max_count: int  # no row has more tokens
+    max_count: int  # upper limit of tokens per row
 
 
 class RowTape(NamedTuple):
-    """What a block of N tokens leaves in L layers for `InPlace.fold`; float32 but for the inputs."""
+    """The tape of a block of N tokens in L layers for `InPlace.fold`, in float32 except for the inputs."""
 
     decay: Tensor  # [L, N, H]
     key: Tensor  # [L, N, G, K] of length 1
@@ -143,7 +140,7 @@ class RowTape(NamedTuple):
 
 
 def empty_states(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros of shape [..., K, V], laid out in memory as the device's kernels like it."""
+    """Return zeros of shape [..., K, V] in the memory layout that the device's kernels need."""
     if device.type == "cuda":
         *lead, key_size, value_size = shape
         return torch.zeros(*lead, value_size, key_size, dtype=dtype, device=device).mT
@@ -151,10 +148,10 @@ def empty_states(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devic
 
 
 class ScanRows(Protocol):
-    """The convolution, `gates` and the scan of x [N, C], beta and gate [N, H] logits: outputs [N, H, V].
+    """Convolution, `gates` and scan for x [N, C] and logits beta and gate [N, H]: outputs [N, H, V].
 
-    Tokens of a block leave the rows' states and tails, and fill the layer's part of the tape. Known tokens
-    come without a tape and move them.
+    With a tape, for a block, it fills the layer's part of the tape and does not change states and tails.
+    Without one, for known tokens, it updates them.
     """
 
     def __call__(
@@ -171,10 +168,10 @@ class ScanRows(Protocol):
 
 
 class InPlace(NamedTuple):
-    """The rule on states where they lie.
+    """The gated delta rule on states in place.
 
-    `fold`, in every layer: the rows' states and tails after the tape's first counts[r] tokens, 0..T. There
-    `offsets` are those of the scan. A row that keeps nothing is not touched.
+    `fold` updates the rows' states and tails of all layers to those after the tape's first counts[r] tokens,
+    0..T; its `offsets` are those of the scan. A row with a count of 0 does not change.
     """
 
     scan: ScanRows
@@ -182,17 +179,17 @@ class InPlace(NamedTuple):
 
 
 def _unit(x: Tensor) -> Tensor:
-    """x / sqrt(sum of squares + EPS) over the last dimension."""
+    """Return x / sqrt(sum of squares + EPS) over the last dimension."""
     return x * torch.rsqrt(_sum((x * x).unsqueeze(-1)) + EPS)
 
 
 def _by_value_head(x: Tensor, num_heads: int) -> Tensor:
-    """[R, G, K] of the key heads, for every value head: [R, H, K, 1]."""
+    """Repeat [R, G, K] of the key heads for every value head: [R, H, K, 1]."""
     return x.repeat_interleave(num_heads // x.shape[1], dim=1).unsqueeze(-1)
 
 
 def _sum(x: Tensor) -> Tensor:
-    """x [..., K, V] over K: the upper half is added to the lower until one is left."""
+    """Sum x [..., K, V] over K: add the upper half to the lower until one is left."""
     while (size := x.shape[-2]) > 1:
         if size % 2 == 1:
             x = functional.pad(x, (0, 0, 0, 1))

@@ -1,41 +1,38 @@
-"""`y = x @ weight.T` in whole numbers: weights and tokens as int8, each row and each token with a scale.
+"""`y = x @ weight.T` in int8: weights and tokens are int8 values, with a scale per row and per token.
 
-Contract: each column of x float32 [..., K] is divided by its factor, a power of two, by which that of the
-weight was multiplied: columns that are always large or small come nearer to the others. Then x is turned
-(Walsh-Hadamard over each `rotated` values, which spreads what single
-values have too much of; the weight's rows were turned alike, so products stay what they are), then rounded to
-127ths of its largest magnitude. The sum of whole numbers is exact in any order. Then, in float32 and in this
-order: times the row's scale, times the token's, plus bias, and `onto` plus that. So a token's result follows
-from the token and the weight alone: not from its neighbours, the number of threads, or the processor.
+Contract: x float32 [..., K] is multiplied by `factors`, powers of two by which the weight's columns were
+divided, to make columns more equal. Then x is rotated: a Walsh-Hadamard transform of each `rotated` values
+spreads outliers over all of them (the weight's rows were rotated the same way, so products do not change).
+Then it is rounded to 127ths of its largest magnitude. The sum of integer products is exact in any order.
+Then, in float32 and in this order, it is multiplied by the row's scale and the token's scale, bias is added,
+and `onto` is added. So a token's result depends only on the token and the weight: not on its neighbours, the
+number of threads, or the processor.
 
-`llvm.int8` is the fast path of CPUs; the reference here has the same bits. What turning and factors are worth
-to the default model: docs/quality.md.
+`llvm.int8` is the fast path on CPUs; the reference here has the same bits. docs/quality.md says what rotation
+and factors gain for the default model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-if TYPE_CHECKING:
-    pass
-
-MAX_ROTATED = 512  # values that are turned together
-TINY = 2.0**-119  # a token whose largest magnitude is below is zero: 127 / it has no room in float32
-ROWS, COLUMNS = 16, 16  # of a block of weights, and what K is filled up to
+MAX_ROTATED = 512  # values that are rotated together
+TINY = 2.0**-119  # a token with a smaller largest magnitude counts as zero: 127 / it overflows float32
+ROWS, COLUMNS = 16, 16  # rows of a block of weights; K is padded to a multiple of COLUMNS
 
 
 class Int8Weight(NamedTuple):
-    """A matrix [rows, columns] as products read it."""
+    """A matrix [rows, columns] in the layout of int8 products."""
 
-    packed: Tensor  # int8 [rows / 16, columns / 4, 16, 4], both filled up with zeros to multiples of 16
+    packed: Tensor  # int8 [rows / 16, columns / 4, 16, 4], both padded with zeros to multiples of 16
     sums: Tensor  # int32, -128 times the sum of each row, for processors that multiply unsigned bytes
     scale: Tensor  # float32, of each row
-    factors: Tensor  # float32 [columns], what tokens are multiplied by before they are turned: powers of two
+    factors: Tensor  # float32 [columns], powers of two that multiply tokens before they are rotated
     rows: int
     columns: int
     rotated: int
@@ -46,7 +43,7 @@ Int8LookUp = Callable[[Tensor, Int8Weight], Tensor]  # row numbers, weight
 
 
 def rotated_columns(columns: int) -> int:
-    """How many values of rows of that length are turned together: the largest power of two that fits."""
+    """Return how many values are rotated together: the largest power of two that divides `columns`."""
     return min(MAX_ROTATED, columns & -columns)
 
 
@@ -55,7 +52,7 @@ def reference_int8_linear(
 ) -> Tensor:
     values, scale = round_tokens(x.float(), weight.rotated, weight.factors)
     rows = unpack(weight.packed)[: weight.rows]
-    sums = values.double() @ rows.double().T  # whole numbers below 2**53: exact
+    sums = values.double() @ rows.double().T  # integers below 2**53: exact
     out = sums.float() * weight.scale[: weight.rows] * scale[..., None]
     out = out if bias is None else out + bias
     out = out if onto is None else onto + out
@@ -63,29 +60,29 @@ def reference_int8_linear(
 
 
 def reference_look_up(rows: Tensor, weight: Int8Weight) -> Tensor:
-    """[..., columns] float32: turning twice gives back what was, `rotated` times as large."""
+    """Return rows [..., columns] in float32: two rotations are the identity times `rotated`."""
     values = unpack(weight.packed)[rows].float() * weight.scale[rows][..., None]
-    return turn(values[..., : weight.columns].contiguous(), weight.rotated) * weight.factors
+    return hadamard(values[..., : weight.columns].contiguous(), weight.rotated) * weight.factors
 
 
 def unpack(packed: Tensor) -> Tensor:
-    """int8 [rows, columns], both filled up."""
+    """Return int8 [rows, columns], both padded."""
     blocks, fours = packed.shape[:2]
     return packed.transpose(1, 2).reshape(blocks * ROWS, fours * 4)
 
 
 def round_tokens(x: Tensor, rotated: int, factors: Tensor) -> tuple[Tensor, Tensor]:
-    """int8 [..., K filled up] and float32 scales [...]."""
-    turned = turn(x * factors, rotated)
-    peak = turned.abs().amax(dim=-1)
+    """Return int8 [..., padded K] and float32 scales [...]."""
+    x = hadamard(x * factors, rotated)
+    peak = x.abs().amax(dim=-1)
     # Not `127.0 / peak`, which PyTorch computes as 127 times a rounded reciprocal.
     factor = torch.where(peak > TINY, torch.full_like(peak, 127.0) / peak, peak)
-    values = (turned * factor[..., None]).round().nan_to_num(127.0).clamp(-127, 127).to(torch.int8)
+    values = (x * factor[..., None]).round().nan_to_num(127.0).clamp(-127, 127).to(torch.int8)
     return functional.pad(values, (0, -x.shape[-1] % COLUMNS)), peak / 127.0
 
 
-def turn(x: Tensor, rotated: int) -> Tensor:
-    """Sums and differences of values 1, 2, 4, … apart, within each `rotated` of them."""
+def hadamard(x: Tensor, rotated: int) -> Tensor:
+    """Transform each `rotated` values: sums and differences of values 1, 2, 4, … apart."""
     distance = 1
     while distance < rotated:
         pairs = x.reshape(*x.shape[:-1], -1, 2, distance)

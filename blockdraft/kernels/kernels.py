@@ -1,4 +1,4 @@
-"""Kernels: one implementation of every operation, chosen once for a model and bound to its modules."""
+"""Kernels: the implementation of every operation, chosen once for a model and bound to its modules."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from blockdraft.kernels import (
     sampling,
 )
 from blockdraft.kernels import linear as products
-from blockdraft.kernels import ngram_lookup as recalling
+from blockdraft.kernels import ngram_lookup as ngram_lookup
 from blockdraft.kernels.choice import OPERATIONS, Available, Operation
 from blockdraft.kernels.pick.attention import pick_attend, pick_attend_compressed, pick_compress, pick_locate
 from blockdraft.kernels.pick.choosing import (
@@ -45,12 +45,12 @@ from blockdraft.kernels.pick.recurrent import pick_convolve, pick_gated_norm, pi
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """A callable for every operation; their contracts are those of the references in this package.
+    """A callable for every operation; the contracts are those of the references in this package.
 
-    Only the references have gradients, and only they may be compiled by torch.compile.
+    Only the references have gradients, and only they can be compiled by torch.compile.
     """
 
-    available: Available  # what they were chosen by
+    available: Available  # by which they were chosen
     rms_norm: pointwise.RmsNorm
     gate_mul: pointwise.GateMul
     rotate: pointwise.Rotate
@@ -80,8 +80,8 @@ class Kernels:
     conv_before: block_conv.ConvBefore
     conv_after: block_conv.ConvAfter
     walk: candidates.Walk
-    recall: recalling.Recall
-    remember: recalling.Remember
+    lookup: ngram_lookup.Lookup
+    remember: ngram_lookup.Remember
 
     @property
     def is_reference(self) -> bool:
@@ -89,19 +89,19 @@ class Kernels:
 
     @property
     def off(self) -> tuple[Operation, ...]:
-        """The operations that have their references because their kernels do not compile here."""
+        """The operations that use their references because their kernels do not compile on this GPU."""
         return tuple(operation for operation in OPERATIONS if operation in self.available.off)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Kernels:
-        """A copy of a model has the same kernels: what they have compiled cannot be copied."""
+        """Return the same kernels for a copy of a model: compiled kernels cannot be copied."""
         return self
 
     def without(self, operation: Operation) -> Kernels:
-        """The same, but for `operation`, whose kernel does not compile here."""
+        """Return the same kernels, with the reference for `operation`."""
         return _assembled(replace(self.available, off=self.available.off | {operation}))
 
     def references(self) -> Kernels:
-        """What they are compared with: the references, which round tokens to fp8 where these do."""
+        """Return the references to compare with, which round tokens to fp8 where these kernels do."""
         return _assembled(Available("reference", off=self.available.off, is_fast=self.available.is_fast))
 
 
@@ -113,10 +113,10 @@ def kernels_for(
     is_fast: bool = False,
     is_interpreted: bool = False,
 ) -> Kernels:
-    """Those for a model of `dtype` on `device`, without the kernels of the operations `off`.
+    """Choose the kernels for a model of `dtype` on `device`, with references for the operations `off`.
 
-    A token's bits do not follow from how many tokens come with it, unless `is_fast` allows it.
-    `is_interpreted`, for tests: those of a GPU, in Triton's interpreter.
+    A token's bits do not depend on the number of tokens in the batch, unless `is_fast` allows it.
+    `is_interpreted`, for tests, chooses the GPU's kernels, in Triton's interpreter.
     """
     is_gpu = device.type == "cuda" or is_interpreted
     return _assembled(Available("triton" if is_gpu else "llvm", dtype, device, off, is_fast))
@@ -128,7 +128,7 @@ def _assembled(at: Available) -> Kernels:
     int8_linear, int8_look_up = pick_int8(at)
     scan, fold = pick_scan(at)
     count_accepted, draw_accepted, advance = pick_acceptance(at)
-    recall, remember = pick_ngram_lookup(at)
+    lookup, remember = pick_ngram_lookup(at)
     conv_before, conv_after = pick_block_convs(at, linear, rms_norm)
     return Kernels(
         available=at,
@@ -161,7 +161,7 @@ def _assembled(at: Available) -> Kernels:
         conv_before=conv_before,
         conv_after=conv_after,
         walk=pick_walk(at),
-        recall=recall,
+        lookup=lookup,
         remember=remember,
     )
 

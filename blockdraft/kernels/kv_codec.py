@@ -1,20 +1,21 @@
-"""Keys and values in fewer bits: the formats, as plain PyTorch references.
+"""Compressed formats of keys and values, as plain PyTorch references.
 
-A vector is one token's key or value of one head. It becomes packed bytes and one float16 scale, by nothing
-but elementwise operations in float32: its bytes follow from the vector, not from its neighbours or the batch.
+A vector is one token's key or value of one head. It becomes packed bytes and one float16 scale, by
+elementwise operations in float32 only: its bytes depend only on the vector, not on its neighbours or the
+batch.
 
     int8, fp8   the vector divided by its largest magnitude, rounded
     tq4, tq4v3  TurboQuant (arXiv 2504.19874) without its second stage, the scalar case of DRIVE, EDEN and
                 HIGGS: signs and a Hadamard rotation make coordinates look normal, and each is rounded to the
                 nearest level of the best (Lloyd-Max) codebook for a normal distribution
 
-Attention may as well be computed among rotated vectors: products stay as they are, and of the outputs, which
-are sums of rotated values, the rotation is taken back. So whoever stores tq4 rotates first (`rotate`), keeps
-exact keys and values rotated, too, and codecs see rotated vectors only. A centre, one constant that is taken
-from all keys of a head, exact ones included, moves all scores of a query alike and no weight.
+Attention can be computed with rotated vectors: products do not change, and the rotation of the outputs, which
+are sums of rotated values, is undone. So layers with tq4 rotate first (`rotate`), also exact keys and values,
+and codecs see only rotated vectors. Subtracting one constant, the centre, from all keys of a head shifts all
+scores of a query equally and changes no weight.
 
-A scale that float16 cannot hold is cut at its largest number, or is zero. A vector with a value that is not
-finite comes back as NaN, and no other one does.
+A scale that does not fit float16 is clipped to its largest number, or is zero. A vector with a value that is
+not finite decodes to NaN; no other vector does.
 """
 
 from __future__ import annotations
@@ -26,20 +27,20 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from blockdraft.kernels.int8 import turn
+from blockdraft.kernels.int8 import hadamard
 from blockdraft.kernels.kv_formats import LARGEST_HEAD, SCALE_BYTES, blocks, check_format
 
-# The first 512 binary places of pi, a sign each. Without signs a key along a row of the Hadamard matrix,
-# a constant one for example, would become one large number and zeros.
+# The first 512 binary digits of pi, as signs. Without signs, a key along a row of the Hadamard matrix, such
+# as a constant one, would become one large number and zeros.
 _SIGNS = int(
     "243F6A8885A308D313198A2E03707344A4093822299F31D0082EFA98EC4E6C89"
     "452821E638D01377BE5466CF34E90C6CC0AC29B7C97C50DD3F84D5B5B5470917",
     16,
 )
-# Levels above zero, by bits; those below mirror them. They are Lloyd-Max's of N(0, 1) but for roundings that
-# cost 0.3 % of the loss: all are bfloat16 numbers, and odd polynomials of u = i + 1/2, whose operations are
-# each rounded to bfloat16, give them: u (a + b u²) with 2 and 3 bits, u (a + u² (b + c u²)) with 4. A kernel
-# may compute them so, two at a time, or look them up.
+# Levels above zero, by bits; those below mirror them. They are the Lloyd-Max levels of N(0, 1), rounded at a
+# cost of 0.3 % of the loss: all are bfloat16 numbers that odd polynomials of u = i + 1/2 give if each
+# operation is rounded to bfloat16: u (a + b u²) for 2 and 3 bits, u (a + u² (b + c u²)) for 4. A kernel may
+# compute them, two at a time, or look them up.
 CURVES = {
     2: (0.93359375, 0.030029296875),
     3: (0.47265625, 0.01153564453125),
@@ -53,31 +54,23 @@ LEVELS = {
 
 
 class Encoded(NamedTuple):
-    """Vectors [..., D] as they are stored."""
+    """Encoded vectors [..., D]."""
 
     codes: Tensor  # uint8 [..., bytes]
     scale: Tensor  # float16 [...]
 
 
 class Codec(Protocol):
-    """One way to store a vector."""
+    """A storage format of vectors [..., D]; `num_bytes` is of one vector with its scale."""
 
-    def num_bytes(self, head_dim: int) -> int:
-        """Of one vector, its scale included."""
-        ...
-
-    def encode(self, x: Tensor) -> Encoded:
-        """x [..., D], of any floating dtype."""
-        ...
-
-    def decode(self, encoded: Encoded) -> Tensor:
-        """[..., D] float32"""
-        ...
+    def num_bytes(self, head_dim: int) -> int: ...
+    def encode(self, x: Tensor) -> Encoded: ...
+    def decode(self, encoded: Encoded) -> Tensor: ...  # float32
 
 
 @dataclass(frozen=True, slots=True)
 class EightBits:
-    """Values in multiples of a scale: whole numbers up to 127, or float8 (e4m3) up to 448."""
+    """Values as multiples of a scale: int8 up to 127, or float8 (e4m3) up to 448."""
 
     is_float: bool = False
 
@@ -97,11 +90,11 @@ class EightBits:
 
 
 @dataclass(frozen=True, slots=True)
-class Turned:
-    """Coordinates of a rotated vector, each as one of 2**bits levels.
+class RotatedLevels:
+    """Coordinates of a rotated vector, each rounded to one of 2**bits levels.
 
-    "unbiased": the stored vector's product with the original is the original's square, so that a score is
-    right on average (keys). "matched": it has the original's length (values).
+    "unbiased", for keys: the product of the stored vector with the original is the original's square, so a
+    score is right on average. "matched", for values: the stored vector has the original's length.
     """
 
     bits: int
@@ -113,7 +106,7 @@ class Turned:
     def encode(self, x: Tensor) -> Encoded:
         x = x.float()
         peak = x.abs().amax(dim=-1)
-        y = _divided(x, peak)  # squares of what is divided by its peak fit into float32
+        y = _divided(x, peak)  # so that squares fit into float32
         square = _sum(y * y)
         u = y * _divided(torch.full_like(square, x.shape[-1]), square).sqrt()[..., None]
         codes = _nearest(u, self.bits)
@@ -131,30 +124,30 @@ class Turned:
 
 @dataclass(frozen=True, slots=True)
 class KvFormat:
-    """How a layer's keys and values are stored."""
+    """The storage format of a layer's keys and values."""
 
     name: str
     keys: Codec
     values: Codec
 
     @property
-    def is_turned(self) -> bool:
+    def is_rotated(self) -> bool:
         """Whether keys and values are rotated before they are stored."""
-        return isinstance(self.keys, Turned)
+        return isinstance(self.keys, RotatedLevels)
 
     def bytes_per_token(self, head_dim: int) -> int:
-        """Of one key/value head: key, value and their scales."""
+        """The size of a key and a value of one head, with their scales."""
         return self.keys.num_bytes(head_dim) + self.values.num_bytes(head_dim)
 
     def keys_back(self, k: Tensor, centre: Tensor | None = None) -> Tensor:
-        """Keys [..., G, D] as they come back; less `centre` [G, D] while they are stored."""
+        """Encode and decode keys [..., G, D], with `centre` [G, D] subtracted while they are stored."""
         return self._back(self.keys, k) if centre is None else self._back(self.keys, k - centre) + centre
 
     def values_back(self, v: Tensor) -> Tensor:
         return self._back(self.values, v)
 
     def _back(self, codec: Codec, x: Tensor) -> Tensor:
-        if not self.is_turned:
+        if not self.is_rotated:
             return codec.decode(codec.encode(x))
         return rotate_back(codec.decode(codec.encode(rotate(x.float()))))
 
@@ -162,13 +155,13 @@ class KvFormat:
 FORMATS = {
     "int8": KvFormat("int8", EightBits(), EightBits()),
     "fp8": KvFormat("fp8", EightBits(is_float=True), EightBits(is_float=True)),
-    "tq4": KvFormat("tq4", Turned(4, "unbiased"), Turned(4, "matched")),
-    "tq4v3": KvFormat("tq4v3", Turned(4, "unbiased"), Turned(3, "matched")),
+    "tq4": KvFormat("tq4", RotatedLevels(4, "unbiased"), RotatedLevels(4, "matched")),
+    "tq4v3": KvFormat("tq4v3", RotatedLevels(4, "unbiased"), RotatedLevels(3, "matched")),
 }
 
 
 def kv_format(name: str, head_dim: int) -> KvFormat:
-    """The format of that name, if heads of that size can be stored in it."""
+    """Return the format of that name; raises an error if it cannot store heads of that size."""
     check_format(name, head_dim)
     return FORMATS[name]
 
@@ -177,31 +170,31 @@ def kv_format(name: str, head_dim: int) -> KvFormat:
 
 
 def signs(head_dim: int, device: torch.device) -> Tensor:
-    """[D] of 1 and -1"""
-    places = (_SIGNS >> (LARGEST_HEAD - 1 - place) & 1 for place in range(head_dim))
-    return torch.tensor([1.0 - 2.0 * bit for bit in places], device=device)
+    """Return [D] of 1 and -1."""
+    bits = (_SIGNS >> (LARGEST_HEAD - 1 - i) & 1 for i in range(head_dim))
+    return torch.tensor([1.0 - 2.0 * bit for bit in bits], device=device)
 
 
 def rotate(x: Tensor) -> Tensor:
-    """Signs, then the Hadamard matrix of each block of the last axis: lengths and products stay."""
-    return _turned_blocks(x * signs(x.shape[-1], x.device))
+    """Apply signs, then a Hadamard matrix to each block of the last axis; keeps lengths and products."""
+    return _hadamard_blocks(x * signs(x.shape[-1], x.device))
 
 
 def rotate_back(y: Tensor) -> Tensor:
-    return _turned_blocks(y) * signs(y.shape[-1], y.device)
+    return _hadamard_blocks(y) * signs(y.shape[-1], y.device)
 
 
-def _turned_blocks(x: Tensor) -> Tensor:
+def _hadamard_blocks(x: Tensor) -> Tensor:
     sizes = blocks(x.shape[-1])
     parts = zip(torch.split(x, sizes, dim=-1), sizes, strict=True)
-    return torch.cat([turn(part.contiguous(), size) * size**-0.5 for part, size in parts], dim=-1)
+    return torch.cat([hadamard(part.contiguous(), size) * size**-0.5 for part, size in parts], dim=-1)
 
 
 # ---- levels and bytes
 
 
 def _nearest(u: Tensor, bits: int) -> Tensor:
-    """uint8 codes, 0 the lowest level. Halfway between two, away from zero is nearer."""
+    """Return uint8 codes of the nearest levels, 0 the lowest; ties round away from zero."""
     size = torch.zeros(u.shape, dtype=torch.uint8, device=u.device)
     for below, above in itertools.pairwise(LEVELS[bits]):
         size += u.abs() >= (below + above) / 2
@@ -215,10 +208,10 @@ def _levels(codes: Tensor, bits: int) -> Tensor:
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """[..., D] as bytes [..., D * bits / 8]: 4 bits two a byte; of 3, the low two first, then the high.
+    """Pack codes [..., D] into bytes [..., D * bits / 8]: 4 bits two per byte; of 3 bits, first the low two.
 
-    No value lies across two bytes, and what a byte holds is far apart: with 4 bits, byte j has coordinates j
-    (in its low half) and j + D / 2.
+    No code is split between two bytes, and the codes of a byte are far apart: with 4 bits, byte j has
+    coordinates j (in its low half) and j + D / 2.
     """
     if bits == 4:
         return _plane(codes, 4)
@@ -237,20 +230,20 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
 def _plane(codes: Tensor, width: int) -> Tensor:
     parts = codes.chunk(8 // width, dim=-1)
     packed = torch.zeros_like(parts[0])
-    for place, part in enumerate(parts):
-        packed |= part << width * place
+    for index, part in enumerate(parts):
+        packed |= part << width * index
     return packed
 
 
 def _from_plane(packed: Tensor, width: int) -> Tensor:
-    return torch.cat([packed >> place & (1 << width) - 1 for place in range(0, 8, width)], dim=-1)
+    return torch.cat([packed >> shift & (1 << width) - 1 for shift in range(0, 8, width)], dim=-1)
 
 
 # ---- arithmetic whose bits do not depend on shapes
 
 
 def _sum(x: Tensor) -> Tensor:
-    """Over the last axis, the first half plus the second until one is left."""
+    """Sum over the last axis: the first half plus the second until one value is left."""
     while x.shape[-1] > 1:
         half = x.shape[-1] // 2
         rest = x[..., 2 * half :]
@@ -259,7 +252,7 @@ def _sum(x: Tensor) -> Tensor:
 
 
 def _divided(x: Tensor, by: Tensor) -> Tensor:
-    """x [..., D] or [...] over `by` [...]; zero where that is zero or not finite."""
+    """Divide x [..., D] or [...] by `by` [...]; zero where `by` is zero or not finite."""
     by = by if by.dim() == x.dim() else by[..., None]
     return torch.where((by > 0) & by.isfinite(), x / by, 0.0)
 

@@ -1,13 +1,13 @@
-"""Which keys and values a query reads compressed: a rule of positions.
+"""PositionRule: decides by position which keys and values a query reads compressed.
 
-The query at position t reads some keys and values compressed, and the others as they were computed:
+The query at position t reads some keys and values compressed, and the others exact:
 
     [0, TILE) exact   [TILE, c(t)) compressed   [c(t), t] exact
     c(t) = TILE * floor((t - window) / TILE), at least 0
 
-Nothing but t decides, so decoding, verification of any width and prefill in any chunks are one model: a query
-of a chunk reads even keys of its own chunk compressed once they lie far enough behind. The window is at least
-as wide as the widest block: whatever is compressed has been committed, and is never written again.
+Only t matters, so decoding, verification of any width and prefill in any chunks compute the same: a query of
+a chunk reads even keys of its own chunk compressed if they are old enough. The window is at least as wide as
+the widest block, so only committed tokens are compressed, and they are never written again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Position = TypeVar("Position", int, Tensor)
 
 @dataclass(frozen=True, slots=True)
 class PositionRule:
-    """See above. `stride` and `sinks` are TILE wherever this is served; experiments vary them."""
+    """See above. `stride` and `sinks` are TILE in serving; experiments vary them."""
 
     window: int = WINDOW
     stride: int = TILE
@@ -50,13 +50,13 @@ class PositionRule:
         return tiles.clamp(min=0) if isinstance(tiles, Tensor) else max(0, tiles)
 
     def compressed_end(self, length: Position) -> Position:
-        """Where compressed tokens end in a row of that length: at least what its next block will read so."""
+        """Return the end of compressed tokens in a row of that length, as its next block will read them."""
         return self.compressed_end_at(length + self.block - 1)
 
     def group(self, position: int) -> int:
-        """Queries of one group, `stride` positions, have the same c."""
+        """Return the group of a query: `stride` consecutive positions with the same c."""
         return (position - self.window) // self.stride
 
     def group_begin(self, group: int) -> int:
-        """The first position of a group; below 0 in the first ones."""
+        """Return the first position of a group, which may be below 0."""
         return group * self.stride + self.window

@@ -1,21 +1,21 @@
 """`y = x @ weight.T + bias` for a few tokens at a time, the bulk of a forward.
 
 Contract: x [..., K], weight [N, K] contiguous, bias [N] or None, one dtype; returns a new [..., N]. With
-`onto` [..., N], the residual stream, it returns onto + y, y rounded first; `onto` may be overwritten by it.
-The weight keeps PyTorch's own layout, so nothing is packed or copied: an embedding table tied to
-the head, `weight[rows]` and `F.linear` all work on the same storage.
+`onto` [..., N], the residual stream, it returns onto + y, with y rounded first, and may overwrite `onto`. The
+weight keeps PyTorch's layout without packing or copies: a head tied to the embedding, `weight[rows]` and
+`F.linear` all use the same storage.
 
-`reference_linear` is `F.linear`. It promises nothing on bits: BLAS picks a kernel by the number of
-tokens M, so a token's result changes with its neighbours, and M = 2 costs three times M = 1.
+`reference_linear` is `F.linear`. It is not batch-invariant: BLAS chooses a kernel by the number of tokens M,
+so a token's result changes with its neighbours, and M = 2 costs three times M = 1.
 
-`llvm.linear.TileLinear` is the fast path on a CPU. It promises that output (token, n) has the same bits
-for every M, at every index in the batch and with every number of threads: it is one fixed chain of
+`llvm.linear.TileLinear` is the fast path on a CPU. It is batch-invariant: output (token, n) has the same bits
+for every M, at every index in the batch and with every number of threads, as it is one fixed chain of
 operations on x[token] and weight[n].
 
-`triton.linear` is the fast path on a GPU for some tokens, with the same promise. More tokens go to cuBLAS,
-which is told to cut no sums: on Hopper both then add in the same order (docs/lossless.md; the start compares
-them with the real weights). Kernels that are `is_fast` let cuBLAS do as it likes. On Hopper gate and up of up
-to 128 tokens have a kernel that joins them too, `triton.gated_tile`.
+`triton.linear` is the fast path on a GPU for few tokens, and batch-invariant, too. More tokens go to cuBLAS,
+which is told not to split sums: on Hopper both then add in the same order (docs/lossless.md; the start
+compares them with the real weights). With `is_fast`, cuBLAS may choose freely. On Hopper, `triton.gated_tile`
+computes gate and up of up to 128 tokens together.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from torch.nn import functional
 from blockdraft.kernels.choice import has_triton
 from blockdraft.kernels.pointwise import Gate, reference_gate_mul
 
-MAX_FEW = 16  # tokens; of the GPU's lowest tile
-WIDENED_VALUES = 1 << 26  # of a weight, where the reference computes in a wider dtype than it is stored in
+MAX_FEW = 16  # tokens; the height of the GPU's smallest tile
+WIDENED_VALUES = 1 << 26  # values of a weight that the reference converts to a wider dtype at a time
 
 
 Multiply = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]  # x, weight, bias, onto
@@ -54,7 +54,7 @@ def reference_linear(
 
 
 def _widened(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The product in x's dtype, which is wider than the weight's: some rows at a time, never a whole copy."""
+    """Multiply in x's dtype, which is wider than the weight's, without a copy of the whole weight."""
     rows = max(1, WIDENED_VALUES // weight.shape[1])
     out = torch.cat([functional.linear(x, part.to(x.dtype)) for part in torch.split(weight, rows)], dim=-1)
     return out if bias is None else out + bias
@@ -62,7 +62,7 @@ def _widened(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 @functools.cache
 def _slow_on_cpu() -> tuple[torch.dtype, ...]:
-    """Half precision that this CPU has no products of: PyTorch's own then take up to fifty times as long."""
+    """Return half-precision dtypes without CPU instructions: PyTorch then takes up to fifty times as long."""
     is_fast = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     return (torch.float16,) if is_fast else (torch.float16, torch.bfloat16)
 
@@ -75,7 +75,7 @@ def reference_scaled_linear(
     onto: Tensor | None,
     gate: Gate | None,
 ) -> Tensor | None:
-    """With tokens rounded to fp8, where the kernel does that; None where it does not."""
+    """Multiply with tokens rounded to fp8 if the kernel rounds them; None otherwise."""
     if not rounds_tokens(x, values):
         return None
     product = _scaled_reference(rounded_to_fp8(x), values, scale)
@@ -85,7 +85,7 @@ def reference_scaled_linear(
 
 
 def _scaled_reference(x: Tensor, values: Tensor, scale: Tensor) -> Tensor:
-    """The product with the values as numbers, some rows at a time."""
+    """Multiply by dequantised values, a slice of rows at a time."""
     rows = max(1, WIDENED_VALUES // values.shape[1])
     parts = zip(torch.split(values, rows), torch.split(scale, rows), strict=True)
     return torch.cat(
@@ -101,14 +101,14 @@ def rounds_tokens(x: Tensor, values: Tensor) -> bool:
 
 
 def rounded_to_fp8(x: Tensor) -> Tensor:
-    """Each token [..., K] as it is multiplied there: rounded by a scale that makes its largest value 448."""
+    """Round each token [..., K] as in fp8 products, with a scale that makes its largest value 448."""
     wide = x.float()
     scale = (wide.abs().amax(dim=-1, keepdim=True) / 448.0).clamp(min=1e-12)
     return ((wide / scale).to(torch.float8_e4m3fn).float() * scale).to(x.dtype)
 
 
 def is_few(x: Tensor) -> bool:
-    """Tokens for which reading the weight is all that takes time."""
+    """Whether there are so few tokens that reading the weight takes all the time."""
     return x.dim() == 2 and x.shape[0] <= MAX_FEW
 
 
@@ -118,6 +118,6 @@ def has_fp8(device: torch.device) -> bool:
 
 
 def has_fp8_product(x: Tensor, values: Tensor) -> bool:
-    """Whether the card multiplies these natively; cuBLAS wants sides that are multiples of 16."""
+    """Whether the GPU multiplies these natively; cuBLAS needs sides that are multiples of 16."""
     is_fp8 = values.dtype == torch.float8_e4m3fn and x.dtype == torch.bfloat16
     return is_fp8 and x.is_cuda and has_fp8(x.device) and not any(side % 16 for side in values.shape)

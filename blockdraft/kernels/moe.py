@@ -1,10 +1,9 @@
-"""Mixtures of experts: choosing a few feed-forward parts per token, running them, weighing their outputs.
+"""Mixtures of experts, which weight and sum the outputs of a few experts: contract and PyTorch reference.
 
-Contract and PyTorch reference. The reference runs one product
-per expert over the tokens that chose it: it asks the device which experts those are, so it cannot be captured
-in a CUDA graph. The kernels can. They promise that a token's bits do not depend on its neighbours, nor on
-Hopper on their number. In the reference that holds where `linear` promises it: every chosen expert's output
-has its own place, and places are summed in order.
+The reference runs one product per expert over the tokens that chose it. It reads the chosen experts from the
+device, so a CUDA graph cannot capture it, unlike the kernels. With the kernels, a token's bits do not depend
+on its neighbours, nor, on Hopper, on their number. In the reference this holds if `linear` is
+batch-invariant: the outputs of the chosen experts are stored separately and summed in order.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ from blockdraft.kernels.pointwise import GateMul, reference_gate_mul, sigmoid
 Groups = tuple[Tensor, Tensor]  # order and tiles, see `triton.routing`
 Weighing = Literal["all", "renormalised", "chosen"]
 
-SLOPE = 1.702  # of the sigmoid that stands in for SiLU's in a clamped SwiGLU
+SLOPE = 1.702  # of the sigmoid in a clamped SwiGLU
 
 FP4_GROUP = 32  # columns that share a scale in MXFP4
-MIN_COLUMNS = 16  # that a step of a product takes
+MIN_COLUMNS = 16  # of one step of a product
 
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """What stands between an expert's two products, in words that a kernel can follow.
+    """The function between an expert's two products.
 
     silu, gelu: silu(gate) * up, gelu(gate) * up (tanh approximation). swiglu_clamped: (up + 1) * gate *
     sigmoid(SLOPE * gate), with gate at most `limit` and up within +-limit.
@@ -40,7 +39,7 @@ class Activation:
     limit: float | None = None
 
     def function(self, gate_mul: GateMul) -> Callable[[Tensor], Tensor]:
-        """On gate and up side by side, [..., 2 I] -> [..., I]."""
+        """Return the function of gate and up side by side: [..., 2 I] -> [..., I]."""
         kind = self.kind
         if kind == "swiglu_clamped":
             return functools.partial(clamped_swiglu, limit=self.limit)
@@ -55,9 +54,9 @@ def clamped_swiglu(gate_up: Tensor, *, limit: float | None) -> Tensor:
 
 
 class ExpertChoice(NamedTuple):
-    """Of a router: weights and expert ids (int64), [N, K] each.
+    """A router's result: weights and expert ids (int64), [N, K] each.
 
-    `groups`: the same by expert, where the kernel that made the choice has grouped it too.
+    `groups`: the choice grouped by expert, if the routing kernel has done that.
     """
 
     weights: Tensor
@@ -66,11 +65,11 @@ class ExpertChoice(NamedTuple):
 
 
 class Matrices(NamedTuple):
-    """A matrix [rows, columns] for each of X experts, as stored; the last dimension is contiguous.
+    """A stored matrix [rows, columns] for each of X experts; the last dimension is contiguous.
 
-    values [X, rows, columns]: the activations' dtype, or fp8 (e4m3) or int8 with scales, or uint8 that holds
-    two E2M1 codes, the low half of a byte first, with scales e8m0 for 32 columns each. scale [X, row blocks,
-    column blocks], of `block` = (rows, columns) each. bias [X, rows].
+    values [X, rows, columns] are in the activations' dtype, or fp8 (e4m3) or int8 with scales, or uint8 with
+    two E2M1 codes each, the low half of a byte first, with an e8m0 scale for 32 columns. scale [X, row
+    blocks, column blocks] has blocks of `block` = (rows, columns). bias [X, rows].
     """
 
     values: Tensor
@@ -83,14 +82,14 @@ class ExpertProduct(Protocol):
     """A linear map per expert: gate and up stacked, or down."""
 
     def __call__(self, x: Tensor, expert: int) -> Tensor:
-        """[M, columns] -> [M, rows] of one expert."""
+        """Multiply [M, columns] to [M, rows] by one expert."""
 
     def matrices(self) -> tuple[Matrices, ...] | None:
-        """Of each stacked part; None where the format is one that no kernel reads."""
+        """Return the matrices of each stacked part; None if no kernel reads the format."""
 
 
 class Parts(NamedTuple):
-    """What the kernels read: gate and up have one layout."""
+    """The matrices of experts for the kernels; gate and up have one layout."""
 
     gate: Matrices
     up: Matrices
@@ -98,26 +97,26 @@ class Parts(NamedTuple):
 
 
 class SharedExpertWeights(Protocol):
-    """An expert that every token takes; its activation is that of the routed ones."""
+    """An expert that runs for every token, with the activation of the routed ones."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """[N, E] -> [N, E]."""
 
     def parts(self) -> Parts | None:
-        """Its matrices, X = 1; None where the format is one that no kernel reads."""
+        """Return its matrices, X = 1; None if no kernel reads the format."""
 
 
 class Shared(NamedTuple):
-    """What is added beside the routed experts: sigmoid(gate) * expert(x)."""
+    """A term that is added to the routed experts' output: sigmoid(gate) * expert(x)."""
 
     gate: Tensor  # [N, 1], logits
     expert: SharedExpertWeights
 
 
 class Beside(NamedTuple):
-    """The same on its way through the kernels: sigmoid(gate) * value.
+    """The shared expert's term in the kernels: sigmoid(gate) * value.
 
-    `value` is [N, E], or the expert that makes it where the kernels run it with the routed ones.
+    `value` is [N, E], or the expert itself if the kernels run it together with the routed ones.
     """
 
     gate: Tensor
@@ -140,13 +139,13 @@ def reference_experts(  # noqa: PLR0913
     *,
     gate_mul: GateMul = reference_gate_mul,
 ) -> Tensor:
-    """One expert after another, by products and `gate_mul` that may have kernels of their own."""
+    """Run one expert after another; products and `gate_mul` may be kernels."""
     ids = choice.ids
     activate = activation.function(gate_mul)
     outputs = x.new_empty(*ids.shape, x.shape[-1])  # [N, K, E]
     for expert in torch.unique(ids).tolist():
-        token, place = torch.where(ids == expert)
-        outputs[token, place] = down(activate(gate_up(x[token], expert)), expert)
+        token, choice_index = torch.where(ids == expert)
+        outputs[token, choice_index] = down(activate(gate_up(x[token], expert)), expert)
     beside = None if shared is None else Beside(shared.gate, shared.expert(x))
     return reference_combine(outputs, choice.weights, beside, onto)
 
@@ -154,7 +153,7 @@ def reference_experts(  # noqa: PLR0913
 def reference_combine(
     outputs: Tensor, weights: Tensor, beside: Beside | None = None, onto: Tensor | None = None
 ) -> Tensor:
-    """[N, E] of the pairs' outputs [N, K, E]."""
+    """Weight and sum the outputs [N, K, E] of the chosen experts to [N, E]."""
     total = (outputs * weights.to(outputs.dtype)[..., None]).sum(dim=1)
     if beside is not None:
         assert isinstance(beside.value, Tensor)

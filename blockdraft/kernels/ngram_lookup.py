@@ -1,7 +1,7 @@
-"""Recalling a text: what followed when its last tokens occurred before.
+"""N-gram lookup: drafts the tokens that followed when the row's last tokens occurred before.
 
-Each row's tokens stand in `history` [rows, C] int32 by their positions, up to its anchor; what is past it is
-scratch. Whole numbers only: reference and kernels agree exactly.
+`history` [rows, C] int32 holds each row's tokens by position, up to its anchor; positions past it are
+scratch. All values are integers: reference and kernels agree exactly.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from torch.nn import functional
 
 from blockdraft.settings.settings import MAX_NGRAM
 
-MOST = MAX_NGRAM  # tokens that are compared: of occurrences that agree in as many, the last is taken
+MOST = MAX_NGRAM  # tokens that are compared; of occurrences that match in all of them, the last is taken
 
 
 def reference_lookup(block: Tensor, history: Tensor, rows: Tensor, starts: Tensor, least: int) -> None:
     """Overwrite the drafts of block [R, B], whose anchors are at `starts` [R] of `rows` [R] of the history.
 
-    Of all earlier positions, the one is taken where most tokens up to it equal those up to the anchor, and of
-    several the last. Where `least` do, at most MOST, what followed is drafted. Where that runs into the
-    anchor it goes on with what has just been drafted: a loop repeats. Other rows keep their drafts.
+    It takes the earlier position with the most tokens up to it that equal those up to the anchor, at most
+    MOST; of several, the last. If at least `least` tokens match, it drafts what followed there; where that
+    reaches the anchor, it continues with the drafts, so a loop repeats. Other rows keep their drafts.
     """
     text, size = history[rows], history.shape[1]  # [R, C]
     position = torch.arange(size, device=block.device)
@@ -41,13 +41,13 @@ def reference_lookup(block: Tensor, history: Tensor, rows: Tensor, starts: Tenso
 
 
 def reference_remember(history: Tensor, sampled: Tensor, rows: Tensor, length: Tensor) -> None:
-    """Write samples [R, B] behind the anchors of `rows` [R], which stand at `length` [rows].
+    """Write samples [R, B] behind the anchors of `rows` [R], which are at `length` [rows].
 
-    All of them: those that are not committed are scratch.
+    It writes all of them: those that are not committed are scratch.
     """
     column = torch.arange(sampled.shape[1], device=sampled.device)
     history[rows[:, None], length[rows][:, None] + 1 + column] = sampled.to(history.dtype)
 
 
-Recall = Callable[[Tensor, Tensor, Tensor, Tensor, int], None]
+Lookup = Callable[[Tensor, Tensor, Tensor, Tensor, int], None]
 Remember = Callable[[Tensor, Tensor, Tensor, Tensor], None]

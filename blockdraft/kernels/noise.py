@@ -1,9 +1,9 @@
-"""Gumbel noise keyed by (seed, position, token id): the same numbers whoever asks, in whatever order.
+"""Gumbel noise keyed by (seed, position, token id), independent of who draws it and in which order.
 
 The generator is Philox-4x32 with 10 rounds (Salmon et al., SC 2011): key = the seed's two halves, counter =
-(token id // 4, position low, position high, 0); the four words of an output belong to four consecutive
-token ids. A word w becomes u = (w // 512 + 0.5) / 2**23, which float32 holds exactly and which is never 0
-or 1. A kernel that follows these two lines draws the same noise.
+(token id // 4, position low, position high, 0); the four words of an output belong to four consecutive token
+ids. A word w becomes u = (w // 512 + 0.5) / 2**23, which float32 represents exactly and which is never 0 or
+1. A kernel that does the same draws the same noise.
 """
 
 from __future__ import annotations
@@ -17,33 +17,22 @@ _WORD = 0xFFFFFFFF
 
 
 def gumbel(seeds: Tensor, positions: Tensor, vocab_size: int, dtype: torch.dtype) -> Tensor:
-    """Noise [R, C, V] for seeds [R] and positions [R, C], both int64."""
+    """Return noise [R, C, V] for seeds [R] and positions [R, C], both int64."""
     counter = torch.arange((vocab_size + 3) // 4, device=seeds.device)  # four ids each
-    words = philox(
-        (
-            counter,
-            positions[..., None] & _WORD,
-            positions[..., None] >> 32,
-            torch.zeros_like(counter),
-        ),
-        key=(seeds[:, None, None] & _WORD, (seeds[:, None, None] >> 32) & _WORD),
-    )
-    return _gumbel(torch.stack(words, dim=-1).flatten(-2)[..., :vocab_size], dtype)
+    return _gumbel(_words(seeds, positions, counter).flatten(-2)[..., :vocab_size], dtype)
 
 
 def gumbel_at(seeds: Tensor, positions: Tensor, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """The same noise of some tokens only: [R, C, K] for token_ids [R, C, K]."""
-    words = philox(
-        (
-            token_ids // 4,
-            positions[..., None] & _WORD,
-            positions[..., None] >> 32,
-            torch.zeros_like(token_ids),
-        ),
-        key=(seeds[:, None, None] & _WORD, (seeds[:, None, None] >> 32) & _WORD),
-    )
+    """Return the same noise [R, C, K] for some tokens [R, C, K] only."""
     lane = (token_ids % 4)[..., None]
-    return _gumbel(torch.stack(words, dim=-1).gather(-1, lane).squeeze(-1), dtype)
+    return _gumbel(_words(seeds, positions, token_ids // 4).gather(-1, lane).squeeze(-1), dtype)
+
+
+def _words(seeds: Tensor, positions: Tensor, counter: Tensor) -> Tensor:
+    """Return the four words [R, C, counters, 4] of each counter."""
+    positions, seeds = positions[..., None], seeds[:, None, None]
+    inputs = (counter, positions & _WORD, positions >> 32, torch.zeros_like(counter))
+    return torch.stack(philox(inputs, key=(seeds & _WORD, (seeds >> 32) & _WORD)), dim=-1)
 
 
 def _gumbel(words: Tensor, dtype: torch.dtype) -> Tensor:
@@ -66,7 +55,7 @@ def philox(
 
 
 def _multiply(word: Tensor, constant: int) -> tuple[Tensor, Tensor]:
-    """High and low half of a 32 x 32 bit product, in int64 without overflow into the sign."""
+    """Return the high and low half of a 32 x 32 bit product, in int64 without overflow into the sign."""
     low = word * (constant & 0xFFFF)  # < 2**48
     high = word * (constant >> 16)  # < 2**48
     middle = (low >> 16) + (high & 0xFFFF)  # < 2**33

@@ -1,7 +1,7 @@
 """From logits to tokens: bias, minimum length, penalties, temperature, filters, keyed noise, argmax.
 
-Everything here is a function of a row's own prefix, so it means the same at any column of a block: the
-target's verify and the drafter's proposals call one function. The order is vLLM's.
+Everything depends only on a row's own prefix, so it is the same at any column of a block: verification of the
+target and drafts call one function. The order of the steps is vLLM's.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from blockdraft.kernels.noise import gumbel
 from blockdraft.kernels.sampling_tables import Real, Whole
 
 NEVER = float("-inf")
-MIN_TEMPERATURE = 1e-5  # colder is greedy; dividing by 1e-38 would overflow
+MIN_TEMPERATURE = 1e-5  # below is greedy; dividing by 1e-38 would overflow
 
 
 @dataclass(slots=True)
 class Needs:
-    """Which parts of sampling some active row needs."""
+    """The parts of sampling that some active row needs."""
 
     random: bool = False
     filter: bool = False
@@ -32,10 +32,10 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
-    """The sampling tables of all device rows, and which R of them are sampled.
+    """The sampling tables of all rows, and the R rows to sample.
 
-    A row of zeros is greedy. The ids of a list are sorted. A `has_` flag is a host value, for the reference
-    alone: some row of the batch needs that part. It follows the rows that are active when it is asked.
+    A row of zeros is greedy. The ids of a list are sorted. A `has_` flag says that some row of the batch
+    needs that part; it is a host value, for the reference only, and depends on the rows that are active now.
     """
 
     real: Tensor  # [rows, len(Real)] float32
@@ -69,20 +69,18 @@ class SamplingBatch:
         return self.needs.min_end
 
     def numbers(self, column: Real) -> Tensor:
-        """[R] float32"""
         return self.real[self.rows, column]
 
     def integers(self, column: Whole) -> Tensor:
-        """[R] int64"""
         return self.whole[self.rows, column]
 
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """What the forms of answers leave to choose from."""
+    """The tokens that structured output allows."""
 
     words: Tensor  # [R, C, ceil(V / 32)] int32: bit i of word w is token 32 w + i
-    counts: Tensor  # [R] int32: columns that are bound, from the first on; 0: an answer without a form
+    counts: Tensor  # [R] int32: the number of constrained columns, from the first on; 0: no structured output
 
 
 Choose = Callable[[Tensor, Tensor, Tensor, SamplingBatch], Tensor]
@@ -90,19 +88,19 @@ Forbid = Callable[[Tensor, Allowed], None]
 
 
 def reference_forbid(logits: Tensor, allowed: Allowed) -> None:
-    """Make NEVER, in logits [R, C, V], of what the bound columns may not choose."""
+    """Set logits [R, C, V] of tokens that the constrained columns may not choose to NEVER."""
     bits = torch.arange(8, dtype=torch.uint8, device=logits.device)
-    may_come = (allowed.words.view(torch.uint8)[..., None] >> bits & 1).flatten(-2)[..., : logits.shape[-1]]
+    is_allowed = (allowed.words.view(torch.uint8)[..., None] >> bits & 1).flatten(-2)[..., : logits.shape[-1]]
     columns = torch.arange(logits.shape[1], device=logits.device)
-    is_bound = columns < allowed.counts[:, None]  # [R, C]
-    logits.masked_fill_((may_come == 0) & is_bound[..., None], NEVER)
+    is_constrained = columns < allowed.counts[:, None]  # [R, C]
+    logits.masked_fill_((is_allowed == 0) & is_constrained[..., None], NEVER)
 
 
 def reference_choose(logits: Tensor, starts: Tensor, recent: Tensor, batch: SamplingBatch) -> Tensor:
-    """One token for each of [R, C]: column c of logits [R, C, V] chooses the one at starts[r] + 1 + c.
+    """Choose tokens [R, C]: column c of logits [R, C, V] chooses the token at position starts[r] + 1 + c.
 
-    The tokens `recent` [R, J] sit at positions starts[r], starts[r] + 1, … and are not counted in the tables
-    yet: column c counts the first min(c + 1, J) of them.
+    The tokens `recent` [R, J] are at positions starts[r], starts[r] + 1, … and not counted in the tables yet:
+    column c counts the first min(c + 1, J) of them.
     """
     scores = adjusted(logits, starts, recent, batch)
     greedy = scores.argmax(dim=-1)
@@ -116,23 +114,23 @@ def reference_choose(logits: Tensor, starts: Tensor, recent: Tensor, batch: Samp
 
 
 def is_warm(batch: SamplingBatch) -> Tensor:
-    """[R]: whether noise has a say."""
+    """Return [R]: whether noise is added."""
     return batch.numbers(Real.TEMPERATURE) >= MIN_TEMPERATURE
 
 
 def scales(batch: SamplingBatch, dtype: torch.dtype) -> Tensor:
-    """[R]: what scores are multiplied by for their temperature; greedy ones by 1."""
+    """Return [R]: the factors of scores for their temperature; 1 if greedy."""
     return 1.0 / torch.where(is_warm(batch), batch.numbers(Real.TEMPERATURE), 1.0).to(dtype)
 
 
 def noise_of(scores: Tensor, starts: Tensor, batch: SamplingBatch) -> Tensor:
-    """The noise of all tokens of scores [R, C, V], whose columns are behind `starts`."""
+    """Return the noise of all tokens for scores [R, C, V] with columns behind `starts`."""
     positions = _positions(scores, starts)
     return gumbel(batch.integers(Whole.SEED), positions, scores.shape[-1], scores.dtype)
 
 
 def adjusted(logits: Tensor, starts: Tensor, recent: Tensor, batch: SamplingBatch) -> Tensor:
-    """The scores [R, C, V] that `reference_choose` chooses by: biases, bans and penalties, no temperature."""
+    """Return scores [R, C, V] with biases, bans and penalties, before the temperature."""
     scores = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
     if batch.has_bias:
         scores = _add_sparse(scores, batch.bias_ids[batch.rows], batch.bias_values[batch.rows][:, None])
@@ -144,23 +142,23 @@ def adjusted(logits: Tensor, starts: Tensor, recent: Tensor, batch: SamplingBatc
 
 
 def _positions(scores: Tensor, starts: Tensor) -> Tensor:
-    """[R, C] of scores [R, C, V], behind `starts`."""
+    """Return the positions [R, C] of scores [R, C, V], behind `starts`."""
     return starts[:, None] + 1 + torch.arange(scores.shape[1], device=scores.device)
 
 
 def penalise(scores: Tensor, starts: Tensor, recent: Tensor, batch: SamplingBatch) -> Tensor:
-    """Repetition, frequency and presence penalties, as each column would see them in plain decoding.
+    """Apply repetition, frequency and presence penalties as in plain decoding of each column.
 
-    First with the committed counts for the whole vocabulary, then once more at the few tokens of the
-    block itself, whose counts differ from column to column.
+    First with the committed counts for the whole vocabulary, then again for the few tokens of the block,
+    whose counts differ from column to column.
     """
     counts = batch.output_counts[batch.rows][:, None].to(scores.dtype)  # [R, 1, V]
     seen = batch.prompt_seen[batch.rows]  # [R, V]
     out = _penalise(scores, counts, seen[:, None], batch)
-    place = torch.arange(recent.shape[1], device=recent.device)  # [J]
-    is_output = starts[:, None] + place >= batch.integers(Whole.OUTPUT_START)[:, None]  # [R, J]
+    order = torch.arange(recent.shape[1], device=recent.device)  # [J]
+    is_output = starts[:, None] + order >= batch.integers(Whole.OUTPUT_START)[:, None]  # [R, J]
     column = torch.arange(scores.shape[1], device=recent.device)
-    counted = (place <= column[:, None])[None] & is_output[:, None]  # [R, C, J]
+    counted = (order <= column[:, None])[None] & is_output[:, None]  # [R, C, J]
     same = (recent[:, :, None] == recent[:, None, :]).to(scores.dtype)  # [R, J, J]
     extra = counted.to(scores.dtype) @ same  # [R, C, J]
     index = recent[:, None].expand(-1, scores.shape[1], -1)
@@ -182,7 +180,7 @@ def _penalise(scores: Tensor, counts: Tensor, seen: Tensor, batch: SamplingBatch
 
 
 def keep_likely(scaled: Tensor, batch: SamplingBatch) -> Tensor:
-    """min_p, then top_k, then top_p over what top_k left; the likeliest token always stays."""
+    """Apply min_p, then top_k, then top_p to the rest; the likeliest token always stays."""
     best = scaled.amax(dim=-1, keepdim=True)
     floor = best + batch.numbers(Real.LOG_MIN_P)[:, None, None].to(scaled.dtype)
     scaled = scaled.masked_fill(scaled < floor, NEVER)
@@ -198,7 +196,7 @@ def keep_likely(scaled: Tensor, batch: SamplingBatch) -> Tensor:
 
 
 def _add_sparse(scores: Tensor, ids: Tensor, values: Tensor) -> Tensor:
-    """scores [R, C, V] with `values` [R, 1 or C, 1 or K] added at `ids` [R, K]; id -1 adds nothing."""
+    """Add `values` [R, 1 or C, 1 or K] at `ids` [R, K] to scores [R, C, V]; id -1 adds nothing."""
     shape = (ids.shape[0], scores.shape[1], ids.shape[1])
     is_used = (ids >= 0)[:, None].expand(shape)
     index = ids.clamp(min=0)[:, None].expand(shape)

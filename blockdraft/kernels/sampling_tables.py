@@ -1,4 +1,4 @@
-"""The columns of the tables that sampling reads. No torch here: the planner counts their bytes."""
+"""The columns of the sampling tables. No torch here: the planner computes their size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From the host to a device without waiting for what the device is doing."""
+"""Copies from the host to a device without waiting for the device."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor
 
 
 def to_device(values: Sequence[float], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    """`values` on `device`; on a GPU the copy takes its turn behind the work that is queued there."""
+    """Copy `values` to `device`; on a GPU the copy is queued behind earlier work."""
     if device.type != "cuda":
         return torch.tensor(values, dtype=dtype, device=device)
     return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
 
 
 def array_to_device(values: np.ndarray, device: torch.device) -> Tensor:
-    """The same for an array, in its own dtype."""
+    """`to_device` for an array, in its own dtype."""
     held = torch.from_numpy(values)
     return (held.pin_memory() if device.type == "cuda" else held).to(device, non_blocking=True)

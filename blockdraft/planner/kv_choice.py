@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from blockdraft.cache.spec import LayerSpec, Paged, compressed
 from blockdraft.errors import ModelError, SettingsError
-from blockdraft.kernels.kv_formats import BITS, EXACT, TURNED, WIDEST_BLOCK, check_format, exact_tokens
+from blockdraft.kernels.kv_formats import BITS, EXACT, ROTATED, WIDEST_BLOCK, check_format, exact_tokens
 from blockdraft.models.config import ModelConfig
 from blockdraft.models.draft_config import DraftConfig
 from blockdraft.settings.settings import Settings
@@ -57,7 +57,7 @@ def kv_choice(
     reasons = {}
     target, reasons["kv_dtype"] = _format(settings, "kv_dtype", dtype)
     if target != EXACT:
-        if target in TURNED and model.family in EIGHT_BITS_ONLY:
+        if target in ROTATED and model.family in EIGHT_BITS_ONLY:
             raise SettingsError(
                 f"kv_dtype = {target}, but {EIGHT_BITS_ONLY[model.family]}: use --kv-dtype int8 or fp8."
             )

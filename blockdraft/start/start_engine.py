@@ -114,7 +114,7 @@ def _new_engine(models: LoadedPair, plan: Plan) -> Engine:
     """Keys that are rotated are stored less what they have in common."""
     check_served_on_card(models, plan)
     engine = Engine(models, plan)
-    if any(cold.pages.format.is_turned for cold in engine.cache.cold):
+    if any(group.pages.format.is_rotated for group in engine.cache.compressed):
         engine.cache.centre_keys(served_centres(models, plan.max_model_len))
     return engine
 

@@ -39,4 +39,4 @@ def recall(block: Tensor, rows: Rows, view: CacheView, least: int) -> None:
     """Overwrite the drafts [R, width] of the active rows whose last `least` tokens have occurred before."""
     assert rows.history is not None, "the plan says that drafts come from it"
     if block.shape[1] > 1:
-        rows.kernels.recall(block, rows.history, rows.active, view.starts, least)
+        rows.kernels.lookup(block, rows.history, rows.active, view.starts, least)

@@ -73,7 +73,7 @@ def slightly(result, *arguments, **options):
 
 def test_a_right_engine_has_every_operation_checked(engine, plain):
     found = [result.operation for result in check_kernels(engine)]
-    of_others = {"packed product", "compressed attention", "block convolution", "walk", "recall"}
+    of_others = {"packed product", "compressed attention", "block convolution", "walk", "lookup"}
     assert set(found) == set(operations.OPERATIONS) - of_others
     assert failed(engine) == {}
     assert failed(plain) == {}
@@ -139,7 +139,7 @@ def test_compressed_keys_that_are_a_little_off(kv_dtype):
 
 def test_drafts_that_are_recalled_wrongly():
     engine = tiny.engine("ngram", dtype="float32", draft_ngram=2)
-    assert not failed_at("recall", engine)
+    assert not failed_at("lookup", engine)
 
     def late(result, block, *_):
         block[0, -1] += 1
@@ -147,8 +147,8 @@ def test_drafts_that_are_recalled_wrongly():
     def beside(result, history, *_):
         history[2, 9] += 1
 
-    assert failed(wrong_kernel(engine, "recall", late)).keys() == {"recall"}
-    assert failed(wrong_kernel(engine, "remember", beside)).keys() == {"recall"}
+    assert failed(wrong_kernel(engine, "lookup", late)).keys() == {"lookup"}
+    assert failed(wrong_kernel(engine, "remember", beside)).keys() == {"lookup"}
 
 
 def test_a_gated_product(engine, monkeypatch):
@@ -167,7 +167,7 @@ def test_queries_that_are_a_little_off(engine):
 def test_a_write_beside_the_slots(engine, name):
     def spill(result, *arguments):
         slots = arguments[-1]
-        free = sorted(set(range(slots.keys.shape[1])) - set(slots.place.tolist()))[0]
+        free = sorted(set(range(slots.keys.shape[1])) - set(slots.slot_ids.tolist()))[0]
         getattr(slots, name)[-1, free, -1] += 1
         return result
 
@@ -261,7 +261,7 @@ def test_tokens_in_the_wrong_place(engine, name, monkeypatch):
     rolled = type("Rolled", (Blocks,), {name: property(lambda blocks: right(blocks).roll(1))})
     monkeypatch.setattr(operations, "Blocks", rolled)
     kind = {"positions": "positions", "write_slots": "slots"}[name]
-    found = failed_at("places", engine)  # attention would read out of reach
+    found = failed_at("slots", engine)  # attention would read out of reach
     assert {where.split(",")[0] for where in found} == {kind}
 
 
@@ -309,7 +309,7 @@ def test_rows_that_advance_wrongly(engine, name, monkeypatch):
 
 def test_whole_numbers_have_no_tolerance():
     got = torch.tensor([1, 2, 3, 4])
-    result = measure("places", Comparison("here", got, torch.tensor([1, 2, 3, 5])))
+    result = measure("slots", Comparison("here", got, torch.tensor([1, 2, 3, 5])))
     assert (result.error, result.tolerance, result.is_passed) == (0.25, 0.0, False)
 
 

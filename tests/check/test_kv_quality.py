@@ -24,8 +24,8 @@ from blockdraft.check.uncached_view import WholeView
 from blockdraft.errors import ModelError, SettingsError
 from blockdraft.kernels.attention import Mask
 from blockdraft.kernels.kv_codec import FORMATS
-from blockdraft.kernels.kv_compressed import reference_attend_compressed
 from blockdraft.kernels.kv_positions import PositionRule
+from tests.kernels.dense_compressed import reference_attend_compressed
 
 VOCAB, LENGTH, HEAD = 40, 700, 16
 CPU = torch.device("cpu")

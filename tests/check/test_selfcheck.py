@@ -152,7 +152,7 @@ def test_the_trained_pair_passes_and_keeps_its_drafter(dtype):
     assert found.tokens_per_step > 3
     assert all(check.is_passed for check in found.checks)
     names = [check.name for check in found.checks]
-    kernels = ["linear", "attention", "norm", "rotation", "activation", "gated product", "heads", "places"]
+    kernels = ["linear", "attention", "norm", "rotation", "activation", "gated product", "heads", "slots"]
     kernels += ["sampling", "acceptance"]
     assert names == ["weights", *(f"kernel {kernel}" for kernel in kernels), "model", "drafter", "bits"]
     assert [note.split(":")[0] for note in notes] == names

@@ -73,7 +73,7 @@ def tokens(engine, request):
         ("attention", "attend", "attention", False),
         ("sampling", "choose", "sampling", False),
         ("acceptance", "advance", "acceptance", False),
-        ("rows", "locate", "places", False),
+        ("pointwise", "locate", "slots", False),
         ("rows", "norm_rope_write", "heads", True),
         ("rows", "rms_norm", "norms", True),
         ("linear", "linear", "products", True),

@@ -6,8 +6,9 @@ import torch
 
 from blockdraft.kernels import kv_codec
 from blockdraft.kernels.attention import Blocks, Mask
-from blockdraft.kernels.kv_compressed import Codes, CompressedPages, Tiles, reference_attend_compressed
+from blockdraft.kernels.kv_compressed import Codes, CompressedPages, Tiles
 from blockdraft.kernels.kv_positions import PositionRule
+from tests.kernels.dense_compressed import reference_attend_compressed
 
 
 @dataclass
@@ -50,7 +51,7 @@ class Case:
             for q, exact in zip(self.rows(), self.exact, strict=True)
         ]
         out = torch.cat(parts)
-        return kv_codec.rotate_back(out.float()).to(out.dtype) if self.pages.format.is_turned else out
+        return kv_codec.rotate_back(out.float()).to(out.dtype) if self.pages.format.is_rotated else out
 
     @property
     def _codecs(self):

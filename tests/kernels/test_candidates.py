@@ -63,7 +63,7 @@ def make_walk(rows, *, has_mixture, dtype=torch.float32):
 
 def walked(walk, rows, logits, pairs):
     device, parts = rows.active.device, {}
-    for name in ("predecessors", "successors", "mixture", "places"):
+    for name in ("predecessors", "successors", "mixture", "successor_rows"):
         part = getattr(pairs, name)
         parts[name] = None if part is None else part.to(device)
     anchor = rows.anchor[rows.active][:, None]
@@ -221,7 +221,7 @@ def test_a_reduced_head_is_one_whose_rows_are_spelled_out():
     rows = place_rows([RULES["greedy"], RULES["filters"]])
     logits, pairs = make_walk(rows, has_mixture=False)
     places = torch.arange(VOCAB).flip(0) % 40
-    reduced = pairs._replace(successors=pairs.successors[:40].contiguous(), places=places)
+    reduced = pairs._replace(successors=pairs.successors[:40].contiguous(), successor_rows=places)
     spelled = pairs._replace(successors=pairs.successors[places])
     ones = spelled._replace(mixture=torch.ones(2, DRAFTS, RANK))
     expected = walked(reference_walk, rows, logits, spelled).tolist()

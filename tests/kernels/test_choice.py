@@ -75,9 +75,9 @@ def _advance(kernels):
     return made.length
 
 
-def _recall(kernels):
+def _lookup(kernels):
     history, block = torch.tensor([[1, 2, 1, 0]], dtype=torch.int32), torch.zeros(1, 2, dtype=torch.int64)
-    kernels.recall(block, history, torch.tensor([0]), torch.tensor([2]), 1)
+    kernels.lookup(block, history, torch.tensor([0]), torch.tensor([2]), 1)
     return block
 
 
@@ -142,7 +142,7 @@ CALLS = {
         torch.tensor([[2]]),
         _rows().sampling(),
     ),
-    "recall": _recall,
+    "lookup": _lookup,
     "remember": _remember,
 }
 ON_CPU = ["linear", "attend", "rms_norm", "silu", "gelu", "rotate", "scan", "fold", "convolve"]
@@ -166,8 +166,8 @@ ON_GPU = {  # the kernel's module and name, and the operation that it belongs to
     "conv_before": ("block_conv", "conv_before", "block convolutions"),
     "conv_after": ("block_conv", "conv_after", "block convolutions"),
     "walk": ("candidates", "walk", "candidates"),
-    "recall": ("ngram_lookup", "recall", "recall"),
-    "remember": ("ngram_lookup", "remember", "recall"),
+    "lookup": ("ngram_lookup", "lookup", "lookup"),
+    "remember": ("ngram_lookup", "remember", "lookup"),
 }
 
 
@@ -246,7 +246,7 @@ def test_triton_computes_in_float32_and_below(dtype, is_served, monkeypatch):
     available = Available("triton", dtype, CUDA)
     assert available.has_triton("norms") == is_served
     assert is_served or str(dtype) in available.why_reference("norms")
-    assert available.has_triton("places")
+    assert available.has_triton("slots")
     assert available.has_triton("acceptance")
 
 

@@ -10,11 +10,11 @@ from blockdraft.kernels.choice import Available
 from blockdraft.kernels.cpu import product_path, product_paths, why_no_llvm
 from blockdraft.kernels.int8 import (
     MAX_ROTATED,
+    hadamard,
     reference_int8_linear,
     reference_look_up,
     rotated_columns,
     round_tokens,
-    turn,
     unpack,
 )
 from blockdraft.kernels.kernels import REFERENCE
@@ -191,7 +191,7 @@ def test_rounded_tokens_are_near_and_zeros_stay(rotated):
     for name in ("zeros", "one value", "halves", "tiny", "denormal", "tiny beside large"):
         x = odd(name, rotated)
         values, scale = round_tokens(x, rotated, torch.ones(x.shape[1]))
-        turned = turn(x, rotated)
+        turned = hadamard(x, rotated)
         near = values[:, : x.shape[1]].double() * scale[:, None].double()
         largest = turned.double().abs().amax(dim=1, keepdim=True)
         least = 1e-36  # below it there is nothing left to divide by
@@ -222,7 +222,7 @@ def test_turning_twice_gives_back_what_was(columns):
     assert columns % rotated == 0
     assert rotated == MAX_ROTATED or columns // rotated % 2 == 1
     x = torch.arange(3.0 * columns).view(3, columns).sub(columns).fmod(13)  # whole numbers: exact
-    assert torch.equal(turn(turn(x, rotated), rotated), x * rotated)
+    assert torch.equal(hadamard(hadamard(x, rotated), rotated), x * rotated)
 
 
 # ---- weights
@@ -249,7 +249,7 @@ def test_a_matrix_is_near_what_it_was_made_of(n, k):
     got = matrix.dequantise(torch.float32)
     rotated = rotated_columns(k)
     # A value is the mean of `rotated` turned ones, each of which is off by half a 127th of the largest.
-    bound = turn(weight, rotated).abs().amax(dim=1, keepdim=True) * (0.5 / 127 + 1e-5)
+    bound = hadamard(weight, rotated).abs().amax(dim=1, keepdim=True) * (0.5 / 127 + 1e-5)
     assert ((got - weight).abs() <= bound).all()
     assert (got - weight).abs().mean() < 0.02 * weight.abs().mean()
     assert torch.equal(matrix.look_up(torch.arange(n), REFERENCE), got)

@@ -6,10 +6,10 @@ import torch
 
 from blockdraft.errors import ModelError, SettingsError
 from blockdraft.kernels import kv_codec
-from blockdraft.kernels.kv_codec import FORMATS, LEVELS, Encoded, KvFormat, Turned, kv_format
+from blockdraft.kernels.kv_codec import FORMATS, LEVELS, Encoded, KvFormat, RotatedLevels, kv_format
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
-ALL = [*FORMATS.values(), KvFormat("tq4v2", Turned(4, "unbiased"), Turned(2, "matched"))]
+ALL = [*FORMATS.values(), KvFormat("tq4v2", RotatedLevels(4, "unbiased"), RotatedLevels(2, "matched"))]
 CODECS = {f"{form.name} {part}": getattr(form, part) for form in ALL for part in ("keys", "values")}
 by_codec = pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS.keys())
 
@@ -100,7 +100,7 @@ def expected_loss(codec, head_dim):
 @pytest.mark.parametrize("bits", LEVELS)
 @pytest.mark.parametrize("scaling", ["unbiased", "matched"])
 def test_loss_is_what_theory_says(bits, scaling, head_dim):
-    codec = Turned(bits, scaling)
+    codec = RotatedLevels(bits, scaling)
     share = loss(codec, gaussian(4_000, head_dim)) / expected_loss(codec, head_dim)
     # The theory is of long vectors. In short ones loss and scale vary together, for the better.
     assert (0.97 if head_dim >= 128 else 0.94) < share < 1.03
@@ -145,7 +145,7 @@ def test_rows_of_the_hadamard_matrix_lose_no_more_than_others(head_dim):
     """Without signs they would become a single large number each, and zeros."""
     alternating = torch.tensor([1.0, -1.0]).repeat(head_dim // 2)
     for row in (torch.ones(head_dim), alternating):
-        assert loss(Turned(4, "unbiased"), row + 0.05 * gaussian(500, head_dim)) < 0.02
+        assert loss(RotatedLevels(4, "unbiased"), row + 0.05 * gaussian(500, head_dim)) < 0.02
 
 
 def test_centred_keys_forget_their_constant_part():

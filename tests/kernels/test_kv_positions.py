@@ -4,9 +4,9 @@ import torch
 from blockdraft.errors import SettingsError
 from blockdraft.kernels.attention import Mask
 from blockdraft.kernels.kv_codec import FORMATS
-from blockdraft.kernels.kv_compressed import reference_attend_compressed
 from blockdraft.kernels.kv_formats import WIDEST_BLOCK
 from blockdraft.kernels.kv_positions import PositionRule
+from tests.kernels.dense_compressed import reference_attend_compressed
 from tests.matrix import slow_but
 
 RULE = PositionRule(window=16, stride=8, sinks=4)

@@ -6,7 +6,7 @@ import torch
 from blockdraft.kernels import kv_codec
 from blockdraft.kernels.attention import Blocks, Mask
 from blockdraft.kernels.cpu import why_no_llvm
-from blockdraft.kernels.heads import HeadNorms, Slots, Turn, turned, write
+from blockdraft.kernels.heads import HeadNorms, Rotation, Slots, apply_rotation, write
 from blockdraft.kernels.kernels import REFERENCE, kernels_for
 from blockdraft.kernels.kv_compressed import Tiles
 from blockdraft.kernels.kv_positions import PositionRule
@@ -279,16 +279,16 @@ def test_rotated_heads_have_the_references_bits(dim, has_norms, dtype):
     q, k, v = (random(7, heads, dim) for heads in (6, 2, 2))
     norms = HeadNorms(random(dim), random(dim), 1e-5) if has_norms else None
     angles = random(7, 1, dim // 2), random(7, 1, dim // 2)
-    turn = Turn(kv_codec.signs(dim, CPU), torch.randn(2, dim, generator=rng))
+    rotation = Rotation(kv_codec.signs(dim, CPU), torch.randn(2, dim, generator=rng))
     place = torch.randperm(40, generator=rng)[:7]
     plain, ours, theirs = (
         Slots(torch.zeros(2, 40, dim, dtype=dtype), torch.zeros(2, 40, dim, dtype=dtype), place, one)
-        for one in (None, turn, turn)
+        for one in (None, rotation, rotation)
     )
     run = KERNELS[dtype].norm_rope_write
     out, rotated = (run(q, k, v, norms, angles, slots) for slots in (plain, ours))
     write(*(store[:, place].transpose(0, 1) for store in plain[:2]), theirs)
-    assert torch.equal(rotated, turned(out, turn))
+    assert torch.equal(rotated, apply_rotation(out, rotation))
     assert torch.equal(ours.keys, theirs.keys)
     assert torch.equal(ours.values, theirs.values)
 

@@ -43,7 +43,7 @@ def check(implementation, texts, *, least=1, width=8, size=None):
     order = list(range(len(texts)))[::-1]
     starts = torch.tensor([len(texts[row]) - 1 for row in order], device=device)
     block = torch.full((len(texts), width), KEPT, device=device)
-    implementation.kernels.recall(
+    implementation.kernels.lookup(
         block, history.to(device), torch.tensor(order, device=device), starts, least
     )
     expected = [[KEPT, *(found(texts[row], least, width) or [KEPT] * (width - 1))] for row in order]

@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 from blockdraft.kernels import kv_codec  # noqa: E402
 from blockdraft.kernels.attention import Blocks, Mask  # noqa: E402
-from blockdraft.kernels.heads import HeadNorms, Slots, Turn, turned  # noqa: E402
+from blockdraft.kernels.heads import HeadNorms, Rotation, Slots, apply_rotation  # noqa: E402
 from blockdraft.kernels.kernels import REFERENCE  # noqa: E402
 from blockdraft.kernels.kv_codec import FORMATS  # noqa: E402
 from blockdraft.kernels.kv_positions import PositionRule  # noqa: E402
@@ -49,18 +49,18 @@ def test_heads_are_turned_last_of_all(dim, dtype):
     norms = HeadNorms(normal(dim, seed=7), normal(dim, seed=8), 1e-5)
     angle = normal(num_tokens, 1, dim // 2, seed=9)
     angles = (angle.cos(), angle.sin())
-    turn = Turn(kv_codec.signs(dim, DEVICE), normal(groups, dim, seed=10))
+    rotation = Rotation(kv_codec.signs(dim, DEVICE), normal(groups, dim, seed=10))
     place = torch.tensor([4, 0, 2], device=DEVICE)
 
-    def write(kind, turn):
+    def write(kind, rotation):
         parts = [x.to(kind) for x in (q, k, v)]
         store = [torch.zeros(groups, 6, dim, dtype=kind, device=DEVICE) for _ in range(2)]
-        out = norm_rope_write(*parts, norms, angles, Slots(*store, place, turn))
+        out = norm_rope_write(*parts, norms, angles, Slots(*store, place, rotation))
         return out, *(x[:, place].transpose(0, 1) for x in store)
 
     plain = write(torch.float32, None)
-    expected = [turned(x, turn, turn.centre if n == 1 else None) for n, x in enumerate(plain)]
-    for got, wanted in zip(write(dtype, turn), expected, strict=True):
+    expected = [apply_rotation(x, rotation, rotation.centre if n == 1 else None) for n, x in enumerate(plain)]
+    for got, wanted in zip(write(dtype, rotation), expected, strict=True):
         torch.testing.assert_close(
             got, wanted.to(dtype), atol=1e-5, rtol=0.008 if dtype.itemsize == 2 else 1e-5
         )

@@ -54,7 +54,7 @@ def as_on_a_card(monkeypatch):
     ("operations", "request_"),
     [
         (("attention", "norms"), GREEDY),
-        (("places", "products"), GREEDY),
+        (("slots", "products"), GREEDY),
         (("heads", "gated products"), GREEDY),
         (("sampling",), SAMPLED),
         (("acceptance",), SAMPLED),

@@ -91,7 +91,7 @@ class CandidateKernels:
         self._follow(
             num_rows, num_columns, num_parts, pairs.top_k, pairs.predecessors.shape[1],
             int(pairs.skips_first), best, ids, starts, anchor.contiguous(), batch.rows, batch.real,
-            batch.whole, pairs.predecessors, pairs.successors, pairs.mixture, pairs.places, drafts,
+            batch.whole, pairs.predecessors, pairs.successors, pairs.mixture, pairs.successor_rows, drafts,
             is_small=num_rows == 1,
         )  # fmt: skip
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from blockdraft.kernels.llvm.compiler import inlined, kernel, taken
 from blockdraft.kernels.llvm.jit import Jit, real_type
-from blockdraft.kernels.llvm.kv_codes import LANES, sign_head, turn_head
+from blockdraft.kernels.llvm.kv_codes import LANES, hadamard_head, sign_head
 from blockdraft.kernels.llvm.language import Int, Longs, Real, Reals, Type, load, store
 from blockdraft.kernels.llvm.pointwise import WIDE, normalise, rotate_head
 
@@ -77,8 +77,8 @@ class HeadKernels:
         assert place.dtype == torch.int64
         weights = (None, None) if norms is None else norms[:2]
         assert all(one is None or (one.dtype == k.dtype and one.is_contiguous()) for one in weights)
-        signs, centre = _turn_of(slots, k.dtype)
-        run = self._write(has_norms=norms is not None, turned=0 if signs is None else dim)
+        signs, centre = _rotation_of(slots, k.dtype)
+        run = self._write(has_norms=norms is not None, rotated=0 if signs is None else dim)
         run(
             num_tokens, heads, groups, dim, cos.shape[-1], keys.shape[1],
             *given.stride()[:2], *k.stride()[:2], *v.stride()[:2], given, k, v, out, keys, values, place,
@@ -88,11 +88,11 @@ class HeadKernels:
         return None if q is None else out
 
 
-def _turn_of(slots: Slots, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+def _rotation_of(slots: Slots, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
     """Signs [D] and centre [G, D] where heads are rotated."""
-    if slots.turn is None:
+    if slots.rotation is None:
         return None, None
-    signs, centre = (one.to(dtype).contiguous() for one in slots.turn)
+    signs, centre = (one.to(dtype).contiguous() for one in slots.rotation)
     assert signs.shape == slots.keys.shape[2:]
     assert centre.shape == (slots.keys.shape[0], slots.keys.shape[2])
     return signs, centre
@@ -123,34 +123,38 @@ def norm_rope_write(
     q_stride: Int, q_head: Int, k_stride: Int, k_head: Int, v_stride: Int, v_head: Int,
     q: Reals, k: Reals, v: Reals, out: Reals, keys: Reals, values: Reals, place: Longs,
     cos: Reals, sin: Reals, q_weight: Reals, k_weight: Reals, eps: Real, signs: Reals, centre: Reals,
-    *, real: Type, has_norms: bool, turned: int,
+    *, real: Type, has_norms: bool, rotated: int,
 ) -> None:  # fmt: skip
     """Queries go to `out`, keys and values to slot `place[token]`; heads lie `.._head` apart.
 
-    Heads of `turned` values, where that is not 0, are rotated where they then lie, keys less `centre`.
+    Heads of `rotated` values, where that is not 0, are rotated where they then lie, keys less `centre`.
     """
     for token in taken(num_tokens):
-        turn_cos, turn_sin = cos + token * size, sin + token * size
+        token_cos, token_sin = cos + token * size, sin + token * size
         for head in range(heads):
             source, target = q + token * q_stride + head * q_head, out + (token * heads + head) * dim
-            turn(source, target, q_weight, turn_cos, turn_sin, dim, size, eps, real=real, has_norms=has_norms)
-            if turned:
-                rotate_signed(target, signs, turned)
+            norm_and_rope(
+                source, target, q_weight, token_cos, token_sin, dim, size, eps, real=real, has_norms=has_norms
+            )
+            if rotated:
+                rotate_signed(target, signs, rotated)
         for head in range(groups):
             slot = (head * num_slots + place[token]) * dim
             source, target = k + token * k_stride + head * k_head, keys + slot
-            turn(source, target, k_weight, turn_cos, turn_sin, dim, size, eps, real=real, has_norms=has_norms)
+            norm_and_rope(
+                source, target, k_weight, token_cos, token_sin, dim, size, eps, real=real, has_norms=has_norms
+            )
             copy(v + token * v_stride + head * v_head, values + slot, 0, dim)
-            if turned:
-                rotate_signed(target, signs, turned)
-                rotate_signed(values + slot, signs, turned)
-                for i in range(0, turned, LANES):
-                    less = load(target + i, LANES) - load(centre + head * turned + i, LANES)
+            if rotated:
+                rotate_signed(target, signs, rotated)
+                rotate_signed(values + slot, signs, rotated)
+                for i in range(0, rotated, LANES):
+                    less = load(target + i, LANES) - load(centre + head * rotated + i, LANES)
                     store(target + i, less)
 
 
 @inlined
-def turn(
+def norm_and_rope(
     x: Reals, y: Reals, weight: Reals, cos: Reals, sin: Reals, dim: Int, size: Int, eps: Real,
     *, real: Type, has_norms: bool,
 ) -> None:  # fmt: skip
@@ -167,7 +171,7 @@ def turn(
 def rotate_signed(row: Reals, signs: Reals, dim: int) -> None:
     """kv_codec.rotate"""
     sign_head(row, signs, dim)
-    turn_head(row, dim)
+    hadamard_head(row, dim)
 
 
 @inlined

@@ -80,10 +80,10 @@ class Int8Kernels:
         full = k + -k % COLUMNS
         values = torch.empty(m, full, dtype=torch.int8)
         scale = torch.empty(m, dtype=torch.float32)
-        turned = torch.empty(m, full, dtype=torch.float32)
+        buffer = torch.empty(m, full, dtype=torch.float32)
         run = self._round_plain if is_weight else self._round
         run(
-            m, k, full, x.stride(0), rotated, x, factors, turned, values, scale,
+            m, k, full, x.stride(0), rotated, x, factors, buffer, values, scale,
             is_small=x.numel() < _SERIAL_VALUES,
         )  # fmt: skip
         return values, scale
@@ -123,10 +123,10 @@ class Int8Kernels:
         """Rows of the matrix that was packed, [M, K] float32, times `factors` [K]."""
         k = factors.shape[0]
         out = torch.empty(*rows.shape, k, dtype=torch.float32)
-        turned = torch.empty(*rows.shape, packed.shape[1] * 4, dtype=torch.float32)
+        buffer = torch.empty(*rows.shape, packed.shape[1] * 4, dtype=torch.float32)
         rows, small = rows.contiguous(), out.numel() < _SERIAL_VALUES
         self._look_up(
-            rows.numel(), k, packed.shape[1] * 4, rotated, rows, packed, scale, factors, turned, out,
+            rows.numel(), k, packed.shape[1] * 4, rotated, rows, packed, scale, factors, buffer, out,
             is_small=small,
         )  # fmt: skip
         return out
@@ -135,21 +135,21 @@ class Int8Kernels:
 @kernel
 def round_tokens(
     num_tokens: Int, size: Int, full: Int, stride: Int, rotated: Int, x: Floats, factors: Floats,
-    turned: Floats, values: Bytes, scale: Floats, *, flip: int,
+    buffer: Floats, values: Bytes, scale: Floats, *, flip: int,
 ) -> None:  # fmt: skip
-    """Each token, turned, to whole numbers from -127 to 127 times a scale; zeros from `size` to `full`.
+    """Each token, buffer, to whole numbers from -127 to 127 times a scale; zeros from `size` to `full`.
 
     The largest magnitude is found by its bits, which order as numbers do, with infinity and NaN above all:
     a token that has one gets it as its scale, and so do its products. `flip` changes each byte's sign bit.
     """
     for token in taken(num_tokens):
-        row, out = turned + token * full, values + token * full
+        row, out = buffer + token * full, values + token * full
         whole = size - size % _VECTOR
         for i in range(0, whole, _VECTOR):
             store(row + i, load(x + token * stride + i, _VECTOR) * load(factors + i, _VECTOR))
         for i in range(whole, size):
             row[i] = x[token * stride + i] * factors[i]
-        turn(row, size, rotated)
+        hadamard(row, size, rotated)
         peaks = zeros(x, i32.wide(_VECTOR))
         for i in range(0, whole, _VECTOR):
             peaks = largest(peaks, magnitude(load(row + i, _VECTOR)).bits_as(i32.wide(_VECTOR)))
@@ -160,20 +160,20 @@ def round_tokens(
         scale[token] = peak / 127.0
         factor = 127.0 / peak if peak > TINY else peak
         for i in range(0, whole, _VECTOR):
-            store(out + i, whole_numbers(load(row + i, _VECTOR), factor) ^ flip)
+            store(out + i, to_int8(load(row + i, _VECTOR), factor) ^ flip)
         for i in range(whole, size):
-            out[i] = whole_numbers(load(row + i, 1), factor)[0] ^ flip
+            out[i] = to_int8(load(row + i, 1), factor)[0] ^ flip
         for i in range(size, full):
             out[i] = flip
 
 
-def whole_numbers(x: Value, factor: Value) -> Value:
+def to_int8(x: Value, factor: Value) -> Value:
     """x * factor rounded to a byte; the limits are for NaN alone, which no whole number is."""
     return smallest(largest(rounded(x * factor), -127.0), 127.0).to(i32).to(i8)
 
 
 @inlined
-def turn(row: Floats, size: Int, rotated: Int) -> None:
+def hadamard(row: Floats, size: Int, rotated: Int) -> None:
     """Walsh-Hadamard over each `rotated` values, a power of two: sums and differences of all pairs.
 
     What one value had too much of, all of them then have a little of, so 8 bits serve them all.
@@ -181,9 +181,9 @@ def turn(row: Floats, size: Int, rotated: Int) -> None:
     for lanes in (1, 2, 4, 8):
         if rotated > lanes:
             if rotated >= 16:
-                turn_lanes(row, size, lanes)
+                hadamard_lanes(row, size, lanes)
             else:
-                turn_pairs(row, size, lanes)
+                hadamard_pairs(row, size, lanes)
     distance = rotated * 0 + 16
     while distance < rotated:
         for first in range(0, size, distance * 2):
@@ -195,7 +195,7 @@ def turn(row: Floats, size: Int, rotated: Int) -> None:
 
 
 @inlined
-def turn_lanes(row: Floats, size: Int, distance: int) -> None:
+def hadamard_lanes(row: Floats, size: Int, distance: int) -> None:
     """Pairs within vectors: a lane's partner is `distance` away."""
     for i in range(0, size, _VECTOR):
         x = load(row + i, _VECTOR)
@@ -205,7 +205,7 @@ def turn_lanes(row: Floats, size: Int, distance: int) -> None:
 
 
 @inlined
-def turn_pairs(row: Floats, size: Int, distance: int) -> None:
+def hadamard_pairs(row: Floats, size: Int, distance: int) -> None:
     for first in range(0, size, 2 * distance):
         for i in unrolled(distance):
             one, two = row[first + i], row[first + i + distance]
@@ -234,16 +234,16 @@ def interleave(num_blocks: Int, n: Int, k: Int, values: Bytes, packed: Bytes, su
 @kernel
 def look_up(
     num_rows: Int, size: Int, full: Int, rotated: Int, rows: Longs, packed: Bytes, scale: Floats,
-    factors: Floats, turned: Floats, out: Floats,
+    factors: Floats, buffer: Floats, out: Floats,
 ) -> None:  # fmt: skip
     """Turning twice gives back what was, `rotated` times as large, which the scale has already."""
     for item in taken(num_rows):
         row = rows[item]
         block, r = row // ROWS, row % ROWS
-        values, wide = packed + block * full * ROWS + r * 4, turned + item * full
+        values, wide = packed + block * full * ROWS + r * 4, buffer + item * full
         for i in range(0, full, 4):
             store(wide + i, load(values + i * ROWS, 4).to(f32) * scale[row])
-        turn(wide, full - full % rotated, rotated)
+        hadamard(wide, full - full % rotated, rotated)
         for i in range(size):
             out[item * size + i] = wide[i] * factors[i]
 

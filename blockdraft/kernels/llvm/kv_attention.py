@@ -21,7 +21,7 @@ from blockdraft.kernels.llvm.attention_tile import CHUNK, GROUP, State, room
 from blockdraft.kernels.llvm.attention_units import MAX_TILE, MAX_VECTORS
 from blockdraft.kernels.llvm.compiler import inlined, kernel, taken
 from blockdraft.kernels.llvm.jit import Jit, real_type
-from blockdraft.kernels.llvm.kv_codes import decode, num_bytes, sign_head, turn_head
+from blockdraft.kernels.llvm.kv_codes import decode, hadamard_head, num_bytes, sign_head
 from blockdraft.kernels.llvm.language import (
     Bytes,
     Halves,
@@ -54,7 +54,7 @@ class CompressedAttention:
     ) -> None:
         assert head_dim % 4 == 0
         self._dim, self._form = head_dim, form
-        self._signs = signs(head_dim, torch.device("cpu")).to(dtype) if form.is_turned else None
+        self._signs = signs(head_dim, torch.device("cpu")).to(dtype) if form.is_rotated else None
         self._jit = Jit(
             compressed_attention,
             real=real_type(dtype),
@@ -155,8 +155,8 @@ def compressed_attention(
                 attend(state, first, size, chunk, at, after, q, out, k, v, scale, leads, dim)
                 first = first + size
         divided(state, count, out, dim)
-        if form.is_turned:
-            turn_back(state, count, out, signs, dim)
+        if form.is_rotated:
+            rotate_back(state, count, out, signs, dim)
 
 
 @inlined
@@ -194,8 +194,8 @@ def bring(
 
 
 @inlined
-def turn_back(state: State, count: Int, out: Reals, signs: Reals, dim: int) -> None:
+def rotate_back(state: State, count: Int, out: Reals, signs: Reals, dim: int) -> None:
     """What the values' rotation has done to the outputs."""
     for i in range(count):
-        turn_head(out + state.out[i], dim)
+        hadamard_head(out + state.out[i], dim)
         sign_head(out + state.out[i], signs, dim)

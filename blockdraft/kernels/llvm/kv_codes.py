@@ -9,10 +9,10 @@ from __future__ import annotations
 import platform
 import struct
 
-from blockdraft.kernels.kv_codec import LEVELS, Codec, EightBits, Turned
+from blockdraft.kernels.kv_codec import LEVELS, Codec, EightBits, RotatedLevels
 from blockdraft.kernels.kv_formats import blocks
 from blockdraft.kernels.llvm.compiler import inlined
-from blockdraft.kernels.llvm.int8 import turn
+from blockdraft.kernels.llvm.int8 import hadamard
 from blockdraft.kernels.llvm.language import (
     Pointer,
     Reals,
@@ -34,7 +34,7 @@ LANES = 16
 
 def num_bytes(codec: Codec, dim: int) -> int:
     """Of a vector's codes."""
-    return dim if isinstance(codec, EightBits) else dim * _turned(codec).bits // 8
+    return dim if isinstance(codec, EightBits) else dim * _rotated(codec).bits // 8
 
 
 def lanes_in(size: int) -> int:
@@ -51,14 +51,14 @@ def decode(codes: Pointer, scale: Value, out: Pointer, dim: int, codec: Codec, h
         for d in range(0, dim, lanes):
             _put(out + d, _eight_bits(load(codes + d, lanes), codec.is_float) * factor)
         return
-    bits, factor = _turned(codec).bits, factor.spread(LANES)
+    bits, factor = _rotated(codec).bits, factor.spread(LANES)
     for d in range(0, dim, LANES):
         places = _four_bits(codes, d, dim, has_permute) if bits == 4 else _three_bits(codes, d, dim)
         _put(out + d, levels_of(places, bits, has_permute) * factor)
 
 
-def _turned(codec: Codec) -> Turned:
-    assert isinstance(codec, Turned)
+def _rotated(codec: Codec) -> RotatedLevels:
+    assert isinstance(codec, RotatedLevels)
     return codec
 
 
@@ -136,10 +136,10 @@ def _bfloat16(number: float) -> int:
 
 
 @inlined
-def turn_head(row: Reals, dim: int) -> None:
+def hadamard_head(row: Reals, dim: int) -> None:
     """A head times the normalised Hadamard matrices of its blocks, in place."""
     for first, size in parts(dim):
-        turn(row + first, size, size)
+        hadamard(row + first, size, size)
         for i in range(first, first + size, LANES):
             store(row + i, load(row + i, LANES) * size**-0.5)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from blockdraft.kernels.cpu import has_permute
-from blockdraft.kernels.kv_codec import LEVELS, Codec, EightBits, KvFormat, Turned
+from blockdraft.kernels.kv_codec import LEVELS, Codec, EightBits, KvFormat, RotatedLevels
 from blockdraft.kernels.kv_formats import TILE
 from blockdraft.kernels.llvm.compiler import inlined, kernel, taken
 from blockdraft.kernels.llvm.jit import Jit, real_type
@@ -108,7 +108,7 @@ def encode(x: Reals, codes: Bytes, scale: Halves, dim: int, codec: Codec, permut
         scale[0] = stored(peak / most)
         by = scale[0].to(f32)
         round_eight(y, codes, by, dim, most, codec.is_float)
-    elif isinstance(codec, Turned):
+    elif isinstance(codec, RotatedLevels):
         divide(y, y, peak, dim)
         rest, places = scratch(x, f32, dim), scratch(x, i8, dim)
         square = sum_of_products(rest, y, y, dim)

@@ -18,14 +18,14 @@ class NgramLookupKernels:
     """Finding what followed, and adding what was sampled."""
 
     def __init__(self) -> None:
-        self._recall = Jit(recall, most=MOST)
+        self._lookup = Jit(lookup, most=MOST)
         self._remember = Jit(remember)
 
-    def recall(self, block: Tensor, history: Tensor, rows: Tensor, starts: Tensor, least: int) -> None:
+    def lookup(self, block: Tensor, history: Tensor, rows: Tensor, starts: Tensor, least: int) -> None:
         num_rows, width = block.shape
         assert block.is_contiguous()
         assert history.is_contiguous()
-        self._recall(
+        self._lookup(
             num_rows, width, history.shape[1], least, block, history, rows, starts,
             is_small=num_rows * history.shape[1] < _SERIAL_TOKENS,
         )  # fmt: skip
@@ -37,7 +37,7 @@ class NgramLookupKernels:
 
 
 @kernel
-def recall(
+def lookup(
     num_rows: Int, width: Int, size: Int, least: Int, block: Longs, history: Words, rows: Longs,
     starts: Longs, *, most: int,
 ) -> None:  # fmt: skip

@@ -301,9 +301,9 @@ def draw(column: Column, best: Value, line: Value, until: Int, seed: Int, positi
     noisy = scratch(best, f32, _DRAWN)
     most, token, score = best + LEAST_NOISE, until, line
     likeliest = block_of(column, best)
-    for turn in range(column.num_blocks + 1):
-        i = turn - 1
-        if turn == 0:
+    for step in range(column.num_blocks + 1):
+        i = step - 1
+        if step == 0:
             i = likeliest
         top = column.tops[i]
         if (top >= line) & (top + MOST_NOISE >= most):

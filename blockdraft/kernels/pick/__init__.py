@@ -1,1 +1,1 @@
-"""Which implementation of each operation serves: its kernel, or the reference of its contract."""
+"""Picks the implementation of each operation: its kernel, or the reference of its contract."""

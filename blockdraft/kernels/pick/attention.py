@@ -1,4 +1,4 @@
-"""Picks attention over exact and over compressed pages, and what finds the places of tokens."""
+"""Picks attention over exact and compressed pages, and the lookup of tokens' slots."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 
 def pick_locate(at: Available) -> Locate | None:
-    """None: Blocks does it by indexing."""
-    if at.has_triton("places"):
+    """Return the kernel; None if Blocks uses indexing."""
+    if at.has_triton("slots"):
         from blockdraft.kernels.triton.pointwise import locate
 
-        return named("places", locate)
+        return named("slots", locate)
     return _llvm_locate() if at.has_llvm() else None
 
 
@@ -45,7 +45,7 @@ def _llvm_locate() -> Locate:
 
 
 def pick_attend(at: Available) -> Attend:
-    """Attention of q [N, H, D] over keys and values [G, S, D], which hold the blocks' own; sinks [H]."""
+    """Attend with q [N, H, D] over keys and values [G, S, D], including the blocks' own; sinks [H]."""
     if at.has_triton("attention"):
         return _triton_attend()
     return _llvm_attend(at.dtype) if at.has_llvm() else reference_attend_paged
@@ -108,7 +108,7 @@ def _llvm_kernel(dtype: torch.dtype, head_dim: int) -> PagedAttention:
 
 
 def pick_attend_compressed(at: Available) -> AttendCompressed:
-    """Attention of q [N, H, D] over one layer's CompressedPages (L = 1); sinks [H]. Returns [N, H, D]."""
+    """Attend with q [N, H, D] over one layer's CompressedPages (L = 1); sinks [H]. Returns [N, H, D]."""
     if at.has_triton("attention"):
         return named("attention", _triton_attend_compressed)
     return _llvm_attend_compressed(at.dtype) if at.has_llvm() else reference_attend_compressed_paged
@@ -117,7 +117,7 @@ def pick_attend_compressed(at: Available) -> AttendCompressed:
 def _triton_attend_compressed(
     q: Tensor, pages: CompressedPages, blocks: Blocks, mask: Mask, sinks: Tensor | None = None
 ) -> Tensor:
-    from blockdraft.kernels.triton.kv_attention import attend_compressed  # Gluon's import takes a while
+    from blockdraft.kernels.triton.kv_attention import attend_compressed  # importing Gluon is slow
 
     return attend_compressed(q, pages, blocks, mask, sinks)
 
@@ -131,8 +131,8 @@ def pick_compress(at: Available) -> Compress:
 
 
 def _llvm_lanes(form: KvFormat) -> int:
-    """What a head must be a multiple of."""
-    return 16 if form.is_turned else 4
+    """The head dimension must be a multiple of this."""
+    return 16 if form.is_rotated else 4
 
 
 def _llvm_attend_compressed(dtype: torch.dtype) -> AttendCompressed:

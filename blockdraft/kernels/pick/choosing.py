@@ -1,4 +1,4 @@
-"""Picks what chooses tokens: samples, drafts, how many of them are kept, and what a row says again."""
+"""Picks sampling, acceptance, the walk over candidates, and n-gram lookup."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from blockdraft.kernels.acceptance import (
 from blockdraft.kernels.candidates import PairScores, Walk, reference_walk
 from blockdraft.kernels.choice import Available
 from blockdraft.kernels.failure import named
-from blockdraft.kernels.ngram_lookup import Recall, Remember, reference_lookup, reference_remember
+from blockdraft.kernels.ngram_lookup import Lookup, Remember, reference_lookup, reference_remember
 from blockdraft.kernels.sampling import (
     Choose,
     Forbid,
@@ -38,7 +38,7 @@ def pick_choose(at: Available) -> Choose:
 
 
 def _repeated_choose() -> Choose:
-    """On a CPU: what the rows need is asked anew at each replay of a captured step."""
+    """Return the CPU's `choose`, which reads what the rows need at each replay of a captured step."""
     from blockdraft.kernels.llvm.recording import repeat
     from blockdraft.kernels.llvm.sampling import ChooseKernel
 
@@ -95,7 +95,7 @@ def pick_walk(at: Available) -> Walk:
 
 
 def _repeated_walk() -> Walk:
-    """On a CPU: what the rows need is asked anew at each replay of a captured step."""
+    """Return the CPU's `walk`, which reads what the rows need at each replay of a captured step."""
     from blockdraft.kernels.llvm.candidates import CandidateKernels
     from blockdraft.kernels.llvm.recording import repeat
 
@@ -118,14 +118,14 @@ def _repeated_walk() -> Walk:
     return walk
 
 
-def pick_ngram_lookup(at: Available) -> tuple[Recall, Remember]:
-    if at.has_llvm(torch.float32):  # there are no others in it
+def pick_ngram_lookup(at: Available) -> tuple[Lookup, Remember]:
+    if at.has_llvm(torch.float32):  # integers only: the model's dtype does not matter
         from blockdraft.kernels.llvm.ngram_lookup import NgramLookupKernels
 
         native = NgramLookupKernels()
-        return native.recall, native.remember
-    if not at.has_triton("recall"):
+        return native.lookup, native.remember
+    if not at.has_triton("lookup"):
         return reference_lookup, reference_remember
     from blockdraft.kernels.triton import ngram_lookup as kernels
 
-    return named("recall", kernels.recall), named("recall", kernels.remember)
+    return named("lookup", kernels.lookup), named("lookup", kernels.remember)

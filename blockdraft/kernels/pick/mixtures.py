@@ -1,4 +1,4 @@
-"""Picks routing and experts, and says which formats of experts the kernels read."""
+"""Picks routing and experts, and decides which formats of experts the kernels read."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 
 def pick_route(at: Available) -> Route:
-    """The `num_chosen` largest of each row of logits [N, X], the largest first, and their weights.
+    """Choose the `num_chosen` largest of each row of logits [N, X], largest first, with their weights.
 
-    Weights are a softmax over all experts ("all"), the same made to sum to one ("renormalised"), or a softmax
-    over the chosen alone ("chosen"): the last two are equal but for rounding. They are float32 or wider,
-    those of "chosen" may have the logits' dtype. Each is multiplied by its expert's `expert_scale`.
-    The kernel gives ties to the lowest id; PyTorch promises no order for them.
+    Weights are a softmax over all experts ("all"), the same rescaled to sum to one ("renormalised"), or a
+    softmax over the chosen ones ("chosen"): the last two are equal except for rounding. They are float32 or
+    wider; those of "chosen" may have the logits' dtype. Each is multiplied by its expert's `expert_scale`. In
+    the kernel, ties go to the lowest id; PyTorch guarantees no order.
     """
     if not at.has_triton("routing"):
         return reference_route
@@ -58,10 +58,10 @@ def pick_route(at: Available) -> Route:
 
 
 def pick_experts(at: Available, gate_mul: GateMul) -> RunExperts:
-    """[N, E] for x [N, E]: sum over a token's choice of weight * down(activation(gate_up(x))).
+    """Return [N, E] for x [N, E]: the sum over a token's choice of weight * down(activation(gate_up(x))).
 
-    Weights are rounded to x's dtype, and so is each weighed output; their sum is float32 or wider and
-    rounded, then `shared` is added and rounded, then `onto` (the residual stream) is added and rounded.
+    Weights are rounded to x's dtype, and so is each weighted output. Their sum, in float32 or wider, is
+    rounded; then `shared` is added and rounded, then `onto` (the residual stream) is added and rounded.
     """
     one_by_one = functools.partial(reference_experts, gate_mul=gate_mul)
     if not at.has_triton("experts"):
@@ -89,10 +89,10 @@ def pick_experts(at: Available, gate_mul: GateMul) -> RunExperts:
 
 
 def _beside(x: Tensor, shared: Shared, parts: Parts, num_pairs: int) -> Beside:
-    """The shared expert as one more of the routed, or its output.
+    """Return the shared expert, to run with the routed ones, or its output.
 
-    For many pairs a product of its own is the faster one, and launches count for nothing. Of plain weights it
-    has the same bits.
+    For many pairs a separate product is faster, and launches do not matter. With plain weights the bits are
+    the same.
     """
     from blockdraft.kernels.triton.routing import MAX_FEW
 
@@ -104,18 +104,18 @@ def _beside(x: Tensor, shared: Shared, parts: Parts, num_pairs: int) -> Beside:
 
 
 def _can_join(shared: Matrices, routed: Matrices) -> bool:
-    """Whether one kernel reads both, and loses no wide loads by it."""
+    """Whether one kernel can read both with wide loads."""
     return _layout(shared, 1) == _layout(routed, 1) and shared.values.data_ptr() % 16 == 0
 
 
 def why_no_kernel(at: Available, gate_up: ExpertProduct, down: ExpertProduct) -> str | None:
-    """None where the kernels run these experts, and a CUDA graph can hold them; else why not."""
+    """Return why the kernels cannot run these experts, nor a CUDA graph capture them; None if they can."""
     found = at.why_reference("experts") or _readable(at, gate_up, down)
     return found if isinstance(found, str) else None
 
 
 def _readable(at: Available, gate_up: ExpertProduct, down: ExpertProduct) -> Parts | str:
-    """What the kernels read, or why they cannot."""
+    """Return the matrices for the kernels, or why they cannot read them."""
     dtype, device = at.dtype, at.device
     stacked, single = gate_up.matrices(), down.matrices()
     if stacked is None or single is None:
@@ -127,7 +127,7 @@ def _readable(at: Available, gate_up: ExpertProduct, down: ExpertProduct) -> Par
 
 
 def _layout(part: Matrices, begin: int = 0) -> tuple[object, ...]:
-    """How it lies in memory, from dimension `begin` on: 1 leaves out that of the experts."""
+    """Return the memory layout from dimension `begin` on; 1 leaves out the dimension of the experts."""
     values, scale, bias = (
         None if tensor is None else (tensor.dtype, tensor.shape[begin:], tensor.stride()[begin:])
         for tensor in (part.values, part.scale, part.bias)

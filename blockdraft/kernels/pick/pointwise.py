@@ -1,4 +1,4 @@
-"""Picks the small operations of a layer: norms, activations, rotary positions, heads, block convolutions."""
+"""Picks the operations on single tokens: norms, activations, rotary positions, heads, block convolutions."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from blockdraft.kernels.heads import (
     HeadNorms,
     NormRopeWrite,
     Slots,
+    apply_rotation,
     reference_gate_heads,
-    turned,
     write,
 )
 from blockdraft.kernels.linear import Multiply
@@ -64,7 +64,7 @@ def pick_rotate(at: Available) -> Rotate:
 
 
 def pick_norm_rope_write(at: Available, rms_norm: RmsNorm, rotate: Rotate) -> NormRopeWrite:
-    """The queries [N, H, D] to attend with, where some come; k and v [N, G, D] are in their slots afterwards.
+    """Normalise and rotate q [N, H, D], if given, and k, write k and v [N, G, D] to their slots; returns q.
 
     One kernel does all of it, or `rms_norm`, `rotate` and `write` one after the other.
     """
@@ -77,14 +77,14 @@ def pick_norm_rope_write(at: Available, rms_norm: RmsNorm, rotate: Rotate) -> No
     def norm_rope_write(
         q: Tensor | None, k: Tensor, v: Tensor, norms: HeadNorms | None, angles: Angles, slots: Slots
     ) -> Tensor | None:
-        # Its rotation has registers of 16 values, and writes whole ones.
-        if llvm is not None and (slots.turn is None or k.shape[-1] % 16 == 0):
+        # The rotation of the CPU kernel writes whole registers of 16 values.
+        if llvm is not None and (slots.rotation is None or k.shape[-1] % 16 == 0):
             return llvm(q, k, v, norms, angles, slots)
         if norms is not None:
             q = None if q is None else rms_norm(q, norms.q, norms.eps)
             k = rms_norm(k, norms.k, norms.eps)
         write(rotate(k, angles), v, slots)
-        return None if q is None else turned(rotate(q, angles), slots.turn)
+        return None if q is None else apply_rotation(rotate(q, angles), slots.rotation)
 
     return norm_rope_write
 
@@ -105,7 +105,7 @@ def pick_gate_heads(at: Available) -> GateHeads:
 
 
 def pick_block_convs(at: Available, linear: Multiply, rms_norm: RmsNorm) -> tuple[ConvBefore, ConvAfter]:
-    """The convolution before a sublayer with the product it follows from, and that after it with a norm."""
+    """Return the convolution before a sublayer, with its projection, and the one after it, with a norm."""
     if at.has_llvm():
         from blockdraft.kernels.llvm.block_conv import BlockConvKernel
 

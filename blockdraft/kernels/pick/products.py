@@ -1,4 +1,4 @@
-"""Picks products with weights: plain, gated, packed, and int8; and packs int8 weights by the same choice."""
+"""Picks products with weights (plain, gated, packed, int8), and packs int8 weights by the same choice."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _triton_linear(*, is_fast: bool) -> Multiply:
         if kernels.takes(x, weight, is_fast=is_fast):
             return multiply(x, weight, bias, onto=onto, is_fast=is_fast)
         if is_fast and onto is not None and bias is None and x.dim() == 2:
-            return onto.addmm_(x, weight.T)  # which may round once, or twice
+            return onto.addmm_(x, weight.T)  # may round once or twice
         return reference_linear(x, weight, bias, onto)
 
     return linear
@@ -66,10 +66,10 @@ def _triton_linear(*, is_fast: bool) -> Multiply:
 
 @functools.cache
 def _cut_no_sums() -> None:
-    """Tell cuBLAS so, for the whole process: PyTorch has no other way."""
+    """Tell cuBLAS not to split sums, for the whole process: PyTorch has no other way."""
     if not torch.cuda.is_available():
         return
-    with _silent():  # PyTorch calls the choice of a library experimental, on stderr
+    with _silent():  # PyTorch prints a warning that this is experimental
         torch.backends.cuda.preferred_blas_library("cublaslt")
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (False, False)
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = (False, False)
@@ -77,7 +77,7 @@ def _cut_no_sums() -> None:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """What C++ writes to stderr meanwhile is lost."""
+    """Discard what C++ writes to stderr."""
     sys.stderr.flush()
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
@@ -103,9 +103,9 @@ def _llvm_linear(dtype: torch.dtype) -> Multiply:
 
 
 def pick_gated_linear(at: Available, linear: Multiply, gate_mul: GateMul) -> GatedMultiply:
-    """`gate_mul` of the product: the halves of [..., 2 I] joined to [..., I].
+    """Return gate(a) * b [..., I] for the halves a and b of the product [..., 2 I].
 
-    By the kernels that join both steps, or by `linear` and `gate_mul` one after the other.
+    One kernel does both steps, or `linear` and `gate_mul` one after the other.
     """
 
     def in_two_steps(x: Tensor, weight: Tensor, bias: Tensor | None, gate: Gate) -> Tensor:
@@ -132,11 +132,11 @@ def pick_gated_linear(at: Available, linear: Multiply, gate_mul: GateMul) -> Gat
 
 
 def pick_scaled_linear(at: Available, gate_mul: GateMul) -> ScaledMultiply:
-    """The product with fp8 or int8 values [N, K] times one scale [N] per row; None where there is no kernel.
+    """Multiply by fp8 or int8 values [N, K] with one scale [N] per row; None if there is no kernel.
 
-    The weight is widened on its way to the tensor cores. Where reading it is not what takes time, a card that
-    multiplies fp8 natively is faster: `is_fast` rounds each token to fp8 then, by a scale of its own, and the
-    result differs from the widened product by that rounding.
+    The weight is widened on its way to the tensor cores. With many tokens, native fp8 products are faster: if
+    `is_fast` allows it, each token is rounded to fp8 with its own scale, so the result differs by that
+    rounding.
     """
     if at.path == "reference" and at.is_fast and "packed products" not in at.off:
         return reference_scaled_linear
@@ -202,7 +202,7 @@ def _llvm_int8(path: str) -> Int8Kernels:
 
 
 def pack(weight: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows [n, K] of a weight as int8 [n, K filled up] and their scales, by the rule of tokens."""
+    """Round rows [n, K] of a weight to int8 [n, padded K] with scales, in the same way as tokens."""
     rotated = rotated_columns(weight.shape[1])
     if _is_native():
         kernels = _llvm_int8(product_path())
@@ -213,7 +213,7 @@ def pack(weight: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def interleave(values: Tensor, scale: Tensor, factors: Tensor) -> Int8Weight:
-    """The rows of `pack` as one weight."""
+    """Build a weight from the rows of `pack`."""
     rows, columns = values.shape[0], factors.shape[0]
     if _is_native():
         packed, sums = _llvm_int8(product_path()).interleaved(values.contiguous())

@@ -1,4 +1,4 @@
-"""Picks the gated delta rule: its scans and folds, the convolution before it and the norm behind it."""
+"""Picks the gated delta rule: its scans and folds, the convolution before it and the norm after it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def pick_scan(at: Available) -> tuple[DeltaScan, DeltaFold]:
-    dtype = torch.promote_types(at.dtype, torch.float32)  # that of the states
+    dtype = torch.promote_types(at.dtype, torch.float32)  # of the states
     if not at.has_llvm(dtype):
         return reference_scan, reference_fold
     kernels = _llvm_delta(dtype)
@@ -39,9 +39,9 @@ def pick_convolve(at: Available) -> Convolve:
 
 
 def pick_gated_norm(at: Available, rms_norm: RmsNorm) -> GatedNorm:
-    """rms_norm(read) * silu(z): read [N, H, V], z [N, H * V]; returns read's shape and dtype.
+    """Return rms_norm(read) * silu(z): read [N, H, V], z [N, H * V]; the result has read's shape and dtype.
 
-    The norm is that of `rms_norm`; z and the product are computed in float32 or wider.
+    silu(z) and the product are computed in float32 or wider.
     """
     if at.has_triton("gated norms"):
         from blockdraft.kernels.triton import gated_delta as kernels
@@ -56,7 +56,7 @@ def pick_gated_norm(at: Available, rms_norm: RmsNorm) -> GatedNorm:
 
 
 def pick_in_place(at: Available) -> InPlace | None:
-    """None: states are gathered, for `convolve`, `gates`, `scan` and `fold`."""
+    """Return the kernels on states in place; None: states are gathered for `convolve`, `scan` and `fold`."""
     if not at.has_triton("gated delta"):
         return None
     from blockdraft.kernels.triton import gated_delta as kernels

@@ -293,16 +293,16 @@ def _attend_kernel(
         outputs = divided(fold(whole, acc, scale), sink, scale, HAS_SINKS)
         tl.store(out + result[:, None] * DIM + dim[None, :], outputs.to(out.dtype.element_ty), mask=in_tile)
     else:
-        num_turns = tl.where(shortest == longest, 1, 2)  # one for each length
-        for turn in range(num_turns):
-            turn_length = tl.where(turn == 0, shortest, longest)
-            is_mine = is_live & (length == turn_length)
-            turn_hi = tl.minimum(tile_hi, turn_length * MAX_SEGMENTS)  # the other turn's queries see more
-            each = tl.cdiv(tl.cdiv(turn_hi, turn_length), tl.num_programs(2))
-            last = tl.minimum(tl.cdiv(turn_hi, turn_length), (tl.program_id(2) + 1) * each)
-            for segment in range(tl.maximum(tile_lo // turn_length, tl.program_id(2) * each), last):
-                begin = tl.maximum(first_chunk, segment * turn_length // BLOCK_N)
-                end = tl.minimum(last_chunk, (segment + 1) * turn_length // BLOCK_N)
+        num_passes = tl.where(shortest == longest, 1, 2)  # one for each length
+        for number in range(num_passes):
+            pass_length = tl.where(number == 0, shortest, longest)
+            is_mine = is_live & (length == pass_length)
+            pass_hi = tl.minimum(tile_hi, pass_length * MAX_SEGMENTS)  # queries of the other pass see more
+            each = tl.cdiv(tl.cdiv(pass_hi, pass_length), tl.num_programs(2))
+            last = tl.minimum(tl.cdiv(pass_hi, pass_length), (tl.program_id(2) + 1) * each)
+            for segment in range(tl.maximum(tile_lo // pass_length, tl.program_id(2) * each), last):
+                begin = tl.maximum(first_chunk, segment * pass_length // BLOCK_N)
+                end = tl.minimum(last_chunk, (segment + 1) * pass_length // BLOCK_N)
                 acc = nothing(BLOCK_M, DIM_PAD, SUMS)
                 acc = _attend_chunks(
                     acc, acc, queries, keys, values, table, begin, end,

@@ -68,9 +68,9 @@ def _largest(keys, top_k, K: tl.constexpr):
     """The `top_k` largest of `keys`, largest first, in a vector of K; what is left of it is _NO_KEY."""
     place = tl.arange(0, K)
     found = tl.full([K], _NO_KEY, tl.int64)
-    for turn in range(top_k):
+    for index in range(top_k):
         best = tl.max(keys, axis=0)
-        found = tl.where(place == turn, best, found)
+        found = tl.where(place == index, best, found)
         keys = tl.where(keys == best, _NO_KEY, keys)
     return found
 
@@ -150,7 +150,7 @@ def _filtered(scaled, ids, top_k, row, real, whole, K: tl.constexpr):
 def _link(
     keys, num_keys, recent, starts, rows, real, whole, predecessors, successors, mixture, places, RANK, C, J,
     top_k, out_ids, out, K: tl.constexpr, KEYS: tl.constexpr, HAS_MIXTURE: tl.constexpr,
-    SKIPS_FIRST: tl.constexpr, HAS_PLACES: tl.constexpr, PDL: tl.constexpr,
+    SKIPS_FIRST: tl.constexpr, HAS_SUCCESSOR_ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     start_and_wait(PDL)
     index = tl.program_id(0).to(tl.int64)
@@ -169,7 +169,7 @@ def _link(
         keys_before = _best_of_chunks(keys, index - 1, num_keys, top_k, K, KEYS)
         before = tl.where(is_one, _id_of(keys_before), 0).to(tl.int64)
     at = own
-    if HAS_PLACES:
+    if HAS_SUCCESSOR_ROWS:
         at = tl.load(places + own)
     pairs = tl.zeros([K, K], dtype=tl.float32)
     for first in range(0, RANK, _RANKS):
@@ -229,7 +229,7 @@ def walk(logits: Tensor, pairs: PairScores, starts: Tensor, anchor: Tensor, batc
     out = torch.empty(num_rows, num_columns, dtype=torch.int64, device=device)
     anchor = anchor.contiguous()
     mixture = pairs.predecessors if pairs.mixture is None else pairs.mixture.contiguous()  # or not read
-    places = ids if pairs.places is None else pairs.places
+    places = ids if pairs.successor_rows is None else pairs.successor_rows
     # Fused multiply-adds would round penalties differently from the reference.
     options = {"K": size, **overlap(device), "enable_fp_fusion": False}
     _scan[(count, num_chunks)](
@@ -246,7 +246,7 @@ def walk(logits: Tensor, pairs: PairScores, starts: Tensor, anchor: Tensor, batc
         KEYS=triton.next_power_of_2(keys.shape[1]),
         HAS_MIXTURE=pairs.mixture is not None,
         SKIPS_FIRST=pairs.skips_first,
-        HAS_PLACES=pairs.places is not None,
+        HAS_SUCCESSOR_ROWS=pairs.successor_rows is not None,
         num_warps=4,
         **options,
     )

@@ -72,7 +72,7 @@ def _keep(x, inputs, channel, mask):
 
 @triton.jit(do_not_specialize=["layer", "num_rows", "num_taped"])
 def _mix(
-    x, beta, gate, conv, decay_log, gate_bias, tail, rows, starts, offsets, query, key, alike, value, decay,
+    x, beta, gate, conv, decay_log, gate_bias, tail, rows, starts, offsets, query, key, dots, value, decay,
     rate, inputs, x_stride, beta_stride, gate_stride, layer, num_rows, num_taped, scale,
     CHANNELS: tl.constexpr, NUM_GROUPS: tl.constexpr, NUM_HEADS: tl.constexpr, K: tl.constexpr,
     V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
@@ -106,7 +106,7 @@ def _mix(
         at = n * NUM_GROUPS + part
         tl.store(query + at * K + k, q_n, mask=mask)
         tl.store(key + (taped * NUM_GROUPS + part) * K + k, k_n, mask=mask)
-        tl.store(alike + at, tl.sum(q_n * k_n, axis=0))
+        tl.store(dots + at, tl.sum(q_n * k_n, axis=0))
     else:
         head = part - NUM_GROUPS
         v = tl.arange(0, BLOCK_V)
@@ -198,7 +198,7 @@ def _shift_tail(
 
 @triton.jit(do_not_specialize=["first_layer", "num_rows", "num_taped", "is_kept"])
 def _advance(
-    query, key, alike, value, decay, rate, delta, reads, x, state, tail, rows, starts, offsets, counts,
+    query, key, dots, value, decay, rate, delta, reads, x, state, tail, rows, starts, offsets, counts,
     x_stride, row_stride, head_stride, v_stride, k_stride, first_layer, num_rows, num_taped, is_kept,
     CHANNELS: tl.constexpr, NUM_GROUPS: tl.constexpr, NUM_HEADS: tl.constexpr, K: tl.constexpr,
     V: tl.constexpr, PART: tl.constexpr, BLOCK_V: tl.constexpr, SHARE: tl.constexpr, WIDTH: tl.constexpr,
@@ -234,7 +234,7 @@ def _advance(
         value += head * V
         query += group * K
         rate += head
-        alike += group
+        dots += group
         reads += head * V
     state += row * row_stride + head * head_stride
     at, is_there = _tile(state, v, mask, v_stride, k_stride, K, PART)
@@ -251,7 +251,7 @@ def _advance(
     if not IS_FOLD:
         query_n = _load_parts(query + begin * NUM_GROUPS * K, K, PART)
         rate_n = tl.load(rate + begin * NUM_HEADS)
-        alike_n = tl.load(alike + begin * NUM_GROUPS)
+        dot_n = tl.load(dots + begin * NUM_GROUPS)
     for n in range(begin, end):
         after = tl.minimum(n + 1, end - 1)
         next_key = _load_parts(key + after * NUM_GROUPS * K, K, PART)
@@ -262,17 +262,17 @@ def _advance(
         else:
             next_query = _load_parts(query + after * NUM_GROUPS * K, K, PART)
             next_rate = tl.load(rate + after * NUM_HEADS)
-            next_alike = tl.load(alike + after * NUM_GROUPS)
+            next_dot = tl.load(dots + after * NUM_GROUPS)
             held = _dot(s, key_n)
             read = _dot(s, query_n)
             delta_n = rate_n * tl.fma(-decay_n, held, value_n)
-            out = tl.fma(alike_n, delta_n, decay_n * read)
+            out = tl.fma(dot_n, delta_n, decay_n * read)
             tl.store(reads + n * NUM_HEADS * V + v, out.to(reads.dtype.element_ty), mask=mask)
             if is_kept == 0:
                 tl.store(delta + n * NUM_HEADS * V + v, delta_n, mask=mask)
             query_n = next_query
             rate_n = next_rate
-            alike_n = next_alike
+            dot_n = next_dot
         s = _step(s, key_n, delta_n, decay_n)
         key_n = next_key
         decay_n = next_decay
@@ -390,7 +390,7 @@ def scan(
         return torch.empty(size, dtype=dtype, device=x.device)
 
     query = numbers(count, shape.num_groups, shape.k)  # of length K ** -0.5
-    alike = numbers(count, shape.num_groups)  # query . key
+    dots = numbers(count, shape.num_groups)  # query . key
     rate = numbers(count, shape.num_heads)
     value, reads = (numbers(count, shape.num_heads, shape.v, dtype=x.dtype) for _ in range(2))
     num_taped = 0
@@ -405,14 +405,14 @@ def scan(
         return reads
     where = (layer, at.state.shape[1], num_taped)
     _mix[(at.max_count, shape.num_groups + shape.num_heads, at.rows.shape[0])](
-        x, beta, gate, *weights, at.tail, at.rows, at.starts, at.offsets, query, key, alike, value, decay,
+        x, beta, gate, *weights, at.tail, at.rows, at.starts, at.offsets, query, key, dots, value, decay,
         rate, inputs, x.stride(0), beta.stride(0), gate.stride(0), *where, shape.k**-0.5,
         CHANNELS=shape.channels, NUM_GROUPS=shape.num_groups, NUM_HEADS=shape.num_heads, K=shape.k, V=shape.v,
         BLOCK_K=triton.next_power_of_2(shape.k), BLOCK_V=triton.next_power_of_2(shape.v), WIDTH=shape.width,
         num_warps=1, **overlap(x.device),
     )  # fmt: skip
     _advance[(shape.num_programs, at.rows.shape[0], 1)](
-        query, key, alike, value, decay, rate, delta, reads, x, at.state, at.tail, at.rows, at.starts,
+        query, key, dots, value, decay, rate, delta, reads, x, at.state, at.tail, at.rows, at.starts,
         at.offsets, None, x.stride(0), *_strides(at.state), *where, int(tape is None), IS_FOLD=False,
         **shape.constants(x.device),
     )  # fmt: skip

@@ -18,7 +18,7 @@ assert kv_formats.LARGEST_HEAD == 1 << 9  # the largest block below
 
 
 @triton.jit
-def turn_blocks(x, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
+def hadamard_blocks(x, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
     """x [M, DIM_PAD] float32, each power-of-two block of the DIM first values by its Hadamard matrix."""
     d = tl.arange(0, DIM_PAD)
     size = d * 0  # of a value's block; 0 behind the head

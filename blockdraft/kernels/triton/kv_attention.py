@@ -35,7 +35,7 @@ from blockdraft.kernels.triton.attention import (
     segment_length,
     visible_keys,
 )
-from blockdraft.kernels.triton.hadamard import signs, turn_blocks
+from blockdraft.kernels.triton.hadamard import hadamard_blocks, signs
 from blockdraft.kernels.triton.kv_codes import has_words, kind_of, levels_of, load_codes
 from blockdraft.kernels.triton.launch import (
     has_pdl,
@@ -237,18 +237,18 @@ def _attend_compressed(
             N, PAGE_SIZE, DIM, HALF, HAS_LO, VALUE_KIND, VALUE_BYTES, WORDS,
         )  # fmt: skip
         next_page, is_next = _compressed_page(table, chunk + 2, last_chunk, tile_lo, N, PAGE_SIZE, HAS_LO)
-        is_colder = chunk * N < compressed_end_at  # [M]
+        is_compressed = chunk * N < compressed_end_at  # [M]
         if FOLDS:
             is_short_new = chunk * N % shortest == 0
             is_long_new = chunk * N % longest == 0
             if is_short_new | is_long_new:
-                is_new = tl.where(length == shortest, is_short_new, is_long_new) & is_colder
+                is_new = tl.where(length == shortest, is_short_new, is_long_new) & is_compressed
                 whole, acc = _segments_begun(whole, acc, is_new, scale, HALF)
         k_lo, k_hi = _levels(chunk < last_chunk, k_first, k_second, N, DIM, HALF, KEY_KIND, q_lo.dtype, WORDS)
         scores = tl.dot(q_lo, tl.trans(k_lo), input_precision=PRECISION)
         scores = tl.dot(q_hi, tl.trans(k_hi), scores, input_precision=PRECISION)
         scores = scores * k_scale.to(tl.float32)[None, :]
-        is_seen = is_colder[:, None]
+        is_seen = is_compressed[:, None]
         if HAS_LO:
             is_seen = is_seen & (key[None, :] >= lo[:, None])
         scores = tl.where(is_seen, scores, float("-inf"))
@@ -279,26 +279,26 @@ def _joined(lo, hi, DIM: tl.constexpr, HALF: tl.constexpr):
 
 
 @triton.jit
-def _turned_back(x, signs, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
+def _rotated_back(x, signs, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
     d = tl.arange(0, DIM_PAD)
-    return turn_blocks(x, DIM, DIM_PAD) * tl.load(signs + d, mask=d < DIM, other=0.0)[None, :]
+    return hadamard_blocks(x, DIM, DIM_PAD) * tl.load(signs + d, mask=d < DIM, other=0.0)[None, :]
 
 
 @triton.jit(
     do_not_specialize=[
-        "num_rows", "tiles_per_row", "window", "cold_window", "table_stride", "exact_table_stride",
+        "num_rows", "tiles_per_row", "window", "exact_window", "table_stride", "exact_table_stride",
         "num_segments",
     ]
 )  # fmt: skip
 def _attend_kernel(
     q, exact_keys, exact_values, keys, key_scale, values, value_scale, out, part, part_top, part_total,
-    page_table, exact_page_table, rows, starts, offsets, sinks, sign, scale, window, cold_window, num_rows,
+    page_table, exact_page_table, rows, starts, offsets, sinks, sign, scale, window, exact_window, num_rows,
     tiles_per_row, table_stride, exact_table_stride, num_segments, q_stride, q_head_stride, exact_stride,
     key_stride, value_stride, scale_stride,
     TOKENS: tl.constexpr, SHARED: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
     N: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, FOLDS: tl.constexpr,
     IS_EVEN: tl.constexpr, IS_CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, IS_ANCHORED: tl.constexpr,
-    HAS_SINKS: tl.constexpr, IS_TURNED: tl.constexpr, KEY_KIND: tl.constexpr, VALUE_KIND: tl.constexpr,
+    HAS_SINKS: tl.constexpr, IS_ROTATED: tl.constexpr, KEY_KIND: tl.constexpr, VALUE_KIND: tl.constexpr,
     KEY_BYTES: tl.constexpr, VALUE_BYTES: tl.constexpr, WORDS: tl.constexpr,
     PRECISION: tl.constexpr, ROW_BLOCK: tl.constexpr,
     SEGMENT: tl.constexpr, MAX_SEGMENTS: tl.constexpr, STAGES: tl.constexpr,
@@ -345,9 +345,9 @@ def _attend_kernel(
     # The queries of a tile have segments of at most two lengths: the first query's and the last one's.
     shortest = segment_length(first_hi, SEGMENT, MAX_SEGMENTS)
     longest = segment_length(tile_hi, SEGMENT, MAX_SEGMENTS)
-    compressed_end_at = tl.maximum(start + tl.minimum(token, last) - cold_window, 0) // N * N
-    cold_chunk = tl.maximum(start + last - cold_window, 0) // N  # the first that is compressed for no query
-    exact_chunk = tl.maximum(tl.maximum(start + first - cold_window, 0) // N, 1)  # the first exact for some
+    compressed_end_at = tl.maximum(start + tl.minimum(token, last) - exact_window, 0) // N * N
+    compressed_chunk = tl.maximum(start + last - exact_window, 0) // N  # the first exact for all queries
+    exact_chunk = tl.maximum(tl.maximum(start + first - exact_window, 0) // N, 1)  # the first exact for some
 
     column = tl.arange(0, HALF)
     in_tile = is_live[:, None] & (column < DIM // 2)[None, :]
@@ -358,25 +358,25 @@ def _attend_kernel(
     result = (stream + token) * HEADS + head  # [BLOCK_M] int64, a row of the output
     first_chunk = tile_lo // N
     last_chunk = (tile_hi + N - 1) // N
-    num_turns = 1
+    num_passes = 1
     if not FOLDS:
-        num_turns = tl.where(shortest == longest, 1, 2)  # one for each length
-    for turn in range(num_turns):
-        turn_length = tl.where(turn == 0, shortest, longest)
+        num_passes = tl.where(shortest == longest, 1, 2)  # one for each length
+    for number in range(num_passes):
+        pass_length = tl.where(number == 0, shortest, longest)
         if FOLDS:
             begin_segment = 0
             end_segment = 1
         else:
-            turn_hi = tl.minimum(tile_hi, turn_length * MAX_SEGMENTS)  # the other turn's queries see more
-            each = tl.cdiv(tl.cdiv(turn_hi, turn_length), tl.num_programs(2))
-            begin_segment = tl.maximum(tile_lo // turn_length, tl.program_id(2) * each)
-            end_segment = tl.minimum(tl.cdiv(turn_hi, turn_length), (tl.program_id(2) + 1) * each)
+            pass_hi = tl.minimum(tile_hi, pass_length * MAX_SEGMENTS)  # queries of the other pass see more
+            each = tl.cdiv(tl.cdiv(pass_hi, pass_length), tl.num_programs(2))
+            begin_segment = tl.maximum(tile_lo // pass_length, tl.program_id(2) * each)
+            end_segment = tl.minimum(tl.cdiv(pass_hi, pass_length), (tl.program_id(2) + 1) * each)
         for segment in range(begin_segment, end_segment):
             begin = first_chunk
             end = last_chunk
             if not FOLDS:
-                begin = tl.maximum(first_chunk, segment * turn_length // N)
-                end = tl.minimum(last_chunk, (segment + 1) * turn_length // N)
+                begin = tl.maximum(first_chunk, segment * pass_length // N)
+                end = tl.minimum(last_chunk, (segment + 1) * pass_length // N)
             whole = _nothing_yet(BLOCK_M, HALF)
             acc = _nothing_yet(BLOCK_M, HALF)
             whole, acc = _attend_exact(
@@ -386,9 +386,9 @@ def _attend_kernel(
             )  # fmt: skip
             whole, acc = _attend_compressed(
                 whole, acc, q_lo, q_hi, keys, key_scale, values, value_scale, table, tl.maximum(begin, 1),
-                tl.minimum(end, cold_chunk), tile_lo, lo, compressed_end_at, length, shortest, longest, scale,
-                N, PAGE_SIZE, DIM, HALF, FOLDS, HAS_WINDOW, KEY_KIND, VALUE_KIND, KEY_BYTES, VALUE_BYTES,
-                WORDS, PRECISION, UNROLL,
+                tl.minimum(end, compressed_chunk), tile_lo, lo, compressed_end_at, length, shortest, longest,
+                scale, N, PAGE_SIZE, DIM, HALF, FOLDS, HAS_WINDOW, KEY_KIND, VALUE_KIND, KEY_BYTES,
+                VALUE_BYTES, WORDS, PRECISION, UNROLL,
             )  # fmt: skip
             whole, acc = _attend_exact(
                 whole, acc, q_lo, q_hi, exact_keys, exact_values, exact_table,
@@ -403,8 +403,8 @@ def _attend_kernel(
                 whole = _both_folded(whole, acc, scale)
                 out_lo = divided((whole[0], whole[2], whole[3]), sink, scale, HAS_SINKS)
                 out_hi = divided((whole[1], whole[2], whole[3]), sink, scale, HAS_SINKS)
-                if IS_TURNED:
-                    outputs = _turned_back(_joined(out_lo, out_hi, DIM, HALF), sign, DIM, 2 * HALF)
+                if IS_ROTATED:
+                    outputs = _rotated_back(_joined(out_lo, out_hi, DIM, HALF), sign, DIM, 2 * HALF)
                     dim = tl.arange(0, 2 * HALF)[None, :]
                     is_kept = is_live[:, None] & (dim < DIM)
                     at = out + result[:, None] * DIM + dim
@@ -414,7 +414,7 @@ def _attend_kernel(
                     tl.store(at, out_lo.to(out.dtype.element_ty), mask=in_tile)
                     tl.store(at + DIM // 2, out_hi.to(out.dtype.element_ty), mask=in_tile)
             else:
-                is_mine = is_live & (length == turn_length)
+                is_mine = is_live & (length == pass_length)
                 at = result * num_segments + segment
                 tl.store(part_top + at, acc[2], mask=is_mine)
                 tl.store(part_total + at, tl.max(acc[3], 1), mask=is_mine)
@@ -430,7 +430,7 @@ def _merge_kernel(
     num_segments,
     HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, IS_EVEN: tl.constexpr,
     IS_CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, IS_ANCHORED: tl.constexpr, HAS_SINKS: tl.constexpr,
-    IS_TURNED: tl.constexpr, ROW_BLOCK: tl.constexpr, SEGMENT: tl.constexpr, MAX_SEGMENTS: tl.constexpr,
+    IS_ROTATED: tl.constexpr, ROW_BLOCK: tl.constexpr, SEGMENT: tl.constexpr, MAX_SEGMENTS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tokens, query heads): the segments that hold keys of a token, folded in order."""
@@ -466,8 +466,8 @@ def _merge_kernel(
     if HAS_SINKS:
         sink += tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
     outputs = divided((sums, top, total), sink, scale, HAS_SINKS)
-    if IS_TURNED:
-        outputs = _turned_back(outputs, sign, DIM, DIM_PAD)
+    if IS_ROTATED:
+        outputs = _rotated_back(outputs, sign, DIM, DIM_PAD)
     tl.store(out + result * DIM + dim, outputs.to(out.dtype.element_ty), mask=dim < DIM)
 
 
@@ -520,7 +520,7 @@ def attend_as(
         "HAS_WINDOW": mask.window is not None,
         "IS_ANCHORED": mask.is_anchored,
         "HAS_SINKS": sinks is not None,
-        "IS_TURNED": pages.format.is_turned,
+        "IS_ROTATED": pages.format.is_rotated,
         "ROW_BLOCK": ROW_BLOCK,
         "SEGMENT": SEGMENT,
         "MAX_SEGMENTS": MAX_SEGMENTS,
@@ -535,7 +535,7 @@ def attend_as(
             blocks.starts,
             blocks.offsets,
             out if sinks is None else sinks,
-            signs(head_dim, q.device) if pages.format.is_turned else out,
+            signs(head_dim, q.device) if pages.format.is_rotated else out,
             mask.scale * LOG2_E,
             0 if mask.window is None else mask.window,
             num_rows,
@@ -581,7 +581,7 @@ def _launch(
         blocks.starts,
         blocks.offsets,
         out if sinks is None else sinks,
-        signs(head_dim, q.device) if pages.format.is_turned else out,
+        signs(head_dim, q.device) if pages.format.is_rotated else out,
         mask.scale * LOG2_E,  # exp2 takes the place of exp
         0 if mask.window is None else mask.window,
         pages.rule.window,

@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from blockdraft.kernels.kv_codec import Codec, EightBits, Turned
+from blockdraft.kernels.kv_codec import Codec, EightBits, RotatedLevels
 
 
 def _curve4(first: int, shifts: tuple[str, ...]) -> str:
@@ -164,7 +164,7 @@ def kind_of(codec: Codec) -> str:
     """How kernels call it."""
     if isinstance(codec, EightBits):
         return "float8" if codec.is_float else "whole8"
-    assert isinstance(codec, Turned)
+    assert isinstance(codec, RotatedLevels)
     return f"bits{codec.bits}"
 
 

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from blockdraft.kernels.kv_codec import EightBits, Turned
+from blockdraft.kernels.kv_codec import EightBits, RotatedLevels
 from blockdraft.kernels.kv_compressed import CompressedPages, Tiles
 from blockdraft.kernels.kv_formats import TILE
 from blockdraft.kernels.triton.kv_codes import kind_of, level3, level4
@@ -210,8 +210,10 @@ def compress(pages: CompressedPages, tiles: Tiles) -> None:
 
 def _check(pages: CompressedPages, tiles: Tiles) -> None:
     keys, values = pages.format.keys, pages.format.values
-    assert isinstance(keys, EightBits) or (isinstance(keys, Turned) and keys.scaling == "unbiased")
-    assert isinstance(values, EightBits) or (isinstance(values, Turned) and values.scaling == "matched")
+    assert isinstance(keys, EightBits) or (isinstance(keys, RotatedLevels) and keys.scaling == "unbiased")
+    assert isinstance(values, EightBits) or (
+        isinstance(values, RotatedLevels) and values.scaling == "matched"
+    )
     assert pages.exact_keys.stride() == pages.exact_values.stride()
     assert pages.keys.scale.stride() == pages.values.scale.stride()
     stores = (pages.exact_keys, *pages.keys, *pages.values)

@@ -37,7 +37,7 @@ from blockdraft.kernels.triton.attention import (
     segment_length,
     visible_keys,
 )
-from blockdraft.kernels.triton.hadamard import signs, turn_blocks
+from blockdraft.kernels.triton.hadamard import hadamard_blocks, signs
 from blockdraft.kernels.triton.kv_codes import PAIR_BY_CURVE, WORD_BY_TABLE, kind_of
 from blockdraft.kernels.triton.launch import has_pdl, let_next_start, overlap, wait_for_previous
 
@@ -756,7 +756,7 @@ def _merge_kernel(
         sink += tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
     outputs = divided(whole, sink, scale, HAS_SINKS)
     outputs = tl.gather(outputs, _dim_rows(dim, DIM)[None, :], 1)
-    outputs = turn_blocks(outputs, DIM, DIM) * tl.load(sign + dim)[None, :]
+    outputs = hadamard_blocks(outputs, DIM, DIM) * tl.load(sign + dim)[None, :]
     tl.store(out + result * DIM + dim[None, :], outputs.to(out.dtype.element_ty))
 
 

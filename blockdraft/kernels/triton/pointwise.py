@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from blockdraft.kernels.triton.hadamard import turn_blocks
+from blockdraft.kernels.triton.hadamard import hadamard_blocks
 from blockdraft.kernels.triton.launch import let_next_start, overlap, start_and_wait, wait_for_previous
 
 if TYPE_CHECKING:
@@ -176,10 +176,10 @@ def locate(
 
 
 @triton.jit
-def _turn(
+def _norm_rope(
     source,  # the head's first value, one per head of the tile
     is_head, weight, cos, sin, size,
-    turned,  # how many values of a head are rotated, R
+    num_rotated,  # how many values of a head are rotated, R
     eps,
     BLOCK_D: tl.constexpr, HAS_NORM: tl.constexpr,
 ):  # fmt: skip
@@ -187,18 +187,18 @@ def _turn(
     d = tl.arange(0, BLOCK_D)
     is_in = is_head[:, None] & (d < size)[None, :]
     value = tl.load(source[:, None] + d[None, :], mask=is_in, other=0.0).to(tl.float32)
-    half = turned // 2
-    is_turned = d < turned
+    half = num_rotated // 2
+    is_rotated = d < num_rotated
     other = tl.where(d < half, d + half, d - half)
-    partner = tl.load(source[:, None] + other[None, :], mask=is_in & is_turned[None, :], other=0.0)
+    partner = tl.load(source[:, None] + other[None, :], mask=is_in & is_rotated[None, :], other=0.0)
     partner = partner.to(tl.float32)
     if HAS_NORM:
         factor = tl.rsqrt(tl.sum(value * value, axis=1) / size + eps)[:, None]
         value *= factor * tl.load(weight + d, mask=d < size, other=0.0).to(tl.float32)[None, :]
-        partner *= factor * tl.load(weight + other, mask=is_turned, other=0.0).to(tl.float32)[None, :]
+        partner *= factor * tl.load(weight + other, mask=is_rotated, other=0.0).to(tl.float32)[None, :]
     angle = tl.where(d < half, d, d - half)
-    c = tl.load(cos + angle, mask=is_turned, other=1.0).to(tl.float32)
-    s = tl.load(sin + angle, mask=is_turned, other=0.0).to(tl.float32)
+    c = tl.load(cos + angle, mask=is_rotated, other=1.0).to(tl.float32)
+    s = tl.load(sin + angle, mask=is_rotated, other=0.0).to(tl.float32)
     s = tl.where(d < half, -s, s)
     return value * c[None, :] + partner * s[None, :]
 
@@ -206,27 +206,27 @@ def _turn(
 @triton.jit
 def _norm_rope_write(
     q, k, v, q_weight, k_weight, cos, sin, q_out, keys, values, slots, signs, centre, num_heads, num_kv_heads,
-    num_slots, size, turned, eps, q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride,
-    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, HAS_NORM: tl.constexpr, HAS_Q: tl.constexpr,
-    TURNED: tl.constexpr, PDL: tl.constexpr,
+    num_slots, size, num_rotated, eps, q_stride, q_head_stride, k_stride, k_head_stride, v_stride,
+    v_head_stride, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, HAS_NORM: tl.constexpr, HAS_Q: tl.constexpr,
+    ROTATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """TURNED: how many values a head has that is rotated for compression; 0 without."""
+    """ROTATED: how many values a head has that is rotated for compression; 0 without."""
     start_and_wait(PDL)
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     d = tl.arange(0, BLOCK_D)
-    cos += token * (turned // 2)
-    sin += token * (turned // 2)
+    cos += token * (num_rotated // 2)
+    sin += token * (num_rotated // 2)
     q_tiles = tl.cdiv(num_heads, BLOCK_H) if HAS_Q else 0
     kv_tiles = tl.cdiv(num_kv_heads, BLOCK_H)
     if tile < q_tiles:
         head = tile * BLOCK_H + tl.arange(0, BLOCK_H)
         is_head = head < num_heads
         source = q + token * q_stride + head * q_head_stride
-        result = _turn(source, is_head, q_weight, cos, sin, size, turned, eps, BLOCK_D, HAS_NORM)
-        if TURNED > 0:
+        result = _norm_rope(source, is_head, q_weight, cos, sin, size, num_rotated, eps, BLOCK_D, HAS_NORM)
+        if ROTATED > 0:
             sign = tl.load(signs + d, mask=d < size, other=0.0)
-            result = turn_blocks(result * sign[None, :], TURNED, BLOCK_D)
+            result = hadamard_blocks(result * sign[None, :], ROTATED, BLOCK_D)
         place = (token * num_heads + head[:, None]) * size + d[None, :]
         tl.store(
             q_out + place, result.to(q_out.dtype.element_ty), mask=is_head[:, None] & (d < size)[None, :]
@@ -240,18 +240,20 @@ def _norm_rope_write(
         is_in = is_head[:, None] & (d < size)[None, :]
         if is_key:
             source = k + token * k_stride + head * k_head_stride
-            result = _turn(source, is_head, k_weight, cos, sin, size, turned, eps, BLOCK_D, HAS_NORM)
-            if TURNED > 0:
+            result = _norm_rope(
+                source, is_head, k_weight, cos, sin, size, num_rotated, eps, BLOCK_D, HAS_NORM
+            )
+            if ROTATED > 0:
                 sign = tl.load(signs + d, mask=d < size, other=0.0)
-                result = turn_blocks(result * sign[None, :], TURNED, BLOCK_D)
+                result = hadamard_blocks(result * sign[None, :], ROTATED, BLOCK_D)
                 result -= tl.load(centre + head[:, None] * size + d[None, :], mask=is_in, other=0.0)
             tl.store(keys + place, result.to(keys.dtype.element_ty), mask=is_in)
         else:
             source = v + token * v_stride + head * v_head_stride
             value = tl.load(source[:, None] + d[None, :], mask=is_in, other=0.0)
-            if TURNED > 0:
+            if ROTATED > 0:
                 sign = tl.load(signs + d, mask=d < size, other=0.0)
-                value = turn_blocks(value.to(tl.float32) * sign[None, :], TURNED, BLOCK_D)
+                value = hadamard_blocks(value.to(tl.float32) * sign[None, :], ROTATED, BLOCK_D)
             tl.store(values + place, value.to(values.dtype.element_ty), mask=is_in)
 
 
@@ -273,7 +275,7 @@ def norm_rope_write(
     block_h = min(4, triton.next_power_of_2(num_kv_heads))  # for any number of tokens: sums follow the tile
     tiles = triton.cdiv(num_heads, block_h) + 2 * triton.cdiv(num_kv_heads, block_h)
     given = k if q is None else q
-    turn = slots.turn
+    rotation = slots.rotation
     _norm_rope_write[(num_tokens, tiles)](
         given,
         k,
@@ -285,9 +287,9 @@ def norm_rope_write(
         q_out if q_out is not None else k,
         slots.keys,
         slots.values,
-        slots.place,
-        k if turn is None else turn.signs.float().contiguous(),
-        k if turn is None else turn.centre.float().contiguous(),
+        slots.slot_ids,
+        k if rotation is None else rotation.signs.float().contiguous(),
+        k if rotation is None else rotation.centre.float().contiguous(),
         num_heads,
         num_kv_heads,
         slots.keys.shape[1],
@@ -304,7 +306,7 @@ def norm_rope_write(
         BLOCK_D=triton.next_power_of_2(size),
         HAS_NORM=norms is not None,
         HAS_Q=q is not None,
-        TURNED=0 if turn is None else size,
+        ROTATED=0 if rotation is None else size,
         **overlap(k.device),
         num_warps=2,
     )
