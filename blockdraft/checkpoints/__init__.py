@@ -1,1 +1,1 @@
-"""From files to parameters: where checkpoints are found, how they are read and unpacked."""
+"""Finds, reads and unpacks checkpoints."""

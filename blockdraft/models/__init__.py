@@ -1,1 +1,1 @@
-"""What to compute: configurations, checkpoints, layers and families."""
+"""Models: configurations, layers, families, and packed weights."""

@@ -1,1 +1,1 @@
-"""The fast path on a CPU: machine code made at start-up by llvmlite. Import only when it is chosen."""
+"""The fast path on a CPU: machine code that llvmlite compiles at start-up. Import it only if it is chosen."""

@@ -1,4 +1,4 @@
-"""What a verified block means, on a CPU: the contracts are those of `kernels/acceptance.py`."""
+"""Acceptance on a CPU; see `kernels/acceptance.py` for the contracts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from blockdraft.kernels.sampling_tables import Whole
 
 
 class AcceptanceKernels:
-    """Counting what is accepted, and going on from there."""
+    """The kernels of `kernels/acceptance.py`."""
 
     def __init__(self) -> None:
         self._count = Jit(count_accepted)
@@ -48,14 +48,14 @@ class AcceptanceKernels:
 
 @kernel
 def count_accepted(num_rows: Int, width: Int, sampled: Longs, block: Longs, counts: Longs) -> None:
-    """Drafts that equal the sample before them, up to the first that does not, and one more."""
+    """Count drafts that equal the sample before them, up to the first that differs, and one more."""
     for row in taken(num_rows):
         drafts, samples = block + row * width, sampled + row * width
         count = zeros(counts, i64) + 1
-        goes_on = count == 1
+        is_accepted = count == 1
         for i in range(1, width):
-            goes_on = goes_on & (samples[i - 1] == drafts[i])
-            count = count + goes_on.to(i64)
+            is_accepted = is_accepted & (samples[i - 1] == drafts[i])
+            count = count + is_accepted.to(i64)
         counts[row] = count
 
 
@@ -65,7 +65,7 @@ def advance(
     anchor: Longs, block: Longs, sampled: Longs, num_committed: Longs, whole: Longs, counts: Words,
     *, penalised: int, first: int,
 ) -> None:  # fmt: skip
-    """Committed outputs are counted where they are penalised; the scratch row stays where it is."""
+    """Update rows, and count committed outputs of rows with penalties; the scratch row does not change."""
     for item in taken(num_rows):
         row, count = rows[item], num_committed[item]
         if row != scratch_row:
@@ -73,7 +73,7 @@ def advance(
             if rules[penalised] != 0:
                 for i in range(count):
                     if length[row] + i >= rules[first]:
-                        place = row * vocabulary + block[item * width + i]
-                        counts[place] = counts[place] + 1
+                        at = row * vocabulary + block[item * width + i]
+                        counts[at] = counts[at] + 1
             length[row] = length[row] + count
             anchor[row] = sampled[item * width + count - 1]

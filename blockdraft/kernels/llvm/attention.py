@@ -1,7 +1,7 @@
-"""Paged attention on a CPU: every query over its own range of keys, read where they lie.
+"""Paged attention on a CPU: every query over its own range of keys, read in place.
 
-The operations behind one output, the same wherever the query stands. Keys are counted from the sequence's
-first; a query sees [lo, hi), cut at multiples of CHUNK. Per chunk, in order:
+The operations for one output do not depend on the query's place in the batch. Keys are counted from the first
+of the sequence; a query sees [lo, hi), cut at multiples of CHUNK. Per chunk, in order:
 
   score(key) = scale * dot(q, k): lane j sums d = j, j + lanes, … by fused multiply-add, then pairs are added
   max        = the largest score so far; sum and out are multiplied by exp(old - new), 1 where it stayed
@@ -9,10 +9,10 @@ first; a query sees [lo, hi), cut at multiples of CHUNK. Per chunk, in order:
   sum        : lane = key mod SUM_LANES
   out[d]     : one fused multiply-add per key, in order
 
-and last out * (1 / sum), the lanes of `sum` halved. A sink is where max and sum begin: its score, and
-exp(0) = 1 in the first lane. So page size, other rows, other queries of the row, threads and tiles do not
-enter. A key outside [lo, hi) of every query of a unit is never read; one that only a neighbour sees reaches
-neither max, sum nor out.
+and at the end out * (1 / sum), with the lanes of `sum` halved. With a sink, max and sum begin with its score,
+and exp(0) = 1 in the first lane. So page size, other rows, other queries of the row, threads and tiles do not
+matter. A key outside [lo, hi) of all queries of a unit is never read; a key that only a neighbour sees
+changes neither max, sum nor out.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from blockdraft.kernels.llvm.language import (
 if TYPE_CHECKING:
     from blockdraft.kernels.attention import Mask
 
-_SERIAL_OPS = 1 << 16  # multiply-adds below which waking a thread costs more than it saves
+_SERIAL_OPS = 1 << 16  # multiply-adds; below, waking a thread costs more than it saves
 
 
 class PagedAttention:
@@ -83,11 +83,11 @@ class PagedAttention:
         mask: Mask,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """q [N, H, D] over keys and values [G, S, D]; returns [N, H, D].
+        """Attend with q [N, H, D] over keys and values [G, S, D]; returns [N, H, D].
 
-        `page_table` [.., P], `rows` [R], `starts` [R] and `offsets` [R + 1] are those of attention.Blocks:
-        nothing else depends on how long rows are. `units` [U, 3] is from `divide`. `sinks` [H]: one more
-        score per head, which has no value.
+        `page_table` [.., P], `rows` [R], `starts` [R] and `offsets` [R + 1] are those of attention.Blocks;
+        nothing else depends on the rows' lengths. `units` [U, 3] is from `divide`. `sinks` [H] are scores
+        without a value, one per head.
         """
         num_groups, num_slots, dim = keys.shape
         num_heads = q.shape[1]
@@ -120,7 +120,7 @@ def paged_attention(
     page_size: Int, num_pages: Int, page_table: Longs, rows: Longs, starts: Longs, offsets: Longs,
     units: Longs, q: Reals, out: Reals, keys: Reals, values: Reals, sinks: Reals, *, real: Type, dim: int,
 ) -> None:  # fmt: skip
-    """An item is a unit's query vectors over one key head: clear them, chunk by chunk all tiles, divide."""
+    """Process items: a unit's query vectors over one key head, all tiles chunk by chunk, then divide."""
     state = room(q, real)
     for item in taken(num_items):
         unit, group = units + item // num_groups * 3, item % num_groups
@@ -153,7 +153,7 @@ def prepare(
     offsets: Longs, is_causal: Int, window: Int, is_anchored: Int, has_sinks: Int, sinks: Reals, out: Reals,
     dim: int,
 ) -> tuple[Int, Int]:  # fmt: skip
-    """A unit's vectors, which have seen no key yet; some of them sees the keys [low, high)."""
+    """Initialise a unit's vectors; returns the keys [low, high) that at least one of them sees."""
     row, first = unit[0], unit[1]
     start, token = starts[row], offsets[row]
     end = start + offsets[row + 1] - token
@@ -176,7 +176,7 @@ def prepare(
 
 @inlined
 def divided(state: State, count: Int, out: Reals, dim: int) -> None:
-    """Last of all, by the sums of the weights."""
+    """Divide the outputs by the sums of the weights."""
     lanes = lanes_of(out.element)
     for i in range(count):
         result = out + state.out[i]
@@ -190,9 +190,9 @@ def attend(
     state: State, first: Int, size: Int, chunk: Int, places: Longs, following: Longs,
     q: Reals, out: Reals, keys: Reals, values: Reals, scale: Real, leads: Int, dim: int,
 ) -> None:  # fmt: skip
-    """One chunk for the tile of `size` vectors from `first` on.
+    """Process one chunk for the tile of `size` vectors from `first` on.
 
-    Groups of keys that all of them see are weighed together; those before and behind, one vector at a time.
+    Groups of keys that all vectors see are weighted together, the keys before and behind per vector.
     """
     for tile in unrolled(1, MAX_TILE + 1):
         if size == tile:
@@ -215,7 +215,7 @@ def attend(
 
 @inlined
 def together(state: State, first: Int, size: Int, chunk: Int) -> tuple[Int, Int]:
-    """The keys [begin, end) of the chunk that a tile weighs together; both are CHUNK where there are none."""
+    """Return the keys [begin, end) of the chunk that a tile weights together; both are CHUNK if none."""
     begin, end = seen(state, first, chunk)
     for t in range(1, size):
         lo, hi = seen(state, first + t, chunk)
@@ -228,7 +228,7 @@ def together(state: State, first: Int, size: Int, chunk: Int) -> tuple[Int, Int]
 def visible(
     start: Int, position: Int, end: Int, is_causal: Int, window: Int, is_anchored: Int
 ) -> tuple[Int, Int]:
-    """The keys [lo, hi) that a query of the block [start, end) sees: attention.Mask, in numbers."""
+    """Return the keys [lo, hi) that a query of the block [start, end) sees, see attention.Mask."""
     hi = select(is_causal != 0, position + 1, end)
     near = select(is_anchored != 0, start - window, position - window + 1)
     far = select(is_anchored != 0, hi, smallest(hi, position + window))
@@ -238,7 +238,7 @@ def visible(
 
 @inlined
 def clear(state: State, i: Int, out: Reals, dim: int) -> None:
-    """A vector that has seen no key yet."""
+    """Initialise a vector before its first key."""
     real = out.element
     state.top[i] = least(real)
     store(state.total + i * SUM_LANES, zeros(out, real.wide(SUM_LANES)))
@@ -248,9 +248,9 @@ def clear(state: State, i: Int, out: Reals, dim: int) -> None:
 
 @inlined
 def find(pages: Longs, page_size: Int, places: Longs, chunk: Int, low: Int, high: Int, dim: int) -> None:
-    """places[key - chunk] = where a key of the chunk begins in a head's keys; for [low, high) only.
+    """Store at places[key - chunk] the offset of each key of the chunk in a head's keys, for [low, high).
 
-    Around these keys the first and the last of them stand in: only keys that somebody sees may be read.
+    Entries before and behind get the first and the last of these keys: no other key may be read.
     """
     begin, end = largest(low - chunk, 0), smallest(high - chunk, CHUNK)
     key = begin

@@ -1,7 +1,7 @@
-"""The steps of paged attention over one tile of queries: scores of a chunk of keys, softmax, weighed values.
+"""The steps of paged attention for one tile of queries: scores of a chunk of keys, softmax, weighted values.
 
-attention.py, which has the contract, does them chunk by chunk. Keys are counted from the chunk's first, and
-`places` has where each of them begins in the keys and values of one head.
+attention.py, which has the contract, runs them chunk by chunk. Keys are counted from the first of the chunk;
+`places` has the offset of each in the keys and values of one head.
 """
 
 from __future__ import annotations
@@ -38,25 +38,25 @@ from blockdraft.kernels.llvm.language import (
     zeros,
 )
 
-CHUNK = 64  # keys, whose keys and values fit the L1; a multiple of SUM_LANES, and part of a result's bits
-SUM_LANES = 16  # likewise
-GROUP = 4  # keys that are scored, or weighed, together
-_COLUMNS = {1: 8, 2: 8, 3: 4, 4: 4}  # vectors of `out` summed together, by tile: what registers hold
+CHUNK = 64  # keys; fits the L1; a multiple of SUM_LANES; results' bits depend on both
+SUM_LANES = 16
+GROUP = 4  # keys that are scored, or weighted, together
+_COLUMNS = {1: 8, 2: 8, 3: 4, 4: 4}  # vectors of `out` summed together, by tile: as many as fit registers
 _LINE = 64  # bytes of a cache line
 _L1, _L2 = 3, 2  # prefetch's levels
 
 
 class State(NamedTuple):
-    """What a thread keeps on its stack of the query vectors it works on, by their number."""
+    """A thread's stack: the state of each query vector that it works on."""
 
-    q: Pointer  # where the vector begins in the queries
-    out: Pointer  # and in the outputs
-    lo: Pointer  # it sees the keys [lo, hi)
+    q: Pointer  # offset in the queries
+    out: Pointer  # offset in the outputs
+    lo: Pointer  # the vector sees the keys [lo, hi)
     hi: Pointer
-    top: Pointer  # its largest score so far
-    total: Pointer  # its sum so far, SUM_LANES of them
-    scores: Pointer  # a tile's, CHUNK of them for each; then weights
-    places: Pointer  # of a chunk and of the one that follows; a few numbers behind them are read as well
+    top: Pointer  # largest score so far
+    total: Pointer  # sums so far, SUM_LANES per vector
+    scores: Pointer  # scores, then weights, of a tile: CHUNK per vector
+    places: Pointer  # offsets of keys of a chunk and of the next one, and a few more that are only read
 
 
 def room(like: Value, real: Type) -> State:
@@ -67,7 +67,7 @@ def room(like: Value, real: Type) -> State:
 
 
 def lanes_of(real: Type) -> int:
-    """Vectors have 16 bytes, which every CPU has: their size is part of a result's bits."""
+    """Registers of 16 bytes, which every CPU has: results' bits depend on their size."""
     return 128 // real.bits
 
 
@@ -76,7 +76,7 @@ def least(real: Type) -> float:
 
 
 def seen(state: State, vector: Int, chunk: Int) -> tuple[Int, Int]:
-    """The keys [begin, end) of the chunk that a query vector sees."""
+    """Return the keys [begin, end) of the chunk that a query vector sees."""
     return largest(state.lo[vector] - chunk, 0), smallest(state.hi[vector] - chunk, CHUNK)
 
 
@@ -85,11 +85,11 @@ def score(
     state: State, first: Int, chunk: Int, places: Longs, following: Longs, q: Reals, keys: Reals,
     values: Reals, scale: Real, leads: Int, *, tile: int, dim: int,
 ) -> None:  # fmt: skip
-    """scores[t][key] = scale * dot(q[t], k[key]) for the keys that some vector of the tile sees.
+    """Compute scores[t][key] = scale * dot(q[t], k[key]) for the keys that some vector of the tile sees.
 
-    They are rounded out to whole groups: nobody looks at the scores of the others. The tile that `leads` also
-    asks for what comes next: these keys' values, which `weigh` reads in pieces, and the next chunk's keys.
-    Either is too short for the hardware's own prefetcher.
+    The range is extended to whole groups; extra scores are ignored. The tile with `leads` also prefetches
+    these keys' values, which `weigh` reads in pieces, and the next chunk's keys: both are too short for the
+    hardware's prefetcher.
     """
     lanes = lanes_of(keys.element)
     ranges = [seen(state, first + t, chunk) for t in unrolled(tile)]
@@ -119,7 +119,7 @@ def score(
 
 
 def read(ahead: Registers, places: Pointer) -> None:
-    """Places are read one group before they are needed: the processor would wait for addresses."""
+    """Read offsets one group before they are needed, so that the processor need not wait for addresses."""
     for j in range(GROUP):
         ahead[j] = places[j]
 
@@ -130,7 +130,7 @@ def fetch(at: Reals, dim: int, level: int) -> None:
 
 
 def add_pairs(sums: list[Value]) -> list[Value]:
-    """Neighbouring lanes are added until each vector is one lane of a result."""
+    """Add neighbouring lanes until each vector is one lane of a result."""
     lanes = sums[0].type.lanes
     for _ in range(lanes.bit_length() - 1):
         pairs = list(zip(sums[::2], sums[1::2], strict=True))
@@ -140,12 +140,12 @@ def add_pairs(sums: list[Value]) -> list[Value]:
 
 @inlined
 def softmax(state: State, vector: Int, scores: Reals, out: Reals, begin: Int, end: Int, dim: int) -> None:
-    """A vector's scores of the keys [begin, end) become weights; its max, sum and out so far follow."""
+    """Turn a vector's scores of the keys [begin, end) into weights; update its max, sum and output."""
     real = scores.element
     lanes = lanes_of(real)
     if begin < end:
         first, last = begin & -SUM_LANES, (end + SUM_LANES - 1) & -SUM_LANES
-        for i in range(first, begin):  # what lies around them weighs exp(-inf) = 0
+        for i in range(first, begin):  # scores around them get the weight exp(-inf) = 0
             scores[i] = -math.inf
         for i in range(end, last):
             scores[i] = -math.inf
@@ -172,7 +172,7 @@ def softmax(state: State, vector: Int, scores: Reals, out: Reals, begin: Int, en
 def weigh_alone(
     out: Reals, weights: Reals, places: Longs, values: Reals, begin: Int, end: Int, dim: int
 ) -> None:
-    """out[d] += weights[key] * v[key][d] for keys [begin, end) in order: one vector, one key at a time."""
+    """Add weights[key] * v[key][d] to out[d] for keys [begin, end) in order, for one vector."""
     lanes = lanes_of(values.element)
     if begin < end:
         for first, last, size in columns(dim // lanes, 1):
@@ -196,7 +196,7 @@ def weigh(
     state: State, first: Int, places: Longs, out: Reals, values: Reals, begin: Int, end: Int,
     *, tile: int, dim: int,
 ) -> None:  # fmt: skip
-    """The same for a tile of vectors, which all see the keys [begin, end): whole groups of them."""
+    """`weigh_alone` for a tile of vectors that all see the keys [begin, end), in whole groups."""
     lanes = lanes_of(values.element)
     outs = [out + state.out[first + t] for t in unrolled(tile)]
     weights = [state.scores + t * CHUNK for t in unrolled(tile)]
@@ -216,7 +216,7 @@ def weigh(
 
 
 def add_weighed(sums: Registers, weights: list[Pointer], values: list[Pointer], size: int) -> None:
-    """sums[t, c] += weights[t][key] * vector c of values[key], for these keys in order."""
+    """Add weights[t][key] * vector c of values[key] to sums[t, c], for these keys in order."""
     lanes = lanes_of(values[0].element)
     new = {cell: sums[cell] for cell in product(range(len(weights)), range(size))}
     for key, value in enumerate(values):
@@ -225,7 +225,7 @@ def add_weighed(sums: Registers, weights: list[Pointer], values: list[Pointer], 
             some = [load(weight + key, lanes) for weight in weights]
         v = [load(value + c * lanes, lanes) for c in range(size)]
         for t in range(len(weights)):
-            weight = some[t].lanes([lane] * lanes)  # part of the instruction: a number would take a second
+            weight = some[t].lanes([lane] * lanes)  # free: part of the multiply-add
             for c in range(size):
                 new[t, c] = fma(v[c], weight, new[t, c])
     for cell, total in new.items():
@@ -233,7 +233,7 @@ def add_weighed(sums: Registers, weights: list[Pointer], values: list[Pointer], 
 
 
 class Columns(NamedTuple):
-    """Vectors [first, last) of an output, done `size` at a time."""
+    """Vectors [first, last) of an output, processed `size` at a time."""
 
     first: int
     last: int
@@ -241,7 +241,7 @@ class Columns(NamedTuple):
 
 
 def columns(vectors: int, tile: int) -> list[Columns]:
-    """An output's vectors in pieces that fit the registers."""
+    """Divide an output's vectors into pieces that fit the registers."""
     found, first, size = [], 0, _COLUMNS[tile]
     while first < vectors:
         last = vectors - (vectors - first) % size

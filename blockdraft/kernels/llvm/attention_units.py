@@ -1,4 +1,4 @@
-"""How attention's work is divided among the threads of a CPU."""
+"""Divides the work of attention among the threads of a CPU."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ from torch import Tensor
 
 MAX_VECTORS = 16  # query vectors (tokens x heads of one key head) that a thread takes at a time
 MAX_TILE = 4  # query vectors that share one pass over a chunk of keys
-
-
-_MANY = 16  # items per thread, of which the last one hardly matters
-_TILE_COST = (0.0, 1.6, 2.3, 3.2, 4.0)  # of as many query vectors over the same keys, measured
+_MANY = 16  # items per thread; with so many, the last one hardly matters
+_TILE_COST = (0.0, 1.6, 2.3, 3.2, 4.0)  # by the number of query vectors over the same keys, measured
 _ITEM_COST = 0.75  # of reading these keys for the first tile
 
 
 def divide(counts: tuple[int, ...], shared: int, num_groups: int, num_threads: int) -> Tensor:
-    """The work [U, 3] of rows with `counts[r]` tokens: a row, its query vectors from the first to the last.
+    """Divide rows with `counts[r]` tokens into units [U, 3]: a row, its first query vector, and the one
+    behind.
 
-    A token has `shared` of them for each of `num_groups` key heads, by which units are taken. Their size is
-    what lets the last thread end first. How long rows are is not asked, nor does a result depend on it.
+    A token has `shared` vectors for each of `num_groups` key heads; a thread takes a unit for one key head.
+    The size of units is chosen so that the last thread ends as early as possible. Rows count as equally long.
     """
     units = _units(counts, shared, num_groups, num_threads)
     return torch.tensor(units, dtype=torch.int64).view(-1, 3)
@@ -40,7 +39,7 @@ def _units(
 
 
 def _cut(totals: list[int], most: int) -> list[tuple[int, int, int]]:
-    """Rows of `totals` vectors in units of at most that many, as even as they come."""
+    """Divide rows of `totals` vectors into units of at most `most`, as equal as possible."""
     units = []
     for row, total in enumerate(totals):
         size = -(-total // max(1, -(-total // most)))
@@ -49,7 +48,7 @@ def _cut(totals: list[int], most: int) -> list[tuple[int, int, int]]:
 
 
 def _time(units: list[tuple[int, int, int]], num_groups: int, num_threads: int) -> float:
-    """When the last thread is done, if each takes the next item as soon as it is free and rows are alike."""
+    """Estimate when the last thread ends, if each takes the next item as soon as it is free."""
     free = [0.0] * num_threads
     for _, first, last in units:
         tiles, rest = divmod(last - first, MAX_TILE)

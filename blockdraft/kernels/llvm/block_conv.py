@@ -1,4 +1,4 @@
-"""Convolutions over the columns of a block, on a CPU: the contract is that of `kernels/block_conv.py`."""
+"""Convolutions over the columns of a block on a CPU; see `kernels/block_conv.py` for the contract."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SERIAL_ELEMENTS = 1 << 14  # below this, waking a thread costs more than it sav
 
 
 class BlockConvKernel:
-    """For one dtype; by the reference's operations in their order, so its bits."""
+    """The kernel for one dtype; it does the reference's operations in order, so the bits are equal."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._jit = Jit(convolve_block, real=real_type(dtype))
@@ -39,7 +39,7 @@ def convolve_block(
     num_tokens: Int, size: Int, taps: Int, groups: Int, num_columns: Int, stride: Int, x: Reals, base: Reals,
     deltas: Reals, onto: Reals, y: Reals, *, real: Type,
 ) -> None:  # fmt: skip
-    """Taps that would reach before the block are left out."""
+    """Convolve, without taps that would read before the block."""
     for token in taken(num_tokens):
         group, count = size // groups, smallest(taps, token % num_columns + 1)
         row, own = token * size, deltas + token * stride
@@ -57,7 +57,7 @@ def mix(
     x: Reals, base: Reals, deltas: Reals, onto: Reals, y: Reals, place: Int, count: Int, size: Int,
     groups: Int, lanes: int,
 ) -> None:  # fmt: skip
-    """Some channels of a token, from those of it and of the tokens before it."""
+    """Compute some channels of a token from those of the token and of the tokens before it."""
     total = (load(base, lanes) + deltas[0]) * load(x, lanes)
     for tap in range(1, count):
         part = (load(base + tap * size, lanes) + deltas[tap * groups]) * load(x + (0 - tap * size), lanes)

@@ -1,12 +1,12 @@
-"""The walk over candidates, on a CPU: `kernels/candidates.py` says what is chosen, here is how.
+"""The walk over candidates on a CPU; see `kernels/candidates.py` for the contract.
 
-1. `scan`: the best candidates of every part of a column, the best first. Tokens come in blocks, and only the
-   blocks with the largest tokens are looked into. Where nothing filters, candidates are the best under the
-   noise, which is drawn as `llvm/sampling.py` draws it: where it can still lift a token among them.
-2. `follow`: a row at a time, one column after another, as each is chosen behind a draft that is known then.
-   So a column has as many pair scores as candidates, and not as many as pairs of them.
+1. `scan` finds the best candidates of every part of a column, best first. It looks only into the blocks of
+   tokens with the largest scores. Without filters, candidates are the best with noise, which is drawn only
+   for tokens that it can lift among them, as in `llvm/sampling.py`.
+2. `follow` goes through the columns of a row in order. The draft before is then known, so a column needs one
+   pair score per candidate, not one per pair.
 
-A sum of pair scores has one order, by rank: it does not follow from who else is served.
+Pair scores are summed in one order, by rank, so they do not depend on the batch.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ from blockdraft.kernels.sampling_tables import Real as Column
 from blockdraft.kernels.sampling_tables import Whole
 
 MOST = 64  # candidates of a column
-_PART = 1 << 15  # tokens at the least that a thread takes at a time
-_BLOCK, _WIDE = 64, 16  # tokens that are compared at once, and a register of them
+_PART = 1 << 15  # tokens that a thread takes at a time, at least
+_BLOCK, _WIDE = 64, 16  # tokens of a block, and of a register
 _LANES = 16  # of a sum of pair scores
 _FOUR = 4  # candidates whose noise is drawn at once
 _DRAWN = 32  # tokens of a column whose noise is drawn at once
 
 
 class CandidateKernels:
-    """Finding candidates, and walking over them."""
+    """The kernels that find candidates and walk over them."""
 
     def __init__(self) -> None:
         self._scan = Jit(scan)
@@ -76,7 +76,7 @@ class CandidateKernels:
         self, scores: Tensor, pairs: PairScores, starts: Tensor, anchor: Tensor, batch: SamplingBatch,
         drafts: Tensor,
     ) -> None:  # fmt: skip
-        """`candidates.reference_walk` into drafts [R, C], by scores [R, C, V] that are adjusted already."""
+        """`candidates.reference_walk` into drafts [R, C], from adjusted scores [R, C, V]."""
         num_rows, num_columns, vocab_size = scores.shape
         starts = starts.contiguous()
         num_parts = max(1, vocab_size // _PART)
@@ -122,7 +122,7 @@ def scan(
 
 @inlined
 def begin_of(part: Int, num_parts: Int, vocab_size: Int) -> Int:
-    """The first token of a part, which begins with a block: so noise can be drawn from there on."""
+    """Return the first token of a part, the begin of a block, from which noise can be drawn."""
     first = part * vocab_size // num_parts // _BLOCK * _BLOCK
     if part == num_parts:
         first = vocab_size
@@ -130,7 +130,7 @@ def begin_of(part: Int, num_parts: Int, vocab_size: Int) -> Int:
 
 
 def is_open(reals: Floats, wholes: Longs) -> Int:
-    """Whether the noise has a say, and no filter."""
+    """Whether there is noise, but no filter."""
     return (reals[int(Column.TEMPERATURE)] >= MIN_TEMPERATURE) & (wholes[int(Whole.IS_FILTERED)] == 0)
 
 
@@ -138,7 +138,7 @@ def is_open(reals: Floats, wholes: Longs) -> Int:
 def offer_all(
     best: Floats, who: Longs, top_k: Int, column: Floats, first: Int, end: Int, tops: Floats
 ) -> None:
-    """Blocks of tokens by their largest: what is below the last of the best of these is no candidate."""
+    """Offer the tokens of blocks whose largest score is among the `top_k` largest of the blocks."""
     num_blocks = (end - first) // _BLOCK
     for i in range(num_blocks):
         tops[i] = largest_of(column + first + i * _BLOCK)
@@ -158,7 +158,7 @@ def offer_noisy(
     best: Floats, who: Longs, top_k: Int, column: Floats, first: Int, end: Int, scale: Value, seed: Int,
     position: Int, few: Floats,
 ) -> None:  # fmt: skip
-    """Every token by score times `scale` and noise; `few` is scratch for the last tokens and for these."""
+    """Offer tokens by score * `scale` + noise; `few` is scratch."""
     noisy = few + _DRAWN
     for at in range(first, end, _DRAWN):
         tokens = column + at
@@ -189,14 +189,14 @@ def largest_of(block: Pointer) -> Value:
 
 @inlined
 def clear(scores: Floats, ids: Longs, top_k: Int) -> None:
-    """As many that are never chosen; where there is nothing else, the first token is."""
+    """Fill the candidates with token 0 at score NEVER."""
     for i in range(top_k):
         scores[i] = NEVER
         ids[i] = 0
 
 
 def candidates(like: Value) -> tuple[Pointer, Pointer]:
-    """Room for scores, and for whose they are. Before the first stands one that nothing goes past."""
+    """Allocate scores and token ids of candidates, with a sentinel before the first."""
     scores, ids = (scratch(like, type, MOST + 2 * _FOUR) + _FOUR for type in (f32, i64))
     for i in range(_FOUR):
         scores[i - _FOUR] = math.inf
@@ -206,32 +206,33 @@ def candidates(like: Value) -> tuple[Pointer, Pointer]:
 
 @inlined
 def offer(scores: Floats, ids: Longs, top_k: Int, score: Value, token: Int) -> None:
-    """Among the best if it is better than the last of them."""
+    """Insert a token if it is better than the last candidate."""
     if score > scores[top_k - 1]:
         insert(scores, ids, top_k - 1, score, token)
 
 
 @inlined
 def insert(scores: Floats, ids: Longs, last: Int, score: Value, token: Int) -> None:
-    """Behind all that are as large, up to place `last`, whose own is dropped."""
-    place = last
-    while scores[place - 1] < score:
-        scores[place] = scores[place - 1]
-        ids[place] = ids[place - 1]
-        place = place - 1
-    scores[place] = score
-    ids[place] = token
+    """Insert a token behind all scores that are at least as large; the token at `last` is dropped."""
+    at = last
+    while scores[at - 1] < score:
+        scores[at] = scores[at - 1]
+        ids[at] = ids[at - 1]
+        at = at - 1
+    scores[at] = score
+    ids[at] = token
 
 
 @kernel
 def follow(
     num_rows: Int, num_columns: Int, num_parts: Int, top_k: Int, rank: Int, skips_first: Int,
     part_scores: Floats, part_ids: Longs, starts: Longs, anchor: Longs, rows: Longs, real: Floats,
-    whole: Longs, predecessors: Floats, successors: Floats, mixture: Floats, places: Longs, drafts: Longs,
+    whole: Longs, predecessors: Floats, successors: Floats, mixture: Floats, successor_rows: Longs,
+    drafts: Longs,
 ) -> None:  # fmt: skip
     scores, ids = candidates(real)
     ordered, order = candidates(real)
-    said = scratch(real, f32, rank)
+    weighted = scratch(real, f32, rank)
     for row in taken(num_rows):
         reals, wholes = real + rows[row] * len(Column), whole + rows[row] * len(Whole)
         is_warm = reals[int(Column.TEMPERATURE)] >= MIN_TEMPERATURE
@@ -242,13 +243,13 @@ def follow(
             item = row * num_columns + column
             merge(scores, ids, top_k, num_parts, part_scores, part_ids, item * num_parts * top_k)
             by_id(scores, ids, top_k)
-            say(said, predecessors + before * rank, mixture, item, rank)
+            weigh(weighted, predecessors + before * rank, mixture, item, rank)
             share = select((skips_first != 0) & (column == 0), 0.0, weight)
             for i in range(top_k):
-                place = ids[i]
-                if places.is_given:
-                    place = places[place]
-                scores[i] = scores[i] + dot(said, successors + place * rank, rank) * share
+                own = ids[i]
+                if successor_rows.is_given:
+                    own = successor_rows[own]
+                scores[i] = scores[i] + dot(weighted, successors + own * rank, rank) * share
             if is_warm & (wholes[int(Whole.IS_FILTERED)] != 0):
                 for i in range(top_k):
                     scores[i] = scores[i] * scale
@@ -262,7 +263,7 @@ def follow(
 def merge(
     scores: Floats, ids: Longs, top_k: Int, num_parts: Int, part_scores: Floats, part_ids: Longs, first: Int
 ) -> None:
-    """The best of all parts: a later part has higher ids, which come behind where scores are equal."""
+    """Find the best of all parts; a later part has higher ids, which lose ties."""
     for i in range(top_k):
         scores[i] = part_scores[first + i]
         ids[i] = part_ids[first + i]
@@ -273,23 +274,23 @@ def merge(
 @inlined
 def by_id(scores: Floats, ids: Longs, top_k: Int) -> None:
     for i in range(1, top_k):
-        score, token, place = scores[i], ids[i], i
-        while ids[place - 1] > token:
-            scores[place] = scores[place - 1]
-            ids[place] = ids[place - 1]
-            place = place - 1
-        scores[place] = score
-        ids[place] = token
+        score, token, at = scores[i], ids[i], i
+        while ids[at - 1] > token:
+            scores[at] = scores[at - 1]
+            ids[at] = ids[at - 1]
+            at = at - 1
+        scores[at] = score
+        ids[at] = token
 
 
 @inlined
-def say(said: Floats, row: Floats, mixture: Floats, item: Int, rank: Int) -> None:
-    """What the token before says of the next one, as the column weighs it."""
+def weigh(weighted: Floats, row: Floats, mixture: Floats, item: Int, rank: Int) -> None:
+    """Multiply the previous token's codebook row by the column's mixture."""
     for i in range(rank):
         one = row[i]
         if mixture.is_given:
             one = one * mixture[item * rank + i]
-        said[i] = one
+        weighted[i] = one
 
 
 @inlined
@@ -308,7 +309,7 @@ def dot(one: Floats, two: Floats, size: Int) -> Value:
 def keep_likely(
     scores: Floats, ordered: Floats, order: Longs, top_k: Int, reals: Floats, wholes: Longs
 ) -> None:
-    """sampling.keep_likely, by the candidates in the order of their scores."""
+    """sampling.keep_likely for the candidates, sorted by score."""
     for i in range(top_k):
         insert(ordered, order, i, scores[i], i)
     best = ordered[0]
@@ -334,22 +335,22 @@ def keep_likely(
 
 @inlined
 def draw(scores: Floats, ids: Longs, top_k: Int, seed: Int, position: Int) -> None:
-    """Add the noise of `kernels/noise.py`; what lies behind the candidates is scratch."""
+    """Add the noise of `kernels/noise.py`; memory behind the candidates is scratch."""
     for i in range(0, top_k, _FOUR):
         tokens = load(ids + i, _FOUR)
         words = philox((tokens >> 2).to(i32), position, seed)
-        place = (tokens & 3).to(i32)
+        lane = (tokens & 3).to(i32)
         word = words[0]
         for other in unrolled(1, 4):
-            word = select(place == other, words[other], word)
+            word = select(lane == other, words[other], word)
         store(scores + i, load(scores + i, _FOUR) + gumbel_of(word))
 
 
 @inlined
 def first_of_largest(scores: Floats, top_k: Int) -> Int:
-    best, place = scores[0], 0
+    best, index = scores[0], 0
     for i in range(1, top_k):
         if scores[i] > best:
             best = scores[i]
-            place = i
-    return place
+            index = i
+    return index

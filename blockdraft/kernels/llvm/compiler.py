@@ -1,16 +1,16 @@
-"""Turns a kernel, written as a Python function, into LLVM assembly.
+"""Compiles a kernel, written as a Python function, to LLVM assembly.
 
     @kernel
     def double(num_rows: Int, size: Int, x: Reals, *, real: Type) -> None:
         for row in taken(num_rows):              # every row is taken by one thread
-            for i in range(0, size, 4):          # a loop of the machine's
-                for j in unrolled(4):            # written out four times
+            for i in range(0, size, 4):          # a loop at run time
+                for j in unrolled(4):            # unrolled four times
                     x[row * size + i + j] = x[row * size + i + j] * 2.0
 
-Positional parameters are the fields of a job, keyword-only ones are known while it is compiled. Statements
-may be assignments, `for`, `while`, `if`, `return` at the end, and calls; what of them depends only on known
-values happens while the kernel is compiled. Expressions are Python's own over `language.Value`. A call runs
-the Python function; one that has loops or branches of the machine's is marked `inlined`.
+Positional parameters are the fields of a job, keyword-only ones are compile-time constants. Statements may be
+assignments, `for`, `while`, `if`, `return` at the end, and calls; those that depend only on constants run at
+compile time. Expressions are Python expressions over `language.Value`. A call runs the Python function at
+compile time; a function with run-time loops or branches is marked `inlined`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _BINARY: Mapping[type[ast.AST], Callable[[Any, Any], Any]] = {
 
 @dataclass(frozen=True)
 class Written:
-    """A function as its text has it."""
+    """A function by its source text."""
 
     function: FunctionType
 
@@ -70,30 +70,30 @@ class Written:
 
 
 def kernel(function: F) -> Written:
-    """A kernel; `jit.Jit` compiles it."""
+    """Mark a kernel; `jit.Jit` compiles it."""
     assert isinstance(function, FunctionType)
     names = function.__annotations__.values()
     assert all(isinstance(one, str) for one in names), "its file needs `from __future__ import annotations`"
     return Written(function)
 
 
-inlined = kernel  # a part of kernels that has loops or branches of its own
+inlined = kernel  # a part of kernels with run-time loops or branches
 
 
 def taken(count: Any) -> Iterator[Any]:
-    """The numbers below `count`, each for one thread of all that run the kernel."""
-    raise TypeError("only a kernel can take work")
+    """Distribute the numbers below `count` to the threads that run the kernel."""
+    raise TypeError("`taken` can only be used in a kernel")
 
 
 def unrolled(*bounds: int) -> Iterator[int]:
-    """`range`, written out: the kernel has the loop's body once per number."""
+    """Unrolled `range`: the kernel has the loop's body once per number."""
     return iter(range(*bounds))
 
 
 def assembly(kernel: Written, **known: Any) -> str:
-    """A module with `worker(ptr job)`, which every thread runs on the same job.
+    """Return a module with `worker(ptr job)`, which every thread runs on the same job.
 
-    A job's first field is the counter that threads take work from; the others are 8 bytes each.
+    A job's first field is the counter from which threads take work; the others have 8 bytes each.
     """
     wanted = {one.arg for one in kernel.tree.args.kwonlyargs}
     if wanted != set(known):
@@ -113,7 +113,7 @@ def assembly(kernel: Written, **known: Any) -> str:
 
 
 def field_types(kernel: Written) -> list[str]:
-    """The names of its fields' types, in order. Nothing is parsed for them: what is compiled is quick."""
+    """Return the names of the fields' types, in order, without parsing the source."""
     code, types = kernel.function.__code__, kernel.function.__annotations__
     return [types[name] for name in code.co_varnames[: code.co_argcount]]
 
@@ -129,15 +129,14 @@ def _field(text: Assembly, index: int, kind: str, known: Mapping[str, Any]) -> V
 
 
 class _Body:
-    """One function on its way into the text: its names, and what they stand for."""
+    """The compilation of one function: its names and their values."""
 
     def __init__(self, text: Assembly, written: Written, scope: dict[str, Any]) -> None:
         self._text, self._written, self._scope = text, written, scope
         self._result: Any = None
         self._has_returned = False
-        # Inside a loop or branch of the machine's: what names stood for before it.
-        self._outside: dict[str, Any] | None = None
-        self._offered: dict[str, Variable] = {}  # inside an 'else': what the other branch made
+        self._outside: dict[str, Any] | None = None  # in a run-time loop or branch: the scope before it
+        self._offered: dict[str, Variable] = {}  # in an 'else': the variables of the other branch
 
     def run(self, statements: list[ast.stmt]) -> Any:
         for statement in statements:
@@ -183,7 +182,7 @@ class _Body:
 
     def _return(self, statement: ast.Return) -> None:
         if self._outside is not None:
-            raise TypeError("a loop or branch of the machine's has no return")
+            raise TypeError("a run-time loop or branch cannot return")
         self._has_returned = True
         self._result = None if statement.value is None else self._eval(statement.value)
 
@@ -198,7 +197,7 @@ class _Body:
             self._set(target.id, value)
 
     def _bind_anew(self, target: ast.expr, value: Any) -> None:
-        """The names of `target` stand for `value` only: what is known stays known."""
+        """Bind the names of `target` to `value` as constants, forgetting old values."""
         for node in ast.walk(target):
             if isinstance(node, ast.Name):
                 self._scope.pop(node.id, None)
@@ -220,7 +219,7 @@ class _Body:
             self._scope[name] = value
 
     def _check_same(self, name: str, value: Any) -> None:
-        """What a name stands for outside of a loop or branch has one type, or is known and stays."""
+        """Check that a run-time loop or branch changes neither an outer name's type nor a constant."""
         if self._outside is None or name not in self._outside:
             return
         outer = self._outside[name]
@@ -229,13 +228,10 @@ class _Body:
             if kind != (outer.type, outer.element):
                 raise TypeError(f"'{name}' is {outer.type} and becomes another type in a loop or branch")
         elif (value is not outer and isinstance(value, Value | list | tuple)) or value != outer:
-            raise TypeError(f"'{name}' is known to be {outer!r} and changes in a loop or branch")
+            raise TypeError(f"'{name}' is the constant {outer!r} and changes in a loop or branch")
 
     def _in_region(self, act: Callable[[], Any]) -> dict[str, Any]:
-        """Write a part of the text that the machine may skip or repeat; its own names end with it.
-
-        Returns what these stood for.
-        """
+        """Write a part that may be skipped or repeated at run time; returns its local names."""
         before, self._outside = self._outside, {**(self._outside or {}), **self._scope}
         act()
         own = {name: self._scope.pop(name) for name in list(self._scope) if name not in self._outside}
@@ -295,7 +291,7 @@ class _Body:
 
     def _refuse_else(self, statement: ast.For | ast.While) -> None:
         if statement.orelse:
-            raise TypeError("a loop of the machine's has no 'else'")
+            raise TypeError("a run-time loop cannot have an 'else'")
 
     def _loop(self, begin: Callable[[], Value], body: Callable[[], None]) -> None:
         head, inside, after = (self._text.name(prefix) for prefix in ("head", "body", "after"))
@@ -303,7 +299,7 @@ class _Body:
         self._text.label(head)
         condition = begin()
         if not isinstance(condition, Value):
-            raise TypeError("the condition of a loop is known: the loop would never begin, or never end")
+            raise TypeError("the condition of a loop is constant: the loop would never begin, or never end")
         self._text.line(f"br i1 {condition.name}, label %{inside}, label %{after}")
         self._text.label(inside)
         self._in_region(body)
@@ -339,14 +335,14 @@ class _Body:
             node.id for part in statement.orelse for node in ast.walk(part)
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
         }  # fmt: skip
-        # A name that both branches made is there after them.
+        # A name that both branches assigned exists after them.
         self._scope.update((name, own[name]) for name in stored & own.keys() if own[name] is first.get(name))
 
     def _jump(self, label: str) -> None:
         self._text.line(f"br label %{label}")
 
     def _make_variable(self, statement: ast.stmt) -> None:
-        """Known whole numbers that a loop or branch of the machine's changes are known no longer."""
+        """Turn constant integers that a run-time loop or branch changes into variables."""
         for node in ast.walk(statement):
             targets = node.targets if isinstance(node, ast.Assign) else []
             targets = [node.target] if isinstance(node, ast.AugAssign) else targets
@@ -404,7 +400,7 @@ class _Body:
         return self._join(node.ops[0], self._eval(node.left), self._eval(node.comparators[0]))
 
     def _eval_boolop(self, node: ast.BoolOp) -> Any:
-        """Of known values as in Python; of others both sides are computed."""
+        """Evaluate constants as Python does; otherwise compute both sides."""
         is_or = isinstance(node.op, ast.Or)
         result = self._eval(node.values[0])
         for one in node.values[1:]:
@@ -419,7 +415,7 @@ class _Body:
         return result
 
     def _eval_ifexp(self, node: ast.IfExp) -> Any:
-        """Of known conditions as in Python; of others both sides are computed."""
+        """Evaluate a constant condition as Python does; otherwise compute both sides."""
         condition = self._eval(node.test)
         if not isinstance(condition, Value):
             return self._eval(node.body if condition else node.orelse)
@@ -455,7 +451,7 @@ class _Body:
 
 
 class _Refused(TypeError):
-    """A kernel that cannot be compiled, and where."""
+    """A kernel cannot be compiled; the message names the line."""
 
     def __init__(self, place: str, error: Exception) -> None:
         super().__init__(f"{place}: {error}")

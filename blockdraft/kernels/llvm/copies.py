@@ -1,6 +1,6 @@
-"""Copies that a step makes between its kernels, as kernels: a tape then replays them without Python.
+"""Kernels for copies between a step's kernels, which a tape can replay without Python.
 
-`lowered` takes an operation of PyTorch that only moves memory and does it by these, where it can.
+`lowered` runs a PyTorch operation that only moves memory by these kernels, if possible.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Empty = Callable[[Sequence[int], torch.dtype], Tensor]
 
 
 def lowered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], empty: Empty) -> Tensor | None:
-    """The result, in memory from `empty` where it is new; None: PyTorch has to do it."""
+    """Run an operation, with new memory from `empty`; None if PyTorch has to run it."""
     aten = torch.ops.aten
     if func is aten.clone.default and _becomes_contiguous(args[0], kwargs.get("memory_format")):
         return _copied(args[0], empty)
@@ -37,7 +37,7 @@ def lowered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], empty: Emp
 
 
 def _becomes_contiguous(x: Tensor, memory_format: torch.memory_format | None) -> bool:
-    """Whether PyTorch would lay a copy out so."""
+    """Whether PyTorch's copy of x would be contiguous."""
     if memory_format in (None, torch.preserve_format):
         return x.is_contiguous() or torch.empty_like(x, device="meta").is_contiguous()
     return memory_format is torch.contiguous_format
@@ -65,7 +65,7 @@ def _joined(parts: Sequence[Tensor], dim: int, empty: Empty) -> Tensor | None:
 
 
 def _put(source: Tensor, into: Tensor) -> bool:
-    """Copy, if both are at most two rows of rows of neighbouring values."""
+    """Copy if both tensors have at most two strided dimensions over contiguous values."""
     layout = _layout(source, into)
     if layout is None:
         return False
@@ -79,7 +79,7 @@ def _put(source: Tensor, into: Tensor) -> bool:
 
 
 def _layout(source: Tensor, into: Tensor) -> tuple[list[int], list[int], list[int], int] | None:
-    """Two counts, their strides on both sides, and how many values lie together."""
+    """Return two counts, their strides on both sides, and the number of contiguous values."""
     outer: list[tuple[int, int, int]] = []
     size = 1
     axes = zip(source.shape, source.stride(), into.stride(), strict=True)
@@ -116,7 +116,7 @@ def copy_rows(
     count: Int, rows: Int, far: Int, near: Int, into_far: Int, into_near: Int, size: Int, source: Bytes,
     into: Bytes,
 ) -> None:  # fmt: skip
-    """`rows` rows of `size` bytes, `count` times; strides are in bytes."""
+    """Copy `rows` rows of `size` bytes, `count` times; strides are in bytes."""
     for item in taken(count * rows):
         i, j = item // rows, item % rows
         copy(source + i * far + j * near, into + i * into_far + j * into_near, size)
@@ -124,7 +124,7 @@ def copy_rows(
 
 @kernel
 def gather_rows(count: Int, num_rows: Int, size: Int, index: Longs, table: Bytes, into: Bytes) -> None:
-    """Rows of `size` bytes; a negative index counts from the end, as in PyTorch."""
+    """Gather rows of `size` bytes; a negative index counts from the end, as in PyTorch."""
     for item in taken(count):
         row = index[item]
         if row < 0:

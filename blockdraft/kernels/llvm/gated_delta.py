@@ -1,15 +1,15 @@
-"""The gated delta rule on a CPU: a few columns of a head's state at a time, which stay in the nearest cache.
+"""The gated delta rule on a CPU: a few columns of a head's state at a time, which stay in the L1 cache.
 
-Columns of a state do not meet: one work item is (row, value head, piece of the columns), its tokens in order.
-The operations behind one column v of a state S [K, V], the same in every piece:
+Columns of a state are independent: a work item is (row, value head, piece of the columns), its tokens in
+order. The operations for one column v of a state S [K, V] are the same in every piece:
 
   held   = exp(gate) * sum of key[k] * S[k, v]: fused multiply-adds, k in order
   delta  = beta * (value - held)
   S[k, v] = fma(key[k], delta, S[k, v] * exp(gate))
   out    = sum of query[k] * S[k, v]: as above
 
-`fold` does the third line alone, from the delta that `scan` stored. So rows, tokens, threads and pieces do
-not enter. The convolution is one pass over the inputs, a token at a time.
+`fold` does only the third line, with the delta that `scan` stored. So bits do not depend on rows, tokens,
+threads or pieces. The convolution is one pass over the inputs, a token at a time.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from blockdraft.kernels.llvm.language import (
 )
 from blockdraft.kernels.llvm.pointwise import WIDE, llvm_rows
 
-_VECTOR_BYTES = 16  # which every CPU has
+_VECTOR_BYTES = 16  # a register size that every CPU has
 _VECTORS = 8  # of columns in a piece: enough sums to hide the latency of a multiply-add
-_SERIAL_OPS = 1 << 16  # multiply-adds below which waking a thread costs more than it saves
-_SERIAL_ELEMENTS = 1 << 14  # likewise, outputs of a convolution
+_SERIAL_OPS = 1 << 16  # multiply-adds; below, waking a thread costs more than it saves
+_SERIAL_ELEMENTS = 1 << 14  # the same for outputs of a convolution
 
 
 class GatedDeltaKernels:
-    """The contract of kernels/gated_delta.py for float32 or float64."""
+    """The kernels of kernels/gated_delta.py for float32 or float64."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
@@ -81,7 +81,7 @@ class GatedDeltaKernels:
         self._run(self._fold, state, tape, (None, None, None, None, counts.to(torch.int64).contiguous()))
 
     def _run(self, jit: Jit, state: Tensor, tape: Tape, others: tuple[Tensor | None, ...]) -> None:
-        """`others`: query, value, beta, out and counts, where the kernel reads them."""
+        """`others`: query, value, beta, out and counts; None if the kernel does not use them."""
         num_rows, num_heads, key_size, value_size = state.shape
         num_tokens, num_groups = tape.key.shape[1:3]
         assert tape.key.shape == (num_rows, num_tokens, num_groups, key_size)
@@ -126,13 +126,13 @@ def columns_of_piece(real: Type) -> int:
 
 
 def vectors_of_pieces(real: Type) -> list[tuple[int, int]]:
-    """(vectors, lanes) of the pieces that columns are done in, the largest first."""
+    """Return (vectors, lanes) of the pieces of columns, the largest first."""
     lanes = _VECTOR_BYTES * 8 // real.bits
     return [*((_VECTORS >> i, lanes) for i in range(_VECTORS.bit_length())), (1, 1)]
 
 
 class HeadPlace(NamedTuple):
-    """Where a value head of one row begins, at its first token; of the state, its first column."""
+    """Pointers to a value head of one row: its state, and the values of its first token."""
 
     state: Reals
     decay: Reals
@@ -145,7 +145,7 @@ class HeadPlace(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Of a head's state, and the elements from one token to the next."""
+    """The sizes of a head's state, and the numbers of elements from one token to the next."""
 
     key: Int
     value: Int
@@ -160,7 +160,7 @@ def do_tokens(
     value_size: Int, state_stride: Int, state: Reals, decay: Reals, key: Reals, delta: Reals,
     query: Reals, value: Reals, beta: Reals, out: Reals, counts: Longs, *, real: Type, is_fold: bool,
 ) -> None:  # fmt: skip
-    """A scan of all tokens, or a fold of each row's first ones; an item is a piece of one head's columns."""
+    """Scan all tokens, or fold each row's first tokens; an item is a piece of one head's columns."""
     own = scratch(state, real, key_size * columns_of_piece(real))
     sizes = Sizes(key_size, value_size, num_heads, num_groups * key_size, num_heads * value_size)
     for item in taken(num_items):
@@ -196,10 +196,10 @@ def do_columns(
     vectors: int,
     is_fold: bool,
 ) -> None:
-    """All tokens for some vectors of columns.
+    """Process all tokens for some vectors of columns.
 
-    The first token reads the state itself, the others `own`, which the one before wrote. A scan never writes
-    the state; a fold's last token does.
+    The first token reads the state, the others read `own`, which the token before wrote. Only the last token
+    of a fold writes the state.
     """
     lanes = vector.lanes
     source, source_stride = at.state + column, sizes.value
@@ -243,9 +243,9 @@ def convolve(
     num_items: Int, num_tokens: Int, size: Int, x_row: Int, x_token: Int, tail_row: Int, tail_token: Int,
     x: Reals, tail: Reals, weight: Reals, y: Reals, *, real: Type, taps: int,
 ) -> None:  # fmt: skip
-    """y[c] = silu(sum of weight[c, i] * input[i, c]): fused multiply-adds, i in order.
+    """Compute y[c] = silu(sum of weight[c, i] * input[i, c]) by fused multiply-adds, i in order.
 
-    The input of a tap lies in x, or before it in the tail.
+    The input of a tap is in x, or before x in the tail.
     """
     for item in taken(num_items):
         row, token = item // num_tokens, item % num_tokens

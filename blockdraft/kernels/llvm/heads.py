@@ -1,7 +1,7 @@
-"""Tokens on their way into the cache: their places, and norm, rotation and copy of their heads in one pass.
+"""Writes of heads to the cache on a CPU: tokens' slots, and norm, rotation and copy in one pass.
 
-A token is taken by one thread. Its bits are those of `pointwise.rms_norm`, then `pointwise.rotate`, then a
-copy; where keys and values are compressed, `kv_codec.rotate` comes last.
+One thread takes a token. The bits are those of `pointwise.rms_norm`, then `pointwise.rotate`, then a copy;
+with compression, `kv_codec.rotate` is last.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _SERIAL_ELEMENTS = 1 << 14  # below this, waking a thread costs more than it saves
 
 
-class Places:
+class LocateKernel:
     """attention.Locate on a CPU."""
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class Places:
 
 
 class HeadKernels:
-    """What a token's heads go through, for one dtype."""
+    """The kernel of kernels/heads.py for one dtype."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         real = real_type(dtype)
@@ -66,22 +66,22 @@ class HeadKernels:
         given = k.new_empty(num_tokens, 0, dim) if q is None else _whole_heads(q)
         heads = given.shape[1]
         out = k.new_empty(num_tokens, heads, dim)
-        keys, values, place = slots[:3]
+        keys, values, slot_ids = slots[:3]
         cos, sin = angles
         assert cos.shape == sin.shape == (num_tokens, 1, cos.shape[-1])
         assert keys.shape == values.shape == (groups, keys.shape[1], dim)
         assert 2 * cos.shape[-1] <= dim
-        assert all(one.is_contiguous() for one in (keys, values, place, cos, sin))
+        assert all(one.is_contiguous() for one in (keys, values, slot_ids, cos, sin))
         assert all(one.dtype == k.dtype for one in (given, v, keys, values, cos, sin))
-        assert place.shape == (num_tokens,)
-        assert place.dtype == torch.int64
+        assert slot_ids.shape == (num_tokens,)
+        assert slot_ids.dtype == torch.int64
         weights = (None, None) if norms is None else norms[:2]
         assert all(one is None or (one.dtype == k.dtype and one.is_contiguous()) for one in weights)
         signs, centre = _rotation_of(slots, k.dtype)
         run = self._write(has_norms=norms is not None, rotated=0 if signs is None else dim)
         run(
             num_tokens, heads, groups, dim, cos.shape[-1], keys.shape[1],
-            *given.stride()[:2], *k.stride()[:2], *v.stride()[:2], given, k, v, out, keys, values, place,
+            *given.stride()[:2], *k.stride()[:2], *v.stride()[:2], given, k, v, out, keys, values, slot_ids,
             cos, sin, *weights, 0.0 if norms is None else norms.eps, signs, centre,
             is_small=num_tokens * (heads + 2 * groups) * dim < _SERIAL_ELEMENTS,
         )  # fmt: skip
@@ -89,7 +89,7 @@ class HeadKernels:
 
 
 def _rotation_of(slots: Slots, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
-    """Signs [D] and centre [G, D] where heads are rotated."""
+    """Return signs [D] and centre [G, D] if heads are rotated."""
     if slots.rotation is None:
         return None, None
     signs, centre = (one.to(dtype).contiguous() for one in slots.rotation)
@@ -107,7 +107,7 @@ def locate(
     num_rows: Int, page_size: Int, num_pages: Int, page_table: Longs, rows: Longs, starts: Longs,
     offsets: Longs, positions: Longs, slots: Longs,
 ) -> None:  # fmt: skip
-    """Tokens [offsets[row], offsets[row + 1]) stand at starts[row] and on, in the row's pages."""
+    """Find positions and slots: tokens [offsets[row], offsets[row + 1]) begin at position starts[row]."""
     for row in taken(num_rows):
         pages = page_table + rows[row] * num_pages
         first = offsets[row]
@@ -121,13 +121,14 @@ def locate(
 def norm_rope_write(
     num_tokens: Int, heads: Int, groups: Int, dim: Int, size: Int, num_slots: Int,
     q_stride: Int, q_head: Int, k_stride: Int, k_head: Int, v_stride: Int, v_head: Int,
-    q: Reals, k: Reals, v: Reals, out: Reals, keys: Reals, values: Reals, place: Longs,
+    q: Reals, k: Reals, v: Reals, out: Reals, keys: Reals, values: Reals, slot_ids: Longs,
     cos: Reals, sin: Reals, q_weight: Reals, k_weight: Reals, eps: Real, signs: Reals, centre: Reals,
     *, real: Type, has_norms: bool, rotated: int,
 ) -> None:  # fmt: skip
-    """Queries go to `out`, keys and values to slot `place[token]`; heads lie `.._head` apart.
+    """Write queries to `out`, keys and values to slot `slot_ids[token]`; `.._head` are strides of heads.
 
-    Heads of `rotated` values, where that is not 0, are rotated where they then lie, keys less `centre`.
+    If `rotated`, the head size, is not 0, heads are then rotated in place, and `centre` is subtracted from
+    keys.
     """
     for token in taken(num_tokens):
         token_cos, token_sin = cos + token * size, sin + token * size
@@ -139,7 +140,7 @@ def norm_rope_write(
             if rotated:
                 rotate_signed(target, signs, rotated)
         for head in range(groups):
-            slot = (head * num_slots + place[token]) * dim
+            slot = (head * num_slots + slot_ids[token]) * dim
             source, target = k + token * k_stride + head * k_head, keys + slot
             norm_and_rope(
                 source, target, k_weight, token_cos, token_sin, dim, size, eps, real=real, has_norms=has_norms
@@ -158,7 +159,7 @@ def norm_and_rope(
     x: Reals, y: Reals, weight: Reals, cos: Reals, sin: Reals, dim: Int, size: Int, eps: Real,
     *, real: Type, has_norms: bool,
 ) -> None:  # fmt: skip
-    """One head, normalised where heads are, its first 2 * size values rotated."""
+    """Normalise one head if `has_norms`, and rotate its first 2 * size values."""
     if has_norms:
         normalise(x, y, weight, dim, eps, real)
         rotate_head(y, y, cos, sin, size)

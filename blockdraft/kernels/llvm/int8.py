@@ -1,15 +1,15 @@
-"""Products in whole numbers on a CPU: the kernels of `kernels/int8.py`, which has the contract.
+"""Products in int8 on a CPU; see `kernels/int8.py` for the contract.
 
-The sum of a row's products is exact in 32 bits in any order, so each path here gives the same bits:
+The sum of a row's products is exact in 32 bits in any order, so all instructions give the same bits:
 
   sdot      ARM with dot products: 4 columns of 4 rows at a time
-  vnni      x86 with AVX-512 VNNI: 4 columns of 16 rows; it multiplies unsigned with signed bytes, so tokens
-            are raised by 128, and the sums begin 128 times the row's sum too low
+  vnni      x86 with AVX-512 VNNI: 4 columns of 16 rows; it multiplies unsigned by signed bytes, so 128 is
+            added to tokens, and the sums start at -128 times the row's sum
   avx2      x86 with AVX2: 4 columns of 8 rows, by magnitudes and signs; two products of 127 * 127 fit 16 bits
   generic   any processor
 
-Weights lie in blocks of 16 rows, of which 4 columns after 4 columns: [N / 16, K / 4, 16, 4], so that a vector
-has 4 columns of some rows, which are multiplied with 4 values of a token and added up.
+Weights are in blocks of 16 rows, 4 columns after 4 columns: [N / 16, K / 4, 16, 4]. A vector has 4 columns of
+some rows, which are multiplied by 4 values of a token and summed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from blockdraft.kernels.int8 import TINY
+from blockdraft.kernels.int8 import COLUMNS, ROWS, TINY
 from blockdraft.kernels.llvm.compiler import inlined, kernel, taken, unrolled
 from blockdraft.kernels.llvm.jit import Jit
 from blockdraft.kernels.llvm.language import (
@@ -44,18 +44,16 @@ from blockdraft.kernels.llvm.language import (
     zeros,
 )
 
-ROWS = 16  # of a block of weights
-COLUMNS = 16  # values that both sides are filled up to with zeros
-_LANES = {"sdot": 4, "vnni": 16, "avx2": 8, "generic": 4}  # rows that one vector of weights has
-_TOKENS = {"sdot": 4, "vnni": 8, "avx2": 4, "generic": 2}  # of one tile: what registers hold
-_VECTOR = 16  # floats at a time while tokens are rounded
+_LANES = {"sdot": 4, "vnni": 16, "avx2": 8, "generic": 4}  # rows in one vector of weights
+_TOKENS = {"sdot": 4, "vnni": 8, "avx2": 4, "generic": 2}  # of one tile: as many as fit registers
+_VECTOR = 16  # floats at a time when tokens are rounded
 _CHUNK_BYTES = 64 * 1024  # of weights that a thread takes at a time
-_SERIAL_OPS = 1 << 17  # multiply-adds below which waking a thread costs more than it saves
-_SERIAL_VALUES = 1 << 14  # the same for tokens to round
+_SERIAL_OPS = 1 << 17  # multiply-adds; below, waking a thread costs more than it saves
+_SERIAL_VALUES = 1 << 14  # the same for values to round
 
 
 class Int8Kernels:
-    """All of them, by one path."""
+    """The kernels for one kind of instructions."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -68,9 +66,9 @@ class Int8Kernels:
     def round(
         self, x: Tensor, rotated: int, factors: Tensor, *, is_weight: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """float32 [M, K] times `factors` [K] as int8 [M, K filled up] and a scale each.
+        """Round float32 [M, K] times `factors` [K] to int8 [M, padded K] with a scale per row.
 
-        `rotated` values turn together before they are rounded.
+        Each `rotated` values are rotated together before.
         """
         m, k = x.shape
         assert x.dtype == torch.float32
@@ -89,7 +87,7 @@ class Int8Kernels:
         return values, scale
 
     def interleaved(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """int8 [N, K], K filled up, as a product reads it, and -128 times the sum of each row."""
+        """Pack int8 [N, padded K] for products; also return -128 times the sum of each row."""
         n, k = values.shape
         assert k % COLUMNS == 0
         blocks = -(-n // ROWS)
@@ -120,7 +118,7 @@ class Int8Kernels:
         return y
 
     def look_up(self, rows: Tensor, packed: Tensor, scale: Tensor, factors: Tensor, rotated: int) -> Tensor:
-        """Rows of the matrix that was packed, [M, K] float32, times `factors` [K]."""
+        """Return rows of the packed matrix, [M, K] float32, times `factors` [K]."""
         k = factors.shape[0]
         out = torch.empty(*rows.shape, k, dtype=torch.float32)
         buffer = torch.empty(*rows.shape, packed.shape[1] * 4, dtype=torch.float32)
@@ -137,10 +135,10 @@ def round_tokens(
     num_tokens: Int, size: Int, full: Int, stride: Int, rotated: Int, x: Floats, factors: Floats,
     buffer: Floats, values: Bytes, scale: Floats, *, flip: int,
 ) -> None:  # fmt: skip
-    """Each token, buffer, to whole numbers from -127 to 127 times a scale; zeros from `size` to `full`.
+    """Rotate each token and round it to integers from -127 to 127 times a scale; pad with zeros to `full`.
 
-    The largest magnitude is found by its bits, which order as numbers do, with infinity and NaN above all:
-    a token that has one gets it as its scale, and so do its products. `flip` changes each byte's sign bit.
+    The largest magnitude is found by its bits, which order like the numbers, with infinity and NaN above all:
+    a token with such a value gets it as its scale, and so do its products. `flip` is XORed to each byte.
     """
     for token in taken(num_tokens):
         row, out = buffer + token * full, values + token * full
@@ -168,16 +166,13 @@ def round_tokens(
 
 
 def to_int8(x: Value, factor: Value) -> Value:
-    """x * factor rounded to a byte; the limits are for NaN alone, which no whole number is."""
+    """Round x * factor to a byte; the limits are needed only for NaN."""
     return smallest(largest(rounded(x * factor), -127.0), 127.0).to(i32).to(i8)
 
 
 @inlined
 def hadamard(row: Floats, size: Int, rotated: Int) -> None:
-    """Walsh-Hadamard over each `rotated` values, a power of two: sums and differences of all pairs.
-
-    What one value had too much of, all of them then have a little of, so 8 bits serve them all.
-    """
+    """Walsh-Hadamard transform of each `rotated` values, a power of two; it spreads outliers."""
     for lanes in (1, 2, 4, 8):
         if rotated > lanes:
             if rotated >= 16:
@@ -196,12 +191,12 @@ def hadamard(row: Floats, size: Int, rotated: Int) -> None:
 
 @inlined
 def hadamard_lanes(row: Floats, size: Int, distance: int) -> None:
-    """Pairs within vectors: a lane's partner is `distance` away."""
+    """Combine pairs within vectors: a lane's partner is `distance` away."""
     for i in range(0, size, _VECTOR):
         x = load(row + i, _VECTOR)
         partner = x.lanes([lane ^ distance for lane in unrolled(_VECTOR)])
-        places = [lane + _VECTOR if lane & distance else lane for lane in unrolled(_VECTOR)]
-        store(row + i, (x + partner).lanes(places, partner - x))
+        chosen = [lane + _VECTOR if lane & distance else lane for lane in unrolled(_VECTOR)]
+        store(row + i, (x + partner).lanes(chosen, partner - x))
 
 
 @inlined
@@ -215,7 +210,7 @@ def hadamard_pairs(row: Floats, size: Int, distance: int) -> None:
 
 @kernel
 def interleave(num_blocks: Int, n: Int, k: Int, values: Bytes, packed: Bytes, sums: Words) -> None:
-    """Rows past the last are zeros."""
+    """Pack rows; rows past the last are zeros."""
     for block in taken(num_blocks):
         for r in range(ROWS):
             row = block * ROWS + r
@@ -236,7 +231,7 @@ def look_up(
     num_rows: Int, size: Int, full: Int, rotated: Int, rows: Longs, packed: Bytes, scale: Floats,
     factors: Floats, buffer: Floats, out: Floats,
 ) -> None:  # fmt: skip
-    """Turning twice gives back what was, `rotated` times as large, which the scale has already."""
+    """Dequantise rows: two rotations are the identity times `rotated`, by which the scale was divided."""
     for item in taken(num_rows):
         row = rows[item]
         block, r = row // ROWS, row % ROWS
@@ -253,7 +248,7 @@ def product(
     num_tokens: Int, n: Int, k: Int, chunk: Int, x: Bytes, x_scale: Floats, w: Bytes, sums: Words,
     w_scale: Floats, bias: Floats, onto: Floats, y: Floats, has_bias: Int, has_onto: Int, *, path: str,
 ) -> None:  # fmt: skip
-    """All tokens with some blocks of weights at a time, which stay in the nearest cache meanwhile."""
+    """Multiply all tokens by a few blocks of weights at a time, which stay in the L1 cache."""
     tokens = _TOKENS[path]
     blocks = (n + (ROWS - 1)) // ROWS
     for item in taken((blocks + chunk - 1) // chunk):
@@ -283,7 +278,7 @@ def tile(
     w_scale: Floats, bias: Floats, onto: Floats, y: Floats, has_bias: Int, has_onto: Int, tokens: int,
     path: str,
 ) -> None:  # fmt: skip
-    """One block of rows with some tokens: each weight is loaded once."""
+    """Multiply one block of rows by some tokens; each weight is loaded once."""
     lanes = _LANES[path]
     vectors = ROWS // lanes
     totals = Registers((tokens, vectors), zeros(x, i32.wide(lanes)))
@@ -304,10 +299,10 @@ def tile(
         for v in unrolled(vectors):
             store(sums + (t * ROWS + v * lanes), totals[t, v])
     for i in range(tokens):
-        place = (token + i) * n + first
+        output = (token + i) * n + first
         put(
-            sums + i * ROWS, w_scale + first, x_scale[token + i], n - first, bias + first, onto + place,
-            y + place, has_bias, has_onto,
+            sums + i * ROWS, w_scale + first, x_scale[token + i], n - first, bias + first, onto + output,
+            y + output, has_bias, has_onto,
         )  # fmt: skip
 
 
@@ -316,7 +311,7 @@ def put(
     sums: Words, w_scale: Floats, scale: Real, num_rows: Int, bias: Floats, onto: Floats, y: Floats,
     has_bias: Int, has_onto: Int,
 ) -> None:  # fmt: skip
-    """A token's outputs of one block of rows, of which the last block of a matrix may have fewer."""
+    """Write a token's outputs of one block of rows; the last block of a matrix may have fewer rows."""
     values = load(sums, ROWS).to(f32) * load(w_scale, ROWS) * scale
     if num_rows >= ROWS:
         if has_bias != 0:
@@ -337,7 +332,7 @@ def put(
 
 
 def dot(total: Value, weights: Value, values: Value, j: int, path: str) -> Value:
-    """total[row] += the product of weights[row] and values 4 j to 4 j + 3 of a token, for each row."""
+    """Add the product of weights[row] and values 4 j to 4 j + 3 of a token to total[row], for each row."""
     lanes = total.type.lanes
     four = values.bits_as(i32.wide(4)).lanes([j] * lanes).bits_as(i8.wide(4 * lanes))
     call = total.text.call
@@ -350,8 +345,8 @@ def dot(total: Value, weights: Value, values: Value, j: int, path: str) -> Value
         pairs = call("llvm.x86.avx2.pmadd.ub.sw", i16.wide(2 * lanes), absolute(four), signed)
         return total + call("llvm.x86.avx2.pmadd.wd", total.type, pairs, pairs.constant(1))
     products = weights.to(i16) * four.to(i16)
-    for place in range(4):
-        total = total + products.lanes(range(place, 4 * lanes, 4)).to(i32)
+    for column in range(4):
+        total = total + products.lanes(range(column, 4 * lanes, 4)).to(i32)
     return total
 
 

@@ -1,4 +1,4 @@
-"""Runs kernels, which llvmlite compiles for this processor, on all threads (pool.py)."""
+"""Compiles kernels for this processor by llvmlite, and runs them on all threads (pool.py)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def real_type(dtype: torch.dtype) -> Type:
 
 
 class Jit:
-    """A kernel for known values, compiled when it is first called; calling it runs it on its fields."""
+    """A kernel with its compile-time constants, compiled on the first call; a call runs it on its fields."""
 
     def __init__(self, kernel: Written, **known: Any) -> None:
         self._kernel, self._known = kernel, known
@@ -41,7 +41,7 @@ class Jit:
         return _compiler().address(self._kernel, self._known)
 
     def compile(self) -> None:
-        """Now, and not when it is first called."""
+        """Compile now instead of on the first call."""
         assert self._address
 
     @functools.cached_property
@@ -55,9 +55,9 @@ class Jit:
         return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._address)
 
     def __call__(self, *fields: float | Tensor | None, is_small: bool = False) -> None:
-        """Run to the end; a small job is not worth waking a thread for.
+        """Run the kernel; an `is_small` job runs on this thread alone.
 
-        The memory behind the fields must stay until then, or as long as the tape that records the call.
+        The memory of the fields must stay valid meanwhile, or as long as the tape that records the call.
         """
         job = self._job(fields)
         num_threads = 1 if is_small else torch.get_num_threads()
@@ -76,12 +76,12 @@ class Jit:
 
 
 def run_together(calls: ctypes.Array[ctypes.c_int64], num_threads: int) -> None:
-    """Kernels with their jobs (pool.table), one after another, each by up to so many threads."""
+    """Run kernels with their jobs (pool.table) one after another, each on up to `num_threads` threads."""
     pool().run(calls, num_threads)
 
 
 class _Compiler:
-    """LLVM for this machine. What it has compiled is kept on the disk for the next start."""
+    """LLVM for this machine. Compiled code is cached on disk for the next start."""
 
     def __init__(self) -> None:
         self._llvm = importlib.import_module("llvmlite.binding")
@@ -95,10 +95,10 @@ class _Compiler:
         self._jit = self._llvm.create_lljit_compiler(self._machine)
         self._facts = (_sources(), str(self._llvm.llvm_version_info), self._machine.triple, *host)
         self._names = itertools.count()
-        self._linked: list[object] = []  # else the code is freed
+        self._linked: list[object] = []  # keeps the code from being freed
 
     def address(self, kernel: Written, known: dict[str, Any]) -> int:
-        """Where the kernel's `worker` is, compiled for these known values."""
+        """Return the address of the kernel's `worker`, compiled for these constants."""
         name = f"{kernel.function.__module__}.{kernel.function.__name__}"
         compiled = _Compiled(name, repr(sorted(known.items())), *self._facts)
         code = compiled.load()
@@ -115,7 +115,7 @@ class _Compiler:
         module = self._llvm.parse_assembly(source)
         module.verify()
         builder = self._llvm.create_pass_builder(self._machine, self._llvm.create_pipeline_tuning_options())
-        passes = self._llvm.create_new_function_pass_manager()  # all of O2 takes longer and gains nothing
+        passes = self._llvm.create_new_function_pass_manager()  # O2 takes longer and gains nothing
         passes.add_sroa_pass()
         passes.add_simplify_cfg_pass()
         passes.add_instruction_combine_pass()
@@ -134,7 +134,6 @@ def _compiler() -> _Compiler:
 
 @functools.cache
 def pool() -> Pool:
-    """This process's."""
     return new_pool()
 
 
@@ -146,15 +145,15 @@ def new_pool() -> Pool:
 
 @functools.cache
 def _sources() -> str:
-    """A digest of the kernels' text and of what turns it into code."""
+    """A digest of the source code of kernels and compiler."""
     files = sorted(Path(__file__).parent.glob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 class _Compiled:
-    """A kernel's machine code on the disk, after its digest.
+    """A kernel's machine code on disk, after its digest.
 
-    It is named after all that decides it: the sources, LLVM's version and the processor.
+    The file's name is a hash of the sources, LLVM's version and the processor.
     """
 
     def __init__(self, *facts: str) -> None:
@@ -162,7 +161,7 @@ class _Compiled:
         self._file = cache_dir() / "kernels" / f"{name}.o"
 
     def load(self) -> bytes | None:
-        """None: it has to be compiled."""
+        """Return the code; None if it has to be compiled."""
         try:
             digest, code = (raw := self._file.read_bytes())[:32], raw[32:]
         except OSError:

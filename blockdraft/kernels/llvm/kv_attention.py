@@ -1,10 +1,10 @@
-"""Paged attention on a CPU over compressed keys and values: the kernel of `kernels/kv_compressed.py`.
+"""Paged attention over compressed keys and values on a CPU; see `kernels/kv_compressed.py` for the contract.
 
-Its steps, and its promise about bits, are attention.py's, whose CHUNK is kv_positions' TILE: of a chunk a
-query reads all keys as they are, or all of them compressed. Those are decoded, once for a unit's vectors, to
-the thread's own memory, and are read there. Where a unit's queries disagree about a chunk, the earlier ones
-read it exact and the later ones compressed: they go through it one after the other, and what a vector does
-is the same in any company. Only slots that a query reads are touched.
+The steps, and what bits depend on, are those of attention.py. Its CHUNK is TILE of kv_positions: a query
+reads all keys of a chunk exact, or all of them compressed. Compressed keys are decoded once for a unit's
+vectors, to the thread's own memory, and read there. If a unit's queries differ for a chunk, the earlier ones
+read it exact and the later ones compressed, one after the other, so a vector's operations do not depend on
+the others. Only slots that a query reads are accessed.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class CompressedAttention:
     def __call__(
         self, q: Tensor, pages: CompressedPages, blocks: Blocks, mask: Mask, sinks: Tensor | None = None
     ) -> Tensor:
-        """q [N, H, D] over one layer's pages; returns [N, H, D]."""
+        """Attend with q [N, H, D] over one layer's pages; returns [N, H, D]."""
         num_groups, num_exact, dim = pages.exact_keys.shape[1:]
         num_heads, exact_table, table = q.shape[1], blocks.exact_table, blocks.table
         stores = (pages.exact_keys, pages.exact_values, *pages.keys, *pages.values)
@@ -108,11 +108,11 @@ def compressed_attention(
     key_scale: Halves, value_codes: Bytes, value_scale: Halves, sinks: Reals, signs: Reals,
     *, real: Type, dim: int, form: KvFormat, permute: bool,
 ) -> None:  # fmt: skip
-    """An item is a unit's query vectors over one key head, as in `attention.paged_attention`."""
+    """Process items: a unit's query vectors over one key head, as in `attention.paged_attention`."""
     state = room(q, real)
-    ends = scratch(q, i64, MAX_VECTORS)  # where what a vector reads compressed ends
+    ends = scratch(q, i64, MAX_VECTORS)  # the end of compressed keys for each vector
     near_keys, near_values = scratch(q, real, CHUNK * dim), scratch(q, real, CHUNK * dim)
-    near = scratch(q, i64, CHUNK + GROUP)  # where a key of the chunk begins in these
+    near = scratch(q, i64, CHUNK + GROUP)  # offsets of the chunk's keys in these
     for key in range(CHUNK + GROUP):
         near[key] = key * dim
     for item in taken(num_items):
@@ -161,7 +161,7 @@ def compressed_attention(
 
 @inlined
 def exact_vectors(ends: Longs, count: Int, chunk: Int) -> Int:
-    """How many vectors read the chunk as it is: the first ones, since ends do not fall."""
+    """Return how many vectors read the chunk exact: the first ones, since `ends` never decrease."""
     found = chunk * 0
     for i in range(count):
         found = found + select(ends[i] <= chunk, 1, chunk * 0)
@@ -195,7 +195,7 @@ def bring(
 
 @inlined
 def rotate_back(state: State, count: Int, out: Reals, signs: Reals, dim: int) -> None:
-    """What the values' rotation has done to the outputs."""
+    """Undo the values' rotation in the outputs."""
     for i in range(count):
         hadamard_head(out + state.out[i], dim)
         sign_head(out + state.out[i], signs, dim)

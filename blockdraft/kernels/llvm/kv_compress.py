@@ -1,7 +1,7 @@
-"""Tiles of keys and values on their way into the compressed cache: `kv_compressed.compress` on a CPU.
+"""Compression of keys and values on a CPU: `kv_compressed.compress`.
 
-A vector's operations are those of `kv_codec`'s encoders, one by one in float32, so its bytes are theirs. They
-follow from the vector alone. Which rows have tiles to compress is read when the kernel runs.
+A vector's operations are those of the encoders in `kv_codec`, in float32, so the bytes are equal, and depend
+only on the vector. The kernel reads at run time which rows have tiles to compress.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from blockdraft.kernels.kv_compressed import CompressedPages, Tiles
 
 _LARGEST_SCALE = torch.finfo(torch.float16).max
-_SMALLEST_FLOAT8 = 2.0**-6  # that is not written as a multiple of 2**-9
+_SMALLEST_FLOAT8 = 2.0**-6  # the smallest normal number; smaller ones are multiples of 2**-9
 
 
 class CompressTiles:
@@ -79,7 +79,7 @@ def compress_tiles(
     ends: Longs, keys: Reals, values: Reals, key_codes: Bytes, key_scale: Halves, value_codes: Bytes,
     value_scale: Halves, *, real: Type, dim: int, form: KvFormat, permute: bool,
 ) -> None:  # fmt: skip
-    """A key head of a layer is taken by one thread: all rows' tiles, of which most rows have none."""
+    """Compress the tiles of all rows, most of which have none; a thread takes a key head of a layer."""
     for head in taken(num_heads):
         for row in range(num_rows):
             begin = begins[row]
@@ -100,7 +100,7 @@ def compress_tiles(
 
 @inlined
 def encode(x: Reals, codes: Bytes, scale: Halves, dim: int, codec: Codec, permute: bool) -> None:
-    """One vector [dim]."""
+    """Encode one vector [dim]."""
     y = scratch(x, f32, dim)
     peak = peak_of(x, y, dim)
     if isinstance(codec, EightBits):
@@ -110,12 +110,12 @@ def encode(x: Reals, codes: Bytes, scale: Halves, dim: int, codec: Codec, permut
         round_eight(y, codes, by, dim, most, codec.is_float)
     elif isinstance(codec, RotatedLevels):
         divide(y, y, peak, dim)
-        rest, places = scratch(x, f32, dim), scratch(x, i8, dim)
+        rest, unpacked = scratch(x, f32, dim), scratch(x, i8, dim)
         square = sum_of_products(rest, y, y, dim)
         unit = sqrt(over(square.constant(float(dim)), square))
         levels = scratch(x, f32, dim)
-        nearest(y, places, levels, unit, dim, codec.bits, permute)
-        pack(places, codes, dim, codec.bits)
+        nearest(y, unpacked, levels, unit, dim, codec.bits, permute)
+        pack(unpacked, codes, dim, codec.bits)
         if codec.scaling == "unbiased":
             scale[0] = stored(peak * over(square, sum_of_products(rest, y, levels, dim)))
         else:
@@ -123,7 +123,7 @@ def encode(x: Reals, codes: Bytes, scale: Halves, dim: int, codec: Codec, permut
 
 
 def peak_of(x: Pointer, y: Pointer, dim: int) -> Value:
-    """x as float32 in y, and its largest magnitude: by its bits, where NaN is above all."""
+    """Copy x to y in float32; return its largest magnitude, found by its bits, where NaN is the largest."""
     lanes, best = lanes_in(dim), None
     for d in range(0, dim, lanes):
         some = load(x + d, lanes).to(f32)
@@ -139,7 +139,7 @@ def is_finite(x: Value) -> Value:
 
 
 def over(x: Value, by: Value) -> Value:
-    """x / by; zero where that is zero or not finite."""
+    """Return x / by; zero if `by` is zero or not finite."""
     return select((by > 0.0) & is_finite(by), x / by, x.constant(0.0))
 
 
@@ -157,7 +157,7 @@ def stored(scale: Value) -> Value:
 
 
 def sum_of_products(rest: Pointer, x: Pointer, y: Pointer, dim: int) -> Value:
-    """kv_codec's sum: the first half plus the second until one is left. `rest` is room for it."""
+    """Sum x * y as kv_codec does: the first half plus the second until one is left. `rest` is scratch."""
     lanes = lanes_in(dim)
     for d in range(0, dim, lanes):
         store(rest + d, load(x + d, lanes) * load(y + d, lanes))
@@ -173,9 +173,9 @@ def sum_of_products(rest: Pointer, x: Pointer, y: Pointer, dim: int) -> Value:
 
 
 def nearest(
-    y: Pointer, places: Pointer, levels: Pointer, unit: Value, dim: int, bits: int, permute: bool
+    y: Pointer, unpacked: Pointer, levels: Pointer, unit: Value, dim: int, bits: int, permute: bool
 ) -> None:
-    """Codes of y * unit, each in a byte, and their levels."""
+    """Round y * unit to codes, one per byte, and their levels."""
     first = 1 << bits - 1
     for d in range(0, dim, LANES):
         u = load(y + d, LANES) * unit
@@ -183,27 +183,27 @@ def nearest(
         for below, above in itertools.pairwise(LEVELS[bits]):
             size = size + (magnitude(u) >= (below + above) / 2).to(i32)
         code = select(u < 0.0, first - 1 - size, first + size).to(i8)
-        store(places + d, code)
+        store(unpacked + d, code)
         store(levels + d, levels_of(code, bits, permute))
 
 
-def pack(places: Pointer, codes: Pointer, dim: int, bits: int) -> None:
+def pack(unpacked: Pointer, codes: Pointer, dim: int, bits: int) -> None:
     """kv_codec.pack"""
     if bits == 4:
-        _plane(places, codes, dim, 4, 0)
+        _plane(unpacked, codes, dim, 4, 0)
     else:
-        _plane(places, codes, dim, bits - 1, 0)
-        _plane(places, codes + dim * (bits - 1) // 8, dim, 1, bits - 1)
+        _plane(unpacked, codes, dim, bits - 1, 0)
+        _plane(unpacked, codes + dim * (bits - 1) // 8, dim, 1, bits - 1)
 
 
-def _plane(places: Pointer, codes: Pointer, dim: int, width: int, bit: int) -> None:
-    """`width` bits of each code from `bit` on, 8 / width of them a byte."""
+def _plane(unpacked: Pointer, codes: Pointer, dim: int, width: int, bit: int) -> None:
+    """Pack `width` bits of each code, from `bit` on, 8 / width codes per byte."""
     size = dim * width // 8
     lanes = lanes_in(size)
     for d in range(0, size, lanes):
-        packed = places.constant(0, i8.wide(lanes))
+        packed = unpacked.constant(0, i8.wide(lanes))
         for part in range(8 // width):
-            some = load(places + part * size + d, lanes) >> bit & (1 << width) - 1
+            some = load(unpacked + part * size + d, lanes) >> bit & (1 << width) - 1
             packed = packed | some << width * part
         store(codes + d, packed)
 
@@ -218,7 +218,7 @@ def round_eight(y: Pointer, codes: Pointer, by: Value, dim: int, most: float, is
 
 
 def _float8(x: Value) -> Value:
-    """The bits of numbers up to 448 as e4m3, rounded to nearest, of two to the even one."""
+    """Return the bits of numbers up to 448 as e4m3, rounded to nearest, ties to even."""
     bits = x.bits_as(i32.wide(x.type.lanes))
     size = bits & 0x7FFFFFFF
     normal = (size + (0x7FFFF + (size >> 20 & 1)) >> 20) - (127 - 7 << 3)

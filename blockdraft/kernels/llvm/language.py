@@ -1,8 +1,8 @@
-"""What a CPU kernel is written with: numbers and vectors, pointers, and the operations on them.
+"""The language of CPU kernels: numbers and vectors, pointers, and the operations on them.
 
-A kernel is a Python function over these (`compiler.py` says what of Python it may use). Operators mean what
-they mean in C without fast-math: each rounds once, none is reordered or contracted, so the text decides the
-bits. A Python number takes the type of what it meets; a single value meets a vector in each of its lanes.
+A kernel is a Python function over these (`compiler.py` lists the supported statements). Operators work as in
+C without fast-math: each rounds once, and none is reordered or contracted, so the source decides the bits. A
+Python number takes the type of the other operand; a scalar is spread to the lanes of a vector.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-# How a kernel's arguments are named in its signature; the compiler reads these names.
+# The types of arguments in a kernel's signature; the compiler reads these names.
 Int: TypeAlias = Any  # 64 bits
 Real: TypeAlias = Any  # of the kernel's `real` type
-Reals: TypeAlias = Any  # a pointer to such
+Reals: TypeAlias = Any  # a pointer to Real
 Floats: TypeAlias = Any  # a pointer to float32
-Halves: TypeAlias = Any  # a pointer to float16, which is converted to compute with it
+Halves: TypeAlias = Any  # a pointer to float16, which must be converted for arithmetic
 Bytes: TypeAlias = Any  # a pointer to int8
 Words: TypeAlias = Any  # a pointer to int32
 Longs: TypeAlias = Any  # a pointer to int64
@@ -27,7 +27,7 @@ Longs: TypeAlias = Any  # a pointer to int64
 
 @dataclass(frozen=True, slots=True)
 class Type:
-    """An LLVM type: numbers of `name`, `lanes` of them, or one where that is 0."""
+    """An LLVM type: a vector with `lanes` numbers of type `name`, or a scalar if `lanes` is 0."""
 
     name: str
     lanes: int = 0
@@ -45,7 +45,7 @@ class Type:
 
     @property
     def suffix(self) -> str:
-        """How intrinsics on it are named."""
+        """The suffix of intrinsics for this type."""
         one = f"f{self.bits}" if self.is_float else f"i{self.bits}"
         return f"v{self.lanes}{one}" if self.lanes else one
 
@@ -57,7 +57,7 @@ class Type:
         return Type(self.name)
 
     def literal(self, number: float) -> str:
-        """A constant; LLVM writes floats as the hexadecimal of the double they are exactly equal to."""
+        """Return a constant in LLVM's syntax: floats are hexadecimals of an equal double."""
         if self.is_float:
             exact = struct.unpack("f", struct.pack("f", number))[0] if self.bits == 32 else float(number)
             one = f"0x{struct.unpack('Q', struct.pack('d', exact))[0]:016X}"
@@ -75,10 +75,10 @@ _POINTER = Type("ptr")
 
 
 class Assembly:
-    """The LLVM assembly of one module as it is written."""
+    """The LLVM assembly of one module."""
 
     def __init__(self) -> None:
-        self.entry: list[str] = []  # variables live here: LLVM turns them into registers
+        self.entry: list[str] = []  # declarations of variables, which LLVM turns into registers
         self.body: list[str] = []
         self.declared: set[str] = set()
         self._names = itertools.count()
@@ -90,7 +90,7 @@ class Assembly:
         self.body.append(f"  {text}")
 
     def value(self, text: str, type: Type) -> Value:
-        """What the instruction `text` gives."""
+        """Add the instruction `text` and return its result."""
         name = self.name()
         self.line(f"{name} = {text}")
         return Value(self, name, type)
@@ -99,7 +99,7 @@ class Assembly:
         self.body.append(f"{name}:")
 
     def call(self, function: str, result: Type | None, *arguments: Value) -> Value:
-        """An intrinsic or another outside function."""
+        """Call an intrinsic or an external function."""
         kinds = ", ".join(str(one.type) for one in arguments)
         self.declared.add(f"declare {result or 'void'} @{function}({kinds})")
         given = ", ".join(f"{one.type} {one.name}" for one in arguments)
@@ -110,7 +110,7 @@ class Assembly:
 
 
 class Value:
-    """A number or a vector that the kernel computes."""
+    """A number or a vector at run time."""
 
     def __init__(self, text: Assembly, name: str, type: Type) -> None:
         self.text, self.name, self.type = text, name, type
@@ -120,7 +120,7 @@ class Value:
         return Value(self.text, type.literal(number), type)
 
     def to(self, type: Type) -> Value:
-        """Converted, as C does; floats become whole numbers that they are equal to already."""
+        """Convert as C does; floats must be integral to become integers."""
         old, new = self.type, type.wide(self.type.lanes)
         if old == new:
             return self
@@ -135,16 +135,16 @@ class Value:
         return self.text.value(f"{name} {old} {self.name} to {new}", new)
 
     def widened(self, type: Type) -> Value:
-        """A whole number that is not negative, with zeros above it."""
+        """Zero-extend an integer."""
         new = type.wide(self.type.lanes)
         return self.text.value(f"zext {self.type} {self.name} to {new}", new)
 
     def bits_as(self, type: Type) -> Value:
-        """The same bits under another type, of as many."""
+        """Reinterpret the bits as another type of the same size."""
         return self.text.value(f"bitcast {self.type} {self.name} to {type}", type)
 
     def spread(self, lanes: int) -> Value:
-        """This number in every lane."""
+        """Return a vector with this number in every lane."""
         wide = self.type.wide(lanes)
         one = self.text.value(f"insertelement {wide} poison, {self.type} {self.name}, i32 0", wide)
         zeros = f"<{lanes} x i32> zeroinitializer"
@@ -153,12 +153,12 @@ class Value:
     def __getitem__(self, lane: int) -> Value:
         return self.text.value(f"extractelement {self.type} {self.name}, i32 {lane}", self.type.single)
 
-    def lanes(self, places: Iterable[int], other: Value | None = None) -> Value:
-        """The lanes at `places` of this vector, or of this and another behind it."""
-        places = list(places)
+    def lanes(self, indices: Iterable[int], other: Value | None = None) -> Value:
+        """Select lanes by index from this vector, or from this and another behind it."""
+        indices = list(indices)
         second = f"{self.type} {other.name if other is not None else 'poison'}"
-        mask = f"<{len(places)} x i32> <{', '.join(f'i32 {place}' for place in places)}>"
-        wide = self.type.wide(len(places))
+        mask = f"<{len(indices)} x i32> <{', '.join(f'i32 {index}' for index in indices)}>"
+        wide = self.type.wide(len(indices))
         return self.text.value(f"shufflevector {self.type} {self.name}, {second}, {mask}", wide)
 
     def _operate(self, whole: str, real: str, other: Operand, *, swapped: bool = False) -> Value:
@@ -199,12 +199,11 @@ class Value:
     def __rtruediv__(self, other: Operand) -> Value:
         return self._operate("", "fdiv", other, swapped=True)
 
+    # Unsigned: operands of // and % must not be negative.
     def __floordiv__(self, other: Operand) -> Value:
-        """Of whole numbers that are not negative."""
         return self._operate("udiv", "", other)
 
     def __mod__(self, other: Operand) -> Value:
-        """Of whole numbers that are not negative."""
         return self._operate("urem", "", other)
 
     def __and__(self, other: Operand) -> Value:
@@ -220,11 +219,11 @@ class Value:
         return self._operate("shl", "", other)
 
     def __rshift__(self, other: Operand) -> Value:
-        """Zeros come in from above."""
+        """Logical shift: zeros are shifted in."""
         return self._operate("lshr", "", other)
 
     def above(self, bits: int) -> Value:
-        """Without its lowest `bits`: the sign comes in from above."""
+        """Arithmetic shift right: the sign is shifted in."""
         return self._operate("ashr", "", bits)
 
     def __neg__(self) -> Value:
@@ -265,7 +264,7 @@ Operand: TypeAlias = Value | float
 
 
 class Pointer(Value):
-    """The address of numbers of type `element`: p[i] reads and writes one, p + i is the address i further."""
+    """The address of numbers of type `element`: p[i] reads and writes one, p + i is the i-th address."""
 
     def __init__(self, text: Assembly, name: str, element: Type) -> None:
         super().__init__(text, name, _POINTER)
@@ -288,22 +287,21 @@ class Pointer(Value):
         store(self + index, value)
 
     def of(self, element: Type) -> Pointer:
-        """The same address, read as numbers of another type."""
+        """Return the address as a pointer to numbers of another type."""
         return Pointer(self.text, self.name, element)
 
     @property
     def is_given(self) -> Value:
-        """Whether it is not null."""
         return self.text.value(f"icmp ne ptr {self.name}, null", i1)
 
     def pointer(self, index: Operand, element: Type = i64) -> Pointer:
-        """The address that is stored there."""
+        """Load an address."""
         found = self.text.value(f"load ptr, ptr {self._at(index)}", _POINTER)
         return Pointer(self.text, found.name, element)
 
 
 class Variable:
-    """A name of the kernel's text whose value changes."""
+    """A name in a kernel whose value changes at run time."""
 
     def __init__(self, text: Assembly, type: Type, element: Type | None) -> None:
         self._text, self.type, self.element = text, type, element
@@ -319,41 +317,38 @@ class Variable:
 
 
 class Registers:
-    """A table of values that change, each in a register: sums[row, token] += …
-
-    Its indices are known while the kernel is compiled.
-    """
+    """A table of variables in registers: sums[row, token] += …; indices are compile-time constants."""
 
     def __init__(self, shape: Sequence[int], first: Value) -> None:
-        places = itertools.product(*map(range, shape))
-        self._places = {place: Variable(first.text, first.type, None) for place in places}
+        indices = itertools.product(*map(range, shape))
+        self._variables = {index: Variable(first.text, first.type, None) for index in indices}
         self._first = first
         self.fill()
 
     def fill(self) -> None:
-        """What they began with, again."""
-        for place in self._places.values():
-            place.set(self._first)
+        """Set all to the initial value."""
+        for variable in self._variables.values():
+            variable.set(self._first)
 
-    def __getitem__(self, place: int | tuple[int, ...]) -> Value:
-        return self._at(place).get()
+    def __getitem__(self, index: int | tuple[int, ...]) -> Value:
+        return self._at(index).get()
 
-    def __setitem__(self, place: int | tuple[int, ...], value: Value) -> None:
+    def __setitem__(self, index: int | tuple[int, ...], value: Value) -> None:
         if value.type != self._first.type:
             raise TypeError(f"{value.type} goes to registers of {self._first.type}")
-        self._at(place).set(value)
+        self._at(index).set(value)
 
-    def _at(self, place: int | tuple[int, ...]) -> Variable:
-        place = place if isinstance(place, tuple) else (place,)
-        if any(isinstance(one, Value) for one in place):
-            raise TypeError("which register is meant has to be known")
-        if place not in self._places:
-            raise IndexError(f"there is no register {place}")
-        return self._places[place]
+    def _at(self, index: int | tuple[int, ...]) -> Variable:
+        index = index if isinstance(index, tuple) else (index,)
+        if any(isinstance(one, Value) for one in index):
+            raise TypeError("the index of a register must be a compile-time constant")
+        if index not in self._variables:
+            raise IndexError(f"there is no register {index}")
+        return self._variables[index]
 
 
 def matched(one: Operand, two: Operand) -> tuple[Value, Value]:
-    """Both as values of one type."""
+    """Convert both operands to values of one type."""
     if not isinstance(one, Value):
         assert isinstance(two, Value)
         return two.constant(one), two
@@ -368,18 +363,18 @@ def matched(one: Operand, two: Operand) -> tuple[Value, Value]:
 
 
 def zeros(like: Value, type: Type) -> Value:
-    """0 in `type`; `like` is any value of the kernel."""
+    """Return 0 in `type`; `like` is any value of the kernel."""
     return Value(like.text, "zeroinitializer" if type.lanes else type.literal(0), type)
 
 
 def constants(like: Value, type: Type, numbers: Sequence[float]) -> Value:
-    """A vector of known numbers."""
+    """Return a constant vector."""
     lanes = ", ".join(f"{type} {type.literal(number)}" for number in numbers)
     return Value(like.text, f"<{lanes}>", type.wide(len(numbers)))
 
 
 def load(at: Pointer, lanes: int = 0) -> Value:
-    """The number at an address, or as many as a vector has."""
+    """Load the number at an address, or a vector with `lanes` numbers."""
     type = at.element.wide(lanes)
     return at.text.value(f"load {type}, ptr {at.name}, align {max(1, at.element.bits // 8)}", type)
 
@@ -392,7 +387,7 @@ def store(at: Pointer, value: Operand) -> None:
 
 
 def prefetch(at: Pointer, *, level: int) -> None:
-    """Ask for the cache line; level 3 is the L1, 2 the L2."""
+    """Prefetch the cache line; level 3 is the L1, 2 the L2."""
     at.text.declared.add("declare void @llvm.prefetch.p0(ptr, i32, i32, i32)")
     at.text.line(f"call void @llvm.prefetch.p0(ptr {at.name}, i32 0, i32 {level}, i32 1)")
 
@@ -416,7 +411,7 @@ def _intrinsic(name: str, *operands: Operand) -> Value:
 
 
 def fma(one: Operand, two: Operand, plus: Operand) -> Value:
-    """one * two + plus, rounded once."""
+    """Return one * two + plus, rounded once."""
     return _intrinsic("fma", one, two, plus)
 
 
@@ -430,7 +425,7 @@ def magnitude(x: Value) -> Value:
 
 
 def largest(one: Operand, two: Operand) -> Value:
-    """The larger; of floats, the one that is a number."""
+    """Return the larger operand; if one is NaN, the other."""
     first = one if isinstance(one, Value) else two
     assert isinstance(first, Value)
     return _intrinsic("maxnum" if first.type.is_float else "smax", one, two)
@@ -443,12 +438,12 @@ def smallest(one: Operand, two: Operand) -> Value:
 
 
 def rounded(x: Value) -> Value:
-    """To the nearest whole number, of two equally near ones to the even one."""
+    """Round to the nearest integer, ties to even."""
     return _intrinsic("roundeven", x)
 
 
 def halved(x: Value, join: Callable[[Value, Value], Value] = Value.__add__) -> Value:
-    """The lanes of x joined, by default added: the upper half to the lower until one is left."""
+    """Join the lanes of x, by default by addition: the lower half with the upper until one is left."""
     while (lanes := x.type.lanes) > 1:
         x = join(x.lanes(range(lanes // 2)), x.lanes(range(lanes // 2, lanes)))
     return x[0]
@@ -463,23 +458,23 @@ _EXP = {
 
 
 def exp(x: Value) -> Value:
-    """e**x for each lane of `x`, which is below 80: every lane by the same operations.
+    """Return e**x for x below 80, by the same operations in every lane.
 
-    x = n ln 2 + r, e**x = 2**n * (1 + r + r**2 * polynomial(r)). Below the smallest normal number the
-    result is 0; NaN stays NaN. Within 2 units of the last place.
+    x = n ln 2 + r, e**x = 2**n * (1 + r + r**2 * polynomial(r)). Results below the smallest normal number are
+    0; NaN stays NaN. The error is at most 2 units of the last place.
     """
     bits, (bias, mantissa) = x.type.bits, {32: (127, 23), 64: (1023, 52)}[x.type.bits]
     round_up = 1.5 * 2.0**mantissa  # adding it leaves round(x) in the low bits
     high, low = _LN2[bits]
-    turns = fma(x, 1.4426950408889634, round_up)
-    n = turns - round_up
+    shifted = fma(x, 1.4426950408889634, round_up)
+    n = shifted - round_up
     r = fma(n, -low, fma(n, -high, x))
     polynomial = r.constant(_EXP[bits][0])
     for coefficient in _EXP[bits][1:]:
         polynomial = fma(polynomial, r, coefficient)
     near_one = fma(polynomial, r * r, r) + 1.0
     whole = Type(f"i{bits}", x.type.lanes)
-    power = (turns.bits_as(whole) + bias << mantissa).bits_as(x.type)
+    power = (shifted.bits_as(whole) + bias << mantissa).bits_as(x.type)
     return select(x < (-87.3 if bits == 32 else -708.3), 0.0, near_one * power)
 
 
@@ -491,9 +486,9 @@ _LOG = (
 
 
 def log(x: Value) -> Value:
-    """The natural logarithm of float32 that are normal and above 0, every lane by the same operations.
+    """Return the natural logarithm of positive normal float32, by the same operations in every lane.
 
-    x = 2**n * (1 + f) with 1 + f from sqrt(1/2) to sqrt(2). Within 2 units of the last place.
+    x = 2**n * (1 + f) with 1 + f from sqrt(1/2) to sqrt(2). The error is at most 2 units of the last place.
     """
     whole = Type("i32", x.type.lanes)
     bits = x.bits_as(whole) - 0x3F3504F3  # sqrt(1/2)
@@ -508,15 +503,15 @@ def log(x: Value) -> Value:
 
 
 def sigmoid(x: Value) -> Value:
-    """1 / (1 + exp(-x)) by exp(-|x|), which cannot overflow."""
+    """Return 1 / (1 + exp(-x)), computed by exp(-|x|), which cannot overflow."""
     small = exp(-magnitude(x))
     return select(x >= 0.0, 1.0, small) / (small + 1.0)
 
 
 def scratch(like: Value, type: Type, count: int | Value) -> Pointer:
-    """Room for `count` numbers on the thread's stack, for as long as the kernel runs.
+    """Allocate `count` numbers on the thread's stack until the kernel ends.
 
-    A count that the kernel computes takes the room where it is asked for, so not in a loop.
+    With a run-time count, every call allocates, so it must not be in a loop.
     """
     name = like.text.name("%m")
     if isinstance(count, Value):
@@ -527,12 +522,12 @@ def scratch(like: Value, type: Type, count: int | Value) -> Pointer:
 
 
 def invoke(function: Pointer, *arguments: Value) -> None:
-    """Call what lies at an address; what it gives back is not read."""
+    """Call the function at an address, ignoring its result."""
     given = ", ".join(f"{one.type} {one.name}" for one in arguments)
     function.text.line(f"call void {function.name}({given})")
 
 
-# What threads share: each of these is seen by all threads, and in one order.
+# Sequentially consistent atomics, for memory that threads share.
 
 
 def load_shared(at: Pointer) -> Value:
@@ -546,12 +541,12 @@ def store_shared(at: Pointer, value: Operand) -> None:
 
 
 def add_shared(at: Pointer, number: int) -> Value:
-    """Add to the number at an address; returns what it was before."""
+    """Add to the number at an address; returns its old value."""
     return at.text.value(f"atomicrmw add ptr {at.name}, i64 {number} seq_cst", i64)
 
 
 def replace_shared(at: Pointer, old: Operand, new: Operand) -> Value:
-    """Put `new` where `old` is; returns whether it was there."""
+    """Replace `old` by `new`; returns whether `old` was there."""
     old, new = (one if isinstance(one, Value) else at.constant(one, i64) for one in (old, new))
     operands = f"i64 {old.name}, i64 {new.name}"
     pair = at.text.name()
@@ -560,7 +555,7 @@ def replace_shared(at: Pointer, old: Operand, new: Operand) -> Value:
 
 
 def pause(like: Value, hint: str) -> None:
-    """Tell the processor that this thread waits for another; `hint` is the intrinsic and its argument."""
+    """Tell the processor that this thread is polling; `hint` is the intrinsic and its argument."""
     name, _, argument = hint.partition(" ")
     like.text.declared.add(f"declare void @{name}({'i32' if argument else ''})")
     like.text.line(f"call void @{name}({f'i32 {argument}' if argument else ''})")

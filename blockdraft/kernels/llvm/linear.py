@@ -1,8 +1,8 @@
-"""`TileLinear`: dot products of a few tokens with every weight row, each weight read once.
+"""`TileLinear`: dot products of a few tokens with every weight row; each weight is read once.
 
-The chain of one output, the same in every tile: lane j sums k = j, j + LANES, ... in order by fused
-multiply-add over the whole cache lines; lanes are halved by adding the upper half to the lower; the last
-K % line elements follow one by one. So an output's bits depend on its token and weight row alone.
+The operations for one output are the same in every tile: lane j sums k = j, j + LANES, ... in order by fused
+multiply-add over the whole cache lines; lanes are joined by adding the upper half to the lower; the last K %
+line elements follow one by one. So an output's bits depend only on its token and weight row.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from blockdraft.kernels.llvm.language import (
     zeros,
 )
 
-_VECTOR_BYTES = 16  # which every CPU has; its size is part of a result's bits
+_VECTOR_BYTES = 16  # a register size that every CPU has; results' bits depend on it
 _LINE_BYTES = 64
-_MAX_TOKENS = 8  # tokens of one tile; more are done in several passes over cached weight rows
+_MAX_TOKENS = 8  # tokens of one tile; more need several passes over cached weight rows
 _MAX_SUMS = 16  # vector registers that may hold sums
-_ROWS = 12  # any tile's rows divide it: only the last rows of a weight are left over
-_CHUNK_BYTES = 256 * 1024  # weight handed to a thread at a time; 32 KB costs 29 % more at M = 1
+_ROWS = 12  # a multiple of the rows of any tile, so only the last rows of a weight are left over
+_CHUNK_BYTES = 256 * 1024  # weight that a thread takes at a time; 32 KB costs 29 % more at M = 1
 _PREFETCH_LEVEL = 3  # into the L1; the L2 costs 15 % more at M = 2
 _SERIAL_OPS = 1 << 16  # below this many multiply-adds, waking a thread costs more than it saves
 
 
 class TileLinear:
-    """The contract of kernels/linear.py for float32 or float64 on a CPU."""
+    """The kernel of kernels/linear.py for float32 or float64."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
 
     @functools.cached_property
     def _jits(self) -> dict[int, Jit]:
-        """By their tokens. All are compiled when one is wanted, else each would be while somebody waits."""
+        """The kernels by their tokens, all compiled on first use, before requests need them."""
         jits = {
             count: Jit(linear, real=real_type(self._dtype), tokens=count)
             for count in range(1, _MAX_TOKENS + 1)
@@ -78,9 +78,9 @@ def linear(
     num_chunks: Int, chunk: Int, num_passes: Int, num_tokens: Int, n: Int, k: Int,
     weight: Reals, x: Reals, y: Reals, *, real: Type, tokens: int,
 ) -> None:  # fmt: skip
-    """y[token, row] = dot(weight[row], x[token]); a thread takes chunks of rows, with all tokens for each.
+    """Compute y[token, row] = dot(weight[row], x[token]); a thread takes chunks of rows, with all tokens.
 
-    Every pass over a chunk does `tokens` of them. The last may do some again, to the same bits.
+    Every pass over a chunk does `tokens` tokens. The last pass may repeat some, with the same bits.
     """
     for item in taken(num_chunks):
         first = item * chunk
@@ -95,7 +95,7 @@ def linear(
 
 @inlined
 def pass_over(w: Reals, x: Reals, y: Reals, num_rows: Int, n: Int, k: Int, real: Type, tokens: int) -> None:
-    """`tokens` tokens against the rows of a chunk: whole tiles, then one row and token at a time."""
+    """Multiply `tokens` tokens by the rows of a chunk: whole tiles, then one row and token at a time."""
     rows = tile_rows(tokens)
     whole = num_rows - num_rows % rows
     for row in range(0, whole, rows):
@@ -107,18 +107,17 @@ def pass_over(w: Reals, x: Reals, y: Reals, num_rows: Int, n: Int, k: Int, real:
 
 
 def tile_rows(tokens: int) -> int:
-    """Weight rows per tile: one stream while memory is the limit, then what registers hold."""
+    """Weight rows per tile: one stream if memory is the limit, otherwise as many as fit registers."""
     return 1 if tokens <= 2 else min(4, _MAX_SUMS // tokens)
 
 
 @inlined
 def tile(w: Reals, x: Reals, y: Reals, n: Int, k: Int, real: Type, rows: int, tokens: int) -> None:
-    """y[token, row] of `rows` x `tokens` outputs, over the whole cache lines of k.
+    """Compute `rows` x `tokens` outputs over the whole cache lines of k.
 
-    The next tile's weights follow this one's and are asked for meanwhile, front to back. Row by row, as the
-    sums read them, they are too many streams for the hardware's own prefetcher: 56 -> 40 ms for the linears
-    of a SmolLM2-135M forward of 8 tokens, in a prototype of this kernel (2 Neoverse-N1 cores, 2026-11; not
-    repeated with the kernel as it is).
+    Meanwhile it prefetches the next tile's weights, which follow, front to back. The hardware's prefetcher
+    cannot follow as many streams as there are rows: 56 -> 40 ms for the linears of a SmolLM2-135M forward of
+    8 tokens, in a prototype of this kernel (2 Neoverse-N1 cores, 2026-11).
     """
     line, lanes = cache_line(real), _VECTOR_BYTES * 8 // real.bits
     w_rows, x_rows = [w + k * row for row in range(rows)], [x + k * token for token in range(tokens)]
@@ -139,7 +138,7 @@ def tile(w: Reals, x: Reals, y: Reals, n: Int, k: Int, real: Type, rows: int, to
 
 
 def cache_line(real: Type) -> int:
-    """Its elements."""
+    """The number of elements in a cache line."""
     return _LINE_BYTES * 8 // real.bits
 
 
@@ -147,7 +146,7 @@ def cache_line(real: Type) -> int:
 def add_rest(
     w: Reals, x: Reals, y: Reals, num_rows: Int, num_tokens: Int, n: Int, k: Int, real: Type
 ) -> None:  # fmt: skip
-    """y += the products of the elements past the last whole cache line, one by one."""
+    """Add the products of the elements past the last whole cache line, one by one."""
     for row in range(num_rows):
         for token in range(num_tokens):
             total = y[token * n + row]

@@ -1,4 +1,4 @@
-"""Recalling a text, on a CPU: the contracts are those of `kernels/ngram_lookup.py`."""
+"""N-gram lookup on a CPU; see `kernels/ngram_lookup.py` for the contracts."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from blockdraft.kernels.llvm.jit import Jit
 from blockdraft.kernels.llvm.language import Int, Longs, Words, i32, i64, largest, zeros
 from blockdraft.kernels.ngram_lookup import MOST
 
-_SERIAL_TOKENS = 1 << 15  # of all rows, below which waking a thread costs more than it saves
+_SERIAL_TOKENS = 1 << 15  # of all rows; below, waking a thread costs more than it saves
 
 
 class NgramLookupKernels:
-    """Finding what followed, and adding what was sampled."""
+    """The kernels of `kernels/ngram_lookup.py`."""
 
     def __init__(self) -> None:
         self._lookup = Jit(lookup, most=MOST)
@@ -41,7 +41,7 @@ def lookup(
     num_rows: Int, width: Int, size: Int, least: Int, block: Longs, history: Words, rows: Longs,
     starts: Longs, *, most: int,
 ) -> None:  # fmt: skip
-    """From the anchor backwards, so a later match is replaced by a longer one only."""
+    """Search backwards from the anchor, so only a longer match replaces a later one."""
     for item in taken(num_rows):
         last = starts[item]
         text = history + rows[item] * size
@@ -59,12 +59,12 @@ def lookup(
             at = at - 1
         if (count >= least) & (count > 0):
             for column in range(1, width):
-                place = end + 1 + (column - 1) % (last - end)
-                block[item * width + column] = text[place].to(i64)
+                source = end + 1 + (column - 1) % (last - end)
+                block[item * width + column] = text[source].to(i64)
 
 
 def agrees(text: Words, at: Int, last: Int, back: Int) -> Any:
-    """Whether the tokens `back` before both places do. Before the row nothing does, and nothing is read."""
+    """Whether the tokens `back` before `at` and `last` are equal; nothing before the row is read."""
     return (at >= back) & (text[largest(at - back, 0)] == text[largest(last - back, 0)])
 
 
@@ -72,7 +72,7 @@ def agrees(text: Words, at: Int, last: Int, back: Int) -> Any:
 def remember(
     num_rows: Int, width: Int, size: Int, history: Words, sampled: Longs, rows: Longs, length: Longs
 ) -> None:
-    """Behind each row's anchor."""
+    """Write samples behind each row's anchor."""
     for item in taken(num_rows):
         row = rows[item]
         text = history + row * size + length[row] + 1

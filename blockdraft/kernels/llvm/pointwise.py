@@ -1,7 +1,7 @@
-"""The small steps between matrix products: RMS norm, gated activations, rotary positions, each in one pass.
+"""Operations on single tokens on a CPU: RMS norm, gated activations, rotary positions, each in one pass.
 
-A row is taken by one thread and done by one order of operations, so its bits depend on the row alone.
-Elements past the last whole vector are done by the same operations one at a time.
+A row is processed by one thread in one order of operations, so its bits depend only on the row. Elements past
+the last whole vector go through the same operations one at a time.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from blockdraft.kernels.llvm.language import (
     zeros,
 )
 
-WIDE = 16  # elements at a time; part of a sum's bits
-_SERIAL_ELEMENTS = 1 << 14  # below this, waking a thread costs more than it saves
+WIDE = 16  # elements at a time; sums' bits depend on it
+_SERIAL_ELEMENTS = 1 << 14  # below, waking a thread costs more than it saves
 
 
 class RowKernels:
-    """All of them for one dtype."""
+    """The kernels for one dtype."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         real = real_type(dtype)
@@ -75,7 +75,7 @@ class RowKernels:
         assert sin.is_contiguous()
         if x.stride()[1:] != (dim, 1):
             x = x.contiguous()
-        # The kernel writes what it rotates, so the rest must be there already.
+        # The kernel writes only rotated values: the others are copied.
         y = x.new_empty(x.shape) if 2 * size == dim else x.clone(memory_format=torch.contiguous_format)
         is_small = x.numel() < _SERIAL_ELEMENTS
         self._rotate(num_rows, heads, dim, size, x.stride(0), x, y, cos, sin, is_small=is_small)
@@ -84,7 +84,7 @@ class RowKernels:
 
 @kernel
 def rms_norm(num_rows: Int, size: Int, x: Reals, y: Reals, weight: Reals, eps: Real, *, real: Type) -> None:
-    """y = x * (1 / sqrt(mean(x**2) + eps)) * weight."""
+    """Compute y = x * (1 / sqrt(mean(x**2) + eps)) * weight."""
     for row in taken(num_rows):
         normalise(x + row * size, y + row * size, weight, size, eps, real)
 
@@ -102,7 +102,7 @@ def normalise(x: Reals, y: Reals, weight: Reals, size: Int, eps: Real, real: Typ
 
 @inlined
 def _squares(x: Reals, size: Int, real: Type) -> Real:
-    """The sum of the squares: by lanes, which are then halved, then one by one."""
+    """Sum the squares: in lanes, which are then joined, then one by one."""
     whole = size - size % WIDE
     lanes = zeros(x, real.wide(WIDE))
     for i in range(0, whole, WIDE):
@@ -116,7 +116,7 @@ def _squares(x: Reals, size: Int, real: Type) -> Real:
 
 @kernel
 def gate_mul(num_rows: Int, size: Int, x: Reals, y: Reals, *, real: Type, gate: str) -> None:
-    """y = gate(a) * b, where a row of x holds a and b one after the other."""
+    """Compute y = gate(a) * b; a row of x holds a, then b."""
     for row in taken(num_rows):
         a, row_y = x + row * size * 2, y + row * size
         b = a + size
@@ -128,7 +128,7 @@ def gate_mul(num_rows: Int, size: Int, x: Reals, y: Reals, *, real: Type, gate: 
 
 
 def gated(x: Real, gate: str) -> Real:
-    """silu(x) = x sigmoid(x), or gelu(x) by its tanh approximation, which is x sigmoid(z) too."""
+    """Return silu(x) = x sigmoid(x), or gelu(x) by its tanh approximation, which is x sigmoid(z)."""
     z = x
     if gate == "gelu":
         z = x * fma(x * x, 0.044715, 1.0) * (2 * math.sqrt(2 / math.pi))
@@ -140,7 +140,7 @@ def rotate(
     num_rows: Int, heads: Int, dim: Int, size: Int, stride: Int, x: Reals, y: Reals, cos: Reals, sin: Reals,
     *, real: Type,
 ) -> None:  # fmt: skip
-    """Halves (u, v) of the first 2 * size of every head become (u cos - v sin, v cos + u sin).
+    """Turn halves (u, v) of the first 2 * size values of every head into (u cos - v sin, v cos + u sin).
 
     The values past them are not written.
     """
@@ -168,5 +168,5 @@ def rotate_pair(u: Reals, v: Reals, u_y: Reals, v_y: Reals, cos: Real, sin: Real
 
 @functools.cache
 def llvm_rows(dtype: torch.dtype) -> RowKernels:
-    """The CPU's kernels of `dtype`, compiled once in a process."""
+    """Return the CPU kernels of `dtype`, built once per process."""
     return RowKernels(dtype)

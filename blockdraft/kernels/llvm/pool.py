@@ -1,15 +1,15 @@
-"""Threads that run kernels together, and that stay out of each other's way when the cores are busy.
+"""A thread pool that runs kernels together, and works well when the cores are busy.
 
-Whoever calls `Pool.run` leads: its thread goes through all kernels, and helpers take part. Parts of a
-kernel's work are handed out one by one (`taken`), so a kernel is done when no part is left and nobody works
-on one. The next kernel begins then, whoever is still on the way: a helper that the system gives no core to
-holds up nobody, unless it has a part in hand. Who waits, waits for some microseconds and then sleeps, which
-leaves the core to the one that is waited for.
+The thread that calls `Pool.run` is the leader: it goes through all kernels, and helpers take part. Parts of a
+kernel's work are handed out one by one (`taken`), so a kernel is done when no part is left and no thread
+works on one. Then the next kernel begins without waiting for helpers that are not running: a helper without a
+core delays the others only if it has taken a part. A waiting thread polls for some microseconds and then
+sleeps, which frees its core.
 
-Which thread computes a part never changes its bits.
+A part's bits do not depend on the thread that computes it.
 
-All of it is one number, `WORD`: how many threads are inside the kernel that is open (its low 16 bits),
-whether one is open (the bit above), and how many kernels were run before it.
+The whole state is one number, `WORD`: the number of threads inside the open kernel (the low 16 bits), whether
+a kernel is open (the bit above), and the number of kernels before it.
 """
 
 from __future__ import annotations
@@ -40,27 +40,27 @@ from blockdraft.kernels.llvm.language import (
     store_shared,
 )
 
-SPIN_NS = 50_000  # that a thread polls before it sleeps: what a part of a kernel's work usually takes
-IDLE_NS = 200_000  # the same of a helper that has nothing to do: the host's time between two rows of kernels
-POLLS = 32  # between two looks at the clock
+SPIN_NS = 50_000  # polling before a thread sleeps: the usual time of a part of a kernel's work
+IDLE_NS = 200_000  # the same for a helper without work: the host's time between two runs of kernels
+POLLS = 32  # between two readings of the clock
 _HINTS = {"x86_64": "llvm.x86.sse2.pause", "aarch64": "llvm.aarch64.hint 1"}
 
-# What threads share, in 8 bytes each; what changes often has a cache line of its own.
+# Indices of shared values of 8 bytes; values that change often have their own cache lines.
 WORD = 0
 IS_ANYONE_ASLEEP, IS_LED, NUM_HELPERS = 16, 32, 33
-CALLS, COUNT, FIRST = 48, 49, 50  # the kernels of whoever leads, and the number of the first
-NAPS = 64  # how often the leader has slept; behind it, how often helpers have
+CALLS, COUNT, FIRST = 48, 49, 50  # the leader's kernels, and the number of the first
+NAPS = 64  # how often leaders have slept; in the next value, how often helpers have
 LOCK, UNLOCK, SLEEP, WAKE, MUTEX, CONDITION, CLOCK, MONOTONIC = range(72, 80)
 SIZE = 80
 
 _ALIGN = 128  # bytes
-_OPAQUE = 128  # bytes, more than a mutex or a condition of any system needs
+_OPAQUE = 128  # bytes; more than a mutex or a condition variable of any system needs
 INSIDE = (1 << 16) - 1
 TICKET = 16  # bits below it; a ticket is odd while a kernel is open
 
 
 class Pool:
-    """The helpers of this process. Several threads may lead: the second one works alone meanwhile."""
+    """The helpers of this process. If several threads call `run`, all but the first work alone."""
 
     def __init__(self, *kernels: int) -> None:
         """Addresses of `lead`, `follow` and `allow`, below."""
@@ -68,8 +68,8 @@ class Pool:
         self._lead, self._follow, self._allowed = made
         self._libc = ctypes.CDLL(None)
         self._memory = ctypes.create_string_buffer(8 * SIZE + _ALIGN)
-        place = -(-ctypes.addressof(self._memory) // _ALIGN) * _ALIGN
-        self._state = (ctypes.c_int64 * SIZE).from_address(place)
+        address = -(-ctypes.addressof(self._memory) // _ALIGN) * _ALIGN
+        self._state = (ctypes.c_int64 * SIZE).from_address(address)
         self._mutex, self._condition = (ctypes.create_string_buffer(_OPAQUE) for _ in range(2))
         self._resizing = threading.Lock()
         self._helpers: list[threading.Thread] = []
@@ -78,36 +78,36 @@ class Pool:
         os.register_at_fork(after_in_child=self._reset)
 
     def run(self, calls: ctypes.Array[ctypes.c_int64], num_threads: int) -> None:
-        """Kernels in order, each once: pairs of addresses, of a kernel and of its job."""
+        """Run kernels in order: pairs of addresses, of a kernel and of its job."""
         if num_threads not in (1, self._num_threads):
             with self._resizing:
                 self._resize(num_threads)
-        place = ctypes.addressof(calls)
-        fields = (0, int(num_threads == 1), len(calls) // 2, place, place, ctypes.addressof(self._state))
+        address = ctypes.addressof(calls)
+        fields = (0, int(num_threads == 1), len(calls) // 2, address, address, ctypes.addressof(self._state))
         job = ctypes.create_string_buffer(struct.pack("6q", *fields))
         self._lead(ctypes.addressof(job))
 
     @property
     def naps(self) -> tuple[int, int]:
-        """How often leaders have slept since the start, and how often helpers have."""
+        """The numbers of sleeps of leaders and of helpers since the start."""
         return self._state[NAPS], self._state[NAPS + 1]
 
     def _reset(self) -> None:
-        """No helper is there: at the start, and in a process that was forked."""
+        """Start without helpers, also in a forked process."""
         self._helpers, self._num_threads = [], 1
         self._resizing = threading.Lock()
         self._libc.pthread_mutex_init(self._mutex, None)
         self._libc.pthread_cond_init(self._condition, None)
         names = "pthread_mutex_lock", "pthread_mutex_unlock", "pthread_cond_wait", "pthread_cond_broadcast"
-        places = [_address(getattr(self._libc, name)) for name in names]
-        places += [_address(self._mutex), _address(self._condition)]
-        places += [_address(self._libc.clock_gettime), time.CLOCK_MONOTONIC]
+        values = [_address(getattr(self._libc, name)) for name in names]
+        values += [_address(self._mutex), _address(self._condition)]
+        values += [_address(self._libc.clock_gettime), time.CLOCK_MONOTONIC]
         ctypes.memset(self._state, 0, ctypes.sizeof(self._state))
-        for index, place in enumerate(places, start=LOCK):
-            self._state[index] = place
+        for index, value in enumerate(values, start=LOCK):
+            self._state[index] = value
 
     def _resize(self, num_threads: int) -> None:
-        """All helpers end, and others begin. Ctrl-C may come at any line: the next call begins anew."""
+        """Stop all helpers and start others. If Ctrl-C interrupts it, the next call starts over."""
         self._num_threads = 0
         self._allow(0)
         for helper in self._helpers:
@@ -134,13 +134,13 @@ class Pool:
 
 
 def table(calls: Sequence[tuple[int, ctypes.Array[ctypes.c_char]]]) -> ctypes.Array[ctypes.c_int64]:
-    """Addresses of kernels and their jobs, as `Pool.run` takes them; the jobs must stay as long as it."""
-    places = [place for address, job in calls for place in (address, ctypes.addressof(job))]
-    return (ctypes.c_int64 * len(places))(*places)
+    """Return addresses of kernels and their jobs for `Pool.run`; the jobs must live as long as the result."""
+    addresses = [one for address, job in calls for one in (address, ctypes.addressof(job))]
+    return (ctypes.c_int64 * len(addresses))(*addresses)
 
 
 def pause_hint() -> str:
-    """How this processor is told that a thread waits."""
+    """Return the hint for this processor that a thread is polling."""
     return _HINTS[{"arm64": "aarch64"}.get(platform.machine(), platform.machine())]
 
 
@@ -149,7 +149,7 @@ def _address(function: Any) -> int:
 
 
 def _use_all_cores() -> None:
-    """A thread inherits the cores of the one that made it, which OpenMP may have bound to one of them."""
+    """Let this thread use all cores: it inherits those of its creator, which OpenMP may have bound to one."""
     openmp = ctypes.CDLL(torch._C.__file__)
     if not hasattr(os, "sched_setaffinity") or not hasattr(openmp, "omp_get_place_proc_ids"):
         return
@@ -167,9 +167,9 @@ def _use_all_cores() -> None:
 
 @kernel
 def lead(is_alone: Int, count: Int, table: Int, calls: Longs, state: Longs, *, hint: str) -> None:
-    """Run `count` kernels with whoever takes part, or alone: by wish, or where another thread leads already.
+    """Run `count` kernels with helpers, or alone if `is_alone` or if another thread leads already.
 
-    Also alone while a helper that came too late for the kernels before these is on its way out.
+    Also alone while a helper that came too late for earlier kernels has not left yet.
     """
     for i in range(count):
         counter = calls.pointer(2 * i + 1)
@@ -187,7 +187,7 @@ def lead(is_alone: Int, count: Int, table: Int, calls: Longs, state: Longs, *, h
 
 @inlined
 def led(count: Any, table: Any, state: Longs, hint: str) -> Any:
-    """1 where all kernels were run with the helpers, 0 where none was."""
+    """Return 1 if all kernels were run with helpers, 0 if none was run."""
     is_done = 0
     word = load_shared(state)
     if word & INSIDE == 0:
@@ -208,7 +208,7 @@ def led(count: Any, table: Any, state: Longs, hint: str) -> Any:
 
 @kernel
 def follow(number: Int, state: Longs, *, hint: str) -> None:
-    """Take part in whatever is led, as long as there are to be so many helpers."""
+    """Take part in kernels until there are to be fewer helpers than this one's number."""
     seen = number * 0
     while number <= load_shared(state + NUM_HELPERS):
         ticket = load_shared(state) >> TICKET
@@ -217,17 +217,17 @@ def follow(number: Int, state: Longs, *, hint: str) -> None:
 
 @kernel
 def allow(num_helpers: Int, state: Longs) -> None:
-    """Tell helpers how many may be there: in a kernel, as Ctrl-C in Python could leave the mutex locked."""
+    """Set the number of helpers. It is a kernel, as Ctrl-C in Python could leave the mutex locked."""
     store_shared(state + NUM_HELPERS, num_helpers)
     wake(state)
 
 
 @inlined
 def take_part(state: Longs, ticket: Any, seen: Any, number: Any, hint: str) -> Any:
-    """Help with the kernel that is open, or wait for another; returns the last ticket that was worked on.
+    """Help with the open kernel, or wait for another; returns the last ticket that was worked on.
 
-    `ticket` is read by the caller, once: a leader that has compared one and waits for the next of another
-    would sleep behind its last kernel, and nobody else opens the next.
+    The caller reads `ticket` once: a leader that compared one ticket but waited for the successor of another
+    would sleep after its last kernel, and no other thread opens the next one.
     """
     if (ticket & 1 == 1) & (ticket != seen):
         seen = entered(state, seen)
@@ -238,7 +238,7 @@ def take_part(state: Longs, ticket: Any, seen: Any, number: Any, hint: str) -> A
 
 @inlined
 def entered(state: Longs, seen: Any) -> Any:
-    """Work on the kernel that is open, by now another perhaps; the last to leave opens the one behind it."""
+    """Work on the open kernel, which may be a later one by now; the last thread to leave opens the next."""
     ticket = add_shared(state, 1) >> TICKET
     if ticket & 1 == 1:
         seen = ticket
@@ -267,7 +267,7 @@ def wake(state: Longs) -> None:
 
 @inlined
 def wait(state: Longs, ticket: Any, number: Any, hint: str) -> None:
-    """Until there is another ticket: polling first, then asleep."""
+    """Wait for another ticket: poll first, then sleep."""
     late = ticket * 0
     is_early = load_shared(state) >> TICKET == ticket
     while is_early:

@@ -1,4 +1,4 @@
-"""Which tape records in this thread: kernels tell it what they ran, and `repeat` what Python runs."""
+"""The tape that records in this thread: kernels report their runs to it, and `repeat` reports Python code."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 
 
 class NotRecordable(RuntimeError):
-    """The step asks for numbers on its way, which a replay would not ask again."""
+    """The step reads values on the host, which a replay would not read again."""
 
 
 class Call(NamedTuple):
-    """A kernel and its job: what `jit` runs."""
+    """A kernel and its job."""
 
     address: int
     job: ctypes.Array[ctypes.c_char]
@@ -23,13 +23,13 @@ class Call(NamedTuple):
 
 
 class Recording(Protocol):
-    """A tape, as those see it who put something on it."""
+    """The interface of a tape for what it records."""
 
     def add(self, call: Call, used: Iterable[Tensor]) -> None:
-        """A kernel that was run on this memory."""
+        """Record a kernel that was run on this memory."""
 
     def add_python(self, run: Callable[[], None]) -> None:
-        """What Python runs now and at every replay."""
+        """Run Python code now and at every replay."""
 
 
 class _Recorder(threading.local):
@@ -40,12 +40,11 @@ recorder = _Recorder()
 
 
 def current_tape() -> Recording | None:
-    """The tape that records in this thread."""
     return recorder.tape
 
 
 def repeat(run: Callable[[], None]) -> None:
-    """Run this now and, where a tape records, at each of its replays."""
+    """Run this now and, if a tape records, at each of its replays."""
     tape = current_tape()
     if tape is None:
         run()

@@ -1,18 +1,18 @@
-"""Choosing on a CPU: `kernels/sampling.py` says what is chosen, here is how, without sorting the vocabulary.
+"""Sampling on a CPU without sorting the vocabulary; see `kernels/sampling.py` for the contract.
 
-A thread takes a column at a time, whose tokens come in blocks:
-1. `scan`: the largest score of every block. Blocks that have nothing to say are passed over by it.
-2. `last_kept`: the last token that top_k keeps, by halving the range of scores.
-3. `mass`, for top_p: what all these tokens weigh; `enough`: a score below which top_p keeps none of them.
-4. `draw`: the best noisy token of the rest. Noise has a largest value, and a word of the generator below some
-   number cannot lift any token of a block: most logarithms are never taken.
-5. `mass`: what is ranked before that token. With a token that top_p does not keep goes all that is ranked
-   after it, so the next one is drawn among the tokens ranked before it.
+A thread takes a column at a time, whose tokens are in blocks:
+1. `scan` finds the largest score of every block, by which blocks are skipped later.
+2. `last_kept` finds the last token that top_k keeps, by bisecting the range of scores.
+3. For top_p, `mass` sums the weights of these tokens; `enough` finds a score below which top_p keeps none.
+4. `draw` finds the best noisy token of the rest. Noise has a maximum, and a random word below some number
+   cannot lift any token of a block, so most logarithms are never computed.
+5. `mass` sums the weights ranked before that token. If top_p does not keep the token, it keeps none ranked
+   after it, so the next token is drawn among those ranked before.
 
-A token is ranked before another when its score is greater, or equal with a lower id. What is kept is always
-what is ranked before some (score, id). Sums have one order, by id: they do not follow from who else is
-served. Of greedy columns, and of those whose largest score is infinite, the first of the largest is
-chosen; NaN counts as the largest.
+A token is ranked before another if its score is greater, or equal with a lower id. The kept tokens are always
+those ranked before some (score, id). Sums are in order of ids, so they do not depend on the batch. For greedy
+columns, and for those whose largest score is infinite, the first of the largest is chosen; NaN counts as the
+largest.
 """
 
 from __future__ import annotations
@@ -53,17 +53,17 @@ from blockdraft.kernels.noise import MULTIPLIERS, WEYL
 from blockdraft.kernels.sampling import MIN_TEMPERATURE, NEVER, SamplingBatch
 from blockdraft.kernels.sampling_tables import Real, Whole
 
-_BLOCK, _WIDE = 64, 16  # tokens that are passed over at once, and those that are looked at together
+_BLOCK, _WIDE = 64, 16  # tokens that are skipped at once, and tokens of a register
 _DRAWN = 32  # tokens whose noise is drawn together
 MOST_NOISE, LEAST_NOISE = 16.64, -2.82  # `noise.gumbel` of the extreme words is 16.636 and -2.811
-_NO_MASS = -32.0  # a million tokens of e**-32 are less than what rounds away of a sum that has 1 in it
+_NO_MASS = -32.0  # a million weights of e**-32 are less than the rounding error of a sum above 1
 # e**r = 1 + r + r**2 * (…), largest degree first: fitted for |r| <= ln(2) / 2, within 1.1e-7.
 _WEIGHT = (0.008312501, 0.04189033, 0.16667116, 0.4999923)
-_LOWEST_KEY = -0x7F800001  # `score_of` it is -inf
+_LOWEST_KEY = -0x7F800001  # its `score_of` is -inf
 
 
 class ChooseKernel:
-    """`sampling.reference_choose` by scores [R, C, V] that are adjusted already."""
+    """`sampling.reference_choose` from adjusted scores [R, C, V]."""
 
     def __init__(self) -> None:
         self._run = Jit(choose)
@@ -79,14 +79,14 @@ class ChooseKernel:
 
 
 class Column(NamedTuple):
-    """A column of scores as a kernel sees it. The last block may be shorter than the others: it is copied."""
+    """A column of scores in a kernel. The last block may be shorter: it is copied to `tail`."""
 
     x: Pointer
     tops: Pointer  # the largest score of every block
-    tail: Pointer  # the last block, with NEVER behind it
+    tail: Pointer  # the last block, padded with NEVER
     num_whole: Int  # blocks that are not copied
     num_blocks: Int
-    scale: Value  # what makes scores of logits
+    scale: Value  # of logits
 
 
 @kernel
@@ -107,8 +107,8 @@ def choose(
         is_warm = temperature >= MIN_TEMPERATURE
         scale = select(is_warm, 1.0 / temperature, 1.0)
         column = Column(x + item * vocab_size, tops, tail, vocab_size // _BLOCK, num_blocks, scale)
-        best, is_odd = scan(column, vocab_size)
-        if is_odd:
+        best, has_nan = scan(column, vocab_size)
+        if has_nan:
             chosen[item] = first_nan(column)
         elif is_warm & (magnitude(best) < math.inf):
             position = starts[row] + 1 + item % num_columns
@@ -119,22 +119,22 @@ def choose(
 
 @inlined
 def scan(column: Column, vocab_size: Int) -> tuple[Value, Int]:
-    """Fills `tops`; the largest of all, and whether there is a NaN."""
+    """Fill `tops`; return the largest score, and whether there is a NaN."""
     first = column.num_whole * _BLOCK
     for i in range(first, vocab_size):
         column.tail[i - first] = column.x[i]
     best = zeros(column.x, f32) + NEVER
-    is_odd = zeros(column.x, i1.wide(_WIDE))
+    has_nan = zeros(column.x, i1.wide(_WIDE))
     for i in range(column.num_blocks):
         block = block_at(column, i)
         most = zeros(column.x, f32.wide(_WIDE)) + NEVER
         for part in unrolled(0, _BLOCK, _WIDE):
             values = load(block + part, _WIDE) * column.scale
             most = largest(most, values)
-            is_odd = is_odd | (values != values)
+            has_nan = has_nan | (values != values)
         column.tops[i] = halved(most, largest)
         best = largest(best, column.tops[i])
-    return best, halved(is_odd, or_)
+    return best, halved(has_nan, or_)
 
 
 def or_(one: Int, two: Int) -> Int:
@@ -151,7 +151,7 @@ def first_nan(column: Column) -> Int:
 
 @inlined
 def first_of(column: Column, best: Value) -> Int:
-    """The first token with the largest score, which may also be infinite."""
+    """Return the first token with the largest score, which may be infinite."""
     token = block_of(column, best) * _BLOCK
     while column.x[token] * column.scale != best:
         token += 1
@@ -160,7 +160,7 @@ def first_of(column: Column, best: Value) -> Int:
 
 @inlined
 def block_of(column: Column, best: Value) -> Int:
-    """The first block that has the largest score."""
+    """Return the first block with the largest score."""
     block = zeros(best, i64)
     while column.tops[block] != best:
         block += 1
@@ -177,7 +177,7 @@ def block_at(column: Column, block: Int) -> Floats:
 
 @inlined
 def sampled(column: Column, best: Value, vocab_size: Int, reals: Floats, wholes: Longs, position: Int) -> Int:
-    """The token of a column whose likeliest score is `best`, which is finite."""
+    """Sample a token of a column whose largest score `best` is finite."""
     line, until = zeros(reals, f32) + NEVER, vocab_size
     if wholes[int(Whole.TOP_K)] < vocab_size:
         line, until = last_kept(column, best, wholes[int(Whole.TOP_K)], vocab_size)
@@ -200,7 +200,7 @@ def sampled(column: Column, best: Value, vocab_size: Int, reals: Floats, wholes:
         token, goes_on = drawn, 0
         if top_p < 1.0:
             before = mass(column, best, score, drawn)
-            # The likeliest token, which has nothing before it, always stays.
+            # The likeliest token, with nothing before it, is always kept.
             if (before > 0.0) & is_cut(before, total, top_p):
                 line, until, goes_on = score, drawn, 1
     return token
@@ -212,7 +212,7 @@ def is_cut(before: Value, total: Value, top_p: Value) -> Value:
 
 @inlined
 def enough(column: Column, best: Value, total: Value, top_p: Value) -> Value:
-    """A score below which top_p keeps nothing, as so much is ranked before it."""
+    """Find a score below which top_p keeps nothing."""
     depth, reached = zeros(best, f32) + 1.0, zeros(best, f64)
     while is_cut(reached, total, top_p) == 0:
         depth = depth * 1.3
@@ -222,7 +222,7 @@ def enough(column: Column, best: Value, total: Value, top_p: Value) -> Value:
 
 @inlined
 def last_kept(column: Column, best: Value, top_k: Int, vocab_size: Int) -> tuple[Value, Int]:
-    """(score, id) that the first `top_k` tokens are ranked before."""
+    """Return (score, id) such that the first `top_k` tokens are ranked before it."""
     low, high = zeros(best, i64) + _LOWEST_KEY, key_of(best) + 1
     if top_k <= column.num_blocks:  # as many tokens reach the k-th largest of the blocks
         above = high
@@ -249,7 +249,7 @@ def last_kept(column: Column, best: Value, top_k: Int, vocab_size: Int) -> tuple
 
 
 def key_of(score: Value) -> Value:
-    """A whole number that orders like the scores."""
+    """Return an integer that orders like the scores."""
     bits = score.bits_as(i32)
     return select(bits < 0, bits ^ 0x7FFFFFFF, bits).to(i64)
 
@@ -261,7 +261,7 @@ def score_of(key: Value) -> Value:
 
 @inlined
 def num_blocks_from(column: Column, score: Value) -> Int:
-    """How many blocks have tokens with this score or a greater one."""
+    """Count blocks with tokens of at least this score."""
     counts = zeros(score, i32.wide(_WIDE))
     for i in range(0, column.num_blocks, _WIDE):
         counts = counts + (load(column.tops + i, _WIDE) >= score).to(i32)
@@ -281,7 +281,7 @@ def num_tokens_from(column: Column, score: Value) -> Int:
 
 @inlined
 def behind(column: Column, score: Value, count: Int) -> Int:
-    """The id behind the first `count` tokens that have this very score."""
+    """Return the id behind the first `count` tokens that have exactly this score."""
     left, until = count, 0
     for i in range(column.num_blocks):
         if (column.tops[i] >= score) & (left > 0):
@@ -294,9 +294,9 @@ def behind(column: Column, score: Value, count: Int) -> Int:
 
 @inlined
 def draw(column: Column, best: Value, line: Value, until: Int, seed: Int, position: Int) -> tuple[Value, Int]:
-    """Score and id of the best noisy token that is ranked before (line, until).
+    """Return score and id of the best noisy token that is ranked before (line, until).
 
-    The likeliest is, so the best has at least its score and the least noise; its block comes first.
+    The likeliest token is, so the best has at least its score plus the least noise; its block is first.
     """
     noisy = scratch(best, f32, _DRAWN)
     most, token, score = best + LEAST_NOISE, until, line
@@ -328,22 +328,22 @@ def draw(column: Column, best: Value, line: Value, until: Int, seed: Int, positi
 
 
 def least_word(top: Value, most: Value) -> Value:
-    """A number that u * 2**23 has to reach if its noise is to lift a score of `top` to `most`.
+    """Return the least u * 2**23 whose noise can lift a score of `top` to `most`, minus a rounding margin.
 
-    u < 1 - y has less noise than -log(y). What rounding may add is granted.
+    u < 1 - y has less noise than -log(y).
     """
     missing = smallest(top - most + magnitude(most) * 1e-6 + 1e-3, 4.0)
     return ((1.0 - exp(missing)) * 2.0**23 - 2.0).to(i32)
 
 
 def greatest_of(words: list[Value]) -> Value:
-    """Of the 23 bits that noise is made of."""
+    """Return the greatest of the words' 23 bits that noise is made of."""
     parts = [word >> 9 for word in words]
     return halved(largest(largest(parts[0], parts[1]), largest(parts[2], parts[3])), largest)
 
 
 def open_from(lanes: int, first: Int, line: Value, until: Int) -> Value:
-    """The least scores with which tokens first, first + 1, … are ranked before (line, until)."""
+    """Return the least scores with which tokens first, first + 1, … are ranked before (line, until)."""
     ids = constants(first, i32, range(lanes))
     above = score_of(key_of(line + 0.0) + 1)  # both zeros are below the least number
     return select(ids < (until - first).to(i32), line.spread(lanes), above.spread(lanes))
@@ -351,7 +351,7 @@ def open_from(lanes: int, first: Int, line: Value, until: Int) -> Value:
 
 @inlined
 def mass(column: Column, best: Value, line: Value, until: Int) -> Value:
-    """What the tokens ranked before (line, until) weigh, where the likeliest weighs 1."""
+    """Sum the weights of tokens ranked before (line, until); the likeliest weighs 1."""
     total = zeros(best, f64)
     least = largest(line, best + _NO_MASS)
     for i in range(column.num_blocks):
@@ -369,7 +369,7 @@ def mass(column: Column, best: Value, line: Value, until: Int) -> Value:
 
 @inlined
 def whole_mass(column: Column, best: Value) -> Value:
-    """The same of all tokens, with fewer operations for each."""
+    """Sum the weights of all tokens, with fewer operations."""
     total = zeros(best, f64)
     for i in range(column.num_blocks):
         if column.tops[i] >= best + _NO_MASS:
@@ -382,27 +382,27 @@ def whole_mass(column: Column, best: Value) -> Value:
 
 
 def weight(x: Value) -> Value:
-    """e**x where x <= 0, every lane by the same operations; below -80 it is e**-80.
+    """Return e**x for x <= 0, by the same operations in every lane; below -80 it is e**-80.
 
-    x = n ln 2 + r as in `language.exp`, with fewer operations: within 5e-7 of it.
+    x = n ln 2 + r as in `language.exp`, with fewer operations, and within 5e-7 of it.
     """
     x = largest(x, -80.0)
     shift = 1.5 * 2.0**23 + 127  # adding it leaves round(x) and the bias of exponents in the low bits
-    turns = fma(x, 1.0 / math.log(2.0), shift)
-    r = fma(turns - shift, -math.log(2.0), x)
+    shifted = fma(x, 1.0 / math.log(2.0), shift)
+    r = fma(shifted - shift, -math.log(2.0), x)
     polynomial = r.constant(_WEIGHT[0])
     for coefficient in _WEIGHT[1:]:
         polynomial = fma(polynomial, r, coefficient)
-    power = (turns.bits_as(i32.wide(x.type.lanes)) << 23).bits_as(x.type)
+    power = (shifted.bits_as(i32.wide(x.type.lanes)) << 23).bits_as(x.type)
     return fma(fma(polynomial, r * r, r), power, power)
 
 
 def noise_of(words: list[Value]) -> Value:
-    """Of all tokens in the order of their ids: a counter has words for four."""
+    """Return the noise of tokens in the order of their ids: a counter has words for four tokens."""
     lanes = words[0].type.lanes
     even, odd = (one.lanes(range(2 * lanes), other) for one, other in (words[0::2], words[1::2]))
-    places = [place for i in range(lanes) for place in (i, i + 2 * lanes, i + lanes, i + 3 * lanes)]
-    return gumbel_of(even.lanes(places, odd))
+    order = [lane for i in range(lanes) for lane in (i, i + 2 * lanes, i + lanes, i + 3 * lanes)]
+    return gumbel_of(even.lanes(order, odd))
 
 
 def gumbel_of(words: Value) -> Value:
@@ -429,7 +429,7 @@ def philox(counter: Value, position: Value, seed: Value) -> list[Value]:
 
 
 def _halves(word: Value, constant: int) -> tuple[Value, Value]:
-    """High and low half of a 32 x 32 bit product, taken as they lie: LLVM would go on in 64 bits."""
+    """Return high and low half of a 32 x 32 bit product, by a bitcast: else LLVM continues in 64 bits."""
     twice = 2 * word.type.lanes
     parts = (word.widened(i64) * constant).bits_as(i32.wide(twice))
     return parts.lanes(range(1, twice, 2)), parts.lanes(range(0, twice, 2))

@@ -1,12 +1,12 @@
-"""StepTape: a step on the CPU, recorded once and replayed without Python between its kernels.
+"""StepTape: records a step on the CPU once and replays it without Python between its kernels.
 
-It is what a CUDA graph is on a card, with the same rules: what the step reads and writes keeps its address,
-and nothing of what is recorded may follow from numbers that the host has read. While a tape records,
-  - kernels of `jit` are run and noted with their jobs; a row of them is replayed by one call of native code,
-    which all threads go through together, waiting for each other after each kernel;
-  - PyTorch's operations are run and noted with their arguments; views need no replay, as they share memory;
-  - new memory comes from an Arena, where what is no longer used makes room for what follows;
-  - what `repeat` is given is Python that every replay runs again: it may look at the host's numbers.
+It is like a CUDA graph, with the same rules: the step's inputs and outputs keep their addresses, and what is
+recorded must not depend on values that the host reads. While a tape records,
+  - kernels of `jit` are run and recorded with their jobs; consecutive kernels are replayed by one call of
+    native code on all threads, which wait for each other after each kernel;
+  - PyTorch operations are run and recorded with their arguments; views need no replay, as they share memory;
+  - new memory comes from an Arena, which reuses memory that is no longer used;
+  - functions passed to `repeat` are run by Python at every replay, and may read values on the host.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from blockdraft.kernels.llvm.recording import Call, NotRecordable, recorder
 
 _aten = torch.ops.aten
 _EMPTY = (_aten.empty.memory_format, _aten.new_empty.default, _aten.empty_like.default)
-# The host would read numbers, or memory whose size follows from them.
-_ASKING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-_ASKING_BY_HAND = ("tolist", "numpy", "__array__")  # of Tensor, which no dispatcher sees
-# Of a contiguous tensor these are views.
+# Operations that read values on the host, or whose output size depends on values.
+_READING_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_READING_METHODS = ("tolist", "numpy", "__array__")  # of Tensor; the dispatcher does not see them
+# Views if the tensor is contiguous.
 _RESHAPING: dict[Any, Callable[..., Tensor]] = {
     _aten.reshape.default: Tensor.view,
     _aten.contiguous.default: lambda x: x,
@@ -48,7 +48,7 @@ _CHUNK = 8 << 20  # bytes; more at a time where one tensor needs more
 
 
 def end_recording() -> None:
-    """No tape records in this thread any more. It may be called at any time, and twice."""
+    """Stop recording in this thread; it may be called at any time, and twice."""
     while (depth := _len_torch_dispatch_stack()) and isinstance(_get_dispatch_stack_at(depth - 1), StepTape):
         _pop_mode()
     recorder.tape = None
@@ -56,18 +56,18 @@ def end_recording() -> None:
 
 class _Chunk(NamedTuple):
     memory: Tensor
-    place: range  # its addresses
+    addresses: range
     used: list[tuple[int, int, StorageWeakRef]]  # in order
 
 
 class Arena:
-    """Memory for the tensors of recorded steps. Steps run one at a time, so they all begin at its front."""
+    """Memory for the tensors of recorded steps. Steps run one at a time, so they share it."""
 
     def __init__(self) -> None:
         self._chunks: list[_Chunk] = []
 
     def clear(self) -> None:
-        """Another step begins."""
+        """Free all memory for another step."""
         for chunk in self._chunks:
             chunk.used.clear()
 
@@ -97,8 +97,8 @@ class Arena:
         return tensor
 
     def __contains__(self, tensor: Tensor) -> bool:
-        place = tensor.data_ptr()
-        return any(place in chunk.place for chunk in self._chunks)
+        address = tensor.data_ptr()
+        return any(address in chunk.addresses for chunk in self._chunks)
 
     @property
     def num_bytes(self) -> int:
@@ -107,28 +107,28 @@ class Arena:
 
 @functools.cache
 def _watch_tensors() -> None:
-    """From now on, a thread that records cannot read numbers past the dispatcher.
+    """Make methods that read values without the dispatcher raise NotRecordable while a tape records.
 
-    A TorchFunctionMode would see them, too, and all else that is asked of tensors: a fifth of a recording.
+    A TorchFunctionMode would see them, too, but it would take a fifth of the recording's time.
     """
-    for name in _ASKING_BY_HAND:
+    for name in _READING_METHODS:
         setattr(Tensor, name, _watched(name, getattr(Tensor, name)))
 
 
-def _watched(name: str, ask: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(ask)
+def _watched(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
     def watched(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         if recorder.tape is not None:
-            raise NotRecordable(f"{name} asks for numbers")
-        return ask(tensor, *args, **kwargs)
+            raise NotRecordable(f"{name} reads values on the host")
+        return method(tensor, *args, **kwargs)
 
     return watched
 
 
 class StepTape(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records what runs inside of it (`with tape:`); `replay` runs it again.
+    """Records what runs inside it (`with tape:`); `replay` runs it again.
 
-    `goes_on`: it is replayed after the tape before it, whose tensors it may read.
+    `goes_on`: it is always replayed after the tape before it, whose tensors it may read.
     """
 
     def __init__(self, arena: Arena, *, goes_on: bool = False) -> None:
@@ -137,13 +137,13 @@ class StepTape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._goes_on = goes_on
         self._calls: list[Call] = []
         self._parts: list[Callable[[], None]] = []
-        self._constants: dict[int, Callable[[], None]] = {}  # by the place of their memory
-        self._held: list[Tensor] = []  # memory that is not the arena's must stay
+        self._constants: dict[int, Callable[[], None]] = {}  # by storage
+        self._held: list[Tensor] = []  # keeps memory outside the arena alive
         self.num_kernels = 0
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """PyTorch's compiler, which nobody uses here, takes seconds to import."""
+        """Return False, as torch.compile, which is not used here, takes seconds to import."""
         return False
 
     def __enter__(self) -> StepTape:
@@ -166,11 +166,10 @@ class StepTape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             part()
 
     def __len__(self) -> int:
-        """How many parts Python goes through at a replay."""
+        """The number of parts that Python runs at a replay."""
         return len(self._parts)
 
     def add(self, call: Call, used: Iterable[Tensor]) -> None:
-        """A kernel that was run on this memory."""
         self._held += [one for one in used if one not in self._arena]
         self._calls.append(call)
         self.num_kernels += 1
@@ -196,18 +195,18 @@ class StepTape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if func is _aten.detach_.default:
             return args[0]
-        if func in _EMPTY and (asked := _contiguous(func, args, kwargs)) is not None:
-            return self._arena.empty(*asked)
+        if func in _EMPTY and (layout := _contiguous(func, args, kwargs)) is not None:
+            return self._arena.empty(*layout)
         if func in _RESHAPING and not kwargs and args[0].is_contiguous():
             return _RESHAPING[func](*args)
-        if _is_composite(func):  # in inference mode they come whole: `reshape`, `item`
+        if _is_composite(func):  # inference mode does not decompose them: `reshape`, `item`
             _push_mode(self)
             try:
                 return func.decompose(*args, **kwargs)
             finally:
                 _pop_mode()
-        if _asks(func) and not _takes_rows(func, args):
-            raise NotRecordable(f"{func} asks for numbers")
+        if _reads_values(func) and not _takes_rows(func, args):
+            raise NotRecordable(f"{func} reads values on the host")
         if func._schema.is_mutable:
             self._refill((args, kwargs))
         copied = lowered(func, args, kwargs, self._arena.empty)
@@ -224,7 +223,7 @@ class StepTape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _refill(self, changed: Any) -> None:
-        """Constants that may be changed are made anew at the start of each replay."""
+        """Recreate constants that may be changed at the start of each replay."""
         for one in _tensors(changed):
             again = self._constants.pop(one.untyped_storage()._cdata, None)
             if again is not None:
@@ -237,26 +236,26 @@ class StepTape(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @functools.cache
 def _is_composite(func: Any) -> bool:
-    """Whether it is nothing but other operations."""
+    """Whether the operation is composed of others only."""
     has_kernel = functools.partial(torch._C._dispatch_has_kernel_for_dispatch_key, func.name())
     return has_kernel("CompositeImplicitAutograd") and not has_kernel("CPU")
 
 
 @functools.cache
-def _asks(func: Any) -> bool:
-    return bool(_ASKING & set(func.tags))
+def _reads_values(func: Any) -> bool:
+    return bool(_READING_TAGS & set(func.tags))
 
 
 @functools.cache
 def _is_view(func: Any) -> bool:
-    """Whether its result lies in its argument's memory by its schema, which does not tell of all that do."""
+    """Whether the schema says that the result shares its argument's memory, which is incomplete."""
     return any(one.alias_info is not None for one in func._schema.returns)
 
 
 def _contiguous(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Sequence[int], torch.dtype] | None:
-    """Shape and dtype of the new tensor that is asked for; None: it is not to be contiguous."""
+    """Return shape and dtype of the requested tensor; None if it must not be contiguous."""
     if kwargs.get("memory_format") not in (None, torch.contiguous_format, torch.preserve_format):
         return None
     if func is _aten.empty.memory_format:
@@ -268,23 +267,23 @@ def _contiguous(
 
 
 def _takes_rows(func: Any, args: tuple[Any, ...]) -> bool:
-    """An index by numbers: by truth values, their sum is the size of the result."""
+    """Whether rows are indexed by integers: with booleans, the size of the result depends on values."""
     return func is _aten.index.Tensor and all(
         one is None or one.dtype not in (torch.bool, torch.uint8) for one in args[1]
     )
 
 
 def _again(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-    """The same operation into the memory of its first result."""
+    """Repeat an operation into the memory of its first result."""
     again = func(*args, **kwargs)
     for old, new in zip(_tensors(result), _tensors(again), strict=True):
         old.copy_(new)
 
 
 def _shares_memory(result: Any, given: Any) -> bool:
-    """Whether the result is a view of what was given."""
-    places = {one.untyped_storage()._cdata for one in _tensors(given)}
-    return any(one.untyped_storage()._cdata in places for one in _tensors(result))
+    """Whether the result is a view of an argument."""
+    storages = {one.untyped_storage()._cdata for one in _tensors(given)}
+    return any(one.untyped_storage()._cdata in storages for one in _tensors(result))
 
 
 def _tensors(tree: Any) -> list[Tensor]:
@@ -292,10 +291,10 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 class Program:
-    """Recorded kernels with their jobs: none begins before the one before it is done."""
+    """Recorded kernels with their jobs, run one after the other."""
 
     def __init__(self, calls: Sequence[Call]) -> None:
-        self._calls = calls  # their jobs stay with them
+        self._calls = calls  # keeps the jobs alive
         self._table = table([(call.address, call.job) for call in calls])
 
     def run(self) -> None:

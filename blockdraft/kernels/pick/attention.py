@@ -39,9 +39,9 @@ def pick_locate(at: Available) -> Locate | None:
 
 @functools.cache
 def _llvm_locate() -> Locate:
-    from blockdraft.kernels.llvm.heads import Places
+    from blockdraft.kernels.llvm.heads import LocateKernel
 
-    return Places()
+    return LocateKernel()
 
 
 def pick_attend(at: Available) -> Attend:
