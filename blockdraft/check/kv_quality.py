@@ -22,7 +22,6 @@ from blockdraft.engine.loaded_pair import LoadedPair
 from blockdraft.errors import ModelError
 from blockdraft.kernels.attention import Mask
 from blockdraft.kernels.kv_codec import FORMATS, KvFormat, kv_format
-from blockdraft.kernels.kv_compressed import KeysValues
 from blockdraft.kernels.kv_positions import PositionRule
 
 QUERIES = 512  # whose scores are there at a time: few large operations, which cards like
@@ -32,6 +31,7 @@ FIRST_DEPTH = 512  # the first class of depths ends at twice this, the next ones
 
 RULE = PositionRule()
 Centres = Mapping[int, Tensor]  # [G, D] of each layer
+KeysValues = tuple[Tensor, Tensor]  # [L, G, D] each
 Compress = Callable[[int, Tensor, Tensor], KeysValues]  # a layer, its keys and values; how they come back
 
 
@@ -83,7 +83,7 @@ def attend_mixed(
     mask: Mask,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """As `reference_attend_compressed`, of whole texts and not to the bit: many groups of queries at a time.
+    """Attention over exact and compressed keys of whole texts, many groups of queries at a time.
 
     q [N, H, D] are all N positions. In a part of the queries, keys that some of them read exact and others
     compressed, a strip, are there twice.
