@@ -137,10 +137,10 @@ class Step:
             for tensor in vars(storage).values():
                 if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
                     tensor.normal_(std=0.1)
-        for cold in self.engine.cache.cold:
-            cold.pages.exact_keys.normal_(std=0.1)
-            cold.pages.exact_values.normal_(std=0.1)
-            for codes, scale in (cold.pages.keys, cold.pages.values):
+        for group in self.engine.cache.compressed:
+            group.pages.exact_keys.normal_(std=0.1)
+            group.pages.exact_values.normal_(std=0.1)
+            for codes, scale in (group.pages.keys, group.pages.values):
                 codes.random_(0, 120)  # also of fp8 a number
                 scale.uniform_(0, 0.01)
 
