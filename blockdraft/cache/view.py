@@ -108,7 +108,7 @@ class CacheView:
                 q = rotated
             self._compress(storage)
         elif isinstance(storage, CompressedLayer):
-            q = apply_rotation(q, storage.slots(self._blocks).turn)
+            q = apply_rotation(q, storage.slots(self._blocks).rotation)
         if isinstance(storage, CompressedLayer):
             return self._kernels.attend_compressed(q, storage.pages, self._blocks, mask, sinks)
         return self._kernels.attend(q, storage.keys, storage.values, self._blocks, mask, sinks)
