@@ -148,7 +148,7 @@ def committed_per_step(
     except (ModelError, SettingsError):
         return None
     engine = Engine(models, kept)
-    if any(cold.pages.format.is_turned for cold in engine.cache.cold):
+    if any(group.pages.format.is_rotated for group in engine.cache.compressed):
         engine.cache.centre_keys(served_centres(models, plan.max_model_len))
     num_tokens = num_steps = 0
     for tokens, steps in _answers(engine, prompts):
