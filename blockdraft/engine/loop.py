@@ -9,7 +9,6 @@ then it sleeps on the queue.
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import logging
 import time
@@ -25,21 +24,18 @@ from typing import TypeVar
 from blockdraft.engine.describe import engine_info
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.info import EngineInfo
-from blockdraft.engine.request import Delta, SamplingParams, new_request_id
+from blockdraft.engine.request import Delta, SamplingParams
 from blockdraft.engine.stats import Snapshot
 from blockdraft.engine.streams import (
     EngineStopped,
     Mail,
     Outlet,
-    Outlets,
     Receiver,
     StepFailed,
-    Stream,
 )
 from blockdraft.errors import BlockdraftError
 from blockdraft.grammar.guide import Guide
 from blockdraft.phases import StartProgress
-from blockdraft.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -50,7 +46,7 @@ MAX_FAILURES = 3  # steps in a row that may fail before the engine is given up; 
 
 @dataclass(frozen=True, slots=True)
 class _Add:
-    prompt_ids: tuple[int, ...]
+    prompt_ids: Items[int]
     sampling: SamplingParams
     receiver: Receiver
     reply: Future[None]
@@ -79,9 +75,7 @@ class EngineLoop:
         self.startup = StartProgress() if startup is None else startup
         self.error: str | None = None  # why the engine failed; it never recovers
         self.engine_info: EngineInfo | None = None  # None until the engine is ready
-        self.tokenizer: Tokenizer | None = None
         self.step_began_s: float | None = None  # while a step runs; a watchdog reads it
-        self.is_hanging = False  # what the watchdog says
         self._make_engine = make_engine
         self._num_failures = 0
         self._may_prepare = False
@@ -92,7 +86,6 @@ class EngineLoop:
         self._compilers = ThreadPoolExecutor(2, "forms")  # its threads begin with the first form
         self._compiling: dict[str, Future[None]] = {}
         self._live: dict[str, _Live] = {}  # touched by the engine's thread only
-        self._outlets = Outlets()
         self._has_started = Event()
         self._thread = Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -102,34 +95,13 @@ class EngineLoop:
         self._has_started.wait()
         return self
 
-    @property
-    def num_live(self) -> int:
-        """Requests that have not ended."""
-        return len(self._live)
-
-    async def snapshot(self) -> Snapshot | None:
-        """All counters of the engine now; None before it is ready."""
-        return self.snapshot_now()
-
-    def snapshot_now(self) -> Snapshot | None:
-        """The same for any thread."""
+    def snapshot(self) -> Snapshot | None:
+        """Return all counters of the engine now, to any thread; None before it is ready."""
         return None if self.engine_info is None else self._engine.snapshot()
-
-    async def submit(self, prompt_ids: Items[int], sampling: SamplingParams) -> Stream:
-        """Queue a prompt. Raises what Engine.add raises, or EngineStopped."""
-        if self.startup.state != "ready" and self.error is None:
-            raise EngineStopped(f"the engine is {self.startup.state}.")
-        stream = Stream(new_request_id(), sampling.n, self._outlets.here(), self.abort)
-        try:
-            await asyncio.wrap_future(self.add(prompt_ids, sampling, stream))
-        except asyncio.CancelledError:
-            stream.close()
-            raise
-        return stream
 
     def add(self, prompt_ids: Items[int], sampling: SamplingParams, receiver: Receiver) -> Future[None]:
         """Queue a prompt from any thread. The future has what Engine.add raises, or EngineStopped."""
-        command = _Add(tuple(prompt_ids), sampling, receiver, Future())
+        command = _Add(prompt_ids, sampling, receiver, Future())
         if sampling.structured_outputs is None or self.engine_info is None:
             self._queue(command)
         else:
@@ -169,20 +141,6 @@ class EngineLoop:
         if self._has_started.is_set():
             self._thread.join()
 
-    @property
-    def is_closed(self) -> bool:
-        return not self._is_open
-
-    @property
-    def is_silent(self) -> bool:
-        """Never seen from here: who asks runs in the same interpreter."""
-        return False
-
-    @property
-    def is_running(self) -> bool:
-        """Whether the thread is still there, as it is after `close` has come during the start."""
-        return self._thread.is_alive()
-
     def _send(self, command: _Add | _Abort) -> bool:
         with self._closing_lock:
             if self._is_open:
@@ -202,7 +160,7 @@ class EngineLoop:
 
     def _start(self) -> None:
         self._engine = self._make_engine(self.startup)
-        self.tokenizer, self.engine_info = self._engine.models.tokenizer, engine_info(self._engine)
+        self.engine_info = engine_info(self._engine)
         self.startup.ready()
         self._may_prepare = True
 

@@ -47,7 +47,6 @@ class Watchdog:
             self._on_tick()
             began_s = self._loop.step_began_s
             if began_s is not None and time.monotonic() - began_s > self._limit_s:
-                self._loop.is_hanging = True
                 log.error("a step has run for over %.0f s: giving up", self._limit_s)
                 _log_stacks()
                 self._on_hang()

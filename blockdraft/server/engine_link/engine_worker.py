@@ -54,7 +54,7 @@ def run_engine(
             loop.abort(*content)
         else:
             assert kind == "snapshot", kind
-            server.tell("snapshot", *content, loop.snapshot_now())
+            server.tell("snapshot", *content, loop.snapshot())
     watchdog.close()
     loop.close()
 
