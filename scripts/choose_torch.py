@@ -1,8 +1,8 @@
 """Choose PyTorch's build for `make`: prints cpu or cuda, and on stderr what will be downloaded.
 
-`python scripts/choose_torch.py INDEX [cpu|cuda]`, where INDEX is PyTorch's own. Without a word: on Linux
-CUDA's build where an NVIDIA card is, else the CPU's, which only that index has; where it does not answer,
-PyPI's, which brings CUDA along.
+`python scripts/choose_torch.py INDEX [cpu|cuda]`, where INDEX is PyTorch's own. Without cpu or cuda: on Linux
+the CUDA build if there is an NVIDIA card, else the CPU build, which only that index has. PyPI's build, which
+includes CUDA, if the index does not answer.
 """
 
 import shutil
@@ -13,17 +13,17 @@ from pathlib import Path
 
 TIMEOUT_S = 5
 SIZES = {"cpu": "about 0.3 GB", "cuda": "about 3 GB, most of it for NVIDIA cards"}
-BEGIN = "Installing into .venv, which takes some minutes, once. To download: "
+BEGIN = "Installing into .venv takes a few minutes, once. To download: "
 
 
 def has_card() -> bool:
-    """Whether NVIDIA's driver is there: in WSL there is only its tool."""
+    """Whether NVIDIA's driver is there. In WSL only nvidia-smi shows it."""
     paths = ("/proc/driver/nvidia", "/dev/nvidiactl")
     return shutil.which("nvidia-smi") is not None or any(Path(path).exists() for path in paths)
 
 
 def why_no_index(index: str) -> str | None:
-    """Why the index cannot be used; None: it answers."""
+    """The reason why the index cannot be used, or None."""
     try:
         with urllib.request.urlopen(f"{index}/torch/", timeout=TIMEOUT_S):
             return None
@@ -32,23 +32,28 @@ def why_no_index(index: str) -> str | None:
 
 
 def choose(index: str, asked: str) -> tuple[str, str]:
-    """The build, and what to say of it; a SystemExit where the one that was asked for cannot be had."""
+    """The build and a message about its size. Exits if the build that was asked for does not exist here."""
     if asked not in ("", "cpu", "cuda"):
-        sys.exit(f"TORCH={asked} is unknown: TORCH=cpu or TORCH=cuda, or nothing: by whether there is a card")
+        sys.exit(
+            f"TORCH={asked} is unknown: use TORCH=cpu or TORCH=cuda, or leave it out to choose by the machine"
+        )
     if sys.platform != "linux":
         if asked == "cuda":
-            sys.exit("TORCH=cuda: PyTorch has no build for CUDA on this system that pip can install")
+            sys.exit("TORCH=cuda: pip has no CUDA build of PyTorch for this system")
         return "cpu", "about 0.2 GB."
     if asked == "cuda" or (not asked and has_card()):
         return "cuda", f"{SIZES['cuda']}."
     reason = why_no_index(index)
     if reason is None:
-        return "cpu", f"{SIZES['cpu']}: no NVIDIA card was found ('make serve TORCH=cuda' takes its build)."
+        return (
+            "cpu",
+            f"{SIZES['cpu']}: no NVIDIA card was found (TORCH=cuda takes the CUDA build).",
+        )
     if asked:
-        sys.exit(f"TORCH=cpu: {index} does not answer ({reason}); without TORCH=cpu it is PyPI's, with CUDA")
+        sys.exit(f"TORCH=cpu: {index} does not answer ({reason}). Leave out TORCH=cpu for PyPI's CUDA build")
     return "cuda", (
-        f"{SIZES['cuda']}. There is none here, but only PyTorch's index has a build without "
-        f"CUDA (0.3 GB), and it does not answer ({reason})."
+        f"{SIZES['cuda']}. No card was found, but PyTorch's index, which alone has the smaller CPU "
+        f"build (0.3 GB), does not answer ({reason})."
     )
 
 

@@ -30,7 +30,7 @@ CATEGORIES = ("code", "prose", "qa", "dialogue")
 
 
 class Peaks:
-    """The largest magnitude of each column, by where the weight lies."""
+    """The largest magnitude of each column, by weight name."""
 
     def __init__(self) -> None:
         self.by_weight: dict[int, Tensor] = {}
@@ -81,7 +81,7 @@ def main() -> None:
 
 
 def tokens(tokenizer: object, category: str) -> list[int]:
-    """Prompts of one category after another, as a model reads them."""
+    """Prompts, one of each category in turn, with the chat template."""
     ids: list[int] = []
     for line in (PROMPTS / f"{category}.jsonl").read_text().splitlines():
         ids += tokenizer.encode_chat(json.loads(line)["messages"])  # type: ignore[attr-defined]

@@ -75,7 +75,7 @@ def _told(theirs: str) -> str:
 
 
 def flag_aliases_page() -> str:
-    """Every name of others that known_names.py takes or explains."""
+    """All flags and commands of other engines that known_names.py accepts or explains."""
     taken: dict[str, list[str]] = {}
     for theirs, (whose, ours) in sorted(SAME.items()):
         if theirs not in FORMER_NAMES:
@@ -104,7 +104,7 @@ def flag_aliases_page() -> str:
 
 
 def recipe_example() -> list[str]:
-    """The file in the head of recipe.py."""
+    """The example in the docstring of recipe.py."""
     head = (recipe.__doc__ or "").split("\n\n", 1)[1].rpartition("\n\n")[0]
     return textwrap.dedent(head).splitlines()
 

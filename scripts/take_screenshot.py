@@ -1,4 +1,4 @@
-"""Takes docs/page.png, a picture of the live page over a server that runs.
+"""Takes docs/page.png, a picture of the live page of a running server.
 
 blockdraft serve                                        # the default pair
 python -m scripts.take_screenshot http://127.0.0.1:8000

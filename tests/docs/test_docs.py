@@ -1,4 +1,4 @@
-"""Documentation that can be checked is checked."""
+"""Links, paths, generated pages and quoted numbers of the documentation are right."""
 
 import ast
 import json
@@ -39,12 +39,12 @@ def test_generated_pages_are_fresh(name):
 
 
 def prose(text):
-    """Without what stands in fences: there a # begins no heading, and brackets are no link."""
+    """The text without code blocks, where # is no heading and brackets are no link."""
     return re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
 
 
 def anchors(text):
-    """As GitHub makes them from headings."""
+    """The anchors that GitHub makes from headings."""
     headings = re.findall(r"^#+ (.+)$", prose(text), re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -61,7 +61,7 @@ def test_links_lead_somewhere(page):
 
 
 def paths(text):
-    """What a page calls by its path in this repository: `step/decode.py`, `tests/lossless/`, `docs/*.md`."""
+    """Paths in this repository that a page names: `step/decode.py`, `tests/lossless/`, `docs/*.md`."""
     pattern = rf"(?<![\w./~-])(?:{'|'.join(FOLDERS)})/[\w./*-]*[\w*/]"
     return set(re.findall(pattern, text))
 

@@ -1,4 +1,4 @@
-"""Runs commands of ours as on another system: python -m tests.install.simulated SYSTEM COMMAND...
+"""Runs blockdraft commands as on another system: python -m tests.install.simulated SYSTEM COMMAND...
 
 What the system lacks is taken away after the libraries are imported, which have their own ways there:
 modules, attributes, and files such as those of /proc. Commands are texts; "import" imports all of ours.
@@ -91,7 +91,7 @@ FOLDERS = ("/proc/", "/sys/", "/dev/nvidia", "/dev/shm", "/dev/kfd", "/dev/dxg")
 
 
 class Missing(importlib.abc.MetaPathFinder):
-    """No such module, whoever asks."""
+    """Hide a module from every import."""
 
     def __init__(self, names):
         self._names = names

@@ -1,4 +1,4 @@
-"""What `make` tells pip; nothing is downloaded."""
+"""`make` calls pip with the right arguments; nothing is downloaded."""
 
 import contextlib
 import functools
@@ -37,7 +37,7 @@ def told(folder, *words):
 
 
 def built(folder, build):
-    """As if `make` had installed that build of PyTorch, long ago."""
+    """Make the folder look as if `make` had installed that build of PyTorch long ago."""
     (folder / ".venv/bin").mkdir(parents=True, exist_ok=True)
     for name in ("bin/python", "torch", "installed"):
         (folder / ".venv" / name).touch()
@@ -77,14 +77,14 @@ def test_another_build_is_refused_where_one_is_there(clone):
             False,
             False,
             "cuda",
-            "about 3 GB, most of it for NVIDIA cards. There is none here, but",
+            "about 3 GB, most of it for NVIDIA cards. No card was found, but",
         ),
         ("linux", "cpu", True, True, "cpu", "about 0.3 GB"),
         ("linux", "cuda", False, False, "cuda", "about 3 GB"),
-        ("linux", "cpu", False, False, None, "does not answer (no route); without TORCH=cpu it is PyPI's"),
-        ("linux", "gpu", True, True, None, "TORCH=gpu is unknown: TORCH=cpu or TORCH=cuda, or nothing"),
+        ("linux", "cpu", False, False, None, "does not answer (no route). Leave out TORCH=cpu"),
+        ("linux", "gpu", True, True, None, "TORCH=gpu is unknown: use TORCH=cpu or TORCH=cuda"),
         ("darwin", "", False, False, "cpu", "about 0.2 GB"),
-        ("darwin", "cuda", False, True, None, "no build for CUDA on this system"),
+        ("darwin", "cuda", False, True, None, "no CUDA build of PyTorch for this system"),
     ],
 )
 def test_the_build_follows_from_the_machine(monkeypatch, platform, asked, has_card, answers, build, said):
@@ -119,7 +119,7 @@ def test_the_containerfile_takes_the_same_index():
 
 @pytest.fixture
 def stubbed(clone):
-    """A clone whose Python and blockdraft only say how they were called; PyTorch's build is the CPU's."""
+    """A clone whose Python and blockdraft only print their arguments; PyTorch's build is the CPU's."""
     (clone / "scripts/choose_torch.py").write_text("print('cpu')")
     folder = clone / ".venv/bin"
     folder.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Linux is where everything is run; of macOS and Windows it is simulated what they lack."""
+"""The product runs without what macOS and Windows lack; both are simulated on Linux."""
 
 import json
 import os
@@ -18,7 +18,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def simulated(system, *commands):
-    """Commands as on another system; Python itself says where an encoding would be that system's own."""
+    """Run commands as on another system; Python warns where an encoding would depend on the system."""
     return subprocess.run(
         [
             *(sys.executable, "-X", "warn_default_encoding", "-W", "ignore::EncodingWarning"),
@@ -87,7 +87,7 @@ def test_the_server_answers_with_an_engine_that_was_not_forked(system):
 
 @pytest.fixture
 def on(monkeypatch, tmp_path):
-    """Another system, as kernels/cpu.py sees it."""
+    """Make kernels/cpu.py see another system."""
 
     def be(name):
         monkeypatch.setattr(sys, "platform", SYSTEMS[name].platform)

@@ -1,4 +1,4 @@
-"""The wheel, as `pip install blockdraft` brings it: whole, and starting without the checkout."""
+"""The wheel is complete and starts without the checkout."""
 
 import os
 import subprocess
@@ -21,7 +21,7 @@ print(len(answers[0].token_ids))
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """Built from what git would ship, in a folder of its own: setuptools leaves build/ behind."""
+    """The wheel, built from files in git, in a separate folder because setuptools leaves build/ behind."""
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
     files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout
     packed = subprocess.Popen(
@@ -47,7 +47,7 @@ def test_the_wheel_holds_every_file_of_the_package(wheel):
 
 @pytest.mark.slow
 def test_installed_elsewhere_it_starts_and_answers(wheel, tmp_path):
-    """A clean environment with our dependencies, which are borrowed: their download is not under test."""
+    """A clean environment with borrowed dependencies: their download is not tested."""
     subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "venv")], check=True, timeout=120)
     python = tmp_path / "venv/bin/python"
     pip = [python, "-m", "pip", "install", "--quiet", "--no-deps", "--disable-pip-version-check", wheel]
@@ -67,7 +67,7 @@ def test_installed_elsewhere_it_starts_and_answers(wheel, tmp_path):
 
 
 def _dependencies_without_ours(folder):
-    """Links to everything that is installed here, but for the checkout itself."""
+    """Link to everything that is installed here except the checkout."""
     folder.mkdir()
     for entry in Path(sysconfig.get_paths()["purelib"]).iterdir():
         if "blockdraft" not in entry.name and entry.suffix != ".pth":
