@@ -40,7 +40,7 @@ def make_app(
 
 
 def make_api(engine: RemoteEngine, *, name: str, tool_format: str = "auto") -> Starlette:
-    """All routes. They answer from the first moment of the start on, and need AuthLimits around them."""
+    """Return all routes. They answer during the start, too, and need AuthLimits around them."""
     host, state = ApiHost(engine, name, tool_format), _State(engine, name)
     return Starlette(
         routes=[

@@ -1,4 +1,4 @@
-"""ServerOptions: who may use the server and how much of it one client can take. No web library here."""
+"""ServerOptions: who may use the server, and the limits of one client. No web library here."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class ServerOptions:
 
 
 def read_api_keys(given: Iterable[str] = (), file: Path | None = None) -> tuple[str, ...]:
-    """All keys: given as flags, in $BLOCKDRAFT_API_KEY, and in `file`, without repetition.
+    """Return all keys from flags, $BLOCKDRAFT_API_KEY and `file`, each once.
 
     A flag can be read by every user of the machine while the process starts: prefer the others.
     """
@@ -80,7 +80,7 @@ def is_loopback(host: str) -> bool:
 
 
 def default_hosts(host: str, *, has_keys: bool) -> tuple[str, ...]:
-    """What `allowed_hosts` should be for a server that listens on `host`.
+    """Return the default of `allowed_hosts` for a server that listens on `host`.
 
     A web page can let its own name point to 127.0.0.1 and so reach a server that only this machine should
     (DNS rebinding). Where no key stops it, the name it calls by does.
@@ -99,7 +99,9 @@ def _read_key_file(path: Path) -> list[str]:
     except OSError as error:
         raise SettingsError(f"cannot read the API key file {path} ({error.strerror}).") from None
     if len(content) > MAX_KEY_FILE_BYTES:
-        raise SettingsError(f"{path} is larger than {MAX_KEY_FILE_BYTES} bytes: it is no API key file.")
+        raise SettingsError(
+            f"{path} is larger than {MAX_KEY_FILE_BYTES} bytes, too large for a file of API keys."
+        )
     if os.name == "posix" and mode & (stat.S_IRGRP | stat.S_IROTH):
         log.warning("other users of this machine can read the API keys in %s: chmod 600 it", path)
     keys = []
@@ -133,7 +135,7 @@ def _check_origin(origin: str) -> None:
         or "@" in origin
         or origin.lower() != origin
     ):
-        raise SettingsError(f"CORS origin '{origin}' is none: {advice}")
+        raise SettingsError(f"'{origin}' is not a valid CORS origin: {advice}")
 
 
 def _check_number(name: str, value: float, kind: type | tuple[type, ...], low: float) -> None:

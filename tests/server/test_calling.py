@@ -323,7 +323,7 @@ def said(role, **message):
         ({"structured_outputs": {"regex": "a"}, **JSON_OBJECT}, "2 structured outputs", "structured_outputs"),
         ({"response_format": BAD_SCHEMA}, "anyOf", "response_format"),
         ({"guided_json": DEEP}, "nests deeper", "guided_json"),
-        ({"guided_json": '{"const": NaN}'}, "no JSON number", "guided_json"),
+        ({"guided_json": '{"const": NaN}'}, "not a JSON number", "guided_json"),
         ({"guided_json": '{"const": "\\ud800"}'}, "surrogate", "guided_json"),
         ({"structured_outputs": {"json": DEEP}}, "nests deeper", "structured_outputs"),
         ({"guided_regex": "a" * (1 << 20)}, "524288", "guided_regex"),

@@ -177,7 +177,7 @@ def test_a_start_that_fails_is_not_told_as_an_end_that_somebody_asked_for(tmp_pa
     save_file(bad, target / "model.safetensors")
     with running(str(target), *MODEL[1:]) as process:
         assert process.end() == 2
-    assert "; not ready yet, /ready says how far it is" in process.text
+    assert "; not ready yet, /ready shows the progress" in process.text
     assert "infinite or undefined" in process.text
     assert "ending:" not in process.text
 

@@ -86,7 +86,7 @@ def spawned(work: Work, connection: Connection) -> Child:
 
 
 def _be_the_child(work: Work, connection: Connection) -> NoReturn:
-    """The server ends us when it ends: signals for the whole group are its affair."""
+    """Run `work` and exit. Signals are left to the server, which ends this process with itself."""
     code = 1
     try:
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -101,7 +101,7 @@ def _be_the_child(work: Work, connection: Connection) -> NoReturn:
 
 
 class Child(Protocol):
-    """A process of ours."""
+    """The process of the engine."""
 
     def kill(self) -> None: ...
 
@@ -111,7 +111,7 @@ class Child(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SpawnedChild:
-    """One that was started with nothing of ours."""
+    """A process that was started afresh."""
 
     process: BaseProcess
 
@@ -125,7 +125,7 @@ class SpawnedChild:
 
 @dataclass(frozen=True, slots=True)
 class ForkedChild:
-    """One that began as a copy of us."""
+    """A process that began as a copy of ours."""
 
     pid: int
 

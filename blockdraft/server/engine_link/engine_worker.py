@@ -1,4 +1,4 @@
-"""The engine's side of an RemoteEngine: commands in, one message per step out."""
+"""The engine's side of a RemoteEngine: reads commands, and sends one message per step."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MakeEngine = Callable[[StartProgress, Callable[[Tokenizer], object]], Engine]
 def run_engine(
     connection: Connection, make_engine: MakeEngine, startup: StartProgress, *, step_timeout_s: float
 ) -> None:
-    """Serve until the server says close, or is gone. `make_engine` tells its tokenizer as soon as it can."""
+    """Serve until the server says close or is gone. `make_engine` passes on its tokenizer early."""
     server = _Server(connection)
     startup.on_change = functools.partial(server.tell, "start")
 
@@ -75,7 +75,7 @@ def _add(
 
 
 def _for_another_process(error: BaseException) -> BaseException:
-    """Those that we know can be sent as they are; of a bug, its traceback stays in our log."""
+    """Known errors are pickled; unexpected ones are logged here and sent as RuntimeError."""
     if isinstance(error, BlockdraftError | EngineStopped):
         return error
     log.error("a request could not be queued", exc_info=error)
@@ -84,21 +84,21 @@ def _for_another_process(error: BaseException) -> BaseException:
 
 @dataclass(frozen=True, slots=True)
 class _RemoteStream:
-    """A stream on the server's side."""
+    """Stands for a stream in the server's process."""
 
     request_id: str
     outlet: _Server
 
 
 class _Server:
-    """The server at the other end, told things by several threads; the outlet of all its streams."""
+    """The server at the other end: any thread may call `tell`. It is the outlet of all streams."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._lock = Lock()
 
     def messages(self) -> Iterator[tuple[Any, ...]]:
-        """Those of the server, up to its close or its end."""
+        """Yield the server's messages until it says close or is gone."""
         while True:
             try:
                 message = self._connection.recv()
@@ -109,7 +109,7 @@ class _Server:
             yield message
 
     def tell(self, *message: object) -> bool:
-        """False: it is gone."""
+        """Returns False if the server is gone."""
         try:
             with self._lock:
                 self._connection.send(message)
@@ -128,5 +128,5 @@ class _Server:
 
 
 def _is_plain(delta: Delta) -> bool:
-    """Whether it has text and tokens alone, as nearly all have."""
+    """Whether it has only text and tokens, like nearly all."""
     return delta.finish_reason is None and not delta.logprobs and delta.prompt_logprobs is None

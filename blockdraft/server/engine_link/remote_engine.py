@@ -1,9 +1,8 @@
 """RemoteEngine: our engine in a process of its own, as the server sees it.
 
-Both are written in Python, and one process runs one thread of Python at a time: an engine's thread that
-launches hundreds of kernels per step would wait for the event loop's turn at each of them. The engine's side
-is engine_worker.py. Messages are tuples over a pair of sockets that nobody else can reach; all deltas of a
-step are one message.
+One process runs one thread of Python at a time: in the server's process, an engine that launches hundreds
+of kernels per step would wait for the event loop at each of them. The engine's side is engine_worker.py.
+Messages are tuples over a pair of sockets that nobody else can reach; all deltas of a step are one message.
 """
 
 from __future__ import annotations
@@ -137,8 +136,8 @@ class RemoteEngine:
                 raise EngineStopped(self._why())
             if self._num_live_bytes + len(message) > MAX_LIVE_BYTES:
                 raise CapacityError(
-                    f"requests of {self._num_live_bytes >> 20} MiB wait for the engine already, which is all "
-                    "that the server holds: try again later."
+                    f"requests of {self._num_live_bytes >> 20} MiB wait for the engine, and the server holds "
+                    "no more: try again later."
                 )
             self._live[stream.request_id] = _Live(stream, sampling.n, len(message))
             self._num_live_bytes += len(message)
@@ -152,7 +151,7 @@ class RemoteEngine:
                 self._send("abort", request_id)
 
     async def snapshot(self) -> Snapshot | None:
-        """All counters of the engine now, or the last ones known; None before it is ready."""
+        """Return all counters of the engine, or the last known ones; None before it is ready."""
         number, answer = next(self._numbers), Future[Snapshot | None]()
         with self._lock:
             is_reading = not self._outbox.num_waiting_bytes
@@ -190,8 +189,8 @@ class RemoteEngine:
         self._outbox.put(packed(message))
 
     def _note_silence(self) -> None:
-        """The thread that watches calls this: the interpreter over there is stuck, its own watchdog too."""
-        log.error("the engine's process has not been heard of for too long: its interpreter is stuck")
+        """Called by SilenceWatch: the other interpreter is stuck, and its watchdog with it."""
+        log.error("the engine's process has been silent for too long: its interpreter is stuck")
         self._hang()
 
     def _hang(self) -> None:
@@ -227,7 +226,7 @@ class RemoteEngine:
         self._silence.start()  # a start may compile for minutes
 
     def _take_beat(self) -> None:
-        """It is alive, even if it has nothing to do."""
+        """A sign of life, which `_read` has noted."""
 
     def _take_hanging(self) -> None:
         self._hang()
@@ -305,12 +304,12 @@ async def _packed_request(request_id: str, prompt_ids: Items[int], sampling: Sam
         return packed(message)
     except RecursionError:
         raise RequestError(
-            "the form of the answer nests too deep: flatten it.", "structured_outputs"
+            "the structured output's schema nests too deep: flatten it.", "structured_outputs"
         ) from None
 
 
 def _ended_by_itself(code: int) -> str:
     if code == -9:  # SIGKILL, which Windows has no name for
-        return "the engine's process was killed: was there memory left? The system's log says more."
+        return "the engine's process was killed, perhaps for lack of memory: see the system's log."
     how = f"signal {-code}" if code < 0 else f"exit code {code}"
-    return f"the engine's process ended by itself ({how}): its log says more."
+    return f"the engine's process ended unexpectedly ({how}): see its log."

@@ -1,9 +1,8 @@
-"""AuthLimits: what every request passes before the application sees it, and every answer on its way out.
+"""AuthLimits: the checks of every request, and the headers and log line of every answer.
 
-In this order: a request id, the size of the head, CORS, the name the server was called by, the API key, the
-number of requests at once, the kind and size of the body, the time it takes to arrive, and the time until an
-answer begins. The time a client may take for its head and for reading belongs to the connection: see
-connection.py.
+It checks, in this order: the size of the head, CORS, the Host header, the API key, the type of the body, the
+number of requests at once, the size of the body and the time it takes to arrive, and the time until an answer
+begins. connection.py limits the time a client takes for its head and for reading.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ access_log = logging.getLogger("blockdraft.access")
 
 @dataclass(frozen=True, slots=True)
 class _Head:
-    """What is known of a request before its body."""
+    """A request before its body."""
 
     id: str
     method: str
@@ -79,7 +78,7 @@ class _Head:
         return self.method == "OPTIONS" and all(name in self.headers for name in asked)
 
     def values(self, name: bytes) -> list[str]:
-        """All that a header was given as."""
+        """Return all values of a header."""
         return [value.decode("latin-1") for key, value in self.raw if key == name]
 
 
@@ -119,14 +118,14 @@ class AuthLimits:
             reply.log()
 
     def _refusal(self, head: _Head, scope: Scope) -> Response | None:
-        """Say what is wrong with a request, as far as that shows without its body."""
+        """Return the refusal of a request that its head alone rules out."""
         # Browsers always send the header, so that no page of another name comes in without it.
         hosts = self._options.allowed_hosts if "host" in head.headers else ()
         if hosts and _host(head.headers) not in hosts:
             return error_response(
                 421,
-                "this server does not go by that name: use the address it announced, or start it with the "
-                "name among its allowed hosts.",
+                "this server does not accept that Host header: use the address it announced, or start it "
+                "with the name among its allowed hosts.",
                 INVALID,
             )
         if not self._is_allowed(head):
@@ -217,7 +216,7 @@ class AuthLimits:
 
 
 class _Reply:
-    """The way out: adds headers to the first message, and knows what to log."""
+    """Adds headers to the answer, and logs it."""
 
     def __init__(self, head: _Head, state: dict[str, str], send: Send, options: ServerOptions) -> None:
         self._head = head
@@ -244,7 +243,7 @@ class _Reply:
         await self._whole(refusal)
 
     async def preflight(self) -> None:
-        """A browser asks whether a page of another origin may call."""
+        """Answer a browser that asks whether a page of another origin may call."""
         if self._origin is None:
             origin = self._head.headers.get("origin", "")[:200]
             state = "the server has other CORS origins" if self._has_cors else "CORS is off"
@@ -278,7 +277,7 @@ class _Reply:
         )
 
     async def _whole(self, response: Response) -> None:
-        """Send an answer that the application has no part in."""
+        """Send an answer of our own."""
         await self.send(
             {"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers}
         )
@@ -327,12 +326,12 @@ def _large_head(head: _Head) -> Response | None:
 
 
 def _wrong_body(head: _Head) -> Response | None:
-    """Refuse all but JSON: a web page of another origin can send the other kinds without asking first."""
+    """Refuse all but JSON: web pages of other origins can send other types without a preflight."""
     if not head.has_body:
         return None
     kind = head.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
-        text = f"the body is sent as '{kind[:100]}': use 'Content-Type: application/json'."
+        text = f"the body has the type '{kind[:100]}': use 'Content-Type: application/json'."
         return error_response(415, text, INVALID)
     encoding = head.headers.get("content-encoding", "identity").lower()
     if encoding != "identity":
@@ -364,7 +363,7 @@ def _digest(key: bytes) -> bytes:
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """A receive that gives the body first, then what comes after it: the client going away."""
+    """Return a `receive` that gives the body first, then the end of the connection."""
     rest: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replay() -> Message:

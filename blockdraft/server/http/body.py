@@ -74,13 +74,13 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def _refuse_constant(text: str) -> float:
-    raise RequestError(f"the body holds {text}, which is no JSON number: send finite numbers.")
+    raise RequestError(f"the body holds {text}, which is not a JSON number: send finite numbers.")
 
 
 def _integer(text: str) -> int:
     value = int(text) if len(text) <= MAX_INTEGER_CHARS else None
     if value is None or not -(2**63) <= value < 2**64:
-        raise RequestError(f"the body holds the integer {text[:24]}…: integers are of 64 bits at most.")
+        raise RequestError(f"the body holds the integer {text[:24]}…: integers may have 64 bits at most.")
     return value
 
 
@@ -141,7 +141,7 @@ def _check_unicode(text: str, field: str | None) -> None:
 
 
 def shown_name(text: str) -> str:
-    """What a client sent, short enough for an error and always valid Unicode."""
+    """Return a client's text cut short for an error message, always valid Unicode."""
     return text[:64].encode(errors="replace").decode()
 
 

@@ -1,8 +1,8 @@
-"""HttpConnection: a client's connection, parsed by httptools, with limits on all that a client can hold.
+"""HttpConnection: a client's connection, parsed by httptools, with limits on time and memory.
 
-uvicorn runs it as it runs its own protocols, which wait for ever for a client that never finishes a
-request's head and for one that never reads its answer, and turn away whoever comes last when there are too
-many, be it a probe. Here the connection that was idle longest gives way.
+uvicorn's own protocols wait for ever for a client that never finishes a request's head or never reads its
+answer. With too many connections they turn away the newest, even a probe; here the one that was idle longest
+is closed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _WHOLE_ADDRESS = re.compile(rb"https?://([^/?]*)", re.IGNORECASE)
 
 
 class NotHttp(ValueError):
-    """Bytes that are no request; the message is for the client."""
+    """The bytes are not a request; the message is for the client."""
 
 
 class HttpConnection(asyncio.Protocol):
@@ -82,7 +82,7 @@ class HttpConnection(asyncio.Protocol):
 
     def _new_parser(self) -> httptools.HttpRequestParser:
         parser = httptools.HttpRequestParser(self)
-        # What a client sends behind its last request does no harm: nobody reads it.
+        # Nobody reads what a client sends after its last request.
         parser.set_dangerous_leniencies(lenient_data_after_close=True)
         return parser
 
@@ -138,7 +138,7 @@ class HttpConnection(asyncio.Protocol):
         self._note_idle()
 
     def _parse(self, data: bytes) -> None:
-        """A request that asks for another protocol, of which we know none, is read as if it did not."""
+        """Parse. A request that asks to upgrade to another protocol is read as if it did not ask."""
         while True:
             try:
                 self._parser.feed_data(data)
@@ -153,7 +153,7 @@ class HttpConnection(asyncio.Protocol):
                 return
 
     def _drop(self, data: bytes) -> None:
-        """Read on, for a while: who closes with bytes unread resets the connection, answers included."""
+        """Read and drop: to close with bytes unread would reset the connection and lose the answers."""
         self._num_dropped += len(data)
         if self._num_dropped > MAX_DROPPED_BYTES and not self._is_lingering:
             self._pause_reading()
@@ -164,10 +164,9 @@ class HttpConnection(asyncio.Protocol):
         return b"\r\n".join([*lines, b"", b""])
 
     def eof_received(self) -> bool:
-        """The client sends no more: it may wait for the answer to what it has sent, or have gone.
+        """The client has closed its half. It may still wait for its answer, or it may have gone.
 
-        Who has gone answers a sign, or the next part of its answer, with a reset. Returns True if the
-        connection stays.
+        A client that has gone answers whatever we send with a reset. Returns True if the connection stays.
         """
         self._has_heard_all = True
         exchange = self._exchange
@@ -219,9 +218,9 @@ class HttpConnection(asyncio.Protocol):
             self._exchange.close_after()
 
     def close(self) -> None:
-        """Behind what waits to be sent, if the client reads that in time.
+        """Close when all that waits has been sent, or the client has not read it in time.
 
-        Whoever still sends is read from for a while: to close with bytes unread would reset the connection,
+        A client that still sends is read for a while: to close with bytes unread would reset the connection,
         and the client would miss its answer.
         """
         is_sending = self._arriving is not None or self._is_read_paused or self._num_dropped > 0
@@ -248,7 +247,7 @@ class HttpConnection(asyncio.Protocol):
             self._watch_head()
 
     def answered(self) -> None:
-        """The next request, if it is there already."""
+        """The answer is complete: start the next request, if it is there already."""
         self._state.total_requests += 1
         if self._arriving is not None and self._arriving is self._exchange and not self._is_lingering:
             self.close()  # what is left of its body is not waited for
@@ -360,7 +359,7 @@ class HttpConnection(asyncio.Protocol):
         self._state.tasks.add(task)
 
     def _end(self, why: str) -> None:
-        """Read no more: `why` says what is wrong with what came. Whole requests before it are answered."""
+        """Read no more because of `why`. Whole requests before it are still answered."""
         self._stop_watching_head()
         self._has_ended, self._is_in_head = True, False
         self._num_dropped += 1  # at least
@@ -378,7 +377,7 @@ class HttpConnection(asyncio.Protocol):
             self._refuse(why, None)
 
     def _refuse(self, why: str, broken: Exchange | None) -> None:
-        """Say why what came is no HTTP, or too much of it; an answer that has begun is cut off."""
+        """Answer 400 and close. An answer that has begun is cut off."""
         if broken is None or not broken.has_begun:
             text = why.encode()
             self.transport.write(
@@ -403,9 +402,9 @@ class HttpConnection(asyncio.Protocol):
             self.idle.setdefault(self)
 
     def _watch_head(self) -> None:
-        """The time runs from the first byte of a head, or from the connection; more bytes do not renew it.
+        """Limit the time from the first byte of a head, or from the connection, to the head's end.
 
-        Nor does it run while we do not read.
+        More bytes do not renew it. It stands still while we do not read.
         """
         is_between = self._exchange is not None and not self._is_in_head
         if self._has_ended or self._is_read_paused or is_between:
@@ -414,7 +413,7 @@ class HttpConnection(asyncio.Protocol):
             self._head_timer = self._loop.call_later(self.head_timeout_s, self.transport.abort)
 
     def _watch_rest(self) -> None:
-        """What is left of the last answer is too little for `pause_writing`."""
+        """Limit the time for the rest of the last answer, which is too short for `pause_writing`."""
         if self.transport.get_write_buffer_size():
             self._watch_sending()
 
@@ -429,7 +428,7 @@ class HttpConnection(asyncio.Protocol):
 
 
 def _why(opening: bytes) -> str:
-    """What to tell somebody who sent something that is no HTTP/1.1; `opening` is how it began."""
+    """Return the message for bytes that are not HTTP/1.1; `opening` is how they begin."""
     if opening.startswith(_HTTP_2):
         return "this port speaks HTTP/1.1, and this is HTTP/2: have the client use HTTP/1.1."
     if opening.startswith(_TLS):
@@ -438,7 +437,7 @@ def _why(opening: bytes) -> str:
 
 
 def _is_reset(transport: asyncio.Transport) -> bool:
-    """Whether the client has answered something with a reset, which nobody sees who has read to the end."""
+    """Whether the client has reset the connection; after its end of input, asyncio does not tell."""
     found = transport.get_extra_info("socket")
     if found is None or not hasattr(select, "poll"):
         return False

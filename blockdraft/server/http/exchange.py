@@ -1,8 +1,8 @@
 """Exchange: one request and its answer, on a connection that has others before and after.
 
-To the application it is ASGI's `receive` and `send`. Beside them it has a shorter way for answers that are
-written many thousand times a second, one event each: `write` and `end` go straight to the socket's buffer,
-and whoever writes is called back when the client reads too slowly, reads again, or has gone.
+The application sees ASGI's `receive` and `send`. Streams, which write many thousand events a second, use
+`write` and `end` instead: they go straight to the socket's buffer, and call back when the client reads again
+or has gone.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Exchange:
     # ---- from the connection
 
     def take_body(self, data: bytes) -> int:
-        """Returns how much waits to be read by the application."""
+        """Returns the number of bytes that the application has not read."""
         self._body += data
         self._is_unread = True
         self._news.set()
@@ -97,7 +97,7 @@ class Exchange:
         self._keeps_alive = False
 
     def lose(self) -> None:
-        """The client has gone. It is told once: a second `cancel` would be somebody else's."""
+        """The client has gone. `on_gone` is called once: a second `cancel` would hit other work."""
         if self.is_gone:
             return
         self.is_gone = not self.is_complete
@@ -124,10 +124,10 @@ class Exchange:
         await self.send({"type": "http.response.body", "body": b"Internal Server Error"})
 
     def write_sign(self) -> None:
-        """Write, where that is possible, what a client ignores; one that has gone answers it with a reset.
+        """Write something that clients ignore, if possible: a client that has gone answers with a reset.
 
-        Before the answer an interim one, which HTTP/1.0 lacks; between two events a comment, for which
-        an answer of a known length has no place.
+        Before the answer that is an interim response, which HTTP/1.0 lacks; between two events it is a
+        comment, unless the answer's length was announced.
         """
         if not self.has_begun:
             if self.scope["http_version"] == "1.1":
@@ -141,11 +141,11 @@ class Exchange:
 
     @property
     def is_write_paused(self) -> bool:
-        """The client does not read: what is written now would pile up."""
+        """The client reads too slowly: more would pile up in memory."""
         return self._line.is_write_paused
 
     def whole_body(self, limit: int) -> bytes | None:
-        """Read all of the body, if that is there and within the limit: nobody has to wait."""
+        """Return the body if all of it is there and within the limit."""
         if self._has_more or self.is_gone or len(self._body) > limit:
             return None
         self._is_unread = False
@@ -210,10 +210,10 @@ class Exchange:
         self._line.answered()
 
     async def while_connected(self, work: Coroutine[None, None, T]) -> T | None:
-        """The result of `work`, in the task that asks; None: the client went away, and it was cancelled."""
+        """Await `work` in this task. Returns None if the client went away, which cancels `work`."""
         task = asyncio.current_task()
         assert task is not None
-        if self._has_lost():
+        if self.is_gone:
             work.close()
             return None
         num_before = task.cancelling()
@@ -258,7 +258,7 @@ class Exchange:
         asyncio.get_running_loop().call_soon(self._flush_head)
 
     def _flush_head(self) -> None:
-        """Written with the first part of the body, if that comes at once: a write costs more than a head."""
+        """Write the head alone: no part of the body came in the same turn of the event loop."""
         head, self._head = self._head, b""
         if head and not self.is_gone and not self._transport.is_closing():
             self._transport.write(head)

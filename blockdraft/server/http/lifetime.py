@@ -44,7 +44,7 @@ def uvicorn_config(app: ASGIApp, options: ServerOptions, *, flush_s: int | None 
 
 
 def http_protocol(options: ServerOptions) -> type[HttpConnection]:
-    """A class of connections, for one server, that drops clients too slow to ask or to listen."""
+    """Return the class of one server's connections, with its time limits."""
 
     class TimedConnection(HttpConnection):
         head_timeout_s = options.idle_timeout_s
@@ -63,7 +63,7 @@ log = logging.getLogger("blockdraft")
 
 
 class Service(Protocol):
-    """What answers behind the server: our own engine's loop, or a proxy to another engine."""
+    """Our engine or a proxy to another one, as the server that ends it sees it."""
 
     @property
     def startup(self) -> StartProgress: ...
@@ -79,7 +79,7 @@ class Service(Protocol):
 
 
 def ending(num_live: int, drain_timeout_s: float) -> str:
-    """What whoever pressed Ctrl-C has to know."""
+    """Return the line for the person who pressed Ctrl-C."""
     if not num_live:
         return "ending: no request is under way"
     return (
@@ -109,12 +109,12 @@ class DrainingServer(uvicorn.Server):
         # uvicorn handles the signal while it runs, and afterwards raises it again for whoever came first.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: setattr(self, "should_exit", True))
-        log.info("listening on %s; not ready yet, /ready says how far it is", address_of(listener))
+        log.info("listening on %s; not ready yet, /ready shows the progress", address_of(listener))
         threading.Thread(target=self._follow, args=(show_start, on_ready), daemon=True).start()
         self.run(sockets=[listener])
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Let answers under way end, for a while; whoever comes meanwhile is told that it is over."""
+        """Give answers under way time to end; new requests are refused meanwhile."""
         service = self._service
         if service.error is None:  # else whoever waits for it is told why
             log.info("%s", ending(service.num_live, self._drain_timeout_s))

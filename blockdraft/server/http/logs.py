@@ -1,7 +1,7 @@
 """Log lines, as text or as one JSON object each. They never hold a key, a prompt or an answer.
 
-Whoever logs keeps prompts and answers out; here, API keys are blacked out wherever they turn up, and of an
-error in a request only the type and the place are written: its message may quote what the client sent.
+API keys are blacked out wherever they turn up. An error in a request is logged by its type and place only:
+its message may quote what the client sent.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class JsonLines(_Lines):
 
 
 class TextLines(_Lines):
-    """The same for people. Control characters are escaped: a client must not write lines of its own."""
+    """Lines for people. Control characters are escaped, so that a client cannot forge lines."""
 
     def format(self, record: logging.LogRecord) -> str:
         message = record.getMessage().strip()

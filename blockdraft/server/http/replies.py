@@ -141,9 +141,9 @@ def error_response(
 def not_ready_response(state: object) -> ErrorResponse:
     """The answer to a request that came before the engine was ready, or after the end has begun."""
     if state == "starting":
-        text = "the engine is still starting: ask /ready how far it is."
+        text = "the engine is still starting: /ready shows its progress."
         return error_response(503, text, code="not_ready", retry_after_s=START_RETRY_AFTER_S)
-    return error_response(503, f"the server is {state}: ask /ready why.", code="not_ready")
+    return error_response(503, f"the server is {state}: /ready says why.", code="not_ready")
 
 
 def health_of(state: State) -> Health:

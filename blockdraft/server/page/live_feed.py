@@ -1,4 +1,4 @@
-"""What the live page shows: the start, and what the engine does now, once a second."""
+"""The feed of the live page: once a second, the progress of the start and the engine's numbers."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Json = dict[str, object]
 
 
 class Feed(Protocol):
-    """What an engine does."""
+    """The numbers of an engine."""
 
     async def refresh(self) -> None:
         """Learn what is new."""
 
     def now(self) -> Json | None:
-        """None: not known yet."""
+        """Return the present state, or None if it is not known yet."""
 
     def history(self, after_s: float) -> Items[tuple[float, float]]:
         """(second, tokens per second) of the seconds after `after_s`."""
@@ -75,7 +75,7 @@ class LoopFeed:
 
 
 def fate_of_drafts(tokens_per_step: float | None, acceptance: Items[float]) -> Json:
-    """Of the last LATELY_S seconds; None and an empty list where nothing was decoded in them."""
+    """Return acceptance in the last LATELY_S seconds; None and an empty list if nothing was decoded."""
     return {
         "lately_s": LATELY_S,
         "tokens_per_step": None if tokens_per_step is None else round(tokens_per_step, 3),

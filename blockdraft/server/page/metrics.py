@@ -62,7 +62,7 @@ def render(
 def render_proxy(
     start: Mapping[str, object], name: str, answers: Mapping[int, int], num_live: int
 ) -> tuple[bytes, str]:
-    """The same for a proxy; `answers` counts those passed on, by HTTP status."""
+    """Return text and content type for a proxy; `answers` counts answers by HTTP status."""
     labels = {"model_name": name}
     live = _gauge("blockdraft:proxy_requests_live", "Requests under way.", num_live, labels)
     ended = CounterMetricFamily(

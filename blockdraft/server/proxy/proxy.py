@@ -1,7 +1,7 @@
 """Our server in front of another engine: what clients send and get passes through untouched.
 
-Every /v1 route is the engine's, with its bodies, streams, tools, images and errors. Ours are the guard around
-it, /live, /health, /ready, /metrics (the engine's with ours added) and the live page.
+Every /v1 route is the engine's, with its bodies, streams, tools, images and errors. Ours are the checks in
+front of it, /live, /health, /ready, /metrics (the engine's with ours added) and the live page.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Upstream(Protocol):
     def url(self) -> str: ...
     @property
     def headers(self) -> Mapping[str, str]:
-        """What it wants of its clients."""
+        """Headers that the engine needs in every request."""
 
     @property
     def error(self) -> str | None:
@@ -90,7 +90,7 @@ class Upstream(Protocol):
     def startup(self) -> StartProgress: ...
     def last_lines(self) -> list[str]: ...
     def info(self) -> dict[str, object] | None:
-        """What the page shows of it; None before it is ready, and where its API is on another machine."""
+        """Return what the page shows; None before it is ready, or if its API is on another machine."""
 
     def versions(self) -> dict[str, str]: ...
     def close(self) -> None: ...
@@ -217,7 +217,7 @@ class Proxy:
     # ---- what passes through
 
     def refusal(self, scope: Scope) -> Response | None:
-        """The answer to a request that is not for the engine now."""
+        """Return the refusal of a request that cannot be passed on now."""
         if scope["method"] not in METHODS:
             return error_response(405, "this path takes GET, POST and DELETE.", INVALID)
         if ".." in scope["path"].split("/"):
@@ -226,12 +226,12 @@ class Proxy:
         if state != "ready":
             return not_ready_response(state)
         if self._upstream.info() is None:
-            text = "this machine is a part of an engine whose API is on another."
+            text = "this machine runs a part of an engine whose API is on another machine."
             return error_response(503, text, code="not_here")
         return None
 
     async def pass_on(self, scope: Scope, body: bytes, send: Send) -> None:
-        """The request to the engine, and its answer to `send`, as it comes. Cancelled: the engine is told."""
+        """Send the request to the engine, and its answer to `send` as it comes. Cancelling closes both."""
         assert self._session is not None
         path = scope.get("raw_path", scope["path"].encode()).decode("latin-1")
         query = scope["query_string"].decode("latin-1")
@@ -312,7 +312,7 @@ class _Reply:
         await self._send({"type": "http.response.body", "body": b""})
 
     async def break_off(self, message: str, scope: Scope) -> None:
-        """End the answer so that nobody takes half of it for a whole one."""
+        """End the answer so that the client sees that it is incomplete."""
         if not self._has_started:
             await error_response(502, message, code="engine_lost")(scope, _nothing, self._send)
         elif self._is_stream:  # an empty line first: the last event may be half there
@@ -323,7 +323,7 @@ class _Reply:
 
 
 def _is_returned(name: str) -> bool:
-    """The engine's own word on other origins would undo ours."""
+    """Whether an answer's header is passed on; the engine's CORS headers would undo ours."""
     return name not in _NOT_RETURNED and not name.startswith("access-control-")
 
 

@@ -1,4 +1,4 @@
-"""What another engine's /metrics says, in the words of our live page."""
+"""Reads the /metrics of vLLM and SGLang for our live page."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class MetricsReading:
 
 
 def read_metrics(text: str) -> MetricsReading | None:
-    """Read what vLLM or SGLang say of themselves; None: neither is in `text`."""
+    """Read the metrics of vLLM or SGLang; None if `text` has neither."""
     totals: dict[str, float] = {}
     positions: dict[int, float] = {}
     num_engines, num_pages = 0, 0
@@ -103,7 +103,7 @@ class MetricsFeed:
         self._moved_s = clock()
 
     async def run(self, look: Callable[[], Awaitable[str | None]]) -> None:
-        """Look for ever; `look` gives the text of /metrics, or None."""
+        """Read once a second for ever; `look` returns the text of /metrics, or None."""
         while True:
             self.take(await look())
             await asyncio.sleep(INTERVAL_S)
@@ -121,16 +121,16 @@ class MetricsFeed:
     def stalled_s(self) -> float:
         """How long the engine has had requests and done nothing, as far as its counters tell."""
         last = self._points[-1][1] if self._points else None
-        # What has no counter of steps counts an answer at its end: that says nothing of the time before.
+        # An engine without a counter of steps counts answers when they end: it may be busy until then.
         return (
             0.0 if last is None or last.steps is None or not last.running else self._clock() - self._moved_s
         )
 
     async def refresh(self) -> None:
-        """Nothing is to be done: it learns on its own."""
+        """Do nothing: `run` reads the metrics."""
 
     def now(self) -> Json | None:
-        """What the engine does; None before the first look that found something."""
+        """Return the engine's present state; None before the first reading."""
         if not self._points:
             return None
         reading = self._points[-1][1]
@@ -179,7 +179,7 @@ def _speed(earlier: tuple[float, MetricsReading], later: tuple[float, MetricsRea
 
 
 def _work(reading: MetricsReading) -> tuple[float | None, ...]:
-    """What changes whenever the engine does something."""
+    """Return the counters that change whenever the engine works."""
     return reading.tokens, reading.prompt_tokens, reading.steps, reading.drafts
 
 
