@@ -1,4 +1,4 @@
-"""Measure the factors of a model's columns (see blockdraft/checkpoints/column_factors.py).
+"""Measure the factors of a model's columns (see blockdraft/checkpoints/int8_weights.py).
 
 python -m scripts.make_column_factors [MODEL]
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from blockdraft import bench
 from blockdraft.check.uncached_view import WholeView
-from blockdraft.checkpoints.column_factors import FOLDER
+from blockdraft.checkpoints.int8_weights import FOLDER
 from blockdraft.checkpoints.opening import open_checkpoint
 from blockdraft.kernels.kernels import REFERENCE
 from blockdraft.models.kernel_module import with_kernels

@@ -19,10 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from blockdraft.checkpoints.checkpoint import Checkpoint, TensorInfo, own_memory
-from blockdraft.checkpoints.column_factors import column_factors
 from blockdraft.checkpoints.folder_checkpoint import FolderCheckpoint
 from blockdraft.checkpoints.gguf_checkpoint import GgufCheckpoint
-from blockdraft.checkpoints.kept_int8 import KeptInt8
+from blockdraft.checkpoints.int8_weights import Int8Cache, column_factors
 from blockdraft.checkpoints.names import (
     COPIED_HEAD,
     DRAFT_HEADS,
@@ -137,7 +136,7 @@ def load_decoder(
     factors = column_factors(known_name(checkpoint.name)) if storage == "int8" else {}
     kept = None
     if isinstance(checkpoint, GgufCheckpoint) and _has_int8_matrices(storage, device):
-        kept = KeptInt8([checkpoint.file], factors)
+        kept = Int8Cache([checkpoint.file], factors)
     reader = _Reader(checkpoint, checkpoint.tensors(), storage, device, factors, kept)
     slots = reader.load(model, progress)
     if model.head is None:
@@ -149,7 +148,7 @@ def load_drafter(model: DFlash, checkpoint: Checkpoint, *, storage: Storage, dev
     """Fill a drafter that was built on the meta device; both layouts use the same names."""
     kept = None
     if isinstance(checkpoint, FolderCheckpoint) and _has_int8_matrices(storage, device):
-        kept = KeptInt8(checkpoint.files, {})
+        kept = Int8Cache(checkpoint.files, {})
     _Reader(checkpoint, checkpoint.tensors(), storage, device, kept=kept).load(model)
 
 
@@ -407,7 +406,7 @@ class _Reader:
     storage: Storage
     device: torch.device
     factors: Mapping[str, Tensor] = field(default_factory=dict)  # column factors by module path
-    kept: KeptInt8 | None = None  # the cache on disk; None: packed weights are not cached
+    kept: Int8Cache | None = None  # the cache on disk; None: packed weights are not cached
 
     def load(
         self, model: Decoder | DFlash, progress: Callable[[int, int], None] = lambda done, total: None

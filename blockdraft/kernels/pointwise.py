@@ -46,8 +46,7 @@ def reference_gate_mul(gate_up: Tensor, gate: Gate) -> Tensor:
 
 
 def reference_rotate(x: Tensor, angles: Angles) -> Tensor:
-    """Apply rotary positions to x [N, H, D]: the halves of its first R values are the coordinates (neox
-    style).
+    """Apply rotary positions to x [N, H, D], with the coordinates in the halves of its first R values (neox).
 
     R is twice the number of angles; the other values do not change.
     """

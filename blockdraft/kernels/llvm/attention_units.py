@@ -16,8 +16,7 @@ _ITEM_COST = 0.75  # of reading these keys for the first tile
 
 
 def divide(counts: tuple[int, ...], shared: int, num_groups: int, num_threads: int) -> Tensor:
-    """Divide rows with `counts[r]` tokens into units [U, 3]: a row, its first query vector, and the one
-    behind.
+    """Divide rows with `counts[r]` tokens into units [U, 3]: a row, and its query vectors [first, end).
 
     A token has `shared` vectors for each of `num_groups` key heads; a thread takes a unit for one key head.
     The size of units is chosen so that the last thread ends as early as possible. Rows count as equally long.

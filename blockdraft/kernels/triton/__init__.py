@@ -1,1 +1,1 @@
-"""The fast paths on a CUDA device, written in Triton; imported when a model on one gets its Kernels."""
+"""The fast paths on a CUDA device, in Triton; imported when Kernels for a CUDA device are built."""

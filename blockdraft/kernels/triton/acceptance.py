@@ -1,4 +1,4 @@
-"""What a verified block means, on a CUDA device: one program per row."""
+"""Acceptance on a CUDA device, one program per row; see `kernels/acceptance.py` for the contracts."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def _count(sampled, block, out, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
     is_draft = column + 1 < width
     sample = tl.load(sampled + row * width + column, mask=is_draft, other=0)
     draft = tl.load(block + row * width + column + 1, mask=is_draft, other=0)
-    # The first draft that differs ends the block; without one, the last column does.
+    # The block ends at the first draft that differs, or at the last column.
     wrong = tl.where(is_draft & (sample != draft), column, width - 1)
     tl.store(out + row, (tl.min(wrong, axis=0) + 1).to(tl.int64))
 
 
 def count_accepted(sampled: Tensor, block: Tensor) -> Tensor:
-    """acceptance.count_accepted."""
+    """acceptance.reference_count_accepted."""
     sampled, block = sampled.contiguous(), block.contiguous()
     num_rows, width = block.shape
     out = torch.empty(num_rows, dtype=torch.int64, device=block.device)
@@ -67,7 +67,7 @@ def _draw(
 
 
 def draw_accepted(rates: Tensor, starts: Tensor, batch: SamplingBatch) -> Tensor:
-    """acceptance.draw_accepted."""
+    """acceptance.reference_draw_accepted."""
     out = torch.empty(len(starts), dtype=torch.int64, device=starts.device)
     _draw[(len(starts),)](
         rates,
@@ -100,10 +100,10 @@ def _advance(
     start = tl.load(length + row)
     if tl.load(whole + row * num_columns + IS_PENALISED) != 0:
         first = tl.load(whole + row * num_columns + OUTPUT_START)
-        for column in range(committed.to(tl.int32)):  # one after another: a token may occur twice
+        for column in range(committed.to(tl.int32)):  # one by one: a token may occur twice
             if start + column >= first:
-                place = output_counts + row * vocab_size + tl.load(block + index * width + column)
-                tl.atomic_add(place, 1)
+                at = output_counts + row * vocab_size + tl.load(block + index * width + column)
+                tl.atomic_add(at, 1)
     tl.store(length + row, start + committed)
     tl.store(anchor + row, tl.load(sampled + index * width + committed - 1))
 
@@ -111,7 +111,7 @@ def _advance(
 def advance(
     progress: Progress, block: Tensor, sampled: Tensor, num_committed: Tensor, batch: SamplingBatch
 ) -> None:
-    """acceptance.advance."""
+    """acceptance.reference_advance."""
     block, sampled = block.contiguous(), sampled.contiguous()
     num_rows, width = block.shape
     _advance[(num_rows,)](

@@ -38,17 +38,17 @@ from blockdraft.kernels.triton.launch import (
 )
 
 LOG2_E = 1 / math.log(2)
-MAX_SPLIT_COUNT = 64  # tokens of a row; from here on the tiles of a prefill fill the device by themselves
+MAX_SPLIT_COUNT = 64  # tokens of a row; with more, the tiles of a prefill fill the device without splitting
 MAX_SEGMENTS = 16  # of a query: enough for one row to fill the device
 MAX_STAGES = 3
 ROW_BLOCK = 256  # rows looked at together when a tile searches its own
 
-SUMS = tl.constexpr(8)  # columns of the product that sums weights, all the same: what a tensor core takes
+SUMS = tl.constexpr(8)  # equal columns of the product that sums weights: the least for a tensor core
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """How the work is cut: a function of host-known shapes only."""
+    """The division of the work, which depends only on shapes that the host knows."""
 
     tokens: int  # queries of one row in a tile
     block_m: int  # those times the query heads of a key/value head, padded to a power of two
@@ -61,7 +61,7 @@ class Config:
 
 @triton.jit
 def segment_length(hi, SEGMENT: tl.constexpr, MAX: tl.constexpr):
-    """Of a query that sees the keys before `hi`, at least 1 and below 2 ** 24: keys of each of its segments.
+    """Return the keys per segment for a query that sees the keys before `hi`, from 1 to 2 ** 24 - 1.
 
     The least multiple of SEGMENT that is enough for MAX segments, rounded up to one of three significant bits
     (SEGMENT times 1 to 8, 10, 12, 14, 16, 20, ...). A query that sees more than 4 * MAX * SEGMENT keys has
@@ -94,7 +94,7 @@ def visible_keys(
 
 @triton.jit
 def fold(whole, acc, scale):
-    """What the keys of a segment add to those before it: sums, tops and totals of weights."""
+    """Add the sums, tops and totals of a segment to those of earlier segments."""
     whole_sums, whole_top, whole_total = whole
     sums, top, total = acc
     new_top = tl.maximum(whole_top, top)
@@ -108,7 +108,7 @@ def fold(whole, acc, scale):
 
 @triton.jit
 def _where(condition, one, other):
-    """Sums, tops and totals of `one` where condition [M] holds, else of `other`."""
+    """Select sums, tops and totals from `one` where condition [M] holds, else from `other`."""
     both = condition[:, None]
     return (
         tl.where(both, one[0], other[0]),
@@ -119,16 +119,16 @@ def _where(condition, one, other):
 
 @triton.jit
 def nothing(M: tl.constexpr, DIM_PAD: tl.constexpr, SUMS: tl.constexpr):
-    """Sums, tops and totals before the first key."""
+    """Return sums, tops and totals before the first key."""
     sums = tl.zeros([M, DIM_PAD], tl.float32)
     return sums, tl.full([M], float("-inf"), tl.float32), tl.zeros([M, SUMS], tl.float32)
 
 
 @triton.jit
 def divided(whole, sink, scale, HAS_SINKS: tl.constexpr):
-    """The outputs. A sink [M], in powers of 2, is a score of its own with no value."""
+    """Return the outputs. A sink [M], in powers of 2, is a score without a value."""
     sums, top, total = whole
-    total = tl.max(total, 1)  # all columns are the same
+    total = tl.max(total, 1)  # all columns are equal
     if HAS_SINKS:
         scaled = top * scale
         base = tl.maximum(scaled, sink)
@@ -154,7 +154,7 @@ def _attend_chunks(
     dim = tl.arange(0, DIM_PAD)
     ones = tl.full([BLOCK_N, SUMS], 1.0, q.dtype)
     key = first_chunk * BLOCK_N + tl.arange(0, BLOCK_N)
-    # Page ids are loaded a turn ahead: the keys and values wait for them, and are loaded ahead themselves.
+    # Page ids are loaded one iteration ahead: keys and values depend on them, and are loaded ahead, too.
     page = tl.load(table + key // PAGE_SIZE, mask=(key >= tile_lo) & (key < tile_hi), other=0).to(tl.int32)
     for chunk in tl.range(first_chunk, last_chunk):
         key = chunk * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -187,11 +187,11 @@ def _attend_chunks(
                 visible = visible & (key[None, :] >= lo[:, None])
             scores = tl.where(visible, scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
-        # A query that has seen nothing yet keeps its sums at zero.
+        # Sums of a query that has seen no key stay zero.
         base = tl.where(new_top == float("-inf"), 0.0, new_top)
         weights = tl.exp2(tl.fma(scores, scale, -(base * scale)[:, None])).to(v.dtype)
         shrink = tl.exp2((top - base) * scale)[:, None]
-        # In this order: the other way round, the compiler gives all of a low tile to every warp.
+        # In the opposite order, the compiler gives all of a low tile to every warp.
         total = tl.dot(weights, ones, total * shrink, input_precision=PRECISION)
         sums = tl.dot(weights, v, sums * shrink, input_precision=PRECISION)
         acc = sums, new_top, total
@@ -200,9 +200,9 @@ def _attend_chunks(
 
 @triton.jit
 def row_of(offsets, num_rows, number, PER_TILE: tl.constexpr, ROW_BLOCK: tl.constexpr):
-    """The row that owns tile `number`: row r's begin at offsets[r] // PER_TILE + r, one of them may be spare.
+    """Return the row of tile `number`: tiles of row r begin at offsets[r] // PER_TILE + r; one may be unused.
 
-    Without tiles (PER_TILE is 0): the row that owns token `number` of the stream.
+    If PER_TILE is 0: the row of token `number` of the stream.
     """
     row = -1
     for begin in range(0, num_rows, ROW_BLOCK):
@@ -244,7 +244,7 @@ def _attend_kernel(
     start = tl.load(starts + row).to(tl.int32)
     table = page_table + tl.load(rows + row) * table_stride
     first = tile * TOKENS
-    if first >= count:  # not before the loads: they are under way together
+    if first >= count:  # after the loads, so that they run concurrently
         return
     keys += group.to(tl.int64) * group_stride
     values += group.to(tl.int64) * group_stride
@@ -275,7 +275,7 @@ def _attend_kernel(
     if FOLDS:
         whole = nothing(BLOCK_M, DIM_PAD, SUMS)
         acc = nothing(BLOCK_M, DIM_PAD, SUMS)
-        if HAS_BODY:  # without a window: the chunks that every query of the tile sees whole
+        if HAS_BODY:  # no window: the chunks that all queries of the tile see whole
             whole, acc = _attend_chunks(
                 whole, acc, queries, keys, values, table, first_chunk, body,
                 tile_lo, tile_hi, lo, hi, length, shortest, longest, scale,
@@ -325,7 +325,7 @@ def _merge_kernel(
     ROW_BLOCK: tl.constexpr, SEGMENT: tl.constexpr, MAX_SEGMENTS: tl.constexpr, NUM_SEGMENTS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens, query heads): the segments that hold keys of a token, folded in order."""
+    """Fold the segments with keys of a token in order; grid (tokens, query heads)."""
     let_next_start(PDL)
     head = tl.program_id(1)
     number = tl.program_id(0)
@@ -334,7 +334,7 @@ def _merge_kernel(
     stream = tl.load(offsets + row)
     count = (tl.load(offsets + row + 1) - stream).to(tl.int32)
     start = tl.load(starts + row).to(tl.int32)
-    if number >= tl.load(offsets + num_rows):  # not before the loads: they are under way together
+    if number >= tl.load(offsets + num_rows):  # after the loads, so that they run concurrently
         return
     token = number - stream.to(tl.int32)
     lo, hi = visible_keys(start, token, count, window, IS_CAUSAL, HAS_WINDOW, IS_ANCHORED)
@@ -372,7 +372,7 @@ def attend(
     mask: Mask,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention of q [N, H, D] over keys and values [G, S, D] (slot = page * page_size + place). [N, H, D].
+    """Attend with q [N, H, D] over keys and values [G, S, D] (slot = page * page_size + offset): [N, H, D].
 
     Batch row r owns the tokens [offsets[r], offsets[r + 1]) of the stream, at the positions from starts[r]
     on; its pages are page_table[rows[r]]. Their own keys and values are in their slots. Index tensors are
@@ -440,7 +440,7 @@ def _attend(
     is_even = num_rows * tiles_per_row <= num_tokens // tokens + num_rows
     num_tiles = num_rows * tiles_per_row if is_even else num_tokens // tokens + num_rows
     dim_pad = max(16, triton.next_power_of_2(head_dim))
-    scale = mask.scale * LOG2_E  # exp2 takes the place of exp
+    scale = mask.scale * LOG2_E  # exp2 is used instead of exp
     window = 0 if mask.window is None else mask.window
     masks: dict[str, bool] = {
         "IS_CAUSAL": mask.is_causal,
@@ -480,7 +480,7 @@ def _attend(
         BLOCK_N=config.block_n,
         FOLDS=not is_split,
         IS_EVEN=is_even,
-        HAS_BODY=mask.window is None and not is_split,  # two loops pay where they are long
+        HAS_BODY=mask.window is None and not is_split,  # two loops are faster if they are long
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         ROW_BLOCK=ROW_BLOCK,
         SEGMENT=config.segment,
@@ -548,15 +548,15 @@ def _config(
     multiprocessors: int,
     shared_memory: int,
 ) -> Config:
-    """The whole block in one tile where it fits; several programs for a tile where tiles are too few."""
+    """Choose one tile for the whole block if it fits; several programs per tile if there are few tiles."""
     if shared > 128:
         raise DoesNotFit(f"{shared} query heads share a key/value head: paged attention takes at most 128")
     row_bytes = max(16, triton.next_power_of_2(head_dim)) * element_size
     widest, block_n = _largest(row_bytes, element_size, shared, shared_memory)
     if max_count > MAX_SPLIT_COUNT and row_bytes <= 256:
-        widest = max(64, triton.next_power_of_2(shared))  # the sums of 128 queries leave too few registers
+        widest = max(64, triton.next_power_of_2(shared))  # sums of 128 queries would need too many registers
     block_m = min(max(16, triton.next_power_of_2(max_count * shared)), widest)
-    # Two programs per multiprocessor overlap one's sums with the other's loads, where both fit.
+    # With two programs per multiprocessor, if both fit, one's sums overlap with the other's loads.
     half = _stages(shared_memory // 2, block_m, block_n, row_bytes)
     programs_each = 2 if block_m <= 64 and row_bytes <= 256 and half >= 2 else 1
     stages = half if programs_each == 2 else _stages(shared_memory, block_m, block_n, row_bytes)
@@ -573,17 +573,17 @@ def _config(
             parts *= 2
     # The accumulators of 64 queries of size 256 spill from four warps; so do the sums of float32.
     warps = 8 if block_m > 64 or block_m * row_bytes >= 32768 or element_size == 4 else 4
-    # float32 has no tensor cores: its sums, not its loads, are what takes time.
+    # float32 has no tensor cores: sums, not loads, take the time.
     stages = min(stages, 2 if element_size == 4 else MAX_STAGES)
     return Config(tokens, block_m, block_n, warps, stages, parts)
 
 
 def _largest(row_bytes: int, element_size: int, shared: int, shared_memory: int) -> tuple[int, int]:
-    """The widest tile (queries times heads) whose sums stay in registers, and the keys of every chunk.
+    """Return the widest tile (queries times heads) whose sums fit registers, and the keys per chunk.
 
     The chunk is that of the widest tile, whatever the tile: its size is part of the result's bits.
     """
-    has_wgmma = shared_memory > 200 * 1024  # then the queries are read from shared memory, not from registers
+    has_wgmma = shared_memory > 200 * 1024  # wgmma reads the queries from shared memory, not from registers
     if element_size == 4:
         widest = 16
     elif row_bytes <= 256 or (row_bytes <= 512 and has_wgmma):
@@ -604,5 +604,5 @@ def _largest(row_bytes: int, element_size: int, shared: int, shared_memory: int)
 
 
 def _stages(shared_memory: int, block_m: int, block_n: int, row_bytes: int) -> int:
-    """Chunks under way beside a tile's queries; 1 KB is the device's own, reductions take some."""
+    """Return the chunks in flight besides a tile's queries; 1 KB is reserved, and reductions need some."""
     return (shared_memory - 2048 - block_m * row_bytes) // (2 * block_n * row_bytes)

@@ -1,4 +1,4 @@
-"""Convolutions over the columns of a block on a CUDA device; the contract is `kernels/block_conv.py`'s.
+"""Convolutions over the columns of a block on a CUDA device; see `kernels/block_conv.py` for the contract.
 
 `conv_before`: a program has some groups of channels of a tile of tokens. It makes what the tokens add to both
 kernels of these groups, by a product whose columns come in order, and convolves the channels by it.
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from blockdraft.kernels.triton.launch import let_next_start, overlap, wait_for_previous
 
-_STRIP = 2  # groups of a program: few, as what counts is how much of the weight is on its way at once
-_AHEAD_BYTES = 1 << 16  # of tokens and weights asked for at once; every card has as much for a program
+_STRIP = 2  # groups of a program: few, to have many loads of the weight in flight
+_AHEAD_BYTES = 1 << 16  # of tokens and weights in flight per program; every GPU has that much
 _FEW, _SOME = 16, 64  # tokens of a tile
 
 

@@ -1,4 +1,4 @@
-"""`walk` on a CUDA device, in three launches; `kernels.candidates` says what is chosen, here is how.
+"""`walk` on a CUDA device, in three launches; see `kernels/candidates.py` for the contract.
 
 1. `_scan`: the best candidates of every chunk of CHUNK tokens of a column, best first; where nothing filters,
    under the noise.
@@ -65,7 +65,7 @@ def _id_of(keys):
 
 @triton.jit
 def _largest(keys, top_k, K: tl.constexpr):
-    """The `top_k` largest of `keys`, largest first, in a vector of K; what is left of it is _NO_KEY."""
+    """Return the `top_k` largest of `keys`, largest first, in a vector of K padded with _NO_KEY."""
     place = tl.arange(0, K)
     found = tl.full([K], _NO_KEY, tl.int64)
     for index in range(top_k):
@@ -77,7 +77,7 @@ def _largest(keys, top_k, K: tl.constexpr):
 
 @triton.jit
 def _is_open(temperature, row, whole):
-    """Whether noise has a say, and no filter."""
+    """Whether there is noise, but no filter."""
     return (temperature >= MIN_TEMPERATURE) & (tl.load(whole + row * NUM_WHOLE + _IS_FILTERED) == 0)
 
 
@@ -111,7 +111,7 @@ def _scan(
 
 @triton.jit
 def _best_of_chunks(keys, index, num_keys, top_k, K: tl.constexpr, KEYS: tl.constexpr):
-    """The keys [K] of a column's candidates, best first."""
+    """Return the keys [K] of a column's candidates, best first."""
     place = tl.arange(0, KEYS)
     found = tl.load(keys + index * num_keys + place, mask=place < num_keys, other=_NO_KEY)
     return _largest(found, top_k, K)
@@ -119,7 +119,7 @@ def _best_of_chunks(keys, index, num_keys, top_k, K: tl.constexpr, KEYS: tl.cons
 
 @triton.jit
 def _filtered(scaled, ids, top_k, row, real, whole, K: tl.constexpr):
-    """What min_p, top_k and top_p leave of each line of scaled [K, K], as `keep_likely` has it."""
+    """Apply min_p, top_k and top_p to each line of scaled [K, K], see `keep_likely`."""
     best = tl.max(scaled, axis=1)
     floor = best + tl.load(real + row * NUM_REAL + _LOG_MIN_P)
     scaled = tl.where(scaled < floor[:, None], NEVER, scaled)
@@ -206,7 +206,7 @@ def _follow(links, ids, out, C, V, K: tl.constexpr, COLUMNS: tl.constexpr, PDL: 
     first = tl.program_id(0).to(tl.int64) * C
     column, candidate = tl.arange(0, COLUMNS), tl.arange(0, K)[None, :]
     at = (first + column)[:, None] * K + candidate
-    all_links = tl.load(links + at, mask=(column < C)[:, None], other=0)  # at once, not one after the other
+    all_links = tl.load(links + at, mask=(column < C)[:, None], other=0)  # all at once
     all_ids = tl.load(ids + at, mask=(column < C)[:, None], other=0)
     place = tl.full([], 0, tl.int32)
     places = tl.zeros([COLUMNS], dtype=tl.int32)

@@ -1,4 +1,4 @@
-"""Compiles many kernels at once, in processes of their own: threads would wait for Python's lock."""
+"""Compiles many kernels concurrently, in separate processes: threads would wait for Python's lock."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from triton.runtime import driver
 from blockdraft.settings.settings import child_environment
 
 MAX_WORKERS = 16
-TIMEOUT_S = 120  # without any kernel done: then the start compiles the rest itself
+TIMEOUT_S = 120  # without a finished kernel; then the start compiles the rest itself
 NICENESS = 10
 WORKERS = (sys.executable, "-m", "blockdraft.kernels.triton.compile_workers")
 
-Told = Callable[[int, int, str], None]  # kernels that are done, of how many, and the last one's name
+Progress = Callable[[int, int, str], None]  # finished kernels, all kernels, name of the last
 
 
 class CompilePool:
-    """Worker processes, and the kernels they are asked for. What they leave undone, the start does."""
+    """Worker processes and their queue of kernels. The start compiles what they do not finish."""
 
     def __init__(self, num_workers: int) -> None:
         self.num_asked = self.num_done = 0
@@ -54,8 +54,8 @@ class CompilePool:
             asked = {"module": module, "name": name, "specialization": specialization, "target": vars(target)}
             self._jobs.put(json.dumps(asked))
 
-    def wait(self, tell: Told = lambda done, total, name: None) -> None:
-        """Until all that was asked for is compiled, or nobody is left to do it."""
+    def wait(self, tell: Progress = lambda done, total, name: None) -> None:
+        """Wait until all kernels are compiled, or no worker is left."""
         idle_s = 0
         while self.num_done < self.num_asked and idle_s < TIMEOUT_S:
             try:
@@ -71,14 +71,14 @@ class CompilePool:
             tell(self.num_done, self.num_asked, name)
 
     def close(self) -> None:
-        """End the workers, whatever they are doing."""
+        """Kill the workers."""
         self._jobs.put(None)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
     def _write(self) -> None:
-        """What is asked for, as far as the workers take it: a pipe holds a few lines only."""
+        """Write jobs to a worker as it reads them: a pipe holds only a few lines."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):  # they have ended
             while (job := self._jobs.get()) is not None:
@@ -88,7 +88,7 @@ class CompilePool:
     def _read(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            with contextlib.suppress(ValueError):  # a word of the compiler's, and no answer
+            with contextlib.suppress(ValueError):  # output of the compiler, not an answer
                 answer = json.loads(line)
                 self._done.put((answer["name"], answer["error"]))
 
@@ -104,7 +104,7 @@ def _started(num_workers: int) -> subprocess.Popen[str]:
         encoding="utf-8",
         start_new_session=True,  # to end with all its children
     )
-    os.setpriority(os.PRIO_PROCESS, process.pid, NICENESS)  # behind the start, which works meanwhile
+    os.setpriority(os.PRIO_PROCESS, process.pid, NICENESS)  # the start works meanwhile, with priority
     return process
 
 
@@ -117,7 +117,7 @@ def collecting(pool: CompilePool) -> Iterator[None]:
     """
 
     def skip(*, key: str, fn: Any, compile: dict[str, Any], **others: object) -> bool:  # as Triton names them
-        # Triton would write a type as its name, which nobody could tell from a word.
+        # Triton would serialise a type as its name, like a string.
         assert not any(isinstance(value, tl.dtype) for value in compile["constants"].values())
         pool.ask(fn.module, fn.name, compile["specialization_data"], target)
         kernels = fn.jit_function.device_caches[compile["device"]][0]
@@ -139,7 +139,7 @@ def collecting(pool: CompilePool) -> Iterator[None]:
 
 
 class _NotCompiled:
-    """Stands for a compiled kernel, and does nothing."""
+    """A placeholder for a compiled kernel, which does nothing."""
 
     function = packed_metadata = None
 

@@ -26,7 +26,7 @@ from blockdraft.kernels.triton.cache_keys import own_functions, settle_cache_key
 
 def main(num_workers: int) -> None:
     settle_cache_keys()
-    # Forked, so that the imports, which take longest, are made once; no thread or card is open yet.
+    # Fork after the imports, which take longest; there is no thread and no open GPU yet.
     with multiprocessing.get_context("fork").Pool(num_workers) as workers:
         for answer in workers.imap_unordered(_answer, sys.stdin):
             sys.stdout.write(answer + "\n")
@@ -34,7 +34,7 @@ def main(num_workers: int) -> None:
 
 
 def _answer(line: str) -> str:
-    """What does not compile here fails in the start too, which knows what to do about it."""
+    """Compile one kernel. If it fails, it also fails in the start, which handles it."""
     asked, error = json.loads(line), None
     try:
         compile_kernel(asked["module"], asked["specialization"], GPUTarget(**asked["target"]))
@@ -44,7 +44,7 @@ def _answer(line: str) -> str:
 
 
 def compile_kernel(module: str, specialization: str, target: GPUTarget) -> None:
-    """As JITFunction.preload does, but for the card that is named instead of the one that is there.
+    """Compile like JITFunction.preload, but for the named GPU instead of the one in this machine.
 
     Triton 3.6 also compiles C for each signature, which launches the kernel; later versions do not.
     """
@@ -70,7 +70,7 @@ def compile_kernel(module: str, specialization: str, target: GPUTarget) -> None:
 
 
 def _constant(value: Any) -> Any:
-    """As Triton wrote it. A word that names a type stays a word: our kernels are given no types."""
+    """Decode a value as Triton serialised it; names of types stay strings, as no kernel has types."""
     if isinstance(value, dict) and "constexpr" in value:
         return tl.constexpr(value["constexpr"])
     if isinstance(value, dict) and "jit_function" in value:
@@ -79,12 +79,12 @@ def _constant(value: Any) -> Any:
 
 
 def _functions() -> dict[str, JITFunction[Any]]:
-    """Ours, by the names that Triton writes."""
+    """Return our kernels by Triton's names."""
     return {f"{function.module}:{function.fn.__qualname__}": function for function in own_functions()}
 
 
 def _tuples(kind: Any) -> Any:
-    """JSON has lists only, and no kernel has a list among its arguments."""
+    """Turn lists into tuples: JSON has only lists, and no kernel has a list argument."""
     return tuple(map(_tuples, kind)) if isinstance(kind, list) else kind
 
 

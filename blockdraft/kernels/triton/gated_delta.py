@@ -1,29 +1,28 @@
-"""The gated delta rule on a CUDA device: states and tails are read and written where they lie.
+"""The gated delta rule on a CUDA device: states and tails are read and written in place.
 
-Three kernels. `_mix`, one program per token and head: the convolution, then what a token gives to the
-recurrence (unit key and query, their product, value, decay and rate). `_advance`, one program per row, value
-head and slice of the state's columns: a slice stays in registers while the row's tokens pass in order. As a
-scan, known tokens leave the state and the tail behind at once; a block to verify leaves a tape. As a fold, it
-redoes the first tokens of a tape, in all layers at once. `_norm` is the gated RMS norm behind the layer.
+There are three kernels. `_mix`, one program per token and head: the convolution, then the token's inputs to
+the recurrence (unit key and query, their product, value, decay and rate). `_advance`, one program per row,
+value head and slice of the state's columns: the slice stays in registers for all of the row's tokens. As a
+scan, it updates state and tail for known tokens, or writes a tape for a block to verify. As a fold, it
+repeats the first tokens of a tape, in all layers at once. `_norm` is the gated RMS norm behind the layer.
 
-The operations behind one column v of a state S [K, V]:
+The operations for one column v of a state S [K, V]:
 
   held   = sum of key[k] * S[k, v]
   delta  = rate * (value - decay * held)
   out    = decay * (sum of query[k] * S[k, v]) + (query . key) * delta, which is query . (the new S)
   S[k, v] = fma(key[k], delta, S[k, v] * decay)
 
-A fold has the deltas on its tape and does the last line alone. Multiply-adds are written out, so no compiler
-chooses which product is rounded. One scan serves every number of rows and tokens, known or not: its order of
-summation over k is fixed by constants of the shape. So bits do not depend on how a sequence is cut, on the
-rows beside it, or on the slices. For the same reason a layer is named by its number: pointers are those of
-all layers, which are aligned, and numbers that vary are not specialised on.
+A fold takes the deltas from its tape and does only the last line. Multiply-adds are explicit, so that no
+compiler chooses which product is rounded. One scan is used for any number of rows and tokens: its order of
+summation over k depends only on constants of the shape. So bits do not depend on how a sequence is cut, on
+other rows, or on the slices. For the same reason a layer is given by its number: pointers are those of all
+layers, which are aligned, and kernels are not specialised on numbers that vary.
 
-A state is stored with k innermost: the threads of a warp that share a column then meet by shuffles, and
-no sum passes through shared memory. Four parts of k are four tensors: what a thread has of one is one wide
-load.
+A state is stored with k innermost: the threads of a warp that share a column then sum by shuffles, without
+shared memory. Four parts of k are four tensors, so that each thread reads its share of one by one wide load.
 
-Rows may repeat only where nobody reads the result: padding rows that all name the scratch row.
+Rows may repeat only if their results are not used: padding rows are all the scratch row.
 """
 
 from __future__ import annotations
@@ -47,9 +46,9 @@ _EPS = tl.constexpr(EPS)
 
 @triton.jit
 def _convolved(x, n, place, tail, is_old, conv, channel, mask, x_stride, CHANNELS, WIDTH: tl.constexpr):
-    """silu of the convolution at token n, the row's `place`-th: float32 numbers that x's dtype can hold.
+    """Return silu of the convolution at token n, the row's `place`-th, in float32, rounded to x's dtype.
 
-    x points at the stream and `tail` at the row's own; `is_old` is False where the row has no past.
+    x points at the stream and `tail` at the row's tail; `is_old` is False if the row has no past.
     """
     total = tl.zeros(channel.shape, tl.float32)
     for tap in tl.static_range(WIDTH):
@@ -66,7 +65,7 @@ def _convolved(x, n, place, tail, is_old, conv, channel, mask, x_stride, CHANNEL
 
 @triton.jit
 def _keep(x, inputs, channel, mask):
-    """Copy these channels of a token: x itself is part of a wider projection, which need not live on."""
+    """Copy these channels of a token from x, a view of a wider projection that is freed earlier."""
     tl.store(inputs + channel, tl.load(x + channel, mask=mask), mask=mask)
 
 
@@ -89,7 +88,7 @@ def _mix(
     layer = layer.to(tl.int64)
     row = layer * num_rows + tl.load(rows + r)
     tail_r = tail + row * (WIDTH - 1) * CHANNELS
-    taped = layer * num_taped + n  # its place on the tape of all layers; n where there is none
+    taped = layer * num_taped + n  # the index in the tape of all layers; n without a tape
     if part < NUM_GROUPS:
         k = tl.arange(0, BLOCK_K)
         mask = k < K
@@ -131,7 +130,7 @@ def _mix(
 
 @triton.jit
 def _load_parts(pointer, K: tl.constexpr, PART: tl.constexpr):
-    """K numbers, in four parts."""
+    """Load K numbers in four parts."""
     k = tl.arange(0, PART)
     return (
         tl.load(pointer + k, mask=k < K, other=0.0),
@@ -143,7 +142,7 @@ def _load_parts(pointer, K: tl.constexpr, PART: tl.constexpr):
 
 @triton.jit
 def _tile(state, v, mask, v_stride, k_stride, K: tl.constexpr, PART: tl.constexpr):
-    """Where these columns of a head's state lie, in four parts [BLOCK_V, PART], and what of them there is."""
+    """Return pointers to these columns of a head's state in four parts [BLOCK_V, PART], and their masks."""
     k = tl.arange(0, PART)
     at = state + v[:, None] * v_stride + k[None, :] * k_stride
     step = PART * k_stride
@@ -158,7 +157,7 @@ def _tile(state, v, mask, v_stride, k_stride, K: tl.constexpr, PART: tl.constexp
 
 @triton.jit
 def _dot(s, x):
-    """[BLOCK_V]: the sum over k of S[k, v] * x[k]."""
+    """Return [BLOCK_V]: the sum over k of S[k, v] * x[k]."""
     products = tl.fma(s[1], x[1][None, :], s[0] * x[0][None, :])
     products = tl.fma(s[2], x[2][None, :], products)
     return tl.sum(tl.fma(s[3], x[3][None, :], products), axis=1)
@@ -166,7 +165,7 @@ def _dot(s, x):
 
 @triton.jit
 def _step(s, key, delta, decay):
-    """The state after one more token: the one place where it changes."""
+    """Return the state after one more token."""
     delta = delta[:, None]
     return (
         tl.fma(key[0][None, :], delta, s[0] * decay),
@@ -181,11 +180,11 @@ def _shift_tail(
     tail, is_old, x, x_stride, count, part,
     CHANNELS: tl.constexpr, SHARE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
-    """The row's last WIDTH - 1 inputs after `count` more, in this program's share of the channels."""
+    """Write the row's last WIDTH - 1 inputs after `count` more, for this program's share of the channels."""
     channel = part * SHARE + tl.arange(0, SHARE)
     entry = tl.arange(0, BLOCK_W)
     mask = (channel < CHANNELS)[None, :] & (entry < WIDTH - 1)[:, None]
-    source = entry + count  # in the old tail followed by x
+    source = entry + count  # index in the old tail followed by x
     is_tail = (source < WIDTH - 1)[:, None]
     old = tl.load(
         tail + source[:, None] * CHANNELS + channel[None, :], mask=mask & is_tail & is_old, other=0.0
@@ -204,10 +203,11 @@ def _advance(
     V: tl.constexpr, PART: tl.constexpr, BLOCK_V: tl.constexpr, SHARE: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_W: tl.constexpr, IS_FOLD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A fold takes all from a tape of num_taped tokens a layer, `counts` of each row, and x is its inputs.
+    """Scan or fold.
 
-    A scan takes all tokens of a row and writes `reads`. `is_kept`: it moves states and tails and has no tape,
-    num_taped being 0; else it leaves them, and writes `delta` on the tape, where `_mix` put key and decay.
+    A fold reads a tape with num_taped tokens per layer, `counts` of each row; x is the tape's inputs. A scan
+    reads all tokens of a row and writes `reads`. If `is_kept`, it updates states and tails, and num_taped is
+    0. Otherwise it does not change them, and writes `delta` to the tape, where `_mix` wrote key and decay.
     """
     let_next_start(PDL)
     slices: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
@@ -307,14 +307,14 @@ def _norm(
     gate = tl.load(z + n * z_stride + at, mask=mask, other=0.0).to(tl.float32)
     normed = x * tl.rsqrt(tl.sum(x * x, axis=1) / V + eps)[:, None]
     if weight.dtype.element_ty == read.dtype.element_ty:
-        normed = normed.to(read.dtype.element_ty).to(tl.float32)  # as rms_norm rounds
+        normed = normed.to(read.dtype.element_ty).to(tl.float32)  # rounded as in rms_norm
     normed = (normed * scale.to(tl.float32)[None, :]).to(read.dtype.element_ty).to(tl.float32)
     gated = normed * (gate / (1.0 + tl.exp(-gate)))
     tl.store(out + n * NUM_HEADS * V + at, gated.to(out.dtype.element_ty), mask=mask)
 
 
 class _Shape(NamedTuple):
-    """What the kernels are compiled for, from the tensors of a layer."""
+    """The shape for which kernels are compiled, from the tensors of a layer."""
 
     channels: int
     num_groups: int
@@ -325,11 +325,11 @@ class _Shape(NamedTuple):
 
     @property
     def num_programs(self) -> int:
-        """Of `_advance`, for a row."""
+        """The grid of `_advance` for a row."""
         return self.num_heads * -(-self.v // BLOCK_V)
 
     def constants(self, device: torch.device) -> dict[str, int | bool]:
-        """Of `_advance`: equal in scan and fold, so that one redoes the other."""
+        """The constants of `_advance`, equal in scan and fold, so that their bits are equal."""
         return {
             "CHANNELS": self.channels,
             "NUM_GROUPS": self.num_groups,
@@ -362,7 +362,7 @@ def _shape(at: RowStates) -> _Shape:
 
 
 def _strides(state: Tensor) -> tuple[int, int, int, int]:
-    """Of rows, heads, v and k."""
+    """The strides of rows, heads, v and k."""
     return state.stride(1), state.stride(2), state.stride(4), state.stride(3)
 
 
@@ -376,7 +376,7 @@ def scan(
     layer: int,
     tape: RowTape | None,
 ) -> Tensor:
-    """The contract of `gated_delta.ScanRows`."""
+    """See `gated_delta.ScanRows`."""
     shape, count = _shape(at), x.shape[0]
     assert x.shape[1] == shape.channels
     assert x.dtype == at.tail.dtype

@@ -35,7 +35,7 @@ SHARED_BYTES = 205 * 1024  # of a multiprocessor's 227 kB, for blocks on their w
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """How a product is cut: a strip has block_n + tail outputs, from twice as many weight rows."""
+    """The division of a product: a strip has block_n + tail outputs, from twice as many weight rows."""
 
     block_n: int
     tail: int
@@ -98,7 +98,7 @@ def fits(x: Tensor, weight: Tensor) -> bool:
 
 
 def _is_aligned(x: Tensor, weight: Tensor) -> bool:
-    """What TMA asks of its operands; a gap between tokens is fine, tokens that share memory are not."""
+    """Whether TMA can read an operand; gaps between tokens are allowed, shared memory is not."""
     has_rows = x.stride(1) == 1 and _stride(x) >= x.shape[1]
     strides = _stride(x), weight.shape[1]
     is_even = not any(stride * x.element_size() % 16 for stride in strides)
@@ -173,7 +173,7 @@ def choose(block_m: int, num_outputs: int, multiprocessors: int) -> Config:
 
 
 def _config(block_m: int, block_n: int, tail: int) -> Config:
-    """As many blocks under way as shared memory holds."""
+    """Return the number of blocks in flight that fit shared memory."""
     rows = 2 * (block_n + tail)
     stages = min(6, SHARED_BYTES // ((rows + block_m) * BLOCK_K * 2))
     return Config(block_n, tail, warps=8 if rows * block_m >= 128 * 128 else 4, stages=stages)

@@ -1,6 +1,6 @@
-"""The rotation of `kv_codec.rotate` for tiles of heads: sums and differences of values 1, 2, 4, ... apart.
+"""The rotation of `kv_codec.rotate` for tiles of heads: sums and differences of values 1, 2, 4, … apart.
 
-Every value is the same few additions of float32, in the reference's order, whatever the tile's layout.
+Every value is computed by the reference's float32 additions in the same order, whatever the tile's layout.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ assert kv_formats.LARGEST_HEAD == 1 << 9  # the largest block below
 
 @triton.jit
 def hadamard_blocks(x, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
-    """x [M, DIM_PAD] float32, each power-of-two block of the DIM first values by its Hadamard matrix."""
+    """Multiply each power-of-two block of the first DIM values of x [M, DIM_PAD] by its Hadamard matrix."""
     d = tl.arange(0, DIM_PAD)
-    size = d * 0  # of a value's block; 0 behind the head
+    size = d * 0  # of each value's block; 0 behind the head
     norm = d * 0.0
     for bit in tl.static_range(9, -1, -1):
-        if DIM & (1 << bit):  # blocks lie largest first
+        if DIM & (1 << bit):  # the largest block is first
             begin = (DIM >> (bit + 1)) << (bit + 1)
             is_mine = (d >= begin) & (d < begin + (1 << bit))
             size = tl.where(is_mine, 1 << bit, size)
@@ -41,5 +41,5 @@ def hadamard_blocks(x, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
 
 @functools.cache
 def signs(head_dim: int, device: torch.device) -> Tensor:
-    """`kv_codec.signs`, made once: a CUDA graph could not repeat the copy from the host."""
+    """`kv_codec.signs`, cached: a CUDA graph cannot repeat the copy from the host."""
     return kv_codec.signs(head_dim, device)

@@ -1,12 +1,12 @@
 """Paged attention over exact and compressed keys on the device: the contract of `kernels.kv_compressed`.
 
-Tiles, segments, parts and their merge are those of the exact kernel (`triton.attention`). Keys come in chunks
-of TILE, in the order of their positions: chunk 0 exact, then those below a query's c(t) compressed, then the
-others exact. A tile has queries of at most two c's: of the one chunk that some of them read compressed and
-the others exact, both are read, one after the other, and each query sees one of them. What a query does not
-see changes no bit of it, so its bits follow from what they follow from there, and from t.
+Tiles, segments, parts and their merge are those of the exact kernel (`triton.attention`). Keys are read in
+chunks of TILE, in the order of their positions: chunk 0 exact, then those below a query's c(t) compressed,
+then the others exact. The queries of a tile have at most two different c: the one chunk that some of them
+read compressed and others exact is read twice, and each query sees it once. Keys that a query does not see
+change none of its bits, which depend on the same values as in the exact kernel, and on t.
 
-A head is worked on in two halves, since a byte of codes has one coordinate of each. Levels are exact in the
+A head is processed in two halves, since a byte of codes has one coordinate of each. Levels are exact in the
 model's dtype: a key's scale is multiplied into its scores, a value's into its weights, in float32.
 """
 
@@ -54,14 +54,14 @@ _MERGED = tl.constexpr(8)  # segments whose sums are loaded together
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """How the work is cut: a function of host-known shapes only, and no part of the result's bits."""
+    """The division of the work, which depends only on shapes that the host knows, and changes no bits."""
 
     tokens: int  # queries of one row in a tile, at most TILE
     block_m: int  # those times the query heads of a key/value head, padded to a power of two
     warps: int
-    stages: int  # exact chunks under way; of compressed ones it is the next one
+    stages: int  # exact chunks in flight; for compressed ones it is the next one
     parts: int  # programs that share the segments of a tile
-    unroll: int = 1  # compressed chunks of a turn of the loop
+    unroll: int = 1  # compressed chunks per iteration of the loop
     registers: int | None = None  # of a thread at most
 
 
@@ -82,7 +82,7 @@ def _nothing_yet(M: tl.constexpr, HALF: tl.constexpr):
 
 @triton.jit
 def _picked(condition, one, other):
-    """Of `one` where condition [M] holds, else of `other`."""
+    """Select from `one` where condition [M] holds, else from `other`."""
     both = condition[:, None]
     return (
         tl.where(both, one[0], other[0]),
@@ -94,7 +94,7 @@ def _picked(condition, one, other):
 
 @triton.jit
 def _segments_begun(whole, acc, is_new, scale, HALF: tl.constexpr):
-    """Where a query's segment begins, the one before is folded."""
+    """Fold the segment before, for queries whose next segment begins here."""
     whole = _picked(is_new, _both_folded(whole, acc, scale), whole)
     acc = _picked(is_new, _nothing_yet(acc[0].shape[0], HALF), acc)
     return whole, acc
@@ -102,9 +102,9 @@ def _segments_begun(whole, acc, is_new, scale, HALF: tl.constexpr):
 
 @triton.jit
 def _weighed(acc, scores, scale):
-    """New tops, the weights of scores [M, N] in powers of 2, and what shrinks sums and totals [M, 1]."""
+    """Return new tops, weights of scores [M, N] in powers of 2, and the factor of sums and totals [M, 1]."""
     new_top = tl.maximum(acc[2], tl.max(scores, 1))
-    # A query that has seen nothing yet keeps its sums at zero.
+    # Sums of a query that has seen no key stay zero.
     base = tl.where(new_top == float("-inf"), 0.0, new_top)
     weights = tl.exp2(tl.fma(scores, scale, -(base * scale)[:, None]))
     return new_top, weights, tl.exp2((acc[2] - base) * scale)[:, None]
@@ -117,7 +117,7 @@ def _attend_exact(
     N: tl.constexpr, PAGE_SIZE: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, FOLDS: tl.constexpr,
     HAS_LO: tl.constexpr, IS_FIRST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over exact chunks. IS_FIRST: that is chunk 0, exact for all queries.
+    """Online softmax over exact chunks; with IS_FIRST over chunk 0, which is exact for all queries.
 
     Segments are folded as in the exact kernel's `_attend_chunks`.
     """
@@ -156,7 +156,7 @@ def _attend_exact(
         scores = tl.where(is_seen, scores, float("-inf"))
         new_top, weights, shrink = _weighed(acc, scores, scale)
         weights = weights.to(v_lo.dtype)
-        # In this order: the other way round, the compiler gives all of a low tile to every warp.
+        # In the opposite order, the compiler gives all of a low tile to every warp.
         total = tl.dot(weights, ones, acc[3] * shrink, input_precision=PRECISION)
         sums_lo = tl.dot(weights, v_lo, acc[0] * shrink, input_precision=PRECISION)
         sums_hi = tl.dot(weights, v_hi, acc[1] * shrink, input_precision=PRECISION)
@@ -167,7 +167,7 @@ def _attend_exact(
 @triton.jit
 def _compressed_page(table, chunk, last_chunk, tile_lo, N: tl.constexpr, PAGE_SIZE: tl.constexpr,
                HAS_LO: tl.constexpr):  # fmt: skip
-    """Page ids [N] of a chunk's keys, and whether they are read: a tile reads chunks up to its last whole."""
+    """Return page ids [N] of a chunk's keys, and whether they are read."""
     key = chunk * N + tl.arange(0, N)
     is_read = key < last_chunk * N
     if HAS_LO:
@@ -180,7 +180,7 @@ def _stored(
     codes, scales, page, chunk, is_read, N: tl.constexpr, PAGE_SIZE: tl.constexpr, DIM: tl.constexpr,
     HALF: tl.constexpr, HAS_LO: tl.constexpr, KIND: tl.constexpr, BYTES: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """Codes and scales of a chunk's keys, or values. Past the tile's last chunk they are no one's."""
+    """Load codes and scales of a chunk's keys, or values; nothing past the tile's last chunk."""
     slot = page.to(tl.int64) * PAGE_SIZE + (chunk * N + tl.arange(0, N)) % PAGE_SIZE
     scale = tl.load(scales + slot, mask=is_read, other=0.0)
     in_reach = is_read if HAS_LO else None
@@ -193,10 +193,10 @@ def _levels(
     is_true, first, second, N: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, KIND: tl.constexpr,
     DTYPE: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """`levels_of`, behind a condition that always holds.
+    """`levels_of` inside a condition that is always true.
 
-    A compiler that sees bytes become an operand adds up the products of a low tile in another order than
-    those of a high one. The condition hides them, and is gone from the code.
+    If the compiler sees that an operand is made from bytes, it sums the products of low and high tiles in
+    different orders. The condition hides this, and is not in the compiled code.
     """
     lo = tl.zeros([N, HALF], DTYPE)
     hi = tl.zeros([N, HALF], DTYPE)
@@ -213,9 +213,9 @@ def _attend_compressed(
     HAS_LO: tl.constexpr, KEY_KIND: tl.constexpr, VALUE_KIND: tl.constexpr, KEY_BYTES: tl.constexpr,
     VALUE_BYTES: tl.constexpr, WORDS: tl.constexpr, PRECISION: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over compressed chunks, each seen whole (but for a window) by those with a later c."""
+    """Online softmax over compressed chunks; queries with a later c see all of a chunk, but for a window."""
     ones = tl.full([N, SUMS], 1.0, q_lo.dtype)
-    # Page ids are loaded two turns ahead, codes and scales one: into registers, which these few bytes fit.
+    # Page ids are loaded two iterations ahead, codes and scales one, into registers.
     page, is_read = _compressed_page(table, first_chunk, last_chunk, tile_lo, N, PAGE_SIZE, HAS_LO)
     next_page, is_next = _compressed_page(table, first_chunk + 1, last_chunk, tile_lo, N, PAGE_SIZE, HAS_LO)
     k_first, k_second, k_scale = _stored(
@@ -268,7 +268,7 @@ def _attend_compressed(
 
 @triton.jit
 def _joined(lo, hi, DIM: tl.constexpr, HALF: tl.constexpr):
-    """[M, 2 * HALF], the head's values first."""
+    """Join two halves to [M, 2 * HALF], the head's values first."""
     M: tl.constexpr = lo.shape[0]
     x = tl.reshape(tl.permute(tl.join(lo, hi), (0, 2, 1)), (M, 2 * HALF))
     if DIM < 2 * HALF:
@@ -304,7 +304,7 @@ def _attend_kernel(
     SEGMENT: tl.constexpr, MAX_SEGMENTS: tl.constexpr, STAGES: tl.constexpr,
     UNROLL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles, key/value heads, parts), as the exact kernel's."""
+    """Grid (tiles, key/value heads, parts), as in the exact kernel."""
     let_next_start(PDL)
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     group = tl.program_id(1)
@@ -323,7 +323,7 @@ def _attend_kernel(
     table = page_table + home * table_stride
     exact_table = exact_page_table + home * exact_table_stride
     first = tile * TOKENS
-    if first >= count:  # not before the loads: they are under way together
+    if first >= count:  # after the loads, so that they run concurrently
         return
     exact_keys += group.to(tl.int64) * exact_stride
     exact_values += group.to(tl.int64) * exact_stride
@@ -433,7 +433,7 @@ def _merge_kernel(
     IS_ROTATED: tl.constexpr, ROW_BLOCK: tl.constexpr, SEGMENT: tl.constexpr, MAX_SEGMENTS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens, query heads): the segments that hold keys of a token, folded in order."""
+    """Fold the segments with keys of a token in order; grid (tokens, query heads)."""
     let_next_start(PDL)
     head = tl.program_id(1)
     number = tl.program_id(0)
@@ -442,7 +442,7 @@ def _merge_kernel(
     stream = tl.load(offsets + row)
     count = (tl.load(offsets + row + 1) - stream).to(tl.int32)
     start = tl.load(starts + row).to(tl.int32)
-    if number >= tl.load(offsets + num_rows):  # not before the loads: they are under way together
+    if number >= tl.load(offsets + num_rows):  # after the loads, so that they run concurrently
         return
     token = number - stream.to(tl.int32)
     lo, hi = visible_keys(start, token, count, window, IS_CAUSAL, HAS_WINDOW, IS_ANCHORED)
@@ -474,7 +474,7 @@ def _merge_kernel(
 def attend_compressed(
     q: Tensor, pages: CompressedPages, blocks: Blocks, mask: Mask, sinks: Tensor | None = None
 ) -> Tensor:
-    """Attention of q [N, H, D] over one layer's CompressedPages; sinks [H]. Returns [N, H, D].
+    """Attend with q [N, H, D] over one layer's CompressedPages; sinks [H]. Returns [N, H, D].
 
     Outputs past the last of blocks.offsets are undefined.
     """
@@ -497,7 +497,7 @@ def attend_compressed(
 def attend_as(
     config: Config, q: Tensor, pages: CompressedPages, blocks: Blocks, mask: Mask, sinks: Tensor | None
 ) -> Tensor:
-    """The same, cut as asked."""
+    """`attend_compressed` with a given division of the work."""
     _check(q, pages, blocks, sinks)
     num_tokens, num_heads, head_dim = q.shape
     out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
@@ -582,7 +582,7 @@ def _launch(
         blocks.offsets,
         out if sinks is None else sinks,
         signs(head_dim, q.device) if pages.format.is_rotated else out,
-        mask.scale * LOG2_E,  # exp2 takes the place of exp
+        mask.scale * LOG2_E,  # exp2 is used instead of exp
         0 if mask.window is None else mask.window,
         pages.rule.window,
         num_rows,
@@ -620,7 +620,7 @@ def _launch(
 
 
 def _has_words(q: Tensor, pages: CompressedPages) -> bool:
-    """Whether four codes at a time become levels: by instructions that Hopper has first, for bfloat16."""
+    """Whether four codes at a time are converted to bfloat16 levels, by instructions of Hopper and later."""
     if q.device.type != "cuda" or q.dtype != torch.bfloat16 or not has_pdl(q.device):
         return False
     return all(has_words(codec, q.shape[2]) for codec in (pages.format.keys, pages.format.values))
@@ -662,12 +662,12 @@ def choose(
     max_count: int,
     multiprocessors: int,
 ) -> Config:
-    """The whole block in one tile where it fits; several programs for a tile where tiles are too few."""
+    """Choose one tile for the whole block if it fits; several programs per tile if there are few tiles."""
     if shared > 128:
         raise DoesNotFit(f"{shared} query heads share a key/value head: paged attention takes at most 128")
     row_bytes = 2 * _half(head_dim) * element_size
-    # At most 32 rows, which mma.sync multiplies: 64 rows take Hopper's wgmma, where a ragged batch died of an
-    # illegal memory access. Where `shared` needs 64, there are 8 warps, with which they ran well.
+    # At most 32 rows, for mma.sync: 64 rows use Hopper's wgmma, with which a ragged batch caused an illegal
+    # memory access. If `shared` needs 64, there are 8 warps, with which this did not happen.
     widest = max(16 if element_size == 4 else 32, triton.next_power_of_2(shared))
     block_m = min(max(16, triton.next_power_of_2(max_count * shared)), widest)
     tokens = min(block_m // shared, TILE)

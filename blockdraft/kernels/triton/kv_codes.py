@@ -1,11 +1,11 @@
-"""From the bytes of `kv_codec` to levels, inside of kernels: each format's two halves of a head.
+"""Decodes the bytes of `kv_codec` to levels inside kernels, in two halves of a head for each format.
 
-Bytes come as two tiles: an element has what coordinates j and j + D / 2 need, so that no value moves between
-lanes. Levels are numbers of bfloat16, whichever dtype they are wanted in; scales are not in them.
+Bytes are loaded as two tiles: an element has the codes of coordinates j and j + D / 2, so no value moves
+between lanes. Levels are bfloat16 numbers in any dtype, without the scales.
 
-For bfloat16 on a card, four bytes come as one word (tiles [N, HALF / 4]) and levels are computed two at a
-time. Words also hide from the compiler that bytes are an operand: it would add up a low tile's products in
-another order than a high tile's.
+For bfloat16 on a GPU, four bytes are loaded as one word (tiles [N, HALF / 4]) and levels are computed two at
+a time. Words also hide from the compiler that an operand is made from bytes: otherwise it would sum the
+products of low and high tiles in different orders.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _CURVE4 = """
     mov.b32 c, 0x37DF37DF;
     """
 
-# Of a word's bytes b0 b1 b2 b3 the middle ones change places: what lies 16 bits apart are neighbours then.
+# The middle bytes of a word b0 b1 b2 b3 are swapped: values 16 bits apart are then neighbours.
 # Four results: b0 b1 and b2 b3 of both halves.
 _BITS4 = tl.constexpr(f"{{ {_CURVE4} prmt.b32 r, $4, 0, 0x3120; {_curve4(0, _LOW)} {_curve4(2, _HIGH)} }}")
 
@@ -161,7 +161,7 @@ _FP8 = tl.constexpr(
 
 
 def kind_of(codec: Codec) -> str:
-    """How kernels call it."""
+    """Return the codec's name in kernels."""
     if isinstance(codec, EightBits):
         return "float8" if codec.is_float else "whole8"
     assert isinstance(codec, RotatedLevels)
@@ -169,7 +169,7 @@ def kind_of(codec: Codec) -> str:
 
 
 def has_words(codec: Codec, head_dim: int) -> bool:
-    """Whether four neighbours of a half are stored, and shifted, alike."""
+    """Whether four neighbours of a half are stored, and shifted, in the same way."""
     return head_dim % (32 if kind_of(codec) == "bits3" else 8) == 0
 
 
@@ -212,7 +212,7 @@ def levels_of(
     first, second, DIM: tl.constexpr, HALF: tl.constexpr, KIND: tl.constexpr, DTYPE: tl.constexpr,
     WORDS: tl.constexpr,
 ):  # fmt: skip
-    """The two halves [N, HALF] of what `load_codes` returned."""
+    """Return the two halves [N, HALF] of the levels of `load_codes`."""
     if WORDS:
         lo, hi = _levels_of_words(first, second, DIM, HALF, KIND)
     else:
@@ -270,7 +270,7 @@ def _spread(one, two, HALF: tl.constexpr):
 
 @triton.jit
 def level4(code):
-    """Of codes below 16, float32: LEVELS[4], picked."""
+    """Return LEVELS[4] of codes below 16, in float32, by selection."""
     size = tl.where(code >= 8, code - 8, 7 - code)
     low = tl.where(size < 2, tl.where(size < 1, 0.1298828125, 0.390625), tl.where(size < 3, 0.65625, 0.9375))
     high = tl.where(size < 6, tl.where(size < 5, 1.25, 1.609375), tl.where(size < 7, 2.078125, 2.703125))
@@ -280,7 +280,7 @@ def level4(code):
 
 @triton.jit
 def level3(code):
-    """Of codes below 8: LEVELS[3]."""
+    """Return LEVELS[3] of codes below 8."""
     size = tl.where(code >= 4, code - 4, 3 - code)
     low = tl.where(size < 1, 0.2373046875, 0.74609375)
     level = tl.where(size < 2, low, tl.where(size < 3, 1.359375, 2.140625))

@@ -1,7 +1,7 @@
-"""Exact keys and values into the bytes of `kv_codec`, on the device: `kv_compressed.compress`.
+"""Compression of keys and values on a CUDA device: `kv_compressed.compress`.
 
 A program encodes the keys and the values of one head in one tile. All vectors go through the same operations
-in float32, so that a vector's bytes follow from the vector alone.
+in float32, so a vector's bytes depend only on the vector.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from blockdraft.kernels.triton.kv_codes import kind_of, level3, level4
 from blockdraft.kernels.triton.launch import overlap, start_and_wait
 
 _N = tl.constexpr(TILE)
-_ROUNDING = tl.constexpr(1.5 * 2**23)  # what is added to it has no places behind the point left
+_ROUNDING = tl.constexpr(1.5 * 2**23)  # adding it to a number rounds the number to an integer
 
 
 @triton.jit
 def _nearest4(u):
-    """Codes; halfway between two levels, away from zero is nearer."""
+    """Return the codes of the nearest levels; ties round away from zero."""
     size = tl.abs(u)
     above = (size >= 0.26025390625).to(tl.int32) + (size >= 0.5234375).to(tl.int32)
     above += (size >= 0.796875).to(tl.int32) + (size >= 1.09375).to(tl.int32)
@@ -41,7 +41,7 @@ def _nearest3(u):
 
 @triton.jit
 def _quotient(x, by):
-    """x / by, rounded once; zero where `by` is zero or not finite."""
+    """Return x / by, rounded once; zero where `by` is zero or not finite."""
     is_sound = (by > 0) & (by < float("inf"))
     return tl.where(is_sound, tl.div_rn(x, tl.where(is_sound, by, 1.0)), 0.0)
 
@@ -54,10 +54,10 @@ def _stored(scale):
 
 @triton.jit
 def _rounded(x, scale, KIND: tl.constexpr):
-    """Multiples of scale [N, 1] as bytes."""
+    """Round values to multiples of scale [N, 1], as bytes."""
     if KIND == "whole8":
         ratio = tl.minimum(tl.maximum(_quotient(x, tl.broadcast_to(scale, x.shape)), -127.0), 127.0)
-        whole = (ratio + _ROUNDING) - _ROUNDING  # half goes to the even one
+        whole = (ratio + _ROUNDING) - _ROUNDING  # ties to even
         return whole.to(tl.int32).to(tl.uint8)
     ratio = tl.minimum(tl.maximum(_quotient(x, tl.broadcast_to(scale, x.shape)), -448.0), 448.0)
     exponent = tl.maximum((tl.abs(ratio).to(tl.int32, bitcast=True) >> 23) - 127, -6)
@@ -72,7 +72,7 @@ def _encode(
     exact, codes, scales, source, target, DIM: tl.constexpr, HALF: tl.constexpr, KIND: tl.constexpr,
     BYTES: tl.constexpr, IS_UNBIASED: tl.constexpr,
 ):  # fmt: skip
-    """The vectors in slots `source` [N] of `exact` into slots `target` [N]."""
+    """Encode the vectors in slots `source` [N] of `exact` into slots `target` [N]."""
     column = tl.arange(0, HALF)[None, :]
     is_in = (column < DIM // 2) & (source >= 0)[:, None]
     lo = tl.load(exact + source[:, None] * DIM + column, mask=is_in, other=0.0).to(tl.float32)
@@ -111,7 +111,7 @@ def _encode(
 
 @triton.jit
 def _store_planes(exact, place, source, peak, stretch, DIM: tl.constexpr, HALF: tl.constexpr):
-    """Codes of 3 bits: the low two of an eighth of the head go into its bytes in turn, then the high ones."""
+    """Store codes of 3 bits: a plane of the low two bits, then a plane of the high ones."""
     column = tl.arange(0, HALF // 4)[None, :]
     is_in = (column < DIM // 8) & (source >= 0)[:, None]
     even = tl.zeros([_N, HALF // 4], tl.int32)
@@ -173,7 +173,7 @@ def _compress_kernel(
 
 
 def compress(pages: CompressedPages, tiles: Tiles) -> None:
-    """Encode what `tiles` says, of all layers, from exact slots into compressed ones."""
+    """Encode `tiles` of all layers from exact slots into compressed ones."""
     num_layers, num_groups, _, head_dim = pages.exact_keys.shape
     _check(pages, tiles)
     _compress_kernel[(tiles.rows.shape[0] * tiles.most, num_layers * num_groups)](

@@ -41,13 +41,13 @@ from blockdraft.kernels.triton.hadamard import hadamard_blocks, signs
 from blockdraft.kernels.triton.kv_codes import PAIR_BY_CURVE, WORD_BY_TABLE, kind_of
 from blockdraft.kernels.triton.launch import has_pdl, let_next_start, overlap, wait_for_previous
 
-# All three are part of the result's bits.
+# The result's bits depend on all three.
 SEGMENT = 64  # keys of the shortest segments
 MAX_SEGMENTS = 128  # enough for one row to fill the device
 RUN = 4  # segments
 
 HEAD_DIMS = (64, 128)
-ENOUGH_WARPS = 1024  # that large cards are busy with
+ENOUGH_WARPS = 1024  # enough to keep a large GPU busy
 _N = gl.constexpr(TILE)
 _RUN = gl.constexpr(RUN)
 _SEGMENT = gl.constexpr(SEGMENT)
@@ -58,16 +58,16 @@ MERGED_RUNS = 2  # whose sums are loaded together
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """How the work is cut: a function of host-known shapes only, and no part of the result's bits."""
+    """The division of the work, which depends only on shapes that the host knows, and changes no bits."""
 
     tokens: int  # queries of one row in a tile
     columns: int  # those times the query heads of a key/value head, padded
-    warps: int  # each has all keys of some columns; several decode codes for each other
-    level: int  # what a program leaves for the merge: segments, runs or the whole
+    warps: int  # each has all keys of some columns; several share the decoding
+    level: int  # what a program stores for the merge: segments, runs or the whole
     parts: int  # programs that share the segments of a tile
 
 
-# ---- layouts: who has what of a tensor. A quad is four lanes, g its number, t a lane's number in it.
+# ---- layouts of tensors. A quad is four lanes, g its number, t a lane's number in it.
 
 
 @gluon.constexpr_function
@@ -142,14 +142,14 @@ def _scale_layout(warps):
 
 @gluon.jit
 def _column_dims(column, DIM: gl.constexpr):
-    """Which coordinate a product's column is: of a half, 16 i + 8 h + 2 t + e is lane t's 4 i + 2 h + e."""
+    """Map a product's columns to coordinates: 16 i + 8 h + 2 t + e of a half is lane t's 4 i + 2 h + e."""
     c = column % (DIM // 2)
     return column - c + c // 2 % 4 * (DIM // 8) + c // 16 * 4 + c // 8 % 2 * 2 + c % 2
 
 
 @triton.jit
 def _dim_rows(dim, DIM: tl.constexpr):
-    """Which row of the sums a coordinate is: of a half, quad g's number j is 8 j + g."""
+    """Map coordinates to rows of the sums: quad g's number j of a half is 8 j + g."""
     d = dim % (DIM // 2)
     return dim - d + d % (DIM // 16) * 8 + d // (DIM // 16)
 
@@ -216,7 +216,7 @@ def _load_chunk(keys, key_scale, values, value_scale, slots, WORDS: gl.constexpr
 
 @gluon.jit
 def _operand(x, SPLITS: gl.constexpr, layout: gl.constexpr):
-    """What `_loaded` makes an operand of. Where the warps have shared the work, they exchange it."""
+    """Convert what `_loaded` returned to the operand's layout; warps that shared the work exchange it."""
     if SPLITS:
         PHASES: gl.constexpr = 8 if x.shape[1] >= 64 else 4
         swizzled: gl.constexpr = gl.SwizzledSharedLayout(8, 8 // PHASES, PHASES, [1, 0])
@@ -309,7 +309,7 @@ def _nothing(DIM: gl.constexpr, COLUMNS: gl.constexpr, mma: gl.constexpr):
 
 @gluon.jit
 def _folded(whole, acc, scale):
-    """What the keys of a segment add to those before it, as `attention.fold`."""
+    """Add a segment to those before it, see `attention.fold`."""
     top = gl.maximum(whole[1], acc[1])
     base = gl.where(top == float("-inf"), 0.0, top)
     before = gl.exp2((whole[1] - base) * scale)
@@ -321,11 +321,11 @@ def _folded(whole, acc, scale):
 
 @gluon.jit
 def _weighed(acc, scores, is_seen, scale):
-    """Online softmax in powers of 2: weights of scores [64, COLUMNS], what shrinks sums, tops and totals."""
+    """Online softmax in powers of 2: weights of scores [64, COLUMNS], factor of sums, tops and totals."""
     _, top, total = acc
     scores = gl.where(is_seen, scores, float("-inf"))
     new_top = gl.maximum(top, gl.max(scores, 0))
-    # A query that has seen nothing yet keeps its sums at zero.
+    # Sums of a query that has seen no key stay zero.
     base = gl.where(new_top == float("-inf"), 0.0, new_top)
     offset = gl.expand_dims(-(base * scale), 0) + gl.zeros_like(scores)
     weights = gl.exp2(gl.fma(scores, gl.zeros_like(scores) + scale, offset))
@@ -336,7 +336,7 @@ def _weighed(acc, scores, is_seen, scale):
 @gluon.jit
 def _with_chunk(acc, scores, is_seen, value_scale, v, scale, COLUMNS: gl.constexpr, SPLITS: gl.constexpr,
                 mma: gl.constexpr):  # fmt: skip
-    """What a chunk with scores [64, COLUMNS] adds."""
+    """Add a chunk with scores [64, COLUMNS]."""
     weights, shrink, top, total = _weighed(acc, scores, is_seen, scale)
     weights = _weights_operand(weights * value_scale, COLUMNS, gl.DotOperandLayout(1, mma, 2))
     v = _loaded(v, SPLITS, gl.DotOperandLayout(0, mma, 2))
@@ -349,7 +349,7 @@ def _with_chunk(acc, scores, is_seen, value_scale, v, scale, COLUMNS: gl.constex
 @gluon.jit
 def _folds_now(whole, run, acc, chunk, length, scale, LEVEL: gl.constexpr, DIM: gl.constexpr,
                COLUMNS: gl.constexpr, mma: gl.constexpr):  # fmt: skip
-    """Where a segment of `length` chunks begins, the one before is folded into its run; so are runs."""
+    """Fold the segment before into its run if a segment of `length` chunks begins here; fold runs, too."""
     if LEVEL > 0:  # noqa: SIM102  # the one is known to the compiler
         if chunk % length == 0:
             run = _folded(run, acc, scale)
@@ -377,7 +377,7 @@ def _attend_compressed(
     DIM: gl.constexpr, COLUMNS: gl.constexpr, PAGE_SIZE: gl.constexpr, LEVEL: gl.constexpr,
     WARPS: gl.constexpr, SPLITS: gl.constexpr, mma: gl.constexpr,
 ):  # fmt: skip
-    """Compressed chunks: each is seen whole by the queries with a later c(t), and by no other."""
+    """Attend to compressed chunks: only queries with a later c(t) see one, and all of it."""
     WORDS: gl.constexpr = DIM // 8
     A: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     ROWS: gl.constexpr = gl.SliceLayout(1, mma)
@@ -442,10 +442,10 @@ def _attend_compressed_alone(
     DIM: gl.constexpr, COLUMNS: gl.constexpr, PAGE_SIZE: gl.constexpr, LEVEL: gl.constexpr,
     mma: gl.constexpr,
 ):  # fmt: skip
-    """The same for a warp alone and short segments, in loops over groups of 16 keys, with equal bits.
+    """`_attend_compressed` for one warp and short segments, looping over groups of 16 keys, with equal bits.
 
-    A model's weights drive code out of all caches between two layers: what runs once is read first, and a
-    third of the code takes less time. Where a segment is long, the code of `_attend_compressed` is faster.
+    A model's weights evict code from all caches between two layers: code that runs once is read from memory,
+    and a third of the code takes less time. For long segments the code of `_attend_compressed` is faster.
     """
     WORDS: gl.constexpr = DIM // 8
     A: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
@@ -517,16 +517,16 @@ def _attend_exact(
     DIM: gl.constexpr, COLUMNS: gl.constexpr, PAGE_SIZE: gl.constexpr, LEVEL: gl.constexpr,
     WARPS: gl.constexpr, SPLITS: gl.constexpr, mma: gl.constexpr,
 ):  # fmt: skip
-    """Exact chunks: of those from c(t) on, and of chunk 0, a query sees the keys before `hi` [COLUMNS].
+    """Attend to exact chunks: queries see keys before `hi` [COLUMNS] of chunk 0 and of those from c(t) on.
 
-    Before `folds_from`, segments have begun already, when the chunk came compressed.
+    Before `folds_from`, segments have begun already with the compressed chunk.
     """
     A: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     K: gl.constexpr = _key_layout(DIM, 2, WARPS, SPLITS)
     V: gl.constexpr = _value_layout(DIM, 2, WARPS, SPLITS)
     row = gl.arange(0, _N, gl.SliceLayout(1, mma))
     for chunk in range(first_chunk, last_chunk):
-        left = tile_hi - chunk * _N  # what lies behind is nobody's yet
+        left = tile_hi - chunk * _N  # keys behind are not written yet
         k_slot = _slots(table, chunk, tile_hi, PAGE_SIZE, gl.SliceLayout(1, gl.SliceLayout(2, K)))
         v_slot = gl.convert_layout(k_slot, gl.SliceLayout(1, gl.SliceLayout(2, V)), assert_trivial=True)
         k = gl.load(keys + _places(k_slot, 0, 1, DIM, K), mask=_keys_left(left, 16, K), other=0.0)
@@ -550,7 +550,7 @@ def _attend_exact(
 
 @gluon.jit
 def _row_of(offsets, num_rows, tile, TOKENS: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr):
-    """As `attention.row_of`."""
+    """See `attention.row_of`."""
     row = -1
     for begin in range(0, num_rows, ROWS):
         r = begin + gl.arange(0, ROWS, gl.BlockedLayout([ROWS // 32 // WARPS], [32], [WARPS], [0]))
@@ -582,7 +582,7 @@ def _attend_kernel(
     IS_CAUSAL: gl.constexpr, ROW_BLOCK: gl.constexpr, WARPS: gl.constexpr, SPLITS: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles, key/value heads, parts), as `kv_attention`'s."""
+    """Grid (tiles, key/value heads, parts), as in `kv_attention`."""
     if PDL:
         gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32,
                                   is_pure=False, pack=1)  # fmt: skip
@@ -605,7 +605,7 @@ def _attend_kernel(
     start = gl.load(starts + row).to(gl.int32)
     home = gl.load(rows + row)
     first = tile * TOKENS
-    if first >= count:  # not before the loads: they are under way together
+    if first >= count:  # after the loads, so that they run concurrently
         return
     table = page_table + home * table_stride
     exact_table = exact_page_table + home * exact_table_stride
@@ -701,7 +701,7 @@ def _attend_kernel(
 
 @triton.jit
 def _part(part, part_top, part_total, at, is_there, DIM: tl.constexpr):
-    """Sums, top and total of a unit, or of nothing."""
+    """Load sums, top and total of a unit, or those of no keys."""
     dim = tl.arange(0, DIM)[None, :]
     at = at + tl.arange(0, 1)
     top = tl.load(part_top + at, mask=is_there, other=float("-inf"))
@@ -716,7 +716,7 @@ def _merge_kernel(
     IS_CAUSAL: tl.constexpr, HAS_SINKS: tl.constexpr, ROW_BLOCK: tl.constexpr, SEGMENT: tl.constexpr,
     MAX_SEGMENTS: tl.constexpr, RUN: tl.constexpr, RUNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens, query heads): the units that hold keys of a token, folded in order, and turned back."""
+    """Fold the units with keys of a token in order, and undo the rotation; grid (tokens, query heads)."""
     let_next_start(PDL)
     head = tl.program_id(1)
     number = tl.program_id(0)
@@ -725,7 +725,7 @@ def _merge_kernel(
     stream = tl.load(offsets + row)
     count = (tl.load(offsets + row + 1) - stream).to(tl.int32)
     start = tl.load(starts + row).to(tl.int32)
-    if number >= tl.load(offsets + num_rows):  # not before the loads: they are under way together
+    if number >= tl.load(offsets + num_rows):  # after the loads, so that they run concurrently
         return
     _, hi = visible_keys(start, number - stream.to(tl.int32), count, 0, IS_CAUSAL, False, False)
     length = segment_length(hi, SEGMENT, MAX_SEGMENTS)
@@ -764,25 +764,25 @@ def _merge_kernel(
 
 
 def fits(form: KvFormat, head_dim: int, dtype: torch.dtype, page_size: int, device: torch.device) -> bool:
-    """Whether this kernel is for such keys and values, and for that card."""
+    """Whether this kernel supports such keys and values, and the GPU."""
     is_kind = {kind_of(form.keys), kind_of(form.values)} == {"bits4"}
     return is_kind and has_shape(head_dim, dtype, page_size, device)
 
 
 def has_shape(head_dim: int, dtype: torch.dtype, page_size: int, device: torch.device) -> bool:
-    """Whether heads, pages and the card are such as engines have served compressed keys with."""
+    """Whether engines have been tested with compressed keys for such heads, pages and GPU."""
     is_half = dtype == torch.bfloat16 and head_dim in HEAD_DIMS and page_size % 16 == 0
     return is_half and device.type == "cuda" and has_pdl(device)
 
 
 def serves(q: Tensor, pages: CompressedPages, blocks: Blocks, mask: Mask) -> bool:
-    """Whether it computes that layer: a question of the model and the card, not of the batch."""
+    """Whether this kernel computes that layer, which depends on the model and the GPU, not on the batch."""
     is_kind = fits(pages.format, q.shape[2], q.dtype, blocks.page_size, q.device)
     return is_kind and q.shape[1] // pages.exact_keys.shape[1] <= 64 and mask.window is None
 
 
 def choose(*, num_rows: int, num_groups: int, shared: int, max_count: int) -> Config:
-    """Few columns: a warp for a segment. Many: four warps that decode for each other, for runs or for all."""
+    """Choose a warp per segment for few columns; for many, four warps share decoding, for runs or all."""
     wanted = max_count * shared
     columns = 8 if wanted <= 8 else 16 if wanted <= 16 else 32 if wanted <= 32 else 64
     tokens = min(columns // shared, TILE)
@@ -796,7 +796,7 @@ def choose(*, num_rows: int, num_groups: int, shared: int, max_count: int) -> Co
 
 
 def attend(q: Tensor, pages: CompressedPages, blocks: Blocks, mask: Mask, sinks: Tensor | None) -> Tensor:
-    """Attention of q [N, H, D] over one layer's CompressedPages, as `kv_attention.attend_compressed`."""
+    """Attend with q [N, H, D] over one layer's CompressedPages, see `kv_attention.attend_compressed`."""
     num_groups = pages.exact_keys.shape[1]
     config = choose(
         num_rows=blocks.rows.shape[0],
@@ -810,7 +810,7 @@ def attend(q: Tensor, pages: CompressedPages, blocks: Blocks, mask: Mask, sinks:
 def attend_as(
     config: Config, q: Tensor, pages: CompressedPages, blocks: Blocks, mask: Mask, sinks: Tensor | None
 ) -> Tensor:
-    """The same, cut as asked."""
+    """`attend_compressed` with a given division of the work."""
     num_tokens, num_heads, head_dim = q.shape
     out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
     if num_tokens == 0:
@@ -876,7 +876,7 @@ def _launch(
         blocks.rows,
         blocks.starts,
         blocks.offsets,
-        mask.scale * LOG2_E,  # exp2 takes the place of exp
+        mask.scale * LOG2_E,  # exp2 is used instead of exp
         pages.rule.window,
         num_rows,
         tiles_per_row,

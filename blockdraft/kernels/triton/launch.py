@@ -1,4 +1,4 @@
-"""What every launch asks of the device."""
+"""Options of launches, and limits of the device."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import triton.language as tl
 
 @triton.jit
 def let_next_start(PDL: tl.constexpr):
-    """Let the blocks of the kernel behind this one become resident; see `has_pdl`."""
+    """Let the blocks of the next kernel become resident; see `has_pdl`."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
 def wait_for_previous(PDL: tl.constexpr):
-    """Wait until all that earlier kernels wrote can be read."""
+    """Wait until the writes of earlier kernels are visible."""
     if PDL:
         tl.extra.cuda.gdc_wait()
 
@@ -33,9 +33,10 @@ def start_and_wait(PDL: tl.constexpr):
 
 @functools.cache
 def has_pdl(device: torch.device) -> bool:
-    """Programmatic dependent launch: a kernel's blocks become resident while the kernel before it ends.
+    """Whether the device has programmatic dependent launch.
 
-    Every kernel waits (`gdc_wait`) before it touches what an earlier one may have written.
+    A kernel's blocks then become resident while the kernel before it ends. Every kernel waits (`gdc_wait`)
+    before it accesses memory that an earlier one may have written.
     """
     if device.type != "cuda" or torch.version.hip is not None:
         return False
@@ -43,14 +44,14 @@ def has_pdl(device: torch.device) -> bool:
 
 
 def overlap(device: torch.device) -> dict[str, bool]:
-    """The options of a launch that say whether it overlaps with its neighbours: the kernel's and Triton's."""
+    """Return the options, of the kernel and of Triton, that let a launch overlap with its neighbours."""
     pdl = has_pdl(device)
     return {"PDL": pdl, "launch_pdl": pdl}
 
 
 @functools.cache
 def num_multiprocessors(device: torch.device) -> int:
-    """Of the card; a constant where there is none, so that the interpreter takes the same paths."""
+    """Return the number of multiprocessors; without a GPU a constant, for the interpreter."""
     if device.type != "cuda":
         return 132
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -58,7 +59,7 @@ def num_multiprocessors(device: torch.device) -> int:
 
 @functools.cache
 def shared_memory(device: torch.device) -> int:
-    """Bytes a multiprocessor has for its blocks; that of an H200 where there is none."""
+    """Return the shared memory of a multiprocessor in bytes; without a GPU that of an H200."""
     if device.type != "cuda":
         return 228 * 1024
     return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor

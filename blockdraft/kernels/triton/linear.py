@@ -1,15 +1,15 @@
-"""Products of a few tokens with a large weight: read the weight once, as fast as memory gives it.
+"""Products of a few tokens with a large weight, which read the weight once, at the speed of memory.
 
 Each program multiplies a tile of tokens by a strip of BLOCK_N weight rows, its columns in order. On Hopper a
-token's bits then follow from its own values and from the weight alone: a tensor core adds sixteen products
-and the sum so far at once, in one way for every shape of tile, and so does cuBLAS where it cuts no sums.
+token's bits then depend only on its own values and the weight: a tensor core adds sixteen products to the sum
+at once, in one way for every shape of tile, and so does cuBLAS if it does not split sums.
 
-Where a weight has too few strips to fill the card, `is_fast` lets the columns be cut into SPLIT parts, which
-gives other sums than cuBLAS's: partial sums go to memory, and the last program of a strip to arrive adds them
-up in order. The counter that tells it so is an integer: no sum ever depends on who came first.
+If a weight has too few strips to fill the GPU, `is_fast` allows splitting the columns into SPLIT parts, which
+changes the sums: partial sums are written to memory, and the last program of a strip to arrive adds them in
+order. The counter of arrivals is an integer, so no sum depends on the order of arrival.
 
-With programmatic dependent launch a program is resident before the kernel in front has ended. Asking for its
-weights that early gains nothing: the kernel in front loses what this one wins (benchmarks/log.md).
+With programmatic dependent launch a program is resident before the kernel before it has ended. Loading
+weights that early gains nothing: the other kernel loses what this one gains (benchmarks/log.md).
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from blockdraft.kernels.triton.launch import (
 )
 from blockdraft.kernels.triton.pointwise import gate_values
 
-MAX_SOME = 64  # tokens of a tile; with a plain weight, more are left to cuBLAS
-MANY = 128  # tokens of a tile where they are more
+MAX_SOME = 64  # tokens of a tile; with an unquantised weight, cuBLAS is used for more
+MANY = 128  # tokens of a tile if there are more
 MANY_ROWS = 6144  # of a weight
 NARROW_ROWS = 520  # of a weight for which cuBLAS picks slow kernels: routers and gates
 NARROW_TOKENS = 512  # with more tokens cuBLAS is fast again, if its rows are aligned
-ALIGNED_ROWS = 8  # that 16 bytes of half precision hold
+ALIGNED_ROWS = 8  # half-precision values in 16 bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """How a product is cut."""
+    """The division of a product."""
 
     block_n: int
     block_k: int
@@ -54,11 +54,11 @@ class Config:
 
 @triton.jit
 def widen(stored, like):
-    """Stored values in the dtype of `like`; bytes (uint8) hold fp8 numbers, e4m3, whose value is exact.
+    """Convert stored values to the dtype of `like`; bytes (uint8) are fp8 (e4m3) and converted exactly.
 
-    Their bits are shifted to where the wider exponent ends; a product then moves the exponent to its place.
-    The hardware's conversion runs at a fraction of the speed at which memory delivers, and Ampere has none.
-    What is no number, which the check at the start refuses, becomes 480 in bf16.
+    Their bits are shifted into the wider format, and a multiplication corrects the exponent. The hardware's
+    conversion is slower than memory, and Ampere has none. NaN, which the check at the start refuses, becomes
+    480 in bf16.
     """
     if stored.dtype != tl.uint8:
         wide = stored.to(like.dtype)
@@ -128,7 +128,7 @@ def _linear(
     x_row = x + token.to(tl.int64) * stride_x
     is_there = is_token[:, None] & is_row[None, :]
     place = token[:, None].to(tl.int64) * num_outputs + row[None, :]
-    if HAS_ONTO:  # asked for early: at the end nothing would hide the wait
+    if HAS_ONTO:  # loaded early: at the end nothing would hide the latency
         stream = tl.load(onto + place, mask=is_there, other=0.0)
     sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     up_sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -182,7 +182,7 @@ def _linear(
 
 @functools.cache
 def counters(device: torch.device) -> Tensor:
-    """How many parts of each strip have arrived; every product leaves zeros behind."""
+    """Return counters of arrived parts per strip, which every product resets to zero."""
     return torch.zeros(1 << 16, dtype=torch.int32, device=device)
 
 
@@ -197,9 +197,9 @@ def linear(
     is_fast: bool = False,
     config: Config | None = None,
 ) -> Tensor:
-    """x [M, K] times weight [N, K], which has one `scale` per row where it is fp8 or int8.
+    """Multiply x [M, K] by weight [N, K], which has one `scale` per row if it is fp8 or int8.
 
-    `onto` [M, N] is added. `gate` "silu" or "gelu": the halves of the result are joined, [M, N / 2].
+    `onto` [M, N] is added. With `gate` "silu" or "gelu", the result is gate(a) * b of its halves, [M, N / 2].
     """
     assert x.stride(1) == 1, "tokens without gaps"
     assert weight.is_contiguous(), "rows without gaps"
@@ -264,14 +264,14 @@ def _round_tokens(x, out, scales, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
 
 
 def can_read(values: Tensor, dtype: torch.dtype) -> bool:
-    """Whether the card's kernels widen such values to `dtype`; its own fp8 came with Ada and Hopper."""
+    """Whether the kernels can convert such values to `dtype` on this GPU."""
     if values.dtype != torch.float8_e4m3fn or not values.is_cuda or dtype == torch.bfloat16:
         return True
     return has_fp8(values.device)
 
 
 def fp8_product(x: Tensor, values: Tensor, scale: Tensor) -> Tensor:
-    """x [M, K] rounded to fp8, times values [N, K] with a scale [N] per row."""
+    """Round x [M, K] to fp8 and multiply it by values [N, K] with a scale [N] per row."""
     x = x.contiguous()
     num_tokens, size = x.shape
     rounded = torch.empty_like(x, dtype=values.dtype)
@@ -289,11 +289,11 @@ def fp8_product(x: Tensor, values: Tensor, scale: Tensor) -> Tensor:
 
 
 def takes(x: Tensor, weight: Tensor, *, is_fast: bool = False) -> bool:
-    """Whether the product of tokens x [M, K] is this kernel's and not cuBLAS's, which is as fast for more.
+    """Whether this kernel multiplies tokens x [M, K] instead of cuBLAS, which is as fast for many tokens.
 
-    Sums of float32 are not the tensor cores': there only this kernel adds in one order for every M. Weights
-    of many rows cuBLAS reads as fast as memory gives them for more than a few tokens. For few rows it picks
-    kernels that take ten times as long, for an odd number of them a hundred times (benchmarks/log.md).
+    In float32, without tensor cores, only this kernel adds in one order for every M. cuBLAS reads weights
+    with many rows at the speed of memory for more than a few tokens. For few rows it chooses kernels that
+    take ten times as long, for an odd number of rows a hundred times (benchmarks/log.md).
     """
     if x.dim() != 2:
         return False
@@ -306,7 +306,7 @@ def takes(x: Tensor, weight: Tensor, *, is_fast: bool = False) -> bool:
 
 
 def _token_tile(num_tokens: int, num_rows: int) -> int:
-    """Tokens of a program; few rows are cut into many programs."""
+    """Return the tokens of a program; few rows are divided among many programs."""
     if num_tokens <= MAX_FEW:
         return MAX_FEW
     is_narrow = num_rows <= NARROW_ROWS and num_tokens <= NARROW_TOKENS
@@ -314,7 +314,7 @@ def _token_tile(num_tokens: int, num_rows: int) -> int:
 
 
 def _large(multiprocessors: int) -> int:
-    """Rows of a weight that fill the card several times over."""
+    """Return the rows of a weight that fill the GPU several times."""
     return 128 * 4 * multiprocessors
 
 
@@ -327,7 +327,7 @@ def choose(
     is_gated: bool,
     device: torch.device,
 ) -> Config:
-    """How the products are cut whose sums are whole.
+    """Choose the division of a product without split sums.
 
     Measured on an H200 at the shapes of Qwen3-8B, Qwen3.5-35B-A3B and SmolLM2-135M (benchmarks/log.md).
     """
@@ -353,13 +353,13 @@ def choose(
         config = Config(rows, narrow_k if rows == 64 else wide_k, 1, warps=4, stages=5 if rows == 64 else 4)
     elif strips >= multiprocessors:  # up to two programs to a multiprocessor
         config = Config(64, narrow_k, 1, warps=4, stages=4)
-    else:  # narrow strips: small programs, which are resident before the kernel in front has ended
+    else:  # narrow strips: small programs, which are resident before the previous kernel has ended
         config = Config(16, wide_k, 1, warps=2, stages=5)
     return _fitted(config, block_m, 2 if is_gated else 1, shared_memory(device))
 
 
 def _fitted(config: Config, block_m: int, num_parts: int, shared_memory: int) -> Config:
-    """With no more under way than a multiprocessor holds; narrower where two steps would not fit."""
+    """Reduce stages to what fits a multiprocessor, and the width if two stages do not fit."""
     while True:
         step = (block_m + num_parts * config.block_n) * config.block_k * 2
         stages = min(config.stages, (shared_memory - 4096) // step)
@@ -377,7 +377,7 @@ def choose_split(
     is_gated: bool,
     device: torch.device,
 ) -> Config:
-    """How the products are cut whose sums may be. Measured as `choose`."""
+    """Choose the division of a product whose sums may be split; measured like `choose`."""
     multiprocessors = num_multiprocessors(device)
     if num_inputs * num_outputs < 1 << 22:  # a few megabytes: latency, not bandwidth
         block_k = 128 if num_inputs > 1024 else 64
@@ -399,6 +399,6 @@ def choose_split(
 
 
 def _split(num_inputs: int, block_k: int, wanted: int) -> int:
-    """The first number of equal parts from `wanted` on that whole blocks fill; `wanted` where none does."""
+    """Return the first number of parts from `wanted` on that whole blocks fill; `wanted` if there is none."""
     fitting = [n for n in range(max(wanted, 1), 2 * wanted + 1) if num_inputs % (block_k * n) == 0]
     return fitting[0] if fitting else max(wanted, 1)

@@ -1,12 +1,13 @@
 """Mixtures of experts on a GPU: two grouped products over the pairs that `routing` grouped, and their sum.
 
-Scratch rows are in the order of the pairs, token * K + place. A pair's bits follow from its token's row and
-its expert: sums run over the columns in one fixed order, and a tile's other rows do not matter. The tile's
-height changes at MAX_FEW pairs; on Hopper, where a tensor core adds in one way for every shape of tile, the
-bits do not. Where some columns share a scale, every height takes as many columns in a step.
+Scratch rows are in the order of the pairs, token * K + index of the choice. A pair's bits depend only on its
+token's row and its expert: sums run over the columns in one fixed order, and a tile's other rows do not
+matter. The tile's height changes at MAX_FEW pairs; on Hopper, where a tensor core adds in one way for every
+shape of tile, the bits do not. If columns share a scale, all heights take the same number of columns in a
+step.
 
-A shared expert that is stored as the routed ones are runs with them: its tiles, of tokens in their order,
-come after the routed ones, and so do its scratch rows, one per token.
+A shared expert that is stored like the routed ones runs with them: its tiles, of tokens in order, are behind
+the routed ones, and so are its scratch rows, one per token.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Config(NamedTuple):
 
 @triton.jit
 def _e2m1(code, factor):
-    """The value of 4-bit codes: their bits as the ends of a float's exponent and mantissa, times a power."""
+    """Return the values of 4-bit codes: their bits as exponent and mantissa, times a power of two."""
     code = code.to(tl.uint32)
     bits = ((code & 7) << 22) | ((code & 8) << 28)
     return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37 * factor  # 2 ** 126
@@ -77,7 +78,7 @@ def _multiply(
     COLUMNS: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, IS_FP4: tl.constexpr,
     BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """total + x @ W^T for columns from `begin` on; the scales of whole rows are left to the end."""
+    """Return total + x @ W^T for columns from `begin` on, without the scales of whole rows."""
     if IS_FP4:
         total = _multiply_fp4(
             total, x, values, scale, rows, begin, stride_row, stride_scale, COLUMNS, BLOCK_K, PRECISION
@@ -103,7 +104,7 @@ def _finish(
     total, scale, bias, rows, stride_scale,
     COLUMNS: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, IS_FP4: tl.constexpr,
 ):  # fmt: skip
-    """Scales of whole rows, and the bias."""
+    """Apply scales of whole rows, and the bias."""
     if SCALE_COLUMNS >= COLUMNS and not IS_FP4:
         total *= tl.load(scale + (rows // SCALE_ROWS) * stride_scale).to(tl.float32)[None, :]
     if bias is not None:
@@ -113,7 +114,7 @@ def _finish(
 
 @triton.jit
 def _gated(gate, up, KIND: tl.constexpr, LIMIT: tl.constexpr):
-    """See `kernels.moe.Activation`; comparisons rather than minima, so that undefined values stay."""
+    """See `kernels.moe.Activation`; comparisons instead of minima keep NaN."""
     if KIND == "silu":
         result = gate / (1 + tl.exp(-gate)) * up
     elif KIND == "gelu":
@@ -130,7 +131,7 @@ def _gated(gate, up, KIND: tl.constexpr, LIMIT: tl.constexpr):
 
 @triton.jit
 def _of_expert(first, shared, expert, stride, NUM_EXPERTS: tl.constexpr):
-    """Where the matrix, scales or bias of an expert begin."""
+    """Return where the matrix, scales or bias of an expert begin."""
     place = first + expert * stride
     return place if shared is None else tl.where(expert == NUM_EXPERTS, shared, place)
 
@@ -148,11 +149,10 @@ def _experts_kernel(
     IS_SINGLE: tl.constexpr,  # one token: tile t is the pair t
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """With an activation of KIND: out[pair] = KIND(x[token] @ first^T, x[token] @ second^T).
+    """Compute out[pair] = KIND(x[token] @ first^T, x[token] @ second^T), or x[pair] @ first^T without KIND.
 
-    Without: out[pair] = x[pair] @ first^T.
     One program per tile and BLOCK_N rows of the weights; tiles of one expert run next to each other. Tiles
-    from num_tiles on are of the shared expert, whose id is NUM_EXPERTS.
+    from num_tiles on belong to the shared expert, whose id is NUM_EXPERTS.
     """
     start_and_wait(PDL)
     tile = tl.program_id(0)
@@ -180,7 +180,7 @@ def _experts_kernel(
     source = pair if KIND is None else token
     x_row = x + source.to(tl.int64)[:, None] * COLUMNS
 
-    rows = tl.where(row < ROWS, row, 0)  # what is past the end is computed from row 0 and not stored
+    rows = tl.where(row < ROWS, row, 0)  # rows past the end are computed from row 0 and not stored
     first_values = _of_expert(first_values, shared_first_values, expert, stride_expert, NUM_EXPERTS)
     if SCALE_COLUMNS > 0:
         first_scale = _of_expert(first_scale, shared_first_scale, expert, stride_scale_expert, NUM_EXPERTS)
@@ -235,7 +235,7 @@ def run_experts(
     onto: Tensor | None = None,
     configs: tuple[Config, Config] | None = None,
 ) -> Tensor:
-    """[N, E] for x [N, E]; see `kernels.moe.experts`."""
+    """Return [N, E] for x [N, E]; see `pick.mixtures.pick_experts`."""
     ids = choice.ids
     num_tokens, num_chosen = ids.shape
     num_pairs = ids.numel()
@@ -264,7 +264,7 @@ def run_experts(
 
 
 def choose_config(part: Matrices, dtype: torch.dtype, num_pairs: int, num_parts: int) -> Config:
-    """By shapes alone. Few pairs: bound by reading weights, so low tiles and many loads in flight."""
+    """Choose tiles by shapes. Few pairs are limited by reading weights: low tiles, many loads in flight."""
     is_fp4 = part.values.dtype == torch.uint8
     columns = part.values.shape[2] * (2 if is_fp4 else 1)
     if dtype == torch.float32:
@@ -279,7 +279,7 @@ def choose_config(part: Matrices, dtype: torch.dtype, num_pairs: int, num_parts:
             if columns == 512:  # two long steps
                 config = Config(LOW, 16, 256, num_warps=2, num_stages=2)
     if part.scale is not None and part.block[1] < columns and not is_fp4:
-        block_k = 128 if dtype != torch.float32 else 32  # for any number of pairs: it is part of the bits
+        block_k = 128 if dtype != torch.float32 else 32  # for any number of pairs: bits depend on it
         while part.block[1] % block_k != 0:  # the columns of one step share a scale
             block_k //= 2
         config = config._replace(block_k=block_k)
@@ -287,7 +287,7 @@ def choose_config(part: Matrices, dtype: torch.dtype, num_pairs: int, num_parts:
 
 
 class Product(NamedTuple):
-    """What one launch multiplies by: gate and up, or down alone, of the routed experts and of the shared."""
+    """The weights of one launch: gate and up, or down, of the routed experts and of the shared one."""
 
     routed: tuple[Matrices, ...]
     shared: tuple[Matrices, ...] | None
@@ -303,7 +303,7 @@ def _launch(
     activation: Activation | None,
     shape: torch.Size,
 ) -> None:
-    """One product; `shape` [N, K] is that of the choice."""
+    """Launch one product; `shape` [N, K] is that of the choice."""
     (order, tiles), config = groups, product.config
     first = product.routed[0]
     num_experts, rows, _ = first.values.shape
@@ -345,7 +345,7 @@ def _launch(
 
 
 def _pointers(parts: tuple[Matrices, ...] | None) -> list[Tensor | None]:
-    """Values, scales and biases, of the first part and of the second (or the first again) each."""
+    """Return values, scales and biases, of the first part and of the second (or the first again)."""
     if parts is None:
         return [None] * 6
     ends = (parts[0], parts[-1])
@@ -354,16 +354,16 @@ def _pointers(parts: tuple[Matrices, ...] | None) -> list[Tensor | None]:
 
 
 def _readable_values(values: Tensor) -> Tensor:
-    """fp8 as bytes, as `widen` takes it."""
+    """View fp8 as bytes, for `widen`."""
     return values.view(torch.uint8) if values.dtype == torch.float8_e4m3fn else values
 
 
 def _readable_scale(scale: Tensor) -> Tensor:
-    """Triton has no e8m0: its bytes are read as they are."""
+    """View e8m0 scales as bytes: Triton does not have the type."""
     return scale.view(torch.uint8) if scale.dtype == torch.float8_e8m0fnu else scale
 
 
-# ---- the outputs weighed and summed
+# ---- the weighted sum of the outputs
 
 
 @triton.jit
@@ -371,7 +371,7 @@ def _combine_kernel(
     outputs, weights, shared_gate, shared_value, onto, total, stride_gate,
     SIZE: tl.constexpr, NUM_CHOSEN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program per token and BLOCK values; every rounding is that of `reference_combine`."""
+    """Combine outputs with the rounding of `reference_combine`; one program per token and BLOCK values."""
     start_and_wait(PDL)
     dtype = total.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
@@ -402,7 +402,7 @@ def _combine_kernel(
 def combine(
     outputs: Tensor, weights: Tensor, beside: Beside | None = None, onto: Tensor | None = None
 ) -> Tensor:
-    """[N, E] of outputs [N, K, E] and weights [N, K]; see `kernels.moe.experts`."""
+    """Return [N, E] for outputs [N, K, E] and weights [N, K]; see `pick.mixtures.pick_experts`."""
     num_tokens, num_chosen, size = outputs.shape
     total = outputs.new_empty(num_tokens, size)
     if num_tokens == 0:

@@ -1,4 +1,4 @@
-"""Recalling a text, on a CUDA device: a program per row and piece of its history, then one per row."""
+"""N-gram lookup on a CUDA device: a program per row and piece of its history, then one per row."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from blockdraft.kernels.ngram_lookup import MOST
 from blockdraft.kernels.triton.launch import overlap, start_and_wait
 
 PIECE = 1024  # positions of a program
-ROUND = 4  # tokens further back that are compared at a time
-END_BITS = 32  # of what a piece finds: how much agrees, above the position up to which it does
+ROUND = 4  # earlier tokens that are compared at a time
+END_BITS = 32  # a piece's result: the number of matching tokens, above the bits of the last one's position
 
 
 @triton.jit
@@ -32,7 +32,7 @@ def _search(
     matched = agrees.to(tl.int32)
     first = 1
     while (first < MOST) & (tl.max(agrees.to(tl.int32), axis=0) > 0):
-        for step in tl.static_range(ROUND):  # what is read does not follow from what agreed: all at once
+        for step in tl.static_range(ROUND):  # independent loads, all at once
             back = first + step
             inside = (position >= back) & (position < last)  # then the anchor has as many before it, too
             before = tl.load(text + position - back, mask=inside, other=-1)

@@ -1,7 +1,7 @@
-"""The small steps of a layer on a CUDA device: norms, activations, and what happens to a head on its way in.
+"""Operations on single tokens on a CUDA device: norms, activations, and writes of heads to the cache.
 
-Sums over a token's values are one reduction of fixed shape, so its bits do not depend on its neighbours.
-Values are computed in float32 and rounded once, where the references round after each step.
+Sums over a token's values are one reduction of fixed shape, so its bits do not depend on other tokens. Values
+are computed in float32 and rounded once; the references round after each step.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _rms_norm(
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """x [..., E] / rms(x) * weight, as rows.rms_norm."""
+    """pointwise.reference_rms_norm for x [..., E]."""
     size = x.shape[-1]
     flat = x.reshape(-1, size)
     flat = flat if flat.stride(1) == 1 else flat.contiguous()
@@ -64,7 +64,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
 @triton.jit
 def gate_values(gate, up, GATE: tl.constexpr):
-    """The two activations that stand before a product, both written with one exponential."""
+    """Return silu(gate) * up or gelu(gate) * up, with one exponential."""
     if GATE == "silu":
         return gate / (1.0 + tl.exp(-gate)) * up
     inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
@@ -83,7 +83,7 @@ def _gate_mul(x, out, stride, size, GATE: tl.constexpr, BLOCK: tl.constexpr, PDL
 
 
 def gate_mul(gate_up: Tensor, gate: str) -> Tensor:
-    """activation(first half) * second half of gate_up [..., 2 I]; gate "silu" or "gelu"."""
+    """pointwise.reference_gate_mul for gate_up [..., 2 I]."""
     size = gate_up.shape[-1] // 2
     flat = gate_up.reshape(-1, 2 * size).contiguous()
     out = torch.empty((*gate_up.shape[:-1], size), dtype=gate_up.dtype, device=gate_up.device)
@@ -108,7 +108,7 @@ def _gate_heads(x, gate, out, size, stride, head_stride, BLOCK: tl.constexpr, PD
 
 
 def gate_heads(x: Tensor, gate: Tensor) -> Tensor:
-    """x * sigmoid(gate), both [N, H, D]; x is contiguous, a head of gate is."""
+    """heads.reference_gate_heads; x is contiguous, and so is each head of gate."""
     num_tokens, num_heads, size = x.shape
     x = x.contiguous()
     assert gate.stride(2) == 1, "a head without gaps"
@@ -135,7 +135,7 @@ def _locate(
     start_and_wait(PDL)
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_in = token < num_tokens
-    # A token's row: how many rows end at or before it.
+    # A token's row is the number of rows that end at or before it.
     index = tl.zeros((BLOCK,), tl.int32)
     for first in range(0, num_rows, BLOCK_R):
         row = first + tl.arange(0, BLOCK_R)
@@ -153,7 +153,7 @@ def _locate(
 def locate(
     page_table: Tensor, rows: Tensor, starts: Tensor, offsets: Tensor, *, num_tokens: int, page_size: int
 ) -> tuple[Tensor, Tensor]:
-    """Position and slot [N] of each token of a stream; see attention.Blocks."""
+    """Return position and slot [N] of each token in the stream; see attention.Blocks."""
     positions = torch.empty(num_tokens, dtype=torch.int64, device=rows.device)
     slots = torch.empty_like(positions)
     _locate[(triton.cdiv(num_tokens, 128),)](
@@ -179,11 +179,11 @@ def locate(
 def _norm_rope(
     source,  # the head's first value, one per head of the tile
     is_head, weight, cos, sin, size,
-    num_rotated,  # how many values of a head are rotated, R
+    num_rotated,  # values of a head with rotary positions, R
     eps,
     BLOCK_D: tl.constexpr, HAS_NORM: tl.constexpr,
 ):  # fmt: skip
-    """Heads [.., D], normalised and rotated."""
+    """Normalise heads [.., D] and apply rotary positions."""
     d = tl.arange(0, BLOCK_D)
     is_in = is_head[:, None] & (d < size)[None, :]
     value = tl.load(source[:, None] + d[None, :], mask=is_in, other=0.0).to(tl.float32)
@@ -210,7 +210,7 @@ def _norm_rope_write(
     v_head_stride, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, HAS_NORM: tl.constexpr, HAS_Q: tl.constexpr,
     ROTATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """ROTATED: how many values a head has that is rotated for compression; 0 without."""
+    """Write heads; ROTATED is the head size if heads are rotated for compression, otherwise 0."""
     start_and_wait(PDL)
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
@@ -265,14 +265,14 @@ def norm_rope_write(
     angles: Angles,
     slots: Slots,
 ) -> Tensor | None:
-    """Normalise and rotate q [N, H, D] and k [N, G, D], and put k and v [N, G, D] into their slots."""
+    """Normalise and rotate q [N, H, D] and k [N, G, D], and write k and v [N, G, D] to their slots."""
     num_tokens, num_kv_heads, size = k.shape
     heads = [part for part in (q, k, v) if part is not None]
     assert all(part.stride(2) == 1 for part in heads), "heads without gaps"
     cos, sin = (part.contiguous() for part in angles)
     num_heads = 0 if q is None else q.shape[1]
     q_out = None if q is None else torch.empty((num_tokens, num_heads, size), dtype=q.dtype, device=q.device)
-    block_h = min(4, triton.next_power_of_2(num_kv_heads))  # for any number of tokens: sums follow the tile
+    block_h = min(4, triton.next_power_of_2(num_kv_heads))  # for any number of tokens: bits depend on it
     tiles = triton.cdiv(num_heads, block_h) + 2 * triton.cdiv(num_kv_heads, block_h)
     given = k if q is None else q
     rotation = slots.rotation

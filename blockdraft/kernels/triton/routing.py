@@ -1,9 +1,8 @@
-"""Which experts a token takes, and the (token, expert) pairs grouped by expert, on a GPU.
+"""Routing on a GPU: chooses experts for each token, and groups the (token, expert) pairs by expert.
 
-A pair is a (token, place) of the router's choice, numbered token * K + place. `order` lists the pairs expert
-by expert, and `tiles` [3, T] cuts it: tile t is expert tiles[0, t] with tiles[2, t] pairs from
-order[tiles[1, t]] on; surplus tiles have expert -1. T follows from the shapes alone, so a CUDA graph holds
-for every routing.
+A pair is one of the K choices of a token, numbered token * K + index. `order` lists the pairs expert by
+expert, and `tiles` [3, T] divides it: tile t is expert tiles[0, t] with tiles[2, t] pairs from order[tiles[1,
+t]] on; unused tiles have expert -1. T depends only on shapes, so one CUDA graph works for every routing.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from blockdraft.kernels.triton.launch import overlap, start_and_wait
 if TYPE_CHECKING:
     from blockdraft.kernels.moe import Groups
 
-MAX_FEW = 512  # pairs up to which tiles are as low as a tensor core allows
+MAX_FEW = 512  # pairs; up to here, tiles are as low as a tensor core allows
 LOW = 16  # pairs of such a tile
 MAX_LOGITS = 1 << 13  # that one program keeps in its registers
 MAX_COMPARED = 1024  # pairs that are sorted by comparing all with all; above, PyTorch sorts
@@ -31,7 +30,7 @@ MAX_COMPARED = 1024  # pairs that are sorted by comparing all with all; above, P
 
 @triton.jit
 def _in_order(bits):
-    """The upper half of a float's bits as a number that orders like it; and back."""
+    """Map the upper half of a float's bits to a number that orders like it; and back."""
     return tl.where(bits < 0, bits ^ 0x7FFF, bits)
 
 
@@ -40,15 +39,15 @@ def _choose(
     logits, expert_scale, weights, ids, token, num_tokens, stride_token,
     NUM_EXPERTS: tl.constexpr, NUM_CHOSEN: tl.constexpr, BLOCK: tl.constexpr, IS_OVER_ALL: tl.constexpr,
 ):  # fmt: skip
-    """Store weights and ids of what tokens [T] choose; returns each expert's place in it or -1, [T, BLOCK].
+    """Store weights and ids of the choices of tokens [T]; returns each expert's index or -1, [T, BLOCK].
 
-    No sum follows the layout of the tile, so a token's bits are the same in every tile.
+    No sum depends on the layout of the tile, so a token's bits are the same in every tile.
     """
     expert = tl.arange(0, BLOCK)[None, :]
     is_expert = (expert < NUM_EXPERTS) & (token < num_tokens)[:, None]
     pointers = logits + token.to(tl.int64)[:, None] * stride_token + expert
     x = tl.load(pointers, mask=is_expert, other=0.0).to(tl.float32)
-    # Undefined logits lose but keep the ids in range; -inf is below all of them and marks what is taken.
+    # NaN logits lose, but keep ids in range; -inf is below all of them and marks chosen experts.
     lowest = -2.9774707105582116e38  # 1.75 * 2 ** 127, which bfloat16 holds
     x = tl.where(x >= lowest, x, lowest)
     x = tl.where(x == 0.0, 0.0, x)  # the two zeros are one
@@ -58,7 +57,7 @@ def _choose(
     place = tl.full(x.shape, -1, tl.int32)
     total = tl.zeros(top.shape, tl.float32)
     if logits.dtype.element_ty == tl.bfloat16:
-        # Logit and id as one whole number: the hardware finds the greatest of a warp at once.
+        # Logit and id as one integer: the hardware finds the greatest of a warp at once.
         key = (_in_order(x.to(tl.int32, bitcast=True) >> 16) << 16) | (0xFFFF - expert)
         for k in range(NUM_CHOSEN):
             best_key = tl.max(key, axis=1)
@@ -68,13 +67,13 @@ def _choose(
             key = tl.where(is_winner, -0x80000000, key)
     else:
         for k in range(NUM_CHOSEN):
-            best, winner = tl.max(x, axis=1, return_indices=True)  # the lowest id of several
+            best, winner = tl.max(x, axis=1, return_indices=True)  # ties: the lowest id
             is_winner = expert == winner[:, None]
             place = tl.where(is_winner, k, place)
             total += tl.exp(best - top)
             x = tl.where(is_winner, -float("inf"), x)
     if IS_OVER_ALL:
-        # Whole multiples of 2 ** -40 add up to the same in any order.
+        # Sums of integer multiples of 2 ** -40 are equal in any order.
         total = tl.sum((weight * 1099511627776.0).to(tl.int64), axis=1).to(tl.float32) / 1099511627776.0
     weight = weight / total[:, None]
     if expert_scale is not None:
@@ -104,7 +103,7 @@ def _route_kernel(
 def route(
     logits: Tensor, num_chosen: int, *, is_over_all: bool, expert_scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Weights [N, K] float32 and ids [N, K] int64, the largest first; see `kernels.moe.route`."""
+    """Return weights [N, K] float32 and ids [N, K] int64, largest first; see `pick.mixtures.pick_route`."""
     num_tokens, num_experts = logits.shape
     logits, weights, ids = _prepare(logits, num_chosen)
     if num_tokens == 0:
@@ -127,7 +126,7 @@ def route(
 
 
 def _prepare(logits: Tensor, num_chosen: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The logits without gaps between the values of a token, and room for weights and ids [N, K]."""
+    """Return logits with contiguous tokens, and empty weights and ids [N, K]."""
     num_tokens, num_experts = logits.shape
     assert num_chosen <= num_experts
     weights = logits.new_empty(num_tokens, num_chosen, dtype=torch.float32)
@@ -140,7 +139,7 @@ def _prepare(logits: Tensor, num_chosen: int) -> tuple[Tensor, Tensor, Tensor]:
 
 @triton.jit
 def _write_tiles(tiles, first, count, expert, num_tiles, BLOCK_M: tl.constexpr):
-    """`count` pairs from `first` on for each expert, cut into tiles; the rest of `tiles` is surplus."""
+    """Divide `count` pairs from `first` on for each expert into tiles; mark the rest of `tiles` as unused."""
     cuts = (count + BLOCK_M - 1) // BLOCK_M
     place = tl.cumsum(cuts, axis=0) - cuts
     for cut in range(tl.max(cuts, axis=0)):
@@ -160,7 +159,7 @@ def _group_kernel(
     NUM_EXPERTS: tl.constexpr, PAIRS: tl.constexpr, SHARE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_X: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Each program places SHARE pairs by counting those before them; the first one writes the tiles."""
+    """Sort SHARE pairs per program by counting those before them; the first program writes the tiles."""
     start_and_wait(PDL)
     other = tl.arange(0, PAIRS)
     others = tl.load(ids + other, mask=other < num_pairs, other=NUM_EXPERTS).to(tl.int32)
@@ -172,7 +171,7 @@ def _group_kernel(
     tl.store(order + position, pair, mask=is_pair)
     if tl.program_id(0) == 0:
         expert = tl.arange(0, BLOCK_X)
-        count = tl.histogram(others, BLOCK_X)  # what is beyond num_pairs falls into bin NUM_EXPERTS
+        count = tl.histogram(others, BLOCK_X)  # entries past num_pairs are in bin NUM_EXPERTS
         count = tl.where(expert < NUM_EXPERTS, count, 0)
         _write_tiles(tiles, tl.cumsum(count, axis=0) - count, count, expert, num_tiles, BLOCK_M)
 
@@ -189,7 +188,7 @@ def _tiles_kernel(
 
 
 def group(ids: Tensor, num_experts: int, block_m: int) -> Groups:
-    """order [P] and tiles [3, T], int32, of the pairs ids [N, K]."""
+    """Return order [P] and tiles [3, T], int32, of the pairs ids [N, K]."""
     num_pairs = ids.numel()
     num_tiles = max_tiles(num_pairs, num_experts, block_m)
     tiles = ids.new_empty(3, num_tiles, dtype=torch.int32)
@@ -232,14 +231,14 @@ def _route_and_group_kernel(
     NUM_EXPERTS: tl.constexpr, NUM_CHOSEN: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr, IS_OVER_ALL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program for all tokens; an expert's pairs are in the order of their tokens."""
+    """Route and group in one program for all tokens; an expert's pairs are in the order of tokens."""
     start_and_wait(PDL)
     token = tl.arange(0, TOKENS)
     place = _choose(
         logits, expert_scale, weights, ids, token, num_tokens, stride_token,
         NUM_EXPERTS, NUM_CHOSEN, BLOCK, IS_OVER_ALL,
     )  # fmt: skip
-    if TOKENS == 1:  # a tile for each place, in their order: nothing to count
+    if TOKENS == 1:  # a tile for each choice, in order: nothing to count
         expert = tl.arange(0, BLOCK)[None, :]
         tl.store(order + place, place, mask=place >= 0)
         tl.store(tiles + place, expert, mask=place >= 0)
@@ -294,6 +293,6 @@ def route_and_group(
 
 
 def max_tiles(num_pairs: int, num_experts: int, block_m: int) -> int:
-    """The most that any routing asks for: a tile per expert in use, and the full tiles beyond those."""
+    """Return the most tiles of any routing: one per expert in use, and further full tiles."""
     in_use = min(num_pairs, num_experts)
     return (num_pairs + in_use * (block_m - 1)) // block_m

@@ -1,17 +1,17 @@
-"""`choose` without sorting the vocabulary; what a row asks for is read from the tables on the device.
+"""`choose` without sorting the vocabulary, with all parameters read from the tables on the device.
 
-`kernels.sampling` says what is chosen; here is how. The vocabulary is cut into chunks of CHUNK tokens, the
-same for every batch, and what the chunks found is merged in order: a token depends on its own column only.
+See `kernels/sampling.py` for the contract. The vocabulary is divided into chunks of CHUNK tokens, the same
+for every batch, and the chunks' results are merged in order: a token depends only on its own column.
 
 1. `_scan`: the best token of each chunk, greedy or with noise; of filtered rows only the likeliest score.
 2. `_bound`: for rows with top_k, the last token that top_k keeps.
 3. `_draw`: for filtered rows, the best noisy token of each chunk among those that min_p and top_k keep.
 4. `_weigh`: the probability mass ranked before that candidate, and all of it.
-5. `_draw` and `_weigh` once more. With a candidate that top_p does not keep goes all that is ranked after
-   it, so the next one is sought among the tokens ranked before it.
-6. `_settle`: merges, writes the answer, and goes on with step 5 by itself for the few columns that need it.
+5. `_draw` and `_weigh` again. If top_p does not keep a candidate, it keeps none ranked after it, so the next
+   candidate is searched among the tokens ranked before it.
+6. `_settle`: merges, writes the result, and repeats step 5 itself for the few columns that need it.
 
-A token is ranked before another when its score is greater, or equal with a lower id.
+A token is ranked before another if its score is greater, or equal with a lower id.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ _IS_FILTERED = tl.constexpr(int(Whole.IS_FILTERED))
 _NO_ID = tl.constexpr(0x7FFFFFFF)
 _LOWEST_KEY = tl.constexpr(-0x80000000)
 
-# What differs from batch to batch, and would make a kernel of its own for each: sizes, and where parts of one
-# buffer begin.
+# Arguments that differ between batches, on which kernels must not be specialised: sizes, and offsets in a
+# buffer.
 _VARYING = (
     *("recent", "C", "J", "chunks_per_program", "peaks", "group_peaks"),
     *("best_values", "best_ids", "best_scores", "before", "total"),
@@ -57,7 +57,7 @@ _VARYING = (
 
 @triton.jit
 def _best(values, ids):
-    """The greatest value and the lowest id that has it."""
+    """Return the greatest value and its lowest id."""
     best = tl.max(values, axis=0)
     return best, tl.min(tl.where(values == best, ids, _NO_ID), axis=0)
 
@@ -69,7 +69,7 @@ def _is_before(scores, ids, score, token):
 
 @triton.jit
 def _merge(values, tokens, scores, index, num_chunks, CHUNKS: tl.constexpr):
-    """The best of a column's chunks: its value, id and score."""
+    """Return value, id and score of the best token of a column's chunks."""
     chunk = tl.arange(0, CHUNKS)
     is_chunk = chunk < num_chunks
     found = tl.load(values + index * num_chunks + chunk, mask=is_chunk, other=NEVER)
@@ -81,7 +81,7 @@ def _merge(values, tokens, scores, index, num_chunks, CHUNKS: tl.constexpr):
 
 @triton.jit
 def _merge_floor(peaks, row, real, index, num_chunks, CHUNKS: tl.constexpr):
-    """The likeliest score of a column, and the least that min_p keeps."""
+    """Return the largest score of a column, and the least that min_p keeps."""
     chunk = tl.arange(0, CHUNKS)
     peak = tl.max(tl.load(peaks + index * num_chunks + chunk, mask=chunk < num_chunks, other=NEVER), axis=0)
     return peak, peak + tl.load(real + row * NUM_REAL + _LOG_MIN_P)
@@ -95,7 +95,7 @@ def _merge_weights(weights, index, num_chunks, CHUNKS: tl.constexpr):
 
 @triton.jit
 def _is_kept(before, total, row, real):
-    """Whether top_p keeps a token; the likeliest has nothing before it."""
+    """Whether top_p keeps a token; the likeliest has no mass before it."""
     top_p = tl.load(real + row * NUM_REAL + _TOP_P)
     return (top_p >= 1.0) | (before == 0.0) | (before < top_p * total)
 
@@ -108,7 +108,7 @@ def _is_drawn_with_filters(row, real, whole):
 
 @triton.jit
 def _begin(logits, row_stride, column_stride, rows, C, PDL: tl.constexpr):
-    """The column of this program: its index, its place r, c in the batch, row r in the tables, its logits."""
+    """Return this program's column: its index, its r and c in the batch, row r in the tables, its logits."""
     let_next_start(PDL)
     index = tl.program_id(0)
     r = index // C
@@ -120,7 +120,7 @@ def _begin(logits, row_stride, column_stride, rows, C, PDL: tl.constexpr):
 
 @triton.jit
 def _chunks_of_program(logits, V, num_chunks, chunks_per_program):
-    """The range of this program's chunks, and the logits of its first."""
+    """Return the range of this program's chunks, and the logits of the first."""
     begin = tl.program_id(1) * chunks_per_program
     end = tl.minimum(begin + chunks_per_program, num_chunks)
     return begin, end, load_logits(logits, begin * CHUNK + tl.arange(0, CHUNK), V)
@@ -146,7 +146,7 @@ def _scan(
         first = chunk * CHUNK
         ids = first + tl.arange(0, CHUNK)
         raw = upcoming
-        upcoming = load_logits(logits, ids + CHUNK, tl.minimum(V, end * CHUNK))  # for the next turn
+        upcoming = load_logits(logits, ids + CHUNK, tl.minimum(V, end * CHUNK))  # for the next iteration
         scores = scores_of(raw, ids, first, first + CHUNK, column)
         if is_filtered:
             tl.store(peaks + index * num_chunks + chunk, tl.max(scores, axis=0))
@@ -164,7 +164,7 @@ def _scan(
 
 @triton.jit
 def _key(scores):
-    """int32 that orders like the scores; the two zeros are one."""
+    """Return an int32 that orders like the scores; both zeros are equal."""
     bits = tl.where(scores == 0.0, 0.0, scores).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
@@ -176,7 +176,7 @@ def _score_of(key):
 
 @triton.jit
 def _kth_key(keys, k):
-    """The k-th greatest of `keys`, of which there are at least k."""
+    """Return the k-th greatest of at least k `keys`."""
     low = tl.min(keys, axis=0).to(tl.int64)  # at least k keys are >= low
     high = tl.max(keys, axis=0).to(tl.int64) + 1  # fewer than k keys are >= high
     while high - low > 1:
@@ -194,7 +194,7 @@ def _bound(
     group_peaks, chosen_groups, bound_scores, bound_ids, num_chunks,
     GROUPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Score and id + 1 of each column's k-th ranked token: top_k keeps what ranks before. Off: everything."""
+    """Find score and id + 1 of each column's k-th ranked token; top_k keeps tokens ranked before them."""
     tables = (starts, recent, real, whole, stop_ids, bias_ids, bias_values, prompt_seen, output_counts, V, J)
     index, r, c, row, logits = _begin(logits, row_stride, column_stride, rows, C, PDL)
     column = (r, c, row, tables)
@@ -264,14 +264,14 @@ def _bound(
 
 @triton.jit
 def _limits(peaks, bound_scores, bound_ids, row, real, index, num_chunks, CHUNKS: tl.constexpr):
-    """The likeliest score of a column, and what min_p and top_k keep: from a score on, before (score, id)."""
+    """Return a column's largest score, and what min_p and top_k keep: from a score on, before (score, id)."""
     peak, floor = _merge_floor(peaks, row, real, index, num_chunks, CHUNKS)
     return peak, (floor, tl.load(bound_scores + index), tl.load(bound_ids + index))
 
 
 @triton.jit
 def _open_tokens(raw, first, limits, column):
-    """The ids of a chunk, their scores, and whether min_p and top_k keep them."""
+    """Return the ids of a chunk, their scores, and whether min_p and top_k keep them."""
     ids = first + tl.arange(0, CHUNK)
     scores = scores_of(raw, ids, first, first + CHUNK, column)
     floor, bound_score, bound_id = limits
@@ -280,7 +280,7 @@ def _open_tokens(raw, first, limits, column):
 
 @triton.jit
 def _draw_chunk(raw, first, score, token, limits, seed, position, column):
-    """The best noisy token of a chunk among those kept and ranked before (score, token): value, id, score."""
+    """Return value, id and score of a chunk's best noisy token that is kept and before (score, token)."""
     ids, scores, is_open = _open_tokens(raw, first, limits, column)
     is_open = is_open & _is_before(scores, ids, score, token)
     best = tl.full([], NEVER, tl.float32)
@@ -295,7 +295,7 @@ def _draw_chunk(raw, first, score, token, limits, seed, position, column):
 
 @triton.jit
 def _weigh_chunk(raw, first, score, token, peak, limits, column):
-    """The mass of a chunk that min_p and top_k keep, before (score, token) and in all; the peak weighs 1."""
+    """Return the mass of a chunk's kept tokens before (score, token), and of all; the peak weighs 1."""
     ids, scores, is_open = _open_tokens(raw, first, limits, column)
     weights = tl.where(is_open, tl.exp(scores - peak), 0.0)
     before = tl.where(_is_before(scores, ids, score, token), weights, 0.0)
@@ -394,7 +394,7 @@ def _settle(
             peak, limits = _limits(peaks, bound_scores, bound_ids, row, real, index, num_chunks, CHUNKS)
             seed = tl.load(whole + row * NUM_WHOLE + _SEED)
             position = tl.load(starts + r) + 1 + c
-            # Every round leaves fewer tokens; without any, which takes NaN among the logits, it ends too.
+            # Every round leaves fewer tokens; with none left, which needs NaN logits, it ends, too.
             while (answer != _NO_ID) & (not _is_kept(ahead, mass, row, real)):
                 best = tl.full([], NEVER, tl.float32)
                 best_id = tl.full([], _NO_ID, tl.int32)

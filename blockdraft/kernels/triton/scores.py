@@ -1,7 +1,7 @@
-"""What a token of the vocabulary scores in its column: penalties, biases, bans, temperature; and its noise.
+"""The score and the noise of a token in its column: penalties, biases, bans, temperature.
 
-The parts of `triton.sampling` that look at one token at a time, read from the tables that
-`kernels.sampling.SamplingBatch` describes.
+These are the parts of `triton.sampling` for single tokens; see `kernels.sampling.SamplingBatch` for the
+tables.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ def scores_of(raw, ids, first, past, column):
 
 @triton.jit
 def adjusted_scores(raw, ids, first, past, column):
-    """The `raw` logits of `ids`, all in [first, past): biased, banned, penalised; -inf from V on.
+    """Apply biases, bans and penalties to the `raw` logits of `ids`, all in [first, past); -inf from V on.
 
-    `column` is a place r, c of the batch, the row r has in the tables, and these.
+    `column` is r and c in the batch, the row of r in the tables, and the tables.
     """
     r, c, row, tables = column
     starts, recent, real, whole, stop_ids, bias_ids, bias_values, prompt_seen, output_counts, V, J = tables
@@ -111,7 +111,7 @@ def noise_of(first, seed, position, SIZE: tl.constexpr):
 
 @triton.jit
 def noise_at(ids, seed, position):
-    """The same noise of some ids, in any order."""
+    """Return the noise of some ids, in any order."""
     counter = (ids // 4).to(tl.uint32)
     zero = counter * 0
     low = zero + (position & 0xFFFFFFFF).to(tl.uint32)
@@ -132,7 +132,7 @@ def _gumbel(words):
 
 @triton.jit
 def _log(x):
-    """The natural logarithm of positive normal numbers within 1.2e-7 of itself; a third of tl.log's work.
+    """Return the natural logarithm of positive normal numbers within 1.2e-7, in a third of tl.log's time.
 
     x = 2**n * (1 + f) with f in [-1/3, 1/3), where log(1 + f) = f + f**2 * P(f); P is a minimax polynomial.
     """

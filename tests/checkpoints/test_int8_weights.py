@@ -5,8 +5,8 @@ import os
 import pytest
 import torch
 
-from blockdraft.checkpoints import kept_int8
-from blockdraft.checkpoints.kept_int8 import KeptInt8
+from blockdraft.checkpoints import int8_weights
+from blockdraft.checkpoints.int8_weights import Int8Cache
 from blockdraft.models.packed_int8 import Int8Matrix
 
 PARTS = ("packed", "sums", "scale", "factors")
@@ -15,7 +15,7 @@ PARTS = ("packed", "sums", "scale", "factors")
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(kept_int8, "_PIECE", 1000)
+    monkeypatch.setattr(int8_weights, "_PIECE", 1000)
     return tmp_path / "cache" / "packed"
 
 
@@ -37,8 +37,8 @@ def matrices():
 
 def test_what_is_read_is_what_was_packed(source):
     made = matrices()
-    KeptInt8([source], {}).write(made)
-    found = KeptInt8([source], {}).read()
+    Int8Cache([source], {}).write(made)
+    found = Int8Cache([source], {}).read()
     assert found.keys() == made.keys()
     for path, matrix in made.items():
         assert found[path].shape == matrix.shape
@@ -47,28 +47,28 @@ def test_what_is_read_is_what_was_packed(source):
 
 @pytest.mark.parametrize("position", [0, 999, 1000, -1])
 def test_a_damaged_file_is_not_read(source, folder, position):
-    KeptInt8([source], {}).write(matrices())
+    Int8Cache([source], {}).write(matrices())
     (file,) = folder.glob("*.safetensors")
     content = bytearray(file.read_bytes())
     content[position] ^= 1
     file.write_bytes(content)
-    assert KeptInt8([source], {}).read() == {}
+    assert Int8Cache([source], {}).read() == {}
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "sha256"])
 def test_a_file_that_is_empty_or_gone_is_not_read(source, folder, suffix):
-    KeptInt8([source], {}).write(matrices())
+    Int8Cache([source], {}).write(matrices())
     (file,) = folder.glob(f"*.{suffix}")
     file.write_bytes(b"")
-    assert KeptInt8([source], {}).read() == {}
+    assert Int8Cache([source], {}).read() == {}
     file.unlink()
-    assert KeptInt8([source], {}).read() == {}
+    assert Int8Cache([source], {}).read() == {}
 
 
 def test_a_file_replaced_by_one_of_its_size_and_time_is_packed_anew(source):
     """As `cp -p`, `rsync -t` and images of reproducible builds do."""
     before = source.stat()
-    KeptInt8([source], {}).write(matrices())
+    Int8Cache([source], {}).write(matrices())
     source.write_bytes(b"WEIGHTS")
     os.utime(source, ns=(before.st_atime_ns, before.st_mtime_ns))
     after = source.stat()
@@ -77,27 +77,27 @@ def test_a_file_replaced_by_one_of_its_size_and_time_is_packed_anew(source):
         before.st_mtime_ns,
         before.st_ino,
     )
-    assert KeptInt8([source], {}).read() == {}
+    assert Int8Cache([source], {}).read() == {}
 
 
 def test_the_same_weights_elsewhere_need_no_packing(source, tmp_path):
-    KeptInt8([source], {}).write(matrices())
+    Int8Cache([source], {}).write(matrices())
     copy = tmp_path / "copy.gguf"
     copy.write_bytes(source.read_bytes())
-    assert KeptInt8([copy], {}).read().keys() == matrices().keys()
+    assert Int8Cache([copy], {}).read().keys() == matrices().keys()
 
 
 def test_weights_in_other_files_are_others(tmp_path):
     """The same bytes, divided in another way or in another order."""
     for name, content in {"a": b"ab", "b": b"c", "c": b"a", "d": b"bc"}.items():
         (tmp_path / name).write_bytes(content)
-    KeptInt8([tmp_path / "a", tmp_path / "b"], {}).write(matrices())
+    Int8Cache([tmp_path / "a", tmp_path / "b"], {}).write(matrices())
     for names in ("cd", "ba", "a"):
-        assert KeptInt8([tmp_path / name for name in names], {}).read() == {}
+        assert Int8Cache([tmp_path / name for name in names], {}).read() == {}
 
 
 def test_other_weights_or_factors_are_packed_anew(source):
-    KeptInt8([source], {}).write(matrices())
-    assert KeptInt8([source], {"embedding": torch.ones(16)}).read() == {}
+    Int8Cache([source], {}).write(matrices())
+    assert Int8Cache([source], {"embedding": torch.ones(16)}).read() == {}
     source.write_bytes(b"others")
-    assert KeptInt8([source], {}).read() == {}
+    assert Int8Cache([source], {}).read() == {}

@@ -1,4 +1,4 @@
-"""Caches int8 matrices on disk: packing them takes seconds, reading them a fraction of a second."""
+"""Int8 weights: measured column factors of known checkpoints, and a cache of packed matrices on disk."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from blockdraft.kernels.int8 import Int8Weight, rotated_columns
@@ -18,13 +18,27 @@ from blockdraft.models.packed_int8 import Int8Matrix
 from blockdraft.settings.cache_files import keep
 from blockdraft.settings.settings import cache_dir
 
+FOLDER = Path(__file__).with_name("column_factors")
 _PIECE = 8 << 20  # bytes
 _FORMAT = "3"  # version of the file's layout and values
 _PARTS = ("packed", "sums", "scale", "factors")
 
 
-class KeptInt8:
-    """The int8 matrices of one model, by module path.
+def column_factors(checkpoint: str) -> Mapping[str, Tensor]:
+    """Return float32 [columns] by module path; empty if nothing was measured for this checkpoint.
+
+    They are powers of two that scale the columns of activations before they are rounded to int8.
+    `python -m scripts.make_column_factors` measures them: 2**-n for a column whose largest values are 4**n
+    times the usual ones. Any factors give correct products; good ones reduce the rounding error.
+    """
+    file = FOLDER / f"{Path(checkpoint).name}.safetensors"
+    if not file.is_file():
+        return {}
+    return {path: torch.exp2(exponent.float()) for path, exponent in load_file(file).items()}
+
+
+class Int8Cache:
+    """The packed matrices of one model, by module path: packing takes seconds, reading a fraction of one.
 
     The key is a hash of every byte of the source files. Sizes and times are not enough: `cp -p`, `rsync -t`
     and images of reproducible builds put other weights under the same name and time.
