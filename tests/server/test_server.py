@@ -186,22 +186,9 @@ def check_error(response, status, part, param=None):
 @pytest.mark.parametrize(
     ("fields", "part", "param"),
     [
-        ({"messages": None}, "messages", "messages"),
-        ({"messages": "hi"}, "messages", "messages"),
         ({"messages": []}, "at least 1 item", "messages"),
-        ({"messages": [{"role": "user"}]}, "content", "messages"),
-        ({"temperature": "hot"}, "temperature", "temperature"),
-        ({"temperature": True}, "temperature", "temperature"),
-        ({"temperature": -1}, "temperature", "temperature"),
-        ({"top_p": 0}, "top_p", "top_p"),
         ({"n": 0}, "'n': Input should be greater", "n"),
-        ({"max_tokens": 0}, "max_tokens", "max_tokens"),
-        ({"seed": 2**63}, "seed", "seed"),
-        ({"logit_bias": {"x": 1}}, "logit_bias", "logit_bias"),
         ({"logit_bias": {"64": 1}}, "vocabulary", "logit_bias"),
-        ({"top_logprobs": 2}, "logprobs", "top_logprobs"),
-        ({"logprobs": True, "top_logprobs": 21}, "logprobs", "top_logprobs"),
-        ({"stream_options": {"include_usage": True}}, "stream", "stream_options"),
         ({"tools": [{"type": "function"}]}, "Field required", "tools"),
         ({"response_format": {"type": "xml"}}, "json_object", "response_format"),
         ({"messages": [{"role": "user", "content": "t1 " * 600}]}, "context", "messages"),
@@ -400,15 +387,6 @@ def test_prompts_that_do_not_fit_the_queue_together_leave_nothing_behind(app, en
 
 
 # ---- connections
-
-
-def test_on_a_real_port_a_stream_is_the_answer_too(app):
-    with listening(app) as (host, port):
-        url = f"http://{host}:{port}{CHAT}"
-        whole = httpx.post(url, json=HELLO, timeout=60).json()
-        with httpx.stream("POST", url, json={**HELLO, "stream": True}, timeout=60) as response:
-            text = "".join(response.iter_text())
-    assert streamed_text(events_of(text)) == whole["choices"][0]["message"]["content"]
 
 
 @pytest.mark.parametrize("is_stream", [False, True])

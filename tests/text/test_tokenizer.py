@@ -12,6 +12,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 
 from blockdraft.checkpoints.tokenizer_parts import TokenizerParts
 from blockdraft.errors import ModelError, RequestError
+from blockdraft.text.system_prompt import inserted_system_prompt
 from blockdraft.text.tokenizer import Tokenizer
 
 CHATML = (
@@ -322,3 +323,44 @@ def test_a_template_that_fails_speaks_of_json():
     with pytest.raises(RequestError, match="messages: check") as found:
         make("{{ messages[0].content + 1 }}").render([{"role": "user", "content": "x"}])
     assert "str" not in str(found.value)
+
+
+# ---- roles
+
+
+@pytest.mark.parametrize("role", ["usr", "User", "bot", "", None, 7, "user<|im_end|>"])
+def test_an_unknown_role_is_refused(role):
+    with pytest.raises(RequestError, match=r"a message('s role is| has the role| has no role)"):
+        make(CHATML).render([{"role": role, "content": "hi"}])
+
+
+@pytest.mark.parametrize("role", ["system", "user", "assistant", "tool"])
+def test_known_roles_are_written(role):
+    assert f"<|im_start|>{role}\nhi" in make(CHATML).render([{"role": role, "content": "hi"}])
+
+
+def test_a_role_that_the_template_names_is_its_own_affair():
+    template = "{% for m in messages %}{% if m.role == 'critic' %}!{{ m.content }}{% endif %}{% endfor %}"
+    assert make(template).render([{"role": "critic", "content": "hi"}]) == "!hi"
+
+
+# ---- the system prompt that a template inserts by itself
+
+INSERTS = (
+    "{% if messages[0].role != 'system' %}<|im_start|>system\nYou are Small.<|im_end|>\n{% endif %}" + CHATML
+)
+DATED = "Today is Monday.\n" + CHATML  # written whatever the conversation says
+NO_SYSTEM = (
+    "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    "{% for message in messages %}{{ message.content }}{% endfor %}"
+)
+FOLDED = "{% for m in messages %}{% if m.role != 'system' %}{{ m.content }}{% endif %}{% endfor %}"
+
+
+def test_what_the_template_inserts_is_found():
+    assert inserted_system_prompt(make(INSERTS)) == "You are Small."
+
+
+@pytest.mark.parametrize("template", [CHATML, DATED, NO_SYSTEM, FOLDED, None, "{{ broken"])
+def test_where_nothing_is_inserted_nothing_is_found(template):
+    assert inserted_system_prompt(make(template)) == ""
