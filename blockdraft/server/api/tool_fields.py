@@ -30,7 +30,7 @@ class FunctionFields(StrictFields):
 
 
 class ToolField(StrictFields):
-    """One of the tools: only functions are known."""
+    """A tool. Only functions are supported."""
 
     type: Literal["function"]
     function: FunctionFields
@@ -42,7 +42,7 @@ class ToolField(StrictFields):
 
     @property
     def shown(self) -> dict[str, object]:
-        """As templates show it; `strict` is a wish to the server, and none of the model's business."""
+        """The tool for a template, without `strict`, which is for the server."""
         given = self.function
         function: dict[str, object] = {"name": given.name}
         if given.description is not None:
@@ -84,7 +84,7 @@ ToolChoice = Literal["none", "auto", "required"] | NamedChoice | AllowedChoice
 
 
 class ToolFields(StrictFields):
-    """All of these fields."""
+    """All fields about tools."""
 
     tools: Tools = Field(default=[])
     tool_choice: ToolChoice = "auto"
@@ -92,27 +92,30 @@ class ToolFields(StrictFields):
 
     @property
     def must_call(self) -> bool:
-        """Whether the answer has to be a call."""
+        """Whether the answer must be a call."""
         choice = self.tool_choice
         if isinstance(choice, AllowedChoice):
             return choice.allowed_tools.mode == "required"
         return isinstance(choice, NamedChoice) or choice == "required"
 
     @property
+    def _chosen(self) -> list[str] | None:
+        """Names of the tools that may be called; None: all."""
+        choice = self.tool_choice
+        if isinstance(choice, NamedChoice):
+            return [choice.function.name]
+        if isinstance(choice, AllowedChoice):
+            return [one.function.name for one in choice.allowed_tools.tools]
+        return [] if choice == "none" else None
+
+    @property
     def callable_tools(self) -> tuple[FunctionTool, ...]:
         """The tools that the model may call."""
-        choice = self.tool_choice
-        if choice == "none":
-            return ()
-        names = {one.function.name for one in self.tools}
-        if isinstance(choice, NamedChoice):
-            names = {choice.function.name}
-        elif isinstance(choice, AllowedChoice):
-            names = {one.function.name for one in choice.allowed_tools.tools}
-        return tuple(one.tool for one in self.tools if one.function.name in names)
+        chosen = self._chosen
+        return tuple(one.tool for one in self.tools if chosen is None or one.function.name in chosen)
 
     def check_tools(self) -> None:
-        """Raises RequestError for schemas past their limits, and for names that are twice or not there."""
+        """Raises RequestError for too large schemas, and for names that are missing or occur twice."""
         self._check_sizes()
         counts = Counter(one.function.name for one in self.tools)
         for name, count in counts.items():
@@ -120,12 +123,7 @@ class ToolFields(StrictFields):
                 raise RequestError(
                     f"'tools' holds '{name}' {count} times: give each a name of its own.", "tools"
                 )
-        choice, chosen = self.tool_choice, []
-        if isinstance(choice, NamedChoice):
-            chosen = [choice.function.name]
-        elif isinstance(choice, AllowedChoice):
-            chosen = [one.function.name for one in choice.allowed_tools.tools]
-        for name in chosen:
+        for name in self._chosen or ():
             if name not in counts:
                 raise RequestError(
                     f"'tool_choice' is '{name[:64]}', which is not one of 'tools'.",
@@ -156,7 +154,7 @@ class ToolFields(StrictFields):
 
 
 def _depth(schema: object) -> int:
-    """How deep lists and objects lie in each other; the body's own limit bounds the walk."""
+    """The depth of nested lists and objects; the limit of the body bounds the walk."""
     depth, level = 0, [schema]
     while level := [part for part in level if isinstance(part, dict | list)]:
         depth += 1

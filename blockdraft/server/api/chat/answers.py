@@ -11,7 +11,7 @@ from typing import ClassVar
 from blockdraft.engine.request import Delta, TokenLogprobs
 from blockdraft.server.api.chat.fields import ChatRequest, CompletionRequest
 from blockdraft.server.api.chat.logprobs import TextOffsets, chat_logprobs, prompt_logprobs, text_logprobs
-from blockdraft.server.api.chat.prepare import PreparedChat
+from blockdraft.server.api.chat.prepare import PreparedChat, draft_marks
 from blockdraft.server.api.chat.schemas import (
     ChatChoice,
     ChatChunkChoice,
@@ -29,7 +29,6 @@ from blockdraft.server.api.chat.schemas import (
 from blockdraft.server.api.choices import (
     AnswerChoice,
     AnswerPiece,
-    DraftMarks,
     ToolCallPiece,
     request_metrics,
 )
@@ -204,14 +203,6 @@ class AnswerWriter(ABC):
         return request_metrics(found, [step for choice in self._choices for step in choice.draft_steps])
 
 
-def _drafts(
-    asked: ChatRequest | CompletionRequest, tokenizer: Tokenizer, prompt_ids: Items[int]
-) -> DraftMarks | None:
-    if not asked.speculative.detail:
-        return None
-    return DraftMarks(tokenizer, prompt_ids, skip_special_tokens=asked.skip_special_tokens)
-
-
 class ChatAnswer(AnswerWriter):
     """One chat completion."""
 
@@ -330,7 +321,7 @@ class TextAnswer(AnswerWriter):
             AnswerChoice(
                 index=prompt * asked.n + number,
                 prompt=prompt,
-                drafts=_drafts(asked, tokenizer, prompts[prompt]),
+                drafts=draft_marks(asked, tokenizer, prompts[prompt]),
                 is_dropped=asked.is_scoring,
             )
             for prompt in range(len(prompts))

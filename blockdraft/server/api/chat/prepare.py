@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from blockdraft.engine.request import SamplingParams
 from blockdraft.grammar.endless import check_end
 from blockdraft.grammar.structured_output import StructuredOutputs, Thinking
-from blockdraft.server.api.chat.fields import ChatRequest, TokenizeRequest
+from blockdraft.server.api.chat.fields import ChatRequest, CompletionRequest, TokenizeRequest
 from blockdraft.server.api.chat.template_messages import for_template
 from blockdraft.server.api.choices import AnswerChoice, DraftMarks
 from blockdraft.server.api.fields import field_at_fault
@@ -75,11 +75,8 @@ class PreparedChat:
 
     def _choice(self, index: int) -> AnswerChoice:
         asked, dialect = self.asked, self.dialect
-        choice = AnswerChoice(index=index, prompt=0)
-        if asked.speculative.detail:
-            choice.drafts = DraftMarks(
-                dialect.tokenizer, self.prompt_ids, skip_special_tokens=asked.skip_special_tokens
-            )
+        drafts = draft_marks(asked, dialect.tokenizer, self.prompt_ids)
+        choice = AnswerChoice(index=index, prompt=0, drafts=drafts)
         shown = _shown_tags(asked, dialect)
         if shown and asked.skip_special_tokens:
             choice.markup = TagFilter(TagFinder(dialect.tokenizer.special_texts - shown))
@@ -95,6 +92,14 @@ class PreparedChat:
                 max_calls=None if asked.parallel_tool_calls else 1,
             )
         return choice
+
+
+def draft_marks(
+    asked: ChatRequest | CompletionRequest, tokenizer: Tokenizer, prompt_ids: Items[int]
+) -> DraftMarks | None:
+    if not asked.speculative.detail:
+        return None
+    return DraftMarks(tokenizer, prompt_ids, skip_special_tokens=asked.skip_special_tokens)
 
 
 def prepare_chat(asked: ChatRequest, dialect: Dialect, defaults: Mapping[str, float]) -> PreparedChat:
