@@ -41,7 +41,7 @@ LIBRARIES = ("torch", "triton", "llvmlite", "numpy")
 # memory that happens to be free, and the width is measured: they would differ at every start.
 NOT_OF_PLAN = {
     *("num_pages", "max_model_len", "max_positions", "max_queue", "prefix_cache", "seed"),
-    *("width", "step_costs", "is_sure_of_costs", "draft_chances", "reasons"),
+    *("width", "step_costs", "is_sure_of_costs", "draft_chances", "reasons", "start"),
 }
 NUM_PROMPT, NUM_TOKENS = 16, 6  # of the prompt and the answer that has to be the same again
 

@@ -26,6 +26,16 @@ class Weights:
 
 
 @dataclass(frozen=True, slots=True)
+class StartRules:
+    """What a start obeys until it serves."""
+
+    graphs: bool = True  # steps are captured where they can be
+    verify: str = "auto"  # what is compared with references: "auto", "full" or "off"
+    memory_share: float = 1.0  # of a card, that may be in use
+    max_stall_ms: int | None = None  # of one prefill step; None: any time
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """What the engine will do, and why."""
 
@@ -50,10 +60,15 @@ class Plan:
     overlap: bool
     seed: int
     same_bits: bool  # a token is computed alike however it arrives, and whoever is beside it
+    start: StartRules = StartRules()
     step_costs: Mapping[tuple[int, int], float] = field(default_factory=dict)  # s by rows and width, if known
     is_sure_of_costs: bool = True  # else the machine was busy while they were measured
     draft_chances: tuple[float, ...] = ()  # of the draft at each place, where all before it were right
     reasons: Mapping[str, str] = field(default_factory=dict)  # of each value, by the name of its setting
+
+    def is_asked(self, name: str) -> bool:
+        """Return whether the user set this value."""
+        return self.reasons.get(name) == ASKED
 
     def changed(self, reasons: Mapping[str, str], **values: object) -> Plan:
         """The plan with other values, and why."""

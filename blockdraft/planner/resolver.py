@@ -26,6 +26,7 @@ from blockdraft.planner.plan import (
     LOGIT_BYTES,
     NGRAM_BLOCK,
     Plan,
+    StartRules,
     Weights,
 )
 from blockdraft.planner.quality import Quality, measured_quality
@@ -178,8 +179,7 @@ def resolve(
     resolver = _Resolver(settings)
     _explain_devices(resolver, settings, machine, has_draft=draft is not None)
     usual = "the default on a CPU" if is_cpu else "the default on a GPU"
-    dtype_reason = "the CPU's kernels are fastest in it" if is_cpu else "GPUs multiply it natively"
-    dtype = resolver.take("dtype", "float32" if is_cpu else "bfloat16", dtype_reason)
+    dtype = resolver.take("dtype", *_dtype(is_cpu=is_cpu))
     memory = machine.memory_bytes if is_cpu else gpu_budget(settings, machine)
     whole = _whole_numbers(settings, dtype, has_int8=has_int8) if is_cpu else None
     both = (weights, draft_weights or Weights(0))
@@ -221,7 +221,23 @@ def resolve(
         overlap=overlap,
         seed=settings.seed,
         same_bits=_same_bits(resolver, settings, is_cpu=is_cpu),
+        start=_start_rules(settings, machine),
         reasons=resolver.reasons,
+    )
+
+
+def _dtype(*, is_cpu: bool) -> tuple[str, str]:
+    if is_cpu:
+        return "float32", "the CPU's kernels are fastest in it"
+    return "bfloat16", "GPUs multiply it natively"
+
+
+def _start_rules(settings: Settings, machine: Machine) -> StartRules:
+    return StartRules(
+        graphs=settings.graphs,
+        verify=settings.verify,
+        memory_share=memory_share(settings, machine),
+        max_stall_ms=settings.max_stall_ms,
     )
 
 

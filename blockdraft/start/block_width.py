@@ -38,7 +38,7 @@ from blockdraft.engine.width_controller import widths_for
 from blockdraft.machine.machine import read_machine
 from blockdraft.planner.plan import Plan
 from blockdraft.settings.cache_files import keep
-from blockdraft.settings.settings import Settings, cache_dir
+from blockdraft.settings.settings import cache_dir
 from blockdraft.step.drafter import NoDrafter
 from blockdraft.step.graphs import Reading, pack
 
@@ -132,11 +132,11 @@ def choose_width(acceptance: Acceptance, costs: Costs, *, caution: float = CAUTI
     return WidthChoice(width, f"expected {found}")
 
 
-def may_choose_width(engine: Engine, settings: Settings) -> bool:
+def may_choose_width(engine: Engine) -> bool:
     """Whether a start chooses: nobody asked for a width, and drafts are accepted as they are, or by rates."""
     models = engine.models
     is_known = models.rates is not None or not models.labels.is_dummy
-    return settings.width == "auto" and models.draft_name is not None and is_known
+    return not engine.plan.is_asked("width") and models.draft_name is not None and is_known
 
 
 def known_acceptance(models: LoadedPair) -> Acceptance:

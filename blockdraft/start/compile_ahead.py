@@ -29,7 +29,7 @@ from blockdraft.machine.machine import read_machine
 from blockdraft.phases import StartProgress
 from blockdraft.planner.plan import Plan
 from blockdraft.settings.cache_files import keep
-from blockdraft.settings.settings import Settings, cache_dirs
+from blockdraft.settings.settings import cache_dirs
 from blockdraft.start.loading import Opened
 from blockdraft.start.memory import pages_to_probe, release
 from blockdraft.step.prefill_graphs import shapes, widest_counts
@@ -112,10 +112,11 @@ class CompileAhead:
 
 
 @contextlib.contextmanager
-def compiling_for(opened: Opened, settings: Settings) -> Iterator[CompileAhead]:
+def compiling_for(opened: Opened) -> Iterator[CompileAhead]:
     """The workers of a start, which begin while the weights are read."""
     draft = None if opened.draft is None else repr(opened.draft.config)
-    facts = [repr(opened.target.config), draft, plan_facts(opened.plan), settings.graphs, settings.verify]
+    plan, rules = opened.plan, opened.plan.start
+    facts = [repr(opened.target.config), draft, plan_facts(plan), rules.graphs, rules.verify]
     ahead, is_done = CompileAhead(opened.device, facts), False
     try:
         yield ahead
@@ -124,13 +125,11 @@ def compiling_for(opened: Opened, settings: Settings) -> Iterator[CompileAhead]:
         ahead.close(is_done=is_done)
 
 
-def compile_steps(
-    ahead: CompileAhead, models: LoadedPair, plan: Plan, settings: Settings, startup: StartProgress
-) -> None:
+def compile_steps(ahead: CompileAhead, models: LoadedPair, plan: Plan, startup: StartProgress) -> None:
     """Compile what an engine of these models will run, and what checking it will."""
     with ahead.collecting() as is_useful:
         if is_useful:
-            _collect(models, plan, settings)
+            _collect(models, plan)
     release()  # the small cache
 
     def tell(done: int, total: int, name: str) -> None:
@@ -140,10 +139,10 @@ def compile_steps(
     ahead.wait(tell)
 
 
-def _collect(models: LoadedPair, plan: Plan, settings: Settings) -> None:
+def _collect(models: LoadedPair, plan: Plan) -> None:
     engine = Engine(models, replace(plan, num_pages=pages_to_probe(plan)))
     run_steps(engine)
-    if settings.verify != "off":
+    if plan.start.verify != "off":
         run_checks(engine)
 
 

@@ -11,15 +11,14 @@ from blockdraft.checkpoints.checkpoint import Checkpoint
 from blockdraft.checkpoints.gguf_checkpoint import GgufCheckpoint
 from blockdraft.planner.plan import Plan
 from blockdraft.settings.model_source import known_name
-from blockdraft.settings.settings import Settings
 from blockdraft.settings.shipped import model_title
 
 
 def gguf_choices(
-    settings: Settings,
+    model: str,
     checkpoint: Checkpoint,
     plan: Plan,
-    sampling: Mapping[str, float],
+    sampling: Mapping[str, float] | None,
     draft: str | None,
     why_none: str,
 ) -> tuple[str, ...]:
@@ -27,16 +26,16 @@ def gguf_choices(
 
     `draft` is the drafter that was opened; `why_none` says why a known one was not.
     """
-    if not isinstance(checkpoint, GgufCheckpoint) or settings.model == "default":
+    if not isinstance(checkpoint, GgufCheckpoint) or model == "default":
         return ()
     found = []
-    if known_name(settings.model) == "default":
-        found.append(f"file: '{settings.model}' is the default model's: served as --model default is")
-    if settings.draft == "auto":
+    if known_name(model) == "default":
+        found.append(f"file: '{model}' is the default model's: served as --model default is")
+    if not plan.is_asked("draft"):
         found.append(_drafter(draft, why_none))
-    if settings.quantization == "auto":
+    if not plan.is_asked("quantization"):
         found.append(_weights(checkpoint, plan))
-    if settings.sampling_defaults == "model":
+    if sampling is not None:
         found.append(_sampling(checkpoint, sampling))
     return tuple(found)
 

@@ -108,7 +108,8 @@ def open_models(settings: Settings, report: Callable[[str], None]) -> Opened:
     methods = [one.weights.method for one in (target, draft) if one is not None]
     notices = timing_notices(settings, methods, has_tokenizer=target.has_tokenizer)
     draft_name = None if draft is None else draft.config.name
-    chosen = gguf_choices(settings, target.checkpoint, plan, target.sampling, draft_name, why_none)
+    told = target.sampling if settings.sampling_defaults == "model" else None
+    chosen = gguf_choices(settings.model, target.checkpoint, plan, told, draft_name, why_none)
     labels = Labels(settings.load_format == "dummy", profile, notices, chosen)
     return Opened(target, draft, plan, device, rates, labels)
 

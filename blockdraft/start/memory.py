@@ -17,42 +17,39 @@ from blockdraft.cache.spec import bytes_per_token
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.loaded_pair import LoadedPair
 from blockdraft.errors import CapacityError
-from blockdraft.machine.machine import read_machine
 from blockdraft.planner.plan import ELEMENT_BYTES, MARGIN_BYTES, Plan
-from blockdraft.planner.resolver import memory_share
-from blockdraft.settings.settings import Settings
 from blockdraft.start.card_errors import first_line, is_out_of_memory, memory_of, usage
 from blockdraft.start.loading import gpu_memory
 from blockdraft.start.warm import largest_rounds, warm
 
 
-def fit_pages(models: LoadedPair, plan: Plan, settings: Settings, note: Callable[[str], None]) -> Plan:
+def fit_pages(models: LoadedPair, plan: Plan, note: Callable[[str], None]) -> Plan:
     """`plan` with as many pages as fit; unchanged where the user set the size, or there is no GPU."""
-    if not is_measured(models, settings):
+    if not is_measured(models, plan):
         return plan
     note("measuring what the largest steps need")
-    overhead = _overhead(models, plan, settings, note)
-    room = _budget(settings, models.device) - overhead - MARGIN_BYTES
+    overhead = _overhead(models, plan, note)
+    room = _budget(plan.start.memory_share, models.device) - overhead - MARGIN_BYTES
     page_bytes = _page_bytes(models, plan)
-    fitting, is_enough = plan.within(room // page_bytes, shrinks=settings.max_model_len == "auto")
+    fitting, is_enough = plan.within(room // page_bytes, shrinks=not plan.is_asked("max_model_len"))
     if not is_enough:
         needed = plan.pages_of_one * page_bytes
         raise CapacityError(
             f"a context of {plan.max_model_len} tokens needs {needed / 1e9:.1f} GB of cache, but "
             f"{max(room, 0) / 1e9:.1f} GB are left beside weights and {overhead / 1e9:.1f} GB of working "
-            f"memory. The budget is {_shown_budget(settings, models.device)}: raise it, lower "
+            f"memory. The budget is {_shown_budget(plan.start.memory_share, models.device)}: raise it, lower "
             "--max-model-len, --max-num-seqs or --max-prefill-tokens, or use --quantization fp8. "
             f"Of the card's memory, {usage(models.device)}."
         )
     return fitting
 
 
-def is_measured(models: LoadedPair, settings: Settings) -> bool:
+def is_measured(models: LoadedPair, plan: Plan) -> bool:
     """Whether the largest steps are run to find out: on a card, unless the user set the size."""
-    return models.device.type == "cuda" and settings.cache_bytes == "auto"
+    return models.device.type == "cuda" and not plan.is_asked("cache_bytes")
 
 
-def _overhead(models: LoadedPair, plan: Plan, settings: Settings, note: Callable[[str], None]) -> int:
+def _overhead(models: LoadedPair, plan: Plan, note: Callable[[str], None]) -> int:
     """Bytes beside weights and pages: rows and states, the largest steps run eagerly, the largest graph."""
     device = models.device
     before = _free(device)
@@ -62,7 +59,7 @@ def _overhead(models: LoadedPair, plan: Plan, settings: Settings, note: Callable
     warm(probe, note, largest_rounds)
     # A capture hands this back; the next prefill takes it again.
     working = torch.cuda.max_memory_reserved(device) - held
-    if why_no_graphs(models, settings) is None:
+    if why_no_graphs(models, plan) is None:
         probe.capture([plan.max_num_seqs], sorted({1, plan.width}))
     kept = before - _free(device)
     kept -= probe.cache.num_pages * _page_bytes(models, plan)
@@ -71,7 +68,7 @@ def _overhead(models: LoadedPair, plan: Plan, settings: Settings, note: Callable
 
 
 @contextmanager
-def memory_explained(settings: Settings, device: torch.device, *, is_loading: bool = False) -> Iterator[None]:
+def memory_explained(plan: Plan, device: torch.device, *, is_loading: bool = False) -> Iterator[None]:
     """A CapacityError that says what to do, where the GPU has less than was planned with.
 
     `is_loading`: weights are being read, which a smaller cache and smaller steps would not change.
@@ -88,15 +85,16 @@ def memory_explained(settings: Settings, device: torch.device, *, is_loading: bo
                 "what else uses the card, use --quantization fp8, or take a smaller model."
             ) from error
         raise CapacityError(
-            f"the GPU ran out of memory ({first_line(error)}); {state}. The budget is "
-            f"{_shown_budget(settings, device)}: lower it if other programs take memory meanwhile, lower "
-            "--max-num-seqs, --max-model-len or --max-prefill-tokens, or use --quantization fp8."
+            f"the GPU ran out of memory ({first_line(error)}); {state}. "
+            f"The budget is {_shown_budget(plan.start.memory_share, device)}: lower it if other programs "
+            "take memory meanwhile, lower --max-num-seqs, --max-model-len or --max-prefill-tokens, or use "
+            "--quantization fp8."
         ) from error
 
 
-def why_no_graphs(models: LoadedPair, settings: Settings) -> str | None:
+def why_no_graphs(models: LoadedPair, plan: Plan) -> str | None:
     """None where a decode step can be captured, else what stands in the way."""
-    if not settings.graphs:
+    if not plan.start.graphs:
         return "switched off"
     return models.why_not_captured()
 
@@ -129,13 +127,12 @@ def _free(device: torch.device) -> int:
     return gpu_memory(device)[0]
 
 
-def _budget(settings: Settings, device: torch.device) -> int:
+def _budget(share: float, device: torch.device) -> int:
     """What we may still take: the share of the whole, less what is in use, by us or by others."""
     free, total = _free(device), torch.cuda.mem_get_info(device)[1]
-    return int(total * memory_share(settings, read_machine())) - (total - free)
+    return int(total * share) - (total - free)
 
 
-def _shown_budget(settings: Settings, device: torch.device) -> str:
+def _shown_budget(share: float, device: torch.device) -> str:
     total = memory_of(device)[1] / 1e9
-    share = memory_share(settings, read_machine())
     return f"--gpu-memory-utilization {share} of {total:.1f} GB = {share * total:.1f} GB"

@@ -42,12 +42,12 @@ def start_engine(
     with startup.phase("fetch"):
         opened = open_models(settings, startup.note)
     on_tokenizer(opened.target.tokenizer)
-    with compiling_for(opened, settings) as ahead:
-        return _started(opened, settings, startup, ahead)
+    with compiling_for(opened) as ahead:
+        return _started(opened, startup, ahead)
 
 
-def _started(opened: Opened, settings: Settings, startup: StartProgress, ahead: CompileAhead) -> Engine:
-    with memory_explained(settings, opened.device, is_loading=True), startup.phase("load"):
+def _started(opened: Opened, startup: StartProgress, ahead: CompileAhead) -> Engine:
+    with memory_explained(opened.plan, opened.device, is_loading=True), startup.phase("load"):
         models = read_weights(opened, startup.note, startup.progress)
     for line in models.labels.chosen:
         startup.tell_chosen(line)
@@ -59,9 +59,9 @@ def _started(opened: Opened, settings: Settings, startup: StartProgress, ahead: 
         startup.rewind("allocate")
 
     def prepared(models: LoadedPair) -> Engine:
-        return _prepared(models, opened.plan, settings, startup, ahead)
+        return _prepared(models, opened.plan, startup, ahead)
 
-    with memory_explained(settings, models.device):
+    with memory_explained(opened.plan, models.device):
         return with_kernels_that_compile(models, prepared, tell)
 
 
@@ -76,14 +76,14 @@ def plain_engine(
     _check_native(settings)
     _check_gpu(settings, tell)
     opened = open_models(settings, note)
-    with memory_explained(settings, opened.device, is_loading=True):
+    with memory_explained(opened.plan, opened.device, is_loading=True):
         models = read_weights(opened, note)
     for notice in models.labels.notices:
         note(notice)
-    with memory_explained(settings, models.device):
+    with memory_explained(opened.plan, models.device):
         return with_kernels_that_compile(
             models,
-            lambda models: _plain(models, opened.plan, settings, note, tell),
+            lambda models: _plain(models, opened.plan, note, tell),
             lambda operation, why: tell(_slower(operation, why)),
         )
 
@@ -91,18 +91,17 @@ def plain_engine(
 def _plain(
     models: LoadedPair,
     plan: Plan,
-    settings: Settings,
     note: Callable[[str], None],
     warn: Callable[[str], None],
 ) -> Engine:
-    engine = _new_engine(models, fit_pages(models, plan, settings, note))
+    engine = _new_engine(models, fit_pages(models, plan, note))
     if models.device.type == "cuda":
-        warm(engine, note, _rounds(models, settings))  # what does not compile shows now
+        warm(engine, note, _rounds(models, plan))  # what does not compile shows now
     with _captured_or_not(engine, note):
-        if why_no_graphs(engine.models, settings) is None:
-            _capture(engine, settings, note, is_awaited=True)
+        if why_no_graphs(engine.models, plan) is None:
+            _capture(engine, note, is_awaited=True)
         acceptance = known_acceptance(engine.models)
-        if acceptance and may_choose_width(engine, settings):
+        if acceptance and may_choose_width(engine):
             engine.replan(plan_with_width(engine, acceptance, uses_stored=True, warn=warn))
             note(_shown_width(engine))
         if engine.graphs is not None:
@@ -119,9 +118,9 @@ def _new_engine(models: LoadedPair, plan: Plan) -> Engine:
     return engine
 
 
-def _rounds(models: LoadedPair, settings: Settings) -> Callable[[Plan], Rounds]:
+def _rounds(models: LoadedPair, plan: Plan) -> Callable[[Plan], Rounds]:
     """What a new engine has not run yet."""
-    return small_rounds if is_measured(models, settings) else rounds_for(models.device)
+    return small_rounds if is_measured(models, plan) else rounds_for(models.device)
 
 
 def _slower(operation: Operation, why: str) -> str:
@@ -146,67 +145,63 @@ def _check_gpu(settings: Settings, warn: Callable[[str], None]) -> None:
             warn(line)
 
 
-def _prepared(
-    models: LoadedPair, plan: Plan, settings: Settings, startup: StartProgress, ahead: CompileAhead
-) -> Engine:
-    engine = _warmed(models, plan, settings, startup, ahead)
-    if settings.verify == "off":
+def _prepared(models: LoadedPair, plan: Plan, startup: StartProgress, ahead: CompileAhead) -> Engine:
+    engine = _warmed(models, plan, startup, ahead)
+    if plan.start.verify == "off":
         startup.skip("verify", "switched off")
         return engine
     with startup.phase("verify"):
-        verification = verify_changes(engine, startup.note, is_full=settings.verify == "full")
+        verification = verify_changes(engine, startup.note, is_full=plan.start.verify == "full")
         if not verification.keeps_drafter:
             startup.warn(f"the drafter is not used: {verification.reason}")
             engine.drop_graphs()
             del engine
-            engine = _without_drafter(models, plan, settings, startup)
-        elif _is_without_fit(engine, settings) and verification.accepted:
+            engine = _without_drafter(models, plan, startup)
+        elif _is_without_fit(engine) and verification.accepted:
             _settle_without_fit(engine, verification.accepted, startup.note)
         if verification.same_bits is not None:
             _tell_bits(engine, verification, startup)
-        _bound(engine, settings, startup)
+        _bound(engine, startup)
         startup.tell_speculation(_shown_width(engine))
         startup.note(f"{_shown(verification)}; {_shown_width(engine)}")
     return engine
 
 
-def _warmed(
-    models: LoadedPair, plan: Plan, settings: Settings, startup: StartProgress, ahead: CompileAhead
-) -> Engine:
+def _warmed(models: LoadedPair, plan: Plan, startup: StartProgress, ahead: CompileAhead) -> Engine:
     """Everything but the checks."""
     with startup.phase("allocate"):
-        compile_steps(ahead, models, plan, settings, startup)
-        plan = fit_pages(models, plan, settings, startup.note)
+        compile_steps(ahead, models, plan, startup)
+        plan = fit_pages(models, plan, startup.note)
         engine = _new_engine(models, plan)
         problem = f"; kernels were not all compiled ahead ({ahead.problem})" if ahead.problem else ""
         most = "at most " if models.device.type == "cpu" else ""  # where memory is taken as it is used
         size = f"{most}{engine.cache.num_bytes / 1e9:.2f} GB of cache, {plan.num_pages} pages"
         startup.note(", ".join(part for part in (size, kv_text(models, plan)) if part) + problem)
-    reason = why_no_graphs(models, settings)
+    reason = why_no_graphs(models, plan)
     if reason is None:
         with startup.phase("capture"), _captured_or_not(engine, startup.note):
-            _capture(engine, settings, startup.note)
+            _capture(engine, startup.note)
     else:
         startup.skip("capture", reason)
     with startup.phase("warm"):
         acceptance = known_acceptance(models)
-        if acceptance and may_choose_width(engine, settings):
+        if acceptance and may_choose_width(engine):
             startup.note("measuring steps of different widths")
-            is_full = settings.verify == "full"
+            is_full = plan.start.verify == "full"
             engine.replan(plan_with_width(engine, acceptance, uses_stored=not is_full, warn=startup.warn))
-        warm(engine, startup.note, few_rounds if ahead.has_run else _rounds(models, settings))
-        if settings.verify == "off":
-            _bound(engine, settings, startup)
+        warm(engine, startup.note, few_rounds if ahead.has_run else _rounds(models, plan))
+        if plan.start.verify == "off":
+            _bound(engine, startup)
         startup.note(_shown_width(engine))
         startup.tell_speculation(_shown_width(engine))
     return engine
 
 
-def _without_drafter(models: LoadedPair, plan: Plan, settings: Settings, startup: StartProgress) -> Engine:
+def _without_drafter(models: LoadedPair, plan: Plan, startup: StartProgress) -> Engine:
     release()  # before another cache is made
     engine = _new_engine(*without_drafter(models, plan))
-    if why_no_graphs(models, settings) is None:
-        _capture(engine, settings, startup.note)
+    if why_no_graphs(models, plan) is None:
+        _capture(engine, startup.note)
     warm(engine, startup.note, rounds_for(models.device))
     if engine.graphs is not None:
         captured(engine)
@@ -234,8 +229,8 @@ def _shown_width(engine: Engine) -> str:
     return f"speculation: on, {plan.width} tokens tried per step to begin with; {plan.reasons['width']}"
 
 
-def _is_without_fit(engine: Engine, settings: Settings) -> bool:
-    return not known_acceptance(engine.models) and may_choose_width(engine, settings)
+def _is_without_fit(engine: Engine) -> bool:
+    return not known_acceptance(engine.models) and may_choose_width(engine)
 
 
 def _settle_without_fit(engine: Engine, accepted: tuple[float, ...], note: Callable[[str], None]) -> None:
@@ -246,22 +241,21 @@ def _settle_without_fit(engine: Engine, accepted: tuple[float, ...], note: Calla
         warm(engine, note, rounds_for(engine.models.device))
 
 
-def _bound(engine: Engine, settings: Settings, startup: StartProgress) -> None:
+def _bound(engine: Engine, startup: StartProgress) -> None:
     """After the checks, which go by the chunk: it is measured here, and may differ from start to start."""
-    if settings.max_stall_ms is not None:
-        engine.replan(plan_with_short_chunk(engine, settings.max_stall_ms, startup.note))
+    max_stall_ms = engine.plan.start.max_stall_ms
+    if max_stall_ms is not None:
+        engine.replan(plan_with_short_chunk(engine, max_stall_ms, startup.note))
 
 
-def _capture(
-    engine: Engine, settings: Settings, note: Callable[[str], None], *, is_awaited: bool = False
-) -> None:
+def _capture(engine: Engine, note: Callable[[str], None], *, is_awaited: bool = False) -> None:
     """At once only what the first request needs, and what takes most memory.
 
     `is_awaited`: somebody waits for the first token, so on a CPU nothing is captured that may not be needed.
     """
     plan = engine.plan
     sizes = row_sizes(plan.max_num_seqs, is_exact=engine.models.device.type == "cpu")
-    widths = widths_for(plan.block) if may_choose_width(engine, settings) else sorted({1, plan.width})
+    widths = widths_for(plan.block) if may_choose_width(engine) else sorted({1, plan.width})
     many = plan.max_num_seqs if engine.models.device.type == "cuda" else 1  # where memory must be had in time
     rows_now = [] if is_awaited and engine.models.device.type == "cpu" else sorted({1, many})
     now = [(rows, width) for rows in rows_now for width in sorted({1, plan.width})]

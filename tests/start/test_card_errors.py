@@ -134,7 +134,7 @@ def test_running_out_says_what_is_free_who_holds_it_and_what_helps(machine, erro
     machine()
     with (
         pytest.raises(CapacityError) as caught,
-        memory_explained(Settings(), torch.device("cuda"), is_loading=is_loading),
+        memory_explained(tiny.plan("float32"), torch.device("cuda"), is_loading=is_loading),
     ):
         raise error
     line = line_of(caught.value)
@@ -147,7 +147,10 @@ def test_running_out_says_what_is_free_who_holds_it_and_what_helps(machine, erro
 
 def test_other_errors_and_other_devices_are_not_explained():
     for device, text in (("cuda", "a bug of ours"), ("cpu", "out of memory")):
-        with pytest.raises(RuntimeError, match=text), memory_explained(Settings(), torch.device(device)):
+        with (
+            pytest.raises(RuntimeError, match=text),
+            memory_explained(tiny.plan("float32"), torch.device(device)),
+        ):
             raise RuntimeError(text)
 
 
@@ -155,10 +158,12 @@ def test_other_errors_and_other_devices_are_not_explained():
 def test_every_part_of_a_start_is_explained(machine, monkeypatch, name):
     machine()
     models = replace(tiny.load("float32"), device=torch.device("cuda"))
-    opened = SimpleNamespace(target=SimpleNamespace(tokenizer=None), device=models.device, plan=None)
+    opened = SimpleNamespace(
+        target=SimpleNamespace(tokenizer=None), device=models.device, plan=tiny.plan("float32")
+    )
     monkeypatch.setattr(start, "open_models", lambda settings, note: opened)
     monkeypatch.setattr(start, "read_weights", lambda opened, *_: models)
-    monkeypatch.setattr(start, "compiling_for", lambda opened, settings: contextlib.nullcontext())
+    monkeypatch.setattr(start, "compiling_for", lambda opened: contextlib.nullcontext())
 
     def fail(*args):
         raise torch.OutOfMemoryError("CUDA out of memory.")

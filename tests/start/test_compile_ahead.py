@@ -8,7 +8,7 @@ import torch
 
 from blockdraft.kernels.kernels import kernels_for
 from blockdraft.phases import StartProgress
-from blockdraft.settings.settings import Settings
+from blockdraft.planner.plan import StartRules
 from blockdraft.start import compile_ahead
 from blockdraft.start.compile_ahead import CompileAhead, compile_steps
 from tests import tiny
@@ -105,7 +105,7 @@ def test_what_will_be_served_is_run_once_by_size(pools, monkeypatch):
     ahead, startup = CompileAhead(CARD, []), StartProgress()
     pools[0].asked += ["_attend", "_norm"]
     with startup.phase("allocate"):
-        compile_steps(ahead, models, engine.plan, Settings(), startup)
+        compile_steps(ahead, models, engine.plan, startup)
         assert startup.phases()[2].progress == 1.0
     assert startup.phases()[2].detail == "compiled 2 of 2: _norm"
     assert ahead.problem is None
@@ -114,7 +114,7 @@ def test_what_will_be_served_is_run_once_by_size(pools, monkeypatch):
     assert decoded >= {(kind, asked) for kind in ("random", "logprobs") for asked in (True, False)}
     assert prefilled >= {(1,), (16,), (2, 7)}
     assert len(checked) == 1
-    compile_steps(ahead, models, engine.plan, Settings(), startup)
+    compile_steps(ahead, models, engine.plan, startup)
     assert len(checked) == 1, "all is compiled"
     assert pools[0].is_closed
     ahead.close(is_done=True)
@@ -128,7 +128,8 @@ def test_what_is_not_compared_is_not_compiled_and_what_failed_is_named(pools, mo
     engine = tiny.engine(width=5, max_num_seqs=6, max_prefill_tokens=16)
     ahead = CompileAhead(CARD, [])
     pools[0].errors += ["_norm: PTXASError: too large", "_attend: another"]
-    compile_steps(ahead, engine.models, engine.plan, Settings(verify="off"), StartProgress())
+    plan = replace(engine.plan, start=StartRules(verify="off"))
+    compile_steps(ahead, engine.models, plan, StartProgress())
     assert checked == []
     assert ahead.problem == "2 failed, such as _norm: PTXASError: too large"
     ahead.close(is_done=False)

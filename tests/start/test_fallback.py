@@ -124,9 +124,9 @@ def test_an_operation_that_is_off_has_its_reference_and_the_others_have_not(oper
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_graphs_are_left_out_where_a_reference_asks_the_host(operation):
-    models, _ = on_gpu()
-    assert why_no_graphs(models, Settings()) is None
-    reason = why_no_graphs(models.with_kernels(models.target.kernels.without(operation)), Settings())
+    models, plan = on_gpu()
+    assert why_no_graphs(models, plan) is None
+    reason = why_no_graphs(models.with_kernels(models.target.kernels.without(operation)), plan)
     assert (reason is not None) == (operation in HOST_BOUND)
     assert reason is None or operation in reason
 
@@ -217,7 +217,7 @@ def test_the_python_api_hears_of_it_as_well(monkeypatch):
 
     tries, warnings = [], []
 
-    def plain(models, plan, settings, note, warn):
+    def plain(models, plan, note, warn):
         tries.append(models.target.kernels.off)
         if len(tries) == 1:
             raise DoesNotCompile("sampling", "too large")

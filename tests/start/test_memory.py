@@ -9,8 +9,7 @@ from blockdraft.cache.spec import bytes_per_token
 from blockdraft.errors import CapacityError
 from blockdraft.kernels.kernels import kernels_for
 from blockdraft.machine.machine import Gpu, Machine
-from blockdraft.planner.plan import MARGIN_BYTES
-from blockdraft.settings.settings import Settings
+from blockdraft.planner.plan import ASKED, CACHE_HOLDS, MARGIN_BYTES, StartRules
 from blockdraft.start import loading, memory, prefill_limit
 from blockdraft.start.memory import fit_pages, memory_explained, why_no_graphs
 from blockdraft.start.prefill_limit import MIN_CHUNK, plan_with_short_chunk
@@ -63,14 +62,19 @@ def page_bytes(models, plan):
 
 def on_gpu(num_pages=10**9, **plan):
     models = tiny.load("float32")
-    plan = replace(tiny.plan("float32"), dtype="bfloat16", num_pages=num_pages, **plan)
+    rules = StartRules(memory_share=0.9)
+    plan = replace(tiny.plan("float32"), dtype="bfloat16", num_pages=num_pages, start=rules, **plan)
     models = models.with_kernels(kernels_for(torch.bfloat16, torch.device("cuda")))
     return replace(models, device=torch.device("cuda"), dtype="bfloat16"), plan
 
 
+def with_share(plan, share):
+    return replace(plan, start=replace(plan.start, memory_share=share))
+
+
 def test_what_the_largest_steps_leave_of_the_budget_becomes_pages(monkeypatch):
     gpu, (models, plan) = FakeGpu(monkeypatch, work=2 * GB, kept=GB), on_gpu()
-    fitted = fit_pages(models, plan, Settings(gpu_memory_utilization=0.5), ignore)
+    fitted = fit_pages(models, with_share(plan, 0.5), ignore)
     room = TOTAL // 2 - 20 * GB - 3 * GB - MARGIN_BYTES  # 20 GB are in use already
     assert fitted.num_pages == room // page_bytes(models, plan)
     assert gpu.captured == [([plan.max_num_seqs], [1, plan.width])]
@@ -91,9 +95,8 @@ def test_pages_on_unified_memory_are_of_what_the_kernel_calls_available(monkeypa
     (models, plan), shared = on_gpu(), Gpu("NVIDIA GB10", (12, 1), TOTAL, 70 * GB, "580", is_unified=True)
     machine = Machine(memory_bytes=TOTAL, gpu_bytes=TOTAL, gpus=(shared,))
     FakeGpu(monkeypatch, work=0)
-    for module in (loading, memory):
-        monkeypatch.setattr(module, "read_machine", lambda: machine)
-    fitted = fit_pages(models, plan, Settings(gpu_memory_utilization=0.5, max_num_seqs=4), ignore)
+    monkeypatch.setattr(loading, "read_machine", lambda: machine)
+    fitted = fit_pages(models, with_share(plan, 0.5), ignore)
     # Nothing is kept by a probe here but its pages, which the kernel's number does not show.
     probed = memory.pages_to_probe(plan) + 2
     room = TOTAL // 2 - 10 * GB - MARGIN_BYTES + probed * page_bytes(models, plan)
@@ -102,17 +105,18 @@ def test_pages_on_unified_memory_are_of_what_the_kernel_calls_available(monkeypa
 
 def test_no_more_pages_than_planned_and_a_size_that_was_asked_for_stays(monkeypatch):
     FakeGpu(monkeypatch, work=GB)
-    assert fit_pages(*on_gpu(num_pages=500), Settings(), ignore).num_pages == 500
+    assert fit_pages(*on_gpu(num_pages=500), ignore).num_pages == 500
     asked = on_gpu()
-    assert fit_pages(*asked, Settings(cache_bytes=1000), ignore) is asked[1]
+    sized = asked[1].changed({"cache_bytes": ASKED})
+    assert fit_pages(asked[0], sized, ignore) is sized
     on_cpu = tiny.load("float32"), tiny.plan("float32")
-    assert fit_pages(*on_cpu, Settings(), ignore) is on_cpu[1]
+    assert fit_pages(*on_cpu, ignore) is on_cpu[1]
 
 
 def test_a_context_that_does_not_fit_is_refused_with_the_budget_and_the_flags(monkeypatch):
     FakeGpu(monkeypatch, work=51 * GB, kept=GB)
     with pytest.raises(CapacityError) as caught:
-        fit_pages(*on_gpu(), Settings(max_model_len=200), ignore)
+        fit_pages(*on_gpu(), ignore)
     words = (
         "--gpu-memory-utilization 0.9 of 80.0 GB = 72.0 GB",
         "52.0 GB of working memory",
@@ -124,19 +128,20 @@ def test_a_context_that_does_not_fit_is_refused_with_the_budget_and_the_flags(mo
 
 def test_a_context_that_nobody_asked_for_shrinks_to_what_fits(monkeypatch):
     models, planned = on_gpu(max_model_len=10**9)
+    planned = planned.changed({"max_model_len": CACHE_HOLDS})
     gpu = FakeGpu(monkeypatch, work=0)
     gpu.work = 52 * GB - MARGIN_BYTES - 100 * page_bytes(models, planned)  # leaves a hundred pages
-    plan = fit_pages(models, planned, Settings(), ignore)
+    plan = fit_pages(models, planned, ignore)
     assert plan.num_pages == 100
     assert plan.max_model_len == 99 * plan.page_size - 2 * plan.block
     gpu.work += 90 * page_bytes(models, planned)
     with pytest.raises(CapacityError):
-        fit_pages(models, planned, Settings(), ignore)
+        fit_pages(models, planned, ignore)
 
 
 def test_running_out_names_the_budget_and_the_flags(monkeypatch):
     FakeGpu(monkeypatch, work=0)
-    with pytest.raises(CapacityError) as caught, memory_explained(Settings(), torch.device("cuda")):
+    with pytest.raises(CapacityError) as caught, memory_explained(on_gpu()[1], torch.device("cuda")):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.\nMore")
     words = (
         "Tried to allocate 9 GiB",
@@ -149,10 +154,11 @@ def test_running_out_names_the_budget_and_the_flags(monkeypatch):
 
 
 def test_graphs_can_be_switched_off():
-    assert why_no_graphs(on_gpu()[0], Settings()) is None
-    assert why_no_graphs(on_gpu()[0], Settings(graphs=False)) == "switched off"
-    assert "float64" in why_no_graphs(replace(on_gpu()[0], dtype="float64"), Settings())
-    assert "bfloat16" in why_no_graphs(tiny.load("bfloat16"), Settings())
+    models, plan = on_gpu()
+    assert why_no_graphs(models, plan) is None
+    assert why_no_graphs(models, replace(plan, start=StartRules(graphs=False))) == "switched off"
+    assert "float64" in why_no_graphs(replace(models, dtype="float64"), plan)
+    assert "bfloat16" in why_no_graphs(tiny.load("bfloat16"), plan)
 
 
 @pytest.mark.parametrize(
