@@ -1,4 +1,7 @@
-"""Paged attention against one softmax per query in float64, and its promises on bits and on stray memory."""
+"""Paged attention against one softmax per query in float64, and its promises on bits and on stray memory.
+
+The reference and the CPU's kernel; Triton's has tiles and segments to test, in test_triton_attention.py.
+"""
 
 import itertools
 import math
@@ -6,7 +9,12 @@ import math
 import pytest
 import torch
 
-from blockdraft.kernels.attention import KEY_CHUNK, QUERY_SLICE, Mask, Reads, attend
+from blockdraft.kernels.attention import QUERY_SLICE, Blocks, Mask, Reads, attend
+from blockdraft.kernels.kernels import REFERENCE, kernels_for
+from tests.kernels.implementations import CPU, implementation_of
+
+pytest.importorskip("llvmlite")
+from blockdraft.kernels.llvm.attention_units import MAX_VECTORS, divide
 
 SCALE = 0.3
 MASKS = {
@@ -17,214 +25,403 @@ MASKS = {
     "wide window": Mask(scale=SCALE, window=300),
     "bidirectional window": Mask(scale=SCALE, is_causal=False, window=4),
     "anchored": Mask(scale=SCALE, window=5, is_anchored=True),
-    "anchored bidirectional": Mask(scale=SCALE, is_causal=False, window=5, is_anchored=True),
+    "anchored bidirectional": Mask(scale=SCALE, is_causal=False, window=300, is_anchored=True),
 }
+DTYPES = [torch.float32, torch.float64]
+both = pytest.mark.parametrize("way", ["reference", "llvm"])
+TOLERANCE = {torch.float32: 2e-6, torch.float64: 1e-13, torch.bfloat16: 2e-2}
 
 
-class Memory:
-    """Random keys and values in shuffled pages; `poison` fills whatever no row can reach."""
+class Rows:
+    """Keys, values and queries by position; laid into shuffled pages anew for every forward."""
 
-    def __init__(self, starts, width, *, num_heads=4, num_groups=2, dim=8, page_size=5, dtype=torch.float64):
-        generator = torch.Generator().manual_seed(len(starts) * 1000 + width)
-        self.starts, self.width, self.page_size = starts, width, page_size
-        num_pages = max(-(-(start + width) // page_size) for start in starts)
-        total = len(starts) * num_pages
-        pages = torch.randperm(total, generator=generator) + 1  # page 0 is nobody's
-        self.pages = pages.view(len(starts), num_pages)
-        shape = (num_groups, (total + 1) * page_size, dim)
-        self.keys = torch.randn(shape, dtype=dtype, generator=generator)
-        self.values = torch.randn(shape, dtype=dtype, generator=generator)
-        self.q = torch.randn(len(starts), width, num_heads, dim, dtype=dtype, generator=generator)
-        self.keys[:, 0] = self.values[:, 0] = 0
+    def __init__(self, way, lengths, *, heads=6, groups=2, dim=8, dtype=torch.float32):
+        self.attends = REFERENCE.attend
+        if way == "llvm":
+            self.attends = implementation_of(way, dtype).kernels.attend
+        generator = torch.Generator().manual_seed(sum(lengths) + dim + heads)
+        self.dtype, self.groups, self.dim = dtype, groups, dim
+        self.k = [torch.randn(groups, n, dim, dtype=dtype, generator=generator) for n in lengths]
+        self.v = [torch.randn(groups, n, dim, dtype=dtype, generator=generator) for n in lengths]
+        self.q = [torch.randn(n, heads, dim, dtype=dtype, generator=generator) for n in lengths]
 
-    def slots(self, row):
-        position = torch.arange(self.starts[row] + self.width)
-        return self.pages[row][position // self.page_size] * self.page_size + position % self.page_size
-
-    def poison(self):
-        stray = torch.ones(self.keys.shape[1], dtype=torch.bool)
-        stray[0] = False
-        for row in range(len(self.starts)):
-            stray[self.slots(row)] = False
-        assert stray.any()
-        self.keys[:, stray] = self.values[:, stray] = float("nan")
-
-    def attend(self, mask, rows=slice(None), sinks=None):
-        reads = Reads(
-            pages=self.pages[rows],
-            starts=torch.tensor(self.starts)[rows],
-            width=self.width,
-            page_size=self.page_size,
+    def attend(self, mask, parts, *, page_size=16, seed=0, sinks=None, attend=None):
+        """parts: (row, start, count) each; the outputs of their queries. All other memory is NaN."""
+        num_pages = max(-(-(start + count) // page_size) for _, start, count in parts)
+        order = torch.randperm(len(parts) * num_pages, generator=torch.Generator().manual_seed(seed)) + 1
+        pages = order.view(len(parts), num_pages)
+        shape = (self.groups, (len(order) + 1) * page_size, self.dim)
+        keys = torch.full(shape, math.nan, dtype=self.dtype)
+        values = torch.full(shape, math.nan, dtype=self.dtype)
+        keys[:, 0] = values[:, 0] = 0
+        for table, (row, start, count) in zip(pages, parts, strict=True):
+            position = torch.arange(start + count)
+            slots = table[position // page_size] * page_size + position % page_size
+            keys[:, slots] = self.k[row][:, : start + count]
+            values[:, slots] = self.v[row][:, : start + count]
+        blocks = Blocks(
+            pages=pages,
+            starts=torch.tensor([start for _, start, _ in parts]),
+            counts=tuple(count for _, _, count in parts),
+            page_size=page_size,
         )
-        return attend(self.q[rows], self.keys, self.values, reads, mask, sinks)
+        q = torch.cat([self.q[row][start : start + count] for row, start, count in parts])
+        out = (attend or self.attends)(q, keys, values, blocks, mask, sinks)
+        return list(out.split([count for _, _, count in parts]))
 
-
-def sees(mask, start, width, query, key):
-    """The contract of Mask, for one query and one key by position."""
-    if key > query if mask.is_causal else key >= start + width:
-        return False
-    if mask.window is None:
-        return True
-    if mask.is_anchored:
-        return key >= start - mask.window
-    return abs(query - key) < mask.window
-
-
-def naive(memory, mask, sinks=None):
-    """One query and one head at a time, only over the keys it sees; the sink's weight is dropped."""
-    out = torch.empty_like(memory.q, dtype=torch.float64)
-    shared = memory.q.shape[2] // memory.keys.shape[0]
-    for row, start in enumerate(memory.starts):
-        slots = memory.slots(row)
-        for column in range(memory.width):
-            seen = [key for key in range(len(slots)) if sees(mask, start, memory.width, start + column, key)]
-            k, v = (t[:, slots[seen]].double() for t in (memory.keys, memory.values))  # [G, S, D]
-            for head in range(memory.q.shape[2]):
-                scores = k[head // shared] @ memory.q[row, column, head].double() * mask.scale
+    def naive(self, mask, row, start, count, sinks=None):
+        """In float64, only over the keys that a query sees."""
+        out = torch.empty(self.q[row][start : start + count].shape, dtype=torch.float64)
+        shared = out.shape[1] // self.groups
+        for column in range(count):
+            p = start + column
+            lo, hi = 0, p + 1 if mask.is_causal else start + count
+            if mask.window is not None and mask.is_anchored:
+                lo = max(0, start - mask.window)
+            elif mask.window is not None:
+                lo, hi = max(0, p - mask.window + 1), min(hi, p + mask.window)
+            for head in range(out.shape[1]):
+                k, v = (t[row][head // shared, lo:hi].double() for t in (self.k, self.v))
+                scores = k @ self.q[row][p, head].double() * mask.scale
                 logits = scores if sinks is None else torch.cat([scores, sinks[head : head + 1].double()])
-                out[row, column, head] = logits.softmax(0)[: len(seen)] @ v[head // shared]
-    return out
+                out[column, head] = logits.softmax(0)[: hi - lo] @ v
+        return out
 
 
+@both
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", MASKS)
-@pytest.mark.parametrize("width", [1, 6])
-def test_ragged_rows_agree_with_one_softmax_per_query(name, width):
-    memory = Memory([0, 23, 3, 11], width)
-    torch.testing.assert_close(memory.attend(MASKS[name]), naive(memory, MASKS[name]), rtol=0, atol=1e-12)
+def test_ragged_rows_agree_with_one_softmax_per_query(way, name, dtype):
+    rows = Rows(way, [40, 700, 9, 1], dtype=dtype)
+    parts = [(0, 23, 17), (1, 690, 8), (2, 0, 9), (3, 0, 1)]
+    for part, out in zip(parts, rows.attend(MASKS[name], parts), strict=True):
+        torch.testing.assert_close(
+            out.double(), rows.naive(MASKS[name], *part), rtol=0, atol=TOLERANCE[dtype]
+        )
 
 
-@pytest.mark.parametrize(("num_heads", "num_groups"), [(1, 1), (6, 1), (6, 2), (6, 3), (6, 6)])
-def test_query_heads_share_the_right_key_heads(num_heads, num_groups):
-    memory = Memory([4, 9], 3, num_heads=num_heads, num_groups=num_groups)
-    mask = MASKS["causal"]
-    torch.testing.assert_close(memory.attend(mask), naive(memory, mask), rtol=0, atol=1e-12)
+@both
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("heads", "groups"), [(1, 1), (3, 3), (4, 2), (9, 3), (7, 1), (40, 2)])
+@pytest.mark.parametrize("dim", [4, 20, 64, 80])
+def test_every_ratio_of_heads_and_head_size(way, heads, groups, dim, dtype):
+    rows = Rows(way, [300], heads=heads, groups=groups, dim=dim, dtype=dtype)
+    out = rows.attend(MASKS["causal"], [(0, 295, 3)])[0]
+    expected = rows.naive(MASKS["causal"], 0, 295, 3)
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=10 * TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("page_size", [1, 2, 16, 64])
-def test_any_page_size_reads_the_same_keys(page_size):
-    memory = Memory([17, 0, 40], 4, page_size=page_size)
-    mask = MASKS["causal"]
-    torch.testing.assert_close(memory.attend(mask), naive(memory, mask), rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("name", ["causal", "wide window", "window", "anchored bidirectional"])
-@pytest.mark.parametrize("starts", [[KEY_CHUNK - 3], [KEY_CHUNK, 5], [2 * KEY_CHUNK + 9, 1, KEY_CHUNK + 40]])
-def test_several_chunks_of_keys_are_merged_into_one_softmax(name, starts):
-    memory = Memory(starts, 5, num_heads=2, num_groups=1, page_size=16)
-    torch.testing.assert_close(memory.attend(MASKS[name]), naive(memory, MASKS[name]), rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("width", [QUERY_SLICE, QUERY_SLICE + 1, 2 * QUERY_SLICE + 7])
-@pytest.mark.parametrize("name", ["causal", "window", "bidirectional window", "anchored"])
-def test_long_prefill_is_sliced_without_losing_its_place(name, width):
-    memory = Memory([6, 0], width, num_heads=2, num_groups=1, dim=4)
-    torch.testing.assert_close(memory.attend(MASKS[name]), naive(memory, MASKS[name]), rtol=0, atol=1e-12)
-
-
-def test_large_scores_do_not_overflow():
-    memory = Memory([300], 2, dtype=torch.float32)
-    memory.q *= 1e4
-    out = memory.attend(MASKS["causal"])
-    torch.testing.assert_close(out.double(), naive(memory, MASKS["causal"]), rtol=0, atol=1e-3)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("name", MASKS)
-def test_what_others_left_in_memory_is_never_read(name, dtype):
-    memory = Memory([0, 270, 13], 6, dtype=dtype, page_size=7)
-    clean = memory.attend(MASKS[name])
-    memory.poison()
-    assert torch.equal(memory.attend(MASKS[name]), clean)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("width", [1, 8])
-@pytest.mark.parametrize("name", MASKS)
-def test_bits_of_a_row_do_not_depend_on_the_other_rows(name, width, dtype):
-    memory = Memory([13, 700, 0, 255, 256, 100], width, dtype=dtype, num_heads=6, num_groups=2)
-    together = memory.attend(MASKS[name])
-    for row in range(len(memory.starts)):
-        assert torch.equal(memory.attend(MASKS[name], slice(row, row + 1))[0], together[row])
-    assert torch.equal(memory.attend(MASKS[name], slice(0, 3)), together[:3])
-    assert torch.equal(memory.attend(MASKS[name], [5, 1, 3]), together[[5, 1, 3]])
-
-
-def test_bits_of_a_causal_query_do_not_depend_on_what_follows_it():
-    memory = Memory([30, 250], 8)
-    before = memory.attend(MASKS["causal"])
-    for row in range(2):
-        last = memory.slots(row)[-3:]
-        memory.keys[:, last] *= -2
-        memory.values[:, last] += 5
-    after = memory.attend(MASKS["causal"])
-    assert torch.equal(after[:, :5], before[:, :5])
-    assert not torch.equal(after[:, 5:], before[:, 5:])
-
+# ---- sinks
 
 SINKS = {
-    "small": [-3.0, 0.4, -0.1, 1.5],
-    "large": [9.0, 2.0, 40.0, 5.0],
-    "one is none": [float("-inf"), 0.5, float("-inf"), 1.0],
+    "small": [-3.0, 0.4, -0.1, 1.5, 0.0, 2.0],
+    "large": [9.0, 2.0, 40.0, 5.0, 300.0, 3.0],
+    "some are none": [-math.inf, 0.5, -math.inf, 1.0, -500.0, -1e30],
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@both
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("sinks", SINKS)
 @pytest.mark.parametrize("name", MASKS)
-def test_a_sink_takes_its_share_and_has_no_value(name, sinks, dtype):
-    memory = Memory([0, 270, 11], 6, dtype=dtype)
+def test_a_sink_takes_its_share_and_has_no_value(way, name, sinks, dtype):
+    rows = Rows(way, [40, 700, 9, 1], dtype=dtype)
+    parts = [(0, 23, 17), (1, 690, 8), (2, 0, 9), (3, 0, 1)]
     given = torch.tensor(SINKS[sinks], dtype=dtype)
-    expected = naive(memory, MASKS[name], given)
-    tolerance = {torch.float32: 2e-6, torch.float64: 1e-13, torch.bfloat16: 2e-2}[dtype]
-    out = memory.attend(MASKS[name], sinks=given)
-    assert out.dtype == dtype
-    torch.testing.assert_close(out.double(), expected, rtol=0, atol=tolerance)
+    for part, out in zip(parts, rows.attend(MASKS[name], parts, sinks=given), strict=True):
+        expected = rows.naive(MASKS[name], *part, sinks=given)
+        torch.testing.assert_close(out.double(), expected, rtol=0, atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["causal", "window", "wide window"])
+def test_bits_with_sinks_do_not_depend_on_cuts_pages_rows_or_threads(name, dtype):
+    rows = Rows("llvm", [530, 300], dtype=dtype, dim=32)  # enough work for several threads
+    sinks = torch.tensor(SINKS["small"], dtype=dtype)
+    whole = rows.attend(MASKS[name], [(0, 0, 530)], sinks=sinks)[0]
+    threads = torch.get_num_threads()
+    try:
+        for size in (1, 3, 16, 100):
+            torch.set_num_threads(1 + size % 3)
+            for start in range(200, 300, max(size, 7)):  # 7: at any place of a tile
+                parts = [(1, 290, size % 10), (0, start, size)]
+                out = rows.attend(MASKS[name], parts, page_size=size, sinks=sinks)[1]
+                assert torch.equal(out, whole[start : start + size])
+    finally:
+        torch.set_num_threads(threads)
+
+
+@both
+def test_a_sink_that_weighs_nothing_changes_no_bit(way):
+    rows = Rows(way, [600])
+    none = torch.full((6,), -math.inf)
+    plain, sunk = (rows.attend(MASKS["causal"], [(0, 590, 8)], sinks=sinks)[0] for sinks in (None, none))
+    assert torch.equal(plain, sunk)
+
+
+@both
+def test_a_sink_that_is_not_a_number_is_not_hidden(way):
+    rows = Rows(way, [30])
+    sinks = torch.tensor([0.0, math.nan, 0.0, 0.0, 0.0, 0.0])
+    out = rows.attend(MASKS["causal"], [(0, 20, 3)], sinks=sinks)[0]
+    assert out[:, 1].isnan().all()
+    assert not out[:, [0, 2, 3, 4, 5]].isnan().any()
+
+
+# ---- bits
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["causal", "window", "wide window"])
+def test_bits_do_not_depend_on_how_a_sequence_is_cut_into_forwards(name, dtype):
+    rows = Rows("llvm", [530], dtype=dtype, heads=9, groups=3, dim=16)
+    whole = rows.attend(MASKS[name], [(0, 0, 530)])[0]
+    for size in (1, 3, 8, 16, 100):
+        starts = range(0, 530, size) if size >= 16 else range(240, 280, size)
+        for start in starts:
+            count = min(size, 530 - start)
+            assert torch.equal(rows.attend(MASKS[name], [(0, start, count)])[0], whole[start : start + count])
+
+
+@both
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", MASKS)
+def test_bits_do_not_depend_on_the_other_rows(way, name, dtype):
+    rows = Rows(way, [1100, 30, 300, 256, 5], dtype=dtype, heads=9, groups=3)
+    parts = [(0, 1080, 9), (1, 0, 30), (2, 255, 1), (3, 248, 8), (4, 0, 2), (0, 500, 16)]
+    for sinks in (None, torch.tensor(SINKS["small"], dtype=dtype).repeat(2)[:9]):
+        together = rows.attend(MASKS[name], parts, sinks=sinks)
+        for part, out in zip(parts, together, strict=True):
+            assert torch.equal(rows.attend(MASKS[name], [part], sinks=sinks)[0], out)
+
+
+@both
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_bits_do_not_depend_on_pages(way, dtype):
+    rows = Rows(way, [1200], dtype=dtype)
+    for name in ("causal", "wide window", "anchored bidirectional"):
+        expected = rows.attend(MASKS[name], [(0, 1190, 8)])[0]
+        for page_size in (1, 3, 64):
+            out = rows.attend(MASKS[name], [(0, 1190, 8)], page_size=page_size, seed=page_size)[0]
+            assert torch.equal(out, expected)
+
+
+@both
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_bits_do_not_depend_on_the_number_of_threads(way, dtype):
+    rows = Rows(way, [1200, 700], dtype=dtype, heads=9, groups=3, dim=64)
+    parts = [(0, 1100, 100), (1, 650, 50)]
+    threads = torch.get_num_threads()
+    try:
+        results = [
+            torch.set_num_threads(n) or torch.cat(rows.attend(MASKS["causal"], parts)) for n in (1, 2, 3)
+        ]
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_keys_that_only_a_neighbour_sees_reach_nobody_else(name):
+    """NaN at one position of the block: exactly the queries that see it turn NaN."""
+    rows = Rows("llvm", [40], dtype=torch.float32)
+    clean = rows.attend(MASKS[name], [(0, 20, 12)])[0]
+    for part in (rows.k, rows.v):
+        kept = part[0][:, 26].clone()
+        part[0][:, 26] = math.nan
+        out, sees = rows.attend(MASKS[name], [(0, 20, 12)])[0], rows.naive(MASKS[name], 0, 20, 12).isnan()
+        assert torch.equal(out.isnan(), sees)
+        assert torch.equal(out[~sees], clean[~sees])
+        part[0][:, 26] = kept
+
+
+@both
+def test_a_query_that_is_a_strided_slice_gives_the_same_bits(way):
+    rows = Rows(way, [20])
+    expected = rows.attend(MASKS["causal"], [(0, 10, 4)])[0]
+    rows.q[0] = torch.cat([rows.q[0], rows.q[0]], dim=1)[:, :6]
+    assert torch.equal(rows.attend(MASKS["causal"], [(0, 10, 4)])[0], expected)
+
+
+# ---- memory
+
+
+def test_lengths_are_read_when_the_kernel_runs():
+    """The same tensors with other lengths and pages in them: nothing else tells the kernel."""
+    rows = Rows("llvm", [600])
+    attend, kept = kernels_for(torch.float32, CPU).attend, []
+
+    def keep(q, keys, values, blocks, mask, sinks):
+        kept.append((q.clone(), keys.clone(), values.clone(), blocks, mask, sinks))
+        return attend(*kept[-1])
+
+    long = rows.attend(MASKS["window"], [(0, 520, 4)], attend=keep)[0]
+    short = rows.attend(MASKS["window"], [(0, 17, 4)], attend=keep)[0]
+    (q, keys, values, blocks, mask, _), (q_short, keys_short, values_short, other, *_) = kept
+    assert torch.equal(attend(q, keys, values, blocks, mask, None), long)
+    blocks.starts.copy_(other.starts)
+    blocks.table.zero_()[:, : other.table.shape[1]] = other.table
+    q.copy_(q_short)
+    assert torch.equal(attend(q, keys_short, values_short, blocks, mask, None), short)
+
+
+@pytest.mark.parametrize("rest", [0, 1 << 50])
+@pytest.mark.parametrize("name", MASKS)
+def test_pages_out_of_sight_are_not_looked_at(name, rest):
+    """The page table past a row's end, and before what a window shows, holds anything."""
+    rows = Rows("llvm", [700])
+    attend = kernels_for(torch.float32, CPU).attend
+
+    def spoiled(q, keys, values, blocks, mask, sinks):
+        table = torch.nn.functional.pad(blocks.table, (0, 3), value=rest)
+        if mask.window is not None:
+            table[:, : max(0, 600 - mask.window) // 16] = rest
+        moved = Blocks(pages=table, starts=blocks.starts, counts=blocks.counts, page_size=16)
+        return attend(q, keys, values, moved, mask, sinks)
+
+    part = [(0, 600, 9)]
+    assert torch.equal(rows.attend(MASKS[name], part)[0], rows.attend(MASKS[name], part, attend=spoiled)[0])
+
+
+@pytest.mark.parametrize("threads", [1, 2, 6, 16])
+@pytest.mark.parametrize(("shared", "groups"), [(1, 1), (3, 3), (8, 2), (20, 1)])
+@pytest.mark.parametrize("counts", [(1,), (8,), (1, 1, 1), (0, 5, 40), (100,)])
+def test_all_work_is_divided_once_and_threads_have_some(counts, shared, groups, threads):
+    units = divide(counts, shared, groups, threads)
+    done = [(row, vector) for row, first, last in units.tolist() for vector in range(first, last)]
+    assert done == [(row, vector) for row, count in enumerate(counts) for vector in range(count * shared)]
+    assert all(0 < last - first <= MAX_VECTORS for _, first, last in units.tolist())
+    assert len(units) * groups >= min(threads, len(done) * groups) * 0.5
+
+
+# ---- places
+
+
+@pytest.mark.parametrize("page_size", [1, 5, 16])
+@pytest.mark.parametrize("counts", [(1,), (3, 3, 3), (2, 0, 7, 1), (0, 0, 4, 0), (130, 2, 0, 200)])
+def test_tokens_are_where_indexing_says(counts, page_size):
+    generator = torch.Generator().manual_seed(len(counts))
+    num_rows = len(counts)
+    where = {
+        "pages": torch.randint(0, 2**40, (num_rows + 3, 300 // page_size + 1), generator=generator),
+        "rows": torch.randperm(num_rows + 3, generator=generator)[:num_rows],
+        "starts": torch.randint(0, 90, (num_rows,), generator=generator),
+    }
+    locate = kernels_for(torch.float32, CPU).locate
+    assert locate is not None
+    ours, theirs = (Blocks(**where, counts=counts, page_size=page_size, locate=by) for by in (locate, None))
+    assert torch.equal(ours.positions, theirs.positions)
+    assert torch.equal(ours.write_slots, theirs.write_slots)
+
+
+# ---- range
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_weights_are_accurate_over_the_whole_range_of_exp(dtype):
+    """Two keys, scores 0 and -x: the second value's weight is exp(-x) / (1 + exp(-x))."""
+    x = torch.linspace(0, 80, 4001, dtype=dtype)
+    n = len(x)
+    keys = torch.zeros(1, 2 * n, 4, dtype=dtype)
+    keys[0, 1::2, 0] = -x
+    values = torch.zeros(1, 2 * n, 4, dtype=dtype)
+    values[0, 1::2, 0] = 1
+    q = torch.zeros(n, 1, 4, dtype=dtype)
+    q[:, 0, 0] = 1
+    blocks = Blocks(
+        pages=torch.arange(n)[:, None], starts=torch.ones(n, dtype=torch.int64), counts=(1,) * n, page_size=2
+    )
+    attend = kernels_for(dtype, torch.device("cpu")).attend
+    out = attend(q, keys, values, blocks, Mask(scale=1.0))[:, 0, 0].double()
+    expected = torch.sigmoid(-x.double())
+    eps = torch.finfo(dtype).eps
+    assert ((out - expected).abs() / expected).max() < 4 * eps  # exp, sum and quotient
+
+
+@both
+def test_large_scores_do_not_overflow_and_far_ones_weigh_nothing(way):
+    rows = Rows(way, [600])
+    rows.q[0] *= 1e4
+    out = rows.attend(MASKS["causal"], [(0, 590, 8)])[0]
+    torch.testing.assert_close(out.double(), rows.naive(MASKS["causal"], 0, 590, 8), rtol=0, atol=1e-3)
+
+
+@both
+def test_a_hundred_thousand_keys(way):
+    rows = Rows(way, [100_003], heads=1, groups=1, dim=4)
+    out = rows.attend(MASKS["causal"], [(0, 100_001, 2)])[0]
+    torch.testing.assert_close(out.double(), rows.naive(MASKS["causal"], 0, 100_001, 2), rtol=0, atol=1e-6)
+
+
+# ---- the reference
+
+
+@pytest.mark.parametrize("count", [QUERY_SLICE, QUERY_SLICE + 1, 2 * QUERY_SLICE + 7])
+@pytest.mark.parametrize("name", ["causal", "window", "bidirectional window", "anchored"])
+def test_long_prefill_is_sliced_without_losing_its_place(name, count):
+    rows = Rows("reference", [6 + count, count], heads=4, groups=2, dim=4, dtype=torch.float64)
+    sinks = torch.tensor([-3.0, 0.4, -0.1, 1.5], dtype=torch.float64)
+    for given in (None, sinks):
+        parts = [(0, 6, count), (1, 0, count)]
+        for part, out in zip(parts, rows.attend(MASKS[name], parts, sinks=given), strict=True):
+            torch.testing.assert_close(out, rows.naive(MASKS[name], *part, given), rtol=0, atol=1e-12)
 
 
 def test_half_precision_rounds_once():
     """Sums are made in float32, so an output is the nearest bfloat16 but for ties."""
-    memory = Memory([270], 6, dtype=torch.bfloat16)
-    sinks = torch.tensor(SINKS["small"], dtype=torch.bfloat16)
-    exact = naive(memory, MASKS["causal"], sinks)
-    error = (memory.attend(MASKS["causal"], sinks=sinks).double() - exact).abs()
-    assert (error <= exact.abs() * 2**-8 * 1.01 + 1e-6).all()
+    rows = Rows("reference", [276], dtype=torch.bfloat16)
+    for name, sinks in itertools.product(MASKS, SINKS.values()):
+        given = torch.tensor(sinks, dtype=torch.bfloat16)
+        exact = rows.naive(MASKS[name], 0, 270, 6, given)
+        out = rows.attend(MASKS[name], [(0, 270, 6)], sinks=given)[0]
+        assert out.dtype == torch.bfloat16
+        assert ((out.double() - exact).abs() <= exact.abs() * 2**-8 * 1.01 + 1e-6).all()
 
 
-@pytest.mark.parametrize("width", [QUERY_SLICE + 1])
-def test_slices_of_a_long_prefill_keep_their_sinks(width):
-    memory = Memory([6, 0], width, dim=4)
-    sinks = torch.tensor(SINKS["small"], dtype=torch.float64)
-    expected = naive(memory, MASKS["causal"], sinks)
-    torch.testing.assert_close(memory.attend(MASKS["causal"], sinks=sinks), expected, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("name", MASKS)
-def test_bits_with_sinks_do_not_depend_on_the_other_rows(name):
-    memory = Memory([13, 700, 0, 256], 3, dtype=torch.float32)
-    sinks = torch.tensor(SINKS["small"])
-    together = memory.attend(MASKS[name], sinks=sinks)
-    for row in range(len(memory.starts)):
-        assert torch.equal(memory.attend(MASKS[name], slice(row, row + 1), sinks=sinks)[0], together[row])
+def laid_out(lengths):
+    """q, keys and values of rows in pages of 4, one after another, and their `Reads`, 4 queries each."""
+    generator = torch.Generator().manual_seed(1)
+    num_pages = -(-max(lengths) // 4)
+    pages = torch.arange(1, 1 + len(lengths) * num_pages).view(len(lengths), num_pages)
+    starts = torch.tensor(lengths) - 4
+    reads = Reads(pages=pages, starts=starts, width=4, page_size=4)
+    q = torch.randn(len(lengths), 4, 4, 8, dtype=torch.float64, generator=generator)
+    shape = (2, 4 * (1 + pages.numel()), 8)
+    keys, values = (torch.randn(shape, dtype=torch.float64, generator=generator) for _ in range(2))
+    return q, keys, values, reads
 
 
 def test_sinks_have_gradients():
-    memory = Memory([5], 2)
-    sinks = torch.tensor(SINKS["small"], dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda s: memory.attend(MASKS["window"], sinks=s), (sinks,))
+    sinks = torch.tensor([-3.0, 0.4, -0.1, 1.5], dtype=torch.float64, requires_grad=True)
+    given = laid_out([7])
+    assert torch.autograd.gradcheck(lambda s: attend(*given, MASKS["window"], s), (sinks,))
 
 
 def test_masks_of_one_forward_are_kept_apart():
     """Layers share one Reads: a cached mask must not serve a layer with another one."""
-    memory = Memory([9], 4)
-    reads = Reads(pages=memory.pages, starts=torch.tensor([9]), width=4, page_size=memory.page_size)
+    q, keys, values, shared = laid_out([13, 9])
     for is_causal, window, is_anchored in itertools.product((True, False), (None, 3, 5), (True, False)):
         mask = Mask(scale=SCALE, is_causal=is_causal, window=window, is_anchored=is_anchored)
-        out = attend(memory.q, memory.keys, memory.values, reads, mask)
-        torch.testing.assert_close(out, naive(memory, mask), rtol=0, atol=1e-12)
+        alone = laid_out([13, 9])[3]
+        assert torch.equal(attend(q, keys, values, shared, mask), attend(q, keys, values, alone, mask))
 
 
-def test_a_query_that_sees_one_key_returns_its_value():
-    memory = Memory([0], 1)
-    value = memory.values[:, memory.slots(0)[0]]  # [G, D]
-    torch.testing.assert_close(memory.attend(MASKS["causal"])[0, 0], value.repeat_interleave(2, 0))
-    assert math.isclose(float(memory.attend(MASKS["window 1"])[0, 0, 0, 0]), float(value[0, 0]))
+@both
+def test_bits_of_a_causal_query_do_not_depend_on_what_follows_it(way):
+    rows = Rows(way, [258])
+    before = rows.attend(MASKS["causal"], [(0, 250, 8)])[0]
+    rows.k[0][:, -3:] *= -2
+    rows.v[0][:, -3:] += 5
+    after = rows.attend(MASKS["causal"], [(0, 250, 8)])[0]
+    assert torch.equal(after[:5], before[:5])
+    assert not torch.equal(after[5:], before[5:])
+
+
+@both
+def test_a_query_that_sees_one_key_returns_its_value(way):
+    rows = Rows(way, [1])
+    (out,) = rows.attend(MASKS["causal"], [(0, 0, 1)])
+    torch.testing.assert_close(out[0], rows.v[0][:, 0].repeat_interleave(3, 0))
+    (out,) = Rows(way, [9]).attend(MASKS["window 1"], [(0, 8, 1)])
+    torch.testing.assert_close(out[0], Rows(way, [9]).v[0][:, 8].repeat_interleave(3, 0))
