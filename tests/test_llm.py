@@ -133,7 +133,7 @@ def test_unseeded_choices_of_neighbouring_requests_differ(llm):
 
 @pytest.mark.parametrize("prompt", [[True, 3], [1.5], ["t1"], [None]])
 def test_prompts_that_are_not_token_ids_are_refused(llm, prompt):
-    with pytest.raises(RequestError, match="whole numbers"):
+    with pytest.raises(RequestError, match="integer token ids"):
         llm.generate([prompt], GREEDY)
 
 

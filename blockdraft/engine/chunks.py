@@ -27,7 +27,7 @@ class Observed:
 
     @property
     def each_s(self) -> float | None:
-        """None: nothing was observed."""
+        """Return the seconds of one unit, or None before the first observation."""
         return self._seconds / self._units if self._seconds > 0 else None
 
     def observe(self, seconds: float, num_units: int) -> None:
@@ -39,7 +39,7 @@ class Observed:
 
 
 class Chunks:
-    """The policy, and what it has seen."""
+    """The policy and its observations."""
 
     def __init__(self, most: int) -> None:
         self.most = most  # tokens of a chunk, ever
@@ -51,7 +51,7 @@ class Chunks:
     # ---- what steps took
 
     def observe_prefill(self, num_tokens: int, seconds: float) -> None:
-        """Of less than the least chunk one learns little, but it is better than nothing."""
+        """Record a chunk's time. Chunks below the least size count only until a larger one was seen."""
         if num_tokens >= self.least or self._token.each_s is None:
             self._token.observe(seconds, max(num_tokens, self.least))
 
@@ -66,11 +66,10 @@ class Chunks:
         return self._num_owed == 0
 
     def count_decode(self) -> None:
-        """A decode step was chosen."""
         self._num_owed = max(0, self._num_owed - 1)
 
     def take(self, left: Items[int], *, is_decoding: bool) -> list[int]:
-        """The next chunk: of each prompt, the oldest first, as many tokens of those that are left."""
+        """Return how many tokens of each prompt, the oldest first, the next chunk takes of those `left`."""
         self._num_owed = 1
         if not is_decoding:
             return share(left, self.most, self.most)

@@ -1,4 +1,4 @@
-"""What an engine is: its info, and what tells its weights from others."""
+"""Describes an engine: its info, and a fingerprint of its weights."""
 
 from __future__ import annotations
 
@@ -66,19 +66,19 @@ def engine_info(engine: Engine) -> EngineInfo:
 
 
 def kv_bytes_per_token(models: LoadedPair, plan: Plan) -> int:
-    """Of all layers of both models, as compressed as they are; what is still exact has room of its own."""
+    """Return the bytes that one token takes in the cache, compressed, over all layers of both models."""
     return bytes_per_token(models.cache_specs(plan.kv_dtype, plan.draft_kv_dtype), ELEMENT_BYTES[plan.dtype])
 
 
 def kv_compression(models: LoadedPair, plan: Plan) -> float:
-    """How many times fewer that is than without compression."""
+    """Return how many times fewer bytes that is than without compression."""
     taken = kv_bytes_per_token(models, plan)
     exact = replace(plan, kv_dtype=EXACT, draft_kv_dtype=EXACT)
     return kv_bytes_per_token(models, exact) / taken if taken else 1.0
 
 
 def kv_text(models: LoadedPair, plan: Plan) -> str:
-    """For the log: "keys and values in tq4 (3.9x)"; empty where nothing is compressed."""
+    """Return "keys and values in tq4 (3.9x)" for the log, or "" if nothing is compressed."""
     if not plan.num_exact_pages:
         return ""
     kept = _kv_dtype(plan.kv_dtype, plan)

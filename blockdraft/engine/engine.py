@@ -50,11 +50,11 @@ from blockdraft.text.detokenizer import TextStream
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """A step that may still be running: a prefill's outcome, or a decode's verdict on its way."""
+    """A step that may still run: a prefill's outcome, or a decode step's verdict on its way to the host."""
 
     begun_s: float
-    is_usual: bool = True  # its time says what others like it will take
-    is_in_parts: bool = False  # it reads masks that the next such step would overwrite
+    is_usual: bool = True  # its time is representative of such steps
+    is_in_parts: bool = False  # it reads masks that the next such step overwrites
     end: torch.cuda.Event | None = None  # of a prefill on a card
     outcome: Outcome | None = None
     reading: Reading | None = None
@@ -115,14 +115,14 @@ class Engine:
         self.graphs: StepGraphs | None = None  # None: steps run kernel by kernel
         self.prefill_graphs: PrefillGraphs | None = None
         self._pending: tuple[Batch, Launched] | None = None
-        self._is_broken = False  # something that changes rows and pages has begun and not ended
-        self._collected_s = clock()  # when the last result was there
-        self._is_disturbed = False  # what was launched last took so long that the step before is read late
+        self._is_broken = False  # a change of rows and pages has begun and not ended
+        self._collected_s = clock()  # when the last result arrived
+        self._is_disturbed = False  # the last launch was so slow that the step before is read late
         self._ids = itertools.count()
         self._rates = None if models.rates is None else torch.tensor(models.rates, device=models.device)
 
     def replan(self, plan: Plan) -> None:
-        """Go on by `plan`, which an idle engine's measurements led to. Its memory stays as it is."""
+        """Continue with another plan, made from measurements of this idle engine. Its memory stays."""
         assert not self.has_work, "the requests under way were scheduled by another plan"
         self.plan = plan
         self.scheduler.follow(plan)
@@ -138,7 +138,7 @@ class Engine:
     ) -> str:
         """Queue a prompt. Raises RequestError for what can never run, CapacityError for a full queue.
 
-        `guide`: what `guide_of` has made of `sampling`, where another thread has done so.
+        `guide`: the result of `guide_of(sampling)`, if another thread has computed it.
         """
         self._repair()
         number = next(self._ids)
@@ -163,7 +163,7 @@ class Engine:
         return request.id
 
     def guide_of(self, sampling: SamplingParams) -> Guide | None:
-        """The form of an answer, compiled, which may take long. Any thread may call it."""
+        """Compile the structured output of an answer, which may take long. Any thread may call this."""
         form, thinking = sampling.structured_outputs, sampling.thinking
         if form is None and (thinking is None or thinking.max_tokens is None):
             return None
@@ -191,7 +191,6 @@ class Engine:
 
     @property
     def live_ids(self) -> set[str]:
-        """The requests that have not ended."""
         return {sequence.request.id for sequence in self.scheduler.live}
 
     def _check(self, request: Request) -> None:
@@ -262,7 +261,7 @@ class Engine:
         return self._whole(self._step)
 
     def _whole(self, run: Callable[[], list[Delta]]) -> list[Delta]:
-        """Run what changes rows and pages; if it does not come to its end, recover."""
+        """Run something that changes rows and pages, and recover if it is interrupted."""
         try:
             self._repair()
             self.scheduler.begin()
@@ -275,14 +274,14 @@ class Engine:
             raise
 
     def recover(self) -> None:
-        """End whoever has a row, and make rows and pages right, whatever was interrupted and where."""
+        """End all sequences that have a row and free their pages, wherever the interrupt came."""
         self._is_broken = True
         self._pending = None
         self.stats.count_lost(self.scheduler.recover())
         self._is_broken = False
 
     def _repair(self) -> None:
-        """A second Ctrl-C may have interrupted `recover`."""
+        """Recover again if a second Ctrl-C interrupted `recover`."""
         if self._is_broken:
             self.recover()
 
@@ -299,9 +298,9 @@ class Engine:
         return deltas if launched is None else deltas + self._collect(*launched)
 
     def capture(self, sizes: Items[int], widths: Items[int], now: Items[Place] | None = None) -> None:
-        """Capture the decode step for these numbers of rows and widths; others go on kernel by kernel.
+        """Capture the decode step for these numbers of rows and widths; others run kernel by kernel.
 
-        `now`: those that do not wait until they are wanted, or until `prepare` comes to them.
+        `now`: the ones to capture at once; the others are captured when first used, or by `prepare`.
         """
         self.graphs = StepGraphs(self.decode, self.rows, capturing(self.models.device))
         self.graphs.capture(sizes, widths, now)
@@ -311,12 +310,12 @@ class Engine:
             self.prefill_graphs = PrefillGraphs(self.prefill, self.rows, max_tokens=most, steps=self.graphs)
 
     def drop_graphs(self) -> None:
-        """They hold the engine, and with it the cache."""
+        """Free the graphs, which hold the engine and its cache."""
         self.graphs = self.prefill_graphs = None
         self.scheduler.is_ready = always
 
     def prepare(self) -> bool:
-        """Something that later steps will want, while there is nothing else to do. False: all is prepared."""
+        """Capture one graph that later steps may use, while the engine is idle. False: none is left."""
         if self.graphs is not None and self.graphs.capture_next(
             (num_rows, width)
             for num_rows, width in self.graphs.places
@@ -340,7 +339,7 @@ class Engine:
                 self._place(batch, graph.num_rows)
                 begun_s = self.clock()
                 return Launched(begun_s, is_usual, reading=Reading(graph.replay()))
-        # As many rows as the graph would run, where there is one: arithmetic may depend on it.
+        # Run as many rows as the graph would: the arithmetic may depend on their number.
         self._place(batch, None if self.graphs is None else self.graphs.size(*place))
         begun_s = self.clock()
         verdict = self.decode(batch.width, num_logprobs)
@@ -349,7 +348,7 @@ class Engine:
         )
 
     def _launch_in_parts(self, batch: Batch, num_logprobs: int | None) -> Launched:
-        """A decode step of some answers that have a form. What it takes says nothing of those without."""
+        """Launch a decode step with structured outputs. Its time is not representative of other steps."""
         place, parts = (len(batch.sequences), batch.width), None
         if self.graphs is not None and num_logprobs is None:
             parts = self.graphs.find_parts(*place, self._in_parts)
@@ -370,7 +369,7 @@ class Engine:
         return StepInParts(lambda: self._parts(width, allowed=allowed, num_logprobs=num_logprobs), num_rows)
 
     def _mark(self) -> torch.cuda.Event | None:
-        """Passed when the device has come so far; None: it is never behind."""
+        """Record an event on the device's stream; None on a CPU, which runs synchronously."""
         if self.models.device.type != "cuda":
             return None
         mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -383,7 +382,7 @@ class Engine:
             torch.cuda.synchronize(self.models.device)
 
     def decode(self, width: int, num_logprobs: int | None = None) -> Verdict:
-        """One decode step of the active rows."""
+        """Run one decode step of the active rows."""
         return run_all_parts(self._parts(width, num_logprobs=num_logprobs, rates=self._rates))
 
     def _parts(
@@ -406,7 +405,7 @@ class Engine:
         )
 
     def _place(self, batch: Batch, num_rows: int | None = None) -> None:
-        """Bring rows up to date: new sequences, new pages, and which of them run, filled up to `num_rows`."""
+        """Write new sequences and pages to the rows, and activate the batch's, padded to `num_rows`."""
         entries: list[tuple[int, int, list[int]]] = []
         exact: list[tuple[int, int, list[int]]] = []
         new = []
@@ -430,7 +429,6 @@ class Engine:
         self.rows.activate([s.row for s in batch.sequences if s.row is not None], num_rows)
 
     def prefill(self, token_ids: Tensor, counts: tuple[int, ...], offsets: Tensor | None = None) -> Tensor:
-        """One prefill of the active rows: prefill_step."""
         return prefill_step(
             target=self.models.target,
             drafter=self.models.drafter,
@@ -491,9 +489,9 @@ class Engine:
         return deltas
 
     def _seconds(self, launched: Launched) -> float | None:
-        """What the step took that was just read; None where that says nothing of others.
+        """Return the time of the step just read; None if it is not representative of other steps.
 
-        It ran from when it was launched, or the one before it was done, until its result was there.
+        The step ran from its launch, or from the end of the step before, until its result arrived.
         """
         now_s, is_disturbed = self.clock(), self._is_disturbed and self.plan.overlap
         seconds = now_s - max(launched.begun_s, self._collected_s)
@@ -519,7 +517,7 @@ class Engine:
         return Outcome(token_ids, tuple(logprobs))
 
     def snapshot(self) -> Snapshot:
-        """All counters now. The one method that any thread may call, also during a step."""
+        """Return all counters. This is the only method that any thread may call, also during a step."""
         return self.stats.snapshot(self._load())
 
     def _load(self) -> Load:
@@ -545,15 +543,15 @@ class Engine:
 
 
 def _guides(batch: Batch) -> list[Guide | None]:
-    """Those that bind something."""
+    """Return the guides that bind something now."""
     guides = [sequence.guide for sequence in batch.sequences]
     return [guide if guide is not None and guide.is_binding else None for guide in guides]
 
 
 def _num_top(asked: Iterable[int | None]) -> int | None:
-    """How many of the likeliest tokens a step lists: always as many, where some row asks for any.
+    """Return how many of the likeliest tokens a step lists: always MAX_LOGPROBS if some row asks for any.
 
-    0: the chosen tokens alone; None: nobody asks.
+    0: only the chosen tokens; None: no row asks.
     """
     wanted = {count for count in asked if count is not None}
     if not wanted:
@@ -571,19 +569,19 @@ def _to_host(logprobs: Logprobs, token_ids: Items[int], num_top: int) -> tuple[T
 
 
 def _whole_numbers(token_ids: Items[int]) -> tuple[int, ...]:
-    """Token ids as Python's own ints, whatever kind of integers they came as."""
+    """Return token ids as Python ints, whatever integer type they had."""
     try:
         if any(isinstance(token, bool) for token in token_ids):
-            raise TypeError("a truth value")
+            raise TypeError("a boolean")
         return tuple(operator.index(token) for token in token_ids)
     except TypeError as error:
-        raise RequestError(f"a prompt is a list of token ids, all whole numbers ({error}).") from None
+        raise RequestError(f"a prompt must be a list of integer token ids ({error}).") from None
 
 
 def mix(seed: int, index: int) -> int:
-    """A seed of its own for each (seed, index), as a signed 64-bit number (SplitMix64's finaliser).
+    """Return a different seed for each (seed, index), as a signed 64-bit number (SplitMix64's finaliser).
 
-    Not additive: the choices of one request must not share noise with its neighbours'.
+    It is not additive: the choices of one request must not share noise with those of another.
     """
     mask = 2**64 - 1
     z = ((seed & mask) * 0xD1342543DE82EF95 + (index + 1) * 0x9E3779B97F4A7C15) & mask

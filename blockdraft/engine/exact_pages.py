@@ -1,10 +1,9 @@
-"""ExactPages: where layers that compress keep what is still exact, and whose it is.
+"""ExactPages: pages for the tokens that compressing layers still keep exact.
 
-A running row holds exact pages for its first tile, its window and what it is about to write. A prefix that is
-found again goes on from there only if the exact tokens behind its end are there, too: its tail. So tails are
-kept where they may be asked for (`Scheduler._keep_tail`), by the nodes of the prefixes whose pages they are,
-for as long as nobody needs the room. A page is in exactly one state: blank, kept, or held by sequences; of
-held ones some belong to a tail already.
+A running row holds exact pages for its first tile, its window and the tokens it is about to write. A cached
+prefix can only be reused if the exact tokens at its end, its tail, are still there. So tails are kept where
+they may be asked for (`Scheduler._keep_tail`), by the nodes of their prefixes, until the pages are needed.
+A page is in exactly one state: blank, kept, or held by sequences; some held pages belong to a tail already.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class ExactPages:
 
     @property
     def num_kept(self) -> int:
-        """Pages of tails."""
+        """Return how many pages hold tails."""
         return len(self._pages)
 
     def allocate(self, count: int) -> list[int]:
@@ -80,13 +79,13 @@ class ExactPages:
     # ---- tails
 
     def needed(self, num_pages: int) -> list[int]:
-        """Which pages of a prefix of `num_pages` whole ones must be exact for whoever goes on from there."""
+        """Return which pages must be exact to continue from a prefix of `num_pages` full pages."""
         behind = self._cold_end(num_pages * self.page_size) // self.page_size
         first = min(-(-TILE // self.page_size), behind)
         return [*range(first), *range(behind, num_pages)]
 
     def first_needed(self, length: int) -> int:
-        """Of a row of `length` tokens, the first page behind the first tile that it must hold."""
+        """Return the first page behind the first tile that a row of `length` tokens must hold."""
         behind = self._cold_end(length // self.page_size * self.page_size) // self.page_size
         return max(behind, -(-TILE // self.page_size))
 
@@ -98,7 +97,7 @@ class ExactPages:
             self._nodes[page] = node
 
     def forget(self, node: int) -> None:
-        """Whoever comes does not find this one again."""
+        """Stop offering the page of this node."""
         page = self._pages.pop(node, None)
         if page is None:
             return

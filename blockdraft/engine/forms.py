@@ -50,7 +50,7 @@ class FormMasks:
         return Allowed(words, torch.zeros(self._max_rows, dtype=torch.int32, **where))
 
     def allowed(self, num_rows: int, width: int) -> Allowed:
-        """Those of a step of so many rows, at an address that never changes."""
+        """Return the masks of a step of so many rows, at an address that never changes."""
         return self._view(self._there, num_rows, width)
 
     def _view(self, whole: Allowed, num_rows: int, width: int) -> Allowed:
@@ -85,7 +85,7 @@ class FormMasks:
 
 
 class StepInParts:
-    """The parts of a step, kernel by kernel."""
+    """A step in parts that runs kernel by kernel."""
 
     block: Tensor
     verdict: Verdict
@@ -120,7 +120,7 @@ def run_in_parts(parts: PartsOfStep, guides: Items[Guide | None], masks: FormMas
 
 
 def _force(block: Tensor, guides: Items[Guide | None]) -> None:
-    """Put what is forced in front of the drafts in block [R, B]; the device does not wait for the host."""
+    """Overwrite the first drafts of block [R, B] with forced tokens; the device does not wait."""
     width = block.shape[1]
     places: list[int] = []
     forced: list[int] = []
@@ -135,7 +135,7 @@ def _force(block: Tensor, guides: Items[Guide | None]) -> None:
 
 
 def _correct(block: Tensor, guides: Items[Guide | None]) -> None:
-    """Put what is forced into block [R, B] wherever it is; for that the host has to read the drafts first."""
+    """Overwrite drafts of block [R, B] wherever a token is forced, which needs them on the host."""
     rows: list[list[int]] = block[: len(guides)].tolist()
     for row, guide in enumerate(guides):
         if guide is not None:

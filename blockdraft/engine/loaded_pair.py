@@ -33,7 +33,7 @@ from blockdraft.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Labels:
-    """What makes an engine good for timing only; each notice belongs beside everything it puts out."""
+    """What makes an engine good for timing only. Its notices belong beside everything it prints."""
 
     is_dummy: bool = False  # the weights are random
     synthetic_acceptance: str | None = None  # the profile by which drafts are accepted
@@ -61,44 +61,44 @@ class LoadedPair:
 
     @property
     def draft_name(self) -> str | None:
-        """None: there is no drafter."""
+        """Return the drafter's configuration, or None without a drafter."""
         if self.draft_config is not None:
             return self.draft_config.name
         return NGRAM if isinstance(self.drafter, NgramDrafter) else None
 
     def most_context(self, plan: Plan) -> int:
-        """The most that --max-model-len could be raised to; "auto" has taken all of it."""
+        """Return the highest value for --max-model-len; "auto" uses it."""
         is_asked = plan.reasons.get("max_model_len") == ASKED
         return max(self.config.max_positions, plan.max_model_len) if is_asked else plan.max_model_len
 
     def cache_specs(self, kv_dtype: str = EXACT, draft_kv_dtype: str = EXACT) -> tuple[LayerSpec, ...]:
-        """What the cache remembers for each layer of the target, then of the drafter."""
+        """Return the cache spec of each layer of the target, then of the drafter."""
         specs = compressed(self.config.layer_specs(), kv_dtype)
         if self.draft_config is None:
             return specs
         return specs + compressed(self.draft_config.layer_specs(), draft_kv_dtype)
 
     def with_kernels(self, kernels: Kernels) -> LoadedPair:
-        """The same models, weights shared, that compute by `kernels`."""
+        """Return the same models, with shared weights, that compute with `kernels`."""
         target = with_kernels(self.target, kernels)
         return replace(self, target=target, drafter=self.drafter.beside(target))
 
     def models(self) -> list[nn.Module]:
-        """The target, and the drafter's own model if it has one."""
+        """Return the target, and the drafter's model if it has one."""
         return [self.target, *([] if self.drafter.model is None else [self.drafter.model])]
 
     @property
     def block_drafter(self) -> DFlashDrafter | None:
-        """The drafter, if it drafts by a forward over a block."""
+        """Return the drafter if it drafts by a forward over a block, else None."""
         return self.drafter if isinstance(self.drafter, DFlashDrafter) else None
 
     def why_not_captured(self) -> str | None:
-        """What keeps a decode step from being captured; None: nothing."""
+        """Return why decode steps cannot be captured, or None if they can."""
         reasons = (self._why_not(module) for part in self.models() for module in part.modules())
         return self._why_no_graph() or next((reason for reason in reasons if reason is not None), None)
 
     def _why_no_graph(self) -> str | None:
-        """Of any step here."""
+        """Return why no step can be captured here, or None."""
         if self.device.type != "cuda":
             reason = why_no_llvm(getattr(torch, self.dtype), self.device)
             is_native = self.target.kernels.available.path == "llvm"
@@ -113,7 +113,7 @@ class LoadedPair:
         return None
 
     def _why_not(self, module: nn.Module) -> str | None:
-        """Of steps that run this module."""
+        """Return why steps with this module cannot be captured, or None."""
         if isinstance(module, Experts):
             return module.why_not_captured() if self.device.type == "cuda" else "the host finds the experts"
         if not isinstance(module, Linear | Embedding) or not isinstance(module.weight, Packed):

@@ -2,9 +2,8 @@
 
 The thread makes the engine first, so that its memory, its kernels and its OpenMP pool belong to one thread.
 Commands go in over one queue; deltas go out to each request's outlet, all of a step at once. All of them are
-frozen values, so nothing is shared but the queues. Between two steps the thread takes every
-command that waits: an abort takes hold within one step. Without work it prepares what later steps will want,
-then it sleeps on the queue.
+frozen, so only the queues are shared. Between two steps the thread takes every waiting command, so an abort
+works within one step. Without work it captures graphs for later steps, then it sleeps on the queue.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from blockdraft.phases import StartProgress
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-QUIET_S = 1.0  # without a request, until an engine prepares what later ones will want; arbitrary
+QUIET_S = 1.0  # without a request, until an engine prepares graphs for later ones; arbitrary
 MAX_FAILURES = 3  # steps in a row that may fail before the engine is given up; arbitrary
 
 
@@ -67,7 +66,7 @@ class _Live:
 
 
 class EngineLoop:
-    """Owns the engine from here on: nobody else may call it until `close` has returned."""
+    """Owns the engine: no other thread may call it until `close` has returned."""
 
     def __init__(
         self, make_engine: Callable[[StartProgress], Engine], startup: StartProgress | None = None
@@ -81,9 +80,9 @@ class EngineLoop:
         self._may_prepare = False
         self._served_s = -QUIET_S  # when the last step ended
         self._commands: SimpleQueue[_Add | _Abort | None] = SimpleQueue()  # None: close
-        self._closing_lock = Lock()  # nothing enters the queue behind the end: it would never be answered
+        self._closing_lock = Lock()  # nothing may enter the queue behind the end: it would never be answered
         self._is_open = True
-        self._compilers = ThreadPoolExecutor(2, "forms")  # its threads begin with the first form
+        self._compilers = ThreadPoolExecutor(2, "forms")  # its threads start with the first one
         self._compiling: dict[str, Future[None]] = {}
         self._live: dict[str, _Live] = {}  # touched by the engine's thread only
         self._has_started = Event()
@@ -100,13 +99,13 @@ class EngineLoop:
         return None if self.engine_info is None else self._engine.snapshot()
 
     def add(self, prompt_ids: Items[int], sampling: SamplingParams, receiver: Receiver) -> Future[None]:
-        """Queue a prompt from any thread. The future has what Engine.add raises, or EngineStopped."""
+        """Queue a prompt, from any thread. The future raises what Engine.add raises, or EngineStopped."""
         command = _Add(prompt_ids, sampling, receiver, Future())
         if sampling.structured_outputs is None or self.engine_info is None:
             self._queue(command)
         else:
             self._compiling[receiver.request_id] = command.reply
-            self._compilers.submit(self._compile, command)  # the engine goes on with its steps meanwhile
+            self._compilers.submit(self._compile, command)  # the engine steps on meanwhile
         return command.reply
 
     def _compile(self, command: _Add) -> None:
@@ -172,7 +171,7 @@ class EngineLoop:
                 command = self._next_command(is_idle=is_idle)
             except Empty:
                 if not is_idle:
-                    self._may_prepare = self.error is None  # what is served may make other steps likely
+                    self._may_prepare = self.error is None  # requests may make other steps likely
                     return True
                 self._prepare()
                 continue
@@ -184,14 +183,14 @@ class EngineLoop:
                 self._drop(command.request_id)
 
     def _next_command(self, *, is_idle: bool) -> _Add | _Abort | None:
-        """Raises Empty where there is something to step, or to prepare: whoever was served may ask again."""
+        """Return the next command. Raises Empty if there is something to step or to prepare."""
         if is_idle and not self._may_prepare:
             return self._commands.get()
         quiet_s = self._served_s + QUIET_S - time.monotonic() if is_idle else 0.0
         return self._commands.get(block=quiet_s > 0, timeout=max(quiet_s, 0.0))
 
     def _prepare(self) -> None:
-        """One thing, so that a command waits for no more than that. What fails is left to the steps."""
+        """Prepare one thing, so that commands wait for no more. A failure is logged and left to the steps."""
         outcome = _attempt(self._engine.prepare)
         if isinstance(outcome, Exception):
             log.warning("a step could not be prepared: %s", outcome)
@@ -241,7 +240,7 @@ class EngineLoop:
                     self._drop(receiver.request_id)
 
     def _drop(self, request_id: str) -> None:
-        """Abort in the engine; an id that has finished by now is ignored."""
+        """Abort in the engine; an id that has finished is ignored."""
         if self.error is not None or request_id not in self._live:
             return
         outcome = _attempt(lambda: self._engine.abort(request_id))
@@ -252,7 +251,7 @@ class EngineLoop:
         receiver.outlet.send([(receiver, delta) for delta in outcome])
 
     def _fail(self, error: Exception) -> None:
-        """A step failed (no memory, or a bug of ours): its requests end, those behind it may fare better."""
+        """End the requests of a step that failed (no memory, or a bug of ours) and go on with the others."""
         log.error("a step of the engine failed", exc_info=error)
         self._num_failures += 1
         broken = _attempt(self._engine.check)
@@ -262,7 +261,7 @@ class EngineLoop:
             self._end_lost(StepFailed("the engine failed on an internal error: ask again."))
 
     def _give_up(self, error: Exception) -> None:
-        """The engine's state is unknown, or it never came to be: it is not stepped again."""
+        """Stop for good: the engine's state is unknown, or it never started."""
         if not isinstance(error, BlockdraftError):
             log.error("the engine failed", exc_info=error)
         self.error = str(error) if isinstance(error, BlockdraftError) else f"{type(error).__name__}: {error}"
@@ -270,7 +269,7 @@ class EngineLoop:
         self._end_all(EngineStopped("the engine failed on an internal error: restart the server."))
 
     def _end_lost(self, reason: EngineStopped) -> None:
-        """End the streams of requests that the engine has given up; the others are still queued there."""
+        """End the streams of requests that the engine has dropped; the others are still queued there."""
         for request_id in self._live.keys() - self._engine.live_ids:
             receiver = self._live.pop(request_id).receiver
             receiver.outlet.send([(receiver, reason)])
@@ -286,7 +285,7 @@ class EngineLoop:
 
 
 def _attempt(action: Callable[[], T]) -> T | Exception:
-    """The one boundary where any exception is caught; the caller decides who has to hear of it."""
+    """Return the exception instead of raising it; the caller reports it. No other place catches them all."""
     try:
         return action()
     except Exception as error:  # noqa: BLE001

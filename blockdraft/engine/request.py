@@ -1,4 +1,4 @@
-"""What a user asks and what comes back, as frozen values. No torch here."""
+"""Requests and answers as frozen values. No torch here."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class SamplingParams:
     width: int | None = None  # None: the engine's; 1: no speculation for this request
     cache_salt: str | None = None  # share cached prefixes with requests of the same salt only
     structured_outputs: StructuredOutputs | None = None
-    thinking: Thinking | None = None  # the model's thoughts, where a form or a budget must know of them
+    thinking: Thinking | None = None  # how the model marks its reasoning, for a schema or a budget
 
     def __new__(cls, **given: object) -> SamplingParams:
         """Raises RequestError for a name that is no field, with the one that was meant."""
@@ -89,7 +89,7 @@ class SamplingParams:
         if self.structured_outputs is not None and (self.min_tokens or self.ignore_eos):
             name = "min_tokens" if self.min_tokens else "ignore_eos"
             raise RequestError(
-                f"{name} would have an answer go on when its form has ended: leave it out.", name
+                f"{name} would continue an answer after its structured output has ended: leave it out.", name
             )
 
     def _check_lists(self) -> None:
@@ -124,7 +124,7 @@ def _check_range(name: str, value: float, low: float, high: float) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     is_whole = isinstance(low, int)
     if not is_number or not math.isfinite(value) or (is_whole and not isinstance(value, int)):
-        kind = "a whole number" if is_whole else "a number"
+        kind = "an integer" if is_whole else "a number"
         raise RequestError(f"{name} = {value!r} is not {kind}.")
     if not low <= value <= high:
         raise RequestError(f"{name} = {value} is outside {low} to {high}.")
@@ -197,7 +197,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Metrics:
-    """What an answer cost. `accepted[i]` counts the steps in which draft i + 1 was accepted.
+    """The cost of an answer. `accepted[i]` counts the steps in which draft i + 1 was accepted.
 
     Drafts behind the answer's end are not counted: every step delivered one token and its accepted drafts.
     """
@@ -231,7 +231,7 @@ def counted_width(width: int, num_committed: int, num_kept: int) -> int:
 
 @dataclass(slots=True)
 class Delta:
-    """What one step adds to one choice of a request; the last has a finish reason and metrics.
+    """The tokens and text that one step adds to one choice; the last has a finish reason and metrics.
 
     Nobody changes one. It is not frozen: one is made per row and step, which would take five times as long.
     """

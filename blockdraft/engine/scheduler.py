@@ -1,9 +1,8 @@
-"""Scheduler: who runs next, on which row, in which pages; and what a step's outcome means for each request.
+"""Scheduler: chooses who runs next, on which row, in which pages, and applies each step's outcome.
 
-A step is all prefill or all decode; while both have work they take turns, and `chunks.py` says how long ones.
-Rows that verify the same width decode together. When pages run out the
-youngest sequence loses its row and later starts again from its tokens: sampling noise is keyed by position,
-so it continues with the same text.
+A step is all prefill or all decode; while both have work they take turns, of the lengths that `chunks.py`
+chooses. Rows that verify the same width decode together. When pages run out, the youngest sequence loses its
+row and later starts again from its tokens: sampling noise is keyed by position, so its text stays the same.
 """
 
 from __future__ import annotations
@@ -37,14 +36,14 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A step's verdict, on the host. Empty for prefill, but for prompt logprobs."""
+    """The result of a step, on the host. A prefill's has only prompt logprobs, if any."""
 
     token_ids: tuple[tuple[int, ...], ...] = ()  # per row, committed tokens only
     logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()  # per row, one per token
 
 
 def always(num_rows: int, width: int) -> bool:
-    """For steps that nobody has to prepare."""
+    """Say that a step is ready: without graphs nothing has to be captured first."""
     return True
 
 
@@ -71,7 +70,7 @@ class Scheduler:
         self.follow(plan)
 
     def follow(self, plan: Plan) -> None:
-        """Decide by `plan` from now on; its rows and pages are those of the plan before it."""
+        """Use `plan` from now on; it has the same rows and pages as the plan before."""
         self._plan = plan
         self.chunks = Chunks(plan.max_prefill_tokens)
         self._width_controller = WidthController.of(plan) if plan.step_costs else None
@@ -107,15 +106,15 @@ class Scheduler:
         return len(self.waiting) + num_sequences <= self._plan.max_queue
 
     def begin(self) -> None:
-        """Note who runs, before anything changes: what a step found for them is lost if it is interrupted."""
+        """Note who runs before a step: if it is interrupted, their results are lost."""
         self._at_begin = tuple(self.running)
 
     def recover(self) -> list[Sequence]:
-        """Make rows and pages right after an interrupt at any line, and return the choices that end with it.
+        """Repair rows and pages after an interrupt at any line, and return the choices that end with it.
 
-        Every request ends that has a row, had one when the step began, or was about to get or to leave one.
-        Then nobody holds a page, so all counts begin anew. What ran last is not remembered: it may not have
-        run to its end. Other requests that wait have nothing on the device and lose nothing.
+        Every request ends that has a row, had one when the step began, or was about to get or lose one. Then
+        nobody holds a page, so all counts start anew. The last step is not remembered: it may not have run to
+        its end. Waiting requests have nothing on the device and lose nothing.
         """
         touched = {sequence.request.id for sequence in (*self._at_begin, *self.running)}
         touched |= {sequence.request.id for sequence in self.waiting if sequence.is_touched}
@@ -133,12 +132,12 @@ class Scheduler:
 
     @property
     def live(self) -> list[Sequence]:
-        """Every sequence that has not ended."""
+        """Return every sequence that has not ended."""
         return [*self.waiting, *self.running]
 
     @property
     def has_forms(self) -> bool:
-        """Whether some answer that runs is bound by a form."""
+        """Whether a running answer is bound by a structured output."""
         return any(one.guide is not None and one.guide.is_binding for one in self.running)
 
     @property
@@ -148,7 +147,7 @@ class Scheduler:
     # ---- deciding
 
     def schedule(self) -> Batch | None:
-        """The next step, with rows and pages taken; None when nothing is queued."""
+        """Return the next step, with rows and pages taken, or None if nothing is queued."""
         self._admit()
         decoding = [sequence for sequence in self.running if sequence.is_decoding]
         prefilling = []
@@ -162,7 +161,7 @@ class Scheduler:
         return None
 
     def _admit(self) -> None:
-        """First come, first served: a row, and pages for all known tokens and one block."""
+        """Give waiting sequences, in order, a row, and pages for all known tokens and one block."""
         while self.waiting and self._free_rows:
             sequence = self.waiting[0]
             if self._waits_for_its_prompt(sequence) or not self._take_pages(sequence):
@@ -174,7 +173,7 @@ class Scheduler:
             self.waiting.popleft()  # last: at no moment is it in neither list
 
     def _waits_for_its_prompt(self, sequence: Sequence) -> bool:
-        """Whether another choice of the same request is about to put the prompt into the cache."""
+        """Whether another choice of the same request is about to write the prompt to the cache."""
         leader = sequence.leader
         if leader is None or not self._may_share(sequence):
             return False
@@ -201,10 +200,10 @@ class Scheduler:
             sequence.tally.num_cached_tokens = sequence.length
         return True
 
-    # ---- exact pages, where layers compress. The plan has them for every row and every chunk.
+    # ---- exact pages, if layers compress; the plan has enough for every row and every chunk
 
     def _with_tail(self, sequence: Sequence, shared: list[int]) -> list[int]:
-        """The pages of the found prefix as far as a tail was kept; the others are given back."""
+        """Return the pages of a cached prefix as far as its tail was kept; release the others."""
         if self.exact is None:
             return shared
         known, salt = sequence.token_ids[:-1], sequence.request.sampling.cache_salt
@@ -217,13 +216,13 @@ class Scheduler:
         return shared[:num_found]
 
     def _hold_exact(self, sequence: Sequence, end: int) -> None:
-        """Exact pages for its tokens before `end`, which are about to be written."""
+        """Allocate exact pages for the tokens before `end`, which are about to be written."""
         missing = self._num_pages(end) - len(sequence.exact_pages)
         if self.exact is not None and missing > 0:
             sequence.exact_pages += self.exact.allocate(missing)
 
     def _trim_exact(self, sequence: Sequence, length: int) -> None:
-        """Give back what no query of the row, which has `length` tokens, will read exact again."""
+        """Release what no query of the row, which has `length` tokens, will read exact again."""
         if self.exact is None:
             return
         first = min(self.exact.first_needed(length), len(sequence.exact_pages))
@@ -233,7 +232,7 @@ class Scheduler:
         sequence.first_exact = max(first, sequence.first_exact)
 
     def _keep_tail(self, sequence: Sequence, length: int) -> None:
-        """Of the first `length` tokens: whoever has the same beginning can go on from there."""
+        """Keep the tail of the first `length` tokens: a prompt with the same prefix can continue there."""
         if self.exact is None or not self._plan.prefix_cache:
             return
         nodes = self.pages.nodes_of(sequence.token_ids, length, sequence.request.sampling.cache_salt)
@@ -249,7 +248,7 @@ class Scheduler:
     # ---- steps
 
     def _prefill(self, sequences: list[Sequence], *, is_decoding: bool) -> Batch:
-        """One chunk. Its outcome is certain, so lengths move now."""
+        """Schedule one chunk. Its outcome is certain, so lengths move now."""
         taken = self.chunks.take([s.num_to_prefill for s in sequences], is_decoding=is_decoding)
         chosen = [(sequence, count) for sequence, count in zip(sequences, taken, strict=True) if count]
         starts = [sequence.length for sequence, _ in chosen]
@@ -259,7 +258,7 @@ class Scheduler:
         return self._batch("prefill", [s for s, _ in chosen], starts, [n for _, n in chosen], width=0)
 
     def _decode(self, sequences: list[Sequence]) -> Batch | None:
-        """All rows of one width; widths take turns."""
+        """Schedule all rows of one width; widths take turns."""
         widths = self._widths(sequences)
         different = sorted(set(widths))
         width = next((w for w in different if w > self._last_width), different[0])
@@ -283,16 +282,16 @@ class Scheduler:
 
     @property
     def governed(self) -> GovernedStep:
-        """The last step whose width was chosen."""
+        """Return the last step whose width was chosen."""
         return GovernedStep() if self._width_controller is None else self._width_controller.last
 
     def num_plain(self, batch: Batch) -> float | None:
-        """How many plain steps of as many rows take as long as this step; None: not known."""
+        """Return how many plain steps of as many rows take as long as this step; None if unknown."""
         governor = self._width_controller
         return None if governor is None else governor.costs.num_plain(len(batch.sequences), batch.width)
 
     def is_likely(self, num_rows: int, width: int) -> bool:
-        """Whether so many rows will be of that width, by all that is known now."""
+        """Whether a step of so many rows is likely to have that width."""
         planned = (
             self._plan.width
             if self._width_controller is None
@@ -314,7 +313,7 @@ class Scheduler:
         return Batch(kind, tuple(sequences), tuple(starts), tuple(counts), width)
 
     def _grow(self, sequences: list[Sequence]) -> bool:
-        """Pages for the coming block, the youngest rows' when none are free. True: some lost their row."""
+        """Allocate pages for the coming block, preempting the youngest rows. True: some lost their row."""
         before, block, page_size = self.num_preemptions, self._plan.block, self.pages.page_size
         for sequence in sequences:
             end = sequence.length + sequence.num_in_flight + block
@@ -331,7 +330,7 @@ class Scheduler:
                 self._preempt(self.running[-1])
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Back to the head of the queue; what it computed may still be found in the prefix cache."""
+        """Move a running sequence to the head of the queue; the prefix cache may keep what it computed."""
         self.waiting.appendleft(sequence)  # first: at no moment is it in neither list
         self._retire(sequence)
         sequence.length = 0
@@ -340,7 +339,7 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _retire(self, sequence: Sequence) -> None:
-        """Take row and pages away. A step in flight may still write there, but runs before the next."""
+        """Take row and pages away. A step in flight may still write there, but it runs before the next."""
         assert sequence.row is not None
         self._keep_tail(sequence, sequence.length)
         self._release_exact(sequence)
@@ -355,17 +354,16 @@ class Scheduler:
     # ---- learning what happened
 
     def observe(self, batch: Batch, seconds: float) -> None:
-        """How long a step took."""
         if batch.kind == "prefill":
             self.chunks.observe_prefill(sum(batch.counts), seconds)
         else:
             self.chunks.observe_decode(seconds)
 
     def commit(self, batch: Batch, outcome: Outcome, seconds: float | None = None) -> list[Delta]:
-        """Apply a step's outcome to the sequences that are still the ones it ran for.
+        """Apply a step's outcome to its sequences and return what it adds to their answers.
 
-        One that ended or was preempted while the step was in flight has no row: its outcome is not looked at.
-        `seconds`: what the step took, where that is known.
+        A sequence that ended or was preempted meanwhile has no row: its outcome is dropped.
+        `seconds`: the time of the step, if known.
         """
         if seconds is not None:
             self.observe(batch, seconds)
@@ -408,7 +406,7 @@ class Scheduler:
             self._trim_exact(sequence, end)
 
     def _remember(self, sequence: Sequence) -> None:
-        """Offer the committed full pages to later prompts, drafter context and all."""
+        """Offer the committed full pages, with the drafter's context, to later prompts."""
         num_full = sequence.length // self.pages.page_size
         if num_full <= sequence.num_remembered_pages or not self._plan.prefix_cache:
             return

@@ -69,12 +69,12 @@ class Sequence:
 
     @property
     def is_touched(self) -> bool:
-        """Whether one that waits was on its way to a row, out of it, or to its end."""
+        """Whether a waiting sequence was on its way to a row, out of one, or to its end."""
         has_pages = bool(self.pages or self.exact_pages)
         return self.row is not None or has_pages or self.finish_reason is not None
 
     def leave_row(self) -> None:
-        """Forget the row and its pages, which somebody else gives back."""
+        """Forget the row and its pages, which the caller releases."""
         self.row = None
         self.pages = []
         self.num_placed_pages = None
@@ -85,19 +85,19 @@ class Sequence:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Still incomplete: every prompt position must pass through the model, cached or not."""
+        """Whether prompt logprobs are missing: then every prompt position must pass through the model."""
         is_asked = self.request.sampling.prompt_logprobs is not None
         return is_asked and len(self.prompt_logprobs) < self.num_prompt
 
     def forget_partial_prompt_logprobs(self) -> None:
-        """Begin (again) with the first token, which nothing predicts; a complete list is kept."""
+        """Start again with the first token, which nothing predicts; keep a complete list."""
         if len(self.prompt_logprobs) < self.num_prompt:
             self.prompt_logprobs = [None]
 
     def accept(
         self, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...], now_s: float, width: int
     ) -> Delta:
-        """Append what a step of `width` committed, cut at the first stop. The answer's next piece."""
+        """Append the tokens of a step up to the first stop, and return the answer's next piece."""
         if self.guide is not None and self.guide.error is not None:
             self.tally.count_step(width, len(token_ids), 0)
             self.finish_reason, self.stop_reason = "abort", f"the structured output: {self.guide.error}"
@@ -114,9 +114,9 @@ class Sequence:
         return self.delta(kept, logprobs[:num_kept], now_s)
 
     def _read(self, token_ids: tuple[int, ...]) -> int:
-        """How many of the tokens belong to the answer; sets the reasons if it ends with them.
+        """Return how many of the tokens belong to the answer; set the reasons if it ends with them.
 
-        The first of an end token, a stop string and the limit ends it; at one token they win in this order.
+        An end token, a stop string or the limit ends it, whichever comes first; on a tie, in this order.
         """
         num_room = self.max_length - len(self.token_ids)
         num_protected = self.sampling.min_end - 1 - len(self.token_ids)  # tokens that may not end it
@@ -138,7 +138,7 @@ class Sequence:
         return num_read
 
     def _find_end(self, token_ids: tuple[int, ...], first: int) -> int | None:
-        """Where the first end token is, from `first` on."""
+        """Return the index of the first end token from `first` on, or None."""
         ends = (at for at, token in enumerate(token_ids[first:], first) if token in self.end_ids)
         return next(ends, None)
 
@@ -150,7 +150,7 @@ class Sequence:
             self.stream.push((token,), num_protected=1)
 
     def delta(self, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...], now_s: float) -> Delta:
-        """The piece to stream, with metrics when this is the last."""
+        """Return the piece to stream, with metrics if it is the last."""
         is_last = self.finish_reason is not None
         text = ""
         if self.stream is not None:
@@ -227,7 +227,7 @@ class Tally:
 
     @property
     def accepted(self) -> tuple[int, ...]:
-        """[i]: steps in which draft i + 1 was accepted."""
+        """Return [i]: steps in which draft i + 1 was accepted."""
         return at_least(self.num_committed)[2:]
 
     @property

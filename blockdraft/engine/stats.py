@@ -45,7 +45,7 @@ _STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What is in the engine at one moment."""
+    """The load of an engine at one moment."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -91,7 +91,7 @@ class Drafts:
     num_untold: int = 0  # blocks of which that is not known
 
     def since(self, before: Drafts) -> Drafts:
-        """What came to `before`."""
+        """Return what was added since `before`."""
         return Drafts(
             self.num_blocks - before.num_blocks,
             _differences(self.drafted, before.drafted),
@@ -102,7 +102,7 @@ class Drafts:
 
     @property
     def tokens_per_block(self) -> float | None:
-        """None: there was no block."""
+        """Return None if no block was verified."""
         return 1 + sum(self.accepted) / self.num_blocks if self.num_blocks else None
 
     @property

@@ -1,7 +1,7 @@
-"""Streams: what an engine says about a request, on its way to the event loop that asked.
+"""Streams: carry the deltas of a request from the engine's thread to the event loop that asked.
 
-An engine's thread hands out the mail of a whole step at once: a wake-up for each delta would cost more than
-the delta.
+The engine's thread sends the mail of a whole step at once: waking the event loop for each delta would cost
+more than the delta.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class StepFailed(EngineStopped):
 
 
 class Receiver(Protocol):
-    """Where the deltas of one request go."""
+    """Receives the deltas of one request."""
 
     @property
     def request_id(self) -> str: ...
@@ -36,14 +36,14 @@ Mail = list[tuple[Receiver, Item]]
 
 
 class Outlet(Protocol):
-    """The way to some receivers; hashable."""
+    """Delivers mail to some receivers; hashable."""
 
     def send(self, mail: Mail) -> bool:
-        """From an engine's thread. False: nobody is there any more."""
+        """Send mail from the engine's thread. False: the receivers are gone."""
 
 
 class EventLoopOutlet:
-    """To the streams of one event loop."""
+    """Delivers to the streams of one event loop."""
 
     def __init__(self, event_loop: asyncio.AbstractEventLoop) -> None:
         self.event_loop = event_loop
@@ -62,7 +62,7 @@ class EventLoopOutlet:
         return True
 
     def _hand_out(self) -> None:
-        """All that has come; then each receiver is told once, so that it writes once."""
+        """Deliver all mail, then wake each receiver once, so that it writes once."""
         self._is_called = False  # first: what comes from here on calls again
         told: dict[Stream, None] = {}
         while self._mail:
@@ -75,13 +75,13 @@ class EventLoopOutlet:
 
 
 class Outlets:
-    """One for each event loop that asks: what is sent at once is grouped by it."""
+    """One outlet for each event loop, so that mail sent at once is grouped by it."""
 
     def __init__(self) -> None:
         self._known: dict[asyncio.AbstractEventLoop, EventLoopOutlet] = {}
 
     def here(self) -> EventLoopOutlet:
-        """That of the event loop that runs."""
+        """Return the outlet of the running event loop."""
         event_loop = asyncio.get_running_loop()
         return self._known.setdefault(event_loop, EventLoopOutlet(event_loop))
 
@@ -117,11 +117,11 @@ class Stream:
         return item
 
     def listen(self, on_news: Callable[[], None]) -> None:
-        """Have `on_news` called, on the event loop, whenever there is something to take."""
+        """Call `on_news` on the event loop whenever there is something to take."""
         self._on_news = on_news
 
     def take(self) -> Delta | None:
-        """The next delta, if it is there already."""
+        """Return the next delta if it has arrived, else None."""
         if not self.inbox or self._num_unfinished == 0:
             return None
         item = self.inbox.popleft()

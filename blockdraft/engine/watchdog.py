@@ -1,4 +1,4 @@
-"""Watchdog: a step that does not come back is seen by a thread that needs nothing from it."""
+"""Watchdog: a thread that notices when a step hangs."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ log = logging.getLogger(__name__)
 class Watchdog:
     """Calls `on_hang` once when one step of `loop` has run for `limit_s` seconds, with all stacks logged.
 
-    Until then it calls `on_tick` at least four times in that time: who hears no ticks knows that this
-    process's interpreter is stuck, which a thread of that process cannot see.
+    Until then it calls `on_tick` at least four times in that time: no ticks mean that this process's
+    interpreter is stuck, which a thread of the process cannot see.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Watchdog:
 
 
 def _log_stacks() -> None:
-    """A line per frame, innermost last: the log may be one of single lines."""
+    """Log a line per frame, innermost last, for logs of single lines."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     for ident, frame in sys._current_frames().items():
         for entry in traceback.extract_stack(frame):

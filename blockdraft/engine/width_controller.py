@@ -63,10 +63,10 @@ class DraftRecord:
 
 
 class DraftChances:
-    """Of the draft at each place of a block: that it is right where all before it were."""
+    """For each place in a block, the chance that its draft is right if all drafts before it are."""
 
     def __init__(self, known: Sequence[float]) -> None:
-        """`known`: of each place, at the start. What is found at one place is expected of those behind it."""
+        """`known`: the chance at each place, at the start. Evidence at one place updates later places."""
         chances = np.clip(np.asarray(known, dtype=np.float64), 0.01, 0.99)
         self._first = float(chances[0])
         self._steepness = np.log(chances[1:]) / np.log(chances[:-1])  # of each place against the one before
@@ -74,7 +74,7 @@ class DraftChances:
         self._right = np.zeros(len(known))
 
     def count(self, width: int, num_right: np.ndarray) -> None:
-        """A step of several rows, `num_right` [R] of the `width - 1` drafts of each."""
+        """Count a step of several rows, of which `num_right` [R] of the `width - 1` drafts were right."""
         places, fade = np.arange(width - 1), FADE ** (len(num_right) / (len(num_right) + FEW))
         self._tried *= fade
         self._right *= fade
@@ -83,7 +83,7 @@ class DraftChances:
 
     @property
     def logs(self) -> np.ndarray:
-        """[places] natural logarithms."""
+        """Return the natural logarithms of the chances [places]."""
         found, expected = np.empty(len(self._tried)), self._first
         for place in range(len(found)):
             if place:
@@ -95,14 +95,14 @@ class DraftChances:
     def committed(
         self, records: Sequence[DraftRecord], widths: Sequence[int], hope: float = 1.0
     ) -> np.ndarray:
-        """[widths] tokens that a step of all rows commits, in the mean; all chances to the power `hope`."""
+        """Return the mean tokens that a step of each width commits, with all chances to the power `hope`."""
         logs = self.logs
         power = self._powers(records, logs, hope)
         reached = np.exp(power[:, None] * np.cumsum(logs)[None, :]).sum(axis=0)  # [places] drafts kept
         return np.array([len(records) + reached[: width - 1].sum() for width in widths])
 
     def _powers(self, records: Sequence[DraftRecord], logs: np.ndarray, hope: float) -> np.ndarray:
-        """[R]: a row's chance at every place, as a power of all rows', by how its drafts fared."""
+        """Return [R] powers: a row's chance at a place is the chance of all rows to this power."""
         middle = float(np.exp(logs[:4].mean()))  # where nearly all tries are
         tried = np.fromiter((one.num_tried for one in records), np.float64, len(records))
         right = np.fromiter((one.num_right for one in records), np.float64, len(records))
@@ -143,15 +143,15 @@ class StepCosts:
         return self._base_s((size, width)) * self._pace()
 
     def by_width(self, num_rows: int, widths: Sequence[int]) -> np.ndarray:
-        """[widths], which ascend: what a wider step takes is the most that a narrower one can take."""
+        """Return the seconds of each of the ascending widths; a wider step never takes less."""
         size = self.size(num_rows)
         found = np.array([self._base_s((size, width)) for width in widths])
         return self._pace() * np.minimum.accumulate(found[::-1])[::-1]
 
     def num_plain(self, num_rows: int, width: int) -> float | None:
-        """How many plain steps take as long as such a step; at least 1. None: these two were not timed yet.
+        """Return how many plain steps take as long as such a step, at least 1; None before both were timed.
 
-        Plain steps are few where drafts pay, and one of them may have waited for a core: their median counts.
+        Plain steps are few while drafts pay, and one of them may have waited for a core: their median counts.
         """
         if width == 1:
             return 1.0
@@ -162,11 +162,11 @@ class StepCosts:
         return max(1.0, float(self._base_s((plain[0], width)) / median(found)))
 
     def is_known(self, num_rows: int, width: int) -> bool:
-        """Whether it was timed: undisturbed at the start, or while serving."""
+        """Whether such steps were timed, undisturbed at the start or while serving."""
         return self._is_sure or self._count.get((self.size(num_rows), width), 0) >= BELIEVED
 
     def age(self, num_rows: int, width: int) -> int:
-        """Steps since one of this width was last seen with as many rows."""
+        """Return how many steps ago one of this width last ran with as many rows."""
         return self._num_steps - self._seen.get((self.size(num_rows), width), -AGE)
 
     def observe(self, num_rows: int, width: int, seconds: float) -> None:
@@ -180,18 +180,18 @@ class StepCosts:
         self._count[place] = self._count.get(place, 0) + 1
 
     def _meet(self, place: Place, base_s: float) -> None:
-        """What it took beside other widths."""
+        """Learn what a step takes, relative to the steps of other widths beside it."""
         self._met.setdefault(place, deque(maxlen=MEETINGS)).append(base_s)
         found = sorted([*self._firm(place), *self._met[place]])
         cut = len(found) // 4
         self._base[place] = fmean(found[cut : len(found) - cut])
 
     def _firm(self, place: Place) -> list[float]:
-        """What was measured at the start, where nothing disturbed it."""
+        """Return the measurement of the start, unless something disturbed it."""
         return [self._measured[place]] if self._is_sure and place in self._measured else []
 
     def _pace(self, steps: Iterable[tuple[Place, float]] | None = None) -> float:
-        """How many times as long as at the start these steps took; by default the last ones."""
+        """Return how many times as long as at the start these steps took; by default the last ones."""
         steps = list(self._last)[-ENOUGH:] if steps is None else steps
         return median([seconds / self._base_s(place) for place, seconds in steps] or [1.0])
 
@@ -201,7 +201,7 @@ class StepCosts:
         return self._base[place]
 
     def _guess(self, size: int, width: int) -> float:
-        """Between what was measured: by width for each number of rows, then by rows."""
+        """Interpolate the measurements, by width for each number of rows, then by rows."""
         by_rows = {
             rows: _between({at: s for (one, at), s in self._measured.items() if one == rows}, width, BEYOND)
             for rows in {rows for rows, _ in self._measured}
@@ -225,13 +225,13 @@ def _between(known: Mapping[int, float], wanted: int, beyond: float = 1.0) -> fl
 
 
 def widths_for(block: int) -> list[int]:
-    """What can be chosen where a drafter was trained for such blocks."""
+    """Return the widths to choose from for a drafter trained for this block."""
     return sorted({width for width in (*WIDTHS, block) if width <= block})
 
 
 @dataclass(frozen=True, slots=True)
 class GovernedStep:
-    """What was chosen for the last step, and what that gains against plain steps, as it is believed."""
+    """The choice for the last step."""
 
     num_rows: int = 0  # 0: nothing was chosen yet
     width: int = 0
@@ -251,7 +251,7 @@ class WidthController:
 
     @classmethod
     def of(cls, plan: Plan) -> WidthController:
-        """By what a start has measured and chosen."""
+        """Make the controller from the measurements of the start."""
         sizes = (
             range(1, plan.max_num_seqs + 1)
             if plan.max_num_seqs <= ALL_SIZES
@@ -263,7 +263,7 @@ class WidthController:
     def next_width(
         self, records: Sequence[DraftRecord], is_ready: Callable[[int, int], bool] = lambda rows, width: True
     ) -> int:
-        """Of a step of the rows whose drafts fared like this; of those that are ready, if any is."""
+        """Return the width of the next step, of those that are ready if any is. `records`: its rows'."""
         count = len(records)
         seconds = self.costs.by_width(count, self._widths)
         committed = self.chances.committed(records, self._widths)
@@ -283,13 +283,13 @@ class WidthController:
         return self._neglected(speeds, now, count)
 
     def likely_width(self, num_rows: int) -> int:
-        """Of a step of so many rows of which nothing is known yet."""
+        """Return the width of a step of so many rows with no records yet."""
         seconds = self.costs.by_width(num_rows, self._widths)
         fresh = [DraftRecord()] * num_rows
         return self._widths[int(np.argmax(self.chances.committed(fresh, self._widths) / seconds))]
 
     def _tried_again(self, records: Sequence[DraftRecord], speeds: np.ndarray, seconds: np.ndarray) -> int:
-        """The width that promises most of those that would pay if drafts were far better; 1: none would."""
+        """Return the best width that would pay if drafts were far better, or 1."""
         self._pause = min(2 * self._pause, MAX_PAUSE)
         self._until_try = self._pause
         hoped = self.chances.committed(records, self._widths, HOPE) / seconds
@@ -297,7 +297,7 @@ class WidthController:
         return self._widths[int(np.argmax(np.where(could_pay, speeds, 0.0)))]
 
     def _neglected(self, speeds: np.ndarray, now: int, count: int) -> int:
-        """The chosen width, or one that nobody has looked at for long: beside it, or a plain step."""
+        """Return the chosen width, or a neighbour or a plain step that has not run for long."""
         for other in (now - 1, now + 1, 0):
             if 0 <= other < len(speeds) and speeds[other] > NEARLY * speeds[now]:
                 width = self._widths[other]
@@ -319,7 +319,7 @@ class WidthController:
                 self._until_try = 1  # more of that, and at once
 
     def _has_paid(self, width: int, num_right: Sequence[int]) -> bool:
-        """Whether a step has committed more in its time than plain steps would have."""
+        """Whether a step committed more tokens than plain steps would have in the same time."""
         count = len(num_right)
         plain_s, seconds = self.costs.by_width(count, (1, width))
         return bool(count + sum(num_right) > count * seconds / plain_s)

@@ -23,7 +23,7 @@ class Capturing(Protocol):
         """Before `run` is captured: what is compiled or set up with its first call is done then."""
 
     def capture(self, run: Callable[[], T], *, goes_on: bool = False) -> tuple[Graph, T]:
-        """What replays `run`, and where its result lies then.
+        """Return a graph that replays `run`, and its result, which each replay overwrites.
 
         `goes_on`: it is always replayed after what was captured before it, and reads what that has left.
         """
@@ -43,7 +43,7 @@ class OnCard:
         torch.cuda.current_stream().wait_stream(self._stream)
 
     def capture(self, run: Callable[[], T], *, goes_on: bool = False) -> tuple[Graph, T]:
-        """What is still used keeps its memory in any case."""
+        """Capture; tensors in use keep their memory, whatever `goes_on` says."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             found = run()

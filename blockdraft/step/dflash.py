@@ -1,7 +1,7 @@
 """DFlashDrafter: one forward over [anchor, mask, mask, …], sampled with the target's own noise.
 
-Column k drafts the token at column k, so the anchor's own column drafts nothing. Of a drafter that drafts
-from the anchor it does: column k drafts the token behind it, and there is one mask less.
+Column k drafts the token at column k, so the anchor's own column drafts nothing. In a drafter that drafts
+from the anchor, column k drafts the token behind it, and there is one mask less.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ class DFlashDrafter:
         self.is_causal = all(model.config.is_causal)
 
     def beside(self, target: Decoder) -> DFlashDrafter:
-        """The same drafter, weights shared, for another copy of its target: by the kernels of that one."""
+        """Return the same drafter, with shared weights, for another copy of its target and its kernels."""
         twin = copy.copy(self)
         twin.model, twin.target = with_kernels(self.model, target.kernels), target
         return twin
 
     def draft(self, rows: Rows, cache: Cache, view: CacheView, width: int) -> Tensor:
-        """Runs its whole block, or only the first `width` columns where that gives the same drafts.
+        """Run the whole block, or only the first `width` columns if that gives the same drafts.
 
-        Its head, which takes as long as several layers, runs on the columns that will be verified.
+        The head takes as long as several layers, so it runs only on the columns that will be verified.
         """
         anchor = rows.anchor[rows.active][:, None]  # [R, 1]
         if width == 1:
@@ -63,7 +63,7 @@ class DFlashDrafter:
         return block
 
     def columns_for(self, width: int) -> int:
-        """How many columns its forward has for the drafts of a step of `width`."""
+        """Return how many columns the forward has for a step of `width`."""
         return self.model.config.first_column + width - 1 if self.is_causal else self.num_columns
 
     def propose(self, hidden: Tensor, anchor: Tensor, starts: Tensor, rows: Rows) -> Tensor:
@@ -82,7 +82,7 @@ class DFlashDrafter:
         return hidden.view(*block.shape, -1)[:, self.model.config.first_column :]  # type: ignore[no-any-return]
 
     def block_logits(self, anchor: Tensor, view: View) -> Tensor:
-        """[R, B - 1, V]: what the drafter believes of all drafts of a block, given the anchor [R, 1]."""
+        """Return logits [R, B - 1, V] for all drafts of a block, given the anchor [R, 1]."""
         return self.column_logits(self.block_hidden(anchor, view))
 
     def column_logits(self, hidden: Tensor) -> Tensor:
@@ -102,11 +102,11 @@ class DFlashDrafter:
         return False
 
     def hints(self, hidden: Tensor, before: Tensor) -> Tensor | None:
-        """What the tokens `before` [R, D] say of the drafts of hidden states [R, D, E]; None: nothing."""
+        """Return what the tokens `before` [R, D] add to the drafts of hidden states [R, D, E], or None."""
         return None
 
     def hinted(self, logits: Tensor, hints: Tensor) -> Tensor:
-        """Logits [..., V] with what hints say, by which a draft is chosen."""
+        """Return the logits [..., V] that drafts are chosen by, with the hints added."""
         raise NotImplementedError
 
     def logits(self, hidden: Tensor, hints: Tensor | None = None) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a drafter is to the step: it proposes a block, and it absorbs what the target computed."""
+"""The Drafter protocol: propose a block, and absorb the target's features."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Drafter(Protocol):
     def vocab_map(self) -> Tensor | None: ...  # the target's token id for each row of a reduced head
 
     def beside(self, target: Decoder) -> Drafter:
-        """The same drafter, weights shared, for another copy of its target."""
+        """Return the same drafter, with shared weights, for another copy of its target."""
 
     def draft(self, rows: Rows, cache: Cache, view: CacheView, width: int) -> Tensor:
         """Return blocks [R, width] for the active rows: column 0 is the anchor, the rest are proposals.
@@ -38,7 +38,7 @@ class Drafter(Protocol):
 
 
 class Weightless:
-    """The part of a drafter without a model that has nothing to do with drafts."""
+    """What all drafters without a model share."""
 
     model: None = None
     vocab_map: None = None

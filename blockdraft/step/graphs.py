@@ -41,7 +41,7 @@ class Reading:
             self._event.record()
 
     def rows(self) -> list[list[int]]:
-        """All of it; waits for what made it, and for nothing later."""
+        """Return the whole tensor; waits for the step that made it, and for nothing later."""
         if self._event is not None:
             self._event.synchronize()
         rows: list[list[int]] = self._host.tolist()
@@ -53,7 +53,7 @@ class Reading:
 
 
 def pack(verdict: Verdict) -> Tensor:
-    """What the host needs of a verdict, in one tensor."""
+    """Return the part of a verdict that the host needs, as one tensor."""
     return torch.cat((verdict.num_committed[:, None], verdict.token_ids), dim=1)
 
 
@@ -72,7 +72,7 @@ class StepGraph:
 
 
 class PartsOfStep(Protocol):
-    """A step that the host has a say in: between the draft and the forward, and until it is settled."""
+    """A step that the host may change: the drafts before the forward, the masks before it is settled."""
 
     @property
     def num_rows(self) -> int: ...
@@ -111,7 +111,7 @@ class CapturedParts:
 
 
 class CaptureTime:
-    """What captures may take of the time of those who are served: a small share."""
+    """Limits captures to a small share of the time while requests are served."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -164,7 +164,7 @@ class StepGraphs:
 
     @property
     def places(self) -> list[Place]:
-        """What may be captured, the smallest first."""
+        """Return what may be captured, the smallest first."""
         return [(rows, width) for width in self._widths for rows in self._sizes]
 
     def capture_next(self, likely: Iterable[Place]) -> bool:
@@ -182,7 +182,7 @@ class StepGraphs:
         return StepGraph(num_rows, graph, packed)
 
     def size(self, num_rows: int, width: int) -> int | None:
-        """How many rows the smallest graph with room for `num_rows` runs; None: there is none."""
+        """Return the rows of the smallest graph with room for `num_rows`, or None."""
         index = bisect_left(self._sizes, num_rows)
         return self._sizes[index] if index < len(self._sizes) and width in self._widths else None
 
@@ -195,16 +195,16 @@ class StepGraphs:
         return self.time.is_free or self.has(num_rows, width)
 
     def find(self, num_rows: int, width: int) -> StepGraph | None:
-        """That graph, or one of up to twice its rows where there is no time to capture it.
+        """Return that graph, or one of up to twice its rows if there is no time to capture it.
 
-        It may be captured now: then other rows are active.
+        A capture now changes the active rows.
         """
         return self._find(self._graphs, self._capture, num_rows, width)
 
     def find_parts(
         self, num_rows: int, width: int, make: Callable[[int, int], PartsOfStep]
     ) -> CapturedParts | None:
-        """The same for a step in parts, which `make` makes for so many rows and a width."""
+        """Return the captured parts of such a step, which `make` makes for a number of rows and a width."""
         return self._find(self._parts, functools.partial(self._capture_parts, make), num_rows, width)
 
     def _find(

@@ -1,6 +1,6 @@
-"""NgramDrafter: what a row says again, it is likely to go on with as before. It has no weights.
+"""NgramDrafter: where a row's last tokens have occurred before, it drafts what followed them. No weights.
 
-Beside another drafter, which it overrules where more tokens agree than chance explains, it is one call more.
+Beside another drafter it overwrites the drafts if enough tokens match.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class NgramDrafter(Weightless):
         self.least = least
 
     def draft(self, rows: Rows, cache: Cache, view: CacheView, width: int) -> Tensor:
-        """Where nothing has occurred before, the drafts are the anchor."""
+        """Draft what followed; without a match the drafts are the anchor, repeated."""
         block = rows.anchor[rows.active][:, None].repeat(1, width)
         recall(block, rows, view, self.least)
         return block

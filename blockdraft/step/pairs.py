@@ -23,7 +23,7 @@ MOST_WALKED = 4  # rows: of 16, a greedy walk takes more than it gains; between 
 
 
 class PairDrafter(DFlashDrafter):
-    """Drafts with a model that knows of pairs of tokens, by the noise that the target will draw with."""
+    """Drafts with a model that scores pairs of tokens, with the noise that the target will sample with."""
 
     def __init__(
         self, model: DFlash, target: Decoder, vocab_map: Tensor | None = None, *, draft_ngram: int = 0
@@ -36,7 +36,7 @@ class PairDrafter(DFlashDrafter):
             self.places[vocab_map] = torch.arange(len(vocab_map), device=vocab_map.device)
 
     def tables(self) -> tuple[Tensor, Tensor]:
-        """What tokens say of the next one [V, rank], and a draft's side of it [rows of the head, rank]."""
+        """Return a row for each token before [V, rank], and for each draft [rows of the head, rank]."""
         raise NotImplementedError
 
     def mixture(self, hidden: Tensor) -> Tensor | None:
@@ -45,7 +45,7 @@ class PairDrafter(DFlashDrafter):
 
     @property
     def skips_first(self) -> bool:
-        """Whether pairs say nothing of the first draft."""
+        """Whether the first draft is chosen without pairs."""
         return False
 
     def pairs(self, hidden: Tensor) -> PairScores:
@@ -84,7 +84,7 @@ class DFlash2Drafter(PairDrafter):
     model: DFlash2
 
     def weighs_pairs(self, num_drafts: int, num_rows: int = 1) -> bool:
-        """Where a selector alone was trained, not for narrow blocks, nor for many: it gains late in one."""
+        """Without convolutions, skip narrow blocks and many rows: the selector gains late in a block."""
         if self.model.is_convolved:
             return True
         return num_drafts >= min(LEAST_WALKED, self.block - 1) and num_rows <= MOST_WALKED

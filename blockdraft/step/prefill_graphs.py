@@ -45,7 +45,7 @@ class PrefillGraph:
 
 
 def filled(token_ids: Items[int], counts: Items[int], num_tokens: int, num_rows: int) -> list[int]:
-    """What a graph reads: token ids, and where each row's begin; the last row has what is missing."""
+    """Return a graph's input: token ids and each row's offset; the last row gets the padding."""
     ends = list(itertools.accumulate(counts))
     padding = [0] * (num_tokens - len(token_ids))
     return [*token_ids, *padding, 0, *ends, *[ends[-1]] * (num_rows - 1 - len(ends)), num_tokens]
@@ -68,20 +68,20 @@ class PrefillGraphs:
         self._shapes = shapes(max_tokens, rows.max_rows)
 
     def capture_next(self) -> bool:
-        """The first that is not captured yet. False: there is none."""
+        """Capture the first graph that is not captured yet. False: there is none."""
         shape = next((shape for shape in self._shapes if shape not in self._graphs), None)
         if shape is not None:
             self._graphs[shape] = self._capture(*shape)
         return shape is not None
 
     def has(self, num_tokens: int, num_rows: int) -> bool:
-        """Whether the smallest with room is captured."""
+        """Whether the smallest graph with room is captured."""
         return self._shape(num_tokens, num_rows) in self._graphs
 
     def find(self, num_tokens: int, num_rows: int) -> PrefillGraph | None:
-        """The smallest with room, which may be captured now: then other rows are active.
+        """Return the smallest graph with room; None if there is none, or no time to capture it.
 
-        None: there is none, or no time to capture it.
+        A capture now changes the active rows.
         """
         shape = self._shape(num_tokens, num_rows)
         if shape is None:

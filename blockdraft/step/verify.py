@@ -23,7 +23,7 @@ class Logprobs:
 
 
 def joined(parts: list[Logprobs]) -> Logprobs:
-    """Those of one position after another."""
+    """Concatenate the parts, position after position."""
     return Logprobs(
         chosen=torch.cat([part.chosen for part in parts]),
         top_ids=torch.cat([part.top_ids for part in parts]),
@@ -33,7 +33,7 @@ def joined(parts: list[Logprobs]) -> Logprobs:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a step decided: row r emits token_ids[r, :num_committed[r]]."""
+    """The result of a step, on the device: row r emits token_ids[r, :num_committed[r]]."""
 
     token_ids: Tensor  # [R, B] the target's own samples
     num_committed: Tensor  # [R] accepted drafts + 1
@@ -53,8 +53,8 @@ def verify(
     """Sample logits [R, B, V] by each row's rules; a draft in `block` counts if the sample before equals it.
 
     Each emitted token is the target's sample under noise keyed by (seed, position), so a drafter can
-    change how many tokens a step yields and never which tokens. `rates`, for timing alone, draw how many are
-    kept instead: the text is then nonsense. `allowed`: the forms of answers; what they forbid is not sampled.
+    change how many tokens a step yields and never which tokens. `rates`, for timing only, draw how many are
+    kept instead: the text is then nonsense. `allowed` masks the tokens that structured outputs forbid.
     """
     scores = logits
     if allowed is not None:
@@ -95,7 +95,7 @@ def _likeliest(logprobs: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Values and ids [..., count], the likeliest first, and of equally likely tokens the smaller id.
 
     `topk` alone orders equal values by its own ways, which differ with the count and the positions beside.
-    So it is given whole numbers that are all different: the value's bits above, what the id lacks below.
+    So it gets distinct int64 keys: the value's bits above, the complement of the id below.
     """
     if count == 0:
         return logprobs[..., :0], torch.empty_like(logprobs[..., :0], dtype=torch.int64)

@@ -44,7 +44,7 @@ def test_only_what_says_how_to_sample_is_taken():
         ({"temperature": "warm"}, "temperature = 'warm' is not a number"),
         ({"temperature": -1}, "temperature = -1 is outside"),
         ({"top_p": 0}, "top_p = 0.0 leaves no token"),
-        ({"top_k": 2.5}, "top_k = 2.5 is not a whole number"),
+        ({"top_k": 2.5}, "top_k = 2.5 is not an integer"),
         ({"repetition_penalty": 0}, "repetition_penalty = 0 is outside"),
     ],
 )
