@@ -39,14 +39,14 @@ class Scan(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """What commit needs from a verify forward in one layer."""
+    """The data of a verify forward in one layer, for commit."""
 
     inputs: Tensor  # [R, T, C] of the convolution
     tape: Tape
 
 
 class _BlockInPlace(NamedTuple):
-    """What commit needs from a verify forward in all layers, if states are scanned in place."""
+    """The data of a verify forward in all layers, for commit, if states are scanned in place."""
 
     where: Scan
     tape: RowTape

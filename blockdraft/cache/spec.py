@@ -1,4 +1,4 @@
-"""What each layer stores, as data: from it the cache allocates memory, and the plan computes its size."""
+"""Specs of what each layer stores: the cache allocates memory by them, and the plan computes its size."""
 
 from __future__ import annotations
 

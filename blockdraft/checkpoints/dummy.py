@@ -90,7 +90,7 @@ def _adjust(module: nn.Module) -> None:
 
 
 def _share(model: Decoder | DFlash) -> float:
-    """How much each mixer or feed-forward part adds to the residual stream."""
+    """Return the scale of what each mixer or feed-forward part adds to the residual stream."""
     if isinstance(model, DFlash):  # enough to outweigh the mask's embedding, with which all columns begin
         return 1.0
     config = model.config

@@ -157,7 +157,7 @@ class GgufHeader:
         except _Damaged as damage:
             self.file.close()
             raise ModelError(
-                f"'{name}' cannot be read as GGUF: {damage}. Download it again or convert it anew."
+                f"'{name}' cannot be read as GGUF: {damage}. Download it again or convert it again."
             ) from None
 
     def keys(self, prefix: str) -> Fields:
@@ -165,7 +165,7 @@ class GgufHeader:
         found = {
             key.removeprefix(prefix): value for key, value in self.metadata.items() if key.startswith(prefix)
         }
-        remedy = "Convert the model anew, or see docs/models.md."
+        remedy = "Convert the model again, or see docs/models.md."
         return Fields(found, owner=self.name, prefix=prefix, file="its metadata", remedy=remedy)
 
     def texts(self, key: str) -> list[str]:
@@ -179,7 +179,7 @@ class GgufHeader:
         info = self.tensors[tensor]
         code = _FLOAT_CODES.get(info.quantization)
         if code is None:
-            raise ModelError(f"'{self.name}': tensor '{tensor}' is not stored as floats. Convert it anew.")
+            raise ModelError(f"'{self.name}': tensor '{tensor}' is not stored as floats. Convert it again.")
         raw = bytes_at(self.file, info.num_bytes, info.offset)
         return [value for (value,) in struct.iter_unpack(f"<{code}", raw)]
 

@@ -51,7 +51,7 @@ def tokenizer_parts(file: GgufHeader) -> TokenizerParts:
         raise
     except Exception as error:  # `tokenizers` raises nothing narrower
         raise ModelError(
-            f"'{file.name}': its tokenizer cannot be rebuilt ({error}). Convert the model anew."
+            f"'{file.name}': its tokenizer cannot be rebuilt ({error}). Convert the model again."
         ) from error
     return TokenizerParts(
         tokenizer=tokenizer,
@@ -67,12 +67,12 @@ def _build(file: GgufHeader, tokens: list[str]) -> Tokenizer:
     if len(vocabulary) != len(tokens):
         twice = next(token for id_, token in enumerate(tokens) if vocabulary[token] != id_)
         raise ModelError(
-            f"'{file.name}': the token {twice!r} appears twice in its vocabulary. Convert the model anew."
+            f"'{file.name}': the token {twice!r} appears twice in its vocabulary. Convert the model again."
         )
     types = file.numbers("tokenizer.ggml.token_type")
     if len(types) != len(tokens):
         raise ModelError(
-            f"'{file.name}' has {len(tokens)} tokens but {len(types)} token types. Convert the model anew."
+            f"'{file.name}' has {len(tokens)} tokens but {len(types)} token types. Convert the model again."
         )
     model = file.keys("tokenizer.ggml.").get("model", str)
     if model == "gpt2":
@@ -121,7 +121,7 @@ def _sentencepiece(file: GgufHeader, vocabulary: Mapping[str, int], types: list[
     scores = file.numbers("tokenizer.ggml.scores")
     if len(scores) != len(vocabulary):
         raise ModelError(
-            f"'{file.name}' has {len(vocabulary)} tokens but {len(scores)} scores. Convert the model anew."
+            f"'{file.name}' has {len(vocabulary)} tokens but {len(scores)} scores. Convert the model again."
         )
     unknown_id = _token_id(file, "unknown", num_tokens=len(vocabulary))
     tokenizer = Tokenizer(

@@ -15,7 +15,7 @@ _REGEX_CHARACTERS = frozenset("*+?^$()[]{}|\\")
 
 @dataclass(frozen=True, slots=True)
 class _GptqSettings:
-    """What GPTQ and AutoRound say of all modules; some modules may change it."""
+    """Settings of GPTQ and AutoRound for all modules; some modules may change them."""
 
     bits: int
     zero_offset: int | None

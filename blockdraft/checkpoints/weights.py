@@ -118,7 +118,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """Which tensors of a checkpoint are loaded, and why the others are not."""
+    """The tensors of a checkpoint that are loaded, and the reasons why others are not."""
 
     consumed: frozenset[str]
     skipped: Mapping[str, str]  # name -> reason

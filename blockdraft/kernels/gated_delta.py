@@ -38,7 +38,7 @@ class DeltaWeights(NamedTuple):
 
 
 class Tape(NamedTuple):
-    """What `fold` needs to repeat the steps of a scan, in the state's dtype."""
+    """The data of a scan's steps with which `fold` repeats them, in the state's dtype."""
 
     decay: Tensor  # [R, T, H] exp(gate)
     key: Tensor  # [R, T, G, K] of length 1

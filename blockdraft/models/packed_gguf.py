@@ -30,7 +30,7 @@ class GgufPacked(Buffered):
         if raw.dtype != torch.uint8 or raw.shape[-1] % num_bytes:
             raise ModelError(
                 f"rows of {raw.shape[-1]} bytes do not hold whole blocks of {num_bytes} bytes of ggml type "
-                f"{quantization}. Download the file again or convert it anew."
+                f"{quantization}. Download the file again or convert it again."
             )
         columns = raw.shape[-1] // num_bytes * length
         super().__init__((*raw.shape[:-1], columns), {"raw": raw})

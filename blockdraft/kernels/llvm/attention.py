@@ -132,16 +132,16 @@ def paged_attention(
         pages = page_table + rows[row] * num_pages
         head_at = group * num_slots * dim
         if low < high:
-            find(pages, page_size, state.places + (low & CHUNK), low & -CHUNK, low, high, dim)
+            find(pages, page_size, state.key_at + (low & CHUNK), low & -CHUNK, low, high, dim)
         for chunk in range(low & -CHUNK, high, CHUNK):
-            places = state.places + (chunk & CHUNK)
-            following = places
+            key_at = state.key_at + (chunk & CHUNK)
+            following = key_at
             if chunk + CHUNK < high:
-                following = state.places + (CHUNK - (chunk & CHUNK))
+                following = state.key_at + (CHUNK - (chunk & CHUNK))
                 find(pages, page_size, following, chunk + CHUNK, low, high, dim)
             for i in range(0, count, MAX_TILE):
                 attend(
-                    state, i, smallest(count - i, MAX_TILE), chunk, places, following,
+                    state, i, smallest(count - i, MAX_TILE), chunk, key_at, following,
                     q, out, keys + head_at, values + head_at, scale, i == 0, dim,
                 )  # fmt: skip
         divided(state, count, out, dim)
@@ -187,7 +187,7 @@ def divided(state: State, count: Int, out: Reals, dim: int) -> None:
 
 @inlined
 def attend(
-    state: State, first: Int, size: Int, chunk: Int, places: Longs, following: Longs,
+    state: State, first: Int, size: Int, chunk: Int, key_at: Longs, following: Longs,
     q: Reals, out: Reals, keys: Reals, values: Reals, scale: Real, leads: Int, dim: int,
 ) -> None:  # fmt: skip
     """Process one chunk for the tile of `size` vectors from `first` on.
@@ -196,20 +196,20 @@ def attend(
     """
     for tile in unrolled(1, MAX_TILE + 1):
         if size == tile:
-            score(state, first, chunk, places, following, q, keys, values, scale, leads, tile=tile, dim=dim)
+            score(state, first, chunk, key_at, following, q, keys, values, scale, leads, tile=tile, dim=dim)
     begin, end = together(state, first, size, chunk)
     for t in range(size):
         lo, hi = seen(state, first + t, chunk)
         weights, one = state.scores + t * CHUNK, out + state.out[first + t]
         softmax(state, first + t, weights, one, lo, hi, dim)
-        weigh_alone(one, weights, places, values, lo, smallest(hi, begin), dim)
+        weigh_alone(one, weights, key_at, values, lo, smallest(hi, begin), dim)
     for tile in unrolled(2, MAX_TILE + 1):
         if size == tile and begin < end:
-            weigh(state, first, places, out, values, begin, end, tile=tile, dim=dim)
+            weigh(state, first, key_at, out, values, begin, end, tile=tile, dim=dim)
     for t in range(size):
         lo, hi = seen(state, first + t, chunk)
         weigh_alone(
-            out + state.out[first + t], state.scores + t * CHUNK, places, values, largest(lo, end), hi, dim
+            out + state.out[first + t], state.scores + t * CHUNK, key_at, values, largest(lo, end), hi, dim
         )
 
 
@@ -247,8 +247,8 @@ def clear(state: State, i: Int, out: Reals, dim: int) -> None:
 
 
 @inlined
-def find(pages: Longs, page_size: Int, places: Longs, chunk: Int, low: Int, high: Int, dim: int) -> None:
-    """Store at places[key - chunk] the offset of each key of the chunk in a head's keys, for [low, high).
+def find(pages: Longs, page_size: Int, key_at: Longs, chunk: Int, low: Int, high: Int, dim: int) -> None:
+    """Store at key_at[key - chunk] the offset of each key of the chunk in a head's keys, for [low, high).
 
     Entries before and behind get the first and the last of these keys: no other key may be read.
     """
@@ -259,11 +259,11 @@ def find(pages: Longs, page_size: Int, places: Longs, chunk: Int, low: Int, high
         at = (pages[(chunk + key) // page_size] * page_size + inside) * dim
         until = smallest(key + page_size - inside, end)
         for one in range(key, until):
-            places[one] = at
+            key_at[one] = at
             at = at + dim
         key = until
-    first, last = places[begin], places[end - 1]
+    first, last = key_at[begin], key_at[end - 1]
     for one in range(begin):
-        places[one] = first
+        key_at[one] = first
     for one in range(end, CHUNK):
-        places[one] = last
+        key_at[one] = last

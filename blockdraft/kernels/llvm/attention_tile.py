@@ -1,7 +1,7 @@
 """The steps of paged attention for one tile of queries: scores of a chunk of keys, softmax, weighted values.
 
 attention.py, which has the contract, runs them chunk by chunk. Keys are counted from the first of the chunk;
-`places` has the offset of each in the keys and values of one head.
+`key_at` has the offset of each in the keys and values of one head.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ class State(NamedTuple):
     top: Pointer  # largest score so far
     total: Pointer  # sums so far, SUM_LANES per vector
     scores: Pointer  # scores, then weights, of a tile: CHUNK per vector
-    places: Pointer  # offsets of keys of a chunk and of the next one, and a few more that are only read
+    key_at: Pointer  # offsets of keys of a chunk and of the next one, and a few more that are only read
 
 
 def room(like: Value, real: Type) -> State:
     q, out, lo, hi = (scratch(like, i64, MAX_VECTORS) for _ in range(4))
     top, total = scratch(like, real, MAX_VECTORS), scratch(like, real, MAX_VECTORS * SUM_LANES)
-    scores, places = scratch(like, real, MAX_TILE * CHUNK), scratch(like, i64, 2 * CHUNK + GROUP)
-    return State(q, out, lo, hi, top, total, scores, places)
+    scores, key_at = scratch(like, real, MAX_TILE * CHUNK), scratch(like, i64, 2 * CHUNK + GROUP)
+    return State(q, out, lo, hi, top, total, scores, key_at)
 
 
 def lanes_of(real: Type) -> int:
@@ -82,7 +82,7 @@ def seen(state: State, vector: Int, chunk: Int) -> tuple[Int, Int]:
 
 @inlined
 def score(
-    state: State, first: Int, chunk: Int, places: Longs, following: Longs, q: Reals, keys: Reals,
+    state: State, first: Int, chunk: Int, key_at: Longs, following: Longs, q: Reals, keys: Reals,
     values: Reals, scale: Real, leads: Int, *, tile: int, dim: int,
 ) -> None:  # fmt: skip
     """Compute scores[t][key] = scale * dot(q[t], k[key]) for the keys that some vector of the tile sees.
@@ -97,13 +97,13 @@ def score(
     begin = smallest(begin & -GROUP, CHUNK)
     queries = [q + state.q[first + t] for t in unrolled(tile)]
     ahead = Registers((GROUP,), zeros(keys, i64))
-    read(ahead, places + begin)
+    read(ahead, key_at + begin)
     for key in range(begin, end, GROUP):
         at = [keys + ahead[j] for j in unrolled(GROUP)]
-        read(ahead, places + key + GROUP)
+        read(ahead, key_at + key + GROUP)
         if leads:
             for one in range(key, key + GROUP):
-                fetch(values + places[one], dim, _L1)
+                fetch(values + key_at[one], dim, _L1)
                 fetch(keys + following[one], dim, _L2)
         dots = Registers((tile, GROUP), zeros(keys, keys.element.wide(lanes)))
         for d in range(0, dim, lanes):
@@ -118,10 +118,10 @@ def score(
                 store(state.scores + t * CHUNK + key + index * lanes, sums[index] * scale)
 
 
-def read(ahead: Registers, places: Pointer) -> None:
+def read(ahead: Registers, key_at: Pointer) -> None:
     """Read offsets one group before they are needed, so that the processor need not wait for addresses."""
     for j in range(GROUP):
-        ahead[j] = places[j]
+        ahead[j] = key_at[j]
 
 
 def fetch(at: Reals, dim: int, level: int) -> None:
@@ -170,7 +170,7 @@ def softmax(state: State, vector: Int, scores: Reals, out: Reals, begin: Int, en
 
 @inlined
 def weigh_alone(
-    out: Reals, weights: Reals, places: Longs, values: Reals, begin: Int, end: Int, dim: int
+    out: Reals, weights: Reals, key_at: Longs, values: Reals, begin: Int, end: Int, dim: int
 ) -> None:
     """Add weights[key] * v[key][d] to out[d] for keys [begin, end) in order, for one vector."""
     lanes = lanes_of(values.element)
@@ -180,10 +180,10 @@ def weigh_alone(
                 sums = Registers((size,), zeros(values, values.element.wide(lanes)))
                 for c in unrolled(size):
                     sums[c] = load(out + d + c * lanes, lanes)
-                at = places[begin]
+                at = key_at[begin]
                 for key in range(begin, end):
                     v = [load(values + d + at + c * lanes, lanes) for c in unrolled(size)]
-                    at = places[key + 1]
+                    at = key_at[key + 1]
                     weight = weights[key].spread(lanes)
                     for c in unrolled(size):
                         sums[c] = fma(v[c], weight, sums[c])
@@ -193,7 +193,7 @@ def weigh_alone(
 
 @inlined
 def weigh(
-    state: State, first: Int, places: Longs, out: Reals, values: Reals, begin: Int, end: Int,
+    state: State, first: Int, key_at: Longs, out: Reals, values: Reals, begin: Int, end: Int,
     *, tile: int, dim: int,
 ) -> None:  # fmt: skip
     """`weigh_alone` for a tile of vectors that all see the keys [begin, end), in whole groups."""
@@ -206,10 +206,10 @@ def weigh(
             sums = Registers((tile, size), zeros(values, values.element.wide(lanes)))
             for t, c in product(range(tile), range(size)):
                 sums[t, c] = load(outs[t] + d + c * lanes, lanes)
-            read(ahead, places + begin)
+            read(ahead, key_at + begin)
             for key in range(begin, end, GROUP):
                 at = [values + d + ahead[j] for j in unrolled(GROUP)]
-                read(ahead, places + key + GROUP)
+                read(ahead, key_at + key + GROUP)
                 add_weighed(sums, [one + key for one in weights], at, size)
             for t, c in product(range(tile), range(size)):
                 store(outs[t] + d + c * lanes, sums[t, c])

@@ -129,18 +129,18 @@ def compressed_attention(
         exact_head, head = group * num_exact * dim, group * num_slots
         begin = low & -CHUNK
         if low < high and (begin < TILE or begin >= ends[0]):
-            find(exact_pages, page_size, state.places + (low & CHUNK), begin, low, high, dim)
+            find(exact_pages, page_size, state.key_at + (low & CHUNK), begin, low, high, dim)
         for chunk in range(begin, high, CHUNK):
-            places = state.places + (chunk & CHUNK)
-            following = places
+            key_at = state.key_at + (chunk & CHUNK)
+            following = key_at
             if chunk + CHUNK < high and chunk + CHUNK >= ends[0]:
-                following = state.places + (CHUNK - (chunk & CHUNK))
+                following = state.key_at + (CHUNK - (chunk & CHUNK))
                 find(exact_pages, page_size, following, chunk + CHUNK, low, high, dim)
             num_exact_vectors = exact_vectors(ends, count, chunk)
             first = count * 0
             while first < count:
                 is_exact, is_compressed = first < num_exact_vectors, first >= num_exact_vectors
-                k, v, at, after = keys + exact_head, values + exact_head, places, following
+                k, v, at, after = keys + exact_head, values + exact_head, key_at, following
                 if is_compressed:
                     k, v, at, after = near_keys, near_values, near, near
                     if first == num_exact_vectors:

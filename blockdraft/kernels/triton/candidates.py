@@ -148,7 +148,8 @@ def _filtered(scaled, ids, top_k, row, real, whole, K: tl.constexpr):
 
 @triton.jit(do_not_specialize=_VARYING)
 def _link(
-    keys, num_keys, recent, starts, rows, real, whole, predecessors, successors, mixture, places, RANK, C, J,
+    keys, num_keys, recent, starts, rows, real, whole, predecessors, successors, mixture, successor_rows,
+    RANK, C, J,
     top_k, out_ids, out, K: tl.constexpr, KEYS: tl.constexpr, HAS_MIXTURE: tl.constexpr,
     SKIPS_FIRST: tl.constexpr, HAS_SUCCESSOR_ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -170,7 +171,7 @@ def _link(
         before = tl.where(is_one, _id_of(keys_before), 0).to(tl.int64)
     at = own
     if HAS_SUCCESSOR_ROWS:
-        at = tl.load(places + own)
+        at = tl.load(successor_rows + own)
     pairs = tl.zeros([K, K], dtype=tl.float32)
     for first in range(0, RANK, _RANKS):
         rank = first + tl.arange(0, _RANKS)
@@ -209,11 +210,11 @@ def _follow(links, ids, out, C, V, K: tl.constexpr, COLUMNS: tl.constexpr, PDL: 
     all_links = tl.load(links + at, mask=(column < C)[:, None], other=0)  # all at once
     all_ids = tl.load(ids + at, mask=(column < C)[:, None], other=0)
     place = tl.full([], 0, tl.int32)
-    places = tl.zeros([COLUMNS], dtype=tl.int32)
+    chosen = tl.zeros([COLUMNS], dtype=tl.int32)
     for step in range(C):
         place = tl.sum(tl.where((column[:, None] == step) & (candidate == place), all_links, 0))
-        places = tl.where(column == step, place, places)
-    token = tl.sum(tl.where(candidate == places[:, None], all_ids, 0), axis=1)
+        chosen = tl.where(column == step, place, chosen)
+    token = tl.sum(tl.where(candidate == chosen[:, None], all_ids, 0), axis=1)
     tl.store(out + first + column, tl.minimum(tl.maximum(token, 0), V - 1).to(tl.int64), mask=column < C)
 
 
@@ -229,7 +230,7 @@ def walk(logits: Tensor, pairs: PairScores, starts: Tensor, anchor: Tensor, batc
     out = torch.empty(num_rows, num_columns, dtype=torch.int64, device=device)
     anchor = anchor.contiguous()
     mixture = pairs.predecessors if pairs.mixture is None else pairs.mixture.contiguous()  # or not read
-    places = ids if pairs.successor_rows is None else pairs.successor_rows
+    successor_rows = ids if pairs.successor_rows is None else pairs.successor_rows
     # Fused multiply-adds would round penalties differently from the reference.
     options = {"K": size, **overlap(device), "enable_fp_fusion": False}
     _scan[(count, num_chunks)](
@@ -241,7 +242,7 @@ def walk(logits: Tensor, pairs: PairScores, starts: Tensor, anchor: Tensor, batc
     )
     _link[(count,)](
         *(keys, keys.shape[1], anchor, starts, batch.rows, batch.real, batch.whole),
-        *(pairs.predecessors, pairs.successors, mixture, places, pairs.predecessors.shape[1]),
+        *(pairs.predecessors, pairs.successors, mixture, successor_rows, pairs.predecessors.shape[1]),
         *(num_columns, anchor.shape[1], top_k, ids, links),
         KEYS=triton.next_power_of_2(keys.shape[1]),
         HAS_MIXTURE=pairs.mixture is not None,

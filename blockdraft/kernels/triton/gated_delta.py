@@ -109,7 +109,7 @@ def _mix(
     else:
         head = part - NUM_GROUPS
         v = tl.arange(0, BLOCK_V)
-        # Names of their own: a name has one shape in both branches, and V need not be K.
+        # Separate names: a name must have one shape in both branches, and V may differ from K.
         v_mask = v < V
         v_channel = 2 * NUM_GROUPS * K + head * V + v
         v_n = _convolved(x, n, place, tail_r, is_old, conv, v_channel, v_mask, x_stride, CHANNELS, WIDTH)

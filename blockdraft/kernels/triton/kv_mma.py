@@ -1,14 +1,14 @@
 """Attention over exact and 4-bit keys and values in Gluon: codes become operands without leaving registers.
 
-It serves what `serves` says, in place of `kv_attention`, whose contract it shares. Scores are computed
-transposed, keys by queries: few queries make small tiles then, and no value has to change lanes between the
-bytes that a lane loads and the operand that it gives to a tensor core. So the coordinates of a head are taken
-in an order of their own (`_column_dims`, `_dim_rows`), which no sum notices but by its rounding.
+It replaces `kv_attention`, with the same contract, where `serves` is true. Scores are computed transposed,
+keys by queries: few queries then make small tiles, and no value moves between lanes from the loaded bytes to
+the operand of a tensor core. So the coordinates of a head are used in a different order (`_column_dims`,
+`_dim_rows`), which changes only the rounding of sums.
 
-The keys that a query sees are cut by position alone: chunks of TILE, at most MAX_SEGMENTS segments of equal
-length (`segment_length`), and runs of RUN segments. An online softmax runs through the chunks of a segment,
-segments are folded into their run in order, and runs into the result. Who does the folding has no part in the
-bits: LEVEL 0 leaves each segment for the merge, 1 each run, 2 (a prefill) folds everything itself.
+The keys that a query sees are divided by position: chunks of TILE, at most MAX_SEGMENTS segments of equal
+length (`segment_length`), and runs of RUN segments. An online softmax runs through the chunks of a segment;
+segments are folded into their run in order, and runs into the result. The bits do not depend on where this
+happens: LEVEL 0 stores each segment for the merge, 1 each run, 2 (a prefill) folds everything.
 """
 
 from __future__ import annotations
