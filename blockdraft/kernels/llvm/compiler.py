@@ -182,7 +182,7 @@ class _Body:
 
     def _return(self, statement: ast.Return) -> None:
         if self._outside is not None:
-            raise TypeError("a run-time loop or branch cannot return")
+            raise TypeError("a run-time loop or branch has no return")
         self._has_returned = True
         self._result = None if statement.value is None else self._eval(statement.value)
 
@@ -291,7 +291,7 @@ class _Body:
 
     def _refuse_else(self, statement: ast.For | ast.While) -> None:
         if statement.orelse:
-            raise TypeError("a run-time loop cannot have an 'else'")
+            raise TypeError("a run-time loop has no 'else'")
 
     def _loop(self, begin: Callable[[], Value], body: Callable[[], None]) -> None:
         head, inside, after = (self._text.name(prefix) for prefix in ("head", "body", "after"))

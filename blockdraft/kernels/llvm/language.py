@@ -341,7 +341,7 @@ class Registers:
     def _at(self, index: int | tuple[int, ...]) -> Variable:
         index = index if isinstance(index, tuple) else (index,)
         if any(isinstance(one, Value) for one in index):
-            raise TypeError("the index of a register must be a compile-time constant")
+            raise TypeError("the index of a register has to be known at compile time")
         if index not in self._variables:
             raise IndexError(f"there is no register {index}")
         return self._variables[index]
