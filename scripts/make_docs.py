@@ -30,7 +30,7 @@ def settings_page() -> str:
         "",
         "1. the defaults below;",
         "2. a recipe: `--recipe qwen3-8b`, or the path of a file of your own (see [Recipes](#recipes));",
-        "3. the environment: `BLOCKDRAFT_MAX_CONTEXT=8192`, `BLOCKDRAFT_PREFIX_CACHE=off`;",
+        "3. the environment: `BLOCKDRAFT_MAX_MODEL_LEN=8192`, `BLOCKDRAFT_PREFIX_CACHE=off`;",
         "4. flags: `--max-model-len 8192`, `--no-prefix-cache`; in Python, keyword arguments of `LLM`, which",
         "   reads recipes but not the environment.",
         "",

@@ -115,6 +115,10 @@ def test_a_page_is_shorter_than_two_screens(page):
     assert len(page.read_text().splitlines()) <= MAX_LINES
 
 
+def test_the_readme_is_a_front_door():
+    assert len(README.read_text().splitlines()) <= 90
+
+
 def test_the_picture_of_the_page_is_small():
     assert (DOCS / "page.png").stat().st_size < MAX_PICTURE_BYTES
 
