@@ -69,7 +69,7 @@ def _write(output: StructuredOutputs, tokens: TokenSource) -> WrittenGrammar:
 
 
 def with_options(schema: Mapping[str, object], output: StructuredOutputs) -> dict[str, object]:
-    """A schema that also says how its JSON is written. Of a client's own options one alone counts."""
+    """The schema with options for how its JSON is written. One of a client's own options is kept."""
     options: dict[str, object] = {"lenient": output.is_lenient}
     own = schema.get("x-guidance")
     if isinstance(own, Mapping) and own.get("coerce_one_of") is True:

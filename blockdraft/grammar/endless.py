@@ -13,7 +13,7 @@ NOTHING = "nothing can match it."
 
 @dataclass(slots=True)
 class _Need:
-    """A schema needs that one of several others has a value that ends."""
+    """A schema needs that one of several others can end."""
 
     schema: int  # the id of the schema that needs it
     is_met: bool = False
@@ -69,7 +69,7 @@ def _needs(schema: object, root: Mapping[str, object]) -> Iterator[list[object]]
 
 
 def _target(schema: Mapping[str, object], ref: str) -> object:
-    """The schema that a reference stands for; None: it leads out of the schema, or nowhere."""
+    """The schema that a reference names; None if it leads out of the schema, or nowhere."""
     if ref != "#" and not ref.startswith("#/"):
         return None
     part: object = schema
@@ -81,7 +81,7 @@ def _target(schema: Mapping[str, object], ref: str) -> object:
 
 
 def _held(schema: Mapping[str, object]) -> Iterator[object]:
-    """The schemas of what a value must hold."""
+    """The schemas of all parts that a value must have."""
     properties = schema.get("properties")
     if schema.get("type") == "object" and isinstance(properties, Mapping):
         names = (name for name in _listed(schema, "required") if isinstance(name, str))

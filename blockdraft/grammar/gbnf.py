@@ -1,4 +1,4 @@
-"""GBNF, llama.cpp's grammars, written as Lark in one pass; every mistake is named with its line.
+"""GBNF, llama.cpp's grammars, translated to Lark in one pass; every error names its line.
 
 Each piece of GBNF has one of Lark: only names, characters and what repeats are written in another way. Line
 ends mean nothing: a rule ends where the next one begins, at a name with `::=` behind it.
@@ -64,7 +64,7 @@ def lark_of_gbnf(text: str) -> str:
             if name not in rules:
                 raise _mistake(line, f"the rule {_shown(name)} is not defined: add '{_cut(name)} ::= …'")
     if "root" not in rules:
-        raise _mistake(1, "there is no rule 'root', with which an answer begins: add 'root ::= …'")
+        raise _mistake(1, "the rule 'root', with which an answer begins, is missing: add 'root ::= …'")
     written = _lark_names(rules, _terminals(rules))
     lines = []
     for rule in rules.values():
@@ -211,7 +211,7 @@ class _Body:
 def _times(piece: _Piece) -> str:
     found = _TIMES.fullmatch(piece.text)
     if found is None:
-        raise _mistake(piece.line, f"{_shown(piece.text)} is none of {{n}}, {{n,}} and {{n,m}}")
+        raise _mistake(piece.line, f"{_shown(piece.text)} is not {{n}}, {{n,}} or {{n,m}}")
     least, comma, most = found.groups()
     low = int(least)
     high = int(most) if most is not None else None if comma else low
@@ -233,7 +233,7 @@ def _character(found: re.Match[str], piece: _Piece) -> str:
         return _ESCAPES[letter]
     value = -1 if code is None else int(code, 16)
     if not 0 <= value <= 0x10FFFF or 0xD800 <= value <= 0xDFFF:
-        raise _mistake(piece.line, f"{_shown(found.group())} is no escape of a character")
+        raise _mistake(piece.line, f"{_shown(found.group())} is not an escape of a character")
     return chr(value)
 
 
@@ -250,7 +250,7 @@ def _regex_of_set(piece: _Piece) -> str:
         parts.append("-" if is_range else f"\\u{{{ord(character):X}}}")
         at = at + 1 if found is None else found.end()
     if not parts:
-        raise _mistake(piece.line, f"{_shown(piece.text)} is a set of no characters")
+        raise _mistake(piece.line, f"{_shown(piece.text)} is an empty set of characters")
     return f"/[{'^' * is_negated}{''.join(parts)}]/"
 
 
@@ -276,7 +276,7 @@ def _terminals(rules: dict[str, _Rule]) -> set[str]:
 
 
 def _lark_names(rules: dict[str, _Rule], terminals: set[str]) -> dict[str, str]:
-    """Lark's names of rules are of small letters, those of terminals of capital ones."""
+    """In Lark the names of rules are lower case, those of terminals upper case."""
     names, taken = {"root": "start"}, {"start"}
     for number, name in enumerate(rules):
         if name != "root":

@@ -146,7 +146,7 @@ class Guide:
     # ---- a block
 
     def correct(self, drafts: list[int]) -> list[int]:
-        """Drafts with what is forced in its place, as far as nothing that is forbidden stands before."""
+        """The drafts with forced tokens in their places, up to the first forbidden one."""
         found: list[int] = []
         thoughts = self._thoughts
         while thoughts is not None and len(found) < len(drafts):

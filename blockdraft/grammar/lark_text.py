@@ -1,4 +1,4 @@
-"""Lark as text, in llguidance's dialect: what stands in it outside of comments, strings and expressions."""
+"""Reads Lark in llguidance's dialect, outside of comments, strings and expressions."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def read_lark(text: str, token_id: Callable[[str], int | None], vocab_size: int)
 def _named(name: str, token_id: Callable[[str], int | None]) -> int:
     number = token_id(name)
     if number is None:
-        raise _refused(f"{name[:64]}, which is no token of this model: write text in quotes.")
+        raise _refused(f"{name[:64]}, which is not a token of this model: put text in quotes.")
     return number
 
 

@@ -121,7 +121,7 @@ def _answer(output: StructuredOutputs, tokens: TokenSource, read: LLTokenizer, w
 
 
 def _limit() -> None:
-    """Whatever takes more ends this process: the timers' signals do by themselves."""
+    """Set limits. Whatever exceeds them ends this process."""
     import resource  # Windows has none
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

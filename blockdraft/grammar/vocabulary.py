@@ -33,7 +33,7 @@ class _Kept:
 
 
 class Vocabulary:
-    """Any thread may ask it for matchers. The first asked for takes some tenths of a second."""
+    """Makes matchers, for any thread. The first one takes some tenths of a second."""
 
     def __init__(self, tokenizer: Tokenizer, size: int) -> None:
         """`size`: ids that the model's head has; those behind the tokenizer's are never allowed."""
@@ -75,7 +75,7 @@ class Vocabulary:
 
     @functools.cached_property
     def _tokens(self) -> tuple[TokenSource, LLTokenizer, str]:
-        """As told to llguidance, as read by it, and their name."""
+        """The tokens, llguidance's form of them, and their hash."""
         if not self.end_ids:
             raise RequestError(
                 "this model has no end-of-sequence token, so structured output could not end.",

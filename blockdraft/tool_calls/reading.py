@@ -1,12 +1,12 @@
 """Takes tool calls out of an answer that comes in pieces.
 
 The rules, for every format:
-- What is read depends on the whole text alone, never on where it was cut.
+- The result depends on the whole text alone, never on where it was cut.
 - A call begins when its name is complete, is one of the tools, and its arguments have opened. Until then all
   of it waits. What turns out not to be a call is content, every character of it.
 - From there on its arguments are passed on as they come. If they go wrong later, the rest of the call goes
   on in the arguments as it was written: the client sees JSON that does not parse, and nothing is lost.
-- White space around calls belongs to nobody. Of an answer that may hold one call, later ones are left out.
+- White space around calls is dropped. If an answer may hold one call only, later ones are left out.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class NotACall(Exception):
 
 
 class AnswerReader(ABC):
-    """Reads one answer. `hidden`: tags that the client must not see, whatever becomes of them."""
+    """Reads one answer. `hidden` are tags that the client must never see."""
 
     OPENING: tuple[str, ...]  # tags with which a call may begin
     CLOSING: tuple[str, ...] = ()  # tags with which it ends; stray ones behind a call are dropped
@@ -85,12 +85,12 @@ class AnswerReader(ABC):
 
     @abstractmethod
     def _read_call(self, opening: str) -> Steps[None]:
-        """Read one call from behind its opening tag. Raises NotACall before it has begun, never later."""
+        """Read one call behind its opening tag. Raises NotACall only before the call has begun."""
 
     # ---- reading
 
     def _read_text(self) -> Steps[str | None]:
-        """Let text go up to the next tag, and return that; None: the answer is over."""
+        """Pass on text up to the next tag, and return the tag; None at the end of the answer."""
         while True:
             end, tag = self._finder.find(self._buffer, self._at, self._is_over)
             self._say(self._buffer[self._at : end])
@@ -156,7 +156,7 @@ class AnswerReader(ABC):
                 return "".join(found)
 
     def _read_broken(self) -> Steps[None]:
-        """Pass on what is left of a call whose arguments have gone wrong."""
+        """Pass on the rest of a call with broken arguments."""
         while True:
             end, tag = self._closing.find(self._buffer, self._at, self._is_over)
             self._argue(self._buffer[self._at : end])
@@ -186,7 +186,7 @@ class AnswerReader(ABC):
             self._spans.append(Span(kind, text))
 
     def _begin(self, name: str) -> None:
-        """From here on it is a call."""
+        """Begin a call."""
         self._mark = None
         self._space = ""
         self._is_behind_call = True

@@ -62,7 +62,7 @@ class Schemas:
         self._num_left = max_steps
 
     def flat(self, schema: object) -> Flat:
-        """A part of the schema as its meaning."""
+        """A part of the schema, flattened."""
         if not isinstance(schema, Mapping):
             return ANYTHING if schema is not False else self._flat({"allOf": [False]})
         if id(schema) not in self._found:
@@ -84,7 +84,7 @@ class Schemas:
         return found if is_known else found._replace(lost=found.lost | UNKNOWN.lost)
 
     def _collect(self, schema: object, parts: dict[int, Part]) -> bool:
-        """Add all that must hold at once to `parts`; False: a reference leads nowhere, or it is too much."""
+        """Add all schemas that must hold at once to `parts`; False if one is unknown, or too many."""
         waiting, followed, is_known = [schema], set[str](), True
         while waiting:
             part = waiting.pop()
@@ -107,7 +107,7 @@ class Schemas:
         return is_known
 
     def types(self, schema: object) -> frozenset[str]:
-        """The JSON types that a schema allows as far as it says; empty: it does not."""
+        """The JSON types that a schema allows; empty if it does not say."""
         found: set[str] = set()
         waiting, seen = [schema], set[frozenset[int]]()
         while waiting:
@@ -144,7 +144,7 @@ class Schemas:
 
 
 def for_grammar(root: Part) -> Schemas:
-    """A schema all of whose parts will be looked at."""
+    """A schema with room for steps through all of its parts."""
     num_nodes, waiting = 0, list[object]([root])
     while waiting:
         part = waiting.pop()
@@ -197,7 +197,7 @@ def type_of(value: object) -> str:
 
 
 def find_reference(root: Part, ref: str) -> object:
-    """The part of a schema that a reference names; None: it leads out of the schema, or nowhere."""
+    """The part of a schema that a reference names; None if it leads out of the schema, or nowhere."""
     if ref != "#" and not ref.startswith("#/"):
         return None
     part: object = root
@@ -259,7 +259,7 @@ def _merged(key: frozenset[int], parts: list[Part]) -> Flat:
 
 
 def _merge_one(keywords: dict[str, object], name: str, value: object) -> Iterator[str]:
-    """Make a keyword mean what it meant and `value`; yields its name where that cannot be said."""
+    """Merge `value` into a keyword; yields the keyword's name if that is impossible."""
     old = keywords[name]
     if name in (*_LARGEST, *_SMALLEST) and isinstance(old, int | float) and isinstance(value, int | float):
         keywords[name] = max(old, value) if name in _LARGEST else min(old, value)
@@ -312,7 +312,7 @@ def _size(part: Part) -> int:
 
 
 def _closed_to_others(parts: list[Part]) -> Iterator[str]:
-    """A part that allows its own properties alone forbids those of the others: no merged keyword says so."""
+    """A closed part forbids the properties of other parts, which no merged keyword can express."""
     names = {name for part in parts for name in named(part, "properties")}
     for part in parts:
         is_closed = part.get("additionalProperties", True) not in (True, {})

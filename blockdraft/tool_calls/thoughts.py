@@ -36,7 +36,7 @@ class Tags:
 
 
 def find_tags(tokenizer: Tokenizer) -> Tags | None:
-    """None: the model has no such tokens, and its answers are not looked at."""
+    """The tags of a model; None if it has no such tokens."""
     for token, name, close in _FAMILIES:
         open_id, close_id = (_single(tokenizer, tag) for tag in (token, close))
         if open_id is None or close_id is None or open_id == close_id:
@@ -47,7 +47,7 @@ def find_tags(tokenizer: Tokenizer) -> Tags | None:
 
 
 def _single(tokenizer: Tokenizer, tag: str) -> int | None:
-    """The token that a tag is, if it is one and shows as it is written."""
+    """The id of a tag, if it is a single token that decodes to its text."""
     ids = tokenizer.encode(tag, add_special_tokens=False)
     is_shown = len(ids) == 1 and tokenizer.decode(ids, skip_special_tokens=False).strip() == tag
     return ids[0] if is_shown else None
@@ -68,7 +68,7 @@ def _tail(tokenizer: Tokenizer, prompt_ids: Items[int]) -> str:
 
 
 def continues_inside(tags: Tags, message: Mapping[str, object]) -> bool:
-    """Whether a message that the model is to go on with stops inside its thoughts."""
+    """Whether a message that the model continues stops inside its thoughts."""
     text = message.get("content")
     return isinstance(text, str) and text.rfind(tags.open) > text.rfind(tags.close)
 
@@ -94,7 +94,7 @@ class Splitter:
         self._has_reasoning = False
 
     def push(self, text: str, is_last: bool) -> Split:
-        """Text that may be part of a tag, or a line end in front of one, waits; the last push lets it go."""
+        """Divide a piece. What may be a tag, and a line end in front of one, waits until the last push."""
         self._held += text
         reasoning = ""
         if self._state == "before":

@@ -39,7 +39,7 @@ def is_text(schema: object, schemas: Schemas) -> bool:
 
 
 def as_json(text: str, schema: object, schemas: Schemas) -> str:
-    """The value that a text stands for, as JSON: the JSON in it, unless it has the schema only as a text."""
+    """The value of a text, as JSON: the JSON in it, unless only the text itself matches the schema."""
     types = schemas.types(schema)
     plain = json.dumps(text, ensure_ascii=False)
     if types == {"string"}:

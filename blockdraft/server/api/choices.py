@@ -130,7 +130,7 @@ class AnswerChoice:
 
     @property
     def tool_calls(self) -> list[ToolCall]:
-        """The whole calls."""
+        """The complete calls."""
         calls: list[ToolCall] = []
         for call in (call for piece in self.pieces for call in piece.tool_calls):
             if call.id is not None:

@@ -16,7 +16,7 @@ from blockdraft.settings.model_source import public_id
 
 
 def models_response(request: Request, card: ModelCard, info: EngineInfo) -> Response:
-    """All models that are served: one."""
+    """The list of models: one."""
     if VERSION_HEADER in request.headers:
         return JSONResponse(_page(_model_info(card, info), request.query_params))
     models: ModelList = {"object": "list", "data": [card]}

@@ -29,7 +29,7 @@ class Writer(Protocol):
         """The complete answer, when all deltas are in."""
 
     def event(self, prompt: int, delta: Delta) -> str | None:
-        """Take a delta in. What to write, at once; None if there is nothing to show."""
+        """Take a delta in, and return what to write for it; None: nothing."""
 
     def end(self) -> str:
         """The last events of a stream."""

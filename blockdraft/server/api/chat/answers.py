@@ -42,7 +42,7 @@ TEXT_GOES_HERE = "\ue000text\ue000"  # as a chunk's text, it stands nowhere else
 
 
 class AnswerWriter(ABC):
-    """One answer, fed with the engine's deltas: its choices, and the objects around them."""
+    """One answer, made of the engine's deltas: its choices, and the objects around them."""
 
     KIND: ClassVar[str]  # `object` of a whole answer
     CHUNK_KIND: ClassVar[str]  # and of a chunk
@@ -77,7 +77,7 @@ class AnswerWriter(ABC):
         return self._object(self.KIND, choices) | {"usage": self.usage(), "metrics": self._metrics()}
 
     def event(self, prompt: int, delta: Delta) -> str | None:
-        """Take a delta in. What to write, at once; None if there is nothing to show."""
+        """Take a delta in, and return what to write for it; None: nothing."""
         choice = self._choice(prompt, delta)
         ahead = [] if choice.pieces else self._first_chunks(choice)
         choice.push(delta)
@@ -92,7 +92,7 @@ class AnswerWriter(ABC):
 
     @property
     def first_choice(self) -> AnswerChoice:
-        """The only one, where an API has no others."""
+        """The first choice; Responses and Messages have no others."""
         return self._choices[0]
 
     def _choice(self, prompt: int, delta: Delta) -> AnswerChoice:
@@ -255,7 +255,7 @@ class ChatAnswer(AnswerWriter):
         return answer
 
     def _first_chunks(self, choice: AnswerChoice) -> list[Json]:
-        """Say who speaks. Not before the first token: clients take the first event for it."""
+        """The chunk with the role. It goes out with the first token, as clients time the first event."""
         part: ChatChunkChoice = {
             "index": choice.index,
             "delta": {"role": "assistant", "content": ""},

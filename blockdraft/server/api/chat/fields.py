@@ -201,7 +201,7 @@ class _Generation(StructuredOutputFields, AnyBody):
 
 
 class ChatRequest(ToolFields, _Generation):
-    """The body of POST /v1/chat/completions. Other APIs put theirs into these words."""
+    """The body of POST /v1/chat/completions. Other APIs translate to it."""
 
     UNSUPPORTED: ClassVar[Unsupported] = {**AnyBody.UNSUPPORTED, "echo": (False,), "suffix": ("",)}
 
@@ -221,7 +221,7 @@ class ChatRequest(ToolFields, _Generation):
 
     @property
     def template_kwargs(self) -> Mapping[str, object]:
-        """Wishes that only a template can grant; some have a switch for thoughts instead of an effort."""
+        """Variables of the chat template. Some templates have a switch for thoughts instead of an effort."""
         wishes: dict[str, object] = {}
         if self.verbosity is not None:
             wishes["verbosity"] = self.verbosity
@@ -267,7 +267,7 @@ class CompletionRequest(_Generation):
 
     @property
     def is_scoring(self) -> bool:
-        """Only the prompt is asked for."""
+        """Whether the request asks for the prompt only."""
         return self.max_tokens == 0
 
     def check(self) -> None:
@@ -285,7 +285,7 @@ class CompletionRequest(_Generation):
 
 
 def _either(one: str, other: str) -> JsonDict:
-    """The schema of a body that has the first field; the other may be there as null."""
+    """The schema of a body with the field `one`; `other` may be null."""
     return {
         "required": [one],
         "properties": {one: {"not": {"type": "null"}}, other: {"type": "null"}},

@@ -1,4 +1,4 @@
-"""Log-probabilities in the shapes of both kinds of answers; every token has a name of its own.
+"""Log-probabilities in the shapes of both kinds of answers; every token has a unique name.
 
 A token may be a part of a character, and then has bytes but no text. They are written out as OpenAI does:
 `\\xf0\\x9f` in chat answers, `bytes:\\xf0\\x9f` in plain completions.
@@ -60,7 +60,7 @@ def text_logprobs(
 
 
 def _top(item: TokenLogprobs, num_top: int, tokenizer: Tokenizer) -> dict[str, float]:
-    """The likeliest tokens and the one that was taken."""
+    """The likeliest tokens and the chosen one."""
     pairs = (*item.top[:num_top], (item.token_id, item.logprob))
     return {_text_name(token_id, tokenizer): max(MIN_LOGPROB, logprob) for token_id, logprob in pairs}
 

@@ -1,4 +1,4 @@
-"""A chat request on its way to the engine: prompt, sampling, and what will take the answer apart.
+"""Prepares a chat request for the engine: prompt, sampling, and how to read the answer.
 
 `ChatRequest` is the one request and `AnswerPiece` the one stream of events inside the server. Other APIs are
 translations: into the first in front of `prepare_chat`, out of the second behind `PreparedChat.choices`.
@@ -35,7 +35,7 @@ from blockdraft.tool_calls.thoughts import (
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """How a model writes: its tool calls and its thoughts."""
+    """How a model writes tool calls and thoughts."""
 
     tokenizer: Tokenizer
     tools: ToolFormat
@@ -70,7 +70,7 @@ class PreparedChat:
         return "tools" if is_calls else self.asked.output_field
 
     def choices(self) -> list[AnswerChoice]:
-        """One for each answer, ready to take the engine's deltas in."""
+        """A choice for each answer, ready for the engine's deltas."""
         return [self._choice(index) for index in range(self.asked.n)]
 
     def _choice(self, index: int) -> AnswerChoice:
@@ -103,9 +103,9 @@ def draft_marks(
 
 
 def prepare_chat(asked: ChatRequest, dialect: Dialect, defaults: Mapping[str, float]) -> PreparedChat:
-    """Raises RequestError, naming the field. Takes long for long conversations.
+    """Prepare a request. Raises RequestError. Takes long for long conversations.
 
-    `defaults` are the model's own, for a request that does not say.
+    `defaults` are the model's own sampling parameters.
     """
     sampling = asked.sampling(defaults)
     prompt_ids = encode_conversation(asked, dialect)
@@ -128,8 +128,8 @@ def prepare_chat(asked: ChatRequest, dialect: Dialect, defaults: Mapping[str, fl
 def encode_conversation(asked: ChatRequest | TokenizeRequest, dialect: Dialect) -> list[int]:
     """The prompt. Tools are shown whatever `tool_choice` says, as vLLM does.
 
-    With "none" a conversation that has used tools stays one the model understands, and its cached prefix
-    stays in use; the answer is then not searched for calls.
+    So with "none" the model still understands a conversation that used tools, and the cached prefix still
+    matches; the answer is then not searched for calls.
     """
     if isinstance(asked, ChatRequest):
         is_added, options = False, dict(asked.template_kwargs)
@@ -160,7 +160,7 @@ def tokenize(asked: TokenizeRequest, dialect: Dialect) -> list[int]:
 
 
 def _shown_tags(asked: ChatRequest, dialect: Dialect) -> frozenset[str]:
-    """Special tokens that the answer's text has to show, so that thoughts and calls are found in it."""
+    """Special tokens that the server needs in the answer's text to find thoughts and calls."""
     tags: set[str] = set()
     if dialect.thoughts is not None:
         tags.update(dialect.thoughts.special)

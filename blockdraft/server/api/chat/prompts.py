@@ -1,6 +1,6 @@
-"""Turns requests into prompts that the engine can run, checked while the field at fault can be named.
+"""Turns requests into prompts, and checks them while the field at fault is known.
 
-Encoding takes long for long conversations: the routes run these functions beside the event loop.
+Encoding takes long for long conversations: the routes run these functions in a thread.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def fill_in(prompt: str | list[int], asked: CompletionRequest, tokenizer: Tokeni
 
 
 def echoed_texts(asked: CompletionRequest, prompts: Items[list[int]], tokenizer: Tokenizer) -> list[str]:
-    """The prompts as text, if they are to be repeated."""
+    """The prompts as text, if the request asks for an echo."""
     if not asked.echo:
         return []
     return [
@@ -71,7 +71,7 @@ def token_texts(tokens: Items[int], tokenizer: Tokenizer) -> list[str]:
 
 
 def check_tokens(tokens: Items[int], info: EngineInfo) -> None:
-    """Raises RequestError for an id that is no token's: it would be left out without a word."""
+    """Raises RequestError for an id outside the vocabulary, which decoding would skip silently."""
     wrong = next((token for token in tokens if token >= info.vocab_size), None)
     if wrong is not None:
         raise RequestError(
@@ -80,7 +80,7 @@ def check_tokens(tokens: Items[int], info: EngineInfo) -> None:
 
 
 def check_prompts(prompts: Items[Items[int]], field: str, sampling: SamplingParams, info: EngineInfo) -> None:
-    """Raises RequestError for what the engine can never run; the prompts come from `field`."""
+    """Raises RequestError for prompts that the engine can never run; they come from `field`."""
     names = {"prompt": field, "width": "speculative"}
     for prompt_ids in prompts:
         try:

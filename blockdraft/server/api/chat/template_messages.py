@@ -1,4 +1,4 @@
-"""Conversations as chat templates expect them: calls and their results checked, and in one shape."""
+"""Checks tool calls and their results in a conversation, and shapes messages for chat templates."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def for_template(messages: Items[Message], *, has_developer: bool) -> list[dict[
 
 
 def _as_said(message: Message) -> dict[str, object]:
-    """A message of the model: its thoughts under all names, and a refusal as the text that it is."""
+    """A message of the model, with its thoughts under all names, and a refusal as text."""
     said = dict(message)
     thoughts = said.get("reasoning_content", said.get("reasoning"))
     if isinstance(thoughts, str) and thoughts:
@@ -108,7 +108,7 @@ def _with_object(call: dict[str, object], names: dict[str, str]) -> dict[str, ob
 
 
 def _object(arguments: object) -> object:
-    """Arguments as an object. What a model has written wrong is shown to it as it was, never refused."""
+    """Arguments as an object. Invalid JSON of a model is shown to it as it was, never refused."""
     if not isinstance(arguments, str):
         return arguments or {}
     try:

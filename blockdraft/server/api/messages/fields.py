@@ -44,7 +44,7 @@ NAMES = {
 
 
 class ThinkingSettings(StrictFields):
-    """Whether the model is to think first, and for how many tokens at most."""
+    """Whether to think first, and for how many tokens at most."""
 
     model_config = ConfigDict(json_schema_extra=needs("type", "enabled", "budget_tokens"))
 

@@ -20,7 +20,7 @@ def system_text(system: str | list[dict[str, object]] | None) -> str | None:
 
 
 def conversation_of(messages: list[dict[str, object]]) -> Conversation:
-    """All turns. What a block says about caching is ours to know anyway."""
+    """All turns. What blocks say about caching is ignored: the server caches prefixes by itself."""
     conversation = Conversation()
     for turn in all_of(messages, "messages"):
         role = turn.text("role")
@@ -36,7 +36,7 @@ def conversation_of(messages: list[dict[str, object]]) -> Conversation:
 
 
 def _add_system(conversation: Conversation, text: str) -> None:
-    """Many templates know a system message in the first place only: a later one is a reminder to the user."""
+    """Many templates accept a system message in the first place only: later ones become reminders."""
     if conversation.messages:
         conversation.add_user(f"<system-reminder>\n{text}\n</system-reminder>")
     else:
@@ -53,7 +53,7 @@ def _blocks(turn: Nested) -> list[Nested]:
 
 
 def _add_user(conversation: Conversation, blocks: list[Nested]) -> None:
-    """The results of tools first: they answer the turn before."""
+    """Add the results of tools first, as they answer the turn before."""
     rest = []
     for block in blocks:
         if block.get("type") == "tool_result":

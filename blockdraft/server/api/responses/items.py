@@ -1,4 +1,4 @@
-"""Items of a conversation as the Responses API knows them, as messages of a chat."""
+"""Turns items of the Responses API into messages of a chat."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def full_name(namespace: str, name: str) -> str:
 
 
 def add_input(conversation: Conversation, given: str | list[dict[str, object]], find: FindItem) -> None:
-    """Add what a request says; `find` knows the items that it only refers to."""
+    """Add a request's input; `find` returns the items that it refers to by id."""
     if isinstance(given, str):
         conversation.say("user", given)
         return
@@ -89,7 +89,7 @@ def _thoughts(item: Nested) -> str:
 
 
 def sealed(thoughts: str) -> str:
-    """Thoughts for clients that keep them for us. Not a secret: they are the client's own."""
+    """Encoded thoughts, which a client sends back. They are not secret: they are the client's own."""
     return _SEALED + base64.b64encode(thoughts.encode()).decode()
 
 

@@ -1,4 +1,4 @@
-"""The routes of OpenAI's Responses API, over what is kept of earlier responses."""
+"""The routes of OpenAI's Responses API, and its stored responses."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class _ResponsesApi:
         return self._host.tell(answer, asked)
 
     async def count(self, request: Request) -> Response:
-        """The length of the prompt that a request would have."""
+        """The number of prompt tokens of a request."""
         asked = await self._host.read(request, InputTokensRequest)
         with renamed(NAMES):
             conversation = self._conversation(asked)
@@ -81,7 +81,7 @@ class _ResponsesApi:
         return error_response(404, text, INVALID)
 
     async def one(self, request: Request) -> Response:
-        """A stored response, or its end."""
+        """Return or delete a stored response."""
         response_id = request.path_params["response_id"]
         if response_id in _NAMES:
             raise HTTPException(405, headers={"Allow": "POST"})

@@ -1,7 +1,7 @@
 """Responses that a client may come back to, in bounded memory: the oldest go first.
 
 Each one holds its whole conversation, so that it can be continued when those before it have gone. Their ids
-are random: whoever knows one was given it. What is kept is JSON text, whose size is known; the objects that
+are random: only its client knows one. They are kept as JSON text, whose size is known; the objects that
 it describes would take up to twenty times as much.
 """
 
@@ -66,7 +66,7 @@ class ResponseStore:
         return StoredResponse(_read(kept.answer), tuple(_read(kept.messages)), _read(kept.items))
 
     def item(self, item_id: str) -> Mapping[str, object] | None:
-        """A part of any answer that is kept."""
+        """An item of any stored response."""
         owner = self._owners.get(item_id)
         if owner is None:
             return None
@@ -74,7 +74,7 @@ class ResponseStore:
         return found
 
     def put(self, response_id: str, stored: StoredResponse) -> None:
-        """Keep it, unless it alone is too large."""
+        """Store a response, unless it alone is too large."""
         kept = _Kept(
             _written(stored.answer), _written(stored.messages), _written(stored.items), tuple(stored.items)
         )
@@ -87,7 +87,7 @@ class ResponseStore:
             self.remove(next(iter(self._kept)))
 
     def remove(self, response_id: str) -> bool:
-        """Whether it was there."""
+        """Delete a response, and return whether it was there."""
         kept = self._kept.pop(response_id, None)
         if kept is None:
             return False

@@ -1,4 +1,4 @@
-"""Stored responses told again: as the events of a stream, and the items that they were made of."""
+"""Replays stored responses as events of a stream, and lists their input items."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PAGE = 20
 
 
 def flag(query: Mapping[str, str], name: str) -> bool:
-    """A truth value in an address."""
+    """A boolean in the query."""
     given = query.get(name, "false")
     if given not in ("true", "false"):
         raise RequestError(f"'{name}' is {shown(given)}: use true or false.", name)
@@ -27,7 +27,7 @@ def flag(query: Mapping[str, str], name: str) -> bool:
 
 
 def number(query: Mapping[str, str], name: str, default: int, *, least: int, most: int) -> int:
-    """A whole number in an address."""
+    """An integer in the query."""
     given = query.get(name, str(default))
     is_number = given.isascii() and given.isdecimal() and len(given) < 16
     if not is_number or not least <= int(given) <= most:
@@ -41,7 +41,7 @@ def number(query: Mapping[str, str], name: str, default: int, *, least: int, mos
 def replayed(answer: schemas.Response, starting_after: int | None) -> str:
     """The events of a stored response, each text in one piece, from the event behind `starting_after` on.
 
-    They have numbers of their own. The last event, which holds the whole response, is always among them.
+    The events are numbered from 0. The last event, which holds the whole response, is always among them.
     """
     events = [*_events(answer)]
     first = 0 if starting_after is None else min(starting_after + 1, len(events) - 1)
@@ -79,7 +79,7 @@ def _part(index: int, item: schemas.Item) -> AnswerPart:
 
 
 def _begun(item: schemas.Item, status: schemas.ItemStatus) -> schemas.Item:
-    """The item before anything was in it."""
+    """The item when it was still empty."""
     empty: dict[str, object] = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
     kept = {name: value for name, value in item.items() if name != "encrypted_content"}
     return cast(schemas.Item, {**kept, **empty, "status": status})
@@ -91,7 +91,7 @@ def _begun(item: schemas.Item, status: schemas.ItemStatus) -> schemas.Item:
 def input_page(
     answer: schemas.Response, messages: Items[Message], query: Mapping[str, str]
 ) -> schemas.InputItems:
-    """A page of the items that a response was made of, the newest first unless `order` is asc."""
+    """A page of a response's input items, the newest first unless `order` is asc."""
     limit, order = number(query, "limit", PAGE, least=1, most=MAX_PAGE), query.get("order", "desc")
     if order not in ("asc", "desc"):
         raise RequestError(f"'order' is {shown(order)}: use asc or desc.", "order")
@@ -114,7 +114,7 @@ def input_page(
 
 
 def _input_items(answer: schemas.Response, messages: Items[Message]) -> list[schemas.InputItem]:
-    """All items of the conversation but the answer's own, which are its last."""
+    """All items of the conversation but the last, which are the answer's own."""
     name = answer["id"].removeprefix("resp_")
     spaces = namespaces_of(answer["tools"])
     items = [item for message in messages for item in _items(message, spaces)]
@@ -129,7 +129,7 @@ _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "functi
 
 
 def is_half_a_call(item: schemas.Item) -> bool:
-    """Whether it is a call that was cut off: no template could show it."""
+    """Whether it is a call that was cut off, which no template could show."""
     return item["type"] == "function_call" and item["status"] != "completed"
 
 
