@@ -131,5 +131,5 @@ the share of steps in which the draft at a position was accepted.
 
 
 def _shown(fit: DrafterFit) -> list[int]:
-    """Positions of a card's table: enough to see the slope."""
+    """Return the positions shown in a card's table: enough to see the slope."""
     return [place for place in (0, 1, 2, 3, 5, 7, 11, 14) if place < len(fit.accepted)]

@@ -1,10 +1,10 @@
-"""OfflineBatch: answers to many prompts at once, for whoever reads only the end.
+"""OfflineBatch answers many prompts at once, for callers that need only the finished answers.
 
-The same step, cache and kernels as Engine.step, with nothing of what a server needs between steps: no text,
-no stream, no prefix cache, no preemption. Every row keeps its pages for good, and steps run in rounds without
-a word to the host; a row that ended inside a round runs to the round's end in vain. On a GPU with thousands
-of rows this is what makes the difference: Engine.step spends about ten microseconds on each row and step.
-There the rows are two halves, and while the device runs a round of one, the host looks after the other.
+It uses the step, cache and kernels of Engine.step, without what a server needs between steps: no text,
+no stream, no prefix cache, no preemption. Every row keeps its pages, and steps run in rounds without the
+host; a row that ends inside a round runs on to the round's end in vain. With thousands of rows on a GPU this
+matters, since Engine.step spends about ten microseconds per row and step.
+There the rows are two halves: while the device runs a round of one, the host handles the other.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from blockdraft.kernels.transfer import to_device
 from blockdraft.planner.plan import Plan
 from blockdraft.step.prefill import prefill_step
 
-ROUND = 16  # steps; longer rounds look at the host less often, and waste more of rows that have ended
+ROUND = 16  # steps; longer rounds need the host less often, but waste more steps of ended rows
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
     """One prompt. Its answer ends at an end-of-sequence token, or with `max_tokens`.
 
-    With `max_repeat` it ends as well, at the end of a round, once so many tokens in a row were said before:
+    With `max_repeat` it also ends, at the end of a round, once it repeats its last so many tokens:
     a greedy answer that loops seldom leaves the loop.
     """
 
-    key: int  # whatever tells the asker which one it is
+    key: int  # chosen by the caller
     prompt_ids: tuple[int, ...]
     max_tokens: int
     temperature: float = 0.0
@@ -47,7 +47,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class OfflineAnswer:
-    """What the target said, its end token included."""
+    """The target's answer, its end token included."""
 
     question: Question
     token_ids: tuple[int, ...]
@@ -61,7 +61,7 @@ class _Row:
     pieces: list[np.ndarray] = field(default_factory=list)
 
     def is_over(self) -> bool:
-        """Whether it ends here, though the target did not say so."""
+        """Return whether to end the answer here, without an end token."""
         count = self.question.max_repeat
         if self.num_tokens >= self.question.max_tokens:
             return True
@@ -73,7 +73,7 @@ class _Row:
 
 @dataclass(slots=True)
 class _Half:
-    """Rows that run together, and the round of theirs that the device may still be running."""
+    """Rows that run together, and their current round on the device."""
 
     places: range
     rows: dict[int, _Row] = field(default_factory=dict)
@@ -94,7 +94,7 @@ class _Round:
 
 
 def make_offline_batch(models: LoadedPair, plan: Plan, *, graphs: bool = True) -> OfflineBatch:
-    """Make as many rows as the plan has pages for, when each keeps enough of them for a whole context."""
+    """Make as many rows as the plan's pages allow, if each row keeps pages for a whole context."""
     per_row = -(-plan.max_positions // plan.page_size)
     rows = min(plan.max_num_seqs, plan.num_pages // per_row)
     if rows < 1:
@@ -109,13 +109,13 @@ def make_offline_batch(models: LoadedPair, plan: Plan, *, graphs: bool = True) -
 
 
 class OfflineBatch:
-    """Takes over `engine`, which must be idle: its rows and pages are used without its scheduler."""
+    """Uses the rows and pages of an idle `engine` directly, without its scheduler."""
 
     def __init__(self, engine: Engine) -> None:
         plan = engine.plan
         self._engine = engine
         self._num_pages = min(plan.num_pages // plan.max_num_seqs, engine.rows.page_table.shape[1])
-        # A row that has ended runs on to the end of its round: there must be slots and angles for that, too.
+        # A row that has ended runs on to the end of its round, which needs slots and angles, too.
         self.max_model_len = min(self._num_pages * plan.page_size, plan.max_positions) - ROUND
         self._end_ids = tuple(sorted(engine.models.tokenizer.eos_ids))
         middle = plan.max_num_seqs // 2 if engine.models.device.type == "cuda" else 0
@@ -125,11 +125,11 @@ class OfflineBatch:
             engine.rows.set_pages([(row, 0, range(first, first + self._num_pages))])
 
     def close(self) -> None:
-        """Let go of the cache, which graphs hold on to."""
+        """Drop the graphs, which hold the cache."""
         self._engine.drop_graphs()
 
     def answer(self, questions: Iterable[Question]) -> Iterator[OfflineAnswer]:
-        """Answers as they end, which is not the order of the questions."""
+        """Yield answers as they end, not in the order of the questions."""
         waiting = iter(questions)
         while True:
             for half in self._halves:
@@ -158,8 +158,8 @@ class OfflineBatch:
         length = len(question.prompt_ids) + question.max_tokens
         if not question.prompt_ids or length > self.max_model_len:
             raise RequestError(
-                f"a prompt of {len(question.prompt_ids)} tokens and up to {question.max_tokens} of answer: "
-                f"a row holds 1 to {self.max_model_len}."
+                f"a prompt of {len(question.prompt_ids)} tokens and {question.max_tokens} of answer: "
+                f"a row holds 1 to {self.max_model_len} tokens."
             )
 
     def _sampling(self, question: Question) -> RowSampling:
@@ -223,7 +223,7 @@ class OfflineBatch:
         half.round = _Round(rows, host, event)
 
     def _collect(self, half: _Half) -> Iterator[OfflineAnswer]:
-        """The answers that ended in its last round."""
+        """Yield the answers that ended in its last round."""
         if half.round is None:
             return
         tokens, rows = half.round.wait(), half.round.rows

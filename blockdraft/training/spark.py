@@ -1,4 +1,4 @@
-"""DSpark's Markov head in training: a drafter that gets one, and the loss that it shares with the body.
+"""Adds DSpark's Markov head to a drafter, and computes the loss of head and body.
 
 The head sees the true token before each draft. The loss of a draft is 0.1 cross-entropy + 0.9 total variation
 between the distributions of drafter and target; one minus that variation is how often the draft is accepted.
@@ -37,7 +37,7 @@ def spark_json(raw: Mapping[str, object], rank: int) -> dict[str, object]:
         return {**raw, **heads, "speculators_model_type": "dspark", "sample_from_anchor": True}
     config = read_draft_config(raw, name="the drafter")
     section = raw.get("dflash_config")
-    other = {*heads, "sample_from_anchor", "shift_label"}  # what it says itself, or no longer does
+    other = {*heads, "sample_from_anchor", "shift_label"}  # keys that are set anew, or dropped
     said = section if isinstance(section, Mapping) else {}
     own = {key: value for key, value in said.items() if key not in other}
     rest = {key: value for key, value in raw.items() if key not in {*other, "auto_map"}}
