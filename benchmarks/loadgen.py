@@ -26,7 +26,7 @@ from pathlib import Path
 
 from benchmarks.record import context, save, table
 from blockdraft.bench.client import Client
-from blockdraft.bench.load import poisson, run_block, run_in_loop
+from blockdraft.bench.load import poisson, run_in_loop, send_block
 from blockdraft.bench.null_server import StreamPace, null_server
 from blockdraft.bench.records import SPECULATIVE, Answer, Ask, OfferedLoad, Prompt
 
@@ -78,7 +78,7 @@ async def measure(url: str, load: OfferedLoad, times: list[float | None]) -> Sam
     clock = time.monotonic
     async with Client(url, "m", clock=clock) as client:
         start_s, busy_s, ready_s = clock(), time.process_time(), waited_s()
-        answers = await run_block(client, asks, load)
+        answers = (await send_block(client, asks, load)).all_answers()
         seconds = clock() - start_s
     failed = [answer.error for answer in answers if answer.error is not None]
     assert not failed, failed[0]

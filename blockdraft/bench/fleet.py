@@ -18,8 +18,8 @@ from dataclasses import replace
 from typing import Self
 
 from blockdraft.bench.client import Client, OnAnswer
-from blockdraft.bench.load import Ledger, fill
-from blockdraft.bench.records import Answer, Ask, OfferedLoad
+from blockdraft.bench.load import Ledger, send_block
+from blockdraft.bench.records import Ask, OfferedLoad
 from blockdraft.bench.worker_messages import (
     Answered,
     Begin,
@@ -90,18 +90,7 @@ class Fleet:
             *command, stdin=PIPE, stdout=PIPE, pass_fds=[file], start_new_session=True
         )
 
-    async def run_block(
-        self,
-        client: Client,
-        asks: Sequence[Ask],
-        load: OfferedLoad,
-        on_answer: OnAnswer | None = None,
-        stop: asyncio.Event | None = None,
-    ) -> list[Answer]:
-        """Send a block, as SendBlock says, from as many processes as the load wants."""
-        return (await self.fill(client, asks, load, on_answer, stop)).all_answers()
-
-    async def fill(
+    async def send_block(
         self,
         client: Client,
         asks: Sequence[Ask],
@@ -109,10 +98,10 @@ class Fleet:
         on_answer: OnAnswer | None = None,
         stop: asyncio.Event | None = None,
     ) -> Ledger:
-        """Send a block as run_block does; returns all that is known of it."""
+        """Send a block, as SendBlock says, from as many processes as the load needs."""
         count = self.num_processes(load)
         if count == 1:
-            return await fill(client, asks, load, on_answer, stop)
+            return await send_block(client, asks, load, on_answer, stop)
         processes = self._processes[:count]
         await self._share_out(processes, client, asks, load)
         ledger = Ledger(asks, start_s=client.clock(), on_answer=on_answer)

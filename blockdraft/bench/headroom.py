@@ -36,7 +36,7 @@ async def _burst(fleet: Fleet, load: OfferedLoad) -> GeneratorFigures:
     asks = [Ask(PROMPT, SPECULATIVE, max_tokens=pace.num_tokens)] * streams
     with null_server(pace) as (url, _):
         async with Client(url, "null") as client:
-            ledger = await fleet.fill(client, asks, OfferedLoad(concurrency=streams))
+            ledger = await fleet.send_block(client, asks, OfferedLoad(concurrency=streams))
     num_events = sum(answer.num_events for answer in ledger.all_answers())
     return {
         "concurrency": load.concurrency,

@@ -28,7 +28,7 @@ def poisson(num: int, rate: float, seed: int) -> list[float]:
 
 
 class SendBlock(Protocol):
-    """Sends a block: from this process (run_block), or from several (Fleet.run_block)."""
+    """Sends a block from this process (`send_block`) or from several (`Fleet.send_block`)."""
 
     async def __call__(
         self,
@@ -37,34 +37,23 @@ class SendBlock(Protocol):
         load: OfferedLoad,
         on_answer: OnAnswer | None = None,
         stop: asyncio.Event | None = None,
-    ) -> list[Answer]:
-        """Return the answers, all turns, in the order of `asks`; `on_answer` gets each as it ends.
+    ) -> Ledger:
+        """Send all asks and return the ledger of their answers; `on_answer` gets each as it ends.
 
         Without a rate `load.concurrency` conversations run at a time, and the next begins the moment one
-        ends. With a rate each begins at its `at_s`, whatever else is running. When `stop` is set what runs is
-        given up. Everything asked for is answered, if only by an error that begins with NOT_SENT.
+        ends. With a rate each begins at its `at_s`, whatever else is running. When `stop` is set, running
+        requests are given up. Every ask gets an answer, if only an error that begins with NOT_SENT.
         """
 
 
-async def run_block(
-    client: Client,
-    asks: Sequence[Ask],
-    load: OfferedLoad,
-    on_answer: OnAnswer | None = None,
-    stop: asyncio.Event | None = None,
-) -> list[Answer]:
-    """Send a block from this process, as SendBlock says."""
-    return (await fill(client, asks, load, on_answer, stop)).all_answers()
-
-
-async def fill(
+async def send_block(
     client: Client,
     asks: Sequence[Ask],
     load: OfferedLoad,
     on_answer: OnAnswer | None = None,
     stop: asyncio.Event | None = None,
 ) -> Ledger:
-    """Send a block as run_block does; returns all that is known of it."""
+    """Send a block from this process, as SendBlock says."""
     with quiet_collector():
         ledger = Ledger(asks, start_s=client.clock(), on_answer=on_answer)
         await send(client, ledger, load, iter(in_order(asks)), stop or asyncio.Event())

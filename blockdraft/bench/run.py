@@ -17,7 +17,7 @@ from typing import NamedTuple
 from blockdraft.bench.client import Client
 from blockdraft.bench.endpoint import Endpoint, read_speculation
 from blockdraft.bench.filler import filler
-from blockdraft.bench.load import MAX_REFUSED, SendBlock, poisson, run_block
+from blockdraft.bench.load import MAX_REFUSED, SendBlock, poisson, send_block
 from blockdraft.bench.records import (
     Answer,
     Arm,
@@ -147,7 +147,7 @@ class Runner:
         *,
         watcher: Watcher | None = None,
         stop: asyncio.Event | None = None,
-        send: SendBlock = run_block,
+        send: SendBlock = send_block,
         run_id: str | None = None,
     ) -> None:
         self.grid = grid
@@ -250,7 +250,8 @@ class Runner:
         return await read_speculation(server.endpoint.url, server.client.api_key, server.endpoint.model)
 
     async def _block(self, server: Server, asks: list[Ask], load: OfferedLoad) -> list[Answer]:
-        answers = await self._send(server.client, asks, load, on_answer=self._watcher.take, stop=self._stop)
+        ledger = await self._send(server.client, asks, load, on_answer=self._watcher.take, stop=self._stop)
+        answers = ledger.all_answers()
         if self._stop.is_set():
             self.outcome.trouble = INTERRUPTED
         elif server.client.num_refused >= min(MAX_REFUSED, len(asks)):

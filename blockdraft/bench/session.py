@@ -115,7 +115,7 @@ class Session:
             _on_endings(stop.set)
             with ProgressView(self.grid.total * len(servers), self.console) as watch:
                 runner = Runner(
-                    self.grid, servers, watcher=watch, stop=stop, send=fleet.run_block, run_id=self.run_id
+                    self.grid, servers, watcher=watch, stop=stop, send=fleet.send_block, run_id=self.run_id
                 )
                 outcome = await runner.run()
         found.add(servers, outcome)

@@ -11,7 +11,7 @@ import pytest
 
 from blockdraft.bench.client import Client
 from blockdraft.bench.fleet import Fleet, num_processes
-from blockdraft.bench.load import poisson, run_block, run_in_loop
+from blockdraft.bench.load import poisson, run_in_loop, send_block
 from blockdraft.bench.records import NOT_SENT, SPECULATIVE, Ask, OfferedLoad, Prompt
 from blockdraft.errors import BenchError
 from tests.bench.stub import MODEL, Script, Stub
@@ -38,7 +38,7 @@ def run(url, asked, load, **options):
             event = asyncio.Event()
             if stop is not None:
                 asyncio.get_running_loop().call_later(stop, event.set)
-            return await run_block(client, asked, load, stop=event, **options)
+            return (await send_block(client, asked, load, stop=event, **options)).all_answers()
 
     return asyncio.run(work())
 
@@ -132,7 +132,7 @@ def test_a_later_block_tries_again(stub):
     async def work():
         async with Client(stub.url, MODEL, clock=time.perf_counter) as client:
             client.num_refused = 3
-            return await run_block(client, asks(2), OfferedLoad())
+            return (await send_block(client, asks(2), OfferedLoad())).all_answers()
 
     assert all(answer.is_ok for answer in asyncio.run(work()))
 
@@ -176,7 +176,7 @@ def run_fleet(*blocks, stop_after_s=None, on_answer=None):
                 asyncio.get_running_loop().call_later(stop_after_s, stop.set)
             for url, asked, load in blocks:
                 async with Client(url, MODEL, timeout_s=20) as client:
-                    answers = await fleet.run_block(client, asked, load, on_answer, stop)
+                    answers = (await fleet.send_block(client, asked, load, on_answer, stop)).all_answers()
                     found.append((answers, client.num_refused))
         return found
 
@@ -236,7 +236,7 @@ def test_a_process_that_dies_is_told_and_the_others_end(stub):
         async with Fleet([load], limit=2) as fleet, Client(stub.url, MODEL) as client:
             children.extend(process.pid for process in fleet._processes)
             asyncio.get_running_loop().call_later(0.3, os.kill, children[0], signal.SIGKILL)
-            await fleet.run_block(client, asks(66), load)
+            await fleet.send_block(client, asks(66), load)
 
     with pytest.raises(BenchError, match="a process of the load generator ended with code -9"):
         run_in_loop(work())
