@@ -13,7 +13,7 @@ ROOT = Path(blockdraft.__file__).parent
 # Each room may import the rooms of its own line (its own alone, of several) and of the lines below it.
 FLOORS = [
     {"cli"},
-    {"training", "doctor"},
+    {"training", "doctor", "prove"},
     {"server", "bench", "launch", "llm"},
     {"tool_calls"},
     {"start"},
@@ -59,7 +59,7 @@ LAUNCH_BORROWS = {  # a drafter's block and kind, where its files are, and wheth
 BENCH_LIBRARIES = {"blockdraft", "aiohttp", "numpy", "rich", "huggingface_hub", "pyarrow", "uvloop"}
 PICKLES = {"bench.worker_messages"}  # through pipes between our own processes, never from a file
 TORCH_FREE = {
-    *("planner", "settings", "machine", "launch", "bench"),
+    *("planner", "settings", "machine", "launch", "bench", "prove"),
     *("errors", "phases", "prometheus_text", "fp4_kernels"),
     *("models.config", "models.draft_config", "cache.spec"),
     *("engine.request", "engine.info", "engine.stats", "engine.streams"),

@@ -77,6 +77,7 @@ class Endpoint:
     drafter_kind: str | None = None  # "DFlash2", "n-grams", or the engine's word
     drafter_hash: str | None = None
     kv_dtype: str | None = None  # of keys and values, where our engine says it
+    sampling: Mapping[str, float] = field(default_factory=dict)  # defaults that the server declares
     notices: tuple[str, ...] = ()  # shown with every result
     fp4_kernels: tuple[str, ...] = ()  # from the log of an engine that we started
 
@@ -156,6 +157,7 @@ async def probe(url: str, api_key: str | None = None, model: str | None = None) 
             drafter_kind=_text(engine, "draft_kind") or _text(info, "speculative_algorithm"),
             drafter_hash=_text(engine, "draft_hash"),
             kv_dtype=_text(engine, "kv_dtype"),
+            sampling=_numbers(engine, "sampling"),
             notices=_texts(engine, "notices"),
             fp4_kernels=_texts(engine, "fp4_kernels"),
         )
@@ -251,6 +253,12 @@ def _is_speculative(kind: Kind, engine: Json, info: Json, metrics: str, *, is_me
 def _texts(parent: Json, key: str) -> tuple[str, ...]:
     found = parent.get(key)
     return tuple(map(str, found)) if isinstance(found, list) else ()
+
+
+def _numbers(parent: Json, key: str) -> dict[str, float]:
+    found = parent.get(key)
+    pairs = found.items() if isinstance(found, dict) else ()
+    return {str(name): value for name, value in pairs if isinstance(value, int | float)}
 
 
 def _text(parent: Json, key: str) -> str | None:

@@ -19,7 +19,7 @@ from blockdraft.start.driver_warmup import ended_by_ctrl_c
 
 COMMANDS = (
     *("chat", "run", "generate", "serve", "bench", "train", "fit"),
-    *("fetch", "models", "settings", "plan", "doctor", "kv"),
+    *("fetch", "models", "settings", "plan", "doctor", "kv", "prove"),
 )
 EXIT_ERROR = 2
 EXIT_INTERRUPT = 130  # 128 + SIGINT, as shells report it

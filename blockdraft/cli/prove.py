@@ -1,0 +1,120 @@
+"""blockdraft prove: does a server give the same answer however it is asked?"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from blockdraft.cli.flags import add_settings, flags_of, given_settings, settings_from
+from blockdraft.errors import BenchError
+from blockdraft.settings.settings import environment_api_key, forget_environment_settings
+
+if TYPE_CHECKING:
+    from blockdraft.prove.report import ProveReport
+    from blockdraft.prove.session import ProveOptions
+
+SUMMARY = "test whether a server gives equal answers however it is asked"
+USAGE = "blockdraft prove [URL] [flags]"
+DESCRIPTION = (
+    "Ask an OpenAI-compatible server (blockdraft, vLLM, SGLang, llama.cpp) the same questions with drafts "
+    "and without, alone and in company, in another order, with a prefix hit, streamed, with "
+    "log-probabilities, with n, with a seed, with defaults left out and after a restart, and count the "
+    "answers that are equal. Without URL, start `blockdraft serve` with the engine flags below. The exit "
+    "code is 1 if answers differ."
+)
+EXIT_DIFFERENT = 1
+EXIT_TROUBLE = 2
+QUICK = (8, 48)  # questions, and tokens of an answer
+USUAL = (64, 128)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("url", nargs="?", metavar="URL", help="a running server")
+    add("--plain-url", metavar="URL", help="another server of the same model without drafts: the baseline")
+    add("--name", help="the model to ask, if the server has several")
+    add("--api-key", metavar="KEY", help="key to send to the server (default: $BLOCKDRAFT_API_KEY)")
+    add("--quick", action="store_true", help=f"{QUICK[0]} questions of {QUICK[1]} tokens: a minute or two")
+    add("--num-prompts", type=int, metavar="N", help=f"questions, at most 96 (default: {USUAL[0]})")
+    add("--max-tokens", type=int, metavar="N", help=f"longest answer in tokens (default: {USUAL[1]})")
+    add("--restart", metavar="COMMAND", help="restarts the server; then all is asked once more")
+    add("--timeout", type=float, default=600.0, metavar="S", help="seconds a request may take (default: 600)")
+    add("--json", type=Path, metavar="FILE", help="write all findings there")
+    add("--html", type=Path, metavar="FILE", help="write a page there")
+    add_settings(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    options = _options(args)
+    for path in (args.json, args.html):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise BenchError(f"cannot write {path}: there is no such folder.")
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # our own server must end with us
+    try:
+        return asyncio.run(_prove(args, options))
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _options(args: argparse.Namespace) -> ProveOptions:
+    from blockdraft.prove.session import ProveOptions
+
+    given = given_settings(args)
+    if args.url is not None and given:
+        flag = next(iter(given)).replace("_", "-")
+        raise BenchError(f"--{flag} is for our own server, not for {args.url}: leave it out.")
+    flags = []
+    if args.url is None:
+        flags = flags_of(settings_from(args))
+        forget_environment_settings()  # the flags contain them now
+    num_prompts, max_tokens = QUICK if args.quick else USUAL
+    return ProveOptions(
+        url=args.url,
+        plain_url=args.plain_url,
+        model=args.name,
+        api_key=args.api_key or environment_api_key(),
+        num_prompts=num_prompts if args.num_prompts is None else args.num_prompts,
+        max_tokens=max_tokens if args.max_tokens is None else args.max_tokens,
+        restart=args.restart,
+        timeout_s=args.timeout,
+        server_flags=flags,
+    )
+
+
+async def _prove(args: argparse.Namespace, options: ProveOptions) -> int:
+    from rich.console import Console
+
+    from blockdraft.prove.session import prove
+
+    report = await prove(options, Console(stderr=True, highlight=False, markup=False))
+    _show(args, report)
+    if report.trouble is not None:
+        return EXIT_TROUBLE
+    return 0 if report.is_equal else EXIT_DIFFERENT
+
+
+def _show(args: argparse.Namespace, report: ProveReport) -> None:
+    from rich.console import Console
+
+    from blockdraft.bench.sheet import clean, to_rich
+
+    if args.json is not None:
+        args.json.write_text(report.to_json(), encoding="utf-8")
+    if args.html is not None:
+        args.html.write_text(report.to_html(), encoding="utf-8")
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, markup=False, width=160)
+    console.print(to_rich(report.sheet()))
+    for line in report.details():
+        console.print(clean(line), soft_wrap=True)
+    console.print(clean(report.verdict), soft_wrap=True)
+    for path in (args.json, args.html):
+        if path is not None:
+            print(f"written: {path}", file=sys.stderr)

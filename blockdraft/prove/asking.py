@@ -1,0 +1,236 @@
+"""Asks one question of one server in a given form, and waits where the server is busy."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+import time
+from collections.abc import AsyncIterator, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Self
+
+import aiohttp
+
+from blockdraft.bench import wire
+from blockdraft.bench.endpoint import Endpoint
+from blockdraft.bench.wire import Json, inside
+from blockdraft.jsonl import as_object
+from blockdraft.prove.questions import ProveQuestion
+
+BUSY = (429, 503)  # statuses of a server that wants to be asked later
+PATIENCE_S = 300.0  # for a busy server, each question; arbitrary
+MAX_PAUSE_S = 30.0
+NUM_TOP = 2  # likeliest tokens that are asked for: enough to see how close a tie was
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """One way to put a question; without arguments: whole, one choice, with drafts, with a new salt."""
+
+    has_drafts: bool = True
+    is_streamed: bool = False
+    has_logprobs: bool = False
+    num_choices: int = 1
+    salt: str | None = None  # the prefix cache's; None: a new one for each request
+    seed_step: int = 0  # added to the question's seed
+    said: Mapping[str, float] | None = None  # sampling fields; None: the question's temperature, top_p 1
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One token of an answer and the log-probabilities of the two likeliest tokens in its place."""
+
+    text: str
+    tops: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(slots=True)
+class GivenAnswer:
+    """One answer."""
+
+    text: str = ""  # thoughts included
+    finish_reason: str | None = None
+    tokens: list[Token] = field(default_factory=list)  # empty: without log-probabilities
+
+    def add(self, part: Mapping[str, object], logprobs: object) -> None:
+        """Add a message, or a delta of one, and the log-probabilities of its tokens."""
+        for name in ("reasoning_content", "reasoning", "content"):
+            piece = part.get(name)
+            self.text += piece if isinstance(piece, str) else ""
+        entries = inside(logprobs, "content")
+        for entry in entries if isinstance(entries, list) else ():
+            tops = inside(entry, "top_logprobs")
+            self.tokens.append(Token(str(inside(entry, "token")), tuple(_tops(tops))))
+
+
+@dataclass(slots=True)
+class Reply:
+    """The answer to one request: its choices, or an error."""
+
+    choices: list[GivenAnswer] = field(default_factory=list)
+    id: str | None = None
+    num_cached: int | None = None  # prompt tokens found in the prefix cache; None: the server does not say
+    error: str | None = None
+
+
+class _Busy(Exception):
+    """The server wants to be asked later."""
+
+    def __init__(self, text: str, pause_s: float | None) -> None:
+        super().__init__(text)
+        self.pause_s = pause_s
+
+
+class _Refused(Exception):
+    """The server answered with an error."""
+
+
+class Asker:
+    """A client of one server, used as a context."""
+
+    def __init__(self, endpoint: Endpoint, api_key: str | None = None, timeout_s: float = 600.0) -> None:
+        self.endpoint = endpoint
+        self._api_key = api_key
+        self._timeout_s = timeout_s
+        self._session: aiohttp.ClientSession | None = None
+        self._run = secrets.token_hex(4)
+        self._numbers = itertools.count()
+
+    async def __aenter__(self) -> Self:
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=aiohttp.ClientTimeout(total=self._timeout_s),
+            headers=wire.headers(self._api_key),
+        )
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._session is not None
+        await self._session.close()
+
+    async def ask(self, question: ProveQuestion, form: Form) -> Reply:
+        """Return the reply; a server that is busy is asked again until the patience ends."""
+        body, begin_s, pause_s = self._body(question, form), time.monotonic(), 1.0
+        while True:
+            try:
+                return await self._exchange(body, is_streamed=form.is_streamed)
+            except _Busy as busy:
+                pause_s = min(busy.pause_s if busy.pause_s is not None else 2 * pause_s, MAX_PAUSE_S)
+                if time.monotonic() + pause_s - begin_s > PATIENCE_S:
+                    return Reply(error=self._line(f"{busy}; gave up after {PATIENCE_S:g} s"))
+                await asyncio.sleep(pause_s)
+            except _Refused as error:
+                return Reply(error=self._line(str(error)))
+            except (aiohttp.ClientError, OSError, ValueError) as error:  # time-outs are OSErrors
+                host = wire.shown_host(self.endpoint.url)
+                return Reply(error=self._line(wire.reason(error, host, self._timeout_s)))
+
+    def _line(self, text: str) -> str:
+        return wire.one_line(text, self._api_key)
+
+    def _body(self, question: ProveQuestion, form: Form) -> Json:
+        switches = self.endpoint.switches
+        sampling = {"temperature": question.temperature, "top_p": 1.0} if form.said is None else form.said
+        body: Json = {
+            "model": self.endpoint.model,
+            "messages": question.messages,
+            "max_tokens": question.max_tokens,
+            "seed": question.seed + form.seed_step,
+            **sampling,
+        }
+        if form.is_streamed:
+            body |= {"stream": True, "stream_options": {"include_usage": True}}
+        if form.has_logprobs:
+            body |= {"logprobs": True, "top_logprobs": NUM_TOP}
+        if form.num_choices > 1:
+            body["n"] = form.num_choices
+        if not form.has_drafts:
+            body |= switches.plain
+        if form.salt is None:
+            body |= switches.uncached
+        if switches.salt is not None:
+            body[switches.salt] = form.salt or f"{self._run}-{next(self._numbers)}"
+        return body
+
+    async def _exchange(self, body: Json, *, is_streamed: bool) -> Reply:
+        assert self._session is not None, "an asker is used as a context"
+        async with self._session.post(f"{self.endpoint.url}/v1/chat/completions", json=body) as response:
+            if response.status != 200:
+                said = f"HTTP {response.status}: {wire.server_message(await response.read())}"
+                if response.status in BUSY:
+                    raise _Busy(said, _seconds(response.headers.get("retry-after")))
+                raise _Refused(said)
+            if is_streamed:
+                return await _read_stream(_events(response.content))
+            return _read_whole(as_object(await response.read()))
+
+
+def _seconds(text: str | None) -> float | None:
+    """Return the seconds of a Retry-After header; None: it has none, or a date."""
+    return float(text) if text is not None and text.isdigit() else None
+
+
+def _read_whole(body: Json) -> Reply:
+    reply = Reply(id=_id(body), num_cached=_num_cached(body.get("usage")))
+    for entry in _list(body.get("choices")):
+        message, choice = inside(entry, "message"), GivenAnswer()
+        choice.add(message if isinstance(message, dict) else {}, inside(entry, "logprobs"))
+        choice.finish_reason = _reason(entry)
+        reply.choices.append(choice)
+    if not reply.choices:
+        raise _Refused("the answer has no choices.")
+    return reply
+
+
+async def _read_stream(events: AsyncIterator[bytes]) -> Reply:
+    reply, choices = Reply(), dict[int, GivenAnswer]()
+    async for data in events:
+        event = as_object(data)
+        if "error" in event:
+            raise _Refused(wire.server_message(data))
+        reply.id = reply.id or _id(event)
+        cached = _num_cached(event.get("usage"))
+        reply.num_cached = reply.num_cached if cached is None else cached
+        for entry in _list(event.get("choices")):
+            index, delta = inside(entry, "index"), inside(entry, "delta")
+            choice = choices.setdefault(index if isinstance(index, int) else 0, GivenAnswer())
+            choice.add(delta if isinstance(delta, dict) else {}, inside(entry, "logprobs"))
+            choice.finish_reason = _reason(entry) or choice.finish_reason
+    reply.choices = [choices[index] for index in sorted(choices)]
+    if not reply.choices or any(choice.finish_reason is None for choice in reply.choices):
+        raise _Refused("the stream ended before its answer did.")
+    return reply
+
+
+async def _events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """Yield the data of each event, up to [DONE]."""
+    async for line in content:
+        name, _, data = line.partition(b":")
+        if name == b"data" and data.strip() not in (b"", b"[DONE]"):
+            yield data.strip()
+
+
+def _id(body: Json) -> str | None:
+    found = body.get("id")
+    return found if isinstance(found, str) and found else None
+
+
+def _reason(entry: object) -> str | None:
+    found = inside(entry, "finish_reason")
+    return found if isinstance(found, str) else None
+
+
+def _num_cached(usage: object) -> int | None:
+    return wire.whole_number(inside(usage, "prompt_tokens_details", "cached_tokens"))
+
+
+def _list(value: object) -> list[object]:
+    return value if isinstance(value, list) else []
+
+
+def _tops(entries: object) -> Iterable[tuple[str, float]]:
+    for entry in _list(entries):
+        logprob = inside(entry, "logprob")
+        if isinstance(logprob, int | float):
+            yield str(inside(entry, "token")), float(logprob)

@@ -1,0 +1,125 @@
+"""Compares two answers to one question, and counts how each way of asking fared."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from blockdraft.prove.asking import GivenAnswer, Token
+
+AROUND = 40  # characters shown before and behind a difference
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first place where two answers to one question differ."""
+
+    question: int
+    prompt: str
+    at: int  # characters of the answer that are equal
+    before: str  # the last of these
+    expected: str  # what follows in the baseline; empty: its end
+    found: str
+    tie: float | None = None  # log-probability of the likeliest token there less the second's; None: unknown
+
+    @property
+    def token(self) -> str:
+        """Return the two sides in one line."""
+        return f"{self.before!r} then {self.expected!r}, here {self.found!r}"
+
+
+@dataclass(slots=True)
+class Counts:
+    """The answers to one way's greedy or seeded questions."""
+
+    num_equal: int = 0
+    differences: list[Difference] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+
+    @property
+    def num_asked(self) -> int:
+        return self.num_equal + len(self.differences) + len(self.errors)
+
+    def add(self, difference: Difference | None) -> None:
+        if difference is None:
+            self.num_equal += 1
+        else:
+            self.differences.append(difference)
+
+    def __str__(self) -> str:
+        if not self.num_asked:
+            return "-"
+        failed = f", {len(self.errors)} failed" if self.errors else ""
+        return f"{self.num_equal} of {self.num_asked}{failed}"
+
+
+@dataclass(slots=True)
+class WayResult:
+    """The result of one way of asking."""
+
+    way: str
+    greedy: Counts = field(default_factory=Counts)
+    seeded: Counts = field(default_factory=Counts)
+    problem: str | None = None  # a fault that counts of equal answers do not show
+    untested: str | None = None  # why this way was not tested
+    note: str | None = None
+
+    def counts(self, *, is_seeded: bool) -> Counts:
+        return self.seeded if is_seeded else self.greedy
+
+    @property
+    def differences(self) -> list[Difference]:
+        return [*self.greedy.differences, *self.seeded.differences]
+
+    @property
+    def errors(self) -> list[str]:
+        return [*self.greedy.errors, *self.seeded.errors]
+
+    @property
+    def is_different(self) -> bool:
+        return bool(self.differences) or self.problem is not None
+
+
+def first_difference(
+    question: int, prompt: str, expected: GivenAnswer, found: GivenAnswer, tokens: Sequence[Token] = ()
+) -> Difference | None:
+    """Return where two answers differ, or None where they are equal.
+
+    `tokens`: an answer to the same question with log-probabilities, for the closeness of a tie.
+    """
+    if expected.text == found.text and expected.finish_reason == found.finish_reason:
+        return None
+    pairs = zip(expected.text, found.text, strict=False)
+    at = next(
+        (place for place, (mine, theirs) in enumerate(pairs) if mine != theirs),
+        min(len(expected.text), len(found.text)),
+    )
+    return Difference(
+        question,
+        prompt,
+        at,
+        expected.text[max(0, at - AROUND) : at],
+        _shown(expected, at),
+        _shown(found, at),
+        _tie(expected.text, at, tokens),
+    )
+
+
+def _shown(choice: GivenAnswer, at: int) -> str:
+    return choice.text[at : at + AROUND] or f"[end: {choice.finish_reason}]"
+
+
+def _tie(text: str, at: int, tokens: Sequence[Token]) -> float | None:
+    """Return the gap between the two likeliest tokens at character `at` of `text`.
+
+    None where `tokens` are of another text up to there, or have no alternatives.
+    """
+    end = 0
+    for token in tokens:
+        begin, end = end, end + len(token.text)
+        if text[begin:end] != token.text and end <= at:
+            return None
+        if end > at:
+            values = sorted((value for _, value in token.tops), reverse=True)
+            return values[0] - values[1] if len(values) > 1 else None
+    return None

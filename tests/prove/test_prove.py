@@ -1,0 +1,207 @@
+"""blockdraft prove: an honest server passes, and every planted fault is found in the way that shows it."""
+
+import asyncio
+import io
+import json
+
+import pytest
+from aiohttp import web
+from rich.console import Console
+
+from blockdraft.bench.endpoint import probe
+from blockdraft.errors import BenchError
+from blockdraft.prove import asking, ways
+from blockdraft.prove.asking import Asker, GivenAnswer, Token
+from blockdraft.prove.findings import first_difference
+from blockdraft.prove.progress import ProveProgress
+from blockdraft.prove.questions import SEEDED, make_questions
+from blockdraft.prove.report import ProveReport, total
+from blockdraft.prove.ways import Gone, Prover
+from tests.prove.faulty import FAULTS, FaultyServer
+
+# The way that must show each fault; other ways may show it, too.
+SHOWN_BY = {
+    "one in a hundred": None,  # chance decides
+    "no seeds": "again, without drafts",
+    "one seed": "with another seed",
+    "other seeds after a restart": "after a restart",
+    "company": "in company",
+    "drafts": "with drafts",
+    "prefix": "with a prefix hit",
+    "log-probabilities": "with log-probabilities",
+    "streams": "streamed",
+    "choices": "with n = 3",
+    "own temperature": "with defaults left out",
+    "keeps answers": "every answer is new",
+}
+
+
+async def asked(server, *, num_questions=8, restart=None):
+    """Ask a server in every way, and return the prover."""
+    async with serving(server) as endpoint, Asker(endpoint) as asker:
+
+        async def restarted():
+            server.restart()
+
+        view = ProveProgress(Console(file=io.StringIO()))
+        prover = Prover(make_questions(num_questions, 16), asker, declared=endpoint.sampling, watcher=view)
+        await prover.run(restart or restarted)
+        return prover
+
+
+class serving:
+    """A server on a free port; the context is its endpoint."""
+
+    def __init__(self, server):
+        self.server = server
+
+    async def __aenter__(self):
+        self.runner = web.AppRunner(self.server.app())
+        await self.runner.setup()
+        site = web.TCPSite(self.runner, "127.0.0.1", 0)
+        await site.start()
+        port = self.runner.addresses[0][1]
+        return await probe(f"http://127.0.0.1:{port}")
+
+    async def __aexit__(self, *_):
+        await self.runner.cleanup()
+
+
+def different(prover):
+    return {finding.way for finding in prover.findings if finding.is_different}
+
+
+def test_an_honest_server_gives_equal_answers_in_every_way():
+    prover = asyncio.run(asked(FaultyServer()))
+    assert not different(prover)
+    assert all(finding.untested is None for finding in prover.findings), prover.findings
+    assert total(prover.findings).num_equal > 8 * 2 * 7
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found(fault):
+    prover = asyncio.run(asked(FaultyServer(fault)))
+    expected = SHOWN_BY[fault]
+    assert different(prover) if expected is None else expected in different(prover)
+    if fault in ("prefix", "log-probabilities", "streams", "choices", "own temperature"):
+        assert different(prover) == {expected}, "no other way shows it"
+
+
+def test_defaults_that_a_server_declares_are_no_difference():
+    prover = asyncio.run(asked(FaultyServer(sampling={"temperature": 0.3})))
+    assert not different(prover)
+    assert "declares temperature 0.3" in prover.findings[-3].note
+
+
+def test_a_busy_server_is_waited_for_and_a_failing_one_is_named(monkeypatch):
+    server = FaultyServer()
+    server.refuses = [429, 503, 429]
+    assert not different(asyncio.run(asked(server, num_questions=2)))
+    server.refuses = [400]
+    prover = asyncio.run(asked(server, num_questions=2))
+    errors = {error for finding in prover.findings for error in finding.errors}
+    assert errors == {"HTTP 400: not now"}
+    monkeypatch.setattr(asking, "PATIENCE_S", -1.0)
+    server.refuses = [503]
+    prover = asyncio.run(asked(server, num_questions=2))
+    errors = {error for finding in prover.findings for error in finding.errors}
+    assert errors == {"HTTP 503: not now; gave up after -1 s"}
+
+
+def test_a_stream_that_breaks_off_is_an_error_and_no_difference():
+    server = FaultyServer()
+    server.breaks_streams = True
+    prover = asyncio.run(asked(server, num_questions=2))
+    streamed = next(finding for finding in prover.findings if finding.way == "streamed")
+    assert set(streamed.errors) == {"the stream ended before its answer did."}
+    assert not streamed.differences
+
+
+def test_a_server_that_is_gone_ends_the_questions():
+    async def ask():
+        server = FaultyServer()
+
+        async def gone():
+            server.refuses = [500] * 1000
+
+        await asked(server, num_questions=8, restart=gone)
+
+    with pytest.raises(Gone, match="answers in a row failed, the last one with: HTTP 500: not now"):
+        asyncio.run(ask())
+
+
+def test_questions_are_asked_greedily_and_with_a_seed():
+    questions = make_questions(9, 16)
+    assert [question.temperature for question in questions] == [0.0] * 9 + [SEEDED] * 9
+    assert len({question.prompt for question in questions}) == 9
+    with pytest.raises(BenchError, match="give 1 to"):
+        make_questions(1000, 16)
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        ("one two three", None),
+        ("one six three", (4, "one ", "two three", "six three", 0.25)),
+        ("one", (3, "one", " two three", "[end: stop]", 0.25)),
+    ],
+)
+def test_the_first_difference_is_shown_with_the_texts_around_it(found, expected):
+    whole = GivenAnswer("one two three", "stop")
+    tokens = [Token(text, ((text, -0.5), ("other", -0.75))) for text in ("one", " two", " three")]
+    difference = first_difference(3, "Count.", whole, GivenAnswer(found, "stop"), tokens)
+    if expected is None:
+        assert difference is None
+        return
+    at, before, theirs, ours, tie = expected
+    assert (difference.at, difference.before) == (at, before)
+    assert (difference.expected, difference.found, difference.tie) == (theirs, ours, tie)
+    other = [Token("zwei", ()), *tokens]
+    assert first_difference(3, "Count.", whole, GivenAnswer(found, "stop"), other).tie is None
+
+
+def test_another_end_of_the_same_text_is_a_difference():
+    assert first_difference(0, "", GivenAnswer("one", "stop"), GivenAnswer("one", "length")) is not None
+
+
+def test_the_report_says_which_ways_differ():
+    async def ask():
+        server = FaultyServer("streams")
+        async with serving(server) as endpoint, Asker(endpoint) as asker:
+            prover = Prover(make_questions(2, 16), asker)
+            await prover.run()
+            return endpoint, prover.findings
+
+    endpoint, findings = asyncio.run(ask())
+    report = ProveReport(findings, endpoint, machine={"cpu": "<b>"}, options={"max_tokens": 16}, date="today")
+    assert not report.is_equal
+    assert report.verdict.startswith("Different answers in 1 of 11 ways:")
+    assert any(line.startswith("streamed, question 0") and "wrong" in line for line in report.details())
+    found = json.loads(report.to_json())
+    assert [way["way"] for way in found["ways"] if way["greedy"]["differences"]] == ["streamed"]
+    assert [way["untested"] for way in found["ways"] if way["way"] == "after a restart"] == [
+        "give --restart COMMAND"
+    ]
+    page = report.to_html()
+    assert "&lt;b&gt;" in page
+    assert "<b>" not in page
+
+
+def test_no_more_questions_are_under_way_than_a_way_asks_at_once(monkeypatch):
+    monkeypatch.setattr(ways, "WAYS", (ways.Way("in company", at_once=3),))
+    most = []
+
+    class Counting(FaultyServer):
+        def answer(self, body, number):
+            most.append(self.num_running)
+            return super().answer(body, number)
+
+    async def ask():
+        async with serving(Counting()) as endpoint, Asker(endpoint) as asker:
+            prover = Prover(make_questions(8, 16), asker)
+            await prover._learn_baseline()
+            assert max(most) == 1
+            await prover._way(ways.WAYS[0])
+            assert max(most) == 3
+
+    asyncio.run(ask())
