@@ -19,7 +19,7 @@ from benchmarks.rehearsal.serving import Server, complaints
 from benchmarks.rehearsal.sheet import Failure, Found, Step, as_json, exit_code, lines, run_steps
 from blockdraft.checkpoints.fetch import SMOLLM2
 from blockdraft.settings.settings import cache_dir
-from blockdraft.training import announce
+from blockdraft.training import run_messages
 
 needs_model = pytest.mark.skipif(
     not (cache_dir() / SMOLLM2.gguf).exists(), reason="default model not fetched: blockdraft fetch"
@@ -265,7 +265,7 @@ def test_no_committed_result_names_one_either(path):
 
 
 def test_of_a_short_training_the_expected_warning_is_allowed_and_no_other():
-    assert steps.NO_BETTER == announce.NO_BETTER
+    assert steps.NO_BETTER == run_messages.NO_BETTER
     weak, other = (
         children_module.Done(0, "", f"1.0 s  warning: {text}") for text in (steps.NO_BETTER, "else")
     )
