@@ -137,8 +137,7 @@ def _long(folder: Path, limit: int | None) -> list[Prompt]:
     return named[:: 1 if limit is None else max(1, len(named) // limit)]
 
 
-def target_of(args: argparse.Namespace) -> LoadedPair:
-    """Load the target alone, for reading features."""
+def evaluate(args: argparse.Namespace) -> None:
     settings = Settings(
         model=args.model,
         draft="none",
@@ -148,12 +147,11 @@ def target_of(args: argparse.Namespace) -> LoadedPair:
         max_model_len=args.length,
         cache_bytes=args.cache_bytes,
     )
-    return load_models(settings, print)[0]
-
-
-def evaluate(args: argparse.Namespace) -> None:
-    models = target_of(args)
-    answers = {name: read_answers(args.out / name) for name in ("short", "long", *WARM)}
+    models, _ = load_models(settings, print)
+    answers = {
+        name: [one for path in sorted((args.out / name).glob("shard-*.npz")) for one in read_shard(path)]
+        for name in ("short", "long", *WARM)
+    }
     results: dict[str, object] = {**context(), "drafters": {}}
     for item in args.drafters:
         name, _, source = item.partition("=")
@@ -163,10 +161,6 @@ def evaluate(args: argparse.Namespace) -> None:
         results["drafters"][name] = found
         print(f"{name}: {time.monotonic() - begin:.1f} s", flush=True)
         args.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-
-
-def read_answers(folder: Path) -> list[Document]:
-    return [one for path in sorted(folder.glob("shard-*.npz")) for one in read_shard(path)]
 
 
 def drafter_of(source: str, models: LoadedPair, length: int) -> BlockForward:

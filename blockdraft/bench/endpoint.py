@@ -34,9 +34,7 @@ class Switches:
 
     plain: Mapping[str, object] = field(default_factory=dict)  # no speculation for this request
     salt: str | None = None  # field for Ask.cache_salt: prompts are cached per salt
-    uncached: Mapping[str, object] = field(
-        default_factory=dict
-    )  # switches the cache off, for asks with a salt
+    uncached: Mapping[str, object] = field(default_factory=dict)  # for asks with a salt: no cache
 
     @property
     def keeps_caches_out(self) -> bool:

@@ -10,6 +10,7 @@ import json
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from hashlib import sha256
 from html import escape
 from pathlib import Path
@@ -124,8 +125,7 @@ def _hash(script: str) -> str:
     return f"'sha256-{b64encode(sha256(script.encode()).digest()).decode()}'"
 
 
-def _read(path: Path) -> str:
-    return path.read_text(encoding="utf-8")
+_read = partial(Path.read_text, encoding="utf-8")
 
 
 def _top(report: BenchReport) -> str:

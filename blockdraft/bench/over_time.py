@@ -19,11 +19,14 @@ def over_time(group: Group) -> OverTime | None:
     for window_s in WINDOWS_S:
         windows = [window for block in group.blocks for window in _windows(block, window_s)]
         if len(windows) >= MIN_WINDOWS:
-            speeds = [sum(_tokens_in(answer, window) for answer in answers) / window_s for window in windows]
+            tokens = [
+                sum(_share_in(answer, window) * (answer.completion_tokens or 0) for answer in answers)
+                for window in windows
+            ]
             return {
                 "window_s": window_s,
                 "num_windows": len(windows),
-                "tokens_per_s": _range(speeds),
+                "tokens_per_s": _range([count / window_s for count in tokens]),
                 "draft_acceptance_rate": _range(_rates(answers, windows) or _metered_rates(group.blocks)),
             }
     return None
@@ -34,10 +37,6 @@ def _windows(block: Block, window_s: float) -> list[Window]:
     count = int((block.end_s - block.start_s) // window_s)
     starts = [block.start_s + place * window_s for place in range(count)]
     return [(start_s, start_s + window_s) for start_s in starts]
-
-
-def _tokens_in(answer: Answer, window: Window) -> float:
-    return _share_in(answer, window) * (answer.completion_tokens or 0)
 
 
 def _share_in(answer: Answer, window: Window) -> float:

@@ -10,7 +10,6 @@ import random
 import string
 from collections.abc import Sequence
 from dataclasses import replace
-from importlib import resources
 from itertools import pairwise
 from pathlib import Path
 
@@ -46,8 +45,6 @@ def load(
 
     A workload with fewer prompts than the limit gives all it has: whoever needs more repeats them.
     """
-    if limit is not None and limit < 1:
-        raise BenchError(f"a limit of {limit} prompts leaves nothing to ask: give 1 or more.")
     name = _spelled(name_or_path)
     if name == ALL:
         raise BenchError(
@@ -106,25 +103,12 @@ def salted(prompt: Prompt, salt: str) -> Prompt:
 
 def deepened(prompt: Prompt, *, num_tokens: int, tokens_per_word: float, seed: int = 0) -> Prompt:
     """Put notes of about so many tokens before the prompt, which differ from prompt to prompt."""
-    if num_tokens < 0 or tokens_per_word <= 0:
-        raise BenchError(f"a context of {num_tokens} tokens ({tokens_per_word} a word) cannot be made.")
     num_words = round(num_tokens / tokens_per_word) - len(_DEPTH_HEADING.split())
     if num_words < 1:
         return prompt
     notes = filler(num_words, seed=f"{seed}/{prompt.id}")
     first = f"{_DEPTH_HEADING}\n\n{notes}\n\n{prompt.turns[0]}"
     return replace(prompt, turns=(first, *prompt.turns[1:]))
-
-
-def estimate_tokens_per_word(prompt_tokens: int, text: str) -> float:
-    """Return how many tokens a word of this text costs, from the usage a server reported for it.
-
-    Measure it on a long piece of `filler`: the chat template's own tokens count as the text's.
-    """
-    num_words = len(text.split())
-    if not num_words or prompt_tokens < 1:
-        raise BenchError(f"{prompt_tokens} prompt tokens for {num_words} words cannot be right.")
-    return prompt_tokens / num_words
 
 
 def _spelled(name: str) -> str:
@@ -134,8 +118,8 @@ def _spelled(name: str) -> str:
 
 
 def _built_in(name: str) -> Workload:
-    with resources.as_file(resources.files("blockdraft.bench") / "prompts" / f"{name}.jsonl") as path:
-        prompts = prompts_of(read(path).rows, name=name, category=name)
+    rows = read(Path(__file__).parent / "prompts" / f"{name}.jsonl").rows
+    prompts = prompts_of(rows, name=name, category=name)
     return Workload(name, prompts, source=f"built in, blockdraft {blockdraft.__version__}")
 
 

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -106,42 +106,30 @@ def probe_torch(device: str, *, with_kernels: bool = True, run: Run | None = Non
 def run_probe(argument: str) -> ProbeOutcome:
     """Run the probe with its own folder for temporary files, so that a crash leaves none behind."""
     command = (sys.executable, "-m", "blockdraft.doctor.probe", argument)
+    code: int | None = None
     with tempfile.TemporaryDirectory(prefix="blockdraft-doctor-") as folder:
-        return _run_in(folder, command)
-
-
-def _run_in(folder: str, command: Sequence[str]) -> ProbeOutcome:
-    try:
-        done = subprocess.run(
-            command,
-            env=child_environment(dict.fromkeys(("TMPDIR", "TEMP", "TMP"), folder)),
-            capture_output=True,
-            text=True,
-            encoding="utf-8",
-            errors="replace",
-            timeout=TIMEOUT_S,
-        )
-    except subprocess.TimeoutExpired as stopped:
-        return ProbeOutcome(_text(stopped.stdout), _text(stopped.stderr), None)
-    return ProbeOutcome(done.stdout, done.stderr, done.returncode)
-
-
-def _text(output: bytes | str | None) -> str:
-    return output.decode(errors="replace") if isinstance(output, bytes) else output or ""
+        env = child_environment(dict.fromkeys(("TMPDIR", "TEMP", "TMP"), folder))
+        try:
+            done = subprocess.run(command, env=env, capture_output=True, timeout=TIMEOUT_S)
+            out, err, code = done.stdout, done.stderr, done.returncode
+        except subprocess.TimeoutExpired as stopped:
+            out, err = stopped.stdout or b"", stopped.stderr or b""
+    return ProbeOutcome(out.decode(errors="replace"), err.decode(errors="replace"), code)
 
 
 def _read(probe: Probe, text: str) -> tuple[Probe, str | None]:
     """Return `probe` with the output of a process, and the stage that did not end; None: all ended."""
     begun: str | None = "torch"
     for line in text.splitlines():
-        entry = _parse(line)
+        entry: dict[str, Any] = as_object(line)  # empty where a library prints to stdout too
         kind = entry.pop("kind", None)
         if kind == "begin":
             begun = entry["what"]
         elif kind == "end":
             begun = None
         elif kind == "torch":
-            probe = replace(probe, torch=_torch(entry))
+            lists = {name: tuple(value) for name, value in entry.items() if isinstance(value, list)}
+            probe = replace(probe, torch=Torch(**entry | lists))
         elif kind == "device":
             probe = replace(probe, device=entry["name"], is_product_right=entry["is_right"])
         elif kind == "path":  # the last word on an operation counts
@@ -152,31 +140,15 @@ def _read(probe: Probe, text: str) -> tuple[Probe, str | None]:
     return probe, begun
 
 
-def _parse(line: str) -> dict[str, Any]:
-    """Parse a line; other output (libraries print to stdout too) gives an empty object."""
-    entry = as_object(line)
-    return entry if "kind" in entry else {}
-
-
-def _torch(entry: Mapping[str, Any]) -> Torch:
-    """Return the facts about torch, with JSON's lists as tuples."""
-    tuples = {name: tuple(value) for name, value in entry.items() if isinstance(value, list)}
-    return Torch(**{**entry, **tuples})
-
-
 def _describe_end(outcome: ProbeOutcome) -> str:
     if outcome.code is None:
         return f"it did not end within {TIMEOUT_S:.0f} s"
     if outcome.code < 0:
         return f"the process was killed by {_signal_name(-outcome.code)}"
-    return _last_line(outcome.err.splitlines()) or f"the process ended with code {outcome.code}"
-
-
-def _last_line(lines: Sequence[str]) -> str:
-    """Return the error of a traceback; compilers add lines below it."""
-    errors = [line for line in lines if line and not line[0].isspace() and "Error" in line.split(":")[0]]
-    filled = errors or [line for line in lines if line.strip()]
-    return filled[-1].strip()[:400] if filled else ""
+    lines = [line for line in outcome.err.splitlines() if line.strip()]
+    errors = [line for line in lines if not line[0].isspace() and "Error" in line.split(":")[0]]
+    last = (errors or lines)[-1:]  # compilers add lines below an error
+    return last[0].strip()[:400] if last else f"the process ended with code {outcome.code}"
 
 
 def _signal_name(number: int) -> str:

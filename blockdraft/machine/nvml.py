@@ -16,7 +16,7 @@ from blockdraft.machine.cards import MIB, Capability
 WSL_LIBRARY = "/usr/lib/wsl/lib/libnvidia-ml.so.1"  # WSL does not always name that folder to the loader
 SMI = ("nvidia-smi", "/usr/lib/wsl/lib/nvidia-smi")
 SMI_FIELDS = ("index", "uuid", "name", "compute_cap", "memory.total", "memory.free", "driver_version")
-SMI_SECONDS = 5.0
+PROGRAM_SECONDS = 20.0
 
 NO_PACKAGE = "the package nvidia-ml-py is not installed, and nvidia-smi gives no cards"
 ERRORS = {  # nvmlReturn_t; others are named by their number
@@ -73,21 +73,19 @@ def load_pynvml() -> ModuleType:
     return module
 
 
-def run_smi(names: Sequence[str]) -> str:
-    """Asks nvidia-smi for these fields: a line for each card, or "" where it fails."""
-    for program in SMI:
-        command = (program, f"--query-gpu={','.join(names)}", "--format=csv,noheader,nounits")
-        with contextlib.suppress(OSError, subprocess.SubprocessError):
-            return subprocess.run(
-                command,
-                capture_output=True,
-                text=True,
-                encoding="utf-8",
-                errors="replace",
-                timeout=SMI_SECONDS,
-                check=True,
-            ).stdout
-    return ""
+def output_of(*command: str) -> str:
+    """Return what a program prints; "" where it is missing or fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=PROGRAM_SECONDS, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.decode("utf-8", "replace")
+
+
+def run_smi(names: Sequence[str], *, units: bool = False) -> str:
+    """Return nvidia-smi's fields of these names: a line for each card, or "" where it fails."""
+    words = f"--query-gpu={','.join(names)}", "--format=csv,noheader" + ("" if units else ",nounits")
+    return output_of(SMI[0], *words) or output_of(SMI[1], *words)
 
 
 def query(

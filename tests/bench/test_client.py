@@ -229,10 +229,6 @@ def test_an_answer_ends_a_row_of_refusals(stub):
     assert asyncio.run(run()) == 0
 
 
-def test_a_wrong_model_is_said(stub):
-    assert only(stub, model="other").error == "HTTP 404: no model 'other'"
-
-
 def test_a_key_is_sent_and_never_shown(stub):
     stub.api_key = KEY
     assert only(stub, api_key=KEY).is_ok

@@ -234,7 +234,7 @@ def test_a_process_that_dies_is_told_and_the_others_end(stub):
     async def work():
         load = OfferedLoad(concurrency=33)
         async with Fleet([load], limit=2) as fleet, Client(stub.url, MODEL) as client:
-            children.extend(process.pid for process in fleet._processes)
+            children.extend(worker.process.pid for worker in fleet._workers)
             asyncio.get_running_loop().call_later(0.3, os.kill, children[0], signal.SIGKILL)
             await fleet.send_block(client, asks(66), load)
 

@@ -4,16 +4,14 @@ import gzip
 import json
 import lzma
 import re
-import subprocess
 import sys
-import tomllib
 from hashlib import sha256
 from pathlib import Path
 
 import pytest
 
 import blockdraft
-from blockdraft.bench import datasets, workloads
+from blockdraft.bench import datasets
 from blockdraft.bench.datasets import DATASETS
 from blockdraft.bench.filler import filler
 from blockdraft.bench.records import Prompt
@@ -21,7 +19,6 @@ from blockdraft.bench.workloads import (
     APART,
     CLASSES,
     deepened,
-    estimate_tokens_per_word,
     load,
     load_all,
     salted,
@@ -106,22 +103,6 @@ def test_two_workloads_of_one_name_are_refused(tmp_path):
         load_all(["code", str(mine)])
 
 
-def test_the_prompt_files_are_part_of_the_package():
-    project = Path(blockdraft.__file__).parents[1] / "pyproject.toml"
-    if not project.exists():
-        pytest.skip("not a checkout")
-    packaged = tomllib.loads(project.read_text())["tool"]["setuptools"]["package-data"]
-    assert {"*.toml", "prompts/*"} <= set(packaged["blockdraft.bench"])
-
-
-def test_workloads_need_no_torch():
-    code = (
-        "import sys, blockdraft.bench.workloads as w, blockdraft.bench.options; w.load('code'); "
-        "assert not {'torch', 'huggingface_hub'} & set(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(blockdraft.__file__).parents[1])
-
-
 # Samples
 
 
@@ -141,12 +122,6 @@ def test_the_sample_is_the_same_for_a_seed_and_another_for_another(tmp_path):
 def test_a_limit_never_repeats_a_prompt(tmp_path, limit):
     found = texts(load(numbered(tmp_path, 7), limit=limit))
     assert len(found) == len(set(found)) == min(limit, 7)
-
-
-@pytest.mark.parametrize("limit", [0, -1])
-def test_a_limit_of_nothing_is_refused(limit):
-    with pytest.raises(BenchError, match=f"a limit of {limit} prompts"):
-        load("code", limit=limit)
 
 
 # Random words
@@ -497,7 +472,14 @@ def test_a_hub_that_cannot_be_reached_says_which_file_to_put_where(tmp_path, mon
     assert ("no route to host" in str(caught.value)) == (dataset.hub is not None)
 
 
-def test_a_hub_file_that_cannot_be_read_here_is_not_downloaded(monkeypatch):
+@pytest.mark.parametrize(
+    ("is_offline", "message"),
+    [
+        (True, "downloads are off"),
+        (False, r"'pip install pyarrow' to read it, or put .* as gsm8k_test.jsonl"),
+    ],
+)
+def test_the_hub_is_not_asked_in_vain(monkeypatch, is_offline, message):
     import huggingface_hub
 
     def download(*args, **options):
@@ -505,19 +487,8 @@ def test_a_hub_file_that_cannot_be_read_here_is_not_downloaded(monkeypatch):
 
     monkeypatch.setattr(datasets, "_can_read_parquet", lambda: False)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
-    with pytest.raises(BenchError, match=r"'pip install pyarrow' to read it, or put .* as gsm8k_test.jsonl"):
-        load("gsm8k")
-
-
-def test_offline_never_asks_the_hub(monkeypatch):
-    import huggingface_hub
-
-    def download(*args, **options):
-        raise AssertionError("the hub was asked")
-
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
-    with pytest.raises(BenchError, match="downloads are off"):
-        load("gsm8k", is_offline=True)
+    with pytest.raises(BenchError, match=message):
+        load("gsm8k", is_offline=is_offline)
 
 
 def test_a_data_folder_that_is_none_is_refused(tmp_path):
@@ -572,8 +543,6 @@ def test_notes_are_the_same_for_a_seed_and_differ_between_prompts():
 
 def test_no_depth_leaves_the_prompt_alone():
     assert deepened(PROMPT, num_tokens=0, tokens_per_word=1.3) == PROMPT
-    with pytest.raises(BenchError, match="-1 tokens"):
-        deepened(PROMPT, num_tokens=-1, tokens_per_word=1.3)
 
 
 def test_notes_are_varied_and_complete_sentences():
@@ -584,16 +553,3 @@ def test_notes_are_varied_and_complete_sentences():
     assert len(set(sentences)) > 0.97 * len(sentences)
     assert filler(500, seed="x").split() == notes.split()[:500]
     assert len({note[:40] for note in notes.split("\n\n")}) == len(notes.split("\n\n"))
-
-
-def test_tokens_per_word_come_from_the_measured_usage():
-    text = filler(1000, seed="x")
-    assert estimate_tokens_per_word(1350, text) == pytest.approx(1.35)
-    with pytest.raises(BenchError, match="cannot be right"):
-        estimate_tokens_per_word(0, text)
-    with pytest.raises(BenchError, match="cannot be right"):
-        estimate_tokens_per_word(10, "  ")
-
-
-def test_every_name_can_be_suggested():
-    assert set(workloads.NAMES) == {*CLASSES, *APART, *DATASETS, "random", "all"}

@@ -1,13 +1,15 @@
 """What is said of machines of every kind: nothing bad of good ones, and the right advice for the others."""
 
+import os
+import shutil
 from dataclasses import replace
-from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from blockdraft.doctor.abilities import abilities
 from blockdraft.doctor.finding import Finding, worst
-from blockdraft.doctor.hardware import DiskSpace, disk_findings, disk_space, limit_findings, machine_findings
+from blockdraft.doctor.hardware import disk_findings, limit_findings, machine_findings
 from blockdraft.doctor.libraries import library_findings, read_versions
 from blockdraft.machine.cards import CARDS
 from blockdraft.machine.machine import Cpu, Gpu, Limits, Machine
@@ -148,19 +150,15 @@ def test_ulimits():
         (100, False, {"downloads": "problem", "hub": "problem", "triton": "problem"}),
     ],
 )
-def test_disks(free, may_write, expected):
-    folders = {name: Path("/somewhere") for name in ("downloads", "hub", "triton")}
-    assert bad(disk_findings(folders, lambda folder: DiskSpace(free * GIB, may_write))) == expected
-
-
-def test_the_advice_for_a_full_disk_names_the_variable():
-    found = disk_findings({"hub": Path("/x")}, lambda folder: DiskSpace(0, may_write=True))
-    assert "HF_HOME" in about(found, "hub").advice
-
-
-def test_a_folder_that_is_not_there_yet_has_the_room_of_its_parent(tmp_path):
-    assert disk_space(tmp_path / "a" / "b").may_write
-    assert disk_space(tmp_path / "a").free_bytes == pytest.approx(disk_space(tmp_path).free_bytes, rel=0.05)
+def test_disks(monkeypatch, tmp_path, free, may_write, expected):
+    """A folder that is not there yet has the room of its parent."""
+    asked = []
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: asked.append(path) or Mock(free=free * GIB))
+    monkeypatch.setattr(os, "access", lambda path, mode: may_write)
+    found = list(disk_findings(dict.fromkeys(("downloads", "hub", "triton"), tmp_path / "a" / "b")))
+    assert bad(found) == expected
+    assert set(asked) == {tmp_path}
+    assert not expected or "HF_HOME" in about(found, "hub").advice
 
 
 # ---- libraries

@@ -29,7 +29,7 @@ def started(num_tokens=12, prompts=PROMPTS, *, replays=True):
     return table
 
 
-@pytest.mark.parametrize("replays", [True, False])
+@pytest.mark.parametrize("replays", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_on_a_cpu_every_way_gives_the_same_answers(replays):
     lines = list(started(replays=replays).lines())
     assert [line.way for line in lines] == [
@@ -65,7 +65,6 @@ def test_so_it_is_in_rows_that_are_filled_up_and_steps_that_overlap(monkeypatch)
     assert all(line.is_well for line in lines), equality.table(lines)
 
 
-@pytest.mark.slow
 @pytest.mark.slow  # tests/lossless has these layers in every run
 def test_so_it_is_with_recurrent_layers_and_experts():
     table = Equality(*families.pair("qwen3_5_moe-whole"), PROMPTS, 20, replays=True)

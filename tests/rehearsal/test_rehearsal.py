@@ -257,11 +257,10 @@ def test_a_result_names_no_folder_of_the_machine_that_made_it(tmp_path):
     assert kept == {"out": "found.json", "draft": "blockdraft/drafters/x", "words": ["--out run", "."]}
 
 
-@pytest.mark.parametrize(
-    "path", sorted((ROOT / "benchmarks/results").glob("*.json")), ids=lambda path: path.stem
-)
-def test_no_committed_result_names_one_either(path):
-    assert not re.findall(r"(?<![\w.])/(?:tmp|home|root|work|Users)/[^\s\"']*", path.read_text())
+def test_no_committed_result_names_one_either():
+    for path in (ROOT / "benchmarks/results").glob("*.json"):
+        found = re.findall(r"(?<![\w.])/(?:tmp|home|root|work|Users)/[^\s\"']*", path.read_text())
+        assert not found, path.name
 
 
 def test_of_a_short_training_the_expected_warning_is_allowed_and_no_other():
