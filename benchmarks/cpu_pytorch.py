@@ -1,4 +1,4 @@
-"""What PyTorch does with the same float32 weights: a lean forward, and transformers' generate."""
+"""PyTorch with the same float32 weights: a lean forward, and transformers' generate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What drafters commit, on the same answers: the public sets, prompts held out, depth, and temperature.
+"""Tokens that drafters commit on the same answers: public sets, prompts held out, depth, and temperature.
 
     python -m benchmarks.drafter_evaluate answers --out DIR [--data EVAL --short FILE --long FILE --seconds N]
     python -m benchmarks.drafter_evaluate run --out DIR --json FILE before=DRAFTER after=DRAFTER

@@ -1,4 +1,4 @@
-"""Which ways of serving a prompt give == answers, counted through the real engine.
+"""Counts the ways of serving a prompt that give == answers, through the real engine.
 
     python -m benchmarks.equality [--pair default|qwen3-8b|qwen3.5-35b-a3b] [--device cuda] [--out FILE]
 

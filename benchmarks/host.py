@@ -1,4 +1,4 @@
-"""What the host costs: the engine's Python thread per row and step, with no model behind it.
+"""The cost of the host: the engine's Python thread per row and step, with no model behind it.
 
     OMP_NUM_THREADS=1 python -m benchmarks.host [--rows 1 16 64 256] [--json FILE]
 

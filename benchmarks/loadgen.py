@@ -1,4 +1,4 @@
-"""What the load generator adds to what it measures: 500 streams at once against a server of a known pace.
+"""The delay that the load generator adds: 500 streams at once against a server of a known pace.
 
     python -m benchmarks.loadgen [--streams 500] [--rounds 3] [--out FILE]
     python -m benchmarks.loadgen --ceiling [--out FILE]

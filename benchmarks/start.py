@@ -1,4 +1,4 @@
-"""How long a server takes until it is ready, phase by phase: `python -m benchmarks.start`.
+"""Times a server until it is ready, phase by phase: `python -m benchmarks.start`.
 
 The pair that ships, or `--shape` with random weights. Every start is a process of its own. The first finds no
 compiled kernel and no record of what was verified, the others find what it has left: `--warm` of them.

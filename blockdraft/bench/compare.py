@@ -126,7 +126,7 @@ def compare(a: BenchReport, b: BenchReport, names: tuple[str, str] = ("A", "B"))
 
 
 def sheet(comparison: RunComparison) -> Sheet:
-    """Give each figure that either report has a row, so that a terminal of 80 columns shows all of it."""
+    """Return a table with a row per figure, so that it fits a terminal of 80 columns."""
     rows = []
     for match in comparison.matches:
         name = _name(match.key, match.arm)
@@ -209,7 +209,7 @@ def _changes(one: _Side, two: _Side) -> Iterator[Change]:
 
 
 def _facts(*reports: BenchReport) -> list[dict[str, object]]:
-    """Return of each report the facts that make two runs incomparable where they differ."""
+    """Return the facts of each report; two runs that differ in one cannot be compared."""
     shared = set.intersection(*(set(report["definitions"]) for report in reports))  # newer ones have more
     return [
         {
@@ -235,7 +235,7 @@ def _differences(
 
 
 def _cell_warnings(pairs: Sequence[tuple[_Side, _Side]]) -> list[str]:
-    """Say what was asked differently, with the cells it concerns."""
+    """Return a line for each difference of the questions, with the cells it concerns."""
     found: dict[str, list[str]] = {}
     for one, two in pairs:
         for text in _differences(one.asked(), two.asked(), ("temperature", *ASKED)):

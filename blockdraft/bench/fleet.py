@@ -38,16 +38,13 @@ BURST_PROMPT = Prompt("null", "null", ("Say nothing. " * 40,))
 
 
 def num_processes(load: OfferedLoad, limit: int) -> int:
-    """Return how many processes send a load well.
-
-    With a rate, how many streams run at once is the server's doing; a second's requests are taken for it.
-    """
+    """Return how many processes a load needs; at a rate, a second's requests count as its streams."""
     streams = load.concurrency if load.rate is None else math.ceil(load.rate)
     return max(1, min(-(-streams // STREAMS_PER_PROCESS), limit))
 
 
 def most_processes() -> int:
-    """Return how many processes this machine has room for: a server on it wants the other half."""
+    """Return half of the cores: a server on this machine needs the others."""
     return 1 if sys.platform == "win32" else max(1, read_machine().cpu.num_cores // 2)
 
 
@@ -156,7 +153,7 @@ async def _end_when(stop: asyncio.Event, workers: Sequence[Worker]) -> None:
 
 
 async def _follow(worker: Worker, ledger: Ledger) -> Done:
-    """Enter what a process tells, until it has done its part."""
+    """Record the answers that a process sends, until it is done."""
     while isinstance(told := await _hear(worker), tuple):
         number, answer = told
         answer.ask = ledger.asks[number]

@@ -33,7 +33,7 @@ def is_joinable(a: BenchReport, b: BenchReport) -> bool:
 
 
 def join(a: BenchReport, b: BenchReport, names: tuple[str, str] = ("A", "B")) -> BenchReport:
-    """Return one report of both runs, with pairs. BenchError: loads or questions differ, which are named."""
+    """Return one report of both runs, with pairs; raise BenchError if loads or questions differ."""
     if arms_of(a) == {SPECULATIVE}:
         a, b, names = b, a, (names[1], names[0])
     both = _same_cells(a, b, names)
@@ -54,7 +54,7 @@ def join(a: BenchReport, b: BenchReport, names: tuple[str, str] = ("A", "B")) ->
 def _same_cells(
     plain: BenchReport, speculative: BenchReport, names: tuple[str, str]
 ) -> list[tuple[Cell, Cell]]:
-    """Return each speculative cell with its plain one; BenchError names the first that does not fit."""
+    """Return each speculative cell with its plain one; raise BenchError for the first that does not fit."""
     others = {key_text(cell["key"]): cell for cell in plain["cells"]}
     mine = {key_text(cell["key"]): cell for cell in speculative["cells"]}
     for one, two, (name, missed) in ((others, mine, names), (mine, others, names[::-1])):
@@ -128,7 +128,7 @@ def _pair_without_answers(speculative: Cell, plain: Cell) -> ArmPair:
 
 
 def _differences(plain: BenchReport, speculative: BenchReport, names: tuple[str, str]) -> list[str]:
-    """Say where the two runs were not made alike, beside the drafter."""
+    """Return a line for each difference of the machines and servers."""
     machines = [("machine", name, plain["machine"], speculative["machine"]) for name in _MACHINE]
     servers = [("server", name, plain["endpoint"], speculative["endpoint"]) for name in ("kind", "version")]
     return [

@@ -179,10 +179,7 @@ def lead_lines(report: BenchReport) -> list[str]:
 
 
 def draft_lines(report: BenchReport) -> list[str]:
-    """Say of each workload, at its lowest load, which drafts were accepted by position, and the ranges.
-
-    Then where drafts are weak.
-    """
+    """Return acceptance by position and ranges of each workload at its lowest load, and weak spots."""
     found = [
         line
         for row in _lowest_loads(report)
@@ -237,7 +234,7 @@ def _classes(report: BenchReport, row: ReportRow) -> list[ReportRow]:
 
 
 def _counts(rows: Sequence[ReportRow]) -> DraftCounts:
-    """Add up how the drafts of some rows fared; by position where it is known of all of them."""
+    """Add up the drafts of some rows, by position if it is known for all of them."""
     figures = [row.cell["speculation"] for row in rows]
     steps, accepted = (sum(one[name] or 0 for one in figures) for name in ("steps", "accepted"))
 
@@ -277,7 +274,7 @@ def _without_path(name: object) -> str:
 
 
 def terminal(report: BenchReport) -> Renderables:
-    """Lay out for rich the headline table and what must not be missed."""
+    """Lay out the headline table, warnings and notes for rich."""
     lines = [*lead_lines(report), *draft_lines(report), *start_lines(report), *generator_lines(report)]
     return Renderables(
         Text(clean(summary(report)), style="bold"),

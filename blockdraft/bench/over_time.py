@@ -40,7 +40,7 @@ def _windows(block: Block, window_s: float) -> list[Window]:
 
 
 def _share_in(answer: Answer, window: Window) -> float:
-    """Return how much of an answer was written in a window: evenly, from its first token to its end."""
+    """Return the share of an answer written in a window, if it was written evenly from first token to end."""
     begin_s, end_s = answer.end_s if answer.first_s is None else answer.first_s, answer.end_s
     if end_s <= begin_s:
         return float(window[0] <= end_s < window[1])

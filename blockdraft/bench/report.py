@@ -137,7 +137,7 @@ def to_json(report: BenchReport) -> str:
 
 
 def output_paths(out: str | None) -> list[Path]:
-    """Return where --out puts JSON, Markdown and HTML, once it is sure that they can be written."""
+    """Return the paths of JSON, Markdown and HTML for --out; raise BenchError if they cannot be written."""
     out = out or f"blockdraft-bench-{datetime.now(UTC):%Y%m%d-%H%M%S}"
     if out == "none":
         return []
@@ -169,7 +169,7 @@ def load_report(path: Path | str) -> BenchReport:
 
 
 def generator_used(report: BenchReport, row: ReportRow) -> float | None:
-    """Return how much of what the load generator can read the busier arm took; None: it is not known."""
+    """Return the share of the load generator's speed that the busier arm needed; None: it is not known."""
     for one in report.get("generator", []):
         if (one["concurrency"], one["rate"]) == (row.key["concurrency"], row.key["rate"]):
             return _most_used(one, row.cells)
@@ -177,7 +177,7 @@ def generator_used(report: BenchReport, row: ReportRow) -> float | None:
 
 
 def _most_used(generator: GeneratorFigures, cells: Sequence[Cell]) -> float | None:
-    """Return the largest share of what the load generator can read, over the cells of this load."""
+    """Return the largest share of the load generator's speed that a cell of this load needed."""
     at = (generator["concurrency"], generator["rate"])
     shares = [
         (cell["itl_s"]["count"] + cell["ttft_s"]["count"]) / cell["busy_s"] / generator["events_per_s"]
@@ -251,10 +251,7 @@ def _endpoint(facts: Facts) -> dict[str, object]:
 
 
 def _warmup(answers: Sequence[Answer]) -> Warmup:
-    """Keep the first request apart: it pays for what is compiled, captured and read when first needed.
-
-    Beside it stand the others of its arm: the other arm, or its server, has another pace.
-    """
+    """Return the first request, which pays for compilation and capture, beside the later ones of its arm."""
     ordered = sorted(answers, key=lambda answer: answer.sent_s)
     first = next((answer for answer in ordered[:1] if answer.is_ok), None)
     rest = [answer for answer in ordered[1:] if answer.is_ok and answer.ask.arm == ordered[0].ask.arm]

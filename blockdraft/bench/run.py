@@ -262,7 +262,7 @@ class Runner:
         return answers
 
     def _ask(self, arm: Arm, point: LoadPoint, original: Prompt, cell: str, number: int) -> Ask:
-        """Make a request. Both arms get the same words; by one salt one would find the other's cache."""
+        """Make a request. The arms get the same words, and salts of their own for the server's cache."""
         grid, prompt, name = self.grid, original, f"{cell}-{number}"
         if point.depth:
             prompt = deepened(

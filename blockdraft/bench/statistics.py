@@ -84,7 +84,7 @@ def summarise(group: Group, *, seed: int) -> Cell:
 
 
 def pair(speculative: Group, plain: Group, *, seed: int) -> ArmPair:
-    """Compute what speculation brought, and whether it changed the text."""
+    """Compute the gain of speculation, and whether it changed the text."""
     assert speculative.key == plain.key
     assert (speculative.arm, plain.arm) == (SPECULATIVE, PLAIN)
     speculative, plain = _ended(speculative), _ended(plain)
@@ -138,7 +138,7 @@ def split_by_category(group: Group) -> list[Group]:
 
 
 def _ended(group: Group) -> Group:
-    """Leave out what was not sent or given up, and the part of the busy time that the latter took."""
+    """Leave out requests that were not sent or were given up, with their part of the busy time."""
     if all(answer.is_ended for answer in group.answers):
         return group
     ended = [answer for answer in group.answers if answer.is_ended]
@@ -170,7 +170,7 @@ def _throughput_samples(
 
 
 def _work(group: Group, answers: Iterable[Answer]) -> float:
-    """Return what shares the busy time out: the time requests took, or at a rate how many began."""
+    """Return the weight by which busy time is shared: the time of requests, or at a rate their number."""
     if group.key["rate"] is None:
         return sum(answer.latency_s for answer in answers)
     return sum(answer.turn == 0 for answer in answers)
@@ -380,7 +380,7 @@ def _known(answers: Sequence[Answer], figure: Callable[[Answer], float | None]) 
 
 
 def _total(counts: Iterable[int | None]) -> int | None:
-    """Add up; None where one is unknown, as a sum of the others would pass for the whole."""
+    """Return the sum; None if one count is unknown."""
     found = list(counts)
     known = [count for count in found if count is not None]
     return sum(known) if len(known) == len(found) else None

@@ -58,7 +58,7 @@ class StreamReader:
                 self._learn(event)
 
     def _take_alike(self, event: bytes, kept: list[str], around: Surroundings) -> bool:
-        """Take a chunk that differs from an earlier one by its text alone; whether it does."""
+        """Take a chunk that differs from an earlier one by its text alone; return whether it does."""
         text = around.text_in(event)
         if not text:
             return False

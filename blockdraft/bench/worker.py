@@ -44,7 +44,7 @@ class Done:
 
 
 async def receive(connection: Connection) -> object:
-    """Return what comes next; None: the other side has ended."""
+    """Return the next message; None: the other side has ended."""
     loop, arrived = asyncio.get_running_loop(), asyncio.Event()
     loop.add_reader(connection.fileno(), arrived.set)
     try:

@@ -41,10 +41,7 @@ def load(
     data_dir: Path | None = None,
     is_offline: bool = False,
 ) -> Workload:
-    """Return the prompts of one workload; with a limit, a sample spread evenly over them.
-
-    A workload with fewer prompts than the limit gives all it has: whoever needs more repeats them.
-    """
+    """Return the prompts of one workload; with a limit, at most so many, spread evenly over them."""
     name = _spelled(name_or_path)
     if name == ALL:
         raise BenchError(
@@ -91,10 +88,7 @@ def with_turns(workload: Workload, max_turns: int | None) -> Workload:
 
 
 def salted(prompt: Prompt, salt: str) -> Prompt:
-    """Put a first line of its own before the prompt, so that a prefix cache does not know it again.
-
-    To be put on last, after `deepened`: what stands before the salt can be recognised.
-    """
+    """Put a unique first line before the prompt, so that no cache knows it. Call it after `deepened`."""
     line = f"[run {salt}]\n"
     if prompt.system is not None:
         return replace(prompt, system=line + prompt.system)
@@ -171,6 +165,6 @@ def _num_random_words(name: str) -> int:
 
 
 def _noise(num_words: int, seed: str) -> str:
-    """Make up words that no vocabulary holds: a tokenizer cuts them into pieces that predict nothing."""
+    """Make up random words, which no drafter can predict."""
     draw = random.Random(f"noise/{seed}")
     return " ".join("".join(draw.choices(_NOISE, k=draw.randint(2, 9))) for _ in range(num_words))

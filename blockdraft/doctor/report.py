@@ -38,7 +38,7 @@ class Diagnosis:
 
 
 def examine(device: str, *, with_kernels: bool, note: Note) -> Diagnosis:
-    """Examines this machine. `device` is one of torch, or "auto"."""
+    """Examine this machine. `device` is one of torch, or "auto"."""
     machine, versions = read_machine(), read_versions()
     note("importing torch" + (" and comparing kernels with their references" if with_kernels else ""))
     if with_kernels and machine.gpus:
@@ -47,7 +47,7 @@ def examine(device: str, *, with_kernels: bool, note: Note) -> Diagnosis:
 
 
 def diagnose(machine: Machine, versions: dict[str, str], probe: Probe) -> Diagnosis:
-    """Judges the facts of a machine. Reads nothing itself but the free space on disks."""
+    """Judge the facts of a machine. Reads nothing itself but the free space on disks."""
     torch_cuda = None if probe.torch is None else probe.torch.cuda
     facts = facts_of(machine, versions, torch_cuda)
     findings = (

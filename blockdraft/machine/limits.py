@@ -27,7 +27,7 @@ class Limits:
 
 
 def read_limits(root: Path) -> Limits:
-    """Reads the limits of the process whose /proc, /sys and /dev lie under `root`."""
+    """Read the limits of the process whose /proc, /sys and /dev lie under `root`."""
     limits = list(_memory_limits(root))
     ulimits = _ulimits(root)
     return Limits(

@@ -74,7 +74,7 @@ def load_pynvml() -> ModuleType:
 
 
 def output_of(*command: str) -> str:
-    """Return what a program prints; "" where it is missing or fails."""
+    """Return the output of a program; "" if it is missing or fails."""
     try:
         done = subprocess.run(command, capture_output=True, timeout=PROGRAM_SECONDS, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -83,7 +83,7 @@ def output_of(*command: str) -> str:
 
 
 def run_smi(names: Sequence[str], *, units: bool = False) -> str:
-    """Return nvidia-smi's fields of these names: a line for each card, or "" where it fails."""
+    """Ask nvidia-smi for these fields; return a line for each card, or "" if it fails."""
     words = f"--query-gpu={','.join(names)}", "--format=csv,noheader" + ("" if units else ",nounits")
     return output_of(SMI[0], *words) or output_of(SMI[1], *words)
 
@@ -124,7 +124,7 @@ def holders(
 
 @contextlib.contextmanager
 def _opened(load: Callable[[], ModuleType]) -> Iterator[ModuleType]:
-    """Opens pynvml and closes it again. Raises _NoAnswer."""
+    """Open pynvml and close it again; raise _NoAnswer if the driver does not answer."""
     try:
         nvml = load()
     except ImportError:
@@ -148,7 +148,7 @@ def _ask(nvml: ModuleType, function: Callable[..., T], *arguments: object) -> T 
 
 
 def _handles(nvml: ModuleType, visible: str | None) -> Iterator[object]:
-    """Yields the visible cards. CUDA stops at the first entry that is not a card, and so do we."""
+    """Yield the visible cards, up to the first entry that is not a card, as CUDA does."""
     count = _ask(nvml, nvml.nvmlDeviceGetCount) or 0
     for entry in map(str, range(count)) if visible is None else _entries(visible):
         if entry.isdigit():

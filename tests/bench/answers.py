@@ -110,7 +110,7 @@ HOSTILE = "<script>alert(1)</script>\"'&\x1b[31m|*_[x](y)"
 
 
 def facts(**more):
-    """What a report needs besides its groups."""
+    """Return the arguments of a report besides its groups."""
     return {
         "endpoint": {
             "kind": "blockdraft",

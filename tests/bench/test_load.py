@@ -167,7 +167,7 @@ def test_processes_are_few_where_streams_are():
 
 
 def run_fleet(*blocks, stop_after_s=None, on_answer=None):
-    """Of each block (address, asks, load), sent by two processes: the answers, and how many were refused."""
+    """Send each block (address, asks, load) by two processes; return answers and numbers of refusals."""
 
     async def work():
         stop, found = asyncio.Event(), []

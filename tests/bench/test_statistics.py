@@ -7,22 +7,12 @@ import numpy as np
 import pytest
 
 from blockdraft.bench.bootstrap import Resamples
-from blockdraft.bench.figures import DEFINITIONS, Cell, Speedup
+from blockdraft.bench.figures import DEFINITIONS, Cell, Distribution, Speedup
 from blockdraft.bench.records import PLAIN, SPECULATIVE, Speculation
 from blockdraft.bench.statistics import pair, split_by_category, summarise
 from tests.bench.answers import answer, arms, group, prompt, prompts
 
-NOTHING = {
-    "count": 0,
-    "mean": None,
-    "mean_interval": None,
-    "p50": None,
-    "p50_interval": None,
-    "p90": None,
-    "p99": None,
-    "std": None,
-    "quantiles": [],
-}
+NOTHING = {**dict.fromkeys(Distribution.__annotations__), "count": 0, "quantiles": []}
 
 
 def test_the_figures_of_equal_answers_are_those_of_each():
@@ -239,7 +229,7 @@ def trial(generator, count):
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [8, 30])
 def test_intervals_cover_the_truth_about_as_often_as_they_say(count):
-    """Of 200 trials 190 are expected; 0.89 and 0.99 are four standard errors away and less."""
+    """190 of 200 trials are expected; 0.89 and 0.99 are four standard errors away and less."""
     generator = np.random.default_rng(7)
     median_pace = 0.0025 * np.median(np.random.default_rng(1).gamma(4, size=400_000))
     # TPOT counts one token less than the pace does: of 100 tokens 1 % more, small against the interval.
@@ -374,7 +364,7 @@ def test_a_later_turn_is_compared_only_behind_equal_ones():
 
 @pytest.mark.parametrize("is_numbered", [False, True])
 def test_conversations_of_one_prompt_are_matched_by_their_number_not_by_time(is_numbered):
-    """Of two with different salts, the one that ends its first turn first is another one in each arm."""
+    """Two have different salts, and the arms end their first turns in different orders."""
     groups = []
     for arm, second_turns_s in ((SPECULATIVE, (5.0, 6.0)), (PLAIN, (8.0, 7.0))):
         answers = []

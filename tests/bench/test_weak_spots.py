@@ -1,4 +1,4 @@
-"""What a report says of the kind of drafter, and of where its drafts fail: by class and by position."""
+"""A report names the kind of drafter, and the classes and positions where its drafts fail."""
 
 import pytest
 

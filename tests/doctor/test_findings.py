@@ -1,4 +1,4 @@
-"""What is said of machines of every kind: nothing bad of good ones, and the right advice for the others."""
+"""Findings about machines: nothing bad of good ones, and the right advice for the others."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""What a whole rehearsal adds, with made-up results: what counts as worse, and what is left out."""
+"""A whole rehearsal with made-up results: which changes count as worse, and which steps are left out."""
 
 import json
 from dataclasses import replace

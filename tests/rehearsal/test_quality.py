@@ -1,4 +1,4 @@
-"""What benchmarks/quality.py counts, on the fixture pair: the same model twice, and another one."""
+"""The counts of benchmarks/quality.py, on the fixture pair: the same model twice, and another one."""
 
 import json
 import math
