@@ -138,11 +138,8 @@ def ceiling(core: int | None) -> list[dict[str, float]]:
             ready = StreamPace(0.0, 0.0, 1 + 64 * 8, tokens, chunks_per_write=64)
             row: dict[str, float] = {"streams": streams, "tokens": tokens}
             for name, pace in (("together", together), ("ready", ready)):
+                num_asks, load = streams * (1 if name == "together" else 2), OfferedLoad(streams)
                 with serving(pace, core) as url:
-                    load, num_asks = (
-                        OfferedLoad(concurrency=streams),
-                        streams * (1 if name == "together" else 2),
-                    )
                     sample = run_in_loop(measure(url, load, [None] * num_asks))
                 num_events = sum(1 + len(answer.gaps_s) for answer in sample.answers)
                 taken_s = sample.seconds * (sample.busy if name == "together" else 1.0)

@@ -496,19 +496,6 @@ def test_a_server_that_does_not_come_up_is_ended_with_its_children(capsys):
     wait_for(lambda: not any(is_alive(Path(name).read_text().strip()) for name in ("child", "parent")))
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc").exists(), reason="looks for processes in /proc")
-def test_an_interrupt_while_a_server_starts_ends_it():
-    Path("s.sh").write_text("echo $$ > parent; exec sleep 100")
-    with running("--start", "sh s.sh {port}") as process:
-        wait_for(lambda: Path("parent").exists() and Path("parent").read_text())
-        process.send_signal(signal.SIGTERM)
-        _, err = process.communicate(timeout=20)
-    assert process.returncode == 130, err
-    assert "Traceback" not in err
-    wait_for(lambda: not is_alive(Path("parent").read_text().strip()))
-
-
 def test_a_signal_that_comes_while_the_server_is_being_started_leaves_nothing_behind(monkeypatch):
     started = []
 
@@ -611,26 +598,6 @@ def test_arms_of_another_engine_are_started_measured_and_ended_in_turn(monkeypat
     assert "FP4 kernels: linear: CUTLASS (FlashInferCutlassNvFp4LinearKernel)." in said
     assert found["endpoint"]["drafter"].endswith("draft")
     wait_for(lambda: not any(is_alive(pid) for pid in (tmp_path / "pids").read_text().split()))
-
-
-@pytest.mark.slow
-def test_two_runs_one_after_the_other_become_speedups_over_plain(monkeypatch, capsys, tmp_path):
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    for arm in ("plain", "speculative"):
-        assert bench(*PAIR_FLAGS, *PAIR_LOAD, "--arms", arm, out=arm) == 0
-        assert report(arm)["pairs"] == []
-    capsys.readouterr()
-    assert main(["bench", "compare", "plain.json", "speculative.json", "--out", "both"]) == 0
-    said = capsys.readouterr()
-    assert "Greedy answers with and without speculation: 4 of 4 equal." in said.out
-    found = report("both")
-    assert len(found["pairs"]) == 1
-    assert found["pairs"][0]["speedup"]["tokens_per_s"]["interval"] is not None
-    other = json.loads(Path("plain.json").read_text())
-    other["endpoint"]["model"] = "another"
-    Path("other.json").write_text(json.dumps(other))
-    assert main(["bench", "compare", "other.json", "speculative.json"]) == 2
-    assert told(capsys).startswith("other.json is of 'another', speculative.json is of '")
 
 
 @pytest.mark.slow

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from benchmarks import equality
-from benchmarks.equality import Agreement, Difference, Equality, Line, Way
-from benchmarks.replay import ReplayingDrafter
+from benchmarks.equality import Agreement, Difference, Equality, Line, ReplayingDrafter, Way
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.loaded_pair import LoadedPair
 from tests import tiny
