@@ -184,7 +184,7 @@ def run_fleet(*blocks, stop_after_s, on_answer):
 
 
 def test_two_processes_measure_as_one_does(stub):
-    """The same ones send a closed loop, an open one, to a server that is gone, and a block that is stopped."""
+    """A closed loop, an open one, a server that is gone, and a block that is stopped."""
 
     def script(number, body):
         if number < 99 + 80:

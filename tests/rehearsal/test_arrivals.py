@@ -3,10 +3,13 @@
 from argparse import Namespace
 from dataclasses import replace
 
+import pytest
+
 from benchmarks.arrivals import measure
 from benchmarks.gpu_step import load
 
 
+@pytest.mark.slow  # the whole of a benchmark
 def test_every_request_that_arrives_is_measured():
     models, plan = load("tiny", has_drafter=True, max_num_seqs=2, max_model_len=80, device="cpu")
     models = replace(models, rates=(0.5,) * (plan.block - 1))

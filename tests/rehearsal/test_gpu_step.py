@@ -59,9 +59,8 @@ def test_each_engine_is_gone_before_the_next_one_is_made(monkeypatch):
     for name in ("time_step", "time_engine", "time_governed"):
         monkeypatch.setattr(gpu_step, name, timed)
     monkeypatch.setattr(gpu_step, "copy_ceiling", lambda: 1e12)
-    monkeypatch.setattr(
-        gpu_step, "load", lambda *args, **settings: (tiny.load("float64"), tiny.plan("float64"))
-    )
+    loaded = tiny.load("float64"), tiny.plan("float64")
+    monkeypatch.setattr(gpu_step, "load", lambda *args, **settings: loaded)
     monkeypatch.setattr(gpu_step, "_print", lambda *args: None)
     monkeypatch.setattr(gpu_step, "_print_served", lambda *args: None)
     monkeypatch.setattr(gpu_step.record, "save", lambda path, result: events.append(result))
