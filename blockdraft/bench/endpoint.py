@@ -98,13 +98,13 @@ class _Reply:
         return self.body.decode("utf-8", "replace") if self.status == 200 else ""
 
 
+@dataclass(frozen=True, slots=True)
 class _Asker:
     """Sends GET requests to one server."""
 
-    def __init__(self, session: aiohttp.ClientSession, root: str, api_key: str | None) -> None:
-        self.session = session
-        self.root = root
-        self._api_key = api_key
+    session: aiohttp.ClientSession
+    root: str
+    api_key: str | None
 
     async def get(self, path: str) -> _Reply:
         """Return the reply; BenchError says why there is none."""
@@ -122,7 +122,7 @@ class _Asker:
             return _Reply(0, "", b"")
 
     def error(self, text: str) -> BenchError:
-        return BenchError(one_line(text, self._api_key))
+        return BenchError(one_line(text, self.api_key))
 
 
 async def probe(url: str, api_key: str | None = None, model: str | None = None) -> Endpoint:

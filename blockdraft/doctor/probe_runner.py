@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from blockdraft.doctor.shapes import SHAPE_NAMES
@@ -64,7 +64,7 @@ class Failure:
     how: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Probe:
     """The results of the probe."""
 
@@ -94,10 +94,10 @@ def probe_torch(device: str, *, with_kernels: bool = True, run: Run | None = Non
     probe = Probe()
     while True:
         outcome = run(json.dumps({"device": device, "shapes": remaining}))
-        probe, ended_at = _read(probe, outcome.out)
+        ended_at = _read(probe, outcome.out)
         if ended_at is None:
             return probe
-        probe = replace(probe, failures=(*probe.failures, Failure(ended_at, _describe_end(outcome))))
+        probe.failures += (Failure(ended_at, _describe_end(outcome)),)
         if ended_at not in remaining[:-1]:
             return probe
         remaining = remaining[remaining.index(ended_at) + 1 :]
@@ -117,27 +117,27 @@ def run_probe(argument: str) -> ProbeOutcome:
     return ProbeOutcome(out.decode(errors="replace"), err.decode(errors="replace"), code)
 
 
-def _read(probe: Probe, text: str) -> tuple[Probe, str | None]:
-    """Return `probe` with the output of a process, and the stage that did not end; None: all ended."""
+def _read(probe: Probe, text: str) -> str | None:
+    """Add the output of a process to `probe`; return the stage that did not end, None if all ended."""
     begun: str | None = "torch"
     for line in text.splitlines():
         entry: dict[str, Any] = as_object(line)  # empty where a library prints to stdout too
-        kind = entry.pop("kind", None)
-        if kind == "begin":
-            begun = entry["what"]
-        elif kind == "end":
-            begun = None
-        elif kind == "torch":
-            lists = {name: tuple(value) for name, value in entry.items() if isinstance(value, list)}
-            probe = replace(probe, torch=Torch(**entry | lists))
-        elif kind == "device":
-            probe = replace(probe, device=entry["name"], is_product_right=entry["is_right"])
-        elif kind == "path":  # the last word on an operation counts
-            paths = {path.operation: path for path in (*probe.paths, KernelPath(**entry))}
-            probe = replace(probe, paths=tuple(paths.values()))
-        elif kind == "check":
-            probe = replace(probe, checks=(*probe.checks, ShapeCheck(**entry)))
-    return probe, begun
+        match entry.pop("kind", None):
+            case "begin":
+                begun = entry["what"]
+            case "end":
+                begun = None
+            case "torch":
+                lists = {name: tuple(value) for name, value in entry.items() if isinstance(value, list)}
+                probe.torch = Torch(**entry | lists)
+            case "device":
+                probe.device, probe.is_product_right = entry["name"], entry["is_right"]
+            case "path":  # the last word on an operation counts
+                paths = {path.operation: path for path in (*probe.paths, KernelPath(**entry))}
+                probe.paths = tuple(paths.values())
+            case "check":
+                probe.checks += (ShapeCheck(**entry),)
+    return begun
 
 
 def _describe_end(outcome: ProbeOutcome) -> str:

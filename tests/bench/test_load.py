@@ -10,7 +10,7 @@ from itertools import pairwise
 import pytest
 
 from blockdraft.bench.client import Client
-from blockdraft.bench.fleet import Fleet, num_processes
+from blockdraft.bench.fleet import Fleet, measure_headroom, num_processes
 from blockdraft.bench.load import poisson, run_in_loop, send_block
 from blockdraft.bench.records import NOT_SENT, SPECULATIVE, Ask, OfferedLoad, Prompt
 from blockdraft.errors import BenchError
@@ -167,7 +167,7 @@ def test_processes_are_few_where_streams_are():
 
 
 def run_fleet(*blocks, stop_after_s, on_answer):
-    """Send blocks (address, asks, load) by two processes, the last one for a while; answers and refusals."""
+    """Send blocks (address, asks, load) by two processes, the last one for a while; then measure headroom."""
 
     async def work():
         stop, found = asyncio.Event(), []
@@ -178,7 +178,7 @@ def run_fleet(*blocks, stop_after_s, on_answer):
                 async with Client(url, MODEL, timeout_s=20) as client:
                     answers = (await fleet.send_block(client, asked, load, on_answer, stop)).all_answers()
                     found.append((answers, client.num_refused))
-        return found
+            return *found, await measure_headroom(fleet, OfferedLoad(concurrency=33))
 
     return run_in_loop(work())
 
@@ -195,7 +195,7 @@ def test_two_processes_measure_as_one_does(stub):
     load, times = OfferedLoad(concurrency=33), [0.01 * i for i in range(40)]
     seen = []
     start_s = time.monotonic()
-    (closed, _), (opened, _), (gone, num_refused), (stopped, _) = run_fleet(
+    (closed, _), (opened, _), (gone, num_refused), (stopped, _), generator = run_fleet(
         (stub.url, asks(99), load),
         (stub.url, asks(40, times, ("a", "b")), OfferedLoad(rate=40.0)),
         ("http://127.0.0.1:1", asks(200), load),
@@ -221,6 +221,7 @@ def test_two_processes_measure_as_one_does(stub):
     assert errors.count(None) == 5
     assert errors.count("not ended: the run was stopped.") == 33
     assert errors.count("not sent: the run was stopped.") == 12
+    assert (generator["num_processes"], generator["events_per_s"] > 4000) == (2, True)
     assert sorted(map(id, seen)) == sorted(map(id, [*closed, *opened, *gone, *stopped]))
 
 

@@ -159,6 +159,8 @@ def test_disks(monkeypatch, tmp_path, free, may_write, expected):
     found = list(disk_findings(dict.fromkeys(("downloads", "hub", "triton"), tmp_path / "a" / "b")))
     assert bad(found) == expected
     assert set(asked) == {tmp_path}
+    assert next(disk_findings({"hub": tmp_path})).name == "hub"
+    assert asked[-1] == tmp_path
     assert not expected or "HF_HOME" in about(found, "hub").advice
 
 
