@@ -99,7 +99,9 @@ def render(report: BenchReport, tables: Sequence[Sheet] = ()) -> str:
         subtitle=text(f"measured from {_machine(report['machine'])}"),
         style=_read(UPLOT / "uPlot.min.css") + _read(FOLDER / "style.css"),
         sections=_top(report) + body,
-        data=_json({"charts": charts}),
+        data=json.dumps({"charts": charts}, allow_nan=False).replace(
+            "<", "\\u003c"
+        ),  # ends no script element
         library=library,
         script=script,
         hashes=f"{_hash(library)} {_hash(script)}",
@@ -113,11 +115,6 @@ def text(value: object) -> str:
 
 def _paragraphs(lines: Sequence[str]) -> str:
     return "".join(f"<p>{text(line)}</p>" for line in lines)
-
-
-def _json(value: object) -> str:
-    """Return JSON that can stand inside a script element, which only a "<" could end."""
-    return json.dumps(value, allow_nan=False).replace("<", "\\u003c")
 
 
 def _hash(script: str) -> str:

@@ -23,11 +23,15 @@ def over_time(group: Group) -> OverTime | None:
                 sum(_share_in(answer, window) * (answer.completion_tokens or 0) for answer in answers)
                 for window in windows
             ]
+            # By block, where the server's counters are all there is.
+            metered = [block.metered for block in group.blocks if block.metered and block.metered.drafted]
             return {
                 "window_s": window_s,
                 "num_windows": len(windows),
                 "tokens_per_s": _range([count / window_s for count in tokens]),
-                "draft_acceptance_rate": _range(_rates(answers, windows) or _metered_rates(group.blocks)),
+                "draft_acceptance_rate": _range(
+                    _rates(answers, windows) or [sum(one.accepted) / one.drafted for one in metered]
+                ),
             }
     return None
 
@@ -57,12 +61,6 @@ def _rates(answers: Sequence[Answer], windows: Sequence[Window]) -> list[float]:
         if drafted > 0:
             rates.append(sum(share * sum(drafts.accepted) for share, drafts in shares) / drafted)
     return rates
-
-
-def _metered_rates(blocks: Sequence[Block]) -> list[float]:
-    """Return the share accepted in each block, where the server's counters are all there is."""
-    metered = [block.metered for block in blocks if block.metered is not None and block.metered.drafted]
-    return [sum(drafts.accepted) / drafts.drafted for drafts in metered]
 
 
 def _range(values: Sequence[float]) -> Interval:

@@ -11,11 +11,14 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
-from multiprocessing.sharedctypes import Synchronized
+from typing import TYPE_CHECKING
 
 from blockdraft.bench.client import Client
 from blockdraft.bench.load import Ledger, in_order, quiet_collector, run_in_loop, send
 from blockdraft.bench.records import SPECULATIVE, Answer, Ask, OfferedLoad, Prompt
+
+if TYPE_CHECKING:
+    from multiprocessing.sharedctypes import Synchronized
 
 READY, END = "ready", "end"  # END of a block: give up what still runs
 _NO_ASK = Ask(Prompt("", "", ()), SPECULATIVE, max_tokens=0)  # prompts may be long: answers go without

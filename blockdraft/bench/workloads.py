@@ -147,24 +147,13 @@ def _spread(prompts: tuple[Prompt, ...], limit: int | None, seed: int) -> tuple[
 
 
 def _random_workload(name: str, *, num_prompts: int, seed: int) -> Workload:
-    num_words = _num_random_words(name)
-    prompts = tuple(
-        Prompt(id=f"random-{i + 1}", category=RANDOM, turns=(_noise(num_words, f"{seed}/{i}"),))
-        for i in range(num_prompts)
-    )
-    return Workload(name, prompts, source=f"random, seed {seed}, {num_words} words", is_raw=True)
-
-
-def _num_random_words(name: str) -> int:
-    given = name.removeprefix(RANDOM).removeprefix(":")
-    if not given:
-        return _RANDOM_WORDS
-    if not given.isascii() or not given.isdigit() or int(given) < 1:
-        raise BenchError(f"'{given}' is not a number of words: write '{RANDOM}:N', such as '{RANDOM}:512'.")
-    return int(given)
-
-
-def _noise(num_words: int, seed: str) -> str:
     """Make up random words, which no drafter can predict."""
-    draw = random.Random(f"noise/{seed}")
-    return " ".join("".join(draw.choices(_NOISE, k=draw.randint(2, 9))) for _ in range(num_words))
+    given = name.removeprefix(RANDOM).removeprefix(":")
+    if given and not (given.isascii() and given.isdigit() and int(given)):
+        raise BenchError(f"'{given}' is not a number of words: write '{RANDOM}:N', such as '{RANDOM}:512'.")
+    num_words, prompts = int(given or _RANDOM_WORDS), []
+    for number in range(num_prompts):
+        draw = random.Random(f"noise/{seed}/{number}")
+        words = ("".join(draw.choices(_NOISE, k=draw.randint(2, 9))) for _ in range(num_words))
+        prompts.append(Prompt(id=f"random-{number + 1}", category=RANDOM, turns=(" ".join(words),)))
+    return Workload(name, tuple(prompts), source=f"random, seed {seed}, {num_words} words", is_raw=True)

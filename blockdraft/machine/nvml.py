@@ -98,7 +98,9 @@ def query(
         with _opened(load) as nvml:
             driver = _ask(nvml, nvml.nvmlSystemGetDriverVersion) or ""
             devices = tuple(_describe(nvml, handle, driver) for handle in _handles(nvml, visible))
-            return DriverReply(devices, cuda=_cuda_version(nvml))
+            version = _ask(nvml, nvml.nvmlSystemGetCudaDriverVersion_v2)
+            cuda = None if version is None else f"{version // 1000}.{version % 1000 // 10}"
+            return DriverReply(devices, cuda=cuda)
     except _NoAnswer as error:
         listed = _parse_smi(run(SMI_FIELDS))
         return DriverReply(tuple(_chosen(listed, visible))) if listed else DriverReply(error=str(error))
@@ -180,11 +182,6 @@ def _running(nvml: ModuleType, handle: object, kind: str) -> Iterator[Holder]:
         if processes is not None:
             yield from (Holder(process.pid, process.usedGpuMemory) for process in processes)
             return
-
-
-def _cuda_version(nvml: ModuleType) -> str | None:
-    version = _ask(nvml, nvml.nvmlSystemGetCudaDriverVersion_v2)
-    return None if version is None else f"{version // 1000}.{version % 1000 // 10}"
 
 
 # ---- nvidia-smi
