@@ -620,6 +620,7 @@ def test_a_failed_start_says_why(monkeypatch, capsys):
     assert "no/such/folder" in line
 
 
+@pytest.mark.slow  # tests/bench/test_client.py measures the same server in every run
 def test_a_report_of_the_real_server_compares_with_itself(real_url, capsys):
     assert bench(real_url, *PAIR_LOAD) == 0
     found = report()

@@ -37,6 +37,7 @@ def test_on_a_cpu_every_way_gives_the_same_answers(replays):
     assert equality.verdict(lines) == "36 of 36 answers equal"
 
 
+@pytest.mark.slow
 def test_so_it_is_in_rows_that_are_filled_up_and_steps_that_overlap(monkeypatch):
     """As on a card, where graphs run the steps."""
 
