@@ -102,9 +102,10 @@ def scored_answer(num_prompts, num_tokens, **fields):
         texts=[tokenizer.decode(ids)] * num_prompts,
     )
     scores = [TokenLogprobs(token, -1.5, tuple((token + k, -k / 7) for k in range(5))) for token in ids]
-    delta = Delta("r", 0, "", (1,), prompt_logprobs=(None, *scores[1:]), finish_reason="length")
+    scored = (None, *scores[1:])
+    delta = Delta("r", 0, "", (1,), prompt_logprobs=scored, finish_reason="length", ends_request=True)
     outlet = EventLoopOutlet(asyncio.get_running_loop())
-    streams = [Stream(f"r{number}", 1, outlet, lambda request_id: None) for number in range(num_prompts)]
+    streams = [Stream(f"r{number}", outlet, lambda request_id: None) for number in range(num_prompts)]
     for stream in streams:
         stream.put(delta)
     return answer, streams

@@ -262,7 +262,7 @@ def test_a_dry_run_prints_the_command_and_starts_nothing(form, beginning):
 def test_flags_of_other_engines_are_refused_for_our_own():
     code, _, errors = serve(MODEL, "--dry-run")
     assert code == 2
-    assert "--dry-run is for another engine" in errors
+    assert "--dry-run needs another engine" in errors
 
 
 def test_torch_is_not_loaded():

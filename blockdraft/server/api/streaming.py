@@ -86,7 +86,6 @@ class EventSource:
         self._answer = answer
         self._streams = streams
         self._has_begun = False
-        self._has_end = False  # of one choice or more
         self._beside: asyncio.Future[str | None] | None = None  # a large event that a thread writes
         self._news = asyncio.Event()
         self._listen(self._news.set)
@@ -113,15 +112,13 @@ class EventSource:
             self.is_over = True
             return held + self._answer.failed(str(error))
         self._has_begun = self._has_begun or bool(held)
-        is_over = self._has_end and self._beside is None
-        if is_over and all(stream.is_over for stream in self._streams):
+        if self._beside is None and all(stream.is_over for stream in self._streams):
             self.is_over = True
             return held + self._answer.end()
         return held
 
     def _event(self, prompt: int, delta: Delta) -> str:
         """Write the delta, or have a thread write it if it is large."""
-        self._has_end = self._has_end or delta.finish_reason is not None
         if delta.prompt_logprobs is None or size_of(delta) <= LARGE_ANSWER:
             return self._answer.event(prompt, delta) or ""
         self._beside = beside(self._answer.event, prompt, delta)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -93,9 +94,9 @@ class StructuredOutputFields(StrictFields):
     guided_grammar: Grammar | None = None
     guided_whitespace_pattern: Grammar | None = None
 
-    @property
+    @cached_property
     def structured_output(self) -> StructuredOutputs | None:
-        """Raises RequestError if two are asked for."""
+        """Return what the answer must be. Raises RequestError if two are asked for."""
         found = self._all
         if len(found) > 1:
             names = " and ".join(dict.fromkeys(name for name, _ in found))

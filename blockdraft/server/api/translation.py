@@ -1,15 +1,16 @@
 """What the Responses and the Messages API share: both are translations of chat completions.
 
 Way in: `Conversation` collects what a client says as the messages of a chat request; `ApiHost` answers it.
-Way out: `AnswerParts` turns the pieces of the answer into parts, which these APIs stream one by one.
+Way out: `PartsWriter` turns the pieces of the answer into parts, which these APIs stream one by one.
 """
 
 from __future__ import annotations
 
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from blockdraft.engine.request import Delta
 from blockdraft.errors import RequestError
@@ -122,98 +123,82 @@ class AnswerPart:
     name: str = ""
     is_whole: bool = False  # it is over, and was not cut off
     added: list[str] = field(default_factory=list)
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     @property
     def text(self) -> str:
         return "".join(self.added)
 
 
-class PartChange(NamedTuple):
-    """A change of a part: it opens, gets more text, or closes."""
-
-    what: Literal["open", "add", "close"]
-    part: AnswerPart
-    text: str = ""
-
-
-class AnswerParts:
-    """The parts of one answer, made of its pieces. Only the last part can be open."""
-
-    def __init__(self) -> None:
-        self.all: list[AnswerPart] = []
-        self._is_open = False
-
-    def push(self, piece: AnswerPiece) -> Iterator[PartChange]:
-        """The changes in the order in which the model wrote them."""
-        for span in piece.spans:
-            if span.call is None:
-                yield from self._add(span.kind, span.text)
-                continue
-            if span.call.id is not None:
-                opened = AnswerPart("call", len(self.all), call_id=span.call.id, name=span.call.name or "")
-                yield from self._open(opened)
-            yield from self._add("call", span.call.arguments)
-        if piece.finish_reason is not None:
-            yield from self._close(is_whole=piece.finish_reason != "length")
-
-    def add_empty_text(self) -> Iterator[PartChange]:
-        """For an answer that must have a part."""
-        yield from self._open(AnswerPart("text", len(self.all)))
-        yield from self._close(is_whole=True)
-
-    def _is_open_as(self, kind: str) -> bool:
-        return self._is_open and self.all[-1].kind == kind
-
-    def _add(self, kind: Literal["reasoning", "text", "call"], text: str) -> Iterator[PartChange]:
-        if not text:
-            return
-        if not self._is_open_as(kind):
-            yield from self._open(AnswerPart(kind, len(self.all)))
-        self.all[-1].added.append(text)
-        yield PartChange("add", self.all[-1], text)
-
-    def _open(self, part: AnswerPart) -> Iterator[PartChange]:
-        yield from self._close(is_whole=True)
-        self.all.append(part)
-        self._is_open = True
-        yield PartChange("open", part)
-
-    def _close(self, *, is_whole: bool) -> Iterator[PartChange]:
-        if self._is_open:
-            self.all[-1].is_whole = is_whole
-            self._is_open = False
-            yield PartChange("close", self.all[-1])
-
-
 class PartsWriter(ABC):
-    """Writes an answer part by part: the base of the writers of both APIs."""
+    """Write an answer part by part: the base of the writers of both APIs."""
 
     def __init__(self, head: AnswerObject, chat: ChatAnswer) -> None:
         self._head = head
         self._chat = chat
-        self._parts = AnswerParts()
-        self._has_begun = False
+        self._parts: list[AnswerPart] = []
+        self._is_open = False  # the last part; all others are closed
+        self._events: list[str] | None = None  # of the present delta; None: the answer is not streamed
 
     def take(self, prompt: int, delta: Delta) -> None:
-        self._changes(delta)
+        self._push(delta)
 
     def event(self, prompt: int, delta: Delta) -> str | None:
-        begin = "" if self._has_begun else self._begin()
-        self._has_begun = True
-        return (begin + "".join(map(self._written, self._changes(delta)))) or None
+        self._events = [self._begin()] if self._events is None else []
+        self._push(delta)
+        return "".join(self._events) or None
 
     @property
     def _last(self) -> AnswerPiece:
         return self._chat.first_choice.pieces[-1]
 
-    def _changes(self, delta: Delta) -> list[PartChange]:
+    def _push(self, delta: Delta) -> None:
+        """Add to the parts what a delta brings, in the order in which the model wrote it."""
         self._chat.take(0, delta)
-        return list(self._parts.push(self._last))
+        for span in self._last.spans:
+            if span.call is None:
+                self._add(span.kind, span.text)
+                continue
+            if span.call.id is not None:
+                self._open("call", span.call.id, span.call.name or "")
+            self._add("call", span.call.arguments)
+        if self._last.finish_reason is not None:
+            self._close(is_whole=self._last.finish_reason != "length")
+
+    def _add(self, kind: Literal["reasoning", "text", "call"], text: str) -> None:
+        if not text:
+            return
+        if not (self._is_open and self._parts[-1].kind == kind):
+            self._open(kind)
+        self._parts[-1].added.append(text)
+        if self._events is not None:
+            self._events.append(self._added(self._parts[-1], text))
+
+    def _open(self, kind: Literal["reasoning", "text", "call"], call_id: str = "", name: str = "") -> None:
+        self._close(is_whole=True)
+        self._parts.append(AnswerPart(kind, len(self._parts), call_id, name))
+        self._is_open = True
+        if self._events is not None:
+            self._events.append(self._opened(self._parts[-1]))
+
+    def _close(self, *, is_whole: bool) -> None:
+        if self._is_open:
+            self._is_open, self._parts[-1].is_whole = False, is_whole
+            if self._events is not None:
+                self._events.append(self._closed(self._parts[-1]))
 
     @abstractmethod
     def _begin(self) -> str:
-        """The events in front of the first part."""
+        """Return the events in front of the first part."""
 
     @abstractmethod
-    def _written(self, change: PartChange) -> str:
-        """The events of a change."""
+    def _opened(self, part: AnswerPart) -> str:
+        """Return the events of a part that begins."""
+
+    @abstractmethod
+    def _added(self, part: AnswerPart, text: str) -> str:
+        """Return the event of more text."""
+
+    @abstractmethod
+    def _closed(self, part: AnswerPart) -> str:
+        """Return the events of a part that is over."""

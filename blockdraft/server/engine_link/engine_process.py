@@ -7,19 +7,17 @@ lock stops that thread, too.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import logging
 import multiprocessing
 import os
 import signal
 import socket
+import sys
 from collections.abc import Callable
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from threading import Event, Thread
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 log = logging.getLogger(__name__)
 
@@ -67,28 +65,37 @@ class SilenceWatch:
                 return
 
 
-def forked(work: Work, connection: Connection, closes: Items[Connection | socket.socket]) -> Child:
-    pid = os.fork()
-    if pid == 0:
-        for one in closes:
-            one.close()
-        _be_the_child(work, connection)
-    return ForkedChild(pid)
+class Child(Protocol):
+    """The process of the engine."""
+
+    def kill(self) -> None: ...
+    def join(self) -> None: ...
+    @property
+    def exitcode(self) -> int | None:
+        """Its exit code, -n after signal n."""
 
 
-def spawned(work: Work, connection: Connection) -> Child:
-    process = multiprocessing.get_context("spawn").Process(
-        target=_be_the_child, args=(work, connection), daemon=True
-    )
+def start_child(work: Work, connection: Connection, closes: Items[Connection | socket.socket]) -> Child:
+    """Run `work` in a process of its own, where what it has no use for is closed.
+
+    Only Linux forks: Windows cannot, and macOS's libraries may crash after it. Elsewhere `work` is pickled.
+    """
+    is_forked = sys.platform == "linux"
+    context: Any = multiprocessing.get_context("fork" if is_forked else "spawn")
+    args = (work, connection, closes if is_forked else ())
+    process = context.Process(target=_be_the_child, args=args)
     process.start()
     atexit.register(process.kill)  # else Python waits for it where we fail, and it for us
-    return SpawnedChild(process)
+    child: Child = process
+    return child
 
 
-def _be_the_child(work: Work, connection: Connection) -> NoReturn:
+def _be_the_child(work: Work, connection: Connection, closes: Items[Connection | socket.socket]) -> NoReturn:
     """Run `work` and exit. Signals are left to the server, which ends this process with itself."""
     code = 1
     try:
+        for one in closes:
+            one.close()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: None)  # not ignored: what we start in turn would inherit that
         work(connection)
@@ -98,40 +105,3 @@ def _be_the_child(work: Work, connection: Connection) -> NoReturn:
     finally:
         logging.shutdown()
         os._exit(code)
-
-
-class Child(Protocol):
-    """The process of the engine."""
-
-    def kill(self) -> None: ...
-
-    def wait(self) -> int:
-        """Its exit code, -n after signal n."""
-
-
-@dataclass(frozen=True, slots=True)
-class SpawnedChild:
-    """A process that was started afresh."""
-
-    process: BaseProcess
-
-    def kill(self) -> None:
-        self.process.kill()
-
-    def wait(self) -> int:
-        self.process.join()
-        return self.process.exitcode or 0
-
-
-@dataclass(frozen=True, slots=True)
-class ForkedChild:
-    """A process that began as a copy of ours."""
-
-    pid: int
-
-    def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):  # it has just ended
-            os.kill(self.pid, signal.SIGKILL)
-
-    def wait(self) -> int:
-        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])

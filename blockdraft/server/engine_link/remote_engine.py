@@ -11,7 +11,6 @@ import asyncio
 import itertools
 import logging
 import socket
-import sys
 from collections import defaultdict
 from collections.abc import Callable
 from collections.abc import Sequence as Items
@@ -22,12 +21,12 @@ from multiprocessing.connection import Connection
 from threading import Lock, Thread
 
 from blockdraft.engine.info import EngineInfo
-from blockdraft.engine.request import Delta, SamplingParams, new_request_id
+from blockdraft.engine.request import SamplingParams, new_request_id
 from blockdraft.engine.stats import Snapshot
-from blockdraft.engine.streams import EngineStopped, Mail, Outlet, Outlets, Stream
+from blockdraft.engine.streams import EngineStopped, Item, Mail, Outlet, Outlets, Stream, ends_request
 from blockdraft.errors import CapacityError, RequestError
 from blockdraft.phases import StartProgress, StartState
-from blockdraft.server.engine_link.engine_process import Child, SilenceWatch, Work, forked, spawned
+from blockdraft.server.engine_link.engine_process import Child, SilenceWatch, Work, start_child
 from blockdraft.server.engine_link.outbox import Outbox, packed
 from blockdraft.text.tokenizer import Tokenizer
 
@@ -50,13 +49,9 @@ def start_engine_process(
     step_timeout_s: float,
     closes: Items[socket.socket] = (),
 ) -> RemoteEngine:
-    """Run `work`, the engine's side of a connection, in a child. No thread may have been started before.
-
-    Only Linux forks: Windows cannot, and macOS's own libraries may crash after it. Elsewhere `work` is
-    pickled. The child has no use for what it `closes`.
-    """
+    """Run `work`, the engine's side of a connection, in a child. No thread may have been started before."""
     ours, theirs = Pipe()
-    child = forked(work, theirs, (ours, *closes)) if sys.platform == "linux" else spawned(work, theirs)
+    child = start_child(work, theirs, (ours, *closes))
     theirs.close()
     return RemoteEngine(ours, child, startup, on_hang, step_timeout_s=step_timeout_s)
 
@@ -64,7 +59,6 @@ def start_engine_process(
 @dataclass(slots=True)
 class _Live:
     stream: Stream
-    num_unfinished: int
     num_bytes: int  # of the request as it was sent
 
 
@@ -129,7 +123,7 @@ class RemoteEngine:
             raise EngineStopped(self._why())
         if self.startup.state != "ready":
             raise EngineStopped(f"the engine is {self.startup.state}.")
-        stream = Stream(new_request_id(), sampling.n, self._outlets.here(), self.abort)
+        stream = Stream(new_request_id(), self._outlets.here(), self.abort)
         message = await _packed_request(stream.request_id, prompt_ids, sampling)
         with self._lock:
             if not self._is_open:
@@ -139,7 +133,7 @@ class RemoteEngine:
                     f"requests of {self._num_live_bytes >> 20} MiB wait for the engine, and the server holds "
                     "no more: try again later."
                 )
-            self._live[stream.request_id] = _Live(stream, sampling.n, len(message))
+            self._live[stream.request_id] = _Live(stream, len(message))
             self._num_live_bytes += len(message)
             self._outbox.put(message)
         return stream
@@ -211,7 +205,8 @@ class RemoteEngine:
         except Exception:
             log.exception("a message of the engine's process could not be read")
             self.kill()
-        self._end(self._child.wait())
+        self._child.join()
+        self._end(self._child.exitcode or 0)
 
     def _take_start(self, state: StartState) -> None:
         if state.state == "failed":
@@ -246,23 +241,13 @@ class RemoteEngine:
         with self._lock:
             self._num_live_bytes -= self._live.pop(request_id).num_bytes
 
-    def _take_deltas(
-        self,
-        plain: list[tuple[str, int, str, tuple[int, ...]]],
-        others: list[tuple[str, Delta | EngineStopped]],
-    ) -> None:
+    def _take_deltas(self, items: list[tuple[str, Item]]) -> None:
         mail: dict[Outlet, Mail] = defaultdict(list)
-        for request_id, index, text, token_ids in plain:
-            live = self._live.get(request_id)
-            if live is not None:
-                delta = Delta(request_id, index, text, token_ids)
-                mail[live.stream.outlet].append((live.stream, delta))
-        for request_id, item in others:
+        for request_id, item in items:
             live = self._live.get(request_id)
             if live is not None:
                 mail[live.stream.outlet].append((live.stream, item))
-                live.num_unfinished -= isinstance(item, EngineStopped) or item.finish_reason is not None
-                if live.num_unfinished == 0 or isinstance(item, EngineStopped):
+                if ends_request(item):
                     self._forget(request_id)
         for outlet, its_mail in mail.items():
             if not outlet.send(its_mail):
@@ -297,7 +282,7 @@ class RemoteEngine:
 
 async def _packed_request(request_id: str, prompt_ids: Items[int], sampling: SamplingParams) -> bytes:
     """The request as it is sent. What may be large or deep is packed beside the event loop."""
-    message = ("add", request_id, tuple(prompt_ids), sampling)
+    message = ("add", request_id, prompt_ids, sampling)  # a list: Engine.add makes the tuple
     try:
         if len(prompt_ids) > LARGE_PROMPT or sampling.structured_outputs is not None:
             return await asyncio.to_thread(packed, message)

@@ -188,12 +188,7 @@ class _Generation(StructuredOutputFields, AnyBody):
     def _sampling(
         self, defaults: Mapping[str, float], *, max_tokens: int | None, **last: int | None
     ) -> SamplingParams:
-        """The sampling parameters; `last` holds those that depend on the kind of request."""
-        if max_tokens is not None and self.min_tokens > max_tokens:
-            raise RequestError(
-                f"'min_tokens' is {self.min_tokens}, more than 'max_tokens', {max_tokens}: lower it.",
-                "min_tokens",
-            )
+        """Return the sampling parameters; `last` holds those that depend on the kind of request."""
         given = {name: value for name, value in self if name in _SAMPLING_NAMES and value is not None}
         last |= {"max_tokens": max_tokens, "width": self.speculative.width}
         given["structured_outputs"] = self.structured_output

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Items
 
 from blockdraft.errors import RequestError
@@ -25,17 +25,15 @@ def check_messages(messages: Items[Message]) -> None:
                     "'tool_call_id' must be the 'id' of one of an assistant message's 'tool_calls'.",
                     "messages",
                 )
-        called.update(str(call["id"]) for call in calls_of(message, number))
+        _check_calls(message, number)
+        called.update(str(call["id"]) for call in _calls_of(message))
 
 
-def calls_of(message: Message, number: int = 0) -> list[dict[str, object]]:
-    """The calls of a message. Raises RequestError if they do not have OpenAI's shape."""
+def _check_calls(message: Message, number: int) -> None:
     calls = message.get("tool_calls")
-    if calls is None:
-        return []
-    if not isinstance(calls, list):
+    if not isinstance(calls, list | None):
         raise RequestError(f"messages[{number}].tool_calls is {json_kind(calls)}, not a list.", "messages")
-    for call in calls:
+    for call in calls or ():
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(call.get("id"), str):
             raise RequestError(
@@ -49,7 +47,13 @@ def calls_of(message: Message, number: int = 0) -> list[dict[str, object]]:
                 f"messages[{number}].tool_calls: a function has a 'name' and 'arguments', a JSON text.",
                 "messages",
             )
-    return calls
+
+
+def _calls_of(message: Message) -> Iterator[dict[str, object]]:
+    """Yield the calls of a checked message."""
+    calls = message.get("tool_calls") or ()
+    assert isinstance(calls, list | tuple)
+    yield from calls
 
 
 def for_template(messages: Items[Message], *, has_developer: bool) -> list[dict[str, object]]:
@@ -61,11 +65,11 @@ def for_template(messages: Items[Message], *, has_developer: bool) -> list[dict[
     """
     names: dict[str, str] = {}
     shaped = []
-    for number, message in enumerate(messages):
+    for message in messages:
         said = _as_said(message) if message.get("role") == "assistant" else message
         new = {**said, "content": content_text(said)}
-        if calls := calls_of(message, number):
-            new["tool_calls"] = [_with_object(call, names) for call in calls]
+        if calls := [_with_object(call, names) for call in _calls_of(message)]:
+            new["tool_calls"] = calls
         else:
             new.pop("tool_calls", None)
         if new.get("role") == "tool" and (name := names.get(str(new.get("tool_call_id")))) is not None:

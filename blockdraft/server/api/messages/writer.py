@@ -7,7 +7,7 @@ from blockdraft.server.api.chat.answers import ChatAnswer
 from blockdraft.server.api.messages import schemas
 from blockdraft.server.api.messages.fields import MessagesRequest
 from blockdraft.server.api.schemas import AnswerObject
-from blockdraft.server.api.translation import AnswerPart, PartChange, PartsWriter
+from blockdraft.server.api.translation import AnswerPart, PartsWriter
 from blockdraft.server.http.body import parse_object
 from blockdraft.server.http.replies import message_error, named_event
 
@@ -25,7 +25,7 @@ class MessageWriter(PartsWriter):
     def whole(self) -> schemas.MessageAnswer:
         return {
             **self._message(),
-            "content": [self._block(part) for part in self._parts.all],
+            "content": [self._block(part) for part in self._parts],
             **self._ending(),
         }
 
@@ -72,7 +72,7 @@ class MessageWriter(PartsWriter):
             return {"stop_reason": "max_tokens", "stop_sequence": None}
         if isinstance(self._last.stop_reason, str) and self._last.stop_reason in self._asked.stop_sequences:
             return {"stop_reason": "stop_sequence", "stop_sequence": self._last.stop_reason}
-        has_calls = any(part.kind == "call" for part in self._parts.all)
+        has_calls = any(part.kind == "call" for part in self._parts)
         return {"stop_reason": "tool_use" if has_calls else "end_turn", "stop_sequence": None}
 
     def _block(self, part: AnswerPart) -> schemas.Block:
@@ -83,36 +83,25 @@ class MessageWriter(PartsWriter):
             return {"type": "thinking", "thinking": text, "signature": SIGNATURE}
         return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": _input(part.text)}
 
-    def _written(self, change: PartChange) -> str:
-        part = change.part
-        if change.what == "open":
-            return _event(
-                {"type": "content_block_start", "index": part.index, "content_block": _opened(part)}
-            )
-        if change.what == "add":
-            return "" if self._is_hidden(part) else _more(part, _delta(part, change.text))
+    def _opened(self, part: AnswerPart) -> str:
+        block: schemas.Block = {"type": "tool_use", "id": part.call_id, "name": part.name, "input": {}}
+        if part.kind == "text":
+            block = {"type": "text", "text": ""}
+        elif part.kind == "reasoning":
+            block = {"type": "thinking", "thinking": "", "signature": ""}
+        return _event({"type": "content_block_start", "index": part.index, "content_block": block})
+
+    def _added(self, part: AnswerPart, text: str) -> str:
+        if part.kind == "text":
+            return _more(part, {"type": "text_delta", "text": text})
+        if part.kind == "call":
+            return _more(part, {"type": "input_json_delta", "partial_json": text})
+        return "" if self._hides_thoughts else _more(part, {"type": "thinking_delta", "thinking": text})
+
+    def _closed(self, part: AnswerPart) -> str:
         signed = _more(part, {"type": "signature_delta", "signature": SIGNATURE})
         stop = _event({"type": "content_block_stop", "index": part.index})
         return signed + stop if part.kind == "reasoning" else stop
-
-    def _is_hidden(self, part: AnswerPart) -> bool:
-        return self._hides_thoughts and part.kind == "reasoning"
-
-
-def _opened(part: AnswerPart) -> schemas.Block:
-    if part.kind == "text":
-        return {"type": "text", "text": ""}
-    if part.kind == "reasoning":
-        return {"type": "thinking", "thinking": "", "signature": ""}
-    return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": {}}
-
-
-def _delta(part: AnswerPart, text: str) -> schemas.Delta:
-    if part.kind == "text":
-        return {"type": "text_delta", "text": text}
-    if part.kind == "reasoning":
-        return {"type": "thinking_delta", "thinking": text}
-    return {"type": "input_json_delta", "partial_json": text}
 
 
 def _more(part: AnswerPart, delta: schemas.Delta) -> str:

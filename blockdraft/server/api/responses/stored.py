@@ -9,8 +9,14 @@ from typing import Literal, cast
 from blockdraft.errors import RequestError
 from blockdraft.server.api.responses import schemas
 from blockdraft.server.api.responses.fields import namespaces_of
-from blockdraft.server.api.responses.writer import call_item, output_text, part_events
-from blockdraft.server.api.translation import AnswerPart, Message, PartChange
+from blockdraft.server.api.responses.writer import (
+    added_event,
+    call_item,
+    closed_events,
+    opened_events,
+    output_text,
+)
+from blockdraft.server.api.translation import AnswerPart, Message
 from blockdraft.server.http.body import shown
 from blockdraft.server.http.replies import named_event
 
@@ -55,20 +61,11 @@ def _events(answer: schemas.Response) -> Iterator[dict[str, object]]:
     yield {"type": "response.in_progress", "response": begun}
     for index, item in enumerate(answer["output"]):
         part = _part(index, item)
-
-        def made(status: schemas.ItemStatus | None, item: schemas.Item = item) -> schemas.Item:
-            return item if status is None else _begun(item, status)
-
-        for change in _changes(part):
-            yield from part_events(change, item["id"], made)
+        yield from opened_events(part, _begun(item))
+        if part.text:
+            yield added_event(part, item["id"], part.text)
+        yield from closed_events(part, item)
     yield {"type": f"response.{answer['status']}", "response": answer}
-
-
-def _changes(part: AnswerPart) -> Iterator[PartChange]:
-    yield PartChange("open", part)
-    if part.text:
-        yield PartChange("add", part, part.text)
-    yield PartChange("close", part)
 
 
 def _part(index: int, item: schemas.Item) -> AnswerPart:
@@ -78,11 +75,11 @@ def _part(index: int, item: schemas.Item) -> AnswerPart:
     return AnswerPart(kind, index, added=[part["text"] for part in item["content"]])
 
 
-def _begun(item: schemas.Item, status: schemas.ItemStatus) -> schemas.Item:
-    """The item when it was still empty."""
+def _begun(item: schemas.Item) -> schemas.Item:
+    """Return the item as it was while still empty."""
     empty: dict[str, object] = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
     kept = {name: value for name, value in item.items() if name != "encrypted_content"}
-    return cast(schemas.Item, {**kept, **empty, "status": status})
+    return cast(schemas.Item, {**kept, **empty, "status": "in_progress"})
 
 
 # ---- what it was made of
