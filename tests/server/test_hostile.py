@@ -6,7 +6,7 @@ import pytest
 
 from blockdraft.errors import RequestError
 from blockdraft.server.api.chat.fields import ChatRequest, CompletionRequest
-from blockdraft.server.api.chat.template_messages import for_template
+from blockdraft.server.api.chat.messages import for_template
 from blockdraft.server.api.fields import parse
 from blockdraft.server.http.body import MAX_DEPTH, parse_object
 from tests.server.asking import ask

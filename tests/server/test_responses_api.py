@@ -14,13 +14,13 @@ from pydantic import TypeAdapter
 from blockdraft.server.api.responses import schemas
 from blockdraft.server.api.responses.fields import ResponsesRequest
 from blockdraft.server.api.responses.items import add_input, add_item, sealed
-from blockdraft.server.api.responses.store import (
+from blockdraft.server.api.responses.stored import (
     ENTRY_BYTES,
     ITEM_BYTES,
     ResponseStore,
     StoredResponse,
+    replayed,
 )
-from blockdraft.server.api.responses.stored import replayed
 from blockdraft.server.api.responses.writer import ResponseWriter
 from blockdraft.server.api.translation import Conversation
 from blockdraft.server.http.body import Nested

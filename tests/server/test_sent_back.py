@@ -19,7 +19,7 @@ from blockdraft.server.api.chat.fields import (
 from blockdraft.server.api.chat.prepare import find_dialect, prepare_chat
 from blockdraft.server.api.fields import parse
 from blockdraft.server.api.messages.fields import CountTokensRequest, MessagesRequest
-from blockdraft.server.api.messages.writer import MessageWriter
+from blockdraft.server.api.messages.routes import MessageWriter
 from blockdraft.server.api.responses.fields import ResponsesRequest
 from blockdraft.server.api.responses.items import add_input
 from blockdraft.server.api.responses.writer import ResponseWriter

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from blockdraft.engine.request import Delta
 from blockdraft.server.api.choices import AnswerChoice
 from blockdraft.server.api.messages.fields import MessagesRequest
-from blockdraft.server.api.messages.writer import MessageWriter
+from blockdraft.server.api.messages.routes import MessageWriter
 from blockdraft.settings.settings import TOOL_FORMATS
 from blockdraft.tool_calls.bare_json import BareJsonReader
 from blockdraft.tool_calls.formats import FORMATS as KNOWN

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from collections.abc import Sequence as Items
+from datetime import UTC, datetime
 from typing import ParamSpec, TypeVar
 
 from starlette.concurrency import run_in_threadpool
@@ -25,26 +26,76 @@ from blockdraft.server.api.chat.fields import (
     DetokenizeRequest,
     TokenizeRequest,
 )
-from blockdraft.server.api.chat.prepare import Dialect, PreparedChat, find_dialect, prepare_chat, tokenize
-from blockdraft.server.api.chat.prompts import (
+from blockdraft.server.api.chat.prepare import (
+    Dialect,
+    PreparedChat,
     check_prompts,
     check_scores,
     check_tokens,
     echoed_texts,
     encode_prompts,
+    find_dialect,
+    prepare_chat,
     token_texts,
+    tokenize,
 )
 from blockdraft.server.api.chat.schemas import Text, Tokens
 from blockdraft.server.api.fields import AnyBody, BodyT, IgnoredFields, field_at_fault, parse, renamed
-from blockdraft.server.api.models_list import model_card, model_response, models_response
-from blockdraft.server.api.schemas import AnswerObject
+from blockdraft.server.api.messages.schemas import ModelInfo, ModelPage
+from blockdraft.server.api.schemas import AnswerObject, ModelCard, ModelList
 from blockdraft.server.api.streaming import Writer, respond
 from blockdraft.server.engine_link.remote_engine import RemoteEngine
 from blockdraft.server.http.body import shown
 from blockdraft.server.http.exchange import exchange_of
 from blockdraft.server.http.large_json import json_response
+from blockdraft.server.http.replies import VERSION_HEADER
 from blockdraft.server.http.routing import NotReady
+from blockdraft.settings.model_source import public_id
 from blockdraft.text.tokenizer import Tokenizer
+
+
+def models_response(request: Request, card: ModelCard, info: EngineInfo) -> Response:
+    """The list of models: one."""
+    if VERSION_HEADER in request.headers:
+        return JSONResponse(_page(_model_info(card, info), request.query_params))
+    models: ModelList = {"object": "list", "data": [card]}
+    return JSONResponse(models)
+
+
+def model_response(request: Request, card: ModelCard, info: EngineInfo) -> Response:
+    return JSONResponse(_model_info(card, info) if VERSION_HEADER in request.headers else card)
+
+
+def model_card(name: str, created: int, info: EngineInfo) -> ModelCard:
+    """The model as OpenAI's clients know it, with vLLM's fields."""
+    return {
+        "id": name,
+        "object": "model",
+        "created": created,
+        "owned_by": "blockdraft",
+        "root": public_id(info.target),
+        "parent": None,
+        "max_model_len": info.max_model_len,
+        "permission": [],
+    }
+
+
+def _model_info(card: ModelCard, info: EngineInfo) -> ModelInfo:
+    begun = datetime.fromtimestamp(card["created"], UTC)
+    return {
+        "type": "model",
+        "id": card["id"],
+        "display_name": info.target_title,
+        "created_at": begun.strftime("%Y-%m-%dT%H:%M:%SZ"),
+    }
+
+
+def _page(model: ModelInfo, query: Mapping[str, str]) -> ModelPage:
+    """The only page: there is one model."""
+    if model["id"] in (query.get("after_id"), query.get("before_id")):
+        return {"data": [], "first_id": None, "last_id": None, "has_more": False}
+    return {"data": [model], "first_id": model["id"], "last_id": model["id"], "has_more": False}
+
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -16,8 +16,7 @@ from pydantic_core import PydanticCustomError
 
 from blockdraft.engine.request import MAX_BIASES, MAX_CHOICES, MAX_LOGPROBS, MAX_STOPS, SamplingParams
 from blockdraft.errors import RequestError
-from blockdraft.server.api.chat.shapes import Message
-from blockdraft.server.api.chat.template_messages import check_messages
+from blockdraft.server.api.chat.messages import Message, check_messages
 from blockdraft.server.api.fields import (
     MAX_INT,
     MAX_MESSAGES,

@@ -24,8 +24,15 @@ from blockdraft.server.api.responses.fields import (
     check_include,
 )
 from blockdraft.server.api.responses.items import add_input, add_item
-from blockdraft.server.api.responses.store import ResponseStore, StoredResponse
-from blockdraft.server.api.responses.stored import flag, input_page, is_half_a_call, number, replayed
+from blockdraft.server.api.responses.stored import (
+    ResponseStore,
+    StoredResponse,
+    flag,
+    input_page,
+    is_half_a_call,
+    number,
+    replayed,
+)
 from blockdraft.server.api.responses.writer import ResponseWriter
 from blockdraft.server.api.schemas import AnswerObject
 from blockdraft.server.api.translation import Conversation

@@ -1,19 +1,85 @@
-"""Checks tool calls and their results in a conversation, and shapes messages for chat templates."""
+"""Messages of chat requests: their shapes for /openapi.json, their checks, and messages for templates."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Items
+from typing import Annotated, Literal, NotRequired
+
+from pydantic import PlainValidator
+from typing_extensions import TypedDict
 
 from blockdraft.errors import RequestError
+from blockdraft.server.api.fields import an_object
 from blockdraft.server.http.body import is_too_deep
 from blockdraft.text.content import content_text, json_kind
 from blockdraft.tool_calls.typed import read_json
 
-Message = Mapping[str, object]
+
+class TextPartParam(TypedDict):
+    """A text."""
+
+    type: Literal["text"]
+    text: str
 
 
-def check_messages(messages: Items[Message]) -> None:
+class RefusalPartParam(TypedDict):
+    """A refusal of the model."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+
+class CalledParam(TypedDict):
+    """A function that was called; its arguments are JSON, as text or as an object."""
+
+    name: str
+    arguments: NotRequired[str | dict[str, object] | None]
+
+
+class ToolCallParam(TypedDict):
+    """One call."""
+
+    id: str
+    type: NotRequired[Literal["function"]]
+    function: CalledParam
+
+
+class SaidParam(TypedDict):
+    """A message of the system, a developer or the user."""
+
+    role: Literal["system", "user", "developer", "function", "ipython"]
+    content: str | list[TextPartParam]
+    tool_calls: NotRequired[list[ToolCallParam] | None]
+
+
+class AnswerParam(TypedDict):
+    """A message of the model: text, thoughts, calls, or nothing."""
+
+    role: Literal["assistant"]
+    content: NotRequired[str | list[TextPartParam | RefusalPartParam] | None]
+    tool_calls: NotRequired[list[ToolCallParam] | None]
+
+
+class ResultParam(TypedDict):
+    """The result of a call of an earlier message."""
+
+    role: Literal["tool"]
+    tool_call_id: str
+    content: NotRequired[str | list[TextPartParam] | None]
+    tool_calls: NotRequired[list[ToolCallParam] | None]
+
+
+MessageParam = SaidParam | AnswerParam | ResultParam
+
+
+Message = Annotated[dict[str, object], PlainValidator(an_object, json_schema_input_type=MessageParam)]
+
+
+_Given = Mapping[str, object]
+
+
+def check_messages(messages: Items[_Given]) -> None:
     """Raises RequestError for malformed calls, and for results without a call."""
     called: set[str] = set()
     for number, message in enumerate(messages):
@@ -29,7 +95,7 @@ def check_messages(messages: Items[Message]) -> None:
         called.update(str(call["id"]) for call in _calls_of(message))
 
 
-def _check_calls(message: Message, number: int) -> None:
+def _check_calls(message: _Given, number: int) -> None:
     calls = message.get("tool_calls")
     if not isinstance(calls, list | None):
         raise RequestError(f"messages[{number}].tool_calls is {json_kind(calls)}, not a list.", "messages")
@@ -49,14 +115,14 @@ def _check_calls(message: Message, number: int) -> None:
             )
 
 
-def _calls_of(message: Message) -> Iterator[dict[str, object]]:
+def _calls_of(message: _Given) -> Iterator[dict[str, object]]:
     """Yield the calls of a checked message."""
     calls = message.get("tool_calls") or ()
     assert isinstance(calls, list | tuple)
     yield from calls
 
 
-def for_template(messages: Items[Message], *, has_developer: bool) -> list[dict[str, object]]:
+def for_template(messages: Items[_Given], *, has_developer: bool) -> list[dict[str, object]]:
     """Messages as templates read them.
 
     Contents are texts. Arguments are objects, not texts. Results name their function. Thoughts that a client
@@ -80,7 +146,7 @@ def for_template(messages: Items[Message], *, has_developer: bool) -> list[dict[
     return shaped
 
 
-def _as_said(message: Message) -> dict[str, object]:
+def _as_said(message: _Given) -> dict[str, object]:
     """A message of the model, with its thoughts under all names, and a refusal as text."""
     said = dict(message)
     thoughts = said.get("reasoning_content", said.get("reasoning"))
