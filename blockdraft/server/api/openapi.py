@@ -101,7 +101,7 @@ def _post(
     return _Operation("post", path, summary, answer, failures, takes, stream)
 
 
-def _get(path: str, summary: str, answer: object, *failures: int, **more: Any) -> _Operation:  # noqa: ANN401
+def _get(path: str, summary: str, answer: object, failures: tuple[int, ...] = (), **more: Any) -> _Operation:  # noqa: ANN401
     return _Operation("get", path, summary, cast(type | None, answer), (*failures, *_PROBE), **more)
 
 
@@ -123,15 +123,23 @@ _OPERATIONS = (
     _post(
         "/v1/responses",
         "Answer a conversation and store it: OpenAI's Responses API.",
-        *(ResponsesRequest, responses.Response, responses.Event),
+        ResponsesRequest,
+        responses.Response,
+        responses.Event,
     ),
     _get(
-        *(_RESPONSE, "A stored response.", responses.Response, 400, 401, 404),
+        _RESPONSE,
+        "A stored response.",
+        responses.Response,
+        (400, 401, 404),
         events=responses.Event,
         parameters=_REPLAYED,
     ),
     _get(
-        *(f"{_RESPONSE}/input_items", "The input items of a response.", responses.InputItems, 400, 401, 404),
+        f"{_RESPONSE}/input_items",
+        "The input items of a response.",
+        responses.InputItems,
+        (400, 401, 404),
         parameters=_PAGED,
     ),
     _Operation(
@@ -145,7 +153,8 @@ _OPERATIONS = (
     _post(
         "/v1/responses/input_tokens",
         "The number of tokens of a conversation.",
-        *(InputTokensRequest, responses.InputTokens),
+        InputTokensRequest,
+        responses.InputTokens,
     ),
     _Operation(
         "post",
@@ -159,22 +168,29 @@ _OPERATIONS = (
     _post(
         "/v1/messages",
         "Answer a conversation: Anthropic's Messages API.",
-        *(MessagesRequest, messages.MessageAnswer, messages.MessageEvent),
+        MessagesRequest,
+        messages.MessageAnswer,
+        messages.MessageEvent,
     ),
     _post(
         "/v1/messages/count_tokens",
         "The number of tokens of a conversation.",
-        *(CountTokensRequest, messages.TokenCount),
+        CountTokensRequest,
+        messages.TokenCount,
     ),
     _get(
         "/v1/models",
         "The served model, in OpenAI's shape, or in Anthropic's if the request has its header.",
-        *(schemas.ModelList | messages.ModelPage, 401),
+        schemas.ModelList | messages.ModelPage,
+        (401,),
         error=_MODELS_ERROR,
         parameters=_VERSION,
     ),
     _get(
-        *("/v1/models/{model}", "One model.", schemas.ModelCard | messages.ModelInfo, 401, 404),
+        "/v1/models/{model}",
+        "One model.",
+        schemas.ModelCard | messages.ModelInfo,
+        (401, 404),
         error=_MODELS_ERROR,
         parameters=_VERSION,
     ),
