@@ -1,5 +1,6 @@
 """OpenAI's own client drives the server on a real port: every route and parameter, streamed and not."""
 
+import functools
 import json
 from dataclasses import replace
 
@@ -66,8 +67,11 @@ def text_chunks(client, **fields):
     return chunks
 
 
+adapter = functools.cache(TypeAdapter)
+
+
 def check_shape(kind, value):
-    TypeAdapter(kind).validate_python(value, extra="forbid")
+    adapter(kind).validate_python(value, extra="forbid")
 
 
 def joined(chunks, field="content", index=0):

@@ -49,7 +49,7 @@ def is_taken(messages):
     return bool(prepare_chat(asked, DIALECT, {}).prompt_ids)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@settings(max_examples=30, deadline=None, derandomize=True, database=None)
 @given(answers(), st.booleans())
 def test_an_answer_of_chat_completions_is_accepted_as_history(script, has_nulls):
     asked = ChatRequest(messages=[USER])
@@ -61,7 +61,7 @@ def test_an_answer_of_chat_completions_is_accepted_as_history(script, has_nulls)
     assert is_taken([USER, message, USER])
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@settings(max_examples=30, deadline=None, derandomize=True, database=None)
 @given(answers(), st.sampled_from([None, {"type": "adaptive", "display": "omitted"}]))
 def test_an_answer_of_messages_is_accepted_as_history(script, thinking):
     fields = {"messages": [USER], "max_tokens": 9, "thinking": thinking}
@@ -71,7 +71,7 @@ def test_an_answer_of_messages_is_accepted_as_history(script, thinking):
     assert is_taken(asked.chat().messages)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@settings(max_examples=30, deadline=None, derandomize=True, database=None)
 @given(answers(), st.booleans())
 def test_an_answer_of_responses_is_accepted_as_history(script, is_sealed):
     include = ["reasoning.encrypted_content"] if is_sealed else []

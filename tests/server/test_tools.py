@@ -214,7 +214,7 @@ _HARMONY_WORDS = [
 ]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.lists(st.sampled_from(_HARMONY_WORDS), max_size=8), st.data())
 def test_any_harmony_is_read_alike_however_it_is_cut(words, data):
     text = "".join(words)
@@ -261,7 +261,7 @@ def words(reader):
 
 
 @pytest.mark.parametrize("reader", FORMATS)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_any_text_is_read_alike_however_it_is_cut(reader, data):
     text = "".join(data.draw(words(reader)))

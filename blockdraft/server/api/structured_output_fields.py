@@ -68,18 +68,17 @@ class StructuredFields(StrictFields):
         whitespace = self.whitespace_pattern
         if whitespace is None and self.disable_any_whitespace is False:
             whitespace = ANY_WHITESPACE
-        found = []
-        if self.json_ is not None:
-            found.append(StructuredOutputs(json=self.json_, whitespace_pattern=whitespace))
-        if self.json_object:
-            found.append(StructuredOutputs(json_object=True, whitespace_pattern=whitespace))
-        if self.regex is not None:
-            found.append(StructuredOutputs(regex=self.regex))
-        if self.choice is not None:
-            found.append(StructuredOutputs(choice=self.choice))
-        if self.grammar is not None:
-            found.append(StructuredOutputs(grammar=self.grammar))
-        return found
+        given: dict[str, object] = {"json": self.json_, "json_object": self.json_object or None}
+        given |= {"regex": self.regex, "choice": self.choice, "grammar": self.grammar}
+        return [_output(name, value, whitespace) for name, value in given.items() if value is not None]
+
+
+def _output(name: str, value: object, whitespace: str | None) -> StructuredOutputs:
+    """Return one structured output; only JSON has white space of its own."""
+    given: dict[str, Any] = {name: value}
+    if name in ("json", "json_object"):
+        given["whitespace_pattern"] = whitespace
+    return StructuredOutputs(**given)
 
 
 class StructuredOutputFields(StrictFields):
@@ -127,12 +126,8 @@ class StructuredOutputFields(StrictFields):
             ("grammar", "grammar", self.grammar),
         ):
             if value is not None:
-                given: dict[str, Any] = {
-                    name: value,
-                    "whitespace_pattern": whitespace if name == "json" else None,
-                }
                 with renamed({"structured_outputs": field}):
-                    found.append((field, StructuredOutputs(**given)))
+                    found.append((field, _output(name, value, whitespace)))
         return found
 
     @property

@@ -31,7 +31,7 @@ from blockdraft.engine.request import SamplingParams, new_request_id
 from blockdraft.engine.stats import Snapshot
 from blockdraft.engine.streams import EngineStopped, Item, Mail, Outlet, Outlets, Stream, ends_request
 from blockdraft.errors import CapacityError, RequestError
-from blockdraft.phases import StartProgress, StartState
+from blockdraft.phases import StartProgress
 from blockdraft.server.engine_link.outbox import Outbox, packed
 from blockdraft.text.tokenizer import Tokenizer
 
@@ -290,9 +290,9 @@ class RemoteEngine:
     def _read(self) -> None:
         try:
             while True:
-                kind, *content = self._connection.recv()
+                message = self._connection.recv()
                 self._silence.hear()
-                getattr(self, f"_take_{kind}")(*content)
+                self._take(message)
         except (EOFError, OSError):
             pass
         except Exception:
@@ -301,23 +301,26 @@ class RemoteEngine:
         self._child.join()
         self._end(self._child.exitcode or 0)
 
-    def _take_start(self, state: StartState) -> None:
-        if state.state == "failed":
-            self.error = state.error
-        self.startup.follow(state)
-
-    def _take_tokenizer(self, tokenizer: Tokenizer) -> None:
-        self.tokenizer = tokenizer
-
-    def _take_info(self, info: EngineInfo) -> None:
-        self.engine_info = info
-        self._silence.start()  # a start may compile for minutes
-
-    def _take_beat(self) -> None:
-        """A sign of life, which `_read` has noted."""
-
-    def _take_hanging(self) -> None:
-        self._hang()
+    def _take(self, message: tuple[Any, ...]) -> None:
+        match message:
+            case "start", state:
+                self.error = state.error if state.state == "failed" else self.error
+                self.startup.follow(state)
+            case "tokenizer", tokenizer:
+                self.tokenizer = tokenizer
+            case "info", info:
+                self.engine_info = info
+                self._silence.start()  # a start may compile for minutes
+            case ("hanging",):
+                self._hang()
+            case "snapshot", number, snapshot:
+                self._take_snapshot(number, snapshot)
+            case "refused", request_id, error:
+                self._take_refused(request_id, error)
+            case "deltas", items:
+                self._take_deltas(items)
+            case _:
+                assert message == ("beat",)  # a sign of life, which was heard
 
     def _take_snapshot(self, number: int, snapshot: Snapshot | None) -> None:
         answer = self._asked.pop(number, None)

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 from blockdraft.errors import RequestError
 from blockdraft.server.api.responses import schemas
@@ -43,28 +43,13 @@ class StoredResponse:
     items: Mapping[str, Mapping[str, object]]  # the answer's own, by id
 
 
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    """A response as UTF-8 text, field by field."""
-
-    answer: bytes
-    messages: bytes
-    items: bytes
-    item_ids: tuple[str, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        num_text = len(self.answer) + len(self.messages) + len(self.items)
-        return num_text + ENTRY_BYTES + ITEM_BYTES * len(self.item_ids)
-
-
 class ResponseStore:
-    """Stored responses, in memory only."""
+    """Stored responses, in memory only: each as UTF-8 JSON, with the ids of its items."""
 
     def __init__(self, *, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES) -> None:
         self._max_responses = max_responses
         self._max_bytes = max_bytes
-        self._kept: OrderedDict[str, _Kept] = OrderedDict()
+        self._kept: OrderedDict[str, tuple[bytes, tuple[str, ...]]] = OrderedDict()
         self._owners: dict[str, str] = {}  # of each item: the response that it is part of
         self.num_bytes = 0
 
@@ -72,49 +57,41 @@ class ResponseStore:
         return len(self._kept)
 
     def get(self, response_id: str) -> StoredResponse | None:
-        kept = self._kept.get(response_id)
-        if kept is None:
+        if response_id not in self._kept:
             return None
-        return StoredResponse(_read(kept.answer), tuple(_read(kept.messages)), _read(kept.items))
+        answer, messages, items = json.loads(self._kept[response_id][0].decode(errors="surrogatepass"))
+        return StoredResponse(answer, tuple(messages), items)
 
     def item(self, item_id: str) -> Mapping[str, object] | None:
         """An item of any stored response."""
-        owner = self._owners.get(item_id)
-        if owner is None:
-            return None
-        found: Mapping[str, object] = _read(self._kept[owner].items)[item_id]
-        return found
+        owner = self.get(self._owners.get(item_id, ""))
+        return None if owner is None else owner.items[item_id]
 
     def put(self, response_id: str, stored: StoredResponse) -> None:
         """Store a response, unless it alone is too large."""
-        kept = _Kept(
-            _written(stored.answer), _written(stored.messages), _written(stored.items), tuple(stored.items)
-        )
-        if kept.num_bytes > self._max_bytes:
+        text = json_of((stored.answer, stored.messages, stored.items)).encode(errors="surrogatepass")
+        num_bytes = _num_bytes(text, stored.items)
+        if num_bytes > self._max_bytes:
             return
-        self._kept[response_id] = kept
-        self._owners.update(dict.fromkeys(kept.item_ids, response_id))
-        self.num_bytes += kept.num_bytes
+        self._kept[response_id] = text, tuple(stored.items)
+        self._owners.update(dict.fromkeys(stored.items, response_id))
+        self.num_bytes += num_bytes
         while len(self._kept) > self._max_responses or self.num_bytes > self._max_bytes:
             self.remove(next(iter(self._kept)))
 
     def remove(self, response_id: str) -> bool:
         """Delete a response, and return whether it was there."""
-        kept = self._kept.pop(response_id, None)
-        if kept is None:
+        if response_id not in self._kept:
             return False
-        self.num_bytes -= kept.num_bytes
-        for item_id in kept.item_ids:
+        text, item_ids = self._kept.pop(response_id)
+        self.num_bytes -= _num_bytes(text, item_ids)
+        for item_id in item_ids:
             self._owners.pop(item_id, None)
         return True
 
 
-def _written(value: object) -> bytes:
-    return json_of(value).encode(errors="surrogatepass")
-
-
-def _read(text: bytes) -> Any:  # noqa: ANN401  # what was written is read
-    return json.loads(text.decode(errors="surrogatepass"))
+def _num_bytes(text: bytes, item_ids: Collection[str]) -> int:
+    return len(text) + ENTRY_BYTES + ITEM_BYTES * len(item_ids)
 
 
 MAX_PAGE = 100  # items, as OpenAI
