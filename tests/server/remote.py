@@ -14,7 +14,7 @@ PATIENCE_S = 60
 
 
 class ThreadChild:
-    """What stands in for the process."""
+    """A thread in the place of the process."""
 
     def __init__(self, connection, make_engine, step_timeout_s):
         self._connection = connection

@@ -1,4 +1,4 @@
-"""Who gets in, and what a client can do to the server."""
+"""Keys, limits, CORS and connections of the server."""
 
 import asyncio
 import contextlib
@@ -638,7 +638,7 @@ CHUNKED = (
 
 
 def all_that_comes(address, *parts):
-    """What the server sends until it ends the connection."""
+    """Return all that the server sends until it ends the connection."""
     received = b""
     with socket.create_connection(address) as client, contextlib.suppress(ConnectionError):
         for part in parts:

@@ -437,7 +437,7 @@ def stored(size, **answer):
     """A response that takes `size` bytes of the store's memory, by its own count."""
     items = {f"item {size}": {"id": "i"}}
     parts = ({"output": [], **answer}, [{"role": "user", "content": ""}], items)
-    num_around = sum(len(json.dumps(part, separators=(",", ":"))) for part in parts)
+    num_around = len(json.dumps(parts, separators=(",", ":")))
     message = {"role": "user", "content": "x" * (size - num_around - ENTRY_BYTES - ITEM_BYTES)}
     return StoredResponse(parts[0], (message,), items)
 

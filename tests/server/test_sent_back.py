@@ -44,7 +44,7 @@ def answers(draw):
 
 
 def is_taken(messages):
-    """Whether a chat request with this history becomes a prompt."""
+    """Return whether a chat request with this history becomes a prompt."""
     asked = parse(ChatRequest, json.dumps({"messages": messages}).encode())
     return bool(prepare_chat(asked, DIALECT, {}).prompt_ids)
 

@@ -181,7 +181,7 @@ def test_what_has_piled_up_is_written_at_once():
 
 
 class Line:
-    """What an exchange is to whoever writes to it."""
+    """An exchange, as the writer of an answer sees it."""
 
     def __init__(self):
         self.is_write_paused = self.is_gone = False

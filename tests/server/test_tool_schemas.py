@@ -93,7 +93,7 @@ def test_a_check_finds_what_the_library_finds(schema, x, y, value):
 
 
 def _all_lost(root):
-    """Whether any part of a schema holds what cannot be merged."""
+    """Return whether any part of a schema holds what cannot be merged."""
     schemas, waiting = Schemas(root, 10**6), [root]
     while waiting:
         part = waiting.pop()

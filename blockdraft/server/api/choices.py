@@ -100,7 +100,7 @@ class AnswerChoice:
         return piece
 
     def _divide(self, text: str, is_last: bool) -> tuple[Span, ...]:
-        """The text as thoughts, text and calls; no span is empty."""
+        """Return the text as thoughts, text and calls; no span is empty."""
         reasoning = ""
         if self.markup is not None:
             text = self.markup.push(text, is_last)
@@ -113,7 +113,7 @@ class AnswerChoice:
         return (Span("reasoning", reasoning), *spans) if reasoning else spans
 
     def _end(self, delta: Delta) -> AnswerEnd | None:
-        """The finish reason: "tool_calls" if there was a call and the model stopped by itself."""
+        """Return the finish reason: "tool_calls" if there was a call and the model stopped by itself."""
         if delta.finish_reason is not None and self.is_dropped:
             return "length"
         if delta.finish_reason == "stop" and self.reader is not None and self.reader.num_calls:
@@ -130,7 +130,7 @@ class AnswerChoice:
 
     @property
     def tool_calls(self) -> list[ToolCall]:
-        """The complete calls."""
+        """Return the complete calls."""
         calls: list[ToolCall] = []
         for call in (call for piece in self.pieces for call in piece.tool_calls):
             if call.id is not None:
@@ -140,7 +140,7 @@ class AnswerChoice:
         return calls
 
     def _check_calls(self) -> Iterator[InvalidCall]:
-        """The calls that do not match their tool's schema: they are sent all the same, and named."""
+        """Yield the calls that do not match their tool's schema: they are sent all the same, and named."""
         for index, call in enumerate(self.tool_calls):
             name, arguments = call["function"]["name"], call["function"]["arguments"]
             problem = call_problem(arguments, self.tools[name])
@@ -224,7 +224,7 @@ def _speculative(found: Items[Metrics], steps: Items[DraftStep]) -> SpeculativeM
 
 
 def _summed(rows: Items[tuple[int, ...]]) -> list[int]:
-    """The sums by position; short rows count as zeros."""
+    """Return the sums by position; short rows count as zeros."""
     return [sum(column) for column in zip_longest(*rows, fillvalue=0)]
 
 

@@ -113,7 +113,7 @@ StopString = Annotated[str, Field(max_length=MAX_STOP_CHARS)]
 
 
 def needs(name: str, value: str, other: str) -> JsonDict:
-    """The schema of an object that needs the field `other` if `name` has this value."""
+    """Return the schema of an object that needs the field `other` if `name` has this value."""
     then: JsonDict = {"required": [other], "properties": {other: {"not": {"type": "null"}}}}
     return {"if": {"required": [name], "properties": {name: {"const": value}}}, "then": then}
 
@@ -126,7 +126,7 @@ def whole(value: object) -> object:
 
 
 def an_object(value: object) -> dict[str, object]:
-    """A validator of pydantic's for a JSON object whose fields other code reads."""
+    """Validate, for pydantic, a JSON object whose fields other code reads."""
     if not isinstance(value, dict):
         raise PydanticCustomError("dict_type", "Input should be an object")
     return value
@@ -188,12 +188,12 @@ def parse(kind: type[BodyT], body: bytes) -> BodyT:
 
 
 def _is_same(value: object, other: object) -> bool:
-    """Whether two values are equal in JSON, where false is not 0."""
+    """Return whether two values are equal in JSON, where false is not 0."""
     return isinstance(value, bool) is isinstance(other, bool) and value == other
 
 
 def validate(kind: type[BodyT], given: Mapping[str, object]) -> BodyT:
-    """The fields as a request of this kind. Raises RequestError."""
+    """Return the fields as a request of this kind. Raises RequestError."""
     try:
         asked = kind.model_validate(given)
     except ValidationError as error:
@@ -207,7 +207,7 @@ def validate(kind: type[BodyT], given: Mapping[str, object]) -> BodyT:
 
 
 def _path(given: object, error: ErrorDetails) -> Iterator[str | int]:
-    """The path of an error in the body, without the names of types that pydantic puts in."""
+    """Yield the path of an error in the body, without the names of types that pydantic puts in."""
     value = given
     for number, part in enumerate(error["loc"]):
         is_missing = error["type"] == "missing" and number == len(error["loc"]) - 1
@@ -230,7 +230,7 @@ def _likeliest(errors: list[ErrorDetails]) -> ErrorDetails:
 
 @contextmanager
 def field_at_fault(field: str) -> Iterator[None]:
-    """A RequestError without a field gets this one. Also a decorator."""
+    """Give a RequestError without a field this one. Also a decorator."""
     try:
         yield
     except RequestError as error:
@@ -257,7 +257,7 @@ class IgnoredFields:
         self._logged: set[str] = set()
 
     def tell(self, response: Response, asked: AnyBody) -> Response:
-        """The response, with the header if fields were ignored."""
+        """Return the response, with the header if fields were ignored."""
         if asked.ignored_fields:
             names = [_UNSAFE.sub("?", name) for name in asked.ignored_fields[:MAX_SHOWN]]
             response.headers[IGNORED_HEADER] = ", ".join(names)

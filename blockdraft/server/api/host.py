@@ -55,7 +55,7 @@ from blockdraft.text.tokenizer import Tokenizer
 
 
 def models_response(request: Request, card: ModelCard, info: EngineInfo) -> Response:
-    """The list of models: one."""
+    """Return the list of models: one."""
     if VERSION_HEADER in request.headers:
         return JSONResponse(_page(_model_info(card, info), request.query_params))
     models: ModelList = {"object": "list", "data": [card]}
@@ -67,7 +67,7 @@ def model_response(request: Request, card: ModelCard, info: EngineInfo) -> Respo
 
 
 def model_card(name: str, created: int, info: EngineInfo) -> ModelCard:
-    """The model as OpenAI's clients know it, with vLLM's fields."""
+    """Return the model as OpenAI's clients know it, with vLLM's fields."""
     return {
         "id": name,
         "object": "model",
@@ -91,7 +91,7 @@ def _model_info(card: ModelCard, info: EngineInfo) -> ModelInfo:
 
 
 def _page(model: ModelInfo, query: Mapping[str, str]) -> ModelPage:
-    """The only page: there is one model."""
+    """Return the only page: there is one model."""
     if model["id"] in (query.get("after_id"), query.get("before_id")):
         return {"data": [], "first_id": None, "last_id": None, "has_more": False}
     return {"data": [model], "first_id": model["id"], "last_id": model["id"], "has_more": False}
@@ -192,7 +192,7 @@ class ApiHost:
         return await self._answer(request, self._chat(ask, size, head, writer))
 
     async def num_prompt_tokens(self, request: Request, ask: Ask) -> int:
-        """How long a conversation is to the model."""
+        """Return the number of prompt tokens of a conversation."""
         return len((await self._prepare(ask, len(await request.body()))).prompt_ids)
 
     async def completions(self, request: Request) -> Response:
@@ -201,7 +201,7 @@ class ApiHost:
         return self.tell(await self._answer(request, work), asked)
 
     def tell(self, response: Response, asked: AnyBody) -> Response:
-        """The response, with the names of fields that were ignored."""
+        """Return the response, with the names of fields that were ignored."""
         return self._ignored.tell(response, asked)
 
     async def _answer(self, request: Request, work: Coroutine[None, None, Response]) -> Response:
@@ -234,7 +234,7 @@ class ApiHost:
             return await respond(writer(answer), streams, is_stream=is_stream, num_prompt_tokens=num_prompt)
 
     async def _prepare(self, ask: Ask, size: int) -> PreparedChat:
-        """The request as the engine takes it; `size` is that of its body."""
+        """Return the request as the engine takes it; `size` is that of its body."""
         tokenizer, info = self._ready()
         dialect = self._dialect(tokenizer)
         if size > SHORT_BODY_BYTES:

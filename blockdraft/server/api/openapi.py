@@ -80,7 +80,7 @@ class _Operation:
 
     @property
     def has_named_events(self) -> bool:
-        """Whether each event has a name, and no [DONE] follows the last."""
+        """Return whether each event has a name, and no [DONE] follows the last."""
         return self.events not in (chat.ChatChunk, chat.TextChunk)
 
 
@@ -217,7 +217,7 @@ class EngineLimits:
 
 @functools.cache
 def openapi(limits: EngineLimits | None = None) -> Json:
-    """The document. Without `limits` those of the engine are left out, as before it is ready."""
+    """Return the document. Without `limits` those of the engine are left out, as before it is ready."""
     adapters: list[tuple[type, JsonSchemaMode, TypeAdapter[object]]] = []
     for item in _OPERATIONS:
         if item.takes is not None:
@@ -278,7 +278,7 @@ def _set_limits(part: object, limits: EngineLimits | None) -> None:
 
 
 def _event(data: Json, error: Json, *, is_named: bool) -> Json:
-    """One event of a stream: a chunk, an error that ends it early, or [DONE] where events have no names."""
+    """Return an event of a stream: a chunk, an error that ends it early, or an unnamed [DONE]."""
     chunk: Json = {"type": "string", "contentMediaType": _JSON, "contentSchema": {"anyOf": [data, error]}}
     if is_named:
         named: Json = {"event": {"type": "string"}, "data": chunk}

@@ -26,22 +26,22 @@ class Writer(Protocol):
         """Remember a delta for `whole`."""
 
     def whole(self) -> Mapping[str, object]:
-        """The complete answer, when all deltas are in."""
+        """Return the complete answer, when all deltas are in."""
 
     def event(self, prompt: int, delta: Delta) -> str | None:
         """Take a delta in, and return what to write for it; None: nothing."""
 
     def end(self) -> str:
-        """The last events of a stream."""
+        """Return the last events of a stream."""
 
     def failed(self, message: str) -> str:
-        """The last events of a stream that breaks off."""
+        """Return the last events of a stream that breaks off."""
 
 
 async def respond(
     answer: Writer, streams: Items[Stream], *, is_stream: bool, num_prompt_tokens: int = 0
 ) -> Response:
-    """The response, once it can begin: what fails before, and a time limit, still have a status."""
+    """Return the response, once it can begin: what fails before, and a time limit, still have a status."""
     with ExitStack() as opened:
         for stream in streams:
             opened.enter_context(closing(stream))
@@ -71,7 +71,7 @@ async def _take_all(answer: Writer, streams: Items[Stream]) -> int:
 
 
 def _going_on(delta: Delta) -> Delta:
-    """The delta. Raises RequestError if the engine gave up on its structured output."""
+    """Return the delta. Raises RequestError if the engine gave up on its structured output."""
     if delta.finish_reason == "abort" and delta.stop_reason is not None:
         raise RequestError(str(delta.stop_reason), "structured_outputs")
     return delta
@@ -96,7 +96,7 @@ class EventSource:
             stream.listen(on_news)
 
     def take(self) -> str:
-        """All events that can be made now, as one text. What goes wrong before the first is raised.
+        """Return all events that can be made now, as one text. An error before the first is raised.
 
         Writing costs more than making an event: what has piled up is written together.
         """
@@ -126,7 +126,7 @@ class EventSource:
         return ""
 
     def _written_beside(self) -> str:
-        """The event that a thread has written, if it has."""
+        """Return the event that a thread has written, if it has."""
         if self._beside is None or not self._beside.done():
             return ""
         written, self._beside = self._beside.result(), None

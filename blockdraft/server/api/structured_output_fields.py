@@ -64,7 +64,7 @@ class StructuredFields(StrictFields):
 
     @property
     def structured_outputs(self) -> list[StructuredOutputs]:
-        """All that are asked for."""
+        """Return all that are asked for."""
         whitespace = self.whitespace_pattern
         if whitespace is None and self.disable_any_whitespace is False:
             whitespace = ANY_WHITESPACE
@@ -106,12 +106,12 @@ class StructuredOutputFields(StrictFields):
 
     @property
     def output_field(self) -> str:
-        """The field that asks for the structured output."""
+        """Return the field that asks for the structured output."""
         return next((name for name, _ in self._all), "structured_outputs")
 
     @property
     def _all(self) -> list[tuple[str, StructuredOutputs]]:
-        """The structured outputs that are asked for, each with the field that does."""
+        """Return the structured outputs that are asked for, each with the field that does."""
         found = [("structured_outputs", one) for one in self._structured]
         whitespace = self.guided_whitespace_pattern
         if self.response_format is not None:

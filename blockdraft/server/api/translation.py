@@ -1,4 +1,4 @@
-"""What the Responses and the Messages API share: both are translations of chat completions.
+"""The shared parts of the Responses and the Messages API, which are translations of chat completions.
 
 Way in: `Conversation` collects what a client says as the messages of a chat request; `ApiHost` answers it.
 Way out: `PartsWriter` turns the pieces of the answer into parts, which these APIs stream one by one.
@@ -33,7 +33,7 @@ class Conversation:
         self._called = {call_id for message in self.messages for call_id in _call_ids(message)}
 
     def has_called(self, call_id: str) -> bool:
-        """Whether a result for this call can follow."""
+        """Return whether a result for this call can follow."""
         return call_id in self._called
 
     def say(self, role: str, text: str) -> None:
@@ -68,7 +68,7 @@ class Conversation:
         self.messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
 
     def _turn(self, ended_by: set[str]) -> Message:
-        """The model's last message, or a new one if that already has one of the fields `ended_by`."""
+        """Return the model's last message, or a new one if that already has one of the fields `ended_by`."""
         last = self.messages[-1] if self.messages else {}
         if last.get("role") == "assistant" and not ended_by & last.keys():
             self.messages[-1] = {**last}  # the old one may be kept elsewhere: nobody changes a message
@@ -77,7 +77,7 @@ class Conversation:
         return self.messages[-1]
 
     def rendered(self, instructions: str | None = None) -> list[Message]:
-        """The messages for a chat template: at most one system message in front, and no content missing.
+        """Return the messages for a chat template: at most one system message in front, no content missing.
 
         Many templates accept a system message in the first place only, so leading ones are joined.
         Raises RequestError if there is no message.
@@ -99,7 +99,7 @@ def _call_ids(message: Message) -> Iterator[str]:
 
 
 def function_tool(tool: Nested, name: str, parameters: object) -> dict[str, object]:
-    """A function in the shape of chat completions."""
+    """Return a function in the shape of chat completions."""
     function: dict[str, object] = {"name": name}
     if parameters is not None:
         function["parameters"] = parameters

@@ -110,7 +110,7 @@ class _Server:
             yield message
 
     def tell(self, *message: object) -> bool:
-        """Returns False if the server is gone."""
+        """Return False if the server is gone."""
         try:
             with self._lock:
                 self._connection.send(message)

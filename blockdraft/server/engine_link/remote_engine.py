@@ -65,7 +65,7 @@ class SilenceWatch:
 
     @property
     def is_long(self) -> bool:
-        """Whether it has been silent for longer than any process should be."""
+        """Return whether it has been silent for longer than any process should be."""
         return self._silent_s >= min(UNHEALTHY_S, self._limit_s)
 
     def close(self) -> None:
@@ -203,7 +203,7 @@ class RemoteEngine:
 
     @property
     def is_silent(self) -> bool:
-        """Whether nothing is heard from the process: it may be stuck, and may come back."""
+        """Return whether nothing is heard from the process: it may be stuck, and may come back."""
         return self._silence.is_long
 
     async def submit(self, prompt_ids: Items[int], sampling: SamplingParams) -> Stream:
@@ -377,7 +377,7 @@ class RemoteEngine:
 
 
 async def _packed_request(request_id: str, prompt_ids: Items[int], sampling: SamplingParams) -> bytes:
-    """The request as it is sent. What may be large or deep is packed beside the event loop."""
+    """Return the request as it is sent. What may be large or deep is packed beside the event loop."""
     message = ("add", request_id, prompt_ids, sampling)  # a list: Engine.add makes the tuple
     try:
         if len(prompt_ids) > LARGE_PROMPT or sampling.structured_outputs is not None:

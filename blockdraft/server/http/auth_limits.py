@@ -345,13 +345,13 @@ def _too_large(limit: int) -> Response:
 
 
 def _announced(head: _Head) -> int:
-    """The body's length as the client gives it; the server has checked that it is one."""
+    """Return the body's length as the client gives it; the server has checked that it is one."""
     text = head.headers.get("content-length", "0")
     return int(text) if text.isdecimal() and len(text) <= 20 else 0
 
 
 def _host(headers: dict[str, str]) -> str:
-    """The name in the Host header, without port and brackets."""
+    """Return the name in the Host header, without port and brackets."""
     host = headers.get("host", "").lower()
     if host.startswith("["):
         return host[1:].partition("]")[0]

@@ -21,7 +21,7 @@ _TOO_DEEP = f"nests deeper than {MAX_DEPTH} levels: flatten it."
 
 
 def parse_object(body: bytes) -> dict[str, object]:
-    """The JSON object in `body`, or RequestError.
+    """Return the JSON object in `body`, or RequestError.
 
     Refused beside what is no JSON: names that occur twice (two parsers would read two requests), NaN and
     infinities, integers past 64 bits, text that is not Unicode, deep nesting.
@@ -40,7 +40,7 @@ def parse_object(body: bytes) -> dict[str, object]:
 
 
 def parse_text(text: str) -> object:
-    """The JSON value in a text that a body holds, or RequestError: the same rules hold for it."""
+    """Return the JSON value in a text that a body holds, or RequestError: the same rules hold for it."""
     value = _loads(text, "the JSON in a text", "a text that should be JSON is not JSON ({}): correct it.")
     _check(value, None)
     return value
@@ -100,7 +100,7 @@ def _check(value: object, field: str | None) -> None:
 
 
 def is_too_deep(value: object) -> bool:
-    """Whether lists and objects nest deeper in a value than in any request."""
+    """Return whether lists and objects nest deeper in a value than in any request."""
     return sum(1 for _ in _levels(value)) > MAX_DEPTH
 
 
@@ -154,7 +154,7 @@ class Nested:
         self._value: Mapping[str, object] = value
 
     def wrong(self, name: str | None, text: str) -> RequestError:
-        """The error for one of its fields, or for itself."""
+        """Return the error for one of its fields, or for itself."""
         where = self.where if name is None else f"{self.where}.{name}"
         return RequestError(f"'{where}': {text}.", self.where.partition(".")[0])
 
@@ -200,12 +200,12 @@ class Nested:
         return value if isinstance(value, str) else self.all(name)
 
     def unknown(self, name: str, hint: str) -> RequestError:
-        """The error for a field whose value this server cannot take; `hint` says what it can."""
+        """Return the error for a field whose value this server cannot take; `hint` says what it can."""
         value = self._value.get(name)
         given = shown(value) if isinstance(value, str) else json_kind(value)
         return self.wrong(name, f"{given} is not supported here: {hint}")
 
 
 def all_of(value: list[dict[str, object]], field: str) -> list[Nested]:
-    """The objects of a list that is a field of the body."""
+    """Return the objects of a list that is a field of the body."""
     return [Nested(item, f"{field}.{number}") for number, item in enumerate(value)]

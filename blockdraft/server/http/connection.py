@@ -164,7 +164,7 @@ class HttpConnection(asyncio.Protocol):
         return b"\r\n".join([*lines, b"", b""])
 
     def eof_received(self) -> bool:
-        """The client has closed its half. It may still wait for its answer, or it may have gone.
+        """Note that the client has closed its half. It may still wait for its answer, or it may have gone.
 
         A client that has gone answers whatever we send with a reset. Returns True if the connection stays.
         """
@@ -437,7 +437,7 @@ def _why(opening: bytes) -> str:
 
 
 def _is_reset(transport: asyncio.Transport) -> bool:
-    """Whether the client has reset the connection; after its end of input, asyncio does not tell."""
+    """Return whether the client has reset the connection; after its end of input, asyncio does not tell."""
     found = transport.get_extra_info("socket")
     if found is None or not hasattr(select, "poll"):
         return False

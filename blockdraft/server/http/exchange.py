@@ -81,7 +81,7 @@ class Exchange:
     # ---- from the connection
 
     def take_body(self, data: bytes) -> int:
-        """Returns the number of bytes that the application has not read."""
+        """Return the number of bytes that the application has not read."""
         self._body += data
         self._is_unread = True
         self._news.set()
@@ -141,7 +141,7 @@ class Exchange:
 
     @property
     def is_write_paused(self) -> bool:
-        """The client reads too slowly: more would pile up in memory."""
+        """Return whether the client reads too slowly: more would pile up in memory."""
         return self._line.is_write_paused
 
     def whole_body(self, limit: int) -> bytes | None:

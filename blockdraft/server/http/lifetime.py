@@ -1,4 +1,4 @@
-"""How uvicorn runs our server, drains it and ends it, whatever answers behind it."""
+"""Runs a server with uvicorn, drains it and ends it."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class Feed(Protocol):
 async def live_events(
     feed: Feed, startup: Callable[[], Json], engine: Callable[[], Json | None], is_closed: Callable[[], bool]
 ) -> AsyncIterator[Json]:
-    """An object per second until the server ends; the first one carries the history."""
+    """Yield an object per second until the server ends; the first one carries the history."""
     sent_s = float("-inf")
     while not is_closed():
         await feed.refresh()

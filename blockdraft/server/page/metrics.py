@@ -49,7 +49,7 @@ _HISTOGRAMS = {
 def render(
     snapshot: Snapshot, info: EngineInfo | None, name: str, start: Mapping[str, object] | None = None
 ) -> tuple[bytes, str]:
-    """The text and its content type. `start` is StartProgress.snapshot(), `info` None until it is ready."""
+    """Return text and content type. `start` is StartProgress.snapshot(), `info` None until it is ready."""
     labels = {"model_name": name, "engine": ENGINE}
     families = [*_engine(snapshot, labels)]
     if info is not None:
@@ -175,7 +175,7 @@ def _start(start: Mapping[str, object], labels: Labels) -> Iterator[Metric]:
 def _filled(
     family: GaugeMetricFamily | CounterMetricFamily, values: Mapping[str, float], labels: Labels
 ) -> Metric:
-    """A sample for each value of the family's last label."""
+    """Return a sample for each value of the family's last label."""
     for last, value in values.items():
         family.add_metric([*labels.values(), last], value)
     return family

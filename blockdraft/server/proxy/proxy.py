@@ -323,7 +323,7 @@ class _Reply:
 
 
 def _is_returned(name: str) -> bool:
-    """Whether an answer's header is passed on; the engine's CORS headers would undo ours."""
+    """Return whether an answer's header is passed on; the engine's CORS headers would undo ours."""
     return name not in _NOT_RETURNED and not name.startswith("access-control-")
 
 

@@ -71,7 +71,7 @@ class AnswerWriter(ABC):
         self._size += size_of(delta)
 
     def whole(self) -> Json:
-        """The complete answer, when all deltas are in."""
+        """Return the complete answer, when all deltas are in."""
         made = map(self._whole_choice, self._choices)
         choices = list(made) if self._size <= LARGE_ANSWER else MadeLate(made)
         return self._object(self.KIND, choices) | {"usage": self.usage(), "metrics": self._metrics()}
@@ -92,14 +92,14 @@ class AnswerWriter(ABC):
 
     @property
     def first_choice(self) -> AnswerChoice:
-        """The first choice; Responses and Messages have no others."""
+        """Return the first choice; Responses and Messages have no others."""
         return self._choices[0]
 
     def _choice(self, prompt: int, delta: Delta) -> AnswerChoice:
         return self._choices[prompt * self._options.n + delta.index]
 
     def _is_text_only(self, piece: AnswerPiece) -> bool:
-        """Whether two such chunks of a choice differ by their text alone."""
+        """Return whether two such chunks of a choice differ by their text alone."""
         if piece.is_first or piece.finish_reason is not None or not piece.text:
             return False
         if piece.reasoning or piece.tool_calls:
@@ -107,7 +107,7 @@ class AnswerWriter(ABC):
         return not (self._shows_more or piece.logprobs or piece.draft)
 
     def _text_event(self, choice: AnswerChoice, piece: AnswerPiece) -> str:
-        """The event of a piece that is text only: what surrounds the text is written once per choice."""
+        """Return the event of a piece that is text only; the rest of it is written once per choice."""
         if choice.index not in self._around_text:
             marked = event(self._chunk(self._part(choice, replace(piece, text=TEXT_GOES_HERE))))
             before, _, after = marked.partition(json_of(TEXT_GOES_HERE))
@@ -116,7 +116,7 @@ class AnswerWriter(ABC):
         return before + json_of(piece.text) + after
 
     def _news(self, choice: AnswerChoice, piece: AnswerPiece) -> Json | None:
-        """The chunk of a piece, or None if it shows nothing."""
+        """Return the chunk of a piece, or None if it shows nothing."""
         is_end = piece.finish_reason is not None
         has_ids = self._options.return_token_ids and bool(piece.token_ids)
         if not (is_end or has_ids or piece.draft is not None or self._has_news(choice, piece)):
@@ -131,32 +131,32 @@ class AnswerWriter(ABC):
         return self._chunk(part, is_end=is_end)
 
     def end(self) -> str:
-        """The last events of a stream."""
+        """Return the last events of a stream."""
         last = self.last_chunk()
         return DONE if last is None else event(last) + DONE
 
     def failed(self, message: str) -> str:
-        """The last events of a stream that breaks off."""
+        """Return the last events of a stream that breaks off."""
         return event(error_body(message, kind="server_error")) + DONE
 
     def last_chunk(self) -> Json | None:
-        """The usage, if it was asked for."""
+        """Return the usage, if it was asked for."""
         if not self._options.include_usage:
             return None
         chunk = self._object(self.CHUNK_KIND, []) | {"usage": self.usage()}
         return chunk if (metrics := self._metrics()) is None else chunk | {"metrics": metrics}
 
     def _first_chunks(self, choice: AnswerChoice) -> list[Json]:
-        """The chunks in front of a choice's first piece."""
+        """Return the chunks in front of a choice's first piece."""
         return []
 
     @abstractmethod
     def _has_news(self, choice: AnswerChoice, piece: AnswerPiece) -> bool:
-        """Whether there is text to send, or log-probabilities that were asked for."""
+        """Return whether there is text to send, or log-probabilities that were asked for."""
 
     @abstractmethod
     def _part(self, choice: AnswerChoice, piece: AnswerPiece) -> ChunkChoice:
-        """A piece as a chunk shows it, without the fields that both kinds of answers share."""
+        """Return a piece as a chunk shows it, without the fields that both kinds of answers share."""
 
     @abstractmethod
     def _whole_choice(self, choice: AnswerChoice) -> ChatChoice | TextChoice: ...
@@ -180,7 +180,7 @@ class AnswerWriter(ABC):
         }
 
     def usage(self) -> Usage:
-        """The cost so far. Cached tokens are known once the first choice of every prompt has ended."""
+        """Return the cost so far. Cached tokens are known once the first choice of every prompt has ended."""
         firsts = {choice.prompt: choice.metrics for choice in reversed(self._choices)}
         known = [metrics.num_cached_tokens for metrics in firsts.values() if metrics is not None]
         num_prompt = sum(len(prompt) for prompt in self._prompts)
@@ -196,7 +196,7 @@ class AnswerWriter(ABC):
         }
 
     def _metrics(self) -> RequestMetrics | None:
-        """The figures of all choices together; None until all have ended, and where nothing was generated."""
+        """Return the figures of all choices together; None until all have ended, or if nothing was generated."""
         found = [choice.metrics for choice in self._choices if choice.metrics is not None]
         if len(found) < len(self._choices) or self._choices[0].is_dropped:
             return None
@@ -255,7 +255,7 @@ class ChatAnswer(AnswerWriter):
         return answer
 
     def _first_chunks(self, choice: AnswerChoice) -> list[Json]:
-        """The chunk with the role. It goes out with the first token, as clients time the first event."""
+        """Return the chunk with the role. It goes out with the first token: clients time the first event."""
         part: ChatChunkChoice = {
             "index": choice.index,
             "delta": {"role": "assistant", "content": ""},

@@ -94,7 +94,7 @@ TokenLists = Annotated[list[TokenList], Field(min_length=1, max_length=MAX_PROMP
 
 
 def _prompts(value: object) -> list[str | list[int]]:
-    """One prompt or many, as text or as token ids: always a list of prompts."""
+    """Return one prompt or many, as text or as token ids: always a list of prompts."""
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list) or not value:
@@ -261,7 +261,7 @@ class CompletionRequest(_Generation):
 
     @property
     def is_scoring(self) -> bool:
-        """Whether the request asks for the prompt only."""
+        """Return whether the request asks for the prompt only."""
         return self.max_tokens == 0
 
     def check(self) -> None:
@@ -279,7 +279,7 @@ class CompletionRequest(_Generation):
 
 
 def _either(one: str, other: str) -> JsonDict:
-    """The schema of a body with the field `one`; `other` may be null."""
+    """Return the schema of a body with the field `one`; `other` may be null."""
     return {
         "required": [one],
         "properties": {one: {"not": {"type": "null"}}, other: {"type": "null"}},

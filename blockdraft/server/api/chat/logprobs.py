@@ -60,7 +60,7 @@ def text_logprobs(
 
 
 def _top(item: TokenLogprobs, num_top: int, tokenizer: Tokenizer) -> dict[str, float]:
-    """The likeliest tokens and the chosen one."""
+    """Return the likeliest tokens and the chosen one."""
     pairs = (*item.top[:num_top], (item.token_id, item.logprob))
     return {_text_name(token_id, tokenizer): max(MIN_LOGPROB, logprob) for token_id, logprob in pairs}
 

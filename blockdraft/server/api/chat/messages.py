@@ -147,7 +147,7 @@ def for_template(messages: Items[_Given], *, has_developer: bool) -> list[dict[s
 
 
 def _as_said(message: _Given) -> dict[str, object]:
-    """A message of the model, with its thoughts under all names, and a refusal as text."""
+    """Return a message of the model, with its thoughts under all names, and a refusal as text."""
     said = dict(message)
     thoughts = said.get("reasoning_content", said.get("reasoning"))
     if isinstance(thoughts, str) and thoughts:

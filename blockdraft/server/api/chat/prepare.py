@@ -60,7 +60,7 @@ _FILL_IN_TOKENS = (
 
 
 def fill_in(prompt: str | list[int], asked: CompletionRequest, tokenizer: Tokenizer) -> list[int]:
-    """A prompt whose answer goes between it and `suffix`. Raises RequestError without tokens for that."""
+    """Return a prompt whose answer goes between it and `suffix`. Raises RequestError if no tokens do that."""
     for tokens in _FILL_IN_TOKENS:
         first, second, own = (tokenizer.token_id(token) for token in tokens)
         if first is not None and second is not None and own is not None:
@@ -78,7 +78,7 @@ def fill_in(prompt: str | list[int], asked: CompletionRequest, tokenizer: Tokeni
 
 
 def echoed_texts(asked: CompletionRequest, prompts: Items[list[int]], tokenizer: Tokenizer) -> list[str]:
-    """The prompts as text, if the request asks for an echo."""
+    """Return the prompts as text, if the request asks for an echo."""
     if not asked.echo:
         return []
     return [
@@ -132,7 +132,7 @@ def check_scores(prompts: Items[Items[int]], field: str, sampling: SamplingParam
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """How a model writes tool calls and thoughts."""
+    """The format of a model's tool calls and thoughts."""
 
     tokenizer: Tokenizer
     tools: ToolFormat
@@ -140,7 +140,7 @@ class Dialect:
 
     @property
     def has_developer(self) -> bool:
-        """Whether its template knows this role."""
+        """Return whether its template knows this role."""
         return "developer" in (self.tokenizer.chat_template or "")
 
 
@@ -162,12 +162,12 @@ class PreparedChat:
 
     @property
     def output_field(self) -> str:
-        """The field that binds the answer."""
+        """Return the field that binds the answer."""
         is_calls = self.asked.must_call or self.asked.structured_output is None
         return "tools" if is_calls else self.asked.output_field
 
     def choices(self) -> list[AnswerChoice]:
-        """A choice for each answer, ready for the engine's deltas."""
+        """Return a choice for each answer, ready for the engine's deltas."""
         return [self._choice(index) for index in range(self.asked.n)]
 
     def _choice(self, index: int) -> AnswerChoice:
@@ -223,7 +223,7 @@ def prepare_chat(asked: ChatRequest, dialect: Dialect, defaults: Mapping[str, fl
 
 @field_at_fault("messages")
 def encode_conversation(asked: ChatRequest | TokenizeRequest, dialect: Dialect) -> list[int]:
-    """The prompt. Tools are shown whatever `tool_choice` says, as vLLM does.
+    """Return the prompt. Tools are shown whatever `tool_choice` says, as vLLM does.
 
     So with "none" the model still understands a conversation that used tools, and the cached prefix still
     matches; the answer is then not searched for calls.
@@ -248,7 +248,7 @@ def encode_conversation(asked: ChatRequest | TokenizeRequest, dialect: Dialect) 
 
 
 def tokenize(asked: TokenizeRequest, dialect: Dialect) -> list[int]:
-    """The tokens. As in vLLM, special ones are added to prompts but not to conversations by default."""
+    """Return the tokens. As in vLLM, special ones are added to prompts, but not to conversations."""
     if asked.prompt is not None:
         is_added = asked.add_special_tokens is not False
         with field_at_fault("prompt"):
@@ -269,7 +269,7 @@ def _shown_tags(asked: ChatRequest, dialect: Dialect) -> frozenset[str]:
 def _structured_output(
     asked: ChatRequest, dialect: Dialect, output: StructuredOutputs | None
 ) -> StructuredOutputs | None:
-    """The structured output of the whole answer: `output` and the grammar of tool calls.
+    """Return the structured output of the whole answer: `output` and the grammar of tool calls.
 
     Calls are bound if one is demanded, if a tool is strict, or if `output` is set. That binds text only: an
     answer that must be a call has none.
@@ -297,7 +297,7 @@ def _structured_output(
 def _thinking(
     asked: ChatRequest, dialect: Dialect, prompt_ids: Items[int], *, is_inside: bool, is_structured: bool
 ) -> Thinking | None:
-    """The thoughts, if the engine has to know them: for structured output behind them, or for a budget."""
+    """Return the thoughts, if the engine needs them for structured output behind them or for a budget."""
     tags = dialect.thoughts
     if tags is None or not (is_structured or asked.thinking_token_budget is not None):
         return None

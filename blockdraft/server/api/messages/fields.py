@@ -115,7 +115,7 @@ def system_text(system: str | list[dict[str, object]] | None) -> str | None:
 
 
 def conversation_of(messages: list[dict[str, object]]) -> Conversation:
-    """All turns. What blocks say about caching is ignored: the server caches prefixes by itself."""
+    """Return all turns. Marks for caching are ignored: the server caches prefixes by itself."""
     conversation = Conversation()
     for turn in all_of(messages, "messages"):
         role = turn.text("role")
@@ -214,7 +214,7 @@ NAMES = {
 
 
 class ThinkingSettings(StrictFields):
-    """Whether to think first, and for how many tokens at most."""
+    """The thoughts in front of an answer, and their tokens at most."""
 
     model_config = ConfigDict(json_schema_extra=needs("type", "enabled", "budget_tokens"))
 
@@ -233,14 +233,14 @@ class OutputFormat(StrictFields):
 
 
 class OutputSettings(StrictFields):
-    """How much to think, and the structured output."""
+    """The effort of the thoughts, and the structured output."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: OutputFormat | None = None
 
 
 class ToolChoice(StrictFields):
-    """Whether the model must call a tool, and which."""
+    """The tools that the model may or must call."""
 
     model_config = ConfigDict(json_schema_extra=needs("type", "tool", "name"))
 
@@ -263,7 +263,7 @@ class CountTokensRequest(AnyBody):
     output_config: OutputSettings = OutputSettings()
 
     def chat(self) -> ChatRequest:
-        """The chat request. Raises RequestError with the name of one of its fields."""
+        """Return the chat request. Raises RequestError with the name of one of its fields."""
         return validate(
             ChatRequest, {name: value for name, value in self._chat().items() if value is not None}
         )
@@ -356,7 +356,7 @@ class MessagesRequest(CountTokensRequest):
 
 
 def _function(tool: Nested) -> dict[str, object]:
-    """A tool in the shape of chat completions."""
+    """Return a tool in the shape of chat completions."""
     if tool.get("type") not in (None, "custom"):
         raise tool.unknown("type", "send custom tools only, each with a name and an input_schema")
     return function_tool(tool, tool.name("name"), tool.object("input_schema"))

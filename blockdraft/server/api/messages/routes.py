@@ -124,7 +124,7 @@ def _event(data: schemas.MessageEvent) -> str:
 
 
 def _input(arguments: str) -> dict[str, object]:
-    """The arguments of a call. Invalid JSON stays text, under Anthropic's name for it."""
+    """Return the arguments of a call. Invalid JSON stays text, under Anthropic's name for it."""
     try:
         return parse_object((arguments or "{}").encode())
     except RequestError:

@@ -205,14 +205,14 @@ class TextSettings(StrictFields):
 
     @property
     def known_format(self) -> dict[str, object]:
-        """The format as asked, without unknown names, which are neither shown nor kept."""
+        """Return the format as asked, without unknown names, which are neither shown nor kept."""
         given = self.format or {}
         names = _SCHEMA_NAMES if given.get("type") == "json_schema" else ()
         return {"type": "text"} | {name: given[name] for name in ("type", *names) if name in given}
 
 
 class ReasoningSettings(StrictFields):
-    """How much to think. Thoughts are never summarized."""
+    """The effort of the thoughts, which are never summarized."""
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
@@ -261,7 +261,7 @@ class InputTokensRequest(AnyBody):
             raise RequestError("send 'input', or 'instructions', or a 'previous_response_id'.", "input")
 
     def chat(self, conversation: Conversation) -> ChatRequest:
-        """The chat request. Raises RequestError with the name of one of its fields."""
+        """Return the chat request. Raises RequestError with the name of one of its fields."""
         given = self._chat(conversation)
         return validate(ChatRequest, {name: value for name, value in given.items() if value is not None})
 
@@ -328,13 +328,13 @@ def check_include(names: Iterable[str]) -> None:
 
 
 def namespaces_of(tools: Objects) -> dict[str, tuple[str, str]]:
-    """Namespace and name of functions with a namespace, by their full name."""
+    """Return namespace and name of functions with a namespace, by their full name."""
     found = _functions(all_of(tools, "tools"))
     return {full_name(space, tool.text("name")): (space, tool.text("name")) for tool, space in found if space}
 
 
 def _functions(tools: list[Nested]) -> Iterator[tuple[Nested, str]]:
-    """Each function and its namespace; empty: none."""
+    """Yield each function and its namespace; empty: none."""
     for tool in tools:
         if tool.get("type") == "namespace":
             yield from ((inner, tool.name("name")) for inner in tool.all("tools"))
@@ -343,7 +343,7 @@ def _functions(tools: list[Nested]) -> Iterator[tuple[Nested, str]]:
 
 
 def _function(tool: Nested, namespace: str) -> Function:
-    """A tool in the shape of chat completions."""
+    """Return a tool in the shape of chat completions."""
     if tool.get("type") != "function":
         raise tool.unknown("type", "send functions only, as this server has no tools of its own")
     name = full_name(namespace, tool.name("name"))
@@ -366,7 +366,7 @@ def _named(tool: Nested) -> Function:
 
 
 def _format(text: TextSettings) -> dict[str, object] | None:
-    """The format as `response_format` of chat completions."""
+    """Return the format as `response_format` of chat completions."""
     if text.format is None:
         return None
     asked = Nested(text.format, "text.format")

@@ -75,7 +75,7 @@ class _ResponsesApi:
         return self._host.tell(answer, asked)
 
     async def count(self, request: Request) -> Response:
-        """The number of prompt tokens of a request."""
+        """Return the number of prompt tokens of a request."""
         asked = await self._host.read(request, InputTokensRequest)
         with renamed(NAMES):
             conversation = self._conversation(asked)
@@ -131,7 +131,7 @@ class _ResponsesApi:
         return error_response(400, text, INVALID)
 
     def _conversation(self, asked: InputTokensRequest) -> Conversation:
-        """The conversation so far, without instructions, which hold for one request."""
+        """Return the conversation so far, without instructions, which hold for one request."""
         if asked.previous_response_id is None:
             return Conversation()
         stored = self._store.get(asked.previous_response_id)
@@ -145,7 +145,7 @@ class _ResponsesApi:
         return Conversation(stored.messages)
 
     def _ask(self, asked: InputTokensRequest, conversation: Conversation) -> ChatRequest:
-        """The chat request; adds its input to the conversation."""
+        """Return the chat request; adds its input to the conversation."""
         if asked.input is not None:
             add_input(conversation, asked.input, self._store.item)
         return asked.chat(conversation)

@@ -63,7 +63,7 @@ class ResponseStore:
         return StoredResponse(answer, tuple(messages), items)
 
     def item(self, item_id: str) -> Mapping[str, object] | None:
-        """An item of any stored response."""
+        """Return an item of any stored response."""
         owner = self.get(self._owners.get(item_id, ""))
         return None if owner is None else owner.items[item_id]
 
@@ -99,7 +99,7 @@ PAGE = 20
 
 
 def flag(query: Mapping[str, str], name: str) -> bool:
-    """A boolean in the query."""
+    """Return a boolean in the query."""
     given = query.get(name, "false")
     if given not in ("true", "false"):
         raise RequestError(f"'{name}' is {shown(given)}: use true or false.", name)
@@ -107,7 +107,7 @@ def flag(query: Mapping[str, str], name: str) -> bool:
 
 
 def number(query: Mapping[str, str], name: str, default: int, *, least: int, most: int) -> int:
-    """An integer in the query."""
+    """Return an integer in the query."""
     given = query.get(name, str(default))
     is_number = given.isascii() and given.isdecimal() and len(given) < 16
     if not is_number or not least <= int(given) <= most:
@@ -119,7 +119,7 @@ def number(query: Mapping[str, str], name: str, default: int, *, least: int, mos
 
 
 def replayed(answer: schemas.Response, starting_after: int | None) -> str:
-    """The events of a stored response, each text in one piece, from the event behind `starting_after` on.
+    """Return the events behind `starting_after` of a stored response, each text in one piece.
 
     The events are numbered from 0. The last event, which holds the whole response, is always among them.
     """
@@ -162,7 +162,7 @@ def _begun(item: schemas.Item) -> schemas.Item:
 def input_page(
     answer: schemas.Response, messages: Items[Message], query: Mapping[str, str]
 ) -> schemas.InputItems:
-    """A page of a response's input items, the newest first unless `order` is asc."""
+    """Return a page of a response's input items, the newest first unless `order` is asc."""
     limit, order = number(query, "limit", PAGE, least=1, most=MAX_PAGE), query.get("order", "desc")
     if order not in ("asc", "desc"):
         raise RequestError(f"'order' is {shown(order)}: use asc or desc.", "order")
@@ -185,7 +185,7 @@ def input_page(
 
 
 def _input_items(answer: schemas.Response, messages: Items[Message]) -> list[schemas.InputItem]:
-    """All items of the conversation but the last, which are the answer's own."""
+    """Return all items of the conversation but the last, which are the answer's own."""
     name = answer["id"].removeprefix("resp_")
     spaces = namespaces_of(answer["tools"])
     items = [item for message in messages for item in _items(message, spaces)]
@@ -200,12 +200,12 @@ _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "functi
 
 
 def is_half_a_call(item: schemas.Item) -> bool:
-    """Whether it is a call that was cut off, which no template could show."""
+    """Return whether it is a call that was cut off, which no template could show."""
     return item["type"] == "function_call" and item["status"] != "completed"
 
 
 def _items(message: Message, spaces: Mapping[str, tuple[str, str]]) -> Iterator[dict[str, object]]:
-    """The items of one message of a chat, in the order in which a model says them."""
+    """Yield the items of one message of a chat, in the order in which a model says them."""
     role, done = message["role"], {"status": "completed"}
     if role == "tool":
         call = {"call_id": message["tool_call_id"], "output": message["content"]}

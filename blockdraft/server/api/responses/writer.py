@@ -105,7 +105,7 @@ class ResponseWriter(PartsWriter):
         }
 
     def _item(self, part: AnswerPart, status: schemas.ItemStatus | None = None) -> schemas.Item:
-        """The item of a part; with status "in_progress" it is still empty."""
+        """Return the item of a part; with status "in_progress" it is still empty."""
         status = status or ("completed" if part.is_whole else "incomplete")
         is_new, item_id = status == "in_progress", _item_id(part)
         if part.kind == "text":
@@ -153,7 +153,7 @@ class ResponseWriter(PartsWriter):
         return "".join(map(self._numbered, closed_events(part, self._item(part))))
 
     def _numbered(self, data: dict[str, object]) -> str:
-        """An event with its number."""
+        """Return an event with its number."""
         number = self._num_events
         self._num_events += 1
         return named_event(str(data["type"]), {**data, "sequence_number": number})
@@ -205,7 +205,7 @@ def call_item(
     status: schemas.ItemStatus,
     namespaces: Mapping[str, tuple[str, str]],
 ) -> schemas.FunctionCallItem:
-    """The item of a call, without its id; `name` is the full name, as the model knows it."""
+    """Return the item of a call, without its id; `name` is the full name, as the model knows it."""
     namespace, own_name = namespaces.get(name, ("", name))
     call: schemas.FunctionCallItem = {
         "id": "",
