@@ -196,7 +196,7 @@ class AnswerWriter(ABC):
         }
 
     def _metrics(self) -> RequestMetrics | None:
-        """Return the figures of all choices together; None until all have ended, or if nothing was generated."""
+        """Return the figures of all choices; None until all have ended, or if nothing was generated."""
         found = [choice.metrics for choice in self._choices if choice.metrics is not None]
         if len(found) < len(self._choices) or self._choices[0].is_dropped:
             return None
