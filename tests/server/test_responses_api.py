@@ -465,7 +465,7 @@ def test_what_is_kept_comes_back_as_it_was():
     assert store.get("r") == given
 
 
-@pytest.mark.parametrize("junk", [[[]] * 4000, [{}] * 4000, [{"a": 1.5}] * 300])
+@pytest.mark.parametrize("junk", [[[]] * 4000, [{"a": 1.5}] * 300])
 def test_the_store_takes_no_more_memory_than_its_limit_says(junk):
     """Empty lists take twenty times as much as their text."""
     limit, store = 1 << 17, ResponseStore(max_bytes=1 << 17)
