@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from collections.abc import Sequence as Items
 from datetime import UTC, datetime
 from typing import ParamSpec, TypeVar
@@ -41,8 +41,8 @@ from blockdraft.server.api.chat.prepare import (
 )
 from blockdraft.server.api.chat.schemas import Text, Tokens
 from blockdraft.server.api.fields import AnyBody, BodyT, IgnoredFields, field_at_fault, parse, renamed
-from blockdraft.server.api.messages.schemas import ModelInfo, ModelPage
-from blockdraft.server.api.schemas import AnswerObject, ModelCard, ModelList
+from blockdraft.server.api.messages.schemas import ModelInfo
+from blockdraft.server.api.schemas import AnswerObject, ModelCard
 from blockdraft.server.api.streaming import Writer, respond
 from blockdraft.server.engine_link.remote_engine import RemoteEngine
 from blockdraft.server.http.body import shown
@@ -52,50 +52,6 @@ from blockdraft.server.http.replies import VERSION_HEADER
 from blockdraft.server.http.routing import NotReady
 from blockdraft.settings.model_source import public_id
 from blockdraft.text.tokenizer import Tokenizer
-
-
-def models_response(request: Request, card: ModelCard, info: EngineInfo) -> Response:
-    """Return the list of models: one."""
-    if VERSION_HEADER in request.headers:
-        return JSONResponse(_page(_model_info(card, info), request.query_params))
-    models: ModelList = {"object": "list", "data": [card]}
-    return JSONResponse(models)
-
-
-def model_response(request: Request, card: ModelCard, info: EngineInfo) -> Response:
-    return JSONResponse(_model_info(card, info) if VERSION_HEADER in request.headers else card)
-
-
-def model_card(name: str, created: int, info: EngineInfo) -> ModelCard:
-    """Return the model as OpenAI's clients know it, with vLLM's fields."""
-    return {
-        "id": name,
-        "object": "model",
-        "created": created,
-        "owned_by": "blockdraft",
-        "root": public_id(info.target),
-        "parent": None,
-        "max_model_len": info.max_model_len,
-        "permission": [],
-    }
-
-
-def _model_info(card: ModelCard, info: EngineInfo) -> ModelInfo:
-    begun = datetime.fromtimestamp(card["created"], UTC)
-    return {
-        "type": "model",
-        "id": card["id"],
-        "display_name": info.target_title,
-        "created_at": begun.strftime("%Y-%m-%dT%H:%M:%SZ"),
-    }
-
-
-def _page(model: ModelInfo, query: Mapping[str, str]) -> ModelPage:
-    """Return the only page: there is one model."""
-    if model["id"] in (query.get("after_id"), query.get("before_id")):
-        return {"data": [], "first_id": None, "last_id": None, "has_more": False}
-    return {"data": [model], "first_id": model["id"], "last_id": model["id"], "has_more": False}
-
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -128,13 +84,35 @@ class ApiHost:
         ]
 
     async def models(self, request: Request) -> Response:
-        _, info = self._ready()
-        return models_response(request, model_card(self.name, self._created, info), info)
+        """Return the list of models: one."""
+        model, query = self._model(request), request.query_params
+        if VERSION_HEADER not in request.headers:
+            return JSONResponse({"object": "list", "data": [model]})
+        is_here = model["id"] not in (query.get("after_id"), query.get("before_id"))
+        data, name = ([model], model["id"]) if is_here else ([], None)
+        return JSONResponse({"data": data, "first_id": name, "last_id": name, "has_more": False})
 
     async def model(self, request: Request) -> Response:
-        _, info = self._ready()
+        model = self._model(request)
         self._check_model(request.path_params["model"])
-        return model_response(request, model_card(self.name, self._created, info), info)
+        return JSONResponse(model)
+
+    def _model(self, request: Request) -> ModelCard | ModelInfo:
+        """Return the model in the shape that the client's API has."""
+        _, info = self._ready()
+        if VERSION_HEADER in request.headers:
+            begun = datetime.fromtimestamp(self._created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+            return {"type": "model", "id": self.name, "display_name": info.target_title, "created_at": begun}
+        return {
+            "id": self.name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "blockdraft",
+            "root": public_id(info.target),
+            "parent": None,
+            "max_model_len": info.max_model_len,
+            "permission": [],
+        }
 
     def _ready(self) -> tuple[Tokenizer, EngineInfo]:
         tokenizer, info = self.engine.tokenizer, self.engine.engine_info

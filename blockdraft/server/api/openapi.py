@@ -233,8 +233,7 @@ def openapi(limits: EngineLimits | None = None) -> Json:
         if name in _ANSWERS:
             schema["additionalProperties"] = False
         elif name.endswith("Request"):
-            _allow_null(schema)
-            _refuse_unsupported(schema, requests[name])
+            _complete(schema, requests[name])
     _set_limits(components, limits)
     paths: dict[str, Json] = {}
     for item in _OPERATIONS:
@@ -247,8 +246,8 @@ def openapi(limits: EngineLimits | None = None) -> Json:
     }
 
 
-def _allow_null(schema: Json) -> None:
-    """Allow null for fields that may be left out."""
+def _complete(schema: Json, kind: type[fields.AnyBody]) -> None:
+    """Allow null for fields that may be left out, and only neutral values for unsupported ones."""
     required = schema.get("required", [])
     properties = schema["properties"]
     assert isinstance(properties, dict)
@@ -256,12 +255,6 @@ def _allow_null(schema: Json) -> None:
     for name, value in properties.items():
         if name not in required and {"type": "null"} not in value.get("anyOf", []):
             properties[name] = {"anyOf": [value, {"type": "null"}]}
-
-
-def _refuse_unsupported(schema: Json, kind: type[fields.AnyBody]) -> None:
-    """Allow only neutral values for fields that are not supported."""
-    properties = schema["properties"]
-    assert isinstance(properties, dict)
     for name, neutral in kind.UNSUPPORTED.items():
         properties.setdefault(name, {"enum": [*neutral, None]})
 

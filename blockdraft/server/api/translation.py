@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
 from blockdraft.engine.request import Delta
 from blockdraft.errors import RequestError
 from blockdraft.server.api.chat.answers import ChatAnswer
+from blockdraft.server.api.chat.messages import calls_of
 from blockdraft.server.api.choices import AnswerPiece
 from blockdraft.server.api.schemas import AnswerObject
 from blockdraft.server.http.body import Nested
@@ -30,7 +31,7 @@ class Conversation:
 
     def __init__(self, messages: Iterable[Message] = ()) -> None:
         self.messages = list(messages)
-        self._called = {call_id for message in self.messages for call_id in _call_ids(message)}
+        self._called = {call["id"] for message in self.messages for call in calls_of(message)}
 
     def has_called(self, call_id: str) -> bool:
         """Return whether a result for this call can follow."""
@@ -59,10 +60,8 @@ class Conversation:
         """A tool call of the model; `arguments` are JSON."""
         self._called.add(call_id)
         turn = self._turn(set())
-        before = turn.get("tool_calls", ())
-        assert isinstance(before, list | tuple)
         function = {"name": name, "arguments": arguments}
-        turn["tool_calls"] = [*before, {"id": call_id, "type": "function", "function": function}]
+        turn["tool_calls"] = [*calls_of(turn), {"id": call_id, "type": "function", "function": function}]
 
     def result(self, call_id: str, text: str) -> None:
         self.messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
@@ -90,12 +89,6 @@ class Conversation:
         if not first and not messages:
             raise RequestError("'messages' hold no text for the model: send some.", "messages")
         return first + messages
-
-
-def _call_ids(message: Message) -> Iterator[str]:
-    calls = message.get("tool_calls", ())
-    assert isinstance(calls, list | tuple)
-    yield from (call["id"] for call in calls)
 
 
 def function_tool(tool: Nested, name: str, parameters: object) -> dict[str, object]:

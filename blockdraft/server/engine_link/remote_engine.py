@@ -314,23 +314,17 @@ class RemoteEngine:
             case ("hanging",):
                 self._hang()
             case "snapshot", number, snapshot:
-                self._take_snapshot(number, snapshot)
+                answer = self._asked.pop(number, None)
+                if answer is not None and answer.set_running_or_notify_cancel():
+                    answer.set_result(snapshot)
             case "refused", request_id, error:
-                self._take_refused(request_id, error)
+                stream = self._live[request_id].stream
+                self._forget(request_id)
+                stream.outlet.send([(stream, error)])
             case "deltas", items:
                 self._take_deltas(items)
             case _:
                 assert message == ("beat",)  # a sign of life, which was heard
-
-    def _take_snapshot(self, number: int, snapshot: Snapshot | None) -> None:
-        answer = self._asked.pop(number, None)
-        if answer is not None and answer.set_running_or_notify_cancel():
-            answer.set_result(snapshot)
-
-    def _take_refused(self, request_id: str, error: Exception) -> None:
-        stream = self._live[request_id].stream
-        self._forget(request_id)
-        stream.outlet.send([(stream, error)])
 
     def _forget(self, request_id: str) -> None:
         """The request has ended."""

@@ -105,11 +105,15 @@ class AuthLimits:
         state = {**scope.get("state", {}), "request_id": head.id}
         reply = _Reply(head, state, send, self._options)
         try:
-            refusal = _large_head(head)
-            if refusal is None and head.is_preflight:
+            refusal: Response | None
+            if head.num_bytes > MAX_HEAD_BYTES:
+                text = f"the address and headers are larger than {MAX_HEAD_BYTES} bytes: shorten them."
+                refusal = error_response(431, text, INVALID)
+            elif head.is_preflight:
                 await reply.preflight()
                 return
-            refusal = refusal or self._refusal(head, scope)
+            else:
+                refusal = self._refusal(head, scope)
             if refusal is None:
                 refusal = await self._admit({**scope, "state": state}, head, receive, reply)
             if refusal is not None:
@@ -316,13 +320,6 @@ def _head(scope: Scope) -> _Head:
 
 def _is_open(path: str) -> bool:
     return path in OPEN_PATHS or (path.startswith(OPEN_PREFIX) and ".." not in path.split("/"))
-
-
-def _large_head(head: _Head) -> Response | None:
-    if head.num_bytes <= MAX_HEAD_BYTES:
-        return None
-    text = f"the address and headers are larger than {MAX_HEAD_BYTES} bytes: shorten them."
-    return error_response(431, text, INVALID)
 
 
 def _wrong_body(head: _Head) -> Response | None:

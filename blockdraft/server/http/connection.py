@@ -119,7 +119,10 @@ class HttpConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._has_ended:
-            self._drop(data)
+            # Read and dropped: to close with bytes unread would reset the connection and lose the answers.
+            self._num_dropped += len(data)
+            if self._num_dropped > MAX_DROPPED_BYTES and not self._is_lingering:
+                self._pause_reading()
             return
         self._opening += data[: _NUM_OPENING_BYTES - len(self._opening)]
         self._has_moved = False
@@ -151,12 +154,6 @@ class HttpConnection(asyncio.Protocol):
                 self._parser = self._new_parser()
             else:
                 return
-
-    def _drop(self, data: bytes) -> None:
-        """Read and drop: to close with bytes unread would reset the connection and lose the answers."""
-        self._num_dropped += len(data)
-        if self._num_dropped > MAX_DROPPED_BYTES and not self._is_lingering:
-            self._pause_reading()
 
     def _head_without_upgrade(self) -> bytes:
         lines = [b"%b %b HTTP/%b" % (self._parser.get_method(), self._url, self._version.encode())]

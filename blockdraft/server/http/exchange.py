@@ -188,7 +188,10 @@ class Exchange:
         if self._is_chunked:
             self._transport.write(b"%b%x\r\n%b\r\n" % (self._head, len(body), body))
         else:
-            self._count(body)
+            if self._num_left is not None:
+                self._num_left -= len(body)
+                if self._num_left < 0:
+                    raise RuntimeError("the answer is longer than its Content-Length.")
             self._transport.write(self._head + body)
         self._head = b""
 
@@ -262,9 +265,3 @@ class Exchange:
         head, self._head = self._head, b""
         if head and not self.is_gone and not self._transport.is_closing():
             self._transport.write(head)
-
-    def _count(self, body: bytes) -> None:
-        if self._num_left is not None:
-            self._num_left -= len(body)
-            if self._num_left < 0:
-                raise RuntimeError("the answer is longer than its Content-Length.")

@@ -55,11 +55,8 @@ async def json_response(make: Callable[[], object], size: int) -> Response:
     """Return the answer that `make` returns, which holds about `size` numbers and names."""
     if size <= LARGE_ANSWER:
         return JSONResponse(make())
-    return await beside(_large_response, make)
-
-
-def _large_response(make: Callable[[], object]) -> Response:
-    return Response(b"".join(map(str.encode, in_slices(make()))), media_type="application/json")
+    body = await beside(lambda: b"".join(map(str.encode, in_slices(make()))))
+    return Response(body, media_type="application/json")
 
 
 def event_in_slices(data: Mapping[str, object]) -> str:

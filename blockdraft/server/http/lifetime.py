@@ -88,10 +88,6 @@ def ending(num_live: int, drain_timeout_s: float) -> str:
     )
 
 
-def _answers_were(count: int) -> str:
-    return "1 answer was" if count == 1 else f"{count} answers were"
-
-
 class DrainingServer(uvicorn.Server):
     """Ends with a signal, or when the service is lost; answers under way may end before."""
 
@@ -123,7 +119,8 @@ class DrainingServer(uvicorn.Server):
         while service.num_live and not self.force_exit and time.monotonic() < end_s:
             await asyncio.sleep(DRAIN_INTERVAL_S)
         if self.force_exit and service.num_live:
-            log.info("ended at once: %s given up", _answers_were(service.num_live))
+            count = service.num_live
+            log.info("ended at once: %s given up", "1 answer was" if count == 1 else f"{count} answers were")
         # What is left ends with an error that its client understands.
         await asyncio.to_thread(service.close)
         await super().shutdown(sockets=sockets)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Items
-from typing import Annotated, Literal, NotRequired
+from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import PlainValidator
 from typing_extensions import TypedDict
@@ -92,7 +92,7 @@ def check_messages(messages: Items[_Given]) -> None:
                     "messages",
                 )
         _check_calls(message, number)
-        called.update(str(call["id"]) for call in _calls_of(message))
+        called.update(str(call["id"]) for call in calls_of(message))
 
 
 def _check_calls(message: _Given, number: int) -> None:
@@ -115,7 +115,7 @@ def _check_calls(message: _Given, number: int) -> None:
             )
 
 
-def _calls_of(message: _Given) -> Iterator[dict[str, object]]:
+def calls_of(message: _Given) -> Iterator[dict[str, Any]]:
     """Yield the calls of a checked message."""
     calls = message.get("tool_calls") or ()
     assert isinstance(calls, list | tuple)
@@ -134,7 +134,7 @@ def for_template(messages: Items[_Given], *, has_developer: bool) -> list[dict[s
     for message in messages:
         said = _as_said(message) if message.get("role") == "assistant" else message
         new = {**said, "content": content_text(said)}
-        if calls := [_with_object(call, names) for call in _calls_of(message)]:
+        if calls := [_with_object(call, names) for call in calls_of(message)]:
             new["tool_calls"] = calls
         else:
             new.pop("tool_calls", None)
@@ -166,15 +166,11 @@ def _as_text(part: object) -> object:
     return part
 
 
-def _with_object(call: dict[str, object], names: dict[str, str]) -> dict[str, object]:
+def _with_object(call: dict[str, Any], names: dict[str, str]) -> dict[str, object]:
     function = call["function"]
-    assert isinstance(function, dict)
-    names[str(call["id"])] = str(function["name"])
-    return {
-        **call,
-        "type": "function",
-        "function": {**function, "arguments": _object(function.get("arguments"))},
-    }
+    names[call["id"]] = function["name"]
+    shown = {**function, "arguments": _object(function.get("arguments"))}
+    return {**call, "type": "function", "function": shown}
 
 
 def _object(arguments: object) -> object:

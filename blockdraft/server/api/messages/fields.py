@@ -124,18 +124,14 @@ def conversation_of(messages: list[dict[str, object]]) -> Conversation:
         elif role == "assistant":
             _add_assistant(conversation, _blocks(turn))
         elif role == "system":
-            _add_system(conversation, _joined(_blocks(turn)))
+            text = _joined(_blocks(turn))
+            if conversation.messages:  # many templates accept a system message in the first place only
+                conversation.add_user(f"<system-reminder>\n{text}\n</system-reminder>")
+            else:
+                conversation.say("system", text)
         else:
             raise turn.unknown("role", "user, assistant or system")
     return conversation
-
-
-def _add_system(conversation: Conversation, text: str) -> None:
-    """Many templates accept a system message in the first place only: later ones become reminders."""
-    if conversation.messages:
-        conversation.add_user(f"<system-reminder>\n{text}\n</system-reminder>")
-    else:
-        conversation.say("system", text)
 
 
 def _blocks(turn: Nested) -> list[Nested]:
@@ -154,16 +150,13 @@ def _add_user(conversation: Conversation, blocks: list[Nested]) -> None:
         if block.get("type") == "tool_result":
             if not conversation.has_called(block.name("tool_use_id")):
                 raise block.wrong("tool_use_id", "no earlier turn has made this call")
-            conversation.result(block.name("tool_use_id"), _result_text(block))
+            content = block.text_or_all("content") if "content" in block else ""
+            text = content if isinstance(content, str) else _joined(content)
+            conversation.result(block.name("tool_use_id"), text)
         else:
             rest.append(block)
     if rest or not blocks:
         conversation.add_user(_joined(rest))
-
-
-def _result_text(block: Nested) -> str:
-    content = block.text_or_all("content") if "content" in block else ""
-    return content if isinstance(content, str) else _joined(content)
 
 
 def _add_assistant(conversation: Conversation, blocks: list[Nested]) -> None:

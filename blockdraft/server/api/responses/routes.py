@@ -93,7 +93,10 @@ class _ResponsesApi:
         if response_id in _NAMES:
             raise HTTPException(405, headers={"Allow": "POST"})
         if request.method == "DELETE":
-            return self._delete(response_id)
+            if not self._store.remove(response_id):
+                return _not_found(response_id)
+            deleted: schemas.Deleted = {"id": response_id, "object": "response", "deleted": True}
+            return JSONResponse(deleted)
         stored = self._store.get(response_id)
         if stored is None:
             return _not_found(response_id)
@@ -108,12 +111,6 @@ class _ResponsesApi:
             after = number(query, "starting_after", 0, least=0, most=MAX_INT)
         events = replayed(cast(schemas.Response, stored.answer), after)
         return Response(events, media_type="text/event-stream", headers={"cache-control": "no-store"})
-
-    def _delete(self, response_id: str) -> Response:
-        if not self._store.remove(response_id):
-            return _not_found(response_id)
-        deleted: schemas.Deleted = {"id": response_id, "object": "response", "deleted": True}
-        return JSONResponse(deleted)
 
     async def input_items(self, request: Request) -> Response:
         response_id = request.path_params["response_id"]

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Literal, cast
 
 from blockdraft.errors import RequestError
+from blockdraft.server.api.chat.messages import calls_of
 from blockdraft.server.api.responses import schemas
 from blockdraft.server.api.responses.fields import namespaces_of
 from blockdraft.server.api.responses.writer import (
@@ -208,8 +209,8 @@ def _items(message: Message, spaces: Mapping[str, tuple[str, str]]) -> Iterator[
     """Yield the items of one message of a chat, in the order in which a model says them."""
     role, done = message["role"], {"status": "completed"}
     if role == "tool":
-        call = {"call_id": message["tool_call_id"], "output": message["content"]}
-        yield {"type": "function_call_output", **done, **call}
+        result = {"call_id": message["tool_call_id"], "output": message["content"]}
+        yield {"type": "function_call_output", **done, **result}
         return
     if role != "assistant":
         content = [{"type": "input_text", "text": message["content"]}]
@@ -221,8 +222,6 @@ def _items(message: Message, spaces: Mapping[str, tuple[str, str]]) -> Iterator[
     if "content" in message:
         text = output_text(str(message["content"]))
         yield {"type": "message", **done, "role": role, "content": [text]}
-    calls = message.get("tool_calls", ())
-    assert isinstance(calls, list | tuple)
-    for call in calls:
-        function = call["function"]
-        yield {**call_item(call["id"], function["name"], function["arguments"], "completed", spaces)}
+    for call in calls_of(message):
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        yield {**call_item(call["id"], name, arguments, "completed", spaces)}
