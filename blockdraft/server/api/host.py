@@ -40,7 +40,7 @@ from blockdraft.server.api.chat.prepare import (
     tokenize,
 )
 from blockdraft.server.api.chat.schemas import Text, Tokens
-from blockdraft.server.api.fields import AnyBody, BodyT, IgnoredFields, field_at_fault, parse, renamed
+from blockdraft.server.api.fields import BodyT, IgnoredFields, field_at_fault, parse, renamed
 from blockdraft.server.api.messages.schemas import ModelInfo
 from blockdraft.server.api.schemas import AnswerObject, ModelCard
 from blockdraft.server.api.streaming import Writer, respond
@@ -70,7 +70,7 @@ class ApiHost:
         self.name = name
         self._created = int(time.time())
         self._tool_format = tool_format
-        self._ignored = IgnoredFields()
+        self.ignored = IgnoredFields()
         self._find_dialect = functools.cache(find_dialect)
 
     def routes(self) -> list[Route]:
@@ -162,7 +162,9 @@ class ApiHost:
     async def chat(self, request: Request) -> Response:
         asked = await self.read(request, ChatRequest)
         head = self._head(request, asked, "chatcmpl")
-        return self.tell(await self.converse(request, lambda: asked, head, lambda answer: answer), asked)
+        return self.ignored.tell(
+            await self.converse(request, lambda: asked, head, lambda answer: answer), asked
+        )
 
     async def converse(self, request: Request, ask: Ask, head: AnswerObject, writer: MakeWriter) -> Response:
         """Answer a conversation in the words of any API."""
@@ -176,11 +178,7 @@ class ApiHost:
     async def completions(self, request: Request) -> Response:
         asked, size = await self.read(request, CompletionRequest), len(await request.body())
         work = self._complete(asked, size, self._head(request, asked, "cmpl"))
-        return self.tell(await self._answer(request, work), asked)
-
-    def tell(self, response: Response, asked: AnyBody) -> Response:
-        """Return the response, with the names of fields that were ignored."""
-        return self._ignored.tell(response, asked)
+        return self.ignored.tell(await self._answer(request, work), asked)
 
     async def _answer(self, request: Request, work: Coroutine[None, None, Response]) -> Response:
         response = await exchange_of(request.scope).while_connected(work)

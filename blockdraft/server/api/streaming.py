@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 from contextlib import ExitStack, closing
-from typing import Protocol
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -19,21 +19,26 @@ from blockdraft.server.http.large_json import LARGE_ANSWER, beside, json_respons
 from blockdraft.server.http.replies import STREAM_HEADERS
 
 
-class Writer(Protocol):
+class Writer(ABC):
     """Writes an answer in the words of one API; `prompt` says which prompt a delta answers."""
 
+    @abstractmethod
     def take(self, prompt: int, delta: Delta) -> None:
         """Remember a delta for `whole`."""
 
+    @abstractmethod
     def whole(self) -> Mapping[str, object]:
         """Return the complete answer, when all deltas are in."""
 
+    @abstractmethod
     def event(self, prompt: int, delta: Delta) -> str | None:
         """Take a delta in, and return what to write for it; None: nothing."""
 
+    @abstractmethod
     def end(self) -> str:
         """Return the last events of a stream."""
 
+    @abstractmethod
     def failed(self, message: str) -> str:
         """Return the last events of a stream that breaks off."""
 

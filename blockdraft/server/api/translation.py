@@ -7,7 +7,7 @@ Way out: `PartsWriter` turns the pieces of the answer into parts, which these AP
 from __future__ import annotations
 
 import uuid
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
@@ -18,6 +18,7 @@ from blockdraft.server.api.chat.answers import ChatAnswer
 from blockdraft.server.api.chat.messages import calls_of
 from blockdraft.server.api.choices import AnswerPiece
 from blockdraft.server.api.schemas import AnswerObject
+from blockdraft.server.api.streaming import Writer
 from blockdraft.server.http.body import Nested
 
 Message = dict[str, object]
@@ -123,7 +124,7 @@ class AnswerPart:
         return "".join(self.added)
 
 
-class PartsWriter(ABC):
+class PartsWriter(Writer):
     """Write an answer part by part: the base of the writers of both APIs."""
 
     def __init__(self, head: AnswerObject, chat: ChatAnswer) -> None:

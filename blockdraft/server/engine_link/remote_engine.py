@@ -23,8 +23,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from threading import Event, Lock, Thread
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from blockdraft.engine.info import EngineInfo
 from blockdraft.engine.request import SamplingParams, new_request_id
@@ -81,17 +82,7 @@ class SilenceWatch:
                 return
 
 
-class Child(Protocol):
-    """The process of the engine."""
-
-    def kill(self) -> None: ...
-    def join(self) -> None: ...
-    @property
-    def exitcode(self) -> int | None:
-        """Its exit code, -n after signal n."""
-
-
-def start_child(work: Work, connection: Connection, closes: Items[Connection | socket.socket]) -> Child:
+def start_child(work: Work, connection: Connection, closes: Items[Connection | socket.socket]) -> BaseProcess:
     """Run `work` in a process of its own, where what it has no use for is closed.
 
     Only Linux forks: Windows cannot, and macOS's libraries may crash after it. Elsewhere `work` is pickled.
@@ -99,11 +90,10 @@ def start_child(work: Work, connection: Connection, closes: Items[Connection | s
     is_forked = sys.platform == "linux"
     context: Any = multiprocessing.get_context("fork" if is_forked else "spawn")
     args = (work, connection, closes if is_forked else ())
-    process = context.Process(target=_be_the_child, args=args)
+    process: BaseProcess = context.Process(target=_be_the_child, args=args)
     process.start()
     atexit.register(process.kill)  # else Python waits for it where we fail, and it for us
-    child: Child = process
-    return child
+    return process
 
 
 def _be_the_child(work: Work, connection: Connection, closes: Items[Connection | socket.socket]) -> NoReturn:
@@ -165,7 +155,7 @@ class RemoteEngine:
     def __init__(
         self,
         connection: Connection,
-        child: Child,
+        child: BaseProcess,
         startup: StartProgress,
         on_hang: OnHang,
         *,

@@ -153,22 +153,17 @@ def health_of(state: State) -> Health:
 
 def status_response(status: Health, **details: object) -> JSONResponse:
     """Return the answer of /live and /health."""
-    is_starting = status == "starting"
-    return JSONResponse(
-        {"status": status, **details},
-        status_code=200 if status == "ok" else 503,
-        headers={"retry-after": str(START_RETRY_AFTER_S)} if is_starting else None,
-    )
+    return _state_response({"status": status, **details}, is_ok=status == "ok", state=status)
 
 
 def start_response(start: Mapping[str, object]) -> JSONResponse:
     """Return the answer of /ready; `start` is StartProgress.snapshot()."""
-    is_starting = start["state"] == "starting"
-    return JSONResponse(
-        start,
-        status_code=200 if start["state"] == "ready" else 503,
-        headers={"retry-after": str(START_RETRY_AFTER_S)} if is_starting else None,
-    )
+    return _state_response(start, is_ok=start["state"] == "ready", state=start["state"])
+
+
+def _state_response(body: Mapping[str, object], *, is_ok: bool, state: object) -> JSONResponse:
+    headers = {"retry-after": str(START_RETRY_AFTER_S)} if state == "starting" else None
+    return JSONResponse(body, status_code=200 if is_ok else 503, headers=headers)
 
 
 def event(data: Mapping[str, object]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from dataclasses import replace
@@ -33,6 +33,7 @@ from blockdraft.server.api.choices import (
     request_metrics,
 )
 from blockdraft.server.api.schemas import AnswerObject, Usage
+from blockdraft.server.api.streaming import Writer
 from blockdraft.server.http.large_json import LARGE_ANSWER, MadeLate, event_in_slices, size_of
 from blockdraft.server.http.replies import DONE, error_body, event, json_of
 from blockdraft.text.tokenizer import Tokenizer
@@ -41,7 +42,7 @@ Json = dict[str, object]
 TEXT_GOES_HERE = "\ue000text\ue000"  # as a chunk's text, it stands nowhere else in the chunk
 
 
-class AnswerWriter(ABC):
+class AnswerWriter(Writer):
     """One answer, made of the engine's deltas: its choices, and the objects around them."""
 
     KIND: ClassVar[str]  # `object` of a whole answer
@@ -66,18 +67,15 @@ class AnswerWriter(ABC):
         self._around_text: dict[int, tuple[str, str]] = {}  # by choice: an event before and after its text
 
     def take(self, prompt: int, delta: Delta) -> None:
-        """Remember a delta for `whole`; `prompt` says which prompt it answers."""
         self._choice(prompt, delta).push(delta)
         self._size += size_of(delta)
 
     def whole(self) -> Json:
-        """Return the complete answer, when all deltas are in."""
         made = map(self._whole_choice, self._choices)
         choices = list(made) if self._size <= LARGE_ANSWER else MadeLate(made)
         return self._object(self.KIND, choices) | {"usage": self.usage(), "metrics": self._metrics()}
 
     def event(self, prompt: int, delta: Delta) -> str | None:
-        """Take a delta in, and return what to write for it; None: nothing."""
         choice = self._choice(prompt, delta)
         ahead = [] if choice.pieces else self._first_chunks(choice)
         choice.push(delta)
@@ -131,12 +129,10 @@ class AnswerWriter(ABC):
         return self._chunk(part, is_end=is_end)
 
     def end(self) -> str:
-        """Return the last events of a stream."""
         last = self.last_chunk()
         return DONE if last is None else event(last) + DONE
 
     def failed(self, message: str) -> str:
-        """Return the last events of a stream that breaks off."""
         return event(error_body(message, kind="server_error")) + DONE
 
     def last_chunk(self) -> Json | None:

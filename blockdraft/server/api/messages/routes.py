@@ -141,13 +141,13 @@ def routes(host: ApiHost) -> list[Route]:
         }
         with renamed(NAMES):
             answer = await host.converse(request, asked.chat, head, partial(MessageWriter, asked, head))
-        return host.tell(answer, asked)
+        return host.ignored.tell(answer, asked)
 
     async def count_tokens(request: Request) -> Response:
         asked = await host.read(request, CountTokensRequest)
         with renamed(NAMES):
             count: TokenCount = {"input_tokens": await host.num_prompt_tokens(request, asked.chat)}
-        return host.tell(JSONResponse(count), asked)
+        return host.ignored.tell(JSONResponse(count), asked)
 
     return [
         Route("/v1/messages", create, methods=["POST"]),

@@ -72,7 +72,7 @@ class _ResponsesApi:
             ask = partial(self._ask, asked, conversation)
             writer = partial(ResponseWriter, asked, head, partial(self._keep, asked, conversation))
             answer = await self._host.converse(request, ask, head, writer)
-        return self._host.tell(answer, asked)
+        return self._host.ignored.tell(answer, asked)
 
     async def count(self, request: Request) -> Response:
         """Return the number of prompt tokens of a request."""
@@ -81,7 +81,7 @@ class _ResponsesApi:
             conversation = self._conversation(asked)
             num_tokens = await self._host.num_prompt_tokens(request, partial(self._ask, asked, conversation))
         count: schemas.InputTokens = {"object": "response.input_tokens", "input_tokens": num_tokens}
-        return self._host.tell(JSONResponse(count), asked)
+        return self._host.ignored.tell(JSONResponse(count), asked)
 
     async def compact(self, request: Request) -> Response:
         text = "this server does not compact conversations: send a shorter one, or begin a new one."
