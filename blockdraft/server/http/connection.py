@@ -8,10 +8,11 @@ is closed.
 from __future__ import annotations
 
 import asyncio
+import functools
 import re
 import select
 from collections import deque
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Literal, cast
 from urllib.parse import unquote
 
 import httptools
@@ -33,6 +34,9 @@ _HTTP_2 = b"PRI * HTTP/2"  # how its connections begin
 _TLS = b"\x16\x03"
 _NUM_OPENING_BYTES = 16
 _WHOLE_ADDRESS = re.compile(rb"https?://([^/?]*)", re.IGNORECASE)
+
+
+Timer = Literal["head", "send", "keep alive", "end"]
 
 
 class NotHttp(ValueError):
@@ -75,10 +79,7 @@ class HttpConnection(asyncio.Protocol):
         self._is_lingering = False
         self._has_heard_all = False  # the client has closed its half
         self._writable = asyncio.Event()
-        self._head_timer: asyncio.TimerHandle | None = None
-        self._send_timer: asyncio.TimerHandle | None = None
-        self._keep_alive_timer: asyncio.TimerHandle | None = None
-        self._end_timer: asyncio.TimerHandle | None = None
+        self._timers: dict[Timer, asyncio.TimerHandle] = {}
 
     def _new_parser(self) -> httptools.HttpRequestParser:
         parser = httptools.HttpRequestParser(self)
@@ -109,9 +110,8 @@ class HttpConnection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._state.connections.discard(self)
         self.idle.pop(self, None)
-        for timer in (self._head_timer, self._send_timer, self._keep_alive_timer, self._end_timer):
-            if timer is not None:
-                timer.cancel()
+        for timer in self._timers.values():
+            timer.cancel()
         self._waiting.clear()
         self._writable.set()
         if self._exchange is not None:
@@ -185,9 +185,8 @@ class HttpConnection(asyncio.Protocol):
             return
         if number % NUM_CHECKS_PER_SIGN == 0:
             exchange.write_sign()
-        self._end_timer = self._loop.call_later(
-            delay_s, self._look_for_client, min(2 * delay_s, CHECK_S), number + 1
-        )
+        again = functools.partial(self._look_for_client, min(2 * delay_s, CHECK_S), number + 1)
+        self._timers["end"] = self._loop.call_later(delay_s, again)
 
     def pause_writing(self) -> None:
         self.is_write_paused = True
@@ -195,9 +194,7 @@ class HttpConnection(asyncio.Protocol):
         self._watch_sending()
 
     def resume_writing(self) -> None:
-        if self._send_timer is not None:
-            self._send_timer.cancel()
-            self._send_timer = None
+        self._stop("send")
         if self.transport.is_closing():
             self._watch_rest()
         self.is_write_paused = False
@@ -227,12 +224,12 @@ class HttpConnection(asyncio.Protocol):
             self._watch_rest()
             return
         self._has_ended = self._is_lingering = True
-        self._stop_watching_head()
+        self._stop("head")
         self.transport.write_eof()
         if self._is_read_paused:
             self._is_read_paused = False
             self.transport.resume_reading()
-        self._end_timer = self._loop.call_later(LINGER_S, self.close)
+        self._timers["end"] = self._loop.call_later(LINGER_S, self.close)
 
     async def drain(self) -> None:
         await self._writable.wait()
@@ -254,7 +251,7 @@ class HttpConnection(asyncio.Protocol):
         if self._waiting:
             self._start(self._waiting.popleft())
         elif not self._is_in_head:
-            self._keep_alive_timer = self._loop.call_later(self._keep_alive_s, self.close)
+            self._timers["keep alive"] = self._loop.call_later(self._keep_alive_s, self.close)
         self.resume_reading()
         self._note_idle()
 
@@ -263,9 +260,7 @@ class HttpConnection(asyncio.Protocol):
     def on_message_begin(self) -> None:
         if self._has_ended:
             return
-        if self._keep_alive_timer is not None:
-            self._keep_alive_timer.cancel()
-            self._keep_alive_timer = None
+        self._stop("keep alive")
         self._url = b""
         self._headers: list[tuple[bytes, bytes]] = []
         self._is_in_head = True
@@ -357,7 +352,7 @@ class HttpConnection(asyncio.Protocol):
 
     def _end(self, why: str) -> None:
         """Read no more because of `why`. Whole requests before it are still answered."""
-        self._stop_watching_head()
+        self._stop("head")
         self._has_ended, self._is_in_head = True, False
         self._num_dropped += 1  # at least
         broken, self._arriving = self._arriving, None
@@ -405,9 +400,9 @@ class HttpConnection(asyncio.Protocol):
         """
         is_between = self._exchange is not None and not self._is_in_head
         if self._has_ended or self._is_read_paused or is_between:
-            self._stop_watching_head()
-        elif self._head_timer is None:
-            self._head_timer = self._loop.call_later(self.head_timeout_s, self.transport.abort)
+            self._stop("head")
+        elif "head" not in self._timers:
+            self._timers["head"] = self._loop.call_later(self.head_timeout_s, self.transport.abort)
 
     def _watch_rest(self) -> None:
         """Limit the time for the rest of the last answer, which is too short for `pause_writing`."""
@@ -415,13 +410,13 @@ class HttpConnection(asyncio.Protocol):
             self._watch_sending()
 
     def _watch_sending(self) -> None:
-        if self._send_timer is None:
-            self._send_timer = self._loop.call_later(self.send_timeout_s, self.transport.abort)
+        if "send" not in self._timers:
+            self._timers["send"] = self._loop.call_later(self.send_timeout_s, self.transport.abort)
 
-    def _stop_watching_head(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
+    def _stop(self, name: Timer) -> None:
+        timer = self._timers.pop(name, None)
+        if timer is not None:
+            timer.cancel()
 
 
 def _why(opening: bytes) -> str:
