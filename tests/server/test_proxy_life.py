@@ -69,6 +69,7 @@ def test_an_engine_that_fails_its_check_is_not_served(tmp_path, mode, complaint)
     assert complaint in server.error
 
 
+@pytest.mark.slow
 def test_an_unused_drafter_and_a_fallback_of_fp4_kernels_are_warned_of(tmp_path):
     says = f"Using MarlinNvFp4LinearKernel for NVFP4 GEMM\n{MARLIN}\n{MARLIN}\n"
     flags = ("--draft", str(PAIR / "draft"))
