@@ -30,10 +30,7 @@ class ThreadChild:
     def kill(self):
         self.exitcode = -9
         # It may have just ended, as a process may have.
-        with (
-            contextlib.suppress(OSError),
-            socket.socket(fileno=os.dup(self._connection.fileno())) as ours,
-        ):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as ours:
             ours.shutdown(socket.SHUT_RDWR)  # closing would not wake whoever reads
 
     def join(self):

@@ -188,10 +188,7 @@ def test_a_chat_field_out_of_bounds_is_named(app, field, value):
     ids=["objects", "lists", "twice", "constant", "surrogate"],
 )
 def test_the_rules_of_a_body_hold_for_json_inside_its_texts(app, text, why, depth):
-    for field, value in (
-        ("guided_json", text(depth)),
-        ("structured_outputs", {"json": text(depth)}),
-    ):
+    for field, value in (("guided_json", text(depth)), ("structured_outputs", {"json": text(depth)})):
         body = {"messages": MESSAGES, "max_tokens": 1, field: value}
         error = check_refused(post(app, ROUTES[0], json.dumps(body).encode()))
         assert error["param"] == field

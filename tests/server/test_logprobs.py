@@ -193,10 +193,7 @@ def test_json_in_slices_is_json(value):
 
 @pytest.mark.parametrize(
     ("fields", "param"),
-    [
-        ({"echo": True, "logprobs": 20}, "logprobs"),
-        ({"prompt_logprobs": 20}, "prompt_logprobs"),
-    ],
+    [({"echo": True, "logprobs": 20}, "logprobs"), ({"prompt_logprobs": 20}, "prompt_logprobs")],
 )
 def test_more_log_probabilities_than_an_answer_may_hold_are_refused(client, fields, param):
     asked = {"model": NAME, "prompt": [[1] * 400] * 64, "max_tokens": 0, "extra_body": fields}

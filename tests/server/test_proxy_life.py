@@ -181,11 +181,7 @@ ISSUE = "https://github.com/vllm-project/vllm/issues/"
             (MODEL, *VLLM, *DRAFT, "--engine-version", "0.32.0", "--draft-attention-backend", "triton"),
             f"{ISSUE}42068",
         ),
-        (
-            None,
-            (MODEL, "--engine", "sglang"),
-            "SGLang is not installed for {python}: run '{python} -m pip",
-        ),
+        (None, (MODEL, "--engine", "sglang"), "SGLang is not installed for {python}: run '{python} -m pip"),
         (None, ("/mistyped/mount/path", *VLLM), "does not exist"),
     ],
     ids=["combination", "version", "other engine", "model"],

@@ -126,8 +126,7 @@ class ToolFields(StrictFields):
         for name in self._chosen or ():
             if name not in counts:
                 raise RequestError(
-                    f"'tool_choice' is '{name[:64]}', which is not one of 'tools'.",
-                    "tool_choice",
+                    f"'tool_choice' is '{name[:64]}', which is not one of 'tools'.", "tool_choice"
                 )
         if self.must_call and not self.tools:
             raise RequestError(

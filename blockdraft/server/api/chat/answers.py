@@ -26,12 +26,7 @@ from blockdraft.server.api.chat.schemas import (
     TextLogprobs,
     ToolCallDelta,
 )
-from blockdraft.server.api.choices import (
-    AnswerChoice,
-    AnswerPiece,
-    ToolCallPiece,
-    request_metrics,
-)
+from blockdraft.server.api.choices import AnswerChoice, AnswerPiece, ToolCallPiece, request_metrics
 from blockdraft.server.api.schemas import AnswerObject, Usage
 from blockdraft.server.api.streaming import Writer
 from blockdraft.server.http.large_json import LARGE_ANSWER, MadeLate, event_in_slices, size_of

@@ -280,10 +280,7 @@ class CompletionRequest(_Generation):
 
 def _either(one: str, other: str) -> JsonDict:
     """Return the schema of a body with the field `one`; `other` may be null."""
-    return {
-        "required": [one],
-        "properties": {one: {"not": {"type": "null"}}, other: {"type": "null"}},
-    }
+    return {"required": [one], "properties": {one: {"not": {"type": "null"}}, other: {"type": "null"}}}
 
 
 class TokenizeRequest(AnyBody):

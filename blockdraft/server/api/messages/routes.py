@@ -34,11 +34,7 @@ class MessageWriter(PartsWriter):
         self._hides_thoughts = asked.thinking is not None and asked.thinking.display == "omitted"
 
     def whole(self) -> schemas.MessageAnswer:
-        return {
-            **self._message(),
-            "content": [self._block(part) for part in self._parts],
-            **self._ending(),
-        }
+        return {**self._message(), "content": [self._block(part) for part in self._parts], **self._ending()}
 
     def end(self) -> str:
         last: schemas.MessageDelta = {

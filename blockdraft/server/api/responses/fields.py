@@ -160,16 +160,14 @@ class SchemaFormatParam(TypedDict):
 
 Item = Annotated[dict[str, object], PlainValidator(an_object, json_schema_input_type=ItemParam)]
 Tool = Annotated[
-    dict[str, object],
-    PlainValidator(an_object, json_schema_input_type=FunctionToolParam | NamespaceParam),
+    dict[str, object], PlainValidator(an_object, json_schema_input_type=FunctionToolParam | NamespaceParam)
 ]
 Choice = Annotated[
     dict[str, object],
     PlainValidator(an_object, json_schema_input_type=FunctionChoiceParam | AllowedChoiceParam),
 ]
 Format = Annotated[
-    dict[str, object],
-    PlainValidator(an_object, json_schema_input_type=PlainFormatParam | SchemaFormatParam),
+    dict[str, object], PlainValidator(an_object, json_schema_input_type=PlainFormatParam | SchemaFormatParam)
 ]
 
 

@@ -17,12 +17,7 @@ from blockdraft.server.api.chat.fields import ChatRequest
 from blockdraft.server.api.fields import MAX_INT, renamed
 from blockdraft.server.api.host import ApiHost
 from blockdraft.server.api.responses import schemas
-from blockdraft.server.api.responses.fields import (
-    NAMES,
-    InputTokensRequest,
-    ResponsesRequest,
-    check_include,
-)
+from blockdraft.server.api.responses.fields import NAMES, InputTokensRequest, ResponsesRequest, check_include
 from blockdraft.server.api.responses.items import add_input, add_item
 from blockdraft.server.api.responses.stored import (
     ResponseStore,

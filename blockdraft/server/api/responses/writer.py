@@ -80,10 +80,7 @@ class ResponseWriter(PartsWriter):
             "service_tier": "default",
             "store": asked.store,
             "temperature": asked.temperature,
-            "text": {
-                "format": asked.text.known_format,
-                "verbosity": asked.text.verbosity or "medium",
-            },
+            "text": {"format": asked.text.known_format, "verbosity": asked.text.verbosity or "medium"},
             "tool_choice": asked.tool_choice,
             "tools": asked.tools,
             "top_p": asked.top_p,
@@ -119,10 +116,7 @@ class ResponseWriter(PartsWriter):
             }
         if part.kind == "call":
             arguments = "" if is_new else part.text
-            return {
-                **call_item(part.call_id, part.name, arguments, status, self._namespaces),
-                "id": item_id,
-            }
+            return {**call_item(part.call_id, part.name, arguments, status, self._namespaces), "id": item_id}
         thoughts: schemas.ReasoningItem = {
             "id": item_id,
             "type": "reasoning",
