@@ -9,23 +9,10 @@ from dataclasses import replace
 from typing import ClassVar
 
 from blockdraft.engine.request import Delta, TokenLogprobs
+from blockdraft.server.api.chat import schemas
 from blockdraft.server.api.chat.fields import ChatRequest, CompletionRequest
 from blockdraft.server.api.chat.logprobs import TextOffsets, chat_logprobs, prompt_logprobs, text_logprobs
 from blockdraft.server.api.chat.prepare import PreparedChat, draft_marks
-from blockdraft.server.api.chat.schemas import (
-    ChatChoice,
-    ChatChunkChoice,
-    ChatDelta,
-    ChatLogprobs,
-    ChatMessage,
-    ChunkChoice,
-    FunctionDelta,
-    RequestMetrics,
-    TextChoice,
-    TextChunkChoice,
-    TextLogprobs,
-    ToolCallDelta,
-)
 from blockdraft.server.api.choices import AnswerChoice, AnswerPiece, ToolCallPiece, request_metrics
 from blockdraft.server.api.schemas import AnswerObject, Usage
 from blockdraft.server.api.streaming import Writer
@@ -146,13 +133,13 @@ class AnswerWriter(Writer):
         """Return whether there is text to send, or log-probabilities that were asked for."""
 
     @abstractmethod
-    def _part(self, choice: AnswerChoice, piece: AnswerPiece) -> ChunkChoice:
+    def _part(self, choice: AnswerChoice, piece: AnswerPiece) -> schemas.ChunkChoice:
         """Return a piece as a chunk shows it, without the fields that both kinds of answers share."""
 
     @abstractmethod
-    def _whole_choice(self, choice: AnswerChoice) -> ChatChoice | TextChoice: ...
+    def _whole_choice(self, choice: AnswerChoice) -> schemas.ChatChoice | schemas.TextChoice: ...
 
-    def _chunk(self, part: ChunkChoice, *, is_end: bool = False) -> Json:
+    def _chunk(self, part: schemas.ChunkChoice, *, is_end: bool = False) -> Json:
         chunk = self._object(self.CHUNK_KIND, [part])
         if self._options.include_usage:
             chunk["usage"] = self.usage() if self._options.has_running_usage else None
@@ -186,7 +173,7 @@ class AnswerWriter(Writer):
             "completion_tokens_details": {"reasoning_tokens": num_reasoning},
         }
 
-    def _metrics(self) -> RequestMetrics | None:
+    def _metrics(self) -> schemas.RequestMetrics | None:
         """Return the figures of all choices; None until all have ended, or if nothing was generated."""
         found = [choice.metrics for choice in self._choices if choice.metrics is not None]
         if len(found) < len(self._choices) or self._choices[0].is_dropped:
@@ -219,9 +206,9 @@ class ChatAnswer(AnswerWriter):
             answer["prompt_token_ids"] = list(self._prompts[0])
         return answer
 
-    def _whole_choice(self, choice: AnswerChoice) -> ChatChoice:
+    def _whole_choice(self, choice: AnswerChoice) -> schemas.ChatChoice:
         text, reasoning, calls = choice.text, choice.reasoning, choice.tool_calls
-        message: ChatMessage = {
+        message: schemas.ChatMessage = {
             "role": "assistant",
             "content": None if (reasoning or calls) and not text else text,
             "refusal": None,
@@ -232,7 +219,7 @@ class ChatAnswer(AnswerWriter):
             message["reasoning_content"] = message["reasoning"] = reasoning
         if self._asked.speculative.detail:
             message["draft"] = choice.draft_steps
-        answer: ChatChoice = {
+        answer: schemas.ChatChoice = {
             "index": choice.index,
             "message": message,
             "logprobs": self._logprobs(choice.logprobs),
@@ -247,7 +234,7 @@ class ChatAnswer(AnswerWriter):
 
     def _first_chunks(self, choice: AnswerChoice) -> list[Json]:
         """Return the chunk with the role. It goes out with the first token: clients time the first event."""
-        part: ChatChunkChoice = {
+        part: schemas.ChatChunkChoice = {
             "index": choice.index,
             "delta": {"role": "assistant", "content": ""},
             "logprobs": None,
@@ -262,15 +249,15 @@ class ChatAnswer(AnswerWriter):
         has_logprobs = self._asked.logprobs and bool(piece.logprobs)
         return has_logprobs or bool(piece.text or piece.tool_calls or self._reasoning(piece))
 
-    def _part(self, choice: AnswerChoice, piece: AnswerPiece) -> ChatChunkChoice:
-        delta: ChatDelta = {}
+    def _part(self, choice: AnswerChoice, piece: AnswerPiece) -> schemas.ChatChunkChoice:
+        delta: schemas.ChatDelta = {}
         if reasoning := self._reasoning(piece):
             delta["reasoning_content"] = delta["reasoning"] = reasoning
         if piece.tool_calls:
             delta["tool_calls"] = [_call_delta(call) for call in piece.tool_calls]
         if piece.text or (piece.finish_reason is None and not (reasoning or piece.tool_calls)):
             delta["content"] = piece.text
-        part: ChatChunkChoice = {
+        part: schemas.ChatChunkChoice = {
             "index": choice.index,
             "delta": delta,
             "logprobs": self._logprobs(piece.logprobs),
@@ -283,14 +270,14 @@ class ChatAnswer(AnswerWriter):
     def _reasoning(self, piece: AnswerPiece) -> str:
         return piece.reasoning if self._asked.include_reasoning else ""
 
-    def _logprobs(self, items: Items[TokenLogprobs]) -> ChatLogprobs | None:
+    def _logprobs(self, items: Items[TokenLogprobs]) -> schemas.ChatLogprobs | None:
         return chat_logprobs(items, self._tokenizer) if self._asked.logprobs else None
 
 
-def _call_delta(piece: ToolCallPiece) -> ToolCallDelta:
+def _call_delta(piece: ToolCallPiece) -> schemas.ToolCallDelta:
     if piece.id is None:
         return {"index": piece.index, "function": {"arguments": piece.arguments}}
-    function: FunctionDelta = {"name": piece.name or "", "arguments": piece.arguments}
+    function: schemas.FunctionDelta = {"name": piece.name or "", "arguments": piece.arguments}
     return {"index": piece.index, "id": piece.id, "type": "function", "function": function}
 
 
@@ -323,9 +310,9 @@ class TextAnswer(AnswerWriter):
         self._texts = texts
         self._offsets: dict[int, TextOffsets] = {}  # by choice, from its first piece on
 
-    def _whole_choice(self, choice: AnswerChoice) -> TextChoice:
+    def _whole_choice(self, choice: AnswerChoice) -> schemas.TextChoice:
         asked = self._asked
-        part: TextChoice = {
+        part: schemas.TextChoice = {
             "index": choice.index,
             "text": self._echo(choice) + choice.text,
             "logprobs": self._logprobs(choice, choice.logprobs, has_prompt=True),
@@ -346,8 +333,8 @@ class TextAnswer(AnswerWriter):
         has_logprobs = self._asked.logprobs is not None and bool(piece.logprobs)
         return has_logprobs or bool(piece.text or (piece.is_first and self._echo(choice)))
 
-    def _part(self, choice: AnswerChoice, piece: AnswerPiece) -> TextChunkChoice:
-        part: TextChunkChoice = {
+    def _part(self, choice: AnswerChoice, piece: AnswerPiece) -> schemas.TextChunkChoice:
+        part: schemas.TextChunkChoice = {
             "index": choice.index,
             "text": self._echo(choice) + piece.text if piece.is_first else piece.text,
             "logprobs": self._logprobs(choice, piece.logprobs, has_prompt=piece.is_first),
@@ -362,7 +349,7 @@ class TextAnswer(AnswerWriter):
 
     def _logprobs(
         self, choice: AnswerChoice, items: Items[TokenLogprobs], *, has_prompt: bool
-    ) -> TextLogprobs | None:
+    ) -> schemas.TextLogprobs | None:
         if self._asked.logprobs is None:
             return None
         rows = [(item.token_id, item) for item in items]
@@ -379,7 +366,9 @@ class TextAnswer(AnswerWriter):
             "text_offset": ahead["text_offset"] + found["text_offset"],
         }
 
-    def _table(self, rows: Items[tuple[int, TokenLogprobs | None]], offsets: TextOffsets) -> TextLogprobs:
+    def _table(
+        self, rows: Items[tuple[int, TokenLogprobs | None]], offsets: TextOffsets
+    ) -> schemas.TextLogprobs:
         assert self._asked.logprobs is not None
         return text_logprobs(rows, num_top=self._asked.logprobs, offsets=offsets, tokenizer=self._tokenizer)
 
