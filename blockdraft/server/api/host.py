@@ -30,7 +30,6 @@ from blockdraft.server.api.chat.prepare import (
     Dialect,
     PreparedChat,
     check_prompts,
-    check_scores,
     check_tokens,
     echoed_texts,
     encode_prompts,
@@ -221,16 +220,16 @@ class ApiHost:
             is_plain = not asked.tools and asked.structured_output is None
             work = functools.partial(prepare_chat, asked, dialect, info.sampling)
             prepared = work() if is_plain else await run_in_threadpool(work)
-        check_prompts([prepared.prompt_ids], "messages", prepared.sampling, info)
-        check_scores([prepared.prompt_ids], "prompt_logprobs", prepared.sampling)
+        fields = {"prompt": "messages", "scores": "prompt_logprobs"}
+        check_prompts([prepared.prompt_ids], fields, prepared.sampling, info)
         return prepared
 
     async def _complete(self, asked: CompletionRequest, size: int, head: AnswerObject) -> Response:
         tokenizer, info = self._ready()
         sampling = asked.sampling(info.sampling)
         prompts = await _beside(size, encode_prompts, asked, tokenizer)
-        check_prompts(prompts, "prompt", sampling, info)
-        check_scores(prompts, "logprobs" if asked.prompt_logprobs is None else "prompt_logprobs", sampling)
+        scores = "logprobs" if asked.prompt_logprobs is None else "prompt_logprobs"
+        check_prompts(prompts, {"prompt": "prompt", "scores": scores}, sampling, info)
         texts = await _beside(size, echoed_texts, asked, prompts, tokenizer)
         answer = TextAnswer(asked, head=head, tokenizer=tokenizer, prompts=prompts, texts=texts)
         with renamed({"structured_outputs": asked.output_field}):

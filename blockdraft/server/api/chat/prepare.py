@@ -100,9 +100,14 @@ def check_tokens(tokens: Items[int], info: EngineInfo) -> None:
         )
 
 
-def check_prompts(prompts: Items[Items[int]], field: str, sampling: SamplingParams, info: EngineInfo) -> None:
-    """Raises RequestError for prompts that the engine can never run; they come from `field`."""
-    names = {"prompt": field, "width": "speculative"}
+def check_prompts(
+    prompts: Items[Items[int]], fields: Mapping[str, str], sampling: SamplingParams, info: EngineInfo
+) -> None:
+    """Raise RequestError for prompts that the engine can never run, or more scores than an answer may hold.
+
+    `fields` names the body's fields that ask for the prompt and for the scores.
+    """
+    names = {"prompt": fields["prompt"], "width": "speculative"}
     for prompt_ids in prompts:
         try:
             check_request(
@@ -115,18 +120,12 @@ def check_prompts(prompts: Items[Items[int]], field: str, sampling: SamplingPara
             )
         except RequestError as error:
             raise RequestError(str(error), names.get(error.field or "", error.field), error.code) from None
-
-
-def check_scores(prompts: Items[Items[int]], field: str, sampling: SamplingParams) -> None:
-    """Raises RequestError for more log-probabilities of prompts than one answer may hold."""
-    if sampling.prompt_logprobs is None:
-        return
-    num_tokens, num_each = sampling.n * sum(map(len, prompts)), 1 + sampling.prompt_logprobs
-    if num_tokens * num_each > MAX_SCORES:
+    num_tokens, num_each = sampling.n * sum(map(len, prompts)), 1 + (sampling.prompt_logprobs or 0)
+    if sampling.prompt_logprobs is not None and num_tokens * num_each > MAX_SCORES:
         raise RequestError(
             f"{num_tokens} tokens of prompts with {num_each} log-probabilities each are more than the "
             f"{MAX_SCORES} that one answer may hold: send fewer prompts at once, or ask for fewer each.",
-            field,
+            fields["scores"],
         )
 
 
