@@ -152,7 +152,7 @@ async def measure(tokenizer: Tokenizer, *, num_rows: int, context: int, num_toke
     heard, readers, outlet = [0], [], EventLoopOutlet(asyncio.get_running_loop())
     for _ in range(num_rows):
         request_id = engine.add(prompt_ids, SamplingParams(ignore_eos=True))
-        stream = Stream(request_id, 1, outlet, lambda request_id: None)
+        stream = Stream(request_id, outlet, lambda request_id: None)
         loop._live[request_id] = _Live(stream, 1)
         answer = ChatAnswer(
             asked,

@@ -249,5 +249,6 @@ class Delta:
     ends_request: bool = False  # no choice of its request is left; EngineLoop sets it
 
     def __reduce__(self) -> tuple[type[Delta], tuple[object, ...]]:
-        """Pickle by position, which takes a third of the time."""
-        return Delta, tuple(getattr(self, name) for name in self.__slots__)
+        """Pickle by position, which takes less than half of the time."""
+        begin = (self.request_id, self.index, self.text, self.token_ids, self.logprobs, self.prompt_logprobs)
+        return Delta, (*begin, self.finish_reason, self.stop_reason, self.metrics, self.ends_request)
