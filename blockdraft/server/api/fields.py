@@ -97,11 +97,11 @@ class AnyBody(StrictFields):
 
     @property
     def ignored_fields(self) -> tuple[str, ...]:
-        """Names in the body that the API does not know, `temprature` for one."""
+        """Return the names in the body that the API does not know, `temprature` for one."""
         return self._ignored
 
     def check(self) -> None:
-        """Raises RequestError for fields that do not go together."""
+        """Raise RequestError for fields that do not go together."""
 
 
 # ---- types of fields
@@ -119,7 +119,7 @@ def needs(name: str, value: str, other: str) -> JsonDict:
 
 
 def whole(value: object) -> object:
-    """5.0 becomes 5: JSON has one kind of number, and some clients write integers so. Lists are searched."""
+    """Return 5 for 5.0: JSON has one kind of number, and some clients write integers so. Lists too."""
     if isinstance(value, list) and any(isinstance(item, float | list) for item in value):
         return [whole(item) for item in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value
@@ -162,7 +162,7 @@ class Speculative(StrictFields):
 
 
 def _as_speculative(value: object) -> object:
-    """False means no speculation, true the server's."""
+    """Return the fields for a boolean: false is no speculation, true the server's."""
     if isinstance(value, bool):
         return {} if value else {"width": 1}
     return {name: whole(item) for name, item in value.items()} if isinstance(value, dict) else value
@@ -220,7 +220,7 @@ def _path(given: object, error: ErrorDetails) -> Iterator[str | int]:
 
 
 def _likeliest(errors: list[ErrorDetails]) -> ErrorDetails:
-    """If a field may have several types, the error of the type that the value comes nearest to."""
+    """Return the error of the type that the value comes nearest to, if a field may have several."""
     same = (one for one in errors if one["loc"][:1] == errors[0]["loc"][:1])
     return max(same, key=lambda one: (len(one["loc"]), not one["type"].endswith("_type")))
 
@@ -239,7 +239,7 @@ def field_at_fault(field: str) -> Iterator[None]:
 
 @contextmanager
 def renamed(names: Mapping[str, str]) -> Iterator[None]:
-    """Errors about a field of a chat request name the field that it was made from."""
+    """Let errors about a field of a chat request name the field that it was made from."""
     try:
         yield
     except RequestError as error:

@@ -112,7 +112,12 @@ class StructuredOutputFields(StrictFields):
     @property
     def _all(self) -> list[tuple[str, StructuredOutputs]]:
         """Return the structured outputs that are asked for, each with the field that does."""
-        found = [("structured_outputs", one) for one in self._structured]
+        found: list[tuple[str, StructuredOutputs]] = []
+        if self.structured_outputs is not None:
+            found += [("structured_outputs", one) for one in self.structured_outputs.structured_outputs]
+            if not found:
+                names = "json, json_object, regex, choice or grammar"
+                raise RequestError(f"'structured_outputs' is empty: set {names}.", "structured_outputs")
         whitespace = self.guided_whitespace_pattern
         if self.response_format is not None:
             with renamed({"structured_outputs": "response_format"}):
@@ -128,14 +133,4 @@ class StructuredOutputFields(StrictFields):
             if value is not None:
                 with renamed({"structured_outputs": field}):
                     found.append((field, _output(name, value, whitespace)))
-        return found
-
-    @property
-    def _structured(self) -> list[StructuredOutputs]:
-        if self.structured_outputs is None:
-            return []
-        found = self.structured_outputs.structured_outputs
-        if not found:
-            names = "json, json_object, regex, choice or grammar"
-            raise RequestError(f"'structured_outputs' is empty: set {names}.", "structured_outputs")
         return found

@@ -100,7 +100,7 @@ class ToolFields(StrictFields):
 
     @property
     def _chosen(self) -> list[str] | None:
-        """Names of the tools that may be called; None: all."""
+        """Return the names of the tools that may be called; None: all."""
         choice = self.tool_choice
         if isinstance(choice, NamedChoice):
             return [choice.function.name]
@@ -115,7 +115,7 @@ class ToolFields(StrictFields):
         return tuple(one.tool for one in self.tools if chosen is None or one.function.name in chosen)
 
     def check_tools(self) -> None:
-        """Raises RequestError for too large schemas, and for names that are missing or occur twice."""
+        """Raise RequestError for too large schemas, and for names that are missing or occur twice."""
         self._check_sizes()
         counts = Counter(one.function.name for one in self.tools)
         for name, count in counts.items():

@@ -39,11 +39,11 @@ class Conversation:
         return call_id in self._called
 
     def say(self, role: str, text: str) -> None:
-        """A message of any role but the model's."""
+        """Add a message of any role but the model's."""
         self.messages.append({"role": role, "content": text})
 
     def add_user(self, text: str) -> None:
-        """A user's message; two in a row become one."""
+        """Add a user's message; two in a row become one."""
         last = self.messages[-1] if self.messages else {}
         if last.get("role") == "user":
             self.messages[-1] = {**last, "content": f"{last['content']}\n\n{text}"}
@@ -54,11 +54,11 @@ class Conversation:
         self._turn({"content", "tool_calls", "reasoning_content"})["reasoning_content"] = text
 
     def answer(self, text: str) -> None:
-        """Text of the model."""
+        """Add text of the model."""
         self._turn({"content", "tool_calls"})["content"] = text
 
     def call(self, call_id: str, name: str, arguments: str) -> None:
-        """A tool call of the model; `arguments` are JSON."""
+        """Add a tool call of the model; `arguments` are JSON."""
         self._called.add(call_id)
         turn = self._turn(set())
         function = {"name": name, "arguments": arguments}

@@ -76,7 +76,7 @@ def _add(
 
 
 def _for_another_process(error: BaseException) -> BaseException:
-    """Known errors are pickled; unexpected ones are logged here and sent as RuntimeError."""
+    """Return known errors as they are; log unexpected ones here and return a RuntimeError."""
     if isinstance(error, BlockdraftError | EngineStopped):
         return error
     log.error("a request could not be queued", exc_info=error)

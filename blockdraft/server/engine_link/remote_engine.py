@@ -184,7 +184,7 @@ class RemoteEngine:
 
     @property
     def num_live(self) -> int:
-        """Requests that have not ended."""
+        """Return the number of requests that have not ended."""
         return len(self._live)
 
     @property
@@ -266,7 +266,7 @@ class RemoteEngine:
         self._outbox.put(packed(message))
 
     def _note_silence(self) -> None:
-        """Called by SilenceWatch: the other interpreter is stuck, and its watchdog with it."""
+        """Report that the other interpreter is stuck, and its watchdog with it. SilenceWatch calls this."""
         log.error("the engine's process has been silent for too long: its interpreter is stuck")
         self._hang()
 
@@ -317,7 +317,7 @@ class RemoteEngine:
                 assert message == ("beat",)  # a sign of life, which was heard
 
     def _forget(self, request_id: str) -> None:
-        """The request has ended."""
+        """Forget a request that has ended."""
         with self._lock:
             self._num_live_bytes -= self._live.pop(request_id).num_bytes
 
@@ -335,7 +335,7 @@ class RemoteEngine:
                     self.abort(receiver.request_id)
 
     def _end(self, code: int) -> None:
-        """The process has ended: because it was told to, or by itself."""
+        """End all requests: the process has ended, because it was told to or by itself."""
         with self._lock:
             was_open, self._is_open = self._is_open, False
             live, self._live, self._num_live_bytes = self._live, {}, 0

@@ -268,7 +268,7 @@ class _Reply:
         await self._whole(Response(status_code=204, headers=given))
 
     def log(self) -> None:
-        """The path without its query, which may hold anything; quoted, so that it is one line."""
+        """Log the path without its query, which may hold anything; quoted, so that it is one line."""
         seconds, path = time.monotonic() - self._start_s, quote(self._head.path[:200])
         status = "gone" if self.status is None else self.status
         access_log.info(

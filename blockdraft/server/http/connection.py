@@ -205,7 +205,7 @@ class HttpConnection(asyncio.Protocol):
     # ---- from uvicorn, and from an exchange
 
     def shutdown(self) -> None:
-        """The server ends: what is under way may end before."""
+        """End with the server; an answer under way may end before."""
         if self._exchange is None or self._exchange.is_complete:
             self.close()
         else:
@@ -241,7 +241,7 @@ class HttpConnection(asyncio.Protocol):
             self._watch_head()
 
     def answered(self) -> None:
-        """The answer is complete: start the next request, if it is there already."""
+        """Start the next request, if it is there already: the answer is complete."""
         self._state.total_requests += 1
         if self._arriving is not None and self._arriving is self._exchange and not self._is_lingering:
             self.close()  # what is left of its body is not waited for

@@ -83,11 +83,11 @@ class Exchange:
         self._news.set()
 
     def close_after(self) -> None:
-        """The connection has no next request."""
+        """Serve no further request on this connection."""
         self._keeps_alive = False
 
     def lose(self) -> None:
-        """The client has gone. `on_gone` is called once: a second `cancel` would hit other work."""
+        """Note that the client has gone. `on_gone` is called once: a second `cancel` would hit other work."""
         if self.is_gone:
             return
         self.is_gone = not self.is_complete
@@ -171,7 +171,7 @@ class Exchange:
             raise RuntimeError(f"unexpected ASGI message '{message['type']}'.")
 
     def write(self, body: bytes) -> None:
-        """A part of the answer, which has begun."""
+        """Write a part of the answer, which has begun."""
         if not body or not self._has_body:
             return
         self._last_part = body
@@ -186,7 +186,7 @@ class Exchange:
         self._head = b""
 
     def end(self, body: bytes) -> None:
-        """The last part."""
+        """Write the last part of the answer."""
         if self._is_chunked and self._has_body:
             framed = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body) if body else b"0\r\n\r\n"
             self._transport.write(self._head + framed)
@@ -203,7 +203,7 @@ class Exchange:
         self._line.answered()
 
     async def while_connected(self, work: Coroutine[None, None, T]) -> T | None:
-        """Await `work` in this task. Returns None if the client went away, which cancels `work`."""
+        """Await `work` in this task. Return None if the client went away, which cancels `work`."""
         task = asyncio.current_task()
         assert task is not None
         if self.is_gone:

@@ -25,7 +25,7 @@ NUM_SPARE_CONNECTIONS = 128
 
 
 def uvicorn_config(app: ASGIApp, options: ServerOptions, *, flush_s: int | None = None) -> uvicorn.Config:
-    """uvicorn so that the limits hold. Its access log would hold query strings: AuthLimits's own does not.
+    """Return uvicorn's settings. Its access log would hold query strings: AuthLimits's own does not.
 
     `flush_s` is the time at the end for answers that are complete and on their way to their clients.
     """
@@ -69,11 +69,11 @@ class Service(Protocol):
     def startup(self) -> StartProgress: ...
     @property
     def error(self) -> str | None:
-        """Why it is lost."""
+        """Return why it is lost; None: it is not."""
 
     @property
     def num_live(self) -> int:
-        """Requests under way."""
+        """Return the number of requests under way."""
 
     def close(self) -> None: ...
 

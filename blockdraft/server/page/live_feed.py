@@ -24,7 +24,7 @@ class Feed(Protocol):
         """Return the present state, or None if it is not known yet."""
 
     def history(self, after_s: float) -> Items[tuple[float, float]]:
-        """(second, tokens per second) of the seconds after `after_s`."""
+        """Return (second, tokens per second) of the seconds after `after_s`."""
 
 
 async def live_events(

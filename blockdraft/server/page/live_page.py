@@ -67,7 +67,7 @@ def read_files(folder: Path = FOLDER) -> dict[str, File]:
 
 
 def routes() -> list[Route | Mount]:
-    """`/` and `/page/{file}`, for GET and HEAD. They hold no secret: they need no API key."""
+    """Return `/` and `/page/{file}`, for GET and HEAD. They hold no secret and need no API key."""
     files = read_files()
 
     async def index(request: Request) -> Response:

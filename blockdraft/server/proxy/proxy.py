@@ -80,11 +80,11 @@ class Upstream(Protocol):
     def url(self) -> str: ...
     @property
     def headers(self) -> Mapping[str, str]:
-        """Headers that the engine needs in every request."""
+        """Return the headers that the engine needs in every request."""
 
     @property
     def error(self) -> str | None:
-        """Why it is lost."""
+        """Return why it is lost; None: it is not."""
 
     @property
     def startup(self) -> StartProgress: ...

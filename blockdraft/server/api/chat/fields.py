@@ -58,7 +58,7 @@ Stops = Annotated[
 
 
 def _token_biases(value: object) -> object:
-    """Keys become token ids; their values are checked later."""
+    """Return keys as token ids; their values are checked later."""
     if not isinstance(value, dict):
         return value
     for key in value:
@@ -215,7 +215,7 @@ class ChatRequest(ToolFields, _Generation):
 
     @property
     def template_kwargs(self) -> Mapping[str, object]:
-        """Variables of the chat template. Some templates have a switch for thoughts instead of an effort."""
+        """Return variables of the chat template. Some have a switch for thoughts instead of an effort."""
         wishes: dict[str, object] = {}
         if self.verbosity is not None:
             wishes["verbosity"] = self.verbosity

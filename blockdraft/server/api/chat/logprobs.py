@@ -44,7 +44,7 @@ def text_logprobs(
     offsets: TextOffsets,
     tokenizer: Tokenizer,
 ) -> schemas.TextLogprobs:
-    """`items` are token ids with their log-probabilities; `offsets` says where each begins."""
+    """Return the lists for `items`, token ids with log-probabilities; `offsets` says where each begins."""
     return {
         "tokens": [_text_name(token_id, tokenizer) for token_id, _ in items],
         "token_logprobs": [None if item is None else max(MIN_LOGPROB, item.logprob) for _, item in items],

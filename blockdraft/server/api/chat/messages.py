@@ -80,7 +80,7 @@ _Given = Mapping[str, object]
 
 
 def check_messages(messages: Items[_Given]) -> None:
-    """Raises RequestError for malformed calls, and for results without a call."""
+    """Raise RequestError for malformed calls, and for results without a call."""
     called: set[str] = set()
     for number, message in enumerate(messages):
         if message.get("role") == "tool":
@@ -123,7 +123,7 @@ def calls_of(message: _Given) -> Iterator[dict[str, Any]]:
 
 
 def for_template(messages: Items[_Given], *, has_developer: bool) -> list[dict[str, object]]:
-    """Messages as templates read them.
+    """Return messages as templates read them.
 
     Contents are texts. Arguments are objects, not texts. Results name their function. Thoughts that a client
     sends back go by the names that templates use. A developer is the system where the template knows no
@@ -174,7 +174,7 @@ def _with_object(call: dict[str, Any], names: dict[str, str]) -> dict[str, objec
 
 
 def _object(arguments: object) -> object:
-    """Arguments as an object. Invalid JSON of a model is shown to it as it was, never refused."""
+    """Return arguments as an object. Invalid JSON of a model is shown to it as it was, never refused."""
     if not isinstance(arguments, str):
         return arguments or {}
     try:

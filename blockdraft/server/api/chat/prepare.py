@@ -92,7 +92,7 @@ def token_texts(tokens: Items[int], tokenizer: Tokenizer) -> list[str]:
 
 
 def check_tokens(tokens: Items[int], info: EngineInfo) -> None:
-    """Raises RequestError for an id outside the vocabulary, which decoding would skip silently."""
+    """Raise RequestError for an id outside the vocabulary, which decoding would skip silently."""
     wrong = next((token for token in tokens if token >= info.vocab_size), None)
     if wrong is not None:
         raise RequestError(
@@ -256,7 +256,7 @@ def tokenize(asked: TokenizeRequest, dialect: Dialect) -> list[int]:
 
 
 def _shown_tags(asked: ChatRequest, dialect: Dialect) -> frozenset[str]:
-    """Special tokens that the server needs in the answer's text to find thoughts and calls."""
+    """Return the special tokens that the server needs to find thoughts and calls in an answer."""
     tags: set[str] = set()
     if dialect.thoughts is not None:
         tags.update(dialect.thoughts.special)

@@ -291,7 +291,7 @@ class CountTokensRequest(AnyBody):
         }
 
     def _thinking(self) -> dict[str, object]:
-        """Fields about thoughts. The template is told whether to think; "adaptive" leaves it to the model."""
+        """Return fields about thoughts. "adaptive" leaves it to the model whether to think."""
         asked = self.thinking
         if asked is None:
             return {"reasoning_effort": self._effort}

@@ -319,7 +319,7 @@ class ResponsesRequest(InputTokensRequest):
 
 
 def check_include(names: Iterable[str]) -> None:
-    """Raises RequestError for what this server cannot include."""
+    """Raise RequestError for what this server cannot include."""
     if "message.output_text.logprobs" in names:
         text = "'include': 'message.output_text.logprobs' is not supported: ask chat completions for it."
         raise RequestError(text, "include")
@@ -349,7 +349,7 @@ def _function(tool: Nested, namespace: str) -> Function:
 
 
 def _chosen(choice: Nested) -> Function:
-    """`tool_choice` of chat completions."""
+    """Return `tool_choice` of chat completions."""
     kind = choice.get("type")
     if kind == "function":
         return _named(choice)

@@ -89,7 +89,7 @@ def _thoughts(item: Nested) -> str:
 
 
 def sealed(thoughts: str) -> str:
-    """Encoded thoughts, which a client sends back. They are not secret: they are the client's own."""
+    """Return encoded thoughts for a client to send back. They are not secret: they are its own."""
     return _SEALED + base64.b64encode(thoughts.encode()).decode()
 
 
