@@ -11,12 +11,9 @@ import asyncio
 import http
 import logging
 from collections.abc import Callable, Coroutine, Iterable
-from typing import TYPE_CHECKING, TypeVar
+from typing import Protocol, TypeVar
 
 from starlette.types import ASGIApp, Message, Scope
-
-if TYPE_CHECKING:  # it imports this module
-    from blockdraft.server.http.connection import HttpConnection
 
 T = TypeVar("T")
 Headers = Iterable[tuple[bytes, bytes]]
@@ -37,6 +34,21 @@ _FAILED_HEADERS = [
 ]
 
 
+class Line(Protocol):
+    """The connection, as an exchange needs it."""
+
+    transport: asyncio.Transport
+    is_write_paused: bool
+
+    @property
+    def default_headers(self) -> list[tuple[bytes, bytes]]: ...
+    async def drain(self) -> None: ...
+    def resume_reading(self) -> None: ...
+    def close(self) -> None: ...
+    def answered(self) -> None:
+        """The exchange is over."""
+
+
 def exchange_of(scope: Scope) -> Exchange:
     found: Exchange = scope["extensions"][EXTENSION]
     return found
@@ -45,9 +57,7 @@ def exchange_of(scope: Scope) -> Exchange:
 class Exchange:
     """Made when a request's head is complete."""
 
-    def __init__(
-        self, scope: Scope, line: HttpConnection, *, keeps_alive: bool, awaits_continue: bool
-    ) -> None:
+    def __init__(self, scope: Scope, line: Line, *, keeps_alive: bool, awaits_continue: bool) -> None:
         self.scope = scope
         self.is_gone = False  # the client, before the answer was complete
         self.has_begun = False  # the answer
