@@ -55,12 +55,13 @@ def test_an_engine_that_never_becomes_ready_is_given_up(tmp_path):
     assert "Starting to load model" in server.error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "complaint"),
     [
         ("other", "serves 'another' (HTTP 200), but was asked for"),
-        pytest.param("mute", "does not answer: HTTP 500", marks=pytest.mark.slow),
-        pytest.param("empty", "its first answer is empty", marks=pytest.mark.slow),
+        ("mute", "does not answer: HTTP 500"),
+        ("empty", "its first answer is empty"),
     ],
 )
 def test_an_engine_that_fails_its_check_is_not_served(tmp_path, mode, complaint):
