@@ -237,4 +237,4 @@ def test_a_cache_says_which_layers_it_has():
     plain, mixed = Bench(Paged(HEADS, DIM)).cache, Bench(RECURRENT, Paged(HEADS, DIM)).cache
     assert (plain.has_states, mixed.has_states) == (False, True)
     assert isinstance(mixed.storage[1], PagedKV)
-    assert not plain.cold
+    assert not plain.compressed

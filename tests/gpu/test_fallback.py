@@ -74,8 +74,8 @@ def tokens(engine, request):
         ("sampling", "choose", "sampling", False),
         ("acceptance", "advance", "acceptance", False),
         ("pointwise", "locate", "slots", False),
-        ("rows", "norm_rope_write", "heads", True),
-        ("rows", "rms_norm", "norms", True),
+        ("pointwise", "norm_rope_write", "heads", True),
+        ("pointwise", "rms_norm", "norms", True),
         ("linear", "linear", "products", True),
     ],
 )
