@@ -260,18 +260,8 @@ class Step:
         stores = self._noise((self.layers, 2, GROUPS, slots, DIM))
 
         def at(width: int) -> Callable[[], None]:
-            blocks, q = self.blocks(width), self.queries(width)
-            options = {
-                "page_table": blocks.table,
-                "rows": blocks.rows,
-                "starts": blocks.starts,
-                "offsets": blocks.offsets,
-                "max_count": width,
-                "max_length": self.tokens,
-                "page_size": PAGE_SIZE,
-                "mask": Mask(scale=DIM**-0.5),
-            }
-            return lambda: [attend(q, keys, values, **options) for keys, values in stores]
+            blocks, q, mask = self.blocks(width), self.queries(width), Mask(scale=DIM**-0.5)
+            return lambda: [attend(q, keys, values, blocks, mask) for keys, values in stores]
 
         return at
 

@@ -17,7 +17,7 @@ import triton.language as tl  # noqa: E402
 
 from blockdraft.kernels.attention import Blocks, Mask, reference_attend_paged  # noqa: E402
 from blockdraft.kernels.triton import attention as kernel  # noqa: E402
-from blockdraft.kernels.triton.attention import Config, _attend, _config, segment_length  # noqa: E402
+from blockdraft.kernels.triton.attention import Config, attend, choose, segment_length  # noqa: E402
 from tests.matrix import slow_but  # noqa: E402
 
 on_the_card = pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a CUDA device")
@@ -79,33 +79,16 @@ class Rows:
         return q, keys, values, page_table, rows
 
     def attend(
-        self, mask, parts, *, config=None, page_size=4, scratch=math.nan, seed=0, sinks=None, **options
+        self, mask, parts, *, config=None, page_size=4, scratch=math.nan, seed=0, sinks=None, most=None
     ):
-        """parts: (row, start, count) each; the outputs of their queries."""
+        """parts: (row, start, count) each; the outputs of their queries, at most `most` of a row."""
         q, keys, values, page_table, rows = self.laid_out(
             parts, page_size=page_size, scratch=scratch, seed=seed
         )
-        counts = [count for _, _, count in parts]
-        offsets = torch.tensor([0, *counts]).cumsum(0)
-        starts = torch.tensor([start for _, start, _ in parts])
-        options = {"max_count": max(counts), "max_length": page_table.shape[1] * page_size, **options}
-        if config is None:
-            call = kernel.attend
-        else:
-            call, options = _attend, {"config": config, **options}
-        out = call(
-            q.to(DEVICE),
-            keys.to(DEVICE),
-            values.to(DEVICE),
-            page_table=page_table.to(DEVICE),
-            rows=rows.to(DEVICE),
-            starts=starts.to(DEVICE),
-            offsets=offsets.to(DEVICE),
-            page_size=page_size,
-            mask=mask,
-            sinks=None if sinks is None else sinks.to(DEVICE),
-            **options,
-        )
+        counts = tuple(count for _, _, count in parts)
+        blocks = blocks_of(page_table, rows, [start for _, start, _ in parts], counts, page_size, most)
+        sinks = None if sinks is None else sinks.to(DEVICE)
+        out = attend(*(part.to(DEVICE) for part in (q, keys, values)), blocks, mask, sinks, config)
         return list(out.cpu().split(counts))
 
     def reference(self, mask, parts, *, page_size=4, sinks=None):
@@ -119,6 +102,19 @@ class Rows:
         )
         sinks = None if sinks is None else sinks.double()
         return reference_attend_paged(q.double(), keys.double(), values.double(), blocks, mask, sinks)
+
+
+def blocks_of(page_table, rows, starts, counts, page_size=4, most=None):
+    """The rows' tokens on the device, as kernels read them: of `counts` only offsets and the maximum."""
+    offsets = torch.tensor([0, *counts]).cumsum(0).to(DEVICE)
+    return Blocks(
+        pages=page_table.to(DEVICE),
+        rows=rows.to(DEVICE),
+        starts=torch.as_tensor(starts).to(DEVICE),
+        counts=tuple(counts) if most is None else (most,) * len(counts),
+        page_size=page_size,
+        offsets=offsets,
+    )
 
 
 def assert_agrees(rows, mask, parts, **options):
@@ -203,20 +199,8 @@ def test_queries_may_be_a_view_of_something_wider():
     q, keys, values, page_table, home = (
         t.to(DEVICE) for t in rows.laid_out(parts, page_size=4, scratch=math.nan)
     )
-    options = {
-        "page_table": page_table,
-        "rows": home,
-        "starts": torch.tensor([37], device=DEVICE),
-        "offsets": torch.tensor([0, 3], device=DEVICE),
-        "max_count": 3,
-        "max_length": 64,
-        "page_size": 4,
-        "mask": MASKS["causal"],
-    }
-    view = wide.to(DEVICE)[:, :, 0]
-    assert torch.equal(
-        kernel.attend(view, keys, values, **options), kernel.attend(q, keys, values, **options)
-    )
+    rest = (keys, values, blocks_of(page_table, home, [37], (3,)), MASKS["causal"])
+    assert torch.equal(attend(wide.to(DEVICE)[:, :, 0], *rest), attend(q, *rest))
 
 
 @pytest.mark.parametrize(
@@ -228,7 +212,7 @@ def test_queries_may_be_a_view_of_something_wider():
 def test_bits_do_not_depend_on_the_column_or_the_block(window, splits):
     mask = Mask(scale=0.3, window=window)
     rows = Rows([120])
-    options = {"config": ONE_TILE[splits], "sinks": rows.sinks, "max_count": 5}
+    options = {"config": ONE_TILE[splits], "sinks": rows.sinks, "most": 5}
     (whole,) = rows.attend(mask, [(0, 99, 5)], **options)
     # A block from 101 on has its window's first key in the chunk from 32 on, the earlier ones have not.
     for start, count in [(100, 3), (97, 5), (103, 1)]:
@@ -253,7 +237,7 @@ def test_bits_do_not_depend_on_how_a_prompt_is_cut(name, splits):
 def test_bits_do_not_depend_on_who_folds_the_segments(name):
     rows = Rows([275], dtype=torch.float16)  # segments have 16 keys up to 256, then 32
     parts = [(0, 265, 5), (0, 253, 5), (0, 31, 2)]
-    options = {"sinks": rows.sinks, "max_count": 5}
+    options = {"sinks": rows.sinks, "most": 5}
     whole, split, parted = (
         rows.attend(MASKS[name], parts, config=config, **options) for config in ONE_TILE.values()
     )
@@ -342,7 +326,7 @@ def test_bits_do_not_depend_on_the_width_where_segments_become_longer(border, wi
 )
 def test_bits_depend_neither_on_neighbours_nor_on_what_scratch_holds(name, splits):
     rows = Rows([60, 90, 7], dtype=torch.float16)
-    options = {"config": ONE_TILE[splits], "max_count": 5}
+    options = {"config": ONE_TILE[splits], "most": 5}
     (alone,) = rows.attend(MASKS[name], [(0, 55, 3)], scratch=0.0, **options)
     crowd = [(1, 88, 2), (2, 3, 2), (0, 55, 3), (1, 9, 0)]
     out = rows.attend(MASKS[name], crowd, scratch=math.nan, seed=2, page_size=7, **options)
@@ -373,28 +357,15 @@ def test_tokens_past_the_last_offset_are_left_alone(monkeypatch):
         t.to(DEVICE) for t in rows.laid_out([(0, 35, 5)], page_size=4, scratch=math.nan)
     )
     monkeypatch.setattr(torch, "empty", lambda shape, **kind: torch.full(shape, 7.0, **kind))
-    out = _attend(
-        torch.cat([q, q]),
-        keys,
-        values,
-        config=ONE_TILE["split"],
-        page_table=page_table,
-        rows=home,
-        starts=torch.tensor([35], device=DEVICE),
-        offsets=torch.tensor([0, 5], device=DEVICE),
-        max_count=5,
-        max_length=40,
-        page_size=4,
-        mask=MASKS["causal"],
-        sinks=None,
-    )
+    blocks = blocks_of(page_table, home, [35], (5,))
+    out = attend(torch.cat([q, q]), keys, values, blocks, MASKS["causal"], None, ONE_TILE["split"])
     assert torch.equal(out[:5].cpu(), whole)
     assert (out[5:] == 7.0).all()
 
 
 def test_no_tokens_at_all_give_no_outputs():
     rows = Rows([4])
-    (out,) = rows.attend(MASKS["causal"], [(0, 4, 0)], max_count=1)
+    (out,) = rows.attend(MASKS["causal"], [(0, 4, 0)], most=1)
     assert out.shape == (0, 3, 24)
 
 
@@ -417,7 +388,7 @@ SHAPES = {  # rows, groups, shared, head_dim, max_count
 
 
 def config_of(rows, groups, shared, head_dim, max_count, *, element_size=2, card=H200):
-    return _config(
+    return choose(
         num_rows=rows,
         num_groups=groups,
         shared=shared,
@@ -503,7 +474,7 @@ def test_real_shapes_agree_with_the_reference(name, dtype):
     heads, groups, dim, lengths, count, mask = REAL[name]
     rows = Rows(lengths, heads=heads, groups=groups, dim=dim, dtype=dtype)
     parts = [(row, max(length - count, 0), min(count, length)) for row, length in enumerate(lengths)]
-    options = {"page_size": 16, "max_length": 32768, "sinks": rows.sinks}
+    options = {"page_size": 16, "sinks": rows.sinks}
     assert_agrees(rows, mask, parts, **options)
     assert_agrees(rows, mask, parts[:1], **options)
 
@@ -548,10 +519,15 @@ def test_a_captured_graph_reads_what_it_is_replayed_with(num_parts):
         return [t.to(DEVICE) for t in (q, keys, values, page_table, home, starts, offsets)]
 
     def call(q, keys, values, page_table, home, starts, offsets):
-        return kernel.attend(
-            q, keys, values, page_table=page_table, rows=home, starts=starts, offsets=offsets,
-            max_count=16, max_length=4096, page_size=16, mask=mask,
-        )  # fmt: skip
+        blocks = Blocks(
+            pages=page_table,
+            rows=home,
+            starts=starts,
+            counts=(16,) * num_parts,
+            page_size=16,
+            offsets=offsets,
+        )
+        return attend(q, keys, values, blocks, mask)
 
     static = inputs(300, 16, seed=0)
     call(*static)

@@ -31,7 +31,9 @@ from blockdraft.kernels.triton.attention import (
     LOG2_E,
     MAX_SPLIT_COUNT,
     ROW_BLOCK,
+    divide_rows,
     divided,
+    empty_parts,
     fold,
     row_of,
     segment_length,
@@ -812,95 +814,38 @@ def attend_as(
 ) -> Tensor:
     """`attend_compressed` with a given division of the work."""
     num_tokens, num_heads, head_dim = q.shape
+    num_groups, num_rows, max_count = pages.exact_keys.shape[1], blocks.rows.shape[0], max(blocks.counts)
     out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
     if num_tokens == 0:
         return out
     segments = min(MAX_SEGMENTS, -(-blocks.table.shape[1] * blocks.page_size // SEGMENT))
     units = (segments, -(-segments // RUN), 1)[config.level]
-    shape = (num_tokens, num_heads, units)
-    parts = [torch.empty(s, dtype=torch.float32, device=q.device) for s in ((*shape, head_dim), shape, shape)]
-    _launch(config, q, pages, blocks, mask, parts, units)
-    num_rows, max_count = blocks.rows.shape[0], max(blocks.counts)
-    _merge_kernel[(num_tokens, num_heads)](
-        *parts,
-        out,
-        blocks.starts,
-        blocks.offsets,
-        out if sinks is None else sinks,
-        signs(head_dim, q.device),
-        mask.scale * LOG2_E,
-        num_rows,
-        max_count,
-        units,
-        HEADS=num_heads,
-        DIM=head_dim,
-        LEVEL=config.level,
-        IS_EVEN=num_tokens == num_rows * max_count,
-        IS_CAUSAL=mask.is_causal,
-        HAS_SINKS=sinks is not None,
-        ROW_BLOCK=ROW_BLOCK,
-        SEGMENT=SEGMENT,
-        MAX_SEGMENTS=MAX_SEGMENTS,
-        RUN=RUN,
-        RUNS=MERGED_RUNS,
-        num_warps=1,
+    parts = empty_parts((num_tokens, num_heads, units), head_dim, q.device)
+    num_tiles, tiles_per_row, is_even = divide_rows(blocks, num_tokens, config.tokens)
+    scale = mask.scale * LOG2_E  # exp2 is used instead of exp
+    constants = {
+        "HEADS": num_heads,
+        "DIM": head_dim,
+        "LEVEL": config.level,
+        "IS_CAUSAL": mask.is_causal,
+        "ROW_BLOCK": ROW_BLOCK,
         **overlap(q.device),
-    )
-    return out
-
-
-def _launch(
-    config: Config,
-    q: Tensor,
-    pages: CompressedPages,
-    blocks: Blocks,
-    mask: Mask,
-    parts: list[Tensor],
-    units: int,
-) -> None:
-    num_tokens, num_heads, head_dim = q.shape
-    num_groups, num_rows, tokens = pages.exact_keys.shape[1], blocks.rows.shape[0], config.tokens
+    }
     assert blocks.exact_table is not None
-    tiles_per_row = -(-max(blocks.counts) // tokens)
-    is_even = num_rows * tiles_per_row <= num_tokens // tokens + num_rows
-    num_tiles = num_rows * tiles_per_row if is_even else num_tokens // tokens + num_rows
     _attend_kernel[(num_tiles, num_groups, min(config.parts, units))](
-        q,
-        pages.exact_keys,
-        pages.exact_values,
-        *pages.keys,
-        *pages.values,
-        *parts,
-        blocks.table,
-        blocks.exact_table,
-        blocks.rows,
-        blocks.starts,
-        blocks.offsets,
-        mask.scale * LOG2_E,  # exp2 is used instead of exp
-        pages.rule.window,
-        num_rows,
-        tiles_per_row,
-        blocks.table.stride(0),
-        blocks.exact_table.stride(0),
-        units,
-        q.stride(0),
-        q.stride(1),
-        pages.exact_keys.stride(1),
-        pages.keys.codes.stride(1),
-        pages.values.codes.stride(1),
-        pages.keys.scale.stride(1),
-        TOKENS=tokens,
-        SHARED=num_heads // num_groups,
-        HEADS=num_heads,
-        DIM=head_dim,
-        COLUMNS=config.columns,
-        PAGE_SIZE=blocks.page_size,
-        LEVEL=config.level,
-        IS_EVEN=is_even,
-        IS_CAUSAL=mask.is_causal,
-        ROW_BLOCK=ROW_BLOCK,
-        WARPS=config.warps,
-        SPLITS=config.warps > 1,
-        num_warps=config.warps,
-        **overlap(q.device),
-    )
+        q, pages.exact_keys, pages.exact_values, *pages.keys, *pages.values, *parts,
+        blocks.table, blocks.exact_table, blocks.rows, blocks.starts, blocks.offsets, scale,
+        pages.rule.window, num_rows, tiles_per_row, blocks.table.stride(0), blocks.exact_table.stride(0),
+        units, *q.stride()[:2], pages.exact_keys.stride(1), pages.keys.codes.stride(1),
+        pages.values.codes.stride(1), pages.keys.scale.stride(1),
+        TOKENS=config.tokens, SHARED=num_heads // num_groups, COLUMNS=config.columns,
+        PAGE_SIZE=blocks.page_size, IS_EVEN=is_even, WARPS=config.warps, SPLITS=config.warps > 1,
+        num_warps=config.warps, **constants,
+    )  # fmt: skip
+    _merge_kernel[(num_tokens, num_heads)](
+        *parts, out, blocks.starts, blocks.offsets, out if sinks is None else sinks,
+        signs(head_dim, q.device), scale, num_rows, max_count, units,
+        IS_EVEN=num_tokens == num_rows * max_count, HAS_SINKS=sinks is not None, SEGMENT=SEGMENT,
+        MAX_SEGMENTS=MAX_SEGMENTS, RUN=RUN, RUNS=MERGED_RUNS, num_warps=1, **constants,
+    )  # fmt: skip
+    return out
