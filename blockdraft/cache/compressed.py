@@ -6,14 +6,13 @@ import torch
 from torch import Tensor
 
 from blockdraft.cache.paged import untouched
-from blockdraft.cache.rows import Rows
 from blockdraft.cache.spec import Compressed
 from blockdraft.kernels import kv_codec
 from blockdraft.kernels.attention import Blocks
 from blockdraft.kernels.heads import Rotation, Slots
 from blockdraft.kernels.kernels import Kernels
 from blockdraft.kernels.kv_compressed import Codes, CompressedPages, Tiles
-from blockdraft.kernels.kv_formats import SCALE_BYTES, TILE
+from blockdraft.kernels.kv_formats import SCALE_BYTES
 from blockdraft.kernels.kv_positions import PositionRule
 
 
@@ -89,12 +88,3 @@ class CompressedLayer:
     @property
     def num_bytes(self) -> int:
         return self.group.num_bytes // len(self.group.pages.exact_keys)
-
-
-def tiles_behind(
-    rows: Rows, rule: PositionRule, starts: Tensor, counts: Tensor, *, max_count: int, page_size: int
-) -> Tiles:
-    """Return the tiles to compress as the active rows grow from starts [R] by counts [R] <= max_count."""
-    assert rows.exact_table is not None
-    most = -(-max_count // TILE) + (0 if max_count < TILE else 1)
-    return Tiles(rows.page_table, rows.exact_table, rows.active, starts, counts, rule, most, page_size)

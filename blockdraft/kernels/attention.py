@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
+from blockdraft.kernels.kv_formats import TILE
 from blockdraft.kernels.llvm.attention_units import divide
 from blockdraft.kernels.transfer import to_device
 
@@ -86,7 +87,7 @@ class Reads:
     def is_compressed(self, rule: PositionRule) -> Tensor:
         """Return [R, B, L]: whether the query reads the key compressed."""
         query = self.starts[:, None, None] + torch.arange(self.width, device=self._key.device)[:, None]
-        return (self._key >= rule.sinks) & (self._key < rule.compressed_end_at(query))
+        return (self._key >= TILE) & (self._key < rule.compressed_end_at(query))
 
     def bias(self, mask: Mask, dtype: torch.dtype) -> Tensor:
         """Return [R, B, L]: 0 where the query sees the key, -inf elsewhere."""

@@ -51,7 +51,7 @@ def reference_walk(
     warm, is_filtered = is_warm(batch), batch.integers(Whole.IS_FILTERED) != 0
     is_open = warm & ~is_filtered  # noise, but no filter
     own = adjusted(logits, starts, anchor, batch)
-    if batch.has_random:
+    if batch.needs.random:
         own = torch.where(is_open[:, None, None], _noisy(own, starts, batch), own)
     unary, ids = best_tokens(own, pairs.top_k)  # [R, C, K]
     before = torch.cat((anchor[:, :, None].expand_as(ids[:, :1]), ids[:, :-1]), dim=1)
@@ -59,7 +59,7 @@ def reference_walk(
     paired = pair_scores(pairs, before, ids).to(unary.dtype)
     scores = unary[:, :, None] + paired * scale  # [R, C, K before, K]
     best = scores.argmax(dim=-1)
-    if batch.has_filter:
+    if batch.needs.filter:
         drawn = _draw_filtered(scores, ids, starts, batch)
         best = torch.where((warm & is_filtered)[:, None, None], drawn, best)
     candidate = best[:, :1, 0]  # the anchor is before all candidates of column 0

@@ -40,12 +40,7 @@ _SIGNS = int(
 # Levels above zero, by bits; those below mirror them. They are the Lloyd-Max levels of N(0, 1), rounded at a
 # cost of 0.3 % of the loss: all are bfloat16 numbers that odd polynomials of u = i + 1/2 give if each
 # operation is rounded to bfloat16: u (a + b u²) for 2 and 3 bits, u (a + u² (b + c u²)) for 4. A kernel may
-# compute them, two at a time, or look them up.
-CURVES = {
-    2: (0.93359375, 0.030029296875),
-    3: (0.47265625, 0.01153564453125),
-    4: (0.259765625, 0.000301361083984375, 2.658367156982422e-05),
-}
+# compute them, two at a time, or look them up. tests/kernels/test_kv_codec.py has the coefficients.
 LEVELS = {
     2: (0.470703125, 1.5),
     3: (0.2373046875, 0.74609375, 1.359375, 2.140625),

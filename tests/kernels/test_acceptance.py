@@ -183,7 +183,7 @@ def test_without_a_penalty_nothing_is_counted(implementation):
     case = Case(implementation.device)
     case.rows.activate([0])
     batch = case.rows.sampling()
-    assert not batch.has_penalty
+    assert not batch.needs.penalty
     before = case.rows._output_counts.clone()
     progress = Progress(case.rows.length, case.rows.anchor)
     some = (case.block[1:2], case.sampled[1:2], case.num_committed[1:2])

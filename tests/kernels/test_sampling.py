@@ -275,7 +275,7 @@ def test_a_row_that_is_given_away_keeps_nothing_of_its_last_sequence():
     assert (batch.bias_ids == -1).all()
     assert (batch.bias_values == 0).all()
     assert (batch.stop_ids == -1).all()
-    assert not batch.has_bias
+    assert not batch.needs.bias
 
 
 def test_tables_never_move_however_long_a_list_is():

@@ -37,7 +37,7 @@ def _curve4(first: int, shifts: tuple[str, ...]) -> str:
 
 _LOW = ("shl.b32 s, r, 3;", "shr.u32 s, r, 5;")  # nibbles of a word's bytes 0 and 1, and of 2 and 3
 _HIGH = ("shr.u32 s, r, 1;", "shr.u32 s, r, 9;")
-# The constants are those of CURVES[4], twice each.
+# a, b and c as in `kv_codec.LEVELS`, twice each.
 _CURVE4 = """
     .reg .b32 r, s, t, u, w, base, half, a, b, c;
     mov.b32 base, 0x41804180;
