@@ -237,20 +237,16 @@ def walk(logits: Tensor, pairs: PairScores, starts: Tensor, anchor: Tensor, batc
         *(logits, logits.stride(0), logits.stride(1), starts, anchor, batch.rows, batch.real, batch.whole),
         *(batch.stop_ids, batch.bias_ids, batch.bias_values, batch.prompt_seen, batch.output_counts),
         *(vocab_size, num_columns, anchor.shape[1], top_k, keys),
-        num_warps=4,
-        **options,
-    )
+        num_warps=4, **options,
+    )  # fmt: skip
     _link[(count,)](
         *(keys, keys.shape[1], anchor, starts, batch.rows, batch.real, batch.whole),
         *(pairs.predecessors, pairs.successors, mixture, successor_rows, pairs.predecessors.shape[1]),
         *(num_columns, anchor.shape[1], top_k, ids, links),
-        KEYS=triton.next_power_of_2(keys.shape[1]),
-        HAS_MIXTURE=pairs.mixture is not None,
-        SKIPS_FIRST=pairs.skips_first,
-        HAS_SUCCESSOR_ROWS=pairs.successor_rows is not None,
-        num_warps=4,
+        KEYS=triton.next_power_of_2(keys.shape[1]), HAS_MIXTURE=pairs.mixture is not None,
+        SKIPS_FIRST=pairs.skips_first, HAS_SUCCESSOR_ROWS=pairs.successor_rows is not None, num_warps=4,
         **options,
-    )
+    )  # fmt: skip
     columns = triton.next_power_of_2(num_columns)
     _follow[(num_rows,)](links, ids, out, num_columns, vocab_size, COLUMNS=columns, num_warps=1, **options)
     return out

@@ -123,24 +123,12 @@ def gated_linear(
     out = torch.empty((num_tokens, num_outputs), dtype=x.dtype, device=x.device)
     _gated_tile[(triton.cdiv(num_outputs, config.block_n + config.tail),)](
         TensorDescriptor(x, [num_tokens, num_inputs], [_stride(x), 1], [block_m, BLOCK_K]),
-        _halves(weight, config.block_n),
-        _halves(weight, config.tail or config.block_n),
-        bias if bias is not None else weight,
-        out,
-        num_tokens,
-        num_outputs,
-        num_inputs,
-        BLOCK_M=block_m,
-        BLOCK_N=config.block_n,
-        TAIL=config.tail,
-        BLOCK_K=BLOCK_K,
-        GATE=gate,
-        HAS_BIAS=bias is not None,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
-        **overlap(x.device),
-        num_warps=config.warps,
-        num_stages=config.stages,
-    )
+        _halves(weight, config.block_n), _halves(weight, config.tail or config.block_n),
+        bias if bias is not None else weight, out, num_tokens, num_outputs, num_inputs,
+        BLOCK_M=block_m, BLOCK_N=config.block_n, TAIL=config.tail, BLOCK_K=BLOCK_K, GATE=gate,
+        HAS_BIAS=bias is not None, PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        **overlap(x.device), num_warps=config.warps, num_stages=config.stages,
+    )  # fmt: skip
     return out
 
 

@@ -222,32 +222,14 @@ def linear(
     if weight.dtype == torch.float8_e4m3fn:
         weight = weight.view(torch.uint8)
     _linear[(triton.cdiv(num_outputs, config.block_n), config.split, triton.cdiv(num_tokens, block_m))](
-        x,
-        weight,
-        scale if scale is not None else weight,
-        bias if bias is not None else weight,
-        onto if onto is not None else x,
-        out,
-        partial,
-        counters(device),
-        num_tokens,
-        num_outputs,
-        num_inputs,
-        x.stride(0),
-        BLOCK_M=block_m,
-        BLOCK_N=config.block_n,
-        BLOCK_K=config.block_k,
-        SPLIT=config.split,
-        GATE=gate,
-        HAS_SCALE=scale is not None,
-        HAS_BIAS=bias is not None,
-        HAS_ONTO=onto is not None,
-        IS_EVEN=is_even,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
-        **overlap(device),
-        num_warps=config.warps,
+        x, weight, scale if scale is not None else weight, bias if bias is not None else weight,
+        onto if onto is not None else x, out, partial, counters(device), num_tokens, num_outputs,
+        num_inputs, x.stride(0),
+        BLOCK_M=block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, SPLIT=config.split, GATE=gate,
+        HAS_SCALE=scale is not None, HAS_BIAS=bias is not None, HAS_ONTO=onto is not None, IS_EVEN=is_even,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", **overlap(device), num_warps=config.warps,
         num_stages=config.stages,
-    )
+    )  # fmt: skip
     return out
 
 
@@ -277,14 +259,9 @@ def fp8_product(x: Tensor, values: Tensor, scale: Tensor) -> Tensor:
     rounded = torch.empty_like(x, dtype=values.dtype)
     scales = torch.empty((num_tokens, 1), dtype=torch.float32, device=x.device)
     _round_tokens[(num_tokens,)](
-        x,
-        rounded,
-        scales,
-        size,
-        BLOCK=triton.next_power_of_2(size),
-        **overlap(x.device),
-        num_warps=8,
-    )
+        x, rounded, scales, size,
+        BLOCK=triton.next_power_of_2(size), **overlap(x.device), num_warps=8,
+    )  # fmt: skip
     return torch._scaled_mm(rounded, values.T, scale_a=scales, scale_b=scale.view(1, -1), out_dtype=x.dtype)
 
 

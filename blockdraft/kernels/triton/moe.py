@@ -313,35 +313,18 @@ def _launch(
     num_shared = 0 if product.shared is None else triton.cdiv(num_tokens, config.block_m)
     grid = (tiles.shape[1] + num_shared, triton.cdiv(rows, config.block_n))
     _experts_kernel[grid](
-        x,
-        out,
-        order,
-        tiles,
-        tiles.shape[1],
-        num_tokens,
-        *_pointers(product.routed),
-        *_pointers(product.shared),
-        *first.values.stride()[:2],
+        x, out, order, tiles, tiles.shape[1], num_tokens, *_pointers(product.routed),
+        *_pointers(product.shared), *first.values.stride()[:2],
         *((0, 0) if first.scale is None else first.scale.stride()[:2]),
         0 if first.bias is None else first.bias.stride(0),
-        NUM_EXPERTS=num_experts,
-        NUM_CHOSEN=num_chosen,
-        ROWS=rows,
-        COLUMNS=columns,
-        SCALE_ROWS=first.block[0],
-        SCALE_COLUMNS=0 if first.scale is None else first.block[1],
-        IS_FP4=is_fp4,
-        KIND=None if activation is None else activation.kind,
+        NUM_EXPERTS=num_experts, NUM_CHOSEN=num_chosen, ROWS=rows, COLUMNS=columns,
+        SCALE_ROWS=first.block[0], SCALE_COLUMNS=0 if first.scale is None else first.block[1],
+        IS_FP4=is_fp4, KIND=None if activation is None else activation.kind,
         LIMIT=None if activation is None else activation.limit,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
-        BLOCK_K=config.block_k,
-        IS_SINGLE=product.is_single,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        **overlap(x.device),
-    )
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n, BLOCK_K=config.block_k, IS_SINGLE=product.is_single,
+        num_warps=config.num_warps, num_stages=config.num_stages, **overlap(x.device),
+    )  # fmt: skip
 
 
 def _pointers(parts: tuple[Matrices, ...] | None) -> list[Tensor | None]:
@@ -411,17 +394,8 @@ def combine(
     assert value is None or isinstance(value, Tensor)
     block = min(512, triton.next_power_of_2(size))
     _combine_kernel[(num_tokens, triton.cdiv(size, block))](
-        outputs,
-        weights.contiguous(),
-        gate,
-        None if value is None else value.contiguous(),
-        None if onto is None else onto.contiguous(),
-        total,
-        0 if gate is None else gate.stride(0),
-        SIZE=size,
-        NUM_CHOSEN=num_chosen,
-        BLOCK=block,
-        num_warps=2,
-        **overlap(outputs.device),
-    )
+        outputs, weights.contiguous(), gate, None if value is None else value.contiguous(),
+        None if onto is None else onto.contiguous(), total, 0 if gate is None else gate.stride(0),
+        SIZE=size, NUM_CHOSEN=num_chosen, BLOCK=block, num_warps=2, **overlap(outputs.device),
+    )  # fmt: skip
     return total
