@@ -12,8 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from blockdraft.cache.compressed import CompressedKV, CompressedLayer
-from blockdraft.cache.paged import PagedKV
+from blockdraft.cache.paged import CompressedKV, CompressedLayer, PagedKV
 from blockdraft.cache.recurrent import RecurrentState, RecurrentStates, Scan
 from blockdraft.cache.rows import Rows
 from blockdraft.cache.spec import Compressed, LayerSpec, Recurrent, SharedWith

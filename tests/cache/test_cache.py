@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from blockdraft.cache.cache import SCRATCH_PAGE, Cache
-from blockdraft.cache.compressed import CompressedLayer
-from blockdraft.cache.paged import PagedKV
+from blockdraft.cache.paged import CompressedLayer, PagedKV
 from blockdraft.cache.recurrent import RecurrentState
 from blockdraft.cache.rows import Rows
 from blockdraft.cache.spec import Compressed, Paged, Recurrent, SharedWith, bytes_per_token
