@@ -6,9 +6,8 @@ the column's mixture (DFlash2) or ones (DSpark). Drafts are then chosen from the
 the temperature, filters and noise of the request. Noise is keyed by position and token, so the target draws
 with the same noise.
 
-Without filters, the noise is added before candidates are selected: they are the best of score / temperature +
-noise, and without pair scores the walk draws what `choose` draws. With filters, the likeliest candidates are
-selected, and noise is added only to these.
+Without filters, candidates are the best of score / temperature + noise: without pair scores the walk draws
+what `choose` draws. With filters, noise is added only to the likeliest candidates.
 
 A column's choice depends only on the candidate before it. So all choices are computed at once, for every
 possible candidate before, and the walk only follows them.

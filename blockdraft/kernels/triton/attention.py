@@ -1,17 +1,15 @@
 """Paged attention of ragged rows on the device: the contract of `kernels.attention`.
 
-A tile is up to `tokens` queries of one row times the query heads that share one key/value head, so that keys
-and values are read once for all of them. The keys that a query sees are cut by position alone: into chunks of
-BLOCK_N, and into at most 16 segments of equal length, a multiple of `segment` that follows from the position
-of its last key (`segment_length`). An online softmax runs through the chunks of a segment, and segments
-are folded together in order: by the program that computes them all, where there are tiles enough to fill the
-device; else by a second kernel, behind several programs that take some segments each. Both do the same
-operations in the same order. A chunk or segment that shows a query nothing changes no bit of it.
+A tile is up to `tokens` queries of one row times the query heads that share a key/value head, so keys and
+values are read once for all of them. The keys that a query sees are divided by position alone: into chunks of
+BLOCK_N, and into at most MAX_SEGMENTS segments of equal length (`segment_length`). An online softmax runs
+through the chunks of a segment, and segments are folded in order: by the program itself if there are tiles
+enough to fill the device, otherwise by a second kernel, after several programs that share the segments.
 
-The bits of an output therefore follow from its query, the keys and values it sees, their positions and its
-head's sink: not from its column in the block, its neighbours, the height of the tile or the way it arrived.
-For that, weights are summed on the tensor cores, as a product with ones (a sum over a tile's columns follows
-the tile's layout), and every multiply-add is written out (the compiler would choose which to fuse).
+Both do the same operations in the same order, and a chunk or segment that a query does not see changes none
+of its bits. They depend only on the query, the keys and values that it sees, their positions and its head's
+sink. For this, weights are summed on the tensor cores, as a product with ones (a sum over a tile's columns
+depends on the tile's layout), and multiply-adds are explicit (the compiler would choose which to fuse).
 
 Nothing outside a tile's own range of keys is read. Inside it a weight of zero is multiplied in: a NaN among
 the values of a block's later token reaches the earlier ones of its tile.

@@ -1,10 +1,9 @@
 """Paged attention over exact and compressed keys on the device: the contract of `kernels.kv_compressed`.
 
 Tiles, segments, parts and their merge are those of the exact kernel (`triton.attention`). Keys are read in
-chunks of TILE, in the order of their positions: chunk 0 exact, then those below a query's c(t) compressed,
-then the others exact. The queries of a tile have at most two different c: the one chunk that some of them
-read compressed and others exact is read twice, and each query sees it once. Keys that a query does not see
-change none of its bits, which depend on the same values as in the exact kernel, and on t.
+chunks of TILE by position: chunk 0 exact, those below a query's c(t) compressed, the others exact. The
+queries of a tile have at most two different c: the one chunk that some of them read compressed and others
+exact is read twice, and each query sees it once. Keys that a query does not see change none of its bits.
 
 A head is processed in two halves, since a byte of codes has one coordinate of each. Levels are exact in the
 model's dtype: a key's scale is multiplied into its scores, a value's into its weights, in float32.
@@ -468,38 +467,35 @@ def _merge_kernel(
 
 
 def attend_compressed(
-    q: Tensor, pages: CompressedPages, blocks: Blocks, mask: Mask, sinks: Tensor | None = None
+    q: Tensor,
+    pages: CompressedPages,
+    blocks: Blocks,
+    mask: Mask,
+    sinks: Tensor | None = None,
+    config: Config | None = None,
 ) -> Tensor:
     """Attend with q [N, H, D] over one layer's CompressedPages; sinks [H]. Returns [N, H, D].
 
     Outputs past the last of blocks.offsets are undefined.
     """
-    if kv_mma.serves(q, pages, blocks, mask):
-        _check(q, pages, blocks, sinks)
-        return kv_mma.attend(q, pages, blocks, mask, sinks)
-    groups = pages.exact_keys.shape[1]
-    config = choose(
-        num_rows=blocks.rows.shape[0],
-        num_groups=groups,
-        shared=q.shape[1] // groups,
-        head_dim=q.shape[2],
-        element_size=q.element_size(),
-        max_count=max(blocks.counts),
-        multiprocessors=num_multiprocessors(q.device),
-    )
-    return attend_as(config, q, pages, blocks, mask, sinks)
-
-
-def attend_as(
-    config: Config, q: Tensor, pages: CompressedPages, blocks: Blocks, mask: Mask, sinks: Tensor | None
-) -> Tensor:
-    """`attend_compressed` with a given division of the work."""
     _check(q, pages, blocks, sinks)
+    if config is None and kv_mma.serves(q, pages, blocks, mask):
+        return kv_mma.attend(q, pages, blocks, mask, sinks)
     num_tokens, num_heads, head_dim = q.shape
-    num_groups, num_rows = pages.exact_keys.shape[1], blocks.rows.shape[0]
+    num_groups, num_rows, max_count = pages.exact_keys.shape[1], blocks.rows.shape[0], max(blocks.counts)
     out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
     if num_tokens == 0:
         return out
+    if config is None:
+        config = choose(
+            num_rows=num_rows,
+            num_groups=num_groups,
+            shared=num_heads // num_groups,
+            head_dim=head_dim,
+            element_size=q.element_size(),
+            max_count=max_count,
+            multiprocessors=num_multiprocessors(q.device),
+        )
     is_split, is_rotated = config.parts > 1, pages.format.is_rotated
     segments = min(MAX_SEGMENTS, -(-blocks.table.shape[1] * blocks.page_size // SEGMENT))
     parts = empty_parts((num_tokens, num_heads, segments), head_dim, q.device) if is_split else (out,) * 3
@@ -529,7 +525,6 @@ def attend_as(
         num_warps=config.warps, num_stages=config.stages, maxnreg=config.registers, **constants,
     )  # fmt: skip
     if is_split:
-        max_count = max(blocks.counts)
         _merge_kernel[(num_tokens, num_heads)](
             *parts, out, blocks.starts, blocks.offsets, read_sinks, sign, scale, window, num_rows, max_count,
             segments, DIM_PAD=2 * _half(head_dim), IS_EVEN=num_tokens == num_rows * max_count, num_warps=1,
@@ -539,7 +534,7 @@ def attend_as(
 
 
 def _has_words(q: Tensor, pages: CompressedPages) -> bool:
-    """Whether four codes at a time are converted to bfloat16 levels, by instructions of Hopper and later."""
+    """Return whether four codes at a time become bfloat16 levels, by instructions of Hopper and later."""
     if q.device.type != "cuda" or q.dtype != torch.bfloat16 or not has_pdl(q.device):
         return False
     return all(has_words(codec, q.shape[2]) for codec in (pages.format.keys, pages.format.values))

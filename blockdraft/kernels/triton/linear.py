@@ -4,9 +4,8 @@ Each program multiplies a tile of tokens by a strip of BLOCK_N weight rows, its 
 token's bits then depend only on its own values and the weight: a tensor core adds sixteen products to the sum
 at once, in one way for every shape of tile, and so does cuBLAS if it does not split sums.
 
-If a weight has too few strips to fill the GPU, `is_fast` allows splitting the columns into SPLIT parts, which
-changes the sums: partial sums are written to memory, and the last program of a strip to arrive adds them in
-order. The counter of arrivals is an integer, so no sum depends on the order of arrival.
+If a weight has too few strips to fill the GPU, `is_fast` allows splitting the columns into SPLIT parts: the
+last program of a strip to arrive adds the partial sums in order, so they do not depend on who arrives when.
 
 With programmatic dependent launch a program is resident before the kernel before it has ended. Loading
 weights that early gains nothing: the other kernel loses what this one gains (benchmarks/log.md).
@@ -246,7 +245,7 @@ def _round_tokens(x, out, scales, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
 
 
 def can_read(values: Tensor, dtype: torch.dtype) -> bool:
-    """Whether the kernels can convert such values to `dtype` on this GPU."""
+    """Return whether the kernels can convert such values to `dtype` on this GPU."""
     if values.dtype != torch.float8_e4m3fn or not values.is_cuda or dtype == torch.bfloat16:
         return True
     return has_fp8(values.device)
@@ -266,7 +265,7 @@ def fp8_product(x: Tensor, values: Tensor, scale: Tensor) -> Tensor:
 
 
 def takes(x: Tensor, weight: Tensor, *, is_fast: bool = False) -> bool:
-    """Whether this kernel multiplies tokens x [M, K] instead of cuBLAS, which is as fast for many tokens.
+    """Return whether this kernel multiplies x [M, K], not cuBLAS, which is as fast for many tokens.
 
     In float32, without tensor cores, only this kernel adds in one order for every M. cuBLAS reads weights
     with many rows at the speed of memory for more than a few tokens. For few rows it chooses kernels that
@@ -297,12 +296,7 @@ def _large(multiprocessors: int) -> int:
 
 @functools.cache
 def choose(
-    block_m: int,
-    num_outputs: int,
-    num_inputs: int,
-    element_bytes: int,
-    is_gated: bool,
-    device: torch.device,
+    block_m: int, num_outputs: int, num_inputs: int, element_bytes: int, is_gated: bool, device: torch.device
 ) -> Config:
     """Choose the division of a product without split sums.
 
@@ -347,12 +341,7 @@ def _fitted(config: Config, block_m: int, num_parts: int, shared_memory: int) ->
 
 @functools.cache
 def choose_split(
-    block_m: int,
-    num_outputs: int,
-    num_inputs: int,
-    element_bytes: int,
-    is_gated: bool,
-    device: torch.device,
+    block_m: int, num_outputs: int, num_inputs: int, element_bytes: int, is_gated: bool, device: torch.device
 ) -> Config:
     """Choose the division of a product whose sums may be split; measured like `choose`."""
     multiprocessors = num_multiprocessors(device)

@@ -233,12 +233,7 @@ def _norm_rope_write(
 
 
 def norm_rope_write(
-    q: Tensor | None,
-    k: Tensor,
-    v: Tensor,
-    norms: HeadNorms | None,
-    angles: Angles,
-    slots: Slots,
+    q: Tensor | None, k: Tensor, v: Tensor, norms: HeadNorms | None, angles: Angles, slots: Slots
 ) -> Tensor | None:
     """Normalise and rotate q [N, H, D] and k [N, G, D], and write k and v [N, G, D] to their slots."""
     num_tokens, num_kv_heads, size = k.shape

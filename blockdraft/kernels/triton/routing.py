@@ -232,7 +232,7 @@ def _route_and_group_kernel(
 
 
 def can_group_at_once(num_tokens: int, num_experts: int, num_chosen: int) -> bool:
-    """Whether one program can hold the logits of all tokens, and the tiles are low."""
+    """Return whether one program can hold the logits of all tokens, and the tiles are low."""
     num_logits = triton.next_power_of_2(num_tokens) * triton.next_power_of_2(num_experts)
     return 0 < num_tokens * num_chosen <= MAX_FEW and num_logits <= MAX_LOGITS
 

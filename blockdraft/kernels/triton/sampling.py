@@ -1,12 +1,12 @@
-"""`choose` without sorting the vocabulary, with all parameters read from the tables on the device.
+"""`choose` without sorting the vocabulary, with all parameters read from the tables on the device; `forbid`.
 
-See `kernels/sampling.py` for the contract. The vocabulary is divided into chunks of CHUNK tokens, the same
+See `kernels/sampling.py` for the contracts. The vocabulary is divided into chunks of CHUNK tokens, the same
 for every batch, and the chunks' results are merged in order: a token depends only on its own column.
 
-1. `_scan`: the best token of each chunk, greedy or with noise; of filtered rows only the likeliest score.
+1. `_scan`: the best token of each chunk, greedy or with noise; of filtered rows only the largest score.
 2. `_bound`: for rows with top_k, the last token that top_k keeps.
 3. `_draw`: for filtered rows, the best noisy token of each chunk among those that min_p and top_k keep.
-4. `_weigh`: the probability mass ranked before that candidate, and all of it.
+4. `_weigh`: the probability mass ranked before that candidate, and the whole mass.
 5. `_draw` and `_weigh` again. If top_p does not keep a candidate, it keeps none ranked after it, so the next
    candidate is searched among the tokens ranked before it.
 6. `_settle`: merges, writes the result, and repeats step 5 itself for the few columns that need it.
@@ -96,7 +96,7 @@ def _merge_weights(weights, index, num_chunks, CHUNKS: tl.constexpr):
 
 @triton.jit
 def _is_kept(before, total, row, real):
-    """Whether top_p keeps a token; the likeliest has no mass before it."""
+    """Return whether top_p keeps a token; the likeliest has no mass before it."""
     top_p = tl.load(real + row * NUM_REAL + _TOP_P)
     return (top_p >= 1.0) | (before == 0.0) | (before < top_p * total)
 
