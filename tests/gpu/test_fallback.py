@@ -15,10 +15,6 @@ from blockdraft.step.drafter import NoDrafter
 from tests import stepping, tiny
 from tests.stepping import CARD, FAMILY_BLOCK, gather, make_requests
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 triton = pytest.importorskip("triton")
 tl = triton.language
 SETTINGS = Settings(

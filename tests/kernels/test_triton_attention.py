@@ -1,26 +1,20 @@
 """The Triton attention kernel against the reference in float64, and its promise on bits."""
 
 import math
-import os
 from dataclasses import replace
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-pytest.importorskip("triton")  # reads the environment when it is imported
+from blockdraft.kernels.attention import Blocks, Mask
+from blockdraft.kernels.triton import attention as kernel
+from blockdraft.kernels.triton.attention import Config, attend, choose, segment_length
+from tests.kernels import test_attention as attention
+from tests.kernels.implementations import DEVICE, on_card
+from tests.matrix import slow_but
 
-import triton  # noqa: E402
-import triton.language as tl  # noqa: E402
-
-from blockdraft.kernels.attention import Blocks, Mask, reference_attend_paged  # noqa: E402
-from blockdraft.kernels.triton import attention as kernel  # noqa: E402
-from blockdraft.kernels.triton.attention import Config, attend, choose, segment_length  # noqa: E402
-from tests.matrix import slow_but  # noqa: E402
-
-on_the_card = pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a CUDA device")
 H200 = {"multiprocessors": 132, "shared_memory": 228 * 1024}
 MASKS = {
     "causal": Mask(scale=0.3),
@@ -33,13 +27,7 @@ MASKS = {
     "anchored block": Mask(scale=0.3, is_causal=False, window=21, is_anchored=True),
 }
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
-HALVES = [
-    torch.float16,
-    pytest.param(
-        torch.bfloat16,
-        marks=pytest.mark.skipif(DEVICE.type != "cuda", reason="not in the interpreter's dot"),
-    ),
-]
+HALVES = [torch.float16, torch.bfloat16]
 # Small chunks and segments, so that short rows have many; one tile per row, or many.
 ONE_TILE = {
     name: Config(tokens=5, block_m=16, block_n=16, warps=4, stages=2, parts=parts, segment=16)
@@ -48,82 +36,28 @@ ONE_TILE = {
 MANY_TILES = {name: replace(config, tokens=2) for name, config in ONE_TILE.items()}
 
 
-class Rows:
-    """Keys, values and queries by position; laid into shuffled pages anew for every forward."""
+class Rows(attention.Rows):
+    """With sinks, and on the device."""
 
     def __init__(self, lengths, *, heads=3, groups=1, dim=24, dtype=torch.float32):
-        generator = torch.Generator().manual_seed(sum(lengths) + dim + heads)
-        self.dtype, self.heads, self.groups, self.dim = dtype, heads, groups, dim
-        self.k = [torch.randn(groups, n, dim, generator=generator).to(dtype) for n in lengths]
-        self.v = [torch.randn(groups, n, dim, generator=generator).to(dtype) for n in lengths]
-        self.q = [torch.randn(n, heads, dim, generator=generator).to(dtype) for n in lengths]
-        self.sinks = torch.randn(heads, generator=generator).to(dtype)
+        super().__init__("triton", lengths, heads=heads, groups=groups, dim=dim, dtype=dtype)
+        self.sinks = torch.randn(heads, generator=torch.Generator().manual_seed(heads)).to(dtype)
 
-    def laid_out(self, parts, *, page_size, scratch, seed=0):
-        """q, keys, values, page tables of twice the rows, rows. What no row has reached is `scratch`."""
-        num_pages = max(-(-(start + count) // page_size) for _, start, count in parts) + 1
-        generator = torch.Generator().manual_seed(seed)
-        order = (torch.randperm(len(parts) * num_pages, generator=generator) + 1).view(len(parts), num_pages)
-        rows = torch.randperm(2 * len(parts), generator=generator)[: len(parts)]
-        page_table = torch.zeros(2 * len(parts), num_pages, dtype=torch.int64)
-        shape = (self.groups, (order.numel() + 1) * page_size, self.dim)
-        keys, values = (torch.full(shape, scratch, dtype=self.dtype) for _ in range(2))
-        for table, home, (row, start, count) in zip(order, rows, parts, strict=True):
-            used = -(-(start + count) // page_size)
-            page_table[home, :used] = table[:used]
-            position = torch.arange(start + count)
-            slots = table[position // page_size] * page_size + position % page_size
-            keys[:, slots] = self.k[row][:, : start + count]
-            values[:, slots] = self.v[row][:, : start + count]
-        q = torch.cat([self.q[row][start : start + count] for row, start, count in parts])
-        return q, keys, values, page_table, rows
+    def laid_out(self, parts, *, page_size=4, **options):
+        return super().laid_out(parts, page_size=page_size, device=DEVICE, **options)
 
-    def attend(
-        self, mask, parts, *, config=None, page_size=4, scratch=math.nan, seed=0, sinks=None, most=None
-    ):
-        """parts: (row, start, count) each; the outputs of their queries, at most `most` of a row."""
-        q, keys, values, page_table, rows = self.laid_out(
-            parts, page_size=page_size, scratch=scratch, seed=seed
-        )
-        counts = tuple(count for _, _, count in parts)
-        blocks = blocks_of(page_table, rows, [start for _, start, _ in parts], counts, page_size, most)
+    def attend(self, mask, parts, *, config=None, sinks=None, **options):
+        q, keys, values, blocks = self.laid_out(parts, **options)
         sinks = None if sinks is None else sinks.to(DEVICE)
-        out = attend(*(part.to(DEVICE) for part in (q, keys, values)), blocks, mask, sinks, config)
-        return list(out.cpu().split(counts))
-
-    def reference(self, mask, parts, *, page_size=4, sinks=None):
-        parts = [part for part in parts if part[2] > 0]
-        q, keys, values, page_table, rows = self.laid_out(parts, page_size=page_size, scratch=0.0)
-        blocks = Blocks(
-            pages=page_table[rows],
-            starts=torch.tensor([start for _, start, _ in parts]),
-            counts=tuple(count for _, _, count in parts),
-            page_size=page_size,
-        )
-        sinks = None if sinks is None else sinks.double()
-        return reference_attend_paged(q.double(), keys.double(), values.double(), blocks, mask, sinks)
+        out = attend(q, keys, values, blocks, mask, sinks, config)
+        return list(out.cpu().split([count for _, _, count in parts]))
 
 
-def blocks_of(page_table, rows, starts, counts, page_size=4, most=None):
-    """The rows' tokens on the device, as kernels read them: of `counts` only offsets and the maximum."""
-    offsets = torch.tensor([0, *counts]).cumsum(0).to(DEVICE)
-    return Blocks(
-        pages=page_table.to(DEVICE),
-        rows=rows.to(DEVICE),
-        starts=torch.as_tensor(starts).to(DEVICE),
-        counts=tuple(counts) if most is None else (most,) * len(counts),
-        page_size=page_size,
-        offsets=offsets,
-    )
-
-
-def assert_agrees(rows, mask, parts, **options):
-    out = torch.cat(rows.attend(mask, parts, **options))
-    shared = {key: options[key] for key in ("page_size", "sinks") if key in options}
+def assert_agrees(rows, mask, parts, *, sinks=None, **options):
+    out = torch.cat(rows.attend(mask, parts, sinks=sinks, **options))
+    expected = torch.cat([rows.naive(mask, *part, sinks=sinks) for part in parts])
     tolerance = TOLERANCE[rows.dtype]
-    torch.testing.assert_close(
-        out.double(), rows.reference(mask, parts, **shared), atol=tolerance, rtol=tolerance
-    )
+    torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize(
@@ -196,10 +130,8 @@ def test_queries_may_be_a_view_of_something_wider():
     parts = [(0, 37, 3)]
     wide = torch.randn(3, 3, 2, 24)  # tokens, heads, query and gate
     wide[:, :, 0] = rows.q[0][37:]
-    q, keys, values, page_table, home = (
-        t.to(DEVICE) for t in rows.laid_out(parts, page_size=4, scratch=math.nan)
-    )
-    rest = (keys, values, blocks_of(page_table, home, [37], (3,)), MASKS["causal"])
+    q, *rest = rows.laid_out(parts)
+    rest.append(MASKS["causal"])
     assert torch.equal(attend(wide.to(DEVICE)[:, :, 0], *rest), attend(q, *rest))
 
 
@@ -353,12 +285,9 @@ def test_a_query_may_see_nothing_of_its_tile_s_first_chunk(mask):
 def test_tokens_past_the_last_offset_are_left_alone(monkeypatch):
     rows = Rows([40])
     (whole,) = rows.attend(MASKS["causal"], [(0, 35, 5)], config=ONE_TILE["split"])
-    q, keys, values, page_table, home = (
-        t.to(DEVICE) for t in rows.laid_out([(0, 35, 5)], page_size=4, scratch=math.nan)
-    )
+    q, *rest = rows.laid_out([(0, 35, 5)])
     monkeypatch.setattr(torch, "empty", lambda shape, **kind: torch.full(shape, 7.0, **kind))
-    blocks = blocks_of(page_table, home, [35], (5,))
-    out = attend(torch.cat([q, q]), keys, values, blocks, MASKS["causal"], None, ONE_TILE["split"])
+    out = attend(torch.cat([q, q]), *rest, MASKS["causal"], None, ONE_TILE["split"])
     assert torch.equal(out[:5].cpu(), whole)
     assert (out[5:] == 7.0).all()
 
@@ -466,7 +395,7 @@ REAL = {  # heads, groups, dim, lengths, count, mask
 }
 
 
-@on_the_card
+@on_card
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("name", REAL)
@@ -479,7 +408,7 @@ def test_real_shapes_agree_with_the_reference(name, dtype):
     assert_agrees(rows, mask, parts[:1], **options)
 
 
-@on_the_card
+@on_card
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("name", ["qwen", "smol", "gpt-oss", "gemma global", "heads of 256"])
@@ -500,32 +429,29 @@ def test_real_bits_depend_on_the_prefix_only(name, dtype):
         assert torch.equal(block[lo - start : hi - start], alone[lo - first : hi - first])
 
 
-@on_the_card
+@on_card
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_parts", [1, 40])
 def test_a_captured_graph_reads_what_it_is_replayed_with(num_parts):
     rows = Rows([300, 50], heads=32, groups=8, dim=128, dtype=torch.bfloat16)
     mask = Mask(scale=128**-0.5)
 
+    def parts_of(length, count):
+        return [(0, length - count, count), *[(1, 50 - count, count)] * (num_parts - 1)]
+
     def inputs(length, count, seed):
-        parts = [(0, length - count, count), *[(1, 50 - count, count)] * (num_parts - 1)]
-        starts = torch.tensor([start for _, start, _ in parts])
-        offsets = torch.tensor([0, *(count for _, _, count in parts)]).cumsum(0)
-        laid_out = rows.laid_out([(row, 0, 300 if row == 0 else 50) for row, _, _ in parts], page_size=16,
-                                 scratch=math.nan, seed=seed)  # fmt: skip
-        _, keys, values, page_table, home = laid_out
+        parts = parts_of(length, count)
+        whole = [(row, 0, 300 if row == 0 else 50) for row, _, _ in parts]
+        _, keys, values, blocks = rows.laid_out(whole, page_size=16, seed=seed)
+        starts, offsets = [start for _, start, _ in parts], [index * count for index in range(num_parts + 1)]
         q = torch.zeros(16 * num_parts, 32, 128, dtype=torch.bfloat16)
         q[: count * num_parts] = torch.cat([rows.q[row][start : start + count] for row, start, _ in parts])
-        return [t.to(DEVICE) for t in (q, keys, values, page_table, home, starts, offsets)]
+        moved = (t.to(DEVICE) for t in (q, torch.tensor(starts), torch.tensor(offsets)))
+        return [*moved, keys, values, blocks.table, blocks.rows]
 
-    def call(q, keys, values, page_table, home, starts, offsets):
+    def call(q, starts, offsets, keys, values, table, home):
         blocks = Blocks(
-            pages=page_table,
-            rows=home,
-            starts=starts,
-            counts=(16,) * num_parts,
-            page_size=16,
-            offsets=offsets,
+            pages=table, rows=home, starts=starts, counts=(16,) * num_parts, page_size=16, offsets=offsets
         )
         return attend(q, keys, values, blocks, mask)
 
@@ -542,6 +468,5 @@ def test_a_captured_graph_reads_what_it_is_replayed_with(num_parts):
         graph.replay()
         used = count * num_parts
         assert torch.equal(out[:used], call(*new)[:used])
-        parts = [(0, length - count, count), *[(1, 50 - count, count)] * (num_parts - 1)]
-        reference = rows.reference(mask, parts, page_size=16)
-        torch.testing.assert_close(out[:used].double().cpu(), reference, atol=2e-2, rtol=2e-2)
+        expected = torch.cat([rows.naive(mask, *part) for part in parts_of(length, count)])
+        torch.testing.assert_close(out[:used].double().cpu(), expected, atol=2e-2, rtol=2e-2)
