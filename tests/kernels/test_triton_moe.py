@@ -299,7 +299,7 @@ def beside_of(shared, x):
     return Shared(normal(len(x), 1, dtype=x.dtype, seed=21), shared)
 
 
-@pytest.mark.parametrize("has_shared", [False, True])
+@pytest.mark.parametrize("has_shared", slow_but([False, True], True))
 def test_a_tokens_bits_do_not_depend_on_its_neighbours(has_shared):
     """Nor do they when a neighbour's numbers are undefined."""
     experts, shared = build_with_shared(3, 48, 32, dtype=HALF, bias=True)
@@ -447,7 +447,7 @@ FORMATS = {
 }
 
 
-@pytest.mark.parametrize("name", slow_but(FORMATS, "int8 by part", "int8 in blocks", "mxfp4"))
+@pytest.mark.parametrize("name", slow_but(FORMATS, "int8 in blocks", "mxfp4 by part"))
 def test_stored_formats_with_a_shared_expert(name, monkeypatch):
     if name.startswith("fp8") and not HAS_CARD:
         pytest.skip("the interpreter does not know fp8")
