@@ -24,6 +24,7 @@ only_kernels = pytest.mark.parametrize("implementation", NAMES[1:], indirect=Tru
 slow_triton = pytest.mark.parametrize(  # all kernels, the interpreted ones in `make test-all`
     "implementation", slow_but(NAMES[1:], "llvm"), indirect=True
 )
+slow_interpreted = (lambda test: test) if HAS_CARD else pytest.mark.slow
 only_llvm = pytest.mark.parametrize("implementation", ["llvm"], indirect=True)
 only_triton = pytest.mark.parametrize("implementation", ["triton"], indirect=True)
 # The interpreter computes with NumPy, which warns where unsigned words wrap as they should, and of NaN.

@@ -12,7 +12,7 @@ from blockdraft.kernels.attention import Blocks, Mask
 from blockdraft.kernels.triton import attention as kernel
 from blockdraft.kernels.triton.attention import Config, attend, choose, segment_length
 from tests.kernels import test_attention as attention
-from tests.kernels.implementations import DEVICE, on_card
+from tests.kernels.implementations import DEVICE, on_card, slow_interpreted
 from tests.matrix import slow_but
 
 H200 = {"multiprocessors": 132, "shared_memory": 228 * 1024}
@@ -279,6 +279,7 @@ def test_a_query_may_see_nothing_of_its_tile_s_first_chunk(mask):
     assert_agrees(rows, mask, [(0, 34, 5), (0, 14, 5)], config=ONE_TILE["whole"])
 
 
+@slow_interpreted
 def test_tokens_past_the_last_offset_are_left_alone(monkeypatch):
     rows = Rows([40])
     (whole,) = rows.attend(MASKS["causal"], [(0, 35, 5)], config=ONE_TILE["split"])

@@ -19,7 +19,7 @@ from blockdraft.kernels.gated_delta import (
     reference_scan,
 )
 from blockdraft.kernels.kernels import REFERENCE, kernels_for
-from tests.kernels.implementations import DEVICE, HAS_CARD, on_card
+from tests.kernels.implementations import DEVICE, HAS_CARD, on_card, slow_interpreted
 
 NAN = float("nan")
 REAL = Recurrent(num_key_heads=16, num_heads=32, key_dim=128, value_dim=128, conv_width=4)
@@ -296,6 +296,7 @@ def test_a_fold_of_nothing_leaves_the_row():
     assert layer.storage.state[2].isfinite().all()
 
 
+@slow_interpreted
 @small_and_more
 def test_rows_that_commit_together_do_not_meet(spec, dtype):
     """Even when the other row's tokens are no numbers; and rows of nobody stay as they are."""
@@ -315,6 +316,7 @@ def test_rows_that_commit_together_do_not_meet(spec, dtype):
     assert all(is_same(layer.copy(row), before) for row, before in zip((1, 3), idle, strict=True))
 
 
+@slow_interpreted
 def test_padding_rows_may_all_be_the_scratch_row():
     layer = Layer(SMALL, 2)
     alone = layer.scan((2,), (0,), (2,), is_known=False)[0]
@@ -326,6 +328,7 @@ def test_padding_rows_may_all_be_the_scratch_row():
     assert is_same((reads[0], *layer.copy(2)), (alone, *expected))
 
 
+@slow_interpreted
 @small_and_more
 def test_numbers_do_not_depend_on_how_a_state_lies_in_memory(spec, dtype):
     found = []
