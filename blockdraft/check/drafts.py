@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.cache.cache import Cache
-from blockdraft.cache.compressed import CompressedLayer
-from blockdraft.cache.paged import PagedKV
+from blockdraft.cache.paged import CompressedLayer, PagedKV
 from blockdraft.cache.recurrent import RecurrentState
 from blockdraft.cache.rows import Rows
 from blockdraft.cache.view import CacheView, View

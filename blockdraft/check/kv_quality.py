@@ -22,6 +22,7 @@ from blockdraft.engine.loaded_pair import LoadedPair
 from blockdraft.errors import ModelError
 from blockdraft.kernels.attention import Mask
 from blockdraft.kernels.kv_codec import FORMATS, KvFormat, kv_format
+from blockdraft.kernels.kv_formats import TILE
 from blockdraft.kernels.kv_positions import PositionRule
 
 QUERIES = 512  # whose scores are there at a time: few large operations, which cards like
@@ -109,11 +110,11 @@ def _attend_part(
     groups, shared, count, dim = rows.shape
     end, flat = begin + count, rows.reshape(groups, shared * count, dim)
     query = torch.arange(begin, end, device=rows.device)[:, None]
-    first = max(rule.compressed_end_at(begin), rule.sinks)  # keys [sinks, first) are compressed for all,
+    first = max(rule.compressed_end_at(begin), TILE)  # keys [TILE, first) are compressed for all,
     last = max(rule.compressed_end_at(end - 1), first)  # [first, last) for some, and others for none
 
     def mixed(exact: Tensor, cold: Tensor) -> Tensor:
-        return torch.cat((exact[:, : rule.sinks], cold[:, rule.sinks : first], exact[:, first:end]), dim=1)
+        return torch.cat((exact[:, :TILE], cold[:, TILE:first], exact[:, first:end]), dim=1)
 
     def scores_of(keys: Tensor) -> Tensor:
         return (flat @ keys.mT).view(groups, shared, count, -1)

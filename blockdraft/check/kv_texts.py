@@ -25,8 +25,7 @@ BEGIN = 512  # tokens count from this depth on; from half of a text that is shor
 
 def least_length() -> int:
     """Tokens of a text some of whose queries read something compressed."""
-    rule = PositionRule()
-    return rule.sinks + rule.window + 2 * rule.stride
+    return PositionRule().window + 3 * TILE
 
 
 def begin_of(length: int) -> int:

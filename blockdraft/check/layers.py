@@ -24,8 +24,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from blockdraft.cache.compressed import CompressedLayer
-from blockdraft.cache.paged import PagedKV
+from blockdraft.cache.paged import CompressedLayer, PagedKV
 from blockdraft.cache.recurrent import RecurrentState
 from blockdraft.cache.rows import RowSampling
 from blockdraft.cache.view import CacheView

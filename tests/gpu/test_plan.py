@@ -19,11 +19,6 @@ from blockdraft.settings.settings import Settings
 from blockdraft.start.memory import release
 from blockdraft.start.start_engine import start_engine
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 
 @pytest.fixture(scope="module")
 def started(tmp_path_factory):
