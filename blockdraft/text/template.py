@@ -1,7 +1,4 @@
-"""Runs chat templates, untrusted programs that come with a checkpoint, in jinja's sandbox.
-
-A rendering has a budget of steps and of text; see `_Environment`.
-"""
+"""Runs chat templates, untrusted programs that come with a checkpoint, in jinja's sandbox and on a budget."""
 
 from __future__ import annotations
 

@@ -184,10 +184,7 @@ class Tokenizer:
         return self._message_text.encode(text, marked.mark, add_special_tokens)
 
     def inserted_system_prompt(self) -> str:
-        """Return the system prompt that the template inserts by itself; empty if none is found.
-
-        It is found by rendering a conversation with a system prompt and without one.
-        """
+        """Return the system prompt that the template inserts by itself; empty if none is found."""
         question = {"role": "user", "content": _USER}
         try:
             plain = self.render([question])
@@ -284,10 +281,7 @@ def _check_unicode(text: str) -> None:
 
 
 def _check_message(message: object, template: str) -> dict[str, object]:
-    """Return a copy of one message with its text as one string; keys such as tool_calls are kept.
-
-    Most templates write any role down, so misspelt roles are refused here.
-    """
+    """Return a copy of one message with its text as one string; keys such as tool_calls are kept."""
     if not isinstance(message, Mapping):
         raise RequestError(
             f'a message is {json_kind(message)}, not an object: send {{"role": "user", "content": "..."}}.'
@@ -296,6 +290,7 @@ def _check_message(message: object, template: str) -> dict[str, object]:
     if not isinstance(role, str) or not role:
         found = "a message's role is " + json_kind(role) if role else "a message has no role"
         raise RequestError(f"{found}: use 'system', 'user' or 'assistant'.")
+    # Most templates write any role down, so misspelt ones are refused here.
     if role not in ROLES and f"'{role}'" not in template and f'"{role}"' not in template:
         raise RequestError(
             f"a message has the role '{role[:40]}', which the model's template does not know: use one of "
