@@ -101,7 +101,6 @@ class _Cursor:
                 raise self.cut() from None
             raise _Damaged(f"its metadata holds bytes that are not UTF-8 at {start}") from None
         self.position = position
-        self.skip(0)  # raises past the end
         return found
 
     def value(self) -> Value:
