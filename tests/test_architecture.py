@@ -69,7 +69,6 @@ TORCH_FREE = {
         "checkpoints.gguf_config",
         "checkpoints.gguf_header",
         "checkpoints.model_folder",
-        "checkpoints.safetensors_header",
         "checkpoints.read_model_config",
         "checkpoints.read_draft_config",
         "checkpoints.fit_file",

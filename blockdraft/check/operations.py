@@ -43,8 +43,7 @@ from blockdraft.kernels.kv_compressed import (
 )
 from blockdraft.kernels.kv_formats import SCALE_BYTES, TILE
 from blockdraft.kernels.kv_positions import PositionRule
-from blockdraft.models.dflash import DFlashLayer
-from blockdraft.models.dflash2 import BlockConv, DFlash2
+from blockdraft.models.dflash import BlockConv, DFlash2, DFlashLayer
 from blockdraft.models.gated_delta import GatedAttention, GatedDelta
 from blockdraft.models.gemma4 import GemmaAttention, GemmaFeedForward
 from blockdraft.models.gpt_oss import GptOssMoE

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from blockdraft.checkpoints.fetch import hub_error
-from blockdraft.checkpoints.safetensors_header import TensorEntry
+from blockdraft.checkpoints.model_folder import TensorEntry
 from blockdraft.errors import BlockdraftError, FetchError, ModelError
 
 _TIMEOUT_S = 10.0

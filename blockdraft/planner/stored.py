@@ -16,8 +16,7 @@ from blockdraft.checkpoints.fetch import SMOLLM2
 from blockdraft.checkpoints.fit_file import FIT_FILE
 from blockdraft.checkpoints.gguf_config import hugging_face_names, published_names, read_config
 from blockdraft.checkpoints.gguf_header import GgufHeader
-from blockdraft.checkpoints.model_folder import ModelFolder, ids_in
-from blockdraft.checkpoints.safetensors_header import TensorEntry
+from blockdraft.checkpoints.model_folder import ModelFolder, TensorEntry, ids_in
 from blockdraft.errors import FetchError
 from blockdraft.planner.remote import read_remote
 from blockdraft.settings.model_source import Source, find_source

@@ -15,12 +15,11 @@ from blockdraft.checkpoints.dummy import byte_tokenizer, fill, vocab_map
 from blockdraft.checkpoints.fit_file import Acceptance, read_fit
 from blockdraft.checkpoints.gguf_checkpoint import GgufCheckpoint
 from blockdraft.checkpoints.model_folder import GENERATION_FILE
-from blockdraft.checkpoints.opening import open_checkpoint
+from blockdraft.checkpoints.opening import open_checkpoint, stored_form
 from blockdraft.checkpoints.quantization import read_quantization
 from blockdraft.checkpoints.read_draft_config import read_draft_config
 from blockdraft.checkpoints.read_model_config import read_target
-from blockdraft.checkpoints.stored_form import stored_form
-from blockdraft.checkpoints.weights import check_copies, load_decoder, load_drafter
+from blockdraft.checkpoints.weights import load_checkpoint
 from blockdraft.engine.loaded_pair import Labels, LoadedPair
 from blockdraft.engine.sampling_defaults import sampling_defaults
 from blockdraft.errors import CapacityError, FetchError, ModelError
@@ -30,7 +29,7 @@ from blockdraft.kernels.kernels import kernels_for
 from blockdraft.machine.machine import read_machine
 from blockdraft.models.config import ModelConfig
 from blockdraft.models.decoder import Decoder
-from blockdraft.models.dflash2 import DFlash2, body_type
+from blockdraft.models.dflash import DFlash2, body_type
 from blockdraft.models.draft_config import DraftConfig, check_pair
 from blockdraft.models.kernel_module import bind
 from blockdraft.models.registry import build_decoder
@@ -325,7 +324,7 @@ def load_target(
     if checkpoint is None:
         fill(target, storage=plan.quantization, device=device, progress=progress)
     else:
-        load_decoder(target, checkpoint, storage=plan.quantization, device=device, progress=progress)
+        load_checkpoint(target, checkpoint, storage=plan.quantization, device=device, progress=progress)
     kernels = kernels_for(getattr(torch, plan.dtype), device, is_fast=not plan.same_bits)
     return bind(target.requires_grad_(False).eval(), kernels)
 
@@ -346,7 +345,6 @@ def load_dflash(
         has_head = config.draft_vocab_size != config.vocab_size  # only then must it have its own
     else:
         has_head = config.has_own_head(is_stored="lm_head.weight" in checkpoint.tensors())
-        check_copies(checkpoint, config)
     build = functools.partial(
         body_type(config),
         config,
@@ -360,7 +358,7 @@ def load_dflash(
         fill(model, storage=plan.draft_quantization, device=device)
         ids = vocab_map(config.draft_vocab_size, config.vocab_size, device)
     else:
-        load_drafter(model, checkpoint, storage=plan.draft_quantization, device=device)
+        load_checkpoint(model, checkpoint, storage=plan.draft_quantization, device=device)
         ids = _vocab_map(checkpoint, config, has_head, device)
         if isinstance(model, DFlash2):
             model.leave_out_idle_convs()

@@ -15,12 +15,11 @@ from blockdraft.checkpoints.read_draft_config import (
     draft_kind,
     read_draft_config,
 )
-from blockdraft.checkpoints.weights import load_drafter
+from blockdraft.checkpoints.weights import load_checkpoint
 from blockdraft.errors import ModelError, SettingsError
 from blockdraft.models.config import AttentionConfig, ModelConfig
 from blockdraft.models.decoder import Decoder
-from blockdraft.models.dflash import DFlash, DFlashLayer
-from blockdraft.models.dflash2 import BlockConv, DFlash2, body_type
+from blockdraft.models.dflash import BlockConv, DFlash, DFlash2, DFlashLayer, body_type
 from blockdraft.models.draft_config import KIND_NAMES, DraftConfig, DraftKind
 from blockdraft.models.layers import Attention, DecoderLayer, GatedMLP, Linear, RMSNorm
 from blockdraft.training import spark
@@ -177,7 +176,7 @@ def load_weights(model: DFlash, source: str, device: torch.device) -> None:
     config = read_draft_config(checkpoint.config, name=source)
     with torch.device(device):
         stored = body_type(config)(config, first_layer=0, max_positions=1, has_head=False, device=device)
-    load_drafter(stored, checkpoint, storage="none", device=device)
+    load_checkpoint(stored, checkpoint, storage="none", device=device)
     model.load_state_dict({**model.state_dict(), **stored.state_dict()})
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from blockdraft.models.dflash2 import CandidateSelector
+from blockdraft.models.dflash import CandidateSelector
 from blockdraft.training.job import Objective
 from blockdraft.training.objective import CHUNK_BYTES, Head, Scores, Teacher, column_weights
 

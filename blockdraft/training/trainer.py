@@ -19,8 +19,7 @@ from blockdraft.engine.engine import mix
 from blockdraft.kernels.sampling import SamplingBatch
 from blockdraft.kernels.transfer import to_device
 from blockdraft.models.decoder import Decoder
-from blockdraft.models.dflash import DFlash, DFlashLayer
-from blockdraft.models.dflash2 import DFlash2
+from blockdraft.models.dflash import DFlash, DFlash2, DFlashLayer
 from blockdraft.step.pairs import PairDrafter, drafter_type
 from blockdraft.training.anchor_walk import Walk
 from blockdraft.training.features import FeatureReader, KeptFeatures

@@ -14,7 +14,7 @@ from blockdraft.checkpoints.read_draft_config import read_draft_config
 from blockdraft.cli.main import main
 from blockdraft.errors import SettingsError
 from blockdraft.kernels.kernels import REFERENCE
-from blockdraft.models.dflash2 import CandidateSelector
+from blockdraft.models.dflash import CandidateSelector
 from blockdraft.models.kernel_module import with_kernels
 from blockdraft.settings.settings import Settings
 from blockdraft.start.loading import load_models
