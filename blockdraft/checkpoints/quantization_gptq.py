@@ -15,7 +15,7 @@ _REGEX_CHARACTERS = frozenset("*+?^$()[]{}|\\")
 
 @dataclass(frozen=True, slots=True)
 class _GptqSettings:
-    """Settings of GPTQ and AutoRound for all modules; some modules may change them."""
+    """Parameters of GPTQ and AutoRound for all modules; some modules may change them."""
 
     bits: int
     zero_offset: int | None
@@ -58,11 +58,11 @@ def read_gptq(section: Fields) -> Quantization:
     layout = section.get("checkpoint_format", str, section.get("format", str, "gptq")).lower()
     if layout not in ("gptq", "gptq_v2"):
         raise section.wrong("checkpoint_format", layout, "which is not supported")
-    settings = _GptqSettings(section.get("bits", int), 1 if layout == "gptq" else 0).changed(section)
-    scheme = settings.scheme(section, "gptq")
+    parameters = _GptqSettings(section.get("bits", int), 1 if layout == "gptq" else 0).changed(section)
+    scheme = parameters.scheme(section, "gptq")
     is_left_out = _left_out(section)
     inside = _flat_names(section, "modules_in_block_to_quantize")
-    dynamic = _dynamic(section, settings)
+    dynamic = _dynamic(section, parameters)
 
     def rule(module: str) -> Scheme | None:
         if is_left_out(module):
@@ -74,7 +74,7 @@ def read_gptq(section: Fields) -> Quantization:
                 return changed
         return scheme
 
-    return Quantization(f"gptq {settings.bits} bit", rule)
+    return Quantization(f"gptq {parameters.bits} bit", rule)
 
 
 def _left_out(section: Fields) -> Callable[[str], bool]:
@@ -83,13 +83,13 @@ def _left_out(section: Fields) -> Callable[[str], bool]:
     return lambda module: is_router(module) or (is_head(module) and not has_head)
 
 
-def _dynamic(section: Fields, settings: _GptqSettings) -> list[tuple[re.Pattern[str], Scheme | None]]:
-    """GPTQModel's exceptions: "-:" before an expression skips modules, "+:" or no prefix changes settings."""
+def _dynamic(section: Fields, parameters: _GptqSettings) -> list[tuple[re.Pattern[str], Scheme | None]]:
+    """GPTQModel's exceptions: "-:" before an expression skips modules, "+:" or no prefix changes them."""
     rules = section.section("dynamic")
     exceptions: list[tuple[re.Pattern[str], Scheme | None]] = []
     for key in rules.raw:
         sign, pattern = (key[0], key[2:]) if key[:2] in ("-:", "+:") else ("+", key)
-        changed = None if sign == "-" else settings.changed(rules.section(key)).scheme(section, "gptq")
+        changed = None if sign == "-" else parameters.changed(rules.section(key)).scheme(section, "gptq")
         exceptions.append((regex(section, "dynamic", pattern), changed))
     return exceptions
 
@@ -125,20 +125,20 @@ def read_auto_round(section: Fields) -> Quantization:
     if layout not in ("auto_round", "auto_round:gptq", "auto_round:auto_gptq", "auto_round:auto_awq"):
         raise section.wrong("packing_format", layout, "which is not supported")
     is_awq = layout == "auto_round:auto_awq"
-    settings = _GptqSettings(section.get("bits", int), 1 if layout == "auto_round:auto_gptq" else None)
-    settings = replace(settings.changed(section), is_reordered=False)
+    parameters = _GptqSettings(section.get("bits", int), 1 if layout == "auto_round:auto_gptq" else None)
+    parameters = replace(parameters.changed(section), is_reordered=False)
 
-    def build(fields: Fields, settings: _GptqSettings) -> Scheme | None:
-        if settings.bits >= 16:
+    def build(fields: Fields, parameters: _GptqSettings) -> Scheme | None:
+        if parameters.bits >= 16:
             return None
         fields.refuse("data_type", "int")
         if is_awq:
-            return _awq_scheme(fields, bits=settings.bits, group_size=settings.group_size)
-        return settings.scheme(fields, "auto-round (gptq)")
+            return _awq_scheme(fields, bits=parameters.bits, group_size=parameters.group_size)
+        return parameters.scheme(fields, "auto-round (gptq)")
 
-    scheme = build(section, settings)
+    scheme = build(section, parameters)
     extra = section.section("extra_config")
-    exact = {key: build(extra.section(key), settings.changed(extra.section(key))) for key in extra.raw}
+    exact = {key: build(extra.section(key), parameters.changed(extra.section(key))) for key in extra.raw}
     patterns = [
         (regex(section, "extra_config", key), exact[key]) for key in exact if _REGEX_CHARACTERS & set(key)
     ]
@@ -154,7 +154,7 @@ def read_auto_round(section: Fields) -> Quantization:
             return scheme if module.startswith(tuple(blocks)) else None
         return None if is_head(module) else scheme
 
-    return Quantization(f"auto-round {settings.bits} bit", rule)
+    return Quantization(f"auto-round {parameters.bits} bit", rule)
 
 
 def _group_size(fields: Fields, size: int) -> int | None:

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from blockdraft.errors import BlockdraftError
-from blockdraft.machine.cards import Card
-from blockdraft.machine.machine import Machine
-from blockdraft.planner.acceptance import Acceptance, fading
+from blockdraft.planner.acceptance import fading
 from blockdraft.planner.estimate import Step, committed, estimate_step, first_token_s, served_per_s
 from blockdraft.planner.external import fit_external
 from blockdraft.planner.memory_fit import Fit, fit_native
-from blockdraft.planner.pair import Pair
-from blockdraft.planner.resolver import asked_otherwise
-from blockdraft.settings.settings import Settings
+from blockdraft.planner.pair import Case
 
 TEAM_ROWS, TEAM_MIN = 16, 4
 FLEET_ROWS, FLEET_MIN, FLEET_CONTEXT = 128, 32, 16_384
@@ -26,18 +22,6 @@ CROWD_ROWS = (32, 16, 8, 4)
 KV_DTYPES = ("int8", "tq4")  # of our engine, what is worth trying: gentler first
 _MAX_FIXES = 6
 _WORTH_SAYING = 50e6  # bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """A pair on a machine, and what is known of its speed."""
-
-    settings: Settings
-    machine: Machine
-    pair: Pair
-    card: Card | None  # None: no estimate
-    acceptance: Acceptance
-    is_allowed: Callable[[Settings], bool] = lambda settings: True  # not known to go wrong
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +42,8 @@ class Fix:
     needs: str = ""  # beside flags
 
 
-def fit_pair(settings: Settings, machine: Machine, pair: Pair) -> Fit:
-    if settings.engine == "native":
-        return fit_native(settings, machine, pair)
-    return fit_external(settings, machine, pair)
+def fit_pair(case: Case) -> Fit:
+    return fit_native(case) if case.settings.engine == "native" else fit_external(case)
 
 
 # ---- speed
@@ -90,9 +72,10 @@ def estimate_speed(case: Case, fit: Fit, *, rows: int, context: int, width: int)
     left = fading(context)
     by_kind = {}
     if width > 1 and case.pair.block > 1:
-        block = case.acceptance.block or case.pair.block
+        acceptance = case.pair.acceptance
+        block = acceptance.block or case.pair.block
         for kind in ("code", "maths", "chat"):
-            mean = 1.0 + (case.acceptance.committed(kind) - 1.0) * left
+            mean = 1.0 + (acceptance.committed(kind) - 1.0) * left
             by_kind[kind] = served_per_s(step, committed(mean, width=width, block=block), first_s)
     return Speed(step, served_per_s(plain, 1.0, first_s), by_kind)
 
@@ -130,12 +113,8 @@ def advise(case: Case) -> tuple[Advice, ...]:
     return tuple(line for line in lines if line is not None)
 
 
-def _with(case: Case, **changes: object) -> Case:
-    return replace(case, settings=asked_otherwise(case.settings, **changes))
-
-
 def _single(case: Case) -> Advice | None:
-    fit = _tried(_with(case, max_num_seqs=1, max_model_len="auto"))
+    fit = _tried(case.asking(max_num_seqs=1, max_model_len="auto"))
     if fit is None:
         return None
     width, speed = best_width(case, fit, rows=1, context=TYPICAL_CONTEXT)
@@ -146,31 +125,31 @@ def _single(case: Case) -> Advice | None:
 def _team(case: Case) -> Advice | None:
     """As many as have room for a context of use, up to 16; where four have none, what gives it to them."""
     who, context = "4-16 users", min(LEAST_CONTEXT, case.pair.target.shape.max_positions)
-    if _tried(_with(case, max_num_seqs=1, max_model_len="auto")) is None:
+    if _tried(case.asking(max_num_seqs=1, max_model_len="auto")) is None:
         return None
-    for flags, roomier in _larger_cache(_with(case, max_num_seqs=TEAM_ROWS, max_model_len=context)):
+    for flags, roomier in _larger_cache(case.asking(max_num_seqs=TEAM_ROWS, max_model_len=context)):
         fit = _tried(roomier)
         if fit is not None and fit.sequences(context) >= TEAM_ROWS:
             return Advice(
                 who, f"{flags} --max-num-seqs {TEAM_ROWS}", f"{TEAM_ROWS} at {context:,} tokens each"
             )
     for rows in range(TEAM_ROWS, TEAM_MIN - 1, -1):
-        fit = _tried(_with(case, max_num_seqs=rows, max_model_len="auto"))
+        fit = _tried(case.asking(max_num_seqs=rows, max_model_len="auto"))
         longest = 0 if fit is None else fit.longest(rows, fit.max_model_len)
         if fit is not None and longest >= context:
             width, speed = best_width(case, fit, rows=rows, context=TYPICAL_CONTEXT)
             result = f"{rows} at {longest:,} tokens each{_speed_text(speed, rows)}"
             return Advice(who, f"--max-num-seqs {rows}{_width_flag(case, fit, width)}", result)
-    return _what_it_takes(who, _with(case, max_num_seqs=TEAM_MIN, max_model_len=context), TEAM_MIN, context)
+    return _what_it_takes(who, case.asking(max_num_seqs=TEAM_MIN, max_model_len=context), TEAM_MIN, context)
 
 
 def _fleet(case: Case) -> Advice | None:
     """Many short conversations with tools: the cache is what runs out."""
     context = min(FLEET_CONTEXT, case.pair.target.shape.max_positions)
-    fit = _tried(_with(case, max_num_seqs=FLEET_ROWS, max_model_len=context))
+    fit = _tried(case.asking(max_num_seqs=FLEET_ROWS, max_model_len=context))
     count = 0 if fit is None else fit.sequences(context)
     if fit is None or count < FLEET_MIN:
-        smallest = _with(case, max_num_seqs=FLEET_MIN, max_model_len=context)
+        smallest = case.asking(max_num_seqs=FLEET_MIN, max_model_len=context)
         return _what_it_takes("agent fleet", smallest, FLEET_MIN, context)
     width, speed = best_width(case, fit, rows=count, context=TYPICAL_CONTEXT)
     flags = f"--max-num-seqs {count} --max-model-len {context}{_width_flag(case, fit, width)}"
@@ -197,7 +176,7 @@ def _long(case: Case) -> Advice | None:
     limit = case.pair.target.shape.max_positions
     if limit <= LONG_CONTEXT:
         return Advice("long context", "-", f"the model knows {limit:,} positions")
-    fit = _tried(_with(case, max_num_seqs=1, max_model_len="auto"))
+    fit = _tried(case.asking(max_num_seqs=1, max_model_len="auto"))
     if fit is None:
         return None
     longest = fit.max_model_len
@@ -213,8 +192,8 @@ def _crowd(case: Case) -> Advice | None:
         return None
     fit = _tried(case)
     context = wanted(case)[0] if fit is None or case.settings.max_model_len != "auto" else fit.max_model_len
-    case = _with(case, max_model_len=context)
-    (before, _), *after = (_most(_with(case, kv_dtype=name), context) for name in ("auto", *KV_DTYPES))
+    case = case.asking(max_model_len=context)
+    (before, _), *after = (_most(case.asking(kv_dtype=name), context) for name in ("auto", *KV_DTYPES))
     found = {name: most for name, most in zip(KV_DTYPES, after, strict=True) if most[0] > before}
     if not found:
         return None
@@ -229,7 +208,7 @@ def _most(case: Case, context: int) -> tuple[int, str]:
     """Sequences at once, and the flag that it takes: what each row has from the start is room of others."""
     found = [(0, "")]
     for rows in (case.settings.max_num_seqs, *(CROWD_ROWS if case.settings.max_num_seqs == "auto" else ())):
-        fit = _tried(_with(case, max_num_seqs=rows))
+        fit = _tried(case.asking(max_num_seqs=rows))
         if fit is not None:
             found.append((fit.sequences(context), "" if rows == "auto" else f" --max-num-seqs {rows}"))
     return max(found, key=lambda one: one[0])
@@ -306,18 +285,18 @@ def _savings(case: Case) -> Iterator[tuple[str, Case]]:
     fewer_bits = "fp8" if case.machine.gpu_bytes and case.settings.device != "cpu" else "int8"
     if pair.target.stored.method is None and case.settings.quantization in ("auto", "none"):
         if is_native or fewer_bits == "fp8":
-            yield f"--quantization {fewer_bits}", _with(case, quantization=fewer_bits)
+            yield f"--quantization {fewer_bits}", case.asking(quantization=fewer_bits)
     elif is_native and case.settings.quantization == "none":
-        yield "--quantization keep", _with(case, quantization="keep")
+        yield "--quantization keep", case.asking(quantization="keep")
     if pair.draft is not None and pair.draft.stored.method is None and is_native:
-        yield f"--draft-quantization {fewer_bits}", _with(case, draft_quantization=fewer_bits)
+        yield f"--draft-quantization {fewer_bits}", case.asking(draft_quantization=fewer_bits)
     if case.settings.kv_dtype == "auto":
         for kv_dtype in KV_DTYPES if is_native else ("fp8",):
-            yield f"--kv-dtype {kv_dtype}", _with(case, kv_dtype=kv_dtype)
+            yield f"--kv-dtype {kv_dtype}", case.asking(kv_dtype=kv_dtype)
     if case.settings.max_num_seqs == "auto":
-        yield f"--max-num-seqs {TEAM_ROWS}", _with(case, max_num_seqs=TEAM_ROWS)
+        yield f"--max-num-seqs {TEAM_ROWS}", case.asking(max_num_seqs=TEAM_ROWS)
     if case.settings.max_prefill_tokens == "auto":
-        yield "--max-prefill-tokens 512", _with(case, max_prefill_tokens=512)
+        yield "--max-prefill-tokens 512", case.asking(max_prefill_tokens=512)
 
 
 def _larger_cache(case: Case) -> Iterator[tuple[str, Case]]:
@@ -325,37 +304,37 @@ def _larger_cache(case: Case) -> Iterator[tuple[str, Case]]:
     is_cpu = not case.machine.gpu_bytes or case.settings.device == "cpu"
     if not is_cpu or case.settings.engine != "native" or case.settings.cache_bytes != "auto":
         return
-    fit = _planned(_with(case, max_num_seqs=1, max_model_len="auto"))
+    fit = _planned(case.asking(max_num_seqs=1, max_model_len="auto"))
     if fit is not None:
         context, rows = wanted(case)
         # With what pages leave empty, in whole gigabytes.
         num_bytes = math.ceil(fit.footprint.at(context) * rows * 1.01 / 1e9) * 10**9
         fixed = sum(item.num_bytes for item in fit.items if not item.name.endswith("cache"))
         if fixed + num_bytes <= fit.budget:
-            yield f"--cache-bytes {num_bytes}", _with(case, cache_bytes=num_bytes)
+            yield f"--cache-bytes {num_bytes}", case.asking(cache_bytes=num_bytes)
 
 
 def _without_drafter(case: Case) -> Iterator[tuple[str, Case]]:
     """What serves the same, slower."""
     if case.pair.draft is not None and case.settings.synthetic_acceptance is None:
         plain = replace(case.pair, draft=None, draft_config=None, block=1)
-        without = _with(case, draft=None, draft_ngram="auto", width="auto")
+        without = case.asking(draft=None, draft_ngram="auto", width="auto")
         yield "--draft none", replace(without, pair=plain)
 
 
 def _smaller(case: Case) -> Iterator[tuple[str, Case]]:
     """What serves less."""
     context, rows = wanted(case)
-    tried = _tried(_with(case, max_model_len="auto", max_num_seqs=max(rows, 1)))
+    tried = _tried(case.asking(max_model_len="auto", max_num_seqs=max(rows, 1)))
     if tried is not None:
         longest = tried.longest(rows, min(context, tried.max_model_len)) // 256 * 256
         if 256 <= longest < context:
-            yield f"--max-model-len {longest}", _with(case, max_model_len=longest, max_num_seqs=rows)
+            yield f"--max-model-len {longest}", case.asking(max_model_len=longest, max_num_seqs=rows)
     if rows > 1:
-        asked = _tried(_with(case, max_num_seqs=rows))
+        asked = _tried(case.asking(max_num_seqs=rows))
         count = 1 if asked is None else max(asked.sequences(context), 1)
         if count < rows:
-            yield f"--max-num-seqs {count}", _with(case, max_num_seqs=count)
+            yield f"--max-num-seqs {count}", case.asking(max_num_seqs=count)
 
 
 def _other_engines(case: Case) -> Iterator[tuple[str, Case]]:
@@ -365,28 +344,28 @@ def _other_engines(case: Case) -> Iterator[tuple[str, Case]]:
     engine = "vllm" if case.settings.engine == "native" else case.settings.engine
     name = f"--engine {engine} " if case.settings.engine == "native" else ""
     # Without what only our own engine understands.
-    base = _with(_without_ngrams(case), quantization="auto", draft_quantization="auto", cache_bytes="auto")
-    base = _with(base, engine=engine)
+    base = _without_ngrams(case).asking(quantization="auto", draft_quantization="auto", cache_bytes="auto")
+    base = base.asking(engine=engine)
     if case.pair.is_ngram:
         name += "--draft none "
     elif case.settings.draft_ngram not in ("auto", 0):
         name += "--draft-ngram 0 "
     if case.settings.engine == "native":
-        yield f"{name}--kv-dtype fp8", _with(base, kv_dtype="fp8")
+        yield f"{name}--kv-dtype fp8", base.asking(kv_dtype="fp8")
     for count in (2, 4, 8):
         if count > case.settings.tensor_parallel:
-            flags, changed = f"{name}--tensor-parallel {count}", _with(base, tensor_parallel=count)
+            flags, changed = f"{name}--tensor-parallel {count}", base.asking(tensor_parallel=count)
             if case.machine.is_unified:  # one GPU in each such machine
                 flags += f" --num-nodes {count} --head-address HOST"
-                changed = _with(changed, num_nodes=count, head_address="HOST")
+                changed = changed.asking(num_nodes=count, head_address="HOST")
             yield flags, changed
 
 
 def _without_ngrams(case: Case) -> Case:
     if not case.pair.is_ngram:
-        return _with(case, draft_ngram="auto")
+        return case.asking(draft_ngram="auto")
     plain = replace(case.pair, block=1, is_ngram=False)
-    return replace(_with(case, draft=None, draft_ngram="auto", width="auto"), pair=plain)
+    return replace(case.asking(draft=None, draft_ngram="auto", width="auto"), pair=plain)
 
 
 def _needs(case: Case) -> str:
@@ -403,6 +382,6 @@ def _tried(case: Case) -> Fit | None:
 def _planned(case: Case) -> Fit | None:
     """The same also of what does not fit."""
     try:
-        return fit_pair(case.settings, case.machine, case.pair) if case.is_allowed(case.settings) else None
+        return fit_pair(case) if case.is_allowed(case) else None
     except BlockdraftError:
         return None

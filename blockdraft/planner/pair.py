@@ -1,17 +1,31 @@
-"""The pair that is to be served, found, read and checked without torch."""
+"""Finds, reads and checks the pair that is to be served, without torch."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from blockdraft.checkpoints.read_draft_config import draft_block, read_draft_config
 from blockdraft.checkpoints.read_model_config import read_target
 from blockdraft.errors import FetchError, ModelError
+from blockdraft.machine.cards import Card
+from blockdraft.machine.machine import Machine
 from blockdraft.models.config import ModelConfig
 from blockdraft.models.draft_config import DraftConfig, check_pair
+from blockdraft.planner.acceptance import (
+    Acceptance,
+    drafter_acceptance,
+    own_acceptance,
+    published_acceptance,
+)
 from blockdraft.planner.gguf_drafter import known_drafter
 from blockdraft.planner.plan import NGRAM_BLOCK, Weights
-from blockdraft.planner.resolver import may_take_known_drafter, with_drafter
+from blockdraft.planner.resolver import (
+    asked_otherwise,
+    may_take_known_drafter,
+    runs_on_cpu,
+    with_drafter,
+)
 from blockdraft.planner.shape import Shape, draft_shape, raw_shape, target_shape
 from blockdraft.planner.stored import Stored, open_stored
 from blockdraft.settings.settings import NGRAM, Settings
@@ -51,6 +65,37 @@ class Pair:
     @property
     def models(self) -> tuple[Model, ...]:
         return (self.target,) if self.draft is None else (self.target, self.draft)
+
+    @property
+    def acceptance(self) -> Acceptance:
+        """What is known of the drafter: measured with it, told by its files, or published for the target."""
+        name = self.draft_name if self.draft is None else self.draft.shape.name
+        measured = drafter_acceptance(name)
+        if measured is not None:
+            return measured
+        if self.draft is not None and self.draft.stored.fit_file:
+            return own_acceptance(self.draft.stored.fit_file, name=name)
+        kind = "dflash" if self.draft_config is None else self.draft_config.kind
+        return published_acceptance(self.target.shape.name, name, kind)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A pair on a machine, as asked for."""
+
+    settings: Settings
+    machine: Machine
+    pair: Pair
+    card: Card | None = None  # None: its speed is not known, so nothing is estimated
+    is_allowed: Callable[[Case], bool] = lambda case: True  # nothing else is advised
+
+    def asking(self, **changes: object) -> Case:
+        """Return the case with other settings."""
+        return replace(self, settings=asked_otherwise(self.settings, **changes))
+
+    @property
+    def is_cpu(self) -> bool:
+        return runs_on_cpu(self.settings, self.machine)
 
 
 def open_pair(settings: Settings, *, on_card: bool = False) -> Pair:

@@ -17,7 +17,7 @@ from blockdraft.kernels.cpu import why_not_here
 from blockdraft.machine.machine import Machine
 from blockdraft.models.config import ModelConfig, Storage
 from blockdraft.models.draft_config import DraftConfig
-from blockdraft.planner.kv_choice import KvChoice, kv_choice
+from blockdraft.planner.kv_choice import KvChoice, KvRequest, kv_choice
 from blockdraft.planner.plan import (
     ASKED,
     CACHE_HOLDS,
@@ -128,17 +128,15 @@ class _Needs:
     num_exact_pages: Callable[[int], int]  # by the number of rows
 
     @staticmethod
-    def of(
-        kv: KvChoice, specs: tuple[LayerSpec, ...], settings: Settings, dtype: str, block: int, chunk: int
-    ) -> _Needs:
+    def of(kv: KvChoice, specs: tuple[LayerSpec, ...], dtype: str, block: int, chunk: int) -> _Needs:
         """`chunk`: prompt tokens of all steps in flight."""
         exact = exact_bytes_per_token(specs, ELEMENT_BYTES[dtype])
         return _Needs(
             bytes_per_token(specs, ELEMENT_BYTES[dtype]),
             bytes_per_row(specs, ELEMENT_BYTES[dtype], block),
-            kv.row_tokens(settings, block) * exact,
-            settings.page_size * exact,
-            partial(kv.num_exact_pages, settings, block=block, chunk=chunk),
+            kv.row_tokens(block) * exact,
+            kv.asked.page_size * exact,
+            partial(kv.num_exact_pages, block=block, chunk=chunk),
         )
 
     def windows(self, max_num_seqs: int) -> int:
@@ -187,11 +185,11 @@ def resolve(
     if draft is None:
         del resolver.reasons["draft_quantization"]
     width, block = _width(resolver, settings, draft, is_cpu=is_cpu)
-    kv = kv_choice(settings, dtype, model, draft, block)
+    kv = kv_choice(_kv_request(settings), dtype, model, draft, block)
     resolver.reasons.update(kv.reasons)
     overlap = resolver.take("overlap", not is_cpu, NO_GAIN if is_cpu else "it hides the host's work")
     chunk = resolver.take("max_prefill_tokens", 256 if is_cpu else 2048, usual)
-    needs = _Needs.of(kv, kv.specs(model, draft), settings, dtype, block, chunk * (1 + overlap))
+    needs = _Needs.of(kv, kv.specs(model, draft), dtype, block, chunk * (1 + overlap))
     contexts = 2 * model.max_positions * needs.token
     total = partial(_cache_bytes, settings, machine, held, is_cpu=is_cpu)
     rows = _rows(memory, needs, total(contexts), block * model.vocab_size, is_cpu=is_cpu)
@@ -230,6 +228,10 @@ def _dtype(*, is_cpu: bool) -> tuple[str, str]:
     if is_cpu:
         return "float32", "the CPU's kernels are fastest in it"
     return "bfloat16", "GPUs multiply it natively"
+
+
+def _kv_request(settings: Settings) -> KvRequest:
+    return KvRequest(settings.kv_dtype, settings.draft_kv_dtype, settings.kv_window, settings.page_size)
 
 
 def _start_rules(settings: Settings, machine: Machine) -> StartRules:

@@ -85,6 +85,13 @@ class Opened:
     labels: Labels
 
 
+def load_pair(
+    report: Callable[[str], None] = lambda line: None, **settings: object
+) -> tuple[LoadedPair, Plan]:
+    """Load a pair by the values of its settings."""
+    return load_models(Settings(**settings), report)  # type: ignore[arg-type]
+
+
 def load_models(settings: Settings, report: Callable[[str], None]) -> tuple[LoadedPair, Plan]:
     """Open, check, plan, then read the weights: every cheap check comes before the expensive part."""
     opened = open_models(settings, report)

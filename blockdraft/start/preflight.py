@@ -7,7 +7,7 @@ from collections.abc import Callable
 from blockdraft.errors import CapacityError, FetchError
 from blockdraft.machine.machine import may_have_gpu, read_machine
 from blockdraft.planner.memory_fit import fit_native
-from blockdraft.planner.pair import open_pair
+from blockdraft.planner.pair import Case, open_pair
 from blockdraft.settings.recipe import check_recipe_card
 from blockdraft.settings.settings import Settings, pin_threads
 from blockdraft.start.chat_template import read_chat_template
@@ -27,7 +27,7 @@ def check_native(settings: Settings, warn: Callable[[str], None] = lambda line: 
     if settings.device == "cuda" and not machine.gpu_bytes:
         return
     try:
-        fit = fit_native(settings, machine, open_pair(settings))
+        fit = fit_native(Case(settings, machine, open_pair(settings)))
     except FetchError:
         return
     if fit.problem is not None and fit.weight_bytes > fit.budget:
