@@ -37,6 +37,7 @@ from blockdraft.models.registry import build_decoder
 from blockdraft.planner.gguf_drafter import KnownDrafter, known_drafter
 from blockdraft.planner.plan import Plan, Weights
 from blockdraft.planner.resolver import may_take_known_drafter, resolve, with_drafter
+from blockdraft.planner.values import Values, draft_values, target_values
 from blockdraft.settings.acceptance_profile import acceptance_rates
 from blockdraft.settings.settings import NGRAM, Settings, check_device
 from blockdraft.start.card_errors import unusable, usage
@@ -136,7 +137,7 @@ def _open_target(settings: Settings, device: torch.device, report: Callable[[str
     if settings.sampling_defaults == "model":
         file = "its metadata" if isinstance(checkpoint, GgufCheckpoint) else GENERATION_FILE
         sampling = sampling_defaults(checkpoint.generation_file, name=checkpoint.name, file=file)
-    weights = _weights(checkpoint, functools.partial(_decoder, config, (), 1, device))
+    weights = _weights(checkpoint, target_values(config))
     return OpenedTarget(checkpoint, config, weights, Tokenizer(parts), has_tokenizer, sampling)
 
 
@@ -153,9 +154,8 @@ def _open_drafter(
     config = read_draft_config(checkpoint.config, name=checkpoint.name)
     check_pair(config, target.config, target.tokenizer.eos_ids)
     acceptance = read_fit(checkpoint.fit_file, name=checkpoint.name)
-    model = body_type(config)
-    build = functools.partial(model, config, first_layer=0, max_positions=1, has_head=False, device=device)
-    return OpenedDrafter(checkpoint, config, _weights(checkpoint, build), acceptance)
+    values = draft_values(config, has_head=_has_head(checkpoint if needs_weights else None, config))
+    return OpenedDrafter(checkpoint, config, _weights(checkpoint, values), acceptance)
 
 
 def _open_known(
@@ -298,20 +298,20 @@ def _acceptance(drafter: Drafter, draft: OpenedDrafter | None) -> Acceptance:
     return NGRAM_ACCEPTANCE if isinstance(drafter, NgramDrafter) else {}
 
 
-def _weights(checkpoint: Checkpoint, build: Callable[[], nn.Module]) -> Weights:
-    """How large a checkpoint is and how it is quantised; `build` makes its model."""
-    try:
-        num_values = sum(parameter.numel() for parameter in _empty(build, "float32").parameters())
-    except (RuntimeError, TypeError, OverflowError) as error:
-        raise ModelError(
-            f"'{checkpoint.name}': config.json describes a model that no machine holds ({error}). "
-            "Fetch it again."
-        ) from None
+def _weights(checkpoint: Checkpoint, values: Values) -> Weights:
+    """Return how large a checkpoint's model is, and how the checkpoint is quantised."""
     quantization = read_quantization(checkpoint.config, checkpoint.quant_file, name=checkpoint.name)
     if quantization is not None:
-        return Weights(num_values, quantization.name)
+        return Weights(values.total, quantization.name)
     is_packed = any(checkpoint.ggml_type(name) is not None for name in checkpoint.tensors())
-    return Weights(num_values, "GGUF" if is_packed else None)
+    return Weights(values.total, "GGUF" if is_packed else None)
+
+
+def _has_head(checkpoint: Checkpoint | None, config: DraftConfig) -> bool:
+    """Return whether a drafter brings a head of its own; without a checkpoint, only where it must."""
+    if checkpoint is None:
+        return config.draft_vocab_size != config.vocab_size
+    return config.has_own_head(is_stored="lm_head.weight" in checkpoint.tensors())
 
 
 def _how(quantization: str) -> str:
@@ -328,17 +328,16 @@ def load_target(
 ) -> Decoder:
     """The target with the weights of `checkpoint`; None: with random ones."""
     taps = draft.taps if draft is not None else ()
-    target = _empty(lambda: _decoder(config, taps, plan.max_positions, device), plan.dtype)
+    build = functools.partial(
+        build_decoder, config, taps=taps, max_positions=plan.max_positions, device=device
+    )
+    target = _empty(config.name, build, plan.dtype)
     if checkpoint is None:
         fill(target, storage=plan.quantization, device=device, progress=progress)
     else:
         load_decoder(target, checkpoint, storage=plan.quantization, device=device, progress=progress)
     kernels = kernels_for(getattr(torch, plan.dtype), device, is_fast=not plan.same_bits)
     return bind(target.requires_grad_(False).eval(), kernels)
-
-
-def _decoder(config: ModelConfig, taps: tuple[int, ...], max_positions: int, device: torch.device) -> Decoder:
-    return build_decoder(config, taps=taps, max_positions=max_positions, device=device)
 
 
 def load_dflash(
@@ -349,10 +348,8 @@ def load_dflash(
     device: torch.device,
 ) -> DFlashDrafter:
     """The drafter with the weights of `checkpoint`; None: with random ones."""
-    if checkpoint is None:
-        has_head = config.draft_vocab_size != config.vocab_size  # only then must it have its own
-    else:
-        has_head = config.has_own_head(is_stored="lm_head.weight" in checkpoint.tensors())
+    has_head = _has_head(checkpoint, config)
+    if checkpoint is not None:
         check_copies(checkpoint, config)
     build = functools.partial(
         body_type(config),
@@ -362,7 +359,7 @@ def load_dflash(
         has_head=has_head,
         device=device,
     )
-    model = _empty(build, plan.dtype)
+    model = _empty(config.name, build, plan.dtype)
     if checkpoint is None:
         fill(model, storage=plan.draft_quantization, device=device)
         ids = vocab_map(config.draft_vocab_size, config.vocab_size, device)
@@ -375,13 +372,17 @@ def load_dflash(
     return drafter_type(config)(model, target, ids, draft_ngram=plan.draft_ngram)
 
 
-def _empty(build: Callable[[], Module], dtype: str) -> Module:
-    """A module of `dtype` without memory for its parameters."""
+def _empty(name: str, build: Callable[[], Module], dtype: str) -> Module:
+    """Build a model of `dtype` without memory for its parameters."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, dtype))
     try:
         with torch.device("meta"):
             return build()
+    except (RuntimeError, TypeError, OverflowError) as error:
+        raise ModelError(
+            f"'{name}': config.json describes a model that no machine holds ({error}). Fetch it again."
+        ) from None
     finally:
         torch.set_default_dtype(before)
 
