@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+from blockdraft.checkpoints.on_disk import stored_models
 from blockdraft.settings.recipe import Expectation
 
 FILE = Path(__file__).with_name("known_pairs.toml")
@@ -136,3 +137,25 @@ def _has(wanted: str, *texts: str) -> bool:
 
 def _gigabytes(billions: float | None) -> float | None:
     return None if billions is None else round(billions * BYTES_PER_PARAMETER, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class KnownDrafter:
+    """A drafter that was trained for a model."""
+
+    name: str  # its hub id
+    target: str
+    is_here: bool  # in the hub's cache, with its weights
+
+
+def known_drafter(names: Iterable[str]) -> KnownDrafter | None:
+    """Return the drafter for a model that is called one of `names`; one that is on this disk goes first.
+
+    A GGUF file gets it where it is on this disk: nothing is downloaded that nobody asked for.
+    """
+    pairs = pairs_of(names)
+    if not pairs:
+        return None
+    here = {model.name for model in stored_models() if model.has_weights}
+    found = next((pair for pair in pairs if pair.drafter in here), pairs[0])
+    return KnownDrafter(found.drafter, found.target, found.drafter in here)

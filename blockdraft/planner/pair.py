@@ -18,11 +18,10 @@ from blockdraft.planner.acceptance import (
     own_acceptance,
     published_acceptance,
 )
-from blockdraft.planner.gguf_drafter import known_drafter
 from blockdraft.planner.plan import NGRAM_BLOCK, Weights
 from blockdraft.planner.resolver import (
     asked_otherwise,
-    may_take_known_drafter,
+    known_drafter_for,
     runs_on_cpu,
     with_drafter,
 )
@@ -113,7 +112,7 @@ def open_pair(settings: Settings, *, on_card: bool = False) -> Pair:
         return replace(alone, block=NGRAM_BLOCK, is_ngram=True)
     if draft not in (None, "none"):
         return _with_draft(alone, draft, has_files=has_files, is_native=is_native)
-    known = known_drafter(stored.published_names) if may_take_known_drafter(settings) else None
+    known = known_drafter_for(settings, stored.published_names)
     if known is None or not known.is_here:
         return alone
     try:

@@ -6,7 +6,7 @@ and refuses whatever cannot work. What only a start can measure becomes another 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar, cast
@@ -17,6 +17,7 @@ from blockdraft.kernels.cpu import why_not_here
 from blockdraft.machine.machine import Machine
 from blockdraft.models.config import ModelConfig, Storage
 from blockdraft.models.draft_config import DraftConfig
+from blockdraft.planner.known_pairs import KnownDrafter, known_drafter
 from blockdraft.planner.kv_choice import KvChoice, KvRequest, kv_choice
 from blockdraft.planner.plan import (
     ASKED,
@@ -102,9 +103,15 @@ def named_drafter(
     return "none" if folder is None else str(folder)
 
 
-def may_take_known_drafter(settings: Settings) -> bool:
-    """Return whether a GGUF file gets the drafter that is known for the model its metadata names."""
-    return settings.draft == "auto" and settings.engine == "native" and settings.load_format != "dummy"
+def known_drafter_for(settings: Settings, names: Iterable[str]) -> KnownDrafter | None:
+    """Return the drafter of "auto" for a GGUF file whose metadata calls its model one of `names`."""
+    is_auto = settings.draft == "auto" and settings.engine == "native" and settings.load_format != "dummy"
+    return known_drafter(names) if is_auto else None
+
+
+def device_for(asked: str, *, has_gpu: bool) -> str:
+    """Return the device that `asked` means: "auto" is the GPU, where there is one."""
+    return asked if asked != "auto" else "cuda" if has_gpu else "cpu"
 
 
 # ---- the plan
@@ -282,7 +289,7 @@ def _same_bits(resolver: _Resolver, settings: Settings, *, is_cpu: bool) -> bool
 
 
 def runs_on_cpu(settings: Settings, machine: Machine) -> bool:
-    return settings.device.split(":")[0] == "cpu" or (settings.device == "auto" and not machine.gpu_bytes)
+    return device_for(settings.device, has_gpu=machine.gpu_bytes > 0).startswith("cpu")
 
 
 def _explain_devices(resolver: _Resolver, settings: Settings, machine: Machine, *, has_draft: bool) -> None:

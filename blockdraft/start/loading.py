@@ -34,15 +34,15 @@ from blockdraft.models.dflash2 import DFlash2, body_type
 from blockdraft.models.draft_config import DraftConfig, check_pair
 from blockdraft.models.kernel_module import bind
 from blockdraft.models.registry import build_decoder
-from blockdraft.planner.gguf_drafter import KnownDrafter, known_drafter
+from blockdraft.planner.known_pairs import KnownDrafter
 from blockdraft.planner.plan import Plan, Weights
-from blockdraft.planner.resolver import may_take_known_drafter, resolve, with_drafter
+from blockdraft.planner.resolver import device_for, known_drafter_for, resolve, with_drafter
 from blockdraft.planner.values import Values, draft_values, target_values
 from blockdraft.settings.acceptance_profile import acceptance_rates
 from blockdraft.settings.settings import NGRAM, Settings, check_device
 from blockdraft.start.card_errors import unusable, usage
-from blockdraft.start.chat_template import read_chat_template
 from blockdraft.start.gguf_choices import gguf_choices
+from blockdraft.start.preflight import read_chat_template
 from blockdraft.step.dflash import DFlashDrafter
 from blockdraft.step.drafter import Drafter, NoDrafter
 from blockdraft.step.ngram import NGRAM_ACCEPTANCE, NgramDrafter
@@ -108,8 +108,8 @@ def open_models(settings: Settings, report: Callable[[str], None]) -> Opened:
     if source not in (None, "none", NGRAM):
         needs_weights = settings.load_format != "dummy"
         draft = _open_drafter(source, target, device, report, needs_weights=needs_weights)
-    elif isinstance(target.checkpoint, GgufCheckpoint) and may_take_known_drafter(settings):
-        known = known_drafter(target.checkpoint.published_names)
+    elif isinstance(target.checkpoint, GgufCheckpoint):
+        known = known_drafter_for(settings, target.checkpoint.published_names)
         draft, why_none = _open_known(known, target, device, report)
     plan = _plan(settings, device, target, draft)
     rates = None if profile is None else acceptance_rates(profile, width=plan.width, block=plan.block)
@@ -217,11 +217,9 @@ def gpu_memory(device: torch.device) -> tuple[int, int]:
 
 
 def resolve_device(name: str) -> str:
-    """ "auto" as a device: the GPU where torch finds one. Raises SettingsError for an unknown device."""
+    """Return the device that `name` means to torch. Raises SettingsError for one that we do not use."""
     check_device(name)
-    if name != "auto":
-        return name
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    return device_for(name, has_gpu=torch.cuda.is_available())
 
 
 def timing_notices(

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
-from blockdraft.errors import CapacityError, FetchError
+from blockdraft.errors import CapacityError, FetchError, ModelError, SettingsError
 from blockdraft.machine.machine import may_have_gpu, read_machine
 from blockdraft.planner.memory_fit import fit_native
 from blockdraft.planner.pair import Case, open_pair
+from blockdraft.planner.resolver import device_for
 from blockdraft.settings.recipe import check_recipe_card
 from blockdraft.settings.settings import Settings, pin_threads
-from blockdraft.start.chat_template import read_chat_template
+from blockdraft.text.template import compile_template
+
+MAX_TEMPLATE_BYTES = 1 << 20  # arbitrary; templates have some ten thousand
 
 
 def check_native(settings: Settings, warn: Callable[[str], None] = lambda line: None) -> None:
@@ -36,5 +40,23 @@ def check_native(settings: Settings, warn: Callable[[str], None] = lambda line: 
 
 def pin_cpu_threads(device: str) -> None:
     """Pin the CPU's threads where the model will surely run on it. Before torch is imported."""
-    if device == "cpu" or (device == "auto" and not may_have_gpu()):
+    if device_for(device, has_gpu=may_have_gpu()) == "cpu":
         pin_threads()
+
+
+def read_chat_template(file: str) -> str:
+    """Return the text of a template that parses. Raises SettingsError."""
+    path = Path(file).expanduser()
+    try:
+        if path.stat().st_size > MAX_TEMPLATE_BYTES:
+            size = f"more than {MAX_TEMPLATE_BYTES} bytes"
+            raise SettingsError(f"--chat-template {file} has {size}: it is no template.")
+        text = path.read_text(encoding="utf-8")
+        compile_template(text)
+    except OSError as error:
+        raise SettingsError(f"--chat-template {file} cannot be read ({error.strerror}).") from None
+    except UnicodeDecodeError:
+        raise SettingsError(f"--chat-template {file} is not UTF-8 text.") from None
+    except ModelError as error:
+        raise SettingsError(f"--chat-template {file}: {error}") from None
+    return text

@@ -399,9 +399,7 @@ def test_a_start_that_measures_another_width_or_chunk_finds_all_verified(fitted,
     monkeypatch.setattr(start, "warm", lambda engine, note, choose: None)
     chunks = iter([64, 32])
     monkeypatch.setattr(
-        start,
-        "plan_with_short_chunk",
-        lambda engine, most, note: replace(engine.plan, max_prefill_tokens=next(chunks)),
+        start, "measure_chunk", lambda engine, note: replace(engine.plan, max_prefill_tokens=next(chunks))
     )
     for found, expected in ((costs(w2=1.2, w3=1.3, w8=2.0), (3, 64)), (costs(w2=1.2, w8=9.0), (2, 32))):
         measured(monkeypatch, found)
