@@ -179,12 +179,12 @@ class StartProgress:
         return self._speculation
 
     def phases(self) -> tuple[Phase, ...]:
-        """Copies, as they are now."""
+        """Return copies of the phases."""
         with self._lock:
             return tuple(replace(phase) for phase in self._phases.values())
 
     def snapshot(self) -> dict[str, object]:
-        """Everything, as plain values."""
+        """Return everything as plain values."""
         with self._lock:
             seconds = self._seconds if self._seconds is not None else self._clock() - self._start_s
             return {

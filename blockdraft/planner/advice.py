@@ -1,4 +1,4 @@
-"""Which configuration for whom, computed: each line is a plan of its own that was tried and fits."""
+"""Advises configurations for six kinds of users: each line is a plan that was tried and fits."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Speed:
 
 
 def estimate_speed(case: Case, fit: Fit, *, rows: int, context: int, width: int) -> Speed | None:
-    """None without a card in our table: its bandwidth is not known."""
+    """Estimate the speed; None: the card is not in our table, so its bandwidth is unknown."""
     if case.card is None or fit.is_cpu:
         return None
     plain = estimate_step(fit, case.pair, case.card, rows=rows, context=context, width=1)
@@ -81,7 +81,7 @@ def estimate_speed(case: Case, fit: Fit, *, rows: int, context: int, width: int)
 
 
 def best_width(case: Case, fit: Fit, *, rows: int, context: int) -> tuple[int, Speed | None]:
-    """The width with the most tokens a second in chat, by the estimate; the plan's where there is none."""
+    """Return the width with the most tokens a second in chat; without an estimate, the plan's."""
     block = case.pair.block
     if case.settings.width != "auto" or block == 1:
         return fit.width, estimate_speed(case, fit, rows=rows, context=context, width=fit.width)
@@ -108,7 +108,7 @@ def _speed_text(speed: Speed | None, rows: int) -> str:
 
 
 def advise(case: Case) -> tuple[Advice, ...]:
-    """Six kinds of users; a line that cannot be had says what would have to change."""
+    """Advise six kinds of users; a line that is impossible says what would have to change."""
     lines = (_single(case), _team(case), _fleet(case), _long(case), _crowd(case), _out_of_memory(case))
     return tuple(line for line in lines if line is not None)
 
@@ -123,7 +123,7 @@ def _single(case: Case) -> Advice | None:
 
 
 def _team(case: Case) -> Advice | None:
-    """As many as have room for a context of use, up to 16; where four have none, what gives it to them."""
+    """Find room for up to 16 users with a useful context; if four do not fit, say what would help."""
     who, context = "4-16 users", min(LEAST_CONTEXT, case.pair.target.shape.max_positions)
     if _tried(case.asking(max_num_seqs=1, max_model_len="auto")) is None:
         return None
@@ -144,7 +144,7 @@ def _team(case: Case) -> Advice | None:
 
 
 def _fleet(case: Case) -> Advice | None:
-    """Many short conversations with tools: the cache is what runs out."""
+    """Plan for many short conversations with tools, which run out of cache first."""
     context = min(FLEET_CONTEXT, case.pair.target.shape.max_positions)
     fit = _tried(case.asking(max_num_seqs=FLEET_ROWS, max_model_len=context))
     count = 0 if fit is None else fit.sequences(context)
@@ -157,7 +157,7 @@ def _fleet(case: Case) -> Advice | None:
 
 
 def _what_it_takes(who: str, case: Case, rows: int, context: int) -> Advice | None:
-    """What would serve so many; None where nothing does, and nothing fits as it is."""
+    """Say what would serve so many; None: nothing does, and nothing fits as it is."""
     fit = _tried(case)
     count = 0 if fit is None else fit.sequences(context)
     asked = f"--max-num-seqs {rows} --max-model-len {context}"
@@ -187,7 +187,7 @@ def _long(case: Case) -> Advice | None:
 
 
 def _crowd(case: Case) -> Advice | None:
-    """How many more of what was asked for our engine serves where it compresses keys and values."""
+    """Say how many more sequences our engine serves if it compresses keys and values."""
     if case.settings.engine != "native" or case.settings.kv_dtype != "auto":
         return None
     fit = _tried(case)
@@ -205,7 +205,7 @@ def _crowd(case: Case) -> Advice | None:
 
 
 def _most(case: Case, context: int) -> tuple[int, str]:
-    """Sequences at once, and the flag that it takes: what each row has from the start is room of others."""
+    """Return the most sequences at once, and the flag for it: fewer rows leave more room for the cache."""
     found = [(0, "")]
     for rows in (case.settings.max_num_seqs, *(CROWD_ROWS if case.settings.max_num_seqs == "auto" else ())):
         fit = _tried(case.asking(max_num_seqs=rows))
@@ -215,7 +215,7 @@ def _most(case: Case, context: int) -> tuple[int, str]:
 
 
 def _out_of_memory(case: Case) -> Advice | None:
-    """The changes that free most, as they stand."""
+    """Name the changes that free most memory."""
     before, freed = _fixed_bytes(case), []
     if before is None:
         return None
@@ -232,7 +232,7 @@ def _out_of_memory(case: Case) -> Advice | None:
 
 
 def _fixed_bytes(case: Case) -> int | None:
-    """Everything but the cache, whether or not it fits; None: it is known to go wrong."""
+    """Return all memory but the cache, whether or not it fits; None: the case is known to fail."""
     fit = _planned(case)
     if fit is None:
         return None
@@ -240,7 +240,7 @@ def _fixed_bytes(case: Case) -> int | None:
 
 
 def _width_flag(case: Case, fit: Fit, width: int) -> str:
-    """Of other engines: ours takes the width that pays by itself."""
+    """Return the flag for a width; empty for our engine, which finds it by itself."""
     is_set = case.settings.engine == "native" or case.settings.width != "auto"
     return "" if is_set or width == fit.width else f" --width {width}"
 
@@ -249,7 +249,7 @@ def _width_flag(case: Case, fit: Fit, width: int) -> str:
 
 
 def fixes(case: Case, *, serves_less: bool = True) -> tuple[Fix, ...]:
-    """Single changes after which what is asked for fits; with `serves_less`, also what asks for less."""
+    """List single changes that make the request fit; with `serves_less`, also those that ask for less."""
     context, rows = wanted(case)
     found: list[Fix] = []
     smaller = _smaller(case) if serves_less else ()
@@ -273,14 +273,14 @@ def fixes(case: Case, *, serves_less: bool = True) -> tuple[Fix, ...]:
 
 
 def wanted(case: Case) -> tuple[int, int]:
-    """Context and sequences that were asked for; where nobody asked, one that is long enough to be of use."""
+    """Return the context and sequences that were asked for, by default one sequence of useful length."""
     asked, rows = case.settings.max_model_len, case.settings.max_num_seqs
     context = min(case.pair.target.shape.max_positions, LEAST_CONTEXT) if asked == "auto" else asked
     return context, 1 if rows == "auto" else rows
 
 
 def _savings(case: Case) -> Iterator[tuple[str, Case]]:
-    """What takes less memory and serves the same requests."""
+    """Yield changes that take less memory and serve the same requests."""
     is_native, pair = case.settings.engine == "native", case.pair
     fewer_bits = "fp8" if case.machine.gpu_bytes and case.settings.device != "cpu" else "int8"
     if pair.target.stored.method is None and case.settings.quantization in ("auto", "none"):
@@ -300,7 +300,7 @@ def _savings(case: Case) -> Iterator[tuple[str, Case]]:
 
 
 def _larger_cache(case: Case) -> Iterator[tuple[str, Case]]:
-    """On a CPU, whose cache is small unless somebody asks: as much as the request takes."""
+    """Yield a larger cache on a CPU, where the default is small."""
     is_cpu = not case.machine.gpu_bytes or case.settings.device == "cpu"
     if not is_cpu or case.settings.engine != "native" or case.settings.cache_bytes != "auto":
         return
@@ -315,7 +315,7 @@ def _larger_cache(case: Case) -> Iterator[tuple[str, Case]]:
 
 
 def _without_drafter(case: Case) -> Iterator[tuple[str, Case]]:
-    """What serves the same, slower."""
+    """Yield plain decoding, which is slower."""
     if case.pair.draft is not None and case.settings.synthetic_acceptance is None:
         plain = replace(case.pair, draft=None, draft_config=None, block=1)
         without = case.asking(draft=None, draft_ngram="auto", width="auto")
@@ -323,7 +323,7 @@ def _without_drafter(case: Case) -> Iterator[tuple[str, Case]]:
 
 
 def _smaller(case: Case) -> Iterator[tuple[str, Case]]:
-    """What serves less."""
+    """Yield a shorter context and fewer sequences."""
     context, rows = wanted(case)
     tried = _tried(case.asking(max_model_len="auto", max_num_seqs=max(rows, 1)))
     if tried is not None:
@@ -338,7 +338,7 @@ def _smaller(case: Case) -> Iterator[tuple[str, Case]]:
 
 
 def _other_engines(case: Case) -> Iterator[tuple[str, Case]]:
-    """More GPUs, or a smaller cache, which other engines have."""
+    """Yield more GPUs and smaller cache formats, which other engines have."""
     if not case.machine.gpu_bytes or case.settings.device == "cpu":
         return
     engine = "vllm" if case.settings.engine == "native" else case.settings.engine
@@ -374,13 +374,13 @@ def _needs(case: Case) -> str:
 
 
 def _tried(case: Case) -> Fit | None:
-    """None where it cannot start, or is known to go wrong."""
+    """Return the fit; None: it cannot start, or is known to fail."""
     fit = _planned(case)
     return fit if fit is not None and fit.problem is None else None
 
 
 def _planned(case: Case) -> Fit | None:
-    """The same also of what does not fit."""
+    """Return the fit, even if it cannot start; None: an error, or known to fail."""
     try:
         return fit_pair(case) if case.is_allowed(case) else None
     except BlockdraftError:

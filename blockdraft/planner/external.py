@@ -1,7 +1,7 @@
-"""What fits when vLLM or SGLang serves: weights as stored, shared by several GPUs, and their kinds of cache.
+"""Fits a pair that vLLM or SGLang serves: weights as stored, several GPUs, their kinds of cache.
 
-Both keep of a sliding layer the window alone, and of a recurrent layer a state for every token of a block
-while it is verified, where ours keeps a tape.
+Both keep only the window of a sliding layer. Of a recurrent layer they keep a state for every token of a
+block while it is verified, where ours keeps a tape.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def _footprint(case: Case, width: int) -> Footprint:
 
 
 def _joined(windows: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """One entry for all layers of the same window."""
+    """Return one entry for all layers with the same window."""
     return [
         (window, sum(size for other, size in windows if other == window))
         for window in dict.fromkeys(window for window, _ in windows)
@@ -159,7 +159,7 @@ def _joined(windows: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _split(spec: CacheSpec, num_gpus: int) -> CacheSpec:
-    """One GPU's heads; a head is never cut, and a latent vector is kept by each."""
+    """Return one GPU's heads; a head is never cut, and each GPU keeps a whole latent vector."""
     if not isinstance(spec, Paged):
         return spec
     return Paged(num_kv_heads=-(-spec.num_kv_heads // num_gpus), head_dim=spec.head_dim)

@@ -1,4 +1,4 @@
-"""What fits: the plan that an engine would follow on a machine, and the memory it would take."""
+"""Fits a pair into a machine: the plan that an engine would follow, and the memory it would take."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _BOUNDLESS = 1 << 60  # bytes: a plan for a cache of any size
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """What one sequence takes of the cache."""
+    """The cache of one sequence."""
 
     per_token: int
     per_row: int = 0  # states that are not there from the start
@@ -40,7 +40,7 @@ class Footprint:
     page_size: int = 16
 
     def at(self, context: int) -> int:
-        """Bytes of a sequence of `context` tokens."""
+        """Return the bytes of a sequence of `context` tokens."""
         tokens = -(-(context + self.scratch) // self.page_size) * self.page_size
         kept = sum(min(tokens, window) * num_bytes for window, num_bytes in self.windows)
         return self.per_row + tokens * self.per_token + kept
@@ -56,7 +56,7 @@ class Choice:
 
     @staticmethod
     def of(name: str, value: object, reason: str) -> Choice:
-        """The value as people read it."""
+        """Make a choice with its value as people read it."""
         if isinstance(value, bool):
             return Choice(name, "on" if value else "off", reason)
         layout = "," if isinstance(value, int) else "g" if isinstance(value, float) else ""
@@ -97,12 +97,12 @@ class Fit:
         return self.device == "cpu"
 
     def sequences(self, context: int) -> int:
-        """How many of `context` tokens run at once."""
+        """Return how many sequences of `context` tokens run at once."""
         each = self.footprint.at(context)
         return min(self.max_num_seqs, self.cache_bytes // each if each else self.max_num_seqs)
 
     def longest(self, num_sequences: int, limit: int) -> int:
-        """The longest context, up to `limit`, at which so many run at once; 0: none."""
+        """Return the longest context, up to `limit`, at which so many run at once; 0: none."""
         low, high = 0, limit
         while low < high:
             middle = (low + high + 1) // 2
@@ -112,7 +112,7 @@ class Fit:
 
 
 def machine_of(card: Card) -> Machine:
-    """A machine with nothing but this card in use by nobody."""
+    """Return a machine with only this card, which nobody uses."""
     gpu = Gpu(card.title, card.capability, card.memory_bytes, card.memory_bytes, "", card.is_unified)
     return Machine(
         memory_bytes=card.memory_bytes,
@@ -143,7 +143,7 @@ def fit_native(case: Case) -> Fit:
 
 
 def _too_old(machine: Machine) -> str | None:
-    """Why our kernels do not run on the card."""
+    """Return why our kernels do not run on the card; None: they do."""
     capability = machine.gpus[0].capability if machine.gpus else (0, 0)  # (0, 0): not known
     if capability == (0, 0) or has_bf16(capability):
         return None
@@ -178,7 +178,7 @@ def _parts(pair: Pair, plan: Plan) -> tuple[WeightParts, ...]:
 
 
 def _fixed_items(pair: Pair, plan: Plan, *, has_graphs: bool) -> list[Item]:
-    """Everything but the cache."""
+    """Return everything but the cache."""
     element_bytes, notes = ELEMENT_BYTES[plan.dtype], {"none": plan.dtype, "keep": "packed as stored"}
     names = ("target weights", "drafter weights")
     storages = (plan.quantization, plan.draft_quantization)

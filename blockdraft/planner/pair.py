@@ -39,7 +39,7 @@ class Model:
 
     @property
     def weights(self) -> Weights:
-        """As resolve takes it; without files there is nothing that could stay packed."""
+        """Return the weights as resolve takes them; without files nothing could stay packed."""
         num_values = 0 if self.shape.values is None else self.shape.values.total
         return Weights(num_values, None if self.stored.tensors is None else self.stored.method)
 
@@ -67,7 +67,7 @@ class Pair:
 
     @property
     def acceptance(self) -> Acceptance:
-        """What is known of the drafter: measured with it, told by its files, or published for the target."""
+        """Return the drafter's acceptance: measured with it, in its files, or published for the target."""
         name = self.draft_name if self.draft is None else self.draft.shape.name
         measured = drafter_acceptance(name)
         if measured is not None:
@@ -98,7 +98,7 @@ class Case:
 
 
 def open_pair(settings: Settings, *, on_card: bool = False) -> Pair:
-    """Raises ModelError and FetchError before anything is started or downloaded but headers.
+    """Open a pair; only headers are downloaded. Raises ModelError and FetchError.
 
     `on_card`: as in `with_drafter`.
     """
@@ -132,7 +132,7 @@ def _with_draft(alone: Pair, draft_source: str, *, has_files: bool, is_native: b
 
 
 def _check_size(model: Model) -> None:
-    """Of a model that we do not compute, only its files tell how large it is."""
+    """Raise ModelError if nothing tells the size: of a model that we do not compute, only its files do."""
     if model.stored.tensors is None and model.shape.values is None:
         raise ModelError(
             f"'{model.stored.name}' is not computed by our engine, and config.json alone does not tell its "
@@ -141,10 +141,7 @@ def _check_size(model: Model) -> None:
 
 
 def check_stored(target: Stored, draft: Stored) -> None:
-    """Raises ModelError where another engine would get two models that do not belong together.
-
-    What we cannot read is for that engine to judge.
-    """
+    """Raise ModelError for two models that do not match. What we cannot read, another engine judges."""
     try:
         config, target_model = _target(target, is_native=False)
         draft_config, draft_model = _draft(draft, is_native=False)

@@ -95,9 +95,9 @@ def _caches(pair: Pair, fit: Fit) -> dict[str, tuple[Kind, ...]]:
 
 
 def _speeds(case: Case, fit: Fit) -> tuple[tuple[int, Speed], ...]:
-    """One user, and as many as were asked for or 16, behind a context of usual length.
+    """Estimate for one user, and for as many as were asked for or 16, at a usual context.
 
-    Our engine chooses its widths by what pays; others keep the one they were started with.
+    Our engine chooses the widths that pay; others keep the one they were started with.
     """
     context = min(TYPICAL_CONTEXT, fit.max_model_len)
     _, asked = wanted(case)
@@ -113,7 +113,7 @@ def _speeds(case: Case, fit: Fit) -> tuple[tuple[int, Speed], ...]:
 
 
 def as_json(report: Report) -> dict[str, object]:
-    """The same as plain values."""
+    """Return the report as plain values."""
     fit, case, pair = report.fit, report.case, report.case.pair
     return {
         "model": case.settings.model,
@@ -151,7 +151,7 @@ def as_json(report: Report) -> dict[str, object]:
 
 
 def _kind(pair: Pair) -> str | None:
-    """None: nothing drafts, or nobody knows of which kind it is."""
+    """Return the drafter's kind; None: nothing drafts, or the kind is unknown."""
     if pair.draft_config is None:
         return NGRAM if pair.is_ngram else None
     return pair.draft_config.kind

@@ -136,7 +136,7 @@ class _Needs:
 
     @staticmethod
     def of(kv: KvChoice, specs: tuple[LayerSpec, ...], dtype: str, block: int, chunk: int) -> _Needs:
-        """`chunk`: prompt tokens of all steps in flight."""
+        """Sum up the layers. `chunk`: prompt tokens of all steps in flight."""
         exact = exact_bytes_per_token(specs, ELEMENT_BYTES[dtype])
         return _Needs(
             bytes_per_token(specs, ELEMENT_BYTES[dtype]),
@@ -147,11 +147,11 @@ class _Needs:
         )
 
     def windows(self, max_num_seqs: int) -> int:
-        """What all rows keep exact, with the prompt tokens of a step and the tails of prefixes."""
+        """Return what all rows keep exact, with the prompt tokens of a step and the tails of prefixes."""
         return self.num_exact_pages(max_num_seqs) * self.exact_page
 
     def beside(self, max_num_seqs: int) -> int:
-        """What is there from the start, beside the pages of tokens."""
+        """Return what is allocated at the start, beside the pages of tokens."""
         return (max_num_seqs + 1) * self.row + self.windows(max_num_seqs)
 
 
@@ -163,7 +163,7 @@ class _Resolver:
         self.reasons: dict[str, str] = {}
 
     def take(self, name: str, otherwise: T, why: str) -> T:
-        """What was asked for, or `otherwise`."""
+        """Return what was asked for, or `otherwise`, and note the reason."""
         asked = getattr(self._settings, name)
         self.reasons[name] = why if asked == "auto" else ASKED
         return otherwise if asked == "auto" else cast(T, asked)
@@ -179,7 +179,7 @@ def resolve(
     draft_weights: Weights | None = None,
     has_int8: bool = True,
 ) -> Plan:
-    """Resolve for this machine and pair. `has_int8`: False where the CPU's int8 kernels do not run."""
+    """Make the plan for this machine and pair. `has_int8`: False if the CPU's int8 kernels do not run."""
     is_cpu = runs_on_cpu(settings, machine)
     resolver = _Resolver(settings)
     _explain_devices(resolver, settings, machine, has_draft=draft is not None)
@@ -258,7 +258,7 @@ def _prefix_cache(resolver: _Resolver, settings: Settings, model: ModelConfig) -
 
 
 def _rows(budget: int, needs: _Needs, total: int, logits: int, *, is_cpu: bool) -> tuple[int, str]:
-    """As many as are usual, or as keep their exact windows to a share of the cache's bytes, and why."""
+    """Return the usual rows, or fewer whose exact windows keep to their share of the cache, and why."""
     rows, why = _usual_rows(budget, needs.row + needs.window, logits, is_cpu=is_cpu)
     if needs.windows(rows) <= WINDOW_SHARE * total:
         return rows, why
@@ -270,7 +270,7 @@ def _rows(budget: int, needs: _Needs, total: int, logits: int, *, is_cpu: bool) 
 
 
 def _usual_rows(budget: int, row_bytes: int, logits: int, *, is_cpu: bool) -> tuple[int, str]:
-    """The most that take no more than their share of the budget, by one row's bytes and logits, and why."""
+    """Return the most rows whose logits and states keep to their share of the budget, and why."""
     if is_cpu:
         return CPU_ROWS, "the default on a CPU"
     each = row_bytes + 2 * LOGIT_BYTES * logits  # while a step runs, and in what graphs keep
@@ -293,7 +293,7 @@ def runs_on_cpu(settings: Settings, machine: Machine) -> bool:
 
 
 def _explain_devices(resolver: _Resolver, settings: Settings, machine: Machine, *, has_draft: bool) -> None:
-    """The reasons of what was resolved before the plan: drafter and device, and the share of a card."""
+    """Give the reasons for drafter, device and share of a card, which are resolved before the plan."""
     resolver.take("draft", "", "it was made for the model" if has_draft else "none is known for it")
     is_cpu = runs_on_cpu(settings, machine)
     why = "the driver finds no GPU" if is_cpu else "a GPU is there, or named by --card"
@@ -307,7 +307,7 @@ def _explain_devices(resolver: _Resolver, settings: Settings, machine: Machine, 
 
 
 def share_reason(settings: Settings, share: float, limit: str) -> str:
-    """Why a share of a card's memory is taken; `limit` says what unified memory changes."""
+    """Say why a share of a card's memory is taken; `limit` says what unified memory changes."""
     if share < settings.gpu_memory_utilization:
         return f"unified memory: the system lives in it too, so {limit}"
     is_default = settings.gpu_memory_utilization == DEFAULTS["gpu_memory_utilization"]
@@ -325,7 +325,7 @@ def _draft_ngram(resolver: _Resolver, settings: Settings, draft: DraftConfig | N
 def _width(
     resolver: _Resolver, settings: Settings, draft: DraftConfig | None, *, is_cpu: bool
 ) -> tuple[int, int]:
-    """What a step verifies, and the most that it may write."""
+    """Return the tokens that a step verifies, and the most that it may write."""
     if draft is not None and settings.width != "auto" and settings.width > draft.block:
         raise SettingsError(
             f"width = {settings.width}, but draft '{draft.name}' was trained for blocks of {draft.block}: "
@@ -338,7 +338,7 @@ def _width(
 
 
 def width_reason(width: int, block: int, *, is_trained: bool = True) -> str:
-    """Why a width was planned; `block` is the drafter's, 1 without one."""
+    """Say why a width was planned; `block` is the drafter's, 1 without one."""
     if block == 1:
         return "no drafter: plain decoding"
     if width < block:
@@ -347,7 +347,7 @@ def width_reason(width: int, block: int, *, is_trained: bool = True) -> str:
 
 
 def _whole_numbers(settings: Settings, dtype: str, *, has_int8: bool) -> _WholeNumbers | None:
-    """None: this CPU does not multiply int8, or not for weights of `dtype`."""
+    """Return None if this CPU does not multiply int8, or not for weights of `dtype`."""
     if dtype != "float32" or why_not_here() is not None:
         return None
     return _WholeNumbers(measured_quality(known_name(settings.model)) if has_int8 else None)
@@ -380,10 +380,10 @@ def _storage(
     unpackable: int,
     whole: _WholeNumbers | None,
 ) -> Storage:
-    """How to hold a checkpoint's weights; `unpackable` values fit easily once unpacked.
+    """Choose how to hold a checkpoint's weights; `unpackable` values fit easily once unpacked.
 
-    Most packed formats have no kernel of their own: each forward unpacks them again. So weights stay packed
-    only where memory needs it.
+    Most packed formats have no kernel: every forward unpacks them again. So weights stay packed only if
+    memory needs it.
     """
     wanted = getattr(settings, name)
     if wanted == "int8" and whole is not None and weights.method == "GGUF":
@@ -410,19 +410,19 @@ def _storage(
 
 
 def memory_share(settings: Settings, machine: Machine) -> float:
-    """The share of the GPU's memory that may be in use; less where it is the CPU's memory too."""
+    """Return the share of the GPU's memory that may be in use; less if it is the CPU's memory too."""
     return min(settings.gpu_memory_utilization, UNIFIED_SHARE if machine.is_unified else 1.0)
 
 
 def gpu_budget(settings: Settings, machine: Machine) -> int:
-    """Bytes of the GPU that we may take: the share of the whole, less what others have."""
+    """Return the bytes of the GPU that we may take: the share of the whole, less what others have."""
     return int(machine.gpu_bytes * memory_share(settings, machine)) - (
         machine.gpu_bytes - machine.gpu_free_bytes
     )
 
 
 def _weight_bytes(weights: Weights, storage: Storage, element_bytes: int) -> int:
-    """Of formats that stay packed, at the least half a byte a value."""
+    """Return the bytes of the weights; formats that stay packed count half a byte a value."""
     each = {"none": float(element_bytes), "fp8": 1.0, "int8": 1.0, "keep": 0.5}[storage]
     return int(weights.num_values * each)
 
@@ -430,7 +430,7 @@ def _weight_bytes(weights: Weights, storage: Storage, element_bytes: int) -> int
 def _cache_bytes(
     settings: Settings, machine: Machine, weight_bytes: int, contexts: int, *, is_cpu: bool
 ) -> int:
-    """What the cache may take: as asked for, or what there is room for; on a CPU two full `contexts`."""
+    """Return what the cache may take: as asked, or the room there is; on a CPU two full `contexts`."""
     if settings.cache_bytes != "auto":
         return settings.cache_bytes
     if is_cpu:
@@ -439,7 +439,7 @@ def _cache_bytes(
 
 
 def _gpu_room(settings: Settings, machine: Machine, weight_bytes: int) -> int:
-    """For the cache, before anything is measured (start/memory.py does that once the weights are there)."""
+    """Return the room for the cache; start/memory.py measures it once the weights are loaded."""
     budget = gpu_budget(settings, machine)
     room = budget - weight_bytes - WORK_BYTES
     if room <= 0:
@@ -453,7 +453,7 @@ def _gpu_room(settings: Settings, machine: Machine, weight_bytes: int) -> int:
 
 
 def _cache_tokens(total: int, token_bytes: int, beside: int) -> int:
-    """How many tokens the cache holds beside what every row has from the start: states, exact windows."""
+    """Return the tokens that the cache holds beside the states and exact windows of all rows."""
     if beside and beside >= total:
         raise CapacityError(
             f"the states and exact windows of all rows take {beside:,} bytes, but the cache has "
@@ -472,7 +472,7 @@ def _cache(
     *,
     is_cpu: bool,
 ) -> tuple[int, int]:
-    """Context and pages, where there is room for so many tokens: for every row at most."""
+    """Return context and pages: at most for every row, in room for so many tokens."""
     beside = 2 * block + settings.page_size  # scratch, and a page that is only begun
     max_model_len = _max_context(resolver, settings, model, room - beside)
     wanted = max_num_seqs * (max_model_len + beside)
@@ -481,7 +481,7 @@ def _cache(
 
 
 def _max_context(resolver: _Resolver, settings: Settings, model: ModelConfig, room: int) -> int:
-    """The model's own limit, or less where the cache holds less; what was asked for, or an error."""
+    """Return the model's own limit, or what the cache holds; or what was asked for. Raises CapacityError."""
     known = model.max_positions
     if settings.max_model_len != "auto" and settings.max_model_len > known:
         raise SettingsError(

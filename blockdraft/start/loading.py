@@ -54,7 +54,7 @@ Module = TypeVar("Module", bound=nn.Module)
 
 @dataclass(frozen=True, slots=True)
 class OpenedTarget:
-    """A target that was found and understood; its weights are not read yet."""
+    """A target that was found and checked; its weights are not read yet."""
 
     checkpoint: Checkpoint
     config: ModelConfig
@@ -66,7 +66,7 @@ class OpenedTarget:
 
 @dataclass(frozen=True, slots=True)
 class OpenedDrafter:
-    """The same of a drafter that belongs to its target."""
+    """A drafter that was found and matches its target; its weights are not read yet."""
 
     checkpoint: Checkpoint
     config: DraftConfig
@@ -181,7 +181,7 @@ def _open_known(
 def _plan(
     settings: Settings, device: torch.device, target: OpenedTarget, draft: OpenedDrafter | None
 ) -> Plan:
-    """For this machine as it is now. CapacityError: with who holds what of the card."""
+    """Plan for this machine as it is now. A CapacityError also says who holds what of the card."""
     free, total = gpu_memory(device) if device.type == "cuda" else (0, 0)
     machine = replace(read_machine(), gpu_bytes=total, gpu_free_bytes=free)
     weights, draft_weights = target.weights, None if draft is None else draft.weights
@@ -204,10 +204,10 @@ def _plan(
 
 
 def gpu_memory(device: torch.device) -> tuple[int, int]:
-    """Bytes of a GPU that are free, and all of them.
+    """Return the bytes of a GPU that are free, and all.
 
-    CUDA counts the page cache as used. Where the card's memory is the machine's, that may be most of it once
-    a model was read; the kernel says what can really be had.
+    CUDA counts the page cache as used. On unified memory that may be most of it once a model was read, so
+    there the kernel's figure counts.
     """
     free, total = torch.cuda.mem_get_info(device)
     gpus, index = read_machine().gpus, device.index or 0
@@ -225,7 +225,7 @@ def resolve_device(name: str) -> str:
 def timing_notices(
     settings: Settings, methods: Sequence[str | None], *, has_tokenizer: bool
 ) -> tuple[str, ...]:
-    """What has to be said of an engine that is good for timing only, a sentence each.
+    """Return the warnings for an engine that is good for timing only.
 
     `methods` say how the checkpoints are quantised.
     """
@@ -324,7 +324,7 @@ def load_target(
     device: torch.device,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Decoder:
-    """The target with the weights of `checkpoint`; None: with random ones."""
+    """Load the target with the weights of `checkpoint`; None: with random ones."""
     taps = draft.taps if draft is not None else ()
     build = functools.partial(
         build_decoder, config, taps=taps, max_positions=plan.max_positions, device=device
@@ -345,7 +345,7 @@ def load_dflash(
     plan: Plan,
     device: torch.device,
 ) -> DFlashDrafter:
-    """The drafter with the weights of `checkpoint`; None: with random ones."""
+    """Load the drafter with the weights of `checkpoint`; None: with random ones."""
     has_head = _has_head(checkpoint, config)
     if checkpoint is not None:
         check_copies(checkpoint, config)
@@ -388,7 +388,7 @@ def _empty(name: str, build: Callable[[], Module], dtype: str) -> Module:
 def _vocab_map(
     checkpoint: Checkpoint, config: DraftConfig, has_head: bool, device: torch.device
 ) -> Tensor | None:
-    """Target token id of each row of a reduced head: `d2t` stores the difference to the row number."""
+    """Return the target's token id of each row of a reduced head: `d2t` holds the differences."""
     if config.draft_vocab_size == config.vocab_size:
         return None
     shapes = {name: info.shape for name, info in checkpoint.tensors().items()}

@@ -1,4 +1,4 @@
-"""What a start of our own engine needs before anything is downloaded or torch is imported."""
+"""Checks a start of our own engine before anything is downloaded or torch is imported."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ MAX_TEMPLATE_BYTES = 1 << 20  # arbitrary; templates have some ten thousand
 
 
 def check_native(settings: Settings, warn: Callable[[str], None] = lambda line: None) -> None:
-    """Raises for weights that are too large, for a pair that does not match and for a chat template that is
-    none. The rest is left to the start, which measures, fetches and says so.
-    """
+    """Raise for weights that are too large, a pair that does not match, and a bad chat template."""
     if settings.chat_template is not None:
         read_chat_template(settings.chat_template)
     if settings.model == "default" or ":" in settings.device:
@@ -39,7 +37,7 @@ def check_native(settings: Settings, warn: Callable[[str], None] = lambda line: 
 
 
 def pin_cpu_threads(device: str) -> None:
-    """Pin the CPU's threads where the model will surely run on it. Before torch is imported."""
+    """Pin the CPU's threads if the model will surely run on it. Call it before torch is imported."""
     if device_for(device, has_gpu=may_have_gpu()) == "cpu":
         pin_threads()
 

@@ -33,9 +33,9 @@ from blockdraft.text.tokenizer import Tokenizer
 def start_engine(
     settings: Settings, startup: StartProgress, on_tokenizer: Callable[[Tokenizer], object] = lambda _: None
 ) -> Engine:
-    """Raises what loading raises, and ModelError for a model or a kernel that computes nonsense.
+    """Start an engine. Raises what loading raises, and ModelError if a model or a kernel computes nonsense.
 
-    `on_tokenizer` is given the tokenizer long before the engine is ready.
+    `on_tokenizer` gets the tokenizer long before the engine is ready.
     """
     _check_native(settings)
     _check_gpu(settings, startup.warn)
@@ -107,7 +107,7 @@ def _plain(
 
 
 def _new_engine(models: LoadedPair, plan: Plan) -> Engine:
-    """Keys that are rotated are stored less what they have in common."""
+    """Make an engine; rotated keys are stored less what they have in common."""
     check_served_on_card(models, plan)
     engine = Engine(models, plan)
     if any(group.pages.format.is_rotated for group in engine.cache.compressed):
@@ -116,7 +116,7 @@ def _new_engine(models: LoadedPair, plan: Plan) -> Engine:
 
 
 def _rounds(models: LoadedPair, plan: Plan) -> Callable[[Plan], Rounds]:
-    """What a new engine has not run yet."""
+    """Choose the warm-up rounds that a new engine has not run yet."""
     return small_rounds if is_measured(models, plan) else rounds_for(models.device)
 
 
@@ -135,7 +135,7 @@ def _check_native(settings: Settings) -> None:
 
 
 def _check_gpu(settings: Settings, warn: Callable[[str], None]) -> None:
-    """Nobody has asked for the CPU where "auto" means it, so a GPU that is not used has to be named."""
+    """Warn of a GPU that is not used if "auto" means the CPU."""
     if settings.device == "auto" and resolve_device("auto") == "cpu":
         line = unused_gpu()
         if line is not None:
@@ -173,7 +173,7 @@ def _measure_without_fit(engine: Engine, accepted: tuple[float, ...], note: Call
 
 
 def _warmed(models: LoadedPair, plan: Plan, startup: StartProgress, ahead: CompileAhead) -> Engine:
-    """Everything but the checks."""
+    """Run everything but the checks."""
     with startup.phase("allocate"):
         compile_steps(ahead, models, plan, startup)
         plan = fit_pages(models, plan, startup.note)
@@ -210,7 +210,7 @@ def _without_drafter(models: LoadedPair, plan: Plan, startup: StartProgress) -> 
 
 
 def _tell_bits(engine: Engine, found: Verification, startup: StartProgress) -> None:
-    """The page shows the plan, /ready the warnings."""
+    """Report batch invariance: the page shows the plan, /ready the warnings."""
     changed = engine.plan.changed({"same_bits": found.bits}, same_bits=found.same_bits)
     engine.replan(changed)
     if not found.same_bits and engine.models.device.type == "cuda":
@@ -231,9 +231,9 @@ def _shown_width(engine: Engine) -> str:
 
 
 def _capture(engine: Engine, note: Callable[[str], None], *, is_awaited: bool = False) -> None:
-    """At once only what the first request needs, and what takes most memory.
+    """Capture what the first request needs, and what takes most memory.
 
-    `is_awaited`: somebody waits for the first token, so on a CPU nothing is captured that may not be needed.
+    `is_awaited`: a user waits for the first token, so a CPU captures nothing yet.
     """
     plan = engine.plan
     sizes = row_sizes(plan.max_num_seqs, is_exact=engine.models.device.type == "cpu")
@@ -248,7 +248,7 @@ def _capture(engine: Engine, note: Callable[[str], None], *, is_awaited: bool = 
 
 @contextmanager
 def _captured_or_not(engine: Engine, note: Callable[[str], None]) -> Iterator[None]:
-    """A family that nobody has recorded yet on a CPU goes on kernel by kernel: slower, and as exact."""
+    """Go on kernel by kernel, slower and as exact, with a family that a CPU cannot record."""
     try:
         yield
     except NotRecordable as reason:

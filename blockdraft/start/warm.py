@@ -1,10 +1,9 @@
-"""Warm-up: real requests through every shape that will be served, so that the first is as fast as the tenth.
+"""Warms up: serves real requests in every shape, so that the first is as fast as the tenth.
 
-What is slow only once: compiling the CPU kernels, loading and choosing the device's own, the first touch of
-memory. All of it happens on the way of a request, so requests are what warms it. A card has code of its own
-for many sizes, and its libraries choose by size. A CPU has not: once the small rounds were served, the first
-of the large ones took as long as the second. On a card whose kernels an earlier start has run, few are enough
-too: what is left is loading a file of a few kilobytes.
+Slow only once are compiling the CPU kernels, loading and choosing the device's own, and the first touch of
+memory. Requests meet all of it, so requests warm it. A card has code of its own for many sizes, and its
+libraries choose by size. A CPU has not: after the small rounds the large ones are fast at once. On a card
+whose kernels an earlier start has run, few rounds suffice: each loads a file of a few kilobytes.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ Rounds = Iterator[tuple[str, list[Request]]]  # what is served together, with a 
 
 
 def warm(engine: Engine, note: Callable[[str], None], choose: Callable[[Plan], Rounds]) -> None:
-    """Serve the rounds that are chosen. The engine, which must be idle, stays as it was."""
+    """Serve the chosen rounds. The engine must be idle, and stays as it was."""
     room = max_tokens(engine)
     other = trial_engine(engine)
     for text, requests in choose(engine.plan):
@@ -47,18 +46,18 @@ def warm(engine: Engine, note: Callable[[str], None], choose: Callable[[Plan], R
 
 
 def rounds_for(device: torch.device) -> Callable[[Plan], Rounds]:
-    """A card has code of its own for many sizes, a CPU has not."""
+    """Choose the rounds of a device: a card has code of its own for many sizes, a CPU has not."""
     return few_rounds if device.type == "cpu" else every_round
 
 
 def every_round(plan: Plan) -> Rounds:
-    """Every size that has code of its own, and every part of sampling."""
+    """Yield every size that has code of its own, and every part of sampling."""
     yield from small_rounds(plan)
     yield from largest_rounds(plan)
 
 
 def small_rounds(plan: Plan) -> Rounds:
-    """All of them but the largest, which measuring the memory has run."""
+    """Yield all rounds but the largest, which measuring the memory has run."""
     yield "one token of prefill", [(2, _one_token(1))]
     if plan.max_num_seqs > 1:
         yield "two prompts of different lengths", [(3, _one_token(1)), (8, _one_token(1))]
@@ -69,7 +68,7 @@ def small_rounds(plan: Plan) -> Rounds:
 
 
 def largest_rounds(plan: Plan) -> Rounds:
-    """What takes the most memory."""
+    """Yield the rounds that take most memory."""
     yield (
         f"a prefill chunk of {plan.max_prefill_tokens} tokens",
         [(plan.max_prefill_tokens + 1, _one_token(1))],
@@ -84,7 +83,7 @@ def largest_rounds(plan: Plan) -> Rounds:
 
 
 def few_rounds(plan: Plan) -> Rounds:
-    """Every part of sampling, where no size has code of its own or all of it has run before."""
+    """Yield every part of sampling, for devices where no size has new code."""
     several = [_changed(sampling, width=plan.width, max_tokens=1) for sampling in SAMPLINGS]
     yield "one token of prefill", [(2, _changed(GREEDY, width=1, max_tokens=2))]
     yield "rows of different lengths, sampled", [(2 + 3 * i, one) for i, one in enumerate(several)]
@@ -103,5 +102,5 @@ def _changed(sampling: SamplingParams, *, width: int, max_tokens: int) -> Sampli
 
 
 def _prompt(num_tokens: int, number: int, vocab_size: int) -> list[int]:
-    """Token ids that differ from request to request."""
+    """Return token ids that differ from request to request."""
     return [(7 * index + 13 * number + 1) % vocab_size for index in range(num_tokens)]
