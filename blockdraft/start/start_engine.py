@@ -103,6 +103,7 @@ def _plain(
             note(_shown_width(engine))
         if engine.graphs is not None:
             engine.graphs.capture_next([(1, engine.plan.width)])
+    engine.replan(measure_chunk(engine, note))
     return engine
 
 

@@ -322,6 +322,12 @@ def test_the_python_api_measures_once_per_machine(fitted, monkeypatch):
     assert calls == [BOTH, BOTH], "another dtype is another measurement"
 
 
+def test_the_python_api_keeps_to_the_longest_stall(monkeypatch):
+    monkeypatch.setattr("blockdraft.start.measure._prefill_ms", lambda engine, chunk: float(chunk))
+    plan = LLM(tiny.TARGET, None, max_prefill_tokens=64, max_stall_ms=20, **SMALL).engine.plan
+    assert plan.max_prefill_tokens == 16
+
+
 @pytest.mark.parametrize(
     "text", ["", "[]", '{"plain_s": 0, "by_width": {"2": 1}}', '{"plain_s": 1, "by_width": {}}']
 )
