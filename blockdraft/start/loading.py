@@ -103,14 +103,14 @@ def open_models(settings: Settings, report: Callable[[str], None]) -> Opened:
     """Find (or download) both checkpoints, check that they belong together, and plan."""
     device, profile = _device(resolve_device(settings.device)), settings.synthetic_acceptance
     source = with_drafter(settings, report, on_card=device.type != "cpu").draft
-    target = _open_target(settings, device, report)
+    target = _open_target(settings, report)
     draft, why_none = None, ""
     if source not in (None, "none", NGRAM):
         needs_weights = settings.load_format != "dummy"
-        draft = _open_drafter(source, target, device, report, needs_weights=needs_weights)
+        draft = _open_drafter(source, target, report, needs_weights=needs_weights)
     elif isinstance(target.checkpoint, GgufCheckpoint):
         known = known_drafter_for(settings, target.checkpoint.published_names)
-        draft, why_none = _open_known(known, target, device, report)
+        draft, why_none = _open_known(known, target, report)
     plan = _plan(settings, device, target, draft)
     rates = None if profile is None else acceptance_rates(profile, width=plan.width, block=plan.block)
     methods = [one.weights.method for one in (target, draft) if one is not None]
@@ -122,7 +122,7 @@ def open_models(settings: Settings, report: Callable[[str], None]) -> Opened:
     return Opened(target, draft, plan, device, rates, labels)
 
 
-def _open_target(settings: Settings, device: torch.device, report: Callable[[str], None]) -> OpenedTarget:
+def _open_target(settings: Settings, report: Callable[[str], None]) -> OpenedTarget:
     report(f"opening {settings.model}")
     is_dummy = settings.load_format == "dummy"
     checkpoint = open_checkpoint(settings.model, report=report, needs_weights=not is_dummy)
@@ -142,12 +142,7 @@ def _open_target(settings: Settings, device: torch.device, report: Callable[[str
 
 
 def _open_drafter(
-    source: str,
-    target: OpenedTarget,
-    device: torch.device,
-    report: Callable[[str], None],
-    *,
-    needs_weights: bool = True,
+    source: str, target: OpenedTarget, report: Callable[[str], None], *, needs_weights: bool = True
 ) -> OpenedDrafter:
     report(f"opening {source}")
     checkpoint = open_checkpoint(source, report=report, needs_weights=needs_weights, what="drafter")
@@ -159,10 +154,7 @@ def _open_drafter(
 
 
 def _open_known(
-    known: KnownDrafter | None,
-    target: OpenedTarget,
-    device: torch.device,
-    report: Callable[[str], None],
+    known: KnownDrafter | None, target: OpenedTarget, report: Callable[[str], None]
 ) -> tuple[OpenedDrafter | None, str]:
     """Open a drafter that nobody asked for, or say why there is none."""
     if known is None:
@@ -173,7 +165,7 @@ def _open_known(
             f"{known.name}` brings it, and the next start takes it"
         )
     try:
-        return _open_drafter(known.name, target, device, report), ""
+        return _open_drafter(known.name, target, report), ""
     except (ModelError, FetchError) as error:
         return None, f"{known.name} cannot be used ({error})"
 

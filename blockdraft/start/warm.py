@@ -58,34 +58,30 @@ def every_round(plan: Plan) -> Rounds:
 
 def small_rounds(plan: Plan) -> Rounds:
     """Yield all rounds but the largest, which measuring the memory has run."""
-    yield "one token of prefill", [(2, _one_token(1))]
+    yield "one token of prefill", [(2, _asked(1))]
     if plan.max_num_seqs > 1:
-        yield "two prompts of different lengths", [(3, _one_token(1)), (8, _one_token(1))]
+        yield "two prompts of different lengths", [(3, _asked(1)), (8, _asked(1))]
     for width in _widths(plan):
-        yield f"1 row of width {width}", [(1, _changed(GREEDY, width=width, max_tokens=2))]
+        yield f"1 row of width {width}", [(1, _asked(width, max_tokens=2))]
     for sampling in SAMPLINGS:
-        yield "1 row, sampled", [(2, _changed(sampling, width=plan.width, max_tokens=1))]
+        yield "1 row, sampled", [(2, _asked(plan.width, sampling))]
 
 
 def largest_rounds(plan: Plan) -> Rounds:
     """Yield the rounds that take most memory."""
-    yield (
-        f"a prefill chunk of {plan.max_prefill_tokens} tokens",
-        [(plan.max_prefill_tokens + 1, _one_token(1))],
-    )
+    chunk = plan.max_prefill_tokens
+    yield f"a prefill chunk of {chunk} tokens", [(chunk + 1, _asked(1))]
     for width in _widths(plan):
-        several = [
-            _changed(sampling, width=width, max_tokens=1) for sampling in SAMPLINGS[: plan.max_num_seqs]
-        ]
+        several = [_asked(width, sampling) for sampling in SAMPLINGS[: plan.max_num_seqs]]
         yield f"{len(several)} rows of width {width}, sampled", [(2, sampling) for sampling in several]
         if plan.max_num_seqs > len(several):
-            yield f"{plan.max_num_seqs} rows of width {width}", [(1, _one_token(width))] * plan.max_num_seqs
+            yield f"{plan.max_num_seqs} rows of width {width}", [(1, _asked(width))] * plan.max_num_seqs
 
 
 def few_rounds(plan: Plan) -> Rounds:
     """Yield every part of sampling, for devices where no size has new code."""
-    several = [_changed(sampling, width=plan.width, max_tokens=1) for sampling in SAMPLINGS]
-    yield "one token of prefill", [(2, _changed(GREEDY, width=1, max_tokens=2))]
+    several = [_asked(plan.width, sampling) for sampling in SAMPLINGS]
+    yield "one token of prefill", [(2, _asked(1, max_tokens=2))]
     yield "rows of different lengths, sampled", [(2 + 3 * i, one) for i, one in enumerate(several)]
 
 
@@ -93,11 +89,7 @@ def _widths(plan: Plan) -> list[int]:
     return sorted({1, plan.width, plan.block})
 
 
-def _one_token(width: int) -> SamplingParams:
-    return _changed(GREEDY, width=width, max_tokens=1)
-
-
-def _changed(sampling: SamplingParams, *, width: int, max_tokens: int) -> SamplingParams:
+def _asked(width: int, sampling: SamplingParams = GREEDY, *, max_tokens: int = 1) -> SamplingParams:
     return replace(sampling, width=width, max_tokens=max_tokens, ignore_eos=True, seed=0)
 
 
