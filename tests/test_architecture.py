@@ -243,8 +243,14 @@ def test_no_start_imports_what_forms_alone_need():
 
 def test_settings_are_changed_by_the_resolver_alone():
     """It is where "auto" becomes a value; others ask it for settings with something else asked for."""
-    changed = re.compile(r"replace\(\s*(\w+\.)?settings\s*[,)]")
+    changed = re.compile(r"replace\(\s*(\w+\.)?settings\b")
     found = {
         path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py") if changed.search(path.read_text())
     }
     assert found == {"planner/resolver.py"}
+
+
+def test_few_modules_name_the_settings():
+    """Others take the values they need, a Plan or a Case."""
+    found = [path for path in ROOT.rglob("*.py") if re.search(r"\bSettings\b", path.read_text())]
+    assert len(found) <= 15, sorted(path.relative_to(ROOT).as_posix() for path in found)

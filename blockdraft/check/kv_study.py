@@ -32,9 +32,8 @@ from blockdraft.engine.request import SamplingParams
 from blockdraft.errors import ModelError, SettingsError
 from blockdraft.kernels.kv_codec import KvFormat
 from blockdraft.kernels.kv_formats import EXACT
-from blockdraft.planner.kv_choice import kv_choice
+from blockdraft.planner.kv_choice import KvRequest, kv_choice
 from blockdraft.planner.plan import ELEMENT_BYTES, Plan
-from blockdraft.settings.settings import Settings
 
 # ---- verdicts
 
@@ -159,8 +158,8 @@ def committed_per_step(
 def _plan(models: LoadedPair, plan: Plan, format: str, prompts: Sequence[Sequence[int]]) -> Plan:
     """`plan` with another cache, for these prompts alone."""
     rows = min(len(prompts), plan.max_num_seqs)
-    settings = Settings(kv_dtype="auto" if format == EXACT else format, page_size=plan.page_size)
-    kv = kv_choice(settings, plan.dtype, models.config, models.draft_config, plan.block)
+    asked = KvRequest("auto" if format == EXACT else format, "auto", plan.kv_window, plan.page_size)
+    kv = kv_choice(asked, plan.dtype, models.config, models.draft_config, plan.block)
     longest = max(map(len, prompts)) + ANSWER + plan.scratch
     in_flight = plan.max_prefill_tokens * (2 if plan.overlap else 1)
     return replace(
@@ -168,8 +167,7 @@ def _plan(models: LoadedPair, plan: Plan, format: str, prompts: Sequence[Sequenc
         max_num_seqs=rows,
         num_pages=rows * (plan.pages_of(longest) + 1),
         kv_dtype=kv.target,
-        kv_window=settings.kv_window,
-        num_exact_pages=kv.num_exact_pages(settings, rows, plan.block, in_flight),
+        num_exact_pages=kv.num_exact_pages(rows, plan.block, in_flight),
     )
 
 

@@ -16,7 +16,7 @@ from blockdraft.cli.masking import masked
 from blockdraft.errors import BenchError
 from blockdraft.planner.resolver import asked_otherwise, with_drafter
 from blockdraft.settings.merge import flag_of
-from blockdraft.settings.settings import Settings, environment_api_key, forget_environment_settings
+from blockdraft.settings.settings import environment_api_key, forget_environment_settings
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -35,6 +35,15 @@ DESCRIPTION = (
 EXIT_TROUBLE = 2
 EXIT_INTERRUPT = 130
 FILE_WIDTH = 160  # characters of a line that goes to no terminal; arbitrary
+
+WITHOUT_DRAFTER: dict[str, object] = {
+    "draft": "none",
+    "draft_ngram": "auto",
+    "width": "auto",
+    "draft_quantization": "auto",
+    "draft_attention_backend": None,
+    "synthetic_acceptance": None,
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -217,21 +226,9 @@ def _session(args: argparse.Namespace, options: Options) -> Session:
     if "speculative" in options.arms_in_turn and with_drafter(settings).draft in (None, "none"):
         raise BenchError(f"--arms {options.arms}: no drafter is known for '{settings.model}': give --draft.")
     python = [] if args.engine_python is None else ["--engine-python", args.engine_python]
-    flags, plain = ([*flags_of(one), *python] for one in (settings, _without_drafter(settings)))
+    plain_settings = asked_otherwise(settings, **WITHOUT_DRAFTER)
+    flags, plain = ([*flags_of(one), *python] for one in (settings, plain_settings))
     return Session(options, grid, console, server_flags=flags, plain_flags=plain, shown_flags=masked(flags))
-
-
-def _without_drafter(settings: Settings) -> Settings:
-    """Return the settings for plain decoding: no drafter, and none of its settings."""
-    return asked_otherwise(
-        settings,
-        draft="none",
-        draft_ngram="auto",
-        width="auto",
-        draft_quantization="auto",
-        draft_attention_backend=None,
-        synthetic_acceptance=None,
-    )
 
 
 def _compare(paths: Sequence[str], *, out: str, prints_json: bool) -> int:

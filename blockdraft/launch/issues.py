@@ -22,9 +22,6 @@ from blockdraft.checkpoints.read_draft_config import draft_block, draft_kind
 from blockdraft.errors import SettingsError
 from blockdraft.launch.engine_versions import NEWEST, EngineVersion, read_version
 from blockdraft.launch.launch_request import Combination, Raw
-from blockdraft.machine.machine import Machine
-from blockdraft.planner.resolver import with_drafter
-from blockdraft.settings.settings import Settings
 
 FILE = Path(__file__).with_name("issues.toml")
 
@@ -68,23 +65,11 @@ class IssueEntry:
         return all(_holds(combination, name, wanted) for name, wanted in self.conditions.items())
 
 
-def check_settings(
-    settings: Settings,
-    *,
-    machine: Machine | None = None,
-    target: Raw | None = None,
-    draft: Raw | None = None,
-) -> list[Issue]:
-    """What is known against this combination, the worst first; nothing for our own engine.
-
-    `target` and `draft` are the models' config.json, where they are known.
-    """
-    if settings.engine == "native":
+def check_settings(asked: Combination) -> list[Issue]:
+    """List what is known against this combination, the worst first; nothing for our own engine."""
+    if asked.settings.engine == "native":
         return []
-    version = read_version(settings.engine, settings.engine_version)
-    asked = Combination(
-        settings=with_drafter(settings), version=version, machine=machine, target=target, draft=draft
-    )
+    version = asked.version
     found = [_softened(entry.issue, version) for entry in entries() if entry.holds(asked)]
     found += _newer(version) + _unknown_pulls(version) + _trusted(asked) + _head_alone(asked)
     return sorted(found, key=lambda issue: SEVERITIES.index(issue.severity))

@@ -28,8 +28,7 @@ from blockdraft.engine.request import Delta, Metrics, SamplingParams
 from blockdraft.kernels.transfer import to_device
 from blockdraft.models.draft_config import DraftConfig
 from blockdraft.planner.plan import ELEMENT_BYTES
-from blockdraft.settings.settings import Settings
-from blockdraft.start.loading import load_models
+from blockdraft.start.loading import load_pair
 from blockdraft.step.pairs import MOST_WALKED
 from blockdraft.training.answers import Document
 from blockdraft.training.features import FeatureReader
@@ -159,7 +158,7 @@ def fit_in_engine(
     """Answer the documents' prompts again, greedily and at the same length, with the drafter in `folder`."""
     specs = like.config.layer_specs() + config.layer_specs()
     room = max((len(one.prompt_ids) + len(one.answer_ids) for one in documents), default=0) + 4 * config.block
-    settings = Settings(
+    models, plan = load_pair(
         model=model,
         draft=str(folder),
         width=config.block,
@@ -170,7 +169,7 @@ def fit_in_engine(
         cache_bytes=2 * ENGINE_ROWS * room * bytes_per_token(specs, ELEMENT_BYTES[like.dtype]),
         graphs=False,  # a few steps: not worth their capture
     )
-    engine = Engine(*load_models(settings, lambda line: None))
+    engine = Engine(models, plan)
     asked = [
         (one.prompt_ids, SamplingParams(temperature=0.0, max_tokens=len(one.answer_ids))) for one in documents
     ]

@@ -28,8 +28,7 @@ from blockdraft.errors import ModelError, SettingsError
 from blockdraft.models.dflash import DFlash
 from blockdraft.models.draft_config import DraftConfig, check_pair
 from blockdraft.planner.plan import Plan
-from blockdraft.settings.settings import Settings
-from blockdraft.start.loading import load_models
+from blockdraft.start.loading import load_pair
 from blockdraft.start.memory import release
 from blockdraft.training.answers import Document, first_of_each, read_conversations, read_shard
 from blockdraft.training.drafter import as_kind, draft_json, load_weights, new_drafter, train_only
@@ -227,7 +226,14 @@ def _load_checkpoint(job: Job, trainer: Trainer, listener: Listener) -> None:
 def _load_target(job: Job, listener: Listener) -> tuple[LoadedPair, Plan]:
     on_gpu = torch.cuda.is_available() and job.device != "cpu"
     rows = job.bulk_rows or (2048 if on_gpu else 16)
-    settings = Settings(
+
+    def report(line: str) -> None:
+        listener.show("load", None, line)
+        listener.say(line)
+
+    listener.show("load", None, job.model)
+    return load_pair(
+        report,
         model=job.model,
         draft="none",
         device=job.device,
@@ -238,13 +244,6 @@ def _load_target(job: Job, listener: Listener) -> tuple[LoadedPair, Plan]:
         max_prefill_tokens=16384 if on_gpu else 512,
         prefix_cache=False,
     )
-
-    def report(line: str) -> None:
-        listener.show("load", None, line)
-        listener.say(line)
-
-    listener.show("load", None, job.model)
-    return load_models(settings, report)
 
 
 def _answer_s(job: Job) -> float | None:
