@@ -22,11 +22,10 @@ from blockdraft.training.answers import Document
 from blockdraft.training.drafter import as_kind, dflash2_json, load_weights, new_drafter, train_only
 from blockdraft.training.evaluate import DrafterFit, simulate
 from blockdraft.training.job import DrafterShape, Objective, TrainingRecipe
-from blockdraft.training.objective import Head, Teacher, column_weights
+from blockdraft.training.objective import Head, Teacher, best_ids, column_weights, selector_loss
 from blockdraft.training.packing import pack, with_anchors
 from blockdraft.training.probe import AcceptanceProbe
 from blockdraft.training.run import Listener, train
-from blockdraft.training.selector_loss import best_ids, selector_loss
 from blockdraft.training.trainer import BlockForward, Trainer
 from tests import tiny
 from tests.fixtures import make_pair
@@ -124,7 +123,7 @@ def test_the_selectors_loss_is_the_cross_entropy_of_the_walk(
 
     A share of it is the divergence from what the target thought of the candidates.
     """
-    monkeypatch.setattr("blockdraft.training.selector_loss.CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr("blockdraft.training.objective.CHUNK_BYTES", chunk_bytes)
     generator = torch.Generator().manual_seed(3)
     config = read_draft_config(make_pair.dflash2_config(selector_skips_first=skips_first), name="any")
     selector = CandidateSelector(config).double()

@@ -13,13 +13,13 @@ from blockdraft.errors import SettingsError
 from blockdraft.settings.settings import Settings
 from blockdraft.start.loading import load_models
 from blockdraft.step.pairs import SparkDrafter
-from blockdraft.training import run, spark
-from blockdraft.training.drafter import load_weights, new_drafter
+from blockdraft.training import objective as objective_module
+from blockdraft.training import run
+from blockdraft.training.drafter import load_weights, new_drafter, spark_json, without_confidence
 from blockdraft.training.job import Objective, TrainingRecipe
-from blockdraft.training.objective import Head, Teacher
+from blockdraft.training.objective import Head, Teacher, spark_loss
 from blockdraft.training.packing import pack
 from blockdraft.training.run import Listener, train
-from blockdraft.training.spark import spark_json, spark_loss, without_confidence
 from blockdraft.training.trainer import Trainer
 from tests import tiny
 from tests.training import pairs
@@ -56,7 +56,7 @@ def expected_loss(given, labels, head, teacher):
 
 @pytest.mark.parametrize("chunk_bytes", [1, 1200, 1 << 28])
 def test_loss_and_gradients_are_those_of_autograd(monkeypatch, chunk_bytes):
-    monkeypatch.setattr(spark, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(objective_module, "SPARK_CHUNK_BYTES", chunk_bytes)
     given, labels, head, teacher = scene()
     objective = Objective(weighting="decay", gamma=4.0)
     scores = spark_loss(*given, labels, head=head, objective=objective, teacher=teacher)
