@@ -1,14 +1,16 @@
-"""The table of operations: where the models use each, on which inputs, the call that serves, its reference.
+"""Compares every operation the models use, at their real shapes and on this device, with its reference.
 
-The check at the start, `blockdraft doctor` and the tests go through this one table. An entry yields a
-comparison for every distinct use of its operation in an engine's models.
+A comparison runs an operation twice on the same random numbers: by whatever path serving takes, and by the
+PyTorch reference on the numbers widened to float64. Where no kernel of ours was chosen, PyTorch's own is
+checked. The check at the start, `blockdraft doctor` and the tests go through one table, OPERATIONS: an entry
+yields a comparison for every distinct use of its operation in an engine's models.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -23,8 +25,10 @@ from blockdraft.check.choices import compare_acceptance, compare_ngram_lookup, c
 from blockdraft.check.comparison import (
     Comparison,
     Comparisons,
+    KernelResult,
     Numbers,
     distinct,
+    measure,
     parts_of,
     run,
     wide,
@@ -695,3 +699,13 @@ OPERATIONS: dict[str, Callable[[Engine, Numbers], Comparisons]] = {
     "walk": compare_walk,
     "lookup": compare_ngram_lookup,
 }
+
+
+@torch.inference_mode()
+def check_kernels(engine: Engine) -> Iterator[KernelResult]:
+    """One result for each operation that the engine's models use."""
+    for operation, compare in OPERATIONS.items():
+        found = [measure(operation, comparison) for comparison in compare(engine, Numbers(engine))]
+        if found:
+            worst = max(found, key=lambda result: result.error / max(result.tolerance, 1e-300))
+            yield replace(worst, num_comparisons=len(found))

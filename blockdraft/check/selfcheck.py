@@ -17,8 +17,8 @@ from torch import Tensor
 
 from blockdraft.check.batch_invariance import check_bits
 from blockdraft.check.drafts import check_captured, check_drafter, draft_name, keeps_bits
-from blockdraft.check.kernels import check_kernels
 from blockdraft.check.layers import LayerError, LayerResult, check_layers
+from blockdraft.check.operations import check_kernels
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.loaded_pair import LoadedPair
 from blockdraft.errors import BlockdraftError, ModelError

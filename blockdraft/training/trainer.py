@@ -22,12 +22,11 @@ from blockdraft.models.decoder import Decoder
 from blockdraft.models.dflash import DFlash, DFlashLayer
 from blockdraft.models.dflash2 import DFlash2
 from blockdraft.step.pairs import PairDrafter, drafter_type
-from blockdraft.training.anchor_walk import Walk
 from blockdraft.training.features import FeatureReader, KeptFeatures
 from blockdraft.training.job import TrainingRecipe
 from blockdraft.training.objective import Head, Scores, Teacher, block_loss, selector_loss, spark_loss
 from blockdraft.training.optimizer import make_optimizers, rate_at
-from blockdraft.training.packing import PackedRows, TrainingBatch, draw
+from blockdraft.training.packing import PackedRows, TrainingBatch, Walk, draw
 from blockdraft.training.view import Kept, Seen, TrainView, block_masks
 
 

@@ -11,8 +11,8 @@ if not torch.cuda.is_available():  # before anything imports Triton, which other
 from blockdraft.cache.recurrent import RecurrentStates
 from blockdraft.cache.rows import Rows
 from blockdraft.check import choices, operations
-from blockdraft.check.comparison import Comparison, Numbers
-from blockdraft.check.kernels import check_kernels, measure
+from blockdraft.check.comparison import Comparison, Numbers, measure
+from blockdraft.check.operations import check_kernels
 from blockdraft.engine.engine import Engine
 from blockdraft.kernels.attention import Blocks
 from blockdraft.kernels.candidates import reference_walk

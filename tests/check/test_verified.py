@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from blockdraft.check import selfcheck, verified
-from blockdraft.check.checksum import checksum
-from blockdraft.check.verified import verify_changes
+from blockdraft.check.verified import checksum, verify_changes
 from blockdraft.engine.engine import Engine
 from blockdraft.errors import ModelError
 from tests import tiny
@@ -268,7 +267,7 @@ def test_swapped_values_show():
 
 
 def test_pieces_and_tensors_that_change_places_show(monkeypatch):
-    monkeypatch.setattr("blockdraft.check.checksum.CPU_WORDS", 4)
+    monkeypatch.setattr("blockdraft.check.verified.CPU_WORDS", 4)
     one, other = torch.arange(8.0), torch.arange(8.0, 16.0)
     found = {
         checksum(model_of(torch.cat((one, other)))),

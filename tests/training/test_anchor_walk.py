@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from blockdraft.training.anchor_walk import BELIEF, FLOOR, Walk
 from blockdraft.training.job import Objective, TrainingRecipe
 from blockdraft.training.objective import column_weights
-from blockdraft.training.packing import draw, pack, with_anchors
+from blockdraft.training.packing import BELIEF, FLOOR, Walk, draw, pack, with_anchors
 from tests.training import pairs
 from tests.training.test_evaluate import make_trainer
 
