@@ -21,6 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 
+from benchmarks.drafter_draws import draws
 from benchmarks.record import context
 from blockdraft.bench.records import Prompt
 from blockdraft.cache.rows import RowSampling
@@ -191,7 +192,9 @@ def _of_drafter(
             length=args.length,
             rows_per_step=args.rows_per_step,
             num_anchors=args.anchors,
-            sampling=sampling_of(documents, *WARM[name]) if name in WARM else None,
+            choose=draws(forward, documents, sampling_of(documents, *WARM[name]), args.length)
+            if name in WARM
+            else None,
         )
         committed[name] = {key: round(fit.committed, 3) for key, fit in fits[name].items()}
         print(f"{name}: {json.dumps(committed[name])}", flush=True)

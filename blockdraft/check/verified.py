@@ -1,12 +1,11 @@
-"""What earlier starts have verified, so that a start checks only what has changed since.
+"""Records what a start has verified, so that later starts check only what has changed since.
 
-There are two records, and a file of each in the cache folder. That of the kernels is named after all that
-decides what they compute: this package's own sources, the libraries, the device, the plan and the shapes.
-That of the models is named after that and after every byte of both models' weights. So whatever changes has
-no record, and is checked.
+There are two records in the cache folder. The name of the kernels' record is a hash of all that they depend
+on: this package's own sources, the libraries, the device, the plan and the shapes. The name of the models'
+record is a hash of that and of every byte of both models' weights. So a change has no record, and is checked.
 
-Nothing is believed blindly: an answer to a built-in prompt, plain and with drafts, has to be token for token
-what it was when the models were checked. If it is not, or a record is damaged, everything is checked.
+A built-in prompt, answered plainly and with drafts, must give the recorded tokens. If it does not, or if a
+record is damaged, everything is checked again.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from blockdraft.settings.settings import cache_dir
 
 PACKAGE = Path(__file__).parent.parent
 LIBRARIES = ("torch", "triton", "llvmlite", "numpy")
-# What of a plan chooses neither kernels nor the sizes they are checked at. Pages and context follow the
+# Fields of a plan that choose neither kernels nor the sizes they are checked at. Pages and context follow the
 # memory that happens to be free, and the width is measured: they would differ at every start.
 NOT_OF_PLAN = {
     *("num_pages", "max_model_len", "max_positions", "max_queue", "prefix_cache", "seed"),
@@ -52,7 +51,7 @@ Note = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """What a prompt was answered with, by width."""
+    """The answers to a prompt, by width."""
 
     prompt: list[int]
     tokens: dict[str, list[int]]
@@ -64,7 +63,7 @@ class RecordDamaged(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """That something was found right, when, and by which version of ours."""
+    """A verification, its day and our version."""
 
     day: str
     version: str
@@ -76,10 +75,7 @@ class Record:
 
 
 def verify_changes(engine: Engine, note: Note, *, is_full: bool = False) -> Verification:
-    """Check of an idle engine what no record vouches for, and keep what was found. `is_full`: check all.
-
-    ModelError: its answers would be wrong.
-    """
+    """Check what has no record of an idle engine, or all of it. ModelError: its answers would be wrong."""
     kernels_file, models_file = _files(engine)
     kernels = models = None
     if not is_full:
@@ -104,19 +100,19 @@ def verify_changes(engine: Engine, note: Note, *, is_full: bool = False) -> Veri
 
 
 def _as_recorded(record: Record) -> Verification:
-    """What was found then, and that the answers still are what they were."""
+    """Return the recorded verification; the answers still are the recorded ones."""
     assert record.answers is not None
     assert record.verification is not None
     num_tokens = sum(map(len, record.answers.tokens.values()))
     checks = (
-        Check("kernels and models", is_passed=True, detail=str(record), seconds=0.0),
-        Check("answers", is_passed=True, detail=f"{num_tokens} tokens as they were then", seconds=0.0),
+        Check("kernels and models", str(record)),
+        Check("answers", f"{num_tokens} tokens as they were then"),
     )
     return replace(record.verification, checks=checks, taken=str(record))
 
 
 def _answers(engine: Engine, prompt: list[int]) -> Answers:
-    """Plainly and at the widest width. A prompt too long for this engine's context has no answer."""
+    """Answer plainly and at the widest width. A prompt longer than the context has no answer."""
     is_synthetic = engine.models.labels.synthetic_acceptance is not None
     widths = {1} if is_synthetic else {1, checked_widths(engine)[-1]}
     if len(prompt) >= max_tokens(engine):
@@ -127,11 +123,11 @@ def _answers(engine: Engine, prompt: list[int]) -> Answers:
     return Answers(prompt, {str(width): list(found) for width, found in tokens.items()})
 
 
-# ---- what the answers depend on
+# ---- the names of the records
 
 
 def _files(engine: Engine) -> tuple[Path, Path]:
-    """Of the kernels' record, and of the models'."""
+    """Return the files of the kernels' record and of the models'."""
     kernels = digest_of([sources(), libraries(), _device(engine), _shapes(engine)])
     weights = [checksum(model) for model in engine.models.models()]
     vocab_map = engine.models.drafter.vocab_map
@@ -143,7 +139,7 @@ def _files(engine: Engine) -> tuple[Path, Path]:
 
 
 def sources() -> str:
-    """Every module of this package, as it is on the disk."""
+    """Return a hash of every module of this package, as it is on the disk."""
     digest = hashlib.sha256()
     for path in sorted(PACKAGE.rglob("*.py")):
         digest.update(str(path.relative_to(PACKAGE)).encode())
@@ -152,7 +148,7 @@ def sources() -> str:
 
 
 def libraries() -> list[str]:
-    """Whatever computes beside ourselves, with its version."""
+    """Return the versions of Python and of the libraries that compute."""
     versions = [platform.python_version()]
     for name in LIBRARIES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -161,7 +157,7 @@ def libraries() -> list[str]:
 
 
 def card_facts(device: torch.device) -> list[object]:
-    """The card and its driver."""
+    """Return the facts of the card and of its driver."""
     driver = next((gpu.driver for gpu in read_machine().gpus), "")
     properties = torch.cuda.get_device_properties(device)
     card = [properties.name, properties.major, properties.minor, properties.total_memory]
@@ -177,7 +173,7 @@ def digest_of(facts: object) -> str:
 
 
 def _device(engine: Engine) -> list[object]:
-    """The processor and its threads, or the card."""
+    """Return the processor and its threads, or the card."""
     device, cpu = engine.models.device, read_machine().cpu
     if device.type == "cpu":
         return [cpu.name, sorted(cpu.features), torch.get_num_threads()]
@@ -185,7 +181,7 @@ def _device(engine: Engine) -> list[object]:
 
 
 def _shapes(engine: Engine) -> list[object]:
-    """Both models without their values, which kernels are left out, the plan and the widths."""
+    """Return the models' shapes, the kernels, those left out, the plan and the widths."""
     models = engine.models
     config = replace(models.config, name="")
     drafted = None if models.draft_config is None else replace(models.draft_config, name="")
@@ -205,7 +201,7 @@ def _parts(model: nn.Module) -> list[str]:
 
 
 def _read(file: Path) -> Record | None:
-    """None: there is none. RecordDamaged: it is not as it was written."""
+    """Return the record; None: there is none. RecordDamaged: it is not as it was written."""
     try:
         text = file.read_text(encoding="utf-8")
     except OSError:
@@ -279,7 +275,7 @@ class _Adder:
         self._products = torch.empty_like(mixed)
 
     def sums(self, tensor: Tensor) -> list[Tensor]:
-        """A number for each piece of a tensor."""
+        """Return a number for each piece of a tensor."""
         raw = tensor.contiguous().reshape(-1).view(torch.uint8)
         if len(raw) % 8 or raw.storage_offset() % 8:
             raw = torch.cat((raw, raw.new_zeros(-len(raw) % 8)))

@@ -112,10 +112,7 @@ def dflash2_json(raw: Mapping[str, object], shape: DrafterShape) -> dict[str, ob
 
 
 def spark_json(raw: Mapping[str, object], rank: int) -> dict[str, object]:
-    """Return the config.json of a DFlash drafter with `raw` once it has a Markov head of this rank.
-
-    In DeepSpec's layout, which vLLM loads; a speculators drafter stays one.
-    """
+    """Return config.json of the DFlash drafter `raw` with a Markov head, in DeepSpec's layout or its own."""
     heads = {
         "markov_rank": rank,
         "markov_head_type": "vanilla",
@@ -214,10 +211,7 @@ def train_only(model: DFlash, part: Literal["all", "added", "selector"]) -> None
 
 
 def load_weights(model: DFlash, source: str, device: torch.device) -> None:
-    """Load the weights of a drafter of the same shape, as trainable float32.
-
-    Parameters that only the new kind has keep their values.
-    """
+    """Load a drafter of the same shape, as trainable float32. What only the new kind has keeps its values."""
     checkpoint = open_checkpoint(source)
     config = read_draft_config(checkpoint.config, name=source)
     with torch.device(device):

@@ -228,10 +228,8 @@ def selector_loss(
 
 
 def best_ids(logits: Tensor, top_k: int) -> Tensor:
-    """Return the ids of the largest logits […, V], best first: […, top_k].
-
-    They are in the `top_k` groups with the largest maxima: all of V is read once.
-    """
+    """Return the ids of the largest logits […, V], best first: […, top_k]."""
+    # They are in the `top_k` groups with the largest maxima: all of V is read once.
     size = GROUP if logits.shape[-1] % GROUP == 0 else 1
     groups = logits.view(*logits.shape[:-1], -1, size)
     chosen = groups.amax(dim=-1).topk(min(top_k, groups.shape[-2]), dim=-1).indices

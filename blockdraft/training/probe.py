@@ -66,19 +66,13 @@ class AcceptanceProbe:
 
 
 def _of_rows(kept: Kept, rows: Sequence[int], num_rows: int) -> Kept:
-    """Return the context of some rows."""
-
-    def chosen(stream: Tensor) -> Tensor:  # [R * L, H, D]
-        return stream.view(num_rows, -1, *stream.shape[1:])[rows].flatten(0, 1)
-
-    return {layer: (chosen(k), chosen(v)) for layer, (k, v) in kept.items()}
+    """Return the context of some rows; streams are [R * L, H, D]."""
+    split = {layer: [x.view(num_rows, -1, *x.shape[1:]) for x in pair] for layer, pair in kept.items()}
+    return {layer: (k[rows].flatten(0, 1), v[rows].flatten(0, 1)) for layer, (k, v) in split.items()}
 
 
 class _Trial:
-    """A drafter as it serves, its weights shared, under another configuration.
-
-    Few blocks are tried, so masks are spelled out on a GPU too: nothing has to be compiled.
-    """
+    """A drafter as it serves, its weights shared, under another configuration."""
 
     def __init__(self, drafter: DFlashDrafter, config: DraftConfig) -> None:
         model: DFlash = copy.copy(drafter.model)
@@ -87,10 +81,8 @@ class _Trial:
         self.drafter = type(drafter)(model, drafter.target, drafter.vocab_map, draft_ngram=ngram)
         self.config = config
         layers = [one for one in model.layers if isinstance(one, DFlashLayer)]
-        self._masks = {
-            one.layer: replace(one.mask, is_causal=is_causal)
-            for one, is_causal in zip(layers, config.is_causal, strict=True)
-        }
+        causal = zip(layers, config.is_causal, strict=True)
+        self._masks = {one.layer: replace(one.mask, is_causal=is_causal) for one, is_causal in causal}
 
     def num_labels(self, width: int) -> int:
         """Return the number of labels whose forward has as many columns as when serving."""
@@ -114,11 +106,8 @@ class _Trial:
         ids = batch.block_ids(self.config.mask_token_id)
         hidden = drafter.model(drafter.embed(ids.flatten()), view, batch.num_columns)
         hidden = hidden.view(len(batch.tokens), batch.num_columns, -1)[:, batch.first_column :]
-        hints = None
-        if drafter.weighs_pairs(width - 1):
-            hints = drafter.hints(
-                hidden, batch.tokens_before()
-            )  # only rows whose drafts were right are asked
+        # Only rows whose drafts were right are asked, so the tokens before are the true ones.
+        hints = drafter.hints(hidden, batch.tokens_before()) if drafter.weighs_pairs(width - 1) else None
         recalled = self._recalled(batch, width)
         runs = [0] * len(hidden)
         rows = torch.arange(len(hidden), device=hidden.device)  # those whose drafts were all right so far

@@ -235,15 +235,13 @@ def test_the_engine_is_left_as_it_was():
 
 def planned(name="pair", device="cuda", **plan):
     sound = engine(name, "float32")
-    return Engine(sound.models, replace(sound.plan, **plan)), replace(
-        sound.models, device=torch.device(device)
-    )
+    one = Engine(sound.models, replace(sound.plan, **plan))
+    one.models = replace(sound.models, device=torch.device(device))
+    return one
 
 
 def pieces(name="pair", device="cuda", **plan):
-    one, models = planned(name, device, **plan)
-    one.models = models
-    return pieces_for(one)
+    return pieces_for(planned(name, device, **plan))
 
 
 def test_on_a_card_every_size_with_code_of_its_own_is_there():
@@ -279,7 +277,7 @@ def test_a_mixture_has_more_pairs_than_low_tiles_take():
     ids=str,
 )
 def test_pieces_stay_within_rows_chunks_pages_and_context(device, plan):
-    found, limits = pieces(device=device, **plan), planned(device=device, **plan)[1].plan
+    found, limits = pieces(device=device, **plan), planned(device=device, **plan).plan
     lengths = {}
     assert found
     for piece in found:

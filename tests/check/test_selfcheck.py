@@ -1,5 +1,6 @@
 """Warm-up leaves everything ready and nothing behind; verification passes good engines and names faults."""
 
+import contextlib
 import copy
 from dataclasses import replace
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from blockdraft.engine.engine import Engine
 from blockdraft.engine.request import SamplingParams, TokenLogprobs
 from blockdraft.errors import ModelError, RequestError
 from blockdraft.kernels.cpu import why_no_llvm
-from blockdraft.kernels.kernels import REFERENCE, kernels_for
+from blockdraft.kernels.kernels import kernels_for
 from blockdraft.kernels.llvm import jit, pointwise
 from blockdraft.kernels.pick import attention, products, recurrent
 from blockdraft.models.packed import Scaled
@@ -246,24 +247,19 @@ def answered(*token_ids, logprob=-1.0):
     return draftcheck.CheckedAnswer(token_ids, logprobs, metrics=None)
 
 
-@needs_llvm
-def test_where_bits_are_kept_an_answer_must_be_equal():
-    models = tiny.engine(dtype="float32").models
-    assert draftcheck.keeps_bits(models, 8)
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=needs_llvm), "bfloat16"])
+def test_where_bits_are_kept_an_answer_must_be_equal_and_elsewhere_it_is_counted(dtype):
+    models = tiny.engine(dtype=dtype).models
+    is_kept = dtype == "float32"
+    assert draftcheck.keeps_bits(models, 8) == is_kept
     assert draftcheck._is_equal(models, 0, answered(4, 5, 6), answered(4, 5), 8)
-    with pytest.raises(
-        ModelError, match=r"changes the answer: token 2 of built-in prompt 1 is 5 with it and 7"
+    for plain, message in (
+        (answered(4, 7), "changes the answer: token 2 of built-in prompt 1 is 5 with it and 7"),
+        (answered(4, logprob=-1.000001), "probabilities: by up to 1.0e-06 nats in built-in prompt 1"),
     ):
-        draftcheck._is_equal(models, 0, answered(4, 5, 6), answered(4, 7), 8)
-    with pytest.raises(ModelError, match=r"probabilities: by up to 1\.0e-06 nats in built-in prompt 3"):
-        draftcheck._is_equal(models, 2, answered(4, 5), answered(4, logprob=-1.000001), 8)
-
-
-def test_where_no_bits_are_kept_equal_answers_are_counted():
-    models = tiny.engine(dtype="bfloat16").models
-    assert not draftcheck.keeps_bits(models, 8)
-    assert draftcheck._is_equal(models, 0, answered(4, 5), answered(4, logprob=-1.1), 8)
-    assert not draftcheck._is_equal(models, 0, answered(4, 5), answered(6), 8)
+        with pytest.raises(ModelError, match=message) if is_kept else contextlib.nullcontext():
+            found = draftcheck._is_equal(models, 0, answered(4, 5, 6), plain, 8)
+            assert found == (len(plain.token_ids) == 1), "equal tokens count as equal"
 
 
 @pytest.mark.parametrize("drafter", ["trained", "none"])
@@ -295,60 +291,35 @@ def test_a_drafter_whose_layers_are_wrong_is_dropped(fault, monkeypatch):
 # ---- the checkpoint
 
 
-def test_an_undefined_weight_is_named():
-    def damage(target):
-        target.layers[2].mlp.down.weight[3, 4] = float("nan")
+def undefined(target):
+    target.layers[2].mlp.down.weight[3, 4] = float("nan")
 
-    with pytest.raises(ModelError, match=r"holds 1 values in layers\.2\.mlp\.down\.weight that are infinite"):
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (undefined, r"holds 1 values in layers\.2\.mlp\.down\.weight that are infinite"),
+        (
+            lambda target: target.layers[1].mlp.down.weight.fill_(3e38),
+            r"what layer 1 of .* is infinite or undefined: the checkpoint",
+        ),
+        (lambda target: target.embedding.weight.zero_(), "every token the same logit"),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused(damage, message):
+    with pytest.raises(ModelError, match=message):
         verify_engine(damaged(damage), ignore)
-
-
-def test_a_layer_that_overflows_is_named():
-    def damage(target):
-        target.layers[1].mlp.down.weight.fill_(3e38)
-
-    with pytest.raises(ModelError, match=r"what layer 1 of .* is infinite or undefined: the checkpoint"):
-        verify_engine(damaged(damage), ignore)
-
-
-def test_a_head_of_zeros_is_caught():
-    with pytest.raises(ModelError, match="every token the same logit"):
-        verify_engine(damaged(lambda target: target.embedding.weight.zero_()), ignore)
 
 
 # ---- kernels
 
 
-def off_by_a_thousandth(name):
-    """The reference of an operation, slightly wrong."""
-    right = getattr(REFERENCE, name)
-
-    def kernel(*arguments, **options):
-        result = right(*arguments, **options)
-        if name == "scan":
-            return result[0] * 1.001, result[1]
-        if name == "fold":
-            return arguments[0].mul_(1.001)
-        return result * 1.001
-
-    return kernel
-
-
-@pytest.mark.parametrize(
-    ("wrong", "operation"),
-    [
-        ("linear", "linear"),
-        ("rms_norm", "norm"),
-        ("gate_mul", "activation"),
-        ("rotate", "rotation"),
-        ("scan", "gated delta"),
-        ("fold", "gated delta"),
-        ("convolve", "gated delta"),
-    ],
-)
-def test_a_wrong_kernel_is_named_with_its_error(wrong, operation, tmp_path):
-    engine = with_kernels(family_engine("qwen3_5-whole", tmp_path), **{wrong: off_by_a_thousandth(wrong)})
-    with pytest.raises(ModelError, match=rf"^{operation} is wrong on this machine: .*off by \d\.\de-0\d"):
+def test_a_wrong_kernel_is_named_with_its_error(tmp_path):
+    """tests/check/test_kernels.py has those of every operation."""
+    engine = family_engine("qwen3_5-whole", tmp_path)
+    right = engine.models.target.kernels.rms_norm
+    engine = with_kernels(engine, rms_norm=lambda *arguments: right(*arguments) * 1.001)
+    with pytest.raises(ModelError, match=r"^norm is wrong on this machine: .*off by \d\.\de-0\d"):
         verify_engine(engine, ignore)
 
 

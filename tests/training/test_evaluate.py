@@ -7,13 +7,12 @@ import pytest
 import torch
 
 from blockdraft import LLM, SamplingParams
-from blockdraft.cache.rows import RowSampling
 from blockdraft.checkpoints.read_draft_config import read_draft_config
 from blockdraft.training import features as features_module
 from blockdraft.training import trainer as trainer_module
 from blockdraft.training.answers import Document
 from blockdraft.training.drafter import draft_json, load_weights, new_drafter
-from blockdraft.training.evaluate import DrafterFit, fit_in_engine, fit_of_metrics, simulate, walk
+from blockdraft.training.evaluate import DrafterFit, fit_in_engine, simulate, walk
 from blockdraft.training.features import FeatureReader
 from blockdraft.training.job import DrafterShape, Objective, TrainingRecipe
 from blockdraft.training.packing import pack
@@ -67,25 +66,9 @@ def test_a_walk_commits_what_matches_and_one_more_but_never_past_the_end():
     assert walk([0], 8) == [1]
 
 
-def test_simulated_steps_are_those_of_the_engine(trained):
-    """Steps, and accepted drafts by position: exactly."""
-    engine = tiny.engine("trained", max_num_seqs=4)
-    params = SamplingParams(temperature=0.0, max_tokens=41)
-    asked = {engine.add(prompt, params): prompt for prompt in prompts(12)}
-    steps = [delta for delta in tiny.drain(engine) if delta.token_ids]
-    documents = [
-        Document(tuple(prompt), ids_of(steps, name), "all", is_greedy=True) for name, prompt in asked.items()
-    ]
-    fit = simulate(trained, documents, length=96, rows_per_step=2, num_anchors=24)["all"]
-    accepted = [sum(len(step.token_ids) > position for step in steps) for position in range(1, tiny.BLOCK)]
-    assert fit == DrafterFit(len(asked), 12 * 41, len(steps), tuple(accepted))
-    assert fit.num_steps == engine.snapshot().num_blocks
-    assert 0 < accepted[-1] < accepted[0] < len(steps), "some of everything"
-
-
 def test_simulation_does_not_depend_on_batches_and_adds_up_by_category(trained):
     llm = LLM(tiny.TARGET, "none", device="cpu", dtype="float64", max_model_len=200)
-    documents = answered(llm, prompts(9, seed=1), 30)
+    documents = answered(llm, prompts(5, seed=1), 20)
     first = simulate(trained, documents, length=128, rows_per_step=1, num_anchors=17)
     assert simulate(trained, documents, length=64, rows_per_step=4, num_anchors=64) == first
     assert set(first) == {"all", "of 0", "of 1"}
@@ -96,7 +79,7 @@ def test_simulation_does_not_depend_on_batches_and_adds_up_by_category(trained):
         num_steps=sum(part.num_steps for part in parts),
         accepted=tuple(map(sum, zip(*(part.accepted for part in parts), strict=True))),
     )
-    assert first["all"].committed == 9 * 30 / first["all"].num_steps
+    assert first["all"].committed == 5 * 20 / first["all"].num_steps
 
 
 def test_a_document_is_simulated_up_to_where_its_row_cuts_it(trained):
@@ -110,7 +93,7 @@ def test_a_document_is_simulated_up_to_where_its_row_cuts_it(trained):
 # ---- features
 
 
-@pytest.mark.parametrize("name", ["llama-llama3", "qwen3-slides", "qwen3_next-whole", "gemma4-mixture"])
+@pytest.mark.parametrize("name", ["qwen3-slides", "qwen3_next-whole", "gemma4-mixture"])
 def test_features_are_those_of_the_prefill_that_serves(name, monkeypatch):
     """Windows, recurrent states, experts: each document alone, and nothing of the batch before it."""
     monkeypatch.setattr(features_module, "MAX_STATES", 3)  # several forwards
@@ -205,12 +188,12 @@ def test_kept_features_change_nothing_and_are_read_once(monkeypatch, distill, nu
     row_bytes = 64 * (len(pairs.TAPS) + (distill > 0)) * pairs.HIDDEN * 8
     monkeypatch.setattr(features_module, "_room_bytes", lambda _: num_rows_kept * row_bytes + 1)
     trainer, plain = make_trainer(documents, recipe), make_trainer(documents, recipe)
-    found = [progress.loss.item() for progress in trainer.run(steps=9)]
+    found = [progress.loss.item() for progress in trainer.run(steps=6)]
     assert trainer.features.num_kept == num_rows_kept
     reads = read[3:]  # after two for the rehearsal, and one to see its size
     assert sum(reads.count(row) == 1 for row in range(3)) == num_rows_kept
     assert sum(reads.count(row) > 1 for row in range(3)) == 3 - num_rows_kept
-    assert found == [plain.step(step / 9).loss.item() for step in range(9)]
+    assert found == [plain.step(step / 6).loss.item() for step in range(6)]
     trainer.features.forget()
     assert trainer.features.num_kept == 0
     assert trainer.step(0.5).loss.item() == plain.step(0.5).loss.item()
@@ -314,6 +297,25 @@ def test_averaged_weights_follow_and_are_there_only_inside():
     assert torch.equal(weights, before)
 
 
+def test_what_a_walk_has_learnt_survives_an_interruption():
+    documents = pairs.random_documents([(9, 50)] * 4)
+    recipe = TrainingRecipe(
+        rows_per_step=2, num_anchors=9, anchoring="walk", objective=Objective(hardness=1.0)
+    )
+    whole, first, second = (make_trainer(documents, recipe) for _ in range(3))
+    for step in range(4):
+        whole.step(step / 4)
+    for step in range(2):
+        first.step(step / 4)
+    second.load_state(first.state())
+    for step in range(2, 4):
+        second.step(step / 4)
+    for one, other in zip(whole.model.parameters(), second.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert torch.equal(whole._walk.chance, second._walk.chance)
+    assert whole._walk.chance.min() < 1
+
+
 @pytest.mark.slow
 def test_64_memorised_answers_are_accepted_in_full_blocks(tmp_path):
     """What SpecForge calls its gate: simulated and in the engine, every draft is accepted."""
@@ -344,7 +346,7 @@ def test_64_memorised_answers_are_accepted_in_full_blocks(tmp_path):
 
 def test_the_exported_drafter_in_the_engine_commits_what_was_simulated(trained):
     llm = tiny.engine("trained", max_num_seqs=4)
-    asked = prompts(5)
+    asked = prompts(3)
     names = [llm.add(prompt, SamplingParams(temperature=0.0, max_tokens=40, width=1)) for prompt in asked]
     steps = tiny.drain(llm)
     documents = [
@@ -361,27 +363,6 @@ def test_the_exported_drafter_in_the_engine_commits_what_was_simulated(trained):
     expected = simulate(trained, documents, length=96)["all"]
     assert (found.num_steps, found.num_tokens) == (expected.num_steps, expected.num_tokens)
     assert found.committed > 2
-
-
-@pytest.mark.parametrize(("temperature", "top_p"), slow_but([(0.7, 0.9), (1.0, 1.0)], (0.7, 0.9)))
-def test_sampled_answers_are_simulated_with_the_noise_they_had(trained, temperature, top_p):
-    llm = tiny.engine("trained", max_num_seqs=4)
-    asked = prompts(8)
-    params = [
-        SamplingParams(temperature=temperature, top_p=top_p, seed=seed, max_tokens=40)
-        for seed in range(len(asked))
-    ]
-    names = [llm.add(prompt, one) for prompt, one in zip(asked, params, strict=True)]
-    steps = tiny.drain(llm)
-    metrics = fit_of_metrics([delta.metrics for delta in steps if delta.metrics is not None])
-    documents = [
-        Document(tuple(prompt), answer, "all", is_greedy=False)
-        for prompt, answer in zip(asked, [ids_of(steps, name) for name in names], strict=True)
-    ]
-    sampling = [RowSampling(temperature=temperature, top_p=top_p, seed=seed) for seed in range(len(asked))]
-    fit = simulate(trained, documents, length=96, sampling=sampling)["all"]
-    assert (fit.num_steps, fit.num_tokens) == (metrics.num_steps, metrics.num_tokens)
-    assert fit != simulate(trained, documents, length=96)["all"]  # greedy drafts are others
 
 
 def test_a_shallow_target_is_tapped_at_different_layers():
