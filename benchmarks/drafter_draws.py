@@ -13,55 +13,36 @@ from torch import Tensor
 
 from blockdraft.cache.cache import SCRATCH_PAGE
 from blockdraft.cache.rows import Rows, RowSampling
-from blockdraft.kernels.transfer import to_device
+from blockdraft.step.dflash import DFlashDrafter
 from blockdraft.step.pairs import PairDrafter
-from blockdraft.training.answers import Document
-from blockdraft.training.evaluate import Choice
-from blockdraft.training.packing import TrainingBatch, pack
-from blockdraft.training.trainer import BlockForward, half
+from blockdraft.training.probe import Choice
+from blockdraft.training.trainer import half
 
 
-def draws(
-    forward: BlockForward, documents: Sequence[Document], sampling: Sequence[RowSampling], length: int
-) -> Choice:
-    """Return the choice of drafts for documents that were sampled so, in rows of `length` tokens."""
-    head = forward.head()
-    device = head.weight.device
+def draws(drafter: DFlashDrafter, sampling: Sequence[RowSampling]) -> Choice:
+    """Return the choice of drafts for documents that were sampled so."""
+    target = drafter.target
     table = Rows(
         max_rows=len(sampling),
         max_pages=1,
-        vocab_size=len(head.weight),
+        vocab_size=drafter.model.config.vocab_size,
         scratch_page=SCRATCH_PAGE,
-        device=device,
+        device=target.norm.weight.device,
     )
     table.place_all([(number, (0,), 0, one) for number, one in enumerate(sampling)])
     table.activate(range(len(sampling)))
-    rows, places = pack(documents, length)
-    owners = torch.zeros(rows.tokens.shape, dtype=torch.int64)  # the document of every place
-    for place in places:
-        owners[place.row, place.begin : int(rows.ends[place.row, place.begin])] = place.document
-    owners = owners.to(device)
 
-    @torch.no_grad()
-    def choose(
-        hidden: Tensor, before: Tensor, batch: TrainingBatch, chosen: list[int], blocks: Tensor
-    ) -> Tensor:
-        own = owners[to_device(chosen, hidden.device)].gather(1, batch.anchors).flatten()[blocks]
-        starts = (batch.anchors - batch.block_starts).flatten()[blocks]
-        mine = replace(table.sampling(), rows=own)
-        kernels, drafter = forward.target.kernels, forward.drafter
-        if not isinstance(drafter, PairDrafter):
-            return kernels.choose(forward.draft_logits(head, hidden, before), starts, before[:, :1], mine)
-        # A serving drafter walks from draft to draft; here every column is a walk of one step.
+    def choose(hidden: Tensor, before: Tensor, draft: int, starts: Tensor, numbers: Tensor) -> Tensor:
+        """Draw one column: a serving drafter walks from draft to draft, here a walk has one step."""
+        own = replace(table.sampling(), rows=numbers)
         with half(hidden):
-            pairs = drafter.pairs(hidden)
+            logits = drafter.logits(hidden)[:, None]
+            pairs = drafter.pairs(hidden[:, None]) if isinstance(drafter, PairDrafter) else None
+        if pairs is None:
+            return target.kernels.choose(logits, starts + draft, before[:, None], own)[:, 0]
         if pairs.mixture is not None:
-            if pairs.skips_first:
-                pairs.mixture[:, 0] = 0
-            pairs = pairs._replace(mixture=pairs.mixture.flatten(0, 1)[:, None], skips_first=False)
-        mine = replace(mine, rows=own.repeat_interleave(before.shape[1]))
-        positions = (starts[:, None] + torch.arange(before.shape[1], device=starts.device)).flatten()
-        logits = head.logits(hidden).flatten(0, 1)[:, None]
-        return kernels.walk(logits, pairs, positions, before.reshape(-1, 1), mine).view(before.shape)
+            mixture = torch.zeros_like(pairs.mixture) if pairs.skips_first and draft == 0 else pairs.mixture
+            pairs = pairs._replace(mixture=mixture, skips_first=False)
+        return target.kernels.walk(logits, pairs, starts + draft, before[:, None], own)[:, 0]
 
     return choose

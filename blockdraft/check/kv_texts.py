@@ -23,18 +23,14 @@ BUILT_IN = Path(__file__).with_name("kv_text.txt")  # written for this purpose, 
 BEGIN = 512  # tokens count from this depth on; from half of a text that is shorter than twice that
 
 
-def least_length() -> int:
-    """Return the length of the shortest text that reads something compressed."""
-    rule = PositionRule()
-    return rule.sinks + rule.window + 2 * rule.stride
-
-
 def begin_of(length: int) -> int:
     """Return the first token of a text that counts. SettingsError: such texts have nothing compressed."""
-    if length < least_length():
+    rule = PositionRule()
+    least = rule.sinks + rule.window + 2 * rule.stride
+    if length < least:
         raise SettingsError(
-            f"In texts of {length} tokens nothing is compressed long enough to be read: use --length "
-            f"{least_length()} or more."
+            f"In texts of {length} tokens nothing is compressed long enough to be read: use --length {least} "
+            "or more."
         )
     return min(BEGIN, length // 2)
 

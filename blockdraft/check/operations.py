@@ -483,51 +483,15 @@ def _compare_head_gates(engine: Engine, numbers: Numbers) -> Comparisons:
 # ---- the gated delta rule
 
 
-def _delta_layers(engine: Engine) -> list[tuple[Recurrent, str, GatedDelta]]:
-    """Return one layer of each spec, with its name."""
+def _compare_delta(engine: Engine, numbers: Numbers) -> Comparisons:
+    """Compare prompt tokens and a block, kept in part, through a state; then the norm behind it."""
     found = []
     for part in parts_of(engine, GatedDelta):
         storage = engine.cache.storage[part.layer]
         assert isinstance(storage, RecurrentState)
-        spec = storage.spec
+        found.append((storage.spec, part))
+    for spec, part in distinct(found, lambda item: item[0]):
         name = f"{spec.num_key_heads}/{spec.num_heads} heads of {spec.key_dim} x {spec.value_dim}"
-        found.append((spec, name, part))
-    return distinct(found, lambda item: item[0])
-
-
-def _compare_delta(engine: Engine, numbers: Numbers) -> Comparisons:
-    """Compare a scan of two rows, a fold of all tokens of one and two of the other, and the convolution."""
-    wide_dtype, lead = torch.promote_types(numbers.dtype, torch.float32), (2, engine.plan.block + 3)
-    for spec, name, _ in _delta_layers(engine):
-        q, k = (numbers.normal(*lead, spec.num_key_heads, spec.key_dim) for _ in range(2))
-        v = numbers.normal(*lead, spec.num_heads, spec.value_dim)
-        gate = -numbers.uniform(*lead, spec.num_heads, dtype=wide_dtype)
-        beta = numbers.uniform(*lead, spec.num_heads)
-        state = numbers.normal(2, spec.num_heads, spec.key_dim, spec.value_dim, dtype=wide_dtype)
-        counts = numbers.whole(lead[1], 2)
-        expected, expected_state = _reference_scan(*wide((q, k, v, gate, beta, state)), counts)
-        got, tape = numbers.kernels.scan(q, k, v, gate, beta, state)
-        numbers.kernels.fold(state, tape, counts)
-        yield Comparison(f"scan, {name}", got, expected)
-        yield Comparison(f"fold, {name}", state, expected_state)
-        channels, width = spec.conv_channels, spec.conv_width
-        x, tail = numbers.normal(*lead, channels), numbers.normal(2, width - 1, channels)
-        weight, where = numbers.normal(channels, width), f"convolve, {channels} channels"
-        yield run(where, numbers.kernels.convolve, gated_delta.reference_convolve, x, tail, weight)
-
-
-def _reference_scan(
-    q: Tensor, k: Tensor, v: Tensor, gate: Tensor, beta: Tensor, state: Tensor, counts: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return the reads of all tokens, and the state after `counts` of them."""
-    reads, tape = gated_delta.reference_scan(q, k, v, gate, beta, state)
-    gated_delta.reference_fold(state, tape, counts)
-    return reads, state
-
-
-def _compare_delta_layers(engine: Engine, numbers: Numbers) -> Comparisons:
-    """Compare prompt tokens and a block, kept in part, through a state; then the norm behind it."""
-    for spec, name, part in _delta_layers(engine):
         weights = gated_delta.DeltaWeights(part.conv[:, 0], part.decay_log, part.gate_bias)
         width = max(engine.plan.block, 2)
         yield from _compare_states(spec, name, weights, numbers, width=width)
@@ -591,7 +555,8 @@ def _reference_row(
     q, k, v = torch.split(mixed, [math.prod(keys), math.prod(keys), math.prod(values)], dim=2)
     q, k, v = (x.reshape(1, -1, *shape) for x, shape in ((q, keys), (k, keys), (v, values)))
     state = x.new_zeros(1, spec.num_heads, spec.key_dim, spec.value_dim)
-    reads, state = _reference_scan(q, k, v, decay, rate, state, torch.tensor([length], device=x.device))
+    reads, tape = gated_delta.reference_scan(q, k, v, decay, rate, state)
+    gated_delta.reference_fold(state, tape, torch.tensor([length], device=x.device))
     return reads[0], state[0]
 
 
@@ -689,7 +654,6 @@ OPERATIONS: dict[str, Callable[[Engine, Numbers], Comparisons]] = {
     "heads": _compare_heads,
     "heads' gates": _compare_head_gates,
     "gated delta": _compare_delta,
-    "gated delta layer": _compare_delta_layers,
     "routing": _compare_routes,
     "experts": _compare_experts,
     "slots": _compare_places,

@@ -95,7 +95,7 @@ def verify_changes(engine: Engine, note: Note, *, is_full: bool = False) -> Veri
         _write(kernels_file, today)
     num_prompt = max(1, min(NUM_PROMPT, max_tokens(engine) // 2))
     answers = _answers(engine, prompts_of(engine.models)[0][-num_prompt:])
-    _write(models_file, replace(today, answers=answers, verification=verification))
+    _write(models_file, replace(today, answers=answers, verification=replace(verification, checks=())))
     return verification
 
 
@@ -212,29 +212,17 @@ def _read(file: Path) -> Record | None:
         raw = json.loads(text)
         if raw.pop("sha256") != digest_of(raw):
             raise ValueError("not what was written")
-        record = Record(raw["day"], raw["version"])
-        if raw["answers"] is None:
-            return record
-        return replace(
-            record, answers=Answers(**raw["answers"]), verification=_verification(**raw["verification"])
-        )
+        answers, found = raw.pop("answers"), raw.pop("verification")
+        if answers is not None:
+            found |= {"checks": (), "accepted": tuple(found["accepted"])}
+            return Record(**raw, answers=Answers(**answers), verification=Verification(**found))
+        return Record(**raw)
     except (ValueError, KeyError, TypeError, AttributeError):
         raise RecordDamaged(f"{file} is damaged") from None
 
 
-def _verification(accepted: list[float], **kept: object) -> Verification:
-    return Verification((), accepted=tuple(accepted), **kept)  # type: ignore[arg-type]
-
-
 def _write(file: Path, record: Record) -> None:
-    found, answers = record.verification, record.answers
-    kept = ("tokens_per_step", "keeps_drafter", "reason", "accepted", "same_bits", "bits")
-    raw = {
-        "day": record.day,
-        "version": record.version,
-        "answers": None if answers is None else asdict(answers),
-        "verification": None if found is None else {name: getattr(found, name) for name in kept},
-    }
+    raw = asdict(record)
     keep(file, json.dumps({**raw, "sha256": digest_of(raw)}).encode())
 
 

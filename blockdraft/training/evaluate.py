@@ -1,21 +1,12 @@
-"""Measures the tokens a drafter commits on documents of the target, by simulation and in the engine.
-
-The simulation tries every answer token as an anchor, all at once; then each document is walked as the engine
-would walk it: from the last prompt token on, each step commits the drafts that match and one token more. What
-the exported drafter commits in the engine must be the same.
-"""
+"""Counts the tokens that a drafter commits, and runs an exported drafter in the engine."""
 
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-import torch
-from torch import Tensor
-from torch.nn import functional
 
 from blockdraft.bench.weak_spots import DraftCounts, where_reached
 from blockdraft.cache.spec import bytes_per_token
@@ -28,11 +19,7 @@ from blockdraft.settings.settings import Settings
 from blockdraft.start.loading import load_models
 from blockdraft.step.pairs import MOST_WALKED
 from blockdraft.training.answers import Document
-from blockdraft.training.features import FeatureReader
-from blockdraft.training.packing import PackedRows, TrainingBatch, pack, with_anchors
-from blockdraft.training.trainer import BlockForward
 
-SLICE = 512  # blocks whose logits are in memory at a time
 ENGINE_ROWS = MOST_WALKED  # with more, the selector is not used
 
 
@@ -66,58 +53,6 @@ class DrafterFit:
     def where_reached(self) -> tuple[float | None, ...]:
         """Return the share of right drafts at each position, of those reached; None: never reached."""
         return tuple(where_reached(self.accepted, self.counts.reached))
-
-
-def walk(runs: Sequence[int], width: int) -> list[int]:
-    """Return the tokens that each step commits over an answer; `runs[i]` drafts match after its token i - 1.
-
-    runs[0] belongs to the last prompt token as the anchor, and len(runs) is the answer's length.
-    """
-    place, steps = 0, []
-    while place < len(runs):
-        committed = min(runs[place], width - 1, len(runs) - place - 1) + 1
-        steps.append(committed)
-        place += committed
-    return steps
-
-
-Choice = Callable[[Tensor, Tensor, TrainingBatch, list[int], Tensor], Tensor]
-"""Drafts [n, B - 1] of hidden states [n, B - 1, E] behind tokens [n, B - 1]: some blocks of some rows."""
-
-
-def simulate(
-    forward: BlockForward,
-    documents: Sequence[Document],
-    *,
-    length: int,
-    rows_per_step: int = 8,
-    num_anchors: int = 128,
-    choose: Choice | None = None,
-    report: Callable[[float], None] = lambda share: None,
-) -> dict[str, DrafterFit]:
-    """Return the drafter's fit on `documents` by category, and on "all". Documents past `length` are cut.
-
-    `choose` drafts as the answers were sampled; None: greedily, as they were written. With the rows and
-    anchors of the training steps before it, nothing has to be compiled again.
-    """
-    head = forward.head()
-    if choose is None:
-
-        def choose(hidden: Tensor, before: Tensor, *_: object) -> Tensor:
-            return forward.draft_logits(head, hidden, before).detach().argmax(dim=-1)
-
-    rows, places = pack(documents, length)
-    runs = _runs(forward, rows.to(head.weight.device), rows_per_step, num_anchors, choose, report)
-    steps: dict[str, list[list[int]]] = defaultdict(list)
-    everything: list[list[int]] = []
-    for place in places:
-        first = place.begin + len(documents[place.document].prompt_ids) - 1
-        end = int(rows.ends[place.row, place.begin])
-        mine = walk(runs[place.row, first : end - 1].tolist(), forward.block)
-        steps[documents[place.document].category].append(mine)
-        everything.append(mine)
-    steps["all"] = everything  # documents of category "all" are among them
-    return {name: fit_of_steps(listed, forward.block) for name, listed in sorted(steps.items())}
 
 
 def fit_of_steps(steps: Sequence[Sequence[int]], block: int) -> DrafterFit:
@@ -190,45 +125,3 @@ def run_engine(
             number, (prompt_ids, params) = waiting.popleft()
             engine.add(prompt_ids, params, str(number))
         yield engine.step()
-
-
-def _runs(
-    forward: BlockForward,
-    rows: PackedRows,
-    rows_per_step: int,
-    num_anchors: int,
-    choose: Choice,
-    report: Callable[[float], None],
-) -> Tensor:
-    """Return how many drafts match the document after each place: [rows, length]."""
-    length = rows.tokens.shape[1]
-    reader = FeatureReader(forward.target, num_rows=rows_per_step, length=length)
-    out = torch.zeros(rows.tokens.shape, dtype=torch.int64)
-    for first in range(0, len(rows), rows_per_step):
-        chosen = list(range(first, min(first + rows_per_step, len(rows))))
-        chosen += [chosen[-1]] * (rows_per_step - len(chosen))  # one shape for all
-        _, features = reader.read(rows, chosen)
-        for anchors in torch.split(anchor_places(rows, chosen), num_anchors, dim=1):
-            anchors = functional.pad(anchors, (0, num_anchors - anchors.shape[1]), value=length)
-            batch = with_anchors(rows, chosen, anchors, forward.block)
-            # Not under no_grad, so that the code compiled for training is reused.
-            hidden = forward(batch, features).detach()
-            blocks = torch.split(torch.arange(len(hidden), device=hidden.device), SLICE)
-            before = batch.tokens_before()  # drafts that count follow right ones only
-            drafts = torch.cat([choose(hidden[part], before[part], batch, chosen, part) for part in blocks])
-            matches = drafts == batch.labels.flatten(0, 1)
-            found = matches.long().cumprod(dim=1).sum(dim=1).view(batch.anchors.shape)
-            row = torch.tensor(chosen)[:, None].expand(batch.anchors.shape)
-            is_real = batch.is_real.cpu()
-            out[row[is_real], batch.anchors.cpu()[is_real]] = found.cpu()[is_real]
-        report(min(first + rows_per_step, len(rows)) / len(rows))
-    return out
-
-
-def anchor_places(rows: PackedRows, chosen: list[int]) -> Tensor:
-    """Return all possible anchor places, in order, padded with the row's length: [R, n]."""
-    length = rows.tokens.shape[1]
-    is_anchor = rows.is_anchor[torch.tensor(chosen, device=rows.tokens.device)]
-    place = torch.arange(length, device=is_anchor.device)
-    places = torch.where(is_anchor, place, length).sort(dim=1).values
-    return places[:, : int(is_anchor.sum(dim=1).max())]

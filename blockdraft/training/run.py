@@ -10,7 +10,6 @@ log.txt               everything that was said
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import random
@@ -32,16 +31,19 @@ from blockdraft.planner.plan import Plan
 from blockdraft.settings.settings import Settings
 from blockdraft.start.loading import load_models
 from blockdraft.start.memory import release
+from blockdraft.step.dflash import DFlashDrafter
+from blockdraft.step.pairs import drafter_type
 from blockdraft.training.answers import Document, first_of_each, read_conversations, read_shard
 from blockdraft.training.drafter import as_kind, draft_json, load_weights, new_drafter, train_only
-from blockdraft.training.evaluate import DrafterFit, fit_in_engine, simulate
+from blockdraft.training.evaluate import DrafterFit, fit_in_engine
 from blockdraft.training.export import DrafterCard, export
 from blockdraft.training.job import Job
 from blockdraft.training.offline_batch import make_offline_batch
 from blockdraft.training.packing import pack
+from blockdraft.training.probe import simulate
 from blockdraft.training.regenerate import AnswerCount, regenerate
 from blockdraft.training.run_messages import left, plan_lines, verdict_lines
-from blockdraft.training.trainer import BlockForward, Trainer
+from blockdraft.training.trainer import Trainer
 
 HELD_OUT = 20  # prompts per category held out for evaluation, without --held-out
 REGENERATE_SHARE = 0.2  # of the minutes given
@@ -97,7 +99,7 @@ def train(job: Job, listener: Listener, *, resume: bool = False) -> dict[str, Dr
     trainer.features.forget()
     release()
     with trainer.averaged():
-        fits = _measured(job, trainer.forward, kept, functools.partial(listener.show, "evaluate"))
+        fits = _measured(job, trainer.forward.drafter, kept, listener, "evaluate")
         export(job.out / "drafter", trainer.model, raw, fits, _model_card(job, documents, trainer))
         for name, fit in fits.items():
             listener.say(
@@ -116,7 +118,7 @@ def _check(
     """Compare the exported drafter in the engine with the simulation, on a few held-out prompts."""
     few = random.Random(0).sample(held_out, min(NUM_CHECKED, len(held_out)))  # the same ones every time
     listener.show("check", None, f"{len(few)} answers in the engine")
-    expected = _measured(job, trainer.forward, few)["all"].committed
+    expected = simulate(trainer.forward.drafter, few, length=job.length)["all"].committed
 
     def report(num_done: int) -> None:
         listener.show("check", num_done / len(few), f"{num_done} of {len(few)} answers in the engine")
@@ -135,31 +137,21 @@ def _before(
     """Return the fit of the drafter that the run begins with, in its own kind."""
     assert job.start_from is not None
     config = read_draft_config(open_checkpoint(job.start_from, what="drafter").config, name=job.start_from)
-    forward = trainer.forward
+    drafter = trainer.forward.drafter
     if config.markov_rank != trainer.model.config.markov_rank:
         own = _new_model(job, models, config)
         load_weights(own, job.start_from, models.device)
-        forward = BlockForward(own, models.target)
-    return _measured(job, forward, kept, functools.partial(listener.show, "start"))["all"]
+        drafter = drafter_type(config)(own, models.target)
+    return _measured(job, drafter, kept, listener, "start")["all"]
 
 
 def _measured(
-    job: Job,
-    forward: BlockForward,
-    kept: Sequence[Document],
-    show: Callable[[float | None, str], None] = lambda share, text: None,
+    job: Job, drafter: DFlashDrafter, kept: Sequence[Document], listener: Listener, stage: str
 ) -> dict[str, DrafterFit]:
     """Return the fit on held-out answers with the current weights."""
     text = f"{len(kept)} held-out answers"
-    show(None, text)
-    return simulate(
-        forward,
-        kept,
-        length=job.length,
-        rows_per_step=job.recipe.rows_per_step,
-        num_anchors=job.recipe.num_anchors,
-        report=lambda share: show(share, text),
-    )
+    listener.show(stage, None, text)
+    return simulate(drafter, kept, length=job.length, report=lambda share: listener.show(stage, share, text))
 
 
 # ---- the folder

@@ -65,13 +65,6 @@ class BlockForward:
         cap = config.logit_softcap if config.logit_softcap is not None else target.config.logit_softcap
         return Head(module.weight.data, config.logit_scale, cap)
 
-    def draft_logits(self, head: Head, hidden: Tensor, before: Tensor) -> Tensor:
-        """Return the logits by which drafts are chosen, [n, B - 1, V], after the tokens `before`."""
-        logits = head.logits(hidden)
-        with half(hidden):
-            hints = self.drafter.hints(hidden, before)
-        return logits if hints is None else self.drafter.hinted(logits, hints)
-
     def __call__(self, batch: TrainingBatch, features: Tensor) -> Tensor:
         """Return the drafter's hidden states of the drafting columns of every block: [R * A, B - 1, E]."""
         batch = replace(batch, first_column=self.model.config.first_column)

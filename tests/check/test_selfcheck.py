@@ -70,7 +70,7 @@ def damaged(damage, dtype="float32", **plan):
 # ---- warm-up
 
 
-@pytest.mark.parametrize("plan", [{}, {"max_num_seqs": 1}, {"overlap": True}, {"max_model_len": 9}], ids=str)
+@pytest.mark.parametrize("plan", [{"overlap": True}, {"max_model_len": 9, "max_num_seqs": 1}], ids=str)
 def test_warming_leaves_no_trace(plan):
     cold, engine = (tiny.engine(prefix_cache=True, page_size=2, **plan) for _ in range(2))
     requests = REQUESTS[:2] if "max_model_len" in plan else REQUESTS
@@ -163,11 +163,11 @@ def test_the_trained_pair_passes_and_keeps_its_drafter(dtype):
     ("name", "dtype"),
     [
         ("qwen3_next-whole", "float32"),
-        ("qwen3_5_moe-tied", "bfloat16"),
+        pytest.param("qwen3_5_moe-tied", "bfloat16", marks=pytest.mark.slow),
         ("gpt_oss-whole", "float32"),
-        ("gemma4-shared", "float32"),
+        pytest.param("gemma4-shared", "float32", marks=pytest.mark.slow),
         ("gemma4-mixture", "bfloat16"),
-        ("qwen2-layer-types", "float32"),
+        pytest.param("qwen2-layer-types", "float32", marks=pytest.mark.slow),
     ],
 )
 def test_families_pass(name, dtype, tmp_path):
@@ -233,9 +233,8 @@ class Meddler(Weightless):
             view._storage[1].values.mul_(-1)
 
 
-@pytest.mark.parametrize("name", ["draft", "absorb"])
-@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
-def test_a_drafter_that_touches_the_targets_cache_stops_the_start(dtype, name):
+@pytest.mark.parametrize(("name", "dtype"), [("draft", "float64"), ("absorb", "bfloat16")])
+def test_a_drafter_that_touches_the_targets_cache_stops_the_start(name, dtype):
     engine = tiny.engine(Meddler(tiny.load(dtype).drafter, name), dtype=dtype)
     with pytest.raises(ModelError, match=r"writes into layer 1 of the target's cache"):
         verify_engine(engine, ignore)

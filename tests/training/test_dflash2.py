@@ -15,17 +15,16 @@ from blockdraft.cache.rows import RowSampling
 from blockdraft.checkpoints.read_draft_config import read_draft_config
 from blockdraft.cli.main import main
 from blockdraft.errors import SettingsError
-from blockdraft.kernels.kernels import REFERENCE
 from blockdraft.models.dflash2 import CandidateSelector
-from blockdraft.models.kernel_module import with_kernels
 from blockdraft.settings.settings import Settings
 from blockdraft.start.loading import load_models
 from blockdraft.training.answers import Document
 from blockdraft.training.drafter import as_kind, dflash2_json, load_weights, new_drafter, train_only
-from blockdraft.training.evaluate import DrafterFit, simulate
+from blockdraft.training.evaluate import DrafterFit, fit_of_steps
 from blockdraft.training.job import DrafterShape, Objective, TrainingRecipe
 from blockdraft.training.objective import Head, Teacher, best_ids, column_weights, selector_loss
 from blockdraft.training.packing import pack, with_anchors
+from blockdraft.training.probe import AcceptanceProbe, simulate
 from blockdraft.training.run import Listener, train
 from blockdraft.training.trainer import BlockForward, Trainer
 from tests import tiny
@@ -62,7 +61,7 @@ def test_a_drafter_that_goes_on_as_dflash2_drafts_as_before():
     first, second = (forward(batch, features) for forward in models)
     assert torch.equal(first, second)
     documents = answered_documents()
-    fits = [simulate(one, documents, length=96, rows_per_step=2, num_anchors=24) for one in models]
+    fits = [simulate(one.drafter, documents, length=96) for one in models]
     assert fits[0] == fits[1]
     assert fits[0]["all"].committed > 2
 
@@ -74,27 +73,30 @@ def answered_documents():
 
 
 @pytest.mark.parametrize(
-    ("name", "temperature", "top_p"),
+    ("name", "temperature", "top_p", "width"),
     slow_but(
         [
-            (name, *warmth)
+            (name, *how)
             for name in ("trained", *tiny.KINDS)
-            for warmth in ((0.0, 1.0), (0.8, 1.0), (0.8, 0.9))
+            for how in ((0.0, 1.0, 8), (0.0, 1.0, 3), (0.8, 1.0, 8), (0.8, 0.9, 8))
         ],
-        ("trained", 0.0, 1.0),
-        ("trained", 0.8, 0.9),
-        ("DFlash2", 0.8, 0.9),
-        ("DSpark", 0.8, 1.0),
-        ("from the anchor", 0.0, 1.0),
+        ("trained", 0.0, 1.0, 8),
+        ("trained", 0.8, 0.9, 8),
+        ("DFlash2", 0.0, 1.0, 3),
+        ("DFlash2", 0.8, 0.9, 8),
+        ("DSpark", 0.0, 1.0, 3),
+        ("DSpark", 0.8, 1.0, 8),
+        ("causal", 0.0, 1.0, 3),
+        ("from the anchor", 0.0, 1.0, 8),
     ),
 )
-def test_simulated_steps_are_those_of_the_engine(name, temperature, top_p):
-    """And those of `fit`, which walks one column after another: pairs, and the request's own noise."""
+def test_simulated_steps_are_those_of_the_engine(name, temperature, top_p, width):
+    """With pairs, and with the request's own noise: accepted drafts by position, exactly."""
     engine = tiny.engine(name, max_num_seqs=4)
     asked, steps = {}, {}
-    for number, prompt in enumerate(some_prompts(10)):
+    for number, prompt in enumerate(some_prompts(8)):
         params = SamplingParams(
-            temperature=temperature, top_p=top_p, seed=number, max_tokens=33, ignore_eos=True
+            temperature=temperature, top_p=top_p, seed=number, max_tokens=33, ignore_eos=True, width=width
         )
         asked[engine.add(prompt, params)] = prompt
     for delta in tiny.drain(engine):
@@ -105,16 +107,16 @@ def test_simulated_steps_are_those_of_the_engine(name, temperature, top_p):
     accepted = tuple(sum(length > place for length in lengths) for place in range(1, tiny.BLOCK))
     found = DrafterFit(len(asked), sum(lengths), len(lengths), accepted)
     drafter = engine.models.drafter
-    forward = BlockForward(with_kernels(drafter.model, REFERENCE), pairs.target())
+    config = drafter.model.config
     drawn = [RowSampling(temperature=temperature, top_p=top_p, seed=number) for number in range(len(asked))]
-    options = {"length": 96, "rows_per_step": 2, "num_anchors": 24}
-    choose = draws(forward, documents, drawn, options["length"])
-    assert simulate(forward, documents, choose=choose, **options)["all"] == found
-    assert 0 < accepted[0] < len(lengths), "some of everything"
-    if name in ("DFlash2", "trained"):
-        assert 0 < accepted[-1] < accepted[0]
+    # More layers are read than are tapped, as for trials of other taps.
+    probe = AcceptanceProbe(drafter, documents, range(4))
     if temperature == 0:
-        assert simulate(forward, documents, **options)["all"] == found
+        assert probe.walk(config, width) == found
+    if width == tiny.BLOCK:
+        sampled = probe.steps(config, width, draws(drafter, drawn))
+        assert fit_of_steps(sampled, config.block) == found
+    assert 0 < accepted[0] < len(lengths), "some of everything"
 
 
 @pytest.mark.parametrize(

@@ -13,17 +13,13 @@ from blockdraft.training.answers import Document
 from blockdraft.training.evaluate import DrafterFit
 from blockdraft.training.probe import AcceptanceProbe
 from tests import tiny
-from tests.matrix import slow_but
 
 PROMPTS = [[0, 2, 4, 6], [7], [1, 4, 7, 10, 13], [50, 3, 21], [30, 31, 32, 33, 34, 35]]
 MAX_TOKENS = (33, 9, 20, 33, 2)  # documents of very different lengths
 
 
-def load(folder, source=tiny.DRAFT, kind=None, **changes):
-    if kind is None:
-        shutil.copytree(source, folder)
-    else:
-        tiny.write_kind(folder, kind)
+def load(folder, **changes):
+    shutil.copytree(tiny.DRAFT, folder)
     raw = json.loads((folder / "config.json").read_text()) | changes
     (folder / "config.json").write_text(json.dumps(raw))
     return LLM(tiny.TARGET, str(folder), dtype="float64", device="cpu", prefix_cache=False, max_model_len=200)
@@ -49,29 +45,6 @@ def answered(llm, width):
         accepted=tuple(sum(len(step) > place for step in steps) for place in range(1, tiny.BLOCK)),
     )
     return documents, found
-
-
-CHANGES = {
-    "as it is": {},
-    "causal": {"is_causal": True},
-    "window": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5},
-    "DSpark": {"source": tiny.SPARK},
-    "causal DSpark": {"source": tiny.SPARK, "is_causal": True},
-    tiny.SELECTOR: {"kind": tiny.SELECTOR},
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "width"),
-    slow_but([(name, width) for name in CHANGES for width in (8, 3, 2)], *((name, 3) for name in CHANGES)),
-)
-def test_a_walk_takes_the_steps_of_the_engine(tmp_path, name, width):
-    llm = load(tmp_path / "draft", **CHANGES[name])
-    documents, found = answered(llm, width)
-    models = llm.engine.models
-    # More layers are read than are tapped, as for trials of other taps.
-    assert AcceptanceProbe(models.drafter, documents, range(4)).walk(models.draft_config, width) == found
-    assert 0 < found.accepted[0] < found.num_steps
 
 
 def test_another_configuration_is_tried_as_if_it_were_loaded(llm, tmp_path):
