@@ -29,7 +29,6 @@ from blockdraft.cache.compressed import CompressedLayer
 from blockdraft.cache.paged import PagedKV
 from blockdraft.cache.recurrent import RecurrentState
 from blockdraft.cache.rows import RowSampling
-from blockdraft.cache.view import CacheView
 from blockdraft.check.piece_sizes import Piece, pieces_for
 from blockdraft.check.uncached_view import WholeView
 from blockdraft.engine.engine import Engine
@@ -253,7 +252,9 @@ class _Check:
                 part.sure.append(agrees[is_right])
                 counts = agrees & is_right
             part.compare(out, index, where, counts)
-        self._absorb(index, is_right, view)
+        if self.drafter is not None:
+            taps = [self._tokens(tap + 1, index, is_right) for tap in self.target.taps]
+            self.drafter.absorb(torch.cat(taps, dim=1), view)
         if not piece.is_known:
             cache.commit(rows, view.starts, torch.tensor(piece.kept, device=self.device))
         rows.extend(piece.kept)
@@ -262,11 +263,6 @@ class _Check:
         """Return T's input of a layer, but other values for drafts that are to be rejected."""
         x = self._inputs[number][index]
         return torch.where(is_right[:, None], x, -x)
-
-    def _absorb(self, index: Tensor, is_right: Tensor, view: CacheView) -> None:
-        if self.drafter is not None:
-            taps = [self._tokens(tap + 1, index, is_right) for tap in self.target.taps]
-            self.drafter.absorb(torch.cat(taps, dim=1), view)
 
     # ---- the drafter
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks.drafter_draws import draws
-from blockdraft import LLM, SamplingParams
+from blockdraft import LLM
 from blockdraft.cache.rows import RowSampling
 from blockdraft.checkpoints.read_draft_config import read_draft_config
 from blockdraft.cli.main import main
@@ -18,9 +18,8 @@ from blockdraft.errors import SettingsError
 from blockdraft.models.dflash2 import CandidateSelector
 from blockdraft.settings.settings import Settings
 from blockdraft.start.loading import load_models
-from blockdraft.training.answers import Document
-from blockdraft.training.drafter import as_kind, dflash2_json, load_weights, new_drafter, train_only
-from blockdraft.training.evaluate import DrafterFit, fit_of_steps
+from blockdraft.training.drafter import as_kind, dflash2_json, train_only
+from blockdraft.training.evaluate import fit_of_steps
 from blockdraft.training.job import DrafterShape, Objective, TrainingRecipe
 from blockdraft.training.objective import Head, Teacher, best_ids, column_weights, selector_loss
 from blockdraft.training.packing import pack, with_anchors
@@ -31,7 +30,6 @@ from tests import tiny
 from tests.fixtures import make_pair
 from tests.matrix import slow_but
 from tests.training import pairs
-from tests.training.pairs import CPU
 from tests.training.test_evaluate import answered
 from tests.training.test_evaluate import prompts as some_prompts
 from tests.training.test_run import make_job, prompts, target
@@ -43,17 +41,12 @@ PAIR_JSON = json.loads((tiny.PAIR / "draft" / "config.json").read_text())
 
 def upgraded(**shape):
     """The fixture's drafter as a DFlash2 one, in float64."""
-    config = read_draft_config(dflash2_json(PAIR_JSON, replace(SHAPE, **shape)), name="pair")
-    model = new_drafter(config, pairs.target(), max_positions=256, device=CPU, init="random", seed=0)
-    load_weights(model, tiny.DRAFT, CPU)
-    return model.double()
+    return pairs.new_one(dflash2_json(PAIR_JSON, replace(SHAPE, **shape)), weights=tiny.DRAFT).double()
 
 
 def test_a_drafter_that_goes_on_as_dflash2_drafts_as_before():
     """The same hidden states to the last bit, and the same walk."""
-    config = read_draft_config(PAIR_JSON, name="pair")
-    plain = new_drafter(config, pairs.target(), max_positions=256, device=CPU, init="random", seed=0)
-    load_weights(plain, tiny.DRAFT, CPU)
+    plain = pairs.new_one(PAIR_JSON, weights=tiny.DRAFT)
     rows, _ = pack(pairs.random_documents([(4, 30), (9, 20)]), 64)
     batch = with_anchors(rows, [0], torch.tensor([[5, 12, 40]]), 8)
     features = pairs.random_features(batch)
@@ -69,7 +62,7 @@ def test_a_drafter_that_goes_on_as_dflash2_drafts_as_before():
 @functools.cache
 def answered_documents():
     llm = LLM(tiny.TARGET, tiny.DRAFT, device="cpu", dtype="float32", max_model_len=120)
-    return answered(llm, some_prompts(8), 30)
+    return answered(llm, some_prompts(5), 20)
 
 
 @pytest.mark.parametrize(
@@ -93,22 +86,10 @@ def answered_documents():
 def test_simulated_steps_are_those_of_the_engine(name, temperature, top_p, width):
     """With pairs, and with the request's own noise: accepted drafts by position, exactly."""
     engine = tiny.engine(name, max_num_seqs=4)
-    asked, steps = {}, {}
-    for number, prompt in enumerate(some_prompts(8)):
-        params = SamplingParams(
-            temperature=temperature, top_p=top_p, seed=number, max_tokens=33, ignore_eos=True, width=width
-        )
-        asked[engine.add(prompt, params)] = prompt
-    for delta in tiny.drain(engine):
-        if delta.token_ids:
-            steps.setdefault(delta.request_id, []).append(delta.token_ids)
-    documents = [Document(tuple(asked[name]), sum(steps[name], ()), "all", True) for name in asked]
-    lengths = [len(step) for name in asked for step in steps[name]]
-    accepted = tuple(sum(length > place for length in lengths) for place in range(1, tiny.BLOCK))
-    found = DrafterFit(len(asked), sum(lengths), len(lengths), accepted)
-    drafter = engine.models.drafter
-    config = drafter.model.config
-    drawn = [RowSampling(temperature=temperature, top_p=top_p, seed=number) for number in range(len(asked))]
+    params = {"temperature": temperature, "top_p": top_p}
+    documents, found = pairs.engine_steps(engine, some_prompts(8), max_tokens=33, width=width, **params)
+    drafter, config = engine.models.drafter, engine.models.drafter.model.config
+    drawn = [RowSampling(**params, seed=number) for number in range(len(documents))]
     # More layers are read than are tapped, as for trials of other taps.
     probe = AcceptanceProbe(drafter, documents, range(4))
     if temperature == 0:
@@ -116,7 +97,7 @@ def test_simulated_steps_are_those_of_the_engine(name, temperature, top_p, width
     if width == tiny.BLOCK:
         sampled = probe.steps(config, width, draws(drafter, drawn))
         assert fit_of_steps(sampled, config.block) == found
-    assert 0 < accepted[0] < len(lengths), "some of everything"
+    assert 0 < found.accepted[0] < found.num_steps, "some of everything"
 
 
 @pytest.mark.parametrize(
@@ -284,9 +265,7 @@ def test_a_run_of_dflash2_goes_on(prompts, target, tmp_path):
 
 
 def test_a_new_dflash2_drafter_with_short_blocks():
-    raw = dflash2_json(pairs.draft_json(top={"is_causal": True}), SHAPE)
-    config = read_draft_config(raw, name="new")
-    model = new_drafter(config, pairs.target(), max_positions=256, device=CPU, init="random", seed=0)
+    model = pairs.new_one(dflash2_json(pairs.draft_json(top={"is_causal": True}), SHAPE))
     rows, _ = pack(pairs.random_documents([(4, 30), (9, 20)]), 64)
     recipe = TrainingRecipe(rows_per_step=1, num_anchors=8, short_blocks=0.5)
     trainer = Trainer(model.double(), pairs.target(), rows, recipe)

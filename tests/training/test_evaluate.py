@@ -1,6 +1,7 @@
 """What a drafter is said to commit against what the engine commits with it; and that training gets there."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,8 +13,8 @@ from blockdraft.training import features as features_module
 from blockdraft.training import probe
 from blockdraft.training import trainer as trainer_module
 from blockdraft.training.answers import Document
-from blockdraft.training.drafter import draft_json, load_weights, new_drafter
-from blockdraft.training.evaluate import DrafterFit
+from blockdraft.training.drafter import draft_json, new_drafter
+from blockdraft.training.evaluate import DrafterFit, fit_in_engine
 from blockdraft.training.features import FeatureReader
 from blockdraft.training.job import DrafterShape, Objective, TrainingRecipe
 from blockdraft.training.packing import pack
@@ -32,10 +33,7 @@ PAIR_JSON = json.loads((tiny.PAIR / "draft" / "config.json").read_text())
 @pytest.fixture(scope="module")
 def trained():
     """The fixture's own drafter, as training loads one to go on from."""
-    config = read_draft_config(PAIR_JSON, name="pair")
-    model = new_drafter(config, pairs.target(), max_positions=256, device=CPU, init="random", seed=0)
-    load_weights(model, tiny.DRAFT, CPU)
-    return DFlashDrafter(model.double(), pairs.target())
+    return DFlashDrafter(pairs.new_one(PAIR_JSON, weights=tiny.DRAFT).double(), pairs.target())
 
 
 def prompts(count, seed=0):
@@ -312,6 +310,16 @@ def test_64_memorised_answers_are_accepted_in_full_blocks(tmp_path):
         one.answer_ids for one in documents
     ]
     assert llm.engine.snapshot().num_blocks == 64
+
+
+def test_the_exported_drafter_in_the_engine_commits_what_was_simulated(trained):
+    engine = tiny.engine("trained", max_num_seqs=4)
+    documents, _ = pairs.engine_steps(engine, prompts(3), max_tokens=40, temperature=0.0, width=1)
+    like, config = pairs.load_target()[0], trained.model.config
+    found = fit_in_engine(Path(tiny.DRAFT), documents, model=tiny.TARGET, config=config, like=like)
+    expected = simulate(trained, documents, length=96)["all"]
+    assert (found.num_steps, found.num_tokens) == (expected.num_steps, expected.num_tokens)
+    assert found.committed > 2
 
 
 def test_a_shallow_target_is_tapped_at_different_layers():

@@ -12,13 +12,12 @@ import torch
 from safetensors.torch import load_file
 
 from blockdraft import LLM, SamplingParams
-from blockdraft.checkpoints.read_draft_config import read_draft_config
 from blockdraft.cli.main import main
 from blockdraft.errors import ModelError, SettingsError
 from blockdraft.settings import shipped
 from blockdraft.training import regenerate, run
 from blockdraft.training.answers import read_shard
-from blockdraft.training.drafter import load_weights, new_drafter
+from blockdraft.training.drafter import load_weights
 from blockdraft.training.evaluate import DrafterFit
 from blockdraft.training.job import AnswerOptions, DrafterShape, Job, Objective, TrainingRecipe
 from blockdraft.training.packing import MIN_ANSWER
@@ -243,6 +242,9 @@ def test_the_exported_drafter_drafts_what_was_trained(whole):
     assert [one.token_ids for one in llm.generate(asked, greedy)] == [
         one.token_ids for one in plain.generate(asked, greedy)
     ]
+    for name in ("k_norm.weight", "q_norm.weight"):  # norms over keys are not trained
+        is_one = [bool((one == 1).all()) for key, one in exported.items() if key.endswith(name)]
+        assert is_one == [name == "k_norm.weight"] * 2, name
     model = llm.engine.models.drafter.model
     named = pairs.named_weights(model, torch.bfloat16)
     assert named.keys() == exported.keys()
@@ -555,9 +557,8 @@ def test_answers_of_another_run_are_never_taken_for_this_ones(job, whole):
     [({"num_hidden_layers": 5}, "4 layers, the drafter 5"), ({"intermediate_size": 48}, "differ in shape")],
 )
 def test_layers_that_cannot_be_copied_are_refused(top, message):
-    config = read_draft_config(pairs.draft_json(top=top), name="new")
     with pytest.raises(SettingsError, match=f"--init target: .*{message}"):
-        new_drafter(config, pairs.target(), max_positions=64, device=pairs.CPU, init="target", seed=0)
+        pairs.new_one(pairs.draft_json(top=top), init="target")
 
 
 def test_a_drafter_of_another_target_is_refused(job, tmp_path):

@@ -14,7 +14,7 @@ from blockdraft.start.loading import load_models
 from blockdraft.step.pairs import SparkDrafter
 from blockdraft.training import objective as objective_module
 from blockdraft.training import run
-from blockdraft.training.drafter import as_kind, load_weights, new_drafter, spark_json, without_confidence
+from blockdraft.training.drafter import as_kind, spark_json, without_confidence
 from blockdraft.training.job import DrafterShape, Objective, TrainingRecipe
 from blockdraft.training.objective import Head, Teacher, spark_loss
 from blockdraft.training.packing import pack
@@ -143,20 +143,14 @@ def test_it_starts_from_a_dflash_drafter_and_goes_on_from_itself(job, monkeypatc
     assert isinstance(loaded(again).drafter, SparkDrafter)
 
 
-def new_one(raw):
-    config = read_draft_config(raw, name="new")
-    options = {"max_positions": 64, "device": pairs.CPU, "init": "random", "seed": 0}
-    return new_drafter(config, pairs.target(), **options)
-
-
 def test_what_it_starts_from_is_the_dflash_drafters_body():
-    load_weights(model := new_one(spark_json(pairs.draft_json(), 256)), tiny.DRAFT, pairs.CPU)
+    model = pairs.new_one(spark_json(pairs.draft_json(), 256), weights=tiny.DRAFT)
     stored = load_file(tiny.PAIR / "draft" / "model.safetensors")
     assert torch.equal(model.fc.weight, stored["fc.weight"].float())
     assert model.markov.after.weight.abs().sum() == 0
     assert all(one.requires_grad for one in model.markov.parameters())
     raw = json.loads((tiny.PAIR / "spark" / "config.json").read_text())
-    load_weights(model := new_one(raw), tiny.SPARK, pairs.CPU)
+    model = pairs.new_one(raw, weights=tiny.SPARK)
     kept = load_file(tiny.PAIR / "spark" / "model.safetensors")
     assert torch.equal(model.markov.after.weight, kept["markov_head.markov_w2.weight"].float())
 
@@ -176,7 +170,7 @@ def test_a_drafter_that_drafts_from_the_anchor_gets_heads(layout):
 
 
 def test_losses_fall():
-    model = new_one(spark_json(pairs.draft_json(), 16)).double()
+    model = pairs.new_one(spark_json(pairs.draft_json(), 16)).double()
     rows, _ = pack(pairs.random_documents(((5, 30), (3, 40))), 48)
     recipe = TrainingRecipe(rows_per_step=1, num_anchors=8, rate=1e-2)
     losses = [one.loss.item() for one in Trainer(model, pairs.target(), rows, recipe).run(steps=20)]
