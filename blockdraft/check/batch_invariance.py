@@ -37,7 +37,7 @@ class ComputedText(NamedTuple):
 
 
 class BitsResult(NamedTuple):
-    """How many log-probabilities were compared, and the first that differs."""
+    """The number of log-probabilities that were compared, and the first that differs."""
 
     num_values: int
     difference: str | None  # None: all are equal

@@ -128,7 +128,7 @@ CONVERSATIONS = [
     *(Prompt(str(n), "runs", (f"t{n} t{n + 2} t{n + 4}",)) for n in range(0, 12, 2)),
     Prompt("turns", "turns", ("t2 t4 t6", "t10 t12", "t1 t4")),
     Prompt("system", "turns", ("t4 t6", "t8"), "t0 t2"),
-    *(Prompt(str(n), "threes", (f"t{n} t{n + 3} t{n + 6} t{n + 9}",)) for n in range(1, 5)),
+    *(Prompt(str(n), "threes", (f"t{n} t{n + 3} t{n + 6} t{n + 9}",)) for n in range(1, 6)),
 ]
 
 
