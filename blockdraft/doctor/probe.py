@@ -148,7 +148,7 @@ def _compile_ahead(shapes: list[ProbeShape], device: torch.device) -> None:
 
 
 def _check(shape: ProbeShape, device_name: str) -> Iterator[Line]:
-    from blockdraft.check.kernels import check_kernels
+    from blockdraft.check.operations import check_kernels
     from blockdraft.engine.engine import Engine
     from blockdraft.start.fallback import with_kernels_that_compile
 

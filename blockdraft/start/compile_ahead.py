@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.cache.rows import RowSampling
-from blockdraft.check.kernels import check_kernels
+from blockdraft.check.operations import check_kernels
 from blockdraft.check.piece_sizes import pieces_for
 from blockdraft.check.verified import card_facts, digest_of, libraries, plan_facts, sources
 from blockdraft.engine.engine import Engine
