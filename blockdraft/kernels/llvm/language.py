@@ -45,7 +45,7 @@ class Type:
 
     @property
     def suffix(self) -> str:
-        """The suffix of intrinsics for this type."""
+        """Return the suffix of intrinsics for this type."""
         one = f"f{self.bits}" if self.is_float else f"i{self.bits}"
         return f"v{self.lanes}{one}" if self.lanes else one
 
@@ -109,6 +109,30 @@ class Assembly:
         return self.value(f"call {result} @{function}({given})", result)
 
 
+def _operator(whole: str, real: str = "", *, is_swapped: bool = False) -> Callable[[Value, Operand], Value]:
+    """Return a method that applies LLVM's `whole` to integers and `real` to floats."""
+
+    def operate(self: Value, other: Operand) -> Value:
+        one, two = matched(other, self) if is_swapped else matched(self, other)
+        name = real if one.type.is_float else whole
+        assert name, f"{one.type} has no such operator"
+        return one.text.value(f"{name} {one.type} {one.name}, {two.name}", one.type)
+
+    return operate
+
+
+def _comparison(name: str) -> Callable[[Value, Operand], Value]:
+    """Return a method that compares; integers are signed."""
+
+    def compare(self: Value, other: Operand) -> Value:
+        one, two = matched(self, other)
+        signed = "s" if name not in ("eq", "ne") else ""
+        kind = f"fcmp {'u' if name == 'ne' else 'o'}{name}" if one.type.is_float else f"icmp {signed}{name}"
+        return one.text.value(f"{kind} {one.type} {one.name}, {two.name}", Type("i1", one.type.lanes))
+
+    return compare
+
+
 class Value:
     """A number or a vector at run time."""
 
@@ -161,95 +185,22 @@ class Value:
         wide = self.type.wide(len(indices))
         return self.text.value(f"shufflevector {self.type} {self.name}, {second}, {mask}", wide)
 
-    def _operate(self, whole: str, real: str, other: Operand, *, swapped: bool = False) -> Value:
-        one, two = matched(self, other)
-        if swapped:
-            one, two = two, one
-        name = real if one.type.is_float else whole
-        assert name, f"{one.type} has no such operator"
-        return self.text.value(f"{name} {one.type} {one.name}, {two.name}", one.type)
-
-    def _compare(self, name: str, other: Operand) -> Value:
-        one, two = matched(self, other)
-        signed = "s" if name not in ("eq", "ne") else ""
-        kind = f"fcmp {'u' if name == 'ne' else 'o'}{name}" if one.type.is_float else f"icmp {signed}{name}"
-        return self.text.value(f"{kind} {one.type} {one.name}, {two.name}", Type("i1", one.type.lanes))
-
-    def __add__(self, other: Operand) -> Value:
-        return self._operate("add", "fadd", other)
-
-    def __radd__(self, other: Operand) -> Value:
-        return self._operate("add", "fadd", other, swapped=True)
-
-    def __sub__(self, other: Operand) -> Value:
-        return self._operate("sub", "fsub", other)
-
-    def __rsub__(self, other: Operand) -> Value:
-        return self._operate("sub", "fsub", other, swapped=True)
-
-    def __mul__(self, other: Operand) -> Value:
-        return self._operate("mul", "fmul", other)
-
-    def __rmul__(self, other: Operand) -> Value:
-        return self._operate("mul", "fmul", other, swapped=True)
-
-    def __truediv__(self, other: Operand) -> Value:
-        return self._operate("", "fdiv", other)
-
-    def __rtruediv__(self, other: Operand) -> Value:
-        return self._operate("", "fdiv", other, swapped=True)
-
-    # Unsigned: operands of // and % must not be negative.
-    def __floordiv__(self, other: Operand) -> Value:
-        return self._operate("udiv", "", other)
-
-    def __mod__(self, other: Operand) -> Value:
-        return self._operate("urem", "", other)
-
-    def __and__(self, other: Operand) -> Value:
-        return self._operate("and", "", other)
-
-    def __or__(self, other: Operand) -> Value:
-        return self._operate("or", "", other)
-
-    def __xor__(self, other: Operand) -> Value:
-        return self._operate("xor", "", other)
-
-    def __lshift__(self, other: Operand) -> Value:
-        return self._operate("shl", "", other)
-
-    def __rshift__(self, other: Operand) -> Value:
-        """Logical shift: zeros are shifted in."""
-        return self._operate("lshr", "", other)
-
-    def above(self, bits: int) -> Value:
-        """Arithmetic shift right: the sign is shifted in."""
-        return self._operate("ashr", "", bits)
+    __add__, __radd__ = _operator("add", "fadd"), _operator("add", "fadd", is_swapped=True)
+    __sub__, __rsub__ = _operator("sub", "fsub"), _operator("sub", "fsub", is_swapped=True)
+    __mul__, __rmul__ = _operator("mul", "fmul"), _operator("mul", "fmul", is_swapped=True)
+    __truediv__, __rtruediv__ = _operator("", "fdiv"), _operator("", "fdiv", is_swapped=True)
+    __floordiv__, __mod__ = _operator("udiv"), _operator("urem")  # unsigned: operands must not be negative
+    __and__, __or__, __xor__ = _operator("and"), _operator("or"), _operator("xor")
+    __lshift__ = _operator("shl")
+    __rshift__ = _operator("lshr")  # logical: zeros are shifted in
+    above = _operator("ashr")  # arithmetic: the sign is shifted in
+    __lt__, __le__, __gt__, __ge__ = (_comparison(name) for name in ("lt", "le", "gt", "ge"))
+    __eq__, __ne__ = _comparison("eq"), _comparison("ne")  # type: ignore[assignment]
 
     def __neg__(self) -> Value:
         if self.type.is_float:
             return self.text.value(f"fneg {self.type} {self.name}", self.type)
         return 0 - self
-
-    def __lt__(self, other: Operand) -> Value:
-        return self._compare("lt", other)
-
-    def __le__(self, other: Operand) -> Value:
-        return self._compare("le", other)
-
-    def __gt__(self, other: Operand) -> Value:
-        return self._compare("gt", other)
-
-    def __ge__(self, other: Operand) -> Value:
-        return self._compare("ge", other)
-
-    def __eq__(self, other: object) -> Value:  # type: ignore[override]
-        assert isinstance(other, Value | int | float)
-        return self._compare("eq", other)
-
-    def __ne__(self, other: object) -> Value:  # type: ignore[override]
-        assert isinstance(other, Value | int | float)
-        return self._compare("ne", other)
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -257,7 +208,7 @@ class Value:
         raise TypeError("a value that the kernel computes is not known while it is compiled")
 
     def __index__(self) -> int:
-        raise TypeError("a value that the kernel computes is not known while it is compiled")
+        return bool(self)
 
 
 Operand: TypeAlias = Value | float
@@ -403,9 +354,7 @@ def select(condition: Value, one: Operand, two: Operand) -> Value:
 
 
 def _intrinsic(name: str, *operands: Operand) -> Value:
-    first = next(one for one in operands if isinstance(one, Value) and one.type.lanes) if any(
-        isinstance(one, Value) and one.type.lanes for one in operands
-    ) else next(one for one in operands if isinstance(one, Value))  # fmt: skip
+    first = max((one for one in operands if isinstance(one, Value)), key=lambda one: one.type.lanes)
     values = [matched(first, one)[1] for one in operands]
     return first.text.call(f"llvm.{name}.{first.type.suffix}", first.type, *values)
 
@@ -420,21 +369,20 @@ def sqrt(x: Value) -> Value:
 
 
 def magnitude(x: Value) -> Value:
-    """|x|"""
+    """Return |x|."""
     return _intrinsic("fabs", x)
 
 
 def largest(one: Operand, two: Operand) -> Value:
     """Return the larger operand; if one is NaN, the other."""
-    first = one if isinstance(one, Value) else two
-    assert isinstance(first, Value)
-    return _intrinsic("maxnum" if first.type.is_float else "smax", one, two)
+    one, two = matched(one, two)
+    return _intrinsic("maxnum" if one.type.is_float else "smax", one, two)
 
 
 def smallest(one: Operand, two: Operand) -> Value:
-    first = one if isinstance(one, Value) else two
-    assert isinstance(first, Value)
-    return _intrinsic("minnum" if first.type.is_float else "smin", one, two)
+    """Return the smaller operand; if one is NaN, the other."""
+    one, two = matched(one, two)
+    return _intrinsic("minnum" if one.type.is_float else "smin", one, two)
 
 
 def rounded(x: Value) -> Value:
@@ -541,12 +489,12 @@ def store_shared(at: Pointer, value: Operand) -> None:
 
 
 def add_shared(at: Pointer, number: int) -> Value:
-    """Add to the number at an address; returns its old value."""
+    """Add to the number at an address; return its old value."""
     return at.text.value(f"atomicrmw add ptr {at.name}, i64 {number} seq_cst", i64)
 
 
 def replace_shared(at: Pointer, old: Operand, new: Operand) -> Value:
-    """Replace `old` by `new`; returns whether `old` was there."""
+    """Replace `old` by `new`; return whether `old` was there."""
     old, new = (one if isinstance(one, Value) else at.constant(one, i64) for one in (old, new))
     operands = f"i64 {old.name}, i64 {new.name}"
     pair = at.text.name()
