@@ -17,6 +17,8 @@ changes neither max, sum nor out.
 
 from __future__ import annotations
 
+import functools
+import heapq
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,6 +27,8 @@ from torch import Tensor
 from blockdraft.kernels.llvm.attention_tile import (
     CHUNK,
     GROUP,
+    MAX_TILE,
+    MAX_VECTORS,
     SUM_LANES,
     State,
     lanes_of,
@@ -36,7 +40,6 @@ from blockdraft.kernels.llvm.attention_tile import (
     weigh,
     weigh_alone,
 )
-from blockdraft.kernels.llvm.attention_units import MAX_TILE
 from blockdraft.kernels.llvm.compiler import inlined, kernel, taken, unrolled
 from blockdraft.kernels.llvm.jit import Jit, real_type
 from blockdraft.kernels.llvm.language import (
@@ -55,9 +58,54 @@ from blockdraft.kernels.llvm.language import (
 )
 
 if TYPE_CHECKING:
-    from blockdraft.kernels.attention import Mask
+    from blockdraft.kernels.attention import Blocks, Mask
 
-_SERIAL_OPS = 1 << 16  # multiply-adds; below, waking a thread costs more than it saves
+_SERIAL_OPS = 1 << 16  # multiply-adds
+_MANY = 16  # items per thread; with so many, the last one hardly matters
+_TILE_COST = (0.0, 1.6, 2.3, 3.2, 4.0)  # by the number of query vectors over the same keys, measured
+_ITEM_COST = 0.75  # of reading these keys for the first tile
+
+
+def divide(counts: tuple[int, ...], shared: int, num_groups: int, num_threads: int) -> Tensor:
+    """Divide rows with `counts[r]` tokens into units [U, 3]: a row, and its query vectors [first, end).
+
+    A token has `shared` vectors for each of `num_groups` key heads; a thread takes a unit for one key head.
+    The size of units is chosen so that the last thread ends as early as possible. Rows count as equally long.
+    """
+    units = _units(counts, shared, num_groups, num_threads)
+    return torch.tensor(units, dtype=torch.int64).view(-1, 3)
+
+
+@functools.lru_cache(maxsize=256)
+def _units(
+    counts: tuple[int, ...], shared: int, num_groups: int, num_threads: int
+) -> list[tuple[int, int, int]]:
+    totals = [count * shared for count in counts]
+    units = _cut(totals, MAX_VECTORS)
+    if num_threads > 1 and len(units) * num_groups < _MANY * num_threads:
+        cuts = (_cut(totals, most) for most in range(MAX_VECTORS, 0, -1))
+        units = min(cuts, key=lambda cut: _time(cut, num_groups, num_threads))
+    return units
+
+
+def _cut(totals: list[int], most: int) -> list[tuple[int, int, int]]:
+    """Divide rows of `totals` vectors into units of at most `most`, as equal as possible."""
+    units = []
+    for row, total in enumerate(totals):
+        size = -(-total // max(1, -(-total // most)))
+        units += [(row, i, min(i + size, total)) for i in range(0, total, size or 1)]
+    return units
+
+
+def _time(units: list[tuple[int, int, int]], num_groups: int, num_threads: int) -> float:
+    """Estimate when the last thread ends, if each takes the next item as soon as it is free."""
+    free = [0.0] * num_threads
+    for _, first, last in units:
+        tiles, rest = divmod(last - first, MAX_TILE)
+        cost = _ITEM_COST + tiles * _TILE_COST[MAX_TILE] + _TILE_COST[rest]
+        for _ in range(num_groups):
+            heapq.heapreplace(free, free[0] + cost)
+    return max(free)
 
 
 class PagedAttention:
@@ -69,56 +117,59 @@ class PagedAttention:
         self._jit = Jit(paged_attention, real=real_type(dtype), dim=head_dim)
 
     def __call__(
-        self,
-        q: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        *,
-        page_table: Tensor,
-        rows: Tensor,
-        starts: Tensor,
-        offsets: Tensor,
-        units: Tensor,
-        page_size: int,
-        mask: Mask,
-        sinks: Tensor | None = None,
+        self, q: Tensor, keys: Tensor, values: Tensor, blocks: Blocks, mask: Mask, sinks: Tensor | None = None
     ) -> Tensor:
-        """Attend with q [N, H, D] over keys and values [G, S, D]; returns [N, H, D].
+        """Attend with q [N, H, D] over keys and values [G, S, D]; return [N, H, D].
 
-        `page_table` [.., P], `rows` [R], `starts` [R] and `offsets` [R + 1] are those of attention.Blocks;
-        nothing else depends on the rows' lengths. `units` [U, 3] is from `divide`. `sinks` [H] are scores
-        without a value, one per head.
+        Nothing but the table depends on the rows' lengths. `sinks` [H] are scores without a value.
         """
         num_groups, num_slots, dim = keys.shape
-        num_heads = q.shape[1]
         assert dim == self._dim
         assert keys.is_contiguous()
         assert values.is_contiguous()
-        assert page_table.is_contiguous()
-        assert page_table.dtype == rows.dtype == starts.dtype == offsets.dtype == torch.int64
-        if q.stride()[1:] != (dim, 1):
-            q = q.contiguous()
-        if sinks is not None:
-            assert sinks.shape == (num_heads,)
-            sinks = sinks.to(q.dtype).contiguous()
-        out = q.new_empty(q.shape)
+        q, sinks = whole_vectors(q, sinks)
+        out, num_heads, where = q.new_empty(q.shape), q.shape[1], places(blocks, blocks.table)
+        units = blocks.units(num_heads, num_groups)
         self._jit(
             units.shape[0] * num_groups, num_groups, num_heads // num_groups, q.stride(0), num_slots,
-            mask.scale, mask.is_causal, -1 if mask.window is None else mask.window, mask.is_anchored,
-            sinks is not None,
-            page_size, page_table.shape[1], page_table, rows, starts, offsets, units,
-            q, out, keys, values, sinks,
-            is_small=len(rows) * page_table.shape[1] * page_size * num_heads * dim < _SERIAL_OPS,
+            *mask_fields(mask), blocks.page_size, blocks.table.shape[1], *where, units, q, out, keys, values,
+            sinks, is_small=is_small(blocks, num_heads * dim),
         )  # fmt: skip
         return out
 
 
+def whole_vectors(q: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Return queries with whole vectors in memory, and sinks of their dtype."""
+    if q.stride()[1:] != (q.shape[2], 1):
+        q = q.contiguous()
+    if sinks is not None:
+        assert sinks.shape == q.shape[1:2]
+        sinks = sinks.to(q.dtype).contiguous()
+    return q, sinks
+
+
+def places(blocks: Blocks, *tables: Tensor) -> tuple[Tensor, ...]:
+    """Return page tables, then the rows' numbers, starts and offsets."""
+    found = (*tables, blocks.rows, blocks.starts, blocks.offsets)
+    assert all(one.dtype == torch.int64 and one.is_contiguous() for one in found)
+    return found
+
+
+def mask_fields(mask: Mask) -> tuple[float, int, int, int]:
+    return mask.scale, mask.is_causal, -1 if mask.window is None else mask.window, mask.is_anchored
+
+
+def is_small(blocks: Blocks, size: int) -> bool:
+    """Return whether waking a thread costs more than it saves; `size` is that of a token's queries."""
+    return len(blocks.rows) * blocks.table.shape[1] * blocks.page_size * size < _SERIAL_OPS
+
+
 @kernel
 def paged_attention(
-    num_items: Int, num_groups: Int, shared: Int, q_stride: Int, num_slots: Int, scale: Real,
-    is_causal: Int, window: Int, is_anchored: Int, has_sinks: Int,
-    page_size: Int, num_pages: Int, page_table: Longs, rows: Longs, starts: Longs, offsets: Longs,
-    units: Longs, q: Reals, out: Reals, keys: Reals, values: Reals, sinks: Reals, *, real: Type, dim: int,
+    num_items: Int, num_groups: Int, shared: Int, q_stride: Int, num_slots: Int, scale: Real, is_causal: Int,
+    window: Int, is_anchored: Int, page_size: Int, num_pages: Int, page_table: Longs, rows: Longs,
+    starts: Longs, offsets: Longs, units: Longs, q: Reals, out: Reals, keys: Reals, values: Reals,
+    sinks: Reals, *, real: Type, dim: int,
 ) -> None:  # fmt: skip
     """Process items: a unit's query vectors over one key head, all tiles chunk by chunk, then divide."""
     state = room(q, real)
@@ -127,7 +178,7 @@ def paged_attention(
         row, count = unit[0], unit[2] - unit[1]
         low, high = prepare(
             state, unit, group, num_groups, shared, q_stride, starts, offsets, is_causal, window, is_anchored,
-            has_sinks, sinks, out, dim,
+            sinks, out, dim,
         )  # fmt: skip
         pages = page_table + rows[row] * num_pages
         head_at = group * num_slots * dim
@@ -150,10 +201,9 @@ def paged_attention(
 @inlined
 def prepare(
     state: State, unit: Longs, group: Int, num_groups: Int, shared: Int, q_stride: Int, starts: Longs,
-    offsets: Longs, is_causal: Int, window: Int, is_anchored: Int, has_sinks: Int, sinks: Reals, out: Reals,
-    dim: int,
+    offsets: Longs, is_causal: Int, window: Int, is_anchored: Int, sinks: Reals, out: Reals, dim: int,
 ) -> tuple[Int, Int]:  # fmt: skip
-    """Initialise a unit's vectors; returns the keys [low, high) that at least one of them sees."""
+    """Initialise a unit's vectors; return the keys [low, high) that at least one of them sees."""
     row, first = unit[0], unit[1]
     start, token = starts[row], offsets[row]
     end = start + offsets[row + 1] - token
@@ -167,7 +217,7 @@ def prepare(
         state.q[i] = (token + at) * q_stride + head * dim
         state.out[i] = ((token + at) * num_groups * shared + head) * dim
         clear(state, i, out + state.out[i], dim)
-        if has_sinks != 0:
+        if sinks.is_given:
             sink = sinks[head]
             state.top[i] = sink
             state.total[i * SUM_LANES] = select(sink != sink, sink, 1.0)

@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import torch
 
-from blockdraft.kernels.llvm.attention_units import MAX_TILE, MAX_VECTORS
 from blockdraft.kernels.llvm.compiler import inlined, unrolled
 from blockdraft.kernels.llvm.language import (
     Int,
@@ -38,6 +37,8 @@ from blockdraft.kernels.llvm.language import (
     zeros,
 )
 
+MAX_VECTORS = 16  # query vectors (tokens x heads of one key head) that a thread takes at a time
+MAX_TILE = 4  # query vectors that share one pass over a chunk of keys
 CHUNK = 64  # keys; fits the L1; a multiple of SUM_LANES; results' bits depend on both
 SUM_LANES = 16
 GROUP = 4  # keys that are scored, or weighted, together

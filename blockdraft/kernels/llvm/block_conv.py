@@ -8,9 +8,9 @@ from torch import Tensor
 from blockdraft.kernels.llvm.compiler import inlined, kernel, taken
 from blockdraft.kernels.llvm.jit import Jit, real_type
 from blockdraft.kernels.llvm.language import Int, Reals, Type, load, smallest, store
+from blockdraft.kernels.llvm.pointwise import SERIAL_ELEMENTS
 
 _WIDE = 16  # channels at a time
-_SERIAL_ELEMENTS = 1 << 14  # below this, waking a thread costs more than it saves
 
 
 class BlockConvKernel:
@@ -29,7 +29,7 @@ class BlockConvKernel:
         onto = None if onto is None else onto.contiguous()
         self._jit(
             num_tokens, size, taps, groups, num_columns, deltas.stride(0), x, base.contiguous(), deltas, onto,
-            y, is_small=y.numel() < _SERIAL_ELEMENTS,
+            y, is_small=y.numel() < SERIAL_ELEMENTS,
         )  # fmt: skip
         return y
 

@@ -16,7 +16,7 @@ import math
 import torch
 from torch import Tensor
 
-from blockdraft.kernels.candidates import PairScores
+from blockdraft.kernels.candidates import PairScores, reference_walk
 from blockdraft.kernels.llvm.compiler import inlined, kernel, taken, unrolled
 from blockdraft.kernels.llvm.jit import Jit
 from blockdraft.kernels.llvm.language import (
@@ -38,6 +38,7 @@ from blockdraft.kernels.llvm.language import (
     store,
     zeros,
 )
+from blockdraft.kernels.llvm.recording import repeat
 from blockdraft.kernels.llvm.sampling import (
     MOST_NOISE,
     counters,
@@ -47,7 +48,7 @@ from blockdraft.kernels.llvm.sampling import (
     noise_of,
     philox,
 )
-from blockdraft.kernels.sampling import MIN_TEMPERATURE, NEVER, SamplingBatch
+from blockdraft.kernels.sampling import MIN_TEMPERATURE, NEVER, SamplingBatch, adjusted
 from blockdraft.kernels.sampling_tables import Real as Column
 from blockdraft.kernels.sampling_tables import Whole
 
@@ -59,41 +60,48 @@ _FOUR = 4  # candidates whose noise is drawn at once
 _DRAWN = 32  # tokens of a column whose noise is drawn at once
 
 
-class CandidateKernels:
-    """The kernels that find candidates and walk over them."""
+def takes(scores: Tensor, pairs: PairScores) -> bool:
+    given = [scores, pairs.predecessors, pairs.successors]
+    given += [] if pairs.mixture is None else [pairs.mixture]
+    is_plain = all(one.dtype == torch.float32 and one.is_contiguous() for one in given)
+    return is_plain and pairs.top_k <= min(MOST, scores.shape[-1])
 
-    def __init__(self) -> None:
-        self._scan = Jit(scan)
-        self._follow = Jit(follow)
 
-    def takes(self, scores: Tensor, pairs: PairScores) -> bool:
-        given = [scores, pairs.predecessors, pairs.successors]
-        given += [] if pairs.mixture is None else [pairs.mixture]
-        is_plain = all(one.dtype == torch.float32 and one.is_contiguous() for one in given)
-        return is_plain and pairs.top_k <= min(MOST, scores.shape[-1])
+def walk(logits: Tensor, pairs: PairScores, starts: Tensor, anchor: Tensor, batch: SamplingBatch) -> Tensor:
+    """Walk; each replay of a captured step reads anew what the rows need."""
+    drafts = torch.empty(logits.shape[:2], dtype=torch.int64)
 
-    def walk(
-        self, scores: Tensor, pairs: PairScores, starts: Tensor, anchor: Tensor, batch: SamplingBatch,
-        drafts: Tensor,
-    ) -> None:  # fmt: skip
-        """`candidates.reference_walk` into drafts [R, C], from adjusted scores [R, C, V]."""
-        num_rows, num_columns, vocab_size = scores.shape
-        starts = starts.contiguous()
-        num_parts = max(1, vocab_size // _PART)
-        shape = (num_rows * num_columns * num_parts, pairs.top_k)
-        best, ids = torch.empty(shape, dtype=torch.float32), torch.empty(shape, dtype=torch.int64)
-        assert batch.real.is_contiguous()
-        assert batch.whole.is_contiguous()
-        self._scan(
-            num_rows * num_columns, num_columns, num_parts, vocab_size, pairs.top_k, scores, starts,
-            batch.rows, batch.real, batch.whole, best, ids,
-        )  # fmt: skip
-        self._follow(
-            num_rows, num_columns, num_parts, pairs.top_k, pairs.predecessors.shape[1],
-            int(pairs.skips_first), best, ids, starts, anchor.contiguous(), batch.rows, batch.real,
-            batch.whole, pairs.predecessors, pairs.successors, pairs.mixture, pairs.successor_rows, drafts,
-            is_small=num_rows == 1,
-        )  # fmt: skip
+    def run() -> None:
+        if takes(logits, pairs):
+            _walk(adjusted(logits, starts, anchor, batch), pairs, starts, anchor, batch, drafts)
+        else:
+            drafts.copy_(reference_walk(logits, pairs, starts, anchor, batch))
+
+    repeat(run)
+    return drafts
+
+
+def _walk(
+    scores: Tensor, pairs: PairScores, starts: Tensor, anchor: Tensor, batch: SamplingBatch, drafts: Tensor
+) -> None:
+    """`candidates.reference_walk` into drafts [R, C], from adjusted scores [R, C, V]."""
+    num_rows, num_columns, vocab_size = scores.shape
+    starts = starts.contiguous()
+    num_parts = max(1, vocab_size // _PART)
+    shape = (num_rows * num_columns * num_parts, pairs.top_k)
+    best, ids = torch.empty(shape, dtype=torch.float32), torch.empty(shape, dtype=torch.int64)
+    assert batch.real.is_contiguous()
+    assert batch.whole.is_contiguous()
+    _SCAN(
+        num_rows * num_columns, num_columns, num_parts, vocab_size, pairs.top_k, scores, starts,
+        batch.rows, batch.real, batch.whole, best, ids,
+    )  # fmt: skip
+    _FOLLOW(
+        num_rows, num_columns, num_parts, pairs.top_k, pairs.predecessors.shape[1],
+        int(pairs.skips_first), best, ids, starts, anchor.contiguous(), batch.rows, batch.real,
+        batch.whole, pairs.predecessors, pairs.successors, pairs.mixture, pairs.successor_rows, drafts,
+        is_small=num_rows == 1,
+    )  # fmt: skip
 
 
 @kernel
@@ -130,7 +138,7 @@ def begin_of(part: Int, num_parts: Int, vocab_size: Int) -> Int:
 
 
 def is_open(reals: Floats, wholes: Longs) -> Int:
-    """Whether there is noise, but no filter."""
+    """Return whether there is noise, but no filter."""
     return (reals[int(Column.TEMPERATURE)] >= MIN_TEMPERATURE) & (wholes[int(Whole.IS_FILTERED)] == 0)
 
 
@@ -354,3 +362,6 @@ def first_of_largest(scores: Floats, top_k: Int) -> Int:
             best = scores[i]
             index = i
     return index
+
+
+_SCAN, _FOLLOW = Jit(scan), Jit(follow)

@@ -38,12 +38,11 @@ from blockdraft.kernels.llvm.language import (
     store,
     zeros,
 )
-from blockdraft.kernels.llvm.pointwise import WIDE, llvm_rows
+from blockdraft.kernels.llvm.pointwise import SERIAL_ELEMENTS, WIDE, llvm_rows
 
 _VECTOR_BYTES = 16  # a register size that every CPU has
 _VECTORS = 8  # of columns in a piece: enough sums to hide the latency of a multiply-add
 _SERIAL_OPS = 1 << 16  # multiply-adds; below, waking a thread costs more than it saves
-_SERIAL_ELEMENTS = 1 << 14  # the same for outputs of a convolution
 
 
 class GatedDeltaKernels:
@@ -111,7 +110,7 @@ class GatedDeltaKernels:
         y = x.new_empty(x.shape)
         self._convolve[taps](
             num_rows * num_tokens, num_tokens, num_channels, *x.stride()[:2], *tail.stride()[:2],
-            x, tail, weight, y, is_small=y.numel() < _SERIAL_ELEMENTS,
+            x, tail, weight, y, is_small=y.numel() < SERIAL_ELEMENTS,
         )  # fmt: skip
         return y
 

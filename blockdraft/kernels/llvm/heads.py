@@ -16,39 +16,22 @@ from blockdraft.kernels.llvm.compiler import inlined, kernel, taken
 from blockdraft.kernels.llvm.jit import Jit, real_type
 from blockdraft.kernels.llvm.kv_codes import LANES, hadamard_head, sign_head
 from blockdraft.kernels.llvm.language import Int, Longs, Real, Reals, Type, load, store
-from blockdraft.kernels.llvm.pointwise import WIDE, normalise, rotate_head
+from blockdraft.kernels.llvm.pointwise import SERIAL_ELEMENTS, WIDE, normalise, rotate_head
 
 if TYPE_CHECKING:
     from blockdraft.kernels.heads import HeadNorms, Slots
     from blockdraft.kernels.pointwise import Angles
 
-_SERIAL_ELEMENTS = 1 << 14  # below this, waking a thread costs more than it saves
 
-
-class LocateKernel:
-    """attention.Locate on a CPU."""
-
-    def __init__(self) -> None:
-        self._jit = Jit(locate)
-
-    def __call__(
-        self,
-        page_table: Tensor,
-        rows: Tensor,
-        starts: Tensor,
-        offsets: Tensor,
-        *,
-        num_tokens: int,
-        page_size: int,
-    ) -> tuple[Tensor, Tensor]:
-        given = (page_table, rows, starts, offsets)
-        assert all(one.dtype == torch.int64 and one.stride(-1) == 1 for one in given)
-        positions, slots = (starts.new_empty(num_tokens) for _ in range(2))
-        self._jit(
-            len(rows), page_size, page_table.stride(0), *given, positions, slots,
-            is_small=num_tokens < _SERIAL_ELEMENTS,
-        )  # fmt: skip
-        return positions, slots
+def locate(
+    page_table: Tensor, rows: Tensor, starts: Tensor, offsets: Tensor, *, num_tokens: int, page_size: int
+) -> tuple[Tensor, Tensor]:
+    given = (page_table, rows, starts, offsets)
+    assert all(one.dtype == torch.int64 and one.stride(-1) == 1 for one in given)
+    positions, slots = (starts.new_empty(num_tokens) for _ in range(2))
+    is_small = num_tokens < SERIAL_ELEMENTS
+    _LOCATE(len(rows), page_size, page_table.stride(0), *given, positions, slots, is_small=is_small)
+    return positions, slots
 
 
 class HeadKernels:
@@ -83,7 +66,7 @@ class HeadKernels:
             num_tokens, heads, groups, dim, cos.shape[-1], keys.shape[1],
             *given.stride()[:2], *k.stride()[:2], *v.stride()[:2], given, k, v, out, keys, values, slot_ids,
             cos, sin, *weights, 0.0 if norms is None else norms.eps, signs, centre,
-            is_small=num_tokens * (heads + 2 * groups) * dim < _SERIAL_ELEMENTS,
+            is_small=num_tokens * (heads + 2 * groups) * dim < SERIAL_ELEMENTS,
         )  # fmt: skip
         return None if q is None else out
 
@@ -103,7 +86,7 @@ def _whole_heads(x: Tensor) -> Tensor:
 
 
 @kernel
-def locate(
+def find_slots(
     num_rows: Int, page_size: Int, num_pages: Int, page_table: Longs, rows: Longs, starts: Longs,
     offsets: Longs, positions: Longs, slots: Longs,
 ) -> None:  # fmt: skip
@@ -182,3 +165,6 @@ def copy(x: Reals, y: Reals, first: Int, last: Int) -> None:
         store(y + i, load(x + i, WIDE))
     for i in range(whole, last):
         y[i] = x[i]
+
+
+_LOCATE = Jit(find_slots)

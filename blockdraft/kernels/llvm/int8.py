@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from blockdraft.kernels.int8 import COLUMNS, ROWS, TINY
+from blockdraft.kernels.int8 import COLUMNS, ROWS, TINY, Int8Weight
 from blockdraft.kernels.llvm.compiler import inlined, kernel, taken, unrolled
 from blockdraft.kernels.llvm.jit import Jit
 from blockdraft.kernels.llvm.language import (
@@ -96,36 +96,28 @@ class Int8Kernels:
         self._interleave(blocks, n, k, values, packed, sums)
         return packed, sums
 
-    def product(
-        self,
-        tokens: tuple[Tensor, Tensor],
-        packed: Tensor,
-        sums: Tensor,
-        scale: Tensor,
-        n: int,
-        bias: Tensor | None,
-        onto: Tensor | None,
-    ) -> Tensor:
-        values, token_scale = tokens
-        m, k = values.shape
-        assert packed.shape[1] * 4 == k
+    def linear(self, x: Tensor, weight: Int8Weight, bias: Tensor | None, onto: Tensor | None) -> Tensor:
+        values, token_scale = self.round(x.reshape(-1, weight.columns), weight.rotated, weight.factors)
+        (m, k), n = values.shape, weight.rows
+        assert weight.packed.shape[1] * 4 == k
+        bias = bias if bias is None else bias.contiguous()
+        onto = onto if onto is None else onto.reshape(-1, n).contiguous()
         y = torch.empty(m, n, dtype=torch.float32)
         chunk = max(1, _CHUNK_BYTES // (k * ROWS))
         self._product(
-            m, n, k, chunk, values, token_scale, packed, sums, scale, bias, onto, y, bias is not None,
-            onto is not None, is_small=m * n * k < _SERIAL_OPS,
+            m, n, k, chunk, values, token_scale, weight.packed, weight.sums, weight.scale, bias, onto, y,
+            bias is not None, onto is not None, is_small=m * n * k < _SERIAL_OPS,
         )  # fmt: skip
-        return y
+        return y.view(*x.shape[:-1], n)
 
-    def look_up(self, rows: Tensor, packed: Tensor, scale: Tensor, factors: Tensor, rotated: int) -> Tensor:
-        """Return rows of the packed matrix, [M, K] float32, times `factors` [K]."""
-        k = factors.shape[0]
-        out = torch.empty(*rows.shape, k, dtype=torch.float32)
-        buffer = torch.empty(*rows.shape, packed.shape[1] * 4, dtype=torch.float32)
-        rows, small = rows.contiguous(), out.numel() < _SERIAL_VALUES
+    def look_up(self, rows: Tensor, weight: Int8Weight) -> Tensor:
+        """Return rows of the matrix in float32."""
+        full = weight.packed.shape[1] * 4
+        out = torch.empty(*rows.shape, weight.columns, dtype=torch.float32)
+        buffer = torch.empty(*rows.shape, full, dtype=torch.float32)
         self._look_up(
-            rows.numel(), k, packed.shape[1] * 4, rotated, rows, packed, scale, factors, buffer, out,
-            is_small=small,
+            rows.numel(), weight.columns, full, weight.rotated, rows.contiguous(), weight.packed,
+            weight.scale, weight.factors, buffer, out, is_small=out.numel() < _SERIAL_VALUES,
         )  # fmt: skip
         return out
 

@@ -55,7 +55,9 @@ class TileLinear:
             jit.compile()
         return jits
 
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, onto: Tensor | None = None
+    ) -> Tensor:
         n, k = weight.shape
         assert x.shape[-1] == k
         assert x.dtype == weight.dtype == self._dtype
@@ -70,7 +72,8 @@ class TileLinear:
         is_small = num_tokens * n * k < _SERIAL_OPS
         jit = self._jits[-(-num_tokens // num_passes)]
         jit(-(-n // chunk), chunk, num_passes, num_tokens, n, k, weight, x, y, is_small=is_small)
-        return y if bias is None else y.add_(bias)
+        y = y if bias is None else y.add_(bias)
+        return y if onto is None else onto + y
 
 
 @kernel

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -27,9 +28,10 @@ from blockdraft.kernels.llvm.language import (
     store,
     zeros,
 )
+from blockdraft.kernels.pointwise import Angles, Gate
 
 WIDE = 16  # elements at a time; sums' bits depend on it
-_SERIAL_ELEMENTS = 1 << 14  # below, waking a thread costs more than it saves
+SERIAL_ELEMENTS = 1 << 14  # below, waking a thread costs more than it saves
 
 
 class RowKernels:
@@ -38,8 +40,7 @@ class RowKernels:
     def __init__(self, dtype: torch.dtype) -> None:
         real = real_type(dtype)
         self._norm = Jit(rms_norm, real=real)
-        self._silu = Jit(gate_mul, real=real, gate="silu")
-        self._gelu = Jit(gate_mul, real=real, gate="gelu")
+        self._gate = {gate: Jit(gate_mul, real=real, gate=gate) for gate in get_args(Gate)}
         self._rotate = Jit(rotate, real=real)
 
     def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -49,25 +50,20 @@ class RowKernels:
         assert x.dtype == weight.dtype
         x = x.contiguous()
         y = torch.empty_like(x)
-        self._norm(x.numel() // size, size, x, y, weight, eps, is_small=x.numel() < _SERIAL_ELEMENTS)
+        self._norm(x.numel() // size, size, x, y, weight, eps, is_small=x.numel() < SERIAL_ELEMENTS)
         return y
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        return self._gate_mul(self._silu, gate_up)
-
-    def gelu_mul(self, gate_up: Tensor) -> Tensor:
-        return self._gate_mul(self._gelu, gate_up)
-
-    def _gate_mul(self, jit: Jit, gate_up: Tensor) -> Tensor:
+    def gate_mul(self, gate_up: Tensor, gate: Gate) -> Tensor:
         assert gate_up.shape[-1] % 2 == 0
         gate_up = gate_up.contiguous()
         size = gate_up.shape[-1] // 2
         y = gate_up.new_empty(*gate_up.shape[:-1], size)
-        jit(gate_up.numel() // (2 * size), size, gate_up, y, is_small=y.numel() < _SERIAL_ELEMENTS)
+        self._gate[gate](y.numel() // size, size, gate_up, y, is_small=y.numel() < SERIAL_ELEMENTS)
         return y
 
-    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def rotate(self, x: Tensor, angles: Angles) -> Tensor:
         num_rows, heads, dim = x.shape
+        cos, sin = angles
         size = cos.shape[-1]
         assert 2 * size <= dim
         assert cos.shape == sin.shape == (num_rows, 1, size)
@@ -77,7 +73,7 @@ class RowKernels:
             x = x.contiguous()
         # The kernel writes only rotated values: the others are copied.
         y = x.new_empty(x.shape) if 2 * size == dim else x.clone(memory_format=torch.contiguous_format)
-        is_small = x.numel() < _SERIAL_ELEMENTS
+        is_small = x.numel() < SERIAL_ELEMENTS
         self._rotate(num_rows, heads, dim, size, x.stride(0), x, y, cos, sin, is_small=is_small)
         return y
 
@@ -166,7 +162,4 @@ def rotate_pair(u: Reals, v: Reals, u_y: Reals, v_y: Reals, cos: Real, sin: Real
     store(v_y, second * cos + first * sin)
 
 
-@functools.cache
-def llvm_rows(dtype: torch.dtype) -> RowKernels:
-    """Return the CPU kernels of `dtype`, built once per process."""
-    return RowKernels(dtype)
+llvm_rows = functools.cache(RowKernels)

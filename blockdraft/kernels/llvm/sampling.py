@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from blockdraft.kernels.llvm.compiler import inlined, kernel, taken, unrolled
@@ -49,8 +50,9 @@ from blockdraft.kernels.llvm.language import (
     store,
     zeros,
 )
+from blockdraft.kernels.llvm.recording import repeat
 from blockdraft.kernels.noise import MULTIPLIERS, WEYL
-from blockdraft.kernels.sampling import MIN_TEMPERATURE, NEVER, SamplingBatch
+from blockdraft.kernels.sampling import MIN_TEMPERATURE, NEVER, SamplingBatch, adjusted, reference_choose
 from blockdraft.kernels.sampling_tables import Real, Whole
 
 _BLOCK, _WIDE = 64, 16  # tokens that are skipped at once, and tokens of a register
@@ -62,20 +64,25 @@ _WEIGHT = (0.008312501, 0.04189033, 0.16667116, 0.4999923)
 _LOWEST_KEY = -0x7F800001  # its `score_of` is -inf
 
 
-class ChooseKernel:
-    """`sampling.reference_choose` from adjusted scores [R, C, V]."""
+def choose(logits: Tensor, starts: Tensor, recent: Tensor, batch: SamplingBatch) -> Tensor:
+    """Choose; each replay of a captured step reads anew what the rows need."""
+    num_rows, num_columns, vocab_size = logits.shape
+    chosen = torch.empty((num_rows, num_columns), dtype=torch.int64)
 
-    def __init__(self) -> None:
-        self._run = Jit(choose)
-
-    def __call__(self, scores: Tensor, starts: Tensor, batch: SamplingBatch, chosen: Tensor) -> None:
-        num_rows, num_columns, vocab_size = scores.shape
+    def run() -> None:
+        if logits.dtype == torch.float64:
+            chosen.copy_(reference_choose(logits, starts, recent, batch))
+            return
         assert batch.real.is_contiguous()
         assert batch.whole.is_contiguous()
-        self._run(
+        scores = adjusted(logits, starts, recent, batch)
+        _CHOOSE(
             num_rows * num_columns, num_columns, vocab_size, scores.contiguous(), starts.contiguous(),
             batch.rows, batch.real, batch.whole, chosen, is_small=num_rows * num_columns == 1,
         )  # fmt: skip
+
+    repeat(run)
+    return chosen
 
 
 class Column(NamedTuple):
@@ -90,7 +97,7 @@ class Column(NamedTuple):
 
 
 @kernel
-def choose(
+def choose_columns(
     num_items: Int, num_columns: Int, vocab_size: Int, x: Floats, starts: Longs, rows: Longs, real: Floats,
     whole: Longs, chosen: Longs,
 ) -> None:  # fmt: skip
@@ -437,3 +444,6 @@ def _halves(word: Value, constant: int) -> tuple[Value, Value]:
 
 def _signed(word: int) -> int:
     return word - (1 << 32) if word >= 1 << 31 else word
+
+
+_CHOOSE = Jit(choose_columns)

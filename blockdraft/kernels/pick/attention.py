@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from blockdraft.kernels.attention import Attend, Blocks, Locate, Mask, reference_attend_paged
@@ -19,13 +19,14 @@ from blockdraft.kernels.kv_compressed import (
     reference_attend_compressed_paged,
     reference_compress,
 )
+from blockdraft.kernels.llvm.attention import PagedAttention
+from blockdraft.kernels.llvm.heads import locate as llvm_locate
+from blockdraft.kernels.llvm.kv_attention import CompressedAttention
+from blockdraft.kernels.llvm.kv_compress import CompressTiles
 
-if TYPE_CHECKING:
-    import torch
-
-    from blockdraft.kernels.llvm.attention import PagedAttention
-    from blockdraft.kernels.llvm.kv_attention import CompressedAttention
-    from blockdraft.kernels.llvm.kv_compress import CompressTiles
+_llvm_kernel = functools.cache(PagedAttention)
+_llvm_compressed = functools.cache(CompressedAttention)
+_llvm_tiles = functools.cache(CompressTiles)
 
 
 def pick_locate(at: Available) -> Locate | None:
@@ -34,14 +35,7 @@ def pick_locate(at: Available) -> Locate | None:
         from blockdraft.kernels.triton.pointwise import locate
 
         return named("slots", locate)
-    return _llvm_locate() if at.has_llvm() else None
-
-
-@functools.cache
-def _llvm_locate() -> Locate:
-    from blockdraft.kernels.llvm.heads import LocateKernel
-
-    return LocateKernel()
+    return llvm_locate if at.has_llvm() else None
 
 
 def pick_attend(at: Available) -> Attend:
@@ -83,28 +77,9 @@ def _llvm_attend(dtype: torch.dtype) -> Attend:
     ) -> Tensor:
         if q.shape[-1] % 4 != 0:
             return reference_attend_paged(q, keys, values, blocks, mask, sinks)
-        return _llvm_kernel(dtype, q.shape[-1])(
-            q,
-            keys,
-            values,
-            page_table=blocks.table,
-            rows=blocks.rows,
-            starts=blocks.starts,
-            offsets=blocks.offsets,
-            units=blocks.units(q.shape[1], keys.shape[0]),
-            page_size=blocks.page_size,
-            mask=mask,
-            sinks=sinks,
-        )
+        return _llvm_kernel(dtype, q.shape[-1])(q, keys, values, blocks, mask, sinks)
 
     return attend
-
-
-@functools.cache
-def _llvm_kernel(dtype: torch.dtype, head_dim: int) -> PagedAttention:
-    from blockdraft.kernels.llvm.attention import PagedAttention
-
-    return PagedAttention(dtype, head_dim)
 
 
 def pick_attend_compressed(at: Available) -> AttendCompressed:
@@ -141,16 +116,9 @@ def _llvm_attend_compressed(dtype: torch.dtype) -> AttendCompressed:
     ) -> Tensor:
         if q.shape[-1] % _llvm_lanes(pages.format) != 0:
             return reference_attend_compressed_paged(q, pages, blocks, mask, sinks)
-        return _llvm_attention(dtype, q.shape[-1], pages.format)(q, pages, blocks, mask, sinks)
+        return _llvm_compressed(dtype, q.shape[-1], pages.format)(q, pages, blocks, mask, sinks)
 
     return attend_compressed
-
-
-@functools.cache
-def _llvm_attention(dtype: torch.dtype, head_dim: int, form: KvFormat) -> CompressedAttention:
-    from blockdraft.kernels.llvm.kv_attention import CompressedAttention
-
-    return CompressedAttention(dtype, head_dim, form)
 
 
 def _llvm_compress(dtype: torch.dtype) -> Compress:
@@ -162,10 +130,3 @@ def _llvm_compress(dtype: torch.dtype) -> Compress:
             _llvm_tiles(dtype, head_dim, pages.format)(pages, tiles)
 
     return compress
-
-
-@functools.cache
-def _llvm_tiles(dtype: torch.dtype, head_dim: int, form: KvFormat) -> CompressTiles:
-    from blockdraft.kernels.llvm.kv_compress import CompressTiles
-
-    return CompressTiles(dtype, head_dim, form)

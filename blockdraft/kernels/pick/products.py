@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -35,10 +34,12 @@ from blockdraft.kernels.linear import (
     reference_linear,
     reference_scaled_linear,
 )
+from blockdraft.kernels.llvm.int8 import Int8Kernels
+from blockdraft.kernels.llvm.linear import TileLinear
 from blockdraft.kernels.pointwise import Gate, GateMul
 
-if TYPE_CHECKING:
-    from blockdraft.kernels.llvm.int8 import Int8Kernels
+_llvm_linear = functools.cache(TileLinear)
+_llvm_int8 = functools.cache(Int8Kernels)
 
 
 def pick_linear(at: Available) -> Multiply:
@@ -87,19 +88,6 @@ def _silent() -> Iterator[None]:
         os.dup2(kept, 2)
         os.close(kept)
         os.close(nowhere)
-
-
-@functools.cache
-def _llvm_linear(dtype: torch.dtype) -> Multiply:
-    from blockdraft.kernels.llvm.linear import TileLinear
-
-    multiply = TileLinear(dtype)
-
-    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, onto: Tensor | None = None) -> Tensor:
-        out = multiply(x, weight, bias)
-        return out if onto is None else onto + out
-
-    return linear
 
 
 def pick_gated_linear(at: Available, linear: Multiply, gate_mul: GateMul) -> GatedMultiply:
@@ -178,27 +166,7 @@ def pick_int8(at: Available) -> tuple[Int8Multiply, Int8LookUp]:
     if not at.has_llvm() or at.dtype != torch.float32:
         return reference_int8_linear, reference_look_up
     kernels = _llvm_int8(product_path())
-
-    def linear(x: Tensor, weight: Int8Weight, bias: Tensor | None, onto: Tensor | None) -> Tensor:
-        flat = x.reshape(-1, weight.columns)
-        if onto is not None:
-            onto = onto.reshape(-1, weight.rows).contiguous()
-        bias = bias if bias is None else bias.contiguous()
-        tokens = kernels.round(flat, weight.rotated, weight.factors)
-        out = kernels.product(tokens, weight.packed, weight.sums, weight.scale, weight.rows, bias, onto)
-        return out.view(*x.shape[:-1], weight.rows)
-
-    def look_up(rows: Tensor, weight: Int8Weight) -> Tensor:
-        return kernels.look_up(rows, weight.packed, weight.scale, weight.factors, weight.rotated)
-
-    return linear, look_up
-
-
-@functools.cache
-def _llvm_int8(path: str) -> Int8Kernels:
-    from blockdraft.kernels.llvm.int8 import Int8Kernels
-
-    return Int8Kernels(path)
+    return kernels.linear, kernels.look_up
 
 
 def pack(weight: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,10 +19,10 @@ from blockdraft.kernels.gated_delta import (
     reference_fold,
     reference_scan,
 )
+from blockdraft.kernels.llvm.gated_delta import GatedDeltaKernels
 from blockdraft.kernels.pointwise import RmsNorm, sigmoid
 
-if TYPE_CHECKING:
-    from blockdraft.kernels.llvm.gated_delta import GatedDeltaKernels
+_llvm_delta = functools.cache(GatedDeltaKernels)
 
 
 def pick_scan(at: Available) -> tuple[DeltaScan, DeltaFold]:
@@ -62,10 +61,3 @@ def pick_in_place(at: Available) -> InPlace | None:
     from blockdraft.kernels.triton import gated_delta as kernels
 
     return InPlace(named("gated delta", kernels.scan), named("gated delta", kernels.fold))
-
-
-@functools.cache
-def _llvm_delta(dtype: torch.dtype) -> GatedDeltaKernels:
-    from blockdraft.kernels.llvm.gated_delta import GatedDeltaKernels
-
-    return GatedDeltaKernels(dtype)
