@@ -20,18 +20,14 @@ from blockdraft.kernels.llvm.language import (
     f32,
     f64,
     fma,
-    halved,
     i32,
     i64,
     largest,
     load,
-    rounded,
-    scratch,
     select,
     sigmoid,
     smallest,
     store,
-    zeros,
 )
 
 runs = pytest.mark.skipif(
@@ -187,7 +183,7 @@ def names_are_reused(out: Longs, n: Int) -> None:
         out[i] = i
     for k in range(n):
         for i in unrolled(3, 6):  # still known: Registers take it
-            kept = Registers((6,), zeros(out, i64))
+            kept = Registers((6,), out.zeros(i64))
             kept[i] = k
             out[i] = kept[i]
     k = 5
@@ -225,18 +221,18 @@ def test_whole_numbers():
 
 @kernel
 def sums(out: Reals, x: Reals, size: Int, scale: Real, *, real: Type) -> None:
-    parts = Registers((2, 2), zeros(x, real.wide(4)))
+    parts = Registers((2, 2), x.zeros(real.wide(4)))
     for i in range(0, size, 8):
         for half in unrolled(2):
             values = load(x + (i + half * 4), 4)
             parts[half, 0] = parts[half, 0] + values
             parts[half, 1] = fma(values, scale, parts[half, 1])
-    out[0] = halved(parts[0, 0] + parts[1, 0])
-    out[1] = halved(parts[0, 1] + parts[1, 1])
-    out[2] = halved(parts[0, 0], largest)
+    out[0] = (parts[0, 0] + parts[1, 0]).halved()
+    out[1] = (parts[0, 1] + parts[1, 1]).halved()
+    out[2] = parts[0, 0].halved(largest)
     parts.fill()
-    out[3] = halved(parts[1, 1])
-    room = scratch(x, real, size)
+    out[3] = parts[1, 1].halved()
+    room = x.scratch(real, size)
     for i in range(size):
         room[i] = x[size - 1 - i]
     store(out + 4, load(room, 4).lanes([3, 3, 0, 5], load(x, 4)))
@@ -259,7 +255,7 @@ def functions(size: Int, x: Reals, y: Reals, *, real: Type, name: str) -> None:
         elif name == "sigmoid":
             store(y + i, sigmoid(values))
         elif name == "rounded":
-            store(y + i, rounded(values))
+            store(y + i, round(values))
         else:
             store(y + i, select(values < 0.0, -values, values * 2.0))
 
@@ -434,20 +430,20 @@ def made_in_a_loop(n: Int, out: Longs) -> None:
 
 @kernel
 def unknown_register(x: Int) -> None:
-    parts = Registers((4,), zeros(x, f32))
+    parts = Registers((4,), x.zeros(f32))
     for i in range(4):
         parts[i] = parts[0]
 
 
 @kernel
 def no_register(x: Int) -> None:
-    _ = Registers((2, 2), zeros(x, f32))[2, 0]
+    _ = Registers((2, 2), x.zeros(f32))[2, 0]
 
 
 @kernel
 def wide_register(x: Int) -> None:
-    parts = Registers((2,), zeros(x, f32))
-    parts[0] = zeros(x, f32.wide(4))
+    parts = Registers((2,), x.zeros(f32))
+    parts[0] = x.zeros(f32.wide(4))
 
 
 @kernel

@@ -23,10 +23,9 @@ if why_no_llvm(torch.float32, torch.device("cpu")) is not None:
 from blockdraft.kernels.llvm import pool as pool_module
 from blockdraft.kernels.llvm.compiler import inlined, kernel, taken
 from blockdraft.kernels.llvm.copies import lowered
-from blockdraft.kernels.llvm.jit import Jit, new_pool, pool
+from blockdraft.kernels.llvm.jit import Jit, NotRecordable, new_pool, pool, recorder, repeat
 from blockdraft.kernels.llvm.language import Floats, Int, Longs, invoke, load_shared, pause
 from blockdraft.kernels.llvm.pool import TICKET, Pool
-from blockdraft.kernels.llvm.recording import NotRecordable, current_tape, repeat
 from blockdraft.kernels.llvm.tape import Arena, StepTape
 
 ROWS, COLUMNS = 4, 6
@@ -374,7 +373,7 @@ def test_a_step_that_asks_for_numbers_is_not_recorded(ask):
     given = draw(0)
     with torch.inference_mode(), pytest.raises(NotRecordable), StepTape(Arena()):
         ask(given)
-    assert current_tape() is None
+    assert recorder.tape is None
     assert_replayed([("a kernel", 0, 0)], *record([("a kernel", 0, 0)], given, Arena()), given, 3)
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from blockdraft.kernels.acceptance import Progress
 from blockdraft.kernels.llvm.compiler import kernel, taken
 from blockdraft.kernels.llvm.jit import Jit
-from blockdraft.kernels.llvm.language import Int, Longs, Words, i64, zeros
+from blockdraft.kernels.llvm.language import Int, Longs, Words, i64
 from blockdraft.kernels.sampling import SamplingBatch
 from blockdraft.kernels.sampling_tables import Whole
 
@@ -38,7 +38,7 @@ def count_drafts(num_rows: Int, width: Int, sampled: Longs, block: Longs, counts
     """Count drafts that equal the sample before them, up to the first that differs, and one more."""
     for row in taken(num_rows):
         drafts, samples = block + row * width, sampled + row * width
-        count = zeros(counts, i64) + 1
+        count = counts.zeros(i64) + 1
         is_accepted = count == 1
         for i in range(1, width):
             is_accepted = is_accepted & (samples[i - 1] == drafts[i])

@@ -48,13 +48,11 @@ from blockdraft.kernels.llvm.language import (
     Real,
     Reals,
     Type,
-    halved,
     largest,
     load,
     select,
     smallest,
     store,
-    zeros,
 )
 
 if TYPE_CHECKING:
@@ -230,7 +228,7 @@ def divided(state: State, count: Int, out: Reals, dim: int) -> None:
     lanes = lanes_of(out.element)
     for i in range(count):
         result = out + state.out[i]
-        share = 1.0 / halved(load(state.total + i * SUM_LANES, SUM_LANES))
+        share = 1.0 / load(state.total + i * SUM_LANES, SUM_LANES).halved()
         for d in range(0, dim, lanes):
             store(result + d, load(result + d, lanes) * share)
 
@@ -291,9 +289,9 @@ def clear(state: State, i: Int, out: Reals, dim: int) -> None:
     """Initialise a vector before its first key."""
     real = out.element
     state.top[i] = least(real)
-    store(state.total + i * SUM_LANES, zeros(out, real.wide(SUM_LANES)))
+    store(state.total + i * SUM_LANES, out.zeros(real.wide(SUM_LANES)))
     for d in range(0, dim, lanes_of(real)):
-        store(out + d, zeros(out, real.wide(lanes_of(real))))
+        store(out + d, out.zeros(real.wide(lanes_of(real))))
 
 
 @inlined

@@ -26,15 +26,12 @@ from blockdraft.kernels.llvm.language import (
     exp,
     f32,
     fma,
-    halved,
     i64,
     largest,
     load,
     prefetch,
-    scratch,
     smallest,
     store,
-    zeros,
 )
 
 MAX_VECTORS = 16  # query vectors (tokens x heads of one key head) that a thread takes at a time
@@ -61,9 +58,9 @@ class State(NamedTuple):
 
 
 def room(like: Value, real: Type) -> State:
-    q, out, lo, hi = (scratch(like, i64, MAX_VECTORS) for _ in range(4))
-    top, total = scratch(like, real, MAX_VECTORS), scratch(like, real, MAX_VECTORS * SUM_LANES)
-    scores, key_at = scratch(like, real, MAX_TILE * CHUNK), scratch(like, i64, 2 * CHUNK + GROUP)
+    q, out, lo, hi = (like.scratch(i64, MAX_VECTORS) for _ in range(4))
+    top, total = like.scratch(real, MAX_VECTORS), like.scratch(real, MAX_VECTORS * SUM_LANES)
+    scores, key_at = like.scratch(real, MAX_TILE * CHUNK), like.scratch(i64, 2 * CHUNK + GROUP)
     return State(q, out, lo, hi, top, total, scores, key_at)
 
 
@@ -97,7 +94,7 @@ def score(
     begin, end = reduce(smallest, [one[0] for one in ranges]), reduce(largest, [one[1] for one in ranges])
     begin = smallest(begin & -GROUP, CHUNK)
     queries = [q + state.q[first + t] for t in unrolled(tile)]
-    ahead = Registers((GROUP,), zeros(keys, i64))
+    ahead = Registers((GROUP,), keys.zeros(i64))
     read(ahead, key_at + begin)
     for key in range(begin, end, GROUP):
         at = [keys + ahead[j] for j in unrolled(GROUP)]
@@ -106,7 +103,7 @@ def score(
             for one in range(key, key + GROUP):
                 fetch(values + key_at[one], dim, _L1)
                 fetch(keys + following[one], dim, _L2)
-        dots = Registers((tile, GROUP), zeros(keys, keys.element.wide(lanes)))
+        dots = Registers((tile, GROUP), keys.zeros(keys.element.wide(lanes)))
         for d in range(0, dim, lanes):
             k = [load(at[j] + d, lanes) for j in unrolled(GROUP)]
             for t in unrolled(tile):
@@ -154,7 +151,7 @@ def softmax(state: State, vector: Int, scores: Reals, out: Reals, begin: Int, en
         best = old.constant(least(real), real.wide(SUM_LANES))
         for i in range(first, end, SUM_LANES):
             best = largest(best, load(scores + i, SUM_LANES))
-        new = largest(old, halved(best, largest))
+        new = largest(old, best.halved(largest))
         factor = exp(old - new)  # 1 where the max stays
         state.top[vector] = new
         if new > old:
@@ -178,7 +175,7 @@ def weigh_alone(
     if begin < end:
         for first, last, size in columns(dim // lanes, 1):
             for d in range(first * lanes, last * lanes, size * lanes):
-                sums = Registers((size,), zeros(values, values.element.wide(lanes)))
+                sums = Registers((size,), values.zeros(values.element.wide(lanes)))
                 for c in unrolled(size):
                     sums[c] = load(out + d + c * lanes, lanes)
                 at = key_at[begin]
@@ -201,10 +198,10 @@ def weigh(
     lanes = lanes_of(values.element)
     outs = [out + state.out[first + t] for t in unrolled(tile)]
     weights = [state.scores + t * CHUNK for t in unrolled(tile)]
-    ahead = Registers((GROUP,), zeros(values, i64))
+    ahead = Registers((GROUP,), values.zeros(i64))
     for start, stop, size in columns(dim // lanes, tile):
         for d in range(start * lanes, stop * lanes, size * lanes):
-            sums = Registers((tile, size), zeros(values, values.element.wide(lanes)))
+            sums = Registers((tile, size), values.zeros(values.element.wide(lanes)))
             for t, c in product(range(tile), range(size)):
                 sums[t, c] = load(outs[t] + d + c * lanes, lanes)
             read(ahead, key_at + begin)

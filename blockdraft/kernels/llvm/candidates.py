@@ -12,13 +12,14 @@ Pair scores are summed in one order, by rank, so they do not depend on the batch
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from blockdraft.kernels.candidates import PairScores, reference_walk
 from blockdraft.kernels.llvm.compiler import inlined, kernel, taken, unrolled
-from blockdraft.kernels.llvm.jit import Jit
+from blockdraft.kernels.llvm.jit import Jit, repeat
 from blockdraft.kernels.llvm.language import (
     Floats,
     Int,
@@ -28,17 +29,13 @@ from blockdraft.kernels.llvm.language import (
     exp,
     f32,
     fma,
-    halved,
     i32,
     i64,
     largest,
     load,
-    scratch,
     select,
     store,
-    zeros,
 )
-from blockdraft.kernels.llvm.recording import repeat
 from blockdraft.kernels.llvm.sampling import (
     MOST_NOISE,
     counters,
@@ -110,7 +107,7 @@ def scan(
     rows: Longs, real: Floats, whole: Longs, scores: Floats, ids: Longs,
 ) -> None:  # fmt: skip
     best, who = candidates(x)
-    tops, few = scratch(x, f32, 2 * _PART // _BLOCK), scratch(x, f32, 2 * _DRAWN)
+    tops, few = x.scratch(f32, 2 * _PART // _BLOCK), x.scratch(f32, 2 * _DRAWN)
     for item in taken(num_items * num_parts):
         part, place = item % num_parts, item // num_parts
         column, row = x + place * vocab_size, place // num_columns
@@ -177,12 +174,12 @@ def offer_noisy(
                 few[i] = tokens[i]
             tokens = few
         values = load(tokens, _DRAWN) * scale
-        top, least = halved(values, largest), best[top_k - 1]
+        top, least = values.halved(largest), best[top_k - 1]
         if top + MOST_NOISE > least:
             words = philox(counters(at // 4, _DRAWN // 4), position, seed)
             if greatest_of(words) >= least_word(top, least):
                 with_noise = values + noise_of(words)
-                if halved(with_noise, largest) > least:
+                if with_noise.halved(largest) > least:
                     store(noisy, with_noise)
                     for i in range(_DRAWN):
                         offer(best, who, top_k, noisy[i], at + i)
@@ -192,7 +189,7 @@ def largest_of(block: Pointer) -> Value:
     most = load(block, _WIDE)
     for i in range(_WIDE, _BLOCK, _WIDE):
         most = largest(most, load(block + i, _WIDE))
-    return halved(most, largest)
+    return most.halved(largest)
 
 
 @inlined
@@ -205,7 +202,7 @@ def clear(scores: Floats, ids: Longs, top_k: Int) -> None:
 
 def candidates(like: Value) -> tuple[Pointer, Pointer]:
     """Allocate scores and token ids of candidates, with a sentinel before the first."""
-    scores, ids = (scratch(like, type, MOST + 2 * _FOUR) + _FOUR for type in (f32, i64))
+    scores, ids = (like.scratch(type, MOST + 2 * _FOUR) + _FOUR for type in (f32, i64))
     for i in range(_FOUR):
         scores[i - _FOUR] = math.inf
         ids[i - _FOUR] = -1
@@ -240,7 +237,7 @@ def follow(
 ) -> None:  # fmt: skip
     scores, ids = candidates(real)
     ordered, order = candidates(real)
-    weighted = scratch(real, f32, rank)
+    weighted = real.scratch(f32, rank)
     for row in taken(num_rows):
         reals, wholes = real + rows[row] * len(Column), whole + rows[row] * len(Whole)
         is_warm = reals[int(Column.TEMPERATURE)] >= MIN_TEMPERATURE
@@ -302,12 +299,12 @@ def weigh(weighted: Floats, row: Floats, mixture: Floats, item: Int, rank: Int) 
 
 
 @inlined
-def dot(one: Floats, two: Floats, size: Int) -> Value:
-    sums = zeros(one, f32.wide(_LANES))
+def dot(one: Floats, two: Floats, size: Int) -> Any:
+    sums = one.zeros(f32.wide(_LANES))
     whole = size - size % _LANES
     for i in range(0, whole, _LANES):
         sums = fma(load(one + i, _LANES), load(two + i, _LANES), sums)
-    total = halved(sums)
+    total = sums.halved()
     for i in range(whole, size):
         total = fma(one[i], two[i], total)
     return total
@@ -329,7 +326,7 @@ def keep_likely(
             ordered[i] = NEVER
     top_p = reals[int(Column.TOP_P)]
     if top_p < 1.0:
-        total = zeros(reals, f32)
+        total = reals.zeros(f32)
         for i in range(top_k):
             ordered[i] = exp(ordered[i] - best)
             total = total + ordered[i]

@@ -32,11 +32,9 @@ from blockdraft.kernels.llvm.language import (
     Type,
     fma,
     load,
-    scratch,
     sigmoid,
     smallest,
     store,
-    zeros,
 )
 from blockdraft.kernels.llvm.pointwise import SERIAL_ELEMENTS, WIDE, llvm_rows
 
@@ -160,7 +158,7 @@ def do_tokens(
     query: Reals, value: Reals, beta: Reals, out: Reals, counts: Longs, *, real: Type, is_fold: bool,
 ) -> None:  # fmt: skip
     """Scan all tokens, or fold each row's first tokens; an item is a piece of one head's columns."""
-    own = scratch(state, real, key_size * columns_of_piece(real))
+    own = state.scratch(real, key_size * columns_of_piece(real))
     sizes = Sizes(key_size, value_size, num_heads, num_groups * key_size, num_heads * value_size)
     for item in taken(num_items):
         row = item // num_pieces // num_heads
@@ -208,7 +206,7 @@ def do_columns(
         if is_fold:
             deltas = [load(at.delta + (columns_at + i * lanes), lanes) for i in range(vectors)]
         else:
-            held = Registers((vectors,), zeros(own, vector))
+            held = Registers((vectors,), own.zeros(vector))
             for k in range(sizes.key):
                 key_k, row = key[k], source + k * source_stride
                 for i in unrolled(vectors):
@@ -221,7 +219,7 @@ def do_columns(
         target, target_stride = own, vectors * lanes
         if is_fold and t == count - 1:
             target, target_stride = at.state + column, sizes.value
-        query, outs = at.query + t * sizes.key_step, Registers((vectors,), zeros(own, vector))
+        query, outs = at.query + t * sizes.key_step, Registers((vectors,), own.zeros(vector))
         for k in range(sizes.key):
             key_k, row, new_row = key[k], source + k * source_stride, target + k * target_stride
             if not is_fold:

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from blockdraft.kernels.llvm.compiler import inlined, kernel, taken
+from blockdraft.kernels.llvm.copies import copy
 from blockdraft.kernels.llvm.jit import Jit, real_type
-from blockdraft.kernels.llvm.kv_codes import LANES, hadamard_head, sign_head
+from blockdraft.kernels.llvm.kv_codec import LANES, hadamard_head, sign_head
 from blockdraft.kernels.llvm.language import Int, Longs, Real, Reals, Type, load, store
-from blockdraft.kernels.llvm.pointwise import SERIAL_ELEMENTS, WIDE, normalise, rotate_head
+from blockdraft.kernels.llvm.pointwise import SERIAL_ELEMENTS, normalise, rotate_head
 
 if TYPE_CHECKING:
     from blockdraft.kernels.heads import HeadNorms, Slots
@@ -128,7 +129,7 @@ def norm_rope_write(
             norm_and_rope(
                 source, target, k_weight, token_cos, token_sin, dim, size, eps, real=real, has_norms=has_norms
             )
-            copy(v + token * v_stride + head * v_head, values + slot, 0, dim)
+            copy(v + token * v_stride + head * v_head, values + slot, dim)
             if rotated:
                 rotate_signed(target, signs, rotated)
                 rotate_signed(values + slot, signs, rotated)
@@ -148,7 +149,7 @@ def norm_and_rope(
         rotate_head(y, y, cos, sin, size)
     else:
         rotate_head(x, y, cos, sin, size)
-        copy(x, y, 2 * size, dim)
+        copy(x + 2 * size, y + 2 * size, dim - 2 * size)
 
 
 @inlined
@@ -156,15 +157,6 @@ def rotate_signed(row: Reals, signs: Reals, dim: int) -> None:
     """kv_codec.rotate"""
     sign_head(row, signs, dim)
     hadamard_head(row, dim)
-
-
-@inlined
-def copy(x: Reals, y: Reals, first: Int, last: Int) -> None:
-    whole = last - (last - first) % WIDE
-    for i in range(first, whole, WIDE):
-        store(y + i, load(x + i, WIDE))
-    for i in range(whole, last):
-        y[i] = x[i]
 
 
 _LOCATE = Jit(find_slots)

@@ -30,18 +30,13 @@ from blockdraft.kernels.llvm.language import (
     Value,
     Words,
     f32,
-    halved,
     i8,
     i16,
     i32,
     largest,
     load,
-    magnitude,
-    rounded,
-    scratch,
     smallest,
     store,
-    zeros,
 )
 
 _LANES = {"sdot": 4, "vnni": 16, "avx2": 8, "generic": 4}  # rows in one vector of weights
@@ -140,12 +135,12 @@ def round_tokens(
         for i in range(whole, size):
             row[i] = x[token * stride + i] * factors[i]
         hadamard(row, size, rotated)
-        peaks = zeros(x, i32.wide(_VECTOR))
+        peaks = x.zeros(i32.wide(_VECTOR))
         for i in range(0, whole, _VECTOR):
-            peaks = largest(peaks, magnitude(load(row + i, _VECTOR)).bits_as(i32.wide(_VECTOR)))
-        bits = halved(peaks, largest)
+            peaks = largest(peaks, abs(load(row + i, _VECTOR)).bits_as(i32.wide(_VECTOR)))
+        bits = peaks.halved(largest)
         for i in range(whole, size):
-            bits = largest(bits, magnitude(row[i]).bits_as(i32))
+            bits = largest(bits, abs(row[i]).bits_as(i32))
         peak = bits.bits_as(f32)
         scale[token] = peak / 127.0
         factor = 127.0 / peak if peak > TINY else peak
@@ -159,7 +154,7 @@ def round_tokens(
 
 def to_int8(x: Value, factor: Value) -> Value:
     """Round x * factor to a byte; the limits are needed only for NaN."""
-    return smallest(largest(rounded(x * factor), -127.0), 127.0).to(i32).to(i8)
+    return smallest(largest(round(x * factor), -127.0), 127.0).to(i32).to(i8)
 
 
 @inlined
@@ -206,15 +201,15 @@ def interleave(num_blocks: Int, n: Int, k: Int, values: Bytes, packed: Bytes, su
     for block in taken(num_blocks):
         for r in range(ROWS):
             row = block * ROWS + r
-            total = zeros(values, i32)
+            total = values.zeros(i32)
             if row < n:
                 for i in range(0, k, 4):
                     four = load(values + row * k + i, 4)
-                    total = total + halved(four.to(i32))
+                    total = total + four.to(i32).halved()
                     store(packed + block * k * ROWS + i * ROWS + r * 4, four)
             else:
                 for i in range(0, k, 4):
-                    store(packed + block * k * ROWS + i * ROWS + r * 4, zeros(values, i8.wide(4)))
+                    store(packed + block * k * ROWS + i * ROWS + r * 4, values.zeros(i8.wide(4)))
             sums[row] = total * -128
 
 
@@ -273,7 +268,7 @@ def tile(
     """Multiply one block of rows by some tokens; each weight is loaded once."""
     lanes = _LANES[path]
     vectors = ROWS // lanes
-    totals = Registers((tokens, vectors), zeros(x, i32.wide(lanes)))
+    totals = Registers((tokens, vectors), x.zeros(i32.wide(lanes)))
     if path == "vnni":
         for v in unrolled(vectors):
             for t in unrolled(tokens):
@@ -286,7 +281,7 @@ def tile(
                 weights = load(w + i * ROWS + (j * ROWS * 4 + v * lanes * 4), lanes * 4)
                 for t in unrolled(tokens):
                     totals[t, v] = dot(totals[t, v], weights, values[t], j, path)
-    sums = scratch(x, i32, tokens * ROWS)
+    sums = x.scratch(i32, tokens * ROWS)
     for t in unrolled(tokens):
         for v in unrolled(vectors):
             store(sums + (t * ROWS + v * lanes), totals[t, v])
@@ -312,7 +307,7 @@ def put(
             values = load(onto, ROWS) + values
         store(y, values)
     else:
-        rest = scratch(sums, f32, ROWS)
+        rest = sums.scratch(f32, ROWS)
         store(rest, values)
         for i in range(num_rows):
             value = rest[i]

@@ -1,4 +1,7 @@
-"""Compiles kernels for this processor by llvmlite, and runs them on all threads (pool.py)."""
+"""Compiles kernels for this processor by llvmlite, and runs them on all threads (pool.py).
+
+A tape (tape.py) can record in this thread: kernels report their runs to it, and `repeat` reports Python code.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,10 @@ import hashlib
 import importlib
 import itertools
 import struct
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,15 +23,36 @@ from blockdraft.kernels.cpu import extra_features
 from blockdraft.kernels.llvm.compiler import Written, assembly, field_types
 from blockdraft.kernels.llvm.language import Type, f32, f64
 from blockdraft.kernels.llvm.pool import Pool, allow, follow, lead, pause_hint, table
-from blockdraft.kernels.llvm.recording import Call, current_tape
 from blockdraft.settings.cache_files import keep
 from blockdraft.settings.settings import cache_dir
+
+if TYPE_CHECKING:
+    from blockdraft.kernels.llvm.tape import StepTape
 
 REALS = {torch.float32: f32, torch.float64: f64}
 
 
 def real_type(dtype: torch.dtype) -> Type:
     return REALS[dtype]
+
+
+class NotRecordable(RuntimeError):
+    """The step reads values on the host, which a replay would not read again."""
+
+
+class _Recorder(threading.local):
+    tape: StepTape | None = None
+
+
+recorder = _Recorder()
+
+
+def repeat(run: Callable[[], None]) -> None:
+    """Run this now and, if a tape records, at each of its replays."""
+    if recorder.tape is None:
+        run()
+    else:
+        recorder.tape.add_python(run)
 
 
 class Jit:
@@ -65,10 +90,8 @@ class Jit:
             self._run_alone(ctypes.addressof(job))
         else:
             run_together(table([(self._address, job)]), num_threads)
-        tape = current_tape()
-        if tape is not None:
-            used = (one for one in fields if isinstance(one, Tensor))
-            tape.add(Call(self._address, job, self._kernel.function.__name__), used)
+        if recorder.tape is not None:
+            recorder.tape.add((self._address, job), (one for one in fields if isinstance(one, Tensor)))
 
     def _job(self, fields: Sequence[float | Tensor | None]) -> ctypes.Array[ctypes.c_char]:
         values = [one.data_ptr() if isinstance(one, Tensor) else one or 0 for one in fields]

@@ -29,7 +29,7 @@ from blockdraft.kernels.llvm.attention import (
 from blockdraft.kernels.llvm.attention_tile import CHUNK, GROUP, MAX_TILE, MAX_VECTORS, State, room
 from blockdraft.kernels.llvm.compiler import inlined, kernel, taken
 from blockdraft.kernels.llvm.jit import Jit, real_type
-from blockdraft.kernels.llvm.kv_codes import decode, hadamard_head, num_bytes, sign_head
+from blockdraft.kernels.llvm.kv_codec import decode, hadamard_head, num_bytes, sign_head
 from blockdraft.kernels.llvm.language import (
     Bytes,
     Halves,
@@ -40,7 +40,6 @@ from blockdraft.kernels.llvm.language import (
     Type,
     i64,
     largest,
-    scratch,
     select,
     smallest,
 )
@@ -107,9 +106,9 @@ def compressed_attention(
 ) -> None:  # fmt: skip
     """Process items: a unit's query vectors over one key head, as in `attention.paged_attention`."""
     state = room(q, real)
-    ends = scratch(q, i64, MAX_VECTORS)  # the end of compressed keys for each vector
-    near_keys, near_values = scratch(q, real, CHUNK * dim), scratch(q, real, CHUNK * dim)
-    near = scratch(q, i64, CHUNK + GROUP)  # offsets of the chunk's keys in these
+    ends = q.scratch(i64, MAX_VECTORS)  # the end of compressed keys for each vector
+    near_keys, near_values = q.scratch(real, CHUNK * dim), q.scratch(real, CHUNK * dim)
+    near = q.scratch(i64, CHUNK + GROUP)  # offsets of the chunk's keys in these
     for key in range(CHUNK + GROUP):
         near[key] = key * dim
     for item in taken(num_items):

@@ -174,6 +174,35 @@ class Value:
         zeros = f"<{lanes} x i32> zeroinitializer"
         return self.text.value(f"shufflevector {wide} {one.name}, {wide} poison, {zeros}", wide)
 
+    def zeros(self, type: Type) -> Value:
+        """Return 0 in `type`; this value only says which kernel."""
+        return Value(self.text, "zeroinitializer" if type.lanes else type.literal(0), type)
+
+    def constants(self, type: Type, numbers: Sequence[float]) -> Value:
+        """Return a constant vector; this value only says which kernel."""
+        lanes = ", ".join(f"{type} {type.literal(number)}" for number in numbers)
+        return Value(self.text, f"<{lanes}>", type.wide(len(numbers)))
+
+    def scratch(self, type: Type, count: int | Value) -> Pointer:
+        """Allocate `count` numbers on the thread's stack until the kernel ends.
+
+        With a run-time count, every call allocates, so it must not be in a loop.
+        """
+        name = self.text.name("%m")
+        if isinstance(count, Value):
+            self.text.line(f"{name} = alloca {type}, i64 {count.name}, align 64")
+        else:
+            self.text.entry.append(f"  {name} = alloca [{count} x {type}], align 64")
+        return Pointer(self.text, name, type)
+
+    def halved(self, join: Callable[[Value, Value], Value] | None = None) -> Value:
+        """Join the lanes, by default by addition: the lower half with the upper until one is left."""
+        x = self
+        while (lanes := x.type.lanes) > 1:
+            lower, upper = x.lanes(range(lanes // 2)), x.lanes(range(lanes // 2, lanes))
+            x = lower + upper if join is None else join(lower, upper)
+        return x[0]
+
     def __getitem__(self, lane: int) -> Value:
         return self.text.value(f"extractelement {self.type} {self.name}, i32 {lane}", self.type.single)
 
@@ -196,6 +225,13 @@ class Value:
     above = _operator("ashr")  # arithmetic: the sign is shifted in
     __lt__, __le__, __gt__, __ge__ = (_comparison(name) for name in ("lt", "le", "gt", "ge"))
     __eq__, __ne__ = _comparison("eq"), _comparison("ne")  # type: ignore[assignment]
+
+    def __abs__(self) -> Value:
+        return _intrinsic("fabs", self)
+
+    def __round__(self) -> Value:
+        """Round to the nearest integer, ties to even."""
+        return _intrinsic("roundeven", self)
 
     def __neg__(self) -> Value:
         if self.type.is_float:
@@ -313,17 +349,6 @@ def matched(one: Operand, two: Operand) -> tuple[Value, Value]:
     return one, two
 
 
-def zeros(like: Value, type: Type) -> Value:
-    """Return 0 in `type`; `like` is any value of the kernel."""
-    return Value(like.text, "zeroinitializer" if type.lanes else type.literal(0), type)
-
-
-def constants(like: Value, type: Type, numbers: Sequence[float]) -> Value:
-    """Return a constant vector."""
-    lanes = ", ".join(f"{type} {type.literal(number)}" for number in numbers)
-    return Value(like.text, f"<{lanes}>", type.wide(len(numbers)))
-
-
 def load(at: Pointer, lanes: int = 0) -> Value:
     """Load the number at an address, or a vector with `lanes` numbers."""
     type = at.element.wide(lanes)
@@ -368,11 +393,6 @@ def sqrt(x: Value) -> Value:
     return _intrinsic("sqrt", x)
 
 
-def magnitude(x: Value) -> Value:
-    """Return |x|."""
-    return _intrinsic("fabs", x)
-
-
 def largest(one: Operand, two: Operand) -> Value:
     """Return the larger operand; if one is NaN, the other."""
     one, two = matched(one, two)
@@ -383,18 +403,6 @@ def smallest(one: Operand, two: Operand) -> Value:
     """Return the smaller operand; if one is NaN, the other."""
     one, two = matched(one, two)
     return _intrinsic("minnum" if one.type.is_float else "smin", one, two)
-
-
-def rounded(x: Value) -> Value:
-    """Round to the nearest integer, ties to even."""
-    return _intrinsic("roundeven", x)
-
-
-def halved(x: Value, join: Callable[[Value, Value], Value] = Value.__add__) -> Value:
-    """Join the lanes of x, by default by addition: the lower half with the upper until one is left."""
-    while (lanes := x.type.lanes) > 1:
-        x = join(x.lanes(range(lanes // 2)), x.lanes(range(lanes // 2, lanes)))
-    return x[0]
 
 
 _LN2 = {32: (0.693359375, -2.12194440e-4), 64: (6.93145751953125e-1, 1.42860682030941723212e-6)}
@@ -452,21 +460,8 @@ def log(x: Value) -> Value:
 
 def sigmoid(x: Value) -> Value:
     """Return 1 / (1 + exp(-x)), computed by exp(-|x|), which cannot overflow."""
-    small = exp(-magnitude(x))
+    small = exp(-abs(x))
     return select(x >= 0.0, 1.0, small) / (small + 1.0)
-
-
-def scratch(like: Value, type: Type, count: int | Value) -> Pointer:
-    """Allocate `count` numbers on the thread's stack until the kernel ends.
-
-    With a run-time count, every call allocates, so it must not be in a loop.
-    """
-    name = like.text.name("%m")
-    if isinstance(count, Value):
-        like.text.line(f"{name} = alloca {type}, i64 {count.name}, align 64")
-    else:
-        like.text.entry.append(f"  {name} = alloca [{count} x {type}], align 64")
-    return Pointer(like.text, name, type)
 
 
 def invoke(function: Pointer, *arguments: Value) -> None:

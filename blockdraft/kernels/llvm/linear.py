@@ -21,11 +21,9 @@ from blockdraft.kernels.llvm.language import (
     Registers,
     Type,
     fma,
-    halved,
     load,
     prefetch,
     smallest,
-    zeros,
 )
 
 _VECTOR_BYTES = 16  # a register size that every CPU has; results' bits depend on it
@@ -125,7 +123,7 @@ def tile(w: Reals, x: Reals, y: Reals, n: Int, k: Int, real: Type, rows: int, to
     line, lanes = cache_line(real), _VECTOR_BYTES * 8 // real.bits
     w_rows, x_rows = [w + k * row for row in range(rows)], [x + k * token for token in range(tokens)]
     following = w + k * rows
-    sums = Registers((rows, tokens), zeros(w, real.wide(lanes)))
+    sums = Registers((rows, tokens), w.zeros(real.wide(lanes)))
     for i in range(0, k - k % line, line):
         for row in unrolled(rows):
             prefetch(following + (i * rows + row * line), level=_PREFETCH_LEVEL)
@@ -137,7 +135,7 @@ def tile(w: Reals, x: Reals, y: Reals, n: Int, k: Int, real: Type, rows: int, to
                     sums[row, token] = fma(weights[row], values[token], sums[row, token])
     for token in unrolled(tokens):
         for row in unrolled(rows):
-            y[n * token + row] = halved(sums[row, token])
+            y[n * token + row] = sums[row, token].halved()
 
 
 def cache_line(real: Type) -> int:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from blockdraft.kernels.llvm.compiler import kernel, taken
 from blockdraft.kernels.llvm.jit import Jit
-from blockdraft.kernels.llvm.language import Int, Longs, Words, i32, i64, largest, zeros
+from blockdraft.kernels.llvm.language import Int, Longs, Words, i32, i64, largest
 from blockdraft.kernels.ngram_lookup import MOST
 
 _SERIAL_TOKENS = 1 << 15  # of all rows; below, waking a thread costs more than it saves
@@ -37,11 +37,11 @@ def look_back(
         last = starts[item]
         text = history + rows[item] * size
         anchor = text[last]
-        count, end = zeros(starts, i64), zeros(starts, i64)
+        count, end = starts.zeros(i64), starts.zeros(i64)
         at = last - 1
         while (at >= 0) & (count < most):
             if text[at] == anchor:
-                matched = zeros(starts, i64) + 1
+                matched = starts.zeros(i64) + 1
                 while agrees(text, at, last, matched) & (matched < most):
                     matched = matched + 1
                 if matched > count:

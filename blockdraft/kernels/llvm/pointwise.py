@@ -21,12 +21,10 @@ from blockdraft.kernels.llvm.language import (
     Reals,
     Type,
     fma,
-    halved,
     load,
     sigmoid,
     sqrt,
     store,
-    zeros,
 )
 from blockdraft.kernels.pointwise import Angles, Gate
 
@@ -100,11 +98,11 @@ def normalise(x: Reals, y: Reals, weight: Reals, size: Int, eps: Real, real: Typ
 def _squares(x: Reals, size: Int, real: Type) -> Real:
     """Sum the squares: in lanes, which are then joined, then one by one."""
     whole = size - size % WIDE
-    lanes = zeros(x, real.wide(WIDE))
+    lanes = x.zeros(real.wide(WIDE))
     for i in range(0, whole, WIDE):
         values = load(x + i, WIDE)
         lanes = fma(values, values, lanes)
-    total = halved(lanes)
+    total = lanes.halved()
     for i in range(whole, size):
         total = fma(x[i], x[i], total)
     return total

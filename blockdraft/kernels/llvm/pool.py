@@ -21,7 +21,7 @@ import struct
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -35,7 +35,6 @@ from blockdraft.kernels.llvm.language import (
     load_shared,
     pause,
     replace_shared,
-    scratch,
     select,
     store_shared,
 )
@@ -57,6 +56,9 @@ _ALIGN = 128  # bytes
 _OPAQUE = 128  # bytes; more than a mutex or a condition variable of any system needs
 INSIDE = (1 << 16) - 1
 TICKET = 16  # bits below it; a ticket is odd while a kernel is open
+
+
+Call: TypeAlias = tuple[int, ctypes.Array[ctypes.c_char]]  # the address of a kernel, and its job
 
 
 class Pool:
@@ -133,7 +135,7 @@ class Pool:
         self._follow(ctypes.addressof(job))
 
 
-def table(calls: Sequence[tuple[int, ctypes.Array[ctypes.c_char]]]) -> ctypes.Array[ctypes.c_int64]:
+def table(calls: Sequence[Call]) -> ctypes.Array[ctypes.c_int64]:
     """Return addresses of kernels and their jobs for `Pool.run`; the jobs must live as long as the result."""
     addresses = [one for address, job in calls for one in (address, ctypes.addressof(job))]
     return (ctypes.c_int64 * len(addresses))(*addresses)
@@ -297,7 +299,7 @@ def sleep(state: Longs, ticket: Any, number: Any) -> None:
 
 @inlined
 def time_ns(state: Longs) -> Any:
-    parts = scratch(state, i64, 2)  # seconds and nanoseconds
+    parts = state.scratch(i64, 2)  # seconds and nanoseconds
     clock = (state + MONOTONIC)[0]
     invoke(state.pointer(CLOCK), clock, parts)
     return parts[0] * 1_000_000_000 + parts[1]

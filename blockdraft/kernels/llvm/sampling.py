@@ -24,33 +24,27 @@ import torch
 from torch import Tensor
 
 from blockdraft.kernels.llvm.compiler import inlined, kernel, taken, unrolled
-from blockdraft.kernels.llvm.jit import Jit
+from blockdraft.kernels.llvm.jit import Jit, repeat
 from blockdraft.kernels.llvm.language import (
     Floats,
     Int,
     Longs,
     Pointer,
     Value,
-    constants,
     exp,
     f32,
     f64,
     fma,
-    halved,
     i1,
     i32,
     i64,
     largest,
     load,
     log,
-    magnitude,
-    scratch,
     select,
     smallest,
     store,
-    zeros,
 )
-from blockdraft.kernels.llvm.recording import repeat
 from blockdraft.kernels.noise import MULTIPLIERS, WEYL
 from blockdraft.kernels.sampling import MIN_TEMPERATURE, NEVER, SamplingBatch, adjusted, reference_choose
 from blockdraft.kernels.sampling_tables import Real, Whole
@@ -102,7 +96,7 @@ def choose_columns(
     whole: Longs, chosen: Longs,
 ) -> None:  # fmt: skip
     num_blocks = (vocab_size + _BLOCK - 1) // _BLOCK
-    tops, tail = scratch(x, f32, num_blocks + _WIDE), scratch(x, f32, _BLOCK)
+    tops, tail = x.scratch(f32, num_blocks + _WIDE), x.scratch(f32, _BLOCK)
     for i in range(_WIDE):
         tops[num_blocks + i] = NEVER
     for i in range(_BLOCK):
@@ -117,7 +111,7 @@ def choose_columns(
         best, has_nan = scan(column, vocab_size)
         if has_nan:
             chosen[item] = first_nan(column)
-        elif is_warm & (magnitude(best) < math.inf):
+        elif is_warm & (abs(best) < math.inf):
             position = starts[row] + 1 + item % num_columns
             chosen[item] = sampled(column, best, vocab_size, reals, wholes, position)
         else:
@@ -130,18 +124,18 @@ def scan(column: Column, vocab_size: Int) -> tuple[Value, Int]:
     first = column.num_whole * _BLOCK
     for i in range(first, vocab_size):
         column.tail[i - first] = column.x[i]
-    best = zeros(column.x, f32) + NEVER
-    has_nan = zeros(column.x, i1.wide(_WIDE))
+    best = column.x.zeros(f32) + NEVER
+    has_nan = column.x.zeros(i1.wide(_WIDE))
     for i in range(column.num_blocks):
         block = block_at(column, i)
-        most = zeros(column.x, f32.wide(_WIDE)) + NEVER
+        most = column.x.zeros(f32.wide(_WIDE)) + NEVER
         for part in unrolled(0, _BLOCK, _WIDE):
             values = load(block + part, _WIDE) * column.scale
             most = largest(most, values)
             has_nan = has_nan | (values != values)
-        column.tops[i] = halved(most, largest)
+        column.tops[i] = most.halved(largest)
         best = largest(best, column.tops[i])
-    return best, halved(has_nan, or_)
+    return best, has_nan.halved(or_)
 
 
 def or_(one: Int, two: Int) -> Int:
@@ -150,7 +144,7 @@ def or_(one: Int, two: Int) -> Int:
 
 @inlined
 def first_nan(column: Column) -> Int:
-    token = zeros(column.x, i64)
+    token = column.x.zeros(i64)
     while column.x[token] == column.x[token]:
         token += 1
     return token
@@ -168,7 +162,7 @@ def first_of(column: Column, best: Value) -> Int:
 @inlined
 def block_of(column: Column, best: Value) -> Int:
     """Return the first block with the largest score."""
-    block = zeros(best, i64)
+    block = best.zeros(i64)
     while column.tops[block] != best:
         block += 1
     return block
@@ -185,14 +179,14 @@ def block_at(column: Column, block: Int) -> Floats:
 @inlined
 def sampled(column: Column, best: Value, vocab_size: Int, reals: Floats, wholes: Longs, position: Int) -> Int:
     """Sample a token of a column whose largest score `best` is finite."""
-    line, until = zeros(reals, f32) + NEVER, vocab_size
+    line, until = reals.zeros(f32) + NEVER, vocab_size
     if wholes[int(Whole.TOP_K)] < vocab_size:
         line, until = last_kept(column, best, wholes[int(Whole.TOP_K)], vocab_size)
     floor = best + reals[int(Real.LOG_MIN_P)]
     if floor > line:
         line, until = floor, vocab_size
     top_p, seed = reals[int(Real.TOP_P)], wholes[int(Whole.SEED)]
-    total, token = zeros(reals, f64), zeros(reals, i64)
+    total, token = reals.zeros(f64), reals.zeros(i64)
     if top_p < 1.0:
         if line > NEVER:  # noqa: SIM108 - both sides of an expression would be computed
             total = mass(column, best, line, until)
@@ -220,7 +214,7 @@ def is_cut(before: Value, total: Value, top_p: Value) -> Value:
 @inlined
 def enough(column: Column, best: Value, total: Value, top_p: Value) -> Value:
     """Find a score below which top_p keeps nothing."""
-    depth, reached = zeros(best, f32) + 1.0, zeros(best, f64)
+    depth, reached = best.zeros(f32) + 1.0, best.zeros(f64)
     while is_cut(reached, total, top_p) == 0:
         depth = depth * 1.3
         reached = mass(column, best, best - depth, _BLOCK * column.num_blocks)
@@ -230,7 +224,7 @@ def enough(column: Column, best: Value, total: Value, top_p: Value) -> Value:
 @inlined
 def last_kept(column: Column, best: Value, top_k: Int, vocab_size: Int) -> tuple[Value, Int]:
     """Return (score, id) such that the first `top_k` tokens are ranked before it."""
-    low, high = zeros(best, i64) + _LOWEST_KEY, key_of(best) + 1
+    low, high = best.zeros(i64) + _LOWEST_KEY, key_of(best) + 1
     if top_k <= column.num_blocks:  # as many tokens reach the k-th largest of the blocks
         above = high
         while above - low > 1:
@@ -239,7 +233,7 @@ def last_kept(column: Column, best: Value, top_k: Int, vocab_size: Int) -> tuple
                 low = middle
             else:
                 above = middle
-    fewer, until = zeros(best, i64), vocab_size  # tokens from `high` on
+    fewer, until = best.zeros(i64), vocab_size  # tokens from `high` on
     while high - low > 1:
         middle = (low + high).above(1)
         count = num_tokens_from(column, score_of(middle))
@@ -269,21 +263,21 @@ def score_of(key: Value) -> Value:
 @inlined
 def num_blocks_from(column: Column, score: Value) -> Int:
     """Count blocks with tokens of at least this score."""
-    counts = zeros(score, i32.wide(_WIDE))
+    counts = score.zeros(i32.wide(_WIDE))
     for i in range(0, column.num_blocks, _WIDE):
         counts = counts + (load(column.tops + i, _WIDE) >= score).to(i32)
-    return halved(counts).to(i64)
+    return counts.halved().to(i64)
 
 
 @inlined
 def num_tokens_from(column: Column, score: Value) -> Int:
-    counts = zeros(score, i32.wide(_WIDE))
+    counts = score.zeros(i32.wide(_WIDE))
     for i in range(column.num_blocks):
         if column.tops[i] >= score:
             block = block_at(column, i)
             for part in unrolled(0, _BLOCK, _WIDE):
                 counts = counts + (load(block + part, _WIDE) * column.scale >= score).to(i32)
-    return halved(counts).to(i64)
+    return counts.halved().to(i64)
 
 
 @inlined
@@ -305,7 +299,7 @@ def draw(column: Column, best: Value, line: Value, until: Int, seed: Int, positi
 
     The likeliest token is, so the best has at least its score plus the least noise; its block is first.
     """
-    noisy = scratch(best, f32, _DRAWN)
+    noisy = best.scratch(f32, _DRAWN)
     most, token, score = best + LEAST_NOISE, until, line
     likeliest = block_of(column, best)
     for step in range(column.num_blocks + 1):
@@ -319,13 +313,13 @@ def draw(column: Column, best: Value, line: Value, until: Int, seed: Int, positi
             for part in range(0, _BLOCK, _DRAWN):
                 first = i * _BLOCK + part
                 values = load(block + part, _DRAWN) * column.scale
-                upper = halved(values, largest)
+                upper = values.halved(largest)
                 if (upper >= line) & (upper + MOST_NOISE >= most):
                     words = philox(counters(first // 4, _DRAWN // 4), position, seed)
                     if greatest_of(words) >= least:
                         lowest = open_from(_DRAWN, first, line, until)
                         with_noise = select(values >= lowest, values + noise_of(words), NEVER)
-                        if halved(with_noise, largest) >= most:
+                        if with_noise.halved(largest) >= most:
                             store(noisy, with_noise)
                             for lane in range(_DRAWN):
                                 value, other = noisy[lane], first + lane
@@ -339,19 +333,19 @@ def least_word(top: Value, most: Value) -> Value:
 
     u < 1 - y has less noise than -log(y).
     """
-    missing = smallest(top - most + magnitude(most) * 1e-6 + 1e-3, 4.0)
+    missing = smallest(top - most + abs(most) * 1e-6 + 1e-3, 4.0)
     return ((1.0 - exp(missing)) * 2.0**23 - 2.0).to(i32)
 
 
 def greatest_of(words: list[Value]) -> Value:
     """Return the greatest of the words' 23 bits that noise is made of."""
     parts = [word >> 9 for word in words]
-    return halved(largest(largest(parts[0], parts[1]), largest(parts[2], parts[3])), largest)
+    return largest(largest(parts[0], parts[1]), largest(parts[2], parts[3])).halved(largest)
 
 
 def open_from(lanes: int, first: Int, line: Value, until: Int) -> Value:
     """Return the least scores with which tokens first, first + 1, … are ranked before (line, until)."""
-    ids = constants(first, i32, range(lanes))
+    ids = first.constants(i32, range(lanes))
     above = score_of(key_of(line + 0.0) + 1)  # both zeros are below the least number
     return select(ids < (until - first).to(i32), line.spread(lanes), above.spread(lanes))
 
@@ -359,32 +353,32 @@ def open_from(lanes: int, first: Int, line: Value, until: Int) -> Value:
 @inlined
 def mass(column: Column, best: Value, line: Value, until: Int) -> Value:
     """Sum the weights of tokens ranked before (line, until); the likeliest weighs 1."""
-    total = zeros(best, f64)
+    total = best.zeros(f64)
     least = largest(line, best + _NO_MASS)
     for i in range(column.num_blocks):
         if column.tops[i] >= least:
             block = block_at(column, i)
-            sums = zeros(best, f32.wide(_WIDE))
+            sums = best.zeros(f32.wide(_WIDE))
             for part in range(0, _BLOCK, _WIDE):
                 values = load(block + part, _WIDE) * column.scale
-                if halved(values, largest) >= least:
+                if values.halved(largest) >= least:
                     lowest = open_from(_WIDE, i * _BLOCK + part, line, until)
                     sums = sums + select(values >= lowest, weight(values - best), 0.0)
-            total = total + halved(sums).to(f64)
+            total = total + sums.halved().to(f64)
     return total
 
 
 @inlined
 def whole_mass(column: Column, best: Value) -> Value:
     """Sum the weights of all tokens, with fewer operations."""
-    total = zeros(best, f64)
+    total = best.zeros(f64)
     for i in range(column.num_blocks):
         if column.tops[i] >= best + _NO_MASS:
             block = block_at(column, i)
-            sums = zeros(best, f32.wide(_WIDE))
+            sums = best.zeros(f32.wide(_WIDE))
             for part in unrolled(0, _BLOCK, _WIDE):
                 sums = sums + weight(load(block + part, _WIDE) * column.scale - best)
-            total = total + halved(sums).to(f64)
+            total = total + sums.halved().to(f64)
     return total
 
 
@@ -418,14 +412,14 @@ def gumbel_of(words: Value) -> Value:
 
 def counters(first: Int, count: int) -> Int:
     """The 32-bit words first, first + 1, …"""
-    return constants(first, i32, range(count)) + first.to(i32)
+    return first.constants(i32, range(count)) + first.to(i32)
 
 
 def philox(counter: Value, position: Value, seed: Value) -> list[Value]:
     """Philox-4x32-10 of (counter, position's halves, 0) under the seed's halves; see kernels/noise.py."""
     lanes = counter.type.lanes
     c0, c1, c2 = counter, position.to(i32).spread(lanes), (position >> 32).to(i32).spread(lanes)
-    c3 = zeros(counter, counter.type)
+    c3 = counter.zeros(counter.type)
     k0, k1 = seed.to(i32), (seed >> 32).to(i32)
     for _ in range(10):
         high0, low0 = _halves(c0, MULTIPLIERS[0])

@@ -25,9 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mod
 from torch.utils._pytree import tree_flatten
 
 from blockdraft.kernels.llvm.copies import lowered
-from blockdraft.kernels.llvm.jit import run_together
-from blockdraft.kernels.llvm.pool import table
-from blockdraft.kernels.llvm.recording import Call, NotRecordable, recorder
+from blockdraft.kernels.llvm.jit import NotRecordable, recorder, run_together
+from blockdraft.kernels.llvm.pool import Call, table
 
 _aten = torch.ops.aten
 _EMPTY = (_aten.empty.memory_format, _aten.new_empty.default, _aten.empty_like.default)
@@ -138,7 +137,7 @@ class StepTape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._calls: list[Call] = []
         self._parts: list[Callable[[], None]] = []
         self._constants: dict[int, Callable[[], None]] = {}  # by storage
-        self._held: list[Tensor] = []  # keeps memory outside the arena alive
+        self._held: list[object] = []  # keeps jobs and memory outside the arena alive
         self.num_kernels = 0
 
     @classmethod
@@ -186,7 +185,9 @@ class StepTape(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _end_calls(self) -> None:
         if self._calls:
-            self._parts.append(Program(self._calls).run)
+            addresses = table(self._calls)
+            self._parts.append(lambda: run_together(addresses, torch.get_num_threads()))
+            self._held += self._calls
             self._calls = []
 
     def __torch_dispatch__(
@@ -236,7 +237,7 @@ class StepTape(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @functools.cache
 def _is_composite(func: Any) -> bool:
-    """Whether the operation is composed of others only."""
+    """Return whether the operation is composed of others only."""
     has_kernel = functools.partial(torch._C._dispatch_has_kernel_for_dispatch_key, func.name())
     return has_kernel("CompositeImplicitAutograd") and not has_kernel("CPU")
 
@@ -248,7 +249,7 @@ def _reads_values(func: Any) -> bool:
 
 @functools.cache
 def _is_view(func: Any) -> bool:
-    """Whether the schema says that the result shares its argument's memory, which is incomplete."""
+    """Return whether the schema, which is incomplete, says that the result shares an argument's memory."""
     return any(one.alias_info is not None for one in func._schema.returns)
 
 
@@ -267,7 +268,7 @@ def _contiguous(
 
 
 def _takes_rows(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether rows are indexed by integers: with booleans, the size of the result depends on values."""
+    """Return whether rows are indexed by integers: with booleans, the result's size depends on values."""
     return func is _aten.index.Tensor and all(
         one is None or one.dtype not in (torch.bool, torch.uint8) for one in args[1]
     )
@@ -281,21 +282,10 @@ def _again(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
 
 
 def _shares_memory(result: Any, given: Any) -> bool:
-    """Whether the result is a view of an argument."""
+    """Return whether the result is a view of an argument."""
     storages = {one.untyped_storage()._cdata for one in _tensors(given)}
     return any(one.untyped_storage()._cdata in storages for one in _tensors(result))
 
 
 def _tensors(tree: Any) -> list[Tensor]:
     return [one for one in tree_flatten(tree)[0] if isinstance(one, Tensor)]
-
-
-class Program:
-    """Recorded kernels with their jobs, run one after the other."""
-
-    def __init__(self, calls: Sequence[Call]) -> None:
-        self._calls = calls  # keeps the jobs alive
-        self._table = table([(call.address, call.job) for call in calls])
-
-    def run(self) -> None:
-        run_together(self._table, torch.get_num_threads())

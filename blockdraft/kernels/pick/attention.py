@@ -22,7 +22,7 @@ from blockdraft.kernels.kv_compressed import (
 from blockdraft.kernels.llvm.attention import PagedAttention
 from blockdraft.kernels.llvm.heads import locate as llvm_locate
 from blockdraft.kernels.llvm.kv_attention import CompressedAttention
-from blockdraft.kernels.llvm.kv_compress import CompressTiles
+from blockdraft.kernels.llvm.kv_codec import CompressTiles
 
 _llvm_kernel = functools.cache(PagedAttention)
 _llvm_compressed = functools.cache(CompressedAttention)
