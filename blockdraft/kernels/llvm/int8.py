@@ -101,7 +101,7 @@ class Int8Kernels:
         chunk = max(1, _CHUNK_BYTES // (k * ROWS))
         self._product(
             m, n, k, chunk, values, token_scale, weight.packed, weight.sums, weight.scale, bias, onto, y,
-            bias is not None, onto is not None, is_small=m * n * k < _SERIAL_OPS,
+            is_small=m * n * k < _SERIAL_OPS,
         )  # fmt: skip
         return y.view(*x.shape[:-1], n)
 
@@ -233,7 +233,7 @@ def look_up(
 @kernel
 def product(
     num_tokens: Int, n: Int, k: Int, chunk: Int, x: Bytes, x_scale: Floats, w: Bytes, sums: Words,
-    w_scale: Floats, bias: Floats, onto: Floats, y: Floats, has_bias: Int, has_onto: Int, *, path: str,
+    w_scale: Floats, bias: Floats, onto: Floats, y: Floats, *, path: str,
 ) -> None:  # fmt: skip
     """Multiply all tokens by a few blocks of weights at a time, which stay in the L1 cache."""
     tokens = _TOKENS[path]
@@ -245,25 +245,18 @@ def product(
             at = w + first * k
             token = 0
             while token + tokens <= num_tokens:
-                tile(
-                    at, first, token, n, k, x, x_scale, sums, w_scale, bias, onto, y, has_bias, has_onto,
-                    tokens, path,
-                )  # fmt: skip
+                tile(at, first, token, n, k, x, x_scale, sums, w_scale, bias, onto, y, tokens, path)
                 token += tokens
             left = num_tokens - token
             for count in unrolled(1, tokens):
                 if left == count:
-                    tile(
-                        at, first, token, n, k, x, x_scale, sums, w_scale, bias, onto, y, has_bias, has_onto,
-                        count, path,
-                    )  # fmt: skip
+                    tile(at, first, token, n, k, x, x_scale, sums, w_scale, bias, onto, y, count, path)
 
 
 @inlined
 def tile(
     w: Bytes, first: Int, token: Int, n: Int, k: Int, x: Bytes, x_scale: Floats, sums: Words,
-    w_scale: Floats, bias: Floats, onto: Floats, y: Floats, has_bias: Int, has_onto: Int, tokens: int,
-    path: str,
+    w_scale: Floats, bias: Floats, onto: Floats, y: Floats, tokens: int, path: str,
 ) -> None:  # fmt: skip
     """Multiply one block of rows by some tokens; each weight is loaded once."""
     lanes = _LANES[path]
@@ -286,36 +279,32 @@ def tile(
         for v in unrolled(vectors):
             store(sums + (t * ROWS + v * lanes), totals[t, v])
     for i in range(tokens):
-        output = (token + i) * n + first
-        put(
-            sums + i * ROWS, w_scale + first, x_scale[token + i], n - first, bias + first, onto + output,
-            y + output, has_bias, has_onto,
-        )  # fmt: skip
+        put(sums + i * ROWS, w_scale, x_scale[token + i], bias, onto, y, n, first, (token + i) * n + first)
 
 
 @inlined
 def put(
-    sums: Words, w_scale: Floats, scale: Real, num_rows: Int, bias: Floats, onto: Floats, y: Floats,
-    has_bias: Int, has_onto: Int,
+    sums: Words, w_scale: Floats, scale: Real, bias: Floats, onto: Floats, y: Floats, n: Int, first: Int,
+    output: Int,
 ) -> None:  # fmt: skip
     """Write a token's outputs of one block of rows; the last block of a matrix may have fewer rows."""
-    values = load(sums, ROWS).to(f32) * load(w_scale, ROWS) * scale
-    if num_rows >= ROWS:
-        if has_bias != 0:
-            values = values + load(bias, ROWS)
-        if has_onto != 0:
-            values = load(onto, ROWS) + values
-        store(y, values)
+    values = load(sums, ROWS).to(f32) * load(w_scale + first, ROWS) * scale
+    if n - first >= ROWS:
+        if bias.is_given:
+            values = values + load(bias + first, ROWS)
+        if onto.is_given:
+            values = load(onto + output, ROWS) + values
+        store(y + output, values)
     else:
         rest = sums.scratch(f32, ROWS)
         store(rest, values)
-        for i in range(num_rows):
+        for i in range(n - first):
             value = rest[i]
-            if has_bias != 0:
-                value = value + bias[i]
-            if has_onto != 0:
-                value = onto[i] + value
-            y[i] = value
+            if bias.is_given:
+                value = value + bias[first + i]
+            if onto.is_given:
+                value = onto[output + i] + value
+            y[output + i] = value
 
 
 def dot(total: Value, weights: Value, values: Value, j: int, path: str) -> Value:
@@ -329,13 +318,9 @@ def dot(total: Value, weights: Value, values: Value, j: int, path: str) -> Value
         return call("llvm.x86.avx512.vpdpbusd.512", total.type, total, four, weights)
     if path == "avx2":
         signed = call("llvm.x86.avx2.psign.b", weights.type, weights, four)
-        pairs = call("llvm.x86.avx2.pmadd.ub.sw", i16.wide(2 * lanes), absolute(four), signed)
+        pairs = call("llvm.x86.avx2.pmadd.ub.sw", i16.wide(2 * lanes), largest(four, 0 - four), signed)
         return total + call("llvm.x86.avx2.pmadd.wd", total.type, pairs, pairs.constant(1))
     products = weights.to(i16) * four.to(i16)
     for column in range(4):
         total = total + products.lanes(range(column, 4 * lanes, 4)).to(i32)
     return total
-
-
-def absolute(x: Value) -> Value:
-    return largest(x, 0 - x)

@@ -17,7 +17,7 @@ import torch
 from blockdraft.kernels.cpu import has_permute
 from blockdraft.kernels.kv_codec import LEVELS, Codec, EightBits, KvFormat, RotatedLevels
 from blockdraft.kernels.kv_formats import TILE, blocks
-from blockdraft.kernels.llvm.compiler import inlined, kernel, taken
+from blockdraft.kernels.llvm.compiler import inlined, kernel, taken, unrolled
 from blockdraft.kernels.llvm.int8 import hadamard
 from blockdraft.kernels.llvm.jit import Jit, real_type
 from blockdraft.kernels.llvm.language import (
@@ -109,7 +109,8 @@ def encode(x: Reals, codes: Bytes, scale: Halves, dim: int, codec: Codec, permut
         by = scale[0].to(f32)
         round_eight(y, codes, by, dim, most, codec.is_float)
     elif isinstance(codec, RotatedLevels):
-        divide(y, y, peak, dim)
+        for d in unrolled(0, dim, lanes_in(dim)):
+            store(y + d, over(load(y + d, lanes_in(dim)), peak))
         rest, unpacked = x.scratch(f32, dim), x.scratch(i8, dim)
         square = sum_of_products(rest, y, y, dim)
         unit = sqrt(over(square.constant(float(dim)), square))
@@ -141,14 +142,6 @@ def is_finite(x: Value) -> Value:
 def over(x: Value, by: Value) -> Value:
     """Return x / by; zero if `by` is zero or not finite."""
     return select((by > 0.0) & is_finite(by), x / by, x.constant(0.0))
-
-
-def divide(x: Pointer, y: Pointer, by: Value, dim: int) -> None:
-    lanes = lanes_in(dim)
-    is_number = (by > 0.0) & is_finite(by)
-    for d in range(0, dim, lanes):
-        some = load(x + d, lanes)
-        store(y + d, select(is_number, some / by, some.constant(0.0)))
 
 
 def stored(scale: Value) -> Value:
@@ -210,10 +203,8 @@ def _plane(unpacked: Pointer, codes: Pointer, dim: int, width: int, bit: int) ->
 
 def round_eight(y: Pointer, codes: Pointer, by: Value, dim: int, most: float, is_float: bool) -> None:
     lanes = lanes_in(dim)
-    is_number = (by > 0.0) & is_finite(by)
     for d in range(0, dim, lanes):
-        some = load(y + d, lanes)
-        ratio = smallest(largest(select(is_number, some / by, some.constant(0.0)), -most), most)
+        ratio = smallest(largest(over(load(y + d, lanes), by), -most), most)
         store(codes + d, _float8(ratio) if is_float else round(ratio).to(i32).to(i8))
 
 
@@ -316,24 +307,17 @@ def levels_of(codes: Value, bits: int, has_permute: bool) -> Value:
     indices = codes & 15
     pair = []
     for byte in (0, 1):  # a level is a bfloat16 number, two bytes
-        tables = codes.constants(i8, [_bfloat16(level) >> 8 * byte & 255 for level in table])
+        tables = codes.constants(i8, [struct.pack("<f", level)[2 + byte] for level in table])
         name = "x86.ssse3.pshuf.b.128" if platform.machine() == "x86_64" else "aarch64.neon.tbl1.v16i8"
         pair.append(call(f"llvm.{name}", codes.type, tables, indices))
     zipped = pair[0].lanes([i // 2 + i % 2 * LANES for i in range(2 * LANES)], pair[1])
     return (zipped.bits_as(i16.wide(LANES)).widened(i32) << 16).bits_as(f32.wide(LANES))
 
 
-def _bfloat16(number: float) -> int:
-    """Return the bits of a bfloat16 number."""
-    bits: int = struct.unpack("I", struct.pack("f", number))[0]
-    assert bits & 0xFFFF == 0
-    return bits >> 16
-
-
 @inlined
 def hadamard_head(row: Reals, dim: int) -> None:
     """Multiply a head by the normalised Hadamard matrices of its blocks, in place."""
-    for first, size in parts(dim):
+    for first, size in zip(itertools.accumulate(blocks(dim), initial=0), blocks(dim), strict=False):
         hadamard(row + first, size, size)
         for i in range(first, first + size, LANES):
             store(row + i, load(row + i, LANES) * size**-0.5)
@@ -343,9 +327,3 @@ def hadamard_head(row: Reals, dim: int) -> None:
 def sign_head(row: Reals, signs: Reals, dim: int) -> None:
     for i in range(0, dim, LANES):
         store(row + i, load(row + i, LANES) * load(signs + i, LANES))
-
-
-def parts(dim: int) -> list[tuple[int, int]]:
-    """Return the begin and the size of each block."""
-    sizes = blocks(dim)
-    return [(sum(sizes[:i]), size) for i, size in enumerate(sizes)]

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import platform
 import struct
 import threading
 import time
@@ -25,6 +24,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from blockdraft.kernels.cpu import architecture
 from blockdraft.kernels.llvm.compiler import inlined, kernel
 from blockdraft.kernels.llvm.language import (
     Int,
@@ -143,7 +143,7 @@ def table(calls: Sequence[Call]) -> ctypes.Array[ctypes.c_int64]:
 
 def pause_hint() -> str:
     """Return the hint for this processor that a thread is polling."""
-    return _HINTS[{"arm64": "aarch64"}.get(platform.machine(), platform.machine())]
+    return _HINTS[architecture()]
 
 
 def _address(function: Any) -> int:

@@ -18,6 +18,7 @@ largest.
 from __future__ import annotations
 
 import math
+import operator
 from typing import NamedTuple
 
 import torch
@@ -135,11 +136,7 @@ def scan(column: Column, vocab_size: Int) -> tuple[Value, Int]:
             has_nan = has_nan | (values != values)
         column.tops[i] = most.halved(largest)
         best = largest(best, column.tops[i])
-    return best, has_nan.halved(or_)
-
-
-def or_(one: Int, two: Int) -> Int:
-    return one | two
+    return best, has_nan.halved(operator.or_)
 
 
 @inlined

@@ -73,27 +73,25 @@ class Arena:
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         numel = math.prod(shape)
         size = max(_ALIGN, -(-numel * dtype.itemsize // _ALIGN) * _ALIGN)
-        for memory, _, used in self._chunks:
-            used[:] = [one for one in used if not one[2].expired()]  # type: ignore[no-untyped-call]
+        chunk, index, begin = self._gap(size)
+        memory = (ctypes.c_char * size).from_address(chunk.memory.data_ptr() + begin)
+        tensor = torch.frombuffer(memory, dtype=dtype, count=max(1, numel))[:numel].view(tuple(shape))
+        storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+        chunk.used.insert(index, (begin, begin + size, storage))
+        return tensor
+
+    def _gap(self, size: int) -> tuple[_Chunk, int, int]:
+        """Find free bytes: their chunk, their index among its used parts, and their begin."""
+        for chunk in self._chunks:
+            chunk.used[:] = [one for one in chunk.used if not one[2].expired()]  # type: ignore[no-untyped-call]
             end = 0
-            for index, (begin, after, _) in enumerate([*used, (memory.nbytes, 0, None)]):
+            for index, (begin, after, _) in enumerate([*chunk.used, (chunk.memory.nbytes, 0, None)]):
                 if begin - end >= size:
-                    return self._taken(memory, used, index, end, size, shape, dtype, numel)
+                    return chunk, index, end
                 end = after
         new = torch.empty(max(_CHUNK, size), dtype=torch.uint8)
         self._chunks.append(_Chunk(new, range(new.data_ptr(), new.data_ptr() + new.nbytes), []))
-        return self._taken(new, self._chunks[-1].used, 0, 0, size, shape, dtype, numel)
-
-    @staticmethod
-    def _taken(
-        chunk: Tensor, used: list[Any], index: int, begin: int, size: int, shape: Sequence[int],
-        dtype: torch.dtype, numel: int,
-    ) -> Tensor:  # fmt: skip
-        memory = (ctypes.c_char * size).from_address(chunk.data_ptr() + begin)
-        tensor = torch.frombuffer(memory, dtype=dtype, count=max(1, numel))
-        tensor = tensor[:numel].view(tuple(shape)) if numel == 0 else tensor.view(tuple(shape))
-        used.insert(index, (begin, begin + size, StorageWeakRef(tensor.untyped_storage())))  # type: ignore[no-untyped-call]
-        return tensor
+        return self._chunks[-1], 0, 0
 
     def __contains__(self, tensor: Tensor) -> bool:
         address = tensor.data_ptr()

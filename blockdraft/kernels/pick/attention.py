@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 
-import torch
 from torch import Tensor
 
 from blockdraft.kernels.attention import Attend, Blocks, Locate, Mask, reference_attend_paged
@@ -42,7 +41,7 @@ def pick_attend(at: Available) -> Attend:
     """Attend with q [N, H, D] over keys and values [G, S, D], including the blocks' own; sinks [H]."""
     if at.has_triton("attention"):
         return _triton_attend()
-    return _llvm_attend(at.dtype) if at.has_llvm() else reference_attend_paged
+    return _llvm_attend if at.has_llvm() else reference_attend_paged
 
 
 def _triton_attend() -> Attend:
@@ -71,22 +70,19 @@ def _triton_attend() -> Attend:
     return attend
 
 
-def _llvm_attend(dtype: torch.dtype) -> Attend:
-    def attend(
-        q: Tensor, keys: Tensor, values: Tensor, blocks: Blocks, mask: Mask, sinks: Tensor | None = None
-    ) -> Tensor:
-        if q.shape[-1] % 4 != 0:
-            return reference_attend_paged(q, keys, values, blocks, mask, sinks)
-        return _llvm_kernel(dtype, q.shape[-1])(q, keys, values, blocks, mask, sinks)
-
-    return attend
+def _llvm_attend(
+    q: Tensor, keys: Tensor, values: Tensor, blocks: Blocks, mask: Mask, sinks: Tensor | None = None
+) -> Tensor:
+    if q.shape[-1] % 4 != 0:
+        return reference_attend_paged(q, keys, values, blocks, mask, sinks)
+    return _llvm_kernel(q.dtype, q.shape[-1])(q, keys, values, blocks, mask, sinks)
 
 
 def pick_attend_compressed(at: Available) -> AttendCompressed:
-    """Attend with q [N, H, D] over one layer's CompressedPages (L = 1); sinks [H]. Returns [N, H, D]."""
+    """Attend with q [N, H, D] over one layer's CompressedPages (L = 1); sinks [H]. Return [N, H, D]."""
     if at.has_triton("attention"):
         return named("attention", _triton_attend_compressed)
-    return _llvm_attend_compressed(at.dtype) if at.has_llvm() else reference_attend_compressed_paged
+    return _llvm_attend_compressed if at.has_llvm() else reference_attend_compressed_paged
 
 
 def _triton_attend_compressed(
@@ -102,31 +98,25 @@ def pick_compress(at: Available) -> Compress:
         from blockdraft.kernels.triton.kv_compress import compress
 
         return named("attention", compress)
-    return _llvm_compress(at.dtype) if at.has_llvm() else reference_compress
+    return _llvm_compress if at.has_llvm() else reference_compress
 
 
 def _llvm_lanes(form: KvFormat) -> int:
-    """The head dimension must be a multiple of this."""
+    """Return the number by which the CPU's kernels need the head size to be divisible."""
     return 16 if form.is_rotated else 4
 
 
-def _llvm_attend_compressed(dtype: torch.dtype) -> AttendCompressed:
-    def attend_compressed(
-        q: Tensor, pages: CompressedPages, blocks: Blocks, mask: Mask, sinks: Tensor | None = None
-    ) -> Tensor:
-        if q.shape[-1] % _llvm_lanes(pages.format) != 0:
-            return reference_attend_compressed_paged(q, pages, blocks, mask, sinks)
-        return _llvm_compressed(dtype, q.shape[-1], pages.format)(q, pages, blocks, mask, sinks)
-
-    return attend_compressed
+def _llvm_attend_compressed(
+    q: Tensor, pages: CompressedPages, blocks: Blocks, mask: Mask, sinks: Tensor | None = None
+) -> Tensor:
+    if q.shape[-1] % _llvm_lanes(pages.format) != 0:
+        return reference_attend_compressed_paged(q, pages, blocks, mask, sinks)
+    return _llvm_compressed(q.dtype, q.shape[-1], pages.format)(q, pages, blocks, mask, sinks)
 
 
-def _llvm_compress(dtype: torch.dtype) -> Compress:
-    def compress(pages: CompressedPages, tiles: Tiles) -> None:
-        head_dim = pages.exact_keys.shape[-1]
-        if head_dim % _llvm_lanes(pages.format) != 0:
-            reference_compress(pages, tiles)
-        else:
-            _llvm_tiles(dtype, head_dim, pages.format)(pages, tiles)
-
-    return compress
+def _llvm_compress(pages: CompressedPages, tiles: Tiles) -> None:
+    stored = pages.exact_keys
+    if stored.shape[-1] % _llvm_lanes(pages.format) != 0:
+        reference_compress(pages, tiles)
+    else:
+        _llvm_tiles(stored.dtype, stored.shape[-1], pages.format)(pages, tiles)
