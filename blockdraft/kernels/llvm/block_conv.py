@@ -7,7 +7,7 @@ from torch import Tensor
 
 from blockdraft.kernels.llvm.compiler import inlined, kernel, taken
 from blockdraft.kernels.llvm.jit import Jit, real_type
-from blockdraft.kernels.llvm.language import Int, Reals, Type, load, smallest, store
+from blockdraft.kernels.llvm.language import Int, Reals, Type, load, pieces, smallest, store
 from blockdraft.kernels.llvm.pointwise import SERIAL_ELEMENTS
 
 _WIDE = 16  # channels at a time
@@ -44,12 +44,9 @@ def convolve_block(
         group, count = size // groups, smallest(taps, token % num_columns + 1)
         row, own = token * size, deltas + token * stride
         for i in range(groups):
-            end = (i + 1) * group
-            whole = end - group % _WIDE
-            for at in range(i * group, whole, _WIDE):
-                mix(x + row + at, base + at, own + i, onto, y, row + at, count, size, groups, _WIDE)
-            for at in range(whole, end):
-                mix(x + row + at, base + at, own + i, onto, y, row + at, count, size, groups, 1)
+            for begin, end, lanes in pieces(group, _WIDE):
+                for at in range(i * group + begin, i * group + end, lanes):
+                    mix(x + row + at, base + at, own + i, onto, y, row + at, count, size, groups, lanes)
 
 
 @inlined

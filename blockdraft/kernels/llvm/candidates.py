@@ -66,39 +66,32 @@ def takes(scores: Tensor, pairs: PairScores) -> bool:
 
 def walk(logits: Tensor, pairs: PairScores, starts: Tensor, anchor: Tensor, batch: SamplingBatch) -> Tensor:
     """Walk; each replay of a captured step reads anew what the rows need."""
-    drafts = torch.empty(logits.shape[:2], dtype=torch.int64)
+    num_rows, num_columns, vocab_size = logits.shape
+    drafts = torch.empty((num_rows, num_columns), dtype=torch.int64)
 
     def run() -> None:
-        if takes(logits, pairs):
-            _walk(adjusted(logits, starts, anchor, batch), pairs, starts, anchor, batch, drafts)
-        else:
+        if not takes(logits, pairs):
             drafts.copy_(reference_walk(logits, pairs, starts, anchor, batch))
+            return
+        assert batch.real.is_contiguous()
+        assert batch.whole.is_contiguous()
+        scores, begins = adjusted(logits, starts, anchor, batch), starts.contiguous()
+        num_parts = max(1, vocab_size // _PART)
+        shape = (num_rows * num_columns * num_parts, pairs.top_k)
+        best, ids = torch.empty(shape, dtype=torch.float32), torch.empty(shape, dtype=torch.int64)
+        _SCAN(
+            num_rows * num_columns, num_columns, num_parts, vocab_size, pairs.top_k, scores, begins,
+            batch.rows, batch.real, batch.whole, best, ids,
+        )  # fmt: skip
+        _FOLLOW(
+            num_rows, num_columns, num_parts, pairs.top_k, pairs.predecessors.shape[1],
+            int(pairs.skips_first), best, ids, begins, anchor.contiguous(), batch.rows, batch.real,
+            batch.whole, pairs.predecessors, pairs.successors, pairs.mixture, pairs.successor_rows, drafts,
+            is_small=num_rows == 1,
+        )  # fmt: skip
 
     repeat(run)
     return drafts
-
-
-def _walk(
-    scores: Tensor, pairs: PairScores, starts: Tensor, anchor: Tensor, batch: SamplingBatch, drafts: Tensor
-) -> None:
-    """`candidates.reference_walk` into drafts [R, C], from adjusted scores [R, C, V]."""
-    num_rows, num_columns, vocab_size = scores.shape
-    starts = starts.contiguous()
-    num_parts = max(1, vocab_size // _PART)
-    shape = (num_rows * num_columns * num_parts, pairs.top_k)
-    best, ids = torch.empty(shape, dtype=torch.float32), torch.empty(shape, dtype=torch.int64)
-    assert batch.real.is_contiguous()
-    assert batch.whole.is_contiguous()
-    _SCAN(
-        num_rows * num_columns, num_columns, num_parts, vocab_size, pairs.top_k, scores, starts,
-        batch.rows, batch.real, batch.whole, best, ids,
-    )  # fmt: skip
-    _FOLLOW(
-        num_rows, num_columns, num_parts, pairs.top_k, pairs.predecessors.shape[1],
-        int(pairs.skips_first), best, ids, starts, anchor.contiguous(), batch.rows, batch.real,
-        batch.whole, pairs.predecessors, pairs.successors, pairs.mixture, pairs.successor_rows, drafts,
-        is_small=num_rows == 1,
-    )  # fmt: skip
 
 
 @kernel

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from blockdraft.kernels.llvm.compiler import inlined, kernel, taken
 from blockdraft.kernels.llvm.jit import Jit
-from blockdraft.kernels.llvm.language import Bytes, Int, Longs, load, store
+from blockdraft.kernels.llvm.language import Bytes, Int, Longs, load, pieces, store
 
 _SERIAL_BYTES = 1 << 16
 _WIDE = 16  # bytes, or other numbers, at a time
@@ -125,11 +125,9 @@ def gather_rows(count: Int, num_rows: Int, size: Int, index: Longs, table: Bytes
 @inlined
 def copy(source: Any, into: Any, size: Int) -> None:
     """Copy `size` numbers of one type."""
-    whole = size - size % _WIDE
-    for i in range(0, whole, _WIDE):
-        store(into + i, load(source + i, _WIDE))
-    for i in range(whole, size):
-        into[i] = source[i]
+    for begin, end, lanes in pieces(size, _WIDE):
+        for i in range(begin, end, lanes):
+            store(into + i, load(source + i, lanes))
 
 
 _COPY, _GATHER = Jit(copy_rows), Jit(gather_rows)

@@ -32,6 +32,7 @@ from blockdraft.kernels.llvm.language import (
     Type,
     fma,
     load,
+    pieces,
     sigmoid,
     smallest,
     store,
@@ -184,15 +185,9 @@ def do_tokens(
 
 @inlined
 def do_columns(
-    at: HeadPlace,
-    sizes: Sizes,
-    column: Int,
-    count: Int,
-    own: Reals,
-    vector: Type,
-    vectors: int,
+    at: HeadPlace, sizes: Sizes, column: Int, count: Int, own: Reals, vector: Type, vectors: int,
     is_fold: bool,
-) -> None:
+) -> None:  # fmt: skip
     """Process all tokens for some vectors of columns.
 
     The first token reads the state, the others read `own`, which the token before wrote. Only the last token
@@ -253,11 +248,9 @@ def convolve(
             if at < 0:
                 found = tail + (row * tail_row + (token + i) * tail_token)
             inputs.append(found)
-        y_item, whole = y + item * size, size - size % WIDE
-        for c in range(0, whole, WIDE):
-            store(y_item + c, convolved([at + c for at in inputs], weight + c * taps, WIDE))
-        for c in range(whole, size):
-            store(y_item + c, convolved([at + c for at in inputs], weight + c * taps, 1))
+        for begin, end, lanes in pieces(size, WIDE):
+            for c in range(begin, end, lanes):
+                store(y + item * size + c, convolved([at + c for at in inputs], weight + c * taps, lanes))
 
 
 def convolved(inputs: list[Reals], weight: Reals, lanes: int) -> Real:

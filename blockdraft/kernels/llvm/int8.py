@@ -35,6 +35,7 @@ from blockdraft.kernels.llvm.language import (
     i32,
     largest,
     load,
+    pieces,
     smallest,
     store,
 )
@@ -129,13 +130,11 @@ def round_tokens(
     """
     for token in taken(num_tokens):
         row, out = buffer + token * full, values + token * full
-        whole = size - size % _VECTOR
-        for i in range(0, whole, _VECTOR):
-            store(row + i, load(x + token * stride + i, _VECTOR) * load(factors + i, _VECTOR))
-        for i in range(whole, size):
-            row[i] = x[token * stride + i] * factors[i]
+        for begin, end, lanes in pieces(size, _VECTOR):
+            for i in range(begin, end, lanes):
+                store(row + i, load(x + token * stride + i, lanes) * load(factors + i, lanes))
         hadamard(row, size, rotated)
-        peaks = x.zeros(i32.wide(_VECTOR))
+        whole, peaks = size - size % _VECTOR, x.zeros(i32.wide(_VECTOR))
         for i in range(0, whole, _VECTOR):
             peaks = largest(peaks, abs(load(row + i, _VECTOR)).bits_as(i32.wide(_VECTOR)))
         bits = peaks.halved(largest)
@@ -144,10 +143,9 @@ def round_tokens(
         peak = bits.bits_as(f32)
         scale[token] = peak / 127.0
         factor = 127.0 / peak if peak > TINY else peak
-        for i in range(0, whole, _VECTOR):
-            store(out + i, to_int8(load(row + i, _VECTOR), factor) ^ flip)
-        for i in range(whole, size):
-            out[i] = to_int8(load(row + i, 1), factor)[0] ^ flip
+        for begin, end, lanes in pieces(size, _VECTOR):
+            for i in range(begin, end, lanes):
+                store(out + i, to_int8(load(row + i, lanes), factor) ^ flip)
         for i in range(size, full):
             out[i] = flip
 

@@ -362,6 +362,12 @@ def store(at: Pointer, value: Operand) -> None:
     at.text.line(f"store {value.type} {value.name}, ptr {at.name}, align {max(1, at.element.bits // 8)}")
 
 
+def pieces(size: Int, lanes: int) -> list[tuple[Int, Int, int]]:
+    """Return (begin, end, step) of loops over `size` numbers: whole vectors, then the rest one by one."""
+    whole = size - size % lanes
+    return [(0, whole, lanes), (whole, size, 1)]
+
+
 def prefetch(at: Pointer, *, level: int) -> None:
     """Prefetch the cache line; level 3 is the L1, 2 the L2."""
     at.text.declared.add("declare void @llvm.prefetch.p0(ptr, i32, i32, i32)")

@@ -15,16 +15,7 @@ from torch import Tensor
 
 from blockdraft.kernels.llvm.compiler import inlined, kernel, taken, unrolled
 from blockdraft.kernels.llvm.jit import Jit, real_type
-from blockdraft.kernels.llvm.language import (
-    Int,
-    Reals,
-    Registers,
-    Type,
-    fma,
-    load,
-    prefetch,
-    smallest,
-)
+from blockdraft.kernels.llvm.language import Int, Reals, Registers, Type, fma, load, prefetch, smallest
 
 _VECTOR_BYTES = 16  # a register size that every CPU has; results' bits depend on it
 _LINE_BYTES = 64

@@ -15,17 +15,7 @@ from torch import Tensor
 
 from blockdraft.kernels.llvm.compiler import inlined, kernel, taken
 from blockdraft.kernels.llvm.jit import Jit, real_type
-from blockdraft.kernels.llvm.language import (
-    Int,
-    Real,
-    Reals,
-    Type,
-    fma,
-    load,
-    sigmoid,
-    sqrt,
-    store,
-)
+from blockdraft.kernels.llvm.language import Int, Real, Reals, Type, fma, load, pieces, sigmoid, sqrt, store
 from blockdraft.kernels.pointwise import Angles, Gate
 
 WIDE = 16  # elements at a time; sums' bits depend on it
@@ -87,11 +77,9 @@ def rms_norm(num_rows: Int, size: Int, x: Reals, y: Reals, weight: Reals, eps: R
 def normalise(x: Reals, y: Reals, weight: Reals, size: Int, eps: Real, real: Type) -> None:
     """One row of `rms_norm`."""
     scale = 1.0 / sqrt(_squares(x, size, real) / size.to(real) + eps)
-    whole = size - size % WIDE
-    for i in range(0, whole, WIDE):
-        store(y + i, load(x + i, WIDE) * scale * load(weight + i, WIDE))
-    for i in range(whole, size):
-        y[i] = x[i] * scale * weight[i]
+    for begin, end, lanes in pieces(size, WIDE):
+        for i in range(begin, end, lanes):
+            store(y + i, load(x + i, lanes) * scale * load(weight + i, lanes))
 
 
 @inlined
@@ -114,11 +102,9 @@ def gate_mul(num_rows: Int, size: Int, x: Reals, y: Reals, *, real: Type, gate: 
     for row in taken(num_rows):
         a, row_y = x + row * size * 2, y + row * size
         b = a + size
-        whole = size - size % WIDE
-        for i in range(0, whole, WIDE):
-            store(row_y + i, gated(load(a + i, WIDE), gate) * load(b + i, WIDE))
-        for i in range(whole, size):
-            row_y[i] = gated(load(a + i, 1), gate)[0] * b[i]
+        for begin, end, lanes in pieces(size, WIDE):
+            for i in range(begin, end, lanes):
+                store(row_y + i, gated(load(a + i, lanes), gate) * load(b + i, lanes))
 
 
 def gated(x: Real, gate: str) -> Real:
@@ -147,17 +133,12 @@ def rotate(
 @inlined
 def rotate_head(u: Reals, u_y: Reals, cos: Reals, sin: Reals, size: Int) -> None:
     v, v_y = u + size, u_y + size
-    whole = size - size % WIDE
-    for i in range(0, whole, WIDE):
-        rotate_pair(u + i, v + i, u_y + i, v_y + i, load(cos + i, WIDE), load(sin + i, WIDE), WIDE)
-    for i in range(whole, size):
-        rotate_pair(u + i, v + i, u_y + i, v_y + i, load(cos + i, 1), load(sin + i, 1), 1)
-
-
-def rotate_pair(u: Reals, v: Reals, u_y: Reals, v_y: Reals, cos: Real, sin: Real, lanes: int) -> None:
-    first, second = load(u, lanes), load(v, lanes)
-    store(u_y, first * cos - second * sin)
-    store(v_y, second * cos + first * sin)
+    for begin, end, lanes in pieces(size, WIDE):
+        for i in range(begin, end, lanes):
+            first, second = load(u + i, lanes), load(v + i, lanes)
+            c, s = load(cos + i, lanes), load(sin + i, lanes)
+            store(u_y + i, first * c - second * s)
+            store(v_y + i, second * c + first * s)
 
 
 llvm_rows = functools.cache(RowKernels)

@@ -140,12 +140,7 @@ def _triton_scaled(gate_mul: GateMul, *, is_fast: bool) -> ScaledMultiply:
     fp8_product = named("packed products", kernels.fp8_product)
 
     def scaled(
-        x: Tensor,
-        values: Tensor,
-        scale: Tensor,
-        bias: Tensor | None,
-        onto: Tensor | None,
-        gate: Gate | None,
+        x: Tensor, values: Tensor, scale: Tensor, bias: Tensor | None, onto: Tensor | None, gate: Gate | None
     ) -> Tensor | None:
         if x.dim() != 2 or not kernels.can_read(values, x.dtype):
             return None
