@@ -1,6 +1,7 @@
 """A test that asks for `implementation` runs with each of them; `indirect=True` chooses some."""
 
 import pytest
+import torch
 
 from tests.kernels.implementations import NAMES, implementation_of
 
@@ -8,3 +9,11 @@ from tests.kernels.implementations import NAMES, implementation_of
 @pytest.fixture(scope="session", params=NAMES)
 def implementation(request):
     return implementation_of(request.param)
+
+
+@pytest.fixture
+def threads():
+    """Sets how many threads there are; afterwards there are as many as before."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)

@@ -89,12 +89,6 @@ def run(script, folder):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    names = ("is_zero", "skipped", "compiled", "after", "kinds", "told", "errors")
-    return dict(zip(names, run(SCRIPT, tmp_path_factory.mktemp("triton")), strict=True))
-
-
 @pytest.mark.slow
 def test_keys_do_not_depend_on_which_kernel_runs_first(tmp_path):
     orders = ("list", "reversed")
@@ -111,25 +105,17 @@ def test_a_word_that_names_a_type_stays_a_word():
 
 
 @pytest.mark.slow
-def test_while_collecting_nothing_is_compiled_and_memory_and_indices_are_zero(found):
-    assert found["skipped"] == []
-    assert found["is_zero"]
-
-
-@pytest.mark.slow
-def test_whoever_runs_a_kernel_finds_it_compiled(found):
-    assert len(found["compiled"]) >= 2
-    assert found["after"] == found["compiled"]
-    assert found["kinds"] == ["CompiledKernel"], "what stood for the kernels is gone"
-
-
-@pytest.mark.slow
-def test_each_kernel_is_told_of_once_and_what_does_not_compile_is_named(found):
-    told = found["told"]
-    assert [done for done, _, _ in told] == list(range(1, len(told) + 1))
+def test_whoever_runs_a_kernel_finds_it_compiled(tmp_path):
+    is_zero, skipped, compiled, after, kinds, told, errors = run(SCRIPT, tmp_path)
+    assert skipped == [], "nothing is compiled while collecting"
+    assert is_zero, "memory and indices are zero while collecting"
+    assert len(compiled) >= 2
+    assert after == compiled
+    assert kinds == ["CompiledKernel"], "what stood for the kernels is gone"
+    assert [done for done, _, _ in told] == list(range(1, len(told) + 1)), "each is told of once"
     assert {total for _, total, _ in told} == {len(told)}
-    assert len(told) == len(found["compiled"]) + 1
-    (error,) = found["errors"]
+    assert len(told) == len(compiled) + 1
+    (error,) = errors
     assert error.startswith("nonsense: KeyError")
 
 

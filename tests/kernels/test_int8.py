@@ -1,7 +1,5 @@
 """Products in whole numbers: every path of this machine against int64, and its promise on bits."""
 
-import itertools
-
 import pytest
 import torch
 
@@ -51,10 +49,6 @@ def kernels(request):
     return Int8Kernels(request.param)
 
 
-def multiply(kernels, x, weight, bias=None, onto=None):
-    return kernels.linear(x, weight, bias, onto)
-
-
 def same_bits(one, other):
     """And NaN wherever the other has one."""
     is_nan = one.isnan()
@@ -76,11 +70,11 @@ def test_a_product_is_that_of_whole_numbers_times_both_scales(kernels, n, k):
     exact = sums.float() * weight.scale[:n] * scale[:, None]
     for count in COUNTS:
         some = exact[:count]
-        assert torch.equal(multiply(kernels, x[:count], weight), some)
-        assert torch.equal(multiply(kernels, x[:count], weight, bias), some + bias)
-        assert torch.equal(multiply(kernels, x[:count], weight, None, onto[:count]), onto[:count] + some)
+        assert torch.equal(kernels.linear(x[:count], weight), some)
+        assert torch.equal(kernels.linear(x[:count], weight, bias), some + bias)
+        assert torch.equal(kernels.linear(x[:count], weight, None, onto[:count]), onto[:count] + some)
         whole = onto[:count] + (some + bias)
-        assert torch.equal(multiply(kernels, x[:count], weight, bias, onto[:count]), whole)
+        assert torch.equal(kernels.linear(x[:count], weight, bias, onto[:count]), whole)
         assert torch.equal(reference_int8_linear(x[:count], weight, bias, onto[:count]), whole)
 
 
@@ -92,29 +86,15 @@ def test_the_largest_sums_are_exact(kernels):
     sums = torch.tensor([127 * 127 * k, -127 * 127 * k]).float()
     for sign in (1.0, -1.0):
         assert torch.equal(
-            multiply(kernels, torch.full((1, k), sign), weight)[0],
+            kernels.linear(torch.full((1, k), sign), weight)[0],
             sums * sign * weight.scale[:2] * torch.tensor(1.0).div(127),
         )
 
 
-@pytest.mark.parametrize(("n", "k"), [(17, 24), (97, 131), (33, 1536)])
-def test_the_bits_of_a_token_depend_neither_on_the_batch_nor_on_its_place(kernels, n, k):
-    x, weight = make(n, k, num_tokens=20)
-    alone = torch.cat([multiply(kernels, token[None], weight) for token in x])
-    for count, start in itertools.product(range(1, 18), (0, 3)):
-        rows = slice(start, start + count)
-        assert torch.equal(multiply(kernels, x[rows], weight), alone[rows])
-
-
-def test_the_bits_do_not_depend_on_the_number_of_threads(kernels):
+def test_the_bits_do_not_depend_on_the_number_of_threads(kernels, threads):
     x, weight = make(1003, 200)
-    threads = torch.get_num_threads()
-    try:
-        results = [torch.set_num_threads(n) or multiply(kernels, x, weight) for n in (1, 2, 3)]
-    finally:
-        torch.set_num_threads(threads)
-    assert torch.equal(results[0], results[1])
-    assert torch.equal(results[0], results[2])
+    first, *others = [threads(n) or kernels.linear(x, weight) for n in (1, 2, 3)]
+    assert all(torch.equal(one, first) for one in others)
 
 
 @needs_kernels
@@ -206,12 +186,12 @@ def test_what_is_no_number_never_becomes_one(kernels, name, rotated):
     generator, ones = torch.Generator().manual_seed(1), torch.ones(x.shape[1])
     weight = interleave(*pack(torch.randn(21, len(ones), generator=generator), ones), ones)
     weight = weight._replace(rotated=rotated)
-    got = multiply(kernels, x, weight)
+    got = kernels.linear(x, weight)
     if name != "huge" or rotated > 1:
         assert not got[0].isfinite().any()
     if "undefined" in name:
         assert got[0].isnan().all()
-    assert torch.equal(got[1:], multiply(kernels, x[1:], weight))
+    assert torch.equal(got[1:], kernels.linear(x[1:], weight))
     assert got[1].isfinite().all()
 
 
@@ -295,28 +275,16 @@ def test_a_weight_that_is_no_number_is_refused(value):
 # ---- which path
 
 
-@pytest.fixture
-def fresh_path():
-    product_path.cache_clear()
-    yield
-    product_path.cache_clear()
-
-
-@pytest.mark.parametrize("path", PATHS)
-def test_a_path_can_be_asked_for(path, monkeypatch, fresh_path):
-    monkeypatch.setenv("BLOCKDRAFT_PRODUCTS", path)
-    assert product_path() == path
-
-
-def test_without_a_word_the_fastest_path_is_taken(monkeypatch, fresh_path):
+def test_the_fastest_path_is_taken_or_the_one_asked_for_if_this_processor_has_it(monkeypatch):
+    choose = product_path.__wrapped__
     monkeypatch.delenv("BLOCKDRAFT_PRODUCTS", raising=False)
-    assert product_path() == PATHS[0]
+    assert choose() == PATHS[0]
     assert PATHS[-1] == "generic"
-
-
-def test_a_path_that_this_processor_has_not_is_refused(monkeypatch, fresh_path):
+    for path in PATHS:
+        monkeypatch.setenv("BLOCKDRAFT_PRODUCTS", path)
+        assert choose() == path
     missing = next(path for path in ("sdot", "vnni") if path not in PATHS)
     monkeypatch.setenv("BLOCKDRAFT_PRODUCTS", missing)
     with pytest.raises(SettingsError) as error:
-        product_path()
+        choose()
     assert all(word in str(error.value) for word in ("BLOCKDRAFT_PRODUCTS", missing, *PATHS))

@@ -58,15 +58,10 @@ def test_tile_bits_of_an_output_do_not_depend_on_the_other_outputs(tile, dtype):
         assert torch.equal(tile(x, weight[start:stop]), whole[:, start:stop])
 
 
-def test_tile_bits_do_not_depend_on_the_number_of_threads(tile, dtype):
+def test_tile_bits_do_not_depend_on_the_number_of_threads(tile, dtype, threads):
     x, weight = make(1003, 200, dtype)
-    threads = torch.get_num_threads()
-    try:
-        results = [torch.set_num_threads(n) or tile(x, weight) for n in (1, 2, 3)]
-    finally:
-        torch.set_num_threads(threads)
-    assert torch.equal(results[0], results[1])
-    assert torch.equal(results[0], results[2])
+    first, *others = [threads(n) or tile(x, weight) for n in (1, 2, 3)]
+    assert all(torch.equal(one, first) for one in others)
 
 
 def test_tile_takes_leading_dimensions_bias_and_strided_input(tile, dtype):

@@ -1,5 +1,7 @@
 """The CPU kernels of the compressed cache against their references, and their promise on bits."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -62,44 +64,56 @@ def assert_near(out, expected):
 # --------------------------------------------------------------------------------------------- attention
 
 
-SIZES = [(32, torch.float64), *((dim, torch.float32) for dim in (32, 64, 96, 128))]
+SIZES = [
+    (form, dim, dtype)
+    for form in kv_codec.FORMATS
+    for dim, dtype in [(32, torch.float64), *((dim, torch.float32) for dim in (32, 64, 96, 128))]
+]
+sizes = pytest.mark.parametrize(
+    ("form", "dim", "dtype"),
+    slow_but(
+        SIZES, ("int8", 32, torch.float32), ("fp8", 32, torch.float64), ("tq4", 32, torch.float64),
+        ("tq4v3", 64, torch.float32),
+    ),
+    ids=str,
+)  # fmt: skip
 
 
-@pytest.mark.parametrize(("dim", "dtype"), slow_but(SIZES, SIZES[0], SIZES[2]), ids=str)
-@pytest.mark.parametrize("form", kv_codec.FORMATS)
+@sizes
 def test_ragged_rows_agree_with_the_reference(form, dim, dtype):
     case = compressed(form=form, lengths=(300, 17, 640), counts=(16, 5, 100), dim=dim, dtype=dtype)
     assert_near(attend(case), reference(case))
 
 
-@pytest.mark.parametrize("form", ["int8", "fp8"])
-@pytest.mark.parametrize("dim", [20, 6])
-def test_heads_of_other_sizes_agree_too(form, dim):
-    case = compressed(form=form, lengths=(300,), dim=dim, dtype=torch.float64)
+FLOAT64 = {"rule": NEAR, "dtype": torch.float64}
+AGREEING = [
+    {"form": "fp8", "lengths": (300,), "dim": 20, "dtype": torch.float64},
+    # These heads do not fill a register: the reference attends.
+    *({"form": form, "lengths": (300,), "dim": d} for form, d in [("int8", 6), ("tq4", 8), ("tq4v3", 40)]),
+    *({"lengths": (end, end + 1), "counts": (16, 16), **FLOAT64} for end in range(190, 290, 7)),
+    *(
+        {"lengths": (272,), "counts": (8,), "heads": heads, "groups": groups, **FLOAT64}
+        for heads, groups in [(1, 1), (9, 3), (7, 1), (40, 2)]
+    ),
+]
+
+
+@pytest.mark.parametrize("kwargs", AGREEING, ids=str)
+def test_heads_of_every_size_and_borders_at_every_offset_agree(kwargs):
+    case = compressed(**kwargs)
     assert_near(attend(case), reference(case))
 
 
-@pytest.mark.parametrize("dim", [8, 24, 40])
-@pytest.mark.parametrize("form", ["tq4", "tq4v3"])
-def test_rotated_heads_that_do_not_fill_a_register_are_the_references(form, dim):
-    case = compressed(form=form, lengths=(300,), dim=dim)
-    assert_near(attend(case), reference(case))
+ROTATED = list(itertools.product(("tq4", "tq4v3"), (16, 64, 80)))
 
 
-@pytest.mark.parametrize("dim", [64, *(pytest.param(dim, marks=pytest.mark.slow) for dim in (16, 80))])
-@pytest.mark.parametrize("form", ["tq4", "tq4v3"])
+@pytest.mark.parametrize(("form", "dim"), slow_but(ROTATED, ("tq4v3", 64)))
 def test_levels_are_the_same_by_either_instruction(form, dim):
     case = compressed(form=form, lengths=(300,), dim=dim)
     kernel = CompressedAttention(torch.float32, dim, case.pages.format, permute=False)
     out = kernel(case.q, case.pages, case.blocks, case.mask)
     assert torch.equal(out, attend(case))
     assert_near(out, reference(case))
-
-
-@pytest.mark.parametrize("length", range(190, 290, 7))
-def test_the_border_may_lie_at_every_offset(length):
-    case = compressed(lengths=(length, length + 1), counts=(16, 16), rule=NEAR, dtype=torch.float64)
-    assert_near(attend(case), reference(case))
 
 
 @pytest.mark.parametrize("has_sinks", [False, True])
@@ -109,12 +123,6 @@ def test_masks_and_sinks(name, has_sinks):
     case = compressed(lengths=(334, 700, 20), counts=(16, 40, 9), rule=NEAR, mask=mask, dtype=torch.float64)
     sinks = torch.tensor([0.5, -3.0, 4.0, 0.0], dtype=torch.float64) if has_sinks else None
     assert_near(attend(case, sinks), reference(case, sinks))
-
-
-@pytest.mark.parametrize(("heads", "groups"), [(1, 1), (9, 3), (7, 1), (40, 2)])
-def test_every_ratio_of_heads(heads, groups):
-    case = compressed(lengths=(272,), counts=(8,), heads=heads, groups=groups, rule=NEAR, dtype=torch.float64)
-    assert_near(attend(case), reference(case))
 
 
 # ------------------------------------------------------------------------------------------------ bits
@@ -167,21 +175,18 @@ def moved(case, page_size):
     return new
 
 
-@pytest.mark.parametrize("form", ["int8", "tq4v3"])
-def test_bits_do_not_depend_on_pages_or_threads(form):
-    case, threads = compressed(form=form, lengths=(700, 400), counts=(300, 16)), torch.get_num_threads()
+@pytest.mark.parametrize("form", slow_but(["int8", "tq4v3"], "int8"))
+def test_bits_do_not_depend_on_pages_or_threads(form, threads):
+    case = compressed(form=form, lengths=(700, 400), counts=(300, 16))
     expected = attend(case)
-    try:
-        for page_size, count in ((16, 1), (16, 2), (24, 3), (64, 2), (5, 1)):
-            torch.set_num_threads(count)
-            other = case if page_size == 16 else moved(case, page_size)
-            blocks = Blocks(  # units follow from the number of threads
-                pages=other.blocks.table, exact_pages=other.blocks.exact_table, starts=case.blocks.starts,
-                counts=case.blocks.counts, page_size=page_size,
-            )  # fmt: skip
-            assert torch.equal(attend(other, blocks=blocks, q=case.q), expected)
-    finally:
-        torch.set_num_threads(threads)
+    for page_size, count in ((16, 1), (16, 2), (24, 3), (64, 2), (5, 1)):
+        threads(count)
+        other = case if page_size == 16 else moved(case, page_size)
+        blocks = Blocks(  # units follow from the number of threads
+            pages=other.blocks.table, exact_pages=other.blocks.exact_table, starts=case.blocks.starts,
+            counts=case.blocks.counts, page_size=page_size,
+        )  # fmt: skip
+        assert torch.equal(attend(other, blocks=blocks, q=case.q), expected)
 
 
 @pytest.mark.parametrize("name", MASKS)
@@ -222,8 +227,7 @@ def stored(case):
             for codes in (case.pages.keys, case.pages.values) for part in codes]  # fmt: skip
 
 
-@pytest.mark.parametrize(("dim", "dtype"), slow_but(SIZES, SIZES[0], SIZES[2]), ids=str)
-@pytest.mark.parametrize("form", kv_codec.FORMATS)
+@sizes
 def test_compressed_bytes_are_the_references(form, dim, dtype):
     ours, theirs = (
         spoiled(form=form, dim=dim, lengths=(300, 17, 640), counts=(16,) * 3, dtype=dtype) for _ in range(2)
@@ -241,16 +245,9 @@ def test_a_vector_has_the_same_bytes_in_any_company(form):
     rule = all_tiles.rule
     for row in (1, 0):
         for begin in range(0, int(all_tiles.ends[row]), 64):
-            tiles = Tiles(
-                all_tiles.table,
-                all_tiles.exact_table,
-                torch.tensor([row]),
-                torch.tensor([begin + rule.window - rule.block + 1]),
-                torch.tensor([64]),
-                rule,
-                1,
-                all_tiles.page_size,
-            )
+            end = begin + rule.window - rule.block + 1
+            of_one = (torch.tensor([number]) for number in (row, end, 64))
+            tiles = Tiles(all_tiles.table, all_tiles.exact_table, *of_one, rule, 1, all_tiles.page_size)
             KERNELS[torch.float32].compress(alone.pages, tiles)
     assert all(torch.equal(a, b) for a, b in zip(stored(whole), stored(alone), strict=True))
 
@@ -267,9 +264,14 @@ def test_no_more_than_the_tiles_asked_for_are_compressed():
 # ------------------------------------------------------------------------------------------------ heads
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("has_norms", [False, True])
-@pytest.mark.parametrize("dim", slow_but([8, 24, 32, 96, 128], 24, 32, 128))
+HEADS = list(itertools.product([8, 24, 32, 96, 128], [False, True], DTYPES))
+
+
+@pytest.mark.parametrize(
+    ("dim", "has_norms", "dtype"),
+    slow_but(HEADS, (24, True, DTYPES[0]), (32, False, DTYPES[1]), (96, True, DTYPES[0])),
+    ids=str,
+)
 def test_rotated_heads_have_the_references_bits(dim, has_norms, dtype):
     rng = torch.Generator().manual_seed(dim)
 

@@ -92,7 +92,9 @@ class Int8Kernels:
         self._interleave(blocks, n, k, values, packed, sums)
         return packed, sums
 
-    def linear(self, x: Tensor, weight: Int8Weight, bias: Tensor | None, onto: Tensor | None) -> Tensor:
+    def linear(
+        self, x: Tensor, weight: Int8Weight, bias: Tensor | None = None, onto: Tensor | None = None
+    ) -> Tensor:
         values, token_scale = self.round(x.reshape(-1, weight.columns), weight.rotated, weight.factors)
         (m, k), n = values.shape, weight.rows
         assert weight.packed.shape[1] * 4 == k
