@@ -54,17 +54,11 @@ def test_words_become_levels_by_tables():
         assert pairs.tolist() == [levels[code] for code in codes]
 
 
-@pytest.mark.parametrize(
-    ("rows", "width", "columns", "warps", "level"),
-    [
-        (1, 1, 8, 1, 0),
-        (1, 4, 16, 1, 0),
-        (8, 1, 8, 1, 1),
-        (1, 16, 64, 4, 1),
-        (64, 16, 64, 4, 2),
-        (2, 2048, 64, 4, 2),
-    ],
-)
+FEW = [(1, 1, 8, 1, 0), (1, 4, 16, 1, 0), (8, 1, 8, 1, 1)]
+MANY = [(1, 16, 64, 4, 1), (64, 16, 64, 4, 2), (2, 2048, 64, 4, 2)]
+
+
+@pytest.mark.parametrize(("rows", "width", "columns", "warps", "level"), [*FEW, *MANY])
 def test_the_work_is_cut_by_the_number_of_queries(rows, width, columns, warps, level):
     config = kv_mma.choose(num_rows=rows, max_count=width, **SHAPE)
     assert (config.columns, config.warps, config.level) == (columns, warps, level)

@@ -7,6 +7,7 @@ import gc
 import os
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -295,7 +296,6 @@ def test_a_leader_that_comes_too_late_for_its_last_kernel_does_not_wait_for_anot
 
 def test_several_threads_replay_at_once(threads):
     threads(2)
-    ran = []
 
     def replay(value):
         torch.set_num_threads(2)  # of this thread
@@ -305,14 +305,9 @@ def test_several_threads_replay_at_once(threads):
             given.fill_(value + step)
             tape.replay()
             assert torch.equal(out, torch.full((500,), (value + step - 2) * 0.5**20 + 2))
-        ran.append(value)
 
-    started = [threading.Thread(target=replay, args=(value,)) for value in (1.0, 2.0, 3.0)]
-    for one in started:
-        one.start()
-    for one in started:
-        one.join()
-    assert sorted(ran) == [1.0, 2.0, 3.0]
+    with ThreadPoolExecutor(3) as started:
+        assert len(list(started.map(replay, (1.0, 2.0, 3.0)))) == 3
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")

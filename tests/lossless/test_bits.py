@@ -6,7 +6,7 @@ the width, batch, pages, chunks, hits and preemptions. So do products in whole n
 log-probabilities are not captured, so of captured ones the keys and values are compared.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -34,23 +34,19 @@ PAIRS = [("DFlash2", 8), ("DSpark", 8)]  # drafters that choose among candidates
 
 def params(index, **changes):
     temperature = 0.8 * (index % 2)
-    return SamplingParams(
-        max_tokens=24, ignore_eos=True, logprobs=3, seed=index, temperature=temperature, **changes
-    )
+    changes = {"logprobs": 3, "temperature": temperature, **changes}
+    return SamplingParams(max_tokens=24, ignore_eos=True, seed=index, **changes)
 
 
-def serve(engine, indices, **changes):
+def serve(engine, indices):
     """Per request: every emitted token with its log-probabilities, as exact numbers."""
-    return serve_with_metrics(engine, indices, **changes)[0]
+    return serve_with_metrics(engine, indices)[0]
 
 
-def serve_with_metrics(engine, indices, **changes):
-    ids = [engine.add(PROMPTS[index], params(index, **changes)) for index in indices]
+def serve_with_metrics(engine, indices):
+    ids = [engine.add(PROMPTS[index], params(index)) for index in indices]
     deltas = tiny.drain(engine)
-    answers = [
-        [one for delta in deltas if delta.request_id == request_id for one in delta.logprobs]
-        for request_id in ids
-    ]
+    answers = [[x for one in deltas if one.request_id == name for x in one.logprobs] for name in ids]
     return answers, [delta.metrics for delta in deltas if delta.metrics is not None]
 
 
@@ -125,7 +121,7 @@ def test_a_row_is_drafted_for_alike_alone_and_beside_others(plain, drafter, widt
     assert min(alone) < 24, "nothing was accepted"
     for is_captured in (False, True):
         engine = plain.engine(drafter, width=width, is_captured=is_captured)
-        ids = [engine.add(prompt, replace(params(i), logprobs=None)) for i, prompt in enumerate(PROMPTS)]
+        ids = [engine.add(prompt, params(i, logprobs=None)) for i, prompt in enumerate(PROMPTS)]
         deltas = tiny.drain(engine)
         found = {delta.request_id: delta.metrics.steps for delta in deltas if delta.metrics is not None}
         assert [found[one] for one in ids] == alone
@@ -164,7 +160,7 @@ def test_log_probabilities_do_not_depend_on_how_many_others_ask_for(monkeypatch,
 
     def served(indices):
         engine = tiny.engine("trained", dtype="float32", width=8, max_prefill_tokens=7)
-        ids = [engine.add(PROMPTS[i], replace(params(i), **wishes[i])) for i in indices]
+        ids = [engine.add(PROMPTS[i], params(i, **wishes[i])) for i in indices]
         deltas = tiny.drain(engine)
         of_prompts = {one.request_id: one.prompt_logprobs for one in deltas if one.prompt_logprobs}
         of_answers = [[x for one in deltas if one.request_id == name for x in one.logprobs] for name in ids]
@@ -213,7 +209,7 @@ def test_bits_do_not_depend_on_whether_a_step_is_captured(plain, plan):
 
 def assert_captured_bits(plain, plan):
     engine = plain.engine(is_captured=True, **plan)
-    ids = [engine.add(PROMPTS[index], replace(params(index), logprobs=None)) for index in range(len(PROMPTS))]
+    ids = [engine.add(PROMPTS[index], params(index, logprobs=None)) for index in range(len(PROMPTS))]
     deltas, cached = watch(engine)
     for request_id, answer in zip(ids, plain.answers, strict=True):
         tokens = [token for delta in deltas if delta.request_id == request_id for token in delta.token_ids]
