@@ -102,7 +102,7 @@ def product_paths() -> list[str]:
 
 
 def has_permute() -> bool:
-    """Whether there is an instruction that looks up 16 numbers in a table of 16."""
+    """Return whether an instruction looks up 16 numbers in a table of 16."""
     return "avx512f" in _features()
 
 

@@ -10,7 +10,7 @@ import torch
 
 from blockdraft.kernels.cpu import why_no_llvm
 from blockdraft.kernels.llvm.compiler import assembly, inlined, kernel, taken, unrolled
-from blockdraft.kernels.llvm.jit import Jit, real_type
+from blockdraft.kernels.llvm.jit import REALS, Jit
 from blockdraft.kernels.llvm.language import (
     Floats,
     Int,
@@ -241,7 +241,7 @@ def sums(out: Reals, x: Reals, size: Int, scale: Real, *, real: Type) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_registers_vectors_and_room_of_a_thread(dtype):
     x, out = torch.arange(1, 17, dtype=dtype), torch.zeros(8, dtype=dtype)
-    Jit(sums, real=real_type(dtype))(out, x, 16, 0.5, is_small=True)
+    Jit(sums, real=REALS[dtype])(out, x, 16, 0.5, is_small=True)
     assert out.tolist() == [136, 68, 16, 0, 13, 13, 16, 2]
 
 
@@ -261,7 +261,7 @@ def functions(size: Int, x: Reals, y: Reals, *, real: Type, name: str) -> None:
 
 def computed(name, x):
     y = torch.empty_like(x)
-    Jit(functions, real=real_type(x.dtype), name=name)(x.numel(), x, y, is_small=True)
+    Jit(functions, real=REALS[x.dtype], name=name)(x.numel(), x, y, is_small=True)
     return y
 
 

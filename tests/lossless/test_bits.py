@@ -101,13 +101,13 @@ def keys_and_values(engine, row):
     return torch.stack([torch.stack((layer.keys[:, slots], layer.values[:, slots])) for layer in layers])
 
 
-@pytest.mark.parametrize("width", [2, 5, 8])
+@pytest.mark.parametrize("width", [3, 8])
 def test_bits_do_not_depend_on_the_width(plain, width):
     for index, answer in enumerate(plain.answers):
         assert serve(plain.engine(width=width), [index]) == [answer]
 
 
-@pytest.mark.parametrize(("drafter", "width"), [("random", 2), ("random", 5), *PAIRS])
+@pytest.mark.parametrize(("drafter", "width"), [("random", 5), *PAIRS])
 def test_bits_do_not_depend_on_the_drafter(plain, drafter, width):
     assert serve(plain.engine(drafter, width=width), range(len(PROMPTS))) == plain.answers
 
@@ -134,6 +134,7 @@ PLANS = [
 ]
 
 
+@of_floats
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_bits_do_not_depend_on_the_batch_chunks_and_pages(plain, plan):
     assert serve(plain.engine(**plan), range(len(PROMPTS))) == plain.answers
@@ -202,7 +203,12 @@ CAPTURED = [
 ]
 
 
-@pytest.mark.parametrize("plan", CAPTURED, ids=str)
+@pytest.mark.parametrize(
+    ("plain", "plan"),
+    [*(("none", plan) for plan in CAPTURED), *(("int8", plan) for plan in CAPTURED[1:3])],
+    indirect=["plain"],
+    ids=str,
+)
 def test_bits_do_not_depend_on_whether_a_step_is_captured(plain, plan):
     assert_captured_bits(plain, plan)
 

@@ -41,7 +41,7 @@ from blockdraft.kernels.llvm.attention_tile import (
     weigh_alone,
 )
 from blockdraft.kernels.llvm.compiler import inlined, kernel, taken, unrolled
-from blockdraft.kernels.llvm.jit import Jit, real_type
+from blockdraft.kernels.llvm.jit import REALS, Jit
 from blockdraft.kernels.llvm.language import (
     Int,
     Longs,
@@ -112,15 +112,12 @@ class PagedAttention:
     def __init__(self, dtype: torch.dtype, head_dim: int) -> None:
         assert head_dim % 4 == 0
         self._dim = head_dim
-        self._jit = Jit(paged_attention, real=real_type(dtype), dim=head_dim)
+        self._jit = Jit(paged_attention, real=REALS[dtype], dim=head_dim)
 
     def __call__(
         self, q: Tensor, keys: Tensor, values: Tensor, blocks: Blocks, mask: Mask, sinks: Tensor | None = None
     ) -> Tensor:
-        """Attend with q [N, H, D] over keys and values [G, S, D]; return [N, H, D].
-
-        Nothing but the table depends on the rows' lengths. `sinks` [H] are scores without a value.
-        """
+        """Attend with q [N, H, D] over keys and values [G, S, D]; `sinks` [H] are scores without a value."""
         num_groups, num_slots, dim = keys.shape
         assert dim == self._dim
         assert keys.is_contiguous()
@@ -238,10 +235,7 @@ def attend(
     state: State, first: Int, size: Int, chunk: Int, key_at: Longs, following: Longs,
     q: Reals, out: Reals, keys: Reals, values: Reals, scale: Real, leads: Int, dim: int,
 ) -> None:  # fmt: skip
-    """Process one chunk for the tile of `size` vectors from `first` on.
-
-    Groups of keys that all vectors see are weighted together, the keys before and behind per vector.
-    """
+    """Process a chunk for a tile: groups of keys that all its vectors see together, others one by one."""
     for tile in unrolled(1, MAX_TILE + 1):
         if size == tile:
             score(state, first, chunk, key_at, following, q, keys, values, scale, leads, tile=tile, dim=dim)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.kernels.llvm.compiler import inlined, kernel, taken
-from blockdraft.kernels.llvm.jit import Jit, real_type
+from blockdraft.kernels.llvm.jit import REALS, Jit
 from blockdraft.kernels.llvm.language import Int, Reals, Type, load, pieces, smallest, store
 from blockdraft.kernels.llvm.pointwise import SERIAL_ELEMENTS
 
@@ -17,7 +17,7 @@ class BlockConvKernel:
     """The kernel for one dtype; it does the reference's operations in order, so the bits are equal."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        self._jit = Jit(convolve_block, real=real_type(dtype))
+        self._jit = Jit(convolve_block, real=REALS[dtype])
 
     def __call__(
         self, x: Tensor, base: Tensor, deltas: Tensor, num_columns: int, onto: Tensor | None = None

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from blockdraft.kernels.gated_delta import EPS, Tape
 from blockdraft.kernels.llvm.compiler import inlined, kernel, taken, unrolled
-from blockdraft.kernels.llvm.jit import Jit, real_type
+from blockdraft.kernels.llvm.jit import REALS, Jit
 from blockdraft.kernels.llvm.language import (
     Int,
     Longs,
@@ -49,10 +49,10 @@ class GatedDeltaKernels:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
-        self._piece = columns_of_piece(real_type(dtype))
+        self._piece = columns_of_piece(REALS[dtype])
         self._rms_norm = llvm_rows(dtype).rms_norm
-        self._scan = Jit(do_tokens, real=real_type(dtype), is_fold=False)
-        self._fold = Jit(do_tokens, real=real_type(dtype), is_fold=True)
+        self._scan = Jit(do_tokens, real=REALS[dtype], is_fold=False)
+        self._fold = Jit(do_tokens, real=REALS[dtype], is_fold=True)
         self._convolve: dict[int, Jit] = {}  # by the number of taps
 
     def scan(
@@ -103,7 +103,7 @@ class GatedDeltaKernels:
         assert tail.shape == (num_rows, taps - 1, num_channels)
         assert weight.shape[0] == num_channels
         if taps not in self._convolve:
-            self._convolve[taps] = Jit(convolve, real=real_type(self._dtype), taps=taps)
+            self._convolve[taps] = Jit(convolve, real=REALS[self._dtype], taps=taps)
         x, tail = (part if part.stride(-1) == 1 else part.contiguous() for part in (x, tail))
         weight = weight.contiguous()
         y = x.new_empty(x.shape)
@@ -235,10 +235,7 @@ def convolve(
     num_items: Int, num_tokens: Int, size: Int, x_row: Int, x_token: Int, tail_row: Int, tail_token: Int,
     x: Reals, tail: Reals, weight: Reals, y: Reals, *, real: Type, taps: int,
 ) -> None:  # fmt: skip
-    """Compute y[c] = silu(sum of weight[c, i] * input[i, c]) by fused multiply-adds, i in order.
-
-    The input of a tap is in x, or before x in the tail.
-    """
+    """Compute y[c] = silu(sum of weight[c, i] * input[i, c]), fused, i in order; the tail is before x."""
     for item in taken(num_items):
         row, token = item // num_tokens, item % num_tokens
         inputs = []

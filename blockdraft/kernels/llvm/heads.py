@@ -14,7 +14,7 @@ from torch import Tensor
 
 from blockdraft.kernels.llvm.compiler import inlined, kernel, taken
 from blockdraft.kernels.llvm.copies import copy
-from blockdraft.kernels.llvm.jit import Jit, real_type
+from blockdraft.kernels.llvm.jit import REALS, Jit
 from blockdraft.kernels.llvm.kv_codec import LANES, hadamard_head, sign_head
 from blockdraft.kernels.llvm.language import Int, Longs, Real, Reals, Type, load, store
 from blockdraft.kernels.llvm.pointwise import SERIAL_ELEMENTS, normalise, rotate_head
@@ -39,7 +39,7 @@ class HeadKernels:
     """The kernel of kernels/heads.py for one dtype."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        real = real_type(dtype)
+        real = REALS[dtype]
         self._write = functools.cache(functools.partial(Jit, norm_rope_write, real=real))
 
     def norm_rope_write(

@@ -62,10 +62,7 @@ class Int8Kernels:
     def round(
         self, x: Tensor, rotated: int, factors: Tensor, *, is_weight: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Round float32 [M, K] times `factors` [K] to int8 [M, padded K] with a scale per row.
-
-        Each `rotated` values are rotated together before.
-        """
+        """Multiply [M, K] by `factors`, rotate, and round to int8 [M, padded K] with a scale per row."""
         m, k = x.shape
         assert x.dtype == torch.float32
         assert k % rotated == 0

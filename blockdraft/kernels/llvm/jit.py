@@ -21,7 +21,7 @@ from torch import Tensor
 
 from blockdraft.kernels.cpu import extra_features
 from blockdraft.kernels.llvm.compiler import Written, assembly, field_types
-from blockdraft.kernels.llvm.language import Type, f32, f64
+from blockdraft.kernels.llvm.language import f32, f64
 from blockdraft.kernels.llvm.pool import Pool, allow, follow, lead, pause_hint, table
 from blockdraft.settings.cache_files import keep
 from blockdraft.settings.settings import cache_dir
@@ -30,10 +30,6 @@ if TYPE_CHECKING:
     from blockdraft.kernels.llvm.tape import StepTape
 
 REALS = {torch.float32: f32, torch.float64: f64}
-
-
-def real_type(dtype: torch.dtype) -> Type:
-    return REALS[dtype]
 
 
 class NotRecordable(RuntimeError):
@@ -80,10 +76,7 @@ class Jit:
         return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._address)
 
     def __call__(self, *fields: float | Tensor | None, is_small: bool = False) -> None:
-        """Run the kernel; an `is_small` job runs on this thread alone.
-
-        The memory of the fields must stay valid meanwhile, or as long as the tape that records the call.
-        """
+        """Run the kernel, on this thread alone if `is_small`; a tape keeps the memory of its fields."""
         job = self._job(fields)
         num_threads = 1 if is_small else torch.get_num_threads()
         if num_threads == 1:
@@ -174,10 +167,7 @@ def _sources() -> str:
 
 
 class _Compiled:
-    """A kernel's machine code on disk, after its digest.
-
-    The file's name is a hash of the sources, LLVM's version and the processor.
-    """
+    """A kernel's code on disk, after its digest; the name is a hash of sources, LLVM and processor."""
 
     def __init__(self, *facts: str) -> None:
         name = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:32]

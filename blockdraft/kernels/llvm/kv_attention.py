@@ -28,7 +28,7 @@ from blockdraft.kernels.llvm.attention import (
 )
 from blockdraft.kernels.llvm.attention_tile import CHUNK, GROUP, MAX_TILE, MAX_VECTORS, State, room
 from blockdraft.kernels.llvm.compiler import inlined, kernel, taken
-from blockdraft.kernels.llvm.jit import Jit, real_type
+from blockdraft.kernels.llvm.jit import REALS, Jit
 from blockdraft.kernels.llvm.kv_codec import decode, hadamard_head, num_bytes, sign_head
 from blockdraft.kernels.llvm.language import (
     Bytes,
@@ -64,7 +64,7 @@ class CompressedAttention:
         self._signs = signs(head_dim, torch.device("cpu")).to(dtype) if form.is_rotated else None
         self._jit = Jit(
             compressed_attention,
-            real=real_type(dtype),
+            real=REALS[dtype],
             dim=head_dim,
             form=form,
             permute=has_permute() if permute is None else permute,

@@ -19,7 +19,7 @@ from blockdraft.kernels.kv_codec import LEVELS, Codec, EightBits, KvFormat, Rota
 from blockdraft.kernels.kv_formats import TILE, blocks
 from blockdraft.kernels.llvm.compiler import inlined, kernel, taken, unrolled
 from blockdraft.kernels.llvm.int8 import hadamard
-from blockdraft.kernels.llvm.jit import Jit, real_type
+from blockdraft.kernels.llvm.jit import REALS, Jit
 from blockdraft.kernels.llvm.language import (
     Bytes,
     Halves,
@@ -56,7 +56,7 @@ class CompressTiles:
     def __init__(self, dtype: torch.dtype, head_dim: int, form: KvFormat) -> None:
         assert head_dim % 4 == 0
         self._form = form
-        self._jit = Jit(compress_tiles, real=real_type(dtype), dim=head_dim, form=form, permute=has_permute())
+        self._jit = Jit(compress_tiles, real=REALS[dtype], dim=head_dim, form=form, permute=has_permute())
 
     def __call__(self, pages: CompressedPages, tiles: Tiles) -> None:
         stores = (pages.exact_keys, pages.exact_values, *pages.keys, *pages.values)
@@ -219,7 +219,7 @@ def _float8(x: Value) -> Value:
 
 
 def num_bytes(codec: Codec, dim: int) -> int:
-    """The size of a vector's codes."""
+    """Return the size of a vector's codes."""
     return dim if isinstance(codec, EightBits) else dim * _rotated(codec).bits // 8
 
 

@@ -184,10 +184,7 @@ class Value:
         return Value(self.text, f"<{lanes}>", type.wide(len(numbers)))
 
     def scratch(self, type: Type, count: int | Value) -> Pointer:
-        """Allocate `count` numbers on the thread's stack until the kernel ends.
-
-        With a run-time count, every call allocates, so it must not be in a loop.
-        """
+        """Allocate numbers on the stack until the kernel ends; with a run-time count, not in a loop."""
         name = self.text.name("%m")
         if isinstance(count, Value):
             self.text.line(f"{name} = alloca {type}, i64 {count.name}, align 64")

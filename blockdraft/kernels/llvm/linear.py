@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.kernels.llvm.compiler import inlined, kernel, taken, unrolled
-from blockdraft.kernels.llvm.jit import Jit, real_type
+from blockdraft.kernels.llvm.jit import REALS, Jit
 from blockdraft.kernels.llvm.language import Int, Reals, Registers, Type, fma, load, prefetch, smallest
 
 _VECTOR_BYTES = 16  # a register size that every CPU has; results' bits depend on it
@@ -35,11 +35,9 @@ class TileLinear:
 
     @functools.cached_property
     def _jits(self) -> dict[int, Jit]:
-        """The kernels by their tokens, all compiled on first use, before requests need them."""
-        jits = {
-            count: Jit(linear, real=real_type(self._dtype), tokens=count)
-            for count in range(1, _MAX_TOKENS + 1)
-        }
+        """Return the kernels by their tokens, all compiled on first use, before requests need them."""
+        real = REALS[self._dtype]
+        jits = {count: Jit(linear, real=real, tokens=count) for count in range(1, _MAX_TOKENS + 1)}
         for jit in jits.values():
             jit.compile()
         return jits
@@ -130,7 +128,7 @@ def tile(w: Reals, x: Reals, y: Reals, n: Int, k: Int, real: Type, rows: int, to
 
 
 def cache_line(real: Type) -> int:
-    """The number of elements in a cache line."""
+    """Return the number of elements in a cache line."""
     return _LINE_BYTES * 8 // real.bits
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.kernels.llvm.compiler import inlined, kernel, taken
-from blockdraft.kernels.llvm.jit import Jit, real_type
+from blockdraft.kernels.llvm.jit import REALS, Jit
 from blockdraft.kernels.llvm.language import Int, Real, Reals, Type, fma, load, pieces, sigmoid, sqrt, store
 from blockdraft.kernels.pointwise import Angles, Gate
 
@@ -26,7 +26,7 @@ class RowKernels:
     """The kernels for one dtype."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        real = real_type(dtype)
+        real = REALS[dtype]
         self._norm = Jit(rms_norm, real=real)
         self._gate = {gate: Jit(gate_mul, real=real, gate=gate) for gate in get_args(Gate)}
         self._rotate = Jit(rotate, real=real)
@@ -120,10 +120,7 @@ def rotate(
     num_rows: Int, heads: Int, dim: Int, size: Int, stride: Int, x: Reals, y: Reals, cos: Reals, sin: Reals,
     *, real: Type,
 ) -> None:  # fmt: skip
-    """Turn halves (u, v) of the first 2 * size values of every head into (u cos - v sin, v cos + u sin).
-
-    The values past them are not written.
-    """
+    """Turn halves (u, v) of each head's first 2 * size values into (u cos - v sin, v cos + u sin)."""
     for row in taken(num_rows):
         for head in range(heads):
             u, u_y = x + row * stride + head * dim, y + (row * heads + head) * dim

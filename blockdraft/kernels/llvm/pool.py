@@ -91,7 +91,7 @@ class Pool:
 
     @property
     def naps(self) -> tuple[int, int]:
-        """The numbers of sleeps of leaders and of helpers since the start."""
+        """Return how often leaders and helpers have slept since the start."""
         return self._state[NAPS], self._state[NAPS + 1]
 
     def _reset(self) -> None:
@@ -226,7 +226,7 @@ def allow(num_helpers: Int, state: Longs) -> None:
 
 @inlined
 def take_part(state: Longs, ticket: Any, seen: Any, number: Any, hint: str) -> Any:
-    """Help with the open kernel, or wait for another; returns the last ticket that was worked on.
+    """Help with the open kernel, or wait for another; return the last ticket that was worked on.
 
     The caller reads `ticket` once: a leader that compared one ticket but waited for the successor of another
     would sleep after its last kernel, and no other thread opens the next one.

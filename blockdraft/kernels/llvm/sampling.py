@@ -408,7 +408,7 @@ def gumbel_of(words: Value) -> Value:
 
 
 def counters(first: Int, count: int) -> Int:
-    """The 32-bit words first, first + 1, …"""
+    """Return the 32-bit words first, first + 1, …"""
     return first.constants(i32, range(count)) + first.to(i32)
 
 

@@ -123,10 +123,7 @@ def _watched(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class StepTape(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records what runs inside it (`with tape:`); `replay` runs it again.
-
-    `goes_on`: it is always replayed after the tape before it, whose tensors it may read.
-    """
+    """Records what runs inside it; if it `goes_on`, it may read tensors of the tape replayed before it."""
 
     def __init__(self, arena: Arena, *, goes_on: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -136,7 +133,6 @@ class StepTape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._parts: list[Callable[[], None]] = []
         self._constants: dict[int, Callable[[], None]] = {}  # by storage
         self._held: list[object] = []  # keeps jobs and memory outside the arena alive
-        self.num_kernels = 0
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -163,13 +159,12 @@ class StepTape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             part()
 
     def __len__(self) -> int:
-        """The number of parts that Python runs at a replay."""
+        """Return the number of parts that Python runs at a replay."""
         return len(self._parts)
 
     def add(self, call: Call, used: Iterable[Tensor]) -> None:
         self._held += [one for one in used if one not in self._arena]
         self._calls.append(call)
-        self.num_kernels += 1
 
     def add_python(self, run: Callable[[], None]) -> None:
         self._end_calls()

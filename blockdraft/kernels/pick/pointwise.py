@@ -56,10 +56,7 @@ def pick_rotate(at: Available) -> Rotate:
 
 
 def pick_norm_rope_write(at: Available, rms_norm: RmsNorm, rotate: Rotate) -> NormRopeWrite:
-    """Normalise and rotate q [N, H, D], if given, and k, write k and v [N, G, D] to their slots; returns q.
-
-    One kernel does all of it, or `rms_norm`, `rotate` and `write` one after the other.
-    """
+    """Normalise and rotate q [N, H, D], if given, and k, write k and v [N, G, D] to their slots; return q."""
     if at.has_triton("heads"):
         from blockdraft.kernels.triton.pointwise import norm_rope_write as kernel
 

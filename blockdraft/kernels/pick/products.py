@@ -91,10 +91,7 @@ def _silent() -> Iterator[None]:
 
 
 def pick_gated_linear(at: Available, linear: Multiply, gate_mul: GateMul) -> GatedMultiply:
-    """Return gate(a) * b [..., I] for the halves a and b of the product [..., 2 I].
-
-    One kernel does both steps, or `linear` and `gate_mul` one after the other.
-    """
+    """Return gate(a) * b [..., I] for the halves a and b of the product [..., 2 I], in one step or two."""
 
     def in_two_steps(x: Tensor, weight: Tensor, bias: Tensor | None, gate: Gate) -> Tensor:
         return gate_mul(linear(x, weight, bias, None), gate)

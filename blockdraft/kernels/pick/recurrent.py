@@ -38,10 +38,7 @@ def pick_convolve(at: Available) -> Convolve:
 
 
 def pick_gated_norm(at: Available, rms_norm: RmsNorm) -> GatedNorm:
-    """Return rms_norm(read) * silu(z): read [N, H, V], z [N, H * V]; the result has read's shape and dtype.
-
-    silu(z) and the product are computed in float32 or wider.
-    """
+    """Return rms_norm(read [N, H, V]) * silu(z [N, H * V]) in read's dtype, computed in float32 or wider."""
     if at.has_triton("gated norms"):
         from blockdraft.kernels.triton import gated_delta as kernels
 
