@@ -16,6 +16,8 @@ from blockdraft.kernels.int8 import (
     unpack,
 )
 from blockdraft.kernels.kernels import REFERENCE
+from blockdraft.kernels.llvm.compiler import assembly
+from blockdraft.kernels.llvm.int8 import Int8Kernels, product
 from blockdraft.kernels.pick.products import interleave, pack, pick_int8
 from blockdraft.models.packed_int8 import Int8Matrix
 
@@ -44,8 +46,6 @@ def factors_of(columns, generator):
 def kernels(request):
     if WHY_NOT is not None:
         pytest.skip(WHY_NOT)
-    from blockdraft.kernels.llvm.int8 import Int8Kernels
-
     return Int8Kernels(request.param)
 
 
@@ -111,6 +111,20 @@ def test_a_picked_product_takes_leading_dimensions_and_strided_tensors():
     assert linear(x[:0], weight, bias, None).shape == (0, 17)
     rows = torch.tensor([[16, 3], [0, 7], [3, 3]])
     assert torch.equal(look_up(rows[:, 1], weight), reference_look_up(rows[:, 1], weight))
+
+
+@needs_kernels
+def test_the_products_of_other_processors_compile():
+    llvm = pytest.importorskip("llvmlite.binding")
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    for path, (processor, features) in {
+        "sdot": ("aarch64", "+dotprod"), "generic": ("aarch64", ""), "avx2": ("x86_64", "+avx2"),
+        "vnni": ("x86_64", "+avx512f,+avx512vnni"),
+    }.items():  # fmt: skip
+        target = llvm.Target.from_triple(f"{processor}-unknown-linux-gnu")
+        module = llvm.parse_assembly(assembly(product, path=path))
+        assert target.create_target_machine(features=features, opt=3).emit_object(module)
 
 
 # ---- rounding

@@ -229,8 +229,6 @@ def sums(out: Reals, x: Reals, size: Int, scale: Real, *, real: Type) -> None:
     out[0] = (parts[0, 0] + parts[1, 0]).halved()
     out[1] = (parts[0, 1] + parts[1, 1]).halved()
     out[2] = parts[0, 0].halved(largest)
-    parts.fill()
-    out[3] = parts[1, 1].halved()
     room = x.scratch(real, size)
     for i in range(size):
         room[i] = x[size - 1 - i]

@@ -5,6 +5,7 @@ import torch
 
 from blockdraft.kernels import cpu
 from blockdraft.kernels.linear import reference_linear
+from blockdraft.kernels.llvm.linear import TileLinear
 
 CPU = torch.device("cpu")
 # [N, K]: below a cache line, no multiple of anything, whole lines, and big enough for two threads.
@@ -26,8 +27,6 @@ def dtype(request):
 @pytest.fixture(scope="module")
 def tile(dtype):
     pytest.importorskip("llvmlite")
-    from blockdraft.kernels.llvm.linear import TileLinear
-
     return TileLinear(dtype)
 
 

@@ -308,7 +308,6 @@ def test_a_recorded_step_follows_lengths_that_have_moved():
     with torch.inference_mode(), tape:
         kernels.compress(case.pages, tiles)
         out = attend(case)
-    assert len(tape) == 1
     for back in (0, 1, 30):
         blocks.starts.copy_(torch.tensor([484 - back, 414 - back]))
         tiles.ends.copy_(ends)

@@ -230,20 +230,12 @@ def add_weighed(sums: Registers, weights: list[Pointer], values: list[Pointer], 
         sums[cell] = total
 
 
-class Columns(NamedTuple):
-    """Vectors [first, last) of an output, processed `size` at a time."""
-
-    first: int
-    last: int
-    size: int
-
-
-def columns(vectors: int, tile: int) -> list[Columns]:
-    """Divide an output's vectors into pieces that fit the registers."""
+def columns(vectors: int, tile: int) -> list[tuple[int, int, int]]:
+    """Divide an output's vectors into pieces [first, last) of which `size` at a time fit the registers."""
     found, first, size = [], 0, _COLUMNS[tile]
     while first < vectors:
         last = vectors - (vectors - first) % size
         if last > first:
-            found.append(Columns(first, last, size))
+            found.append((first, last, size))
         first, size = last, size // 2
     return found

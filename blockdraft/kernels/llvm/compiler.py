@@ -252,7 +252,14 @@ class _Body:
             raise TypeError("a range counts up")
         self._begin_loop(statement)
         if name == "taken":
-            self._take(statement, end)
+
+            def take() -> Value:
+                item = self._text.value("atomicrmw add ptr %job, i64 1 monotonic", i64)
+                self._set(statement.target.id, item)  # type: ignore[attr-defined]
+                is_left: Value = item < end
+                return is_left
+
+            self._loop(take, lambda: self.run(statement.body))
             return
         counter = Variable(self._text, i64, None)
         counter.set(self._whole(first))
@@ -267,18 +274,6 @@ class _Body:
             counter.set(counter.get() + step)
 
         self._loop(begin, body)
-
-    def _take(self, statement: ast.For, count: Any) -> None:
-        assert isinstance(statement.target, ast.Name)
-        name = statement.target.id
-
-        def begin() -> Value:
-            item = self._text.value("atomicrmw add ptr %job, i64 1 monotonic", i64)
-            self._set(name, item)
-            is_left: Value = item < count
-            return is_left
-
-        self._loop(begin, lambda: self.run(statement.body))
 
     def _while(self, statement: ast.While) -> None:
         self._begin_loop(statement)

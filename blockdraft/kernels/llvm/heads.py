@@ -7,21 +7,18 @@ with compression, `kv_codec.rotate` is last.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from blockdraft.kernels.heads import HeadNorms, Slots
 from blockdraft.kernels.llvm.compiler import inlined, kernel, taken
 from blockdraft.kernels.llvm.copies import copy
 from blockdraft.kernels.llvm.jit import REALS, Jit
 from blockdraft.kernels.llvm.kv_codec import LANES, hadamard_head, sign_head
 from blockdraft.kernels.llvm.language import Int, Longs, Real, Reals, Type, load, store
 from blockdraft.kernels.llvm.pointwise import SERIAL_ELEMENTS, normalise, rotate_head
-
-if TYPE_CHECKING:
-    from blockdraft.kernels.heads import HeadNorms, Slots
-    from blockdraft.kernels.pointwise import Angles
+from blockdraft.kernels.pointwise import Angles
 
 
 def locate(

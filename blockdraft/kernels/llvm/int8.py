@@ -53,8 +53,7 @@ class Int8Kernels:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self._round = Jit(round_tokens, flip=-128 if path == "vnni" else 0)
-        self._round_plain = Jit(round_tokens, flip=0)
+        self._round = Jit(round_tokens)
         self._product = Jit(product, path=path)
         self._interleave = Jit(interleave)
         self._look_up = Jit(look_up)
@@ -72,9 +71,9 @@ class Int8Kernels:
         values = torch.empty(m, full, dtype=torch.int8)
         scale = torch.empty(m, dtype=torch.float32)
         buffer = torch.empty(m, full, dtype=torch.float32)
-        run = self._round_plain if is_weight else self._round
-        run(
-            m, k, full, x.stride(0), rotated, x, factors, buffer, values, scale,
+        flip = -128 if self.path == "vnni" and not is_weight else 0
+        self._round(
+            m, k, full, x.stride(0), rotated, flip, x, factors, buffer, values, scale,
             is_small=x.numel() < _SERIAL_VALUES,
         )  # fmt: skip
         return values, scale
@@ -119,8 +118,8 @@ class Int8Kernels:
 
 @kernel
 def round_tokens(
-    num_tokens: Int, size: Int, full: Int, stride: Int, rotated: Int, x: Floats, factors: Floats,
-    buffer: Floats, values: Bytes, scale: Floats, *, flip: int,
+    num_tokens: Int, size: Int, full: Int, stride: Int, rotated: Int, flip: Int, x: Floats, factors: Floats,
+    buffer: Floats, values: Bytes, scale: Floats,
 ) -> None:  # fmt: skip
     """Rotate each token and round it to integers from -127 to 127 times a scale; pad with zeros to `full`.
 
@@ -144,9 +143,9 @@ def round_tokens(
         factor = 127.0 / peak if peak > TINY else peak
         for begin, end, lanes in pieces(size, _VECTOR):
             for i in range(begin, end, lanes):
-                store(out + i, to_int8(load(row + i, lanes), factor) ^ flip)
+                store(out + i, to_int8(load(row + i, lanes), factor) ^ flip.to(i8))
         for i in range(size, full):
-            out[i] = flip
+            out[i] = flip.to(i8)
 
 
 def to_int8(x: Value, factor: Value) -> Value:

@@ -12,7 +12,7 @@ import importlib
 import itertools
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,7 +77,8 @@ class Jit:
 
     def __call__(self, *fields: float | Tensor | None, is_small: bool = False) -> None:
         """Run the kernel, on this thread alone if `is_small`; a tape keeps the memory of its fields."""
-        job = self._job(fields)
+        values = [one.data_ptr() if isinstance(one, Tensor) else one or 0 for one in fields]
+        job = ctypes.create_string_buffer(self._fields.pack(0, *values))
         num_threads = 1 if is_small else torch.get_num_threads()
         if num_threads == 1:
             self._run_alone(ctypes.addressof(job))
@@ -85,10 +86,6 @@ class Jit:
             run_together(table([(self._address, job)]), num_threads)
         if recorder.tape is not None:
             recorder.tape.add((self._address, job), (one for one in fields if isinstance(one, Tensor)))
-
-    def _job(self, fields: Sequence[float | Tensor | None]) -> ctypes.Array[ctypes.c_char]:
-        values = [one.data_ptr() if isinstance(one, Tensor) else one or 0 for one in fields]
-        return ctypes.create_string_buffer(self._fields.pack(0, *values))
 
 
 def run_together(calls: ctypes.Array[ctypes.c_int64], num_threads: int) -> None:
@@ -148,15 +145,13 @@ def _compiler() -> _Compiler:
     return _Compiler()
 
 
-@functools.cache
-def pool() -> Pool:
-    return new_pool()
-
-
 def new_pool() -> Pool:
     known = {"hint": pause_hint()}
     address = _compiler().address
     return Pool(address(lead, known), address(follow, known), address(allow, {}))
+
+
+pool = functools.cache(new_pool)
 
 
 @functools.cache

@@ -9,12 +9,13 @@ the others. Only slots that a query reads are accessed.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
+from torch import Tensor
 
+from blockdraft.kernels.attention import Blocks, Mask
 from blockdraft.kernels.cpu import has_permute
 from blockdraft.kernels.kv_codec import KvFormat, signs
+from blockdraft.kernels.kv_compressed import CompressedPages
 from blockdraft.kernels.kv_formats import TILE
 from blockdraft.kernels.llvm.attention import (
     attend,
@@ -43,12 +44,6 @@ from blockdraft.kernels.llvm.language import (
     select,
     smallest,
 )
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from blockdraft.kernels.attention import Blocks, Mask
-    from blockdraft.kernels.kv_compressed import CompressedPages
 
 assert CHUNK == TILE
 

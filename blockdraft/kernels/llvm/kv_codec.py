@@ -10,12 +10,12 @@ import itertools
 import math
 import platform
 import struct
-from typing import TYPE_CHECKING
 
 import torch
 
 from blockdraft.kernels.cpu import has_permute
 from blockdraft.kernels.kv_codec import LEVELS, Codec, EightBits, KvFormat, RotatedLevels
+from blockdraft.kernels.kv_compressed import CompressedPages, Tiles
 from blockdraft.kernels.kv_formats import TILE, blocks
 from blockdraft.kernels.llvm.compiler import inlined, kernel, taken, unrolled
 from blockdraft.kernels.llvm.int8 import hadamard
@@ -41,9 +41,6 @@ from blockdraft.kernels.llvm.language import (
     sqrt,
     store,
 )
-
-if TYPE_CHECKING:
-    from blockdraft.kernels.kv_compressed import CompressedPages, Tiles
 
 LANES = 16
 _LARGEST_SCALE = torch.finfo(torch.float16).max
@@ -302,7 +299,7 @@ def levels_of(codes: Value, bits: int, has_permute: bool) -> Value:
     call = codes.text.call
     if has_permute:
         levels = codes.constants(f32, table)
-        wide = codes if codes.type.single == i32 else codes.widened(i32)
+        wide = codes if codes.type.wide(0) == i32 else codes.widened(i32)
         return call("llvm.x86.avx512.permvar.sf.512", levels.type, levels, wide)
     indices = codes & 15
     pair = []

@@ -52,10 +52,6 @@ class Type:
     def wide(self, lanes: int) -> Type:
         return Type(self.name, lanes)
 
-    @property
-    def single(self) -> Type:
-        return Type(self.name)
-
     def literal(self, number: float) -> str:
         """Return a constant in LLVM's syntax: floats are hexadecimals of an equal double."""
         if self.is_float:
@@ -201,7 +197,7 @@ class Value:
         return x[0]
 
     def __getitem__(self, lane: int) -> Value:
-        return self.text.value(f"extractelement {self.type} {self.name}, i32 {lane}", self.type.single)
+        return self.text.value(f"extractelement {self.type} {self.name}, i32 {lane}", self.type.wide(0))
 
     def lanes(self, indices: Iterable[int], other: Value | None = None) -> Value:
         """Select lanes by index from this vector, or from this and another behind it."""
@@ -307,12 +303,8 @@ class Registers:
         indices = itertools.product(*map(range, shape))
         self._variables = {index: Variable(first.text, first.type, None) for index in indices}
         self._first = first
-        self.fill()
-
-    def fill(self) -> None:
-        """Set all to the initial value."""
         for variable in self._variables.values():
-            variable.set(self._first)
+            variable.set(first)
 
     def __getitem__(self, index: int | tuple[int, ...]) -> Value:
         return self._at(index).get()
@@ -355,7 +347,7 @@ def load(at: Pointer, lanes: int = 0) -> Value:
 def store(at: Pointer, value: Operand) -> None:
     if not isinstance(value, Value):
         value = at.constant(value, at.element)
-    assert value.type.single == at.element, f"{value.type} goes to {at.element}"
+    assert value.type.wide(0) == at.element, f"{value.type} goes to {at.element}"
     at.text.line(f"store {value.type} {value.name}, ptr {at.name}, align {max(1, at.element.bits // 8)}")
 
 

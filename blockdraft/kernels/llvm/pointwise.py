@@ -75,25 +75,18 @@ def rms_norm(num_rows: Int, size: Int, x: Reals, y: Reals, weight: Reals, eps: R
 
 @inlined
 def normalise(x: Reals, y: Reals, weight: Reals, size: Int, eps: Real, real: Type) -> None:
-    """One row of `rms_norm`."""
-    scale = 1.0 / sqrt(_squares(x, size, real) / size.to(real) + eps)
-    for begin, end, lanes in pieces(size, WIDE):
-        for i in range(begin, end, lanes):
-            store(y + i, load(x + i, lanes) * scale * load(weight + i, lanes))
-
-
-@inlined
-def _squares(x: Reals, size: Int, real: Type) -> Real:
-    """Sum the squares: in lanes, which are then joined, then one by one."""
-    whole = size - size % WIDE
-    lanes = x.zeros(real.wide(WIDE))
+    """Compute one row of `rms_norm`: squares are summed in lanes, which are joined, then one by one."""
+    whole, lanes = size - size % WIDE, x.zeros(real.wide(WIDE))
     for i in range(0, whole, WIDE):
         values = load(x + i, WIDE)
         lanes = fma(values, values, lanes)
     total = lanes.halved()
     for i in range(whole, size):
         total = fma(x[i], x[i], total)
-    return total
+    scale = 1.0 / sqrt(total / size.to(real) + eps)
+    for begin, end, step in pieces(size, WIDE):
+        for i in range(begin, end, step):
+            store(y + i, load(x + i, step) * scale * load(weight + i, step))
 
 
 @kernel

@@ -8,8 +8,8 @@ sleeps, which frees its core.
 
 A part's bits do not depend on the thread that computes it.
 
-The whole state is one number, `WORD`: the number of threads inside the open kernel (the low 16 bits), whether
-a kernel is open (the bit above), and the number of kernels before it.
+The whole state is one number, the first of `state`: how many threads are inside the open kernel (the low 16
+bits), whether a kernel is open (the bit above), and how many kernels came before it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,6 @@ POLLS = 32  # between two readings of the clock
 _HINTS = {"x86_64": "llvm.x86.sse2.pause", "aarch64": "llvm.aarch64.hint 1"}
 
 # Indices of shared values of 8 bytes; values that change often have their own cache lines.
-WORD = 0
 IS_ANYONE_ASLEEP, IS_LED, NUM_HELPERS = 16, 32, 33
 CALLS, COUNT, FIRST = 48, 49, 50  # the leader's kernels, and the number of the first
 NAPS = 64  # how often leaders have slept; in the next value, how often helpers have
@@ -73,9 +72,6 @@ class Pool:
         address = -(-ctypes.addressof(self._memory) // _ALIGN) * _ALIGN
         self._state = (ctypes.c_int64 * SIZE).from_address(address)
         self._mutex, self._condition = (ctypes.create_string_buffer(_OPAQUE) for _ in range(2))
-        self._resizing = threading.Lock()
-        self._helpers: list[threading.Thread] = []
-        self._num_threads = 1
         self._reset()
         os.register_at_fork(after_in_child=self._reset)
 
@@ -96,7 +92,8 @@ class Pool:
 
     def _reset(self) -> None:
         """Start without helpers, also in a forked process."""
-        self._helpers, self._num_threads = [], 1
+        self._helpers: list[threading.Thread] = []
+        self._num_threads = 1
         self._resizing = threading.Lock()
         self._libc.pthread_mutex_init(self._mutex, None)
         self._libc.pthread_cond_init(self._condition, None)

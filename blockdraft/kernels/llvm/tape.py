@@ -199,7 +199,7 @@ class StepTape(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return func.decompose(*args, **kwargs)
             finally:
                 _pop_mode()
-        if _reads_values(func) and not _takes_rows(func, args):
+        if _READING_TAGS & set(func.tags) and not _takes_rows(func, args):
             raise NotRecordable(f"{func} reads values on the host")
         if func._schema.is_mutable:
             self._refill((args, kwargs))
@@ -212,7 +212,7 @@ class StepTape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._constants[result.untyped_storage()._cdata] = again
         elif func._schema.is_mutable:
             self._note(functools.partial(func, *args, **kwargs))
-        elif not _is_view(func) and not _shares_memory(result, (args, kwargs)):
+        elif not _shares_memory(result, (args, kwargs)):
             self._note(functools.partial(_again, func, args, kwargs, result))
         return result
 
@@ -233,17 +233,6 @@ def _is_composite(func: Any) -> bool:
     """Return whether the operation is composed of others only."""
     has_kernel = functools.partial(torch._C._dispatch_has_kernel_for_dispatch_key, func.name())
     return has_kernel("CompositeImplicitAutograd") and not has_kernel("CPU")
-
-
-@functools.cache
-def _reads_values(func: Any) -> bool:
-    return bool(_READING_TAGS & set(func.tags))
-
-
-@functools.cache
-def _is_view(func: Any) -> bool:
-    """Return whether the schema, which is incomplete, says that the result shares an argument's memory."""
-    return any(one.alias_info is not None for one in func._schema.returns)
 
 
 def _contiguous(

@@ -39,12 +39,8 @@ def pick_locate(at: Available) -> Locate | None:
 
 def pick_attend(at: Available) -> Attend:
     """Attend with q [N, H, D] over keys and values [G, S, D], including the blocks' own; sinks [H]."""
-    if at.has_triton("attention"):
-        return _triton_attend()
-    return _llvm_attend if at.has_llvm() else reference_attend_paged
-
-
-def _triton_attend() -> Attend:
+    if not at.has_triton("attention"):
+        return _llvm_attend if at.has_llvm() else reference_attend_paged
     from blockdraft.kernels.triton.attention import attend as kernel
 
     run = named("attention", kernel)

@@ -43,15 +43,11 @@ _llvm_int8 = functools.cache(Int8Kernels)
 
 
 def pick_linear(at: Available) -> Multiply:
-    if at.has_triton("products"):
-        return _triton_linear(is_fast=at.is_fast)
-    return _llvm_linear(at.dtype) if at.has_llvm() else reference_linear
-
-
-def _triton_linear(*, is_fast: bool) -> Multiply:
+    if not at.has_triton("products"):
+        return _llvm_linear(at.dtype) if at.has_llvm() else reference_linear
     from blockdraft.kernels.triton import linear as kernels
 
-    multiply = named("products", kernels.linear)
+    multiply, is_fast = named("products", kernels.linear), at.is_fast
     if not is_fast:
         _cut_no_sums()
 
@@ -125,15 +121,11 @@ def pick_scaled_linear(at: Available, gate_mul: GateMul) -> ScaledMultiply:
     """
     if at.path == "reference" and at.is_fast and "packed products" not in at.off:
         return reference_scaled_linear
-    if at.has_triton("packed products"):
-        return _triton_scaled(gate_mul, is_fast=at.is_fast)
-    return lambda *_: None
-
-
-def _triton_scaled(gate_mul: GateMul, *, is_fast: bool) -> ScaledMultiply:
+    if not at.has_triton("packed products"):
+        return lambda *_: None
     from blockdraft.kernels.triton import linear as kernels
 
-    multiply = named("packed products", kernels.linear)
+    multiply, is_fast = named("packed products", kernels.linear), at.is_fast
     fp8_product = named("packed products", kernels.fp8_product)
 
     def scaled(
