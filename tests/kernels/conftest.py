@@ -13,7 +13,7 @@ def implementation(request):
 
 @pytest.fixture
 def threads():
-    """Sets how many threads there are; afterwards there are as many as before."""
+    """Return a function that sets the number of threads; restore it afterwards."""
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)

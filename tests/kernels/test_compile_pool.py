@@ -78,7 +78,7 @@ print(json.dumps([function.cache_key for function in functions]))
 
 
 def run(script, folder):
-    """What a process that compiles, and does not interpret, prints last."""
+    """Run a script that compiles instead of interpreting; return its last line as JSON."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(folder)
     environment["PYTHONPATH"] = str(Path(__file__).parents[2])
@@ -146,7 +146,7 @@ def test_what_a_compiler_prints_is_no_answer(monkeypatch):
 
 @pytest.mark.slow
 def test_workers_end_with_the_start_that_has_begun_them():
-    """However it ends: they have nothing more to read."""
+    """Their input ends with it, however it ends."""
     command = [sys.executable, "-m", "blockdraft.kernels.triton.compile_workers", "3"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         process.stdin.write(

@@ -35,7 +35,7 @@ class Inputs:
 
 
 def is_same(mine, theirs):
-    """Bit for bit, NaN included."""
+    """Compare all bits, also those of NaN."""
     return all(
         torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(mine, theirs, strict=True)
     )

@@ -38,7 +38,7 @@ def make(n, k, num_tokens=33):
 
 
 def factors_of(columns, generator):
-    """Powers of two, as a loader makes them."""
+    """Return powers of two, as a loader does."""
     return torch.randint(-3, 4, (columns,), generator=generator).float().exp2()
 
 
@@ -50,7 +50,7 @@ def kernels(request):
 
 
 def same_bits(one, other):
-    """And NaN wherever the other has one."""
+    """Compare bits; NaN equals NaN."""
     is_nan = one.isnan()
     return torch.equal(is_nan, other.isnan()) and torch.equal(
         one.masked_fill(is_nan, 0).view(torch.int32), other.masked_fill(is_nan, 0).view(torch.int32)
@@ -62,7 +62,7 @@ def same_bits(one, other):
 
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 def test_a_product_is_that_of_whole_numbers_times_both_scales(kernels, n, k):
-    """In int64, then in float32 in the order of the contract."""
+    """Compare with int64 products, multiplied in float32 in the order of the contract."""
     x, weight = make(n, k)
     bias, onto = torch.linspace(-1, 1, n), torch.linspace(2, 3, len(x) * n).view(len(x), n)
     values, scale = round_tokens(x, weight.rotated, weight.factors)
@@ -79,7 +79,7 @@ def test_a_product_is_that_of_whole_numbers_times_both_scales(kernels, n, k):
 
 
 def test_the_largest_sums_are_exact(kernels):
-    """Where every product is 127 * 127, of either sign, and more of them than float32 can count."""
+    """Every product is 127 * 127, of either sign; float32 could not count so many."""
     k = 4099  # odd: nothing is turned
     ones = torch.ones(k)
     weight = interleave(*pack(torch.stack((ones, -ones)), ones), ones)
@@ -148,7 +148,7 @@ ODD = {
 
 
 def odd(name, rotated):
-    """The values of ODD, as often as there is room for, beside a usual token."""
+    """Return a token that repeats values of ODD, and a usual token."""
     size = max(rotated, 19) + -max(rotated, 19) % rotated
     usual = torch.linspace(-1, 2, size)
     return torch.stack((torch.tensor(ODD[name]).repeat(-(-size // 19))[:size], usual))
@@ -180,7 +180,7 @@ def assert_rounded_alike(kernels, x, rotated, factors):
 
 @pytest.mark.parametrize("rotated", [1, 2, 16, 512])
 def test_rounded_tokens_are_near_and_zeros_stay(rotated):
-    """Within half a 127th of the largest, whatever the magnitude."""
+    """The error is at most half a 127th of the largest value, for every magnitude."""
     for name in ("zeros", "one value", "halves", "tiny", "denormal", "tiny beside large"):
         x = odd(name, rotated)
         values, scale = round_tokens(x, rotated, torch.ones(x.shape[1]))
@@ -195,7 +195,7 @@ def test_rounded_tokens_are_near_and_zeros_stay(rotated):
 @pytest.mark.parametrize("rotated", [1, 8, 64])
 @pytest.mark.parametrize("name", [name for name in ODD if "inf" in name or "undef" in name or name == "huge"])
 def test_what_is_no_number_never_becomes_one(kernels, name, rotated):
-    """And the token beside it is what it would be alone."""
+    """The token beside it has the same bits as alone."""
     x = odd(name, rotated)
     generator, ones = torch.Generator().manual_seed(1), torch.ones(x.shape[1])
     weight = interleave(*pack(torch.randn(21, len(ones), generator=generator), ones), ones)
@@ -249,7 +249,7 @@ def test_a_matrix_is_near_what_it_was_made_of(n, k):
 
 
 def test_factors_bring_columns_nearer_to_each_other():
-    """Of a token whose columns differ by much; a factor of a power of two rounds nothing by itself."""
+    """The columns differ by much; multiplying by a power of two rounds nothing by itself."""
     generator = torch.Generator().manual_seed(0)
     factors = torch.randint(-8, 9, (99,), generator=generator).float().exp2()
     x, weight = (

@@ -21,7 +21,7 @@ SHAPE = {"num_groups": 8, "shared": 4}
 
 
 def run_ptx(code, inputs):
-    """The registers after a few whole-number instructions of PTX; `inputs` by name."""
+    """Run integer instructions of PTX; return all registers by name."""
     found = dict(inputs)
     value = lambda name: found[name] if name in found else int(name, 0)  # noqa: E731
     for name, rest in re.findall(r"(mov|prmt|lop3|shr|shl|sub)\.\w+ ([^;]+);", code):
@@ -107,7 +107,7 @@ def compile_for_a_card(dim, columns, warps, level):
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", ["128 8 1 0", "64 16 1 1", "128 64 4 1", "64 64 4 2"])
 def test_it_compiles_for_a_card_that_is_not_there(shape):
-    """What a lane loads is what it gives to the tensor cores, or it does not compile."""
+    """If a lane loads other values than it gives to the tensor cores, it does not compile."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.kernels.test_kv_mma", *shape.split()]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

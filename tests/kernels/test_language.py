@@ -41,12 +41,12 @@ DTYPES = [torch.float32, torch.float64]
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path_factory, monkeypatch):
-    """One folder for all tests: a kernel that two of them use is compiled once."""
+    """Share a folder among all tests, so that each kernel is compiled once."""
     monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path_factory.getbasetemp()))
 
 
 def longs(kernel, *given, size=8, **known):
-    """What `kernel` writes into its first field, `size` whole numbers."""
+    """Return the `size` integers that `kernel` writes into its first field."""
     out = torch.zeros(size, dtype=torch.int64)
     Jit(kernel, **known)(out, *given, is_small=True)
     return out.tolist()
@@ -264,7 +264,7 @@ def computed(name, x):
 
 
 def ulps(ours, exact):
-    """How far `ours` is from the exact values, in units of its last place."""
+    """Return the largest error of `ours` in units of its last place."""
     kind = {torch.float32: torch.int32, torch.float64: torch.int64}[ours.dtype]
     return (ours.view(kind).long() - exact.to(ours.dtype).view(kind).long()).abs().max().item()
 

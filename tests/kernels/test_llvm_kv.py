@@ -42,7 +42,7 @@ def attend(case, sinks=None, blocks=None, q=None):
 
 
 def reference(case, sinks=None):
-    """In float64, which leaves the kernel's own roundings."""
+    """Attend in float64; the difference is the kernel's own rounding."""
     pages = case.pages._replace(
         exact_keys=case.pages.exact_keys.double(), exact_values=case.pages.exact_values.double()
     )
@@ -50,7 +50,7 @@ def reference(case, sinks=None):
 
 
 def compressed(**kwargs):
-    """A case all of whose tiles that anybody reads compressed are."""
+    """Make a case and compress all its tiles that are read compressed."""
     case = compressed_case.make(**kwargs)
     REFERENCE.compress(case.pages, case.tiles)
     return case
@@ -129,7 +129,7 @@ def test_masks_and_sinks(name, has_sinks):
 
 
 def part(case, row, start, count):
-    """The outputs of one row's queries [start, start + count), alone."""
+    """Attend for one row's queries [start, start + count) alone."""
     first = sum(case.blocks.counts[:row])
     begin = first + start - int(case.blocks.starts[row])
     blocks = Blocks(
@@ -160,7 +160,7 @@ def test_bits_do_not_depend_on_width_chunks_or_the_other_rows(name, dtype):
 
 
 def moved(case, page_size):
-    """The same rows and queries in pages of another size."""
+    """Copy the rows to pages of another size."""
     counts = case.blocks.counts
     lengths = tuple(len(k) for k, _ in case.exact)
     new = compressed_case.make(
@@ -213,7 +213,7 @@ def test_slots_that_no_query_reads_may_hold_anything(name):
 
 
 def spoiled(**kwargs):
-    """A case with vectors of all kinds: tiny, huge, zero, not finite."""
+    """Make a case with tiny, huge, zero and non-finite vectors."""
     case = compressed_case.make(**kwargs)
     for x in (case.pages.exact_keys[0], case.pages.exact_values[0]):
         for place, factor in enumerate((1e-6, 1e6, 1e-30, 1e30, 0.0, -0.0)):

@@ -88,7 +88,7 @@ def test_rotation_has_the_reference_s_bits_and_leaves_the_rest_of_each_head(dtyp
 
 
 def test_rotation_turns_each_pair_by_its_angle(dtype):
-    """As complex numbers: value i of the first half is the real part, value i of the second the imaginary."""
+    """Compare with complex numbers: the first half has the real parts, the second the imaginary ones."""
     kernels = kernels_for(dtype, CPU)
     x, (cos, sin) = torch.randn(5, 3, 10, dtype=dtype), angles(5, 6, dtype)
     for op in (kernels.rotate, rows.reference_rotate):

@@ -105,7 +105,7 @@ programs = st.lists(
 
 
 def run(program, given):
-    """Its tensors are made from `given`, which it may change; returns all that live at its end."""
+    """Run the operations on `given`, which may change; return all tensors that are left."""
     tensors = [given]
     for name, one, two in program:
         x, y = tensors[one % len(tensors)], tensors[two % len(tensors)]
@@ -131,7 +131,7 @@ def draw(seed):
 
 
 def assert_replayed(program, tape, out, given, seed):
-    """The same as running it, for another input: its result, and what it makes of the input."""
+    """Replay with another input; check the result and the changed input."""
     given.copy_(draw(seed))
     expected_given = given.clone()
     expected = run(program, expected_given)
@@ -143,7 +143,7 @@ def assert_replayed(program, tape, out, given, seed):
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(program=programs, other=programs)
 def test_a_replay_is_what_running_it_again_would_be(program, other):
-    """Of two tapes in one memory, by turns, whatever the host's numbers."""
+    """Replay two tapes in one memory by turns, while the host's numbers change."""
     arena, given, second = Arena(), draw(0), draw(1)
     HOST["adds"] = 1.0
     expected = run(program, given.clone())
@@ -175,7 +175,7 @@ def test_a_tape_that_goes_on_reads_what_the_one_before_has_left(program, other):
 
 
 def chained(x, count):
-    """As many kernels, each of which reads what the one before it has written."""
+    """Run `count` kernels, each on the result of the one before."""
     for _ in range(count):
         x = halved(x)
     return x
@@ -191,7 +191,7 @@ def record_chain(given, count):
 
 @pytest.mark.parametrize(("recorded", "size"), [(1, 7000), (2, 7000), *((3, size) for size in (0, 1, 2, 5))])
 def test_a_replay_by_any_number_of_threads_has_the_same_bits(recorded, size, threads):
-    """Also by other numbers than it was recorded with, and by more than there is work for."""
+    """Also other numbers than it was recorded with, and more threads than work."""
     threads(recorded)
     given = torch.randn(size)
     tape, out = record_chain(given, 20)
@@ -210,7 +210,7 @@ NAP_S = 0.02
 
 @kernel
 def nap_and_add(count: Int, sleep: Longs, x: Floats, y: Floats) -> None:
-    """Whoever takes the first part sleeps over it, as if the system had taken the core away."""
+    """Sleep over the first part, as if the system had taken the core away."""
     for i in taken(count):
         if i == 0:
             invoke(sleep, count * 0 + int(1e6 * NAP_S))
@@ -254,7 +254,7 @@ take_part = pool_module.take_part
 
 @inlined
 def take_part_late(state, ticket, seen, number, hint):
-    """As if the system took the leader's core away, until the helper has done the kernel."""
+    """Delay the leader until the helper has done the kernel, as if it had lost its core."""
     while (number == 0) & (load_shared(state) >> TICKET == ticket):
         pause(ticket, hint)
     return take_part(state, ticket, seen, number, hint)
@@ -359,7 +359,7 @@ def test_python_may_ask_for_numbers():
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 5), st.integers(0, 70), st.integers(1, 30))))
 def test_tensors_that_live_never_share_memory(steps):
-    """Some live on by a view alone."""
+    """Some tensors live on only as a view."""
     arena, living = Arena(), []
     for number, (is_new, which, rows, columns) in enumerate(steps):
         if is_new or not living:
@@ -428,13 +428,13 @@ DTYPES = [torch.float32, torch.float64, torch.int64, torch.bool, torch.bfloat16,
 
 
 def own(shape, dtype):
-    """Nothing that was not written may look right."""
+    """Return memory full of a wrong value."""
     return torch.full(tuple(shape), 77).to(dtype)
 
 
 @st.composite
 def strided(draw):
-    """Slices of permuted dimensions, some of them expanded."""
+    """Draw a tensor with sliced, permuted and expanded dimensions."""
     shape = draw(st.lists(st.integers(1, 6), min_size=0, max_size=3))
     dtype = draw(st.sampled_from(DTYPES))
     x = torch.randint(0, 2 if dtype == torch.bool else 100, shape).to(dtype)
@@ -450,7 +450,7 @@ def strided(draw):
 
 @st.composite
 def copies(draw):
-    """An operation that moves memory, its arguments, and whether a kernel has to do it."""
+    """Draw an operation that moves memory, its arguments, and whether a kernel has to do it."""
     x, kind = draw(strided()), draw(st.sampled_from(["clone", "copy", "join", "gather"]))
     is_flat = x.dim() <= 2
     if kind == "clone":

@@ -39,7 +39,7 @@ def params(index, **changes):
 
 
 def serve(engine, indices):
-    """Per request: every emitted token with its log-probabilities, as exact numbers."""
+    """Return for each request every token with its log-probabilities."""
     return serve_with_metrics(engine, indices)[0]
 
 
@@ -59,7 +59,7 @@ class Plain:
     cached: dict
 
     def engine(self, drafter="trained", **plan):
-        """Another engine for the same requests."""
+        """Return another engine for the same requests."""
         return tiny.engine(drafter, dtype="float32", weights=self.weights, **plan)
 
 
@@ -80,7 +80,7 @@ def plain(request):
 
 
 def watch(engine):
-    """What an engine says until it is done; by seed the longest keys and values that it came to have."""
+    """Run an engine to its end; return its deltas, and by seed the longest keys and values that it had."""
     deltas, cached = [], {}
     while engine.has_work:
         deltas += engine.step()
@@ -93,7 +93,7 @@ def watch(engine):
 
 
 def keys_and_values(engine, row):
-    """[layers of the target, 2, heads, positions, size]"""
+    """Return [layers of the target, 2, heads, positions, size]."""
     place = torch.arange(int(engine.rows.length[row]))
     page_size = engine.plan.page_size
     slots = engine.rows.page_table[row, place // page_size] * page_size + place % page_size
@@ -115,7 +115,7 @@ def test_bits_do_not_depend_on_the_drafter(plain, drafter, width):
 @of_floats
 @pytest.mark.parametrize(("drafter", "width"), PAIRS)
 def test_a_row_is_drafted_for_alike_alone_and_beside_others(plain, drafter, width):
-    """Captured or not: as many steps for the same tokens."""
+    """The number of steps is the same, captured or not."""
     engine = plain.engine(drafter, width=width)
     alone = [serve_with_metrics(engine, [index])[1][0].steps for index in range(len(PROMPTS))]
     assert min(alone) < 24, "nothing was accepted"
@@ -151,7 +151,7 @@ def test_bits_do_not_depend_on_a_prefix_hit(plain):
 
 @pytest.mark.parametrize("places", [2, None])
 def test_log_probabilities_do_not_depend_on_how_many_others_ask_for(monkeypatch, places):
-    """Logits of few digits, as in bfloat16, so that many tokens are equally likely. None: all digits."""
+    """Round logits to `places` bits, if given, so that many tokens are equally likely."""
     logits = Decoder.logits
     if places is not None:
         coarse = 2.0**places

@@ -179,7 +179,7 @@ class _Body:
 
     def _return(self, statement: ast.Return) -> None:
         if self._outside is not None:
-            raise TypeError("a run-time loop or branch has no return")
+            raise TypeError("a run-time loop or branch has no return: return behind it")
         self._has_returned = True
         self._result = None if statement.value is None else self._eval(statement.value)
 
@@ -223,9 +223,9 @@ class _Body:
         if isinstance(outer, Variable):
             kind = (value.type, getattr(value, "element", None)) if isinstance(value, Value) else None
             if kind != (outer.type, outer.element):
-                raise TypeError(f"'{name}' is {outer.type} and becomes another type in a loop or branch")
+                raise TypeError(f"'{name}' is {outer.type} and becomes another type here: use another name")
         elif (value is not outer and isinstance(value, Value | list | tuple)) or value != outer:
-            raise TypeError(f"'{name}' is the constant {outer!r} and changes in a loop or branch")
+            raise TypeError(f"'{name}' is the constant {outer!r} and changes here: begin with a Value")
 
     def _in_region(self, act: Callable[[], Any]) -> dict[str, Any]:
         """Write a part that may be skipped or repeated at run time; return its local names."""
@@ -249,7 +249,7 @@ class _Body:
         bounds = [self._eval(one) for one in call.args]
         first, end, step = {1: [0, *bounds, 1], 2: [*bounds, 1], 3: bounds}[len(bounds)]
         if not isinstance(step, Value) and step < 1:
-            raise TypeError("a range counts up")
+            raise TypeError(f"a range counts up, not by {step}: count up and subtract")
         self._begin_loop(statement)
         if name == "taken":
 
@@ -365,7 +365,7 @@ class _Body:
             return found.get() if isinstance(found, Variable) else found
         names = self._written.function.__globals__
         if node.id not in names and not hasattr(builtins, node.id):
-            raise TypeError(f"there is no '{node.id}' here")
+            raise TypeError(f"there is no '{node.id}' here: assign it before loops and in both branches")
         return names[node.id] if node.id in names else getattr(builtins, node.id)
 
     def _eval_attribute(self, node: ast.Attribute) -> Any:

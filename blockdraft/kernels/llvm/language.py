@@ -59,7 +59,7 @@ class Type:
             one = f"0x{struct.unpack('Q', struct.pack('d', exact))[0]:016X}"
         else:
             if number != int(number):
-                raise TypeError(f"{number} is no {self.name}")
+                raise TypeError(f"{number} is no {self.name}: convert the other operand by `to`")
             one = {0: "false", 1: "true"}[int(number)] if self.bits == 1 else str(int(number))
         return "<" + ", ".join([f"{self.name} {one}"] * self.lanes) + ">" if self.lanes else one
 
