@@ -479,7 +479,7 @@ def copies(draw):
     return aten.index.Tensor, (x, [index]), {}, dtype == torch.int64 and x.is_contiguous()
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=120, deadline=None, derandomize=True)
 @given(copies())
 def test_what_a_kernel_moves_is_what_pytorch_moves(copy):
     func, args, kwargs, is_kernels = copy
