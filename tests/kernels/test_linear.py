@@ -80,3 +80,9 @@ def test_pytorch_is_the_fallback_and_the_reason_is_known(monkeypatch):
     monkeypatch.setattr(cpu.importlib.util, "find_spec", lambda _: None)
     monkeypatch.setattr(cpu, "_NEEDED", {cpu.platform.machine(): set()})
     assert "llvmlite" in cpu.why_not_here.__wrapped__()  # past its cache
+
+
+def test_gradients_reach_the_input_of_the_reference():
+    x, weight = make(7, 16, torch.float32)
+    reference_linear(x.requires_grad_(), weight).sum().backward()
+    torch.testing.assert_close(x.grad, weight.sum(0).expand_as(x))
