@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from blockdraft.kernels.llvm.attention import divide
+from blockdraft.kernels.llvm.attention_tile import divide
 from blockdraft.kernels.transfer import to_device
 
 if TYPE_CHECKING:

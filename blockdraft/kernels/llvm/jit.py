@@ -14,7 +14,7 @@ import struct
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,9 +26,6 @@ from blockdraft.kernels.llvm.pool import Pool, allow, follow, lead, pause_hint, 
 from blockdraft.settings.cache_files import keep
 from blockdraft.settings.settings import cache_dir
 
-if TYPE_CHECKING:
-    from blockdraft.kernels.llvm.tape import StepTape
-
 REALS = {torch.float32: f32, torch.float64: f64}
 
 
@@ -37,7 +34,7 @@ class NotRecordable(RuntimeError):
 
 
 class _Recorder(threading.local):
-    tape: StepTape | None = None
+    tape: Any = None  # the StepTape that records
 
 
 recorder = _Recorder()
