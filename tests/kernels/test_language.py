@@ -336,6 +336,7 @@ REFUSED = [  # the body of a kernel, the line of the mistake in it, and how it i
     ("y = x[0]\nfor i in range(n):\n    y = y.to(f64)", 3, "'y' is float and becomes another type"),
     ("at = x\nfor _ in range(n):\n    at = out", 3, "'at' is ptr and becomes another type"),
     ("if n > 3:\n    found = n\nout[0] = found", 3, "there is no 'found' here"),
+    ("for i in range(n):\n    found = i\nout[0] = found", 3, "there is no 'found' here"),
     ("y = Registers((4,), n.zeros(f32))\nfor i in range(4):\n    y[i] = y[0]", 3, "has to be known"),
     ("_ = Registers((2, 2), n.zeros(f32))[2, 0]", 1, r"there is no register \(2, 0\)"),
     ("Registers((2,), n.zeros(f32))[0] = n.zeros(f32.wide(4))", 1, "<4 x float> goes to registers of float"),
