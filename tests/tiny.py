@@ -16,7 +16,7 @@ from blockdraft.checkpoints.opening import open_checkpoint
 from blockdraft.checkpoints.read_draft_config import read_draft_config
 from blockdraft.engine.chunks import Chunks, share
 from blockdraft.engine.engine import Engine
-from blockdraft.kernels.llvm.recording import repeat
+from blockdraft.kernels.llvm.jit import repeat
 from blockdraft.kernels.sampling_tables import Whole
 from blockdraft.models.kernel_module import with_kernels
 from blockdraft.planner.kv_choice import KvChoice, KvRequest

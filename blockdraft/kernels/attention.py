@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.kernels.kv_formats import TILE
-from blockdraft.kernels.llvm.attention_units import divide
+from blockdraft.kernels.llvm.attention_tile import divide
 from blockdraft.kernels.transfer import to_device
 
 if TYPE_CHECKING:

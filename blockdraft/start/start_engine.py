@@ -14,7 +14,7 @@ from blockdraft.engine.loaded_pair import LoadedPair
 from blockdraft.engine.width_controller import widths_for
 from blockdraft.errors import SettingsError
 from blockdraft.kernels.choice import Operation
-from blockdraft.kernels.llvm.recording import NotRecordable
+from blockdraft.kernels.llvm.jit import NotRecordable
 from blockdraft.phases import StartProgress
 from blockdraft.planner.plan import Plan
 from blockdraft.settings.settings import Settings

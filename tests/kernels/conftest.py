@@ -3,6 +3,7 @@
 import importlib.util
 
 import pytest
+import torch
 
 from tests.kernels.implementations import NAMES, implementation_of
 
@@ -13,3 +14,11 @@ if importlib.util.find_spec("triton") is None:
 @pytest.fixture(scope="session", params=NAMES)
 def implementation(request):
     return implementation_of(request.param)
+
+
+@pytest.fixture
+def threads():
+    """Return a function that sets the number of threads; restore it afterwards."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)

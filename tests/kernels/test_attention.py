@@ -14,7 +14,7 @@ from blockdraft.kernels.kernels import REFERENCE, kernels_for
 from tests.kernels.implementations import CPU, implementation_of
 
 pytest.importorskip("llvmlite")
-from blockdraft.kernels.llvm.attention_units import MAX_VECTORS, divide
+from blockdraft.kernels.llvm.attention_tile import MAX_VECTORS, divide
 
 SCALE = 0.3
 MASKS = {

@@ -14,7 +14,7 @@ from blockdraft.cache.rows import Rows, RowSampling
 from blockdraft.checkpoints.read_draft_config import MAX_CANDIDATES
 from blockdraft.kernels.candidates import PairScores, reference_walk
 from blockdraft.kernels.kernels import kernels_for
-from blockdraft.kernels.llvm.candidates import MOST, CandidateKernels
+from blockdraft.kernels.llvm.candidates import MOST, takes
 from blockdraft.kernels.llvm.tape import Arena, StepTape
 from blockdraft.kernels.noise import gumbel
 from blockdraft.kernels.sampling import NEVER, reference_choose
@@ -73,7 +73,7 @@ def walked(walk, rows, logits, pairs):
 def check(implementation, rows, logits, pairs):
     """The implementation drafts what the reference does."""
     if implementation.name == "llvm":
-        assert CandidateKernels().takes(logits, pairs)
+        assert takes(logits, pairs)
     drafts, expected = (
         walked(one, rows, logits, pairs) for one in (implementation.kernels.walk, reference_walk)
     )
@@ -368,6 +368,6 @@ def test_what_the_kernel_does_not_take_is_walked_by_the_reference(implementation
         predecessors=pairs.predecessors.half(), successors=pairs.successors.half(), top_k=16
     )
     for one in (pairs, half):
-        assert not CandidateKernels().takes(logits, one)
+        assert not takes(logits, one)
         expected = walked(reference_walk, rows, logits, one)
         assert walked(kernels_for(torch.float32, CPU).walk, rows, logits, one).tolist() == expected.tolist()

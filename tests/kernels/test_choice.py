@@ -36,7 +36,7 @@ class _Kernel:
     def __call__(self, *args, **kwargs):
         raise _Called
 
-    rms_norm = silu_mul = gelu_mul = rotate = scan = fold = convolve = norm_rope_write = __call__
+    rms_norm = gate_mul = rotate = scan = fold = convolve = norm_rope_write = __call__
 
 
 # ---- which operation has which kernel
@@ -182,7 +182,7 @@ def test_a_cpu_takes_its_kernels_where_they_can_serve(name, monkeypatch):
         (recurrent, "_llvm_delta"),
         (pointwise, "_llvm_heads"),
         (products, "_llvm_linear"),
-        (pointwise, "_llvm_rows"),
+        (pointwise, "llvm_rows"),
     ):
         monkeypatch.setattr(module, compiled, lambda *_: _Kernel())
     monkeypatch.setattr(choice, "why_no_llvm", lambda dtype, device: None)
@@ -193,9 +193,8 @@ def test_a_cpu_takes_its_kernels_where_they_can_serve(name, monkeypatch):
 
 
 def test_a_cpu_finds_places_by_its_kernel_where_it_can_serve(monkeypatch):
-    monkeypatch.setattr(pick_attention, "_llvm_locate", _Kernel)
     monkeypatch.setattr(choice, "why_no_llvm", lambda dtype, device: None)
-    assert isinstance(kernels_for(torch.float32, CPU).locate, _Kernel)
+    assert kernels_for(torch.float32, CPU).locate is pick_attention.llvm_locate
     monkeypatch.setattr(choice, "why_no_llvm", lambda dtype, device: "an odd machine")
     assert kernels_for(torch.float32, CPU).locate is None
 
