@@ -1,4 +1,4 @@
-"""Reads questions from a terminal or a pipe, and writes answers."""
+"""Read questions from a terminal or a pipe, and write answers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from rich.console import Console
 
-from blockdraft.errors import SettingsError
+from blockdraft.cli.flags import not_text
 
 QUOTES = '"""'
 PROMPT, CONTINUED = ">>> ", "... "
@@ -24,8 +24,7 @@ class Screen:
     """Writes answers to stdout and notes to stderr."""
 
     def __init__(self) -> None:
-        if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="replace")  # an answer may hold what the terminal cannot show
+        show_anything()
         console = Console()  # knows NO_COLOR, TERM and what Windows can do
         self.is_terminal = sys.stdout.isatty()
         self.has_styles = self.is_terminal and console.color_system is not None and not console.legacy_windows
@@ -65,6 +64,12 @@ class Screen:
             self._is_open = True
 
 
+def show_anything() -> None:
+    """Let stdout replace characters that the terminal cannot show."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+
+
 def line_reader() -> ReadLine:
     """Return a function that reads lines from the terminal (with readline if available) or from a pipe."""
     if not sys.stdin.isatty():
@@ -85,9 +90,7 @@ def _piped_line(prompt: str) -> str:
     try:
         line = sys.stdin.readline()
     except UnicodeDecodeError as error:
-        raise SettingsError(
-            f"stdin is not {error.encoding} text ({error.reason}): convert it to {error.encoding}."
-        ) from None
+        raise not_text(error) from None
     if not line:
         raise EOFError
     return line.removesuffix("\n")

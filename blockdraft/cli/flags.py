@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import re
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from blockdraft.engine.request import SamplingParams
@@ -97,57 +99,57 @@ def flags_of(settings: Settings) -> list[str]:
     return flags
 
 
+def add_flags(group: argparse._ActionsContainer, text: str, /, **more: object) -> None:
+    """Add the flags of `text`, one per line as in --help: `--flag VALUE: what it does`.
+
+    VALUE gives the type (_TYPES); {a,b} are choices, three dots mean repeatable, and without VALUE it is a
+    switch. Indented lines continue a line. `more` has a flag's default, or a dict for `add_argument`.
+    """
+    for line in filter(None, re.sub(r"\n +", " ", text).splitlines()):
+        head, _, help_text = line.partition(": ")
+        flag, _, value = head.partition(" ")
+        options: dict[str, Any] = {"help": help_text}
+        if not value:
+            options["action"] = "store_true"
+        elif value.startswith("{"):
+            options["choices"] = value[1:-1].split(",")
+        else:
+            name = value.removesuffix("...")
+            options |= {"metavar": name, "type": _TYPES.get(name, str)}
+            options |= {} if name == value else {"action": "append"}
+        own = more.get(flag[2:].replace("-", "_"), {})
+        group.add_argument(flag, **options | (own if isinstance(own, dict) else {"default": own}))
+
+
 def add_sampling(parser: argparse.ArgumentParser, *, max_tokens: int = 512, is_chat: bool = False) -> None:
     """Add the flags of one request; a chat has no --n and no --logprobs."""
-    group = parser.add_argument_group("sampling")
-    add = numbers_of(group)
-    # None: the model's value, not known yet.
-    add("--temperature", float, None, "0 is greedy (default: recommended by the model)")
-    top_p_help = "sample from the likeliest tokens whose probabilities sum to N (default: the model's)"
-    add("--top-p", float, None, top_p_help)
-    add("--top-k", int, None, "sample from the N likeliest tokens; 0: from all (default: the model's)")
-    min_p_help = "drop tokens with less than N times the probability of the likeliest (default: the model's)"
-    add("--min-p", float, None, min_p_help)
-    add("--presence-penalty", float, 0.0, "lower the logit of every token that the answer has used by N")
-    add("--frequency-penalty", float, 0.0, "lower a token's logit by N for each use in the answer")
-    repetition_help = "divide the logits of tokens in the prompt or the answer by N (default: the model's)"
-    add("--repetition-penalty", float, None, repetition_help)
-    add("--max-tokens", int, max_tokens, f"longest answer in tokens (default: {max_tokens})")
-    add("--min-tokens", int, 0, "do not stop before N tokens")
-    if not is_chat:
-        add("--n", int, 1, "number of answers")
-        logprobs_help = "with --json: log-probabilities of each token and of the N likeliest"
-        add("--logprobs", int, None, logprobs_help)
-    seed_help = "seed of the sampling (default: the same in every run)"
-    # Not args.seed, which is the engine's setting of that name.
-    group.add_argument("--seed", dest="sampling_seed", type=int, metavar="N", help=seed_help)
-    group.add_argument("--stop", action="append", metavar="TEXT", help="stop before TEXT; repeatable")
-    group.add_argument("--ignore-eos", action="store_true", help="continue past the model's end token")
-    group.add_argument(
-        "--logit-bias",
-        action="append",
-        type=_bias,
-        default=[],
-        metavar="ID=VALUE",
-        help="add VALUE to the logit of token ID; repeatable",
-    )
-
-
-def numbers_of(group: argparse._ArgumentGroup) -> Callable[..., None]:
-    """Return a function that adds a flag with a number to `group`."""
-
-    def number(
-        flag: str,
-        kind: type[float],
-        default: float | None,
-        text: str | None,
-        *,
-        dest: str | None = None,
-        metavar: str = "N",
-    ) -> None:
-        group.add_argument(flag, type=kind, default=default, help=text, dest=dest, metavar=metavar)
-
-    return number
+    # Without a default: None is the model's value, which is not known yet.
+    first = f"""
+--temperature X: randomness of the answer; 0 is greedy (default: the model's)
+--top-p X: sample from the likeliest tokens whose probabilities sum to X (default: the model's)
+--top-k N: sample from the N likeliest tokens; 0: from all (default: the model's)
+--min-p X: drop tokens with less than X times the highest probability (default: the model's)
+--presence-penalty X: lower the logit of every token that the answer has used by X (default: 0)
+--frequency-penalty X: lower a token's logit by X for each use in the answer (default: 0)
+--repetition-penalty X: divide the logits of tokens in the prompt or the answer by X (default: the model's)
+--max-tokens N: longest answer in tokens (default: {max_tokens})
+--min-tokens N: do not stop before N tokens (default: 0)
+"""
+    several = """
+--n N: number of answers (default: 1)
+--logprobs N: with --json: log-probabilities of each token and of the N likeliest
+"""
+    last = """
+--seed N: seed of the sampling (default: the same in every run)
+--stop TEXT...: stop before TEXT; repeatable
+--ignore-eos: continue past the model's end token
+--logit-bias ID=VALUE...: add VALUE to the logit of token ID; repeatable
+"""
+    defaults = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "max_tokens": max_tokens, "min_tokens": 0}
+    # args.seed is the engine's setting of that name.
+    own = {"n": 1, "seed": {"dest": "sampling_seed"}, "logit_bias": {"type": _bias, "default": []}}
+    text = first + ("" if is_chat else several) + last
+    add_flags(parser.add_argument_group("sampling"), text, **defaults, **own)
 
 
 def sampling_from(
@@ -156,16 +158,10 @@ def sampling_from(
     """Return the sampling parameters of the flags, else the model's recommended ones."""
     left_out = [name for name in SAMPLING_NAMES if getattr(args, name) is None]
     given = argparse.Namespace(**{name: value for name, value in vars(args).items() if name not in left_out})
-    recommended = {name: value for name, value in (model_defaults or {}).items() if name in left_out}
-    # Not args.width, which is the engine's setting of that name, nor args.seed.
-    return dataclass_from(
-        SamplingParams,
-        given,
-        logit_bias=dict(args.logit_bias),
-        seed=args.sampling_seed,
-        width=None,
-        **recommended,
-    )
+    # args.width and args.seed are the engine's settings of those names.
+    own = {"logit_bias": dict(args.logit_bias), "seed": args.sampling_seed, "width": None}
+    own |= {name: value for name, value in (model_defaults or {}).items() if name in left_out}
+    return dataclass_from(SamplingParams, given, **own)
 
 
 def dataclass_from(kind: type[T], args: argparse.Namespace, **given: object) -> T:
@@ -175,9 +171,7 @@ def dataclass_from(kind: type[T], args: argparse.Namespace, **given: object) -> 
 
 
 def add_verbose(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--verbose", action="store_true", help="report loading on stderr even if it is no terminal"
-    )
+    add_flags(parser, "--verbose: report loading on stderr even if it is no terminal")
 
 
 def reporter(args: argparse.Namespace) -> Callable[[str], None]:
@@ -203,17 +197,17 @@ def read_stdin(what: str) -> str:
     """Read all of stdin; on a terminal, say that we wait for it."""
     if sys.stdin.isatty():
         key = "Ctrl-Z and Enter" if sys.platform == "win32" else "Ctrl-D"
-        print(
-            f"reading {what} from this terminal: end it with {key} on a line of its own",
-            file=sys.stderr,
-            flush=True,
-        )
+        waits = f"reading {what} from this terminal: end it with {key} on a line of its own"
+        print(waits, file=sys.stderr, flush=True)
     try:
         return sys.stdin.read()
     except UnicodeDecodeError as error:
-        raise SettingsError(
-            f"stdin is not {error.encoding} text ({error.reason}): convert it to {error.encoding}."
-        ) from None
+        raise not_text(error) from None
+
+
+def not_text(error: UnicodeDecodeError) -> SettingsError:
+    encoding = error.encoding
+    return SettingsError(f"stdin is not {encoding} text ({error.reason}): convert it to {encoding}.")
 
 
 def _shown(default: object) -> str:
@@ -256,6 +250,8 @@ def _bias(text: str) -> tuple[int, float]:
         raise argparse.ArgumentTypeError(f"'{text}' is not ID=VALUE, such as 42=-100") from None
 
 
+# The type of a value by its name in --help; any other is text.
+_TYPES = {"N": int, "X": float, "S": float, "FILE": Path, "FOLDER": Path}
 _METAVARS = {
     "chat_template": "FILE",
     "synthetic_acceptance": "PROFILE",

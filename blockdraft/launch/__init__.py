@@ -6,11 +6,8 @@ engine, card and models are bad although the engine accepts them. Nothing here i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from blockdraft.launch.command import Command
 from blockdraft.launch.engine_versions import read_version
-from blockdraft.launch.launch_request import HOST, LaunchRequest
+from blockdraft.launch.launch_request import HOST, Command, LaunchRequest, Raw
 from blockdraft.launch.sglang import sglang_command
 from blockdraft.launch.vllm import vllm_command
 from blockdraft.machine.machine import Machine
@@ -22,7 +19,7 @@ __all__ = ["Command", "translate"]
 _WRITERS = {"vllm": vllm_command, "sglang": sglang_command}
 
 
-def translate(  # noqa: PLR0913  # all that is known
+def translate(  # noqa: PLR0913  # all facts
     settings: Settings,
     *,
     served_name: str,
@@ -30,14 +27,13 @@ def translate(  # noqa: PLR0913  # all that is known
     host: str = HOST,
     api_key: str | None = None,
     machine: Machine | None = None,
-    target: Mapping[str, object] | None = None,
-    draft: Mapping[str, object] | None = None,
+    target: Raw | None = None,
+    draft: Raw | None = None,
 ) -> Command:
-    """How the engine of `settings` is started. `target` and `draft` are the models' config.json, where known.
+    """Return the command that starts the engine of `settings`. `target`, `draft`: config.json where known.
 
-    Raises SettingsError for what the engine cannot be told.
+    Raises SettingsError for settings that the engine has no flag for.
     """
-    assert settings.engine in _WRITERS, "our own engine is not launched"
     settings = with_drafter(settings)
     order = LaunchRequest(
         settings=settings,

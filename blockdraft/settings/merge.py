@@ -1,4 +1,4 @@
-"""Where each setting comes from: defaults < recipe < environment < flags."""
+"""Merges the layers of settings: defaults < recipe < environment < flags."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 
 from blockdraft.errors import SettingsError
 from blockdraft.settings.recipe import Recipe, load_recipe
-from blockdraft.settings.settings import Settings, environment_settings, variable_of
+from blockdraft.settings.settings import Settings, read_variables, variable_of
 
 # A later layer adds to these instead of replacing them: more flags should not cost those of a recipe.
 ADDED_UP = ("engine_args", "engine_env")
@@ -18,17 +18,17 @@ ENGINE_WORDS = ("engine_version", "engine_args", "engine_env", "attention_backen
 
 @dataclass(frozen=True, slots=True)
 class MergedSettings:
-    """Settings, and of each field where its value comes from."""
+    """Settings, with the source of every value."""
 
     settings: Settings
     sources: Mapping[str, str]  # "default", "recipe NAME", "BLOCKDRAFT_WIDTH", "--width"
     recipe: Recipe | None = None
-    notes: tuple[str, ...] = ()  # what of the recipe was left out, and why
+    notes: tuple[str, ...] = ()  # parts of the recipe that were left out, and why
 
 
 def merge_settings(flags: Mapping[str, object], *, uses_environment: bool = True) -> MergedSettings:
-    """The settings of all layers together. `flags` holds only what was asked for, by field name."""
-    environment = environment_settings() if uses_environment else {}
+    """Merge the settings of all layers. `flags` holds only the given ones, by field name."""
+    environment = read_variables() if uses_environment else {}
     name = flags.get("recipe", environment.get("recipe"))
     recipe = None if name is None else load_recipe(str(name))
     asked = flags.get("engine", environment.get("engine"))
@@ -51,12 +51,12 @@ def merge_settings(flags: Mapping[str, object], *, uses_environment: bool = True
 
 
 def flag_of(field: str, value: object = None) -> str:
-    """--max-num-seqs, and --no-graphs of a switch that is turned off."""
+    """Return a field's flag, such as --max-num-seqs, or --no-graphs for a switch that is off."""
     return f"--{'no-' if value is False else ''}{field.replace('_', '-')}"
 
 
 def _for_engine(recipe: Recipe, engine: object) -> Mapping[str, object]:
-    """The recipe's settings; for another engine than its own those that it has for that, in its words."""
+    """Return the recipe's settings for an engine, in that engine's words."""
     if engine not in recipe.others or engine == recipe.settings.get("engine"):
         return recipe.settings
     kept = {name: value for name, value in recipe.settings.items() if name not in ENGINE_WORDS}
@@ -71,7 +71,7 @@ class _Layer:
 
 
 def _fitting(layers: Sequence[_Layer]) -> tuple[list[_Layer], list[str]]:
-    """Each layer without what is in the words of an engine that a later one put another in the place of."""
+    """Return the layers without values for an engine that a later layer replaces, and a note for each."""
     final = next((layer.values["engine"] for layer in reversed(layers) if "engine" in layer.values), "native")
     engine: object = "native"
     fitting, notes = [], []

@@ -1,11 +1,11 @@
-"""Takes tool calls out of an answer that comes in pieces.
+"""Reads tool calls from an answer that comes in pieces.
 
 The rules, for every format:
 - The result depends on the whole text alone, never on where it was cut.
-- A call begins when its name is complete, is one of the tools, and its arguments have opened. Until then all
-  of it waits. What turns out not to be a call is content, every character of it.
-- From there on its arguments are passed on as they come. If they go wrong later, the rest of the call goes
-  on in the arguments as it was written: the client sees JSON that does not parse, and nothing is lost.
+- A call begins when its name is complete, is one of the tools, and its arguments have opened. Until then it
+  waits as a whole. Text that turns out to be no call is content, with every character.
+- From there on its arguments are passed on as they come. If they go wrong later, the rest of the call follows
+  in the arguments as it was written: the client sees JSON that does not parse, and nothing is lost.
 - White space around calls is dropped. If an answer may hold one call only, later ones are left out.
 """
 
@@ -54,7 +54,7 @@ class AnswerReader(ABC):
         self._work = self._read()
 
     def push(self, text: str, is_last: bool) -> tuple[Span, ...]:
-        """Returns what is certain with this piece, in the answer's order; the last lets everything go."""
+        """Return the spans that are certain with this piece, in order; the last piece releases all."""
         start = self._at if self._mark is None else self._mark
         self._buffer, self._at = self._buffer[start:] + text, self._at - start
         if self._mark is not None:
@@ -100,7 +100,7 @@ class AnswerReader(ABC):
             yield
 
     def _peek(self) -> Steps[str]:
-        """The next character; empty: the answer is over."""
+        """Return the next character; empty: the answer is over."""
         if self._mark is not None and self._at - self._mark > MAX_HEAD:
             raise NotACall
         while self._at >= len(self._buffer) and not self._is_over:
@@ -108,13 +108,13 @@ class AnswerReader(ABC):
         return self._buffer[self._at : self._at + 1]
 
     def _skip_space(self) -> Steps[str]:
-        """The next character that is no white space, which is left where it is."""
+        """Return the next character that is no white space, and leave it there."""
         while (character := (yield from self._peek())) and character in SPACE:
             self._at += 1
         return character
 
     def _take(self, expected: str) -> Steps[bool]:
-        """Whether `expected` comes next; if so, it is taken."""
+        """Take `expected` if it comes next, and return whether it did."""
         while True:
             ahead = self._buffer[self._at : self._at + len(expected)]
             if ahead == expected:
@@ -129,7 +129,7 @@ class AnswerReader(ABC):
             raise NotACall
 
     def _take_up_to(self, ends: str) -> Steps[str]:
-        """The text in front of the next of these characters, which is left where it is."""
+        """Take the text in front of the next of these characters."""
         found = []
         while (character := (yield from self._peek())) and character not in ends:
             found.append(character)
@@ -169,7 +169,7 @@ class AnswerReader(ABC):
     # ---- what was read
 
     def _say(self, text: str) -> None:
-        """Content; white space at its end waits, as a call may follow."""
+        """Add content; white space at its end waits, as a call may follow."""
         if self._is_behind_call:
             text = text.lstrip(SPACE)
             self._is_behind_call = not text
@@ -177,9 +177,6 @@ class AnswerReader(ABC):
         said = text.rstrip(SPACE)
         self._space = text[len(said) :]
         self._add("text", said)
-
-    def _think(self, text: str) -> None:
-        self._add("reasoning", text)
 
     def _add(self, kind: Literal["reasoning", "text"], text: str) -> None:
         if text:
@@ -196,7 +193,7 @@ class AnswerReader(ABC):
             self._spans.append(Span("call", call=piece))
 
     def _argue(self, text: str) -> None:
-        """The next characters of the call's arguments."""
+        """Add characters to the call's arguments."""
         if not text or not self._is_wanted:
             return
         index, last = self.num_calls - 1, self._spans[-1].call if self._spans else None

@@ -25,7 +25,7 @@ class TagFinder:
         self._longest = max(map(len, longest_first), default=0)
 
     def find(self, text: str, start: int, is_over: bool) -> Found:
-        """The first tag from `start` on. When the text is over, nothing waits for more of it."""
+        """Find the first tag from `start` on. When the text is over, nothing waits for more of it."""
         match = self._pattern.search(text, start)
         waiting = len(text) if is_over else self._first_beginning(text, start)
         if match is None or (waiting < len(text) and waiting <= match.start()):
@@ -33,7 +33,7 @@ class TagFinder:
         return Found(match.start(), match.group())
 
     def _first_beginning(self, text: str, start: int) -> int:
-        """The place where a tag may begin at the end of the text; the text's length if none does."""
+        """Return the place where a tag may begin at the end of the text, or the text's length."""
         for at in range(max(start, len(text) - self._longest + 1), len(text)):
             if text[at:] in self._beginnings:
                 return at

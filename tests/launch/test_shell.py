@@ -7,8 +7,8 @@ import subprocess
 
 import pytest
 
-from blockdraft.launch.command import Command, is_secret
-from blockdraft.launch.shell import compose, docker_run, shell_line
+from blockdraft.launch.launch_request import Command
+from blockdraft.launch.shell import compose, docker_run, is_secret, shell_line
 
 JSON = '{"method":"dflash","model":"it\'s $HOME `here`"}'
 ARGV = ("vllm", "serve", "a/b", "--port", "18000", "--speculative-config", JSON, "--enforce-eager")

@@ -8,7 +8,7 @@ from collections.abc import Sequence as Items
 from blockdraft.errors import RequestError
 from blockdraft.server.http.body import is_too_deep
 from blockdraft.text.content import content_text, json_kind
-from blockdraft.tool_calls.typed import read_json
+from blockdraft.tool_calls.checking import read_json
 
 Message = Mapping[str, object]
 
