@@ -12,6 +12,7 @@ from blockdraft.machine.cards import card_by_key
 from blockdraft.machine.machine import Machine
 from blockdraft.planner.memory_fit import machine_of
 from blockdraft.settings import recipe as recipes
+from blockdraft.settings import shipped
 from blockdraft.settings.merge import merge_settings
 from blockdraft.settings.recipe import Expectation, check_recipe_card, load_recipe, read_recipe, recipe_names
 from blockdraft.settings.settings import SETTING_NAMES, Settings
@@ -173,31 +174,23 @@ def test_a_recipe_says_which_cards_it_is_for(tmp_path):
 
 
 @pytest.mark.parametrize("name", recipe_names())
-def test_no_recipe_excludes_a_card_of_its_own(name):
+def test_every_recipe_of_ours_makes_settings_and_runs_on_its_own_cards(name):
     recipe = load_recipe(name)
+    settings = merge_settings({"recipe": name}, uses_environment=False).settings
+    assert settings.model == recipe.settings["model"]
     for key in recipe.cards:
-        settings = Settings(**recipe.settings, recipe=name)
         assert card_warnings(settings, machine_of(card_by_key(key))) == ()
 
 
-def test_a_recipe_sets_something():
+@pytest.mark.parametrize("title", ["", 'title = ""', "title = 3", 'title = "a\\nb"'])
+def test_a_recipe_has_a_title_of_one_line_and_sets_something(title):
+    with pytest.raises(SettingsError, match="recipe 'bad': title must be one line of text"):
+        read_recipe(f'{title}\nmodel = "x"\n', name="bad")
     with pytest.raises(SettingsError, match="recipe 'bad': the file sets nothing: name a model at least"):
         read_recipe('title = "x"\nnotes = "y"\n', name="bad")
 
 
-@pytest.mark.parametrize("title", ["", 'title = ""', "title = 3", 'title = "a\\nb"'])
-def test_a_recipe_has_a_title_of_one_line(title):
-    with pytest.raises(SettingsError, match="recipe 'bad': title must be one line of text"):
-        read_recipe(f'{title}\nmodel = "x"\n', name="bad")
-
-
 # ---- where they are
-
-
-@pytest.mark.parametrize("name", recipe_names())
-def test_every_recipe_of_ours_loads_and_makes_settings(name):
-    recipe = load_recipe(name)
-    assert merge_settings({"recipe": name}, uses_environment=False).settings.model == recipe.settings["model"]
 
 
 def test_recipes_are_found_by_name_and_by_path(tmp_path, monkeypatch):
@@ -215,26 +208,24 @@ def test_recipes_are_found_by_name_and_by_path(tmp_path, monkeypatch):
         ("smolm2", "there is no recipe 'smolm2': did you mean smollm2?"),
         ("zzz", "there is no recipe 'zzz': known are "),
         ("./zzz.toml", "recipe './zzz.toml' cannot be read (No such file or directory): check the path."),
+        ("./bytes.toml", "recipe './bytes.toml' cannot be read (it is not UTF-8 text)"),
         ("/", "recipe '/' cannot be read (Is a directory)"),
     ],
 )
-def test_a_recipe_that_is_not_there_is_named(name, message):
+def test_a_recipe_that_cannot_be_read_is_named(tmp_path, monkeypatch, name, message):
+    monkeypatch.chdir(tmp_path)
+    Path("bytes.toml").write_bytes(b"\xff\xfe")
     with pytest.raises(SettingsError) as error:
         load_recipe(name)
     assert message in str(error.value)
 
 
-def test_a_recipe_that_is_not_text_is_named(tmp_path):
-    path = tmp_path / "x.toml"
-    path.write_bytes(b"\xff\xfe")
-    with pytest.raises(SettingsError, match="it is not UTF-8 text"):
-        load_recipe(str(path))
-
-
-def test_recipes_travel_in_the_package():
-    """The folder is reached through the package, and the build's patterns take all of it."""
+def test_recipes_and_drafters_travel_in_the_package():
+    """Their folders are reached through the package, and the build's patterns take all of them."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     patterns = project["tool"]["setuptools"]["package-data"]["blockdraft"]
     taken = {path.resolve() for pattern in patterns for path in (ROOT / "blockdraft").glob(pattern)}
-    assert taken >= {path.resolve() for path in recipes.FOLDER.iterdir()}
-    assert recipes.FOLDER.is_relative_to(Path(blockdraft.__file__).parent)
+    for folder in (recipes.FOLDER, shipped.FOLDER):
+        assert taken >= {path.resolve() for path in folder.rglob("*") if path.is_file()}
+        assert folder.parent == Path(blockdraft.__file__).parent
+    assert any(Path("drafters/one/dflash2/head.safetensors").match(pattern) for pattern in patterns)
