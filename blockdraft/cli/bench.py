@@ -14,12 +14,11 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from blockdraft.cli.flags import add_flags, add_settings, flags_of, given_settings, settings_from
-from blockdraft.cli.masking import masked
+from blockdraft.cli.flags import add_flags, add_settings, flags_of, given_settings, masked, settings_from
 from blockdraft.errors import BenchError
 from blockdraft.planner.resolver import asked_otherwise, with_drafter
 from blockdraft.settings.merge import flag_of
-from blockdraft.settings.settings import Settings, environment_api_key, forget_environment_settings
+from blockdraft.settings.settings import environment_api_key, forget_environment_settings
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -33,18 +32,15 @@ USAGE = "blockdraft bench [URL] [flags]\n       blockdraft bench compare A.json 
 EXIT_TROUBLE = 2
 EXIT_INTERRUPT = 130
 FILE_WIDTH = 160  # characters of a line that goes to no terminal; arbitrary
-
-
 SERVER_FLAGS = """
 --name NAME: the model to ask, if the server has several
 --api-key KEY: key to send to the server (default: $BLOCKDRAFT_API_KEY)
---arms ARMS: plain,speculative: start, measure and stop one server without drafts, then one with drafts; for
-  --engine vllm and sglang, which cannot switch speculation off per request
+--arms ARMS: plain,speculative: measure a server without drafts, then one with; for --engine vllm and sglang,
+  which cannot switch speculation off per request
 --engine-python PYTHON: Python of the environment that has vllm or sglang
 --baseline URL: another server of the same model, without speculation
 --no-baseline: do not measure plain decoding
---start COMMAND: start this server first and measure its start; {port} becomes a free port, for example
-  'vllm serve NAME --port {port}'
+--start COMMAND: start and measure this server: 'vllm serve NAME --port {port}'; {port} becomes a free port
 --also-eager: also start our own server with --no-graphs, to compare the starts
 --start-timeout S: seconds a server may take to start (default: 1800)
 --timeout S: seconds a request may take (default: 600)
@@ -181,15 +177,11 @@ def _session(args: argparse.Namespace, options: Options) -> Session:
     if "speculative" in options.arms_in_turn and with_drafter(settings).draft in (None, "none"):
         raise BenchError(f"--arms {options.arms}: no drafter is known for '{settings.model}': give --draft.")
     python = [] if args.engine_python is None else ["--engine-python", args.engine_python]
-    flags, plain = ([*flags_of(one), *python] for one in (settings, _without_drafter(settings)))
-    return Session(options, grid, console, server_flags=flags, plain_flags=plain, shown_flags=masked(flags))
-
-
-def _without_drafter(settings: Settings) -> Settings:
-    """Return the settings for plain decoding: no drafter, and none of its settings."""
     none = {"draft": "none", "draft_attention_backend": None, "synthetic_acceptance": None}
-    autos = dict.fromkeys(("draft_ngram", "width", "draft_quantization"), "auto")
-    return asked_otherwise(settings, **none, **autos)
+    none |= dict.fromkeys(("draft_ngram", "width", "draft_quantization"), "auto")
+    both = settings, asked_otherwise(settings, **none)
+    flags, plain = ([*flags_of(one), *python] for one in both)
+    return Session(options, grid, console, server_flags=flags, plain_flags=plain, shown_flags=masked(flags))
 
 
 def _compare(paths: Sequence[str], *, out: str, prints_json: bool) -> int:
@@ -202,7 +194,8 @@ def _compare(paths: Sequence[str], *, out: str, prints_json: bool) -> int:
         usage = "blockdraft bench compare A.json B.json"
         raise BenchError(f"compare takes two reports, but {len(paths)} were given: {usage}.")
     a, b = (load_report(Path(path)) for path in paths)
-    names = _short_names(paths)
+    short = Path(paths[0]).name, Path(paths[1]).name  # without folders: reports may be shared
+    names = short if short[0] != short[1] else (paths[0], paths[1])
     compare.refuse_other_models(a, b, names)
     if is_joinable(a, b):
         _show(join(a, b, names), output_paths(out), prints_json=prints_json)
@@ -213,12 +206,6 @@ def _compare(paths: Sequence[str], *, out: str, prints_json: bool) -> int:
     else:
         _stdout().print(compare.terminal(comparison))
     return 0
-
-
-def _short_names(paths: Sequence[str]) -> tuple[str, str]:
-    """Return the file names, with their folders only if the names are equal: reports may be shared."""
-    short = Path(paths[0]).name, Path(paths[1]).name
-    return short if short[0] != short[1] else (paths[0], paths[1])
 
 
 def _stdout() -> Console:

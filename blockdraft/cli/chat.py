@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 SUMMARY = "talk to a model in the terminal"
 USAGE = "blockdraft chat [MODEL | URL] [flags]"
 MAX_TOKENS = 2048
-
-
 FLAGS = """
 --system TEXT: the system message
 --api-key KEY: key to send to the server (default: $BLOCKDRAFT_API_KEY)

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from blockdraft.bench.endpoint import Endpoint
     from blockdraft.engine.request import Metrics, SamplingParams
     from blockdraft.llm import LLM
-    from blockdraft.tool_calls.thoughts import Splitter
 
 Message = dict[str, object]
 SILENCE_S = 600.0  # without data, then the server is given up; our server's own limit is the same
@@ -74,11 +73,14 @@ class LocalModel:
 
     def answer(self, messages: Sequence[Message], *, with_drafts: bool) -> Iterator[ChatPiece]:
         from blockdraft.server.api.choices import DraftMarks
+        from blockdraft.tool_calls.thoughts import Splitter, begins_inside, find_tags
 
         tokenizer = self._llm.tokenizer
         prompt_ids = tokenizer.encode_chat(messages)
         marks = DraftMarks(tokenizer, prompt_ids, skip_special_tokens=True) if with_drafts else None
-        splitter = self._splitter(prompt_ids)
+        tags, splitter = find_tags(tokenizer), None
+        if tags is not None and not tags.special:  # else the text has no thoughts
+            splitter = Splitter(tags, is_inside=begins_inside(tags, tokenizer, prompt_ids))
         with interrupts_between_steps() as check:
             for delta in self._llm.stream(prompt_ids, self._sampling):
                 step = None if marks is None else marks.push(delta)
@@ -93,15 +95,6 @@ class LocalModel:
                     figures=_local_figures(delta.metrics, delta.finish_reason),
                 )
                 check()
-
-    def _splitter(self, prompt_ids: Sequence[int]) -> Splitter | None:
-        """Return a splitter of thoughts; None: the model writes no thoughts in its text."""
-        from blockdraft.tool_calls.thoughts import Splitter, begins_inside, find_tags
-
-        tags = find_tags(self._llm.tokenizer)
-        if tags is None or tags.special:
-            return None
-        return Splitter(tags, is_inside=begins_inside(tags, self._llm.tokenizer, prompt_ids))
 
 
 def _local_figures(metrics: Metrics | None, finish_reason: str | None) -> AnswerFigures | None:
@@ -156,7 +149,9 @@ class RemoteModel:
         if with_drafts:
             body["speculative"] = {"detail": True}
         begin_s = time.monotonic()
-        connection = self._connection()
+        parts = urlsplit(self._endpoint.url)
+        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        connection = kind(parts.hostname or "", parts.port, timeout=SILENCE_S)
         try:
             figures, num_chunks = AnswerFigures(), 0
             for chunk in self._chunks(connection, body):
@@ -170,11 +165,6 @@ class RemoteModel:
             raise RequestError(f"{self.name} cannot be reached: {error or type(error).__name__}.") from None
         finally:
             connection.close()
-
-    def _connection(self) -> http.client.HTTPConnection:
-        parts = urlsplit(self._endpoint.url)
-        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        return kind(parts.hostname or "", parts.port, timeout=SILENCE_S)
 
     def _chunks(self, connection: http.client.HTTPConnection, body: Message) -> Iterator[Message]:
         from blockdraft.bench.wire import headers

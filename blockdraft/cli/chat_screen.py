@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import io
 import sys
 from collections.abc import Callable, Sequence
 
 from rich.console import Console
 
-from blockdraft.cli.flags import not_text
+from blockdraft.cli.flags import not_text, show_anything
 
 QUOTES = '"""'
 PROMPT, CONTINUED = ">>> ", "... "
@@ -64,12 +63,6 @@ class Screen:
             self._is_open = True
 
 
-def show_anything() -> None:
-    """Let stdout replace characters that the terminal cannot show."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")
-
-
 def line_reader() -> ReadLine:
     """Return a function that reads lines from the terminal (with readline if available) or from a pipe."""
     if not sys.stdin.isatty():
@@ -102,12 +95,10 @@ def read_question(read_line: ReadLine) -> str:
     if line.lstrip().startswith(QUOTES):
         return _quoted(line.lstrip().removeprefix(QUOTES), read_line)
     lines = [line]
-    while lines[-1].endswith("\\"):
-        lines[-1] = lines[-1].removesuffix("\\")
-        try:
+    with contextlib.suppress(EOFError):
+        while lines[-1].endswith("\\"):
+            lines[-1] = lines[-1].removesuffix("\\")
             lines.append(read_line(CONTINUED))
-        except EOFError:
-            break
     return "\n".join(lines)
 
 

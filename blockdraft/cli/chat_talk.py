@@ -94,7 +94,10 @@ class Talk:
             self._screen.note("(stopped)")
         except BlockdraftError as error:
             self._screen.end()
-            self._fail(error)
+            self._has_failed = True
+            text = " ".join(str(error).split())
+            is_overflow = isinstance(error, RequestError) and error.code == OVERFLOW
+            self._screen.note(f"error: {text}{f'{WAY_ON}.' if is_overflow else ''}")
         self._screen.end()
         if said:
             self._messages.append({"role": "assistant", "content": "".join(said)})
@@ -129,13 +132,6 @@ class Talk:
             self._screen.note(f"(cut after {figures.num_tokens} tokens: raise --max-tokens for more)")
         else:
             self._screen.note(f"(cut: the context is full.{WAY_ON})")
-
-    def _fail(self, error: BlockdraftError) -> None:
-        self._has_failed = True
-        text = " ".join(str(error).split())
-        if isinstance(error, RequestError) and error.code == OVERFLOW:
-            text += f"{WAY_ON}."
-        self._screen.note(f"error: {text}")
 
     # ---- commands
 
@@ -189,7 +185,6 @@ class Talk:
 
 
 def shown_figures(figures: list[AnswerFigures]) -> str:
-    """Return the figures of several answers together."""
     num_tokens, seconds = sum(one.num_tokens for one in figures), sum(one.seconds for one in figures)
     text = f"{num_tokens} tokens in {seconds:.1f} s: {num_tokens / seconds if seconds else 0.0:.1f} tok/s"
     counted = [one for one in figures if one.steps]

@@ -15,9 +15,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from blockdraft.cli.flags import flags_of, given_settings
+from blockdraft.cli.flags import flags_of, given_settings, masked
 from blockdraft.cli.main import EXIT_ERROR, parse
-from blockdraft.cli.masking import masked
 from blockdraft.errors import BlockdraftError, SettingsError
 from blockdraft.launch import container
 from blockdraft.planner.resolver import asked_otherwise
@@ -50,7 +49,10 @@ def _start(wanted: container.Wanted, words: Sequence[str], environment: Mapping[
             source = resolved.sources[name]
             variable = own if source.startswith("--") else f"{name} of {source}"
             container.check_model(value, variable=variable)
-            _check_pin(value, settings.engine)
+            _, revision = container.hub_id(value) or ("", None)
+            if settings.engine != "native" and revision is not None:
+                way_out = f"Leave out @{revision} and put --revision {revision} into EXTRA_ARGS"
+                raise SettingsError(f"'{value}': {settings.engine} takes no NAME@REVISION. {way_out}.")
     for note in (*wanted.notes, *resolved.notes, *notes):
         _say(note)
     child = container.child_environment(environment, wanted)
@@ -107,15 +109,6 @@ def _takes_tuned_backend(model: str) -> bool:
     return not kind.startswith(container.OTHER_BACKENDS)
 
 
-def _check_pin(source: str, engine: str) -> None:
-    found = container.hub_id(source)
-    if engine != "native" and found is not None and found[1] is not None:
-        raise SettingsError(
-            f"'{source}': {engine} does not understand NAME@REVISION. Leave out @{found[1]} and put "
-            f"--revision {found[1]} into EXTRA_ARGS."
-        )
-
-
 def serve_words(
     wanted: container.Wanted, words: Sequence[str]
 ) -> tuple[list[str], MergedSettings, list[str]]:
@@ -136,10 +129,9 @@ def serve_words(
             notes.append("ATTENTION_BACKEND is ignored: the native engine has its own")
     else:
         if wanted.turboquant:
-            raise SettingsError(
-                f"ENABLE_TURBOQUANT does not work with {engine} and a drafter (its turboquant_* repeat text, "
-                "vllm#53180): set KV_CACHE_DTYPE=fp8 instead, or leave out BLOCKDRAFT_ENGINE."
-            )
+            why = f"does not work with {engine} and a drafter (its turboquant_* repeat text, vllm#53180)"
+            way_out = "set KV_CACHE_DTYPE=fp8 instead, or leave out BLOCKDRAFT_ENGINE"
+            raise SettingsError(f"ENABLE_TURBOQUANT {why}: {way_out}.")
         passed_on = [*wanted.extra_args, *engine_words]
         extra = [f"--engine-args={shlex.join(passed_on)}"] if passed_on else []
     flags = [f"{flag_of(name)}={text}" for name, text in settings.items()]

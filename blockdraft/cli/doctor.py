@@ -10,6 +10,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
 from blockdraft.cli.flags import add_flags
@@ -49,17 +50,13 @@ def run(args: argparse.Namespace) -> int:
 
     if args.device.partition(":")[0] not in DEVICES:
         raise SettingsError(f"device '{args.device}' is unknown: use auto, cpu, cuda or cuda:1.")
-    report = examine(args.device, with_kernels=not args.quick, note=_note)
+    note = partial(print, file=sys.stderr, flush=True) if sys.stderr.isatty() else lambda text: None
+    report = examine(args.device, with_kernels=not args.quick, note=note)
     if args.json:
         print(json.dumps(as_json(report), indent=2))
     else:
         _show(report)
     return EXIT_PROBLEM if report.verdict == "problem" else 0
-
-
-def _note(text: str) -> None:
-    if sys.stderr.isatty():
-        print(text, file=sys.stderr, flush=True)
 
 
 def _show(report: Diagnosis) -> None:

@@ -19,15 +19,12 @@ from blockdraft.errors import SettingsError
 from blockdraft.settings.settings import DTYPES, QUANTIZATIONS
 
 if TYPE_CHECKING:
-    from blockdraft.training.evaluate import DrafterFit
     from blockdraft.training.fit_report import FitReport
 
 SUMMARY = "test how well a drafter predicts a target on a workload, and why not better"
 USAGE = "blockdraft fit [TARGET] [DRAFTER] [flags]"
 EXIT_DOES_NOT_FIT = 1
 SHOWN_POSITIONS = 15
-
-
 FLAGS = f"""
 --model NAME: the same as TARGET
 --draft NAME: the same as DRAFTER
@@ -103,28 +100,26 @@ def _one_of(what: str, word: str | None, flag: str | None) -> str | None:
 
 
 def lines(report: FitReport) -> Iterator[str]:
-    """Yield the report as lines of text."""
     question = report.question
     made = {"int8": "int8 weights, ", "fp8": "fp8 weights, "}.get(report.quantization, "")
     facts = f"{report.title}, width {report.width}, {made}{report.dtype}"
     yield f"{question.drafter} for {question.target}: {facts}"
     yield f"prompts: {question.source}"
     yield ""
-    rows = [_row(name, fit) for name, fit in {**report.categories, "all": report.overall}.items()]
+    rows = [
+        (name, str(fit.num_documents), f"{fit.committed:.2f}", _percents(fit.by_position))
+        for name, fit in {**report.categories, "all": report.overall}.items()
+    ]
     reached = ("where reached", "", "", _percents(report.overall.where_reached))
     yield from table([("category", "prompts", "per step", "accepted by position, %"), *rows, reached])
     if report.num_left_out:
         yield f"{report.num_left_out} prompts were left out: they are longer than the context."
-    yield from _weak(report)
+    if found := report.weak.lines():
+        yield from ("", "Weak:", *(f"  {line}" for line in found))
     yield ""
     yield from _speed(report)
-    yield from _tried(report)
     yield ""
     yield from _verdict(report)
-
-
-def _row(name: str, fit: DrafterFit) -> tuple[str, str, str, str]:
-    return name, str(fit.num_documents), f"{fit.committed:.2f}", _percents(fit.by_position)
 
 
 def _percents(rates: Sequence[float | None]) -> str:
@@ -132,32 +127,21 @@ def _percents(rates: Sequence[float | None]) -> str:
     return " ".join(shown)
 
 
-def _weak(report: FitReport) -> Iterator[str]:
-    if found := report.weak.lines():
-        yield from ("", "Weak:", *(f"  {line}" for line in found))
-
-
 def _speed(report: FitReport) -> Iterator[str]:
     if not report.costs:
         yield "Speed: unknown, the context has no room to time a step."
-        return
-    rows = [("width", "step", "breaks even at", "commits", "against plain decoding")]
-    for cost in report.costs:
-        about = "" if cost.width == report.width else "about "
-        found = f"{about}{cost.committed:.2f}", f"{about}{cost.speed_up:.2f}x"
-        rows.append((str(cost.width), f"{cost.step_ms:.1f} ms", f"{cost.break_even:.2f}", *found))
-    yield "One stream on this machine:"
-    yield from table(rows)
-
-
-def _tried(report: FitReport) -> Iterator[str]:
-    if not report.tried:
-        return
-    yield ""
-    yield "Changes tried, on greedy answers (tokens per step before → after):"
-    rows = [(one.name, one.what, f"{one.before:.2f} → {one.after:.2f}") for one in report.tried]
-    yield from table(rows)
-    yield from (f"not tried: {text}" for text in report.untried)
+    else:
+        rows = [("width", "step", "breaks even at", "commits", "against plain decoding")]
+        for cost in report.costs:
+            about = "" if cost.width == report.width else "about "
+            found = f"{about}{cost.committed:.2f}", f"{about}{cost.speed_up:.2f}x"
+            rows.append((str(cost.width), f"{cost.step_ms:.1f} ms", f"{cost.break_even:.2f}", *found))
+        yield from ("One stream on this machine:", *table(rows))
+    if report.tried:
+        yield from ("", "Changes tried, on greedy answers (tokens per step before → after):")
+        changes = [(one.name, one.what, f"{one.before:.2f} → {one.after:.2f}") for one in report.tried]
+        yield from table(changes)
+        yield from (f"not tried: {text}" for text in report.untried)
 
 
 def _verdict(report: FitReport) -> Iterator[str]:
@@ -179,8 +163,7 @@ def _verdict(report: FitReport) -> Iterator[str]:
             yield "No change of the configuration helps."
         worth = {True: "worth it", False: "not worth it", None: "unknown"}[prospect.is_worth_it]
         yield f"Training further: {worth}."
-        yield from (f"  {reason}" for reason in prospect.reasons)
-        yield f"  {prospect.command}"
+        yield from (f"  {line}" for line in (*prospect.reasons, prospect.command))
 
 
 def _disagreement(report: FitReport) -> str:

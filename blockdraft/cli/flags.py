@@ -1,8 +1,9 @@
-"""Flags that several commands share (one per setting, and those of a request), and text tables."""
+"""Shared by several commands: their flags, text tables, and hiding of keys."""
 
 from __future__ import annotations
 
 import argparse
+import io
 import re
 import shlex
 import sys
@@ -29,6 +30,9 @@ from blockdraft.settings.settings import (
 )
 
 T = TypeVar("T")
+HIDDEN = "***"
+_SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
+_NOT_SECRET = ("TOKENS", "TOKENIZER")  # --max-num-batched-tokens
 
 
 def add_settings(parser: argparse.ArgumentParser, leave_out: Iterable[str] = ()) -> None:
@@ -39,7 +43,7 @@ def add_settings(parser: argparse.ArgumentParser, leave_out: Iterable[str] = ())
     for item in fields(Settings):
         if item.name in leave_out:
             continue
-        text = f"{item.metadata['help']} (default: {_shown(item.default)})".replace("%", "%%")
+        text = f"{item.metadata['help']} (default: {shown(item.default)})".replace("%", "%%")
         where = other if item.name in launched else group
         # A flag that is not given is absent: environment or recipe may set it.
         where.add_argument(flag_of(item.name), default=argparse.SUPPRESS, help=text, **_options(item.name))
@@ -62,10 +66,8 @@ def given_settings(args: argparse.Namespace) -> dict[str, object]:
         if name in given:
             given[name] = tuple(given[name])
     first = getattr(args, "model_first", None)
-    if first is not None:
-        if given.get("model", first) != first:
-            raise SettingsError(f"two models were given, '{first}' and '{given['model']}': give one.")
-        given["model"] = first
+    if first is not None and given.setdefault("model", first) != first:
+        raise SettingsError(f"two models were given, '{first}' and '{given['model']}': give one.")
     return given
 
 
@@ -110,7 +112,7 @@ def add_flags(group: argparse._ActionsContainer, text: str, /, **more: object) -
         flag, _, value = head.partition(" ")
         options: dict[str, Any] = {"help": help_text}
         if not value:
-            options["action"] = "store_true"
+            options |= {"action": "store_true", "default": False}
         elif value.startswith("{"):
             options["choices"] = value[1:-1].split(",")
         else:
@@ -205,15 +207,24 @@ def read_stdin(what: str) -> str:
         raise not_text(error) from None
 
 
+def show_anything() -> None:
+    """Let stdout replace characters that the terminal cannot show."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+
+
 def not_text(error: UnicodeDecodeError) -> SettingsError:
     encoding = error.encoding
     return SettingsError(f"stdin is not {encoding} text ({error.reason}): convert it to {encoding}.")
 
 
-def _shown(default: object) -> str:
-    if isinstance(default, bool):
-        return "on" if default else "off"
-    return "none" if default in (None, ()) else str(default)
+def shown(value: object) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, dict):
+        value = tuple(f"{key}={text}" for key, text in value.items())
+    text = " ".join(value) if isinstance(value, tuple) else "" if value is None else str(value)
+    return text or "none"
 
 
 def _options(name: str) -> dict[str, Any]:
@@ -259,3 +270,34 @@ _METAVARS = {
     "engine_version": "VERSION",
     "head_address": "HOST",
 }
+
+
+# ---- keys in command lines
+
+
+def is_secret(name: str) -> bool:
+    """Return whether the value of a flag or variable of this name may be a key."""
+    text = name.upper()
+    for harmless in _NOT_SECRET:
+        text = text.replace(harmless, "")
+    return any(word in text for word in _SECRET)
+
+
+def masked(words: Sequence[str]) -> tuple[str, ...]:
+    """Return the words with keys hidden: in `--api-key KEY`, `--api-key=KEY` and inside --engine-args=."""
+    return tuple(_masked(word, before) for word, before in zip(words, ("", *words), strict=False))
+
+
+def _masked(word: str, before: str) -> str:
+    flag, equals, value = word.partition("=")
+    if flag == "--engine-args" and equals:
+        return f"{flag}={shlex.join(masked(shlex.split(value)))}"
+    if flag == "--engine-env" and equals:
+        name, _, _ = value.partition("=")
+        return f"{flag}={name}={HIDDEN}" if is_secret(name) else word
+    if flag.startswith("-") and equals and is_secret(flag):
+        return f"{flag}={HIDDEN}"
+    takes_secret = before.startswith("-") and "=" not in before and is_secret(before)
+    # A file name is no secret, and a flag is not the value of the flag before it.
+    is_value = takes_secret and not before.endswith("-file") and not word.startswith("--")
+    return HIDDEN if is_value else word

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from blockdraft.cli import flags
-from blockdraft.cli.chat_screen import show_anything
 from blockdraft.engine.request import Delta
 from blockdraft.errors import RequestError, SettingsError
 from blockdraft.grammar.structured_output import StructuredOutputs
@@ -27,8 +26,6 @@ if TYPE_CHECKING:
 
 SUMMARY = "answer one prompt"
 USAGE = "blockdraft generate [PROMPT] [flags]"
-
-
 FLAGS = """
 --file FILE...: append the text of FILE to the prompt; repeatable; '-': stdin
 --system TEXT: the system message
@@ -159,7 +156,7 @@ def _tell_stopped(seen: list[Delta], seconds: float) -> None:
 
 def _print_text(deltas: Iterator[Delta], num_choices: int, seen: list[Delta]) -> None:
     """Stream one answer; print several when all are complete, each under its number. Append to `seen`."""
-    show_anything()
+    flags.show_anything()
     for delta in deltas:
         seen.append(delta)
         if num_choices == 1:
@@ -200,7 +197,8 @@ def _print_json(llm: LLM, result: Result, warnings: list[str]) -> None:
     }
     more = {"chosen": models.labels.chosen, "warnings": warnings, "choices": choices[1:] and choices}
     answer |= {name: value for name, value in more.items() if value}
-    print(json.dumps(answer, ensure_ascii=not _writes_unicode(), allow_nan=False))
+    is_unicode = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
+    print(json.dumps(answer, ensure_ascii=not is_unicode, allow_nan=False))
 
 
 def _choice(answer: Completion) -> dict[str, object]:
@@ -226,7 +224,3 @@ def _choice(answer: Completion) -> dict[str, object]:
 def _finite(value: float) -> float | None:
     """Return None for -inf, the log-probability of a forbidden token: JSON has no infinity."""
     return value if math.isfinite(value) else None
-
-
-def _writes_unicode() -> bool:
-    return (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"

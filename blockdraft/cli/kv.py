@@ -1,8 +1,8 @@
-"""Read texts with exact and with compressed keys and values, and say for each format what a token takes, how
-often the likeliest next token stays the same, how much perplexity and the distribution change, at which
-depth, and which hidden facts (needles) are still found; and whether to use it. Texts are read whole, by
-references: this needs no kernel, and says nothing about speed. Where the model has a drafter, the engine also
-answers questions through each cache, and a column says what a step commits.
+"""Compare exact with compressed keys and values on texts. For each format, report the bytes per token, how
+often the likeliest next token stays the same, the change of the perplexity and of the distribution, by depth,
+and how many hidden facts (needles) are still found; then say whether to use it. Texts are read whole by
+reference code, which needs no kernel and says nothing about speed. If the model has a drafter, the engine
+also answers questions with each cache, and a column shows the tokens committed per step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from blockdraft.planner.plan import Plan
     from blockdraft.text.tokenizer import Tokenizer
 
-SUMMARY = "say what compressed keys and values (int8, fp8, tq4, tq4v3) do to a model"
+SUMMARY = "measure the effect of compressed keys and values (int8, fp8, tq4, tq4v3) on a model"
 USAGE = "blockdraft kv [MODEL] [flags]"
 FORMATS = ("int8", "fp8", "tq4", "tq4v3")  # kernels/kv_codec.py has what they are; it imports torch
 NEEDLES_FROM = 1024  # tokens: shorter texts have no needles unless they are asked for
@@ -143,7 +143,6 @@ def texts_of(path: Path, tokenizer: Tokenizer) -> Iterator[list[int]]:
 
 
 def lines(report: KvReport, args: argparse.Namespace) -> Iterator[str]:
-    """Yield the lines of the report."""
     source = "our own text" if args.texts is None else str(args.texts)
     yield (
         f"{args.model}, {report.dtype}: {report.num_texts} texts of {report.length} tokens ({source}), "

@@ -21,6 +21,7 @@ COMMANDS = (
     *("chat", "run", "generate", "serve", "bench", "train", "fit"),
     *("fetch", "models", "settings", "plan", "doctor", "kv"),
 )
+ALIASES = {"run": "chat"}
 EXIT_ERROR = 2
 EXIT_INTERRUPT = 130  # 128 + SIGINT, as shells report it
 EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
@@ -87,8 +88,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
     parsers = {}
     for name in [argv[0]] if argv and argv[0] in COMMANDS else COMMANDS:  # import only the named command
-        command = importlib.import_module(f"blockdraft.cli.{name}")
-        about = {"help": command.SUMMARY, "usage": command.USAGE, "description": command.__doc__}
+        ours = ALIASES.get(name, name)
+        command = importlib.import_module(f"blockdraft.cli.{ours}")
+        summary = command.SUMMARY if name == ours else f"the same as {ours}"
+        usage = command.USAGE.replace(f"blockdraft {ours}", f"blockdraft {name}")
+        about = {"help": summary, "usage": usage, "description": command.__doc__}
         parsers[name] = commands.add_parser(name, allow_abbrev=False, **about)
         command.add_arguments(parsers[name])
         parsers[name].set_defaults(run=command.run)

@@ -27,8 +27,6 @@ USAGE = """blockdraft models [QUERY] [flags]
        blockdraft models rm NAME ... [--yes]"""
 WIDTH = 110
 _COLUMNS = ("drafter", "layout", "block", "layers", f"{'GB':>5}")
-
-
 FLAGS = """
 --known: also list all known families and pairs
 --json: print one JSON object of both lists instead of text
@@ -70,33 +68,24 @@ def _list(query: str, *, is_json: bool, shows_known: bool) -> int:
         ]
         print(json.dumps({"on_disk": shown, **found.as_json()}, indent=2))
     else:
-        known = _text(found) if shows_known else _known_hint(found)
+        counts = f"{len(found.families)} model families and {len(found.pairs)} target/drafter pairs"
+        ways = "`blockdraft models --known` lists them, `blockdraft models NAME` finds one"
+        known = _text(found) if shows_known else f"{counts} are known: {ways}"
         print("\n\n".join(filter(None, ["\n".join(_disk_lines(stored, is_all=not query)), known])))
     return 0
-
-
-def _known_hint(known: KnownModels) -> str:
-    return (
-        f"{len(known.families)} model families and {len(known.pairs)} target/drafter pairs are known: "
-        "`blockdraft models --known` lists them, `blockdraft models NAME` finds one"
-    )
 
 
 def _disk_lines(stored: Sequence[StoredModel], *, is_all: bool) -> Iterator[str]:
     if not stored and not is_all:
         return
     yield f"On this disk (ours in {cache_dir()}, the hub's in {cache_dirs()['hub']})"
-    rows = [(one.name, f"{shown_bytes(one.num_bytes):>8}", _note(one)) for one in stored]
+    notes = {one.name: "no weights" for one in stored if not one.has_weights}
+    notes["default"] = f"{DEFAULT_ID}; its drafter came with blockdraft"
+    rows = [(one.name, f"{shown_bytes(one.num_bytes):>8}", notes.get(one.name, "")) for one in stored]
     yield from table(rows) if rows else ["  no model: `blockdraft models fetch NAME`"]
     others = other_bytes() if is_all else 0
     if others:
         yield f"  {shown_bytes(others)} more in our cache: kernels and packed weights, rebuilt when needed"
-
-
-def _note(model: StoredModel) -> str:
-    if model.name == "default":
-        return f"{DEFAULT_ID}; its drafter came with blockdraft"
-    return "" if model.has_weights else "no weights"
 
 
 def shown_bytes(num_bytes: int) -> str:
@@ -155,19 +144,15 @@ def _pair_lines(pairs: Sequence[KnownPair]) -> Iterator[str]:
     yield header
     for target, group in groupby(zip(pairs, lines, strict=True), key=lambda item: item[0].target):
         members = list(group)
-        yield "  " + target + _about(members[0][0])
+        first = members[0][0]
+        about = [first.family, None if first.target_gb is None else f"{first.target_gb:g} GB"]
+        known = ", ".join(filter(None, about))
+        yield f"  {target} ({known})" if known else f"  {target}"
         for pair, line in members:
             yield line
             if pair.refused:
                 yield from _wrapped(f"Refused: {pair.refused}.", " " * 6)
             yield from _wrapped(pair.notes, " " * 6)
-
-
-def _about(pair: KnownPair) -> str:
-    """Return the target's family and size in brackets, as far as they are known."""
-    known = [pair.family or "", "" if pair.target_gb is None else f"{pair.target_gb:g} GB"]
-    text = ", ".join(filter(None, known))
-    return f" ({text})" if text else ""
 
 
 def _wrapped(text: str, indent: str) -> list[str]:

@@ -1,6 +1,6 @@
-"""Resolve every 'auto' and say why; compute the memory from the files' headers (weights are not downloaded);
-report how many sequences of which length fit, what would make more fit, and the expected speed, an estimate.
-The exit code is 1 if the model does not fit or is known to fail.
+"""Resolve every 'auto' and say why. Compute the memory from the files' headers, without downloading weights.
+Report how many sequences of which length fit, what would make more fit, and the estimated speed. The exit
+code is 1 if the model does not fit or is known to fail.
 """
 
 from __future__ import annotations
@@ -33,8 +33,6 @@ USAGE = "blockdraft plan [MODEL] [flags]"
 EXIT_DOES_NOT_FIT = 1
 _WORTH_NAMING = 100e6  # bytes
 _WORKING = ("position tables", "row tables", "activations", "graphs", "driver", "reserve")
-
-
 FLAGS = """
 --context N: the same as --max-model-len N
 --concurrency N: the same as --max-num-seqs N
@@ -114,15 +112,10 @@ def _machine(name: str | None) -> tuple[Machine, Card | None]:
 def _given(args: argparse.Namespace) -> dict[str, object]:
     """Return the settings of the flags; --context and --concurrency are second names of two."""
     given = given_settings(args)
-    for flag, name, value in (
-        ("--context", "max_model_len", args.context),
-        ("--concurrency", "max_num_seqs", args.concurrency),
-    ):
-        if value is None:
-            continue
-        if given.get(name, value) != value:
-            raise SettingsError(f"{flag} {value} contradicts {flag_of(name)} {given[name]}: give one.")
-        given[name] = value
+    for alias, name in (("context", "max_model_len"), ("concurrency", "max_num_seqs")):
+        value = getattr(args, alias)
+        if value is not None and given.setdefault(name, value) != value:
+            raise SettingsError(f"--{alias} {value} contradicts {flag_of(name)} {given[name]}: give one.")
     return given
 
 
@@ -241,7 +234,6 @@ def published_lines(expected: Sequence[Expectation], *, shows_all: bool) -> Iter
 
 
 def published_line(one: Expectation) -> str:
-    """Return the figures of one run on one line."""
     users = "1 user" if one.concurrency == 1 else f"{one.concurrency} users"
     parts = [
         f"{number:,g} {unit}"

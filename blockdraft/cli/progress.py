@@ -54,13 +54,9 @@ def draw(startup: StartProgress, console: Console | None = None) -> None:
 
 def stage_bars(*, is_quiet: bool) -> Progress:
     """Return progress bars with a line per stage, drawn only on a terminal."""
-    columns = (
-        TextColumn("{task.description:<10}"),
-        BarColumn(bar_width=24),
-        TaskProgressColumn(),
-        Elapsed(),
-        TextColumn("{task.fields[detail]}", style="dim"),
-    )
+    detail = TextColumn("{task.fields[detail]}", style="dim")
+    name, bar = TextColumn("{task.description:<10}"), BarColumn(bar_width=24)
+    columns = (name, bar, TaskProgressColumn(), Elapsed(), detail)
     console = Console(stderr=True)
     return Progress(*columns, console=console, disable=is_quiet or not console.is_terminal)
 

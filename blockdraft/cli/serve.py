@@ -26,8 +26,6 @@ SUMMARY = "serve a model over HTTP, with a live page"
 USAGE = "blockdraft serve [MODEL] [flags]"
 
 EXIT_HUNG = 75  # a step did not come back; sysexits' "temporary failure"
-
-
 SERVER_FLAGS = """
 --host HOST: address to listen on (default: 127.0.0.1)
 --port N: port to listen on; 0: any free port (default: 8000)
@@ -41,7 +39,7 @@ SERVER_FLAGS = """
 --request-timeout S: seconds until an answer is complete; of a stream, until its first token (default: 600)
 --drain-timeout S: seconds that running answers get at shutdown (default: 30)
 --step-timeout S: seconds after which a step counts as hung (default: 120)
---log-level {debug,info,warning,error}: least level that is logged; debug also logs requests (default: info)
+--log-level {debug,info,warning,error}: log this level and worse; debug also logs requests (default: info)
 --access-log: log every request (without its text) at any --log-level
 --json: log one JSON object per line
 """
@@ -58,8 +56,8 @@ TIMEOUTS = {"request_timeout": 600.0, "drain_timeout": 30.0, "step_timeout": 120
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
-    own = {"log_level": {"default": "info", "metavar": "LEVEL"}, "json": {"dest": "json_logs"}}
-    add_flags(parser.add_argument_group("server"), SERVER_FLAGS, **DEFAULTS, **TIMEOUTS, **own)
+    group, logs = parser.add_argument_group("server"), {"dest": "json_logs"}
+    add_flags(group, SERVER_FLAGS, **DEFAULTS, **TIMEOUTS, log_level="info", json=logs)
     group = parser.add_argument_group("another engine (--engine vllm or sglang)")
     form = {"nargs": "?", "const": "shell", "choices": ("shell", "docker", "compose")}
     add_flags(group, ENGINE_FLAGS, start_timeout=3600.0, dry_run=form)
@@ -94,9 +92,7 @@ def _warn_open(host: str, options: ServerOptions) -> None:
 def _refuse_engine_flags(args: argparse.Namespace) -> None:
     for name in ("dry_run", "engine_python", "engine_log", "card"):
         if getattr(args, name) is not None:
-            raise SettingsError(
-                f"{flag_of(name)} needs another engine: add --engine vllm or --engine sglang."
-            )
+            raise SettingsError(f"{flag_of(name)} needs --engine vllm or --engine sglang: add one.")
 
 
 def _options(args: argparse.Namespace) -> ServerOptions:
@@ -137,7 +133,6 @@ def _serve(
 def _run_engine(
     args: argparse.Namespace, settings: Settings, secrets: tuple[str, ...], connection: Connection
 ) -> None:
-    """Run the engine's process."""
     from blockdraft.phases import StartProgress
     from blockdraft.start.driver_warmup import quick_imports, wake_card
     from blockdraft.start.preflight import pin_cpu_threads

@@ -46,7 +46,11 @@ def run(args: argparse.Namespace, settings: Settings, options: ServerOptions) ->
         key = options.api_keys[0] if options.api_keys else None
         checked = check_to_print(settings, name, args.card)
         command = checked.command(port=args.port or DEFAULT_PORT, api_key=key, host=args.host)
-        _print(args.dry_run, checked, command)
+        for warning in checked.warnings:
+            print(f"warning: {warning}", file=sys.stderr)
+        for finding in checked.findings:
+            print(f"{_LABELS[finding.severity]}: {finding}", file=sys.stderr)
+        print(PRINTERS[args.dry_run](command).rstrip("\n"))
         return 0
     if sys.platform == "win32":
         raise SettingsError(f"--engine {settings.engine} does not run on Windows: start it in WSL.")
@@ -63,14 +67,6 @@ def run(args: argparse.Namespace, settings: Settings, options: ServerOptions) ->
         listener = opened.enter_context(bind(args.host, args.port))
         launch = checked.launch(installed, start_timeout_s=args.start_timeout)
         return _serve(args, options, checked, launch, listener, _writer(args.engine_log, opened))
-
-
-def _print(form: str, checked: CheckedLaunch, command: Command) -> None:
-    for warning in checked.warnings:
-        print(f"warning: {warning}", file=sys.stderr)
-    for finding in checked.findings:
-        print(f"{_LABELS[finding.severity]}: {finding}", file=sys.stderr)
-    print(PRINTERS[form](command).rstrip("\n"))
 
 
 def _writer(path: Path | None, opened: ExitStack) -> Callable[[str], None]:

@@ -11,15 +11,14 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from blockdraft.cli.flags import add_flags, add_model, add_settings, given_settings, table
-from blockdraft.cli.masking import HIDDEN, is_secret, masked
+from blockdraft.cli import flags
+from blockdraft.cli.flags import HIDDEN, is_secret, masked, table
 from blockdraft.settings.merge import MergedSettings, merge_settings
 from blockdraft.settings.recipe import load_recipe, recipe_names
 from blockdraft.settings.settings import SETTING_NAMES
 
 SUMMARY = "show every setting and where its value comes from"
 USAGE = "blockdraft settings [MODEL] [flags]"
-
 
 FLAGS = """
 --changed: show only settings that differ from the default
@@ -29,15 +28,15 @@ FLAGS = """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model(parser)
-    add_flags(parser, FLAGS)
-    add_settings(parser)
+    flags.add_model(parser)
+    flags.add_flags(parser, FLAGS)
+    flags.add_settings(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     if args.recipes:
         return _list_recipes(is_json=args.json)
-    resolved = merge_settings(given_settings(args))
+    resolved = merge_settings(flags.given_settings(args))
     if args.json:
         print(json.dumps(as_json(resolved), indent=2))
         return 0
@@ -56,7 +55,7 @@ def as_json(resolved: MergedSettings) -> dict[str, object]:
 def lines(resolved: MergedSettings, *, shows_all: bool) -> Iterator[str]:
     """Yield a line per setting: name, value, source."""
     names = [name for name in SETTING_NAMES if shows_all or resolved.sources[name] != "default"]
-    rows = [(name, _shown(_value(resolved, name)), resolved.sources[name]) for name in names]
+    rows = [(name, flags.shown(_value(resolved, name)), resolved.sources[name]) for name in names]
     yield from table(rows, indent="")
     if not shows_all:
         others = len(SETTING_NAMES) - len(rows)
@@ -71,16 +70,6 @@ def _value(resolved: MergedSettings, name: str) -> object:
     if name == "engine_env":
         return {key: HIDDEN if is_secret(key) else text for key, text in value}
     return masked(value) if name == "engine_args" else value
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    if isinstance(value, dict):
-        return " ".join(f"{key}={text}" for key, text in value.items()) or "none"
-    if isinstance(value, tuple):
-        return " ".join(value) or "none"
-    return "none" if value is None else str(value)
 
 
 def _list_recipes(*, is_json: bool) -> int:

@@ -20,7 +20,7 @@ SUMMARY = "train a drafter for a target"
 USAGE = "blockdraft train TARGET --prompts FILE --out FOLDER (--minutes N | --steps N) [flags]"
 
 
-_SHAPE, _RECIPE, _OBJECTIVE, _ANSWERS = DrafterShape(), TrainingRecipe(), Objective(), AnswerOptions()
+_SHAPE, _RECIPE, _OBJECTIVE = DrafterShape(), TrainingRecipe(), Objective()
 RUN_FLAGS = """
 --out FOLDER: folder for all results
 --minutes X: time for all stages together
@@ -34,24 +34,21 @@ RUN_FLAGS = """
 """
 ANSWER_FLAGS = """
 --prompts FILE...: file of JSON lines {"messages": […], "category": "…"}, also .gz or .xz; repeatable
---held-out [NAME=]FILE...: prompts for evaluation, reported as NAME; repeatable (default: a few of each
-  category of --prompts)
+--held-out [NAME=]FILE...: prompts for evaluation as NAME; repeatable (default: a few of --prompts)
 --answers FOLDER...: also train on these answers (FOLDER/answers of another run); repeatable
 --answer-minutes X: part of --minutes for answering (default: a fifth)
 --max-prompts N: train on at most N prompts
 --max-answer N: longest answer in tokens (default: 400, or half of --length)
 --max-repeat N: cut an answer that repeats its last N tokens; 0: never (default: 64)
 --sampled X: share of the answers that are sampled at --temperature (default: 0, all greedy)
---temperature X[,X]: temperature of sampled answers; with two numbers, each answer draws one between them
-  (default: 0.7)
+--temperature X[,X]: of sampled answers; of two numbers, each answer draws one between them (default: 0.7)
 --top-p X: as in `blockdraft generate`, for sampled answers (default: 0.95)
 --rows N: answers generated at once (default: 2048, CPU: 16)
 --length N: longest prompt and answer together, in tokens (default: 1024)
 """
 SHAPE_FLAGS = f"""
---kind {{{",".join(KIND_NAMES)}}}: dflash2 adds convolutions and a selector that chooses among candidates,
-  dspark a Markov head; with --from, these are added to a DFlash drafter (default: the kind of --from, else
-  dflash)
+--kind {{{",".join(KIND_NAMES)}}}: dflash2 adds convolutions and a selector of candidates, dspark a Markov
+  head; with --from, they are added to a DFlash drafter (default: the kind of --from, else dflash)
 --rank N: rank of the token-pair tables of dflash2 and dspark (default: {_SHAPE.rank})
 --candidates N: candidates per position of dflash2 (default: {_SHAPE.num_candidates})
 --block N: block size in tokens, anchor included (default: 16)
@@ -70,19 +67,16 @@ RECIPE_FLAGS = f"""
 --short-blocks X: train this first share of the run with half blocks, a third faster (default: 0)
 --anchoring {{even,walk}}: even: blocks begin anywhere; walk: mostly where the drafter's own steps would begin
   (default: {_RECIPE.anchoring})
---deep-weight X: draw anchors at or after position --deep-from X times as often as earlier ones (default:
-  {_RECIPE.deep_weight:g})
+--deep-weight X: draw anchors from position --deep-from on X times as often (default: {_RECIPE.deep_weight:g})
 --deep-from N: the position of --deep-weight (default: {_RECIPE.deep_from})
---phases N: split the rows into N parts and train on one after the other, to save memory (default:
-  {_RECIPE.phases})
+--phases N: train on N parts of the rows in turn, to save memory (default: {_RECIPE.phases})
 --weighting {{dpace,decay,uniform}}: how the loss weighs the positions (default: {_OBJECTIVE.weighting})
 --gamma X: decay length of --weighting decay (default: {_OBJECTIVE.gamma:g})
---hardness X: with --weighting dpace: divide a block's weight by its expected length to the power X (default:
-  {_OBJECTIVE.hardness:g})
+--hardness X: with dpace: divide a block's weight by expected length ** X (default: {_OBJECTIVE.hardness:g})
 --distill X: share of the loss that is the divergence from the target's distribution (default: 0)
 --selector-weight X: weight of the selector's loss, with --kind dflash2 (default: 1)
---train {{all,added,selector}}: parts of a dflash2 drafter to train, with --from: all, only what DFlash2 adds,
-  or only its selector (default: all)
+--train {{all,added,selector}}: with --from, the parts of a dflash2 drafter to train: all, those that DFlash2
+  adds, or its selector (default: all)
 --average X: export a moving average of the weights with this decay; 0: the last weights (default: 0)
 --seed N: training seed (default: {_RECIPE.seed})
 """
@@ -92,46 +86,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group
     target_help = "folder, hub id or GGUF file"
     parser.add_argument("model", nargs="?", default="default", metavar="TARGET", help=target_help)
-    start = {"dest": "start_from"}
-    add_flags(add("run"), RUN_FLAGS, out={"required": True}, device="auto", dtype="auto", **{"from": start})
+    parser.argument_default = argparse.SUPPRESS  # a flag that is not given leaves the job's own default
+    add_flags(add("run"), RUN_FLAGS, out={"required": True}, **{"from": {"dest": "start_from"}})
     add_flags(
         add("answers"),
         ANSWER_FLAGS,
-        prompts=[],
-        held_out={"type": _named_file, "default": []},
-        answers=[],
+        held_out={"type": _named_file},
         max_answer={"dest": "max_tokens"},
         max_repeat=64,
-        sampled=0.0,
-        temperature={"type": _range, "default": _ANSWERS.temperature},
-        top_p=0.95,
+        temperature={"type": _range},
         rows={"dest": "bulk_rows"},
         length=1024,
     )
     add_flags(
         add("drafter"),
         SHAPE_FLAGS,
-        rank=_SHAPE.rank,
-        candidates={"dest": "num_candidates", "default": _SHAPE.num_candidates},
-        block=16,
-        layers={"dest": "num_layers", "default": 5},
+        candidates={"dest": "num_candidates"},
+        layers={"dest": "num_layers"},
         taps={"type": _numbers},
-        bidirectional={"dest": "is_causal", "action": "store_false"},
+        bidirectional={"dest": "is_causal", "action": "store_false", "default": True},
         mask_token={"dest": "mask_token_id", "type": int},
-        init="random",
     )
-    same = ("optimizer", "rate", "short_blocks", "anchoring", "deep_weight", "deep_from", "phases", "average")
-    add_flags(
-        add("recipe"),
-        RECIPE_FLAGS,
-        **{name: getattr(_RECIPE, name) for name in same},
-        **{name: getattr(_OBJECTIVE, name) for name in ("weighting", "gamma", "hardness", "distill")},
-        anchors={"dest": "num_anchors", "default": _RECIPE.num_anchors},
-        selector_weight={"dest": "selector", "default": _OBJECTIVE.selector},
-        train={"dest": "trained", "default": "all"},
-        # Not args.seed: the answers have a seed of their own, which no flag sets.
-        seed={"dest": "training_seed", "default": _RECIPE.seed},
-    )
+    dests = {"anchors": "num_anchors", "selector_weight": "selector", "train": "trained"}
+    # Not args.seed: the answers have a seed of their own, which no flag sets.
+    seed = {"dest": "training_seed", "default": _RECIPE.seed}
+    add_flags(add("recipe"), RECIPE_FLAGS, seed=seed, **{name: {"dest": to} for name, to in dests.items()})
 
 
 def run(args: argparse.Namespace) -> int:
@@ -141,9 +120,8 @@ def run(args: argparse.Namespace) -> int:
         job.out.mkdir(parents=True, exist_ok=True)
         log_file = (job.out / "log.txt").open("a", encoding="utf-8")
     except OSError as error:
-        raise SettingsError(
-            f"--out {job.out} cannot be written ({error.strerror}): choose another folder."
-        ) from None
+        reason = f"--out {job.out} cannot be written ({error.strerror})"
+        raise SettingsError(f"{reason}: choose another folder.") from None
     from blockdraft.start.driver_warmup import quick_imports
 
     with quick_imports():
@@ -151,61 +129,47 @@ def run(args: argparse.Namespace) -> int:
         from blockdraft.start.loading import resolve_device
         from blockdraft.training.run import train
 
-    if args.rows_per_step is None and resolve_device(job.device) == "cpu":
+    if "rows_per_step" not in args and resolve_device(job.device) == "cpu":
         job = replace(job, recipe=replace(job.recipe, rows_per_step=CPU_ROWS))
     try:
         with log_file as log, stage_bars(is_quiet=args.quiet) as bars:
             train(job, listener(log, bars, is_quiet=args.quiet), resume=args.resume)
     except KeyboardInterrupt:
-        print(_interrupted(job, is_resumed=args.resume), file=sys.stderr)
+        command = job.command if args.resume else f"{job.command} --resume"
+        way_on = f"; to continue from the last checkpoint: {command}"
+        has_begun = (job.out / "run.json").exists()
+        print(f"interrupted{way_on if has_begun else ' before the run began'}", file=sys.stderr)
         raise
     return 0
 
 
 def _check_files(args: argparse.Namespace) -> None:
     """Refuse missing files first: a mistyped path is the likeliest mistake."""
-    files = [("--prompts", path) for path in args.prompts]
-    files += [("--held-out", path) for _, path in args.held_out]
+    files = [("--prompts", path) for path in vars(args).get("prompts", ())]
+    files += [("--held-out", path) for _, path in vars(args).get("held_out", ())]
     for flag, path in files:
         if not path.exists() or path.is_dir():
             what = "is a folder" if path.is_dir() else "does not exist"
             raise SettingsError(f"{flag} {path} {what}: give the path of a JSONL file of prompts.")
 
 
-def _interrupted(job: Job, *, is_resumed: bool) -> str:
-    if not (job.out / "run.json").exists():
-        return "interrupted before the run began"
-    command = job.command if is_resumed else f"{job.command} --resume"
-    return f"interrupted; to continue from the last checkpoint: {command}"
-
-
-def _start(model: str, asked: str | None) -> str | None:
-    """Return the drafter to start from; None: random weights."""
-    found = named_drafter(model, asked)
-    if asked == "auto" and found == "none":
-        raise SettingsError(f"--from {asked}: no drafter ships for '{model}'. Name one, or leave --from out.")
-    return found
-
-
 def _job(args: argparse.Namespace) -> Job:
-    rows = TrainingRecipe().rows_per_step if args.rows_per_step is None else args.rows_per_step
-    if args.max_tokens is None:
-        args.max_tokens = max(1, min(AnswerOptions().max_tokens, args.length // 2))
+    given, asked = vars(args), vars(args).get("start_from")
+    start = named_drafter(args.model, asked)
+    if asked == "auto" and start == "none":
+        raise SettingsError(f"--from auto: no drafter ships for '{args.model}': name one, or leave it out.")
+    given.setdefault("max_tokens", max(1, min(AnswerOptions().max_tokens, args.length // 2)))
     return dataclass_from(
         Job,
         args,
-        prompts=tuple(args.prompts),
-        more_answers=tuple(args.answers),
-        held_out=tuple(args.held_out),
-        start_from=_start(args.model, args.start_from),
+        prompts=tuple(given.get("prompts", ())),
+        more_answers=tuple(given.get("answers", ())),
+        held_out=tuple(given.get("held_out", ())),
+        start_from=start,
         shape=dataclass_from(DrafterShape, args),
         answers=dataclass_from(AnswerOptions, args, max_repeat=args.max_repeat or None),
         recipe=dataclass_from(
-            TrainingRecipe,
-            args,
-            objective=dataclass_from(Objective, args),
-            seed=args.training_seed,
-            rows_per_step=rows,
+            TrainingRecipe, args, objective=dataclass_from(Objective, args), seed=args.training_seed
         ),
         command=shlex.join(["blockdraft", *sys.argv[1:]]),
     )

@@ -30,10 +30,7 @@ def translate(  # noqa: PLR0913  # all facts
     target: Raw | None = None,
     draft: Raw | None = None,
 ) -> Command:
-    """Return the command that starts the engine of `settings`. `target`, `draft`: config.json where known.
-
-    Raises SettingsError for settings that the engine has no flag for.
-    """
+    """Return the command of an engine; SettingsError for a setting it has no flag for."""
     settings = with_drafter(settings)
     order = LaunchRequest(
         settings=settings,

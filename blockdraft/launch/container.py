@@ -169,26 +169,20 @@ def hub_id(source: str) -> tuple[str, str | None] | None:
 
 
 def _check_folder(path: Path, *, variable: str) -> None:
-    config = path / "config.json"
+    config, snapshots = path / "config.json", sorted((path / "snapshots").glob("*"))
     if config.is_file():
         return
-    where = f"{variable} = '{path}'"
     if config.is_symlink():
-        raise SettingsError(
-            f"{where}: config.json is a link to {config.readlink()}, which is not mounted: mount the hub's "
-            "whole cache on /cache/huggingface/hub and give the hub id instead."
-        )
-    if not any(path.iterdir()):
-        raise SettingsError(
-            f"{where} is an empty folder: engines make one where the host's folder of -v does not exist. "
-            "Check the path on the host."
-        )
-    snapshots = sorted((path / "snapshots").glob("*"))
-    if snapshots:
-        raise SettingsError(
-            f"{where} is a folder of the hub's cache, for several versions: give {snapshots[-1]}, or the id."
-        )
-    raise SettingsError(f"{where} has no config.json: it is not a model's folder.")
+        why = f": config.json is a link to {config.readlink()}, which is not mounted: mount the hub's whole "
+        why += "cache on /cache/huggingface/hub and give the hub id instead."
+    elif not any(path.iterdir()):
+        why = " is an empty folder: engines make one where the host's folder of -v does not exist. Check the "
+        why += "path on the host."
+    elif snapshots:
+        why = f" is a folder of the hub's cache, for several versions: give {snapshots[-1]}, or the id."
+    else:
+        why = " has no config.json: it is not a model's folder."
+    raise SettingsError(f"{variable} = '{path}'{why}")
 
 
 # ---- single variables

@@ -75,10 +75,7 @@ def check_settings(
     target: Raw | None = None,
     draft: Raw | None = None,
 ) -> list[Issue]:
-    """Return the issues of a combination, worst first; none for our own engine.
-
-    `target` and `draft` are the models' config.json, where known.
-    """
+    """Return the issues of a combination, worst first. `target`, `draft`: config.json where known."""
     if settings.engine == "native":
         return []
     version = read_version(settings.engine, settings.engine_version)
@@ -86,7 +83,11 @@ def check_settings(
         settings=with_drafter(settings), version=version, machine=machine, target=target, draft=draft
     )
     found = [_softened(entry.issue, version) for entry in entries() if entry.holds(asked)]
-    found += _newer(version) + _unknown_pulls(version) + _trusted(asked) + _head_alone(asked)
+    found += _newer(version) + _unknown_pulls(version) + _head_alone(asked)
+    if asked.trusts_code:
+        symptom = "Python code of the checkpoint or the drafter will run with your rights."
+        way_out = "Leave out --trust-remote-code, unless the model needs it and you have read that code."
+        found.append(Issue("trust-remote-code", "warn", symptom, way_out, PAGE))
     return sorted(found, key=lambda issue: get_args(Severity).index(issue.severity))
 
 
@@ -99,7 +100,6 @@ def refuse(issues: Iterable[Issue]) -> None:
 
 @cache
 def entries() -> tuple[IssueEntry, ...]:
-    """Read issues.toml once."""
     return read_entries(FILE.read_text(encoding="utf-8"))
 
 
@@ -108,11 +108,7 @@ def read_entries(text: str) -> tuple[IssueEntry, ...]:
 
 
 def _entry(
-    *,
-    engine: str,
-    fixed_by: Iterable[int] = (),
-    upstream_since: str | None = None,
-    **table: object,
+    *, engine: str, fixed_by: Iterable[int] = (), upstream_since: str | None = None, **table: object
 ) -> IssueEntry:
     """Read one entry of our file, where a mistake is a bug."""
     about = {name: table.pop(name) for name in ("id", "severity", "symptom", "way_out", "thread")}
@@ -142,12 +138,6 @@ def _newer(version: EngineVersion) -> list[Issue]:
     return [Issue("unknown-version", "note", symptom, way_out, PAGE)] if is_newer else []
 
 
-def _trusted(asked: Combination) -> list[Issue]:
-    symptom = "Python code of the checkpoint or the drafter will run with your rights."
-    way_out = "Leave out --trust-remote-code, unless the model needs it and you have read that code."
-    return [Issue("trust-remote-code", "warn", symptom, way_out, PAGE)] if asked.trusts_code else []
-
-
 def _head_alone(asked: Combination) -> list[Issue]:
     """Refuse a folder whose index names a file above it: an engine may leave those weights unset."""
     folder = Path(os.path.expanduser(asked.drafter or "")).resolve()
@@ -155,39 +145,37 @@ def _head_alone(asked: Combination) -> list[Issue]:
     if not has_files or not (folder / "config.json").is_file():
         return []
     symptom = (
-        f"{folder} is a drafter's head, whose body is in the folder above it, and {asked.version} looks for "
-        "weights in the folder itself."
+        f"{folder} is a drafter's head, whose body is in the folder above it. {asked.version} looks for "
     )
+    symptom += "weights in the folder itself."
     way_out = f"Use the whole drafter, --draft {folder.parent}, or our own engine, without --engine."
     is_head = ModelFolder(folder, name=str(folder)).has_body_above
     return [Issue("head-without-body", "refuse", symptom, way_out, PAGE)] if is_head else []
 
 
 def _unknown_pulls(version: EngineVersion) -> list[Issue]:
-    """Pull requests that a build is said to carry, of which none of our entries knows what they repair."""
-    known = {number for entry in entries() for number in (*entry.fixed_by, *_pull_in(entry.issue.thread))}
+    """Warn of pull requests in a build's name that repair no issue of ours."""
+    known = {number for entry in entries() for number in entry.fixed_by}
+    threads = [re.search(r"/pull/(\d+)$", entry.issue.thread) for entry in entries()]
+    known |= {int(found[1]) for found in threads if found}
+    said = f"{version} is said to carry pull request"
+    way_out = "Check the number; those that matter are in docs/engine-builds.md."
     return [
         Issue(
-            id="unknown-pull-request",
-            severity="warn",
-            symptom=f"{version} is said to carry pull request {number}, and nothing here is known to be "
-            "repaired by it.",
-            way_out="Check the number; those that matter are in docs/engine-builds.md.",
-            thread=PULLS[version.engine] + str(number),
+            "unknown-pull-request",
+            "warn",
+            f"{said} {number}, but no known issue is repaired by it.",
+            way_out,
+            f"{PULLS[version.engine]}{number}",
         )
         for number in sorted(version.carried - known)
     ]
-
-
-def _pull_in(thread: str) -> list[int]:
-    return [int(number) for number in re.findall(r"/pull/(\d+)$", thread)]
 
 
 # ---- facts about a combination; None: not known
 
 
 def _model_type(config: Raw) -> object:
-    """Return the type of the model's text part."""
     inner = config.get("text_config")
     found = (inner if isinstance(inner, Mapping) else config).get("model_type", config.get("model_type"))
     return found.removesuffix("_text") if isinstance(found, str) else None

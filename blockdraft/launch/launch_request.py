@@ -167,21 +167,15 @@ class LaunchRequest(Combination):
         return None if value in ("auto", DEFAULTS[name]) else value
 
 
-def _build_target(order: LaunchRequest) -> str | None:
-    """Return the target of container/Containerfile for a release with merged pull requests, else None."""
-    version = order.version
-    if order.is_cpu or not version.carried or version.is_nightly or version.engine != "vllm":
-        return None
-    return "spark" if order.capability == SPARK else "vllm"
-
-
 def write_command(
     order: LaunchRequest, program: Iterable[str], flags: Flags, *, env: Mapping[str, str], image: str
 ) -> Command:
     """Make the command from the flags that the engine's own module has chosen."""
     _check(order)
     settings, written = order.settings, _arguments(flags)
-    build, version = _build_target(order), order.version
+    version, build = order.version, None
+    if version.engine == "vllm" and version.carried and not (order.is_cpu or version.is_nightly):
+        build = "spark" if order.capability == SPARK else "vllm"  # a release with merged pull requests
     built = f"blockdraft-{version.engine}:{version.text.replace('+', '-')}"
     is_published = not (order.is_cpu or version.carried)
     files = (settings.model, settings.draft, settings.chat_template)

@@ -31,10 +31,8 @@ _PATTERNS = {
         ("load", r"Filesystem type for checkpoints: .*?(?P<detail>Checkpoint size: [\d.]+ \w+)"),
         ("load", r"(?P<detail>Loading weights took [\d.]+ \w+)"),
         ("load", r"(?P<detail>Model loading took [\d.]+ \w+)"),
-        (
-            "compile",
-            r"Starting torch\.compile|for vLLM's torch\.compile|Warming up model for the compilation",
-        ),
+        ("compile", r"Starting torch\.compile|for vLLM's torch\.compile"),
+        ("compile", r"Warming up model for the compilation"),
         ("compile", r"(?P<detail>Dynamo bytecode transform time: [\d.]+ s)"),
         ("compile", r"(?P<detail>Compiling a graph for .* takes [\d.]+ s)"),
         ("compile", r"Directly load (?:the compiled graph|AOT compilation)"),
@@ -76,10 +74,9 @@ def read_sign(engine: str, line: str) -> Sign | None:
     for phase, pattern in _PATTERNS[engine]:
         if found := re.search(pattern, text):
             groups = found.groupdict()
-            share = int(groups["percent"]) / 100 if groups.get("percent") else None
-            return Sign(
-                phase, groups.get("detail"), None if percent is None else min(1.0, int(percent) / 100)
-            )
+            percent = groups.get("percent")
+            progress = None if percent is None else min(1.0, int(percent) / 100)
+            return Sign(phase, groups.get("detail"), progress)
     return None
 
 

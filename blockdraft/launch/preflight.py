@@ -68,14 +68,14 @@ class CheckedLaunch:
 
     def facts(self) -> dict[str, object]:
         """Return the facts that the live page shows beside the engine's own."""
-        settings, width = self.settings, 1
+        settings = self.settings
+        draft: dict[str, object] = {"draft": None, "draft_kind": None, "width": 1}
         if self.draft is not None:
             width = draft_block(self.draft) if settings.width == "auto" else settings.width
+            draft = {"draft": settings.draft, "draft_kind": _kind_title(self.draft), "width": width}
         return {
             "target": settings.model,
-            "draft": None if self.draft is None else settings.draft,
-            "draft_kind": None if self.draft is None else _kind_title(self.draft),
-            "width": width,
+            **draft,
             "dtype": settings.dtype,
             "quantization": settings.quantization,
             "is_dummy": settings.load_format == "dummy",
@@ -94,12 +94,12 @@ def _kind_title(draft: Mapping[str, object]) -> str | None:
 
 
 def check_launch(settings: Settings, name: str) -> CheckedLaunch:
-    """Check a start here. Raises for a model that is missing or out of reach, a pair that does not match,
-    GPUs that are too few or too small, and what is known to be bad.
-    """
+    """Check a start on this machine; raise for models, pairs, GPUs or issues that forbid it."""
     settings, machine = _placed(with_drafter(settings)), read_machine()
     other_card = check_recipe_card(settings.recipe, settings.model, settings.device, machine)
-    _check_template(settings)
+    file = settings.chat_template
+    if file is not None and not os.path.isfile(file):  # an engine would take its name for a template
+        raise SettingsError(f"--chat-template {file} is no file: check the path.")
     target, draft = (_opened(settings, source) for source in _sources(settings))
     _check_num_gpus(settings, machine)
     checked = _checked(settings, name, machine, target, draft)
@@ -107,10 +107,7 @@ def check_launch(settings: Settings, name: str) -> CheckedLaunch:
 
 
 def as_installed(settings: Settings, installed: Installed) -> tuple[Settings, tuple[str, ...]]:
-    """Return the settings with the version that flags are written for, and warnings.
-
-    A given version of the installed release is kept: only the user knows which pull requests a build carries.
-    """
+    """Return settings for the installed version, and a warning; the same release with patches is kept."""
     asked, found = settings.engine_version, installed.version
     if found is None or (asked is not None and not _is_another(settings.engine, asked, found)):
         return settings, ()
@@ -187,13 +184,6 @@ def _placed(settings: Settings) -> Settings:
     paths = {name: os.path.expanduser(getattr(settings, name) or "") for name in tests}
     changes = {name: os.path.abspath(path) for name, path in paths.items() if tests[name](path)}
     return asked_otherwise(settings, **changes)
-
-
-def _check_template(settings: Settings) -> None:
-    """Raise SettingsError for a chat template that is missing: an engine would take its name for one."""
-    file = settings.chat_template
-    if file is not None and not os.path.isfile(file):
-        raise SettingsError(f"--chat-template {file} is no file: check the path.")
 
 
 def _sources(settings: Settings) -> tuple[str | None, str | None]:

@@ -104,7 +104,6 @@ class EngineProcess:
 
 
 def shown_exit(code: int) -> str:
-    """Return an exit code in words."""
     if code > 128:
         with contextlib.suppress(ValueError):
             return f"was ended by {signal.Signals(code - 128).name}"

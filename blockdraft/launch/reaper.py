@@ -37,7 +37,10 @@ def main(argv: list[str]) -> int:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # workers without a parent become our children
     try:
         engine = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_die_with_reaper
+            command,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=lambda: _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),  # the kernel kills it with us
         )
     except OSError as error:
         sys.stderr.write(f"cannot start '{command[0]}': {error.strerror}\n")
@@ -119,11 +122,6 @@ def _children() -> list[int]:
             if int(path.read_text().rpartition(")")[2].split()[1]) == os.getpid():
                 found.append(int(path.parent.name))
     return found
-
-
-def _die_with_reaper() -> None:
-    """Have the kernel kill the engine with the reaper; runs in the child before the engine's program."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _prctl(option: int, value: int) -> None:

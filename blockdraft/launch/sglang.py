@@ -27,17 +27,17 @@ def sglang_command(order: LaunchRequest) -> Command:
     """Write the command. Raises SettingsError for a setting that this version has no flag for."""
     _refuse(order)
     metrics = ("--enable-metrics", True)  # else /metrics is empty
-    flags = [*order.address_flags, metrics, *_model(order), *_limits(order), *_machines(order)]
+    flags = [*order.address_flags, metrics, *_model(order), *_limits(order)]
+    flags += order.machine_flags("--tp-size", "--pp-size")
+    if order.settings.num_nodes > 1:
+        flags.append(("--dist-init-addr", "{}:{}".format(*order.head)))
     flags += _speculation(order)
     program = ("sglang", "serve", "--model-path", order.settings.model)
-    image = f"{IMAGE}:v{order.version.text.partition('+')[0]}"
-    return write_command(order, program, flags, env={**_overlap(order), **order.environment}, image=image)
-
-
-def _overlap(order: LaunchRequest) -> dict[str, str]:
-    """Return variables that let its scheduler run ahead of drafts, if asked: z-lab calls it experimental."""
+    # They let its scheduler run ahead of drafts; z-lab calls them experimental, so only if asked.
     is_wanted = order.settings.overlap is True and order.drafter is not None
-    return dict.fromkeys(OVERLAP_VARIABLES, "1") if is_wanted else {}
+    env = dict.fromkeys(OVERLAP_VARIABLES, "1") if is_wanted else {}
+    image = f"{IMAGE}:v{order.version.text.partition('+')[0]}"
+    return write_command(order, program, flags, env={**env, **order.environment}, image=image)
 
 
 def _refuse(order: LaunchRequest) -> None:
@@ -99,13 +99,6 @@ def _limits(order: LaunchRequest) -> Flags:
         ("--disable-cuda-graph", not settings.graphs),
         ("--disable-overlap-schedule", settings.overlap is False),
     ]
-
-
-def _machines(order: LaunchRequest) -> Flags:
-    flags = order.machine_flags("--tp-size", "--pp-size")
-    if order.settings.num_nodes > 1:
-        flags.append(("--dist-init-addr", "{}:{}".format(*order.head)))
-    return flags
 
 
 def _speculation(order: LaunchRequest) -> Flags:

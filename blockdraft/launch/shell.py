@@ -56,11 +56,13 @@ def compose(command: Command) -> str:
     """Return a compose file with one service. Every value is JSON, which is also YAML."""
     image = _image(command)
     head, *rest = command.argv
+    arguments = f"args: {{VLLM_VERSION: {json.dumps(command.version)}}}"
+    build = f"{{context: ., dockerfile: {CONTAINERFILE}, target: {command.build}, {arguments}}}"
     lines = [
         "services:",
         f"  {command.engine}:",
         f"    image: {json.dumps(image)}",
-        *_build_section(command),
+        *([] if command.build is None else [f"    build: {build}"]),
         f"    entrypoint: [{_literal(head)}]",
         "    command:",
         *(f"      - {_literal(argument)}" for argument in rest),
@@ -78,13 +80,6 @@ def compose(command: Command) -> str:
         "          devices: [{driver: nvidia, count: all, capabilities: [gpu]}]",
     ]
     return "\n".join(lines) + "\n"
-
-
-def _build_section(command: Command) -> list[str]:
-    if command.build is None:
-        return []
-    arguments = f"args: {{VLLM_VERSION: {json.dumps(command.version)}}}"
-    return [f"    build: {{context: ., dockerfile: {CONTAINERFILE}, target: {command.build}, {arguments}}}"]
 
 
 def _image(command: Command) -> str:
@@ -106,7 +101,6 @@ def _lines(argv: Iterable[str]) -> list[str]:
 
 
 def _inside(command: Command) -> list[tuple[str, str]]:
-    """Return the environment in a container."""
     return sorted({"HOME": HOME, **command.env}.items())
 
 

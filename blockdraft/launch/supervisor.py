@@ -107,7 +107,6 @@ class Supervisor:
         return {"version": self.version or command.version, "engine": command.engine}
 
     def last_lines(self) -> list[str]:
-        """The last lines of the engine's output."""
         return [] if self._process is None else self._process.last_lines(SHOWN_LINES)
 
     def close(self) -> None:
@@ -280,18 +279,14 @@ class Supervisor:
             output_log.warning("%s: %s", self.title, line)
         if self.is_ready:
             return
-        self._take_fp4_kernel(line)
-        sign = read_sign(self.launch.command.engine, line)
-        if sign is not None:
-            self._phases.take(sign)
-
-    def _take_fp4_kernel(self, line: str) -> None:
-        """Remember each kernel once: every worker names it."""
         kernel = read_fp4_kernel(line)
-        if kernel is not None and kernel not in self.fp4_kernels:
+        if kernel is not None and kernel not in self.fp4_kernels:  # every worker names it
             self.fp4_kernels.append(kernel)
         if is_fp4_fallback(line) and FALLBACK not in self.startup.warnings:
             self.startup.warn(FALLBACK)
+        sign = read_sign(self.launch.command.engine, line)
+        if sign is not None:
+            self._phases.take(sign)
 
     def _status(self, path: str) -> int | None:
         """Return the HTTP status of a path; None: no answer."""

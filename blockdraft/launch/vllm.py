@@ -8,18 +8,13 @@ wheels on PyPI, 0.19.0 to 0.32.0.
 from __future__ import annotations
 
 from blockdraft.checkpoints.read_draft_config import draft_kind
-from blockdraft.launch.engine_versions import EngineVersion
 from blockdraft.launch.launch_request import TRUST_FLAG, Command, Flags, LaunchRequest, write_command
 from blockdraft.settings.acceptance_profile import acceptance_rates
 
 IMAGE = "vllm/vllm-openai"
-DFLASH = "0.20.0"  # releases; nightly builds of 0.19.1 and 0.19.2 have it as well
-SYNTHETIC = "0.20.0"
-DRAFT_BACKEND = "0.21.0"
-DRAFT_BACKEND_PULL = 39930
-QUEUE_LIMIT = "0.29.0"
-REQUEST_METRICS = "0.29.0"
-
+DFLASH = SYNTHETIC = "0.20.0"  # releases; nightly builds of 0.19.1 and 0.19.2 have DFlash as well
+DRAFT_BACKEND, DRAFT_BACKEND_PULL = "0.21.0", 39930
+QUEUE_LIMIT = REQUEST_METRICS = "0.29.0"
 BACKENDS = {"TRITON": "TRITON_ATTN", "FLASH": "FLASH_ATTN", "FLEX": "FLEX_ATTENTION"}
 
 
@@ -32,10 +27,6 @@ def vllm_command(order: LaunchRequest) -> Command:
         env["VLLM_API_KEY"] = order.api_key
     tag = "nightly" if order.version.is_nightly else f"v{order.version.text.partition('+')[0]}"
     return write_command(order, program, flags, env=env, image=f"{IMAGE}:{tag}")
-
-
-def has_dflash(version: EngineVersion) -> bool:
-    return version.within(f">={DFLASH}") or (version.is_nightly and version.within(">=0.19.1"))
 
 
 def _model(order: LaunchRequest) -> Flags:
@@ -57,8 +48,7 @@ def _backend(name: str | None) -> str | None:
 
 
 def _limits(order: LaunchRequest) -> Flags:
-    settings = order.settings
-    overlap = settings.overlap
+    settings, overlap = order.settings, order.settings.overlap
     # Its own default differs between versions, so the share is always said; on a CPU it would be of the
     # machine's whole memory.
     share = order.changed("gpu_memory_utilization") if order.is_cpu else order.memory_share
@@ -103,7 +93,8 @@ def _speculation(order: LaunchRequest) -> Flags:
     drafter = order.drafter
     if drafter is None:
         return []
-    if not has_dflash(order.version):
+    version = order.version
+    if not (version.within(f">={DFLASH}") or (version.is_nightly and version.within(">=0.19.1"))):
         raise order.refusal(
             "draft",
             f"no release before {DFLASH} has DFlash; use {DFLASH} or newer, or a nightly build such as "

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 
 from blockdraft.errors import SettingsError
 from blockdraft.settings.recipe import Recipe, load_recipe
@@ -33,20 +33,27 @@ def merge_settings(flags: Mapping[str, object], *, uses_environment: bool = True
     recipe = None if name is None else load_recipe(str(name))
     asked = flags.get("engine", environment.get("engine"))
     recipe_values = {} if recipe is None else _for_engine(recipe, asked)
-    layers = [
-        _Layer("the recipe", recipe_values, lambda field, _: f"recipe {name}"),
-        _Layer("the environment", environment, lambda field, _: variable_of(field)),
-        _Layer("the flags", flags, flag_of),
-    ]
-    layers, notes = _fitting(layers)
+    layers = [("the recipe", recipe_values), ("the environment", environment), ("the flags", flags)]
+    engines = [given["engine"] for _, given in layers if "engine" in given]
     values: dict[str, object] = {}
     sources = {item.name: "default" for item in fields(Settings)}
-    for layer in layers:
-        for field, value in layer.values.items():
-            source = layer.source(field, value)
-            is_more = field in ADDED_UP and field in values
-            values[field] = _added(field, values[field], value) if is_more else value
-            sources[field] = f"{sources[field]}, {source}" if is_more else source
+    engine: object = "native"
+    final, notes = engines[-1] if engines else "native", list[str]()
+    for title, given in layers:
+        engine = given.get("engine", engine)
+        # Our own engine has no such words: beside it they are meant for the one that is still to be named.
+        is_stale = engine not in ("native", final)
+        dropped = [field for field in ENGINE_WORDS if is_stale and field in given]
+        if dropped:
+            notes.append(f"{', '.join(dropped)} of {title} left out: for {engine}, not for {final}")
+        for field, value in given.items():
+            if field in dropped:
+                continue
+            own = {"the recipe": f"recipe {name}", "the environment": variable_of(field)}
+            source = own.get(title, flag_of(field, value))
+            if field in ADDED_UP and field in values:
+                value, source = _added(field, values[field], value), f"{sources[field]}, {source}"
+            values[field], sources[field] = value, source
     return MergedSettings(_made(values, sources), sources, recipe, tuple(notes))
 
 
@@ -61,30 +68,6 @@ def _for_engine(recipe: Recipe, engine: object) -> Mapping[str, object]:
         return recipe.settings
     kept = {name: value for name, value in recipe.settings.items() if name not in ENGINE_WORDS}
     return {**kept, "engine": engine, **recipe.others[str(engine)]}
-
-
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    title: str
-    values: Mapping[str, object]
-    source: Callable[[str, object], str]
-
-
-def _fitting(layers: Sequence[_Layer]) -> tuple[list[_Layer], list[str]]:
-    """Return the layers without values for an engine that a later layer replaces, and a note for each."""
-    final = next((layer.values["engine"] for layer in reversed(layers) if "engine" in layer.values), "native")
-    engine: object = "native"
-    fitting, notes = [], []
-    for layer in layers:
-        engine = layer.values.get("engine", engine)
-        # Our own engine has no such words: beside it they are meant for the one that is still to be named.
-        is_stale = engine not in ("native", final)
-        dropped = [name for name in ENGINE_WORDS if is_stale and name in layer.values]
-        if dropped:
-            notes.append(f"{', '.join(dropped)} of {layer.title} left out: for {engine}, not for {final}")
-        kept = {name: value for name, value in layer.values.items() if name not in dropped}
-        fitting.append(replace(layer, values=kept))
-    return fitting, notes
 
 
 def _added(field: str, below: object, above: object) -> object:

@@ -61,10 +61,9 @@ def find_source(source: str | Path, what: str = "model") -> Source:
             f"org/name@revision), {_OWN_WORDS[what]}.{_mount_hint(name)}"
         )
     if MOUNTS.fullmatch(name.partition("/")[0]):
-        raise ModelError(
-            f"{what} '{name}' looks like a path, not a hub id, and there is no such folder here: "
-            f"{_meant(name)}"
-        )
+        meant = f"give its full path (/{name}?), and in a container check that the volume is mounted."
+        meant = f"use /{name}, which exists." if os.path.isdir(f"/{name}") else meant
+        raise ModelError(f"{what} '{name}' looks like a path, not a hub id, but is no folder here: {meant}")
     return Source("hub", name, repo=hub_id["repo"], revision=hub_id["revision"])
 
 
@@ -109,10 +108,3 @@ def _mount_hint(name: str) -> str:
     if os.path.isdir(parent) and os.path.dirname(parent) != parent:
         return ""  # only the last part is wrong: no mount is missing
     return " In a container, is the volume mounted?"
-
-
-def _meant(name: str) -> str:
-    """Return advice for a relative path that is not there."""
-    if os.path.isdir(f"/{name}"):
-        return f"use /{name}, which exists."
-    return f"give its full path (/{name}?), and in a container check that the volume is mounted."

@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import get_type_hints
 
@@ -99,10 +99,7 @@ class Recipe:
     expect: tuple[Expectation, ...] = ()
 
 
-_NUMBERS = (
-    *("tokens_per_second", "baseline_tokens_per_second", "tokens_per_step", "drafts_accepted"),
-    *("ttft_ms", "tpot_ms", "speedup"),
-)
+_NUMBERS = tuple(item.name for item in fields(Expectation) if item.type == "float | None")
 _ABOUT = ("title", "notes", "cards", "excludes", "expect", *OTHER_ENGINES)
 _PLAIN = tuple(name for name in SETTING_NAMES if name not in (*_IN_TABLES, "recipe"))
 
@@ -202,7 +199,9 @@ class _Reader:
         if field == "engine_args":
             return self.texts(key, value)
         if field == "engine_env":
-            return self._variables(key, value)
+            if not isinstance(value, dict):
+                raise self.error(key, 'is a table of text, such as { VLLM_LOGGING_LEVEL = "INFO" }')
+            return tuple((name, self.text(f"{key} {name}", text)) for name, text in value.items())
         if value != "auto" or SETTING_TYPES[field] not in (int | Auto, bool | Auto):
             self._check_type(key, value, SETTING_TYPES[field])
         if field in CHOICES and value not in CHOICES[field]:
@@ -213,11 +212,6 @@ class _Reader:
         kinds, what = _KINDS[hint]
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
             raise self.error(key, f"= {value!r} is not {what}")
-
-    def _variables(self, key: str, value: object) -> tuple[tuple[str, str], ...]:
-        if not isinstance(value, dict):
-            raise self.error(key, 'is a table of text, such as { VLLM_LOGGING_LEVEL = "INFO" }')
-        return tuple((name, self.text(f"{key} {name}", text)) for name, text in value.items())
 
     def text(self, key: str, value: object) -> str:
         if not isinstance(value, str):
@@ -230,7 +224,6 @@ class _Reader:
         return tuple(self.text(key, item) for item in value)
 
     def card(self, key: str, name: str) -> str:
-        """Return the card's key for any of its names."""
         card = card_by_key(name)
         if card is None:
             raise self.error(key, f"names '{name}', a card that is not known{card_hint(name).rstrip('.')}")
@@ -293,7 +286,11 @@ def check_recipe_card(name: str | None, model: str, device: str, machine: Machin
             where = f"{_title(gpu)} ({family.capitalize()})"
             raise SettingsError(f"recipe '{recipe.name}' will not work on {where}: {exclusion.why}.")
     cards = recipe_cards(recipe)
-    if not cards or any(_is_as_good(gpu, card) for card in cards):
+    as_good = (
+        card.key in named or (gpu.capability == card.capability and gpu.memory_bytes >= card.memory_bytes)
+        for card in cards
+    )
+    if not cards or any(as_good):
         return ()
     titles = ", ".join(card.title for card in cards)
     return (f"recipe '{recipe.name}' is for {titles}: nobody has reported it to run on {_title(gpu)}",)
@@ -301,12 +298,6 @@ def check_recipe_card(name: str | None, model: str, device: str, machine: Machin
 
 def recipe_cards(recipe: Recipe) -> list[Card]:
     return [card for key in recipe.cards if (card := card_by_key(key)) is not None]
-
-
-def _is_as_good(gpu: Gpu, card: Card) -> bool:
-    """Return whether it is that card, or one of the same capability with as much memory."""
-    is_larger = gpu.capability == card.capability and gpu.memory_bytes >= card.memory_bytes
-    return is_larger or (gpu.card is not None and gpu.card.key == card.key)
 
 
 def _title(gpu: Gpu) -> str:

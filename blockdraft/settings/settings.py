@@ -1,4 +1,4 @@
-"""What the user asked for, and the only place where the environment is read."""
+"""Settings of one engine, as the user asked; the only module that reads the environment."""
 
 from __future__ import annotations
 
@@ -38,11 +38,7 @@ def _launched(default: T, help_text: str, **facts: object) -> T:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """One engine, as asked for.
-
-    planner.resolver.resolve resolves "auto"; before it, settings/shipped.py resolves the drafter's, and torch
-    the device's.
-    """
+    """One engine, as asked for. The planner resolves "auto", drafter and device first."""
 
     model: str = _setting("default", "target: folder, hub id, GGUF file, or 'default'")
     draft: str | None = _setting(
@@ -68,7 +64,7 @@ class Settings:
     )
     draft_quantization: str = _setting("auto", "the same for the drafter's weights", choices=QUANTIZATIONS)
     load_format: str = _setting(
-        "auto", "dummy: random weights, for timing only; config.json is enough", choices=("auto", "dummy")
+        "auto", "dummy: random weights, for timing only; needs only config.json", choices=("auto", "dummy")
     )
     synthetic_acceptance: str | None = _setting(
         None,
@@ -105,8 +101,8 @@ class Settings:
     )
     verify: str = _setting(
         "auto",
-        "check kernels, model and drafter before serving: auto, what changed since the last check on this "
-        "machine; full, everything; off, nothing",
+        "check kernels, model and drafter before serving; auto: what changed since the last check on this "
+        "machine; full: everything; off: nothing",
         choices=("auto", "full", "off"),
     )
     sampling_defaults: str = _setting(
@@ -145,9 +141,7 @@ class Settings:
                 raise SettingsError(f"{name} = {value!r} is not a whole number of at least {low}.")
         share = self.gpu_memory_utilization
         if not isinstance(share, int | float) or not 0 < share <= 1:
-            raise SettingsError(
-                f"gpu_memory_utilization = {share!r} is not a share: give 0.9 for nine tenths."
-            )
+            raise SettingsError(f"gpu_memory_utilization = {share!r} is no share: give 0.9 for nine tenths.")
         for name, known in CHOICES.items():
             if (value := getattr(self, name)) not in known:
                 raise SettingsError(f"{name} '{value}' is unknown: use one of {', '.join(known)}.")
@@ -293,10 +287,7 @@ OTHER_VARIABLES = {
 
 
 def read_variables(environment: Mapping[str, str] | None = None) -> dict[str, object]:
-    """Return the settings of BLOCKDRAFT_NAME variables by field; an empty one counts as unset.
-
-    Raises SettingsError for a variable that nobody would read.
-    """
+    """Return the settings of BLOCKDRAFT_NAME variables that are not empty; SettingsError for unknown ones."""
     environment = os.environ if environment is None else environment
     known = {variable_of(name): name for name in SETTING_NAMES}
     known |= {variable_of(name): ours for name, ours in FORMER_NAMES.items()}
@@ -317,8 +308,7 @@ def read_variables(environment: Mapping[str, str] | None = None) -> dict[str, ob
 
 def _near(variable: str) -> str:
     # Without their prefix, which makes all of them alike.
-    names = [variable_of(name).removeprefix(PREFIX) for name in SETTING_NAMES]
-    names += [name.removeprefix(PREFIX) for name in OTHER_VARIABLES]
+    names = [name.removeprefix(PREFIX) for name in (*map(variable_of, SETTING_NAMES), *OTHER_VARIABLES)]
     hint = suggestion(variable.removeprefix(PREFIX), names)
     return hint.replace("mean ", f"mean {PREFIX}") if hint else ": see docs/settings.md for those that are."
 

@@ -78,10 +78,7 @@ def _grammar(wanted: CallRules, arguments_key: str, python_tag: str | None) -> s
 
 
 def _call_or_json(wanted: CallRules, other: StructuredOutputs, arguments_key: str) -> str:
-    """Return a grammar of calls or JSON output; both begin with a brace, so each is one rule.
-
-    Each rule is as strict as its own tool or schema.
-    """
+    """Return a grammar of calls or JSON output: both begin with a brace, so each is one whole rule."""
     rules = [f"output: {lark.json_of_output(other)}"]
     for number, tool in enumerate(wanted.tools):
         schema = _with_references_below(lark.arguments_of(tool, is_required=False), "#/$defs/tool")
@@ -131,7 +128,11 @@ def tools_as_messages(
         else:
             told.append(_with_calls_as_text(message))
         is_result = message.get("role") == "tool"
-    return _with_system(told, _introduction(tools)) if tools else told
+    if tools and told and told[0].get("role") in ("system", "developer"):
+        told[0] = {**told[0], "content": f"{told[0]['content']}\n\n{_introduction(tools)}"}
+    elif tools:
+        told.insert(0, {"role": "system", "content": _introduction(tools)})
+    return told
 
 
 def _with_calls_as_text(message: Mapping[str, object]) -> dict[str, object]:
@@ -142,12 +143,6 @@ def _with_calls_as_text(message: Mapping[str, object]) -> dict[str, object]:
     lines += [json.dumps(call["function"], ensure_ascii=False) for call in calls]
     rest = {key: value for key, value in message.items() if key != "tool_calls"}
     return {**rest, "content": "\n".join(lines)}
-
-
-def _with_system(chat: list[dict[str, object]], text: str) -> list[dict[str, object]]:
-    if chat and chat[0].get("role") in ("system", "developer"):
-        return [{**chat[0], "content": f"{chat[0]['content']}\n\n{text}"}, *chat[1:]]
-    return [{"role": "system", "content": text}, *chat]
 
 
 def _introduction(tools: Items[FunctionTool]) -> str:

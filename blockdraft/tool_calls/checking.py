@@ -48,15 +48,11 @@ FORMATS = {
 _COMPILED = {name: re.compile(pattern) for name, pattern in FORMATS.items()}
 
 
-class TooMuch(Exception):
-    """The check would take too long."""
-
-
 def problem_of(value: object, schema: object, schemas: Schemas) -> str | None:
     """Return the first problem of a value and its place; None: no problem, or the check takes too long."""
     try:
         return next(_Check(schemas).problems(value, schema, ""), None)
-    except (TooMuch, RecursionError):
+    except RecursionError:
         return None
 
 
@@ -71,7 +67,7 @@ class _Check:
         keywords = self._schemas.flat(schema).keywords
         self._num_left -= 1 + sum(len(one) for one in keywords.values() if isinstance(one, list)) // 8
         if self._num_left < 0:
-            raise TooMuch
+            raise RecursionError("the check would take too long")
         kind = type_of(value)
         yield from _own_problems(value, kind, keywords, where)
         yield from self._choices(value, keywords, where)
@@ -142,7 +138,8 @@ def _own_problems(value: object, kind: str, keywords: Part, where: str) -> Itera
     if kind not in types and not (kind == "integer" and "number" in types):
         yield f"{where}{_shown(value)} is of type {kind}, not {' or '.join(map(str, types))}"
     values = values_of(keywords)
-    if values is not None and not any(_is_same(value, one) for one in values):
+    # Of the same type, too: true is not 1.
+    if values is not None and not any(type_of(one) == kind and value == one for one in values):
         yield f"{where}{_shown(value)} is not a listed value ('enum')"
     size = _measured(value)
     for name, (measure, is_right) in _LIMITS.items():
@@ -178,11 +175,6 @@ _LIMITS: Mapping[str, tuple[str, Callable[[float, float], bool]]] = {
 }
 
 
-def _is_same(one: object, other: object) -> bool:
-    """Return whether two values are equal as JSON: true is not 1."""
-    return type_of(one) == type_of(other) and one == other
-
-
 def _shown(value: object) -> str:
     if isinstance(value, list | Mapping):
         return "the list" if isinstance(value, list) else "the object"
@@ -196,10 +188,7 @@ _PYTHON = {"True": "true", "False": "false", "None": "null"}
 
 
 def read_json(text: str) -> object:
-    """Return the value of a JSON text; ValueError if it could not be written as JSON again.
-
-    Python reads more than JSON: NaN, Infinity, numbers past the largest float, halves of characters.
-    """
+    """Return the value of a JSON text; ValueError for Python's extensions (NaN, half characters)."""
     try:
         value: object = json.loads(text, parse_constant=_finite, parse_float=_finite)
         if "\\u" in text:  # no other way to write half a character

@@ -16,7 +16,7 @@ from blockdraft.tool_calls.checking import as_json
 from blockdraft.tool_calls.json_scanner import JsonScanner
 from blockdraft.tool_calls.lark import CallRules, json_of, quoted, tag
 from blockdraft.tool_calls.pieces import FunctionTool
-from blockdraft.tool_calls.reading import AnswerReader, NotACall, Steps
+from blockdraft.tool_calls.reading import AnswerReader, NotACall, Steps, TagFinder
 from blockdraft.tool_calls.schemas import (
     Flat,
     Part,
@@ -27,7 +27,6 @@ from blockdraft.tool_calls.schemas import (
     named,
     other_items,
 )
-from blockdraft.tool_calls.tags import TagFinder
 
 OPEN, CLOSE = "<|tool_call>", "<tool_call|>"
 QUOTE = '<|"|>'
@@ -237,7 +236,6 @@ class _Rules(ToolRules):
         return self._names[flat.key]
 
     def _value(self, rule: str, flat: Flat) -> str:
-        """Return the right side of the rule for a value."""
         keywords = flat.keywords
         # A string cannot hold its own closing quote.
         values = self._values(flat, lambda value: json.dumps(QUOTE)[1:-1] not in json.dumps(value))
@@ -269,7 +267,10 @@ class _Rules(ToolRules):
         required = {name: rest for name in listed(keywords, "required") if isinstance(name, str)}
         members = sorted({**required, **named(keywords, "properties")}.items())
         if not members:
-            return '"{" "}"' if rest is False else self._free_object(rest)
+            if rest is False:
+                return '"{" "}"'
+            value = self._rule(rest)
+            return "object" if value == "value" else f'"{{" (KEY ":" {value} ("," KEY ":" {value})*)? "}}"'
         for place, (key, schema) in enumerate(members):
             written = quoted_parts(f"{_written_key(key)}:", self._quote)
             value = f"{written} {self._rule(schema)} {rule}_{place + 1}_more"
@@ -280,11 +281,6 @@ class _Rules(ToolRules):
         self._add(f'{rule}_{len(members)}: ""')
         self._add(f'{rule}_{len(members)}_more: ""')
         return f'"{{" {rule}_0 "}}"'
-
-    def _free_object(self, schema: object) -> str:
-        """Return the rule of an object with any keys."""
-        value = self._rule(schema)
-        return "object" if value == "value" else f'"{{" (KEY ":" {value} ("," KEY ":" {value})*)? "}}"'
 
     def _list(self, rule: str, keywords: Part) -> str:
         """A list. In rule n the first n items are there, and the next has a schema of its own."""

@@ -18,8 +18,7 @@ from blockdraft.grammar.structured_output import StructuredOutputs
 from blockdraft.text.tokenizer import Tokenizer
 from blockdraft.tool_calls.json_scanner import JsonScanner
 from blockdraft.tool_calls.lark import CallRules, arguments_of, json_of, output_rule, quoted, tag
-from blockdraft.tool_calls.reading import AnswerReader, Steps
-from blockdraft.tool_calls.tags import TagFinder
+from blockdraft.tool_calls.reading import AnswerReader, Steps, TagFinder
 from blockdraft.tool_calls.thoughts import Tags
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
@@ -113,7 +112,6 @@ class HarmonyReader(AnswerReader):
 
 
 def find_harmony_thoughts(tokenizer: Tokenizer) -> Tags | None:
-    """Return the tags around the thoughts."""
     close_id = tokenizer.token_id(END)
     opening = f"{CHANNEL}analysis{MESSAGE}"
     if close_id is None or tokenizer.token_id(CHANNEL) is None:

@@ -23,10 +23,7 @@ class JsonCallReader(AnswerReader):
     """Reads such calls; what stands around them is the format's."""
 
     def _read_json_call(self) -> Steps[bool]:
-        """Read a call whose opening brace is taken. False: its arguments went wrong, the rest is still there.
-
-        Members may come in any order. Arguments in front of the name wait for it.
-        """
+        """Read a call after its brace, with members in any order. False: its arguments went wrong."""
         name, early = "", "{}"
         while (key := (yield from self._read_key())) is not None:
             if key == "name":

@@ -41,16 +41,13 @@ def tag(tokenizer: Tokenizer, text: str) -> str:
 
 
 def json_of(schema: Mapping[str, object], *, is_strict: bool = True) -> str:
-    """Return the rule of JSON that matches a schema; if not strict, unknown keywords bind nothing.
-
-    It is written as Python writes JSON, which is how templates show calls to models.
-    """
+    """Return the rule of JSON, spaced as in templates; if not strict, unknown keywords bind nothing."""
     return json_of_output(StructuredOutputs(json=schema, is_lenient=not is_strict))
 
 
 def json_of_output(output: StructuredOutputs) -> str:
-    """Return the rule of JSON for a structured output."""
-    return f"%json {json.dumps(with_options(schema_of(output), output))}"
+    schema = json.loads(output.json) if isinstance(output.json, str) else output.json
+    return f"%json {json.dumps(with_options(dict(ANY_OBJECT if schema is None else schema), output))}"
 
 
 def arguments_of(tool: FunctionTool, *, is_required: bool) -> Mapping[str, object]:
@@ -58,12 +55,6 @@ def arguments_of(tool: FunctionTool, *, is_required: bool) -> Mapping[str, objec
     if not (tool.is_strict or is_required):
         return ANY_OBJECT
     return tool.parameters or _NO_ARGUMENTS
-
-
-def schema_of(output: StructuredOutputs) -> dict[str, object]:
-    """Return the schema of a structured output that is JSON."""
-    schema = json.loads(output.json) if isinstance(output.json, str) else output.json
-    return dict(ANY_OBJECT if schema is None else schema)
 
 
 def text_pattern(schema: object) -> str:
@@ -99,10 +90,7 @@ def output_rule(output: StructuredOutputs) -> str | None:
 
 
 def json_call_rules(wanted: CallRules, arguments_key: str) -> list[str]:
-    """Return the rule `json_call`, as templates write it, and the rules it needs.
-
-    The schema of the arguments stands alone, so that references in it find what they refer to.
-    """
+    """Return the rule `json_call`, as templates write it, and those of its arguments, a whole schema each."""
     rules = [f"json_call: {' | '.join(f'call_{number}' for number in range(len(wanted.tools)))}"]
     for number, tool in enumerate(wanted.tools):
         head = quoted(f'{{"name": "{tool.name}", "{arguments_key}": ')

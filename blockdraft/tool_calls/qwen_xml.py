@@ -21,9 +21,8 @@ from blockdraft.tool_calls.binding import ToolRules, terminal, text_patterns, un
 from blockdraft.tool_calls.checking import as_json, is_text
 from blockdraft.tool_calls.lark import CallRules, arguments_of, json_of, quoted, tag, tagged_grammar
 from blockdraft.tool_calls.pieces import FunctionTool
-from blockdraft.tool_calls.reading import AnswerReader, NotACall, Steps
+from blockdraft.tool_calls.reading import AnswerReader, NotACall, Steps, TagFinder
 from blockdraft.tool_calls.schemas import Flat, Part, Schemas, find_reference, for_grammar, listed, named
-from blockdraft.tool_calls.tags import TagFinder
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 FUNCTION, END_FUNCTION = "<function=", "</function>"

@@ -11,19 +11,62 @@ The rules, for every format:
 
 from __future__ import annotations
 
+import re
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Generator, Mapping
+from collections.abc import Collection, Generator, Iterable, Mapping
 from typing import Literal, TypeVar
 
 from blockdraft.tool_calls.json_scanner import JsonScanner
 from blockdraft.tool_calls.pieces import FunctionTool, Span, ToolCallPiece
-from blockdraft.tool_calls.tags import TagFinder
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]  # runs until it needs more text
 MAX_HEAD = 1 << 16  # characters that may wait for a call to begin; arbitrary
 SPACE = " \t\r\n"
+
+
+class TagFinder:
+    """Finds the first of some tags; of two that begin at one place, the longer."""
+
+    def __init__(self, tags: Iterable[str]) -> None:
+        longest_first = sorted(set(tags), key=len, reverse=True)
+        self.tags = frozenset(longest_first)
+        self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self._beginnings = {tag[:size] for tag in longest_first for size in range(1, len(tag))}
+        self._longest = max(map(len, longest_first), default=0)
+
+    def find(self, text: str, start: int, is_over: bool) -> tuple[int, str | None]:
+        """Return the end of the certain text from `start` on, and the tag behind it; None: no tag yet."""
+        match = self._pattern.search(text, start)
+        waiting = len(text) if is_over else self._first_beginning(text, start)
+        if match is None or (waiting < len(text) and waiting <= match.start()):
+            return waiting, None
+        return match.start(), match.group()
+
+    def _first_beginning(self, text: str, start: int) -> int:
+        """Return the place where a tag may begin at the end of the text, or the text's length."""
+        places = range(max(start, len(text) - self._longest + 1), len(text))
+        return next((at for at in places if text[at:] in self._beginnings), len(text))
+
+
+class TagFilter:
+    """Leaves tags out of a text that comes in pieces."""
+
+    def __init__(self, finder: TagFinder) -> None:
+        self._finder = finder
+        self._held = ""
+
+    def push(self, text: str, is_last: bool) -> str:
+        text, at = self._held + text, 0
+        kept = []
+        while True:
+            end, tag = self._finder.find(text, at, is_last)
+            kept.append(text[at:end])
+            if tag is None:
+                self._held = text[end:]
+                return "".join(kept)
+            at = end + len(tag)
 
 
 class NotACall(Exception):
@@ -137,10 +180,7 @@ class AnswerReader(ABC):
         return "".join(found)
 
     def _read_json(self, scanner: JsonScanner, *, is_argument: bool) -> Steps[str]:
-        """Read one JSON object, array or string, and pass it on as it comes if `is_argument`.
-
-        Raises ValueError if it is invalid; the part in front of the error has been passed on.
-        """
+        """Read one JSON value, and pass it on as it comes if `is_argument`; ValueError at its first error."""
         found: list[str] = []
         while True:
             is_done = False
@@ -183,7 +223,6 @@ class AnswerReader(ABC):
             self._spans.append(Span(kind, text))
 
     def _begin(self, name: str) -> None:
-        """Begin a call."""
         self._mark = None
         self._space = ""
         self._is_behind_call = True

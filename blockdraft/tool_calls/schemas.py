@@ -63,7 +63,6 @@ class Schemas:
         self._num_left = max_steps
 
     def flat(self, schema: object) -> Flat:
-        """Return a part of the schema, flattened."""
         if not isinstance(schema, Mapping):
             return ANYTHING if schema is not False else self._flat({"allOf": [False]})
         if id(schema) not in self._found:
@@ -79,7 +78,9 @@ class Schemas:
         key = frozenset(parts)
         if key not in self._known:
             self._kept += parts.values()
-            self._num_left -= sum(map(_size, parts.values())) if len(parts) > 1 else 0
+            values = (value for part in parts.values() for value in part.values())
+            size = sum(len(value) for value in values if isinstance(value, Mapping | list))
+            self._num_left -= size if len(parts) > 1 else 0
             self._known[key] = _merged(key, list(parts.values()))
         found = self._known[key]
         return found if is_known else found._replace(lost=found.lost | UNKNOWN.lost)
@@ -126,11 +127,21 @@ class Schemas:
 
     def member(self, schema: object, name: str) -> object:
         """Return the schema of an object's member; None: it may be anything."""
-        return self._below(schema, lambda keywords: _member(keywords, name))
+
+        def step(keywords: Part) -> object:
+            rest = keywords.get("additionalProperties")
+            return named(keywords, "properties").get(name, rest if isinstance(rest, Mapping) else None)
+
+        return self._below(schema, step)
 
     def item(self, schema: object, place: int) -> object:
         """Return the schema of a list's item; None: it may be anything."""
-        return self._below(schema, lambda keywords: _item(keywords, place))
+
+        def step(keywords: Part) -> object:
+            found = [*first_items(keywords)[place : place + 1], other_items(keywords)][0]
+            return found if isinstance(found, Mapping) else None
+
+        return self._below(schema, step)
 
     def _below(self, schema: object, step: Callable[[Part], object]) -> object:
         """Return the result of `step` for a schema, or for its alternatives."""
@@ -187,7 +198,6 @@ def values_of(schema: Part) -> list[object] | None:
 
 
 def type_of(value: object) -> str:
-    """Return the JSON type of a value."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -226,20 +236,6 @@ def _own_types(keywords: Part) -> set[str]:
     return {kind for kind, names in _TYPES_BY_KEYWORD.items() if any(name in keywords for name in names)}
 
 
-def _member(keywords: Part, name: str) -> object:
-    properties = named(keywords, "properties")
-    if name in properties:
-        return properties[name]
-    rest = keywords.get("additionalProperties")
-    return rest if isinstance(rest, Mapping) else None
-
-
-def _item(keywords: Part, place: int) -> object:
-    first = first_items(keywords)
-    rest = other_items(keywords) if place >= len(first) else first[place]
-    return rest if isinstance(rest, Mapping) else None
-
-
 # ---- merging
 
 
@@ -267,7 +263,8 @@ def _merge_one(keywords: dict[str, object], name: str, value: object) -> Iterato
     elif name == "type":
         keywords[name] = _common_types(old, value)
     elif name == "enum" and isinstance(old, list) and isinstance(value, list):
-        keywords[name] = _common_values(old, value)
+        known = {json.dumps(one, sort_keys=True) for one in value}  # true is not 1, as it is in Python
+        keywords[name] = [one for one in old if json.dumps(one, sort_keys=True) in known]
     elif name == "required" and isinstance(old, list) and isinstance(value, list):
         keywords[name] = list(dict.fromkeys(one for one in (*old, *value) if isinstance(one, str)))
     elif name in _MEMBERS and isinstance(old, Mapping) and isinstance(value, Mapping):
@@ -288,16 +285,6 @@ def _common_types(one: object, other: object) -> list[str]:
     if "integer" in first | second and "number" in first | second:
         common.add("integer")
     return sorted(common)
-
-
-def _common_values(one: list[object], other: list[object]) -> list[object]:
-    """Return common values as JSON has them: true is not 1, as it is in Python."""
-    known = {json.dumps(value, sort_keys=True) for value in other}
-    return [value for value in one if json.dumps(value, sort_keys=True) in known]
-
-
-def _size(part: Part) -> int:
-    return sum(len(value) for value in part.values() if isinstance(value, Mapping | list))
 
 
 def _closed_to_others(parts: list[Part]) -> Iterator[str]:

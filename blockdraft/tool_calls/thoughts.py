@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from blockdraft.text.tokenizer import Tokenizer
-from blockdraft.tool_calls.tags import TagFinder
+from blockdraft.tool_calls.reading import TagFinder
 
 _TAIL_TOKENS = 8  # enough for the tag and the white space a template may write behind it
 # The tags of each family. The first token of either tag says enough: what follows it is text of the tag.
@@ -54,12 +54,10 @@ def _single(tokenizer: Tokenizer, tag: str) -> int | None:
 
 
 def begins_inside(tags: Tags, tokenizer: Tokenizer, prompt_ids: Items[int]) -> bool:
-    """Return whether the prompt ends with the opening tag."""
     return _tail(tokenizer, prompt_ids).endswith(tags.open)
 
 
 def begins_behind(tags: Tags, tokenizer: Tokenizer, prompt_ids: Items[int]) -> bool:
-    """Return whether the prompt ends with the closing tag: the model is not to think."""
     return _tail(tokenizer, prompt_ids).endswith(tags.close)
 
 

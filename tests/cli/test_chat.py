@@ -87,14 +87,13 @@ def talk(answerer, *lines, max_tokens=None):
 # ---- with a model here
 
 
-@pytest.mark.parametrize("command", ["chat", "run"])
-def test_piped_questions_are_answered_line_by_line_and_remembered(command, capsys, monkeypatch):
+def test_piped_questions_are_answered_line_by_line_and_remembered(capsys, monkeypatch):
     asked, stream = [], LLM.stream
     monkeypatch.setattr(
         LLM, "stream", lambda self, ids, params: asked.append(ids) or stream(self, ids, params)
     )
     pipe(monkeypatch, "t1 t2 t3\n\nt9\n")
-    assert main([command, *LOCAL, *GREEDY]) == 0
+    assert main(["run", *LOCAL, *GREEDY]) == 0  # another name of chat
     captured = capsys.readouterr()
     assert captured.out == f"{COUNT}\n t10 t11 t12 t13 t14\n"
     assert captured.err == "(cut after 5 tokens: raise --max-tokens for more)\n" * 2
@@ -133,13 +132,10 @@ def test_an_interrupt_ends_the_answer_between_two_steps_and_the_model_answers_ag
     assert signal.getsignal(signal.SIGINT) is before
     text = "".join(piece.text for piece in model.answer(MESSAGES, with_drafts=False))
     assert text.startswith(COUNT)
-
-
-def test_a_second_interrupt_does_not_wait(llm):
-    pieces = LocalModel(llm, SamplingParams(temperature=0.0), "pair").answer(MESSAGES, with_drafts=False)
+    pieces = model.answer(MESSAGES, with_drafts=False)
     next(pieces)
     signal.raise_signal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt):  # a second one does not wait
         signal.raise_signal(signal.SIGINT)
     pieces.close()
 
@@ -200,13 +196,8 @@ def test_a_servers_refusal_is_a_sentence(capsys, monkeypatch, url):
 def test_a_server_is_told_what_the_flags_say_and_nothing_else():
     assert sampling_fields(parse(["chat"])) == {"max_tokens": 2048}
     given = parse(["chat", "--temperature", "1", "--top-k", "0", "--stop", "a", "--seed", "3"])
-    assert sampling_fields(given) == {
-        "temperature": 1.0,
-        "top_k": 0,
-        "stop": ["a"],
-        "seed": 3,
-        "max_tokens": 2048,
-    }
+    told = {"temperature": 1.0, "top_k": 0, "stop": ["a"], "seed": 3, "max_tokens": 2048}
+    assert sampling_fields(given) == told
 
 
 @contextlib.contextmanager
@@ -414,10 +405,10 @@ def test_help_names_every_command_and_other_programs_words_are_understood(capsys
     assert "the conversation was forgotten" in told
 
 
-def test_exit_ends_before_the_next_question(capsys, monkeypatch):
+def test_exit_ends_before_the_next_question(monkeypatch):
     for name in ("/exit", "/quit", "/bye"):
         pipe(monkeypatch, f"{name}\nt1\n")
-        assert Talk(Scripted(), system=None, max_tokens=None).run() == 0
+        assert Talk(Scripted()).run() == 0
 
 
 MARKED = [

@@ -70,10 +70,8 @@ def test_text_goes_to_stdout_and_one_line_of_speed_to_stderr(capsys, expected):
     assert main(["generate", "t1 t2 t3", *MODEL, "--draft", DRAFT, *GREEDY]) == 0
     captured = capsys.readouterr()
     assert captured.out == expected.text + "\n"
-    pattern = (
-        r"9 tokens in [\d.]+ s: [\d.]+ tok/s \([\d.]+ after the first step\), ([\d.]+) tokens per step\n"
-    )
-    found = re.fullmatch(pattern, captured.err)
+    rate = r"[\d.]+ tok/s \([\d.]+ after the first step\)"
+    found = re.fullmatch(rf"9 tokens in [\d.]+ s: {rate}, ([\d.]+) tokens per step\n", captured.err)
     assert found, captured.err
     assert float(found[1]) == round(expected.metrics.tokens_per_step, 2)
 
@@ -183,10 +181,8 @@ def test_answers_that_are_for_timing_only_say_so_in_every_output(capsys, monkeyp
     flags += ["--synthetic-acceptance", "mean:2"]
     assert main(["generate", "t1 t2 t3", *flags]) == 0
     *warnings, line = capsys.readouterr().err.splitlines()
-    assert [warning.split(":")[1] for warning in warnings if "was busy" not in warning] == [
-        " weights are random",
-        " acceptance is synthetic (mean",
-    ]
+    told = [warning.split(":")[1] for warning in warnings if "was busy" not in warning]
+    assert told == [" weights are random", " acceptance is synthetic (mean"]
     assert line.endswith("(timing only: +dummy+synthetic)")
     assert main(["generate", "t1 t2 t3", *flags, "--json"]) == 0
     captured = capsys.readouterr()
@@ -284,23 +280,10 @@ def test_sampling_flags_become_sampling_params():
         "--n 3 --logit-bias 3=-100 --logit-bias 4=1.5 --logprobs 2"
     )
     args = parse(["generate", "x", *flags.split()])
-    assert sampling_from(args) == SamplingParams(
-        temperature=0.5,
-        top_p=0.9,
-        top_k=5,
-        min_p=0.1,
-        presence_penalty=1.0,
-        frequency_penalty=-1.0,
-        repetition_penalty=1.1,
-        seed=4,
-        stop=["a", "b"],
-        max_tokens=8,
-        min_tokens=2,
-        ignore_eos=True,
-        n=3,
-        logit_bias={3: -100.0, 4: 1.5},
-        logprobs=2,
-    )
+    expected = {"temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": 4, "stop": ["a", "b"]}
+    expected |= {"presence_penalty": 1.0, "frequency_penalty": -1.0, "repetition_penalty": 1.1, "n": 3}
+    expected |= {"max_tokens": 8, "min_tokens": 2, "ignore_eos": True, "logprobs": 2}
+    assert sampling_from(args) == SamplingParams(**expected, logit_bias={3: -100.0, 4: 1.5})
     assert settings_from(args).seed == Settings().seed
 
 

@@ -353,31 +353,25 @@ def test_switches_are_bare_flags(values, vllm, sglang):
         assert flag not in command(engine).argv
 
 
+NEITHER = [
+    {"dtype": "float64"},
+    {"quantization": "int8"},
+    {"draft_quantization": "int8"},
+    {"kv_dtype": "tq4"},
+]
+NEITHER += [{"draft_kv_dtype": "tq4"}, {"kv_window": 256}, {"tool_format": "hermes"}]
+NEITHER += [{"max_stall_ms": 50}, {"model": "default"}, {"model": "folder/model.Q4_1.gguf"}]
+
+
 @pytest.mark.parametrize(
     ("engine", "values"),
     [
-        ("vllm", {"dtype": "float64"}),
-        ("sglang", {"dtype": "float64"}),
-        ("vllm", {"quantization": "int8"}),
-        ("sglang", {"quantization": "none"}),
-        ("vllm", {"draft_quantization": "int8"}),
-        ("sglang", {"draft_quantization": "int8"}),
-        ("vllm", {"kv_dtype": "tq4"}),
-        ("sglang", {"kv_dtype": "tq4v3"}),
-        ("vllm", {"draft_kv_dtype": "tq4"}),
-        ("sglang", {"draft_kv_dtype": "int8"}),
-        ("vllm", {"kv_window": 256}),
-        ("sglang", {"kv_window": 256}),
-        ("vllm", {"tool_format": "hermes"}),
-        ("vllm", {"max_stall_ms": 50}),
-        ("sglang", {"max_stall_ms": 50}),
+        *((engine, values) for engine in ("vllm", "sglang") for values in NEITHER),
         ("sglang", {"cache_bytes": 1 << 30}),
         ("sglang", {"kv_dtype": "turboquant_k8v4"}),
         ("sglang", {"synthetic_acceptance": "mean:4"}),
         ("vllm", {"device": "mps"}),
         ("vllm", {"device": "cuda:1", "tensor_parallel": 2}),
-        ("vllm", {"model": "default"}),
-        ("sglang", {"model": "folder/model.Q4_1.gguf"}),
     ],
 )
 def test_what_an_engine_has_no_words_for_is_refused_by_name(engine, values):

@@ -27,8 +27,7 @@ from blockdraft.text.tokenizer import Tokenizer
 from blockdraft.tool_calls.checking import call_problem
 from blockdraft.tool_calls.pieces import FunctionTool, Span
 from blockdraft.tool_calls.pieces import ToolCallPiece as ToolCallPiece
-from blockdraft.tool_calls.reading import AnswerReader
-from blockdraft.tool_calls.tags import TagFilter
+from blockdraft.tool_calls.reading import AnswerReader, TagFilter
 from blockdraft.tool_calls.thoughts import Splitter, ThoughtCounter
 
 log = logging.getLogger(__name__)
