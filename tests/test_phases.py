@@ -62,13 +62,16 @@ def test_a_phase_tells_its_time_detail_and_progress_while_it_runs_and_its_time_a
     assert phase_of(startup, "warm")["state"] == "waiting"
 
 
-def test_notes_and_progress_outside_a_phase_belong_to_none(startup):
+def test_notes_outside_a_phase_belong_to_none_and_a_skipped_one_says_why(startup):
     startup.note("lost")
     startup.progress(1, 2)
     with startup.phase("fetch"):
         startup.progress(0, 0)  # the total is not known yet
     assert all(phase["detail"] is None for phase in startup.snapshot()["phases"])
     assert all(phase["progress"] is None for phase in startup.snapshot()["phases"])
+    startup.skip("capture", "no CUDA device")
+    phase = phase_of(startup, "capture")
+    assert (phase["state"], phase["detail"], phase["seconds"]) == ("skipped", "no CUDA device", None)
 
 
 def test_an_error_marks_its_phase_and_goes_on(startup, clock, lines):
@@ -82,12 +85,6 @@ def test_an_error_marks_its_phase_and_goes_on(startup, clock, lines):
     startup.fail("the kernel is wrong.")
     assert (startup.state, startup.snapshot()["error"]) == ("failed", "the kernel is wrong.")
     assert lines == ["verify failed in 1.0 s"]
-
-
-def test_a_phase_that_is_skipped_says_why(startup):
-    startup.skip("capture", "no CUDA device")
-    phase = phase_of(startup, "capture")
-    assert (phase["state"], phase["detail"], phase["seconds"]) == ("skipped", "no CUDA device", None)
 
 
 def test_warnings_are_kept_and_reported(startup, lines):

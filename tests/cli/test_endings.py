@@ -40,17 +40,15 @@ def test_an_output_without_room_is_one_line():
     assert error.splitlines()[-1].startswith("blockdraft: error: cannot write the output (No space left")
 
 
-def small_files():
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
-
-
 @pytest.mark.slow
 def test_a_disk_that_fills_up_in_training_is_one_line(tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(PROMPTS)
     words = ["train", TARGET, "--device", "cpu", "--prompts", str(prompts), "--out", str(tmp_path / "run")]
     few = ["--steps", "1", "--length", "64", "--rows-per-step", "1", "--layers", "1"]
-    process, _, error = run(*words, *few, preexec_fn=small_files)
+    process, _, error = run(
+        *words, *few, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+    )
     assert process.returncode == 2
     assert "File too large" in error.splitlines()[-1]
 
