@@ -94,7 +94,7 @@ class LaunchRequest(Combination):
 
     served_name: str
     port: int
-    host: str = HOST
+    host: str
     api_key: str | None = None
 
     def quantization(self, name: str) -> str | None:
