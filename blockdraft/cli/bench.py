@@ -195,7 +195,7 @@ def _compare(paths: Sequence[str], *, out: str, prints_json: bool) -> int:
 
     if len(paths) != 2:
         usage = "blockdraft bench compare A.json B.json"
-        raise BenchError(f"compare takes two reports, but {len(paths)} were given: {usage}.")
+        raise BenchError(f"compare takes two reports, not {len(paths)}: {usage}")
     a, b = (load_report(Path(path)) for path in paths)
     short = Path(paths[0]).name, Path(paths[1]).name  # without folders: reports may be shared
     names = short if short[0] != short[1] else (paths[0], paths[1])
