@@ -33,7 +33,7 @@ def prompt(one):
     return lambda count: [(3 * i * i + 7 * i + 1) % vocab_size for i in range(count)]
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=24)
 def engine(name, dtype, device="cpu"):
     """`pair`: the trained pair; `int8`, `fp8`: the same, quantised; else a family with a random drafter."""
     settings = {

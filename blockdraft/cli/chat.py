@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import TYPE_CHECKING
 
 from blockdraft.cli import flags
@@ -52,7 +52,7 @@ def _model(args: argparse.Namespace) -> Answerer:
     from blockdraft.cli.generate import open_llm
 
     settings = merge_settings(flags.given_settings(args) | {"engine": "native"}).settings
-    llm, _ = open_llm(args, settings)
+    llm, _ = open_llm(args, asdict(settings))
     if not llm.tokenizer.has_chat_template:
         raise RequestError(f"'{settings.model}' has no chat template: use `blockdraft generate --raw`.")
     sampling = flags.sampling_from(args, llm.engine.models.sampling)

@@ -21,7 +21,7 @@ from blockdraft.errors import BlockdraftError, SettingsError
 from blockdraft.launch import container
 from blockdraft.planner.resolver import asked_otherwise
 from blockdraft.settings.merge import MergedSettings, flag_of, merge_settings
-from blockdraft.settings.settings import DRAFT_WORDS, Settings, whole_environment
+from blockdraft.settings.settings import DRAFT_WORDS, whole_environment
 
 REVISIONS = ("--revision", "--code-revision")
 
@@ -64,7 +64,8 @@ def _start(wanted: container.Wanted, words: Sequence[str], environment: Mapping[
         _say(f"defaults for vLLM: {', '.join(f'{flag_of(name)} {value}' for name, value in tuned.items())}")
         argv += [f"{flag_of(name)}={value}" for name, value in tuned.items()]
     _run([program, "plan", *flags_of(settings)], child)
-    more, child = _fetch(settings, child)
+    sources = {"model": settings.model, "draft": settings.draft}
+    more, child = _fetch(sources, settings.engine, settings.engine_args, child)
     argv += more
     if tuned and resolved.sources["attention_backend"] == "default" and _takes_tuned_backend(settings.model):
         argv.append(f"{flag_of('attention_backend')}={container.TUNED_BACKEND}")
@@ -156,17 +157,18 @@ def _engine(argv: Sequence[str]) -> str:
     return merge_settings(known).settings.engine  # other settings are checked once it is known
 
 
-def _fetch(settings: Settings, child: dict[str, str]) -> tuple[list[str], dict[str, str]]:
+def _fetch(
+    sources: Mapping[str, str | None], engine: str, engine_args: Sequence[str], child: dict[str, str]
+) -> tuple[list[str], dict[str, str]]:
     """Download models from the hub; return flags and environment that serve exactly these files."""
     from blockdraft.checkpoints.fetch import hub_folder
 
-    is_native = settings.engine == "native"
-    if not is_native and any(word.partition("=")[0] in REVISIONS for word in settings.engine_args):
-        _say(f"{settings.engine} itself downloads the revision of EXTRA_ARGS")
+    is_native = engine == "native"
+    if not is_native and any(word.partition("=")[0] in REVISIONS for word in engine_args):
+        _say(f"{engine} itself downloads the revision of EXTRA_ARGS")
         return [], child
     flags = []
-    for name in ("model", "draft"):
-        source = getattr(settings, name)
+    for name, source in sources.items():
         found = container.hub_id(source) if source not in (None, "default", *DRAFT_WORDS) else None
         if found is None:
             continue
@@ -176,7 +178,7 @@ def _fetch(settings: Settings, child: dict[str, str]) -> tuple[list[str], dict[s
         _say(f"{repo} is {repo}@{commit}")
         flags += [f"{flag_of(name)}={repo}@{commit}"] if is_native else []
     # Other engines take a hub id without revision; offline, it is what was just fetched.
-    is_cached = not is_native and container.hub_id(settings.model) is not None
+    is_cached = not is_native and container.hub_id(str(sources["model"])) is not None
     return flags, child | ({"HF_HUB_OFFLINE": "1"} if is_cached else {})
 
 

@@ -12,14 +12,14 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from blockdraft.cli import flags
 from blockdraft.engine.request import Delta
 from blockdraft.errors import RequestError, SettingsError
 from blockdraft.grammar.structured_output import StructuredOutputs
 from blockdraft.settings.merge import merge_settings
-from blockdraft.settings.settings import LAUNCH_SETTINGS, Settings
+from blockdraft.settings.settings import LAUNCH_SETTINGS
 
 if TYPE_CHECKING:
     from blockdraft.llm import LLM, Completion, Result
@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
     if sampling.logprobs is not None and not args.json:
         raise SettingsError("--logprobs are only shown in JSON: add --json.")
     prompt = _prompt(args)
-    llm, warnings = open_llm(args, settings)
+    llm, warnings = open_llm(args, asdict(settings))
     if not args.raw and not llm.tokenizer.has_chat_template:
         raise RequestError(f"'{settings.model}' has no chat template: add --raw to continue plain text.")
     sampling = replace(flags.sampling_from(args, llm.engine.models.sampling), structured_outputs=form)
@@ -126,17 +126,17 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def open_llm(args: argparse.Namespace, settings: Settings) -> tuple[LLM, list[str]]:
-    """Load an engine in this process and print its warnings; return both."""
+def open_llm(args: argparse.Namespace, asked: dict[str, Any]) -> tuple[LLM, list[str]]:
+    """Load an engine with the settings `asked` in this process and print its warnings; return both."""
     from blockdraft.start.driver_warmup import quick_imports
     from blockdraft.start.preflight import pin_cpu_threads
 
-    pin_cpu_threads(settings.device)
+    pin_cpu_threads(str(asked["device"]))
     with quick_imports():
         from blockdraft.llm import LLM
 
     warnings: list[str] = []
-    given = asdict(settings) | {"recipe": None}  # its settings are among them already
+    given = {**asked, "recipe": None}  # its settings are among them already
     llm = LLM(report=flags.reporter(args), warn=warnings.append, **given)
     warnings += llm.engine.models.labels.notices
     for line in llm.engine.models.labels.chosen:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from blockdraft.cli.flags import add_flags, table
 from blockdraft.errors import SettingsError
-from blockdraft.settings.settings import DTYPES, QUANTIZATIONS, Settings
+from blockdraft.settings.settings import DTYPES, QUANTIZATIONS
 
 if TYPE_CHECKING:
     from blockdraft.check.kv_study import FormatReport, KvReport
@@ -70,13 +70,13 @@ def run(args: argparse.Namespace) -> int:
         from blockdraft.check.kv_quality import formats_for
         from blockdraft.check.kv_study import study
         from blockdraft.check.kv_texts import begin_of, built_in, long_enough
-        from blockdraft.start.loading import load_models
+        from blockdraft.start.loading import load_pair
 
     def note(line: str) -> None:
         if not args.quiet:
             print(line, file=sys.stderr, flush=True)
 
-    models, plan = load_models(_settings(args), note)
+    models, plan = load_pair(note, **_settings(args))
     formats, refused = formats_for(models, args.formats)
     tokens, length, num_needles, num_answers = _sizes(args, models, plan)
     begin = begin_of(length)
@@ -106,19 +106,19 @@ def _check(args: argparse.Namespace) -> None:
         raise SettingsError(f"cannot write --json {args.json}: there is no such folder.")
 
 
-def _settings(args: argparse.Namespace) -> Settings:
+def _settings(args: argparse.Namespace) -> dict[str, object]:
     from blockdraft.start.loading import resolve_device
 
     is_cpu = resolve_device(args.device) == "cpu"
-    return Settings(
-        model=args.model,
-        draft="none" if args.answers == 0 else args.draft,
-        device=args.device,
-        dtype=args.dtype,
-        quantization="none" if is_cpu and args.quantization == "auto" else args.quantization,
-        graphs=False,
+    return {
+        "model": args.model,
+        "draft": "none" if args.answers == 0 else args.draft,
+        "device": args.device,
+        "dtype": args.dtype,
+        "quantization": "none" if is_cpu and args.quantization == "auto" else args.quantization,
+        "graphs": False,
         **({} if args.length is None else {"max_model_len": args.length}),
-    )
+    }
 
 
 def _sizes(args: argparse.Namespace, models: LoadedPair, plan: Plan) -> tuple[int, int, int, int]:

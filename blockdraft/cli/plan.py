@@ -8,25 +8,25 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict
-from functools import partial
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, replace
 
 from blockdraft.cli.flags import add_flags, add_model, add_settings, given_settings, noted, table
 from blockdraft.errors import SettingsError
 from blockdraft.kernels.kv_formats import EXACT
 from blockdraft.launch.issues import Issue, check_settings
+from blockdraft.launch.launch_request import Combination
 from blockdraft.machine.cards import Card, card_by_key, card_named
 from blockdraft.machine.machine import Machine, read_machine
 from blockdraft.planner.known_pairs import published_runs
 from blockdraft.planner.memory_fit import machine_of
-from blockdraft.planner.pair import Pair, open_pair
+from blockdraft.planner.pair import Case, open_pair
 from blockdraft.planner.report import COUNTED, Report, as_json, make_report
-from blockdraft.planner.resolver import runs_on_cpu
+from blockdraft.planner.resolver import runs_on_cpu, with_drafter
 from blockdraft.planner.shape import Kind
 from blockdraft.settings.merge import flag_of, merge_settings
 from blockdraft.settings.recipe import Expectation, check_recipe_card, load_recipe
-from blockdraft.settings.settings import DFLASH2, Settings
+from blockdraft.settings.settings import DFLASH2
 
 SUMMARY = "estimate memory and speed before a start or a download"
 USAGE = "blockdraft plan [MODEL] [flags]"
@@ -54,18 +54,11 @@ def run(args: argparse.Namespace) -> int:
     for warning in check_recipe_card(settings.recipe, settings.model, settings.device, machine):
         print(f"warning: {warning}", file=sys.stderr)
     is_card = settings.engine == "native" and not runs_on_cpu(settings, machine)
-    pair = open_pair(settings, on_card=is_card)
-    known = problems_with(machine, pair)
-    findings = known(settings)
+    case = Case(settings, machine, open_pair(settings, on_card=is_card), card)
+    findings = problems_with(case)
     refused = _refused(findings)
-    report = make_report(
-        settings,
-        machine,
-        pair,
-        card=card,
-        is_allowed=lambda other: _refused(known(other)) <= refused,
-    )
-    expected = _expected(settings, card)
+    report = make_report(replace(case, is_allowed=lambda other: _refused(problems_with(other)) <= refused))
+    expected = _expected(case)
     if args.json:
         more = {
             "known_problems": [asdict(finding) for finding in findings],
@@ -78,18 +71,21 @@ def run(args: argparse.Namespace) -> int:
     return EXIT_DOES_NOT_FIT if refused or report.verdict == "does not fit" else 0
 
 
-def problems_with(machine: Machine, pair: Pair) -> Callable[[Settings], list[Issue]]:
-    """Return a function that lists the known issues of settings on this machine with this pair."""
-    draft = None if pair.draft is None else pair.draft.stored.config
-    return partial(check_settings, machine=machine, target=pair.target.stored.config, draft=draft)
+def problems_with(case: Case) -> list[Issue]:
+    """List the known issues of this pair on this machine."""
+    target, draft = case.pair.target.stored.config, case.pair.draft
+    config = None if draft is None else draft.stored.config
+    settings = with_drafter(case.settings)
+    return check_settings(Combination(settings=settings, machine=case.machine, target=target, draft=config))
 
 
 def _refused(findings: Iterable[Issue]) -> set[str]:
     return {finding.id for finding in findings if finding.severity == "refuse"}
 
 
-def _expected(settings: Settings, card: Card | None) -> tuple[Expectation, ...]:
+def _expected(case: Case) -> tuple[Expectation, ...]:
     """Return the published runs on this card: the recipe's, this pair's, or those of the recipe's pair."""
+    settings, card = case.settings, case.card
     if card is None:
         return ()
     found = published_runs(settings.model, settings.draft)
@@ -139,11 +135,11 @@ def lines(
 
 
 def _head(report: Report, *, is_refused: bool) -> Iterator[str]:
-    settings, fit = report.settings, report.fit
-    pair = report.pair.target.shape.name
-    if report.pair.draft is not None:
+    settings, fit, draft = report.case.settings, report.fit, report.case.pair.draft
+    pair = report.case.pair.target.shape.name
+    if draft is not None:
         is_shipped = settings.draft in ("auto", DFLASH2)
-        pair += f" + {'the drafter that comes with it' if is_shipped else report.pair.draft.shape.name}"
+        pair += f" + {'the drafter that comes with it' if is_shipped else draft.shape.name}"
         pair += "" if report.title is None else f" ({report.title})"
     elif report.title is not None:
         pair += f" + {report.title}"
@@ -215,11 +211,12 @@ def _speed(report: Report, *, explains: bool) -> Iterator[str]:
         notes += [f"draft {draft} in {share:.0%} of the steps" for draft, share in positions]
         yield from (f"  acceptance: {note}" for note in notes if note)
     if report.unpacks_weights:
-        method = report.pair.target.stored.method
+        method = report.case.pair.target.stored.method
         elsewhere = "" if method == "GGUF" else "; vLLM's do (--engine vllm)"
         yield f"  steps: each unpacks the weights first: no kernel of ours reads {method}{elsewhere}"
-    if report.settings.engine != "native":
-        yield f"  steps: as our engine's on an H200; {report.settings.engine}'s were not measured by us"
+    engine = report.case.settings.engine
+    if engine != "native":
+        yield f"  steps: as our engine's on an H200; {engine}'s were not measured by us"
 
 
 def published_lines(expected: Sequence[Expectation], *, shows_all: bool) -> Iterator[str]:
@@ -276,7 +273,7 @@ def _explained(report: Report) -> Iterator[str]:
     for title, rows in (("every choice", choices), ("memory", memory), ("cache by kind of layer", caches)):
         yield from ("", title, *table(rows))
     yield ""
-    yield from (f"{model.stored.name}: read from {model.stored.where}" for model in report.pair.models)
+    yield from (f"{model.stored.name}: read from {model.stored.where}" for model in report.case.pair.models)
     for count, speed in report.speeds:
         step = speed.step
         yield (

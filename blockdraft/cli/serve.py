@@ -92,7 +92,7 @@ def _warn_open(host: str, options: ServerOptions) -> None:
 def _refuse_engine_flags(args: argparse.Namespace) -> None:
     for name in ("dry_run", "engine_python", "engine_log", "card"):
         if getattr(args, name) is not None:
-            raise SettingsError(f"{flag_of(name)} needs --engine vllm or --engine sglang: add one.")
+            raise SettingsError(f"{flag_of(name)} needs another engine: add --engine vllm or sglang.")
 
 
 def _options(args: argparse.Namespace) -> ServerOptions:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import cache
 
 from packaging.version import InvalidVersion, Version
 
@@ -34,6 +35,7 @@ class EngineVersion:
         return is_in_range(self.text, text)
 
 
+@cache
 def read_version(engine: str, text: str | None) -> EngineVersion:
     """Return the version that was asked for, or the newest known. Raises SettingsError for an old one."""
     text = NEWEST[engine] if text is None else text.strip().lower()

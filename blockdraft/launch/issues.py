@@ -22,9 +22,6 @@ from blockdraft.checkpoints.read_draft_config import draft_block, draft_kind
 from blockdraft.errors import SettingsError
 from blockdraft.launch.engine_versions import NEWEST, EngineVersion, read_version
 from blockdraft.launch.launch_request import Combination, Raw
-from blockdraft.machine.machine import Machine
-from blockdraft.planner.resolver import with_drafter
-from blockdraft.settings.settings import Settings
 
 FILE = Path(__file__).with_name("issues.toml")
 
@@ -68,20 +65,11 @@ class IssueEntry:
         return all(_holds(combination, name, wanted) for name, wanted in self.conditions.items())
 
 
-def check_settings(
-    settings: Settings,
-    *,
-    machine: Machine | None = None,
-    target: Raw | None = None,
-    draft: Raw | None = None,
-) -> list[Issue]:
-    """Return the issues of a combination, worst first. `target`, `draft`: config.json where known."""
-    if settings.engine == "native":
+def check_settings(asked: Combination) -> list[Issue]:
+    """Return the issues of a combination, worst first; none for our own engine."""
+    if asked.settings.engine == "native":
         return []
-    version = read_version(settings.engine, settings.engine_version)
-    asked = Combination(
-        settings=with_drafter(settings), version=version, machine=machine, target=target, draft=draft
-    )
+    version = asked.version
     found = [_softened(entry.issue, version) for entry in entries() if entry.holds(asked)]
     found += _newer(version) + _unknown_pulls(version) + _head_alone(asked)
     if asked.trusts_code:

@@ -9,7 +9,7 @@ from fnmatch import fnmatch
 
 from blockdraft.checkpoints.read_draft_config import draft_block
 from blockdraft.errors import SettingsError
-from blockdraft.launch.engine_versions import EngineVersion
+from blockdraft.launch.engine_versions import EngineVersion, read_version
 from blockdraft.machine.cards import Capability
 from blockdraft.machine.machine import Machine, external_memory_share
 from blockdraft.settings.settings import DEFAULTS, DFLASH2, Settings
@@ -44,11 +44,15 @@ class Command:
 class Combination:
     """An engine's settings with the facts of its models and its machine. None: not known."""
 
-    settings: Settings
-    version: EngineVersion
+    settings: Settings  # with a drafter by name, or none
     machine: Machine | None = None
     target: Raw | None = None  # config.json of both models
     draft: Raw | None = None
+
+    @property
+    def version(self) -> EngineVersion:
+        """The engine's, as asked for or the newest we know."""
+        return read_version(self.settings.engine, self.settings.engine_version)
 
     @property
     def drafter(self) -> str | None:
@@ -94,7 +98,7 @@ class LaunchRequest(Combination):
 
     served_name: str
     port: int
-    host: str
+    host: str = HOST
     api_key: str | None = None
 
     def quantization(self, name: str) -> str | None:
@@ -182,7 +186,7 @@ def write_command(
     return Command(
         engine=settings.engine,
         version=order.version.text,
-        argv=(*program, *written, *_passed_on(settings, written)),
+        argv=(*program, *written, *_passed_on(settings.engine_args, written)),
         env=env,
         port=order.port,
         image=built if build else image if is_published else None,
@@ -230,9 +234,9 @@ def _arguments(flags: Flags) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _passed_on(settings: Settings, written: Iterable[str]) -> tuple[str, ...]:
+def _passed_on(engine_args: tuple[str, ...], written: Iterable[str]) -> tuple[str, ...]:
     """Return engine_args; SettingsError if they hold a secret or repeat a flag that a setting writes."""
-    for argument in settings.engine_args:
+    for argument in engine_args:
         flag = argument.partition("=")[0]
         if flag in SECRET_FLAGS:
             raise SettingsError(
@@ -244,4 +248,4 @@ def _passed_on(settings: Settings, written: Iterable[str]) -> tuple[str, ...]:
                 f"engine_args repeats {flag}, which is written from a setting: use the setting alone. "
                 "`blockdraft settings` lists them."
             )
-    return settings.engine_args
+    return engine_args

@@ -13,14 +13,14 @@ from blockdraft.launch import Command, translate
 from blockdraft.launch.engine_versions import TITLES, read_version
 from blockdraft.launch.installed import Installed
 from blockdraft.launch.issues import Issue, check_settings, refuse
-from blockdraft.launch.launch_request import HOST
+from blockdraft.launch.launch_request import HOST, Combination, LaunchRequest
 from blockdraft.launch.supervisor import Launch
 from blockdraft.machine.cards import card_named
 from blockdraft.machine.machine import Machine, free_port, read_machine
 from blockdraft.planner.draft_title import kind_title
 from blockdraft.planner.external import fit_external
 from blockdraft.planner.memory_fit import machine_of
-from blockdraft.planner.pair import check_stored, open_pair
+from blockdraft.planner.pair import Case, check_stored, open_pair
 from blockdraft.planner.resolver import asked_otherwise, with_drafter
 from blockdraft.planner.stored import Stored, open_stored
 from blockdraft.settings.model_source import find_source
@@ -42,14 +42,16 @@ class CheckedLaunch:
 
     def command(self, *, port: int, api_key: str | None, host: str = HOST) -> Command:
         return translate(
-            self.settings,
-            served_name=self.name,
-            port=port,
-            host=host,
-            api_key=api_key,
-            machine=self.machine,
-            target=self.target,
-            draft=self.draft,
+            LaunchRequest(
+                settings=self.settings,
+                served_name=self.name,
+                port=port,
+                host=host,
+                api_key=api_key,
+                machine=self.machine,
+                target=self.target,
+                draft=self.draft,
+            )
         )
 
     def launch(self, installed: Installed, *, start_timeout_s: float) -> Launch:
@@ -160,7 +162,8 @@ def _checked(
     if target is not None and draft is not None:
         check_stored(target, draft)
     configs = (None if target is None else target.config, None if draft is None else draft.config)
-    findings = check_settings(settings, machine=machine, target=configs[0], draft=configs[1])
+    asked = Combination(settings=settings, machine=machine, target=configs[0], draft=configs[1])
+    findings = check_settings(asked)
     refuse(findings)
     return CheckedLaunch(settings, name, machine, *configs, tuple(findings))
 
@@ -220,7 +223,7 @@ def _room(settings: Settings, machine: Machine) -> tuple[str, ...]:
     if not machine.gpu_bytes or settings.device == "cpu":
         return ()
     try:
-        fit = fit_external(settings, machine, open_pair(settings))
+        fit = fit_external(Case(settings, machine, open_pair(settings)))
     except (ModelError, FetchError):  # of a checkpoint that the engine may read although we do not
         return ()
     if fit.weight_bytes > fit.budget:

@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
@@ -19,7 +18,6 @@ from blockdraft.cli.flags import masked
 from blockdraft.errors import SettingsError
 from blockdraft.launch import container
 from blockdraft.launch.container import check_model, read_container
-from blockdraft.settings.settings import Settings
 
 ROOT = Path(__file__).parents[2]
 KEY = "sk-very-secret"
@@ -262,13 +260,12 @@ def test_another_engine_is_kept_to_what_was_fetched_by_being_offline(monkeypatch
         return Path("/cache", COMMIT)
 
     monkeypatch.setattr("blockdraft.checkpoints.fetch.hub_folder", hub_folder)
-    settings = Settings(engine="sglang", model="org/name", draft="org/draft")
-    assert _fetch(settings, {"A": "b"}) == ([], {"A": "b", "HF_HUB_OFFLINE": "1"})
+    pair = {"model": "org/name", "draft": "org/draft"}
+    assert _fetch(pair, "sglang", (), {"A": "b"}) == ([], {"A": "b", "HF_HUB_OFFLINE": "1"})
     assert fetched == [("org/name", None, True), ("org/draft", None, True)], "with what only it reads"
-    told = replace(settings, engine="vllm", engine_args=("--revision", "v1"))
-    assert _fetch(told, {}) == ([], {}), "it fetches that one itself"
-    native = replace(settings, engine="native", model="org/name@v1", draft=None)
-    assert _fetch(native, {}) == ([f"--model=org/name@{COMMIT}"], {})
+    assert _fetch(pair, "vllm", ("--revision", "v1"), {}) == ([], {}), "it fetches that one itself"
+    native = {"model": "org/name@v1", "draft": None}
+    assert _fetch(native, "native", (), {}) == ([f"--model=org/name@{COMMIT}"], {})
     assert fetched[2:] == [("org/name", "v1", False)]
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from blockdraft.launch.issues import check_settings
+from blockdraft.launch.launch_request import Combination
 from blockdraft.settings.recipe import load_recipe, recipe_names
 from tests.launch.golden import FOLDER, golden_path, machine_with, recipe_golden, recipe_settings
 
@@ -28,7 +29,7 @@ def test_no_recipe_is_refused_on_its_own_cards(name):
         return
     for settings in recipe_settings(name):
         for card in recipe.cards:
-            findings = check_settings(settings, machine=machine_with(card))
+            findings = check_settings(Combination(settings=settings, machine=machine_with(card)))
             assert [finding.id for finding in findings if finding.severity == "refuse"] == []
 
 

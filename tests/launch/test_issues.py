@@ -10,7 +10,10 @@ from blockdraft.cli.plan import problems_with
 from blockdraft.errors import FetchError, SettingsError
 from blockdraft.launch import preflight
 from blockdraft.launch.issues import FACTS, RULES, check_settings, entries, read_entries, refuse
+from blockdraft.launch.launch_request import Combination
 from blockdraft.machine.machine import Machine
+from blockdraft.planner.pair import Case
+from blockdraft.planner.resolver import with_drafter
 from blockdraft.planner.stored import Stored
 from blockdraft.settings.settings import Settings
 from tests import tiny
@@ -151,8 +154,8 @@ CASES = {
 def findings(**values):
     known = {key: values.pop(key) for key in ("machine", "target") if key in values}
     draft = values.pop("draft_config", None)
-    settings = Settings(**{"engine": "vllm", "width": 8, **values})
-    return check_settings(settings, draft=draft, **known)
+    settings = with_drafter(Settings(**{"engine": "vllm", "width": 8, **values}))
+    return check_settings(Combination(settings=settings, draft=draft, **known))
 
 
 def ids(**values):
@@ -191,7 +194,7 @@ def test_plan_and_serve_refuse_it_and_name_the_thread_and_the_way_out(monkeypatc
 
     draft = None if config is None else SimpleNamespace(stored=SimpleNamespace(config=config))
     pair = SimpleNamespace(target=SimpleNamespace(stored=SimpleNamespace(config=None)), draft=draft)
-    found = [one for one in problems_with(machine, pair)(settings) if one.id == finding.id]
+    found = [one for one in problems_with(Case(settings, machine, pair)) if one.id == finding.id]
     assert [(one.severity, one.thread) for one in found] == [("refuse", finding.thread)]
 
 
@@ -234,7 +237,7 @@ def test_versions_and_pull_requests_that_we_do_not_know_are_said(version, issue)
 def test_what_ran_is_not_warned_of_its_own_width_where_the_block_is_eight():
     block = {"speculators_model_type": "dflash", "block_size": 8}
     (settings,) = recipe_settings("gemma-4-31b-redhat-spark")
-    found = check_settings(settings, machine=machine_with("gb10"), draft=block)
+    found = check_settings(Combination(settings=settings, machine=machine_with("gb10"), draft=block))
     assert "width-past-block" not in {finding.id for finding in found}
 
 
@@ -299,7 +302,7 @@ def test_kernels_that_are_switched_off_and_unknown_cards_are_not_complained_abou
 
 
 def test_our_own_engine_is_not_asked_about():
-    assert check_settings(Settings(**GEMMA), machine=machine_with("gb10")) == []
+    assert check_settings(Combination(settings=Settings(**GEMMA), machine=machine_with("gb10"))) == []
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])

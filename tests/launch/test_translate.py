@@ -8,8 +8,10 @@ import pytest
 from blockdraft.errors import SettingsError
 from blockdraft.launch import translate
 from blockdraft.launch.engine_versions import read_version
+from blockdraft.launch.launch_request import LaunchRequest
 from blockdraft.launch.shell import shell_line
 from blockdraft.machine.machine import Machine
+from blockdraft.planner.resolver import with_drafter
 from blockdraft.settings.settings import Settings
 from tests.launch.golden import machine_with
 
@@ -21,8 +23,8 @@ def command(engine, *, port=18000, served_name="name", **values):
     known = {key: values.pop(key) for key in names if key in values}
     if "draft_config" in known:
         known["draft"] = known.pop("draft_config")
-    settings = Settings(**{**PAIR, "engine": engine, **values})
-    return translate(settings, served_name=served_name, port=port, **known)
+    settings = with_drafter(Settings(**{**PAIR, "engine": engine, **values}))
+    return translate(LaunchRequest(settings=settings, served_name=served_name, port=port, **known))
 
 
 def value(command, flag):

@@ -328,11 +328,7 @@ PARTS = {
     ),
     "an enum by reference": ({"$ref": "#/$defs/Color", "description": "d"}, ["red"], ["green", 5]),
     "allOf of one": ({"allOf": [{"$ref": "#/$defs/Color"}], "default": "red"}, ["blue"], ["green"]),
-    "allOf of two": (
-        {"allOf": [{"type": "integer", "minimum": 2}, {"maximum": 4}]},
-        [2, 4],
-        [1, 5, "3"],
-    ),
+    "allOf of two": ({"allOf": [{"type": "integer", "minimum": 2}, {"maximum": 4}]}, [2, 4], [1, 5, "3"]),
     "an optional text": ({"anyOf": [{"type": "string"}, NULL]}, ["x", None, "5", "true"], []),
     "an optional enum": ({"anyOf": [{"$ref": "#/$defs/Color"}, NULL]}, ["red", None], ["green", 1]),
     "an optional date": (

@@ -15,7 +15,7 @@ from blockdraft.launch.container import read_container
 from blockdraft.machine.machine import Machine
 from blockdraft.phases import StartProgress
 from blockdraft.planner.memory_fit import fit_native
-from blockdraft.planner.pair import open_pair
+from blockdraft.planner.pair import Case, open_pair
 from blockdraft.planner.plan import NGRAM_BLOCK
 from blockdraft.settings.recipe import read_recipe
 from blockdraft.settings.settings import MAX_NGRAM, Settings
@@ -67,7 +67,7 @@ def test_it_is_named_in_a_recipe_and_by_the_container():
 
 def planned(**asked):
     settings = Settings(**SMALL | asked)
-    return fit_native(settings, Machine(memory_bytes=8 << 30), open_pair(settings))
+    return fit_native(Case(settings, Machine(memory_bytes=8 << 30), open_pair(settings)))
 
 
 def test_the_plan_has_a_block_and_says_how_much_must_agree():

@@ -72,7 +72,6 @@ class CompressedAttention:
         stores = (pages.exact_keys, pages.exact_values, *pages.keys, *pages.values)
         assert dim == self._dim
         assert pages.format == self._form
-        assert pages.rule.stride == pages.rule.sinks == TILE
         assert exact_table is not None
         assert all(one.is_contiguous() and one.shape[0] == 1 for one in stores)
         assert exact_table.is_contiguous()

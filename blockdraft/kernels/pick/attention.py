@@ -47,34 +47,10 @@ def _llvm_locate() -> Locate:
 def pick_attend(at: Available) -> Attend:
     """Attend with q [N, H, D] over keys and values [G, S, D], including the blocks' own; sinks [H]."""
     if at.has_triton("attention"):
-        return _triton_attend()
+        from blockdraft.kernels.triton.attention import attend
+
+        return named("attention", attend)
     return _llvm_attend(at.dtype) if at.has_llvm() else reference_attend_paged
-
-
-def _triton_attend() -> Attend:
-    from blockdraft.kernels.triton.attention import attend as kernel
-
-    run = named("attention", kernel)
-
-    def attend(
-        q: Tensor, keys: Tensor, values: Tensor, blocks: Blocks, mask: Mask, sinks: Tensor | None = None
-    ) -> Tensor:
-        return run(
-            q,
-            keys,
-            values,
-            page_table=blocks.table,
-            rows=blocks.rows,
-            starts=blocks.starts,
-            offsets=blocks.offsets,
-            max_count=max(blocks.counts),
-            max_length=blocks.table.shape[1] * blocks.page_size,
-            page_size=blocks.page_size,
-            mask=mask,
-            sinks=sinks,
-        )
-
-    return attend
 
 
 def _llvm_attend(dtype: torch.dtype) -> Attend:

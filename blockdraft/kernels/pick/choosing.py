@@ -62,7 +62,7 @@ def _repeated_choose() -> Choose:
 def pick_forbid(at: Available) -> Forbid:
     if not at.has_triton("sampling"):
         return reference_forbid
-    from blockdraft.kernels.triton.forbid import forbid
+    from blockdraft.kernels.triton.sampling import forbid
 
     return named("sampling", forbid)
 
