@@ -6,8 +6,7 @@ engine, card and models are bad although the engine accepts them. Nothing here i
 
 from __future__ import annotations
 
-from blockdraft.launch.command import Command
-from blockdraft.launch.launch_request import LaunchRequest
+from blockdraft.launch.launch_request import Command, LaunchRequest
 from blockdraft.launch.sglang import sglang_command
 from blockdraft.launch.vllm import vllm_command
 

@@ -16,7 +16,7 @@ from blockdraft.engine.request import StructuredOutputs
 from blockdraft.errors import RequestError
 from blockdraft.text.tokenizer import Tokenizer
 from blockdraft.tool_calls.formats import FORMATS
-from blockdraft.tool_calls.gemma_grammar import BARE_KEY
+from blockdraft.tool_calls.gemma import BARE_KEY
 from blockdraft.tool_calls.harmony import wrap_in_harmony
 from blockdraft.tool_calls.lark import CallRules
 from blockdraft.tool_calls.pieces import FunctionTool

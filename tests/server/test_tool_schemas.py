@@ -8,11 +8,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from blockdraft.errors import RequestError
-from blockdraft.tool_calls.checking import problem_of
+from blockdraft.tool_calls.checking import call_problem, problem_of
 from blockdraft.tool_calls.lark import CallRules
 from blockdraft.tool_calls.pieces import FunctionTool
 from blockdraft.tool_calls.schemas import Schemas, find_reference
-from blockdraft.tool_calls.typed import call_problem
 from tests.server.test_tool_grammars import BY_NAME, accepts, byte_level, read, written
 
 NAMES = ("a", "b", "c d", "e:f")

@@ -15,7 +15,7 @@ from blockdraft.tool_calls.bare_json import BareJsonReader
 from blockdraft.tool_calls.formats import FORMATS as KNOWN
 from blockdraft.tool_calls.gemma import GemmaReader
 from blockdraft.tool_calls.harmony import TAGS, HarmonyReader
-from blockdraft.tool_calls.hermes import HermesReader
+from blockdraft.tool_calls.json_calls import HermesReader
 from blockdraft.tool_calls.pieces import FunctionTool
 from blockdraft.tool_calls.qwen_xml import QwenXmlReader
 from tests.server.scripted import ScriptedChat, taken

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from blockdraft.bench.workloads import CLASSES, load
 from blockdraft.checkpoints.read_draft_config import read_draft_config
 from blockdraft.checkpoints.read_model_config import read_model_config
-from blockdraft.cli import training_progress
+from blockdraft.cli import progress
 from blockdraft.cli.fit import lines
 from blockdraft.cli.main import main
 from blockdraft.engine.request import SamplingParams
@@ -268,8 +268,8 @@ def test_an_answer_that_ends_early_counts_as_done(prompts, monkeypatch):
 
 def test_lines_of_a_stage_are_seconds_apart_where_they_could_be_many(monkeypatch, capsys):
     clock = iter((100.0, 100.0, 100.1, 100.2, 100.3, 106.0, 106.1))
-    monkeypatch.setattr(training_progress, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    show = training_progress.stage_shower(training_progress.stage_bars(is_quiet=False), is_quiet=False)
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    show = progress.stage_shower(progress.stage_bars(is_quiet=False), is_quiet=False)
     for stage, share in (
         ("load", None),
         ("load", None),

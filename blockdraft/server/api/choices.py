@@ -17,12 +17,11 @@ from blockdraft.server.api.chat import schemas
 from blockdraft.server.api.schemas import AnswerEnd
 from blockdraft.text.detokenizer import Detokenizer
 from blockdraft.text.tokenizer import Tokenizer
+from blockdraft.tool_calls.checking import call_problem
 from blockdraft.tool_calls.pieces import FunctionTool, Span
 from blockdraft.tool_calls.pieces import ToolCallPiece as ToolCallPiece
-from blockdraft.tool_calls.reading import AnswerReader
-from blockdraft.tool_calls.tags import TagFilter
+from blockdraft.tool_calls.reading import AnswerReader, TagFilter
 from blockdraft.tool_calls.thoughts import Splitter, ThoughtCounter
-from blockdraft.tool_calls.typed import call_problem
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from blockdraft.errors import RequestError
 from blockdraft.server.api.fields import an_object
 from blockdraft.server.http.body import is_too_deep
 from blockdraft.text.content import content_text, json_kind
-from blockdraft.tool_calls.typed import read_json
+from blockdraft.tool_calls.checking import read_json
 
 
 class TextPartParam(TypedDict):

@@ -24,7 +24,7 @@ from blockdraft.text.tokenizer import Tokenizer
 from blockdraft.tool_calls.bare_json import tools_as_messages
 from blockdraft.tool_calls.formats import ToolFormat, find_format
 from blockdraft.tool_calls.lark import CallRules
-from blockdraft.tool_calls.tags import TagFilter, TagFinder
+from blockdraft.tool_calls.reading import TagFilter, TagFinder
 from blockdraft.tool_calls.thoughts import (
     Splitter,
     Tags,
