@@ -205,13 +205,15 @@ def neighbours_scale(monkeypatch, one):
     def dequantise(self, dtype):
         return _DEQUANTISE(Scaled(self.values, self.scale.roll(1, dims=-2), block=self.block), dtype)
 
-    right = one.models.target.kernels.int8_linear
+    right = one.models.target.kernels
 
     def int8_linear(x, weight, bias, onto):
-        return right(x, weight._replace(scale=weight.scale.roll(1)), bias, onto)
+        return right.int8_linear(x, weight._replace(scale=weight.scale.roll(1)), bias, onto)
 
-    one = with_kernels(one, int8_linear=int8_linear)
-    one = method(Scaled, "_row_scale", after=lambda scale: scale.roll(1))(monkeypatch, one)
+    def scaled_linear(x, values, scale, *rest):
+        return right.scaled_linear(x, values, scale.roll(1), *rest)
+
+    one = with_kernels(one, int8_linear=int8_linear, scaled_linear=scaled_linear)
     return instead(Scaled, "dequantise", dequantise)(monkeypatch, one)
 
 

@@ -95,8 +95,8 @@ def test_warming_runs_every_width_and_number_of_rows(monkeypatch):
     decoded, prefilled = set(), set()
 
     def decode_parts(**arguments):
-        batch = arguments["rows"].sampling()
-        kinds = (batch.has_random, batch.has_filter, batch.has_penalty, batch.has_bias, batch.has_min_end)
+        needs = arguments["rows"].sampling().needs
+        kinds = (needs.random, needs.filter, needs.penalty, needs.bias, needs.min_end)
         decoded.add((len(arguments["rows"].active), arguments["width"]))
         decoded.update(zip(["random", "filter", "penalty", "bias", "minimum"], kinds, strict=True))
         decoded.add(("logprobs", arguments["num_logprobs"] is not None))
