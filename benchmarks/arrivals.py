@@ -1,4 +1,4 @@
-"""What answers feel of each other's prompts: `python -m benchmarks.arrivals --shape qwen3-8b`.
+"""Measures how arriving prompts slow running answers: `python -m benchmarks.arrivals --shape qwen3-8b`.
 
 Requests go through Engine.step in this process; weights are random and drafts are accepted by chance. First
 the capacity: as many requests as the plan has rows, another for each that ends. Then requests arrive by
@@ -156,7 +156,7 @@ def percentile(values: list[float], share: float) -> float:
 
 
 def spread(name: str, values: list[float]) -> dict[str, float]:
-    """Of milliseconds."""
+    """Return median and p99 of milliseconds."""
     return {f"{name}_p{percent}_ms": 1e3 * percentile(values, percent / 100) for percent in (50, 99)}
 
 

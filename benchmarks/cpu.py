@@ -39,9 +39,8 @@ pin_threads()
 import torch  # noqa: E402
 
 from benchmarks import cpu_ours  # noqa: E402
-from benchmarks.cpu_answers import Arm, answers_of, cells, figures  # noqa: E402
-from benchmarks.cpu_forward import forward_costs  # noqa: E402
-from benchmarks.cpu_pytorch import hf_model, lean, transformers_generate  # noqa: E402
+from benchmarks.cpu_ours import Arm, answers_of, cells, figures  # noqa: E402
+from benchmarks.cpu_pytorch import forward_costs, hf_model, lean, transformers_generate  # noqa: E402
 from benchmarks.llama import Llama  # noqa: E402
 from benchmarks.llama_files import FORMATS  # noqa: E402
 from benchmarks.record import context, save, table  # noqa: E402

@@ -1,4 +1,4 @@
-"""What the heads of DFlash2 and DSpark add to a step: `python -m benchmarks.draft_heads`.
+"""The cost of the heads of DFlash2 and DSpark in a step: `python -m benchmarks.draft_heads`.
 
 The default pair with its own drafter, and with a DFlash2 and a DSpark drafter as they are made of it before
 training: what they compute takes as long as after it. `selector` is DFlash2 without convolutions, which is

@@ -1,4 +1,4 @@
-"""What drafters commit, on the same answers: the public sets, prompts held out, depth, and temperature.
+"""Tokens that drafters commit on the same answers: public sets, prompts held out, depth, and temperature.
 
     python -m benchmarks.drafter_evaluate answers --out DIR [--data EVAL --short FILE --long FILE --seconds N]
     python -m benchmarks.drafter_evaluate run --out DIR --json FILE before=DRAFTER after=DRAFTER
@@ -6,7 +6,7 @@
 `answers` lets the target answer the evaluation sets of the folder EVAL: greedily up to 400 tokens, the long
 prompts up to 256, and GSM8K and MT-Bench once more at temperatures; then, of prompts to train on
 (benchmarks/drafter_data.py), all long ones and as many short ones as it can in that time. `run` simulates
-every drafter on the former at its whole width (blockdraft/training/evaluate.py) and prints the tokens that a
+every drafter on the former at its whole width (blockdraft/training/probe.py) and prints the tokens that a
 step commits.
 """
 
@@ -21,6 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 
+from benchmarks.drafter_draws import draws
 from benchmarks.record import context
 from blockdraft.bench.records import Prompt
 from blockdraft.cache.rows import RowSampling
@@ -32,10 +33,11 @@ from blockdraft.start.loading import load_models
 from blockdraft.start.memory import release
 from blockdraft.training.answers import Document, read_conversations, read_shard
 from blockdraft.training.drafter import load_weights, new_drafter
-from blockdraft.training.evaluate import DrafterFit, simulate
+from blockdraft.training.evaluate import DrafterFit
 from blockdraft.training.export import fit_json
 from blockdraft.training.job import AnswerOptions
 from blockdraft.training.offline_batch import ROUND, OfflineBatch, make_offline_batch
+from blockdraft.training.probe import simulate
 from blockdraft.training.regenerate import MAX_TURNS, regenerate
 from blockdraft.training.trainer import BlockForward
 
@@ -137,8 +139,7 @@ def _long(folder: Path, limit: int | None) -> list[Prompt]:
     return named[:: 1 if limit is None else max(1, len(named) // limit)]
 
 
-def target_of(args: argparse.Namespace) -> LoadedPair:
-    """Load the target alone, for reading features."""
+def evaluate(args: argparse.Namespace) -> None:
     settings = Settings(
         model=args.model,
         draft="none",
@@ -148,12 +149,11 @@ def target_of(args: argparse.Namespace) -> LoadedPair:
         max_model_len=args.length,
         cache_bytes=args.cache_bytes,
     )
-    return load_models(settings, print)[0]
-
-
-def evaluate(args: argparse.Namespace) -> None:
-    models = target_of(args)
-    answers = {name: read_answers(args.out / name) for name in ("short", "long", *WARM)}
+    models, _ = load_models(settings, print)
+    answers = {
+        name: [one for path in sorted((args.out / name).glob("shard-*.npz")) for one in read_shard(path)]
+        for name in ("short", "long", *WARM)
+    }
     results: dict[str, object] = {**context(), "drafters": {}}
     for item in args.drafters:
         name, _, source = item.partition("=")
@@ -163,10 +163,6 @@ def evaluate(args: argparse.Namespace) -> None:
         results["drafters"][name] = found
         print(f"{name}: {time.monotonic() - begin:.1f} s", flush=True)
         args.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-
-
-def read_answers(folder: Path) -> list[Document]:
-    return [one for path in sorted(folder.glob("shard-*.npz")) for one in read_shard(path)]
 
 
 def drafter_of(source: str, models: LoadedPair, length: int) -> BlockForward:
@@ -187,17 +183,15 @@ def drafter_of(source: str, models: LoadedPair, length: int) -> BlockForward:
 def _of_drafter(
     source: str, models: LoadedPair, answers: dict[str, list[Document]], args: argparse.Namespace
 ) -> dict[str, object]:
-    forward = drafter_of(source, models, args.length)
+    drafter = drafter_of(source, models, args.length).drafter
     fits: dict[str, dict[str, DrafterFit]] = {}
     committed: dict[str, dict[str, float]] = {}
     for name, documents in answers.items():
         fits[name] = simulate(
-            forward,
+            drafter,
             documents,
             length=args.length,
-            rows_per_step=args.rows_per_step,
-            num_anchors=args.anchors,
-            sampling=sampling_of(documents, *WARM[name]) if name in WARM else None,
+            choose=draws(drafter, sampling_of(documents, *WARM[name])) if name in WARM else None,
         )
         committed[name] = {key: round(fit.committed, 3) for key, fit in fits[name].items()}
         print(f"{name}: {json.dumps(committed[name])}", flush=True)

@@ -29,11 +29,11 @@ from blockdraft.start.loading import load_models
 from blockdraft.start.memory import release
 from blockdraft.training.answers import Document, read_conversations, read_shard
 from blockdraft.training.drafter import draft_json, load_weights, new_drafter
-from blockdraft.training.evaluate import simulate
 from blockdraft.training.job import AnswerOptions, DrafterShape, Objective, TrainingRecipe
 from blockdraft.training.objective import block_loss
 from blockdraft.training.offline_batch import make_offline_batch
 from blockdraft.training.packing import pack
+from blockdraft.training.probe import simulate
 from blockdraft.training.regenerate import regenerate
 from blockdraft.training.trainer import Trainer
 
@@ -173,11 +173,9 @@ def _run_variant(
     recipe = trainer.recipe
     with trainer.averaged():
         fits = simulate(
-            trainer.forward,
+            trainer.forward.drafter,
             evaluate,
             length=args.length,
-            rows_per_step=recipe.rows_per_step,
-            num_anchors=recipe.num_anchors,
         )
     return {
         "variant": name,

@@ -8,7 +8,6 @@
    the short ones for `--seconds`. Meanwhile two steps on made-up answers compile what training needs.
 3. `train`: `blockdraft train` for `--minutes` in all, with RECIPE and what `--recipe` adds to it.
 4. `evaluate`: the drafter that it began with and the new one, on the same answers.
-5. `noise`: both at temperatures (benchmarks/draft_noise.py).
 
 Every stage logs to DIR/STAGE.log; DIR/stages.txt says when each began and how it ended. One that went well is
 not run again, and training that was cut short is resumed: the same command goes on where it stopped.
@@ -103,7 +102,7 @@ def held_out(data: Path, out: Path) -> Path:
 def run(args: argparse.Namespace) -> None:
     out: Path = args.out
     out.mkdir(parents=True, exist_ok=True)
-    stages = Stages(out)
+    stages, where = Stages(out), ["--model", args.model, "--device", args.device]
     short, long, answered = out / "short.jsonl", out / "long.jsonl", out / "answered"
     pool = ["--pool", str(args.pool), "--num-long", str(args.num_long), "--seed", str(args.seed)]
     stages.run("data", ["benchmarks.drafter_data", *pool, "--short", str(short), "--long", str(long)])
@@ -112,7 +111,7 @@ def run(args: argparse.Namespace) -> None:
     answers = ["benchmarks.drafter_evaluate", "answers", "--data", str(args.data), "--out", str(answered)]
     answers += ["--short", str(short), "--long", str(long), "--seconds", str(args.seconds)]
     if not stages.is_done("answers"):
-        asking = stages.start("answers", [*answers, *shlex.split(args.answering), *_where(args)])
+        asking = stages.start("answers", [*answers, *shlex.split(args.answering), *where])
         compiling = stages.start("compile", _compile(train, recipe, out))
         stages.end("answers", asking)
         _wait(stages, compiling)
@@ -121,17 +120,9 @@ def run(args: argparse.Namespace) -> None:
     is_begun = ["--resume"] if (out / "run" / "checkpoint.pt").exists() else []
     limit = ["--minutes", str(args.minutes), *folders, "--out", str(out / "run")]
     stages.run("train", [*train, *recipe, *limit, *is_begun])
-    both = [f"before={args.start}", f"after={drafter}"]
-    shape = ["--out", str(answered), *shlex.split(args.evaluating), *_where(args)]
-    stages.run(
-        "evaluate",
-        ["benchmarks.drafter_evaluate", "run", *both, "--json", str(out / "evaluation.json"), *shape],
-    )
-    stages.run("noise", ["benchmarks.draft_noise", *both, "--json", str(out / "noise.json"), *shape])
-
-
-def _where(args: argparse.Namespace) -> list[str]:
-    return ["--model", args.model, "--device", args.device]
+    evaluate = ["benchmarks.drafter_evaluate", "run", f"before={args.start}", f"after={drafter}"]
+    evaluate += ["--json", str(out / "evaluation.json"), "--out", str(answered)]
+    stages.run("evaluate", [*evaluate, *shlex.split(args.evaluating), *where])
 
 
 def _compile(train: list[str], recipe: list[str], out: Path) -> list[str]:

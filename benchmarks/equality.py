@@ -1,4 +1,4 @@
-"""Which ways of serving a prompt give == answers, counted through the real engine.
+"""Counts the ways of serving a prompt that give == answers, through the real engine.
 
     python -m benchmarks.equality [--pair default|qwen3-8b|qwen3.5-35b-a3b] [--device cuda] [--out FILE]
 
@@ -21,18 +21,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from benchmarks import record
-from benchmarks.replay import ReplayingDrafter
 from benchmarks.shapes import SHAPES, write_shape
 from blockdraft.bench.workloads import load_all
+from blockdraft.cache.cache import Cache
+from blockdraft.cache.rows import Rows
+from blockdraft.cache.view import CacheView, View
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.loaded_pair import LoadedPair
 from blockdraft.engine.request import Delta, Metrics, SamplingParams
+from blockdraft.kernels.sampling_tables import Whole
 from blockdraft.planner.plan import Plan
 from blockdraft.settings.settings import Settings
 from blockdraft.start.compile_ahead import CompileAhead, run_steps
 from blockdraft.start.loading import load_models, resolve_device
+from blockdraft.step.drafter import Drafter, Weightless
 from blockdraft.step.row_sizes import row_sizes
 from blockdraft.text.tokenizer import Tokenizer
 
@@ -43,6 +48,7 @@ ROWS = 32
 CHUNK = 48  # prompt tokens per prefill step, where prompts come in many
 NUM_PROMPT = 96  # tokens of a random prompt
 STEPS_BETWEEN = 2  # arrivals, in a batch that changes
+WRONG = 1 / 7  # of the replayed drafts: a block of 16 is accepted at every length, whole ones included
 SHOWN = 6  # differences of one line that are printed
 NO_LIMIT = 1 << 40  # bytes of cache that the plan may count on: this program sets the pages itself
 
@@ -299,6 +305,41 @@ class Equality:
         to_begin = sum(plan.pages_of(len(ask.prompt_ids) - 1 + plan.block) for ask in first)
         to_end = plan.pages_of(self._longest + self.num_tokens + plan.scratch)
         return pages.allocate(pages.num_free - max(to_begin, to_end))
+
+
+class ReplayingDrafter(Weightless):
+    """Drafts the known answers with errors sown in; `own` absorbs features as when it is served.
+
+    Random weights never agree with a random drafter, so every draft would be refused and only the first
+    column of a block be tested. A row's seed is the number of its answer. The table never moves and the host
+    is never asked, so a graph that was captured before the answers were known replays them.
+    """
+
+    def __init__(self, own: Drafter, *, num_answers: int, num_positions: int, device: torch.device) -> None:
+        self.block = own.block
+        self._own = own
+        self._drafts = torch.zeros((num_answers, num_positions), dtype=torch.int64, device=device)
+        self._columns = torch.arange(1, self.block, device=device)
+
+    def learn(self, texts: Sequence[Sequence[int]], *, vocab_size: int) -> None:
+        """Draft these from now on, prompt and answer each, but for one token in seven."""
+        table = torch.zeros(self._drafts.shape, dtype=torch.int64)
+        for row, token_ids in zip(table, texts, strict=True):
+            row[: len(token_ids)] = torch.tensor(token_ids)
+        is_wrong = torch.rand(table.shape, generator=torch.Generator().manual_seed(0)) < WRONG
+        self._drafts.copy_(torch.where(is_wrong, (table + 1) % vocab_size, table))
+
+    def draft(self, rows: Rows, cache: Cache, view: CacheView, width: int) -> Tensor:
+        anchor = rows.anchor[rows.active][:, None]  # [R, 1]
+        if width == 1:
+            return anchor
+        numbers = rows.sampling().integers(Whole.SEED)[:, None]
+        places = view.starts[:, None] + self._columns[: width - 1]
+        drafts = self._drafts[numbers, places.clamp(max=self._drafts.shape[1] - 1)]
+        return torch.cat((anchor, drafts), dim=1)
+
+    def absorb(self, features: Tensor, view: View) -> None:
+        self._own.absorb(features, view)
 
 
 def compile_steps(engine: Engine, ahead: CompileAhead) -> None:

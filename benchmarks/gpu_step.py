@@ -1,4 +1,4 @@
-"""How long a step takes on a GPU, against the time that its bytes need: `python -m benchmarks.gpu_step`.
+"""Times a step on a GPU, against the time that its bytes need: `python -m benchmarks.gpu_step`.
 
 Weights are random and acceptance plays no part in a step's time, so any published shape can be timed. Every
 number is of graph replays, which is how the engine runs. The ceiling is a device-to-device copy in the same

@@ -1,4 +1,4 @@
-"""What the host costs: the engine's Python thread per row and step, with no model behind it.
+"""The cost of the host: the engine's Python thread per row and step, with no model behind it.
 
     OMP_NUM_THREADS=1 python -m benchmarks.host [--rows 1 16 64 256] [--json FILE]
 
@@ -152,7 +152,7 @@ async def measure(tokenizer: Tokenizer, *, num_rows: int, context: int, num_toke
     heard, readers, outlet = [0], [], EventLoopOutlet(asyncio.get_running_loop())
     for _ in range(num_rows):
         request_id = engine.add(prompt_ids, SamplingParams(ignore_eos=True))
-        stream = Stream(request_id, 1, outlet, lambda request_id: None)
+        stream = Stream(request_id, outlet, lambda request_id: None)
         loop._live[request_id] = _Live(stream, 1)
         answer = ChatAnswer(
             asked,

@@ -1,4 +1,4 @@
-"""What HTTP costs: processor time of the server's process per request and per event, no model behind it.
+"""The cost of HTTP: processor time of the server's process per request and per event, no model behind it.
 
     python -m benchmarks.http [--streams 1 64 256] [--rounds 3] [--profile FILE] [--json FILE]
 

@@ -91,7 +91,7 @@ def _check_bits(shape: dict[str, object], device: torch.device) -> dict[str, obj
             if columns < shared or (level == 0 and sum(blocks.counts) > 200):
                 continue
             config = kv_mma.Config(min(columns // shared, 64), columns, warps, level, parts)
-            got = kv_mma.attend_as(config, there.q, there.pages, blocks, there.mask, None)
+            got = kv_mma.attend(there.q, there.pages, blocks, there.mask, None, config)
             result[f"level {level}, {columns} columns"] = torch.equal(got, out)
     begin = 0
     for row, count in enumerate(blocks.counts):
@@ -153,7 +153,7 @@ def _check_compress(form: str, device: torch.device) -> dict[str, object]:
 def _check_attend(form: str, device: torch.device) -> dict[str, object]:
     from blockdraft.kernels.attention import Blocks
     from blockdraft.kernels.kv_compressed import reference_attend_compressed_paged, reference_compress
-    from blockdraft.kernels.triton.kv_attention import attend_as, attend_compressed
+    from blockdraft.kernels.triton.kv_attention import attend_compressed
 
     case, there = _case(form, device, (1290, 203), 16)  # both have their border in the block
     pages, blocks, mask = there.pages, there.blocks, there.mask
@@ -164,7 +164,8 @@ def _check_attend(form: str, device: torch.device) -> dict[str, object]:
     error = ((out.float() - expected).norm() / expected.norm()).item()
     folded = out  # `_check_bits` has those of tq4
     if form != "tq4":
-        folded = attend_as(replace(_config(2, 16), parts=1), there.q, pages, blocks, mask, None)
+        config = replace(_config(2, 16), parts=1)
+        folded = attend_compressed(there.q, pages, blocks, mask, None, config)
     narrow = torch.empty_like(out).view(2, 16, HEADS, DIM)
     for column in range(16):
         one = Blocks(
@@ -260,18 +261,8 @@ class Step:
         stores = self._noise((self.layers, 2, GROUPS, slots, DIM))
 
         def at(width: int) -> Callable[[], None]:
-            blocks, q = self.blocks(width), self.queries(width)
-            options = {
-                "page_table": blocks.table,
-                "rows": blocks.rows,
-                "starts": blocks.starts,
-                "offsets": blocks.offsets,
-                "max_count": width,
-                "max_length": self.tokens,
-                "page_size": PAGE_SIZE,
-                "mask": Mask(scale=DIM**-0.5),
-            }
-            return lambda: [attend(q, keys, values, **options) for keys, values in stores]
+            blocks, q, mask = self.blocks(width), self.queries(width), Mask(scale=DIM**-0.5)
+            return lambda: [attend(q, keys, values, blocks, mask) for keys, values in stores]
 
         return at
 

@@ -1,4 +1,4 @@
-"""What drafts from n-grams commit, alone and beside the default drafter, by how much must agree.
+"""Tokens that drafts from n-grams commit, alone and beside the default drafter, by how much must agree.
 
     python -m benchmarks.ngram record --data EVAL --out FILE [--tokens 96 --limit 4 --sets gsm8k,…]
     python -m benchmarks.ngram run --out FILE --json RESULT

@@ -1,4 +1,4 @@
-"""How long each product of a model takes on a GPU: `python -m benchmarks.products --model Qwen/Qwen3-8B`.
+"""Times each product of a model on a GPU: `python -m benchmarks.products --model Qwen/Qwen3-8B`.
 
 A product is timed at several numbers of tokens, beside the time that its bytes need and the time that its
 arithmetic needs; the larger of the two is its floor. Weights are random. Copies of at least `FRESH_BYTES`

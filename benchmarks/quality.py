@@ -1,4 +1,4 @@
-"""What a quantisation costs in quality, on this device: against the same model without it.
+"""The loss of quality by a quantisation, on this device: against the same model without it.
 
     python -m benchmarks.quality [--quantization int8] [--data DIR] [--json FILE]
 
@@ -104,7 +104,7 @@ def _answers(row: Row) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The same tokens for both arms."""
+    """The tokens, which both arms get."""
 
     texts: Mapping[str, Sequence[list[int]]]  # by set
     num_common: int  # tokens that every text begins with

@@ -1,4 +1,4 @@
-"""Where a number comes from: machine, versions, commit, date; and what else was running."""
+"""The origin of a number: machine, versions, commit, date; and what else was running."""
 
 import datetime
 import json

@@ -16,7 +16,6 @@ import asyncio
 import json
 import random
 import re
-import socket
 import statistics
 import subprocess
 import sys
@@ -28,6 +27,8 @@ from typing import Any
 import httpx
 
 from benchmarks.record import context, save, table
+from benchmarks.start import ready
+from blockdraft.machine.machine import free_port
 
 CHAT = "/v1/chat/completions"
 STORY = "the sea was calm and a small boat went out to look for what had been lost there long ago"
@@ -195,27 +196,14 @@ def resident_mb(pid: int) -> float:
     return int(found[1]) / 1024
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
-
-
-def wait_until_ready(url: str, server: subprocess.Popen[bytes]) -> None:
+def wait_until_ready(port: int, server: subprocess.Popen[bytes]) -> None:
     end_s = time.monotonic() + START_S
-    while time.monotonic() < end_s:
+    while ready(port).get("state") != "ready":
         if server.poll() is not None:
             raise SystemExit(f"the server ended with code {server.returncode}")
-        try:
-            ready = httpx.get(f"{url}/ready", timeout=5)
-            if ready.status_code == 200:
-                return
-            if ready.status_code == 404 and httpx.get(f"{url}/health", timeout=5).status_code == 200:
-                return
-        except httpx.HTTPError:
-            pass
+        if time.monotonic() > end_s:
+            raise SystemExit(f"the server was not ready within {START_S} s")
         time.sleep(0.5)
-    raise SystemExit(f"the server was not ready within {START_S} s")
 
 
 async def soak_server(url: str, pid: int, seconds: float) -> Soak:
@@ -239,7 +227,7 @@ def main() -> None:
     command = [sys.executable, "-m", "blockdraft", "serve", "--port", str(port), *flags]
     with subprocess.Popen(command) as server:
         try:
-            wait_until_ready(url, server)
+            wait_until_ready(port, server)
             soak = asyncio.run(soak_server(url, server.pid, options.minutes * 60))
             has_survived = server.poll() is None
         finally:

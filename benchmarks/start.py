@@ -1,4 +1,4 @@
-"""How long a server takes until it is ready, phase by phase: `python -m benchmarks.start`.
+"""Times a server until it is ready, phase by phase: `python -m benchmarks.start`.
 
 The pair that ships, or `--shape` with random weights. Every start is a process of its own. The first finds no
 compiled kernel and no record of what was verified, the others find what it has left: `--warm` of them.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,7 @@ from pathlib import Path
 
 from benchmarks import record
 from benchmarks.shapes import SHAPES
+from blockdraft.machine.machine import free_port
 from blockdraft.settings.settings import cache_dir
 
 PHASES = ("fetch", "load", "allocate", "capture", "warm", "verify")
@@ -69,12 +69,6 @@ def compiled_ahead(state: dict[str, object]) -> int:
     details = [phase["detail"] or "" for phase in state.get("phases", [])]
     found = [detail.split()[3].rstrip(":") for detail in details if detail.startswith("compiled ")]
     return int(found[0]) if found else 0
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def flags_for(shape: str | None, folder: Path) -> list[str]:

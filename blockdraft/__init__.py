@@ -53,7 +53,7 @@ _LAZY = {
 
 
 def __dir__() -> list[str]:
-    """Also what is imported on first use, for whoever completes names."""
+    """Return all public names, also those that are imported on first use."""
     return sorted({*globals(), *__all__})
 
 

@@ -54,7 +54,7 @@ class BenchError(BlockdraftError):
 
 
 def warn_caller(text: str) -> None:
-    """Issue a Python warning located at the caller outside this package."""
+    """Issue a Python warning at the caller outside this package."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "blockdraft":
         frame, level = frame.f_back, level + 1

@@ -1,8 +1,8 @@
-"""Which kernel multiplies four-bit weights in another engine: read from the lines of its log.
+"""Reads from another engine's log which kernel multiplies four-bit weights.
 
 CUTLASS multiplies four-bit numbers on the card's own units; Marlin widens the weights first and multiplies
-in 16 bits. Which one serves depends on the card, on what the build was made for and on variables, and nothing
-but the log tells. The lines are a courtesy of the engines and change between versions: they are only shown.
+in 16 bits. The card, the build and variables decide, and only the log tells. Its lines change between
+versions, so what is found is only shown.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FAMILIES = ("Marlin", "CUTLASS", "TRTLLM", "cuDNN", "CuteDSL", "b12x", "emulati
 
 
 def read_fp4_kernel(line: str) -> str | None:
-    """What a line of a log says of a kernel, as in "experts: CUTLASS (VLLM_CUTLASS)"; None: nothing."""
+    """Return the kernel that a log line names, as in "experts: CUTLASS (VLLM_CUTLASS)"; None: no kernel."""
     for part, pattern in _KERNELS:
         if (found := pattern.search(line)) is not None:
             name = found["name"]
@@ -36,11 +36,11 @@ def read_fp4_kernel(line: str) -> str | None:
 
 
 def is_fp4_fallback(line: str) -> bool:
-    """Whether the engine says that it falls back to Marlin for want of FP4 units."""
+    """Return whether the engine says that it falls back to Marlin because it finds no FP4 units."""
     return _FALLBACK.search(line) is not None
 
 
 def read_fp4_kernels(lines: Iterable[str]) -> tuple[str, ...]:
-    """What a whole log says, each kernel once: every worker repeats it."""
+    """Return the kernels that a whole log names, each once: every worker repeats them."""
     found = (read_fp4_kernel(line) for line in lines)
     return tuple(dict.fromkeys(kernel for kernel in found if kernel is not None))

@@ -121,23 +121,23 @@ class LLM:
         return self._run([encode(messages, **template_kwargs) for messages in listed], params)  # type: ignore[arg-type]
 
     def stream(self, prompt: Prompt | Items[Message], params: SamplingParams | None = None) -> DeltaStream:
-        """Deltas of one prompt or conversation as they are committed; closing it aborts the request."""
+        """Yield a prompt's or conversation's deltas as they are committed; closing it aborts the request."""
         sampling = params if params is not None else self.default_sampling()
         is_chat = not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], Mapping)
         ids = self.tokenizer.encode_chat(prompt) if is_chat else self._encode(prompt)  # type: ignore[arg-type]
         return self._add(ids, sampling)
 
     def default_sampling(self) -> SamplingParams:
-        """What is used where no parameters are given: the model's own, if its makers recommend any."""
+        """Return the default sampling: the model's own, if its makers recommend one."""
         return SamplingParams(**self.engine.models.sampling)  # type: ignore[arg-type]
 
     def _encode(self, prompt: Prompt) -> list[int]:
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
 
     def _add(self, prompt_ids: Items[int], params: SamplingParams) -> DeltaStream:
-        """Where too many wait already, they are served first.
+        """Add a request; where too many wait already, serve them first.
 
-        The stream is there before the request: if Ctrl-C comes here, the request ends with the stream.
+        The stream is made before the request: if Ctrl-C comes here, the request ends with the stream.
         """
         stream = DeltaStream(self, params.n)
         self._streams[stream.request_id] = stream
@@ -162,7 +162,7 @@ class LLM:
         return stream.inbox.popleft()
 
     def _drop(self, request_id: str) -> None:
-        """Python may call this anywhere, in a step too: then the next step ends the request."""
+        """Forget a stream. Python may call this even in a step: then the next step ends the request."""
         if self._streams.pop(request_id, None) is not None:
             self._dropped.append(request_id)
             self._turns.if_free(self._end_dropped)

@@ -15,7 +15,7 @@ PhaseState = Literal["waiting", "running", "done", "skipped", "failed"]
 State = Literal["starting", "ready", "draining", "failed"]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Phase:
     """One phase of a start."""
 
@@ -29,15 +29,15 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class StartState:
-    """A snapshot of a start, for another process; times are of the machine's monotonic clock."""
+    """A start as it is now; it crosses processes, so times are of the machine's monotonic clock."""
 
-    state: State
-    seconds: float | None
-    phases: tuple[Phase, ...]
-    warnings: tuple[str, ...]
-    chosen: tuple[str, ...]
-    speculation: str
-    error: str | None
+    phases: dict[str, Phase]  # never changed in place, but replaced
+    state: State = "starting"
+    seconds: float | None = None  # from the beginning until ready
+    warnings: tuple[str, ...] = ()
+    chosen: tuple[str, ...] = ()
+    speculation: str = ""
+    error: str | None = None
 
 
 class StartProgress:
@@ -54,147 +54,121 @@ class StartProgress:
         self._clock = clock
         self._lock = Lock()
         self._start_s = clock()
-        self._phases = {name: Phase(name) for name in names}
-        self._state: State = "starting"
-        self._seconds: float | None = None  # from the beginning until ready
-        self._warnings: list[str] = []
-        self._chosen: list[str] = []
-        self._speculation = ""
-        self._error: str | None = None
+        self._now = StartState({name: Phase(name) for name in names})
 
-    @contextmanager
-    def _changing(self) -> Iterator[None]:
+    def _change(self, make: Callable[[StartState], dict[str, object]]) -> None:
+        """Replace the fields that `make` returns, and tell who follows."""
         with self._lock:
-            yield
-            self.on_change(self._exported())
+            self._now = replace(self._now, **make(self._now))  # type: ignore[arg-type]
+            self.on_change(self._now)
 
-    def _exported(self) -> StartState:
-        phases = tuple(replace(phase) for phase in self._phases.values())
-        warnings, chosen = tuple(self._warnings), tuple(self._chosen)
-        return StartState(
-            self._state, self._seconds, phases, warnings, chosen, self._speculation, self._error
+    def _change_phase(self, name: str, **values: object) -> None:
+        self._change(
+            lambda now: {"phases": {**now.phases, name: replace(now.phases[name], **values)}}  # type: ignore[arg-type]
         )
+
+    def _change_running(self, **values: object) -> None:
+        for phase in self.phases():
+            if phase.state == "running":
+                self._change_phase(phase.name, **values)
 
     def follow(self, other: StartState) -> None:
         """Copy the progress of another process; draining here is not undone."""
         with self._lock:
-            if self._state != "draining" or other.state == "failed":
-                self._state = other.state
-            self._seconds, self._error = other.seconds, other.error
-            self._phases = {phase.name: phase for phase in other.phases}
-            self._warnings, self._chosen = list(other.warnings), list(other.chosen)
-            self._speculation = other.speculation
+            is_kept = self._now.state == "draining" and other.state != "failed"
+            self._now = replace(other, state="draining") if is_kept else other
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Run one phase; an exception marks it failed and is raised again."""
-        phase = self._phases[name]
-        with self._changing():
-            phase.state, phase.start_s = "running", self._clock()
+        self._change_phase(name, state="running", start_s=self._clock())
         try:
             yield
         except BaseException:
-            self._end(phase, "failed")
+            self._end(name, "failed")
             raise
-        self._end(phase, "done")
+        self._end(name, "done")
 
-    def _end(self, phase: Phase, state: PhaseState) -> None:
-        with self._changing():
-            phase.state, phase.seconds = state, self._clock() - phase.start_s
-            phase.progress = None
+    def _end(self, name: str, state: PhaseState) -> None:
+        phase = self._now.phases[name]
+        seconds = self._clock() - phase.start_s
+        self._change_phase(name, state=state, seconds=seconds, progress=None)
         detail = f": {phase.detail}" if phase.detail else ""
-        self._report(f"{phase.name} {state} in {phase.seconds:.1f} s{detail}")
+        self._report(f"{name} {state} in {seconds:.1f} s{detail}")
 
     def rewind(self, name: str) -> None:
         """Reset phase `name` and all after it, which have to run again."""
-        with self._changing():
-            names = list(self._phases)
-            for later in names[names.index(name) :]:
-                self._phases[later] = Phase(later)
+        names = list(self._now.phases)
+        again = {later: Phase(later) for later in names[names.index(name) :]}
+        self._change(lambda now: {"phases": now.phases | again})
 
     def skip(self, name: str, why: str) -> None:
-        with self._changing():
-            self._phases[name].state, self._phases[name].detail = "skipped", why
+        self._change_phase(name, state="skipped", detail=why)
 
     def note(self, text: str) -> None:
         """Set the text of the running phase."""
-        with self._changing():
-            for phase in self._phases.values():
-                if phase.state == "running":
-                    phase.detail = text
+        self._change_running(detail=text)
 
     def progress(self, done: int, total: int) -> None:
-        with self._changing():
-            for phase in self._phases.values():
-                if phase.state == "running":
-                    phase.progress = done / total if total else None
+        self._change_running(progress=done / total if total else None)
 
     def warn(self, text: str) -> None:
         """Add a warning that users must see."""
-        with self._changing():
-            self._warnings.append(text)
+        self._change(lambda now: {"warnings": (*now.warnings, text)})
         self._report(f"warning: {text}")
 
     def tell_chosen(self, text: str) -> None:
         """Add a decision of the start, with its reason."""
-        with self._changing():
-            self._chosen.append(text)
+        self._change(lambda now: {"chosen": (*now.chosen, text)})
         self._report(text)
 
     def tell_speculation(self, text: str) -> None:
         """Set the note on whether speculation is on at first, and why."""
-        with self._changing():
-            self._speculation = text
+        self._change(lambda now: {"speculation": text})
 
     def ready(self) -> None:
         """Mark the start as complete; a server that is draining keeps draining."""
-        with self._changing():
-            self._seconds = self._clock() - self._start_s
-            if self._state == "starting":
-                self._state = "ready"
-        self._report(f"ready in {self._seconds:.1f} s")
+        seconds = self._clock() - self._start_s
+        self._change(
+            lambda now: {"seconds": seconds, "state": "ready" if now.state == "starting" else now.state}
+        )
+        self._report(f"ready in {seconds:.1f} s")
 
     def drain(self) -> None:
         """Refuse new requests and let running ones end."""
-        with self._changing():
-            if self._state != "failed":
-                self._state = "draining"
+        self._change(lambda now: {"state": "failed" if now.state == "failed" else "draining"})
 
     def fail(self, error: str) -> None:
-        with self._changing():
-            self._state, self._error = "failed", error
+        self._change(lambda now: {"state": "failed", "error": error})
 
     @property
     def state(self) -> State:
-        return self._state
+        return self._now.state
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        with self._lock:
-            return tuple(self._warnings)
+        return self._now.warnings
 
     @property
     def speculation(self) -> str:
         """Return the note on speculation; empty if unknown."""
-        return self._speculation
+        return self._now.speculation
 
     def phases(self) -> tuple[Phase, ...]:
-        """Copies, as they are now."""
-        with self._lock:
-            return tuple(replace(phase) for phase in self._phases.values())
+        return tuple(self._now.phases.values())
 
     def snapshot(self) -> dict[str, object]:
-        """Everything, as plain values."""
-        with self._lock:
-            seconds = self._seconds if self._seconds is not None else self._clock() - self._start_s
-            return {
-                "state": self._state,
-                "seconds": round(seconds, 3),
-                "phases": [self._shown(phase) for phase in self._phases.values()],
-                "warnings": list(self._warnings),
-                "chosen": list(self._chosen),
-                "error": self._error,
-            }
+        """Return everything as plain values."""
+        now = self._now
+        seconds = now.seconds if now.seconds is not None else self._clock() - self._start_s
+        return {
+            "state": now.state,
+            "seconds": round(seconds, 3),
+            "phases": [self._shown(phase) for phase in now.phases.values()],
+            "warnings": list(now.warnings),
+            "chosen": list(now.chosen),
+            "error": now.error,
+        }
 
     def _shown(self, phase: Phase) -> dict[str, object]:
         seconds = self._clock() - phase.start_s if phase.state == "running" else phase.seconds

@@ -17,7 +17,7 @@ BEGIN = "Installing into .venv takes a few minutes, once. To download: "
 
 
 def has_card() -> bool:
-    """Whether NVIDIA's driver is there. In WSL only nvidia-smi shows it."""
+    """Return whether NVIDIA's driver is there. In WSL only nvidia-smi shows it."""
     paths = ("/proc/driver/nvidia", "/dev/nvidiactl")
     return shutil.which("nvidia-smi") is not None or any(Path(path).exists() for path in paths)
 

@@ -14,7 +14,7 @@ from blockdraft.planner.known_pairs import KnownFamily, KnownPair, find_models
 from blockdraft.settings import recipe
 from blockdraft.settings.known_names import COMMANDS as OTHERS_COMMANDS
 from blockdraft.settings.known_names import OTHERWISE, SAME, explained
-from blockdraft.settings.settings import FORMER_NAMES, OTHER_VARIABLES, Settings
+from blockdraft.settings.settings import FORMER_NAMES, LAUNCH_SETTINGS, OTHER_VARIABLES, Settings
 
 DOCS = Path(__file__).parent.parent / "docs"
 MODELS_TEMPLATE = Path(__file__).parent / "models.in.md"
@@ -47,7 +47,8 @@ def settings_page() -> str:
         "|---|---|---|",
     ]
     for field in dataclasses.fields(Settings):
-        lines.append(f"| `{field.name}` | `{field.default}` | {field.metadata['help']} |")
+        only = "; vllm and sglang only" if field.name in LAUNCH_SETTINGS else ""
+        lines.append(f"| `{field.name}` | `{field.default}` | {field.metadata['help']}{only} |")
     lines += ["", "Other variables:", "", "| variable | meaning |", "|---|---|"]
     lines += [f"| `{name}` | {meaning} |" for name, meaning in sorted(OTHER_VARIABLES.items())]
     lines += [

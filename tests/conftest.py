@@ -1,7 +1,8 @@
 """Without a card Triton's kernels run in its interpreter: Triton must know before anyone imports it.
 
 And what starts keep for the next one (`widths`, `verified`, `kernels`) stays with this run of the suite: the
-user's cache folder lends its downloads alone.
+user's cache folder lends its downloads alone. The workers of a run share compiled kernels, which their names
+tell apart by source, LLVM and processor.
 """
 
 import atexit
@@ -31,10 +32,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 def _own_cache():
     folder = Path(tempfile.mkdtemp(prefix="blockdraft-tests-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    users = cache_dir()
+    users, own = cache_dir(), {"widths", "verified", "kernels", "compiled"}
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        own.remove("kernels")
     for path in users.iterdir() if users.is_dir() else ():
-        if path.name not in ("widths", "verified", "kernels", "compiled"):
+        if path.name not in own:
             (folder / path.name).symlink_to(path)
+    (folder / "kernels").mkdir(exist_ok=True)
     os.environ["BLOCKDRAFT_CACHE"] = str(folder)
 
 

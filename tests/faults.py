@@ -33,7 +33,7 @@ def prompt(one):
     return lambda count: [(3 * i * i + 7 * i + 1) % vocab_size for i in range(count)]
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=24)
 def engine(name, dtype, device="cpu"):
     """`pair`: the trained pair; `int8`, `fp8`: the same, quantised; else a family with a random drafter."""
     settings = {
@@ -205,13 +205,15 @@ def neighbours_scale(monkeypatch, one):
     def dequantise(self, dtype):
         return _DEQUANTISE(Scaled(self.values, self.scale.roll(1, dims=-2), block=self.block), dtype)
 
-    right = one.models.target.kernels.int8_linear
+    right = one.models.target.kernels
 
     def int8_linear(x, weight, bias, onto):
-        return right(x, weight._replace(scale=weight.scale.roll(1)), bias, onto)
+        return right.int8_linear(x, weight._replace(scale=weight.scale.roll(1)), bias, onto)
 
-    one = with_kernels(one, int8_linear=int8_linear)
-    one = method(Scaled, "_row_scale", after=lambda scale: scale.roll(1))(monkeypatch, one)
+    def scaled_linear(x, values, scale, *rest):
+        return right.scaled_linear(x, values, scale.roll(1), *rest)
+
+    one = with_kernels(one, int8_linear=int8_linear, scaled_linear=scaled_linear)
     return instead(Scaled, "dequantise", dequantise)(monkeypatch, one)
 
 

@@ -42,11 +42,8 @@ def test_the_kernel_is_named(line, kernel):
     assert read_fp4_kernel(line) == kernel
 
 
-def test_the_fallback_is_recognised():
-    assert is_fp4_fallback(MARLIN)
-    assert not is_fp4_fallback("Using MarlinNvFp4LinearKernel for NVFP4 GEMM")  # asked for
-
-
-def test_each_kernel_is_named_once():
+def test_each_kernel_is_named_once_and_the_fallback_recognised():
     lines = ["Using 'MARLIN' NvFp4 MoE backend", "x", "Using 'MARLIN' NvFp4 MoE backend"]
     assert read_fp4_kernels(lines) == ("experts: Marlin (MARLIN)",)
+    assert is_fp4_fallback(MARLIN)
+    assert not is_fp4_fallback("Using MarlinNvFp4LinearKernel for NVFP4 GEMM")  # asked for

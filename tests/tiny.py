@@ -16,10 +16,10 @@ from blockdraft.checkpoints.opening import open_checkpoint
 from blockdraft.checkpoints.read_draft_config import read_draft_config
 from blockdraft.engine.chunks import Chunks, share
 from blockdraft.engine.engine import Engine
-from blockdraft.kernels.llvm.recording import repeat
+from blockdraft.kernels.llvm.jit import repeat
 from blockdraft.kernels.sampling_tables import Whole
 from blockdraft.models.kernel_module import with_kernels
-from blockdraft.planner.kv_choice import KvChoice
+from blockdraft.planner.kv_choice import KvChoice, KvRequest
 from blockdraft.settings.settings import Settings
 from blockdraft.start.loading import load_dflash, load_models
 from blockdraft.step.dflash import DFlashDrafter
@@ -236,10 +236,10 @@ class AnyChunks(Chunks):
 
 def with_exact_pages(plan):
     """As many as resolve would take."""
-    choice = KvChoice(plan.kv_dtype, plan.draft_kv_dtype, {})
-    settings = Settings(page_size=plan.page_size, kv_window=plan.kv_window)
+    asked = KvRequest(plan.kv_dtype, plan.draft_kv_dtype, plan.kv_window, plan.page_size)
+    choice = KvChoice(asked, plan.kv_dtype, plan.draft_kv_dtype, {})
     count = choice.num_exact_pages(
-        settings, plan.max_num_seqs, plan.block, plan.max_prefill_tokens * (1 + plan.overlap)
+        plan.max_num_seqs, plan.block, plan.max_prefill_tokens * (1 + plan.overlap)
     )
     return replace(plan, num_exact_pages=count)
 

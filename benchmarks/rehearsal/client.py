@@ -1,4 +1,4 @@
-"""What a program that uses the `openai` package would do with the server, and what must come back."""
+"""Uses the server through the `openai` package, and checks the replies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rehearsal measured against the last result of the same kind of machine in benchmarks/results."""
+"""Compares a rehearsal with the last result of the same kind of machine in benchmarks/results."""
 
 from __future__ import annotations
 

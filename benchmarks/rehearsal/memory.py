@@ -1,4 +1,4 @@
-"""What a plan says of memory against what a server that is ready has taken."""
+"""Compares the memory of a plan with the memory that a ready server has taken."""
 
 from __future__ import annotations
 

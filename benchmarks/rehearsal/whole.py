@@ -1,4 +1,4 @@
-"""What a rehearsal does beyond the quick one: many streams, large shapes, steps, equality, the last result.
+"""Steps of a whole rehearsal beyond the quick one: many streams, large shapes, steps, equality, last result.
 
 On a CPU most of it makes no sense: `left_out` says what is not done there.
 """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal, NamedTuple
 
@@ -29,7 +29,8 @@ HEADLINE = {  # figure: its title, and whether more of it is better
 LEGEND = "* the 95 % intervals do not overlap; ? no interval."
 # These may differ on purpose.
 _SERVER = ("kind", "version", "drafter", "drafter_kind", "drafter_hash", "kv_dtype")
-_ASKED = ("prompts_hash", "temperature", "max_tokens", "thinking", "ignores_eos", "is_salted", "is_raw")
+# These make the questions of a cell, beside its key.
+ASKED = ("prompts_hash", "max_tokens", "thinking", "ignores_eos", "is_salted", "is_raw")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A cell that both reports have, named as in B."""
+    """A cell that both reports have, with its name in B."""
 
     key: Key
     arm: str
@@ -118,22 +119,24 @@ def compare(a: BenchReport, b: BenchReport, names: tuple[str, str] = ("A", "B"))
     return RunComparison(
         warnings=(*_differences(*_facts(a, b)), *_cell_warnings(pairs)),
         differences=tuple(_differences(a["endpoint"], b["endpoint"], _SERVER)),
-        matches=tuple(Match(two.cell["key"], two.arm, _changes(one, two)) for one, two in pairs),
+        matches=tuple(Match(two.cell["key"], two.arm, tuple(_changes(one, two))) for one, two in pairs),
         only_a=tuple(side.name for side in only_a),
         only_b=tuple(side.name for side in only_b),
     )
 
 
 def sheet(comparison: RunComparison) -> Sheet:
-    """Give each figure that either report has a row, so that a terminal of 80 columns shows all of it."""
+    """Return a table with a row per figure, so that it fits a terminal of 80 columns."""
     rows = []
     for match in comparison.matches:
         name = _name(match.key, match.arm)
         for change in match.changes:
             if change.a["value"] is None and change.b["value"] is None:
                 continue
-            title, _ = HEADLINE[change.figure]
-            rows.append((name, title, number(change.a["value"]), number(change.b["value"]), _ratio(change)))
+            sign = {True: "", False: "*", None: "?"}[change.overlaps]
+            ratio = NOTHING if change.ratio is None else f"{change.ratio:.2f}x{sign}"
+            values = number(change.a["value"]), number(change.b["value"])
+            rows.append((name, HEADLINE[change.figure][0], *values, ratio))
             name = ""  # the cell is named once
     return Sheet("", ("cell", "figure", "A", "B", "B / A"), tuple(rows), num_labels=2)
 
@@ -181,13 +184,6 @@ def _matched(
     return [(partners[place], b[place]) for place in sorted(partners)], rest_a, list(rest_b.values())
 
 
-def _changes(one: _Side, two: _Side) -> tuple[Change, ...]:
-    before, after = one.figures(), two.figures()
-    return tuple(
-        _change(name, before[name], after[name], is_more_better=more) for name, (_, more) in HEADLINE.items()
-    )
-
-
 def _median(distribution: Distribution, *, scale: float) -> Estimate:
     value, interval = distribution["p50"], distribution["p50_interval"]
     return make_estimate(
@@ -196,28 +192,24 @@ def _median(distribution: Distribution, *, scale: float) -> Estimate:
     )
 
 
-def _change(figure: str, a: Estimate, b: Estimate, *, is_more_better: bool) -> Change:
-    ratio = b["value"] / a["value"] if a["value"] and b["value"] is not None else None
-    overlaps = None
-    if a["interval"] is not None and b["interval"] is not None:
-        overlaps = a["interval"][0] <= b["interval"][1] and b["interval"][0] <= a["interval"][1]
-    outcome: Outcome = "unknown"
-    if overlaps:
-        outcome = "within noise"
-    elif ratio is not None and overlaps is not None:
-        outcome = "better" if (ratio > 1) == is_more_better else "worse"
-    return Change(figure=figure, a=a, b=b, ratio=ratio, overlaps=overlaps, outcome=outcome)
-
-
-def _ratio(change: Change) -> str:
-    if change.ratio is None:
-        return NOTHING
-    sign = {True: "", False: "*", None: "?"}[change.overlaps]
-    return f"{change.ratio:.2f}x{sign}"
+def _changes(one: _Side, two: _Side) -> Iterator[Change]:
+    before, after = one.figures(), two.figures()
+    for figure, (_, is_more_better) in HEADLINE.items():
+        a, b = before[figure], after[figure]
+        ratio = b["value"] / a["value"] if a["value"] and b["value"] is not None else None
+        overlaps = None
+        if a["interval"] is not None and b["interval"] is not None:
+            overlaps = a["interval"][0] <= b["interval"][1] and b["interval"][0] <= a["interval"][1]
+        outcome: Outcome = "unknown"
+        if overlaps:
+            outcome = "within noise"
+        elif ratio is not None and overlaps is not None:
+            outcome = "better" if (ratio > 1) == is_more_better else "worse"
+        yield Change(figure=figure, a=a, b=b, ratio=ratio, overlaps=overlaps, outcome=outcome)
 
 
 def _facts(*reports: BenchReport) -> list[dict[str, object]]:
-    """Return of each report the facts that make two runs incomparable where they differ."""
+    """Return the facts of each report; two runs that differ in one cannot be compared."""
     shared = set.intersection(*(set(report["definitions"]) for report in reports))  # newer ones have more
     return [
         {
@@ -243,10 +235,10 @@ def _differences(
 
 
 def _cell_warnings(pairs: Sequence[tuple[_Side, _Side]]) -> list[str]:
-    """Say what was asked differently, with the cells it concerns."""
+    """Return a line for each difference of the questions, with the cells it concerns."""
     found: dict[str, list[str]] = {}
     for one, two in pairs:
-        for text in _differences(one.asked(), two.asked(), _ASKED):
+        for text in _differences(one.asked(), two.asked(), ("temperature", *ASKED)):
             found.setdefault(text, []).append(two.name)
     return [f"{text} Cells: {'; '.join(cells)}." for text, cells in found.items()]
 

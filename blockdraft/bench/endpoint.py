@@ -34,9 +34,7 @@ class Switches:
 
     plain: Mapping[str, object] = field(default_factory=dict)  # no speculation for this request
     salt: str | None = None  # field for Ask.cache_salt: prompts are cached per salt
-    uncached: Mapping[str, object] = field(
-        default_factory=dict
-    )  # switches the cache off, for asks with a salt
+    uncached: Mapping[str, object] = field(default_factory=dict)  # for asks with a salt: no cache
 
     @property
     def keeps_caches_out(self) -> bool:
@@ -94,20 +92,20 @@ class _Reply:
     body: bytes
 
     def json(self) -> Json:
-        """Return the JSON object of the body; empty: it is none."""
+        """Return the JSON object of the body; empty if it is not one."""
         return as_object(self.body) if self.status == 200 else {}
 
     def text(self) -> str:
         return self.body.decode("utf-8", "replace") if self.status == 200 else ""
 
 
+@dataclass(frozen=True, slots=True)
 class _Asker:
     """Sends GET requests to one server."""
 
-    def __init__(self, session: aiohttp.ClientSession, root: str, api_key: str | None) -> None:
-        self.session = session
-        self.root = root
-        self._api_key = api_key
+    session: aiohttp.ClientSession
+    root: str
+    api_key: str | None
 
     async def get(self, path: str) -> _Reply:
         """Return the reply; BenchError says why there is none."""
@@ -125,7 +123,7 @@ class _Asker:
             return _Reply(0, "", b"")
 
     def error(self, text: str) -> BenchError:
-        return BenchError(one_line(text, self._api_key))
+        return BenchError(one_line(text, self.api_key))
 
 
 async def probe(url: str, api_key: str | None = None, model: str | None = None) -> Endpoint:
@@ -166,7 +164,7 @@ async def probe(url: str, api_key: str | None = None, model: str | None = None) 
 async def read_speculation(
     url: str, api_key: str | None = None, model: str | None = None
 ) -> Speculation | None:
-    """Return what /metrics has counted since the server's start; None: it does not say."""
+    """Return the counts in /metrics since the server's start; None: it has none."""
     async with _session(api_key) as session:
         reply = await _Asker(session, server_root(url), api_key).find("/metrics")
         return read_metrics(reply.text(), model)
@@ -270,7 +268,7 @@ def _text(parent: Json, key: str) -> str | None:
 
 
 async def _own_switches(ask: _Asker) -> Switches:
-    """Look the fields up in the server's own description: a server that does not know a salt refuses it."""
+    """Return the fields that the server's own description lists: one that does not know a salt refuses it."""
     openapi = (await ask.find("/openapi.json")).json()
     found = inside(openapi, "components", "schemas", "ChatRequest", "properties")
     names = found if isinstance(found, dict) else {}
@@ -281,7 +279,7 @@ async def _own_switches(ask: _Asker) -> Switches:
 
 
 async def _engine_info(ask: _Asker) -> Json:
-    """Return what the live page is told of the engine: the first event of an endless stream."""
+    """Return the facts about the engine that the live page gets: the first event of an endless stream."""
     try:
         async with asyncio.timeout(PROBE_TIMEOUT_S), ask.session.get(ask.root + "/events") as response:
             if response.status != 200:

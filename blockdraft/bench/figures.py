@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Literal, TypedDict, Union, get_args, get_origin, get_type_hints, is_typeddict
+from typing import Literal, NotRequired  # NotRequired: older reports lack it
+
+from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
 
 from blockdraft.bench.records import Arm, Key
 
@@ -14,7 +15,6 @@ Acceptance = Literal["answers", "metered", "none", "unknown"]
 Verdict = Literal["pays", "loses", "unclear", "too little"]
 
 _TEXTS = Path(__file__).with_name("definitions.toml").read_text(encoding="utf-8")
-_MISSING = object()  # fits no type
 DEFINITIONS: dict[str, str] = tomllib.loads(_TEXTS)
 
 
@@ -47,14 +47,7 @@ class Failures(TypedDict):
     example: str
 
 
-class _LaterSpeculation(TypedDict, total=False):
-    """What older reports do not have."""
-
-    reached_by_position: list[float] | None
-    acceptance_where_reached: list[float | None] | None
-
-
-class SpeculationFigures(_LaterSpeculation):
+class SpeculationFigures(TypedDict):
     """Counts and rates of drafts; null where unknown."""
 
     acceptance: Acceptance
@@ -66,6 +59,8 @@ class SpeculationFigures(_LaterSpeculation):
     draft_acceptance_rate: float | None
     acceptance_by_position: list[float] | None
     acceptance_histogram: list[float] | None
+    reached_by_position: NotRequired[list[float] | None]
+    acceptance_where_reached: NotRequired[list[float | None] | None]
 
 
 class Asked(TypedDict):
@@ -111,15 +106,7 @@ class OverTime(TypedDict):
     draft_acceptance_rate: Interval
 
 
-class _LaterFigures(TypedDict, total=False):
-    """Fields that cells of older reports lack."""
-
-    answers: AnswerColumns
-    runs: list[RunFigures]
-    over_time: OverTime | None
-
-
-class Cell(_LaterFigures):
+class Cell(TypedDict):
     """One row of the report: one workload at one load, of one arm."""
 
     key: Key
@@ -144,6 +131,9 @@ class Cell(_LaterFigures):
     send_lag_s: Distribution
     speculation: SpeculationFigures
     vllm: dict[str, object]  # the same under the names of `vllm bench serve`
+    answers: NotRequired[AnswerColumns]
+    runs: NotRequired[list[RunFigures]]
+    over_time: NotRequired[OverTime | None]
 
 
 class Speedup(TypedDict):
@@ -231,13 +221,7 @@ class GeneratorFigures(TypedDict):
     used: float | None
 
 
-class _LaterSections(TypedDict, total=False):
-    """What older reports do not have."""
-
-    generator: list[GeneratorFigures]
-
-
-class BenchReport(_LaterSections):
+class BenchReport(TypedDict):
     """The JSON file. A report of one workload at one load has vLLM's keys beside these."""
 
     schema: str
@@ -254,6 +238,7 @@ class BenchReport(_LaterSections):
     warnings: list[str]
     notes: list[str]
     definitions: dict[str, str]
+    generator: NotRequired[list[GeneratorFigures]]
 
 
 def make_estimate(value: float | None = None, interval: Interval = None) -> Estimate:
@@ -263,34 +248,3 @@ def make_estimate(value: float | None = None, interval: Interval = None) -> Esti
 def headline_speedup(key: Key, speedup: Speedup) -> Estimate:
     """Return the speedup to judge by: TPOT at a given rate, where arrivals decide the aggregate tok/s."""
     return speedup["tokens_per_s"] if key["rate"] is None else speedup["tpot"]
-
-
-def schema_error(value: object, shape: object, *, at: str = "") -> str | None:
-    """Return where the value first departs from the shape; None where it fits. Further keys are fine."""
-    origin, parts = get_origin(shape), get_args(shape)
-    if origin in (Union, UnionType):
-        return None if any(schema_error(value, part) is None for part in parts) else at
-    if origin is Literal:
-        return None if value in parts else at
-    if isinstance(shape, type) and is_typeddict(shape) and isinstance(value, dict):
-        fields, optional = get_type_hints(shape).items(), vars(shape)["__optional_keys__"]
-        before = f"{at}." if at else ""
-        inner = [
-            (value.get(name, _MISSING), part, before + name)
-            for name, part in fields
-            if name in value or name not in optional
-        ]
-    elif origin is list and isinstance(value, list):
-        inner = [(entry, parts[0], f"{at}[{place}]") for place, entry in enumerate(value)]
-    else:
-        return None if _is_plain(value, origin or shape) else at
-    errors = (schema_error(entry, part, at=where) for entry, part, where in inner)
-    return next((error for error in errors if error is not None), None)
-
-
-def _is_plain(value: object, kind: object) -> bool:
-    if kind is NoneType or kind is None or is_typeddict(kind):
-        return value is None and not is_typeddict(kind)
-    if kind in (int, float):  # bool is a subclass of int, but no figure
-        return isinstance(value, int | float if kind is float else int) and not isinstance(value, bool)
-    return isinstance(kind, type) and isinstance(value, kind)

@@ -8,47 +8,51 @@ they take turns. All have the same clock. What they measure comes here, where a 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
+import multiprocessing
+import signal
 import sys
-import tempfile
-from asyncio.subprocess import PIPE, Process
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Self
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import NamedTuple, Self
 
 from blockdraft.bench.client import Client, OnAnswer
+from blockdraft.bench.figures import GeneratorFigures
 from blockdraft.bench.load import Ledger, send_block
-from blockdraft.bench.records import Ask, OfferedLoad
-from blockdraft.bench.worker_messages import (
-    Answered,
-    Begin,
-    Done,
-    Frame,
-    Share,
-    fill_queue,
-    next_frame,
-    packed,
-)
+from blockdraft.bench.null_server import StreamPace, null_server
+from blockdraft.bench.records import SPECULATIVE, Ask, OfferedLoad, Prompt
+from blockdraft.bench.worker import END, READY, Done, Share, receive, work
 from blockdraft.errors import BenchError
 from blockdraft.machine.machine import read_machine
 
 STREAMS_PER_PROCESS = 32  # at 100 steps a second, a sixth of what one process can read
 END_S = 5.0  # for a process to end by itself; arbitrary
+# Of a burst that measures how fast we can read.
+BURST_S = 0.5
+MIN_CHUNKS = 24  # per answer: with fewer, the cost of requests dominates
+MIN_GAP_S = 0.002  # event-loop timers have millisecond resolution
+MAX_EVENT_S = 0.0001  # an upper bound for reading an event: 0.04 ms on a Neoverse-N1
+BURST_PROMPT = Prompt("null", "null", ("Say nothing. " * 40,))
 
 
 def num_processes(load: OfferedLoad, limit: int) -> int:
-    """Return how many processes send a load well.
-
-    With a rate, how many streams run at once is the server's doing; a second's requests are taken for it.
-    """
+    """Return how many processes a load needs; at a rate, a second's requests count as its streams."""
     streams = load.concurrency if load.rate is None else math.ceil(load.rate)
     return max(1, min(-(-streams // STREAMS_PER_PROCESS), limit))
 
 
 def most_processes() -> int:
-    """Return how many processes this machine has room for: a server on it wants the other half."""
+    """Return half of the cores: a server on this machine needs the others."""
     return 1 if sys.platform == "win32" else max(1, read_machine().cpu.num_cores // 2)
+
+
+class Worker(NamedTuple):
+    """A process and our end of its connection."""
+
+    process: BaseProcess
+    connection: Connection
 
 
 class Fleet:
@@ -57,38 +61,39 @@ class Fleet:
     def __init__(self, loads: Sequence[OfferedLoad], limit: int) -> None:
         self._limit = limit
         self._size = max(self.num_processes(load) for load in loads)
-        self._processes: list[Process] = []
-        self._queue = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the fleet
+        self._context = multiprocessing.get_context("spawn")
+        self._workers: list[Worker] = []
         self._clients: list[Client] = []
 
     def num_processes(self, load: OfferedLoad) -> int:
         return num_processes(load, self._limit)
 
     async def __aenter__(self) -> Self:
-        try:
-            if self._size > 1:
-                for _ in range(self._size):
-                    self._processes.append(await self._start())
-                await asyncio.gather(*map(_expect_ready, self._processes))
-        except BaseException:
-            await self.__aexit__()
-            raise
+        if self._size > 1:
+            self._taken = self._context.Value("I")
+            # Ctrl-C and the end of a terminal reach only us: a process inherits what is blocked.
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGHUP))
+            try:
+                self._workers += [self._start() for _ in range(self._size)]
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+                await asyncio.gather(*map(_expect_ready, self._workers))
+            except BaseException:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+                await self.__aexit__()
+                raise
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for process in self._processes:
-            assert process.stdin is not None
-            process.stdin.close()  # the process ends when stdin closes, also if we are killed
-        await asyncio.gather(*map(_end, self._processes))
-        self._queue.close()
+        for worker in self._workers:
+            worker.connection.close()  # on which the process ends, also if we are killed
+        await asyncio.gather(*(asyncio.to_thread(_end, worker.process) for worker in self._workers))
 
-    async def _start(self) -> Process:
-        file = self._queue.fileno()
-        command = [sys.executable, "-m", "blockdraft.bench.worker", str(file)]
-        # Its own session: Ctrl-C reaches only us, and we tell the processes.
-        return await asyncio.create_subprocess_exec(
-            *command, stdin=PIPE, stdout=PIPE, pass_fds=[file], start_new_session=True
-        )
+    def _start(self) -> Worker:
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(target=work, args=(theirs, self._taken), daemon=True)
+        process.start()
+        theirs.close()
+        return Worker(process, ours)
 
     async def send_block(
         self,
@@ -102,20 +107,18 @@ class Fleet:
         count = self.num_processes(load)
         if count == 1:
             return await send_block(client, asks, load, on_answer, stop)
-        processes = self._processes[:count]
-        await self._share_out(processes, client, asks, load)
+        workers = self._workers[:count]
+        await self._share_out(workers, client, asks, load)
         ledger = Ledger(asks, start_s=client.clock(), on_answer=on_answer)
-        for process in processes:
-            _tell(process, Begin(ledger.start_s))
-        stopping = asyncio.ensure_future(_end_when(stop or asyncio.Event(), processes))
+        _tell(workers, ledger.start_s)
+        stopping = asyncio.ensure_future(_end_when(stop or asyncio.Event(), workers))
         try:
-            parts = await asyncio.gather(*(_follow(process, ledger) for process in processes))
+            parts = await asyncio.gather(*(_follow(worker, ledger) for worker in workers))
         finally:
             is_stopped = stopping.done()
             stopping.cancel()
         if not is_stopped:
-            for process in processes:
-                _tell(process, "end")
+            _tell(workers, END)
         for part in parts:
             ledger.begun_s |= part.begun_s
             ledger.ended |= part.ended
@@ -125,61 +128,82 @@ class Fleet:
         return ledger
 
     async def _share_out(
-        self, processes: Sequence[Process], client: Client, asks: Sequence[Ask], load: OfferedLoad
+        self, workers: Sequence[Worker], client: Client, asks: Sequence[Ask], load: OfferedLoad
     ) -> None:
         """Give each process its share, and wait until all have it."""
-        fill_queue(self._queue.fileno(), len(asks))
+        self._taken.value = 0
         if not any(client is known for known in self._clients):
             self._clients.append(client)
         number = next(i for i, known in enumerate(self._clients) if known is client)
-        for place, process in enumerate(processes):
-            streams = len(range(place, load.concurrency, len(processes)))
+        for place, worker in enumerate(workers):
+            streams = len(range(place, load.concurrency, len(workers)))
             part = replace(load, concurrency=max(1, streams))
-            _tell(process, Share(number, client, asks, part, place, len(processes)))
-        await asyncio.gather(*map(_expect_ready, processes))
+            worker.connection.send(Share(number, client, asks, part, place, len(workers)))
+        await asyncio.gather(*map(_expect_ready, workers))
 
 
-def _tell(process: Process, frame: Frame) -> None:
-    assert process.stdin is not None
-    process.stdin.write(packed(frame))
+def _tell(workers: Sequence[Worker], word: float | str) -> None:
+    for worker in workers:
+        worker.connection.send(word)
 
 
-async def _end_when(stop: asyncio.Event, processes: Sequence[Process]) -> None:
+async def _end_when(stop: asyncio.Event, workers: Sequence[Worker]) -> None:
     await stop.wait()
-    for process in processes:
-        _tell(process, "end")
+    _tell(workers, END)
 
 
-async def _follow(process: Process, ledger: Ledger) -> Done:
-    """Enter what a process tells, until it has done its part."""
-    while isinstance(frame := await _hear(process), Answered):
-        frame.answer.ask = ledger.asks[frame.number]
-        ledger.take(frame.number, frame.answer)
-    assert isinstance(frame, Done)
-    return frame
+async def _follow(worker: Worker, ledger: Ledger) -> Done:
+    """Record the answers that a process sends, until it is done."""
+    while isinstance(told := await _hear(worker), tuple):
+        number, answer = told
+        answer.ask = ledger.asks[number]
+        ledger.take(number, answer)
+    assert isinstance(told, Done)
+    return told
 
 
-async def _expect_ready(process: Process) -> None:
-    frame = await _hear(process)
-    assert frame == "ready"
+async def _expect_ready(worker: Worker) -> None:
+    word = await _hear(worker)
+    assert word == READY
 
 
-async def _hear(process: Process) -> Frame:
-    assert process.stdout is not None
-    frame = await next_frame(process.stdout)
-    if frame is None:
-        code = await process.wait()
+async def _hear(worker: Worker) -> object:
+    said = await receive(worker.connection)
+    if said is None:
+        await asyncio.to_thread(worker.process.join)
+        code = worker.process.exitcode
         raise BenchError(
             f"a process of the load generator ended with code {code}, its measurements are lost: run again."
         )
-    return frame
+    return said
 
 
-async def _end(process: Process) -> None:
-    try:
-        async with asyncio.timeout(END_S):
-            await process.wait()
-    except TimeoutError:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()
+def _end(process: BaseProcess) -> None:
+    process.join(END_S)
+    process.kill()  # nothing where it has ended
+    process.join()
+
+
+async def measure_headroom(fleet: Fleet, load: OfferedLoad) -> GeneratorFigures:
+    """Measure how fast a load's processes read as many streams, from a server that computes nothing.
+
+    A true server writes one event to each of its streams after every step. So does this one, and leaves time
+    enough in between that no two events of a stream are read at once: events that pile up are read faster,
+    but late. CPU time counts, which a neighbour on the same cores does not change.
+    """
+    streams = load.concurrency if load.rate is None else math.ceil(load.rate)
+    count = fleet.num_processes(load)
+    gap_s = max(MIN_GAP_S, streams / count * MAX_EVENT_S)
+    pace = StreamPace(gap_s, gap_s, max(MIN_CHUNKS, round(BURST_S / gap_s)), 1, is_together=True)
+    asks = [Ask(BURST_PROMPT, SPECULATIVE, max_tokens=pace.num_tokens)] * streams
+    with null_server(pace) as (url, _):
+        async with Client(url, "null") as client:
+            ledger = await fleet.send_block(client, asks, OfferedLoad(concurrency=streams))
+    num_events = sum(answer.num_events for answer in ledger.all_answers())
+    return {
+        "concurrency": load.concurrency,
+        "rate": load.rate,
+        "num_processes": count,
+        "events_per_s": count * num_events / ledger.cpu_s if ledger.cpu_s > 0 else 0.0,
+        "used": None,
+    }

@@ -10,6 +10,7 @@ import json
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from hashlib import sha256
 from html import escape
 from pathlib import Path
@@ -98,7 +99,9 @@ def render(report: BenchReport, tables: Sequence[Sheet] = ()) -> str:
         subtitle=text(f"measured from {_machine(report['machine'])}"),
         style=_read(UPLOT / "uPlot.min.css") + _read(FOLDER / "style.css"),
         sections=_top(report) + body,
-        data=_json({"charts": charts}),
+        data=json.dumps({"charts": charts}, allow_nan=False).replace(
+            "<", "\\u003c"
+        ),  # ends no script element
         library=library,
         script=script,
         hashes=f"{_hash(library)} {_hash(script)}",
@@ -114,18 +117,12 @@ def _paragraphs(lines: Sequence[str]) -> str:
     return "".join(f"<p>{text(line)}</p>" for line in lines)
 
 
-def _json(value: object) -> str:
-    """Return JSON that can stand inside a script element, which only a "<" could end."""
-    return json.dumps(value, allow_nan=False).replace("<", "\\u003c")
-
-
 def _hash(script: str) -> str:
     """Return the name by which the page's policy allows a script."""
     return f"'sha256-{b64encode(sha256(script.encode()).digest()).decode()}'"
 
 
-def _read(path: Path) -> str:
-    return path.read_text(encoding="utf-8")
+_read = partial(Path.read_text, encoding="utf-8")
 
 
 def _top(report: BenchReport) -> str:

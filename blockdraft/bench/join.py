@@ -7,10 +7,12 @@ joined report says so.
 
 from __future__ import annotations
 
-from blockdraft.bench.figures import ArmPair, BenchReport, Cell, make_estimate
-from blockdraft.bench.kept_answers import group_of
+import itertools
+
+from blockdraft.bench.compare import ASKED
+from blockdraft.bench.figures import AnswerColumns, ArmPair, BenchReport, Cell, make_estimate
 from blockdraft.bench.layout import fact_text
-from blockdraft.bench.records import PLAIN, SPECULATIVE
+from blockdraft.bench.records import PLAIN, SPECULATIVE, Answer, Ask, Group, Prompt
 from blockdraft.bench.report import NO_BASELINE
 from blockdraft.bench.report_rows import key_text, whole_rows
 from blockdraft.bench.report_warnings import pair_warnings
@@ -18,7 +20,6 @@ from blockdraft.bench.sheet import clean, row_name
 from blockdraft.bench.statistics import pair
 from blockdraft.errors import BenchError
 
-_ASKED = ("prompts_hash", "max_tokens", "thinking", "ignores_eos", "is_salted", "is_raw")
 _MACHINE = ("cpu", "num_cpus", "gpus")
 
 
@@ -32,7 +33,7 @@ def is_joinable(a: BenchReport, b: BenchReport) -> bool:
 
 
 def join(a: BenchReport, b: BenchReport, names: tuple[str, str] = ("A", "B")) -> BenchReport:
-    """Return one report of both runs, with pairs. BenchError: loads or questions differ, which are named."""
+    """Return one report of both runs, with pairs; raise BenchError if loads or questions differ."""
     if arms_of(a) == {SPECULATIVE}:
         a, b, names = b, a, (names[1], names[0])
     both = _same_cells(a, b, names)
@@ -53,32 +54,56 @@ def join(a: BenchReport, b: BenchReport, names: tuple[str, str] = ("A", "B")) ->
 def _same_cells(
     plain: BenchReport, speculative: BenchReport, names: tuple[str, str]
 ) -> list[tuple[Cell, Cell]]:
-    """Return each speculative cell with its plain one; BenchError names the first that does not fit."""
+    """Return each speculative cell with its plain one; raise BenchError for the first that does not fit."""
     others = {key_text(cell["key"]): cell for cell in plain["cells"]}
     mine = {key_text(cell["key"]): cell for cell in speculative["cells"]}
-    for here, there, (name, other) in ((others, mine, names), (mine, others, names[::-1])):
-        missing = [cell for key, cell in here.items() if key not in there]
+    for one, two, (name, missed) in ((others, mine, names), (mine, others, names[::-1])):
+        missing = [cell for key, cell in one.items() if key not in two]
         if missing:
             load = clean(row_name(missing[0]["key"]))
-            raise BenchError(f"{name} measured {load}, {other} did not: join two runs of the same loads.")
-    for key, cell in mine.items():
-        _refuse_other_questions(others[key], cell, names)
-    return [(cell, others[key]) for key, cell in mine.items()]
-
-
-def _refuse_other_questions(plain: Cell, speculative: Cell, names: tuple[str, str]) -> None:
-    for name in _ASKED:
-        values = [cell["asked"][name] for cell in (plain, speculative)]  # type: ignore[literal-required]
-        if values[0] != values[1]:
-            load = clean(row_name(speculative["key"]))
-            said = (
-                f"{names[0]} asked with {name} {fact_text(values[0])}, {names[1]} with {fact_text(values[1])}"
-            )
+            raise BenchError(f"{name} measured {load}, {missed} did not: join two runs of the same loads.")
+    pairs = [(cell, others[key]) for key, cell in mine.items()]
+    for (cell, other), name in itertools.product(pairs, ASKED):
+        here, there = (one["asked"][name] for one in (other, cell))  # type: ignore[literal-required]
+        if here != there:
+            said = f"{names[0]} asked with {name} {fact_text(here)}, {names[1]} with {fact_text(there)}"
+            load = clean(row_name(cell["key"]))
             raise BenchError(f"{load}: {said}: join two runs of the same questions.")
+    return pairs
+
+
+def _group_of(cell: Cell) -> Group | None:
+    """Return the answers of a cell that was read from a file; None: an older report, which kept none.
+
+    The hash of a text stands for the text, so equal texts stay equal.
+    """
+    kept = cell.get("answers")
+    if kept is None:
+        return None
+    try:
+        rows = list(zip(*(kept[name] for name in AnswerColumns.__annotations__), strict=True))  # type: ignore[literal-required]
+    except ValueError:
+        raise BenchError("a report is damaged: the columns of 'answers' differ in length.") from None
+    answers = []
+    for prompt, number, turn, tokens, ttft_s, latency_s, text_hash in rows:
+        answers.append(
+            Answer(
+                ask=Ask(Prompt(prompt, "", ("",)), cell["arm"], max_tokens=0, number=number),
+                turn=turn,
+                planned_s=0.0,
+                sent_s=0.0,
+                first_s=ttft_s,
+                end_s=latency_s,
+                completion_tokens=tokens,
+                text=text_hash or "",
+                error="failed" if text_hash is None else None,
+            )
+        )
+    return Group(cell["key"], cell["arm"], answers, cell["busy_s"])
 
 
 def _pair(speculative: Cell, plain: Cell, *, seed: object) -> ArmPair:
-    groups = group_of(speculative), group_of(plain)
+    groups = _group_of(speculative), _group_of(plain)
     if groups[0] is None or groups[1] is None:
         return _pair_without_answers(speculative, plain)
     found = pair(groups[0], groups[1], seed=seed if isinstance(seed, int) else 0)
@@ -103,7 +128,7 @@ def _pair_without_answers(speculative: Cell, plain: Cell) -> ArmPair:
 
 
 def _differences(plain: BenchReport, speculative: BenchReport, names: tuple[str, str]) -> list[str]:
-    """Say where the two runs were not made alike, beside the drafter."""
+    """Return a line for each difference of the machines and servers."""
     machines = [("machine", name, plain["machine"], speculative["machine"]) for name in _MACHINE]
     servers = [("server", name, plain["endpoint"], speculative["endpoint"]) for name in ("kind", "version")]
     return [
@@ -116,10 +141,7 @@ def _differences(plain: BenchReport, speculative: BenchReport, names: tuple[str,
 
 def _notes(plain: BenchReport, speculative: BenchReport, names: tuple[str, str]) -> list[str]:
     """Return the notes of both reports, each once, without NO_BASELINE."""
-    notes = [_how(plain, speculative, names), *plain["notes"], *speculative["notes"]]
-    return [note for note in dict.fromkeys(notes) if note != NO_BASELINE]
-
-
-def _how(plain: BenchReport, speculative: BenchReport, names: tuple[str, str]) -> str:
     dates = f"{names[0]} ({plain['date']}) and {names[1]} ({speculative['date']})"
-    return f"plain and speculative are two runs, {dates}: changes in between are part of the speedup."
+    how = f"plain and speculative are two runs, {dates}: changes in between are part of the speedup."
+    notes = dict.fromkeys([how, *plain["notes"], *speculative["notes"]])
+    return [note for note in notes if note != NO_BASELINE]

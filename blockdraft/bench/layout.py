@@ -10,7 +10,7 @@ from typing import Literal, TypeVar
 from rich.console import Group as Renderables
 from rich.text import Text
 
-from blockdraft.bench.figures import Agreement, BenchReport, Cell, OverTime
+from blockdraft.bench.figures import Agreement, BenchReport, Cell
 from blockdraft.bench.report import generator_used
 from blockdraft.bench.report_rows import ReportRow, arm_names, rows_of, whole_rows
 from blockdraft.bench.sheet import (
@@ -179,14 +179,15 @@ def lead_lines(report: BenchReport) -> list[str]:
 
 
 def draft_lines(report: BenchReport) -> list[str]:
-    """Say of each workload, at its lowest load, which drafts were accepted by position, and the ranges.
-
-    Then where drafts are weak.
-    """
+    """Return acceptance by position and ranges of each workload at its lowest load, and weak spots."""
     found = [
         line
         for row in _lowest_loads(report)
-        for line in (_position_line(row), _reached_line(row), _range_line(row))
+        for line in (
+            _share_line("Drafts accepted by position", row, "acceptance_by_position"),
+            _share_line("Drafts right where reached", row, "acceptance_where_reached"),
+            _range_line(row),
+        )
         if line is not None
     ]
     return [*found, *_weak_lines(report)]
@@ -200,20 +201,12 @@ def _lowest_loads(report: BenchReport) -> list[ReportRow]:
     return list(found.values())
 
 
-def _position_line(row: ReportRow) -> str | None:
-    shares = row.cell["speculation"]["acceptance_by_position"]
-    if not shares:
-        return None
-    percents = " ".join(f"{share * 100:.0f}" for share in shares)
-    return f"Drafts accepted by position, in %, {row_name(row.key)}: {percents}"
-
-
-def _reached_line(row: ReportRow) -> str | None:
-    shares = row.cell["speculation"].get("acceptance_where_reached")
-    if not shares:
-        return None
+def _share_line(
+    title: str, row: ReportRow, figure: Literal["acceptance_by_position", "acceptance_where_reached"]
+) -> str | None:
+    shares = row.cell["speculation"].get(figure) or []
     percents = " ".join(NOTHING if share is None else f"{share * 100:.0f}" for share in shares)
-    return f"Drafts right where reached, in %, {row_name(row.key)}: {percents}"
+    return f"{title}, in %, {row_name(row.key)}: {percents}" if shares else None
 
 
 def _weak_lines(report: BenchReport) -> list[str]:
@@ -241,7 +234,7 @@ def _classes(report: BenchReport, row: ReportRow) -> list[ReportRow]:
 
 
 def _counts(rows: Sequence[ReportRow]) -> DraftCounts:
-    """Add up how the drafts of some rows fared; by position where it is known of all of them."""
+    """Add up the drafts of some rows, by position if it is known for all of them."""
     figures = [row.cell["speculation"] for row in rows]
     steps, accepted = (sum(one[name] or 0 for one in figures) for name in ("steps", "accepted"))
 
@@ -276,12 +269,12 @@ def summary(report: BenchReport) -> str:
 
 
 def _without_path(name: object) -> str:
-    """Say what a model is called, not where a machine keeps it; a hub's org/name stays."""
+    """Return a model's name without the folder where a machine keeps it; a hub's org/name stays."""
     return model_title(str(name)) if str(name).startswith(("/", "~", ".")) else str(name)
 
 
 def terminal(report: BenchReport) -> Renderables:
-    """Lay out for rich the headline table and what must not be missed."""
+    """Lay out the headline table, warnings and notes for rich."""
     lines = [*lead_lines(report), *draft_lines(report), *start_lines(report), *generator_lines(report)]
     return Renderables(
         Text(clean(summary(report)), style="bold"),
@@ -351,12 +344,6 @@ FIGURES: dict[str, Column[ReportRow]] = {
     "tpot": ("TPOT p50, ms", lambda row: milliseconds(row.cell["tpot_s"]["p50"])),
     "card": ("tok/s (speedup)", _card_text),
 }
-_NO_RANGES: OverTime = {
-    "window_s": 0.0,
-    "num_windows": 0,
-    "tokens_per_s": None,
-    "draft_acceptance_rate": None,
-}
 VARYING: tuple[Column[ReportRow], ...] = (  # are columns where a report has more than one value of them
     ("depth", lambda row: str(row.key["depth"])),
     ("temperature", lambda row: f"{row.key['temperature']:g}"),
@@ -376,7 +363,7 @@ DETAILS: tuple[Column[Cell], ...] = (
     ("committed/step", _committed_text),
     ("95 %", lambda cell: interval_text(cell["speculation"]["committed_per_step"]["interval"])),
     ("drafts accepted", lambda cell: _percent(cell["speculation"]["draft_acceptance_rate"])),
-    ("tok/s over time", lambda cell: interval_text((cell.get("over_time") or _NO_RANGES)["tokens_per_s"])),
+    ("tok/s over time", lambda cell: _over_time_text(cell)),
     ("TTFT p50", lambda cell: milliseconds(cell["ttft_s"]["p50"])),
     ("p90", lambda cell: milliseconds(cell["ttft_s"]["p90"])),
     ("p99 ms", lambda cell: milliseconds(cell["ttft_s"]["p99"])),
@@ -400,6 +387,11 @@ def _failed_detail(cell: Cell) -> str:
     not_sent = f" +{cell['num_not_sent']} not sent" if cell["num_not_sent"] else ""
     not_ended = f" +{cell['num_not_ended']} given up" if cell["num_not_ended"] else ""
     return f"{cell['num_failed']}{not_sent}{not_ended}"
+
+
+def _over_time_text(cell: Cell) -> str:
+    ranges = cell.get("over_time")
+    return NOTHING if ranges is None else interval_text(ranges["tokens_per_s"])
 
 
 def _percent(share: float | None) -> str:

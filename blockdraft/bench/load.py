@@ -122,7 +122,7 @@ async def _converse(client: Client, ledger: Ledger, number: int, planned_s: floa
 
 @contextlib.contextmanager
 def quiet_collector() -> Iterator[None]:
-    """Keep what is in memory already out of garbage collections: with PyTorch loaded one takes 0.1 s."""
+    """Leave objects that exist already out of garbage collections, which take 0.1 s with PyTorch loaded."""
     gc.collect()
     gc.freeze()
     try:

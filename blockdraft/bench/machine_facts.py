@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import platform
-import subprocess
 from pathlib import Path
 
 from blockdraft.machine.machine import read_machine
+from blockdraft.machine.nvml import output_of, run_smi
 
 
 def machine_facts() -> dict[str, object]:
@@ -25,33 +25,16 @@ def machine_facts() -> dict[str, object]:
 def _cpu_name() -> str:
     cpuinfo = Path("/proc/cpuinfo")
     text = cpuinfo.read_text(encoding="utf-8", errors="replace") if cpuinfo.exists() else ""
-    for line in [*text.splitlines(), *_output_of("lscpu").splitlines()]:
+    for line in [*text.splitlines(), *output_of("lscpu").splitlines()]:
         name, _, value = line.partition(":")
         if name.strip().lower() == "model name":
             return value.strip()
-    return _output_of("sysctl", "-n", "machdep.cpu.brand_string").strip() or platform.machine()
+    return output_of("sysctl", "-n", "machdep.cpu.brand_string").strip() or platform.machine()
 
 
 def _gpus() -> list[dict[str, str]]:
     names = ("name", "driver_version", "memory.total", "power.limit", "clocks.max.sm")
-    text = _output_of("nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader")
-    found = [[value.strip() for value in line.split(",")] for line in text.splitlines()]
+    lines = run_smi(names, units=True).splitlines()
+    found = [[value.strip() for value in line.split(",")] for line in lines]
     keys = ("name", "driver", "memory", "power_limit", "max_clock")
     return [dict(zip(keys, values, strict=True)) for values in found if len(values) == len(keys)]
-
-
-def _output_of(*command: str) -> str:
-    """Return what a program prints; nothing where it is missing or fails."""
-    try:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            encoding="utf-8",
-            errors="replace",
-            timeout=20,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return done.stdout

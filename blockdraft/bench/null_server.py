@@ -32,9 +32,7 @@ class StreamPace:
     num_chunks: int
     tokens_per_chunk: int
     chunks_per_write: int = 1
-    is_together: bool = (
-        False  # the chunks of all streams leave at the same moments, as after an engine's step
-    )
+    is_together: bool = False  # the chunks of all streams leave at once, as after an engine's step
 
     @property
     def num_tokens(self) -> int:

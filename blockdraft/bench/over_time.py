@@ -19,12 +19,19 @@ def over_time(group: Group) -> OverTime | None:
     for window_s in WINDOWS_S:
         windows = [window for block in group.blocks for window in _windows(block, window_s)]
         if len(windows) >= MIN_WINDOWS:
-            speeds = [sum(_tokens_in(answer, window) for answer in answers) / window_s for window in windows]
+            tokens = [
+                sum(_share_in(answer, window) * (answer.completion_tokens or 0) for answer in answers)
+                for window in windows
+            ]
+            # By block, where the server's counters are all there is.
+            metered = [block.metered for block in group.blocks if block.metered and block.metered.drafted]
             return {
                 "window_s": window_s,
                 "num_windows": len(windows),
-                "tokens_per_s": _range(speeds),
-                "draft_acceptance_rate": _range(_rates(answers, windows) or _metered_rates(group.blocks)),
+                "tokens_per_s": _range([count / window_s for count in tokens]),
+                "draft_acceptance_rate": _range(
+                    _rates(answers, windows) or [sum(one.accepted) / one.drafted for one in metered]
+                ),
             }
     return None
 
@@ -36,12 +43,8 @@ def _windows(block: Block, window_s: float) -> list[Window]:
     return [(start_s, start_s + window_s) for start_s in starts]
 
 
-def _tokens_in(answer: Answer, window: Window) -> float:
-    return _share_in(answer, window) * (answer.completion_tokens or 0)
-
-
 def _share_in(answer: Answer, window: Window) -> float:
-    """Return how much of an answer was written in a window: evenly, from its first token to its end."""
+    """Return the share of an answer written in a window, if it was written evenly from first token to end."""
     begin_s, end_s = answer.end_s if answer.first_s is None else answer.first_s, answer.end_s
     if end_s <= begin_s:
         return float(window[0] <= end_s < window[1])
@@ -58,12 +61,6 @@ def _rates(answers: Sequence[Answer], windows: Sequence[Window]) -> list[float]:
         if drafted > 0:
             rates.append(sum(share * sum(drafts.accepted) for share, drafts in shares) / drafted)
     return rates
-
-
-def _metered_rates(blocks: Sequence[Block]) -> list[float]:
-    """Return the share accepted in each block, where the server's counters are all there is."""
-    metered = [block.metered for block in blocks if block.metered is not None and block.metered.drafted]
-    return [sum(drafts.accepted) / drafts.drafted for drafts in metered]
 
 
 def _range(values: Sequence[float]) -> Interval:

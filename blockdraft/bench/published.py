@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from blockdraft.bench.figures import BenchReport, Cell
 from blockdraft.bench.layout import FIGURES, grid
 from blockdraft.bench.options import PRESETS
 from blockdraft.bench.report_rows import ReportRow, arm_names, whole_rows
 from blockdraft.bench.sheet import NOTHING, Sheet, full_label, load_text, number
-
-_OF_A_CLASS = ("tokens_per_s", "request_tokens_per_s", "ttft", "tpot")  # of layout.FIGURES
 
 
 def published_tables(report: BenchReport) -> list[Sheet]:
@@ -58,21 +56,11 @@ def runs_table(report: BenchReport, rows: Sequence[ReportRow]) -> list[Sheet]:
 def _styles(report: BenchReport, rows: Sequence[ReportRow]) -> list[Sheet]:
     """Return one table of the lowest load, with a row per workload."""
     lowest = min((row.key["concurrency"] for row in rows), default=1)
-    lines = tuple(
-        (
-            full_label(row.key),
-            *(
-                FIGURES[figure][1](row)
-                for figure in ("tokens_per_s", "tpot", "committed_per_step", "speedup")
-            ),
-            spread_text(row.cell),
-        )
-        for row in rows
-        if row.key["concurrency"] == lowest
-    )
     streams = "one stream" if lowest == 1 else f"{lowest} streams"
+    found = [(full_label(row.key), row) for row in rows if row.key["concurrency"] == lowest]
     header = ("workload", "tok/s", "TPOT p50 ms", "committed/step", "speedup", "spread")
-    return [Sheet(f"By prompt style, {streams}", header, lines)]
+    figures = ("tokens_per_s", "tpot", "committed_per_step", "speedup")
+    return [Sheet(f"By prompt style, {streams}", header, _lines(found, figures))]
 
 
 def _classes(report: BenchReport, rows: Sequence[ReportRow]) -> list[Sheet]:
@@ -81,36 +69,27 @@ def _classes(report: BenchReport, rows: Sequence[ReportRow]) -> list[Sheet]:
     for row in rows:
         found.setdefault(full_label(row.key), []).append(row)
     header = ("concurrency", "tok/s", "median per request", "TTFT p50 ms", "TPOT p50 ms", "spread")
+    figures = ("tokens_per_s", "request_tokens_per_s", "ttft", "tpot")
     return [
-        Sheet(
-            name,
-            header,
-            tuple(
-                (
-                    load_text(row.key),
-                    *(FIGURES[figure][1](row) for figure in _OF_A_CLASS),
-                    spread_text(row.cell),
-                )
-                for row in members
-            ),
-        )
+        Sheet(name, header, _lines([(load_text(row.key), row) for row in members], figures))
         for name, members in found.items()
     ]
 
 
+def _lines(rows: Iterable[tuple[str, ReportRow]], figures: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+    """Return the rows of a table: a name, these figures of layout.FIGURES, and the spread of the runs."""
+    return tuple(
+        (name, *(FIGURES[figure][1](row) for figure in figures), spread_text(row.cell)) for name, row in rows
+    )
+
+
 def spread_text(cell: Cell) -> str:
-    """Write by how much the runs of a cell differ."""
-    share = spread(cell)
-    return NOTHING if share is None else f"{share:.1%}"
-
-
-def spread(cell: Cell) -> float | None:
-    """Return by how much runs differ: the fastest less the slowest, over their mean."""
+    """Write by how much runs differ: the fastest less the slowest, over their mean."""
     speeds = [run["tokens_per_s"] for run in cell.get("runs", [])]
     known = [speed for speed in speeds if speed is not None]
     if len(known) < 2 or not any(known):
-        return None
-    return (max(known) - min(known)) / statistics.mean(known)
+        return NOTHING
+    return f"{(max(known) - min(known)) / statistics.mean(known):.1%}"
 
 
 def _per_answer(cell: Cell, tokens: int | None) -> str:

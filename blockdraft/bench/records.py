@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypedDict
+from typing import Literal
+
+from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
 
 Arm = Literal["speculative", "plain"]
 PLAIN: Arm = "plain"

@@ -11,6 +11,7 @@ from typing import NoReturn, cast
 from urllib.parse import urlsplit, urlunsplit
 
 import numpy as np
+from pydantic import TypeAdapter, ValidationError
 
 from blockdraft import __version__
 from blockdraft.bench.figures import (
@@ -22,7 +23,6 @@ from blockdraft.bench.figures import (
     RunFigures,
     Startup,
     Warmup,
-    schema_error,
 )
 from blockdraft.bench.records import PLAIN, SPECULATIVE, Answer, Group
 from blockdraft.bench.report_rows import ReportRow, key_text, whole_rows
@@ -67,9 +67,10 @@ def build(  # noqa: PLR0913  # the sections of a report
     cells = [summarise(group, seed=seed) for group in groups]
     for cell, parts in zip(cells, runs, strict=True):
         cell["runs"] = [_run_figures(summarise(part, seed=seed)) for part in parts] if len(parts) > 1 else []
-    for cell in cells:
         cell["vllm"] = vllm_keys(cell, model=facts["model"], kind=facts["kind"], date=date)
-    pairs = [pair(one, other, seed=seed) for one, other in _arms(groups)]
+    plain = {key_text(group.key): group for group in groups if group.arm == PLAIN}
+    speculative = [group for group in groups if group.arm == SPECULATIVE and key_text(group.key) in plain]
+    pairs = [pair(group, plain[key_text(group.key)], seed=seed) for group in speculative]
     report: BenchReport = {
         "schema": SCHEMA,
         "date": date,
@@ -136,7 +137,7 @@ def to_json(report: BenchReport) -> str:
 
 
 def output_paths(out: str | None) -> list[Path]:
-    """Return where --out puts JSON, Markdown and HTML, once it is sure that they can be written."""
+    """Return the paths of JSON, Markdown and HTML for --out; raise BenchError if they cannot be written."""
     out = out or f"blockdraft-bench-{datetime.now(UTC):%Y%m%d-%H%M%S}"
     if out == "none":
         return []
@@ -168,7 +169,7 @@ def load_report(path: Path | str) -> BenchReport:
 
 
 def generator_used(report: BenchReport, row: ReportRow) -> float | None:
-    """Return how much of what the load generator can read the busier arm took; None: it is not known."""
+    """Return the share of the load generator's speed that the busier arm needed; None: it is not known."""
     for one in report.get("generator", []):
         if (one["concurrency"], one["rate"]) == (row.key["concurrency"], row.key["rate"]):
             return _most_used(one, row.cells)
@@ -176,7 +177,7 @@ def generator_used(report: BenchReport, row: ReportRow) -> float | None:
 
 
 def _most_used(generator: GeneratorFigures, cells: Sequence[Cell]) -> float | None:
-    """Return the largest share of what the load generator can read, over the cells of this load."""
+    """Return the largest share of the load generator's speed that a cell of this load needed."""
     at = (generator["concurrency"], generator["rate"])
     shares = [
         (cell["itl_s"]["count"] + cell["ttft_s"]["count"]) / cell["busy_s"] / generator["events_per_s"]
@@ -187,15 +188,6 @@ def _most_used(generator: GeneratorFigures, cells: Sequence[Cell]) -> float | No
         and generator["events_per_s"] > 0
     ]
     return max(shares, default=None)
-
-
-def _arms(groups: Sequence[Group]) -> Iterable[tuple[Group, Group]]:
-    """Yield each group with speculation and its baseline, where there is one."""
-    plain = {key_text(group.key): group for group in groups if group.arm == PLAIN}
-    for group in groups:
-        other = plain.get(key_text(group.key))
-        if group.arm == SPECULATIVE and other is not None:
-            yield group, other
 
 
 def _by_cell(groups: Sequence[Group]) -> list[list[Group]]:
@@ -253,29 +245,13 @@ def _vllm_speculation(cell: Cell) -> dict[str, object]:
 
 
 def _endpoint(facts: Facts) -> dict[str, object]:
-    """Return the facts, with null for what is not known and the address without a password."""
-    named = (
-        "kind",
-        "version",
-        "url",
-        "model",
-        "title",
-        "drafter",
-        "drafter_kind",
-        "drafter_hash",
-        "kv_dtype",
-    )
-    found = {**dict.fromkeys(named), **facts}
-    if isinstance(found["url"], str):
-        found["url"] = urlunsplit(urlsplit(found["url"])._replace(netloc=shown_host(found["url"])))
-    return found
+    """Return the facts with the address without a password."""
+    url = str(facts["url"])
+    return {**facts, "url": urlunsplit(urlsplit(url)._replace(netloc=shown_host(url)))}
 
 
 def _warmup(answers: Sequence[Answer]) -> Warmup:
-    """Keep the first request apart: it pays for what is compiled, captured and read when first needed.
-
-    Beside it stand the others of its arm: the other arm, or its server, has another pace.
-    """
+    """Return the first request, which pays for compilation and capture, beside the later ones of its arm."""
     ordered = sorted(answers, key=lambda answer: answer.sent_s)
     first = next((answer for answer in ordered[:1] if answer.is_ok), None)
     rest = [answer for answer in ordered[1:] if answer.is_ok and answer.ask.arm == ordered[0].ask.arm]
@@ -305,8 +281,12 @@ def _not_a_report(found: object) -> str | None:
         return f"has the schema {schema!r}, not {SCHEMA!r}."
     if int(version) > SCHEMA_VERSION:
         return f"was written by a newer blockdraft ({schema}): update this one."
-    damaged = schema_error(found, BenchReport)
-    return None if damaged is None else f"is damaged: '{damaged}' is missing or is not what it should be."
+    try:
+        TypeAdapter(BenchReport).validate_python(found, strict=True)
+    except ValidationError as error:
+        names = (f"[{name}]" if isinstance(name, int) else f".{name}" for name in error.errors()[0]["loc"])
+        return f"is damaged: '{''.join(names)[1:]}' is missing or is not what it should be."
+    return None
 
 
 def _refuse(constant: str) -> NoReturn:

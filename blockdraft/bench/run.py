@@ -32,7 +32,7 @@ from blockdraft.bench.records import (
 )
 from blockdraft.bench.speculation import difference, total_of
 from blockdraft.bench.wire import shown_host
-from blockdraft.bench.workloads import deepened, estimate_tokens_per_word, salted
+from blockdraft.bench.workloads import deepened, salted
 
 INTERRUPTED = "interrupted: these are the results so far."
 LONG_BLOCK = 8  # conversations; more only where the concurrency needs them
@@ -149,10 +149,11 @@ class Runner:
         stop: asyncio.Event | None = None,
         send: SendBlock = send_block,
         run_id: str | None = None,
+        outcome: RunOutcome | None = None,
     ) -> None:
         self.grid = grid
         self.servers = servers
-        self.outcome = RunOutcome()
+        self.outcome = RunOutcome() if outcome is None else outcome  # of earlier servers, which it adds to
         self._watcher = watcher or Watcher()
         self._stop = stop or asyncio.Event()
         self._send = send
@@ -198,7 +199,8 @@ class Runner:
         depths = [depth for depth in self.grid.depths if depth]
         if not depths:
             return
-        arm, cold = next(iter(self.outcome.cold.items()))
+        arm = next(iter(self.servers))
+        cold = self.outcome.cold[arm]
         notes = filler(min(CALIBRATION_WORDS, -(-min(depths) // 2)), seed="calibration")
         prompt = replace(cold.ask.prompt, turns=(f"{cold.ask.prompt.turns[0]}\n\n{notes}",))
         ask = replace(cold.ask, prompt=prompt, max_tokens=1)
@@ -206,7 +208,7 @@ class Runner:
         self.outcome.warm.append(answer)
         added = (answer.prompt_tokens or 0) - (cold.prompt_tokens or 0)
         if answer.is_ok and cold.is_ok and added > 0:
-            self._tokens_per_word = estimate_tokens_per_word(added, notes)
+            self._tokens_per_word = added / len(notes.split())
 
     # ---- measuring
 
@@ -260,7 +262,7 @@ class Runner:
         return answers
 
     def _ask(self, arm: Arm, point: LoadPoint, original: Prompt, cell: str, number: int) -> Ask:
-        """Make a request. Both arms get the same words; by one salt one would find the other's cache."""
+        """Make a request. The arms get the same words, and salts of their own for the server's cache."""
         grid, prompt, name = self.grid, original, f"{cell}-{number}"
         if point.depth:
             prompt = deepened(

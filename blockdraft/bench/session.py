@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import secrets
 import signal
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 
@@ -15,8 +15,7 @@ from rich.console import Console
 from blockdraft.bench.client import Client
 from blockdraft.bench.endpoint import Endpoint, probe
 from blockdraft.bench.figures import BenchReport, GeneratorFigures, Startup
-from blockdraft.bench.fleet import Fleet, most_processes
-from blockdraft.bench.headroom import measure_headroom
+from blockdraft.bench.fleet import Fleet, measure_headroom, most_processes
 from blockdraft.bench.machine_facts import machine_facts
 from blockdraft.bench.options import Options
 from blockdraft.bench.progress import ProgressView
@@ -31,21 +30,12 @@ ENDINGS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(si
 
 
 @dataclass(slots=True)
-class Measured:
+class Measured(RunOutcome):
     """The results of all servers so far."""
 
     endpoints: dict[Arm, Endpoint] = field(default_factory=dict)
-    outcome: RunOutcome = field(default_factory=RunOutcome)
     starts: list[Startup] = field(default_factory=list)
     headroom: list[GeneratorFigures] = field(default_factory=list)
-
-    def add(self, servers: Mapping[Arm, Server], outcome: RunOutcome) -> None:
-        self.endpoints |= {arm: server.endpoint for arm, server in servers.items()}
-        mine = self.outcome
-        mine.groups += outcome.groups
-        mine.cold |= outcome.cold
-        mine.warm += outcome.warm
-        mine.trouble, mine.is_stopped = outcome.trouble, outcome.is_stopped
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +61,7 @@ class Session:
         else:
             async with self._server(found.starts) as (url, started):
                 await self._measure(found, url, started)
-        return self._report(found), found.outcome
+        return self._report(found), found
 
     async def _measure_in_turn(self, found: Measured, task: asyncio.Task[object]) -> None:
         """Start, measure and stop a server for each arm; results are kept if a later one fails."""
@@ -83,13 +73,13 @@ class Session:
             except BenchError as error:
                 if not found.endpoints:
                     raise
-                found.outcome.trouble = f"the {arm} arm is missing: {error}"
+                found.trouble = f"the {arm} arm is missing: {error}"
             except asyncio.CancelledError:  # interrupted while a later server was starting
                 if not found.endpoints:
                     raise
                 task.uncancel()
-                found.outcome.trouble, found.outcome.is_stopped = INTERRUPTED, True
-            if found.outcome.trouble is not None:
+                found.trouble, found.is_stopped = INTERRUPTED, True
+            if found.trouble is not None:
                 return
             _on_endings(task.cancel)
 
@@ -103,28 +93,30 @@ class Session:
             else:
                 servers = {arm: await stack.enter_async_context(self._connected(url))}
             if started is not None and started.fp4_kernels:
-                servers = {
-                    arm: _with_kernels(server, started) if server.endpoint.url == started.url else server
-                    for arm, server in servers.items()
-                }
+                for name, (client, endpoint) in servers.items():
+                    if endpoint.url == started.url:
+                        servers[name] = Server(client, replace(endpoint, fp4_kernels=started.fp4_kernels))
             limit = self.options.processes or most_processes()
             fleet = await stack.enter_async_context(Fleet(self.grid.loads, limit))
             if not self.options.no_headroom and not found.headroom:
-                found.headroom += await self._headroom(fleet)
+                self.console.print("measuring the load generator itself …")
+                loads = dict.fromkeys(self.grid.loads)
+                found.headroom += [await measure_headroom(fleet, load) for load in loads]
             stop = asyncio.Event()
             _on_endings(stop.set)
             with ProgressView(self.grid.total * len(servers), self.console) as watch:
-                runner = Runner(
-                    self.grid, servers, watcher=watch, stop=stop, send=fleet.send_block, run_id=self.run_id
-                )
-                outcome = await runner.run()
-        found.add(servers, outcome)
+                await Runner(
+                    self.grid,
+                    servers,
+                    watcher=watch,
+                    stop=stop,
+                    send=fleet.send_block,
+                    run_id=self.run_id,
+                    outcome=found,
+                ).run()
+        found.endpoints |= {arm: server.endpoint for arm, server in servers.items()}
         if started is not None:
-            found.starts.append(started.facts(next(iter(outcome.cold.values()), None)))
-
-    async def _headroom(self, fleet: Fleet) -> list[GeneratorFigures]:
-        self.console.print("measuring the load generator itself …")
-        return await measure_headroom(fleet, self.grid.loads)
+            found.starts.append(started.facts(found.cold.get(next(iter(servers)))))
 
     @contextlib.asynccontextmanager
     async def _server(self, starts: list[Startup]) -> AsyncIterator[tuple[str, Started | None]]:
@@ -175,7 +167,7 @@ class Session:
         return servers
 
     def _report(self, found: Measured) -> BenchReport:
-        options, grid, outcome = self.options, self.grid, found.outcome
+        options, grid = self.options, self.grid
         endpoints = [asdict(found.endpoints[arm]) for arm in (SPECULATIVE, PLAIN) if arm in found.endpoints]
         for endpoint in endpoints:
             endpoint.pop("switches")
@@ -187,12 +179,12 @@ class Session:
         is_asked_for = not options.no_baseline and not options.arms_in_turn
         if PLAIN not in found.endpoints and endpoints[0]["is_speculative"] and is_asked_for:
             notes.append(NO_BASELINE)
-        if outcome.trouble is not None:
-            notes.append(f"ended early: {outcome.trouble}")
+        if found.trouble is not None:
+            notes.append(f"ended early: {found.trouble}")
         if len({endpoint["model"] for endpoint in endpoints}) > 1:
             notes.append(f"the baseline serves another model: {endpoints[1]['model']}")
         return build(
-            outcome.groups,
+            found.groups,
             endpoint=endpoints[0],
             baseline=endpoints[1] if len(endpoints) > 1 else None,
             options={
@@ -216,16 +208,11 @@ class Session:
             },
             machine=machine_facts(),
             startup=found.starts,
-            warmup=[*outcome.cold.values(), *outcome.warm],
+            warmup=[*found.cold.values(), *found.warm],
             generator=found.headroom,
             notes=notes,
             date=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         )
-
-
-def _with_kernels(server: Server, started: Started) -> Server:
-    """Return the server with the FP4 kernels that its log names."""
-    return server._replace(endpoint=replace(server.endpoint, fp4_kernels=started.fp4_kernels))
 
 
 def _on_endings(act: Callable[[], object]) -> None:

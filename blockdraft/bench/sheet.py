@@ -62,7 +62,7 @@ def to_markdown(sheet: Sheet) -> str:
 
 
 def clean(text: str) -> str:
-    """Put a text on one line, without characters that command a terminal or turn the writing around."""
+    """Put a text on one line, without control characters or changes of direction."""
     return "".join(letter if letter.isprintable() else " " if letter.isspace() else "�" for letter in text)
 
 
@@ -110,7 +110,7 @@ def setting(key: Key) -> str:
 
 
 def row_name(key: Key) -> str:
-    """Name everything that tells a row from others, the load included."""
+    """Name workload, class, depth, temperature and load."""
     return f"{full_label(key)} at {load_text(key)}"
 
 

@@ -21,7 +21,7 @@ _SGLANG = "sglang:"
 
 
 def read_chunk(chunk: Json) -> Speculation | None:
-    """Return what a chunk says of the whole answer; None: nothing."""
+    """Return the counts of the whole answer in a chunk; None: it has none."""
     if drafts := inside(chunk, "metrics", "speculative_decoding"):
         return _by_histogram(
             inside(drafts, "acceptance_histogram"),
@@ -59,8 +59,9 @@ def _is_counts(found: object) -> TypeGuard[list[int]]:
 
 
 def _by_timings(timings: object) -> Speculation | None:
-    """llama.cpp counts tokens only: every step commits one token beyond its drafts, and the first token of
-    an answer comes from the prompt.
+    """Derive the steps from llama.cpp's tokens.
+
+    Each step commits one token beyond its drafts; the first token of an answer comes from the prompt.
     """
     drafted, accepted = _count(timings, "draft_n"), _count(timings, "draft_n_accepted")
     steps = _count(timings, "predicted_n") - 1 - accepted
@@ -107,7 +108,7 @@ def _vllm_counters(totals: Mapping[str, float], positions: Mapping[int, float]) 
 
 
 def _sglang_counters(totals: Mapping[str, float]) -> Speculation:
-    """SGLang counts verifications and tokens of ended requests; what it says of acceptance are gauges.
+    """Derive accepted drafts from SGLang's counts of verifications and tokens: its acceptance is a gauge.
 
     A verification commits one token beyond its drafts, and a request's first token comes from its prompt.
     """
@@ -120,7 +121,7 @@ def _sglang_counters(totals: Mapping[str, float]) -> Speculation:
 
 
 def difference(before: Speculation | None, after: Speculation | None) -> Speculation | None:
-    """Return what happened between two readings; None where it cannot be told, as after a restart."""
+    """Return the counts between two readings; None if they cannot be subtracted, as after a restart."""
     if before is None or after is None or (before.has_positions != after.has_positions and before.steps):
         return None
     size = max(len(before.accepted), len(after.accepted))

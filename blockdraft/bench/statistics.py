@@ -18,6 +18,7 @@ from blockdraft.bench.bootstrap import RESAMPLES, Floats, Resamples, ratio
 from blockdraft.bench.figures import (
     Agreed,
     Agreement,
+    AnswerColumns,
     ArmPair,
     Asked,
     Cell,
@@ -32,13 +33,13 @@ from blockdraft.bench.figures import (
     headline_speedup,
     make_estimate,
 )
-from blockdraft.bench.kept_answers import columns_of
 from blockdraft.bench.over_time import over_time
 from blockdraft.bench.records import PLAIN, SPECULATIVE, Answer, Group, Speculation
 from blockdraft.bench.speculation import reached_by, total_of
 from blockdraft.bench.weak_spots import where_reached
 
 MAX_DIVERGENCES = 5
+_DIGITS = 6  # of seconds: microseconds
 EXCERPT = 40  # characters shown of each side of a divergence
 QUANTILES = tuple(step / 20 for step in range(21))  # 0, 0.05, ... 1
 
@@ -52,6 +53,7 @@ def summarise(group: Group, *, seed: int) -> Cell:
     answers = group.answers
     good = [answer for answer in answers if answer.is_ok]
     draws = Resamples(_prompt_ids(answers), seed=seed)
+    speed, speeds = _throughput_samples(group, answers, draws)
     return {
         "key": group.key,
         "arm": group.arm,
@@ -66,7 +68,7 @@ def summarise(group: Group, *, seed: int) -> Cell:
         "tokens_in": _total(answer.prompt_tokens for answer in good),
         "cached_tokens": _total_known(answer.cached_tokens for answer in good),
         "busy_s": group.busy_s,
-        "tokens_per_s": _throughput(group, answers, draws),
+        "tokens_per_s": make_estimate(speed, None if speed is None else draws.interval(speeds)),
         "request_tokens_per_s": _distribution(_known(good, lambda one: one.tokens_per_s), draws),
         "ttft_s": _distribution(_known(good, lambda one: one.ttft_s), draws),
         "tpot_s": _distribution(_known(good, lambda one: one.tpot_s), draws),
@@ -74,7 +76,7 @@ def summarise(group: Group, *, seed: int) -> Cell:
         "latency_s": _distribution(_known(good, lambda one: one.latency_s), draws),
         "send_lag_s": _distribution(_known(answers, lambda one: one.sent_s - one.planned_s), None),
         "speculation": _speculation(group, good, draws),
-        "answers": columns_of(answers),
+        "answers": _columns(answers),
         "runs": [],
         "over_time": over_time(group),
         "vllm": {},
@@ -82,7 +84,7 @@ def summarise(group: Group, *, seed: int) -> Cell:
 
 
 def pair(speculative: Group, plain: Group, *, seed: int) -> ArmPair:
-    """Compute what speculation brought, and whether it changed the text."""
+    """Compute the gain of speculation, and whether it changed the text."""
     assert speculative.key == plain.key
     assert (speculative.arm, plain.arm) == (SPECULATIVE, PLAIN)
     speculative, plain = _ended(speculative), _ended(plain)
@@ -136,17 +138,12 @@ def split_by_category(group: Group) -> list[Group]:
 
 
 def _ended(group: Group) -> Group:
-    """Leave out what was not sent or given up, and the part of the busy time that the latter took."""
+    """Leave out requests that were not sent or were given up, with their part of the busy time."""
     if all(answer.is_ended for answer in group.answers):
         return group
     ended = [answer for answer in group.answers if answer.is_ended]
     work, all_work = _work(group, ended), _work(group, (one for one in group.answers if one.is_sent))
     return replace(group, answers=ended, busy_s=group.busy_s * _share(work, all_work))
-
-
-def _throughput(group: Group, answers: Sequence[Answer], draws: Resamples) -> Estimate:
-    value, samples = _throughput_samples(group, answers, draws)
-    return make_estimate(value, None if value is None else draws.interval(samples))
 
 
 def _throughput_samples(
@@ -173,7 +170,7 @@ def _throughput_samples(
 
 
 def _work(group: Group, answers: Iterable[Answer]) -> float:
-    """Return what shares the busy time out: the time requests took, or at a rate how many began."""
+    """Return the weight by which busy time is shared: the time of requests, or at a rate their number."""
     if group.key["rate"] is None:
         return sum(answer.latency_s for answer in answers)
     return sum(answer.turn == 0 for answer in answers)
@@ -210,10 +207,8 @@ def _distribution(values: Sequence[tuple[str, float]], draws: Resamples | None) 
     means = medians = None
     if draws is not None:
         counts = draws.sums((prompt, 1) for prompt, _ in values)
-        means, medians = (
-            draws.interval(ratio(draws.sums(values), counts)),
-            draws.interval(draws.medians(values)),
-        )
+        means = draws.interval(ratio(draws.sums(values), counts))
+        medians = draws.interval(draws.medians(values))
     p50, p90, p99 = (float(bound) for bound in np.quantile(numbers, [0.5, 0.9, 0.99]))
     return {
         "count": len(values),
@@ -385,7 +380,7 @@ def _known(answers: Sequence[Answer], figure: Callable[[Answer], float | None]) 
 
 
 def _total(counts: Iterable[int | None]) -> int | None:
-    """Add up; None where one is unknown, as a sum of the others would pass for the whole."""
+    """Return the sum; None if one count is unknown."""
     found = list(counts)
     known = [count for count in found if count is not None]
     return sum(known) if len(known) == len(found) else None
@@ -398,3 +393,22 @@ def _total_known(counts: Iterable[int | None]) -> int | None:
 
 def _share(part: float, whole: float) -> float:
     return part / whole if whole > 0 else 0.0
+
+
+def _columns(answers: Sequence[Answer]) -> AnswerColumns:
+    """Return a cell's answers figure by figure, without texts, so that two runs can be paired later."""
+    return {
+        "prompt": [answer.ask.prompt.id for answer in answers],
+        "number": [answer.ask.number for answer in answers],
+        "turn": [answer.turn for answer in answers],
+        "tokens": [answer.completion_tokens if answer.is_ok else None for answer in answers],
+        "ttft_s": [None if answer.ttft_s is None else round(answer.ttft_s, _DIGITS) for answer in answers],
+        "latency_s": [round(answer.latency_s, _DIGITS) for answer in answers],
+        "text_hash": [_text_hash(answer) if answer.is_ok else None for answer in answers],
+    }
+
+
+def _text_hash(answer: Answer) -> str:
+    return hashlib.sha256(f"{answer.thinking}\0{answer.text}".encode("utf-8", "surrogatepass")).hexdigest()[
+        :16
+    ]

@@ -39,9 +39,8 @@ class StreamReader:
         self._has_usage = False
         self._texts: list[str] = []
         self._thoughts: list[str] = []
-        self._only_text: tuple[list[str], str] | None = (
-            None  # the list and field of the last chunk's text, if it had text only
-        )
+        # The list and field of the last chunk's text, if it had text only.
+        self._only_text: tuple[list[str], str] | None = None
         self._around: tuple[list[str], Surroundings] | None = None  # where such a text goes
         self._num_unlike = 0  # surroundings in a row that matched no second chunk
 
@@ -59,7 +58,7 @@ class StreamReader:
                 self._learn(event)
 
     def _take_alike(self, event: bytes, kept: list[str], around: Surroundings) -> bool:
-        """Take a chunk that differs from an earlier one by its text alone; whether it does."""
+        """Take a chunk that differs from an earlier one by its text alone; return whether it does."""
         text = around.text_in(event)
         if not text:
             return False

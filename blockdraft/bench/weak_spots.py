@@ -81,12 +81,12 @@ def weak_spots(overall: DraftCounts, categories: Mapping[str, DraftCounts]) -> W
         for name, one in categories.items()
         if one.committed < limit and one.num_steps >= MIN_REACHED and len(categories) > 1
     ]
-    named = tuple(_weak(name, categories[name]) for _, name in sorted(low)[:MAX_NAMED])
+    found = [(name, categories[name]) for _, name in sorted(low)[:MAX_NAMED]]
+    named = tuple(
+        WeakCategory(name, one.committed, one.right(1, 1), one.right(2, len(one.accepted)))
+        for name, one in found
+    )
     return WeakSpots(overall.committed, len(overall.accepted), named, *_weak_drafts(overall))
-
-
-def _weak(name: str, one: DraftCounts) -> WeakCategory:
-    return WeakCategory(name, one.committed, one.right(1, 1), one.right(2, len(one.accepted)))
 
 
 def _weak_drafts(one: DraftCounts) -> tuple[int | None, int | None]:

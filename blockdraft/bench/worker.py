@@ -1,90 +1,120 @@
-"""One process of the load generator: sends its share of each block until its input ends.
+"""One process of the load generator: sends its share of each block until its connection ends.
 
-    python -m blockdraft.bench.worker FILE
-
-It reads Share, Begin and "end" from stdin and writes "ready", Answered and Done to stdout; Fleet has the
-other ends of both pipes. FILE is the file descriptor of the queue.
+Fleet has the other end. It sends a Share, the time at which to begin, and "end"; the worker sends "ready",
+answers with their numbers, and Done. `taken` counts the asks of a block that any worker has taken.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import sys
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING
 
 from blockdraft.bench.client import Client
 from blockdraft.bench.load import Ledger, in_order, quiet_collector, run_in_loop, send
-from blockdraft.bench.records import SPECULATIVE, Answer, Ask, Prompt
-from blockdraft.bench.worker_messages import Answered, Begin, Done, Share, next_frame, packed, take_numbers
+from blockdraft.bench.records import SPECULATIVE, Answer, Ask, OfferedLoad, Prompt
 
-_NO_ASK = Ask(Prompt("", "", ()), SPECULATIVE, max_tokens=0)
+if TYPE_CHECKING:
+    from multiprocessing.sharedctypes import Synchronized
+
+READY, END = "ready", "end"  # END of a block: give up what still runs
+_NO_ASK = Ask(Prompt("", "", ()), SPECULATIVE, max_tokens=0)  # prompts may be long: answers go without
 
 
-class Worker:
-    """The process, between its two pipes."""
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One process's part of a block; asks with times go by turns, from `place` on."""
 
-    def __init__(self, reader: asyncio.StreamReader, output: asyncio.WriteTransport, queue: int) -> None:
-        self._reader = reader
-        self._output = output
-        self._queue = queue
-        self._clients: dict[int, Client] = {}
+    client_number: int  # a process reuses its client of this number
+    client: Client
+    asks: Sequence[Ask]  # all of the block
+    load: OfferedLoad  # of this process
+    place: int
+    num_processes: int
 
-    async def run(self) -> None:
-        async with contextlib.AsyncExitStack() as stack:
-            self._output.write(packed("ready"))
-            while isinstance(share := await next_frame(self._reader), Share):
-                number = share.client_number
-                if number not in self._clients:
-                    self._clients[number] = await stack.enter_async_context(share.client)
-                await self._send(share, self._clients[number])
 
-    async def _send(self, share: Share, client: Client) -> None:
-        with quiet_collector():
-            ledger = _Told(share, self._output)
-            self._output.write(packed("ready"))
-            begin = await next_frame(self._reader)
-            if not isinstance(begin, Begin):
-                return
-            ledger.start_s = begin.start_s
-            stop = asyncio.Event()
-            listening = asyncio.ensure_future(self._stop_at_a_word(stop))
-            await send(client, ledger, share.load, self._numbers(share), stop)
-            done = Done(ledger.begun_s, ledger.ended, client.num_refused, ledger.cpu_s)
-            self._output.write(packed(done))
-            await listening
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A process has finished or given up its part of a block."""
 
-    def _numbers(self, share: Share) -> Iterator[int]:
-        if share.load.rate is None:
-            return take_numbers(self._queue)
-        return iter(in_order(share.asks)[share.place :: share.num_processes])
+    begun_s: dict[int, float]
+    ended: set[int]
+    num_refused: int
+    cpu_s: float
 
-    async def _stop_at_a_word(self, stop: asyncio.Event) -> None:
-        """Set `stop` when "end" comes, or when the parent process is gone."""
-        await next_frame(self._reader)
-        stop.set()
+
+async def receive(connection: Connection) -> object:
+    """Return the next message; None: the other side has ended."""
+    loop, arrived = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(connection.fileno(), arrived.set)
+    try:
+        await arrived.wait()
+    finally:
+        loop.remove_reader(connection.fileno())
+    try:
+        return connection.recv()
+    except (EOFError, ConnectionError):
+        return None
+
+
+def work(connection: Connection, taken: Synchronized[int]) -> None:
+    """Run the process."""
+    run_in_loop(_work(connection, taken))
+
+
+async def _work(connection: Connection, taken: Synchronized[int]) -> None:
+    clients: dict[int, Client] = {}
+    connection.send(READY)
+    async with contextlib.AsyncExitStack() as stack:
+        while isinstance(share := await receive(connection), Share):
+            if share.client_number not in clients:
+                clients[share.client_number] = await stack.enter_async_context(share.client)
+            await _send(share, clients[share.client_number], connection, taken)
+
+
+async def _send(share: Share, client: Client, connection: Connection, taken: Synchronized[int]) -> None:
+    with quiet_collector():
+        ledger = _Told(share.asks, connection)
+        connection.send(READY)
+        start_s = await receive(connection)
+        if not isinstance(start_s, float):
+            return
+        ledger.start_s = start_s
+        stop = asyncio.Event()
+        listening = asyncio.ensure_future(_set_at_end(stop, connection))
+        numbers = in_order(share.asks)[share.place :: share.num_processes]
+        in_turn = share.load.rate is None
+        await send(client, ledger, share.load, _take(taken, share) if in_turn else iter(numbers), stop)
+        connection.send(Done(ledger.begun_s, ledger.ended, client.num_refused, ledger.cpu_s))
+        await listening
+
+
+async def _set_at_end(stop: asyncio.Event, connection: Connection) -> None:
+    """Set `stop` when END comes, or when the parent process is gone."""
+    await receive(connection)
+    stop.set()
+
+
+def _take(taken: Synchronized[int], share: Share) -> Iterator[int]:
+    """Yield the next number that nobody has taken, until there is none."""
+    while True:
+        with taken.get_lock():
+            number = taken.value
+            taken.value += 1
+        if number >= len(share.asks):
+            return
+        yield number
 
 
 class _Told(Ledger):
     """A ledger that sends answers to the parent instead of keeping them."""
 
-    def __init__(self, share: Share, output: asyncio.WriteTransport) -> None:
-        super().__init__(share.asks)
-        self._output = output
+    def __init__(self, asks: Sequence[Ask], connection: Connection) -> None:
+        super().__init__(asks)
+        self._connection = connection
 
     def take(self, number: int, answer: Answer) -> None:
-        self._output.write(packed(Answered(number, replace(answer, ask=_NO_ASK))))
-
-
-async def _main(queue: int) -> None:
-    loop = asyncio.get_running_loop()
-    reader = asyncio.StreamReader()
-    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-    output, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, os.fdopen(os.dup(1), "wb", buffering=0))
-    await Worker(reader, output, queue).run()
-
-
-if __name__ == "__main__":
-    run_in_loop(_main(int(sys.argv[1])))
+        self._connection.send((number, replace(answer, ask=_NO_ASK)))

@@ -10,7 +10,6 @@ import random
 import string
 from collections.abc import Sequence
 from dataclasses import replace
-from importlib import resources
 from itertools import pairwise
 from pathlib import Path
 
@@ -42,12 +41,7 @@ def load(
     data_dir: Path | None = None,
     is_offline: bool = False,
 ) -> Workload:
-    """Return the prompts of one workload; with a limit, a sample spread evenly over them.
-
-    A workload with fewer prompts than the limit gives all it has: whoever needs more repeats them.
-    """
-    if limit is not None and limit < 1:
-        raise BenchError(f"a limit of {limit} prompts leaves nothing to ask: give 1 or more.")
+    """Return the prompts of one workload; with a limit, at most so many, spread evenly over them."""
     name = _spelled(name_or_path)
     if name == ALL:
         raise BenchError(
@@ -94,10 +88,7 @@ def with_turns(workload: Workload, max_turns: int | None) -> Workload:
 
 
 def salted(prompt: Prompt, salt: str) -> Prompt:
-    """Put a first line of its own before the prompt, so that a prefix cache does not know it again.
-
-    To be put on last, after `deepened`: what stands before the salt can be recognised.
-    """
+    """Put a unique first line before the prompt, so that no cache knows it. Call it after `deepened`."""
     line = f"[run {salt}]\n"
     if prompt.system is not None:
         return replace(prompt, system=line + prompt.system)
@@ -106,25 +97,12 @@ def salted(prompt: Prompt, salt: str) -> Prompt:
 
 def deepened(prompt: Prompt, *, num_tokens: int, tokens_per_word: float, seed: int = 0) -> Prompt:
     """Put notes of about so many tokens before the prompt, which differ from prompt to prompt."""
-    if num_tokens < 0 or tokens_per_word <= 0:
-        raise BenchError(f"a context of {num_tokens} tokens ({tokens_per_word} a word) cannot be made.")
     num_words = round(num_tokens / tokens_per_word) - len(_DEPTH_HEADING.split())
     if num_words < 1:
         return prompt
     notes = filler(num_words, seed=f"{seed}/{prompt.id}")
     first = f"{_DEPTH_HEADING}\n\n{notes}\n\n{prompt.turns[0]}"
     return replace(prompt, turns=(first, *prompt.turns[1:]))
-
-
-def estimate_tokens_per_word(prompt_tokens: int, text: str) -> float:
-    """Return how many tokens a word of this text costs, from the usage a server reported for it.
-
-    Measure it on a long piece of `filler`: the chat template's own tokens count as the text's.
-    """
-    num_words = len(text.split())
-    if not num_words or prompt_tokens < 1:
-        raise BenchError(f"{prompt_tokens} prompt tokens for {num_words} words cannot be right.")
-    return prompt_tokens / num_words
 
 
 def _spelled(name: str) -> str:
@@ -134,8 +112,8 @@ def _spelled(name: str) -> str:
 
 
 def _built_in(name: str) -> Workload:
-    with resources.as_file(resources.files("blockdraft.bench") / "prompts" / f"{name}.jsonl") as path:
-        prompts = prompts_of(read(path).rows, name=name, category=name)
+    rows = read(Path(__file__).parent / "prompts" / f"{name}.jsonl").rows
+    prompts = prompts_of(rows, name=name, category=name)
     return Workload(name, prompts, source=f"built in, blockdraft {blockdraft.__version__}")
 
 
@@ -169,24 +147,13 @@ def _spread(prompts: tuple[Prompt, ...], limit: int | None, seed: int) -> tuple[
 
 
 def _random_workload(name: str, *, num_prompts: int, seed: int) -> Workload:
-    num_words = _num_random_words(name)
-    prompts = tuple(
-        Prompt(id=f"random-{i + 1}", category=RANDOM, turns=(_noise(num_words, f"{seed}/{i}"),))
-        for i in range(num_prompts)
-    )
-    return Workload(name, prompts, source=f"random, seed {seed}, {num_words} words", is_raw=True)
-
-
-def _num_random_words(name: str) -> int:
+    """Make up random words, which no drafter can predict."""
     given = name.removeprefix(RANDOM).removeprefix(":")
-    if not given:
-        return _RANDOM_WORDS
-    if not given.isascii() or not given.isdigit() or int(given) < 1:
+    if given and not (given.isascii() and given.isdigit() and int(given)):
         raise BenchError(f"'{given}' is not a number of words: write '{RANDOM}:N', such as '{RANDOM}:512'.")
-    return int(given)
-
-
-def _noise(num_words: int, seed: str) -> str:
-    """Make up words that no vocabulary holds: a tokenizer cuts them into pieces that predict nothing."""
-    draw = random.Random(f"noise/{seed}")
-    return " ".join("".join(draw.choices(_NOISE, k=draw.randint(2, 9))) for _ in range(num_words))
+    num_words, prompts = int(given or _RANDOM_WORDS), []
+    for number in range(num_prompts):
+        draw = random.Random(f"noise/{seed}/{number}")
+        words = ("".join(draw.choices(_NOISE, k=draw.randint(2, 9))) for _ in range(num_words))
+        prompts.append(Prompt(id=f"random-{number + 1}", category=RANDOM, turns=(" ".join(words),)))
+    return Workload(name, tuple(prompts), source=f"random, seed {seed}, {num_words} words", is_raw=True)

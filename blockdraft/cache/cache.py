@@ -12,8 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from blockdraft.cache.compressed import CompressedKV, CompressedLayer, tiles_behind
-from blockdraft.cache.paged import PagedKV
+from blockdraft.cache.paged import CompressedKV, CompressedLayer, PagedKV
 from blockdraft.cache.recurrent import RecurrentState, RecurrentStates, Scan
 from blockdraft.cache.rows import Rows
 from blockdraft.cache.spec import Compressed, LayerSpec, Recurrent, SharedWith
@@ -21,6 +20,7 @@ from blockdraft.cache.view import CacheView, LayerStorage
 from blockdraft.kernels.attention import Blocks
 from blockdraft.kernels.kernels import REFERENCE, Kernels
 from blockdraft.kernels.kv_compressed import Tiles
+from blockdraft.kernels.kv_formats import TILE
 from blockdraft.kernels.kv_positions import PositionRule
 
 SCRATCH_PAGE = 1
@@ -121,8 +121,11 @@ class Cache:
         return CacheView(self.storage, blocks=blocks, rows=scan, kernels=self._kernels, tiles=tiles)
 
     def _tiles(self, rows: Rows, starts: Tensor, counts: Tensor, *, max_count: int) -> Tiles:
-        size = self.page_size
-        return tiles_behind(rows, self._rule, starts, counts, max_count=max_count, page_size=size)
+        """Return the tiles to compress as the active rows grow from starts [R] by counts [R] <= max_count."""
+        assert rows.exact_table is not None
+        most = -(-max_count // TILE) + (0 if max_count < TILE else 1)
+        tables = rows.page_table, rows.exact_table
+        return Tiles(*tables, rows.active, starts, counts, self._rule, most, self.page_size)
 
     def commit(self, rows: Rows, starts: Tensor, num_committed: Tensor) -> None:
         """Make the first `num_committed` [R] tokens of the block verified from `starts` [R] on permanent.

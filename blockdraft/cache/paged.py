@@ -1,4 +1,4 @@
-"""PagedKV: one layer's keys and values in slots."""
+"""Keys and values in slots: PagedKV of one layer, CompressedKV of all layers that compress."""
 
 from __future__ import annotations
 
@@ -7,9 +7,14 @@ import math
 import torch
 from torch import Tensor
 
-from blockdraft.cache.spec import Paged
+from blockdraft.cache.spec import Compressed, Paged
+from blockdraft.kernels import kv_codec
 from blockdraft.kernels.attention import Blocks
-from blockdraft.kernels.heads import Slots
+from blockdraft.kernels.heads import Rotation, Slots
+from blockdraft.kernels.kernels import Kernels
+from blockdraft.kernels.kv_compressed import Codes, CompressedPages, Tiles
+from blockdraft.kernels.kv_formats import SCALE_BYTES
+from blockdraft.kernels.kv_positions import PositionRule
 from blockdraft.machine.private_memory import private_memory
 
 
@@ -33,6 +38,80 @@ class PagedKV:
     @property
     def num_bytes(self) -> int:
         return self.keys.nbytes + self.values.nbytes
+
+
+class CompressedKV:
+    """All layers of one spec: `num_slots` compressed slots and `num_exact_slots` exact ones."""
+
+    def __init__(  # noqa: PLR0913
+        self,
+        spec: Compressed,
+        *,
+        num_layers: int,
+        num_slots: int,
+        num_exact_slots: int,
+        rule: PositionRule,
+        dtype: torch.dtype,
+        device: torch.device,
+        kernels: Kernels,
+    ) -> None:
+        self._kernels = kernels
+        form = kv_codec.kv_format(spec.format, spec.head_dim)
+        lead, dim = (num_layers, spec.num_kv_heads), spec.head_dim
+        exact = [untouched((*lead, num_exact_slots, dim), dtype, device) for _ in range(2)]
+        stores = [
+            Codes(
+                untouched((*lead, num_slots, codec.num_bytes(dim) - SCALE_BYTES), torch.uint8, device),
+                untouched((*lead, num_slots), torch.float16, device),
+            )
+            for codec in (form.keys, form.values)
+        ]
+        for tensor in (*exact, *stores[0], *stores[1]):
+            tensor[:, :, 0] = 0  # masked reads go here
+        self.pages = CompressedPages(form, rule, exact[0], exact[1], stores[0], stores[1])
+        # A constant per head that is subtracted from keys before they are stored: zero until `centre_keys`.
+        self.centre = torch.zeros((*lead, dim), dtype=torch.float32, device=device)
+        self._signs = kv_codec.signs(dim, device) if form.is_rotated else None
+
+    def slots(self, layer: int, blocks: Blocks) -> Slots:
+        """Return the exact slots that this forward writes."""
+        rotation = None if self._signs is None else Rotation(self._signs, self.centre[layer])
+        pages = self.pages
+        return Slots(pages.exact_keys[layer], pages.exact_values[layer], blocks.exact_write_slots, rotation)
+
+    def compress(self, tiles: Tiles, layer: int | None = None) -> None:
+        """Compress tiles in one layer, or in all."""
+        self._kernels.compress(self.pages if layer is None else self.pages.layer(layer), tiles)
+
+    @property
+    def num_bytes(self) -> int:
+        pages = self.pages
+        tensors = (pages.exact_keys, pages.exact_values, *pages.keys, *pages.values)
+        return sum(tensor.nbytes for tensor in tensors)
+
+
+class CompressedLayer:
+    """One layer of CompressedKV."""
+
+    def __init__(self, group: CompressedKV, layer: int) -> None:
+        self.group = group
+        self.pages = group.pages.layer(layer)
+        self._layer = layer
+
+    def slots(self, blocks: Blocks) -> Slots:
+        return self.group.slots(self._layer, blocks)
+
+    def compress(self, tiles: Tiles) -> None:
+        self.group.compress(tiles, self._layer)
+
+    def centre_on(self, mean: Tensor) -> None:
+        """Subtract `mean` [G, D], rotated, from keys before they are stored, in an empty cache."""
+        if self.pages.format.is_rotated:
+            self.group.centre[self._layer] = kv_codec.rotate(mean)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.group.num_bytes // len(self.group.pages.exact_keys)
 
 
 def untouched(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -1,9 +1,8 @@
 """RecurrentStates: the states of gated delta layers for each row, and the tape of the block being verified.
 
-A verify forward reads the committed state but does not write it: it records on a tape what each token of the
-block would do to the state. Commit folds the first `num_committed` entries with the same operations in the
-same order as the scan, so the state is bit for bit that of decoding token by token. A sequence needs memory
-for one state and one tape, not for a state per drafted token.
+A verify forward reads the committed state and records on a tape what each token of the block would do to it.
+Commit folds the first `num_committed` entries with the same operations in the same order as the scan, so the
+state is bit for bit that of decoding token by token. A sequence needs memory for one state and one tape.
 
 Length is the commit here too: at length 0 the state counts as zero, whatever the row held before.
 """
@@ -16,14 +15,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.cache.spec import Recurrent
-from blockdraft.kernels.gated_delta import (
-    DeltaWeights,
-    RowStates,
-    RowTape,
-    Tape,
-    empty_states,
-    gates,
-)
+from blockdraft.kernels.gated_delta import DeltaWeights, RowStates, RowTape, Tape, empty_states, gates
 from blockdraft.kernels.kernels import REFERENCE, Kernels
 
 

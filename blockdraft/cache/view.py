@@ -6,8 +6,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from blockdraft.cache.compressed import CompressedLayer
-from blockdraft.cache.paged import PagedKV
+from blockdraft.cache.paged import CompressedLayer, PagedKV
 from blockdraft.cache.recurrent import RecurrentState, Scan
 from blockdraft.kernels.attention import Blocks, Mask
 from blockdraft.kernels.gated_delta import DeltaWeights

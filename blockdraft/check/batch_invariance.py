@@ -1,9 +1,8 @@
-"""Whether a token's bits follow from its position and its row alone, with these weights on this device.
+"""Checks that a token's bits do not depend on the batch, with these weights on this device.
 
 One text is computed in every way that serving knows: prefilled at once and in pieces, decoded token by token
-and in blocks, alone and among other rows. Its log-probabilities are compared with ==. Where they are equal,
-so are answers, with and without drafts and whoever else is served. Where they are not, only near-ties can
-come out otherwise, which is no reason to serve nothing: it is said.
+and in blocks, alone and among other rows. Its log-probabilities are compared with ==. If they are equal, so
+are answers, with and without drafts and whoever else is served. If not, answers may vary at near-ties.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ SHORT_CHUNK = 40  # tokens of a piece
 class ComputedText(NamedTuple):
     """The tokens of an answer, and log-probabilities."""
 
-    token_ids: tuple[int, ...]
-    prompt: tuple[float, ...]  # of the prompt's tokens but the first, if asked for
-    answer: tuple[float, ...]
+    token_ids: list[int]
+    prompt: list[float]  # of the prompt's tokens but the first, if asked for
+    answer: list[float]
 
 
 class BitsResult(NamedTuple):
-    """How many log-probabilities were compared, and the first that differs."""
+    """The number of log-probabilities that were compared, and the first that differs."""
 
     num_values: int
     difference: str | None  # None: all are equal
@@ -55,18 +54,18 @@ class BitsResult(NamedTuple):
 
 
 def check_bits(engine: Engine, ids: list[int]) -> BitsResult:
-    """Look at an idle engine, and leave it as it was."""
+    """Compare the log-probabilities of one text on an idle engine, which is left as it was."""
     count = 0
     for way, got, expected in _ways(engine, ids):
-        for at, (one, other) in enumerate(zip(got, expected, strict=True)):
+        for at, (one, other) in enumerate(zip(got, expected, strict=True), 1):
             count += 1
             if one != other:
-                return BitsResult(count, f"{way}, log-probability {at + 1} is {one!r}, not {other!r}")
+                return BitsResult(count, f"{way}, log-probability {at} is {one!r}, not {other!r}")
     return BitsResult(count, None)
 
 
-def _ways(engine: Engine, ids: list[int]) -> Iterator[tuple[str, tuple[float, ...], tuple[float, ...]]]:
-    """A name, and log-probabilities that should be equal."""
+def _ways(engine: Engine, ids: list[int]) -> Iterator[tuple[str, list[float], list[float]]]:
+    """Yield a way to compute the text, its log-probabilities, and those that should equal them."""
     plan, room = engine.plan, max_tokens(engine)
     num_answer = max(1, min(NUM_ANSWER, room // 4))
     prompt = (ids * (NUM_PROMPT // len(ids) + 1))[: max(1, min(NUM_PROMPT, room // 2))]
@@ -83,12 +82,9 @@ def _ways(engine: Engine, ids: list[int]) -> Iterator[tuple[str, tuple[float, ..
     whole = [*prompt, *plain.token_ids]
     (text,) = _texts(plain_engine, [whole], width=1, num_answer=1, has_prompt=True)
     yield f"in a prompt of {len(whole)} tokens", text.prompt[-num_answer:], plain.answer
-    pieces = trial_engine(
-        engine,
-        NoDrafter(plan.block),
-        replace(plan, max_prefill_tokens=min(plan.max_prefill_tokens, SHORT_CHUNK)),
-    )
-    (cut,) = _texts(pieces, [whole], width=1, num_answer=1, has_prompt=True)
+    short = replace(plan, max_prefill_tokens=min(plan.max_prefill_tokens, SHORT_CHUNK))
+    in_pieces = trial_engine(engine, NoDrafter(plan.block), short)
+    (cut,) = _texts(in_pieces, [whole], width=1, num_answer=1, has_prompt=True)
     yield f"in a prompt that comes in pieces of {SHORT_CHUNK} tokens", cut.prompt, text.prompt
 
 
@@ -103,21 +99,13 @@ def _texts(
         logprobs=0,
         prompt_logprobs=0 if has_prompt else None,
     )
-    names = [engine.add(prompt, sampling) for prompt in prompts]
-    deltas = serve(engine)
-    found = []
-    for name in names:
-        mine = [delta for delta in deltas if delta.request_id == name]
-        chosen = [item for delta in mine for item in delta.logprobs]
-        listed = [item for delta in mine for item in delta.prompt_logprobs or () if item is not None]
-        found.append(
-            ComputedText(
-                tuple(item.token_id for item in chosen),
-                tuple(item.logprob for item in listed),
-                tuple(item.logprob for item in chosen),
-            )
-        )
-    return found
+    found = {engine.add(prompt, sampling): ComputedText([], [], []) for prompt in prompts}
+    for delta in serve(engine):
+        text = found[delta.request_id]
+        text.token_ids.extend(item.token_id for item in delta.logprobs)
+        text.prompt.extend(item.logprob for item in delta.prompt_logprobs or () if item is not None)
+        text.answer.extend(item.logprob for item in delta.logprobs)
+    return list(found.values())
 
 
 class _Replay(Weightless):

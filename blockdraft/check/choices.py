@@ -1,4 +1,4 @@
-"""What chooses tokens, against its references: sampling, the walk over candidates, acceptance, n-grams."""
+"""Compares what chooses tokens with references: sampling, the walk over candidates, acceptance, n-grams."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def compare_sampling(engine: Engine, numbers: Numbers) -> Comparisons:
 
 
 def compare_walk(engine: Engine, numbers: Numbers) -> Comparisons:
-    """In the models' own dtype: a draft that rounding decides is followed by others.
+    """Compare in the models' own dtype: a draft that rounding decides is followed by others.
 
-    Logits are near enough to each other for the noise to choose other candidates than they would.
+    Logits are so close to each other that the noise chooses other candidates than they would.
     """
     drafter = engine.models.drafter
     if not isinstance(drafter, PairDrafter):
@@ -62,7 +62,7 @@ def compare_walk(engine: Engine, numbers: Numbers) -> Comparisons:
 
 
 def rows_of_rules(vocab_size: int, numbers: Numbers) -> Rows:
-    """A row for each of RULES, all active."""
+    """Return a row for each of RULES, all active."""
     count, device = len(RULES), numbers.device
     table = Rows(
         max_rows=count,
@@ -81,7 +81,7 @@ def rows_of_rules(vocab_size: int, numbers: Numbers) -> Rows:
 def nearest(
     got: Tensor, logits: Tensor, starts: Tensor, recent: Tensor, batch: sampling.SamplingBatch
 ) -> Tensor:
-    """What the reference chooses; `got` itself where it would do so with numbers NEAR the given ones."""
+    """Return the reference's choice, or `got` where the reference chooses that with numbers NEAR these."""
     expected = sampling.reference_choose(logits, starts, recent, batch)
     if torch.equal(got, expected):
         return expected
@@ -97,7 +97,7 @@ def nearest(
 
 
 def compare_acceptance(engine: Engine, numbers: Numbers) -> Comparisons:
-    """Counts, and where the rows stand after that step, by counting."""
+    """Compare counts of accepted drafts, and the rows after that step, with plain counting."""
     width = max(engine.plan.block, 2)
     sampled, block = numbers.integers(2, 8, width), numbers.integers(2, 8, width)
     sampled[0, :-1] = block[0, 1:]  # all right
@@ -124,7 +124,7 @@ def compare_acceptance(engine: Engine, numbers: Numbers) -> Comparisons:
 
 
 def compare_ngram_lookup(engine: Engine, numbers: Numbers) -> Comparisons:
-    """Texts of few words, which say much again, in a table of which some rows are asked."""
+    """Look n-grams up in texts of few words, which repeat much, for some rows of a table."""
     if not engine.plan.draft_ngram:
         return
     width, size = max(engine.plan.block, 2), 2500

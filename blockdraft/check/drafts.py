@@ -1,9 +1,9 @@
-"""What a drafter is worth, and that it changes the speed only: built-in prompts answered with it and without.
+"""Checks that a drafter changes only the speed, and counts the tokens it commits on built-in prompts.
 
-A drafter never writes where the target reads: that is looked at directly. Where all products are by our own
-kernels, which keep a token's bits whatever is beside it, answers and probabilities equal those without it.
-Other libraries promise no bits: there, how many answers are equal is said and not judged. And, with a drafter
-or without, a captured step gives the tokens of the same step run kernel by kernel.
+The target's cache is compared before and after each call of the drafter. Where all products are by our own
+batch-invariant kernels, answers and probabilities must equal those without the drafter. Other libraries
+promise no bits: there, equal answers are only counted. And, with a drafter or without, a captured step must
+give the tokens of the same step run kernel by kernel.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.cache.cache import Cache
-from blockdraft.cache.compressed import CompressedLayer
-from blockdraft.cache.paged import PagedKV
+from blockdraft.cache.paged import CompressedLayer, PagedKV
 from blockdraft.cache.recurrent import RecurrentState
 from blockdraft.cache.rows import Rows
 from blockdraft.cache.view import CacheView, View
@@ -42,7 +41,7 @@ WATCHED_TOKENS = 2  # while what the target remembers is looked at around every 
 
 
 class Drafted(NamedTuple):
-    """What the built-in prompts have shown."""
+    """The results on the built-in prompts."""
 
     accepted: tuple[float, ...]  # [i]: share of the steps that accepted draft i + 1
     width: int
@@ -57,7 +56,7 @@ class Drafted(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CheckedAnswer:
-    """What one prompt was answered with."""
+    """The answer to one prompt."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...]
@@ -65,10 +64,7 @@ class CheckedAnswer:
 
 
 def check_drafter(engine: Engine, prompts: list[list[int]]) -> Drafted:
-    """Prompts one at a time and greedily, with and without the drafter at equal width.
-
-    ModelError: the drafter changes more than the speed.
-    """
+    """Answer prompts greedily, with and without the drafter. ModelError: it changes more than the speed."""
     models, width = engine.models, checked_widths(engine)[-1]
     width = width if width > 1 else engine.plan.block
     prompts = [ids[-max(1, max_tokens(engine) // 2) :] for ids in prompts]
@@ -109,7 +105,7 @@ def answer(
 
 
 def keeps_bits(models: LoadedPair, width: int) -> bool:
-    """Whether every product of one row's block is by kernels that keep a token's bits in any column."""
+    """Return whether all products of one row's block are by batch-invariant kernels."""
     dtype: torch.dtype = getattr(torch, models.dtype)
     if models.device.type == "cpu":
         return why_no_llvm(dtype, models.device) is None
@@ -122,10 +118,10 @@ def draft_name(models: LoadedPair) -> str:
 
 
 def _accepted(answers: list[CheckedAnswer]) -> tuple[float, ...]:
-    """By position, the chance that this draft and all before it are right.
+    """Return the chance of each position that this draft and all before it are right.
 
-    It is the product of how often each was right where it was reached: the end of an answer, which cuts its
-    last block, does not lower it.
+    It is the product of how often each was right where it was reached, so that the end of an answer, which
+    cuts its last block, does not lower it.
     """
     accepted = itertools.zip_longest(*(answer.metrics.accepted for answer in answers), fillvalue=0)
     reached = itertools.zip_longest(*(answer.metrics.reached for answer in answers), fillvalue=0)
@@ -136,7 +132,7 @@ def _accepted(answers: list[CheckedAnswer]) -> tuple[float, ...]:
 def _is_equal(
     models: LoadedPair, number: int, drafted: CheckedAnswer, plain: CheckedAnswer, width: int
 ) -> bool:
-    """Whether plain's tokens and probabilities begin the drafted answer. ModelError: they must and do not."""
+    """Return whether the drafted answer begins with the plain one. ModelError: it must, but does not."""
     pairs = list(zip(drafted.logprobs, plain.logprobs, strict=False))
     at = next((at for at, (one, other) in enumerate(pairs) if one.token_id != other.token_id), None)
     if at is None and all(one.logprob == other.logprob for one, other in pairs):
@@ -159,10 +155,10 @@ def _is_equal(
 
 
 def checked_widths(engine: Engine) -> list[int]:
-    """Widths at which steps are checked: plain ones, and of all that may be served a narrow and the widest.
+    """Return the widths to check: 1, and of those that may be served a narrow one and the widest.
 
-    They follow from what was asked for, never from the width that a start has measured to be the best: that
-    one differs from start to start, and each would have to check anew.
+    They follow from the settings, never from the width that a start has measured to be the best: that one
+    differs from start to start, and each would have to check again.
     """
     widths = widths_for(engine.plan.block)
     if engine.graphs is not None:
@@ -171,10 +167,7 @@ def checked_widths(engine: Engine) -> list[int]:
 
 
 def check_captured(engine: Engine, prompt: list[int]) -> int:
-    """The same steps as one graph and kernel by kernel, at the checked widths: how many tokens are equal.
-
-    Equal in any arithmetic. ModelError: they are not.
-    """
+    """Count the tokens that are equal in a graph and kernel by kernel. ModelError: not all are."""
     prompt, count = prompt[-max(1, max_tokens(engine) // 2) :], 0
     for width in checked_widths(engine):
         served = answer(trial_engine(engine), prompt, width, CAPTURED_TOKENS).token_ids
@@ -190,7 +183,7 @@ def check_captured(engine: Engine, prompt: list[int]) -> int:
     return count
 
 
-# ---- what the target remembers
+# ---- the target's cache
 
 
 def _watch(engine: Engine, prompt: list[int], width: int) -> None:
@@ -205,7 +198,7 @@ def _watch(engine: Engine, prompt: list[int], width: int) -> None:
 
 
 class _Watched(Weightless):
-    """A drafter, and whether any call of it has touched what the target remembers of the active rows."""
+    """A drafter that notes when a call of it changes the target's cache for the active rows."""
 
     def __init__(self, engine: Engine) -> None:
         self.touched: int | None = None  # the first layer that was
@@ -226,7 +219,7 @@ class _Watched(Weightless):
         self._compare(before, self._remembered(num_new))
 
     def _remembered(self, num_new: int) -> list[Tensor]:
-        """Of the one active row, in every layer of the target, up to `num_new` tokens past its length."""
+        """Return the active row's cache in every target layer, up to `num_new` tokens past its length."""
         rows, page_size = self._engine.rows, self._engine.plan.page_size
         row = rows.active[:1]
         position = torch.arange(int(rows.length[row]) + num_new, device=row.device)

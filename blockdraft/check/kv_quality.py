@@ -1,9 +1,9 @@
-"""What compressed keys and values do to a model: against the same model, on the same texts, with exact ones.
+"""Measures what compressed keys and values cost a model, against exact ones on the same texts.
 
-Every arm, a way to keep keys and values, reads every text whole and without a cache, by the rule of positions
-(kernels/kv_positions.py): what serving would compute, by references. Counted is what comes after each token
-from a depth on: how surprising the next one is, how far the distribution is from the exact one (the KL
-divergence, in nats), and whether the likeliest token is the same.
+An arm is one way to store keys and values. Every arm reads every text whole and without a cache, by the rule
+of positions (kernels/kv_positions.py): references compute what serving would. From a depth on, each token
+counts by its loss, by the KL divergence from the exact distribution (in nats), and by whether the likeliest
+token is the same.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from blockdraft.engine.loaded_pair import LoadedPair
 from blockdraft.errors import ModelError
 from blockdraft.kernels.attention import Mask
 from blockdraft.kernels.kv_codec import FORMATS, KvFormat, kv_format
+from blockdraft.kernels.kv_formats import TILE
 from blockdraft.kernels.kv_positions import PositionRule
 
 QUERIES = 512  # whose scores are there at a time: few large operations, which cards like
 SLICE = 256  # tokens whose logits are there at a time
-BLOCK = 64  # tokens whose mean counts once in an error: neighbours are surprised together
+BLOCK = 64  # tokens whose mean counts once in an error: the losses of adjacent tokens are correlated
 FIRST_DEPTH = 512  # the first class of depths ends at twice this, the next ones at twice that
 
 RULE = PositionRule()
@@ -37,7 +38,7 @@ Compress = Callable[[int, Tensor, Tensor], KeysValues]  # a layer, its keys and 
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One way to keep keys and values. Bytes are a compressed token's, of a head of so many values."""
+    """One way to store keys and values. Bytes are a compressed token's, of a head of so many values."""
 
     name: str
     compress: Compress
@@ -61,7 +62,7 @@ def of_format(form: KvFormat, centres: Centres | None = None) -> Arm:
 
 
 class ArmView(WholeView):
-    """A whole text whose queries read keys and values as an arm keeps them."""
+    """A whole text whose queries read keys and values as an arm stores them."""
 
     def __init__(self, models: LoadedPair, count: int, arm: Arm) -> None:
         super().__init__(models.config.layer_specs(), count=count, device=models.device)
@@ -83,10 +84,10 @@ def attend_mixed(
     mask: Mask,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention over exact and compressed keys of whole texts, many groups of queries at a time.
+    """Return attention of all positions q [N, H, D] over exact and compressed keys of a whole text.
 
-    q [N, H, D] are all N positions. In a part of the queries, keys that some of them read exact and others
-    compressed, a strip, are there twice.
+    A group of queries is computed together. Keys that some of them read exact and others compressed, a
+    strip, are computed twice.
     """
     wide = torch.promote_types(q.dtype, torch.float32)
     stores = [[x.to(wide).transpose(0, 1) for x in pair] for pair in (exact, compressed)]  # [G, L, D]
@@ -104,16 +105,16 @@ def attend_mixed(
 def _attend_part(
     rows: Tensor, stores: list[list[Tensor]], rule: PositionRule, mask: Mask, begin: int, sink: Tensor | None
 ) -> Tensor:
-    """Queries [G, shared, n, D] from `begin` on."""
+    """Return attention of the queries [G, shared, n, D] from `begin` on."""
     (exact_k, exact_v), (cold_k, cold_v) = stores
     groups, shared, count, dim = rows.shape
     end, flat = begin + count, rows.reshape(groups, shared * count, dim)
     query = torch.arange(begin, end, device=rows.device)[:, None]
-    first = max(rule.compressed_end_at(begin), rule.sinks)  # keys [sinks, first) are compressed for all,
+    first = max(rule.compressed_end_at(begin), TILE)  # keys [TILE, first) are compressed for all,
     last = max(rule.compressed_end_at(end - 1), first)  # [first, last) for some, and others for none
 
     def mixed(exact: Tensor, cold: Tensor) -> Tensor:
-        return torch.cat((exact[:, : rule.sinks], cold[:, rule.sinks : first], exact[:, first:end]), dim=1)
+        return torch.cat((exact[:, :TILE], cold[:, TILE:first], exact[:, first:end]), dim=1)
 
     def scores_of(keys: Tensor) -> Tensor:
         return (flat @ keys.mT).view(groups, shared, count, -1)
@@ -140,25 +141,25 @@ def _attend_part(
     return read.view(groups, shared, count, dim)
 
 
-# ---- what is read
+# ---- reading a text
 
 
 @torch.inference_mode()
 def hidden_states(models: LoadedPair, text: Sequence[int], arm: Arm) -> Tensor:
-    """[N, E], before the head."""
+    """Return the states [N, E] before the head."""
     tokens = torch.tensor(text, device=models.device)
     hidden: Tensor = models.target(tokens, ArmView(models, len(text), arm))[0]
     return hidden
 
 
 def log_probabilities(models: LoadedPair, hidden: Tensor) -> Tensor:
-    """[N, V] in float32 or wider."""
+    """Return log-probabilities [N, V] in float32 or wider."""
     logits = models.target.logits(hidden)
     return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(dim=-1)
 
 
 def likeliest(models: LoadedPair, arm: Arm) -> Likeliest:
-    """What finds needles as the arm would."""
+    """Return the function that finds needles with the arm."""
 
     @torch.inference_mode()
     def of_text(text: Sequence[int]) -> Tensor:
@@ -168,12 +169,12 @@ def likeliest(models: LoadedPair, arm: Arm) -> Likeliest:
     return of_text
 
 
-# ---- what is counted
+# ---- losses
 
 
 @dataclass(slots=True)
 class LossTally:
-    """Of every token that counts: surprise and divergence in nats, and whether the likeliest is the same."""
+    """Loss and divergence of every counted token, in nats, and whether the likeliest token is the same."""
 
     begin: int  # the first token of a text that counts
     losses: list[Tensor] = field(default_factory=list)  # a tensor for each text
@@ -204,7 +205,6 @@ def count_text(
 
 
 def _of_slice(logs: Tensor, truth: Tensor, wanted: Tensor) -> Tensor:
-    """[3, N]"""
     loss = -logs.gather(1, wanted[:, None])[:, 0]
     divergence = (truth.exp() * (truth - logs)).sum(dim=1)
     return torch.stack((loss, divergence, (logs.argmax(dim=1) == truth.argmax(dim=1)).to(loss.dtype)))
@@ -212,7 +212,7 @@ def _of_slice(logs: Tensor, truth: Tensor, wanted: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """What an arm loses over some tokens. Divergences are in thousandths of a nat."""
+    """The loss of an arm over some tokens. Divergences are in thousandths of a nat."""
 
     num_tokens: int
     same_percent: float  # of the tokens have the same likeliest next one
@@ -224,7 +224,7 @@ class Loss:
 
 
 def loss_of(tally: LossTally, base: LossTally, first: int = 0, end: int | None = None) -> Loss:
-    """Over tokens at depths [first, end)."""
+    """Return the loss of tokens at depths [first, end)."""
     part = slice(max(0, first - tally.begin), None if end is None else end - tally.begin)
     losses, divergence, is_same = (
         torch.cat([x[part] for x in listed]) for listed in (tally.losses, tally.divergence, tally.is_same)
@@ -245,12 +245,12 @@ def loss_of(tally: LossTally, base: LossTally, first: int = 0, end: int | None =
 
 
 def _quantile(x: Tensor, share: float) -> float:
-    """torch.quantile takes 16 million values at most, and interpolates."""
+    """Return a quantile of any number of values: torch.quantile takes 16 million, and interpolates."""
     return x.kthvalue(max(1, math.ceil(share * len(x)))).values.item()
 
 
 def depths(begin: int, length: int) -> list[tuple[int, int]]:
-    """Classes of depths between the first token that counts and a text's length: 512 to 1,023, then twice."""
+    """Return classes of depths from the first counted token to a text's length: 512 to 1,023, then double."""
     edges = [begin]
     edge = FIRST_DEPTH
     while edge < length:
@@ -260,23 +260,23 @@ def depths(begin: int, length: int) -> list[tuple[int, int]]:
     return list(zip(edges, [*edges[1:], length], strict=True))
 
 
-# ---- what a model keeps
+# ---- bytes and formats
 
 
 def kept_heads(specs: Iterable[LayerSpec]) -> list[tuple[int, int]]:
-    """Key/value heads and their size, of every layer that keeps keys and values."""
+    """Return the key/value heads of every layer that has them, and their size."""
     return [(spec.num_kv_heads, spec.head_dim) for spec in specs if isinstance(spec, Paged)]
 
 
 def bytes_of(arm: Arm, models: LoadedPair) -> float:
-    """Of one token, compressed, in all layers."""
+    """Return the bytes of one compressed token in all layers."""
     return sum(count * arm.num_bytes(dim) for count, dim in kept_heads(models.config.layer_specs()))
 
 
 def formats_for(models: LoadedPair, names: Sequence[str] | None) -> tuple[list[KvFormat], list[str]]:
-    """The formats of those names, or all; then without, and with, those that do not fit this model's heads.
+    """Return the formats of those names, or all that fit the model's heads, and the names of the others.
 
-    ModelError or SettingsError: a name is unknown, or what was asked for does not fit.
+    ModelError or SettingsError: a name is unknown, or does not fit.
     """
     sizes = {dim for _, dim in kept_heads(models.config.layer_specs())}
     if not sizes:

@@ -1,10 +1,9 @@
-"""Compressed keys and values as they are served: what a card can serve, and the constants of its keys.
+"""Prepares compressed keys and values for serving: refuses what a card cannot serve, finds keys' centres.
 
-A constant that is taken from every key of a head moves all scores of a query alike and changes no weight, but
-it would take up levels where keys are compressed. So rotated keys are stored without what all keys of a head
-have in common. That is read off a text that ships here, so it is the same at every start. Any text will do,
-but positions turn what keys have in common: the mean of the first tokens is averaged over what it becomes at
-each depth, which leaves what hardly turns (benchmarks/log.md, 2026-11-17).
+A constant that is subtracted from every key of a head moves all scores of a query alike and changes no
+attention weight, and compression then needs no levels for it. So rotated keys are stored without their mean.
+It is computed from a text that ships here, so it is the same at every start. Positions rotate it: the mean of
+the first tokens is averaged over all depths, which leaves its slow part (benchmarks/log.md, 2026-11-17).
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from blockdraft.planner.plan import Plan
 
 
 def check_served_on_card(models: LoadedPair, plan: Plan) -> None:
-    """Raises for what no engine has run on a card yet: kernels pass their checks, and one did crash."""
+    """Raise SettingsError for what no engine has served on a card: kernels pass their checks, one crashed."""
     if not plan.num_exact_pages or models.device.type != "cuda":
         return
     paged = [spec for spec in models.config.layer_specs() if isinstance(spec, Paged)]
@@ -75,7 +74,7 @@ people often guess wrong which of the two it is.
 
 @torch.inference_mode()
 def served_centres(models: LoadedPair, max_model_len: int) -> dict[int, Tensor]:
-    """[G, D] in float32 for every layer that has keys of its own, before they are rotated for storage."""
+    """Return the mean key [G, D] in float32 of every layer with keys, as they are before storage."""
     token_ids = models.tokenizer.encode(TEXT)[: min(TOKENS, max_model_len)]
     view = WholeView(models.config.layer_specs(), count=len(token_ids), device=models.device)
     models.target(torch.tensor(token_ids, device=models.device), view)
@@ -88,7 +87,7 @@ def served_centres(models: LoadedPair, max_model_len: int) -> dict[int, Tensor]:
 
 
 def over_depths(mean: Tensor, attention: AttentionConfig, depth: int) -> Tensor:
-    """The mean of keys [G, D] of the first tokens, averaged over what `depth` positions make of it."""
+    """Return the mean [G, D] of the first tokens' keys, averaged over its rotations by `depth` positions."""
     turns = inverse_frequencies(attention.rope, attention.head_dim).to(mean.device)
     angle = torch.outer(torch.arange(depth, device=mean.device, dtype=torch.float32), turns)
     angles = angle.cos().mean(dim=0)[None, None], angle.sin().mean(dim=0)[None, None]

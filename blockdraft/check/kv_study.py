@@ -1,14 +1,14 @@
-"""A study of formats of keys and values on one model: what they lose, which needles they find, what to do.
+"""Studies formats of keys and values on one model: their loss, the needles they find, and a verdict.
 
 Texts and needles are read by references (kv_quality.py). Questions are answered through the engine's own
-cache: drafts are checked against what the model says through that cache, but the drafter was trained beside
-exact keys and values, and may guess less of what compressed ones make of the model.
+cache, with drafts: the drafter was trained beside exact keys and values, and may guess fewer of the tokens
+that the model chooses with compressed ones.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -25,16 +25,16 @@ from blockdraft.check.kv_quality import (
     of_format,
 )
 from blockdraft.check.kv_served import check_served_on_card, served_centres
-from blockdraft.check.kv_texts import PER_TEXT, NeedleText, built_in, found, hide
+from blockdraft.check.kv_texts import PER_TEXT, built_in, found, hide
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.loaded_pair import LoadedPair
 from blockdraft.engine.request import SamplingParams
+from blockdraft.engine.trial_engine import serve
 from blockdraft.errors import ModelError, SettingsError
 from blockdraft.kernels.kv_codec import KvFormat
 from blockdraft.kernels.kv_formats import EXACT
-from blockdraft.planner.kv_choice import kv_choice
+from blockdraft.planner.kv_choice import KvRequest, kv_choice
 from blockdraft.planner.plan import ELEMENT_BYTES, Plan
-from blockdraft.settings.settings import Settings
 
 # ---- verdicts
 
@@ -52,7 +52,7 @@ Verdict = Literal["use", "care", "harms", "unknown"]
 
 @dataclass(frozen=True, slots=True)
 class Needles:
-    """How many were hidden, found with exact keys and values, and of those found as well."""
+    """Counts of needles: hidden, found with exact keys and values, found with compressed ones."""
 
     num_hidden: int
     num_exact: int
@@ -66,12 +66,12 @@ class Needles:
 
     @property
     def share(self) -> float | None:
-        """Found, of what exact ones find; None: too few to say."""
+        """Return the share found, of those that exact ones find; None: too few to say."""
         return None if self.num_exact < MIN_NEEDLES else self.num_found / self.num_exact
 
 
 def verdict_of(loss: Loss, needles: Needles | None) -> Verdict:
-    """The worst of what the numbers say. Past a limit is a perplexity that its error does not explain."""
+    """Return the worst verdict of any number. A perplexity counts only beyond its error."""
     share = None if needles is None else needles.share
     sure = NUM_SURE * loss.error_percent
 
@@ -87,7 +87,7 @@ def verdict_of(loss: Loss, needles: Needles | None) -> Verdict:
 
 
 def sentence(name: str, loss: Loss, needles: Needles | None, verdict: Verdict, instead: str | None) -> str:
-    """What was found, and what to do; `instead` is the smallest format that may be used."""
+    """Return the results and the advice; `instead` is the smallest format that may be used."""
     found = [
         f"{loss.same_percent:.1f} % same likeliest token",
         f"{loss.perplexity_percent:+.1f} % perplexity (±{loss.error_percent:.1f})",
@@ -104,12 +104,12 @@ def sentence(name: str, loss: Loss, needles: Needles | None, verdict: Verdict, i
 
 
 def instead_of(verdicts: dict[str, Verdict], num_bytes: dict[str, float]) -> str | None:
-    """The smallest format to use; None: there is none."""
+    """Return the smallest format to use; None: there is none."""
     usable = [name for name, verdict in verdicts.items() if verdict == "use"]
     return min(usable, key=lambda name: num_bytes[name], default=None)
 
 
-# ---- what a step commits
+# ---- tokens per step
 
 
 PASSAGE = 384  # tokens of a text, at most: enough that answers read compressed ones
@@ -125,7 +125,7 @@ QUESTIONS = (  # of a passage, so that most of what answers read is compressed
 def prompts_behind(
     models: LoadedPair, texts: Sequence[Sequence[int]], *, begin: int, count: int, room: int
 ) -> list[list[int]]:
-    """`count` questions, each behind the beginning of a text."""
+    """Return `count` questions, each behind the beginning of a text."""
     found, passage = [], min(begin, PASSAGE)
     asked = itertools.cycle(itertools.product(texts, QUESTIONS))
     for text, question in itertools.islice(asked, count):
@@ -141,7 +141,7 @@ def prompts_behind(
 def committed_per_step(
     models: LoadedPair, plan: Plan, format: str, prompts: Sequence[Sequence[int]]
 ) -> float | None:
-    """Tokens by steps, of greedy answers at the plan's width; None: the engine has no such cache for it."""
+    """Return tokens per step of greedy answers at the plan's width; None: the engine has no such cache."""
     try:
         kept = _plan(models, plan, format, prompts)
         check_served_on_card(models, kept)
@@ -150,17 +150,18 @@ def committed_per_step(
     engine = Engine(models, kept)
     if any(group.pages.format.is_rotated for group in engine.cache.compressed):
         engine.cache.centre_keys(served_centres(models, plan.max_model_len))
-    num_tokens = num_steps = 0
-    for tokens, steps in _answers(engine, prompts):
-        num_tokens, num_steps = num_tokens + tokens, num_steps + steps
-    return num_tokens / num_steps
+    for ids in prompts:
+        most = min(ANSWER, plan.max_model_len - len(ids))
+        engine.add(ids, SamplingParams(temperature=0.0, max_tokens=most, width=plan.width))
+    found = [delta.metrics for delta in serve(engine) if delta.metrics is not None]
+    return sum(one.num_tokens for one in found) / sum(one.steps for one in found)
 
 
 def _plan(models: LoadedPair, plan: Plan, format: str, prompts: Sequence[Sequence[int]]) -> Plan:
-    """`plan` with another cache, for these prompts alone."""
+    """Return `plan` with a cache of this format for these prompts."""
     rows = min(len(prompts), plan.max_num_seqs)
-    settings = Settings(kv_dtype="auto" if format == EXACT else format, page_size=plan.page_size)
-    kv = kv_choice(settings, plan.dtype, models.config, models.draft_config, plan.block)
+    asked = KvRequest("auto" if format == EXACT else format, "auto", plan.kv_window, plan.page_size)
+    kv = kv_choice(asked, plan.dtype, models.config, models.draft_config, plan.block)
     longest = max(map(len, prompts)) + ANSWER + plan.scratch
     in_flight = plan.max_prefill_tokens * (2 if plan.overlap else 1)
     return replace(
@@ -168,21 +169,8 @@ def _plan(models: LoadedPair, plan: Plan, format: str, prompts: Sequence[Sequenc
         max_num_seqs=rows,
         num_pages=rows * (plan.pages_of(longest) + 1),
         kv_dtype=kv.target,
-        kv_window=settings.kv_window,
-        num_exact_pages=kv.num_exact_pages(settings, rows, plan.block, in_flight),
+        num_exact_pages=kv.num_exact_pages(rows, plan.block, in_flight),
     )
-
-
-def _answers(engine: Engine, prompts: Sequence[Sequence[int]]) -> Iterator[tuple[int, int]]:
-    """Tokens and steps of every answer."""
-    plan = engine.plan
-    for ids in prompts:
-        most = min(ANSWER, plan.max_model_len - len(ids))
-        engine.add(ids, SamplingParams(temperature=0.0, max_tokens=most, width=plan.width))
-    while engine.has_work:
-        for delta in engine.step():
-            if delta.metrics is not None:
-                yield delta.metrics.num_tokens, delta.metrics.steps
 
 
 # ---- the study
@@ -193,7 +181,7 @@ Note = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class FormatReport:
-    """What one format does to a model. Bytes are a token's, of all layers."""
+    """The results of one format. Bytes are a token's, of all layers."""
 
     name: str
     num_bytes: float
@@ -208,7 +196,7 @@ class FormatReport:
 
 @dataclass(frozen=True, slots=True)
 class KvReport:
-    """What formats do to a model."""
+    """The results of a study."""
 
     dtype: str
     device: str
@@ -235,8 +223,8 @@ def study(  # noqa: PLR0913
     num_answers: int,
     note: Note,
 ) -> KvReport:
-    """`texts` are all of one length; `num_needles` more have needles, `num_answers` questions follow them."""
-    exact = exact_of(models)
+    """Study formats on `texts` of one length, on `num_needles` more with needles, and on answers."""
+    exact = exact_arm(ELEMENT_BYTES[models.dtype])
     centres = served_centres(models, plan.max_model_len)
     arms = [exact, *(of_format(form, centres=centres if form.is_rotated else None) for form in formats)]
     tallies = {arm.name: LossTally(begin) for arm in arms}
@@ -245,7 +233,9 @@ def study(  # noqa: PLR0913
         note(f"text {number} of {len(texts)} read by {len(arms)} arms")
     length, base = len(texts[0]), tallies[exact.name]
     needles = count_needles(models, arms, num_needles, length=length, note=note)
-    prompts = _prompts(models, texts, begin=begin, count=num_answers, room=plan.max_model_len - 1)
+    num_answers = 0 if models.draft_config is None else num_answers
+    room = plan.max_model_len - 1
+    prompts = prompts_behind(models, texts, begin=begin, count=num_answers, room=room)
     committed = count_committed(models, plan, [arm.name for arm in arms], prompts, note=note)
     classes = depths(begin, length)
     losses = {arm.name: loss_of(tallies[arm.name], base) for arm in arms}
@@ -253,19 +243,19 @@ def study(  # noqa: PLR0913
     sizes = {arm.name: bytes_of(arm, models) for arm in arms}
     instead = instead_of(verdicts, sizes)
     reports = []
-    for arm in arms[1:]:
-        loss, hidden, verdict = losses[arm.name], needles.get(arm.name), verdicts[arm.name]
+    for name in verdicts:
+        loss, hidden, verdict = losses[name], needles.get(name), verdicts[name]
         reports.append(
             FormatReport(
-                name=arm.name,
-                num_bytes=sizes[arm.name],
-                ratio=sizes[exact.name] / sizes[arm.name],
+                name=name,
+                num_bytes=sizes[name],
+                ratio=sizes[exact.name] / sizes[name],
                 loss=loss,
-                by_depth=tuple(loss_of(tallies[arm.name], base, *each) for each in classes),
+                by_depth=tuple(loss_of(tallies[name], base, *each) for each in classes),
                 needles=hidden,
-                committed=committed.get(arm.name),
+                committed=committed.get(name),
                 verdict=verdict,
-                sentence=sentence(arm.name, loss, hidden, verdict, instead),
+                sentence=sentence(name, loss, hidden, verdict, instead),
             )
         )
     return KvReport(
@@ -284,21 +274,10 @@ def study(  # noqa: PLR0913
     )
 
 
-def exact_of(models: LoadedPair) -> Arm:
-    return exact_arm(ELEMENT_BYTES[models.dtype])
-
-
-def _prompts(
-    models: LoadedPair, texts: Sequence[Sequence[int]], *, begin: int, count: int, room: int
-) -> list[list[int]]:
-    has_drafter = models.draft_config is not None
-    return prompts_behind(models, texts, begin=begin, count=count, room=room) if has_drafter else []
-
-
 def count_committed(
     models: LoadedPair, plan: Plan, names: Sequence[str], prompts: Sequence[Sequence[int]], *, note: Note
 ) -> dict[str, float | None]:
-    """Tokens per step of each arm, the first of which is exact; none where nothing is asked."""
+    """Return the tokens per step of each arm, the first of which is exact; empty without prompts."""
     results: dict[str, float | None] = {}
     for name in names if prompts else ():
         results[name] = committed_per_step(models, plan, EXACT if name == names[0] else name, prompts)
@@ -309,23 +288,18 @@ def count_committed(
 def count_needles(
     models: LoadedPair, arms: Sequence[Arm], num_texts: int, *, length: int, note: Note
 ) -> dict[str, Needles]:
-    """Of each arm, the first of which is exact; none where no texts are asked for."""
+    """Return the needles found by each arm, the first of which is exact; empty without texts."""
     if num_texts == 0:
         return {}
+
+    def encode(text: str) -> list[int]:
+        return models.tokenizer.encode(text, add_special_tokens=False)
+
     results: dict[str, list[bool]] = {arm.name: [] for arm in arms}
-    for number, text in enumerate(needle_texts(models, num_texts, length=length), 1):
+    for number, filler in enumerate(itertools.islice(built_in(encode, length), num_texts), 1):
+        text = hide(filler, encode, length=length, count=PER_TEXT, seed=number - 1)
         for arm in arms:
             results[arm.name] += found(text, likeliest(models, arm))
         note(f"needles {number} of {num_texts}")
     exact = results[arms[0].name]
     return {name: Needles.of(exact, each) for name, each in results.items()}
-
-
-def needle_texts(models: LoadedPair, num_texts: int, *, length: int) -> list[NeedleText]:
-    def encode(text: str) -> list[int]:
-        return models.tokenizer.encode(text, add_special_tokens=False)
-
-    fillers = itertools.islice(built_in(encode, length), num_texts)
-    return [
-        hide(filler, encode, length=length, count=PER_TEXT, seed=seed) for seed, filler in enumerate(fillers)
-    ]

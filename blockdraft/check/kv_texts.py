@@ -1,8 +1,8 @@
-"""Texts to measure compressed keys and values with: the one that ships here, those of users, and needles.
+"""Makes texts to measure compressed keys and values with: the one that ships here, users', and needles.
 
 Needles are made-up facts, "The code of Alden is 48213.", at even depths of a text. All are asked for at its
-end, in another order. A needle is found if every token of its answer is the likeliest one after the right
-tokens before it: what greedy decoding would write. All of them are compressed by then.
+end, in another order, and all are compressed by then. A needle is found if every token of its answer is the
+likeliest one after the right tokens before it, as greedy decoding would write it.
 """
 
 from __future__ import annotations
@@ -23,24 +23,19 @@ BUILT_IN = Path(__file__).with_name("kv_text.txt")  # written for this purpose, 
 BEGIN = 512  # tokens count from this depth on; from half of a text that is shorter than twice that
 
 
-def least_length() -> int:
-    """Tokens of a text some of whose queries read something compressed."""
-    rule = PositionRule()
-    return rule.sinks + rule.window + 2 * rule.stride
-
-
 def begin_of(length: int) -> int:
-    """The first token of a text that counts. SettingsError: texts of that length have nothing compressed."""
-    if length < least_length():
+    """Return the first token of a text that counts. SettingsError: such texts have nothing compressed."""
+    least = PositionRule().window + 3 * TILE
+    if length < least:
         raise SettingsError(
-            f"In texts of {length} tokens nothing is compressed long enough to be read: use --length "
-            f"{least_length()} or more."
+            f"In texts of {length} tokens nothing is compressed long enough to be read: use --length {least} "
+            "or more."
         )
     return min(BEGIN, length // 2)
 
 
 def built_in(encode: Encode, length: int) -> Iterator[list[int]]:
-    """Without end: the text's paragraphs in another order each time, again where it is too short."""
+    """Yield the text's paragraphs in another order each time, without end, and repeated up to `length`."""
     paragraphs = BUILT_IN.read_text(encoding="utf-8").split("\n\n")
     choice = random.Random("kv")
     if not encode(paragraphs[0]):
@@ -53,7 +48,7 @@ def built_in(encode: Encode, length: int) -> Iterator[list[int]]:
 
 
 def long_enough(texts: Iterable[Sequence[int]], length: int, source: str) -> list[list[int]]:
-    """Those of at least `length` tokens, cut there. SettingsError: there is none."""
+    """Return the texts of at least `length` tokens, cut there. SettingsError: there is none."""
     longest, found = 0, []
     for ids in texts:
         longest = max(longest, len(ids))
@@ -91,7 +86,7 @@ class NeedleText:
 
 
 def hide(filler: Sequence[int], encode: Encode, *, length: int, count: int, seed: int) -> NeedleText:
-    """A text of at most `length` tokens: `filler`, as often as it takes, with needles in it."""
+    """Return a text of at most `length` tokens: repeated `filler` with needles in it."""
     choice = random.Random(seed)
     names = choice.sample(NAMES, count)
     numbers = [str(choice.randrange(10 ** (DIGITS - 1), 10**DIGITS)) for _ in names]
@@ -122,6 +117,6 @@ def hide(filler: Sequence[int], encode: Encode, *, length: int, count: int, seed
 
 
 def found(text: NeedleText, likeliest: Likeliest) -> list[bool]:
-    """Of each answer, whether the model writes it."""
+    """Return whether the model writes each answer."""
     written, wanted = likeliest(text.tokens), torch.tensor(text.tokens)
     return [torch.equal(written[a - 1 : b - 1].cpu(), wanted[a:b]) for a, b in text.answers]

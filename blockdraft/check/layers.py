@@ -1,15 +1,16 @@
-"""Every layer as serving computes it against an oracle, with the oracle's own rounding as the measure.
+"""Compares every layer as serving computes it with an oracle, whose own rounding is the measure.
 
-One prompt, three computations:
+One prompt is computed three times:
 
   T  the oracle: the references in float32 or wider, over the whole prompt at once (`WholeView`)
   R  the same in the served dtype; of models in int8, from inputs that differ in their last bits
   K  what serves: the kernels, through rows and pages, in pieces of every size that has code of its own
 
-All three get the same input of a layer: what T made of the layers before it, rounded to the served dtype. So
-nothing adds up over depth, and R against T is what rounding does inside this very layer, with these weights
-and this prompt, however large its activations are. K may be off from T by a few times that; a fault is off by
-far more. End-to-end logits have no such measure: depth amplifies their rounding without bound.
+All three get the same input of a layer: T's output of the layer before it, rounded to the served dtype. So
+errors do not add up over depth, and the distance of R from T is the effect of rounding inside this layer,
+with these weights and this prompt, however large its activations are. K may be off from T by a few times
+that; a fault is off by far more. End-to-end logits have no such measure: depth amplifies rounding without
+bound.
 """
 
 from __future__ import annotations
@@ -24,11 +25,9 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from blockdraft.cache.compressed import CompressedLayer
-from blockdraft.cache.paged import PagedKV
+from blockdraft.cache.paged import CompressedLayer, PagedKV
 from blockdraft.cache.recurrent import RecurrentState
 from blockdraft.cache.rows import RowSampling
-from blockdraft.cache.view import CacheView
 from blockdraft.check.piece_sizes import Piece, pieces_for
 from blockdraft.check.uncached_view import WholeView
 from blockdraft.engine.engine import Engine
@@ -62,7 +61,7 @@ Why = Literal["overflow", "coarse", "flat", "unsure"]
 
 
 class LayerError(Exception):
-    """Why `part` of a model cannot be compared: what is wrong there is the weights or the dtype."""
+    """`part` of a model cannot be compared: its weights or the dtype are wrong."""
 
     def __init__(self, part: str, why: Why) -> None:
         super().__init__(f"{part}: {why}")
@@ -86,10 +85,10 @@ class LayerResult:
 
 @torch.inference_mode()
 def check_layers(engine: Engine, prompt: Callable[[int], list[int]]) -> list[LayerResult]:
-    """A finding for each layer, router and head of both models, over so many tokens of `prompt`.
+    """Return a finding for each layer, router and head of both models, over some tokens of `prompt`.
 
-    The engine must be idle, and is left as it was. LayerError: there is nothing to compare the target with.
-    A drafter that cannot be compared is left out: what it is worth is asked elsewhere.
+    The engine must be idle, and is left as it was. LayerError: the target cannot be compared. A drafter that
+    cannot be compared is left out: `check_drafter` measures it.
     """
     pieces = pieces_for(engine)
     num_rows = 1 + max(max(piece.rows) for piece in pieces)
@@ -109,7 +108,7 @@ def check_layers(engine: Engine, prompt: Callable[[int], list[int]]) -> list[Lay
 
 @dataclass(slots=True)
 class Part:
-    """A layer, a router or a head: what T says of its tokens, and how far K was from it."""
+    """A layer, a router or a head: T's values of its tokens, and the distances of K from them."""
 
     name: str
     exact: Tensor  # [N, E]
@@ -120,13 +119,13 @@ class Part:
     sure: list[Tensor] = field(default_factory=list)  # bool: which tokens of a mixture count
 
     def compare(self, got: Tensor, index: Tensor, where: list[str], counts: Tensor | None = None) -> None:
-        """K's values of the tokens `index`; those that do not count may be anything."""
+        """Add K's values of the tokens `index`; those that do not count may be anything."""
         off = (got.to(self.exact.dtype) - self.exact[index]).norm(dim=1) / self.allowed[index]
         self.found.append(off if counts is None else off.masked_fill(~counts, 0))
         self.where += where
 
     def why_not(self) -> Why | None:
-        """What makes a comparison impossible."""
+        """Return the reason why a comparison is impossible, if it is."""
         if not bool(self.inside.isfinite().all()):
             return "overflow"
         if float(self.inside.median()) > MAX_INSIDE:
@@ -196,14 +195,14 @@ class _Check:
             raise LayerError("the embedding" if broken == 0 else f"layer {broken - 1}", "overflow")
 
     def _rough_input(self, x: Tensor) -> Tensor:
-        """What R gets of a layer's input [N, E]: a copy."""
+        """Return R's copy of a layer's input [N, E]."""
         if not self._is_int8:
             return x.clone()
         signs = torch.randint(0, 2, x.shape, generator=self._numbers).to(x) * 2 - 1
         return x * (1 + NUDGE_INT8 * signs)
 
     def _router(self, index: int, scores: list[_Scores]) -> tuple[_Router | None, Tensor | None]:
-        """Of a layer, and which tokens have the same experts in R as in T."""
+        """Return a layer's router, and which tokens have the same experts in R as in T."""
         if not scores:
             return None, None
         exact, rough = scores[0], scores[-1]
@@ -219,7 +218,7 @@ class _Check:
         stream: Tensor | None = None,
         counts: Tensor | None = None,
     ) -> Part:
-        """What T found, with the bound that R's distance from it gives; `stream` is what the part adds to."""
+        """Return T's values with the bound that R's distance gives; `stream` is what the part adds to."""
         before = torch.zeros_like(exact) if stream is None else stream.to(exact.dtype)
         added = (exact - before).norm(dim=1)
         added = torch.maximum(added, added.median())  # beside a token that adds nothing, rounding is a lot
@@ -234,7 +233,7 @@ class _Check:
     # ---- K
 
     def run_piece(self, piece: Piece) -> None:
-        """As in a step: a forward of both models, then what is right of it is committed."""
+        """Run a step: a forward of both models, then a commit of what is right."""
         rows, cache = self.engine.rows, self.engine.cache
         index = torch.tensor(piece.positions, device=self.device).clamp(max=len(self._ids) - 1)
         is_right = torch.tensor(piece.is_right, device=self.device)
@@ -252,25 +251,22 @@ class _Check:
                 part.sure.append(agrees[is_right])
                 counts = agrees & is_right
             part.compare(out, index, where, counts)
-        self._absorb(index, is_right, view)
+        if self.drafter is not None:
+            taps = [self._tokens(tap + 1, index, is_right) for tap in self.target.taps]
+            self.drafter.absorb(torch.cat(taps, dim=1), view)
         if not piece.is_known:
             cache.commit(rows, view.starts, torch.tensor(piece.kept, device=self.device))
         rows.extend(piece.kept)
 
     def _tokens(self, number: int, index: Tensor, is_right: Tensor) -> Tensor:
-        """T's input of a layer; something else for drafts that are to be rejected."""
+        """Return T's input of a layer, but other values for drafts that are to be rejected."""
         x = self._inputs[number][index]
         return torch.where(is_right[:, None], x, -x)
-
-    def _absorb(self, index: Tensor, is_right: Tensor, view: CacheView) -> None:
-        if self.drafter is not None:
-            taps = [self._tokens(tap + 1, index, is_right) for tap in self.target.taps]
-            self.drafter.absorb(torch.cat(taps, dim=1), view)
 
     # ---- the drafter
 
     def run_drafter(self, drafter: DFlashDrafter, lengths: list[int]) -> None:
-        """A block for each row, behind the `lengths` tokens that the pieces have left there."""
+        """Draft a block for each row, behind the `lengths` tokens that the pieces have left there."""
         model, num_columns = drafter.model, drafter.num_columns
         oracle = drafter.beside(with_kernels(drafter.target, self.oracle.kernels))
         anchors = self._ids[torch.tensor(lengths, device=self.device).clamp(max=len(self._ids) - 1)]
@@ -297,7 +293,7 @@ class _Check:
         self.draft_parts.append(self._head("the drafter's head", x, *heads))
 
     def _behind(self, drafter: DFlashDrafter, lengths: list[int], dtype: torch.dtype) -> WholeView:
-        """A view of each row's block and of the context before it."""
+        """Return a view of each row's block and of the context before it."""
         features = torch.cat([self._inputs[tap + 1] for tap in self.target.taps], dim=1)
         context = WholeView(self._specs, count=len(self._ids), device=self.device)
         drafter.model.absorb(features.to(dtype), context)
@@ -318,7 +314,7 @@ class _Check:
     def _head(
         self, name: str, x: Tensor, oracle: Callable[[Tensor], Tensor], logits: Callable[[Tensor], Tensor]
     ) -> Part:
-        """Logits of one token, of a block, and of more than that."""
+        """Return a head, compared on one token, on a block, and on more than that."""
         with _exactly():
             exact, rough = (oracle(x.to(dtype)) for dtype in (self._wide, self._dtype))
         part = self._part(name, exact, rough)
@@ -333,7 +329,7 @@ def _logits(target: Decoder, x: Tensor) -> Tensor:
 
 
 def _draft_logits(drafter: DFlashDrafter, x: Tensor) -> Tensor:
-    """Of the tokens that the drafter's head has rows for."""
+    """Return logits of the tokens that the drafter's head has rows for."""
     logits, ids = drafter.logits(drafter.model.norm(x)), drafter.vocab_map
     return logits if ids is None else logits[:, ids]
 
@@ -342,13 +338,13 @@ def _draft_logits(drafter: DFlashDrafter, x: Tensor) -> Tensor:
 
 
 class _Scores(NamedTuple):
-    """Of one forward of a router."""
+    """The scores of one forward of a router."""
 
     values: Tensor  # [N, X]
     num_chosen: int
 
     def chosen(self) -> tuple[Tensor, Tensor]:
-        """The experts with the largest, in order of their numbers; whether the next one has as much."""
+        """Return the experts with the largest scores, sorted, and whether the next one ties with them."""
         count = min(self.num_chosen + 1, self.values.shape[1])
         best = self.values.topk(count, dim=1)
         is_tied = best.values[:, self.num_chosen - 1] == best.values[:, -1]
@@ -358,21 +354,21 @@ class _Scores(NamedTuple):
 
 
 class _Router:
-    """T's scores of a layer's experts. Where two are as good as equal, rounding decides between them."""
+    """T's choice of a layer's experts. Rounding decides between two with nearly equal scores."""
 
     def __init__(self, scores: _Scores, part: Part) -> None:
         self.part = part
         self._chosen = scores.chosen()[0]
 
     def agrees(self, scores: _Scores, index: Tensor) -> Tensor:
-        """Which tokens have the experts that T chose."""
+        """Return which tokens have the experts that T chose."""
         chosen, is_tied = scores.chosen()
         return (chosen == self._chosen[index]).all(dim=1) & ~is_tied
 
 
 @contextlib.contextmanager
 def _scores(layer: nn.Module) -> Iterator[list[_Scores]]:
-    """Is filled with the scores by which the layer's experts are chosen, once for each forward."""
+    """Give a list that gets the scores of the layer's experts, once for each forward."""
     found: list[_Scores] = []
 
     def look(router: MoE | GptOssMoE | GemmaRouter, inputs: tuple[Tensor, nn.Module]) -> None:
@@ -387,12 +383,12 @@ def _scores(layer: nn.Module) -> Iterator[list[_Scores]]:
             hook.remove()
 
 
-# ---- what the check asks and borrows
+# ---- the engine's rows
 
 
 @contextlib.contextmanager
 def _exactly() -> Iterator[None]:
-    """Float32 products in float32, whatever the process has asked for."""
+    """Compute float32 products in float32, whatever the process has asked for."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
@@ -403,7 +399,7 @@ def _exactly() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _borrowed_rows(engine: Engine, lengths: list[int]) -> Iterator[None]:
-    """Rows with pages for `lengths` tokens and a block each, without a number in them: a stale one shows."""
+    """Borrow rows with pages for `lengths` tokens and a block each, filled with NaN: a stale read shows."""
     allocator, rows, block = engine.scheduler.pages, engine.rows, engine.plan.block
     sizes = [-(-(length + block) // allocator.page_size) for length in lengths]
     exact_pages = engine.scheduler.exact
@@ -428,7 +424,7 @@ def _borrowed_rows(engine: Engine, lengths: list[int]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _all_exact(engine: Engine) -> Iterator[None]:
-    """Layers that compress read what they have exact: what compression does to keys is no fault of theirs."""
+    """Let layers that compress read exact keys: the loss by compression is no fault of a layer."""
     layers = [storage for storage in engine.cache.storage if isinstance(storage, CompressedLayer)]
     before = [layer.pages for layer in layers]
     for layer in layers:

@@ -1,30 +1,33 @@
-"""The table of operations: where the models use each, on which inputs, the call that serves, its reference.
+"""Compares every operation the models use, at their real shapes and on this device, with its reference.
 
-The check at the start, `blockdraft doctor` and the tests go through this one table. An entry yields a
-comparison for every distinct use of its operation in an engine's models.
+A comparison runs an operation twice on the same random numbers: by whatever path serving takes, and by the
+PyTorch reference on the numbers widened to float64. Where no kernel of ours was chosen, PyTorch's own is
+checked. The check at the start, `blockdraft doctor` and the tests go through one table, OPERATIONS: an entry
+yields a comparison for every distinct use of its operation in an engine's models.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from blockdraft.cache.compressed import CompressedLayer
-from blockdraft.cache.paged import PagedKV
+from blockdraft.cache.paged import CompressedLayer, PagedKV
 from blockdraft.cache.recurrent import RecurrentState, RecurrentStates, Scan
 from blockdraft.cache.spec import Recurrent
 from blockdraft.check.choices import compare_acceptance, compare_ngram_lookup, compare_sampling, compare_walk
 from blockdraft.check.comparison import (
     Comparison,
     Comparisons,
+    KernelResult,
     Numbers,
     distinct,
+    measure,
     parts_of,
     run,
     wide,
@@ -44,8 +47,7 @@ from blockdraft.kernels.kv_compressed import (
 )
 from blockdraft.kernels.kv_formats import SCALE_BYTES, TILE
 from blockdraft.kernels.kv_positions import PositionRule
-from blockdraft.models.dflash import DFlashLayer
-from blockdraft.models.dflash2 import BlockConv, DFlash2
+from blockdraft.models.dflash import BlockConv, DFlash2, DFlashLayer
 from blockdraft.models.gated_delta import GatedAttention, GatedDelta
 from blockdraft.models.gemma4 import GemmaAttention, GemmaFeedForward
 from blockdraft.models.gpt_oss import GptOssMoE
@@ -70,7 +72,7 @@ MAX_MIXED = 3  # tokens through the experts: each wants its own, and float64 tak
 
 @dataclass(frozen=True, slots=True)
 class _Matrix:
-    """What activations are multiplied by."""
+    """A weight that activations are multiplied by."""
 
     weight: Tensor | Packed
     bias: Tensor | None
@@ -82,7 +84,7 @@ class _Matrix:
         return self.kernels.linear(x, self.weight, self.bias, onto)
 
     def reference(self, x: Tensor, chosen: Tensor | None = None) -> Tensor:
-        """Some rows of the product in float64. Some cards round many tokens to fp8, and that is no error."""
+        """Return some rows of the product in float64, with tokens rounded to 8 bits where serving does."""
         weight, bias = self.weight, self.bias
         is_fast = self.kernels.available.is_fast and "packed products" not in self.kernels.off
         if is_fast and isinstance(weight, Scaled) and weight.has_row_scales:
@@ -95,7 +97,7 @@ class _Matrix:
         return linear.reference_linear(x.double(), _values(weight, chosen).double(), bias)
 
     def kind(self) -> tuple[object, bool]:
-        """Plain weights differ by their shape, packed ones by their format."""
+        """Return the shape of plain weights, the format of packed ones."""
         weight = self.weight
         return _format(weight) if isinstance(weight, Packed) else tuple(weight.shape), self.bias is None
 
@@ -105,7 +107,7 @@ class _Matrix:
     def compare(
         self, name: str, numbers: Numbers, counts: tuple[int, ...], *, has_stream: bool
     ) -> Comparisons:
-        """With each number of tokens; the product is also added to a stream, where it may be."""
+        """Compare products of each number of tokens, also added to a stream if it may have one."""
         chosen = _sample(self.weight.shape[0], numbers.device)
         for count in counts:
             where = f"{name}{list(self.weight.shape)} x {count} tokens"
@@ -120,7 +122,7 @@ class _Matrix:
 
 
 def _values(weight: Tensor | Packed, chosen: Tensor | None) -> Tensor:
-    """Rows as numbers; a format that cannot be cut there is unpacked as a whole."""
+    """Return rows as numbers; a format that cannot be cut there is unpacked as a whole."""
     if chosen is not None:
         try:
             return _values(weight[chosen], None)
@@ -136,12 +138,12 @@ def _format(weight: Packed) -> str:
 
 
 def _sample(count: int, device: torch.device) -> Tensor:
-    """At most MAX_OUTPUTS of `count` rows, the first and the last included."""
+    """Return at most MAX_OUTPUTS of `count` rows, the first and the last included."""
     return torch.linspace(0, count - 1, min(count, MAX_OUTPUTS), dtype=torch.float64).long().to(device)
 
 
 def _matrices(engine: Engine, kind: type) -> list[_Matrix]:
-    """Every matrix that activations are multiplied by whose weight is of a kind."""
+    """Return every matrix that activations are multiplied by whose weight is of a kind."""
     found: list[_Matrix] = []
     for part in parts_of(engine, KernelModule):
         if isinstance(part, Linear):
@@ -176,7 +178,7 @@ def _compare_linear(engine: Engine, numbers: Numbers) -> Comparisons:
 
 
 def _compare_packed(engine: Engine, numbers: Numbers) -> Comparisons:
-    """The smallest matrix of each format."""
+    """Compare the smallest matrix of each format."""
     matrices = sorted(_matrices(engine, Packed), key=_Matrix.size)
     for matrix in distinct(matrices, lambda matrix: matrix.kind()[0]):
         counts = (5, *_many(numbers))
@@ -184,7 +186,7 @@ def _compare_packed(engine: Engine, numbers: Numbers) -> Comparisons:
 
 
 def _compare_gated(engine: Engine, numbers: Numbers) -> Comparisons:
-    """Of plain weights each shape, of packed ones the smallest of each format."""
+    """Compare plain weights of each shape, packed ones of each format, the smallest first."""
     found = [(_matrix(part.gate_up), part) for part in parts_of(engine, GatedMLP)]
     found.sort(key=lambda item: item[0].size())
     tiles = GATED_TILES if numbers.device.type == "cuda" else ()
@@ -199,7 +201,7 @@ def _compare_gated(engine: Engine, numbers: Numbers) -> Comparisons:
 
 
 def _many(numbers: Numbers) -> tuple[int, ...]:
-    """On a GPU each of these is multiplied in another way."""
+    """Return numbers of tokens that a GPU multiplies in other ways."""
     return (linear.MAX_FEW + 1, 130) if numbers.device.type == "cuda" else ()
 
 
@@ -207,7 +209,7 @@ def _many(numbers: Numbers) -> tuple[int, ...]:
 
 
 class _Heads(NamedTuple):
-    """What one kind of attention layer asks, and what it does with its heads before."""
+    """The heads and the mask of one kind of attention layer, and how it prepares its heads."""
 
     num_heads: int
     num_kv_heads: int
@@ -224,7 +226,7 @@ class _Heads(NamedTuple):
 
 
 def _heads(engine: Engine, model: nn.Module) -> list[_Heads]:
-    """Of every layer that attends: they all keep a Mask, and know their place in the cache."""
+    """Return the heads of every layer that attends: each has a Mask and its place in the cache."""
     found = []
     for part in model.modules():
         mask, children = vars(part).get("mask"), dict(part.named_children())
@@ -262,7 +264,7 @@ def _compare_attention(engine: Engine, numbers: Numbers) -> Comparisons:
 def _attention_inputs(
     kind: _Heads, numbers: Numbers, *, starts: tuple[int, int], counts: tuple[int, int], page_size: int
 ) -> tuple[object, ...]:
-    """Two rows in pages dealt at random. Slots that no row has reached hold NaN: reading one shows."""
+    """Return two rows in random pages. Slots that no row has reached hold NaN: reading one shows."""
     ends = [start + count for start, count in zip(starts, counts, strict=True)]
     num_pages = -(-max(ends) // page_size)  # of a row
     pages = (numbers.order(2 * num_pages) + 1).view(2, num_pages)  # page 0 is where masked reads point
@@ -280,7 +282,7 @@ def _attention_inputs(
 
 
 def _compare_compressed(engine: Engine, numbers: Numbers) -> Comparisons:
-    """Attention over keys of which most are compressed, and compression: nearly all bytes are the same."""
+    """Compare attention over mostly compressed keys, and compression, most of whose bytes are equal."""
     plan = engine.plan
     found = [kind for model in engine.models.models() for kind in _heads(engine, model)]
     for kind in distinct([kind for kind in found if kind.format is not None], lambda kind: kind[:6]):
@@ -316,7 +318,7 @@ def _compare_compressed(engine: Engine, numbers: Numbers) -> Comparisons:
 def _compressed_places(
     numbers: Numbers, rule: PositionRule, *, starts: tuple[int, int], counts: tuple[int, int], page_size: int
 ) -> tuple[Blocks, Tiles]:
-    """Two rows in pages dealt at random, twice, and all of them that is read compressed."""
+    """Return two rows in random pages, exact and compressed, and all tiles that are read compressed."""
     num_pages = -(-(max(starts) + max(counts)) // page_size)  # of a row
     table, exact = ((numbers.order(2 * num_pages) + 1).view(2, num_pages) for _ in range(2))
     begun = numbers.whole(*starts)
@@ -326,7 +328,7 @@ def _compressed_places(
 
 
 def _no_codes(kind: _Heads, num_slots: int, which: int, device: torch.device) -> Codes:
-    """Of keys (0) or values (1)."""
+    """Return empty codes of keys (0) or values (1)."""
     assert kind.format is not None
     form = kv_format(kind.format, kind.dim)
     num_bytes = (form.keys, form.values)[which].num_bytes(kind.dim) - SCALE_BYTES
@@ -340,7 +342,7 @@ def _emptied(codes: Codes) -> Codes:
 
 
 def _compare_places(engine: Engine, numbers: Numbers) -> Comparisons:
-    """Positions and slots of a ragged stream and of blocks, by counting."""
+    """Compare positions and slots of a ragged stream and of blocks with plain counting."""
     width, page_size = engine.plan.block, engine.plan.page_size
     order, starts = (2, 0, 1), (page_size - 1, 0, 7)
     for counts in ((width, width, width), (3, 1, 2 * page_size + 1)):
@@ -380,7 +382,7 @@ def _compare_rotations(engine: Engine, numbers: Numbers) -> Comparisons:
 def _rotated(
     engine: Engine, numbers: Numbers, key: Callable[[_Heads], object]
 ) -> Iterator[tuple[_Heads, pointwise.Angles]]:
-    """The kinds of heads that each Rotary can turn, with its angles at five positions."""
+    """Yield the kinds of heads that each Rotary can turn, with its angles at five positions."""
     for model in engine.models.models():
         kinds = distinct(_heads(engine, model), key)
         for rotary in (part for part in model.modules() if isinstance(part, Rotary)):
@@ -424,7 +426,7 @@ def _joined(operation: Callable[..., tuple[Tensor, ...]]) -> Callable[..., Tenso
 
 
 def _compare_heads(engine: Engine, numbers: Numbers) -> Comparisons:
-    """Queries, and all of a small cache: a write beside its slots shows as well."""
+    """Compare queries, and all of a small cache: a write beside its slots shows as well."""
     for kind, angles in _rotated(engine, numbers, lambda kind: (*kind[:3], *kind[6:])):
         if kind.is_written:
             yield from _compare_writing(kind, angles, numbers)
@@ -479,51 +481,15 @@ def _compare_head_gates(engine: Engine, numbers: Numbers) -> Comparisons:
 # ---- the gated delta rule
 
 
-def _delta_layers(engine: Engine) -> list[tuple[Recurrent, str, GatedDelta]]:
-    """One of each spec, with its name."""
+def _compare_delta(engine: Engine, numbers: Numbers) -> Comparisons:
+    """Compare prompt tokens and a block, kept in part, through a state; then the norm behind it."""
     found = []
     for part in parts_of(engine, GatedDelta):
         storage = engine.cache.storage[part.layer]
         assert isinstance(storage, RecurrentState)
-        spec = storage.spec
+        found.append((storage.spec, part))
+    for spec, part in distinct(found, lambda item: item[0]):
         name = f"{spec.num_key_heads}/{spec.num_heads} heads of {spec.key_dim} x {spec.value_dim}"
-        found.append((spec, name, part))
-    return distinct(found, lambda item: item[0])
-
-
-def _compare_delta(engine: Engine, numbers: Numbers) -> Comparisons:
-    """Two rows of a scan, a fold of all tokens of one and of two of the other, and the convolution."""
-    wide_dtype, lead = torch.promote_types(numbers.dtype, torch.float32), (2, engine.plan.block + 3)
-    for spec, name, _ in _delta_layers(engine):
-        q, k = (numbers.normal(*lead, spec.num_key_heads, spec.key_dim) for _ in range(2))
-        v = numbers.normal(*lead, spec.num_heads, spec.value_dim)
-        gate = -numbers.uniform(*lead, spec.num_heads, dtype=wide_dtype)
-        beta = numbers.uniform(*lead, spec.num_heads)
-        state = numbers.normal(2, spec.num_heads, spec.key_dim, spec.value_dim, dtype=wide_dtype)
-        counts = numbers.whole(lead[1], 2)
-        expected, expected_state = _reference_scan(*wide((q, k, v, gate, beta, state)), counts)
-        got, tape = numbers.kernels.scan(q, k, v, gate, beta, state)
-        numbers.kernels.fold(state, tape, counts)
-        yield Comparison(f"scan, {name}", got, expected)
-        yield Comparison(f"fold, {name}", state, expected_state)
-        channels, width = spec.conv_channels, spec.conv_width
-        x, tail = numbers.normal(*lead, channels), numbers.normal(2, width - 1, channels)
-        weight, where = numbers.normal(channels, width), f"convolve, {channels} channels"
-        yield run(where, numbers.kernels.convolve, gated_delta.reference_convolve, x, tail, weight)
-
-
-def _reference_scan(
-    q: Tensor, k: Tensor, v: Tensor, gate: Tensor, beta: Tensor, state: Tensor, counts: Tensor
-) -> tuple[Tensor, Tensor]:
-    """What all tokens read, and the state after `counts` of them."""
-    reads, tape = gated_delta.reference_scan(q, k, v, gate, beta, state)
-    gated_delta.reference_fold(state, tape, counts)
-    return reads, state
-
-
-def _compare_delta_layers(engine: Engine, numbers: Numbers) -> Comparisons:
-    """Prompt tokens and a block through a state of its own, kept in part; then the norm behind it."""
-    for spec, name, part in _delta_layers(engine):
         weights = gated_delta.DeltaWeights(part.conv[:, 0], part.decay_log, part.gate_bias)
         width = max(engine.plan.block, 2)
         yield from _compare_states(spec, name, weights, numbers, width=width)
@@ -542,9 +508,9 @@ def _reference_gated_norm(read: Tensor, z: Tensor, weight: Tensor, eps: float) -
 def _compare_states(
     spec: Recurrent, name: str, weights: gated_delta.DeltaWeights, numbers: Numbers, *, width: int
 ) -> Comparisons:
-    """Rows 2 and 0 of three: 5 and 3 known tokens, then a block of which they keep all and one.
+    """Compare rows 2 and 0 of three: 5 and 3 known tokens, then a block of which they keep all and one.
 
-    In two layers of the same weights, each with its own tokens: they are committed together.
+    Two layers of the same weights, each with its own tokens, are committed together.
     """
     known, kept, sizes = (5, 3), (width, 1), (spec.conv_channels, spec.num_heads, spec.num_heads)
     dtype, device, kernels = numbers.dtype, numbers.device, numbers.kernels
@@ -578,7 +544,7 @@ def _compare_states(
 def _reference_row(
     spec: Recurrent, inputs: Tensor, weights: gated_delta.DeltaWeights, length: int
 ) -> tuple[Tensor, Tensor]:
-    """Reads of all tokens, and the state after `length` of them."""
+    """Return the reads of all tokens, and the state after `length` of them."""
     x, beta, gate = torch.split(inputs[None], [spec.conv_channels, spec.num_heads, spec.num_heads], dim=2)
     rate, decay = gated_delta.gates(beta, gate, weights)
     tail = x.new_zeros(1, spec.conv_width - 1, spec.conv_channels)
@@ -587,7 +553,8 @@ def _reference_row(
     q, k, v = torch.split(mixed, [math.prod(keys), math.prod(keys), math.prod(values)], dim=2)
     q, k, v = (x.reshape(1, -1, *shape) for x, shape in ((q, keys), (k, keys), (v, values)))
     state = x.new_zeros(1, spec.num_heads, spec.key_dim, spec.value_dim)
-    reads, state = _reference_scan(q, k, v, decay, rate, state, torch.tensor([length], device=x.device))
+    reads, tape = gated_delta.reference_scan(q, k, v, decay, rate, state)
+    gated_delta.reference_fold(state, tape, torch.tensor([length], device=x.device))
     return reads[0], state[0]
 
 
@@ -596,7 +563,7 @@ def _reference_row(
 
 @dataclass(frozen=True, slots=True)
 class _Mixture:
-    """Experts, and how a token's are chosen."""
+    """Experts, and the choice of a token's."""
 
     experts: Experts
     num_chosen: int
@@ -612,7 +579,7 @@ class _Mixture:
 
 
 def _mixtures(engine: Engine) -> list[_Mixture]:
-    """One of each kind."""
+    """Return one mixture of each kind."""
     found = []
     for part in parts_of(engine, nn.Module):
         if isinstance(part, MoE):
@@ -626,7 +593,7 @@ def _mixtures(engine: Engine) -> list[_Mixture]:
 
 
 def _compare_routes(engine: Engine, numbers: Numbers) -> Comparisons:
-    """Which of several equal logits are chosen is left open: it is the logits that must agree."""
+    """Compare the logits of chosen experts: any of several equal ones may be chosen."""
     for mixture in _mixtures(engine):
         num_experts, num_chosen = mixture.experts.gate_up.weight.shape[0], mixture.num_chosen
         logits, where = 3 * numbers.normal(7, num_experts), f"{num_chosen} of {num_experts} experts"
@@ -659,7 +626,7 @@ def _compare_experts(engine: Engine, numbers: Numbers) -> Comparisons:
 
 
 def _reference_experts(experts: Experts, x: Tensor, choice: moe.ExpertChoice) -> Tensor:
-    """One token and expert after another."""
+    """Compute one token and expert after another."""
     routed = torch.zeros_like(x)
     for token, ids in enumerate(choice.ids.tolist()):
         for weight, expert in zip(choice.weights[token].double(), ids, strict=True):
@@ -685,7 +652,6 @@ OPERATIONS: dict[str, Callable[[Engine, Numbers], Comparisons]] = {
     "heads": _compare_heads,
     "heads' gates": _compare_head_gates,
     "gated delta": _compare_delta,
-    "gated delta layer": _compare_delta_layers,
     "routing": _compare_routes,
     "experts": _compare_experts,
     "slots": _compare_places,
@@ -695,3 +661,13 @@ OPERATIONS: dict[str, Callable[[Engine, Numbers], Comparisons]] = {
     "walk": compare_walk,
     "lookup": compare_ngram_lookup,
 }
+
+
+@torch.inference_mode()
+def check_kernels(engine: Engine) -> Iterator[KernelResult]:
+    """Yield one result for each operation that the engine's models use."""
+    for operation, compare in OPERATIONS.items():
+        found = [measure(operation, comparison) for comparison in compare(engine, Numbers(engine))]
+        if found:
+            worst = max(found, key=lambda result: result.error / max(result.tolerance, 1e-300))
+            yield replace(worst, num_comparisons=len(found))

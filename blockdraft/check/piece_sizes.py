@@ -1,4 +1,4 @@
-"""In which pieces the check at the start runs its prompt: each size that serving has code of its own for."""
+"""Cuts the prompt of the check of layers into pieces of every size that has code of its own in serving."""
 
 from __future__ import annotations
 
@@ -17,20 +17,17 @@ CPU_LONG, CPU_RAGGED = 16, (6, 5)
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One forward: `counts[i]` tokens of row `rows[i]` from position `starts[i]` on.
-
-    The first `kept[i]` of them are right and stay.
-    """
+    """One forward: `counts[i]` tokens of row `rows[i]` from position `starts[i]` on."""
 
     rows: tuple[int, ...]
     starts: tuple[int, ...]
     counts: tuple[int, ...]
-    kept: tuple[int, ...]
+    kept: tuple[int, ...]  # the first of them, which are right and stay
     is_known: bool  # a prompt's; otherwise a block to verify
 
     @property
     def positions(self) -> list[int]:
-        """Of every token, row after row."""
+        """Return the position of every token, row after row."""
         pairs = zip(self.starts, self.counts, strict=True)
         return [start + i for start, count in pairs for i in range(count)]
 
@@ -48,7 +45,7 @@ class Piece:
 
 
 def pieces_for(engine: Engine) -> tuple[Piece, ...]:
-    """As far as the engine's rows, chunks and pages allow; the first row's pieces come first."""
+    """Return the pieces that the engine's rows, chunks and pages allow; the first row's come first."""
     plan, is_card = engine.plan, engine.models.device.type != "cpu"
     num_rows = min(plan.max_num_seqs, 3 if is_card else 2)
     room = _room(engine, num_rows)
@@ -72,7 +69,7 @@ def pieces_for(engine: Engine) -> tuple[Piece, ...]:
 
 
 def _room(engine: Engine, num_rows: int) -> int:
-    """Tokens that each of so many rows can hold, beside a block."""
+    """Return the tokens that each of so many rows can hold, beside a block."""
     plan = engine.plan
     num_pages = min(plan.num_pages, plan.num_exact_pages or plan.num_pages)
     pages = num_pages // num_rows * plan.page_size
@@ -88,15 +85,14 @@ class _Maker:
     """Collects pieces, and leaves out what there is no room for."""
 
     def __init__(self, num_rows: int, room: int, chunk: int, *, reserve: int) -> None:
-        """`reserve`: tokens of each row that prompts leave to blocks."""
         self.pieces: list[Piece] = []
         self._lengths = dict.fromkeys(range(num_rows), 0)
         self._room = room
-        self._prompt_room = max(1, room - reserve)
+        self._prompt_room = max(1, room - reserve)  # prompts leave `reserve` tokens of a row to blocks
         self._chunk = chunk
 
     def known(self, counts: dict[int, int]) -> None:
-        """Prompt tokens of each row, at most a chunk together."""
+        """Add prompt tokens of each row, at most a chunk together."""
         left, fitting = self._chunk, {}
         for row in (row for row in counts if row in self._lengths):
             count = min(counts[row], self._prompt_room - self._lengths[row], left)
@@ -106,7 +102,7 @@ class _Maker:
         self._add(fitting, fitting, is_known=True)
 
     def block(self, width: int, kept: dict[int, int]) -> None:
-        """A block of the same width for each row, and how much of it is kept."""
+        """Add a block of the same width for each row, of which `kept` tokens stay."""
         rows = [row for row in kept if self._lengths.get(row, self._room) + width <= self._room]
         self._add(dict.fromkeys(rows, width), {row: kept[row] for row in rows}, is_known=False)
 

@@ -1,14 +1,13 @@
-"""Verification at the start: kernels, checkpoint, model and drafter, each against something simpler.
+"""Verifies kernels, checkpoint, model and drafter at the start, each against something simpler.
 
-Whatever would make answers wrong stops the start with a ModelError. A drafter that does not fit only costs
-time, so it is dropped: `Verification.keeps_drafter` is false, and `without_drafter` gives what to serve.
+A fault that would make answers wrong stops the start with a ModelError. A drafter that does not fit costs
+only time, so it is dropped: `Verification.keeps_drafter` is false, and `without_drafter` gives what to serve.
 """
 
 from __future__ import annotations
 
 import copy
 import itertools
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -17,8 +16,8 @@ from torch import Tensor
 
 from blockdraft.check.batch_invariance import check_bits
 from blockdraft.check.drafts import check_captured, check_drafter, draft_name, keeps_bits
-from blockdraft.check.kernels import check_kernels
 from blockdraft.check.layers import LayerError, LayerResult, check_layers
+from blockdraft.check.operations import check_kernels
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.loaded_pair import LoadedPair
 from blockdraft.errors import BlockdraftError, ModelError
@@ -41,28 +40,25 @@ Note = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that was checked; `detail` holds its numbers."""
+    """The result of one check, with its numbers."""
 
     name: str
-    is_passed: bool
     detail: str
-    seconds: float
+    is_passed: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What was found. A failed check that is here, and was not raised, costs the drafter only."""
+    """The result of all checks. A failed check that is listed, and was not raised, costs the drafter only."""
 
     checks: tuple[Check, ...]
-    tokens_per_step: float | None  # None: no drafter, or one whose acceptance is synthetic
-    keeps_drafter: bool  # False: serve without_drafter(models)
-    reason: str | None  # why the drafter is dropped
-    accepted: tuple[
-        float, ...
-    ] = ()  # [i]: share of the steps that accepted draft i + 1, where it was looked at
-    same_bits: bool | None = None  # a token is computed alike in any company; None: it was not looked at
+    tokens_per_step: float | None = None  # None: no drafter, or one whose acceptance is synthetic
+    keeps_drafter: bool = True  # False: serve without_drafter(models)
+    reason: str | None = None  # why the drafter is dropped
+    accepted: tuple[float, ...] = ()  # [i]: share of the steps that accepted draft i + 1; empty: not checked
+    same_bits: bool | None = None  # bits do not depend on the batch; None: not checked
     bits: str = ""  # how that is known
-    taken: str | None = None  # when and by whom all this was found, if not just now
+    taken: str | None = None  # the record that all this is from, if it was not checked now
 
 
 def verify_engine(
@@ -74,7 +70,7 @@ def verify_engine(
 ) -> Verification:
     """Check an idle engine and leave it as it was. ModelError: its answers would be wrong.
 
-    `kernels_are`: what to say of the kernels in place of comparing them, where that was done before.
+    `kernels_are` is the record of the kernels where one exists; they are not compared again.
     """
     found = _verify_pair(engine, note, min_tokens_per_step, kernels_are)
     if not engine.plan.same_bits or engine.models.labels.synthetic_acceptance is not None:
@@ -92,21 +88,27 @@ def _verify_pair(
         checks.append(check)
         note(f"{check.name}: {check.detail}")
         if not check.is_passed:  # of the drafter's layers: it could change the speed only
-            return Verification(tuple(checks), None, keeps_drafter=False, reason=check.detail)
-    if isinstance(engine.models.drafter, NoDrafter):
-        return Verification(tuple(checks), tokens_per_step=None, keeps_drafter=True, reason=None)
-    labels = engine.models.labels
-    if labels.synthetic_acceptance is not None:  # its answers are wrong on purpose
+            return Verification(tuple(checks), keeps_drafter=False, reason=check.detail)
+    models = engine.models
+    if isinstance(models.drafter, NoDrafter):
+        return Verification(tuple(checks))
+    if models.labels.synthetic_acceptance is not None:  # its answers are wrong on purpose
         note("drafter: not checked, since acceptance is synthetic")
-        return Verification(tuple(checks), tokens_per_step=None, keeps_drafter=True, reason=None)
+        return Verification(tuple(checks))
     # Either knows nothing of these prompts; that it changes no token holds all the same.
-    if labels.is_dummy or isinstance(engine.models.drafter, NgramDrafter):
+    if models.labels.is_dummy or isinstance(models.drafter, NgramDrafter):
         min_tokens_per_step = 0.0
-    check, accepted = _drafter(engine, min_tokens_per_step)
-    note(f"{check.name}: {check.detail}")
-    tokens_per_step = 1 + sum(accepted)
-    reason = None if check.is_passed else _misfit(engine, tokens_per_step, min_tokens_per_step)
-    return Verification((*checks, check), tokens_per_step, check.is_passed, reason, accepted)
+    found = check_drafter(engine, prompts_of(models))
+    is_passed = found.tokens_per_step >= min_tokens_per_step
+    detail = (
+        f"{found.tokens_per_step:.2f} tokens committed per step at width {found.width} over "
+        f"{found.num_prompts} prompts (at least {min_tokens_per_step} asked), equal tokens without it in "
+        f"{found.num_equal} of {found.num_compared}"
+    )
+    note(f"drafter: {detail}")
+    checks.append(Check("drafter", detail, is_passed))
+    reason = None if is_passed else _misfit(engine, found.tokens_per_step, min_tokens_per_step)
+    return Verification(tuple(checks), found.tokens_per_step, is_passed, reason, found.accepted)
 
 
 def _checks_of_target(engine: Engine, kernels_are: str | None) -> Iterator[Check]:
@@ -114,22 +116,18 @@ def _checks_of_target(engine: Engine, kernels_are: str | None) -> Iterator[Check
     if kernels_are is None:
         yield from _kernels(engine)
     else:
-        yield Check("kernels", is_passed=True, detail=kernels_are, seconds=0.0)
+        yield Check("kernels", kernels_are)
     yield from _layers(engine)
     if engine.graphs is not None:
         yield captured(engine)
 
 
 def without_drafter(models: LoadedPair, plan: Plan) -> tuple[LoadedPair, Plan]:
-    """The same target, decoding plainly. The cache can stay as large as it was planned."""
+    """Return the target without a drafter, and its plan. The cache stays as large as it was planned."""
     target = copy.copy(models.target)  # shares the weights; only the taps differ
     target.taps = ()
     plan = plan.changed({"width": "the drafter is not used"}, width=1, block=1, draft_ngram=0)
     return replace(models, target=target, draft_config=None, drafter=NoDrafter()), plan
-
-
-def _check(name: str, detail: str, begun_s: float, *, is_passed: bool = True) -> Check:
-    return Check(name, is_passed, detail, time.monotonic() - begun_s)
 
 
 # ---- weights
@@ -137,8 +135,8 @@ def _check(name: str, detail: str, begun_s: float, *, is_passed: bool = True) ->
 
 @torch.inference_mode()
 def _weights(engine: Engine) -> Check:
-    """Every stored number is finite: a router may never choose the broken expert while we look."""
-    begun_s, num_values = time.monotonic(), 0
+    """Check that every weight is finite: while the layers run, a router may not choose a broken expert."""
+    num_values = 0
     names = [f"'{engine.models.config.name}'"]
     if engine.models.draft_config is not None:
         names.append(f"draft '{engine.models.draft_config.name}'")
@@ -151,7 +149,7 @@ def _weights(engine: Engine) -> Check:
                     f"{name} holds {num_broken} values in {where} that are infinite or undefined: the "
                     "checkpoint is damaged. Fetch it again."
                 )
-    return _check("weights", f"{num_values:,} values, all finite", begun_s)
+    return Check("weights", f"{num_values:,} values, all finite")
 
 
 def _num_broken(tensor: Tensor) -> int:
@@ -168,7 +166,7 @@ def _num_broken(tensor: Tensor) -> int:
 
 
 def _kernels(engine: Engine) -> Iterator[Check]:
-    models, begun_s = engine.models, time.monotonic()
+    models = engine.models
     for found in check_kernels(engine):
         if not found.is_passed:
             raise ModelError(
@@ -181,16 +179,15 @@ def _kernels(engine: Engine) -> Iterator[Check]:
             f"{found.num_comparisons} comparisons, off by {found.error:.1e} at most "
             f"({found.tolerance:.0e} allowed; {found.where})"
         )
-        yield _check(f"kernel {found.operation}", detail, begun_s)
-        begun_s = time.monotonic()
+        yield Check(f"kernel {found.operation}", detail)
 
 
 # ---- the model
 
 
 def _layers(engine: Engine) -> Iterator[Check]:
-    """Every layer of both models against the oracle of `layercheck`; a drafter's that are wrong cost it."""
-    begun_s, models = time.monotonic(), engine.models
+    """Check every layer of both models (check/layers.py). Wrong layers of a drafter cost the drafter."""
+    models = engine.models
     ids = list(itertools.chain.from_iterable(prompts_of(models)))
     try:
         found = check_layers(engine, lambda count: (ids * (count // len(ids) + 1))[:count])
@@ -203,11 +200,11 @@ def _layers(engine: Engine) -> Iterator[Check]:
             "this line."
         )
     detail = f"{len(found)} parts, off by {worst.off:.2f} of what rounding explains at most ({worst.part})"
-    yield _check("model", detail, begun_s)
+    yield Check("model", detail)
     drafted = max((finding for finding in found if finding.is_draft), key=lambda f: f.off, default=None)
     if drafted is not None and not drafted.is_passed:
         reason = f"draft '{draft_name(models)}' is dropped: {_off(models, drafted)}. Please report this line."
-        yield _check("draft model", reason, begun_s, is_passed=False)
+        yield Check("draft model", reason, is_passed=False)
 
 
 def _off(models: LoadedPair, finding: LayerResult) -> str:
@@ -218,9 +215,9 @@ def _off(models: LoadedPair, finding: LayerResult) -> str:
 
 
 def captured(engine: Engine) -> Check:
-    """The graphs that serve. ModelError: they give other tokens than the kernels that they hold."""
-    begun_s, count = time.monotonic(), check_captured(engine, prompts_of(engine.models)[0])
-    return _check("graphs", f"{count} tokens as kernel by kernel", begun_s)
+    """Check the graphs that serve. ModelError: they give other tokens than the kernels that they hold."""
+    count = check_captured(engine, prompts_of(engine.models)[0])
+    return Check("graphs", f"{count} tokens as kernel by kernel")
 
 
 def _unusable(models: LoadedPair, error: LayerError) -> str:
@@ -246,18 +243,6 @@ def _unusable(models: LoadedPair, error: LayerError) -> str:
 # ---- the drafter
 
 
-def _drafter(engine: Engine, min_tokens_per_step: float) -> tuple[Check, tuple[float, ...]]:
-    """Beside the check: the share of the steps that accepted each draft."""
-    begun_s, found = time.monotonic(), check_drafter(engine, prompts_of(engine.models))
-    detail = (
-        f"{found.tokens_per_step:.2f} tokens committed per step at width {found.width} over "
-        f"{found.num_prompts} prompts (at least {min_tokens_per_step} asked), equal tokens without it in "
-        f"{found.num_equal} of {found.num_compared}"
-    )
-    is_passed = found.tokens_per_step >= min_tokens_per_step
-    return _check("drafter", detail, begun_s, is_passed=is_passed), found.accepted
-
-
 def _misfit(engine: Engine, tokens_per_step: float, floor: float) -> str:
     models = engine.models
     return (
@@ -271,22 +256,22 @@ def _misfit(engine: Engine, tokens_per_step: float, floor: float) -> str:
 
 
 def _bits(engine: Engine) -> tuple[Check, bool]:
-    """Whether a token is computed alike in any company; it costs no start that it is not."""
-    begun_s, models = time.monotonic(), engine.models
+    """Check whether the bits of a token are independent of the batch. The start goes on if they are not."""
+    models = engine.models
     if models.device.type == "cpu":  # what holds by construction needs no look, which would take long here
         same_bits = keeps_bits(models, engine.plan.block)
         detail = "our kernels add in one order" if same_bits else "PyTorch's kernels promise no order of sums"
     else:
         found = check_bits(engine, list(itertools.chain.from_iterable(prompts_of(models))))
         same_bits, detail = found.is_same, found.detail
-    return _check("bits", detail, begun_s), same_bits
+    return Check("bits", detail), same_bits
 
 
 # ---- what is asked
 
 
 def prompts_of(models: LoadedPair) -> list[list[int]]:
-    """The built-in prompts as this model wants them: a chat, plain text, or ids where text means nothing."""
+    """Return the built-in prompts for this model: as a chat, as plain text, or made-up ids without words."""
     found = []
     for number, text in enumerate(PROMPTS):
         ids = [token for token in _encode(models, text) if token < models.config.vocab_size]

@@ -1,8 +1,8 @@
-"""WholeView: what a model may read and write when a whole sequence is there at once, without cache and pages.
+"""WholeView: the view of a whole sequence at once, without cache and pages.
 
-The oracle of the check at the start runs on it: attention is one softmax over all keys, and the gated delta
-rule is solved as one triangular system, so nothing is shared with what they are compared to. It computes in
-whatever dtype the tokens come in, float32 or wider inside.
+The oracle of the check at the start runs on it. Attention is one softmax over all keys, and the gated delta
+rule is solved as one triangular system, so it shares nothing with the code that it checks. It computes in the
+dtype of the tokens, inside in float32 or wider.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class WholeView:
         self.kept[layer] = _entered(k, None if norms is None else norms.k, norms, angles), v
 
     def scan(self, layer: int, x: Tensor, beta: Tensor, gate: Tensor, weights: DeltaWeights) -> Tensor:
-        """The rule without its state: a token's correction follows from those of the tokens before it."""
+        """Apply the rule without its state: a token's correction follows from those before it."""
         spec = self._specs[layer]
         assert isinstance(spec, Recurrent)
         assert tuple(self._starts) == (0,), "a state has no past here"
@@ -104,7 +104,7 @@ class WholeView:
 
 
 def _visible(mask: Mask, start: int, count: int, num_keys: int, device: torch.device) -> Tensor:
-    """[N, L]: what queries from `start` on see of all keys; see Mask."""
+    """Return which keys the queries from `start` on see, [N, L]; see Mask."""
     query = torch.arange(start, start + count, device=device)[:, None]
     key = torch.arange(num_keys, device=device)
     visible = key <= query if mask.is_causal else torch.ones_like(key <= query)
@@ -116,14 +116,14 @@ def _visible(mask: Mask, start: int, count: int, num_keys: int, device: torch.de
 
 
 def _entered(x: Tensor, weight: Tensor | None, norms: HeadNorms | None, angles: Angles) -> Tensor:
-    """Normalised over each head's values and rotated to its position, in the dtype it came in."""
+    """Return `x` normalised over each head's values and rotated to its position, in its own dtype."""
     if norms is not None:
         x = reference_rms_norm(x, weight, norms.eps)
     return reference_rotate(x, angles)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, mask: Mask, sinks: Tensor | None) -> Tensor:
-    """q [N, H, D] over keys and values [L, G, D]."""
+    """Return attention of q [N, H, D] over keys and values [L, G, D]."""
     wide = torch.promote_types(q.dtype, torch.float32)
     num_heads, shared = q.shape[1], q.shape[1] // k.shape[1]
     keys, values = (x.to(wide).repeat_interleave(shared, dim=1).transpose(0, 1) for x in (k, v))  # [H, L, D]
@@ -138,7 +138,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, mask: Mask, sinks:
 
 
 def _by_head(x: Tensor, num_heads: int, num_wanted: int) -> Tensor:
-    """[N, heads * D] as [wanted, N, D], each head as often as it is shared."""
+    """Return [N, heads * D] as [wanted, N, D], each head as often as it is shared."""
     heads = x.view(len(x), num_heads, -1)
     return heads.repeat_interleave(num_wanted // num_heads, dim=1).transpose(0, 1)
 

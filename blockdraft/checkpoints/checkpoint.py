@@ -90,12 +90,3 @@ def read_bytes(file: FileIO, *, offset: int, num_bytes: int, owner: str) -> torc
             )
         num_read += count
     return raw
-
-
-def row_range(shape: tuple[int, ...], begin: int, end: int | None) -> tuple[int, int]:
-    """Check `begin` and `end` against the number of rows (1 for a scalar); None is the end."""
-    num_rows = shape[0] if shape else 1
-    stop = num_rows if end is None else end
-    if not 0 <= begin <= stop <= num_rows:
-        raise IndexError(f"rows [{begin}, {stop}) of a tensor of shape {list(shape)}")
-    return begin, stop

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -23,7 +24,6 @@ class Fields:
     raw: Mapping[str, object]
     owner: str  # the checkpoint, as the user wrote it
     prefix: str = ""  # of keys in messages: the enclosing sections, each with a dot
-    module: str = "layers.py"  # of blockdraft/models: where an unsupported option would be implemented
     file: str = "config.json"
     remedy: str = "See docs/models.md."
 
@@ -66,7 +66,16 @@ class Fields:
         value = self.raw.get(key)
         if value is not None and value not in allowed:
             what = f"asks for {self.prefix}{key} = {_abridged(value)}"
-            raise self.error(f"{what}, which blockdraft/models/{self.module} does not implement")
+            raise self.error(f"{what}, which is not implemented")
+
+    def regex(self, key: str, pattern: str) -> re.Pattern[str]:
+        """Compile a pattern that the value of `key` holds."""
+        try:
+            return re.compile(pattern)
+        except re.error as error:
+            raise self.error(
+                f"has {pattern!r} in {self.prefix}{key}, which is not a regular expression ({error})"
+            ) from None
 
     def wrong(self, key: str, value: object, why: str) -> ModelError:
         return self.error(f"says {self.prefix}{key} = {_abridged(value)}, {why}")
@@ -166,9 +175,7 @@ def rope_of(section: Fields, fields: Fields, *, head_dim: int, theta: float, par
         if len(factors) != head_dim // 2:
             raise fields.error(f"has {len(factors)} rope factors for {head_dim // 2} rotated pairs")
         return Rope(theta=theta, kind="factors", factors=factors)
-    raise section.error(
-        f"asks for {section.prefix}rope_type = '{kind}', which blockdraft/models/rotary.py does not implement"
-    )
+    raise section.error(f"asks for {section.prefix}rope_type = '{kind}', which is not implemented")
 
 
 def _yarn(rope: Rope, section: Fields, fields: Fields) -> Rope:
@@ -232,5 +239,4 @@ def check_layer_types(fields: Fields, layer_types: tuple[str, ...], num_layers: 
     if len(layer_types) != num_layers:
         raise fields.error(f"lists {len(layer_types)} layer_types for {num_layers} layers")
     for kind in sorted(set(layer_types) - known):
-        what = f"has layer type {kind!r}"
-        raise fields.error(f"{what}, which blockdraft/models/{fields.module} does not implement")
+        raise fields.error(f"has layer type {kind!r}, which is not implemented")

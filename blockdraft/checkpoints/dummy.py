@@ -3,10 +3,9 @@
 They are drawn on the device, each parameter from its own seed, so two starts on one kind of device are equal.
 Matrices have a standard deviation of 1 / sqrt(inputs), norms are 1, and other values are in _CONSTANTS.
 
-Two more properties matter. All layers of a target together add about as much to the residual stream as the
-embedding: rounding errors then stay small at any depth, so the checks at the start work. And a drafter
-proposes different tokens in a block, as real ones do: sixteen equal tokens would read a quarter of the
-experts that sixteen different ones read.
+All layers of a target together add about as much to the residual stream as the embedding: rounding errors
+then stay small at any depth, so the checks at the start work. A drafter proposes different tokens in a block,
+as real ones do: sixteen equal tokens would read a quarter of the experts that sixteen different ones read.
 """
 
 from __future__ import annotations
@@ -45,7 +44,6 @@ _CONSTANTS = {
 }
 _INTO_STREAM = ("out", "down", "mixer_after", "after")  # the last parameter before the residual stream
 _SHARPNESS = 8.0  # of a drafter's attention: columns differ only by what they attend to
-_NUM_BYTES = 256
 _CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
 
 
@@ -115,7 +113,6 @@ class _Draw:
             return value.fill_(self.factor)
         if slot.attribute in _CONSTANTS:
             return value.fill_(_CONSTANTS[slot.attribute])
-        assert meta.ndim > 1, f"no value for '{slot.attribute}'"
         return self._normal(value)
 
     def packed(self, slot: Slot, quantiser: Quantiser) -> Packed:
@@ -146,9 +143,8 @@ def vocab_map(draft_vocab_size: int, vocab_size: int, device: torch.device) -> T
 def byte_tokenizer(vocab_size: int) -> TokenizerParts:
     """Build a tokenizer for a folder without one: one token per byte; larger ids decode to numbers."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    assert len(alphabet) == _NUM_BYTES
     vocabulary = {token: index for index, token in enumerate(alphabet)}
-    vocabulary |= {f"Ġ{index}": index for index in range(_NUM_BYTES, vocab_size)}  # Ġ: a space
+    vocabulary |= {f"Ġ{index}": index for index in range(len(alphabet), vocab_size)}  # Ġ: a space
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -14,8 +14,8 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -89,10 +89,7 @@ def default_gguf(report: Report = lambda line: None) -> Path:
 def hub_folder(
     repo: str, *, revision: str | None, needs_weights: bool = True, is_whole: bool = False
 ) -> Path:
-    """Return the folder of a hub model, downloaded into the hub's cache if necessary.
-
-    `is_whole` also downloads files that only other engines read, such as image processors.
-    """
+    """Return the folder of a hub model, downloaded if necessary; `is_whole`: with what only others read."""
     import huggingface_hub
 
     from blockdraft.checkpoints.hub import HUB_ERRORS
@@ -165,12 +162,10 @@ def _marker(gguf: Path) -> Path:
 
 
 def _is_verified(gguf: Path) -> bool:
-    """Whether size and marker show that this file was hashed before: hashing again is slow."""
+    """Return True if size and marker show that this file was hashed before: hashing again is slow."""
     try:
-        return (
-            gguf.stat().st_size == SMOLLM2.gguf_bytes
-            and _marker(gguf).read_text("utf-8") == SMOLLM2.gguf_sha256
-        )
+        is_marked = _marker(gguf).read_text("utf-8") == SMOLLM2.gguf_sha256
+        return is_marked and gguf.stat().st_size == SMOLLM2.gguf_bytes
     except (OSError, ValueError):
         return False
 
@@ -185,21 +180,16 @@ def _verify(gguf: Path) -> bool:
     return True
 
 
-@contextmanager
-def _lock(folder: Path, *, report: Report) -> Iterator[None]:
+def _lock(folder: Path, *, report: Report) -> AbstractContextManager[object]:
     """Allow one download at a time on this machine; the system releases the lock if its holder dies."""
     from filelock import FileLock, Timeout
 
     lock = FileLock(folder / "download.lock")
     try:
-        lock.acquire(blocking=False)
+        return lock.acquire(blocking=False)
     except Timeout:
         report("another process is downloading the default model; waiting for it")
-        lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()
+        return lock.acquire()
 
 
 def _sha256(path: Path) -> str:
@@ -254,33 +244,21 @@ def hub_error(error: Exception, repo: str, revision: str | None) -> BlockdraftEr
     from huggingface_hub import errors
 
     reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    page = f"huggingface.co/{repo}"
     match error:
         case errors.GatedRepoError():
-            return ModelError(
-                f"'{repo}' is gated: accept its terms at huggingface.co/{repo} and run 'hf auth login'."
-            )
+            return ModelError(f"'{repo}' is gated: accept its terms at {page} and run 'hf auth login'.")
         case errors.RevisionNotFoundError():
-            return ModelError(
-                f"'{repo}' has no revision '{revision}': check its name at huggingface.co/{repo}."
-            )
+            return ModelError(f"'{repo}' has no revision '{revision}': check its name at {page}.")
         case errors.RepositoryNotFoundError():
-            return ModelError(
-                f"'{repo}' is neither a folder here nor a model on the hub: check its name, or "
-                "'hf auth login' if it is private."
-            )
+            what = "nor a model on the hub: check its name, or 'hf auth login' if it is private."
+            return ModelError(f"'{repo}' is neither a folder here {what}")
         case errors.HFValidationError():
             return ModelError(f"'{repo}' is neither a folder here nor a valid hub id ({reason}).")
         case errors.LocalEntryNotFoundError():
-            return FetchError(
-                f"'{repo}' is not in the hub's cache, and the hub cannot be reached: check the "
-                "network and HF_HUB_OFFLINE."
-            )
+            what = "the hub cannot be reached: check the network and HF_HUB_OFFLINE."
+            return FetchError(f"'{repo}' is not in the hub's cache, and {what}")
         case OSError(errno=errno.ENOSPC | errno.EDQUOT):
-            return FetchError(
-                f"the disk is full while downloading '{repo}': free some space, or set HF_HOME "
-                "to another disk."
-            )
-        case _:
-            return FetchError(
-                f"the download of '{repo}' failed ({reason}): try again; finished files are kept."
-            )
+            what = "free some space, or set HF_HOME to another disk."
+            return FetchError(f"the disk is full while downloading '{repo}': {what}")
+    return FetchError(f"the download of '{repo}' failed ({reason}): try again; finished files are kept.")

@@ -7,6 +7,7 @@ found before anything runs. Only safetensors are read: a pickled file (.bin, .pt
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from io import FileIO
 from pathlib import Path
@@ -15,10 +16,9 @@ from typing import NamedTuple
 import torch
 from tokenizers import Tokenizer
 
-from blockdraft.checkpoints.checkpoint import TensorInfo, read_bytes, row_range
+from blockdraft.checkpoints.checkpoint import TensorInfo, read_bytes
 from blockdraft.checkpoints.fit_file import FIT_FILE
-from blockdraft.checkpoints.model_folder import GENERATION_FILE, ModelFolder, ids_in
-from blockdraft.checkpoints.safetensors_header import DTYPES
+from blockdraft.checkpoints.model_folder import DTYPES, GENERATION_FILE, ModelFolder, ids_in
 from blockdraft.checkpoints.tokenizer_parts import TokenizerParts
 from blockdraft.errors import ModelError
 
@@ -67,7 +67,8 @@ class FolderCheckpoint:
                 f"'{self.name}' has no tensor '{name}': its weights do not match its config.json."
             )
         shape, dtype = place.info
-        begin, end = row_range(shape, begin, end)
+        if end is None:
+            end = shape[0] if shape else 1
         row_bytes = math.prod(shape[1:]) * dtype.itemsize
         raw = read_bytes(
             place.file,
@@ -105,11 +106,14 @@ class FolderCheckpoint:
         self._places.clear()
 
     def _open_shards(self) -> None:
-        for shard in self._folder.open_shards():
-            self._files.append(shard.file)
-            for tensor, entry in shard.entries.items():
+        for shard, entries in self._folder.shards():
+            file = FileIO(self._folder.path / shard)
+            self._files.append(file)
+            num_bytes = sum(entry.num_bytes for entry in entries.values())
+            data_start = os.fstat(file.fileno()).st_size - num_bytes
+            for tensor, entry in entries.items():
                 info = TensorInfo(entry.shape, getattr(torch, DTYPES[entry.dtype][0]))
-                self._places[tensor] = _Place(info, shard.name, shard.file, shard.data_start + entry.begin)
+                self._places[tensor] = _Place(info, shard, file, data_start + entry.begin)
 
     def _tokenizer(self) -> Tokenizer:
         path = self._folder.path / _TOKENIZER

@@ -15,7 +15,7 @@ from types import MappingProxyType
 
 import torch
 
-from blockdraft.checkpoints.checkpoint import TensorInfo, own_memory, read_bytes, row_range
+from blockdraft.checkpoints.checkpoint import TensorInfo, own_memory, read_bytes
 from blockdraft.checkpoints.gguf_config import (
     LLAMA_CPP_SAMPLING,
     hugging_face_names,
@@ -43,7 +43,7 @@ class GgufCheckpoint:
     def __init__(self, path: Path, *, name: str, generation_file: Mapping[str, object] | None = None) -> None:
         """`generation_file`: None takes the file's recommendations, completed by llama.cpp's defaults."""
         self.name = name
-        self.file = path
+        self.file, self.files = path, [path]
         self._header = GgufHeader(path, name=name)
         self.own_sampling = own_sampling(self._header)
         self.published_names = published_names(self._header)
@@ -72,8 +72,6 @@ class GgufCheckpoint:
 
     def read_packed(self, name: str, begin: int = 0, end: int | None = None) -> torch.Tensor:
         info = self._stored(name)
-        if not info.is_quantised:
-            raise ModelError(f"'{self.name}': tensor '{name}' is not quantised, so it has no blocks to read.")
         rows = self._read_rows(name, begin, end)
         return rows.view(len(rows), *info.shape[1:-1], info.num_bytes // info.num_rows)
 
@@ -101,7 +99,7 @@ class GgufCheckpoint:
     def _read_rows(self, name: str, begin: int, end: int | None) -> torch.Tensor:
         """Read rows [begin, end), in Hugging Face's order, as uint8 [rows, bytes]."""
         info = self._stored(name)
-        begin, end = row_range(info.shape, begin, end)
+        end = info.shape[0] if end is None else end
         num_heads = self._permuted_heads.get(name.split(".")[-2])
         if num_heads is None:
             return self._stored_rows(info, begin, end)

@@ -1,7 +1,4 @@
-"""GGUF metadata as a config.json, Hugging Face's names for GGUF tensors, and recommended sampling.
-
-No torch here.
-"""
+"""Reads a config.json, Hugging Face's tensor names and sampling advice from a GGUF file. No torch here."""
 
 from __future__ import annotations
 

@@ -1,16 +1,38 @@
-"""The files of a Hugging Face model folder: its JSON, and the headers of its shards. No torch here."""
+"""Reads the files of a Hugging Face model folder: its JSON, and the headers of its shards. No torch here."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
-from io import FileIO
 from pathlib import Path
 from typing import NamedTuple
 
-from blockdraft.checkpoints.safetensors_header import Damaged, TensorEntry, read_header
+from safetensors import SafetensorError, safe_open
+
 from blockdraft.errors import ModelError
+
+DTYPES = {  # the format's name -> torch's, and the bytes of a value
+    "BOOL": ("bool", 1),
+    "U8": ("uint8", 1),
+    "U16": ("uint16", 2),
+    "U32": ("uint32", 4),
+    "U64": ("uint64", 8),
+    "I8": ("int8", 1),
+    "I16": ("int16", 2),
+    "I32": ("int32", 4),
+    "I64": ("int64", 8),
+    "F8_E4M3": ("float8_e4m3fn", 1),
+    "F8_E4M3FNUZ": ("float8_e4m3fnuz", 1),
+    "F8_E5M2": ("float8_e5m2", 1),
+    "F8_E5M2FNUZ": ("float8_e5m2fnuz", 1),
+    "F8_E8M0": ("float8_e8m0fnu", 1),
+    "F16": ("float16", 2),
+    "BF16": ("bfloat16", 2),
+    "F32": ("float32", 4),
+    "F64": ("float64", 8),
+    "C64": ("complex64", 8),
+}
 
 _INDEX = "model.safetensors.index.json"
 GENERATION_FILE = "generation_config.json"
@@ -20,13 +42,17 @@ _QUANT_FILE = "hf_quant_config.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth")
 
 
-class Shard(NamedTuple):
-    """One open shard with its parsed header."""
+class TensorEntry(NamedTuple):
+    """The description of one tensor in a shard's header."""
 
-    name: str
-    file: FileIO
-    entries: Mapping[str, TensorEntry]
-    data_start: int  # byte of the file
+    dtype: str  # a key of DTYPES
+    shape: tuple[int, ...]
+    begin: int  # bytes from the start of the tensors' data
+    end: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.end - self.begin
 
 
 class ModelFolder:
@@ -40,24 +66,20 @@ class ModelFolder:
         self.quant_file: Mapping[str, object] | None = self.json(_QUANT_FILE) if has_quant_file else None
 
     def tensors(self) -> dict[str, TensorEntry]:
-        found: dict[str, TensorEntry] = {}
-        for shard in self.open_shards():
-            shard.file.close()
-            found |= shard.entries
-        return found
+        return {name: entry for _, entries in self.shards() for name, entry in entries.items()}
 
-    def open_shards(self) -> Iterator[Shard]:
-        """Yield every shard; the caller closes its file. Each tensor is in exactly one shard."""
+    def shards(self) -> Iterator[tuple[str, Mapping[str, TensorEntry]]]:
+        """Yield the name and the tensors of every shard. Each tensor is in exactly one shard."""
         weight_map = self._weight_map()
         found: set[str] = set()
         for name in self._shard_names(weight_map):
-            shard = self._open_shard(name)
-            yield shard
-            for tensor in found & shard.entries.keys():
+            entries = self._read_header(name)
+            yield name, entries
+            for tensor in found & entries.keys():
                 raise ModelError(
                     f"'{self.name}': tensor '{tensor}' is in {name} and in another shard. Download it again."
                 )
-            found |= shard.entries.keys()
+            found |= entries.keys()
         for tensor, name in weight_map.items():
             if tensor not in found:
                 raise ModelError(
@@ -66,13 +88,13 @@ class ModelFolder:
                 )
 
     def eos_ids(self) -> list[int]:
-        """Token ids that end a turn, from generation_config.json and config.json."""
+        """Return the token ids that end a turn, from generation_config.json and config.json."""
         generation = self.json(GENERATION_FILE).get("eos_token_id")
         return ids_in(generation) + ids_in(self.config.get("eos_token_id"))
 
     @property
     def has_body_above(self) -> bool:
-        """Whether the folder holds only a drafter head, with its other weights in the parent folder."""
+        """Return True if the folder holds only a drafter head, and its parent the other weights."""
         return _ABOVE in self._weight_map().values()
 
     def _weight_map(self) -> dict[str, str]:
@@ -109,18 +131,30 @@ class ModelFolder:
             )
         raise ModelError(f"'{self.name}' has no .safetensors file in {self.path}. Download the weights.")
 
-    def _open_shard(self, name: str) -> Shard:
-        owner = f"'{self.name}': {name}"
-        with ExitStack() as stack:
-            try:
-                file = stack.enter_context(FileIO(self.path / name))
-                entries, data_start = read_header(file, owner=owner)
-            except FileNotFoundError:
-                raise ModelError(f"'{self.name}' lacks its shard {name}. Download it again.") from None
-            except (Damaged, OSError) as error:
-                raise ModelError(f"{owner} is damaged or truncated ({error}). Download it again.") from None
-            stack.pop_all()
-        return Shard(name, file, entries, data_start)
+    def _read_header(self, shard: str) -> dict[str, TensorEntry]:
+        """Return the tensors of a shard. The library checks that they fill the rest of the file exactly."""
+        entries: dict[str, TensorEntry] = {}
+        try:
+            with safe_open(self.path / shard, framework="numpy") as file:
+                begin = 0
+                for tensor in file.offset_keys():
+                    described = file.get_slice(tensor)
+                    dtype, shape = described.get_dtype(), tuple(described.get_shape())
+                    if dtype not in DTYPES:
+                        raise ModelError(
+                            f"'{self.name}': {shard}: tensor {tensor!r} is of type {dtype!r}, which is not "
+                            "supported. See docs/models.md."
+                        )
+                    end = begin + math.prod(shape) * DTYPES[dtype][1]
+                    entries[tensor] = TensorEntry(dtype, shape, begin, end)
+                    begin = end
+        except FileNotFoundError:
+            raise ModelError(f"'{self.name}' lacks its shard {shard}. Download it again.") from None
+        except (SafetensorError, OSError) as error:
+            raise ModelError(
+                f"'{self.name}': {shard} is damaged or truncated ({error}). Download it again."
+            ) from None
+        return entries
 
     def json(self, file: str, *, is_required: bool = False) -> dict[str, object]:
         """Read a JSON object; an absent optional file reads as empty."""

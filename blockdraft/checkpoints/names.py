@@ -1,4 +1,4 @@
-"""Maps our parameters to the names in published checkpoints: one table per kind of layer.
+"""Maps our parameters to the names in published checkpoints.
 
 Keys are paths inside a layer. Values are the Hugging Face modules that are stacked there along the rows. A
 parameter outside a linear module (a sink, a scale) maps to the full name of a tensor.
@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from blockdraft.models.config import AttentionConfig, DeltaConfig, ModelConfig
+from blockdraft.models.draft_config import DraftConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,15 +26,21 @@ class ExpertNames:
 
 Names = Mapping[str, tuple[str, ...] | ExpertNames]
 
-_NORMS: Names = {"mixer_norm": ("input_layernorm",), "mlp_norm": ("post_attention_layernorm",)}
-_ATTENTION: Names = {
+_LAYER: Names = {  # of most families; a layer uses the names of the parts that it has
+    "mixer_norm": ("input_layernorm",),
     "mixer.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "mixer.out": ("self_attn.o_proj",),
     "mixer.q_norm": ("self_attn.q_norm",),
     "mixer.k_norm": ("self_attn.k_norm",),
     "mixer.sinks": ("self_attn.sinks",),
+    "mlp_norm": ("post_attention_layernorm",),
+    "mlp.gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "mlp.down": ("mlp.down_proj",),
+    "mlp.router": ("mlp.gate",),
+    "mlp.experts.gate_up": ExpertNames("mlp.experts", ("gate_proj", "up_proj"), "gate_up_proj"),
+    "mlp.experts.down": ExpertNames("mlp.experts", ("down_proj",), "down_proj"),
 }
-_DELTA: Names = {
+_DELTA: Names = {  # instead of attention
     "mixer.inputs.qkvz": ("linear_attn.in_proj_qkvz",),
     "mixer.inputs.ba": ("linear_attn.in_proj_ba",),
     "mixer.inputs.all": tuple(f"linear_attn.in_proj_{part}" for part in ("qkv", "z", "b", "a")),
@@ -43,20 +50,13 @@ _DELTA: Names = {
     "mixer.norm": ("linear_attn.norm",),
     "mixer.out": ("linear_attn.out_proj",),
 }
-_MLP: Names = {"mlp.gate_up": ("mlp.gate_proj", "mlp.up_proj"), "mlp.down": ("mlp.down_proj",)}
-_MOE: Names = {
-    "mlp.router": ("mlp.gate",),
-    "mlp.experts.gate_up": ExpertNames("mlp.experts", ("gate_proj", "up_proj"), "gate_up_proj"),
-    "mlp.experts.down": ExpertNames("mlp.experts", ("down_proj",), "down_proj"),
-}
-_SHARED: Names = {  # in addition to _MOE
+_SHARED: Names = {  # with a shared expert
     "mlp.router": ("mlp.gate", "mlp.shared_expert_gate"),
     "mlp.shared.gate_up": ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
     "mlp.shared.down": ("mlp.shared_expert.down_proj",),
 }
 _GPT_OSS: Names = {
-    **_NORMS,
-    **_ATTENTION,
+    **_LAYER,
     "mlp.router": ("mlp.router.weight",),
     "mlp.router_bias": ("mlp.router.bias",),
     "mlp.experts.gate_up": ExpertNames(
@@ -65,8 +65,7 @@ _GPT_OSS: Names = {
     "mlp.experts.down": ExpertNames("mlp.experts", ("down_proj",), "down_proj", is_transposed=True),
 }
 _GEMMA: Names = {
-    **_ATTENTION,
-    "mixer_norm": ("input_layernorm",),
+    **_LAYER,
     "mixer_after": ("post_attention_layernorm",),
     "mlp.before": ("pre_feedforward_layernorm",),
     "mlp.dense.gate_up": ("mlp.gate_proj", "mlp.up_proj"),
@@ -83,9 +82,8 @@ _GEMMA: Names = {
     "scale": ("layer_scalar",),
 }
 DRAFT_LAYER: Names = {
-    **_MLP,
+    **_LAYER,
     "attention_norm": ("input_layernorm",),
-    "mlp_norm": ("post_attention_layernorm",),
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "out": ("self_attn.o_proj",),
     "q_norm": ("self_attn.q_norm",),
@@ -97,10 +95,7 @@ DRAFT_LAYER: Names = {
     },
 }
 
-DRAFT_HEADS = {
-    "markov.before": "markov_head.markov_w1",
-    "markov.after": "markov_head.markov_w2",
-}
+DRAFT_HEADS = {"markov.before": "markov_head.markov_w1", "markov.after": "markov_head.markov_w2"}
 
 # Prefixes of a decoder's tensors: of a text model, and of the text part of a multimodal model.
 PREFIXES = ("model.", "model.language_model.", "language_model.model.")
@@ -115,37 +110,41 @@ def layer_names(config: ModelConfig, index: int) -> Names:
         num_projections = 1 if layer.mixer.shared_with is not None else 3 if layer.mixer.has_values else 2
         qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")[:num_projections]
         return {**_GEMMA, "mixer.qkv": qkv}
-    mixer = _DELTA if isinstance(layer.mixer, DeltaConfig) else _ATTENTION
-    if layer.moe is None:
-        return {**_NORMS, **mixer, **_MLP}
-    return {**_NORMS, **mixer, **_MOE, **({} if layer.moe.shared_size is None else _SHARED)}
+    names = {**_LAYER, **_DELTA} if isinstance(layer.mixer, DeltaConfig) else _LAYER
+    has_shared = layer.moe is not None and layer.moe.shared_size is not None
+    return {**names, **_SHARED} if has_shared else names
 
 
-def skipped(config: ModelConfig) -> dict[str, str]:
-    """Tensors of this family that are deliberately not loaded: pattern -> reason."""
-    patterns = {
-        r".*rotary_emb\.inv_freq": "derived from config.json",
-        r".*\.(k_scale|v_scale|q_scale)": "our cache is not quantised",
-        r"(model\.)?mtp\..*": "multi-token prediction, which DFlash replaces",
-    }
+def skipped(config: ModelConfig) -> list[str]:
+    """Return expressions for this family's tensors that are not loaded."""
+    patterns = [
+        r".*rotary_emb\.inv_freq",  # derived from config.json
+        r".*\.(k_scale|v_scale|q_scale)",  # our cache is not quantised
+        r"(model\.)?mtp\..*",  # multi-token prediction, which DFlash replaces
+    ]
     if config.ties_embeddings:
-        patterns[r"(language_model\.)?lm_head\.weight"] = "tied to the embedding"
+        patterns.append(r"(language_model\.)?lm_head\.weight")
     if "vision" in config.left_out:
-        patterns[r"(model\.)?(visual|vision_tower|embed_vision|multi_modal_projector)\..*"] = "vision"
+        patterns.append(r"(model\.)?(visual|vision_tower|embed_vision|multi_modal_projector)\..*")
     if "audio" in config.left_out:
-        patterns[r"(model\.)?(audio_tower|embed_audio)\..*"] = "audio"
+        patterns.append(r"(model\.)?(audio_tower|embed_audio)\..*")
     for index, layer in enumerate(config.layers):
         if isinstance(layer.mixer, AttentionConfig) and layer.mixer.shared_with is not None:
-            own = rf".*\.layers\.{index}\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\..*"
-            patterns[own] = f"layer {index} reads the keys and values of layer {layer.mixer.shared_with}"
+            patterns.append(rf".*\.layers\.{index}\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\..*")
     return patterns
 
 
-DRAFT_SKIPPED = {
-    r".*rotary_emb\.inv_freq": "derived from config.json",
-    r"embed_tokens\.weight": "the target's embedding is used",
-    r"d2t|t2d": "read with the drafter's vocabulary",
-    r"verifier_.*": "the target's weights are used",
-    r"confidence_head\..*": "widths are chosen by what drafts commit",
-}
-COPIED_HEAD = {r"lm_head\.weight": "a copy of the target's head, which is used instead"}
+def draft_skipped(config: DraftConfig) -> list[str]:
+    """Return expressions for a drafter's tensors that are not loaded."""
+    patterns = [
+        r".*rotary_emb\.inv_freq",  # derived from config.json
+        r"embed_tokens\.weight|verifier_.*",  # the target's weights are used
+        r"d2t|t2d",  # read with the drafter's vocabulary
+        r"confidence_head\..*",  # widths are chosen by what drafts commit
+    ]
+    return [*patterns, r"lm_head\.weight"] if config.copies_head else patterns
+
+
+def copied_rows(config: DraftConfig) -> dict[str, int]:
+    """Return the rows of frozen copies of the target's embedding and head, which a file may hold."""
+    return {"embed_tokens.weight": config.vocab_size, "lm_head.weight": config.draft_vocab_size}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,14 +36,14 @@ def stored_models() -> list[StoredModel]:
     folders = [path for path in hub.glob(f"{_PREFIX}*--*") if path.is_dir() and not path.is_symlink()]
     for folder in sorted(folders, key=lambda path: path.name.lower()):
         name = folder.name.removeprefix(_PREFIX).replace("--", "/", 1)
-        files = list(_files(folder / "snapshots"))
+        files = (folder / "snapshots").rglob("*")
         has_weights = any(path.suffix in _WEIGHTS and path.exists() for path in files)
         found.append(StoredModel(name, folder, folder_bytes(folder), has_weights))
     return found
 
 
 def other_bytes() -> int:
-    """The size of everything else in our cache: kernels, packed weights, records of checks."""
+    """Return the size of everything else in our cache: kernels, packed weights, records of checks."""
     return sum(
         folder_bytes(path) if path.is_dir() else _size(path)
         for path in (cache_dir().iterdir() if cache_dir().is_dir() else ())
@@ -79,13 +78,8 @@ def remove(model: StoredModel) -> None:
 
 
 def folder_bytes(folder: Path) -> int:
-    """The size of the files in `folder`, without symbolic links."""
-    return sum(_size(path) for path in _files(folder) if not path.is_symlink())
-
-
-def _files(folder: Path) -> Iterator[Path]:
-    for parent, _, names in os.walk(folder):
-        yield from (Path(parent, name) for name in names)
+    """Return the size of the files in `folder`, without symbolic links."""
+    return sum(_size(path) for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
 
 
 def _size(path: Path) -> int:

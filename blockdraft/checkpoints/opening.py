@@ -1,8 +1,11 @@
-"""Opens the checkpoint that the user named after --model or --draft."""
+"""Opens the checkpoint that the user named after --model or --draft, and describes it."""
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from blockdraft.checkpoints import fetch
@@ -10,6 +13,7 @@ from blockdraft.checkpoints.checkpoint import Checkpoint
 from blockdraft.checkpoints.folder_checkpoint import FolderCheckpoint
 from blockdraft.checkpoints.gguf_checkpoint import GgufCheckpoint
 from blockdraft.settings.model_source import find_source
+from blockdraft.settings.shipped import model_title
 
 
 def open_checkpoint(
@@ -37,3 +41,26 @@ def open_checkpoint(
     if found.kind == "gguf":
         return GgufCheckpoint(found.path, name=found.name)
     return FolderCheckpoint(found.path, name=found.name, needs_weights=needs_weights)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredForm:
+    """A short description of a checkpoint."""
+
+    title: str
+    format: str = "random weights"
+    num_bytes: int = 0  # of its weight files
+
+
+def stored_form(checkpoint: Checkpoint | None, name: str, method: str | None) -> StoredForm:
+    """Describe `checkpoint` (None: random weights); `method` names the quantisation of a folder, if any."""
+    title = model_title(name)
+    if checkpoint is None:
+        return StoredForm(title)
+    if isinstance(checkpoint, GgufCheckpoint):
+        return StoredForm(title, f"GGUF {checkpoint.main_type}", checkpoint.file.stat().st_size)
+    sizes: Counter[str] = Counter()
+    for info in checkpoint.tensors().values():
+        sizes[str(info.dtype).removeprefix("torch.")] += math.prod(info.shape) * info.dtype.itemsize
+    kind = method or max(sizes, key=lambda dtype: sizes[dtype], default="empty")
+    return StoredForm(title, f"safetensors {kind}", sizes.total())

@@ -7,26 +7,23 @@ exact names and "re:" (compressed-tensors), globs (ModelOpt). Unsupported method
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
 
 import torch
 
 from blockdraft.checkpoints.config_fields import Fields
 from blockdraft.checkpoints.quantization_compressed import read_compressed
 from blockdraft.checkpoints.quantization_gptq import read_auto_round, read_awq, read_gptq
-from blockdraft.checkpoints.quantization_modules import (
-    Quantization,
-    is_router,
-    modelopt_match,
-    transformers_rule,
-)
 from blockdraft.checkpoints.schemes import (
     FLOATS,
     FUSED_MXFP4,
     MODELOPT_NVFP4,
     MODELOPT_NVFP4_AWQ,
+    Quantization,
     ScaledScheme,
     Scheme,
+    is_router,
 )
 
 _FP8 = torch.float8_e4m3fn
@@ -92,13 +89,24 @@ def _fp8(section: Fields) -> Quantization:
     skipped = section.items("modules_to_not_convert", str)
     if skipped is None:
         skipped = section.items("ignored_layers", str)
-    is_skipped = transformers_rule(section, ["lm_head"] if skipped is None else skipped)
+    is_skipped = _transformers_rule(section, ["lm_head"] if skipped is None else skipped)
     return Quantization("fp8", lambda module: None if is_router(module) or is_skipped(module) else scheme)
 
 
+def _transformers_rule(section: Fields, patterns: Sequence[str]) -> Callable[[str], bool]:
+    """Return transformers' rule: a regular expression up to a module boundary, or a literal suffix."""
+    boundary = r"(?:(?<=\.)|(?=\.|$))"
+    expressions = [section.regex("modules_to_not_convert", f"(?:{key}){boundary}") for key in patterns]
+
+    def rule(module: str) -> bool:
+        return module.endswith(tuple(patterns)) or any(expression.match(module) for expression in expressions)
+
+    return rule
+
+
 def _mxfp4(section: Fields) -> Quantization:
-    """gpt-oss: only the fused experts are quantised."""
-    is_skipped = transformers_rule(section, section.items("modules_to_not_convert", str) or ())
+    """Read gpt-oss, of which only the fused experts are quantised."""
+    is_skipped = _transformers_rule(section, section.items("modules_to_not_convert", str) or ())
 
     def rule(module: str) -> Scheme | None:
         parent, _, projection = module.rpartition(".")
@@ -112,7 +120,7 @@ def _mxfp4(section: Fields) -> Quantization:
 
 
 def _modelopt_section(section: Fields, file: Fields | None) -> Fields:
-    """The section with the algorithm: in config.json, nested there, or in ModelOpt's own file."""
+    """Return the section with the algorithm: in config.json, nested there, or in ModelOpt's own file."""
     here = section.section("quantization") if section.raw.get("quantization") else section
     if file is None:
         return here
@@ -146,11 +154,19 @@ def _modelopt(fields: Fields) -> Quantization | None:
         default = _modelopt_scheme(fields)
 
     def rule(module: str) -> Scheme | None:
-        if any(modelopt_match(module, pattern) for pattern in excluded):
+        if any(_modelopt_match(module, pattern) for pattern in excluded):
             return None
         return default if schemes is None else schemes.get(module)
 
     return Quantization(f"modelopt {algorithm}", rule)
+
+
+def _modelopt_match(module: str, pattern: str) -> bool:
+    """Match a glob; a plain path, or one with a final star, matches that module and everything below it."""
+    stem = pattern.removesuffix("*").removesuffix(".")
+    if stem and "*" not in stem and "?" not in stem and "[" not in stem:
+        return module == stem or module.startswith(f"{stem}.")
+    return fnmatchcase(module, pattern)
 
 
 def _algorithm(fields: Fields) -> str | None:

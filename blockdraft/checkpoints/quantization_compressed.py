@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import torch
 
 from blockdraft.checkpoints.config_fields import Fields
-from blockdraft.checkpoints.quantization_modules import Quantization, regex
 from blockdraft.checkpoints.schemes import (
     COMPRESSED_MXFP4,
     COMPRESSED_NVFP4,
     CompressedIntScheme,
+    Quantization,
     ScaledScheme,
     Scheme,
 )
@@ -47,7 +47,7 @@ def read_compressed(section: Fields) -> Quantization:
     for key, patterns in (("config_groups", targets), ("ignore", ignored)):
         for pattern in patterns:
             if pattern.startswith("re:"):
-                regex(section, key, pattern[3:])
+                section.regex(key, pattern[3:])
     # The library matches exact names first, then expressions, then classes.
     ordered = sorted(targets, key=lambda target: ("re:" in target, target))
 

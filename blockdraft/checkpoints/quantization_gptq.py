@@ -4,50 +4,38 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from blockdraft.checkpoints.config_fields import Fields
-from blockdraft.checkpoints.quantization_modules import Quantization, is_head, is_router, regex
-from blockdraft.checkpoints.schemes import AwqScheme, GptqScheme, Scheme
+from blockdraft.checkpoints.schemes import (
+    AwqScheme,
+    GptqScheme,
+    Quantization,
+    Scheme,
+    is_head,
+    is_router,
+)
 
 _REGEX_CHARACTERS = frozenset("*+?^$()[]{}|\\")
 
 
-@dataclass(frozen=True, slots=True)
-class _GptqSettings:
-    """Settings of GPTQ and AutoRound for all modules; some modules may change them."""
-
-    bits: int
-    zero_offset: int | None
-    group_size: int = 128
-    is_symmetric: bool = True
-    is_reordered: bool = False
-
-    def changed(self, fields: Fields) -> _GptqSettings:
-        return replace(
-            self,
-            bits=fields.get("bits", int, self.bits),
-            group_size=fields.get("group_size", int, self.group_size),
-            is_symmetric=fields.get("sym", bool, self.is_symmetric),
-            is_reordered=fields.get("desc_act", bool, self.is_reordered),
+def _changed(base: GptqScheme, fields: Fields) -> GptqScheme:
+    """Return `base` with the settings of `fields`: those of the checkpoint, or of some modules."""
+    scheme = replace(
+        base,
+        bits=fields.get("bits", int, base.bits),
+        group_size=_group_size(fields, fields.get("group_size", int, base.group_size or -1)),
+        is_symmetric=fields.get("sym", bool, base.is_symmetric),
+        is_reordered=fields.get("desc_act", bool, base.is_reordered),
+    )
+    if scheme.bits not in (4, 8):
+        raise fields.error(f"says {fields.prefix}bits = {scheme.bits}; {base.name} is read with 4 or 8 bits")
+    if scheme.zero_offset is None and not scheme.is_symmetric:
+        raise fields.error(
+            f"says {fields.prefix}sym = false with a packing_format whose zero points are ambiguous; "
+            "use one in 'auto_round:auto_gptq' or 'auto_round:auto_awq'"
         )
-
-    def scheme(self, fields: Fields, method: str) -> Scheme:
-        if self.bits not in (4, 8):
-            raise fields.error(f"says {fields.prefix}bits = {self.bits}; {method} is read with 4 or 8 bits")
-        if self.zero_offset is None and not self.is_symmetric:
-            raise fields.error(
-                f"says {fields.prefix}sym = false with a packing_format whose zero points are ambiguous; "
-                "use one in 'auto_round:auto_gptq' or 'auto_round:auto_awq'"
-            )
-        return GptqScheme(
-            name=f"{method}, {self.bits} bit",
-            bits=self.bits,
-            group_size=_group_size(fields, self.group_size),
-            is_symmetric=self.is_symmetric,
-            is_reordered=self.is_reordered,
-            zero_offset=self.zero_offset,
-        )
+    return scheme
 
 
 def read_gptq(section: Fields) -> Quantization:
@@ -58,11 +46,11 @@ def read_gptq(section: Fields) -> Quantization:
     layout = section.get("checkpoint_format", str, section.get("format", str, "gptq")).lower()
     if layout not in ("gptq", "gptq_v2"):
         raise section.wrong("checkpoint_format", layout, "which is not supported")
-    settings = _GptqSettings(section.get("bits", int), 1 if layout == "gptq" else 0).changed(section)
-    scheme = settings.scheme(section, "gptq")
+    zero_offset = 1 if layout == "gptq" else 0
+    scheme = _changed(GptqScheme("gptq", section.get("bits", int), 128, True, zero_offset), section)
     is_left_out = _left_out(section)
     inside = _flat_names(section, "modules_in_block_to_quantize")
-    dynamic = _dynamic(section, settings)
+    dynamic = _dynamic(section, scheme)
 
     def rule(module: str) -> Scheme | None:
         if is_left_out(module):
@@ -74,7 +62,7 @@ def read_gptq(section: Fields) -> Quantization:
                 return changed
         return scheme
 
-    return Quantization(f"gptq {settings.bits} bit", rule)
+    return Quantization(f"gptq {scheme.bits} bit", rule)
 
 
 def _left_out(section: Fields) -> Callable[[str], bool]:
@@ -83,14 +71,14 @@ def _left_out(section: Fields) -> Callable[[str], bool]:
     return lambda module: is_router(module) or (is_head(module) and not has_head)
 
 
-def _dynamic(section: Fields, settings: _GptqSettings) -> list[tuple[re.Pattern[str], Scheme | None]]:
-    """GPTQModel's exceptions: "-:" before an expression skips modules, "+:" or no prefix changes settings."""
+def _dynamic(section: Fields, scheme: GptqScheme) -> list[tuple[re.Pattern[str], Scheme | None]]:
+    """Read GPTQModel's exceptions: "-:" and an expression skips modules, "+:" or nothing changes settings."""
     rules = section.section("dynamic")
     exceptions: list[tuple[re.Pattern[str], Scheme | None]] = []
     for key in rules.raw:
         sign, pattern = (key[0], key[2:]) if key[:2] in ("-:", "+:") else ("+", key)
-        changed = None if sign == "-" else settings.changed(rules.section(key)).scheme(section, "gptq")
-        exceptions.append((regex(section, "dynamic", pattern), changed))
+        changed = None if sign == "-" else _changed(scheme, rules.section(key))
+        exceptions.append((section.regex("dynamic", pattern), changed))
     return exceptions
 
 
@@ -124,23 +112,26 @@ def read_auto_round(section: Fields) -> Quantization:
     layout = section.get("packing_format", str, "auto_round").lower()
     if layout not in ("auto_round", "auto_round:gptq", "auto_round:auto_gptq", "auto_round:auto_awq"):
         raise section.wrong("packing_format", layout, "which is not supported")
-    is_awq = layout == "auto_round:auto_awq"
-    settings = _GptqSettings(section.get("bits", int), 1 if layout == "auto_round:auto_gptq" else None)
-    settings = replace(settings.changed(section), is_reordered=False)
+    bits, group_size = section.get("bits", int), section.get("group_size", int, 128)
+    zero_offset = 1 if layout == "auto_round:auto_gptq" else None
+    is_symmetric = section.get("sym", bool, True)
+    base = GptqScheme("auto-round (gptq)", bits, _group_size(section, group_size), is_symmetric, zero_offset)
 
-    def build(fields: Fields, settings: _GptqSettings) -> Scheme | None:
-        if settings.bits >= 16:
+    def build(fields: Fields) -> Scheme | None:
+        own_bits = fields.get("bits", int, bits)
+        if own_bits >= 16:
             return None
         fields.refuse("data_type", "int")
-        if is_awq:
-            return _awq_scheme(fields, bits=settings.bits, group_size=settings.group_size)
-        return settings.scheme(fields, "auto-round (gptq)")
+        if layout == "auto_round:auto_awq":
+            own_size = fields.get("group_size", int, group_size)
+            return _awq_scheme(fields, bits=own_bits, group_size=own_size)
+        return replace(_changed(base, fields), is_reordered=False)
 
-    scheme = build(section, settings)
+    scheme = build(section)
     extra = section.section("extra_config")
-    exact = {key: build(extra.section(key), settings.changed(extra.section(key))) for key in extra.raw}
+    exact = {key: build(extra.section(key)) for key in extra.raw}
     patterns = [
-        (regex(section, "extra_config", key), exact[key]) for key in exact if _REGEX_CHARACTERS & set(key)
+        (section.regex("extra_config", key), exact[key]) for key in exact if _REGEX_CHARACTERS & set(key)
     ]
     blocks = _comma_names(section, "block_name_to_quantize") or _comma_names(section, "to_quant_block_names")
 
@@ -154,7 +145,7 @@ def read_auto_round(section: Fields) -> Quantization:
             return scheme if module.startswith(tuple(blocks)) else None
         return None if is_head(module) else scheme
 
-    return Quantization(f"auto-round {settings.bits} bit", rule)
+    return Quantization(f"auto-round {bits} bit", rule)
 
 
 def _group_size(fields: Fields, size: int) -> int | None:

@@ -11,9 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import NamedTuple
 
-from blockdraft.checkpoints.config_fields import Fields, read_heads, read_rope, read_softcap, read_windows
+from blockdraft.checkpoints.config_fields import (
+    Fields,
+    T,
+    read_heads,
+    read_rope,
+    read_softcap,
+    read_windows,
+)
 from blockdraft.errors import ModelError
 from blockdraft.models.draft_config import KIND_NAMES, Dflash2Head, DraftConfig, DraftKind
 
@@ -40,10 +46,48 @@ SERVED = (
 
 def read_draft_config(raw: Mapping[str, object], *, name: str) -> DraftConfig:
     """Read the drafter that a config.json describes, in either layout."""
-    fields = Fields(raw, owner=name)
-    if "speculators_model_type" in raw:
-        return _speculators(fields)
-    return _zlab(fields)
+    fields, is_speculators = Fields(raw, owner=name), "speculators_model_type" in raw
+    kind = draft_kind(raw)
+    if kind is None:
+        raise _unsupported(fields)
+    dflash = fields if is_speculators else fields.section("dflash_config")  # the options of DFlash
+    body = fields.section("transformer_layer_config") if is_speculators else fields  # the Qwen3-style decoder
+    from_anchor = _from_anchor(dflash, fields, kind)
+    _refuse_variants(fields, dflash, kind, from_anchor=from_anchor)
+    body.refuse("hidden_act", "silu", "swish")
+    body.refuse("attention_bias", False)
+    windows, taps, is_causal = _layers(fields, dflash, body, kind)
+    hidden_size = body.positive("hidden_size")
+    num_heads, num_kv_heads, head_dim = read_heads(body, hidden_size)
+    vocab_size = body.positive("vocab_size")
+    mask_token_id = _either(dflash, fields, "mask_token_id", int)
+    return DraftConfig(
+        name=name,
+        block=_block(dflash, fields, from_anchor=from_anchor),
+        mask_token_id=fields.get("mask_token_id", int) if mask_token_id is None else mask_token_id,
+        taps=taps,
+        vocab_size=vocab_size,
+        draft_vocab_size=fields.positive("draft_vocab_size", vocab_size),
+        hidden_size=hidden_size,
+        intermediate_size=body.positive("intermediate_size"),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        norm_eps=body.above_zero("rms_norm_eps", 1e-6),
+        rope=read_rope(body, head_dim=head_dim),
+        windows=windows,
+        is_causal=is_causal,
+        has_anchored_window=is_speculators,
+        embedding_scale=dflash.optional("input_embedding_scale", float),
+        logit_scale=dflash.get("output_multiplier", float, 1.0),
+        logit_softcap=read_softcap(dflash) or read_softcap(fields),
+        target_hidden_size=fields.positive("target_hidden_size", hidden_size),
+        num_target_layers=None if is_speculators else fields.optional("num_target_layers", int),
+        drafts_from_anchor=from_anchor,
+        copies_head=kind == "dspark",
+        dflash2=_read_dflash2(dflash, fields, hidden_size, vocab_size) if kind == "dflash2" else None,
+        markov_rank=_markov_rank(dflash, fields) if kind == "dspark" else 0,
+    )
 
 
 def draft_block(raw: Mapping[str, object]) -> int:
@@ -78,156 +122,86 @@ def default_taps(num_target_layers: int, num_taps: int) -> tuple[int, ...]:
     return tuple(round(1 + index * span / (num_taps - 1)) for index in range(num_taps))
 
 
-def _zlab(fields: Fields) -> DraftConfig:
-    architectures = fields.items("architectures", str) or ()
-    kind = draft_kind(fields.raw)
-    if kind is None:
-        raise ModelError(
-            f"'{fields.owner}': {', '.join(architectures) or 'no architecture'} is not a supported DFlash "
-            f"drafter. {SERVED}"
-        )
-    dflash = fields.section("dflash_config")
-    source = _source(fields, dflash, fields, kind)
-    num_target_layers = fields.optional("num_target_layers", int)
-    windows = _zlab_windows(fields, dflash)
-    taps = dflash.items("target_layer_ids", int)
-    taps = fields.items("target_layer_ids", int) if taps is None else taps
-    if taps is None:
-        if num_target_layers is None:
-            raise fields.error("has neither dflash_config.target_layer_ids nor num_target_layers")
-        taps = default_taps(num_target_layers, len(windows))
-    block = dflash.optional("block_size", int)
-    block = fields.get("block_size", int, ZLAB_BLOCK) if block is None else block
-    mask = dflash.optional("mask_token_id", int)
-    mask = fields.get("mask_token_id", int) if mask is None else mask
-    causal = fields.optional("is_causal", bool)
-    for key in ("causal", "causal_head"):
-        causal = dflash.optional(key, bool) if causal is None else causal
-    return _draft(
-        source,
-        block=block,
-        mask_token_id=mask,
-        taps=taps,
-        windows=windows,
-        is_causal=tuple(window is not None if causal is None else causal for window in windows),
-        num_target_layers=num_target_layers,
-    )
+def _unsupported(fields: Fields) -> ModelError:
+    if "speculators_model_type" in fields.raw:
+        what = f"speculators model type '{fields.get('speculators_model_type', str)}'"
+    else:
+        what = ", ".join(fields.items("architectures", str) or ()) or "no architecture"
+    return ModelError(f"'{fields.owner}': {what} is not a supported DFlash drafter. {SERVED}")
 
 
-def _zlab_windows(fields: Fields, dflash: Fields) -> tuple[int | None, ...]:
-    num_layers = fields.positive("num_hidden_layers")
-    if dflash.get("use_swa", bool, False):
-        return (dflash.positive("swa_window_size"),) * num_layers
-    return read_windows(fields, num_layers)
+def _either(dflash: Fields, fields: Fields, key: str, kind: type[T]) -> T | None:
+    """Return an option in `dflash_config` or at the top level."""
+    value = dflash.optional(key, kind)
+    return fields.optional(key, kind) if value is None else value
 
 
-def _speculators(fields: Fields) -> DraftConfig:
-    kind = draft_kind(fields.raw)
-    if kind is None:
-        name = fields.get("speculators_model_type", str)
-        raise ModelError(f"'{fields.owner}': speculators model type '{name}' is not supported. {SERVED}")
-    body = fields.section("transformer_layer_config")
-    windows = read_windows(body, body.positive("num_hidden_layers"))
-    ids = fields.items("aux_hidden_state_layer_ids", int)
-    if not ids:
-        raise fields.error("has no 'aux_hidden_state_layer_ids'")
-    is_bidirectional = fields.get("sliding_window_non_causal", bool, kind == "dflash2")
-    return _draft(
-        _source(fields, fields, body, kind),
-        block=fields.positive("block_size", SPECULATORS_BLOCK),
-        mask_token_id=fields.get("mask_token_id", int),
-        taps=tuple(layer - 1 for layer in ids),
-        windows=windows,
-        is_causal=tuple(window is not None and not is_bidirectional for window in windows),
-        num_target_layers=None,
-    )
+def _from_anchor(dflash: Fields, fields: Fields, kind: DraftKind) -> bool:
+    """Return True if the anchor's column drafts, too."""
+    stored = _either(dflash, fields, "sample_from_anchor", bool)
+    return kind == "dspark" if stored is None else stored
 
 
-class _Source(NamedTuple):
-    """The sections of a layout."""
+def _block(dflash: Fields, fields: Fields, *, from_anchor: bool) -> int:
+    stored = _either(dflash, fields, "block_size", int)
+    if stored is None:
+        stored = SPECULATORS_BLOCK if "speculators_model_type" in fields.raw else ZLAB_BLOCK
+    if stored + from_anchor < 2:
+        raise fields.error(f"says block_size = {stored}, but a block is an anchor and at least one draft")
+    return stored + from_anchor
 
-    fields: Fields  # the whole file
-    dflash: Fields  # the options of DFlash
-    body: Fields  # the Qwen3-style decoder
-    kind: DraftKind  # as the file names it
-    from_anchor: bool  # the anchor's column drafts, too
 
-
-def _draft(
-    source: _Source,
-    *,
-    block: int,
-    mask_token_id: int,
-    taps: tuple[int, ...],
-    windows: tuple[int | None, ...],
-    is_causal: tuple[bool, ...],
-    num_target_layers: int | None,
-) -> DraftConfig:
-    fields, dflash, body, kind, from_anchor = source
-    if block + from_anchor < 2:
-        raise fields.error(f"says block_size = {block}, but a block is an anchor and at least one draft")
+def _layers(
+    fields: Fields, dflash: Fields, body: Fields, kind: DraftKind
+) -> tuple[tuple[int | None, ...], tuple[int, ...], tuple[bool, ...]]:
+    """Return the window of each layer, the taps, and which layers are causal inside the block."""
+    num_layers = body.positive("num_hidden_layers")
+    windows = read_windows(body, num_layers)
+    if body is not fields:
+        ids = fields.items("aux_hidden_state_layer_ids", int)
+        if not ids:
+            raise fields.error("has no 'aux_hidden_state_layer_ids'")
+        taps = tuple(layer - 1 for layer in ids)
+        causal = False if fields.get("sliding_window_non_causal", bool, kind == "dflash2") else None
+    else:
+        if dflash.get("use_swa", bool, False):
+            windows = (dflash.positive("swa_window_size"),) * num_layers
+        taps = _zlab_taps(fields, dflash, num_layers)
+        causal = fields.optional("is_causal", bool)
+        for key in ("causal", "causal_head"):
+            causal = dflash.optional(key, bool) if causal is None else causal
     if not taps or min(taps) < 0:
         raise fields.error(f"reads target layers {list(taps)}, but needs at least one, from 0 on")
-    body.refuse("hidden_act", "silu", "swish")
-    body.refuse("attention_bias", False)
-    hidden_size = body.positive("hidden_size")
-    num_heads, num_kv_heads, head_dim = read_heads(body, hidden_size)
-    vocab_size = body.positive("vocab_size")
-    softcap = read_softcap(dflash)
-    return DraftConfig(
-        name=fields.owner,
-        block=block + from_anchor,
-        mask_token_id=mask_token_id,
-        taps=taps,
-        vocab_size=vocab_size,
-        draft_vocab_size=fields.positive("draft_vocab_size", vocab_size),
-        hidden_size=hidden_size,
-        intermediate_size=body.positive("intermediate_size"),
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        norm_eps=body.above_zero("rms_norm_eps", 1e-6),
-        rope=read_rope(body, head_dim=head_dim),
-        windows=windows,
-        is_causal=is_causal,
-        has_anchored_window="speculators_model_type" in fields.raw,
-        embedding_scale=dflash.optional("input_embedding_scale", float),
-        logit_scale=dflash.get("output_multiplier", float, 1.0),
-        logit_softcap=softcap or read_softcap(fields),
-        target_hidden_size=fields.positive("target_hidden_size", hidden_size),
-        num_target_layers=num_target_layers,
-        drafts_from_anchor=from_anchor,
-        copies_head=kind == "dspark",
-        dflash2=_read_dflash2(dflash, fields, hidden_size, vocab_size) if kind == "dflash2" else None,
-        markov_rank=_markov_rank(source) if kind == "dspark" else 0,
-    )
+    return windows, taps, tuple(window is not None if causal is None else causal for window in windows)
 
 
-def _source(fields: Fields, dflash: Fields, body: Fields, kind: DraftKind) -> _Source:
-    stored = dflash.optional("sample_from_anchor", bool)
-    stored = fields.optional("sample_from_anchor", bool) if stored is None else stored
-    source = _Source(fields, dflash, body, kind, from_anchor=kind == "dspark" if stored is None else stored)
-    _refuse_variants(source)
-    return source
+def _zlab_taps(fields: Fields, dflash: Fields, num_layers: int) -> tuple[int, ...]:
+    taps = dflash.items("target_layer_ids", int)
+    taps = fields.items("target_layer_ids", int) if taps is None else taps
+    if taps is not None:
+        return taps
+    num_target_layers = fields.optional("num_target_layers", int)
+    if num_target_layers is None:
+        raise fields.error("has neither dflash_config.target_layer_ids nor num_target_layers")
+    return default_taps(num_target_layers, num_layers)
 
 
-def _markov_rank(source: _Source) -> int:
+def _markov_rank(dflash: Fields, fields: Fields) -> int:
     """Return the rank of DSpark's Markov head; 0: the drafter has none and drafts as DFlash does."""
-    fields = source.fields
-    place = source.dflash if source.dflash.raw.get("markov_rank") is not None else fields
-    is_speculators = "speculators_model_type" in fields.raw
-    rank = place.get("markov_rank", int, SPECULATORS_RANK if is_speculators else 0)
+    rank = _either(dflash, fields, "markov_rank", int)
+    if rank is None:
+        return SPECULATORS_RANK if "speculators_model_type" in fields.raw else 0
     if rank < 0:
-        raise place.wrong("markov_rank", rank, "expected 0 or a positive number")
+        raise fields.wrong("markov_rank", rank, "expected 0 or a positive number")
     return rank
 
 
-def _refuse_variants(source: _Source) -> None:
+def _refuse_variants(fields: Fields, dflash: Fields, kind: DraftKind, *, from_anchor: bool) -> None:
     """Refuse variants of DFlash that would load but draft nonsense."""
-    fields, dflash = (replace(one, remedy=SERVED) for one in (source.fields, source.dflash))
+    fields, dflash = replace(fields, remedy=SERVED), replace(dflash, remedy=SERVED)
     fields.refuse("use_gemma_norm", False)
     fields.refuse("rope_is_neox_style", True)
-    dflash.refuse("shift_label", source.from_anchor)
+    dflash.refuse("shift_label", from_anchor)
     dflash.refuse("attention_mode", "gqa")
     dflash.refuse("dspark_backbone_conv_enabled", False)
     dflash.refuse("attention_sink_bias", False)
@@ -235,17 +209,14 @@ def _refuse_variants(source: _Source) -> None:
     dflash.refuse("projector_type", "dspark")
     for place in (fields, dflash):
         place.refuse("markov_head_type", "vanilla")  # no published drafter has another
-        if source.kind != "dspark":
+        if kind != "dspark":
             place.refuse("markov_rank", 0)
-        if source.kind == "dflash2":
+        if kind == "dflash2":
             place.refuse("sample_from_anchor", False)
-    known = DFLASH2_KEYS if source.kind == "dflash2" else ()
+    known = DFLASH2_KEYS if kind == "dflash2" else ()
     for key in dflash.raw:
         if key.startswith(("lilicorr_", "conv_", "selector_")) and key not in known:
             dflash.refuse(key)
-
-
-# ---- DFlash2, and the heads of DSpark: all layouts use the same keys, in `section` or at the top level
 
 
 def _read_dflash2(section: Fields, top: Fields, hidden_size: int, vocab_size: int) -> Dflash2Head:

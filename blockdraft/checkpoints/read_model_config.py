@@ -1,6 +1,6 @@
 """Reads config.json of a target as a ModelConfig, with one reader per family. No torch here.
 
-Each reader refuses options that the family's module in blockdraft/models does not implement. A multimodal
+Each reader refuses options that blockdraft/models does not implement for the family. A multimodal
 checkpoint nests its text part in `text_config`; only that part is read, and `ModelConfig.left_out` names the
 others.
 """
@@ -53,43 +53,31 @@ FAMILIES: Mapping[str, Family] = {
 _OTHER_PARTS = {"vision_config": "vision", "audio_config": "audio"}
 _SLIDING, _FULL, _LINEAR = "sliding_attention", "full_attention", "linear_attention"
 
-# Options with which related models compute something else from the same tensors, and the values that change
-# nothing. Options that add tensors need no line: weights.py refuses tensors that it does not know.
-_VARIANTS: Mapping[str, tuple[object, ...]] = {
-    # attention
-    "is_causal": (True,),
-    "attn_logit_softcapping": (),
-    "attention_multiplier": (),
-    "attention_chunk_size": (),
-    "query_pre_attn_scalar": (),
-    "clip_qkv": (),
-    "attn_temperature_tuning": (False,),
-    "dual_chunk_attention_config": (),
-    "no_rope_layers": (),
-    "no_rope_layer_interval": (),
-    "rope_is_neox_style": (True,),
-    "rope_interleave": (False,),
-    "alibi": (False,),
-    # the residual stream
-    "embedding_multiplier": (1,),
-    "residual_multiplier": (1,),
-    "logits_scaling": (1,),
-    "logit_scale": (1,),
-    "scale_emb": (1,),
-    "scale_depth": (),
-    "dim_model_base": (),
-    "use_gemma_norm": (False,),
-    "use_parallel_residual": (False,),
-    # experts
-    "routed_scaling_factor": (1,),
-    "scoring_func": ("softmax",),
-    "topk_method": ("greedy",),
-    "n_group": (0, 1),
-    "topk_group": (0, 1),
-    # delta rules
-    "linear_attn_config": (),
-    "allow_neg_eigval": (False,),
-}
+# Options with which related models compute something else from the same tensors, by the values that change
+# nothing. Options that add tensors need no entry: weights.py refuses tensors that it does not know.
+_VARIANTS: tuple[tuple[tuple[object, ...], tuple[str, ...]], ...] = (
+    (
+        (),
+        (
+            *("attn_logit_softcapping", "attention_multiplier", "attention_chunk_size", "clip_qkv"),
+            *("query_pre_attn_scalar", "dual_chunk_attention_config", "no_rope_layers"),
+            *("no_rope_layer_interval", "scale_depth", "dim_model_base", "linear_attn_config"),
+        ),
+    ),
+    (
+        (False,),
+        (
+            *("attn_temperature_tuning", "rope_interleave", "alibi", "use_gemma_norm"),
+            *("use_parallel_residual", "allow_neg_eigval"),
+        ),
+    ),
+    ((True,), ("is_causal", "rope_is_neox_style")),
+    ((1,), ("embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale", "scale_emb")),
+    ((1,), ("routed_scaling_factor",)),
+    ((0, 1), ("n_group", "topk_group")),
+    (("softmax",), ("scoring_func",)),
+    (("greedy",), ("topk_method",)),
+)
 _VARIANT_PREFIXES = ("mamba_", "mup_")
 _HARMLESS = {"mamba_ssm_dtype"}  # the dtype of the state; ours is never narrower than float32
 
@@ -107,8 +95,8 @@ def read_target(raw: Mapping[str, object], tensors: Collection[str] | None, *, n
 
 def read_model_config(raw: Mapping[str, object], *, name: str) -> ModelConfig:
     """Return the target that a config.json describes; ModelError if an option of it is not implemented."""
-    family = _family(Fields(raw, owner=name))
-    whole = Fields(raw, owner=name, module=f"{family}.py")
+    whole = Fields(raw, owner=name)
+    family = _family(whole)
     if "text_config" not in raw:
         return _read(family, whole)
     left_out = tuple(part for key, part in _OTHER_PARTS.items() if raw.get(key) is not None)
@@ -130,8 +118,9 @@ def _family(fields: Fields) -> Family:
 
 
 def _read(family: Family, fields: Fields) -> ModelConfig:
-    for key, neutral in _VARIANTS.items():
-        fields.refuse(key, *neutral)
+    for neutral, keys in _VARIANTS:
+        for key in keys:
+            fields.refuse(key, *neutral)
     for key in fields.raw:
         if key.startswith(_VARIANT_PREFIXES) and key not in _HARMLESS:
             fields.refuse(key)
@@ -169,10 +158,6 @@ def _llama(fields: Fields) -> Layers:
 def _qwen2(fields: Fields) -> Layers:
     fields.refuse("attention_bias", True)
     return _dense(fields, replace(_attention(fields), has_bias=True, has_out_bias=False))
-
-
-def _qwen3(fields: Fields) -> Layers:
-    return _dense(fields, _attention(fields))
 
 
 def _attention(
@@ -333,8 +318,8 @@ def _refuse_gemma_variants(fields: Fields) -> None:
     width = fields.get("hidden_size_per_layer_input", int, 256)
     if width:
         raise fields.error(
-            f"asks for hidden_size_per_layer_input = {width}: per-layer embeddings (Gemma 4 E2B and E4B), "
-            "which blockdraft/models/gemma4.py does not implement"
+            f"asks for hidden_size_per_layer_input = {width}: per-layer embeddings (Gemma 4 E2B and E4B) "
+            "are not implemented"
         )
 
 
@@ -436,7 +421,7 @@ def _gpt_oss(fields: Fields) -> Layers:
 _LAYERS: Mapping[Family, Callable[[Fields], Layers]] = {
     "llama": _llama,
     "qwen2": _qwen2,
-    "qwen3": _qwen3,
+    "qwen3": lambda fields: _dense(fields, _attention(fields)),
     "qwen3_moe": _qwen3_moe,
     "qwen3_next": _qwen3_next,
     "qwen3_5": _qwen3_5,

@@ -1,12 +1,12 @@
 """Quantisation schemes: the tensors that each stores for a projection, and how they become a `Packed` weight.
 
 A scheme lists its tensors by suffix, with shapes and dtypes, so the loader can check a checkpoint before it
-reads any data. `pack` checks them again, and also values that the layout does not allow.
+reads any data. `pack` refuses values that the layout does not allow.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -30,6 +30,8 @@ ACTIVATION_SCALES = (
     ".k_scale",
     ".v_scale",
 )
+# The last part of a router's name. AutoGPTQ, AutoAWQ and DeepSeek's fp8 never quantise routers.
+_ROUTERS = ("gate", "router", "shared_expert_gate")
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the position of rows 0, 1, 2 … in AWQ's words of eight codes
 
 
@@ -65,6 +67,23 @@ class Scheme(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Quantization:
+    """The quantisation of one checkpoint."""
+
+    name: str
+    # Returns the scheme of a module by its Hugging Face path (without ".weight"); None if it is plain.
+    scheme: Callable[[str], Scheme | None]
+
+
+def is_router(module: str) -> bool:
+    return module.rpartition(".")[2] in _ROUTERS
+
+
+def is_head(module: str) -> bool:
+    return module.rpartition(".")[2] == "lm_head"
+
+
+@dataclass(frozen=True, slots=True)
 class ScaledScheme:
     """fp8 or int8 `.weight` with one scale per block; None in `block` means the whole side of the matrix."""
 
@@ -87,7 +106,7 @@ class ScaledScheme:
         return specs
 
     def pack(self, tensors: Mapping[str, Tensor], shape: tuple[int, ...]) -> Packed:
-        found = _checked(self, tensors, shape)
+        found = _reshaped(self, tensors, shape)
         scale = found[self.scale_suffix]
         return Scaled(
             found[".weight"],
@@ -141,7 +160,7 @@ class Fp4Scheme:
         return specs
 
     def pack(self, tensors: Mapping[str, Tensor], shape: tuple[int, ...]) -> Packed:
-        found = _checked(self, tensors, shape)
+        found = _reshaped(self, tensors, shape)
         scale = found[self.scales]
         if self.divisor is not None and not bool((found[self.divisor] > 0).all()):
             value = found[self.divisor].item()
@@ -204,7 +223,7 @@ class GptqScheme:
         }
 
     def pack(self, tensors: Mapping[str, Tensor], shape: tuple[int, ...]) -> Packed:
-        found = _checked(self, tensors, shape)
+        found = _reshaped(self, tensors, shape)
         group_size = self.group_size or shape[-1]
         stored = word_codes(found[".qzeros"], self.bits)
         zero = stored + self._offset(stored)
@@ -263,7 +282,7 @@ class AwqScheme:
         }
 
     def pack(self, tensors: Mapping[str, Tensor], shape: tuple[int, ...]) -> Packed:
-        found = _checked(self, tensors, shape)
+        found = _reshaped(self, tensors, shape)
         return IntGroups(
             shape,
             {
@@ -305,7 +324,7 @@ class CompressedIntScheme:
         return specs
 
     def pack(self, tensors: Mapping[str, Tensor], shape: tuple[int, ...]) -> Packed:
-        found = _checked(self, tensors, shape)
+        found = _reshaped(self, tensors, shape)
         rows, columns = shape
         stored = tuple(found[".weight_shape"].tolist())
         if stored != shape:
@@ -346,24 +365,9 @@ def _group_index(scheme: Scheme, stored: Tensor | None, columns: int, group_size
     return stored.to(torch.int32).unsqueeze(0)
 
 
-def _checked(scheme: Scheme, tensors: Mapping[str, Tensor], shape: tuple[int, ...]) -> dict[str, Tensor]:
-    """Check the scheme's tensors and reshape each to its spec."""
-    found: dict[str, Tensor] = {}
-    for suffix, spec in scheme.tensors(shape).items():
-        tensor = tensors.get(suffix)
-        if tensor is None:
-            if spec.is_optional:
-                continue
-            raise ModelError(
-                f"{scheme.name}: the tensor '{suffix}' is missing for a weight of {list(shape)}."
-            )
-        if tensor.dtype not in spec.dtypes or not spec.accepts(tuple(tensor.shape)):
-            raise ModelError(
-                f"{scheme.name}: '{suffix}' is {tensor.dtype} {list(tensor.shape)}, expected "
-                f"{spec.dtypes[0]} {list(spec.shape)} for a weight of {list(shape)}."
-            )
-        found[suffix] = tensor.reshape(spec.shape)
-    return found
+def _reshaped(scheme: Scheme, tensors: Mapping[str, Tensor], shape: tuple[int, ...]) -> dict[str, Tensor]:
+    specs = scheme.tensors(shape)
+    return {suffix: tensors[suffix].reshape(specs[suffix].shape) for suffix in specs if suffix in tensors}
 
 
 def _one_matrix(scheme: Scheme, shape: tuple[int, ...]) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""TokenizerParts: the tokenizer of a checkpoint, with its chat template and special tokens."""
+"""Holds the tokenizer of a checkpoint."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import tokenizers
 
 @dataclass(frozen=True, slots=True)
 class TokenizerParts:
-    """See above."""
+    """A tokenizer with its chat template and special tokens."""
 
     tokenizer: tokenizers.Tokenizer
     chat_template: str | None

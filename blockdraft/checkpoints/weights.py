@@ -1,9 +1,8 @@
 """Loads a checkpoint into a model. Every shape and dtype is checked, and unknown tensors raise an error.
 
 A model is built on the meta device, without memory. `match_tensors` finds the tensors that fill each
-parameter. They are read one after another, in slices, into a plain parameter or a Packed weight, in the
-file's format or quantised here. At any time, memory holds the weights read so far and one slice, or the
-packed parts of one layer's experts.
+parameter. They are read one by one, in slices, into a plain parameter or a Packed weight, in the file's
+format or quantised here. Memory holds the weights read so far and one slice, or one layer's packed experts.
 """
 
 from __future__ import annotations
@@ -23,25 +22,23 @@ from blockdraft.checkpoints.folder_checkpoint import FolderCheckpoint
 from blockdraft.checkpoints.gguf_checkpoint import GgufCheckpoint
 from blockdraft.checkpoints.int8_weights import Int8Cache, column_factors
 from blockdraft.checkpoints.names import (
-    COPIED_HEAD,
     DRAFT_HEADS,
     DRAFT_LAYER,
-    DRAFT_SKIPPED,
     PREFIXES,
     ExpertNames,
     Names,
+    copied_rows,
+    draft_skipped,
     layer_names,
     skipped,
 )
 from blockdraft.checkpoints.quantization import read_quantization
-from blockdraft.checkpoints.quantization_modules import Quantization, is_router
-from blockdraft.checkpoints.schemes import Scheme, TensorSpec
+from blockdraft.checkpoints.schemes import Quantization, Scheme, TensorSpec, is_router
 from blockdraft.errors import ModelError
 from blockdraft.kernels.cpu import why_no_llvm
 from blockdraft.models.config import Storage
 from blockdraft.models.decoder import Decoder
 from blockdraft.models.dflash import DFlash
-from blockdraft.models.draft_config import DraftConfig
 from blockdraft.models.layers import Embedding, Linear, PlainLinear, RMSNorm
 from blockdraft.models.moe import ExpertLinear
 from blockdraft.models.packed import Dense, Packed, Scaled, join_rows, quantise_fp8, quantise_int8, stack_each
@@ -99,12 +96,12 @@ class Slot:
 
     @property
     def may_be_quantised(self) -> bool:
-        """False for routers and gates: they are tiny, and decide what runs."""
+        """Return False for routers and gates: they are tiny, and decide what runs."""
         is_plain = isinstance(self.module, PlainLinear) or any(is_router(one.source) for one in self.pieces)
         return self.is_projection and not is_plain
 
     def uses_int8_matrix(self, storage: Storage, device: torch.device) -> bool:
-        """Whether the weight becomes an Int8Matrix: on a CPU with int8 kernels, heads included."""
+        """Return True if the weight becomes an Int8Matrix: on a CPU with int8 kernels, heads included."""
         if storage != "int8" or self.parameter.dtype != torch.float32:
             return False
         is_matrix = self.may_be_quantised and isinstance(self.module, Linear)
@@ -116,71 +113,36 @@ class Slot:
         setattr(self.module, self.attribute, value)
 
 
-@dataclass(frozen=True, slots=True)
-class Account:
-    """The tensors of a checkpoint that are loaded, and the reasons why others are not."""
-
-    consumed: frozenset[str]
-    skipped: Mapping[str, str]  # name -> reason
-
-
-def load_decoder(
-    model: Decoder,
+def load_checkpoint(
+    model: Decoder | DFlash,
     checkpoint: Checkpoint,
     *,
     storage: Storage,
     device: torch.device,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
-    """Fill a target that was built on the meta device; `progress` gets parameters done and in all."""
+    """Fill a model that was built on the meta device; `progress` gets parameters done and in all."""
     factors = column_factors(known_name(checkpoint.name)) if storage == "int8" else {}
     kept = None
-    if isinstance(checkpoint, GgufCheckpoint) and _has_int8_matrices(storage, device):
-        kept = Int8Cache([checkpoint.file], factors)
+    # A target in a folder may be large, and hashing its files slow.
+    is_cached = isinstance(model, DFlash) or isinstance(checkpoint, GgufCheckpoint)
+    if is_cached and storage == "int8" and why_no_llvm(torch.float32, device) is None:
+        assert isinstance(checkpoint, FolderCheckpoint | GgufCheckpoint)
+        kept = Int8Cache(checkpoint.files, factors)
     reader = _Reader(checkpoint, checkpoint.tensors(), storage, device, factors, kept)
     slots = reader.load(model, progress)
-    if model.head is None:
+    if isinstance(model, Decoder) and model.head is None:
         (embedding,) = next(slot.pieces for slot in slots if slot.module is model.embedding)
         _check_tied(checkpoint, embedding.tensor, f"{_head_name(reader.tensors)}.weight")
 
 
-def load_drafter(model: DFlash, checkpoint: Checkpoint, *, storage: Storage, device: torch.device) -> None:
-    """Fill a drafter that was built on the meta device; both layouts use the same names."""
-    kept = None
-    if isinstance(checkpoint, FolderCheckpoint) and _has_int8_matrices(storage, device):
-        kept = Int8Cache(checkpoint.files, {})
-    _Reader(checkpoint, checkpoint.tensors(), storage, device, kept=kept).load(model)
-
-
-def check_copies(checkpoint: Checkpoint, config: DraftConfig) -> None:
-    """Check the shapes of copies of the target's embedding and head, which are not loaded."""
-    if not config.copies_head:
-        return
-    tensors = checkpoint.tensors()
-    for name, num_rows in {"embed_tokens": config.vocab_size, "lm_head": config.draft_vocab_size}.items():
-        info, shape = tensors.get(f"{name}.weight"), (num_rows, config.hidden_size)
-        if info is not None and info.shape != shape:
-            raise ModelError(
-                f"'{checkpoint.name}': tensor '{name}.weight' has shape {list(info.shape)}, but config.json "
-                f"asks for {list(shape)}. Check that the files belong together."
-            )
-
-
-def _has_int8_matrices(storage: Storage, device: torch.device) -> bool:
-    """Whether weights become Int8Matrix, whose packing is worth caching."""
-    return storage == "int8" and why_no_llvm(torch.float32, device) is None
-
-
 def match_tensors(
-    model: Decoder | DFlash,
-    checkpoint: Checkpoint,
-    tensors: Mapping[str, TensorInfo],
-    is_zero: Callable[[str], bool] = lambda tensor: True,
-) -> tuple[list[Slot], Account]:
-    """Find the tensors and the scheme of every parameter. Reads no tensors, except biases through `is_zero`.
+    model: Decoder | DFlash, checkpoint: Checkpoint, tensors: Mapping[str, TensorInfo]
+) -> list[Slot]:
+    """Find the tensors and the scheme of every parameter.
 
     Raises ModelError if a tensor is missing, unknown, or of the wrong shape or dtype. GPTQ exporters write a
-    bias of zeros for every projection; biases that `is_zero` confirms are ignored.
+    bias of zeros for every projection: such biases are read, and ignored.
     """
     name = checkpoint.name
     slots = slots_of(model, tensors)
@@ -192,11 +154,14 @@ def match_tensors(
             else slot
             for slot in slots
         ]
-    if isinstance(model, DFlash):
-        skips = DRAFT_SKIPPED | (COPIED_HEAD if model.config.copies_head else {})
-    else:
-        skips = skipped(model.config)
-    return slots, _check(name, tensors, slots, skips, is_zero)
+    skips = draft_skipped(model.config) if isinstance(model, DFlash) else skipped(model.config)
+    _check(checkpoint, tensors, slots, re.compile("|".join(skips)))
+    if isinstance(model, DFlash) and model.config.copies_head:
+        for tensor, num_rows in copied_rows(model.config).items():
+            if tensor in tensors:
+                spec = TensorSpec((num_rows, model.config.hidden_size), _FLOATS)
+                _check_tensor(name, tensors, tensor, spec, scheme=None)
+    return slots
 
 
 # ---- which tensors fill which parameter
@@ -319,42 +284,29 @@ def _named(name: str, piece: TensorPiece, error: ModelError) -> ModelError:
 
 
 def _check(
-    name: str,
+    checkpoint: Checkpoint,
     tensors: Mapping[str, TensorInfo],
     slots: list[Slot],
-    skips: Mapping[str, str],
-    is_zero: Callable[[str], bool],
-) -> Account:
-    consumed: set[str] = set()
-    ignored: dict[str, str] = {}
+    skipped: re.Pattern[str],
+) -> None:
+    known: set[str] = set()
     biases = {piece.tensor for slot in slots if slot.attribute == "bias" for piece in slot.pieces}
     for piece in (piece for slot in slots for piece in slot.pieces):
         for tensor, spec in piece.stored().items():
             if not spec.is_optional or tensor in tensors:
-                _check_tensor(name, tensors, tensor, spec, piece)
-                consumed.add(tensor)
+                _check_tensor(checkpoint.name, tensors, tensor, spec, piece.scheme)
+                known.add(tensor)
         if piece.scheme is not None:
-            ignored |= {
-                piece.source + suffix: "activations are not quantised" for suffix in piece.scheme.ignored
-            }
+            known |= {piece.source + suffix for suffix in piece.scheme.ignored}
             bias = f"{piece.source}.bias"
-            if bias in tensors and bias not in biases and is_zero(bias):
-                ignored[bias] = "all zero"
-    patterns = {re.compile(pattern): reason for pattern, reason in skips.items()}
-    left: dict[str, str] = {}
-    unknown = []
-    for tensor in sorted(set(tensors) - consumed):
-        reasons = [reason for pattern, reason in patterns.items() if pattern.fullmatch(tensor)]
-        if tensor in ignored or reasons:
-            left[tensor] = ignored.get(tensor) or reasons[0]
-        else:
-            unknown.append(tensor)
+            if bias in tensors and bias not in biases and not checkpoint.read(bias).any():
+                known.add(bias)
+    unknown = sorted(tensor for tensor in tensors.keys() - known if not skipped.fullmatch(tensor))
     if unknown:
         raise ModelError(
-            f"'{name}': the file has {len(unknown)} tensors that this architecture does not use, "
+            f"'{checkpoint.name}': the file has {len(unknown)} tensors that this architecture does not use, "
             f"'{unknown[0]}' first. Without them it would be another model. See docs/models.md."
         )
-    return Account(frozenset(consumed), left)
 
 
 def _check_tied(checkpoint: Checkpoint, embedding: str, head: str) -> None:
@@ -371,16 +323,16 @@ def _check_tied(checkpoint: Checkpoint, embedding: str, head: str) -> None:
 
 
 def _check_tensor(
-    name: str, tensors: Mapping[str, TensorInfo], tensor: str, spec: TensorSpec, piece: TensorPiece
+    name: str, tensors: Mapping[str, TensorInfo], tensor: str, spec: TensorSpec, scheme: Scheme | None
 ) -> None:
     info = tensors.get(tensor)
     if info is None:
-        packing = "" if piece.scheme is None else f" (packed as {piece.scheme.name})"
+        packing = "" if scheme is None else f" (packed as {scheme.name})"
         raise ModelError(
             f"'{name}' has no tensor '{tensor}'{packing}: the files and config.json do not belong "
             "together, or the download is incomplete. Fetch the checkpoint again."
         )
-    is_right = info.shape == spec.shape if piece.scheme is None else spec.accepts(info.shape)
+    is_right = info.shape == spec.shape if scheme is None else spec.accepts(info.shape)
     if not is_right:
         raise ModelError(
             f"'{name}': tensor '{tensor}' has shape {list(info.shape)}, but config.json "
@@ -411,10 +363,7 @@ class _Reader:
     def load(
         self, model: Decoder | DFlash, progress: Callable[[int, int], None] = lambda done, total: None
     ) -> list[Slot]:
-        checkpoint = self.checkpoint
-        slots, _ = match_tensors(
-            model, checkpoint, self.tensors, lambda name: not bool(checkpoint.read(name).any())
-        )
+        slots = match_tensors(model, self.checkpoint, self.tensors)
         paths = {id(module): path for path, module in model.named_modules()}
         kept = {} if self.kept is None else self.kept.read()
         for index, slot in enumerate(slots):

@@ -1,4 +1,7 @@
-"""blockdraft bench: measure a server under load and compare it with plain decoding."""
+"""Measure an OpenAI-compatible server (blockdraft, vLLM, SGLang, llama.cpp). Without URL, start `blockdraft
+serve` with the engine flags below and measure its start too. Speculation is compared with plain decoding: our
+server can switch it off per request; for other servers give --baseline.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,11 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from blockdraft.cli.flags import add_settings, flags_of, given_settings, settings_from
-from blockdraft.cli.masking import masked
+from blockdraft.cli.flags import add_flags, add_settings, flags_of, given_settings, masked, settings_from
 from blockdraft.errors import BenchError
 from blockdraft.planner.resolver import asked_otherwise, with_drafter
 from blockdraft.settings.merge import flag_of
-from blockdraft.settings.settings import Settings, environment_api_key, forget_environment_settings
+from blockdraft.settings.settings import environment_api_key, forget_environment_settings
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -27,102 +29,69 @@ if TYPE_CHECKING:
 
 SUMMARY = "measure a server: speed, latency, acceptance, against plain decoding"
 USAGE = "blockdraft bench [URL] [flags]\n       blockdraft bench compare A.json B.json"
-DESCRIPTION = (
-    "Measure an OpenAI-compatible server (blockdraft, vLLM, SGLang, llama.cpp). Without URL, start "
-    "`blockdraft serve` with the engine flags below and measure its start too. Speculation is compared with "
-    "plain decoding: our server can switch it off per request; for other servers give --baseline."
-)
 EXIT_TROUBLE = 2
 EXIT_INTERRUPT = 130
 FILE_WIDTH = 160  # characters of a line that goes to no terminal; arbitrary
+SERVER_FLAGS = """
+--name NAME: the model to ask, if the server has several
+--api-key KEY: key to send to the server (default: $BLOCKDRAFT_API_KEY)
+--arms ARMS: plain,speculative: measure a server without drafts, then one with; for --engine vllm and sglang,
+  which cannot switch speculation off per request
+--engine-python PYTHON: Python of the environment that has vllm or sglang
+--baseline URL: another server of the same model, without speculation
+--no-baseline: do not measure plain decoding
+--start COMMAND: start and measure this server: 'vllm serve NAME --port {port}'; {port} becomes a free port
+--also-eager: also start our own server with --no-graphs, to compare the starts
+--start-timeout S: seconds a server may take to start (default: 1800)
+--timeout S: seconds a request may take (default: 600)
+"""
+LOAD_FLAGS = """
+--workload NAMES...: prompts: a built-in class (code, reasoning, dialogue, prose, qa, json, long_code,
+  summarise), all of these (all), program (short prompt, long answer), a data set (gsm8k, math500, humaneval,
+  mbpp, mt_bench, spec_bench), random words (random[:N]) or a JSONL file; give several with commas or by
+  repeating (default: code,reasoning,dialogue,prose)
+--concurrency N,…: requests at a time (default: 1)
+--rate X: send X requests per second, instead of --concurrency
+--depth N,…: tokens of context before each prompt (default: 0)
+--temperature X,…: sampling temperature (default: 0, greedy)
+--max-tokens N,…: longest answer in tokens (default: 256); NAME=N sets it for one workload
+--runs N: measure everything N times and show the spread (default: 1)
+--num-prompts N: send at least N requests per measurement (default: 8)
+--max-turns N: turns to ask of a conversation (default: all)
+--ignore-eos: every answer has exactly --max-tokens tokens
+--cached: allow prefix caching (default: every prompt is made unique)
+--thinking {on,off}: let the model think or not (default: the model's own)
+--data FOLDER: folder of data sets, such as gsm8k_test.jsonl.gz
+--offline: do not download data sets
+--prompt-seed N: seed of prompts and arrival times (default: 0)
+--processes N: send requests from at most N processes (default: half of the cores)
+--no-headroom: do not first measure how fast this client can read (1 s per load)
+--table NAME: measure the rows of a published table: z-lab, spark, forum or mt-bench
+"""
+OUTPUT_FLAGS = """
+--out PATH: write PATH.json, PATH.md and PATH.html (default: blockdraft-bench-TIME; 'none': no files)
+--json: print JSON instead of the table
+"""
+
+WITHOUT_DRAFTER: dict[str, object] = {
+    "draft": "none",
+    "draft_ngram": "auto",
+    "width": "auto",
+    "draft_quantization": "auto",
+    "draft_attention_backend": None,
+    "synthetic_acceptance": None,
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group
     parser.add_argument(
         "target", nargs="*", metavar="URL", help="a running server; or: compare A.json B.json"
     )
-    _add_server(parser)
-    _add_load(parser)
-    add = parser.add_argument_group("output").add_argument
-    add(
-        "--out",
-        metavar="PATH",
-        help="write PATH.json, PATH.md and PATH.html (default: blockdraft-bench-TIME; 'none': no files)",
-    )
-    add("--json", dest="prints_json", action="store_true", help="print JSON instead of the table")
+    add_flags(add("server"), SERVER_FLAGS, start_timeout=1800.0, timeout=600.0)
+    add_flags(add("load"), LOAD_FLAGS, depth="0", prompt_seed=0)
+    add_flags(add("output"), OUTPUT_FLAGS, json={"dest": "prints_json"})
     add_settings(parser)
-
-
-def _add_server(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("server").add_argument
-    add("--name", help="the model to ask, if the server has several")
-    add("--api-key", metavar="KEY", help="key to send to the server (default: $BLOCKDRAFT_API_KEY)")
-    add(
-        "--arms",
-        metavar="ARMS",
-        help="plain,speculative: start, measure and stop one server without drafts, then one with drafts; "
-        "for --engine vllm and sglang, which cannot switch speculation off per request",
-    )
-    add("--engine-python", metavar="PYTHON", help="Python of the environment that has vllm or sglang")
-    add("--baseline", metavar="URL", help="another server of the same model, without speculation")
-    add("--no-baseline", action="store_true", help="do not measure plain decoding")
-    add(
-        "--start",
-        metavar="COMMAND",
-        help="start this server first and measure its start; {port} becomes a free port, e.g. "
-        "'vllm serve NAME --port {port}'",
-    )
-    add(
-        "--also-eager",
-        action="store_true",
-        help="also start our own server with --no-graphs, to compare the starts",
-    )
-    start_help = "seconds a server may take to start (default: 1800)"
-    add("--start-timeout", type=float, default=1800.0, metavar="S", help=start_help)
-    add("--timeout", type=float, default=600.0, metavar="S", help="seconds a request may take (default: 600)")
-
-
-def _add_load(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("load").add_argument
-    add(
-        "--workload",
-        action="append",
-        metavar="NAMES",
-        help="prompts: a built-in class (code, reasoning, dialogue, prose, qa, json, long_code, summarise), "
-        "all of these (all), program (short prompt, long answer), a data set (gsm8k, math500, humaneval, "
-        "mbpp, mt_bench, spec_bench), random words (random[:N]) or a JSONL file; give several with commas "
-        "or by repeating (default: code,reasoning,dialogue,prose)",
-    )
-    add("--concurrency", metavar="N,…", help="requests at a time (default: 1)")
-    add("--rate", type=float, metavar="R", help="send R requests per second, instead of --concurrency")
-    add("--depth", default="0", metavar="N,…", help="tokens of context before each prompt (default: 0)")
-    add("--temperature", metavar="T,…", help="sampling temperature (default: 0, greedy)")
-    add(
-        "--max-tokens",
-        metavar="N",
-        help="longest answer in tokens (default: 256); NAME=N sets it for one workload; several with commas",
-    )
-    add("--runs", type=int, metavar="N", help="measure everything N times and show the spread (default: 1)")
-    add("--num-prompts", type=int, metavar="N", help="requests per measurement, at least (default: 8)")
-    add("--max-turns", type=int, metavar="N", help="turns to ask of a conversation (default: all)")
-    add("--ignore-eos", action="store_true", help="every answer has exactly --max-tokens tokens")
-    add("--cached", action="store_true", help="allow prefix caching (default: every prompt is made unique)")
-    add("--thinking", choices=["on", "off"], help="let the model think or not (default: the model's own)")
-    add("--data", type=Path, metavar="DIR", help="folder of data sets, e.g. gsm8k_test.jsonl.gz")
-    add("--offline", action="store_true", help="do not download data sets")
-    add(
-        "--prompt-seed",
-        type=int,
-        default=0,
-        metavar="N",
-        help="seed of prompts and arrival times (default: 0)",
-    )
-    processes_help = "processes that send requests, at most (default: half of the cores)"
-    add("--processes", type=int, metavar="N", help=processes_help)
-    headroom_help = "do not measure first how fast this client can read (1 s per load)"
-    add("--no-headroom", action="store_true", help=headroom_help)
-    table_help = "measure what a published table shows: z-lab, spark, forum or mt-bench"
-    add("--table", metavar="NAME", help=table_help)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -217,21 +186,9 @@ def _session(args: argparse.Namespace, options: Options) -> Session:
     if "speculative" in options.arms_in_turn and with_drafter(settings).draft in (None, "none"):
         raise BenchError(f"--arms {options.arms}: no drafter is known for '{settings.model}': give --draft.")
     python = [] if args.engine_python is None else ["--engine-python", args.engine_python]
-    flags, plain = ([*flags_of(one), *python] for one in (settings, _without_drafter(settings)))
+    plain_settings = asked_otherwise(settings, **WITHOUT_DRAFTER)
+    flags, plain = ([*flags_of(one), *python] for one in (settings, plain_settings))
     return Session(options, grid, console, server_flags=flags, plain_flags=plain, shown_flags=masked(flags))
-
-
-def _without_drafter(settings: Settings) -> Settings:
-    """Return the settings for plain decoding: no drafter, and none of its settings."""
-    return asked_otherwise(
-        settings,
-        draft="none",
-        draft_ngram="auto",
-        width="auto",
-        draft_quantization="auto",
-        draft_attention_backend=None,
-        synthetic_acceptance=None,
-    )
 
 
 def _compare(paths: Sequence[str], *, out: str, prints_json: bool) -> int:
@@ -241,11 +198,11 @@ def _compare(paths: Sequence[str], *, out: str, prints_json: bool) -> int:
     from blockdraft.bench.report import load_report, output_paths
 
     if len(paths) != 2:
-        raise BenchError(
-            f"compare takes two reports, not {len(paths)}: blockdraft bench compare A.json B.json"
-        )
+        usage = "blockdraft bench compare A.json B.json"
+        raise BenchError(f"compare takes two reports, not {len(paths)}: {usage}")
     a, b = (load_report(Path(path)) for path in paths)
-    names = _short_names(paths)
+    short = Path(paths[0]).name, Path(paths[1]).name  # without folders: reports may be shared
+    names = short if short[0] != short[1] else (paths[0], paths[1])
     compare.refuse_other_models(a, b, names)
     if is_joinable(a, b):
         _show(join(a, b, names), output_paths(out), prints_json=prints_json)
@@ -256,12 +213,6 @@ def _compare(paths: Sequence[str], *, out: str, prints_json: bool) -> int:
     else:
         _stdout().print(compare.terminal(comparison))
     return 0
-
-
-def _short_names(paths: Sequence[str]) -> tuple[str, str]:
-    """Return the file names, with their folders only if the names are equal: reports may be shared."""
-    short = Path(paths[0]).name, Path(paths[1]).name
-    return short if short[0] != short[1] else (paths[0], paths[1])
 
 
 def _stdout() -> Console:

@@ -1,20 +1,16 @@
-"""blockdraft chat: talk in the terminal to a local model or to a server."""
+"""Talk in the terminal to a model that is loaded here, or to any OpenAI-compatible server (http://…). /help
+lists commands, Ctrl-C stops an answer, Ctrl-D ends the conversation. Piped input is read as one question per
+line; only the answers go to stdout.
+"""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import TYPE_CHECKING
 
-from blockdraft.cli.flags import (
-    add_model,
-    add_sampling,
-    add_settings,
-    add_verbose,
-    given_settings,
-    sampling_from,
-)
+from blockdraft.cli import flags
 from blockdraft.engine.request import SamplingParams
 from blockdraft.engine.sampling_defaults import NAMES as SAMPLING_NAMES
 from blockdraft.errors import RequestError, SettingsError
@@ -27,27 +23,23 @@ if TYPE_CHECKING:
 
 SUMMARY = "talk to a model in the terminal"
 USAGE = "blockdraft chat [MODEL | URL] [flags]"
-DESCRIPTION = (
-    "Talk in the terminal to a model that is loaded here, or to any OpenAI-compatible server (http://…). "
-    "/help lists commands, Ctrl-C stops an answer, Ctrl-D ends the conversation. Piped input is read as one "
-    "question per line; only the answers go to stdout."
-)
 MAX_TOKENS = 2048
+FLAGS = """
+--system TEXT: the system message
+--api-key KEY: key to send to the server (default: $BLOCKDRAFT_API_KEY)
+"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model(parser, "MODEL | URL", "model or server to talk to (default: the default model)")
-    parser.add_argument("--system", metavar="TEXT", help="the system message")
-    parser.add_argument(
-        "--api-key", metavar="KEY", help="key to send to the server (default: $BLOCKDRAFT_API_KEY)"
-    )
-    add_verbose(parser)
-    add_sampling(parser, max_tokens=MAX_TOKENS, is_chat=True)
-    add_settings(parser, leave_out=("seed", "tool_format", "engine", *LAUNCH_SETTINGS))
+    flags.add_model(parser, "MODEL | URL", "model or server to talk to (default: the default model)")
+    flags.add_flags(parser, FLAGS)
+    flags.add_verbose(parser)
+    flags.add_sampling(parser, max_tokens=MAX_TOKENS, is_chat=True)
+    flags.add_settings(parser, leave_out=("seed", "tool_format", "engine", *LAUNCH_SETTINGS))
 
 
 def run(args: argparse.Namespace) -> int:
-    sampling_from(args)  # raises errors before the model is loaded
+    flags.sampling_from(args)  # raises errors before the model is loaded
     is_remote = (args.model_first or "").startswith(("http://", "https://"))
     answerer = _server(args) if is_remote else _model(args)
     from blockdraft.cli.chat_talk import Talk
@@ -59,17 +51,17 @@ def _model(args: argparse.Namespace) -> Answerer:
     from blockdraft.cli.chat_answers import LocalModel
     from blockdraft.cli.generate import open_llm
 
-    settings = merge_settings(given_settings(args) | {"engine": "native"}).settings
-    llm, _ = open_llm(args, settings)
+    settings = merge_settings(flags.given_settings(args) | {"engine": "native"}).settings
+    llm, _ = open_llm(args, asdict(settings))
     if not llm.tokenizer.has_chat_template:
         raise RequestError(f"'{settings.model}' has no chat template: use `blockdraft generate --raw`.")
-    sampling = sampling_from(args, llm.engine.models.sampling)
+    sampling = flags.sampling_from(args, llm.engine.models.sampling)
     return LocalModel(llm, sampling, public_id(settings.model) + settings.suffix)
 
 
 def _server(args: argparse.Namespace) -> Answerer:
     url, args.model_first = args.model_first, None
-    given = given_settings(args)
+    given = flags.given_settings(args)
     name = given.pop("model", None)
     if given:
         flag = flag_of(next(iter(given)))
@@ -86,7 +78,7 @@ def _server(args: argparse.Namespace) -> Answerer:
 
 def sampling_fields(args: argparse.Namespace) -> dict[str, object]:
     """Return only what the flags give: the server knows the recommended values of its model."""
-    asked, usual = sampling_from(args), SamplingParams()
+    asked, usual = flags.sampling_from(args), SamplingParams()
     return {
         item.name: getattr(asked, item.name)
         for item in fields(SamplingParams)

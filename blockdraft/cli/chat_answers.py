@@ -1,4 +1,4 @@
-"""Answers questions of a chat with a model in this process, or with a server."""
+"""Answer the questions of a chat with a model in this process, or with a server."""
 
 from __future__ import annotations
 
@@ -19,19 +19,18 @@ if TYPE_CHECKING:
     from blockdraft.bench.endpoint import Endpoint
     from blockdraft.engine.request import Metrics, SamplingParams
     from blockdraft.llm import LLM
-    from blockdraft.tool_calls.thoughts import Splitter
 
 Message = dict[str, object]
 SILENCE_S = 600.0  # without data, then the server is given up; our server's own limit is the same
 OVERFLOW = "context_length_exceeded"  # OpenAI's code
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class AnswerFigures:
     """Tokens, seconds and drafts of an answer; `steps` is None where unknown."""
 
-    num_tokens: int
-    seconds: float
+    num_tokens: int = 0
+    seconds: float = 0.0
     steps: int | None = None
     drafted: int = 0
     accepted: int = 0
@@ -74,11 +73,14 @@ class LocalModel:
 
     def answer(self, messages: Sequence[Message], *, with_drafts: bool) -> Iterator[ChatPiece]:
         from blockdraft.server.api.choices import DraftMarks
+        from blockdraft.tool_calls.thoughts import Splitter, begins_inside, find_tags
 
         tokenizer = self._llm.tokenizer
         prompt_ids = tokenizer.encode_chat(messages)
         marks = DraftMarks(tokenizer, prompt_ids, skip_special_tokens=True) if with_drafts else None
-        splitter = self._splitter(prompt_ids)
+        tags, splitter = find_tags(tokenizer), None
+        if tags is not None and not tags.special:  # else the text has no thoughts
+            splitter = Splitter(tags, is_inside=begins_inside(tags, tokenizer, prompt_ids))
         with interrupts_between_steps() as check:
             for delta in self._llm.stream(prompt_ids, self._sampling):
                 step = None if marks is None else marks.push(delta)
@@ -90,20 +92,9 @@ class LocalModel:
                     thought=thought,
                     tokens=() if step is None else tuple(step["tokens"]),
                     num_drafts=0 if step is None else step["accepted"],
-                    figures=None
-                    if delta.metrics is None
-                    else _local_figures(delta.metrics, delta.finish_reason),
+                    figures=_local_figures(delta.metrics, delta.finish_reason),
                 )
                 check()
-
-    def _splitter(self, prompt_ids: Sequence[int]) -> Splitter | None:
-        """Return a splitter of thoughts; None: the model writes no thoughts in its text."""
-        from blockdraft.tool_calls.thoughts import Splitter, begins_inside, find_tags
-
-        tags = find_tags(self._llm.tokenizer)
-        if tags is None or tags.special:
-            return None
-        return Splitter(tags, is_inside=begins_inside(tags, self._llm.tokenizer, prompt_ids))
 
 
 def _local_figures(metrics: Metrics | None, finish_reason: str | None) -> AnswerFigures | None:
@@ -158,21 +149,22 @@ class RemoteModel:
         if with_drafts:
             body["speculative"] = {"detail": True}
         begin_s = time.monotonic()
-        connection = self._connection()
+        parts = urlsplit(self._endpoint.url)
+        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        connection = kind(parts.hostname or "", parts.port, timeout=SILENCE_S)
         try:
-            reader = _StreamFigures(begin_s)
+            figures, num_chunks = AnswerFigures(), 0
             for chunk in self._chunks(connection, body):
-                yield reader.piece(chunk)
-            yield ChatPiece(figures=reader.figures())
+                piece = _read_chunk(chunk, figures)
+                num_chunks += bool(piece.text)
+                yield piece
+            figures.seconds = time.monotonic() - begin_s
+            figures.num_tokens = figures.num_tokens or num_chunks  # without usage, a chunk counts as a token
+            yield ChatPiece(figures=figures)
         except (OSError, http.client.HTTPException) as error:
             raise RequestError(f"{self.name} cannot be reached: {error or type(error).__name__}.") from None
         finally:
             connection.close()
-
-    def _connection(self) -> http.client.HTTPConnection:
-        parts = urlsplit(self._endpoint.url)
-        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        return kind(parts.hostname or "", parts.port, timeout=SILENCE_S)
 
     def _chunks(self, connection: http.client.HTTPConnection, body: Message) -> Iterator[Message]:
         from blockdraft.bench.wire import headers
@@ -202,46 +194,24 @@ class RemoteModel:
         return RequestError(one_line(message, self._api_key), code=OVERFLOW if is_overflow else None)
 
 
-class _StreamFigures:
-    """Reads the chunks of one answer."""
+def _read_chunk(chunk: Message, figures: AnswerFigures) -> ChatPiece:
+    """Return the piece of an answer in one chunk, and note its figures."""
+    from blockdraft.bench.speculation import read_chunk
+    from blockdraft.bench.wire import inside
 
-    def __init__(self, begin_s: float) -> None:
-        self._begin_s = begin_s
-        self._num_tokens = self._num_chunks = 0
-        self._steps: int | None = None
-        self._drafted = self._accepted = 0
-        self._finish_reason = "stop"
-
-    def piece(self, chunk: Message) -> ChatPiece:
-        from blockdraft.bench.speculation import read_chunk
-        from blockdraft.bench.wire import inside
-
-        used = inside(chunk, "usage", "completion_tokens")
-        self._num_tokens = used if isinstance(used, int) else self._num_tokens
-        speculation = read_chunk(chunk)
-        if speculation is not None:
-            self._steps, self._drafted = speculation.steps, speculation.drafted
-            self._accepted = sum(speculation.accepted)
-        choices = chunk.get("choices")
-        choice = choices[0] if isinstance(choices, list) and choices else {}
-        self._finish_reason = choice.get("finish_reason") or self._finish_reason
-        delta, draft = choice.get("delta") or {}, choice.get("draft") or {}
-        text = delta.get("content") or ""
-        self._num_chunks += bool(text)
-        return ChatPiece(
-            text=text,
-            thought=delta.get("reasoning_content") or delta.get("reasoning") or "",
-            tokens=tuple(draft.get("tokens", ())),
-            num_drafts=draft.get("accepted", 0),
-        )
-
-    def figures(self) -> AnswerFigures:
-        """Return the figures; without usage, each chunk counts as one token."""
-        return AnswerFigures(
-            num_tokens=self._num_tokens or self._num_chunks,
-            seconds=time.monotonic() - self._begin_s,
-            steps=self._steps,
-            drafted=self._drafted,
-            accepted=self._accepted,
-            finish_reason=self._finish_reason,
-        )
+    used = inside(chunk, "usage", "completion_tokens")
+    figures.num_tokens = used if isinstance(used, int) else figures.num_tokens
+    speculation = read_chunk(chunk)
+    if speculation is not None:
+        figures.steps, figures.drafted = speculation.steps, speculation.drafted
+        figures.accepted = sum(speculation.accepted)
+    choices = chunk.get("choices")
+    choice = choices[0] if isinstance(choices, list) and choices else {}
+    figures.finish_reason = choice.get("finish_reason") or figures.finish_reason
+    delta, draft = choice.get("delta") or {}, choice.get("draft") or {}
+    return ChatPiece(
+        text=delta.get("content") or "",
+        thought=delta.get("reasoning_content") or delta.get("reasoning") or "",
+        tokens=tuple(draft.get("tokens", ())),
+        num_drafts=draft.get("accepted", 0),
+    )

@@ -1,16 +1,15 @@
-"""Reads questions from a terminal or a pipe, and writes answers."""
+"""Read questions from a terminal or a pipe, and write answers."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
-import io
 import sys
 from collections.abc import Callable, Sequence
 
 from rich.console import Console
 
-from blockdraft.errors import SettingsError
+from blockdraft.cli.flags import not_text, show_anything
 
 QUOTES = '"""'
 PROMPT, CONTINUED = ">>> ", "... "
@@ -24,8 +23,7 @@ class Screen:
     """Writes answers to stdout and notes to stderr."""
 
     def __init__(self) -> None:
-        if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="replace")  # an answer may hold what the terminal cannot show
+        show_anything()
         console = Console()  # knows NO_COLOR, TERM and what Windows can do
         self.is_terminal = sys.stdout.isatty()
         self.has_styles = self.is_terminal and console.color_system is not None and not console.legacy_windows
@@ -85,9 +83,7 @@ def _piped_line(prompt: str) -> str:
     try:
         line = sys.stdin.readline()
     except UnicodeDecodeError as error:
-        raise SettingsError(
-            f"stdin is not {error.encoding} text ({error.reason}): convert it to {error.encoding}."
-        ) from None
+        raise not_text(error) from None
     if not line:
         raise EOFError
     return line.removesuffix("\n")
@@ -99,12 +95,10 @@ def read_question(read_line: ReadLine) -> str:
     if line.lstrip().startswith(QUOTES):
         return _quoted(line.lstrip().removeprefix(QUOTES), read_line)
     lines = [line]
-    while lines[-1].endswith("\\"):
-        lines[-1] = lines[-1].removesuffix("\\")
-        try:
+    with contextlib.suppress(EOFError):
+        while lines[-1].endswith("\\"):
+            lines[-1] = lines[-1].removesuffix("\\")
             lines.append(read_line(CONTINUED))
-        except EOFError:
-            break
     return "\n".join(lines)
 
 

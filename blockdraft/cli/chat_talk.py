@@ -1,4 +1,4 @@
-"""Runs one conversation of questions and commands until the input ends."""
+"""Run one conversation of questions and commands until the input ends."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from blockdraft.cli.chat_screen import Screen, line_reader, read_question
 from blockdraft.errors import BlockdraftError, RequestError
 from blockdraft.settings.settings import suggestion
 
+WAY_ON = " /save FILE keeps the conversation, /reset starts over"
 EXIT_FAILED = 2  # one of the piped questions failed
 HELP = """\
 /system TEXT   set the system message; without TEXT, show it
@@ -47,7 +48,7 @@ class Talk:
             "/stats": self._show_stats,
             "/drafts": self._toggle_drafts,
             "/help": lambda _: self._screen.note(HELP),
-            "/exit": self._end,
+            "/exit": lambda _: setattr(self, "_is_over", True),
         }
         self._commands |= {theirs: self._commands[ours] for theirs, ours in OTHER_NAMES.items()}
 
@@ -93,7 +94,10 @@ class Talk:
             self._screen.note("(stopped)")
         except BlockdraftError as error:
             self._screen.end()
-            self._fail(error)
+            self._has_failed = True
+            text = " ".join(str(error).split())
+            is_overflow = isinstance(error, RequestError) and error.code == OVERFLOW
+            self._screen.note(f"error: {text}{f'{WAY_ON}.' if is_overflow else ''}")
         self._screen.end()
         if said:
             self._messages.append({"role": "assistant", "content": "".join(said)})
@@ -102,8 +106,7 @@ class Talk:
 
     def _stream(self, said: list[str]) -> None:
         """Write an answer as it comes, and note its text in `said`."""
-        system: list[Message] = [] if self._system is None else [{"role": "system", "content": self._system}]
-        answer = self._answerer.answer([*system, *self._messages], with_drafts=self._has_marks)
+        answer = self._answerer.answer(self._with_system(), with_drafts=self._has_marks)
         with closing(answer):  # type: ignore[type-var]
             for piece in answer:
                 if piece.text:
@@ -116,6 +119,10 @@ class Talk:
                 if piece.figures is not None:
                     self._note_end(piece.figures)
 
+    def _with_system(self) -> list[Message]:
+        system: list[Message] = [] if self._system is None else [{"role": "system", "content": self._system}]
+        return [*system, *self._messages]
+
     def _note_end(self, figures: AnswerFigures) -> None:
         self._figures.append(figures)
         if figures.finish_reason != "length":
@@ -124,16 +131,7 @@ class Talk:
         if self._max_tokens is not None and figures.num_tokens >= self._max_tokens:
             self._screen.note(f"(cut after {figures.num_tokens} tokens: raise --max-tokens for more)")
         else:
-            self._screen.note(
-                "(cut: the context is full. /save FILE keeps the conversation, /reset starts over)"
-            )
-
-    def _fail(self, error: BlockdraftError) -> None:
-        self._has_failed = True
-        text = " ".join(str(error).split())
-        if isinstance(error, RequestError) and error.code == OVERFLOW:
-            text += " /save FILE keeps the conversation, /reset starts over."
-        self._screen.note(f"error: {text}")
+            self._screen.note(f"(cut: the context is full.{WAY_ON})")
 
     # ---- commands
 
@@ -152,12 +150,10 @@ class Talk:
         if not name:
             self._screen.note("/save needs a file name")
             return
-        system: list[Message] = [] if self._system is None else [{"role": "system", "content": self._system}]
-        messages = [*system, *self._messages]
+        messages = self._with_system()
         if name.endswith(".json"):
-            text = json.dumps(
-                {"model": self._answerer.name, "messages": messages}, indent=1, ensure_ascii=False
-            )
+            said = {"model": self._answerer.name, "messages": messages}
+            text = json.dumps(said, indent=1, ensure_ascii=False)
         else:
             text = "\n\n".join(f"[{message['role']}]\n{message['content']}" for message in messages)
         path = Path(name).expanduser()
@@ -187,12 +183,8 @@ class Talk:
             shown = "on: accepted drafts are green, tokens of the target are not"
             self._screen.note(f"drafts {shown if self._has_marks else 'off'}")
 
-    def _end(self, _: str) -> None:
-        self._is_over = True
-
 
 def shown_figures(figures: list[AnswerFigures]) -> str:
-    """Return the figures of several answers together."""
     num_tokens, seconds = sum(one.num_tokens for one in figures), sum(one.seconds for one in figures)
     text = f"{num_tokens} tokens in {seconds:.1f} s: {num_tokens / seconds if seconds else 0.0:.1f} tok/s"
     counted = [one for one in figures if one.steps]

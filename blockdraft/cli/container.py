@@ -15,26 +15,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from blockdraft.cli.flags import flags_of, given_settings
+from blockdraft.cli.flags import flags_of, given_settings, masked
 from blockdraft.cli.main import EXIT_ERROR, parse
-from blockdraft.cli.masking import masked
 from blockdraft.errors import BlockdraftError, SettingsError
-from blockdraft.launch.container import (
-    OTHER_BACKENDS,
-    TUNED,
-    TUNED_BACKEND,
-    Wanted,
-    base_name,
-    check_model,
-    child_environment,
-    hub_id,
-    quantization_of,
-    read_container,
-    without_settings,
-)
+from blockdraft.launch import container
 from blockdraft.planner.resolver import asked_otherwise
 from blockdraft.settings.merge import MergedSettings, flag_of, merge_settings
-from blockdraft.settings.settings import DRAFT_WORDS, Settings, whole_environment
+from blockdraft.settings.settings import DRAFT_WORDS, whole_environment
 
 REVISIONS = ("--revision", "--code-revision")
 
@@ -44,27 +31,31 @@ def main(words: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if words is None else words
     environment = whole_environment()
     try:
-        _start(read_container(environment), words, environment)
+        _start(container.read_container(environment), words, environment)
     except BlockdraftError as error:
         print("blockdraft: error:", " ".join(str(error).split()), file=sys.stderr)
         return EXIT_ERROR
 
 
-def _start(wanted: Wanted, words: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
+def _start(wanted: container.Wanted, words: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
     program = shutil.which("blockdraft")
     if program is None:
         raise SettingsError("`blockdraft` is not on PATH: run this in the container it was made for.")
     argv, resolved, notes = serve_words(wanted, words)
     settings = resolved.settings
-    for name, variable in (("model", "MODEL_PATH"), ("draft", "DFLASH_DRAFTER")):
+    for name, own in (("model", "MODEL_PATH"), ("draft", "DFLASH_DRAFTER")):
         value = getattr(settings, name)
         if value is not None and value not in DRAFT_WORDS:
             source = resolved.sources[name]
-            check_model(value, variable=variable if source.startswith("--") else f"{name} of {source}")
-            _check_pin(value, settings.engine)
+            variable = own if source.startswith("--") else f"{name} of {source}"
+            container.check_model(value, variable=variable)
+            _, revision = container.hub_id(value) or ("", None)
+            if settings.engine != "native" and revision is not None:
+                way_out = f"Leave out @{revision} and put --revision {revision} into EXTRA_ARGS"
+                raise SettingsError(f"'{value}': {settings.engine} takes no NAME@REVISION. {way_out}.")
     for note in (*wanted.notes, *resolved.notes, *notes):
         _say(note)
-    child = child_environment(environment, wanted)
+    child = container.child_environment(environment, wanted)
     if settings.model == "default":  # the plan needs this file
         _run([program, "fetch"], child)
     tuned = _tuned(program, resolved, child)
@@ -73,10 +64,11 @@ def _start(wanted: Wanted, words: Sequence[str], environment: Mapping[str, str])
         _say(f"defaults for vLLM: {', '.join(f'{flag_of(name)} {value}' for name, value in tuned.items())}")
         argv += [f"{flag_of(name)}={value}" for name, value in tuned.items()]
     _run([program, "plan", *flags_of(settings)], child)
-    more, child = _fetch(settings, child)
+    sources = {"model": settings.model, "draft": settings.draft}
+    more, child = _fetch(sources, settings.engine, settings.engine_args, child)
     argv += more
     if tuned and resolved.sources["attention_backend"] == "default" and _takes_tuned_backend(settings.model):
-        argv.append(f"{flag_of('attention_backend')}={TUNED_BACKEND}")
+        argv.append(f"{flag_of('attention_backend')}={container.TUNED_BACKEND}")
     _say(f"starting: {shlex.join(['blockdraft', *masked(argv)])}")
     # The server replaces this process, so that it gets the container's signals.
     os.execve(program, [program, *argv], child)
@@ -84,7 +76,7 @@ def _start(wanted: Wanted, words: Sequence[str], environment: Mapping[str, str])
 
 def _run(words: Sequence[str], environment: Mapping[str, str]) -> None:
     """Run a command; exit with its code if it fails."""
-    done = subprocess.run(words, env=without_settings(environment), check=False)
+    done = subprocess.run(words, env=container.without_settings(environment), check=False)
     if done.returncode != 0:
         raise SystemExit(done.returncode)
 
@@ -95,13 +87,13 @@ def _tuned(program: str, resolved: MergedSettings, child: Mapping[str, str]) -> 
     is_meant = settings.engine == "vllm" and settings.model != "default" and resolved.recipe is None
     if not is_meant or settings.draft in (None, "none"):
         return {}
-    tuned: dict[str, Any] = {
-        name: value for name, value in TUNED.items() if resolved.sources[name] == "default"
-    }
+    unset = {name for name, source in resolved.sources.items() if source == "default"}
+    tuned: dict[str, Any] = {name: value for name, value in container.TUNED.items() if name in unset}
     longest = tuned.pop("max_model_len", None)
     for found in (tuned, dict[str, Any]()):  # try again without larger steps, which need memory
         words = [program, "plan", "--json", *flags_of(asked_otherwise(settings, **found))]
-        done = subprocess.run(words, env=without_settings(child), check=False, capture_output=True, text=True)
+        environment = container.without_settings(child)
+        done = subprocess.run(words, env=environment, check=False, capture_output=True, text=True)
         if done.returncode == 0:
             planned = int(json.loads(done.stdout)["capacity"]["max_model_len"])
             return found | ({} if longest is None else {"max_model_len": min(longest, planned)})
@@ -112,22 +104,15 @@ def _takes_tuned_backend(model: str) -> bool:
     """Return whether the model's kind works with the tuned attention backend; its files are present."""
     from blockdraft.checkpoints.fetch import hub_folder
 
-    found = hub_id(model)
+    found = container.hub_id(model)
     folder = Path(model) if found is None else hub_folder(found[0], revision=found[1], is_whole=False)
     kind = str(json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type", ""))
-    return not kind.startswith(OTHER_BACKENDS)
+    return not kind.startswith(container.OTHER_BACKENDS)
 
 
-def _check_pin(source: str, engine: str) -> None:
-    found = hub_id(source)
-    if engine != "native" and found is not None and found[1] is not None:
-        raise SettingsError(
-            f"'{source}': {engine} does not understand NAME@REVISION. Leave out @{found[1]} and put "
-            f"--revision {found[1]} into EXTRA_ARGS."
-        )
-
-
-def serve_words(wanted: Wanted, words: Sequence[str]) -> tuple[list[str], MergedSettings, list[str]]:
+def serve_words(
+    wanted: container.Wanted, words: Sequence[str]
+) -> tuple[list[str], MergedSettings, list[str]]:
     """Return the command line of the server, its settings, and notes on what was left out."""
     for flag in (word.partition("=")[0] for word in (*wanted.extra_args, *words)):
         if flag in ("--host", "--port"):
@@ -135,7 +120,7 @@ def serve_words(wanted: Wanted, words: Sequence[str]) -> tuple[list[str], Merged
     argv = ["serve", "--host=0.0.0.0", f"--port={wanted.port}"]
     settings, notes = dict(wanted.settings), []
     engine = _engine([*argv, *words])
-    quantization, engine_words = quantization_of(wanted, engine)
+    quantization, engine_words = container.quantization_of(wanted, engine)
     if quantization is not None:
         settings["quantization"] = quantization
     if engine == "native":
@@ -145,10 +130,9 @@ def serve_words(wanted: Wanted, words: Sequence[str]) -> tuple[list[str], Merged
             notes.append("ATTENTION_BACKEND is ignored: the native engine has its own")
     else:
         if wanted.turboquant:
-            raise SettingsError(
-                f"ENABLE_TURBOQUANT does not work with {engine} and a drafter (its turboquant_* repeat text, "
-                "vllm#53180): set KV_CACHE_DTYPE=fp8 instead, or leave out BLOCKDRAFT_ENGINE."
-            )
+            why = f"does not work with {engine} and a drafter (its turboquant_* repeat text, vllm#53180)"
+            way_out = "set KV_CACHE_DTYPE=fp8 instead, or leave out BLOCKDRAFT_ENGINE"
+            raise SettingsError(f"ENABLE_TURBOQUANT {why}: {way_out}.")
         passed_on = [*wanted.extra_args, *engine_words]
         extra = [f"--engine-args={shlex.join(passed_on)}"] if passed_on else []
     flags = [f"{flag_of(name)}={text}" for name, text in settings.items()]
@@ -161,31 +145,31 @@ def serve_words(wanted: Wanted, words: Sequence[str]) -> tuple[list[str], Merged
             "(a small model for a first try)."
         )
     if args.served_model_name is None:
-        argv.append(f"--served-model-name={wanted.served_name or base_name(resolved.settings.model)}")
+        name = wanted.served_name or container.base_name(resolved.settings.model)
+        argv.append(f"--served-model-name={name}")
     return argv, resolved, notes
 
 
 def _engine(argv: Sequence[str]) -> str:
     """Return the engine that flags, environment or recipe name."""
     given = given_settings(parse(argv))
-    # Other settings are checked once the engine is known.
-    return merge_settings(
-        {name: given[name] for name in ("engine", "recipe") if name in given}
-    ).settings.engine
+    known: dict[str, object] = {name: given[name] for name in ("engine", "recipe") if name in given}
+    return merge_settings(known).settings.engine  # other settings are checked once it is known
 
 
-def _fetch(settings: Settings, child: dict[str, str]) -> tuple[list[str], dict[str, str]]:
+def _fetch(
+    sources: Mapping[str, str | None], engine: str, engine_args: Sequence[str], child: dict[str, str]
+) -> tuple[list[str], dict[str, str]]:
     """Download models from the hub; return flags and environment that serve exactly these files."""
     from blockdraft.checkpoints.fetch import hub_folder
 
-    is_native = settings.engine == "native"
-    if not is_native and any(word.partition("=")[0] in REVISIONS for word in settings.engine_args):
-        _say(f"{settings.engine} itself downloads the revision of EXTRA_ARGS")
+    is_native = engine == "native"
+    if not is_native and any(word.partition("=")[0] in REVISIONS for word in engine_args):
+        _say(f"{engine} itself downloads the revision of EXTRA_ARGS")
         return [], child
     flags = []
-    for name in ("model", "draft"):
-        source = getattr(settings, name)
-        found = hub_id(source) if source not in (None, "default", *DRAFT_WORDS) else None
+    for name, source in sources.items():
+        found = container.hub_id(source) if source not in (None, "default", *DRAFT_WORDS) else None
         if found is None:
             continue
         repo, revision = found
@@ -194,7 +178,7 @@ def _fetch(settings: Settings, child: dict[str, str]) -> tuple[list[str], dict[s
         _say(f"{repo} is {repo}@{commit}")
         flags += [f"{flag_of(name)}={repo}@{commit}"] if is_native else []
     # Other engines take a hub id without revision; offline, it is what was just fetched.
-    is_cached = not is_native and hub_id(settings.model) is not None
+    is_cached = not is_native and container.hub_id(str(sources["model"])) is not None
     return flags, child | ({"HF_HUB_OFFLINE": "1"} if is_cached else {})
 
 

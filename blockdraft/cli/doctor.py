@@ -1,4 +1,8 @@
-"""blockdraft doctor: examine this machine, its kernels, and the known problems it has."""
+"""Examine this machine: graphics cards, processor, memory, container limits, disks and libraries. Report
+which number formats and kernels work here and why others do not, compare every kernel with its reference, and
+list known problems of this driver, kernel, card and these libraries. The exit code is 1 if there is a
+problem, and 0 if there are only warnings.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +10,10 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
+from blockdraft.cli.flags import add_flags
 from blockdraft.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -16,23 +22,10 @@ if TYPE_CHECKING:
 
 SUMMARY = "examine this machine: hardware, limits, libraries, kernels"
 USAGE = "blockdraft doctor [flags]"
-DESCRIPTION = (
-    "Examine this machine: graphics cards, processor, memory, container limits, disks and libraries. Report "
-    "which number formats and kernels work here and why others do not, compare every kernel with its "
-    "reference, and list known problems of this driver, kernel, card and these libraries. The exit code is 1 "
-    "if there is a problem, and 0 if there are only warnings."
-)
 DEVICES = ("auto", "cpu", "cuda")
 EXIT_PROBLEM = 1
 WIDTH = 110  # of tables that no terminal looks at
-AREAS = {
-    "machine": "Machine",
-    "limits": "Limits",
-    "disk": "Disk",
-    "libraries": "Libraries",
-    "kernels": "Kernels",
-    "known": "Known problems",
-}
+AREAS = ("machine", "limits", "disk", "libraries", "kernels", "known problems")
 STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 VERDICTS = {
     "ok": "No problem found.",
@@ -41,15 +34,15 @@ VERDICTS = {
 }
 
 
+FLAGS = """
+--device NAME: device to check: cpu, cuda or cuda:N (default: auto, cuda if PyTorch finds a card, else cpu)
+--quick: do not compare kernels with their references
+--json: print one JSON object instead of text
+"""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--device",
-        default="auto",
-        metavar="NAME",
-        help="device to check: cpu, cuda or cuda:N (default: auto, cuda if PyTorch finds a card, else cpu)",
-    )
-    parser.add_argument("--quick", action="store_true", help="do not compare kernels with their references")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    add_flags(parser, FLAGS, device="auto")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -57,17 +50,13 @@ def run(args: argparse.Namespace) -> int:
 
     if args.device.partition(":")[0] not in DEVICES:
         raise SettingsError(f"device '{args.device}' is unknown: use auto, cpu, cuda or cuda:1.")
-    report = examine(args.device, with_kernels=not args.quick, note=_note)
+    note = partial(print, file=sys.stderr, flush=True) if sys.stderr.isatty() else lambda text: None
+    report = examine(args.device, with_kernels=not args.quick, note=note)
     if args.json:
         print(json.dumps(as_json(report), indent=2))
     else:
         _show(report)
     return EXIT_PROBLEM if report.verdict == "problem" else 0
-
-
-def _note(text: str) -> None:
-    if sys.stderr.isatty():
-        print(text, file=sys.stderr, flush=True)
 
 
 def _show(report: Diagnosis) -> None:
@@ -79,13 +68,14 @@ def _show(report: Diagnosis) -> None:
     table = Table("format", "hardware", "this engine", "vLLM, SGLang", box=None, pad_edge=False)
     for ability in report.abilities:
         table.add_row(ability.name, ability.state, ability.native_engine, ability.others)
-    for area, title in AREAS.items():
+    for title in AREAS:
+        area = title.split()[0]
         found = [finding for finding in report.findings if finding.area == area]
         if area == "known":
             console.print("[bold]Number formats[/bold]", Padding(table, (0, 0, 1, 2)), sep="\n")
         elif not found:
             continue
-        console.print(f"[bold]{title}[/bold]")
+        console.print(f"[bold]{title.capitalize()}[/bold]")
         if not found:
             console.print("  none for this driver, kernel, card and these libraries")
         for finding in found:

@@ -1,4 +1,4 @@
-"""blockdraft fetch: download a model ahead of time."""
+"""Download models (targets or drafters) into the cache before their first use."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from blockdraft.cli.flags import add_verbose, reporter
 
 SUMMARY = "download models before their first use"
 USAGE = "blockdraft fetch [MODEL ...]"
-DESCRIPTION = "Download models (targets or drafters) into the cache before their first use."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,8 @@
-"""blockdraft fit: judge a drafter on a target and a workload, and find out why it is bad."""
+"""Answer prompts (yours, or those of `blockdraft bench`) with the drafter and report the tokens committed per
+step, by category and position in the block. Then try one change at a time (taps, causality, mask token,
+embedding scale, chat template, quantisation) and report which of them help, or whether more training would.
+The exit code is 0 if the drafter fits, and 1 if it commits fewer than 1.2 tokens per step.
+"""
 
 from __future__ import annotations
 
@@ -8,75 +12,50 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from blockdraft.cli.flags import dataclass_from, table
+from blockdraft.cli.flags import add_flags, dataclass_from, table
 from blockdraft.errors import SettingsError
 from blockdraft.settings.settings import DTYPES, QUANTIZATIONS
 
 if TYPE_CHECKING:
-    from blockdraft.training.evaluate import DrafterFit
     from blockdraft.training.fit_report import FitReport
 
 SUMMARY = "test how well a drafter predicts a target on a workload, and why not better"
 USAGE = "blockdraft fit [TARGET] [DRAFTER] [flags]"
-DESCRIPTION = (
-    "Answer prompts (yours, or those of `blockdraft bench`) with the drafter and report the tokens committed "
-    "per step, by category and position in the block. Then try one change at a time (taps, causality, mask "
-    "token, embedding scale, chat template, quantisation) and report which of them help, or whether more "
-    "training would. The exit code is 0 if the drafter fits, and 1 if it commits fewer than 1.2 tokens per "
-    "step."
-)
 EXIT_DOES_NOT_FIT = 1
 SHOWN_POSITIONS = 15
+FLAGS = f"""
+--model NAME: the same as TARGET
+--draft NAME: the same as DRAFTER
+--prompts FILE: file of JSON lines {{"messages": […], "category": "…"}}, also .gz or .xz; only the first turn
+  of each is asked (default: built-in prompts, twelve of each category)
+--limit N: prompts per category (default: 16)
+--max-tokens N: longest answer in tokens (default: 256)
+--width N: tokens verified per step (default: the drafter's block)
+--draft-ngram N: draft what followed the last occurrence of the last N tokens; 0: never (default: 1 with
+  'ngram', else 0)
+--temperature X: sampling temperature (default: 0, greedy)
+--device NAME: cpu, cuda or cuda:N (default: auto)
+--dtype {{{",".join(DTYPES)}}}: number format of both models (default: auto)
+--quantization {{{",".join(QUANTIZATIONS)}}}: weights of the target (default: auto)
+--quick: measure only, without looking for causes
+--json: print one JSON object instead of text
+--quiet: show no progress on stderr
+"""
+DEFAULTS = {"limit": 16, "max_tokens": 256, "temperature": 0.0}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
     target_help = "folder, hub id, GGUF file, or 'default' (default: default)"
-    add("target", nargs="?", metavar="TARGET", help=target_help)
     drafter_help = (
         "folder, hub id, 'ngram', 'auto' (the drafter that ships for the target) or 'dflash2' (its DFlash2 "
         "head) (default: auto)"
     )
-    add("drafter", nargs="?", metavar="DRAFTER", help=drafter_help)
-    add("--model", metavar="NAME", help="the same as TARGET")
-    add("--draft", metavar="NAME", help="the same as DRAFTER")
-    add(
-        "--prompts",
-        type=Path,
-        metavar="FILE",
-        help='file of JSON lines {"messages": […], "category": "…"}, also .gz or .xz; only the first turn '
-        "of each is asked (default: built-in prompts, twelve of each category)",
-    )
-    add("--limit", type=int, default=16, metavar="N", help="prompts per category (default: 16)")
-    add("--max-tokens", type=int, default=256, metavar="N", help="longest answer (default: 256)")
-    add("--width", type=int, metavar="N", help="tokens verified per step (default: the drafter's block)")
-    ngram_help = (
-        "draft what followed the last occurrence of the last N tokens; 0: never (default: 1 with 'ngram', "
-        "else 0)"
-    )
-    add("--draft-ngram", type=int, metavar="N", help=ngram_help)
-    add(
-        "--temperature",
-        type=float,
-        default=0.0,
-        metavar="N",
-        help="sampling temperature (default: 0, greedy)",
-    )
-    add("--device", default="auto", metavar="NAME", help="cpu, cuda, cuda:1 (default: auto)")
-    add("--dtype", default="auto", choices=DTYPES, help="number format of both models (default: auto)")
-    quantization_help = "weights of the target (default: auto)"
-    add("--quantization", default="auto", choices=QUANTIZATIONS, help=quantization_help)
-    add(
-        "--quick",
-        dest="is_quick",
-        action="store_true",
-        help="only measure: do not look for causes",
-    )
-    add("--json", action="store_true", help="print one JSON object instead of text")
-    add("--quiet", action="store_true", help="show no progress on stderr")
+    parser.add_argument("target", nargs="?", metavar="TARGET", help=target_help)
+    parser.add_argument("drafter", nargs="?", metavar="DRAFTER", help=drafter_help)
+    autos = dict.fromkeys(("device", "dtype", "quantization"), "auto")
+    add_flags(parser, FLAGS, **DEFAULTS, **autos, quick={"dest": "is_quick"})
 
 
 def run(args: argparse.Namespace) -> int:
@@ -85,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
 
     pin_cpu_threads(args.device)
     with quick_imports():
-        from blockdraft.cli.training_progress import stage_bars, stage_shower
+        from blockdraft.cli.progress import stage_bars, stage_shower
         from blockdraft.training.drafter_fit import conversations_of, fit
         from blockdraft.training.fit_report import FitQuestion
 
@@ -121,33 +100,26 @@ def _one_of(what: str, word: str | None, flag: str | None) -> str | None:
 
 
 def lines(report: FitReport) -> Iterator[str]:
-    """Yield the report as lines of text."""
     question = report.question
     made = {"int8": "int8 weights, ", "fp8": "fp8 weights, "}.get(report.quantization, "")
     facts = f"{report.title}, width {report.width}, {made}{report.dtype}"
     yield f"{question.drafter} for {question.target}: {facts}"
     yield f"prompts: {question.source}"
     yield ""
-    yield from table(
-        [
-            ("category", "prompts", "per step", "accepted by position, %"),
-            *(_row(name, fit) for name, fit in report.categories.items()),
-            _row("all", report.overall),
-            ("where reached", "", "", _percents(report.overall.where_reached)),
-        ]
-    )
+    rows = [
+        (name, str(fit.num_documents), f"{fit.committed:.2f}", _percents(fit.by_position))
+        for name, fit in {**report.categories, "all": report.overall}.items()
+    ]
+    reached = ("where reached", "", "", _percents(report.overall.where_reached))
+    yield from table([("category", "prompts", "per step", "accepted by position, %"), *rows, reached])
     if report.num_left_out:
         yield f"{report.num_left_out} prompts were left out: they are longer than the context."
-    yield from _weak(report)
+    if found := report.weak.lines():
+        yield from ("", "Weak:", *(f"  {line}" for line in found))
     yield ""
     yield from _speed(report)
-    yield from _tried(report)
     yield ""
     yield from _verdict(report)
-
-
-def _row(name: str, fit: DrafterFit) -> tuple[str, str, str, str]:
-    return name, str(fit.num_documents), f"{fit.committed:.2f}", _percents(fit.by_position)
 
 
 def _percents(rates: Sequence[float | None]) -> str:
@@ -155,42 +127,21 @@ def _percents(rates: Sequence[float | None]) -> str:
     return " ".join(shown)
 
 
-def _weak(report: FitReport) -> Iterator[str]:
-    found = report.weak.lines()
-    if found:
-        yield ""
-        yield "Weak:"
-        yield from (f"  {line}" for line in found)
-
-
 def _speed(report: FitReport) -> Iterator[str]:
     if not report.costs:
         yield "Speed: unknown, the context has no room to time a step."
-        return
-    rows = [("width", "step", "breaks even at", "commits", "against plain decoding")]
-    for cost in report.costs:
-        about = "" if cost.width == report.width else "about "
-        rows.append(
-            (
-                str(cost.width),
-                f"{cost.step_ms:.1f} ms",
-                f"{cost.break_even:.2f}",
-                f"{about}{cost.committed:.2f}",
-                f"{about}{cost.speed_up:.2f}x",
-            )
-        )
-    yield "One stream on this machine:"
-    yield from table(rows)
-
-
-def _tried(report: FitReport) -> Iterator[str]:
-    if not report.tried:
-        return
-    yield ""
-    yield "Changes tried, on greedy answers (tokens per step before → after):"
-    rows = [(one.name, one.what, f"{one.before:.2f} → {one.after:.2f}") for one in report.tried]
-    yield from table(rows)
-    yield from (f"not tried: {text}" for text in report.untried)
+    else:
+        rows = [("width", "step", "breaks even at", "commits", "against plain decoding")]
+        for cost in report.costs:
+            about = "" if cost.width == report.width else "about "
+            found = f"{about}{cost.committed:.2f}", f"{about}{cost.speed_up:.2f}x"
+            rows.append((str(cost.width), f"{cost.step_ms:.1f} ms", f"{cost.break_even:.2f}", *found))
+        yield from ("One stream on this machine:", *table(rows))
+    if report.tried:
+        yield from ("", "Changes tried, on greedy answers (tokens per step before → after):")
+        changes = [(one.name, one.what, f"{one.before:.2f} → {one.after:.2f}") for one in report.tried]
+        yield from table(changes)
+        yield from (f"not tried: {text}" for text in report.untried)
 
 
 def _verdict(report: FitReport) -> Iterator[str]:
@@ -212,8 +163,7 @@ def _verdict(report: FitReport) -> Iterator[str]:
             yield "No change of the configuration helps."
         worth = {True: "worth it", False: "not worth it", None: "unknown"}[prospect.is_worth_it]
         yield f"Training further: {worth}."
-        yield from (f"  {reason}" for reason in prospect.reasons)
-        yield f"  {prospect.command}"
+        yield from (f"  {line}" for line in (*prospect.reasons, prospect.command))
 
 
 def _disagreement(report: FitReport) -> str:

@@ -1,13 +1,16 @@
-"""Flags that several commands share (one per setting, and those of a request), and text tables."""
+"""Shared by several commands: their flags, text tables, and hiding of keys."""
 
 from __future__ import annotations
 
 import argparse
+import io
+import re
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from blockdraft.engine.request import SamplingParams
@@ -27,6 +30,9 @@ from blockdraft.settings.settings import (
 )
 
 T = TypeVar("T")
+HIDDEN = "***"
+_SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
+_NOT_SECRET = ("TOKENS", "TOKENIZER")  # --max-num-batched-tokens
 
 
 def add_settings(parser: argparse.ArgumentParser, leave_out: Iterable[str] = ()) -> None:
@@ -37,7 +43,7 @@ def add_settings(parser: argparse.ArgumentParser, leave_out: Iterable[str] = ())
     for item in fields(Settings):
         if item.name in leave_out:
             continue
-        text = f"{item.metadata['help']} (default: {_shown(item.default)})".replace("%", "%%")
+        text = f"{item.metadata['help']} (default: {shown(item.default)})".replace("%", "%%")
         where = other if item.name in launched else group
         # A flag that is not given is absent: environment or recipe may set it.
         where.add_argument(flag_of(item.name), default=argparse.SUPPRESS, help=text, **_options(item.name))
@@ -60,10 +66,8 @@ def given_settings(args: argparse.Namespace) -> dict[str, object]:
         if name in given:
             given[name] = tuple(given[name])
     first = getattr(args, "model_first", None)
-    if first is not None:
-        if given.get("model", first) != first:
-            raise SettingsError(f"two models were given, '{first}' and '{given['model']}': give one.")
-        given["model"] = first
+    if first is not None and given.setdefault("model", first) != first:
+        raise SettingsError(f"two models were given, '{first}' and '{given['model']}': give one.")
     return given
 
 
@@ -97,57 +101,57 @@ def flags_of(settings: Settings) -> list[str]:
     return flags
 
 
+def add_flags(group: argparse._ActionsContainer, text: str, /, **more: object) -> None:
+    """Add the flags of `text`, one per line as in --help: `--flag VALUE: what it does`.
+
+    VALUE gives the type (_TYPES); {a,b} are choices, three dots mean repeatable, and without VALUE it is a
+    switch. Indented lines continue a line. `more` has a flag's default, or a dict for `add_argument`.
+    """
+    for line in filter(None, re.sub(r"\n +", " ", text).splitlines()):
+        head, _, help_text = line.partition(": ")
+        flag, _, value = head.partition(" ")
+        options: dict[str, Any] = {"help": help_text}
+        if not value:
+            options |= {"action": "store_true", "default": False}
+        elif value.startswith("{"):
+            options["choices"] = value[1:-1].split(",")
+        else:
+            name = value.removesuffix("...")
+            options |= {"metavar": name, "type": _TYPES.get(name, str)}
+            options |= {} if name == value else {"action": "append"}
+        own = more.get(flag[2:].replace("-", "_"), {})
+        group.add_argument(flag, **options | (own if isinstance(own, dict) else {"default": own}))
+
+
 def add_sampling(parser: argparse.ArgumentParser, *, max_tokens: int = 512, is_chat: bool = False) -> None:
     """Add the flags of one request; a chat has no --n and no --logprobs."""
-    group = parser.add_argument_group("sampling")
-    add = numbers_of(group)
-    # None: the model's value, not known yet.
-    add("--temperature", float, None, "0 is greedy (default: recommended by the model)")
-    top_p_help = "sample from the likeliest tokens whose probabilities sum to N (default: the model's)"
-    add("--top-p", float, None, top_p_help)
-    add("--top-k", int, None, "sample from the N likeliest tokens; 0: from all (default: the model's)")
-    min_p_help = "drop tokens with less than N times the probability of the likeliest (default: the model's)"
-    add("--min-p", float, None, min_p_help)
-    add("--presence-penalty", float, 0.0, "lower the logit of every token that the answer has used by N")
-    add("--frequency-penalty", float, 0.0, "lower a token's logit by N for each use in the answer")
-    repetition_help = "divide the logits of tokens in the prompt or the answer by N (default: the model's)"
-    add("--repetition-penalty", float, None, repetition_help)
-    add("--max-tokens", int, max_tokens, f"longest answer in tokens (default: {max_tokens})")
-    add("--min-tokens", int, 0, "do not stop before N tokens")
-    if not is_chat:
-        add("--n", int, 1, "number of answers")
-        logprobs_help = "with --json: log-probabilities of each token and of the N likeliest"
-        add("--logprobs", int, None, logprobs_help)
-    seed_help = "seed of the sampling (default: the same in every run)"
-    # Not args.seed, which is the engine's setting of that name.
-    group.add_argument("--seed", dest="sampling_seed", type=int, metavar="N", help=seed_help)
-    group.add_argument("--stop", action="append", metavar="TEXT", help="stop before TEXT; repeatable")
-    group.add_argument("--ignore-eos", action="store_true", help="continue past the model's end token")
-    group.add_argument(
-        "--logit-bias",
-        action="append",
-        type=_bias,
-        default=[],
-        metavar="ID=VALUE",
-        help="add VALUE to the logit of token ID; repeatable",
-    )
-
-
-def numbers_of(group: argparse._ArgumentGroup) -> Callable[..., None]:
-    """Return a function that adds a flag with a number to `group`."""
-
-    def number(
-        flag: str,
-        kind: type[float],
-        default: float | None,
-        text: str | None,
-        *,
-        dest: str | None = None,
-        metavar: str = "N",
-    ) -> None:
-        group.add_argument(flag, type=kind, default=default, help=text, dest=dest, metavar=metavar)
-
-    return number
+    # Without a default: None is the model's value, which is not known yet.
+    first = f"""
+--temperature X: randomness of the answer; 0 is greedy (default: the model's)
+--top-p X: sample from the likeliest tokens whose probabilities sum to X (default: the model's)
+--top-k N: sample from the N likeliest tokens; 0: from all (default: the model's)
+--min-p X: drop tokens with less than X times the highest probability (default: the model's)
+--presence-penalty X: lower the logit of every token that the answer has used by X (default: 0)
+--frequency-penalty X: lower a token's logit by X for each use in the answer (default: 0)
+--repetition-penalty X: divide the logits of tokens in the prompt or the answer by X (default: the model's)
+--max-tokens N: longest answer in tokens (default: {max_tokens})
+--min-tokens N: do not stop before N tokens (default: 0)
+"""
+    several = """
+--n N: number of answers (default: 1)
+--logprobs N: with --json: log-probabilities of each token and of the N likeliest
+"""
+    last = """
+--seed N: seed of the sampling (default: the same in every run)
+--stop TEXT...: stop before TEXT; repeatable
+--ignore-eos: continue past the model's end token
+--logit-bias ID=VALUE...: add VALUE to the logit of token ID; repeatable
+"""
+    defaults = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "max_tokens": max_tokens, "min_tokens": 0}
+    # args.seed is the engine's setting of that name.
+    own = {"n": 1, "seed": {"dest": "sampling_seed"}, "logit_bias": {"type": _bias, "default": []}}
+    text = first + ("" if is_chat else several) + last
+    add_flags(parser.add_argument_group("sampling"), text, **defaults, **own)
 
 
 def sampling_from(
@@ -156,16 +160,10 @@ def sampling_from(
     """Return the sampling parameters of the flags, else the model's recommended ones."""
     left_out = [name for name in SAMPLING_NAMES if getattr(args, name) is None]
     given = argparse.Namespace(**{name: value for name, value in vars(args).items() if name not in left_out})
-    recommended = {name: value for name, value in (model_defaults or {}).items() if name in left_out}
-    # Not args.width, which is the engine's setting of that name, nor args.seed.
-    return dataclass_from(
-        SamplingParams,
-        given,
-        logit_bias=dict(args.logit_bias),
-        seed=args.sampling_seed,
-        width=None,
-        **recommended,
-    )
+    # args.width and args.seed are the engine's settings of those names.
+    own = {"logit_bias": dict(args.logit_bias), "seed": args.sampling_seed, "width": None}
+    own |= {name: value for name, value in (model_defaults or {}).items() if name in left_out}
+    return dataclass_from(SamplingParams, given, **own)
 
 
 def dataclass_from(kind: type[T], args: argparse.Namespace, **given: object) -> T:
@@ -175,9 +173,7 @@ def dataclass_from(kind: type[T], args: argparse.Namespace, **given: object) -> 
 
 
 def add_verbose(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--verbose", action="store_true", help="report loading on stderr even if it is no terminal"
-    )
+    add_flags(parser, "--verbose: report loading on stderr even if it is no terminal")
 
 
 def reporter(args: argparse.Namespace) -> Callable[[str], None]:
@@ -203,23 +199,32 @@ def read_stdin(what: str) -> str:
     """Read all of stdin; on a terminal, say that we wait for it."""
     if sys.stdin.isatty():
         key = "Ctrl-Z and Enter" if sys.platform == "win32" else "Ctrl-D"
-        print(
-            f"reading {what} from this terminal: end it with {key} on a line of its own",
-            file=sys.stderr,
-            flush=True,
-        )
+        waits = f"reading {what} from this terminal: end it with {key} on a line of its own"
+        print(waits, file=sys.stderr, flush=True)
     try:
         return sys.stdin.read()
     except UnicodeDecodeError as error:
-        raise SettingsError(
-            f"stdin is not {error.encoding} text ({error.reason}): convert it to {error.encoding}."
-        ) from None
+        raise not_text(error) from None
 
 
-def _shown(default: object) -> str:
-    if isinstance(default, bool):
-        return "on" if default else "off"
-    return "none" if default in (None, ()) else str(default)
+def show_anything() -> None:
+    """Let stdout replace characters that the terminal cannot show."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+
+
+def not_text(error: UnicodeDecodeError) -> SettingsError:
+    encoding = error.encoding
+    return SettingsError(f"stdin is not {encoding} text ({error.reason}): convert it to {encoding}.")
+
+
+def shown(value: object) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, dict):
+        value = tuple(f"{key}={text}" for key, text in value.items())
+    text = " ".join(value) if isinstance(value, tuple) else "" if value is None else str(value)
+    return text or "none"
 
 
 def _options(name: str) -> dict[str, Any]:
@@ -256,6 +261,8 @@ def _bias(text: str) -> tuple[int, float]:
         raise argparse.ArgumentTypeError(f"'{text}' is not ID=VALUE, such as 42=-100") from None
 
 
+# The type of a value by its name in --help; any other is text.
+_TYPES = {"N": int, "X": float, "S": float, "FILE": Path, "FOLDER": Path}
 _METAVARS = {
     "chat_template": "FILE",
     "synthetic_acceptance": "PROFILE",
@@ -263,3 +270,34 @@ _METAVARS = {
     "engine_version": "VERSION",
     "head_address": "HOST",
 }
+
+
+# ---- keys in command lines
+
+
+def is_secret(name: str) -> bool:
+    """Return whether the value of a flag or variable of this name may be a key."""
+    text = name.upper()
+    for harmless in _NOT_SECRET:
+        text = text.replace(harmless, "")
+    return any(word in text for word in _SECRET)
+
+
+def masked(words: Sequence[str]) -> tuple[str, ...]:
+    """Return the words with keys hidden: in `--api-key KEY`, `--api-key=KEY` and inside --engine-args=."""
+    return tuple(_masked(word, before) for word, before in zip(words, ("", *words), strict=False))
+
+
+def _masked(word: str, before: str) -> str:
+    flag, equals, value = word.partition("=")
+    if flag == "--engine-args" and equals:
+        return f"{flag}={shlex.join(masked(shlex.split(value)))}"
+    if flag == "--engine-env" and equals:
+        name, _, _ = value.partition("=")
+        return f"{flag}={name}={HIDDEN}" if is_secret(name) else word
+    if flag.startswith("-") and equals and is_secret(flag):
+        return f"{flag}={HIDDEN}"
+    takes_secret = before.startswith("-") and "=" not in before and is_secret(before)
+    # A file name is no secret, and a flag is not the value of the flag before it.
+    is_value = takes_secret and not before.endswith("-file") and not word.startswith("--")
+    return HIDDEN if is_value else word

@@ -1,9 +1,10 @@
-"""blockdraft generate: answer one prompt and report the speed."""
+"""Answer one prompt. The text streams to stdout. Then one line on stderr gives tokens, seconds and speed. The
+seconds include reading the prompt but not loading the model; the speed in brackets leaves out the first step.
+"""
 
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import math
 import sys
@@ -11,65 +12,45 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from blockdraft.cli.flags import (
-    add_sampling,
-    add_settings,
-    add_verbose,
-    given_settings,
-    prompt_from,
-    read_stdin,
-    reporter,
-    sampling_from,
-)
+from blockdraft.cli import flags
 from blockdraft.engine.request import Delta
 from blockdraft.errors import RequestError, SettingsError
 from blockdraft.grammar.structured_output import StructuredOutputs
 from blockdraft.settings.merge import merge_settings
-from blockdraft.settings.settings import LAUNCH_SETTINGS, Settings
+from blockdraft.settings.settings import LAUNCH_SETTINGS
 
 if TYPE_CHECKING:
     from blockdraft.llm import LLM, Completion, Result
 
 SUMMARY = "answer one prompt"
 USAGE = "blockdraft generate [PROMPT] [flags]"
-DESCRIPTION = (
-    "Answer one prompt. The text streams to stdout. Then one line on stderr gives tokens, seconds and speed. "
-    "The seconds include reading the prompt but not loading the model; the speed in brackets leaves out the "
-    "first step."
-)
+FLAGS = """
+--file FILE...: append the text of FILE to the prompt; repeatable; '-': stdin
+--system TEXT: the system message
+--raw: continue the text without a chat template
+--json: print one JSON object at the end instead of text
+"""
+FORM_FLAGS = """
+--json-schema FILE: JSON that matches the schema in FILE; '-': stdin
+--regex TEXT: text that matches this regular expression
+--choice TEXT...: one of the TEXTs given; repeatable
+--grammar FILE: text of the grammar in FILE (Lark, or llama.cpp's GBNF)
+"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    prompt_help = "the prompt; '-' reads it from stdin, as does no PROMPT behind a pipe"
+    prompt_help = "the prompt; '-' reads it from stdin, as does a pipe without PROMPT"
     parser.add_argument("prompt", nargs="?", metavar="PROMPT", help=prompt_help)
-    file_help = "append the text of FILE to the prompt; repeatable; '-': stdin"
-    parser.add_argument("--file", action="append", default=[], metavar="FILE", help=file_help)
-    parser.add_argument("--system", metavar="TEXT", help="the system message")
-    parser.add_argument("--raw", action="store_true", help="continue the text without a chat template")
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object at the end instead of text"
-    )
-    add_verbose(parser)
-    add_sampling(parser)
-    _add_forms(parser)
+    flags.add_flags(parser, FLAGS, file={"default": [], "type": str})
+    flags.add_verbose(parser)
+    flags.add_sampling(parser)
+    forms = parser.add_argument_group("structured output", "force the answer into one of these")
+    texts = {"json_schema": {"type": str}, "grammar": {"type": str}}  # "-" is no path
+    flags.add_flags(forms.add_mutually_exclusive_group(), FORM_FLAGS, **texts)
     # Here --seed is the sampling seed, there are no tools, and only our engine runs.
-    add_settings(parser, leave_out=("seed", "tool_format", "engine", *LAUNCH_SETTINGS))
-
-
-def _add_forms(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group(
-        "structured output", "force the answer into one of these"
-    ).add_mutually_exclusive_group()
-    group.add_argument(
-        "--json-schema", metavar="FILE", help="JSON that matches the schema in FILE; '-': stdin"
-    )
-    group.add_argument("--regex", metavar="TEXT", help="text that matches this regular expression")
-    group.add_argument("--choice", action="append", metavar="TEXT", help="one of the TEXTs given; repeatable")
-    group.add_argument(
-        "--grammar", metavar="FILE", help="text of the grammar in FILE (Lark, or llama.cpp's GBNF)"
-    )
+    flags.add_settings(parser, leave_out=("seed", "tool_format", "engine", *LAUNCH_SETTINGS))
 
 
 def _form(args: argparse.Namespace) -> StructuredOutputs | None:
@@ -84,7 +65,7 @@ def _form(args: argparse.Namespace) -> StructuredOutputs | None:
 
 def _read(flag: str, name: str) -> str:
     if name == "-":
-        return read_stdin(flag)
+        return flags.read_stdin(flag)
     try:
         return Path(name).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -96,19 +77,15 @@ def _prompt(args: argparse.Namespace) -> str:
     """Return PROMPT and the files, separated by blank lines; stdin if neither is given."""
     first = args.prompt
     if first is None and not args.file:
-        if not _is_piped(args):
+        is_free = "-" not in (args.json_schema, args.grammar)  # no other flag reads stdin
+        if sys.stdin is None or sys.stdin.isatty() or not is_free:
             raise SettingsError("no prompt was given: add PROMPT, or --file FILE, or '-' for stdin.")
         first = "-"
-    parts = [] if first is None else [prompt_from(first)]
+    parts = [] if first is None else [flags.prompt_from(first)]
     prompt = "\n\n".join([*parts, *(_read("--file", name).removesuffix("\n") for name in args.file)])
     if prompt == "":
         raise SettingsError("the prompt is empty: give PROMPT, or --file FILE, or '-' for stdin.")
     return prompt
-
-
-def _is_piped(args: argparse.Namespace) -> bool:
-    """Return whether stdin is piped and no other flag reads it."""
-    return sys.stdin is not None and not sys.stdin.isatty() and "-" not in (args.json_schema, args.grammar)
 
 
 def _check_sources(args: argparse.Namespace) -> None:
@@ -119,19 +96,18 @@ def _check_sources(args: argparse.Namespace) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    settings = merge_settings(given_settings(args) | {"engine": "native"}).settings
+    settings = merge_settings(flags.given_settings(args) | {"engine": "native"}).settings
     _check_sources(args)
     form = _form(args)
-    sampling = replace(
-        sampling_from(args), structured_outputs=form
-    )  # raises errors before the model is loaded
+    # Here for its errors, before the model is loaded.
+    sampling = replace(flags.sampling_from(args), structured_outputs=form)
     if sampling.logprobs is not None and not args.json:
         raise SettingsError("--logprobs are only shown in JSON: add --json.")
     prompt = _prompt(args)
-    llm, warnings = open_llm(args, settings)
+    llm, warnings = open_llm(args, asdict(settings))
     if not args.raw and not llm.tokenizer.has_chat_template:
         raise RequestError(f"'{settings.model}' has no chat template: add --raw to continue plain text.")
-    sampling = replace(sampling_from(args, llm.engine.models.sampling), structured_outputs=form)
+    sampling = replace(flags.sampling_from(args, llm.engine.models.sampling), structured_outputs=form)
     system = [] if args.system is None else [{"role": "system", "content": args.system}]
     messages = [*system, {"role": "user", "content": prompt}]
     if args.json:
@@ -150,18 +126,18 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def open_llm(args: argparse.Namespace, settings: Settings) -> tuple[LLM, list[str]]:
-    """Load an engine in this process and print its warnings; return both."""
+def open_llm(args: argparse.Namespace, asked: dict[str, Any]) -> tuple[LLM, list[str]]:
+    """Load an engine with the settings `asked` in this process and print its warnings; return both."""
     from blockdraft.start.driver_warmup import quick_imports
     from blockdraft.start.preflight import pin_cpu_threads
 
-    pin_cpu_threads(settings.device)
+    pin_cpu_threads(str(asked["device"]))
     with quick_imports():
         from blockdraft.llm import LLM
 
     warnings: list[str] = []
-    given = asdict(settings) | {"recipe": None}  # its settings are among them already
-    llm = LLM(report=reporter(args), warn=warnings.append, **given)
+    given = {**asked, "recipe": None}  # its settings are among them already
+    llm = LLM(report=flags.reporter(args), warn=warnings.append, **given)
     warnings += llm.engine.models.labels.notices
     for line in llm.engine.models.labels.chosen:
         print(line, file=sys.stderr)
@@ -175,14 +151,12 @@ def _tell_stopped(seen: list[Delta], seconds: float) -> None:
     num_tokens = sum(len(delta.token_ids) for delta in seen)
     if num_tokens:
         print(flush=True)
-        rate = f"{_rate(num_tokens, seconds):.1f} tok/s, {num_tokens / len(seen):.2f} tokens per step"
-        print(f"stopped after {num_tokens} tokens in {seconds:.1f} s: {rate}", file=sys.stderr)
+        print("stopped after", _speed(num_tokens, seconds, len(seen)), file=sys.stderr)
 
 
 def _print_text(deltas: Iterator[Delta], num_choices: int, seen: list[Delta]) -> None:
     """Stream one answer; print several when all are complete, each under its number. Append to `seen`."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # an answer may hold what the terminal cannot show
+    flags.show_anything()
     for delta in deltas:
         seen.append(delta)
         if num_choices == 1:
@@ -196,7 +170,7 @@ def _print_text(deltas: Iterator[Delta], num_choices: int, seen: list[Delta]) ->
 
 
 def speed_line(deltas: list[Delta], *, has_drafter: bool) -> str:
-    """Return the speed of all choices together; DESCRIPTION says which time counts."""
+    """Return the speed of all choices together; the module's docstring says which time counts."""
     metrics = [delta.metrics for delta in deltas if delta.metrics is not None]
     num_tokens, steps = sum(m.num_tokens for m in metrics), sum(m.steps for m in metrics)
     seconds, first_s = max(m.seconds for m in metrics), min(m.first_token_s for m in metrics)
@@ -204,15 +178,12 @@ def speed_line(deltas: list[Delta], *, has_drafter: bool) -> str:
     if len(metrics) == 1 and seconds > first_s:
         num_later = num_tokens - len(deltas[0].token_ids)
         later = f" ({num_later / (seconds - first_s):.1f} after the first step)"
-    drafter = "" if has_drafter else " (no drafter)"
-    return (
-        f"{num_tokens} tokens in {seconds:.1f} s: {_rate(num_tokens, seconds):.1f} tok/s{later}, "
-        f"{_rate(num_tokens, steps):.2f} tokens per step{drafter}"
-    )
+    return _speed(num_tokens, seconds, steps, later) + ("" if has_drafter else " (no drafter)")
 
 
-def _rate(count: int, per: float) -> float:
-    return count / per if per else 0.0
+def _speed(num_tokens: int, seconds: float, steps: int, later: str = "") -> str:
+    rate, per_step = (num_tokens / count if count else 0.0 for count in (seconds, steps))
+    return f"{num_tokens} tokens in {seconds:.1f} s: {rate:.1f} tok/s{later}, {per_step:.2f} tokens per step"
 
 
 def _print_json(llm: LLM, result: Result, warnings: list[str]) -> None:
@@ -224,13 +195,10 @@ def _print_json(llm: LLM, result: Result, warnings: list[str]) -> None:
         "width": llm.engine.plan.width,
         "sampling_defaults": dict(models.sampling),
     }
-    if models.labels.chosen:
-        answer["chosen"] = models.labels.chosen
-    if warnings:
-        answer["warnings"] = warnings
-    if len(choices) > 1:
-        answer["choices"] = choices
-    print(json.dumps(answer, ensure_ascii=not _writes_unicode(), allow_nan=False))
+    more = {"chosen": models.labels.chosen, "warnings": warnings, "choices": choices[1:] and choices}
+    answer |= {name: value for name, value in more.items() if value}
+    is_unicode = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
+    print(json.dumps(answer, ensure_ascii=not is_unicode, allow_nan=False))
 
 
 def _choice(answer: Completion) -> dict[str, object]:
@@ -256,7 +224,3 @@ def _choice(answer: Completion) -> dict[str, object]:
 def _finite(value: float) -> float | None:
     """Return None for -inf, the log-probability of a forbidden token: JSON has no infinity."""
     return value if math.isfinite(value) else None
-
-
-def _writes_unicode() -> bool:
-    return (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"

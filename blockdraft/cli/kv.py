@@ -1,4 +1,9 @@
-"""blockdraft kv: what do compressed keys and values do to this model?"""
+"""Compare exact with compressed keys and values on texts. For each format, report the bytes per token, how
+often the likeliest next token stays the same, the change of the perplexity and of the distribution, by depth,
+and how many hidden facts (needles) are still found; then say whether to use it. Texts are read whole by
+reference code, which needs no kernel and says nothing about speed. If the model has a drafter, the engine
+also answers questions with each cache, and a column shows the tokens committed per step.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +17,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from blockdraft.cli.flags import table
+from blockdraft.cli.flags import add_flags, table
 from blockdraft.errors import SettingsError
-from blockdraft.settings.settings import DTYPES, QUANTIZATIONS, Settings
+from blockdraft.settings.settings import DTYPES, QUANTIZATIONS
 
 if TYPE_CHECKING:
     from blockdraft.check.kv_study import FormatReport, KvReport
@@ -22,54 +27,37 @@ if TYPE_CHECKING:
     from blockdraft.planner.plan import Plan
     from blockdraft.text.tokenizer import Tokenizer
 
-SUMMARY = "say what compressed keys and values (int8, fp8, tq4, tq4v3) do to a model"
+SUMMARY = "measure the effect of compressed keys and values (int8, fp8, tq4, tq4v3) on a model"
 USAGE = "blockdraft kv [MODEL] [flags]"
-DESCRIPTION = (
-    "Read texts with exact and with compressed keys and values, and say for each format what a token takes, "
-    "how often the likeliest next token stays the same, how much perplexity and the distribution change, at "
-    "which depth, and which hidden facts (needles) are still found; and whether to use it. Texts are read "
-    "whole, by references: this needs no kernel, and says nothing about speed. Where the model has a "
-    "drafter, the engine also answers questions through each cache, and a column says what a step commits."
-)
 FORMATS = ("int8", "fp8", "tq4", "tq4v3")  # kernels/kv_codec.py has what they are; it imports torch
 NEEDLES_FROM = 1024  # tokens: shorter texts have no needles unless they are asked for
 # Tokens that count, a text's length, texts with needles, and answers: minutes on two cores; less on a card.
 SMALL, LARGE = (1024, 1536, 1, 4), (65_536, 4096, 8, 32)
 
 
+FLAGS = f"""
+--kv-dtype {{{",".join(FORMATS)}}}: measure this format; repeatable (default: all)
+--texts FILE: a text per line (JSON lines of prompts, also .gz or .xz) (default: a few pages of our own)
+--tokens N: tokens to count (default: {LARGE[0]}, CPU: {SMALL[0]})
+--length N: tokens of each text (default: {LARGE[1]}, CPU: {SMALL[1]})
+--needles N: texts with ten needles each (default: {LARGE[2]}, CPU: {SMALL[2]})
+--answers N: questions to answer with drafts; 0: none (default: {LARGE[3]}, CPU: {SMALL[3]})
+--draft NAME: the drafter: folder, hub id, none, auto (the one that ships for the model) or dflash2 (its
+  DFlash2 head) (default: auto)
+--device NAME: cpu, cuda or cuda:N (default: auto)
+--dtype {{{",".join(DTYPES)}}}: number format of the model (default: auto)
+--quantization {{{",".join(QUANTIZATIONS)}}}: weights of the model (default: auto; on a CPU none, because
+  int8 products would hide small differences)
+--json FILE: also write all measurements to FILE
+--quiet: show no progress on stderr
+"""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add(
-        "model", nargs="?", default="default", metavar="MODEL", help="folder, hub id, GGUF file, or 'default'"
-    )
-    formats_help = f"measure this one of {', '.join(FORMATS)}; may be repeated (default: all)"
-    add(
-        "--kv-dtype",
-        dest="formats",
-        action="append",
-        choices=FORMATS,
-        metavar="NAME",
-        help=formats_help,
-    )
-    texts_help = "a text per line (JSON lines of prompts, .gz or .xz too) (default: a few pages of our own)"
-    add("--texts", type=Path, metavar="FILE", help=texts_help)
-    add("--tokens", type=int, metavar="N", help=f"tokens that count (default: {LARGE[0]}, CPU: {SMALL[0]})")
-    add("--length", type=int, metavar="N", help=f"of each text (default: {LARGE[1]}, CPU: {SMALL[1]})")
-    needles_help = f"texts with ten needles each (default: {LARGE[2]}, CPU: {SMALL[2]})"
-    add("--needles", type=int, metavar="N", help=needles_help)
-    answers_help = f"questions answered with drafts, 0: none (default: {LARGE[3]}, CPU: {SMALL[3]})"
-    add("--answers", type=int, metavar="N", help=answers_help)
-    draft_help = (
-        "the drafter: folder, hub id, none, auto, the one that ships for the model, or dflash2, its DFlash2 "
-        "head (default: auto)"
-    )
-    add("--draft", default="auto", metavar="NAME", help=draft_help)
-    add("--device", default="auto", metavar="NAME", help="cpu, cuda, cuda:1 (default: auto)")
-    add("--dtype", default="auto", choices=DTYPES, help="of the model (default: auto)")
-    weights_help = "of its weights (default: auto; none on a CPU, whose int8 products hide what is small)"
-    add("--quantization", default="auto", choices=QUANTIZATIONS, help=weights_help)
-    add("--json", type=Path, metavar="FILE", help="write everything that was measured there, too")
-    add("--quiet", action="store_true", help="do not say on stderr how far it is")
+    model_help = "folder, hub id, GGUF file, or 'default'"
+    parser.add_argument("model", nargs="?", default="default", metavar="MODEL", help=model_help)
+    autos = dict.fromkeys(("draft", "device", "dtype", "quantization"), "auto")
+    add_flags(parser, FLAGS, **autos, kv_dtype={"dest": "formats", "action": "append"})
 
 
 def run(args: argparse.Namespace) -> int:
@@ -82,13 +70,13 @@ def run(args: argparse.Namespace) -> int:
         from blockdraft.check.kv_quality import formats_for
         from blockdraft.check.kv_study import study
         from blockdraft.check.kv_texts import begin_of, built_in, long_enough
-        from blockdraft.start.loading import load_models
+        from blockdraft.start.loading import load_pair
 
     def note(line: str) -> None:
         if not args.quiet:
             print(line, file=sys.stderr, flush=True)
 
-    models, plan = load_models(_settings(args), note)
+    models, plan = load_pair(note, **_settings(args))
     formats, refused = formats_for(models, args.formats)
     tokens, length, num_needles, num_answers = _sizes(args, models, plan)
     begin = begin_of(length)
@@ -98,16 +86,8 @@ def run(args: argparse.Namespace) -> int:
         read = texts_of(args.texts, models.tokenizer)
         texts = iter(long_enough(read, length, str(args.texts)))
     chosen = list(itertools.islice(texts, max(1, -(-tokens // (length - begin)))))
-    report = study(
-        models,
-        plan,
-        formats,
-        chosen,
-        begin=begin,
-        num_needles=num_needles,
-        num_answers=num_answers,
-        note=note,
-    )
+    counts = {"num_needles": num_needles, "num_answers": num_answers}
+    report = study(models, plan, formats, chosen, begin=begin, note=note, **counts)
     for line in lines(report, args):
         print(line)
     for name in refused:
@@ -118,35 +98,31 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    for flag, value, least in (
-        ("--tokens", args.tokens, 1),
-        ("--length", args.length, 1),
-        ("--needles", args.needles, 0),
-        ("--answers", args.answers, 0),
-    ):
+    for name, least in (("tokens", 1), ("length", 1), ("needles", 0), ("answers", 0)):
+        value = getattr(args, name)
         if value is not None and value < least:
-            raise SettingsError(f"{flag} {value} is not at least {least}.")
+            raise SettingsError(f"--{name} {value} is not at least {least}.")
     if args.json is not None and not args.json.absolute().parent.is_dir():
         raise SettingsError(f"cannot write --json {args.json}: there is no such folder.")
 
 
-def _settings(args: argparse.Namespace) -> Settings:
+def _settings(args: argparse.Namespace) -> dict[str, object]:
     from blockdraft.start.loading import resolve_device
 
     is_cpu = resolve_device(args.device) == "cpu"
-    return Settings(
-        model=args.model,
-        draft="none" if args.answers == 0 else args.draft,
-        device=args.device,
-        dtype=args.dtype,
-        quantization="none" if is_cpu and args.quantization == "auto" else args.quantization,
-        graphs=False,
+    return {
+        "model": args.model,
+        "draft": "none" if args.answers == 0 else args.draft,
+        "device": args.device,
+        "dtype": args.dtype,
+        "quantization": "none" if is_cpu and args.quantization == "auto" else args.quantization,
+        "graphs": False,
         **({} if args.length is None else {"max_model_len": args.length}),
-    )
+    }
 
 
 def _sizes(args: argparse.Namespace, models: LoadedPair, plan: Plan) -> tuple[int, int, int, int]:
-    """Tokens, length, needles and answers: what was asked for, else what this device does in minutes."""
+    """Return tokens, length, needles and answers: as asked, else as many as this device does in minutes."""
     tokens, length, needles, answers = SMALL if models.device.type == "cpu" else LARGE
     length = min(length, plan.max_model_len) if args.length is None else args.length
     needles = needles if length >= NEEDLES_FROM else 0
@@ -155,7 +131,7 @@ def _sizes(args: argparse.Namespace, models: LoadedPair, plan: Plan) -> tuple[in
 
 
 def texts_of(path: Path, tokenizer: Tokenizer) -> Iterator[list[int]]:
-    """Prompts of a file as the model reads them, in an order that is the same every time."""
+    """Yield the prompts of a file as the model reads them, in the same order every time."""
     from blockdraft.bench import prompt_files
 
     prompts = prompt_files.prompts_of(prompt_files.read(path).rows, name="kv", category="kv")
@@ -167,33 +143,41 @@ def texts_of(path: Path, tokenizer: Tokenizer) -> Iterator[list[int]]:
 
 
 def lines(report: KvReport, args: argparse.Namespace) -> Iterator[str]:
-    """The report as text."""
     source = "our own text" if args.texts is None else str(args.texts)
     yield (
         f"{args.model}, {report.dtype}: {report.num_texts} texts of {report.length} tokens ({source}), "
         f"{report.num_tokens} tokens counted from depth {report.begin} on"
     )
-    exact = f"exact: {report.exact_bytes:.0f} bytes per token, perplexity {report.perplexity:.2f}"
     drafts = "" if report.committed is None else f", {report.committed:.2f} tokens committed per step"
-    yield exact + drafts
+    yield f"exact: {report.exact_bytes:.0f} bytes per token, perplexity {report.perplexity:.2f}{drafts}"
     yield ""
     deep = [f"from {first}" for first, _ in report.depths]
-    header = ("format", "bytes", "ratio", "same, %", "perplexity, %", "KL", "99th", *deep, "needles")
-    has_drafts = report.committed is not None
-    header = (*header, "committed") if has_drafts else header
-    yield from table([header, *(_row(one, has_drafts=has_drafts) for one in report.formats)])
-    yield "KL: 1/1000 nat per token; its 99th percentile; its mean by depth."
-    if has_drafts:
+    header = (
+        "format",
+        "bytes",
+        "ratio",
+        "same, %",
+        "perplexity, %",
+        "KL",
+        "99th",
+        *deep,
+        "needles",
+        "committed",
+    )
+    num_columns = len(header) - (report.committed is None)
+    yield from table([row[:num_columns] for row in (header, *map(_row, report.formats))])
+    yield "KL: mean divergence in 1/1000 nat per token, its 99th percentile, and its mean by depth."
+    if report.committed is not None:
         yield f"committed: tokens per step of {report.num_answers} greedy answers with drafts by that cache."
     yield ""
     yield from (str(one.sentence) for one in report.formats)
 
 
-def _row(one: FormatReport, *, has_drafts: bool) -> tuple[str, ...]:
+def _row(one: FormatReport) -> tuple[str, ...]:
     loss, needles = one.loss, one.needles
-    found = (
-        "-" if needles is None else f"{needles.num_found} (exact {needles.num_exact}) of {needles.num_hidden}"
-    )
+    found = "-"
+    if needles is not None:
+        found = f"{needles.num_found} (exact {needles.num_exact}) of {needles.num_hidden}"
     return (
         one.name,
         f"{one.num_bytes:.0f}",
@@ -204,5 +188,5 @@ def _row(one: FormatReport, *, has_drafts: bool) -> tuple[str, ...]:
         f"{loss.divergence_99th:.1f}",
         *(f"{each.divergence:.2f}" for each in one.by_depth),
         found,
-        *(["-" if one.committed is None else f"{one.committed:.2f}"] if has_drafts else []),
+        "-" if one.committed is None else f"{one.committed:.2f}",
     )

@@ -21,6 +21,7 @@ COMMANDS = (
     *("chat", "run", "generate", "serve", "bench", "train", "fit"),
     *("fetch", "models", "settings", "plan", "doctor", "kv", "prove"),
 )
+ALIASES = {"run": "chat"}
 EXIT_ERROR = 2
 EXIT_INTERRUPT = 130  # 128 + SIGINT, as shells report it
 EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
@@ -69,10 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         _forget_output()
         what = "the output" if error.filename is None else f"'{error.filename}'"
-        print(
-            f"blockdraft: error: cannot write {what} ({error.strerror}): choose another place.",
-            file=sys.stderr,
-        )
+        reason = f"cannot write {what} ({error.strerror}): choose another place."
+        print("blockdraft: error:", reason, file=sys.stderr)
         return EXIT_ERROR
     return code
 
@@ -83,29 +82,23 @@ def _forget_output() -> None:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = Parser(
-        prog="blockdraft",
-        description="Lossless block-diffusion speculative decoding (DFlash).",
-        allow_abbrev=False,
-    )
+    title = "Serve language models with lossless block-diffusion speculative decoding (DFlash)."
+    parser = Parser(prog="blockdraft", description=title, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"blockdraft {__version__}")
     commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
     parsers = {}
     for name in [argv[0]] if argv and argv[0] in COMMANDS else COMMANDS:  # import only the named command
-        command = importlib.import_module(f"blockdraft.cli.{name}")
-        parsers[name] = commands.add_parser(
-            name,
-            help=command.SUMMARY,
-            usage=command.USAGE,
-            description=command.DESCRIPTION,
-            allow_abbrev=False,
-        )
+        ours = ALIASES.get(name, name)
+        command = importlib.import_module(f"blockdraft.cli.{ours}")
+        summary = command.SUMMARY if name == ours else f"the same as {ours}"
+        usage = command.USAGE.replace(f"blockdraft {ours}", f"blockdraft {name}")
+        about = {"help": summary, "usage": usage, "description": command.__doc__}
+        parsers[name] = commands.add_parser(name, allow_abbrev=False, **about)
         command.add_arguments(parsers[name])
         parsers[name].set_defaults(run=command.run)
     if argv and argv[0].startswith("-") and argv[0] not in parser.flags():
         parser.refuse(argv[:1])
-    hint = command_hint(argv[0]) if argv else None
-    if hint is not None:
+    if argv and (hint := command_hint(argv[0])) is not None:
         parser.error(hint)
     if argv and argv[0] in parsers:
         argv, notes = as_our_flags(argv, parsers[argv[0]].flags())

@@ -1,4 +1,8 @@
-"""blockdraft models: list, fetch and remove models on this disk, and list the known pairs."""
+"""List the models on this disk (in the hub's cache and in ours) with their sizes. With --known or part of a
+name, also list the supported model families and known target/drafter pairs, with the approximate size of
+their weights in bfloat16. Other pairs may work too: support depends on config.json, not on the name. `fetch`
+downloads models; `rm` removes them from the two caches only.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from itertools import groupby
 
 from blockdraft.checkpoints.on_disk import StoredModel, find_stored, other_bytes, remove, stored_models
 from blockdraft.cli.fetch import fetch_models
-from blockdraft.cli.flags import add_verbose, table
+from blockdraft.cli.flags import add_flags, add_verbose, table
 from blockdraft.errors import SettingsError
 from blockdraft.planner.known_pairs import KnownFamily, KnownModels, KnownPair, find_models
 from blockdraft.settings.model_source import DEFAULT_ID
@@ -21,22 +25,19 @@ SUMMARY = "list the models on this disk and known pairs; fetch and remove models
 USAGE = """blockdraft models [QUERY] [flags]
        blockdraft models fetch NAME ...
        blockdraft models rm NAME ... [--yes]"""
-DESCRIPTION = (
-    "List the models on this disk (in the hub's cache and in ours) with their sizes. With --known or part of "
-    "a name, also list the supported model families and known target/drafter pairs, with the approximate "
-    "size of their weights in bfloat16. Other pairs may work too: support depends on config.json, not on the "
-    "name. `fetch` downloads models; `rm` removes them from the two caches only."
-)
 WIDTH = 110
-_COLUMNS = ("drafter", "layout", "block", "layers", "GB")
+_COLUMNS = ("drafter", "layout", "block", "layers", f"{'GB':>5}")
+FLAGS = """
+--known: also list all known families and pairs
+--json: print one JSON object of both lists instead of text
+--yes: with rm: do not ask
+"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     query_help = "part of a name or family; or: fetch NAME ..., rm NAME ..."
     parser.add_argument("words", nargs="*", metavar="QUERY", help=query_help)
-    parser.add_argument("--known", action="store_true", help="also list all known families and pairs")
-    parser.add_argument("--json", action="store_true", help="print one JSON object of both instead of text")
-    parser.add_argument("--yes", action="store_true", help="with rm: do not ask")
+    add_flags(parser, FLAGS)
     add_verbose(parser)
 
 
@@ -67,33 +68,24 @@ def _list(query: str, *, is_json: bool, shows_known: bool) -> int:
         ]
         print(json.dumps({"on_disk": shown, **found.as_json()}, indent=2))
     else:
-        known = _text(found) if shows_known else _known_hint(found)
+        counts = f"{len(found.families)} model families and {len(found.pairs)} target/drafter pairs"
+        ways = "`blockdraft models --known` lists them, `blockdraft models NAME` finds one"
+        known = _text(found) if shows_known else f"{counts} are known: {ways}"
         print("\n\n".join(filter(None, ["\n".join(_disk_lines(stored, is_all=not query)), known])))
     return 0
-
-
-def _known_hint(known: KnownModels) -> str:
-    return (
-        f"{len(known.families)} model families and {len(known.pairs)} target/drafter pairs are known: "
-        "`blockdraft models --known` lists them, `blockdraft models NAME` finds one"
-    )
 
 
 def _disk_lines(stored: Sequence[StoredModel], *, is_all: bool) -> Iterator[str]:
     if not stored and not is_all:
         return
     yield f"On this disk (ours in {cache_dir()}, the hub's in {cache_dirs()['hub']})"
-    rows = [(one.name, f"{shown_bytes(one.num_bytes):>8}", _note(one)) for one in stored]
+    notes = {one.name: "no weights" for one in stored if not one.has_weights}
+    notes["default"] = f"{DEFAULT_ID}; its drafter came with blockdraft"
+    rows = [(one.name, f"{shown_bytes(one.num_bytes):>8}", notes.get(one.name, "")) for one in stored]
     yield from table(rows) if rows else ["  no model: `blockdraft models fetch NAME`"]
     others = other_bytes() if is_all else 0
     if others:
         yield f"  {shown_bytes(others)} more in our cache: kernels and packed weights, rebuilt when needed"
-
-
-def _note(model: StoredModel) -> str:
-    if model.name == "default":
-        return f"{DEFAULT_ID}; its drafter came with blockdraft"
-    return "" if model.has_weights else "no weights"
 
 
 def shown_bytes(num_bytes: int) -> str:
@@ -144,41 +136,25 @@ def _family_lines(families: Sequence[KnownFamily]) -> Iterator[str]:
 
 
 def _pair_lines(pairs: Sequence[KnownPair]) -> Iterator[str]:
-    rows = [
-        (one.drafter, one.layout, *map(_shown, (one.block, one.draft_layers, one.draft_gb))) for one in pairs
-    ]
-    widths = [max(len(row[column]) for row in (_COLUMNS, *rows)) for column in range(len(_COLUMNS))]
-    yield f"    {_aligned(_COLUMNS, widths)}"
-    for target, group in groupby(zip(pairs, rows, strict=True), key=lambda item: item[0].target):
+    numbers = [(one.block, one.draft_layers, one.draft_gb) for one in pairs]
+    shown = [("-" if number is None else f"{number:g}" for number in row) for row in numbers]
+    cells = [[f"{cell:>{len(name)}}" for cell, name in zip(row, _COLUMNS[2:], strict=True)] for row in shown]
+    rows = [(one.drafter, one.layout, *row) for one, row in zip(pairs, cells, strict=True)]
+    header, *lines = table([_COLUMNS, *rows], indent="    ")
+    yield header
+    for target, group in groupby(zip(pairs, lines, strict=True), key=lambda item: item[0].target):
         members = list(group)
-        yield "  " + target + _about(members[0][0])
-        for pair, row in members:
-            yield f"    {_aligned(row, widths)}"
+        first = members[0][0]
+        about = [first.family, None if first.target_gb is None else f"{first.target_gb:g} GB"]
+        known = ", ".join(filter(None, about))
+        yield f"  {target} ({known})" if known else f"  {target}"
+        for pair, line in members:
+            yield line
             if pair.refused:
                 yield from _wrapped(f"Refused: {pair.refused}.", " " * 6)
             yield from _wrapped(pair.notes, " " * 6)
 
 
-def _about(pair: KnownPair) -> str:
-    """Return the target's family and size in brackets, as far as they are known."""
-    known = [pair.family or "", "" if pair.target_gb is None else f"{pair.target_gb:g} GB"]
-    text = ", ".join(filter(None, known))
-    return f" ({text})" if text else ""
-
-
-def _aligned(cells: Sequence[str], widths: Sequence[int]) -> str:
-    texts = [
-        f"{cell:<{width}}" if column < 2 else f"{cell:>{width}}"
-        for column, (cell, width) in enumerate(zip(cells, widths, strict=True))
-    ]
-    return "  ".join(texts).rstrip()
-
-
 def _wrapped(text: str, indent: str) -> list[str]:
-    return textwrap.wrap(
-        text.strip(), WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False
-    )
-
-
-def _shown(value: float | None) -> str:
-    return "-" if value is None else f"{value:g}"
+    lines = textwrap.wrap(text.strip(), WIDTH - len(indent), break_on_hyphens=False)
+    return [indent + line for line in lines]

@@ -1,51 +1,50 @@
-"""blockdraft plan: tell what fits and how fast it should be, before a start or a download."""
+"""Resolve every 'auto' and say why. Compute the memory from the files' headers, without downloading weights.
+Report how many sequences of which length fit, what would make more fit, and the estimated speed. The exit
+code is 1 if the model does not fit or is known to fail.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict
-from functools import partial
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, replace
 
-from blockdraft.cli.flags import add_model, add_settings, given_settings, noted, table
+from blockdraft.cli.flags import add_flags, add_model, add_settings, given_settings, noted, table
 from blockdraft.errors import SettingsError
 from blockdraft.kernels.kv_formats import EXACT
 from blockdraft.launch.issues import Issue, check_settings
+from blockdraft.launch.launch_request import Combination
 from blockdraft.machine.cards import Card, card_by_key, card_named
 from blockdraft.machine.machine import Machine, read_machine
 from blockdraft.planner.known_pairs import published_runs
 from blockdraft.planner.memory_fit import machine_of
-from blockdraft.planner.pair import Pair, open_pair
+from blockdraft.planner.pair import Case, open_pair
 from blockdraft.planner.report import COUNTED, Report, as_json, make_report
-from blockdraft.planner.resolver import runs_on_cpu
+from blockdraft.planner.resolver import runs_on_cpu, with_drafter
 from blockdraft.planner.shape import Kind
-from blockdraft.settings.merge import merge_settings
+from blockdraft.settings.merge import flag_of, merge_settings
 from blockdraft.settings.recipe import Expectation, check_recipe_card, load_recipe
-from blockdraft.settings.settings import DFLASH2, Settings
+from blockdraft.settings.settings import DFLASH2
 
 SUMMARY = "estimate memory and speed before a start or a download"
 USAGE = "blockdraft plan [MODEL] [flags]"
-DESCRIPTION = (
-    "Resolve every 'auto' and say why; compute the memory from the files' headers (weights are not "
-    "downloaded); report how many sequences of which length fit, what would make more fit, and the expected "
-    "speed, an estimate. The exit code is 1 if the model does not fit or is known to fail."
-)
 EXIT_DOES_NOT_FIT = 1
 _WORTH_NAMING = 100e6  # bytes
 _WORKING = ("position tables", "row tables", "activations", "graphs", "driver", "reserve")
+FLAGS = """
+--context N: the same as --max-model-len N
+--concurrency N: the same as --max-num-seqs N
+--card NAME: plan for another card: h200, dgx-spark, rtx-5090, ...
+--explain: show the calculation and every reason
+--json: print one JSON object instead of text
+"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
-    parser.add_argument("--context", type=int, metavar="N", help="the same as --max-model-len N")
-    parser.add_argument("--concurrency", type=int, metavar="N", help="the same as --max-num-seqs N")
-    parser.add_argument(
-        "--card", metavar="NAME", help="plan for another card: h200, dgx-spark, rtx-5090, ..."
-    )
-    parser.add_argument("--explain", action="store_true", help="show the calculation and every reason")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    add_flags(parser, FLAGS)
     add_settings(parser)
 
 
@@ -55,18 +54,11 @@ def run(args: argparse.Namespace) -> int:
     for warning in check_recipe_card(settings.recipe, settings.model, settings.device, machine):
         print(f"warning: {warning}", file=sys.stderr)
     is_card = settings.engine == "native" and not runs_on_cpu(settings, machine)
-    pair = open_pair(settings, on_card=is_card)
-    known = problems_with(machine, pair)
-    findings = known(settings)
+    case = Case(settings, machine, open_pair(settings, on_card=is_card), card)
+    findings = problems_with(case)
     refused = _refused(findings)
-    report = make_report(
-        settings,
-        machine,
-        pair,
-        card=card,
-        is_allowed=lambda other: _refused(known(other)) <= refused,
-    )
-    expected = _expected(settings, card)
+    report = make_report(replace(case, is_allowed=lambda other: _refused(problems_with(other)) <= refused))
+    expected = _expected(case)
     if args.json:
         more = {
             "known_problems": [asdict(finding) for finding in findings],
@@ -79,18 +71,21 @@ def run(args: argparse.Namespace) -> int:
     return EXIT_DOES_NOT_FIT if refused or report.verdict == "does not fit" else 0
 
 
-def problems_with(machine: Machine, pair: Pair) -> Callable[[Settings], list[Issue]]:
-    """Return a function that lists the known issues of settings on this machine with this pair."""
-    draft = None if pair.draft is None else pair.draft.stored.config
-    return partial(check_settings, machine=machine, target=pair.target.stored.config, draft=draft)
+def problems_with(case: Case) -> list[Issue]:
+    """List the known issues of this pair on this machine."""
+    target, draft = case.pair.target.stored.config, case.pair.draft
+    config = None if draft is None else draft.stored.config
+    settings = with_drafter(case.settings)
+    return check_settings(Combination(settings=settings, machine=case.machine, target=target, draft=config))
 
 
 def _refused(findings: Iterable[Issue]) -> set[str]:
     return {finding.id for finding in findings if finding.severity == "refuse"}
 
 
-def _expected(settings: Settings, card: Card | None) -> tuple[Expectation, ...]:
+def _expected(case: Case) -> tuple[Expectation, ...]:
     """Return the published runs on this card: the recipe's, this pair's, or those of the recipe's pair."""
+    settings, card = case.settings, case.card
     if card is None:
         return ()
     found = published_runs(settings.model, settings.draft)
@@ -113,17 +108,10 @@ def _machine(name: str | None) -> tuple[Machine, Card | None]:
 def _given(args: argparse.Namespace) -> dict[str, object]:
     """Return the settings of the flags; --context and --concurrency are second names of two."""
     given = given_settings(args)
-    for flag, name, value in (
-        ("--context", "max_model_len", args.context),
-        ("--concurrency", "max_num_seqs", args.concurrency),
-    ):
-        if value is None:
-            continue
-        if given.get(name, value) != value:
-            raise SettingsError(
-                f"{flag} {value} contradicts --{name.replace('_', '-')} {given[name]}: give one."
-            )
-        given[name] = value
+    for alias, name in (("context", "max_model_len"), ("concurrency", "max_num_seqs")):
+        value = getattr(args, alias)
+        if value is not None and given.setdefault(name, value) != value:
+            raise SettingsError(f"--{alias} {value} contradicts {flag_of(name)} {given[name]}: give one.")
     return given
 
 
@@ -140,22 +128,18 @@ def lines(
     yield from published_lines(expected, shows_all=explains)
     yield from _problems(report, findings)
     if report.advice:
-        yield ""
         rows = [("you are", "give", "and get"), *((one.who, one.flags, one.result) for one in report.advice)]
-        yield from table(rows)
-    if explains:
-        yield from _explained(report)
-    else:
-        yield ""
-        yield "--explain shows the calculation and the reason of every choice"
+        yield from ("", *table(rows))
+    hint = ("", "--explain shows the calculation and the reason of every choice")
+    yield from _explained(report) if explains else hint
 
 
 def _head(report: Report, *, is_refused: bool) -> Iterator[str]:
-    settings, fit = report.settings, report.fit
-    pair = report.pair.target.shape.name
-    if report.pair.draft is not None:
+    settings, fit, draft = report.case.settings, report.fit, report.case.pair.draft
+    pair = report.case.pair.target.shape.name
+    if draft is not None:
         is_shipped = settings.draft in ("auto", DFLASH2)
-        pair += f" + {'the drafter that comes with it' if is_shipped else report.pair.draft.shape.name}"
+        pair += f" + {'the drafter that comes with it' if is_shipped else draft.shape.name}"
         pair += "" if report.title is None else f" ({report.title})"
     elif report.title is not None:
         pair += f" + {report.title}"
@@ -219,19 +203,20 @@ def _speed(report: Report, *, explains: bool) -> Iterator[str]:
     yield from table(rows)
     yield f"  counted: {COUNTED}"
     if report.acceptance is not None:
-        yield f"  acceptance: {report.acceptance.source}"
-        if report.acceptance.kind_note:
-            yield f"  acceptance: {report.acceptance.kind_note}"
-        for category, tokens in report.acceptance.by_category[:1]:
-            yield f"  acceptance: the fewest in {category}, {tokens:.2f} tokens a step"
-        for draft, share in report.acceptance.by_position if explains else ():
-            yield f"  acceptance: draft {draft} in {share:.0%} of the steps"
+        found, positions = report.acceptance, report.acceptance.by_position if explains else ()
+        notes = [found.source, found.kind_note or ""]
+        notes += [
+            f"the fewest in {name}, {tokens:.2f} tokens a step" for name, tokens in found.by_category[:1]
+        ]
+        notes += [f"draft {draft} in {share:.0%} of the steps" for draft, share in positions]
+        yield from (f"  acceptance: {note}" for note in notes if note)
     if report.unpacks_weights:
-        method = report.pair.target.stored.method
+        method = report.case.pair.target.stored.method
         elsewhere = "" if method == "GGUF" else "; vLLM's do (--engine vllm)"
         yield f"  steps: each unpacks the weights first: no kernel of ours reads {method}{elsewhere}"
-    if report.settings.engine != "native":
-        yield f"  steps: as our engine's on an H200; {report.settings.engine}'s were not measured by us"
+    engine = report.case.settings.engine
+    if engine != "native":
+        yield f"  steps: as our engine's on an H200; {engine}'s were not measured by us"
 
 
 def published_lines(expected: Sequence[Expectation], *, shows_all: bool) -> Iterator[str]:
@@ -246,7 +231,6 @@ def published_lines(expected: Sequence[Expectation], *, shows_all: bool) -> Iter
 
 
 def published_line(one: Expectation) -> str:
-    """Return the figures of one run on one line."""
     users = "1 user" if one.concurrency == 1 else f"{one.concurrency} users"
     parts = [
         f"{number:,g} {unit}"
@@ -267,42 +251,35 @@ def published_line(one: Expectation) -> str:
 
 def _problems(report: Report, findings: Sequence[Issue]) -> Iterator[str]:
     for finding in findings:
-        yield ""
-        yield f"{finding.severity.upper()} {finding.id}: {finding.symptom}"
+        yield from ("", f"{finding.severity.upper()} {finding.id}: {finding.symptom}")
         yield f"  {finding.way_out} ({finding.thread})"
     if report.verdict == "fits":
         return
-    yield ""
     if not report.fixes:
-        yield "no single flag makes it fit: use a smaller model, or more or larger GPUs (try --card NAME)"
+        way = "use a smaller model, or more or larger GPUs (try --card NAME)"
+        yield from ("", f"no single flag makes it fit: {way}")
         return
-    yield "each of these alone makes it fit:"
-    yield from table([(fix.flags, fix.result) for fix in report.fixes])
+    fixes = table([(fix.flags, fix.result) for fix in report.fixes])
+    yield from ("", "each of these alone makes it fit:", *fixes)
 
 
 def _explained(report: Report) -> Iterator[str]:
-    yield ""
-    yield "every choice"
-    yield from table([(one.name, one.value, one.reason) for one in report.fit.choices])
-    yield ""
-    yield "memory"
-    rows = [
+    choices = [(one.name, one.value, one.reason) for one in report.fit.choices]
+    memory = [
         (item.name, _gb(item.num_bytes), item.how if item.is_exact else f"about: {item.how}")
         for item in report.fit.items
     ]
-    yield from table(rows)
+    caches = [_kind_row(owner, kind) for owner, kinds in report.caches.items() for kind in kinds]
+    for title, rows in (("every choice", choices), ("memory", memory), ("cache by kind of layer", caches)):
+        yield from ("", title, *table(rows))
     yield ""
-    yield "cache by kind of layer"
-    yield from table([_kind_row(owner, kind) for owner, kinds in report.caches.items() for kind in kinds])
-    yield ""
-    yield from (f"{model.stored.name}: read from {model.stored.where}" for model in report.pair.models)
+    yield from (f"{model.stored.name}: read from {model.stored.where}" for model in report.case.pair.models)
     for count, speed in report.speeds:
         step = speed.step
         yield (
             f"a step of {count} row{'s' if count > 1 else ''}, width {step.width}, context {step.context:,}: "
-            f"{_gb(step.weight_bytes)} of weights, {_gb(step.cache_bytes)} of cache, "
-            f"{step.flops / 1e12:.2f} TFLOP, "
-            f"{step.num_kernels:.0f} kernels: {step.seconds * 1e3:.2f} ms"
+            f"{_gb(step.weight_bytes)} of weights, {_gb(step.cache_bytes)} of cache, {step.flops / 1e12:.2f} "
+            f"TFLOP, {step.num_kernels:.0f} kernels: {step.seconds * 1e3:.2f} ms"
         )
 
 

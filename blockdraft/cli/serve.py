@@ -1,20 +1,19 @@
-"""blockdraft serve: run an OpenAI-compatible server."""
+"""Serve one model over HTTP with OpenAI's API, and a live page at /."""
 
 from __future__ import annotations
 
 import argparse
 import functools
-import math
 import os
 import socket
 import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from blockdraft.cli.flags import add_model, add_settings, settings_from
-from blockdraft.cli.server_terminal import exit_code, serve_until_told, set_up_logs
+from blockdraft.cli.flags import add_flags, add_model, add_settings, settings_from
+from blockdraft.cli.server_terminal import check_seconds, exit_code, serve_until_told, set_up_logs
 from blockdraft.errors import SettingsError
+from blockdraft.settings.merge import flag_of
 from blockdraft.settings.settings import Settings
 
 if TYPE_CHECKING:
@@ -25,62 +24,44 @@ if TYPE_CHECKING:
 
 SUMMARY = "serve a model over HTTP, with a live page"
 USAGE = "blockdraft serve [MODEL] [flags]"
-DESCRIPTION = "Serve one model over HTTP with OpenAI's API, and a live page at /."
 
 EXIT_HUNG = 75  # a step did not come back; sysexits' "temporary failure"
-DRY_RUNS = ("shell", "docker", "compose")
-LOG_LEVELS = ("debug", "info", "warning", "error")
+SERVER_FLAGS = """
+--host HOST: address to listen on (default: 127.0.0.1)
+--port N: port to listen on; 0: any free port (default: 8000)
+--served-model-name NAME: name of the model in the API (default: --model)
+--api-key KEY...: key that clients must send; repeatable. Other users of this machine can read flags: prefer
+  --api-key-file or $BLOCKDRAFT_API_KEY
+--api-key-file FILE: file with one key per line
+--cors-origin URL...: let web pages of this origin call the server; repeatable
+--allowed-host NAME...: also accept requests with this Host header; repeatable (default: any host; on a
+  loopback address without a key only loopback names)
+--request-timeout S: seconds until an answer is complete; of a stream, until its first token (default: 600)
+--drain-timeout S: seconds that running answers get at shutdown (default: 30)
+--step-timeout S: seconds after which a step counts as hung (default: 120)
+--log-level {debug,info,warning,error}: log this level and worse; debug also logs requests (default: info)
+--access-log: log every request (without its text) at any --log-level
+--json: log one JSON object per line
+"""
+ENGINE_FLAGS = """
+--engine-python PYTHON: Python of the environment that has the engine (default: the one on PATH)
+--engine-log FILE: write all output of the engine to FILE (default: only its errors, to our log)
+--start-timeout S: seconds until the engine must be ready, downloads included (default: 3600)
+--dry-run FORM: print the engine's command as shell (default), docker or compose, and start nothing
+--card NAME: with --dry-run: print the command for another card, as in `blockdraft plan`
+"""
+DEFAULTS = {"host": "127.0.0.1", "port": 8000, "api_key": [], "cors_origin": [], "allowed_host": []}
+TIMEOUTS = {"request_timeout": 600.0, "drain_timeout": 30.0, "step_timeout": 120.0}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
-    add = parser.add_argument_group("server").add_argument
-    add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
-    add("--port", type=int, default=8000, help="port to listen on; 0: any free port (default: 8000)")
-    add("--served-model-name", metavar="NAME", help="name of the model in the API (default: --model)")
-    key_help = (
-        "key that clients must send; repeatable. Other users of this machine can read flags: prefer "
-        "--api-key-file or $BLOCKDRAFT_API_KEY"
-    )
-    add("--api-key", action="append", default=[], metavar="KEY", help=key_help)
-    add("--api-key-file", type=Path, metavar="FILE", help="file with one key per line")
-    cors_help = "let web pages of this origin call the server; repeatable"
-    add("--cors-origin", action="append", default=[], metavar="URL", help=cors_help)
-    host_help = (
-        "also accept requests with this Host header; repeatable (default: any host; on a loopback address "
-        "without a key only loopback names)"
-    )
-    add("--allowed-host", action="append", default=[], metavar="NAME", help=host_help)
-    for flag, default, text in (
-        (
-            "--request-timeout",
-            600.0,
-            "seconds until the answer is complete, or until the first token of a stream (default: 600)",
-        ),
-        ("--drain-timeout", 30.0, "seconds that running answers get at shutdown (default: 30)"),
-        ("--step-timeout", 120.0, "seconds after which a step counts as hung (default: 120)"),
-    ):
-        add(flag, type=float, default=default, metavar="S", help=text)
-    level_help = "log from this level on: debug (also logs requests), info, warning, error (default: info)"
-    add("--log-level", choices=LOG_LEVELS, default="info", metavar="LEVEL", help=level_help)
-    add("--access-log", action="store_true", help="log every request (without its text) at any --log-level")
-    add("--json", dest="json_logs", action="store_true", help="log one JSON object per line")
-    _add_engine_arguments(parser)
+    group, logs = parser.add_argument_group("server"), {"dest": "json_logs"}
+    add_flags(group, SERVER_FLAGS, **DEFAULTS, **TIMEOUTS, log_level="info", json=logs)
+    group = parser.add_argument_group("another engine (--engine vllm or sglang)")
+    form = {"nargs": "?", "const": "shell", "choices": ("shell", "docker", "compose")}
+    add_flags(group, ENGINE_FLAGS, start_timeout=3600.0, dry_run=form)
     add_settings(parser)
-
-
-def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("another engine (--engine vllm or sglang)").add_argument
-    python_help = "Python of the environment that has the engine (default: the one on PATH)"
-    add("--engine-python", metavar="PYTHON", help=python_help)
-    log_help = "write all output of the engine to FILE (default: only its errors, to our log)"
-    add("--engine-log", type=Path, metavar="FILE", help=log_help)
-    start_help = "seconds until the engine must be ready, downloads included (default: 3600)"
-    add("--start-timeout", type=float, default=3600.0, metavar="S", help=start_help)
-    dry_help = "print the engine's command as shell (default), docker or compose, and start nothing"
-    add("--dry-run", nargs="?", const="shell", choices=DRY_RUNS, metavar="FORM", help=dry_help)
-    card_help = "with --dry-run: print the command for another card, as in `blockdraft plan`"
-    add("--card", metavar="NAME", help=card_help)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -104,36 +85,27 @@ def _warn_open(host: str, options: ServerOptions) -> None:
     from blockdraft.server.options import is_loopback
 
     if not options.api_keys and not is_loopback(host):
-        print(
-            f"warning: --host {host} without a key: anyone who can reach this machine can use the server. "
-            "Add --api-key-file, or leave out --host.",
-            file=sys.stderr,
-        )
+        risk = f"--host {host} without a key: anyone who can reach this machine can use the server"
+        print(f"warning: {risk}. Add --api-key-file, or leave out --host.", file=sys.stderr)
 
 
 def _refuse_engine_flags(args: argparse.Namespace) -> None:
     for name in ("dry_run", "engine_python", "engine_log", "card"):
         if getattr(args, name) is not None:
-            raise SettingsError(
-                f"--{name.replace('_', '-')} needs another engine: add --engine vllm or --engine sglang."
-            )
+            raise SettingsError(f"{flag_of(name)} needs another engine: add --engine vllm or sglang.")
 
 
 def _options(args: argparse.Namespace) -> ServerOptions:
     from blockdraft.server.options import ServerOptions, default_hosts, hide_in_process_list, read_api_keys
 
     hide_in_process_list(args.api_key)
-    if not (math.isfinite(args.step_timeout) and args.step_timeout >= 0.001):
-        raise SettingsError(f"--step-timeout {args.step_timeout}: give a positive number of seconds.")
-    if not (math.isfinite(args.drain_timeout) and args.drain_timeout >= 0):
-        raise SettingsError(f"--drain-timeout {args.drain_timeout}: give a number of seconds, 0 or more.")
+    check_seconds("--step-timeout", args.step_timeout, least=0.001)
+    check_seconds("--drain-timeout", args.drain_timeout, least=0)
     keys = read_api_keys(args.api_key, args.api_key_file)
-    defaults = default_hosts(args.host, has_keys=bool(keys))
-    hosts = (*defaults, *args.allowed_host)
     return ServerOptions(
         api_keys=keys,
         cors_origins=tuple(args.cors_origin),
-        allowed_hosts=hosts,
+        allowed_hosts=(*default_hosts(args.host, has_keys=bool(keys)), *args.allowed_host),
         request_timeout_s=args.request_timeout,
     )
 
@@ -147,9 +119,8 @@ def _serve(
 
     work = functools.partial(_run_engine, args, settings, options.api_keys)
     startup = StartProgress(set_up_logs(args, options.api_keys))
-    engine = start_engine_process(
-        work, startup, _end_hung, step_timeout_s=args.step_timeout, closes=[listener]
-    )
+    limit_s = args.step_timeout
+    engine = start_engine_process(work, startup, _end_hung, step_timeout_s=limit_s, closes=[listener])
     from blockdraft.server.app import make_app  # while the engine's process imports PyTorch
 
     name = (args.served_model_name or settings.model) + settings.suffix
@@ -162,7 +133,6 @@ def _serve(
 def _run_engine(
     args: argparse.Namespace, settings: Settings, secrets: tuple[str, ...], connection: Connection
 ) -> None:
-    """Run the engine's process."""
     from blockdraft.phases import StartProgress
     from blockdraft.start.driver_warmup import quick_imports, wake_card
     from blockdraft.start.preflight import pin_cpu_threads

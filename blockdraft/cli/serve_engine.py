@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import math
 import os
 import socket
 import sys
@@ -18,10 +17,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from blockdraft.cli.server_terminal import exit_code, serve_until_told, set_up_logs
+from blockdraft.cli.server_terminal import check_seconds, exit_code, serve_until_told, set_up_logs
 from blockdraft.errors import SettingsError
-from blockdraft.launch.command import Command
 from blockdraft.launch.installed import find_engine
+from blockdraft.launch.launch_request import Command
 from blockdraft.launch.preflight import CheckedLaunch, as_installed, check_launch, check_to_print
 from blockdraft.launch.shell import compose, docker_run, shell_line
 from blockdraft.launch.supervisor import Launch, Supervisor
@@ -37,19 +36,21 @@ PRINTERS: dict[str, Callable[[Command], str]] = {
     "docker": docker_run,
     "compose": compose,
 }
-
 _LABELS = {"warn": "warning", "note": "note"}
 
 
 def run(args: argparse.Namespace, settings: Settings, options: ServerOptions) -> int:
-    if not (math.isfinite(args.start_timeout) and args.start_timeout > 0):
-        raise SettingsError(f"--start-timeout {args.start_timeout}: give a positive number of seconds.")
+    check_seconds("--start-timeout", args.start_timeout, least=0.001)
     name = (args.served_model_name or settings.model) + settings.suffix
     if args.dry_run is not None:
         key = options.api_keys[0] if options.api_keys else None
         checked = check_to_print(settings, name, args.card)
         command = checked.command(port=args.port or DEFAULT_PORT, api_key=key, host=args.host)
-        _print(args.dry_run, checked, command)
+        for warning in checked.warnings:
+            print(f"warning: {warning}", file=sys.stderr)
+        for finding in checked.findings:
+            print(f"{_LABELS[finding.severity]}: {finding}", file=sys.stderr)
+        print(PRINTERS[args.dry_run](command).rstrip("\n"))
         return 0
     if sys.platform == "win32":
         raise SettingsError(f"--engine {settings.engine} does not run on Windows: start it in WSL.")
@@ -68,14 +69,6 @@ def run(args: argparse.Namespace, settings: Settings, options: ServerOptions) ->
         return _serve(args, options, checked, launch, listener, _writer(args.engine_log, opened))
 
 
-def _print(form: str, checked: CheckedLaunch, command: Command) -> None:
-    for warning in checked.warnings:
-        print(f"warning: {warning}", file=sys.stderr)
-    for finding in checked.findings:
-        print(f"{_LABELS[finding.severity]}: {finding}", file=sys.stderr)
-    print(PRINTERS[form](command).rstrip("\n"))
-
-
 def _writer(path: Path | None, opened: ExitStack) -> Callable[[str], None]:
     """Return a function that appends a line to `path`; only its owner may read it, as it may hold secrets."""
     if path is None:
@@ -83,9 +76,8 @@ def _writer(path: Path | None, opened: ExitStack) -> Callable[[str], None]:
     try:
         number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     except OSError as error:
-        raise SettingsError(
-            f"--engine-log {path} cannot be written ({error.strerror}): choose another file."
-        ) from None
+        reason = f"--engine-log {path} cannot be written ({error.strerror})"
+        raise SettingsError(f"{reason}: choose another file.") from None
     file = opened.enter_context(os.fdopen(number, "a", buffering=1, errors="replace"))
     lock = threading.Lock()
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import logging
+import math
 import socket
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
+
+from blockdraft.errors import SettingsError
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
@@ -18,10 +22,14 @@ EXIT_ERROR = 2  # the start failed on something a user can fix
 EXIT_FAILED = 1  # the engine failed while serving
 
 
+def check_seconds(flag: str, value: float, *, least: float) -> None:
+    if not (math.isfinite(value) and value >= least):
+        what = "a positive number of seconds" if least else "a number of seconds, 0 or more"
+        raise SettingsError(f"{flag} {value}: give {what}.")
+
+
 def set_up_logs(args: argparse.Namespace, secrets: tuple[str, ...]) -> Callable[[str], None]:
     """Set up logging; return the function that logs the phases of the start, unless bars show them."""
-    import logging
-
     from blockdraft.server.http import logs
 
     level = logging.getLevelNamesMapping()[args.log_level.upper()]
@@ -94,8 +102,6 @@ def exit_code(args: argparse.Namespace, error: str | None, *, was_ready: bool) -
         return 0
     text = " ".join(error.split())
     if args.json_logs:
-        import logging
-
         logging.getLogger("blockdraft").error("%s", text)
     else:
         print("blockdraft: error:", text, file=sys.stderr)

@@ -1,4 +1,8 @@
-"""blockdraft settings: show the value of every setting and where it comes from."""
+"""Show every setting as `blockdraft serve` would use it with the same flags, and where its value comes from.
+A flag beats the environment (BLOCKDRAFT_MAX_NUM_SEQS for --max-num-seqs), which beats the recipe, which beats
+the default. Nothing is loaded; `blockdraft plan` shows what `auto` becomes. Flags of the server (--port,
+--api-key, ...) are not settings: see `blockdraft serve --help`.
+"""
 
 from __future__ import annotations
 
@@ -7,37 +11,32 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from blockdraft.cli.flags import add_model, add_settings, given_settings, table
-from blockdraft.cli.masking import HIDDEN, is_secret, masked
-from blockdraft.errors import SettingsError
+from blockdraft.cli import flags
+from blockdraft.cli.flags import HIDDEN, is_secret, masked, table
 from blockdraft.settings.merge import MergedSettings, merge_settings
 from blockdraft.settings.recipe import load_recipe, recipe_names
 from blockdraft.settings.settings import SETTING_NAMES
 
 SUMMARY = "show every setting and where its value comes from"
 USAGE = "blockdraft settings [MODEL] [flags]"
-DESCRIPTION = (
-    "Show every setting as `blockdraft serve` would use it with the same flags, and where its value comes "
-    "from. A flag beats the environment (BLOCKDRAFT_MAX_NUM_SEQS for --max-num-seqs), which beats the "
-    "recipe, which beats the default. Nothing is loaded; `blockdraft plan` shows what `auto` becomes. Flags "
-    "of the server (--port, --api-key, ...) are not settings: see `blockdraft serve --help`."
-)
+
+FLAGS = """
+--changed: show only settings that differ from the default
+--recipes: list the known recipes instead
+--json: print one JSON object instead of text
+"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model(parser)
-    parser.add_argument(
-        "--changed", action="store_true", help="show only settings that differ from the default"
-    )
-    parser.add_argument("--recipes", action="store_true", help="list the known recipes instead")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    add_settings(parser)
+    flags.add_model(parser)
+    flags.add_flags(parser, FLAGS)
+    flags.add_settings(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     if args.recipes:
         return _list_recipes(is_json=args.json)
-    resolved = merge_settings(given_settings(args))
+    resolved = merge_settings(flags.given_settings(args))
     if args.json:
         print(json.dumps(as_json(resolved), indent=2))
         return 0
@@ -56,7 +55,7 @@ def as_json(resolved: MergedSettings) -> dict[str, object]:
 def lines(resolved: MergedSettings, *, shows_all: bool) -> Iterator[str]:
     """Yield a line per setting: name, value, source."""
     names = [name for name in SETTING_NAMES if shows_all or resolved.sources[name] != "default"]
-    rows = [(name, _shown(_value(resolved, name)), resolved.sources[name]) for name in names]
+    rows = [(name, flags.shown(_value(resolved, name)), resolved.sources[name]) for name in names]
     yield from table(rows, indent="")
     if not shows_all:
         others = len(SETTING_NAMES) - len(rows)
@@ -73,20 +72,8 @@ def _value(resolved: MergedSettings, name: str) -> object:
     return masked(value) if name == "engine_args" else value
 
 
-def _shown(value: object) -> str:
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    if isinstance(value, dict):
-        return " ".join(f"{key}={text}" for key, text in value.items()) or "none"
-    if isinstance(value, tuple):
-        return " ".join(value) or "none"
-    return "none" if value is None else str(value)
-
-
 def _list_recipes(*, is_json: bool) -> int:
     recipes = [load_recipe(name) for name in recipe_names()]
-    if not recipes:
-        raise SettingsError("no recipes are installed: give the path of one with --recipe.")
     if is_json:
         shown = ("name", "title", "cards", "settings", "others", "excludes")
         listed = [{name: asdict(one)[name] for name in shown} for one in recipes]

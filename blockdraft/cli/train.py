@@ -1,4 +1,6 @@
-"""blockdraft train: train a drafter for your own target, from prompts alone."""
+"""Train a drafter: the target answers the prompts, and the drafter learns to predict the answers. `blockdraft
+serve --draft FOLDER/drafter` uses the result. Every stage can be interrupted and resumed.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from blockdraft.cli.flags import dataclass_from, numbers_of
+from blockdraft.cli.flags import add_flags, dataclass_from
 from blockdraft.errors import SettingsError
 from blockdraft.models.draft_config import KIND_NAMES
 from blockdraft.planner.resolver import named_drafter
@@ -16,135 +18,99 @@ from blockdraft.training.job import CPU_ROWS, AnswerOptions, DrafterShape, Job, 
 
 SUMMARY = "train a drafter for a target"
 USAGE = "blockdraft train TARGET --prompts FILE --out FOLDER (--minutes N | --steps N) [flags]"
-DESCRIPTION = (
-    "Train a drafter: the target answers the prompts, and the drafter learns to predict the answers. "
-    "`blockdraft serve --draft FOLDER/drafter` uses the result. Every stage can be interrupted and resumed."
-)
+
+
+_SHAPE, _RECIPE, _OBJECTIVE = DrafterShape(), TrainingRecipe(), Objective()
+RUN_FLAGS = """
+--out FOLDER: folder for all results
+--minutes X: time for all stages together
+--steps N: number of training steps, instead of --minutes
+--resume: continue an interrupted run
+--from DRAFTER: start from this drafter, to improve it or to adapt it to a fine-tuned target: folder, hub id,
+  auto (the drafter that ships for the target) or dflash2 (its DFlash2 head)
+--device NAME: cpu, cuda or cuda:N (default: auto)
+--dtype NAME: number format of the target (default: auto)
+--quiet: print nothing; FOLDER/log.txt has the log
+"""
+ANSWER_FLAGS = """
+--prompts FILE...: file of JSON lines {"messages": […], "category": "…"}, also .gz or .xz; repeatable
+--held-out [NAME=]FILE...: prompts for evaluation as NAME; repeatable (default: a few of --prompts)
+--answers FOLDER...: also train on these answers (FOLDER/answers of another run); repeatable
+--answer-minutes X: part of --minutes for answering (default: a fifth)
+--max-prompts N: train on at most N prompts
+--max-answer N: longest answer in tokens (default: 400, or half of --length)
+--max-repeat N: cut an answer that repeats its last N tokens; 0: never (default: 64)
+--sampled X: share of the answers that are sampled at --temperature (default: 0, all greedy)
+--temperature X[,X]: of sampled answers; of two numbers, each answer draws one between them (default: 0.7)
+--top-p X: as in `blockdraft generate`, for sampled answers (default: 0.95)
+--rows N: answers generated at once (default: 2048, CPU: 16)
+--length N: longest prompt and answer together, in tokens (default: 1024)
+"""
+SHAPE_FLAGS = f"""
+--kind {{{",".join(KIND_NAMES)}}}: dflash2 adds convolutions and a selector of candidates, dspark a Markov
+  head; with --from, they are added to a DFlash drafter (default: the kind of --from, else dflash)
+--rank N: rank of the token-pair tables of dflash2 and dspark (default: {_SHAPE.rank})
+--candidates N: candidates per position of dflash2 (default: {_SHAPE.num_candidates})
+--block N: block size in tokens, anchor included (default: 16)
+--layers N: number of layers (default: 5)
+--taps N,N,…: target layers whose features it reads, counted from 0 (default: 5 evenly spaced)
+--inner-size N: width of the MLPs (default: the target's)
+--bidirectional: drafts also see later drafts; a smaller --width then saves no time when serving
+--mask-token ID: id of the mask token (default: an unused special token)
+--init {{random,target}}: start from random weights, or from the target's last layers (default: random)
+"""
+RECIPE_FLAGS = f"""
+--optimizer {{muon,adamw}}: optimizer of the matrices (default: {_RECIPE.optimizer})
+--rate X: highest learning rate (default: {_RECIPE.rate})
+--rows-per-step N: rows of --length tokens per step (default: {_RECIPE.rows_per_step}, CPU: {CPU_ROWS})
+--anchors N: blocks drafted per row, at random places (default: {_RECIPE.num_anchors})
+--short-blocks X: train this first share of the run with half blocks, a third faster (default: 0)
+--anchoring {{even,walk}}: even: blocks begin anywhere; walk: mostly where the drafter's own steps would begin
+  (default: {_RECIPE.anchoring})
+--deep-weight X: draw anchors from position --deep-from on X times as often (default: {_RECIPE.deep_weight:g})
+--deep-from N: the position of --deep-weight (default: {_RECIPE.deep_from})
+--phases N: train on N parts of the rows in turn, to save memory (default: {_RECIPE.phases})
+--weighting {{dpace,decay,uniform}}: how the loss weighs the positions (default: {_OBJECTIVE.weighting})
+--gamma X: decay length of --weighting decay (default: {_OBJECTIVE.gamma:g})
+--hardness X: with dpace: divide a block's weight by expected length ** X (default: {_OBJECTIVE.hardness:g})
+--distill X: share of the loss that is the divergence from the target's distribution (default: 0)
+--selector-weight X: weight of the selector's loss, with --kind dflash2 (default: 1)
+--train {{all,added,selector}}: with --from, the parts of a dflash2 drafter to train: all, those that DFlash2
+  adds, or its selector (default: all)
+--average X: export a moving average of the weights with this decay; 0: the last weights (default: 0)
+--seed N: training seed (default: {_RECIPE.seed})
+"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "model", nargs="?", default="default", metavar="TARGET", help="folder, hub id or GGUF"
+    add = parser.add_argument_group
+    target_help = "folder, hub id or GGUF file"
+    parser.add_argument("model", nargs="?", default="default", metavar="TARGET", help=target_help)
+    parser.argument_default = argparse.SUPPRESS  # a flag that is not given leaves the job's own default
+    add_flags(add("run"), RUN_FLAGS, out={"required": True}, **{"from": {"dest": "start_from"}})
+    add_flags(
+        add("answers"),
+        ANSWER_FLAGS,
+        held_out={"type": _named_file},
+        max_answer={"dest": "max_tokens"},
+        max_repeat=64,
+        temperature={"type": _range},
+        rows={"dest": "bulk_rows"},
+        length=1024,
     )
-    _add_run(parser.add_argument_group("run"))
-    _add_answers(parser.add_argument_group("answers"))
-    _add_shape(parser.add_argument_group("drafter"))
-    _add_recipe(parser.add_argument_group("recipe"))
-
-
-def _add_run(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add("--out", type=Path, required=True, metavar="FOLDER", help="folder for all results")
-    add("--minutes", type=float, metavar="N", help="time for all stages together")
-    add("--steps", type=int, metavar="N", help="number of training steps, instead of --minutes")
-    add("--resume", action="store_true", help="continue an interrupted run")
-    start_help = (
-        "start from this drafter, to improve it or to adapt it to a fine-tuned target: folder, hub id, auto "
-        "(the drafter that ships for the target) or dflash2 (its DFlash2 head)"
+    add_flags(
+        add("drafter"),
+        SHAPE_FLAGS,
+        candidates={"dest": "num_candidates"},
+        layers={"dest": "num_layers"},
+        taps={"type": _numbers},
+        bidirectional={"dest": "is_causal", "action": "store_false", "default": True},
+        mask_token={"dest": "mask_token_id", "type": int},
     )
-    add("--from", dest="start_from", metavar="DRAFTER", help=start_help)
-    add("--device", default="auto", metavar="NAME", help="cpu, cuda, cuda:1 (default: auto)")
-    add("--dtype", default="auto", metavar="NAME", help="number format of the target (default: auto)")
-    add("--quiet", action="store_true", help="print nothing; FOLDER/log.txt has the log")
-
-
-def _add_answers(group: argparse._ArgumentGroup) -> None:
-    add, number = group.add_argument, numbers_of(group)
-    prompts_help = 'file of JSON lines {"messages": […], "category": "…"}, also .gz or .xz; repeatable'
-    add("--prompts", type=Path, action="append", default=[], metavar="FILE", help=prompts_help)
-    add(
-        "--held-out",
-        type=_named_file,
-        action="append",
-        default=[],
-        metavar="[NAME=]FILE",
-        help="prompts for evaluation, reported as NAME (default: a few of each category of --prompts)",
-    )
-    answers_help = "also train on these answers (FOLDER/answers of another run); repeatable"
-    add("--answers", type=Path, action="append", default=[], metavar="DIR", help=answers_help)
-    number("--answer-minutes", float, None, "part of --minutes for answering (default: a fifth)")
-    number("--max-prompts", int, None, "train on at most N prompts")
-    answer_help = "longest answer in tokens (default: 400, or half of --length)"
-    number("--max-answer", int, None, answer_help, dest="max_tokens")
-    repeat_help = "cut an answer that repeats its last N tokens; 0: never (default: 64)"
-    number("--max-repeat", int, 64, repeat_help)
-    sampled_help = "share of the answers that are sampled at --temperature (default: 0, all greedy)"
-    number("--sampled", float, 0.0, sampled_help, metavar="SHARE")
-    warm_help = "of sampled answers; with two numbers, each answer draws one between them (default: 0.7)"
-    add("--temperature", type=_range, default=AnswerOptions().temperature, metavar="N[,N]", help=warm_help)
-    number("--top-p", float, 0.95, "of sampled answers (default: 0.95)")
-    number("--rows", int, None, "answers generated at once (default: 2048, CPU: 16)", dest="bulk_rows")
-    number("--length", int, 1024, "longest prompt and answer together, in tokens (default: 1024)")
-
-
-def _add_shape(group: argparse._ArgumentGroup) -> None:
-    add, number = group.add_argument, numbers_of(group)
-    kind_help = (
-        "dflash2 adds convolutions and a selector that chooses among candidates, dspark a Markov head; with "
-        "--from, these are added to a DFlash drafter (default: the kind of --from, else dflash)"
-    )
-    add("--kind", choices=tuple(KIND_NAMES), help=kind_help)
-    shape = DrafterShape()
-    rank_help = f"rank of the token-pair tables of dflash2 and dspark (default: {shape.rank})"
-    number("--rank", int, shape.rank, rank_help)
-    candidates_help = f"candidates per position of dflash2 (default: {shape.num_candidates})"
-    number("--candidates", int, shape.num_candidates, candidates_help, dest="num_candidates")
-    number("--block", int, 16, "block size in tokens, anchor included (default: 16)")
-    number("--layers", int, 5, "number of layers (default: 5)", dest="num_layers")
-    taps_help = "target layers whose features it reads, counted from 0 (default: 5 evenly spaced)"
-    add("--taps", type=_numbers, metavar="N,N,…", help=taps_help)
-    number("--inner-size", int, None, "width of the MLPs (default: the target's)")
-    causal_help = "drafts also see later drafts; a smaller --width then saves no time when serving"
-    add("--bidirectional", dest="is_causal", action="store_false", help=causal_help)
-    mask_help = "id of the mask token (default: an unused special token)"
-    number("--mask-token", int, None, mask_help, dest="mask_token_id", metavar="ID")
-    init_help = "start from random weights, or from the target's last layers (default: random)"
-    add("--init", choices=("random", "target"), default="random", help=init_help)
-
-
-def _add_recipe(group: argparse._ArgumentGroup) -> None:
-    recipe, objective = TrainingRecipe(), Objective()
-    add, number = group.add_argument, numbers_of(group)
-    optimizer_help = f"(default: {recipe.optimizer})"
-    add("--optimizer", choices=("muon", "adamw"), default=recipe.optimizer, help=optimizer_help)
-    number("--rate", float, recipe.rate, f"highest learning rate (default: {recipe.rate})")
-    rows_help = f"rows of --length tokens per step (default: {recipe.rows_per_step}, CPU: {CPU_ROWS})"
-    number("--rows-per-step", int, None, rows_help)
-    anchors_help = f"blocks drafted per row, at random places (default: {recipe.num_anchors})"
-    number("--anchors", int, recipe.num_anchors, anchors_help, dest="num_anchors")
-    short_help = "train this first share of the run with half blocks, a third faster (default: 0)"
-    number("--short-blocks", float, recipe.short_blocks, short_help, metavar="SHARE")
-    anchoring_help = (
-        "even: blocks begin anywhere; walk: mostly where the drafter's own steps would begin "
-        f"(default: {recipe.anchoring})"
-    )
-    add("--anchoring", choices=("even", "walk"), default=recipe.anchoring, help=anchoring_help)
-    deep_help = "draw anchors from position --deep-from on N times as often as earlier ones"
-    number("--deep-weight", float, recipe.deep_weight, f"{deep_help} (default: {recipe.deep_weight:g})")
-    number("--deep-from", int, recipe.deep_from, f"a position (default: {recipe.deep_from})")
-    phases_help = "split the rows into N parts and train on one after the other, to save memory"
-    number("--phases", int, recipe.phases, f"{phases_help} (default: {recipe.phases})")
-    weighting_help = f"how the loss weighs positions in a block (default: {objective.weighting})"
-    choices = ("dpace", "decay", "uniform")
-    add("--weighting", choices=choices, default=objective.weighting, help=weighting_help)
-    number(
-        "--gamma", float, objective.gamma, f"decay length of --weighting decay (default: {objective.gamma:g})"
-    )
-    hardness_help = "with --weighting dpace: divide a block's weight by its expected length to the power N"
-    number("--hardness", float, objective.hardness, f"{hardness_help} (default: {objective.hardness:g})")
-    distill_help = "share of the loss that is the divergence from the target's distribution (default: 0)"
-    number("--distill", float, objective.distill, distill_help, metavar="SHARE")
-    selector_help = "weight of the selector's loss, with --kind dflash2 (default: 1)"
-    number("--selector-weight", float, objective.selector, selector_help, dest="selector")
-    train_help = (
-        "what to train of a dflash2 drafter, with --from: everything, only what DFlash2 adds, or only its "
-        "selector (default: all)"
-    )
-    add("--train", dest="trained", choices=("all", "added", "selector"), default="all", help=train_help)
-    average_help = "decay of a moving average of the weights, which is then exported; 0: none (default: 0)"
-    number("--average", float, recipe.average, average_help)
+    dests = {"anchors": "num_anchors", "selector_weight": "selector", "train": "trained"}
     # Not args.seed: the answers have a seed of their own, which no flag sets.
-    number("--seed", int, recipe.seed, f"training seed (default: {recipe.seed})", dest="training_seed")
+    seed = {"dest": "training_seed", "default": _RECIPE.seed}
+    add_flags(add("recipe"), RECIPE_FLAGS, seed=seed, **{name: {"dest": to} for name, to in dests.items()})
 
 
 def run(args: argparse.Namespace) -> int:
@@ -154,71 +120,56 @@ def run(args: argparse.Namespace) -> int:
         job.out.mkdir(parents=True, exist_ok=True)
         log_file = (job.out / "log.txt").open("a", encoding="utf-8")
     except OSError as error:
-        raise SettingsError(
-            f"--out {job.out} cannot be written ({error.strerror}): choose another folder."
-        ) from None
+        reason = f"--out {job.out} cannot be written ({error.strerror})"
+        raise SettingsError(f"{reason}: choose another folder.") from None
     from blockdraft.start.driver_warmup import quick_imports
 
     with quick_imports():
-        from blockdraft.cli.training_progress import listener, stage_bars
+        from blockdraft.cli.progress import listener, stage_bars
         from blockdraft.start.loading import resolve_device
         from blockdraft.training.run import train
 
-    if args.rows_per_step is None and resolve_device(job.device) == "cpu":
+    if "rows_per_step" not in args and resolve_device(job.device) == "cpu":
         job = replace(job, recipe=replace(job.recipe, rows_per_step=CPU_ROWS))
     try:
         with log_file as log, stage_bars(is_quiet=args.quiet) as bars:
             train(job, listener(log, bars, is_quiet=args.quiet), resume=args.resume)
     except KeyboardInterrupt:
-        print(_interrupted(job, is_resumed=args.resume), file=sys.stderr)
+        command = job.command if args.resume else f"{job.command} --resume"
+        way_on = f"; to continue from the last checkpoint: {command}"
+        has_begun = (job.out / "run.json").exists()
+        print(f"interrupted{way_on if has_begun else ' before the run began'}", file=sys.stderr)
         raise
     return 0
 
 
 def _check_files(args: argparse.Namespace) -> None:
     """Refuse missing files first: a mistyped path is the likeliest mistake."""
-    files = [("--prompts", path) for path in args.prompts]
-    files += [("--held-out", path) for _, path in args.held_out]
+    files = [("--prompts", path) for path in vars(args).get("prompts", ())]
+    files += [("--held-out", path) for _, path in vars(args).get("held_out", ())]
     for flag, path in files:
         if not path.exists() or path.is_dir():
             what = "is a folder" if path.is_dir() else "does not exist"
             raise SettingsError(f"{flag} {path} {what}: give the path of a JSONL file of prompts.")
 
 
-def _interrupted(job: Job, *, is_resumed: bool) -> str:
-    if not (job.out / "run.json").exists():
-        return "interrupted before the run began"
-    command = job.command if is_resumed else f"{job.command} --resume"
-    return f"interrupted; to continue from the last checkpoint: {command}"
-
-
-def _start(model: str, asked: str | None) -> str | None:
-    """Return the drafter to start from; None: random weights."""
-    found = named_drafter(model, asked)
-    if asked == "auto" and found == "none":
-        raise SettingsError(f"--from {asked}: no drafter ships for '{model}'. Name one, or leave --from out.")
-    return found
-
-
 def _job(args: argparse.Namespace) -> Job:
-    rows = TrainingRecipe().rows_per_step if args.rows_per_step is None else args.rows_per_step
-    if args.max_tokens is None:
-        args.max_tokens = max(1, min(AnswerOptions().max_tokens, args.length // 2))
+    given, asked = vars(args), vars(args).get("start_from")
+    start = named_drafter(args.model, asked)
+    if asked == "auto" and start == "none":
+        raise SettingsError(f"--from auto: no drafter ships for '{args.model}': name one, or leave it out.")
+    given.setdefault("max_tokens", max(1, min(AnswerOptions().max_tokens, args.length // 2)))
     return dataclass_from(
         Job,
         args,
-        prompts=tuple(args.prompts),
-        more_answers=tuple(args.answers),
-        held_out=tuple(args.held_out),
-        start_from=_start(args.model, args.start_from),
+        prompts=tuple(given.get("prompts", ())),
+        more_answers=tuple(given.get("answers", ())),
+        held_out=tuple(given.get("held_out", ())),
+        start_from=start,
         shape=dataclass_from(DrafterShape, args),
         answers=dataclass_from(AnswerOptions, args, max_repeat=args.max_repeat or None),
         recipe=dataclass_from(
-            TrainingRecipe,
-            args,
-            objective=dataclass_from(Objective, args),
-            seed=args.training_seed,
-            rows_per_step=rows,
+            TrainingRecipe, args, objective=dataclass_from(Objective, args), seed=args.training_seed
         ),
         command=shlex.join(["blockdraft", *sys.argv[1:]]),
     )

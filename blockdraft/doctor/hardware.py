@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 from blockdraft.doctor.finding import Finding, Level
 from blockdraft.machine.machine import Gpu, Machine, may_have_gpu
@@ -148,32 +147,17 @@ def limit_findings(machine: Machine) -> Iterator[Finding]:
 _VARIABLES = {"downloads": "BLOCKDRAFT_CACHE", "hub": "HF_HOME", "triton": "TRITON_CACHE_DIR"}
 
 
-class DiskSpace(NamedTuple):
-    """Free space and permission on the disk of a folder."""
-
-    free_bytes: int
-    may_write: bool
-
-
-def disk_space(folder: Path) -> DiskSpace:
-    """Return the space for a folder; a missing one counts as its nearest existing parent."""
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
-    return DiskSpace(shutil.disk_usage(folder).free, os.access(folder, os.W_OK))
-
-
-def disk_findings(
-    folders: Mapping[str, Path], space_of: Callable[[Path], DiskSpace] = disk_space
-) -> Iterator[Finding]:
-    """Yields one finding for each cache folder."""
+def disk_findings(folders: Mapping[str, Path]) -> Iterator[Finding]:
+    """Yield one finding for each cache folder; a missing one counts as its nearest existing parent."""
     for name, folder in folders.items():
-        found = space_of(folder)
-        says, advice = f"{folder}: {found.free_bytes / GIB:.1f} GiB free", f"point {_VARIABLES[name]}"
-        if not found.may_write:
+        there = next(path for path in (folder, *folder.parents) if path.exists())
+        free_bytes = shutil.disk_usage(there).free
+        says, advice = f"{folder}: {free_bytes / GIB:.1f} GiB free", f"point {_VARIABLES[name]}"
+        if not os.access(there, os.W_OK):
             yield Finding("disk", name, "problem", f"{folder} cannot be written", f"{advice} elsewhere")
-        elif found.free_bytes < FULL_DISK:
+        elif free_bytes < FULL_DISK:
             yield Finding("disk", name, "problem", says, f"{advice} to a disk with room")
-        elif found.free_bytes < LOW_DISK and name != "triton":
+        elif free_bytes < LOW_DISK and name != "triton":
             says += "; a model of 8 billion values in bfloat16 takes 16 GB, one of 31 billion 62 GB"
             yield Finding("disk", name, "warning", says, f"{advice} to a disk with room")
         else:

@@ -64,15 +64,12 @@ def _page_cache(machine: Machine, torch: Torch) -> Iterator[Finding]:
     if gpu is None or not gpu.is_unified or torch.free_bytes is None:
         return
     if torch.free_bytes < HIDDEN_SHARE * gpu.free_bytes:
-        yield Finding(
-            "machine",
-            "page cache",
-            "warning",
+        says = (
             f"CUDA reports {torch.free_bytes / GIB:.1f} GiB free, the kernel {gpu.free_bytes / GIB:.1f}: the "
-            "page cache counts as used, and an engine may refuse to start",
-            advice="sync; echo 3 | sudo tee /proc/sys/vm/drop_caches",
-            thread="vllm-project/vllm#48140",
+            "page cache counts as used, and an engine may refuse to start"
         )
+        advice, thread = "sync; echo 3 | sudo tee /proc/sys/vm/drop_caches", "vllm-project/vllm#48140"
+        yield Finding("machine", "page cache", "warning", says, advice, thread)
 
 
 def _has_code(torch: Torch) -> bool:
@@ -121,23 +118,15 @@ def _checked(shape: str, checks: list[ShapeCheck]) -> Iterator[Finding]:
     wrong = [check for check in checks if not check.is_passed]
     for check in wrong:
         off = "not a number" if check.error is None else f"off by {check.error:.1e}"
-        yield Finding(
-            "kernels",
-            f"{shape}: {check.operation}",
-            "problem",
-            f"{off} at {check.where}, where {check.tolerance:.0e} is rounding: answers would be wrong",
-            advice=f"do not serve on this device; {REPORT}",
-        )
+        says = f"{off} at {check.where}, where {check.tolerance:.0e} is rounding: answers would be wrong"
+        advice = f"do not serve on this device; {REPORT}"
+        yield Finding("kernels", f"{shape}: {check.operation}", "problem", says, advice)
     if not wrong:
         closest = max(checks, key=lambda check: (check.error or 0.0) / max(check.tolerance, 1e-300))
         num = sum(check.num_comparisons for check in checks)
-        yield Finding(
-            "kernels",
-            shape,
-            "ok",
-            f"{len(checks)} operations right in {num} comparisons; closest to its tolerance is "
-            f"{closest.operation} ({closest.error:.0e} of {closest.tolerance:.0e})",
-        )
+        off = f"{closest.operation} ({closest.error:.0e} of {closest.tolerance:.0e})"
+        says = f"{len(checks)} operations right in {num} comparisons; closest to its tolerance is {off}"
+        yield Finding("kernels", shape, "ok", says)
 
 
 def _advice(how: str) -> str | None:

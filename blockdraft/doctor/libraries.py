@@ -46,11 +46,8 @@ def library_findings(versions: Mapping[str, str], *, has_gpu: bool) -> Iterator[
         if name not in versions:
             yield _missing(name, "problem", "is not installed")
     if has_gpu and "nvidia_ml_py" not in versions:
-        yield _missing(
-            "nvidia_ml_py",
-            "warning",
-            "is not installed: nvidia-smi lists the cards, but not the processes that use them",
-        )
+        says = "is not installed: nvidia-smi lists the cards, but not the processes that use them"
+        yield _missing("nvidia_ml_py", "warning", says)
     yield from _flashinfer(versions)
 
 
@@ -63,10 +60,7 @@ def _flashinfer(versions: Mapping[str, str]) -> Iterator[Finding]:
     code, binaries = versions.get("flashinfer"), versions.get("flashinfer_cubin")
     if code is None or binaries is None or code.split("+")[0] == binaries.split("+")[0]:
         return
-    yield Finding(
-        "libraries",
-        "flashinfer",
-        "problem",
-        f"flashinfer-python {code} with flashinfer-cubin {binaries}: it refuses binaries of another version",
-        advice=f"install flashinfer-cubin {code} (PyPI's end at 0.6.13; flashinfer.ai has an index), or none",
-    )
+    both = f"flashinfer-python {code} with flashinfer-cubin {binaries}"
+    says = f"{both}: it refuses binaries of another version"
+    advice = f"install flashinfer-cubin {code} (PyPI's end at 0.6.13; flashinfer.ai has an index), or none"
+    yield Finding("libraries", "flashinfer", "problem", says, advice)

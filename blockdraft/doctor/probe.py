@@ -148,7 +148,7 @@ def _compile_ahead(shapes: list[ProbeShape], device: torch.device) -> None:
 
 
 def _check(shape: ProbeShape, device_name: str) -> Iterator[Line]:
-    from blockdraft.check.kernels import check_kernels
+    from blockdraft.check.operations import check_kernels
     from blockdraft.engine.engine import Engine
     from blockdraft.start.fallback import with_kernels_that_compile
 
@@ -177,13 +177,12 @@ def _bits(shape: ProbeShape, models: LoadedPair, plan: Plan) -> Iterator[Line]:
 
 
 def _models(shape: ProbeShape, device_name: str) -> tuple[LoadedPair, Plan]:
-    from blockdraft.settings.settings import Settings
-    from blockdraft.start.loading import load_models
+    from blockdraft.start.loading import load_pair
 
     with tempfile.TemporaryDirectory(prefix="blockdraft-doctor-") as folder:
         target = _write(shape.target, Path(folder) / "target")
         draft = None if shape.draft is None else _write(shape.draft, Path(folder) / "draft")
-        settings = Settings(
+        return load_pair(
             model=target,
             draft=draft or "none",
             device=device_name,
@@ -197,7 +196,6 @@ def _models(shape: ProbeShape, device_name: str) -> tuple[LoadedPair, Plan]:
             max_prefill_tokens=64,
             cache_bytes=CACHE_BYTES,
         )
-        return load_models(settings, lambda text: None)
 
 
 def _write(config: object, folder: Path) -> str:

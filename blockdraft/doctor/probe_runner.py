@@ -7,8 +7,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from blockdraft.doctor.shapes import SHAPE_NAMES
@@ -64,7 +64,7 @@ class Failure:
     how: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Probe:
     """The results of the probe."""
 
@@ -94,10 +94,10 @@ def probe_torch(device: str, *, with_kernels: bool = True, run: Run | None = Non
     probe = Probe()
     while True:
         outcome = run(json.dumps({"device": device, "shapes": remaining}))
-        probe, ended_at = _read(probe, outcome.out)
+        ended_at = _read(probe, outcome.out)
         if ended_at is None:
             return probe
-        probe = replace(probe, failures=(*probe.failures, Failure(ended_at, _describe_end(outcome))))
+        probe.failures += (Failure(ended_at, _describe_end(outcome)),)
         if ended_at not in remaining[:-1]:
             return probe
         remaining = remaining[remaining.index(ended_at) + 1 :]
@@ -106,62 +106,38 @@ def probe_torch(device: str, *, with_kernels: bool = True, run: Run | None = Non
 def run_probe(argument: str) -> ProbeOutcome:
     """Run the probe with its own folder for temporary files, so that a crash leaves none behind."""
     command = (sys.executable, "-m", "blockdraft.doctor.probe", argument)
+    code: int | None = None
     with tempfile.TemporaryDirectory(prefix="blockdraft-doctor-") as folder:
-        return _run_in(folder, command)
+        env = child_environment(dict.fromkeys(("TMPDIR", "TEMP", "TMP"), folder))
+        try:
+            done = subprocess.run(command, env=env, capture_output=True, timeout=TIMEOUT_S)
+            out, err, code = done.stdout, done.stderr, done.returncode
+        except subprocess.TimeoutExpired as stopped:
+            out, err = stopped.stdout or b"", stopped.stderr or b""
+    return ProbeOutcome(out.decode(errors="replace"), err.decode(errors="replace"), code)
 
 
-def _run_in(folder: str, command: Sequence[str]) -> ProbeOutcome:
-    try:
-        done = subprocess.run(
-            command,
-            env=child_environment(dict.fromkeys(("TMPDIR", "TEMP", "TMP"), folder)),
-            capture_output=True,
-            text=True,
-            encoding="utf-8",
-            errors="replace",
-            timeout=TIMEOUT_S,
-        )
-    except subprocess.TimeoutExpired as stopped:
-        return ProbeOutcome(_text(stopped.stdout), _text(stopped.stderr), None)
-    return ProbeOutcome(done.stdout, done.stderr, done.returncode)
-
-
-def _text(output: bytes | str | None) -> str:
-    return output.decode(errors="replace") if isinstance(output, bytes) else output or ""
-
-
-def _read(probe: Probe, text: str) -> tuple[Probe, str | None]:
-    """Return `probe` with the output of a process, and the stage that did not end; None: all ended."""
+def _read(probe: Probe, text: str) -> str | None:
+    """Add the output of a process to `probe`; return the stage that did not end, None if all ended."""
     begun: str | None = "torch"
     for line in text.splitlines():
-        entry = _parse(line)
-        kind = entry.pop("kind", None)
-        if kind == "begin":
-            begun = entry["what"]
-        elif kind == "end":
-            begun = None
-        elif kind == "torch":
-            probe = replace(probe, torch=_torch(entry))
-        elif kind == "device":
-            probe = replace(probe, device=entry["name"], is_product_right=entry["is_right"])
-        elif kind == "path":  # the last word on an operation counts
-            paths = {path.operation: path for path in (*probe.paths, KernelPath(**entry))}
-            probe = replace(probe, paths=tuple(paths.values()))
-        elif kind == "check":
-            probe = replace(probe, checks=(*probe.checks, ShapeCheck(**entry)))
-    return probe, begun
-
-
-def _parse(line: str) -> dict[str, Any]:
-    """Parse a line; other output (libraries print to stdout too) gives an empty object."""
-    entry = as_object(line)
-    return entry if "kind" in entry else {}
-
-
-def _torch(entry: Mapping[str, Any]) -> Torch:
-    """Return the facts about torch, with JSON's lists as tuples."""
-    tuples = {name: tuple(value) for name, value in entry.items() if isinstance(value, list)}
-    return Torch(**{**entry, **tuples})
+        entry: dict[str, Any] = as_object(line)  # empty where a library prints to stdout too
+        match entry.pop("kind", None):
+            case "begin":
+                begun = entry["what"]
+            case "end":
+                begun = None
+            case "torch":
+                lists = {name: tuple(value) for name, value in entry.items() if isinstance(value, list)}
+                probe.torch = Torch(**entry | lists)
+            case "device":
+                probe.device, probe.is_product_right = entry["name"], entry["is_right"]
+            case "path":  # the last word on an operation counts
+                paths = {path.operation: path for path in (*probe.paths, KernelPath(**entry))}
+                probe.paths = tuple(paths.values())
+            case "check":
+                probe.checks += (ShapeCheck(**entry),)
+    return begun
 
 
 def _describe_end(outcome: ProbeOutcome) -> str:
@@ -169,14 +145,10 @@ def _describe_end(outcome: ProbeOutcome) -> str:
         return f"it did not end within {TIMEOUT_S:.0f} s"
     if outcome.code < 0:
         return f"the process was killed by {_signal_name(-outcome.code)}"
-    return _last_line(outcome.err.splitlines()) or f"the process ended with code {outcome.code}"
-
-
-def _last_line(lines: Sequence[str]) -> str:
-    """Return the error of a traceback; compilers add lines below it."""
-    errors = [line for line in lines if line and not line[0].isspace() and "Error" in line.split(":")[0]]
-    filled = errors or [line for line in lines if line.strip()]
-    return filled[-1].strip()[:400] if filled else ""
+    lines = [line for line in outcome.err.splitlines() if line.strip()]
+    errors = [line for line in lines if not line[0].isspace() and "Error" in line.split(":")[0]]
+    last = (errors or lines)[-1:]  # compilers add lines below an error
+    return last[0].strip()[:400] if last else f"the process ended with code {outcome.code}"
 
 
 def _signal_name(number: int) -> str:

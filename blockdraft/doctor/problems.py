@@ -61,7 +61,7 @@ def load_problems() -> tuple[KnownProblem, ...]:
 
 
 def facts_of(machine: Machine, versions: Mapping[str, str], torch_cuda: str | None) -> Facts:
-    """Collects the facts; `versions` of libraries are those of read_versions."""
+    """Collect the facts; `versions` are those that read_versions returns."""
     gpus = machine.gpus
     known = {
         "cuda": machine.cuda,

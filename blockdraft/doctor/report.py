@@ -14,7 +14,6 @@ from blockdraft.doctor.kernels import kernel_findings, torch_findings
 from blockdraft.doctor.libraries import library_findings, read_versions
 from blockdraft.doctor.probe_runner import Probe, probe_torch
 from blockdraft.doctor.problems import facts_of, problem_findings
-from blockdraft.machine.cards import Capability
 from blockdraft.machine.machine import Machine, read_machine
 from blockdraft.settings.settings import cache_dirs
 
@@ -38,7 +37,7 @@ class Diagnosis:
 
 
 def examine(device: str, *, with_kernels: bool, note: Note) -> Diagnosis:
-    """Examines this machine. `device` is one of torch, or "auto"."""
+    """Examine this machine. `device` is one of torch, or "auto"."""
     machine, versions = read_machine(), read_versions()
     note("importing torch" + (" and comparing kernels with their references" if with_kernels else ""))
     if with_kernels and machine.gpus:
@@ -47,7 +46,7 @@ def examine(device: str, *, with_kernels: bool, note: Note) -> Diagnosis:
 
 
 def diagnose(machine: Machine, versions: dict[str, str], probe: Probe) -> Diagnosis:
-    """Judges the facts of a machine. Reads nothing itself but the free space on disks."""
+    """Judge the facts of a machine. Reads nothing itself but the free space on disks."""
     torch_cuda = None if probe.torch is None else probe.torch.cuda
     facts = facts_of(machine, versions, torch_cuda)
     findings = (
@@ -59,15 +58,11 @@ def diagnose(machine: Machine, versions: dict[str, str], probe: Probe) -> Diagno
         *kernel_findings(probe),
         *problem_findings(facts),
     )
-    able = tuple(abilities(_capability(machine, probe), machine.cpu.features))
+    capability = None if probe.torch is None else probe.torch.capability
+    if capability is None and machine.gpus:
+        capability = machine.gpus[0].capability
+    able = tuple(abilities(capability, machine.cpu.features))
     return Diagnosis(machine, versions, probe, able, findings)
-
-
-def _capability(machine: Machine, probe: Probe) -> Capability | None:
-    """Return the capability that torch reports, else the driver's."""
-    if probe.torch is not None and probe.torch.capability is not None:
-        return probe.torch.capability
-    return machine.gpus[0].capability if machine.gpus else None
 
 
 def as_json(report: Diagnosis) -> dict[str, Any]:

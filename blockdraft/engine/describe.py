@@ -15,7 +15,6 @@ from blockdraft.engine.loaded_pair import LoadedPair
 from blockdraft.kernels.kv_formats import EXACT
 from blockdraft.planner.draft_title import drafting_title
 from blockdraft.planner.plan import ELEMENT_BYTES, Plan
-from blockdraft.text.system_prompt import inserted_system_prompt
 
 NUM_SAMPLED = 256  # bytes of each tensor that a fingerprint looks at
 
@@ -61,7 +60,7 @@ def engine_info(engine: Engine) -> EngineInfo:
         is_dummy=models.labels.is_dummy,
         synthetic_acceptance=models.labels.synthetic_acceptance,
         sampling=models.sampling,
-        system_prompt=inserted_system_prompt(models.tokenizer),
+        system_prompt=models.tokenizer.inserted_system_prompt(),
         notices=models.labels.notices,
     )
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from blockdraft.cache.spec import LayerSpec, compressed
 from blockdraft.checkpoints.fit_file import Acceptance
-from blockdraft.checkpoints.stored_form import StoredForm
+from blockdraft.checkpoints.opening import StoredForm
 from blockdraft.kernels.choice import HOST_BOUND, has_triton
 from blockdraft.kernels.cpu import why_no_llvm
 from blockdraft.kernels.kernels import Kernels

@@ -1,9 +1,10 @@
 """EngineLoop: the one thread that builds and touches an engine, and the way to it from other threads.
 
 The thread makes the engine first, so that its memory, its kernels and its OpenMP pool belong to one thread.
-Commands go in over one queue; deltas go out to each request's outlet, all of a step at once. All of them are
-frozen, so only the queues are shared. Between two steps the thread takes every waiting command, so an abort
-works within one step. Without work it captures graphs for later steps, then it sleeps on the queue.
+Commands go in over one queue; deltas go out to each request's outlet, all of a step at once. Nobody
+changes what is in a queue, so only the queues are shared. Between two steps the thread takes every waiting
+command, so an abort works within one step. Without work it captures graphs for later steps, then it sleeps on
+the queue.
 """
 
 from __future__ import annotations
@@ -232,6 +233,7 @@ class EngineLoop:
             if delta.finish_reason is not None:
                 live.num_unfinished -= 1
                 if live.num_unfinished == 0:
+                    delta.ends_request = True
                     del self._live[delta.request_id]
             mail[live.receiver.outlet].append((live.receiver, delta))
         for outlet, its_mail in mail.items():
@@ -248,6 +250,8 @@ class EngineLoop:
             self._fail(outcome)
             return
         receiver = self._live.pop(request_id).receiver
+        for delta in outcome[-1:]:
+            delta.ends_request = True
         receiver.outlet.send([(receiver, delta) for delta in outcome])
 
     def _fail(self, error: Exception) -> None:

@@ -85,7 +85,8 @@ class SamplingParams:
             if value is not None:
                 _check_range(name, value, low, high)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise RequestError(f"min_tokens = {self.min_tokens} is more than max_tokens = {self.max_tokens}.")
+            text = f"min_tokens = {self.min_tokens} is more than max_tokens = {self.max_tokens}: lower it."
+            raise RequestError(text, "min_tokens")
         if self.structured_outputs is not None and (self.min_tokens or self.ignore_eos):
             name = "min_tokens" if self.min_tokens else "ignore_eos"
             raise RequestError(
@@ -233,7 +234,7 @@ def counted_width(width: int, num_committed: int, num_kept: int) -> int:
 class Delta:
     """The tokens and text that one step adds to one choice; the last has a finish reason and metrics.
 
-    Nobody changes one. It is not frozen: one is made per row and step, which would take five times as long.
+    It is not frozen: one is made per row and step, which would take five times as long.
     """
 
     request_id: str
@@ -245,3 +246,9 @@ class Delta:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None  # the stop string or token id that ended it
     metrics: Metrics | None = None
+    ends_request: bool = False  # no choice of its request is left; EngineLoop sets it
+
+    def __reduce__(self) -> tuple[type[Delta], tuple[object, ...]]:
+        """Pickle by position, which takes less than half of the time."""
+        begin = (self.request_id, self.index, self.text, self.token_ids, self.logprobs, self.prompt_logprobs)
+        return Delta, (*begin, self.finish_reason, self.stop_reason, self.metrics, self.ends_request)

@@ -35,6 +35,11 @@ Item = Delta | Exception  # a stream raises the latter, which is its end
 Mail = list[tuple[Receiver, Item]]
 
 
+def ends_request(item: Item) -> bool:
+    """Whether a request gets nothing after this."""
+    return isinstance(item, Exception) or item.ends_request
+
+
 class Outlet(Protocol):
     """Delivers mail to some receivers; hashable."""
 
@@ -92,22 +97,20 @@ class Stream:
     Close it when done, however that came about: closing an unfinished stream aborts its request.
     """
 
-    def __init__(
-        self, request_id: str, num_choices: int, outlet: EventLoopOutlet, abort: Callable[[str], None]
-    ) -> None:
+    def __init__(self, request_id: str, outlet: EventLoopOutlet, abort: Callable[[str], None]) -> None:
         self.request_id = request_id
         self.outlet = outlet
         self.inbox: deque[Item] = deque()
+        self.is_over = False  # all has been taken, or it was closed
         self._abort = abort
         self._news: asyncio.Future[None] | None = None  # while the consumer waits
         self._on_news: Callable[[], None] | None = None
-        self._num_unfinished = num_choices
 
     def __aiter__(self) -> Stream:
         return self
 
     async def __anext__(self) -> Delta:
-        if self._num_unfinished == 0:
+        if self.is_over:
             raise StopAsyncIteration
         while not self.inbox:
             self._news = self.outlet.event_loop.create_future()
@@ -122,24 +125,18 @@ class Stream:
 
     def take(self) -> Delta | None:
         """Return the next delta if it has arrived, else None."""
-        if not self.inbox or self._num_unfinished == 0:
+        if not self.inbox or self.is_over:
             return None
         item = self.inbox.popleft()
+        self.is_over = ends_request(item)
         if isinstance(item, Exception):
-            self._num_unfinished = 0
             raise item
-        self._num_unfinished -= item.finish_reason is not None
         return item
-
-    @property
-    def is_over(self) -> bool:
-        """Whether all has been taken, or it was closed."""
-        return self._num_unfinished == 0
 
     def close(self) -> None:
         self._on_news = None
-        if self._num_unfinished:
-            self._num_unfinished = 0
+        if not self.is_over:
+            self.is_over = True
             self._abort(self.request_id)
 
     def put(self, item: Item) -> None:

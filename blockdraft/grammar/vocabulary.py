@@ -105,7 +105,7 @@ class Vocabulary:
             if token_id < self.size and not (read.is_special_token(token_id) and _spells(read, name)):
                 raise _unreadable(f"it takes token {token_id}, {name!r}, for its text")
         for token_id in range(0, source.vocab_size, max(1, source.vocab_size // NUM_COMPARED)):
-            text = None if read.is_special_token(token_id) else source.plain_texts[token_id]
+            text = None if read.is_special_token(token_id) else source.plain_text(token_id)
             if text is not None and read.decode_bytes([token_id]) != text.encode():
                 raise _unreadable(f"it takes token {token_id}, {text!r}, for another text")
 

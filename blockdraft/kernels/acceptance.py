@@ -59,7 +59,7 @@ def reference_advance(
     is_real = rows != len(length) - 1
     last = sampled.gather(1, num_committed[:, None] - 1).squeeze(1)
     num_committed = num_committed * is_real
-    if batch.has_penalty:
+    if batch.needs.penalty:
         column = torch.arange(block.shape[1], device=block.device)
         is_output = length[rows][:, None] + column >= batch.whole[rows, Whole.OUTPUT_START][:, None]
         is_penalised = batch.whole[rows, Whole.IS_PENALISED][:, None] != 0

@@ -1,13 +1,10 @@
 """Attention of blocks of queries over paged keys and values: the contract and its PyTorch reference.
 
-A query's result depends only on its own visible prefix, never on its neighbours in the batch. So the
-reference, `attend`, cuts the keys into fixed chunks counted from position 0, reduces every chunk at the same
-shape, and merges the chunks in order: a longer neighbour only adds chunks with weights of exactly zero. Its
-bits may change with the number of queries per row, since the BLAS behind matmul may choose another order of
-summation for another shape.
-
-The CPU kernel, `llvm.attention`, is independent of that number, too: the bits of an output depend only on its
-query, the keys and values that it sees, their positions and its head's sink.
+A query's result depends only on its own visible prefix, never on its neighbours in the batch. So `attend`
+divides the keys into fixed chunks counted from position 0, reduces every chunk at the same shape, and merges
+the chunks in order: a longer neighbour only adds chunks with weights of exactly zero. Its bits may change
+with the number of queries per row, as the BLAS behind matmul may sum in another order for another shape.
+Those of the CPU kernel, `llvm.attention`, do not.
 
 A sink is one more score per query head, not scaled: it takes part in the maximum and the sum of the softmax,
 and has no value.
@@ -19,12 +16,13 @@ import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from blockdraft.kernels.llvm.attention_units import divide
+from blockdraft.kernels.kv_formats import TILE
+from blockdraft.kernels.llvm.attention_tile import divide
 from blockdraft.kernels.transfer import to_device
 
 if TYPE_CHECKING:
@@ -59,13 +57,7 @@ class Reads:
     """
 
     def __init__(
-        self,
-        *,
-        pages: Tensor,
-        starts: Tensor,
-        width: int,
-        page_size: int,
-        exact_pages: Tensor | None = None,
+        self, *, pages: Tensor, starts: Tensor, width: int, page_size: int, exact_pages: Tensor | None = None
     ) -> None:
         self.starts = starts
         self.width = width
@@ -86,7 +78,7 @@ class Reads:
     def is_compressed(self, rule: PositionRule) -> Tensor:
         """Return [R, B, L]: whether the query reads the key compressed."""
         query = self.starts[:, None, None] + torch.arange(self.width, device=self._key.device)[:, None]
-        return (self._key >= rule.sinks) & (self._key < rule.compressed_end_at(query))
+        return (self._key >= TILE) & (self._key < rule.compressed_end_at(query))
 
     def bias(self, mask: Mask, dtype: torch.dtype) -> Tensor:
         """Return [R, B, L]: 0 where the query sees the key, -inf elsewhere."""
@@ -172,19 +164,8 @@ def _merge(chunks: Tensor) -> Tensor:
     return total
 
 
-class Locate(Protocol):
-    """Returns position and slot [N] of every token in the stream of Blocks."""
-
-    def __call__(
-        self,
-        page_table: Tensor,
-        rows: Tensor,
-        starts: Tensor,
-        offsets: Tensor,
-        *,
-        num_tokens: int,
-        page_size: int,
-    ) -> tuple[Tensor, Tensor]: ...
+# page table, rows, starts, offsets, num_tokens=, page_size=: position and slot [N] of every token of Blocks
+Locate = Callable[..., tuple[Tensor, Tensor]]
 
 
 class Blocks:
@@ -232,10 +213,6 @@ class Blocks:
         return torch.repeat_interleave(row, torch.tensor(self.counts, device=self.starts.device))
 
     @functools.cached_property
-    def _pages(self) -> Tensor:
-        return self.table[self.rows]
-
-    @functools.cached_property
     def _located(self) -> tuple[Tensor, Tensor]:
         return self._locate_in(self.table)
 
@@ -248,14 +225,8 @@ class Blocks:
     def _locate_in(self, table: Tensor) -> tuple[Tensor, Tensor]:
         """Return position and slot [N] of every token in the stream."""
         if self._locate is not None:
-            return self._locate(
-                table,
-                self.rows,
-                self.starts,
-                self.offsets,
-                num_tokens=sum(self.counts),
-                page_size=self.page_size,
-            )
+            given = table, self.rows, self.starts, self.offsets
+            return self._locate(*given, num_tokens=sum(self.counts), page_size=self.page_size)
         offset = torch.arange(len(self._row), device=self.starts.device) - self.offsets[self._row]
         positions = self.starts[self._row] + offset
         page = table[self.rows][self._row, positions // self.page_size]
@@ -279,11 +250,11 @@ class Blocks:
 
     def _reads(self, rows: slice, width: int) -> Reads:
         return Reads(
-            pages=self._pages[rows],
+            pages=self.table[self.rows[rows]],
             starts=self.starts[rows],
             width=width,
             page_size=self.page_size,
-            exact_pages=None if self.exact_table is None else self.exact_table[self.rows][rows],
+            exact_pages=None if self.exact_table is None else self.exact_table[self.rows[rows]],
         )
 
     def units(self, num_heads: int, num_groups: int) -> Tensor:
@@ -301,10 +272,14 @@ Attend = Callable[[Tensor, Tensor, Tensor, Blocks, Mask, Tensor | None], Tensor]
 def reference_attend_paged(
     q: Tensor, keys: Tensor, values: Tensor, blocks: Blocks, mask: Mask, sinks: Tensor | None = None
 ) -> Tensor:
+    return by_groups(q, blocks, lambda block, reads: attend(block, keys, values, reads, mask, sinks))
+
+
+def by_groups(q: Tensor, blocks: Blocks, attend: Callable[[Tensor, Reads], Tensor]) -> Tensor:
+    """Attend with q [N, H, D] for one group of rows [R, B, H, D] after another."""
     parts, begin = [], 0
     for reads in blocks.groups:
         end = begin + reads.starts.shape[0] * reads.width
-        block = q[begin:end].reshape(-1, reads.width, *q.shape[1:])  # [R, B, H, D]
-        parts.append(attend(block, keys, values, reads, mask, sinks).flatten(0, 1))
+        parts.append(attend(q[begin:end].reshape(-1, reads.width, *q.shape[1:]), reads).flatten(0, 1))
         begin = end
     return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -6,9 +6,8 @@ the column's mixture (DFlash2) or ones (DSpark). Drafts are then chosen from the
 the temperature, filters and noise of the request. Noise is keyed by position and token, so the target draws
 with the same noise.
 
-Without filters, the noise is added before candidates are selected: they are the best of score / temperature +
-noise, and without pair scores the walk draws what `choose` draws. With filters, the likeliest candidates are
-selected, and noise is added only to these.
+Without filters, candidates are the best of score / temperature + noise: without pair scores the walk draws
+what `choose` draws. With filters, noise is added only to the likeliest candidates.
 
 A column's choice depends only on the candidate before it. So all choices are computed at once, for every
 possible candidate before, and the walk only follows them.
@@ -51,7 +50,7 @@ def reference_walk(
     warm, is_filtered = is_warm(batch), batch.integers(Whole.IS_FILTERED) != 0
     is_open = warm & ~is_filtered  # noise, but no filter
     own = adjusted(logits, starts, anchor, batch)
-    if batch.has_random:
+    if batch.needs.random:
         own = torch.where(is_open[:, None, None], _noisy(own, starts, batch), own)
     unary, ids = best_tokens(own, pairs.top_k)  # [R, C, K]
     before = torch.cat((anchor[:, :, None].expand_as(ids[:, :1]), ids[:, :-1]), dim=1)
@@ -59,7 +58,7 @@ def reference_walk(
     paired = pair_scores(pairs, before, ids).to(unary.dtype)
     scores = unary[:, :, None] + paired * scale  # [R, C, K before, K]
     best = scores.argmax(dim=-1)
-    if batch.has_filter:
+    if batch.needs.filter:
         drawn = _draw_filtered(scores, ids, starts, batch)
         best = torch.where((warm & is_filtered)[:, None, None], drawn, best)
     candidate = best[:, :1, 0]  # the anchor is before all candidates of column 0

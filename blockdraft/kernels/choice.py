@@ -1,8 +1,7 @@
 """Decides which implementation an operation has: the Triton kernel, the CPU kernel, or the PyTorch reference.
 
-The decision is made once, when the Kernels of a model are built (`kernels.kernels_for`), by the model's
-dtype, its device, and the operations whose kernels do not compile on this GPU. The start finds those
-(`start/fallback`) and builds the engine's Kernels again without them.
+The decision is made when the Kernels of a model are built (`kernels.kernels_for`), by its dtype, its device,
+and the operations whose kernels do not compile on this GPU, which the start finds (`start/fallback`).
 """
 
 from __future__ import annotations
@@ -17,26 +16,10 @@ import torch
 from blockdraft.kernels.cpu import why_no_llvm
 
 Operation = Literal[
-    "attention",
-    "slots",
-    "products",
-    "packed products",
-    "gated products",
-    "gated tiles",
-    "norms",
-    "activations",
-    "heads",
-    "heads' gates",
-    "gated delta",
-    "gated norms",
-    "routing",
-    "experts",
-    "sampling",
-    "acceptance",
-    "block convolutions",
-    "candidates",
-    "lookup",
-]
+    "attention", "slots", "products", "packed products", "gated products", "gated tiles", "norms",
+    "activations", "heads", "heads' gates", "gated delta", "gated norms", "routing", "experts",
+    "sampling", "acceptance", "block convolutions", "candidates", "lookup",
+]  # fmt: skip
 OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 # Their references read numbers from the device, or branch on the host's state of one step: a CUDA graph would
 # keep the result of its capture. So do the references of experts: `pick.mixtures.why_no_kernel`.
@@ -67,7 +50,7 @@ class Available:
         return self.path == "triton" and self.why_reference(operation) is None
 
     def has_llvm(self, dtype: torch.dtype | None = None) -> bool:
-        """Whether CPU kernels are used for `dtype`, by default the model's."""
+        """Return whether CPU kernels are used for `dtype`, by default the model's."""
         return self.path == "llvm" and why_no_llvm(dtype or self.dtype, self.device) is None
 
     def why_reference(self, operation: Operation) -> str | None:

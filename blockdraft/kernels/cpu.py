@@ -48,7 +48,7 @@ def why_no_llvm(dtype: torch.dtype, device: torch.device) -> str | None:
 @functools.cache
 def why_not_here() -> str | None:
     """`why_no_llvm` for this machine in general. The planner calls it, without PyTorch."""
-    machine = _architecture()
+    machine = architecture()
     if sys.platform not in ("linux", "darwin"):
         return f"the CPU kernels were never tested on {platform.system()}"
     if machine not in _NEEDED:
@@ -76,7 +76,7 @@ def _why_not_tried() -> str | None:
     return None
 
 
-def _architecture() -> str:
+def architecture() -> str:
     """Return the architecture by its name in Linux; macOS says arm64."""
     machine = platform.machine()
     return "aarch64" if machine == "arm64" else machine
@@ -97,18 +97,18 @@ def product_path() -> str:
 
 def product_paths() -> list[str]:
     """Return all that this processor has, the fastest first; the last works anywhere."""
-    here = _PATHS.get(_architecture(), {})
+    here = _PATHS.get(architecture(), {})
     return [*(path for path, (needed, _) in here.items() if needed <= _features()), "generic"]
 
 
 def has_permute() -> bool:
-    """Whether there is an instruction that looks up 16 numbers in a table of 16."""
+    """Return whether an instruction looks up 16 numbers in a table of 16."""
     return "avx512f" in _features()
 
 
 def extra_features() -> tuple[str, ...]:
     """Return features that LLVM may use but does not detect: on ARM it detects none."""
-    here = _PATHS.get(_architecture(), {})
+    here = _PATHS.get(architecture(), {})
     return tuple(name for needed, names in here.values() if needed <= _features() for name in names)
 
 
@@ -116,7 +116,7 @@ def extra_features() -> tuple[str, ...]:
 def _features() -> set[str]:
     """Return this processor's features by their names in Linux."""
     if sys.platform == "darwin":
-        return _OF_APPLE if _architecture() == "aarch64" else set()
+        return _OF_APPLE if architecture() == "aarch64" else set()
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -6,9 +6,8 @@ of S for the token's key towards the token's value, and reads S with its query.
 A drafted block is scanned without changing the state. Once the number of committed tokens is known, `fold`
 repeats those steps from the tape that the scan wrote. This is lossless because the bits of outputs and states
 do not depend on how a sequence is cut into scans and folds, on other rows, or on the number of threads. This
-holds for the reference and for each kernel; their bits differ, so one sequence must stay with one of them.
-The reference uses only elementwise operations, as PyTorch's sums and matrix products choose their order by
-shape.
+holds for the reference, which uses only elementwise operations, and for each kernel; their bits differ, so
+one sequence must stay with one of them.
 
 On a CUDA device nothing is gathered: the kernels of `InPlace` address the rows' states where they are, with
 all indices on the device, and include the convolution and the gates. The states of all layers are in one

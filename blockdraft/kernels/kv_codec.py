@@ -1,18 +1,16 @@
 """Compressed formats of keys and values, as plain PyTorch references.
 
 A vector is one token's key or value of one head. It becomes packed bytes and one float16 scale, by
-elementwise operations in float32 only: its bytes depend only on the vector, not on its neighbours or the
-batch.
+elementwise operations in float32 only: its bytes depend on nothing but the vector.
 
     int8, fp8   the vector divided by its largest magnitude, rounded
     tq4, tq4v3  TurboQuant (arXiv 2504.19874) without its second stage, the scalar case of DRIVE, EDEN and
                 HIGGS: signs and a Hadamard rotation make coordinates look normal, and each is rounded to the
                 nearest level of the best (Lloyd-Max) codebook for a normal distribution
 
-Attention can be computed with rotated vectors: products do not change, and the rotation of the outputs, which
-are sums of rotated values, is undone. So layers with tq4 rotate first (`rotate`), also exact keys and values,
-and codecs see only rotated vectors. Subtracting one constant, the centre, from all keys of a head shifts all
-scores of a query equally and changes no weight.
+Attention is computed with rotated vectors: products do not change, and the rotation of the outputs, which are
+sums of rotated values, is undone. So layers with tq4 rotate exact keys and values, too, and codecs see only
+rotated vectors. Subtracting one constant, the centre, from all keys of a head changes no weight.
 
 A scale that does not fit float16 is clipped to its largest number, or is zero. A vector with a value that is
 not finite decodes to NaN; no other vector does.
@@ -39,13 +37,9 @@ _SIGNS = int(
 )
 # Levels above zero, by bits; those below mirror them. They are the Lloyd-Max levels of N(0, 1), rounded at a
 # cost of 0.3 % of the loss: all are bfloat16 numbers that odd polynomials of u = i + 1/2 give if each
-# operation is rounded to bfloat16: u (a + b u²) for 2 and 3 bits, u (a + u² (b + c u²)) for 4. A kernel may
-# compute them, two at a time, or look them up.
-CURVES = {
-    2: (0.93359375, 0.030029296875),
-    3: (0.47265625, 0.01153564453125),
-    4: (0.259765625, 0.000301361083984375, 2.658367156982422e-05),
-}
+# operation is rounded to bfloat16. 2 bits: u (0.93359375 + 0.030029296875 u²); 3 bits: u (0.47265625 +
+# 0.01153564453125 u²); 4 bits: u (0.259765625 + u² (0.000301361083984375 + 2.658367156982422e-05 u²)). A
+# kernel may compute them, two at a time, or look them up.
 LEVELS = {
     2: (0.470703125, 1.5),
     3: (0.2373046875, 0.74609375, 1.359375, 2.140625),
@@ -132,7 +126,7 @@ class KvFormat:
 
     @property
     def is_rotated(self) -> bool:
-        """Whether keys and values are rotated before they are stored."""
+        """Return whether keys and values are rotated before they are stored."""
         return isinstance(self.keys, RotatedLevels)
 
     def bytes_per_token(self, head_dim: int) -> int:

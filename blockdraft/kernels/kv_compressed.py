@@ -1,8 +1,8 @@
 """Attention over exact and compressed pages: the contract and its PyTorch reference.
 
-A layer has two stores. Exact keys and values, in the model's dtype, are in separate pages: the first tile,
-the window and the block of each running row (`Blocks.exact_table`). Compressed ones are in the pages that all
-layers share (`Blocks.table`). `kv_positions` decides which of the two a query reads.
+Exact keys and values, in the model's dtype, are in separate pages: the first tile, the window and the block
+of each running row (`Blocks.exact_table`). Compressed ones are in the pages that all layers share
+(`Blocks.table`). `kv_positions` decides which of the two a query reads.
 
     write      keys and values are written to exact slots, rotated and centred if there is a `Rotation`
     compress   older tiles are encoded from their exact slots to their compressed slots
@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from blockdraft.kernels.attention import KEY_CHUNK, Blocks, Mask, Reads, attend_gathered
+from blockdraft.kernels.attention import KEY_CHUNK, Blocks, Mask, Reads, attend_gathered, by_groups
 from blockdraft.kernels.kv_codec import Codec, Encoded, KvFormat, rotate_back
 from blockdraft.kernels.kv_formats import TILE
 from blockdraft.kernels.kv_positions import PositionRule
@@ -86,13 +86,7 @@ Compress = Callable[[CompressedPages, Tiles], None]
 def reference_attend_compressed_paged(
     q: Tensor, pages: CompressedPages, blocks: Blocks, mask: Mask, sinks: Tensor | None = None
 ) -> Tensor:
-    parts, begin = [], 0
-    for reads in blocks.groups:
-        end = begin + reads.starts.shape[0] * reads.width
-        block = q[begin:end].reshape(-1, reads.width, *q.shape[1:])  # [R, B, H, D]
-        parts.append(_attend(block, pages, reads, mask, sinks).flatten(0, 1))
-        begin = end
-    out = parts[0] if len(parts) == 1 else torch.cat(parts)
+    out = by_groups(q, blocks, lambda block, reads: _attend(block, pages, reads, mask, sinks))
     if not pages.format.is_rotated:
         return out
     return rotate_back(out.to(torch.promote_types(q.dtype, torch.float32))).to(q.dtype)

@@ -2,20 +2,14 @@
 
 Contract: x [..., K], weight [N, K] contiguous, bias [N] or None, one dtype; returns a new [..., N]. With
 `onto` [..., N], the residual stream, it returns onto + y, with y rounded first, and may overwrite `onto`. The
-weight keeps PyTorch's layout without packing or copies: a head tied to the embedding, `weight[rows]` and
-`F.linear` all use the same storage.
+weight keeps PyTorch's layout: a head tied to the embedding, `weight[rows]` and `F.linear` share its storage.
 
-`reference_linear` is `F.linear`. It is not batch-invariant: BLAS chooses a kernel by the number of tokens M,
-so a token's result changes with its neighbours, and M = 2 costs three times M = 1.
-
-`llvm.linear.TileLinear` is the fast path on a CPU. It is batch-invariant: output (token, n) has the same bits
-for every M, at every index in the batch and with every number of threads, as it is one fixed chain of
-operations on x[token] and weight[n].
-
-`triton.linear` is the fast path on a GPU for few tokens, and batch-invariant, too. More tokens go to cuBLAS,
-which is told not to split sums: on Hopper both then add in the same order (docs/lossless.md; the start
-compares them with the real weights). With `is_fast`, cuBLAS may choose freely. On Hopper, `triton.gated_tile`
-computes gate and up of up to 128 tokens together.
+`reference_linear` is `F.linear`, which is not batch-invariant: BLAS chooses a kernel by the number of tokens.
+The fast paths are: output (token, n) is one fixed chain of operations on x[token] and weight[n].
+`llvm.linear.TileLinear` serves any number of tokens on a CPU, `triton.linear` few tokens on a GPU, and on
+Hopper `triton.gated_tile` gate and up of up to 128 together. More tokens go to cuBLAS, which is told not to
+split sums: on Hopper it then adds in the same order (docs/lossless.md; the start compares them with the real
+weights). With `is_fast`, cuBLAS may choose freely.
 """
 
 from __future__ import annotations
@@ -68,12 +62,7 @@ def _slow_on_cpu() -> tuple[torch.dtype, ...]:
 
 
 def reference_scaled_linear(
-    x: Tensor,
-    values: Tensor,
-    scale: Tensor,
-    bias: Tensor | None,
-    onto: Tensor | None,
-    gate: Gate | None,
+    x: Tensor, values: Tensor, scale: Tensor, bias: Tensor | None, onto: Tensor | None, gate: Gate | None
 ) -> Tensor | None:
     """Multiply with tokens rounded to fp8 if the kernel rounds them; None otherwise."""
     if not rounds_tokens(x, values):
@@ -94,7 +83,7 @@ def _scaled_reference(x: Tensor, values: Tensor, scale: Tensor) -> Tensor:
 
 
 def rounds_tokens(x: Tensor, values: Tensor) -> bool:
-    """Whether the fast kernel of packed products rounds these tokens to fp8."""
+    """Return whether the fast kernel of packed products rounds these tokens to fp8."""
     if not x.is_cuda or not has_triton() or x.dim() != 2 or is_few(x):
         return False
     return has_fp8_product(x, values)
@@ -108,7 +97,7 @@ def rounded_to_fp8(x: Tensor) -> Tensor:
 
 
 def is_few(x: Tensor) -> bool:
-    """Whether there are so few tokens that reading the weight takes all the time."""
+    """Return whether there are so few tokens that reading the weight takes all the time."""
     return x.dim() == 2 and x.shape[0] <= MAX_FEW
 
 
@@ -118,6 +107,6 @@ def has_fp8(device: torch.device) -> bool:
 
 
 def has_fp8_product(x: Tensor, values: Tensor) -> bool:
-    """Whether the GPU multiplies these natively; cuBLAS needs sides that are multiples of 16."""
+    """Return whether the GPU multiplies these natively; cuBLAS needs sides that are multiples of 16."""
     is_fp8 = values.dtype == torch.float8_e4m3fn and x.dtype == torch.bfloat16
     return is_fp8 and x.is_cuda and has_fp8(x.device) and not any(side % 16 for side in values.shape)

@@ -1,9 +1,8 @@
 """Mixtures of experts, which weight and sum the outputs of a few experts: contract and PyTorch reference.
 
 The reference runs one product per expert over the tokens that chose it. It reads the chosen experts from the
-device, so a CUDA graph cannot capture it, unlike the kernels. With the kernels, a token's bits do not depend
-on its neighbours, nor, on Hopper, on their number. In the reference this holds if `linear` is
-batch-invariant: the outputs of the chosen experts are stored separately and summed in order.
+device, so a CUDA graph cannot capture it, unlike the kernels. A token's bits do not depend on its neighbours:
+in the kernels (nor on their number, on Hopper), and in the reference if `linear` is batch-invariant.
 """
 
 from __future__ import annotations

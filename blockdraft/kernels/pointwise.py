@@ -1,9 +1,9 @@
 """Operations on single tokens (RMS norm, gated activations, rotary positions): contracts and references.
 
-The CPU kernels, `llvm.pointwise`, do each in one pass, and a token's bits do not depend on other tokens. In
-PyTorch they may: its sigmoid, silu, softplus and gelu compute elements past the last whole vector by other
-code (measured on aarch64, PyTorch 2.13). `sigmoid` and `softplus` here use one chain of operations for every
-element; `exp` and `log1p` do not vary. Training uses the references.
+In the CPU kernels, `llvm.pointwise`, a token's bits do not depend on other tokens. In PyTorch they may: its
+sigmoid, silu, softplus and gelu compute elements past the last whole vector by other code (measured on
+aarch64, PyTorch 2.13). `sigmoid` and `softplus` here use one chain of operations for every element. Training
+uses the references.
 """
 
 from __future__ import annotations

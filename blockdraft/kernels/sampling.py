@@ -34,8 +34,8 @@ class Needs:
 class SamplingBatch:
     """The sampling tables of all rows, and the R rows to sample.
 
-    A row of zeros is greedy. The ids of a list are sorted. A `has_` flag says that some row of the batch
-    needs that part; it is a host value, for the reference only, and depends on the rows that are active now.
+    A row of zeros is greedy. The ids of a list are sorted. `needs` is a host value, for the reference only,
+    and depends on the rows that are active now.
     """
 
     real: Tensor  # [rows, len(Real)] float32
@@ -47,26 +47,6 @@ class SamplingBatch:
     output_counts: Tensor  # [rows, V] int32, of positions [output_start, length)
     rows: Tensor  # [R] int64
     needs: Needs
-
-    @property
-    def has_random(self) -> bool:
-        return self.needs.random
-
-    @property
-    def has_filter(self) -> bool:
-        return self.needs.filter
-
-    @property
-    def has_penalty(self) -> bool:
-        return self.needs.penalty
-
-    @property
-    def has_bias(self) -> bool:
-        return self.needs.bias
-
-    @property
-    def has_min_end(self) -> bool:
-        return self.needs.min_end
 
     def numbers(self, column: Real) -> Tensor:
         return self.real[self.rows, column]
@@ -104,10 +84,10 @@ def reference_choose(logits: Tensor, starts: Tensor, recent: Tensor, batch: Samp
     """
     scores = adjusted(logits, starts, recent, batch)
     greedy = scores.argmax(dim=-1)
-    if not batch.has_random:
+    if not batch.needs.random:
         return greedy
     scaled = scores * scales(batch, scores.dtype)[:, None, None]
-    if batch.has_filter:
+    if batch.needs.filter:
         scaled = keep_likely(scaled, batch)
     drawn = (scaled + noise_of(scores, starts, batch)).argmax(dim=-1)
     return torch.where(is_warm(batch)[:, None], drawn, greedy)
@@ -132,13 +112,13 @@ def noise_of(scores: Tensor, starts: Tensor, batch: SamplingBatch) -> Tensor:
 def adjusted(logits: Tensor, starts: Tensor, recent: Tensor, batch: SamplingBatch) -> Tensor:
     """Return scores [R, C, V] with biases, bans and penalties, before the temperature."""
     scores = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
-    if batch.has_bias:
+    if batch.needs.bias:
         scores = _add_sparse(scores, batch.bias_ids[batch.rows], batch.bias_values[batch.rows][:, None])
-    if batch.has_min_end:
+    if batch.needs.min_end:
         is_early = _positions(scores, starts) < batch.integers(Whole.MIN_END)[:, None]
         ban = torch.where(is_early, NEVER, 0.0)  # [R, C]
         scores = _add_sparse(scores, batch.stop_ids[batch.rows], ban[..., None])
-    return penalise(scores, starts, recent, batch) if batch.has_penalty else scores
+    return penalise(scores, starts, recent, batch) if batch.needs.penalty else scores
 
 
 def _positions(scores: Tensor, starts: Tensor) -> Tensor:

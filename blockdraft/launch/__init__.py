@@ -6,48 +6,16 @@ engine, card and models are bad although the engine accepts them. Nothing here i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from blockdraft.launch.command import Command
-from blockdraft.launch.engine_versions import read_version
-from blockdraft.launch.launch_request import HOST, LaunchRequest
+from blockdraft.launch.launch_request import Command, LaunchRequest
 from blockdraft.launch.sglang import sglang_command
 from blockdraft.launch.vllm import vllm_command
-from blockdraft.machine.machine import Machine
-from blockdraft.planner.resolver import with_drafter
-from blockdraft.settings.settings import Settings
 
 __all__ = ["Command", "translate"]
 
 _WRITERS = {"vllm": vllm_command, "sglang": sglang_command}
 
 
-def translate(  # noqa: PLR0913  # all that is known
-    settings: Settings,
-    *,
-    served_name: str,
-    port: int,
-    host: str = HOST,
-    api_key: str | None = None,
-    machine: Machine | None = None,
-    target: Mapping[str, object] | None = None,
-    draft: Mapping[str, object] | None = None,
-) -> Command:
-    """How the engine of `settings` is started. `target` and `draft` are the models' config.json, where known.
-
-    Raises SettingsError for what the engine cannot be told.
-    """
-    assert settings.engine in _WRITERS, "our own engine is not launched"
-    settings = with_drafter(settings)
-    order = LaunchRequest(
-        settings=settings,
-        version=read_version(settings.engine, settings.engine_version),
-        machine=machine,
-        target=target,
-        draft=draft,
-        served_name=served_name,
-        port=port,
-        host=host,
-        api_key=api_key,
-    )
-    return _WRITERS[settings.engine](order)
+def translate(order: LaunchRequest) -> Command:
+    """Return how the engine is started. Raises SettingsError for what it cannot be told."""
+    assert order.settings.engine in _WRITERS, "our own engine is not launched"
+    return _WRITERS[order.settings.engine](order)

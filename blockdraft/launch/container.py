@@ -1,14 +1,14 @@
-"""The container's variables, put into our own words. Read by its entrypoint and by nothing else.
+"""Translates the container's variables into settings, for its entrypoint alone.
 
-The names are those that people's `docker run` lines already hold; what is not set has the same default as
-everywhere (settings/settings.py), so there is one set of defaults. docs/container.md has the table.
+The names are those of existing `docker run` lines; without a variable the setting keeps its own default.
+docs/container.md has the table.
 """
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from blockdraft.errors import SettingsError
@@ -26,23 +26,12 @@ SAME = {
     "KV_CACHE_DTYPE": "kv_dtype",
 }
 OTHERS = (
-    "MODEL_PATH",
-    "DFLASH_DRAFTER",
-    "DFLASH_NUM_SPEC_TOKENS",
-    "SERVED_MODEL_NAME",
-    "QUANTIZATION",
-    "VLLM_API_KEY",
-    "EXTRA_ARGS",
-    "PORT",
+    *("MODEL_PATH", "DFLASH_DRAFTER", "DFLASH_NUM_SPEC_TOKENS", "SERVED_MODEL_NAME"),
+    *("QUANTIZATION", "VLLM_API_KEY", "EXTRA_ARGS", "PORT"),
 )
 TURBOQUANT = (
-    "ENABLE_TURBOQUANT",
-    "TQ_MODE",
-    "TQ_KEY_BITS",
-    "TQ_VALUE_BITS",
-    "TQ_VALUE_GROUP_SIZE",
-    "TQ_RING_CAPACITY",
-    "TQ_INITIAL_LAYERS",
+    *("ENABLE_TURBOQUANT", "TQ_MODE", "TQ_KEY_BITS", "TQ_VALUE_BITS", "TQ_VALUE_GROUP_SIZE"),
+    *("TQ_RING_CAPACITY", "TQ_INITIAL_LAYERS"),
 )
 TQ_DEFAULTS = {"TQ_MODE": "hybrid", "TQ_KEY_BITS": "4", "TQ_VALUE_BITS": "3"}  # of the documents' container
 COMPRESSING = ("hybrid", "full_tq")
@@ -76,23 +65,20 @@ OFF = ("", "0", "off", "false", "no", "none")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """What the variables ask for. `settings` are texts, each already known to be readable."""
+    """The request of the variables. `settings` are texts that read_setting can read."""
 
     settings: Mapping[str, str]
     served_name: str | None
     port: int
-    extra_args: tuple[str, ...]
+    extra_args: tuple[str, ...] = field(repr=False)  # may hold a key
     quantization: str | None
     turboquant: Mapping[str, str]  # settings of our own engine; empty: nothing is compressed
-    api_key: str | None
+    api_key: str | None = field(repr=False)
     notes: tuple[str, ...]
-
-    def __repr__(self) -> str:  # must not show the key
-        return f"Wanted({dict(self.settings)}, port={self.port})"
 
 
 def read_container(environment: Mapping[str, str]) -> Wanted:
-    """Raises SettingsError, which names the variable and never shows a key."""
+    """Read the container's variables. SettingsError names the variable and never shows a key."""
     _check_names(environment)
     given = {name: environment[name].strip() for name in VARIABLES if name in environment}
     turboquant, notes = _turboquant(given)
@@ -106,11 +92,13 @@ def read_container(environment: Mapping[str, str]) -> Wanted:
         drafter = given["DFLASH_DRAFTER"]
         settings["draft"] = "none" if drafter.lower() in OFF else drafter
     if given.get("DFLASH_NUM_SPEC_TOKENS"):
-        settings["width"] = str(_drafts(given["DFLASH_NUM_SPEC_TOKENS"]) + 1)
+        settings["width"] = str(
+            _number(given, "DFLASH_NUM_SPEC_TOKENS", 0) + 1
+        )  # with the target's own token
     return Wanted(
         settings=settings,
         served_name=given.get("SERVED_MODEL_NAME") or base_name(model),
-        port=_port(given.get("PORT") or str(PORT)),
+        port=_number(given, "PORT", 1, 65535) if given.get("PORT") else PORT,
         extra_args=_words(given.get("EXTRA_ARGS", "")),
         quantization=given.get("QUANTIZATION") or None,
         turboquant=turboquant,
@@ -120,16 +108,15 @@ def read_container(environment: Mapping[str, str]) -> Wanted:
 
 
 def quantization_of(wanted: Wanted, engine: str) -> tuple[str | None, list[str]]:
-    """What QUANTIZATION is as a setting of ours, which plans know; else the words of another engine."""
+    """Return QUANTIZATION as a setting of ours, which plans know, else as flags of another engine."""
     asked = wanted.quantization
     if asked is None:
         return None, []
-    is_stored = asked.lower().replace("_", "-").startswith(STORED_FORMATS)
     if asked == "fp8" or (engine == "native" and asked in MADE_HERE):
         return asked, []
     if engine != "native":
         return None, ["--quantization", asked]
-    if is_stored:
+    if asked.lower().replace("_", "-").startswith(STORED_FORMATS):
         return "keep", []
     raise SettingsError(
         f"QUANTIZATION = {asked}: our engine keeps what a checkpoint has, or makes one of "
@@ -138,15 +125,13 @@ def quantization_of(wanted: Wanted, engine: str) -> tuple[str | None, list[str]]
 
 
 def child_environment(environment: Mapping[str, str], wanted: Wanted) -> dict[str, str]:
-    """What the server is started with: our variables instead of the container's."""
+    """Return the server's environment: our variables instead of the container's."""
     child = {name: value for name, value in environment.items() if name not in VARIABLES}
-    if wanted.api_key is not None:
-        child["BLOCKDRAFT_API_KEY"] = wanted.api_key
-    return child
+    return child | ({} if wanted.api_key is None else {"BLOCKDRAFT_API_KEY": wanted.api_key})
 
 
 def without_settings(environment: Mapping[str, str]) -> dict[str, str]:
-    """The same without BLOCKDRAFT_ settings, for a command that gets all of them as flags."""
+    """Return the environment without BLOCKDRAFT_ settings, for a command that gets all of them as flags."""
     ours = {variable_of(name) for name in SETTING_NAMES}
     return {name: value for name, value in environment.items() if name not in ours}
 
@@ -155,7 +140,7 @@ def without_settings(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def check_model(source: str, *, variable: str) -> None:
-    """Raises SettingsError for a model that is neither there nor on the hub, before anything is started."""
+    """Raise SettingsError for a model that is neither in a folder nor on the hub, before anything starts."""
     if source == "default" or (source.endswith(".gguf") and Path(source).is_file()):
         return
     path = Path(source).expanduser()
@@ -176,7 +161,7 @@ def check_model(source: str, *, variable: str) -> None:
 
 
 def hub_id(source: str) -> tuple[str, str | None] | None:
-    """Repository and revision of a model on the hub; None for a folder, a file or the default model."""
+    """Return repository and revision of a model on the hub; None for folder, file or default model."""
     found = HUB_ID.fullmatch(source)
     if found is None or Path(source).expanduser().exists():
         return None
@@ -184,26 +169,20 @@ def hub_id(source: str) -> tuple[str, str | None] | None:
 
 
 def _check_folder(path: Path, *, variable: str) -> None:
-    config = path / "config.json"
+    config, snapshots = path / "config.json", sorted((path / "snapshots").glob("*"))
     if config.is_file():
         return
-    where = f"{variable} = '{path}'"
     if config.is_symlink():
-        raise SettingsError(
-            f"{where}: config.json is a link to {config.readlink()}, which is not mounted: mount the hub's "
-            "whole cache on /cache/huggingface/hub and give the hub id instead."
-        )
-    if not any(path.iterdir()):
-        raise SettingsError(
-            f"{where} is an empty folder: engines make one where the host's folder of -v does not exist. "
-            "Check the path on the host."
-        )
-    snapshots = sorted((path / "snapshots").glob("*"))
-    if snapshots:
-        raise SettingsError(
-            f"{where} is a folder of the hub's cache, for several versions: give {snapshots[-1]}, or the id."
-        )
-    raise SettingsError(f"{where} has no config.json: it is not a model's folder.")
+        why = f": config.json is a link to {config.readlink()}, which is not mounted: mount the hub's whole "
+        why += "cache on /cache/huggingface/hub and give the hub id instead."
+    elif not any(path.iterdir()):
+        why = " is an empty folder: engines make one where the host's folder of -v does not exist. Check the "
+        why += "path on the host."
+    elif snapshots:
+        why = f" is a folder of the hub's cache, for several versions: give {snapshots[-1]}, or the id."
+    else:
+        why = " has no config.json: it is not a model's folder."
+    raise SettingsError(f"{variable} = '{path}'{why}")
 
 
 # ---- single variables
@@ -221,9 +200,8 @@ def _check_names(environment: Mapping[str, str]) -> None:
 
 
 def _turboquant(given: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ...]]:
-    """What TurboQuant's variables are as settings, and what is to be said of them."""
-    is_on = given.get("ENABLE_TURBOQUANT", "").lower() not in OFF
-    if not is_on:
+    """Return TurboQuant's variables as settings, and notes on those without an effect."""
+    if given.get("ENABLE_TURBOQUANT", "").lower() in OFF:
         names = [name for name in TURBOQUANT if name.startswith("TQ_") and given.get(name)]
         return {}, (f"{', '.join(names)}: no effect without ENABLE_TURBOQUANT=1",) if names else ()
     asked = TQ_DEFAULTS | {name: text.lower() for name, text in given.items() if name in TQ_DEFAULTS and text}
@@ -231,19 +209,15 @@ def _turboquant(given: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ..
     if mode in OFF:
         return {}, (f"TQ_MODE = {mode}: keys and values are not compressed",)
     if mode == MEASURING:
-        what = (
-            "served with exact keys and values; `blockdraft kv MODEL` measures what compression does to them"
-        )
+        what = "served with exact keys and values; `blockdraft kv MODEL` measures the effect of compression"
         return {}, (f"TQ_MODE = {MEASURING}: {what}",)
     if mode not in COMPRESSING:
         known = ", ".join((*COMPRESSING, MEASURING, "off"))
         raise SettingsError(f"TQ_MODE = {mode} is unknown: use one of {known}.")
     if bits not in KV_DTYPES:
+        wrong = f"TQ_KEY_BITS = {bits[0]} with TQ_VALUE_BITS = {bits[1]}"
         known = ", ".join(f"{'/'.join(both)} ({name})" for both, name in KV_DTYPES.items())
-        raise SettingsError(
-            f"TQ_KEY_BITS = {bits[0]} with TQ_VALUE_BITS = {bits[1]}: there is no such format. Bits of keys "
-            f"and values may be {known}."
-        )
+        raise SettingsError(f"{wrong}: there is no such format. Bits of keys and values may be {known}.")
     found = {"kv_dtype": KV_DTYPES[bits]}
     other = given.get("KV_CACHE_DTYPE") or "auto"
     if other not in ("auto", found["kv_dtype"]):
@@ -251,25 +225,15 @@ def _turboquant(given: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ..
             f"KV_CACHE_DTYPE = {other}, but TurboQuant is {found['kv_dtype']}: set one of them."
         )
     if given.get("TQ_RING_CAPACITY"):
-        found["kv_window"] = _ring(given["TQ_RING_CAPACITY"])
-    return found, _unused(given)
+        found["kv_window"] = str(_number(given, "TQ_RING_CAPACITY", LEAST_RING))
+    names = [name for name in _UNUSED if given.get(name, "0") not in ("", "0")]
+    return found, tuple(f"{name} = {given[name]}: no effect, {_UNUSED[name]}" for name in names)
 
 
-def _ring(text: str) -> str:
-    if not text.isdigit() or int(text) < LEAST_RING:
-        raise SettingsError(
-            f"TQ_RING_CAPACITY: '{text}' is not a whole number of at least {LEAST_RING}, which a block has."
-        )
-    return text
-
-
-def _unused(given: Mapping[str, str]) -> tuple[str, ...]:
-    reasons = {
-        "TQ_INITIAL_LAYERS": "all layers are kept alike, since what keys have in common is not stored at all",
-        "TQ_VALUE_GROUP_SIZE": "each key and each value has one scale",
-    }
-    names = [name for name in reasons if given.get(name, "0") not in ("", "0")]
-    return tuple(f"{name} = {given[name]}: no effect, {reasons[name]}" for name in names)
+_UNUSED = {
+    "TQ_INITIAL_LAYERS": "all layers are kept alike, because what keys have in common is not stored at all",
+    "TQ_VALUE_GROUP_SIZE": "each key and each value has one scale",
+}
 
 
 def _readable(variable: str, setting: str, text: str) -> str:
@@ -280,16 +244,11 @@ def _readable(variable: str, setting: str, text: str) -> str:
     return text
 
 
-def _drafts(text: str) -> int:
-    """Tokens drafted per step, which do not count the target's own."""
-    if not text.isdigit():
-        raise SettingsError(f"DFLASH_NUM_SPEC_TOKENS: '{text}' is not a whole number, such as 15.")
-    return int(text)
-
-
-def _port(text: str) -> int:
-    if not text.isdigit() or not 0 < int(text) < 65536:
-        raise SettingsError(f"PORT: '{text}' is not a number between 1 and 65535.")
+def _number(given: Mapping[str, str], name: str, least: int, most: int | None = None) -> int:
+    text = given[name]
+    if not text.isdigit() or int(text) < least or (most is not None and int(text) > most):
+        limits = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise SettingsError(f"{name}: '{text}' is not a whole number {limits}.")
     return int(text)
 
 
@@ -301,7 +260,7 @@ def _words(text: str) -> tuple[str, ...]:
 
 
 def base_name(model: str | None) -> str | None:
-    """What the model is called by clients: the last part of its path or id, without a revision."""
+    """Return the model's name for clients: the last part of its path or id, without a revision."""
     return model.rstrip("/").rpartition("/")[2].partition("@")[0] or None if model else None
 
 

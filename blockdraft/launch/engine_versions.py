@@ -1,9 +1,10 @@
-"""Versions of the engines we start: which we know, how they compare, and which changes a build carries."""
+"""Versions of vLLM and SGLang: the known ones, their order, and the pull requests that a build carries."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import cache
 
 from packaging.version import InvalidVersion, Version
 
@@ -30,12 +31,13 @@ class EngineVersion:
         return f"{TITLES[self.engine]} {self.text}"
 
     def within(self, text: str) -> bool:
-        """Whether the release is in a range such as ">=0.20.0,<0.24.0"."""
+        """Return whether the release is in a range such as ">=0.20.0,<0.24.0"."""
         return is_in_range(self.text, text)
 
 
+@cache
 def read_version(engine: str, text: str | None) -> EngineVersion:
-    """The version that was asked for, or the newest we know. Raises SettingsError for one that is too old."""
+    """Return the version that was asked for, or the newest known. Raises SettingsError for an old one."""
     text = NEWEST[engine] if text is None else text.strip().lower()
     try:
         read = Version(text)
@@ -56,11 +58,10 @@ def read_version(engine: str, text: str | None) -> EngineVersion:
 
 
 def _pull_requests(text: str, local: str) -> frozenset[int]:
-    """Those that the part behind the "+" names; its other words are a build's own (g893611813, cu130)."""
+    """Return the numbers of prNNN words behind the "+"; other words are a build's own (g893611813, cu130)."""
     words = [word for word in local.split(".") if word.startswith("pr") and word != PRECOMPILED]
     wrong = [word for word in words if not re.fullmatch(r"pr[1-9]\d*", word)]
     if wrong:
-        raise SettingsError(
-            f"engine_version '{text}' names '{wrong[0]}', which is no pull request: write it as pr41703."
-        )
+        why = f"names '{wrong[0]}', which is no pull request: write it as pr41703"
+        raise SettingsError(f"engine_version '{text}' {why}.")
     return frozenset(int(word.removeprefix("pr")) for word in words)

@@ -1,4 +1,4 @@
-"""Where another engine is installed: in an environment of its own, found before anything is started."""
+"""Finds another engine in an environment of its own, before anything is started."""
 
 from __future__ import annotations
 
@@ -39,14 +39,10 @@ class Installed:
     version: str | None
 
     def argv(self, argv: Sequence[str]) -> list[str]:
-        """A command line with its program as this environment has it."""
-        program, rest = argv[0], list(argv[1:])
-        if program in _PYTHONS:
-            return [str(self.python), *rest]
-        beside = self.python.parent / program
-        if beside.is_file():
-            return [str(beside), *rest]
-        found = shutil.which(program)
+        """Return a command line with the path of its program in this environment."""
+        program, *rest = argv
+        beside = self.python if program in _PYTHONS else self.python.parent / program
+        found = str(beside) if beside.is_file() else shutil.which(program)
         if found is None:
             raise SettingsError(
                 f"{TITLES[self.engine]} is there for {self.python}, but its program '{program}' is not: "
@@ -56,18 +52,16 @@ class Installed:
 
 
 def find_engine(engine: str, python: str | None = None) -> Installed:
-    """Looks in the environment of `python`; without one, on PATH and then beside us. Raises SettingsError."""
+    """Look in the environment of `python`; without one, on PATH and then beside us. Raises SettingsError."""
     if python is not None:
         path = shutil.which(str(Path(python).expanduser()))
         if path is None:
             raise SettingsError(
                 f"--engine-python '{python}' is no program: give the Python of an environment."
             )
-        found = _ask(engine, Path(path))
-        if found is None:
-            raise SettingsError(
-                f"{TITLES[engine]} is not installed for {python}: {_advice(engine, python=python)}"
-            )
+        if (found := _ask(engine, Path(path))) is None:
+            advice = _advice(engine, python=python)
+            raise SettingsError(f"{TITLES[engine]} is not installed for {python}: {advice}")
         return found
     program = shutil.which(engine)
     candidates = [] if program is None else [_shebang(Path(program))]
@@ -90,13 +84,11 @@ def _ask(engine: str, python: Path) -> Installed | None:
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    if done.returncode != 0:
-        return None
-    return Installed(engine, python, done.stdout.strip() or None)
+    return Installed(engine, python, done.stdout.strip() or None) if done.returncode == 0 else None
 
 
 def _shebang(program: Path) -> Path | None:
-    """The Python that a script of an environment runs with."""
+    """Return the Python that a script of an environment runs with; None: it is no script of Python's."""
     try:
         with program.open("rb") as file:
             line = file.readline(512)

@@ -1,8 +1,7 @@
-"""Known issues: combinations that an engine accepts, or dies of late, although they are bad.
+"""Known issues: bad combinations that an engine accepts, or fails on late.
 
-issues.toml lists them: what must be so for an entry to hold, what then happens, the way out, and the thread
-where it was found. A condition on something that is not known (no card, no config.json) does not hold: we do
-not guess, and so refuse nothing that may be good.
+issues.toml lists them: conditions, symptom, way out, and the thread where it was found. A condition on an
+unknown fact (no card, no config.json) does not hold: we do not guess, and refuse nothing that may be good.
 """
 
 from __future__ import annotations
@@ -14,17 +13,15 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from blockdraft.checkpoints.model_folder import ModelFolder
 from blockdraft.checkpoints.read_draft_config import draft_block, draft_kind
 from blockdraft.errors import SettingsError
 from blockdraft.launch.engine_versions import NEWEST, EngineVersion, read_version
 from blockdraft.launch.launch_request import Combination, Raw
-from blockdraft.machine.machine import Machine
-from blockdraft.planner.resolver import with_drafter
-from blockdraft.settings.settings import Settings
 
 FILE = Path(__file__).with_name("issues.toml")
 
@@ -33,13 +30,13 @@ PULLS = {
     "sglang": "https://github.com/sgl-project/sglang/pull/",
 }
 
-Severity = Literal["refuse", "warn", "note"]
-SEVERITIES: tuple[Severity, ...] = ("refuse", "warn", "note")  # the worst first
+PAGE = "docs/scale-out.md"
+Severity = Literal["refuse", "warn", "note"]  # worst first
 
 
 @dataclass(frozen=True, slots=True)
 class Issue:
-    """What is known against a combination."""
+    """A known issue of a combination."""
 
     id: str
     severity: Severity
@@ -54,7 +51,7 @@ class Issue:
 
 @dataclass(frozen=True, slots=True)
 class IssueEntry:
-    """An issue, and the conditions under which a combination has it: all of them."""
+    """An issue with the conditions that a combination must all meet to have it."""
 
     issue: Issue
     engine: str
@@ -68,30 +65,22 @@ class IssueEntry:
         return all(_holds(combination, name, wanted) for name, wanted in self.conditions.items())
 
 
-def check_settings(
-    settings: Settings,
-    *,
-    machine: Machine | None = None,
-    target: Raw | None = None,
-    draft: Raw | None = None,
-) -> list[Issue]:
-    """What is known against this combination, the worst first; nothing for our own engine.
-
-    `target` and `draft` are the models' config.json, where they are known.
-    """
-    if settings.engine == "native":
+def check_settings(asked: Combination) -> list[Issue]:
+    """Return the issues of a combination, worst first; none for our own engine."""
+    if asked.settings.engine == "native":
         return []
-    version = read_version(settings.engine, settings.engine_version)
-    asked = Combination(
-        settings=with_drafter(settings), version=version, machine=machine, target=target, draft=draft
-    )
+    version = asked.version
     found = [_softened(entry.issue, version) for entry in entries() if entry.holds(asked)]
-    found += _newer(version) + _unknown_pulls(version) + _trusted(asked) + _head_alone(asked)
-    return sorted(found, key=lambda issue: SEVERITIES.index(issue.severity))
+    found += _newer(version) + _unknown_pulls(version) + _head_alone(asked)
+    if asked.trusts_code:
+        symptom = "Python code of the checkpoint or the drafter will run with your rights."
+        way_out = "Leave out --trust-remote-code, unless the model needs it and you have read that code."
+        found.append(Issue("trust-remote-code", "warn", symptom, way_out, PAGE))
+    return sorted(found, key=lambda issue: get_args(Severity).index(issue.severity))
 
 
 def refuse(issues: Iterable[Issue]) -> None:
-    """Raises SettingsError, naming the thread, where one of them may not be started."""
+    """Raise SettingsError, with the thread, if an issue forbids the start."""
     bad = [issue for issue in issues if issue.severity == "refuse"]
     if bad:
         raise SettingsError("\n".join(map(str, bad)))
@@ -99,7 +88,6 @@ def refuse(issues: Iterable[Issue]) -> None:
 
 @cache
 def entries() -> tuple[IssueEntry, ...]:
-    """Reads issues.toml, once."""
     return read_entries(FILE.read_text(encoding="utf-8"))
 
 
@@ -108,13 +96,9 @@ def read_entries(text: str) -> tuple[IssueEntry, ...]:
 
 
 def _entry(
-    *,
-    engine: str,
-    fixed_by: Iterable[int] = (),
-    upstream_since: str | None = None,
-    **table: object,
+    *, engine: str, fixed_by: Iterable[int] = (), upstream_since: str | None = None, **table: object
 ) -> IssueEntry:
-    """The file is ours: a mistake in it is a bug."""
+    """Read one entry of our file, where a mistake is a bug."""
     about = {name: table.pop(name) for name in ("id", "severity", "symptom", "way_out", "thread")}
     if upstream_since is not None:
         assert "versions" not in table, f"{about['id']}: upstream_since is the end of its versions"
@@ -126,7 +110,7 @@ def _entry(
 
 
 def _softened(issue: Issue, version: EngineVersion) -> Issue:
-    """A nightly build of the minor release before the repair may have it already: then it only warns."""
+    """Lower a refusal to a warning for a nightly build that may already have the repair."""
     if issue.severity != "refuse" or issue.upstream_since is None or not version.is_nightly:
         return issue
     major, minor, _ = version.release
@@ -136,69 +120,50 @@ def _softened(issue: Issue, version: EngineVersion) -> Issue:
 
 def _newer(version: EngineVersion) -> list[Issue]:
     newest = NEWEST[version.engine]
-    issue = Issue(
-        id="unknown-version",
-        severity="note",
-        symptom=f"{version} is newer than {newest}, the newest we know.",
-        way_out="Flags are written for that one; if it does not start, say --engine-version.",
-        thread="docs/scale-out.md",
-    )
-    return [issue] if version.within(f">{newest}") else []
-
-
-def _trusted(asked: Combination) -> list[Issue]:
-    issue = Issue(
-        id="trust-remote-code",
-        severity="warn",
-        symptom="Python code that the checkpoint or the drafter brings will run with your rights.",
-        way_out="Leave out --trust-remote-code, unless the model needs it and you have read that code.",
-        thread="docs/scale-out.md",
-    )
-    return [issue] if asked.trusts_code else []
+    symptom = f"{version} is newer than {newest}, the newest we know."
+    way_out = "Flags are written for that one; if it does not start, give --engine-version."
+    is_newer = version.within(f">{newest}")
+    return [Issue("unknown-version", "note", symptom, way_out, PAGE)] if is_newer else []
 
 
 def _head_alone(asked: Combination) -> list[Issue]:
-    """A folder whose index names a file above it: they may start with the rest of its weights unset."""
+    """Refuse a folder whose index names a file above it: an engine may leave those weights unset."""
     folder = Path(os.path.expanduser(asked.drafter or "")).resolve()
     has_files = asked.drafter is not None and asked.settings.load_format != "dummy"
     if not has_files or not (folder / "config.json").is_file():
         return []
-    issue = Issue(
-        id="head-without-body",
-        severity="refuse",
-        symptom=f"{folder} is a drafter's head, whose body is in the folder above it, and {asked.version} "
-        "looks for weights in the folder itself.",
-        way_out=f"Use the whole drafter, --draft {folder.parent}, or our own engine, without --engine.",
-        thread="docs/scale-out.md",
+    symptom = (
+        f"{folder} is a drafter's head, whose body is in the folder above it. {asked.version} looks for "
     )
-    return [issue] if ModelFolder(folder, name=str(folder)).has_body_above else []
+    symptom += "weights in the folder itself."
+    way_out = f"Use the whole drafter, --draft {folder.parent}, or our own engine, without --engine."
+    is_head = ModelFolder(folder, name=str(folder)).has_body_above
+    return [Issue("head-without-body", "refuse", symptom, way_out, PAGE)] if is_head else []
 
 
 def _unknown_pulls(version: EngineVersion) -> list[Issue]:
-    """Pull requests that a build is said to carry, of which none of our entries knows what they repair."""
-    known = {number for entry in entries() for number in (*entry.fixed_by, *_pull_in(entry.issue.thread))}
+    """Warn of pull requests in a build's name that repair no issue of ours."""
+    known = {number for entry in entries() for number in entry.fixed_by}
+    threads = [re.search(r"/pull/(\d+)$", entry.issue.thread) for entry in entries()]
+    known |= {int(found[1]) for found in threads if found}
+    said = f"{version} is said to carry pull request"
+    way_out = "Check the number; those that matter are in docs/engine-builds.md."
     return [
         Issue(
-            id="unknown-pull-request",
-            severity="warn",
-            symptom=f"{version} is said to carry pull request {number}, and nothing here is known to be "
-            "repaired by it.",
-            way_out="Check the number; those that matter are in docs/engine-builds.md.",
-            thread=PULLS[version.engine] + str(number),
+            "unknown-pull-request",
+            "warn",
+            f"{said} {number}, but no known issue is repaired by it.",
+            way_out,
+            f"{PULLS[version.engine]}{number}",
         )
         for number in sorted(version.carried - known)
     ]
-
-
-def _pull_in(thread: str) -> list[int]:
-    return [int(number) for number in re.findall(r"/pull/(\d+)$", thread)]
 
 
 # ---- facts about a combination; None: not known
 
 
 def _model_type(config: Raw) -> object:
-    """The type of the text part, where the model also sees or hears."""
     inner = config.get("text_config")
     found = (inner if isinstance(inner, Mapping) else config).get("model_type", config.get("model_type"))
     return found.removesuffix("_text") if isinstance(found, str) else None
@@ -235,24 +200,25 @@ def _quantization(config: Raw | None) -> Raw | None:
 
 
 def _is_context_past_draft(found: Combination) -> bool:
-    """Whether more context is asked than the drafter's positions reach."""
+    """Return whether the context is longer than the drafter's positions reach."""
     reach = None if found.draft is None else found.draft.get("max_position_embeddings")
     asked = found.settings.max_model_len
     return isinstance(reach, int) and asked != "auto" and asked > reach
 
 
 def _width_beyond_block(found: Combination) -> int:
-    """By how many tokens the width that was asked for differs from the drafter's block."""
+    """Return the width that was asked for minus the drafter's block."""
     width = found.settings.width
     return 0 if found.draft is None or width == "auto" else width - draft_block(found.draft)
 
 
 def _has_flash_attention(found: Combination) -> bool:
-    """Whether it is asked for, of the target or of the drafter."""
+    """Return whether it is asked for, for the target or the drafter."""
     names = (found.settings.attention_backend, found.settings.draft_attention_backend)
     return any(name is not None and name.lower() in ("flash", "flash_attn") for name in names)
 
 
+_SETTINGS = ("kv_dtype", "attention_backend", "draft_attention_backend", "prefix_cache", "graphs")
 FACTS: Mapping[str, Callable[[Combination], object]] = {
     "capability": lambda found: found.capability and "{}.{}".format(*found.capability),
     "unified": lambda found: found.machine is not None and found.machine.is_unified,
@@ -267,11 +233,7 @@ FACTS: Mapping[str, Callable[[Combination], object]] = {
     # One draft more than the block has is published (RedHatAI's Gemma 4 with 8): vLLM leaves the anchor out.
     "width_past_block": lambda found: _width_beyond_block(found) > 1,
     "width_below_block": lambda found: _width_beyond_block(found) < 0,
-    "kv_dtype": lambda found: found.settings.kv_dtype,
-    "attention_backend": lambda found: found.settings.attention_backend,
-    "draft_attention_backend": lambda found: found.settings.draft_attention_backend,
-    "prefix_cache": lambda found: found.settings.prefix_cache,
-    "graphs": lambda found: found.settings.graphs,
+    **{name: attrgetter(f"settings.{name}") for name in _SETTINGS},
     "flash_attention": _has_flash_attention,
     "rows_above": lambda found: found.settings.max_num_seqs,
     "context_above": lambda found: found.settings.max_model_len,
@@ -288,7 +250,7 @@ FACTS: Mapping[str, Callable[[Combination], object]] = {
 
 
 def _holds(found: Combination, name: str, wanted: object) -> bool:
-    """A condition such as env_unset holds where env does not."""
+    """Check one condition; env_unset holds if env does not."""
     if name in RULES:
         return RULES[name](found, wanted)
     fact = name.removesuffix("_unset")
@@ -296,7 +258,7 @@ def _holds(found: Combination, name: str, wanted: object) -> bool:
 
 
 def _meets(value: object, wanted: object) -> bool:
-    """A list holds patterns, a number is a limit that must be passed, anything else is the value itself."""
+    """Compare: a list has patterns, a number is a limit to exceed, anything else must be equal."""
     if isinstance(wanted, list):
         return _matches(value, wanted)
     if isinstance(wanted, bool | str):
@@ -312,7 +274,7 @@ def _matches(value: object, patterns: list[str]) -> bool:
 
 
 def _is_target(found: Combination, wanted: object) -> bool:
-    """Goes by the type in config.json, or by name where that is not known; `only` is about the name too."""
+    """Compare the type in config.json, or the name if that is unknown; `only` also limits the name."""
     assert isinstance(wanted, dict)
     if found.target is not None and "types" in wanted:
         is_family = _matches(_model_type(found.target), wanted["types"])
@@ -322,15 +284,14 @@ def _is_target(found: Combination, wanted: object) -> bool:
 
 
 def _has_weights(found: Combination, wanted: object) -> bool:
-    """Goes by the settings, else by the target's config.json, else by its name."""
+    """Compare the format of the weights: by the settings, else by config.json, else by the model's name."""
     assert isinstance(wanted, list)
     if found.settings.quantization not in ("auto", "keep"):
         return _matches(found.settings.quantization, wanted)
     if found.target is not None:
         section = _quantization(found.target) or {}
-        return _matches(
-            section.get("quant_algo") or section.get("format") or section.get("quant_method"), wanted
-        )
+        names = (section.get(key) for key in ("quant_algo", "format", "quant_method"))
+        return _matches(next(filter(None, names), None), wanted)
     return _matches(found.settings.model, [f"*{pattern.strip('*')}*" for pattern in wanted])
 
 

@@ -1,16 +1,15 @@
-"""What is asked of another engine: settings, with what is known of the models and of the card."""
+"""A start of another engine: the settings with the facts of models and card, and the command they become."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatch
 
 from blockdraft.checkpoints.read_draft_config import draft_block
 from blockdraft.errors import SettingsError
-from blockdraft.launch.command import Command
-from blockdraft.launch.engine_versions import EngineVersion
+from blockdraft.launch.engine_versions import EngineVersion, read_version
 from blockdraft.machine.cards import Capability
 from blockdraft.machine.machine import Machine, external_memory_share
 from blockdraft.settings.settings import DEFAULTS, DFLASH2, Settings
@@ -27,15 +26,33 @@ Raw = Mapping[str, object]
 Flags = list[tuple[str, object]]
 
 
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One engine to start. `argv[0]` is the engine's own program, found in its environment or container."""
+
+    engine: str  # "vllm" or "sglang"
+    version: str  # that the arguments were written for
+    argv: tuple[str, ...]
+    env: Mapping[str, str] = field(repr=False)  # added to the child's environment; may hold secrets
+    port: int  # on 127.0.0.1
+    image: str | None = None  # the container image, for `docker run` and compose
+    build: str | None = None  # the target of container/Containerfile that makes the image
+    mounts: tuple[str, ...] = ()  # folders that the container must see
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Combination:
-    """What is asked of an engine, and what is known of its models and its machine. None: not known."""
+    """An engine's settings with the facts of its models and its machine. None: not known."""
 
-    settings: Settings
-    version: EngineVersion
+    settings: Settings  # with a drafter by name, or none
     machine: Machine | None = None
     target: Raw | None = None  # config.json of both models
     draft: Raw | None = None
+
+    @property
+    def version(self) -> EngineVersion:
+        """The engine's, as asked for or the newest we know."""
+        return read_version(self.settings.engine, self.settings.engine_version)
 
     @property
     def drafter(self) -> str | None:
@@ -51,7 +68,7 @@ class Combination:
 
     @property
     def is_hybrid(self) -> bool:
-        """Whether some of the target's layers keep a state: by config.json, else by the model's name."""
+        """True if some of the target's layers keep a state: by config.json, else by the model's name."""
         if self.target is None:
             return any(fnmatch(self.settings.model.lower(), pattern) for pattern in HYBRID_NAMES)
         inner = self.target.get("text_config")
@@ -62,7 +79,7 @@ class Combination:
 
     @property
     def trusts_code(self) -> bool:
-        """Whether the engine may run what a checkpoint brings."""
+        """True if the engine may run Python code of the checkpoint."""
         return self.settings.trust_remote_code or TRUST_FLAG in self.settings.engine_args
 
     @property
@@ -81,17 +98,15 @@ class LaunchRequest(Combination):
 
     served_name: str
     port: int
-    host: str
+    host: str = HOST
     api_key: str | None = None
 
     def quantization(self, name: str) -> str | None:
-        """The setting `name` in the engines' word; None: the weights as they are stored."""
+        """Return the setting `name` in the engines' word; None: the weights as they are stored."""
         value: str = getattr(self.settings, name)
-        if value in ("auto", "keep"):
-            return None
-        if value == "fp8":
-            return value
-        raise self.refusal(name, "it keeps weights as they are stored, or makes fp8 of them")
+        if value not in ("auto", "keep", "fp8"):
+            raise self.refusal(name, "it keeps weights as they are stored, or makes fp8 of them")
+        return value if value == "fp8" else None
 
     @property
     def width(self) -> int:
@@ -100,9 +115,9 @@ class LaunchRequest(Combination):
         if asked != "auto":
             return asked
         if self.draft is None:
+            drafter = self.settings.draft
             raise SettingsError(
-                f"width = 'auto' is the block of '{self.settings.draft}', whose config.json is not known "
-                "here: give --width."
+                f"width = 'auto' needs config.json of '{drafter}', which is not known: give --width."
             )
         return draft_block(self.draft)
 
@@ -116,8 +131,7 @@ class LaunchRequest(Combination):
         if kind != "cuda" or not index.isdigit():
             raise self.refusal("device", "it runs on cuda, cuda:N or cpu")
         if settings.tensor_parallel * settings.pipeline_parallel > settings.num_nodes:
-            why = "several cards share the model: set CUDA_VISIBLE_DEVICES in engine_env"
-            raise self.refusal("device", why)
+            raise self.refusal("device", "the model needs several: set CUDA_VISIBLE_DEVICES by engine_env")
         return {"CUDA_VISIBLE_DEVICES": index, **dict(settings.engine_env)}
 
     @property
@@ -134,89 +148,80 @@ class LaunchRequest(Combination):
 
     @property
     def address_flags(self) -> Flags:
-        """Where the engine listens, and under which name: both engines have the same words for it."""
+        """The engine's address and the model's name: both engines have the same flags for them."""
         return [("--host", self.host), ("--port", self.port), ("--served-model-name", self.served_name)]
 
     def machine_flags(self, tensor: str, pipeline: str) -> Flags:
-        """How many GPUs share the model, in two words of the engine, and of several machines which it is."""
+        """Return the flags of GPUs and machines that share the model; two differ between the engines."""
         settings = self.settings
-        flags: Flags = [
-            (tensor, self.changed("tensor_parallel")),
-            (pipeline, self.changed("pipeline_parallel")),
-        ]
+        parallel = self.changed("tensor_parallel"), self.changed("pipeline_parallel")
+        flags: Flags = [(tensor, parallel[0]), (pipeline, parallel[1])]
         if settings.num_nodes > 1:
             flags += [("--nnodes", settings.num_nodes), ("--node-rank", settings.node_rank)]
         return flags
 
     def refusal(self, name: str, why: str) -> SettingsError:
-        """The error for a setting that the engine cannot be told."""
+        """Return the error for a setting that the engine has no flag for."""
         value = getattr(self.settings, name)
         return SettingsError(f"{name} = {value!r} cannot be passed to {self.version}: {why}.")
 
     def changed(self, name: str) -> object:
-        """The setting where it is neither "auto" nor the default, else None."""
+        """Return a setting that is neither "auto" nor the default, else None."""
         value: object = getattr(self.settings, name)
         return None if value in ("auto", DEFAULTS[name]) else value
-
-
-def _build_target(order: LaunchRequest) -> str | None:
-    """Of container/Containerfile, for a release with pull requests merged into it; None: there is none."""
-    version = order.version
-    if order.is_cpu or not version.carried or version.is_nightly or version.engine != "vllm":
-        return None
-    return "spark" if order.capability == SPARK else "vllm"
-
-
-def _built_image(order: LaunchRequest) -> str:
-    return f"blockdraft-{order.version.engine}:{order.version.text.replace('+', '-')}"
 
 
 def write_command(
     order: LaunchRequest, program: Iterable[str], flags: Flags, *, env: Mapping[str, str], image: str
 ) -> Command:
-    """Makes the command of the flags that the engine's own module has chosen."""
+    """Make the command from the flags that the engine's own module has chosen."""
     _check(order)
     settings, written = order.settings, _arguments(flags)
-    build, carries = _build_target(order), order.version.carried  # images that are published are of releases
+    version, build = order.version, None
+    if version.engine == "vllm" and version.carried and not (order.is_cpu or version.is_nightly):
+        build = "spark" if order.capability == SPARK else "vllm"  # a release with merged pull requests
+    built = f"blockdraft-{version.engine}:{version.text.replace('+', '-')}"
+    is_published = not (order.is_cpu or version.carried)
+    files = (settings.model, settings.draft, settings.chat_template)
     return Command(
         engine=settings.engine,
         version=order.version.text,
-        argv=(*program, *written, *_passed_on(settings, written)),
+        argv=(*program, *written, *_passed_on(settings.engine_args, written)),
         env=env,
         port=order.port,
-        image=_built_image(order) if build else None if order.is_cpu or carries else image,
+        image=built if build else image if is_published else None,
         build=build,
-        # LoadedPair that are named by a whole path, and not by a hub id; and a file of ours.
-        mounts=tuple(
-            name
-            for name in (settings.model, settings.draft, settings.chat_template)
-            if name and name[0] == "/"
-        ),
+        mounts=tuple(name for name in files if name and name[0] == "/"),  # not hub ids
     )
 
 
 def _check(order: LaunchRequest) -> None:
-    """Raises SettingsError for what only our own engine reads or does."""
-    settings = order.settings
-    if settings.model == "default":
-        raise order.refusal("model", "it is a file of ours; name a folder or a hub id")
-    if settings.model.lower().endswith(".gguf"):
-        raise order.refusal("model", "a single GGUF file is for the native engine; name a folder or a hub id")
-    if settings.max_stall_ms is not None:
-        raise order.refusal("max_stall_ms", "it has no such limit; use --max-prefill-tokens")
-    for name in ("draft_kv_dtype", "kv_window"):
-        if order.changed(name) is not None:
-            raise order.refusal(name, "it is for compressed keys and values of our engine; use --kv-dtype")
-    if settings.kv_dtype in OUR_KV_DTYPES:
-        raise order.refusal("kv_dtype", "it is a format of our engine; leave out --engine, or use fp8")
-    if settings.tool_format != "auto":
-        raise order.refusal("tool_format", "it has names of its own; --engine-args=--tool-call-parser=NAME")
-    if settings.dtype == "float64":
-        raise order.refusal("dtype", "it computes in float32 at most")
+    """Raise SettingsError for settings that only our own engine understands."""
+    settings, compressed = (
+        order.settings,
+        "it is for compressed keys and values of our engine; use --kv-dtype",
+    )
+    is_gguf = settings.model.lower().endswith(".gguf")
+    for name, is_ours, why in (
+        ("model", settings.model == "default", "it is a file of ours; name a folder or a hub id"),
+        ("model", is_gguf, "a single GGUF file is for the native engine; name a folder or a hub id"),
+        ("max_stall_ms", settings.max_stall_ms is not None, "it has no such limit; use --max-prefill-tokens"),
+        ("draft_kv_dtype", order.changed("draft_kv_dtype"), compressed),
+        ("kv_window", order.changed("kv_window"), compressed),
+        (
+            "kv_dtype",
+            settings.kv_dtype in OUR_KV_DTYPES,
+            "it is our format; leave out --engine, or use fp8",
+        ),
+        ("tool_format", settings.tool_format != "auto", "use --engine-args=--tool-call-parser=NAME"),
+        ("dtype", settings.dtype == "float64", "it computes in float32 at most"),
+    ):
+        if is_ours:
+            raise order.refusal(name, why)
 
 
 def _arguments(flags: Flags) -> tuple[str, ...]:
-    """Flags in order. None and False are left out, True is the flag alone, a mapping is written as JSON."""
+    """Write flags in order. None and False are left out, True is the flag alone, a mapping becomes JSON."""
     found: list[str] = []
     for flag, value in flags:
         if value is None or value is False:
@@ -229,9 +234,9 @@ def _arguments(flags: Flags) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _passed_on(settings: Settings, written: Iterable[str]) -> tuple[str, ...]:
-    """engine_args, refused where they hold a secret or repeat a flag that comes from a setting."""
-    for argument in settings.engine_args:
+def _passed_on(engine_args: tuple[str, ...], written: Iterable[str]) -> tuple[str, ...]:
+    """Return engine_args; SettingsError if they hold a secret or repeat a flag that a setting writes."""
+    for argument in engine_args:
         flag = argument.partition("=")[0]
         if flag in SECRET_FLAGS:
             raise SettingsError(
@@ -243,4 +248,4 @@ def _passed_on(settings: Settings, written: Iterable[str]) -> tuple[str, ...]:
                 f"engine_args repeats {flag}, which is written from a setting: use the setting alone. "
                 "`blockdraft settings` lists them."
             )
-    return settings.engine_args
+    return engine_args

@@ -1,7 +1,6 @@
-"""Reads from the lines of another engine's log how far its start is.
+"""Reads the progress of another engine's start from its log.
 
-The lines are a courtesy of the engines and change between versions: they are shown, and nothing is decided by
-them. Whether an engine is ready is asked over HTTP.
+The lines change between versions: they are only shown. HTTP tells if an engine is ready.
 """
 
 from __future__ import annotations
@@ -32,10 +31,8 @@ _PATTERNS = {
         ("load", r"Filesystem type for checkpoints: .*?(?P<detail>Checkpoint size: [\d.]+ \w+)"),
         ("load", r"(?P<detail>Loading weights took [\d.]+ \w+)"),
         ("load", r"(?P<detail>Model loading took [\d.]+ \w+)"),
-        (
-            "compile",
-            r"Starting torch\.compile|for vLLM's torch\.compile|Warming up model for the compilation",
-        ),
+        ("compile", r"Starting torch\.compile|for vLLM's torch\.compile"),
+        ("compile", r"Warming up model for the compilation"),
         ("compile", r"(?P<detail>Dynamo bytecode transform time: [\d.]+ s)"),
         ("compile", r"(?P<detail>Compiling a graph for .* takes [\d.]+ s)"),
         ("compile", r"Directly load (?:the compiled graph|AOT compilation)"),
@@ -54,10 +51,6 @@ _PATTERNS = {
         (None, r"(?P<detail>KV Cache is allocated\. #tokens: \d+)"),
     ),
 }
-_COMPILED = {
-    engine: tuple((phase, re.compile(pattern)) for phase, pattern in patterns)
-    for engine, patterns in _PATTERNS.items()
-}
 # vLLM: "(Worker pid=7) INFO 11-15 12:56:15 [core.py:402] text"; SGLang: "[2026-11-15 12:56:15 TP0] text".
 _HEAD = re.compile(
     r"^(?:\([\w-]+ pid=\d+\)\s*)?(?:[A-Z]+ \d\d-\d\d [\d:]+ \[[^\]]*\]\s?|\[\d{4}-\d\d-\d\d [^\]]*\]\s?)?"
@@ -68,7 +61,7 @@ _BAR = re.compile(r"\d+%\|| \d+% Completed ")
 
 @dataclass(frozen=True, slots=True)
 class Sign:
-    """What a line tells: the phase it belongs to (None: whichever runs), what it does, its share (0 to 1)."""
+    """The content of a line: its phase (None: whichever runs), what the phase does, its share (0 to 1)."""
 
     phase: str | None
     detail: str | None = None
@@ -76,21 +69,19 @@ class Sign:
 
 
 def read_sign(engine: str, line: str) -> Sign | None:
-    """What the line tells of the start; None: nothing."""
+    """Return what a line tells about the start; None: nothing."""
     text = message(line)
-    for phase, pattern in _COMPILED[engine]:
-        found = pattern.search(text)
-        if found is not None:
+    for phase, pattern in _PATTERNS[engine]:
+        if found := re.search(pattern, text):
             groups = found.groupdict()
             percent = groups.get("percent")
-            return Sign(
-                phase, groups.get("detail"), None if percent is None else min(1.0, int(percent) / 100)
-            )
+            progress = None if percent is None else min(1.0, int(percent) / 100)
+            return Sign(phase, groups.get("detail"), progress)
     return None
 
 
 def message(line: str) -> str:
-    """A line without what the engine's logger puts before it."""
+    """Return a line without the head of the engine's logger."""
     return line[_HEAD.match(line).end() :]  # type: ignore[union-attr]  # it matches the empty string
 
 
@@ -99,7 +90,7 @@ def is_error(line: str) -> bool:
 
 
 def is_bar(line: str) -> bool:
-    """Whether the line is one state of a progress bar."""
+    """Return whether the line is one state of a progress bar."""
     return _BAR.search(line) is not None
 
 
@@ -113,7 +104,7 @@ class PhaseTracker:
         self._lock = RLock()
 
     def enter(self, name: str) -> None:
-        """Begins a phase; nothing happens when it, or a later one, runs already."""
+        """Begin a phase, unless it or a later one runs already."""
         place = PHASES.index(name)
         with self._lock:
             if place <= self._place:
@@ -125,7 +116,7 @@ class PhaseTracker:
             self._running.enter_context(self._startup.phase(name))
 
     def take(self, sign: Sign) -> None:
-        """Takes in what a line of the log tells; it is ignored in our own phases."""
+        """Show what a line of the log tells; in our own phases it is ignored."""
         with self._lock:
             if self._place >= len(_READ):
                 return
@@ -137,11 +128,11 @@ class PhaseTracker:
                 self._startup.progress(round(sign.progress * 100), 100)
 
     def close(self) -> None:
-        """Ends the running phase as done."""
+        """End the running phase as done."""
         with self._lock:
             self._running.close()
 
     def fail(self, error: BaseException) -> None:
-        """Ends the running phase as failed."""
+        """End the running phase as failed."""
         with self._lock:
             self._running.__exit__(type(error), error, error.__traceback__)

@@ -1,4 +1,4 @@
-"""What is asked of another engine, checked before anything is started or downloaded."""
+"""Checks a start of another engine before anything is started or downloaded."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from blockdraft.launch import Command, translate
 from blockdraft.launch.engine_versions import TITLES, read_version
 from blockdraft.launch.installed import Installed
 from blockdraft.launch.issues import Issue, check_settings, refuse
-from blockdraft.launch.launch_request import HOST
+from blockdraft.launch.launch_request import HOST, Combination, LaunchRequest
 from blockdraft.launch.supervisor import Launch
 from blockdraft.machine.cards import card_named
 from blockdraft.machine.machine import Machine, free_port, read_machine
 from blockdraft.planner.draft_title import kind_title
 from blockdraft.planner.external import fit_external
 from blockdraft.planner.memory_fit import machine_of
-from blockdraft.planner.pair import check_stored, open_pair
+from blockdraft.planner.pair import Case, check_stored, open_pair
 from blockdraft.planner.resolver import asked_otherwise, with_drafter
 from blockdraft.planner.stored import Stored, open_stored
 from blockdraft.settings.model_source import find_source
@@ -30,7 +30,7 @@ from blockdraft.settings.settings import Settings
 
 @dataclass(frozen=True, slots=True)
 class CheckedLaunch:
-    """An engine that may be started: its settings, with what was found out about them before."""
+    """An engine that may be started: its settings with the facts and findings about them."""
 
     settings: Settings
     name: str  # what clients call the model
@@ -42,18 +42,20 @@ class CheckedLaunch:
 
     def command(self, *, port: int, api_key: str | None, host: str = HOST) -> Command:
         return translate(
-            self.settings,
-            served_name=self.name,
-            port=port,
-            host=host,
-            api_key=api_key,
-            machine=self.machine,
-            target=self.target,
-            draft=self.draft,
+            LaunchRequest(
+                settings=self.settings,
+                served_name=self.name,
+                port=port,
+                host=host,
+                api_key=api_key,
+                machine=self.machine,
+                target=self.target,
+                draft=self.draft,
+            )
         )
 
     def launch(self, installed: Installed, *, start_timeout_s: float) -> Launch:
-        """The engine as this machine runs it, for us alone: other users reach its port as well."""
+        """Return the engine's launch on this machine; its key keeps other users of the machine out."""
         settings = self.settings
         command = self.command(port=free_port(), api_key=secrets.token_urlsafe(32))
         return Launch(
@@ -67,15 +69,15 @@ class CheckedLaunch:
         )
 
     def facts(self) -> dict[str, object]:
-        """What the live page shows of the engine, beside what the engine says itself."""
-        settings, width = self.settings, 1
+        """Return the facts that the live page shows beside the engine's own."""
+        settings = self.settings
+        draft: dict[str, object] = {"draft": None, "draft_kind": None, "width": 1}
         if self.draft is not None:
             width = draft_block(self.draft) if settings.width == "auto" else settings.width
+            draft = {"draft": settings.draft, "draft_kind": _kind_title(self.draft), "width": width}
         return {
             "target": settings.model,
-            "draft": None if self.draft is None else settings.draft,
-            "draft_kind": None if self.draft is None else _kind_title(self.draft),
-            "width": width,
+            **draft,
             "dtype": settings.dtype,
             "quantization": settings.quantization,
             "is_dummy": settings.load_format == "dummy",
@@ -86,7 +88,7 @@ class CheckedLaunch:
 
 
 def _kind_title(draft: Mapping[str, object]) -> str | None:
-    """None: a kind that we do not know, and the engine may."""
+    """Return the drafter's kind; None: we do not know it, and the engine may."""
     try:
         return kind_title(read_draft_config(draft, name="the drafter"))
     except ModelError:
@@ -94,12 +96,12 @@ def _kind_title(draft: Mapping[str, object]) -> str | None:
 
 
 def check_launch(settings: Settings, name: str) -> CheckedLaunch:
-    """Check a start here. Raises for a model that is missing or out of reach, a pair that does not match,
-    GPUs that are too few or too small, and what is known to be bad.
-    """
+    """Check a start on this machine; raise for models, pairs, GPUs or issues that forbid it."""
     settings, machine = _placed(with_drafter(settings)), read_machine()
     other_card = check_recipe_card(settings.recipe, settings.model, settings.device, machine)
-    _check_template(settings)
+    file = settings.chat_template
+    if file is not None and not os.path.isfile(file):  # an engine would take its name for a template
+        raise SettingsError(f"--chat-template {file} is no file: check the path.")
     target, draft = (_opened(settings, source) for source in _sources(settings))
     _check_num_gpus(settings, machine)
     checked = _checked(settings, name, machine, target, draft)
@@ -107,18 +109,14 @@ def check_launch(settings: Settings, name: str) -> CheckedLaunch:
 
 
 def as_installed(settings: Settings, installed: Installed) -> tuple[Settings, tuple[str, ...]]:
-    """The settings with the version that flags are written for, and warnings. A name of the same release is
-    believed: only its user knows which pull requests a build carries.
-    """
+    """Return settings for the installed version, and a warning; the same release with patches is kept."""
     asked, found = settings.engine_version, installed.version
     if found is None or (asked is not None and not _is_another(settings.engine, asked, found)):
         return settings, ()
-    settings = asked_otherwise(settings, engine_version=found)
-    if asked is None:
-        return settings, ()
-    return settings, (
-        f"{TITLES[installed.engine]} {found} is installed, not {asked}: its flags are written for {found}",
+    warning = (
+        f"{TITLES[installed.engine]} {found} is installed, not {asked}: its flags are written for {found}"
     )
+    return asked_otherwise(settings, engine_version=found), () if asked is None else (warning,)
 
 
 def _is_another(engine: str, asked: str, found: str) -> bool:
@@ -151,7 +149,10 @@ def check_to_print(settings: Settings, name: str, card: str | None) -> CheckedLa
         warnings.append(f"--chat-template {settings.chat_template} is no file here: the command names it so")
     warnings += assumed
     if machine is not None and not unread:
-        warnings += _room_or_why_not(settings, machine)
+        try:
+            warnings += _room(settings, machine)
+        except CapacityError as error:
+            warnings.append(str(error))
     return replace(_checked(settings, name, machine, target, draft), warnings=tuple(warnings))
 
 
@@ -161,49 +162,35 @@ def _checked(
     if target is not None and draft is not None:
         check_stored(target, draft)
     configs = (None if target is None else target.config, None if draft is None else draft.config)
-    findings = check_settings(settings, machine=machine, target=configs[0], draft=configs[1])
+    asked = Combination(settings=settings, machine=machine, target=configs[0], draft=configs[1])
+    findings = check_settings(asked)
     refuse(findings)
     return CheckedLaunch(settings, name, machine, *configs, tuple(findings))
 
 
 def _machine_to_print(settings: Settings, card: str | None) -> tuple[Machine | None, tuple[str, ...]]:
-    """The card that is named, else the one that is here, else the recipe's first; and what was assumed."""
+    """Return the machine of the named card, else this one, else the recipe's first; and assumptions."""
     if card is not None:
         return machine_of(card_named(card)), ()
     machine = read_machine()
     if machine.gpus or settings.device == "cpu":
         return machine, ()
     cards = [] if settings.recipe is None else recipe_cards(load_recipe(settings.recipe))
-    if not cards:
-        return None, ("there is no GPU here: the command is for a machine with one; --card says which",)
-    assumed = f"the command is for the recipe's {cards[0].title}; --card names another"
-    return machine_of(cards[0]), (f"there is no GPU here: {assumed}",)
+    what = f"the recipe's {cards[0].title}; --card names another" if cards else "a GPU that --card can name"
+    warning = f"there is no GPU here: the command is for {what}"
+    return machine_of(cards[0]) if cards else None, (warning,)
 
 
 def _placed(settings: Settings) -> Settings:
-    """Files by their whole path: an engine or a container may stand elsewhere, and knows no ~."""
-    changes: dict[str, str] = {}
-    for name, is_there in (
-        ("model", os.path.isdir),
-        ("draft", os.path.isdir),
-        ("chat_template", os.path.isfile),
-    ):
-        source = getattr(settings, name)
-        path = os.path.expanduser(source) if isinstance(source, str) else ""
-        if is_there(path):
-            changes[name] = os.path.abspath(path)
+    """Return settings with whole paths: an engine or a container may run elsewhere, and knows no ~."""
+    tests = {"model": os.path.isdir, "draft": os.path.isdir, "chat_template": os.path.isfile}
+    paths = {name: os.path.expanduser(getattr(settings, name) or "") for name in tests}
+    changes = {name: os.path.abspath(path) for name, path in paths.items() if tests[name](path)}
     return asked_otherwise(settings, **changes)
 
 
-def _check_template(settings: Settings) -> None:
-    """Raises SettingsError for a chat template that is not there: an engine would take its name for one."""
-    file = settings.chat_template
-    if file is not None and not os.path.isfile(file):
-        raise SettingsError(f"--chat-template {file} is no file: check the path.")
-
-
 def _sources(settings: Settings) -> tuple[str | None, str | None]:
-    """What has a config.json to read; translate refuses our default model and single GGUF files."""
+    """Return models that have a config.json; `translate` refuses our default model and single GGUF files."""
     is_readable = settings.model != "default" and not settings.model.lower().endswith(".gguf")
     has_drafter = settings.draft not in (None, "none", "auto") and settings.width != 1
     return settings.model if is_readable else None, settings.draft if has_drafter else None
@@ -231,19 +218,12 @@ def _check_num_gpus(settings: Settings, machine: Machine) -> None:
         )
 
 
-def _room_or_why_not(settings: Settings, machine: Machine) -> tuple[str, ...]:
-    try:
-        return _room(settings, machine)
-    except CapacityError as error:
-        return (str(error),)
-
-
 def _room(settings: Settings, machine: Machine) -> tuple[str, ...]:
-    """Raises CapacityError where the weights alone are too large; what is only estimated is a warning."""
+    """Raise CapacityError if the weights alone are too large; return a warning if the estimate is."""
     if not machine.gpu_bytes or settings.device == "cpu":
         return ()
     try:
-        fit = fit_external(settings, machine, open_pair(settings))
+        fit = fit_external(Case(settings, machine, open_pair(settings)))
     except (ModelError, FetchError):  # of a checkpoint that the engine may read although we do not
         return ()
     if fit.weight_bytes > fit.budget:
@@ -252,6 +232,5 @@ def _room(settings: Settings, machine: Machine) -> tuple[str, ...]:
             f"{fit.budget / 1e9:.1f} GB ({fit.budget_how}): `blockdraft plan` with the same flags says what "
             "would fit."
         )
-    if fit.problem is None:
-        return ()
-    return (f"by the plan it does not fit: {fit.problem} `blockdraft plan` says what would.",)
+    warning = f"by the plan it does not fit: {fit.problem} `blockdraft plan` says what would."
+    return () if fit.problem is None else (warning,)

@@ -1,4 +1,4 @@
-"""Another engine as a process of its own, which never outlives ours: its output, and its end."""
+"""Runs another engine in a process that never outlives ours, and reads its output."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from blockdraft.launch.log_signs import is_bar
 
 REAPER = Path(__file__).with_name("reaper.py")
 GRACE_S = 15.0  # for an engine to end by itself; arbitrary
-REAPER_S = 12.0  # for the keeper to bury what is left of it, beyond GRACE_S
+REAPER_S = 12.0  # for the reaper to end what is left of it, beyond GRACE_S
 MAX_LINES = 200  # of its output, kept for whoever asks why it ended
 MAX_LINE = 4000  # characters
 HIDDEN = "***"
@@ -66,14 +66,14 @@ class EngineProcess:
             return list(self._tail)[-count:]
 
     def wait_output(self, timeout_s: float) -> None:
-        """Waits until the last line of an engine that has ended was read."""
+        """Wait until the last line of an engine that has ended was read."""
         self._reader.join(timeout_s)
 
     def close(self) -> None:
-        """End it and all it started; returns when nothing is left. May be called again, by any thread."""
+        """End the engine and all it started; may be called again, by any thread."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
-            self._process.stdin.close()  # which tells the keeper
+            self._process.stdin.close()  # which tells the reaper
         try:
             self._process.wait(self._grace_s + REAPER_S)
         except subprocess.TimeoutExpired:
@@ -104,7 +104,6 @@ class EngineProcess:
 
 
 def shown_exit(code: int) -> str:
-    """An exit code, in words."""
     if code > 128:
         with contextlib.suppress(ValueError):
             return f"was ended by {signal.Signals(code - 128).name}"

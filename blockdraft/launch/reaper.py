@@ -1,4 +1,4 @@
-"""Keeps an engine: a small process between the server and it, so that nothing of the engine outlives either.
+"""Runs between the server and an engine, so that no process of the engine outlives either.
 
     server ──stdin──► reaper ──► engine ──► its workers
 
@@ -37,7 +37,10 @@ def main(argv: list[str]) -> int:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # workers without a parent become our children
     try:
         engine = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_die_with_reaper
+            command,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=lambda: _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),  # the kernel kills it with us
         )
     except OSError as error:
         sys.stderr.write(f"cannot start '{command[0]}': {error.strerror}\n")
@@ -49,7 +52,7 @@ def main(argv: list[str]) -> int:
 
 
 class Children:
-    """The engine, and whatever it started."""
+    """The engine and all processes that it started."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid  # also of its process group
@@ -62,7 +65,7 @@ class Children:
         return self._code if self._code >= 0 else 128 - self._code
 
     def wait_until_told(self, wakes: int) -> None:
-        """Returns when the engine has ended, stdin has, or a signal asks for it."""
+        """Return when the engine or stdin has ended, or a signal asks for it."""
         while not self._has_ended():
             ready, _, _ = select.select([wakes, 0], [], [])
             if 0 in ready and not os.read(0, 1024):
@@ -71,7 +74,7 @@ class Children:
                 return
 
     def end(self, grace_s: float) -> None:
-        """Ends the engine itself first, which knows how to end its workers, and then what is left."""
+        """End the engine first, which knows how to end its workers, then the rest."""
         if not self._has_ended():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._pid, signal.SIGTERM)
@@ -86,7 +89,7 @@ class Children:
         _wait(lambda: self._has_ended() and not _children(), LEFT_OVER_S)
 
     def _has_ended(self) -> bool:
-        """Also buries whoever else has died: a zombie would keep the group alive."""
+        """Return whether the engine has ended; reap all dead children, as a zombie keeps the group alive."""
         with contextlib.suppress(ChildProcessError):
             while True:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -100,9 +103,7 @@ class Children:
         self._has_ended()
         try:
             os.killpg(self._pid, 0)
-        except ProcessLookupError:
-            return True
-        except PermissionError:  # macOS, where only zombies are left
+        except (ProcessLookupError, PermissionError):  # the latter on macOS, where only zombies are left
             return True
         return False
 
@@ -114,18 +115,13 @@ def _wait(condition: Callable[[], bool], limit_s: float) -> None:
 
 
 def _children() -> list[int]:
-    """Our own children, where /proc tells; only on Linux can we adopt them."""
+    """Return our own children, if /proc lists them; only Linux lets us adopt them."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError, IndexError, ValueError):
             if int(path.read_text().rpartition(")")[2].split()[1]) == os.getpid():
                 found.append(int(path.parent.name))
     return found
-
-
-def _die_with_reaper() -> None:
-    """Runs in the child before the engine's program: if the reaper is killed, so is the engine."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _prctl(option: int, value: int) -> None:

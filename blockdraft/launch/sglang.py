@@ -1,4 +1,4 @@
-"""An order in SGLang's words: `sglang serve` and its environment, for 0.5.23.
+"""Writes SGLang's command: `sglang serve` and its environment, for 0.5.23.
 
 SGLang counts the anchor: width 16 is --speculative-num-draft-tokens 16. It takes API keys as arguments only,
 which everybody on the machine could read: it gets none, listens on this machine alone, and our server asks
@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from blockdraft.errors import SettingsError
-from blockdraft.launch.command import Command
-from blockdraft.launch.launch_request import HOST, TRUST_FLAG, Flags, LaunchRequest, write_command
+from blockdraft.launch.launch_request import HOST, TRUST_FLAG, Command, Flags, LaunchRequest, write_command
 
 IMAGE = "lmsysorg/sglang"
 BACKENDS = {"triton_attn": "triton", "flash_infer": "flashinfer", "flex": "flex_attention"}
@@ -20,30 +19,25 @@ OVERLAP_VARIABLES = (
     "SGLANG_ENABLE_DFLASH_SPEC_V2",
     "SGLANG_ENABLE_OVERLAP_PLAN_STREAM",
 )
-KV_DTYPES = {
-    "fp8": "fp8_e4m3",
-    **{
-        name: name
-        for name in ("fp8_e5m2", "fp8_e4m3", "mxfp8", "bf16", "bfloat16", "nvfp4", "fp4_mx_block16")
-    },
-}
+_OWN_KV = ("fp8_e5m2", "fp8_e4m3", "mxfp8", "bf16", "bfloat16", "nvfp4", "fp4_mx_block16")
+KV_DTYPES = {"fp8": "fp8_e4m3", **{name: name for name in _OWN_KV}}
 
 
 def sglang_command(order: LaunchRequest) -> Command:
-    """Raises SettingsError for a setting that this version has no words for."""
+    """Write the command. Raises SettingsError for a setting that this version has no flag for."""
     _refuse(order)
     metrics = ("--enable-metrics", True)  # else /metrics is empty
-    flags = [*order.address_flags, metrics, *_model(order), *_limits(order), *_machines(order)]
+    flags = [*order.address_flags, metrics, *_model(order), *_limits(order)]
+    flags += order.machine_flags("--tp-size", "--pp-size")
+    if order.settings.num_nodes > 1:
+        flags.append(("--dist-init-addr", "{}:{}".format(*order.head)))
     flags += _speculation(order)
     program = ("sglang", "serve", "--model-path", order.settings.model)
-    image = f"{IMAGE}:v{order.version.text.partition('+')[0]}"
-    return write_command(order, program, flags, env={**_overlap(order), **order.environment}, image=image)
-
-
-def _overlap(order: LaunchRequest) -> dict[str, str]:
-    """What lets its scheduler run ahead of drafts; z-lab calls it experimental, so only where it is asked."""
+    # They let its scheduler run ahead of drafts; z-lab calls them experimental, so only if asked.
     is_wanted = order.settings.overlap is True and order.drafter is not None
-    return dict.fromkeys(OVERLAP_VARIABLES, "1") if is_wanted else {}
+    env = dict.fromkeys(OVERLAP_VARIABLES, "1") if is_wanted else {}
+    image = f"{IMAGE}:v{order.version.text.partition('+')[0]}"
+    return write_command(order, program, flags, env={**env, **order.environment}, image=image)
 
 
 def _refuse(order: LaunchRequest) -> None:
@@ -78,7 +72,7 @@ def _model(order: LaunchRequest) -> Flags:
 
 
 def _backend(order: LaunchRequest, name: str) -> str | None:
-    """FlashAttention is fa3 on Hopper, fa4 on the Blackwell of data centres; elsewhere Triton stands in."""
+    """Return SGLang's name of a backend: FlashAttention is fa3 on Hopper, fa4 on B200, else triton."""
     value: str | None = getattr(order.settings, name)
     if value is None:
         return None
@@ -86,10 +80,8 @@ def _backend(order: LaunchRequest, name: str) -> str | None:
     if value not in ("flash_attn", "flash"):
         return BACKENDS.get(value, value)
     if order.capability is None:
-        why = (
-            "the card is not known (see --card): it is fa3 on Hopper, fa4 on B200 and B300, triton elsewhere"
-        )
-        raise order.refusal(name, why)
+        cards = "fa3 on Hopper, fa4 on B200 and B300, triton elsewhere"
+        raise order.refusal(name, f"the card is not known (see --card): it is {cards}")
     return {9: "fa3", 10: "fa4"}.get(order.capability[0], "triton")
 
 
@@ -109,13 +101,6 @@ def _limits(order: LaunchRequest) -> Flags:
     ]
 
 
-def _machines(order: LaunchRequest) -> Flags:
-    flags = order.machine_flags("--tp-size", "--pp-size")
-    if order.settings.num_nodes > 1:
-        flags.append(("--dist-init-addr", "{}:{}".format(*order.head)))
-    return flags
-
-
 def _speculation(order: LaunchRequest) -> Flags:
     drafter = order.drafter
     if drafter is None:
@@ -130,9 +115,8 @@ def _speculation(order: LaunchRequest) -> Flags:
 
 
 def _draft_quantization(order: LaunchRequest) -> str | None:
-    """Always given: without it the drafter's weights are read as the target's are (sglang #35860)."""
-    if order.draft is not None and isinstance(order.draft.get("quantization_config"), Mapping):
+    """Return the drafter's format; without one SGLang reads its weights as the target's (sglang #35860)."""
+    if isinstance((order.draft or {}).get("quantization_config"), Mapping):
         return None
-    if order.settings.draft_quantization == "none":
-        return "unquant"
-    return order.quantization("draft_quantization") or "unquant"
+    is_none = order.settings.draft_quantization == "none"
+    return "unquant" if is_none else order.quantization("draft_quantization") or "unquant"

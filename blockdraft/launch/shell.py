@@ -7,23 +7,33 @@ import shlex
 from collections.abc import Iterable
 
 from blockdraft.errors import SettingsError
-from blockdraft.launch.command import Command, is_secret
 from blockdraft.launch.engine_versions import TITLES
+from blockdraft.launch.launch_request import Command
 
 # Downloads and compiled kernels outlive the container, whose home this is, whoever its user may be.
 HOME = "/cache"
 CACHES = (".cache/huggingface", ".cache/vllm", ".cache/flashinfer", ".triton")
 CONTAINERFILE = "container/Containerfile"
 BREAK = " \\\n  "
+SECRETS = ("_KEY", "_TOKEN", "_SECRET", "_PASSWORD")  # ends of names
+
+
+def is_secret(name: str) -> bool:
+    """Return whether a variable's value may never be printed or passed as an argument."""
+    return name.upper().endswith(SECRETS)
 
 
 def shell_line(command: Command) -> str:
-    """The environment and the command, one flag per line."""
-    return BREAK.join([*_variables(command), *_lines(command.argv)])
+    """Return the environment and the command, one flag per line."""
+    variables = [
+        f'{name}="${{{name}}}"' if is_secret(name) else f"{name}={shlex.quote(value)}"
+        for name, value in sorted(command.env.items())
+    ]
+    return BREAK.join([*variables, *_lines(command.argv)])
 
 
 def docker_run(command: Command) -> str:
-    """The same in a container that sees the card, this machine's network and the caches."""
+    """Return the command in a container that sees the card, this machine's network and the caches."""
     image = _image(command)
     options = ["docker run --rm --gpus all --network host --ipc host --ulimit memlock=-1:-1"]
     options += [f'-v "{volume}"' for volume in _caches(home="$HOME")]
@@ -43,14 +53,16 @@ def docker_run(command: Command) -> str:
 
 
 def compose(command: Command) -> str:
-    """A compose file with one service. Every value is JSON, which is YAML as well."""
+    """Return a compose file with one service. Every value is JSON, which is also YAML."""
     image = _image(command)
     head, *rest = command.argv
+    arguments = f"args: {{VLLM_VERSION: {json.dumps(command.version)}}}"
+    build = f"{{context: ., dockerfile: {CONTAINERFILE}, target: {command.build}, {arguments}}}"
     lines = [
         "services:",
         f"  {command.engine}:",
         f"    image: {json.dumps(image)}",
-        *_build_section(command),
+        *([] if command.build is None else [f"    build: {build}"]),
         f"    entrypoint: [{_literal(head)}]",
         "    command:",
         *(f"      - {_literal(argument)}" for argument in rest),
@@ -60,23 +72,14 @@ def compose(command: Command) -> str:
         "    volumes:",
         *(f"      - {json.dumps(volume)}" for volume in _caches(home="${HOME}")),
         *(f"      - {_literal(volume)}" for volume in _folders(command)),
-    ]
-    lines.append("    environment:")
-    lines += [f"      {name}: {_value(name, value)}" for name, value in _inside(command)]
-    lines += [
+        "    environment:",
+        *(f"      {name}: {_value(name, value)}" for name, value in _inside(command)),
         "    deploy:",
         "      resources:",
         "        reservations:",
         "          devices: [{driver: nvidia, count: all, capabilities: [gpu]}]",
     ]
     return "\n".join(lines) + "\n"
-
-
-def _build_section(command: Command) -> list[str]:
-    if command.build is None:
-        return []
-    arguments = f"args: {{VLLM_VERSION: {json.dumps(command.version)}}}"
-    return [f"    build: {{context: ., dockerfile: {CONTAINERFILE}, target: {command.build}, {arguments}}}"]
 
 
 def _image(command: Command) -> str:
@@ -87,15 +90,8 @@ def _image(command: Command) -> str:
     return command.image
 
 
-def _variables(command: Command) -> list[str]:
-    return [
-        f'{name}="${{{name}}}"' if is_secret(name) else f"{name}={shlex.quote(value)}"
-        for name, value in sorted(command.env.items())
-    ]
-
-
 def _lines(argv: Iterable[str]) -> list[str]:
-    """Quoted, each flag with its value on a line of its own; what comes before the first flag on one line."""
+    """Quote the words: each flag with its value on its own line, words before the first flag on one line."""
     lines: list[list[str]] = [[]]
     for argument in argv:
         if argument.startswith("-") and lines[-1]:
@@ -105,7 +101,6 @@ def _lines(argv: Iterable[str]) -> list[str]:
 
 
 def _inside(command: Command) -> list[tuple[str, str]]:
-    """The environment in a container."""
     return sorted({"HOME": HOME, **command.env}.items())
 
 
@@ -118,7 +113,7 @@ def _folders(command: Command) -> list[str]:
 
 
 def _literal(text: str) -> str:
-    """JSON in which compose finds no variable."""
+    """Return JSON in which compose finds no variable."""
     return json.dumps(text).replace("$", "$$")
 
 

@@ -1,6 +1,6 @@
-"""Supervisor: another engine, started, watched through its start, warmed, checked, and ended with us.
+"""Starts another engine, watches it, warms it up, checks it, and ends it with us.
 
-A proxy stands in front of it: what clients and the live page see of the engine is asked for here.
+The proxy in front of it asks here for whatever clients and the live page see of the engine.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from dataclasses import dataclass, field
 from blockdraft.errors import LaunchError
 from blockdraft.fp4_kernels import FALLBACK, is_fp4_fallback, read_fp4_kernel
 from blockdraft.jsonl import as_object
-from blockdraft.launch.command import Command
 from blockdraft.launch.engine_versions import TITLES
-from blockdraft.launch.launch_request import HOST
+from blockdraft.launch.launch_request import HOST, Command
 from blockdraft.launch.log_signs import PHASES, PhaseTracker, is_error, read_sign
 from blockdraft.launch.process import GRACE_S, EngineProcess, shown_exit
 from blockdraft.phases import StartProgress
@@ -41,7 +40,7 @@ output_log = logging.getLogger("blockdraft.engine")
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What is started: the command as this machine runs it, and what must be true of it afterwards."""
+    """An engine to start: the command on this machine, and what must be true of it afterwards."""
 
     command: Command
     argv: tuple[str, ...]  # the command's, with the program's path
@@ -58,9 +57,9 @@ class Unanswered(LaunchError):
 
 
 class Supervisor:
-    """One engine, on a thread of its own. `error` says why it is lost; `startup` how far its start is.
+    """One engine, watched by a thread. `error` is the reason of its loss, `startup` its progress.
 
-    `facts` is what the live page shows of it, beside what it says itself.
+    `facts` is what the live page shows beside the engine's own information.
     """
 
     def __init__(
@@ -96,7 +95,7 @@ class Supervisor:
         return {} if key is None else {"authorization": f"Bearer {key}"}
 
     def info(self) -> dict[str, object] | None:
-        """None before it is ready, and where its API is on another machine."""
+        """Return facts for the live page; None before it is ready, or if another machine has its API."""
         if not self.is_ready or self.launch.head_address is not None:
             return None
         engine = f"{self.title} {self.versions()['version']}"
@@ -108,7 +107,6 @@ class Supervisor:
         return {"version": self.version or command.version, "engine": command.engine}
 
     def last_lines(self) -> list[str]:
-        """The last lines of the engine's output."""
         return [] if self._process is None else self._process.last_lines(SHOWN_LINES)
 
     def close(self) -> None:
@@ -158,14 +156,12 @@ class Supervisor:
             if self._status("/health") == 200 and self._status("/v1/models") == 200:
                 return
             if time.monotonic() > deadline_s:
-                raise self._lost(
-                    f"was not ready within {self.launch.start_timeout_s:g} s: allow more with "
-                    "--start-timeout, or see what it did last"
-                )
+                limit = f"was not ready within {self.launch.start_timeout_s:g} s"
+                raise self._lost(f"{limit}: allow more with --start-timeout, or see what it did last")
             self._stop.wait(POLL_S)
 
     def _watch(self) -> None:
-        """Watches until the engine is lost or we are told to end; its server may outlive it."""
+        """Watch until the engine is lost or we are told to end; its server may outlive it."""
         well_s = looked_s = time.monotonic()
         while not self._stop.wait(POLL_S):
             self._check_alive()
@@ -192,13 +188,9 @@ class Supervisor:
             raise
 
     def _warm(self) -> Mapping[str, object]:
-        """Asks for one short answer, so that the first client does not wait for what is made on first use."""
-        body = {
-            "model": self.launch.name,
-            "prompt": "One, two, three, four,",
-            "max_tokens": WARM_TOKENS,
-            "temperature": 0,
-        }
+        """Ask for one short answer, so that no client waits for work that is done on first use."""
+        body = {"model": self.launch.name, "prompt": "One, two, three, four,", "max_tokens": WARM_TOKENS}
+        body["temperature"] = 0
         status, answer = self._ask("POST", "/v1/completions", body, WARM_S)
         found = as_object(answer)
         choices, usage = found.get("choices"), found.get("usage")
@@ -217,7 +209,7 @@ class Supervisor:
         self.startup.note(f"{usage['completion_tokens']} tokens{drafts}{kernels}")
 
     def _has_drafted(self) -> bool:
-        """Whether the engine's own counters say that it drafted the first answer; warns where they do not."""
+        """Return whether the engine's counters show drafts for the first answer; else warn."""
         engine = self.launch.command.engine
         status, body = self._ask("GET", "/metrics")
         counters = [
@@ -227,7 +219,7 @@ class Supervisor:
         ]
         why = None
         if status != 200:
-            why = f"{self.title} has no /metrics (HTTP {status}): nobody knows if it drafts."
+            why = f"{self.title} has no /metrics (HTTP {status}): it is unknown if it drafts."
         elif not counters:
             why = f"a drafter was asked for, but {self.title} counts no drafts: it has none."
         elif not any(counters) and engine == "vllm":  # SGLang counts a little later
@@ -260,10 +252,8 @@ class Supervisor:
         asked = self.launch.command.version
         # The first two numbers must agree: 0.32.1 takes the flags of 0.32.
         if self.version is not None and self.version.split(".")[:2] != asked.split(".")[:2]:
-            self.startup.warn(
-                f"this is {self.title} {self.version}, and its flags were written for {asked}: "
-                "set --engine-version."
-            )
+            flags = f"its flags were written for {asked}: set --engine-version"
+            self.startup.warn(f"this is {self.title} {self.version}, and {flags}.")
 
     # ---- the engine
 
@@ -278,7 +268,7 @@ class Supervisor:
             raise self._lost(f"{shown_exit(code)}{when}")
 
     def _lost(self, why: str, kind: type[LaunchError] = LaunchError) -> LaunchError:
-        """The error that the engine is lost, with its last lines, which often say more."""
+        """Return the error that the engine is lost, with its last lines."""
         lines = self.last_lines()
         shown = f"Its last lines: {' | '.join(lines)}" if lines else "It said nothing."
         return kind(f"{self.title} {why}. {shown}")
@@ -289,21 +279,17 @@ class Supervisor:
             output_log.warning("%s: %s", self.title, line)
         if self.is_ready:
             return
-        self._take_fp4_kernel(line)
+        kernel = read_fp4_kernel(line)
+        if kernel is not None and kernel not in self.fp4_kernels:  # every worker names it
+            self.fp4_kernels.append(kernel)
+        if is_fp4_fallback(line) and FALLBACK not in self.startup.warnings:
+            self.startup.warn(FALLBACK)
         sign = read_sign(self.launch.command.engine, line)
         if sign is not None:
             self._phases.take(sign)
 
-    def _take_fp4_kernel(self, line: str) -> None:
-        """Remembers each kernel once: every worker names it."""
-        kernel = read_fp4_kernel(line)
-        if kernel is not None and kernel not in self.fp4_kernels:
-            self.fp4_kernels.append(kernel)
-        if is_fp4_fallback(line) and FALLBACK not in self.startup.warnings:
-            self.startup.warn(FALLBACK)
-
     def _status(self, path: str) -> int | None:
-        """The HTTP status of a path; None: no answer."""
+        """Return the HTTP status of a path; None: no answer."""
         try:
             return self._ask("GET", path)[0]
         except Unanswered:

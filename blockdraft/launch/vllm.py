@@ -1,4 +1,4 @@
-"""An order in vLLM's words: `vllm serve` and its environment, for 0.19.x (nightly) to 0.32.
+"""Writes vLLM's command: `vllm serve` and its environment, for 0.19.x (nightly) to 0.32.
 
 vLLM counts drafts and leaves the anchor out: width 16 is num_speculative_tokens 15. What a version cannot
 express is refused here; what it accepts and gets wrong is known to `issues`. The versions were read in the
@@ -8,24 +8,18 @@ wheels on PyPI, 0.19.0 to 0.32.0.
 from __future__ import annotations
 
 from blockdraft.checkpoints.read_draft_config import draft_kind
-from blockdraft.launch.command import Command
-from blockdraft.launch.engine_versions import EngineVersion
-from blockdraft.launch.launch_request import TRUST_FLAG, Flags, LaunchRequest, write_command
+from blockdraft.launch.launch_request import TRUST_FLAG, Command, Flags, LaunchRequest, write_command
 from blockdraft.settings.acceptance_profile import acceptance_rates
 
 IMAGE = "vllm/vllm-openai"
-DFLASH = "0.20.0"  # releases; nightly builds of 0.19.1 and 0.19.2 have it as well
-SYNTHETIC = "0.20.0"
-DRAFT_BACKEND = "0.21.0"
-DRAFT_BACKEND_PULL = 39930
-QUEUE_LIMIT = "0.29.0"
-REQUEST_METRICS = "0.29.0"
-
+DFLASH = SYNTHETIC = "0.20.0"  # releases; nightly builds of 0.19.1 and 0.19.2 have DFlash as well
+DRAFT_BACKEND, DRAFT_BACKEND_PULL = "0.21.0", 39930
+QUEUE_LIMIT = REQUEST_METRICS = "0.29.0"
 BACKENDS = {"TRITON": "TRITON_ATTN", "FLASH": "FLASH_ATTN", "FLEX": "FLEX_ATTENTION"}
 
 
 def vllm_command(order: LaunchRequest) -> Command:
-    """Raises SettingsError for a setting that this version has no words for."""
+    """Write the command. Raises SettingsError for a setting that this version has no flag for."""
     flags = [*order.address_flags, *_model(order), *_limits(order), *_machines(order), *_speculation(order)]
     program = ("vllm", "serve", order.settings.model)
     env = {"VLLM_NO_USAGE_STATS": "1", **order.environment}
@@ -33,10 +27,6 @@ def vllm_command(order: LaunchRequest) -> Command:
         env["VLLM_API_KEY"] = order.api_key
     tag = "nightly" if order.version.is_nightly else f"v{order.version.text.partition('+')[0]}"
     return write_command(order, program, flags, env=env, image=f"{IMAGE}:{tag}")
-
-
-def has_dflash(version: EngineVersion) -> bool:
-    return version.within(f">={DFLASH}") or (version.is_nightly and version.within(">=0.19.1"))
 
 
 def _model(order: LaunchRequest) -> Flags:
@@ -58,8 +48,7 @@ def _backend(name: str | None) -> str | None:
 
 
 def _limits(order: LaunchRequest) -> Flags:
-    settings = order.settings
-    overlap = settings.overlap
+    settings, overlap = order.settings, order.settings.overlap
     # Its own default differs between versions, so the share is always said; on a CPU it would be of the
     # machine's whole memory.
     share = order.changed("gpu_memory_utilization") if order.is_cpu else order.memory_share
@@ -71,7 +60,7 @@ def _limits(order: LaunchRequest) -> Flags:
         ("--block-size", order.changed("page_size")),
         ("--kv-cache-memory-bytes", order.changed("cache_bytes")),
         ("--gpu-memory-utilization", share),
-        # Of hybrids older versions leave it off unless they are asked; 0.32 does not.
+        # Versions before 0.32 switch it on for hybrid models only if asked.
         ("--enable-prefix-caching", settings.prefix_cache and order.is_hybrid),
         ("--no-enable-prefix-caching", not settings.prefix_cache),
         ("--enforce-eager", not settings.graphs),
@@ -81,7 +70,7 @@ def _limits(order: LaunchRequest) -> Flags:
 
 
 def _max_in_flight(order: LaunchRequest) -> int | None:
-    """The queue's limit as vLLM counts it: with the requests that run."""
+    """Return the queue's limit as vLLM counts it: with the requests that run."""
     if order.changed("max_queue") is None:
         return None
     if not order.version.within(f">={QUEUE_LIMIT}"):
@@ -104,7 +93,8 @@ def _speculation(order: LaunchRequest) -> Flags:
     drafter = order.drafter
     if drafter is None:
         return []
-    if not has_dflash(order.version):
+    version = order.version
+    if not (version.within(f">={DFLASH}") or (version.is_nightly and version.within(">=0.19.1"))):
         raise order.refusal(
             "draft",
             f"no release before {DFLASH} has DFlash; use {DFLASH} or newer, or a nightly build such as "
@@ -127,9 +117,8 @@ def _speculation(order: LaunchRequest) -> Flags:
 
 def _draft_backend(order: LaunchRequest) -> str | None:
     backend = _backend(order.settings.draft_attention_backend)
-    if backend is None or order.version.within(f">={DRAFT_BACKEND}"):
-        return backend
-    if DRAFT_BACKEND_PULL in order.version.carried:
+    has_own = order.version.within(f">={DRAFT_BACKEND}") or DRAFT_BACKEND_PULL in order.version.carried
+    if backend is None or has_own:
         return backend
     if backend != _backend(order.settings.attention_backend):
         raise order.refusal(

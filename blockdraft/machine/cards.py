@@ -38,20 +38,17 @@ class Card:
 
 
 def _read_cards() -> tuple[Card, ...]:
-    entries = tomllib.loads(FILE.read_text(encoding="utf-8"))
     return tuple(
         Card(
-            key=key,
-            title=entry["title"],
-            pattern=entry["pattern"],
-            capability=tuple(entry["capability"]),
-            memory_bytes=entry["memory"] * MIB,
-            bandwidth=entry["bandwidth"] * 1e9,
-            bf16_flops=entry["flops"] * 1e12,
-            is_unified=entry.get("is_unified", False),
-            aliases=tuple(entry.get("aliases", ())),
+            key,
+            capability=tuple(entry.pop("capability")),
+            memory_bytes=entry.pop("memory") * MIB,
+            bandwidth=entry.pop("bandwidth") * 1e9,
+            bf16_flops=entry.pop("flops") * 1e12,
+            aliases=tuple(entry.pop("aliases", ())),
+            **entry,
         )
-        for key, entry in entries.items()
+        for key, entry in tomllib.loads(FILE.read_text(encoding="utf-8")).items()
     )
 
 
@@ -73,10 +70,7 @@ def find_card(name: str, memory_bytes: int = 0) -> Card | None:
 def card_by_key(key: str) -> Card | None:
     """Return the card that a recipe or flag calls `key` ("dgx-spark", "h200")."""
     wanted = key.strip().lower().replace(" ", "-").replace("_", "-")
-    for card in CARDS:
-        if wanted == card.key or wanted in card.aliases:
-            return card
-    return None
+    return next((card for card in CARDS if wanted in (card.key, *card.aliases)), None)
 
 
 def card_named(name: str) -> Card:

@@ -27,7 +27,7 @@ class Limits:
 
 
 def read_limits(root: Path) -> Limits:
-    """Reads the limits of the process whose /proc, /sys and /dev lie under `root`."""
+    """Read the limits of the process whose /proc, /sys and /dev lie under `root`."""
     limits = list(_memory_limits(root))
     ulimits = _ulimits(root)
     return Limits(
@@ -86,7 +86,8 @@ def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
             if limit is None or limit >= UNLIMITED:
                 continue
             used = _number(read_text(group / used_name)) or 0
-            cached = _field(read_text(group / "memory.stat"), cache_name)
+            stat = dict(line.partition(" ")[::2] for line in read_text(group / "memory.stat").splitlines())
+            cached = _number(stat.get(cache_name, "")) or 0
             yield limit, max(0, min(limit, limit - used + cached))
 
 
@@ -104,14 +105,6 @@ def _number(text: str) -> int | None:
     """Return the number in a file; None for "max", -1 and an empty file."""
     text = text.strip()
     return int(text) if text.isdigit() else None
-
-
-def _field(text: str, name: str) -> int:
-    for line in text.splitlines():
-        key, _, value = line.partition(" ")
-        if key == name:
-            return _number(value) or 0
-    return 0
 
 
 # ---- the rest

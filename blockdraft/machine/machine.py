@@ -90,7 +90,7 @@ def external_memory_share(asked: float, machine: Machine | None) -> float:
 
 
 def read_machine(root: Path = ROOT, query: Callable[[str | None], nvml.DriverReply] = nvml.query) -> Machine:
-    """Describes this machine; never fails. Tests set `root`, of /proc and /sys, and `query`, the driver."""
+    """Describe this machine; never fails. Tests set `root` (of /proc and /sys) and `query` (the driver)."""
     limits = read_limits(root)
     available, total = _memory(root)
     answer = nvml.DriverReply()

@@ -16,7 +16,7 @@ from blockdraft.machine.cards import MIB, Capability
 WSL_LIBRARY = "/usr/lib/wsl/lib/libnvidia-ml.so.1"  # WSL does not always name that folder to the loader
 SMI = ("nvidia-smi", "/usr/lib/wsl/lib/nvidia-smi")
 SMI_FIELDS = ("index", "uuid", "name", "compute_cap", "memory.total", "memory.free", "driver_version")
-SMI_SECONDS = 5.0
+PROGRAM_SECONDS = 20.0
 
 NO_PACKAGE = "the package nvidia-ml-py is not installed, and nvidia-smi gives no cards"
 ERRORS = {  # nvmlReturn_t; others are named by their number
@@ -73,21 +73,19 @@ def load_pynvml() -> ModuleType:
     return module
 
 
-def run_smi(names: Sequence[str]) -> str:
-    """Asks nvidia-smi for these fields: a line for each card, or "" where it fails."""
-    for program in SMI:
-        command = (program, f"--query-gpu={','.join(names)}", "--format=csv,noheader,nounits")
-        with contextlib.suppress(OSError, subprocess.SubprocessError):
-            return subprocess.run(
-                command,
-                capture_output=True,
-                text=True,
-                encoding="utf-8",
-                errors="replace",
-                timeout=SMI_SECONDS,
-                check=True,
-            ).stdout
-    return ""
+def output_of(*command: str) -> str:
+    """Return the output of a program; "" if it is missing or fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=PROGRAM_SECONDS, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.decode("utf-8", "replace")
+
+
+def run_smi(names: Sequence[str], *, units: bool = False) -> str:
+    """Ask nvidia-smi for these fields; return a line for each card, or "" if it fails."""
+    words = f"--query-gpu={','.join(names)}", "--format=csv,noheader" + ("" if units else ",nounits")
+    return output_of(SMI[0], *words) or output_of(SMI[1], *words)
 
 
 def query(
@@ -100,7 +98,9 @@ def query(
         with _opened(load) as nvml:
             driver = _ask(nvml, nvml.nvmlSystemGetDriverVersion) or ""
             devices = tuple(_describe(nvml, handle, driver) for handle in _handles(nvml, visible))
-            return DriverReply(devices, cuda=_cuda_version(nvml))
+            version = _ask(nvml, nvml.nvmlSystemGetCudaDriverVersion_v2)
+            cuda = None if version is None else f"{version // 1000}.{version % 1000 // 10}"
+            return DriverReply(devices, cuda=cuda)
     except _NoAnswer as error:
         listed = _parse_smi(run(SMI_FIELDS))
         return DriverReply(tuple(_chosen(listed, visible))) if listed else DriverReply(error=str(error))
@@ -126,7 +126,7 @@ def holders(
 
 @contextlib.contextmanager
 def _opened(load: Callable[[], ModuleType]) -> Iterator[ModuleType]:
-    """Opens pynvml and closes it again. Raises _NoAnswer."""
+    """Open pynvml and close it again; raise _NoAnswer if the driver does not answer."""
     try:
         nvml = load()
     except ImportError:
@@ -150,7 +150,7 @@ def _ask(nvml: ModuleType, function: Callable[..., T], *arguments: object) -> T 
 
 
 def _handles(nvml: ModuleType, visible: str | None) -> Iterator[object]:
-    """Yields the visible cards. CUDA stops at the first entry that is not a card, and so do we."""
+    """Yield the visible cards, up to the first entry that is not a card, as CUDA does."""
     count = _ask(nvml, nvml.nvmlDeviceGetCount) or 0
     for entry in map(str, range(count)) if visible is None else _entries(visible):
         if entry.isdigit():
@@ -182,11 +182,6 @@ def _running(nvml: ModuleType, handle: object, kind: str) -> Iterator[Holder]:
         if processes is not None:
             yield from (Holder(process.pid, process.usedGpuMemory) for process in processes)
             return
-
-
-def _cuda_version(nvml: ModuleType) -> str | None:
-    version = _ask(nvml, nvml.nvmlSystemGetCudaDriverVersion_v2)
-    return None if version is None else f"{version // 1000}.{version % 1000 // 10}"
 
 
 # ---- nvidia-smi

@@ -124,7 +124,7 @@ class ModelConfig:
 
     @property
     def is_hybrid(self) -> bool:
-        """Whether some layers have a state, which prefix reuse cannot restore."""
+        """Return True if some layers have a state, which prefix reuse cannot restore."""
         return any(isinstance(layer.mixer, DeltaConfig) for layer in self.layers)
 
     def layer_specs(self) -> tuple[LayerSpec, ...]:

@@ -16,7 +16,7 @@ SPARK_CANDIDATES = 32  # arbitrary: DSpark sets no limit, and vLLM's examples ha
 
 @dataclass(frozen=True, slots=True)
 class Dflash2Head:
-    """The options of DFlash2 (models/dflash2.py)."""
+    """The options of DFlash2 (models/dflash.py)."""
 
     conv_taps: int
     conv_group: int  # channels that share what a token adds to the kernel
@@ -80,7 +80,7 @@ class DraftConfig:
         return self.first_column + self.block - 1
 
     def has_own_head(self, *, is_stored: bool) -> bool:
-        """Whether it uses its own head; `is_stored` says whether the file holds one."""
+        """Return True if it uses its own head; `is_stored`: the file holds one."""
         return is_stored and not (self.copies_head and self.draft_vocab_size == self.vocab_size)
 
     def layer_specs(self) -> tuple[LayerSpec, ...]:

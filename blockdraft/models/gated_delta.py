@@ -1,13 +1,11 @@
-"""Layers of the hybrid models: gated attention, and the gated delta rule behind a short convolution.
+"""Layers of Qwen3-Next and Qwen3.5: gated attention, and the gated delta rule behind a short convolution.
 
 A delta layer keeps a matrix per head as its state. Each token decays it, corrects its value for the token's
 key, and reads it with the token's query (kernels/gated_delta.py). The View holds that state; this module
-has the projections around it.
+has the projections around it. Only text is read: its three position axes are equal, so the rope is the usual.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -34,13 +32,15 @@ Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 class GatedDelta(KernelModule):
-    """A delta layer with the input projections `inputs`, which Qwen3-Next and Qwen3.5 lay out differently."""
+    """A delta layer; Qwen3-Next and Qwen3.5 lay out its input projections differently."""
 
-    def __init__(self, model: ModelConfig, layer: int, inputs: nn.Module) -> None:
+    def __init__(self, model: ModelConfig, layer: int) -> None:
         super().__init__()
-        config = delta_config(model, layer)
+        config = model.layers[layer].mixer
+        assert isinstance(config, DeltaConfig)
         self.layer = layer
-        self.inputs = inputs
+        inputs = InterleavedInputs if model.family == "qwen3_next" else SeparateInputs
+        self.inputs = inputs(model.hidden_size, config)
         self.conv = nn.Parameter(torch.empty(config.spec().conv_channels, 1, config.conv_width))
         self.decay_log = nn.Parameter(torch.empty(config.num_value_heads, dtype=wide_dtype()))
         self.gate_bias = nn.Parameter(torch.empty(config.num_value_heads, dtype=wide_dtype()))
@@ -55,22 +55,38 @@ class GatedDelta(KernelModule):
         return self.out(gated.flatten(1), x)  # type: ignore[no-any-return]
 
 
-def hybrid_layer(
-    config: ModelConfig, index: int, inputs: Callable[[int, DeltaConfig], nn.Module]
-) -> DecoderLayer:
-    """Build a delta layer with the family's `inputs`, or gated attention, and its feed-forward part."""
-    mixer: nn.Module
-    if isinstance(config.layers[index].mixer, DeltaConfig):
-        mixer = GatedDelta(config, index, inputs(config.hidden_size, delta_config(config, index)))
-    else:
-        mixer = GatedAttention(config, index)
-    return DecoderLayer(config, mixer, feed_forward(config, index), norm=ZeroCentredNorm)
+class SeparateInputs(nn.Module):
+    """Qwen3.5: one projection each for q, k and v, the output gate, and the logits of beta and of decay."""
+
+    def __init__(self, hidden: int, config: DeltaConfig) -> None:
+        super().__init__()
+        num_heads, value_size = config.num_value_heads, config.num_value_heads * config.value_dim
+        qkv_size = 2 * config.num_key_heads * config.key_dim + value_size
+        self.sizes = (qkv_size, value_size, num_heads, num_heads)
+        self.all = Linear(hidden, *self.sizes)
+
+    def forward(self, x: Tensor, norm: RMSNorm) -> Inputs:
+        return self.all(x, norm=norm).split(self.sizes, dim=1)  # type: ignore[no-any-return]
 
 
-def delta_config(model: ModelConfig, layer: int) -> DeltaConfig:
-    mixer = model.layers[layer].mixer
-    assert isinstance(mixer, DeltaConfig)
-    return mixer
+class InterleavedInputs(nn.Module):
+    """Qwen3-Next: two projections; each has the rows of a key head next to those of its value heads."""
+
+    def __init__(self, hidden: int, config: DeltaConfig) -> None:
+        super().__init__()
+        shared = config.num_value_heads // config.num_key_heads  # value heads of one key head
+        self.num_key_heads = config.num_key_heads
+        self.sizes = (config.key_dim, config.key_dim, shared * config.value_dim, shared * config.value_dim)
+        self.shared = shared
+        self.qkvz = Linear(hidden, config.num_key_heads * sum(self.sizes))
+        self.ba = Linear(hidden, 2 * config.num_value_heads)
+
+    def forward(self, x: Tensor, norm: RMSNorm) -> Inputs:
+        x = norm(x)
+        q, k, v, z = self.qkvz(x).unflatten(1, (self.num_key_heads, -1)).split(self.sizes, dim=2)
+        beta, gate = self.ba(x).unflatten(1, (self.num_key_heads, -1)).split(self.shared, dim=2)
+        qkv = [part.flatten(1) for part in (q, k, v)]
+        return torch.cat(qkv, dim=1), z.flatten(1), beta.flatten(1), gate.flatten(1)
 
 
 class GatedAttention(KernelModule):
@@ -96,3 +112,10 @@ class GatedAttention(KernelModule):
         norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
         attended = view.attend(self.layer, q, k, v, self.mask, angles=angles, norms=norms)
         return self.out(self.kernels.gate_heads(attended, gate).flatten(1), x)  # type: ignore[no-any-return]
+
+
+def hybrid_layer(config: ModelConfig, index: int) -> DecoderLayer:
+    """Build a delta layer or gated attention, with its feed-forward part."""
+    is_delta = isinstance(config.layers[index].mixer, DeltaConfig)
+    mixer = GatedDelta(config, index) if is_delta else GatedAttention(config, index)
+    return DecoderLayer(config, mixer, feed_forward(config, index), norm=ZeroCentredNorm)

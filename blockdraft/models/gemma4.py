@@ -18,8 +18,6 @@ from blockdraft.models.kernel_module import KernelModule
 from blockdraft.models.layers import GatedMLP, Linear, WideNorm, attention_config
 from blockdraft.models.moe import Experts
 
-norm = WideNorm
-
 
 class GemmaAttention(KernelModule):
     """Attention over the layer's own keys and values, or over those of another layer."""
@@ -34,8 +32,8 @@ class GemmaAttention(KernelModule):
         self.sizes = _head_counts(config)
         self.qkv = Linear(model.hidden_size, *(count * config.head_dim for count in self.sizes))
         self.out = Linear(config.num_heads * config.head_dim, model.hidden_size)
-        self.q_norm = norm(config.head_dim, model.norm_eps)
-        self.k_norm = norm(config.head_dim, model.norm_eps) if config.shared_with is None else None
+        self.q_norm = WideNorm(config.head_dim, model.norm_eps)
+        self.k_norm = WideNorm(config.head_dim, model.norm_eps) if config.shared_with is None else None
 
     def forward(self, x: Tensor, angles: Angles, view: View) -> Tensor:
         q, *keys_values = self.qkv(x).unflatten(1, (-1, self.head_dim)).split(self.sizes, dim=1)
@@ -70,7 +68,7 @@ class GemmaRouter(KernelModule):
         return self.kernels.route(self.scores(x), self.num_chosen, "renormalised", self.expert_scale)
 
     def scores(self, x: Tensor) -> Tensor:
-        """The logits [N, X] by which experts are chosen."""
+        """Return the logits [N, X] that choose the experts."""
         normed = self.kernels.rms_norm(x, None, self.eps) * self.scale * x.shape[-1] ** -0.5
         return self.kernels.linear(normed, self.weight, None, None)
 
@@ -82,16 +80,16 @@ class GemmaFeedForward(nn.Module):
         super().__init__()
         part, size, eps = config.layers[index], config.hidden_size, config.norm_eps
         assert part.mlp is not None
-        self.before = norm(size, eps)
+        self.before = WideNorm(size, eps)
         self.dense = GatedMLP(size, part.mlp.inner_size, gate="gelu")
-        self.after = norm(size, eps)
+        self.after = WideNorm(size, eps)
         self.has_experts = part.moe is not None
         if part.moe is not None:
-            self.dense_after = norm(size, eps)
+            self.dense_after = WideNorm(size, eps)
             self.router = GemmaRouter(size, part.moe, eps)
-            self.experts_before = norm(size, eps)
+            self.experts_before = WideNorm(size, eps)
             self.experts = Experts(size, part.moe, activation=Activation("gelu"))
-            self.experts_after = norm(size, eps)
+            self.experts_after = WideNorm(size, eps)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.dense(self.before(x))
@@ -106,15 +104,12 @@ class GemmaLayer(nn.Module):
 
     def __init__(self, config: ModelConfig, index: int) -> None:
         super().__init__()
-        self.mixer_norm = norm(config.hidden_size, config.norm_eps)
+        self.mixer_norm = WideNorm(config.hidden_size, config.norm_eps)
         self.mixer = GemmaAttention(config, index)
-        self.mixer_after = norm(config.hidden_size, config.norm_eps)
+        self.mixer_after = WideNorm(config.hidden_size, config.norm_eps)
         self.mlp = GemmaFeedForward(config, index)
         self.scale = nn.Parameter(torch.empty(1))
 
     def forward(self, x: Tensor, angles: Angles, view: View) -> Tensor:
         x = x + self.mixer_after(self.mixer(self.mixer_norm(x), angles, view))
         return (x + self.mlp(x)) * self.scale  # type: ignore[no-any-return]
-
-
-layer = GemmaLayer

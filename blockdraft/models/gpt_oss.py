@@ -11,13 +11,11 @@ from blockdraft.models.kernel_module import KernelModule
 from blockdraft.models.layers import Attention, DecoderLayer, RMSNorm, WideNorm, attention_config
 from blockdraft.models.moe import Experts
 
-norm = WideNorm
 
-
-def layer(config: ModelConfig, index: int) -> DecoderLayer:
+def gpt_oss_layer(config: ModelConfig, index: int) -> DecoderLayer:
     moe = config.layers[index].moe
     assert moe is not None
-    return DecoderLayer(config, SinkAttention(config, index), GptOssMoE(config, moe), norm=norm)
+    return DecoderLayer(config, SinkAttention(config, index), GptOssMoE(config, moe), norm=WideNorm)
 
 
 class SinkAttention(Attention):
@@ -47,5 +45,5 @@ class GptOssMoE(KernelModule):
         return self.experts(h, choice, onto=x)  # type: ignore[no-any-return]
 
     def scores(self, x: Tensor, norm: RMSNorm) -> Tensor:
-        """The router's logits [N, X] in `forward`."""
+        """Return the router's logits [N, X] in `forward`."""
         return self.kernels.linear(norm(x), self.router, self.router_bias, None)

@@ -18,10 +18,7 @@ from blockdraft.models.packed_int8 import Int8Matrix
 
 
 class Linear(KernelModule):
-    """y = x W^T + b, where W [sum(parts), inputs] may stack several projections of one input.
-
-    W is a plain parameter, or a Packed weight that the loader puts in its place.
-    """
+    """y = x W^T + b. W [sum(parts), inputs], plain or Packed, may stack several projections of one input."""
 
     weight: nn.Parameter | Packed
 

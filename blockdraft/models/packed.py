@@ -81,24 +81,16 @@ class Packed(nn.Module):
 
         return super()._apply(move, recurse)  # type: ignore[no-any-return, no-untyped-call]
 
-    def extra_repr(self) -> str:
-        return f"shape={list(self.shape)}, num_bytes={self.num_bytes}"
-
 
 def stack(items: Sequence[Packed]) -> Packed:
     """Stack matrices of one format into [E, rows, columns]."""
-    if not items:
-        raise ModelError("no matrices to stack: a layer of experts needs at least one expert.")
     return items[0].stack_with(items[1:])
 
 
 def stack_each(
     items: Iterator[Packed], count: int, empty: Callable[[Sequence[int], torch.dtype], Tensor]
 ) -> Packed:
-    """`stack` for `count` items that are produced one after another, without holding them twice.
-
-    `empty` allocates memory for a shape and a dtype.
-    """
+    """Stack `count` items made one after another, without holding them twice; `empty` allocates memory."""
     first = next(items)
     if not isinstance(first, Buffered):
         return stack([first, *items])
@@ -141,8 +133,13 @@ class Buffered(Packed):
         rebuilt._buffers = dict(buffers)
         return rebuilt
 
+    def with_default(self, name: str, buffer: Tensor) -> Self:
+        """Return the same weight with this buffer, unless it has its own."""
+        tensors = self.tensors()
+        return self if tensors[name] is not None else self.rebuild(self.shape, {**tensors, name: buffer})
+
     def format(self) -> tuple[object, ...]:
-        """The properties that two matrices must share, besides shapes and dtypes, to be stacked."""
+        """Return the properties that two matrices must share, besides shapes and dtypes, to be stacked."""
         return (type(self),)
 
     def tensors(self) -> dict[str, Tensor | None]:
@@ -188,8 +185,6 @@ class Stacked(Packed):
     """Several weights of one input (q, k, v; gate, up), stacked along the rows, each in its own format."""
 
     def __init__(self, parts: Sequence[Packed]) -> None:
-        if not parts:
-            raise ModelError("no matrices to stack: a fused projection needs at least one part.")
         leading, columns = parts[0].shape[:-2], parts[0].shape[-1]
         for part in parts:
             if part.shape[:-2] != leading or part.shape[-1] != columns:
@@ -258,12 +253,8 @@ class Scaled(Buffered):
             return super().__getitem__(index)
         rows = _row_index(index)
         blocks = rows // self.block[0]
-        return Scaled(
-            self.values[rows],
-            self.scale[blocks],
-            block=(1, self.block[1]),
-            zero=None if self.zero is None else self.zero[blocks],
-        )
+        zero = None if self.zero is None else self.zero[blocks]
+        return Scaled(self.values[rows], self.scale[blocks], block=(1, self.block[1]), zero=zero)
 
     def dequantise(self, dtype: torch.dtype) -> Tensor:
         zero = None if self.zero is None else self._per_row(self.zero)
@@ -277,7 +268,7 @@ class Scaled(Buffered):
 
     @property
     def has_row_scales(self) -> bool:
-        """Whether there is one scale per row and no zero point, as GPU kernels require."""
+        """Return True for one scale per row and no zero point, as GPU kernels require."""
         return self.zero is None and self.block == (1, self.shape[-1])
 
     def matmul(
@@ -288,21 +279,20 @@ class Scaled(Buffered):
         onto: Tensor | None = None,
         kernels: Kernels = REFERENCE,
     ) -> Tensor:
-        if len(self.shape) == 2 and self.has_row_scales:
-            product = kernels.scaled_linear(x, self.values, self._row_scale(), bias, onto, None)
-            if product is not None:
-                return product
-        return super().matmul(x, bias, onto=onto, kernels=kernels)
+        product = self._product(x, bias, onto, None, kernels)
+        return super().matmul(x, bias, onto=onto, kernels=kernels) if product is None else product
 
     def gated(self, x: Tensor, bias: Tensor | None, gate: Gate, *, kernels: Kernels = REFERENCE) -> Tensor:
-        if len(self.shape) == 2 and self.has_row_scales:
-            product = kernels.scaled_linear(x, self.values, self._row_scale(), bias, None, gate)
-            if product is not None:
-                return product
-        return super().gated(x, bias, gate, kernels=kernels)
+        product = self._product(x, bias, None, gate, kernels)
+        return super().gated(x, bias, gate, kernels=kernels) if product is None else product
 
-    def _row_scale(self) -> Tensor:
-        return self.scale.flatten().float()
+    def _product(
+        self, x: Tensor, bias: Tensor | None, onto: Tensor | None, gate: Gate | None, kernels: Kernels
+    ) -> Tensor | None:
+        """Return the product of a kernel for scaled weights; None if none computes it."""
+        if len(self.shape) != 2 or not self.has_row_scales:
+            return None
+        return kernels.scaled_linear(x, self.values, self.scale.flatten().float(), bias, onto, gate)
 
     def _per_row(self, grid: Tensor) -> Tensor:
         """[..., row blocks, column blocks] -> [..., rows or 1, column blocks]."""
@@ -316,13 +306,11 @@ def join_rows(parts: Sequence[Packed]) -> Packed:
 
     Experts become Stacked: they are too large to be held twice, even briefly.
     """
-    first = parts[0]
     if len(parts) == 1:
-        return first
-    if len(first.shape) != 2:
-        return Stacked(parts)
+        return parts[0]
     same = [part for part in parts if isinstance(part, Scaled) and part.has_row_scales]
-    if len(same) != len(parts) or len({part.values.dtype for part in same}) != 1:
+    is_alike = len(same) == len(parts) and len({part.values.dtype for part in same}) == 1
+    if len(parts[0].shape) != 2 or not is_alike:
         return Stacked(parts)
     values = torch.cat([part.values for part in same], dim=-2)
     scale = torch.cat([part.scale.float() for part in same], dim=-2)

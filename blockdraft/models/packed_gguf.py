@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from blockdraft.errors import ModelError
 from blockdraft.models.packed import Buffered
 
 _SUPER = 256  # values in a block of a K-quant
@@ -27,12 +26,7 @@ class GgufPacked(Buffered):
 
     def __init__(self, raw: Tensor, quantization: int) -> None:
         length, num_bytes = block_size(quantization)
-        if raw.dtype != torch.uint8 or raw.shape[-1] % num_bytes:
-            raise ModelError(
-                f"rows of {raw.shape[-1]} bytes do not hold whole blocks of {num_bytes} bytes of ggml type "
-                f"{quantization}. Download the file again or convert it again."
-            )
-        columns = raw.shape[-1] // num_bytes * length
+        columns = raw.shape[-1] // num_bytes * length  # whole blocks: gguf_header.py checks them
         super().__init__((*raw.shape[:-1], columns), {"raw": raw})
         self.quantization = quantization
 
@@ -47,12 +41,7 @@ def block_size(quantization: int) -> tuple[int, int]:
     """Return the numbers of values and of bytes in a block of this ggml type."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-    try:
-        length, num_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(quantization)]
-    except (ValueError, KeyError):
-        raise ModelError(
-            f"ggml type {quantization} is unknown to this version of gguf. Upgrade gguf or convert the model."
-        ) from None
+    length, num_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(quantization)]
     return length, num_bytes
 
 
@@ -68,12 +57,7 @@ def unpack(raw: Tensor, quantization: int) -> Tensor:
         return torch.empty(0, dtype=torch.float32, device=raw.device)
     if kind.name in _UNPACKERS:
         return _UNPACKERS[kind.name](blocks).flatten()
-    try:
-        values = dequantize(blocks.cpu().numpy(), kind)
-    except NotImplementedError:
-        raise ModelError(
-            f"ggml type {kind.name} is not supported. Convert the model to another type."
-        ) from None
+    values = dequantize(blocks.cpu().numpy(), kind)
     return torch.from_numpy(np.asarray(values, np.float32)).flatten().to(raw.device)
 
 
@@ -82,17 +66,12 @@ def _plain(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
 
 
 def _half(blocks: Tensor, start: int) -> Tensor:
-    """The float16 number at byte `start` of every block, in float32: [blocks, 1]."""
+    """Return the float16 number at byte `start` of every block, in float32: [blocks, 1]."""
     return blocks[:, start : start + 2].contiguous().view(torch.float16).float()
 
 
 def _nibbles(packed: Tensor) -> Tensor:
-    """Unpack [blocks, n] bytes to [blocks, 2 n]: all low halves, then all high halves."""
-    return torch.cat((packed & 0x0F, packed >> 4), dim=-1)
-
-
-def _wide_nibbles(packed: Tensor) -> Tensor:
-    """`_nibbles` in float32, without an intermediate copy."""
+    """Unpack [blocks, n] bytes to float32 [blocks, 2 n]: all low halves, then all high halves."""
     values = torch.empty(len(packed), 2, packed.shape[1], dtype=torch.float32, device=packed.device)
     values[:, 0] = packed & 0x0F
     values[:, 1] = packed >> 4
@@ -106,21 +85,21 @@ def _bits(packed: Tensor) -> Tensor:
 
 
 def _q4_0(blocks: Tensor) -> Tensor:
-    return _wide_nibbles(blocks[:, 2:]).sub_(8).mul_(_half(blocks, 0))
+    return _nibbles(blocks[:, 2:]).sub_(8).mul_(_half(blocks, 0))
 
 
 def _q4_1(blocks: Tensor) -> Tensor:
-    return _wide_nibbles(blocks[:, 4:]).mul_(_half(blocks, 0)).add_(_half(blocks, 2))
+    return _nibbles(blocks[:, 4:]).mul_(_half(blocks, 0)).add_(_half(blocks, 2))
 
 
 def _q5_0(blocks: Tensor) -> Tensor:
-    codes = _nibbles(blocks[:, 6:]) | _bits(blocks[:, 2:6]) << 4
-    return _half(blocks, 0) * (codes.float() - 16)
+    codes = _nibbles(blocks[:, 6:]).add_(_bits(blocks[:, 2:6]) << 4)
+    return codes.sub_(16).mul_(_half(blocks, 0))
 
 
 def _q5_1(blocks: Tensor) -> Tensor:
-    codes = _nibbles(blocks[:, 8:]) | _bits(blocks[:, 4:8]) << 4
-    return _half(blocks, 0) * codes.float() + _half(blocks, 2)
+    codes = _nibbles(blocks[:, 8:]).add_(_bits(blocks[:, 4:8]) << 4)
+    return codes.mul_(_half(blocks, 0)).add_(_half(blocks, 2))
 
 
 def _q8_0(blocks: Tensor) -> Tensor:

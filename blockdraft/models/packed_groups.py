@@ -50,17 +50,11 @@ class IntGroups(Buffered):
     def stack_with(self, others: Sequence[Packed]) -> Packed:
         items = [self, *(other for other in others if isinstance(other, IntGroups))]
         if len(items) == len(others) + 1 and len({item.group_index is None for item in items}) == 2:
-            ordered, *rest = [item.with_group_index() for item in items]
+            runs = torch.arange(self.shape[-1], dtype=torch.int32, device=self.codes.device)
+            index = (runs // self.group_size).expand(*self.shape[:-2], 1, -1).contiguous()
+            ordered, *rest = [item.with_default("group_index", index) for item in items]
             return super(IntGroups, ordered).stack_with(rest)
         return super().stack_with(others)
-
-    def with_group_index(self) -> IntGroups:
-        """Return the same weight with an explicit `group_index`."""
-        if self.group_index is not None:
-            return self
-        index = torch.arange(self.shape[-1], dtype=torch.int32, device=self.codes.device) // self.group_size
-        spread = index.expand(*self.shape[:-2], 1, -1).contiguous()
-        return self.rebuild(self.shape, {**self.tensors(), "group_index": spread})
 
     def dequantise(self, dtype: torch.dtype) -> Tensor:
         codes = unpack_nibbles(self.codes) if self.bits == 4 else self.codes
@@ -112,7 +106,7 @@ class Fp4Groups(Buffered):
 
     @property
     def has_group_scales_only(self) -> bool:
-        """Whether there are no other factors, as in MXFP4 and as the GPU's kernel for experts requires."""
+        """Return True without other factors, as in MXFP4 and as the GPU's kernel for experts requires."""
         return self.multiplier is None and self.divisor is None and self.column_factors is None
 
     def stack_with(self, others: Sequence[Packed]) -> Packed:
@@ -120,14 +114,9 @@ class Fp4Groups(Buffered):
         factors = next((item.column_factors for item in items if item.column_factors is not None), None)
         if factors is None or len(items) <= len(others):
             return super().stack_with(others)
-        first, *rest = [item.with_column_factors(torch.ones_like(factors)) for item in items]
+        ones = torch.ones_like(factors)
+        first, *rest = [item.with_default("column_factors", ones) for item in items]
         return super(Fp4Groups, first).stack_with(rest)
-
-    def with_column_factors(self, factors: Tensor) -> Fp4Groups:
-        """Return the same weight with these factors, unless it has its own."""
-        if self.column_factors is not None:
-            return self
-        return self.rebuild(self.shape, {**self.tensors(), "column_factors": factors})
 
     def dequantise(self, dtype: torch.dtype) -> Tensor:
         scale = self.scale.float()

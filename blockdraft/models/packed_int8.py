@@ -33,10 +33,7 @@ class Int8Matrix(Packed):
 
     @staticmethod
     def of(rows: Iterable[Tensor], shape: Sequence[int], factors: Tensor | None = None) -> Int8Matrix:
-        """Build a matrix from slices of rows, with one slice at a time in float32.
-
-        `factors` are powers of two that multiply the columns of activations; by default 1.
-        """
+        """Build a matrix from slices of rows; `factors`, powers of two, multiply columns of activations."""
         if factors is None:
             factors = torch.ones(shape[1])
         values, scales = zip(*(pack(one, factors) for one in rows), strict=True)

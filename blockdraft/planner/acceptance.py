@@ -47,7 +47,7 @@ class Acceptance:
 
 
 def own_acceptance(fit_file: Mapping[str, object], *, name: str) -> Acceptance:
-    """What fit.json of the drafter says."""
+    """Return the acceptance in a drafter's fit.json."""
     committed = {category: 1 + sum(shares) for category, shares in read_fit(fit_file, name=name).items()}
 
     def of(categories: Iterable[str]) -> float:
@@ -62,14 +62,14 @@ def own_acceptance(fit_file: Mapping[str, object], *, name: str) -> Acceptance:
 
 
 def published_acceptance(target: str, draft: str, kind: DraftKind = "dflash") -> Acceptance:
-    """What was published for a pair. Both names are looked at, since a folder may have any."""
+    """Return the acceptance published for a pair. Both names count, since a folder may have any."""
     found = _by_name(target, draft, kind)
     notes: Mapping[str, str] = read_file()["acceptance_elsewhere"]["kinds"]
     return found if found.is_of_pair else replace(found, kind_note=notes.get(kind, ""))
 
 
 def drafter_acceptance(draft: str) -> Acceptance | None:
-    """Returns what was measured with the drafter of this name; None where nobody lists it."""
+    """Return what was measured with the drafter of this name; None: it is not listed."""
     for entry in read_file()["acceptance"]:
         if "drafter" in entry and re.search(entry["drafter"], draft.casefold()):
             return _published(entry, is_own=True)
@@ -91,7 +91,7 @@ def _by_name(target: str, draft: str, kind: DraftKind) -> Acceptance:
 
 
 def _published(entry: Mapping[str, Any], *, is_own: bool) -> Acceptance:
-    """`is_own`: of this drafter, and not of z-lab's for the same target."""
+    """Read a published entry. `is_own`: of this drafter, not of z-lab's for the same target."""
     source = entry["source"] + ("" if is_own else ", of z-lab's drafter: yours may differ")
     by_position = tuple((draft, share) for draft, share in entry.get("by_position", ())) if is_own else ()
     tokens = (entry["code"], entry["maths"], entry["chat"])
@@ -99,6 +99,6 @@ def _published(entry: Mapping[str, Any], *, is_own: bool) -> Acceptance:
 
 
 def fading(context: int) -> float:
-    """The share of a short text's acceptance that is left behind `context` tokens."""
+    """Return the share of a short text's acceptance that is left after `context` tokens."""
     shares = [share for length, share in read_file()["acceptance_elsewhere"]["fading"] if context >= length]
     return shares[-1] if shares else 1.0

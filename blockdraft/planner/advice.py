@@ -1,21 +1,17 @@
-"""Which configuration for whom, computed: each line is a plan of its own that was tried and fits."""
+"""Advises configurations for six kinds of users: each line is a plan that was tried and fits."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from blockdraft.errors import BlockdraftError
-from blockdraft.machine.cards import Card
-from blockdraft.machine.machine import Machine
-from blockdraft.planner.acceptance import Acceptance, fading
+from blockdraft.planner.acceptance import fading
 from blockdraft.planner.estimate import Step, committed, estimate_step, first_token_s, served_per_s
 from blockdraft.planner.external import fit_external
 from blockdraft.planner.memory_fit import Fit, fit_native
-from blockdraft.planner.pair import Pair
-from blockdraft.planner.resolver import asked_otherwise
-from blockdraft.settings.settings import Settings
+from blockdraft.planner.pair import Case
 
 TEAM_ROWS, TEAM_MIN = 16, 4
 FLEET_ROWS, FLEET_MIN, FLEET_CONTEXT = 128, 32, 16_384
@@ -26,18 +22,6 @@ CROWD_ROWS = (32, 16, 8, 4)
 KV_DTYPES = ("int8", "tq4")  # of our engine, what is worth trying: gentler first
 _MAX_FIXES = 6
 _WORTH_SAYING = 50e6  # bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """A pair on a machine, and what is known of its speed."""
-
-    settings: Settings
-    machine: Machine
-    pair: Pair
-    card: Card | None  # None: no estimate
-    acceptance: Acceptance
-    is_allowed: Callable[[Settings], bool] = lambda settings: True  # not known to go wrong
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +42,8 @@ class Fix:
     needs: str = ""  # beside flags
 
 
-def fit_pair(settings: Settings, machine: Machine, pair: Pair) -> Fit:
-    if settings.engine == "native":
-        return fit_native(settings, machine, pair)
-    return fit_external(settings, machine, pair)
+def fit_pair(case: Case) -> Fit:
+    return fit_native(case) if case.settings.engine == "native" else fit_external(case)
 
 
 # ---- speed
@@ -81,7 +63,7 @@ class Speed:
 
 
 def estimate_speed(case: Case, fit: Fit, *, rows: int, context: int, width: int) -> Speed | None:
-    """None without a card in our table: its bandwidth is not known."""
+    """Estimate the speed; None: the card is not in our table, so its bandwidth is unknown."""
     if case.card is None or fit.is_cpu:
         return None
     plain = estimate_step(fit, case.pair, case.card, rows=rows, context=context, width=1)
@@ -90,15 +72,16 @@ def estimate_speed(case: Case, fit: Fit, *, rows: int, context: int, width: int)
     left = fading(context)
     by_kind = {}
     if width > 1 and case.pair.block > 1:
-        block = case.acceptance.block or case.pair.block
+        acceptance = case.pair.acceptance
+        block = acceptance.block or case.pair.block
         for kind in ("code", "maths", "chat"):
-            mean = 1.0 + (case.acceptance.committed(kind) - 1.0) * left
+            mean = 1.0 + (acceptance.committed(kind) - 1.0) * left
             by_kind[kind] = served_per_s(step, committed(mean, width=width, block=block), first_s)
     return Speed(step, served_per_s(plain, 1.0, first_s), by_kind)
 
 
 def best_width(case: Case, fit: Fit, *, rows: int, context: int) -> tuple[int, Speed | None]:
-    """The width with the most tokens a second in chat, by the estimate; the plan's where there is none."""
+    """Return the width with the most tokens a second in chat; without an estimate, the plan's."""
     block = case.pair.block
     if case.settings.width != "auto" or block == 1:
         return fit.width, estimate_speed(case, fit, rows=rows, context=context, width=fit.width)
@@ -125,17 +108,13 @@ def _speed_text(speed: Speed | None, rows: int) -> str:
 
 
 def advise(case: Case) -> tuple[Advice, ...]:
-    """Six kinds of users; a line that cannot be had says what would have to change."""
+    """Advise six kinds of users; a line that is impossible says what would have to change."""
     lines = (_single(case), _team(case), _fleet(case), _long(case), _crowd(case), _out_of_memory(case))
     return tuple(line for line in lines if line is not None)
 
 
-def _with(case: Case, **changes: object) -> Case:
-    return replace(case, settings=asked_otherwise(case.settings, **changes))
-
-
 def _single(case: Case) -> Advice | None:
-    fit = _tried(_with(case, max_num_seqs=1, max_model_len="auto"))
+    fit = _tried(case.asking(max_num_seqs=1, max_model_len="auto"))
     if fit is None:
         return None
     width, speed = best_width(case, fit, rows=1, context=TYPICAL_CONTEXT)
@@ -144,33 +123,33 @@ def _single(case: Case) -> Advice | None:
 
 
 def _team(case: Case) -> Advice | None:
-    """As many as have room for a context of use, up to 16; where four have none, what gives it to them."""
+    """Find room for up to 16 users with a useful context; if four do not fit, say what would help."""
     who, context = "4-16 users", min(LEAST_CONTEXT, case.pair.target.shape.max_positions)
-    if _tried(_with(case, max_num_seqs=1, max_model_len="auto")) is None:
+    if _tried(case.asking(max_num_seqs=1, max_model_len="auto")) is None:
         return None
-    for flags, roomier in _larger_cache(_with(case, max_num_seqs=TEAM_ROWS, max_model_len=context)):
+    for flags, roomier in _larger_cache(case.asking(max_num_seqs=TEAM_ROWS, max_model_len=context)):
         fit = _tried(roomier)
         if fit is not None and fit.sequences(context) >= TEAM_ROWS:
             return Advice(
                 who, f"{flags} --max-num-seqs {TEAM_ROWS}", f"{TEAM_ROWS} at {context:,} tokens each"
             )
     for rows in range(TEAM_ROWS, TEAM_MIN - 1, -1):
-        fit = _tried(_with(case, max_num_seqs=rows, max_model_len="auto"))
+        fit = _tried(case.asking(max_num_seqs=rows, max_model_len="auto"))
         longest = 0 if fit is None else fit.longest(rows, fit.max_model_len)
         if fit is not None and longest >= context:
             width, speed = best_width(case, fit, rows=rows, context=TYPICAL_CONTEXT)
             result = f"{rows} at {longest:,} tokens each{_speed_text(speed, rows)}"
             return Advice(who, f"--max-num-seqs {rows}{_width_flag(case, fit, width)}", result)
-    return _what_it_takes(who, _with(case, max_num_seqs=TEAM_MIN, max_model_len=context), TEAM_MIN, context)
+    return _what_it_takes(who, case.asking(max_num_seqs=TEAM_MIN, max_model_len=context), TEAM_MIN, context)
 
 
 def _fleet(case: Case) -> Advice | None:
-    """Many short conversations with tools: the cache is what runs out."""
+    """Plan for many short conversations with tools, which run out of cache first."""
     context = min(FLEET_CONTEXT, case.pair.target.shape.max_positions)
-    fit = _tried(_with(case, max_num_seqs=FLEET_ROWS, max_model_len=context))
+    fit = _tried(case.asking(max_num_seqs=FLEET_ROWS, max_model_len=context))
     count = 0 if fit is None else fit.sequences(context)
     if fit is None or count < FLEET_MIN:
-        smallest = _with(case, max_num_seqs=FLEET_MIN, max_model_len=context)
+        smallest = case.asking(max_num_seqs=FLEET_MIN, max_model_len=context)
         return _what_it_takes("agent fleet", smallest, FLEET_MIN, context)
     width, speed = best_width(case, fit, rows=count, context=TYPICAL_CONTEXT)
     flags = f"--max-num-seqs {count} --max-model-len {context}{_width_flag(case, fit, width)}"
@@ -178,7 +157,7 @@ def _fleet(case: Case) -> Advice | None:
 
 
 def _what_it_takes(who: str, case: Case, rows: int, context: int) -> Advice | None:
-    """What would serve so many; None where nothing does, and nothing fits as it is."""
+    """Say what would serve so many; None: nothing does, and nothing fits as it is."""
     fit = _tried(case)
     count = 0 if fit is None else fit.sequences(context)
     asked = f"--max-num-seqs {rows} --max-model-len {context}"
@@ -197,7 +176,7 @@ def _long(case: Case) -> Advice | None:
     limit = case.pair.target.shape.max_positions
     if limit <= LONG_CONTEXT:
         return Advice("long context", "-", f"the model knows {limit:,} positions")
-    fit = _tried(_with(case, max_num_seqs=1, max_model_len="auto"))
+    fit = _tried(case.asking(max_num_seqs=1, max_model_len="auto"))
     if fit is None:
         return None
     longest = fit.max_model_len
@@ -208,13 +187,13 @@ def _long(case: Case) -> Advice | None:
 
 
 def _crowd(case: Case) -> Advice | None:
-    """How many more of what was asked for our engine serves where it compresses keys and values."""
+    """Say how many more sequences our engine serves if it compresses keys and values."""
     if case.settings.engine != "native" or case.settings.kv_dtype != "auto":
         return None
     fit = _tried(case)
     context = wanted(case)[0] if fit is None or case.settings.max_model_len != "auto" else fit.max_model_len
-    case = _with(case, max_model_len=context)
-    (before, _), *after = (_most(_with(case, kv_dtype=name), context) for name in ("auto", *KV_DTYPES))
+    case = case.asking(max_model_len=context)
+    (before, _), *after = (_most(case.asking(kv_dtype=name), context) for name in ("auto", *KV_DTYPES))
     found = {name: most for name, most in zip(KV_DTYPES, after, strict=True) if most[0] > before}
     if not found:
         return None
@@ -226,17 +205,17 @@ def _crowd(case: Case) -> Advice | None:
 
 
 def _most(case: Case, context: int) -> tuple[int, str]:
-    """Sequences at once, and the flag that it takes: what each row has from the start is room of others."""
+    """Return the most sequences at once, and the flag for it: fewer rows leave more room for the cache."""
     found = [(0, "")]
     for rows in (case.settings.max_num_seqs, *(CROWD_ROWS if case.settings.max_num_seqs == "auto" else ())):
-        fit = _tried(_with(case, max_num_seqs=rows))
+        fit = _tried(case.asking(max_num_seqs=rows))
         if fit is not None:
             found.append((fit.sequences(context), "" if rows == "auto" else f" --max-num-seqs {rows}"))
     return max(found, key=lambda one: one[0])
 
 
 def _out_of_memory(case: Case) -> Advice | None:
-    """The changes that free most, as they stand."""
+    """Name the changes that free most memory."""
     before, freed = _fixed_bytes(case), []
     if before is None:
         return None
@@ -253,7 +232,7 @@ def _out_of_memory(case: Case) -> Advice | None:
 
 
 def _fixed_bytes(case: Case) -> int | None:
-    """Everything but the cache, whether or not it fits; None: it is known to go wrong."""
+    """Return all memory but the cache, whether or not it fits; None: the case is known to fail."""
     fit = _planned(case)
     if fit is None:
         return None
@@ -261,7 +240,7 @@ def _fixed_bytes(case: Case) -> int | None:
 
 
 def _width_flag(case: Case, fit: Fit, width: int) -> str:
-    """Of other engines: ours takes the width that pays by itself."""
+    """Return the flag for a width; empty for our engine, which finds it by itself."""
     is_set = case.settings.engine == "native" or case.settings.width != "auto"
     return "" if is_set or width == fit.width else f" --width {width}"
 
@@ -270,7 +249,7 @@ def _width_flag(case: Case, fit: Fit, width: int) -> str:
 
 
 def fixes(case: Case, *, serves_less: bool = True) -> tuple[Fix, ...]:
-    """Single changes after which what is asked for fits; with `serves_less`, also what asks for less."""
+    """List single changes that make the request fit; with `serves_less`, also those that ask for less."""
     context, rows = wanted(case)
     found: list[Fix] = []
     smaller = _smaller(case) if serves_less else ()
@@ -294,99 +273,99 @@ def fixes(case: Case, *, serves_less: bool = True) -> tuple[Fix, ...]:
 
 
 def wanted(case: Case) -> tuple[int, int]:
-    """Context and sequences that were asked for; where nobody asked, one that is long enough to be of use."""
+    """Return the context and sequences that were asked for, by default one sequence of useful length."""
     asked, rows = case.settings.max_model_len, case.settings.max_num_seqs
     context = min(case.pair.target.shape.max_positions, LEAST_CONTEXT) if asked == "auto" else asked
     return context, 1 if rows == "auto" else rows
 
 
 def _savings(case: Case) -> Iterator[tuple[str, Case]]:
-    """What takes less memory and serves the same requests."""
+    """Yield changes that take less memory and serve the same requests."""
     is_native, pair = case.settings.engine == "native", case.pair
     fewer_bits = "fp8" if case.machine.gpu_bytes and case.settings.device != "cpu" else "int8"
     if pair.target.stored.method is None and case.settings.quantization in ("auto", "none"):
         if is_native or fewer_bits == "fp8":
-            yield f"--quantization {fewer_bits}", _with(case, quantization=fewer_bits)
+            yield f"--quantization {fewer_bits}", case.asking(quantization=fewer_bits)
     elif is_native and case.settings.quantization == "none":
-        yield "--quantization keep", _with(case, quantization="keep")
+        yield "--quantization keep", case.asking(quantization="keep")
     if pair.draft is not None and pair.draft.stored.method is None and is_native:
-        yield f"--draft-quantization {fewer_bits}", _with(case, draft_quantization=fewer_bits)
+        yield f"--draft-quantization {fewer_bits}", case.asking(draft_quantization=fewer_bits)
     if case.settings.kv_dtype == "auto":
         for kv_dtype in KV_DTYPES if is_native else ("fp8",):
-            yield f"--kv-dtype {kv_dtype}", _with(case, kv_dtype=kv_dtype)
+            yield f"--kv-dtype {kv_dtype}", case.asking(kv_dtype=kv_dtype)
     if case.settings.max_num_seqs == "auto":
-        yield f"--max-num-seqs {TEAM_ROWS}", _with(case, max_num_seqs=TEAM_ROWS)
+        yield f"--max-num-seqs {TEAM_ROWS}", case.asking(max_num_seqs=TEAM_ROWS)
     if case.settings.max_prefill_tokens == "auto":
-        yield "--max-prefill-tokens 512", _with(case, max_prefill_tokens=512)
+        yield "--max-prefill-tokens 512", case.asking(max_prefill_tokens=512)
 
 
 def _larger_cache(case: Case) -> Iterator[tuple[str, Case]]:
-    """On a CPU, whose cache is small unless somebody asks: as much as the request takes."""
+    """Yield a larger cache on a CPU, where the default is small."""
     is_cpu = not case.machine.gpu_bytes or case.settings.device == "cpu"
     if not is_cpu or case.settings.engine != "native" or case.settings.cache_bytes != "auto":
         return
-    fit = _planned(_with(case, max_num_seqs=1, max_model_len="auto"))
+    fit = _planned(case.asking(max_num_seqs=1, max_model_len="auto"))
     if fit is not None:
         context, rows = wanted(case)
         # With what pages leave empty, in whole gigabytes.
         num_bytes = math.ceil(fit.footprint.at(context) * rows * 1.01 / 1e9) * 10**9
         fixed = sum(item.num_bytes for item in fit.items if not item.name.endswith("cache"))
         if fixed + num_bytes <= fit.budget:
-            yield f"--cache-bytes {num_bytes}", _with(case, cache_bytes=num_bytes)
+            yield f"--cache-bytes {num_bytes}", case.asking(cache_bytes=num_bytes)
 
 
 def _without_drafter(case: Case) -> Iterator[tuple[str, Case]]:
-    """What serves the same, slower."""
+    """Yield plain decoding, which is slower."""
     if case.pair.draft is not None and case.settings.synthetic_acceptance is None:
         plain = replace(case.pair, draft=None, draft_config=None, block=1)
-        without = _with(case, draft=None, draft_ngram="auto", width="auto")
+        without = case.asking(draft=None, draft_ngram="auto", width="auto")
         yield "--draft none", replace(without, pair=plain)
 
 
 def _smaller(case: Case) -> Iterator[tuple[str, Case]]:
-    """What serves less."""
+    """Yield a shorter context and fewer sequences."""
     context, rows = wanted(case)
-    tried = _tried(_with(case, max_model_len="auto", max_num_seqs=max(rows, 1)))
+    tried = _tried(case.asking(max_model_len="auto", max_num_seqs=max(rows, 1)))
     if tried is not None:
         longest = tried.longest(rows, min(context, tried.max_model_len)) // 256 * 256
         if 256 <= longest < context:
-            yield f"--max-model-len {longest}", _with(case, max_model_len=longest, max_num_seqs=rows)
+            yield f"--max-model-len {longest}", case.asking(max_model_len=longest, max_num_seqs=rows)
     if rows > 1:
-        asked = _tried(_with(case, max_num_seqs=rows))
+        asked = _tried(case.asking(max_num_seqs=rows))
         count = 1 if asked is None else max(asked.sequences(context), 1)
         if count < rows:
-            yield f"--max-num-seqs {count}", _with(case, max_num_seqs=count)
+            yield f"--max-num-seqs {count}", case.asking(max_num_seqs=count)
 
 
 def _other_engines(case: Case) -> Iterator[tuple[str, Case]]:
-    """More GPUs, or a smaller cache, which other engines have."""
+    """Yield more GPUs and smaller cache formats, which other engines have."""
     if not case.machine.gpu_bytes or case.settings.device == "cpu":
         return
     engine = "vllm" if case.settings.engine == "native" else case.settings.engine
     name = f"--engine {engine} " if case.settings.engine == "native" else ""
     # Without what only our own engine understands.
-    base = _with(_without_ngrams(case), quantization="auto", draft_quantization="auto", cache_bytes="auto")
-    base = _with(base, engine=engine)
+    base = _without_ngrams(case).asking(quantization="auto", draft_quantization="auto", cache_bytes="auto")
+    base = base.asking(engine=engine)
     if case.pair.is_ngram:
         name += "--draft none "
     elif case.settings.draft_ngram not in ("auto", 0):
         name += "--draft-ngram 0 "
     if case.settings.engine == "native":
-        yield f"{name}--kv-dtype fp8", _with(base, kv_dtype="fp8")
+        yield f"{name}--kv-dtype fp8", base.asking(kv_dtype="fp8")
     for count in (2, 4, 8):
         if count > case.settings.tensor_parallel:
-            flags, changed = f"{name}--tensor-parallel {count}", _with(base, tensor_parallel=count)
+            flags, changed = f"{name}--tensor-parallel {count}", base.asking(tensor_parallel=count)
             if case.machine.is_unified:  # one GPU in each such machine
                 flags += f" --num-nodes {count} --head-address HOST"
-                changed = _with(changed, num_nodes=count, head_address="HOST")
+                changed = changed.asking(num_nodes=count, head_address="HOST")
             yield flags, changed
 
 
 def _without_ngrams(case: Case) -> Case:
     if not case.pair.is_ngram:
-        return _with(case, draft_ngram="auto")
+        return case.asking(draft_ngram="auto")
     plain = replace(case.pair, block=1, is_ngram=False)
-    return replace(_with(case, draft=None, draft_ngram="auto", width="auto"), pair=plain)
+    return replace(case.asking(draft=None, draft_ngram="auto", width="auto"), pair=plain)
 
 
 def _needs(case: Case) -> str:
@@ -395,14 +374,14 @@ def _needs(case: Case) -> str:
 
 
 def _tried(case: Case) -> Fit | None:
-    """None where it cannot start, or is known to go wrong."""
+    """Return the fit; None: it cannot start, or is known to fail."""
     fit = _planned(case)
     return fit if fit is not None and fit.problem is None else None
 
 
 def _planned(case: Case) -> Fit | None:
-    """The same also of what does not fit."""
+    """Return the fit, even if it cannot start; None: an error, or known to fail."""
     try:
-        return fit_pair(case.settings, case.machine, case.pair) if case.is_allowed(case.settings) else None
+        return fit_pair(case) if case.is_allowed(case) else None
     except BlockdraftError:
         return None

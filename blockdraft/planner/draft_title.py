@@ -1,4 +1,4 @@
-"""What a drafter is called by its kind: "causal DFlash", "DFlash2", "DSpark and n-grams of 12"."""
+"""Names a drafter by its kind: "causal DFlash", "DFlash2", "DSpark and n-grams of 12"."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from blockdraft.models.draft_config import KIND_NAMES, DraftConfig
 
 
 def drafting_title(draft: DraftConfig | None, ngram: int) -> str | None:
-    """What drafts, where `ngram` tokens must occur again (0: never); None: nothing does."""
+    """Name what drafts; `ngram` tokens must occur again (0: never). None: nothing drafts."""
     if draft is None:
         return "n-grams" if ngram else None
     return f"{kind_title(draft)} and n-grams of {ngram}" if ngram else kind_title(draft)

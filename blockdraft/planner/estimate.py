@@ -1,15 +1,14 @@
-"""How long a step and an answer take and how many tokens a second that makes: from bandwidth and shape.
+"""Estimates the seconds of a step and the tokens a second of answers from bandwidth and shapes.
 
 A decode step reads every weight once (of experts, those that its tokens choose), and the keys and values of
-its rows; beside that it launches kernels, and wide batches are bound by arithmetic. Kernels of a small model
-do neither for long: they take as long as a kernel takes at least, which grows with the tokens. The numbers
-below say how well our engine does each. They were read off Qwen3-8B and SmolLM2-135M on an H200
-(benchmarks/results: gpu, draft-heads, governor and rehearsal). tests/planner/test_estimate.py holds what was
-recorded against them: single steps within 15 %, steps of other days and answers over HTTP within 25 %. On
-other cards and engines the same shares are assumed.
+its rows; it also launches kernels, and wide batches are bound by arithmetic. Kernels of a small model take a
+kernel's least time, which grows with the tokens. The constants say how well our engine does each, as measured
+with Qwen3-8B and SmolLM2-135M on an H200 (benchmarks/results: gpu, draft-heads, governor, rehearsal).
+tests/planner/test_estimate.py compares: single steps within 15 %, steps of other days and answers over HTTP
+within 25 %. Other cards and engines are assumed to do as well.
 
 An answer over HTTP also waits for its first token, and for the process that sends every row's tokens to its
-client, which many rows of a small model keep busier than the card.
+client; many rows of a small model keep that process busier than the card.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ class Step:
 
 
 def estimate_step(fit: Fit, pair: Pair, card: Card, *, rows: int, context: int, width: int) -> Step:
-    """`width` 1 is plain decoding: no drafter runs."""
+    """Estimate one step; `width` 1 is plain decoding, without the drafter."""
     tokens = rows * width
     has_draft = width > 1 and pair.draft is not None
     target = pair.target.shape
@@ -101,9 +100,9 @@ def estimate_step(fit: Fit, pair: Pair, card: Card, *, rows: int, context: int, 
 
 
 def unpacks_weights(fit: Fit, pair: Pair) -> bool:
-    """Whether each forward of our engine unpacks the target's weights before it multiplies by them.
+    """Return whether our engine unpacks the target's weights in every forward.
 
-    Its kernels read fp8, and MXFP4 of experts, as they are stored; nothing else that is packed.
+    Its kernels read fp8, and MXFP4 of experts, as stored; no other packed format.
     """
     values, method = pair.target.shape.values, pair.target.stored.method
     if fit.plan is None or fit.plan.quantization != "keep" or values is None or method in (None, "mxfp4"):
@@ -113,7 +112,7 @@ def unpacks_weights(fit: Fit, pair: Pair) -> bool:
 
 
 def committed(mean: float, *, width: int, block: int) -> float:
-    """Tokens per step at `width`, of a drafter that commits `mean` at its whole block."""
+    """Return the tokens per step at `width` of a drafter that commits `mean` with its whole block."""
     if width < 2:
         return 1.0
     rates = acceptance_rates(f"mean:{max(1.0, min(mean, block))}", width=block, block=block)
@@ -121,12 +120,12 @@ def committed(mean: float, *, width: int, block: int) -> float:
 
 
 def tokens_per_s(step: Step, committed_per_step: float) -> float:
-    """Of all rows together, in the engine, while they decode."""
+    """Return the tokens a second of all rows together while they decode."""
     return step.rows * committed_per_step / step.seconds
 
 
 def first_token_s(fit: Fit, pair: Pair, card: Card, *, rows: int, prompt: int = PROMPT_TOKENS) -> float:
-    """Until `rows` prompts that arrive together have their first tokens, over HTTP."""
+    """Return the seconds until `rows` prompts that arrive together have their first tokens, over HTTP."""
     parts, target = fit.parts[0], pair.target.shape
     tokens = rows * prompt
     read_s = _bytes_read(parts, target, tokens) / _stream(card, is_packed=_is_packed(parts, target))
@@ -137,7 +136,7 @@ def first_token_s(fit: Fit, pair: Pair, card: Card, *, rows: int, prompt: int = 
 def served_per_s(
     step: Step, committed_per_step: float, first_s: float, *, answer: int = ANSWER_TOKENS
 ) -> float:
-    """Tokens of whole answers that all rows together get in a second over HTTP, prompts included."""
+    """Return the tokens a second of whole answers to all rows over HTTP, prompts included."""
     step_s = max(step.seconds, step.rows * SEND_S)
     return step.rows * answer / (first_s + answer / committed_per_step * step_s)
 
@@ -147,7 +146,7 @@ def _stream(card: Card, *, is_packed: bool) -> float:
 
 
 def _is_packed(parts: WeightParts, shape: Shape) -> bool:
-    """Whether most weights take a byte or less."""
+    """Return whether most weights take a byte or less."""
     values = shape.values
     if values is None:
         return False
@@ -160,14 +159,14 @@ def _bytes_read(parts: WeightParts, shape: Shape, tokens: int) -> int:
 
 
 def experts_touched(shape: Shape, tokens: int) -> float:
-    """The share of the experts that some of the tokens choose, were all equally likely."""
+    """Return the share of the experts that some of the tokens choose, if all are equally likely."""
     if not shape.num_experts:
         return 0.0
     return 1.0 - (1.0 - shape.num_chosen / shape.num_experts) ** tokens
 
 
 def _active_values(parts: WeightParts, shape: Shape) -> float:
-    """Values that one token is multiplied by."""
+    """Return how many values one token is multiplied by."""
     share = shape.num_chosen / shape.num_experts if shape.num_experts else 0.0
     experts = parts.experts / 2 if shape.values is None else shape.values.experts
     return _layer_values(parts, shape) + shape.vocab_size * shape.hidden_size + experts * share
@@ -182,14 +181,14 @@ def _layer_values(parts: WeightParts, shape: Shape) -> float:
 
 
 def _token_bytes(fit: Fit, pair: Pair) -> list[tuple[int, ...]]:
-    """Of one token, of each model layer by layer, in two bytes where nothing is compressed."""
+    """Return a token's bytes by model and layer, in two bytes where nothing is compressed."""
     if fit.plan is None:
         return [token_bytes(model.shape.specs, fit.kv_dtype) for model in pair.models]
     return [tuple(spec.bytes_per_token(2) for spec in specs) for specs in cache_specs(pair, fit.plan)]
 
 
 def _cache_bytes(shape: Shape, context: int, sizes: tuple[int, ...]) -> int:
-    """What one row's attention reads, and its states."""
+    """Return the bytes that one row's attention reads, and its states."""
     total = 0
     for spec, size in zip(shape.specs, sizes, strict=True):
         tokens = min(context, spec.window) if isinstance(spec, Windowed) else context

@@ -1,7 +1,7 @@
-"""What fits when vLLM or SGLang serves: weights as stored, shared by several GPUs, and their kinds of cache.
+"""Fits a pair that vLLM or SGLang serves: weights as stored, several GPUs, their kinds of cache.
 
-Both keep of a sliding layer the window alone, and of a recurrent layer a state for every token of a block
-while it is verified, where ours keeps a tape.
+Both keep only the window of a sliding layer. Of a recurrent layer they keep a state for every token of a
+block while it is verified, where ours keeps a tape.
 """
 
 from __future__ import annotations
@@ -10,16 +10,15 @@ from dataclasses import astuple, replace
 
 from blockdraft.cache.spec import Paged, Recurrent, Windowed
 from blockdraft.errors import SettingsError
-from blockdraft.machine.machine import Machine, external_memory_share
+from blockdraft.machine.machine import external_memory_share
 from blockdraft.planner.kv_formats import token_bytes
 from blockdraft.planner.memory import DRIVER_BYTES, Item, served_parts, step_items, weight_how
 from blockdraft.planner.memory_fit import Choice, Fit, Footprint, budget_how, gpu_name
-from blockdraft.planner.pair import Pair
+from blockdraft.planner.pair import Case, Pair
 from blockdraft.planner.plan import ASKED, CACHE_HOLDS, MIN_CONTEXT
 from blockdraft.planner.resolver import ALL_POSITIONS, share_reason, width_reason
 from blockdraft.planner.shape import CacheSpec
 from blockdraft.planner.stored import WeightParts
-from blockdraft.settings.settings import Settings
 
 DEFAULT_ROWS = 256  # vLLM's max_num_seqs; SGLang finds its own
 DEFAULT_CHUNK = 8192  # tokens of a prefill step, both
@@ -27,8 +26,9 @@ GRAPH_BYTES = 3 << 29  # captured steps: both leave the logits out of them
 RESERVE_BYTES = 2 << 30  # kernels compiled at the start, smaller graphs, and what loaders hold for a while
 
 
-def fit_external(settings: Settings, machine: Machine, pair: Pair) -> Fit:
-    """One GPU's part, of as many as share the model. Raises SettingsError where there is no GPU."""
+def fit_external(case: Case) -> Fit:
+    """Fit one GPU's part of the model. Raises SettingsError where there is no GPU."""
+    settings, machine, pair = case.settings, case.machine, case.pair
     if not machine.gpu_bytes:
         raise SettingsError(
             f"engine = {settings.engine}, but this machine has no GPU: name one with --card, or use "
@@ -38,8 +38,8 @@ def fit_external(settings: Settings, machine: Machine, pair: Pair) -> Fit:
     width = pair.block if settings.width == "auto" else settings.width
     max_num_seqs = DEFAULT_ROWS if settings.max_num_seqs == "auto" else settings.max_num_seqs
     chunk = DEFAULT_CHUNK if settings.max_prefill_tokens == "auto" else settings.max_prefill_tokens
-    footprint = _footprint(settings, pair, width)
-    parts = _parts(settings, pair, num_gpus)
+    footprint = _footprint(case, width)
+    parts = _parts(case, num_gpus)
     fixed = _items(pair, parts, chunk=chunk, logits=max_num_seqs * width * pair.target.shape.vocab_size)
     share = external_memory_share(settings.gpu_memory_utilization, machine)
     budget = int(machine.gpu_bytes * share) - (machine.gpu_bytes - machine.gpu_free_bytes)
@@ -63,12 +63,13 @@ def fit_external(settings: Settings, machine: Machine, pair: Pair) -> Fit:
         choices=(),
         kv_dtype=settings.kv_dtype,
     )
-    fit = _limited(fit, settings, room, asked)
-    return replace(fit, choices=_choices(settings, pair, fit, share))
+    fit = _limited(fit, room, asked, shrinks=settings.max_model_len == "auto")
+    return replace(fit, choices=_choices(case, fit, share))
 
 
-def _choices(settings: Settings, pair: Pair, fit: Fit, share: float) -> tuple[Choice, ...]:
-    """What was left to us or to the engine, and what was asked for in its place."""
+def _choices(case: Case, fit: Fit, share: float) -> tuple[Choice, ...]:
+    """List what was left to us or to the engine, and what was asked for in its place."""
+    settings, pair = case.settings, case.pair
     name = {"vllm": "vLLM", "sglang": "SGLang"}[settings.engine]
     is_whole = fit.max_model_len >= pair.target.shape.max_positions
     chosen: dict[str, tuple[object, str]] = {
@@ -90,12 +91,12 @@ def _choices(settings: Settings, pair: Pair, fit: Fit, share: float) -> tuple[Ch
     return tuple(Choice.of(setting, value, why) for setting, (value, why) in found.items())
 
 
-def _limited(fit: Fit, settings: Settings, room: int, asked: int) -> Fit:
-    """The same with the context that fits, or with the reason why none does."""
+def _limited(fit: Fit, room: int, asked: int, *, shrinks: bool) -> Fit:
+    """Return the fit with the context that fits, or with the reason why none does."""
     if fit.sequences(asked) > 0 and room > 0:
         return fit
     longest = fit.longest(1, asked)
-    if settings.max_model_len == "auto" and longest >= min(MIN_CONTEXT, asked):
+    if shrinks and longest >= min(MIN_CONTEXT, asked):
         return replace(fit, max_model_len=longest)
     budget = f"{fit.budget / 1e9:.1f} GB ({fit.budget_how})"
     if room <= 0:
@@ -107,11 +108,11 @@ def _limited(fit: Fit, settings: Settings, room: int, asked: int) -> Fit:
     return replace(fit, problem=f"{needed}, and {room / 1e9:.1f} GB are left of {budget}.")
 
 
-def _parts(settings: Settings, pair: Pair, num_gpus: int) -> tuple[WeightParts, ...]:
-    is_fp8 = (settings.quantization == "fp8", settings.draft_quantization == "fp8")
+def _parts(case: Case, num_gpus: int) -> tuple[WeightParts, ...]:
+    is_fp8 = (case.settings.quantization == "fp8", case.settings.draft_quantization == "fp8")
     return tuple(
         _shared(served_parts(model, is_fp8=wanted), num_gpus)
-        for model, wanted in zip(pair.models, is_fp8, strict=False)
+        for model, wanted in zip(case.pair.models, is_fp8, strict=False)
     )
 
 
@@ -132,7 +133,8 @@ def _items(pair: Pair, parts: tuple[WeightParts, ...], *, chunk: int, logits: in
     return items
 
 
-def _footprint(settings: Settings, pair: Pair, width: int) -> Footprint:
+def _footprint(case: Case, width: int) -> Footprint:
+    settings, pair = case.settings, case.pair
     tensor, stages = settings.tensor_parallel, settings.pipeline_parallel
     per_token, per_row, windows = 0, 0, []
     for shape in (model.shape for model in pair.models):
@@ -149,7 +151,7 @@ def _footprint(settings: Settings, pair: Pair, width: int) -> Footprint:
 
 
 def _joined(windows: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """One entry for all layers of the same window."""
+    """Return one entry for all layers with the same window."""
     return [
         (window, sum(size for other, size in windows if other == window))
         for window in dict.fromkeys(window for window, _ in windows)
@@ -157,7 +159,7 @@ def _joined(windows: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _split(spec: CacheSpec, num_gpus: int) -> CacheSpec:
-    """One GPU's heads; a head is never cut, and a latent vector is kept by each."""
+    """Return one GPU's heads; a head is never cut, and each GPU keeps a whole latent vector."""
     if not isinstance(spec, Paged):
         return spec
     return Paged(num_kv_heads=-(-spec.num_kv_heads // num_gpus), head_dim=spec.head_dim)

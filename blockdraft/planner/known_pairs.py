@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+from blockdraft.checkpoints.on_disk import stored_models
 from blockdraft.settings.recipe import Expectation
 
 FILE = Path(__file__).with_name("known_pairs.toml")
@@ -49,7 +50,7 @@ class KnownPair:
 
     @property
     def target_gb(self) -> float | None:
-        """Approximate bfloat16 weights in GB; a quantised target needs less."""
+        """Return the approximate bfloat16 weights in GB; a quantised target needs less."""
         return _gigabytes(self.target_billions)
 
     @property
@@ -67,7 +68,7 @@ class KnownModels:
     pairs: tuple[KnownPair, ...]
 
     def as_json(self) -> dict[str, object]:
-        """The same as plain values, with what the properties say."""
+        """Return the models as plain values, with the properties."""
         derived = ("runs", "target_gb", "draft_gb")
         pairs = [asdict(pair) | {name: getattr(pair, name) for name in derived} for pair in self.pairs]
         return asdict(self) | {"pairs": pairs}
@@ -75,12 +76,12 @@ class KnownModels:
 
 @cache
 def read_file() -> dict[str, Any]:
-    """Reads known_pairs.toml, once; the result must not be changed."""
+    """Read known_pairs.toml, once; the result must not be changed."""
     return tomllib.loads(FILE.read_text(encoding="utf-8"))
 
 
 def find_models(query: str = "") -> KnownModels:
-    """Families and pairs whose name, architecture, model, target or drafter contains `query`, in any case."""
+    """Find families and pairs with `query` in a name, an architecture or a model, in any case."""
     file, wanted = read_file(), query.casefold()
     families = [_family(**entry) for entry in file["family"]]
     pairs = [KnownPair(**entry) for entry in file["pair"]]
@@ -93,9 +94,9 @@ def find_models(query: str = "") -> KnownModels:
 
 
 def pairs_of(names: Iterable[str]) -> tuple[KnownPair, ...]:
-    """Returns the pairs that run here and whose target has the first of `names` that any target has.
+    """Return the pairs that run here and whose target has the first of `names` that any target has.
 
-    Names of files differ from the hub's in blanks, case and the organisation.
+    Names in files differ from the hub's in blanks, case and the organisation.
     """
     pairs = [KnownPair(**entry) for entry in read_file()["pair"]]
     for name in names:
@@ -111,7 +112,7 @@ def _bare(name: str) -> str:
 
 
 def published_runs(target: object, drafter: object) -> tuple[Expectation, ...]:
-    """What others measured with this pair; nothing where they did not."""
+    """Return what others measured with this pair."""
     return tuple(
         Expectation(**_shared(entry) | run)
         for entry in read_file()["published"]
@@ -121,7 +122,7 @@ def published_runs(target: object, drafter: object) -> tuple[Expectation, ...]:
 
 
 def _shared(entry: dict[str, Any]) -> dict[str, Any]:
-    """What an entry says of all its runs."""
+    """Return what an entry says of all its runs."""
     about = ("target", "also", "drafter", "run")
     return {key: value for key, value in entry.items() if key not in about}
 
@@ -136,3 +137,25 @@ def _has(wanted: str, *texts: str) -> bool:
 
 def _gigabytes(billions: float | None) -> float | None:
     return None if billions is None else round(billions * BYTES_PER_PARAMETER, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class KnownDrafter:
+    """A drafter that was trained for a model."""
+
+    name: str  # its hub id
+    target: str
+    is_here: bool  # in the hub's cache, with its weights
+
+
+def known_drafter(names: Iterable[str]) -> KnownDrafter | None:
+    """Return the drafter for a model that is called one of `names`; one that is on this disk goes first.
+
+    A GGUF file gets it where it is on this disk: nothing is downloaded that nobody asked for.
+    """
+    pairs = pairs_of(names)
+    if not pairs:
+        return None
+    here = {model.name for model in stored_models() if model.has_weights}
+    found = next((pair for pair in pairs if pair.drafter in here), pairs[0])
+    return KnownDrafter(found.drafter, found.target, found.drafter in here)

@@ -1,4 +1,4 @@
-"""How keys and values are kept: what --kv-dtype means for a pair of models, or why it cannot be."""
+"""Chooses how keys and values are stored for --kv-dtype, or refuses it for this pair of models."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from blockdraft.errors import ModelError, SettingsError
 from blockdraft.kernels.kv_formats import BITS, EXACT, ROTATED, WIDEST_BLOCK, check_format, exact_tokens
 from blockdraft.models.config import ModelConfig
 from blockdraft.models.draft_config import DraftConfig
-from blockdraft.settings.settings import Settings
 
 # Words of others for the same.
 SHORT_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp8_e4m3": "fp8"}
@@ -22,9 +21,20 @@ TAIL_SHARE = 4  # of the rows: for every so many, one more window is kept of pre
 
 
 @dataclass(frozen=True, slots=True)
+class KvRequest:
+    """The settings of the same names."""
+
+    kv_dtype: str
+    draft_kv_dtype: str
+    kv_window: int
+    page_size: int
+
+
+@dataclass(frozen=True, slots=True)
 class KvChoice:
     """Formats of both models' keys and values, EXACT where they are not compressed."""
 
+    asked: KvRequest
     target: str
     draft: str
     reasons: Mapping[str, str]
@@ -37,25 +47,25 @@ class KvChoice:
     def is_compressed(self) -> bool:
         return self.target != EXACT or self.draft != EXACT
 
-    def row_tokens(self, settings: Settings, block: int) -> int:
-        """Tokens that a row keeps exact."""
-        return exact_tokens(settings.kv_window, settings.page_size, block) if self.is_compressed else 0
+    def row_tokens(self, block: int) -> int:
+        """Return how many tokens a row keeps exact."""
+        return exact_tokens(self.asked.kv_window, self.asked.page_size, block) if self.is_compressed else 0
 
-    def num_exact_pages(self, settings: Settings, max_num_seqs: int, block: int, chunk: int) -> int:
-        """For every row, for the prompt tokens of the steps in flight, and for some tails."""
+    def num_exact_pages(self, max_num_seqs: int, block: int, chunk: int) -> int:
+        """Count the pages for every row, for the prompt tokens of the steps in flight, and for some tails."""
         if not self.is_compressed:
             return 0
-        size = settings.page_size
+        size = self.asked.page_size
         windows = max_num_seqs + max(1, max_num_seqs // TAIL_SHARE)
-        return windows * (self.row_tokens(settings, block) // size) + -(-chunk // size) + windows
+        return windows * (self.row_tokens(block) // size) + -(-chunk // size) + windows
 
 
 def kv_choice(
-    settings: Settings, dtype: str, model: ModelConfig, draft: DraftConfig | None, block: int
+    asked: KvRequest, dtype: str, model: ModelConfig, draft: DraftConfig | None, block: int
 ) -> KvChoice:
-    """Raises where a format does not exist, or does not fit a model."""
+    """Choose both formats. Raises SettingsError or ModelError for one that is unknown or does not fit."""
     reasons = {}
-    target, reasons["kv_dtype"] = _format(settings, "kv_dtype", dtype)
+    target, reasons["kv_dtype"] = _format("kv_dtype", asked.kv_dtype, dtype)
     if target != EXACT:
         if target in ROTATED and model.family in EIGHT_BITS_ONLY:
             raise SettingsError(
@@ -64,22 +74,22 @@ def kv_choice(
         _check(model.layer_specs(), "kv_dtype", target)
     drafted = EXACT
     if draft is not None:
-        drafted, reasons["draft_kv_dtype"] = _format(settings, "draft_kv_dtype", dtype)
+        drafted, reasons["draft_kv_dtype"] = _format("draft_kv_dtype", asked.draft_kv_dtype, dtype)
         if drafted != EXACT:
             _check(draft.layer_specs(), "draft_kv_dtype", drafted)
-    choice = KvChoice(target, drafted, reasons)
+    choice = KvChoice(asked, target, drafted, reasons)
     least = max(block, WIDEST_BLOCK)
-    if choice.is_compressed and settings.kv_window < least:
+    if choice.is_compressed and asked.kv_window < least:
         raise SettingsError(
-            f"kv_window = {settings.kv_window}, but a block has {least} tokens, which must not be compressed "
+            f"kv_window = {asked.kv_window}, but a block has {least} tokens, which must not be compressed "
             f"before they are verified: use --kv-window {least} or more."
         )
     return choice
 
 
-def _format(settings: Settings, name: str, dtype: str) -> tuple[str, str]:
-    """What a setting asks for, and why it is so."""
-    asked = SHORT_NAMES.get(getattr(settings, name), getattr(settings, name))
+def _format(name: str, asked: str, dtype: str) -> tuple[str, str]:
+    """Return the format that the setting `name` asks for, and why."""
+    asked = SHORT_NAMES.get(asked, asked)
     if asked == "auto":
         return EXACT, f"{dtype}, the model's own" if name == "kv_dtype" else f"{dtype}: it is small"
     if asked == dtype:

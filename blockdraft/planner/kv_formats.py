@@ -13,7 +13,7 @@ from blockdraft.planner.shape import CacheSpec, Latent
 
 @dataclass(frozen=True, slots=True)
 class KVFormat:
-    """How a key and a value of one head are kept."""
+    """Bits of a key and a value of one head."""
 
     key_bits: float
     value_bits: float
@@ -21,7 +21,7 @@ class KVFormat:
     plain_ends: int = 0  # layers at either end that stay in 2 bytes, unless others have recurrent states
 
     def head_bytes(self, head_dim: int) -> int:
-        """A key and a value; slots have an even length."""
+        """Return the bytes of a key and a value; slots have an even length."""
         codes = math.ceil(head_dim * self.key_bits / 8) + math.ceil(head_dim * self.value_bits / 8)
         return -(-(codes + self.scale_bytes) // 2) * 2
 
@@ -52,7 +52,7 @@ def kv_format(kv_dtype: str) -> KVFormat:
 
 
 def token_bytes(specs: tuple[CacheSpec, ...], kv_dtype: str) -> tuple[int, ...]:
-    """Of one token, layer by layer."""
+    """Return a token's bytes layer by layer."""
     wanted = kv_format(kv_dtype)
     attention = [index for index, spec in enumerate(specs) if isinstance(spec, Paged)]
     has_states = any(isinstance(spec, Recurrent) for spec in specs)

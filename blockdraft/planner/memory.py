@@ -1,7 +1,7 @@
-"""Where the memory goes, item by item, each with its arithmetic.
+"""Itemises the memory, each item with its arithmetic.
 
-Weights, cache, states and tables are exact. What a step needs besides is not known before it has run: the
-numbers here were read off a start of Qwen3-8B on an H200 (2026-11), and our engine measures its own.
+Weights, cache, states and tables are exact. The rest of a step is known only once it has run: the numbers
+here come from a start of Qwen3-8B on an H200 (2026-11), and our engine measures its own.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Item:
 
 
 def held_parts(model: Model, storage: Storage, element_bytes: int) -> WeightParts:
-    """The weights as our engine holds them."""
+    """Return the weights as our engine holds them."""
     values = model.shape.values
     if storage == "keep":
         return stored_parts(model.stored.sizes, plain_bytes=element_bytes)
@@ -54,7 +54,7 @@ def held_parts(model: Model, storage: Storage, element_bytes: int) -> WeightPart
 
 
 def served_parts(model: Model, *, is_fp8: bool) -> WeightParts:
-    """The weights as vLLM and SGLang hold them: as stored, and all of them."""
+    """Return the weights as vLLM and SGLang hold them: as stored, and all of them."""
     values = model.shape.values
     if model.stored.tensors is None:
         if values is None:
@@ -77,7 +77,7 @@ def weight_how(values: Values | None, parts: WeightParts, note: str) -> str:
 
 
 def cache_specs(pair: Pair, plan: Plan) -> tuple[tuple[LayerSpec, ...], ...]:
-    """The layers of target and drafter as our engine's cache keeps them, compressed where it does."""
+    """Return the layers of target and drafter as our engine's cache keeps them."""
     assert pair.config is not None, "our engine computes no such model"
     target = compressed(pair.config.layer_specs(), plan.kv_dtype)
     if pair.draft_config is None:
@@ -86,7 +86,7 @@ def cache_specs(pair: Pair, plan: Plan) -> tuple[tuple[LayerSpec, ...], ...]:
 
 
 def window_item(plan: Plan, specs: tuple[LayerSpec, ...], element_bytes: int) -> Item | None:
-    """What is still exact in layers that compress, which is there from the start; None: no layer does."""
+    """Return the exact windows of layers that compress, allocated at the start; None: no layer does."""
     per_token = exact_bytes_per_token(specs, element_bytes)
     if not per_token:
         return None
@@ -97,7 +97,7 @@ def window_item(plan: Plan, specs: tuple[LayerSpec, ...], element_bytes: int) ->
 
 
 def cache_item(name: str, specs: tuple[CacheSpec, ...], element_bytes: int, num_tokens: int) -> Item:
-    """Pages of one model for `num_tokens` slots."""
+    """Return the pages of one model for `num_tokens` slots."""
     found = [kind for kind in kinds(specs, element_bytes, 1) if kind.bytes_per_token]
     layers = ", ".join(f"{kind.num_layers} {kind.name}" for kind in found)
     per_token = sum(kind.bytes_per_token for kind in found)
@@ -107,7 +107,7 @@ def cache_item(name: str, specs: tuple[CacheSpec, ...], element_bytes: int, num_
 
 
 def state_item(plan: Plan, specs: tuple[CacheSpec, ...], element_bytes: int) -> Item | None:
-    """States and tapes of the rows, which are there from the start; None: no layer has any."""
+    """Return the rows' states and tapes, which are allocated at the start; None: no layer has any."""
     per_row = sum(kind.bytes_per_row for kind in kinds(specs, element_bytes, plan.block))
     if not per_row:
         return None
@@ -116,7 +116,7 @@ def state_item(plan: Plan, specs: tuple[CacheSpec, ...], element_bytes: int) -> 
 
 
 def table_items(plan: Plan, pair: Pair, element_bytes: int) -> list[Item]:
-    """Angles by position, and what each row keeps beside its cache."""
+    """Return the angles by position, and the tables of each row."""
     angles = sum(model.shape.rope_bytes for model in pair.models) * element_bytes
     vocab_size, rows = pair.target.shape.vocab_size, plan.max_num_seqs + 1
     num_tables = 2 if plan.num_exact_pages else 1
@@ -137,7 +137,7 @@ def table_items(plan: Plan, pair: Pair, element_bytes: int) -> list[Item]:
 
 
 def step_items(pair: Pair, *, tokens: int, logits: int, element_bytes: int, has_graphs: bool) -> list[Item]:
-    """What the largest prefill and the largest decode step take for a while, and what graphs keep."""
+    """Return what the largest prefill and decode steps take for a while, and what graphs keep."""
     target = pair.target.shape
     features = 0 if pair.draft is None else pair.draft.shape.num_taps * target.hidden_size
     token = (_ACTIVATIONS * target.hidden_size + 3 * target.inner_size + features) * element_bytes
@@ -151,5 +151,5 @@ def step_items(pair: Pair, *, tokens: int, logits: int, element_bytes: int, has_
 
 
 def cache_slots(plan: Plan) -> int:
-    """Tokens that the cache has room for, the reserved pages included."""
+    """Return how many tokens the cache has room for, the reserved pages included."""
     return (plan.num_pages + NUM_RESERVED_PAGES) * plan.page_size

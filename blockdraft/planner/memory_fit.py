@@ -1,4 +1,4 @@
-"""What fits: the plan that an engine would follow on a machine, and the memory it would take."""
+"""Fits a pair into a machine: the plan that an engine would follow, and the memory it would take."""
 
 from __future__ import annotations
 
@@ -21,18 +21,17 @@ from blockdraft.planner.memory import (
     weight_how,
     window_item,
 )
-from blockdraft.planner.pair import Pair
+from blockdraft.planner.pair import Case, Pair
 from blockdraft.planner.plan import ELEMENT_BYTES, MARGIN_BYTES, Plan
-from blockdraft.planner.resolver import asked_otherwise, gpu_budget, memory_share, resolve, runs_on_cpu
+from blockdraft.planner.resolver import gpu_budget, memory_share, resolve
 from blockdraft.planner.stored import WeightParts
-from blockdraft.settings.settings import Settings
 
 _BOUNDLESS = 1 << 60  # bytes: a plan for a cache of any size
 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """What one sequence takes of the cache."""
+    """The cache of one sequence."""
 
     per_token: int
     per_row: int = 0  # states that are not there from the start
@@ -41,7 +40,7 @@ class Footprint:
     page_size: int = 16
 
     def at(self, context: int) -> int:
-        """Bytes of a sequence of `context` tokens."""
+        """Return the bytes of a sequence of `context` tokens."""
         tokens = -(-(context + self.scratch) // self.page_size) * self.page_size
         kept = sum(min(tokens, window) * num_bytes for window, num_bytes in self.windows)
         return self.per_row + tokens * self.per_token + kept
@@ -57,7 +56,7 @@ class Choice:
 
     @staticmethod
     def of(name: str, value: object, reason: str) -> Choice:
-        """The value as people read it."""
+        """Make a choice with its value as people read it."""
         if isinstance(value, bool):
             return Choice(name, "on" if value else "off", reason)
         layout = "," if isinstance(value, int) else "g" if isinstance(value, float) else ""
@@ -98,12 +97,12 @@ class Fit:
         return self.device == "cpu"
 
     def sequences(self, context: int) -> int:
-        """How many of `context` tokens run at once."""
+        """Return how many sequences of `context` tokens run at once."""
         each = self.footprint.at(context)
         return min(self.max_num_seqs, self.cache_bytes // each if each else self.max_num_seqs)
 
     def longest(self, num_sequences: int, limit: int) -> int:
-        """The longest context, up to `limit`, at which so many run at once; 0: none."""
+        """Return the longest context, up to `limit`, at which so many run at once; 0: none."""
         low, high = 0, limit
         while low < high:
             middle = (low + high + 1) // 2
@@ -113,7 +112,7 @@ class Fit:
 
 
 def machine_of(card: Card) -> Machine:
-    """A machine with nothing but this card in use by nobody."""
+    """Return a machine with only this card, which nobody uses."""
     gpu = Gpu(card.title, card.capability, card.memory_bytes, card.memory_bytes, "", card.is_unified)
     return Machine(
         memory_bytes=card.memory_bytes,
@@ -123,27 +122,28 @@ def machine_of(card: Card) -> Machine:
     )
 
 
-def fit_native(settings: Settings, machine: Machine, pair: Pair) -> Fit:
-    """As start/memory.py would end up with; `problem` says what it would refuse. Raises SettingsError."""
-    if pair.config is None:
-        raise ModelError(f"'{pair.target.shape.name}' is not computed by our engine: use --engine vllm.")
-    is_cpu = runs_on_cpu(settings, machine)
-    if not is_cpu and not machine.gpu_bytes:
-        raise SettingsError(f"device = {settings.device}, but there is no GPU here: name one with --card.")
+def fit_native(case: Case) -> Fit:
+    """Fit as start/memory.py does; `problem` says what it would refuse. Raises SettingsError, ModelError."""
+    machine = case.machine
+    if case.pair.config is None:
+        name = case.pair.target.shape.name
+        raise ModelError(f"'{name}' is not computed by our engine: use --engine vllm.")
+    if not case.is_cpu and not machine.gpu_bytes:
+        device = case.settings.device
+        raise SettingsError(f"device = {device}, but there is no GPU here: name one with --card.")
     problem = None
     try:
-        plan = _plan(settings, machine, pair)
+        plan = _plan(case)
     except CapacityError as error:
         problem = str(error)
-        plan = _plan(asked_otherwise(settings, cache_bytes=_BOUNDLESS), machine, pair)
-    fit = _cpu_fit if is_cpu else _gpu_fit
-    found = fit(settings, machine, pair, plan)
-    problem = found.problem or problem if is_cpu else _too_old(machine) or problem
+        plan = _plan(case.asking(cache_bytes=_BOUNDLESS))
+    found = _cpu_fit(case, plan) if case.is_cpu else _gpu_fit(case, plan)
+    problem = found.problem or problem if case.is_cpu else _too_old(machine) or problem
     return found if problem is None else replace(found, problem=problem)
 
 
 def _too_old(machine: Machine) -> str | None:
-    """Why our kernels do not run on the card."""
+    """Return why our kernels do not run on the card; None: they do."""
     capability = machine.gpus[0].capability if machine.gpus else (0, 0)  # (0, 0): not known
     if capability == (0, 0) or has_bf16(capability):
         return None
@@ -154,12 +154,13 @@ def _too_old(machine: Machine) -> str | None:
     )
 
 
-def _plan(settings: Settings, machine: Machine, pair: Pair) -> Plan:
+def _plan(case: Case) -> Plan:
+    pair = case.pair
     assert pair.config is not None
     draft_weights = None if pair.draft is None else pair.draft.weights
     return resolve(
-        settings,
-        machine,
+        case.settings,
+        case.machine,
         pair.config,
         pair.draft_config,
         weights=pair.target.weights,
@@ -177,7 +178,7 @@ def _parts(pair: Pair, plan: Plan) -> tuple[WeightParts, ...]:
 
 
 def _fixed_items(pair: Pair, plan: Plan, *, has_graphs: bool) -> list[Item]:
-    """Everything but the cache."""
+    """Return everything but the cache."""
     element_bytes, notes = ELEMENT_BYTES[plan.dtype], {"none": plan.dtype, "keep": "packed as stored"}
     names = ("target weights", "drafter weights")
     storages = (plan.quantization, plan.draft_quantization)
@@ -212,8 +213,9 @@ def _footprint(pair: Pair, plan: Plan) -> Footprint:
     return Footprint(per_token, scratch=plan.scratch, page_size=plan.page_size)
 
 
-def _cpu_fit(settings: Settings, machine: Machine, pair: Pair, plan: Plan) -> Fit:
-    fixed = _fixed_items(pair, plan, has_graphs=False)
+def _cpu_fit(case: Case, plan: Plan) -> Fit:
+    machine = case.machine
+    fixed = _fixed_items(case.pair, plan, has_graphs=False)
     needed = sum(item.num_bytes for item in fixed)
     problem = None
     if needed > machine.memory_bytes:
@@ -222,11 +224,12 @@ def _cpu_fit(settings: Settings, machine: Machine, pair: Pair, plan: Plan) -> Fi
             "are free: use --quantization int8 or a smaller model."
         )
     free = "free, as the kernel estimates it"
-    return _fit(settings, machine, pair, plan, fixed, budget=(machine.memory_bytes, free), problem=problem)
+    return _fit(case, plan, fixed, budget=(machine.memory_bytes, free), problem=problem)
 
 
-def _gpu_fit(settings: Settings, machine: Machine, pair: Pair, plan: Plan) -> Fit:
-    """Pages for what weights, tables and steps leave of the budget; the engine measures the steps' part."""
+def _gpu_fit(case: Case, plan: Plan) -> Fit:
+    """Give the cache what weights, tables and steps leave of the budget; a start measures the steps' part."""
+    settings, machine, pair = case.settings, case.machine, case.pair
     fixed = _fixed_items(pair, plan, has_graphs=settings.graphs)
     fixed.append(Item("driver", DRIVER_BYTES, "a CUDA context and its libraries", is_exact=False))
     fixed.append(Item("reserve", MARGIN_BYTES, "for shapes that are captured or planned later"))
@@ -242,27 +245,18 @@ def _gpu_fit(settings: Settings, machine: Machine, pair: Pair, plan: Plan) -> Fi
                 f"and {_left(room)} of {budget / 1e9:.1f} GB beside weights and working memory."
             )
     how = budget_how(memory_share(settings, machine), machine)
-    return _fit(settings, machine, pair, plan, fixed, budget=(budget, how), problem=problem)
+    return _fit(case, plan, fixed, budget=(budget, how), problem=problem)
 
 
-def _fit(  # what the two devices differ in
-    settings: Settings,
-    machine: Machine,
-    pair: Pair,
-    plan: Plan,
-    fixed: list[Item],
-    *,
-    budget: tuple[int, str],
-    problem: str | None,
-) -> Fit:
-    footprint = _footprint(pair, plan)
-    device = "cpu" if runs_on_cpu(settings, machine) else gpu_name(machine)
+def _fit(case: Case, plan: Plan, fixed: list[Item], *, budget: tuple[int, str], problem: str | None) -> Fit:
+    pair, footprint = case.pair, _footprint(case.pair, plan)
+    device = "cpu" if case.is_cpu else gpu_name(case.machine)
     cache_bytes = plan.num_pages * plan.page_size * footprint.per_token
     values = {
         **asdict(plan),
         "draft": pair.draft_name,
         "device": device,
-        "gpu_memory_utilization": memory_share(settings, machine),
+        "gpu_memory_utilization": memory_share(case.settings, case.machine),
         "cache_bytes": cache_bytes,
     }
     return Fit(

@@ -1,17 +1,30 @@
-"""The pair that is to be served, found, read and checked without torch."""
+"""Finds, reads and checks the pair that is to be served, without torch."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from blockdraft.checkpoints.read_draft_config import draft_block, read_draft_config
 from blockdraft.checkpoints.read_model_config import read_target
 from blockdraft.errors import FetchError, ModelError
+from blockdraft.machine.cards import Card
+from blockdraft.machine.machine import Machine
 from blockdraft.models.config import ModelConfig
 from blockdraft.models.draft_config import DraftConfig, check_pair
-from blockdraft.planner.gguf_drafter import known_drafter
+from blockdraft.planner.acceptance import (
+    Acceptance,
+    drafter_acceptance,
+    own_acceptance,
+    published_acceptance,
+)
 from blockdraft.planner.plan import NGRAM_BLOCK, Weights
-from blockdraft.planner.resolver import may_take_known_drafter, with_drafter
+from blockdraft.planner.resolver import (
+    asked_otherwise,
+    known_drafter_for,
+    runs_on_cpu,
+    with_drafter,
+)
 from blockdraft.planner.shape import Shape, draft_shape, raw_shape, target_shape
 from blockdraft.planner.stored import Stored, open_stored
 from blockdraft.settings.settings import NGRAM, Settings
@@ -26,7 +39,7 @@ class Model:
 
     @property
     def weights(self) -> Weights:
-        """As resolve takes it; without files there is nothing that could stay packed."""
+        """Return the weights as resolve takes them; without files nothing could stay packed."""
         num_values = 0 if self.shape.values is None else self.shape.values.total
         return Weights(num_values, None if self.stored.tensors is None else self.stored.method)
 
@@ -52,9 +65,40 @@ class Pair:
     def models(self) -> tuple[Model, ...]:
         return (self.target,) if self.draft is None else (self.target, self.draft)
 
+    @property
+    def acceptance(self) -> Acceptance:
+        """Return the drafter's acceptance: measured with it, in its files, or published for the target."""
+        name = self.draft_name if self.draft is None else self.draft.shape.name
+        measured = drafter_acceptance(name)
+        if measured is not None:
+            return measured
+        if self.draft is not None and self.draft.stored.fit_file:
+            return own_acceptance(self.draft.stored.fit_file, name=name)
+        kind = "dflash" if self.draft_config is None else self.draft_config.kind
+        return published_acceptance(self.target.shape.name, name, kind)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A pair on a machine, as asked for."""
+
+    settings: Settings
+    machine: Machine
+    pair: Pair
+    card: Card | None = None  # None: its speed is not known, so nothing is estimated
+    is_allowed: Callable[[Case], bool] = lambda case: True  # nothing else is advised
+
+    def asking(self, **changes: object) -> Case:
+        """Return the case with other settings."""
+        return replace(self, settings=asked_otherwise(self.settings, **changes))
+
+    @property
+    def is_cpu(self) -> bool:
+        return runs_on_cpu(self.settings, self.machine)
+
 
 def open_pair(settings: Settings, *, on_card: bool = False) -> Pair:
-    """Raises ModelError and FetchError before anything is started or downloaded but headers.
+    """Open a pair; only headers are downloaded. Raises ModelError and FetchError.
 
     `on_card`: as in `with_drafter`.
     """
@@ -68,7 +112,7 @@ def open_pair(settings: Settings, *, on_card: bool = False) -> Pair:
         return replace(alone, block=NGRAM_BLOCK, is_ngram=True)
     if draft not in (None, "none"):
         return _with_draft(alone, draft, has_files=has_files, is_native=is_native)
-    known = known_drafter(stored.published_names) if may_take_known_drafter(settings) else None
+    known = known_drafter_for(settings, stored.published_names)
     if known is None or not known.is_here:
         return alone
     try:
@@ -88,7 +132,7 @@ def _with_draft(alone: Pair, draft_source: str, *, has_files: bool, is_native: b
 
 
 def _check_size(model: Model) -> None:
-    """Of a model that we do not compute, only its files tell how large it is."""
+    """Raise ModelError if nothing tells the size: of a model that we do not compute, only its files do."""
     if model.stored.tensors is None and model.shape.values is None:
         raise ModelError(
             f"'{model.stored.name}' is not computed by our engine, and config.json alone does not tell its "
@@ -97,10 +141,7 @@ def _check_size(model: Model) -> None:
 
 
 def check_stored(target: Stored, draft: Stored) -> None:
-    """Raises ModelError where another engine would get two models that do not belong together.
-
-    What we cannot read is for that engine to judge.
-    """
+    """Raise ModelError for two models that do not match. What we cannot read, another engine judges."""
     try:
         config, target_model = _target(target, is_native=False)
         draft_config, draft_model = _draft(draft, is_native=False)

@@ -27,7 +27,7 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class StartRules:
-    """What a start obeys until it serves."""
+    """Rules for a start."""
 
     graphs: bool = True  # steps are captured where they can be
     verify: str = "auto"  # what is compared with references: "auto", "full" or "off"
@@ -37,7 +37,7 @@ class StartRules:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What the engine will do, and why."""
+    """Everything that an engine will do, with reasons."""
 
     dtype: str
     quantization: Storage  # of the target's weights
@@ -71,7 +71,7 @@ class Plan:
         return self.reasons.get(name) == ASKED
 
     def changed(self, reasons: Mapping[str, str], **values: object) -> Plan:
-        """The plan with other values, and why."""
+        """Return the plan with other values, and why."""
         return replace(self, reasons={**self.reasons, **reasons}, **values)  # type: ignore[arg-type]
 
     def pages_of(self, num_tokens: int) -> int:
@@ -79,16 +79,16 @@ class Plan:
 
     @property
     def scratch(self) -> int:
-        """Tokens that a row may write past its context: a step, and one that ran before a stop was known."""
+        """Return the tokens that a row may write past its context: this step's, and the next one's."""
         return 2 * self.block
 
     @property
     def pages_of_one(self) -> int:
-        """What one sequence of full length takes."""
+        """Return the pages of one sequence of full length."""
         return self.pages_of(self.max_model_len + self.scratch)
 
     def within(self, num_pages: int, *, shrinks: bool) -> tuple[Plan, bool]:
-        """The plan with at most `num_pages`, and whether they serve it. `shrinks`: the context may shrink."""
+        """Return the plan with at most `num_pages`, and whether they serve it. `shrinks`: the context may."""
         num_pages = max(0, min(self.num_pages, num_pages))
         reasons, max_model_len = {}, self.max_model_len
         if shrinks:

@@ -1,4 +1,4 @@
-"""What products in whole numbers cost a model, where somebody has measured it: then `auto` may take them."""
+"""Reads what int8 products cost each model, as measured; `auto` takes them only where the cost is known."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Quality:
 
 
 def measured_quality(model: str) -> Quality | None:
-    """Of the model as the user names it; None: not measured, or not good enough."""
+    """Return the quality of a model by its user's name for it; None: not measured, or not good enough."""
     found = _table().get(model)
     return found if found is not None and found.is_kept else None
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from blockdraft.checkpoints.fetch import hub_error
-from blockdraft.checkpoints.safetensors_header import TensorEntry
+from blockdraft.checkpoints.model_folder import TensorEntry
 from blockdraft.errors import BlockdraftError, FetchError, ModelError
 
 _TIMEOUT_S = 10.0
@@ -16,9 +16,9 @@ _OPTIONAL = ("generation_config.json", "hf_quant_config.json")
 def read_remote(
     repo: str, *, revision: str | None, needs_weights: bool
 ) -> tuple[Path, dict[str, TensorEntry] | None]:
-    """The hub's cache where it is complete, else the hub.
+    """Read a model from the hub's cache if it is complete there, else from the hub.
 
-    The folder of the small files, and what the shards' headers say; None: the shards are there too.
+    Return the folder of the small files, and the shards' headers; None: the shards are there too.
     """
     import huggingface_hub
 
@@ -41,7 +41,7 @@ def read_remote(
 
 
 def _cached(repo: str, revision: str | None, *, needs_weights: bool) -> Path | None:
-    """The snapshot, where everything that is asked for is in it."""
+    """Return the snapshot, if it has everything that is asked for."""
     import huggingface_hub
 
     found = huggingface_hub.try_to_load_from_cache(repo, "config.json", revision=revision)

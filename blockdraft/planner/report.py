@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from blockdraft.machine.cards import Card
-from blockdraft.machine.machine import Machine
-from blockdraft.planner.acceptance import Acceptance, drafter_acceptance, own_acceptance, published_acceptance
+from blockdraft.planner.acceptance import Acceptance
 from blockdraft.planner.advice import (
     TYPICAL_CONTEXT,
     Advice,
-    Case,
     Fix,
     Speed,
     advise,
@@ -27,10 +24,10 @@ from blockdraft.planner.estimate import ANSWER_TOKENS, PROMPT_TOKENS, unpacks_we
 from blockdraft.planner.kv_formats import token_bytes
 from blockdraft.planner.memory import cache_specs
 from blockdraft.planner.memory_fit import Fit
-from blockdraft.planner.pair import Pair
+from blockdraft.planner.pair import Case, Pair
 from blockdraft.planner.plan import ELEMENT_BYTES
 from blockdraft.planner.shape import Kind, kinds
-from blockdraft.settings.settings import NGRAM, Settings
+from blockdraft.settings.settings import NGRAM
 
 COUNTED = (
     f"tokens of all users together, over HTTP: greedy answers of {ANSWER_TOKENS} tokens, the time of their "
@@ -43,10 +40,8 @@ Verdict = Literal["fits", "tight", "does not fit"]
 class Report:
     """Everything that can be said before a start."""
 
-    settings: Settings
-    pair: Pair
+    case: Case
     title: str | None  # of what drafts; None: nothing does, or nobody knows its kind
-    card: Card | None
     fit: Fit
     verdict: Verdict
     sentence: str  # the verdict in words
@@ -58,45 +53,23 @@ class Report:
     fixes: tuple[Fix, ...]
 
 
-def make_report(
-    settings: Settings,
-    machine: Machine,
-    pair: Pair,
-    *,
-    card: Card | None,
-    is_allowed: Callable[[Settings], bool] = lambda settings: True,
-) -> Report:
-    """`card` says how fast the machine is, if that is known. Nothing is advised that is not allowed.
-
-    Raises SettingsError.
-    """
-    case = Case(settings, machine, pair, card, _acceptance(pair), is_allowed)
-    fit = fit_pair(settings, machine, pair)
+def make_report(case: Case) -> Report:
+    """Plan, estimate and advise. Raises SettingsError, ModelError."""
+    pair, fit = case.pair, fit_pair(case)
     verdict, sentence = _verdict(case, fit)
     return Report(
-        settings=settings,
-        pair=pair,
+        case=case,
         title=drafting_title(pair.draft_config, 0 if fit.plan is None else fit.plan.draft_ngram),
-        card=card,
         fit=fit,
         verdict=verdict,
         sentence=sentence,
         caches=_caches(pair, fit),
-        acceptance=None if pair.block == 1 else case.acceptance,
+        acceptance=None if pair.block == 1 else pair.acceptance,
         speeds=_speeds(case, fit) if verdict != "does not fit" else (),
         unpacks_weights=unpacks_weights(fit, pair),
         advice=advise(case),
         fixes=() if verdict == "fits" else fixes(case),
     )
-
-
-def _acceptance(pair: Pair) -> Acceptance:
-    draft = pair.draft_name if pair.draft is None else pair.draft.shape.name
-    measured = drafter_acceptance(draft)
-    if measured is None and pair.draft is not None and pair.draft.stored.fit_file:
-        return own_acceptance(pair.draft.stored.fit_file, name=draft)
-    kind = "dflash" if pair.draft_config is None else pair.draft_config.kind
-    return published_acceptance(pair.target.shape.name, draft, kind)
 
 
 def _verdict(case: Case, fit: Fit) -> tuple[Verdict, str]:
@@ -122,9 +95,9 @@ def _caches(pair: Pair, fit: Fit) -> dict[str, tuple[Kind, ...]]:
 
 
 def _speeds(case: Case, fit: Fit) -> tuple[tuple[int, Speed], ...]:
-    """One user, and as many as were asked for or 16, behind a context of usual length.
+    """Estimate for one user, and for as many as were asked for or 16, at a usual context.
 
-    Our engine chooses its widths by what pays; others keep the one they were started with.
+    Our engine chooses the widths that pay; others keep the one they were started with.
     """
     context = min(TYPICAL_CONTEXT, fit.max_model_len)
     _, asked = wanted(case)
@@ -140,16 +113,16 @@ def _speeds(case: Case, fit: Fit) -> tuple[tuple[int, Speed], ...]:
 
 
 def as_json(report: Report) -> dict[str, object]:
-    """The same as plain values."""
-    fit, settings = report.fit, report.settings
+    """Return the report as plain values."""
+    fit, case, pair = report.fit, report.case, report.case.pair
     return {
-        "model": settings.model,
-        "draft": report.pair.draft_name if report.pair.block > 1 else None,
-        "draft_kind": _kind(report.pair),
+        "model": case.settings.model,
+        "draft": pair.draft_name if pair.block > 1 else None,
+        "draft_kind": _kind(pair),
         "drafts_with": report.title,
-        "engine": settings.engine,
+        "engine": case.settings.engine,
         "device": fit.device,
-        "card": None if report.card is None else report.card.key,
+        "card": None if case.card is None else case.card.key,
         "verdict": report.verdict,
         "reason": report.sentence,
         "memory": {
@@ -178,7 +151,7 @@ def as_json(report: Report) -> dict[str, object]:
 
 
 def _kind(pair: Pair) -> str | None:
-    """None: nothing drafts, or nobody knows of which kind it is."""
+    """Return the drafter's kind; None: nothing drafts, or the kind is unknown."""
     if pair.draft_config is None:
         return NGRAM if pair.is_ngram else None
     return pair.draft_config.kind

@@ -1,4 +1,4 @@
-"""What a plan needs to know of a model's shape, also of families that only other engines compute."""
+"""Describes a model's shape for the planner, also of families that only other engines compute."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Shape:
 
     @property
     def is_plain(self) -> bool:
-        """Neither experts nor states: the layers with the fewest kernels."""
+        """Return whether it has neither experts nor states: its layers have the fewest kernels."""
         return not self.num_experts and not any(isinstance(spec, Recurrent) for spec in self.specs)
 
 
@@ -76,7 +76,7 @@ def kinds(
     width: int,
     token_bytes: Sequence[int] | None = None,
 ) -> tuple[Kind, ...]:
-    """The cache by kind of layer; `token_bytes`, of each layer, where elements are not all of one size."""
+    """Group the cache by kind of layer; `token_bytes` are by layer, if elements differ in size."""
     found = []
     sizes = token_bytes or [spec.bytes_per_token(element_bytes) for spec in specs]
     for spec in dict.fromkeys(specs):
@@ -110,7 +110,7 @@ def target_shape(config: ModelConfig) -> Shape:
 
 
 def _rope_bytes(config: ModelConfig) -> int:
-    """Cosines and sines: a table for each rope, of half as many of both as are rotated."""
+    """Return the bytes of cosines and sines: a table for each rope, half as many of both as are rotated."""
     mixers = [layer.mixer for layer in config.layers]
     ropes = {(mixer.rope, mixer.head_dim) for mixer in mixers if not isinstance(mixer, DeltaConfig)}
     return sum(
@@ -133,7 +133,7 @@ def draft_shape(config: DraftConfig, *, has_head: bool) -> Shape:
 
 
 def raw_shape(raw: Mapping[str, object], *, name: str) -> Shape:
-    """Of a config.json of any family, by the keys that most of them share. Raises ModelError."""
+    """Read the shape from any family's config.json by the keys that most share. Raises ModelError."""
     whole = Fields(raw, owner=name)
     nested = whole.section("text_config")
     nested = nested if nested.raw else whole.section("transformer_layer_config")

@@ -16,8 +16,7 @@ from blockdraft.checkpoints.fetch import SMOLLM2
 from blockdraft.checkpoints.fit_file import FIT_FILE
 from blockdraft.checkpoints.gguf_config import hugging_face_names, published_names, read_config
 from blockdraft.checkpoints.gguf_header import GgufHeader
-from blockdraft.checkpoints.model_folder import ModelFolder, ids_in
-from blockdraft.checkpoints.safetensors_header import TensorEntry
+from blockdraft.checkpoints.model_folder import ModelFolder, TensorEntry, ids_in
 from blockdraft.errors import FetchError
 from blockdraft.planner.remote import read_remote
 from blockdraft.settings.model_source import Source, find_source
@@ -52,7 +51,7 @@ class Stored:
 
     @property
     def method(self) -> str | None:
-        """How the file is quantised; None: not at all."""
+        """Return how the file is quantised; None: not at all."""
         own = None if self.quant_file is None else self.quant_file.get("quantization")
         algorithm = own.get("quant_algo") if isinstance(own, Mapping) else None
         for section in _quantization_sections(self.config):
@@ -73,7 +72,7 @@ class Stored:
 
 
 def open_stored(source: str, *, needs_weights: bool, what: str = "model") -> Stored:
-    """Raises ModelError and FetchError as opening the checkpoint for good would, and fetches no weights."""
+    """Open a checkpoint's headers, without weights. Raises ModelError and FetchError."""
     found = find_source(source, what)
     if found.kind == "hub":
         return _remote(found, needs_weights=needs_weights)
@@ -148,7 +147,7 @@ class WeightParts:
 
 
 def stored_parts(tensors: Mapping[str, Size], *, plain_bytes: int | None = None) -> WeightParts:
-    """With `plain_bytes`, what is not packed takes that much for each value, whatever the file has."""
+    """Sum up the tensors. With `plain_bytes`, unpacked values count so much each, whatever the file has."""
     found = dict.fromkeys(("embedding", "head", "layers", "experts", "left_out"), 0)
     for name, size in tensors.items():
         is_cast = plain_bytes is not None and not size.is_packed and not _is_scale(name)
@@ -158,7 +157,7 @@ def stored_parts(tensors: Mapping[str, Size], *, plain_bytes: int | None = None)
 
 
 def _is_scale(name: str) -> bool:
-    """A number that belongs to a packed tensor and stays as it is stored."""
+    """Return whether a tensor holds scales of a packed one, which stay as stored."""
     return "scale" in name.rpartition(".")[2] or name.endswith(("_zero_point", ".scales", ".qzeros"))
 
 

@@ -1,4 +1,4 @@
-"""How many values a model's weights have, by what becomes of them: counted from the configuration alone."""
+"""Counts a model's values from its configuration, by what becomes of them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Values:
 
 
 def target_values(config: ModelConfig) -> Values:
-    """Of the decoder that models/registry.py builds."""
+    """Count the values of the decoder that models/registry.py builds."""
     table = config.vocab_size * config.hidden_size
     has_wide_norms = config.family in ("gemma4", "gpt_oss", "qwen3_next", "qwen3_5", "qwen3_5_moe")
     count = Values(embedding=table, head=0 if config.ties_embeddings else table)

@@ -30,7 +30,7 @@ from blockdraft.server.page.metrics import render
 def make_app(
     engine: RemoteEngine, *, name: str, options: ServerOptions, tool_format: str = "auto"
 ) -> ASGIApp:
-    """The whole server; `name` is what clients call the model, `tool_format` how it writes tool calls."""
+    """Return the server. Clients call the model `name`, and it writes tool calls in `tool_format`."""
     api = make_api(engine, name=name, tool_format=tool_format)
 
     def has_path(scope: Scope) -> bool:

@@ -72,7 +72,7 @@ def read_api_keys(given: Iterable[str] = (), file: Path | None = None) -> tuple[
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only programs on this machine reach the address."""
+    """Return whether only programs on this machine reach the address."""
     try:
         return ip_address(host).is_loopback
     except ValueError:
@@ -91,7 +91,7 @@ def default_hosts(host: str, *, has_keys: bool) -> tuple[str, ...]:
 
 
 def _read_key_file(path: Path) -> list[str]:
-    """One key per line; empty lines and lines that begin with # are skipped."""
+    """Return the keys of a file, one per line; empty lines and lines that begin with # are skipped."""
     try:
         with path.open("rb") as file:
             content = file.read(MAX_KEY_FILE_BYTES + 1)

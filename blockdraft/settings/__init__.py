@@ -1,1 +1,1 @@
-"""What the user asked for: settings, where their values come from, recipes, names of models."""
+"""Settings: their values and sources, recipes, and names of models."""

@@ -1,7 +1,7 @@
-"""Synthetic acceptance: how likely each draft of a block is kept, whatever it says. For timing alone.
+"""Synthetic acceptance: accepts drafts by chance, whatever they are. For timing alone.
 
-A profile is a list, "0.9,0.8,0.7", whose entry j is the probability that draft j is accepted. It never rises,
-since a draft counts only behind those before it. Or it is "mean:4.5", the mean of tokens committed per step:
+A profile is a list, "0.9,0.8,0.7": entry j is the probability that draft j is accepted. It never rises,
+because a draft counts only after those before it. Or it is "mean:4.5", the mean of tokens committed per step:
 each draft then follows the one before it with the same chance p, which gives p, p^2, p^3, and so on.
 """
 
@@ -14,7 +14,7 @@ _HALVINGS = 64  # of [0, 1]: as close as a float gets
 
 
 def read_profile(text: str) -> tuple[float, ...] | float:
-    """The rates of a list, or the mean that is asked for. Raises SettingsError."""
+    """Return the rates of a list, or the mean. Raises SettingsError."""
     if not isinstance(text, str):
         raise _error(text, "it is not text")
     if text.startswith(_MEAN):
@@ -32,7 +32,7 @@ def read_profile(text: str) -> tuple[float, ...] | float:
 
 
 def acceptance_rates(text: str, *, width: int, block: int) -> tuple[float, ...]:
-    """The probability of each of the `block` - 1 drafts; a mean is met by steps of `width` tokens."""
+    """Return the probability of each of the `block` - 1 drafts; steps of `width` tokens reach a mean."""
     if width < 2:
         raise _error(text, f"width = {width} leaves no draft to accept: use --width 2 or more")
     profile = read_profile(text)
@@ -47,7 +47,7 @@ def acceptance_rates(text: str, *, width: int, block: int) -> tuple[float, ...]:
 
 
 def _chance(mean: float, width: int) -> float:
-    """The p for which 1 + p + p^2 + ... of `width` terms is `mean`."""
+    """Return the p for which 1 + p + p^2 + ... of `width` terms is `mean`."""
     low, high = 0.0, 1.0
     for _ in range(_HALVINGS):
         middle = (low + high) / 2

@@ -1,4 +1,4 @@
-"""What a start has found out, kept for the next one: each thing is a file of its own in the cache folder."""
+"""Keeps results of a start in files of the cache folder, for the next start."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def keep(file: Path, content: bytes) -> None:
-    """As a whole or not at all; where the folder cannot be written, the next start finds out again."""
+    """Write a whole file or nothing; if the folder cannot be written, the next start repeats the work."""
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         own = file.with_suffix(f".{os.getpid()}")

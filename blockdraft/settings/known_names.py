@@ -1,7 +1,7 @@
-"""Names that people bring along from vLLM, SGLang, llama.cpp and Ollama: what they are called here.
+"""Names of settings in vLLM, SGLang, llama.cpp and Ollama, and ours for them.
 
-One table for the command line and for `LLM(...)`. A name whose meaning is the same is taken, with a note; of
-the others an error says what to use. Names that are spelt as ours are (`--gpu-memory-utilization`) need none.
+One table for the command line and for `LLM(...)`. A name with the same meaning is accepted with a note; for
+others an error says what to use. Names that equal ours (`--gpu-memory-utilization`) are not listed.
 """
 
 from __future__ import annotations
@@ -50,10 +50,7 @@ _SHORT = {
 }
 # Theirs, whose it is, and what is ours: {x} becomes --x, or x in Python. "is …": a sentence of its own.
 OTHERWISE = {
-    "speculative_config": (
-        "vLLM",
-        "{draft} and {width}: the drafter's folder or hub id, and one more than num_speculative_tokens",
-    ),
+    "speculative_config": ("vLLM", "{draft} and {width}: a folder or hub id, and num_speculative_tokens + 1"),
     "num_speculative_tokens": (
         "vLLM",
         "{width}, which counts the token before the drafts too: 7 drafts are 8",
@@ -93,15 +90,13 @@ COMMANDS = {
 
 
 def command_hint(name: str) -> str | None:
-    """Returns what to say of a command that is not ours; None if no program that we know has it."""
+    """Return a hint for a command of another program; None if no program that we know has it."""
     told = COMMANDS.get(name)
-    if told is None:
-        return None
-    return f"'{name}' {told}" if told.startswith("is ") else f"'{name}': {told}"
+    return told and (f"'{name}' {told}" if told.startswith("is ") else f"'{name}': {told}")
 
 
 def as_our_flags(words: Iterable[str], ours: Container[str]) -> tuple[list[str], list[str]]:
-    """A command's words with our flags for those of others, and a note for each; `ours`: what it has."""
+    """Return a command's words with our flags for those of others, and a note for each."""
     found, notes, is_over = [], [], False
     for word in words:
         name, equals, value = word.partition("=")
@@ -126,7 +121,7 @@ def _our_flag(name: str) -> str | None:
 
 
 def flag_hint(name: str) -> str | None:
-    """What to say of a flag that is not ours; None: nobody we know has it either."""
+    """Return a hint for a flag that is not ours; None if no program that we know has it."""
     theirs = _OTHER_SHORT.get(_one_dash(name), name.removeprefix("--").removeprefix("no-").replace("-", "_"))
     if theirs in SAME:
         return f"{SAME[theirs][0]}'s {name} is our {_flag(SAME[theirs][1])}, which is not for this command"
@@ -134,15 +129,15 @@ def flag_hint(name: str) -> str | None:
 
 
 def as_our_settings(given: Mapping[str, object], note: Callable[[str], None]) -> dict[str, object]:
-    """The arguments of LLM by our names; `note` hears of each that had another. Raises SettingsError."""
+    """Return the arguments of LLM by our names; `note` gets a line for each that had another."""
     found: dict[str, object] = {}
     for name, value in given.items():
         ours = SAME[name][1] if name in SAME else name
         if ours not in SETTING_NAMES:
-            told = f"{SAME[name][0]}'s {name} is our SamplingParams({ours}=…)" if name in SAME else None
-            told = told or (_hint(name, name, str) if name in OTHERWISE else None)
-            unknown = f"LLM has no setting '{name}'{suggestion(name, [*SETTING_NAMES, *SAME]) or '.'}"
-            raise SettingsError(unknown if told is None else f"{told}.")
+            told = f"LLM has no setting '{name}'{suggestion(name, [*SETTING_NAMES, *SAME]) or '.'}"
+            if name in SAME:
+                told = f"{SAME[name][0]}'s {name} is our SamplingParams({ours}=…)."
+            raise SettingsError(f"{_hint(name, name, str)}." if name in OTHERWISE else told)
         if ours in found or (ours != name and ours in given):
             raise SettingsError(f"'{name}' and '{ours}' are the same setting: give one.")
         if ours != name:
@@ -152,12 +147,11 @@ def as_our_settings(given: Mapping[str, object], note: Callable[[str], None]) ->
 
 
 def _hint(theirs: str, name: str, spelt: Callable[[str], str]) -> str:
-    whose, _ = OTHERWISE[theirs]
-    return f"{whose}'s {name} {explained(theirs, spelt)}"
+    return f"{OTHERWISE[theirs][0]}'s {name} {explained(theirs, spelt)}"
 
 
 def explained(theirs: str, spelt: Callable[[str], str]) -> str:
-    """What to say of a name in OTHERWISE; `spelt` writes ours."""
+    """Return the hint for a name in OTHERWISE; `spelt` writes our names."""
     what = OTHERWISE[theirs][1]
     names = {field: spelt(field) for field in SETTING_NAMES}
     names["no_graphs"] = "graphs=False" if spelt is str else "--no-graphs"
@@ -165,7 +159,7 @@ def explained(theirs: str, spelt: Callable[[str], str]) -> str:
 
 
 def _one_dash(name: str) -> str:
-    """llama.cpp's short names of several letters, however they are written: --ngl is -ngl."""
+    """Return a flag with one dash if it may be a short name of llama.cpp: --ngl is -ngl."""
     return name[1:] if name.startswith("--") and len(name) > 3 else name
 
 

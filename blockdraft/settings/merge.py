@@ -1,14 +1,14 @@
-"""Where each setting comes from: defaults < recipe < environment < flags."""
+"""Merges the layers of settings: defaults < recipe < environment < flags."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 
 from blockdraft.errors import SettingsError
 from blockdraft.settings.recipe import Recipe, load_recipe
-from blockdraft.settings.settings import Settings, environment_settings, variable_of
+from blockdraft.settings.settings import Settings, read_variables, variable_of
 
 # A later layer adds to these instead of replacing them: more flags should not cost those of a recipe.
 ADDED_UP = ("engine_args", "engine_env")
@@ -18,73 +18,56 @@ ENGINE_WORDS = ("engine_version", "engine_args", "engine_env", "attention_backen
 
 @dataclass(frozen=True, slots=True)
 class MergedSettings:
-    """Settings, and of each field where its value comes from."""
+    """Settings, with the source of every value."""
 
     settings: Settings
     sources: Mapping[str, str]  # "default", "recipe NAME", "BLOCKDRAFT_WIDTH", "--width"
     recipe: Recipe | None = None
-    notes: tuple[str, ...] = ()  # what of the recipe was left out, and why
+    notes: tuple[str, ...] = ()  # parts of the recipe that were left out, and why
 
 
 def merge_settings(flags: Mapping[str, object], *, uses_environment: bool = True) -> MergedSettings:
-    """The settings of all layers together. `flags` holds only what was asked for, by field name."""
-    environment = environment_settings() if uses_environment else {}
+    """Merge the settings of all layers. `flags` holds only the given ones, by field name."""
+    environment = read_variables() if uses_environment else {}
     name = flags.get("recipe", environment.get("recipe"))
     recipe = None if name is None else load_recipe(str(name))
     asked = flags.get("engine", environment.get("engine"))
     recipe_values = {} if recipe is None else _for_engine(recipe, asked)
-    layers = [
-        _Layer("the recipe", recipe_values, lambda field, _: f"recipe {name}"),
-        _Layer("the environment", environment, lambda field, _: variable_of(field)),
-        _Layer("the flags", flags, flag_of),
-    ]
-    layers, notes = _fitting(layers)
+    layers = [("the recipe", recipe_values), ("the environment", environment), ("the flags", flags)]
+    engines = [given["engine"] for _, given in layers if "engine" in given]
     values: dict[str, object] = {}
     sources = {item.name: "default" for item in fields(Settings)}
-    for layer in layers:
-        for field, value in layer.values.items():
-            source = layer.source(field, value)
-            is_more = field in ADDED_UP and field in values
-            values[field] = _added(field, values[field], value) if is_more else value
-            sources[field] = f"{sources[field]}, {source}" if is_more else source
+    engine: object = "native"
+    final, notes = engines[-1] if engines else "native", list[str]()
+    for title, given in layers:
+        engine = given.get("engine", engine)
+        # Our own engine has no such words: beside it they are meant for the one that is still to be named.
+        is_stale = engine not in ("native", final)
+        dropped = [field for field in ENGINE_WORDS if is_stale and field in given]
+        if dropped:
+            notes.append(f"{', '.join(dropped)} of {title} left out: for {engine}, not for {final}")
+        for field, value in given.items():
+            if field in dropped:
+                continue
+            own = {"the recipe": f"recipe {name}", "the environment": variable_of(field)}
+            source = own.get(title, flag_of(field, value))
+            if field in ADDED_UP and field in values:
+                value, source = _added(field, values[field], value), f"{sources[field]}, {source}"
+            values[field], sources[field] = value, source
     return MergedSettings(_made(values, sources), sources, recipe, tuple(notes))
 
 
 def flag_of(field: str, value: object = None) -> str:
-    """--max-num-seqs, and --no-graphs of a switch that is turned off."""
+    """Return a field's flag, such as --max-num-seqs, or --no-graphs for a switch that is off."""
     return f"--{'no-' if value is False else ''}{field.replace('_', '-')}"
 
 
 def _for_engine(recipe: Recipe, engine: object) -> Mapping[str, object]:
-    """The recipe's settings; for another engine than its own those that it has for that, in its words."""
+    """Return the recipe's settings for an engine, in that engine's words."""
     if engine not in recipe.others or engine == recipe.settings.get("engine"):
         return recipe.settings
     kept = {name: value for name, value in recipe.settings.items() if name not in ENGINE_WORDS}
     return {**kept, "engine": engine, **recipe.others[str(engine)]}
-
-
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    title: str
-    values: Mapping[str, object]
-    source: Callable[[str, object], str]
-
-
-def _fitting(layers: Sequence[_Layer]) -> tuple[list[_Layer], list[str]]:
-    """Each layer without what is in the words of an engine that a later one put another in the place of."""
-    final = next((layer.values["engine"] for layer in reversed(layers) if "engine" in layer.values), "native")
-    engine: object = "native"
-    fitting, notes = [], []
-    for layer in layers:
-        engine = layer.values.get("engine", engine)
-        # Our own engine has no such words: beside it they are meant for the one that is still to be named.
-        is_stale = engine not in ("native", final)
-        dropped = [name for name in ENGINE_WORDS if is_stale and name in layer.values]
-        if dropped:
-            notes.append(f"{', '.join(dropped)} of {layer.title} left out: for {engine}, not for {final}")
-        kept = {name: value for name, value in layer.values.items() if name not in dropped}
-        fitting.append(replace(layer, values=kept))
-    return fitting, notes
 
 
 def _added(field: str, below: object, above: object) -> object:

@@ -1,7 +1,7 @@
-"""What the text after --model or --draft means: the default model, a folder, a GGUF file, or a hub id.
+"""Finds the model that --model or --draft names: the default one, a folder, a GGUF file, or a hub id.
 
-A mount that is not there must not become a download: a path is never taken for a hub id where that can be
-told from its first part. No torch here.
+A missing mount must not become a download: where the first part of a name shows that it is a path, it is no
+hub id.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DEFAULT_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a model is."""
+    """The place of a model."""
 
     kind: Literal["default", "folder", "gguf", "hub"]
     name: str  # as the user wrote it, for messages
@@ -40,7 +40,7 @@ class Source:
 
 
 def find_source(source: str | Path, what: str = "model") -> Source:
-    """Raises ModelError for a path that is not there, which is a `what`. Looks at this machine only."""
+    """Find a model on this machine or name its repository; ModelError for a path that is not there."""
     name = str(source)
     if name == "default":
         return Source("default", name)
@@ -61,23 +61,19 @@ def find_source(source: str | Path, what: str = "model") -> Source:
             f"org/name@revision), {_OWN_WORDS[what]}.{_mount_hint(name)}"
         )
     if MOUNTS.fullmatch(name.partition("/")[0]):
-        raise ModelError(
-            f"{what} '{name}' looks like a path, not a hub id, and there is no such folder here: "
-            f"{_meant(name)}"
-        )
+        meant = f"give its full path (/{name}?), and in a container check that the volume is mounted."
+        meant = f"use /{name}, which exists." if os.path.isdir(f"/{name}") else meant
+        raise ModelError(f"{what} '{name}' looks like a path, not a hub id, but is no folder here: {meant}")
     return Source("hub", name, repo=hub_id["repo"], revision=hub_id["revision"])
 
 
 def known_name(model: str) -> str:
-    """Returns "default" for the default model, also where its file is given by a path; else `model`.
-
-    The name under which drafters, measurements and factors of a model are kept.
-    """
+    """Return the key of a model's drafters and measurements: "default" also for the default model's file."""
     return "default" if _is_default_file(os.path.expanduser(model)) else model
 
 
 def _is_default_file(path: str) -> bool:
-    """Whether a file is the default model's, by size and then by content."""
+    """Return whether a file is the default model's, by size and then by content."""
     try:
         state = os.stat(path)
     except (OSError, ValueError):
@@ -89,7 +85,7 @@ def _is_default_file(path: str) -> bool:
 
 @functools.lru_cache(maxsize=8)
 def _sha256(path: str, *state: int) -> str:
-    """A start asks several times, and hashing takes 0.2 s; `state` tells a changed file from an old one."""
+    """Hash a file once (it takes 0.2 s, and a start asks several times); `state` changes with the file."""
     try:
         with open(path, "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
@@ -98,7 +94,7 @@ def _sha256(path: str, *state: int) -> str:
 
 
 def public_id(name: str) -> str:
-    """What others know a model by: its id on the hub, or the path as the user wrote it."""
+    """Return the model's id on the hub, or its path as the user wrote it."""
     if name == "default":
         return DEFAULT_ID
     hub_id = HUB_ID.fullmatch(name)
@@ -112,10 +108,3 @@ def _mount_hint(name: str) -> str:
     if os.path.isdir(parent) and os.path.dirname(parent) != parent:
         return ""  # only the last part is wrong: no mount is missing
     return " In a container, is the volume mounted?"
-
-
-def _meant(name: str) -> str:
-    """What to give instead of a relative path that is not there."""
-    if os.path.isdir(f"/{name}"):
-        return f"use /{name}, which exists."
-    return f"give its full path (/{name}?), and in a container check that the volume is mounted."

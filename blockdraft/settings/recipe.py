@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import get_type_hints
 
@@ -51,12 +51,7 @@ DRAFT_KEYS = {
     "quantization": "draft_quantization",
     "attention_backend": "draft_attention_backend",
 }
-ENGINE_KEYS = {
-    "name": "engine",
-    "version": "engine_version",
-    "args": "engine_args",
-    "env": "engine_env",
-}
+ENGINE_KEYS = {"name": "engine", "version": "engine_version", "args": "engine_args", "env": "engine_env"}
 OTHER_ENGINES = ("vllm", "sglang")
 _TABLES = {"draft": DRAFT_KEYS, "engine": ENGINE_KEYS}
 _IN_TABLES = {field: f"[{table}] {key}" for table, keys in _TABLES.items() for key, field in keys.items()}
@@ -64,10 +59,7 @@ _IN_TABLES = {field: f"[{table}] {key}" for table, keys in _TABLES.items() for k
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expectation:
-    """Published numbers of one run; times are medians.
-
-    `tokens_per_step` counts the target's own token; baseline: no drafter.
-    """
+    """Published numbers of one run; times are medians."""
 
     source: str
     card: str | None = None
@@ -76,8 +68,8 @@ class Expectation:
     task: str | None = None  # a benchmark's name, where it has one
     concurrency: int = 1
     tokens_per_second: float | None = None
-    baseline_tokens_per_second: float | None = None
-    tokens_per_step: float | None = None
+    baseline_tokens_per_second: float | None = None  # without a drafter
+    tokens_per_step: float | None = None  # with the target's own token
     drafts_accepted: float | None = None  # share of all drafts
     ttft_ms: float | None = None  # until the first token
     tpot_ms: float | None = None  # for each token after it
@@ -107,10 +99,7 @@ class Recipe:
     expect: tuple[Expectation, ...] = ()
 
 
-_NUMBERS = (
-    *("tokens_per_second", "baseline_tokens_per_second", "tokens_per_step", "drafts_accepted"),
-    *("ttft_ms", "tpot_ms", "speedup"),
-)
+_NUMBERS = tuple(item.name for item in fields(Expectation) if item.type == "float | None")
 _ABOUT = ("title", "notes", "cards", "excludes", "expect", *OTHER_ENGINES)
 _PLAIN = tuple(name for name in SETTING_NAMES if name not in (*_IN_TABLES, "recipe"))
 
@@ -120,17 +109,13 @@ def recipe_names() -> tuple[str, ...]:
 
 
 def load_recipe(name: str) -> Recipe:
-    """A known recipe by name, or any by its path, which has a slash or ends with .toml."""
+    """Load a known recipe by name, or any by its path, which has a slash or ends with .toml."""
     path = Path(name).expanduser()
     if "/" not in name and path.suffix != ".toml":
         path = FOLDER / f"{name}.toml"
         if not path.is_file():
-            known = recipe_names()
-            hint = (
-                suggestion(name, known)
-                or f": known are {', '.join(known)}; or give a path such as ./my.toml."
-            )
-            raise SettingsError(f"there is no recipe '{name}'{hint}")
+            known = f": known are {', '.join(recipe_names())}; or give a path such as ./my.toml."
+            raise SettingsError(f"there is no recipe '{name}'{suggestion(name, recipe_names()) or known}")
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -140,7 +125,7 @@ def load_recipe(name: str) -> Recipe:
 
 
 def read_recipe(text: str, *, name: str) -> Recipe:
-    """Raises SettingsError for anything that is not as the head of this file says."""
+    """Read a recipe; SettingsError names whatever does not follow the head of this file."""
     try:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -156,8 +141,8 @@ def read_recipe(text: str, *, name: str) -> Recipe:
         others={name: reader.other_engine(name, table[name]) for name in OTHER_ENGINES if name in table},
         notes=reader.text("notes", table.get("notes", "")).strip(),
         cards=tuple(reader.card("cards", name) for name in reader.texts("cards", table.get("cards", []))),
-        excludes=tuple(map(reader.exclusion, reader.tables("excludes", table.get("excludes", [])))),
-        expect=tuple(map(reader.expectation, reader.tables("expect", table.get("expect", [])))),
+        excludes=tuple(map(reader.exclusion, reader.tables(table, "excludes"))),
+        expect=tuple(map(reader.expectation, reader.tables(table, "expect"))),
     )
 
 
@@ -175,7 +160,8 @@ class _Reader:
         for written, value in table.items():
             key = FORMER_NAMES.get(written, written)
             if key in _TABLES:
-                values |= self._table(key, value)
+                example = f"{next(iter(_TABLES[key]))} = {value!r}"
+                values |= self._table(key, value, _TABLES[key], example)
             elif key in _PLAIN:
                 values[key] = self.setting(key, key, value)
             elif key in _IN_TABLES:
@@ -186,53 +172,46 @@ class _Reader:
             raise self.error("the file", "sets nothing: name a model at least")
         return values
 
-    def _table(self, table: str, value: object) -> dict[str, object]:
-        if not isinstance(value, dict):
-            key = next(iter(_TABLES[table]))
-            raise self.error(table, f"is a table: write [{table}] and below it {key} = {value!r}")
-        values = {}
-        for key, inner in value.items():
-            if key not in _TABLES[table]:
-                raise self._unknown(key, _TABLES[table], f"[{table}] ")
-            values[_TABLES[table][key]] = self.setting(_TABLES[table][key], f"[{table}] {key}", inner)
-        return values
-
     def other_engine(self, engine: str, value: object) -> dict[str, object]:
-        """The settings by their own names, and version, args and env of that engine."""
-        if not isinstance(value, dict):
-            raise self.error(engine, f"is a table: write [{engine}] and below it what that engine takes")
+        """Read settings by their own names, and version, args and env of another engine."""
         names = {key: name for key, name in ENGINE_KEYS.items() if key != "name"}
         names |= {name: name for name in (*_PLAIN, *DRAFT_KEYS.values()) if name != "model"}
-        found = {}
+        return self._table(engine, value, names, "what that engine takes")
+
+    def _table(self, table: str, value: object, names: Mapping[str, str], example: str) -> dict[str, object]:
+        """Read a table of settings; `names` has the setting of each key."""
+        if not isinstance(value, dict):
+            raise self.error(table, f"is a table: write [{table}] and below it {example}")
+        values = {}
         for written, inner in value.items():
             key = FORMER_NAMES.get(str(written), str(written))
             if key not in names:
-                raise self._unknown(key, names, f"[{engine}] ")
-            found[names[key]] = self.setting(names[key], f"[{engine}] {key}", inner)
-        return found
+                raise self._unknown(key, names, f"[{table}] ")
+            values[names[key]] = self.setting(names[key], f"[{table}] {key}", inner)
+        return values
 
     def _unknown(self, key: str, known: Iterable[str], where: str = "") -> SettingsError:
         hint = suggestion(key, known) or f": known are {', '.join(known)}"
         return self.error(f"{where}{key}", f"is no key of a recipe{hint}")
 
     def setting(self, field: str, key: str, value: object) -> object:
-        """`value` as the setting wants it, if it is of the right type."""
+        """Return `value` as the setting wants it; SettingsError if it has the wrong type."""
         if field == "engine_args":
             return self.texts(key, value)
         if field == "engine_env":
-            return self._variables(key, value)
-        kinds, what = _KINDS[SETTING_TYPES[field]]
-        is_auto = value == "auto" and SETTING_TYPES[field] in (int | Auto, bool | Auto)
-        if not is_auto and (not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds)):
-            raise self.error(key, f"= {value!r} is not {what}")
+            if not isinstance(value, dict):
+                raise self.error(key, 'is a table of text, such as { VLLM_LOGGING_LEVEL = "INFO" }')
+            return tuple((name, self.text(f"{key} {name}", text)) for name, text in value.items())
+        if value != "auto" or SETTING_TYPES[field] not in (int | Auto, bool | Auto):
+            self._check_type(key, value, SETTING_TYPES[field])
         if field in CHOICES and value not in CHOICES[field]:
             raise self.error(key, f"= {value!r} is unknown: use one of {', '.join(CHOICES[field])}")
         return value
 
-    def _variables(self, key: str, value: object) -> tuple[tuple[str, str], ...]:
-        if not isinstance(value, dict):
-            raise self.error(key, 'is a table of text, such as { VLLM_LOGGING_LEVEL = "INFO" }')
-        return tuple((name, self.text(f"{key} {name}", text)) for name, text in value.items())
+    def _check_type(self, key: str, value: object, hint: object) -> None:
+        kinds, what = _KINDS[hint]
+        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+            raise self.error(key, f"= {value!r} is not {what}")
 
     def text(self, key: str, value: object) -> str:
         if not isinstance(value, str):
@@ -245,7 +224,6 @@ class _Reader:
         return tuple(self.text(key, item) for item in value)
 
     def card(self, key: str, name: str) -> str:
-        """The card's key, also of one of its other names."""
         card = card_by_key(name)
         if card is None:
             raise self.error(key, f"names '{name}', a card that is not known{card_hint(name).rstrip('.')}")
@@ -262,7 +240,8 @@ class _Reader:
             raise self.error("[[excludes]]", "needs cards and why")
         return Exclusion(cards, why)
 
-    def tables(self, key: str, value: object) -> list[dict[str, object]]:
+    def tables(self, table: Mapping[str, object], key: str) -> list[dict[str, object]]:
+        value = table.get(key, [])
         if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
             raise self.error(key, f"is a list of tables: write [[{key}]]")
         return value
@@ -272,9 +251,7 @@ class _Reader:
         for key, value in table.items():
             if key not in hints:
                 raise self._unknown(key, hints, "[[expect]] ")
-            kinds, what = _KINDS[hints[key]]
-            if not isinstance(value, kinds) or isinstance(value, bool):
-                raise self.error(f"[[expect]] {key}", f"= {value!r} is not {what}")
+            self._check_type(f"[[expect]] {key}", value, hints[key])
         if not table.get("source"):
             raise self.error("[[expect]]", "without source: say where the numbers were published")
         if not any(name in table for name in _NUMBERS):
@@ -284,13 +261,10 @@ class _Reader:
 
 
 _KINDS: dict[object, tuple[tuple[type, ...], str]] = {
-    str: ((str,), "text: put it in quotes"),
-    str | None: ((str,), "text: put it in quotes"),
-    int: ((int,), "a whole number"),
-    int | None: ((int,), "a whole number"),
+    **dict.fromkeys((str, str | None), ((str,), "text: put it in quotes")),
+    **dict.fromkeys((int, int | None), ((int,), "a whole number")),
+    **dict.fromkeys((float, float | None), ((int, float), "a number")),
     int | Auto: ((int,), 'a whole number or "auto"'),
-    float: ((int, float), "a number"),
-    float | None: ((int, float), "a number"),
     bool: ((bool,), "true or false"),
     bool | Auto: ((bool,), 'true, false or "auto"'),
 }
@@ -312,7 +286,11 @@ def check_recipe_card(name: str | None, model: str, device: str, machine: Machin
             where = f"{_title(gpu)} ({family.capitalize()})"
             raise SettingsError(f"recipe '{recipe.name}' will not work on {where}: {exclusion.why}.")
     cards = recipe_cards(recipe)
-    if not cards or any(_is_as_good(gpu, card) for card in cards):
+    as_good = (
+        card.key in named or (gpu.capability == card.capability and gpu.memory_bytes >= card.memory_bytes)
+        for card in cards
+    )
+    if not cards or any(as_good):
         return ()
     titles = ", ".join(card.title for card in cards)
     return (f"recipe '{recipe.name}' is for {titles}: nobody has reported it to run on {_title(gpu)}",)
@@ -320,14 +298,6 @@ def check_recipe_card(name: str | None, model: str, device: str, machine: Machin
 
 def recipe_cards(recipe: Recipe) -> list[Card]:
     return [card for key in recipe.cards if (card := card_by_key(key)) is not None]
-
-
-def _is_as_good(gpu: Gpu, card: Card) -> bool:
-    """Whether it is that card, or one of the same capability with as much memory."""
-    own = gpu.card
-    if own is not None and own.key == card.key:
-        return True
-    return gpu.capability == card.capability and gpu.memory_bytes >= card.memory_bytes
 
 
 def _title(gpu: Gpu) -> str:

@@ -1,4 +1,4 @@
-"""What the user asked for, and the only place where the environment is read."""
+"""Settings of one engine, as the user asked; the only module that reads the environment."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ Auto = Literal["auto"]
 T = TypeVar("T")
 DTYPES = ("auto", "float32", "float64", "bfloat16", "float16")
 TOOL_FORMATS = ("auto", "hermes", "qwen_xml", "gemma", "harmony", "llama", "plain")
+ENGINES = ("native", "vllm", "sglang")
 NGRAM = "ngram"  # of a drafter: none that is stored
 DFLASH2 = "dflash2"  # of a drafter: the head that ships for the model
 DRAFT_WORDS = ("auto", "none", NGRAM, DFLASH2)  # these name no folder: that is ./ngram
@@ -26,60 +27,49 @@ QUANTIZATIONS = ("auto", "keep", "none", "fp8", "int8")
 
 
 def _setting(default: T, help_text: str, **facts: object) -> T:
-    """A field whose help text is also its row in --help. `facts`: its least value, or its `choices`."""
+    """Return a field with its text in --help. `facts`: its least value, or its `choices`."""
     return field(default=default, metadata={"help": help_text, **facts})
 
 
 def _launched(default: T, help_text: str, **facts: object) -> T:
-    """The same of what only the engines we launch understand."""
+    """Return a field that only vLLM and SGLang understand."""
     return _setting(default, help_text, is_launched=True, **facts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """One engine, as asked for.
-
-    "auto" is resolved by planner.resolver.resolve; the drafter's by settings/shipped.py and the device's by
-    asking torch, both before that.
-    """
+    """One engine, as asked for. The planner resolves "auto", drafter and device first."""
 
     model: str = _setting("default", "target: folder, hub id, GGUF file, or 'default'")
     draft: str | None = _setting(
         "auto",
-        "drafter: folder or hub id; auto is the one that ships for the model, or for a GGUF file one that is "
-        "known for its model and on this disk, if any; 'dflash2' is the shipped one's "
-        "DFlash2 head, which auto takes on a card with our own engine; 'ngram' drafts from what prompt and "
-        "answer say again, for any model; or 'none'",
+        "drafter: folder or hub id; 'auto': the one that ships for the model or, for a GGUF file, a known "
+        "one on this disk; 'dflash2': the shipped one's DFlash2 head, which auto takes on a card "
+        "with our own engine; 'ngram': repeat what followed the same tokens before, for any model; or 'none'",
     )
     draft_ngram: int | Auto = _setting(
         "auto",
-        "draft what followed, where as many of the last tokens occurred before; auto: 1 with --draft ngram, "
-        "0 (never) beside a drafter",
+        "draft what followed an earlier occurrence of the last N tokens; auto: 1 with --draft ngram, else 0 "
+        "(never)",
         least=0,
     )
-    width: int | Auto = _setting(
-        "auto", "tokens verified per step, anchor included; 1 is plain decoding", least=1
-    )
-    device: str = _setting(
-        "auto", "cpu, cuda, or cuda:N for one card; auto is cuda where there is one, else cpu"
-    )
-    dtype: str = _setting("auto", f"one of {', '.join(DTYPES)}", choices=DTYPES)
+    width: int | Auto = _setting("auto", "tokens verified per step with the anchor; 1: no drafts", least=1)
+    device: str = _setting("auto", "cpu, cuda, or cuda:N for one card; auto: cuda if there is one, else cpu")
+    dtype: str = _setting("auto", "number format of both models", choices=DTYPES)
     quantization: str = _setting(
         "auto",
-        "the target's weights: keep as stored, none (unpacked), or fp8 or int8 made while loading; "
+        "the target's weights: keep them as stored, none (unpack them), or make fp8 or int8 while loading; "
         "auto unpacks what fits easily",
         choices=QUANTIZATIONS,
     )
     draft_quantization: str = _setting("auto", "the same for the drafter's weights", choices=QUANTIZATIONS)
     load_format: str = _setting(
-        "auto",
-        "dummy: random weights, for timing only; of a folder or hub id config.json is enough",
-        choices=("auto", "dummy"),
+        "auto", "dummy: random weights, for timing only; needs only config.json", choices=("auto", "dummy")
     )
     synthetic_acceptance: str | None = _setting(
         None,
         "for timing only: accept drafts by chance, with these probabilities by position (0.9,0.8,0.6) or "
-        "for this many tokens per step (mean:4.5)",
+        "with this mean of tokens per step (mean:4.5)",
     )
     max_model_len: int | Auto = _setting("auto", "longest prompt and answer together, in tokens", least=2)
     max_num_seqs: int | Auto = _setting("auto", "sequences that run at once", least=1)
@@ -87,79 +77,60 @@ class Settings:
     page_size: int = _setting(16, "tokens per cache page", least=1)
     kv_dtype: str = _setting(
         "auto",
-        "keys and values: auto in the model's dtype; int8, fp8, tq4 or tq4v3 compress what lies behind; "
-        "with --engine, in the words of vllm or sglang",
+        "format of keys and values: auto, the model's dtype; int8, fp8, tq4 or tq4v3 compress all but the "
+        "last --kv-window tokens; with --engine, a name that vllm or sglang knows",
     )
-    draft_kv_dtype: str = _setting("auto", "the same for the drafter's own; auto: never compressed")
-    kv_window: int = _setting(
-        128, "tokens behind each position that it reads exact where others are compressed", least=1
-    )
+    draft_kv_dtype: str = _setting("auto", "the same for the drafter's keys and values; auto: not compressed")
+    kv_window: int = _setting(128, "last tokens whose keys and values are not compressed", least=1)
     cache_bytes: int | Auto = _setting("auto", "memory for the KV cache, in bytes", least=1)
     gpu_memory_utilization: float = _setting(
-        0.9,
-        "share of the GPU's memory that may be in use, by us and by others; the cache takes what is left",
+        0.9, "share of the GPU's memory that may be in use, by all programs; the cache takes what is left"
     )
     max_prefill_tokens: int | Auto = _setting(
-        "auto", "most prompt tokens of a prefill step, fewer beside decoding", least=1
+        "auto", "most prompt tokens of a prefill step; beside decoding it takes fewer", least=1
     )
     max_stall_ms: int | None = _setting(
-        None, "longest that a prefill step may hold up decoding, in milliseconds; cuts the chunk", least=1
+        None, "longest time in ms that a prefill step may delay decoding; longer steps are split", least=1
     )
     prefix_cache: bool = _setting(True, "reuse the cache of common prompt beginnings")
-    overlap: bool | Auto = _setting(
-        "auto", "launch the next step before reading the last one's result; auto: on a GPU"
-    )
+    overlap: bool | Auto = _setting("auto", "launch a step before reading the last result; auto: on a GPU")
     graphs: bool = _setting(True, "on a GPU, run each decode step as one CUDA graph")
     allow_batch_variance: bool = _setting(
         False,
-        "on a GPU, the fastest kernels: near-ties may then be answered otherwise in other company",
+        "on a GPU, use the fastest kernels: an answer may vary with the batch if two tokens are nearly tied",
     )
     verify: str = _setting(
         "auto",
-        "check kernels, model and drafter before serving: auto what has changed since it was checked here, "
-        "full everything, off nothing",
+        "check kernels, model and drafter before serving; auto: what changed since the last check on this "
+        "machine; full: everything; off: nothing",
         choices=("auto", "full", "off"),
     )
     sampling_defaults: str = _setting(
         "model",
-        "of requests that do not say: the model's own (generation_config.json; of a GGUF file its metadata, "
-        "else llama.cpp's), or openai's (temperature 1)",
+        "sampling values that a request leaves out: the model's (generation_config.json; of a GGUF file its "
+        "metadata, else llama.cpp's), or openai's (temperature 1)",
         choices=("model", "openai"),
     )
-    chat_template: str | None = _setting(None, "a file with a chat template, in place of the model's own")
+    chat_template: str | None = _setting(None, "file with a chat template, in place of the model's own")
     tool_format: str = _setting(
-        "auto", "how the model writes tool calls; auto: as its chat template shows", choices=TOOL_FORMATS
+        "auto", "format of the model's tool calls; auto: by its chat template", choices=TOOL_FORMATS
     )
-    seed: int = _setting(0, "where requests without a seed draw theirs from", least=-(2**63))
-    engine: str = _setting(
-        "native",
-        "native is ours; vllm and sglang are started and served through",
-        choices=("native", "vllm", "sglang"),
-    )
-    engine_version: str | None = _launched(
-        None, "of vllm or sglang, whose flags differ by version; none: the newest known"
-    )
-    tensor_parallel: int = _launched(1, "GPUs that share each layer; vllm and sglang only", least=1)
-    pipeline_parallel: int = _launched(
-        1, "groups of GPUs that share the layers; vllm and sglang only", least=1
-    )
-    num_nodes: int = _launched(1, "machines that share the model; vllm and sglang only", least=1)
-    node_rank: int = _launched(
-        0, "which of the machines this is; 0 is the head, which answers clients", least=0
-    )
-    head_address: str | None = _launched(
-        None, "HOST or HOST:PORT where the machines meet, the same on all of them"
-    )
-    attention_backend: str | None = _launched(None, "the target's, in the words of vllm or sglang")
+    seed: int = _setting(0, "seed of requests that give none", least=-(2**63))
+    engine: str = _setting("native", "native is ours; the others run behind our server", choices=ENGINES)
+    engine_version: str | None = _launched(None, "version to write flags for; none: the newest known")
+    tensor_parallel: int = _launched(1, "GPUs that share each layer", least=1)
+    pipeline_parallel: int = _launched(1, "groups of GPUs that share the layers", least=1)
+    num_nodes: int = _launched(1, "machines that share the model", least=1)
+    node_rank: int = _launched(0, "number of this machine; 0 is the head, which answers clients", least=0)
+    head_address: str | None = _launched(None, "HOST or HOST:PORT of the head, the same on all machines")
+    attention_backend: str | None = _launched(None, "the target's attention backend in vllm or sglang")
     draft_attention_backend: str | None = _launched(None, "the same for the drafter")
-    engine_args: tuple[str, ...] = _launched(
-        (), "more flags for vllm or sglang, in one text after '=', passed on as they are"
-    )
+    engine_args: tuple[str, ...] = _launched((), "more flags for vllm or sglang, as one text after '='")
     engine_env: tuple[tuple[str, str], ...] = _launched((), "more environment variables for vllm or sglang")
     trust_remote_code: bool = _launched(
-        False, "let vllm or sglang run code that a checkpoint brings: only what you have read"
+        False, "let vllm or sglang run Python code of the checkpoint: only if you have read it"
     )
-    recipe: str | None = _setting(None, "settings from a file: the name of a known one, or a path")
+    recipe: str | None = _setting(None, "settings from a file: the name of a known recipe, or a path")
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -170,9 +141,7 @@ class Settings:
                 raise SettingsError(f"{name} = {value!r} is not a whole number of at least {low}.")
         share = self.gpu_memory_utilization
         if not isinstance(share, int | float) or not 0 < share <= 1:
-            raise SettingsError(
-                f"gpu_memory_utilization = {share!r} is not a share: give 0.9 for nine tenths."
-            )
+            raise SettingsError(f"gpu_memory_utilization = {share!r} is no share: give 0.9 for nine tenths.")
         for name, known in CHOICES.items():
             if (value := getattr(self, name)) not in known:
                 raise SettingsError(f"{name} '{value}' is unknown: use one of {', '.join(known)}.")
@@ -187,29 +156,24 @@ class Settings:
                 )
 
     def _check_engine(self) -> None:
-        """The native engine runs on one device and takes no flags of others; machines must meet somewhere."""
+        """Raise SettingsError for settings of other engines, and for machines that cannot meet."""
         if self.engine == "native":
             check_device(self.device)
         for item in fields(self):
             value = getattr(self, item.name)
             if self.engine == "native" and item.name in LAUNCH_SETTINGS and value != item.default:
-                flag = f"--{item.name.replace('_', '-')}"
                 raise SettingsError(
                     f"{item.name} = {value!r} is not for the native engine: add --engine vllm or "
-                    f"--engine sglang, or leave out {flag}."
+                    f"--engine sglang, or leave out --{item.name.replace('_', '-')}."
                 )
         if self.node_rank >= self.num_nodes:
-            raise SettingsError(
-                f"node_rank = {self.node_rank} of num_nodes = {self.num_nodes}: ranks count from 0 to "
-                f"{self.num_nodes - 1}."
-            )
+            ranks = f"ranks count from 0 to {self.num_nodes - 1}"
+            raise SettingsError(f"node_rank = {self.node_rank} of num_nodes = {self.num_nodes}: {ranks}.")
         if self.num_nodes > 1 and self.head_address is None:
-            raise SettingsError(
-                f"num_nodes = {self.num_nodes}, but nobody says where they meet: add --head-address."
-            )
+            raise SettingsError(f"num_nodes = {self.num_nodes}, but they cannot meet: add --head-address.")
 
     def _check_ngram(self) -> None:
-        """Drafts from the row's own tokens are our engine's, and need something to be told from chance by."""
+        """Raise SettingsError for n-gram drafts that the engine cannot make."""
         asked = self.draft_ngram
         if self.engine != "native" and (self.draft == NGRAM or asked not in ("auto", 0)):
             raise SettingsError(
@@ -223,13 +187,11 @@ class Settings:
         if asked == 0 and self.draft == NGRAM:
             raise SettingsError("draft_ngram = 0 leaves --draft ngram nothing to draft: use --draft none.")
         if asked and self.draft in (None, "none"):
-            raise SettingsError(
-                f"draft_ngram = {asked}, but there is no drafter to go beside: use --draft ngram."
-            )
+            raise SettingsError(f"draft_ngram = {asked} needs a drafter: use --draft ngram.")
 
     @property
     def suffix(self) -> str:
-        """What the model's name ends with where answers are for timing only; empty where they are real."""
+        """The end of the model's name that says that answers are for timing only; empty for real answers."""
         dummy = "+dummy" if self.load_format == "dummy" else ""
         return dummy + ("+synthetic" if self.synthetic_acceptance is not None else "")
 
@@ -250,15 +212,12 @@ SETTING_TYPES: dict[str, object] = get_type_hints(Settings)
 DEFAULTS: dict[str, object] = {item.name: item.default for item in fields(Settings)}
 _DEVICE = re.compile(r"auto|(cpu|cuda)(:[0-9]{1,4})?", re.ASCII)
 _OTHER_DEVICES = {
-    "mps": "Apple's GPU",
-    "metal": "Apple's GPU",
-    "rocm": "an AMD GPU",
-    "hip": "an AMD GPU",
+    **dict.fromkeys(("mps", "metal"), "Apple's GPU"),
+    **dict.fromkeys(("rocm", "hip"), "an AMD GPU"),
+    **dict.fromkeys(("tpu", "xla"), "Google's TPU"),
     "xpu": "an Intel GPU",
-    "tpu": "Google's TPU",
-    "xla": "Google's TPU",
     "npu": "an NPU",
-    "vulkan": "a GPU by way of Vulkan",
+    "vulkan": "a GPU through Vulkan",
 }
 _WORDS = {
     **dict.fromkeys(("on", "true", "yes", "1"), True),
@@ -267,7 +226,7 @@ _WORDS = {
 
 
 def check_device(name: str) -> None:
-    """Raises SettingsError for a device that our engine does not compute on."""
+    """Raise SettingsError for a device that our engine does not compute on."""
     if _DEVICE.fullmatch(name):
         return
     kind = name.partition(":")[0].lower()
@@ -278,13 +237,13 @@ def check_device(name: str) -> None:
 
 
 def suggestion(wrong: str, names: Iterable[str], *, cutoff: float = 0.7) -> str:
-    """ ": did you mean x?" for the closest name, or nothing."""
+    """Return ": did you mean x?" for the closest name, or nothing."""
     close = difflib.get_close_matches(wrong, list(names), 1, cutoff)
     return f": did you mean {close[0]}?" if close else ""
 
 
 def read_setting(name: str, text: str) -> object:
-    """The value that `text` stands for. ValueError says what it is not; ranges are checked by Settings."""
+    """Return the value that `text` stands for, or raise ValueError. Settings checks ranges."""
     hint = SETTING_TYPES[name]
     if name == "engine_args":
         return tuple(shlex.split(text))
@@ -309,17 +268,13 @@ def read_variable(text: str) -> tuple[str, str]:
     return name, value
 
 
-def _read_bool(text: str) -> bool:
-    return _WORDS[text.lower()]
-
-
 _KINDS: dict[object, tuple[Callable[[str], object], str]] = {
     int: (int, "a whole number"),
     int | None: (int, "a whole number or 'none'"),
     int | Auto: (int, "a whole number or 'auto'"),
     float: (float, "a number"),
-    bool: (_read_bool, "on or off"),
-    bool | Auto: (_read_bool, "on, off or 'auto'"),
+    bool: (lambda text: _WORDS[text.lower()], "on or off"),
+    bool | Auto: (lambda text: _WORDS[text.lower()], "on, off or 'auto'"),
 }
 
 PREFIX = "BLOCKDRAFT_"
@@ -331,13 +286,9 @@ OTHER_VARIABLES = {
 }
 
 
-def environment_settings() -> dict[str, object]:
-    """Settings of BLOCKDRAFT_NAME variables, by field; an empty one counts as unset."""
-    return read_variables(os.environ)
-
-
-def read_variables(environment: Mapping[str, str]) -> dict[str, object]:
-    """The same of any environment. Raises SettingsError for a variable that nobody would read."""
+def read_variables(environment: Mapping[str, str] | None = None) -> dict[str, object]:
+    """Return the settings of BLOCKDRAFT_NAME variables that are not empty; SettingsError for unknown ones."""
+    environment = os.environ if environment is None else environment
     known = {variable_of(name): name for name in SETTING_NAMES}
     known |= {variable_of(name): ours for name, ours in FORMER_NAMES.items()}
     values = {}
@@ -357,14 +308,13 @@ def read_variables(environment: Mapping[str, str]) -> dict[str, object]:
 
 def _near(variable: str) -> str:
     # Without their prefix, which makes all of them alike.
-    names = [variable_of(name).removeprefix(PREFIX) for name in SETTING_NAMES]
-    names += [name.removeprefix(PREFIX) for name in OTHER_VARIABLES]
+    names = [name.removeprefix(PREFIX) for name in (*map(variable_of, SETTING_NAMES), *OTHER_VARIABLES)]
     hint = suggestion(variable.removeprefix(PREFIX), names)
     return hint.replace("mean ", f"mean {PREFIX}") if hint else ": see docs/settings.md for those that are."
 
 
 def wanted_products() -> str:
-    """How a CPU shall multiply int8; empty: as it does fastest."""
+    """Return the chosen way to multiply int8 on a CPU; empty: the fastest."""
     return os.environ.get("BLOCKDRAFT_PRODUCTS", "")
 
 
@@ -379,21 +329,21 @@ def forget_environment_settings() -> None:
 
 
 def cache_dir() -> Path:
-    """Where downloads are kept: $BLOCKDRAFT_CACHE, or blockdraft/ in the user's cache folder."""
-    chosen = os.environ.get("BLOCKDRAFT_CACHE")
-    if chosen:
-        return Path(chosen).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base).expanduser() if base else Path.home() / ".cache") / "blockdraft"
+    """Return the folder of downloads: $BLOCKDRAFT_CACHE, or blockdraft/ in the user's cache folder."""
+    return Path(os.environ.get("BLOCKDRAFT_CACHE") or _user_cache() / "blockdraft").expanduser()
+
+
+def _user_cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser()
 
 
 def environment_api_key() -> str | None:
-    """$BLOCKDRAFT_API_KEY: what clients of the server must send; None when unset or empty."""
+    """Return $BLOCKDRAFT_API_KEY, the key that clients must send; None if unset or empty."""
     return os.environ.get("BLOCKDRAFT_API_KEY") or None
 
 
 def whole_environment() -> dict[str, str]:
-    """A copy, for the container's entrypoint, which puts other variables into our words."""
+    """Return a copy of the environment, for the container's entrypoint, which translates its variables."""
     return dict(os.environ)
 
 
@@ -409,27 +359,25 @@ def pin_threads() -> None:
 
 
 def write_no_perf_maps() -> None:
-    """oneDNN, a part of PyTorch, would leave a perf-PID.map behind, for profilers; call before it is used."""
+    """Keep oneDNN, a part of PyTorch, from leaving perf-PID.map files behind; call before it is used."""
     if "DNNL_JIT_PROFILE" not in os.environ:
         os.environ.setdefault("ONEDNN_JIT_PROFILE", "0")
 
 
 def child_environment(added: Mapping[str, str]) -> dict[str, str]:
-    """Our environment for a program that we start, without our own secrets, and with `added`."""
+    """Return our environment for a program that we start: with `added`, without our own secrets."""
     return {name: value for name, value in os.environ.items() if name != "BLOCKDRAFT_API_KEY"} | dict(added)
 
 
 def visible_gpus() -> str | None:
-    """$CUDA_VISIBLE_DEVICES: the cards that programs may use; None when unset, empty for none of them."""
+    """Return $CUDA_VISIBLE_DEVICES, the cards that programs may use; None if unset, empty: no card."""
     return os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
 def cache_dirs() -> dict[str, Path]:
-    """Every folder that a run may fill: our downloads, the hub's, and the kernels that Triton compiles."""
-    home = Path.home()
-    base = Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache").expanduser()
-    hub_home = Path(os.environ.get("HF_HOME") or base / "huggingface").expanduser()
-    triton_home = Path(os.environ.get("TRITON_HOME") or home).expanduser()
+    """Return the folders that a run may fill: our downloads, the hub's, and Triton's compiled kernels."""
+    hub_home = Path(os.environ.get("HF_HOME") or _user_cache() / "huggingface").expanduser()
+    triton_home = Path(os.environ.get("TRITON_HOME") or Path.home()).expanduser()
     return {
         "downloads": cache_dir(),
         "hub": Path(os.environ.get("HF_HUB_CACHE") or hub_home / "hub").expanduser(),

@@ -21,7 +21,7 @@ _GGUF_END = re.compile(r"([.-](I?Q\d\w*|B?F16|F32))?\.gguf$", re.IGNORECASE)
 
 
 def shipped_drafter(model: str, *, part: str = "") -> Path | None:
-    """The folder of the drafter that belongs to `model`, or of that `part` of it, if it is here."""
+    """Return the folder of the drafter that ships for `model`, or of a `part` of it; None if missing."""
     model = known_name(model)
     if model not in DRAFTERS:
         return None
@@ -30,7 +30,7 @@ def shipped_drafter(model: str, *, part: str = "") -> Path | None:
 
 
 def model_title(name: str) -> str:
-    """What people call a model that was named so on the command line: never a path."""
+    """Return what people call a model that was named so on the command line: never a path."""
     path = Path(name)
     if path.is_relative_to(FOLDER) and (title := _TITLES.get(path.relative_to(FOLDER).as_posix())):
         return title

@@ -1,14 +1,14 @@
-"""How many tokens to verify per step: what a width costs on this machine against what it commits.
+"""Chooses how many tokens to verify per step: what a width costs on this machine against what it commits.
 
-How often drafts are accepted is known, by category of prompts (fit.json), and taken with caution. What a
-step costs is measured: plain and speculative steps of one row, in turns, and the fastest of each, as noise
-only ever adds. A wider step never costs less, so no speed-up is beyond the tokens that a step commits. The
-width is the one with the best mean speed-up of those at which no category is slower than plain decoding.
-Where there is none it is 1: requests then decode plainly unless they ask for drafts. Where something
-disturbed the times, the width is a guess and no speed-up is told.
+fit.json says how often drafts are accepted by category of prompts; a user's prompts differ, so this is
+lowered. Costs are measured: plain and speculative steps of one row, in turns, the fastest of each, as noise
+only adds. A wider step never costs less, so no speed-up exceeds the tokens that a step commits. The width
+has the best mean speed-up among those at which no category is slower than plain decoding. If there is none
+it is 1, and requests decode plainly unless they ask for drafts. If something disturbed the times, the width
+is a guess and no speed-up is told.
 
-That is where serving begins: then what drafts commit and what steps take, for however many requests at once,
-decides before each step (engine/width_controller.py).
+Serving begins with this width; from then on engine/width_controller.py decides before each step, for any
+number of requests, by what drafts commit and steps take.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Costs:
 
     @property
     def by_place(self) -> dict[tuple[int, int], float]:
-        """All of them, by rows and width."""
+        """Return all costs by rows and width."""
         return {(1, 1): self.plain_s, **{(1, width): s for width, s in self.by_width.items()}, **self.several}
 
 
@@ -89,12 +89,12 @@ BUSY_GUESS = "a guess, as the machine was busy"
 
 
 def committed(shares: tuple[float, ...], width: int) -> float:
-    """Mean tokens per step, the target's own included."""
+    """Return the mean tokens per step, the target's own included."""
     return 1 + sum(shares[: width - 1])
 
 
 def speedups(acceptance: Acceptance, costs: Costs, width: int) -> dict[str, float]:
-    """By category, against plain decoding."""
+    """Return the speed-up against plain decoding by category."""
     ratio = costs.by_width[width] / costs.plain_s
     return {category: committed(shares, width) / ratio for category, shares in acceptance.items()}
 
@@ -107,14 +107,14 @@ def cautious(acceptance: Acceptance, caution: float = CAUTION) -> dict[str, tupl
 
 
 def chances_of(acceptance: Acceptance, block: int, *, caution: float = CAUTION) -> tuple[float, ...]:
-    """Of the draft at each place, in the mean of all categories: that it is right where those before were."""
+    """Return for each place how likely its draft is right if those before were, over all categories."""
     known = [fmean(shares) for shares in zip(*cautious(acceptance, caution).values(), strict=False)]
     found = [share / max(before, 1e-6) for share, before in zip(known, (1.0, *known), strict=False)]
     return tuple((found + [found[-1]] * block)[: block - 1])
 
 
 def choose_width(acceptance: Acceptance, costs: Costs, *, caution: float = CAUTION) -> WidthChoice:
-    """The width with the best mean speed-up that slows no category down, or 1."""
+    """Return the width with the best mean speed-up that slows no category down, or 1."""
     expected = cautious(acceptance, caution)
     gains = {width: speedups(expected, costs, width) for width in costs.by_width}
     mean = {width: fmean(found.values()) for width, found in gains.items()}
@@ -133,14 +133,14 @@ def choose_width(acceptance: Acceptance, costs: Costs, *, caution: float = CAUTI
 
 
 def may_choose_width(engine: Engine) -> bool:
-    """Whether a start chooses: nobody asked for a width, and drafts are accepted as they are, or by rates."""
+    """Return whether a start chooses: the user did not, and it is known how drafts are accepted."""
     models = engine.models
     is_known = models.rates is not None or not models.labels.is_dummy
     return not engine.plan.is_asked("width") and models.draft_name is not None and is_known
 
 
 def known_acceptance(models: LoadedPair) -> Acceptance:
-    """Before anything is served: that of the fit, or the rates by which drafts are accepted for timing."""
+    """Return the acceptance before anything is served: the fit's, or the rates asked for timing."""
     return models.acceptance if models.rates is None else {"the synthetic acceptance": models.rates}
 
 
@@ -157,7 +157,7 @@ def plan_with_width(
     stores: bool = True,
     warn: Callable[[str], None] = lambda _: None,
 ) -> Plan:
-    """The idle engine's plan with the width that pays. `uses_stored`: by costs that were measured before."""
+    """Return the idle engine's plan with the width that pays. `uses_stored`: earlier costs will do."""
     file = cache_dir() / "widths" / f"{_key(engine, acceptance)}.json"
     models = engine.models
     plan, is_cpu = engine.plan, models.device.type == "cpu"
@@ -186,9 +186,9 @@ def plan_with_width(
 def measure_costs(
     engine: Engine, acceptance: Acceptance, clock: Callable[[], float] = time.perf_counter
 ) -> Costs:
-    """Of plain steps, and of each width that can still be the best.
+    """Measure plain steps, and each width that can still be the best.
 
-    The engine, which is idle, stays as it was. Where steps are captured, the planned width alone is measured:
+    The engine must be idle and stays as it was. Captured steps are measured at the planned width only, since
     each width is a graph to capture.
     """
     plan, begun_s = engine.plan, clock()
@@ -228,9 +228,9 @@ def _measured(engine: Engine, acceptance: Acceptance, caution: float) -> Costs:
 def measure_several(
     engine: Engine, width: int, *, most: int, clock: Callable[[], float] = time.perf_counter
 ) -> dict[tuple[int, int], float]:
-    """Of `most` rows at once: plain steps, and those of `width`. Nothing where only one row can run.
+    """Measure `most` rows at once: plain steps and those of `width`; empty if only one row can run.
 
-    Fewer where rows or pages are fewer; captured steps of so many rows as a graph runs.
+    Fewer rows if rows or pages are fewer; of captured steps, as many rows as a graph has.
     """
     plan, pages = engine.plan, engine.scheduler.pages
     per_row = -(-(_context(engine) + plan.block) // pages.page_size)
@@ -254,7 +254,7 @@ def measure_several(
 
 
 def _costs(times: Mapping[int, list[float]]) -> Costs:
-    """The fastest of each width, or of a wider one: what a wider step takes, a narrower one takes at most."""
+    """Return each width's least time, its own or a wider one's: a narrower step takes at most as long."""
     fastest: dict[int, float] = {}
     least = math.inf
     for width in sorted((one for one, taken in times.items() if taken), reverse=True):
@@ -263,7 +263,7 @@ def _costs(times: Mapping[int, list[float]]) -> Costs:
 
 
 def _is_steady(times: Mapping[int, list[float]]) -> bool:
-    """Whether the two fastest of each are alike, as one alone may be chance, and wider steps cost more."""
+    """Return whether the two fastest of each width are alike, and wider steps cost more."""
     pairs = [sorted(times[width])[:2] for width in sorted(times)]
     are_alike = all(len(pair) == 2 and pair[1] <= STEADY * pair[0] for pair in pairs)
     return are_alike and all(two[0] >= CHEAPER * one[0] for one, two in pairwise(pairs))
@@ -272,7 +272,7 @@ def _is_steady(times: Mapping[int, list[float]]) -> bool:
 def _is_past_the_best(
     acceptance: Acceptance, times: Mapping[int, list[float]], width: int, *, slack: float
 ) -> bool:
-    """Whether wider steps can only be worse: speed rises with the width, then falls, as it has here."""
+    """Return whether wider steps can only be worse: speed rises with the width, then falls."""
     if width == 1:
         return False
     costs = _costs(times)
@@ -283,7 +283,7 @@ def _is_past_the_best(
 def _step_s(
     engine: Engine, width: int, pages: list[int], clock: Callable[[], float], num_rows: int = 1
 ) -> float:
-    """One step behind a context that nobody has computed: what it holds costs no time."""
+    """Time one step behind a context that was never computed: its contents do not matter."""
     context, per_row = _context(engine), len(pages) // num_rows
     graph = None if engine.graphs is None else engine.graphs.find(num_rows, width)
     token_ids, sampling = [0] * (context + 1), RowSampling()
@@ -306,7 +306,7 @@ def _context(engine: Engine) -> int:
 
 
 def _key(engine: Engine, acceptance: Acceptance) -> str:
-    """Whatever a measurement depends on: the machine and its threads, both models as they are loaded."""
+    """Hash what a measurement depends on: the machine and its threads, both models as loaded."""
     models, plan, machine = engine.models, engine.plan, read_machine()
     drafting = models.draft_name if models.drafter.model is None else fingerprint(models.drafter.model)
     facts = [
@@ -322,7 +322,7 @@ def _key(engine: Engine, acceptance: Acceptance) -> str:
 
 
 def _stored(file: Path) -> Costs | None:
-    """None: nothing of use is there."""
+    """Read stored costs; None: none of use are there."""
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
         several = {(int(rows), int(width)): float(value) for rows, width, value in raw["several"]}

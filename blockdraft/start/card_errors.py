@@ -14,7 +14,7 @@ OUT_OF_MEMORY = ("out of memory", "cublas_status_alloc_failed", "cudnn_status_al
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether the card had too little memory: torch's own allocator says so by a class, the rest by words."""
+    """Return whether the card had too little memory: torch raises a class of its own, others words."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
     text = str(error).lower()
@@ -27,7 +27,7 @@ def first_line(error: Exception) -> str:
 
 
 def memory_of(device: torch.device) -> tuple[int, int]:
-    """Bytes that are free and all of them, from the driver where CUDA itself does not answer any more."""
+    """Return the bytes that are free and all, from the driver if CUDA itself does not answer any more."""
     try:
         return torch.cuda.mem_get_info(device)
     except RuntimeError:
@@ -36,7 +36,7 @@ def memory_of(device: torch.device) -> tuple[int, int]:
 
 
 def usage(device: torch.device) -> str:
-    """How much of a card is free, and which other processes hold how much of it, as far as anybody tells."""
+    """Say how much of a card is free, and which other processes hold how much of it, as far as known."""
     free, total = memory_of(device)
     text = f"{free / 1e9:.1f} of {total / 1e9:.1f} GB are free"
     held = _held(device.index or 0)
@@ -44,7 +44,7 @@ def usage(device: torch.device) -> str:
 
 
 def _held(index: int) -> str:
-    """ "process 12 (python3) holds 3.0 GB and …"; "" where the driver lists nobody else."""
+    """Say "process 12 (python3) holds 3.0 GB and …"; empty if the driver lists nobody else."""
     holders = read_holders(index)
     parts = []
     for holder in holders[:MAX_NAMED]:
@@ -57,13 +57,13 @@ def _held(index: int) -> str:
 
 
 def unused_gpu() -> str | None:
-    """Of a start that takes the CPU: the GPU that is there all the same, why not that, and what to do."""
+    """Say for a start on the CPU which GPU is not used, why, and what to do; None: there is none."""
     unseen = why_unseen(read_machine(), torch.__version__, torch.version.cuda)
     return None if unseen is None else f"{unseen.says}, so the CPU serves: {unseen.advice}."
 
 
 def unusable(name: str, error: Exception) -> BlockdraftError:
-    """The error for device `name`, with which torch could not begin."""
+    """Make the error for device `name`, with which torch could not begin."""
     line, text = first_line(error), str(error).lower()
     if not name.startswith("cuda"):
         return ModelError(f"device '{name}' cannot be used: {line}.")

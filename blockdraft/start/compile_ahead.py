@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.cache.rows import RowSampling
-from blockdraft.check.kernels import check_kernels
+from blockdraft.check.operations import check_kernels
 from blockdraft.check.piece_sizes import pieces_for
 from blockdraft.check.verified import card_facts, digest_of, libraries, plan_facts, sources
 from blockdraft.engine.engine import Engine
@@ -53,7 +53,7 @@ class CompileAhead:
     """The workers of one start; none where they would be of no use."""
 
     def __init__(self, device: torch.device, facts: object) -> None:
-        """`facts`: all that decides which kernels there will be, beside our sources and the card."""
+        """Start the workers. `facts`: what decides on the kernels beside our sources and the card."""
         self.problem: str | None = None  # why some kernels are left to the start
         self.has_run = False  # whether an earlier start has compiled and run them all
         self._pool: CompilePool | None = None
@@ -71,9 +71,9 @@ class CompileAhead:
 
     @contextlib.contextmanager
     def collecting(self) -> Iterator[bool]:
-        """Asks for the kernels of what is called within; whether there is any use in calling it.
+        """Collect the kernels of what runs inside; yield whether that is of any use.
 
-        An error ends the collecting alone (`problem`): if it is a real one, the start meets it again.
+        An error only ends the collecting (`problem`): if it is a real one, the start meets it again.
         """
         if self._pool is None:
             yield False
@@ -87,9 +87,9 @@ class CompileAhead:
             self.problem = f"{type(error).__name__}: {error}"
 
     def wait(self, tell: Callable[[int, int, str], None]) -> None:
-        """Until all is compiled; `tell` hears how many are, of how many, and the name of the last.
+        """Wait until all is compiled; `tell` gets the number done, of how many, and the last name.
 
-        Then the workers end: a start that has to do without a kernel compiles what it needs instead itself.
+        Then the workers end: a start that must do without a kernel compiles the rest itself.
         """
         if self._pool is not None:
             self._pool.wait(tell)
@@ -100,7 +100,7 @@ class CompileAhead:
             self._end_workers()
 
     def close(self, *, is_done: bool) -> None:
-        """`is_done`: all kernels have run, so the next start finds them compiled."""
+        """End the workers. `is_done`: all kernels have run, so the next start finds them compiled."""
         self._end_workers()
         if is_done and self._mark is not None and not self._mark.exists():
             keep(self._mark, b"")
@@ -113,7 +113,7 @@ class CompileAhead:
 
 @contextlib.contextmanager
 def compiling_for(opened: Opened) -> Iterator[CompileAhead]:
-    """The workers of a start, which begin while the weights are read."""
+    """Run the workers of a start, which begin while the weights are read."""
     draft = None if opened.draft is None else repr(opened.draft.config)
     plan, rules = opened.plan, opened.plan.start
     facts = [repr(opened.target.config), draft, plan_facts(plan), rules.graphs, rules.verify]
@@ -152,7 +152,7 @@ def run_checks(engine: Engine) -> None:
 
 
 def run_steps(engine: Engine) -> None:
-    """The steps of serving, warming up and checking, by their sizes: what the rows hold does not matter."""
+    """Run the steps of serving, warming up and checking in their sizes, whatever the rows hold."""
     plan, rows = engine.plan, engine.rows
     pieces = pieces_for(engine)
     chunks = [(1,), (plan.max_prefill_tokens,), (2, 7), (1,) * len(SAMPLINGS)]
@@ -190,7 +190,7 @@ def _token_ids(engine: Engine, count: int) -> Tensor:
 
 
 def _graph_shapes(engine: Engine) -> list[tuple[int, int]]:
-    """Those of PrefillGraphs that have kernels of their own: from some tokens on they are alike."""
+    """Return the shapes of PrefillGraphs that have kernels of their own: larger ones are alike."""
     if engine.cache.has_states:
         return []
     found = shapes(

@@ -1,4 +1,4 @@
-"""PyTorch's imports take seconds: how they take less, and what the driver can do meanwhile."""
+"""Makes PyTorch's imports, which take seconds, faster, and has the driver begin meanwhile."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from threading import Thread, current_thread, main_thread
 
 @contextmanager
 def quick_imports() -> Iterator[None]:
-    """PyTorch is made of a thousand modules, which are no garbage: nobody need look through them."""
+    """Turn off garbage collection during imports: PyTorch's thousand modules are no garbage."""
     gc.disable()
     try:
         with ended_by_ctrl_c():
@@ -24,9 +24,9 @@ def quick_imports() -> Iterator[None]:
 
 @contextmanager
 def ended_by_ctrl_c() -> Iterator[None]:
-    """Ctrl-C ends the process itself, while modules are imported.
+    """Let Ctrl-C end the process itself during imports.
 
-    Its exception may be caught by one of them, and be lost, or leave something half imported.
+    A module might catch its exception and lose it, or stay half imported.
     """
     is_main = current_thread() is main_thread()
     is_caught = is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -40,7 +40,7 @@ def ended_by_ctrl_c() -> Iterator[None]:
 
 
 def wake_card(device: str) -> None:
-    """Have the context of `device` ("auto", "cuda:1") made on a thread of its own; PyTorch takes it over."""
+    """Make the context of `device` ("auto", "cuda:1") on its own thread; PyTorch takes it over."""
     from blockdraft.machine.machine import may_have_gpu
 
     if device != "cpu" and may_have_gpu():
@@ -48,7 +48,7 @@ def wake_card(device: str) -> None:
 
 
 def _make_context(index: int) -> None:
-    """What is missing here, PyTorch misses too, and says so."""
+    """Ignore errors: PyTorch meets them too, and reports them."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:

@@ -1,4 +1,4 @@
-"""Doing without a kernel that does not compile on this card: its reference serves from then on."""
+"""Replaces a kernel that does not compile on this card by its reference."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ T = TypeVar("T")
 def with_kernels_that_compile(
     models: LoadedPair, make: Callable[[LoadedPair], T], tell: Callable[[Operation, str], None]
 ) -> T:
-    """What `make` returns; each operation whose kernel does not compile costs one more try without it.
+    """Return what `make` returns; try again without each operation whose kernel does not compile.
 
-    So the choice is made before anything is served, for this engine and for all shapes. `tell` hears of each,
-    with the compiler's words. ModelError: nothing compiles on this machine.
+    So the choice is made before anything is served, for this engine and all shapes. `tell` gets each one with
+    the compiler's words. Raises ModelError if nothing compiles on this machine.
     """
     while True:
         try:

@@ -1,6 +1,6 @@
-"""What "auto" means for a GGUF file that is given by its path, in sentences for stderr and /ready.
+"""Says what "auto" means for a GGUF file that is given by its path, for stderr and /ready.
 
-Such a file has no folder beside it that says how to serve it, so a start says what it has chosen.
+No folder beside such a file says how to serve it, so a start says what it has chosen.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def gguf_choices(
     draft: str | None,
     why_none: str,
 ) -> tuple[str, ...]:
-    """Empty for other checkpoints, and for "default" itself. What the user has set is not told.
+    """Return a sentence for each choice that the user left to us; none for other files and for "default".
 
     `draft` is the drafter that was opened; `why_none` says why a known one was not.
     """

@@ -15,12 +15,11 @@ from blockdraft.checkpoints.dummy import byte_tokenizer, fill, vocab_map
 from blockdraft.checkpoints.fit_file import Acceptance, read_fit
 from blockdraft.checkpoints.gguf_checkpoint import GgufCheckpoint
 from blockdraft.checkpoints.model_folder import GENERATION_FILE
-from blockdraft.checkpoints.opening import open_checkpoint
+from blockdraft.checkpoints.opening import open_checkpoint, stored_form
 from blockdraft.checkpoints.quantization import read_quantization
 from blockdraft.checkpoints.read_draft_config import read_draft_config
 from blockdraft.checkpoints.read_model_config import read_target
-from blockdraft.checkpoints.stored_form import stored_form
-from blockdraft.checkpoints.weights import check_copies, load_decoder, load_drafter
+from blockdraft.checkpoints.weights import load_checkpoint
 from blockdraft.engine.loaded_pair import Labels, LoadedPair
 from blockdraft.engine.sampling_defaults import sampling_defaults
 from blockdraft.errors import CapacityError, FetchError, ModelError
@@ -30,18 +29,19 @@ from blockdraft.kernels.kernels import kernels_for
 from blockdraft.machine.machine import read_machine
 from blockdraft.models.config import ModelConfig
 from blockdraft.models.decoder import Decoder
-from blockdraft.models.dflash2 import DFlash2, body_type
+from blockdraft.models.dflash import DFlash2, body_type
 from blockdraft.models.draft_config import DraftConfig, check_pair
 from blockdraft.models.kernel_module import bind
 from blockdraft.models.registry import build_decoder
-from blockdraft.planner.gguf_drafter import KnownDrafter, known_drafter
+from blockdraft.planner.known_pairs import KnownDrafter
 from blockdraft.planner.plan import Plan, Weights
-from blockdraft.planner.resolver import may_take_known_drafter, resolve, with_drafter
+from blockdraft.planner.resolver import device_for, known_drafter_for, resolve, with_drafter
+from blockdraft.planner.values import Values, draft_values, target_values
 from blockdraft.settings.acceptance_profile import acceptance_rates
 from blockdraft.settings.settings import NGRAM, Settings, check_device
 from blockdraft.start.card_errors import unusable, usage
-from blockdraft.start.chat_template import read_chat_template
 from blockdraft.start.gguf_choices import gguf_choices
+from blockdraft.start.preflight import read_chat_template
 from blockdraft.step.dflash import DFlashDrafter
 from blockdraft.step.drafter import Drafter, NoDrafter
 from blockdraft.step.ngram import NGRAM_ACCEPTANCE, NgramDrafter
@@ -53,7 +53,7 @@ Module = TypeVar("Module", bound=nn.Module)
 
 @dataclass(frozen=True, slots=True)
 class OpenedTarget:
-    """A target that was found and understood; its weights are not read yet."""
+    """A target that was found and checked; its weights are not read yet."""
 
     checkpoint: Checkpoint
     config: ModelConfig
@@ -65,7 +65,7 @@ class OpenedTarget:
 
 @dataclass(frozen=True, slots=True)
 class OpenedDrafter:
-    """The same of a drafter that belongs to its target."""
+    """A drafter that was found and matches its target; its weights are not read yet."""
 
     checkpoint: Checkpoint
     config: DraftConfig
@@ -85,6 +85,13 @@ class Opened:
     labels: Labels
 
 
+def load_pair(
+    report: Callable[[str], None] = lambda line: None, **settings: object
+) -> tuple[LoadedPair, Plan]:
+    """Load a pair by the values of its settings."""
+    return load_models(Settings(**settings), report)  # type: ignore[arg-type]
+
+
 def load_models(settings: Settings, report: Callable[[str], None]) -> tuple[LoadedPair, Plan]:
     """Open, check, plan, then read the weights: every cheap check comes before the expensive part."""
     opened = open_models(settings, report)
@@ -95,14 +102,14 @@ def open_models(settings: Settings, report: Callable[[str], None]) -> Opened:
     """Find (or download) both checkpoints, check that they belong together, and plan."""
     device, profile = _device(resolve_device(settings.device)), settings.synthetic_acceptance
     source = with_drafter(settings, report, on_card=device.type != "cpu").draft
-    target = _open_target(settings, device, report)
+    target = _open_target(settings, report)
     draft, why_none = None, ""
     if source not in (None, "none", NGRAM):
         needs_weights = settings.load_format != "dummy"
-        draft = _open_drafter(source, target, device, report, needs_weights=needs_weights)
-    elif isinstance(target.checkpoint, GgufCheckpoint) and may_take_known_drafter(settings):
-        known = known_drafter(target.checkpoint.published_names)
-        draft, why_none = _open_known(known, target, device, report)
+        draft = _open_drafter(source, target, report, needs_weights=needs_weights)
+    elif isinstance(target.checkpoint, GgufCheckpoint):
+        known = known_drafter_for(settings, target.checkpoint.published_names)
+        draft, why_none = _open_known(known, target, report)
     plan = _plan(settings, device, target, draft)
     rates = None if profile is None else acceptance_rates(profile, width=plan.width, block=plan.block)
     methods = [one.weights.method for one in (target, draft) if one is not None]
@@ -114,7 +121,7 @@ def open_models(settings: Settings, report: Callable[[str], None]) -> Opened:
     return Opened(target, draft, plan, device, rates, labels)
 
 
-def _open_target(settings: Settings, device: torch.device, report: Callable[[str], None]) -> OpenedTarget:
+def _open_target(settings: Settings, report: Callable[[str], None]) -> OpenedTarget:
     report(f"opening {settings.model}")
     is_dummy = settings.load_format == "dummy"
     checkpoint = open_checkpoint(settings.model, report=report, needs_weights=not is_dummy)
@@ -129,33 +136,24 @@ def _open_target(settings: Settings, device: torch.device, report: Callable[[str
     if settings.sampling_defaults == "model":
         file = "its metadata" if isinstance(checkpoint, GgufCheckpoint) else GENERATION_FILE
         sampling = sampling_defaults(checkpoint.generation_file, name=checkpoint.name, file=file)
-    weights = _weights(checkpoint, functools.partial(_decoder, config, (), 1, device))
+    weights = _weights(checkpoint, target_values(config))
     return OpenedTarget(checkpoint, config, weights, Tokenizer(parts), has_tokenizer, sampling)
 
 
 def _open_drafter(
-    source: str,
-    target: OpenedTarget,
-    device: torch.device,
-    report: Callable[[str], None],
-    *,
-    needs_weights: bool = True,
+    source: str, target: OpenedTarget, report: Callable[[str], None], *, needs_weights: bool = True
 ) -> OpenedDrafter:
     report(f"opening {source}")
     checkpoint = open_checkpoint(source, report=report, needs_weights=needs_weights, what="drafter")
     config = read_draft_config(checkpoint.config, name=checkpoint.name)
     check_pair(config, target.config, target.tokenizer.eos_ids)
     acceptance = read_fit(checkpoint.fit_file, name=checkpoint.name)
-    model = body_type(config)
-    build = functools.partial(model, config, first_layer=0, max_positions=1, has_head=False, device=device)
-    return OpenedDrafter(checkpoint, config, _weights(checkpoint, build), acceptance)
+    values = draft_values(config, has_head=_has_head(checkpoint if needs_weights else None, config))
+    return OpenedDrafter(checkpoint, config, _weights(checkpoint, values), acceptance)
 
 
 def _open_known(
-    known: KnownDrafter | None,
-    target: OpenedTarget,
-    device: torch.device,
-    report: Callable[[str], None],
+    known: KnownDrafter | None, target: OpenedTarget, report: Callable[[str], None]
 ) -> tuple[OpenedDrafter | None, str]:
     """Open a drafter that nobody asked for, or say why there is none."""
     if known is None:
@@ -166,7 +164,7 @@ def _open_known(
             f"{known.name}` brings it, and the next start takes it"
         )
     try:
-        return _open_drafter(known.name, target, device, report), ""
+        return _open_drafter(known.name, target, report), ""
     except (ModelError, FetchError) as error:
         return None, f"{known.name} cannot be used ({error})"
 
@@ -174,7 +172,7 @@ def _open_known(
 def _plan(
     settings: Settings, device: torch.device, target: OpenedTarget, draft: OpenedDrafter | None
 ) -> Plan:
-    """For this machine as it is now. CapacityError: with who holds what of the card."""
+    """Plan for this machine as it is now. A CapacityError also says who holds what of the card."""
     free, total = gpu_memory(device) if device.type == "cuda" else (0, 0)
     machine = replace(read_machine(), gpu_bytes=total, gpu_free_bytes=free)
     weights, draft_weights = target.weights, None if draft is None else draft.weights
@@ -197,10 +195,10 @@ def _plan(
 
 
 def gpu_memory(device: torch.device) -> tuple[int, int]:
-    """Bytes of a GPU that are free, and all of them.
+    """Return the bytes of a GPU that are free, and all.
 
-    CUDA counts the page cache as used. Where the card's memory is the machine's, that may be most of it once
-    a model was read; the kernel says what can really be had.
+    CUDA counts the page cache as used. On unified memory that may be most of it once a model was read, so
+    there the kernel's figure counts.
     """
     free, total = torch.cuda.mem_get_info(device)
     gpus, index = read_machine().gpus, device.index or 0
@@ -210,17 +208,15 @@ def gpu_memory(device: torch.device) -> tuple[int, int]:
 
 
 def resolve_device(name: str) -> str:
-    """ "auto" as a device: the GPU where torch finds one. Raises SettingsError for an unknown device."""
+    """Return the device that `name` means to torch. Raises SettingsError for one that we do not use."""
     check_device(name)
-    if name != "auto":
-        return name
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    return device_for(name, has_gpu=torch.cuda.is_available())
 
 
 def timing_notices(
     settings: Settings, methods: Sequence[str | None], *, has_tokenizer: bool
 ) -> tuple[str, ...]:
-    """What has to be said of an engine that is good for timing only, a sentence each.
+    """Return the warnings for an engine that is good for timing only.
 
     `methods` say how the checkpoints are quantised.
     """
@@ -291,20 +287,20 @@ def _acceptance(drafter: Drafter, draft: OpenedDrafter | None) -> Acceptance:
     return NGRAM_ACCEPTANCE if isinstance(drafter, NgramDrafter) else {}
 
 
-def _weights(checkpoint: Checkpoint, build: Callable[[], nn.Module]) -> Weights:
-    """How large a checkpoint is and how it is quantised; `build` makes its model."""
-    try:
-        num_values = sum(parameter.numel() for parameter in _empty(build, "float32").parameters())
-    except (RuntimeError, TypeError, OverflowError) as error:
-        raise ModelError(
-            f"'{checkpoint.name}': config.json describes a model that no machine holds ({error}). "
-            "Fetch it again."
-        ) from None
+def _weights(checkpoint: Checkpoint, values: Values) -> Weights:
+    """Return how large a checkpoint's model is, and how the checkpoint is quantised."""
     quantization = read_quantization(checkpoint.config, checkpoint.quant_file, name=checkpoint.name)
     if quantization is not None:
-        return Weights(num_values, quantization.name)
+        return Weights(values.total, quantization.name)
     is_packed = any(checkpoint.ggml_type(name) is not None for name in checkpoint.tensors())
-    return Weights(num_values, "GGUF" if is_packed else None)
+    return Weights(values.total, "GGUF" if is_packed else None)
+
+
+def _has_head(checkpoint: Checkpoint | None, config: DraftConfig) -> bool:
+    """Return whether a drafter brings a head of its own; without a checkpoint, only where it must."""
+    if checkpoint is None:
+        return config.draft_vocab_size != config.vocab_size
+    return config.has_own_head(is_stored="lm_head.weight" in checkpoint.tensors())
 
 
 def _how(quantization: str) -> str:
@@ -319,19 +315,18 @@ def load_target(
     device: torch.device,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Decoder:
-    """The target with the weights of `checkpoint`; None: with random ones."""
+    """Load the target with the weights of `checkpoint`; None: with random ones."""
     taps = draft.taps if draft is not None else ()
-    target = _empty(lambda: _decoder(config, taps, plan.max_positions, device), plan.dtype)
+    build = functools.partial(
+        build_decoder, config, taps=taps, max_positions=plan.max_positions, device=device
+    )
+    target = _empty(config.name, build, plan.dtype)
     if checkpoint is None:
         fill(target, storage=plan.quantization, device=device, progress=progress)
     else:
-        load_decoder(target, checkpoint, storage=plan.quantization, device=device, progress=progress)
+        load_checkpoint(target, checkpoint, storage=plan.quantization, device=device, progress=progress)
     kernels = kernels_for(getattr(torch, plan.dtype), device, is_fast=not plan.same_bits)
     return bind(target.requires_grad_(False).eval(), kernels)
-
-
-def _decoder(config: ModelConfig, taps: tuple[int, ...], max_positions: int, device: torch.device) -> Decoder:
-    return build_decoder(config, taps=taps, max_positions=max_positions, device=device)
 
 
 def load_dflash(
@@ -341,12 +336,8 @@ def load_dflash(
     plan: Plan,
     device: torch.device,
 ) -> DFlashDrafter:
-    """The drafter with the weights of `checkpoint`; None: with random ones."""
-    if checkpoint is None:
-        has_head = config.draft_vocab_size != config.vocab_size  # only then must it have its own
-    else:
-        has_head = config.has_own_head(is_stored="lm_head.weight" in checkpoint.tensors())
-        check_copies(checkpoint, config)
+    """Load the drafter with the weights of `checkpoint`; None: with random ones."""
+    has_head = _has_head(checkpoint, config)
     build = functools.partial(
         body_type(config),
         config,
@@ -355,12 +346,12 @@ def load_dflash(
         has_head=has_head,
         device=device,
     )
-    model = _empty(build, plan.dtype)
+    model = _empty(config.name, build, plan.dtype)
     if checkpoint is None:
         fill(model, storage=plan.draft_quantization, device=device)
         ids = vocab_map(config.draft_vocab_size, config.vocab_size, device)
     else:
-        load_drafter(model, checkpoint, storage=plan.draft_quantization, device=device)
+        load_checkpoint(model, checkpoint, storage=plan.draft_quantization, device=device)
         ids = _vocab_map(checkpoint, config, has_head, device)
         if isinstance(model, DFlash2):
             model.leave_out_idle_convs()
@@ -368,13 +359,17 @@ def load_dflash(
     return drafter_type(config)(model, target, ids, draft_ngram=plan.draft_ngram)
 
 
-def _empty(build: Callable[[], Module], dtype: str) -> Module:
-    """A module of `dtype` without memory for its parameters."""
+def _empty(name: str, build: Callable[[], Module], dtype: str) -> Module:
+    """Build a model of `dtype` without memory for its parameters."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, dtype))
     try:
         with torch.device("meta"):
             return build()
+    except (RuntimeError, TypeError, OverflowError) as error:
+        raise ModelError(
+            f"'{name}': config.json describes a model that no machine holds ({error}). Fetch it again."
+        ) from None
     finally:
         torch.set_default_dtype(before)
 
@@ -382,7 +377,7 @@ def _empty(build: Callable[[], Module], dtype: str) -> Module:
 def _vocab_map(
     checkpoint: Checkpoint, config: DraftConfig, has_head: bool, device: torch.device
 ) -> Tensor | None:
-    """Target token id of each row of a reduced head: `d2t` stores the difference to the row number."""
+    """Return the target's token id of each row of a reduced head: `d2t` holds the differences."""
     if config.draft_vocab_size == config.vocab_size:
         return None
     shapes = {name: info.shape for name, info in checkpoint.tensors().items()}

@@ -1,7 +1,7 @@
-"""How many pages a GPU has room for, found by running the largest steps before the cache takes the rest.
+"""Measures how many pages a GPU has room for, before the cache takes the rest.
 
-Nothing is estimated that can be measured: an engine with a small cache runs its largest steps and captures
-them, and what that left free, within the budget, becomes pages. So no step runs out of memory later.
+An engine with a small cache runs its largest steps and captures them; what is left within the budget becomes
+pages. So no step runs out of memory later.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from blockdraft.start.warm import largest_rounds, warm
 
 
 def fit_pages(models: LoadedPair, plan: Plan, note: Callable[[str], None]) -> Plan:
-    """`plan` with as many pages as fit; unchanged where the user set the size, or there is no GPU."""
+    """Return `plan` with as many pages as fit; unchanged if the user set the size, or there is no GPU."""
     if not is_measured(models, plan):
         return plan
     note("measuring what the largest steps need")
@@ -45,12 +45,12 @@ def fit_pages(models: LoadedPair, plan: Plan, note: Callable[[str], None]) -> Pl
 
 
 def is_measured(models: LoadedPair, plan: Plan) -> bool:
-    """Whether the largest steps are run to find out: on a card, unless the user set the size."""
+    """Return whether the largest steps are run to find out: on a card, unless the user set the size."""
     return models.device.type == "cuda" and not plan.is_asked("cache_bytes")
 
 
 def _overhead(models: LoadedPair, plan: Plan, note: Callable[[str], None]) -> int:
-    """Bytes beside weights and pages: rows and states, the largest steps run eagerly, the largest graph."""
+    """Return the bytes beside weights and pages: rows, states, the largest steps and the largest graph."""
     device = models.device
     before = _free(device)
     torch.cuda.reset_peak_memory_stats(device)
@@ -69,7 +69,7 @@ def _overhead(models: LoadedPair, plan: Plan, note: Callable[[str], None]) -> in
 
 @contextmanager
 def memory_explained(plan: Plan, device: torch.device, *, is_loading: bool = False) -> Iterator[None]:
-    """A CapacityError that says what to do, where the GPU has less than was planned with.
+    """Turn a GPU's out-of-memory error into a CapacityError that says what to do.
 
     `is_loading`: weights are being read, which a smaller cache and smaller steps would not change.
     """
@@ -93,14 +93,14 @@ def memory_explained(plan: Plan, device: torch.device, *, is_loading: bool = Fal
 
 
 def why_no_graphs(models: LoadedPair, plan: Plan) -> str | None:
-    """None where a decode step can be captured, else what stands in the way."""
+    """Return what prevents the capture of decode steps; None: nothing."""
     if not plan.start.graphs:
         return "switched off"
     return models.why_not_captured()
 
 
 def pages_to_probe(plan: Plan) -> int:
-    """Enough for every round of the warm-up."""
+    """Return enough pages for every round of the warm-up."""
     longest = plan.pages_of(plan.max_prefill_tokens + 1 + 3 * plan.block) + 1
     short = plan.pages_of(8 + 4 * plan.block) + 1
     return min(plan.num_pages, longest + plan.max_num_seqs * short)
@@ -114,21 +114,21 @@ def _page_bytes(models: LoadedPair, plan: Plan) -> int:
 
 
 def release() -> None:
-    """Hand back what nobody holds any more."""
+    """Hand back memory that nobody holds any more."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def _free(device: torch.device) -> int:
-    """Bytes that could be had, once everything let go of has been handed back."""
+    """Return the bytes that could be had once all unused memory was handed back."""
     torch.cuda.synchronize(device)
     release()
     return gpu_memory(device)[0]
 
 
 def _budget(share: float, device: torch.device) -> int:
-    """What we may still take: the share of the whole, less what is in use, by us or by others."""
+    """Return what we may still take: the share of the whole, less what is in use."""
     free, total = _free(device), torch.cuda.mem_get_info(device)[1]
     return int(total * share) - (total - free)
 

@@ -1,22 +1,24 @@
-"""What a start of our own engine needs before anything is downloaded or torch is imported."""
+"""Checks a start of our own engine before anything is downloaded or torch is imported."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
-from blockdraft.errors import CapacityError, FetchError
+from blockdraft.errors import CapacityError, FetchError, ModelError, SettingsError
 from blockdraft.machine.machine import may_have_gpu, read_machine
 from blockdraft.planner.memory_fit import fit_native
-from blockdraft.planner.pair import open_pair
+from blockdraft.planner.pair import Case, open_pair
+from blockdraft.planner.resolver import device_for
 from blockdraft.settings.recipe import check_recipe_card
 from blockdraft.settings.settings import Settings, pin_threads
-from blockdraft.start.chat_template import read_chat_template
+from blockdraft.text.template import compile_template
+
+MAX_TEMPLATE_BYTES = 1 << 20  # arbitrary; templates have some ten thousand
 
 
 def check_native(settings: Settings, warn: Callable[[str], None] = lambda line: None) -> None:
-    """Raises for weights that are too large, for a pair that does not match and for a chat template that is
-    none. The rest is left to the start, which measures, fetches and says so.
-    """
+    """Raise for weights that are too large, a pair that does not match, and a bad chat template."""
     if settings.chat_template is not None:
         read_chat_template(settings.chat_template)
     if settings.model == "default" or ":" in settings.device:
@@ -27,7 +29,7 @@ def check_native(settings: Settings, warn: Callable[[str], None] = lambda line: 
     if settings.device == "cuda" and not machine.gpu_bytes:
         return
     try:
-        fit = fit_native(settings, machine, open_pair(settings))
+        fit = fit_native(Case(settings, machine, open_pair(settings)))
     except FetchError:
         return
     if fit.problem is not None and fit.weight_bytes > fit.budget:
@@ -35,6 +37,24 @@ def check_native(settings: Settings, warn: Callable[[str], None] = lambda line: 
 
 
 def pin_cpu_threads(device: str) -> None:
-    """Pin the CPU's threads where the model will surely run on it. Before torch is imported."""
-    if device == "cpu" or (device == "auto" and not may_have_gpu()):
+    """Pin the CPU's threads if the model will surely run on it. Call it before torch is imported."""
+    if device_for(device, has_gpu=may_have_gpu()) == "cpu":
         pin_threads()
+
+
+def read_chat_template(file: str) -> str:
+    """Return the text of a template that parses. Raises SettingsError."""
+    path = Path(file).expanduser()
+    try:
+        if path.stat().st_size > MAX_TEMPLATE_BYTES:
+            size = f"more than {MAX_TEMPLATE_BYTES} bytes"
+            raise SettingsError(f"--chat-template {file} has {size}: it is no template.")
+        text = path.read_text(encoding="utf-8")
+        compile_template(text)
+    except OSError as error:
+        raise SettingsError(f"--chat-template {file} cannot be read ({error.strerror}).") from None
+    except UnicodeDecodeError:
+        raise SettingsError(f"--chat-template {file} is not UTF-8 text.") from None
+    except ModelError as error:
+        raise SettingsError(f"--chat-template {file}: {error}") from None
+    return text

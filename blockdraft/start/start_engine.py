@@ -14,17 +14,17 @@ from blockdraft.engine.loaded_pair import LoadedPair
 from blockdraft.engine.width_controller import widths_for
 from blockdraft.errors import SettingsError
 from blockdraft.kernels.choice import Operation
-from blockdraft.kernels.llvm.recording import NotRecordable
+from blockdraft.kernels.llvm.jit import NotRecordable
 from blockdraft.phases import StartProgress
 from blockdraft.planner.plan import Plan
 from blockdraft.settings.settings import Settings
-from blockdraft.start.block_width import known_acceptance, may_choose_width, plan_with_width
+from blockdraft.start.block_width import known_acceptance, may_choose_width
 from blockdraft.start.card_errors import unused_gpu
 from blockdraft.start.compile_ahead import CompileAhead, compile_steps, compiling_for
 from blockdraft.start.fallback import with_kernels_that_compile
 from blockdraft.start.loading import Opened, open_models, read_weights, resolve_device
+from blockdraft.start.measure import measure, measure_chunk
 from blockdraft.start.memory import fit_pages, is_measured, memory_explained, release, why_no_graphs
-from blockdraft.start.prefill_limit import plan_with_short_chunk
 from blockdraft.start.warm import Rounds, few_rounds, rounds_for, small_rounds, warm
 from blockdraft.step.row_sizes import row_sizes
 from blockdraft.text.tokenizer import Tokenizer
@@ -33,9 +33,9 @@ from blockdraft.text.tokenizer import Tokenizer
 def start_engine(
     settings: Settings, startup: StartProgress, on_tokenizer: Callable[[Tokenizer], object] = lambda _: None
 ) -> Engine:
-    """Raises what loading raises, and ModelError for a model or a kernel that computes nonsense.
+    """Start an engine. Raises what loading raises, and ModelError if a model or a kernel computes nonsense.
 
-    `on_tokenizer` is given the tokenizer long before the engine is ready.
+    `on_tokenizer` gets the tokenizer long before the engine is ready.
     """
     _check_native(settings)
     _check_gpu(settings, startup.warn)
@@ -68,9 +68,9 @@ def _started(opened: Opened, startup: StartProgress, ahead: CompileAhead) -> Eng
 def plain_engine(
     settings: Settings, note: Callable[[str], None], warn: Callable[[str], None] | None = None
 ) -> Engine:
-    """The same without warm-up and checks, for one who waits for the first answer alone.
+    """Start an engine without warm-up and checks, for a user who waits for the first answer.
 
-    `warn` hears what a user must see; without it, `note` does.
+    `warn` gets what a user must see; without it, `note` does.
     """
     tell = warn if warn is not None else lambda text: note(f"warning: {text}")
     _check_native(settings)
@@ -89,10 +89,7 @@ def plain_engine(
 
 
 def _plain(
-    models: LoadedPair,
-    plan: Plan,
-    note: Callable[[str], None],
-    warn: Callable[[str], None],
+    models: LoadedPair, plan: Plan, note: Callable[[str], None], warn: Callable[[str], None]
 ) -> Engine:
     engine = _new_engine(models, fit_pages(models, plan, note))
     if models.device.type == "cuda":
@@ -100,17 +97,18 @@ def _plain(
     with _captured_or_not(engine, note):
         if why_no_graphs(engine.models, plan) is None:
             _capture(engine, note, is_awaited=True)
-        acceptance = known_acceptance(engine.models)
-        if acceptance and may_choose_width(engine):
-            engine.replan(plan_with_width(engine, acceptance, uses_stored=True, warn=warn))
+        measured = measure(engine, uses_stored=True, warn=warn)
+        if measured is not engine.plan:
+            engine.replan(measured)
             note(_shown_width(engine))
         if engine.graphs is not None:
             engine.graphs.capture_next([(1, engine.plan.width)])
+    engine.replan(measure_chunk(engine, note))
     return engine
 
 
 def _new_engine(models: LoadedPair, plan: Plan) -> Engine:
-    """Keys that are rotated are stored less what they have in common."""
+    """Make an engine; rotated keys are stored less what they have in common."""
     check_served_on_card(models, plan)
     engine = Engine(models, plan)
     if any(group.pages.format.is_rotated for group in engine.cache.compressed):
@@ -119,7 +117,7 @@ def _new_engine(models: LoadedPair, plan: Plan) -> Engine:
 
 
 def _rounds(models: LoadedPair, plan: Plan) -> Callable[[Plan], Rounds]:
-    """What a new engine has not run yet."""
+    """Choose the warm-up rounds that a new engine has not run yet."""
     return small_rounds if is_measured(models, plan) else rounds_for(models.device)
 
 
@@ -138,7 +136,7 @@ def _check_native(settings: Settings) -> None:
 
 
 def _check_gpu(settings: Settings, warn: Callable[[str], None]) -> None:
-    """Nobody has asked for the CPU where "auto" means it, so a GPU that is not used has to be named."""
+    """Warn of a GPU that is not used if "auto" means the CPU."""
     if settings.device == "auto" and resolve_device("auto") == "cpu":
         line = unused_gpu()
         if line is not None:
@@ -149,26 +147,34 @@ def _prepared(models: LoadedPair, plan: Plan, startup: StartProgress, ahead: Com
     engine = _warmed(models, plan, startup, ahead)
     if plan.start.verify == "off":
         startup.skip("verify", "switched off")
-        return engine
-    with startup.phase("verify"):
-        verification = verify_changes(engine, startup.note, is_full=plan.start.verify == "full")
-        if not verification.keeps_drafter:
-            startup.warn(f"the drafter is not used: {verification.reason}")
-            engine.drop_graphs()
-            del engine
-            engine = _without_drafter(models, plan, startup)
-        elif _is_without_fit(engine) and verification.accepted:
-            _settle_without_fit(engine, verification.accepted, startup.note)
-        if verification.same_bits is not None:
-            _tell_bits(engine, verification, startup)
-        _bound(engine, startup)
-        startup.tell_speculation(_shown_width(engine))
-        startup.note(f"{_shown(verification)}; {_shown_width(engine)}")
+    else:
+        with startup.phase("verify"):
+            verification = verify_changes(engine, startup.note, is_full=plan.start.verify == "full")
+            if not verification.keeps_drafter:
+                startup.warn(f"the drafter is not used: {verification.reason}")
+                engine.drop_graphs()
+                del engine
+                engine = _without_drafter(models, plan, startup)
+            elif not known_acceptance(models):
+                _measure_without_fit(engine, verification.accepted, startup.note)
+            if verification.same_bits is not None:
+                _tell_bits(engine, verification, startup)
+            startup.tell_speculation(_shown_width(engine))
+            startup.note(f"{_shown(verification)}; {_shown_width(engine)}")
+    # The checks go by the chunk; this one is measured, and may differ from start to start.
+    engine.replan(measure_chunk(engine, startup.note))
     return engine
 
 
+def _measure_without_fit(engine: Engine, accepted: tuple[float, ...], note: Callable[[str], None]) -> None:
+    before = engine.plan.width
+    engine.replan(measure(engine, accepted))
+    if engine.plan.width != before:
+        warm(engine, note, rounds_for(engine.models.device))
+
+
 def _warmed(models: LoadedPair, plan: Plan, startup: StartProgress, ahead: CompileAhead) -> Engine:
-    """Everything but the checks."""
+    """Run everything but the checks."""
     with startup.phase("allocate"):
         compile_steps(ahead, models, plan, startup)
         plan = fit_pages(models, plan, startup.note)
@@ -184,14 +190,10 @@ def _warmed(models: LoadedPair, plan: Plan, startup: StartProgress, ahead: Compi
     else:
         startup.skip("capture", reason)
     with startup.phase("warm"):
-        acceptance = known_acceptance(models)
-        if acceptance and may_choose_width(engine):
+        if may_choose_width(engine):
             startup.note("measuring steps of different widths")
-            is_full = plan.start.verify == "full"
-            engine.replan(plan_with_width(engine, acceptance, uses_stored=not is_full, warn=startup.warn))
+        engine.replan(measure(engine, uses_stored=plan.start.verify != "full", warn=startup.warn))
         warm(engine, startup.note, few_rounds if ahead.has_run else _rounds(models, plan))
-        if plan.start.verify == "off":
-            _bound(engine, startup)
         startup.note(_shown_width(engine))
         startup.tell_speculation(_shown_width(engine))
     return engine
@@ -209,7 +211,7 @@ def _without_drafter(models: LoadedPair, plan: Plan, startup: StartProgress) -> 
 
 
 def _tell_bits(engine: Engine, found: Verification, startup: StartProgress) -> None:
-    """The page shows the plan, /ready the warnings."""
+    """Report batch invariance: the page shows the plan, /ready the warnings."""
     changed = engine.plan.changed({"same_bits": found.bits}, same_bits=found.same_bits)
     engine.replan(changed)
     if not found.same_bits and engine.models.device.type == "cuda":
@@ -229,29 +231,10 @@ def _shown_width(engine: Engine) -> str:
     return f"speculation: on, {plan.width} tokens tried per step to begin with; {plan.reasons['width']}"
 
 
-def _is_without_fit(engine: Engine) -> bool:
-    return not known_acceptance(engine.models) and may_choose_width(engine)
-
-
-def _settle_without_fit(engine: Engine, accepted: tuple[float, ...], note: Callable[[str], None]) -> None:
-    """By what the built-in prompts accepted, where nobody has measured more."""
-    before = engine.plan.width
-    engine.replan(plan_with_width(engine, {"the built-in prompts": accepted}, stores=False))
-    if engine.plan.width != before:
-        warm(engine, note, rounds_for(engine.models.device))
-
-
-def _bound(engine: Engine, startup: StartProgress) -> None:
-    """After the checks, which go by the chunk: it is measured here, and may differ from start to start."""
-    max_stall_ms = engine.plan.start.max_stall_ms
-    if max_stall_ms is not None:
-        engine.replan(plan_with_short_chunk(engine, max_stall_ms, startup.note))
-
-
 def _capture(engine: Engine, note: Callable[[str], None], *, is_awaited: bool = False) -> None:
-    """At once only what the first request needs, and what takes most memory.
+    """Capture what the first request needs, and what takes most memory.
 
-    `is_awaited`: somebody waits for the first token, so on a CPU nothing is captured that may not be needed.
+    `is_awaited`: a user waits for the first token, so a CPU captures nothing yet.
     """
     plan = engine.plan
     sizes = row_sizes(plan.max_num_seqs, is_exact=engine.models.device.type == "cpu")
@@ -266,7 +249,7 @@ def _capture(engine: Engine, note: Callable[[str], None], *, is_awaited: bool = 
 
 @contextmanager
 def _captured_or_not(engine: Engine, note: Callable[[str], None]) -> Iterator[None]:
-    """A family that nobody has recorded yet on a CPU goes on kernel by kernel: slower, and as exact."""
+    """Go on kernel by kernel, slower and as exact, with a family that a CPU cannot record."""
     try:
         yield
     except NotRecordable as reason:

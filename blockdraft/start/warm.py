@@ -1,10 +1,9 @@
-"""Warm-up: real requests through every shape that will be served, so that the first is as fast as the tenth.
+"""Warms up: serves real requests in every shape, so that the first is as fast as the tenth.
 
-What is slow only once: compiling the CPU kernels, loading and choosing the device's own, the first touch of
-memory. All of it happens on the way of a request, so requests are what warms it. A card has code of its own
-for many sizes, and its libraries choose by size. A CPU has not: once the small rounds were served, the first
-of the large ones took as long as the second. On a card whose kernels an earlier start has run, few are enough
-too: what is left is loading a file of a few kilobytes.
+Slow only once are compiling the CPU kernels, loading and choosing the device's own, and the first touch of
+memory. Requests meet all of it, so requests warm it. A card has code of its own for many sizes, and its
+libraries choose by size. A CPU has not: after the small rounds the large ones are fast at once. On a card
+whose kernels an earlier start has run, few rounds suffice: each loads a file of a few kilobytes.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ Rounds = Iterator[tuple[str, list[Request]]]  # what is served together, with a 
 
 
 def warm(engine: Engine, note: Callable[[str], None], choose: Callable[[Plan], Rounds]) -> None:
-    """Serve the rounds that are chosen. The engine, which must be idle, stays as it was."""
+    """Serve the chosen rounds. The engine must be idle, and stays as it was."""
     room = max_tokens(engine)
     other = trial_engine(engine)
     for text, requests in choose(engine.plan):
@@ -47,46 +46,42 @@ def warm(engine: Engine, note: Callable[[str], None], choose: Callable[[Plan], R
 
 
 def rounds_for(device: torch.device) -> Callable[[Plan], Rounds]:
-    """A card has code of its own for many sizes, a CPU has not."""
+    """Choose the rounds of a device: a card has code of its own for many sizes, a CPU has not."""
     return few_rounds if device.type == "cpu" else every_round
 
 
 def every_round(plan: Plan) -> Rounds:
-    """Every size that has code of its own, and every part of sampling."""
+    """Yield every size that has code of its own, and every part of sampling."""
     yield from small_rounds(plan)
     yield from largest_rounds(plan)
 
 
 def small_rounds(plan: Plan) -> Rounds:
-    """All of them but the largest, which measuring the memory has run."""
-    yield "one token of prefill", [(2, _one_token(1))]
+    """Yield all rounds but the largest, which measuring the memory has run."""
+    yield "one token of prefill", [(2, _asked(1))]
     if plan.max_num_seqs > 1:
-        yield "two prompts of different lengths", [(3, _one_token(1)), (8, _one_token(1))]
+        yield "two prompts of different lengths", [(3, _asked(1)), (8, _asked(1))]
     for width in _widths(plan):
-        yield f"1 row of width {width}", [(1, _changed(GREEDY, width=width, max_tokens=2))]
+        yield f"1 row of width {width}", [(1, _asked(width, max_tokens=2))]
     for sampling in SAMPLINGS:
-        yield "1 row, sampled", [(2, _changed(sampling, width=plan.width, max_tokens=1))]
+        yield "1 row, sampled", [(2, _asked(plan.width, sampling))]
 
 
 def largest_rounds(plan: Plan) -> Rounds:
-    """What takes the most memory."""
-    yield (
-        f"a prefill chunk of {plan.max_prefill_tokens} tokens",
-        [(plan.max_prefill_tokens + 1, _one_token(1))],
-    )
+    """Yield the rounds that take most memory."""
+    chunk = plan.max_prefill_tokens
+    yield f"a prefill chunk of {chunk} tokens", [(chunk + 1, _asked(1))]
     for width in _widths(plan):
-        several = [
-            _changed(sampling, width=width, max_tokens=1) for sampling in SAMPLINGS[: plan.max_num_seqs]
-        ]
+        several = [_asked(width, sampling) for sampling in SAMPLINGS[: plan.max_num_seqs]]
         yield f"{len(several)} rows of width {width}, sampled", [(2, sampling) for sampling in several]
         if plan.max_num_seqs > len(several):
-            yield f"{plan.max_num_seqs} rows of width {width}", [(1, _one_token(width))] * plan.max_num_seqs
+            yield f"{plan.max_num_seqs} rows of width {width}", [(1, _asked(width))] * plan.max_num_seqs
 
 
 def few_rounds(plan: Plan) -> Rounds:
-    """Every part of sampling, where no size has code of its own or all of it has run before."""
-    several = [_changed(sampling, width=plan.width, max_tokens=1) for sampling in SAMPLINGS]
-    yield "one token of prefill", [(2, _changed(GREEDY, width=1, max_tokens=2))]
+    """Yield every part of sampling, for devices where no size has new code."""
+    several = [_asked(plan.width, sampling) for sampling in SAMPLINGS]
+    yield "one token of prefill", [(2, _asked(1, max_tokens=2))]
     yield "rows of different lengths, sampled", [(2 + 3 * i, one) for i, one in enumerate(several)]
 
 
@@ -94,14 +89,10 @@ def _widths(plan: Plan) -> list[int]:
     return sorted({1, plan.width, plan.block})
 
 
-def _one_token(width: int) -> SamplingParams:
-    return _changed(GREEDY, width=width, max_tokens=1)
-
-
-def _changed(sampling: SamplingParams, *, width: int, max_tokens: int) -> SamplingParams:
+def _asked(width: int, sampling: SamplingParams = GREEDY, *, max_tokens: int = 1) -> SamplingParams:
     return replace(sampling, width=width, max_tokens=max_tokens, ignore_eos=True, seed=0)
 
 
 def _prompt(num_tokens: int, number: int, vocab_size: int) -> list[int]:
-    """Token ids that differ from request to request."""
+    """Return token ids that differ from request to request."""
     return [(7 * index + 13 * number + 1) % vocab_size for index in range(num_tokens)]

@@ -13,8 +13,7 @@ from blockdraft.cache.rows import Rows
 from blockdraft.kernels.candidates import PairScores
 from blockdraft.kernels.sampling import NEVER
 from blockdraft.models.decoder import Decoder
-from blockdraft.models.dflash import DFlash
-from blockdraft.models.dflash2 import DFlash2
+from blockdraft.models.dflash import DFlash, DFlash2
 from blockdraft.models.draft_config import DraftConfig
 from blockdraft.step.dflash import DFlashDrafter
 
@@ -79,7 +78,7 @@ class PairDrafter(DFlashDrafter):
 
 
 class DFlash2Drafter(PairDrafter):
-    """Drafts with a DFlash2 model, whose selector knows the pairs (models/dflash2.py)."""
+    """Drafts with a DFlash2 model, whose selector knows the pairs (models/dflash.py)."""
 
     model: DFlash2
 

@@ -1,13 +1,13 @@
-"""From committed token ids to text that can be streamed: whole characters, cut at stop strings.
+"""Turns committed token ids into text that can be streamed: whole characters, cut at stop strings.
 
-Three layers, each unaware of the next: `Detokenizer` turns ids into text that later ids cannot
-change, `StopStrings` looks for the end in that text, `TextStream` is the two together, one per
-sequence. The result depends on the ids alone, never on how decoding grouped them into blocks.
+`Detokenizer` turns ids into text that later ids cannot change, `StopStrings` finds its end, and `TextStream`
+joins the two, one per sequence. The result depends on the ids alone, never on their grouping into blocks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
 from blockdraft.errors import RequestError
 from blockdraft.text.tokenizer import REPLACEMENT, Tokenizer
@@ -22,33 +22,33 @@ _MAX_WINDOW = 20  # trimmed back past this; larger saves trims, costs decoding
 
 
 class Detokenizer:
-    """Incremental decoding: the text that decode(prompt + output) adds to decode(prompt).
+    """Decodes token by token: the text that decode(prompt + output) adds to decode(prompt).
 
-    A character that began in the prompt and ends in the output belongs to the output. Behind whole
-    characters a plain token is looked up; any other decodes a window of the last few tokens, so the
-    cost per token does not grow with the output.
+    A character that began in the prompt and ends in the output belongs to the output. After whole characters,
+    a plain token's text is looked up; any other token decodes a window of the last few tokens, so the cost
+    per token does not grow with the output.
     """
 
     def __init__(
         self, tokenizer: Tokenizer, prompt_ids: Sequence[int], skip_special_tokens: bool = True
     ) -> None:
         self._tokenizer = tokenizer
-        self._plain_texts = tokenizer.plain_texts
+        self._plain_text = tokenizer.plain_text
         self._skip_special_tokens = skip_special_tokens
         self._window = self._tail_of(prompt_ids)
         text = tokenizer.decode(self._window, skip_special_tokens=False)
         # text of the window: [0, num_sent) sent or the prompt's   [num_sent, end) may still change
         self._num_sent = len(text) - _num_open(text)
-        self._owed = text[self._num_sent :]  # the prompt's, if the output leaves it as it is
-        # All of the window is sent. Not of an empty one: the first token's text may be another than later.
+        self._owed = text[self._num_sent :]  # U+FFFD of the prompt, if the output leaves it
+        # All of the window is sent. False for an empty one: the first token's text may differ from later.
         self._is_settled = bool(self._window) and not self._owed
         self._last_plain: int | None = None  # the token that takes the window's place, if any
 
     def push(self, token_ids: Iterable[int]) -> str:
-        """The text that has become certain. At most 3 trailing U+FFFD wait for the next token."""
+        """Return the text that has become certain. At most 3 trailing U+FFFD wait for the next token."""
         new = ""
         for token_id in token_ids:
-            text = self._plain_texts[token_id] if self._is_settled else None
+            text = self._plain_text(token_id) if self._is_settled else None
             if text is None:
                 text = self._decode_window(token_id)
             else:
@@ -57,7 +57,7 @@ class Detokenizer:
         return new
 
     def flush(self) -> str:
-        """The text still held back, U+FFFD for a character that never got its last byte."""
+        """Return the text still held back, with U+FFFD for a character without its last byte."""
         if self._is_settled:
             return ""
         text = self._tokenizer.decode(self._window, skip_special_tokens=False)
@@ -82,7 +82,8 @@ class Detokenizer:
         # The last byte of a character turns up to 3 U+FFFD into one: `until` can step back.
         self._num_sent = max(self._num_sent, until)
         if self._owed and new:
-            num_same = _num_same(new, self._owed)
+            begin = new[: len(self._owed)]
+            num_same = len(begin) - len(begin.lstrip(REPLACEMENT))
             new = new[num_same:]
             self._owed = "" if new else self._owed[num_same:]
         return new
@@ -94,103 +95,67 @@ class Detokenizer:
         self._num_sent = len(text) - num_held
 
     def _tail_of(self, prompt_ids: Sequence[int]) -> list[int]:
-        tail: list[int] = []
-        for token_id in reversed(prompt_ids):
-            if len(tail) == _KEEP_OPEN:
-                break
-            if self._shows(token_id):
-                tail.append(token_id)
-        return tail[::-1]
+        shown = filter(self._shows, reversed(prompt_ids))
+        return [*islice(shown, _KEEP_OPEN)][::-1]
 
     def _shows(self, token_id: int) -> bool:
         return self._tokenizer.shows(token_id, self._skip_special_tokens)
 
 
-def _num_same(one: str, other: str) -> int:
-    """How many characters the two have in common at the beginning."""
-    limit = min(len(one), len(other))
-    return next((at for at in range(limit) if one[at] != other[at]), limit)
-
-
 def _num_open(text: str) -> int:
-    """How many characters at the end may be a character's first bytes."""
+    """Count the characters at the end that may be the first bytes of one character."""
     tail = text[-_MAX_OPEN_CHARS:]
     return len(tail) - len(tail.rstrip(REPLACEMENT))
 
 
 class StopStrings:
-    """Finds the first stop string in a stream of text and cuts there.
+    """Finds the first stop string in a stream of text and cuts the text there.
 
-    First is the one that is complete first; of two that end at the same character the longer wins,
-    so more is cut. This, unlike "starts first", does not depend on how the text was split.
-    Characters are compared as code points: nothing is normalised. Text that may be the beginning
-    of a stop string is held back, and no more than that; with `include` nothing has to be.
+    The first is the one that is complete first; of two that end at the same character, the longer one counts
+    and more is cut. Unlike "starts first", this does not depend on how the text was split. Characters are
+    compared as code points, without normalisation. Only text that may begin a stop string is held back, and
+    nothing with `include`.
     """
 
     def __init__(self, stops: tuple[str, ...], include: bool) -> None:
         if "" in stops:
             raise RequestError("a stop string is empty: leave it out, or give it some text.")
         self._include = include
-        self._matchers = [_Matcher(stop) for stop in sorted(set(stops), key=len, reverse=True)]
-        self._held = ""
+        self._stops = sorted(set(stops), key=len, reverse=True)
+        self._begun = ""  # the longest end of the text that begins a stop string
         self.stop_reason: str | None = None
 
     def push(self, text: str, can_stop: bool = True) -> str:
-        """The text to show now; `stop_reason` is set where a stop string ended it.
+        """Return the text to show now; set `stop_reason` if a stop string ended it.
 
-        With `can_stop` false a stop string that ends in `text` is let through as plain text; one that only
-        begins there is held back, and stops the stream if it ends in a later push.
+        With `can_stop` false, a stop string that ends in `text` counts as plain text; one that only begins
+        there is held back, and stops the stream if it ends in a later push.
         """
         assert self.stop_reason is None, "text after a stop string"
-        if not self._matchers:
+        if not self._stops:
             return text
-        waiting = self._held + text
-        for end, character in enumerate(text, start=len(self._held) + 1):
-            # No short cut here: every matcher has to see every character.
-            complete = [m.stop for m in self._matchers if m.advance(character)]
-            if complete and can_stop:
-                return self._stop(waiting[:end], complete[0])
-        return self._hold(waiting)
+        num_shown, waiting = len(self._begun) if self._include else 0, self._begun + text
+        found = []
+        for stop in self._stops if can_stop else ():
+            begin = waiting.find(stop, max(0, len(self._begun) + 1 - len(stop)))  # ends in `text`
+            if begin >= 0:
+                found.append((begin + len(stop), begin, stop))
+        if found:
+            end, begin, self.stop_reason = min(found)
+            self._begun = ""
+            return waiting[num_shown : end if self._include else begin]
+        self._begun = self._beginning(waiting)
+        return text if self._include else waiting[: len(waiting) - len(self._begun)]
 
     def flush(self) -> str:
-        """Return the held text at the end, as no stop string can complete."""
-        held, self._held = self._held, ""
+        """Return the held text at the end, when no stop string can complete."""
+        held, self._begun = "" if self._include else self._begun, ""
         return held
 
-    def _stop(self, text: str, stop: str) -> str:
-        self.stop_reason = stop
-        self._held = ""
-        return text if self._include else text[: -len(stop)]
-
-    def _hold(self, waiting: str) -> str:
-        num_held = 0 if self._include else max(m.num_matched for m in self._matchers)
-        cut = len(waiting) - num_held
-        self._held = waiting[cut:]
-        return waiting[:cut]
-
-
-class _Matcher:
-    """Knuth-Morris-Pratt for one stop string, a character at a time."""
-
-    def __init__(self, stop: str) -> None:
-        self.stop = stop
-        self.num_matched = 0  # longest end of the text that begins `stop`; never all of it
-        # shorter[n]: the longest proper beginning of stop[:n] that also ends it
-        self._shorter = [0, 0]
-        for character in stop[1:]:
-            self._shorter.append(self._extend(self._shorter[-1], character))
-
-    def advance(self, character: str) -> bool:
-        """True when `stop` is complete with this character."""
-        num_matched = self._extend(self.num_matched, character)
-        is_complete = num_matched == len(self.stop)
-        self.num_matched = self._shorter[num_matched] if is_complete else num_matched
-        return is_complete
-
-    def _extend(self, num_matched: int, character: str) -> int:
-        while num_matched and self.stop[num_matched] != character:
-            num_matched = self._shorter[num_matched]
-        return num_matched + (self.stop[num_matched] == character)
+    def _beginning(self, text: str) -> str:
+        ends = (text[at:] for at in range(max(0, len(text) - len(self._stops[0]) + 1), len(text)))
+        is_begun = (end for end in ends if any(s.startswith(end) and s != end for s in self._stops))
+        return next(is_begun, "")
 
 
 class TextStream:
@@ -209,14 +174,18 @@ class TextStream:
         self._has_stops = bool(stops)
         self._can_stop = True
         self._ready = ""
-        self.stop_reason: str | None = None  # the stop string that ended the text
+
+    @property
+    def stop_reason(self) -> str | None:
+        """The stop string that ended the text."""
+        return self._stops.stop_reason
 
     def push(self, token_ids: Sequence[int], num_protected: int = 0) -> int:
-        """Read tokens up to the one with which a stop string is complete; returns how many were read.
+        """Read tokens up to the one that completes a stop string; return how many were read.
 
-        That one is the last of the sequence, and `stop_reason` is set. The first `num_protected` tokens are
-        those that min_tokens protects. As in vLLM, what counts is where a stop string ends: one that begins
-        under protection and ends after it does stop, and its beginning is cut too.
+        That token is the last of the sequence. `min_tokens` protects the first `num_protected` tokens. As in
+        vLLM, the place where a stop string ends decides: one that begins under protection and ends after it
+        does stop, and its beginning is cut too.
         """
         if not self._has_stops:
             self._ready += self._detokenizer.push(token_ids)
@@ -228,16 +197,15 @@ class TextStream:
         return len(token_ids)
 
     def take(self) -> str:
-        """The text that became ready since the last take."""
+        """Return the text that became ready since the last call."""
         new, self._ready = self._ready, ""
         return new
 
     def finish(self) -> None:
-        """Lets go of all text held back. No push after this; a second finish does nothing."""
+        """Release all text held back. No push may follow; a second call does nothing."""
         if self.stop_reason is None and not self._emit(self._detokenizer.flush()):
             self._ready += self._stops.flush()
 
     def _emit(self, text: str) -> bool:
         self._ready += self._stops.push(text, can_stop=self._can_stop)
-        self.stop_reason = self._stops.stop_reason
         return self.stop_reason is not None

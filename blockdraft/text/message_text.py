@@ -1,7 +1,7 @@
-"""Message text that never becomes markup: `<|im_end|>` in it is encoded as the characters it is written with.
+"""Encodes message text so that it never becomes markup: `<|im_end|>` in it stays the characters of that text.
 
-A mark is put into every piece of markup before the chat template sees it. What the template makes of the
-messages is cut at the marks, and the pieces are encoded one by one: the marks are gone, the text is the same.
+A mark is put into every piece of markup before the chat template sees it. The rendered text is cut at the
+marks, and the pieces are encoded one by one: the marks are gone, the text is unchanged.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ import tokenizers
 
 LONG_TEXT_CHARS = 1 << 13  # some milliseconds
 MANY_IDS = 1 << 12  # some milliseconds
-OTHERS_WORDS = ("tools", "documents")  # arguments of a template that hold texts of anybody
-# Special tokens that templates look for in what the model has said: the tags of its thoughts.
+OTHERS_WORDS = ("tools", "documents")  # arguments of a template that may hold anybody's text
+# Special tokens that templates look for in the model's own messages: the tags of its thoughts.
 _THOUGHTS = frozenset(("<think>", "</think>", "<|channel>", "<channel|>", "[THINK]", "[/THINK]"))
 _THOUGHTS |= {"<seed:think>", "</seed:think>"}
 
 
 def encode_beside(tokenizer: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
-    """The ids of a text. `encode` holds Python's lock: other threads would wait for a long one."""
+    """Return the ids of a text. `encode` holds Python's lock, so other threads would wait for a long text."""
     if len(text) <= LONG_TEXT_CHARS:
         return tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
     return tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
 
 
 def decode_beside(tokenizer: tokenizers.Tokenizer, ids: Sequence[int], skip_special_tokens: bool) -> str:
-    """The text of ids. `decode` holds Python's lock: other threads would wait for many."""
+    """Return the text of ids. `decode` holds Python's lock, so other threads would wait for many ids."""
     if len(ids) <= MANY_IDS:
         return tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
     return tokenizer.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0]
@@ -45,7 +45,7 @@ class Marked(NamedTuple):
 
 
 class MessageText:
-    """Marks messages, and encodes what a template made of them."""
+    """Marks messages, and encodes the text that a template renders from them."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         added = tokenizer.get_added_tokens_decoder().values()
@@ -57,10 +57,10 @@ class MessageText:
         self._joint = _joint(tokenizer)
 
     def mark(self, messages: Sequence[Mapping[str, object]], options: Mapping[str, object]) -> Marked:
-        """Copies whose texts hold no markup.
+        """Return copies whose texts hold no markup.
 
-        The model's own words keep tags of thoughts and what is not called special, which templates look for;
-        its calls hold what others have told it.
+        The model's own messages keep the tags of thoughts and markup that is not special: templates look for
+        them. Its tool calls do not: they repeat the words of others.
         """
         mark = f"\ue000{secrets.token_hex(8)}\ue000"
         if self._begin is None or self._joint is None:
@@ -73,11 +73,11 @@ class MessageText:
         return Marked(marked, {**options, **others}, mark)
 
     def encode(self, text: str, mark: str, add_special_tokens: bool) -> list[int]:
-        """The ids of a text that a template made, without its marks."""
+        """Return the ids of a rendered text without its marks."""
         first, *rest = text.split(mark)
         if not rest:
             return encode_beside(self._tokenizer, text, add_special_tokens)
-        # A tokenizer may treat the beginning of a text in its own way: behind a token nothing begins.
+        # A tokenizer may treat the beginning of a text in its own way, but not text after a token.
         encoded = self._tokenizer.encode_batch(
             [first, *(f"{self._joint}{piece}" for piece in rest)], add_special_tokens=False
         )
@@ -85,7 +85,7 @@ class MessageText:
         return self._with_special_tokens(first, ids, len(encoded[0].ids)) if add_special_tokens else ids
 
     def _with_special_tokens(self, first: str, ids: list[int], num_first: int) -> list[int]:
-        """The ids between the special tokens that the tokenizer puts around every text."""
+        """Return the ids between the special tokens that the tokenizer puts around every text."""
         around = self._tokenizer.encode(first, add_special_tokens=True).ids
         num_before = next(
             (n for n in range(len(around) + 1) if around[n : n + num_first] == ids[:num_first]), len(around)
@@ -111,7 +111,7 @@ def _marked(value: object, begin: re.Pattern[str] | None, mark: str) -> object:
 
 
 def _beginnings(markup: set[str]) -> re.Pattern[str] | None:
-    """Finds the first character of all markup in a text; None: there is no markup."""
+    """Return an expression for the first character of markup in a text; None if there is no markup."""
     rest_of = defaultdict[str, list[str]](list)
     for text in sorted(filter(None, markup), key=len, reverse=True):
         rest_of[text[0]].append(re.escape(text[1:]))
@@ -120,16 +120,14 @@ def _beginnings(markup: set[str]) -> re.Pattern[str] | None:
 
 
 def _joint(tokenizer: tokenizers.Tokenizer) -> str | None:
-    """A token that changes nothing in the text behind it; None if there is none."""
+    """Return a token that changes nothing in the text after it; None if there is none."""
     added = tokenizer.get_added_tokens_decoder()
     texts = [token.content for token in added.values()]
     for token_id, token in added.items():
         is_plain = not (token.lstrip or token.rstrip or token.single_word) and bool(token.content.strip())
         is_alone = sum(text.startswith(token.content) for text in texts) == 1
-        if (
-            is_plain
-            and is_alone
-            and tokenizer.encode(token.content, add_special_tokens=False).ids == [token_id]
-        ):
+        if not is_plain or not is_alone:
+            continue
+        if tokenizer.encode(token.content, add_special_tokens=False).ids == [token_id]:
             return token.content
     return None

@@ -1,7 +1,4 @@
-"""Chat templates: untrusted programs that come with a checkpoint, run in jinja's sandbox.
-
-A rendering has a budget of steps and of text; `_Environment` says what it covers.
-"""
+"""Runs chat templates, untrusted programs that come with a checkpoint, in jinja's sandbox and on a budget."""
 
 from __future__ import annotations
 
@@ -46,7 +43,7 @@ _WORK = " work"  # not an identifier: no template can name it
 
 
 def compile_template(source: str) -> jinja2.Template:
-    """A template ready to run, or ModelError."""
+    """Return a template ready to run; ModelError if it does not parse."""
     try:
         return _Environment().from_string(source)
     except (jinja2.TemplateError, SyntaxError, ValueError, OverflowError, RecursionError) as e:
@@ -88,7 +85,7 @@ def run_template(template: jinja2.Template, variables: Mapping[str, object]) -> 
 
 
 def _why(error: Exception) -> str:
-    """What a template misses, in JSON's words. Other errors speak of Python and are not shown."""
+    """Return what is undefined, in JSON's words. Other errors mention Python and are not shown."""
     if not isinstance(error, jinja2.UndefinedError):
         return ""
     return f" ({_PYTHON_NAME.sub(lambda found: _JSON_NAMES.get(found[1], 'a value'), str(error))})"
@@ -136,13 +133,12 @@ def _work_of(context: jinja2.runtime.Context) -> _Work:
 class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     """Jinja as chat templates expect it, on a budget.
 
-    The sandbox keeps a template from Python's internals and from changing its inputs; there is no
-    loader, so it reads no file. Counted: loop items, calls, operators, and the size of what calls,
-    operators and `~` return. Refused: long ranges, widths and repeat counts, big integers.
-    Not bounded, because jinja has no hook for it: work inside one filter (`sort`, `map`, `join` of
-    a list that repeats one long text; a chain of filters is limited only through its output), the
-    time of one string method on long text, compiling, and wall-clock time as such. Who serves
-    templates from strangers has to run them in a process that can be killed.
+    The sandbox keeps a template from Python's internals and from changing its inputs; there is no loader, so
+    it reads no file. It counts loop items, calls, operators, and the size of the results of calls, operators
+    and `~`. It refuses long ranges, widths and repeat counts, and big integers. Jinja has no hook to bound
+    the work inside one filter (`sort`, `map`, `join` of a list that repeats one long text; a chain of filters
+    is limited only by its output), one string method on long text, compiling, and time. To serve templates
+    from strangers, run them in a process that can be killed.
     """
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
@@ -201,7 +197,7 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """{% generation %} marks what to train on; here it prints its body and no more."""
+    """{% generation %} marks the text to train on; here it only prints its body."""
 
     tags = {"generation"}  # noqa: RUF012  # jinja's own declaration
 
@@ -212,7 +208,7 @@ class _GenerationTag(jinja2.ext.Extension):
 
 
 class _Counted(jinja2.visitor.NodeTransformer):
-    """Sends loops and `~` through filters that count: jinja's sandbox has no hook for these two."""
+    """Passes loops and `~` through filters that count: jinja's sandbox has no hook for them."""
 
     def visit_For(self, node: jinja2.nodes.For) -> jinja2.nodes.Node:
         self.generic_visit(node)
@@ -277,7 +273,7 @@ _PASSED_BY_JINJA = (jinja2.Environment, jinja2.runtime.Context, jinja2.nodes.Eva
 
 
 def _guard(function: Callable[..., object]) -> Callable[..., object]:
-    """The filter `function`, refusing arguments that ask for text out of all proportion."""
+    """Return the filter `function`, which then refuses arguments that ask for too much text."""
     check = _check_format if function.__name__ == "do_format" else _check_arguments
 
     @functools.wraps(function)  # keeps the marks of jinja's pass_environment and the like

@@ -7,15 +7,16 @@ chat template (text/template.py) sees them.
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Iterator, Mapping, Sequence
 
 import jinja2
+from tokenizers import decoders
 
 from blockdraft.checkpoints.tokenizer_parts import TokenizerParts
-from blockdraft.errors import RequestError
+from blockdraft.errors import ModelError, RequestError
 from blockdraft.text.content import content_text, json_kind
 from blockdraft.text.message_text import MessageText, decode_beside, encode_beside
-from blockdraft.text.plain_texts import PlainTexts, decodes_apart
 from blockdraft.text.template import compile_template, run_template
 
 REPLACEMENT = "\ufffd"  # what stands for bytes that are not UTF-8
@@ -28,12 +29,13 @@ _BYTE_VALUES |= {chr(0x100 + at): byte for at, byte in enumerate(sorted({*range(
 ROLES = ("system", "user", "assistant", "tool", "developer", "function", "ipython")
 _RESERVED = frozenset({"messages", "add_generation_prompt", "bos_token", "eos_token"})
 _CONTINUE_TAG = "\ue000continue here\ue000"
+_SYSTEM, _USER = "\ue000system\ue000", "\ue000user\ue000"  # of the private use area: in no template
 
 
 class Tokenizer:
     """One checkpoint's tokenizer and chat template. Safe to share between threads.
 
-    Takes over `parts.tokenizer`: truncation and padding stored in it are switched off.
+    It takes over `parts.tokenizer` and switches off the truncation and padding stored in it.
     """
 
     def __init__(self, parts: TokenizerParts) -> None:
@@ -41,62 +43,58 @@ class Tokenizer:
         self._tokenizer = parts.tokenizer
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._chat_template = parts.chat_template
+        self.chat_template = parts.chat_template
         names = {"bos_token": parts.bos_token, "eos_token": parts.eos_token}
         self._token_names = {name: token for name, token in names.items() if token is not None}
         added = self._tokenizer.get_added_tokens_decoder()
-        self.added_ids = frozenset(added)  # they stand outside the text: special tokens, and other markup
+        self.added_ids = frozenset(added)  # special tokens and other markup outside the text
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
-        self.eos_ids = parts.eos_ids or self._ids_of(parts.eos_token)
+        eos_id = None if parts.eos_token is None else self.token_id(parts.eos_token)
+        self.eos_ids = parts.eos_ids or (() if eos_id is None else (eos_id,))
         # Entries, added tokens included; a model's embedding is often padded past it.
         self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self._byte_ids = self._find_byte_ids()
-        self._decodes_apart = decodes_apart(self._tokenizer.decoder)
-        self.plain_texts = PlainTexts(self._plain_text)
+        self._decodes_apart = _decodes_apart(self._tokenizer.decoder)
+        self.plain_text = functools.cache(self._plain_text)  # a start does not wait for the whole vocabulary
 
     def __reduce__(self) -> tuple[type[Tokenizer], tuple[TokenizerParts]]:
-        """For another process."""
+        """Pickle the parts, for another process."""
         return Tokenizer, (self._parts,)
 
     def as_json(self) -> str:
-        """Everything but the template, as `tokenizers` writes it."""
+        """Return everything but the template, as `tokenizers` writes it."""
         return str(self._tokenizer.to_str())
 
     @functools.cached_property
     def added_names(self) -> dict[str, int]:
-        """Ids of added tokens, by how they are written."""
+        """Ids of added tokens by their text."""
         return {token.content: i for i, token in self._tokenizer.get_added_tokens_decoder().items()}
 
     @property
     def has_chat_template(self) -> bool:
-        return self._chat_template is not None
-
-    @property
-    def chat_template(self) -> str | None:
-        """Its source."""
-        return self._chat_template
+        return self.chat_template is not None
 
     def token_id(self, token: str) -> int | None:
-        """The id of the token with this text; None if there is none."""
+        """Return the id of the token with this text; None if there is none."""
         token_id: int | None = self._tokenizer.token_to_id(token)
         return token_id
 
     @functools.cached_property
     def special_texts(self) -> frozenset[str]:
-        """How special tokens are written."""
+        """The texts of special tokens."""
         return frozenset(filter(None, map(self._tokenizer.id_to_token, self.special_ids)))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Special tokens spelled out in `text` become their ids. RequestError if not Unicode."""
+        """Return the ids of `text`; special tokens in it become their ids. RequestError if not Unicode."""
         _check_unicode(text)
         return encode_beside(self._tokenizer, text, add_special_tokens)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of `ids`; ids outside the vocabulary have none.
+        """Return the text of `ids`; ids outside the vocabulary have none.
 
-        As `tokenizers` does it, but for one case: in a run of byte tokens (`<0xE2>`) that is not
-        valid UTF-8, only the bytes at fault become U+FFFD, as in SentencePiece, and not the whole
-        run. A later byte can then never take back a character that was already streamed.
+        It differs from `tokenizers` in one case: in a run of byte tokens (`<0xE2>`) that is not valid UTF-8,
+        only the wrong bytes become U+FFFD, as in SentencePiece, not the whole run. So a later byte cannot
+        take back a character that was already streamed.
         """
         try:
             if self._byte_ids.keys().isdisjoint(ids):
@@ -109,13 +107,13 @@ class Tokenizer:
             ) from None
 
     def shows(self, token_id: int, skip_special_tokens: bool) -> bool:
-        """Whether `decode` looks at this id at all."""
+        """Return True if `decode` uses this id."""
         if skip_special_tokens and token_id in self.special_ids:
             return False
         return bool(self._tokenizer.id_to_token(token_id))
 
     def bytes_of(self, token_id: int) -> bytes | None:
-        """The bytes of one token, which may be a part of a character; None: its tokenizer has none."""
+        """Return the bytes of a token, maybe a part of a character; None if the tokenizer has no bytes."""
         if token_id in self._byte_ids:
             return bytes([self._byte_ids[token_id]])
         decoder, token = self._tokenizer.decoder, self._tokenizer.id_to_token(token_id)
@@ -125,10 +123,11 @@ class Tokenizer:
         return None if None in values else bytes(value for value in values if value is not None)
 
     def _plain_text(self, token_id: int) -> str | None:
+        """Return the text that a token adds after a whole character; None: decode it with its neighbours."""
         is_plain = self._decodes_apart and token_id not in self._byte_ids and self.shows(token_id, True)
         if not is_plain:
             return None
-        # Of two the second shows what the token adds: the first may lose its space.
+        # The second of two shows the text that the token adds: the first may lose its space.
         first, both = (self.decode([token_id] * count, skip_special_tokens=False) for count in (1, 2))
         return None if REPLACEMENT in both else both[len(first) :]
 
@@ -139,13 +138,13 @@ class Tokenizer:
         continue_final_message: bool = False,
         **template_kwargs: object,
     ) -> str:
-        """The prompt the chat template makes of `messages`.
+        """Return the prompt that the chat template builds from `messages`.
 
-        With `continue_final_message` the prompt ends inside the last message, so that the model
-        goes on writing it; this takes the place of the generation prompt. RequestError: the
-        messages, or the template on these messages, are at fault. ModelError: the template is.
+        With `continue_final_message`, the prompt ends inside the last message instead of with the generation
+        prompt, so that the model continues it. Raises RequestError for wrong messages, or if the template
+        fails on them, and ModelError for a wrong template.
         """
-        chat = [_check_message(message, self._chat_template or "") for message in messages]
+        chat = [_check_message(message, self.chat_template or "") for message in messages]
         if not chat:
             raise RequestError("the conversation is empty: send at least one message.")
         if wrong := _RESERVED & template_kwargs.keys():
@@ -173,10 +172,10 @@ class Tokenizer:
         split_special_tokens: bool = True,
         **options: object,
     ) -> list[int]:
-        """`render`, as ids. The template writes its own special tokens, so none are added.
+        """Return the ids of `render`. The template writes its own special tokens, so none are added.
 
-        Special tokens that are spelled out in a message, in a tool or in a document are text
-        (text/message_text.py), unless `split_special_tokens` is false.
+        Special tokens in a message, a tool or a document are text (text/message_text.py), unless
+        `split_special_tokens` is false.
         """
         if not split_special_tokens:
             return self.encode(self.render(messages, **options), add_special_tokens)  # type: ignore[arg-type]
@@ -184,25 +183,35 @@ class Tokenizer:
         text = self.render(marked.messages, **marked.options)  # type: ignore[arg-type]
         return self._message_text.encode(text, marked.mark, add_special_tokens)
 
+    def inserted_system_prompt(self) -> str:
+        """Return the system prompt that the template inserts by itself; empty if none is found."""
+        question = {"role": "user", "content": _USER}
+        try:
+            plain = self.render([question])
+            ordered = self.render([{"role": "system", "content": _SYSTEM}, question])
+        except (RequestError, ModelError):  # no template, or one that knows no system prompt
+            return ""
+        before, found, after = ordered.partition(_SYSTEM)
+        if not found or len(plain) < len(before) + len(after):
+            return ""
+        is_framed_alike = plain.startswith(before) and plain.endswith(after)
+        return plain[len(before) : len(plain) - len(after)].strip() if is_framed_alike else ""
+
     @functools.cached_property
     def _message_text(self) -> MessageText:
         return MessageText(self._tokenizer)
 
     @functools.cached_property
     def _template(self) -> jinja2.Template:
-        if self._chat_template is None:
+        if self.chat_template is None:
             raise RequestError(
                 "this model has no chat template: use generate or /v1/completions with a plain "
                 "prompt, or serve a model that has one (its name often ends in -Instruct or -it)."
             )
-        return compile_template(self._chat_template)
-
-    def _ids_of(self, token: str | None) -> tuple[int, ...]:
-        token_id = None if token is None else self._tokenizer.token_to_id(token)
-        return () if token_id is None else (token_id,)
+        return compile_template(self.chat_template)
 
     def _find_byte_ids(self) -> dict[int, int]:
-        """id → byte, for tokenizers that spell unknown characters as <0xNN> tokens."""
+        """Return id → byte for tokenizers that write unknown characters as <0xNN> tokens."""
         decoder = self._tokenizer.decoder
         if decoder is None or b'"ByteFallback"' not in decoder.__getstate__():
             return {}
@@ -217,8 +226,32 @@ class Tokenizer:
         return str(self._tokenizer.decoder.decode(tokens))
 
 
+def _decodes_apart(decoder: decoders.Decoder | None) -> bool:
+    """Return True if a whole-text token that is not the first adds the same text everywhere.
+
+    Such decoders map token by token. They look across tokens only to join bytes to characters, or at the very
+    beginning, where one space may be dropped. Unknown decoders do not count as such.
+    """
+    if decoder is None:
+        return False
+    state = json.loads(decoder.__getstate__())
+    parts = state["decoders"] if state["type"] == "Sequence" else [state]
+    num_stripped = sum(part["start"] for part in parts if part["type"] == "Strip")
+    return num_stripped <= 1 and all(map(_is_apart, parts))
+
+
+def _is_apart(part: dict[str, object]) -> bool:
+    if part["type"] == "Replace":
+        # A longer pattern may match across two tokens; an empty text would not count as the first one.
+        pattern = part["pattern"]
+        return isinstance(pattern, dict) and len(pattern.get("String", "")) == 1 and bool(part["content"])
+    if part["type"] == "Strip":
+        return part["stop"] == 0
+    return part["type"] in ("ByteLevel", "ByteFallback", "Fuse", "Metaspace")
+
+
 def _broken_bytes(values: Sequence[int | None]) -> Iterator[int]:
-    """Places of bytes that are not part of a whole UTF-8 character; None stands for other tokens."""
+    """Yield the places of bytes outside whole UTF-8 characters; None stands for other tokens."""
     at = 0
     while at < len(values):
         lead = values[at]
@@ -230,8 +263,7 @@ def _broken_bytes(values: Sequence[int | None]) -> Iterator[int]:
 
 
 def _is_utf8(values: Sequence[int | None]) -> bool:
-    """A character with a byte missing is not; that is why None can simply be left out."""
-    try:
+    try:  # without the None: a character with a byte missing is not UTF-8 either
         bytes(byte for byte in values if byte is not None).decode()
     except UnicodeDecodeError:
         return False
@@ -249,10 +281,7 @@ def _check_unicode(text: str) -> None:
 
 
 def _check_message(message: object, template: str) -> dict[str, object]:
-    """A copy of one message with its text as one string; keys such as tool_calls are kept.
-
-    Most templates write any role down, so one that is misspelt is refused here.
-    """
+    """Return a copy of one message with its text as one string; keys such as tool_calls are kept."""
     if not isinstance(message, Mapping):
         raise RequestError(
             f'a message is {json_kind(message)}, not an object: send {{"role": "user", "content": "..."}}.'
@@ -261,6 +290,7 @@ def _check_message(message: object, template: str) -> dict[str, object]:
     if not isinstance(role, str) or not role:
         found = "a message's role is " + json_kind(role) if role else "a message has no role"
         raise RequestError(f"{found}: use 'system', 'user' or 'assistant'.")
+    # Most templates write any role down, so misspelt ones are refused here.
     if role not in ROLES and f"'{role}'" not in template and f'"{role}"' not in template:
         raise RequestError(
             f"a message has the role '{role[:40]}', which the model's template does not know: use one of "
@@ -272,7 +302,7 @@ def _check_message(message: object, template: str) -> dict[str, object]:
 
 
 def _plain(value: object) -> object:
-    """A copy made of JSON types only: the sandbox does not know other objects' methods."""
+    """Return a copy made of JSON types only: the sandbox does not know other objects' methods."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, Mapping):

@@ -1,1 +1,1 @@
-"""How each family of models writes tool calls: reading them from an answer, and forcing them by a grammar."""
+"""Formats of tool calls by model family: reading calls from an answer, and forcing them by a grammar."""

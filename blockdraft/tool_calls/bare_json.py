@@ -1,6 +1,6 @@
-"""Calls that are JSON and nothing else: Llama 3.1's, and those we teach a model whose template has no tools.
+"""Calls that are JSON and nothing else: Llama 3.1's, and those of models whose template has no tools.
 
-Such an answer begins with a brace, as a plain one may, too: only if the JSON names a tool is it a call.
+Such an answer begins with a brace, as a plain one may, too: it is a call only if the JSON names a tool.
 """
 
 from __future__ import annotations
@@ -11,16 +11,9 @@ from collections.abc import Sequence as Items
 
 from blockdraft.grammar.structured_output import StructuredOutputs
 from blockdraft.text.tokenizer import Tokenizer
+from blockdraft.tool_calls import lark
 from blockdraft.tool_calls.json_calls import JsonCallReader
-from blockdraft.tool_calls.lark import (
-    CallRules,
-    arguments_of,
-    json_call_rules,
-    json_of,
-    json_of_output,
-    output_rule,
-    tag,
-)
+from blockdraft.tool_calls.lark import CallRules
 from blockdraft.tool_calls.pieces import FunctionTool
 from blockdraft.tool_calls.reading import NotACall, Steps
 
@@ -34,7 +27,7 @@ class BareJsonReader(JsonCallReader):
     OPENING = (PYTHON_TAG,)
 
     def _read(self) -> Steps[None]:
-        """As in other formats, but a call may begin the answer without an opening tag."""
+        """Read an answer, which a call may begin without an opening lark.tag."""
         yield from self._try_call("")
         yield from super()._read()
 
@@ -69,15 +62,15 @@ class BareJsonReader(JsonCallReader):
 
 
 def _grammar(wanted: CallRules, arguments_key: str, python_tag: str | None) -> str:
-    """One call: these models were not trained to write several."""
+    """Return the grammar of one call: these models were not trained to write several."""
     if wanted.other is not None and (wanted.other.json is not None or wanted.other.json_object):
         return _call_or_json(wanted, wanted.other, arguments_key)
-    starts, rules = ["json_call"], json_call_rules(wanted, arguments_key)
+    starts, rules = ["json_call"], lark.json_call_rules(wanted, arguments_key)
     if not wanted.is_required and python_tag is not None:
         starts.append(f"{python_tag} json_call")
     if wanted.other is not None:
         starts.append("output")
-        rules.append(f"output: {output_rule(wanted.other)}")
+        rules.append(f"output: {lark.output_rule(wanted.other)}")
     elif not wanted.is_required:
         starts.append("TEXT")
         rules.append(r"TEXT: /([^\s{`](?s:.*))?/")
@@ -85,13 +78,10 @@ def _grammar(wanted: CallRules, arguments_key: str, python_tag: str | None) -> s
 
 
 def _call_or_json(wanted: CallRules, other: StructuredOutputs, arguments_key: str) -> str:
-    """Calls and structured output both begin with a brace: llguidance reads only rules of JSON side by side.
-
-    Each rule is as strict as its own tool or schema.
-    """
-    rules = [f"output: {json_of_output(other)}"]
+    """Return a grammar of calls or JSON output: both begin with a brace, so each is one whole rule."""
+    rules = [f"output: {lark.json_of_output(other)}"]
     for number, tool in enumerate(wanted.tools):
-        schema = _with_references_below(arguments_of(tool, is_required=False), "#/$defs/tool")
+        schema = _with_references_below(lark.arguments_of(tool, is_required=False), "#/$defs/tool")
         call = {
             "$defs": {"tool": schema},
             "type": "object",
@@ -99,13 +89,13 @@ def _call_or_json(wanted: CallRules, other: StructuredOutputs, arguments_key: st
             "required": ["name", arguments_key],
             "additionalProperties": False,
         }
-        rules.append(f"call_{number}: {json_of(call, is_strict=tool.is_strict)}")
+        rules.append(f"call_{number}: {lark.json_of(call, is_strict=tool.is_strict)}")
     calls = (f"call_{number}" for number in range(len(wanted.tools)))
     return "\n".join([f"start: {' | '.join(calls)} | output", *rules])
 
 
 def _with_references_below(value: object, place: str) -> object:
-    """A schema that is no longer at the root, but at `place`, with references that know it."""
+    """Return a schema that moves from the root to `place`, with its references changed."""
     if isinstance(value, Mapping):
         changed = {key: _with_references_below(item, place) for key, item in value.items()}
         if isinstance(target := value.get("$ref"), str) and target.startswith("#"):
@@ -116,7 +106,7 @@ def _with_references_below(value: object, place: str) -> object:
 
 def llama_grammar(wanted: CallRules, tokenizer: Tokenizer) -> str:
     has_tag = tokenizer.token_id(PYTHON_TAG) is not None
-    return _grammar(wanted, "parameters", tag(tokenizer, PYTHON_TAG) if has_tag else None)
+    return _grammar(wanted, "parameters", lark.tag(tokenizer, PYTHON_TAG) if has_tag else None)
 
 
 def plain_grammar(wanted: CallRules, tokenizer: Tokenizer) -> str:
@@ -126,22 +116,23 @@ def plain_grammar(wanted: CallRules, tokenizer: Tokenizer) -> str:
 def tools_as_messages(
     messages: Items[Mapping[str, object]], tools: Items[FunctionTool]
 ) -> list[dict[str, object]]:
-    """A conversation with tools in words, for a template that knows only texts of system, user, assistant.
-
-    The content of every message is a text.
-    """
-    told: list[dict[str, object]] = []
+    """Describe tools and calls as text, for a template that knows only texts of system, user, assistant."""
+    told, is_result = list[dict[str, object]](), False
     for message in messages:
         if message.get("role") == "tool":
             said = f"Result of {message.get('name') or 'the call'}:\n{message['content']}"
-            if told and told[-1].get("role") == "user" and told[-1].get("is_result"):
+            if is_result:  # results of parallel calls are one message
                 told[-1]["content"] = f"{told[-1]['content']}\n\n{said}"
             else:
-                told.append({"role": "user", "content": said, "is_result": True})
+                told.append({"role": "user", "content": said})
         else:
             told.append(_with_calls_as_text(message))
-    chat = [{key: value for key, value in message.items() if key != "is_result"} for message in told]
-    return _with_system(chat, _introduction(tools)) if tools else chat
+        is_result = message.get("role") == "tool"
+    if tools and told and told[0].get("role") in ("system", "developer"):
+        told[0] = {**told[0], "content": f"{told[0]['content']}\n\n{_introduction(tools)}"}
+    elif tools:
+        told.insert(0, {"role": "system", "content": _introduction(tools)})
+    return told
 
 
 def _with_calls_as_text(message: Mapping[str, object]) -> dict[str, object]:
@@ -152,12 +143,6 @@ def _with_calls_as_text(message: Mapping[str, object]) -> dict[str, object]:
     lines += [json.dumps(call["function"], ensure_ascii=False) for call in calls]
     rest = {key: value for key, value in message.items() if key != "tool_calls"}
     return {**rest, "content": "\n".join(lines)}
-
-
-def _with_system(chat: list[dict[str, object]], text: str) -> list[dict[str, object]]:
-    if chat and chat[0].get("role") in ("system", "developer"):
-        return [{**chat[0], "content": f"{chat[0]['content']}\n\n{text}"}, *chat[1:]]
-    return [{"role": "system", "content": text}, *chat]
 
 
 def _introduction(tools: Items[FunctionTool]) -> str:

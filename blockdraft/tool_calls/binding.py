@@ -1,4 +1,4 @@
-"""How much of a JSON schema a format's own grammar can bind, where llguidance's JSON grammar does not apply.
+"""Binds a JSON schema in a format with a grammar of its own, where llguidance's JSON grammar does not apply.
 
 Keywords that a grammar cannot bind are refused for strict tools. For other tools the call is checked when it
 is complete (tool_calls/checking.py).
@@ -6,7 +6,7 @@ is complete (tool_calls/checking.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from blockdraft.errors import RequestError
 from blockdraft.grammar.limits import MAX_GRAMMAR_CHARS
@@ -22,43 +22,63 @@ _NEVER = (
 )
 
 
-class Lines:
-    """The rules of a grammar, bounded in size."""
+class ToolRules:
+    """The rules of a grammar for one tool, bounded in size, and the keywords that they leave unbound."""
 
-    def __init__(self, tool: FunctionTool) -> None:
-        self.all: list[str] = []
-        self._tool = tool
+    def __init__(self, tool: FunctionTool, schemas: Schemas) -> None:
+        self.lines: list[str] = []
+        self._tool, self._schemas = tool, schemas
+        self._unbound: set[str] = set()
         self._num_chars = 0
 
-    def add(self, line: str) -> None:
-        self._num_chars += len(line)
+    def _add(self, *lines: str) -> None:
+        self.lines += lines
+        self._num_chars += sum(map(len, lines))
         if self._num_chars > MAX_GRAMMAR_CHARS:
             raise RequestError(
                 f"the schema of the function '{self._tool.name}' makes a grammar of more than "
                 f"{MAX_GRAMMAR_CHARS} characters: make the schema smaller.",
                 "tools",
             )
-        self.all.append(line)
 
+    def _choices(self, keywords: Part) -> list[object]:
+        """Return the alternatives of a schema, each with the keywords beside them; empty: it has none."""
+        name = next((one for one in ("anyOf", "oneOf") if listed(keywords, one)), "anyOf")
+        choices = listed(keywords, name)
+        if name == "oneOf" and overlap(choices, self._schemas):
+            self._unbound.add(name)
+        beside = {key: value for key, value in keywords.items() if key != name}
+        return [{"allOf": [beside, choice]} for choice in choices]
 
-def refuse_unbound(tool: FunctionTool, names: Iterable[str], format_name: str) -> None:
-    """RequestError for a strict tool if there are such keywords."""
-    found = ", ".join(f"'{name[:64]}'" for name in sorted(set(names)))
-    if found and tool.is_strict:
-        raise RequestError(
-            f"the function '{tool.name}' is strict, and a call in this model's format ({format_name}) cannot "
-            f"be bound to {found} of its schema: leave that out, or set 'strict' to false.",
-            "tools",
-        )
+    def _values(self, flat: Flat, can_write: Callable[[object], bool]) -> list[object] | None:
+        """Return the values that a schema lists and the format can write; None: it lists none."""
+        values = bound_values(flat, self._schemas)
+        if values is None:
+            return None
+        written = list(filter(can_write, values))
+        self._unbound |= {"enum"} if len(written) < len(values) else set()
+        if not written:
+            raise self._no_value("'enum' leaves no value")
+        return written
 
+    def _no_value(self, why: str) -> RequestError:
+        name = self._tool.name
+        return RequestError(f"no arguments can match the schema of the function '{name}': {why}.", "tools")
 
-def no_value(tool: FunctionTool, why: str) -> RequestError:
-    """The error for a schema that nothing can have."""
-    return RequestError(f"no arguments can match the schema of the function '{tool.name}': {why}.", "tools")
+    def _refuse_unbound(self, format_name: str) -> None:
+        """Raise RequestError if the tool is strict and the grammar leaves keywords unbound."""
+        found = ", ".join(f"'{name[:64]}'" for name in sorted(self._unbound))
+        if found and self._tool.is_strict:
+            raise RequestError(
+                f"the function '{self._tool.name}' is strict, and a call in this model's format "
+                f"({format_name}) cannot be bound to {found} of its schema: leave that out, or set 'strict' "
+                "to false.",
+                "tools",
+            )
 
 
 def unbound(flat: Flat) -> set[str]:
-    """Keywords of a schema that no grammar of ours can bind."""
+    """Return the keywords of a schema that no grammar of ours can bind."""
     keywords = flat.keywords
     if values_of(keywords) is not None:
         return set(flat.lost | ({"pattern"} & keywords.keys()))  # the values are checked one by one
@@ -77,7 +97,7 @@ def unbound(flat: Flat) -> set[str]:
 
 
 def bound_values(flat: Flat, schemas: Schemas) -> list[object] | None:
-    """The values that a schema lists, without those that its other keywords forbid; None: it lists none."""
+    """Return the listed values that the other keywords allow; None: the schema lists none."""
     values = values_of(flat.keywords)
     if values is None:
         return None
@@ -87,7 +107,7 @@ def bound_values(flat: Flat, schemas: Schemas) -> list[object] | None:
 
 
 def text_patterns(keywords: Part) -> list[str]:
-    """Regexes, without slashes around them, which a string must all match."""
+    """Return the regexes, without slashes around them, that a string must all match."""
     patterns = [text_pattern({"pattern": keywords["pattern"]})] if "pattern" in keywords else []
     if "minLength" in keywords or "maxLength" in keywords:
         patterns.append(text_pattern({name: keywords.get(name) for name in ("minLength", "maxLength")}))
@@ -98,12 +118,12 @@ def text_patterns(keywords: Part) -> list[str]:
 
 
 def terminal(patterns: Iterable[str]) -> str:
-    """The right side of a terminal that matches them all."""
+    """Return the right side of a terminal that matches all patterns."""
     return " & ".join(f"/{pattern}/" for pattern in patterns)
 
 
 def overlap(choices: list[object], schemas: Schemas) -> bool:
-    """Whether a value may have two of the schemas, as far as can be seen."""
+    """Return whether a value may match two of the schemas, as far as this can be seen."""
     taken: set[str] = set()
     for choice in choices:
         marks = _marks(choice, schemas)
@@ -114,7 +134,7 @@ def overlap(choices: list[object], schemas: Schemas) -> bool:
 
 
 def _marks(choice: object, schemas: Schemas) -> set[str]:
-    """Values of two schemas that have no mark in common are different."""
+    """Return marks of a schema: two schemas without a common mark share no value."""
     keywords = schemas.flat(choice).keywords
     values = values_of(keywords)
     if values is not None:

@@ -1,4 +1,4 @@
-"""Checks whether a value matches its schema, for keywords that a grammar cannot bind.
+"""Reads plain text of models as JSON values, and checks values for keywords that a grammar cannot bind.
 
 `pattern` is left to grammars: Python's regexes can take for ever on a client's.
 """
@@ -6,9 +6,12 @@
 from __future__ import annotations
 
 import json
+import math
+import operator
 import re
 from collections.abc import Callable, Iterator, Mapping
 
+from blockdraft.tool_calls.pieces import FunctionTool
 from blockdraft.tool_calls.schemas import (
     Part,
     Schemas,
@@ -45,15 +48,11 @@ FORMATS = {
 _COMPILED = {name: re.compile(pattern) for name, pattern in FORMATS.items()}
 
 
-class TooMuch(Exception):
-    """The check would take too long."""
-
-
 def problem_of(value: object, schema: object, schemas: Schemas) -> str | None:
-    """The first problem of a value and its place; None if there is none, or the check would take too long."""
+    """Return the first problem of a value and its place; None: no problem, or the check takes too long."""
     try:
         return next(_Check(schemas).problems(value, schema, ""), None)
-    except (TooMuch, RecursionError):
+    except RecursionError:
         return None
 
 
@@ -68,7 +67,7 @@ class _Check:
         keywords = self._schemas.flat(schema).keywords
         self._num_left -= 1 + sum(len(one) for one in keywords.values() if isinstance(one, list)) // 8
         if self._num_left < 0:
-            raise TooMuch
+            raise RecursionError("the check would take too long")
         kind = type_of(value)
         yield from _own_problems(value, kind, keywords, where)
         yield from self._choices(value, keywords, where)
@@ -133,13 +132,14 @@ class _Check:
 
 
 def _own_problems(value: object, kind: str, keywords: Part, where: str) -> Iterator[str]:
-    """Problems that need no other schema than this one."""
+    """Yield problems that need no other schema than this one."""
     given = keywords.get("type")
     types = [given] if isinstance(given, str) else given if isinstance(given, list) else [kind]
     if kind not in types and not (kind == "integer" and "number" in types):
         yield f"{where}{_shown(value)} is of type {kind}, not {' or '.join(map(str, types))}"
     values = values_of(keywords)
-    if values is not None and not any(_is_same(value, one) for one in values):
+    # Of the same type, too: true is not 1.
+    if values is not None and not any(type_of(one) == kind and value == one for one in values):
         yield f"{where}{_shown(value)} is not a listed value ('enum')"
     size = _measured(value)
     for name, (measure, is_right) in _LIMITS.items():
@@ -152,12 +152,8 @@ def _own_problems(value: object, kind: str, keywords: Part, where: str) -> Itera
 
 
 def _measured(value: object) -> dict[str, float]:
-    if isinstance(value, str):
-        return {"length": len(value)}
-    if isinstance(value, list):
-        return {"items": len(value)}
-    if isinstance(value, Mapping):
-        return {"properties": len(value)}
+    if isinstance(value, str | list | Mapping):
+        return {{"string": "length", "array": "items"}.get(type_of(value), "properties"): len(value)}
     return {"value": value} if isinstance(value, int | float) and not isinstance(value, bool) else {}
 
 
@@ -169,23 +165,14 @@ def _is_multiple(number: float, step: float) -> bool:
 
 
 _LIMITS: Mapping[str, tuple[str, Callable[[float, float], bool]]] = {
-    "minimum": ("value", lambda number, limit: number >= limit),
-    "maximum": ("value", lambda number, limit: number <= limit),
-    "exclusiveMinimum": ("value", lambda number, limit: number > limit),
-    "exclusiveMaximum": ("value", lambda number, limit: number < limit),
+    "minimum": ("value", operator.ge),
+    "maximum": ("value", operator.le),
+    "exclusiveMinimum": ("value", operator.gt),
+    "exclusiveMaximum": ("value", operator.lt),
     "multipleOf": ("value", _is_multiple),
-    "minLength": ("length", lambda number, limit: number >= limit),
-    "maxLength": ("length", lambda number, limit: number <= limit),
-    "minItems": ("items", lambda number, limit: number >= limit),
-    "maxItems": ("items", lambda number, limit: number <= limit),
-    "minProperties": ("properties", lambda number, limit: number >= limit),
-    "maxProperties": ("properties", lambda number, limit: number <= limit),
+    **{f"min{name}": (name.lower(), operator.ge) for name in ("Length", "Items", "Properties")},
+    **{f"max{name}": (name.lower(), operator.le) for name in ("Length", "Items", "Properties")},
 }
-
-
-def _is_same(one: object, other: object) -> bool:
-    """Equal as JSON: true is not 1."""
-    return type_of(one) == type_of(other) and one == other
 
 
 def _shown(value: object) -> str:
@@ -193,3 +180,56 @@ def _shown(value: object) -> str:
         return "the list" if isinstance(value, list) else "the object"
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= MAX_CHARS else f"{text[:MAX_CHARS]}…"
+
+
+# ---- values of plain text
+
+_PYTHON = {"True": "true", "False": "false", "None": "null"}
+
+
+def read_json(text: str) -> object:
+    """Return the value of a JSON text; ValueError for Python's extensions (NaN, half characters)."""
+    try:
+        value: object = json.loads(text, parse_constant=_finite, parse_float=_finite)
+        if "\\u" in text:  # no other way to write half a character
+            json.dumps(value, ensure_ascii=False).encode()
+    except RecursionError:
+        raise ValueError("it nests too deep") from None
+    return value
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is not a finite number")
+    return value
+
+
+def is_text(schema: object, schemas: Schemas) -> bool:
+    """Return whether every text is a valid value, as it is without a type."""
+    return schemas.types(schema) <= {"string"}
+
+
+def as_json(text: str, schema: object, schemas: Schemas) -> str:
+    """Return the JSON in a text, unless only the text itself matches the schema."""
+    types = schemas.types(schema)
+    plain = json.dumps(text, ensure_ascii=False)
+    if types == {"string"}:
+        return plain
+    written = _PYTHON.get(text.strip(), text.strip())
+    try:
+        value = read_json(written)
+    except ValueError:
+        return plain
+    if "string" in types and (isinstance(value, str) or problem_of(value, schema, schemas) is not None):
+        return plain  # quotes are a part of the text
+    return written
+
+
+def call_problem(arguments: str, tool: FunctionTool) -> str | None:
+    """Return why a call's arguments do not match the tool's schema; None: they match, or it is unknown."""
+    try:
+        value = read_json(arguments)
+    except ValueError:
+        return "the arguments are not valid JSON"
+    return problem_of(value, {"allOf": [tool.parameters, {"type": "object"}]}, Schemas(tool.parameters))

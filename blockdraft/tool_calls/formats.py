@@ -1,4 +1,4 @@
-"""The formats of tool calls, and which one a model uses: by its chat template, or --tool-format."""
+"""The formats of tool calls; a model's chat template, or --tool-format, says which one it uses."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from dataclasses import dataclass
 
 from blockdraft.grammar.structured_output import StructuredOutputs
 from blockdraft.text.tokenizer import Tokenizer
-from blockdraft.tool_calls import bare_json, gemma, gemma_grammar, harmony, hermes, qwen_xml, qwen_xml_grammar
+from blockdraft.tool_calls import bare_json, gemma, harmony, json_calls, qwen_xml
+from blockdraft.tool_calls.bare_json import BareJsonReader
+from blockdraft.tool_calls.json_calls import HermesReader
 from blockdraft.tool_calls.lark import CallRules
+from blockdraft.tool_calls.qwen_xml import QwenXmlReader
 from blockdraft.tool_calls.reading import AnswerReader
 from blockdraft.tool_calls.thoughts import Tags
 
@@ -32,19 +35,9 @@ class ToolFormat:
 
 
 FORMATS = (
-    ToolFormat("hermes", hermes.HermesReader, hermes.hermes_grammar, (hermes.OPEN, hermes.CLOSE)),
-    ToolFormat(
-        "qwen_xml",
-        qwen_xml.QwenXmlReader,
-        qwen_xml_grammar.qwen_xml_grammar,
-        (qwen_xml_grammar.OPEN, qwen_xml_grammar.CLOSE),
-    ),
-    ToolFormat(
-        "gemma",
-        gemma.GemmaReader,
-        gemma_grammar.gemma_grammar,
-        (gemma_grammar.OPEN, gemma_grammar.CLOSE, gemma_grammar.QUOTE),
-    ),
+    ToolFormat("hermes", HermesReader, json_calls.hermes_grammar, (json_calls.OPEN, json_calls.CLOSE)),
+    ToolFormat("qwen_xml", QwenXmlReader, qwen_xml.qwen_xml_grammar, (qwen_xml.OPEN, qwen_xml.CLOSE)),
+    ToolFormat("gemma", gemma.GemmaReader, gemma.gemma_grammar, (gemma.OPEN, gemma.CLOSE, gemma.QUOTE)),
     ToolFormat(
         "harmony",
         harmony.HarmonyReader,
@@ -54,31 +47,27 @@ FORMATS = (
         find_thoughts=harmony.find_harmony_thoughts,
         wrap_output=harmony.wrap_in_harmony,
     ),
-    ToolFormat(
-        "llama", bare_json.BareJsonReader, bare_json.llama_grammar, (bare_json.PYTHON_TAG,), is_parallel=False
-    ),
-    ToolFormat(
-        "plain", bare_json.BareJsonReader, bare_json.plain_grammar, (), is_parallel=False, has_template=False
-    ),
+    ToolFormat("llama", BareJsonReader, bare_json.llama_grammar, (bare_json.PYTHON_TAG,), is_parallel=False),
+    ToolFormat("plain", BareJsonReader, bare_json.plain_grammar, (), is_parallel=False, has_template=False),
 )
 _BY_NAME = {one.name: one for one in FORMATS}
 
 
 def find_format(tokenizer: Tokenizer, asked: str = "auto") -> ToolFormat:
-    """The format of this model. `asked` is the setting."""
+    """Return the format of a model; `asked` is the setting."""
     return _BY_NAME[_guess(tokenizer.chat_template or "") if asked == "auto" else asked]
 
 
 def _guess(template: str) -> str:
-    """A template that shows tools also shows how it writes calls."""
+    """Return the format whose tags a chat template writes."""
     if harmony.CHANNEL in template and harmony.MESSAGE in template:
         return "harmony"
     if "tools" not in template:
         return "plain"
     for mark, name in (
-        (gemma_grammar.OPEN, "gemma"),
-        (qwen_xml_grammar.FUNCTION, "qwen_xml"),
-        (hermes.OPEN, "hermes"),
+        (gemma.OPEN, "gemma"),
+        (qwen_xml.FUNCTION, "qwen_xml"),
+        (json_calls.OPEN, "hermes"),
         (bare_json.PYTHON_TAG, "llama"),
         ('"parameters": ', "llama"),
     ):

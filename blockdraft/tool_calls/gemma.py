@@ -6,14 +6,32 @@ It is JSON but for keys without quotes, and strings between tokens of their own,
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterator, Mapping
 
-from blockdraft.tool_calls.gemma_grammar import BARE_KEY, CLOSE, OPEN, QUOTE
+from blockdraft.text.tokenizer import Tokenizer
+from blockdraft.tool_calls import lark
+from blockdraft.tool_calls.binding import ToolRules, terminal, text_patterns, unbound
+from blockdraft.tool_calls.checking import as_json
 from blockdraft.tool_calls.json_scanner import JsonScanner
-from blockdraft.tool_calls.reading import AnswerReader, NotACall, Steps
-from blockdraft.tool_calls.schemas import Schemas, named
-from blockdraft.tool_calls.tags import TagFinder
-from blockdraft.tool_calls.typed import as_json
+from blockdraft.tool_calls.lark import CallRules, json_of, quoted, tag
+from blockdraft.tool_calls.pieces import FunctionTool
+from blockdraft.tool_calls.reading import AnswerReader, NotACall, Steps, TagFinder
+from blockdraft.tool_calls.schemas import (
+    Flat,
+    Part,
+    Schemas,
+    first_items,
+    for_grammar,
+    listed,
+    named,
+    other_items,
+)
 
+OPEN, CLOSE = "<|tool_call>", "<tool_call|>"
+QUOTE = '<|"|>'
+BARE_KEY = re.compile(r'[^\s:,{}\[\]<"]([^:,{}\[\]<\n]*[^\s:,{}\[\]<])?')  # any other needs quotes
+_NUMBER_LIMITS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 MAX_DEPTH = 64  # of nested objects and lists; deeper ones count as broken
 
 
@@ -23,12 +41,10 @@ class GemmaReader(AnswerReader):
     OPENING, CLOSING = (OPEN,), (CLOSE,)
     _QUOTE = TagFinder((QUOTE,))
     _schemas: Schemas  # those of the tool that is called
-    _odd_keys: dict[
-        frozenset[int], list[str]
-    ]  # keys that may hold what ends others, by their object's schema
+    _odd_keys: dict[frozenset[int], list[str]]  # that may hold what ends others, by their object's schema
 
     def _read(self) -> Steps[None]:
-        """Behind thoughts the opening token is sometimes forgotten: the text itself shows what it is."""
+        """Read an answer; after thoughts models sometimes forget the opening token of a call."""
         yield from self._try_call("")
         yield from super()._read()
 
@@ -69,7 +85,7 @@ class GemmaReader(AnswerReader):
                 raise ValueError
 
     def _read_object(self, schema: object, depth: int) -> Steps[None]:
-        """An object whose brace is next."""
+        """Read an object whose brace is next."""
         if not (yield from self._opens("{", "}")):
             while True:
                 key = yield from self._read_key(schema)
@@ -80,7 +96,7 @@ class GemmaReader(AnswerReader):
             yield from self._close("}")
 
     def _read_list(self, schema: object, depth: int) -> Steps[None]:
-        """A list whose bracket is next."""
+        """Read a list whose bracket is next."""
         place = 0
         if not (yield from self._opens("[", "]")):
             while True:
@@ -113,7 +129,7 @@ class GemmaReader(AnswerReader):
         self._argue(bracket)
 
     def _read_key(self, schema: object) -> Steps[str | None]:
-        """A key and the colon behind it; None: it is one that no schema is looked up for."""
+        """Read a key and its colon; None: a key whose schema is not looked up."""
         key: str | None = None
         character = yield from self._skip_space()
         if (yield from self._take(QUOTE)):
@@ -130,7 +146,7 @@ class GemmaReader(AnswerReader):
         return key
 
     def _take_odd_key(self, schema: object) -> Steps[str | None]:
-        """A key of the schema that holds what ends other keys, should a model write it without quotes."""
+        """Take an unquoted key that holds what ends other keys; None: the schema has no such key here."""
         flat = self._schemas.flat(schema)
         if flat.key not in self._odd_keys:
             odd = [key for key in named(flat.keywords, "properties") if key and not BARE_KEY.fullmatch(key)]
@@ -143,7 +159,7 @@ class GemmaReader(AnswerReader):
         return None
 
     def _read_string(self) -> Steps[str]:
-        """A string whose opening quote is taken."""
+        """Read a string whose opening quote is taken."""
         found = []
         self._argue('"')
         while True:
@@ -157,3 +173,179 @@ class GemmaReader(AnswerReader):
             if self._is_over:
                 raise ValueError
             yield
+
+
+def gemma_grammar(wanted: CallRules, tokenizer: Tokenizer) -> str:
+    """Return a grammar with keys in alphabetical order, as the template writes them."""
+    calls, lines = [], _any_value(tokenizer)
+    for number, tool in enumerate(wanted.tools):
+        schema = lark.arguments_of(tool, is_required=wanted.is_required)
+        rules = _Rules(tool, for_grammar(schema), tokenizer, f"call_{number}")
+        calls.append(f"{quoted(tool.name)} {rules.start}")
+        lines += rules.lines
+    body = f'body: "call:" ({" | ".join(calls)}) {tag(tokenizer, CLOSE)}'
+    return lark.tagged_grammar(wanted, tokenizer, opening=OPEN, rules=[body, *lines], separator="")
+
+
+def _any_value(tokenizer: Tokenizer) -> list[str]:
+    """Return the rules for values of which nothing is known."""
+    return [
+        *_string_rules("string", [lark.text_pattern(None)], tag(tokenizer, QUOTE)),
+        r"NUMBER: /-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?/",
+        "KEY: /[A-Za-z_][A-Za-z0-9_-]*/",
+        'value: string | NUMBER | "true" | "false" | "null" | object | list',
+        'object: "{" (KEY ":" value ("," KEY ":" value)*)? "}"',
+        'list: "[" (value ("," value)*)? "]"',
+    ]
+
+
+def _string_rules(name: str, patterns: list[str], quote: str) -> Iterator[str]:
+    """Yield the rules of a string that matches all patterns, between quotes."""
+    yield f"{name.upper()}: {terminal(patterns)}"
+    if quote.startswith("<["):  # no text can be mistaken for it
+        yield f"{name}: {quote} {name.upper()} {quote}"
+    else:
+        yield f"{name}: {quote} {name}_end"
+        yield f"{name}_end[lazy]: {name.upper()} {quote}"
+
+
+class _Rules(ToolRules):
+    """Rules for the arguments of one tool: one for each schema in it, which others refer to by its name."""
+
+    def __init__(self, tool: FunctionTool, schemas: Schemas, tokenizer: Tokenizer, name: str) -> None:
+        super().__init__(tool, schemas)
+        self._name, self._quote = name, tag(tokenizer, QUOTE)
+        self._names: dict[frozenset[int], str] = {}
+        self._waiting: list[tuple[str, Flat]] = []
+        self.start = self._rule({"allOf": [schemas.root, {"type": "object"}]})
+        while self._waiting:
+            rule, flat = self._waiting.pop()
+            self._unbound |= unbound(flat)
+            self._add(f"{rule}: {self._value(rule, flat)}")
+        self._refuse_unbound("gemma")
+
+    def _rule(self, schema: object) -> str:
+        """Return the name of a schema's rule, which is written later: schemas may nest and refer."""
+        flat = self._schemas.flat(schema)
+        self._unbound |= flat.lost
+        if not flat.key:
+            return "value"
+        if flat.key not in self._names:
+            name = self._names[flat.key] = f"{self._name}_{len(self._names)}"
+            self._waiting.append((name, flat))
+        return self._names[flat.key]
+
+    def _value(self, rule: str, flat: Flat) -> str:
+        keywords = flat.keywords
+        # A string cannot hold its own closing quote.
+        values = self._values(flat, lambda value: json.dumps(QUOTE)[1:-1] not in json.dumps(value))
+        if values is not None:
+            return " | ".join(quoted_parts(_written(value), self._quote) for value in values)
+        if choices := self._choices(keywords):
+            return " | ".join(map(self._rule, choices))
+        types = sorted(self._schemas.types(keywords))
+        if not types and "type" not in keywords:
+            return "value"
+        if not types:
+            raise self._no_value("'type' leaves no value")
+        return " | ".join(self._typed(kind, f"{rule}_{kind}", keywords) for kind in types)
+
+    def _typed(self, kind: str, rule: str, keywords: Part) -> str:
+        if kind == "object":
+            return self._object(rule, keywords)
+        if kind == "array":
+            return self._list(rule, keywords)
+        if kind == "string":
+            self._add(*_string_rules(rule, text_patterns(keywords), self._quote))
+            return rule
+        limits = {key: keywords[key] for key in _NUMBER_LIMITS if key in keywords}
+        return f"({json_of({'type': kind, **limits})})"  # numbers and the like are those of JSON
+
+    def _object(self, rule: str, keywords: Part) -> str:
+        """An object. In rule n the first n members are decided; `_more`: there is one, so a comma is due."""
+        rest = keywords.get("additionalProperties", True)
+        required = {name: rest for name in listed(keywords, "required") if isinstance(name, str)}
+        members = sorted({**required, **named(keywords, "properties")}.items())
+        if not members:
+            if rest is False:
+                return '"{" "}"'
+            value = self._rule(rest)
+            return "object" if value == "value" else f'"{{" (KEY ":" {value} ("," KEY ":" {value})*)? "}}"'
+        for place, (key, schema) in enumerate(members):
+            written = quoted_parts(f"{_written_key(key)}:", self._quote)
+            value = f"{written} {self._rule(schema)} {rule}_{place + 1}_more"
+            is_needed = key in required
+            self._add(f"{rule}_{place}: {value}{'' if is_needed else f' | {rule}_{place + 1}'}")
+            skipped = "" if is_needed else f" | {rule}_{place + 1}_more"
+            self._add(f'{rule}_{place}_more: "," {value}{skipped}')
+        self._add(f'{rule}_{len(members)}: ""')
+        self._add(f'{rule}_{len(members)}_more: ""')
+        return f'"{{" {rule}_0 "}}"'
+
+    def _list(self, rule: str, keywords: Part) -> str:
+        """A list. In rule n the first n items are there, and the next has a schema of its own."""
+        first, rest = first_items(keywords), other_items(keywords)
+        least, most = (_count(keywords.get(name)) for name in ("minItems", "maxItems"))
+        least = least or 0
+        first = first if most is None else first[:most]
+        if rest is False:
+            most = len(first) if most is None else min(most, len(first))
+        if most is not None and least > most:
+            raise self._no_value(f"a list has at least {least} items and at most {most}")
+        if most is None or most > len(first):
+            self._tail(f"{rule}_{len(first)}", self._rule(rest), least - len(first), most, len(first))
+        else:
+            self._add(f'{rule}_{len(first)}: ""')
+        for place, schema in enumerate(first):
+            comma = '"," ' if place else ""
+            skipped = "" if place < least else ' | ""'
+            self._add(f"{rule}_{place}: {comma}{self._rule(schema)} {rule}_{place + 1}{skipped}")
+        return f'"[" {rule}_0 "]"'
+
+    def _tail(self, rule: str, item: str, least: int, most: int | None, num_before: int) -> None:
+        """The items of a list behind the first ones, at least so many, and up to `most` in the whole list."""
+        least = max(0, least)
+        room = None if most is None else most - num_before
+        more = f'("," {item})'
+        if num_before:
+            self._add(f"{rule}: {_repeated(more, least, room)}")
+            return
+        others = _repeated(more, max(0, least - 1), None if room is None else room - 1)
+        nothing = "" if least else ' | ""'
+        self._add(f"{rule}: {item} {others}{nothing}")
+
+
+def _count(value: object) -> int | None:
+    """Return the limit of a length; None for anything but a number from 0."""
+    is_limit = isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
+    return int(value) if is_limit else None  # type: ignore[call-overload]
+
+
+def _repeated(part: str, least: int, most: int | None) -> str:
+    if most == 0:
+        return '""'
+    if most is None:
+        return f"{part}*" if least == 0 else f"{part}{{{least},}}"
+    return f"{part}{{{least},{most}}}"
+
+
+def _written(value: object) -> str:
+    """Return a value in the format, with QUOTE for a quote."""
+    if isinstance(value, str):
+        return f"{QUOTE}{value}{QUOTE}"
+    if isinstance(value, list):
+        return f"[{','.join(map(_written, value))}]"
+    if isinstance(value, Mapping):
+        members = (f"{_written_key(key)}:{_written(item)}" for key, item in sorted(value.items()))
+        return f"{{{','.join(members)}}}"
+    return json.dumps(value)
+
+
+def _written_key(key: str) -> str:
+    return key if BARE_KEY.fullmatch(key) else f"{QUOTE}{key}{QUOTE}"
+
+
+def quoted_parts(text: str, quote: str) -> str:
+    """Return a text, in which QUOTE stands for a token, as a part of a rule."""
+    parts = [quoted(part) if part else "" for part in text.split(QUOTE)]
+    return f" {quote} ".join(parts) or '""'

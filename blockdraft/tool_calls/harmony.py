@@ -1,24 +1,24 @@
-"""gpt-oss' format, harmony: an answer is a row of messages, each with a header that says what it is.
+"""gpt-oss' format, harmony: an answer is a row of messages, each with a header that names its kind.
 
 <|channel|>analysis<|message|>thoughts<|end|>
 <|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"city": "Paris"}<|call|>
 <|start|>assistant<|channel|>final<|message|>the answer<|return|>
 
-The library `openai-harmony` reads the same, but only with a vocabulary that it fetches from the network; a
-server must do without one. So the format is read here, from text.
+The library `openai-harmony` reads it too, but only with a vocabulary from the network, which a server may not
+have. So the format is read here, from text.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 
 from blockdraft.grammar.structured_output import StructuredOutputs
 from blockdraft.text.tokenizer import Tokenizer
 from blockdraft.tool_calls.json_scanner import JsonScanner
 from blockdraft.tool_calls.lark import CallRules, arguments_of, json_of, output_rule, quoted, tag
-from blockdraft.tool_calls.reading import AnswerReader, Steps
-from blockdraft.tool_calls.tags import TagFinder
+from blockdraft.tool_calls.reading import AnswerReader, Steps, TagFinder
 from blockdraft.tool_calls.thoughts import Tags
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
@@ -42,7 +42,7 @@ class HarmonyReader(AnswerReader):
             channel = re.search(r"<\|channel\|>\s*([a-z]+)", header)
             name = recipient.group(1).removeprefix(NAMESPACE) if recipient is not None else ""
             if channel is not None and channel.group(1) == "analysis" and recipient is None:
-                yield from self._read_body("\n" if has_thought else "", self._think)
+                yield from self._read_body("\n" if has_thought else "", partial(self._add, "reasoning"))
                 has_thought = True
             elif name in self._tools and (yield from self._skip_space()) in ("{", "<", ""):
                 yield from self._read_call(name)
@@ -81,7 +81,7 @@ class HarmonyReader(AnswerReader):
                 yield
 
     def _read_body(self, ahead: str, put: Callable[[str], None]) -> Steps[None]:
-        """The text of a message; the tag behind it is left if it begins the next header."""
+        """Pass on the text of a message; the tag behind it is left if it begins the next header."""
         put(ahead)
         while True:
             end, found = self._TAGS.find(self._buffer, self._at, self._is_over)
@@ -112,7 +112,6 @@ class HarmonyReader(AnswerReader):
 
 
 def find_harmony_thoughts(tokenizer: Tokenizer) -> Tags | None:
-    """The tags around the thoughts."""
     close_id = tokenizer.token_id(END)
     opening = f"{CHANNEL}analysis{MESSAGE}"
     if close_id is None or tokenizer.token_id(CHANNEL) is None:
@@ -122,12 +121,12 @@ def find_harmony_thoughts(tokenizer: Tokenizer) -> Tags | None:
 
 
 def _header(tokenizer: Tokenizer) -> str:
-    """Behind thoughts the next message names its author; an answer without thoughts has done so already."""
+    """Return the rule of a header: only after thoughts a message names its author."""
     return f'begin: ({tag(tokenizer, START)} "assistant")? {tag(tokenizer, CHANNEL)}'
 
 
 def wrap_in_harmony(output: StructuredOutputs, tokenizer: Tokenizer) -> StructuredOutputs:
-    """Structured output as the final message. A client's grammar stays as it is."""
+    """Make structured output the final message. A client's grammar stays as it is."""
     rule = output_rule(output)
     if rule is None:
         return output
@@ -136,7 +135,7 @@ def wrap_in_harmony(output: StructuredOutputs, tokenizer: Tokenizer) -> Structur
 
 
 def harmony_grammar(wanted: CallRules, tokenizer: Tokenizer) -> str:
-    """One call, which ends an answer in this format."""
+    """Return the grammar of one call, which ends an answer in this format."""
     message = tag(tokenizer, MESSAGE)
     calls = " | ".join(f"call_{number}" for number in range(len(wanted.tools)))
     rules = [_header(tokenizer), f"call: {quoted(f'commentary {RECIPIENT}{NAMESPACE}')} ({calls})"]

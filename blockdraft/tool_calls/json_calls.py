@@ -1,15 +1,21 @@
-"""Calls written as JSON: {"name": "f", "arguments": {...}}."""
+"""Calls written as JSON, {"name": "f", "arguments": {...}}, and Hermes' format of them.
+
+Hermes' calls, which Qwen3 and many others use, stand between <tool_call> and </tool_call>.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 
+from blockdraft.text.tokenizer import Tokenizer
 from blockdraft.tool_calls.json_scanner import JsonScanner
+from blockdraft.tool_calls.lark import CallRules, json_call_rules, tag, tagged_grammar
 from blockdraft.tool_calls.reading import AnswerReader, NotACall, Steps
 
 ARGUMENTS = ("arguments", "parameters")
 _HALF = re.compile("[\ud800-\udfff]")  # of a character: no text that is sent may hold it
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
 OTHERS = ("id", "type")  # with any other member it is not a call, and need not wait
 
 
@@ -17,10 +23,7 @@ class JsonCallReader(AnswerReader):
     """Reads such calls; what stands around them is the format's."""
 
     def _read_json_call(self) -> Steps[bool]:
-        """Read a call whose opening brace is taken. False: its arguments went wrong, the rest is still there.
-
-        Members may come in any order. Arguments in front of the name wait for it.
-        """
+        """Read a call after its brace, with members in any order. False: its arguments went wrong."""
         name, early = "", "{}"
         while (key := (yield from self._read_key())) is not None:
             if key == "name":
@@ -41,7 +44,7 @@ class JsonCallReader(AnswerReader):
         return True
 
     def _read_key(self) -> Steps[str | None]:
-        """The name of the next member, whose value is next; None: the object is over."""
+        """Read the name of the next member; None: the object is over."""
         if (yield from self._skip_space()) == ",":
             self._at += 1
             yield from self._skip_space()
@@ -65,7 +68,7 @@ class JsonCallReader(AnswerReader):
         return name
 
     def _pass_arguments(self) -> Steps[bool]:
-        """The arguments as they come, then what is left of the object; whether they are JSON so far."""
+        """Pass on the arguments as they come, and skip the other members; False: they are no JSON."""
         try:
             yield from self._read_json(JsonScanner(), is_argument=True)
         except ValueError:
@@ -80,7 +83,7 @@ class JsonCallReader(AnswerReader):
         return True
 
     def _read_early(self) -> Steps[str]:
-        """Arguments that cannot be passed on as they come: an object, one in a string, or null."""
+        """Read arguments in front of the name: an object, one in a string, or null."""
         character = yield from self._peek()
         if character == "n":
             yield from self._expect("null")
@@ -95,7 +98,7 @@ class JsonCallReader(AnswerReader):
         return _HALF.sub(lambda half: f"\\u{ord(half.group()):04x}", value)
 
     def _read_value(self) -> Steps[tuple[object, str]]:
-        """A whole JSON value, and how it was written."""
+        """Read a whole JSON value; return it and its text."""
         try:
             written = yield from self._read_json(JsonScanner(), is_argument=False)
             return json.loads(written), written
@@ -103,8 +106,29 @@ class JsonCallReader(AnswerReader):
             raise NotACall from None
 
     def _skip_value(self) -> Steps[None]:
-        """The value of a member that says nothing to us."""
+        """Skip the value of a member without a meaning here."""
         if (character := (yield from self._peek())) and character in '{["':
             yield from self._read_value()
         else:
             yield from self._take_up_to(",}")
+
+
+class HermesReader(JsonCallReader):
+    """Reads Hermes' format."""
+
+    OPENING, CLOSING = (OPEN,), (CLOSE,)
+
+    def _read_call(self, opening: str) -> Steps[None]:
+        yield from self._skip_space()
+        yield from self._expect("{")
+        if (yield from self._read_json_call()):
+            yield from self._skip_space()
+            yield from self._take(CLOSE)
+        else:
+            yield from self._read_broken()
+
+
+def hermes_grammar(wanted: CallRules, tokenizer: Tokenizer) -> str:
+    body = f'body: "\\n" json_call "\\n" {tag(tokenizer, CLOSE)}'
+    rules = [body, *json_call_rules(wanted, "arguments")]
+    return tagged_grammar(wanted, tokenizer, opening=OPEN, rules=rules, separator="\n")

@@ -1,4 +1,4 @@
-"""Follows JSON a character at a time, so that it is known at once where a value ends or goes wrong."""
+"""Scans JSON one character at a time, to find at once where a value ends or goes wrong."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class JsonScanner:
         self._scalar = ""
 
     def push(self, character: str) -> bool:
-        """True: the value is complete with this character."""
+        """Take a character; return whether it completes the value."""
         if self._in_string:
             return self._in_text(character)
         if self._scalar:

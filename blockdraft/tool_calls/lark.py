@@ -21,16 +21,12 @@ from blockdraft.tool_calls.pieces import FunctionTool
 _ESCAPED = re.compile(r"\\.|/", re.DOTALL)
 _ENDED = re.compile(r"(?<!\\)(?:\\\\)*+\$\Z")  # by a `$` that no backslash escapes
 ANY_OBJECT: Mapping[str, object] = {"type": "object"}
-_SCHEMA_OF_NO_ARGUMENTS: Mapping[str, object] = {
-    "type": "object",
-    "properties": {},
-    "additionalProperties": False,
-}
+_NO_ARGUMENTS: Mapping[str, object] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 @dataclass(frozen=True, slots=True)
 class CallRules:
-    """The calls that an answer may or must have, and its structured output without one."""
+    """The calls that an answer may or must have, and its structured output without a call."""
 
     tools: tuple[FunctionTool, ...]  # those that may be called
     is_required: bool  # at least one call, and no text
@@ -39,39 +35,30 @@ class CallRules:
 
 
 def tag(tokenizer: Tokenizer, text: str) -> str:
-    """A tag: an added token by its number, as llguidance takes no text for it; any other as text."""
+    """Return a tag in a grammar: an added token by its number, as llguidance requires; any other as text."""
     token_id = tokenizer.token_id(text)
     return f"<[{token_id}]>" if token_id in tokenizer.added_ids else quoted(text)
 
 
 def json_of(schema: Mapping[str, object], *, is_strict: bool = True) -> str:
-    """A JSON value that matches a schema; if not strict, keywords that are not known bind nothing.
-
-    It is written as Python writes JSON, which is how templates show calls to models.
-    """
+    """Return the rule of JSON, spaced as in templates; if not strict, unknown keywords bind nothing."""
     return json_of_output(StructuredOutputs(json=schema, is_lenient=not is_strict))
 
 
 def json_of_output(output: StructuredOutputs) -> str:
-    """A JSON value of a structured output."""
-    return f"%json {json.dumps(with_options(schema_of(output), output))}"
+    schema = json.loads(output.json) if isinstance(output.json, str) else output.json
+    return f"%json {json.dumps(with_options(dict(ANY_OBJECT if schema is None else schema), output))}"
 
 
 def arguments_of(tool: FunctionTool, *, is_required: bool) -> Mapping[str, object]:
-    """The schema to hold a call to: the tool's own if it is strict or its call was demanded."""
+    """Return the schema of a call's arguments: the tool's own if it is strict or its call was demanded."""
     if not (tool.is_strict or is_required):
         return ANY_OBJECT
-    return tool.parameters or _SCHEMA_OF_NO_ARGUMENTS
-
-
-def schema_of(output: StructuredOutputs) -> dict[str, object]:
-    """The JSON schema of a structured output that is JSON."""
-    schema = json.loads(output.json) if isinstance(output.json, str) else output.json
-    return dict(ANY_OBJECT if schema is None else schema)
+    return tool.parameters or _NO_ARGUMENTS
 
 
 def text_pattern(schema: object) -> str:
-    """A regex, without slashes around it, for a text that stands as it is: of the length or pattern asked."""
+    """Return a regex, without slashes around it, for plain text of a schema's length or pattern."""
     limits = schema if isinstance(schema, Mapping) else {}
     pattern = limits.get("pattern")
     if isinstance(pattern, str):
@@ -86,13 +73,13 @@ def text_pattern(schema: object) -> str:
 
 
 def _slashed(regex: str) -> str:
-    """A regex between slashes. One that is escaped already stays as it is."""
+    """Return a regex that can stand between slashes; slashes that are escaped already stay so."""
     check_backslash(regex)
     return _ESCAPED.sub(lambda found: "\\/" if found.group() == "/" else found.group(), regex)
 
 
 def output_rule(output: StructuredOutputs) -> str | None:
-    """Structured output as the right side of a rule; None: a grammar cannot be part of another."""
+    """Return structured output as the right side of a rule; None: a grammar cannot be part of another."""
     if output.json is not None or output.json_object:
         return json_of_output(output)
     if output.regex is not None:
@@ -103,10 +90,7 @@ def output_rule(output: StructuredOutputs) -> str | None:
 
 
 def json_call_rules(wanted: CallRules, arguments_key: str) -> list[str]:
-    """The rule `json_call`, as templates write it, and those it needs.
-
-    The schema of the arguments stands alone, so that references in it find what they refer to.
-    """
+    """Return the rule `json_call`, as templates write it, and those of its arguments, a whole schema each."""
     rules = [f"json_call: {' | '.join(f'call_{number}' for number in range(len(wanted.tools)))}"]
     for number, tool in enumerate(wanted.tools):
         head = quoted(f'{{"name": "{tool.name}", "{arguments_key}": ')
@@ -119,7 +103,7 @@ def json_call_rules(wanted: CallRules, arguments_key: str) -> list[str]:
 def tagged_grammar(
     wanted: CallRules, tokenizer: Tokenizer, *, opening: str, rules: list[str], separator: str
 ) -> str:
-    """A whole grammar of calls that begin with a tag. `rules` define `body`: a call from behind it."""
+    """Return the grammar of calls that begin with a tag. `rules` define `body`: a call without that tag."""
     begin = tag(tokenizer, opening)
     other = None if wanted.other is None else output_rule(wanted.other)
     more = f"({quoted(separator)} {begin} body)*" if wanted.is_parallel else ""

@@ -21,7 +21,7 @@ class FunctionTool:
 class ToolCallPiece:
     """The part of a tool call that one step adds. Only the first piece has an id and a name."""
 
-    index: int  # which call of the answer
+    index: int  # the call's number in the answer
     id: str | None
     name: str | None
     arguments: str  # the next characters of a JSON object

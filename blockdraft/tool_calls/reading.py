@@ -1,29 +1,72 @@
-"""Takes tool calls out of an answer that comes in pieces.
+"""Reads tool calls from an answer that comes in pieces.
 
 The rules, for every format:
 - The result depends on the whole text alone, never on where it was cut.
-- A call begins when its name is complete, is one of the tools, and its arguments have opened. Until then all
-  of it waits. What turns out not to be a call is content, every character of it.
-- From there on its arguments are passed on as they come. If they go wrong later, the rest of the call goes
-  on in the arguments as it was written: the client sees JSON that does not parse, and nothing is lost.
+- A call begins when its name is complete, is one of the tools, and its arguments have opened. Until then it
+  waits as a whole. Text that turns out to be no call is content, with every character.
+- From there on its arguments are passed on as they come. If they go wrong later, the rest of the call follows
+  in the arguments as it was written: the client sees JSON that does not parse, and nothing is lost.
 - White space around calls is dropped. If an answer may hold one call only, later ones are left out.
 """
 
 from __future__ import annotations
 
+import re
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Generator, Mapping
+from collections.abc import Collection, Generator, Iterable, Mapping
 from typing import Literal, TypeVar
 
 from blockdraft.tool_calls.json_scanner import JsonScanner
 from blockdraft.tool_calls.pieces import FunctionTool, Span, ToolCallPiece
-from blockdraft.tool_calls.tags import TagFinder
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]  # runs until it needs more text
 MAX_HEAD = 1 << 16  # characters that may wait for a call to begin; arbitrary
 SPACE = " \t\r\n"
+
+
+class TagFinder:
+    """Finds the first of some tags; of two that begin at one place, the longer."""
+
+    def __init__(self, tags: Iterable[str]) -> None:
+        longest_first = sorted(set(tags), key=len, reverse=True)
+        self.tags = frozenset(longest_first)
+        self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self._beginnings = {tag[:size] for tag in longest_first for size in range(1, len(tag))}
+        self._longest = max(map(len, longest_first), default=0)
+
+    def find(self, text: str, start: int, is_over: bool) -> tuple[int, str | None]:
+        """Return the end of the certain text from `start` on, and the tag behind it; None: no tag yet."""
+        match = self._pattern.search(text, start)
+        waiting = len(text) if is_over else self._first_beginning(text, start)
+        if match is None or (waiting < len(text) and waiting <= match.start()):
+            return waiting, None
+        return match.start(), match.group()
+
+    def _first_beginning(self, text: str, start: int) -> int:
+        """Return the place where a tag may begin at the end of the text, or the text's length."""
+        places = range(max(start, len(text) - self._longest + 1), len(text))
+        return next((at for at in places if text[at:] in self._beginnings), len(text))
+
+
+class TagFilter:
+    """Leaves tags out of a text that comes in pieces."""
+
+    def __init__(self, finder: TagFinder) -> None:
+        self._finder = finder
+        self._held = ""
+
+    def push(self, text: str, is_last: bool) -> str:
+        text, at = self._held + text, 0
+        kept = []
+        while True:
+            end, tag = self._finder.find(text, at, is_last)
+            kept.append(text[at:end])
+            if tag is None:
+                self._held = text[end:]
+                return "".join(kept)
+            at = end + len(tag)
 
 
 class NotACall(Exception):
@@ -54,7 +97,7 @@ class AnswerReader(ABC):
         self._work = self._read()
 
     def push(self, text: str, is_last: bool) -> tuple[Span, ...]:
-        """Returns what is certain with this piece, in the answer's order; the last lets everything go."""
+        """Return the spans that are certain with this piece, in order; the last piece releases all."""
         start = self._at if self._mark is None else self._mark
         self._buffer, self._at = self._buffer[start:] + text, self._at - start
         if self._mark is not None:
@@ -100,7 +143,7 @@ class AnswerReader(ABC):
             yield
 
     def _peek(self) -> Steps[str]:
-        """The next character; empty: the answer is over."""
+        """Return the next character; empty: the answer is over."""
         if self._mark is not None and self._at - self._mark > MAX_HEAD:
             raise NotACall
         while self._at >= len(self._buffer) and not self._is_over:
@@ -108,13 +151,13 @@ class AnswerReader(ABC):
         return self._buffer[self._at : self._at + 1]
 
     def _skip_space(self) -> Steps[str]:
-        """The next character that is no white space, which is left where it is."""
+        """Return the next character that is no white space, and leave it there."""
         while (character := (yield from self._peek())) and character in SPACE:
             self._at += 1
         return character
 
     def _take(self, expected: str) -> Steps[bool]:
-        """Whether `expected` comes next; if so, it is taken."""
+        """Take `expected` if it comes next, and return whether it did."""
         while True:
             ahead = self._buffer[self._at : self._at + len(expected)]
             if ahead == expected:
@@ -129,7 +172,7 @@ class AnswerReader(ABC):
             raise NotACall
 
     def _take_up_to(self, ends: str) -> Steps[str]:
-        """The text in front of the next of these characters, which is left where it is."""
+        """Take the text in front of the next of these characters."""
         found = []
         while (character := (yield from self._peek())) and character not in ends:
             found.append(character)
@@ -137,10 +180,7 @@ class AnswerReader(ABC):
         return "".join(found)
 
     def _read_json(self, scanner: JsonScanner, *, is_argument: bool) -> Steps[str]:
-        """Read one JSON object, array or string, and pass it on as it comes if `is_argument`.
-
-        Raises ValueError if it is invalid; the part in front of the error has been passed on.
-        """
+        """Read one JSON value, and pass it on as it comes if `is_argument`; ValueError at its first error."""
         found: list[str] = []
         while True:
             is_done = False
@@ -169,7 +209,7 @@ class AnswerReader(ABC):
     # ---- what was read
 
     def _say(self, text: str) -> None:
-        """Content; white space at its end waits, as a call may follow."""
+        """Add content; white space at its end waits, as a call may follow."""
         if self._is_behind_call:
             text = text.lstrip(SPACE)
             self._is_behind_call = not text
@@ -178,15 +218,11 @@ class AnswerReader(ABC):
         self._space = text[len(said) :]
         self._add("text", said)
 
-    def _think(self, text: str) -> None:
-        self._add("reasoning", text)
-
     def _add(self, kind: Literal["reasoning", "text"], text: str) -> None:
         if text:
             self._spans.append(Span(kind, text))
 
     def _begin(self, name: str) -> None:
-        """Begin a call."""
         self._mark = None
         self._space = ""
         self._is_behind_call = True
@@ -196,7 +232,7 @@ class AnswerReader(ABC):
             self._spans.append(Span("call", call=piece))
 
     def _argue(self, text: str) -> None:
-        """The next characters of the call's arguments."""
+        """Add characters to the call's arguments."""
         if not text or not self._is_wanted:
             return
         index, last = self.num_calls - 1, self._spans[-1].call if self._spans else None

@@ -31,6 +31,7 @@ _MEANT = frozenset(
 )
 _LARGEST = ("minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties")
 _SMALLEST = ("maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties")
+_MEMBERS = ("properties", "patternProperties")
 _TYPES_BY_KEYWORD = {
     "object": ("properties", "required", "additionalProperties", "patternProperties"),
     "array": ("items", "prefixItems", "minItems", "maxItems"),
@@ -62,7 +63,6 @@ class Schemas:
         self._num_left = max_steps
 
     def flat(self, schema: object) -> Flat:
-        """A part of the schema, flattened."""
         if not isinstance(schema, Mapping):
             return ANYTHING if schema is not False else self._flat({"allOf": [False]})
         if id(schema) not in self._found:
@@ -78,7 +78,9 @@ class Schemas:
         key = frozenset(parts)
         if key not in self._known:
             self._kept += parts.values()
-            self._num_left -= sum(map(_size, parts.values())) if len(parts) > 1 else 0
+            values = (value for part in parts.values() for value in part.values())
+            size = sum(len(value) for value in values if isinstance(value, Mapping | list))
+            self._num_left -= size if len(parts) > 1 else 0
             self._known[key] = _merged(key, list(parts.values()))
         found = self._known[key]
         return found if is_known else found._replace(lost=found.lost | UNKNOWN.lost)
@@ -107,7 +109,7 @@ class Schemas:
         return is_known
 
     def types(self, schema: object) -> frozenset[str]:
-        """The JSON types that a schema allows; empty if it does not say."""
+        """Return the JSON types that a schema allows; empty if it does not say."""
         found: set[str] = set()
         waiting, seen = [schema], set[frozenset[int]]()
         while waiting:
@@ -124,15 +126,25 @@ class Schemas:
         return frozenset(found)
 
     def member(self, schema: object, name: str) -> object:
-        """The schema of an object's member; None: it may be anything."""
-        return self._below(schema, lambda keywords: _member(keywords, name))
+        """Return the schema of an object's member; None: it may be anything."""
+
+        def step(keywords: Part) -> object:
+            rest = keywords.get("additionalProperties")
+            return named(keywords, "properties").get(name, rest if isinstance(rest, Mapping) else None)
+
+        return self._below(schema, step)
 
     def item(self, schema: object, place: int) -> object:
-        """The schema of a list's item; None: it may be anything."""
-        return self._below(schema, lambda keywords: _item(keywords, place))
+        """Return the schema of a list's item; None: it may be anything."""
+
+        def step(keywords: Part) -> object:
+            found = [*first_items(keywords)[place : place + 1], other_items(keywords)][0]
+            return found if isinstance(found, Mapping) else None
+
+        return self._below(schema, step)
 
     def _below(self, schema: object, step: Callable[[Part], object]) -> object:
-        """The result of `step` for a schema, or for its alternatives."""
+        """Return the result of `step` for a schema, or for its alternatives."""
         flat = self.flat(schema)
         found = step(flat.keywords)
         if found is not None:
@@ -144,7 +156,7 @@ class Schemas:
 
 
 def for_grammar(root: Part) -> Schemas:
-    """A schema with room for steps through all of its parts."""
+    """Return a schema with room for steps through all of its parts."""
     num_nodes, waiting = 0, list[object]([root])
     while waiting:
         part = waiting.pop()
@@ -155,30 +167,30 @@ def for_grammar(root: Part) -> Schemas:
 
 
 def listed(schema: Part, name: str) -> list[object]:
-    """The value of a keyword that should be a list."""
+    """Return the value of a keyword that should be a list."""
     value = schema.get(name)
     return value if isinstance(value, list) else []
 
 
 def named(schema: Part, name: str) -> Part:
-    """The value of a keyword that should be an object."""
+    """Return the value of a keyword that should be an object."""
     value = schema.get(name)
     return value if isinstance(value, Mapping) else {}
 
 
 def first_items(schema: Part) -> list[object]:
-    """The schemas of a list's first items, one each; draft 4 had them in `items`."""
+    """Return the schemas of a list's first items; draft 4 had them in `items`."""
     return listed(schema, "prefixItems") or listed(schema, "items")
 
 
 def other_items(schema: Part) -> object:
-    """The schema of a list's items behind the first ones."""
+    """Return the schema of a list's items behind the first ones."""
     name = "additionalItems" if isinstance(schema.get("items"), list) else "items"
     return schema.get(name, True)
 
 
 def values_of(schema: Part) -> list[object] | None:
-    """The values that a schema lists; None: it lists none."""
+    """Return the values that a schema lists; None: it lists none."""
     if "const" in schema:
         return [schema["const"]]
     values = schema.get("enum")
@@ -186,7 +198,6 @@ def values_of(schema: Part) -> list[object] | None:
 
 
 def type_of(value: object) -> str:
-    """The JSON type of a value."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -197,7 +208,7 @@ def type_of(value: object) -> str:
 
 
 def find_reference(root: Part, ref: str) -> object:
-    """The part of a schema that a reference names; None if it leads out of the schema, or nowhere."""
+    """Return the part of a schema that a reference names; None if it is not in the schema."""
     if ref != "#" and not ref.startswith("#/"):
         return None
     part: object = root
@@ -221,22 +232,8 @@ def _own_types(keywords: Part) -> set[str]:
         return set(map(type_of, values))
     if "anyOf" in keywords or "oneOf" in keywords:
         return set()
-    # Such a schema takes values of other types, too; nobody means that.
+    # Such a schema also allows values of other types, which nobody means.
     return {kind for kind, names in _TYPES_BY_KEYWORD.items() if any(name in keywords for name in names)}
-
-
-def _member(keywords: Part, name: str) -> object:
-    properties = named(keywords, "properties")
-    if name in properties:
-        return properties[name]
-    rest = keywords.get("additionalProperties")
-    return rest if isinstance(rest, Mapping) else None
-
-
-def _item(keywords: Part, place: int) -> object:
-    first = first_items(keywords)
-    rest = other_items(keywords) if place >= len(first) else first[place]
-    return rest if isinstance(rest, Mapping) else None
 
 
 # ---- merging
@@ -259,28 +256,21 @@ def _merged(key: frozenset[int], parts: list[Part]) -> Flat:
 
 
 def _merge_one(keywords: dict[str, object], name: str, value: object) -> Iterator[str]:
-    """Merge `value` into a keyword; yields the keyword's name if that is impossible."""
+    """Merge `value` into a keyword; yield its name if that is impossible."""
     old = keywords[name]
     if name in (*_LARGEST, *_SMALLEST) and isinstance(old, int | float) and isinstance(value, int | float):
         keywords[name] = max(old, value) if name in _LARGEST else min(old, value)
     elif name == "type":
         keywords[name] = _common_types(old, value)
     elif name == "enum" and isinstance(old, list) and isinstance(value, list):
-        keywords[name] = _common_values(old, value)
+        known = {json.dumps(one, sort_keys=True) for one in value}  # true is not 1, as it is in Python
+        keywords[name] = [one for one in old if json.dumps(one, sort_keys=True) in known]
     elif name == "required" and isinstance(old, list) and isinstance(value, list):
         keywords[name] = list(dict.fromkeys(one for one in (*old, *value) if isinstance(one, str)))
-    elif (
-        name in ("properties", "patternProperties")
-        and isinstance(old, Mapping)
-        and isinstance(value, Mapping)
-    ):
+    elif name in _MEMBERS and isinstance(old, Mapping) and isinstance(value, Mapping):
         both = {key: {"allOf": [old[key], value[key]]} for key in old.keys() & value.keys()}
         keywords[name] = {**old, **value, **both}
-    elif (
-        name in ("items", "additionalProperties")
-        and not isinstance(old, list)
-        and not isinstance(value, list)
-    ):
+    elif name in ("items", "additionalProperties") and list not in (type(old), type(value)):
         keywords[name] = False if old is False or value is False else {"allOf": [old, value]}
     else:
         yield name
@@ -297,22 +287,8 @@ def _common_types(one: object, other: object) -> list[str]:
     return sorted(common)
 
 
-def _common_values(one: list[object], other: list[object]) -> list[object]:
-    """Truth values and numbers are different, though Python has 1 == True."""
-    known = set(map(_canonical, other))
-    return [value for value in one if _canonical(value) in known]
-
-
-def _canonical(value: object) -> str:
-    return json.dumps(value, sort_keys=True)
-
-
-def _size(part: Part) -> int:
-    return sum(len(value) for value in part.values() if isinstance(value, Mapping | list))
-
-
 def _closed_to_others(parts: list[Part]) -> Iterator[str]:
-    """A closed part forbids the properties of other parts, which no merged keyword can express."""
+    """Yield additionalProperties if a part forbids properties of others: no merged keyword can say so."""
     names = {name for part in parts for name in named(part, "properties")}
     for part in parts:
         is_closed = part.get("additionalProperties", True) not in (True, {})

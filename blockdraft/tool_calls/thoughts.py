@@ -1,8 +1,7 @@
-"""Separates the thoughts of thinking models from their answers.
+"""Separates the thoughts of thinking models from their answers, as the text streams.
 
 A thinking model writes its thoughts between two tags, before the answer. Some chat templates write the first
-tag themselves, so that an answer begins inside its thoughts. Here the text is divided as it streams; the
-result depends on the text alone, never on how it was cut into pieces.
+tag themselves, so that an answer begins inside its thoughts. The pieces of the text do not change the result.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from blockdraft.text.tokenizer import Tokenizer
+from blockdraft.tool_calls.reading import TagFinder
 
 _TAIL_TOKENS = 8  # enough for the tag and the white space a template may write behind it
 # The tags of each family. The first token of either tag says enough: what follows it is text of the tag.
@@ -36,7 +36,7 @@ class Tags:
 
 
 def find_tags(tokenizer: Tokenizer) -> Tags | None:
-    """The tags of a model; None if it has no such tokens."""
+    """Return the tags of a model; None if it has no such tokens."""
     for token, name, close in _FAMILIES:
         open_id, close_id = (_single(tokenizer, tag) for tag in (token, close))
         if open_id is None or close_id is None or open_id == close_id:
@@ -47,19 +47,17 @@ def find_tags(tokenizer: Tokenizer) -> Tags | None:
 
 
 def _single(tokenizer: Tokenizer, tag: str) -> int | None:
-    """The id of a tag, if it is a single token that decodes to its text."""
+    """Return the id of a tag that is a single token and decodes to its text, else None."""
     ids = tokenizer.encode(tag, add_special_tokens=False)
     is_shown = len(ids) == 1 and tokenizer.decode(ids, skip_special_tokens=False).strip() == tag
     return ids[0] if is_shown else None
 
 
 def begins_inside(tags: Tags, tokenizer: Tokenizer, prompt_ids: Items[int]) -> bool:
-    """Whether the prompt ends with the opening tag."""
     return _tail(tokenizer, prompt_ids).endswith(tags.open)
 
 
 def begins_behind(tags: Tags, tokenizer: Tokenizer, prompt_ids: Items[int]) -> bool:
-    """Whether the prompt ends with the closing tag: the model is not to think."""
     return _tail(tokenizer, prompt_ids).endswith(tags.close)
 
 
@@ -68,13 +66,13 @@ def _tail(tokenizer: Tokenizer, prompt_ids: Items[int]) -> str:
 
 
 def continues_inside(tags: Tags, message: Mapping[str, object]) -> bool:
-    """Whether a message that the model continues stops inside its thoughts."""
+    """Return whether a message that the model continues stops inside its thoughts."""
     text = message.get("content")
     return isinstance(text, str) and text.rfind(tags.open) > text.rfind(tags.close)
 
 
 class Split(NamedTuple):
-    """One piece of text, divided."""
+    """The parts of one piece of text."""
 
     reasoning: str
     content: str
@@ -88,13 +86,13 @@ class Splitter:
     """
 
     def __init__(self, tags: Tags, *, is_inside: bool) -> None:
-        self._open, self._close = tags.open, tags.close
+        self._open, self._closing = tags.open, TagFinder((tags.close,))
         self._state: Literal["before", "inside", "after", "content"] = "inside" if is_inside else "before"
         self._held = ""
         self._has_reasoning = False
 
     def push(self, text: str, is_last: bool) -> Split:
-        """Divide a piece. What may be a tag, and a line end in front of one, waits until the last push."""
+        """Divide a piece. A possible tag, and a line end in front of one, wait until the last push."""
         self._held += text
         reasoning = ""
         if self._state == "before":
@@ -121,22 +119,12 @@ class Splitter:
     def _take_thoughts(self, is_last: bool) -> str:
         if not self._has_reasoning:
             self._held = self._held.lstrip("\r\n")
-        thoughts, tag, rest = self._held.partition(self._close)
-        if tag:
-            self._state = "after"
-            self._held = rest
-            return thoughts.rstrip("\r\n")
-        cut = len(thoughts) if is_last else len(thoughts) - self._num_partial(thoughts)
-        if not is_last:
-            cut = len(thoughts[:cut].rstrip("\r\n"))
-        taken, self._held = thoughts[:cut], thoughts[cut:]
+        end, tag = self._closing.find(self._held, 0, is_last)
+        taken = self._held[:end] if is_last and tag is None else self._held[:end].rstrip("\r\n")
+        self._held = self._held[len(taken) if tag is None else end + len(tag) :]
+        self._state = "inside" if tag is None else "after"
         self._has_reasoning = self._has_reasoning or bool(taken)
         return taken
-
-    def _num_partial(self, text: str) -> int:
-        """How many characters at the end may begin the closing tag."""
-        close = self._close
-        return next((n for n in range(len(close) - 1, 0, -1) if text.endswith(close[:n])), 0)
 
 
 class ThoughtCounter:

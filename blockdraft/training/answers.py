@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from blockdraft.jsonl import Row, read_rows
 from blockdraft.text.content import json_kind
 from blockdraft.text.tokenizer import Tokenizer
 
+T = TypeVar("T", Prompt, "Document")
 _HINT = ' A line is {"messages": [{"role": "user", "content": "…"}], "category": "…"}.'
 
 
@@ -108,19 +109,10 @@ def read_shard(path: Path) -> list[Document]:
     return documents
 
 
-class _OfCategory(Protocol):
-    @property
-    def category(self) -> str: ...
-
-
-T = TypeVar("T", bound=_OfCategory)
-
-
 def first_of_each(listed: Iterable[T], count: int) -> tuple[list[T], list[T]]:
     """Return the first `count` of each category, and the others, both in order."""
     seen: Counter[str] = Counter()
-    first: list[T] = []
-    rest: list[T] = []
+    first, rest = list[T](), list[T]()
     for one in listed:
         (first if seen[one.category] < count else rest).append(one)
         seen[one.category] += 1

@@ -12,21 +12,22 @@ from blockdraft.checkpoints.opening import open_checkpoint
 from blockdraft.checkpoints.read_draft_config import (
     SKIPS_FIRST,
     default_taps,
+    draft_block,
     draft_kind,
     read_draft_config,
 )
-from blockdraft.checkpoints.weights import load_drafter
+from blockdraft.checkpoints.weights import load_checkpoint
 from blockdraft.errors import ModelError, SettingsError
 from blockdraft.models.config import AttentionConfig, ModelConfig
 from blockdraft.models.decoder import Decoder
-from blockdraft.models.dflash import DFlash, DFlashLayer
-from blockdraft.models.dflash2 import BlockConv, DFlash2, body_type
+from blockdraft.models.dflash import BlockConv, DFlash, DFlash2, DFlashLayer, body_type
 from blockdraft.models.draft_config import KIND_NAMES, DraftConfig, DraftKind
 from blockdraft.models.layers import Attention, DecoderLayer, GatedMLP, Linear, RMSNorm
-from blockdraft.training import spark
 from blockdraft.training.job import DrafterShape
 
 CONV_TAPS, CONV_GROUP = 2, 16  # of the published DFlash2 drafters
+INITIAL = 0.01  # standard deviation of the rows by the token before, as DeepSpec has it
+NO_CONFIDENCE = {"enable_confidence_head": False, "confidence_head_with_markov": False}
 
 
 def draft_json(
@@ -84,10 +85,10 @@ def as_kind(
     """Return config.json of the drafter `raw` turned into another kind; None: it keeps its own."""
     own = read_draft_config(raw, name=name).kind
     if kind in (None, own):
-        return spark.without_confidence(raw) if draft_kind(raw) == "dspark" else raw
+        return without_confidence(raw) if draft_kind(raw) == "dspark" else raw
     if own != "dflash":
         raise SettingsError(f"'{name}' is a {KIND_NAMES[own]} drafter: leave --kind out to train it further.")
-    return dflash2_json(raw, shape) if kind == "dflash2" else spark.spark_json(raw, shape.rank)
+    return dflash2_json(raw, shape) if kind == "dflash2" else spark_json(raw, shape.rank)
 
 
 def dflash2_json(raw: Mapping[str, object], shape: DrafterShape) -> dict[str, object]:
@@ -107,6 +108,43 @@ def dflash2_json(raw: Mapping[str, object], shape: DrafterShape) -> dict[str, ob
     dflash = raw.get("dflash_config")
     dflash = {**(dflash if isinstance(dflash, Mapping) else {}), **own}
     return {**kept, "architectures": ["DFlash2DraftModel"], "dflash_config": dflash}
+
+
+def spark_json(raw: Mapping[str, object], rank: int) -> dict[str, object]:
+    """Return config.json of the DFlash drafter `raw` with a Markov head, in DeepSpec's layout or its own."""
+    heads = {
+        "markov_rank": rank,
+        "markov_head_type": "vanilla",
+        **NO_CONFIDENCE,
+        "block_size": draft_block(raw) - 1,
+    }
+    if "speculators_model_type" in raw:
+        return {**raw, **heads, "speculators_model_type": "dspark", "sample_from_anchor": True}
+    config = read_draft_config(raw, name="the drafter")
+    section = raw.get("dflash_config")
+    other = {*heads, "sample_from_anchor", "shift_label"}  # keys that are set anew, or dropped
+    said = section if isinstance(section, Mapping) else {}
+    own = {key: value for key, value in said.items() if key not in other}
+    rest = {key: value for key, value in raw.items() if key not in {*other, "auto_map"}}
+    places = {"mask_token_id": config.mask_token_id, "target_layer_ids": list(config.taps)}
+    return {
+        **rest,
+        **places,
+        **heads,
+        "architectures": ["Qwen3DSparkModel"],
+        "num_anchors": 512,  # DeepSpec's reader wants one
+        "dflash_config": {**own, **places},
+    }
+
+
+def without_confidence(raw: Mapping[str, object]) -> dict[str, object]:
+    """Return config.json `raw` of a DSpark drafter without its confidence head, which training drops."""
+    kept = {key: value for key, value in raw.items() if not key.startswith("confidence_head")}
+    section = raw.get("dflash_config")
+    if isinstance(section, Mapping):
+        inner = {key: value for key, value in section.items() if not key.startswith("confidence_head")}
+        kept["dflash_config"] = {**inner, **NO_CONFIDENCE}
+    return {**kept, **NO_CONFIDENCE}
 
 
 def new_drafter(
@@ -129,7 +167,10 @@ def new_drafter(
             weight = _plain(module)
             noise = torch.randn(weight.shape, generator=generator)
             weight.data.copy_(noise * weight.shape[1] ** -0.5)
-    spark.begin(model, generator)
+    if model.markov is not None:  # a head that adds nothing yet
+        nn.init.zeros_(model.markov.after.weight)
+        before = model.markov.before.weight
+        before.data.copy_(torch.randn(before.shape, generator=generator) * INITIAL)
     for layer in model.layers:
         assert isinstance(layer, DFlashLayer)
         nn.init.zeros_(_plain(layer.out))
@@ -169,15 +210,12 @@ def train_only(model: DFlash, part: Literal["all", "added", "selector"]) -> None
 
 
 def load_weights(model: DFlash, source: str, device: torch.device) -> None:
-    """Load the weights of a drafter of the same shape, as trainable float32.
-
-    Parameters that only the new kind has keep their values.
-    """
+    """Load a drafter of the same shape, as trainable float32. What only the new kind has keeps its values."""
     checkpoint = open_checkpoint(source)
     config = read_draft_config(checkpoint.config, name=source)
     with torch.device(device):
         stored = body_type(config)(config, first_layer=0, max_positions=1, has_head=False, device=device)
-    load_drafter(stored, checkpoint, storage="none", device=device)
+    load_checkpoint(stored, checkpoint, storage="none", device=device)
     model.load_state_dict({**model.state_dict(), **stored.state_dict()})
 
 

@@ -79,7 +79,7 @@ def fit(
     if is_tried:
         probes = session.probes(answers)
         agreement, tried = session.diagnose(probes, is_low=overall.committed < LOW)
-        if agreement is not None and session.is_quantised_here:
+        if agreement is not None and session.quantization in ("fp8", "int8"):
             tried.append(session.unquantised(probes, agreement.engine))
     prospect = None
     if config is not None and likely_cause(tried) is None and has_prospect(config, categories, overall):
@@ -301,20 +301,15 @@ class _Session:
             tried.append(Tried(name, what, engine, after, advice, needed=RAISES_ELSEWHERE))
         return tried
 
-    @property
-    def is_quantised_here(self) -> bool:
-        return self._llm.engine.plan.quantization in ("fp8", "int8")
-
     def unquantised(self, answers: Sequence[_Answer], engine: float) -> Tried:
         """Ask the same prompts of the target as stored. Comes last: the engine makes room for another."""
-        quantization = self._llm.engine.plan.quantization
         self._llm.engine.drop_graphs()
         del self._llm
         release()
         self._llm = _load(self._question, "none", self._show)
         after = _fit_of(self._greedy("as stored", [one.prompt for one in answers])).committed
-        advice = f"serve without --quantization {quantization}, or train further with it"
-        what = f"has the target as stored, not in {quantization}"
+        advice = f"serve without --quantization {self.quantization}, or train further with it"
+        what = f"has the target as stored, not in {self.quantization}"
         return Tried("quantised target", what, engine, after, advice, needed=RAISES_ELSEWHERE)
 
 

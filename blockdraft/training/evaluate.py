@@ -1,42 +1,24 @@
-"""Measures the tokens a drafter commits on documents of the target, by simulation and in the engine.
-
-The simulation tries every answer token as an anchor, all at once; then each document is walked as the engine
-would walk it: from the last prompt token on, each step commits the drafts that match and one token more. What
-the exported drafter commits in the engine must be the same. Drafts for answers that were sampled are drawn as
-the engine draws them, with the noise that the target had.
-"""
+"""Counts the tokens that a drafter commits, and runs an exported drafter in the engine."""
 
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from torch import Tensor
-from torch.nn import functional
-
 from blockdraft.bench.weak_spots import DraftCounts, where_reached
-from blockdraft.cache.cache import SCRATCH_PAGE
-from blockdraft.cache.rows import Rows, RowSampling
 from blockdraft.cache.spec import bytes_per_token
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.loaded_pair import LoadedPair
 from blockdraft.engine.request import Delta, Metrics, SamplingParams
-from blockdraft.kernels.transfer import to_device
 from blockdraft.models.draft_config import DraftConfig
 from blockdraft.planner.plan import ELEMENT_BYTES
-from blockdraft.settings.settings import Settings
-from blockdraft.start.loading import load_models
+from blockdraft.start.loading import load_pair
 from blockdraft.step.pairs import MOST_WALKED
 from blockdraft.training.answers import Document
-from blockdraft.training.features import FeatureReader
-from blockdraft.training.packing import DocumentPlace, PackedRows, TrainingBatch, pack, with_anchors
-from blockdraft.training.trainer import BlockForward
 
-SLICE = 512  # blocks whose logits are in memory at a time
 ENGINE_ROWS = MOST_WALKED  # with more, the selector is not used
 
 
@@ -70,56 +52,6 @@ class DrafterFit:
     def where_reached(self) -> tuple[float | None, ...]:
         """Return the share of right drafts at each position, of those reached; None: never reached."""
         return tuple(where_reached(self.accepted, self.counts.reached))
-
-
-def walk(runs: Sequence[int], width: int) -> list[int]:
-    """Return the tokens that each step commits over an answer; `runs[i]` drafts match after its token i - 1.
-
-    runs[0] belongs to the last prompt token as the anchor, and len(runs) is the answer's length.
-    """
-    place, steps = 0, []
-    while place < len(runs):
-        committed = min(runs[place], width - 1, len(runs) - place - 1) + 1
-        steps.append(committed)
-        place += committed
-    return steps
-
-
-def simulate(
-    forward: BlockForward,
-    documents: Sequence[Document],
-    *,
-    length: int,
-    rows_per_step: int = 8,
-    num_anchors: int = 128,
-    sampling: Sequence[RowSampling] | None = None,
-    report: Callable[[float], None] = lambda share: None,
-) -> dict[str, DrafterFit]:
-    """Simulate the drafter on `documents`: its fit by category, and "all". Documents past `length` are cut.
-
-    `sampling` says how the target wrote each of them; None: all greedily.
-    With the rows and anchors of the training steps before it, nothing has to be compiled again.
-    """
-    device = forward.head().weight.device
-    rows, places = pack(documents, length)
-    choose = _greedy(forward) if sampling is None else _Draw(forward, sampling, rows, places)
-    runs = _runs(forward, rows.to(device), rows_per_step, num_anchors, choose, report)
-    steps: dict[str, list[list[int]]] = defaultdict(list)
-    everything: list[list[int]] = []
-    for place in places:
-        mine = walk(_document_runs(place, documents, rows, runs), forward.block)
-        steps[documents[place.document].category].append(mine)
-        everything.append(mine)
-    steps["all"] = everything  # documents of category "all" are among them
-    return {name: fit_of_steps(listed, forward.block) for name, listed in sorted(steps.items())}
-
-
-def _document_runs(
-    place: DocumentPlace, documents: Sequence[Document], rows: PackedRows, runs: Tensor
-) -> list[int]:
-    first = place.begin + len(documents[place.document].prompt_ids) - 1
-    end = int(rows.ends[place.row, place.begin])
-    return runs[place.row, first : end - 1].tolist()
 
 
 def fit_of_steps(steps: Sequence[Sequence[int]], block: int) -> DrafterFit:
@@ -159,7 +91,7 @@ def fit_in_engine(
     """Answer the documents' prompts again, greedily and at the same length, with the drafter in `folder`."""
     specs = like.config.layer_specs() + config.layer_specs()
     room = max((len(one.prompt_ids) + len(one.answer_ids) for one in documents), default=0) + 4 * config.block
-    settings = Settings(
+    models, plan = load_pair(
         model=model,
         draft=str(folder),
         width=config.block,
@@ -170,7 +102,7 @@ def fit_in_engine(
         cache_bytes=2 * ENGINE_ROWS * room * bytes_per_token(specs, ELEMENT_BYTES[like.dtype]),
         graphs=False,  # a few steps: not worth their capture
     )
-    engine = Engine(*load_models(settings, lambda line: None))
+    engine = Engine(models, plan)
     asked = [
         (one.prompt_ids, SamplingParams(temperature=0.0, max_tokens=len(one.answer_ids))) for one in documents
     ]
@@ -185,107 +117,10 @@ def fit_in_engine(
 def run_engine(
     engine: Engine, asked: Iterable[tuple[Sequence[int], SamplingParams]]
 ) -> Iterator[Sequence[Delta]]:
-    """Run `engine` until all prompts are answered; they join in order, as soon as there is room.
-
-    The requests are called "0", "1", and so on.
-    """
+    """Run `engine` until all prompts are answered. They are requests "0", "1", …, and join in order."""
     waiting = deque(enumerate(asked))
     while waiting or engine.has_work:
         while waiting and engine.scheduler.has_room(1):
             number, (prompt_ids, params) = waiting.popleft()
             engine.add(prompt_ids, params, str(number))
         yield engine.step()
-
-
-def _runs(
-    forward: BlockForward,
-    rows: PackedRows,
-    rows_per_step: int,
-    num_anchors: int,
-    choose: Choice,
-    report: Callable[[float], None],
-) -> Tensor:
-    """Return how many drafts match the document after each place: [rows, length]."""
-    length = rows.tokens.shape[1]
-    reader = FeatureReader(forward.target, num_rows=rows_per_step, length=length)
-    out = torch.zeros(rows.tokens.shape, dtype=torch.int64)
-    for first in range(0, len(rows), rows_per_step):
-        chosen = list(range(first, min(first + rows_per_step, len(rows))))
-        chosen += [chosen[-1]] * (rows_per_step - len(chosen))  # one shape for all
-        _, features = reader.read(rows, chosen)
-        for anchors in torch.split(anchor_places(rows, chosen), num_anchors, dim=1):
-            anchors = functional.pad(anchors, (0, num_anchors - anchors.shape[1]), value=length)
-            batch = with_anchors(rows, chosen, anchors, forward.block)
-            # Not under no_grad, so that the code compiled for training is reused.
-            hidden = forward(batch, features).detach()
-            blocks = torch.split(torch.arange(len(hidden), device=hidden.device), SLICE)
-            before = batch.tokens_before()  # drafts that count follow right ones only
-            drafts = torch.cat([choose(hidden[part], before[part], batch, chosen, part) for part in blocks])
-            matches = drafts == batch.labels.flatten(0, 1)
-            found = matches.long().cumprod(dim=1).sum(dim=1).view(batch.anchors.shape)
-            row = torch.tensor(chosen)[:, None].expand(batch.anchors.shape)
-            is_real = batch.is_real.cpu()
-            out[row[is_real], batch.anchors.cpu()[is_real]] = found.cpu()[is_real]
-        report(min(first + rows_per_step, len(rows)) / len(rows))
-    return out
-
-
-Choice = Callable[[Tensor, Tensor, TrainingBatch, list[int], Tensor], Tensor]
-"""Drafts [n, B - 1] of hidden states [n, B - 1, E] behind tokens [n, B - 1]: some blocks of a batch."""
-
-
-def _greedy(forward: BlockForward) -> Choice:
-    head = forward.head()
-
-    def choose(
-        hidden: Tensor, before: Tensor, batch: TrainingBatch, chosen: list[int], blocks: Tensor
-    ) -> Tensor:
-        return forward.draft_logits(head, hidden, before).detach().argmax(dim=-1)
-
-    return choose
-
-
-class _Draw:
-    """Draws as the engine does, with the temperature, the filters and the noise of a block's document."""
-
-    def __init__(
-        self,
-        forward: BlockForward,
-        sampling: Sequence[RowSampling],
-        rows: PackedRows,
-        places: Sequence[DocumentPlace],
-    ) -> None:
-        self._forward, self._head = forward, forward.head()
-        device = self._head.weight.device
-        table = Rows(
-            max_rows=len(sampling),
-            max_pages=1,
-            vocab_size=len(self._head.weight),
-            scratch_page=SCRATCH_PAGE,
-            device=device,
-        )
-        table.place_all([(number, (0,), 0, one) for number, one in enumerate(sampling)])
-        table.activate(range(len(sampling)))
-        self._table = table.sampling()
-        owners = torch.zeros(rows.tokens.shape, dtype=torch.int64)
-        for place in places:
-            end = int(rows.ends[place.row, place.begin])
-            owners[place.row, place.begin : end] = place.document
-        self._owners = owners.to(device)  # the document of every place
-
-    def __call__(
-        self, hidden: Tensor, before: Tensor, batch: TrainingBatch, chosen: list[int], blocks: Tensor
-    ) -> Tensor:
-        owners = self._owners[to_device(chosen, hidden.device)].gather(1, batch.anchors)
-        starts = (batch.anchors - batch.block_starts).flatten()[blocks]
-        table = replace(self._table, rows=owners.flatten()[blocks])
-        return self._forward.drafts(self._head, hidden, before, starts, table)
-
-
-def anchor_places(rows: PackedRows, chosen: list[int]) -> Tensor:
-    """Return all possible anchor places, in order, padded with the row's length: [R, n]."""
-    length = rows.tokens.shape[1]
-    is_anchor = rows.is_anchor[torch.tensor(chosen, device=rows.tokens.device)]
-    place = torch.arange(length, device=is_anchor.device)
-    places = torch.where(is_anchor, place, length).sort(dim=1).values
-    return places[:, : int(is_anchor.sum(dim=1).max())]

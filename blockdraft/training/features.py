@@ -118,16 +118,13 @@ class KeptFeatures:
         hidden, features = self._reader.read(self._rows, new)
         both = torch.cat((hidden, features), dim=1) if self._has_hidden else features
         read = dict(zip(new, both.chunk(len(new)), strict=True))
-        parts = [read[row] if row in read else self._row(row) for row in chosen]
-        if self._kept is not None:
-            for row in new[: len(self._kept) - len(self._slots)]:
-                self._slots[row] = len(self._slots)
-                self._kept[self._slots[row]] = read[row]
+        if self._kept is None:
+            return torch.cat([read[row] for row in chosen])
+        parts = [read[row] if row in read else self._kept[self._slots[row]] for row in chosen]
+        for row in new[: len(self._kept) - len(self._slots)]:
+            self._slots[row] = len(self._slots)
+            self._kept[self._slots[row]] = read[row]
         return torch.cat(parts)
-
-    def _row(self, row: int) -> Tensor:
-        assert self._kept is not None
-        return self._kept[self._slots[row]]
 
     def keep(self, num_rows: int) -> None:
         """Keep what is read from now on, of up to `num_rows` rows and as far as free memory goes."""

@@ -194,7 +194,11 @@ def prospect_of(
     if low:
         reasons = reasons or [describe_depth(overall)]
         is_worth_it, reason = training_pays(costs)
-        reasons += [_low_text(low, len(categories)), reason]
+        share = f"{len(low)} of {len(categories)} categories are low"
+        known = f"{share}, and it does not know those: {', '.join(low)}"
+        if len(low) == len(categories):
+            known = "every category is low: it does not know this target or this workload"
+        reasons += [known, reason]
     else:
         reasons.append("no category is low: what it would gain is not known before")
     if low and greedy is not None and greedy >= LOW:
@@ -212,13 +216,6 @@ def prospect_of(
     prompts = str(question.prompts or OWN_PROMPTS)
     words = ["blockdraft", "train", question.target, *start, "--prompts", prompts, "--out", "trained"]
     return Prospect(is_worth_it, tuple(reasons), shlex.join([*words, "--minutes", "30"]))
-
-
-def _low_text(low: Sequence[str], num_categories: int) -> str:
-    if len(low) == num_categories:
-        return "every category is low: it does not know this target or this workload"
-    share = f"{len(low)} of {num_categories} categories are low"
-    return f"{share}, and it does not know those: {', '.join(low)}"
 
 
 def has_prospect(config: DraftConfig, categories: Mapping[str, DrafterFit], overall: DrafterFit) -> bool:

@@ -74,9 +74,7 @@ class TrainingRecipe:
     clip: float = 1.0
     average: float = 0.0  # decay of a moving average of the weights, which is exported; 0: none
     objective: Objective = field(default_factory=Objective)
-    trained: Literal["all", "added", "selector"] = (
-        "all"  # of DFlash2: all, what it adds, or only its selector
-    )
+    trained: Literal["all", "added", "selector"] = "all"  # of DFlash2: all, what it adds, its selector
     seed: int = 0
 
 
@@ -108,7 +106,11 @@ class Job:
     def __post_init__(self) -> None:
         if (self.steps is None) == (self.minutes is None):
             raise SettingsError("give either --steps or --minutes.")
-        _check_folders(self.more_answers)
+        for folder in self.more_answers:
+            if not any(folder.glob("shard-*.npz")):
+                raise SettingsError(
+                    f"--answers {folder} has no shard-*.npz: give the folder 'answers' of a training run."
+                )
         if not self.prompts and not self.more_answers and not any(self.out.glob("answers/shard-*.npz")):
             raise SettingsError("no prompts: give --prompts FILE.")
         if self.more_answers and not self.prompts and not self.held_out:
@@ -152,14 +154,6 @@ class Job:
         stored = {"answers": "manner"}  # names in run.json
         kept = {stored.get(name, name): value for name, value in asdict(self).items() if name not in free}
         return json.loads(json.dumps(kept, default=str))  # type: ignore[no-any-return]
-
-
-def _check_folders(folders: tuple[Path, ...]) -> None:
-    for folder in folders:
-        if not any(folder.glob("shard-*.npz")):
-            raise SettingsError(
-                f"--answers {folder} has no shard-*.npz: give the folder 'answers' of a training run."
-            )
 
 
 def _check(flag: str, value: float | None, least: float, most: float | None = None) -> None:

@@ -1,30 +1,40 @@
-"""The loss of a batch of blocks, computed in chunks so that not all logits are in memory.
+"""The losses of a batch of blocks, computed in chunks so that not all logits are in memory.
 
-In each block, column k predicts the token k places after the anchor. The loss is cross-entropy with that
-token (written by the target itself), or a mixture of it and the divergence from the target's
-distribution. Columns are weighted by their worth: a draft counts only if all before it were right.
+In each block, column k predicts the token k places after the anchor. The loss of a DFlash drafter is
+cross-entropy with that token (written by the target itself), or a mixture of it and the divergence from the
+target's distribution. DFlash2's selector chooses among the best tokens of a column, given the true token
+before it. The loss of DSpark, whose Markov head sees that token, is 0.1 cross-entropy + 0.9 total variation
+between the distributions of drafter and target; one minus that variation is how often the draft is accepted.
 
-`dpace` weights (arXiv 2605.18810) follow the drafter's own confidence q along the block, smoothed by alpha:
-with s = (1 - alpha) q + alpha, column j weighs sum over m >= j of prod over i <= m of s_i. `decay` is the
-fixed exp(-(k - 1) / gamma) of the DFlash paper. Weights have no gradient and sum to one over a batch.
+Columns are weighted by their worth: a draft counts only if all before it were right. Weights have no gradient
+and sum to one over a batch. `decay` is the fixed exp(-(k - 1) / gamma) of the DFlash paper. `dpace` weights
+(arXiv 2605.18810) follow the drafter's own confidence q along the block, smoothed by alpha: with
+s = (1 - alpha) q + alpha, column j weighs sum over m >= j of prod over i <= m of s_i.
 
-That is the way to a longer block at a random anchor. What a user waits for is the number of steps, and a
-place where blocks reach n tokens far costs 1 / n of a step: so with `hardness` h a block's weights are
-divided by the h-th power of the length it expects: 2 for anchors drawn evenly, 1 for those where steps begin.
+With `hardness` h a block's weights are divided by the h-th power of the length it expects: a user waits for
+the number of steps, and a place where blocks reach n tokens far costs 1 / n of a step. Use 2 for anchors
+drawn evenly, 1 for those where steps begin.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
+from blockdraft.models.dflash import CandidateSelector
 from blockdraft.training.job import Objective
 
 CHUNK_BYTES = 1 << 30  # of logits at a time
+SPARK_CHUNK_BYTES = 1 << 28  # the same for DSpark, where their gradient needs about ten times as much
+CE_SHARE = 0.1  # DeepSpec's; the rest of DSpark's loss is total variation
+GROUP = 64  # tokens whose largest logit is compared first
+
+Chunk = Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +68,6 @@ class Scores:
     matches: Tensor  # [blocks, B - 1]: the drafter's best guess is the label
 
 
-def block_loss(
-    hidden: Tensor, labels: Tensor, head: Head, objective: Objective, teacher: Teacher | None = None
-) -> Scores:
-    """Return the loss for hidden states [blocks, B - 1, E] and labels [blocks, B - 1]; -1 is ignored."""
-    loss, matches = _BlockLoss.apply(hidden, labels, head, objective, teacher)  # type: ignore[no-untyped-call]
-    return Scores(loss, matches)
-
-
 def column_weights(confidence: Tensor, is_label: Tensor, objective: Objective) -> Tensor:
     """Return weights [blocks, B - 1], not normalised, zero past a document's end."""
     if objective.weighting == "dpace":
@@ -81,58 +83,69 @@ def column_weights(confidence: Tensor, is_label: Tensor, objective: Objective) -
     return torch.exp(-column / gamma) * is_label
 
 
-class _BlockLoss(torch.autograd.Function):
-    """Computes the gradient in the forward pass, while a chunk's logits are in memory."""
-
-    @staticmethod
-    def forward(
-        ctx: torch.autograd.function.FunctionCtx,
-        hidden: Tensor,
-        labels: Tensor,
-        head: Head,
-        objective: Objective,
-        teacher: Teacher | None,
-    ) -> tuple[Tensor, Tensor]:
-        num_blocks, width, size = hidden.shape
-        gradient, total = torch.empty_like(hidden), hidden.new_zeros(2, dtype=torch.float32)
-        matches = torch.empty_like(labels, dtype=torch.bool)
-        most = max(1, min(num_blocks, CHUNK_BYTES // (width * len(head.weight) * hidden.element_size())))
-        # Equal chunks if that does not make them much smaller: each size is compiled.
-        step = next((size for size in range(most, most // 2, -1) if num_blocks % size == 0), most)
-        for first in range(0, num_blocks, step):
-            part = slice(first, first + step)
-            flat = hidden[part].reshape(-1, size)
-            logits = head.logits(flat)
-            rows = None if teacher is None else teacher.rows[part].flatten()
-            thought = None if teacher is None or rows is None else (teacher.logits, rows)
-            share, sums, right = _compiled(hidden.is_cuda)(logits, labels[part], thought, objective)
-            if head.cap is not None:
-                share = share * (1 - (logits / head.cap) ** 2)
-            if head.scale != 1:
-                share = share * head.scale
-            gradient[part] = (share @ head.weight).view(-1, width, size)
-            total += sums
-            matches[part] = right
-        weight = total[1].clamp(min=1e-6)
-        ctx.save_for_backward(gradient, weight)
-        ctx.mark_non_differentiable(matches)
-        return total[0] / weight, matches
-
-    @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, *outputs: Tensor) -> tuple[Tensor | None, ...]:
-        gradient, weight = ctx.saved_tensors  # type: ignore[attr-defined]
-        return gradient * (outputs[0] / weight).to(gradient.dtype), None, None, None, None
+def _scores(total: Tensor, given: Sequence[Tensor], gradients: Sequence[Tensor], matches: Tensor) -> Scores:
+    """Return the mean of a `total` [loss, weight] whose gradients for the tensors `given` are known."""
+    known = zip(given, gradients, strict=True)
+    zero = torch.stack([((one - one.detach()) * gradient).sum() for one, gradient in known]).sum()
+    return Scores((total[0] + zero) / total[1].clamp(min=1e-6), matches)
 
 
-Chunk = Callable[[Tensor, Tensor, "tuple[Tensor, Tensor] | None", Objective], tuple[Tensor, Tensor, Tensor]]
+def _in_chunks(chunk: Chunk, by_block: Sequence[Tensor], shared: Sequence[Tensor], step: int) -> Scores:
+    """Return the scores of `step` blocks at a time, each with its gradient while its logits are in memory.
+
+    `chunk` gets a slice of the blocks, that slice of the tensors `by_block`, and the tensors `shared`. It
+    returns the sum of the losses, the sum of the weights, and where the best guess was right.
+    """
+    given = (*by_block, *shared)
+    gradients = [torch.zeros_like(one) for one in given]
+    totals, matches = [], []
+    for first in range(0, len(by_block[0]), step):
+        part = slice(first, first + step)
+        with torch.enable_grad():
+            pieces = [one.detach()[part].requires_grad_() for one in by_block]
+            pieces += [one.detach().requires_grad_() for one in shared]
+            loss, weight, right = chunk(part, *pieces)
+            found = torch.autograd.grad(loss, pieces)
+        for place, one in enumerate(found):
+            (gradients[place][part] if place < len(by_block) else gradients[place]).add_(one)
+        totals.append(torch.stack((loss.detach(), weight)))
+        matches.append(right)
+    return _scores(torch.stack(totals).sum(dim=0), given, gradients, torch.cat(matches))
+
+
+# ---- DFlash
+
+
+def block_loss(
+    hidden: Tensor, labels: Tensor, head: Head, objective: Objective, teacher: Teacher | None = None
+) -> Scores:
+    """Return the loss for hidden states [blocks, B - 1, E] and labels [blocks, B - 1]; -1 is ignored."""
+    (num_blocks, width, size), states = hidden.shape, hidden.detach()
+    gradient, total = torch.empty_like(states), hidden.new_zeros(2, dtype=torch.float32)
+    matches = torch.empty_like(labels, dtype=torch.bool)
+    most = max(1, min(num_blocks, CHUNK_BYTES // (width * len(head.weight) * hidden.element_size())))
+    # Equal chunks if that does not make them much smaller: each size is compiled.
+    step = next((size for size in range(most, most // 2, -1) if num_blocks % size == 0), most)
+    for first in range(0, num_blocks, step):
+        part = slice(first, first + step)
+        logits = head.logits(states[part].reshape(-1, size))
+        thought = None if teacher is None else (teacher.logits, teacher.rows[part].flatten())
+        share, sums, matches[part] = _compiled(hidden.is_cuda)(logits, labels[part], thought, objective)
+        if head.cap is not None:
+            share = share * (1 - (logits / head.cap) ** 2)
+        if head.scale != 1:
+            share = share * head.scale
+        gradient[part] = (share @ head.weight).view(-1, width, size)
+        total += sums
+    return _scores(total, [hidden], [gradient], matches)
 
 
 @functools.cache
 def _compiled(is_cuda: bool) -> Chunk:
-    return torch.compile(_chunk, dynamic=False) if is_cuda else _chunk
+    return torch.compile(_block_chunk, dynamic=False) if is_cuda else _block_chunk
 
 
-def _chunk(
+def _block_chunk(
     logits: Tensor, labels: Tensor, thought: tuple[Tensor, Tensor] | None, objective: Objective
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the logits' gradient [n, V], the summed [loss, weight], and where the best guess was right."""
@@ -159,3 +172,101 @@ def _chunk(
     gradient = (weight * (chance - wanted)).to(logits.dtype)
     sums = torch.stack(((weight * loss).sum(), weight.sum())).float()
     return gradient, sums, (own == top).view(labels.shape) & is_label
+
+
+# ---- DFlash2
+
+
+def selector_loss(
+    hidden: Tensor,
+    labels: Tensor,
+    before: Tensor,
+    head: Head,
+    selector: CandidateSelector,
+    objective: Objective,
+    teacher: Teacher | None = None,
+) -> Scores:
+    """Return the loss for hidden states [blocks, B - 1, E], labels [blocks, B - 1] and tokens before.
+
+    Columns whose label is not among the candidates do not count: taught as one, an unlikely token would pass
+    for the right one. The candidates' own scores have no gradient here; `block_loss` teaches those.
+    """
+
+    def chunk(
+        part: slice, hidden: Tensor, predecessors: Tensor, successors: Tensor, projection: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        with torch.no_grad():
+            logits = head.logits(hidden)
+            ids = best_ids(logits, selector.top_k)
+            unary = logits.gather(-1, ids)
+            unary = unary.to(torch.promote_types(unary.dtype, torch.float32))
+        is_label = ids == labels[part][..., None]
+        place, is_found = is_label.long().argmax(dim=-1), is_label.any(dim=-1)
+        mixture = functional.linear(hidden.to(projection.dtype), projection)
+        if selector.skips_first:
+            mixture[:, 0] = 0
+        mixed = predecessors[before[part]] * mixture
+        scores = unary + (successors[ids] @ mixed[..., None]).squeeze(-1)
+        drafted = scores.log_softmax(dim=-1)
+        loss = entropy = -drafted.gather(-1, place[..., None]).squeeze(-1)
+        if teacher is not None and objective.distill > 0:
+            thought = teacher.logits[teacher.rows[part][..., None], ids]
+            belief = thought.to(drafted.dtype).log_softmax(dim=-1)
+            divergence = (torch.exp(belief) * (belief - drafted)).sum(dim=-1)
+            loss = torch.lerp(entropy, divergence, objective.distill)
+        confidence = torch.exp(-entropy.detach()) * is_found
+        weights = column_weights(confidence, labels[part] >= 0, objective) * is_found
+        is_right = (scores.detach().argmax(dim=-1) == place) & is_found
+        return (weights * loss).sum(), weights.sum(), is_right
+
+    weight = selector.hidden_projection.weight
+    assert isinstance(weight, Tensor)
+    shared = (selector.predecessor_codebook, selector.successor_codebook, weight)
+    return _in_chunks(
+        chunk, [hidden], shared, max(1, CHUNK_BYTES // (labels.shape[1] * len(head.weight) * 4))
+    )
+
+
+def best_ids(logits: Tensor, top_k: int) -> Tensor:
+    """Return the ids of the largest logits […, V], best first: […, top_k]."""
+    # They are in the `top_k` groups with the largest maxima: all of V is read once.
+    size = GROUP if logits.shape[-1] % GROUP == 0 else 1
+    groups = logits.view(*logits.shape[:-1], -1, size)
+    chosen = groups.amax(dim=-1).topk(min(top_k, groups.shape[-2]), dim=-1).indices
+    members = groups.gather(-2, chosen[..., None].expand(*chosen.shape, size))
+    best = members.flatten(-2).topk(top_k, dim=-1).indices
+    return chosen.gather(-1, best // size) * size + best % size
+
+
+# ---- DSpark
+
+
+def spark_loss(
+    hidden: Tensor,
+    latents: Tensor,
+    after: Tensor,
+    labels: Tensor,
+    *,
+    head: Head,
+    objective: Objective,
+    teacher: Teacher,
+) -> Scores:
+    """Return the loss for hidden states [blocks, B - 1, E] and labels [blocks, B - 1]; -1 is ignored.
+
+    `latents` [blocks, B - 1, rank] are rows of the Markov head's `before`, `after` is its other table.
+    """
+
+    def chunk(part: slice, hidden: Tensor, latents: Tensor, after: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = head.logits(hidden) + latents.to(hidden.dtype) @ after.to(hidden.dtype).T
+        wide = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
+        beliefs = wide.log_softmax(dim=-1)
+        label, is_label = labels[part].clamp(min=0), labels[part] >= 0
+        entropy = -beliefs.gather(2, label[..., None])[..., 0]
+        thought = teacher.logits[teacher.rows[part]].to(wide.dtype).softmax(dim=-1)
+        apart = 0.5 * (beliefs.exp() - thought).abs().sum(dim=-1)
+        loss = CE_SHARE * entropy + (1 - CE_SHARE) * apart
+        weights = column_weights(torch.exp(-entropy.detach()), is_label, objective)
+        return (weights * loss).sum(), weights.sum(), (wide.detach().argmax(dim=-1) == label) & is_label
+
+    step = max(1, SPARK_CHUNK_BYTES // (4 * labels.shape[1] * len(head.weight)))
+    return _in_chunks(chunk, [hidden, latents], [after], step)

@@ -1,10 +1,9 @@
 """OfflineBatch answers many prompts at once, for callers that need only the finished answers.
 
-It uses the step, cache and kernels of Engine.step, without what a server needs between steps: no text,
-no stream, no prefix cache, no preemption. Every row keeps its pages, and steps run in rounds without the
-host; a row that ends inside a round runs on to the round's end in vain. With thousands of rows on a GPU this
-matters, since Engine.step spends about ten microseconds per row and step.
-There the rows are two halves: while the device runs a round of one, the host handles the other.
+It uses the step, cache and kernels of Engine.step, without text, stream, prefix cache and preemption. Every
+row keeps its pages, and steps run in rounds without the host: Engine.step spends about ten microseconds per
+row and step, too much for thousands of rows. On a GPU the rows are two halves: while the device runs a round
+of one, the host handles the other.
 """
 
 from __future__ import annotations
@@ -85,12 +84,6 @@ class _Round:
     rows: list[int]
     tokens: Tensor  # [ROUND, R], on its way to the host
     event: torch.cuda.Event | None
-
-    def wait(self) -> np.ndarray:
-        if self.event is not None:
-            self.event.synchronize()
-        tokens: np.ndarray = self.tokens.numpy()
-        return tokens
 
 
 def make_offline_batch(models: LoadedPair, plan: Plan, *, graphs: bool = True) -> OfflineBatch:
@@ -213,20 +206,20 @@ class OfflineBatch:
             sampled = engine.decode(1).token_ids if graph is None else graph.replay()[:, 1:]
             steps.append(sampled[: len(rows), 0].clone())
         tokens = torch.stack(steps)
-        if not tokens.is_cuda:
-            half.round = _Round(rows, tokens, None)
-            return
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-        host.copy_(tokens, non_blocking=True)
-        event.record()
-        half.round = _Round(rows, host, event)
+        event = None
+        if tokens.is_cuda:
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            tokens = torch.empty_like(tokens, device="cpu", pin_memory=True).copy_(tokens, non_blocking=True)
+            event.record()
+        half.round = _Round(rows, tokens, event)
 
     def _collect(self, half: _Half) -> Iterator[OfflineAnswer]:
         """Yield the answers that ended in its last round."""
         if half.round is None:
             return
-        tokens, rows = half.round.wait(), half.round.rows
+        if half.round.event is not None:
+            half.round.event.synchronize()
+        tokens, rows = half.round.tokens.numpy(), half.round.rows
         half.round = None
         ended = set(np.flatnonzero(np.isin(tokens, self._end_ids).any(axis=0)).tolist())
         for column, number in enumerate(rows):

@@ -1,14 +1,16 @@
-"""Simulates a drafter on a few documents under several configurations.
+"""Simulates a drafter on documents that the target wrote, without the engine.
 
-The target's features do not depend on the drafter, so they are read once, of every layer that a configuration
-taps. A trial then walks all documents side by side, as the engine would: one block per document and round,
-and of its drafts only those up to the first that is wrong.
+The target's features do not depend on the drafter, so they are read once, of every layer that a trial taps. A
+trial then walks all documents side by side, as the engine would: one block per document and round, and of its
+drafts only those up to the first that is wrong. The exported drafter must commit the same in the engine.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -22,36 +24,83 @@ from blockdraft.training.answers import Document
 from blockdraft.training.evaluate import DrafterFit, fit_of_steps
 from blockdraft.training.features import FeatureReader
 from blockdraft.training.packing import TrainingBatch, pack, with_anchors
+from blockdraft.training.trainer import half
 from blockdraft.training.view import Kept, Seen, TrainView, dense_mask, sees
+
+AT_ONCE = 64  # documents whose features are in memory; arbitrary
+
+# Gets hidden states [n, E], the tokens before [n], the number of the draft, the blocks' positions [n], and
+# the numbers of their documents [n]. Returns drafts [n].
+Choice = Callable[[Tensor, Tensor, int, Tensor, Tensor], Tensor]
+
+
+def simulate(
+    drafter: DFlashDrafter,
+    documents: Sequence[Document],
+    *,
+    length: int,
+    choose: Choice | None = None,
+    report: Callable[[float], None] = lambda share: None,
+) -> dict[str, DrafterFit]:
+    """Return the drafter's fit on `documents` by category, and on "all". Documents past `length` are cut.
+
+    `choose` drafts as the answers were sampled; None: greedily, as they were written.
+    """
+    config = drafter.model.config
+    steps: dict[str, list[list[int]]] = defaultdict(list)
+    everything: list[list[int]] = []
+    for first in range(0, len(documents), AT_ONCE):
+        probe = AcceptanceProbe(drafter, documents[first : first + AT_ONCE], config.taps, length)
+        for number, mine in zip(probe.numbers, probe.steps(config, config.block, choose, first), strict=True):
+            steps[documents[first + number].category].append(mine)
+            everything.append(mine)
+        report(min(first + AT_ONCE, len(documents)) / len(documents))
+    steps["all"] = everything  # documents of category "all" are among them
+    return {name: fit_of_steps(listed, config.block) for name, listed in sorted(steps.items())}
 
 
 class AcceptanceProbe:
-    """Documents that the target wrote greedily, with its features of the layers `taps`."""
+    """Documents, each in a row of its own, with the target's features of the layers `taps`."""
 
-    def __init__(self, drafter: DFlashDrafter, documents: Sequence[Document], taps: Iterable[int]) -> None:
-        self._drafter, self._documents = drafter, documents
+    def __init__(
+        self,
+        drafter: DFlashDrafter,
+        documents: Sequence[Document],
+        taps: Iterable[int],
+        length: int | None = None,
+    ) -> None:
+        self._drafter = drafter
         self._taps = tuple(sorted(set(taps)))
-        length = max(len(one.prompt_ids) + len(one.answer_ids) for one in documents)
-        self._rows = pack(documents, length, is_shared=False)[0].to(drafter.target.norm.weight.device)
+        longest = max(len(one.prompt_ids) + len(one.answer_ids) for one in documents)
+        rows, places = pack(documents, min(longest, length or longest), is_shared=False)
+        self.numbers = [place.document for place in places]  # of those with an answer to draft
+        self._first = [len(documents[number].prompt_ids) - 1 for number in self.numbers]
+        self._last = [end - 1 for ((_, end),) in rows.spans]
+        self._rows = rows.to(drafter.target.norm.weight.device)
         self._features = self._read()
 
-    @torch.inference_mode()
     def walk(self, config: DraftConfig, width: int) -> DrafterFit:
         """Return what the drafter commits in steps of `width` with `config` instead of its own."""
-        trial = _Trial(self._drafter, config)
+        return fit_of_steps(self.steps(config, width), config.block)
+
+    @torch.inference_mode()
+    def steps(
+        self, config: DraftConfig, width: int, choose: Choice | None = None, first: int = 0
+    ) -> list[list[int]]:
+        """Return the tokens that each step of each document commits; `first` is the first one's number."""
+        trial = _Trial(self._drafter, config, choose)
         kept = trial.keep(self._features[:, :, [self._taps.index(tap) for tap in config.taps]])
-        anchors = [len(one.prompt_ids) - 1 for one in self._documents]
-        lasts = [len(one.prompt_ids) + len(one.answer_ids) - 1 for one in self._documents]
-        steps: list[list[int]] = [[] for _ in self._documents]
-        while rows := [row for row, last in enumerate(lasts) if anchors[row] < last]:
-            places = torch.tensor([[anchors[row]] for row in rows], device=self._features.device)
+        anchors, device = self._first.copy(), self._features.device
+        steps: list[list[int]] = [[] for _ in anchors]
+        while rows := [row for row, last in enumerate(self._last) if anchors[row] < last]:
+            places = torch.tensor([[anchors[row]] for row in rows], device=device)
             batch = with_anchors(self._rows, rows, places, trial.num_labels(width) + 1)
-            runs = trial.runs(batch, _of_rows(kept, rows, len(lasts)), width)
+            numbers = torch.tensor([first + self.numbers[row] for row in rows], device=device)
+            runs = trial.runs(batch, _of_rows(kept, rows, len(anchors)), width, numbers)
             for row, run in zip(rows, runs, strict=True):
-                committed = min(run + 1, lasts[row] - anchors[row])
-                steps[row].append(committed)
-                anchors[row] += committed
-        return fit_of_steps(steps, config.block)
+                steps[row].append(min(run + 1, self._last[row] - anchors[row]))
+                anchors[row] += steps[row][-1]
+        return steps
 
     def _read(self) -> Tensor:
         """Read the features [R, L, taps, E], row by row to save memory."""
@@ -66,31 +115,27 @@ class AcceptanceProbe:
 
 
 def _of_rows(kept: Kept, rows: Sequence[int], num_rows: int) -> Kept:
-    """Return the context of some rows."""
-
-    def chosen(stream: Tensor) -> Tensor:  # [R * L, H, D]
-        return stream.view(num_rows, -1, *stream.shape[1:])[rows].flatten(0, 1)
-
-    return {layer: (chosen(k), chosen(v)) for layer, (k, v) in kept.items()}
+    """Return the context of some rows; streams are [R * L, H, D]."""
+    split = {layer: [x.view(num_rows, -1, *x.shape[1:]) for x in pair] for layer, pair in kept.items()}
+    return {layer: (k[rows].flatten(0, 1), v[rows].flatten(0, 1)) for layer, (k, v) in split.items()}
 
 
 class _Trial:
-    """A drafter as it serves, its weights shared, under another configuration.
+    """A drafter as it serves, its weights shared, under another configuration."""
 
-    Few blocks are tried, so masks are spelled out on a GPU too: nothing has to be compiled.
-    """
-
-    def __init__(self, drafter: DFlashDrafter, config: DraftConfig) -> None:
+    def __init__(self, drafter: DFlashDrafter, config: DraftConfig, choose: Choice | None) -> None:
         model: DFlash = copy.copy(drafter.model)
         model.config = config
         ngram = drafter.draft_ngram
         self.drafter = type(drafter)(model, drafter.target, drafter.vocab_map, draft_ngram=ngram)
-        self.config = config
+        self.config, self._choose = config, choose
         layers = [one for one in model.layers if isinstance(one, DFlashLayer)]
-        self._masks = {
-            one.layer: replace(one.mask, is_causal=is_causal)
-            for one, is_causal in zip(layers, config.is_causal, strict=True)
-        }
+        causal = zip(layers, config.is_causal, strict=True)
+        self._masks = {one.layer: replace(one.mask, is_causal=is_causal) for one, is_causal in causal}
+
+    def _products(self, x: Tensor) -> AbstractContextManager[object]:
+        """Return a context in which weights that are trained in float32 multiply in the dtype of `x`."""
+        return nullcontext() if next(self.drafter.model.parameters()).dtype == x.dtype else half(x)
 
     def num_labels(self, width: int) -> int:
         """Return the number of labels whose forward has as many columns as when serving."""
@@ -102,29 +147,34 @@ class _Trial:
         num_rows, length = features.shape[:2]
         positions = torch.arange(length, device=features.device).repeat(num_rows)
         view = TrainView(positions, kept, num_rows=num_rows, masks={})
-        self.drafter.absorb(features.flatten(2).flatten(0, 1), view)
+        with self._products(features):
+            self.drafter.absorb(features.flatten(2).flatten(0, 1), view)
         return kept
 
-    def runs(self, batch: TrainingBatch, kept: Kept, width: int) -> list[int]:
+    def runs(self, batch: TrainingBatch, kept: Kept, width: int, numbers: Tensor) -> list[int]:
         """Return how many of the width - 1 drafts match after the anchor of each row of `batch`."""
         drafter, batch = self.drafter, replace(batch, first_column=self.config.first_column)
+        # Few blocks at a time, so masks are spelled out on a GPU too: nothing has to be compiled.
         kinds = {kind: dense_mask(batch, sees(batch, kind)) for kind in set(self._masks.values())}
         masks: dict[int, Seen] = {layer: kinds[kind] for layer, kind in self._masks.items()}
         view = TrainView(batch.block_positions(), kept, num_rows=len(batch.tokens), masks=masks)
-        ids = batch.block_ids(self.config.mask_token_id)
-        hidden = drafter.model(drafter.embed(ids.flatten()), view, batch.num_columns)
-        hidden = hidden.view(len(batch.tokens), batch.num_columns, -1)[:, batch.first_column :]
-        hints = None
-        if drafter.weighs_pairs(width - 1):
-            hints = drafter.hints(
-                hidden, batch.tokens_before()
-            )  # only rows whose drafts were right are asked
-        recalled = self._recalled(batch, width)
+        x = drafter.embed(batch.block_ids(self.config.mask_token_id).flatten())
+        # The true tokens before each draft: only rows whose drafts were right are asked.
+        before, hints = batch.tokens_before(), None
+        with self._products(x):
+            hidden = drafter.model(x, view, batch.num_columns).view(len(before), batch.num_columns, -1)
+            hidden = hidden[:, batch.first_column :]
+            if self._choose is None and drafter.weighs_pairs(width - 1):
+                hints = drafter.hints(hidden, before)
+        recalled, starts = self._recalled(batch, width), (batch.anchors - batch.block_starts)[:, 0]
         runs = [0] * len(hidden)
         rows = torch.arange(len(hidden), device=hidden.device)  # those whose drafts were all right so far
         for draft in range(width - 1):
-            said = None if hints is None else hints[rows, draft]
-            best = drafter.logits(hidden[rows, draft], said).argmax(dim=-1)
+            column = hidden[rows, draft]
+            if self._choose is None:
+                best = drafter.logits(column, None if hints is None else hints[rows, draft]).argmax(dim=-1)
+            else:
+                best = self._choose(column, before[rows, draft], draft, starts[rows], numbers[rows])
             best = torch.where(recalled[rows, draft] < 0, best, recalled[rows, draft])
             rows = rows[best == batch.labels[rows, 0, draft]]
             for row in rows.tolist():

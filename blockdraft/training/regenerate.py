@@ -94,8 +94,12 @@ class _Asker:
         self._ready: deque[Question] = deque()
         self._said: dict[int, list[str]] = {}  # of conversations with turns to come
         self._end_s = None if seconds is None else time.monotonic() + seconds
-        missing = [index for index, one in enumerate(conversations) if not _is_done(index, one, known)]
-        self._new = iter(missing)
+        # A conversation without all of its answers is asked again from its first turn.
+        self._new = iter(
+            index
+            for index, one in enumerate(conversations)
+            if not known.issuperset(range(key := index * MAX_TURNS, key + min(len(one.turns), MAX_TURNS)))
+        )
         self._encoder = ThreadPoolExecutor(2)  # while the device works
         self._ahead: deque[Future[Question | None]] = deque()
 
@@ -152,8 +156,3 @@ class _Asker:
             seed=index,
             max_repeat=options.max_repeat,
         )
-
-
-def _is_done(index: int, one: Prompt, known: set[int]) -> bool:
-    """Return whether all turns are answered; else the conversation is asked again from its first turn."""
-    return all(index * MAX_TURNS + turn in known for turn in range(min(len(one.turns), MAX_TURNS)))

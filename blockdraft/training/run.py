@@ -28,19 +28,21 @@ from blockdraft.errors import ModelError, SettingsError
 from blockdraft.models.dflash import DFlash
 from blockdraft.models.draft_config import DraftConfig, check_pair
 from blockdraft.planner.plan import Plan
-from blockdraft.settings.settings import Settings
-from blockdraft.start.loading import load_models
+from blockdraft.start.loading import load_pair
 from blockdraft.start.memory import release
+from blockdraft.step.dflash import DFlashDrafter
+from blockdraft.step.pairs import drafter_type
 from blockdraft.training.answers import Document, first_of_each, read_conversations, read_shard
 from blockdraft.training.drafter import as_kind, draft_json, load_weights, new_drafter, train_only
-from blockdraft.training.evaluate import DrafterFit, fit_in_engine, simulate
+from blockdraft.training.evaluate import DrafterFit, fit_in_engine
 from blockdraft.training.export import DrafterCard, export
 from blockdraft.training.job import Job
 from blockdraft.training.offline_batch import make_offline_batch
 from blockdraft.training.packing import pack
+from blockdraft.training.probe import simulate
 from blockdraft.training.regenerate import AnswerCount, regenerate
 from blockdraft.training.run_messages import left, plan_lines, verdict_lines
-from blockdraft.training.trainer import BlockForward, Trainer, TrainingProgress
+from blockdraft.training.trainer import Trainer
 
 HELD_OUT = 20  # prompts per category held out for evaluation, without --held-out
 REGENERATE_SHARE = 0.2  # of the minutes given
@@ -96,7 +98,7 @@ def train(job: Job, listener: Listener, *, resume: bool = False) -> dict[str, Dr
     trainer.features.forget()
     release()
     with trainer.averaged():
-        fits = _measured(job, trainer.forward, kept, listener, "evaluate")
+        fits = _measured(job, trainer.forward.drafter, kept, listener, "evaluate")
         export(job.out / "drafter", trainer.model, raw, fits, _model_card(job, documents, trainer))
         for name, fit in fits.items():
             listener.say(
@@ -115,19 +117,15 @@ def _check(
     """Compare the exported drafter in the engine with the simulation, on a few held-out prompts."""
     few = random.Random(0).sample(held_out, min(NUM_CHECKED, len(held_out)))  # the same ones every time
     listener.show("check", None, f"{len(few)} answers in the engine")
-    expected = _simulated(job, trainer.forward, few)["all"]
-    config = trainer.model.config
+    expected = simulate(trainer.forward.drafter, few, length=job.length)["all"].committed
 
     def report(num_done: int) -> None:
         listener.show("check", num_done / len(few), f"{num_done} of {len(few)} answers in the engine")
 
-    found = fit_in_engine(
-        job.out / "drafter", few, model=job.model, config=config, like=models, report=report
-    )
-    line = (
-        f"{found.committed:.3f} tokens committed per step in the engine, {expected.committed:.3f} simulated"
-    )
-    if abs(found.committed / expected.committed - 1) > DISAGREEMENT:
+    folder, config = job.out / "drafter", trainer.model.config
+    found = fit_in_engine(folder, few, model=job.model, config=config, like=models, report=report).committed
+    line = f"{found:.3f} tokens committed per step in the engine, {expected:.3f} simulated"
+    if abs(found / expected - 1) > DISAGREEMENT:
         line = f"warning: {line}: they should agree. Near-ties in half precision, or a bug: please report it"
     listener.say(line)
 
@@ -138,37 +136,21 @@ def _before(
     """Return the fit of the drafter that the run begins with, in its own kind."""
     assert job.start_from is not None
     config = read_draft_config(open_checkpoint(job.start_from, what="drafter").config, name=job.start_from)
-    forward = trainer.forward
+    drafter = trainer.forward.drafter
     if config.markov_rank != trainer.model.config.markov_rank:
         own = _new_model(job, models, config)
         load_weights(own, job.start_from, models.device)
-        forward = BlockForward(own, models.target)
-    return _measured(job, forward, kept, listener, "start")["all"]
+        drafter = drafter_type(config)(own, models.target)
+    return _measured(job, drafter, kept, listener, "start")["all"]
 
 
 def _measured(
-    job: Job, forward: BlockForward, kept: Sequence[Document], listener: Listener, stage: str
+    job: Job, drafter: DFlashDrafter, kept: Sequence[Document], listener: Listener, stage: str
 ) -> dict[str, DrafterFit]:
     """Return the fit on held-out answers with the current weights."""
     text = f"{len(kept)} held-out answers"
     listener.show(stage, None, text)
-    return _simulated(job, forward, kept, lambda share: listener.show(stage, share, text))
-
-
-def _simulated(
-    job: Job,
-    forward: BlockForward,
-    documents: Sequence[Document],
-    report: Callable[[float], None] = lambda share: None,
-) -> dict[str, DrafterFit]:
-    return simulate(
-        forward,
-        documents,
-        length=job.length,
-        rows_per_step=job.recipe.rows_per_step,
-        num_anchors=job.recipe.num_anchors,
-        report=report,
-    )
+    return simulate(drafter, kept, length=job.length, report=lambda share: listener.show(stage, share, text))
 
 
 # ---- the folder
@@ -227,7 +209,14 @@ def _load_checkpoint(job: Job, trainer: Trainer, listener: Listener) -> None:
 def _load_target(job: Job, listener: Listener) -> tuple[LoadedPair, Plan]:
     on_gpu = torch.cuda.is_available() and job.device != "cpu"
     rows = job.bulk_rows or (2048 if on_gpu else 16)
-    settings = Settings(
+
+    def report(line: str) -> None:
+        listener.show("load", None, line)
+        listener.say(line)
+
+    listener.show("load", None, job.model)
+    return load_pair(
+        report,
         model=job.model,
         draft="none",
         device=job.device,
@@ -238,13 +227,6 @@ def _load_target(job: Job, listener: Listener) -> tuple[LoadedPair, Plan]:
         max_prefill_tokens=16384 if on_gpu else 512,
         prefix_cache=False,
     )
-
-    def report(line: str) -> None:
-        listener.show("load", None, line)
-        listener.say(line)
-
-    listener.show("load", None, job.model)
-    return load_models(settings, report)
 
 
 def _answer_s(job: Job) -> float | None:
@@ -317,13 +299,12 @@ def _conversations(job: Job) -> tuple[list[Prompt], list[Prompt]]:
     """Return shuffled training prompts, and the held-out ones."""
     found = [one for path in job.prompts for one in read_conversations(path)]
     random.Random(job.answers.seed).shuffle(found)
-    if job.held_out:
-        held_out = [
-            one if name is None else replace(one, category=name)
-            for name, path in job.held_out
-            for one in read_conversations(path)
-        ]
-    else:
+    held_out = [
+        one if name is None else replace(one, category=name)
+        for name, path in job.held_out
+        for one in read_conversations(path)
+    ]
+    if not job.held_out:
         held_out, rest = first_of_each(found, max(1, min(HELD_OUT, len(found) // 20)))
         found = rest or found
     return found[: job.max_prompts], held_out
@@ -406,7 +387,11 @@ def _run(
         if now_s - said_s >= SAY_S or progress.step == first:
             num_done = progress.step - first + 1
             done = num_done / (job.steps - first + 1) if job.steps else progress.share
-            _say(progress, listener, left(done, now_s - begin_s))
+            loss, committed = progress.loss.item(), progress.committed()
+            line = f"loss {loss:.4f}, {committed:.3f} per step, rate {progress.rate:.2e}"
+            line += left(done, now_s - begin_s)
+            listener.show("train", progress.share, line)
+            listener.say(f"step {progress.step}: {line}")
             said_s = now_s
         if now_s - saved_s >= CHECKPOINT_S:
             save()
@@ -428,26 +413,19 @@ def _say_blocks(trainer: Trainer, listener: Listener) -> None:
         listener.say(line)
 
 
-def _say(progress: TrainingProgress, listener: Listener, rest: str) -> None:
-    loss, committed = progress.loss.item(), progress.committed()
-    line = f"loss {loss:.4f}, {committed:.3f} per step, rate {progress.rate:.2e}{rest}"
-    listener.show("train", progress.share, line)
-    listener.say(f"step {progress.step}: {line}")
-
-
 def _model_card(job: Job, documents: Sequence[Document], trainer: Trainer) -> DrafterCard:
     counts = Counter(one.category for one in documents)
     num_tokens = sum(len(one.answer_ids) for one in documents)
     num_greedy = sum(one.is_greedy for one in documents)
+    kinds = ", ".join(f"{name} {count:,}" for name, count in counts.most_common())
     data = (
         f"{len(documents):,} answers of the target itself, {num_tokens / 1e6:.1f} M tokens, "
-        f"{num_greedy / len(documents):.0%} of them greedy: "
-        + ", ".join(f"{name} {count:,}" for name, count in counts.most_common())
-        + "."
+        f"{num_greedy / len(documents):.0%} of them greedy: {kinds}."
     )
+    options = asdict(job.recipe)
     recipe = {
-        **{name: value for name, value in asdict(job.recipe).items() if name != "objective"},
-        **asdict(job.recipe.objective),
+        **{name: value for name, value in options.items() if name != "objective"},
+        **options["objective"],
         "steps": trainer.step_number,
         "length": job.length,
         "start": job.start_from or job.init,

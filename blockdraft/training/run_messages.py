@@ -25,18 +25,15 @@ def plan_lines(
         f"  stages: the target {asked}; {source} are trained on the answers; the drafter is evaluated, "
         "exported and checked in the engine"
     )
-    yield f"  time: {_duration(job, answer_s)}"
+    answers = "" if answer_s is None else f", up to {answer_s / 60:.3g} of them for answers"
+    if job.minutes is None:
+        yield f"  time: {job.steps:,} steps, after the answers; both stages show the time left"
+    else:
+        yield f"  time: about {job.minutes:g} minutes{answers}"
     yield (
         f"  results: {job.out / 'drafter'} for `serve --draft`; also answers, checkpoint.pt (every 5 "
         "minutes) and log.txt. Ctrl-C stops the run; the same command with --resume continues it"
     )
-
-
-def _duration(job: Job, answer_s: float | None) -> str:
-    if job.minutes is None:
-        return f"{job.steps:,} steps, after the answers; both stages show the time left"
-    answers = "" if answer_s is None else f", up to {answer_s / 60:.3g} of them for answers"
-    return f"about {job.minutes:g} minutes{answers}"
 
 
 def left(share: float, seconds: float) -> str:

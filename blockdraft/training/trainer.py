@@ -16,20 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from blockdraft.engine.engine import mix
-from blockdraft.kernels.sampling import SamplingBatch
 from blockdraft.kernels.transfer import to_device
 from blockdraft.models.decoder import Decoder
-from blockdraft.models.dflash import DFlash, DFlashLayer
-from blockdraft.models.dflash2 import DFlash2
-from blockdraft.step.pairs import PairDrafter, drafter_type
-from blockdraft.training.anchor_walk import Walk
+from blockdraft.models.dflash import DFlash, DFlash2, DFlashLayer
+from blockdraft.step.pairs import drafter_type
 from blockdraft.training.features import FeatureReader, KeptFeatures
 from blockdraft.training.job import TrainingRecipe
-from blockdraft.training.objective import Head, Scores, Teacher, block_loss
+from blockdraft.training.objective import Head, Scores, Teacher, block_loss, selector_loss, spark_loss
 from blockdraft.training.optimizer import make_optimizers, rate_at
-from blockdraft.training.packing import PackedRows, TrainingBatch, draw
-from blockdraft.training.selector_loss import selector_loss
-from blockdraft.training.spark import spark_loss
+from blockdraft.training.packing import PackedRows, TrainingBatch, Walk, draw
 from blockdraft.training.view import Kept, Seen, TrainView, block_masks
 
 
@@ -57,7 +52,7 @@ class BlockForward:
         assert model.kernels.is_reference, "only the references have gradients, and can be compiled"
         self.model, self.target = model, target
         self.block = model.config.block
-        self._drafter = drafter_type(model.config)(model, target)
+        self.drafter = drafter_type(model.config)(model, target)
         self._masks = {one.layer: one.mask for one in model.layers if isinstance(one, DFlashLayer)}
         self._run = _compiled() if next(model.parameters()).is_cuda else block_hidden
 
@@ -69,42 +64,13 @@ class BlockForward:
         cap = config.logit_softcap if config.logit_softcap is not None else target.config.logit_softcap
         return Head(module.weight.data, config.logit_scale, cap)
 
-    def draft_logits(self, head: Head, hidden: Tensor, before: Tensor) -> Tensor:
-        """Return the logits by which drafts are chosen, [n, B - 1, V], after the tokens `before`."""
-        logits = head.logits(hidden)
-        with _half(hidden):
-            hints = self._drafter.hints(hidden, before)
-        return logits if hints is None else self._drafter.hinted(logits, hints)
-
-    @torch.no_grad()
-    def drafts(
-        self, head: Head, hidden: Tensor, before: Tensor, starts: Tensor, batch: SamplingBatch
-    ) -> Tensor:
-        """Return drafts [n, B - 1] drawn after the right tokens `before`, in blocks from `starts` [n].
-
-        A serving drafter walks from draft to draft; here every column is a walk of one step.
-        """
-        kernels, drafter = self.target.kernels, self._drafter
-        if not isinstance(drafter, PairDrafter):
-            return kernels.choose(self.draft_logits(head, hidden, before), starts, before[:, :1], batch)
-        with _half(hidden):
-            pairs = drafter.pairs(hidden)
-        if pairs.mixture is not None:
-            if pairs.skips_first:
-                pairs.mixture[:, 0] = 0
-            pairs = pairs._replace(mixture=pairs.mixture.flatten(0, 1)[:, None], skips_first=False)
-        own = replace(batch, rows=batch.rows.repeat_interleave(before.shape[1]))
-        places = (starts[:, None] + torch.arange(before.shape[1], device=starts.device)).flatten()
-        logits = head.logits(hidden).flatten(0, 1)[:, None]
-        return kernels.walk(logits, pairs, places, before.reshape(-1, 1), own).view(before.shape)
-
     def __call__(self, batch: TrainingBatch, features: Tensor) -> Tensor:
         """Return the drafter's hidden states of the drafting columns of every block: [R * A, B - 1, E]."""
         batch = replace(batch, first_column=self.model.config.first_column)
         ids = batch.block_ids(self.model.config.mask_token_id)
-        x = self._drafter.embed(ids.flatten())
+        x = self.drafter.embed(ids.flatten())
         masks = block_masks(batch, self._masks)
-        with _half(x):
+        with half(x):
             hidden = self._run(
                 self.model,
                 features,
@@ -142,7 +108,7 @@ def _compiled() -> Callable[..., Tensor]:
     return torch.compile(block_hidden, dynamic=False)
 
 
-def _half(x: Tensor) -> AbstractContextManager[object]:
+def half(x: Tensor) -> AbstractContextManager[object]:
     """Return a context in which products use the dtype of `x`; trained weights are float32."""
     if x.dtype in (torch.bfloat16, torch.float16):
         return torch.autocast(x.device.type, dtype=x.dtype)
@@ -290,9 +256,8 @@ class Trainer:
         offset = torch.arange(batch.block - 1, device=self.device)
         place = (batch.anchors[..., None] + offset).clamp(max=batch.tokens.shape[1] - 1)
         first = torch.arange(len(batch.tokens), device=self.device)[:, None, None] * batch.tokens.shape[1]
-        head = Head(
-            self._head.weight, cap=self.forward.target.config.logit_softcap
-        )  # not the drafter's scale
+        # Without the drafter's scale.
+        head = Head(self._head.weight, cap=self.forward.target.config.logit_softcap)
         with torch.no_grad():
             return Teacher(head.logits(hidden), (first + place).flatten(0, 1))
 

@@ -57,7 +57,8 @@ def _taps(config: DraftConfig, target: ModelConfig) -> Iterator[Variation]:
     for taps, name in names.items():
         if min(taps) >= 0 and max(taps) < target.num_layers and len(set(taps)) == len(taps):
             stored = [tap + _is_speculators(config) for tap in taps]
-            what = f"reads layers {_listed(taps)}, not {_listed(config.taps)}"
+            others, own = (", ".join(map(str, one)) for one in (taps, config.taps))
+            what = f"reads layers {others}, not {own}"
             yield Variation(name, what, replace(config, taps=taps), key, stored)
 
 
@@ -113,7 +114,3 @@ def _scales(config: DraftConfig, target: ModelConfig) -> Iterator[Variation]:
 
 def _is_speculators(config: DraftConfig) -> bool:
     return config.has_anchored_window  # only that layout has them
-
-
-def _listed(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers))

@@ -84,22 +84,16 @@ def _tiles(batch: TrainingBatch, see: Sees) -> BlockMask:
     itself = (first < own + block) & (first + TILE > own)
     by_query = (context | itself).repeat_interleave(block, dim=1)  # [R, A * C, key tiles]
     by_query = functional.pad(by_query, (0, 0, 0, -size % TILE))
-    is_used = by_query.view(len(batch.tokens), -1, TILE, len(first)).any(dim=2)[
-        :, None
-    ]  # [R, 1, query tiles, key tiles]
-    counts = is_used.sum(dim=-1, dtype=torch.int32)
-    order = is_used.int().argsort(dim=-1, descending=True, stable=True).int()
+    is_used = by_query.view(len(batch.tokens), -1, TILE, len(first)).any(dim=2)  # [R, query tiles, key tiles]
+    counts = is_used.sum(dim=-1, dtype=torch.int32)[:, None]
+    order = is_used.int().argsort(dim=-1, descending=True, stable=True).int()[:, None]
     return BlockMask.from_kv_blocks(
         counts, order, BLOCK_SIZE=TILE, mask_mod=see, seq_lengths=(size, length + size)
     )
 
 
 class TrainView:
-    """The View of a training forward, of its context or of its blocks.
-
-    The context comes first and only leaves keys and values behind, in `kept`; blocks attend to those and to
-    themselves.
-    """
+    """The View of a training forward: the context leaves keys and values in `kept`, and blocks read those."""
 
     def __init__(self, positions: Tensor, kept: Kept, *, num_rows: int, masks: Mapping[int, Seen]) -> None:
         self.positions = positions  # [R * L], or [R * A * C]

@@ -110,15 +110,18 @@ HOSTILE = "<script>alert(1)</script>\"'&\x1b[31m|*_[x](y)"
 
 
 def facts(**more):
-    """What a report needs besides its groups."""
+    """Return the arguments of a report besides its groups."""
     return {
         "endpoint": {
             "kind": "blockdraft",
             "version": "0.1.0",
             "url": "http://127.0.0.1:8000",
             "model": "a/model",
+            "title": None,
             "drafter": "a/drafter",
+            "drafter_kind": None,
             "drafter_hash": "0123456789abcdef",
+            "kv_dtype": None,
         },
         "options": {"seed": 1, "workloads": ["code"]},
         "machine": {"platform": "Linux", "cpu": "a CPU", "num_cpus": 2, "gpus": []},

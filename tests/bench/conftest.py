@@ -1,4 +1,4 @@
-"""What several files of this folder do alike."""
+"""Fixtures of several files of this folder."""
 
 import contextlib
 

@@ -24,7 +24,7 @@ OWN_ROUTES = {
 
 @dataclass(frozen=True)
 class Script:
-    """How one request is answered. Chunk i leaves `ttft_s + i * gap_s` after the request has come."""
+    """The answer to one request. Chunk i leaves `ttft_s + i * gap_s` after the request has come."""
 
     ttft_s: float = 0.0
     gap_s: float = 0.0

@@ -4,15 +4,12 @@ import json
 import os
 import re
 import shutil
-import tomllib
 from base64 import b64encode
 from hashlib import sha256
 from html.parser import HTMLParser
-from pathlib import Path
 
 import pytest
 
-from blockdraft.bench import html_page as page
 from blockdraft.bench.html_page import render
 from blockdraft.bench.layout import acceptance
 from blockdraft.bench.records import Prompt
@@ -213,13 +210,6 @@ def test_charts_carry_the_figures_of_the_report():
 def test_what_charts_show_stands_in_tables_too():
     table = acceptance(build(workloads(), **facts()))
     assert table.rows[0] == ("code at 1", "2.50 ±0.00", "100.0%", "50.0%", "0.0%")
-
-
-def test_the_templates_travel_with_the_package():
-    project = tomllib.loads((Path(page.__file__).parents[2] / "pyproject.toml").read_text())
-    assert "page/*" in project["tool"]["setuptools"]["package-data"]["blockdraft.bench"]
-    assert sorted(file.name for file in page.FOLDER.iterdir()) == ["charts.js", "report.html", "style.css"]
-    assert (page.UPLOT / "uPlot.iife.min.js").is_file()
 
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

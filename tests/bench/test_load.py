@@ -10,7 +10,7 @@ from itertools import pairwise
 import pytest
 
 from blockdraft.bench.client import Client
-from blockdraft.bench.fleet import Fleet, num_processes
+from blockdraft.bench.fleet import Fleet, measure_headroom, num_processes
 from blockdraft.bench.load import poisson, run_in_loop, send_block
 from blockdraft.bench.records import NOT_SENT, SPECULATIVE, Ask, OfferedLoad, Prompt
 from blockdraft.errors import BenchError
@@ -166,65 +166,63 @@ def test_processes_are_few_where_streams_are():
     assert [num_processes(OfferedLoad(rate=rate), 8) for rate in (0.5, 32.0, 40.5)] == [1, 1, 2]
 
 
-def run_fleet(*blocks, stop_after_s=None, on_answer=None):
-    """Of each block (address, asks, load), sent by two processes: the answers, and how many were refused."""
+def run_fleet(*blocks, stop_after_s, on_answer):
+    """Send blocks (address, asks, load) by two processes, the last one for a while; then measure headroom."""
 
     async def work():
         stop, found = asyncio.Event(), []
         async with Fleet([OfferedLoad(concurrency=33)], limit=2) as fleet:
-            if stop_after_s is not None:
-                asyncio.get_running_loop().call_later(stop_after_s, stop.set)
             for url, asked, load in blocks:
+                if asked is blocks[-1][1]:
+                    asyncio.get_running_loop().call_later(stop_after_s, stop.set)
                 async with Client(url, MODEL, timeout_s=20) as client:
                     answers = (await fleet.send_block(client, asked, load, on_answer, stop)).all_answers()
                     found.append((answers, client.num_refused))
-        return found
+            return *found, await measure_headroom(fleet, OfferedLoad(concurrency=33))
 
     return run_in_loop(work())
 
 
 def test_two_processes_measure_as_one_does(stub):
-    """Both kinds of loop, one after the other, by the same processes."""
-    stub.script = Script(ttft_s=0.1, num_chunks=3)
-    times = [0.01 * i for i in range(40)]
+    """A closed loop, an open one, a server that is gone, and a block that is stopped."""
+
+    def script(number, body):
+        if number < 99 + 80:
+            return Script(ttft_s=0.1, num_chunks=3)
+        return Script(ttft_s=0.0 if number < 99 + 80 + 5 else 60.0)
+
+    stub.script = script
+    load, times = OfferedLoad(concurrency=33), [0.01 * i for i in range(40)]
     seen = []
     start_s = time.monotonic()
-    (closed, _), (opened, _) = run_fleet(
-        (stub.url, asks(99), OfferedLoad(concurrency=33)),
+    (closed, _), (opened, _), (gone, num_refused), (stopped, _), generator = run_fleet(
+        (stub.url, asks(99), load),
         (stub.url, asks(40, times, ("a", "b")), OfferedLoad(rate=40.0)),
+        ("http://127.0.0.1:1", asks(200), load),
+        (stub.url, asks(50), load),
+        stop_after_s=0.6,
         on_answer=seen.append,
     )
     assert [answer.ask.prompt.id for answer in closed] == [str(i) for i in range(99)]
-    assert [(answer.text, answer.error, len(answer.gaps_s)) for answer in closed] == [
-        ("w0 w1 w2 ", None, 2)
-    ] * 99
+    found = [(answer.text, answer.error, len(answer.gaps_s)) for answer in closed]
+    assert found == [("w0 w1 w2 ", None, 2)] * 99
     assert all(start_s < answer.sent_s < answer.first_s < time.monotonic() for answer in closed)
-    assert (
-        max(answer.end_s for answer in closed) - min(answer.sent_s for answer in closed) < 1.0
-    )  # three rounds
+    took_s = max(answer.end_s for answer in closed) - min(answer.sent_s for answer in closed)
+    assert took_s < 1.0  # three rounds
     assert stub.max_running <= 33
-    assert [(answer.ask.prompt.id, answer.turn) for answer in opened] == [
-        (str(i), turn) for i in range(40) for turn in range(2)
-    ]
+    turns = [(str(i), turn) for i in range(40) for turn in range(2)]
+    assert [(answer.ask.prompt.id, answer.turn) for answer in opened] == turns
     for answer, at_s in zip(opened[::2], times, strict=True):
         assert answer.planned_s - opened[0].planned_s == pytest.approx(at_s)
         assert 0 <= answer.sent_s - answer.planned_s < 0.2
-    assert sorted(map(id, seen)) == sorted(map(id, [*closed, *opened]))
-
-
-def test_two_processes_are_stopped_and_find_a_server_gone(stub):
-    stub.script = lambda number, body: Script(ttft_s=0.0 if number < 5 else 60.0)
-    load = OfferedLoad(concurrency=33)
-    (gone, num_refused), (stopped, _) = run_fleet(
-        ("http://127.0.0.1:1", asks(200), load), (stub.url, asks(50), load), stop_after_s=1.2
-    )
-    assert len(gone) == 200
-    assert num_refused >= 6
+    assert (len(gone), num_refused >= 6) == (200, True)
     assert gone[-1].error == "not sent: 127.0.0.1:1 refused 3 connections in a row."
     errors = [answer.error for answer in stopped]
     assert errors.count(None) == 5
     assert errors.count("not ended: the run was stopped.") == 33
     assert errors.count("not sent: the run was stopped.") == 12
+    assert (generator["num_processes"], generator["events_per_s"] > 4000) == (2, True)
+    assert sorted(map(id, seen)) == sorted(map(id, [*closed, *opened, *gone, *stopped]))
 
 
 def test_a_process_that_dies_is_told_and_the_others_end(stub):
@@ -234,7 +232,7 @@ def test_a_process_that_dies_is_told_and_the_others_end(stub):
     async def work():
         load = OfferedLoad(concurrency=33)
         async with Fleet([load], limit=2) as fleet, Client(stub.url, MODEL) as client:
-            children.extend(process.pid for process in fleet._processes)
+            children.extend(worker.process.pid for worker in fleet._workers)
             asyncio.get_running_loop().call_later(0.3, os.kill, children[0], signal.SIGKILL)
             await fleet.send_block(client, asks(66), load)
 

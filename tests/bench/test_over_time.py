@@ -4,7 +4,7 @@ import pytest
 
 from blockdraft.bench.layout import draft_lines
 from blockdraft.bench.over_time import over_time
-from blockdraft.bench.published import spread
+from blockdraft.bench.published import spread_text
 from blockdraft.bench.records import Block, Speculation
 from blockdraft.bench.report import build
 from tests.bench.answers import answer, arms, facts, group, prompt, prompts
@@ -86,5 +86,5 @@ def test_runs_are_one_cell_with_the_figures_of_each():
     assert cell["busy_s"] == pytest.approx(sum(run.busy_s for run in runs))
     first, second = (run["tokens_per_s"] for run in cell["runs"])
     assert first == pytest.approx(44 / runs[0].busy_s)
-    assert spread(cell) == pytest.approx((first - second) / ((first + second) / 2))
+    assert spread_text(cell) == f"{(first - second) / ((first + second) / 2):.1%}"
     assert build(runs[:1], **facts())["cells"][0]["runs"] == []

@@ -3,6 +3,7 @@
 import asyncio
 import io
 import itertools
+import re
 import time
 from collections import Counter
 
@@ -119,20 +120,18 @@ def test_every_cell_of_the_grid_is_measured_once(stub):
     assert outcome.trouble is None
 
 
-def test_blocks_alternate_which_arm_goes_first(stub):
-    outcome = measure(stub.url, grid(num_requests=20))
+@pytest.mark.parametrize(
+    ("names", "num_requests", "expected"),
+    [
+        ("w", 20, [(SPECULATIVE, 8), (PLAIN, 16), (SPECULATIVE, 12), (PLAIN, 4)]),
+        ("ab", 5, [*zip(BOTH * 3, (3, 5, 2, 3, 5, 2), strict=True)]),
+    ],
+)
+def test_blocks_and_cells_alternate_which_arm_goes_first(stub, names, num_requests, expected):
+    """A block has eight conversations, and a cell two blocks at least."""
+    outcome = measure(stub.url, grid(*map(workload, names), num_requests=num_requests))
     arms = [(arm, len(list(run))) for arm, run in itertools.groupby(map(arm_of, measured(stub, outcome)))]
-    assert arms == [(SPECULATIVE, 8), (PLAIN, 16), (SPECULATIVE, 12), (PLAIN, 4)]
-    assert [(group.arm, len(group.answers)) for group in outcome.groups] == [
-        (SPECULATIVE, 20),
-        (PLAIN, 20),
-    ]
-
-
-def test_every_cell_has_two_blocks_and_cells_alternate_too(stub):
-    outcome = measure(stub.url, grid(workload("a"), workload("b"), num_requests=5))
-    arms = [(arm, len(list(run))) for arm, run in itertools.groupby(map(arm_of, measured(stub, outcome)))]
-    assert arms == [(SPECULATIVE, 3), (PLAIN, 5), (SPECULATIVE, 2), (PLAIN, 3), (SPECULATIVE, 5), (PLAIN, 2)]
+    assert arms == expected
 
 
 def test_the_arms_never_run_at_the_same_time_and_keep_the_concurrency(stub):
@@ -193,12 +192,6 @@ def test_cached_prompts_are_sent_as_they_are(stub):
     assert sum(answer.cached_tokens for answer in outcome.groups[0].answers) > 0
 
 
-def test_prompts_fewer_than_requests_repeat_in_turn(stub):
-    outcome = measure(stub.url, grid(workload(num=3), num_requests=8), arms=(SPECULATIVE,))
-    (group,) = outcome.groups
-    assert [answer.ask.prompt.id for answer in group.answers] == [f"w{i % 3}" for i in range(8)]
-
-
 def test_conversations_and_raw_texts(stub):
     asked = grid(workload("chat", turns=2), workload("raw", is_raw=True), thinking=False, ignores_eos=True)
     outcome = measure(stub.url, asked, arms=(SPECULATIVE,))
@@ -212,10 +205,9 @@ def test_conversations_and_raw_texts(stub):
         assert ("prompt" in body) != (body.get("chat_template_kwargs") == {"enable_thinking": False})
 
 
-@pytest.mark.parametrize("tokens_per_word", [1.0, 1.7])
-def test_the_depth_is_put_in_front_in_the_servers_own_tokens(stub, tokens_per_word):
+def test_the_depth_is_put_in_front_in_the_servers_own_tokens(stub):
     def script(number, body):
-        return Script(prompt_tokens=round(30 + tokens_per_word * len(text_of(body).split())))
+        return Script(prompt_tokens=round(30 + 1.7 * len(text_of(body).split())))
 
     stub.script = script
     outcome = measure(stub.url, grid(depths=(0, 300, 2000)), arms=(SPECULATIVE,))
@@ -295,10 +287,9 @@ def test_drafts_are_metered_block_by_block_where_answers_do_not_tell(stub):
 # ---- early ends
 
 
-@pytest.mark.parametrize("num_requests", [2, 12])
-def test_a_server_that_dies_leaves_what_it_answered(stub, num_requests):
-    asked = grid(workload("a"), workload("b"), workload("c"), num_requests=num_requests)
-    num = 4 * num_requests + 1  # workload c is in its first block
+def test_a_server_that_dies_leaves_what_it_answered(stub):
+    asked = grid(workload("a"), workload("b"), workload("c"), num_requests=2)
+    num = 4 * 2 + 1  # workload c is in its first block
     outcome = measure(stub.url.replace("//", "//user:secret@"), asked, watcher=OnAnswer(num, stub.die))
     host = stub.url.removeprefix("http://")
     assert outcome.trouble.startswith(f"the server at {host} has gone: ")
@@ -357,66 +348,30 @@ def test_a_run_that_is_stopped_while_it_warms_up_measures_nothing(stub):
 # ---- what is shown meanwhile
 
 
-class Clock:
-    def __init__(self):
-        self.now_s = 0.0
-
-    def __call__(self):
-        return self.now_s
-
-
 def answered(tokens=10, turn=0, turns=1, error=None):
     ask = Ask(Prompt("p", "c", ("x",) * turns), SPECULATIVE, 8)
     return Answer(ask, turn, 0.0, 0.0, completion_tokens=tokens, error=error)
 
 
-def lines_of(console):
-    return [line.strip() for line in console.file.getvalue().split("\n") if line.strip()]
-
-
-def shown(watch):
-    console = Console(file=io.StringIO(), width=120)
-    console.print(watch._table())
-    return lines_of(console)
-
-
-def test_progress_counts_conversations_and_tells_the_time_left():
-    clock = Clock()
-    watch = ProgressView(8, Console(file=io.StringIO(), width=120), clock)
-    assert shown(watch) == ["warming up"]
-    watch.take(answered())  # of the warm-up
-    clock.now_s = 100.0
-    point = LoadPoint(workload("qa"), OfferedLoad(4), 512, 0.7)
-    watch.begin(point, 4)
-    watch.take(answered(turn=0, turns=2))
-    watch.take(answered(turn=1, turns=2))
-    watch.take(answered(tokens=None, turns=2, error="HTTP 500: no"))
-    clock.now_s = 120.0
-    row, progress = shown(watch)
-    assert row.split("  ")[0] == "qa"
-    assert "4 at a time depth 512 T 0.7" in row
-    assert "1.0 tok/s so far" in row
-    assert row.endswith("2 of 4, 1 failed")
-    assert progress == "2 of 8 conversations, about 1 min 00 s left"
-
-
-def test_without_a_terminal_each_cell_is_one_line():
-    console = Console(file=io.StringIO(), width=120)
-    with ProgressView(2, console, Clock()) as watch:
-        point = LoadPoint(workload("qa[/bold]"), OfferedLoad(rate=2.5), 0, 0.0)
-        watch.begin(point, 2)
-        groups = [
-            Group(point.key, SPECULATIVE, [answered(30)], 2.0),
-            Group(point.key, PLAIN, [answered(30), answered(9, error="x")], 3.0),
-        ]
-        watch.end(groups)
-    assert lines_of(console) == ["qa[/bold]  2.5/s  15.0 tok/s, 10.0 tok/s plain  1 failed"]
-
-
-def test_on_a_terminal_the_table_goes_when_the_run_ends():
-    console = Console(file=io.StringIO(), width=120, force_terminal=True)
-    with ProgressView(1, console) as watch:
-        watch.begin(LoadPoint(workload("qa"), OfferedLoad(), 0, 0.0), 1)
-    assert "0 of 1 conversations" in console.file.getvalue()
-    assert watch._live is not None
-    assert not watch._live.is_started
+def test_a_terminal_shows_a_bar_and_a_pipe_a_line_per_cell():
+    point = LoadPoint(workload("qa[/bold]"), OfferedLoad(4), 512, 0.7)
+    groups = [
+        Group(point.key, SPECULATIVE, [answered(30)], 2.0),
+        Group(point.key, PLAIN, [answered(30), answered(9, error="x")], 3.0),
+    ]
+    shown = {}
+    for is_terminal in (False, True):
+        console = Console(file=io.StringIO(), width=120, force_terminal=is_terminal)
+        with ProgressView(8, console) as watch:
+            watch.take(answered())  # of the warm-up
+            watch.begin(point, 4)
+            watch.take(answered(turn=0, turns=2))
+            watch.take(answered(turn=1, turns=2))
+            watch.take(answered(tokens=None, turns=2, error="HTTP 500: no"))
+            watch._bar.refresh()
+            watch.end(groups)
+        shown[is_terminal] = console.file.getvalue()
+    line = "qa[/bold]  4 at a time depth 512 T 0.7  15.0 tok/s, 10.0 tok/s plain  1 failed\n"
+    assert shown[False] == line
+    assert line.strip() in shown[True]
+    assert re.search(r"depth 512 T 0.7  [\d.]+ tok/s so far, 1 failed .*2/8.* conversations", shown[True])

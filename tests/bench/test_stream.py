@@ -18,7 +18,7 @@ def event(text, field="content", **outer):
 
 
 def read(events, size):
-    """What a reader makes of a stream that comes in pieces of `size` bytes."""
+    """Read a stream that comes in pieces of `size` bytes."""
     ask = Ask(Prompt("p", "c", ("hello",)), SPECULATIVE, max_tokens=8)
     answer = Answer(ask, 0, planned_s=0.0, sent_s=0.0)
     times = iter(range(1, 1_000_000))

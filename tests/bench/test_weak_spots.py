@@ -1,4 +1,4 @@
-"""What a report says of the kind of drafter, and of where its drafts fail: by class and by position."""
+"""A report names the kind of drafter, and the classes and positions where its drafts fail."""
 
 import pytest
 
@@ -7,7 +7,8 @@ from blockdraft.bench.layout import acceptance, draft_lines, markdown, summary
 from blockdraft.bench.records import Speculation
 from blockdraft.bench.report import build, load_report, to_json
 from blockdraft.bench.speculation import reached_by, read_chunk, total_of
-from blockdraft.cli.bench import _without_drafter
+from blockdraft.cli.bench import WITHOUT_DRAFTER
+from blockdraft.planner.resolver import asked_otherwise
 from blockdraft.settings.settings import Settings
 from tests.bench.answers import answer, facts, group, prompt
 
@@ -112,5 +113,5 @@ def test_the_kind_of_the_drafter_is_part_of_the_report(tmp_path):
 
 
 def test_a_drafter_with_n_grams_beside_it_is_compared_with_neither():
-    plain = _without_drafter(Settings(model="m", draft="d", draft_ngram=4))
+    plain = asked_otherwise(Settings(model="m", draft="d", draft_ngram=4), **WITHOUT_DRAFTER)
     assert (plain.draft, plain.draft_ngram) == ("none", "auto")

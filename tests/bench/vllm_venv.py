@@ -68,7 +68,7 @@ def _pip(python, *arguments):
 
 
 def requirements(wheel):
-    """What a wheel needs, as PyPI has it: torch under its plain version, without what is left out."""
+    """Return the requirements of a wheel: torch under its plain version, without LEFT_OUT."""
     with zipfile.ZipFile(wheel) as archive:
         name = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         listed = email.message_from_bytes(archive.read(name)).get_all("Requires-Dist")

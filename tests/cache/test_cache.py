@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from blockdraft.cache.cache import SCRATCH_PAGE, Cache
-from blockdraft.cache.compressed import CompressedLayer
-from blockdraft.cache.paged import PagedKV
+from blockdraft.cache.paged import CompressedLayer, PagedKV
 from blockdraft.cache.recurrent import RecurrentState
 from blockdraft.cache.rows import Rows
 from blockdraft.cache.spec import Compressed, Paged, Recurrent, SharedWith, bytes_per_token
@@ -237,4 +236,4 @@ def test_a_cache_says_which_layers_it_has():
     plain, mixed = Bench(Paged(HEADS, DIM)).cache, Bench(RECURRENT, Paged(HEADS, DIM)).cache
     assert (plain.has_states, mixed.has_states) == (False, True)
     assert isinstance(mixed.storage[1], PagedKV)
-    assert not plain.cold
+    assert not plain.compressed

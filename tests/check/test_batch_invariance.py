@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from blockdraft.check import selfcheck
 from blockdraft.check.batch_invariance import check_bits
 from blockdraft.check.selfcheck import verify_engine
 from blockdraft.kernels.cpu import why_no_llvm
@@ -65,7 +66,8 @@ def test_attention_that_follows_the_piece_of_a_prompt_is_found():
     assert "pieces of 40" in found.difference
 
 
-def test_a_verification_says_what_holds_by_construction():
+def test_a_verification_says_what_holds_by_construction(monkeypatch):
+    monkeypatch.setattr(selfcheck, "_verify_pair", lambda *_: selfcheck.Verification(()))
     found = verify_engine(tiny.engine(dtype="float32"), lambda text: None)
     assert (found.same_bits, found.bits) == (True, "our kernels add in one order")
     found = verify_engine(tiny.engine(dtype="bfloat16"), lambda text: None)  # which they do not compute in

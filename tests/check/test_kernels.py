@@ -1,5 +1,6 @@
 """The checks of single operations: each new fault is found, under its own name and under no other."""
 
+import functools
 import os
 
 import pytest
@@ -11,8 +12,8 @@ if not torch.cuda.is_available():  # before anything imports Triton, which other
 from blockdraft.cache.recurrent import RecurrentStates
 from blockdraft.cache.rows import Rows
 from blockdraft.check import choices, operations
-from blockdraft.check.comparison import Comparison, Numbers
-from blockdraft.check.kernels import check_kernels, measure
+from blockdraft.check.comparison import Comparison, Numbers, measure
+from blockdraft.check.operations import check_kernels
 from blockdraft.engine.engine import Engine
 from blockdraft.kernels.attention import Blocks
 from blockdraft.kernels.candidates import reference_walk
@@ -79,76 +80,142 @@ def test_a_right_engine_has_every_operation_checked(engine, plain):
     assert failed(plain) == {}
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
-def test_what_dflash2_adds_is_checked(dtype):
-    engine = tiny.engine("DFlash2", dtype=dtype)
-    assert {"block convolution", "walk"} <= {result.operation for result in check_kernels(engine)}
-    assert failed(engine) == {}
-    assert list(failed(wrong_kernel(engine, "walk", lambda drafts, *_: drafts + 1))) == ["walk"]
-    factor = 1.3 if dtype == "bfloat16" else 1.001
-    for name in ("conv_before", "conv_after"):
-        for wrong in (lambda both, *_: (both[0], -both[1]), lambda both, *_: (factor * both[0], both[1])):
-            assert list(failed(wrong_kernel(engine, name, wrong))) == ["block convolution"]
-
-
-def test_a_walk_whose_candidates_are_the_likeliest_whatever_the_noise_is_found():
-    def by_logits(_, logits, pairs, *rest):
-        likeliest = logits.topk(pairs.top_k)
-        kept = torch.full_like(logits, NEVER).scatter(2, likeliest.indices, likeliest.values)
-        return reference_walk(kept, pairs, *rest)
-
-    engine = tiny.engine("DFlash2", dtype="float32")
-    assert failed_at("walk", engine) == set()
-    assert failed_at("walk", wrong_kernel(engine, "walk", by_logits))
-
-
-def test_dsparks_walk_is_checked():
-    engine = tiny.engine("DSpark", dtype="float32")
-    assert failed(engine) == {}
-    assert list(failed(wrong_kernel(engine, "walk", lambda drafts, *_: drafts + 1))) == ["walk"]
-
-
-@pytest.mark.parametrize("dtype", ["float64", "float16"])
-def test_other_dtypes_pass(dtype, tmp_path):
-    assert failed(family_engine("qwen3_next-whole", tmp_path, width=4, dtype=dtype)) == {}
-
-
-@pytest.mark.parametrize("name", ["gpt_oss-whole", "gemma4-mixture"])
-def test_every_kind_of_mixture_is_checked(name, tmp_path):
-    engine = family_engine(name, tmp_path, width=4)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("qwen3_next-whole", "float16"), ("gpt_oss-whole", "float64")],
+)
+def test_other_dtypes_and_mixtures_pass(name, dtype, tmp_path):
+    engine = family_engine(name, tmp_path, width=4, dtype=dtype)
     assert {"routing", "experts"} <= {result.operation for result in check_kernels(engine)}
+    assert failed(engine) == {}
 
 
-def test_a_product_that_forgets_the_stream(engine):
-    right = engine.models.target.kernels.linear
-    forgetful = with_kernels(engine, linear=lambda x, weight, bias, onto: right(x, weight, bias, None))
-    assert "onto the stream" in failed(forgetful)["linear"]
+# ---- kernels that are wrong: an engine, the kernel, what it gives, the operation and a word of its place
 
 
-@pytest.mark.parametrize("kv_dtype", ["int8", "tq4v3"])
-def test_compressed_keys_that_are_a_little_off(kv_dtype):
-    engine = tiny.engine(dtype="float32", num_pages=64, kv_dtype=kv_dtype, draft_kv_dtype=kv_dtype)
-    assert not failed_at("compressed attention", engine)
-    assert failed(wrong_kernel(engine, "attend_compressed", slightly)).keys() == {"compressed attention"}
-
-    def beside(result, pages, tiles):
-        pages.keys.codes.add_(1)
-
-    assert failed(wrong_kernel(engine, "compress", beside)).keys() == {"compressed attention"}
+def forgetful(y, x, weight, bias, onto, *_):
+    return y if onto is None else y - onto
 
 
-def test_drafts_that_are_recalled_wrongly():
-    engine = tiny.engine("ngram", dtype="float32", draft_ngram=2)
-    assert not failed_at("lookup", engine)
+def rotated_wrongly(rotated, *_):
+    return None if rotated is None else rotated * 1.001
 
-    def late(result, block, *_):
-        block[0, -1] += 1
 
-    def beside(result, history, *_):
-        history[2, 9] += 1
+def beside(name):
+    def spill(result, *arguments):
+        slots = arguments[-1]
+        free = sorted(set(range(slots.keys.shape[1])) - set(slots.slot_ids.tolist()))[0]
+        getattr(slots, name)[-1, free, -1] += 1
+        return result
 
-    assert failed(wrong_kernel(engine, "lookup", late)).keys() == {"lookup"}
-    assert failed(wrong_kernel(engine, "remember", beside)).keys() == {"lookup"}
+    return spill
+
+
+def moved_context(result, q, *arguments):
+    if q is None:
+        arguments[-1].keys.copy_(arguments[-1].keys.roll(1, dims=1))
+    return result
+
+
+def wrong_code(result, pages, tiles):
+    pages.keys.codes.add_(1)
+
+
+def late_draft(result, block, *_):
+    block[0, -1] += 1
+
+
+def wrong_history(result, history, *_):
+    history[2, 9] += 1
+
+
+def wrong_row(row):
+    def change(ids, *_):
+        ids[row, 1] = (ids[row, 1] + 1) % 96
+        return ids
+
+    return change
+
+
+def by_logits(_, logits, pairs, *rest):
+    """Walk among the likeliest candidates, whatever the noise."""
+    likeliest = logits.topk(pairs.top_k)
+    kept = torch.full_like(logits, NEVER).scatter(2, likeliest.indices, likeliest.values)
+    return reference_walk(kept, pairs, *rest)
+
+
+def compressing(kv_dtype):
+    return tiny.engine(dtype="float32", num_pages=64, kv_dtype=kv_dtype, draft_kv_dtype=kv_dtype)
+
+
+MADE = {
+    "DFlash2": lambda: tiny.engine("DFlash2", dtype="float32"),
+    "DFlash2 in bfloat16": lambda: tiny.engine("DFlash2", dtype="bfloat16"),
+    "DSpark": lambda: tiny.engine("DSpark", dtype="float32"),
+    "ngram": lambda: tiny.engine("ngram", dtype="float32", draft_ngram=2),
+    "int8": lambda: compressing("int8"),
+    "tq4v3": lambda: compressing("tq4v3"),
+}
+PLAIN = {"linear": "linear", "rms_norm": "norm", "gate_mul": "activation", "rotate": "rotation"}
+WRONG = [
+    ("family", "linear", forgetful, "linear", "onto the stream"),
+    ("family", "norm_rope_write", rotated_wrongly, "heads", "queries"),
+    ("family", "norm_rope_write", beside("keys"), "heads", "keys"),
+    ("family", "norm_rope_write", beside("values"), "heads", "values"),
+    ("plain", "norm_rope_write", moved_context, "heads", "context"),
+    ("family", "gate_heads", slightly, "heads' gates", ""),
+    *(("plain", name, slightly, kind, "") for name, kind in PLAIN.items()),
+    ("family", "scan", lambda both, *_: (both[0] * 1.001, both[1]), "gated delta", "reads"),
+    ("family", "fold", lambda _, state, *__: state.mul_(1.001), "gated delta", "state"),
+    ("family", "convolve", slightly, "gated delta", "reads"),
+    ("family", "gated_norm", slightly, "gated delta", "norm"),
+    ("family", "route", lambda to, *_: to._replace(weights=to.weights * 1.001), "routing", "weights"),
+    ("family", "route", lambda to, *_: to._replace(ids=(to.ids + 1) % 6), "routing", ""),
+    ("family", "route", lambda to, *_: to._replace(ids=to.ids[:, :1].expand_as(to.ids)), "routing", ""),
+    *(("family", "choose", wrong_row(row), "sampling", "") for row in range(len(choices.RULES))),
+    ("family", "choose", lambda ids, *_: torch.full_like(ids, 10**6), "sampling", ""),
+    ("family", "count_accepted", lambda counts, *_: counts.clamp(max=3), "acceptance", ""),
+    ("DFlash2", "walk", by_logits, "walk", ""),
+    ("DFlash2 in bfloat16", "walk", lambda drafts, *_: drafts + 1, "walk", ""),
+    ("DSpark", "walk", lambda drafts, *_: drafts + 1, "walk", ""),
+    ("DFlash2", "conv_before", lambda both, *_: (both[0], -both[1]), "block convolution", ""),
+    ("DFlash2", "conv_after", lambda both, *_: (1.001 * both[0], both[1]), "block convolution", ""),
+    (
+        "DFlash2 in bfloat16",
+        "conv_before",
+        lambda both, *_: (1.3 * both[0], both[1]),
+        "block convolution",
+        "",
+    ),
+    ("DFlash2 in bfloat16", "conv_after", lambda both, *_: (both[0], -both[1]), "block convolution", ""),
+    ("ngram", "lookup", late_draft, "lookup", ""),
+    ("ngram", "remember", wrong_history, "lookup", ""),
+    ("int8", "attend_compressed", slightly, "compressed attention", ""),
+    ("tq4v3", "compress", wrong_code, "compressed attention", ""),
+]
+
+
+@pytest.fixture(scope="module")
+def engine_of(engine, plain):
+    return functools.cache(lambda name: {"family": engine, "plain": plain}.get(name) or MADE[name]())
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_right_kernels_of_drafters_and_compressed_keys_pass(engine_of, name):
+    assert failed(engine_of(name)) == {}
+
+
+@pytest.mark.parametrize(("name", "kernel", "change", "operation", "place"), WRONG)
+def test_a_wrong_kernel_is_found_under_its_own_name(engine_of, name, kernel, change, operation, place):
+    found = failed_at(operation, wrong_kernel(engine_of(name), kernel, change))
+    assert any(place in where for where in found)
+
+
+def test_a_wrong_kernel_is_found_under_no_other_name(engine):
+    assert list(failed(wrong_kernel(engine, "gate_heads", slightly))) == ["heads' gates"]
+
+
+# ---- modules that are wrong
 
 
 def test_a_gated_product(engine, monkeypatch):
@@ -156,103 +223,51 @@ def test_a_gated_product(engine, monkeypatch):
     assert list(failed(engine)) == ["gated product", "experts"], "a shared expert has one too"
 
 
-def test_queries_that_are_a_little_off(engine):
-    def change(rotated, *_):
-        return None if rotated is None else rotated * 1.001
-
-    assert "queries" in failed(wrong_kernel(engine, "norm_rope_write", change))["heads"]
+def shifted(right, shift):
+    return lambda self, rows, starts, counts: right(self, rows, starts, (counts + shift).clamp(min=0, max=4))
 
 
-@pytest.mark.parametrize("name", ["keys", "values"])
-def test_a_write_beside_the_slots(engine, name):
-    def spill(result, *arguments):
-        slots = arguments[-1]
-        free = sorted(set(range(slots.keys.shape[1])) - set(slots.slot_ids.tolist()))[0]
-        getattr(slots, name)[-1, free, -1] += 1
-        return result
-
-    assert name in failed(wrong_kernel(engine, "norm_rope_write", spill))["heads"]
-
-
-def test_a_context_that_is_written_elsewhere(plain):
-    def move(result, q, *arguments):
-        if q is None:
-            arguments[-1].keys.copy_(arguments[-1].keys.roll(1, dims=1))
-        return result
-
-    assert any(
-        "context" in where for where in failed_at("heads", wrong_kernel(plain, "norm_rope_write", move))
-    )
-
-
-def test_heads_that_are_let_through_wrongly(engine):
-    assert list(failed(wrong_kernel(engine, "gate_heads", slightly))) == ["heads' gates"]
-
-
-def test_the_norm_behind_a_delta_layer(engine):
-    assert "norm" in failed(wrong_kernel(engine, "gated_norm", slightly))["gated delta layer"]
-
-
-@pytest.mark.parametrize("shift", [-1, 1])
-def test_a_commit_of_the_wrong_number_of_tokens(engine, shift, monkeypatch):
-    right = RecurrentStates.commit
-
-    def commit(self, rows, starts, counts):
-        right(self, rows, starts, (counts + shift).clamp(min=0, max=4))
-
-    monkeypatch.setattr(RecurrentStates, "commit", commit)
-    assert list(failed(engine)) == ["gated delta layer"]
-
-
-def test_a_commit_into_the_states_of_another_layer(engine, monkeypatch):
-    right = RecurrentStates.commit
-
+def of_another_layer(right):
     def commit(self, rows, starts, counts):
         right(self, rows, starts, counts)
         self.state.copy_(self.state.flip(0))
 
-    monkeypatch.setattr(RecurrentStates, "commit", commit)
-    assert "state" in failed(engine)["gated delta layer"]
+    return commit
 
 
-def test_a_block_that_starts_from_nothing(engine, monkeypatch):
-    right = RecurrentStates.scan
-
+def from_nothing(right):
     def scan(self, layer, x, beta, gate, weights, where):
         return right(self, layer, x, beta, gate, weights, where._replace(starts=where.starts * 0))
 
-    monkeypatch.setattr(RecurrentStates, "scan", scan)
-    assert "reads" in failed(engine)["gated delta layer"]
+    return scan
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("name", "change", "place"),
     [
-        lambda choice: choice._replace(weights=choice.weights * 1.001),
-        lambda choice: choice._replace(ids=(choice.ids + 1) % 6),
-        lambda choice: choice._replace(ids=choice.ids[:, :1].expand_as(choice.ids)),
+        ("commit", lambda right: shifted(right, -1), ""),
+        ("commit", lambda right: shifted(right, 1), ""),
+        ("commit", of_another_layer, "state"),
+        ("scan", from_nothing, "reads"),
     ],
-    ids=["weights", "experts", "one expert twice"],
 )
-def test_a_wrong_route(engine, change):
-    assert list(failed(wrong_kernel(engine, "route", lambda choice, *_: change(choice)))) == ["routing"]
+def test_states_that_are_kept_wrongly(engine, monkeypatch, name, change, place):
+    monkeypatch.setattr(RecurrentStates, name, change(getattr(RecurrentStates, name)))
+    assert any(place in where for where in failed_at("gated delta", engine))
 
 
-def test_experts_that_are_a_little_off(engine, monkeypatch):
-    wrong(monkeypatch, Experts, "forward", slightly)
-    assert "experts" in failed(engine)
-
-
-@pytest.mark.parametrize("forgotten", ["shared", "onto"])
-def test_experts_that_forget_what_is_added(engine, forgotten, monkeypatch):
+@pytest.mark.parametrize("forgotten", ["shared", "onto", None])
+def test_experts_that_are_off_or_forget_what_is_added(engine, forgotten, monkeypatch):
     right = Experts.forward
 
     def forward(self, x, choice, shared=None, onto=None):
-        added = {"shared": shared, "onto": onto} | {forgotten: None}
-        return right(self, x, choice, **added)
+        if forgotten is None:
+            return right(self, x, choice, shared, onto) * 1.001
+        return right(self, x, choice, **({"shared": shared, "onto": onto} | {forgotten: None}))
 
     monkeypatch.setattr(Experts, "forward", forward)
-    assert "onto the stream" in failed(engine)["experts"]
+    found = failed_at("experts", engine)
+    assert any("onto the stream" in where for where in found)
 
 
 @pytest.mark.parametrize("name", ["positions", "write_slots"])
@@ -260,42 +275,8 @@ def test_tokens_in_the_wrong_place(engine, name, monkeypatch):
     right = getattr(Blocks, name).fget
     rolled = type("Rolled", (Blocks,), {name: property(lambda blocks: right(blocks).roll(1))})
     monkeypatch.setattr(operations, "Blocks", rolled)
-    kind = {"positions": "positions", "write_slots": "slots"}[name]
     found = failed_at("slots", engine)  # attention would read out of reach
-    assert {where.split(",")[0] for where in found} == {kind}
-
-
-@pytest.mark.parametrize("row", range(len(choices.RULES)))
-def test_a_wrong_sample_of_any_rule(engine, row):
-    def change(ids, *_):
-        ids[row, 1] = (ids[row, 1] + 1) % 96
-        return ids
-
-    assert list(failed(wrong_kernel(engine, "choose", change))) == ["sampling"]
-
-
-def test_ids_out_of_range_are_wrong_samples(engine):
-    out_of_range = wrong_kernel(engine, "choose", lambda ids, *_: torch.full_like(ids, 10**6))
-    assert list(failed(out_of_range)) == ["sampling"]
-
-
-def test_samples_as_good_as_equal_pass_and_others_do_not():
-    numbers = Numbers(tiny.engine(dtype="float32"))
-    rows = choices.rows_of_rules(9, numbers)
-    starts, recent = rows.length[rows.active], torch.zeros(len(rows.active), 1, dtype=torch.int64)
-    logits = torch.zeros(len(rows.active), 1, 9, dtype=torch.float64) - 20
-    logits[..., 3], logits[..., 5] = 5.0, 5.0 - 5e-5
-    batch = rows.sampling()
-    greedy = choices.nearest(torch.full_like(recent, 5), logits, starts, recent, batch)[0]
-    assert greedy.tolist() == [5]
-    logits[..., 5] -= 1e-3
-    greedy = choices.nearest(torch.full_like(recent, 5), logits, starts, recent, batch)[0]
-    assert greedy.tolist() == [3]
-
-
-def test_a_wrong_count(engine):
-    clamped = wrong_kernel(engine, "count_accepted", lambda counts, *_: counts.clamp(max=3))
-    assert list(failed(clamped)) == ["acceptance"]
+    assert {where.split(",")[0] for where in found} == {name.removeprefix("write_")}
 
 
 @pytest.mark.parametrize("name", ["length", "anchor", "_output_counts"])
@@ -304,16 +285,27 @@ def test_rows_that_advance_wrongly(engine, name, monkeypatch):
         getattr(rows, name)[1] += 1
 
     wrong(monkeypatch, Rows, "advance", change)
-    assert list(failed(engine)) == ["acceptance"]
+    assert failed_at("acceptance", engine)
 
 
-def test_whole_numbers_have_no_tolerance():
+# ---- tolerances
+
+
+def test_samples_as_good_as_equal_pass_and_others_do_not():
+    numbers = Numbers(tiny.engine(dtype="float32"))
+    rows = choices.rows_of_rules(9, numbers)
+    starts, recent = rows.length[rows.active], torch.zeros(len(rows.active), 1, dtype=torch.int64)
+    logits = torch.zeros(len(rows.active), 1, 9, dtype=torch.float64) - 20
+    for below, expected in ((5e-5, 5), (1e-3, 3)):
+        logits[..., 3], logits[..., 5] = 5.0, 5.0 - below
+        greedy = choices.nearest(torch.full_like(recent, 5), logits, starts, recent, rows.sampling())[0]
+        assert greedy.tolist() == [expected]
+
+
+def test_integers_have_no_tolerance_and_nan_fails():
     got = torch.tensor([1, 2, 3, 4])
     result = measure("slots", Comparison("here", got, torch.tensor([1, 2, 3, 5])))
     assert (result.error, result.tolerance, result.is_passed) == (0.25, 0.0, False)
-
-
-def test_what_is_not_a_number_fails():
     got, expected = torch.tensor([1.0, float("nan")]), torch.ones(2, dtype=torch.float64)
     assert not measure("norm", Comparison("here", got, expected)).is_passed
 

@@ -1,4 +1,4 @@
-"""What published checkpoints hold: config.json, and the name, shape and dtype of every tensor.
+"""config.json of published checkpoints, and the name, shape and dtype of every tensor but the draft head's.
 
 A model is built by transformers from the config, on the meta device: nothing gets memory. transformers' names
 in memory are not always those in the files; where they differ, the rule and where it is known from stand
@@ -97,42 +97,6 @@ _GEMMA4_TEXT = {
     "vocab_size": 262144,
     "vocab_size_per_layer_input": 262144,
 }
-# gemma-4-E2B and E4B: per-layer embeddings, and last layers that share their keys and values.
-_GEMMA4_SMALL_TEXT = {
-    **_GEMMA4_TEXT,
-    "attention_k_eq_v": False,
-    "hidden_size_per_layer_input": 256,
-    "max_position_embeddings": 131072,
-    "num_attention_heads": 8,
-    "num_global_key_value_heads": None,
-    "sliding_window": 512,
-    "use_bidirectional_attention": None,
-}
-_GEMMA4_SMALL = {
-    "architectures": ["Gemma4ForConditionalGeneration"],
-    "audio_config": {
-        "conv_kernel_size": 5,
-        "hidden_size": 1024,
-        "model_type": "gemma4_audio",
-        "num_attention_heads": 8,
-        "num_hidden_layers": 12,
-        "output_proj_dims": 1536,
-    },
-    "dtype": "bfloat16",
-    "model_type": "gemma4",
-    "tie_word_embeddings": True,
-    "vision_config": {
-        **_GEMMA4_VISION,
-        "head_dim": 64,
-        "hidden_size": 768,
-        "intermediate_size": 3072,
-        "num_attention_heads": 12,
-        "num_hidden_layers": 16,
-        "num_key_value_heads": 12,
-        "standardize": False,
-        "use_clipped_linears": True,
-    },
-}
 _QWEN3_NEXT = {
     "architectures": ["Qwen3NextForCausalLM"],
     "attention_bias": False,
@@ -163,7 +127,6 @@ _QWEN3_NEXT = {
     "rope_theta": 10000000,
     "shared_expert_intermediate_size": 512,
     "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
     "use_sliding_window": False,
     "vocab_size": 151936,
 }
@@ -212,7 +175,6 @@ _GPT_OSS = {
     "head_dim": 64,
     "hidden_act": "silu",
     "hidden_size": 2880,
-    "initial_context_length": 4096,
     "intermediate_size": 2880,
     "layer_types": ["sliding_attention", "full_attention"] * 12,
     "max_position_embeddings": 131072,
@@ -271,7 +233,6 @@ CONFIGS = {
         },
         "rope_theta": 500000.0,
         "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
         "vocab_size": 128256,
     },
     "Qwen/Qwen2.5-7B-Instruct": {
@@ -289,7 +250,6 @@ CONFIGS = {
         "rope_theta": 1000000.0,
         "sliding_window": 131072,
         "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
         "use_sliding_window": False,
         "vocab_size": 152064,
     },
@@ -311,7 +271,6 @@ CONFIGS = {
         "rope_theta": 1000000,
         "sliding_window": None,
         "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
         "use_sliding_window": False,
         "vocab_size": 151936,
     },
@@ -334,14 +293,11 @@ CONFIGS = {
         "num_experts_per_tok": 8,
         "num_hidden_layers": 48,
         "num_key_value_heads": 4,
-        "output_router_logits": False,
         "rms_norm_eps": 1e-06,
         "rope_scaling": None,
         "rope_theta": 1000000.0,
-        "router_aux_loss_coef": 0.001,
         "sliding_window": None,
         "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
         "use_sliding_window": False,
         "vocab_size": 151936,
     },
@@ -422,29 +378,30 @@ CONFIGS = {
         "tie_word_embeddings": True,
         "vision_config": _GEMMA4_VISION,
     },
+    # Per-layer embeddings, and last layers that share their keys and values.
     "google/gemma-4-E2B-it": {
-        **_GEMMA4_SMALL,
+        "architectures": ["Gemma4ForConditionalGeneration"],
+        "audio_config": {"hidden_size": 1024, "model_type": "gemma4_audio"},
+        "dtype": "bfloat16",
+        "model_type": "gemma4",
+        "tie_word_embeddings": True,
+        "vision_config": {**_GEMMA4_VISION, "hidden_size": 768},
         "text_config": {
-            **_GEMMA4_SMALL_TEXT,
+            **_GEMMA4_TEXT,
+            "attention_k_eq_v": False,
             "hidden_size": 1536,
+            "hidden_size_per_layer_input": 256,
             "intermediate_size": 6144,
             "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7,
+            "max_position_embeddings": 131072,
+            "num_attention_heads": 8,
+            "num_global_key_value_heads": None,
             "num_hidden_layers": 35,
             "num_key_value_heads": 1,
             "num_kv_shared_layers": 20,
+            "sliding_window": 512,
+            "use_bidirectional_attention": None,
             "use_double_wide_mlp": True,
-        },
-    },
-    "google/gemma-4-E4B-it": {
-        **_GEMMA4_SMALL,
-        "text_config": {
-            **_GEMMA4_SMALL_TEXT,
-            "hidden_size": 2560,
-            "intermediate_size": 10240,
-            "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 7,
-            "num_hidden_layers": 42,
-            "num_key_value_heads": 2,
-            "num_kv_shared_layers": 18,
         },
     },
     "openai/gpt-oss-20b": _GPT_OSS,
@@ -460,14 +417,6 @@ CONFIGS = {
 # the index of gemma-4-26B-A4B-it lists model.language_model.layers.0.experts.gate_up_proj, that of
 # Qwen3.5-35B-A3B model.language_model.layers.0.mlp.experts.gate_up_proj, of [256, 1024, 2048].
 _FUSED_IN_FILES = {"qwen3_5", "qwen3_5_moe", "gemma4"}
-# The index of Qwen3-Next-80B-A3B-Instruct has mtp.*, Qwen3-Coder-Next's has not.
-_WITHOUT_MTP = {"Qwen/Qwen3-Coder-Next"}
-# Qwen3.5's files keep these in float32 (seen in the 2B and, for A_log, in the 27B quantised by Qwen; not
-# verified for the 35B); in Qwen3.6's 27B they are bfloat16.
-_FLOAT32 = {
-    "Qwen/Qwen3.5-27B": ("linear_attn.A_log", "linear_attn.norm.weight"),
-    "Qwen/Qwen3.5-35B-A3B": ("linear_attn.A_log", "linear_attn.norm.weight"),
-}
 _MXFP4_BLOCK = 32  # weights per scale, two to a byte
 
 
@@ -503,14 +452,6 @@ def _published_tensors(name: str) -> dict[str, Stored]:
     tensors = _stored(state)
     if "quantization_config" in config:
         tensors = _packed_mxfp4(tensors)
-    text = config.get("text_config", config)
-    if text.get("num_kv_shared_layers"):
-        tensors |= _shared_keys_and_values(text)
-    if config["model_type"].startswith(("qwen3_5", "qwen3_next")) and name not in _WITHOUT_MTP:
-        tensors |= _mtp(text)
-    for tensor, (shape, _) in tensors.items():
-        if tensor.endswith(_FLOAT32.get(name, ())):
-            tensors[tensor] = (shape, torch.float32)
     return tensors
 
 
@@ -551,62 +492,3 @@ def _packed_mxfp4(tensors: dict[str, Stored]) -> dict[str, Stored]:
         packed[f"{name}_blocks"] = ((*scales, _MXFP4_BLOCK // 2), torch.uint8)
         packed[f"{name}_scales"] = (scales, torch.uint8)
     return packed
-
-
-def _shared_keys_and_values(text: dict) -> dict[str, Stored]:
-    """gemma-4-E2B and E4B: layers that borrow keys and values have unused projections in the files.
-
-    transformers lists them as "unexpected" and ignores them (modeling_gemma4.py).
-    """
-    num_layers, hidden = text["num_hidden_layers"], text["hidden_size"]
-    tensors = {}
-    for layer in range(num_layers - text["num_kv_shared_layers"], num_layers):
-        is_full = text["layer_types"][layer] == "full_attention"
-        head_dim = text["global_head_dim"] if is_full else text["head_dim"]
-        prefix = f"model.language_model.layers.{layer}.self_attn"
-        for projection in ("k_proj", "v_proj"):
-            shape = (text["num_key_value_heads"] * head_dim, hidden)
-            tensors[f"{prefix}.{projection}.weight"] = (shape, torch.bfloat16)
-        tensors[f"{prefix}.k_norm.weight"] = ((head_dim,), torch.bfloat16)
-    return tensors
-
-
-def _mtp(text: dict) -> dict[str, Stored]:
-    """The checkpoint's own draft head: one more full-attention layer, under names that no class here has.
-
-    Names and shapes as vLLM's qwen3_5_mtp.py and qwen3_next_mtp.py read them. Experts are one tensor each in
-    Qwen3-Next-80B-A3B's and in Qwen3.5-35B-A3B's index, where the main layers of the latter are fused.
-    """
-    hidden, head_dim = text["hidden_size"], text["head_dim"]
-    query, key = text["num_attention_heads"] * head_dim, text["num_key_value_heads"] * head_dim
-    shapes = {
-        "fc": (hidden, 2 * hidden),
-        "norm": (hidden,),
-        "pre_fc_norm_embedding": (hidden,),
-        "pre_fc_norm_hidden": (hidden,),
-        "layers.0.input_layernorm": (hidden,),
-        "layers.0.post_attention_layernorm": (hidden,),
-        "layers.0.self_attn.q_proj": (2 * query, hidden),  # queries and their gates
-        "layers.0.self_attn.k_proj": (key, hidden),
-        "layers.0.self_attn.v_proj": (key, hidden),
-        "layers.0.self_attn.o_proj": (hidden, query),
-        "layers.0.self_attn.q_norm": (head_dim,),
-        "layers.0.self_attn.k_norm": (head_dim,),
-    }
-    if "num_experts" not in text:
-        shapes |= _mlp("layers.0.mlp", hidden, text["intermediate_size"])
-    else:
-        shapes["layers.0.mlp.gate"] = (text["num_experts"], hidden)
-        shapes["layers.0.mlp.shared_expert_gate"] = (1, hidden)
-        shapes |= _mlp("layers.0.mlp.shared_expert", hidden, text["shared_expert_intermediate_size"])
-        for expert in range(text["num_experts"]):
-            shapes |= _mlp(f"layers.0.mlp.experts.{expert}", hidden, text["moe_intermediate_size"])
-    return {f"mtp.{name}.weight": (shape, torch.bfloat16) for name, shape in shapes.items()}
-
-
-def _mlp(name: str, hidden: int, intermediate: int) -> dict[str, tuple[int, ...]]:
-    return {
-        f"{name}.gate_proj": (intermediate, hidden),
-        f"{name}.up_proj": (intermediate, hidden),
-        f"{name}.down_proj": (hidden, intermediate),
-    }

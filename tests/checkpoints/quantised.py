@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.checkpoints import gguf_files, packers
-from tests.checkpoints.packers import FLOAT4, FLOAT8, INT4, INT8, Type
+from tests.checkpoints.packers import FLOAT4, FLOAT8, INT4, Type
 from tests.models.checkpoints import write_target
 from tests.models.families import BASE, CONFIGS, GPT_OSS, HYBRID, MOE, SHARED_EXPERT
 
@@ -64,14 +64,6 @@ def nvfp4(weight, seed):
 
 
 def nvfp4_awq(weight, seed):
-    """Of some projections only: exporters fold the factors of others into the norm before them."""
-    tensors, expected = packers.modelopt_nvfp4_awq(
-        *weight.shape, seed=seed, second=0.3 * weight.shape[1] ** -0.5
-    )
-    return (tensors, expected) if seed % 3 else nvfp4(weight, seed)
-
-
-def nvfp4_awq_experts(weight, seed):
     return packers.modelopt_nvfp4_awq(*weight.shape, seed=seed, second=0.3 * weight.shape[1] ** -0.5)
 
 
@@ -116,7 +108,6 @@ W4 = {**INT4, "strategy": "group", "group_size": 16}
 W4_ASYMMETRIC = {**W4, "symmetric": False}
 NVFP4 = {**FLOAT4, "strategy": "tensor_group", "group_size": 16, "scale_dtype": "torch.float8_e4m3fn"}
 FP8_CHANNEL = {**FLOAT8, "strategy": "channel"}
-INT8_CHANNEL = {**INT8, "strategy": "channel"}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 16}
 INPUT_SCALE = {".input_scale": torch.tensor(0.5)}
 
@@ -127,7 +118,6 @@ NO_SHAPE = {".weight_shape": 0}
 
 FORMATS = {
     "fp8-block": Format("qwen3", WIDE, blockwise, FP8_SECTION),
-    "fp8-block-moe": Format("qwen3_moe", MOE, blockwise, FP8_SECTION),
     "fp8-block-hybrid-moe": Format(
         "qwen3_5_moe",
         {**HYBRID, **MOE, **SHARED_EXPERT},
@@ -150,9 +140,7 @@ FORMATS = {
     ),
     "nvfp4-modelopt": Format("qwen3", WIDE, nvfp4, quant_file=MODELOPT, extra=INPUT_SCALE),
     "nvfp4-modelopt-moe": Format("qwen3_moe", WIDE_MOE, nvfp4, quant_file=MODELOPT),
-    "nvfp4-awq": Format("qwen3", WIDE, nvfp4_awq, quant_file=MODELOPT_AWQ, extra=INPUT_SCALE),
-    "nvfp4-awq-moe": Format("qwen3_moe", WIDE_MOE, nvfp4_awq_experts, quant_file=MODELOPT_AWQ),
-    "nvfp4-awq-hybrid": Format("qwen3_5", {**HYBRID, **WIDE}, nvfp4_awq, quant_file=MODELOPT_AWQ),
+    "nvfp4-awq-moe": Format("qwen3_moe", WIDE_MOE, nvfp4_awq, quant_file=MODELOPT_AWQ),
     "nvfp4-compressed-moe": Format(
         "qwen3_moe",
         WIDE_MOE,
@@ -187,19 +175,6 @@ FORMATS = {
         {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemm", "zero_point": True},
         resident={".qzeros": 2},
     ),
-    "auto-round": Format(
-        "qwen3",
-        WIDE,
-        lambda weight, seed: gptq(weight, seed, middle=True),
-        {
-            "quant_method": "auto-round",
-            "bits": 4,
-            "group_size": 16,
-            "sym": True,
-            "packing_format": "auto_round:auto_gptq",
-        },
-        resident=MIDDLE_ZEROS,
-    ),
     "auto-round-unnamed": Format(  # the older layout, told by its zero points
         "qwen3",
         WIDE,
@@ -220,19 +195,6 @@ FORMATS = {
         compress("pack-quantized", W4_ASYMMETRIC),
         compressed("pack-quantized", W4_ASYMMETRIC),
         resident={**NO_SHAPE, ".weight_zero_point": 2},
-    ),
-    "int4-hybrid": Format(
-        "qwen3_5",
-        HYBRID,
-        compress("pack-quantized", W4),
-        compressed("pack-quantized", W4, ignore=("lm_head", r"re:.*in_proj_[ab]$")),
-        resident=NO_SHAPE,
-    ),
-    "int8": Format(
-        "llama",
-        {},
-        compress("int-quantized", INT8_CHANNEL),
-        compressed("int-quantized", INT8_CHANNEL),
     ),
 }
 

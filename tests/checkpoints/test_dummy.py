@@ -103,19 +103,10 @@ def test_of_a_hub_id_only_the_small_files_are_fetched(monkeypatch, tmp_path):
     assert set(asked[1]) - set(asked[0]) == {"*.safetensors", "model.safetensors.index.json"}
 
 
-def test_a_config_that_is_missing_or_wrong_is_refused_as_ever(tmp_path):
-    with pytest.raises(ModelError, match=r"no config\.json"):
-        dummy(tmp_path)
-    config = json.loads((bare(tiny.TARGET, tmp_path / "odd") / "config.json").read_text())
-    (tmp_path / "odd/config.json").write_text(json.dumps(config | {"architectures": ["OtherForCausalLM"]}))
-    with pytest.raises(ModelError, match="OtherForCausalLM"):
-        dummy(tmp_path / "odd")
-
-
 # ---- the weights
 
 
-@pytest.mark.parametrize("name", slow_but(FAMILIES, *list(FAMILIES)[::2]))
+@pytest.mark.parametrize("name", slow_but(FAMILIES, "qwen3_next-whole", "gemma4-mixture", "gpt_oss-whole"))
 def test_every_family_passes_the_checks_of_the_start(name, tmp_path):
     family, overrides = CASES[name]
     write_target(tmp_path, CONFIGS[family](**BASE | overrides), seed=5)
@@ -126,7 +117,7 @@ def test_every_family_passes_the_checks_of_the_start(name, tmp_path):
 
 
 @pytest.mark.parametrize("storage", ["fp8", "int8"])
-@pytest.mark.parametrize("name", ["qwen3-wide-heads", "qwen3_moe-plain", "qwen3_next-whole"])
+@pytest.mark.parametrize("name", ["qwen3_moe-plain", "qwen3_next-whole"])
 def test_what_is_quantised_and_how_is_as_in_loading(name, storage, tmp_path):
     family, overrides = CASES[name]
     write_target(tmp_path, CONFIGS[family](**BASE | overrides), seed=5)
@@ -163,14 +154,6 @@ def test_two_starts_are_equal_and_no_two_parameters_are(tmp_path):
     assert all(torch.equal(value, second[name]) for name, value in first.items())
     beginnings = {tuple(value.flatten()[:8].div(value.std()).tolist()) for value in matrices.values()}
     assert len(beginnings) == len(matrices) > 8
-
-
-def test_a_head_follows_the_config(tmp_path):
-    folder = bare(tiny.TARGET, tmp_path / "target")
-    config = json.loads((folder / "config.json").read_text())
-    for is_tied in (True, False):
-        (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": is_tied}))
-        assert (dummy(folder).target.head is None) == is_tied
 
 
 def test_drafts_of_a_block_differ(tmp_path):
@@ -307,9 +290,3 @@ def test_auto_takes_the_gpu_where_there_is_one(monkeypatch, has_cuda):
     assert resolve_device("auto") == ("cuda" if has_cuda else "cpu")
     assert resolve_device("cpu") == "cpu"
     assert resolve_device("cuda:1") == "cuda:1"
-
-
-def test_the_plan_sees_a_device_and_never_auto(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    engine = dummy_engine(tiny.TARGET, device="auto")
-    assert (engine.models.device.type, engine.plan.max_prefill_tokens) == ("cpu", 256)

@@ -45,12 +45,6 @@ from tests.checkpoints.gguf_files import (
 )
 from tests.memory import peak_growth_mb
 
-READABLE = [
-    *("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4", "TQ1_0", "TQ2_0"),
-    *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S"),
-    *("IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS"),
-]
-
 
 @pytest.fixture
 def tiny(tmp_path: Path) -> Path:
@@ -98,18 +92,6 @@ def test_every_quantisation_dequantises_as_gguf_py_does(tiny: Path):
         read = open_gguf(tiny).read(names[tensor.name])
         assert read.dtype == (torch.float16 if tensor.tensor_type == Type.F16 else torch.float32)
         assert np.array_equal(read.float().numpy(), expected), tensor.name
-
-
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy: any bytes include infinite scales
-@pytest.mark.parametrize("type_name", READABLE)
-def test_dequantise_agrees_with_gguf_py_on_any_bytes(type_name: str):
-    kind = Type[type_name]
-    num_bytes = 40 * gguf.GGML_QUANT_SIZES[kind][1]
-    raw = np.random.default_rng(2).integers(0, 256, num_bytes, np.uint8)
-    expected = np.asarray(gguf.quants.dequantize(raw, kind), np.float32).flatten()
-    values = unpack(torch.from_numpy(raw).view(8, -1), kind)
-    assert values.dtype == torch.float32
-    assert np.array_equal(values.numpy(), expected, equal_nan=True)
 
 
 def test_tensor_table_gives_the_types_that_read_returns(tmp_path: Path):
@@ -177,9 +159,7 @@ def test_packed_rows_are_in_hugging_face_order(mixed: GgufCheckpoint):
     assert np.array_equal(rows.numpy(), expected)
 
 
-def test_plain_tensors_have_no_packed_rows(tiny: Path):
-    with pytest.raises(ModelError, match=r"up_proj\.weight' is not quantised"):
-        open_gguf(tiny).read_packed("model.layers.0.mlp.up_proj.weight")
+def test_a_tensor_that_is_not_there_is_named(tiny: Path):
     with pytest.raises(ModelError, match=r"lm_head\.weight"):
         open_gguf(tiny).ggml_type("lm_head.weight")
 
@@ -235,81 +215,6 @@ def test_experts_are_sliced_as_rows(tmp_path: Path, architecture: str):
     assert torch.equal(unpack(packed, Type.MXFP4).view_as(values), values)
 
 
-def test_qwen3_moe_speaks_hugging_face(tmp_path: Path):
-    path = write(
-        tmp_path / "a.gguf",
-        architecture="qwen3moe",
-        tensors=expert_weights("qwen3moe"),
-        metadata=expert_metadata("qwen3moe"),
-    )
-    checkpoint = open_gguf(path)
-    assert set(checkpoint.tensors()) == {
-        "model.embed_tokens.weight",
-        "model.norm.weight",
-        "model.layers.0.input_layernorm.weight",
-        "model.layers.0.post_attention_layernorm.weight",
-        *(f"model.layers.0.self_attn.{part}_proj.weight" for part in "qkvo"),
-        "model.layers.0.mlp.gate.weight",
-        *(f"model.layers.0.mlp.experts.{part}_proj" for part in ("gate", "up", "down")),
-    }
-    expected = {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "intermediate_size": FFN,
-        "num_experts": EXPERTS,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": EXPERT_FFN,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-    }
-    assert checkpoint.config.items() >= expected.items()
-
-
-def test_gpt_oss_speaks_hugging_face(tmp_path: Path):
-    tensors = expert_weights("gpt-oss")
-    path = write(
-        tmp_path / "a.gguf",
-        architecture="gpt-oss",
-        tensors=tensors,
-        metadata=expert_metadata("gpt-oss") | {"gpt-oss.block_count": 4},
-    )
-    checkpoint = open_gguf(path)
-    stored = {
-        "self_attn.sinks": "attn_sinks.weight",
-        "post_attention_layernorm.weight": "post_attention_norm.weight",
-        "mlp.router.weight": "ffn_gate_inp.weight",
-        "mlp.router.bias": "ffn_gate_inp.bias",
-        "mlp.experts.up_proj": "ffn_up_exps.weight",
-        "mlp.experts.gate_proj_bias": "ffn_gate_exps.bias",
-        "mlp.experts.up_proj_bias": "ffn_up_exps.bias",
-        "mlp.experts.down_proj_bias": "ffn_down_exps.bias",
-        "self_attn.q_proj.weight": "attn_q.weight",  # not permuted
-    }
-    for name, gguf_name in stored.items():
-        read = checkpoint.read(f"model.layers.0.{name}")
-        assert np.array_equal(read.numpy(), tensors[f"blk.0.{gguf_name}"]), name
-    expected = {
-        "architectures": ["GptOssForCausalLM"],
-        "model_type": "gpt_oss",
-        "intermediate_size": EXPERT_FFN,
-        "num_local_experts": EXPERTS,
-        "num_experts_per_tok": 2,
-        "sliding_window": 128,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "swiglu_limit": 7.0,
-        "rope_scaling": {
-            "rope_type": "yarn",
-            "factor": 32.0,
-            "original_max_position_embeddings": 4096,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "truncate": False,
-        },
-    }
-    assert checkpoint.config.items() >= expected.items()
-
-
 @pytest.mark.parametrize(
     ("architecture", "key", "value"),
     [
@@ -329,23 +234,6 @@ def test_unknown_mixtures_are_refused_by_key(tmp_path: Path, architecture: str, 
         metadata=expert_metadata(architecture) | {f"{architecture}.{key}": value},
     )
     assert f"{architecture}.{key}" in refusal(path)
-
-
-@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
-def test_weights_come_back_in_hugging_face_order(tmp_path: Path, architecture: str):
-    checkpoint = open_gguf(write(tmp_path / "a.gguf", architecture=architecture))
-    stored = weights(architecture)
-    q_proj = checkpoint.read("model.layers.0.self_attn.q_proj.weight")
-    k_proj = checkpoint.read("model.layers.0.self_attn.k_proj.weight")
-    assert np.array_equal(q_proj.numpy(), stored["blk.0.attn_q.weight"])
-    assert np.array_equal(k_proj.numpy(), stored["blk.0.attn_k.weight"])
-
-
-def test_llama_biases_are_unpermuted_too(tmp_path: Path):
-    tensors = weights("qwen2")
-    checkpoint = open_gguf(write(tmp_path / "a.gguf", tensors=tensors))
-    bias = checkpoint.read("model.layers.0.self_attn.q_proj.bias")
-    assert np.array_equal(bias.numpy(), tensors["blk.0.attn_q.bias"])
 
 
 def test_config_speaks_hugging_face(tiny: Path):
@@ -370,15 +258,6 @@ def test_config_speaks_hugging_face(tiny: Path):
         "bos_token_id": 1,
         "eos_token_id": 0,
     }
-
-
-def test_names_and_shapes_speak_hugging_face(tiny: Path):
-    shapes = {name: info.shape for name, info in open_gguf(tiny).tensors().items()}
-    assert shapes["model.embed_tokens.weight"] == (48, HIDDEN)
-    assert shapes["model.norm.weight"] == (HIDDEN,)
-    assert shapes["model.layers.0.mlp.down_proj.weight"] == (HIDDEN, FFN)
-    assert shapes["model.layers.0.post_attention_layernorm.weight"] == (HIDDEN,)
-    assert len(shapes) == len(weights())
 
 
 def test_output_weight_unties_and_biases_show_in_the_config(tmp_path: Path):
@@ -412,17 +291,12 @@ def test_a_file_is_sampled_as_llama_cpp_does_it(tiny: Path):
 
 
 def test_what_a_file_recommends_goes_before_llama_cpps_defaults(tmp_path: Path):
-    keys = {"temp": 0.6, "top_k": 20, "penalty_repeat": 1.05, "xtc_probability": 0.5}
+    keys = {"temp": -1.0, "top_k": 20, "penalty_repeat": 1.05, "xtc_probability": 0.5}
     metadata = {f"general.sampling.{key}": value for key, value in keys.items()}
     file = open_gguf(write(tmp_path / "x.gguf", metadata=metadata))
-    assert file.own_sampling == {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.05}
+    assert file.own_sampling == {"temperature": 0.0, "top_k": 20, "repetition_penalty": 1.05}
     rest = {"top_p": 0.95, "min_p": 0.05}
     assert sampling_defaults(file.generation_file, name="x") == {**file.own_sampling, **rest}
-
-
-def test_a_temperature_below_0_is_greedy_as_in_llama_cpp(tmp_path: Path):
-    path = write(tmp_path / "x.gguf", metadata={"general.sampling.temp": -1.0})
-    assert open_gguf(path).generation_file["temperature"] == 0.0
 
 
 def test_a_file_says_which_published_model_it_is(tmp_path: Path):
@@ -435,13 +309,6 @@ def test_a_file_says_which_published_model_it_is(tmp_path: Path):
     file = open_gguf(write(tmp_path / "x.gguf", metadata=metadata))
     assert file.published_names == ("Qwen3 8B", "Qwen3-8B", "Qwen/Qwen3-8B-Base")
     assert open_gguf(write(tmp_path / "y.gguf")).published_names == ()
-
-
-def test_tensors_outlive_a_closed_file(tiny: Path):
-    checkpoint = open_gguf(tiny)
-    norm = checkpoint.read("model.norm.weight")
-    checkpoint.close()
-    assert np.array_equal(norm.numpy(), weights()["output_norm.weight"])
 
 
 @pytest.mark.parametrize(
@@ -476,11 +343,6 @@ def test_unsupported_models_are_refused_by_name(tmp_path: Path, changes: dict, w
     assert words in refusal(write(tmp_path / "a.gguf", **changes))
 
 
-def test_missing_tensor_is_named(tiny: Path):
-    with pytest.raises(ModelError, match=r"lm_head\.weight"):
-        open_gguf(tiny).read("lm_head.weight")
-
-
 # Damage. The header is: magic, u32 version, u64 tensors, u64 keys, then the first key's u64 length.
 
 
@@ -491,10 +353,9 @@ def test_missing_tensor_is_named(tiny: Path):
         (4, struct.pack("<I", 1), "version is 1"),
         (4, struct.pack("<I", 9), "version is 9"),
         (4, struct.pack(">I", 3), "big-endian"),
-        (8, struct.pack("<Q", 1 << 60), "tensors"),
-        (16, struct.pack("<Q", 1 << 60), "metadata keys"),
-        (16, struct.pack("<Q", 60000), "metadata"),
-        (24, struct.pack("<Q", 1 << 60), "string of"),
+        (8, struct.pack("<Q", 1 << 60), "'tiny.gguf' cannot be read"),
+        (16, struct.pack("<Q", 1 << 60), "metadata"),
+        (24, struct.pack("<Q", 1 << 60), "in the middle"),
         (32, b"\xff\xff", "UTF-8"),
     ],
 )
@@ -515,12 +376,10 @@ def patch_after(path: Path, marker: bytes, patch: bytes, *, skip: int = 0) -> No
 @pytest.mark.parametrize(
     ("marker", "skip", "patch", "words"),
     [
-        (b"tokenizer.ggml.tokens", 8, struct.pack("<Q", 1 << 50), "array of"),
-        (b"tokenizer.ggml.tokens", 8, struct.pack("<Q", 1 << 23), "metadata"),
+        (b"tokenizer.ggml.tokens", 8, struct.pack("<Q", 1 << 50), "metadata"),
         (b"tokenizer.ggml.tokens", 0, struct.pack("<I", 77), "unknown type 77"),
         (b"tokenizer.ggml.tokens", 4, struct.pack("<I", 9), "unknown type 9"),
-        (b"tokenizer.ggml.tokens", 16, struct.pack("<Q", 1 << 60), "string of"),
-        (b"tokenizer.ggml.tokens", 16, struct.pack("<Q", (1 << 64) - 1), "string of"),
+        (b"tokenizer.ggml.tokens", 16, struct.pack("<Q", (1 << 64) - 1), "in the middle"),
         (b"tokenizer.ggml.tokens", 16, struct.pack("<Q", 1 << 20), "in the middle"),
         (b"tokenizer.ggml.tokens", 24, b"\xff", "UTF-8"),
         (b"output_norm.weight", 0, struct.pack("<I", 4000), "4000 dimensions"),
@@ -553,7 +412,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(tmp_path_factory.mktemp("gguf") / "whole.gguf")
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(fraction=st.floats(0, 1, exclude_max=True))
 def test_a_file_cut_anywhere_is_refused(whole: Path, fraction: float):
     data_end = max(info.offset + info.num_bytes for info in GgufHeader(whole, name="w").tensors.values())
@@ -562,7 +421,7 @@ def test_a_file_cut_anywhere_is_refused(whole: Path, fraction: float):
     refusal(cut)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_a_flipped_metadata_byte_never_escapes_as_another_error(whole: Path, data: st.DataObject):
     content = bytearray(whole.read_bytes())
@@ -639,12 +498,6 @@ O200K = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
     r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-O200K_SPLITS = {
-    "HelloWorld it's DON'T": ["Hello", "World", " it's", " DON'T"],
-    "XMLHttp 12345": ["XMLHttp", " ", "123", "45"],
-    "a://b\n\n  c\t": ["a", "://", "b", "\n\n", " ", " c", "\t"],
-    "e\u0301te\u0301 日本 ": ["e\u0301te\u0301", " 日本", " "],
-}
 
 
 @pytest.fixture(scope="module")
@@ -654,13 +507,7 @@ def o200k(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return open_gguf(path).tokenizer_parts().tokenizer
 
 
-@pytest.mark.parametrize("text", O200K_SPLITS)
-def test_gpt_4o_words_end_where_the_case_changes(o200k: Tokenizer, text: str):
-    spans = [span for _, span in o200k.pre_tokenizer.pre_tokenize_str(text)]
-    assert [text[start:end] for start, end in spans] == O200K_SPLITS[text]
-
-
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(text=st.text("aAbB1' \n/é日'sTǅ\u0301ʰ<", max_size=20))
 def test_gpt_4o_tokens_are_those_of_the_published_pipeline(o200k: Tokenizer, text: str):
     vocabulary = {token: id_ for id_, token in enumerate(BPE_TOKENS)}
@@ -703,7 +550,7 @@ def sentencepiece_reference(text: str) -> list[str]:
         pieces[best : best + 2] = [pieces[best] + pieces[best + 1]]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(text=st.text("abc ", min_size=1, max_size=12))
 def test_sentencepiece_merges_follow_the_scores(sentencepiece: Path, text: str):
     tokenizer = open_gguf(sentencepiece).tokenizer_parts().tokenizer
@@ -751,10 +598,3 @@ def test_default_model_tokenises_like_the_original(default_model: GgufCheckpoint
     assert (ids[0], ids[-2]) == (1, 2)
     assert parts.tokenizer.decode(ids, skip_special_tokens=False) == text
     assert parts.eos_ids == (2,)
-
-
-def test_default_model_has_the_published_shape(default_model: GgufCheckpoint):
-    tensors = default_model.tensors()
-    assert sum(int(np.prod(info.shape)) for info in tensors.values()) == 134_515_008
-    assert default_model.config["num_hidden_layers"] == 30
-    assert torch.isfinite(default_model.read("model.layers.29.self_attn.q_proj.weight")).all()

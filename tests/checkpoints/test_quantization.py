@@ -54,36 +54,27 @@ QWEN_FP8 = {
     "weight_block_size": [128, 128],
 }
 
+CHANNELS = {
+    "actorder": None,
+    "block_structure": None,
+    "dynamic": False,
+    "group_size": None,
+    "num_bits": 8,
+    "observer": "minmax",
+    "observer_kwargs": {},
+    "strategy": "channel",
+    "symmetric": True,
+    "type": "float",
+}
+
 # RedHatAI/Qwen3-8B-FP8-dynamic
 FP8_DYNAMIC = {
     "config_groups": {
         "group_0": {
-            "input_activations": {
-                "actorder": None,
-                "block_structure": None,
-                "dynamic": True,
-                "group_size": None,
-                "num_bits": 8,
-                "observer": None,
-                "observer_kwargs": {},
-                "strategy": "token",
-                "symmetric": True,
-                "type": "float",
-            },
+            "input_activations": {**CHANNELS, "dynamic": True, "observer": None, "strategy": "token"},
             "output_activations": None,
             "targets": ["Linear"],
-            "weights": {
-                "actorder": None,
-                "block_structure": None,
-                "dynamic": False,
-                "group_size": None,
-                "num_bits": 8,
-                "observer": "minmax",
-                "observer_kwargs": {},
-                "strategy": "channel",
-                "symmetric": True,
-                "type": "float",
-            },
+            "weights": CHANNELS,
         }
     },
     "format": "float-quantized",
@@ -94,33 +85,13 @@ FP8_DYNAMIC = {
     "quantization_status": "compressed",
 }
 
+GROUPS = {**CHANNELS, "actorder": "weight", "group_size": 128, "num_bits": 4, "strategy": "group"}
+
 # RedHatAI/Qwen3-8B-quantized.w4a16
 W4A16 = {
-    "config_groups": {
-        "group_0": {
-            "input_activations": None,
-            "output_activations": None,
-            "targets": ["Linear"],
-            "weights": {
-                "actorder": "weight",
-                "block_structure": None,
-                "dynamic": False,
-                "group_size": 128,
-                "num_bits": 4,
-                "observer": "mse",
-                "observer_kwargs": {},
-                "strategy": "group",
-                "symmetric": True,
-                "type": "int",
-            },
-        }
-    },
+    **FP8_DYNAMIC,
+    "config_groups": {"group_0": {"targets": ["Linear"], "weights": {**GROUPS, "type": "int"}}},
     "format": "pack-quantized",
-    "global_compression_ratio": 1.9,
-    "ignore": ["lm_head"],
-    "kv_cache_scheme": None,
-    "quant_method": "compressed-tensors",
-    "quantization_status": "compressed",
 }
 
 NVFP4_WEIGHTS = {
@@ -544,10 +515,6 @@ def compressed(**changes):
 REFUSED = {
     "bitsandbytes": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quant_method = 'bitsandbytes'"),
     "old bitsandbytes": ({"load_in_8bit": True}, "quant_method = 'bitsandbytes'"),
-    "hqq": ({"quant_method": "hqq"}, "quant_method = 'hqq'"),
-    "aqlm": ({"quant_method": "aqlm"}, "quant_method = 'aqlm'"),
-    "quip": ({"quant_method": "quip"}, "quant_method = 'quip'"),
-    "eetq": ({"quant_method": "eetq"}, "quant_method = 'eetq'"),
     "no method": ({"bits": 4}, "quantization_config without a quant_method"),
     "fp8 format": ({**QWEN_FP8, "fmt": "e5m2"}, "fmt = 'e5m2'"),
     "fp8 experts": ({**QWEN_FP8, "expert_dtype": "fp4"}, "expert_dtype = 'fp4'"),

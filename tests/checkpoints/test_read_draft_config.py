@@ -5,11 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from blockdraft.checkpoints.quantization import read_quantization
 from blockdraft.checkpoints.read_draft_config import default_taps, draft_block, read_draft_config
 from blockdraft.checkpoints.read_model_config import read_model_config
 from blockdraft.errors import ModelError
-from blockdraft.models.config import Rope
 from blockdraft.models.draft_config import Dflash2Head, check_pair
 
 NAME = "some/drafter"
@@ -207,14 +205,9 @@ def test_scales_and_softcap_are_read_from_either_place():
         (zlab(rope_is_neox_style=False), "rope_is_neox_style = False"),
         (zlab(attention_bias=True), "attention_bias = True"),
         (zlab(hidden_act="gelu"), "hidden_act = 'gelu'"),
-        (zlab(rope_scaling={"rope_type": "dynamic"}), "rope_scaling.rope_type = 'dynamic'"),
-        (zlab(partial_rotary_factor=0.5), "partial_rotary_factor = 0.5"),
-        (zlab(num_key_value_heads=3), "4 query heads for 3 key/value heads"),
-        (zlab(head_dim=7), "head_dim = 7"),
         (speculators(speculators_model_type="eagle3"), "'eagle3'"),
         (speculators(selector_top_k=16), "selector_top_k = 16"),
         (speculators(body={"hidden_act": "gelu"}), "transformer_layer_config.hidden_act = 'gelu'"),
-        (speculators(body={"partial_rotary_factor": 0.5}), "partial_rotary_factor = 0.5"),
     ],
 )
 def test_relatives_and_variants_are_refused_by_name(raw, named):
@@ -249,10 +242,10 @@ def test_dflash2_is_read_in_both_layouts_with_the_defaults_of_both():
         ("selector_rank", 0, "expected a positive number"),
         ("selector_skips_first", 1, "expected bool"),
         ("conv_kernel_size", 2.5, "expected int"),
-        ("selector_head", "gated", "does not implement"),
-        ("lilicorr_top_k", 8, "does not implement"),
-        ("sample_from_anchor", True, "does not implement"),
-        ("markov_rank", 8, "does not implement"),
+        ("selector_head", "gated", "not implemented"),
+        ("lilicorr_top_k", 8, "not implemented"),
+        ("sample_from_anchor", True, "not implemented"),
+        ("markov_rank", 8, "not implemented"),
     ],
 )
 def test_what_a_dflash2_drafter_must_not_say_is_refused_by_name(layout, key, value, why):
@@ -367,26 +360,6 @@ def test_heads_that_cannot_be_are_named(raw, named):
     assert named in refusal(raw)
 
 
-@pytest.mark.parametrize("layout", [zlab, speculators])
-def test_quantisation_is_read_on_its_own_and_refused_by_scheme(layout):
-    raw = layout(quantization_config={"quant_method": "hqq"})
-    assert read(raw) == read(layout())
-    with pytest.raises(ModelError, match="quant_method = 'hqq'"):
-        read_quantization(raw, None, name=NAME)
-
-
-def test_a_stretched_rope_is_read_in_both_layouts():
-    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "attention_factor": 1}
-    expected = Rope(theta=1e6, kind="yarn", factor=4.0, original_max_positions=64)
-    assert read(zlab(rope_scaling=rope)).rope == expected
-    assert read(speculators(body={"rope_scaling": rope})).rope == expected
-
-
-def test_variants_switched_off_are_plain_dflash():
-    off = {"sample_from_anchor": False, "attention_sink_bias": False, "attention_value_scale": 1.0}
-    assert read(zlab(dflash=off, rope_is_neox_style=True, use_gemma_norm=False)) == read(zlab())
-
-
 @pytest.mark.parametrize(
     ("raw", "named"),
     [
@@ -395,8 +368,6 @@ def test_variants_switched_off_are_plain_dflash():
         (zlab(dflash={"target_layer_ids": "1,2"}), "dflash_config.target_layer_ids = '1,2', expected a list"),
         (zlab(dflash={"target_layer_ids": [1.5]}), "dflash_config.target_layer_ids = 1.5, expected int"),
         (zlab(dflash={"mask_token_id": "99"}), "dflash_config.mask_token_id = '99', expected int"),
-        (zlab(hidden_size=None), "has no 'hidden_size'"),
-        (zlab(num_hidden_layers=None), "has no 'num_hidden_layers'"),
         (zlab(is_causal="no"), "is_causal = 'no', expected bool"),
         (speculators(transformer_layer_config=None), "'transformer_layer_config.num_hidden_layers'"),
         (speculators(transformer_layer_config=[1]), "transformer_layer_config = [1], expected an object"),
@@ -422,7 +393,9 @@ TARGET = read_model_config(
 )
 
 
-@pytest.mark.parametrize("raw", [zlab(), speculators(), zlab(num_target_layers=None)])
+@pytest.mark.parametrize(
+    "raw", [speculators(), zlab(num_target_layers=None), zlab(dflash={"target_layer_ids": [0, 5]})]
+)
 def test_a_pair_that_fits_is_accepted(raw):
     check_pair(read(raw), TARGET, eos_ids=(98,))
 
@@ -450,8 +423,3 @@ def test_a_pair_that_does_not_fit_is_refused_with_both_names(raw, named):
     assert named in message
     assert f"draft '{NAME}'" in message
     assert "the pair does not match 'some/target'. See docs/models.md." in message
-
-
-def test_the_last_layer_may_be_tapped():
-    check_pair(read(zlab(dflash={"target_layer_ids": [0, 5]})), TARGET, eos_ids=())
-    check_pair(read(speculators(aux_hidden_state_layer_ids=[1, 6])), TARGET, eos_ids=())

@@ -1,6 +1,7 @@
 """One reader per family: what published files mean, and that nothing a file could ask for is passed over."""
 
 import dataclasses
+import functools
 import json
 
 import pytest
@@ -47,10 +48,14 @@ BROAD = {
 }
 
 
+@functools.cache
+def saved(family):
+    return json.dumps(CONFIGS[family](**{**BASE, **CASES[BROAD[family]][1]}).to_dict())
+
+
 def tiny(family, /, **changes):
     """config.json of a small model, as transformers writes it; None removes a key."""
-    values = CONFIGS[family](**{**BASE, **CASES[BROAD[family]][1]}).to_dict()
-    raw = json.loads(json.dumps(values)) | {"architectures": [ARCHITECTURES[family]], **changes}
+    raw = json.loads(saved(family)) | {"architectures": [ARCHITECTURES[family]], **changes}
     return {key: value for key, value in raw.items() if value is not None}
 
 
@@ -179,34 +184,25 @@ def test_gemma_4_mixture():
     assert config.num_layers == 30
 
 
-@pytest.mark.parametrize("name", ["google/gemma-4-E2B-it", "google/gemma-4-E4B-it"])
-def test_gemma_4_with_per_layer_embeddings_is_refused_by_name(name):
-    message = refusal(published(name))
+def test_gemma_4_with_per_layer_embeddings_is_refused_by_name():
+    message = refusal(published("google/gemma-4-E2B-it"))
     assert "hidden_size_per_layer_input = 256" in message
     assert "Gemma 4 E2B and E4B" in message
-    assert "blockdraft/models/gemma4.py" in message
-
-
-def test_gemma_4_without_the_key_has_per_layer_embeddings_too():
+    assert "not implemented" in message
     raw = published("google/gemma-4-31B-it")
     del raw["text_config"]["hidden_size_per_layer_input"]
     assert "hidden_size_per_layer_input = 256" in refusal(raw)
 
 
-@pytest.mark.parametrize(("name", "num_shared", "layers"), [("E2B", 20, (13, 14)), ("E4B", 18, (22, 23))])
-def test_gemma_4_layers_that_share_keys_read_the_last_of_their_kind(name, num_shared, layers):
-    """As the small models would be read, were it not for their per-layer embeddings."""
-    config = read(published(f"google/gemma-4-{name}-it", hidden_size_per_layer_input=0))
+def test_gemma_4_layers_that_share_keys_read_the_last_of_their_kind():
+    """As the small model would be read, were it not for its per-layer embeddings."""
+    config = read(published("google/gemma-4-E2B-it", hidden_size_per_layer_input=0))
     assert config.left_out == ("vision", "audio")
     shared = [layer.mixer.shared_with for layer in config.layers]
-    assert shared[:-num_shared] == [None] * (config.num_layers - num_shared)
-    near, far = layers
-    expected = [far if window is None else near for window in windows(config)[-num_shared:]]
-    assert shared[-num_shared:] == expected
-    assert config.layer_specs()[-1] == SharedWith(far)
-    inner = {layer.mlp.inner_size for layer in config.layers[-num_shared:]}
-    assert inner == {2 * 6144 if name == "E2B" else 10240}
-    assert config.layers[0].mlp.inner_size == (6144 if name == "E2B" else 10240)
+    expected = [14 if window is None else 13 for window in windows(config)[15:]]
+    assert shared == [None] * 15 + expected
+    assert config.layer_specs()[-1] == SharedWith(14)
+    assert [layer.mlp.inner_size for layer in config.layers] == [6144] * 15 + [2 * 6144] * 20
 
 
 @pytest.mark.parametrize(("name", "num_layers", "num_experts"), [("20b", 24, 32), ("120b", 36, 128)])
@@ -433,20 +429,20 @@ def test_hybrids_that_cannot_be_are_refused(family, changes, named):
     message = refusal(raw, **changes)
     assert named in message
     if "layer type '" in named:
-        assert f"blockdraft/models/{family}.py does not implement" in message
+        assert "not implemented" in message
 
 
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"num_kv_shared_layers": 4}, "num_kv_shared_layers = 4 of 4 layers"),
-        ({"num_kv_shared_layers": -1}, "num_kv_shared_layers = -1 of 4 layers"),
+        ({"num_kv_shared_layers": 4}, "num_kv_shared_layers = 4, but has 4 layers"),
+        ({"num_kv_shared_layers": -1}, "num_kv_shared_layers = -1, but has 4 layers"),
         (
             {"num_kv_shared_layers": 3},
             "full_attention layers that share keys and values, but none that stores",
         ),
         ({"sliding_window": None}, "sliding_window = None"),
-        ({"layer_types": [DELTA] * 4}, "'linear_attention', which blockdraft/models/gemma4.py"),
+        ({"layer_types": [DELTA] * 4}, "'linear_attention', which is not implemented"),
         ({"rope_parameters": {FULL: {"rope_theta": 1e6}}}, "has no 'rope_parameters.sliding_attention'"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, "has no 'rope_parameters."),
         ({"per_layer_config": {"4": {"head_dim": 8}}}, "'per_layer_config.4'"),
@@ -608,16 +604,17 @@ def test_keys_that_are_read_change_what_is_read(family, key, value):
     assert read(raw, **{key: value}) != read(raw)
 
 
-@pytest.mark.parametrize(("family", "key", "value"), entries(ALL_HARMLESS))
-def test_harmless_keys_change_nothing(family, key, value):
-    assert read(tiny(family), **{key: value}) == read(tiny(family))
+@pytest.mark.parametrize("family", CONFIGS)
+def test_harmless_keys_change_nothing(family):
+    for key, value in ALL_HARMLESS[family].items():
+        assert read(tiny(family), **{key: value}) == read(tiny(family)), key
 
 
 @pytest.mark.parametrize(("family", "key", "value"), entries(REFUSED))
 def test_keys_that_are_not_implemented_are_refused_with_key_value_and_file(family, key, value):
     message = refusal(tiny(family), **{key: value})
     assert f"{key} = {value if isinstance(value, int) else repr(value)}" in message
-    assert f"blockdraft/models/{family}.py does not implement" in message
+    assert "not implemented" in message
 
 
 @pytest.mark.parametrize("outer", [Qwen3_5Config, Qwen3_5MoeConfig, Gemma4Config])
@@ -668,12 +665,12 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", ["llama", "gemma4"])
 @pytest.mark.parametrize("key", VARIANTS)
 def test_variants_are_refused_with_key_value_and_file(family, key):
     value, neutral = VARIANTS[key]
     message = refusal(tiny(family), **{key: value})
-    assert f"{key} = {value!r}, which blockdraft/models/{family}.py does not implement" in message
+    assert f"{key} = {value!r}, which is not implemented" in message
     assert read(tiny(family), **{key: neutral}) == read(tiny(family))
 
 
@@ -702,7 +699,7 @@ def test_variants_are_refused_with_key_value_and_file(family, key):
 def test_variants_of_one_family_are_refused(families, key, value, neutral):
     for family in families:
         message = refusal(tiny(family), **{key: value})
-        assert f"{key} = {value!r}, which blockdraft/models/{family}.py does not implement" in message
+        assert f"{key} = {value!r}, which is not implemented" in message
         assert read(tiny(family), **{key: neutral}) == read(without(tiny(family), key))
 
 
@@ -718,29 +715,3 @@ def without_text(name, key):
     raw = published(name)
     del raw["text_config"][key]
     return raw
-
-
-@pytest.mark.parametrize("family", [f for f in CONFIGS if f != "gemma4"])
-@pytest.mark.parametrize("kind", ["dynamic", "longrope", "su", "axial"])
-def test_other_ropes_are_refused_in_every_family(family, kind):
-    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0}
-    message = refusal(tiny(family), rope_parameters=rope)
-    assert f"rope_parameters.rope_type = '{kind}'" in message
-    assert "blockdraft/models/rotary.py does not implement" in message
-
-
-def test_what_others_need_to_know_is_passed_over():
-    """Keys of published files that say nothing about the computation of text."""
-    for name in ("Qwen/Qwen3.5-27B", "Qwen/Qwen3.6-27B", "openai/gpt-oss-20b"):
-        raw = published(name)
-        text = raw.get("text_config", raw)
-        for key in (
-            "mamba_ssm_dtype",
-            "mtp_num_hidden_layers",
-            "language_model_only",
-            "initial_context_length",
-        ):
-            expected = read(raw)
-            text.pop(key, None)
-            raw.pop(key, None)
-            assert read(raw) == expected

@@ -25,28 +25,20 @@ from blockdraft.cli.chat import sampling_fields
 from blockdraft.cli.chat_answers import AnswerFigures, ChatPiece, LocalModel, RemoteModel
 from blockdraft.cli.chat_screen import line_reader, read_question
 from blockdraft.cli.chat_talk import Talk
-from blockdraft.cli.main import COMMANDS, main, parse
+from blockdraft.cli.main import main, parse
 from blockdraft.engine.request import SamplingParams
 from blockdraft.errors import RequestError
 from blockdraft.llm import LLM
+from tests.cli.conftest import Terminal
 from tests.server.asking import listening
 from tests.server.pair import app_over, models, thinking_tokenizer
+from tests.tiny import DRAFT, TARGET
 
 ROOT = Path(__file__).parents[2]
-PAIR = ROOT / "tests/fixtures/pair"
-TARGET, DRAFT = str(PAIR / "target"), str(PAIR / "draft")
 LOCAL = [TARGET, "--draft", DRAFT, "--device", "cpu", "--dtype", "float64"]
 GREEDY = ["--temperature", "0", "--max-tokens", "5"]
 MESSAGES = [{"role": "user", "content": "t1 t2 t3"}]
 COUNT = " t4 t5 t6 t7 t8"  # what the pair writes after t3
-
-
-@pytest.fixture(autouse=True)
-def environment(monkeypatch):
-    """Threads are pinned in the environment; setenv first, so that it is undone."""
-    for name in ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"):
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
 
 
 @pytest.fixture(scope="module")
@@ -95,14 +87,13 @@ def talk(answerer, *lines, max_tokens=None):
 # ---- with a model here
 
 
-@pytest.mark.parametrize("command", ["chat", "run"])
-def test_piped_questions_are_answered_line_by_line_and_remembered(command, capsys, monkeypatch):
+def test_piped_questions_are_answered_line_by_line_and_remembered(capsys, monkeypatch):
     asked, stream = [], LLM.stream
     monkeypatch.setattr(
         LLM, "stream", lambda self, ids, params: asked.append(ids) or stream(self, ids, params)
     )
     pipe(monkeypatch, "t1 t2 t3\n\nt9\n")
-    assert main([command, *LOCAL, *GREEDY]) == 0
+    assert main(["run", *LOCAL, *GREEDY]) == 0  # another name of chat
     captured = capsys.readouterr()
     assert captured.out == f"{COUNT}\n t10 t11 t12 t13 t14\n"
     assert captured.err == "(cut after 5 tokens: raise --max-tokens for more)\n" * 2
@@ -141,13 +132,10 @@ def test_an_interrupt_ends_the_answer_between_two_steps_and_the_model_answers_ag
     assert signal.getsignal(signal.SIGINT) is before
     text = "".join(piece.text for piece in model.answer(MESSAGES, with_drafts=False))
     assert text.startswith(COUNT)
-
-
-def test_a_second_interrupt_does_not_wait(llm):
-    pieces = LocalModel(llm, SamplingParams(temperature=0.0), "pair").answer(MESSAGES, with_drafts=False)
+    pieces = model.answer(MESSAGES, with_drafts=False)
     next(pieces)
     signal.raise_signal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt):  # a second one does not wait
         signal.raise_signal(signal.SIGINT)
     pieces.close()
 
@@ -208,13 +196,8 @@ def test_a_servers_refusal_is_a_sentence(capsys, monkeypatch, url):
 def test_a_server_is_told_what_the_flags_say_and_nothing_else():
     assert sampling_fields(parse(["chat"])) == {"max_tokens": 2048}
     given = parse(["chat", "--temperature", "1", "--top-k", "0", "--stop", "a", "--seed", "3"])
-    assert sampling_fields(given) == {
-        "temperature": 1.0,
-        "top_k": 0,
-        "stop": ["a"],
-        "seed": 3,
-        "max_tokens": 2048,
-    }
+    told = {"temperature": 1.0, "top_k": 0, "stop": ["a"], "seed": 3, "max_tokens": 2048}
+    assert sampling_fields(given) == told
 
 
 @contextlib.contextmanager
@@ -331,18 +314,9 @@ def reads(*lines):
     ],
 )
 def test_a_question_may_have_several_lines(lines, question):
-    assert read_question(reads(*lines)[0]) == question
-
-
-def test_lines_after_the_first_have_another_prompt():
-    read_line, prompts = reads("one\\", "two")
-    read_question(read_line)
-    assert prompts == [">>> ", "... "]
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
+    read_line, prompts = reads(*lines)
+    assert read_question(read_line) == question
+    assert prompts == [">>> ", *["... "] * (len(prompts) - 1)]
 
 
 def test_without_readline_lines_are_read_all_the_same(monkeypatch):
@@ -423,24 +397,18 @@ def test_an_unknown_command_is_not_asked_and_a_space_asks_it(capsys):
     assert [asked[-1]["content"] for asked in answerer.asked] == ["/etc/hosts?", "/a path\nand more"]
 
 
-def test_help_names_every_command(capsys):
-    one = talk(Scripted(), "/help")
-    told = capsys.readouterr().err
-    assert all(f"{name} " in told for name in one._commands)
-
-
-def test_other_programs_words_for_our_commands_are_understood(capsys):
+def test_help_names_every_command_and_other_programs_words_are_understood(capsys):
     one = talk(Scripted(answer("A")), "t1", "/clear", "/?")
     told = capsys.readouterr().err
+    assert all(f"{name} " in told for name in one._commands)
     assert one._messages == []
     assert "the conversation was forgotten" in told
-    assert "/exit " in told
 
 
-def test_exit_ends_before_the_next_question(capsys, monkeypatch):
+def test_exit_ends_before_the_next_question(monkeypatch):
     for name in ("/exit", "/quit", "/bye"):
         pipe(monkeypatch, f"{name}\nt1\n")
-        assert Talk(Scripted(), system=None, max_tokens=None).run() == 0
+        assert Talk(Scripted()).run() == 0
 
 
 MARKED = [
@@ -475,8 +443,3 @@ def test_thoughts_are_for_terminals(monkeypatch):
         monkeypatch.setattr(sys, "stdout", out)
         talk(Scripted(pieces), "one")
         assert out.getvalue() == written
-
-
-def test_run_is_another_name_of_chat():
-    assert {"chat", "run"} <= set(COMMANDS)
-    assert parse(["run", "x", "--system", "s"]).run is parse(["chat"]).run

@@ -12,9 +12,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.tiny import TARGET
+
 ROOT = Path(__file__).parents[2]
-PAIR = ROOT / "tests/fixtures/pair"
-TARGET = str(PAIR / "target")
 MODEL = [TARGET, "--device", "cpu", "--dtype", "float64"]
 PROMPTS = '{"messages": [{"role": "user", "content": "t1 t2 t3"}], "category": "one"}\n' * 64
 
@@ -33,20 +33,11 @@ def run(*words, **options):
     return process, out, error
 
 
-def in_full(words):
+def test_an_output_without_room_is_one_line():
     with open("/dev/full", "w") as full:
-        return run(*words, stdout=full)
-
-
-@pytest.mark.parametrize("words", [["settings"], ["models"]])
-def test_an_output_without_room_is_one_line(words):
-    process, _, error = in_full(words)
+        process, _, error = run("settings", stdout=full)
     assert process.returncode == 2
     assert error.splitlines()[-1].startswith("blockdraft: error: cannot write the output (No space left")
-
-
-def small_files():
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
 
 
 @pytest.mark.slow
@@ -55,7 +46,9 @@ def test_a_disk_that_fills_up_in_training_is_one_line(tmp_path):
     prompts.write_text(PROMPTS)
     words = ["train", TARGET, "--device", "cpu", "--prompts", str(prompts), "--out", str(tmp_path / "run")]
     few = ["--steps", "1", "--length", "64", "--rows-per-step", "1", "--layers", "1"]
-    process, _, error = run(*words, *few, preexec_fn=small_files)
+    process, _, error = run(
+        *words, *few, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+    )
     assert process.returncode == 2
     assert "File too large" in error.splitlines()[-1]
 
@@ -72,7 +65,7 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     )
 
 
-@pytest.mark.parametrize("delay_s", [0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5])
+@pytest.mark.parametrize("delay_s", [0.0, 0.05, 0.15, 0.4])
 def test_ctrl_c_is_no_traceback_however_early_it_comes(delay_s):
     process = start("generate", "t1", "--model", *MODEL, "--ignore-eos", "--max-tokens", "400")
     time.sleep(delay_s)
@@ -109,12 +102,8 @@ def test_a_second_ctrl_c_ends_a_drain_at_once():
 
 @pytest.mark.slow
 def test_nothing_is_left_behind(tmp_path):
-    process, _, _ = run("doctor", "--device", "cpu", env={"TMPDIR": str(tmp_path)})
-    assert list(tmp_path.iterdir()) == []
-    assert not Path(tempfile.gettempdir(), f"perf-{process.pid}.map").exists()
-    process, out, _ = run(
-        "generate", "t1", "--model", *MODEL, "--max-tokens", "3", env={"TMPDIR": str(tmp_path)}
-    )
-    assert out
-    assert list(tmp_path.iterdir()) == []
-    assert not Path(tempfile.gettempdir(), f"perf-{process.pid}.map").exists()
+    for words in (["doctor", "--device", "cpu"], ["generate", "t1", "--model", *MODEL, "--max-tokens", "3"]):
+        process, out, _ = run(*words, env={"TMPDIR": str(tmp_path)})
+        assert out
+        assert list(tmp_path.iterdir()) == []
+        assert not Path(tempfile.gettempdir(), f"perf-{process.pid}.map").exists()

@@ -9,7 +9,8 @@ import pytest
 
 from blockdraft.cli.main import main
 from blockdraft.cli.models import shown_bytes
-from tests.cli.test_cli import TARGET
+from tests.cli.conftest import Terminal
+from tests.tiny import TARGET
 
 
 @pytest.fixture(autouse=True)
@@ -33,11 +34,6 @@ def caches(monkeypatch, tmp_path):
         blob.write_bytes(bytes(size))
         (snapshot / file).symlink_to("../../blobs/b")
     return ours, hub
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
 
 
 def test_the_disk_comes_first_and_the_known_ones_when_asked_for(capsys, caches):
@@ -79,9 +75,12 @@ def test_an_empty_disk_says_how_to_fetch(capsys, monkeypatch, tmp_path):
     assert capsys.readouterr().out.splitlines()[1] == "  no model: `blockdraft models fetch NAME`"
 
 
-def test_fetch_is_the_command_of_that_name(capsys):
-    assert main(["models", "fetch", TARGET]) == 0
+@pytest.mark.parametrize("words", [["fetch"], ["models", "fetch"]])
+def test_fetch_checks_a_model_and_says_so(capsys, tmp_path, words):
+    assert main([*words, TARGET]) == 0
     assert capsys.readouterr().out == f"'{TARGET}' is ready\n"
+    assert main([*words, str(tmp_path / "nowhere")]) == 2
+    assert "nowhere" in capsys.readouterr().err
     assert main(["models", "fetch"]) == 2
     assert "needs a name" in capsys.readouterr().err
 
@@ -94,6 +93,13 @@ def test_rm_removes_what_it_names_and_nothing_else(capsys, caches):
     assert [path.name for path in ours.iterdir()] == ["kernels"]
 
 
+def test_rm_without_anybody_to_ask_removes_nothing(capsys, caches, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
+    assert main(["models", "rm", "org/one"]) == 2
+    assert "add --yes" in capsys.readouterr().err
+    assert (caches[1] / "models--org--one").exists()
+
+
 @pytest.mark.parametrize(("typed", "is_removed"), [("y\n", True), ("n\n", False), ("\n", False), ("", False)])
 def test_rm_asks_first(capsys, caches, monkeypatch, typed, is_removed):
     monkeypatch.setattr(sys, "stdin", Terminal(typed))
@@ -102,13 +108,6 @@ def test_rm_asks_first(capsys, caches, monkeypatch, typed, is_removed):
     assert captured.err.startswith("remove 'org/one', 2 MB, ")
     assert (captured.out.startswith("removed ")) == is_removed
     assert (caches[1] / "models--org--one").exists() != is_removed
-
-
-def test_rm_without_anybody_to_ask_removes_nothing(capsys, caches, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
-    assert main(["models", "rm", "org/one"]) == 2
-    assert "add --yes" in capsys.readouterr().err
-    assert (caches[1] / "models--org--one").exists()
 
 
 def test_rm_never_leaves_the_caches(capsys, caches, tmp_path):
@@ -128,9 +127,5 @@ def test_rm_never_leaves_the_caches(capsys, caches, tmp_path):
 
 
 def test_sizes_are_in_the_units_of_disks():
-    assert [shown_bytes(size) for size in (999, 1_234_567, 98_362_432, 8_050_000_000)] == [
-        "1 kB",
-        "1 MB",
-        "98 MB",
-        "8.1 GB",
-    ]
+    sizes = {999: "1 kB", 1_234_567: "1 MB", 98_362_432: "98 MB", 8_050_000_000: "8.1 GB"}
+    assert {size: shown_bytes(size) for size in sizes} == sizes

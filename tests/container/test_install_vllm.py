@@ -92,11 +92,9 @@ def test_a_nightly_is_their_index_and_says_its_own_version(install):
 @pytest.mark.parametrize(
     ("version", "built", "noted"),
     [
-        ("0.32.0+pr7", "seven\n\n\n\ntwo\n", "0.32.0+pr7"),
         ("0.32.0+pr7.pr8", "seven\n\n\n\neight\n", "0.32.0+pr7.pr8"),
         ("main", "main\n\n\n\ntwo\n", "0.33.0.dev1"),
         ("refs/pull/9/head", "nine\n\n\n\ntwo\n", "0.33.0.dev1"),
-        ("v0.32.0", "one\n\n\n\ntwo\n", "0.33.0.dev1"),
     ],
 )
 def test_what_git_names_is_built_with_published_kernels(install, tmp_path, version, built, noted):

@@ -1,13 +1,14 @@
-"""What is said of machines of every kind: nothing bad of good ones, and the right advice for the others."""
+"""Findings about machines: nothing bad of good ones, and the right advice for the others."""
 
+import os
+import shutil
 from dataclasses import replace
-from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from blockdraft.doctor.abilities import abilities
-from blockdraft.doctor.finding import Finding, worst
-from blockdraft.doctor.hardware import DiskSpace, disk_findings, disk_space, limit_findings, machine_findings
+from blockdraft.doctor.hardware import disk_findings, limit_findings, machine_findings
 from blockdraft.doctor.libraries import library_findings, read_versions
 from blockdraft.machine.cards import CARDS
 from blockdraft.machine.machine import Cpu, Gpu, Limits, Machine
@@ -52,14 +53,16 @@ def test_a_card_is_described_in_one_line(tmp_path):
     assert says == "NVIDIA H200: capability 9.0, 140.0 GiB (139.0 free), 4,800 GB/s, driver 580.95.05"
 
 
-def test_a_card_that_nobody_knows_is_a_warning(tmp_path):
-    unknown = gpu("NVIDIA Whatever", (0, 0))
-    assert bad(machine_findings(with_gpus(unknown), tmp_path)) == {"GPU 0": "warning"}
-
-
-def test_a_card_that_others_use(tmp_path):
-    assert bad(machine_findings(with_gpus(gpu(free=60)), tmp_path)) == {"GPU 0 in use": "warning"}
-    assert bad(machine_findings(with_gpus(gpu(free=70)), tmp_path)) == {}
+@pytest.mark.parametrize(
+    ("card", "expected"),
+    [
+        (gpu("NVIDIA Whatever", (0, 0)), {"GPU 0": "warning"}),  # nobody knows it
+        (gpu(free=60), {"GPU 0 in use": "warning"}),
+        (gpu(free=70), {}),
+    ],
+)
+def test_a_card_that_is_unknown_or_in_use(card, expected, tmp_path):
+    assert bad(machine_findings(with_gpus(card), tmp_path)) == expected
 
 
 def test_cards_of_different_kinds_are_counted_in_different_orders(tmp_path):
@@ -148,19 +151,17 @@ def test_ulimits():
         (100, False, {"downloads": "problem", "hub": "problem", "triton": "problem"}),
     ],
 )
-def test_disks(free, may_write, expected):
-    folders = {name: Path("/somewhere") for name in ("downloads", "hub", "triton")}
-    assert bad(disk_findings(folders, lambda folder: DiskSpace(free * GIB, may_write))) == expected
-
-
-def test_the_advice_for_a_full_disk_names_the_variable():
-    found = disk_findings({"hub": Path("/x")}, lambda folder: DiskSpace(0, may_write=True))
-    assert "HF_HOME" in about(found, "hub").advice
-
-
-def test_a_folder_that_is_not_there_yet_has_the_room_of_its_parent(tmp_path):
-    assert disk_space(tmp_path / "a" / "b").may_write
-    assert disk_space(tmp_path / "a").free_bytes == pytest.approx(disk_space(tmp_path).free_bytes, rel=0.05)
+def test_disks(monkeypatch, tmp_path, free, may_write, expected):
+    """A folder that is not there yet has the room of its parent."""
+    asked = []
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: asked.append(path) or Mock(free=free * GIB))
+    monkeypatch.setattr(os, "access", lambda path, mode: may_write)
+    found = list(disk_findings(dict.fromkeys(("downloads", "hub", "triton"), tmp_path / "a" / "b")))
+    assert bad(found) == expected
+    assert set(asked) == {tmp_path}
+    assert next(disk_findings({"hub": tmp_path})).name == "hub"
+    assert asked[-1] == tmp_path
+    assert not expected or "HF_HOME" in about(found, "hub").advice
 
 
 # ---- libraries
@@ -233,20 +234,3 @@ def test_what_a_card_computes_in(capability, expected):
 def test_what_a_processor_computes_in(capability, features, state):
     found = {ability.name: ability.state for ability in abilities(capability, frozenset(features))}
     assert (found["int8"], found["float32"], found["bf16"]) == ("native", "native", state)
-
-
-# ---- findings
-
-
-def test_the_worst_finding_decides():
-    ok = Finding("machine", "a", "ok", "fine")
-    warning = Finding("machine", "b", "warning", "hm", advice="do it")
-    problem = Finding("machine", "c", "problem", "no", advice="do that")
-    assert worst([]) == worst([ok]) == "ok"
-    assert worst([warning, ok]) == "warning"
-    assert worst([ok, problem, warning]) == "problem"
-
-
-def test_whatever_is_not_ok_says_what_to_do():
-    with pytest.raises(AssertionError):
-        Finding("machine", "a", "warning", "hm")

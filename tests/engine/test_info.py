@@ -11,8 +11,7 @@ from torch import nn
 
 from blockdraft.check.selfcheck import without_drafter
 from blockdraft.checkpoints.fetch import SMOLLM2
-from blockdraft.checkpoints.opening import open_checkpoint
-from blockdraft.checkpoints.stored_form import StoredForm, stored_form
+from blockdraft.checkpoints.opening import StoredForm, open_checkpoint, stored_form
 from blockdraft.engine.describe import engine_info, fingerprint, kv_text
 from blockdraft.engine.engine import Engine
 from blockdraft.settings.settings import cache_dir

@@ -14,7 +14,7 @@ from blockdraft import LLM, RequestError, SamplingParams
 from blockdraft.engine.engine import Launched
 from blockdraft.engine.scheduler import Outcome
 from blockdraft.kernels.cpu import why_no_llvm
-from blockdraft.kernels.llvm.recording import current_tape
+from blockdraft.kernels.llvm.jit import recorder
 from blockdraft.step.captures import OnCpu
 from tests import tiny
 
@@ -160,7 +160,7 @@ def test_after_an_interrupt_anywhere_in_a_step_answers_are_right(kind):
 
 def is_recording():
     """Whether this thread is still bound to a tape; numbers are read in a way that a tape forbids."""
-    return current_tape() is not None or _len_torch_dispatch_stack() > 0 or torch.ones(2).tolist() != [1, 1]
+    return recorder.tape is not None or _len_torch_dispatch_stack() > 0 or torch.ones(2).tolist() != [1, 1]
 
 
 def test_an_interrupt_anywhere_around_a_recording_leaves_no_tape_behind():

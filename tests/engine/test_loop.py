@@ -80,7 +80,7 @@ OUTLETS = Outlets()
 
 async def submit(loop, prompt, sampling):
     """Queue a prompt, and return its stream once the engine has it."""
-    stream = Stream(new_request_id(), sampling.n, OUTLETS.here(), loop.abort)
+    stream = Stream(new_request_id(), OUTLETS.here(), loop.abort)
     try:
         await asyncio.wrap_future(loop.add(prompt, sampling, stream))
     except asyncio.CancelledError:

@@ -15,10 +15,6 @@ from blockdraft.step.drafter import NoDrafter
 from tests import stepping, tiny
 from tests.stepping import CARD, FAMILY_BLOCK, gather, make_requests
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 triton = pytest.importorskip("triton")
 tl = triton.language
 SETTINGS = Settings(
@@ -74,8 +70,8 @@ def tokens(engine, request):
         ("sampling", "choose", "sampling", False),
         ("acceptance", "advance", "acceptance", False),
         ("pointwise", "locate", "slots", False),
-        ("rows", "norm_rope_write", "heads", True),
-        ("rows", "rms_norm", "norms", True),
+        ("pointwise", "norm_rope_write", "heads", True),
+        ("pointwise", "rms_norm", "norms", True),
         ("linear", "linear", "products", True),
     ],
 )

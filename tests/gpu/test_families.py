@@ -11,10 +11,6 @@ from blockdraft.engine.request import SamplingParams
 from tests.models.checkpoints import load_pair, write_target
 from tests.models.families import BASE, CASES, CONFIGS
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 NAMES = [name for name, (_, overrides) in CASES.items() if overrides is not None]
 
 

@@ -7,7 +7,6 @@ runs the same comparisons on the CPU without graphs, as a check of the compariso
 from dataclasses import replace
 
 import pytest
-import torch
 
 from blockdraft.engine.request import SamplingParams
 from blockdraft.engine.trial_engine import serve
@@ -16,10 +15,6 @@ from blockdraft.step.row_sizes import row_sizes
 from tests import stepping
 from tests.stepping import CARD, MAX_ROWS, SCENES
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 # Delta layers, mixtures, sinks, windows and shared layers: whatever a graph could hold wrongly.
 FAMILIES = ["qwen3_next-whole", "qwen3_5_moe-whole", "gpt_oss-whole", "gemma4-mixture", "gemma4-shared"]
 

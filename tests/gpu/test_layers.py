@@ -1,7 +1,6 @@
 """The check of layers on a card: sound models pass in every dtype, and each fault is refused."""
 
 import pytest
-import torch
 
 from blockdraft.checkpoints.fetch import SMOLLM2
 from blockdraft.doctor.shapes import SHAPES
@@ -10,10 +9,6 @@ from tests.check import test_layers as test_layercheck
 from tests.faults import FAULTS, engine, worst
 from tests.lossless.families import NAMES
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 needs_default = pytest.mark.skipif(
     not (cache_dir() / SMOLLM2.gguf).exists(), reason="default model not fetched: blockdraft fetch"
 )

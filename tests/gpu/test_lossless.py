@@ -14,10 +14,6 @@ from tests import stepping, tiny
 from tests.lossless.families import NAMES
 from tests.stepping import CARD, FAMILY_BLOCK
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 MAX_MARGIN = 0.5  # nats between the two likeliest tokens, where two widths may part
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 

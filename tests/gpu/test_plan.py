@@ -14,15 +14,10 @@ from benchmarks.shapes import SHAPES
 from blockdraft.machine.machine import read_machine
 from blockdraft.phases import StartProgress
 from blockdraft.planner.memory_fit import fit_native
-from blockdraft.planner.pair import open_pair
+from blockdraft.planner.pair import Case, open_pair
 from blockdraft.settings.settings import Settings
 from blockdraft.start.memory import release
 from blockdraft.start.start_engine import start_engine
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +37,7 @@ def started(tmp_path_factory):
     release()
     free, total = torch.cuda.mem_get_info()
     machine = replace(read_machine(), gpu_bytes=total, gpu_free_bytes=free)
-    fit = fit_native(settings, machine, open_pair(settings))
+    fit = fit_native(Case(settings, machine, open_pair(settings)))
     if fit.problem is not None:
         pytest.skip(f"this card is too small: {fit.problem}")
     engine = start_engine(settings, StartProgress())

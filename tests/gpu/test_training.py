@@ -15,10 +15,6 @@ from blockdraft.training.packing import draw, pack
 from blockdraft.training.trainer import BlockForward, Trainer
 from tests.training import pairs
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 TOLERANCE = 0.03  # of the norm; bfloat16 has eight bits
 # FlexAttention wants heads of 16 values or more.
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "block_size": 16}
@@ -34,7 +30,7 @@ LENGTHS = [256, 200]
 
 
 class Scene:
-    """The same drafter on the card and on the CPU, over rows of several documents."""
+    """A drafter on the card and on the CPU, over rows of several documents."""
 
     def __init__(self, kind, length):
         raw = pairs.draft_json(top=HEADS | KINDS[kind])

@@ -119,7 +119,7 @@ def make(
 
 
 def on(case, device):
-    """The same case on a device."""
+    """Move a case to a device."""
     move = lambda x: x.to(device)  # noqa: E731
     pages = case.pages
     moved = pages._replace(

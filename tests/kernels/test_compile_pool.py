@@ -78,7 +78,7 @@ print(json.dumps([function.cache_key for function in functions]))
 
 
 def run(script, folder):
-    """What a process that compiles, and does not interpret, prints last."""
+    """Run a script that compiles instead of interpreting; return its last line as JSON."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(folder)
     environment["PYTHONPATH"] = str(Path(__file__).parents[2])
@@ -87,12 +87,6 @@ def run(script, folder):
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
-
-
-@pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    names = ("is_zero", "skipped", "compiled", "after", "kinds", "told", "errors")
-    return dict(zip(names, run(SCRIPT, tmp_path_factory.mktemp("triton")), strict=True))
 
 
 @pytest.mark.slow
@@ -111,25 +105,17 @@ def test_a_word_that_names_a_type_stays_a_word():
 
 
 @pytest.mark.slow
-def test_while_collecting_nothing_is_compiled_and_memory_and_indices_are_zero(found):
-    assert found["skipped"] == []
-    assert found["is_zero"]
-
-
-@pytest.mark.slow
-def test_whoever_runs_a_kernel_finds_it_compiled(found):
-    assert len(found["compiled"]) >= 2
-    assert found["after"] == found["compiled"]
-    assert found["kinds"] == ["CompiledKernel"], "what stood for the kernels is gone"
-
-
-@pytest.mark.slow
-def test_each_kernel_is_told_of_once_and_what_does_not_compile_is_named(found):
-    told = found["told"]
-    assert [done for done, _, _ in told] == list(range(1, len(told) + 1))
+def test_whoever_runs_a_kernel_finds_it_compiled(tmp_path):
+    is_zero, skipped, compiled, after, kinds, told, errors = run(SCRIPT, tmp_path)
+    assert skipped == [], "nothing is compiled while collecting"
+    assert is_zero, "memory and indices are zero while collecting"
+    assert len(compiled) >= 2
+    assert after == compiled
+    assert kinds == ["CompiledKernel"], "what stood for the kernels is gone"
+    assert [done for done, _, _ in told] == list(range(1, len(told) + 1)), "each is told of once"
     assert {total for _, total, _ in told} == {len(told)}
-    assert len(told) == len(found["compiled"]) + 1
-    (error,) = found["errors"]
+    assert len(told) == len(compiled) + 1
+    (error,) = errors
     assert error.startswith("nonsense: KeyError")
 
 
@@ -160,7 +146,7 @@ def test_what_a_compiler_prints_is_no_answer(monkeypatch):
 
 @pytest.mark.slow
 def test_workers_end_with_the_start_that_has_begun_them():
-    """However it ends: they have nothing more to read."""
+    """Their input ends with it, however it ends."""
     command = [sys.executable, "-m", "blockdraft.kernels.triton.compile_workers", "3"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         process.stdin.write(

@@ -1,7 +1,5 @@
 """Products in whole numbers: every path of this machine against int64, and its promise on bits."""
 
-import itertools
-
 import pytest
 import torch
 
@@ -18,6 +16,8 @@ from blockdraft.kernels.int8 import (
     unpack,
 )
 from blockdraft.kernels.kernels import REFERENCE
+from blockdraft.kernels.llvm.compiler import assembly
+from blockdraft.kernels.llvm.int8 import Int8Kernels, product
 from blockdraft.kernels.pick.products import interleave, pack, pick_int8
 from blockdraft.models.packed_int8 import Int8Matrix
 
@@ -38,7 +38,7 @@ def make(n, k, num_tokens=33):
 
 
 def factors_of(columns, generator):
-    """Powers of two, as a loader makes them."""
+    """Return powers of two, as a loader does."""
     return torch.randint(-3, 4, (columns,), generator=generator).float().exp2()
 
 
@@ -46,18 +46,11 @@ def factors_of(columns, generator):
 def kernels(request):
     if WHY_NOT is not None:
         pytest.skip(WHY_NOT)
-    from blockdraft.kernels.llvm.int8 import Int8Kernels
-
     return Int8Kernels(request.param)
 
 
-def multiply(kernels, x, weight, bias=None, onto=None):
-    tokens = kernels.round(x, weight.rotated, weight.factors)
-    return kernels.product(tokens, weight.packed, weight.sums, weight.scale, weight.rows, bias, onto)
-
-
 def same_bits(one, other):
-    """And NaN wherever the other has one."""
+    """Compare bits; NaN equals NaN."""
     is_nan = one.isnan()
     return torch.equal(is_nan, other.isnan()) and torch.equal(
         one.masked_fill(is_nan, 0).view(torch.int32), other.masked_fill(is_nan, 0).view(torch.int32)
@@ -69,7 +62,7 @@ def same_bits(one, other):
 
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 def test_a_product_is_that_of_whole_numbers_times_both_scales(kernels, n, k):
-    """In int64, then in float32 in the order of the contract."""
+    """Compare with int64 products, multiplied in float32 in the order of the contract."""
     x, weight = make(n, k)
     bias, onto = torch.linspace(-1, 1, n), torch.linspace(2, 3, len(x) * n).view(len(x), n)
     values, scale = round_tokens(x, weight.rotated, weight.factors)
@@ -77,45 +70,31 @@ def test_a_product_is_that_of_whole_numbers_times_both_scales(kernels, n, k):
     exact = sums.float() * weight.scale[:n] * scale[:, None]
     for count in COUNTS:
         some = exact[:count]
-        assert torch.equal(multiply(kernels, x[:count], weight), some)
-        assert torch.equal(multiply(kernels, x[:count], weight, bias), some + bias)
-        assert torch.equal(multiply(kernels, x[:count], weight, None, onto[:count]), onto[:count] + some)
+        assert torch.equal(kernels.linear(x[:count], weight), some)
+        assert torch.equal(kernels.linear(x[:count], weight, bias), some + bias)
+        assert torch.equal(kernels.linear(x[:count], weight, None, onto[:count]), onto[:count] + some)
         whole = onto[:count] + (some + bias)
-        assert torch.equal(multiply(kernels, x[:count], weight, bias, onto[:count]), whole)
+        assert torch.equal(kernels.linear(x[:count], weight, bias, onto[:count]), whole)
         assert torch.equal(reference_int8_linear(x[:count], weight, bias, onto[:count]), whole)
 
 
 def test_the_largest_sums_are_exact(kernels):
-    """Where every product is 127 * 127, of either sign, and more of them than float32 can count."""
+    """Every product is 127 * 127, of either sign; float32 could not count so many."""
     k = 4099  # odd: nothing is turned
     ones = torch.ones(k)
     weight = interleave(*pack(torch.stack((ones, -ones)), ones), ones)
     sums = torch.tensor([127 * 127 * k, -127 * 127 * k]).float()
     for sign in (1.0, -1.0):
         assert torch.equal(
-            multiply(kernels, torch.full((1, k), sign), weight)[0],
+            kernels.linear(torch.full((1, k), sign), weight)[0],
             sums * sign * weight.scale[:2] * torch.tensor(1.0).div(127),
         )
 
 
-@pytest.mark.parametrize(("n", "k"), [(17, 24), (97, 131), (33, 1536)])
-def test_the_bits_of_a_token_depend_neither_on_the_batch_nor_on_its_place(kernels, n, k):
-    x, weight = make(n, k, num_tokens=20)
-    alone = torch.cat([multiply(kernels, token[None], weight) for token in x])
-    for count, start in itertools.product(range(1, 18), (0, 3)):
-        rows = slice(start, start + count)
-        assert torch.equal(multiply(kernels, x[rows], weight), alone[rows])
-
-
-def test_the_bits_do_not_depend_on_the_number_of_threads(kernels):
+def test_the_bits_do_not_depend_on_the_number_of_threads(kernels, threads):
     x, weight = make(1003, 200)
-    threads = torch.get_num_threads()
-    try:
-        results = [torch.set_num_threads(n) or multiply(kernels, x, weight) for n in (1, 2, 3)]
-    finally:
-        torch.set_num_threads(threads)
-    assert torch.equal(results[0], results[1])
-    assert torch.equal(results[0], results[2])
+    first, *others = [threads(n) or kernels.linear(x, weight) for n in (1, 2, 3)]
+    assert all(torch.equal(one, first) for one in others)
 
 
 @needs_kernels
@@ -132,6 +111,20 @@ def test_a_picked_product_takes_leading_dimensions_and_strided_tensors():
     assert linear(x[:0], weight, bias, None).shape == (0, 17)
     rows = torch.tensor([[16, 3], [0, 7], [3, 3]])
     assert torch.equal(look_up(rows[:, 1], weight), reference_look_up(rows[:, 1], weight))
+
+
+@needs_kernels
+def test_the_products_of_other_processors_compile():
+    llvm = pytest.importorskip("llvmlite.binding")
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    for path, (processor, features) in {
+        "sdot": ("aarch64", "+dotprod"), "generic": ("aarch64", ""), "avx2": ("x86_64", "+avx2"),
+        "vnni": ("x86_64", "+avx512f,+avx512vnni"),
+    }.items():  # fmt: skip
+        target = llvm.Target.from_triple(f"{processor}-unknown-linux-gnu")
+        module = llvm.parse_assembly(assembly(product, path=path))
+        assert target.create_target_machine(features=features, opt=3).emit_object(module)
 
 
 # ---- rounding
@@ -155,7 +148,7 @@ ODD = {
 
 
 def odd(name, rotated):
-    """The values of ODD, as often as there is room for, beside a usual token."""
+    """Return a token that repeats values of ODD, and a usual token."""
     size = max(rotated, 19) + -max(rotated, 19) % rotated
     usual = torch.linspace(-1, 2, size)
     return torch.stack((torch.tensor(ODD[name]).repeat(-(-size // 19))[:size], usual))
@@ -187,7 +180,7 @@ def assert_rounded_alike(kernels, x, rotated, factors):
 
 @pytest.mark.parametrize("rotated", [1, 2, 16, 512])
 def test_rounded_tokens_are_near_and_zeros_stay(rotated):
-    """Within half a 127th of the largest, whatever the magnitude."""
+    """The error is at most half a 127th of the largest value, for every magnitude."""
     for name in ("zeros", "one value", "halves", "tiny", "denormal", "tiny beside large"):
         x = odd(name, rotated)
         values, scale = round_tokens(x, rotated, torch.ones(x.shape[1]))
@@ -202,17 +195,17 @@ def test_rounded_tokens_are_near_and_zeros_stay(rotated):
 @pytest.mark.parametrize("rotated", [1, 8, 64])
 @pytest.mark.parametrize("name", [name for name in ODD if "inf" in name or "undef" in name or name == "huge"])
 def test_what_is_no_number_never_becomes_one(kernels, name, rotated):
-    """And the token beside it is what it would be alone."""
+    """The token beside it has the same bits as alone."""
     x = odd(name, rotated)
     generator, ones = torch.Generator().manual_seed(1), torch.ones(x.shape[1])
     weight = interleave(*pack(torch.randn(21, len(ones), generator=generator), ones), ones)
     weight = weight._replace(rotated=rotated)
-    got = multiply(kernels, x, weight)
+    got = kernels.linear(x, weight)
     if name != "huge" or rotated > 1:
         assert not got[0].isfinite().any()
     if "undefined" in name:
         assert got[0].isnan().all()
-    assert torch.equal(got[1:], multiply(kernels, x[1:], weight))
+    assert torch.equal(got[1:], kernels.linear(x[1:], weight))
     assert got[1].isfinite().all()
 
 
@@ -256,7 +249,7 @@ def test_a_matrix_is_near_what_it_was_made_of(n, k):
 
 
 def test_factors_bring_columns_nearer_to_each_other():
-    """Of a token whose columns differ by much; a factor of a power of two rounds nothing by itself."""
+    """The columns differ by much; multiplying by a power of two rounds nothing by itself."""
     generator = torch.Generator().manual_seed(0)
     factors = torch.randint(-8, 9, (99,), generator=generator).float().exp2()
     x, weight = (
@@ -296,28 +289,16 @@ def test_a_weight_that_is_no_number_is_refused(value):
 # ---- which path
 
 
-@pytest.fixture
-def fresh_path():
-    product_path.cache_clear()
-    yield
-    product_path.cache_clear()
-
-
-@pytest.mark.parametrize("path", PATHS)
-def test_a_path_can_be_asked_for(path, monkeypatch, fresh_path):
-    monkeypatch.setenv("BLOCKDRAFT_PRODUCTS", path)
-    assert product_path() == path
-
-
-def test_without_a_word_the_fastest_path_is_taken(monkeypatch, fresh_path):
+def test_the_fastest_path_is_taken_or_the_one_asked_for_if_this_processor_has_it(monkeypatch):
+    choose = product_path.__wrapped__
     monkeypatch.delenv("BLOCKDRAFT_PRODUCTS", raising=False)
-    assert product_path() == PATHS[0]
+    assert choose() == PATHS[0]
     assert PATHS[-1] == "generic"
-
-
-def test_a_path_that_this_processor_has_not_is_refused(monkeypatch, fresh_path):
+    for path in PATHS:
+        monkeypatch.setenv("BLOCKDRAFT_PRODUCTS", path)
+        assert choose() == path
     missing = next(path for path in ("sdot", "vnni") if path not in PATHS)
     monkeypatch.setenv("BLOCKDRAFT_PRODUCTS", missing)
     with pytest.raises(SettingsError) as error:
-        product_path()
+        choose()
     assert all(word in str(error.value) for word in ("BLOCKDRAFT_PRODUCTS", missing, *PATHS))

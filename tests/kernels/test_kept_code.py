@@ -23,7 +23,7 @@ def write(out: Longs, *, value: int) -> None:
 
 @pytest.fixture
 def compiled(tmp_path, monkeypatch):
-    """The sizes of what LLVM has compiled, and the folder that keeps it."""
+    """Return the sizes of code as LLVM compiles it, and the folder that keeps it."""
     monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path))
     found = []
     store = jit._Compiled.store
@@ -37,7 +37,7 @@ def compiled(tmp_path, monkeypatch):
 
 
 def value_of(value):
-    """What the kernel of `value` writes."""
+    """Return the number that the kernel of `value` writes."""
     out = torch.zeros(1, dtype=torch.int64)
     Jit(write, value=value)(out, is_small=True)
     return out.item()

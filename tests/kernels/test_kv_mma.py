@@ -21,7 +21,7 @@ SHAPE = {"num_groups": 8, "shared": 4}
 
 
 def run_ptx(code, inputs):
-    """The registers after a few whole-number instructions of PTX; `inputs` by name."""
+    """Run integer instructions of PTX; return all registers by name."""
     found = dict(inputs)
     value = lambda name: found[name] if name in found else int(name, 0)  # noqa: E731
     for name, rest in re.findall(r"(mov|prmt|lop3|shr|shl|sub)\.\w+ ([^;]+);", code):
@@ -47,24 +47,18 @@ def run_ptx(code, inputs):
 def test_words_become_levels_by_tables():
     choice, sizes = random.Random(0), kv_codec.LEVELS[4]
     levels = [*(-size for size in reversed(sizes)), *sizes]
-    for word in [0x76543210, 0xFEDCBA98, *(choice.getrandbits(32) for _ in range(50))]:
+    for word in [0x76543210, 0xFEDCBA98, *(choice.getrandbits(32) for _ in range(15))]:
         found = run_ptx(WORD_BY_TABLE.value, {"$4": word})
         pairs = torch.tensor([found[f"${i}"] for i in range(4)]).to(torch.int32).view(torch.bfloat16)
         codes = [word >> 4 * i & 15 for i in (0, 2, 4, 6, 1, 3, 5, 7)]  # low nibbles, then high ones
         assert pairs.tolist() == [levels[code] for code in codes]
 
 
-@pytest.mark.parametrize(
-    ("rows", "width", "columns", "warps", "level"),
-    [
-        (1, 1, 8, 1, 0),
-        (1, 4, 16, 1, 0),
-        (8, 1, 8, 1, 1),
-        (1, 16, 64, 4, 1),
-        (64, 16, 64, 4, 2),
-        (2, 2048, 64, 4, 2),
-    ],
-)
+FEW = [(1, 1, 8, 1, 0), (1, 4, 16, 1, 0), (8, 1, 8, 1, 1)]
+MANY = [(1, 16, 64, 4, 1), (64, 16, 64, 4, 2), (2, 2048, 64, 4, 2)]
+
+
+@pytest.mark.parametrize(("rows", "width", "columns", "warps", "level"), [*FEW, *MANY])
 def test_the_work_is_cut_by_the_number_of_queries(rows, width, columns, warps, level):
     config = kv_mma.choose(num_rows=rows, max_count=width, **SHAPE)
     assert (config.columns, config.warps, config.level) == (columns, warps, level)
@@ -113,7 +107,7 @@ def compile_for_a_card(dim, columns, warps, level):
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", ["128 8 1 0", "64 16 1 1", "128 64 4 1", "64 64 4 2"])
 def test_it_compiles_for_a_card_that_is_not_there(shape):
-    """What a lane loads is what it gives to the tensor cores, or it does not compile."""
+    """If a lane loads other values than it gives to the tensor cores, it does not compile."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.kernels.test_kv_mma", *shape.split()]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import linecache
+import textwrap
+
 import pytest
 import torch
 
 from blockdraft.kernels.cpu import why_no_llvm
 from blockdraft.kernels.llvm.compiler import assembly, inlined, kernel, taken, unrolled
-from blockdraft.kernels.llvm.jit import Jit, real_type
+from blockdraft.kernels.llvm.jit import REALS, Jit
 from blockdraft.kernels.llvm.language import (
     Floats,
     Int,
@@ -20,18 +23,14 @@ from blockdraft.kernels.llvm.language import (
     f32,
     f64,
     fma,
-    halved,
     i32,
     i64,
     largest,
     load,
-    rounded,
-    scratch,
     select,
     sigmoid,
     smallest,
     store,
-    zeros,
 )
 
 runs = pytest.mark.skipif(
@@ -42,12 +41,12 @@ DTYPES = [torch.float32, torch.float64]
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path_factory, monkeypatch):
-    """One folder for all tests: a kernel that two of them use is compiled once."""
+    """Share a folder among all tests, so that each kernel is compiled once."""
     monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path_factory.getbasetemp()))
 
 
 def longs(kernel, *given, size=8, **known):
-    """What `kernel` writes into its first field, `size` whole numbers."""
+    """Return the `size` integers that `kernel` writes into its first field."""
     out = torch.zeros(size, dtype=torch.int64)
     Jit(kernel, **known)(out, *given, is_small=True)
     return out.tolist()
@@ -169,16 +168,12 @@ def take(out: Longs, n: Int) -> None:
 
 
 @runs
-def test_every_item_is_taken_once_by_any_number_of_threads():
-    threads = torch.get_num_threads()
-    try:
-        for count in (1, 3):
-            torch.set_num_threads(count)
-            out = torch.ones(1000, dtype=torch.int64)
-            Jit(take)(out, 1000)
-            assert torch.equal(out, torch.arange(1000) + 1)
-    finally:
-        torch.set_num_threads(threads)
+def test_every_item_is_taken_once_by_any_number_of_threads(threads):
+    for count in (1, 3):
+        threads(count)
+        out = torch.ones(1000, dtype=torch.int64)
+        Jit(take)(out, 1000)
+        assert torch.equal(out, torch.arange(1000) + 1)
 
 
 @kernel
@@ -187,7 +182,7 @@ def names_are_reused(out: Longs, n: Int) -> None:
         out[i] = i
     for k in range(n):
         for i in unrolled(3, 6):  # still known: Registers take it
-            kept = Registers((6,), zeros(out, i64))
+            kept = Registers((6,), out.zeros(i64))
             kept[i] = k
             out[i] = kept[i]
     k = 5
@@ -225,18 +220,16 @@ def test_whole_numbers():
 
 @kernel
 def sums(out: Reals, x: Reals, size: Int, scale: Real, *, real: Type) -> None:
-    parts = Registers((2, 2), zeros(x, real.wide(4)))
+    parts = Registers((2, 2), x.zeros(real.wide(4)))
     for i in range(0, size, 8):
         for half in unrolled(2):
             values = load(x + (i + half * 4), 4)
             parts[half, 0] = parts[half, 0] + values
             parts[half, 1] = fma(values, scale, parts[half, 1])
-    out[0] = halved(parts[0, 0] + parts[1, 0])
-    out[1] = halved(parts[0, 1] + parts[1, 1])
-    out[2] = halved(parts[0, 0], largest)
-    parts.fill()
-    out[3] = halved(parts[1, 1])
-    room = scratch(x, real, size)
+    out[0] = (parts[0, 0] + parts[1, 0]).halved()
+    out[1] = (parts[0, 1] + parts[1, 1]).halved()
+    out[2] = parts[0, 0].halved(largest)
+    room = x.scratch(real, size)
     for i in range(size):
         room[i] = x[size - 1 - i]
     store(out + 4, load(room, 4).lanes([3, 3, 0, 5], load(x, 4)))
@@ -246,7 +239,7 @@ def sums(out: Reals, x: Reals, size: Int, scale: Real, *, real: Type) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_registers_vectors_and_room_of_a_thread(dtype):
     x, out = torch.arange(1, 17, dtype=dtype), torch.zeros(8, dtype=dtype)
-    Jit(sums, real=real_type(dtype))(out, x, 16, 0.5, is_small=True)
+    Jit(sums, real=REALS[dtype])(out, x, 16, 0.5, is_small=True)
     assert out.tolist() == [136, 68, 16, 0, 13, 13, 16, 2]
 
 
@@ -259,19 +252,19 @@ def functions(size: Int, x: Reals, y: Reals, *, real: Type, name: str) -> None:
         elif name == "sigmoid":
             store(y + i, sigmoid(values))
         elif name == "rounded":
-            store(y + i, rounded(values))
+            store(y + i, round(values))
         else:
             store(y + i, select(values < 0.0, -values, values * 2.0))
 
 
 def computed(name, x):
     y = torch.empty_like(x)
-    Jit(functions, real=real_type(x.dtype), name=name)(x.numel(), x, y, is_small=True)
+    Jit(functions, real=REALS[x.dtype], name=name)(x.numel(), x, y, is_small=True)
     return y
 
 
 def ulps(ours, exact):
-    """How far `ours` is from the exact values, in units of its last place."""
+    """Return the largest error of `ours` in units of its last place."""
     kind = {torch.float32: torch.int32, torch.float64: torch.int64}[ours.dtype]
     return (ours.view(kind).long() - exact.to(ours.dtype).view(kind).long()).abs().max().item()
 
@@ -327,135 +320,28 @@ def test_an_operator_rounds_once_and_none_are_joined_or_reordered():
 # ------------------------------------------------------------------------------------------------ refusals
 
 
-@kernel
-def unknown_condition(x: Int) -> None:
-    assert x > 3
-
-
-@kernel
-def known_loop(x: Int) -> None:
-    while True:
-        x += 1
-
-
-@kernel
-def leaves_early(n: Int, out: Longs) -> None:
-    for i in range(n):
-        out[i] = i
-        return
-
-
-@kernel
-def breaks(n: Int) -> None:
-    for _ in range(n):
-        break
-
-
-@kernel
-def has_lambda(x: Int) -> None:
-    _ = lambda: x  # noqa: E731
-
-
-@kernel
-def is_in(x: Int) -> None:
-    _ = x in (1, 2)
-
-
-@kernel
-def no_such_name(x: Int) -> None:
-    _ = x + nothing_of_that_name  # noqa: F821
-
-
-@kernel
-def types_meet(x: Int, y: Floats) -> None:
-    _ = x + y[0]
-
-
-@kernel
-def half_an_integer(x: Int) -> None:
-    _ = x + 0.5
-
-
-@kernel
-def float_to_longs(x: Floats, out: Longs) -> None:
-    out[0] = x[0]
-
-
-@kernel
-def counts_down(x: Longs) -> None:
-    for i in range(10, 0, -1):
-        x[i] = 0
-
-
-@kernel
-def known_changes(x: Floats, n: Int) -> None:
-    total = 0.0
-    for i in range(n):
-        total = total + x[i]
-    x[0] = total
-
-
-@kernel
-def known_differs(x: Int) -> None:
-    mode = "small"
-    if x > 3:
-        mode = "large"
-    assert mode
-
-
-@kernel
-def type_changes(x: Floats, n: Int) -> None:
-    total = x[0]
-    for i in range(n):
-        total = total.to(f64) + x[i].to(f64)
-
-
-@kernel
-def pointer_changes(x: Floats, y: Longs, n: Int) -> None:
-    at = x
-    for _ in range(n):
-        at = y
-    _ = at
-
-
-@kernel
-def made_in_one_branch(x: Int, out: Longs) -> None:
-    if x > 3:
-        found = x
-    out[0] = found
-
-
-@kernel
-def made_in_a_loop(n: Int, out: Longs) -> None:
-    for i in range(n):
-        found = i
-    out[0] = found
-
-
-@kernel
-def unknown_register(x: Int) -> None:
-    parts = Registers((4,), zeros(x, f32))
-    for i in range(4):
-        parts[i] = parts[0]
-
-
-@kernel
-def no_register(x: Int) -> None:
-    _ = Registers((2, 2), zeros(x, f32))[2, 0]
-
-
-@kernel
-def wide_register(x: Int) -> None:
-    parts = Registers((2,), zeros(x, f32))
-    parts[0] = zeros(x, f32.wide(4))
-
-
-@kernel
-def loop_with_else(n: Int, out: Longs) -> None:
-    for i in range(n):
-        out[i] = i
-    else:
-        out[0] = 1
+REFUSED = [  # the body of a kernel, the line of the mistake in it, and how it is refused
+    ("assert n > 3", 1, "not known while it is compiled"),
+    ("while True:\n    n += 1", 1, "never end"),
+    ("for i in range(n):\n    out[i] = i\n    return", 3, "no return"),
+    ("for _ in range(n):\n    break", 2, "a kernel has no 'Break'"),
+    ("_ = n in (1, 2)", 1, "a kernel has no 'In'"),
+    ("_ = n + nothing_of_that_name", 1, "there is no 'nothing_of_that_name' here"),
+    ("_ = n + x[0]", 1, "i64 meets float"),
+    ("_ = n + 0.5", 1, "0.5 is no i64"),
+    ("out[0] = x[0]", 1, "float goes to i64"),
+    ("for i in range(10, 0, -1):\n    out[i] = 0", 1, "counts up"),
+    ("total = 0.0\nfor i in range(n):\n    total = total + x[i]", 3, "'total' is the constant 0.0"),
+    ("mode = 'small'\nif n > 3:\n    mode = 'large'", 3, "'mode' is the constant 'small'"),
+    ("y = x[0]\nfor i in range(n):\n    y = y.to(f64)", 3, "'y' is float and becomes another type"),
+    ("at = x\nfor _ in range(n):\n    at = out", 3, "'at' is ptr and becomes another type"),
+    ("if n > 3:\n    found = n\nout[0] = found", 3, "there is no 'found' here"),
+    ("for i in range(n):\n    found = i\nout[0] = found", 3, "there is no 'found' here"),
+    ("y = Registers((4,), n.zeros(f32))\nfor i in range(4):\n    y[i] = y[0]", 3, "has to be known"),
+    ("_ = Registers((2, 2), n.zeros(f32))[2, 0]", 1, r"there is no register \(2, 0\)"),
+    ("Registers((2,), n.zeros(f32))[0] = n.zeros(f32.wide(4))", 1, "<4 x float> goes to registers of float"),
+    ("for i in range(n):\n    out[i] = i\nelse:\n    out[0] = 1", 1, "no 'else'"),
+]
 
 
 @kernel
@@ -468,39 +354,14 @@ def with_mistake(x: Int) -> None:
     _ = x + 0.25
 
 
-REFUSED = [
-    (unknown_condition, 1, "not known while it is compiled"),
-    (known_loop, 1, "never end"),
-    (leaves_early, 3, "no return"),
-    (breaks, 2, "a kernel has no 'Break'"),
-    (has_lambda, 1, "a kernel has no 'Lambda'"),
-    (is_in, 1, "a kernel has no 'In'"),
-    (no_such_name, 1, "there is no 'nothing_of_that_name' here"),
-    (types_meet, 1, "i64 meets float"),
-    (half_an_integer, 1, "0.5 is no i64"),
-    (float_to_longs, 1, "float goes to i64"),
-    (counts_down, 1, "counts up"),
-    (known_changes, 3, "'total' is the constant 0.0"),
-    (known_differs, 3, "'mode' is the constant 'small'"),
-    (type_changes, 3, "'total' is float and becomes another type"),
-    (pointer_changes, 3, "'at' is ptr and becomes another type"),
-    (made_in_one_branch, 3, "there is no 'found' here"),
-    (made_in_a_loop, 3, "there is no 'found' here"),
-    (unknown_register, 3, "has to be known"),
-    (no_register, 1, r"there is no register \(2, 0\)"),
-    (wide_register, 2, "<4 x float> goes to registers of float"),
-    (loop_with_else, 1, "no 'else'"),
-]
-
-
-@pytest.mark.parametrize(
-    ("wrong", "line", "message"), REFUSED, ids=[one[0].function.__name__ for one in REFUSED]
-)
-def test_a_mistake_is_refused_with_the_kernel_and_the_line(wrong, line, message):
-    code = wrong.function.__code__
-    place = code.co_firstlineno + 1 + line  # after the decorator's line and that of `def`
-    with pytest.raises(TypeError, match=rf"{code.co_name}, line {place}: .*{message}"):
-        assembly(wrong)
+@pytest.mark.parametrize(("body", "line", "message"), REFUSED, ids=[one[2] for one in REFUSED])
+def test_a_mistake_is_refused_with_the_kernel_and_the_line(body, line, message):
+    head, names = "@kernel\ndef wrong(n: Int, x: Floats, out: Longs) -> None:\n", dict(globals())
+    text = head + textwrap.indent(body, "    ")
+    linecache.cache[body] = (len(text), None, text.splitlines(keepends=True), body)  # where `inspect` looks
+    exec(compile(text, body, "exec"), names)  # with this file's `annotations`
+    with pytest.raises(TypeError, match=rf"wrong, line {2 + line}: .*{message}"):
+        assembly(names["wrong"])
 
 
 def test_the_place_of_a_mistake_is_in_the_function_that_has_it():

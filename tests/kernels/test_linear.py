@@ -5,6 +5,7 @@ import torch
 
 from blockdraft.kernels import cpu
 from blockdraft.kernels.linear import reference_linear
+from blockdraft.kernels.llvm.linear import TileLinear
 
 CPU = torch.device("cpu")
 # [N, K]: below a cache line, no multiple of anything, whole lines, and big enough for two threads.
@@ -26,8 +27,6 @@ def dtype(request):
 @pytest.fixture(scope="module")
 def tile(dtype):
     pytest.importorskip("llvmlite")
-    from blockdraft.kernels.llvm.linear import TileLinear
-
     return TileLinear(dtype)
 
 
@@ -58,15 +57,10 @@ def test_tile_bits_of_an_output_do_not_depend_on_the_other_outputs(tile, dtype):
         assert torch.equal(tile(x, weight[start:stop]), whole[:, start:stop])
 
 
-def test_tile_bits_do_not_depend_on_the_number_of_threads(tile, dtype):
+def test_tile_bits_do_not_depend_on_the_number_of_threads(tile, dtype, threads):
     x, weight = make(1003, 200, dtype)
-    threads = torch.get_num_threads()
-    try:
-        results = [torch.set_num_threads(n) or tile(x, weight) for n in (1, 2, 3)]
-    finally:
-        torch.set_num_threads(threads)
-    assert torch.equal(results[0], results[1])
-    assert torch.equal(results[0], results[2])
+    first, *others = [threads(n) or tile(x, weight) for n in (1, 2, 3)]
+    assert all(torch.equal(one, first) for one in others)
 
 
 def test_tile_takes_leading_dimensions_bias_and_strided_input(tile, dtype):

@@ -68,7 +68,7 @@ TEXTS = {
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_drafts_are_what_followed_before(implementation, name):
-    for least in (1, 3, MOST):
+    for least in (3,) if implementation.is_interpreted else (1, 3, MOST):
         check(implementation, [TEXTS[name]], least=least)
 
 
@@ -82,14 +82,15 @@ def test_what_follows_is_what_one_would_say():
 
 
 def test_rows_are_searched_by_themselves(implementation):
-    check(implementation, [*TEXTS.values(), [1, 2], [3]], least=2)
+    if not implementation.is_interpreted:
+        check(implementation, [*TEXTS.values(), [1, 2], [3]], least=2)
     check(implementation, [[1, 2, 3], [3, 4, 5], [9, 3]], least=1)
 
 
 @pytest.mark.parametrize("width", [2, 3, 8, 16, 17])
 def test_drawn_texts_are_recalled_as_by_plain_python(implementation, width):
     rng = random.Random(width)
-    for _ in range(3 if implementation.is_interpreted else 60):
+    for _ in range(1 if implementation.is_interpreted else 60):
         texts = [draw(rng) for _ in range(rng.randint(1, 4))]
         check(implementation, texts, least=rng.choice([1, 1, 2, 3, 5, MOST]), width=width)
 

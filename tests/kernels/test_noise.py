@@ -22,11 +22,7 @@ needs_kernels = pytest.mark.skipif(
 # Random123, tests/kat_vectors, philox4x32 with 10 rounds: counter, key, output.
 KNOWN = {
     "zeros": ((0,) * 4, (0,) * 2, (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
-    "ones": (
-        (0xFFFFFFFF,) * 4,
-        (0xFFFFFFFF,) * 2,
-        (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD),
-    ),
+    "ones": ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
     "pi": (
         (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
         (0xA4093822, 0x299F31D0),

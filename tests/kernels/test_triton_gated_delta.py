@@ -4,31 +4,24 @@ Without a card it is interpreted, at some 30 ms for each program of a kernel: fe
 """
 
 import functools
-import os
 from dataclasses import replace
 
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-pytest.importorskip("triton")
-
-from blockdraft.cache.recurrent import RecurrentState, RecurrentStates, Scan  # noqa: E402
-from blockdraft.cache.spec import Recurrent  # noqa: E402
-from blockdraft.kernels.gated_delta import (  # noqa: E402
+from blockdraft.cache.recurrent import RecurrentState, RecurrentStates, Scan
+from blockdraft.cache.spec import Recurrent
+from blockdraft.kernels.gated_delta import (
     DeltaWeights,
     gates,
     reference_convolve,
     reference_fold,
     reference_scan,
 )
-from blockdraft.kernels.kernels import REFERENCE, kernels_for  # noqa: E402
+from blockdraft.kernels.kernels import REFERENCE, kernels_for
+from tests.kernels.implementations import DEVICE, HAS_CARD, on_card, slow_interpreted
 
 NAN = float("nan")
-on_card = pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a CUDA device")
 REAL = Recurrent(num_key_heads=16, num_heads=32, key_dim=128, value_dim=128, conv_width=4)
 SMALL = Recurrent(num_key_heads=1, num_heads=2, key_dim=8, value_dim=6, conv_width=4)
 ODD = Recurrent(num_key_heads=1, num_heads=1, key_dim=5, value_dim=20, conv_width=2)  # two slices of values
@@ -40,11 +33,11 @@ MORE = [  # than the interpreter has time for
 ]
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 8e-2}
 
-NUM_TOKENS = 15 if DEVICE.type == "cuda" else 5
+NUM_TOKENS = 15 if HAS_CARD else 5
 # Tokens that two rows keep of each block, and what known tokens come in: less than the tail, none, and more.
-WIDTH, KEPT = (5, [(1, 5, 2, 3, 4), (4, 2, 5, 3, 1)]) if DEVICE.type == "cuda" else (3, [(1, 3), (3, 2)])
+WIDTH, KEPT = (5, [(1, 5, 2, 3, 4), (4, 2, 5, 3, 1)]) if HAS_CARD else (3, [(1, 3), (3, 2)])
 CHUNKS = [[(2, 0), (0, 1), (2, 3)]]
-if DEVICE.type == "cuda":
+if HAS_CARD:
     CHUNKS += [[(1, 1), (1, 2)], [(2, 0), (0, 3), (9, 1)], [(11, 4), (1, 7)]]
 
 small_and_more = pytest.mark.parametrize(("spec", "dtype"), [(SMALL, torch.float32), *MORE], ids=str)
@@ -149,7 +142,7 @@ def on_device(values):
 
 
 def is_same(mine, theirs):
-    """The same bits, NaN included."""
+    """Return whether bits are equal, NaN included."""
     return all(
         torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
         for a, b in zip(mine, theirs, strict=True)
@@ -167,9 +160,7 @@ def assert_near(got, expected, dtype):
 
 
 @pytest.mark.parametrize(
-    ("spec", "dtype"),
-    [(SMALL, torch.float32), (ODD, torch.float16), (LEAST, torch.float32), *MORE],
-    ids=str,
+    ("spec", "dtype"), [(SMALL, torch.float32), (ODD, torch.float16), (LEAST, torch.float32), *MORE], ids=str
 )
 def test_known_tokens_agree_with_the_reference_in_float64(spec, dtype):
     layer = Layer(spec, 5, dtype)
@@ -305,21 +296,7 @@ def test_a_fold_of_nothing_leaves_the_row():
     assert layer.storage.state[2].isfinite().all()
 
 
-@pytest.mark.parametrize("is_known", [True, False])
-def test_a_new_sequence_sees_nothing_of_the_row_s_last_one(is_known):
-    results = []
-    for garbage in (NAN, 0.0):
-        layer = Layer(SMALL, 2)
-        layer.storage.state.fill_(garbage)
-        layer.storage.tail.fill_(garbage)
-        reads = layer.scan((2,), (0,), (2,), is_known=is_known)[0]
-        if not is_known:
-            layer.commit((2,), (0,), (1,))
-        results.append((reads, *layer.copy(2)))
-    assert is_same(*results)
-    assert results[0][0].isfinite().all()
-
-
+@slow_interpreted
 @small_and_more
 def test_rows_that_commit_together_do_not_meet(spec, dtype):
     """Even when the other row's tokens are no numbers; and rows of nobody stay as they are."""
@@ -339,6 +316,7 @@ def test_rows_that_commit_together_do_not_meet(spec, dtype):
     assert all(is_same(layer.copy(row), before) for row, before in zip((1, 3), idle, strict=True))
 
 
+@slow_interpreted
 def test_padding_rows_may_all_be_the_scratch_row():
     layer = Layer(SMALL, 2)
     alone = layer.scan((2,), (0,), (2,), is_known=False)[0]
@@ -350,6 +328,7 @@ def test_padding_rows_may_all_be_the_scratch_row():
     assert is_same((reads[0], *layer.copy(2)), (alone, *expected))
 
 
+@slow_interpreted
 @small_and_more
 def test_numbers_do_not_depend_on_how_a_state_lies_in_memory(spec, dtype):
     found = []
@@ -418,21 +397,6 @@ def test_a_block_that_some_layer_has_not_scanned_is_not_committed():
     layers[0].scan((2,), (0,), (1,), is_known=False)  # another forward
     with pytest.raises(AssertionError, match="every layer"):
         layers[0].commit((2,), (0,), (1,))
-
-
-# ---- the choice
-
-
-def test_the_reference_can_be_asked_for_and_then_commits_its_own_block():
-    layer = Layer(SMALL, 6, states=states_of(SMALL, 1, kernels=REFERENCE))
-    where = Scan(on_device([2]), on_device([0]), (6,), False)
-    x, beta, gate = layer.inputs[2].split(layer.sizes, dim=1)
-    reads = layer.storage.scan(x, beta, gate, layer.weights, where)
-    assert layer.states._block_in_place is None
-    layer.commit((2,), (0,), (6,))
-    expected, state = layer.expected(2, 6)
-    assert_near(reads, expected, torch.float32)
-    assert_near(layer.storage.state[2], state, torch.float32)
 
 
 def test_a_tape_is_as_large_as_planned():

@@ -1,40 +1,25 @@
 """Triton's kernels for compressed keys and values against the references, and their promise on bits."""
 
 import copy
-import os
 from dataclasses import replace
 
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+from blockdraft.kernels import kv_codec
+from blockdraft.kernels.attention import Blocks, Mask
+from blockdraft.kernels.heads import HeadNorms, Rotation, Slots, apply_rotation
+from blockdraft.kernels.kernels import REFERENCE
+from blockdraft.kernels.kv_codec import FORMATS
+from blockdraft.kernels.kv_positions import PositionRule
+from blockdraft.kernels.triton import kv_attention as kernel
+from blockdraft.kernels.triton.kv_attention import Config, attend_compressed
+from blockdraft.kernels.triton.kv_compress import compress
+from blockdraft.kernels.triton.pointwise import norm_rope_write
+from tests.kernels import compressed_case
+from tests.kernels.implementations import DEVICE, HALF, normal, quiet
 
-pytest.importorskip("triton")
-
-from blockdraft.kernels import kv_codec  # noqa: E402
-from blockdraft.kernels.attention import Blocks, Mask  # noqa: E402
-from blockdraft.kernels.heads import HeadNorms, Rotation, Slots, apply_rotation  # noqa: E402
-from blockdraft.kernels.kernels import REFERENCE  # noqa: E402
-from blockdraft.kernels.kv_codec import FORMATS  # noqa: E402
-from blockdraft.kernels.kv_positions import PositionRule  # noqa: E402
-from blockdraft.kernels.triton import kv_attention as kernel  # noqa: E402
-from blockdraft.kernels.triton.kv_attention import Config, attend_as, attend_compressed  # noqa: E402
-from blockdraft.kernels.triton.kv_compress import compress  # noqa: E402
-from blockdraft.kernels.triton.pointwise import norm_rope_write  # noqa: E402
-from tests.kernels import compressed_case  # noqa: E402
-
-# The interpreter computes with NumPy, which warns where hidden scores are subtracted.
-pytestmark = [
-    pytest.mark.slow,  # it interprets a minute long, and a start on a card refuses what it is about
-    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),
-]
-
-
-def normal(*shape, dtype=torch.float32, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator).to(DEVICE, dtype)
+pytestmark = [pytest.mark.slow, quiet]  # it interprets for a minute; a start on a card checks the same
 
 
 # ---- heads
@@ -85,7 +70,7 @@ def small(**options):
 def attend(case, config=WHOLE, sinks=None):
     there = compressed_case.on(case, DEVICE)
     sinks = None if sinks is None else sinks.to(DEVICE)
-    return attend_as(config, there.q, there.pages, there.blocks, there.mask, sinks).cpu()
+    return attend_compressed(there.q, there.pages, there.blocks, there.mask, sinks, config).cpu()
 
 
 def reference(case, sinks=None):
@@ -124,10 +109,7 @@ def test_formats_and_heads_agree_with_the_reference(form, dim, page_size):
 
 
 def test_half_precision_agrees_with_the_reference():
-    dtype = (
-        torch.bfloat16 if DEVICE.type == "cuda" else torch.float16
-    )  # the interpreter's dot has no bfloat16
-    assert_agrees(small(form="tq4", dim=64, lengths=(210,), dtype=dtype), SPLIT)
+    assert_agrees(small(form="tq4", dim=64, lengths=(210,), dtype=HALF), SPLIT)
 
 
 @pytest.mark.parametrize(

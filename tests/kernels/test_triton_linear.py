@@ -3,31 +3,19 @@
 Without a card they are interpreted, at some milliseconds for each program of a kernel: few strips.
 """
 
-import os
-
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+from blockdraft.kernels import linear as contract
+from blockdraft.kernels.kernels import kernels_for
+from blockdraft.kernels.pointwise import reference_gate_mul
+from blockdraft.kernels.triton import linear as module
+from blockdraft.kernels.triton.linear import Config, choose, choose_split, counters, linear
+from tests.kernels.implementations import DEVICE, HALF, assert_close, normal, on_card, quiet
+from tests.matrix import slow_but
 
-pytest.importorskip("triton")
-
-from blockdraft.kernels import linear as contract  # noqa: E402
-from blockdraft.kernels.kernels import kernels_for  # noqa: E402
-from blockdraft.kernels.pointwise import reference_gate_mul  # noqa: E402
-from blockdraft.kernels.triton import linear as module  # noqa: E402
-from blockdraft.kernels.triton.linear import Config, choose, choose_split, counters, linear  # noqa: E402
-from tests.matrix import slow_but  # noqa: E402
-
-# The interpreter computes with NumPy, which warns where an exponential overflows as it should.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
-ON_CARD = DEVICE.type == "cuda"
-on_card = pytest.mark.skipif(not ON_CARD, reason="needs a CUDA device")
-HALF = torch.bfloat16 if ON_CARD else torch.float16  # the interpreter cannot multiply bfloat16
+pytestmark = quiet
 DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=on_card)]
-TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 SHAPES = [(1, 1), (5, 3), (16, 64), (33, 70), (17, 200), (64, 129)]  # [N, K]
 REAL = {  # weight rows, columns, is gated: half the rows come out
     "Qwen3-8B qkv": (6144, 4096, False),
@@ -45,20 +33,8 @@ REAL = {  # weight rows, columns, is gated: half the rows come out
 }
 
 
-def normal(*shape, dtype=torch.float32, seed=0):
-    generator = torch.Generator(DEVICE).manual_seed(seed)
-    return torch.randn(shape, generator=generator, device=DEVICE).to(dtype)
-
-
 def make(num_outputs, num_inputs, dtype=torch.float32, num_tokens=5):
     return normal(num_tokens, num_inputs, dtype=dtype), normal(num_outputs, num_inputs, dtype=dtype, seed=1)
-
-
-def assert_close(got, expected):
-    """Within the dtype's tolerance of the number itself and of the results' root mean square."""
-    assert expected.dtype == torch.float64
-    error = (got.double() - expected).abs() / (expected.abs() + expected.square().mean().sqrt())
-    assert error.max() <= TOLERANCES[got.dtype], f"off by {error.max():.2g}"
 
 
 def assert_exact(got, x, weight, expected):
@@ -88,8 +64,8 @@ def test_products_agree_with_float64(num_outputs, num_inputs, dtype):
     assert_exact(got, x, weight, x.double() @ weight.double().T)
 
 
-@pytest.mark.parametrize("split", [1, 2, 3, 4, 5])
-@pytest.mark.parametrize("num_inputs", slow_but([1, 16, 80, 160, 163], 1, 80, 163))
+@pytest.mark.parametrize("split", slow_but([1, 2, 3, 4, 5], 1, 3))
+@pytest.mark.parametrize("num_inputs", slow_but([1, 16, 80, 160, 163], 1, 163))
 def test_columns_are_cut_into_any_number_of_parts(split, num_inputs):
     """Also more parts than there are blocks of columns, and columns that no block divides."""
     x, weight = make(20, num_inputs, num_tokens=3)
@@ -97,7 +73,7 @@ def test_columns_are_cut_into_any_number_of_parts(split, num_inputs):
     assert_exact(linear(x, weight, config=config), x, weight, x.double() @ weight.double().T)
 
 
-@pytest.mark.parametrize("num_tokens", [0, 1, 2, 3, 8, 15, 16, 17, 33, 64])
+@pytest.mark.parametrize("num_tokens", slow_but([0, 1, 2, 3, 8, 15, 16, 17, 33, 64], 0, 1, 16, 17))
 def test_any_number_of_tokens(num_tokens):
     x, weight = make(33, 70, HALF, num_tokens=num_tokens)
     got = linear(x, weight)
@@ -126,8 +102,7 @@ def test_the_stream_gets_the_rounded_product(split, dtype):
     assert torch.equal(onto, before)
 
 
-@pytest.mark.parametrize("split", [1, 2])
-@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(("split", "has_bias"), [(1, True), (2, False)])
 @pytest.mark.parametrize("gate", ["none", "silu", "gelu"])
 def test_int8_rows_have_a_scale_each(gate, has_bias, split):
     x = normal(4, 70, dtype=HALF)
@@ -171,8 +146,7 @@ def join(product, gate):
     return reference_gate_mul(product, gate)
 
 
-@pytest.mark.parametrize("split", [1, 3])
-@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(("split", "has_bias"), [(1, False), (3, True)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("gate", ["silu", "gelu"])
 def test_gates_join_the_halves(gate, dtype, has_bias, split):
@@ -183,14 +157,6 @@ def test_gates_join_the_halves(gate, dtype, has_bias, split):
     assert got.shape == (5, 19)
     product = x.double() @ weight.double().T + (0 if bias is None else bias.double())
     assert_close(got, join(product, gate))
-
-
-@pytest.mark.parametrize("gate", ["silu", "gelu"])
-def test_gates_have_no_bad_ends(gate):
-    """A gate of -300, whose exponential float32 does not hold, lets nothing through; one of 300 all of it."""
-    x, weight = torch.tensor([[300.0], [-300.0], [0.0]], device=DEVICE), torch.ones(2, 1, device=DEVICE)
-    weight[1] = 0.5
-    assert linear(x, weight, gate=gate).flatten().tolist() == [300 * 150, 0, 0]
 
 
 def test_a_gated_product_is_added_to_the_stream():
@@ -235,16 +201,11 @@ def test_a_token_s_bits_depend_neither_on_its_place_nor_on_the_number_of_tokens(
     for some in ([15], [9, 3], range(7), range(15, -1, -1), [4] * 16):
         index = torch.tensor(list(some), device=DEVICE)
         assert torch.equal(linear(x[index], weight, bias, gate=gate, config=config), whole[index])
-
-
-def test_undefined_neighbours_stay_where_they_are():
-    x, weight = make(33, 70, HALF, num_tokens=6)
-    clean = linear(x, weight)
     x[2] = float("nan")
-    got = linear(x, weight)
+    got = linear(x, weight, bias, gate=gate, config=config)
     assert got[2].isnan().all()
-    keep = torch.tensor([0, 1, 3, 4, 5], device=DEVICE)
-    assert torch.equal(got[keep], clean[keep])
+    keep = [0, 1, *range(3, 16)]
+    assert torch.equal(got[keep], whole[keep])
 
 
 @pytest.mark.parametrize("gate", ["none", "gelu"])

@@ -1,32 +1,18 @@
 """Norms, activations, places and what happens to a head, in Triton: against float64, and their bits."""
 
 import functools
-import os
 
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-pytest.importorskip("triton")
-
-from blockdraft.kernels.attention import Blocks  # noqa: E402
-from blockdraft.kernels.heads import HeadNorms, Slots  # noqa: E402
-from blockdraft.kernels.pointwise import (  # noqa: E402
-    reference_gate_mul,
-    reference_rms_norm,
-    reference_rotate,
-)
-from blockdraft.kernels.triton.pointwise import gate_heads, gate_mul, locate, norm_rope_write, rms_norm  # noqa: E402
-from tests.matrix import slow_but  # noqa: E402
+from blockdraft.kernels.heads import HeadNorms, Slots
+from blockdraft.kernels.pointwise import reference_gate_mul, reference_rms_norm, reference_rotate
+from blockdraft.kernels.triton.pointwise import gate_heads, gate_mul, locate, norm_rope_write, rms_norm
+from tests.kernels.implementations import DEVICE, HAS_CARD, normal, on_card, quiet
+from tests.matrix import slow_but
 
 NAN = float("nan")
-ON_CARD = DEVICE.type == "cuda"
-on_card = pytest.mark.skipif(not ON_CARD, reason="needs a CUDA device")
-# The interpreter computes with NumPy, which warns where an exponential overflows as it should.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
+pytestmark = quiet
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SIZES = [1, 7, 64, 600]
 PLACES = {
@@ -34,11 +20,6 @@ PLACES = {
     "float16": 1.01,
     "bfloat16": 1.01,
 }  # units in the last place: half precision rounds once
-
-
-def normal(*shape, dtype=torch.float32, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator).to(DEVICE, dtype)
 
 
 def assert_rounded(got, expected, size=0.0):
@@ -71,11 +52,11 @@ def test_eps_counts():
     assert rms_norm(torch.zeros(2, 20, device=DEVICE), None, 1e-6).eq(0).all()
 
 
-@pytest.mark.parametrize("dim", [12, 16, 80])
+@pytest.mark.parametrize("dim", slow_but([12, 16, 80], 12))
 def test_heads_of_a_projection_are_normalised_where_they_lie(dim):
-    heads = normal(5, 9, dim, dtype=torch.float16)
+    heads = normal(3, 5, dim, dtype=torch.float16)
     weight = normal(dim, seed=1)
-    for x in (heads[:, 2:5], heads[:, 0::2], heads[:, :1], heads[1:4], heads.transpose(0, 1)):
+    for x in (heads[:, 2:4], heads[:, 0::2], heads[:, :1], heads[1:2], heads.transpose(0, 1)):
         before = x.clone()
         got = rms_norm(x, weight, 1e-6)
         assert torch.equal(got, rms_norm(x.contiguous(), weight, 1e-6))
@@ -153,50 +134,6 @@ def test_bits_of_a_token_do_not_depend_on_its_neighbours(size):
 # ---- places
 
 
-def places(counts, starts, rows, table, page_size):
-    """Position and slot of every token, by counting."""
-    found = []
-    for count, start, row in zip(counts, starts, rows, strict=True):
-        for position in range(start, start + count):
-            found.append((position, table[row][position // page_size] * page_size + position % page_size))
-    return found
-
-
-@pytest.mark.parametrize("page_size", [1, 4, 16])
-@pytest.mark.parametrize(
-    "counts",
-    [
-        (1,),
-        (5,),
-        (3, 3, 3),
-        (2, 0, 7, 1),  # a row without tokens
-        (0, 0, 4, 0),
-        (130, 2, 0, 200),  # more than one program's
-        (1,) * 130,  # more rows than are looked at together
-        (2, 0, 1) * 100,
-    ],
-    ids=lambda counts: f"{len(counts)}rows{sum(counts)}",
-)
-def test_tokens_are_where_counting_says(counts, page_size):
-    generator = torch.Generator().manual_seed(len(counts))
-    num_rows, most = len(counts), 300 // page_size + 1
-    table = torch.randint(0, 2**40, (num_rows + 3, most), generator=generator)  # beyond 32 bits
-    rows = torch.randperm(num_rows + 3, generator=generator)[:num_rows]
-    starts = torch.randint(0, 90, (num_rows,), generator=generator)
-    ends = torch.tensor(counts).cumsum(0)
-    offsets = torch.cat((torch.zeros(1, dtype=torch.int64), ends))
-    got = locate(
-        table.to(DEVICE),
-        rows.to(DEVICE),
-        starts.to(DEVICE),
-        offsets.to(DEVICE),
-        num_tokens=sum(counts),
-        page_size=page_size,
-    )
-    expected = places(counts, starts.tolist(), rows.tolist(), table.tolist(), page_size)
-    assert torch.stack(got, dim=1).tolist() == [list(place) for place in expected]
-
-
 def test_padding_past_the_last_row_is_left_alone():
     """Offsets may say less than the number of tokens; whoever is past them is nobody's."""
     table, zero = torch.full((1, 4), 3, device=DEVICE), torch.zeros(1, dtype=torch.int64, device=DEVICE)
@@ -204,23 +141,6 @@ def test_padding_past_the_last_row_is_left_alone():
     positions, slots = locate(table, zero, zero + 5, offsets, num_tokens=4, page_size=4)
     assert positions[:2].tolist() == [5, 6]
     assert slots[:2].tolist() == [13, 14]
-
-
-@pytest.mark.parametrize("counts", [(4, 4, 4), (3, 1, 6)])
-def test_blocks_find_the_same_places_by_kernel_and_by_reference(counts):
-    table, starts, rows = [[5, 6, 1], [9, 2, 8], [4, 3, 7]], [2, 0, 6], [2, 0, 1]
-    expected = places(counts, starts, rows, table, page_size=4)
-    for by in (locate, None):
-        blocks = Blocks(
-            pages=torch.tensor(table, device=DEVICE),
-            starts=torch.tensor(starts, device=DEVICE),
-            counts=counts,
-            page_size=4,
-            rows=torch.tensor(rows, device=DEVICE),
-            locate=by,
-        )
-        found = torch.stack((blocks.positions, blocks.write_slots), dim=1)
-        assert found.tolist() == [list(place) for place in expected]
 
 
 # ---- heads on their way in
@@ -287,7 +207,11 @@ class Heads:
 )
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "dim", "turned"),
-    [(1, 1, 2, 2), (8, 1, 12, 12), (3, 3, 12, 4), (8, 8, 80, 20), (9, 3, 64, 64)],
+    slow_but(
+        [(1, 1, 2, 2), (8, 1, 12, 12), (3, 3, 12, 4), (8, 8, 80, 20), (9, 3, 64, 64)],
+        (1, 1, 2, 2),
+        (9, 3, 64, 64),
+    ),
 )
 def test_heads_enter_normalised_and_rotated(num_heads, num_kv_heads, dim, turned, has_norm, dtype):
     heads = Heads(2, num_heads, num_kv_heads, dim, turned, dtype)
@@ -324,11 +248,11 @@ def test_a_context_enters_without_queries(num_kv_heads, dim, turned, has_norm):
     ],
 )
 def test_many_tokens_take_larger_tiles_and_keep_their_bits(num_heads, num_kv_heads, dim):
-    heads = Heads(65, num_heads, num_kv_heads, dim, 8, torch.float16)
+    heads = Heads(65 if HAS_CARD else 9, num_heads, num_kv_heads, dim, 8, torch.float16)
     whole = heads.write(has_norm=True)
     heads.check(whole, has_norm=True)
     keys = heads.keys.clone()
-    for some in (slice(0, 1), slice(40, 42)):
+    for some in (slice(0, 1), slice(6, 8)):
         assert torch.equal(heads.write(has_norm=True, some=some), whole[some])
         assert torch.equal(heads.keys[:, heads.place], keys[:, heads.place])
 

@@ -9,8 +9,10 @@ import json
 from pathlib import Path
 
 from blockdraft.launch import translate
+from blockdraft.launch.launch_request import LaunchRequest
 from blockdraft.machine.cards import card_by_key
 from blockdraft.machine.machine import Gpu, Machine
+from blockdraft.planner.resolver import with_drafter
 from blockdraft.settings.recipe import load_recipe, recipe_names
 from blockdraft.settings.settings import Settings
 
@@ -30,7 +32,8 @@ def recipe_settings(name):
     """The settings of a recipe, once per engine that it can be started with."""
     values = load_recipe(name).settings
     engines = [values["engine"]] if values.get("engine", "native") != "native" else ["vllm", "sglang"]
-    return [Settings(**{**values, "engine": engine, "recipe": name}) for engine in engines]
+    wanted = [Settings(**{**values, "engine": engine, "recipe": name}) for engine in engines]
+    return [with_drafter(one) for one in wanted]
 
 
 def recipe_commands(name):
@@ -38,7 +41,8 @@ def recipe_commands(name):
     for settings in recipe_settings(name):
         for card in load_recipe(name).cards or ["any"]:
             machine = None if card == "any" else machine_with(card)
-            yield settings.engine, card, translate(settings, served_name=name, port=PORT, machine=machine)
+            order = LaunchRequest(settings=settings, served_name=name, port=PORT, machine=machine)
+            yield settings.engine, card, translate(order)
 
 
 def recipe_golden(name):

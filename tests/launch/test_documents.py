@@ -10,6 +10,8 @@ import pytest
 from blockdraft.cli.flags import add_settings, given_settings
 from blockdraft.launch import translate
 from blockdraft.launch.issues import check_settings, refuse
+from blockdraft.launch.launch_request import Combination, LaunchRequest
+from blockdraft.planner.resolver import with_drafter
 from blockdraft.settings.merge import merge_settings
 from blockdraft.settings.recipe import check_recipe_card
 from tests.launch.golden import machine_with
@@ -27,18 +29,19 @@ def settings_of(entry):
     add_settings(parser)
     merged = merge_settings(given_settings(parser.parse_args(entry["words"].split())), uses_environment=False)
     assert merged.notes == ()
-    return merged.settings
+    return with_drafter(merged.settings)
 
 
 def command_of(entry):
-    return translate(
-        settings_of(entry),
+    order = LaunchRequest(
+        settings=settings_of(entry),
         served_name=entry.get("served_name", "name"),
         port=entry.get("port", 8000),
         host=entry.get("host", "127.0.0.1"),
         machine=machine_with(entry["card"]),
         target=entry.get("target"),
     )
+    return translate(order)
 
 
 def flags_of(argv):
@@ -84,7 +87,7 @@ def test_a_documents_command_comes_out_of_a_recipe(entry):
 @pytest.mark.parametrize("entry", COMMANDS, ids=name_of)
 def test_nothing_that_is_known_is_against_it(entry):
     settings, machine = settings_of(entry), machine_with(entry["card"])
-    refuse(check_settings(settings, machine=machine))
+    refuse(check_settings(Combination(settings=settings, machine=machine)))
     assert check_recipe_card(settings.recipe, settings.model, settings.device, machine) == ()
 
 

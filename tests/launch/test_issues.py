@@ -1,6 +1,7 @@
 """Each known-bad combination is found, with its thread; the good one beside it is not."""
 
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,10 @@ from blockdraft.cli.plan import problems_with
 from blockdraft.errors import FetchError, SettingsError
 from blockdraft.launch import preflight
 from blockdraft.launch.issues import FACTS, RULES, check_settings, entries, read_entries, refuse
+from blockdraft.launch.launch_request import Combination
 from blockdraft.machine.machine import Machine
+from blockdraft.planner.pair import Case
+from blockdraft.planner.resolver import with_drafter
 from blockdraft.planner.stored import Stored
 from blockdraft.settings.settings import Settings
 from tests import tiny
@@ -34,9 +38,7 @@ LAZY = {"engine_args": ("--mamba-radix-cache-strategy", "extra_buffer_lazy")}
 
 
 def on_kernel(kernel):
-    import dataclasses
-
-    return {"machine": dataclasses.replace(machine_with("gb10"), kernel=kernel)}
+    return {"machine": replace(machine_with("gb10"), kernel=kernel)}
 
 
 # What is bad, and what of it to change so that it is good.
@@ -152,17 +154,12 @@ CASES = {
 def findings(**values):
     known = {key: values.pop(key) for key in ("machine", "target") if key in values}
     draft = values.pop("draft_config", None)
-    settings = Settings(**{"engine": "vllm", "width": 8, **values})
-    return check_settings(settings, draft=draft, **known)
+    settings = with_drafter(Settings(**{"engine": "vllm", "width": 8, **values}))
+    return check_settings(Combination(settings=settings, draft=draft, **known))
 
 
 def ids(**values):
     return {finding.id for finding in findings(**values)}
-
-
-def test_every_entry_has_a_case():
-    assert {entry.issue.id for entry in entries()} == set(CASES)
-    assert len(entries()) == len(CASES)
 
 
 @pytest.mark.parametrize("entry", entries(), ids=lambda entry: entry.issue.id)
@@ -176,16 +173,7 @@ REFUSED = [entry.issue for entry in entries() if entry.issue.severity == "refuse
 
 
 @pytest.mark.parametrize("finding", REFUSED, ids=lambda finding: finding.id)
-def test_refusal_names_the_thread_and_the_way_out(finding):
-    bad, _ = CASES[finding.id]
-    with pytest.raises(SettingsError) as caught:
-        refuse(findings(**bad))
-    assert finding.thread in str(caught.value)
-    assert finding.way_out in str(caught.value)
-
-
-@pytest.mark.parametrize("finding", REFUSED, ids=lambda finding: finding.id)
-def test_plan_and_serve_refuse_it_and_name_the_thread(monkeypatch, finding):
+def test_plan_and_serve_refuse_it_and_name_the_thread_and_the_way_out(monkeypatch, finding):
     values, _ = CASES[finding.id]
     values = dict(values)
     machine, config = values.pop("machine", Machine(memory_bytes=1)), values.pop("draft_config", None)
@@ -202,10 +190,11 @@ def test_plan_and_serve_refuse_it_and_name_the_thread(monkeypatch, finding):
     with pytest.raises(SettingsError) as caught:
         preflight.check_to_print(settings, "x", None)
     assert finding.thread in str(caught.value)
+    assert finding.way_out in str(caught.value)
 
     draft = None if config is None else SimpleNamespace(stored=SimpleNamespace(config=config))
     pair = SimpleNamespace(target=SimpleNamespace(stored=SimpleNamespace(config=None)), draft=draft)
-    found = [one for one in problems_with(machine, pair)(settings) if one.id == finding.id]
+    found = [one for one in problems_with(Case(settings, machine, pair)) if one.id == finding.id]
     assert [(one.severity, one.thread) for one in found] == [("refuse", finding.thread)]
 
 
@@ -228,17 +217,27 @@ def test_a_build_that_carries_the_repair_is_spared():
     assert "qwen3-next-eagle3" not in ids(**CODER, engine_version="0.20.2+pr45319.pr39930")
 
 
-def test_a_pull_request_that_repairs_nothing_we_know_of_is_said():
-    assert "unknown-pull-request" in ids(**QWEN, engine_version="0.32.0+pr999999")
-    for known in ("0.32.0+pr41703", "0.19.2rc1.dev21+pr39930.pr35568", "0.32.0+g893611813.cu130"):
-        assert "unknown-pull-request" not in ids(**QWEN, engine_version=known)
-    assert "unknown-pull-request" not in ids(**QWEN, engine="sglang", engine_version="0.5.23+pr23000")
+@pytest.mark.parametrize(
+    ("version", "issue"),
+    [
+        ("0.32.0+pr999999", "unknown-pull-request"),
+        ("0.32.0+pr41703", None),
+        ("0.19.2rc1.dev21+pr39930.pr35568", None),
+        ("0.32.0+g893611813.cu130", None),
+        ("0.33.0", "unknown-version"),
+        ("0.32.0", None),
+    ],
+)
+def test_versions_and_pull_requests_that_we_do_not_know_are_said(version, issue):
+    unknown = {"unknown-pull-request", "unknown-version"}
+    assert ids(**QWEN, engine_version=version) & unknown == ({issue} if issue else set())
+    assert not ids(**QWEN, engine="sglang", engine_version="0.5.23+pr23000") & unknown  # one of SGLang's
 
 
 def test_what_ran_is_not_warned_of_its_own_width_where_the_block_is_eight():
     block = {"speculators_model_type": "dflash", "block_size": 8}
     (settings,) = recipe_settings("gemma-4-31b-redhat-spark")
-    found = check_settings(settings, machine=machine_with("gb10"), draft=block)
+    found = check_settings(Combination(settings=settings, machine=machine_with("gb10"), draft=block))
     assert "width-past-block" not in {finding.id for finding in found}
 
 
@@ -295,20 +294,15 @@ def test_how_the_weights_are_packed_is_read_from_config_json(config, is_bad):
     assert ("gb10-cutlass-fp8" in found) == is_bad
 
 
-def test_kernels_that_are_switched_off_are_the_way_out_that_is_offered():
+def test_kernels_that_are_switched_off_and_unknown_cards_are_not_complained_about():
     bad, _ = CASES["gb10-cutlass-fp8"]
     switched = {"engine_env": (("VLLM_DISABLED_KERNELS", "CutlassFp8BlockScaledMMKernel"),)}
-    assert "gb10-cutlass-fp8" not in ids(**{**bad, **switched})
-
-
-def test_without_a_card_nothing_is_said_about_cards():
-    bad, _ = CASES["gb10-cutlass-fp8"]
-    assert "gb10-cutlass-fp8" not in ids(**{**bad, "machine": None})
-    assert "gb10-cutlass-fp8" not in ids(**{**bad, "machine": Machine(memory_bytes=1)})
+    for change in (switched, {"machine": None}, {"machine": Machine(memory_bytes=1)}):
+        assert "gb10-cutlass-fp8" not in ids(**{**bad, **change})
 
 
 def test_our_own_engine_is_not_asked_about():
-    assert check_settings(Settings(**GEMMA), machine=machine_with("gb10")) == []
+    assert check_settings(Combination(settings=Settings(**GEMMA), machine=machine_with("gb10"))) == []
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
@@ -334,12 +328,9 @@ def test_a_head_whose_body_is_in_the_folder_above_is_refused(tmp_path, monkeypat
     assert "head-without-body" not in ids(engine=engine, draft=str(head)), "its shards are its own"
 
 
-def test_a_version_newer_than_we_know_is_said():
-    assert "unknown-version" in ids(**QWEN, engine_version="0.33.0")
-    assert "unknown-version" not in ids(**QWEN, engine_version="0.32.0")
-
-
-def test_entries_are_well_formed():
+def test_entries_are_well_formed_and_each_has_a_case():
+    assert {entry.issue.id for entry in entries()} == set(CASES)
+    assert len(entries()) == len(CASES)
     for entry in entries():
         finding = entry.issue
         assert re.fullmatch(r"[a-z0-9-]+", finding.id)
@@ -348,7 +339,6 @@ def test_entries_are_well_formed():
         assert finding.symptom.endswith("."), finding.id
         assert finding.way_out.endswith("."), finding.id
         assert entry.engine in ("vllm", "sglang")
-    assert len({entry.issue.id for entry in entries()}) == len(entries())
 
 
 def test_a_misspelt_condition_is_a_bug_that_shows():

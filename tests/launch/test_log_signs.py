@@ -9,76 +9,41 @@ VLLM = "(Worker pid=28061) INFO 11-15 12:56:10 "
 SGLANG = "[2026-03-11 13:53:21 TP0] "
 
 
-@pytest.mark.parametrize(
-    ("line", "phase", "detail", "progress"),
-    [
-        ("Fetching 12 files:  25%|##5       | 3/12 [00:10<00:30]", "fetch", None, 0.25),
-        (
-            "model-00002-of-00004.safetensors:  40%|####   | 2.0G/4.9G [00:10<00:15, 200MB/s]",
-            "fetch",
-            "model-00002-of-00004.safetensors",
-            0.4,
-        ),
-        (
-            f"{VLLM}[weight_utils.py:533] Time spent downloading weights for m: 9.5 seconds",
-            "fetch",
-            None,
-            None,
-        ),
-        (
-            "Loading safetensors checkpoint shards:  50% Completed | 1/2 [00:00<00:00, 1.2it/s]",
-            "load",
-            None,
-            0.5,
-        ),
-        (f"{VLLM}[cpu_model_runner.py:75] Loading drafter model...", "load", "Loading drafter model", None),
-        (
-            f"{VLLM}[gpu_model_runner.py:5150] Model loading took 55.22 GiB memory and 20.3 seconds",
-            "load",
-            "Model loading took 55.22 GiB",
-            None,
-        ),
-        (f"{VLLM}[monitor.py:40] Starting torch.compile", "compile", None, None),
-        (f"{VLLM}[cpu_model_runner.py:87] Warming up model for the compilation...", "compile", None, None),
-        (
-            "Capturing CUDA graphs (mixed prefill-decode, PIECEWISE):  72%|#####| 8/11 [00:01<00:01]",
-            "capture",
-            None,
-            0.72,
-        ),
-        (
-            f"{VLLM}[gpu_model_runner.py:3480] Graph capturing finished in 8 secs, took 0.31 GiB",
-            "capture",
-            "Graph capturing finished in 8 secs",
-            None,
-        ),
-        (
-            f"{VLLM}[kv_cache_utils.py:2327] CPU KV cache size: 349,440 tokens, Maximum concurrency ...",
-            None,
-            "KV cache size: 349,440 tokens",
-            None,
-        ),
-    ],
-)
-def test_lines_of_vllm(line, phase, detail, progress):
-    assert read_sign("vllm", line) == Sign(phase, detail, progress)
+DOWNLOAD = "model-00002-of-00004.safetensors"
 
 
 @pytest.mark.parametrize(
-    ("line", "sign"),
+    ("engine", "line", "sign"),
     [
-        (f"{SGLANG}Load weight begin. avail mem=60.81 GB", Sign("load")),
-        (f"{SGLANG}Load weight end. elapsed=23.18 s, type=X, avail mem=32.02 GB", Sign("load")),
-        ("Multi-thread loading shards:  20% Completed | 1/5 [00:00<00:02]", Sign("load", None, 0.2)),
-        (f"{SGLANG}KV Cache is allocated. #tokens: 383872, KV size: 19.36 GB",
+        ("vllm", "Fetching 12 files:  25%|##5       | 3/12 [00:10<00:30]", Sign("fetch", None, 0.25)),
+        ("vllm", f"{DOWNLOAD}:  40%|####   | 2.0G/4.9G [00:10<00:15, 200MB/s]", Sign("fetch", DOWNLOAD, 0.4)),
+        ("vllm", f"{VLLM}[utils.py:5] Time spent downloading weights for m: 9.5 seconds", Sign("fetch")),
+        ("vllm", "Loading safetensors checkpoint shards:  50% Completed | 1/2 [00:00<00:00, 1.2it/s]",
+         Sign("load", None, 0.5)),
+        ("vllm", f"{VLLM}[cpu_model_runner.py:75] Loading drafter model...",
+         Sign("load", "Loading drafter model")),
+        ("vllm", f"{VLLM}[gpu_model_runner.py:5150] Model loading took 55.22 GiB memory and 20.3 seconds",
+         Sign("load", "Model loading took 55.22 GiB")),
+        ("vllm", f"{VLLM}[monitor.py:40] Starting torch.compile", Sign("compile")),
+        ("vllm", f"{VLLM}[cpu_model_runner.py:87] Warming up model for the compilation...", Sign("compile")),
+        ("vllm", "Capturing CUDA graphs (mixed prefill-decode, PIECEWISE):  72%|#####| 8/11 [00:01<00:01]",
+         Sign("capture", None, 0.72)),
+        ("vllm", f"{VLLM}[gpu_model_runner.py:3480] Graph capturing finished in 8 secs, took 0.31 GiB",
+         Sign("capture", "Graph capturing finished in 8 secs")),
+        ("vllm", f"{VLLM}[kv_cache_utils.py:2327] CPU KV cache size: 349,440 tokens, Maximum concurrency ...",
+         Sign(None, "KV cache size: 349,440 tokens")),
+        ("sglang", f"{SGLANG}Load weight begin. avail mem=60.81 GB", Sign("load")),
+        ("sglang", f"{SGLANG}Load weight end. elapsed=23.18 s, type=X, avail mem=32.02 GB", Sign("load")),
+        ("sglang", "Multi-thread loading shards:  20% Completed | 1/5", Sign("load", None, 0.2)),
+        ("sglang", f"{SGLANG}KV Cache is allocated. #tokens: 383872, KV size: 19.36 GB",
          Sign(None, "KV Cache is allocated. #tokens: 383872")),
-        (f"{SGLANG}Capture cuda graph begin. This can take up to several minutes.", Sign("capture")),
-        ("Capturing batches (bs=8 avail_mem=9.76 GB):  25%|##   | 1/4 [00:00<00:01]",
+        ("sglang", f"{SGLANG}Capture cuda graph begin. This can take several minutes.", Sign("capture")),
+        ("sglang", "Capturing batches (bs=8 avail_mem=9.76 GB):  25%|##   | 1/4 [00:00<00:01]",
          Sign("capture", None, 0.25)),
     ],
 )  # fmt: skip
-def test_lines_of_sglang(line, sign):
-    assert read_sign("sglang", line) == sign
+def test_lines_tell_of_the_start(engine, line, sign):
+    assert read_sign(engine, line) == sign
 
 
 @pytest.mark.parametrize(

@@ -123,22 +123,33 @@ def expected(settings):
     }
 
 
-@pytest.mark.skipif(not wants_vllm(), reason=f"wants vLLM: set {VLLM}=1, or to a Python that has it")
-def test_vllm_understands_every_golden_command(tmp_path):
-    named = list(commands("vllm"))
-    wrong = ["some/model", "--no-such-flag", "1"]
-    found, errors = parse(vllm_python(), VLLM_PARSER, [argv for _, argv in named] + [wrong], tmp_path)
+ENGINES = [("vllm", wants_vllm(), vllm_python, VLLM_PARSER, VLLM)]
+ENGINES += [("sglang", wants_sglang(), sglang_python, SGLANG_PARSER, SGLANG)]
+
+
+@pytest.mark.parametrize(("engine", "is_wanted", "python", "script", "variable"), ENGINES)
+def test_an_engine_understands_every_golden_command(tmp_path, engine, is_wanted, python, script, variable):
+    if not is_wanted:
+        pytest.skip(f"wants {engine}: set {variable}=1, or to a Python that has it")
+    named = list(commands(engine))
+    model = ["some/model"] if engine == "vllm" else ["--model-path", "some/model"]
+    wrong = [*model, "--no-such-flag", "1"]
+    found, errors = parse(python(), script, [argv for _, argv in named] + [wrong], tmp_path)
     assert found.pop() is None  # it does refuse what it does not know
     for (name, argv), parsed in zip(named, found, strict=True):
-        settings = settings_of(name, "vllm")
+        settings = settings_of(name, engine)
         assert parsed is not None, (name, argv, errors[-2000:])
-        drafts = settings.width - 1 if settings.draft else None
-        assert parsed == {
-            **expected(settings),
-            "num_drafts": drafts,
-            "share": float(argv[argv.index("--gpu-memory-utilization") + 1]),  # less on unified memory
-            "unknown": [],
+        share, has_drafter = settings.gpu_memory_utilization, bool(settings.draft)
+        own = {
+            "width": settings.width if has_drafter else None,
+            "share": None if share == 0.9 else share,
+            "algorithm": "DFLASH" if has_drafter else None,
         }
+        if engine == "vllm":  # on unified memory its share is less
+            share = float(argv[argv.index("--gpu-memory-utilization") + 1])
+            drafts = settings.width - 1 if has_drafter else None
+            own = {"num_drafts": drafts, "share": share, "unknown": []}
+        assert parsed == expected(settings) | own
 
 
 @pytest.mark.skipif(not wants_vllm(), reason=f"wants vLLM: set {VLLM}=1, or to a Python that has it")
@@ -150,21 +161,3 @@ def test_vllm_understands_the_commands_of_the_documents(tmp_path):
     for (about, argv), parsed in zip(named, found, strict=True):
         assert parsed is not None, (about, argv, errors[-2000:])
         assert parsed["unknown"] == []
-
-
-@pytest.mark.skipif(not wants_sglang(), reason=f"wants SGLang: set {SGLANG}=1, or to a Python that has it")
-def test_sglang_understands_every_golden_command(tmp_path):
-    named = list(commands("sglang"))
-    wrong = ["--model-path", "some/model", "--no-such-flag", "1"]
-    found, errors = parse(sglang_python(), SGLANG_PARSER, [argv for _, argv in named] + [wrong], tmp_path)
-    assert found.pop() is None
-    for (name, argv), parsed in zip(named, found, strict=True):
-        settings = settings_of(name, "sglang")
-        assert parsed is not None, (name, argv, errors[-2000:])
-        share = settings.gpu_memory_utilization
-        assert parsed == {
-            **expected(settings),
-            "width": settings.width if settings.draft else None,
-            "share": None if share == 0.9 else share,
-            "algorithm": "DFLASH" if settings.draft else None,
-        }

@@ -70,10 +70,7 @@ def test_output_comes_in_lines_without_colours_bars_and_secrets(start):
     assert process.lines == ["one", "bar:  50%|##|", "bar: 100%|####|", "the key is ***", "é and an end"]
     assert process.last_lines(3) == ["one", "the key is ***", "é and an end"]
     assert process.last_lines(1) == ["é and an end"]
-
-
-def test_a_line_without_an_end_does_not_fill_the_memory(start):
-    process = start("import sys; sys.stdout.write('x' * 300_000)")
+    process = start("import sys; sys.stdout.write('x' * 300_000)")  # must not fill the memory
     wait_for(lambda: process.exit_code is not None)
     process.wait_output(PATIENCE_S)
     assert [len(line) for line in process.last_lines(5)] == [4000]
@@ -82,10 +79,8 @@ def test_a_line_without_an_end_does_not_fill_the_memory(start):
 @pytest.mark.parametrize(
     ("program", "code", "words"),
     [
-        ("import sys; sys.exit(0)", 0, "ended with code 0"),
         ("import sys; sys.exit(7)", 7, "ended with code 7"),
         ("import os; os.kill(os.getpid(), 9)", 137, "was ended by SIGKILL"),
-        ("import os; os.kill(os.getpid(), 11)", 139, "was ended by SIGSEGV"),
     ],
 )
 def test_exit_codes_are_told(start, program, code, words):
@@ -160,13 +155,8 @@ def test_an_engine_is_found_on_the_path_by_its_programs_python(tmp_path, monkeyp
     assert (found.python, found.version) == (python, "0.32.0+cpu")
     assert found.argv(["vllm", "serve", "m"]) == [str(python.with_name("vllm")), "serve", "m"]
     assert found.argv(["python3", "-m", "x"]) == [str(python), "-m", "x"]
-
-
-def test_a_python_on_the_path_may_be_named_without_its_folder(tmp_path, monkeypatch):
-    python = install_stub(tmp_path / "engine", engine="sglang", version="0.5.23")
-    python.rename(python.with_name("sglang-python"))
-    monkeypatch.setenv("PATH", f"{python.parent}:{os.environ['PATH']}")
-    assert find_engine("sglang", "sglang-python").version == "0.5.23"
+    python.rename(tmp_path / "vllm-python")  # a name on PATH, without its folder
+    assert find_engine("vllm", "vllm-python").version == "0.32.0+cpu"
 
 
 def test_one_that_is_nowhere_is_named_with_what_to_do(monkeypatch, tmp_path):

@@ -8,8 +8,10 @@ import pytest
 from blockdraft.errors import SettingsError
 from blockdraft.launch import translate
 from blockdraft.launch.engine_versions import read_version
+from blockdraft.launch.launch_request import LaunchRequest
 from blockdraft.launch.shell import shell_line
 from blockdraft.machine.machine import Machine
+from blockdraft.planner.resolver import with_drafter
 from blockdraft.settings.settings import Settings
 from tests.launch.golden import machine_with
 
@@ -21,8 +23,8 @@ def command(engine, *, port=18000, served_name="name", **values):
     known = {key: values.pop(key) for key in names if key in values}
     if "draft_config" in known:
         known["draft"] = known.pop("draft_config")
-    settings = Settings(**{**PAIR, "engine": engine, **values})
-    return translate(settings, served_name=served_name, port=port, **known)
+    settings = with_drafter(Settings(**{**PAIR, "engine": engine, **values}))
+    return translate(LaunchRequest(settings=settings, served_name=served_name, port=port, **known))
 
 
 def value(command, flag):
@@ -53,7 +55,7 @@ def test_drafter_is_named_with_its_method():
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
-@pytest.mark.parametrize("values", [{"draft": None}, {"draft": "none"}, {"width": 1}])
+@pytest.mark.parametrize("values", [{"draft": None}, {"draft": "none"}, {"draft": "auto"}, {"width": 1}])
 def test_without_drafts_nothing_is_said_of_speculation(engine, values):
     assert "specul" not in " ".join(command(engine, **values).argv)
 
@@ -82,11 +84,8 @@ def test_width_auto_is_the_drafters_block(config, width):
     assert speculative(vllm)["num_speculative_tokens"] == width - 1
     sglang = command("sglang", width="auto", draft_config=config)
     assert value(sglang, "--speculative-num-draft-tokens") == str(width)
-
-
-def test_width_auto_of_an_unknown_drafter_is_asked_for():
     with pytest.raises(SettingsError, match="give --width"):
-        command("vllm", width="auto")
+        command("vllm", width="auto")  # of a drafter that is not known
 
 
 def test_attention_backends_of_target_and_drafter_are_apart_in_vllm():
@@ -95,33 +94,16 @@ def test_attention_backends_of_target_and_drafter_are_apart_in_vllm():
     assert speculative(found)["attention_backend"] == "FLASH_ATTN"
 
 
-@pytest.mark.parametrize(
-    ("card", "backend"), [("h100", "fa3"), ("h200", "fa3"), ("b200", "fa4"), ("b300", "fa4")]
-)
-def test_flash_attention_is_named_by_the_card_in_sglang(card, backend):
-    found = command(
-        "sglang",
-        attention_backend="triton",
-        draft_attention_backend="flash_attn",
-        machine=machine_with(card),
-    )
-    assert value(found, "--attention-backend") == "triton"
-    assert value(found, "--speculative-draft-attention-backend") == backend
+CARDS = {"h100": "fa3", "h200": "fa3", "b200": "fa4", "b300": "fa4"}
 
 
-@pytest.mark.parametrize("card", ["gb10", "rtx-4090", "a100"])
-def test_triton_stands_in_where_sglang_has_no_flash_attention(card):
-    found = command(
-        "sglang",
-        attention_backend="flash_attn",
-        draft_attention_backend="flash_attn",
-        machine=machine_with(card),
-    )
-    assert value(found, "--attention-backend") == "triton"
-    assert value(found, "--speculative-draft-attention-backend") == "triton"
-
-
-def test_flash_attention_of_an_unknown_card_is_asked_for():
+@pytest.mark.parametrize("card", [*CARDS, "gb10", "rtx-4090", "a100"])
+def test_flash_attention_is_named_by_the_card_in_sglang(card):
+    """Triton stands in where there is none."""
+    found = command("sglang", draft_attention_backend="flash_attn", machine=machine_with(card))
+    assert value(found, "--speculative-draft-attention-backend") == CARDS.get(card, "triton")
+    both = command("sglang", attention_backend="flash_attn", machine=machine_with(card))
+    assert value(both, "--attention-backend") == CARDS.get(card, "triton")
     with pytest.raises(SettingsError, match="fa3 on Hopper"):
         command("sglang", draft_attention_backend="flash_attn", machine=None)
 
@@ -181,7 +163,9 @@ def test_nightly_builds_of_vllm_0_19_have_dflash(version):
         "model": PAIR["draft"],
         "num_speculative_tokens": 15,
     }
-    assert "--per-request-spec-decode-metrics" not in found.argv  # since 0.29
+    assert "--per-request-spec-decode-metrics" not in found.argv
+    assert "--per-request-spec-decode-metrics" not in command("vllm", engine_version="0.28.0").argv
+    assert value(command("vllm"), "--per-request-spec-decode-metrics") == "summary"  # since 0.29
     assert found.image == "vllm/vllm-openai:nightly"
 
 
@@ -213,11 +197,6 @@ def test_queue_limit_is_refused_before_vllm_0_29_and_counts_running_requests():
         command("vllm", max_queue=10)
     assert value(command("vllm", max_queue=10, max_num_seqs=4), "--max-num-queued-reqs") == "14"
     assert value(command("sglang", max_queue=10), "--max-queued-requests") == "10"
-
-
-def test_requests_report_acceptance_since_vllm_0_29():
-    assert value(command("vllm"), "--per-request-spec-decode-metrics") == "summary"
-    assert "--per-request-spec-decode-metrics" not in command("vllm", engine_version="0.28.0").argv
 
 
 @pytest.mark.parametrize(
@@ -266,28 +245,25 @@ def test_image_is_the_versions_own():
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_api_key_is_never_an_argument_nor_shown(engine):
+def test_an_api_key_is_never_an_argument_nor_shown_and_only_vllm_gets_it(engine):
     found = command(engine, api_key="very-secret")
-    assert "very-secret" not in " ".join(found.argv)
-    assert "very-secret" not in repr(found)
-    assert "very-secret" not in shell_line(found)
+    for text in (" ".join(found.argv), repr(found), shell_line(found)):
+        assert "very-secret" not in text
+    assert found.env.get("VLLM_API_KEY") == ("very-secret" if engine == "vllm" else None)
+    assert ('VLLM_API_KEY="${VLLM_API_KEY}"' in shell_line(found)) == (engine == "vllm")
+    assert "VLLM_API_KEY" not in command(engine).env
+    assert "very-secret" not in (found.env.values() if engine == "sglang" else ())
 
 
 def test_an_engine_listens_for_us_alone_unless_it_is_told_where():
     for engine in ("vllm", "sglang"):
-        assert value(command(engine), "--host") == "127.0.0.1"
+        found = command(engine, port=18431)
+        assert (value(found, "--host"), value(found, "--port"), found.port) == ("127.0.0.1", "18431", 18431)
         assert value(command(engine, host="0.0.0.0"), "--host") == "0.0.0.0"
     assert value(command("vllm", host="0.0.0.0", api_key="very-secret"), "--host") == "0.0.0.0"
     with pytest.raises(SettingsError, match=r"would answer everybody on 0\.0\.0\.0") as caught:
         command("sglang", host="0.0.0.0", api_key="very-secret")
     assert "very-secret" not in str(caught.value)
-
-
-def test_vllm_reads_the_key_from_its_environment_and_sglang_cannot():
-    assert command("vllm", api_key="very-secret").env["VLLM_API_KEY"] == "very-secret"
-    assert 'VLLM_API_KEY="${VLLM_API_KEY}"' in shell_line(command("vllm", api_key="very-secret"))
-    assert "VLLM_API_KEY" not in command("vllm").env
-    assert "very-secret" not in command("sglang", api_key="very-secret").env.values()
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
@@ -297,12 +273,6 @@ def test_secrets_in_engine_args_are_refused_without_being_shown(engine, args):
         command(engine, engine_args=args)
     assert "very-secret" not in str(caught.value)
     assert "environment" in str(caught.value)
-
-
-@pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_engine_listens_on_this_machine_alone(engine):
-    found = command(engine, port=18431)
-    assert (value(found, "--host"), value(found, "--port"), found.port) == ("127.0.0.1", "18431", 18431)
 
 
 # ---- what is passed on
@@ -385,31 +355,25 @@ def test_switches_are_bare_flags(values, vllm, sglang):
         assert flag not in command(engine).argv
 
 
+NEITHER = [
+    {"dtype": "float64"},
+    {"quantization": "int8"},
+    {"draft_quantization": "int8"},
+    {"kv_dtype": "tq4"},
+]
+NEITHER += [{"draft_kv_dtype": "tq4"}, {"kv_window": 256}, {"tool_format": "hermes"}]
+NEITHER += [{"max_stall_ms": 50}, {"model": "default"}, {"model": "folder/model.Q4_1.gguf"}]
+
+
 @pytest.mark.parametrize(
     ("engine", "values"),
     [
-        ("vllm", {"dtype": "float64"}),
-        ("sglang", {"dtype": "float64"}),
-        ("vllm", {"quantization": "int8"}),
-        ("sglang", {"quantization": "none"}),
-        ("vllm", {"draft_quantization": "int8"}),
-        ("sglang", {"draft_quantization": "int8"}),
-        ("vllm", {"kv_dtype": "tq4"}),
-        ("sglang", {"kv_dtype": "tq4v3"}),
-        ("vllm", {"draft_kv_dtype": "tq4"}),
-        ("sglang", {"draft_kv_dtype": "int8"}),
-        ("vllm", {"kv_window": 256}),
-        ("sglang", {"kv_window": 256}),
-        ("vllm", {"tool_format": "hermes"}),
-        ("vllm", {"max_stall_ms": 50}),
-        ("sglang", {"max_stall_ms": 50}),
+        *((engine, values) for engine in ("vllm", "sglang") for values in NEITHER),
         ("sglang", {"cache_bytes": 1 << 30}),
         ("sglang", {"kv_dtype": "turboquant_k8v4"}),
         ("sglang", {"synthetic_acceptance": "mean:4"}),
         ("vllm", {"device": "mps"}),
         ("vllm", {"device": "cuda:1", "tensor_parallel": 2}),
-        ("vllm", {"model": "default"}),
-        ("sglang", {"model": "folder/model.Q4_1.gguf"}),
     ],
 )
 def test_what_an_engine_has_no_words_for_is_refused_by_name(engine, values):
@@ -420,18 +384,8 @@ def test_what_an_engine_has_no_words_for_is_refused_by_name(engine, values):
 
 def test_every_setting_is_translated_or_refused_or_known_to_be_ours():
     """A new setting must not be dropped in silence."""
-    ours = {
-        "verify",
-        "allow_batch_variance",
-        "recipe",
-        "engine",
-        "engine_version",
-        "node_rank",
-        "head_address",
-        "num_nodes",
-        "draft",
-        "draft_ngram",
-    }
+    ours = {"verify", "allow_batch_variance", "recipe", "engine", "engine_version", "node_rank"}
+    ours |= {"head_address", "num_nodes", "draft", "draft_ngram"}
     elsewhere = {"model", "width", "device", "attention_backend", "draft_attention_backend", "max_queue"}
     elsewhere |= {"synthetic_acceptance", "draft_quantization", "max_stall_ms", "engine_args", "engine_env"}
     elsewhere |= {"prefix_cache", "overlap", "graphs", "tool_format", "trust_remote_code"}
@@ -444,9 +398,8 @@ def test_synthetic_acceptance_is_the_same_profile_in_vllm():
     config = speculative(command("vllm", width=4, synthetic_acceptance="0.9,0.5"))
     assert config["rejection_sample_method"] == "synthetic"
     assert config["synthetic_acceptance_rates"] == [0.9, 0.5, 0.0]  # one per draft
-    mean = speculative(command("vllm", width=8, synthetic_acceptance="mean:4.5"))[
-        "synthetic_acceptance_rates"
-    ]
+    config = speculative(command("vllm", width=8, synthetic_acceptance="mean:4.5"))
+    mean = config["synthetic_acceptance_rates"]
     assert len(mean) == 7
     assert 1 + sum(mean) == pytest.approx(4.5)
     with pytest.raises(SettingsError, match=r"before 0\.20\.0"):
@@ -493,23 +446,3 @@ def test_machines_meet_at_the_head(address, host, port):
     assert [value(second, flag) for flag in ("--nnodes", "--node-rank", "--dist-init-addr")] == [
         "2", "1", f"{host}:{port}",
     ]  # fmt: skip
-
-
-@pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_a_drafter_that_nobody_chose_is_none(engine):
-    chosen, none = (command(engine, draft=draft) for draft in ("auto", "none"))
-    assert chosen.argv == none.argv
-    assert not any("spec" in argument for argument in chosen.argv)
-
-
-def test_translation_does_not_import_torch_or_the_engines():
-    import subprocess
-    import sys
-
-    code = (
-        "import sys\n"
-        "import blockdraft.launch, blockdraft.launch.issues, blockdraft.launch.shell\n"
-        "blockdraft.launch.issues.entries()\n"
-        "sys.exit(bool({'torch', 'vllm', 'sglang', 'transformers'} & sys.modules.keys()))"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,7 +1,5 @@
 """Machines of every kind, from faked /proc, /sys and driver."""
 
-import subprocess
-import sys
 import time
 
 import pytest
@@ -280,14 +278,7 @@ def test_an_empty_root_still_is_a_machine(tmp_path):
     assert (machine.kernel, machine.limits.shm_bytes, machine.cpu.features) == ("", None, frozenset())
 
 
-def test_this_machine_is_read_fast_and_without_torch():
-    code = (
-        "import sys, time\n"
-        "from blockdraft.machine.machine import read_machine\n"
-        "read_machine()\n"
-        "sys.exit('torch' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+def test_this_machine_is_read_fast():
     seconds = []
     for _ in range(3):
         begun_s = time.perf_counter()

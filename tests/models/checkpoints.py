@@ -125,6 +125,19 @@ class Bench:
         return [torch.cat(parts) for parts in logits], [torch.cat(parts) for parts in features]
 
 
+def bench_of(models, num_rows, max_length, page_size):
+    """A bench for a loaded target, or pair."""
+    configs = [config for config in (models.config, models.draft_config) if config is not None]
+    return Bench(
+        sum((config.layer_specs() for config in configs), ()),
+        num_rows=num_rows,
+        max_length=max_length,
+        vocab_size=models.config.vocab_size,
+        page_size=page_size,
+        dtype=getattr(torch, models.dtype),
+    )
+
+
 def cut(length, num_pieces, generator):
     """`length` as `num_pieces` positive numbers with random borders."""
     borders = torch.randperm(length - 1, generator=generator)[: num_pieces - 1].sort().values + 1

@@ -175,10 +175,6 @@ CASES = {
         },
     ),
     "qwen3_5_moe-whole": ("qwen3_5_moe", {**HYBRID, **MOE, **SHARED_EXPERT}),
-    "qwen3_5_moe-many-experts": (
-        "qwen3_5_moe",
-        {**HYBRID, **MOE, **SHARED_EXPERT, "num_experts": 16, "num_experts_per_tok": 5},
-    ),
     "qwen3_5_moe-tied": (
         "qwen3_5_moe",
         {**HYBRID, **MOE, **SHARED_EXPERT, "tie_word_embeddings": True, "layer_types": [DELTA] * 3 + [FULL]},

@@ -18,7 +18,7 @@ from blockdraft.start.loading import load_target
 from tests.fixtures import make_pair
 from tests.lossless.families import NAMES
 from tests.matrix import slow_but
-from tests.models.checkpoints import CPU, Bench, cut, load_pair, write_target
+from tests.models.checkpoints import CPU, bench_of, cut, load_pair, write_target
 from tests.models.families import BASE, CASES, CONFIGS, HYBRIDS, draw, widen
 
 one_of_each_family = pytest.mark.parametrize(
@@ -66,14 +66,7 @@ class Case:
 
     def logits(self, sequences, chunks, dtype, page_size):
         models, _ = self.loaded(dtype)
-        bench = Bench(
-            models.config.layer_specs(),
-            num_rows=len(sequences),
-            max_length=max(map(len, sequences)),
-            vocab_size=models.config.vocab_size,
-            page_size=page_size,
-            dtype=dtype,
-        )
+        bench = bench_of(models, len(sequences), max(map(len, sequences)), page_size)
         return bench.prefill(models.target, sequences, chunks)[0]
 
     def compare(self, sequences, chunks, *, dtype=torch.float32, page_size=5):
@@ -96,19 +89,22 @@ class Case:
         torch.testing.assert_close(mine, theirs, rtol=0, atol=atol, msg=lambda text: f"{label}\n{text}")
 
 
-@pytest.fixture(scope="module", params=CASES)
+# Cases that are drawn anew in every run are slow.
+@pytest.fixture(
+    scope="module",
+    params=slow_but(CASES, *(name for name, (_, overrides) in CASES.items() if overrides is not None)),
+)
 def case(request, tmp_path_factory):
     with pytest.MonkeyPatch.context() as monkeypatch:
         widen(monkeypatch)
         yield Case(request.param, tmp_path_factory.mktemp("target"))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_prefill_in_one_piece_gives_the_logits_of_transformers(case, dtype):
-    sequences = [case.tokens(40)]
-    case.compare(sequences, [[40]], dtype=dtype)
+def test_prefill_in_one_piece_gives_the_logits_of_transformers(case):
+    case.compare([case.tokens(40)], [[40]], dtype=torch.float64)
 
 
+@one_of_each_family
 def test_prefill_past_one_chunk_of_keys_gives_the_logits_of_transformers(case):
     sequences = [case.tokens(300), case.tokens(2)]
     case.compare(sequences, [[300], [2]], page_size=16)
@@ -153,15 +149,7 @@ def test_features_are_the_outputs_of_the_tapped_layers_in_the_order_asked(case):
     models, plan = case.loaded(torch.float64)
     target = load_target(checkpoint, models.config, read_draft_config(raw, name="d"), plan, CPU)
     ids = case.tokens(12)
-    bench = Bench(
-        models.config.layer_specs(),
-        num_rows=1,
-        max_length=12,
-        vocab_size=models.config.vocab_size,
-        page_size=4,
-        dtype=torch.float64,
-    )
-    _, [features] = bench.prefill(target, [ids], [[5, 7]])
+    _, [features] = bench_of(models, 1, 12, page_size=4).prefill(target, [ids], [[5, 7]])
     # Hooks: the last entry of output_hidden_states has been through the final norm already.
     outputs = {}
     hooks = [

@@ -14,7 +14,8 @@ from blockdraft.step.decode import decode_parts, run_all_parts
 from blockdraft.step.prefill import prefill_step
 from tests import tiny
 from tests.fixtures import make_pair
-from tests.models.checkpoints import Bench, cut, load, write_draft, write_target
+from tests.matrix import slow_but
+from tests.models.checkpoints import bench_of, cut, load, write_draft, write_target
 from tests.reference import block_logits, visible
 
 VOCAB, HIDDEN, LAYERS = 64, 32, 4
@@ -27,26 +28,30 @@ def block_logits_of(drafter, rows, cache):
     return drafter.block_logits(rows.anchor[rows.active][:, None], cache.view(rows, drafter.num_columns))
 
 
+def write_small_target(folder, *, is_tied=False):
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        intermediate_size=48,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        tie_word_embeddings=is_tied,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return write_target(folder, config, seed=5)
+
+
 @pytest.fixture(scope="module")
 def make(tmp_path_factory):
     """write_pair on targets that are written once."""
 
     @functools.cache
     def target(is_tied):
-        config = LlamaConfig(
-            vocab_size=VOCAB,
-            hidden_size=HIDDEN,
-            intermediate_size=48,
-            num_hidden_layers=LAYERS,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=256,
-            tie_word_embeddings=is_tied,
-            bos_token_id=None,
-            eos_token_id=None,
-        )
         folder = tmp_path_factory.mktemp("target")
-        return folder, write_target(folder, config, seed=5)
+        return folder, write_small_target(folder, is_tied=is_tied)
 
     def write_pair(*, is_tied=False, **files):
         folder, model = target(is_tied)
@@ -88,15 +93,8 @@ class Drafting:
 
     def absorb(self, features, chunks):
         """A fresh cache that took each row's features [C, taps * E] in pieces; anchors are 3, 4, …"""
-        specs = self.models.config.layer_specs() + self.models.draft_config.layer_specs()
-        bench = Bench(
-            specs,
-            num_rows=self.num_rows,
-            max_length=max(map(len, features)) + 2 * self.drafter.block,
-            vocab_size=VOCAB,
-            page_size=self.page_size,
-            dtype=torch.float64,
-        )
+        max_length = max(map(len, features)) + 2 * self.drafter.block
+        bench = bench_of(self.models, self.num_rows, max_length, self.page_size)
         num_steps = max(map(len, chunks))
         done = [0] * len(features)
         for step in range(num_steps):
@@ -144,26 +142,12 @@ SWA = {"layer_types": SLIDING, "sliding_window": 6}
 VARIANTS = {
     "full": ({}, [FULL, FULL]),
     "tied target": ({"is_tied": True}, [FULL, FULL]),
-    "block 2": ({"top": {"block_size": 2}}, [FULL, FULL]),
-    "block 3": ({"top": {"block_size": 3}}, [FULL, FULL]),
-    "block 16": ({"top": {"block_size": 16}}, [FULL, FULL]),
     "z-lab windows are causal": ({"top": SWA}, [sliding(6, causal=True)] * 2),
     "z-lab mixed": (
         {"top": {"layer_types": MIXED, "sliding_window": 6, "block_size": 16}},
         [sliding(6, causal=True), FULL],
     ),
     "is_causal false": ({"top": SWA | {"is_causal": False}}, [sliding(6, causal=False)] * 2),
-    "is_causal true, full": ({"top": {"is_causal": True}}, [FULL | {"causal": True}] * 2),
-    "dflash_config.causal": ({"top": SWA, "dflash": {"causal": False}}, [sliding(6, causal=False)] * 2),
-    "use_swa": (
-        {"dflash": {"use_swa": True, "swa_window_size": 4}},
-        [sliding(4, causal=True)] * 2,
-    ),
-    "max_window_layers": (
-        {"top": {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}},
-        [FULL, sliding(6, causal=True)],
-    ),
-    "speculators full": ({"speculators": {}}, [FULL, FULL]),
     "speculators causal": (
         {"top": {"layer_types": MIXED, "sliding_window": 6}, "speculators": {}},
         [sliding(6, causal=True, anchored=True), FULL],
@@ -173,23 +157,15 @@ VARIANTS = {
         [sliding(6, causal=False, anchored=True)] * 2,
     ),
     "JetSpec's causal head": ({"dflash": {"causal_head": True}}, [CAUSAL, CAUSAL]),
-    "JetSpec's, with windows": (
-        {"top": SWA, "dflash": {"causal_head": True}},
-        [sliding(6, causal=True)] * 2,
-    ),
     "from the anchor": ({"dflash": FROM_ANCHOR}, [FULL, FULL]),
-    "from the anchor, one draft": ({"dflash": FROM_ANCHOR, "top": {"block_size": 1}}, [FULL, FULL]),
-    "from the anchor, 15 drafts": ({"dflash": FROM_ANCHOR, "top": {"block_size": 15}}, [FULL, FULL]),
-    "from the anchor, causal": ({"dflash": FROM_ANCHOR | {"causal_head": True}}, [CAUSAL, CAUSAL]),
     "from the anchor, DeepSpec": ({"dflash": FROM_ANCHOR, "layout": tiny.to_deepspec}, [FULL, FULL]),
     "from the anchor, SpecForge": ({"dflash": FROM_ANCHOR, "layout": tiny.to_specforge}, [FULL, FULL]),
     "from the anchor, speculators": (
         {"dflash": FROM_ANCHOR, "top": SWA, "speculators": {"sliding_window_non_causal": True}},
         [sliding(6, causal=False, anchored=True)] * 2,
     ),
-    "embedding scale": ({"dflash": {"input_embedding_scale": 5.5}}, [FULL, FULL]),
-    "output multiplier and softcap": (
-        {"dflash": {"output_multiplier": 1.7, "final_logit_softcapping": 1.5}},
+    "scales and softcap": (
+        {"dflash": {"input_embedding_scale": 5.5, "output_multiplier": 1.7, "final_logit_softcapping": 1.5}},
         [FULL, FULL],
     ),
     "other heads and theta": (
@@ -207,13 +183,13 @@ def test_block_logits_are_those_of_the_reference(make, variant):
     columns = drafting.drafter.num_columns
     expected = [reference(f, 3 + row, masks(columns, *kinds)) for row, f in enumerate(features)]
     assert expected[0].shape == (drafting.drafter.block - 1, VOCAB)
-    for page_size in (1, 5, 16):
+    for page_size in (1, 5):
         drafting.page_size = page_size
         actual = drafting.logits(features, random_chunks(seed=page_size))
         torch.testing.assert_close(actual, torch.stack(expected), rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("block", range(2, 17))
+@pytest.mark.parametrize("block", [2, 3, 9, 16])
 def test_every_block_size_and_window_agrees_with_the_reference(make, block):
     window = block // 2 + 1
     top = {"block_size": block, "layer_types": MIXED, "sliding_window": window}
@@ -266,31 +242,6 @@ def test_reduced_vocabulary_without_its_map_is_refused(make):
         Drafting(folders)
 
 
-def context_kv(drafting, bench):
-    """Keys and values [layers, 2, G, C, D] of each row's committed slots, in position order."""
-    size = bench.cache.page_size
-    first = drafting.models.config.num_layers
-    out = []
-    for row in range(drafting.num_rows):
-        position = torch.arange(int(bench.rows.length[row]))
-        slots = bench.rows.page_table[row][position // size] * size + position % size
-        storage = bench.cache.storage[first:]
-        out.append(torch.stack([torch.stack((s.keys[:, slots], s.values[:, slots])) for s in storage]))
-    return out
-
-
-def test_context_absorbed_in_pieces_is_the_context_absorbed_at_once(make):
-    *folders, _ = make()
-    drafting, features = Drafting(folders), random_features()
-    whole = drafting.absorb(features, [[n] for n in LENGTHS])
-    pieces = drafting.absorb(features, random_chunks())
-    singles = drafting.absorb(features, [[1] * n for n in LENGTHS])
-    for bench in (pieces, singles):
-        for mine, theirs in zip(context_kv(drafting, bench), context_kv(drafting, whole), strict=True):
-            assert not theirs.isnan().any()
-            torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
-
-
 @pytest.mark.parametrize("variant", ["full", "z-lab windows are causal", "speculators non-causal"])
 def test_features_at_or_past_the_anchor_change_nothing(make, variant):
     *folders, _ = make(**VARIANTS[variant][0])
@@ -326,33 +277,14 @@ def test_exactly_the_features_within_reach_matter(make, variant, reach):
         assert torch.equal(after, before) == (position < length - reach), position
 
 
-def test_every_tap_and_only_the_rows_own_features_matter(make):
-    *folders, _ = make()
-    drafting, features = Drafting(folders), random_features()
-    chunks = [[n] for n in LENGTHS]
-    before = drafting.logits(features, chunks)
-    for tap in range(len(make_pair.TAPS)):
-        changed = [f.clone() for f in features]
-        changed[1][:, tap * HIDDEN : (tap + 1) * HIDDEN] += 1.0
-        after = drafting.logits(changed, chunks)
-        assert (after != before).flatten(1).any(1).tolist() == [False, True, False]
-
-
 RANDOM_ROW = RowSampling(temperature=1.0, output_start=5)
 
 
-@pytest.mark.parametrize("width", [2, 5, 8])
+@pytest.mark.parametrize("width", slow_but([2, 5, 8], 5))
 def test_context_left_by_real_steps_is_what_transformers_would_give(width):
     """Whatever was accepted or rejected on the way, the next block sees the features of [0, length)."""
     models, num_rows = tiny.load("float64"), 2
-    bench = Bench(
-        models.config.layer_specs() + models.draft_config.layer_specs(),
-        num_rows=num_rows,
-        max_length=100,
-        vocab_size=VOCAB,
-        page_size=3,
-        dtype=torch.float64,
-    )
+    bench = bench_of(models, num_rows, 100, page_size=3)
     rows, tables = bench.rows, bench.rows.page_table.clone()
     texts = [[3, 5, 7, 9, 11], [40, 41, 42, 43, 44]]
     for row, ids in enumerate(texts):

@@ -16,12 +16,11 @@ from blockdraft.checkpoints.schemes import (
     AwqScheme,
     CompressedIntScheme,
     GptqScheme,
-    ScaledScheme,
 )
 from blockdraft.errors import ModelError
 from blockdraft.models.packed import Dense, Scaled, Stacked, quantise_fp8, quantise_int8, stack
 from blockdraft.models.packed_gguf import GgufPacked, block_size
-from blockdraft.models.packed_groups import Fp4Groups, IntGroups, pack_nibbles
+from blockdraft.models.packed_groups import Fp4Groups, pack_nibbles
 from tests.checkpoints.packers import (
     FLOAT4,
     FLOAT8,
@@ -106,7 +105,12 @@ def test_compressed_tensors_formats_read_what_the_library_wrote(case):
     layout, weights, shape = COMPRESSED[case]
     weight = randn(*shape) + 0.3  # off centre: zero points matter
     tensors, expected = compress(layout, weights, weight)
-    packed = compressed_scheme(layout, weights).pack(tensors, shape)
+    scheme = compressed_scheme(layout, weights)
+    specs = scheme.tensors(shape)
+    assert specs.keys() == tensors.keys()
+    assert all(spec.accepts(tuple(tensors[suffix].shape)) for suffix, spec in specs.items())
+    assert all(tensors[suffix].dtype in spec.dtypes for suffix, spec in specs.items())
+    packed = scheme.pack(tensors, shape)
     assert packed.shape == shape
     assert same(packed.dequantise(torch.float32), expected)
     assert (packed.dequantise(torch.float32) - weight).abs().max() < 0.6
@@ -114,17 +118,6 @@ def test_compressed_tensors_formats_read_what_the_library_wrote(case):
     assert (
         packed.num_bytes <= stored * 1.4
     )  # zero points are kept a byte each, a scale per tensor for each row
-
-
-@pytest.mark.parametrize("case", COMPRESSED)
-def test_a_scheme_lists_exactly_the_tensors_of_the_checkpoint(case):
-    layout, weights, shape = COMPRESSED[case]
-    tensors, _ = compress(layout, weights, randn(*shape))
-    specs = compressed_scheme(layout, weights).tensors(shape)
-    assert specs.keys() == tensors.keys()
-    for suffix, spec in specs.items():
-        assert spec.accepts(tuple(tensors[suffix].shape)), suffix
-        assert tensors[suffix].dtype in spec.dtypes, suffix
 
 
 def test_activation_ordering_of_compressed_tensors_moves_columns_between_groups():
@@ -144,14 +137,6 @@ def test_activation_ordering_of_compressed_tensors_moves_columns_between_groups(
     assert same(packed.dequantise(torch.float32), expected[:, order])
 
 
-def test_a_weight_shape_that_disagrees_is_refused():
-    weights = {**INT4, "strategy": "group", "group_size": 16}
-    tensors, _ = compress("pack-quantized", weights, randn(24, 48))
-    tensors[".weight_shape"] = torch.tensor([24, 47])
-    with pytest.raises(ModelError, match=r"weight_shape is \[24, 47\]"):
-        compressed_scheme("pack-quantized", weights).pack(tensors, (24, 48))
-
-
 # fp8 in blocks, as DeepSeek and Qwen publish it
 
 
@@ -167,15 +152,6 @@ def test_fp8_blocks_with_whole_and_cut_edges(shape):
     assert packed.num_bytes == sum(tensor.nbytes for tensor in tensors.values())
 
 
-def test_fp8_blocks_agree_with_the_converter_of_compressed_tensors():
-    from compressed_tensors.entrypoints.convert.converters.fp8block_dequantizer import FP8BlockDequantizer
-
-    tensors, expected = blockwise(200, 300)
-    converter = FP8BlockDequantizer(targets=["q"], weight_block_size=(128, 128), dtype=torch.float32)
-    found = converter.process({f"q{suffix}": tensor for suffix, tensor in tensors.items()})["q.weight"]
-    assert torch.allclose(found, expected, rtol=1e-6)
-
-
 def test_fp8_blocks_with_power_of_two_scales():
     tensors, _ = blockwise(200, 130)
     codes = randint(120, 130, 2, 2).to(torch.uint8)
@@ -186,15 +162,6 @@ def test_fp8_blocks_with_power_of_two_scales():
         tensors[".weight"].float() * scale.repeat_interleave(128, 0)[:200].repeat_interleave(128, 1)[:, :130]
     )
     assert same(packed.dequantise(torch.float32), expected)
-
-
-@pytest.mark.parametrize("scale_shape", [(), (1,)])
-def test_one_scale_per_tensor_has_either_shape(scale_shape):
-    values, scale = randn(6, 10).to(FP8), torch.full(scale_shape, 0.25)
-    scheme = ScaledScheme(name="fp8", dtype=FP8, block=(None, None))
-    assert scheme.tensors((6, 10))[".weight_scale"].accepts(scale_shape)
-    packed = scheme.pack({".weight": values, ".weight_scale": scale}, (6, 10))
-    assert same(packed.dequantise(torch.float32), values.float() * 0.25)
 
 
 # NVFP4 of ModelOpt, MXFP4 of gpt-oss
@@ -258,15 +225,11 @@ def test_fused_mxfp4_experts_agree_with_transformers():
     assert packed.num_bytes == blocks.nbytes + scales.nbytes
 
 
-def test_an_undefined_block_scale_is_refused():
-    blocks, scales = torch.zeros(2, 1, 16, dtype=torch.uint8), torch.tensor([[127], [255]], dtype=torch.uint8)
-    with pytest.raises(ModelError, match="255"):
-        FUSED_MXFP4.pack({"_blocks": blocks, "_scales": scales}, (2, 32))
-
-
 def test_columns_that_are_no_whole_groups_are_refused():
     with pytest.raises(ModelError, match="40 columns are not a multiple of 16"):
         MODELOPT_NVFP4.tensors((8, 40))
+    with pytest.raises(ModelError, match="fused experts"):
+        AwqScheme("awq", 8).tensors((4, 16, 32))
 
 
 # GPTQ and AWQ against packers written from their published layouts
@@ -320,9 +283,6 @@ def test_gptq_with_activation_order():
     plain, straight = gptq_case(4, RUNS)
     both = stack([gptq().pack(plain, (16, 64)), packed])  # one expert ordered, one not
     assert same(both.dequantise(torch.float32), torch.stack([straight, expected]))
-    del tensors[".g_idx"]
-    with pytest.raises(ModelError, match=r"'.g_idx' is missing"):
-        gptq(reordered=True).pack(tensors, (16, 64))
     with pytest.raises(ModelError, match="names group 4"):
         gptq().pack({**tensors, ".g_idx": shuffled.int() + 1}, (16, 64))
 
@@ -358,19 +318,6 @@ def test_awq_agrees_with_the_converter_of_compressed_tensors():
     assert same(theirs.dequantise(torch.float32), expected)
 
 
-def test_a_tensor_of_the_wrong_shape_or_dtype_is_refused_by_name():
-    tensors, _ = awq_case()
-    scheme = AwqScheme("awq", 8)
-    with pytest.raises(ModelError, match=r"'.qzeros' is missing"):
-        scheme.pack({".qweight": tensors[".qweight"], ".scales": tensors[".scales"]}, (16, 32))
-    with pytest.raises(ModelError, match=r"'.scales' is torch.float16 \[3, 16\], expected"):
-        scheme.pack({**tensors, ".scales": tensors[".scales"][1:]}, (16, 32))
-    with pytest.raises(ModelError, match=r"'.qweight' is torch.int64"):
-        scheme.pack({**tensors, ".qweight": tensors[".qweight"].long()}, (16, 32))
-    with pytest.raises(ModelError, match="fused experts"):
-        scheme.tensors((4, 16, 32))
-
-
 # GGUF
 
 
@@ -404,13 +351,6 @@ def test_gguf_weights_survive_the_round_trip(name):
     assert (packed.dequantise(torch.float32) - weight).abs().max() < 0.3
     rows = torch.tensor([[4, 0], [1, 1]])
     assert same(packed[rows].dequantise(torch.float32), packed.dequantise(torch.float32)[rows])
-
-
-def test_gguf_rows_of_broken_blocks_are_refused():
-    with pytest.raises(ModelError, match="whole blocks of 34 bytes"):
-        GgufPacked(torch.zeros(2, 35, dtype=torch.uint8), int(Type.Q8_0))
-    with pytest.raises(ModelError, match="ggml type 9999"):
-        GgufPacked(torch.zeros(2, 35, dtype=torch.uint8), 9999)
 
 
 # What all formats share
@@ -536,8 +476,6 @@ def test_what_does_not_fit_together_is_refused():
         stack([gptq(sym=True).pack(gptq_case(4, RUNS, middle=True)[0], (16, 64)), EXAMPLES["gptq"](0)])
     with pytest.raises(ModelError, match="differ in rows only"):
         Stacked([Dense(randn(4, 8)), Dense(randn(4, 9))])
-    with pytest.raises(ModelError, match="at least one"):
-        stack([])
 
 
 # Quantised at run time
@@ -560,25 +498,7 @@ def test_run_time_quantisation_stays_within_half_a_step(quantise, bound):
     assert packed.scale.dtype == torch.float32
 
 
-def test_the_largest_value_of_a_row_is_kept_by_int8():
-    weight = torch.tensor([[1.0, -3.0, 2.5], [-0.5, 0.25, 0.5]])
-    found = quantise_int8(weight).dequantise(torch.float32)
-    assert torch.allclose(found[0, 1], torch.tensor(-3.0))
-    assert torch.allclose(found[1, [0, 2]], torch.tensor([-0.5, 0.5]))
-
-
 def test_weights_that_are_not_numbers_are_not_quantised():
     for value in (float("nan"), float("inf")):
         with pytest.raises(ModelError, match="infinite or undefined"):
             quantise_fp8(torch.tensor([[1.0, value]]))
-
-
-def test_integer_groups_of_a_symmetric_weight_use_the_middle_code():
-    codes = torch.tensor([[0x08, 0xF0]], dtype=torch.uint8)
-    packed = IntGroups(
-        (1, 4),
-        {"codes": codes, "scale": torch.tensor([[2.0]]), "zero": None, "group_index": None},
-        bits=4,
-        group_size=4,
-    )
-    assert packed.dequantise(torch.float32).tolist() == [[0.0, -16.0, -16.0, 14.0]]

@@ -28,12 +28,9 @@ SCALED = {
     "linear": {"rope_type": "linear", "factor": 3.0},
     "linear by less than one": {"rope_type": "linear", "factor": 0.7},
     "llama3": LLAMA3,
-    "llama3 as published": LLAMA3 | {"original_max_position_embeddings": 8192},
     "llama3 of Llama 3.2": LLAMA3 | {"factor": 32.0, "original_max_position_embeddings": 8192},
     "llama3 with a narrow band": LLAMA3 | {"low_freq_factor": 2.0, "high_freq_factor": 2.5, "factor": 1.7},
     "yarn": YARN,
-    "yarn as recommended for Qwen3": YARN | {"original_max_position_embeddings": 32768},
-    "yarn by an odd factor": YARN | {"factor": 2.7182},
     "yarn by less than one": YARN | {"factor": 0.5},
     "yarn with other borders": YARN | {"beta_fast": 8, "beta_slow": 0.25},
     "yarn with equal borders": YARN | {"beta_fast": 1.0, "beta_slow": 1.0, "truncate": False},
@@ -42,9 +39,7 @@ SCALED = {
     "yarn with zero borders": YARN | {"beta_fast": 0, "beta_slow": 0},  # counts as absent
     "yarn of gpt-oss": YARN | {"factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096},
     "yarn with its own scale": YARN | {"attention_factor": 1.75},
-    "yarn with a scale of one": YARN | {"attention_factor": 1.0},
     "yarn with mscale and its twin": YARN | {"mscale": 0.707, "mscale_all_dim": 1.3},
-    "yarn with equal mscales": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
     "yarn with mscale alone": YARN | {"mscale": 0.707},  # not used
     "yarn with the twin alone": YARN | {"mscale_all_dim": 0.707},
     "yarn with a twin of zero": YARN | {"mscale": 0.707, "mscale_all_dim": 0},
@@ -66,8 +61,8 @@ def assert_same(rope, head_dim, expected, scale):
     assert rope.attention_scale == pytest.approx(scale, rel=1e-12)
 
 
-@pytest.mark.parametrize("part", [1.0, 0.5, 0.25])
-@pytest.mark.parametrize(("head_dim", "theta"), [(128, 1e4), (64, 5e5), (16, 150000.0), (8, 77.0)])
+@pytest.mark.parametrize("part", [1.0, 0.25])
+@pytest.mark.parametrize(("head_dim", "theta"), [(128, 1e4), (16, 150000.0)])
 @pytest.mark.parametrize("name", SCALED)
 def test_scaled_frequencies_are_those_of_transformers(name, head_dim, theta, part):
     section = SCALED[name]
@@ -86,21 +81,8 @@ def test_scaled_frequencies_are_those_of_transformers(name, head_dim, theta, par
     assert_same(rope, head_dim, expected, scale)
 
 
-def test_the_cases_reach_every_branch():
-    """Kept, stretched and blended pairs; ramps of every kind."""
-    theta, head_dim = 1e4, 16
-    plain = inverse_frequencies(Rope(theta=theta), head_dim)
-    for name, factor in (("llama3", 8.0), ("yarn", 4.0)):
-        ratio = plain / inverse_frequencies(ours(SCALED[name], head_dim=head_dim, theta=theta), head_dim)
-        assert (ratio == 1).any()
-        assert torch.isclose(ratio, torch.tensor(factor)).any()
-        assert ((ratio > 1.01) & (ratio < factor - 0.01)).any()
-    scales = {ours(section, head_dim=16, theta=1e4).attention_scale for section in SCALED.values()}
-    assert len(scales) >= 7
-
-
-@pytest.mark.parametrize("theta", [1e4, 1e6, 150000.0])
-@pytest.mark.parametrize("head_dim", [2, 6, 64, 80, 128, 256])
+@pytest.mark.parametrize("theta", [1e4, 150000.0])
+@pytest.mark.parametrize("head_dim", [2, 80])
 @pytest.mark.parametrize(
     ("config_class", "rotary"), [(LlamaConfig, LlamaRotaryEmbedding), (Qwen3Config, Qwen3RotaryEmbedding)]
 )
@@ -110,8 +92,7 @@ def test_default_frequencies_are_those_of_the_models(config_class, rotary, head_
     assert_same(Rope(theta=theta), head_dim, rotary(config).inv_freq, 1.0)
 
 
-@pytest.mark.parametrize("part", [0.25, 0.5, 0.75, 1.0, 0.3])
-@pytest.mark.parametrize("head_dim", [16, 256])
+@pytest.mark.parametrize(("part", "head_dim"), [(0.25, 16), (0.75, 256), (0.3, 256)])
 @pytest.mark.parametrize(
     ("config_class", "rotary"),
     [(Qwen3NextConfig, Qwen3NextRotaryEmbedding), (Qwen3_5TextConfig, Qwen3_5TextRotaryEmbedding)],
@@ -172,9 +153,3 @@ def test_tables_hold_scaled_cosines_and_sines_by_position(dtype):
     assert cos.dtype == sin.dtype == dtype
     assert torch.equal(cos[:, 0], (angle.cos() * rope.attention_scale).to(dtype))
     assert torch.equal(sin[:, 0], (angle.sin() * rope.attention_scale).to(dtype))
-
-
-def test_positions_past_the_table_are_an_error():
-    rotary = Rotary(Rope(theta=1e4), 8, 4, CPU)
-    with pytest.raises(IndexError):
-        rotary(torch.tensor([4]))

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from blockdraft.machine.cards import card_by_key
-from blockdraft.planner.advice import Case, best_width
+from blockdraft.planner.advice import best_width
 from blockdraft.planner.estimate import (
     committed,
     estimate_step,
@@ -22,7 +22,7 @@ from blockdraft.planner.estimate import (
     tokens_per_s,
 )
 from blockdraft.planner.memory_fit import fit_native
-from blockdraft.planner.pair import open_pair
+from blockdraft.planner.pair import Case, open_pair
 from blockdraft.planner.report import make_report
 from blockdraft.settings.shipped import shipped_drafter
 from tests.planner.shapes import asked, on, opened
@@ -54,7 +54,7 @@ def planned(run):
         quantization=settings.get("quantization", "none"),
         draft_quantization=settings.get("draft_quantization", "none"),
     )
-    return fit_native(wanted, on("h200"), pair), pair
+    return fit_native(Case(wanted, on("h200"), pair)), pair
 
 
 STEPS = [(run, step) for run in runs() for step in run["steps"]]
@@ -107,7 +107,7 @@ def test_the_more_tokens_the_more_experts_are_read():
 
 def test_a_sliding_layer_reads_its_window():
     settings, pair = opened("gpt-oss-20b", has_draft=False)
-    fit = fit_native(settings, on("h200"), pair)
+    fit = fit_native(Case(settings, on("h200"), pair))
     step = estimate_step(fit, pair, CARD, rows=3, context=32768, width=1)
     assert step.cache_bytes == 3 * (12 * 128 + 12 * 32768) * 2 * 8 * 64 * 2
 
@@ -133,7 +133,7 @@ OTHER_DAYS = [
 @pytest.mark.parametrize("step", OTHER_DAYS, ids=name)
 def test_steps_of_other_days_are_met_loosely(step):
     wanted, pair = opened("qwen3-8b")
-    fit = fit_native(wanted, on("h200"), pair)
+    fit = fit_native(Case(wanted, on("h200"), pair))
     found = estimate_step(fit, pair, CARD, rows=step["rows"], context=step["context"], width=step["width"])
     assert found.seconds * 1e3 == pytest.approx(step["ms"], rel=LOOSE)
 
@@ -155,7 +155,7 @@ HEADS = [
 @pytest.mark.parametrize(("rows", "step"), HEADS)
 def test_steps_of_the_default_pair_are_met(rows, step):
     wanted, pair = default_pair()
-    fit = fit_native(wanted, on("h200"), pair)
+    fit = fit_native(Case(wanted, on("h200"), pair))
     found = estimate_step(fit, pair, CARD, rows=rows, context=512, width=step["width"])
     assert found.seconds * 1e3 == pytest.approx(step["selector_ms"], rel=TOLERANCE)
 
@@ -223,7 +223,7 @@ def cells():
 @pytest.mark.parametrize(("what", "rows", "width", "tokens", "answer", "interval"), list(cells()))
 def test_answers_over_http_come_as_fast_as_was_measured(what, rows, width, tokens, answer, interval):
     wanted, pair = default_pair()
-    fit = fit_native(wanted, on("h200"), pair)
+    fit = fit_native(Case(wanted, on("h200"), pair))
     step = estimate_step(fit, pair, CARD, rows=rows, context=300, width=width)
     first_s = first_token_s(fit, pair, CARD, rows=rows)
     low, high = interval
@@ -232,7 +232,7 @@ def test_answers_over_http_come_as_fast_as_was_measured(what, rows, width, token
 
 def test_the_plan_of_the_default_pair_says_what_the_readme_says():
     wanted, pair = default_pair()
-    one, many = make_report(wanted, on("h200"), pair, card=CARD).speeds
+    one, many = make_report(Case(wanted, on("h200"), pair, CARD)).speeds
     assert one[1].by_kind["chat"] == pytest.approx(2537, rel=LOOSE)
     assert one[1].by_kind["code"] == pytest.approx(3424, rel=LOOSE)
     assert one[1].plain == pytest.approx(1182, rel=TOLERANCE)
@@ -243,8 +243,8 @@ def test_the_plan_of_the_default_pair_says_what_the_readme_says():
 @pytest.mark.parametrize("shape", ["smollm2-135m", "qwen3-8b", "qwen3.5-35b-a3b", "gpt-oss-20b"])
 def test_more_users_get_no_less_together_and_no_more_each(shape):
     wanted, pair = opened(shape)
-    report = make_report(wanted, on("h200"), pair, card=CARD)
-    case = Case(wanted, on("h200"), pair, CARD, report.acceptance)
+    case = Case(wanted, on("h200"), pair, CARD)
+    report = make_report(case)
     counts = (1, 2, 3, 4, 8, 16, 32, 64, 128, 256)
     speeds = [best_width(case, report.fit, rows=rows, context=1024)[1] for rows in counts]
     for of in (lambda speed: speed.chat, lambda speed: speed.plain):

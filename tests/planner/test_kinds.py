@@ -8,7 +8,7 @@ import pytest
 from blockdraft.cli.plan import lines
 from blockdraft.machine.cards import card_by_key
 from blockdraft.planner.acceptance import published_acceptance
-from blockdraft.planner.pair import open_pair
+from blockdraft.planner.pair import Case, open_pair
 from blockdraft.planner.report import as_json, make_report
 from blockdraft.settings.settings import Settings
 from tests import tiny
@@ -17,7 +17,7 @@ from tests.planner.shapes import folders, on
 
 def report_of(draft, model=tiny.TARGET, card="h200", **settings):
     settings = Settings(model=str(model), draft=str(draft), **settings)
-    return make_report(settings, on(card), open_pair(settings), card=card_by_key(card))
+    return make_report(Case(settings, on(card), open_pair(settings), card_by_key(card)))
 
 
 def text_of(report):
@@ -107,7 +107,7 @@ def test_what_a_block_of_16_reached_is_not_expected_of_a_shorter_one(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(raw))
     whole = report_of(draft, target, load_format="dummy", width=8)
     short = report_of(tmp_path, target, load_format="dummy")
-    assert (short.pair.block, short.fit.width) == (8, 8)
+    assert (short.case.pair.block, short.fit.width) == (8, 8)
     rates = [report.speeds[0][1].by_kind["maths"] for report in (whole, short)]
     assert rates[0] == pytest.approx(rates[1], rel=0.01)
     assert rates[1] * short.speeds[0][1].step.seconds < 7

@@ -107,11 +107,6 @@ def test_memory_is_two_bytes_per_parameter_and_unknown_stays_unknown():
     assert pair().draft_gb is None
 
 
-def test_a_reason_makes_a_pair_one_that_does_not_run():
-    assert pair().runs
-    assert not pair(refused="because").runs
-
-
 # ---- published numbers
 
 

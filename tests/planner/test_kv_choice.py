@@ -7,11 +7,11 @@ import pytest
 from blockdraft.cache.spec import Paged, bytes_per_token, compressed, exact_bytes_per_token
 from blockdraft.errors import BlockdraftError, SettingsError
 from blockdraft.kernels.kv_formats import EXACT, exact_tokens
-from blockdraft.planner.advice import Case, advise
-from blockdraft.planner.kv_choice import kv_choice
+from blockdraft.planner.advice import advise
+from blockdraft.planner.kv_choice import KvRequest, kv_choice
 from blockdraft.planner.memory_fit import fit_native
-from blockdraft.planner.report import _acceptance, make_report
-from blockdraft.settings.settings import Settings
+from blockdraft.planner.pair import Case
+from blockdraft.planner.report import make_report
 from tests.planner.shapes import on, opened
 
 LAYER = Paged(num_kv_heads=8, head_dim=128)  # of Qwen3-8B and of its drafter
@@ -38,7 +38,7 @@ def test_a_pair_of_32k_tokens_takes_so_many_times_less_with_its_window(draft_kv_
 def test_a_plan_counts_compressed_layers_and_their_windows():
     settings, pair = opened("qwen3-8b", max_model_len=32768, max_num_seqs=16)
     exact, small = (
-        fit_native(replace(settings, kv_dtype=name), on("h100"), pair) for name in ("auto", "tq4v3")
+        fit_native(Case(replace(settings, kv_dtype=name), on("h100"), pair)) for name in ("auto", "tq4v3")
     )
     assert exact.footprint.per_token == 41 * LAYER.bytes_per_token(BF16)
     assert small.footprint.per_token == 36 * 8 * 116 + 5 * LAYER.bytes_per_token(BF16)
@@ -52,7 +52,7 @@ def test_a_plan_counts_compressed_layers_and_their_windows():
 def rows_and_share(card, **settings):
     """Rows as planned, why, and the share of the cache that their exact windows take."""
     wanted, pair = opened("qwen3-8b", **settings)
-    fit = fit_native(wanted, on(card), pair)
+    fit = fit_native(Case(wanted, on(card), pair))
     windows = sum(item.num_bytes for item in fit.items if item.name == "exact windows")
     why = next(choice.reason for choice in fit.choices if choice.name == "max_num_seqs")
     return fit.max_num_seqs, why, windows / (windows + fit.cache_bytes)
@@ -89,7 +89,7 @@ def test_a_cache_of_a_given_size_has_rows_for_it():
 
 def test_bytes_of_a_token_are_shown_by_kind():
     settings, pair = opened("qwen3-8b", max_model_len=32768, kv_dtype="tq4", draft_kv_dtype="int8")
-    report = make_report(settings, on("h100"), pair, card=None)
+    report = make_report(Case(settings, on("h100"), pair))
     kinds = [(kind.name, kind.num_layers, kind.bytes_per_token) for kind in report.caches["target"]]
     assert kinds == [("tq4", 36, 36 * 8 * 132)]
     assert [kind.name for kind in report.caches["drafter"]] == ["int8"]
@@ -97,7 +97,7 @@ def test_bytes_of_a_token_are_shown_by_kind():
 
 def test_what_compression_would_serve_is_advised_until_it_is_chosen():
     settings, pair = opened("qwen3-8b", max_model_len=32768)
-    case = Case(settings, on("rtx-5090"), pair, None, _acceptance(pair))
+    case = Case(settings, on("rtx-5090"), pair)
     (line,) = (line for line in advise(case) if line.who == "more at once")
     assert line.flags.startswith("--kv-dtype tq4")
     count, before = int(line.result.split()[0]), int(line.result.split("(as it is, ")[1].split(")")[0])
@@ -109,9 +109,13 @@ def test_what_compression_would_serve_is_advised_until_it_is_chosen():
 # ---- what is refused
 
 
+def asked(kv_dtype="auto", draft_kv_dtype="auto", kv_window=128):
+    return KvRequest(kv_dtype, draft_kv_dtype, kv_window, page_size=16)
+
+
 def choice(shape, **settings):
-    wanted, pair = opened(shape, **settings)
-    return kv_choice(wanted, "bfloat16", pair.config, pair.draft_config, pair.block)
+    _, pair = opened(shape)
+    return kv_choice(asked(**settings), "bfloat16", pair.config, pair.draft_config, pair.block)
 
 
 @pytest.mark.parametrize(
@@ -134,26 +138,26 @@ def test_what_cannot_be_is_refused_by_name_with_what_can(shape, settings, messag
 
 
 def test_gemma_has_eight_bits_only():
-    settings, pair = opened("qwen3-8b", has_draft=False, kv_dtype="tq4")
+    _, pair = opened("qwen3-8b", has_draft=False)
     gemma = replace(pair.config, family="gemma4")
     with pytest.raises(SettingsError, match=r"kv_dtype = tq4, but Gemma 4.* use --kv-dtype int8 or fp8"):
-        kv_choice(settings, "bfloat16", gemma, None, 1)
-    assert kv_choice(replace(settings, kv_dtype="int8"), "bfloat16", gemma, None, 1).target == "int8"
+        kv_choice(asked("tq4"), "bfloat16", gemma, None, 1)
+    assert kv_choice(asked("int8"), "bfloat16", gemma, None, 1).target == "int8"
 
 
 def test_heads_that_cannot_be_rotated_are_named_with_the_setting():
-    settings, pair = opened("qwen3-8b", has_draft=False, kv_dtype="tq4")
+    _, pair = opened("qwen3-8b", has_draft=False)
     layers = tuple(
         replace(layer, mixer=replace(layer.mixer, head_dim=100)) for layer in pair.config.layers[:1]
     )
     odd = replace(pair.config, layers=layers)
     with pytest.raises(BlockdraftError, match=r"kv_dtype = tq4.*[Hh]eads of 100 values.* int8 or fp8"):
-        kv_choice(settings, "bfloat16", odd, None, 1)
-    assert kv_choice(replace(settings, kv_dtype="int8"), "bfloat16", odd, None, 1).target == "int8"
+        kv_choice(asked("tq4"), "bfloat16", odd, None, 1)
+    assert kv_choice(asked("int8"), "bfloat16", odd, None, 1).target == "int8"
 
 
 @pytest.mark.parametrize("name", ["auto", "bfloat16", "bf16"])
 def test_the_models_own_dtype_is_no_compression(name):
     found = choice("qwen3-8b", kv_dtype=name, kv_window=1)  # of which nobody reads the window
     assert (found.target, found.draft, found.is_compressed) == (EXACT, EXACT, False)
-    assert found.num_exact_pages(Settings(), 16, 16, 2048) == 0
+    assert found.num_exact_pages(16, 16, 2048) == 0

@@ -12,11 +12,11 @@ from blockdraft.errors import ModelError, SettingsError
 from blockdraft.machine.cards import card_by_key
 from blockdraft.machine.machine import Machine
 from blockdraft.planner.acceptance import fading, own_acceptance, published_acceptance
-from blockdraft.planner.advice import Case, advise, best_width, fit_pair, fixes, wanted
+from blockdraft.planner.advice import advise, best_width, fit_pair, fixes, wanted
 from blockdraft.planner.estimate import estimate_step, unpacks_weights
 from blockdraft.planner.external import fit_external
 from blockdraft.planner.memory_fit import Footprint, fit_native, machine_of
-from blockdraft.planner.pair import Model, Pair, open_pair
+from blockdraft.planner.pair import Case, Model, Pair, open_pair
 from blockdraft.planner.report import make_report
 from blockdraft.planner.resolver import UNIFIED_SHARE, gpu_budget
 from blockdraft.planner.shape import kinds, raw_shape
@@ -44,9 +44,7 @@ DEEPSEEK = {
 
 
 def case_of(settings, pair, machine, card):
-    names = (pair.target.shape.name, pair.draft.shape.name if pair.draft else "")
-    card = None if card is None else card_by_key(card)
-    return Case(settings, machine, pair, card, published_acceptance(*names))
+    return Case(settings, machine, pair, None if card is None else card_by_key(card))
 
 
 def test_the_cache_is_counted_by_kind_of_layer():
@@ -63,7 +61,7 @@ def test_the_cache_is_counted_by_kind_of_layer():
 
 def test_the_drafter_has_a_cache_of_its_own():
     wanted_settings, pair = opened("qwen3-8b")
-    fit = fit_native(wanted_settings, on("h200"), pair)
+    fit = fit_native(Case(wanted_settings, on("h200"), pair))
     assert fit.footprint.per_token == 36 * 2 * 8 * 128 * 2 + 5 * 2 * 8 * 128 * 2
     names = [item.name for item in fit.items]
     assert names[-2:] == ["target cache", "drafter cache"]
@@ -77,35 +75,35 @@ def test_latent_attention_is_small_and_every_gpu_keeps_it():
     pair = Pair(Model(stored, shape), None, None, None, 1)
     for tensor in (1, 8):
         settings = Settings(model="x", engine="vllm", tensor_parallel=tensor)
-        fit = fit_external(settings, on("b200"), pair)
+        fit = fit_external(Case(settings, on("b200"), pair))
         assert fit.footprint.per_token == 61 * (512 + 64) * 2
 
 
 def test_other_engines_keep_a_window_and_a_state_for_every_drafted_token():
     settings, pair = opened("gpt-oss-20b")
-    fit = fit_external(replace(settings, engine="vllm"), on("h100"), pair)
+    fit = fit_external(Case(replace(settings, engine="vllm"), on("h100"), pair))
     window = pair.target.shape.specs[0].window
     assert fit.footprint.windows == ((window + 16, 12 * 2 * 8 * 64 * 2),)
-    own = fit_native(settings, on("h100"), pair)
+    own = fit_native(Case(settings, on("h100"), pair))
     assert own.footprint.windows == ()
     assert own.footprint.per_token == fit.footprint.per_token + 12 * 2 * 8 * 64 * 2
 
     settings, hybrid = opened("qwen3.5-35b-a3b")
-    fit = fit_external(replace(settings, engine="sglang"), on("h200"), hybrid)
+    fit = fit_external(Case(replace(settings, engine="sglang"), on("h200"), hybrid))
     alone = replace(hybrid, draft=None)
-    plain = fit_external(replace(settings, engine="sglang", width=1), on("h200"), alone)
+    plain = fit_external(Case(replace(settings, engine="sglang", width=1), on("h200"), alone))
     assert fit.footprint.per_row == 16 * plain.footprint.per_row > 0
 
 
 def test_gpus_share_weights_and_heads_but_no_head_is_cut():
     settings, pair = opened("qwen3-8b", engine="vllm")
     one, four, many = (
-        fit_external(replace(settings, tensor_parallel=count), on("h100"), pair) for count in (1, 4, 16)
+        fit_external(Case(replace(settings, tensor_parallel=count), on("h100"), pair)) for count in (1, 4, 16)
     )
     assert four.parts[0].text == pytest.approx(one.parts[0].text / 4, rel=1e-6)
     assert four.footprint.per_token * 4 == one.footprint.per_token
     assert many.footprint.per_token * 8 == one.footprint.per_token  # 8 heads
-    half = fit_external(replace(settings, kv_dtype="fp8"), on("h100"), pair)
+    half = fit_external(Case(replace(settings, kv_dtype="fp8"), on("h100"), pair))
     assert half.footprint.per_token * 2 == one.footprint.per_token
 
 
@@ -126,24 +124,24 @@ def test_gpus_share_weights_and_heads_but_no_head_is_cut():
 )
 def test_a_kv_dtype_takes_its_own_bytes(kv_dtype, head_bytes):
     settings, pair = opened("qwen3-8b", engine="vllm", has_draft=False, kv_dtype=kv_dtype)
-    fit = fit_external(settings, on("h200"), pair)
+    fit = fit_external(Case(settings, on("h200"), pair))
     ends = 4 if kv_dtype.startswith("turboquant") else 0  # two layers at either end stay in 2 bytes
     assert fit.footprint.per_token == 8 * (ends * 512 + (36 - ends) * head_bytes)
-    report = make_report(settings, on("h200"), pair, card=card_by_key("h200"))
+    report = make_report(Case(settings, on("h200"), pair, card_by_key("h200")))
     assert sum(kind.bytes_per_token for kind in report.caches["target"]) == fit.footprint.per_token
 
 
 def test_a_smaller_cache_is_read_faster_and_hybrids_have_no_plain_ends():
     def step(kv_dtype):
         settings, pair = opened("qwen3-8b", engine="vllm", kv_dtype=kv_dtype)
-        fit = fit_external(settings, on("h200"), pair)
+        fit = fit_external(Case(settings, on("h200"), pair))
         return estimate_step(fit, pair, card_by_key("h200"), rows=16, context=32768, width=16).seconds
 
     assert step("nvfp4") < step("fp8") < step("auto")
     settings, hybrid = opened(
         "qwen3.5-35b-a3b", engine="vllm", has_draft=False, kv_dtype="turboquant_4bit_nc"
     )
-    assert fit_external(settings, on("h200"), hybrid).footprint.per_token == 10 * 2 * (2 * 128 + 6)
+    assert fit_external(Case(settings, on("h200"), hybrid)).footprint.per_token == 10 * 2 * (2 * 128 + 6)
 
 
 def test_unified_memory_leaves_more_to_the_system():
@@ -153,31 +151,31 @@ def test_unified_memory_leaves_more_to_the_system():
     assert gpu_budget(settings, card) == int(card.gpu_bytes * 0.9)
     assert gpu_budget(replace(settings, gpu_memory_utilization=0.5), spark) == spark.gpu_bytes // 2
     wanted_settings, pair = opened("qwen3-8b")
-    found = fit_native(wanted_settings, spark, pair).choices
+    found = fit_native(Case(wanted_settings, spark, pair)).choices
     share = next(choice for choice in found if choice.name == "gpu_memory_utilization")
     assert share.value == "0.85"
     assert "unified" in share.reason
     told = replace(wanted_settings, engine="vllm")
     for share, value in ((0.9, "0.8"), (0.85, "0.85"), (0.95, "0.95")):  # 0.9 is the default: nobody asked
         told = replace(told, gpu_memory_utilization=share)
-        fit = fit_external(told, spark, pair)
+        fit = fit_external(Case(told, spark, pair))
         found = next(one for one in fit.choices if one.name == "gpu_memory_utilization")
         assert found.value == value
         assert ("unified" in found.reason) is (share == 0.9)
         assert fit.budget == int(spark.gpu_bytes * float(value))
-    assert fit_external(replace(told, gpu_memory_utilization=0.9), card, pair).budget == int(
+    assert fit_external(Case(replace(told, gpu_memory_utilization=0.9), card, pair)).budget == int(
         card.gpu_bytes * 0.9
     )
 
 
 def test_every_auto_has_a_value_and_a_reason():
     settings, pair = opened("qwen3-8b")
-    found = {choice.name: choice for choice in fit_pair(settings, on("h200"), pair).choices}
+    found = {choice.name: choice for choice in fit_pair(Case(settings, on("h200"), pair)).choices}
     autos = {name for name, default in DEFAULTS.items() if default == "auto"}
     assert autos - {"load_format", "kv_dtype", "verify", "tool_format"} <= found.keys()
     assert all(choice.value not in ("", "auto") and choice.reason for choice in found.values())
     asked = replace(settings, width=8, max_num_seqs=3)
-    found = fit_pair(asked, on("h200"), pair).choices
+    found = fit_pair(Case(asked, on("h200"), pair)).choices
     reasons = {choice.name: choice.reason for choice in found}
     assert reasons["width"] == reasons["max_num_seqs"] == "asked for"
     assert reasons["max_prefill_tokens"] != "asked for"
@@ -185,7 +183,7 @@ def test_every_auto_has_a_value_and_a_reason():
 
 def test_sequences_and_the_longest_context_agree():
     settings, pair = opened("qwen3-8b")
-    fit = fit_native(settings, on("h100"), pair)
+    fit = fit_native(Case(settings, on("h100"), pair))
     for count in (1, 4, 16):
         longest = fit.longest(count, 10**6)
         assert fit.sequences(longest) >= count
@@ -219,7 +217,7 @@ def parsed(settings, flags):
 def test_every_fix_that_is_named_makes_it_fit(shape, card, changes):
     settings, pair = opened(shape, **changes)
     case = case_of(settings, pair, on(card), card)
-    before = fit_pair(settings, on(card), pair)
+    before = fit_pair(Case(settings, on(card), pair))
     context, rows = wanted(case)
     assert before.problem is not None or before.sequences(context) < rows
     found = fixes(case)
@@ -227,7 +225,7 @@ def test_every_fix_that_is_named_makes_it_fit(shape, card, changes):
     for fix in found:
         changed = parsed(settings, fix.flags)
         other = open_pair(changed) if "--draft" in fix.flags else pair
-        fit = fit_pair(changed, on(card), other)
+        fit = fit_pair(Case(changed, on(card), other))
         assert fit.problem is None, fix
         context, rows = wanted(replace(case, settings=changed))
         if "--max-model-len" in fix.flags:
@@ -240,7 +238,7 @@ def test_what_is_known_to_go_wrong_is_not_advised():
     settings, pair = opened("qwen3-8b", max_model_len=32768, max_num_seqs=8)
     case = case_of(settings, pair, on("rtx-5090"), "rtx-5090")
     assert any("vllm" in fix.flags for fix in fixes(case))
-    careful = replace(case, is_allowed=lambda changed: changed.engine != "vllm")
+    careful = replace(case, is_allowed=lambda changed: changed.settings.engine != "vllm")
     assert fixes(careful)
     assert not any("vllm" in fix.flags for fix in fixes(careful))
 
@@ -258,7 +256,7 @@ def test_six_kinds_of_users_are_advised_and_each_advice_starts():
         "out of memory",
     ]
     for advice in found.values():
-        fit = fit_pair(parsed(settings, advice.flags), on("h200"), pair)
+        fit = fit_pair(Case(parsed(settings, advice.flags), on("h200"), pair))
         assert fit.problem is None
     assert parsed(settings, found["agent fleet"].flags).max_model_len == 16384
     assert "--quantization fp8" in found["out of memory"].flags
@@ -281,7 +279,7 @@ def test_on_a_cpu_a_larger_cache_is_advised_where_the_modest_one_is_the_limit():
     found = {advice.who: advice for advice in advise(case_of(settings, pair, machine, None))}
     team = parsed(settings, found["4-16 users"].flags)
     assert team.cache_bytes > 1 << 30
-    assert fit_pair(team, machine, pair).sequences(4096) >= 16
+    assert fit_pair(Case(team, machine, pair)).sequences(4096) >= 16
     small = replace(machine, memory_bytes=14 << 30)  # nothing larger fits beside the weights
     assert not any("--cache-bytes" in one.flags for one in advise(case_of(settings, pair, small, None)))
 
@@ -292,10 +290,10 @@ def test_a_fleet_that_does_not_fit_is_told_what_would():
     (fleet,) = [one for one in advise(case) if "fleet" in one.who]
     assert fleet.flags == "--engine vllm --tensor-parallel 8 --max-num-seqs 32 --max-model-len 16384"
     changed = parsed(settings, fleet.flags)
-    assert fit_pair(changed, case.machine, pair).sequences(16384) == 32
+    assert fit_pair(Case(changed, case.machine, pair)).sequences(16384) == 32
     assert fleet.result == "32 sequences of 16,384 tokens (as it is, 3)"
     as_it_is = replace(settings, max_num_seqs=32, max_model_len=16384)
-    assert fit_pair(as_it_is, case.machine, pair).sequences(16384) == 3
+    assert fit_pair(Case(as_it_is, case.machine, pair)).sequences(16384) == 3
 
 
 def test_more_gpus_of_a_dgx_spark_are_more_machines():
@@ -322,7 +320,7 @@ def test_a_native_engine_that_unpacks_in_every_step_is_not_promised_another_ones
     kept = replace(settings, load_format="auto", quantization="keep")
 
     def step(asked):
-        fit = fit_pair(asked, on("h200"), pair)
+        fit = fit_pair(Case(asked, on("h200"), pair))
         return unpacks_weights(fit, pair), estimate_step(
             fit, pair, card, rows=1, context=1024, width=1
         ).seconds
@@ -334,7 +332,7 @@ def test_a_native_engine_that_unpacks_in_every_step_is_not_promised_another_ones
     is_vllm_unpacking, vllm = step(replace(kept, quantization="auto", engine="vllm"))
     assert not is_vllm_unpacking
     assert vllm < unpacked < own
-    assert make_report(kept, on("h200"), pair, card=card).unpacks_weights
+    assert make_report(Case(kept, on("h200"), pair, card)).unpacks_weights
 
 
 def test_no_more_cards_are_named_than_are_needed():
@@ -345,22 +343,22 @@ def test_no_more_cards_are_named_than_are_needed():
 
 def test_what_is_too_large_for_another_engine_is_told_from_a_context_that_is_too_long():
     settings, pair = opened("qwen3-8b", engine="vllm")
-    problem = fit_external(settings, on("rtx-4080"), pair).problem
+    problem = fit_external(Case(settings, on("rtx-4080"), pair)).problem
     assert problem.startswith("weights and working memory take 27.7 GB, but the budget is 15.5 GB (0.9 of")
-    problem = fit_external(replace(settings, max_model_len=40960), on("rtx-5090"), pair).problem
+    problem = fit_external(Case(replace(settings, max_model_len=40960), on("rtx-5090"), pair)).problem
     assert problem.startswith("a context of 40,960 tokens needs 6.9 GB of cache, and 3.0 GB are left of")
 
 
 def test_the_more_rows_the_narrower_the_best_width():
     settings, pair = opened("qwen3-8b")
     case = case_of(settings, pair, on("h200"), "h200")
-    fit = fit_pair(settings, on("h200"), pair)
+    fit = fit_pair(Case(settings, on("h200"), pair))
     widths = [best_width(case, fit, rows=rows, context=1024)[0] for rows in (1, 16, 256)]
     assert widths[0] == 16
     assert widths == sorted(widths, reverse=True)
     assert widths[-1] < 16
     asked = replace(case, settings=replace(settings, width=4))
-    fit = fit_pair(asked.settings, on("h200"), pair)
+    fit = fit_pair(Case(asked.settings, on("h200"), pair))
     assert best_width(asked, fit, rows=1, context=1024)[0] == 4
 
 
@@ -390,11 +388,11 @@ def test_a_drafter_of_ours_says_its_own_acceptance():
 
 def test_a_card_that_our_kernels_do_not_know_is_named_however_much_it_holds():
     settings, pair = opened("qwen3-8b")
-    report = make_report(settings, on("v100"), pair, card=card_by_key("v100"))
+    report = make_report(Case(settings, on("v100"), pair, card_by_key("v100")))
     assert report.verdict == "does not fit"
     assert "capability 7.0" in report.sentence
     asked = replace(settings, device="cpu")
-    assert "capability" not in make_report(asked, on("v100"), pair, card=None).sentence
+    assert "capability" not in make_report(Case(asked, on("v100"), pair)).sentence
 
 
 def test_a_model_of_others_without_its_files_is_not_taken_for_one_of_no_size(tmp_path):
@@ -406,35 +404,35 @@ def test_a_model_of_others_without_its_files_is_not_taken_for_one_of_no_size(tmp
 
 def test_who_asks_for_the_cpu_is_not_advised_another_engine():
     settings, pair = opened("qwen3-8b", device="cpu")
-    report = make_report(settings, on("h200"), pair, card=card_by_key("h200"))
+    report = make_report(Case(settings, on("h200"), pair, card_by_key("h200")))
     assert not [one for one in report.advice if "--engine" in one.flags]
 
 
 def test_verdicts():
     settings, pair = opened("qwen3-8b")
     card = card_by_key("h200")
-    assert make_report(settings, on("h200"), pair, card=card).verdict == "fits"
+    assert make_report(Case(settings, on("h200"), pair, card)).verdict == "fits"
     many = replace(settings, max_num_seqs=64, max_model_len=40960)
-    report = make_report(many, on("h200"), pair, card=card)
+    report = make_report(Case(many, on("h200"), pair, card))
     assert report.verdict == "tight"
     assert "16 sequences of 40,960" in report.sentence
-    small = make_report(settings, on("rtx-4080"), pair, card=card_by_key("rtx-4080"))
+    small = make_report(Case(settings, on("rtx-4080"), pair, card_by_key("rtx-4080")))
     assert small.verdict == "does not fit"
     assert small.speeds == ()
 
 
 def test_a_cpu_that_cannot_hold_the_weights_says_so():
     settings, pair = opened("qwen3-8b", device="cpu", max_model_len=512)
-    fit = fit_native(settings, Machine(memory_bytes=20 << 30), pair)
+    fit = fit_native(Case(settings, Machine(memory_bytes=20 << 30), pair))
     assert "37." in fit.problem
     assert "int8" in fit.problem
-    assert fit_native(settings, Machine(memory_bytes=64 << 30), pair).problem is None
+    assert fit_native(Case(settings, Machine(memory_bytes=64 << 30), pair)).problem is None
 
 
 def test_another_engine_needs_a_gpu():
     settings, pair = opened("qwen3-8b", engine="vllm")
     with pytest.raises(SettingsError, match="no GPU"):
-        fit_external(settings, Machine(memory_bytes=64 << 30), pair)
+        fit_external(Case(settings, Machine(memory_bytes=64 << 30), pair))
 
 
 def test_a_pair_that_does_not_match_is_named():

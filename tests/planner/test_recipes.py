@@ -10,6 +10,7 @@ from blockdraft.machine.cards import card_by_key
 from blockdraft.machine.machine import Machine
 from blockdraft.planner import pair as pairs
 from blockdraft.planner.memory_fit import machine_of
+from blockdraft.planner.pair import Case
 from blockdraft.planner.report import make_report
 from blockdraft.planner.stored import Size, Stored
 from blockdraft.planner.values import target_values
@@ -72,7 +73,7 @@ def test_a_recipe_fits_on_its_cards(name, card):
     found = None if card is None else card_by_key(card)
     machine = Machine(memory_bytes=16 << 30) if found is None else machine_of(found)
     pair = pairs.open_pair(settings)
-    report = make_report(settings, machine, pair, card=found)
+    report = make_report(Case(settings, machine, pair, found))
     assert report.verdict != "does not fit", report.sentence
     assert settings.max_model_len in ("auto", report.fit.max_model_len)
 
@@ -88,7 +89,7 @@ def test_a_team_is_never_given_contexts_of_no_length(name, changes, card):
     """Each row of a hybrid has states for its whole block, which take more than such a card has left."""
     settings = merge_settings({"recipe": name, **changes}).settings
     found = card_by_key(card)
-    report = make_report(settings, machine_of(found), pairs.open_pair(settings), card=found)
+    report = make_report(Case(settings, machine_of(found), pairs.open_pair(settings), found))
     (team,) = [one for one in report.advice if one.who == "4-16 users"]
     longest = re.search(r"at ([\d,]+) tokens each|of ([\d,]+) tokens", team.result)
     assert int((longest[1] or longest[2]).replace(",", "")) >= 4096, team
@@ -97,6 +98,6 @@ def test_a_team_is_never_given_contexts_of_no_length(name, changes, card):
 def test_a_recipe_on_a_card_that_is_too_small_is_told_what_to_change():
     settings = merge_settings({"recipe": "qwen3-8b"}).settings
     card = card_by_key("rtx-4090")
-    report = make_report(settings, machine_of(card), pairs.open_pair(settings), card=card)
+    report = make_report(Case(settings, machine_of(card), pairs.open_pair(settings), card))
     assert report.verdict == "does not fit"
     assert "--quantization fp8" in [fix.flags for fix in report.fixes]

@@ -15,7 +15,7 @@ from blockdraft.checkpoints.fetch import SMOLLM2
 from blockdraft.engine.engine import Engine
 from blockdraft.machine.machine import Machine
 from blockdraft.planner.memory_fit import fit_native
-from blockdraft.planner.pair import open_pair
+from blockdraft.planner.pair import Case, open_pair
 from blockdraft.settings.settings import Settings, cache_dir
 from blockdraft.start import loading
 from blockdraft.start.loading import open_models
@@ -89,7 +89,7 @@ def test_an_engine_takes_what_was_planned(name):
     if name not in cases():
         pytest.skip("default model not fetched: blockdraft fetch")
     settings = Settings(**cases()[name])
-    fit = fit_native(settings, MACHINE, open_pair(settings))
+    fit = fit_native(Case(settings, MACHINE, open_pair(settings)))
     planned = sum(item.num_bytes for item in fit.items if item.name not in WORKING)
     found, num_pages = allocated(name in LARGE)[name]
     assert fit.problem is None
@@ -104,7 +104,7 @@ def test_the_engine_follows_the_plan_that_was_shown(monkeypatch, shape):
     monkeypatch.setattr(loading, "read_machine", lambda: machine)
     wanted, pair = opened(shape, device="cpu")
     opened_models = open_models(wanted, lambda line: None)
-    assert fit_native(wanted, machine, pair).plan == opened_models.plan
+    assert fit_native(Case(wanted, machine, pair)).plan == opened_models.plan
     gc.collect()
 
 
@@ -127,8 +127,8 @@ def test_weights_are_counted_as_make_plan_counts_them(monkeypatch):
 def test_planning_does_not_depend_on_how_torch_counts():
     """float32 on a CPU, bfloat16 on a card: the same values at other widths."""
     wanted, pair = opened("smollm2-135m")
-    on_cpu = fit_native(replace(wanted, device="cpu"), MACHINE, pair)
-    on_gpu = fit_native(wanted, Machine(8 * GIB, gpu_bytes=80 * GIB, gpu_free_bytes=80 * GIB), pair)
+    on_cpu = fit_native(Case(replace(wanted, device="cpu"), MACHINE, pair))
+    on_gpu = fit_native(Case(wanted, Machine(8 * GIB, gpu_bytes=80 * GIB, gpu_free_bytes=80 * GIB), pair))
     assert on_cpu.parts[0].text == 2 * on_gpu.parts[0].text
     assert torch.float32.itemsize == 2 * torch.bfloat16.itemsize
 
@@ -151,7 +151,7 @@ def test_a_compressed_cache_takes_what_was_planned_to_the_byte(kept):
         "max_model_len": 256,
     }
     settings = Settings(**given, **kept)
-    fit = fit_native(settings, MACHINE, open_pair(settings))
+    fit = fit_native(Case(settings, MACHINE, open_pair(settings)))
     engine = Engine(loading.load_models(settings, lambda line: None)[0], fit.plan)
     caches = ("target cache", "drafter cache", "exact windows")
     planned = {item.name: item.num_bytes for item in fit.items}

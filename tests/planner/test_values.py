@@ -6,8 +6,7 @@ import torch
 from benchmarks.shapes import SHAPES
 from blockdraft.checkpoints.read_draft_config import read_draft_config
 from blockdraft.checkpoints.read_model_config import read_model_config
-from blockdraft.models.dflash import DFlash
-from blockdraft.models.dflash2 import DFlash2
+from blockdraft.models.dflash import DFlash, DFlash2
 from blockdraft.models.registry import build_decoder
 from blockdraft.planner.values import draft_values, target_values
 from tests.checkpoints.published import CONFIGS

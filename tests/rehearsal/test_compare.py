@@ -1,4 +1,4 @@
-"""What a whole rehearsal adds, with made-up results: what counts as worse, and what is left out."""
+"""A whole rehearsal with made-up results: which changes count as worse, and which steps are left out."""
 
 import json
 from dataclasses import replace
@@ -238,10 +238,3 @@ def test_a_whole_rehearsal_that_got_worse_ends_with_1_and_names_the_lines(tmp_pa
     assert "start: default, cold     40.00 s  50.00 s  WORSE" in said
     assert "left out: 64 and 256 streams" in said
     assert json.loads(file.read_text())["measured"]["starts_s"] == {"default, cold": 50.0}
-
-
-def test_a_benchmark_is_a_process_that_can_fail():
-    with pytest.raises(
-        Failure, match=r"`benchmarks.soak` ended with 2: .*unrecognized arguments: --nonsense"
-    ):
-        Children().benchmark("soak", "--nonsense", env={}, timeout_s=60)

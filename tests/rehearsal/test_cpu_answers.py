@@ -1,7 +1,6 @@
-"""benchmarks.cpu_answers: which round counts, and which answers are the same."""
+"""Answers in benchmarks.cpu_ours: which round counts, and which answers are the same."""
 
-from benchmarks.cpu_answers import Arm, answers_of, cells, figures
-from benchmarks.cpu_ours import Answer
+from benchmarks.cpu_ours import Answer, Arm, answers_of, cells, figures
 
 
 def arm_of(answers, plain):

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from benchmarks import equality
-from benchmarks.equality import Agreement, Difference, Equality, Line, Way
-from benchmarks.replay import ReplayingDrafter
+from benchmarks.equality import Agreement, Difference, Equality, Line, ReplayingDrafter, Way
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.loaded_pair import LoadedPair
 from tests import tiny
@@ -29,25 +28,16 @@ def started(num_tokens=12, prompts=PROMPTS, *, replays=True):
     return table
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replays", [True, False])
 def test_on_a_cpu_every_way_gives_the_same_answers(replays):
     lines = list(started(replays=replays).lines())
-    assert [line.way for line in lines] == [
-        "alone, width 4",
-        "alone, width 8",
-        "among 4 rows, width 1",
-        "among 4 rows, width 4",
-        "among 4 rows, width 8",
-        "a changing batch, widths 1, 4, 8",
-        "with a prefix hit",
-        "in chunks of 20 tokens",
-        "after preemption",
-    ]
     assert all(line.is_well for line in lines), equality.table(lines)
     assert not list(equality.remarks(lines))
     assert equality.verdict(lines) == "36 of 36 answers equal"
 
 
+@pytest.mark.slow
 def test_so_it_is_in_rows_that_are_filled_up_and_steps_that_overlap(monkeypatch):
     """As on a card, where graphs run the steps."""
 
@@ -65,7 +55,6 @@ def test_so_it_is_in_rows_that_are_filled_up_and_steps_that_overlap(monkeypatch)
     assert all(line.is_well for line in lines), equality.table(lines)
 
 
-@pytest.mark.slow
 @pytest.mark.slow  # tests/lossless has these layers in every run
 def test_so_it_is_with_recurrent_layers_and_experts():
     table = Equality(*families.pair("qwen3_5_moe-whole"), PROMPTS, 20, replays=True)
@@ -133,6 +122,12 @@ def test_the_command_writes_what_it_prints_and_ends_with_its_code(tmp_path, monk
     assert equality.main(words) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "36 of 36 answers equal"
     written = json.loads(file.read_text())
+    assert [line["way"] for line in written["lines"]] == [
+        *("alone, width 4", "alone, width 8"),
+        *("among 4 rows, width 1", "among 4 rows, width 4", "among 4 rows, width 8"),
+        *("a changing batch, widths 1, 4, 8", "with a prefix hit", "in chunks of 48 tokens"),
+        "after preemption",
+    ]
     assert written["lines"][0]["greedy"] == {"equal": 2, "of": 2, "prompt_and_token": []}
     assert (written["settings"]["prompts"], written["settings"]["tokens"]) == (2, 24)
     unequal = Line("one", Agreement(2, (Difference(0, 1),)), Agreement(2), 1.0, 1.0)

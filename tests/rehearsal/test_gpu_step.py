@@ -1,4 +1,4 @@
-"""What benchmarks/gpu_step.py can do without a card: serve with widths that are chosen step by step."""
+"""benchmarks/gpu_step.py without a card: widths that are chosen step by step."""
 
 import gc
 import json
@@ -19,7 +19,7 @@ from tests import tiny
 def test_governed_requests_are_timed_with_drafts_kept_by_rates(monkeypatch):
     monkeypatch.setattr(gpu_step, "SETTLING", 2)
     monkeypatch.setattr(gpu_step, "GOVERNED", 8)
-    monkeypatch.setattr("blockdraft.start.block_width.STEADY", 1e9)  # whatever the machine does meanwhile
+    monkeypatch.setattr("blockdraft.start.block_width._is_steady", lambda times: True)  # however busy we are
     engine = tiny.engine(max_num_seqs=2, width=8)
     models = replace(engine.models, rates=acceptance_rates("mean:4", width=8, block=8))
     found = gpu_step.time_governed((models, engine.plan), num_rows=2, context=16)
@@ -59,21 +59,20 @@ def test_each_engine_is_gone_before_the_next_one_is_made(monkeypatch):
     for name in ("time_step", "time_engine", "time_governed"):
         monkeypatch.setattr(gpu_step, name, timed)
     monkeypatch.setattr(gpu_step, "copy_ceiling", lambda: 1e12)
-    monkeypatch.setattr(
-        gpu_step, "load", lambda *args, **settings: (tiny.load("float64"), tiny.plan("float64"))
-    )
+    loaded = tiny.load("float64"), tiny.plan("float64")
+    monkeypatch.setattr(gpu_step, "load", lambda *args, **settings: loaded)
     monkeypatch.setattr(gpu_step, "_print", lambda *args: None)
     monkeypatch.setattr(gpu_step, "_print_served", lambda *args: None)
     monkeypatch.setattr(gpu_step.record, "save", lambda path, result: events.append(result))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a card")
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: events.append("release"))
-    flags = ["--rows", "1", "128", "--width", "1", "8", "--engine", "--governor", "--committed", "4"]
+    flags = ["--rows", "128", "--width", "1", "8", "--engine", "--governor", "--committed", "4"]
     monkeypatch.setattr(sys, "argv", ["gpu_step", *flags])
     gc.disable()
     try:
         gpu_step.main()
     finally:
         gc.enable()
-    assert events[:-1] == ["release", *["begin", "release"] * 8]
-    assert [len(events[-1][name]) for name in ("steps", "engine", "governed")] == [4, 2, 2]
+    assert events[:-1] == ["release", *["begin", "release"] * 4]
+    assert [len(events[-1][name]) for name in ("steps", "engine", "governed")] == [2, 1, 1]

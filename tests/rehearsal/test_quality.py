@@ -1,4 +1,4 @@
-"""What benchmarks/quality.py counts, on the fixture pair: the same model twice, and another one."""
+"""The counts of benchmarks/quality.py, on the fixture pair: the same model twice, and another one."""
 
 import json
 import math
@@ -89,6 +89,7 @@ def test_what_ships_is_read_and_asked_in_every_class():
     assert "long" not in work.asked  # no room for an answer
 
 
+@pytest.mark.slow  # the whole of a benchmark
 def test_the_command_loads_both_arms_and_keeps_what_it_found(tmp_path, monkeypatch, capsys):
     rows = [{"prompt": "a b c d", "answer": "e f"}, {"prompt": "a b", "category": "qa"}]
     (tmp_path / "mine.jsonl").write_text("\n".join(json.dumps(row) for row in rows))

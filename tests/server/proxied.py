@@ -1,12 +1,14 @@
 """`blockdraft serve --engine vllm` over a stand-in for vLLM, for the tests that need one."""
 
 import contextlib
+import io
 import json
-import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 
+from blockdraft.cli.main import main
 from tests.server.stub_install import install_stub, is_alive
-from tests.server.test_life import PAIR, ROOT, Process, wait_for
+from tests.server.test_life import PAIR, Process, wait_for
 
 CHAT = "/v1/chat/completions"
 KEY = "sk-of-the-client"
@@ -71,12 +73,7 @@ def texts(found):
 
 
 def serve(*flags):
-    done = subprocess.run(
-        [sys.executable, "-m", "blockdraft", "serve", *map(str, flags)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    return done.returncode, done.stdout, done.stderr
+    """Exit code, output and errors of a command that ends before it serves, run in this process."""
+    with redirect_stdout(io.StringIO()) as output, redirect_stderr(io.StringIO()) as errors:
+        code = main(["serve", *map(str, flags)])
+    return code, output.getvalue(), errors.getvalue()

@@ -14,11 +14,11 @@ PATIENCE_S = 60
 
 
 class ThreadChild:
-    """What stands in for the process."""
+    """A thread in the place of the process."""
 
     def __init__(self, connection, make_engine, step_timeout_s):
         self._connection = connection
-        self.code = 0
+        self.exitcode = 0
         self._thread = threading.Thread(target=self._run, args=(make_engine, step_timeout_s), daemon=True)
         self._thread.start()
 
@@ -28,16 +28,13 @@ class ThreadChild:
         self._connection.close()
 
     def kill(self):
-        self.code = -9
+        self.exitcode = -9
         # It may have just ended, as a process may have.
-        with (
-            contextlib.suppress(OSError),
-            socket.socket(fileno=os.dup(self._connection.fileno())) as ours,
-        ):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as ours:
             ours.shutdown(socket.SHUT_RDWR)  # closing would not wake whoever reads
 
-    def wait(self):
-        return self.code
+    def join(self):
+        pass
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Who gets in, and what a client can do to the server."""
+"""Keys, limits, CORS and connections of the server."""
 
 import asyncio
 import contextlib
@@ -155,10 +155,6 @@ def test_no_other_header_opens(locked, headers):
     check_refusal(ask(locked, "GET", "/v1/models", headers=headers), 401, "API key")
 
 
-def test_a_key_in_the_query_does_not_open(locked):
-    assert ask(locked, "GET", f"/v1/models?key={KEY}").status_code == 401
-
-
 def test_every_key_is_compared_whichever_matches(locked, monkeypatch):
     compared = []
     compare = hmac.compare_digest
@@ -173,10 +169,6 @@ def test_every_key_is_compared_whichever_matches(locked, monkeypatch):
         compared.clear()
         ask(locked, "GET", "/v1/models", headers=bearer(key))
         assert len(compared) == 2
-
-
-def test_without_keys_everybody_is_served():
-    assert ask(app_with(ServerOptions()), "POST", CHAT, json={}).status_code == 200
 
 
 def test_a_wrong_key_is_refused_before_the_body_comes(locked):
@@ -290,7 +282,9 @@ async def in_pieces(size, count):
 @pytest.mark.parametrize("size", [101, 100 * DRAIN_FACTOR + 1, 10**6])
 def test_a_body_over_the_limit_is_refused_announced_or_not(size):
     app = app_with(SMALL)
-    check_refusal(ask(app, "POST", CHAT, content=b" " * size, headers=JSON_TYPE), 413, "100 bytes")
+    refusal = ask(app, "POST", CHAT, content=b" " * size, headers=JSON_TYPE)
+    check_refusal(refusal, 413, "100 bytes")
+    assert "server" not in refusal.headers
     check_refusal(ask(app, "POST", CHAT, content=in_pieces(size // 3 + 1, 3), headers=JSON_TYPE), 413, "100")
 
 
@@ -526,11 +520,6 @@ def test_a_json_line_has_time_level_message_and_request_id(locked):
     assert KEY not in "".join(lines)
 
 
-def test_a_request_id_that_could_break_a_line_is_replaced(locked):
-    response = ask(locked, "GET", "/health", headers={"x-request-id": "a b;\tc"})
-    assert response.headers["x-request-id"].isalnum()
-
-
 @pytest.mark.parametrize("formatter", [JsonLines([KEY]), TextLines([KEY])])
 def test_neither_keys_nor_forged_lines_get_into_the_log(formatter):
     with logged(formatter) as stream:
@@ -594,14 +583,6 @@ def test_a_connection_in_use_outlives_the_time_for_one_head():
             time.sleep(0.5)
 
 
-def test_a_head_that_does_not_end_is_refused_once_it_is_too_large():
-    options = ServerOptions()
-    with listening(app_with(options), options) as address, socket.create_connection(address) as client:
-        client.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\nx-long: " + b"a" * 2 * MAX_HEAD_BYTES)
-        client.settimeout(10)
-        assert client.recv(1 << 16).startswith(b"HTTP/1.1 400")
-
-
 @pytest.mark.parametrize(
     ("line", "more"),
     [
@@ -638,7 +619,7 @@ CHUNKED = (
 
 
 def all_that_comes(address, *parts):
-    """What the server sends until it ends the connection."""
+    """Return all that the server sends until it ends the connection."""
     received = b""
     with socket.create_connection(address) as client, contextlib.suppress(ConnectionError):
         for part in parts:
@@ -648,28 +629,6 @@ def all_that_comes(address, *parts):
         while data := client.recv(1 << 16):
             received += data
     return received
-
-
-@pytest.mark.parametrize(
-    "sent",
-    [
-        b"GET / HTTP/1.1\r\n\r\n",
-        b"GET / HTTP/1.1\r\nhost: x\r\nhost: y\r\n\r\n",
-        b"\0\1 not HTTP\r\n\r\n",
-        CHUNKED.replace(b"transfer", b"content-length: 3\r\ntransfer"),
-    ],
-    ids=["no host", "two hosts", "not HTTP", "two lengths"],
-)
-def test_a_head_that_is_not_plain_http_is_refused(sent):
-    options = ServerOptions()
-    with listening(app_with(options), options) as address:
-        assert all_that_comes(address, sent).startswith(b"HTTP/1.1 400")
-
-
-def test_pipelined_requests_are_answered_in_turn():
-    options = ServerOptions(keep_alive_s=1)
-    with listening(app_with(options), options) as address:
-        assert all_that_comes(address, GET * 50).count(b"HTTP/1.1 200") == 50
 
 
 @pytest.mark.parametrize("more", [b"0\r\nx-end: ", b"2;"], ids=["trailer", "chunk extension"])
@@ -776,14 +735,6 @@ def test_a_client_that_does_not_read_is_dropped_and_its_work_ends():
     with listening(app, options) as address, socket.create_connection(address) as client:
         client.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
         assert ended.wait(20)
-
-
-def test_a_large_body_gets_its_413_on_a_real_connection():
-    options = ServerOptions(max_body_bytes=1 << 18)
-    with listening(app_with(options), options) as (host, port):
-        response = httpx.post(f"http://{host}:{port}{CHAT}", content=b" " * (1 << 20), headers=JSON_TYPE)
-    check_refusal(response, 413, "larger")
-    assert "server" not in response.headers
 
 
 def test_what_a_request_raises_is_logged_without_its_text():

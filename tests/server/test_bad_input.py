@@ -16,6 +16,7 @@ from blockdraft.server.app import make_app
 from blockdraft.server.options import ServerOptions
 from blockdraft.text.tokenizer import Tokenizer
 from tests.grammar import json_tokens
+from tests.matrix import slow_but
 from tests.server.asking import connected
 from tests.server.pair import models, plan
 from tests.server.remote import remote_engine
@@ -219,7 +220,7 @@ def test_tools_and_turns_that_cannot_be(app, api, name):
     check(app, api, BODIES[api](**fields), field or TURN_FIELDS[api], words)
 
 
-@pytest.mark.parametrize("api", PATHS)
+@pytest.mark.parametrize("api", slow_but(PATHS, "chat"))
 def test_a_regex_that_explodes_when_the_answer_has_begun(app, api):
     """Few tokens are read before: a whole vocabulary would meet the limit with the first mask."""
     body = BODIES[api](schema=object_of(a={"type": "string", "pattern": f"^[ab]{{30}}{EXPLODING}$"}))

@@ -7,15 +7,7 @@ import httpx
 import pytest
 
 from tests.server.asking import listening
-from tests.server.browsing import (
-    DESKTOP,
-    MARKDOWN,
-    MARKS,
-    ask,
-    expect,
-    finish,
-    wait_for,
-)
+from tests.server.browsing import DESKTOP, MARKDOWN, MARKS, ask, expect, finish, wait_for
 from tests.server.fake import ACCEPTED, ENGINE, STEP_S, TEXT, TOKENS, WIDTH, serve, steps
 from tests.server.pair import app_over, models
 

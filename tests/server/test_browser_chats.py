@@ -4,14 +4,7 @@ import json
 
 import pytest
 
-from tests.server.browsing import (
-    MARKDOWN,
-    MARKS,
-    ask,
-    expect,
-    finish,
-    wait_for,
-)
+from tests.server.browsing import MARKDOWN, MARKS, ask, expect, finish, wait_for
 from tests.server.fake import STEP_S, TEXT, TOKENS, WIDTH, steps
 
 pytestmark = MARKS
@@ -305,10 +298,7 @@ def test_markdown_is_whole(page, fake):
         "links => links.map(link => [link.href, link.textContent, link.rel])"
     )
     safe = "noopener noreferrer"
-    assert links == [
-        ["https://example.com/a", "link", safe],
-        ["https://example.com/p.png", "picture", safe],
-    ]
+    assert links == [["https://example.com/a", "link", safe], ["https://example.com/p.png", "picture", safe]]
     assert prose.locator("img").count() == 0
     text = prose.inner_text()
     assert "a trap, " in text

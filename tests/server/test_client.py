@@ -1,5 +1,6 @@
 """OpenAI's own client drives the server on a real port: every route and parameter, streamed and not."""
 
+import functools
 import json
 from dataclasses import replace
 
@@ -66,8 +67,11 @@ def text_chunks(client, **fields):
     return chunks
 
 
+adapter = functools.cache(TypeAdapter)
+
+
 def check_shape(kind, value):
-    TypeAdapter(kind).validate_python(value, extra="forbid")
+    adapter(kind).validate_python(value, extra="forbid")
 
 
 def joined(chunks, field="content", index=0):
@@ -517,13 +521,6 @@ def test_a_request_id_comes_back(client):
     assert (raw.headers["x-request-id"], raw.parse().id) == ("body-1", "chatcmpl-body-1")
     raw = client.chat.completions.with_raw_response.create(**CHAT, extra_headers={"X-Request-Id": "a b"})
     assert raw.headers["x-request-id"] not in ("", "a b")
-
-
-def test_a_refusal_names_the_field(client):
-    """tests/server/test_hostile.py has all kinds."""
-    with pytest.raises(openai.BadRequestError) as caught:
-        client.chat.completions.create(**{**CHAT, "temperature": 200})
-    assert caught.value.param == "temperature"
 
 
 @pytest.mark.parametrize(

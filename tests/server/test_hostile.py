@@ -6,7 +6,7 @@ import pytest
 
 from blockdraft.errors import RequestError
 from blockdraft.server.api.chat.fields import ChatRequest, CompletionRequest
-from blockdraft.server.api.chat.template_messages import for_template
+from blockdraft.server.api.chat.messages import for_template
 from blockdraft.server.api.fields import parse
 from blockdraft.server.http.body import MAX_DEPTH, parse_object
 from tests.server.asking import ask
@@ -42,37 +42,20 @@ def deep(depth, inside="1"):
 
 
 @pytest.mark.parametrize("path", ROUTES)
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"",
-        b"null",
-        b"{}x",
-        b'{"model": "\xff"}',
-        b'{"n": NaN}',
-        b'{"n": Infinity}',
-        b'{"n": -Infinity}',
-        b'{"temperature": 1e999}',
-        b'{"n": ' + b"9" * 5000 + b"}",
-        b'{"n": 18446744073709551616}',
-        b'{"n": 1, "n": 2}',
-        b'{"a": {"b": 1, "b": 1}}',
-        b'{"model": "\\ud800"}',
-        b'{"\\udfff": 1}',
-        b'{"a": {"\\ud800": 1}}',
-        f'{{"a": {deep(MAX_DEPTH + 1)}}}'.encode(),
-        f'{{"a": {deep(100_000)}}}'.encode(),
-        b'{"a":' * 100_000,
-    ],
-    ids=lambda body: body[:24].decode(errors="replace"),
-)
-def test_json_that_is_none_or_means_two_things(app, path, body):
-    check_refused(post(app, path, body))
+def test_json_that_means_two_things_is_refused_everywhere(app, path):
+    check_refused(post(app, path, b'{"n": 1, "n": 2}'))
 
 
 @pytest.mark.parametrize(
     ("body", "part"),
     [
+        (b"", "not valid JSON"),
+        (b"null", "send a JSON object"),
+        (b"{}x", "not valid JSON"),
+        (b'{"n": ' + b"9" * 5000 + b"}", "64 bits"),
+        (b'{"a": {"\\ud800": 1}}', "U+D800"),
+        (b'{"\\udfff": 1}', "U+DFFF"),
+        (f'{{"a": {deep(100_000)}}}'.encode(), "nests deeper"),
         (b'{"a": 1, "a": 1}', "'a' twice"),
         (b'{"a": [{"b": 1, "b": 1}]}', "'b' twice"),
         (b'{"a": NaN}', "NaN"),
@@ -205,10 +188,7 @@ def test_a_chat_field_out_of_bounds_is_named(app, field, value):
     ids=["objects", "lists", "twice", "constant", "surrogate"],
 )
 def test_the_rules_of_a_body_hold_for_json_inside_its_texts(app, text, why, depth):
-    for field, value in (
-        ("guided_json", text(depth)),
-        ("structured_outputs", {"json": text(depth)}),
-    ):
+    for field, value in (("guided_json", text(depth)), ("structured_outputs", {"json": text(depth)})):
         body = {"messages": MESSAGES, "max_tokens": 1, field: value}
         error = check_refused(post(app, ROUTES[0], json.dumps(body).encode()))
         assert error["param"] == field
@@ -248,18 +228,6 @@ def test_a_part_that_is_no_text_is_refused_by_its_type(app, part):
 def test_token_routes_name_the_field(app, path, body, param):
     status = 404 if param == "model" else 400
     assert check_refused(post(app, path, json.dumps(body).encode()), status)["param"] == param
-
-
-@pytest.mark.parametrize("path", ROUTES)
-@pytest.mark.parametrize("content_type", [None, "text/plain", "application/x-www-form-urlencoded", "json"])
-def test_a_body_that_is_not_called_json_is_a_415(app, path, content_type):
-    headers = {} if content_type is None else {"content-type": content_type}
-    check_refused(post(app, path, b"{}", headers), 415)
-
-
-def test_a_charset_behind_the_type_is_fine(app):
-    headers = {"content-type": "Application/JSON; charset=utf-8"}
-    assert post(app, "/tokenize", b'{"prompt": "t1"}', headers).status_code == 200
 
 
 RANGES = {

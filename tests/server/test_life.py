@@ -232,6 +232,7 @@ def test_a_server_for_timing_only_says_so_wherever_it_is_looked_at(tmp_path):
     assert any(f"'{name}' is ready" in line for line in process.output)
 
 
+@pytest.mark.slow
 def test_sigterm_during_the_start_ends_at_once():
     patch = "start.open_models = lambda *_: time.sleep(100)"
     with running(*MODEL, patch=patch) as process:
@@ -242,26 +243,6 @@ def test_sigterm_during_the_start_ends_at_once():
 
 
 # ---- the end
-
-
-def test_sigterm_lets_a_stream_end_and_tells_newcomers():
-    with running(*MODEL, "--no-verify", patch=SLOW_STEPS) as process:
-        url = process.ready()
-        with httpx.stream("POST", url + CHAT, json=LONG, timeout=60) as response:
-            lines = response.iter_lines()
-            for _ in range(6):
-                next(lines)
-            process.process.send_signal(signal.SIGTERM)
-            wait_for(lambda: httpx.get(f"{url}/ready").json()["state"] == "draining", "it does not drain")
-            refused = httpx.post(url + CHAT, json=HELLO)
-            assert (refused.status_code, alive(url)) == (503, 200)
-            assert "draining" in refused.json()["error"]["message"]
-            events = [line.removeprefix("data: ") for line in lines if line]
-        assert events[-1] == "[DONE]"
-        assert json.loads(events[-2])["choices"][0]["finish_reason"] == "length"
-        assert process.end() == 0
-        told = "ending: 1 under way, which may take 30 s more (--drain-timeout); a second Ctrl-C ends at once"
-        assert any(told in line for line in process.errors)
 
 
 @pytest.mark.slow
@@ -304,6 +285,7 @@ def test_an_engine_that_fails_three_times_turns_health_red_and_ends_with_code_1(
     assert "blockdraft: error: ZeroDivisionError: division by zero" in process.errors
 
 
+@pytest.mark.slow
 def test_a_step_that_hangs_turns_health_red_logs_stacks_and_ends_with_code_75():
     patch = "def hang_here(self):\n    threading.Event().wait()\nEngine.step = hang_here"
     with running(*MODEL, "--no-verify", "--step-timeout", "0.5", patch=patch) as process:
@@ -342,33 +324,51 @@ def _ask_in_vain(url):
         httpx.post(url + CHAT, json=HELLO, timeout=60)
 
 
-# ---- keys
+# ---- keys, and an end that lets answers end
 
 
-def test_keys_are_asked_for_and_shown_nowhere(tmp_path):
+def test_keys_are_shown_nowhere_and_sigterm_lets_a_stream_end_and_tells_newcomers(tmp_path):
     keys = [f"sk-never-to-be-seen-{source}" for source in ("flag", "file", "environment")]
     file = tmp_path / "keys"
     file.write_text(f"# keys\n{keys[1]}\n")
     file.chmod(0o600)
     flags = ["--no-verify", "--access-log", "--api-key", keys[0], "--api-key-file", str(file)]
-    with running(*MODEL, *flags, patch="", environment={"BLOCKDRAFT_API_KEY": keys[2]}) as process:
+    with running(*MODEL, *flags, patch=SLOW_STEPS, environment={"BLOCKDRAFT_API_KEY": keys[2]}) as process:
         url = process.ready()
-        command_line = Path(f"/proc/{process.process.pid}/cmdline")
-        if command_line.exists():
-            assert keys[0].encode() not in command_line.read_bytes()
-        answers = [httpx.post(url + CHAT, json=HELLO)]
-        for key in keys:
-            for credentials in (f"Bearer {key}x", f"Basic {key}"):
-                headers = {"authorization": credentials}
-                answers.append(httpx.post(f"{url}{CHAT}?key={key}", json=HELLO, headers=headers))
-        assert {answer.status_code for answer in answers} == {401}
-        for key in keys:
-            headers = {"authorization": f"Bearer {key}"}
-            answers.append(httpx.post(url + CHAT, json={**HELLO, "n": -1}, headers=headers))
-            assert answers[-1].status_code == 400
-            assert httpx.post(url + CHAT, json=HELLO, headers=headers, timeout=60).status_code == 200
-        answers += [httpx.get(f"{url}{path}") for path in ("/ready", "/metrics", "/version")]
-        assert not any("never-to-be-seen" in answer.text for answer in answers)
-        assert process.end(signal.SIGTERM) == 0
+        check_keys(url, keys, Path(f"/proc/{process.process.pid}/cmdline"))
+        headers = {"authorization": f"Bearer {keys[0]}"}
+        with httpx.stream("POST", url + CHAT, json=LONG, headers=headers, timeout=60) as response:
+            lines = response.iter_lines()
+            for _ in range(6):
+                next(lines)
+            process.process.send_signal(signal.SIGTERM)
+            wait_for(lambda: httpx.get(f"{url}/ready").json()["state"] == "draining", "it does not drain")
+            refused = httpx.post(url + CHAT, json=HELLO, headers=headers)
+            assert (refused.status_code, alive(url)) == (503, 200)
+            assert "draining" in refused.json()["error"]["message"]
+            events = [line.removeprefix("data: ") for line in lines if line]
+        assert events[-1] == "[DONE]"
+        assert json.loads(events[-2])["choices"][0]["finish_reason"] == "length"
+        assert process.end() == 0
+    told = "ending: 1 under way, which may take 30 s more (--drain-timeout); a second Ctrl-C ends at once"
+    assert any(told in line for line in process.errors)
     assert "never-to-be-seen" not in process.text
     assert any(f"POST {CHAT} 200" in line for line in process.errors)  # the access log was asked for
+
+
+def check_keys(url, keys, command_line):
+    if command_line.exists():
+        assert keys[0].encode() not in command_line.read_bytes()
+    answers = [httpx.post(url + CHAT, json=HELLO)]
+    for key in keys:
+        for credentials in (f"Bearer {key}x", f"Basic {key}"):
+            headers = {"authorization": credentials}
+            answers.append(httpx.post(f"{url}{CHAT}?key={key}", json=HELLO, headers=headers))
+    assert {answer.status_code for answer in answers} == {401}
+    for key in keys:
+        headers = {"authorization": f"Bearer {key}"}
+        answers.append(httpx.post(url + CHAT, json={**HELLO, "n": -1}, headers=headers))
+        assert answers[-1].status_code == 400
+        assert httpx.post(url + CHAT, json=HELLO, headers=headers, timeout=60).status_code == 200
+    answers += [httpx.get(f"{url}{path}") for path in ("/ready", "/metrics", "/version")]
+    assert not any("never-to-be-seen" in answer.text for answer in answers)

@@ -102,9 +102,10 @@ def scored_answer(num_prompts, num_tokens, **fields):
         texts=[tokenizer.decode(ids)] * num_prompts,
     )
     scores = [TokenLogprobs(token, -1.5, tuple((token + k, -k / 7) for k in range(5))) for token in ids]
-    delta = Delta("r", 0, "", (1,), prompt_logprobs=(None, *scores[1:]), finish_reason="length")
+    scored = (None, *scores[1:])
+    delta = Delta("r", 0, "", (1,), prompt_logprobs=scored, finish_reason="length", ends_request=True)
     outlet = EventLoopOutlet(asyncio.get_running_loop())
-    streams = [Stream(f"r{number}", 1, outlet, lambda request_id: None) for number in range(num_prompts)]
+    streams = [Stream(f"r{number}", outlet, lambda request_id: None) for number in range(num_prompts)]
     for stream in streams:
         stream.put(delta)
     return answer, streams
@@ -192,10 +193,7 @@ def test_json_in_slices_is_json(value):
 
 @pytest.mark.parametrize(
     ("fields", "param"),
-    [
-        ({"echo": True, "logprobs": 20}, "logprobs"),
-        ({"prompt_logprobs": 20}, "prompt_logprobs"),
-    ],
+    [({"echo": True, "logprobs": 20}, "logprobs"), ({"prompt_logprobs": 20}, "prompt_logprobs")],
 )
 def test_more_log_probabilities_than_an_answer_may_hold_are_refused(client, fields, param):
     asked = {"model": NAME, "prompt": [[1] * 400] * 64, "max_tokens": 0, "extra_body": fields}

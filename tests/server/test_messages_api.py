@@ -12,7 +12,7 @@ from blockdraft.engine.streams import EngineStopped
 from blockdraft.errors import CapacityError
 from blockdraft.server.api.messages import schemas
 from blockdraft.server.api.messages.fields import MessagesRequest
-from blockdraft.server.api.messages.writer import MessageWriter
+from blockdraft.server.api.messages.routes import MessageWriter
 from blockdraft.server.app import make_app
 from blockdraft.server.http.replies import MessageError, error_response, json_of
 from blockdraft.server.options import ServerOptions

@@ -4,6 +4,7 @@ import functools
 import json
 import re
 
+import httpx
 import jsonschema_rs
 import pytest
 import schemathesis
@@ -57,8 +58,10 @@ def app():
 @pytest.fixture(scope="module")
 def roomy():
     """A server with room for tools in its prompts."""
-    with app_over(models()) as app:
-        yield app
+    with app_over(models()) as app, listening(app) as (host, port):
+        transport = httpx.HTTPTransport(verify=False)  # certificates would take long to read
+        with httpx.Client(transport=transport, base_url=f"http://{host}:{port}", timeout=60) as client:
+            yield client
 
 
 @pytest.fixture(scope="module")
@@ -272,18 +275,18 @@ def validator(path):
 )
 def test_the_document_and_the_server_agree(roomy, path, body, is_valid):
     assert validator(path).is_valid(body) is is_valid
-    assert (ask(roomy, "POST", path, json=body).status_code == 200) is is_valid
+    assert (roomy.post(path, json=body).status_code == 200) is is_valid
 
 
-@pytest.mark.parametrize("num_examples", [3, pytest.param(20, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("method", "path"), PLAIN)
+@pytest.mark.parametrize("num_examples", [1, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("method", "path"), slow_but(PLAIN, ("GET", "/v1/models"), *PLAIN[:2]))
 def test_requests_without_a_body(schema, method, path, num_examples):
     attack(schema[path][method], GenerationMode.POSITIVE, num_examples)
 
 
-@pytest.mark.parametrize("num_examples", [4, pytest.param(625, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_examples", [2, pytest.param(625, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE], ids=lambda m: m.value)
-@pytest.mark.parametrize("path", slow_but(WITH_BODY, *WITH_BODY[:5]))
+@pytest.mark.parametrize("path", slow_but(WITH_BODY, *WITH_BODY[:4]))
 def test_hostile_requests(schema, path, mode, num_examples):
     """Ten thousand in all, where slow tests run."""
     assert attack(schema[path]["POST"], mode, num_examples) >= num_examples // 2

@@ -1,4 +1,4 @@
-"""What passes through `blockdraft serve --engine vllm`: a real server, over a stand-in for vLLM."""
+"""Requests through `blockdraft serve --engine vllm`: a real server, over a stand-in for vLLM."""
 
 import json
 import socket

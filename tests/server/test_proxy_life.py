@@ -46,6 +46,7 @@ def test_an_engine_that_dies_in_its_start_ends_us_with_code_2_and_its_last_words
     assert server.process.output == []
 
 
+@pytest.mark.slow
 def test_an_engine_that_never_becomes_ready_is_given_up(tmp_path):
     with running(tmp_path, "--start-timeout", "1.5", mode="hang") as server:
         assert server.end() == 2
@@ -54,6 +55,7 @@ def test_an_engine_that_never_becomes_ready_is_given_up(tmp_path):
     assert "Starting to load model" in server.error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "complaint"),
     [
@@ -68,20 +70,17 @@ def test_an_engine_that_fails_its_check_is_not_served(tmp_path, mode, complaint)
     assert complaint in server.error
 
 
-def test_a_drafter_that_the_engine_does_not_use_is_said_aloud(tmp_path):
-    with running(tmp_path, "--draft", str(PAIR / "draft"), mode="plain") as server:
-        (warning,) = httpx.get(f"{server.url()}/ready").json()["warnings"]
-        assert "counts no drafts" in warning
-        assert server.end(signal.SIGTERM) == 0
-
-
-def test_the_kernel_for_fp4_weights_is_said_and_a_fallback_is_warned_of(tmp_path):
+@pytest.mark.slow
+def test_an_unused_drafter_and_a_fallback_of_fp4_kernels_are_warned_of(tmp_path):
     says = f"Using MarlinNvFp4LinearKernel for NVFP4 GEMM\n{MARLIN}\n{MARLIN}\n"
-    with running(tmp_path, environment={"STUB_SAYS": says}) as server:
+    flags = ("--draft", str(PAIR / "draft"))
+    with running(tmp_path, *flags, mode="plain", environment={"STUB_SAYS": says}) as server:
         ready = httpx.get(f"{server.url()}/ready").json()
-        assert ready["warnings"] == [FALLBACK]
+        assert FALLBACK in ready["warnings"]
+        assert "counts no drafts" in "".join(ready["warnings"])
+        assert len(ready["warnings"]) == 2
         kernel = "linear: Marlin (MarlinNvFp4LinearKernel)"
-        assert ready["phases"][-1]["detail"] == f"4 tokens; FP4 kernels, {kernel}"
+        assert f"FP4 kernels, {kernel}" in ready["phases"][-1]["detail"]
         assert any(kernel in line for line in server.process.errors)  # what the terminal shows
         assert server.end(signal.SIGTERM) == 0
 
@@ -100,21 +99,7 @@ def test_a_machine_that_is_not_the_head_runs_its_part_and_has_no_api(tmp_path):
     assert "vLLM was ended by SIGKILL" in server.error
 
 
-def test_a_combination_known_to_be_bad_is_refused_before_anything_starts(tmp_path):
-    flags = ("--draft", PAIR / "draft", "--kv-dtype", "turboquant_4bit_nc")
-    python = install_stub(tmp_path / "engine")
-    code, _, errors = serve(MODEL, "--engine", "vllm", "--engine-python", python, "--port", 0, *flags)
-    assert code == 2
-    assert "https://github.com/vllm-project/vllm/" in errors
-
-
 # ---- the end
-
-
-def test_a_stream_whose_first_event_is_late_is_a_504_though_the_engine_has_sent_its_head(tmp_path):
-    with running(tmp_path, "--request-timeout", "1") as server:
-        answer = httpx.post(server.url() + CHAT, json={**STREAM, "slow": True}, timeout=30)
-        assert (answer.status_code, answer.json()["error"]["code"]) == (504, "timeout")
 
 
 def test_sigterm_lets_a_stream_end_and_then_ends_the_engine(tmp_path):
@@ -169,9 +154,11 @@ def test_a_crash_turns_health_red_breaks_streams_aloud_and_ends_us_with_code_1(t
     assert any("illegal memory access" in line and "warning" in line for line in server.process.errors)
 
 
-def test_nothing_is_left_when_we_are_killed(tmp_path):
-    with running(tmp_path, environment={"OMP_NUM_THREADS": "1"}) as server:
-        server.url()
+def test_a_late_first_event_is_a_504_and_nothing_is_left_when_we_are_killed(tmp_path):
+    """The engine sends the head of a stream at once: that is no answer yet."""
+    with running(tmp_path, "--request-timeout", "1", environment={"OMP_NUM_THREADS": "1"}) as server:
+        answer = httpx.post(server.url() + CHAT, json={**STREAM, "slow": True}, timeout=30)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (504, "timeout")
         assert all(map(is_alive, server.pids))
         server.end(signal.SIGKILL)
         server.assert_nothing_is_left()
@@ -180,38 +167,41 @@ def test_nothing_is_left_when_we_are_killed(tmp_path):
 # ---- before anything is started
 
 
-def test_an_engine_that_is_not_installed_is_named_with_a_way_out(tmp_path):
-    python = install_stub(tmp_path / "engine")
-    code, _, errors = serve(MODEL, "--engine", "sglang", "--engine-python", python)
-    assert code == 2
-    assert f"SGLang is not installed for {python}: run '{python} -m pip install sglang==" in errors
-    code, _, errors = serve(MODEL, "--engine", "vllm", "--engine-python", tmp_path / "nothing")
-    assert code == 2
-    assert "is no program" in errors
+DRAFT = ("--draft", PAIR / "draft")
+VLLM = ("--engine", "vllm", "--port", 0)
+ISSUE = "https://github.com/vllm-project/vllm/issues/"
 
 
-def test_a_port_in_use_and_a_model_that_is_not_there_start_no_engine(tmp_path):
-    python = install_stub(tmp_path / "engine")
-    started = tmp_path / "pids"
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        engine = ("--engine", "vllm", "--engine-python", python)
-        code, _, errors = serve(MODEL, *engine, "--port", taken.getsockname()[1])
-        assert (code, "cannot listen on" in errors) == (2, True)
-    code, _, errors = serve(tmp_path / "mistyped" / "mount" / "path", *engine, "--port", 0)
-    assert (code, "does not exist" in errors) == (2, True)
-    assert not started.exists()
+@pytest.mark.parametrize(
+    ("version", "flags", "part"),
+    [
+        (None, (MODEL, *VLLM, *DRAFT, "--kv-dtype", "turboquant_4bit_nc"), ISSUE.removesuffix("issues/")),
+        # Known of 0.23.0, which is installed, and not of 0.24.0, whatever is asked for.
+        (
+            "0.23.0",
+            (MODEL, *VLLM, *DRAFT, "--engine-version", "0.32.0", "--draft-attention-backend", "triton"),
+            f"{ISSUE}42068",
+        ),
+        (None, (MODEL, "--engine", "sglang"), "SGLang is not installed for {python}: run '{python} -m pip"),
+        (None, ("/mistyped/mount/path", *VLLM), "does not exist"),
+    ],
+    ids=["combination", "version", "other engine", "model"],
+)
+def test_what_cannot_be_served_is_refused_before_anything_starts(tmp_path, version, flags, part):
+    python = install_stub(tmp_path / "engine", version=version or "0.32.0")
+    code, output, errors = serve(*flags, "--engine-python", python)
+    assert (code, output) == (2, "")
+    assert part.format(python=python) in errors
+    assert not (tmp_path / "pids").exists()
 
 
-def test_flags_are_for_the_version_that_is_installed_and_so_is_what_is_known_of_it(tmp_path):
-    python = install_stub(tmp_path / "engine", version="0.23.0")
-    flags = ("--engine", "vllm", "--engine-python", python, "--engine-version", "0.32.0", "--port", 0)
-    # Not before 0.24.0, whatever is asked for.
-    bad = ("--draft", PAIR / "draft", "--draft-attention-backend", "triton")
-    code, _, errors = serve(MODEL, *flags, *bad)
-    assert code == 2
-    assert "https://github.com/vllm-project/vllm/issues/42068" in errors
+def test_a_python_that_is_none_and_a_port_in_use_start_no_engine(tmp_path):
+    code, _, errors = serve(MODEL, *VLLM, "--engine-python", tmp_path / "nothing")
+    assert (code, "is no program" in errors) == (2, True)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        flags = ("--engine-python", install_stub(tmp_path / "engine"), "--port", taken.getsockname()[1])
+        code, _, errors = serve(MODEL, "--engine", "vllm", *flags)
+    assert (code, "cannot listen on" in errors) == (2, True)
 
 
 @pytest.mark.parametrize(
@@ -262,7 +252,7 @@ def test_a_dry_run_prints_the_command_and_starts_nothing(form, beginning):
 def test_flags_of_other_engines_are_refused_for_our_own():
     code, _, errors = serve(MODEL, "--dry-run")
     assert code == 2
-    assert "--dry-run is for another engine" in errors
+    assert "--dry-run needs another engine" in errors
 
 
 def test_torch_is_not_loaded():

@@ -62,7 +62,7 @@ def running(folder, model, *flags):
 
 
 def engine_pids(folder):
-    """Of the processes that vLLM has named in its log."""
+    """Return the ids of the processes that vLLM has named in its log."""
     return {int(pid) for pid in re.findall(r"\(\w+ pid=(\d+)\)", (folder / "log").read_text())}
 
 

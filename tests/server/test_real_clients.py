@@ -88,7 +88,7 @@ def node_folder(name, packages):
 
 
 def run(command, folder, **more):
-    """What it writes. Our own package is not in its environment."""
+    """Return its output. Our own package is not in its environment."""
     variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     done = subprocess.run(
         command,

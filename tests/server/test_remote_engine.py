@@ -233,14 +233,16 @@ def test_an_error_that_cannot_travel_is_told_in_words(remote, engine, monkeypatc
 class Unread:
     """A process that never reads what it is sent."""
 
+    exitcode = -9
+
     def __init__(self, connection):
         self._connection = connection
 
     def kill(self):
         self._connection.close()
 
-    def wait(self):
-        return -9
+    def join(self):
+        pass
 
 
 @contextlib.contextmanager

@@ -14,13 +14,13 @@ from pydantic import TypeAdapter
 from blockdraft.server.api.responses import schemas
 from blockdraft.server.api.responses.fields import ResponsesRequest
 from blockdraft.server.api.responses.items import add_input, add_item, sealed
-from blockdraft.server.api.responses.store import (
+from blockdraft.server.api.responses.stored import (
     ENTRY_BYTES,
     ITEM_BYTES,
     ResponseStore,
     StoredResponse,
+    replayed,
 )
-from blockdraft.server.api.responses.stored import replayed
 from blockdraft.server.api.responses.writer import ResponseWriter
 from blockdraft.server.api.translation import Conversation
 from blockdraft.server.http.body import Nested
@@ -437,7 +437,7 @@ def stored(size, **answer):
     """A response that takes `size` bytes of the store's memory, by its own count."""
     items = {f"item {size}": {"id": "i"}}
     parts = ({"output": [], **answer}, [{"role": "user", "content": ""}], items)
-    num_around = sum(len(json.dumps(part, separators=(",", ":"))) for part in parts)
+    num_around = len(json.dumps(parts, separators=(",", ":")))
     message = {"role": "user", "content": "x" * (size - num_around - ENTRY_BYTES - ITEM_BYTES)}
     return StoredResponse(parts[0], (message,), items)
 
@@ -465,7 +465,7 @@ def test_what_is_kept_comes_back_as_it_was():
     assert store.get("r") == given
 
 
-@pytest.mark.parametrize("junk", [[[]] * 4000, [{}] * 4000, [{"a": 1.5}] * 300])
+@pytest.mark.parametrize("junk", [[[]] * 4000, [{"a": 1.5}] * 300])
 def test_the_store_takes_no_more_memory_than_its_limit_says(junk):
     """Empty lists take twenty times as much as their text."""
     limit, store = 1 << 17, ResponseStore(max_bytes=1 << 17)

@@ -19,7 +19,7 @@ from blockdraft.server.api.chat.fields import (
 from blockdraft.server.api.chat.prepare import find_dialect, prepare_chat
 from blockdraft.server.api.fields import parse
 from blockdraft.server.api.messages.fields import CountTokensRequest, MessagesRequest
-from blockdraft.server.api.messages.writer import MessageWriter
+from blockdraft.server.api.messages.routes import MessageWriter
 from blockdraft.server.api.responses.fields import ResponsesRequest
 from blockdraft.server.api.responses.items import add_input
 from blockdraft.server.api.responses.writer import ResponseWriter
@@ -44,12 +44,12 @@ def answers(draw):
 
 
 def is_taken(messages):
-    """Whether a chat request with this history becomes a prompt."""
+    """Return whether a chat request with this history becomes a prompt."""
     asked = parse(ChatRequest, json.dumps({"messages": messages}).encode())
     return bool(prepare_chat(asked, DIALECT, {}).prompt_ids)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@settings(max_examples=30, deadline=None, derandomize=True, database=None)
 @given(answers(), st.booleans())
 def test_an_answer_of_chat_completions_is_accepted_as_history(script, has_nulls):
     asked = ChatRequest(messages=[USER])
@@ -61,7 +61,7 @@ def test_an_answer_of_chat_completions_is_accepted_as_history(script, has_nulls)
     assert is_taken([USER, message, USER])
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@settings(max_examples=30, deadline=None, derandomize=True, database=None)
 @given(answers(), st.sampled_from([None, {"type": "adaptive", "display": "omitted"}]))
 def test_an_answer_of_messages_is_accepted_as_history(script, thinking):
     fields = {"messages": [USER], "max_tokens": 9, "thinking": thinking}
@@ -71,7 +71,7 @@ def test_an_answer_of_messages_is_accepted_as_history(script, thinking):
     assert is_taken(asked.chat().messages)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@settings(max_examples=30, deadline=None, derandomize=True, database=None)
 @given(answers(), st.booleans())
 def test_an_answer_of_responses_is_accepted_as_history(script, is_sealed):
     include = ["reasoning.encrypted_content"] if is_sealed else []

@@ -11,7 +11,6 @@ import pytest
 
 from blockdraft.checkpoints.opening import open_checkpoint
 from blockdraft.engine.engine import Engine
-from blockdraft.engine.loop import MAX_FAILURES
 from blockdraft.engine.request import TokenLogprobs
 from blockdraft.server.api import host as host_module
 from blockdraft.server.api.chat.logprobs import MIN_LOGPROB, chat_logprobs
@@ -205,39 +204,43 @@ def test_paths_methods_and_models_that_do_not_exist(app):
     check_error(chat(app, {**HELLO, "model": "gpt-4"}), 404, "'gpt-4'", "model")
 
 
-@pytest.mark.parametrize(
-    ("path", "parts"),
-    [
-        ("/chat/completions", ["/v1/chat/completions", "base URL"]),
-        ("/completions", ["/v1/completions", "base URL"]),
-        ("/models", ["/v1/models", "base URL"]),
-        ("/messages", ["/v1/messages", "base URL"]),
-        ("/openai/v1/responses", ["/v1/responses", "base URL"]),
-        ("/api/v1/chat/completions", ["this is /v1/chat/completions here"]),
-        ("/v1/v1/messages", ["twice", "/v1/messages"]),
-        ("/v1/embeddings", ["no embeddings", "/v1/chat/completions"]),
-        ("/embeddings", ["no embeddings"]),
-        ("/v1/audio/transcriptions", ["no speech"]),
-        ("/v1/images/generations", ["no images"]),
-        ("/v1/files", ["no files"]),
-        ("/api/chat", ["Ollama", "/v1"]),
-        ("/api/generate", ["Ollama"]),
-        ("/api/tags", ["Ollama"]),
-        ("/completion", ["llama.cpp"]),
-        ("/generate", ["TGI"]),
-        ("/v1beta/models/gemini:generateContent", ["Gemini"]),
-        ("/nothing", ["/openapi.json"]),
-    ],
-)
+OTHER_PATHS = [
+    ("/chat/completions", ["/v1/chat/completions", "base URL"]),
+    ("/completions", ["/v1/completions", "base URL"]),
+    ("/models", ["/v1/models", "base URL"]),
+    ("/messages", ["/v1/messages", "base URL"]),
+    ("/openai/v1/responses", ["/v1/responses", "base URL"]),
+    ("/api/v1/chat/completions", ["this is /v1/chat/completions here"]),
+    ("/v1/v1/messages", ["twice", "/v1/messages"]),
+    ("/v1/embeddings", ["no embeddings", "/v1/chat/completions"]),
+    ("/embeddings", ["no embeddings"]),
+    ("/v1/audio/transcriptions", ["no speech"]),
+    ("/v1/images/generations", ["no images"]),
+    ("/v1/files", ["no files"]),
+    ("/api/chat", ["Ollama", "/v1"]),
+    ("/api/generate", ["Ollama"]),
+    ("/api/tags", ["Ollama"]),
+    ("/completion", ["llama.cpp"]),
+    ("/generate", ["TGI"]),
+    ("/v1beta/models/gemini:generateContent", ["Gemini"]),
+    ("/nothing", ["/openapi.json"]),
+]
+
+
 @pytest.mark.parametrize("kind", ["application/json", "multipart/form-data; boundary=x", "text/plain"])
-def test_a_path_of_other_servers_is_a_404_that_says_what_there_is(app, path, parts, kind):
-    response = ask(app, "POST", path, content=b"{}", headers={"content-type": kind})
-    error = response.json()["error"]
-    message = error if isinstance(error, str) else error["message"]
-    assert response.status_code == 404
-    assert message.startswith("no such path: ")
-    assert [part for part in parts if part not in message] == []
-    assert ask(app, "GET", path).status_code == 404
+def test_a_path_of_other_servers_is_a_404_that_says_what_there_is(kind):
+    async def ask_all():
+        async with connected(make_app(Starting("ready"), name=NAME, options=OPTIONS)) as client:
+            for path, parts in OTHER_PATHS:
+                response = await client.post(path, content=b"{}", headers={"content-type": kind})
+                error = response.json()["error"]
+                message = error if isinstance(error, str) else error["message"]
+                assert response.status_code == 404, path
+                assert message.startswith("no such path: ")
+                assert [part for part in parts if part not in message] == []
+                assert (await client.get(path)).status_code == 404, path
+
+    asyncio.run(ask_all())
 
 
 def test_a_form_sent_to_a_path_that_is_there_is_a_415(app):
@@ -282,6 +285,7 @@ def test_a_failed_step_fails_its_requests_and_the_third_in_a_row_the_server(
         assert ask(app, "GET", "/health").status_code == health
     check_error(chat(app, HELLO), 503, "failed")
     assert "secret" not in ask(app, "GET", "/health").text
+    assert ask(app, "GET", "/ready").status_code == ask(app, "POST", "/ping").status_code == 503
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
@@ -361,15 +365,6 @@ def test_an_engine_that_is_silent_is_not_healthy():
     health = ask(app, "GET", "/health")
     assert (health.status_code, health.json()) == (503, {"status": "hanging"})
     assert ask(app, "GET", "/live").status_code == 200  # it may come back
-
-
-def test_ready_tells_apart_from_alive(app, engine, monkeypatch):
-    assert ask(app, "GET", "/ready").json()["state"] == "ready"
-    monkeypatch.setattr(engine.scheduler, "commit", lambda *_: 1 / 0)
-    for _ in range(MAX_FAILURES):
-        chat(app, HELLO)
-    assert ask(app, "GET", "/ready").status_code == 503
-    assert ask(app, "POST", "/ping").status_code == 503
 
 
 def test_prompts_that_do_not_fit_the_queue_together_leave_nothing_behind(app, engine, loop, monkeypatch):

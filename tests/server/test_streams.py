@@ -166,13 +166,13 @@ def test_what_has_piled_up_is_written_at_once():
     """As many events as deltas, in fewer pieces: the first as soon as it is there, the end with the last."""
 
     async def pieces():
-        stream = Stream("r", 1, EventLoopOutlet(asyncio.get_running_loop()), lambda request_id: None)
+        stream = Stream("r", EventLoopOutlet(asyncio.get_running_loop()), lambda request_id: None)
         events = respond(chat_answer(), [stream], is_stream=True)
         stream.put(Delta("r", 0, " t1", (1,)))
         response = await events
         for number in (2, 3):
             stream.put(Delta("r", 0, f" t{number}", (number,)))
-        stream.put(Delta("r", 0, " t4", (4,), finish_reason="length"))
+        stream.put(Delta("r", 0, " t4", (4,), finish_reason="length", ends_request=True))
         return response.events.first, response.events.take()
 
     first, rest = asyncio.run(pieces())
@@ -181,7 +181,7 @@ def test_what_has_piled_up_is_written_at_once():
 
 
 class Line:
-    """What an exchange is to whoever writes to it."""
+    """An exchange, as the writer of an answer sees it."""
 
     def __init__(self):
         self.is_write_paused = self.is_gone = False
@@ -199,7 +199,7 @@ def written_to(line, act):
 
     async def run():
         outlet = EventLoopOutlet(asyncio.get_running_loop())
-        stream = Stream("r", 1, outlet, lambda request_id: None)
+        stream = Stream("r", outlet, lambda request_id: None)
         done = EventSource(chat_answer(), [stream]).write_to(line)
         act(stream)
         await asyncio.wait_for(done, 10)
@@ -219,7 +219,7 @@ def test_nothing_is_written_to_a_client_that_does_not_read_until_it_does():
         line.is_write_paused = False
         line.on_resume()
         assert line.written[1].count("data: ") == 2
-        stream.put(Delta("r", 0, "", (), finish_reason="stop"))
+        stream.put(Delta("r", 0, "", (), finish_reason="stop", ends_request=True))
 
     written_to(line, act)
     assert line.written[-1].endswith("data: [DONE]\n\n")

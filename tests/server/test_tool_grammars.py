@@ -16,7 +16,7 @@ from blockdraft.engine.request import StructuredOutputs
 from blockdraft.errors import RequestError
 from blockdraft.text.tokenizer import Tokenizer
 from blockdraft.tool_calls.formats import FORMATS
-from blockdraft.tool_calls.gemma_grammar import BARE_KEY
+from blockdraft.tool_calls.gemma import BARE_KEY
 from blockdraft.tool_calls.harmony import wrap_in_harmony
 from blockdraft.tool_calls.lark import CallRules
 from blockdraft.tool_calls.pieces import FunctionTool
@@ -328,11 +328,7 @@ PARTS = {
     ),
     "an enum by reference": ({"$ref": "#/$defs/Color", "description": "d"}, ["red"], ["green", 5]),
     "allOf of one": ({"allOf": [{"$ref": "#/$defs/Color"}], "default": "red"}, ["blue"], ["green"]),
-    "allOf of two": (
-        {"allOf": [{"type": "integer", "minimum": 2}, {"maximum": 4}]},
-        [2, 4],
-        [1, 5, "3"],
-    ),
+    "allOf of two": ({"allOf": [{"type": "integer", "minimum": 2}, {"maximum": 4}]}, [2, 4], [1, 5, "3"]),
     "an optional text": ({"anyOf": [{"type": "string"}, NULL]}, ["x", None, "5", "true"], []),
     "an optional enum": ({"anyOf": [{"$ref": "#/$defs/Color"}, NULL]}, ["red", None], ["green", 1]),
     "an optional date": (

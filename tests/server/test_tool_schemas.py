@@ -8,11 +8,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from blockdraft.errors import RequestError
-from blockdraft.tool_calls.checking import problem_of
+from blockdraft.tool_calls.checking import call_problem, problem_of
 from blockdraft.tool_calls.lark import CallRules
 from blockdraft.tool_calls.pieces import FunctionTool
 from blockdraft.tool_calls.schemas import Schemas, find_reference
-from blockdraft.tool_calls.typed import call_problem
 from tests.server.test_tool_grammars import BY_NAME, accepts, byte_level, read, written
 
 NAMES = ("a", "b", "c d", "e:f")
@@ -78,7 +77,7 @@ def is_valid(value, schema):
         return None
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(schema=ANY_SCHEMA, x=ANY_SCHEMA, y=ANY_SCHEMA, value=VALUES)
 def test_a_check_finds_what_the_library_finds(schema, x, y, value):
     root = {**schema, "$defs": {"x": x, "y": y}}
@@ -93,7 +92,7 @@ def test_a_check_finds_what_the_library_finds(schema, x, y, value):
 
 
 def _all_lost(root):
-    """Whether any part of a schema holds what cannot be merged."""
+    """Return whether any part of a schema holds what cannot be merged."""
     schemas, waiting = Schemas(root, 10**6), [root]
     while waiting:
         part = waiting.pop()
@@ -171,7 +170,7 @@ def in_order(value, schema):
 
 
 @pytest.mark.parametrize("name", BY_NAME)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(data=st.data(), schema=TOOL_SCHEMA)
 def test_arguments_of_a_schema_are_let_through_and_come_back(name, data, schema):
     arguments = in_order(data.draw(values_for(schema)), schema)
@@ -184,7 +183,7 @@ def test_arguments_of_a_schema_are_let_through_and_come_back(name, data, schema)
 
 
 @pytest.mark.parametrize("name", ["gemma", "qwen_xml"])
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(schema=ANY_SCHEMA, x=ANY_SCHEMA, y=ANY_SCHEMA, value=VALUES)
 def test_what_a_strict_grammar_lets_through_has_the_schema(name, schema, x, y, value):
     root = {"type": "object", "properties": {"a": schema}, "required": ["a"], "$defs": {"x": x, "y": y}}

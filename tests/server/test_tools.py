@@ -8,15 +8,17 @@ from hypothesis import strategies as st
 
 from blockdraft.engine.request import Delta
 from blockdraft.server.api.choices import AnswerChoice
-from blockdraft.server.api.translation import AnswerParts
+from blockdraft.server.api.messages.fields import MessagesRequest
+from blockdraft.server.api.messages.routes import MessageWriter
 from blockdraft.settings.settings import TOOL_FORMATS
 from blockdraft.tool_calls.bare_json import BareJsonReader
 from blockdraft.tool_calls.formats import FORMATS as KNOWN
 from blockdraft.tool_calls.gemma import GemmaReader
 from blockdraft.tool_calls.harmony import TAGS, HarmonyReader
-from blockdraft.tool_calls.hermes import HermesReader
+from blockdraft.tool_calls.json_calls import HermesReader
 from blockdraft.tool_calls.pieces import FunctionTool
 from blockdraft.tool_calls.qwen_xml import QwenXmlReader
+from tests.server.scripted import ScriptedChat, taken
 
 SCHEMA = {
     "type": "object",
@@ -212,7 +214,7 @@ _HARMONY_WORDS = [
 ]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.lists(st.sampled_from(_HARMONY_WORDS), max_size=8), st.data())
 def test_any_harmony_is_read_alike_however_it_is_cut(words, data):
     text = "".join(words)
@@ -259,7 +261,7 @@ def words(reader):
 
 
 @pytest.mark.parametrize("reader", FORMATS)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_any_text_is_read_alike_however_it_is_cut(reader, data):
     text = "".join(data.draw(words(reader)))
@@ -282,27 +284,31 @@ def test_arguments_are_passed_on_as_they_come():
 
 def parts_of(reader, pieces):
     """The parts of an answer as the newer APIs show them."""
-    choice, parts = AnswerChoice(index=0, prompt=0, reader=reader(TOOLS)), AnswerParts()
-    for number, text in enumerate(pieces):
-        end = "stop" if number == len(pieces) - 1 else None
-        list(parts.push(choice.push(Delta("", 0, text, (1,), finish_reason=end))))
-    return [(part.kind, part.text) for part in parts.all]
+    choice = AnswerChoice(index=0, prompt=0, reader=reader(TOOLS))
+    found = [choice.push(Delta("", 0, text, (1,))) for text in pieces]
+    found.append(choice.push(Delta("", 0, "", (), finish_reason="stop")))
+    asked = MessagesRequest(messages=[{}], max_tokens=1)
+    message = MessageWriter(asked, {"id": "", "model": ""}, ScriptedChat())
+    return [
+        (block["type"], *[value for name, value in block.items() if name in ("text", "thinking", "input")])
+        for block in taken(message, found)["content"]
+    ]
 
 
 @pytest.mark.parametrize(
     ("reader", "text", "expected"),
     [
-        (HermesReader, HERMES[9][0], [("call", '{"a": 1}'), ("text", "so")]),
+        (HermesReader, HERMES[9][0], [("tool_use", {"a": 1}), ("text", "so")]),
         (
             HermesReader,
             f"Well {HERMES[3][0]} so {HERMES[8][0]}",
-            [("text", "Well"), ("call", "{}"), ("call", "{}"), ("text", "so"), ("call", '{"a": 1}')],
+            [("text", "Well"), *[("tool_use", {})] * 2, ("text", "so"), ("tool_use", {"a": 1})],
         ),
         (
             HarmonyReader,
             "<|channel|>final<|message|>a<|end|><|start|>assistant<|channel|>analysis<|message|>b<|end|>"
             "<|start|>assistant<|channel|>commentary to=functions.f<|message|>{}<|call|>",
-            [("text", "a"), ("reasoning", "b"), ("call", "{}")],
+            [("text", "a"), ("thinking", "b"), ("tool_use", {})],
         ),
     ],
 )

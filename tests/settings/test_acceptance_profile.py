@@ -12,8 +12,8 @@ def test_a_list_is_padded_with_zeros_up_to_the_block():
     assert acceptance_rates("1", width=2, block=4) == (1, 0, 0)
 
 
-@pytest.mark.parametrize("width", [2, 7, 16])
-@pytest.mark.parametrize("share", [0.0, 0.1, 0.49, 0.9, 1.0])
+@pytest.mark.parametrize("width", [2, 16])
+@pytest.mark.parametrize("share", [0.0, 0.49, 1.0])
 def test_a_mean_is_met_by_steps_of_the_planned_width(width, share):
     mean = 1 + share * (width - 1)
     rates = acceptance_rates(f"mean:{mean}", width=width, block=16)
@@ -28,8 +28,6 @@ def test_a_mean_is_met_by_steps_of_the_planned_width(width, share):
     [
         ("", "'' is not a number"),
         ("0.9,,0.8", "'' is not a number"),
-        ("high", "'high' is not a number"),
-        ("mean:", "'' is not a number"),
         ("mean:much", "'much' is not a number"),
         ("0.5,0.6", "0.6 follows 0.5"),
         ("1.1", "1.1 is not a probability"),
@@ -45,6 +43,9 @@ def test_what_is_no_profile_is_refused_by_the_settings(profile, reason):
         Settings(draft="some/drafter", synthetic_acceptance=profile)
     assert f"synthetic_acceptance = {profile!r}: {reason}" in str(caught.value)
     assert "\n" not in str(caught.value)
+    for draft in (None, "none"):
+        with pytest.raises(SettingsError, match="no drafter"):
+            Settings(draft=draft, synthetic_acceptance="0.5")
 
 
 @pytest.mark.parametrize(
@@ -61,12 +62,6 @@ def test_what_the_block_cannot_hold_is_refused(profile, width, reason):
     read_profile(profile)
     with pytest.raises(SettingsError, match=reason):
         acceptance_rates(profile, width=width, block=8)
-
-
-@pytest.mark.parametrize("draft", [None, "none"])
-def test_without_a_drafter_there_is_nothing_to_accept(draft):
-    with pytest.raises(SettingsError, match="no drafter"):
-        Settings(draft=draft, synthetic_acceptance="0.5")
 
 
 def test_the_models_name_says_what_is_not_real():

@@ -16,16 +16,12 @@ SAMPLING = {"temperature", "repetition_penalty", "max_tokens", "grammar", "serve
     ("words", "setting", "value"),
     [
         (["--max-context", "4096"], "max_model_len", 4096),
-        (["--max-context=4096"], "max_model_len", 4096),
         (["--ctx-size", "4096"], "max_model_len", 4096),
         (["-c", "4096"], "max_model_len", 4096),
-        (["--max-rows", "3"], "max_num_seqs", 3),
-        (["--max-num-batched-tokens", "512"], "max_prefill_tokens", 512),
         (["--chunk", "512"], "max_prefill_tokens", 512),
         (["--fast"], "allow_batch_variance", True),
         (["--no-enable-prefix-caching"], "prefix_cache", False),
         (["--engine", "vllm", "--tensor-parallel-size", "2"], "tensor_parallel", 2),
-        (["-md", "none"], "draft", "none"),
         (["-m", "default"], "model", "default"),
     ],
 )
@@ -35,13 +31,9 @@ def test_a_flag_that_means_the_same_is_taken_with_a_note(capsys, words, setting,
     assert f"is --{setting.replace('_', '-')} here" in capsys.readouterr().err.replace("--no-", "--")
 
 
-def test_sampling_has_its_own(capsys):
+def test_sampling_has_its_own_and_our_flags_and_what_follows_two_dashes_are_left_alone():
     args = parse(["generate", "hi", "--temp", "0.5", "-n", "7"])
     assert (args.temperature, args.max_tokens) == (0.5, 7)
-    assert capsys.readouterr().err.count("note: ") == 2
-
-
-def test_our_own_flags_and_what_follows_two_dashes_are_left_alone():
     words = ["serve", "--ctx-size", "9", "--", "--ctx-size", "8"]
     assert as_our_flags(words, {"--ctx-size", "-c"}) == (words, [])
     assert as_our_flags(["-c", "8"], {"--max-model-len", "-c"}) == (["-c", "8"], [])
@@ -78,7 +70,6 @@ def test_llm_takes_vllms_names_with_a_note():
         ({"max_modell_len": 8}, "did you mean max_model_len?"),
         ({"speculative_config": {}}, "vLLM's speculative_config is our draft and width"),
         ({"temp": 0.5}, r"our SamplingParams\(temperature=…\)"),
-        ({"max_model_len": 8, "max_context": 8}, "are the same setting: give one"),
         ({"max_model_len": 8, "ctx_size": 8}, "are the same setting: give one"),
         ({"quux": 8}, "LLM has no setting 'quux'"),
     ],

@@ -1,16 +1,12 @@
 """The drafter of "auto": the one that ships for the model, or none."""
 
 import shutil
-import tomllib
-from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
-import blockdraft
 from blockdraft import LLM, SamplingParams
 from blockdraft.checkpoints.fetch import SMOLLM2
-from blockdraft.cli.flags import flags_of
 from blockdraft.cli.main import main
 from blockdraft.errors import SettingsError
 from blockdraft.planner.pair import open_pair
@@ -18,10 +14,8 @@ from blockdraft.planner.resolver import with_drafter
 from blockdraft.settings import shipped
 from blockdraft.settings.settings import Settings, cache_dir
 from blockdraft.settings.shipped import shipped_drafter
-from blockdraft.start.loading import open_models
 from tests import tiny
 
-ROOT = Path(blockdraft.__file__).parents[1]
 SMALL = {"device": "cpu", "dtype": "float64", "max_model_len": 64}
 
 
@@ -36,9 +30,6 @@ def pair_ships(tmp_path, monkeypatch):
 
 def test_auto_is_the_drafter_that_ships_for_the_model(pair_ships):
     assert with_drafter(Settings(model=tiny.TARGET)).draft == pair_ships
-    assert (
-        open_models(Settings(model=tiny.TARGET, **SMALL), lambda line: None).draft.config.name == pair_ships
-    )
     assert open_pair(Settings(model=tiny.TARGET)).draft.stored.name == pair_ships
     llm = LLM(tiny.TARGET, **SMALL)
     assert llm.engine.models.draft_config.name == pair_ships
@@ -46,13 +37,10 @@ def test_auto_is_the_drafter_that_ships_for_the_model(pair_ships):
 
 
 @pytest.mark.parametrize("draft", [None, "none"])
-def test_none_is_no_drafter(pair_ships, draft):
+def test_none_is_no_drafter_and_other_models_have_none(pair_ships, draft):
+    lines = []
     assert with_drafter(Settings(model=tiny.TARGET, draft=draft)).draft == draft
     assert LLM(tiny.TARGET, draft, **SMALL).engine.models.draft_config is None
-
-
-def test_other_models_have_none(pair_ships):
-    lines = []
     assert with_drafter(Settings(model="org/other"), lines.append).draft == "none"
     assert with_drafter(Settings(model="org/other", draft="org/draft"), lines.append).draft == "org/draft"
     assert lines == []
@@ -121,21 +109,6 @@ def test_what_needs_a_drafter_is_refused_where_none_ships(pair_ships):
     with pytest.raises(SettingsError, match="there is no drafter whose"):
         with_drafter(settings)
     assert with_drafter(Settings(model=tiny.TARGET, synthetic_acceptance="mean:3")).draft == pair_ships
-
-
-def test_a_server_that_is_started_by_us_hears_of_no_drafter():
-    assert flags_of(Settings(draft=None)) == ["--draft", "none"]
-    assert flags_of(Settings()) == []
-
-
-def test_drafters_travel_in_the_package():
-    """The folder is reached through the package, and the build's patterns take all of each drafter."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    patterns = project["tool"]["setuptools"]["package-data"]["blockdraft"]
-    taken = {path.resolve() for pattern in patterns for path in (ROOT / "blockdraft").glob(pattern)}
-    assert taken >= {path.resolve() for path in shipped.FOLDER.rglob("*") if path.is_file()}
-    assert any(Path("drafters/one/dflash2/head.safetensors").match(pattern) for pattern in patterns)
-    assert shipped.FOLDER.parent == Path(blockdraft.__file__).parent
 
 
 @pytest.mark.slow

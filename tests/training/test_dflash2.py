@@ -1,5 +1,6 @@
 """DFlash2 in training: begun as DFlash, its selector's loss, what is left alone, whole runs with exports."""
 
+import functools
 import json
 import math
 from dataclasses import replace
@@ -8,34 +9,30 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from blockdraft import LLM, SamplingParams
+from benchmarks.drafter_draws import draws
+from blockdraft import LLM
 from blockdraft.cache.rows import RowSampling
 from blockdraft.checkpoints.read_draft_config import read_draft_config
 from blockdraft.cli.main import main
 from blockdraft.errors import SettingsError
-from blockdraft.kernels.kernels import REFERENCE
-from blockdraft.models.dflash2 import CandidateSelector
-from blockdraft.models.kernel_module import with_kernels
+from blockdraft.models.dflash import CandidateSelector
 from blockdraft.settings.settings import Settings
 from blockdraft.start.loading import load_models
-from blockdraft.training.answers import Document
-from blockdraft.training.drafter import as_kind, dflash2_json, load_weights, new_drafter, train_only
-from blockdraft.training.evaluate import DrafterFit, simulate
+from blockdraft.training.drafter import as_kind, dflash2_json, train_only
+from blockdraft.training.evaluate import fit_of_steps
 from blockdraft.training.job import DrafterShape, Objective, TrainingRecipe
-from blockdraft.training.objective import Head, Teacher, column_weights
+from blockdraft.training.objective import Head, Teacher, best_ids, column_weights, selector_loss
 from blockdraft.training.packing import pack, with_anchors
-from blockdraft.training.probe import AcceptanceProbe
+from blockdraft.training.probe import AcceptanceProbe, simulate
 from blockdraft.training.run import Listener, train
-from blockdraft.training.selector_loss import best_ids, selector_loss
 from blockdraft.training.trainer import BlockForward, Trainer
 from tests import tiny
 from tests.fixtures import make_pair
 from tests.matrix import slow_but
 from tests.training import pairs
-from tests.training.pairs import CPU
 from tests.training.test_evaluate import answered
 from tests.training.test_evaluate import prompts as some_prompts
-from tests.training.test_run import assert_same_run, make_job, prompts, target
+from tests.training.test_run import make_job, prompts, target
 
 __all__ = ["prompts", "target"]  # fixtures
 SHAPE = DrafterShape(rank=6, num_candidates=5)
@@ -44,17 +41,12 @@ PAIR_JSON = json.loads((tiny.PAIR / "draft" / "config.json").read_text())
 
 def upgraded(**shape):
     """The fixture's drafter as a DFlash2 one, in float64."""
-    config = read_draft_config(dflash2_json(PAIR_JSON, replace(SHAPE, **shape)), name="pair")
-    model = new_drafter(config, pairs.target(), max_positions=256, device=CPU, init="random", seed=0)
-    load_weights(model, tiny.DRAFT, CPU)
-    return model.double()
+    return pairs.new_one(dflash2_json(PAIR_JSON, replace(SHAPE, **shape)), weights=tiny.DRAFT).double()
 
 
 def test_a_drafter_that_goes_on_as_dflash2_drafts_as_before():
     """The same hidden states to the last bit, and the same walk."""
-    config = read_draft_config(PAIR_JSON, name="pair")
-    plain = new_drafter(config, pairs.target(), max_positions=256, device=CPU, init="random", seed=0)
-    load_weights(plain, tiny.DRAFT, CPU)
+    plain = pairs.new_one(PAIR_JSON, weights=tiny.DRAFT)
     rows, _ = pack(pairs.random_documents([(4, 30), (9, 20)]), 64)
     batch = with_anchors(rows, [0], torch.tensor([[5, 12, 40]]), 8)
     features = pairs.random_features(batch)
@@ -62,60 +54,60 @@ def test_a_drafter_that_goes_on_as_dflash2_drafts_as_before():
     first, second = (forward(batch, features) for forward in models)
     assert torch.equal(first, second)
     documents = answered_documents()
-    fits = [simulate(one, documents, length=96, rows_per_step=2, num_anchors=24) for one in models]
+    fits = [simulate(one.drafter, documents, length=96) for one in models]
     assert fits[0] == fits[1]
     assert fits[0]["all"].committed > 2
 
 
+@functools.cache
 def answered_documents():
     llm = LLM(tiny.TARGET, tiny.DRAFT, device="cpu", dtype="float32", max_model_len=120)
-    return answered(llm, some_prompts(8), 30)
+    return answered(llm, some_prompts(5), 20)
 
 
 @pytest.mark.parametrize(
-    ("name", "temperature", "top_p"),
+    ("name", "temperature", "top_p", "width"),
     slow_but(
-        [(name, *warmth) for name in tiny.KINDS for warmth in ((0.0, 1.0), (0.8, 1.0), (0.8, 0.9))],
-        ("DFlash2", 0.8, 1.0),
-        ("DFlash2", 0.8, 0.9),
-        ("DSpark", 0.8, 1.0),
-        ("from the anchor", 0.0, 1.0),
+        [
+            (name, *how)
+            for name in ("trained", *tiny.KINDS)
+            for how in ((0.0, 1.0, 8), (0.0, 1.0, 3), (0.8, 1.0, 8), (0.8, 0.9, 8))
+        ],
+        ("trained", 0.0, 1.0, 8),
+        ("trained", 0.8, 0.9, 8),
+        ("DFlash2", 0.0, 1.0, 3),
+        ("DFlash2", 0.8, 0.9, 8),
+        ("DSpark", 0.0, 1.0, 3),
+        ("DSpark", 0.8, 1.0, 8),
+        ("causal", 0.0, 1.0, 3),
+        ("from the anchor", 0.0, 1.0, 8),
     ),
 )
-def test_simulated_steps_are_those_of_the_engine(name, temperature, top_p):
-    """And those of `fit`, which walks one column after another: pairs, and the request's own noise."""
+def test_simulated_steps_are_those_of_the_engine(name, temperature, top_p, width):
+    """With pairs, and with the request's own noise: accepted drafts by position, exactly."""
     engine = tiny.engine(name, max_num_seqs=4)
-    asked, steps = {}, {}
-    for number, prompt in enumerate(some_prompts(10)):
-        params = SamplingParams(
-            temperature=temperature, top_p=top_p, seed=number, max_tokens=33, ignore_eos=True
-        )
-        asked[engine.add(prompt, params)] = prompt
-    for delta in tiny.drain(engine):
-        if delta.token_ids:
-            steps.setdefault(delta.request_id, []).append(delta.token_ids)
-    documents = [Document(tuple(asked[name]), sum(steps[name], ()), "all", True) for name in asked]
-    lengths = [len(step) for name in asked for step in steps[name]]
-    accepted = tuple(sum(length > place for length in lengths) for place in range(1, tiny.BLOCK))
-    found = DrafterFit(len(asked), sum(lengths), len(lengths), accepted)
-    drafter = engine.models.drafter
-    forward = BlockForward(with_kernels(drafter.model, REFERENCE), pairs.target())
-    drawn = [RowSampling(temperature=temperature, top_p=top_p, seed=number) for number in range(len(asked))]
-    options = {"length": 96, "rows_per_step": 2, "num_anchors": 24}
-    assert simulate(forward, documents, sampling=drawn, **options)["all"] == found
-    assert 0 < accepted[0] < len(lengths), "some of everything"
-    if name == "DFlash2":
-        assert 0 < accepted[-1] < accepted[0]
+    params = {"temperature": temperature, "top_p": top_p}
+    documents, found = pairs.engine_steps(engine, some_prompts(8), max_tokens=33, width=width, **params)
+    drafter, config = engine.models.drafter, engine.models.drafter.model.config
+    drawn = [RowSampling(**params, seed=number) for number in range(len(documents))]
+    # More layers are read than are tapped, as for trials of other taps.
+    probe = AcceptanceProbe(drafter, documents, range(4))
     if temperature == 0:
-        assert simulate(forward, documents, **options)["all"] == found
-        probe = AcceptanceProbe(drafter, documents, range(4))
-        assert probe.walk(drafter.model.config, tiny.BLOCK) == found
+        assert probe.walk(config, width) == found
+    if width == tiny.BLOCK:
+        sampled = probe.steps(config, width, draws(drafter, drawn))
+        assert fit_of_steps(sampled, config.block) == found
+    assert 0 < found.accepted[0] < found.num_steps, "some of everything"
 
 
-@pytest.mark.parametrize("chunk_bytes", [1, 1 << 20])
 @pytest.mark.parametrize(
-    ("weighting", "skips_first", "distill"),
-    [("dpace", False, 0.0), ("dpace", True, 0.0), ("dpace", True, 0.3), ("decay", False, 0.0)],
+    ("weighting", "skips_first", "distill", "chunk_bytes"),
+    [
+        ("dpace", False, 0.0, 1),
+        ("dpace", True, 0.3, 1),
+        ("dpace", True, 0.3, 1 << 20),
+        ("decay", False, 0.0, 1),
+    ],
 )
 def test_the_selectors_loss_is_the_cross_entropy_of_the_walk(
     monkeypatch, weighting, skips_first, distill, chunk_bytes
@@ -124,7 +116,7 @@ def test_the_selectors_loss_is_the_cross_entropy_of_the_walk(
 
     A share of it is the divergence from what the target thought of the candidates.
     """
-    monkeypatch.setattr("blockdraft.training.selector_loss.CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr("blockdraft.training.objective.CHUNK_BYTES", chunk_bytes)
     generator = torch.Generator().manual_seed(3)
     config = read_draft_config(make_pair.dflash2_config(selector_skips_first=skips_first), name="any")
     selector = CandidateSelector(config).double()
@@ -178,13 +170,12 @@ def test_the_selectors_loss_is_the_cross_entropy_of_the_walk(
 
 
 @pytest.mark.parametrize(
-    ("part", "moved"),
+    ("part", "moved", "optimizer"),
     [
-        ("selector", {"candidate_selector"}),
-        ("added", {"candidate_selector", "attention_conv", "mlp_conv"}),
+        ("selector", {"candidate_selector"}, "adamw"),
+        ("added", {"candidate_selector", "attention_conv", "mlp_conv"}, "muon"),
     ],
 )
-@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
 def test_only_what_is_to_be_trained_moves(part, moved, optimizer):
     model = upgraded()
     train_only(model, part)
@@ -212,6 +203,7 @@ def test_a_selector_is_taught_what_the_target_thought_too():
     assert losses[0] != losses[1]
 
 
+@pytest.mark.slow
 def test_training_teaches_pairs_and_more_is_committed():
     """The drafter's columns made worse on purpose: the walk repairs some of it."""
     documents = answered_documents()
@@ -226,14 +218,15 @@ def test_training_teaches_pairs_and_more_is_committed():
     assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
 
 
-def added_job(prompts, target, out):
+def dflash2_job(prompts, target, out, part):
     job = make_job(prompts, target, out)
-    recipe = replace(job.recipe, short_blocks=0.0, trained="added")
+    recipe = replace(job.recipe, short_blocks=0.0, trained=part)
     return replace(job, start_from=tiny.DRAFT, kind="dflash2", shape=SHAPE, recipe=recipe)
 
 
 def test_a_run_makes_a_dflash2_drafter_of_a_dflash_one(prompts, target, tmp_path):
-    job = added_job(prompts, target, tmp_path / "run")
+    """Only the selector is trained: the drafts leave out the convolutions, which change nothing."""
+    job = dflash2_job(prompts, target, tmp_path / "run", "selector")
     fits = train(replace(job, steps=2), Listener())
     folder = job.out / "drafter"
     raw = json.loads((folder / "config.json").read_text())
@@ -244,43 +237,7 @@ def test_a_run_makes_a_dflash2_drafter_of_a_dflash_one(prompts, target, tmp_path
     assert all(torch.equal(weights[name], plain[name].bfloat16()) for name in plain)
     assert "# A DFlash2 drafter for" in (folder / "README.md").read_text()
     assert fits["all"].num_documents
-
-
-@pytest.mark.slow
-def test_a_run_of_dflash2_resumes_and_goes_on(prompts, target, tmp_path, monkeypatch):
-    job = added_job(prompts, target, tmp_path / "run")
-    train(job, Listener())
-    folder = job.out / "drafter"
-    raw = json.loads((folder / "config.json").read_text())
-    stopped = replace(job, out=tmp_path / "stopped")
-    steps = []
-
-    def killed(self, share, real=Trainer.step):
-        if len(steps) == 3:
-            raise KeyboardInterrupt
-        steps.append(share)
-        return real(self, share)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "step", killed)
-        patch.setattr("blockdraft.training.run.CHECKPOINT_S", 0.0)
-        with pytest.raises(KeyboardInterrupt):
-            train(stopped, Listener())
-    train(stopped, Listener(), resume=True)
-    assert_same_run(stopped.out, job.out)
-    further = replace(job, out=tmp_path / "further", start_from=str(folder), kind=None, steps=1)
-    train(further, Listener())
-    assert json.loads((further.out / "drafter" / "config.json").read_text()) == raw
-
-
-def test_convolutions_that_change_nothing_are_left_out_of_the_drafts_of_a_trained_selector(
-    prompts, target, tmp_path
-):
-    job = make_job(prompts, target, tmp_path / "run")
-    recipe = replace(job.recipe, short_blocks=0.0, trained="selector")
-    job = replace(job, start_from=tiny.DRAFT, kind="dflash2", shape=SHAPE, recipe=recipe, steps=2)
-    train(job, Listener())
-    settings = Settings(model=target, draft=str(job.out / "drafter"), device="cpu", max_model_len=128)
+    settings = Settings(model=target, draft=str(folder), device="cpu", max_model_len=128)
     model = load_models(settings, lambda line: None)[0].drafter.model
     assert not model.is_convolved
     assert model.candidate_selector.successor_codebook.any()
@@ -296,21 +253,32 @@ def test_convolutions_that_change_nothing_are_left_out_of_the_drafts_of_a_traine
     assert model.is_convolved
 
 
-def test_a_new_dflash2_drafter_with_short_blocks(prompts, target, tmp_path):
-    job = make_job(prompts, target, tmp_path / "run")
-    shape = replace(job.shape, rank=4, num_candidates=4)
-    train(replace(job, kind="dflash2", shape=shape), Listener())
-    log = load_file(job.out / "drafter" / "model.safetensors")
-    assert log["layers.1.mlp_conv.kernel_projection.weight"].any()
+@pytest.mark.slow
+def test_a_run_of_dflash2_goes_on(prompts, target, tmp_path):
+    job = replace(dflash2_job(prompts, target, tmp_path / "run", "added"), steps=1)
+    train(job, Listener())
+    folder = job.out / "drafter"
+    further = replace(job, out=tmp_path / "further", start_from=str(folder), kind=None)
+    train(further, Listener())
+    raw, again = (json.loads((one / "drafter" / "config.json").read_text()) for one in (job.out, further.out))
+    assert raw == again
+
+
+def test_a_new_dflash2_drafter_with_short_blocks():
+    model = pairs.new_one(dflash2_json(pairs.draft_json(top={"is_causal": True}), SHAPE))
+    rows, _ = pack(pairs.random_documents([(4, 30), (9, 20)]), 64)
+    recipe = TrainingRecipe(rows_per_step=1, num_anchors=8, short_blocks=0.5)
+    trainer = Trainer(model.double(), pairs.target(), rows, recipe)
+    assert [step.matches.shape[1] for step in trainer.run(steps=4)] == [3, 3, 7, 7]
+    assert model.layers[1].mlp_conv.kernel_projection.weight.any()
 
 
 def test_what_makes_no_sense_is_refused(prompts, target, tmp_path, capsys):
     job = make_job(prompts, target, tmp_path / "run")
-    recipe = replace(job.recipe, trained="selector")
     with pytest.raises(SettingsError, match="--from DRAFTER"):
-        replace(job, recipe=recipe)
+        replace(job, recipe=replace(job.recipe, trained="selector"))
     with pytest.raises(SettingsError, match="add --kind dflash2"):
-        train(replace(job, start_from=tiny.DRAFT, recipe=replace(recipe, short_blocks=0.0)), Listener())
+        train_only(pairs.random_drafter(PAIR_JSON), "selector")
     with pytest.raises(SettingsError, match="z-lab's layout"):
         dflash2_json({"speculators_model_type": "dflash"}, SHAPE)
     with pytest.raises(SettingsError, match="drafts from the anchor"):

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from blockdraft.bench.workloads import CLASSES, load
 from blockdraft.checkpoints.read_draft_config import read_draft_config
 from blockdraft.checkpoints.read_model_config import read_model_config
-from blockdraft.cli import training_progress
+from blockdraft.cli import progress
 from blockdraft.cli.fit import lines
 from blockdraft.cli.main import main
 from blockdraft.engine.request import SamplingParams
@@ -24,6 +24,7 @@ from blockdraft.training.drafter_fit import fit
 from blockdraft.training.evaluate import DrafterFit
 from blockdraft.training.fit_report import LOW, Cost, FitQuestion, describe_depth, prospect_of, training_pays
 from blockdraft.training.variations import variations
+from tests.training import pairs
 
 PAIR = Path(__file__).parents[1] / "fixtures" / "pair"
 TARGET, DRAFT = PAIR / "target", PAIR / "draft"
@@ -54,9 +55,15 @@ def prompts(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def good(prompts, _little_work):
+def shown():
+    """The stages of the report `good`."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def good(prompts, shown, _little_work):
     """The report of the drafter as it is."""
-    return ask(DRAFT, prompts)
+    return ask(DRAFT, prompts, show=lambda *stage: shown.append(stage))
 
 
 def write_prompts(path, steps=(1, 2, 3), starts=range(0, 60, 20)):
@@ -92,10 +99,10 @@ def change(folder, **changes):
 DFLASH_KEYS = ("target_layer_ids", "mask_token_id", "input_embedding_scale")
 
 
-def ask(draft, prompts, target=TARGET, **options):
+def ask(draft, prompts, target=TARGET, show=lambda *_: None, **options):
     options = {"max_tokens": MAX_TOKENS, "dtype": "float64"} | options
     question = FitQuestion(target=str(target), drafter=str(draft), prompts=prompts, **options)
-    return fit(question, read_conversations(prompts))
+    return fit(question, read_conversations(prompts), show)
 
 
 def command(draft, prompts, *flags, target=TARGET):
@@ -154,13 +161,11 @@ def own_head():
 @pytest.mark.parametrize(
     ("changes", "weights"),
     [
-        ({}, None),
-        ({"is_causal": True}, None),
         ({"target_layer_ids": [2, 0, 1], "input_embedding_scale": 0.5}, None),
         ({"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}, None),
         ({"draft_vocab_size": 45}, own_head),
     ],
-    ids=["narrow", "causal", "taps and scale", "window", "own head"],
+    ids=["taps and scale", "window", "own head"],
 )
 @pytest.mark.usefixtures("_no_variations", "_nothing_timed")
 def test_simulation_and_engine_agree(tmp_path, prompts, changes, weights):
@@ -171,19 +176,13 @@ def test_simulation_and_engine_agree(tmp_path, prompts, changes, weights):
     assert agreement.simulated == pytest.approx(agreement.engine, rel=1e-12)
 
 
-@pytest.mark.usefixtures("_no_variations", "_nothing_timed")
-def test_a_disagreement_is_said_with_both_numbers(prompts, capsys, monkeypatch):
-    monkeypatch.setattr(fit_module.AcceptanceProbe, "walk", lambda *_: DrafterFit(8, 300, 100, ()))
-    assert command(DRAFT, prompts, "--json") == 0
-    out, err = capsys.readouterr()
-    assert "simulation 3.000" in err
-    assert json.loads(out)["agreement"]["agrees"] is False
-
-
 def test_a_disagreement_is_part_of_the_report(good):
     assert good.agreement.agrees
     wrong = replace(good, agreement=replace(good.agreement, simulated=1.02 * good.agreement.engine))
-    assert any(line.startswith("WARNING") for line in lines(wrong))
+    assert wrong.to_json()["agreement"]["agrees"] is False
+    (line,) = (line for line in lines(wrong) if line.startswith("WARNING"))
+    assert f"{wrong.agreement.engine:.3f}" in line
+    assert f"simulation {wrong.agreement.simulated:.3f}" in line
 
 
 @pytest.mark.usefixtures("_no_variations", "_nothing_timed")
@@ -224,7 +223,7 @@ def asked_texts(monkeypatch):
 
 @pytest.mark.usefixtures("_nothing_timed")
 def test_without_prompts_those_of_the_benchmark_are_asked(asked_texts, capsys):
-    assert command(DRAFT, None, "--quick", "--json", "--limit", "2") == 0
+    assert command(DRAFT, None, "--quick", "--json", "--limit", "2", "--max-tokens", "4") == 0
     expected = [(name, one.turns[0]) for name in CLASSES for one in load(name).prompts[:2]]
     assert asked_texts == expected
     report = json.loads(capsys.readouterr().out)
@@ -233,31 +232,16 @@ def test_without_prompts_those_of_the_benchmark_are_asked(asked_texts, capsys):
     assert report["question"]["prompts"].startswith("built in, blockdraft ")
 
 
-@pytest.mark.usefixtures("_nothing_timed", "asked_texts")
-def test_the_report_says_which_prompts_were_asked(prompts, capsys):
-    assert command(DRAFT, None, "--quick", "--limit", "1") == 0
-    assert "prompts: built in, blockdraft " in capsys.readouterr().out
-    assert command(DRAFT, prompts, "--quick", "--limit", "1") == 0
-    assert f"prompts: {prompts}\n" in capsys.readouterr().out
-
-
-def test_built_in_prompts_are_not_what_to_train_with(good):
-    question = replace(good.question, prompts=None)
-    low = {"all": DrafterFit(1, 110, 100, (10, 0))}
-    prospect = prospect_of(question, read_config(DRAFT), low, (), low["all"], None)
-    assert "--prompts prompts.jsonl" in prospect.command
-    assert any("prompts.jsonl" in reason for reason in prospect.reasons)
+def test_the_report_says_which_prompts_were_asked(good, prompts):
+    assert f"prompts: {prompts}" in lines(good)
+    built_in = replace(good, question=replace(good.question, prompts=None))
+    assert any(line.startswith("prompts: built in, blockdraft ") for line in lines(built_in))
 
 
 # ---- how far it is
 
 
-def test_every_stage_says_how_far_it_is(tmp_path, prompts):
-    shown = []
-    question = FitQuestion(
-        target=str(TARGET), drafter=str(DRAFT), prompts=prompts, max_tokens=MAX_TOKENS, dtype="float64"
-    )
-    fit(question, read_conversations(prompts), lambda *args: shown.append(args))
+def test_every_stage_says_how_far_it_is(good, shown):
     assert list(dict.fromkeys(stage for stage, _, _ in shown)) == ["load", "answer", "time", "read", "try"]
     for stage in ("answer", "time", "try"):
         shares = [share for name, share, _ in shown if name == stage]
@@ -282,21 +266,10 @@ def test_an_answer_that_ends_early_counts_as_done(prompts, monkeypatch):
     assert shown[-1] == ("answer", 1.0, "1 of 1 prompts answered")
 
 
-@pytest.mark.usefixtures("_nothing_timed")
-def test_lines_go_to_stderr_and_quiet_has_none(prompts, capsys):
-    assert command(DRAFT, prompts, "--json", "--limit", "1") == 0
-    out, err = capsys.readouterr()
-    json.loads(out)
-    for word in ("load", "answer", "read", "try"):
-        assert f" s  {word} " in err
-    assert command(DRAFT, prompts, "--json", "--limit", "1", "--quiet") == 0
-    assert capsys.readouterr().err == ""
-
-
 def test_lines_of_a_stage_are_seconds_apart_where_they_could_be_many(monkeypatch, capsys):
     clock = iter((100.0, 100.0, 100.1, 100.2, 100.3, 106.0, 106.1))
-    monkeypatch.setattr(training_progress, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    show = training_progress.stage_shower(training_progress.stage_bars(is_quiet=False), is_quiet=False)
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    show = progress.stage_shower(progress.stage_bars(is_quiet=False), is_quiet=False)
     for stage, share in (
         ("load", None),
         ("load", None),
@@ -378,19 +351,30 @@ def test_train_is_not_told_to_continue_what_it_refuses(tmp_path, prompts):
     assert any("head" in reason for reason in prospect.reasons)
 
 
+LOW_FIT = DrafterFit(1, 180, 100, (50, 30))
+
+
+def advised(good, overall, categories=None, *, costs=(), greedy=None, **question):
+    question = replace(good.question, **question)
+    return prospect_of(question, read_config(DRAFT), categories or {"all": overall}, costs, overall, greedy)
+
+
+def test_built_in_prompts_are_not_what_to_train_with(good):
+    prospect = advised(good, LOW_FIT, prompts=None)
+    assert "--prompts prompts.jsonl" in prospect.command
+    assert any("prompts.jsonl" in reason for reason in prospect.reasons)
+
+
 def test_low_categories_are_named(good):
-    low = {"easy": DrafterFit(1, 300, 100, (100, 100)), "hard": DrafterFit(1, 110, 100, (10, 0))}
-    prospect = prospect_of(good.question, read_config(DRAFT), low, (), good.overall, None)
-    assert "1 of 2 categories are low, and it does not know those: hard" in prospect.reasons
+    low = {"easy": DrafterFit(1, 300, 100, (100, 100)), "hard": LOW_FIT}
+    reasons = advised(good, good.overall, low).reasons
+    assert "1 of 2 categories are low, and it does not know those: hard" in reasons
 
 
-def test_what_the_temperature_costs_is_not_blamed_on_the_drafter(good):
+@pytest.mark.parametrize(("greedy", "is_worth_it"), [(None, True), (1.8, True), (5.0, False)])
+def test_what_the_temperature_costs_is_not_blamed_on_the_drafter(good, greedy, is_worth_it):
     costs = [Cost(8, 10.0, 1.5, 1.8, 1.2)]
-    low = {"all": DrafterFit(1, 180, 100, (50, 30))}
-    config = read_config(DRAFT)
-    assert prospect_of(good.question, config, low, costs, low["all"], None).is_worth_it is True
-    assert prospect_of(good.question, config, low, costs, low["all"], 1.8).is_worth_it is True
-    assert prospect_of(good.question, config, low, costs, low["all"], 5.0).is_worth_it is False
+    assert advised(good, LOW_FIT, costs=costs, greedy=greedy).is_worth_it is is_worth_it
 
 
 @pytest.mark.usefixtures("_no_variations", "_nothing_timed")
@@ -442,37 +426,19 @@ def test_a_template_that_the_drafter_never_saw_is_named(tmp_path, prompts, good)
 # ---- layouts of config.json
 
 
-def found_variations(**changes):
-    raw = json.loads((DRAFT / "config.json").read_text())
-    raw["dflash_config"] |= changes.pop("dflash_config", {})
+def found_variations(raw):
     target = read_model_config(json.loads((TARGET / "config.json").read_text()), name="target")
-    tokenizer = LLM(str(TARGET)).tokenizer
-    return list(variations(read_draft_config(raw | changes, name="draft"), target, tokenizer, []))
+    config = read_draft_config(raw, name="draft")
+    return list(variations(config, target, LLM(str(TARGET)).tokenizer, []))
 
 
 def test_speculators_are_advised_in_their_own_words():
-    raw = json.loads((DRAFT / "config.json").read_text())
-    body = {
-        name: raw[name] for name in raw if name not in ("dflash_config", "architectures", "num_target_layers")
-    }
-    body |= {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
-    config = read_draft_config(
-        {
-            "speculators_model_type": "dflash",
-            "transformer_layer_config": body,
-            "aux_hidden_state_layer_ids": [1, 2, 3],
-            "mask_token_id": 5,
-            "block_size": 8,
-        },
-        name="draft",
-    )
-    target = read_model_config(json.loads((TARGET / "config.json").read_text()), name="target")
-    found = {one.name: one for one in variations(config, target, LLM(str(TARGET)).tokenizer, [])}
-    assert (found["tap offset +1"].key, found["tap offset +1"].value) == (
-        "aux_hidden_state_layer_ids",
-        [2, 3, 4],
-    )
-    assert found["tap offset +1"].config.taps == (1, 2, 3)
+    top = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
+    raw = pairs.draft_json(top=top, dflash={"mask_token_id": 5}, speculators={})
+    found = {one.name: one for one in found_variations(raw)}
+    taps = found["tap offset +1"]
+    assert (taps.key, taps.value) == ("aux_hidden_state_layer_ids", [2, 3, 4])
+    assert taps.config.taps == (1, 2, 3)
     assert found["mask token"].key == "mask_token_id"
     causality = found["in-block causality"]
     assert (causality.key, causality.value) == ("sliding_window_non_causal", True)
@@ -480,13 +446,13 @@ def test_speculators_are_advised_in_their_own_words():
 
 
 def test_taps_outside_the_target_are_not_tried():
-    names = [one.name for one in found_variations(dflash_config={"target_layer_ids": [0, 3]})]
+    names = [one.name for one in found_variations(pairs.draft_json(dflash={"target_layer_ids": [0, 3]}))]
     assert not any(name.startswith("tap offset") for name in names)
     assert "taps at z-lab's default layers" not in names  # four layers have only one of those
 
 
 def test_the_end_token_is_never_tried_as_a_mask():
-    tried = [one.value for one in found_variations(dflash_config={"mask_token_id": 5})]
+    tried = [one.value for one in found_variations(pairs.draft_json(dflash={"mask_token_id": 5}))]
     assert 63 in tried
     assert 62 not in tried
 
@@ -494,19 +460,23 @@ def test_the_end_token_is_never_tried_as_a_mask():
 # ---- whether training pays
 
 
-def test_training_pays_only_where_a_good_drafter_would_be_faster():
-    assert training_pays(())[0] is None
-    assert training_pays([Cost(8, 10.0, 2.0, 1.1, 0.55)])[0] is True
-    assert training_pays([Cost(8, 10.0, 3.5, 1.1, 0.3)])[0] is False
-    # A narrow step may pay where a wide one does not: two tokens for 1.5 steps.
-    assert training_pays([Cost(2, 1.0, 1.5, 1.1, 0.7), Cost(8, 10.0, 3.5, 1.1, 0.3)])[0] is True
+@pytest.mark.parametrize(
+    ("costs", "expected"),
+    [
+        ([], None),
+        ([Cost(8, 10.0, 2.0, 1.1, 0.55)], True),
+        ([Cost(8, 10.0, 3.5, 1.1, 0.3)], False),
+        # A narrow step may pay where a wide one does not: two tokens for 1.5 steps.
+        ([Cost(2, 1.0, 1.5, 1.1, 0.7), Cost(8, 10.0, 3.5, 1.1, 0.3)], True),
+    ],
+)
+def test_training_pays_only_where_a_good_drafter_would_be_faster(costs, expected):
+    assert training_pays(costs)[0] is expected
 
 
 def test_a_block_that_fails_after_its_first_draft_is_told_from_one_that_fails_at_it():
-    knows_nothing = DrafterFit(1, 110, 100, (10, 5, 2))
-    knows_one = DrafterFit(1, 190, 100, (80, 10, 0))
-    assert "does not know what this target says" in describe_depth(knows_nothing)
-    assert "not the block" in describe_depth(knows_one)
+    assert "does not know what this target says" in describe_depth(DrafterFit(1, 110, 100, (10, 5, 2)))
+    assert "not the block" in describe_depth(DrafterFit(1, 190, 100, (80, 10, 0)))
 
 
 # ---- input
@@ -544,10 +514,6 @@ def test_impossible_flags_are_refused(prompts, capsys, flags):
     assert flags[1] in capsys.readouterr().err
 
 
-def test_no_drafter_is_refused(prompts):
-    assert command("none", prompts) == 2
-
-
 def test_prompts_that_are_too_long_are_counted(tmp_path, capsys):
     path = write_prompts(tmp_path / "prompts.jsonl", steps=(1,))
     path.write_text(path.read_text() + json.dumps({"prompt": "t1 " * 600}) + "\n")
@@ -558,33 +524,27 @@ def test_prompts_that_are_too_long_are_counted(tmp_path, capsys):
 # ---- JSON
 
 
-def test_json_has_everything(prompts, capsys):
+@pytest.mark.usefixtures("_nothing_timed")
+def test_json_goes_to_stdout_and_lines_to_stderr_unless_it_is_quiet(prompts, capsys):
     assert command(DRAFT, prompts, "--json", "--limit", "1") == 0
-    report = json.loads(capsys.readouterr().out)
-    assert set(report) == {
-        "question",
-        "kind",
-        "drafts_with",
-        "width",
-        "dtype",
-        "quantization",
-        "verdict",
-        "overall",
-        "categories",
-        "weak",
-        "prompts_left_out",
-        "speed",
-        "agreement",
-        "tried",
-        "untried",
-        "cause",
-        "training",
-    }
+    out, err = capsys.readouterr()
+    json.loads(out)
+    for word in ("load", "answer", "read", "try"):
+        assert f" s  {word} " in err
+    assert command(DRAFT, prompts, "--json", "--limit", "1", "--quiet", "--quick") == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_json_has_everything(good):
+    report = json.loads(json.dumps(good.to_json()))
+    parts = "question kind drafts_with width dtype quantization verdict overall categories weak speed tried"
+    parts += " prompts_left_out agreement untried cause training"
+    assert set(report) == set(parts.split())
     assert report["verdict"] == "fits"
     assert report["cause"] is report["training"] is None
     assert set(report["categories"]) == {"step 1", "step 2", "step 3"}
     overall = report["overall"]
-    assert overall["prompts"] == 3
+    assert overall["prompts"] == 9
     assert overall["committed_per_step"] == overall["tokens"] / overall["steps"]
     assert len(overall["accepted_by_position"]) == 7
     assert [cost["width"] for cost in report["speed"]] == [2, 4, 8]

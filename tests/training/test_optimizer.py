@@ -99,27 +99,6 @@ def test_together_the_optimizers_move_every_trained_parameter_once(name):
         assert torch.equal(one, old) == (label == "fixed.weight"), label
 
 
-def test_muon_continues_from_its_saved_state():
-    gradients = [numbers(6, 10, seed=step) for step in range(4)]
-
-    def run(matrix, optimizer, listed):
-        for gradient in listed:
-            matrix.grad = gradient.clone()
-            optimizer.step()
-        return matrix
-
-    matrix = nn.Parameter(numbers(6, 10, seed=9))
-    other = nn.Parameter(matrix.detach().clone())
-    optimizer = Muon([(matrix, (4, 2))], lr=0.1)
-    run(matrix, optimizer, gradients)
-    first = Muon([(other, (4, 2))], lr=0.1)
-    run(other, first, gradients[:2])
-    second = Muon([(other, (4, 2))], lr=0.1)
-    second.load_state_dict(copy.deepcopy(first.state_dict()))
-    run(other, second, gradients[2:])
-    assert torch.equal(matrix, other)
-
-
 def test_the_rate_climbs_then_falls_as_a_cosine_to_its_floor():
     at = [rate_at(share, warm_up=0.1, floor=0.2) for share in (0.0, 0.05, 0.1, 0.325, 0.55, 1.0, 1.5)]
     quarter = 0.2 + 0.8 * 0.5 * (1 + math.cos(math.pi / 4))

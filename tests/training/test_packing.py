@@ -5,7 +5,7 @@ import torch
 
 from blockdraft.training import packing
 from blockdraft.training.answers import Document
-from blockdraft.training.packing import MIN_ANSWER, draw, pack, with_anchors
+from blockdraft.training.packing import BELIEF, FLOOR, MIN_ANSWER, Walk, draw, pack, with_anchors
 from tests.training import pairs
 
 LENGTH = 40
@@ -140,3 +140,55 @@ def test_anchors_are_drawn_anew_by_seed_and_evenly(documents):
     expected = 400 * 5 / int(allowed.sum())
     assert (seen[allowed] > 0.6 * expected).all()
     assert (seen[allowed] < 1.5 * expected).all()
+
+
+# ---- anchors where steps begin
+
+
+@pytest.fixture
+def one_row():
+    rows, _ = pack(pairs.random_documents([(2, 10)]), 16)
+    return rows  # prompt at 0 and 1, answer at 2 … 11, anchors 1 … 10
+
+
+def test_places_passed_over_fade_and_the_next_step_is_expected(one_row):
+    batch = with_anchors(one_row, [0], torch.tensor([[1, 6]]), 4)
+    walk = Walk(one_row.tokens.shape, pairs.CPU)
+    walk.chance[:] = 0.8
+    # From 1 two drafts are right: 2 and 3 are passed over, 4 begins a step. From 6 none is: 7 begins one.
+    walk.learn([0], batch, torch.tensor([[True, True, False], [False, True, True]]))
+    expected = torch.full((16,), 0.8)
+    expected[[2, 3]] *= 1 - BELIEF
+    expected[[4, 7]] = 0.8 + BELIEF * 0.2
+    torch.testing.assert_close(walk.chance[0].float(), expected, atol=1e-3, rtol=0)
+
+
+def test_where_blocks_disagree_a_step_may_begin(one_row):
+    batch = with_anchors(one_row, [0], torch.tensor([[1, 2]]), 4)
+    walk = Walk(one_row.tokens.shape, pairs.CPU)
+    walk.chance[:] = 0.0
+    # From 1 place 4 begins a step; from 2 it is passed over.
+    walk.learn([0], batch, torch.tensor([[True, True, False], [True, True, True]]))
+    assert walk.chance[0, 4] == BELIEF
+    assert walk.chance[0, [2, 3, 5]].tolist() == [0, 0, 0]
+
+
+def test_nothing_is_learnt_past_a_document_or_of_other_rows(one_row):
+    rows, _ = pack(pairs.random_documents([(2, 10), (2, 10)]), 16)
+    batch = with_anchors(rows, [1], torch.tensor([[10, 16]]), 8)  # one label left; and no anchor at all
+    walk = Walk(rows.tokens.shape, pairs.CPU)
+    walk.learn([1], batch, torch.ones(2, 7, dtype=torch.bool))
+    expected = torch.ones(2, 16)
+    expected[1, 11] = 1 - BELIEF
+    torch.testing.assert_close(walk.chance.float(), expected)
+
+
+def test_likely_places_are_drawn_more_often_and_none_is_lost(one_row):
+    weights = torch.full((1, 16), FLOOR)
+    weights[0, 5] = 1.0
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.cat([draw(one_row, [0], 1, 4, generator, weights).anchors for _ in range(400)]).flatten()
+    counts = drawn.bincount(minlength=16)
+    assert counts[5] > 200  # 1 of 1 + 9 x 0.05: 69 %
+    assert (counts[1:11] > 0).all()
+    assert counts[0] == counts[11:].sum() == 0

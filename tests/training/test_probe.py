@@ -6,24 +6,20 @@ from dataclasses import replace
 
 import pytest
 
-from blockdraft import LLM, SamplingParams
+from blockdraft import LLM
 from blockdraft.models.dflash import DFlash
 from blockdraft.training import probe as probe_module
 from blockdraft.training.answers import Document
-from blockdraft.training.evaluate import DrafterFit
 from blockdraft.training.probe import AcceptanceProbe
 from tests import tiny
-from tests.matrix import slow_but
+from tests.training import pairs
 
 PROMPTS = [[0, 2, 4, 6], [7], [1, 4, 7, 10, 13], [50, 3, 21], [30, 31, 32, 33, 34, 35]]
 MAX_TOKENS = (33, 9, 20, 33, 2)  # documents of very different lengths
 
 
-def load(folder, source=tiny.DRAFT, kind=None, **changes):
-    if kind is None:
-        shutil.copytree(source, folder)
-    else:
-        tiny.write_kind(folder, kind)
+def load(folder, **changes):
+    shutil.copytree(tiny.DRAFT, folder)
     raw = json.loads((folder / "config.json").read_text()) | changes
     (folder / "config.json").write_text(json.dumps(raw))
     return LLM(tiny.TARGET, str(folder), dtype="float64", device="cpu", prefix_cache=False, max_model_len=200)
@@ -34,56 +30,20 @@ def llm(tmp_path_factory):
     return load(tmp_path_factory.mktemp("pair") / "draft")
 
 
-def answered(llm, width):
-    """The documents, and the steps in which the engine wrote them."""
-    documents, steps = [], []
-    for prompt, count in zip(PROMPTS, MAX_TOKENS, strict=True):
-        params = SamplingParams(temperature=0.0, max_tokens=count, width=width, ignore_eos=True)
-        mine = [delta.token_ids for delta in llm.stream(prompt, params) if delta.token_ids]
-        documents.append(Document(tuple(prompt), sum(mine, ()), "all", is_greedy=True))
-        steps += mine
-    found = DrafterFit(
-        num_documents=len(documents),
-        num_tokens=sum(MAX_TOKENS),
-        num_steps=len(steps),
-        accepted=tuple(sum(len(step) > place for step in steps) for place in range(1, tiny.BLOCK)),
-    )
-    return documents, found
-
-
-CHANGES = {
-    "as it is": {},
-    "causal": {"is_causal": True},
-    "window": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5},
-    "DSpark": {"source": tiny.SPARK},
-    "causal DSpark": {"source": tiny.SPARK, "is_causal": True},
-    tiny.SELECTOR: {"kind": tiny.SELECTOR},
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "width"),
-    slow_but([(name, width) for name in CHANGES for width in (8, 3, 2)], *((name, 3) for name in CHANGES)),
-)
-def test_a_walk_takes_the_steps_of_the_engine(tmp_path, name, width):
-    llm = load(tmp_path / "draft", **CHANGES[name])
-    documents, found = answered(llm, width)
-    models = llm.engine.models
-    # More layers are read than are tapped, as for trials of other taps.
-    assert AcceptanceProbe(models.drafter, documents, range(4)).walk(models.draft_config, width) == found
-    assert 0 < found.accepted[0] < found.num_steps
+def answered(llm):
+    return pairs.engine_steps(llm.engine, PROMPTS, max_tokens=MAX_TOKENS, temperature=0.0, width=8)
 
 
 def test_another_configuration_is_tried_as_if_it_were_loaded(llm, tmp_path):
     """Taps in another order, another mask, causal: on the same documents, with the same features."""
-    documents, own = answered(llm, 8)
+    documents, own = answered(llm)
     models = llm.engine.models
     raw = json.loads((tiny.PAIR / "draft" / "config.json").read_text())["dflash_config"]
     dflash = raw | {"target_layer_ids": [2, 0, 1], "mask_token_id": 5}
     other = load(tmp_path / "draft", dflash_config=dflash, is_causal=True)
     config = replace(models.draft_config, taps=(2, 0, 1), mask_token_id=5, is_causal=(True, True))
     assert config == replace(other.engine.models.draft_config, name=config.name)
-    again, found = answered(other, 8)
+    again, found = answered(other)
     assert again == documents
     assert found != own
     probe = AcceptanceProbe(models.drafter, documents, (3, 2, 1, 0))
@@ -93,7 +53,7 @@ def test_another_configuration_is_tried_as_if_it_were_loaded(llm, tmp_path):
 
 
 def test_features_are_read_once_and_only_blocks_of_steps_are_drafted(llm, monkeypatch):
-    documents, found = answered(llm, 8)
+    documents, found = answered(llm)
     num_read, num_drafted = [], []
     read, forward = probe_module.FeatureReader.read, DFlash.forward
     monkeypatch.setattr(

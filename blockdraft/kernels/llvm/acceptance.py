@@ -8,50 +8,37 @@ from torch import Tensor
 from blockdraft.kernels.acceptance import Progress
 from blockdraft.kernels.llvm.compiler import kernel, taken
 from blockdraft.kernels.llvm.jit import Jit
-from blockdraft.kernels.llvm.language import Int, Longs, Words, i64, zeros
+from blockdraft.kernels.llvm.language import Int, Longs, Words, i64
 from blockdraft.kernels.sampling import SamplingBatch
 from blockdraft.kernels.sampling_tables import Whole
 
 
-class AcceptanceKernels:
-    """The kernels of `kernels/acceptance.py`."""
+def count_accepted(sampled: Tensor, block: Tensor) -> Tensor:
+    counts = torch.empty(len(block), dtype=torch.int64)
+    _COUNT(*block.shape, sampled.contiguous(), block.contiguous(), counts, is_small=True)
+    return counts
 
-    def __init__(self) -> None:
-        self._count = Jit(count_accepted)
-        self._advance = Jit(advance, penalised=int(Whole.IS_PENALISED), first=int(Whole.OUTPUT_START))
 
-    def count_accepted(self, sampled: Tensor, block: Tensor) -> Tensor:
-        num_rows, width = block.shape
-        counts = torch.empty(num_rows, dtype=torch.int64)
-        self._count(num_rows, width, sampled.contiguous(), block.contiguous(), counts, is_small=True)
-        return counts
-
-    def advance(
-        self,
-        progress: Progress,
-        block: Tensor,
-        sampled: Tensor,
-        num_committed: Tensor,
-        batch: SamplingBatch,
-    ) -> None:
-        num_rows, width = block.shape
-        counts = batch.output_counts
-        assert counts.dtype == torch.int32
-        assert counts.is_contiguous()
-        assert batch.whole.is_contiguous()
-        self._advance(
-            num_rows, width, len(progress.length) - 1, counts.shape[1], batch.whole.shape[1], batch.rows,
-            progress.length, progress.anchor, block.contiguous(), sampled.contiguous(), num_committed,
-            batch.whole, counts, is_small=True,
-        )  # fmt: skip
+def advance(
+    progress: Progress, block: Tensor, sampled: Tensor, num_committed: Tensor, batch: SamplingBatch
+) -> None:
+    counts = batch.output_counts
+    assert counts.dtype == torch.int32
+    assert counts.is_contiguous()
+    assert batch.whole.is_contiguous()
+    _ADVANCE(
+        *block.shape, len(progress.length) - 1, counts.shape[1], batch.whole.shape[1], batch.rows,
+        progress.length, progress.anchor, block.contiguous(), sampled.contiguous(), num_committed,
+        batch.whole, counts, is_small=True,
+    )  # fmt: skip
 
 
 @kernel
-def count_accepted(num_rows: Int, width: Int, sampled: Longs, block: Longs, counts: Longs) -> None:
+def count_drafts(num_rows: Int, width: Int, sampled: Longs, block: Longs, counts: Longs) -> None:
     """Count drafts that equal the sample before them, up to the first that differs, and one more."""
     for row in taken(num_rows):
         drafts, samples = block + row * width, sampled + row * width
-        count = zeros(counts, i64) + 1
+        count = counts.zeros(i64) + 1
         is_accepted = count == 1
         for i in range(1, width):
             is_accepted = is_accepted & (samples[i - 1] == drafts[i])
@@ -60,7 +47,7 @@ def count_accepted(num_rows: Int, width: Int, sampled: Longs, block: Longs, coun
 
 
 @kernel
-def advance(
+def advance_rows(
     num_rows: Int, width: Int, scratch_row: Int, vocabulary: Int, columns: Int, rows: Longs, length: Longs,
     anchor: Longs, block: Longs, sampled: Longs, num_committed: Longs, whole: Longs, counts: Words,
     *, penalised: int, first: int,
@@ -77,3 +64,7 @@ def advance(
                         counts[at] = counts[at] + 1
             length[row] = length[row] + count
             anchor[row] = sampled[item * width + count - 1]
+
+
+_COUNT = Jit(count_drafts)
+_ADVANCE = Jit(advance_rows, penalised=int(Whole.IS_PENALISED), first=int(Whole.OUTPUT_START))

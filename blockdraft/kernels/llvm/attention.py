@@ -25,6 +25,7 @@ from torch import Tensor
 from blockdraft.kernels.llvm.attention_tile import (
     CHUNK,
     GROUP,
+    MAX_TILE,
     SUM_LANES,
     State,
     lanes_of,
@@ -36,28 +37,25 @@ from blockdraft.kernels.llvm.attention_tile import (
     weigh,
     weigh_alone,
 )
-from blockdraft.kernels.llvm.attention_units import MAX_TILE
 from blockdraft.kernels.llvm.compiler import inlined, kernel, taken, unrolled
-from blockdraft.kernels.llvm.jit import Jit, real_type
+from blockdraft.kernels.llvm.jit import REALS, Jit
 from blockdraft.kernels.llvm.language import (
     Int,
     Longs,
     Real,
     Reals,
     Type,
-    halved,
     largest,
     load,
     select,
     smallest,
     store,
-    zeros,
 )
 
 if TYPE_CHECKING:
-    from blockdraft.kernels.attention import Mask
+    from blockdraft.kernels.attention import Blocks, Mask
 
-_SERIAL_OPS = 1 << 16  # multiply-adds; below, waking a thread costs more than it saves
+_SERIAL_OPS = 1 << 16  # multiply-adds
 
 
 class PagedAttention:
@@ -66,59 +64,59 @@ class PagedAttention:
     def __init__(self, dtype: torch.dtype, head_dim: int) -> None:
         assert head_dim % 4 == 0
         self._dim = head_dim
-        self._jit = Jit(paged_attention, real=real_type(dtype), dim=head_dim)
+        self._jit = Jit(paged_attention, real=REALS[dtype], dim=head_dim)
 
     def __call__(
-        self,
-        q: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        *,
-        page_table: Tensor,
-        rows: Tensor,
-        starts: Tensor,
-        offsets: Tensor,
-        units: Tensor,
-        page_size: int,
-        mask: Mask,
-        sinks: Tensor | None = None,
+        self, q: Tensor, keys: Tensor, values: Tensor, blocks: Blocks, mask: Mask, sinks: Tensor | None = None
     ) -> Tensor:
-        """Attend with q [N, H, D] over keys and values [G, S, D]; returns [N, H, D].
-
-        `page_table` [.., P], `rows` [R], `starts` [R] and `offsets` [R + 1] are those of attention.Blocks;
-        nothing else depends on the rows' lengths. `units` [U, 3] is from `divide`. `sinks` [H] are scores
-        without a value, one per head.
-        """
+        """Attend with q [N, H, D] over keys and values [G, S, D]; `sinks` [H] are scores without a value."""
         num_groups, num_slots, dim = keys.shape
-        num_heads = q.shape[1]
         assert dim == self._dim
         assert keys.is_contiguous()
         assert values.is_contiguous()
-        assert page_table.is_contiguous()
-        assert page_table.dtype == rows.dtype == starts.dtype == offsets.dtype == torch.int64
-        if q.stride()[1:] != (dim, 1):
-            q = q.contiguous()
-        if sinks is not None:
-            assert sinks.shape == (num_heads,)
-            sinks = sinks.to(q.dtype).contiguous()
-        out = q.new_empty(q.shape)
+        q, sinks = whole_vectors(q, sinks)
+        out, num_heads, where = q.new_empty(q.shape), q.shape[1], places(blocks, blocks.table)
+        units = blocks.units(num_heads, num_groups)
         self._jit(
             units.shape[0] * num_groups, num_groups, num_heads // num_groups, q.stride(0), num_slots,
-            mask.scale, mask.is_causal, -1 if mask.window is None else mask.window, mask.is_anchored,
-            sinks is not None,
-            page_size, page_table.shape[1], page_table, rows, starts, offsets, units,
-            q, out, keys, values, sinks,
-            is_small=len(rows) * page_table.shape[1] * page_size * num_heads * dim < _SERIAL_OPS,
+            *mask_fields(mask), blocks.page_size, blocks.table.shape[1], *where, units, q, out, keys, values,
+            sinks, is_small=is_small(blocks, num_heads * dim),
         )  # fmt: skip
         return out
 
 
+def whole_vectors(q: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Return queries with whole vectors in memory, and sinks of their dtype."""
+    if q.stride()[1:] != (q.shape[2], 1):
+        q = q.contiguous()
+    if sinks is not None:
+        assert sinks.shape == q.shape[1:2]
+        sinks = sinks.to(q.dtype).contiguous()
+    return q, sinks
+
+
+def places(blocks: Blocks, *tables: Tensor) -> tuple[Tensor, ...]:
+    """Return page tables, then the rows' numbers, starts and offsets."""
+    found = (*tables, blocks.rows, blocks.starts, blocks.offsets)
+    assert all(one.dtype == torch.int64 and one.is_contiguous() for one in found)
+    return found
+
+
+def mask_fields(mask: Mask) -> tuple[float, int, int, int]:
+    return mask.scale, mask.is_causal, -1 if mask.window is None else mask.window, mask.is_anchored
+
+
+def is_small(blocks: Blocks, size: int) -> bool:
+    """Return whether waking a thread costs more than it saves; `size` is that of a token's queries."""
+    return len(blocks.rows) * blocks.table.shape[1] * blocks.page_size * size < _SERIAL_OPS
+
+
 @kernel
 def paged_attention(
-    num_items: Int, num_groups: Int, shared: Int, q_stride: Int, num_slots: Int, scale: Real,
-    is_causal: Int, window: Int, is_anchored: Int, has_sinks: Int,
-    page_size: Int, num_pages: Int, page_table: Longs, rows: Longs, starts: Longs, offsets: Longs,
-    units: Longs, q: Reals, out: Reals, keys: Reals, values: Reals, sinks: Reals, *, real: Type, dim: int,
+    num_items: Int, num_groups: Int, shared: Int, q_stride: Int, num_slots: Int, scale: Real, is_causal: Int,
+    window: Int, is_anchored: Int, page_size: Int, num_pages: Int, page_table: Longs, rows: Longs,
+    starts: Longs, offsets: Longs, units: Longs, q: Reals, out: Reals, keys: Reals, values: Reals,
+    sinks: Reals, *, real: Type, dim: int,
 ) -> None:  # fmt: skip
     """Process items: a unit's query vectors over one key head, all tiles chunk by chunk, then divide."""
     state = room(q, real)
@@ -127,7 +125,7 @@ def paged_attention(
         row, count = unit[0], unit[2] - unit[1]
         low, high = prepare(
             state, unit, group, num_groups, shared, q_stride, starts, offsets, is_causal, window, is_anchored,
-            has_sinks, sinks, out, dim,
+            sinks, out, dim,
         )  # fmt: skip
         pages = page_table + rows[row] * num_pages
         head_at = group * num_slots * dim
@@ -150,10 +148,9 @@ def paged_attention(
 @inlined
 def prepare(
     state: State, unit: Longs, group: Int, num_groups: Int, shared: Int, q_stride: Int, starts: Longs,
-    offsets: Longs, is_causal: Int, window: Int, is_anchored: Int, has_sinks: Int, sinks: Reals, out: Reals,
-    dim: int,
+    offsets: Longs, is_causal: Int, window: Int, is_anchored: Int, sinks: Reals, out: Reals, dim: int,
 ) -> tuple[Int, Int]:  # fmt: skip
-    """Initialise a unit's vectors; returns the keys [low, high) that at least one of them sees."""
+    """Initialise a unit's vectors; return the keys [low, high) that at least one of them sees."""
     row, first = unit[0], unit[1]
     start, token = starts[row], offsets[row]
     end = start + offsets[row + 1] - token
@@ -167,7 +164,7 @@ def prepare(
         state.q[i] = (token + at) * q_stride + head * dim
         state.out[i] = ((token + at) * num_groups * shared + head) * dim
         clear(state, i, out + state.out[i], dim)
-        if has_sinks != 0:
+        if sinks.is_given:
             sink = sinks[head]
             state.top[i] = sink
             state.total[i * SUM_LANES] = select(sink != sink, sink, 1.0)
@@ -180,7 +177,7 @@ def divided(state: State, count: Int, out: Reals, dim: int) -> None:
     lanes = lanes_of(out.element)
     for i in range(count):
         result = out + state.out[i]
-        share = 1.0 / halved(load(state.total + i * SUM_LANES, SUM_LANES))
+        share = 1.0 / load(state.total + i * SUM_LANES, SUM_LANES).halved()
         for d in range(0, dim, lanes):
             store(result + d, load(result + d, lanes) * share)
 
@@ -190,10 +187,7 @@ def attend(
     state: State, first: Int, size: Int, chunk: Int, key_at: Longs, following: Longs,
     q: Reals, out: Reals, keys: Reals, values: Reals, scale: Real, leads: Int, dim: int,
 ) -> None:  # fmt: skip
-    """Process one chunk for the tile of `size` vectors from `first` on.
-
-    Groups of keys that all vectors see are weighted together, the keys before and behind per vector.
-    """
+    """Process a chunk for a tile: groups of keys that all its vectors see together, others one by one."""
     for tile in unrolled(1, MAX_TILE + 1):
         if size == tile:
             score(state, first, chunk, key_at, following, q, keys, values, scale, leads, tile=tile, dim=dim)
@@ -241,9 +235,9 @@ def clear(state: State, i: Int, out: Reals, dim: int) -> None:
     """Initialise a vector before its first key."""
     real = out.element
     state.top[i] = least(real)
-    store(state.total + i * SUM_LANES, zeros(out, real.wide(SUM_LANES)))
+    store(state.total + i * SUM_LANES, out.zeros(real.wide(SUM_LANES)))
     for d in range(0, dim, lanes_of(real)):
-        store(out + d, zeros(out, real.wide(lanes_of(real))))
+        store(out + d, out.zeros(real.wide(lanes_of(real))))
 
 
 @inlined

@@ -6,14 +6,16 @@ attention.py, which has the contract, runs them chunk by chunk. Keys are counted
 
 from __future__ import annotations
 
+import functools
+import heapq
 import math
 from functools import reduce
 from itertools import product
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from blockdraft.kernels.llvm.attention_units import MAX_TILE, MAX_VECTORS
 from blockdraft.kernels.llvm.compiler import inlined, unrolled
 from blockdraft.kernels.llvm.language import (
     Int,
@@ -27,21 +29,23 @@ from blockdraft.kernels.llvm.language import (
     exp,
     f32,
     fma,
-    halved,
     i64,
     largest,
     load,
     prefetch,
-    scratch,
     smallest,
     store,
-    zeros,
 )
 
+MAX_VECTORS = 16  # query vectors (tokens x heads of one key head) that a thread takes at a time
+MAX_TILE = 4  # query vectors that share one pass over a chunk of keys
 CHUNK = 64  # keys; fits the L1; a multiple of SUM_LANES; results' bits depend on both
 SUM_LANES = 16
 GROUP = 4  # keys that are scored, or weighted, together
 _COLUMNS = {1: 8, 2: 8, 3: 4, 4: 4}  # vectors of `out` summed together, by tile: as many as fit registers
+_MANY = 16  # items per thread; with so many, the last one hardly matters
+_TILE_COST = (0.0, 1.6, 2.3, 3.2, 4.0)  # by the number of query vectors over the same keys, measured
+_ITEM_COST = 0.75  # of reading these keys for the first tile
 _LINE = 64  # bytes of a cache line
 _L1, _L2 = 3, 2  # prefetch's levels
 
@@ -60,9 +64,9 @@ class State(NamedTuple):
 
 
 def room(like: Value, real: Type) -> State:
-    q, out, lo, hi = (scratch(like, i64, MAX_VECTORS) for _ in range(4))
-    top, total = scratch(like, real, MAX_VECTORS), scratch(like, real, MAX_VECTORS * SUM_LANES)
-    scores, key_at = scratch(like, real, MAX_TILE * CHUNK), scratch(like, i64, 2 * CHUNK + GROUP)
+    q, out, lo, hi = (like.scratch(i64, MAX_VECTORS) for _ in range(4))
+    top, total = like.scratch(real, MAX_VECTORS), like.scratch(real, MAX_VECTORS * SUM_LANES)
+    scores, key_at = like.scratch(real, MAX_TILE * CHUNK), like.scratch(i64, 2 * CHUNK + GROUP)
     return State(q, out, lo, hi, top, total, scores, key_at)
 
 
@@ -96,7 +100,7 @@ def score(
     begin, end = reduce(smallest, [one[0] for one in ranges]), reduce(largest, [one[1] for one in ranges])
     begin = smallest(begin & -GROUP, CHUNK)
     queries = [q + state.q[first + t] for t in unrolled(tile)]
-    ahead = Registers((GROUP,), zeros(keys, i64))
+    ahead = Registers((GROUP,), keys.zeros(i64))
     read(ahead, key_at + begin)
     for key in range(begin, end, GROUP):
         at = [keys + ahead[j] for j in unrolled(GROUP)]
@@ -105,7 +109,7 @@ def score(
             for one in range(key, key + GROUP):
                 fetch(values + key_at[one], dim, _L1)
                 fetch(keys + following[one], dim, _L2)
-        dots = Registers((tile, GROUP), zeros(keys, keys.element.wide(lanes)))
+        dots = Registers((tile, GROUP), keys.zeros(keys.element.wide(lanes)))
         for d in range(0, dim, lanes):
             k = [load(at[j] + d, lanes) for j in unrolled(GROUP)]
             for t in unrolled(tile):
@@ -153,7 +157,7 @@ def softmax(state: State, vector: Int, scores: Reals, out: Reals, begin: Int, en
         best = old.constant(least(real), real.wide(SUM_LANES))
         for i in range(first, end, SUM_LANES):
             best = largest(best, load(scores + i, SUM_LANES))
-        new = largest(old, halved(best, largest))
+        new = largest(old, best.halved(largest))
         factor = exp(old - new)  # 1 where the max stays
         state.top[vector] = new
         if new > old:
@@ -177,7 +181,7 @@ def weigh_alone(
     if begin < end:
         for first, last, size in columns(dim // lanes, 1):
             for d in range(first * lanes, last * lanes, size * lanes):
-                sums = Registers((size,), zeros(values, values.element.wide(lanes)))
+                sums = Registers((size,), values.zeros(values.element.wide(lanes)))
                 for c in unrolled(size):
                     sums[c] = load(out + d + c * lanes, lanes)
                 at = key_at[begin]
@@ -200,10 +204,10 @@ def weigh(
     lanes = lanes_of(values.element)
     outs = [out + state.out[first + t] for t in unrolled(tile)]
     weights = [state.scores + t * CHUNK for t in unrolled(tile)]
-    ahead = Registers((GROUP,), zeros(values, i64))
+    ahead = Registers((GROUP,), values.zeros(i64))
     for start, stop, size in columns(dim // lanes, tile):
         for d in range(start * lanes, stop * lanes, size * lanes):
-            sums = Registers((tile, size), zeros(values, values.element.wide(lanes)))
+            sums = Registers((tile, size), values.zeros(values.element.wide(lanes)))
             for t, c in product(range(tile), range(size)):
                 sums[t, c] = load(outs[t] + d + c * lanes, lanes)
             read(ahead, key_at + begin)
@@ -232,20 +236,54 @@ def add_weighed(sums: Registers, weights: list[Pointer], values: list[Pointer], 
         sums[cell] = total
 
 
-class Columns(NamedTuple):
-    """Vectors [first, last) of an output, processed `size` at a time."""
-
-    first: int
-    last: int
-    size: int
-
-
-def columns(vectors: int, tile: int) -> list[Columns]:
-    """Divide an output's vectors into pieces that fit the registers."""
+def columns(vectors: int, tile: int) -> list[tuple[int, int, int]]:
+    """Divide an output's vectors into pieces [first, last) of which `size` at a time fit the registers."""
     found, first, size = [], 0, _COLUMNS[tile]
     while first < vectors:
         last = vectors - (vectors - first) % size
         if last > first:
-            found.append(Columns(first, last, size))
+            found.append((first, last, size))
         first, size = last, size // 2
     return found
+
+
+def divide(counts: tuple[int, ...], shared: int, num_groups: int, num_threads: int) -> Tensor:
+    """Divide rows with `counts[r]` tokens into units [U, 3]: a row, and its query vectors [first, end).
+
+    A token has `shared` vectors for each of `num_groups` key heads; a thread takes a unit for one key head.
+    The size of units is chosen so that the last thread ends as early as possible. Rows count as equally long.
+    """
+    units = _units(counts, shared, num_groups, num_threads)
+    return torch.tensor(units, dtype=torch.int64).view(-1, 3)
+
+
+@functools.lru_cache(maxsize=256)
+def _units(
+    counts: tuple[int, ...], shared: int, num_groups: int, num_threads: int
+) -> list[tuple[int, int, int]]:
+    totals = [count * shared for count in counts]
+    units = _cut(totals, MAX_VECTORS)
+    if num_threads > 1 and len(units) * num_groups < _MANY * num_threads:
+        cuts = (_cut(totals, most) for most in range(MAX_VECTORS, 0, -1))
+        units = min(cuts, key=lambda cut: _time(cut, num_groups, num_threads))
+    return units
+
+
+def _cut(totals: list[int], most: int) -> list[tuple[int, int, int]]:
+    """Divide rows of `totals` vectors into units of at most `most`, as equal as possible."""
+    units = []
+    for row, total in enumerate(totals):
+        size = -(-total // max(1, -(-total // most)))
+        units += [(row, i, min(i + size, total)) for i in range(0, total, size or 1)]
+    return units
+
+
+def _time(units: list[tuple[int, int, int]], num_groups: int, num_threads: int) -> float:
+    """Estimate when the last thread ends, if each takes the next item as soon as it is free."""
+    free = [0.0] * num_threads
+    for _, first, last in units:
+        tiles, rest = divmod(last - first, MAX_TILE)
+        cost = _ITEM_COST + tiles * _TILE_COST[MAX_TILE] + _TILE_COST[rest]
+        for _ in range(num_groups):
+            heapq.heapreplace(free, free[0] + cost)
+    return max(free)

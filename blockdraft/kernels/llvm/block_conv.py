@@ -6,18 +6,18 @@ import torch
 from torch import Tensor
 
 from blockdraft.kernels.llvm.compiler import inlined, kernel, taken
-from blockdraft.kernels.llvm.jit import Jit, real_type
-from blockdraft.kernels.llvm.language import Int, Reals, Type, load, smallest, store
+from blockdraft.kernels.llvm.jit import REALS, Jit
+from blockdraft.kernels.llvm.language import Int, Reals, Type, load, pieces, smallest, store
+from blockdraft.kernels.llvm.pointwise import SERIAL_ELEMENTS
 
 _WIDE = 16  # channels at a time
-_SERIAL_ELEMENTS = 1 << 14  # below this, waking a thread costs more than it saves
 
 
 class BlockConvKernel:
     """The kernel for one dtype; it does the reference's operations in order, so the bits are equal."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        self._jit = Jit(convolve_block, real=real_type(dtype))
+        self._jit = Jit(convolve_block, real=REALS[dtype])
 
     def __call__(
         self, x: Tensor, base: Tensor, deltas: Tensor, num_columns: int, onto: Tensor | None = None
@@ -29,7 +29,7 @@ class BlockConvKernel:
         onto = None if onto is None else onto.contiguous()
         self._jit(
             num_tokens, size, taps, groups, num_columns, deltas.stride(0), x, base.contiguous(), deltas, onto,
-            y, is_small=y.numel() < _SERIAL_ELEMENTS,
+            y, is_small=y.numel() < SERIAL_ELEMENTS,
         )  # fmt: skip
         return y
 
@@ -44,12 +44,9 @@ def convolve_block(
         group, count = size // groups, smallest(taps, token % num_columns + 1)
         row, own = token * size, deltas + token * stride
         for i in range(groups):
-            end = (i + 1) * group
-            whole = end - group % _WIDE
-            for at in range(i * group, whole, _WIDE):
-                mix(x + row + at, base + at, own + i, onto, y, row + at, count, size, groups, _WIDE)
-            for at in range(whole, end):
-                mix(x + row + at, base + at, own + i, onto, y, row + at, count, size, groups, 1)
+            for begin, end, lanes in pieces(group, _WIDE):
+                for at in range(i * group + begin, i * group + end, lanes):
+                    mix(x + row + at, base + at, own + i, onto, y, row + at, count, size, groups, lanes)
 
 
 @inlined

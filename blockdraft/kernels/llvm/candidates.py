@@ -12,13 +12,14 @@ Pair scores are summed in one order, by rank, so they do not depend on the batch
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from blockdraft.kernels.candidates import PairScores
+from blockdraft.kernels.candidates import PairScores, reference_walk
 from blockdraft.kernels.llvm.compiler import inlined, kernel, taken, unrolled
-from blockdraft.kernels.llvm.jit import Jit
+from blockdraft.kernels.llvm.jit import Jit, repeat
 from blockdraft.kernels.llvm.language import (
     Floats,
     Int,
@@ -28,15 +29,12 @@ from blockdraft.kernels.llvm.language import (
     exp,
     f32,
     fma,
-    halved,
     i32,
     i64,
     largest,
     load,
-    scratch,
     select,
     store,
-    zeros,
 )
 from blockdraft.kernels.llvm.sampling import (
     MOST_NOISE,
@@ -47,7 +45,7 @@ from blockdraft.kernels.llvm.sampling import (
     noise_of,
     philox,
 )
-from blockdraft.kernels.sampling import MIN_TEMPERATURE, NEVER, SamplingBatch
+from blockdraft.kernels.sampling import MIN_TEMPERATURE, NEVER, SamplingBatch, adjusted
 from blockdraft.kernels.sampling_tables import Real as Column
 from blockdraft.kernels.sampling_tables import Whole
 
@@ -59,41 +57,41 @@ _FOUR = 4  # candidates whose noise is drawn at once
 _DRAWN = 32  # tokens of a column whose noise is drawn at once
 
 
-class CandidateKernels:
-    """The kernels that find candidates and walk over them."""
+def takes(scores: Tensor, pairs: PairScores) -> bool:
+    given = [scores, pairs.predecessors, pairs.successors]
+    given += [] if pairs.mixture is None else [pairs.mixture]
+    is_plain = all(one.dtype == torch.float32 and one.is_contiguous() for one in given)
+    return is_plain and pairs.top_k <= min(MOST, scores.shape[-1])
 
-    def __init__(self) -> None:
-        self._scan = Jit(scan)
-        self._follow = Jit(follow)
 
-    def takes(self, scores: Tensor, pairs: PairScores) -> bool:
-        given = [scores, pairs.predecessors, pairs.successors]
-        given += [] if pairs.mixture is None else [pairs.mixture]
-        is_plain = all(one.dtype == torch.float32 and one.is_contiguous() for one in given)
-        return is_plain and pairs.top_k <= min(MOST, scores.shape[-1])
+def walk(logits: Tensor, pairs: PairScores, starts: Tensor, anchor: Tensor, batch: SamplingBatch) -> Tensor:
+    """Walk; each replay of a captured step reads anew what the rows need."""
+    num_rows, num_columns, vocab_size = logits.shape
+    drafts = torch.empty((num_rows, num_columns), dtype=torch.int64)
 
-    def walk(
-        self, scores: Tensor, pairs: PairScores, starts: Tensor, anchor: Tensor, batch: SamplingBatch,
-        drafts: Tensor,
-    ) -> None:  # fmt: skip
-        """`candidates.reference_walk` into drafts [R, C], from adjusted scores [R, C, V]."""
-        num_rows, num_columns, vocab_size = scores.shape
-        starts = starts.contiguous()
+    def run() -> None:
+        if not takes(logits, pairs):
+            drafts.copy_(reference_walk(logits, pairs, starts, anchor, batch))
+            return
+        assert batch.real.is_contiguous()
+        assert batch.whole.is_contiguous()
+        scores, begins = adjusted(logits, starts, anchor, batch), starts.contiguous()
         num_parts = max(1, vocab_size // _PART)
         shape = (num_rows * num_columns * num_parts, pairs.top_k)
         best, ids = torch.empty(shape, dtype=torch.float32), torch.empty(shape, dtype=torch.int64)
-        assert batch.real.is_contiguous()
-        assert batch.whole.is_contiguous()
-        self._scan(
-            num_rows * num_columns, num_columns, num_parts, vocab_size, pairs.top_k, scores, starts,
+        _SCAN(
+            num_rows * num_columns, num_columns, num_parts, vocab_size, pairs.top_k, scores, begins,
             batch.rows, batch.real, batch.whole, best, ids,
         )  # fmt: skip
-        self._follow(
+        _FOLLOW(
             num_rows, num_columns, num_parts, pairs.top_k, pairs.predecessors.shape[1],
-            int(pairs.skips_first), best, ids, starts, anchor.contiguous(), batch.rows, batch.real,
+            int(pairs.skips_first), best, ids, begins, anchor.contiguous(), batch.rows, batch.real,
             batch.whole, pairs.predecessors, pairs.successors, pairs.mixture, pairs.successor_rows, drafts,
             is_small=num_rows == 1,
         )  # fmt: skip
+
+    repeat(run)
+    return drafts
 
 
 @kernel
@@ -102,7 +100,7 @@ def scan(
     rows: Longs, real: Floats, whole: Longs, scores: Floats, ids: Longs,
 ) -> None:  # fmt: skip
     best, who = candidates(x)
-    tops, few = scratch(x, f32, 2 * _PART // _BLOCK), scratch(x, f32, 2 * _DRAWN)
+    tops, few = x.scratch(f32, 2 * _PART // _BLOCK), x.scratch(f32, 2 * _DRAWN)
     for item in taken(num_items * num_parts):
         part, place = item % num_parts, item // num_parts
         column, row = x + place * vocab_size, place // num_columns
@@ -130,7 +128,7 @@ def begin_of(part: Int, num_parts: Int, vocab_size: Int) -> Int:
 
 
 def is_open(reals: Floats, wholes: Longs) -> Int:
-    """Whether there is noise, but no filter."""
+    """Return whether there is noise, but no filter."""
     return (reals[int(Column.TEMPERATURE)] >= MIN_TEMPERATURE) & (wholes[int(Whole.IS_FILTERED)] == 0)
 
 
@@ -169,12 +167,12 @@ def offer_noisy(
                 few[i] = tokens[i]
             tokens = few
         values = load(tokens, _DRAWN) * scale
-        top, least = halved(values, largest), best[top_k - 1]
+        top, least = values.halved(largest), best[top_k - 1]
         if top + MOST_NOISE > least:
             words = philox(counters(at // 4, _DRAWN // 4), position, seed)
             if greatest_of(words) >= least_word(top, least):
                 with_noise = values + noise_of(words)
-                if halved(with_noise, largest) > least:
+                if with_noise.halved(largest) > least:
                     store(noisy, with_noise)
                     for i in range(_DRAWN):
                         offer(best, who, top_k, noisy[i], at + i)
@@ -184,7 +182,7 @@ def largest_of(block: Pointer) -> Value:
     most = load(block, _WIDE)
     for i in range(_WIDE, _BLOCK, _WIDE):
         most = largest(most, load(block + i, _WIDE))
-    return halved(most, largest)
+    return most.halved(largest)
 
 
 @inlined
@@ -197,7 +195,7 @@ def clear(scores: Floats, ids: Longs, top_k: Int) -> None:
 
 def candidates(like: Value) -> tuple[Pointer, Pointer]:
     """Allocate scores and token ids of candidates, with a sentinel before the first."""
-    scores, ids = (scratch(like, type, MOST + 2 * _FOUR) + _FOUR for type in (f32, i64))
+    scores, ids = (like.scratch(type, MOST + 2 * _FOUR) + _FOUR for type in (f32, i64))
     for i in range(_FOUR):
         scores[i - _FOUR] = math.inf
         ids[i - _FOUR] = -1
@@ -232,7 +230,7 @@ def follow(
 ) -> None:  # fmt: skip
     scores, ids = candidates(real)
     ordered, order = candidates(real)
-    weighted = scratch(real, f32, rank)
+    weighted = real.scratch(f32, rank)
     for row in taken(num_rows):
         reals, wholes = real + rows[row] * len(Column), whole + rows[row] * len(Whole)
         is_warm = reals[int(Column.TEMPERATURE)] >= MIN_TEMPERATURE
@@ -294,12 +292,12 @@ def weigh(weighted: Floats, row: Floats, mixture: Floats, item: Int, rank: Int) 
 
 
 @inlined
-def dot(one: Floats, two: Floats, size: Int) -> Value:
-    sums = zeros(one, f32.wide(_LANES))
+def dot(one: Floats, two: Floats, size: Int) -> Any:
+    sums = one.zeros(f32.wide(_LANES))
     whole = size - size % _LANES
     for i in range(0, whole, _LANES):
         sums = fma(load(one + i, _LANES), load(two + i, _LANES), sums)
-    total = halved(sums)
+    total = sums.halved()
     for i in range(whole, size):
         total = fma(one[i], two[i], total)
     return total
@@ -321,7 +319,7 @@ def keep_likely(
             ordered[i] = NEVER
     top_p = reals[int(Column.TOP_P)]
     if top_p < 1.0:
-        total = zeros(reals, f32)
+        total = reals.zeros(f32)
         for i in range(top_k):
             ordered[i] = exp(ordered[i] - best)
             total = total + ordered[i]
@@ -354,3 +352,6 @@ def first_of_largest(scores: Floats, top_k: Int) -> Int:
             best = scores[i]
             index = i
     return index
+
+
+_SCAN, _FOLLOW = Jit(scan), Jit(follow)

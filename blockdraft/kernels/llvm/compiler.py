@@ -147,13 +147,10 @@ class _Body:
             except _Refused:
                 raise
             except Exception as error:
-                raise _Refused(self._place(statement), error) from error
+                code, text = self._written.function.__code__, ast.unparse(statement).splitlines()[0][:80]
+                line = code.co_firstlineno + statement.lineno - 1
+                raise _Refused(f"{code.co_name}, line {line}: {text}: {error}") from error
         return self._result
-
-    def _place(self, node: ast.stmt) -> str:
-        first = self._written.function.__code__.co_firstlineno
-        text = ast.unparse(node).splitlines()[0][:80]
-        return f"{self._written.function.__name__}, line {first + node.lineno - 1}: {text}"
 
     def _unknown(self, node: ast.AST) -> None:
         raise TypeError(f"a kernel has no '{type(node).__name__}'")
@@ -182,7 +179,7 @@ class _Body:
 
     def _return(self, statement: ast.Return) -> None:
         if self._outside is not None:
-            raise TypeError("a run-time loop or branch has no return")
+            raise TypeError("a run-time loop or branch has no return: return behind it")
         self._has_returned = True
         self._result = None if statement.value is None else self._eval(statement.value)
 
@@ -226,12 +223,12 @@ class _Body:
         if isinstance(outer, Variable):
             kind = (value.type, getattr(value, "element", None)) if isinstance(value, Value) else None
             if kind != (outer.type, outer.element):
-                raise TypeError(f"'{name}' is {outer.type} and becomes another type in a loop or branch")
+                raise TypeError(f"'{name}' is {outer.type} and becomes another type here: use another name")
         elif (value is not outer and isinstance(value, Value | list | tuple)) or value != outer:
-            raise TypeError(f"'{name}' is the constant {outer!r} and changes in a loop or branch")
+            raise TypeError(f"'{name}' is the constant {outer!r} and changes here: begin with a Value")
 
     def _in_region(self, act: Callable[[], Any]) -> dict[str, Any]:
-        """Write a part that may be skipped or repeated at run time; returns its local names."""
+        """Write a part that may be skipped or repeated at run time; return its local names."""
         before, self._outside = self._outside, {**(self._outside or {}), **self._scope}
         act()
         own = {name: self._scope.pop(name) for name in list(self._scope) if name not in self._outside}
@@ -247,16 +244,22 @@ class _Body:
                 self.run(statement.body)
             self.run(statement.orelse)
             return
-        self._refuse_else(statement)
         assert isinstance(call, ast.Call)
         assert isinstance(statement.target, ast.Name)
         bounds = [self._eval(one) for one in call.args]
         first, end, step = {1: [0, *bounds, 1], 2: [*bounds, 1], 3: bounds}[len(bounds)]
         if not isinstance(step, Value) and step < 1:
-            raise TypeError("a range counts up")
-        self._make_variable(statement)
+            raise TypeError(f"a range counts up, not by {step}: count up and subtract")
+        self._begin_loop(statement)
         if name == "taken":
-            self._take(statement, end)
+
+            def take() -> Value:
+                item = self._text.value("atomicrmw add ptr %job, i64 1 monotonic", i64)
+                self._set(statement.target.id, item)  # type: ignore[attr-defined]
+                is_left: Value = item < end
+                return is_left
+
+            self._loop(take, lambda: self.run(statement.body))
             return
         counter = Variable(self._text, i64, None)
         counter.set(self._whole(first))
@@ -272,26 +275,14 @@ class _Body:
 
         self._loop(begin, body)
 
-    def _take(self, statement: ast.For, count: Any) -> None:
-        assert isinstance(statement.target, ast.Name)
-        name = statement.target.id
-
-        def begin() -> Value:
-            item = self._text.value("atomicrmw add ptr %job, i64 1 monotonic", i64)
-            self._set(name, item)
-            is_left: Value = item < count
-            return is_left
-
-        self._loop(begin, lambda: self.run(statement.body))
-
     def _while(self, statement: ast.While) -> None:
-        self._refuse_else(statement)
-        self._make_variable(statement)
+        self._begin_loop(statement)
         self._loop(lambda: self._eval(statement.test), lambda: self.run(statement.body))
 
-    def _refuse_else(self, statement: ast.For | ast.While) -> None:
+    def _begin_loop(self, statement: ast.For | ast.While) -> None:
         if statement.orelse:
             raise TypeError("a run-time loop has no 'else'")
+        self._make_variable(statement)
 
     def _loop(self, begin: Callable[[], Value], body: Callable[[], None]) -> None:
         head, inside, after = (self._text.name(prefix) for prefix in ("head", "body", "after"))
@@ -374,7 +365,7 @@ class _Body:
             return found.get() if isinstance(found, Variable) else found
         names = self._written.function.__globals__
         if node.id not in names and not hasattr(builtins, node.id):
-            raise TypeError(f"there is no '{node.id}' here")
+            raise TypeError(f"there is no '{node.id}' here: assign it before loops and in both branches")
         return names[node.id] if node.id in names else getattr(builtins, node.id)
 
     def _eval_attribute(self, node: ast.Attribute) -> Any:
@@ -452,6 +443,3 @@ class _Body:
 
 class _Refused(TypeError):
     """A kernel cannot be compiled; the message names the line."""
-
-    def __init__(self, place: str, error: Exception) -> None:
-        super().__init__(f"{place}: {error}")

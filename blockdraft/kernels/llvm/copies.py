@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -15,10 +14,10 @@ from torch import Tensor
 
 from blockdraft.kernels.llvm.compiler import inlined, kernel, taken
 from blockdraft.kernels.llvm.jit import Jit
-from blockdraft.kernels.llvm.language import Bytes, Int, Longs, load, store
+from blockdraft.kernels.llvm.language import Bytes, Int, Longs, load, pieces, store
 
 _SERIAL_BYTES = 1 << 16
-_WIDE = 16  # bytes at a time
+_WIDE = 16  # bytes, or other numbers, at a time
 Empty = Callable[[Sequence[int], torch.dtype], Tensor]
 
 
@@ -26,7 +25,8 @@ def lowered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], empty: Emp
     """Run an operation, with new memory from `empty`; None if PyTorch has to run it."""
     aten = torch.ops.aten
     if func is aten.clone.default and _becomes_contiguous(args[0], kwargs.get("memory_format")):
-        return _copied(args[0], empty)
+        out = empty(args[0].shape, args[0].dtype)
+        return out if _put(args[0], out) else None
     if func is aten.copy_.default and args[0].shape == args[1].shape and args[0].dtype == args[1].dtype:
         return args[0] if _put(args[1], args[0]) else None
     if func is aten.cat.default:
@@ -37,15 +37,10 @@ def lowered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], empty: Emp
 
 
 def _becomes_contiguous(x: Tensor, memory_format: torch.memory_format | None) -> bool:
-    """Whether PyTorch's copy of x would be contiguous."""
+    """Return whether PyTorch's copy of x would be contiguous."""
     if memory_format in (None, torch.preserve_format):
         return x.is_contiguous() or torch.empty_like(x, device="meta").is_contiguous()
     return memory_format is torch.contiguous_format
-
-
-def _copied(x: Tensor, empty: Empty) -> Tensor | None:
-    out = empty(x.shape, x.dtype)
-    return out if _put(x, out) else None
 
 
 def _joined(parts: Sequence[Tensor], dim: int, empty: Empty) -> Tensor | None:
@@ -71,7 +66,7 @@ def _put(source: Tensor, into: Tensor) -> bool:
         return False
     counts, source_strides, into_strides, size = layout
     each = source.itemsize
-    _jits()[0](
+    _COPY(
         *counts, *(each * one for one in source_strides), *(each * one for one in into_strides), each * size,
         source, into, is_small=source.nbytes < _SERIAL_BYTES,
     )  # fmt: skip
@@ -102,13 +97,8 @@ def _gathered(table: Tensor, index: Tensor | None, empty: Empty) -> Tensor | Non
         return None
     out = empty((*index.shape, *table.shape[1:]), table.dtype)
     size = math.prod(table.shape[1:]) * table.itemsize
-    _jits()[1](index.numel(), table.shape[0], size, index, table, out, is_small=out.nbytes < _SERIAL_BYTES)
+    _GATHER(index.numel(), table.shape[0], size, index, table, out, is_small=out.nbytes < _SERIAL_BYTES)
     return out
-
-
-@cache
-def _jits() -> tuple[Jit, Jit]:
-    return Jit(copy_rows), Jit(gather_rows)
 
 
 @kernel
@@ -133,9 +123,11 @@ def gather_rows(count: Int, num_rows: Int, size: Int, index: Longs, table: Bytes
 
 
 @inlined
-def copy(source: Bytes, into: Bytes, size: Int) -> None:
-    whole = size - size % _WIDE
-    for i in range(0, whole, _WIDE):
-        store(into + i, load(source + i, _WIDE))
-    for i in range(whole, size):
-        into[i] = source[i]
+def copy(source: Any, into: Any, size: Int) -> None:
+    """Copy `size` numbers of one type."""
+    for begin, end, lanes in pieces(size, _WIDE):
+        for i in range(begin, end, lanes):
+            store(into + i, load(source + i, lanes))
+
+
+_COPY, _GATHER = Jit(copy_rows), Jit(gather_rows)

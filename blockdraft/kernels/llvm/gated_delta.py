@@ -22,7 +22,7 @@ from torch import Tensor
 
 from blockdraft.kernels.gated_delta import EPS, Tape
 from blockdraft.kernels.llvm.compiler import inlined, kernel, taken, unrolled
-from blockdraft.kernels.llvm.jit import Jit, real_type
+from blockdraft.kernels.llvm.jit import REALS, Jit
 from blockdraft.kernels.llvm.language import (
     Int,
     Longs,
@@ -32,18 +32,16 @@ from blockdraft.kernels.llvm.language import (
     Type,
     fma,
     load,
-    scratch,
+    pieces,
     sigmoid,
     smallest,
     store,
-    zeros,
 )
-from blockdraft.kernels.llvm.pointwise import WIDE, llvm_rows
+from blockdraft.kernels.llvm.pointwise import SERIAL_ELEMENTS, WIDE, llvm_rows
 
 _VECTOR_BYTES = 16  # a register size that every CPU has
 _VECTORS = 8  # of columns in a piece: enough sums to hide the latency of a multiply-add
 _SERIAL_OPS = 1 << 16  # multiply-adds; below, waking a thread costs more than it saves
-_SERIAL_ELEMENTS = 1 << 14  # the same for outputs of a convolution
 
 
 class GatedDeltaKernels:
@@ -51,10 +49,10 @@ class GatedDeltaKernels:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
-        self._piece = columns_of_piece(real_type(dtype))
+        self._piece = columns_of_piece(REALS[dtype])
         self._rms_norm = llvm_rows(dtype).rms_norm
-        self._scan = Jit(do_tokens, real=real_type(dtype), is_fold=False)
-        self._fold = Jit(do_tokens, real=real_type(dtype), is_fold=True)
+        self._scan = Jit(do_tokens, real=REALS[dtype], is_fold=False)
+        self._fold = Jit(do_tokens, real=REALS[dtype], is_fold=True)
         self._convolve: dict[int, Jit] = {}  # by the number of taps
 
     def scan(
@@ -105,13 +103,13 @@ class GatedDeltaKernels:
         assert tail.shape == (num_rows, taps - 1, num_channels)
         assert weight.shape[0] == num_channels
         if taps not in self._convolve:
-            self._convolve[taps] = Jit(convolve, real=real_type(self._dtype), taps=taps)
+            self._convolve[taps] = Jit(convolve, real=REALS[self._dtype], taps=taps)
         x, tail = (part if part.stride(-1) == 1 else part.contiguous() for part in (x, tail))
         weight = weight.contiguous()
         y = x.new_empty(x.shape)
         self._convolve[taps](
             num_rows * num_tokens, num_tokens, num_channels, *x.stride()[:2], *tail.stride()[:2],
-            x, tail, weight, y, is_small=y.numel() < _SERIAL_ELEMENTS,
+            x, tail, weight, y, is_small=y.numel() < SERIAL_ELEMENTS,
         )  # fmt: skip
         return y
 
@@ -161,7 +159,7 @@ def do_tokens(
     query: Reals, value: Reals, beta: Reals, out: Reals, counts: Longs, *, real: Type, is_fold: bool,
 ) -> None:  # fmt: skip
     """Scan all tokens, or fold each row's first tokens; an item is a piece of one head's columns."""
-    own = scratch(state, real, key_size * columns_of_piece(real))
+    own = state.scratch(real, key_size * columns_of_piece(real))
     sizes = Sizes(key_size, value_size, num_heads, num_groups * key_size, num_heads * value_size)
     for item in taken(num_items):
         row = item // num_pieces // num_heads
@@ -187,15 +185,9 @@ def do_tokens(
 
 @inlined
 def do_columns(
-    at: HeadPlace,
-    sizes: Sizes,
-    column: Int,
-    count: Int,
-    own: Reals,
-    vector: Type,
-    vectors: int,
+    at: HeadPlace, sizes: Sizes, column: Int, count: Int, own: Reals, vector: Type, vectors: int,
     is_fold: bool,
-) -> None:
+) -> None:  # fmt: skip
     """Process all tokens for some vectors of columns.
 
     The first token reads the state, the others read `own`, which the token before wrote. Only the last token
@@ -209,7 +201,7 @@ def do_columns(
         if is_fold:
             deltas = [load(at.delta + (columns_at + i * lanes), lanes) for i in range(vectors)]
         else:
-            held = Registers((vectors,), zeros(own, vector))
+            held = Registers((vectors,), own.zeros(vector))
             for k in range(sizes.key):
                 key_k, row = key[k], source + k * source_stride
                 for i in unrolled(vectors):
@@ -222,7 +214,7 @@ def do_columns(
         target, target_stride = own, vectors * lanes
         if is_fold and t == count - 1:
             target, target_stride = at.state + column, sizes.value
-        query, outs = at.query + t * sizes.key_step, Registers((vectors,), zeros(own, vector))
+        query, outs = at.query + t * sizes.key_step, Registers((vectors,), own.zeros(vector))
         for k in range(sizes.key):
             key_k, row, new_row = key[k], source + k * source_stride, target + k * target_stride
             if not is_fold:
@@ -243,10 +235,7 @@ def convolve(
     num_items: Int, num_tokens: Int, size: Int, x_row: Int, x_token: Int, tail_row: Int, tail_token: Int,
     x: Reals, tail: Reals, weight: Reals, y: Reals, *, real: Type, taps: int,
 ) -> None:  # fmt: skip
-    """Compute y[c] = silu(sum of weight[c, i] * input[i, c]) by fused multiply-adds, i in order.
-
-    The input of a tap is in x, or before x in the tail.
-    """
+    """Compute y[c] = silu(sum of weight[c, i] * input[i, c]), fused, i in order; the tail is before x."""
     for item in taken(num_items):
         row, token = item // num_tokens, item % num_tokens
         inputs = []
@@ -256,11 +245,9 @@ def convolve(
             if at < 0:
                 found = tail + (row * tail_row + (token + i) * tail_token)
             inputs.append(found)
-        y_item, whole = y + item * size, size - size % WIDE
-        for c in range(0, whole, WIDE):
-            store(y_item + c, convolved([at + c for at in inputs], weight + c * taps, WIDE))
-        for c in range(whole, size):
-            store(y_item + c, convolved([at + c for at in inputs], weight + c * taps, 1))
+        for begin, end, lanes in pieces(size, WIDE):
+            for c in range(begin, end, lanes):
+                store(y + item * size + c, convolved([at + c for at in inputs], weight + c * taps, lanes))
 
 
 def convolved(inputs: list[Reals], weight: Reals, lanes: int) -> Real:

@@ -7,55 +7,36 @@ with compression, `kv_codec.rotate` is last.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from blockdraft.kernels.heads import HeadNorms, Slots
 from blockdraft.kernels.llvm.compiler import inlined, kernel, taken
-from blockdraft.kernels.llvm.jit import Jit, real_type
-from blockdraft.kernels.llvm.kv_codes import LANES, hadamard_head, sign_head
+from blockdraft.kernels.llvm.copies import copy
+from blockdraft.kernels.llvm.jit import REALS, Jit
+from blockdraft.kernels.llvm.kv_codec import LANES, hadamard_head, sign_head
 from blockdraft.kernels.llvm.language import Int, Longs, Real, Reals, Type, load, store
-from blockdraft.kernels.llvm.pointwise import WIDE, normalise, rotate_head
-
-if TYPE_CHECKING:
-    from blockdraft.kernels.heads import HeadNorms, Slots
-    from blockdraft.kernels.pointwise import Angles
-
-_SERIAL_ELEMENTS = 1 << 14  # below this, waking a thread costs more than it saves
+from blockdraft.kernels.llvm.pointwise import SERIAL_ELEMENTS, normalise, rotate_head
+from blockdraft.kernels.pointwise import Angles
 
 
-class LocateKernel:
-    """attention.Locate on a CPU."""
-
-    def __init__(self) -> None:
-        self._jit = Jit(locate)
-
-    def __call__(
-        self,
-        page_table: Tensor,
-        rows: Tensor,
-        starts: Tensor,
-        offsets: Tensor,
-        *,
-        num_tokens: int,
-        page_size: int,
-    ) -> tuple[Tensor, Tensor]:
-        given = (page_table, rows, starts, offsets)
-        assert all(one.dtype == torch.int64 and one.stride(-1) == 1 for one in given)
-        positions, slots = (starts.new_empty(num_tokens) for _ in range(2))
-        self._jit(
-            len(rows), page_size, page_table.stride(0), *given, positions, slots,
-            is_small=num_tokens < _SERIAL_ELEMENTS,
-        )  # fmt: skip
-        return positions, slots
+def locate(
+    page_table: Tensor, rows: Tensor, starts: Tensor, offsets: Tensor, *, num_tokens: int, page_size: int
+) -> tuple[Tensor, Tensor]:
+    given = (page_table, rows, starts, offsets)
+    assert all(one.dtype == torch.int64 and one.stride(-1) == 1 for one in given)
+    positions, slots = (starts.new_empty(num_tokens) for _ in range(2))
+    is_small = num_tokens < SERIAL_ELEMENTS
+    _LOCATE(len(rows), page_size, page_table.stride(0), *given, positions, slots, is_small=is_small)
+    return positions, slots
 
 
 class HeadKernels:
     """The kernel of kernels/heads.py for one dtype."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        real = real_type(dtype)
+        real = REALS[dtype]
         self._write = functools.cache(functools.partial(Jit, norm_rope_write, real=real))
 
     def norm_rope_write(
@@ -83,7 +64,7 @@ class HeadKernels:
             num_tokens, heads, groups, dim, cos.shape[-1], keys.shape[1],
             *given.stride()[:2], *k.stride()[:2], *v.stride()[:2], given, k, v, out, keys, values, slot_ids,
             cos, sin, *weights, 0.0 if norms is None else norms.eps, signs, centre,
-            is_small=num_tokens * (heads + 2 * groups) * dim < _SERIAL_ELEMENTS,
+            is_small=num_tokens * (heads + 2 * groups) * dim < SERIAL_ELEMENTS,
         )  # fmt: skip
         return None if q is None else out
 
@@ -103,7 +84,7 @@ def _whole_heads(x: Tensor) -> Tensor:
 
 
 @kernel
-def locate(
+def find_slots(
     num_rows: Int, page_size: Int, num_pages: Int, page_table: Longs, rows: Longs, starts: Longs,
     offsets: Longs, positions: Longs, slots: Longs,
 ) -> None:  # fmt: skip
@@ -145,7 +126,7 @@ def norm_rope_write(
             norm_and_rope(
                 source, target, k_weight, token_cos, token_sin, dim, size, eps, real=real, has_norms=has_norms
             )
-            copy(v + token * v_stride + head * v_head, values + slot, 0, dim)
+            copy(v + token * v_stride + head * v_head, values + slot, dim)
             if rotated:
                 rotate_signed(target, signs, rotated)
                 rotate_signed(values + slot, signs, rotated)
@@ -165,7 +146,7 @@ def norm_and_rope(
         rotate_head(y, y, cos, sin, size)
     else:
         rotate_head(x, y, cos, sin, size)
-        copy(x, y, 2 * size, dim)
+        copy(x + 2 * size, y + 2 * size, dim - 2 * size)
 
 
 @inlined
@@ -175,10 +156,4 @@ def rotate_signed(row: Reals, signs: Reals, dim: int) -> None:
     hadamard_head(row, dim)
 
 
-@inlined
-def copy(x: Reals, y: Reals, first: Int, last: Int) -> None:
-    whole = last - (last - first) % WIDE
-    for i in range(first, whole, WIDE):
-        store(y + i, load(x + i, WIDE))
-    for i in range(whole, last):
-        y[i] = x[i]
+_LOCATE = Jit(find_slots)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from blockdraft.kernels.int8 import COLUMNS, ROWS, TINY
+from blockdraft.kernels.int8 import COLUMNS, ROWS, TINY, Int8Weight
 from blockdraft.kernels.llvm.compiler import inlined, kernel, taken, unrolled
 from blockdraft.kernels.llvm.jit import Jit
 from blockdraft.kernels.llvm.language import (
@@ -30,18 +30,14 @@ from blockdraft.kernels.llvm.language import (
     Value,
     Words,
     f32,
-    halved,
     i8,
     i16,
     i32,
     largest,
     load,
-    magnitude,
-    rounded,
-    scratch,
+    pieces,
     smallest,
     store,
-    zeros,
 )
 
 _LANES = {"sdot": 4, "vnni": 16, "avx2": 8, "generic": 4}  # rows in one vector of weights
@@ -57,8 +53,7 @@ class Int8Kernels:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self._round = Jit(round_tokens, flip=-128 if path == "vnni" else 0)
-        self._round_plain = Jit(round_tokens, flip=0)
+        self._round = Jit(round_tokens)
         self._product = Jit(product, path=path)
         self._interleave = Jit(interleave)
         self._look_up = Jit(look_up)
@@ -66,10 +61,7 @@ class Int8Kernels:
     def round(
         self, x: Tensor, rotated: int, factors: Tensor, *, is_weight: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Round float32 [M, K] times `factors` [K] to int8 [M, padded K] with a scale per row.
-
-        Each `rotated` values are rotated together before.
-        """
+        """Multiply [M, K] by `factors`, rotate, and round to int8 [M, padded K] with a scale per row."""
         m, k = x.shape
         assert x.dtype == torch.float32
         assert k % rotated == 0
@@ -79,9 +71,9 @@ class Int8Kernels:
         values = torch.empty(m, full, dtype=torch.int8)
         scale = torch.empty(m, dtype=torch.float32)
         buffer = torch.empty(m, full, dtype=torch.float32)
-        run = self._round_plain if is_weight else self._round
-        run(
-            m, k, full, x.stride(0), rotated, x, factors, buffer, values, scale,
+        flip = -128 if self.path == "vnni" and not is_weight else 0
+        self._round(
+            m, k, full, x.stride(0), rotated, flip, x, factors, buffer, values, scale,
             is_small=x.numel() < _SERIAL_VALUES,
         )  # fmt: skip
         return values, scale
@@ -96,44 +88,38 @@ class Int8Kernels:
         self._interleave(blocks, n, k, values, packed, sums)
         return packed, sums
 
-    def product(
-        self,
-        tokens: tuple[Tensor, Tensor],
-        packed: Tensor,
-        sums: Tensor,
-        scale: Tensor,
-        n: int,
-        bias: Tensor | None,
-        onto: Tensor | None,
+    def linear(
+        self, x: Tensor, weight: Int8Weight, bias: Tensor | None = None, onto: Tensor | None = None
     ) -> Tensor:
-        values, token_scale = tokens
-        m, k = values.shape
-        assert packed.shape[1] * 4 == k
+        values, token_scale = self.round(x.reshape(-1, weight.columns), weight.rotated, weight.factors)
+        (m, k), n = values.shape, weight.rows
+        assert weight.packed.shape[1] * 4 == k
+        bias = bias if bias is None else bias.contiguous()
+        onto = onto if onto is None else onto.reshape(-1, n).contiguous()
         y = torch.empty(m, n, dtype=torch.float32)
         chunk = max(1, _CHUNK_BYTES // (k * ROWS))
         self._product(
-            m, n, k, chunk, values, token_scale, packed, sums, scale, bias, onto, y, bias is not None,
-            onto is not None, is_small=m * n * k < _SERIAL_OPS,
+            m, n, k, chunk, values, token_scale, weight.packed, weight.sums, weight.scale, bias, onto, y,
+            is_small=m * n * k < _SERIAL_OPS,
         )  # fmt: skip
-        return y
+        return y.view(*x.shape[:-1], n)
 
-    def look_up(self, rows: Tensor, packed: Tensor, scale: Tensor, factors: Tensor, rotated: int) -> Tensor:
-        """Return rows of the packed matrix, [M, K] float32, times `factors` [K]."""
-        k = factors.shape[0]
-        out = torch.empty(*rows.shape, k, dtype=torch.float32)
-        buffer = torch.empty(*rows.shape, packed.shape[1] * 4, dtype=torch.float32)
-        rows, small = rows.contiguous(), out.numel() < _SERIAL_VALUES
+    def look_up(self, rows: Tensor, weight: Int8Weight) -> Tensor:
+        """Return rows of the matrix in float32."""
+        full = weight.packed.shape[1] * 4
+        out = torch.empty(*rows.shape, weight.columns, dtype=torch.float32)
+        buffer = torch.empty(*rows.shape, full, dtype=torch.float32)
         self._look_up(
-            rows.numel(), k, packed.shape[1] * 4, rotated, rows, packed, scale, factors, buffer, out,
-            is_small=small,
+            rows.numel(), weight.columns, full, weight.rotated, rows.contiguous(), weight.packed,
+            weight.scale, weight.factors, buffer, out, is_small=out.numel() < _SERIAL_VALUES,
         )  # fmt: skip
         return out
 
 
 @kernel
 def round_tokens(
-    num_tokens: Int, size: Int, full: Int, stride: Int, rotated: Int, x: Floats, factors: Floats,
-    buffer: Floats, values: Bytes, scale: Floats, *, flip: int,
+    num_tokens: Int, size: Int, full: Int, stride: Int, rotated: Int, flip: Int, x: Floats, factors: Floats,
+    buffer: Floats, values: Bytes, scale: Floats,
 ) -> None:  # fmt: skip
     """Rotate each token and round it to integers from -127 to 127 times a scale; pad with zeros to `full`.
 
@@ -142,32 +128,29 @@ def round_tokens(
     """
     for token in taken(num_tokens):
         row, out = buffer + token * full, values + token * full
-        whole = size - size % _VECTOR
-        for i in range(0, whole, _VECTOR):
-            store(row + i, load(x + token * stride + i, _VECTOR) * load(factors + i, _VECTOR))
-        for i in range(whole, size):
-            row[i] = x[token * stride + i] * factors[i]
+        for begin, end, lanes in pieces(size, _VECTOR):
+            for i in range(begin, end, lanes):
+                store(row + i, load(x + token * stride + i, lanes) * load(factors + i, lanes))
         hadamard(row, size, rotated)
-        peaks = zeros(x, i32.wide(_VECTOR))
+        whole, peaks = size - size % _VECTOR, x.zeros(i32.wide(_VECTOR))
         for i in range(0, whole, _VECTOR):
-            peaks = largest(peaks, magnitude(load(row + i, _VECTOR)).bits_as(i32.wide(_VECTOR)))
-        bits = halved(peaks, largest)
+            peaks = largest(peaks, abs(load(row + i, _VECTOR)).bits_as(i32.wide(_VECTOR)))
+        bits = peaks.halved(largest)
         for i in range(whole, size):
-            bits = largest(bits, magnitude(row[i]).bits_as(i32))
+            bits = largest(bits, abs(row[i]).bits_as(i32))
         peak = bits.bits_as(f32)
         scale[token] = peak / 127.0
         factor = 127.0 / peak if peak > TINY else peak
-        for i in range(0, whole, _VECTOR):
-            store(out + i, to_int8(load(row + i, _VECTOR), factor) ^ flip)
-        for i in range(whole, size):
-            out[i] = to_int8(load(row + i, 1), factor)[0] ^ flip
+        for begin, end, lanes in pieces(size, _VECTOR):
+            for i in range(begin, end, lanes):
+                store(out + i, to_int8(load(row + i, lanes), factor) ^ flip.to(i8))
         for i in range(size, full):
-            out[i] = flip
+            out[i] = flip.to(i8)
 
 
 def to_int8(x: Value, factor: Value) -> Value:
     """Round x * factor to a byte; the limits are needed only for NaN."""
-    return smallest(largest(rounded(x * factor), -127.0), 127.0).to(i32).to(i8)
+    return smallest(largest(round(x * factor), -127.0), 127.0).to(i32).to(i8)
 
 
 @inlined
@@ -214,15 +197,15 @@ def interleave(num_blocks: Int, n: Int, k: Int, values: Bytes, packed: Bytes, su
     for block in taken(num_blocks):
         for r in range(ROWS):
             row = block * ROWS + r
-            total = zeros(values, i32)
+            total = values.zeros(i32)
             if row < n:
                 for i in range(0, k, 4):
                     four = load(values + row * k + i, 4)
-                    total = total + halved(four.to(i32))
+                    total = total + four.to(i32).halved()
                     store(packed + block * k * ROWS + i * ROWS + r * 4, four)
             else:
                 for i in range(0, k, 4):
-                    store(packed + block * k * ROWS + i * ROWS + r * 4, zeros(values, i8.wide(4)))
+                    store(packed + block * k * ROWS + i * ROWS + r * 4, values.zeros(i8.wide(4)))
             sums[row] = total * -128
 
 
@@ -246,7 +229,7 @@ def look_up(
 @kernel
 def product(
     num_tokens: Int, n: Int, k: Int, chunk: Int, x: Bytes, x_scale: Floats, w: Bytes, sums: Words,
-    w_scale: Floats, bias: Floats, onto: Floats, y: Floats, has_bias: Int, has_onto: Int, *, path: str,
+    w_scale: Floats, bias: Floats, onto: Floats, y: Floats, *, path: str,
 ) -> None:  # fmt: skip
     """Multiply all tokens by a few blocks of weights at a time, which stay in the L1 cache."""
     tokens = _TOKENS[path]
@@ -258,30 +241,23 @@ def product(
             at = w + first * k
             token = 0
             while token + tokens <= num_tokens:
-                tile(
-                    at, first, token, n, k, x, x_scale, sums, w_scale, bias, onto, y, has_bias, has_onto,
-                    tokens, path,
-                )  # fmt: skip
+                tile(at, first, token, n, k, x, x_scale, sums, w_scale, bias, onto, y, tokens, path)
                 token += tokens
             left = num_tokens - token
             for count in unrolled(1, tokens):
                 if left == count:
-                    tile(
-                        at, first, token, n, k, x, x_scale, sums, w_scale, bias, onto, y, has_bias, has_onto,
-                        count, path,
-                    )  # fmt: skip
+                    tile(at, first, token, n, k, x, x_scale, sums, w_scale, bias, onto, y, count, path)
 
 
 @inlined
 def tile(
     w: Bytes, first: Int, token: Int, n: Int, k: Int, x: Bytes, x_scale: Floats, sums: Words,
-    w_scale: Floats, bias: Floats, onto: Floats, y: Floats, has_bias: Int, has_onto: Int, tokens: int,
-    path: str,
+    w_scale: Floats, bias: Floats, onto: Floats, y: Floats, tokens: int, path: str,
 ) -> None:  # fmt: skip
     """Multiply one block of rows by some tokens; each weight is loaded once."""
     lanes = _LANES[path]
     vectors = ROWS // lanes
-    totals = Registers((tokens, vectors), zeros(x, i32.wide(lanes)))
+    totals = Registers((tokens, vectors), x.zeros(i32.wide(lanes)))
     if path == "vnni":
         for v in unrolled(vectors):
             for t in unrolled(tokens):
@@ -294,41 +270,37 @@ def tile(
                 weights = load(w + i * ROWS + (j * ROWS * 4 + v * lanes * 4), lanes * 4)
                 for t in unrolled(tokens):
                     totals[t, v] = dot(totals[t, v], weights, values[t], j, path)
-    sums = scratch(x, i32, tokens * ROWS)
+    sums = x.scratch(i32, tokens * ROWS)
     for t in unrolled(tokens):
         for v in unrolled(vectors):
             store(sums + (t * ROWS + v * lanes), totals[t, v])
     for i in range(tokens):
-        output = (token + i) * n + first
-        put(
-            sums + i * ROWS, w_scale + first, x_scale[token + i], n - first, bias + first, onto + output,
-            y + output, has_bias, has_onto,
-        )  # fmt: skip
+        put(sums + i * ROWS, w_scale, x_scale[token + i], bias, onto, y, n, first, (token + i) * n + first)
 
 
 @inlined
 def put(
-    sums: Words, w_scale: Floats, scale: Real, num_rows: Int, bias: Floats, onto: Floats, y: Floats,
-    has_bias: Int, has_onto: Int,
+    sums: Words, w_scale: Floats, scale: Real, bias: Floats, onto: Floats, y: Floats, n: Int, first: Int,
+    output: Int,
 ) -> None:  # fmt: skip
     """Write a token's outputs of one block of rows; the last block of a matrix may have fewer rows."""
-    values = load(sums, ROWS).to(f32) * load(w_scale, ROWS) * scale
-    if num_rows >= ROWS:
-        if has_bias != 0:
-            values = values + load(bias, ROWS)
-        if has_onto != 0:
-            values = load(onto, ROWS) + values
-        store(y, values)
+    values = load(sums, ROWS).to(f32) * load(w_scale + first, ROWS) * scale
+    if n - first >= ROWS:
+        if bias.is_given:
+            values = values + load(bias + first, ROWS)
+        if onto.is_given:
+            values = load(onto + output, ROWS) + values
+        store(y + output, values)
     else:
-        rest = scratch(sums, f32, ROWS)
+        rest = sums.scratch(f32, ROWS)
         store(rest, values)
-        for i in range(num_rows):
+        for i in range(n - first):
             value = rest[i]
-            if has_bias != 0:
-                value = value + bias[i]
-            if has_onto != 0:
-                value = onto[i] + value
-            y[i] = value
+            if bias.is_given:
+                value = value + bias[first + i]
+            if onto.is_given:
+                value = onto[output + i] + value
+            y[output + i] = value
 
 
 def dot(total: Value, weights: Value, values: Value, j: int, path: str) -> Value:
@@ -342,13 +314,9 @@ def dot(total: Value, weights: Value, values: Value, j: int, path: str) -> Value
         return call("llvm.x86.avx512.vpdpbusd.512", total.type, total, four, weights)
     if path == "avx2":
         signed = call("llvm.x86.avx2.psign.b", weights.type, weights, four)
-        pairs = call("llvm.x86.avx2.pmadd.ub.sw", i16.wide(2 * lanes), absolute(four), signed)
+        pairs = call("llvm.x86.avx2.pmadd.ub.sw", i16.wide(2 * lanes), largest(four, 0 - four), signed)
         return total + call("llvm.x86.avx2.pmadd.wd", total.type, pairs, pairs.constant(1))
     products = weights.to(i16) * four.to(i16)
     for column in range(4):
         total = total + products.lanes(range(column, 4 * lanes, 4)).to(i32)
     return total
-
-
-def absolute(x: Value) -> Value:
-    return largest(x, 0 - x)

@@ -1,4 +1,7 @@
-"""Compiles kernels for this processor by llvmlite, and runs them on all threads (pool.py)."""
+"""Compiles kernels for this processor by llvmlite, and runs them on all threads (pool.py).
+
+A tape (tape.py) can record in this thread: kernels report their runs to it, and `repeat` reports Python code.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,8 @@ import hashlib
 import importlib
 import itertools
 import struct
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +21,31 @@ from torch import Tensor
 
 from blockdraft.kernels.cpu import extra_features
 from blockdraft.kernels.llvm.compiler import Written, assembly, field_types
-from blockdraft.kernels.llvm.language import Type, f32, f64
+from blockdraft.kernels.llvm.language import f32, f64
 from blockdraft.kernels.llvm.pool import Pool, allow, follow, lead, pause_hint, table
-from blockdraft.kernels.llvm.recording import Call, current_tape
 from blockdraft.settings.cache_files import keep
 from blockdraft.settings.settings import cache_dir
 
 REALS = {torch.float32: f32, torch.float64: f64}
 
 
-def real_type(dtype: torch.dtype) -> Type:
-    return REALS[dtype]
+class NotRecordable(RuntimeError):
+    """The step reads values on the host, which a replay would not read again."""
+
+
+class _Recorder(threading.local):
+    tape: Any = None  # the StepTape that records
+
+
+recorder = _Recorder()
+
+
+def repeat(run: Callable[[], None]) -> None:
+    """Run this now and, if a tape records, at each of its replays."""
+    if recorder.tape is None:
+        run()
+    else:
+        recorder.tape.add_python(run)
 
 
 class Jit:
@@ -55,24 +73,16 @@ class Jit:
         return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._address)
 
     def __call__(self, *fields: float | Tensor | None, is_small: bool = False) -> None:
-        """Run the kernel; an `is_small` job runs on this thread alone.
-
-        The memory of the fields must stay valid meanwhile, or as long as the tape that records the call.
-        """
-        job = self._job(fields)
+        """Run the kernel, on this thread alone if `is_small`; a tape keeps the memory of its fields."""
+        values = [one.data_ptr() if isinstance(one, Tensor) else one or 0 for one in fields]
+        job = ctypes.create_string_buffer(self._fields.pack(0, *values))
         num_threads = 1 if is_small else torch.get_num_threads()
         if num_threads == 1:
             self._run_alone(ctypes.addressof(job))
         else:
             run_together(table([(self._address, job)]), num_threads)
-        tape = current_tape()
-        if tape is not None:
-            used = (one for one in fields if isinstance(one, Tensor))
-            tape.add(Call(self._address, job, self._kernel.function.__name__), used)
-
-    def _job(self, fields: Sequence[float | Tensor | None]) -> ctypes.Array[ctypes.c_char]:
-        values = [one.data_ptr() if isinstance(one, Tensor) else one or 0 for one in fields]
-        return ctypes.create_string_buffer(self._fields.pack(0, *values))
+        if recorder.tape is not None:
+            recorder.tape.add((self._address, job), (one for one in fields if isinstance(one, Tensor)))
 
 
 def run_together(calls: ctypes.Array[ctypes.c_int64], num_threads: int) -> None:
@@ -132,15 +142,13 @@ def _compiler() -> _Compiler:
     return _Compiler()
 
 
-@functools.cache
-def pool() -> Pool:
-    return new_pool()
-
-
 def new_pool() -> Pool:
     known = {"hint": pause_hint()}
     address = _compiler().address
     return Pool(address(lead, known), address(follow, known), address(allow, {}))
+
+
+pool = functools.cache(new_pool)
 
 
 @functools.cache
@@ -151,10 +159,7 @@ def _sources() -> str:
 
 
 class _Compiled:
-    """A kernel's machine code on disk, after its digest.
-
-    The file's name is a hash of the sources, LLVM's version and the processor.
-    """
+    """A kernel's code on disk, after its digest; the name is a hash of sources, LLVM and processor."""
 
     def __init__(self, *facts: str) -> None:
         name = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:32]

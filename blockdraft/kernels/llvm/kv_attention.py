@@ -9,19 +9,28 @@ the others. Only slots that a query reads are accessed.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
+from torch import Tensor
 
+from blockdraft.kernels.attention import Blocks, Mask
 from blockdraft.kernels.cpu import has_permute
 from blockdraft.kernels.kv_codec import KvFormat, signs
+from blockdraft.kernels.kv_compressed import CompressedPages
 from blockdraft.kernels.kv_formats import TILE
-from blockdraft.kernels.llvm.attention import _SERIAL_OPS, attend, divided, find, prepare
-from blockdraft.kernels.llvm.attention_tile import CHUNK, GROUP, State, room
-from blockdraft.kernels.llvm.attention_units import MAX_TILE, MAX_VECTORS
+from blockdraft.kernels.llvm.attention import (
+    attend,
+    divided,
+    find,
+    is_small,
+    mask_fields,
+    places,
+    prepare,
+    whole_vectors,
+)
+from blockdraft.kernels.llvm.attention_tile import CHUNK, GROUP, MAX_TILE, MAX_VECTORS, State, room
 from blockdraft.kernels.llvm.compiler import inlined, kernel, taken
-from blockdraft.kernels.llvm.jit import Jit, real_type
-from blockdraft.kernels.llvm.kv_codes import decode, hadamard_head, num_bytes, sign_head
+from blockdraft.kernels.llvm.jit import REALS, Jit
+from blockdraft.kernels.llvm.kv_codec import decode, hadamard_head, num_bytes, sign_head
 from blockdraft.kernels.llvm.language import (
     Bytes,
     Halves,
@@ -32,16 +41,9 @@ from blockdraft.kernels.llvm.language import (
     Type,
     i64,
     largest,
-    scratch,
     select,
     smallest,
 )
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from blockdraft.kernels.attention import Blocks, Mask
-    from blockdraft.kernels.kv_compressed import CompressedPages
 
 assert CHUNK == TILE
 
@@ -57,7 +59,7 @@ class CompressedAttention:
         self._signs = signs(head_dim, torch.device("cpu")).to(dtype) if form.is_rotated else None
         self._jit = Jit(
             compressed_attention,
-            real=real_type(dtype),
+            real=REALS[dtype],
             dim=head_dim,
             form=form,
             permute=has_permute() if permute is None else permute,
@@ -66,35 +68,23 @@ class CompressedAttention:
     def __call__(
         self, q: Tensor, pages: CompressedPages, blocks: Blocks, mask: Mask, sinks: Tensor | None = None
     ) -> Tensor:
-        """Attend with q [N, H, D] over one layer's pages; returns [N, H, D]."""
+        """Attend with q [N, H, D] over one layer's pages; return [N, H, D]."""
         num_groups, num_exact, dim = pages.exact_keys.shape[1:]
-        num_heads, exact_table, table = q.shape[1], blocks.exact_table, blocks.table
+        exact_table, table = blocks.exact_table, blocks.table
         stores = (pages.exact_keys, pages.exact_values, *pages.keys, *pages.values)
         assert dim == self._dim
         assert pages.format == self._form
-        assert pages.rule.stride == pages.rule.sinks == TILE
         assert exact_table is not None
         assert all(one.is_contiguous() and one.shape[0] == 1 for one in stores)
-        assert exact_table.is_contiguous()
-        assert table.is_contiguous()
         assert pages.exact_keys.dtype == pages.exact_values.dtype == q.dtype
-        whole = (table, exact_table, blocks.rows, blocks.starts, blocks.offsets)
-        assert all(one.dtype == torch.int64 for one in whole)
-        if q.stride()[1:] != (dim, 1):
-            q = q.contiguous()
-        if sinks is not None:
-            assert sinks.shape == (num_heads,)
-            sinks = sinks.to(q.dtype).contiguous()
-        out = q.new_empty(q.shape)
+        q, sinks = whole_vectors(q, sinks)
+        out, num_heads, where = q.new_empty(q.shape), q.shape[1], places(blocks, exact_table, table)
         units = blocks.units(num_heads, num_groups)
-        reach = len(blocks.rows) * table.shape[1] * blocks.page_size
         self._jit(
             units.shape[0] * num_groups, num_groups, num_heads // num_groups, q.stride(0), num_exact,
-            pages.keys.scale.shape[2], mask.scale, mask.is_causal,
-            -1 if mask.window is None else mask.window, mask.is_anchored, sinks is not None,
-            pages.rule.window, blocks.page_size, exact_table.shape[1], table.shape[1], exact_table, table,
-            *whole[2:], units, q, out, *stores, sinks, self._signs,
-            is_small=reach * num_heads * dim < _SERIAL_OPS,
+            pages.keys.scale.shape[2], *mask_fields(mask), pages.rule.window, blocks.page_size,
+            exact_table.shape[1], table.shape[1], *where, units, q, out, *stores, sinks, self._signs,
+            is_small=is_small(blocks, num_heads * dim),
         )  # fmt: skip
         return out
 
@@ -102,17 +92,17 @@ class CompressedAttention:
 @kernel
 def compressed_attention(
     num_items: Int, num_groups: Int, shared: Int, q_stride: Int, num_exact: Int, num_slots: Int, scale: Real,
-    is_causal: Int, window: Int, is_anchored: Int, has_sinks: Int, exact_window: Int, page_size: Int,
-    num_exact_pages: Int, num_pages: Int, exact_table: Longs, table: Longs, rows: Longs, starts: Longs,
+    is_causal: Int, window: Int, is_anchored: Int, exact_window: Int, page_size: Int, num_exact_pages: Int,
+    num_pages: Int, exact_table: Longs, table: Longs, rows: Longs, starts: Longs,
     offsets: Longs, units: Longs, q: Reals, out: Reals, keys: Reals, values: Reals, key_codes: Bytes,
     key_scale: Halves, value_codes: Bytes, value_scale: Halves, sinks: Reals, signs: Reals,
     *, real: Type, dim: int, form: KvFormat, permute: bool,
 ) -> None:  # fmt: skip
     """Process items: a unit's query vectors over one key head, as in `attention.paged_attention`."""
     state = room(q, real)
-    ends = scratch(q, i64, MAX_VECTORS)  # the end of compressed keys for each vector
-    near_keys, near_values = scratch(q, real, CHUNK * dim), scratch(q, real, CHUNK * dim)
-    near = scratch(q, i64, CHUNK + GROUP)  # offsets of the chunk's keys in these
+    ends = q.scratch(i64, MAX_VECTORS)  # the end of compressed keys for each vector
+    near_keys, near_values = q.scratch(real, CHUNK * dim), q.scratch(real, CHUNK * dim)
+    near = q.scratch(i64, CHUNK + GROUP)  # offsets of the chunk's keys in these
     for key in range(CHUNK + GROUP):
         near[key] = key * dim
     for item in taken(num_items):
@@ -120,7 +110,7 @@ def compressed_attention(
         row, count = unit[0], unit[2] - unit[1]
         low, high = prepare(
             state, unit, group, num_groups, shared, q_stride, starts, offsets, is_causal, window, is_anchored,
-            has_sinks, sinks, out, dim,
+            sinks, out, dim,
         )  # fmt: skip
         for i in range(count):
             position = starts[row] + (unit[1] + i) // shared

@@ -45,16 +45,12 @@ class Type:
 
     @property
     def suffix(self) -> str:
-        """The suffix of intrinsics for this type."""
+        """Return the suffix of intrinsics for this type."""
         one = f"f{self.bits}" if self.is_float else f"i{self.bits}"
         return f"v{self.lanes}{one}" if self.lanes else one
 
     def wide(self, lanes: int) -> Type:
         return Type(self.name, lanes)
-
-    @property
-    def single(self) -> Type:
-        return Type(self.name)
 
     def literal(self, number: float) -> str:
         """Return a constant in LLVM's syntax: floats are hexadecimals of an equal double."""
@@ -63,7 +59,7 @@ class Type:
             one = f"0x{struct.unpack('Q', struct.pack('d', exact))[0]:016X}"
         else:
             if number != int(number):
-                raise TypeError(f"{number} is no {self.name}")
+                raise TypeError(f"{number} is no {self.name}: convert the other operand by `to`")
             one = {0: "false", 1: "true"}[int(number)] if self.bits == 1 else str(int(number))
         return "<" + ", ".join([f"{self.name} {one}"] * self.lanes) + ">" if self.lanes else one
 
@@ -109,6 +105,30 @@ class Assembly:
         return self.value(f"call {result} @{function}({given})", result)
 
 
+def _operator(whole: str, real: str = "", *, is_swapped: bool = False) -> Callable[[Value, Operand], Value]:
+    """Return a method that applies LLVM's `whole` to integers and `real` to floats."""
+
+    def operate(self: Value, other: Operand) -> Value:
+        one, two = matched(other, self) if is_swapped else matched(self, other)
+        name = real if one.type.is_float else whole
+        assert name, f"{one.type} has no such operator"
+        return one.text.value(f"{name} {one.type} {one.name}, {two.name}", one.type)
+
+    return operate
+
+
+def _comparison(name: str) -> Callable[[Value, Operand], Value]:
+    """Return a method that compares; integers are signed."""
+
+    def compare(self: Value, other: Operand) -> Value:
+        one, two = matched(self, other)
+        signed = "s" if name not in ("eq", "ne") else ""
+        kind = f"fcmp {'u' if name == 'ne' else 'o'}{name}" if one.type.is_float else f"icmp {signed}{name}"
+        return one.text.value(f"{kind} {one.type} {one.name}, {two.name}", Type("i1", one.type.lanes))
+
+    return compare
+
+
 class Value:
     """A number or a vector at run time."""
 
@@ -150,8 +170,34 @@ class Value:
         zeros = f"<{lanes} x i32> zeroinitializer"
         return self.text.value(f"shufflevector {wide} {one.name}, {wide} poison, {zeros}", wide)
 
+    def zeros(self, type: Type) -> Value:
+        """Return 0 in `type`; this value only says which kernel."""
+        return Value(self.text, "zeroinitializer" if type.lanes else type.literal(0), type)
+
+    def constants(self, type: Type, numbers: Sequence[float]) -> Value:
+        """Return a constant vector; this value only says which kernel."""
+        lanes = ", ".join(f"{type} {type.literal(number)}" for number in numbers)
+        return Value(self.text, f"<{lanes}>", type.wide(len(numbers)))
+
+    def scratch(self, type: Type, count: int | Value) -> Pointer:
+        """Allocate numbers on the stack until the kernel ends; with a run-time count, not in a loop."""
+        name = self.text.name("%m")
+        if isinstance(count, Value):
+            self.text.line(f"{name} = alloca {type}, i64 {count.name}, align 64")
+        else:
+            self.text.entry.append(f"  {name} = alloca [{count} x {type}], align 64")
+        return Pointer(self.text, name, type)
+
+    def halved(self, join: Callable[[Value, Value], Value] | None = None) -> Value:
+        """Join the lanes, by default by addition: the lower half with the upper until one is left."""
+        x = self
+        while (lanes := x.type.lanes) > 1:
+            lower, upper = x.lanes(range(lanes // 2)), x.lanes(range(lanes // 2, lanes))
+            x = lower + upper if join is None else join(lower, upper)
+        return x[0]
+
     def __getitem__(self, lane: int) -> Value:
-        return self.text.value(f"extractelement {self.type} {self.name}, i32 {lane}", self.type.single)
+        return self.text.value(f"extractelement {self.type} {self.name}, i32 {lane}", self.type.wide(0))
 
     def lanes(self, indices: Iterable[int], other: Value | None = None) -> Value:
         """Select lanes by index from this vector, or from this and another behind it."""
@@ -161,95 +207,29 @@ class Value:
         wide = self.type.wide(len(indices))
         return self.text.value(f"shufflevector {self.type} {self.name}, {second}, {mask}", wide)
 
-    def _operate(self, whole: str, real: str, other: Operand, *, swapped: bool = False) -> Value:
-        one, two = matched(self, other)
-        if swapped:
-            one, two = two, one
-        name = real if one.type.is_float else whole
-        assert name, f"{one.type} has no such operator"
-        return self.text.value(f"{name} {one.type} {one.name}, {two.name}", one.type)
+    __add__, __radd__ = _operator("add", "fadd"), _operator("add", "fadd", is_swapped=True)
+    __sub__, __rsub__ = _operator("sub", "fsub"), _operator("sub", "fsub", is_swapped=True)
+    __mul__, __rmul__ = _operator("mul", "fmul"), _operator("mul", "fmul", is_swapped=True)
+    __truediv__, __rtruediv__ = _operator("", "fdiv"), _operator("", "fdiv", is_swapped=True)
+    __floordiv__, __mod__ = _operator("udiv"), _operator("urem")  # unsigned: operands must not be negative
+    __and__, __or__, __xor__ = _operator("and"), _operator("or"), _operator("xor")
+    __lshift__ = _operator("shl")
+    __rshift__ = _operator("lshr")  # logical: zeros are shifted in
+    above = _operator("ashr")  # arithmetic: the sign is shifted in
+    __lt__, __le__, __gt__, __ge__ = (_comparison(name) for name in ("lt", "le", "gt", "ge"))
+    __eq__, __ne__ = _comparison("eq"), _comparison("ne")  # type: ignore[assignment]
 
-    def _compare(self, name: str, other: Operand) -> Value:
-        one, two = matched(self, other)
-        signed = "s" if name not in ("eq", "ne") else ""
-        kind = f"fcmp {'u' if name == 'ne' else 'o'}{name}" if one.type.is_float else f"icmp {signed}{name}"
-        return self.text.value(f"{kind} {one.type} {one.name}, {two.name}", Type("i1", one.type.lanes))
+    def __abs__(self) -> Value:
+        return _intrinsic("fabs", self)
 
-    def __add__(self, other: Operand) -> Value:
-        return self._operate("add", "fadd", other)
-
-    def __radd__(self, other: Operand) -> Value:
-        return self._operate("add", "fadd", other, swapped=True)
-
-    def __sub__(self, other: Operand) -> Value:
-        return self._operate("sub", "fsub", other)
-
-    def __rsub__(self, other: Operand) -> Value:
-        return self._operate("sub", "fsub", other, swapped=True)
-
-    def __mul__(self, other: Operand) -> Value:
-        return self._operate("mul", "fmul", other)
-
-    def __rmul__(self, other: Operand) -> Value:
-        return self._operate("mul", "fmul", other, swapped=True)
-
-    def __truediv__(self, other: Operand) -> Value:
-        return self._operate("", "fdiv", other)
-
-    def __rtruediv__(self, other: Operand) -> Value:
-        return self._operate("", "fdiv", other, swapped=True)
-
-    # Unsigned: operands of // and % must not be negative.
-    def __floordiv__(self, other: Operand) -> Value:
-        return self._operate("udiv", "", other)
-
-    def __mod__(self, other: Operand) -> Value:
-        return self._operate("urem", "", other)
-
-    def __and__(self, other: Operand) -> Value:
-        return self._operate("and", "", other)
-
-    def __or__(self, other: Operand) -> Value:
-        return self._operate("or", "", other)
-
-    def __xor__(self, other: Operand) -> Value:
-        return self._operate("xor", "", other)
-
-    def __lshift__(self, other: Operand) -> Value:
-        return self._operate("shl", "", other)
-
-    def __rshift__(self, other: Operand) -> Value:
-        """Logical shift: zeros are shifted in."""
-        return self._operate("lshr", "", other)
-
-    def above(self, bits: int) -> Value:
-        """Arithmetic shift right: the sign is shifted in."""
-        return self._operate("ashr", "", bits)
+    def __round__(self) -> Value:
+        """Round to the nearest integer, ties to even."""
+        return _intrinsic("roundeven", self)
 
     def __neg__(self) -> Value:
         if self.type.is_float:
             return self.text.value(f"fneg {self.type} {self.name}", self.type)
         return 0 - self
-
-    def __lt__(self, other: Operand) -> Value:
-        return self._compare("lt", other)
-
-    def __le__(self, other: Operand) -> Value:
-        return self._compare("le", other)
-
-    def __gt__(self, other: Operand) -> Value:
-        return self._compare("gt", other)
-
-    def __ge__(self, other: Operand) -> Value:
-        return self._compare("ge", other)
-
-    def __eq__(self, other: object) -> Value:  # type: ignore[override]
-        assert isinstance(other, Value | int | float)
-        return self._compare("eq", other)
-
-    def __ne__(self, other: object) -> Value:  # type: ignore[override]
-        assert isinstance(other, Value | int | float)
-        return self._compare("ne", other)
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -257,7 +237,7 @@ class Value:
         raise TypeError("a value that the kernel computes is not known while it is compiled")
 
     def __index__(self) -> int:
-        raise TypeError("a value that the kernel computes is not known while it is compiled")
+        return bool(self)
 
 
 Operand: TypeAlias = Value | float
@@ -323,12 +303,8 @@ class Registers:
         indices = itertools.product(*map(range, shape))
         self._variables = {index: Variable(first.text, first.type, None) for index in indices}
         self._first = first
-        self.fill()
-
-    def fill(self) -> None:
-        """Set all to the initial value."""
         for variable in self._variables.values():
-            variable.set(self._first)
+            variable.set(first)
 
     def __getitem__(self, index: int | tuple[int, ...]) -> Value:
         return self._at(index).get()
@@ -362,17 +338,6 @@ def matched(one: Operand, two: Operand) -> tuple[Value, Value]:
     return one, two
 
 
-def zeros(like: Value, type: Type) -> Value:
-    """Return 0 in `type`; `like` is any value of the kernel."""
-    return Value(like.text, "zeroinitializer" if type.lanes else type.literal(0), type)
-
-
-def constants(like: Value, type: Type, numbers: Sequence[float]) -> Value:
-    """Return a constant vector."""
-    lanes = ", ".join(f"{type} {type.literal(number)}" for number in numbers)
-    return Value(like.text, f"<{lanes}>", type.wide(len(numbers)))
-
-
 def load(at: Pointer, lanes: int = 0) -> Value:
     """Load the number at an address, or a vector with `lanes` numbers."""
     type = at.element.wide(lanes)
@@ -382,8 +347,14 @@ def load(at: Pointer, lanes: int = 0) -> Value:
 def store(at: Pointer, value: Operand) -> None:
     if not isinstance(value, Value):
         value = at.constant(value, at.element)
-    assert value.type.single == at.element, f"{value.type} goes to {at.element}"
+    assert value.type.wide(0) == at.element, f"{value.type} goes to {at.element}"
     at.text.line(f"store {value.type} {value.name}, ptr {at.name}, align {max(1, at.element.bits // 8)}")
+
+
+def pieces(size: Int, lanes: int) -> list[tuple[Int, Int, int]]:
+    """Return (begin, end, step) of loops over `size` numbers: whole vectors, then the rest one by one."""
+    whole = size - size % lanes
+    return [(0, whole, lanes), (whole, size, 1)]
 
 
 def prefetch(at: Pointer, *, level: int) -> None:
@@ -403,9 +374,7 @@ def select(condition: Value, one: Operand, two: Operand) -> Value:
 
 
 def _intrinsic(name: str, *operands: Operand) -> Value:
-    first = next(one for one in operands if isinstance(one, Value) and one.type.lanes) if any(
-        isinstance(one, Value) and one.type.lanes for one in operands
-    ) else next(one for one in operands if isinstance(one, Value))  # fmt: skip
+    first = max((one for one in operands if isinstance(one, Value)), key=lambda one: one.type.lanes)
     values = [matched(first, one)[1] for one in operands]
     return first.text.call(f"llvm.{name}.{first.type.suffix}", first.type, *values)
 
@@ -419,34 +388,16 @@ def sqrt(x: Value) -> Value:
     return _intrinsic("sqrt", x)
 
 
-def magnitude(x: Value) -> Value:
-    """|x|"""
-    return _intrinsic("fabs", x)
-
-
 def largest(one: Operand, two: Operand) -> Value:
     """Return the larger operand; if one is NaN, the other."""
-    first = one if isinstance(one, Value) else two
-    assert isinstance(first, Value)
-    return _intrinsic("maxnum" if first.type.is_float else "smax", one, two)
+    one, two = matched(one, two)
+    return _intrinsic("maxnum" if one.type.is_float else "smax", one, two)
 
 
 def smallest(one: Operand, two: Operand) -> Value:
-    first = one if isinstance(one, Value) else two
-    assert isinstance(first, Value)
-    return _intrinsic("minnum" if first.type.is_float else "smin", one, two)
-
-
-def rounded(x: Value) -> Value:
-    """Round to the nearest integer, ties to even."""
-    return _intrinsic("roundeven", x)
-
-
-def halved(x: Value, join: Callable[[Value, Value], Value] = Value.__add__) -> Value:
-    """Join the lanes of x, by default by addition: the lower half with the upper until one is left."""
-    while (lanes := x.type.lanes) > 1:
-        x = join(x.lanes(range(lanes // 2)), x.lanes(range(lanes // 2, lanes)))
-    return x[0]
+    """Return the smaller operand; if one is NaN, the other."""
+    one, two = matched(one, two)
+    return _intrinsic("minnum" if one.type.is_float else "smin", one, two)
 
 
 _LN2 = {32: (0.693359375, -2.12194440e-4), 64: (6.93145751953125e-1, 1.42860682030941723212e-6)}
@@ -504,21 +455,8 @@ def log(x: Value) -> Value:
 
 def sigmoid(x: Value) -> Value:
     """Return 1 / (1 + exp(-x)), computed by exp(-|x|), which cannot overflow."""
-    small = exp(-magnitude(x))
+    small = exp(-abs(x))
     return select(x >= 0.0, 1.0, small) / (small + 1.0)
-
-
-def scratch(like: Value, type: Type, count: int | Value) -> Pointer:
-    """Allocate `count` numbers on the thread's stack until the kernel ends.
-
-    With a run-time count, every call allocates, so it must not be in a loop.
-    """
-    name = like.text.name("%m")
-    if isinstance(count, Value):
-        like.text.line(f"{name} = alloca {type}, i64 {count.name}, align 64")
-    else:
-        like.text.entry.append(f"  {name} = alloca [{count} x {type}], align 64")
-    return Pointer(like.text, name, type)
 
 
 def invoke(function: Pointer, *arguments: Value) -> None:
@@ -541,12 +479,12 @@ def store_shared(at: Pointer, value: Operand) -> None:
 
 
 def add_shared(at: Pointer, number: int) -> Value:
-    """Add to the number at an address; returns its old value."""
+    """Add to the number at an address; return its old value."""
     return at.text.value(f"atomicrmw add ptr {at.name}, i64 {number} seq_cst", i64)
 
 
 def replace_shared(at: Pointer, old: Operand, new: Operand) -> Value:
-    """Replace `old` by `new`; returns whether `old` was there."""
+    """Replace `old` by `new`; return whether `old` was there."""
     old, new = (one if isinstance(one, Value) else at.constant(one, i64) for one in (old, new))
     operands = f"i64 {old.name}, i64 {new.name}"
     pair = at.text.name()

@@ -14,19 +14,8 @@ import torch
 from torch import Tensor
 
 from blockdraft.kernels.llvm.compiler import inlined, kernel, taken, unrolled
-from blockdraft.kernels.llvm.jit import Jit, real_type
-from blockdraft.kernels.llvm.language import (
-    Int,
-    Reals,
-    Registers,
-    Type,
-    fma,
-    halved,
-    load,
-    prefetch,
-    smallest,
-    zeros,
-)
+from blockdraft.kernels.llvm.jit import REALS, Jit
+from blockdraft.kernels.llvm.language import Int, Reals, Registers, Type, fma, load, prefetch, smallest
 
 _VECTOR_BYTES = 16  # a register size that every CPU has; results' bits depend on it
 _LINE_BYTES = 64
@@ -46,16 +35,16 @@ class TileLinear:
 
     @functools.cached_property
     def _jits(self) -> dict[int, Jit]:
-        """The kernels by their tokens, all compiled on first use, before requests need them."""
-        jits = {
-            count: Jit(linear, real=real_type(self._dtype), tokens=count)
-            for count in range(1, _MAX_TOKENS + 1)
-        }
+        """Return the kernels by their tokens, all compiled on first use, before requests need them."""
+        real = REALS[self._dtype]
+        jits = {count: Jit(linear, real=real, tokens=count) for count in range(1, _MAX_TOKENS + 1)}
         for jit in jits.values():
             jit.compile()
         return jits
 
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, onto: Tensor | None = None
+    ) -> Tensor:
         n, k = weight.shape
         assert x.shape[-1] == k
         assert x.dtype == weight.dtype == self._dtype
@@ -70,7 +59,8 @@ class TileLinear:
         is_small = num_tokens * n * k < _SERIAL_OPS
         jit = self._jits[-(-num_tokens // num_passes)]
         jit(-(-n // chunk), chunk, num_passes, num_tokens, n, k, weight, x, y, is_small=is_small)
-        return y if bias is None else y.add_(bias)
+        y = y if bias is None else y.add_(bias)
+        return y if onto is None else onto + y
 
 
 @kernel
@@ -122,7 +112,7 @@ def tile(w: Reals, x: Reals, y: Reals, n: Int, k: Int, real: Type, rows: int, to
     line, lanes = cache_line(real), _VECTOR_BYTES * 8 // real.bits
     w_rows, x_rows = [w + k * row for row in range(rows)], [x + k * token for token in range(tokens)]
     following = w + k * rows
-    sums = Registers((rows, tokens), zeros(w, real.wide(lanes)))
+    sums = Registers((rows, tokens), w.zeros(real.wide(lanes)))
     for i in range(0, k - k % line, line):
         for row in unrolled(rows):
             prefetch(following + (i * rows + row * line), level=_PREFETCH_LEVEL)
@@ -134,11 +124,11 @@ def tile(w: Reals, x: Reals, y: Reals, n: Int, k: Int, real: Type, rows: int, to
                     sums[row, token] = fma(weights[row], values[token], sums[row, token])
     for token in unrolled(tokens):
         for row in unrolled(rows):
-            y[n * token + row] = halved(sums[row, token])
+            y[n * token + row] = sums[row, token].halved()
 
 
 def cache_line(real: Type) -> int:
-    """The number of elements in a cache line."""
+    """Return the number of elements in a cache line."""
     return _LINE_BYTES * 8 // real.bits
 
 

@@ -8,36 +8,27 @@ from torch import Tensor
 
 from blockdraft.kernels.llvm.compiler import kernel, taken
 from blockdraft.kernels.llvm.jit import Jit
-from blockdraft.kernels.llvm.language import Int, Longs, Words, i32, i64, largest, zeros
+from blockdraft.kernels.llvm.language import Int, Longs, Words, i32, i64, largest
 from blockdraft.kernels.ngram_lookup import MOST
 
 _SERIAL_TOKENS = 1 << 15  # of all rows; below, waking a thread costs more than it saves
 
 
-class NgramLookupKernels:
-    """The kernels of `kernels/ngram_lookup.py`."""
+def lookup(block: Tensor, history: Tensor, rows: Tensor, starts: Tensor, least: int) -> None:
+    assert block.is_contiguous()
+    assert history.is_contiguous()
+    is_small = len(block) * history.shape[1] < _SERIAL_TOKENS
+    _LOOKUP(*block.shape, history.shape[1], least, block, history, rows, starts, is_small=is_small)
 
-    def __init__(self) -> None:
-        self._lookup = Jit(lookup, most=MOST)
-        self._remember = Jit(remember)
 
-    def lookup(self, block: Tensor, history: Tensor, rows: Tensor, starts: Tensor, least: int) -> None:
-        num_rows, width = block.shape
-        assert block.is_contiguous()
-        assert history.is_contiguous()
-        self._lookup(
-            num_rows, width, history.shape[1], least, block, history, rows, starts,
-            is_small=num_rows * history.shape[1] < _SERIAL_TOKENS,
-        )  # fmt: skip
-
-    def remember(self, history: Tensor, sampled: Tensor, rows: Tensor, length: Tensor) -> None:
-        assert history.is_contiguous()
-        sampled = sampled.contiguous()
-        self._remember(*sampled.shape, history.shape[1], history, sampled, rows, length, is_small=True)
+def remember(history: Tensor, sampled: Tensor, rows: Tensor, length: Tensor) -> None:
+    assert history.is_contiguous()
+    sampled = sampled.contiguous()
+    _REMEMBER(*sampled.shape, history.shape[1], history, sampled, rows, length, is_small=True)
 
 
 @kernel
-def lookup(
+def look_back(
     num_rows: Int, width: Int, size: Int, least: Int, block: Longs, history: Words, rows: Longs,
     starts: Longs, *, most: int,
 ) -> None:  # fmt: skip
@@ -46,11 +37,11 @@ def lookup(
         last = starts[item]
         text = history + rows[item] * size
         anchor = text[last]
-        count, end = zeros(starts, i64), zeros(starts, i64)
+        count, end = starts.zeros(i64), starts.zeros(i64)
         at = last - 1
         while (at >= 0) & (count < most):
             if text[at] == anchor:
-                matched = zeros(starts, i64) + 1
+                matched = starts.zeros(i64) + 1
                 while agrees(text, at, last, matched) & (matched < most):
                     matched = matched + 1
                 if matched > count:
@@ -64,12 +55,12 @@ def lookup(
 
 
 def agrees(text: Words, at: Int, last: Int, back: Int) -> Any:
-    """Whether the tokens `back` before `at` and `last` are equal; nothing before the row is read."""
+    """Return whether the tokens `back` before `at` and `last` are equal; read nothing before the row."""
     return (at >= back) & (text[largest(at - back, 0)] == text[largest(last - back, 0)])
 
 
 @kernel
-def remember(
+def write_samples(
     num_rows: Int, width: Int, size: Int, history: Words, sampled: Longs, rows: Longs, length: Longs
 ) -> None:
     """Write samples behind each row's anchor."""
@@ -78,3 +69,6 @@ def remember(
         text = history + row * size + length[row] + 1
         for i in range(width):
             text[i] = sampled[item * width + i].to(i32)
+
+
+_LOOKUP, _REMEMBER = Jit(look_back, most=MOST), Jit(write_samples)

@@ -8,38 +8,27 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import get_args
 
 import torch
 from torch import Tensor
 
 from blockdraft.kernels.llvm.compiler import inlined, kernel, taken
-from blockdraft.kernels.llvm.jit import Jit, real_type
-from blockdraft.kernels.llvm.language import (
-    Int,
-    Real,
-    Reals,
-    Type,
-    fma,
-    halved,
-    load,
-    sigmoid,
-    sqrt,
-    store,
-    zeros,
-)
+from blockdraft.kernels.llvm.jit import REALS, Jit
+from blockdraft.kernels.llvm.language import Int, Real, Reals, Type, fma, load, pieces, sigmoid, sqrt, store
+from blockdraft.kernels.pointwise import Angles, Gate
 
 WIDE = 16  # elements at a time; sums' bits depend on it
-_SERIAL_ELEMENTS = 1 << 14  # below, waking a thread costs more than it saves
+SERIAL_ELEMENTS = 1 << 14  # below, waking a thread costs more than it saves
 
 
 class RowKernels:
     """The kernels for one dtype."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        real = real_type(dtype)
+        real = REALS[dtype]
         self._norm = Jit(rms_norm, real=real)
-        self._silu = Jit(gate_mul, real=real, gate="silu")
-        self._gelu = Jit(gate_mul, real=real, gate="gelu")
+        self._gate = {gate: Jit(gate_mul, real=real, gate=gate) for gate in get_args(Gate)}
         self._rotate = Jit(rotate, real=real)
 
     def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -49,25 +38,20 @@ class RowKernels:
         assert x.dtype == weight.dtype
         x = x.contiguous()
         y = torch.empty_like(x)
-        self._norm(x.numel() // size, size, x, y, weight, eps, is_small=x.numel() < _SERIAL_ELEMENTS)
+        self._norm(x.numel() // size, size, x, y, weight, eps, is_small=x.numel() < SERIAL_ELEMENTS)
         return y
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        return self._gate_mul(self._silu, gate_up)
-
-    def gelu_mul(self, gate_up: Tensor) -> Tensor:
-        return self._gate_mul(self._gelu, gate_up)
-
-    def _gate_mul(self, jit: Jit, gate_up: Tensor) -> Tensor:
+    def gate_mul(self, gate_up: Tensor, gate: Gate) -> Tensor:
         assert gate_up.shape[-1] % 2 == 0
         gate_up = gate_up.contiguous()
         size = gate_up.shape[-1] // 2
         y = gate_up.new_empty(*gate_up.shape[:-1], size)
-        jit(gate_up.numel() // (2 * size), size, gate_up, y, is_small=y.numel() < _SERIAL_ELEMENTS)
+        self._gate[gate](y.numel() // size, size, gate_up, y, is_small=y.numel() < SERIAL_ELEMENTS)
         return y
 
-    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def rotate(self, x: Tensor, angles: Angles) -> Tensor:
         num_rows, heads, dim = x.shape
+        cos, sin = angles
         size = cos.shape[-1]
         assert 2 * size <= dim
         assert cos.shape == sin.shape == (num_rows, 1, size)
@@ -77,7 +61,7 @@ class RowKernels:
             x = x.contiguous()
         # The kernel writes only rotated values: the others are copied.
         y = x.new_empty(x.shape) if 2 * size == dim else x.clone(memory_format=torch.contiguous_format)
-        is_small = x.numel() < _SERIAL_ELEMENTS
+        is_small = x.numel() < SERIAL_ELEMENTS
         self._rotate(num_rows, heads, dim, size, x.stride(0), x, y, cos, sin, is_small=is_small)
         return y
 
@@ -91,27 +75,18 @@ def rms_norm(num_rows: Int, size: Int, x: Reals, y: Reals, weight: Reals, eps: R
 
 @inlined
 def normalise(x: Reals, y: Reals, weight: Reals, size: Int, eps: Real, real: Type) -> None:
-    """One row of `rms_norm`."""
-    scale = 1.0 / sqrt(_squares(x, size, real) / size.to(real) + eps)
-    whole = size - size % WIDE
-    for i in range(0, whole, WIDE):
-        store(y + i, load(x + i, WIDE) * scale * load(weight + i, WIDE))
-    for i in range(whole, size):
-        y[i] = x[i] * scale * weight[i]
-
-
-@inlined
-def _squares(x: Reals, size: Int, real: Type) -> Real:
-    """Sum the squares: in lanes, which are then joined, then one by one."""
-    whole = size - size % WIDE
-    lanes = zeros(x, real.wide(WIDE))
+    """Compute one row of `rms_norm`: squares are summed in lanes, which are joined, then one by one."""
+    whole, lanes = size - size % WIDE, x.zeros(real.wide(WIDE))
     for i in range(0, whole, WIDE):
         values = load(x + i, WIDE)
         lanes = fma(values, values, lanes)
-    total = halved(lanes)
+    total = lanes.halved()
     for i in range(whole, size):
         total = fma(x[i], x[i], total)
-    return total
+    scale = 1.0 / sqrt(total / size.to(real) + eps)
+    for begin, end, step in pieces(size, WIDE):
+        for i in range(begin, end, step):
+            store(y + i, load(x + i, step) * scale * load(weight + i, step))
 
 
 @kernel
@@ -120,11 +95,9 @@ def gate_mul(num_rows: Int, size: Int, x: Reals, y: Reals, *, real: Type, gate: 
     for row in taken(num_rows):
         a, row_y = x + row * size * 2, y + row * size
         b = a + size
-        whole = size - size % WIDE
-        for i in range(0, whole, WIDE):
-            store(row_y + i, gated(load(a + i, WIDE), gate) * load(b + i, WIDE))
-        for i in range(whole, size):
-            row_y[i] = gated(load(a + i, 1), gate)[0] * b[i]
+        for begin, end, lanes in pieces(size, WIDE):
+            for i in range(begin, end, lanes):
+                store(row_y + i, gated(load(a + i, lanes), gate) * load(b + i, lanes))
 
 
 def gated(x: Real, gate: str) -> Real:
@@ -140,10 +113,7 @@ def rotate(
     num_rows: Int, heads: Int, dim: Int, size: Int, stride: Int, x: Reals, y: Reals, cos: Reals, sin: Reals,
     *, real: Type,
 ) -> None:  # fmt: skip
-    """Turn halves (u, v) of the first 2 * size values of every head into (u cos - v sin, v cos + u sin).
-
-    The values past them are not written.
-    """
+    """Turn halves (u, v) of each head's first 2 * size values into (u cos - v sin, v cos + u sin)."""
     for row in taken(num_rows):
         for head in range(heads):
             u, u_y = x + row * stride + head * dim, y + (row * heads + head) * dim
@@ -153,20 +123,12 @@ def rotate(
 @inlined
 def rotate_head(u: Reals, u_y: Reals, cos: Reals, sin: Reals, size: Int) -> None:
     v, v_y = u + size, u_y + size
-    whole = size - size % WIDE
-    for i in range(0, whole, WIDE):
-        rotate_pair(u + i, v + i, u_y + i, v_y + i, load(cos + i, WIDE), load(sin + i, WIDE), WIDE)
-    for i in range(whole, size):
-        rotate_pair(u + i, v + i, u_y + i, v_y + i, load(cos + i, 1), load(sin + i, 1), 1)
+    for begin, end, lanes in pieces(size, WIDE):
+        for i in range(begin, end, lanes):
+            first, second = load(u + i, lanes), load(v + i, lanes)
+            c, s = load(cos + i, lanes), load(sin + i, lanes)
+            store(u_y + i, first * c - second * s)
+            store(v_y + i, second * c + first * s)
 
 
-def rotate_pair(u: Reals, v: Reals, u_y: Reals, v_y: Reals, cos: Real, sin: Real, lanes: int) -> None:
-    first, second = load(u, lanes), load(v, lanes)
-    store(u_y, first * cos - second * sin)
-    store(v_y, second * cos + first * sin)
-
-
-@functools.cache
-def llvm_rows(dtype: torch.dtype) -> RowKernels:
-    """Return the CPU kernels of `dtype`, built once per process."""
-    return RowKernels(dtype)
+llvm_rows = functools.cache(RowKernels)

@@ -8,23 +8,23 @@ sleeps, which frees its core.
 
 A part's bits do not depend on the thread that computes it.
 
-The whole state is one number, `WORD`: the number of threads inside the open kernel (the low 16 bits), whether
-a kernel is open (the bit above), and the number of kernels before it.
+The whole state is one number, the first of `state`: how many threads are inside the open kernel (the low 16
+bits), whether a kernel is open (the bit above), and how many kernels came before it.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-import platform
 import struct
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
+from blockdraft.kernels.cpu import architecture
 from blockdraft.kernels.llvm.compiler import inlined, kernel
 from blockdraft.kernels.llvm.language import (
     Int,
@@ -35,7 +35,6 @@ from blockdraft.kernels.llvm.language import (
     load_shared,
     pause,
     replace_shared,
-    scratch,
     select,
     store_shared,
 )
@@ -46,7 +45,6 @@ POLLS = 32  # between two readings of the clock
 _HINTS = {"x86_64": "llvm.x86.sse2.pause", "aarch64": "llvm.aarch64.hint 1"}
 
 # Indices of shared values of 8 bytes; values that change often have their own cache lines.
-WORD = 0
 IS_ANYONE_ASLEEP, IS_LED, NUM_HELPERS = 16, 32, 33
 CALLS, COUNT, FIRST = 48, 49, 50  # the leader's kernels, and the number of the first
 NAPS = 64  # how often leaders have slept; in the next value, how often helpers have
@@ -57,6 +55,9 @@ _ALIGN = 128  # bytes
 _OPAQUE = 128  # bytes; more than a mutex or a condition variable of any system needs
 INSIDE = (1 << 16) - 1
 TICKET = 16  # bits below it; a ticket is odd while a kernel is open
+
+
+Call: TypeAlias = tuple[int, ctypes.Array[ctypes.c_char]]  # the address of a kernel, and its job
 
 
 class Pool:
@@ -71,9 +72,6 @@ class Pool:
         address = -(-ctypes.addressof(self._memory) // _ALIGN) * _ALIGN
         self._state = (ctypes.c_int64 * SIZE).from_address(address)
         self._mutex, self._condition = (ctypes.create_string_buffer(_OPAQUE) for _ in range(2))
-        self._resizing = threading.Lock()
-        self._helpers: list[threading.Thread] = []
-        self._num_threads = 1
         self._reset()
         os.register_at_fork(after_in_child=self._reset)
 
@@ -89,12 +87,13 @@ class Pool:
 
     @property
     def naps(self) -> tuple[int, int]:
-        """The numbers of sleeps of leaders and of helpers since the start."""
+        """Return how often leaders and helpers have slept since the start."""
         return self._state[NAPS], self._state[NAPS + 1]
 
     def _reset(self) -> None:
         """Start without helpers, also in a forked process."""
-        self._helpers, self._num_threads = [], 1
+        self._helpers: list[threading.Thread] = []
+        self._num_threads = 1
         self._resizing = threading.Lock()
         self._libc.pthread_mutex_init(self._mutex, None)
         self._libc.pthread_cond_init(self._condition, None)
@@ -133,7 +132,7 @@ class Pool:
         self._follow(ctypes.addressof(job))
 
 
-def table(calls: Sequence[tuple[int, ctypes.Array[ctypes.c_char]]]) -> ctypes.Array[ctypes.c_int64]:
+def table(calls: Sequence[Call]) -> ctypes.Array[ctypes.c_int64]:
     """Return addresses of kernels and their jobs for `Pool.run`; the jobs must live as long as the result."""
     addresses = [one for address, job in calls for one in (address, ctypes.addressof(job))]
     return (ctypes.c_int64 * len(addresses))(*addresses)
@@ -141,7 +140,7 @@ def table(calls: Sequence[tuple[int, ctypes.Array[ctypes.c_char]]]) -> ctypes.Ar
 
 def pause_hint() -> str:
     """Return the hint for this processor that a thread is polling."""
-    return _HINTS[{"arm64": "aarch64"}.get(platform.machine(), platform.machine())]
+    return _HINTS[architecture()]
 
 
 def _address(function: Any) -> int:
@@ -224,7 +223,7 @@ def allow(num_helpers: Int, state: Longs) -> None:
 
 @inlined
 def take_part(state: Longs, ticket: Any, seen: Any, number: Any, hint: str) -> Any:
-    """Help with the open kernel, or wait for another; returns the last ticket that was worked on.
+    """Help with the open kernel, or wait for another; return the last ticket that was worked on.
 
     The caller reads `ticket` once: a leader that compared one ticket but waited for the successor of another
     would sleep after its last kernel, and no other thread opens the next one.
@@ -297,7 +296,7 @@ def sleep(state: Longs, ticket: Any, number: Any) -> None:
 
 @inlined
 def time_ns(state: Longs) -> Any:
-    parts = scratch(state, i64, 2)  # seconds and nanoseconds
+    parts = state.scratch(i64, 2)  # seconds and nanoseconds
     clock = (state + MONOTONIC)[0]
     invoke(state.pointer(CLOCK), clock, parts)
     return parts[0] * 1_000_000_000 + parts[1]

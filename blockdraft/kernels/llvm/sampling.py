@@ -18,39 +18,36 @@ largest.
 from __future__ import annotations
 
 import math
+import operator
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from blockdraft.kernels.llvm.compiler import inlined, kernel, taken, unrolled
-from blockdraft.kernels.llvm.jit import Jit
+from blockdraft.kernels.llvm.jit import Jit, repeat
 from blockdraft.kernels.llvm.language import (
     Floats,
     Int,
     Longs,
     Pointer,
     Value,
-    constants,
     exp,
     f32,
     f64,
     fma,
-    halved,
     i1,
     i32,
     i64,
     largest,
     load,
     log,
-    magnitude,
-    scratch,
     select,
     smallest,
     store,
-    zeros,
 )
 from blockdraft.kernels.noise import MULTIPLIERS, WEYL
-from blockdraft.kernels.sampling import MIN_TEMPERATURE, NEVER, SamplingBatch
+from blockdraft.kernels.sampling import MIN_TEMPERATURE, NEVER, SamplingBatch, adjusted, reference_choose
 from blockdraft.kernels.sampling_tables import Real, Whole
 
 _BLOCK, _WIDE = 64, 16  # tokens that are skipped at once, and tokens of a register
@@ -62,20 +59,25 @@ _WEIGHT = (0.008312501, 0.04189033, 0.16667116, 0.4999923)
 _LOWEST_KEY = -0x7F800001  # its `score_of` is -inf
 
 
-class ChooseKernel:
-    """`sampling.reference_choose` from adjusted scores [R, C, V]."""
+def choose(logits: Tensor, starts: Tensor, recent: Tensor, batch: SamplingBatch) -> Tensor:
+    """Choose; each replay of a captured step reads anew what the rows need."""
+    num_rows, num_columns, vocab_size = logits.shape
+    chosen = torch.empty((num_rows, num_columns), dtype=torch.int64)
 
-    def __init__(self) -> None:
-        self._run = Jit(choose)
-
-    def __call__(self, scores: Tensor, starts: Tensor, batch: SamplingBatch, chosen: Tensor) -> None:
-        num_rows, num_columns, vocab_size = scores.shape
+    def run() -> None:
+        if logits.dtype == torch.float64:
+            chosen.copy_(reference_choose(logits, starts, recent, batch))
+            return
         assert batch.real.is_contiguous()
         assert batch.whole.is_contiguous()
-        self._run(
+        scores = adjusted(logits, starts, recent, batch)
+        _CHOOSE(
             num_rows * num_columns, num_columns, vocab_size, scores.contiguous(), starts.contiguous(),
             batch.rows, batch.real, batch.whole, chosen, is_small=num_rows * num_columns == 1,
         )  # fmt: skip
+
+    repeat(run)
+    return chosen
 
 
 class Column(NamedTuple):
@@ -90,12 +92,12 @@ class Column(NamedTuple):
 
 
 @kernel
-def choose(
+def choose_columns(
     num_items: Int, num_columns: Int, vocab_size: Int, x: Floats, starts: Longs, rows: Longs, real: Floats,
     whole: Longs, chosen: Longs,
 ) -> None:  # fmt: skip
     num_blocks = (vocab_size + _BLOCK - 1) // _BLOCK
-    tops, tail = scratch(x, f32, num_blocks + _WIDE), scratch(x, f32, _BLOCK)
+    tops, tail = x.scratch(f32, num_blocks + _WIDE), x.scratch(f32, _BLOCK)
     for i in range(_WIDE):
         tops[num_blocks + i] = NEVER
     for i in range(_BLOCK):
@@ -110,7 +112,7 @@ def choose(
         best, has_nan = scan(column, vocab_size)
         if has_nan:
             chosen[item] = first_nan(column)
-        elif is_warm & (magnitude(best) < math.inf):
+        elif is_warm & (abs(best) < math.inf):
             position = starts[row] + 1 + item % num_columns
             chosen[item] = sampled(column, best, vocab_size, reals, wholes, position)
         else:
@@ -123,27 +125,23 @@ def scan(column: Column, vocab_size: Int) -> tuple[Value, Int]:
     first = column.num_whole * _BLOCK
     for i in range(first, vocab_size):
         column.tail[i - first] = column.x[i]
-    best = zeros(column.x, f32) + NEVER
-    has_nan = zeros(column.x, i1.wide(_WIDE))
+    best = column.x.zeros(f32) + NEVER
+    has_nan = column.x.zeros(i1.wide(_WIDE))
     for i in range(column.num_blocks):
         block = block_at(column, i)
-        most = zeros(column.x, f32.wide(_WIDE)) + NEVER
+        most = column.x.zeros(f32.wide(_WIDE)) + NEVER
         for part in unrolled(0, _BLOCK, _WIDE):
             values = load(block + part, _WIDE) * column.scale
             most = largest(most, values)
             has_nan = has_nan | (values != values)
-        column.tops[i] = halved(most, largest)
+        column.tops[i] = most.halved(largest)
         best = largest(best, column.tops[i])
-    return best, halved(has_nan, or_)
-
-
-def or_(one: Int, two: Int) -> Int:
-    return one | two
+    return best, has_nan.halved(operator.or_)
 
 
 @inlined
 def first_nan(column: Column) -> Int:
-    token = zeros(column.x, i64)
+    token = column.x.zeros(i64)
     while column.x[token] == column.x[token]:
         token += 1
     return token
@@ -161,7 +159,7 @@ def first_of(column: Column, best: Value) -> Int:
 @inlined
 def block_of(column: Column, best: Value) -> Int:
     """Return the first block with the largest score."""
-    block = zeros(best, i64)
+    block = best.zeros(i64)
     while column.tops[block] != best:
         block += 1
     return block
@@ -178,14 +176,14 @@ def block_at(column: Column, block: Int) -> Floats:
 @inlined
 def sampled(column: Column, best: Value, vocab_size: Int, reals: Floats, wholes: Longs, position: Int) -> Int:
     """Sample a token of a column whose largest score `best` is finite."""
-    line, until = zeros(reals, f32) + NEVER, vocab_size
+    line, until = reals.zeros(f32) + NEVER, vocab_size
     if wholes[int(Whole.TOP_K)] < vocab_size:
         line, until = last_kept(column, best, wholes[int(Whole.TOP_K)], vocab_size)
     floor = best + reals[int(Real.LOG_MIN_P)]
     if floor > line:
         line, until = floor, vocab_size
     top_p, seed = reals[int(Real.TOP_P)], wholes[int(Whole.SEED)]
-    total, token = zeros(reals, f64), zeros(reals, i64)
+    total, token = reals.zeros(f64), reals.zeros(i64)
     if top_p < 1.0:
         if line > NEVER:  # noqa: SIM108 - both sides of an expression would be computed
             total = mass(column, best, line, until)
@@ -213,7 +211,7 @@ def is_cut(before: Value, total: Value, top_p: Value) -> Value:
 @inlined
 def enough(column: Column, best: Value, total: Value, top_p: Value) -> Value:
     """Find a score below which top_p keeps nothing."""
-    depth, reached = zeros(best, f32) + 1.0, zeros(best, f64)
+    depth, reached = best.zeros(f32) + 1.0, best.zeros(f64)
     while is_cut(reached, total, top_p) == 0:
         depth = depth * 1.3
         reached = mass(column, best, best - depth, _BLOCK * column.num_blocks)
@@ -223,7 +221,7 @@ def enough(column: Column, best: Value, total: Value, top_p: Value) -> Value:
 @inlined
 def last_kept(column: Column, best: Value, top_k: Int, vocab_size: Int) -> tuple[Value, Int]:
     """Return (score, id) such that the first `top_k` tokens are ranked before it."""
-    low, high = zeros(best, i64) + _LOWEST_KEY, key_of(best) + 1
+    low, high = best.zeros(i64) + _LOWEST_KEY, key_of(best) + 1
     if top_k <= column.num_blocks:  # as many tokens reach the k-th largest of the blocks
         above = high
         while above - low > 1:
@@ -232,7 +230,7 @@ def last_kept(column: Column, best: Value, top_k: Int, vocab_size: Int) -> tuple
                 low = middle
             else:
                 above = middle
-    fewer, until = zeros(best, i64), vocab_size  # tokens from `high` on
+    fewer, until = best.zeros(i64), vocab_size  # tokens from `high` on
     while high - low > 1:
         middle = (low + high).above(1)
         count = num_tokens_from(column, score_of(middle))
@@ -262,21 +260,21 @@ def score_of(key: Value) -> Value:
 @inlined
 def num_blocks_from(column: Column, score: Value) -> Int:
     """Count blocks with tokens of at least this score."""
-    counts = zeros(score, i32.wide(_WIDE))
+    counts = score.zeros(i32.wide(_WIDE))
     for i in range(0, column.num_blocks, _WIDE):
         counts = counts + (load(column.tops + i, _WIDE) >= score).to(i32)
-    return halved(counts).to(i64)
+    return counts.halved().to(i64)
 
 
 @inlined
 def num_tokens_from(column: Column, score: Value) -> Int:
-    counts = zeros(score, i32.wide(_WIDE))
+    counts = score.zeros(i32.wide(_WIDE))
     for i in range(column.num_blocks):
         if column.tops[i] >= score:
             block = block_at(column, i)
             for part in unrolled(0, _BLOCK, _WIDE):
                 counts = counts + (load(block + part, _WIDE) * column.scale >= score).to(i32)
-    return halved(counts).to(i64)
+    return counts.halved().to(i64)
 
 
 @inlined
@@ -298,7 +296,7 @@ def draw(column: Column, best: Value, line: Value, until: Int, seed: Int, positi
 
     The likeliest token is, so the best has at least its score plus the least noise; its block is first.
     """
-    noisy = scratch(best, f32, _DRAWN)
+    noisy = best.scratch(f32, _DRAWN)
     most, token, score = best + LEAST_NOISE, until, line
     likeliest = block_of(column, best)
     for step in range(column.num_blocks + 1):
@@ -312,13 +310,13 @@ def draw(column: Column, best: Value, line: Value, until: Int, seed: Int, positi
             for part in range(0, _BLOCK, _DRAWN):
                 first = i * _BLOCK + part
                 values = load(block + part, _DRAWN) * column.scale
-                upper = halved(values, largest)
+                upper = values.halved(largest)
                 if (upper >= line) & (upper + MOST_NOISE >= most):
                     words = philox(counters(first // 4, _DRAWN // 4), position, seed)
                     if greatest_of(words) >= least:
                         lowest = open_from(_DRAWN, first, line, until)
                         with_noise = select(values >= lowest, values + noise_of(words), NEVER)
-                        if halved(with_noise, largest) >= most:
+                        if with_noise.halved(largest) >= most:
                             store(noisy, with_noise)
                             for lane in range(_DRAWN):
                                 value, other = noisy[lane], first + lane
@@ -332,19 +330,19 @@ def least_word(top: Value, most: Value) -> Value:
 
     u < 1 - y has less noise than -log(y).
     """
-    missing = smallest(top - most + magnitude(most) * 1e-6 + 1e-3, 4.0)
+    missing = smallest(top - most + abs(most) * 1e-6 + 1e-3, 4.0)
     return ((1.0 - exp(missing)) * 2.0**23 - 2.0).to(i32)
 
 
 def greatest_of(words: list[Value]) -> Value:
     """Return the greatest of the words' 23 bits that noise is made of."""
     parts = [word >> 9 for word in words]
-    return halved(largest(largest(parts[0], parts[1]), largest(parts[2], parts[3])), largest)
+    return largest(largest(parts[0], parts[1]), largest(parts[2], parts[3])).halved(largest)
 
 
 def open_from(lanes: int, first: Int, line: Value, until: Int) -> Value:
     """Return the least scores with which tokens first, first + 1, … are ranked before (line, until)."""
-    ids = constants(first, i32, range(lanes))
+    ids = first.constants(i32, range(lanes))
     above = score_of(key_of(line + 0.0) + 1)  # both zeros are below the least number
     return select(ids < (until - first).to(i32), line.spread(lanes), above.spread(lanes))
 
@@ -352,32 +350,32 @@ def open_from(lanes: int, first: Int, line: Value, until: Int) -> Value:
 @inlined
 def mass(column: Column, best: Value, line: Value, until: Int) -> Value:
     """Sum the weights of tokens ranked before (line, until); the likeliest weighs 1."""
-    total = zeros(best, f64)
+    total = best.zeros(f64)
     least = largest(line, best + _NO_MASS)
     for i in range(column.num_blocks):
         if column.tops[i] >= least:
             block = block_at(column, i)
-            sums = zeros(best, f32.wide(_WIDE))
+            sums = best.zeros(f32.wide(_WIDE))
             for part in range(0, _BLOCK, _WIDE):
                 values = load(block + part, _WIDE) * column.scale
-                if halved(values, largest) >= least:
+                if values.halved(largest) >= least:
                     lowest = open_from(_WIDE, i * _BLOCK + part, line, until)
                     sums = sums + select(values >= lowest, weight(values - best), 0.0)
-            total = total + halved(sums).to(f64)
+            total = total + sums.halved().to(f64)
     return total
 
 
 @inlined
 def whole_mass(column: Column, best: Value) -> Value:
     """Sum the weights of all tokens, with fewer operations."""
-    total = zeros(best, f64)
+    total = best.zeros(f64)
     for i in range(column.num_blocks):
         if column.tops[i] >= best + _NO_MASS:
             block = block_at(column, i)
-            sums = zeros(best, f32.wide(_WIDE))
+            sums = best.zeros(f32.wide(_WIDE))
             for part in unrolled(0, _BLOCK, _WIDE):
                 sums = sums + weight(load(block + part, _WIDE) * column.scale - best)
-            total = total + halved(sums).to(f64)
+            total = total + sums.halved().to(f64)
     return total
 
 
@@ -410,15 +408,15 @@ def gumbel_of(words: Value) -> Value:
 
 
 def counters(first: Int, count: int) -> Int:
-    """The 32-bit words first, first + 1, …"""
-    return constants(first, i32, range(count)) + first.to(i32)
+    """Return the 32-bit words first, first + 1, …"""
+    return first.constants(i32, range(count)) + first.to(i32)
 
 
 def philox(counter: Value, position: Value, seed: Value) -> list[Value]:
     """Philox-4x32-10 of (counter, position's halves, 0) under the seed's halves; see kernels/noise.py."""
     lanes = counter.type.lanes
     c0, c1, c2 = counter, position.to(i32).spread(lanes), (position >> 32).to(i32).spread(lanes)
-    c3 = zeros(counter, counter.type)
+    c3 = counter.zeros(counter.type)
     k0, k1 = seed.to(i32), (seed >> 32).to(i32)
     for _ in range(10):
         high0, low0 = _halves(c0, MULTIPLIERS[0])
@@ -437,3 +435,6 @@ def _halves(word: Value, constant: int) -> tuple[Value, Value]:
 
 def _signed(word: int) -> int:
     return word - (1 << 32) if word >= 1 << 31 else word
+
+
+_CHOOSE = Jit(choose_columns)

@@ -25,9 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mod
 from torch.utils._pytree import tree_flatten
 
 from blockdraft.kernels.llvm.copies import lowered
-from blockdraft.kernels.llvm.jit import run_together
-from blockdraft.kernels.llvm.pool import table
-from blockdraft.kernels.llvm.recording import Call, NotRecordable, recorder
+from blockdraft.kernels.llvm.jit import NotRecordable, recorder, run_together
+from blockdraft.kernels.llvm.pool import Call, table
 
 _aten = torch.ops.aten
 _EMPTY = (_aten.empty.memory_format, _aten.new_empty.default, _aten.empty_like.default)
@@ -74,27 +73,25 @@ class Arena:
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         numel = math.prod(shape)
         size = max(_ALIGN, -(-numel * dtype.itemsize // _ALIGN) * _ALIGN)
-        for memory, _, used in self._chunks:
-            used[:] = [one for one in used if not one[2].expired()]  # type: ignore[no-untyped-call]
+        chunk, index, begin = self._gap(size)
+        memory = (ctypes.c_char * size).from_address(chunk.memory.data_ptr() + begin)
+        tensor = torch.frombuffer(memory, dtype=dtype, count=max(1, numel))[:numel].view(tuple(shape))
+        storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+        chunk.used.insert(index, (begin, begin + size, storage))
+        return tensor
+
+    def _gap(self, size: int) -> tuple[_Chunk, int, int]:
+        """Find free bytes: their chunk, their index among its used parts, and their begin."""
+        for chunk in self._chunks:
+            chunk.used[:] = [one for one in chunk.used if not one[2].expired()]  # type: ignore[no-untyped-call]
             end = 0
-            for index, (begin, after, _) in enumerate([*used, (memory.nbytes, 0, None)]):
+            for index, (begin, after, _) in enumerate([*chunk.used, (chunk.memory.nbytes, 0, None)]):
                 if begin - end >= size:
-                    return self._taken(memory, used, index, end, size, shape, dtype, numel)
+                    return chunk, index, end
                 end = after
         new = torch.empty(max(_CHUNK, size), dtype=torch.uint8)
         self._chunks.append(_Chunk(new, range(new.data_ptr(), new.data_ptr() + new.nbytes), []))
-        return self._taken(new, self._chunks[-1].used, 0, 0, size, shape, dtype, numel)
-
-    @staticmethod
-    def _taken(
-        chunk: Tensor, used: list[Any], index: int, begin: int, size: int, shape: Sequence[int],
-        dtype: torch.dtype, numel: int,
-    ) -> Tensor:  # fmt: skip
-        memory = (ctypes.c_char * size).from_address(chunk.data_ptr() + begin)
-        tensor = torch.frombuffer(memory, dtype=dtype, count=max(1, numel))
-        tensor = tensor[:numel].view(tuple(shape)) if numel == 0 else tensor.view(tuple(shape))
-        used.insert(index, (begin, begin + size, StorageWeakRef(tensor.untyped_storage())))  # type: ignore[no-untyped-call]
-        return tensor
+        return self._chunks[-1], 0, 0
 
     def __contains__(self, tensor: Tensor) -> bool:
         address = tensor.data_ptr()
@@ -126,10 +123,7 @@ def _watched(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class StepTape(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records what runs inside it (`with tape:`); `replay` runs it again.
-
-    `goes_on`: it is always replayed after the tape before it, whose tensors it may read.
-    """
+    """Records what runs inside it; if it `goes_on`, it may read tensors of the tape replayed before it."""
 
     def __init__(self, arena: Arena, *, goes_on: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -138,8 +132,7 @@ class StepTape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._calls: list[Call] = []
         self._parts: list[Callable[[], None]] = []
         self._constants: dict[int, Callable[[], None]] = {}  # by storage
-        self._held: list[Tensor] = []  # keeps memory outside the arena alive
-        self.num_kernels = 0
+        self._held: list[object] = []  # keeps jobs and memory outside the arena alive
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -166,13 +159,12 @@ class StepTape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             part()
 
     def __len__(self) -> int:
-        """The number of parts that Python runs at a replay."""
+        """Return the number of parts that Python runs at a replay."""
         return len(self._parts)
 
     def add(self, call: Call, used: Iterable[Tensor]) -> None:
         self._held += [one for one in used if one not in self._arena]
         self._calls.append(call)
-        self.num_kernels += 1
 
     def add_python(self, run: Callable[[], None]) -> None:
         self._end_calls()
@@ -186,7 +178,9 @@ class StepTape(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _end_calls(self) -> None:
         if self._calls:
-            self._parts.append(Program(self._calls).run)
+            addresses = table(self._calls)
+            self._parts.append(lambda: run_together(addresses, torch.get_num_threads()))
+            self._held += self._calls
             self._calls = []
 
     def __torch_dispatch__(
@@ -205,7 +199,7 @@ class StepTape(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return func.decompose(*args, **kwargs)
             finally:
                 _pop_mode()
-        if _reads_values(func) and not _takes_rows(func, args):
+        if _READING_TAGS & set(func.tags) and not _takes_rows(func, args):
             raise NotRecordable(f"{func} reads values on the host")
         if func._schema.is_mutable:
             self._refill((args, kwargs))
@@ -218,7 +212,7 @@ class StepTape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._constants[result.untyped_storage()._cdata] = again
         elif func._schema.is_mutable:
             self._note(functools.partial(func, *args, **kwargs))
-        elif not _is_view(func) and not _shares_memory(result, (args, kwargs)):
+        elif not _shares_memory(result, (args, kwargs)):
             self._note(functools.partial(_again, func, args, kwargs, result))
         return result
 
@@ -236,20 +230,9 @@ class StepTape(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @functools.cache
 def _is_composite(func: Any) -> bool:
-    """Whether the operation is composed of others only."""
+    """Return whether the operation is composed of others only."""
     has_kernel = functools.partial(torch._C._dispatch_has_kernel_for_dispatch_key, func.name())
     return has_kernel("CompositeImplicitAutograd") and not has_kernel("CPU")
-
-
-@functools.cache
-def _reads_values(func: Any) -> bool:
-    return bool(_READING_TAGS & set(func.tags))
-
-
-@functools.cache
-def _is_view(func: Any) -> bool:
-    """Whether the schema says that the result shares its argument's memory, which is incomplete."""
-    return any(one.alias_info is not None for one in func._schema.returns)
 
 
 def _contiguous(
@@ -267,7 +250,7 @@ def _contiguous(
 
 
 def _takes_rows(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether rows are indexed by integers: with booleans, the size of the result depends on values."""
+    """Return whether rows are indexed by integers: with booleans, the result's size depends on values."""
     return func is _aten.index.Tensor and all(
         one is None or one.dtype not in (torch.bool, torch.uint8) for one in args[1]
     )
@@ -281,21 +264,10 @@ def _again(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
 
 
 def _shares_memory(result: Any, given: Any) -> bool:
-    """Whether the result is a view of an argument."""
+    """Return whether the result is a view of an argument."""
     storages = {one.untyped_storage()._cdata for one in _tensors(given)}
     return any(one.untyped_storage()._cdata in storages for one in _tensors(result))
 
 
 def _tensors(tree: Any) -> list[Tensor]:
     return [one for one in tree_flatten(tree)[0] if isinstance(one, Tensor)]
-
-
-class Program:
-    """Recorded kernels with their jobs, run one after the other."""
-
-    def __init__(self, calls: Sequence[Call]) -> None:
-        self._calls = calls  # keeps the jobs alive
-        self._table = table([(call.address, call.job) for call in calls])
-
-    def run(self) -> None:
-        run_together(self._table, torch.get_num_threads())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -19,13 +18,14 @@ from blockdraft.kernels.kv_compressed import (
     reference_attend_compressed_paged,
     reference_compress,
 )
+from blockdraft.kernels.llvm.attention import PagedAttention
+from blockdraft.kernels.llvm.heads import locate as llvm_locate
+from blockdraft.kernels.llvm.kv_attention import CompressedAttention
+from blockdraft.kernels.llvm.kv_codec import CompressTiles
 
-if TYPE_CHECKING:
-    import torch
-
-    from blockdraft.kernels.llvm.attention import PagedAttention
-    from blockdraft.kernels.llvm.kv_attention import CompressedAttention
-    from blockdraft.kernels.llvm.kv_compress import CompressTiles
+_llvm_kernel = functools.cache(PagedAttention)
+_llvm_compressed = functools.cache(CompressedAttention)
+_llvm_tiles = functools.cache(CompressTiles)
 
 
 def pick_locate(at: Available) -> Locate | None:
@@ -34,84 +34,31 @@ def pick_locate(at: Available) -> Locate | None:
         from blockdraft.kernels.triton.pointwise import locate
 
         return named("slots", locate)
-    return _llvm_locate() if at.has_llvm() else None
-
-
-@functools.cache
-def _llvm_locate() -> Locate:
-    from blockdraft.kernels.llvm.heads import LocateKernel
-
-    return LocateKernel()
+    return llvm_locate if at.has_llvm() else None
 
 
 def pick_attend(at: Available) -> Attend:
     """Attend with q [N, H, D] over keys and values [G, S, D], including the blocks' own; sinks [H]."""
     if at.has_triton("attention"):
-        return _triton_attend()
-    return _llvm_attend(at.dtype) if at.has_llvm() else reference_attend_paged
+        from blockdraft.kernels.triton.attention import attend
+
+        return named("attention", attend)
+    return _llvm_attend if at.has_llvm() else reference_attend_paged
 
 
-def _triton_attend() -> Attend:
-    from blockdraft.kernels.triton.attention import attend as kernel
-
-    run = named("attention", kernel)
-
-    def attend(
-        q: Tensor, keys: Tensor, values: Tensor, blocks: Blocks, mask: Mask, sinks: Tensor | None = None
-    ) -> Tensor:
-        return run(
-            q,
-            keys,
-            values,
-            page_table=blocks.table,
-            rows=blocks.rows,
-            starts=blocks.starts,
-            offsets=blocks.offsets,
-            max_count=max(blocks.counts),
-            max_length=blocks.table.shape[1] * blocks.page_size,
-            page_size=blocks.page_size,
-            mask=mask,
-            sinks=sinks,
-        )
-
-    return attend
-
-
-def _llvm_attend(dtype: torch.dtype) -> Attend:
-    def attend(
-        q: Tensor, keys: Tensor, values: Tensor, blocks: Blocks, mask: Mask, sinks: Tensor | None = None
-    ) -> Tensor:
-        if q.shape[-1] % 4 != 0:
-            return reference_attend_paged(q, keys, values, blocks, mask, sinks)
-        return _llvm_kernel(dtype, q.shape[-1])(
-            q,
-            keys,
-            values,
-            page_table=blocks.table,
-            rows=blocks.rows,
-            starts=blocks.starts,
-            offsets=blocks.offsets,
-            units=blocks.units(q.shape[1], keys.shape[0]),
-            page_size=blocks.page_size,
-            mask=mask,
-            sinks=sinks,
-        )
-
-    return attend
-
-
-@functools.cache
-def _llvm_kernel(dtype: torch.dtype, head_dim: int) -> PagedAttention:
-    from blockdraft.kernels.llvm.attention import PagedAttention
-
-    return PagedAttention(dtype, head_dim)
+def _llvm_attend(
+    q: Tensor, keys: Tensor, values: Tensor, blocks: Blocks, mask: Mask, sinks: Tensor | None = None
+) -> Tensor:
+    if q.shape[-1] % 4 != 0:
+        return reference_attend_paged(q, keys, values, blocks, mask, sinks)
+    return _llvm_kernel(q.dtype, q.shape[-1])(q, keys, values, blocks, mask, sinks)
 
 
 def pick_attend_compressed(at: Available) -> AttendCompressed:
-    """Attend with q [N, H, D] over one layer's CompressedPages (L = 1); sinks [H]. Returns [N, H, D]."""
+    """Attend with q [N, H, D] over one layer's CompressedPages (L = 1); sinks [H]. Return [N, H, D]."""
     if at.has_triton("attention"):
         return named("attention", _triton_attend_compressed)
-    return _llvm_attend_compressed(at.dtype) if at.has_llvm() else reference_attend_compressed_paged
+    return _llvm_attend_compressed if at.has_llvm() else reference_attend_compressed_paged
 
 
 def _triton_attend_compressed(
@@ -127,45 +74,25 @@ def pick_compress(at: Available) -> Compress:
         from blockdraft.kernels.triton.kv_compress import compress
 
         return named("attention", compress)
-    return _llvm_compress(at.dtype) if at.has_llvm() else reference_compress
+    return _llvm_compress if at.has_llvm() else reference_compress
 
 
 def _llvm_lanes(form: KvFormat) -> int:
-    """The head dimension must be a multiple of this."""
+    """Return the number by which the CPU's kernels need the head size to be divisible."""
     return 16 if form.is_rotated else 4
 
 
-def _llvm_attend_compressed(dtype: torch.dtype) -> AttendCompressed:
-    def attend_compressed(
-        q: Tensor, pages: CompressedPages, blocks: Blocks, mask: Mask, sinks: Tensor | None = None
-    ) -> Tensor:
-        if q.shape[-1] % _llvm_lanes(pages.format) != 0:
-            return reference_attend_compressed_paged(q, pages, blocks, mask, sinks)
-        return _llvm_attention(dtype, q.shape[-1], pages.format)(q, pages, blocks, mask, sinks)
-
-    return attend_compressed
+def _llvm_attend_compressed(
+    q: Tensor, pages: CompressedPages, blocks: Blocks, mask: Mask, sinks: Tensor | None = None
+) -> Tensor:
+    if q.shape[-1] % _llvm_lanes(pages.format) != 0:
+        return reference_attend_compressed_paged(q, pages, blocks, mask, sinks)
+    return _llvm_compressed(q.dtype, q.shape[-1], pages.format)(q, pages, blocks, mask, sinks)
 
 
-@functools.cache
-def _llvm_attention(dtype: torch.dtype, head_dim: int, form: KvFormat) -> CompressedAttention:
-    from blockdraft.kernels.llvm.kv_attention import CompressedAttention
-
-    return CompressedAttention(dtype, head_dim, form)
-
-
-def _llvm_compress(dtype: torch.dtype) -> Compress:
-    def compress(pages: CompressedPages, tiles: Tiles) -> None:
-        head_dim = pages.exact_keys.shape[-1]
-        if head_dim % _llvm_lanes(pages.format) != 0:
-            reference_compress(pages, tiles)
-        else:
-            _llvm_tiles(dtype, head_dim, pages.format)(pages, tiles)
-
-    return compress
-
-
-@functools.cache
-def _llvm_tiles(dtype: torch.dtype, head_dim: int, form: KvFormat) -> CompressTiles:
-    from blockdraft.kernels.llvm.kv_compress import CompressTiles
-
-    return CompressTiles(dtype, head_dim, form)
+def _llvm_compress(pages: CompressedPages, tiles: Tiles) -> None:
+    stored = pages.exact_keys
+    if stored.shape[-1] % _llvm_lanes(pages.format) != 0:
+        reference_compress(pages, tiles)
+    else:
+        _llvm_tiles(stored.dtype, stored.shape[-1], pages.format)(pages, tiles)

@@ -89,11 +89,7 @@ def pick_experts(at: Available, gate_mul: GateMul) -> RunExperts:
 
 
 def _beside(x: Tensor, shared: Shared, parts: Parts, num_pairs: int) -> Beside:
-    """Return the shared expert, to run with the routed ones, or its output.
-
-    For many pairs a separate product is faster, and launches do not matter. With plain weights the bits are
-    the same.
-    """
+    """Return the shared expert, to run with the routed ones, or (faster for many pairs) its output."""
     from blockdraft.kernels.triton.routing import MAX_FEW
 
     if num_pairs <= MAX_FEW or parts.gate.scale is not None:
@@ -104,7 +100,7 @@ def _beside(x: Tensor, shared: Shared, parts: Parts, num_pairs: int) -> Beside:
 
 
 def _can_join(shared: Matrices, routed: Matrices) -> bool:
-    """Whether one kernel can read both with wide loads."""
+    """Return whether one kernel can read both with wide loads."""
     return _layout(shared, 1) == _layout(routed, 1) and shared.values.data_ptr() % 16 == 0
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -20,6 +19,9 @@ from blockdraft.kernels.heads import (
     write,
 )
 from blockdraft.kernels.linear import Multiply
+from blockdraft.kernels.llvm.block_conv import BlockConvKernel
+from blockdraft.kernels.llvm.heads import HeadKernels
+from blockdraft.kernels.llvm.pointwise import llvm_rows
 from blockdraft.kernels.pointwise import (
     Angles,
     GateMul,
@@ -30,11 +32,7 @@ from blockdraft.kernels.pointwise import (
     reference_rotate,
 )
 
-if TYPE_CHECKING:
-    import torch
-
-    from blockdraft.kernels.llvm.heads import HeadKernels
-    from blockdraft.kernels.llvm.pointwise import RowKernels
+_llvm_heads = functools.cache(HeadKernels)
 
 
 def pick_rms_norm(at: Available) -> RmsNorm:
@@ -42,7 +40,7 @@ def pick_rms_norm(at: Available) -> RmsNorm:
         from blockdraft.kernels.triton.pointwise import rms_norm
 
         return named("norms", rms_norm)
-    return _llvm_rows(at.dtype).rms_norm if at.has_llvm() else reference_rms_norm
+    return llvm_rows(at.dtype).rms_norm if at.has_llvm() else reference_rms_norm
 
 
 def pick_gate_mul(at: Available) -> GateMul:
@@ -50,24 +48,15 @@ def pick_gate_mul(at: Available) -> GateMul:
         from blockdraft.kernels.triton.pointwise import gate_mul
 
         return named("activations", gate_mul)
-    if not at.has_llvm():
-        return reference_gate_mul
-    kernels = _llvm_rows(at.dtype)
-    return lambda gate_up, gate: kernels.silu_mul(gate_up) if gate == "silu" else kernels.gelu_mul(gate_up)
+    return llvm_rows(at.dtype).gate_mul if at.has_llvm() else reference_gate_mul
 
 
 def pick_rotate(at: Available) -> Rotate:
-    if not at.has_llvm():
-        return reference_rotate
-    kernels = _llvm_rows(at.dtype)
-    return lambda x, angles: kernels.rotate(x, *angles)
+    return llvm_rows(at.dtype).rotate if at.has_llvm() else reference_rotate
 
 
 def pick_norm_rope_write(at: Available, rms_norm: RmsNorm, rotate: Rotate) -> NormRopeWrite:
-    """Normalise and rotate q [N, H, D], if given, and k, write k and v [N, G, D] to their slots; returns q.
-
-    One kernel does all of it, or `rms_norm`, `rotate` and `write` one after the other.
-    """
+    """Normalise and rotate q [N, H, D], if given, and k, write k and v [N, G, D] to their slots; return q."""
     if at.has_triton("heads"):
         from blockdraft.kernels.triton.pointwise import norm_rope_write as kernel
 
@@ -89,13 +78,6 @@ def pick_norm_rope_write(at: Available, rms_norm: RmsNorm, rotate: Rotate) -> No
     return norm_rope_write
 
 
-@functools.cache
-def _llvm_heads(dtype: torch.dtype) -> HeadKernels:
-    from blockdraft.kernels.llvm.heads import HeadKernels
-
-    return HeadKernels(dtype)
-
-
 def pick_gate_heads(at: Available) -> GateHeads:
     if not at.has_triton("heads' gates"):
         return reference_gate_heads
@@ -107,17 +89,9 @@ def pick_gate_heads(at: Available) -> GateHeads:
 def pick_block_convs(at: Available, linear: Multiply, rms_norm: RmsNorm) -> tuple[ConvBefore, ConvAfter]:
     """Return the convolution before a sublayer, with its projection, and the one after it, with a norm."""
     if at.has_llvm():
-        from blockdraft.kernels.llvm.block_conv import BlockConvKernel
-
         return in_turn(BlockConvKernel(at.dtype), linear, rms_norm)
     if not at.has_triton("block convolutions"):
         return in_turn(reference_block_conv, linear, rms_norm)
     from blockdraft.kernels.triton.block_conv import conv_after, conv_before
 
     return named("block convolutions", conv_before), named("block convolutions", conv_after)
-
-
-def _llvm_rows(dtype: torch.dtype) -> RowKernels:
-    from blockdraft.kernels.llvm.pointwise import llvm_rows
-
-    return llvm_rows(dtype)

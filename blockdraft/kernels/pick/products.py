@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -35,22 +34,20 @@ from blockdraft.kernels.linear import (
     reference_linear,
     reference_scaled_linear,
 )
+from blockdraft.kernels.llvm.int8 import Int8Kernels
+from blockdraft.kernels.llvm.linear import TileLinear
 from blockdraft.kernels.pointwise import Gate, GateMul
 
-if TYPE_CHECKING:
-    from blockdraft.kernels.llvm.int8 import Int8Kernels
+_llvm_linear = functools.cache(TileLinear)
+_llvm_int8 = functools.cache(Int8Kernels)
 
 
 def pick_linear(at: Available) -> Multiply:
-    if at.has_triton("products"):
-        return _triton_linear(is_fast=at.is_fast)
-    return _llvm_linear(at.dtype) if at.has_llvm() else reference_linear
-
-
-def _triton_linear(*, is_fast: bool) -> Multiply:
+    if not at.has_triton("products"):
+        return _llvm_linear(at.dtype) if at.has_llvm() else reference_linear
     from blockdraft.kernels.triton import linear as kernels
 
-    multiply = named("products", kernels.linear)
+    multiply, is_fast = named("products", kernels.linear), at.is_fast
     if not is_fast:
         _cut_no_sums()
 
@@ -89,24 +86,8 @@ def _silent() -> Iterator[None]:
         os.close(nowhere)
 
 
-@functools.cache
-def _llvm_linear(dtype: torch.dtype) -> Multiply:
-    from blockdraft.kernels.llvm.linear import TileLinear
-
-    multiply = TileLinear(dtype)
-
-    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, onto: Tensor | None = None) -> Tensor:
-        out = multiply(x, weight, bias)
-        return out if onto is None else onto + out
-
-    return linear
-
-
 def pick_gated_linear(at: Available, linear: Multiply, gate_mul: GateMul) -> GatedMultiply:
-    """Return gate(a) * b [..., I] for the halves a and b of the product [..., 2 I].
-
-    One kernel does both steps, or `linear` and `gate_mul` one after the other.
-    """
+    """Return gate(a) * b [..., I] for the halves a and b of the product [..., 2 I], in one step or two."""
 
     def in_two_steps(x: Tensor, weight: Tensor, bias: Tensor | None, gate: Gate) -> Tensor:
         return gate_mul(linear(x, weight, bias, None), gate)
@@ -140,24 +121,15 @@ def pick_scaled_linear(at: Available, gate_mul: GateMul) -> ScaledMultiply:
     """
     if at.path == "reference" and at.is_fast and "packed products" not in at.off:
         return reference_scaled_linear
-    if at.has_triton("packed products"):
-        return _triton_scaled(gate_mul, is_fast=at.is_fast)
-    return lambda *_: None
-
-
-def _triton_scaled(gate_mul: GateMul, *, is_fast: bool) -> ScaledMultiply:
+    if not at.has_triton("packed products"):
+        return lambda *_: None
     from blockdraft.kernels.triton import linear as kernels
 
-    multiply = named("packed products", kernels.linear)
+    multiply, is_fast = named("packed products", kernels.linear), at.is_fast
     fp8_product = named("packed products", kernels.fp8_product)
 
     def scaled(
-        x: Tensor,
-        values: Tensor,
-        scale: Tensor,
-        bias: Tensor | None,
-        onto: Tensor | None,
-        gate: Gate | None,
+        x: Tensor, values: Tensor, scale: Tensor, bias: Tensor | None, onto: Tensor | None, gate: Gate | None
     ) -> Tensor | None:
         if x.dim() != 2 or not kernels.can_read(values, x.dtype):
             return None
@@ -178,27 +150,7 @@ def pick_int8(at: Available) -> tuple[Int8Multiply, Int8LookUp]:
     if not at.has_llvm() or at.dtype != torch.float32:
         return reference_int8_linear, reference_look_up
     kernels = _llvm_int8(product_path())
-
-    def linear(x: Tensor, weight: Int8Weight, bias: Tensor | None, onto: Tensor | None) -> Tensor:
-        flat = x.reshape(-1, weight.columns)
-        if onto is not None:
-            onto = onto.reshape(-1, weight.rows).contiguous()
-        bias = bias if bias is None else bias.contiguous()
-        tokens = kernels.round(flat, weight.rotated, weight.factors)
-        out = kernels.product(tokens, weight.packed, weight.sums, weight.scale, weight.rows, bias, onto)
-        return out.view(*x.shape[:-1], weight.rows)
-
-    def look_up(rows: Tensor, weight: Int8Weight) -> Tensor:
-        return kernels.look_up(rows, weight.packed, weight.scale, weight.factors, weight.rotated)
-
-    return linear, look_up
-
-
-@functools.cache
-def _llvm_int8(path: str) -> Int8Kernels:
-    from blockdraft.kernels.llvm.int8 import Int8Kernels
-
-    return Int8Kernels(path)
+    return kernels.linear, kernels.look_up
 
 
 def pack(weight: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:

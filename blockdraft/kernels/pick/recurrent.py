@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,10 +19,10 @@ from blockdraft.kernels.gated_delta import (
     reference_fold,
     reference_scan,
 )
+from blockdraft.kernels.llvm.gated_delta import GatedDeltaKernels
 from blockdraft.kernels.pointwise import RmsNorm, sigmoid
 
-if TYPE_CHECKING:
-    from blockdraft.kernels.llvm.gated_delta import GatedDeltaKernels
+_llvm_delta = functools.cache(GatedDeltaKernels)
 
 
 def pick_scan(at: Available) -> tuple[DeltaScan, DeltaFold]:
@@ -39,10 +38,7 @@ def pick_convolve(at: Available) -> Convolve:
 
 
 def pick_gated_norm(at: Available, rms_norm: RmsNorm) -> GatedNorm:
-    """Return rms_norm(read) * silu(z): read [N, H, V], z [N, H * V]; the result has read's shape and dtype.
-
-    silu(z) and the product are computed in float32 or wider.
-    """
+    """Return rms_norm(read [N, H, V]) * silu(z [N, H * V]) in read's dtype, computed in float32 or wider."""
     if at.has_triton("gated norms"):
         from blockdraft.kernels.triton import gated_delta as kernels
 
@@ -62,10 +58,3 @@ def pick_in_place(at: Available) -> InPlace | None:
     from blockdraft.kernels.triton import gated_delta as kernels
 
     return InPlace(named("gated delta", kernels.scan), named("gated delta", kernels.fold))
-
-
-@functools.cache
-def _llvm_delta(dtype: torch.dtype) -> GatedDeltaKernels:
-    from blockdraft.kernels.llvm.gated_delta import GatedDeltaKernels
-
-    return GatedDeltaKernels(dtype)

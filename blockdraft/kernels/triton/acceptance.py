@@ -36,14 +36,9 @@ def count_accepted(sampled: Tensor, block: Tensor) -> Tensor:
     num_rows, width = block.shape
     out = torch.empty(num_rows, dtype=torch.int64, device=block.device)
     _count[(num_rows,)](
-        sampled,
-        block,
-        out,
-        width,
-        BLOCK=triton.next_power_of_2(width),
-        **overlap(block.device),
-        num_warps=1,
-    )
+        sampled, block, out, width,
+        BLOCK=triton.next_power_of_2(width), **overlap(block.device), num_warps=1,
+    )  # fmt: skip
     return out
 
 
@@ -70,18 +65,10 @@ def draw_accepted(rates: Tensor, starts: Tensor, batch: SamplingBatch) -> Tensor
     """acceptance.reference_draw_accepted."""
     out = torch.empty(len(starts), dtype=torch.int64, device=starts.device)
     _draw[(len(starts),)](
-        rates,
-        starts,
-        batch.rows,
-        batch.whole,
-        out,
-        len(rates),
-        batch.whole.shape[1],
-        SEED=int(Whole.SEED),
-        BLOCK=triton.next_power_of_2(max(len(rates), 1)),
-        **overlap(starts.device),
+        rates, starts, batch.rows, batch.whole, out, len(rates), batch.whole.shape[1],
+        SEED=int(Whole.SEED), BLOCK=triton.next_power_of_2(max(len(rates), 1)), **overlap(starts.device),
         num_warps=1,
-    )
+    )  # fmt: skip
     return out
 
 
@@ -115,20 +102,9 @@ def advance(
     block, sampled = block.contiguous(), sampled.contiguous()
     num_rows, width = block.shape
     _advance[(num_rows,)](
-        progress.length,
-        progress.anchor,
-        block,
-        sampled,
-        num_committed,
-        batch.rows,
-        batch.whole,
-        batch.output_counts,
-        width,
-        batch.whole.shape[1],
-        batch.output_counts.shape[1],
+        progress.length, progress.anchor, block, sampled, num_committed, batch.rows, batch.whole,
+        batch.output_counts, width, batch.whole.shape[1], batch.output_counts.shape[1],
         len(progress.length) - 1,
-        OUTPUT_START=int(Whole.OUTPUT_START),
-        IS_PENALISED=int(Whole.IS_PENALISED),
-        **overlap(block.device),
+        OUTPUT_START=int(Whole.OUTPUT_START), IS_PENALISED=int(Whole.IS_PENALISED), **overlap(block.device),
         num_warps=1,
-    )
+    )  # fmt: skip

@@ -1,17 +1,15 @@
 """Paged attention of ragged rows on the device: the contract of `kernels.attention`.
 
-A tile is up to `tokens` queries of one row times the query heads that share one key/value head, so that keys
-and values are read once for all of them. The keys that a query sees are cut by position alone: into chunks of
-BLOCK_N, and into at most 16 segments of equal length, a multiple of `segment` that follows from the position
-of its last key (`segment_length`). An online softmax runs through the chunks of a segment, and segments
-are folded together in order: by the program that computes them all, where there are tiles enough to fill the
-device; else by a second kernel, behind several programs that take some segments each. Both do the same
-operations in the same order. A chunk or segment that shows a query nothing changes no bit of it.
+A tile is up to `tokens` queries of one row times the query heads that share a key/value head, so keys and
+values are read once for all of them. The keys that a query sees are divided by position alone: into chunks of
+BLOCK_N, and into at most MAX_SEGMENTS segments of equal length (`segment_length`). An online softmax runs
+through the chunks of a segment, and segments are folded in order: by the program itself if there are tiles
+enough to fill the device, otherwise by a second kernel, after several programs that share the segments.
 
-The bits of an output therefore follow from its query, the keys and values it sees, their positions and its
-head's sink: not from its column in the block, its neighbours, the height of the tile or the way it arrived.
-For that, weights are summed on the tensor cores, as a product with ones (a sum over a tile's columns follows
-the tile's layout), and every multiply-add is written out (the compiler would choose which to fuse).
+Both do the same operations in the same order, and a chunk or segment that a query does not see changes none
+of its bits. They depend only on the query, the keys and values that it sees, their positions and its head's
+sink. For this, weights are summed on the tensor cores, as a product with ones (a sum over a tile's columns
+depends on the tile's layout), and multiply-adds are explicit (the compiler would choose which to fuse).
 
 Nothing outside a tile's own range of keys is read. Inside it a weight of zero is multiplied in: a NaN among
 the values of a block's later token reaches the earlier ones of its tile.
@@ -27,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from blockdraft.kernels.attention import Mask
+from blockdraft.kernels.attention import Blocks, Mask
 from blockdraft.kernels.failure import DoesNotFit
 from blockdraft.kernels.triton.launch import (
     let_next_start,
@@ -361,162 +359,90 @@ def attend(
     q: Tensor,
     keys: Tensor,
     values: Tensor,
-    *,
-    page_table: Tensor,
-    rows: Tensor,
-    starts: Tensor,
-    offsets: Tensor,
-    max_count: int,
-    max_length: int,
-    page_size: int,
+    blocks: Blocks,
     mask: Mask,
     sinks: Tensor | None = None,
+    config: Config | None = None,
 ) -> Tensor:
     """Attend with q [N, H, D] over keys and values [G, S, D] (slot = page * page_size + offset): [N, H, D].
 
-    Batch row r owns the tokens [offsets[r], offsets[r + 1]) of the stream, at the positions from starts[r]
-    on; its pages are page_table[rows[r]]. Their own keys and values are in their slots. Index tensors are
-    int64 and on the device. No row has more than `max_count` tokens, nor more than `max_length` positions
-    with them. Outputs past offsets[R] are undefined; sinks [H].
+    Index tensors are int64 and on the device. No row has more than max(blocks.counts) tokens, nor more
+    positions than its pages have. Outputs past the last of blocks.offsets are undefined; sinks [H].
     """
-    config = _config(
-        num_rows=rows.shape[0],
-        num_groups=keys.shape[0],
-        shared=q.shape[1] // keys.shape[0],
-        head_dim=q.shape[2],
-        element_size=q.element_size(),
-        max_count=max_count,
-        multiprocessors=num_multiprocessors(q.device),
-        shared_memory=shared_memory(q.device),
-    )
-    return _attend(
-        q,
-        keys,
-        values,
-        config=config,
-        page_table=page_table,
-        rows=rows,
-        starts=starts,
-        offsets=offsets,
-        max_count=max_count,
-        max_length=max_length,
-        page_size=page_size,
-        mask=mask,
-        sinks=sinks,
-    )
-
-
-def _attend(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    *,
-    config: Config,
-    page_table: Tensor,
-    rows: Tensor,
-    starts: Tensor,
-    offsets: Tensor,
-    max_count: int,
-    max_length: int,
-    page_size: int,
-    mask: Mask,
-    sinks: Tensor | None,
-) -> Tensor:
+    _check(q, keys, values, blocks.table, sinks)
     num_tokens, num_heads, head_dim = q.shape
-    num_groups, num_rows = keys.shape[0], rows.shape[0]
-    _check(q, keys, values, page_table, sinks)
+    num_groups, num_rows, max_count = keys.shape[0], blocks.rows.shape[0], max(blocks.counts)
     out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
     if num_tokens == 0:
         return out
-    tokens, is_split = config.tokens, config.parts > 1
-    segments = min(MAX_SEGMENTS, -(-max_length // config.segment))
-    part = part_top = part_total = out  # not touched without a merge
-    if is_split:
-        shape = (num_tokens, num_heads, segments)
-        part = torch.empty((*shape, head_dim), dtype=torch.float32, device=q.device)
-        part_top = torch.empty(shape, dtype=torch.float32, device=q.device)
-        part_total = torch.empty(shape, dtype=torch.float32, device=q.device)
-    tiles_per_row = -(-max_count // tokens)
-    is_even = num_rows * tiles_per_row <= num_tokens // tokens + num_rows
-    num_tiles = num_rows * tiles_per_row if is_even else num_tokens // tokens + num_rows
-    dim_pad = max(16, triton.next_power_of_2(head_dim))
-    scale = mask.scale * LOG2_E  # exp2 is used instead of exp
+    if config is None:
+        config = choose(
+            num_rows=num_rows,
+            num_groups=num_groups,
+            shared=num_heads // num_groups,
+            head_dim=head_dim,
+            element_size=q.element_size(),
+            max_count=max_count,
+            multiprocessors=num_multiprocessors(q.device),
+            shared_memory=shared_memory(q.device),
+        )
+    is_split = config.parts > 1
+    segments = min(MAX_SEGMENTS, -(-blocks.table.shape[1] * blocks.page_size // config.segment))
+    parts = empty_parts((num_tokens, num_heads, segments), head_dim, q.device) if is_split else (out,) * 3
+    num_tiles, tiles_per_row, is_even = divide_rows(blocks, num_tokens, config.tokens)
+    read_sinks, scale = out if sinks is None else sinks, mask.scale * LOG2_E  # exp2 is used instead of exp
     window = 0 if mask.window is None else mask.window
-    masks: dict[str, bool] = {
+    constants = {
+        "DIM_PAD": max(16, triton.next_power_of_2(head_dim)),
+        "SEGMENT": config.segment,
+        "MAX_SEGMENTS": MAX_SEGMENTS,
+        **shared_constants(q, mask, sinks),
+    }
+    _attend_kernel[(num_tiles, num_groups, min(config.parts, segments))](
+        q, keys, values, out, *parts, blocks.table, blocks.rows, blocks.starts, blocks.offsets, read_sinks,
+        scale, window, num_rows, tiles_per_row, blocks.table.stride(0), segments, *q.stride()[:2],
+        keys.stride(0),
+        TOKENS=config.tokens, SHARED=num_heads // num_groups, PAGE_SIZE=blocks.page_size,
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, FOLDS=not is_split, IS_EVEN=is_even,
+        HAS_BODY=mask.window is None and not is_split,  # two loops are faster if they are long
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        num_warps=config.warps, num_stages=config.stages, **constants,
+    )  # fmt: skip
+    if is_split:
+        _merge_kernel[(num_tokens, num_heads)](
+            *parts, out, blocks.starts, blocks.offsets, read_sinks, scale, window, num_rows, max_count,
+            IS_EVEN=num_tokens == num_rows * max_count, NUM_SEGMENTS=segments, num_warps=1, **constants,
+        )  # fmt: skip
+    return out
+
+
+def divide_rows(blocks: Blocks, num_tokens: int, tokens: int) -> tuple[int, int, bool]:
+    """Return the tiles of `tokens` queries in all, the most in a row, and whether all rows have as many."""
+    num_rows, per_row = blocks.rows.shape[0], -(-max(blocks.counts) // tokens)
+    most = num_tokens // tokens + num_rows
+    is_even = num_rows * per_row <= most
+    return num_rows * per_row if is_even else most, per_row, is_even
+
+
+def empty_parts(shape: tuple[int, ...], head_dim: int, device: torch.device) -> tuple[Tensor, ...]:
+    """Return memory for sums, tops and totals of tokens, heads and parts [N, H, P]."""
+    return tuple(
+        torch.empty(size, dtype=torch.float32, device=device) for size in ((*shape, head_dim), shape, shape)
+    )
+
+
+def shared_constants(q: Tensor, mask: Mask, sinks: Tensor | None) -> dict[str, int | bool]:
+    """Return the constants that an attention kernel shares with its merge."""
+    return {
+        "HEADS": q.shape[1],
+        "DIM": q.shape[2],
         "IS_CAUSAL": mask.is_causal,
         "HAS_WINDOW": mask.window is not None,
         "IS_ANCHORED": mask.is_anchored,
         "HAS_SINKS": sinks is not None,
-    }
-    _attend_kernel[(num_tiles, num_groups, min(config.parts, segments))](
-        q,
-        keys,
-        values,
-        out,
-        part,
-        part_top,
-        part_total,
-        page_table,
-        rows,
-        starts,
-        offsets,
-        out if sinks is None else sinks,
-        scale,
-        window,
-        num_rows,
-        tiles_per_row,
-        page_table.stride(0),
-        segments,
-        q.stride(0),
-        q.stride(1),
-        keys.stride(0),
-        TOKENS=tokens,
-        SHARED=num_heads // num_groups,
-        HEADS=num_heads,
-        DIM=head_dim,
-        DIM_PAD=dim_pad,
-        PAGE_SIZE=page_size,
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
-        FOLDS=not is_split,
-        IS_EVEN=is_even,
-        HAS_BODY=mask.window is None and not is_split,  # two loops are faster if they are long
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        ROW_BLOCK=ROW_BLOCK,
-        SEGMENT=config.segment,
-        MAX_SEGMENTS=MAX_SEGMENTS,
-        num_warps=config.warps,
-        num_stages=config.stages,
-        **masks,
+        "ROW_BLOCK": ROW_BLOCK,
         **overlap(q.device),
-    )
-    if is_split:
-        is_even = num_tokens == num_rows * max_count
-        _merge_kernel[(num_tokens, num_heads)](
-            part,
-            part_top,
-            part_total,
-            out,
-            starts,
-            offsets,
-            out if sinks is None else sinks,
-            scale,
-            window,
-            num_rows,
-            max_count,
-            HEADS=num_heads,
-            DIM=head_dim,
-            DIM_PAD=dim_pad,
-            IS_EVEN=is_even,
-            ROW_BLOCK=ROW_BLOCK,
-            SEGMENT=config.segment,
-            MAX_SEGMENTS=MAX_SEGMENTS,
-            NUM_SEGMENTS=segments,
-            num_warps=1,
-            **masks,
-            **overlap(q.device),
-        )
-    return out
+    }
 
 
 def _check(q: Tensor, keys: Tensor, values: Tensor, page_table: Tensor, sinks: Tensor | None) -> None:
@@ -537,7 +463,7 @@ def _check(q: Tensor, keys: Tensor, values: Tensor, page_table: Tensor, sinks: T
     assert sinks is None or (sinks.shape == q.shape[1:2] and sinks.is_contiguous())
 
 
-def _config(
+def choose(
     *,
     num_rows: int,
     num_groups: int,

@@ -101,19 +101,12 @@ def conv_before(x: Tensor, base: Tensor, projection: Tensor, num_columns: int) -
     num_ahead = _AHEAD_BYTES // ((tokens + outputs) * depth * x.element_size())
     _conv_before[(triton.cdiv(groups, _STRIP), triton.cdiv(num_tokens, tokens))](
         *(x, base.contiguous(), projection, out, deltas, num_tokens, num_columns, size, groups),
-        GROUP=group,
-        TAPS=taps,
-        STRIP=_STRIP,
-        TOKENS=tokens,
-        OUTPUTS=outputs,
-        CHANNELS=max(16, triton.next_power_of_2(_STRIP * group)),
-        DEPTH=depth,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
-        num_warps=4,
-        num_stages=min(num_ahead, triton.cdiv(size, depth) + 1),
+        GROUP=group, TAPS=taps, STRIP=_STRIP, TOKENS=tokens, OUTPUTS=outputs,
+        CHANNELS=max(16, triton.next_power_of_2(_STRIP * group)), DEPTH=depth,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=4,
+        num_stages=min(num_ahead, triton.cdiv(size, depth) + 1), **overlap(x.device),
         enable_fp_fusion=False,  # as the reference rounds
-        **overlap(x.device),
-    )
+    )  # fmt: skip
     return out, deltas
 
 
@@ -129,11 +122,8 @@ def conv_after(
     _conv_after[(len(x),)](
         *(x, base.contiguous(), deltas, onto, weight, out, normed),
         *(deltas.stride(0), num_columns, size, groups, eps),
-        GROUP=size // groups,
-        TAPS=taps,
-        CHANNELS=channels,
-        num_warps=max(1, min(16, channels // 256)),
+        GROUP=size // groups, TAPS=taps, CHANNELS=channels, num_warps=max(1, min(16, channels // 256)),
         enable_fp_fusion=False,  # as the reference rounds
         **overlap(x.device),
-    )
+    )  # fmt: skip
     return out, normed

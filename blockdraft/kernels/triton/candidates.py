@@ -1,13 +1,13 @@
 """`walk` on a CUDA device, in three launches; see `kernels/candidates.py` for the contract.
 
-1. `_scan`: the best candidates of every chunk of CHUNK tokens of a column, best first; where nothing filters,
-   under the noise.
+1. `_scan`: the best candidates of every chunk of CHUNK tokens of a column, best first, with noise if nothing
+   filters.
 2. `_link`: the best of a column's chunks and, for each candidate that may come before, the place of the one
    that the column then chooses.
 3. `_follow`: the walk, one program per row.
 
-A candidate travels as a key: its score in the upper half, its id, mirrored, in the lower. Keys are ordered as
-candidates are, the lower id first where scores are equal, and no two of a column are the same.
+A candidate is a key: its score in the upper half, its id, mirrored, in the lower. Keys are ordered as
+candidates are, the lower id first if scores are equal, and no two of a column are the same.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _largest(keys, top_k, K: tl.constexpr):
 
 @triton.jit
 def _is_open(temperature, row, whole):
-    """Whether there is noise, but no filter."""
+    """Return whether there is noise, but no filter."""
     return (temperature >= MIN_TEMPERATURE) & (tl.load(whole + row * NUM_WHOLE + _IS_FILTERED) == 0)
 
 
@@ -237,20 +237,16 @@ def walk(logits: Tensor, pairs: PairScores, starts: Tensor, anchor: Tensor, batc
         *(logits, logits.stride(0), logits.stride(1), starts, anchor, batch.rows, batch.real, batch.whole),
         *(batch.stop_ids, batch.bias_ids, batch.bias_values, batch.prompt_seen, batch.output_counts),
         *(vocab_size, num_columns, anchor.shape[1], top_k, keys),
-        num_warps=4,
-        **options,
-    )
+        num_warps=4, **options,
+    )  # fmt: skip
     _link[(count,)](
         *(keys, keys.shape[1], anchor, starts, batch.rows, batch.real, batch.whole),
         *(pairs.predecessors, pairs.successors, mixture, successor_rows, pairs.predecessors.shape[1]),
         *(num_columns, anchor.shape[1], top_k, ids, links),
-        KEYS=triton.next_power_of_2(keys.shape[1]),
-        HAS_MIXTURE=pairs.mixture is not None,
-        SKIPS_FIRST=pairs.skips_first,
-        HAS_SUCCESSOR_ROWS=pairs.successor_rows is not None,
-        num_warps=4,
+        KEYS=triton.next_power_of_2(keys.shape[1]), HAS_MIXTURE=pairs.mixture is not None,
+        SKIPS_FIRST=pairs.skips_first, HAS_SUCCESSOR_ROWS=pairs.successor_rows is not None, num_warps=4,
         **options,
-    )
+    )  # fmt: skip
     columns = triton.next_power_of_2(num_columns)
     _follow[(num_rows,)](links, ids, out, num_columns, vocab_size, COLUMNS=columns, num_warps=1, **options)
     return out

@@ -1,9 +1,8 @@
 """Compiles Triton's kernels for a start: `python -m blockdraft.kernels.triton.compile_workers NUMBER`.
 
-One process imports what is needed and then becomes several. Each line that they read is a kernel's module and
-what Triton calls its specialisation; each line that they write says which kernel is done. The result lies in
-Triton's cache on the disk, where the start finds it. No card is needed: the line names the one it is for.
-When the start has ended, there is nothing more to read, and they end too.
+One process imports what is needed and then forks. Each line that they read is a kernel's module and what
+Triton calls its specialisation, with the card it is for; each line that they write names a finished kernel,
+which the start finds in Triton's cache on disk. They end when the start has closed their input.
 """
 
 from __future__ import annotations

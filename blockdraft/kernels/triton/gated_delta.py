@@ -1,10 +1,10 @@
 """The gated delta rule on a CUDA device: states and tails are read and written in place.
 
-There are three kernels. `_mix`, one program per token and head: the convolution, then the token's inputs to
-the recurrence (unit key and query, their product, value, decay and rate). `_advance`, one program per row,
-value head and slice of the state's columns: the slice stays in registers for all of the row's tokens. As a
-scan, it updates state and tail for known tokens, or writes a tape for a block to verify. As a fold, it
-repeats the first tokens of a tape, in all layers at once. `_norm` is the gated RMS norm behind the layer.
+`_mix`, one program per token and head, does the convolution and then the token's inputs to the recurrence
+(unit key and query, their product, value, decay and rate). `_advance`, one program per row, value head and
+slice of the state's columns, keeps the slice in registers for all of the row's tokens. As a scan, it updates
+state and tail for known tokens, or writes a tape for a block to verify. As a fold, it repeats the first
+tokens of a tape, in all layers at once. `_norm` is the gated RMS norm after the layer.
 
 The operations for one column v of a state S [K, V]:
 
@@ -13,16 +13,14 @@ The operations for one column v of a state S [K, V]:
   out    = decay * (sum of query[k] * S[k, v]) + (query . key) * delta, which is query . (the new S)
   S[k, v] = fma(key[k], delta, S[k, v] * decay)
 
-A fold takes the deltas from its tape and does only the last line. Multiply-adds are explicit, so that no
-compiler chooses which product is rounded. One scan is used for any number of rows and tokens: its order of
-summation over k depends only on constants of the shape. So bits do not depend on how a sequence is cut, on
-other rows, or on the slices. For the same reason a layer is given by its number: pointers are those of all
-layers, which are aligned, and kernels are not specialised on numbers that vary.
+A fold takes the deltas from its tape and does only the last line. Bits do not depend on how a sequence is
+cut, on other rows, or on the slices: multiply-adds are explicit, the order of summation over k depends only
+on constants of the shape, and kernels are specialised neither on numbers that vary nor on a layer's alignment
+(a layer is given by its number). Rows may repeat only if their results are not used: padding rows are all the
+scratch row.
 
 A state is stored with k innermost: the threads of a warp that share a column then sum by shuffles, without
 shared memory. Four parts of k are four tensors, so that each thread reads its share of one by one wide load.
-
-Rows may repeat only if their results are not used: padding rows are all the scratch row.
 """
 
 from __future__ import annotations

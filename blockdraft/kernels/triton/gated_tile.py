@@ -1,15 +1,12 @@
-"""Gate and up in one product, for 17 to 128 tokens on Hopper: a tile holds every token, TMA brings it in.
+"""Gate and up in one product, for 17 to 128 tokens on Hopper: a tile holds every token and is loaded by TMA.
 
-cuBLAS reads the weight about as fast, but leaves the activation to another launch. Each program multiplies
+cuBLAS reads the weight about as fast, but needs another launch for the activation. Each program multiplies
 all tokens by a strip of BLOCK_N + TAIL rows of either half, so a weight is read once. Every strip reads all
-tokens again, out of L2, so wide strips pay. TAIL, a second block, makes widths such as 96, which no power of
-two gives and which cut Qwen3-8B's weight into 128 strips for 132 multiprocessors.
+tokens again, from L2, so wide strips pay. TAIL, a second block, makes widths such as 96, which no power of
+two gives and which divide Qwen3-8B's weight into 128 strips for 132 multiprocessors.
 
-A token's bits follow from its own values, from the weight and from the power of two that holds the number of
-tokens; they depend neither on its place among them nor on the others.
-
-The weight is described as [2, rows, columns]: its halves arrive as one operand. Rows, columns and tokens past
-the end arrive as zeros.
+A token's bits depend on its own values, the weight, and the power of two that holds the number of tokens. The
+weight is described as [2, rows, columns], so both halves are one operand; whatever is past an end is zero.
 """
 
 from __future__ import annotations
@@ -89,7 +86,7 @@ def _gated_tile(
 
 
 def fits(x: Tensor, weight: Tensor) -> bool:
-    """Whether this kernel takes the product: Hopper, 16-bit numbers, and rows that begin at 16 bytes."""
+    """Return whether this kernel takes the product: Hopper, 16-bit numbers, rows aligned to 16 bytes."""
     if not x.is_cuda or torch.version.hip is not None or torch.cuda.get_device_capability(x.device)[0] != 9:
         return False
     if x.dtype not in (torch.bfloat16, torch.float16) or weight.dtype != x.dtype or x.dim() != 2:
@@ -98,7 +95,7 @@ def fits(x: Tensor, weight: Tensor) -> bool:
 
 
 def _is_aligned(x: Tensor, weight: Tensor) -> bool:
-    """Whether TMA can read an operand; gaps between tokens are allowed, shared memory is not."""
+    """Return whether TMA can read an operand; gaps between tokens are allowed, shared memory is not."""
     has_rows = x.stride(1) == 1 and _stride(x) >= x.shape[1]
     strides = _stride(x), weight.shape[1]
     is_even = not any(stride * x.element_size() % 16 for stride in strides)
@@ -108,10 +105,7 @@ def _is_aligned(x: Tensor, weight: Tensor) -> bool:
 def gated_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, gate: str, config: Config | None = None
 ) -> Tensor:
-    """[M, N / 2]: the halves of x [M, K] times weight [N, K] joined by `gate`, "silu" or "gelu".
-
-    Only where `fits` says so.
-    """
+    """Return gate(a) * b [M, N / 2] for the halves a and b of x [M, K] times weight [N, K], if `fits`."""
     assert 1 <= x.shape[0] <= MAX_TOKENS, "one tile of tokens"
     assert weight.is_contiguous(), "rows without gaps"
     assert _is_aligned(x, weight), "rows that begin at 16 bytes"
@@ -123,24 +117,12 @@ def gated_linear(
     out = torch.empty((num_tokens, num_outputs), dtype=x.dtype, device=x.device)
     _gated_tile[(triton.cdiv(num_outputs, config.block_n + config.tail),)](
         TensorDescriptor(x, [num_tokens, num_inputs], [_stride(x), 1], [block_m, BLOCK_K]),
-        _halves(weight, config.block_n),
-        _halves(weight, config.tail or config.block_n),
-        bias if bias is not None else weight,
-        out,
-        num_tokens,
-        num_outputs,
-        num_inputs,
-        BLOCK_M=block_m,
-        BLOCK_N=config.block_n,
-        TAIL=config.tail,
-        BLOCK_K=BLOCK_K,
-        GATE=gate,
-        HAS_BIAS=bias is not None,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
-        **overlap(x.device),
-        num_warps=config.warps,
-        num_stages=config.stages,
-    )
+        _halves(weight, config.block_n), _halves(weight, config.tail or config.block_n),
+        bias if bias is not None else weight, out, num_tokens, num_outputs, num_inputs,
+        BLOCK_M=block_m, BLOCK_N=config.block_n, TAIL=config.tail, BLOCK_K=BLOCK_K, GATE=gate,
+        HAS_BIAS=bias is not None, PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        **overlap(x.device), num_warps=config.warps, num_stages=config.stages,
+    )  # fmt: skip
     return out
 
 
@@ -149,12 +131,12 @@ def _block_m(num_tokens: int) -> int:
 
 
 def _stride(x: Tensor) -> int:
-    """Between tokens; a single one may have any, so it gets its own length."""
+    """Return the stride between tokens; that of a single token may be anything, so it gets its length."""
     return x.stride(0) if x.shape[0] > 1 else x.shape[1]
 
 
 def _halves(weight: Tensor, rows: int) -> TensorDescriptor:
-    """The weight as [2, N, K], read in blocks of `rows` of each half."""
+    """Describe the weight as [2, N, K], read in blocks of `rows` of each half."""
     num_rows, num_inputs = weight.shape[0] // 2, weight.shape[1]
     shape, strides = [2, num_rows, num_inputs], [num_rows * num_inputs, num_inputs, 1]
     return TensorDescriptor(weight, shape, strides, [2, rows, BLOCK_K])
@@ -162,7 +144,7 @@ def _halves(weight: Tensor, rows: int) -> TensorDescriptor:
 
 @functools.cache
 def choose(block_m: int, num_outputs: int, multiprocessors: int) -> Config:
-    """The width by which a multiprocessor fetches least, tokens included, over all its strips."""
+    """Choose the width with which a multiprocessor fetches least, tokens included, over all its strips."""
 
     def fetched(config: Config) -> int:
         width = config.block_n + config.tail

@@ -1,10 +1,9 @@
 """Paged attention over exact and compressed keys on the device: the contract of `kernels.kv_compressed`.
 
 Tiles, segments, parts and their merge are those of the exact kernel (`triton.attention`). Keys are read in
-chunks of TILE, in the order of their positions: chunk 0 exact, then those below a query's c(t) compressed,
-then the others exact. The queries of a tile have at most two different c: the one chunk that some of them
-read compressed and others exact is read twice, and each query sees it once. Keys that a query does not see
-change none of its bits, which depend on the same values as in the exact kernel, and on t.
+chunks of TILE by position: chunk 0 exact, those below a query's c(t) compressed, the others exact. The
+queries of a tile have at most two different c: the one chunk that some of them read compressed and others
+exact is read twice, and each query sees it once. Keys that a query does not see change none of its bits.
 
 A head is processed in two halves, since a byte of codes has one coordinate of each. Levels are exact in the
 model's dtype: a key's scale is multiplied into its scores, a value's into its weights, in float32.
@@ -27,23 +26,19 @@ from blockdraft.kernels.triton import kv_mma
 from blockdraft.kernels.triton.attention import (
     LOG2_E,
     MAX_SPLIT_COUNT,
-    ROW_BLOCK,
     SUMS,
+    divide_rows,
     divided,
+    empty_parts,
     fold,
     row_of,
     segment_length,
+    shared_constants,
     visible_keys,
 )
 from blockdraft.kernels.triton.hadamard import hadamard_blocks, signs
 from blockdraft.kernels.triton.kv_codes import has_words, kind_of, levels_of, load_codes
-from blockdraft.kernels.triton.launch import (
-    has_pdl,
-    let_next_start,
-    num_multiprocessors,
-    overlap,
-    wait_for_previous,
-)
+from blockdraft.kernels.triton.launch import has_pdl, let_next_start, num_multiprocessors, wait_for_previous
 
 # Of a query, four times the exact kernel's: codes become levels so slowly that a row needs more programs.
 MAX_SEGMENTS = 64
@@ -472,155 +467,74 @@ def _merge_kernel(
 
 
 def attend_compressed(
-    q: Tensor, pages: CompressedPages, blocks: Blocks, mask: Mask, sinks: Tensor | None = None
+    q: Tensor,
+    pages: CompressedPages,
+    blocks: Blocks,
+    mask: Mask,
+    sinks: Tensor | None = None,
+    config: Config | None = None,
 ) -> Tensor:
     """Attend with q [N, H, D] over one layer's CompressedPages; sinks [H]. Returns [N, H, D].
 
     Outputs past the last of blocks.offsets are undefined.
     """
-    if kv_mma.serves(q, pages, blocks, mask):
-        _check(q, pages, blocks, sinks)
-        return kv_mma.attend(q, pages, blocks, mask, sinks)
-    groups = pages.exact_keys.shape[1]
-    config = choose(
-        num_rows=blocks.rows.shape[0],
-        num_groups=groups,
-        shared=q.shape[1] // groups,
-        head_dim=q.shape[2],
-        element_size=q.element_size(),
-        max_count=max(blocks.counts),
-        multiprocessors=num_multiprocessors(q.device),
-    )
-    return attend_as(config, q, pages, blocks, mask, sinks)
-
-
-def attend_as(
-    config: Config, q: Tensor, pages: CompressedPages, blocks: Blocks, mask: Mask, sinks: Tensor | None
-) -> Tensor:
-    """`attend_compressed` with a given division of the work."""
     _check(q, pages, blocks, sinks)
+    if config is None and kv_mma.serves(q, pages, blocks, mask):
+        return kv_mma.attend(q, pages, blocks, mask, sinks)
     num_tokens, num_heads, head_dim = q.shape
+    num_groups, num_rows, max_count = pages.exact_keys.shape[1], blocks.rows.shape[0], max(blocks.counts)
     out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
     if num_tokens == 0:
         return out
-    segments = min(MAX_SEGMENTS, -(-blocks.table.shape[1] * blocks.page_size // SEGMENT))
-    is_split = config.parts > 1
-    parts = (out, out, out)  # not touched without a merge
-    if is_split:
-        shape = (num_tokens, num_heads, segments)
-        parts = (
-            torch.empty((*shape, head_dim), dtype=torch.float32, device=q.device),
-            torch.empty(shape, dtype=torch.float32, device=q.device),
-            torch.empty(shape, dtype=torch.float32, device=q.device),
+    if config is None:
+        config = choose(
+            num_rows=num_rows,
+            num_groups=num_groups,
+            shared=num_heads // num_groups,
+            head_dim=head_dim,
+            element_size=q.element_size(),
+            max_count=max_count,
+            multiprocessors=num_multiprocessors(q.device),
         )
+    is_split, is_rotated = config.parts > 1, pages.format.is_rotated
+    segments = min(MAX_SEGMENTS, -(-blocks.table.shape[1] * blocks.page_size // SEGMENT))
+    parts = empty_parts((num_tokens, num_heads, segments), head_dim, q.device) if is_split else (out,) * 3
+    num_tiles, tiles_per_row, is_even = divide_rows(blocks, num_tokens, config.tokens)
+    read_sinks, sign = out if sinks is None else sinks, signs(head_dim, q.device) if is_rotated else out
+    scale = mask.scale * LOG2_E  # exp2 is used instead of exp
+    window = 0 if mask.window is None else mask.window
     constants = {
-        "HEADS": num_heads,
-        "DIM": head_dim,
-        "IS_CAUSAL": mask.is_causal,
-        "HAS_WINDOW": mask.window is not None,
-        "IS_ANCHORED": mask.is_anchored,
-        "HAS_SINKS": sinks is not None,
-        "IS_ROTATED": pages.format.is_rotated,
-        "ROW_BLOCK": ROW_BLOCK,
+        "IS_ROTATED": is_rotated,
         "SEGMENT": SEGMENT,
         "MAX_SEGMENTS": MAX_SEGMENTS,
-        **overlap(q.device),
+        **shared_constants(q, mask, sinks),
     }
-    _launch(config, q, pages, blocks, mask, sinks, out, parts, segments, constants)
+    assert blocks.exact_table is not None
+    _attend_kernel[(num_tiles, num_groups, min(config.parts, segments))](
+        q, pages.exact_keys, pages.exact_values, *pages.keys, *pages.values, out, *parts,
+        blocks.table, blocks.exact_table, blocks.rows, blocks.starts, blocks.offsets, read_sinks, sign,
+        scale, window, pages.rule.window, num_rows, tiles_per_row, blocks.table.stride(0),
+        blocks.exact_table.stride(0), segments, *q.stride()[:2], pages.exact_keys.stride(1),
+        pages.keys.codes.stride(1), pages.values.codes.stride(1), pages.keys.scale.stride(1),
+        TOKENS=config.tokens, SHARED=num_heads // num_groups, HALF=_half(head_dim), N=TILE,
+        PAGE_SIZE=blocks.page_size, BLOCK_M=config.block_m, FOLDS=not is_split, IS_EVEN=is_even,
+        KEY_KIND=kind_of(pages.format.keys), VALUE_KIND=kind_of(pages.format.values),
+        KEY_BYTES=pages.keys.codes.shape[-1], VALUE_BYTES=pages.values.codes.shape[-1],
+        WORDS=_has_words(q, pages), PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        STAGES=config.stages, UNROLL=config.unroll,
+        num_warps=config.warps, num_stages=config.stages, maxnreg=config.registers, **constants,
+    )  # fmt: skip
     if is_split:
-        num_rows, max_count = blocks.rows.shape[0], max(blocks.counts)
         _merge_kernel[(num_tokens, num_heads)](
-            *parts,
-            out,
-            blocks.starts,
-            blocks.offsets,
-            out if sinks is None else sinks,
-            signs(head_dim, q.device) if pages.format.is_rotated else out,
-            mask.scale * LOG2_E,
-            0 if mask.window is None else mask.window,
-            num_rows,
-            max_count,
-            segments,
-            DIM_PAD=2 * _half(head_dim),
-            IS_EVEN=num_tokens == num_rows * max_count,
-            num_warps=1,
+            *parts, out, blocks.starts, blocks.offsets, read_sinks, sign, scale, window, num_rows, max_count,
+            segments, DIM_PAD=2 * _half(head_dim), IS_EVEN=num_tokens == num_rows * max_count, num_warps=1,
             **constants,
-        )
+        )  # fmt: skip
     return out
 
 
-def _launch(
-    config: Config,
-    q: Tensor,
-    pages: CompressedPages,
-    blocks: Blocks,
-    mask: Mask,
-    sinks: Tensor | None,
-    out: Tensor,
-    parts: tuple[Tensor, Tensor, Tensor],
-    segments: int,
-    constants: dict[str, int | bool],
-) -> None:
-    num_tokens, num_heads, head_dim = q.shape
-    num_groups, num_rows, tokens = pages.exact_keys.shape[1], blocks.rows.shape[0], config.tokens
-    assert blocks.exact_table is not None
-    tiles_per_row = -(-max(blocks.counts) // tokens)
-    is_even = num_rows * tiles_per_row <= num_tokens // tokens + num_rows
-    num_tiles = num_rows * tiles_per_row if is_even else num_tokens // tokens + num_rows
-    _attend_kernel[(num_tiles, num_groups, min(config.parts, segments))](
-        q,
-        pages.exact_keys,
-        pages.exact_values,
-        *pages.keys,
-        *pages.values,
-        out,
-        *parts,
-        blocks.table,
-        blocks.exact_table,
-        blocks.rows,
-        blocks.starts,
-        blocks.offsets,
-        out if sinks is None else sinks,
-        signs(head_dim, q.device) if pages.format.is_rotated else out,
-        mask.scale * LOG2_E,  # exp2 is used instead of exp
-        0 if mask.window is None else mask.window,
-        pages.rule.window,
-        num_rows,
-        tiles_per_row,
-        blocks.table.stride(0),
-        blocks.exact_table.stride(0),
-        segments,
-        q.stride(0),
-        q.stride(1),
-        pages.exact_keys.stride(1),
-        pages.keys.codes.stride(1),
-        pages.values.codes.stride(1),
-        pages.keys.scale.stride(1),
-        TOKENS=tokens,
-        SHARED=num_heads // num_groups,
-        HALF=_half(head_dim),
-        N=TILE,
-        PAGE_SIZE=blocks.page_size,
-        BLOCK_M=config.block_m,
-        FOLDS=config.parts == 1,
-        IS_EVEN=is_even,
-        KEY_KIND=kind_of(pages.format.keys),
-        VALUE_KIND=kind_of(pages.format.values),
-        KEY_BYTES=pages.keys.codes.shape[-1],
-        VALUE_BYTES=pages.values.codes.shape[-1],
-        WORDS=_has_words(q, pages),
-        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-        STAGES=config.stages,
-        UNROLL=config.unroll,
-        num_warps=config.warps,
-        num_stages=config.stages,
-        maxnreg=config.registers,
-        **constants,
-    )
-
-
 def _has_words(q: Tensor, pages: CompressedPages) -> bool:
-    """Whether four codes at a time are converted to bfloat16 levels, by instructions of Hopper and later."""
+    """Return whether four codes at a time become bfloat16 levels, by instructions of Hopper and later."""
     if q.device.type != "cuda" or q.dtype != torch.bfloat16 or not has_pdl(q.device):
         return False
     return all(has_words(codec, q.shape[2]) for codec in (pages.format.keys, pages.format.values))
@@ -639,7 +553,6 @@ def _check(q: Tensor, pages: CompressedPages, blocks: Blocks, sinks: Tensor | No
             f"attention over compressed pages in {q.dtype}, with exact keys in {exact[0].dtype} and values "
             f"in {exact[1].dtype}: it wants one of bfloat16, float16 and float32 for all three"
         )
-    assert pages.rule.stride == pages.rule.sinks == TILE
     assert q.shape[2] % 2 == 0
     assert len(pages.exact_keys) == 1, "one layer"
     assert all(x[0].is_contiguous() for x in (*exact, *pages.keys, *pages.values))

@@ -3,9 +3,9 @@
 Bytes are loaded as two tiles: an element has the codes of coordinates j and j + D / 2, so no value moves
 between lanes. Levels are bfloat16 numbers in any dtype, without the scales.
 
-For bfloat16 on a GPU, four bytes are loaded as one word (tiles [N, HALF / 4]) and levels are computed two at
-a time. Words also hide from the compiler that an operand is made from bytes: otherwise it would sum the
-products of low and high tiles in different orders.
+For bfloat16 on a GPU, four bytes are loaded as one word and levels are computed two at a time. Words also
+hide from the compiler that an operand is made from bytes: otherwise it would sum the products of low and high
+tiles in different orders.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _curve4(first: int, shifts: tuple[str, ...]) -> str:
 
 _LOW = ("shl.b32 s, r, 3;", "shr.u32 s, r, 5;")  # nibbles of a word's bytes 0 and 1, and of 2 and 3
 _HIGH = ("shr.u32 s, r, 1;", "shr.u32 s, r, 9;")
-# The constants are those of CURVES[4], twice each.
+# a, b and c as in `kv_codec.LEVELS`, twice each.
 _CURVE4 = """
     .reg .b32 r, s, t, u, w, base, half, a, b, c;
     mov.b32 base, 0x41804180;
@@ -60,7 +60,7 @@ PAIR_BY_CURVE = tl.constexpr(
 
 
 def _by_table(outputs: tuple[str, ...], halves: tuple[str, str], signs: str) -> str:
-    """Of four nibbles in i, the size of each: its low byte, its high one, the sign; then two pairs."""
+    """Return code for four nibbles in i: each size's low byte, its high one, the sign; then two pairs."""
     return f"""
     prmt.b32 l, low_1, low_2, i;
     prmt.b32 h, high_1, high_2, i;
@@ -169,7 +169,7 @@ def kind_of(codec: Codec) -> str:
 
 
 def has_words(codec: Codec, head_dim: int) -> bool:
-    """Whether four neighbours of a half are stored, and shifted, in the same way."""
+    """Return whether four neighbours of a half are stored, and shifted, in the same way."""
     return head_dim % (32 if kind_of(codec) == "bits3" else 8) == 0
 
 

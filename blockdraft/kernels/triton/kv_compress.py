@@ -177,35 +177,15 @@ def compress(pages: CompressedPages, tiles: Tiles) -> None:
     num_layers, num_groups, _, head_dim = pages.exact_keys.shape
     _check(pages, tiles)
     _compress_kernel[(tiles.rows.shape[0] * tiles.most, num_layers * num_groups)](
-        pages.exact_keys,
-        pages.exact_values,
-        *pages.keys,
-        *pages.values,
-        tiles.table,
-        tiles.exact_table,
-        tiles.rows,
-        tiles.starts,
-        tiles.counts,
-        tiles.rule.window,
-        tiles.rule.block,
-        tiles.most,
-        num_groups,
-        tiles.table.stride(0),
-        tiles.exact_table.stride(0),
-        *pages.exact_keys.stride()[:2],
-        *pages.keys.codes.stride()[:2],
-        *pages.values.codes.stride()[:2],
-        *pages.keys.scale.stride()[:2],
-        DIM=head_dim,
-        HALF=max(16, triton.next_power_of_2(head_dim // 2)),
-        PAGE_SIZE=tiles.page_size,
-        KEY_KIND=kind_of(pages.format.keys),
-        VALUE_KIND=kind_of(pages.format.values),
-        KEY_BYTES=pages.keys.codes.shape[-1],
-        VALUE_BYTES=pages.values.codes.shape[-1],
-        num_warps=4,
+        pages.exact_keys, pages.exact_values, *pages.keys, *pages.values, tiles.table, tiles.exact_table,
+        tiles.rows, tiles.starts, tiles.counts, tiles.rule.window, tiles.rule.block, tiles.most, num_groups,
+        tiles.table.stride(0), tiles.exact_table.stride(0), *pages.exact_keys.stride()[:2],
+        *pages.keys.codes.stride()[:2], *pages.values.codes.stride()[:2], *pages.keys.scale.stride()[:2],
+        DIM=head_dim, HALF=max(16, triton.next_power_of_2(head_dim // 2)), PAGE_SIZE=tiles.page_size,
+        KEY_KIND=kind_of(pages.format.keys), VALUE_KIND=kind_of(pages.format.values),
+        KEY_BYTES=pages.keys.codes.shape[-1], VALUE_BYTES=pages.values.codes.shape[-1], num_warps=4,
         **overlap(pages.exact_keys.device),
-    )
+    )  # fmt: skip
 
 
 def _check(pages: CompressedPages, tiles: Tiles) -> None:
@@ -219,6 +199,5 @@ def _check(pages: CompressedPages, tiles: Tiles) -> None:
     stores = (pages.exact_keys, *pages.keys, *pages.values)
     assert all(x.stride(-1) == 1 for x in stores)
     assert all(x.stride(2) == x.shape[3] for x in stores if x.dim() == 4)
-    assert tiles.rule.stride == TILE
     assert tiles.table.stride(1) == tiles.exact_table.stride(1) == 1
     assert torch.float16 == pages.keys.scale.dtype == pages.values.scale.dtype

@@ -6,9 +6,8 @@ the operand of a tensor core. So the coordinates of a head are used in a differe
 `_dim_rows`), which changes only the rounding of sums.
 
 The keys that a query sees are divided by position: chunks of TILE, at most MAX_SEGMENTS segments of equal
-length (`segment_length`), and runs of RUN segments. An online softmax runs through the chunks of a segment;
-segments are folded into their run in order, and runs into the result. The bits do not depend on where this
-happens: LEVEL 0 stores each segment for the merge, 1 each run, 2 (a prefill) folds everything.
+length (`segment_length`), and runs of RUN segments, which are folded in order. The bits do not depend on
+where this happens: LEVEL 0 stores each segment for the merge, 1 each run, 2 (a prefill) folds everything.
 """
 
 from __future__ import annotations
@@ -24,14 +23,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from blockdraft.kernels.attention import Blocks, Mask
-from blockdraft.kernels.kv_codec import KvFormat
 from blockdraft.kernels.kv_compressed import CompressedPages
 from blockdraft.kernels.kv_formats import TILE
 from blockdraft.kernels.triton.attention import (
     LOG2_E,
     MAX_SPLIT_COUNT,
     ROW_BLOCK,
+    divide_rows,
     divided,
+    empty_parts,
     fold,
     row_of,
     segment_length,
@@ -763,22 +763,17 @@ def _merge_kernel(
 # ---- the host's side
 
 
-def fits(form: KvFormat, head_dim: int, dtype: torch.dtype, page_size: int, device: torch.device) -> bool:
-    """Whether this kernel supports such keys and values, and the GPU."""
-    is_kind = {kind_of(form.keys), kind_of(form.values)} == {"bits4"}
-    return is_kind and has_shape(head_dim, dtype, page_size, device)
-
-
 def has_shape(head_dim: int, dtype: torch.dtype, page_size: int, device: torch.device) -> bool:
-    """Whether engines have been tested with compressed keys for such heads, pages and GPU."""
+    """Return whether engines have been tested with compressed keys for such heads, pages and GPU."""
     is_half = dtype == torch.bfloat16 and head_dim in HEAD_DIMS and page_size % 16 == 0
     return is_half and device.type == "cuda" and has_pdl(device)
 
 
 def serves(q: Tensor, pages: CompressedPages, blocks: Blocks, mask: Mask) -> bool:
-    """Whether this kernel computes that layer, which depends on the model and the GPU, not on the batch."""
-    is_kind = fits(pages.format, q.shape[2], q.dtype, blocks.page_size, q.device)
-    return is_kind and q.shape[1] // pages.exact_keys.shape[1] <= 64 and mask.window is None
+    """Return whether this kernel computes that layer: it depends on the model and the GPU, not the batch."""
+    is_kind = {kind_of(pages.format.keys), kind_of(pages.format.values)} == {"bits4"}
+    is_tested = has_shape(q.shape[2], q.dtype, blocks.page_size, q.device)
+    return is_kind and is_tested and q.shape[1] // pages.exact_keys.shape[1] <= 64 and mask.window is None
 
 
 def choose(*, num_rows: int, num_groups: int, shared: int, max_count: int) -> Config:
@@ -795,112 +790,51 @@ def choose(*, num_rows: int, num_groups: int, shared: int, max_count: int) -> Co
     return Config(tokens, columns, warps, level, parts)
 
 
-def attend(q: Tensor, pages: CompressedPages, blocks: Blocks, mask: Mask, sinks: Tensor | None) -> Tensor:
-    """Attend with q [N, H, D] over one layer's CompressedPages, see `kv_attention.attend_compressed`."""
-    num_groups = pages.exact_keys.shape[1]
-    config = choose(
-        num_rows=blocks.rows.shape[0],
-        num_groups=num_groups,
-        shared=q.shape[1] // num_groups,
-        max_count=max(blocks.counts),
-    )
-    return attend_as(config, q, pages, blocks, mask, sinks)
-
-
-def attend_as(
-    config: Config, q: Tensor, pages: CompressedPages, blocks: Blocks, mask: Mask, sinks: Tensor | None
-) -> Tensor:
-    """`attend_compressed` with a given division of the work."""
-    num_tokens, num_heads, head_dim = q.shape
-    out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
-    if num_tokens == 0:
-        return out
-    segments = min(MAX_SEGMENTS, -(-blocks.table.shape[1] * blocks.page_size // SEGMENT))
-    units = (segments, -(-segments // RUN), 1)[config.level]
-    shape = (num_tokens, num_heads, units)
-    parts = [torch.empty(s, dtype=torch.float32, device=q.device) for s in ((*shape, head_dim), shape, shape)]
-    _launch(config, q, pages, blocks, mask, parts, units)
-    num_rows, max_count = blocks.rows.shape[0], max(blocks.counts)
-    _merge_kernel[(num_tokens, num_heads)](
-        *parts,
-        out,
-        blocks.starts,
-        blocks.offsets,
-        out if sinks is None else sinks,
-        signs(head_dim, q.device),
-        mask.scale * LOG2_E,
-        num_rows,
-        max_count,
-        units,
-        HEADS=num_heads,
-        DIM=head_dim,
-        LEVEL=config.level,
-        IS_EVEN=num_tokens == num_rows * max_count,
-        IS_CAUSAL=mask.is_causal,
-        HAS_SINKS=sinks is not None,
-        ROW_BLOCK=ROW_BLOCK,
-        SEGMENT=SEGMENT,
-        MAX_SEGMENTS=MAX_SEGMENTS,
-        RUN=RUN,
-        RUNS=MERGED_RUNS,
-        num_warps=1,
-        **overlap(q.device),
-    )
-    return out
-
-
-def _launch(
-    config: Config,
+def attend(
     q: Tensor,
     pages: CompressedPages,
     blocks: Blocks,
     mask: Mask,
-    parts: list[Tensor],
-    units: int,
-) -> None:
+    sinks: Tensor | None = None,
+    config: Config | None = None,
+) -> Tensor:
+    """Attend with q [N, H, D] over one layer's CompressedPages, see `kv_attention.attend_compressed`."""
     num_tokens, num_heads, head_dim = q.shape
-    num_groups, num_rows, tokens = pages.exact_keys.shape[1], blocks.rows.shape[0], config.tokens
-    assert blocks.exact_table is not None
-    tiles_per_row = -(-max(blocks.counts) // tokens)
-    is_even = num_rows * tiles_per_row <= num_tokens // tokens + num_rows
-    num_tiles = num_rows * tiles_per_row if is_even else num_tokens // tokens + num_rows
-    _attend_kernel[(num_tiles, num_groups, min(config.parts, units))](
-        q,
-        pages.exact_keys,
-        pages.exact_values,
-        *pages.keys,
-        *pages.values,
-        *parts,
-        blocks.table,
-        blocks.exact_table,
-        blocks.rows,
-        blocks.starts,
-        blocks.offsets,
-        mask.scale * LOG2_E,  # exp2 is used instead of exp
-        pages.rule.window,
-        num_rows,
-        tiles_per_row,
-        blocks.table.stride(0),
-        blocks.exact_table.stride(0),
-        units,
-        q.stride(0),
-        q.stride(1),
-        pages.exact_keys.stride(1),
-        pages.keys.codes.stride(1),
-        pages.values.codes.stride(1),
-        pages.keys.scale.stride(1),
-        TOKENS=tokens,
-        SHARED=num_heads // num_groups,
-        HEADS=num_heads,
-        DIM=head_dim,
-        COLUMNS=config.columns,
-        PAGE_SIZE=blocks.page_size,
-        LEVEL=config.level,
-        IS_EVEN=is_even,
-        IS_CAUSAL=mask.is_causal,
-        ROW_BLOCK=ROW_BLOCK,
-        WARPS=config.warps,
-        SPLITS=config.warps > 1,
-        num_warps=config.warps,
+    num_groups, num_rows, max_count = pages.exact_keys.shape[1], blocks.rows.shape[0], max(blocks.counts)
+    out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
+    if num_tokens == 0:
+        return out
+    if config is None:
+        shared = num_heads // num_groups
+        config = choose(num_rows=num_rows, num_groups=num_groups, shared=shared, max_count=max_count)
+    segments = min(MAX_SEGMENTS, -(-blocks.table.shape[1] * blocks.page_size // SEGMENT))
+    units = (segments, -(-segments // RUN), 1)[config.level]
+    parts = empty_parts((num_tokens, num_heads, units), head_dim, q.device)
+    num_tiles, tiles_per_row, is_even = divide_rows(blocks, num_tokens, config.tokens)
+    scale = mask.scale * LOG2_E  # exp2 is used instead of exp
+    constants = {
+        "HEADS": num_heads,
+        "DIM": head_dim,
+        "LEVEL": config.level,
+        "IS_CAUSAL": mask.is_causal,
+        "ROW_BLOCK": ROW_BLOCK,
         **overlap(q.device),
-    )
+    }
+    assert blocks.exact_table is not None
+    _attend_kernel[(num_tiles, num_groups, min(config.parts, units))](
+        q, pages.exact_keys, pages.exact_values, *pages.keys, *pages.values, *parts,
+        blocks.table, blocks.exact_table, blocks.rows, blocks.starts, blocks.offsets, scale,
+        pages.rule.window, num_rows, tiles_per_row, blocks.table.stride(0), blocks.exact_table.stride(0),
+        units, *q.stride()[:2], pages.exact_keys.stride(1), pages.keys.codes.stride(1),
+        pages.values.codes.stride(1), pages.keys.scale.stride(1),
+        TOKENS=config.tokens, SHARED=num_heads // num_groups, COLUMNS=config.columns,
+        PAGE_SIZE=blocks.page_size, IS_EVEN=is_even, WARPS=config.warps, SPLITS=config.warps > 1,
+        num_warps=config.warps, **constants,
+    )  # fmt: skip
+    _merge_kernel[(num_tokens, num_heads)](
+        *parts, out, blocks.starts, blocks.offsets, out if sinks is None else sinks,
+        signs(head_dim, q.device), scale, num_rows, max_count, units,
+        IS_EVEN=num_tokens == num_rows * max_count, HAS_SINKS=sinks is not None, SEGMENT=SEGMENT,
+        MAX_SEGMENTS=MAX_SEGMENTS, RUN=RUN, RUNS=MERGED_RUNS, num_warps=1, **constants,
+    )  # fmt: skip
+    return out

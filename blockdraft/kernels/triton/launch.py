@@ -33,7 +33,7 @@ def start_and_wait(PDL: tl.constexpr):
 
 @functools.cache
 def has_pdl(device: torch.device) -> bool:
-    """Whether the device has programmatic dependent launch.
+    """Return whether the device has programmatic dependent launch.
 
     A kernel's blocks then become resident while the kernel before it ends. Every kernel waits (`gdc_wait`)
     before it accesses memory that an earlier one may have written.

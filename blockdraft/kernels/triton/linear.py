@@ -4,9 +4,8 @@ Each program multiplies a tile of tokens by a strip of BLOCK_N weight rows, its 
 token's bits then depend only on its own values and the weight: a tensor core adds sixteen products to the sum
 at once, in one way for every shape of tile, and so does cuBLAS if it does not split sums.
 
-If a weight has too few strips to fill the GPU, `is_fast` allows splitting the columns into SPLIT parts, which
-changes the sums: partial sums are written to memory, and the last program of a strip to arrive adds them in
-order. The counter of arrivals is an integer, so no sum depends on the order of arrival.
+If a weight has too few strips to fill the GPU, `is_fast` allows splitting the columns into SPLIT parts: the
+last program of a strip to arrive adds the partial sums in order, so they do not depend on who arrives when.
 
 With programmatic dependent launch a program is resident before the kernel before it has ended. Loading
 weights that early gains nothing: the other kernel loses what this one gains (benchmarks/log.md).
@@ -222,32 +221,14 @@ def linear(
     if weight.dtype == torch.float8_e4m3fn:
         weight = weight.view(torch.uint8)
     _linear[(triton.cdiv(num_outputs, config.block_n), config.split, triton.cdiv(num_tokens, block_m))](
-        x,
-        weight,
-        scale if scale is not None else weight,
-        bias if bias is not None else weight,
-        onto if onto is not None else x,
-        out,
-        partial,
-        counters(device),
-        num_tokens,
-        num_outputs,
-        num_inputs,
-        x.stride(0),
-        BLOCK_M=block_m,
-        BLOCK_N=config.block_n,
-        BLOCK_K=config.block_k,
-        SPLIT=config.split,
-        GATE=gate,
-        HAS_SCALE=scale is not None,
-        HAS_BIAS=bias is not None,
-        HAS_ONTO=onto is not None,
-        IS_EVEN=is_even,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
-        **overlap(device),
-        num_warps=config.warps,
+        x, weight, scale if scale is not None else weight, bias if bias is not None else weight,
+        onto if onto is not None else x, out, partial, counters(device), num_tokens, num_outputs,
+        num_inputs, x.stride(0),
+        BLOCK_M=block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, SPLIT=config.split, GATE=gate,
+        HAS_SCALE=scale is not None, HAS_BIAS=bias is not None, HAS_ONTO=onto is not None, IS_EVEN=is_even,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", **overlap(device), num_warps=config.warps,
         num_stages=config.stages,
-    )
+    )  # fmt: skip
     return out
 
 
@@ -264,7 +245,7 @@ def _round_tokens(x, out, scales, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
 
 
 def can_read(values: Tensor, dtype: torch.dtype) -> bool:
-    """Whether the kernels can convert such values to `dtype` on this GPU."""
+    """Return whether the kernels can convert such values to `dtype` on this GPU."""
     if values.dtype != torch.float8_e4m3fn or not values.is_cuda or dtype == torch.bfloat16:
         return True
     return has_fp8(values.device)
@@ -277,19 +258,14 @@ def fp8_product(x: Tensor, values: Tensor, scale: Tensor) -> Tensor:
     rounded = torch.empty_like(x, dtype=values.dtype)
     scales = torch.empty((num_tokens, 1), dtype=torch.float32, device=x.device)
     _round_tokens[(num_tokens,)](
-        x,
-        rounded,
-        scales,
-        size,
-        BLOCK=triton.next_power_of_2(size),
-        **overlap(x.device),
-        num_warps=8,
-    )
+        x, rounded, scales, size,
+        BLOCK=triton.next_power_of_2(size), **overlap(x.device), num_warps=8,
+    )  # fmt: skip
     return torch._scaled_mm(rounded, values.T, scale_a=scales, scale_b=scale.view(1, -1), out_dtype=x.dtype)
 
 
 def takes(x: Tensor, weight: Tensor, *, is_fast: bool = False) -> bool:
-    """Whether this kernel multiplies tokens x [M, K] instead of cuBLAS, which is as fast for many tokens.
+    """Return whether this kernel multiplies x [M, K], not cuBLAS, which is as fast for many tokens.
 
     In float32, without tensor cores, only this kernel adds in one order for every M. cuBLAS reads weights
     with many rows at the speed of memory for more than a few tokens. For few rows it chooses kernels that
@@ -320,12 +296,7 @@ def _large(multiprocessors: int) -> int:
 
 @functools.cache
 def choose(
-    block_m: int,
-    num_outputs: int,
-    num_inputs: int,
-    element_bytes: int,
-    is_gated: bool,
-    device: torch.device,
+    block_m: int, num_outputs: int, num_inputs: int, element_bytes: int, is_gated: bool, device: torch.device
 ) -> Config:
     """Choose the division of a product without split sums.
 
@@ -370,12 +341,7 @@ def _fitted(config: Config, block_m: int, num_parts: int, shared_memory: int) ->
 
 @functools.cache
 def choose_split(
-    block_m: int,
-    num_outputs: int,
-    num_inputs: int,
-    element_bytes: int,
-    is_gated: bool,
-    device: torch.device,
+    block_m: int, num_outputs: int, num_inputs: int, element_bytes: int, is_gated: bool, device: torch.device
 ) -> Config:
     """Choose the division of a product whose sums may be split; measured like `choose`."""
     multiprocessors = num_multiprocessors(device)

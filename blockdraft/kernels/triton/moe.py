@@ -1,17 +1,17 @@
 """Mixtures of experts on a GPU: two grouped products over the pairs that `routing` grouped, and their sum.
 
 Scratch rows are in the order of the pairs, token * K + index of the choice. A pair's bits depend only on its
-token's row and its expert: sums run over the columns in one fixed order, and a tile's other rows do not
-matter. The tile's height changes at MAX_FEW pairs; on Hopper, where a tensor core adds in one way for every
-shape of tile, the bits do not. If columns share a scale, all heights take the same number of columns in a
-step.
+token's row and its expert: sums run over the columns in one fixed order. The tile's height changes at MAX_FEW
+pairs; on Hopper, where a tensor core adds in one way for every shape of tile, the bits do not. If columns
+share a scale, all heights take the same number of columns in a step.
 
-A shared expert that is stored like the routed ones runs with them: its tiles, of tokens in order, are behind
-the routed ones, and so are its scratch rows, one per token.
+A shared expert that is stored like the routed ones runs with them: its tiles, of tokens in order, and its
+scratch rows, one per token, follow the routed ones.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -252,14 +252,13 @@ def run_experts(
     shared = None if beside is None or isinstance(beside.value, Tensor) else beside.value
     num_rows = num_pairs if shared is None else num_pairs + num_tokens
     hidden, outputs = x.new_empty(num_rows, inner), x.new_empty(num_rows, x.shape[1])
-    is_single = num_tokens == 1 and choice.groups is not None
+    is_single = num_tokens == 1 and choice.groups is not None  # tiles as `route_and_group` leaves them
+    launch = functools.partial(_launch, groups=groups, shape=ids.shape, is_single=is_single)
     both = None if shared is None else (shared.gate, shared.up)
-    product = Product((parts.gate, parts.up), both, gated, is_single)
-    _launch(x.contiguous(), hidden, groups, product, activation, ids.shape)
+    launch(x.contiguous(), hidden, (parts.gate, parts.up), both, config=gated, activation=activation)
     if beside is not None and shared is not None:
         beside = beside._replace(value=outputs[num_pairs:])
-    product = Product((parts.down,), None if shared is None else (shared.down,), last, is_single)
-    _launch(hidden, outputs, groups, product, None, ids.shape)
+    launch(hidden, outputs, (parts.down,), None if shared is None else (shared.down,), config=last)
     return combine(outputs[:num_pairs].view(num_tokens, num_chosen, -1), choice.weights, beside, onto)
 
 
@@ -286,62 +285,40 @@ def choose_config(part: Matrices, dtype: torch.dtype, num_pairs: int, num_parts:
     return config
 
 
-class Product(NamedTuple):
-    """The weights of one launch: gate and up, or down, of the routed experts and of the shared one."""
-
-    routed: tuple[Matrices, ...]
-    shared: tuple[Matrices, ...] | None
-    config: Config
-    is_single: bool  # one token, whose tiles are as `route_and_group` leaves them
-
-
 def _launch(
     x: Tensor,
     out: Tensor,
+    routed: tuple[Matrices, ...],
+    shared: tuple[Matrices, ...] | None,
+    *,
     groups: Groups,
-    product: Product,
-    activation: Activation | None,
     shape: torch.Size,
+    config: Config,
+    activation: Activation | None = None,
+    is_single: bool,
 ) -> None:
-    """Launch one product; `shape` [N, K] is that of the choice."""
-    (order, tiles), config = groups, product.config
-    first = product.routed[0]
+    """Launch one product, of gate and up or of down; `shape` [N, K] is that of the choice."""
+    order, tiles = groups
+    first = routed[0]
     num_experts, rows, _ = first.values.shape
     is_fp4 = first.values.dtype == torch.uint8
     columns = first.values.shape[2] * (2 if is_fp4 else 1)
     num_tokens, num_chosen = shape
-    num_shared = 0 if product.shared is None else triton.cdiv(num_tokens, config.block_m)
+    num_shared = 0 if shared is None else triton.cdiv(num_tokens, config.block_m)
     grid = (tiles.shape[1] + num_shared, triton.cdiv(rows, config.block_n))
     _experts_kernel[grid](
-        x,
-        out,
-        order,
-        tiles,
-        tiles.shape[1],
-        num_tokens,
-        *_pointers(product.routed),
-        *_pointers(product.shared),
-        *first.values.stride()[:2],
+        x, out, order, tiles, tiles.shape[1], num_tokens, *_pointers(routed),
+        *_pointers(shared), *first.values.stride()[:2],
         *((0, 0) if first.scale is None else first.scale.stride()[:2]),
         0 if first.bias is None else first.bias.stride(0),
-        NUM_EXPERTS=num_experts,
-        NUM_CHOSEN=num_chosen,
-        ROWS=rows,
-        COLUMNS=columns,
-        SCALE_ROWS=first.block[0],
-        SCALE_COLUMNS=0 if first.scale is None else first.block[1],
-        IS_FP4=is_fp4,
-        KIND=None if activation is None else activation.kind,
+        NUM_EXPERTS=num_experts, NUM_CHOSEN=num_chosen, ROWS=rows, COLUMNS=columns,
+        SCALE_ROWS=first.block[0], SCALE_COLUMNS=0 if first.scale is None else first.block[1],
+        IS_FP4=is_fp4, KIND=None if activation is None else activation.kind,
         LIMIT=None if activation is None else activation.limit,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
-        BLOCK_K=config.block_k,
-        IS_SINGLE=product.is_single,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        **overlap(x.device),
-    )
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n, BLOCK_K=config.block_k, IS_SINGLE=is_single,
+        num_warps=config.num_warps, num_stages=config.num_stages, **overlap(x.device),
+    )  # fmt: skip
 
 
 def _pointers(parts: tuple[Matrices, ...] | None) -> list[Tensor | None]:
@@ -411,17 +388,8 @@ def combine(
     assert value is None or isinstance(value, Tensor)
     block = min(512, triton.next_power_of_2(size))
     _combine_kernel[(num_tokens, triton.cdiv(size, block))](
-        outputs,
-        weights.contiguous(),
-        gate,
-        None if value is None else value.contiguous(),
-        None if onto is None else onto.contiguous(),
-        total,
-        0 if gate is None else gate.stride(0),
-        SIZE=size,
-        NUM_CHOSEN=num_chosen,
-        BLOCK=block,
-        num_warps=2,
-        **overlap(outputs.device),
-    )
+        outputs, weights.contiguous(), gate, None if value is None else value.contiguous(),
+        None if onto is None else onto.contiguous(), total, 0 if gate is None else gate.stride(0),
+        SIZE=size, NUM_CHOSEN=num_chosen, BLOCK=block, num_warps=2, **overlap(outputs.device),
+    )  # fmt: skip
     return total

@@ -48,17 +48,10 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     block = triton.next_power_of_2(size)
     _rms_norm[(flat.shape[0],)](
-        flat,
-        weight if weight is not None else flat,
-        out,
-        flat.stride(0),
-        size,
-        eps,
-        BLOCK=block,
-        HAS_WEIGHT=weight is not None,
-        **overlap(x.device),
+        flat, weight if weight is not None else flat, out, flat.stride(0), size, eps,
+        BLOCK=block, HAS_WEIGHT=weight is not None, **overlap(x.device),
         num_warps=max(1, min(16, block // 512)),
-    )
+    )  # fmt: skip
     return out
 
 
@@ -114,16 +107,9 @@ def gate_heads(x: Tensor, gate: Tensor) -> Tensor:
     assert gate.stride(2) == 1, "a head without gaps"
     out = torch.empty_like(x)
     _gate_heads[(num_tokens, num_heads)](
-        x,
-        gate,
-        out,
-        size,
-        gate.stride(0),
-        gate.stride(1),
-        BLOCK=triton.next_power_of_2(size),
-        **overlap(x.device),
-        num_warps=2,
-    )
+        x, gate, out, size, gate.stride(0), gate.stride(1),
+        BLOCK=triton.next_power_of_2(size), **overlap(x.device), num_warps=2,
+    )  # fmt: skip
     return out
 
 
@@ -157,21 +143,10 @@ def locate(
     positions = torch.empty(num_tokens, dtype=torch.int64, device=rows.device)
     slots = torch.empty_like(positions)
     _locate[(triton.cdiv(num_tokens, 128),)](
-        page_table,
-        rows,
-        starts,
-        offsets,
-        positions,
-        slots,
-        page_table.shape[1],
-        page_size,
-        len(rows),
+        page_table, rows, starts, offsets, positions, slots, page_table.shape[1], page_size, len(rows),
         num_tokens,
-        BLOCK=128,
-        BLOCK_R=32,
-        **overlap(rows.device),
-        num_warps=4,
-    )
+        BLOCK=128, BLOCK_R=32, **overlap(rows.device), num_warps=4,
+    )  # fmt: skip
     return positions, slots
 
 
@@ -258,12 +233,7 @@ def _norm_rope_write(
 
 
 def norm_rope_write(
-    q: Tensor | None,
-    k: Tensor,
-    v: Tensor,
-    norms: HeadNorms | None,
-    angles: Angles,
-    slots: Slots,
+    q: Tensor | None, k: Tensor, v: Tensor, norms: HeadNorms | None, angles: Angles, slots: Slots
 ) -> Tensor | None:
     """Normalise and rotate q [N, H, D] and k [N, G, D], and write k and v [N, G, D] to their slots."""
     num_tokens, num_kv_heads, size = k.shape
@@ -277,37 +247,13 @@ def norm_rope_write(
     given = k if q is None else q
     rotation = slots.rotation
     _norm_rope_write[(num_tokens, tiles)](
-        given,
-        k,
-        v,
-        k if norms is None else norms.q,
-        k if norms is None else norms.k,
-        cos,
-        sin,
-        q_out if q_out is not None else k,
-        slots.keys,
-        slots.values,
-        slots.slot_ids,
+        given, k, v, k if norms is None else norms.q, k if norms is None else norms.k, cos, sin,
+        q_out if q_out is not None else k, slots.keys, slots.values, slots.slot_ids,
         k if rotation is None else rotation.signs.float().contiguous(),
-        k if rotation is None else rotation.centre.float().contiguous(),
-        num_heads,
-        num_kv_heads,
-        slots.keys.shape[1],
-        size,
-        2 * cos.shape[-1],
-        0.0 if norms is None else norms.eps,
-        given.stride(0),
-        given.stride(1),
-        k.stride(0),
-        k.stride(1),
-        v.stride(0),
-        v.stride(1),
-        BLOCK_H=block_h,
-        BLOCK_D=triton.next_power_of_2(size),
-        HAS_NORM=norms is not None,
-        HAS_Q=q is not None,
-        ROTATED=0 if rotation is None else size,
-        **overlap(k.device),
-        num_warps=2,
-    )
+        k if rotation is None else rotation.centre.float().contiguous(), num_heads, num_kv_heads,
+        slots.keys.shape[1], size, 2 * cos.shape[-1], 0.0 if norms is None else norms.eps, given.stride(0),
+        given.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+        BLOCK_H=block_h, BLOCK_D=triton.next_power_of_2(size), HAS_NORM=norms is not None,
+        HAS_Q=q is not None, ROTATED=0 if rotation is None else size, **overlap(k.device), num_warps=2,
+    )  # fmt: skip
     return q_out

@@ -109,19 +109,10 @@ def route(
     if num_tokens == 0:
         return weights, ids
     _route_kernel[(num_tokens,)](
-        logits,
-        expert_scale,
-        weights,
-        ids,
-        num_tokens,
-        logits.stride(0),
-        NUM_EXPERTS=num_experts,
-        NUM_CHOSEN=num_chosen,
-        BLOCK=triton.next_power_of_2(num_experts),
-        IS_OVER_ALL=is_over_all,
-        num_warps=1,
-        **overlap(logits.device),
-    )
+        logits, expert_scale, weights, ids, num_tokens, logits.stride(0),
+        NUM_EXPERTS=num_experts, NUM_CHOSEN=num_chosen, BLOCK=triton.next_power_of_2(num_experts),
+        IS_OVER_ALL=is_over_all, num_warps=1, **overlap(logits.device),
+    )  # fmt: skip
     return weights, ids
 
 
@@ -197,31 +188,18 @@ def group(ids: Tensor, num_experts: int, block_m: int) -> Groups:
         experts = torch.arange(num_experts + 1, device=ids.device)
         starts = torch.searchsorted(ranked, experts)
         _tiles_kernel[(1,)](
-            starts,
-            tiles,
-            num_tiles,
-            NUM_EXPERTS=num_experts,
-            BLOCK_M=block_m,
-            BLOCK_X=triton.next_power_of_2(num_experts),
-        )
+            starts, tiles, num_tiles,
+            NUM_EXPERTS=num_experts, BLOCK_M=block_m, BLOCK_X=triton.next_power_of_2(num_experts),
+        )  # fmt: skip
         return order.to(torch.int32), tiles
     order = ids.new_empty(num_pairs, dtype=torch.int32)
     pairs = max(16, triton.next_power_of_2(num_pairs))
     share = min(pairs, 32)
     _group_kernel[(triton.cdiv(num_pairs, share),)](
-        ids,
-        order,
-        tiles,
-        num_pairs,
-        num_tiles,
-        NUM_EXPERTS=num_experts,
-        PAIRS=pairs,
-        SHARE=share,
-        BLOCK_M=block_m,
-        BLOCK_X=triton.next_power_of_2(num_experts + 1),
-        num_warps=4,
-        **overlap(ids.device),
-    )
+        ids, order, tiles, num_pairs, num_tiles,
+        NUM_EXPERTS=num_experts, PAIRS=pairs, SHARE=share, BLOCK_M=block_m,
+        BLOCK_X=triton.next_power_of_2(num_experts + 1), num_warps=4, **overlap(ids.device),
+    )  # fmt: skip
     return order, tiles
 
 
@@ -254,7 +232,7 @@ def _route_and_group_kernel(
 
 
 def can_group_at_once(num_tokens: int, num_experts: int, num_chosen: int) -> bool:
-    """Whether one program can hold the logits of all tokens, and the tiles are low."""
+    """Return whether one program can hold the logits of all tokens, and the tiles are low."""
     num_logits = triton.next_power_of_2(num_tokens) * triton.next_power_of_2(num_experts)
     return 0 < num_tokens * num_chosen <= MAX_FEW and num_logits <= MAX_LOGITS
 
@@ -271,24 +249,10 @@ def route_and_group(
     tiles = logits.new_empty(3, max_tiles(num_pairs, num_experts, LOW), dtype=torch.int32)
     tokens, block = triton.next_power_of_2(num_tokens), triton.next_power_of_2(num_experts)
     _route_and_group_kernel[(1,)](
-        logits,
-        expert_scale,
-        weights,
-        ids,
-        order,
-        tiles,
-        num_tokens,
-        tiles.shape[1],
-        logits.stride(0),
-        NUM_EXPERTS=num_experts,
-        NUM_CHOSEN=num_chosen,
-        TOKENS=tokens,
-        BLOCK=block,
-        BLOCK_M=LOW,
-        IS_OVER_ALL=is_over_all,
-        num_warps=min(8, max(1, tokens * block // 256)),
-        **overlap(logits.device),
-    )
+        logits, expert_scale, weights, ids, order, tiles, num_tokens, tiles.shape[1], logits.stride(0),
+        NUM_EXPERTS=num_experts, NUM_CHOSEN=num_chosen, TOKENS=tokens, BLOCK=block, BLOCK_M=LOW,
+        IS_OVER_ALL=is_over_all, num_warps=min(8, max(1, tokens * block // 256)), **overlap(logits.device),
+    )  # fmt: skip
     return weights, ids, (order, tiles)
 
 

@@ -1,12 +1,12 @@
-"""`choose` without sorting the vocabulary, with all parameters read from the tables on the device.
+"""`choose` without sorting the vocabulary, with all parameters read from the tables on the device; `forbid`.
 
-See `kernels/sampling.py` for the contract. The vocabulary is divided into chunks of CHUNK tokens, the same
+See `kernels/sampling.py` for the contracts. The vocabulary is divided into chunks of CHUNK tokens, the same
 for every batch, and the chunks' results are merged in order: a token depends only on its own column.
 
-1. `_scan`: the best token of each chunk, greedy or with noise; of filtered rows only the likeliest score.
+1. `_scan`: the best token of each chunk, greedy or with noise; of filtered rows only the largest score.
 2. `_bound`: for rows with top_k, the last token that top_k keeps.
 3. `_draw`: for filtered rows, the best noisy token of each chunk among those that min_p and top_k keep.
-4. `_weigh`: the probability mass ranked before that candidate, and all of it.
+4. `_weigh`: the probability mass ranked before that candidate, and the whole mass.
 5. `_draw` and `_weigh` again. If top_p does not keep a candidate, it keeps none ranked after it, so the next
    candidate is searched among the tokens ranked before it.
 6. `_settle`: merges, writes the result, and repeats step 5 itself for the few columns that need it.
@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from blockdraft.kernels.sampling import SamplingBatch
+from blockdraft.kernels.sampling import Allowed, SamplingBatch
 from blockdraft.kernels.sampling_tables import Real, Whole
 from blockdraft.kernels.triton.launch import let_next_start, num_multiprocessors, overlap, wait_for_previous
 from blockdraft.kernels.triton.scores import (
@@ -38,6 +38,7 @@ from blockdraft.kernels.triton.scores import (
 CHUNK = tl.constexpr(2048)  # tokens; part of the bits of the sums
 GROUP = tl.constexpr(64)  # tokens whose largest score `_scan` keeps for `_bound`
 MAX_GROUPS = tl.constexpr(128)  # that `_bound` holds at once: enough for top_k up to 128 without ties
+_WORDS = 64  # of 32 tokens each, in one program of `_forbid`
 
 _TOP_P = tl.constexpr(int(Real.TOP_P))
 _LOG_MIN_P = tl.constexpr(int(Real.LOG_MIN_P))
@@ -95,7 +96,7 @@ def _merge_weights(weights, index, num_chunks, CHUNKS: tl.constexpr):
 
 @triton.jit
 def _is_kept(before, total, row, real):
-    """Whether top_p keeps a token; the likeliest has no mass before it."""
+    """Return whether top_p keeps a token; the likeliest has no mass before it."""
     top_p = tl.load(real + row * NUM_REAL + _TOP_P)
     return (top_p >= 1.0) | (before == 0.0) | (before < top_p * total)
 
@@ -466,3 +467,31 @@ def _chunks_per_program(num_columns: int, num_chunks: int, num_multiprocessors: 
     """Enough programs to fill the device, few enough that those with nothing to do cost little."""
     wanted = max(1, 32 * num_multiprocessors // num_columns)
     return -(-num_chunks // min(num_chunks, wanted))
+
+
+@triton.jit(do_not_specialize=["width"])
+def _forbid(
+    logits, words, counts, width, vocab_size, num_words,
+    NEVER: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
+    column = tl.program_id(0).to(tl.int64)
+    if column % width < tl.load(counts + column // width):
+        word = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
+        bits = tl.load(words + column * num_words + word, mask=word < num_words, other=0)
+        bit = tl.arange(0, 32)
+        token = word[:, None] * 32 + bit[None, :]
+        is_forbidden = ((bits[:, None] >> bit[None, :]) & 1) == 0
+        never = tl.full((WORDS, 32), NEVER, logits.dtype.element_ty)
+        tl.store(logits + column * vocab_size + token, never, mask=is_forbidden & (token < vocab_size))
+
+
+def forbid(logits: Tensor, allowed: Allowed) -> None:
+    """sampling.reference_forbid: writes forbidden logits only, and reads none."""
+    num_rows, width, vocab_size = logits.shape
+    num_words = allowed.words.shape[-1]
+    assert logits.is_contiguous()
+    assert allowed.words.is_contiguous()
+    _forbid[(num_rows * width, triton.cdiv(num_words, _WORDS))](
+        logits, allowed.words, allowed.counts, width, vocab_size, num_words,
+        NEVER=float("-inf"), WORDS=_WORDS, num_warps=4,
+    )  # fmt: skip

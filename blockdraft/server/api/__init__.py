@@ -5,7 +5,7 @@ A request: `fields.parse` checks the body once. The Responses and the Messages A
 
 A token on its way back: the engine's `Delta` -> `choices.AnswerChoice.push` -> `AnswerPiece`, in which
 thoughts, text and tool calls are apart -> a writer's dictionary (`chat.answers`, or by way of
-`translation.AnswerParts` the writers of the other two) -> JSON. `streaming` takes the deltas and sends the
+`translation.PartsWriter` the writers of the other two) -> JSON. `streaming` takes the deltas and sends the
 result, whole or as events.
 
 The modules of this folder serve all APIs; what belongs to one of them is in its own folder.

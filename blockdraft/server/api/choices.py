@@ -13,23 +13,15 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 
 from blockdraft.engine.request import Delta, Metrics, TokenLogprobs
-from blockdraft.server.api.chat.schemas import (
-    CalledFunction,
-    DraftStep,
-    InvalidCall,
-    RequestMetrics,
-    SpeculativeMetrics,
-    ToolCall,
-)
+from blockdraft.server.api.chat import schemas
 from blockdraft.server.api.schemas import AnswerEnd
 from blockdraft.text.detokenizer import Detokenizer
 from blockdraft.text.tokenizer import Tokenizer
+from blockdraft.tool_calls.checking import call_problem
 from blockdraft.tool_calls.pieces import FunctionTool, Span
 from blockdraft.tool_calls.pieces import ToolCallPiece as ToolCallPiece
-from blockdraft.tool_calls.reading import AnswerReader
-from blockdraft.tool_calls.tags import TagFilter
+from blockdraft.tool_calls.reading import AnswerReader, TagFilter
 from blockdraft.tool_calls.thoughts import Splitter, ThoughtCounter
-from blockdraft.tool_calls.typed import call_problem
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +36,7 @@ class AnswerPiece:
     tool_calls: tuple[ToolCallPiece, ...]
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...]
-    draft: DraftStep | None
+    draft: schemas.DraftStep | None
     is_first: bool
     finish_reason: AnswerEnd | None
     stop_reason: str | int | None
@@ -68,7 +60,7 @@ class AnswerChoice:
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     metrics: Metrics | None = None
     num_tokens: int = 0
-    invalid_calls: list[InvalidCall] = field(default_factory=list)  # known when the answer is over
+    invalid_calls: list[schemas.InvalidCall] = field(default_factory=list)  # known when the answer is over
 
     def push(self, delta: Delta) -> AnswerPiece:
         """Remember and return what `delta` adds."""
@@ -100,7 +92,7 @@ class AnswerChoice:
         return piece
 
     def _divide(self, text: str, is_last: bool) -> tuple[Span, ...]:
-        """The text as thoughts, text and calls; no span is empty."""
+        """Return the text as thoughts, text and calls; no span is empty."""
         reasoning = ""
         if self.markup is not None:
             text = self.markup.push(text, is_last)
@@ -113,7 +105,7 @@ class AnswerChoice:
         return (Span("reasoning", reasoning), *spans) if reasoning else spans
 
     def _end(self, delta: Delta) -> AnswerEnd | None:
-        """The finish reason: "tool_calls" if there was a call and the model stopped by itself."""
+        """Return the finish reason: "tool_calls" if there was a call and the model stopped by itself."""
         if delta.finish_reason is not None and self.is_dropped:
             return "length"
         if delta.finish_reason == "stop" and self.reader is not None and self.reader.num_calls:
@@ -129,18 +121,18 @@ class AnswerChoice:
         return "".join(piece.reasoning for piece in self.pieces)
 
     @property
-    def tool_calls(self) -> list[ToolCall]:
-        """The complete calls."""
-        calls: list[ToolCall] = []
+    def tool_calls(self) -> list[schemas.ToolCall]:
+        """Return the complete calls."""
+        calls: list[schemas.ToolCall] = []
         for call in (call for piece in self.pieces for call in piece.tool_calls):
             if call.id is not None:
-                function: CalledFunction = {"name": call.name or "", "arguments": ""}
+                function: schemas.CalledFunction = {"name": call.name or "", "arguments": ""}
                 calls.append({"id": call.id, "type": "function", "function": function})
             calls[call.index]["function"]["arguments"] += call.arguments
         return calls
 
-    def _check_calls(self) -> Iterator[InvalidCall]:
-        """The calls that do not match their tool's schema: they are sent all the same, and named."""
+    def _check_calls(self) -> Iterator[schemas.InvalidCall]:
+        """Yield the calls that do not match their tool's schema: they are sent all the same, and named."""
         for index, call in enumerate(self.tool_calls):
             name, arguments = call["function"]["name"], call["function"]["arguments"]
             problem = call_problem(arguments, self.tools[name])
@@ -157,7 +149,7 @@ class AnswerChoice:
         return [item for piece in self.pieces for item in piece.logprobs]
 
     @property
-    def draft_steps(self) -> list[DraftStep]:
+    def draft_steps(self) -> list[schemas.DraftStep]:
         return [piece.draft for piece in self.pieces if piece.draft is not None]
 
     @property
@@ -171,7 +163,7 @@ class DraftMarks:
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Items[int], *, skip_special_tokens: bool) -> None:
         self._detokenizer = Detokenizer(tokenizer, prompt_ids, skip_special_tokens)
 
-    def push(self, delta: Delta) -> DraftStep:
+    def push(self, delta: Delta) -> schemas.DraftStep:
         tokens = [self._detokenizer.push((token_id,)) for token_id in delta.token_ids]
         if delta.finish_reason is not None:
             tokens[-1] += self._detokenizer.flush()
@@ -182,7 +174,7 @@ class DraftMarks:
 # ---- metrics
 
 
-def request_metrics(found: Items[Metrics], steps: Items[DraftStep]) -> RequestMetrics:
+def request_metrics(found: Items[Metrics], steps: Items[schemas.DraftStep]) -> schemas.RequestMetrics:
     """Return the figures of all choices together, defined as vLLM does ("Per-Request Metrics" of its docs).
 
     Tokens and steps are summed. Times run from the first choice that began to the last that ended.
@@ -203,12 +195,12 @@ def request_metrics(found: Items[Metrics], steps: Items[DraftStep]) -> RequestMe
     }
 
 
-def _speculative(found: Items[Metrics], steps: Items[DraftStep]) -> SpeculativeMetrics:
+def _speculative(found: Items[Metrics], steps: Items[schemas.DraftStep]) -> schemas.SpeculativeMetrics:
     accepted = _summed([one.accepted for one in found])
     num_steps, num_drafted = sum(one.steps for one in found), sum(one.drafted for one in found)
     # at_least[i]: steps that accepted i drafts or more
     at_least = (num_steps, *accepted, 0)
-    summary: SpeculativeMetrics = {
+    summary: schemas.SpeculativeMetrics = {
         "mean_acceptance_length": round(1 + sum(accepted) / num_steps, 4),
         "draft_acceptance_rate": round(sum(accepted) / num_drafted, 4),
         "acceptance_histogram": [at_least[i] - at_least[i + 1] for i in range(len(at_least) - 1)],
@@ -224,7 +216,7 @@ def _speculative(found: Items[Metrics], steps: Items[DraftStep]) -> SpeculativeM
 
 
 def _summed(rows: Items[tuple[int, ...]]) -> list[int]:
-    """The sums by position; short rows count as zeros."""
+    """Return the sums by position; short rows count as zeros."""
     return [sum(column) for column in zip_longest(*rows, fillvalue=0)]
 
 

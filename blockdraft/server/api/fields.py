@@ -97,11 +97,11 @@ class AnyBody(StrictFields):
 
     @property
     def ignored_fields(self) -> tuple[str, ...]:
-        """Names in the body that the API does not know, `temprature` for one."""
+        """Return the names in the body that the API does not know, `temprature` for one."""
         return self._ignored
 
     def check(self) -> None:
-        """Raises RequestError for fields that do not go together."""
+        """Raise RequestError for fields that do not go together."""
 
 
 # ---- types of fields
@@ -113,20 +113,20 @@ StopString = Annotated[str, Field(max_length=MAX_STOP_CHARS)]
 
 
 def needs(name: str, value: str, other: str) -> JsonDict:
-    """The schema of an object that needs the field `other` if `name` has this value."""
+    """Return the schema of an object that needs the field `other` if `name` has this value."""
     then: JsonDict = {"required": [other], "properties": {other: {"not": {"type": "null"}}}}
     return {"if": {"required": [name], "properties": {name: {"const": value}}}, "then": then}
 
 
 def whole(value: object) -> object:
-    """5.0 becomes 5: JSON has one kind of number, and some clients write integers so. Lists are searched."""
+    """Return 5 for 5.0: JSON has one kind of number, and some clients write integers so. Lists too."""
     if isinstance(value, list) and any(isinstance(item, float | list) for item in value):
         return [whole(item) for item in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def an_object(value: object) -> dict[str, object]:
-    """A validator of pydantic's for a JSON object whose fields other code reads."""
+    """Validate, for pydantic, a JSON object whose fields other code reads."""
     if not isinstance(value, dict):
         raise PydanticCustomError("dict_type", "Input should be an object")
     return value
@@ -162,7 +162,7 @@ class Speculative(StrictFields):
 
 
 def _as_speculative(value: object) -> object:
-    """False means no speculation, true the server's."""
+    """Return the fields for a boolean: false is no speculation, true the server's."""
     if isinstance(value, bool):
         return {} if value else {"width": 1}
     return {name: whole(item) for name, item in value.items()} if isinstance(value, dict) else value
@@ -188,12 +188,12 @@ def parse(kind: type[BodyT], body: bytes) -> BodyT:
 
 
 def _is_same(value: object, other: object) -> bool:
-    """Whether two values are equal in JSON, where false is not 0."""
+    """Return whether two values are equal in JSON, where false is not 0."""
     return isinstance(value, bool) is isinstance(other, bool) and value == other
 
 
 def validate(kind: type[BodyT], given: Mapping[str, object]) -> BodyT:
-    """The fields as a request of this kind. Raises RequestError."""
+    """Return the fields as a request of this kind. Raises RequestError."""
     try:
         asked = kind.model_validate(given)
     except ValidationError as error:
@@ -207,7 +207,7 @@ def validate(kind: type[BodyT], given: Mapping[str, object]) -> BodyT:
 
 
 def _path(given: object, error: ErrorDetails) -> Iterator[str | int]:
-    """The path of an error in the body, without the names of types that pydantic puts in."""
+    """Yield the path of an error in the body, without the names of types that pydantic puts in."""
     value = given
     for number, part in enumerate(error["loc"]):
         is_missing = error["type"] == "missing" and number == len(error["loc"]) - 1
@@ -220,7 +220,7 @@ def _path(given: object, error: ErrorDetails) -> Iterator[str | int]:
 
 
 def _likeliest(errors: list[ErrorDetails]) -> ErrorDetails:
-    """If a field may have several types, the error of the type that the value comes nearest to."""
+    """Return the error of the type that the value comes nearest to, if a field may have several."""
     same = (one for one in errors if one["loc"][:1] == errors[0]["loc"][:1])
     return max(same, key=lambda one: (len(one["loc"]), not one["type"].endswith("_type")))
 
@@ -230,7 +230,7 @@ def _likeliest(errors: list[ErrorDetails]) -> ErrorDetails:
 
 @contextmanager
 def field_at_fault(field: str) -> Iterator[None]:
-    """A RequestError without a field gets this one. Also a decorator."""
+    """Give a RequestError without a field this one. Also a decorator."""
     try:
         yield
     except RequestError as error:
@@ -239,7 +239,7 @@ def field_at_fault(field: str) -> Iterator[None]:
 
 @contextmanager
 def renamed(names: Mapping[str, str]) -> Iterator[None]:
-    """Errors about a field of a chat request name the field that it was made from."""
+    """Let errors about a field of a chat request name the field that it was made from."""
     try:
         yield
     except RequestError as error:
@@ -257,7 +257,7 @@ class IgnoredFields:
         self._logged: set[str] = set()
 
     def tell(self, response: Response, asked: AnyBody) -> Response:
-        """The response, with the header if fields were ignored."""
+        """Return the response, with the header if fields were ignored."""
         if asked.ignored_fields:
             names = [_UNSAFE.sub("?", name) for name in asked.ignored_fields[:MAX_SHOWN]]
             response.headers[IGNORED_HEADER] = ", ".join(names)

@@ -7,6 +7,7 @@ import functools
 import time
 from collections.abc import Callable, Coroutine
 from collections.abc import Sequence as Items
+from datetime import UTC, datetime
 from typing import ParamSpec, TypeVar
 
 from starlette.concurrency import run_in_threadpool
@@ -25,25 +26,30 @@ from blockdraft.server.api.chat.fields import (
     DetokenizeRequest,
     TokenizeRequest,
 )
-from blockdraft.server.api.chat.prepare import Dialect, PreparedChat, find_dialect, prepare_chat, tokenize
-from blockdraft.server.api.chat.prompts import (
+from blockdraft.server.api.chat.prepare import (
+    Dialect,
+    PreparedChat,
     check_prompts,
-    check_scores,
     check_tokens,
     echoed_texts,
     encode_prompts,
+    find_dialect,
+    prepare_chat,
     token_texts,
+    tokenize,
 )
 from blockdraft.server.api.chat.schemas import Text, Tokens
-from blockdraft.server.api.fields import AnyBody, BodyT, IgnoredFields, field_at_fault, parse, renamed
-from blockdraft.server.api.models_list import model_card, model_response, models_response
-from blockdraft.server.api.schemas import AnswerObject
+from blockdraft.server.api.fields import BodyT, IgnoredFields, field_at_fault, parse, renamed
+from blockdraft.server.api.messages.schemas import ModelInfo
+from blockdraft.server.api.schemas import AnswerObject, ModelCard
 from blockdraft.server.api.streaming import Writer, respond
 from blockdraft.server.engine_link.remote_engine import RemoteEngine
 from blockdraft.server.http.body import shown
 from blockdraft.server.http.exchange import exchange_of
 from blockdraft.server.http.large_json import json_response
+from blockdraft.server.http.replies import VERSION_HEADER
 from blockdraft.server.http.routing import NotReady
+from blockdraft.settings.model_source import public_id
 from blockdraft.text.tokenizer import Tokenizer
 
 P = ParamSpec("P")
@@ -63,7 +69,7 @@ class ApiHost:
         self.name = name
         self._created = int(time.time())
         self._tool_format = tool_format
-        self._ignored = IgnoredFields()
+        self.ignored = IgnoredFields()
         self._find_dialect = functools.cache(find_dialect)
 
     def routes(self) -> list[Route]:
@@ -77,13 +83,35 @@ class ApiHost:
         ]
 
     async def models(self, request: Request) -> Response:
-        _, info = self._ready()
-        return models_response(request, model_card(self.name, self._created, info), info)
+        """Return the list of models: one."""
+        model, query = self._model(request), request.query_params
+        if VERSION_HEADER not in request.headers:
+            return JSONResponse({"object": "list", "data": [model]})
+        is_here = model["id"] not in (query.get("after_id"), query.get("before_id"))
+        data, name = ([model], model["id"]) if is_here else ([], None)
+        return JSONResponse({"data": data, "first_id": name, "last_id": name, "has_more": False})
 
     async def model(self, request: Request) -> Response:
-        _, info = self._ready()
+        model = self._model(request)
         self._check_model(request.path_params["model"])
-        return model_response(request, model_card(self.name, self._created, info), info)
+        return JSONResponse(model)
+
+    def _model(self, request: Request) -> ModelCard | ModelInfo:
+        """Return the model in the shape that the client's API has."""
+        _, info = self._ready()
+        if VERSION_HEADER in request.headers:
+            begun = datetime.fromtimestamp(self._created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+            return {"type": "model", "id": self.name, "display_name": info.target_title, "created_at": begun}
+        return {
+            "id": self.name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "blockdraft",
+            "root": public_id(info.target),
+            "parent": None,
+            "max_model_len": info.max_model_len,
+            "permission": [],
+        }
 
     def _ready(self) -> tuple[Tokenizer, EngineInfo]:
         tokenizer, info = self.engine.tokenizer, self.engine.engine_info
@@ -133,7 +161,9 @@ class ApiHost:
     async def chat(self, request: Request) -> Response:
         asked = await self.read(request, ChatRequest)
         head = self._head(request, asked, "chatcmpl")
-        return self.tell(await self.converse(request, lambda: asked, head, lambda answer: answer), asked)
+        return self.ignored.tell(
+            await self.converse(request, lambda: asked, head, lambda answer: answer), asked
+        )
 
     async def converse(self, request: Request, ask: Ask, head: AnswerObject, writer: MakeWriter) -> Response:
         """Answer a conversation in the words of any API."""
@@ -141,17 +171,13 @@ class ApiHost:
         return await self._answer(request, self._chat(ask, size, head, writer))
 
     async def num_prompt_tokens(self, request: Request, ask: Ask) -> int:
-        """How long a conversation is to the model."""
+        """Return the number of prompt tokens of a conversation."""
         return len((await self._prepare(ask, len(await request.body()))).prompt_ids)
 
     async def completions(self, request: Request) -> Response:
         asked, size = await self.read(request, CompletionRequest), len(await request.body())
         work = self._complete(asked, size, self._head(request, asked, "cmpl"))
-        return self.tell(await self._answer(request, work), asked)
-
-    def tell(self, response: Response, asked: AnyBody) -> Response:
-        """The response, with the names of fields that were ignored."""
-        return self._ignored.tell(response, asked)
+        return self.ignored.tell(await self._answer(request, work), asked)
 
     async def _answer(self, request: Request, work: Coroutine[None, None, Response]) -> Response:
         response = await exchange_of(request.scope).while_connected(work)
@@ -183,7 +209,7 @@ class ApiHost:
             return await respond(writer(answer), streams, is_stream=is_stream, num_prompt_tokens=num_prompt)
 
     async def _prepare(self, ask: Ask, size: int) -> PreparedChat:
-        """The request as the engine takes it; `size` is that of its body."""
+        """Return the request as the engine takes it; `size` is that of its body."""
         tokenizer, info = self._ready()
         dialect = self._dialect(tokenizer)
         if size > SHORT_BODY_BYTES:
@@ -194,16 +220,16 @@ class ApiHost:
             is_plain = not asked.tools and asked.structured_output is None
             work = functools.partial(prepare_chat, asked, dialect, info.sampling)
             prepared = work() if is_plain else await run_in_threadpool(work)
-        check_prompts([prepared.prompt_ids], "messages", prepared.sampling, info)
-        check_scores([prepared.prompt_ids], "prompt_logprobs", prepared.sampling)
+        fields = {"prompt": "messages", "scores": "prompt_logprobs"}
+        check_prompts([prepared.prompt_ids], fields, prepared.sampling, info)
         return prepared
 
     async def _complete(self, asked: CompletionRequest, size: int, head: AnswerObject) -> Response:
         tokenizer, info = self._ready()
         sampling = asked.sampling(info.sampling)
         prompts = await _beside(size, encode_prompts, asked, tokenizer)
-        check_prompts(prompts, "prompt", sampling, info)
-        check_scores(prompts, "logprobs" if asked.prompt_logprobs is None else "prompt_logprobs", sampling)
+        scores = "logprobs" if asked.prompt_logprobs is None else "prompt_logprobs"
+        check_prompts(prompts, {"prompt": "prompt", "scores": scores}, sampling, info)
         texts = await _beside(size, echoed_texts, asked, prompts, tokenizer)
         answer = TextAnswer(asked, head=head, tokenizer=tokenizer, prompts=prompts, texts=texts)
         with renamed({"structured_outputs": asked.output_field}):

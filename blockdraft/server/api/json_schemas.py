@@ -34,7 +34,7 @@ def _from_text(value: object) -> object:
 
 
 def check_schema(schema: dict[str, object]) -> dict[str, object]:
-    """The schema itself. Raises for types that JSON does not have and for parts that are no schemas."""
+    """Return the schema. Raises for types that JSON does not have and for parts that are no schemas."""
     waiting: list[object] = [schema]
     while waiting:
         part = waiting.pop()
@@ -71,7 +71,7 @@ def _check_pattern(given: object) -> None:
 
 
 def _parts(schema: dict[str, object]) -> Iterator[object]:
-    """The schemas inside a schema."""
+    """Yield the schemas inside a schema."""
     for name in _ONE:
         if name in schema:
             found = schema[name]
@@ -93,7 +93,7 @@ def _checked(schema: dict[str, object], name: str, kind: type[T], what: str) -> 
 
 
 def _shape() -> dict[str, object]:
-    """The first level of a schema, for /openapi.json."""
+    """Return the first level of a schema, for /openapi.json."""
     inner = {"type": ["object", "boolean"]}
     kind = {"enum": sorted(_TYPES)}
     return {

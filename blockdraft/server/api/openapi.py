@@ -6,20 +6,25 @@ import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 from pydantic import TypeAdapter
 from pydantic.json_schema import JsonSchemaMode
 
 from blockdraft import __version__
 from blockdraft.server.api import fields, schemas
-from blockdraft.server.api.chat import fields as chat_fields
-from blockdraft.server.api.chat import schemas as chat_schemas
+from blockdraft.server.api.chat import schemas as chat
+from blockdraft.server.api.chat.fields import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
 from blockdraft.server.api.fields import MAX_INT, TOKEN_MARK
-from blockdraft.server.api.messages import fields as message_fields
-from blockdraft.server.api.messages import schemas as message_schemas
-from blockdraft.server.api.responses import fields as response_fields
-from blockdraft.server.api.responses import schemas as response_schemas
+from blockdraft.server.api.messages import schemas as messages
+from blockdraft.server.api.messages.fields import CountTokensRequest, MessagesRequest
+from blockdraft.server.api.responses import schemas as responses
+from blockdraft.server.api.responses.fields import InputTokensRequest, ResponsesRequest
 from blockdraft.server.api.responses.stored import MAX_PAGE
 from blockdraft.server.http import replies
 
@@ -41,12 +46,16 @@ _FAILURES = {
     529: "There are too many requests at once.",
 }
 _ANSWERS = {  # objects of these modules have no other properties
-    name
-    for module in (schemas, chat_schemas, replies, message_schemas, response_schemas)
-    for name in vars(module)
+    name for module in (schemas, chat, replies, messages, responses) for name in vars(module)
 }
 _PARAMETER = re.compile(r"\{(\w+)\}")
 _JSON = "application/json"
+
+
+_TOKENS = (400, 401, 404, 408, 413, 415, 421, 431, 503, 504)
+_GENERATION = (*_TOKENS, 429)
+_PROBE = (421, 431, 503)
+_STORED = (401, 404, *_PROBE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,177 +66,144 @@ class _Operation:
     path: str
     summary: str
     answer: type | None  # None: text
+    failures: tuple[int, ...] = _PROBE
     takes: type[fields.AnyBody] | None = None
     events: type | None = None  # of the stream, where there is one
-    failures: tuple[int, ...] = ()
     error: type = replies.Error
-    has_named_events: bool = False  # each event has a name, and no [DONE] follows the last
     parameters: tuple[Json, ...] = ()  # in the query and in headers
     is_served: bool = True  # False: every request is refused
 
     @property
     def failed(self) -> type:
-        """The answer with status 503: for probes their own, for all others an error."""
+        """Return the answer with status 503: for probes their own, for all others an error."""
         return self.answer if self.answer in (schemas.Status, schemas.Start) else self.error
+
+    @property
+    def has_named_events(self) -> bool:
+        """Return whether each event has a name, and no [DONE] follows the last."""
+        return self.events not in (chat.ChatChunk, chat.TextChunk)
 
 
 def _asked(name: str, *, where: str = "query", **schema: object) -> Json:
-    """An optional parameter."""
+    """Return an optional parameter."""
     return {"name": name, "in": where, "required": False, "schema": schema}
 
 
+def _post(
+    path: str, summary: str, takes: type[fields.AnyBody], answer: type, events: object = None
+) -> _Operation:
+    """Return an operation that computes: one with events generates an answer."""
+    failures = _TOKENS if events is None else _GENERATION
+    stream = cast(type | None, events)  # it may be a union
+    if path.startswith("/v1/messages"):
+        error = replies.MessageError
+        return _Operation("post", path, summary, answer, (*failures, 529), takes, stream, error)
+    return _Operation("post", path, summary, answer, failures, takes, stream)
+
+
+def _get(path: str, summary: str, answer: object, failures: tuple[int, ...] = (), **more: Any) -> _Operation:  # noqa: ANN401
+    return _Operation("get", path, summary, cast(type | None, answer), (*failures, *_PROBE), **more)
+
+
 _MODELS_ERROR = cast(type, replies.Error | replies.MessageError)
-_VERSION = _asked(replies.VERSION_HEADER, where="header", type="string")
-_TOKENS = (400, 401, 404, 408, 413, 415, 421, 431, 503, 504)
-_GENERATION = (*_TOKENS, 429)
-_PROBE = (421, 431, 503)
+_VERSION = (_asked(replies.VERSION_HEADER, where="header", type="string"),)
+_RESPONSE = "/v1/responses/{response_id}"
+_REPLAYED = (
+    _asked("stream", type="boolean"),
+    _asked("starting_after", type="integer", minimum=0, maximum=MAX_INT),
+)
+_PAGED = (
+    _asked("limit", type="integer", minimum=1, maximum=MAX_PAGE),
+    _asked("order", enum=["asc", "desc"]),
+    _asked("after", type="string"),
+)
 _OPERATIONS = (
-    _Operation(
-        method="post",
-        path="/v1/chat/completions",
-        summary="Answer a conversation.",
-        takes=chat_fields.ChatRequest,
-        answer=chat_schemas.ChatCompletion,
-        events=chat_schemas.ChatChunk,
-        failures=_GENERATION,
+    _post("/v1/chat/completions", "Answer a conversation.", ChatRequest, chat.ChatCompletion, chat.ChatChunk),
+    _post("/v1/completions", "Continue a prompt.", CompletionRequest, chat.TextCompletion, chat.TextChunk),
+    _post(
+        "/v1/responses",
+        "Answer a conversation and store it: OpenAI's Responses API.",
+        ResponsesRequest,
+        responses.Response,
+        responses.Event,
+    ),
+    _get(
+        _RESPONSE,
+        "A stored response.",
+        responses.Response,
+        (400, 401, 404),
+        events=responses.Event,
+        parameters=_REPLAYED,
+    ),
+    _get(
+        f"{_RESPONSE}/input_items",
+        "The input items of a response.",
+        responses.InputItems,
+        (400, 401, 404),
+        parameters=_PAGED,
     ),
     _Operation(
-        method="post",
-        path="/v1/completions",
-        summary="Continue a prompt.",
-        takes=chat_fields.CompletionRequest,
-        answer=chat_schemas.TextCompletion,
-        events=chat_schemas.TextChunk,
-        failures=_GENERATION,
-    ),
-    _Operation(
-        method="post",
-        path="/v1/responses",
-        summary="Answer a conversation and store it: OpenAI's Responses API.",
-        takes=response_fields.ResponsesRequest,
-        answer=response_schemas.Response,
-        events=cast(type, response_schemas.Event),  # a union
-        failures=_GENERATION,
-        has_named_events=True,
-    ),
-    _Operation(
-        method="get",
-        path="/v1/responses/{response_id}",
-        summary="A stored response.",
-        answer=response_schemas.Response,
-        events=cast(type, response_schemas.Event),
-        failures=(400, 401, 404, *_PROBE),
-        has_named_events=True,
-        parameters=(
-            _asked("stream", type="boolean"),
-            _asked("starting_after", type="integer", minimum=0, maximum=MAX_INT),
-        ),
-    ),
-    _Operation(
-        method="get",
-        path="/v1/responses/{response_id}/input_items",
-        summary="The input items of a response.",
-        answer=response_schemas.InputItems,
-        failures=(400, 401, 404, *_PROBE),
-        parameters=(
-            _asked("limit", type="integer", minimum=1, maximum=MAX_PAGE),
-            _asked("order", enum=["asc", "desc"]),
-            _asked("after", type="string"),
-        ),
-    ),
-    _Operation(
-        method="post",
-        path="/v1/responses/{response_id}/cancel",
-        summary="Always refused: no response runs in the background.",
-        answer=response_schemas.Response,
-        failures=(400, 401, 404, 413, 415, *_PROBE),
+        "post",
+        f"{_RESPONSE}/cancel",
+        "Always refused: no response runs in the background.",
+        responses.Response,
+        (400, 413, 415, *_STORED),
         is_served=False,
     ),
-    _Operation(
-        method="post",
-        path="/v1/responses/input_tokens",
-        summary="The number of tokens of a conversation.",
-        takes=response_fields.InputTokensRequest,
-        answer=response_schemas.InputTokens,
-        failures=_TOKENS,
+    _post(
+        "/v1/responses/input_tokens",
+        "The number of tokens of a conversation.",
+        InputTokensRequest,
+        responses.InputTokens,
     ),
     _Operation(
-        method="post",
-        path="/v1/responses/compact",
-        summary="Always refused: this server does not compact conversations.",
-        answer=response_schemas.Response,
-        failures=(401, 404, 413, 415, *_PROBE),
+        "post",
+        "/v1/responses/compact",
+        "Always refused: this server does not compact conversations.",
+        responses.Response,
+        (413, 415, *_STORED),
         is_served=False,
     ),
-    _Operation(
-        method="delete",
-        path="/v1/responses/{response_id}",
-        summary="Delete a stored response.",
-        answer=response_schemas.Deleted,
-        failures=(401, 404, *_PROBE),
+    _Operation("delete", _RESPONSE, "Delete a stored response.", responses.Deleted, _STORED),
+    _post(
+        "/v1/messages",
+        "Answer a conversation: Anthropic's Messages API.",
+        MessagesRequest,
+        messages.MessageAnswer,
+        messages.MessageEvent,
     ),
-    _Operation(
-        method="post",
-        path="/v1/messages",
-        summary="Answer a conversation: Anthropic's Messages API.",
-        takes=message_fields.MessagesRequest,
-        answer=message_schemas.MessageAnswer,
-        events=cast(type, message_schemas.MessageEvent),  # a union
-        failures=(*_GENERATION, 529),
-        error=replies.MessageError,
-        has_named_events=True,
+    _post(
+        "/v1/messages/count_tokens",
+        "The number of tokens of a conversation.",
+        CountTokensRequest,
+        messages.TokenCount,
     ),
-    _Operation(
-        method="post",
-        path="/v1/messages/count_tokens",
-        summary="The number of tokens of a conversation.",
-        takes=message_fields.CountTokensRequest,
-        answer=message_schemas.TokenCount,
-        failures=(*_TOKENS, 529),
-        error=replies.MessageError,
-    ),
-    _Operation(
-        method="get",
-        path="/v1/models",
-        summary="The served model, in OpenAI's shape, or in Anthropic's if the request has its header.",
-        answer=cast(type, schemas.ModelList | message_schemas.ModelPage),
-        failures=(401, *_PROBE),
+    _get(
+        "/v1/models",
+        "The served model, in OpenAI's shape, or in Anthropic's if the request has its header.",
+        schemas.ModelList | messages.ModelPage,
+        (401,),
         error=_MODELS_ERROR,
-        parameters=(_VERSION,),
+        parameters=_VERSION,
     ),
-    _Operation(
-        method="get",
-        path="/v1/models/{model}",
-        summary="One model.",
-        answer=cast(type, schemas.ModelCard | message_schemas.ModelInfo),
-        failures=(401, 404, *_PROBE),
+    _get(
+        "/v1/models/{model}",
+        "One model.",
+        schemas.ModelCard | messages.ModelInfo,
+        (401, 404),
         error=_MODELS_ERROR,
-        parameters=(_VERSION,),
+        parameters=_VERSION,
     ),
-    _Operation(
-        method="post",
-        path="/tokenize",
-        summary="The tokens of a prompt or of a conversation.",
-        takes=chat_fields.TokenizeRequest,
-        answer=chat_schemas.Tokens,
-        failures=_TOKENS,
-    ),
-    _Operation(
-        method="post",
-        path="/detokenize",
-        summary="The text of tokens.",
-        takes=chat_fields.DetokenizeRequest,
-        answer=chat_schemas.Text,
-        failures=_TOKENS,
-    ),
-    _Operation("get", "/live", "Is the process alive?", schemas.Status, failures=_PROBE),
-    _Operation("get", "/health", "Are requests answered?", schemas.Status, failures=_PROBE),
-    _Operation("get", "/ready", "Has the start finished?", schemas.Start, failures=_PROBE),
-    _Operation("get", "/ping", "An alias of /health.", schemas.Status, failures=_PROBE),
-    _Operation("post", "/ping", "An alias of /health.", schemas.Status, failures=_PROBE),
-    _Operation("get", "/version", "The server's version.", schemas.Version, failures=_PROBE),
-    _Operation("get", "/metrics", "Counters in Prometheus' text format.", None, failures=_PROBE),
-    _Operation("get", "/openapi.json", "This document.", dict[str, object], failures=_PROBE),
+    _post("/tokenize", "The tokens of a prompt or of a conversation.", TokenizeRequest, chat.Tokens),
+    _post("/detokenize", "The text of tokens.", DetokenizeRequest, chat.Text),
+    _get("/live", "Is the process alive?", schemas.Status),
+    _get("/health", "Are requests answered?", schemas.Status),
+    _get("/ready", "Has the start finished?", schemas.Start),
+    _get("/ping", "An alias of /health.", schemas.Status),
+    _Operation("post", "/ping", "An alias of /health.", schemas.Status),
+    _get("/version", "The server's version.", schemas.Version),
+    _get("/metrics", "Counters in Prometheus' text format.", None),
+    _get("/openapi.json", "This document.", dict[str, object]),
 )
 
 
@@ -241,7 +217,7 @@ class EngineLimits:
 
 @functools.cache
 def openapi(limits: EngineLimits | None = None) -> Json:
-    """The document. Without `limits` those of the engine are left out, as before it is ready."""
+    """Return the document. Without `limits` those of the engine are left out, as before it is ready."""
     adapters: list[tuple[type, JsonSchemaMode, TypeAdapter[object]]] = []
     for item in _OPERATIONS:
         if item.takes is not None:
@@ -257,8 +233,7 @@ def openapi(limits: EngineLimits | None = None) -> Json:
         if name in _ANSWERS:
             schema["additionalProperties"] = False
         elif name.endswith("Request"):
-            _allow_null(schema)
-            _refuse_unsupported(schema, requests[name])
+            _complete(schema, requests[name])
     _set_limits(components, limits)
     paths: dict[str, Json] = {}
     for item in _OPERATIONS:
@@ -271,8 +246,8 @@ def openapi(limits: EngineLimits | None = None) -> Json:
     }
 
 
-def _allow_null(schema: Json) -> None:
-    """Allow null for fields that may be left out."""
+def _complete(schema: Json, kind: type[fields.AnyBody]) -> None:
+    """Allow null for fields that may be left out, and only neutral values for unsupported ones."""
     required = schema.get("required", [])
     properties = schema["properties"]
     assert isinstance(properties, dict)
@@ -280,12 +255,6 @@ def _allow_null(schema: Json) -> None:
     for name, value in properties.items():
         if name not in required and {"type": "null"} not in value.get("anyOf", []):
             properties[name] = {"anyOf": [value, {"type": "null"}]}
-
-
-def _refuse_unsupported(schema: Json, kind: type[fields.AnyBody]) -> None:
-    """Allow only neutral values for fields that are not supported."""
-    properties = schema["properties"]
-    assert isinstance(properties, dict)
     for name, neutral in kind.UNSUPPORTED.items():
         properties.setdefault(name, {"enum": [*neutral, None]})
 
@@ -302,7 +271,7 @@ def _set_limits(part: object, limits: EngineLimits | None) -> None:
 
 
 def _event(data: Json, error: Json, *, is_named: bool) -> Json:
-    """One event of a stream: a chunk, an error that ends it early, or [DONE] where events have no names."""
+    """Return an event of a stream: a chunk, an error that ends it early, or an unnamed [DONE]."""
     chunk: Json = {"type": "string", "contentMediaType": _JSON, "contentSchema": {"anyOf": [data, error]}}
     if is_named:
         named: Json = {"event": {"type": "string"}, "data": chunk}
@@ -321,14 +290,14 @@ def _operation(item: _Operation, by_type: Mapping[type, Json]) -> Json:
     if item.events is not None:
         one = _event(by_type[item.events], by_type[item.error], is_named=item.has_named_events)
         content["text/event-stream"] = {"schema": one}
-    responses: Json = {"200": {"description": "OK", "content": content}} if item.is_served else {}
+    answers: Json = {"200": {"description": "OK", "content": content}} if item.is_served else {}
     for status in sorted(item.failures):
         failed = {"schema": by_type[item.failed if status == 503 else item.error]}
-        responses[str(status)] = {"description": _FAILURES[status], "content": {_JSON: failed}}
+        answers[str(status)] = {"description": _FAILURES[status], "content": {_JSON: failed}}
     operation: Json = {
         "operationId": f"{item.method}{item.path.replace('/', '_').replace('.', '_')}",
         "summary": item.summary,
-        "responses": responses,
+        "responses": answers,
     }
     if item.takes is not None:
         body = {"schema": by_type[item.takes]}

@@ -72,7 +72,7 @@ class Version(TypedDict):
 
 
 class Status(TypedDict):
-    """Whether the engine is alive (/live), and whether requests are answered (/health)."""
+    """The state of the engine (/live), and of the server (/health)."""
 
     status: Health
 
@@ -88,7 +88,7 @@ class StartPhase(TypedDict):
 
 
 class Start(TypedDict):
-    """How far the start has come."""
+    """The progress of the start."""
 
     state: Literal["starting", "ready", "failed", "draining"]
     seconds: float

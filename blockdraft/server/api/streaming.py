@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 from contextlib import ExitStack, closing
-from typing import Protocol
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -19,29 +19,34 @@ from blockdraft.server.http.large_json import LARGE_ANSWER, beside, json_respons
 from blockdraft.server.http.replies import STREAM_HEADERS
 
 
-class Writer(Protocol):
+class Writer(ABC):
     """Writes an answer in the words of one API; `prompt` says which prompt a delta answers."""
 
+    @abstractmethod
     def take(self, prompt: int, delta: Delta) -> None:
         """Remember a delta for `whole`."""
 
+    @abstractmethod
     def whole(self) -> Mapping[str, object]:
-        """The complete answer, when all deltas are in."""
+        """Return the complete answer, when all deltas are in."""
 
+    @abstractmethod
     def event(self, prompt: int, delta: Delta) -> str | None:
         """Take a delta in, and return what to write for it; None: nothing."""
 
+    @abstractmethod
     def end(self) -> str:
-        """The last events of a stream."""
+        """Return the last events of a stream."""
 
+    @abstractmethod
     def failed(self, message: str) -> str:
-        """The last events of a stream that breaks off."""
+        """Return the last events of a stream that breaks off."""
 
 
 async def respond(
     answer: Writer, streams: Items[Stream], *, is_stream: bool, num_prompt_tokens: int = 0
 ) -> Response:
-    """The response, once it can begin: what fails before, and a time limit, still have a status."""
+    """Return the response, once it can begin: what fails before, and a time limit, still have a status."""
     with ExitStack() as opened:
         for stream in streams:
             opened.enter_context(closing(stream))
@@ -71,7 +76,7 @@ async def _take_all(answer: Writer, streams: Items[Stream]) -> int:
 
 
 def _going_on(delta: Delta) -> Delta:
-    """The delta. Raises RequestError if the engine gave up on its structured output."""
+    """Return the delta. Raises RequestError if the engine gave up on its structured output."""
     if delta.finish_reason == "abort" and delta.stop_reason is not None:
         raise RequestError(str(delta.stop_reason), "structured_outputs")
     return delta
@@ -86,7 +91,6 @@ class EventSource:
         self._answer = answer
         self._streams = streams
         self._has_begun = False
-        self._has_end = False  # of one choice or more
         self._beside: asyncio.Future[str | None] | None = None  # a large event that a thread writes
         self._news = asyncio.Event()
         self._listen(self._news.set)
@@ -97,7 +101,7 @@ class EventSource:
             stream.listen(on_news)
 
     def take(self) -> str:
-        """All events that can be made now, as one text. What goes wrong before the first is raised.
+        """Return all events that can be made now, as one text. An error before the first is raised.
 
         Writing costs more than making an event: what has piled up is written together.
         """
@@ -113,15 +117,13 @@ class EventSource:
             self.is_over = True
             return held + self._answer.failed(str(error))
         self._has_begun = self._has_begun or bool(held)
-        is_over = self._has_end and self._beside is None
-        if is_over and all(stream.is_over for stream in self._streams):
+        if self._beside is None and all(stream.is_over for stream in self._streams):
             self.is_over = True
             return held + self._answer.end()
         return held
 
     def _event(self, prompt: int, delta: Delta) -> str:
         """Write the delta, or have a thread write it if it is large."""
-        self._has_end = self._has_end or delta.finish_reason is not None
         if delta.prompt_logprobs is None or size_of(delta) <= LARGE_ANSWER:
             return self._answer.event(prompt, delta) or ""
         self._beside = beside(self._answer.event, prompt, delta)
@@ -129,7 +131,7 @@ class EventSource:
         return ""
 
     def _written_beside(self) -> str:
-        """The event that a thread has written, if it has."""
+        """Return the event that a thread has written, if it has."""
         if self._beside is None or not self._beside.done():
             return ""
         written, self._beside = self._beside.result(), None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -63,22 +64,21 @@ class StructuredFields(StrictFields):
 
     @property
     def structured_outputs(self) -> list[StructuredOutputs]:
-        """All that are asked for."""
+        """Return all that are asked for."""
         whitespace = self.whitespace_pattern
         if whitespace is None and self.disable_any_whitespace is False:
             whitespace = ANY_WHITESPACE
-        found = []
-        if self.json_ is not None:
-            found.append(StructuredOutputs(json=self.json_, whitespace_pattern=whitespace))
-        if self.json_object:
-            found.append(StructuredOutputs(json_object=True, whitespace_pattern=whitespace))
-        if self.regex is not None:
-            found.append(StructuredOutputs(regex=self.regex))
-        if self.choice is not None:
-            found.append(StructuredOutputs(choice=self.choice))
-        if self.grammar is not None:
-            found.append(StructuredOutputs(grammar=self.grammar))
-        return found
+        given: dict[str, object] = {"json": self.json_, "json_object": self.json_object or None}
+        given |= {"regex": self.regex, "choice": self.choice, "grammar": self.grammar}
+        return [_output(name, value, whitespace) for name, value in given.items() if value is not None]
+
+
+def _output(name: str, value: object, whitespace: str | None) -> StructuredOutputs:
+    """Return one structured output; only JSON has white space of its own."""
+    given: dict[str, Any] = {name: value}
+    if name in ("json", "json_object"):
+        given["whitespace_pattern"] = whitespace
+    return StructuredOutputs(**given)
 
 
 class StructuredOutputFields(StrictFields):
@@ -93,9 +93,9 @@ class StructuredOutputFields(StrictFields):
     guided_grammar: Grammar | None = None
     guided_whitespace_pattern: Grammar | None = None
 
-    @property
+    @cached_property
     def structured_output(self) -> StructuredOutputs | None:
-        """Raises RequestError if two are asked for."""
+        """Return what the answer must be. Raises RequestError if two are asked for."""
         found = self._all
         if len(found) > 1:
             names = " and ".join(dict.fromkeys(name for name, _ in found))
@@ -106,13 +106,18 @@ class StructuredOutputFields(StrictFields):
 
     @property
     def output_field(self) -> str:
-        """The field that asks for the structured output."""
+        """Return the field that asks for the structured output."""
         return next((name for name, _ in self._all), "structured_outputs")
 
     @property
     def _all(self) -> list[tuple[str, StructuredOutputs]]:
-        """The structured outputs that are asked for, each with the field that does."""
-        found = [("structured_outputs", one) for one in self._structured]
+        """Return the structured outputs that are asked for, each with the field that does."""
+        found: list[tuple[str, StructuredOutputs]] = []
+        if self.structured_outputs is not None:
+            found += [("structured_outputs", one) for one in self.structured_outputs.structured_outputs]
+            if not found:
+                names = "json, json_object, regex, choice or grammar"
+                raise RequestError(f"'structured_outputs' is empty: set {names}.", "structured_outputs")
         whitespace = self.guided_whitespace_pattern
         if self.response_format is not None:
             with renamed({"structured_outputs": "response_format"}):
@@ -126,20 +131,6 @@ class StructuredOutputFields(StrictFields):
             ("grammar", "grammar", self.grammar),
         ):
             if value is not None:
-                given: dict[str, Any] = {
-                    name: value,
-                    "whitespace_pattern": whitespace if name == "json" else None,
-                }
                 with renamed({"structured_outputs": field}):
-                    found.append((field, StructuredOutputs(**given)))
-        return found
-
-    @property
-    def _structured(self) -> list[StructuredOutputs]:
-        if self.structured_outputs is None:
-            return []
-        found = self.structured_outputs.structured_outputs
-        if not found:
-            names = "json, json_object, regex, choice or grammar"
-            raise RequestError(f"'structured_outputs' is empty: set {names}.", "structured_outputs")
+                    found.append((field, _output(name, value, whitespace)))
         return found

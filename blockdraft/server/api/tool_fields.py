@@ -42,7 +42,7 @@ class ToolField(StrictFields):
 
     @property
     def shown(self) -> dict[str, object]:
-        """The tool for a template, without `strict`, which is for the server."""
+        """Return the tool for a template, without `strict`, which is for the server."""
         given = self.function
         function: dict[str, object] = {"name": given.name}
         if given.description is not None:
@@ -92,7 +92,7 @@ class ToolFields(StrictFields):
 
     @property
     def must_call(self) -> bool:
-        """Whether the answer must be a call."""
+        """Return whether the answer must be a call."""
         choice = self.tool_choice
         if isinstance(choice, AllowedChoice):
             return choice.allowed_tools.mode == "required"
@@ -100,7 +100,7 @@ class ToolFields(StrictFields):
 
     @property
     def _chosen(self) -> list[str] | None:
-        """Names of the tools that may be called; None: all."""
+        """Return the names of the tools that may be called; None: all."""
         choice = self.tool_choice
         if isinstance(choice, NamedChoice):
             return [choice.function.name]
@@ -110,12 +110,12 @@ class ToolFields(StrictFields):
 
     @property
     def callable_tools(self) -> tuple[FunctionTool, ...]:
-        """The tools that the model may call."""
+        """Return the tools that the model may call."""
         chosen = self._chosen
         return tuple(one.tool for one in self.tools if chosen is None or one.function.name in chosen)
 
     def check_tools(self) -> None:
-        """Raises RequestError for too large schemas, and for names that are missing or occur twice."""
+        """Raise RequestError for too large schemas, and for names that are missing or occur twice."""
         self._check_sizes()
         counts = Counter(one.function.name for one in self.tools)
         for name, count in counts.items():
@@ -126,8 +126,7 @@ class ToolFields(StrictFields):
         for name in self._chosen or ():
             if name not in counts:
                 raise RequestError(
-                    f"'tool_choice' is '{name[:64]}', which is not one of 'tools'.",
-                    "tool_choice",
+                    f"'tool_choice' is '{name[:64]}', which is not one of 'tools'.", "tool_choice"
                 )
         if self.must_call and not self.tools:
             raise RequestError(
@@ -154,7 +153,7 @@ class ToolFields(StrictFields):
 
 
 def _depth(schema: object) -> int:
-    """The depth of nested lists and objects; the limit of the body bounds the walk."""
+    """Return the depth of nested lists and objects; the limit of the body bounds the walk."""
     depth, level = 0, [schema]
     while level := [part for part in level if isinstance(part, dict | list)]:
         depth += 1

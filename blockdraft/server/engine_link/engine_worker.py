@@ -60,12 +60,13 @@ def run_engine(
 
 
 def _add(
-    loop: EngineLoop, server: _Server, request_id: str, prompt_ids: tuple[int, ...], sampling: SamplingParams
+    loop: EngineLoop, server: _Server, request_id: str, prompt_ids: list[int], sampling: SamplingParams
 ) -> None:
     def reply(added: Future[None]) -> None:
         if added.cancelled():  # aborted before the engine has heard of it: nobody else says so
             ends = [Delta(request_id, i, "", (), finish_reason="abort") for i in range(sampling.n)]
-            server.tell("deltas", [], [(request_id, end) for end in ends])
+            ends[-1].ends_request = True
+            server.tell("deltas", [(request_id, end) for end in ends])
             return
         error = added.exception()
         if error is not None:  # else the first delta says so
@@ -75,7 +76,7 @@ def _add(
 
 
 def _for_another_process(error: BaseException) -> BaseException:
-    """Known errors are pickled; unexpected ones are logged here and sent as RuntimeError."""
+    """Return known errors as they are; log unexpected ones here and return a RuntimeError."""
     if isinstance(error, BlockdraftError | EngineStopped):
         return error
     log.error("a request could not be queued", exc_info=error)
@@ -109,7 +110,7 @@ class _Server:
             yield message
 
     def tell(self, *message: object) -> bool:
-        """Returns False if the server is gone."""
+        """Return False if the server is gone."""
         try:
             with self._lock:
                 self._connection.send(message)
@@ -118,15 +119,4 @@ class _Server:
         return True
 
     def send(self, mail: Mail) -> bool:
-        plain, others = [], []
-        for receiver, item in mail:
-            if isinstance(item, Exception) or not _is_plain(item):
-                others.append((receiver.request_id, item))
-            else:
-                plain.append((receiver.request_id, item.index, item.text, item.token_ids))
-        return self.tell("deltas", plain, others)
-
-
-def _is_plain(delta: Delta) -> bool:
-    """Whether it has only text and tokens, like nearly all."""
-    return delta.finish_reason is None and not delta.logprobs and delta.prompt_logprobs is None
+        return self.tell("deltas", [(receiver.request_id, item) for receiver, item in mail])

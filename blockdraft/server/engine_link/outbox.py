@@ -21,7 +21,7 @@ _DONT_WAIT: int | None = getattr(socket, "MSG_DONTWAIT", None)  # None on Window
 
 
 def packed(message: tuple[object, ...]) -> bytes:
-    """The message as `Connection.recv` reads it, without its length. Raises RecursionError if it is deep."""
+    """Return the message as `Connection.recv` reads it, without its length. Raises RecursionError."""
     return bytes(ForkingPickler.dumps(message))
 
 
@@ -42,7 +42,7 @@ class Outbox:
 
     @property
     def num_waiting_bytes(self) -> int:
-        """How much the other process has not taken."""
+        """Return the number of bytes that the other process has not taken."""
         return self._num_waiting_bytes
 
     def put(self, message: bytes) -> None:
@@ -77,7 +77,7 @@ class Outbox:
             self._socket.close()
 
     def _write_now(self, data: bytes) -> bytes:
-        """Returns what did not fit."""
+        """Return what did not fit."""
         assert self._socket is not None
         assert _DONT_WAIT is not None
         num_sent = 0
@@ -106,7 +106,7 @@ class Outbox:
                 self._num_waiting_bytes -= len(rest) or len(message)
 
     def _next(self) -> tuple[bytes, bytes] | None:
-        """The rest of a message, or a whole one, when there is one. None: closed."""
+        """Return the rest of a message, or a whole one, when there is one. None: closed."""
         with self._changed:
             while self._is_open and not self._rest and not self._waiting:
                 self._changed.wait()

@@ -8,8 +8,12 @@ Messages are tuples over a pair of sockets that nobody else can reach; all delta
 from __future__ import annotations
 
 import asyncio
+import atexit
 import itertools
 import logging
+import multiprocessing
+import os
+import signal
 import socket
 import sys
 from collections import defaultdict
@@ -19,17 +23,95 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from threading import Lock, Thread
+from multiprocessing.process import BaseProcess
+from threading import Event, Lock, Thread
+from typing import Any, NoReturn
 
 from blockdraft.engine.info import EngineInfo
-from blockdraft.engine.request import Delta, SamplingParams, new_request_id
+from blockdraft.engine.request import SamplingParams, new_request_id
 from blockdraft.engine.stats import Snapshot
-from blockdraft.engine.streams import EngineStopped, Mail, Outlet, Outlets, Stream
+from blockdraft.engine.streams import EngineStopped, Item, Mail, Outlet, Outlets, Stream, ends_request
 from blockdraft.errors import CapacityError, RequestError
-from blockdraft.phases import StartProgress, StartState
-from blockdraft.server.engine_link.engine_process import Child, SilenceWatch, Work, forked, spawned
+from blockdraft.phases import StartProgress
 from blockdraft.server.engine_link.outbox import Outbox, packed
 from blockdraft.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+Work = Callable[[Connection], None]  # the engine's side of a connection
+UNHEALTHY_S = 10.0  # of silence, until the server says that something is wrong; arbitrary
+
+
+class SilenceWatch:
+    """Calls `on_silence` once when nothing was heard for `limit_s` seconds, from `start` on.
+
+    Time counts in ticks of its own thread: where this process itself was stopped, no silence adds up.
+    """
+
+    def __init__(self, limit_s: float, on_silence: Callable[[], None]) -> None:
+        self._limit_s = limit_s
+        self._on_silence = on_silence
+        self._num_heard = 0
+        self._silent_s = 0.0
+        self._stop = Event()
+        self._thread = Thread(target=self._run, name="silence", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def hear(self) -> None:
+        """Note a sign of life. One thread calls this."""
+        self._num_heard += 1
+        self._silent_s = 0.0
+
+    @property
+    def is_long(self) -> bool:
+        """Return whether it has been silent for longer than any process should be."""
+        return self._silent_s >= min(UNHEALTHY_S, self._limit_s)
+
+    def close(self) -> None:
+        self._stop.set()
+
+    def _run(self) -> None:
+        tick_s, num_heard = min(1.0, self._limit_s / 4), self._num_heard
+        while not self._stop.wait(tick_s):
+            self._silent_s = 0.0 if self._num_heard != num_heard else self._silent_s + tick_s
+            num_heard = self._num_heard
+            if self._silent_s >= self._limit_s:
+                self._on_silence()
+                return
+
+
+def start_child(work: Work, connection: Connection, closes: Items[Connection | socket.socket]) -> BaseProcess:
+    """Run `work` in a process of its own, where what it has no use for is closed.
+
+    Only Linux forks: Windows cannot, and macOS's libraries may crash after it. Elsewhere `work` is pickled.
+    """
+    is_forked = sys.platform == "linux"
+    context: Any = multiprocessing.get_context("fork" if is_forked else "spawn")
+    args = (work, connection, closes if is_forked else ())
+    process: BaseProcess = context.Process(target=_be_the_child, args=args)
+    process.start()
+    atexit.register(process.kill)  # else Python waits for it where we fail, and it for us
+    return process
+
+
+def _be_the_child(work: Work, connection: Connection, closes: Items[Connection | socket.socket]) -> NoReturn:
+    """Run `work` and exit. Signals are left to the server, which ends this process with itself."""
+    code = 1
+    try:
+        for one in closes:
+            one.close()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: None)  # not ignored: what we start in turn would inherit that
+        work(connection)
+        code = 0
+    except BaseException:
+        log.exception("the engine's process failed")
+    finally:
+        logging.shutdown()
+        os._exit(code)
+
 
 CLOSE_S = 10.0  # for the step that the engine is in; arbitrary
 SNAPSHOT_S = 1.0  # after that the last one has to do
@@ -50,13 +132,9 @@ def start_engine_process(
     step_timeout_s: float,
     closes: Items[socket.socket] = (),
 ) -> RemoteEngine:
-    """Run `work`, the engine's side of a connection, in a child. No thread may have been started before.
-
-    Only Linux forks: Windows cannot, and macOS's own libraries may crash after it. Elsewhere `work` is
-    pickled. The child has no use for what it `closes`.
-    """
+    """Run `work`, the engine's side of a connection, in a child. No thread may have been started before."""
     ours, theirs = Pipe()
-    child = forked(work, theirs, (ours, *closes)) if sys.platform == "linux" else spawned(work, theirs)
+    child = start_child(work, theirs, (ours, *closes))
     theirs.close()
     return RemoteEngine(ours, child, startup, on_hang, step_timeout_s=step_timeout_s)
 
@@ -64,7 +142,6 @@ def start_engine_process(
 @dataclass(slots=True)
 class _Live:
     stream: Stream
-    num_unfinished: int
     num_bytes: int  # of the request as it was sent
 
 
@@ -78,7 +155,7 @@ class RemoteEngine:
     def __init__(
         self,
         connection: Connection,
-        child: Child,
+        child: BaseProcess,
         startup: StartProgress,
         on_hang: OnHang,
         *,
@@ -107,7 +184,7 @@ class RemoteEngine:
 
     @property
     def num_live(self) -> int:
-        """Requests that have not ended."""
+        """Return the number of requests that have not ended."""
         return len(self._live)
 
     @property
@@ -116,7 +193,7 @@ class RemoteEngine:
 
     @property
     def is_silent(self) -> bool:
-        """Whether nothing is heard from the process: it may be stuck, and may come back."""
+        """Return whether nothing is heard from the process: it may be stuck, and may come back."""
         return self._silence.is_long
 
     async def submit(self, prompt_ids: Items[int], sampling: SamplingParams) -> Stream:
@@ -129,7 +206,7 @@ class RemoteEngine:
             raise EngineStopped(self._why())
         if self.startup.state != "ready":
             raise EngineStopped(f"the engine is {self.startup.state}.")
-        stream = Stream(new_request_id(), sampling.n, self._outlets.here(), self.abort)
+        stream = Stream(new_request_id(), self._outlets.here(), self.abort)
         message = await _packed_request(stream.request_id, prompt_ids, sampling)
         with self._lock:
             if not self._is_open:
@@ -139,7 +216,7 @@ class RemoteEngine:
                     f"requests of {self._num_live_bytes >> 20} MiB wait for the engine, and the server holds "
                     "no more: try again later."
                 )
-            self._live[stream.request_id] = _Live(stream, sampling.n, len(message))
+            self._live[stream.request_id] = _Live(stream, len(message))
             self._num_live_bytes += len(message)
             self._outbox.put(message)
         return stream
@@ -189,7 +266,7 @@ class RemoteEngine:
         self._outbox.put(packed(message))
 
     def _note_silence(self) -> None:
-        """Called by SilenceWatch: the other interpreter is stuck, and its watchdog with it."""
+        """Report that the other interpreter is stuck, and its watchdog with it. SilenceWatch calls this."""
         log.error("the engine's process has been silent for too long: its interpreter is stuck")
         self._hang()
 
@@ -203,66 +280,54 @@ class RemoteEngine:
     def _read(self) -> None:
         try:
             while True:
-                kind, *content = self._connection.recv()
+                message = self._connection.recv()
                 self._silence.hear()
-                getattr(self, f"_take_{kind}")(*content)
+                self._take(message)
         except (EOFError, OSError):
             pass
         except Exception:
             log.exception("a message of the engine's process could not be read")
             self.kill()
-        self._end(self._child.wait())
+        self._child.join()
+        self._end(self._child.exitcode or 0)
 
-    def _take_start(self, state: StartState) -> None:
-        if state.state == "failed":
-            self.error = state.error
-        self.startup.follow(state)
-
-    def _take_tokenizer(self, tokenizer: Tokenizer) -> None:
-        self.tokenizer = tokenizer
-
-    def _take_info(self, info: EngineInfo) -> None:
-        self.engine_info = info
-        self._silence.start()  # a start may compile for minutes
-
-    def _take_beat(self) -> None:
-        """A sign of life, which `_read` has noted."""
-
-    def _take_hanging(self) -> None:
-        self._hang()
-
-    def _take_snapshot(self, number: int, snapshot: Snapshot | None) -> None:
-        answer = self._asked.pop(number, None)
-        if answer is not None and answer.set_running_or_notify_cancel():
-            answer.set_result(snapshot)
-
-    def _take_refused(self, request_id: str, error: Exception) -> None:
-        stream = self._live[request_id].stream
-        self._forget(request_id)
-        stream.outlet.send([(stream, error)])
+    def _take(self, message: tuple[Any, ...]) -> None:
+        match message:
+            case "start", state:
+                self.error = state.error if state.state == "failed" else self.error
+                self.startup.follow(state)
+            case "tokenizer", tokenizer:
+                self.tokenizer = tokenizer
+            case "info", info:
+                self.engine_info = info
+                self._silence.start()  # a start may compile for minutes
+            case ("hanging",):
+                self._hang()
+            case "snapshot", number, snapshot:
+                answer = self._asked.pop(number, None)
+                if answer is not None and answer.set_running_or_notify_cancel():
+                    answer.set_result(snapshot)
+            case "refused", request_id, error:
+                stream = self._live[request_id].stream
+                self._forget(request_id)
+                stream.outlet.send([(stream, error)])
+            case "deltas", items:
+                self._take_deltas(items)
+            case _:
+                assert message == ("beat",)  # a sign of life, which was heard
 
     def _forget(self, request_id: str) -> None:
-        """The request has ended."""
+        """Forget a request that has ended."""
         with self._lock:
             self._num_live_bytes -= self._live.pop(request_id).num_bytes
 
-    def _take_deltas(
-        self,
-        plain: list[tuple[str, int, str, tuple[int, ...]]],
-        others: list[tuple[str, Delta | EngineStopped]],
-    ) -> None:
+    def _take_deltas(self, items: list[tuple[str, Item]]) -> None:
         mail: dict[Outlet, Mail] = defaultdict(list)
-        for request_id, index, text, token_ids in plain:
-            live = self._live.get(request_id)
-            if live is not None:
-                delta = Delta(request_id, index, text, token_ids)
-                mail[live.stream.outlet].append((live.stream, delta))
-        for request_id, item in others:
+        for request_id, item in items:
             live = self._live.get(request_id)
             if live is not None:
                 mail[live.stream.outlet].append((live.stream, item))
-                live.num_unfinished -= isinstance(item, EngineStopped) or item.finish_reason is not None
-                if live.num_unfinished == 0 or isinstance(item, EngineStopped):
+                if ends_request(item):
                     self._forget(request_id)
         for outlet, its_mail in mail.items():
             if not outlet.send(its_mail):
@@ -270,7 +335,7 @@ class RemoteEngine:
                     self.abort(receiver.request_id)
 
     def _end(self, code: int) -> None:
-        """The process has ended: because it was told to, or by itself."""
+        """End all requests: the process has ended, because it was told to or by itself."""
         with self._lock:
             was_open, self._is_open = self._is_open, False
             live, self._live, self._num_live_bytes = self._live, {}, 0
@@ -296,8 +361,8 @@ class RemoteEngine:
 
 
 async def _packed_request(request_id: str, prompt_ids: Items[int], sampling: SamplingParams) -> bytes:
-    """The request as it is sent. What may be large or deep is packed beside the event loop."""
-    message = ("add", request_id, tuple(prompt_ids), sampling)
+    """Return the request as it is sent. What may be large or deep is packed beside the event loop."""
+    message = ("add", request_id, prompt_ids, sampling)  # a list: Engine.add makes the tuple
     try:
         if len(prompt_ids) > LARGE_PROMPT or sampling.structured_outputs is not None:
             return await asyncio.to_thread(packed, message)

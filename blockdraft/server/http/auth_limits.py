@@ -105,11 +105,15 @@ class AuthLimits:
         state = {**scope.get("state", {}), "request_id": head.id}
         reply = _Reply(head, state, send, self._options)
         try:
-            refusal = _large_head(head)
-            if refusal is None and head.is_preflight:
+            refusal: Response | None
+            if head.num_bytes > MAX_HEAD_BYTES:
+                text = f"the address and headers are larger than {MAX_HEAD_BYTES} bytes: shorten them."
+                refusal = error_response(431, text, INVALID)
+            elif head.is_preflight:
                 await reply.preflight()
                 return
-            refusal = refusal or self._refusal(head, scope)
+            else:
+                refusal = self._refusal(head, scope)
             if refusal is None:
                 refusal = await self._admit({**scope, "state": state}, head, receive, reply)
             if refusal is not None:
@@ -264,7 +268,7 @@ class _Reply:
         await self._whole(Response(status_code=204, headers=given))
 
     def log(self) -> None:
-        """The path without its query, which may hold anything; quoted, so that it is one line."""
+        """Log the path without its query, which may hold anything; quoted, so that it is one line."""
         seconds, path = time.monotonic() - self._start_s, quote(self._head.path[:200])
         status = "gone" if self.status is None else self.status
         access_log.info(
@@ -318,13 +322,6 @@ def _is_open(path: str) -> bool:
     return path in OPEN_PATHS or (path.startswith(OPEN_PREFIX) and ".." not in path.split("/"))
 
 
-def _large_head(head: _Head) -> Response | None:
-    if head.num_bytes <= MAX_HEAD_BYTES:
-        return None
-    text = f"the address and headers are larger than {MAX_HEAD_BYTES} bytes: shorten them."
-    return error_response(431, text, INVALID)
-
-
 def _wrong_body(head: _Head) -> Response | None:
     """Refuse all but JSON: web pages of other origins can send other types without a preflight."""
     if not head.has_body:
@@ -345,13 +342,13 @@ def _too_large(limit: int) -> Response:
 
 
 def _announced(head: _Head) -> int:
-    """The body's length as the client gives it; the server has checked that it is one."""
+    """Return the body's length as the client gives it; the server has checked that it is one."""
     text = head.headers.get("content-length", "0")
     return int(text) if text.isdecimal() and len(text) <= 20 else 0
 
 
 def _host(headers: dict[str, str]) -> str:
-    """The name in the Host header, without port and brackets."""
+    """Return the name in the Host header, without port and brackets."""
     host = headers.get("host", "").lower()
     if host.startswith("["):
         return host[1:].partition("]")[0]

@@ -9,17 +9,19 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from typing import TypeVar
 
 from blockdraft.errors import RequestError
 from blockdraft.grammar.limits import MAX_DEPTH
 from blockdraft.text.content import json_kind
 
+T = TypeVar("T")
 MAX_INTEGER_CHARS = 20  # 64 bits, sign included
 _TOO_DEEP = f"nests deeper than {MAX_DEPTH} levels: flatten it."
 
 
 def parse_object(body: bytes) -> dict[str, object]:
-    """The JSON object in `body`, or RequestError.
+    """Return the JSON object in `body`, or RequestError.
 
     Refused beside what is no JSON: names that occur twice (two parsers would read two requests), NaN and
     infinities, integers past 64 bits, text that is not Unicode, deep nesting.
@@ -28,12 +30,7 @@ def parse_object(body: bytes) -> dict[str, object]:
         text = body.decode()
     except UnicodeDecodeError as error:
         raise RequestError(f"the body is not UTF-8 ({error.reason}, byte {error.start}).") from None
-    try:
-        fields = _loads(text)
-    except RecursionError:
-        raise RequestError(f"the body {_TOO_DEEP}") from None
-    except json.JSONDecodeError as error:
-        raise RequestError(f"the body is not valid JSON ({error}): send a JSON object.") from None
+    fields = _loads(text, "the body", "the body is not valid JSON ({}): send a JSON object.")
     if not isinstance(fields, dict):
         raise RequestError(f"the body is {json_kind(fields)}: send a JSON object.")
     for name, value in fields.items():
@@ -43,26 +40,19 @@ def parse_object(body: bytes) -> dict[str, object]:
 
 
 def parse_text(text: str) -> object:
-    """The JSON value in a text that a body holds, or RequestError: the same rules hold for it."""
-    try:
-        value = _loads(text)
-    except RecursionError:
-        raise RequestError(f"the JSON in a text {_TOO_DEEP}") from None
-    except json.JSONDecodeError as error:
-        raise RequestError(f"a text that should be JSON is not JSON ({error}): correct it.") from None
+    """Return the JSON value in a text that a body holds, or RequestError: the same rules hold for it."""
+    value = _loads(text, "the JSON in a text", "a text that should be JSON is not JSON ({}): correct it.")
     _check(value, None)
     return value
 
 
-def _loads(text: str) -> object:
-    value: object = json.loads(
-        text,
-        object_pairs_hook=_unique,
-        parse_constant=_refuse_constant,
-        parse_int=_integer,
-        parse_float=_number,
-    )
-    return value
+def _loads(text: str, what: str, refusal: str) -> object:
+    try:
+        return _DECODER.decode(text)
+    except RecursionError:
+        raise RequestError(f"{what} {_TOO_DEEP}") from None
+    except json.JSONDecodeError as error:
+        raise RequestError(refusal.format(error)) from None
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -91,6 +81,11 @@ def _number(text: str) -> float:
     return value
 
 
+_DECODER = json.JSONDecoder(
+    object_pairs_hook=_unique, parse_constant=_refuse_constant, parse_int=_integer, parse_float=_number
+)
+
+
 def _check(value: object, field: str | None) -> None:
     """Walk one field's value without recursion; None: that of a text in a field."""
     depth = 0
@@ -105,7 +100,7 @@ def _check(value: object, field: str | None) -> None:
 
 
 def is_too_deep(value: object) -> bool:
-    """Whether lists and objects nest deeper in a value than in any request."""
+    """Return whether lists and objects nest deeper in a value than in any request."""
     return sum(1 for _ in _levels(value)) > MAX_DEPTH
 
 
@@ -159,7 +154,7 @@ class Nested:
         self._value: Mapping[str, object] = value
 
     def wrong(self, name: str | None, text: str) -> RequestError:
-        """The error for one of its fields, or for itself."""
+        """Return the error for one of its fields, or for itself."""
         where = self.where if name is None else f"{self.where}.{name}"
         return RequestError(f"'{where}': {text}.", self.where.partition(".")[0])
 
@@ -169,54 +164,48 @@ class Nested:
     def get(self, name: str) -> object:
         return self._value.get(name)
 
-    def text(self, name: str, default: str | None = None) -> str:
+    def _typed(self, name: str, kind: type[T], what: str, default: object = None) -> T:
         value = self._value.get(name)
         value = default if value is None else value
-        if not isinstance(value, str):
-            raise self.wrong(name, "a string is needed")
+        if not isinstance(value, kind):
+            raise self.wrong(name, f"{what} is needed")
         return value
 
+    def text(self, name: str, default: str | None = None) -> str:
+        return self._typed(name, str, "a string", default)
+
     def name(self, name: str) -> str:
-        """A string with something in it."""
+        """Return a string with something in it."""
         value = self.text(name)
         if not value:
             raise self.wrong(name, "it is empty")
         return value
 
     def flag(self, name: str, default: bool) -> bool:
-        value = self._value.get(name)
-        value = default if value is None else value
-        if not isinstance(value, bool):
-            raise self.wrong(name, "true or false is needed")
-        return value
+        return self._typed(name, bool, "true or false", default)
 
     def object(self, name: str) -> dict[str, object]:
-        value = self._value.get(name)
-        if not isinstance(value, dict):
-            raise self.wrong(name, "an object is needed")
-        return value
+        return self._typed(name, dict, "an object")
 
     def all(self, name: str) -> list[Nested]:
-        """The objects of a list."""
-        value = self._value.get(name)
-        if not isinstance(value, list):
-            raise self.wrong(name, "an array is needed")
+        """Return the objects of a list."""
+        value: list[object] = self._typed(name, list, "an array")
         return [Nested(item, f"{self.where}.{name}.{number}") for number, item in enumerate(value)]
 
     def text_or_all(self, name: str) -> str | list[Nested]:
-        """A string, or the objects of a list."""
+        """Return a string, or the objects of a list."""
         value = self._value.get(name)
         if not isinstance(value, str | list):
             raise self.wrong(name, "a string or an array is needed")
         return value if isinstance(value, str) else self.all(name)
 
     def unknown(self, name: str, hint: str) -> RequestError:
-        """The error for a field whose value this server cannot take; `hint` says what it can."""
+        """Return the error for a field whose value this server cannot take; `hint` says what it can."""
         value = self._value.get(name)
         given = shown(value) if isinstance(value, str) else json_kind(value)
         return self.wrong(name, f"{given} is not supported here: {hint}")
 
 
 def all_of(value: list[dict[str, object]], field: str) -> list[Nested]:
-    """The objects of a list that is a field of the body."""
+    """Return the objects of a list that is a field of the body."""
     return [Nested(item, f"{field}.{number}") for number, item in enumerate(value)]

@@ -8,10 +8,11 @@ is closed.
 from __future__ import annotations
 
 import asyncio
+import functools
 import re
 import select
 from collections import deque
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Literal, cast
 from urllib.parse import unquote
 
 import httptools
@@ -33,6 +34,9 @@ _HTTP_2 = b"PRI * HTTP/2"  # how its connections begin
 _TLS = b"\x16\x03"
 _NUM_OPENING_BYTES = 16
 _WHOLE_ADDRESS = re.compile(rb"https?://([^/?]*)", re.IGNORECASE)
+
+
+Timer = Literal["head", "send", "keep alive", "end"]
 
 
 class NotHttp(ValueError):
@@ -75,10 +79,7 @@ class HttpConnection(asyncio.Protocol):
         self._is_lingering = False
         self._has_heard_all = False  # the client has closed its half
         self._writable = asyncio.Event()
-        self._head_timer: asyncio.TimerHandle | None = None
-        self._send_timer: asyncio.TimerHandle | None = None
-        self._keep_alive_timer: asyncio.TimerHandle | None = None
-        self._end_timer: asyncio.TimerHandle | None = None
+        self._timers: dict[Timer, asyncio.TimerHandle] = {}
 
     def _new_parser(self) -> httptools.HttpRequestParser:
         parser = httptools.HttpRequestParser(self)
@@ -109,9 +110,8 @@ class HttpConnection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._state.connections.discard(self)
         self.idle.pop(self, None)
-        for timer in (self._head_timer, self._send_timer, self._keep_alive_timer, self._end_timer):
-            if timer is not None:
-                timer.cancel()
+        for timer in self._timers.values():
+            timer.cancel()
         self._waiting.clear()
         self._writable.set()
         if self._exchange is not None:
@@ -119,7 +119,10 @@ class HttpConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._has_ended:
-            self._drop(data)
+            # Read and dropped: to close with bytes unread would reset the connection and lose the answers.
+            self._num_dropped += len(data)
+            if self._num_dropped > MAX_DROPPED_BYTES and not self._is_lingering:
+                self._pause_reading()
             return
         self._opening += data[: _NUM_OPENING_BYTES - len(self._opening)]
         self._has_moved = False
@@ -152,19 +155,13 @@ class HttpConnection(asyncio.Protocol):
             else:
                 return
 
-    def _drop(self, data: bytes) -> None:
-        """Read and drop: to close with bytes unread would reset the connection and lose the answers."""
-        self._num_dropped += len(data)
-        if self._num_dropped > MAX_DROPPED_BYTES and not self._is_lingering:
-            self._pause_reading()
-
     def _head_without_upgrade(self) -> bytes:
         lines = [b"%b %b HTTP/%b" % (self._parser.get_method(), self._url, self._version.encode())]
         lines += [b"%b: %b" % field for field in self._headers if field[0] != b"upgrade"]
         return b"\r\n".join([*lines, b"", b""])
 
     def eof_received(self) -> bool:
-        """The client has closed its half. It may still wait for its answer, or it may have gone.
+        """Note that the client has closed its half. It may still wait for its answer, or it may have gone.
 
         A client that has gone answers whatever we send with a reset. Returns True if the connection stays.
         """
@@ -188,9 +185,8 @@ class HttpConnection(asyncio.Protocol):
             return
         if number % NUM_CHECKS_PER_SIGN == 0:
             exchange.write_sign()
-        self._end_timer = self._loop.call_later(
-            delay_s, self._look_for_client, min(2 * delay_s, CHECK_S), number + 1
-        )
+        again = functools.partial(self._look_for_client, min(2 * delay_s, CHECK_S), number + 1)
+        self._timers["end"] = self._loop.call_later(delay_s, again)
 
     def pause_writing(self) -> None:
         self.is_write_paused = True
@@ -198,9 +194,7 @@ class HttpConnection(asyncio.Protocol):
         self._watch_sending()
 
     def resume_writing(self) -> None:
-        if self._send_timer is not None:
-            self._send_timer.cancel()
-            self._send_timer = None
+        self._stop("send")
         if self.transport.is_closing():
             self._watch_rest()
         self.is_write_paused = False
@@ -211,7 +205,7 @@ class HttpConnection(asyncio.Protocol):
     # ---- from uvicorn, and from an exchange
 
     def shutdown(self) -> None:
-        """The server ends: what is under way may end before."""
+        """End with the server; an answer under way may end before."""
         if self._exchange is None or self._exchange.is_complete:
             self.close()
         else:
@@ -230,12 +224,12 @@ class HttpConnection(asyncio.Protocol):
             self._watch_rest()
             return
         self._has_ended = self._is_lingering = True
-        self._stop_watching_head()
+        self._stop("head")
         self.transport.write_eof()
         if self._is_read_paused:
             self._is_read_paused = False
             self.transport.resume_reading()
-        self._end_timer = self._loop.call_later(LINGER_S, self.close)
+        self._timers["end"] = self._loop.call_later(LINGER_S, self.close)
 
     async def drain(self) -> None:
         await self._writable.wait()
@@ -247,7 +241,7 @@ class HttpConnection(asyncio.Protocol):
             self._watch_head()
 
     def answered(self) -> None:
-        """The answer is complete: start the next request, if it is there already."""
+        """Start the next request, if it is there already: the answer is complete."""
         self._state.total_requests += 1
         if self._arriving is not None and self._arriving is self._exchange and not self._is_lingering:
             self.close()  # what is left of its body is not waited for
@@ -257,7 +251,7 @@ class HttpConnection(asyncio.Protocol):
         if self._waiting:
             self._start(self._waiting.popleft())
         elif not self._is_in_head:
-            self._keep_alive_timer = self._loop.call_later(self._keep_alive_s, self.close)
+            self._timers["keep alive"] = self._loop.call_later(self._keep_alive_s, self.close)
         self.resume_reading()
         self._note_idle()
 
@@ -266,9 +260,7 @@ class HttpConnection(asyncio.Protocol):
     def on_message_begin(self) -> None:
         if self._has_ended:
             return
-        if self._keep_alive_timer is not None:
-            self._keep_alive_timer.cancel()
-            self._keep_alive_timer = None
+        self._stop("keep alive")
         self._url = b""
         self._headers: list[tuple[bytes, bytes]] = []
         self._is_in_head = True
@@ -360,7 +352,7 @@ class HttpConnection(asyncio.Protocol):
 
     def _end(self, why: str) -> None:
         """Read no more because of `why`. Whole requests before it are still answered."""
-        self._stop_watching_head()
+        self._stop("head")
         self._has_ended, self._is_in_head = True, False
         self._num_dropped += 1  # at least
         broken, self._arriving = self._arriving, None
@@ -408,9 +400,9 @@ class HttpConnection(asyncio.Protocol):
         """
         is_between = self._exchange is not None and not self._is_in_head
         if self._has_ended or self._is_read_paused or is_between:
-            self._stop_watching_head()
-        elif self._head_timer is None:
-            self._head_timer = self._loop.call_later(self.head_timeout_s, self.transport.abort)
+            self._stop("head")
+        elif "head" not in self._timers:
+            self._timers["head"] = self._loop.call_later(self.head_timeout_s, self.transport.abort)
 
     def _watch_rest(self) -> None:
         """Limit the time for the rest of the last answer, which is too short for `pause_writing`."""
@@ -418,13 +410,13 @@ class HttpConnection(asyncio.Protocol):
             self._watch_sending()
 
     def _watch_sending(self) -> None:
-        if self._send_timer is None:
-            self._send_timer = self._loop.call_later(self.send_timeout_s, self.transport.abort)
+        if "send" not in self._timers:
+            self._timers["send"] = self._loop.call_later(self.send_timeout_s, self.transport.abort)
 
-    def _stop_watching_head(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
+    def _stop(self, name: Timer) -> None:
+        timer = self._timers.pop(name, None)
+        if timer is not None:
+            timer.cancel()
 
 
 def _why(opening: bytes) -> str:
@@ -437,7 +429,7 @@ def _why(opening: bytes) -> str:
 
 
 def _is_reset(transport: asyncio.Transport) -> bool:
-    """Whether the client has reset the connection; after its end of input, asyncio does not tell."""
+    """Return whether the client has reset the connection; after its end of input, asyncio does not tell."""
     found = transport.get_extra_info("socket")
     if found is None or not hasattr(select, "poll"):
         return False

@@ -81,7 +81,7 @@ class Exchange:
     # ---- from the connection
 
     def take_body(self, data: bytes) -> int:
-        """Returns the number of bytes that the application has not read."""
+        """Return the number of bytes that the application has not read."""
         self._body += data
         self._is_unread = True
         self._news.set()
@@ -93,11 +93,11 @@ class Exchange:
         self._news.set()
 
     def close_after(self) -> None:
-        """The connection has no next request."""
+        """Serve no further request on this connection."""
         self._keeps_alive = False
 
     def lose(self) -> None:
-        """The client has gone. `on_gone` is called once: a second `cancel` would hit other work."""
+        """Note that the client has gone. `on_gone` is called once: a second `cancel` would hit other work."""
         if self.is_gone:
             return
         self.is_gone = not self.is_complete
@@ -141,7 +141,7 @@ class Exchange:
 
     @property
     def is_write_paused(self) -> bool:
-        """The client reads too slowly: more would pile up in memory."""
+        """Return whether the client reads too slowly: more would pile up in memory."""
         return self._line.is_write_paused
 
     def whole_body(self, limit: int) -> bytes | None:
@@ -181,19 +181,22 @@ class Exchange:
             raise RuntimeError(f"unexpected ASGI message '{message['type']}'.")
 
     def write(self, body: bytes) -> None:
-        """A part of the answer, which has begun."""
+        """Write a part of the answer, which has begun."""
         if not body or not self._has_body:
             return
         self._last_part = body
         if self._is_chunked:
             self._transport.write(b"%b%x\r\n%b\r\n" % (self._head, len(body), body))
         else:
-            self._count(body)
+            if self._num_left is not None:
+                self._num_left -= len(body)
+                if self._num_left < 0:
+                    raise RuntimeError("the answer is longer than its Content-Length.")
             self._transport.write(self._head + body)
         self._head = b""
 
     def end(self, body: bytes) -> None:
-        """The last part."""
+        """Write the last part of the answer."""
         if self._is_chunked and self._has_body:
             framed = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body) if body else b"0\r\n\r\n"
             self._transport.write(self._head + framed)
@@ -210,7 +213,7 @@ class Exchange:
         self._line.answered()
 
     async def while_connected(self, work: Coroutine[None, None, T]) -> T | None:
-        """Await `work` in this task. Returns None if the client went away, which cancels `work`."""
+        """Await `work` in this task. Return None if the client went away, which cancels `work`."""
         task = asyncio.current_task()
         assert task is not None
         if self.is_gone:
@@ -262,9 +265,3 @@ class Exchange:
         head, self._head = self._head, b""
         if head and not self.is_gone and not self._transport.is_closing():
             self._transport.write(head)
-
-    def _count(self, body: bytes) -> None:
-        if self._num_left is not None:
-            self._num_left -= len(body)
-            if self._num_left < 0:
-                raise RuntimeError("the answer is longer than its Content-Length.")

@@ -33,7 +33,7 @@ class MadeLate:
 
 
 def size_of(delta: Delta) -> int:
-    """How many tokens and log-probabilities are written for it, roughly."""
+    """Return roughly how many tokens and log-probabilities are written for it."""
     scored = (*delta.logprobs[:1], *(delta.prompt_logprobs or ())[-1:])  # all of them have as many
     num_each = 1 + max((len(item.top) for item in scored if item is not None), default=0)
     return len(delta.token_ids) + num_each * (len(delta.logprobs) + len(delta.prompt_logprobs or ()))
@@ -41,7 +41,7 @@ def size_of(delta: Delta) -> int:
 
 @functools.cache
 def _writer() -> ThreadPoolExecutor:
-    """One thread for all: each that is busy with Python takes its share from the event loop."""
+    """Return one thread for all: each that is busy with Python takes its share from the event loop."""
     return ThreadPoolExecutor(1, "large answers")
 
 
@@ -52,23 +52,20 @@ def beside(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.F
 
 
 async def json_response(make: Callable[[], object], size: int) -> Response:
-    """The answer that `make` returns, which holds about `size` numbers and names."""
+    """Return the answer that `make` returns, which holds about `size` numbers and names."""
     if size <= LARGE_ANSWER:
         return JSONResponse(make())
-    return await beside(_large_response, make)
-
-
-def _large_response(make: Callable[[], object]) -> Response:
-    return Response(b"".join(map(str.encode, in_slices(make()))), media_type="application/json")
+    body = await beside(lambda: b"".join(map(str.encode, in_slices(make()))))
+    return Response(body, media_type="application/json")
 
 
 def event_in_slices(data: Mapping[str, object]) -> str:
-    """One server-sent event."""
+    """Return one server-sent event."""
     return f"data: {''.join(in_slices(data))}\n\n"
 
 
 def in_slices(value: object) -> Iterator[str]:
-    """The JSON of a value in parts, none of which takes long: objects name by name, long lists in slices."""
+    """Yield the JSON of a value in short parts: objects name by name, long lists in slices."""
     if isinstance(value, Mapping):
         yield "{"
         for number, (name, item) in enumerate(value.items()):

@@ -1,4 +1,4 @@
-"""How uvicorn runs our server, drains it and ends it, whatever answers behind it."""
+"""Runs a server with uvicorn, drains it and ends it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NUM_SPARE_CONNECTIONS = 128
 
 
 def uvicorn_config(app: ASGIApp, options: ServerOptions, *, flush_s: int | None = None) -> uvicorn.Config:
-    """uvicorn so that the limits hold. Its access log would hold query strings: AuthLimits's own does not.
+    """Return uvicorn's settings. Its access log would hold query strings: AuthLimits's own does not.
 
     `flush_s` is the time at the end for answers that are complete and on their way to their clients.
     """
@@ -69,11 +69,11 @@ class Service(Protocol):
     def startup(self) -> StartProgress: ...
     @property
     def error(self) -> str | None:
-        """Why it is lost."""
+        """Return why it is lost; None: it is not."""
 
     @property
     def num_live(self) -> int:
-        """Requests under way."""
+        """Return the number of requests under way."""
 
     def close(self) -> None: ...
 
@@ -86,10 +86,6 @@ def ending(num_live: int, drain_timeout_s: float) -> str:
         f"ending: {num_live} under way, which may take {drain_timeout_s:g} s more (--drain-timeout); "
         "a second Ctrl-C ends at once"
     )
-
-
-def _answers_were(count: int) -> str:
-    return "1 answer was" if count == 1 else f"{count} answers were"
 
 
 class DrainingServer(uvicorn.Server):
@@ -123,7 +119,8 @@ class DrainingServer(uvicorn.Server):
         while service.num_live and not self.force_exit and time.monotonic() < end_s:
             await asyncio.sleep(DRAIN_INTERVAL_S)
         if self.force_exit and service.num_live:
-            log.info("ended at once: %s given up", _answers_were(service.num_live))
+            count = service.num_live
+            log.info("ended at once: %s given up", "1 answer was" if count == 1 else f"{count} answers were")
         # What is left ends with an error that its client understands.
         await asyncio.to_thread(service.close)
         await super().shutdown(sockets=sockets)

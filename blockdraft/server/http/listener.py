@@ -39,7 +39,7 @@ def address_of(listener: socket.socket) -> str:
 
 
 def addresses_to_use(listener: socket.socket) -> tuple[str, str | None]:
-    """Returns an address for programs on this machine, and one for other machines.
+    """Return an address for programs on this machine, and one for other machines.
 
     They differ where the server listens on all addresses (0.0.0.0 or ::), which itself is no address to call.
     The second is None where the first is the only one, or where this machine has no network.
@@ -52,7 +52,7 @@ def addresses_to_use(listener: socket.socket) -> tuple[str, str | None]:
 
 
 def outward_host() -> str | None:
-    """Returns the address that this machine has on its network; None if it has none. Nothing is sent."""
+    """Return the address that this machine has on its network; None if it has none. Nothing is sent."""
     for family, somewhere in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((somewhere, 9))  # of a datagram socket: it only chooses the route

@@ -22,11 +22,7 @@ def set_up(*, is_json: bool, level: int, secrets: Iterable[str] = (), stream: Te
     """Send all logging of this process to `stream` (stderr by default). Give uvicorn log_config=None."""
     handler = logging.StreamHandler(stream if stream is not None else sys.stderr)
     handler.setFormatter((JsonLines if is_json else TextLines)(secrets))
-    root = logging.getLogger()
-    for old in list(root.handlers):
-        root.removeHandler(old)
-    root.addHandler(handler)
-    root.setLevel(level)
+    logging.basicConfig(handlers=[handler], level=level, force=True)
 
 
 class _Lines(logging.Formatter):

@@ -42,7 +42,7 @@ json_of = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode  # 
 
 
 class ErrorDetail(TypedDict):
-    """What went wrong; `param` is the field at fault."""
+    """An error; `param` is the field at fault."""
 
     message: str
     type: str
@@ -57,7 +57,7 @@ class Error(TypedDict):
 
 
 class MessageErrorDetail(TypedDict):
-    """What went wrong; the message names the field at fault."""
+    """An error; the message names the field at fault."""
 
     type: str
     message: str
@@ -85,7 +85,7 @@ def message_error(
 
 
 def is_anthropic(path: str, *, has_version: bool = False) -> bool:
-    """Whether the client speaks Anthropic's API: by the path, or by its header on paths both APIs have."""
+    """Return whether the client speaks Anthropic's API, by the path or by its header."""
     is_messages_path = path == "/v1/messages" or path.startswith("/v1/messages/")
     return is_messages_path or (has_version and not path.startswith(OPENAI_PATHS))
 
@@ -139,7 +139,7 @@ def error_response(
 
 
 def not_ready_response(state: object) -> ErrorResponse:
-    """The answer to a request that came before the engine was ready, or after the end has begun."""
+    """Return the answer to a request that came before the engine was ready, or after the end has begun."""
     if state == "starting":
         text = "the engine is still starting: /ready shows its progress."
         return error_response(503, text, code="not_ready", retry_after_s=START_RETRY_AFTER_S)
@@ -147,42 +147,37 @@ def not_ready_response(state: object) -> ErrorResponse:
 
 
 def health_of(state: State) -> Health:
-    """The state of a start as /health says it: "ok" where requests are answered."""
+    """Return the state of a start as /health says it: "ok" where requests are answered."""
     return "ok" if state == "ready" else state
 
 
 def status_response(status: Health, **details: object) -> JSONResponse:
-    """The answer of /live and /health."""
-    is_starting = status == "starting"
-    return JSONResponse(
-        {"status": status, **details},
-        status_code=200 if status == "ok" else 503,
-        headers={"retry-after": str(START_RETRY_AFTER_S)} if is_starting else None,
-    )
+    """Return the answer of /live and /health."""
+    return _state_response({"status": status, **details}, is_ok=status == "ok", state=status)
 
 
 def start_response(start: Mapping[str, object]) -> JSONResponse:
-    """The answer of /ready; `start` is StartProgress.snapshot()."""
-    is_starting = start["state"] == "starting"
-    return JSONResponse(
-        start,
-        status_code=200 if start["state"] == "ready" else 503,
-        headers={"retry-after": str(START_RETRY_AFTER_S)} if is_starting else None,
-    )
+    """Return the answer of /ready; `start` is StartProgress.snapshot()."""
+    return _state_response(start, is_ok=start["state"] == "ready", state=start["state"])
+
+
+def _state_response(body: Mapping[str, object], *, is_ok: bool, state: object) -> JSONResponse:
+    headers = {"retry-after": str(START_RETRY_AFTER_S)} if state == "starting" else None
+    return JSONResponse(body, status_code=200 if is_ok else 503, headers=headers)
 
 
 def event(data: Mapping[str, object]) -> str:
-    """One server-sent event."""
+    """Return one server-sent event."""
     return f"data: {json_of(data)}\n\n"
 
 
 def named_event(name: str, data: Mapping[str, object]) -> str:
-    """One server-sent event with a name, as the newer APIs have them."""
+    """Return one server-sent event with a name, as the newer APIs have them."""
     return f"event: {name}\ndata: {json_of(data)}\n\n"
 
 
 def live_response(request: Request, events: AsyncIterator[Mapping[str, object]]) -> Response:
-    """The answer of /events, which the live page reads."""
+    """Return the answer of /events, which the live page reads."""
     if request.method == "HEAD":  # Starlette would run the endless body and send none of it
         return Response(media_type="text/event-stream")
     lines = (event(data) async for data in events)

@@ -24,13 +24,13 @@ class Feed(Protocol):
         """Return the present state, or None if it is not known yet."""
 
     def history(self, after_s: float) -> Items[tuple[float, float]]:
-        """(second, tokens per second) of the seconds after `after_s`."""
+        """Return (second, tokens per second) of the seconds after `after_s`."""
 
 
 async def live_events(
     feed: Feed, startup: Callable[[], Json], engine: Callable[[], Json | None], is_closed: Callable[[], bool]
 ) -> AsyncIterator[Json]:
-    """An object per second until the server ends; the first one carries the history."""
+    """Yield an object per second until the server ends; the first one carries the history."""
     sent_s = float("-inf")
     while not is_closed():
         await feed.refresh()

@@ -61,13 +61,13 @@ class File:
 
 
 def read_files(folder: Path = FOLDER) -> dict[str, File]:
-    """The page's files below `folder`, by their paths from there with forward slashes; not this module."""
+    """Return the page's files below `folder`, by their paths from there with forward slashes."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.suffix not in _OURS)
     return {path.relative_to(folder).as_posix(): _read(path) for path in paths}
 
 
 def routes() -> list[Route | Mount]:
-    """`/` and `/page/{file}`, for GET and HEAD. They hold no secret: they need no API key."""
+    """Return `/` and `/page/{file}`, for GET and HEAD. They hold no secret and need no API key."""
     files = read_files()
 
     async def index(request: Request) -> Response:
@@ -96,5 +96,5 @@ def _respond(request: Request, files: Mapping[str, File], name: str) -> Response
 
 
 def _has_etag(header: str, etag: str) -> bool:
-    """Whether an If-None-Match names `etag`; a proxy that compresses makes it a weak one."""
+    """Return whether an If-None-Match names `etag`; a proxy that compresses makes it a weak one."""
     return any(item.strip().removeprefix("W/") in (etag, "*") for item in header.split(","))

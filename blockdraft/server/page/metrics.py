@@ -49,7 +49,7 @@ _HISTOGRAMS = {
 def render(
     snapshot: Snapshot, info: EngineInfo | None, name: str, start: Mapping[str, object] | None = None
 ) -> tuple[bytes, str]:
-    """The text and its content type. `start` is StartProgress.snapshot(), `info` None until it is ready."""
+    """Return text and content type. `start` is StartProgress.snapshot(), `info` None until it is ready."""
     labels = {"model_name": name, "engine": ENGINE}
     families = [*_engine(snapshot, labels)]
     if info is not None:
@@ -65,11 +65,10 @@ def render_proxy(
     """Return text and content type for a proxy; `answers` counts answers by HTTP status."""
     labels = {"model_name": name}
     live = _gauge("blockdraft:proxy_requests_live", "Requests under way.", num_live, labels)
-    ended = CounterMetricFamily(
-        "blockdraft:proxy_requests", "Requests passed on to the engine.", labels=[*labels, "status"]
-    )
     by_status = {str(status): count for status, count in sorted(answers.items())}
-    return _exposition([*_start(start, labels), live, _filled(ended, by_status, labels)])
+    text = "Requests passed on to the engine."
+    ended = _counter("blockdraft:proxy_requests", text, by_status, labels, "status")
+    return _exposition([*_start(start, labels), live, ended])
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +87,9 @@ def _engine(snapshot: Snapshot, labels: Labels) -> Iterator[Metric]:
     used = snapshot.num_pages_used / snapshot.num_pages if snapshot.num_pages else 0.0
     yield _gauge("vllm:num_requests_running", "Choices that have a row.", snapshot.num_running, labels)
     yield _gauge("vllm:num_requests_waiting", "Choices that wait for a row.", snapshot.num_waiting, labels)
-    waiting = GaugeMetricFamily(
-        "vllm:num_requests_waiting_by_reason", "The same, by reason.", labels=[*labels, "reason"]
-    )
     # Nothing is put off here: what waits does so for rows or pages.
-    yield _filled(waiting, {"capacity": snapshot.num_waiting, "deferred": 0}, labels)
+    waiting = {"capacity": snapshot.num_waiting, "deferred": 0}
+    yield _gauge("vllm:num_requests_waiting_by_reason", "The same, by reason.", waiting, labels, "reason")
     yield _gauge("vllm:kv_cache_usage_perc", "Pages in use; 1 is all of them.", used, labels)
     for counter, text, value in (
         ("vllm:prefix_cache_queries", "Prompt tokens looked up in the cache.", snapshot.prompt_tokens),
@@ -109,26 +106,18 @@ def _engine(snapshot: Snapshot, labels: Labels) -> Iterator[Metric]:
         ("blockdraft:prefill_tokens", "Prompt tokens computed.", snapshot.num_prefill_tokens),
         ("blockdraft:blocks", "Rows verified, with drafts or without.", snapshot.num_blocks),
     ):
-        family = CounterMetricFamily(counter, text, labels=list(labels))
-        family.add_metric(list(labels.values()), value)
-        yield family
-    accepted = CounterMetricFamily(
-        "vllm:spec_decode_num_accepted_tokens_per_pos",
-        "Drafts accepted, by their place in the block.",
-        labels=[*labels, "position"],
-    )
+        yield _counter(counter, text, value, labels)
     by_position = {str(position): count for position, count in enumerate(snapshot.accepted)}
-    yield _filled(accepted, by_position, labels)
-    finished = CounterMetricFamily(
-        "vllm:request_success", "Choices that have ended, by reason.", labels=[*labels, "finished_reason"]
-    )
-    yield _filled(finished, {**dict.fromkeys(FINISH_REASONS, 0), **snapshot.finished}, labels)
+    name, text = "accepted_tokens_per_pos", "Drafts accepted, by their place in the block."
+    yield _counter(f"vllm:spec_decode_num_{name}", text, by_position, labels, "position")
+    finished = {**dict.fromkeys(FINISH_REASONS, 0), **snapshot.finished}
+    text = "Choices that have ended, by reason."
+    yield _counter("vllm:request_success", text, finished, labels, "finished_reason")
     for histogram, text in _HISTOGRAMS.items():
         yield _histogram(f"vllm:{histogram}", text, snapshot.histograms[histogram], labels)
     per_block = snapshot.generation_tokens / snapshot.num_blocks if snapshot.num_blocks else 0.0
-    yield _gauge(
-        "blockdraft:tokens_per_block", "Mean tokens of an answer per verified row.", per_block, labels
-    )
+    text = "Mean tokens of an answer per verified row."
+    yield _gauge("blockdraft:tokens_per_block", text, per_block, labels)
     text = "Tokens verified by row in the last step whose width was chosen; 1: plain, 0: there was none."
     yield _gauge("blockdraft:governed_width", text, snapshot.governed_width, labels)
     if snapshot.speedup is not None:
@@ -163,28 +152,29 @@ def _start(start: Mapping[str, object], labels: Labels) -> Iterator[Metric]:
     yield _gauge("blockdraft:ready", "1 when warm and verified.", is_ready, labels)
     phases = start["phases"]
     assert isinstance(phases, list)
-    family = GaugeMetricFamily(
-        "blockdraft:startup_phase_seconds",
-        "How long each phase of the start took.",
-        labels=[*labels, "phase"],
-    )
     ended = {phase["name"]: phase["seconds"] for phase in phases if phase["seconds"] is not None}
-    yield _filled(family, ended, labels)
+    text = "How long each phase of the start took."
+    yield _gauge("blockdraft:startup_phase_seconds", text, ended, labels, "phase")
 
 
-def _filled(
-    family: GaugeMetricFamily | CounterMetricFamily, values: Mapping[str, float], labels: Labels
+def _family(
+    family: GaugeMetricFamily | CounterMetricFamily, value: float | Mapping[str, float], labels: Labels
 ) -> Metric:
-    """A sample for each value of the family's last label."""
-    for last, value in values.items():
-        family.add_metric([*labels.values(), last], value)
+    """Return the family with its value, or with a sample for each value of its last label."""
+    if not isinstance(value, Mapping):
+        family.add_metric(list(labels.values()), value)
+        return family
+    for last, number in value.items():
+        family.add_metric([*labels.values(), last], number)
     return family
 
 
-def _gauge(name: str, text: str, value: float, labels: Labels) -> Metric:
-    family = GaugeMetricFamily(name, text, labels=list(labels))
-    family.add_metric(list(labels.values()), value)
-    return family
+def _gauge(name: str, text: str, value: float | Mapping[str, float], labels: Labels, *by: str) -> Metric:
+    return _family(GaugeMetricFamily(name, text, labels=[*labels, *by]), value, labels)
+
+
+def _counter(name: str, text: str, value: float | Mapping[str, float], labels: Labels, *by: str) -> Metric:
+    return _family(CounterMetricFamily(name, text, labels=[*labels, *by]), value, labels)
 
 
 def _histogram(name: str, text: str, histogram: Histogram, labels: Labels) -> Metric:

@@ -80,11 +80,11 @@ class Upstream(Protocol):
     def url(self) -> str: ...
     @property
     def headers(self) -> Mapping[str, str]:
-        """Headers that the engine needs in every request."""
+        """Return the headers that the engine needs in every request."""
 
     @property
     def error(self) -> str | None:
-        """Why it is lost."""
+        """Return why it is lost; None: it is not."""
 
     @property
     def startup(self) -> StartProgress: ...
@@ -323,7 +323,7 @@ class _Reply:
 
 
 def _is_returned(name: str) -> bool:
-    """Whether an answer's header is passed on; the engine's CORS headers would undo ours."""
+    """Return whether an answer's header is passed on; the engine's CORS headers would undo ours."""
     return name not in _NOT_RETURNED and not name.startswith("access-control-")
 
 

@@ -119,7 +119,7 @@ class MetricsFeed:
 
     @property
     def stalled_s(self) -> float:
-        """How long the engine has had requests and done nothing, as far as its counters tell."""
+        """Return for how long the engine has had requests and done nothing, by its counters."""
         last = self._points[-1][1] if self._points else None
         # An engine without a counter of steps counts answers when they end: it may be busy until then.
         return (
@@ -146,7 +146,7 @@ class MetricsFeed:
         }
 
     def history(self, after_s: float) -> list[tuple[float, float]]:
-        """(second, tokens per second) of every look after `after_s`."""
+        """Return (second, tokens per second) of every look after `after_s`."""
         points = list(self._points)
         return [
             (round(later[0], 3), round(_speed(earlier, later, "tokens"), 2))
@@ -155,7 +155,7 @@ class MetricsFeed:
         ]
 
     def _lately(self, last: MetricsReading) -> Json:
-        """How drafts fared in the last seconds; such an engine tries every position in every block."""
+        """Return acceptance in the last seconds; such an engine tries every position in every block."""
         since_s = self._points[-1][0] - LATELY_S
         first = next(reading for at_s, reading in self._points if at_s >= since_s)
         drafts = last.drafts - first.drafts
@@ -184,7 +184,7 @@ def _work(reading: MetricsReading) -> tuple[float | None, ...]:
 
 
 async def fetch_metrics(session: aiohttp.ClientSession, url: str) -> tuple[str, str] | None:
-    """The text of /metrics and its content type; None: there is none now."""
+    """Return the text of /metrics and its content type; None: there is none now."""
     try:
         async with session.get(f"{url}/metrics", timeout=aiohttp.ClientTimeout(total=TIMEOUT_S)) as response:
             if response.status != 200:

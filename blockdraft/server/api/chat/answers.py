@@ -2,37 +2,20 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from dataclasses import replace
 from typing import ClassVar
 
 from blockdraft.engine.request import Delta, TokenLogprobs
+from blockdraft.server.api.chat import schemas
 from blockdraft.server.api.chat.fields import ChatRequest, CompletionRequest
 from blockdraft.server.api.chat.logprobs import TextOffsets, chat_logprobs, prompt_logprobs, text_logprobs
 from blockdraft.server.api.chat.prepare import PreparedChat, draft_marks
-from blockdraft.server.api.chat.schemas import (
-    ChatChoice,
-    ChatChunkChoice,
-    ChatDelta,
-    ChatLogprobs,
-    ChatMessage,
-    ChunkChoice,
-    FunctionDelta,
-    RequestMetrics,
-    TextChoice,
-    TextChunkChoice,
-    TextLogprobs,
-    ToolCallDelta,
-)
-from blockdraft.server.api.choices import (
-    AnswerChoice,
-    AnswerPiece,
-    ToolCallPiece,
-    request_metrics,
-)
+from blockdraft.server.api.choices import AnswerChoice, AnswerPiece, ToolCallPiece, request_metrics
 from blockdraft.server.api.schemas import AnswerObject, Usage
+from blockdraft.server.api.streaming import Writer
 from blockdraft.server.http.large_json import LARGE_ANSWER, MadeLate, event_in_slices, size_of
 from blockdraft.server.http.replies import DONE, error_body, event, json_of
 from blockdraft.text.tokenizer import Tokenizer
@@ -41,7 +24,7 @@ Json = dict[str, object]
 TEXT_GOES_HERE = "\ue000text\ue000"  # as a chunk's text, it stands nowhere else in the chunk
 
 
-class AnswerWriter(ABC):
+class AnswerWriter(Writer):
     """One answer, made of the engine's deltas: its choices, and the objects around them."""
 
     KIND: ClassVar[str]  # `object` of a whole answer
@@ -66,18 +49,15 @@ class AnswerWriter(ABC):
         self._around_text: dict[int, tuple[str, str]] = {}  # by choice: an event before and after its text
 
     def take(self, prompt: int, delta: Delta) -> None:
-        """Remember a delta for `whole`; `prompt` says which prompt it answers."""
         self._choice(prompt, delta).push(delta)
         self._size += size_of(delta)
 
     def whole(self) -> Json:
-        """The complete answer, when all deltas are in."""
         made = map(self._whole_choice, self._choices)
         choices = list(made) if self._size <= LARGE_ANSWER else MadeLate(made)
         return self._object(self.KIND, choices) | {"usage": self.usage(), "metrics": self._metrics()}
 
     def event(self, prompt: int, delta: Delta) -> str | None:
-        """Take a delta in, and return what to write for it; None: nothing."""
         choice = self._choice(prompt, delta)
         ahead = [] if choice.pieces else self._first_chunks(choice)
         choice.push(delta)
@@ -92,14 +72,14 @@ class AnswerWriter(ABC):
 
     @property
     def first_choice(self) -> AnswerChoice:
-        """The first choice; Responses and Messages have no others."""
+        """Return the first choice; Responses and Messages have no others."""
         return self._choices[0]
 
     def _choice(self, prompt: int, delta: Delta) -> AnswerChoice:
         return self._choices[prompt * self._options.n + delta.index]
 
     def _is_text_only(self, piece: AnswerPiece) -> bool:
-        """Whether two such chunks of a choice differ by their text alone."""
+        """Return whether two such chunks of a choice differ by their text alone."""
         if piece.is_first or piece.finish_reason is not None or not piece.text:
             return False
         if piece.reasoning or piece.tool_calls:
@@ -107,7 +87,7 @@ class AnswerWriter(ABC):
         return not (self._shows_more or piece.logprobs or piece.draft)
 
     def _text_event(self, choice: AnswerChoice, piece: AnswerPiece) -> str:
-        """The event of a piece that is text only: what surrounds the text is written once per choice."""
+        """Return the event of a piece that is text only; the rest of it is written once per choice."""
         if choice.index not in self._around_text:
             marked = event(self._chunk(self._part(choice, replace(piece, text=TEXT_GOES_HERE))))
             before, _, after = marked.partition(json_of(TEXT_GOES_HERE))
@@ -116,7 +96,7 @@ class AnswerWriter(ABC):
         return before + json_of(piece.text) + after
 
     def _news(self, choice: AnswerChoice, piece: AnswerPiece) -> Json | None:
-        """The chunk of a piece, or None if it shows nothing."""
+        """Return the chunk of a piece, or None if it shows nothing."""
         is_end = piece.finish_reason is not None
         has_ids = self._options.return_token_ids and bool(piece.token_ids)
         if not (is_end or has_ids or piece.draft is not None or self._has_news(choice, piece)):
@@ -131,37 +111,35 @@ class AnswerWriter(ABC):
         return self._chunk(part, is_end=is_end)
 
     def end(self) -> str:
-        """The last events of a stream."""
         last = self.last_chunk()
         return DONE if last is None else event(last) + DONE
 
     def failed(self, message: str) -> str:
-        """The last events of a stream that breaks off."""
         return event(error_body(message, kind="server_error")) + DONE
 
     def last_chunk(self) -> Json | None:
-        """The usage, if it was asked for."""
+        """Return the usage, if it was asked for."""
         if not self._options.include_usage:
             return None
         chunk = self._object(self.CHUNK_KIND, []) | {"usage": self.usage()}
         return chunk if (metrics := self._metrics()) is None else chunk | {"metrics": metrics}
 
     def _first_chunks(self, choice: AnswerChoice) -> list[Json]:
-        """The chunks in front of a choice's first piece."""
+        """Return the chunks in front of a choice's first piece."""
         return []
 
     @abstractmethod
     def _has_news(self, choice: AnswerChoice, piece: AnswerPiece) -> bool:
-        """Whether there is text to send, or log-probabilities that were asked for."""
+        """Return whether there is text to send, or log-probabilities that were asked for."""
 
     @abstractmethod
-    def _part(self, choice: AnswerChoice, piece: AnswerPiece) -> ChunkChoice:
-        """A piece as a chunk shows it, without the fields that both kinds of answers share."""
+    def _part(self, choice: AnswerChoice, piece: AnswerPiece) -> schemas.ChunkChoice:
+        """Return a piece as a chunk shows it, without the fields that both kinds of answers share."""
 
     @abstractmethod
-    def _whole_choice(self, choice: AnswerChoice) -> ChatChoice | TextChoice: ...
+    def _whole_choice(self, choice: AnswerChoice) -> schemas.ChatChoice | schemas.TextChoice: ...
 
-    def _chunk(self, part: ChunkChoice, *, is_end: bool = False) -> Json:
+    def _chunk(self, part: schemas.ChunkChoice, *, is_end: bool = False) -> Json:
         chunk = self._object(self.CHUNK_KIND, [part])
         if self._options.include_usage:
             chunk["usage"] = self.usage() if self._options.has_running_usage else None
@@ -180,7 +158,7 @@ class AnswerWriter(ABC):
         }
 
     def usage(self) -> Usage:
-        """The cost so far. Cached tokens are known once the first choice of every prompt has ended."""
+        """Return the cost so far. Cached tokens are known once the first choice of every prompt has ended."""
         firsts = {choice.prompt: choice.metrics for choice in reversed(self._choices)}
         known = [metrics.num_cached_tokens for metrics in firsts.values() if metrics is not None]
         num_prompt = sum(len(prompt) for prompt in self._prompts)
@@ -195,8 +173,8 @@ class AnswerWriter(ABC):
             "completion_tokens_details": {"reasoning_tokens": num_reasoning},
         }
 
-    def _metrics(self) -> RequestMetrics | None:
-        """The figures of all choices together; None until all have ended, and where nothing was generated."""
+    def _metrics(self) -> schemas.RequestMetrics | None:
+        """Return the figures of all choices; None until all have ended, or if nothing was generated."""
         found = [choice.metrics for choice in self._choices if choice.metrics is not None]
         if len(found) < len(self._choices) or self._choices[0].is_dropped:
             return None
@@ -228,9 +206,9 @@ class ChatAnswer(AnswerWriter):
             answer["prompt_token_ids"] = list(self._prompts[0])
         return answer
 
-    def _whole_choice(self, choice: AnswerChoice) -> ChatChoice:
+    def _whole_choice(self, choice: AnswerChoice) -> schemas.ChatChoice:
         text, reasoning, calls = choice.text, choice.reasoning, choice.tool_calls
-        message: ChatMessage = {
+        message: schemas.ChatMessage = {
             "role": "assistant",
             "content": None if (reasoning or calls) and not text else text,
             "refusal": None,
@@ -241,7 +219,7 @@ class ChatAnswer(AnswerWriter):
             message["reasoning_content"] = message["reasoning"] = reasoning
         if self._asked.speculative.detail:
             message["draft"] = choice.draft_steps
-        answer: ChatChoice = {
+        answer: schemas.ChatChoice = {
             "index": choice.index,
             "message": message,
             "logprobs": self._logprobs(choice.logprobs),
@@ -255,8 +233,8 @@ class ChatAnswer(AnswerWriter):
         return answer
 
     def _first_chunks(self, choice: AnswerChoice) -> list[Json]:
-        """The chunk with the role. It goes out with the first token, as clients time the first event."""
-        part: ChatChunkChoice = {
+        """Return the chunk with the role. It goes out with the first token: clients time the first event."""
+        part: schemas.ChatChunkChoice = {
             "index": choice.index,
             "delta": {"role": "assistant", "content": ""},
             "logprobs": None,
@@ -271,15 +249,15 @@ class ChatAnswer(AnswerWriter):
         has_logprobs = self._asked.logprobs and bool(piece.logprobs)
         return has_logprobs or bool(piece.text or piece.tool_calls or self._reasoning(piece))
 
-    def _part(self, choice: AnswerChoice, piece: AnswerPiece) -> ChatChunkChoice:
-        delta: ChatDelta = {}
+    def _part(self, choice: AnswerChoice, piece: AnswerPiece) -> schemas.ChatChunkChoice:
+        delta: schemas.ChatDelta = {}
         if reasoning := self._reasoning(piece):
             delta["reasoning_content"] = delta["reasoning"] = reasoning
         if piece.tool_calls:
             delta["tool_calls"] = [_call_delta(call) for call in piece.tool_calls]
         if piece.text or (piece.finish_reason is None and not (reasoning or piece.tool_calls)):
             delta["content"] = piece.text
-        part: ChatChunkChoice = {
+        part: schemas.ChatChunkChoice = {
             "index": choice.index,
             "delta": delta,
             "logprobs": self._logprobs(piece.logprobs),
@@ -292,14 +270,14 @@ class ChatAnswer(AnswerWriter):
     def _reasoning(self, piece: AnswerPiece) -> str:
         return piece.reasoning if self._asked.include_reasoning else ""
 
-    def _logprobs(self, items: Items[TokenLogprobs]) -> ChatLogprobs | None:
+    def _logprobs(self, items: Items[TokenLogprobs]) -> schemas.ChatLogprobs | None:
         return chat_logprobs(items, self._tokenizer) if self._asked.logprobs else None
 
 
-def _call_delta(piece: ToolCallPiece) -> ToolCallDelta:
+def _call_delta(piece: ToolCallPiece) -> schemas.ToolCallDelta:
     if piece.id is None:
         return {"index": piece.index, "function": {"arguments": piece.arguments}}
-    function: FunctionDelta = {"name": piece.name or "", "arguments": piece.arguments}
+    function: schemas.FunctionDelta = {"name": piece.name or "", "arguments": piece.arguments}
     return {"index": piece.index, "id": piece.id, "type": "function", "function": function}
 
 
@@ -332,9 +310,9 @@ class TextAnswer(AnswerWriter):
         self._texts = texts
         self._offsets: dict[int, TextOffsets] = {}  # by choice, from its first piece on
 
-    def _whole_choice(self, choice: AnswerChoice) -> TextChoice:
+    def _whole_choice(self, choice: AnswerChoice) -> schemas.TextChoice:
         asked = self._asked
-        part: TextChoice = {
+        part: schemas.TextChoice = {
             "index": choice.index,
             "text": self._echo(choice) + choice.text,
             "logprobs": self._logprobs(choice, choice.logprobs, has_prompt=True),
@@ -355,8 +333,8 @@ class TextAnswer(AnswerWriter):
         has_logprobs = self._asked.logprobs is not None and bool(piece.logprobs)
         return has_logprobs or bool(piece.text or (piece.is_first and self._echo(choice)))
 
-    def _part(self, choice: AnswerChoice, piece: AnswerPiece) -> TextChunkChoice:
-        part: TextChunkChoice = {
+    def _part(self, choice: AnswerChoice, piece: AnswerPiece) -> schemas.TextChunkChoice:
+        part: schemas.TextChunkChoice = {
             "index": choice.index,
             "text": self._echo(choice) + piece.text if piece.is_first else piece.text,
             "logprobs": self._logprobs(choice, piece.logprobs, has_prompt=piece.is_first),
@@ -371,7 +349,7 @@ class TextAnswer(AnswerWriter):
 
     def _logprobs(
         self, choice: AnswerChoice, items: Items[TokenLogprobs], *, has_prompt: bool
-    ) -> TextLogprobs | None:
+    ) -> schemas.TextLogprobs | None:
         if self._asked.logprobs is None:
             return None
         rows = [(item.token_id, item) for item in items]
@@ -388,7 +366,9 @@ class TextAnswer(AnswerWriter):
             "text_offset": ahead["text_offset"] + found["text_offset"],
         }
 
-    def _table(self, rows: Items[tuple[int, TokenLogprobs | None]], offsets: TextOffsets) -> TextLogprobs:
+    def _table(
+        self, rows: Items[tuple[int, TokenLogprobs | None]], offsets: TextOffsets
+    ) -> schemas.TextLogprobs:
         assert self._asked.logprobs is not None
         return text_logprobs(rows, num_top=self._asked.logprobs, offsets=offsets, tokenizer=self._tokenizer)
 

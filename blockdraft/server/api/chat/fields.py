@@ -16,8 +16,7 @@ from pydantic_core import PydanticCustomError
 
 from blockdraft.engine.request import MAX_BIASES, MAX_CHOICES, MAX_LOGPROBS, MAX_STOPS, SamplingParams
 from blockdraft.errors import RequestError
-from blockdraft.server.api.chat.shapes import Message
-from blockdraft.server.api.chat.template_messages import check_messages
+from blockdraft.server.api.chat.messages import Message, check_messages
 from blockdraft.server.api.fields import (
     MAX_INT,
     MAX_MESSAGES,
@@ -59,7 +58,7 @@ Stops = Annotated[
 
 
 def _token_biases(value: object) -> object:
-    """Keys become token ids; their values are checked later."""
+    """Return keys as token ids; their values are checked later."""
     if not isinstance(value, dict):
         return value
     for key in value:
@@ -95,7 +94,7 @@ TokenLists = Annotated[list[TokenList], Field(min_length=1, max_length=MAX_PROMP
 
 
 def _prompts(value: object) -> list[str | list[int]]:
-    """One prompt or many, as text or as token ids: always a list of prompts."""
+    """Return one prompt or many, as text or as token ids: always a list of prompts."""
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list) or not value:
@@ -188,12 +187,7 @@ class _Generation(StructuredOutputFields, AnyBody):
     def _sampling(
         self, defaults: Mapping[str, float], *, max_tokens: int | None, **last: int | None
     ) -> SamplingParams:
-        """The sampling parameters; `last` holds those that depend on the kind of request."""
-        if max_tokens is not None and self.min_tokens > max_tokens:
-            raise RequestError(
-                f"'min_tokens' is {self.min_tokens}, more than 'max_tokens', {max_tokens}: lower it.",
-                "min_tokens",
-            )
+        """Return the sampling parameters; `last` holds those that depend on the kind of request."""
         given = {name: value for name, value in self if name in _SAMPLING_NAMES and value is not None}
         last |= {"max_tokens": max_tokens, "width": self.speculative.width}
         given["structured_outputs"] = self.structured_output
@@ -221,7 +215,7 @@ class ChatRequest(ToolFields, _Generation):
 
     @property
     def template_kwargs(self) -> Mapping[str, object]:
-        """Variables of the chat template. Some templates have a switch for thoughts instead of an effort."""
+        """Return variables of the chat template. Some have a switch for thoughts instead of an effort."""
         wishes: dict[str, object] = {}
         if self.verbosity is not None:
             wishes["verbosity"] = self.verbosity
@@ -267,7 +261,7 @@ class CompletionRequest(_Generation):
 
     @property
     def is_scoring(self) -> bool:
-        """Whether the request asks for the prompt only."""
+        """Return whether the request asks for the prompt only."""
         return self.max_tokens == 0
 
     def check(self) -> None:
@@ -285,11 +279,8 @@ class CompletionRequest(_Generation):
 
 
 def _either(one: str, other: str) -> JsonDict:
-    """The schema of a body with the field `one`; `other` may be null."""
-    return {
-        "required": [one],
-        "properties": {one: {"not": {"type": "null"}}, other: {"type": "null"}},
-    }
+    """Return the schema of a body with the field `one`; `other` may be null."""
+    return {"required": [one], "properties": {one: {"not": {"type": "null"}}, other: {"type": "null"}}}
 
 
 class TokenizeRequest(AnyBody):

@@ -11,13 +11,7 @@ from collections.abc import Sequence as Items
 from typing import NamedTuple
 
 from blockdraft.engine.request import TokenLogprobs
-from blockdraft.server.api.chat.schemas import (
-    ChatLogprobs,
-    PromptLogprobs,
-    RankedLogprob,
-    TextLogprobs,
-    TokenChance,
-)
+from blockdraft.server.api.chat import schemas
 from blockdraft.text.detokenizer import Detokenizer
 from blockdraft.text.tokenizer import REPLACEMENT, Tokenizer
 
@@ -25,7 +19,7 @@ MIN_LOGPROB = -9999.0  # JSON has no -inf; vLLM's stand-in
 NUM_SPELLED = 1 << 16  # tokens whose texts are remembered: some 20 MB
 
 
-def chat_logprobs(items: Items[TokenLogprobs], tokenizer: Tokenizer) -> ChatLogprobs:
+def chat_logprobs(items: Items[TokenLogprobs], tokenizer: Tokenizer) -> schemas.ChatLogprobs:
     return {
         "content": [
             {
@@ -38,7 +32,7 @@ def chat_logprobs(items: Items[TokenLogprobs], tokenizer: Tokenizer) -> ChatLogp
     }
 
 
-def _chance(token_id: int, logprob: float, tokenizer: Tokenizer) -> TokenChance:
+def _chance(token_id: int, logprob: float, tokenizer: Tokenizer) -> schemas.TokenChance:
     spelled = _spell(token_id, tokenizer)
     return {"token": spelled.name, "logprob": max(MIN_LOGPROB, logprob), "bytes": list(spelled.raw)}
 
@@ -49,8 +43,8 @@ def text_logprobs(
     num_top: int,
     offsets: TextOffsets,
     tokenizer: Tokenizer,
-) -> TextLogprobs:
-    """`items` are token ids with their log-probabilities; `offsets` says where each begins."""
+) -> schemas.TextLogprobs:
+    """Return the lists for `items`, token ids with log-probabilities; `offsets` says where each begins."""
     return {
         "tokens": [_text_name(token_id, tokenizer) for token_id, _ in items],
         "token_logprobs": [None if item is None else max(MIN_LOGPROB, item.logprob) for _, item in items],
@@ -60,16 +54,18 @@ def text_logprobs(
 
 
 def _top(item: TokenLogprobs, num_top: int, tokenizer: Tokenizer) -> dict[str, float]:
-    """The likeliest tokens and the chosen one."""
+    """Return the likeliest tokens and the chosen one."""
     pairs = (*item.top[:num_top], (item.token_id, item.logprob))
     return {_text_name(token_id, tokenizer): max(MIN_LOGPROB, logprob) for token_id, logprob in pairs}
 
 
-def prompt_logprobs(items: Items[TokenLogprobs | None], num_top: int, tokenizer: Tokenizer) -> PromptLogprobs:
+def prompt_logprobs(
+    items: Items[TokenLogprobs | None], num_top: int, tokenizer: Tokenizer
+) -> schemas.PromptLogprobs:
     return [None if item is None else _ranked(item, num_top, tokenizer) for item in items]
 
 
-def _ranked(item: TokenLogprobs, num_top: int, tokenizer: Tokenizer) -> dict[str, RankedLogprob]:
+def _ranked(item: TokenLogprobs, num_top: int, tokenizer: Tokenizer) -> dict[str, schemas.RankedLogprob]:
     ranks = {token_id: rank for rank, (token_id, _) in enumerate(item.top, start=1)}
     pairs = {item.token_id: item.logprob, **dict(item.top[:num_top])}
     return {

@@ -1,7 +1,8 @@
-"""Prepares a chat request for the engine: prompt, sampling, and how to read the answer.
+"""Prepares requests for the engine: prompts, sampling, and how to read the answer.
 
 `ChatRequest` is the one request and `AnswerPiece` the one stream of events inside the server. Other APIs are
 translations: into the first in front of `prepare_chat`, out of the second behind `PreparedChat.choices`.
+Encoding takes long for long conversations: the routes run these functions in a thread.
 """
 
 from __future__ import annotations
@@ -10,18 +11,20 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
 
-from blockdraft.engine.request import SamplingParams
+from blockdraft.engine.info import EngineInfo
+from blockdraft.engine.request import SamplingParams, check_request
+from blockdraft.errors import RequestError
 from blockdraft.grammar.endless import check_end
 from blockdraft.grammar.structured_output import StructuredOutputs, Thinking
 from blockdraft.server.api.chat.fields import ChatRequest, CompletionRequest, TokenizeRequest
-from blockdraft.server.api.chat.template_messages import for_template
+from blockdraft.server.api.chat.messages import for_template
 from blockdraft.server.api.choices import AnswerChoice, DraftMarks
 from blockdraft.server.api.fields import field_at_fault
 from blockdraft.text.tokenizer import Tokenizer
 from blockdraft.tool_calls.bare_json import tools_as_messages
 from blockdraft.tool_calls.formats import ToolFormat, find_format
 from blockdraft.tool_calls.lark import CallRules
-from blockdraft.tool_calls.tags import TagFilter, TagFinder
+from blockdraft.tool_calls.reading import TagFilter, TagFinder
 from blockdraft.tool_calls.thoughts import (
     Splitter,
     Tags,
@@ -32,10 +35,103 @@ from blockdraft.tool_calls.thoughts import (
     find_tags,
 )
 
+MAX_SCORES = 1 << 19  # log-probabilities of prompt tokens in one answer: some 20 MB of JSON
+
+
+@field_at_fault("prompt")
+def encode_prompts(asked: CompletionRequest, tokenizer: Tokenizer) -> list[list[int]]:
+    if asked.suffix:
+        return [fill_in(prompt, asked, tokenizer) for prompt in asked.prompt]
+    return [
+        tokenizer.encode(prompt, asked.add_special_tokens) if isinstance(prompt, str) else prompt
+        for prompt in asked.prompt
+    ]
+
+
+# What tells a model to write what stands between two texts: in front of the first, of the second, of its own.
+_FILL_IN_TOKENS = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen, CodeGemma
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder
+    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder
+    ("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),  # GLM
+    ("<\uff5cfim\u2581begin\uff5c>", "<\uff5cfim\u2581hole\uff5c>", "<\uff5cfim\u2581end\uff5c>"),  # DeepSeek
+    ("\u2581<PRE>", "\u2581<SUF>", "\u2581<MID>"),  # Code Llama
+)
+
+
+def fill_in(prompt: str | list[int], asked: CompletionRequest, tokenizer: Tokenizer) -> list[int]:
+    """Return a prompt whose answer goes between it and `suffix`. Raises RequestError if no tokens do that."""
+    for tokens in _FILL_IN_TOKENS:
+        first, second, own = (tokenizer.token_id(token) for token in tokens)
+        if first is not None and second is not None and own is not None:
+            break
+    else:
+        raise RequestError(
+            "'suffix' needs a fill-in-the-middle model, and this one has no tokens for it: leave it out.",
+            "suffix",
+        )
+    before = tokenizer.encode(prompt, add_special_tokens=False) if isinstance(prompt, str) else prompt
+    after = tokenizer.encode(asked.suffix or "", add_special_tokens=False)
+    # What the tokenizer puts in front of every text, if anything.
+    start = tokenizer.encode("", add_special_tokens=True) if asked.add_special_tokens else []
+    return [*start, first, *before, second, *after, own]
+
+
+def echoed_texts(asked: CompletionRequest, prompts: Items[list[int]], tokenizer: Tokenizer) -> list[str]:
+    """Return the prompts as text, if the request asks for an echo."""
+    if not asked.echo:
+        return []
+    return [
+        prompt if isinstance(prompt, str) else tokenizer.decode(ids, asked.skip_special_tokens)
+        for prompt, ids in zip(asked.prompt, prompts, strict=True)
+    ]
+
+
+def token_texts(tokens: Items[int], tokenizer: Tokenizer) -> list[str]:
+    return [tokenizer.decode([token], skip_special_tokens=False) for token in tokens]
+
+
+def check_tokens(tokens: Items[int], info: EngineInfo) -> None:
+    """Raise RequestError for an id outside the vocabulary, which decoding would skip silently."""
+    wrong = next((token for token in tokens if token >= info.vocab_size), None)
+    if wrong is not None:
+        raise RequestError(
+            f"tokens: token id {wrong} is outside the vocabulary (0 to {info.vocab_size - 1}).", "tokens"
+        )
+
+
+def check_prompts(
+    prompts: Items[Items[int]], fields: Mapping[str, str], sampling: SamplingParams, info: EngineInfo
+) -> None:
+    """Raise RequestError for prompts that the engine can never run, or more scores than an answer may hold.
+
+    `fields` names the body's fields that ask for the prompt and for the scores.
+    """
+    names = {"prompt": fields["prompt"], "width": "speculative"}
+    for prompt_ids in prompts:
+        try:
+            check_request(
+                prompt_ids,
+                sampling,
+                vocab_size=info.vocab_size,
+                max_model_len=info.max_model_len,
+                most_context=info.most_context,
+                block=info.block,
+            )
+        except RequestError as error:
+            raise RequestError(str(error), names.get(error.field or "", error.field), error.code) from None
+    num_tokens, num_each = sampling.n * sum(map(len, prompts)), 1 + (sampling.prompt_logprobs or 0)
+    if sampling.prompt_logprobs is not None and num_tokens * num_each > MAX_SCORES:
+        raise RequestError(
+            f"{num_tokens} tokens of prompts with {num_each} log-probabilities each are more than the "
+            f"{MAX_SCORES} that one answer may hold: send fewer prompts at once, or ask for fewer each.",
+            fields["scores"],
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """How a model writes tool calls and thoughts."""
+    """The format of a model's tool calls and thoughts."""
 
     tokenizer: Tokenizer
     tools: ToolFormat
@@ -43,7 +139,7 @@ class Dialect:
 
     @property
     def has_developer(self) -> bool:
-        """Whether its template knows this role."""
+        """Return whether its template knows this role."""
         return "developer" in (self.tokenizer.chat_template or "")
 
 
@@ -65,12 +161,12 @@ class PreparedChat:
 
     @property
     def output_field(self) -> str:
-        """The field that binds the answer."""
+        """Return the field that binds the answer."""
         is_calls = self.asked.must_call or self.asked.structured_output is None
         return "tools" if is_calls else self.asked.output_field
 
     def choices(self) -> list[AnswerChoice]:
-        """A choice for each answer, ready for the engine's deltas."""
+        """Return a choice for each answer, ready for the engine's deltas."""
         return [self._choice(index) for index in range(self.asked.n)]
 
     def _choice(self, index: int) -> AnswerChoice:
@@ -126,7 +222,7 @@ def prepare_chat(asked: ChatRequest, dialect: Dialect, defaults: Mapping[str, fl
 
 @field_at_fault("messages")
 def encode_conversation(asked: ChatRequest | TokenizeRequest, dialect: Dialect) -> list[int]:
-    """The prompt. Tools are shown whatever `tool_choice` says, as vLLM does.
+    """Return the prompt. Tools are shown whatever `tool_choice` says, as vLLM does.
 
     So with "none" the model still understands a conversation that used tools, and the cached prefix still
     matches; the answer is then not searched for calls.
@@ -151,7 +247,7 @@ def encode_conversation(asked: ChatRequest | TokenizeRequest, dialect: Dialect) 
 
 
 def tokenize(asked: TokenizeRequest, dialect: Dialect) -> list[int]:
-    """The tokens. As in vLLM, special ones are added to prompts but not to conversations by default."""
+    """Return the tokens. As in vLLM, special ones are added to prompts, but not to conversations."""
     if asked.prompt is not None:
         is_added = asked.add_special_tokens is not False
         with field_at_fault("prompt"):
@@ -160,7 +256,7 @@ def tokenize(asked: TokenizeRequest, dialect: Dialect) -> list[int]:
 
 
 def _shown_tags(asked: ChatRequest, dialect: Dialect) -> frozenset[str]:
-    """Special tokens that the server needs in the answer's text to find thoughts and calls."""
+    """Return the special tokens that the server needs to find thoughts and calls in an answer."""
     tags: set[str] = set()
     if dialect.thoughts is not None:
         tags.update(dialect.thoughts.special)
@@ -172,7 +268,7 @@ def _shown_tags(asked: ChatRequest, dialect: Dialect) -> frozenset[str]:
 def _structured_output(
     asked: ChatRequest, dialect: Dialect, output: StructuredOutputs | None
 ) -> StructuredOutputs | None:
-    """The structured output of the whole answer: `output` and the grammar of tool calls.
+    """Return the structured output of the whole answer: `output` and the grammar of tool calls.
 
     Calls are bound if one is demanded, if a tool is strict, or if `output` is set. That binds text only: an
     answer that must be a call has none.
@@ -200,7 +296,7 @@ def _structured_output(
 def _thinking(
     asked: ChatRequest, dialect: Dialect, prompt_ids: Items[int], *, is_inside: bool, is_structured: bool
 ) -> Thinking | None:
-    """The thoughts, if the engine has to know them: for structured output behind them, or for a budget."""
+    """Return the thoughts, if the engine needs them for structured output behind them or for a budget."""
     tags = dialect.thoughts
     if tags is None or not (is_structured or asked.thinking_token_budget is not None):
         return None

@@ -61,7 +61,7 @@ class DraftStep(TypedDict):
 
 
 class SpeculativeMetrics(TypedDict):
-    """How the drafts of one answer fared, as vLLM names it; `acceptance_histogram[i]` counts steps.
+    """Acceptance of the drafts of one answer, as vLLM names it; `acceptance_histogram[i]` counts steps.
 
     `reached_by_position` is ours: steps that came to the draft at each position, all before it accepted.
     """

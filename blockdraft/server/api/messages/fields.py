@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, NotRequired
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator
+from typing_extensions import TypedDict
 
 from blockdraft.engine.request import MAX_STOPS
 from blockdraft.errors import RequestError
 from blockdraft.server.api.chat.fields import ChatRequest
+from blockdraft.server.api.chat.messages import TextPartParam
 from blockdraft.server.api.fields import (
     MAX_INT,
     MAX_MESSAGES,
@@ -16,15 +18,176 @@ from blockdraft.server.api.fields import (
     StopString,
     StrictFields,
     Unsupported,
+    an_object,
     needs,
     validate,
     whole,
 )
-from blockdraft.server.api.messages.shapes import Text, Tool, Turn
-from blockdraft.server.api.messages.turns import conversation_of, system_text
-from blockdraft.server.api.tool_fields import MAX_TOOLS
-from blockdraft.server.api.translation import function_tool
+from blockdraft.server.api.json_schemas import Schema
+from blockdraft.server.api.tool_fields import MAX_TOOLS, ToolName
+from blockdraft.server.api.translation import Conversation, function_tool
 from blockdraft.server.http.body import Nested, all_of
+from blockdraft.server.http.replies import json_of
+
+Name = Annotated[str, Field(min_length=1)]
+
+
+class ThinkingParam(TypedDict):
+    """Thoughts of the model."""
+
+    type: Literal["thinking"]
+    thinking: str
+
+
+class RedactedParam(TypedDict):
+    """Thoughts that another server encrypted: they are left out."""
+
+    type: Literal["redacted_thinking"]
+
+
+class ToolUseParam(TypedDict):
+    """A tool that the model has called."""
+
+    type: Literal["tool_use"]
+    id: Name
+    name: Name
+    input: dict[str, object]
+
+
+class ToolResultParam(TypedDict):
+    """The result of a tool."""
+
+    type: Literal["tool_result"]
+    tool_use_id: Name
+    content: NotRequired[str | list[TextPartParam] | None]
+
+
+class UserTurnParam(TypedDict):
+    """A turn of the user, with results of tools."""
+
+    role: Literal["user"]
+    content: str | list[TextPartParam | ToolResultParam]
+
+
+class AnswerTurnParam(TypedDict):
+    """A turn of the model."""
+
+    role: Literal["assistant"]
+    content: NotRequired[str | list[TextPartParam | ThinkingParam | RedactedParam | ToolUseParam] | None]
+
+
+class SystemTurnParam(TypedDict):
+    """Instructions: ahead of all turns, or as a reminder among them."""
+
+    role: Literal["system"]
+    content: str | list[TextPartParam]
+
+
+class CustomToolParam(TypedDict):
+    """A tool that the model may call."""
+
+    type: NotRequired[Literal["custom"] | None]
+    name: ToolName
+    description: NotRequired[str | None]
+    input_schema: Schema
+    strict: NotRequired[bool | None]
+
+
+Turn = Annotated[
+    dict[str, object],
+    PlainValidator(an_object, json_schema_input_type=UserTurnParam | AnswerTurnParam | SystemTurnParam),
+]
+Text = Annotated[dict[str, object], PlainValidator(an_object, json_schema_input_type=TextPartParam)]
+Tool = Annotated[dict[str, object], PlainValidator(an_object, json_schema_input_type=CustomToolParam)]
+
+
+# Claude Code writes who pays in front of its instructions: no model needs it, and no two prompts would share
+# a prefix where it differs.
+_BILLING = "x-anthropic-billing-header:"
+_ONLY_TEXT = "only text, tool_use, tool_result and thinking"
+
+
+def system_text(system: str | list[dict[str, object]] | None) -> str | None:
+    if system is None or isinstance(system, str):
+        return system
+    texts = [_plain_text(block) for block in all_of(system, "system")]
+    return "\n\n".join(text for text in texts if not text.startswith(_BILLING))
+
+
+def conversation_of(messages: list[dict[str, object]]) -> Conversation:
+    """Return all turns. Marks for caching are ignored: the server caches prefixes by itself."""
+    conversation = Conversation()
+    for turn in all_of(messages, "messages"):
+        role = turn.text("role")
+        if role == "user":
+            _add_user(conversation, _blocks(turn))
+        elif role == "assistant":
+            _add_assistant(conversation, _blocks(turn))
+        elif role == "system":
+            text = _joined(_blocks(turn))
+            if conversation.messages:  # many templates accept a system message in the first place only
+                conversation.add_user(f"<system-reminder>\n{text}\n</system-reminder>")
+            else:
+                conversation.say("system", text)
+        else:
+            raise turn.unknown("role", "user, assistant or system")
+    return conversation
+
+
+def _blocks(turn: Nested) -> list[Nested]:
+    if "content" not in turn and turn.get("role") == "assistant":
+        return []
+    content = turn.text_or_all("content")
+    if isinstance(content, str):
+        return [Nested({"type": "text", "text": content}, f"{turn.where}.content")]
+    return content
+
+
+def _add_user(conversation: Conversation, blocks: list[Nested]) -> None:
+    """Add the results of tools first, as they answer the turn before."""
+    rest = []
+    for block in blocks:
+        if block.get("type") == "tool_result":
+            if not conversation.has_called(block.name("tool_use_id")):
+                raise block.wrong("tool_use_id", "no earlier turn has made this call")
+            content = block.text_or_all("content") if "content" in block else ""
+            text = content if isinstance(content, str) else _joined(content)
+            conversation.result(block.name("tool_use_id"), text)
+        else:
+            rest.append(block)
+    if rest or not blocks:
+        conversation.add_user(_joined(rest))
+
+
+def _add_assistant(conversation: Conversation, blocks: list[Nested]) -> None:
+    texts: list[str] = []
+    for block in blocks:
+        kind = block.get("type")
+        if kind == "text":
+            texts.append(block.text("text"))
+            continue
+        if texts:
+            conversation.answer("".join(texts))
+            texts = []
+        if kind == "thinking":
+            conversation.think(block.text("thinking"))
+        elif kind == "tool_use":
+            conversation.call(block.name("id"), block.name("name"), json_of(block.object("input")))
+        elif kind != "redacted_thinking":  # nothing that a model could read
+            raise block.unknown("type", _ONLY_TEXT)
+    if texts or not blocks:
+        conversation.answer("".join(texts))
+
+
+def _joined(blocks: list[Nested]) -> str:
+    return "\n".join(_plain_text(block) for block in blocks)
+
+
+def _plain_text(block: Nested) -> str:
+    if block.get("type") != "text":
+        raise block.unknown("type", _ONLY_TEXT)
+    return block.text("text")
+
 
 Turns = Annotated[list[Turn], Field(min_length=1, max_length=MAX_MESSAGES)]
 Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS)]
@@ -44,7 +207,7 @@ NAMES = {
 
 
 class ThinkingSettings(StrictFields):
-    """Whether to think first, and for how many tokens at most."""
+    """The thoughts in front of an answer, and their tokens at most."""
 
     model_config = ConfigDict(json_schema_extra=needs("type", "enabled", "budget_tokens"))
 
@@ -63,14 +226,14 @@ class OutputFormat(StrictFields):
 
 
 class OutputSettings(StrictFields):
-    """How much to think, and the structured output."""
+    """The effort of the thoughts, and the structured output."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: OutputFormat | None = None
 
 
 class ToolChoice(StrictFields):
-    """Whether the model must call a tool, and which."""
+    """The tools that the model may or must call."""
 
     model_config = ConfigDict(json_schema_extra=needs("type", "tool", "name"))
 
@@ -93,7 +256,7 @@ class CountTokensRequest(AnyBody):
     output_config: OutputSettings = OutputSettings()
 
     def chat(self) -> ChatRequest:
-        """The chat request. Raises RequestError with the name of one of its fields."""
+        """Return the chat request. Raises RequestError with the name of one of its fields."""
         return validate(
             ChatRequest, {name: value for name, value in self._chat().items() if value is not None}
         )
@@ -128,7 +291,7 @@ class CountTokensRequest(AnyBody):
         }
 
     def _thinking(self) -> dict[str, object]:
-        """Fields about thoughts. The template is told whether to think; "adaptive" leaves it to the model."""
+        """Return fields about thoughts. "adaptive" leaves it to the model whether to think."""
         asked = self.thinking
         if asked is None:
             return {"reasoning_effort": self._effort}
@@ -186,7 +349,7 @@ class MessagesRequest(CountTokensRequest):
 
 
 def _function(tool: Nested) -> dict[str, object]:
-    """A tool in the shape of chat completions."""
+    """Return a tool in the shape of chat completions."""
     if tool.get("type") not in (None, "custom"):
         raise tool.unknown("type", "send custom tools only, each with a name and an input_schema")
     return function_tool(tool, tool.name("name"), tool.object("input_schema"))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, NotRequired
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, PlainValidator
 from pydantic.config import JsonDict
+from typing_extensions import TypedDict
 
 from blockdraft.errors import RequestError
 from blockdraft.server.api.chat.fields import ChatRequest
+from blockdraft.server.api.chat.messages import RefusalPartParam
 from blockdraft.server.api.fields import (
     MAX_INT,
     MAX_MESSAGES,
@@ -18,13 +20,156 @@ from blockdraft.server.api.fields import (
     StrictFields,
     TemplateKwargs,
     Unsupported,
+    an_object,
     validate,
 )
+from blockdraft.server.api.json_schemas import Schema
 from blockdraft.server.api.responses.items import full_name
-from blockdraft.server.api.responses.shapes import Choice, Format, Item, Tool
-from blockdraft.server.api.tool_fields import MAX_TOOLS
+from blockdraft.server.api.tool_fields import MAX_TOOLS, ToolName
 from blockdraft.server.api.translation import Conversation, function_tool
 from blockdraft.server.http.body import Nested, all_of
+
+Name = Annotated[str, Field(min_length=1)]
+
+
+class TextParam(TypedDict):
+    """A text."""
+
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+
+
+Parts = list[TextParam | RefusalPartParam]
+
+
+class SaidItemParam(TypedDict):
+    """A message of the user, the system or a developer."""
+
+    type: NotRequired[Literal["message"] | None]
+    role: Literal["user", "system", "developer"]
+    content: str | Parts
+
+
+class AnswerItemParam(TypedDict):
+    """A turn of the model."""
+
+    type: NotRequired[Literal["message"] | None]
+    role: Literal["assistant"]
+    content: NotRequired[str | Parts | None]
+
+
+class CallItemParam(TypedDict):
+    """A function that the model has called."""
+
+    type: Literal["function_call"]
+    call_id: Name
+    name: Name
+    arguments: str
+    namespace: NotRequired[str | None]
+
+
+class CallOutputParam(TypedDict):
+    """The result of a function."""
+
+    type: Literal["function_call_output"]
+    call_id: Name
+    output: str | Parts
+
+
+class ThoughtParam(TypedDict):
+    """One thought."""
+
+    text: str
+
+
+class ReasoningItemParam(TypedDict):
+    """Thoughts of the model."""
+
+    type: Literal["reasoning"]
+    content: NotRequired[list[ThoughtParam] | None]
+    summary: NotRequired[list[ThoughtParam] | None]
+    encrypted_content: NotRequired[str | None]
+
+
+class ReferenceParam(TypedDict):
+    """An item of a stored response."""
+
+    type: NotRequired[Literal["item_reference"] | None]
+    id: Name
+    role: NotRequired[None]
+
+
+ItemParam = (
+    SaidItemParam | AnswerItemParam | CallItemParam | CallOutputParam | ReasoningItemParam | ReferenceParam
+)
+
+
+class FunctionToolParam(TypedDict):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    name: ToolName
+    description: NotRequired[str | None]
+    parameters: NotRequired[Schema | None]
+    strict: NotRequired[bool | None]
+
+
+class NamespaceParam(TypedDict):
+    """Functions of one namespace: to the model they are called by both names."""
+
+    type: Literal["namespace"]
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,62}$")]
+    tools: list[FunctionToolParam]
+
+
+class NamedParam(TypedDict):
+    """A function by its name."""
+
+    name: Name
+
+
+class FunctionChoiceParam(TypedDict):
+    """This function must be called."""
+
+    type: Literal["function"]
+    name: Name
+
+
+class AllowedChoiceParam(TypedDict):
+    """Only these may be called."""
+
+    type: Literal["allowed_tools"]
+    mode: NotRequired[Literal["auto", "required"] | None]
+    tools: Annotated[list[NamedParam], Field(min_length=1, max_length=MAX_TOOLS)]
+
+
+class PlainFormatParam(TypedDict):
+    """Any text, or any JSON object."""
+
+    type: Literal["text", "json_object"]
+
+
+class SchemaFormatParam(TypedDict):
+    """JSON of a schema."""
+
+    type: Literal["json_schema"]
+    name: Name
+    schema: Schema
+    strict: NotRequired[bool | None]
+
+
+Item = Annotated[dict[str, object], PlainValidator(an_object, json_schema_input_type=ItemParam)]
+Tool = Annotated[
+    dict[str, object], PlainValidator(an_object, json_schema_input_type=FunctionToolParam | NamespaceParam)
+]
+Choice = Annotated[
+    dict[str, object],
+    PlainValidator(an_object, json_schema_input_type=FunctionChoiceParam | AllowedChoiceParam),
+]
+Format = Annotated[
+    dict[str, object], PlainValidator(an_object, json_schema_input_type=PlainFormatParam | SchemaFormatParam)
+]
+
 
 MAX_ID = 128  # characters of an id
 MAX_METADATA = 16  # as OpenAI
@@ -58,14 +203,14 @@ class TextSettings(StrictFields):
 
     @property
     def known_format(self) -> dict[str, object]:
-        """The format as asked, without unknown names, which are neither shown nor kept."""
+        """Return the format as asked, without unknown names, which are neither shown nor kept."""
         given = self.format or {}
         names = _SCHEMA_NAMES if given.get("type") == "json_schema" else ()
         return {"type": "text"} | {name: given[name] for name in ("type", *names) if name in given}
 
 
 class ReasoningSettings(StrictFields):
-    """How much to think. Thoughts are never summarized."""
+    """The effort of the thoughts, which are never summarized."""
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
@@ -114,7 +259,7 @@ class InputTokensRequest(AnyBody):
             raise RequestError("send 'input', or 'instructions', or a 'previous_response_id'.", "input")
 
     def chat(self, conversation: Conversation) -> ChatRequest:
-        """The chat request. Raises RequestError with the name of one of its fields."""
+        """Return the chat request. Raises RequestError with the name of one of its fields."""
         given = self._chat(conversation)
         return validate(ChatRequest, {name: value for name, value in given.items() if value is not None})
 
@@ -174,20 +319,20 @@ class ResponsesRequest(InputTokensRequest):
 
 
 def check_include(names: Iterable[str]) -> None:
-    """Raises RequestError for what this server cannot include."""
+    """Raise RequestError for what this server cannot include."""
     if "message.output_text.logprobs" in names:
         text = "'include': 'message.output_text.logprobs' is not supported: ask chat completions for it."
         raise RequestError(text, "include")
 
 
 def namespaces_of(tools: Objects) -> dict[str, tuple[str, str]]:
-    """Namespace and name of functions with a namespace, by their full name."""
+    """Return namespace and name of functions with a namespace, by their full name."""
     found = _functions(all_of(tools, "tools"))
     return {full_name(space, tool.text("name")): (space, tool.text("name")) for tool, space in found if space}
 
 
 def _functions(tools: list[Nested]) -> Iterator[tuple[Nested, str]]:
-    """Each function and its namespace; empty: none."""
+    """Yield each function and its namespace; empty: none."""
     for tool in tools:
         if tool.get("type") == "namespace":
             yield from ((inner, tool.name("name")) for inner in tool.all("tools"))
@@ -196,7 +341,7 @@ def _functions(tools: list[Nested]) -> Iterator[tuple[Nested, str]]:
 
 
 def _function(tool: Nested, namespace: str) -> Function:
-    """A tool in the shape of chat completions."""
+    """Return a tool in the shape of chat completions."""
     if tool.get("type") != "function":
         raise tool.unknown("type", "send functions only, as this server has no tools of its own")
     name = full_name(namespace, tool.name("name"))
@@ -204,7 +349,7 @@ def _function(tool: Nested, namespace: str) -> Function:
 
 
 def _chosen(choice: Nested) -> Function:
-    """`tool_choice` of chat completions."""
+    """Return `tool_choice` of chat completions."""
     kind = choice.get("type")
     if kind == "function":
         return _named(choice)
@@ -219,7 +364,7 @@ def _named(tool: Nested) -> Function:
 
 
 def _format(text: TextSettings) -> dict[str, object] | None:
-    """The format as `response_format` of chat completions."""
+    """Return the format as `response_format` of chat completions."""
     if text.format is None:
         return None
     asked = Nested(text.format, "text.format")

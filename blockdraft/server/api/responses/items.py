@@ -18,7 +18,7 @@ _SEALED = "blockdraft:"  # in front of thoughts that a client keeps for us
 
 
 def full_name(namespace: str, name: str) -> str:
-    """The name of a function for the model, which knows no namespaces."""
+    """Return the name of a function for the model, which knows no namespaces."""
     return f"{namespace}__{name}" if namespace else name
 
 
@@ -66,7 +66,7 @@ def _add_message(conversation: Conversation, item: Nested) -> None:
 
 
 def _text(item: Nested, name: str) -> str:
-    """A string, or the text of all parts."""
+    """Return a string, or the text of all parts."""
     given = item.text_or_all(name)
     return given if isinstance(given, str) else "\n".join(map(_part_text, given))
 
@@ -80,7 +80,7 @@ def _part_text(part: Nested) -> str:
 
 
 def _thoughts(item: Nested) -> str:
-    """The thoughts, their summary, or those that this server sealed; others stay sealed."""
+    """Return the thoughts, their summary, or those that this server sealed; others stay sealed."""
     texts = [
         "\n".join(part.text("text") for part in item.all(name)) if name in item else ""
         for name in ("content", "summary")
@@ -89,7 +89,7 @@ def _thoughts(item: Nested) -> str:
 
 
 def sealed(thoughts: str) -> str:
-    """Encoded thoughts, which a client sends back. They are not secret: they are the client's own."""
+    """Return encoded thoughts for a client to send back. They are not secret: they are its own."""
     return _SEALED + base64.b64encode(thoughts.encode()).decode()
 
 

@@ -17,15 +17,17 @@ from blockdraft.server.api.chat.fields import ChatRequest
 from blockdraft.server.api.fields import MAX_INT, renamed
 from blockdraft.server.api.host import ApiHost
 from blockdraft.server.api.responses import schemas
-from blockdraft.server.api.responses.fields import (
-    NAMES,
-    InputTokensRequest,
-    ResponsesRequest,
-    check_include,
-)
+from blockdraft.server.api.responses.fields import NAMES, InputTokensRequest, ResponsesRequest, check_include
 from blockdraft.server.api.responses.items import add_input, add_item
-from blockdraft.server.api.responses.store import ResponseStore, StoredResponse
-from blockdraft.server.api.responses.stored import flag, input_page, is_half_a_call, number, replayed
+from blockdraft.server.api.responses.stored import (
+    ResponseStore,
+    StoredResponse,
+    flag,
+    input_page,
+    is_half_a_call,
+    number,
+    replayed,
+)
 from blockdraft.server.api.responses.writer import ResponseWriter
 from blockdraft.server.api.schemas import AnswerObject
 from blockdraft.server.api.translation import Conversation
@@ -65,16 +67,16 @@ class _ResponsesApi:
             ask = partial(self._ask, asked, conversation)
             writer = partial(ResponseWriter, asked, head, partial(self._keep, asked, conversation))
             answer = await self._host.converse(request, ask, head, writer)
-        return self._host.tell(answer, asked)
+        return self._host.ignored.tell(answer, asked)
 
     async def count(self, request: Request) -> Response:
-        """The number of prompt tokens of a request."""
+        """Return the number of prompt tokens of a request."""
         asked = await self._host.read(request, InputTokensRequest)
         with renamed(NAMES):
             conversation = self._conversation(asked)
             num_tokens = await self._host.num_prompt_tokens(request, partial(self._ask, asked, conversation))
         count: schemas.InputTokens = {"object": "response.input_tokens", "input_tokens": num_tokens}
-        return self._host.tell(JSONResponse(count), asked)
+        return self._host.ignored.tell(JSONResponse(count), asked)
 
     async def compact(self, request: Request) -> Response:
         text = "this server does not compact conversations: send a shorter one, or begin a new one."
@@ -86,7 +88,10 @@ class _ResponsesApi:
         if response_id in _NAMES:
             raise HTTPException(405, headers={"Allow": "POST"})
         if request.method == "DELETE":
-            return self._delete(response_id)
+            if not self._store.remove(response_id):
+                return _not_found(response_id)
+            deleted: schemas.Deleted = {"id": response_id, "object": "response", "deleted": True}
+            return JSONResponse(deleted)
         stored = self._store.get(response_id)
         if stored is None:
             return _not_found(response_id)
@@ -101,12 +106,6 @@ class _ResponsesApi:
             after = number(query, "starting_after", 0, least=0, most=MAX_INT)
         events = replayed(cast(schemas.Response, stored.answer), after)
         return Response(events, media_type="text/event-stream", headers={"cache-control": "no-store"})
-
-    def _delete(self, response_id: str) -> Response:
-        if not self._store.remove(response_id):
-            return _not_found(response_id)
-        deleted: schemas.Deleted = {"id": response_id, "object": "response", "deleted": True}
-        return JSONResponse(deleted)
 
     async def input_items(self, request: Request) -> Response:
         response_id = request.path_params["response_id"]
@@ -124,7 +123,7 @@ class _ResponsesApi:
         return error_response(400, text, INVALID)
 
     def _conversation(self, asked: InputTokensRequest) -> Conversation:
-        """The conversation so far, without instructions, which hold for one request."""
+        """Return the conversation so far, without instructions, which hold for one request."""
         if asked.previous_response_id is None:
             return Conversation()
         stored = self._store.get(asked.previous_response_id)
@@ -138,7 +137,7 @@ class _ResponsesApi:
         return Conversation(stored.messages)
 
     def _ask(self, asked: InputTokensRequest, conversation: Conversation) -> ChatRequest:
-        """The chat request; adds its input to the conversation."""
+        """Return the chat request; adds its input to the conversation."""
         if asked.input is not None:
             add_input(conversation, asked.input, self._store.item)
         return asked.chat(conversation)

@@ -186,7 +186,7 @@ class Numbered(TypedDict):
 
 
 class ResponseEvent(Numbered):
-    """How far the whole answer has come."""
+    """The state of the whole answer."""
 
     type: Literal[
         "response.created",

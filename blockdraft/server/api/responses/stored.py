@@ -1,25 +1,106 @@
-"""Replays stored responses as events of a stream, and lists their input items."""
+"""Stores responses in bounded memory, replays them as events of a stream, and lists their input items.
+
+Each one holds its whole conversation, so that it can be continued when those before it have gone. Their ids
+are random: only its client knows one. They are kept as JSON text, whose size is known; the objects that
+it describes would take up to twenty times as much.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import json
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Mapping
 from collections.abc import Sequence as Items
+from dataclasses import dataclass
 from typing import Literal, cast
 
 from blockdraft.errors import RequestError
+from blockdraft.server.api.chat.messages import calls_of
 from blockdraft.server.api.responses import schemas
 from blockdraft.server.api.responses.fields import namespaces_of
-from blockdraft.server.api.responses.writer import call_item, output_text, part_events
-from blockdraft.server.api.translation import AnswerPart, Message, PartChange
+from blockdraft.server.api.responses.writer import (
+    added_event,
+    call_item,
+    closed_events,
+    opened_events,
+    output_text,
+)
+from blockdraft.server.api.translation import AnswerPart, Message
 from blockdraft.server.http.body import shown
-from blockdraft.server.http.replies import named_event
+from blockdraft.server.http.replies import json_of, named_event
+
+MAX_RESPONSES = 4096  # arbitrary
+MAX_BYTES = 128 << 20  # of all together; conversations that share messages count each time
+ENTRY_BYTES = 1024  # a response takes about so much beside its text
+ITEM_BYTES = 512  # and each of its items
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResponse:
+    """An answer as it was sent, and the conversation up to its end without instructions."""
+
+    answer: Mapping[str, object]
+    messages: tuple[Message, ...]
+    items: Mapping[str, Mapping[str, object]]  # the answer's own, by id
+
+
+class ResponseStore:
+    """Stored responses, in memory only: each as UTF-8 JSON, with the ids of its items."""
+
+    def __init__(self, *, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES) -> None:
+        self._max_responses = max_responses
+        self._max_bytes = max_bytes
+        self._kept: OrderedDict[str, tuple[bytes, tuple[str, ...]]] = OrderedDict()
+        self._owners: dict[str, str] = {}  # of each item: the response that it is part of
+        self.num_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def get(self, response_id: str) -> StoredResponse | None:
+        if response_id not in self._kept:
+            return None
+        answer, messages, items = json.loads(self._kept[response_id][0].decode(errors="surrogatepass"))
+        return StoredResponse(answer, tuple(messages), items)
+
+    def item(self, item_id: str) -> Mapping[str, object] | None:
+        """Return an item of any stored response."""
+        owner = self.get(self._owners.get(item_id, ""))
+        return None if owner is None else owner.items[item_id]
+
+    def put(self, response_id: str, stored: StoredResponse) -> None:
+        """Store a response, unless it alone is too large."""
+        text = json_of((stored.answer, stored.messages, stored.items)).encode(errors="surrogatepass")
+        num_bytes = _num_bytes(text, stored.items)
+        if num_bytes > self._max_bytes:
+            return
+        self._kept[response_id] = text, tuple(stored.items)
+        self._owners.update(dict.fromkeys(stored.items, response_id))
+        self.num_bytes += num_bytes
+        while len(self._kept) > self._max_responses or self.num_bytes > self._max_bytes:
+            self.remove(next(iter(self._kept)))
+
+    def remove(self, response_id: str) -> bool:
+        """Delete a response, and return whether it was there."""
+        if response_id not in self._kept:
+            return False
+        text, item_ids = self._kept.pop(response_id)
+        self.num_bytes -= _num_bytes(text, item_ids)
+        for item_id in item_ids:
+            self._owners.pop(item_id, None)
+        return True
+
+
+def _num_bytes(text: bytes, item_ids: Collection[str]) -> int:
+    return len(text) + ENTRY_BYTES + ITEM_BYTES * len(item_ids)
+
 
 MAX_PAGE = 100  # items, as OpenAI
 PAGE = 20
 
 
 def flag(query: Mapping[str, str], name: str) -> bool:
-    """A boolean in the query."""
+    """Return a boolean in the query."""
     given = query.get(name, "false")
     if given not in ("true", "false"):
         raise RequestError(f"'{name}' is {shown(given)}: use true or false.", name)
@@ -27,7 +108,7 @@ def flag(query: Mapping[str, str], name: str) -> bool:
 
 
 def number(query: Mapping[str, str], name: str, default: int, *, least: int, most: int) -> int:
-    """An integer in the query."""
+    """Return an integer in the query."""
     given = query.get(name, str(default))
     is_number = given.isascii() and given.isdecimal() and len(given) < 16
     if not is_number or not least <= int(given) <= most:
@@ -39,7 +120,7 @@ def number(query: Mapping[str, str], name: str, default: int, *, least: int, mos
 
 
 def replayed(answer: schemas.Response, starting_after: int | None) -> str:
-    """The events of a stored response, each text in one piece, from the event behind `starting_after` on.
+    """Return the events behind `starting_after` of a stored response, each text in one piece.
 
     The events are numbered from 0. The last event, which holds the whole response, is always among them.
     """
@@ -55,20 +136,11 @@ def _events(answer: schemas.Response) -> Iterator[dict[str, object]]:
     yield {"type": "response.in_progress", "response": begun}
     for index, item in enumerate(answer["output"]):
         part = _part(index, item)
-
-        def made(status: schemas.ItemStatus | None, item: schemas.Item = item) -> schemas.Item:
-            return item if status is None else _begun(item, status)
-
-        for change in _changes(part):
-            yield from part_events(change, item["id"], made)
+        yield from opened_events(part, _begun(item))
+        if part.text:
+            yield added_event(part, item["id"], part.text)
+        yield from closed_events(part, item)
     yield {"type": f"response.{answer['status']}", "response": answer}
-
-
-def _changes(part: AnswerPart) -> Iterator[PartChange]:
-    yield PartChange("open", part)
-    if part.text:
-        yield PartChange("add", part, part.text)
-    yield PartChange("close", part)
 
 
 def _part(index: int, item: schemas.Item) -> AnswerPart:
@@ -78,11 +150,11 @@ def _part(index: int, item: schemas.Item) -> AnswerPart:
     return AnswerPart(kind, index, added=[part["text"] for part in item["content"]])
 
 
-def _begun(item: schemas.Item, status: schemas.ItemStatus) -> schemas.Item:
-    """The item when it was still empty."""
+def _begun(item: schemas.Item) -> schemas.Item:
+    """Return the item as it was while still empty."""
     empty: dict[str, object] = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
     kept = {name: value for name, value in item.items() if name != "encrypted_content"}
-    return cast(schemas.Item, {**kept, **empty, "status": status})
+    return cast(schemas.Item, {**kept, **empty, "status": "in_progress"})
 
 
 # ---- what it was made of
@@ -91,7 +163,7 @@ def _begun(item: schemas.Item, status: schemas.ItemStatus) -> schemas.Item:
 def input_page(
     answer: schemas.Response, messages: Items[Message], query: Mapping[str, str]
 ) -> schemas.InputItems:
-    """A page of a response's input items, the newest first unless `order` is asc."""
+    """Return a page of a response's input items, the newest first unless `order` is asc."""
     limit, order = number(query, "limit", PAGE, least=1, most=MAX_PAGE), query.get("order", "desc")
     if order not in ("asc", "desc"):
         raise RequestError(f"'order' is {shown(order)}: use asc or desc.", "order")
@@ -114,7 +186,7 @@ def input_page(
 
 
 def _input_items(answer: schemas.Response, messages: Items[Message]) -> list[schemas.InputItem]:
-    """All items of the conversation but the last, which are the answer's own."""
+    """Return all items of the conversation but the last, which are the answer's own."""
     name = answer["id"].removeprefix("resp_")
     spaces = namespaces_of(answer["tools"])
     items = [item for message in messages for item in _items(message, spaces)]
@@ -129,16 +201,16 @@ _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "functi
 
 
 def is_half_a_call(item: schemas.Item) -> bool:
-    """Whether it is a call that was cut off, which no template could show."""
+    """Return whether it is a call that was cut off, which no template could show."""
     return item["type"] == "function_call" and item["status"] != "completed"
 
 
 def _items(message: Message, spaces: Mapping[str, tuple[str, str]]) -> Iterator[dict[str, object]]:
-    """The items of one message of a chat, in the order in which a model says them."""
+    """Yield the items of one message of a chat, in the order in which a model says them."""
     role, done = message["role"], {"status": "completed"}
     if role == "tool":
-        call = {"call_id": message["tool_call_id"], "output": message["content"]}
-        yield {"type": "function_call_output", **done, **call}
+        result = {"call_id": message["tool_call_id"], "output": message["content"]}
+        yield {"type": "function_call_output", **done, **result}
         return
     if role != "assistant":
         content = [{"type": "input_text", "text": message["content"]}]
@@ -150,8 +222,6 @@ def _items(message: Message, spaces: Mapping[str, tuple[str, str]]) -> Iterator[
     if "content" in message:
         text = output_text(str(message["content"]))
         yield {"type": "message", **done, "role": role, "content": [text]}
-    calls = message.get("tool_calls", ())
-    assert isinstance(calls, list | tuple)
-    for call in calls:
-        function = call["function"]
-        yield {**call_item(call["id"], function["name"], function["arguments"], "completed", spaces)}
+    for call in calls_of(message):
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        yield {**call_item(call["id"], name, arguments, "completed", spaces)}

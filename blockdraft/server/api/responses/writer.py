@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 
 from blockdraft.engine.request import Delta
 from blockdraft.server.api.chat.answers import ChatAnswer
@@ -12,13 +10,17 @@ from blockdraft.server.api.responses import schemas
 from blockdraft.server.api.responses.fields import ResponsesRequest, namespaces_of
 from blockdraft.server.api.responses.items import sealed
 from blockdraft.server.api.schemas import AnswerObject
-from blockdraft.server.api.translation import AnswerPart, PartChange, PartsWriter
+from blockdraft.server.api.translation import AnswerPart, PartsWriter
 from blockdraft.server.http.replies import named_event
 
 _PREFIXES = {"text": "msg", "reasoning": "rs", "call": "fc"}
+_EVENTS = {
+    "text": "response.output_text",
+    "reasoning": "response.reasoning_text",
+    "call": "response.function_call_arguments",
+}
 
 Keep = Callable[[schemas.Response], None]
-MakeItem = Callable[[schemas.ItemStatus | None], schemas.Item]
 
 
 class ResponseWriter(PartsWriter):
@@ -29,7 +31,6 @@ class ResponseWriter(PartsWriter):
         self._asked = asked
         self._keep = keep
         self._namespaces = namespaces_of(asked.tools)
-        self._ids: list[str] = []  # of the parts' items
         self._num_events = 0
 
     def whole(self) -> schemas.Response:
@@ -49,14 +50,11 @@ class ResponseWriter(PartsWriter):
         answer["error"] = {"code": "server_error", "message": message}
         return self._state("response.failed", answer)
 
-    def _changes(self, delta: Delta) -> list[PartChange]:
-        changes = super()._changes(delta)
-        if self._last.finish_reason is not None and not self._parts.all:
-            changes += self._parts.add_empty_text()
-        self._ids += [
-            f"{_PREFIXES[change.part.kind]}_{uuid.uuid4().hex}" for change in changes if change.what == "open"
-        ]
-        return changes
+    def _push(self, delta: Delta) -> None:
+        super()._push(delta)
+        if self._last.finish_reason is not None and not self._parts:  # an answer must have a part
+            self._open("text")
+            self._close(is_whole=True)
 
     # ---- the whole
 
@@ -75,17 +73,14 @@ class ResponseWriter(PartsWriter):
             "max_output_tokens": asked.max_output_tokens,
             "metadata": asked.metadata,
             "model": self._head["model"],
-            "output": [] if status == "in_progress" else [self._item(part) for part in self._parts.all],
+            "output": [] if status == "in_progress" else [self._item(part) for part in self._parts],
             "parallel_tool_calls": asked.parallel_tool_calls,
             "previous_response_id": asked.previous_response_id,
             "reasoning": {"effort": asked.reasoning.effort, "summary": asked.reasoning.summary},
             "service_tier": "default",
             "store": asked.store,
             "temperature": asked.temperature,
-            "text": {
-                "format": asked.text.known_format,
-                "verbosity": asked.text.verbosity or "medium",
-            },
+            "text": {"format": asked.text.known_format, "verbosity": asked.text.verbosity or "medium"},
             "tool_choice": asked.tool_choice,
             "tools": asked.tools,
             "top_p": asked.top_p,
@@ -107,10 +102,9 @@ class ResponseWriter(PartsWriter):
         }
 
     def _item(self, part: AnswerPart, status: schemas.ItemStatus | None = None) -> schemas.Item:
-        """The item of a part; with status "in_progress" it is still empty."""
+        """Return the item of a part; with status "in_progress" it is still empty."""
         status = status or ("completed" if part.is_whole else "incomplete")
-        is_new = status == "in_progress"
-        item_id = self._ids[part.index]
+        is_new, item_id = status == "in_progress", _item_id(part)
         if part.kind == "text":
             content = [] if is_new else [output_text(part.text)]
             return {
@@ -122,10 +116,7 @@ class ResponseWriter(PartsWriter):
             }
         if part.kind == "call":
             arguments = "" if is_new else part.text
-            return {
-                **call_item(part.call_id, part.name, arguments, status, self._namespaces),
-                "id": item_id,
-            }
+            return {**call_item(part.call_id, part.name, arguments, status, self._namespaces), "id": item_id}
         thoughts: schemas.ReasoningItem = {
             "id": item_id,
             "type": "reasoning",
@@ -146,42 +137,59 @@ class ResponseWriter(PartsWriter):
     def _state(self, name: str, answer: schemas.Response) -> str:
         return self._numbered({"type": name, "response": answer})
 
-    def _written(self, change: PartChange) -> str:
-        events = part_events(change, self._ids[change.part.index], partial(self._item, change.part))
-        return "".join(map(self._numbered, events))
+    def _opened(self, part: AnswerPart) -> str:
+        return "".join(map(self._numbered, opened_events(part, self._item(part, "in_progress"))))
+
+    def _added(self, part: AnswerPart, text: str) -> str:
+        return self._numbered(added_event(part, _item_id(part), text))
+
+    def _closed(self, part: AnswerPart) -> str:
+        return "".join(map(self._numbered, closed_events(part, self._item(part))))
 
     def _numbered(self, data: dict[str, object]) -> str:
-        """An event with its number."""
+        """Return an event with its number."""
         number = self._num_events
         self._num_events += 1
         return named_event(str(data["type"]), {**data, "sequence_number": number})
 
 
-def part_events(change: PartChange, item_id: str, item: MakeItem) -> Iterator[dict[str, object]]:
-    """The events of a change. `item` makes the part's item, whole unless a status is given."""
-    part, what = change.part, change.what
+def _item_id(part: AnswerPart) -> str:
+    return f"{_PREFIXES[part.kind]}_{part.id}"
+
+
+def _place(part: AnswerPart, item_id: str) -> dict[str, object]:
+    """Return where an event belongs; a call has no content parts."""
     place: dict[str, object] = {"item_id": item_id, "output_index": part.index}
-    at: dict[str, object] = {"output_index": part.index}
-    if what == "open":
-        yield {"type": "response.output_item.added", **at, "item": item("in_progress")}
-        yield from _part_event("added", part, place, "")
-    elif what == "add":
-        yield _delta_event(part, place, change.text)
-    else:
-        whole = item(None)
-        yield _done_event(part, place, whole)
-        yield from _part_event("done", part, place, part.text)
-        yield {"type": "response.output_item.done", **at, "item": whole}
+    return place if part.kind == "call" else place | {"content_index": 0}
 
 
-def _done_event(part: AnswerPart, place: dict[str, object], item: schemas.Item) -> dict[str, object]:
+def opened_events(part: AnswerPart, item: schemas.Item) -> Iterator[dict[str, object]]:
+    """Yield the events of a part that begins; `item` is still empty."""
+    yield {"type": "response.output_item.added", "output_index": part.index, "item": item}
+    if part.kind != "call":
+        begun = _content(part, "")
+        yield {"type": "response.content_part.added", **_place(part, item["id"]), "part": begun}
+
+
+def added_event(part: AnswerPart, item_id: str, text: str) -> dict[str, object]:
+    event = {"type": f"{_EVENTS[part.kind]}.delta", **_place(part, item_id), "delta": text}
+    return event | {"logprobs": []} if part.kind == "text" else event
+
+
+def closed_events(part: AnswerPart, item: schemas.Item) -> Iterator[dict[str, object]]:
+    """Yield the events of a part that is over; `item` is whole."""
+    done = {"type": f"{_EVENTS[part.kind]}.done", **_place(part, item["id"])}
     if item["type"] == "function_call":
-        done = {"name": item["name"], "arguments": part.text}
-        return {"type": "response.function_call_arguments.done", **place, **done}
-    if part.kind == "reasoning":
-        return {"type": "response.reasoning_text.done", **place, "content_index": 0, "text": part.text}
-    done = {"text": part.text}
-    return {"type": "response.output_text.done", **place, "content_index": 0, **done, "logprobs": []}
+        yield {**done, "name": item["name"], "arguments": part.text}
+    else:
+        yield {**done, "text": part.text, **({"logprobs": []} if part.kind == "text" else {})}
+        whole = _content(part, part.text)
+        yield {"type": "response.content_part.done", **_place(part, item["id"]), "part": whole}
+    yield {"type": "response.output_item.done", "output_index": part.index, "item": item}
+
+
+def _content(part: AnswerPart, text: str) -> schemas.OutputText | schemas.ReasoningText:
+    return output_text(text) if part.kind == "text" else {"type": "reasoning_text", "text": text}
 
 
 def call_item(
@@ -191,7 +199,7 @@ def call_item(
     status: schemas.ItemStatus,
     namespaces: Mapping[str, tuple[str, str]],
 ) -> schemas.FunctionCallItem:
-    """The item of a call, without its id; `name` is the full name, as the model knows it."""
+    """Return the item of a call, without its id; `name` is the full name, as the model knows it."""
     namespace, own_name = namespaces.get(name, ("", name))
     call: schemas.FunctionCallItem = {
         "id": "",
@@ -208,21 +216,3 @@ def call_item(
 
 def output_text(text: str) -> schemas.OutputText:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-
-
-def _part_event(
-    what: str, part: AnswerPart, place: dict[str, object], text: str
-) -> Iterator[dict[str, object]]:
-    """None for a call: it has no content parts."""
-    if part.kind == "call":
-        return
-    shown = output_text(text) if part.kind == "text" else {"type": "reasoning_text", "text": text}
-    yield {"type": f"response.content_part.{what}", **place, "content_index": 0, "part": shown}
-
-
-def _delta_event(part: AnswerPart, place: dict[str, object], text: str) -> dict[str, object]:
-    if part.kind == "call":
-        return {"type": "response.function_call_arguments.delta", **place, "delta": text}
-    if part.kind == "reasoning":
-        return {"type": "response.reasoning_text.delta", **place, "content_index": 0, "delta": text}
-    return {"type": "response.output_text.delta", **place, "content_index": 0, "delta": text, "logprobs": []}

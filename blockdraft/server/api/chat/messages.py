@@ -1,20 +1,86 @@
-"""Checks tool calls and their results in a conversation, and shapes messages for chat templates."""
+"""Messages of chat requests: their shapes for /openapi.json, their checks, and messages for templates."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Items
+from typing import Annotated, Any, Literal, NotRequired
+
+from pydantic import PlainValidator
+from typing_extensions import TypedDict
 
 from blockdraft.errors import RequestError
+from blockdraft.server.api.fields import an_object
 from blockdraft.server.http.body import is_too_deep
 from blockdraft.text.content import content_text, json_kind
-from blockdraft.tool_calls.typed import read_json
-
-Message = Mapping[str, object]
+from blockdraft.tool_calls.checking import read_json
 
 
-def check_messages(messages: Items[Message]) -> None:
-    """Raises RequestError for malformed calls, and for results without a call."""
+class TextPartParam(TypedDict):
+    """A text."""
+
+    type: Literal["text"]
+    text: str
+
+
+class RefusalPartParam(TypedDict):
+    """A refusal of the model."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+
+class CalledParam(TypedDict):
+    """A function that was called; its arguments are JSON, as text or as an object."""
+
+    name: str
+    arguments: NotRequired[str | dict[str, object] | None]
+
+
+class ToolCallParam(TypedDict):
+    """One call."""
+
+    id: str
+    type: NotRequired[Literal["function"]]
+    function: CalledParam
+
+
+class SaidParam(TypedDict):
+    """A message of the system, a developer or the user."""
+
+    role: Literal["system", "user", "developer", "function", "ipython"]
+    content: str | list[TextPartParam]
+    tool_calls: NotRequired[list[ToolCallParam] | None]
+
+
+class AnswerParam(TypedDict):
+    """A message of the model: text, thoughts, calls, or nothing."""
+
+    role: Literal["assistant"]
+    content: NotRequired[str | list[TextPartParam | RefusalPartParam] | None]
+    tool_calls: NotRequired[list[ToolCallParam] | None]
+
+
+class ResultParam(TypedDict):
+    """The result of a call of an earlier message."""
+
+    role: Literal["tool"]
+    tool_call_id: str
+    content: NotRequired[str | list[TextPartParam] | None]
+    tool_calls: NotRequired[list[ToolCallParam] | None]
+
+
+MessageParam = SaidParam | AnswerParam | ResultParam
+
+
+Message = Annotated[dict[str, object], PlainValidator(an_object, json_schema_input_type=MessageParam)]
+
+
+_Given = Mapping[str, object]
+
+
+def check_messages(messages: Items[_Given]) -> None:
+    """Raise RequestError for malformed calls, and for results without a call."""
     called: set[str] = set()
     for number, message in enumerate(messages):
         if message.get("role") == "tool":
@@ -25,17 +91,15 @@ def check_messages(messages: Items[Message]) -> None:
                     "'tool_call_id' must be the 'id' of one of an assistant message's 'tool_calls'.",
                     "messages",
                 )
-        called.update(str(call["id"]) for call in calls_of(message, number))
+        _check_calls(message, number)
+        called.update(str(call["id"]) for call in calls_of(message))
 
 
-def calls_of(message: Message, number: int = 0) -> list[dict[str, object]]:
-    """The calls of a message. Raises RequestError if they do not have OpenAI's shape."""
+def _check_calls(message: _Given, number: int) -> None:
     calls = message.get("tool_calls")
-    if calls is None:
-        return []
-    if not isinstance(calls, list):
+    if not isinstance(calls, list | None):
         raise RequestError(f"messages[{number}].tool_calls is {json_kind(calls)}, not a list.", "messages")
-    for call in calls:
+    for call in calls or ():
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(call.get("id"), str):
             raise RequestError(
@@ -49,11 +113,17 @@ def calls_of(message: Message, number: int = 0) -> list[dict[str, object]]:
                 f"messages[{number}].tool_calls: a function has a 'name' and 'arguments', a JSON text.",
                 "messages",
             )
-    return calls
 
 
-def for_template(messages: Items[Message], *, has_developer: bool) -> list[dict[str, object]]:
-    """Messages as templates read them.
+def calls_of(message: _Given) -> Iterator[dict[str, Any]]:
+    """Yield the calls of a checked message."""
+    calls = message.get("tool_calls") or ()
+    assert isinstance(calls, list | tuple)
+    yield from calls
+
+
+def for_template(messages: Items[_Given], *, has_developer: bool) -> list[dict[str, object]]:
+    """Return messages as templates read them.
 
     Contents are texts. Arguments are objects, not texts. Results name their function. Thoughts that a client
     sends back go by the names that templates use. A developer is the system where the template knows no
@@ -61,11 +131,11 @@ def for_template(messages: Items[Message], *, has_developer: bool) -> list[dict[
     """
     names: dict[str, str] = {}
     shaped = []
-    for number, message in enumerate(messages):
+    for message in messages:
         said = _as_said(message) if message.get("role") == "assistant" else message
         new = {**said, "content": content_text(said)}
-        if calls := calls_of(message, number):
-            new["tool_calls"] = [_with_object(call, names) for call in calls]
+        if calls := [_with_object(call, names) for call in calls_of(message)]:
+            new["tool_calls"] = calls
         else:
             new.pop("tool_calls", None)
         if new.get("role") == "tool" and (name := names.get(str(new.get("tool_call_id")))) is not None:
@@ -76,8 +146,8 @@ def for_template(messages: Items[Message], *, has_developer: bool) -> list[dict[
     return shaped
 
 
-def _as_said(message: Message) -> dict[str, object]:
-    """A message of the model, with its thoughts under all names, and a refusal as text."""
+def _as_said(message: _Given) -> dict[str, object]:
+    """Return a message of the model, with its thoughts under all names, and a refusal as text."""
     said = dict(message)
     thoughts = said.get("reasoning_content", said.get("reasoning"))
     if isinstance(thoughts, str) and thoughts:
@@ -96,19 +166,15 @@ def _as_text(part: object) -> object:
     return part
 
 
-def _with_object(call: dict[str, object], names: dict[str, str]) -> dict[str, object]:
+def _with_object(call: dict[str, Any], names: dict[str, str]) -> dict[str, object]:
     function = call["function"]
-    assert isinstance(function, dict)
-    names[str(call["id"])] = str(function["name"])
-    return {
-        **call,
-        "type": "function",
-        "function": {**function, "arguments": _object(function.get("arguments"))},
-    }
+    names[call["id"]] = function["name"]
+    shown = {**function, "arguments": _object(function.get("arguments"))}
+    return {**call, "type": "function", "function": shown}
 
 
 def _object(arguments: object) -> object:
-    """Arguments as an object. Invalid JSON of a model is shown to it as it was, never refused."""
+    """Return arguments as an object. Invalid JSON of a model is shown to it as it was, never refused."""
     if not isinstance(arguments, str):
         return arguments or {}
     try:

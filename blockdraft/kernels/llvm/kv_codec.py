@@ -1,23 +1,25 @@
-"""Compression of keys and values on a CPU: `kv_compressed.compress`.
+"""Compression, decoding and rotation of keys and values on a CPU; see `kernels/kv_codec.py` for the formats.
 
-A vector's operations are those of the encoders in `kv_codec`, in float32, so the bytes are equal, and depend
-only on the vector. The kernel reads at run time which rows have tiles to compress.
+The codec is a compile-time constant. A vector's operations are those of the reference, in float32, so the
+bits are equal and depend only on the vector. `compress_tiles` reads at run time which rows have tiles.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from typing import TYPE_CHECKING
+import platform
+import struct
 
 import torch
 
 from blockdraft.kernels.cpu import has_permute
 from blockdraft.kernels.kv_codec import LEVELS, Codec, EightBits, KvFormat, RotatedLevels
-from blockdraft.kernels.kv_formats import TILE
-from blockdraft.kernels.llvm.compiler import inlined, kernel, taken
-from blockdraft.kernels.llvm.jit import Jit, real_type
-from blockdraft.kernels.llvm.kv_codes import LANES, lanes_in, levels_of, num_bytes
+from blockdraft.kernels.kv_compressed import CompressedPages, Tiles
+from blockdraft.kernels.kv_formats import TILE, blocks
+from blockdraft.kernels.llvm.compiler import inlined, kernel, taken, unrolled
+from blockdraft.kernels.llvm.int8 import hadamard
+from blockdraft.kernels.llvm.jit import REALS, Jit
 from blockdraft.kernels.llvm.language import (
     Bytes,
     Halves,
@@ -29,23 +31,18 @@ from blockdraft.kernels.llvm.language import (
     Value,
     f16,
     f32,
-    halved,
     i8,
+    i16,
     i32,
     largest,
     load,
-    magnitude,
-    rounded,
-    scratch,
     select,
     smallest,
     sqrt,
     store,
 )
 
-if TYPE_CHECKING:
-    from blockdraft.kernels.kv_compressed import CompressedPages, Tiles
-
+LANES = 16
 _LARGEST_SCALE = torch.finfo(torch.float16).max
 _SMALLEST_FLOAT8 = 2.0**-6  # the smallest normal number; smaller ones are multiples of 2**-9
 
@@ -56,7 +53,7 @@ class CompressTiles:
     def __init__(self, dtype: torch.dtype, head_dim: int, form: KvFormat) -> None:
         assert head_dim % 4 == 0
         self._form = form
-        self._jit = Jit(compress_tiles, real=real_type(dtype), dim=head_dim, form=form, permute=has_permute())
+        self._jit = Jit(compress_tiles, real=REALS[dtype], dim=head_dim, form=form, permute=has_permute())
 
     def __call__(self, pages: CompressedPages, tiles: Tiles) -> None:
         stores = (pages.exact_keys, pages.exact_values, *pages.keys, *pages.values)
@@ -101,7 +98,7 @@ def compress_tiles(
 @inlined
 def encode(x: Reals, codes: Bytes, scale: Halves, dim: int, codec: Codec, permute: bool) -> None:
     """Encode one vector [dim]."""
-    y = scratch(x, f32, dim)
+    y = x.scratch(f32, dim)
     peak = peak_of(x, y, dim)
     if isinstance(codec, EightBits):
         most = 448.0 if codec.is_float else 127.0
@@ -109,11 +106,12 @@ def encode(x: Reals, codes: Bytes, scale: Halves, dim: int, codec: Codec, permut
         by = scale[0].to(f32)
         round_eight(y, codes, by, dim, most, codec.is_float)
     elif isinstance(codec, RotatedLevels):
-        divide(y, y, peak, dim)
-        rest, unpacked = scratch(x, f32, dim), scratch(x, i8, dim)
+        for d in unrolled(0, dim, lanes_in(dim)):
+            store(y + d, over(load(y + d, lanes_in(dim)), peak))
+        rest, unpacked = x.scratch(f32, dim), x.scratch(i8, dim)
         square = sum_of_products(rest, y, y, dim)
         unit = sqrt(over(square.constant(float(dim)), square))
-        levels = scratch(x, f32, dim)
+        levels = x.scratch(f32, dim)
         nearest(y, unpacked, levels, unit, dim, codec.bits, permute)
         pack(unpacked, codes, dim, codec.bits)
         if codec.scaling == "unbiased":
@@ -128,27 +126,19 @@ def peak_of(x: Pointer, y: Pointer, dim: int) -> Value:
     for d in range(0, dim, lanes):
         some = load(x + d, lanes).to(f32)
         store(y + d, some)
-        bits = magnitude(some).bits_as(i32.wide(lanes))
+        bits = abs(some).bits_as(i32.wide(lanes))
         best = bits if best is None else largest(best, bits)
     assert best is not None
-    return halved(best, largest).bits_as(f32)
+    return best.halved(largest).bits_as(f32)
 
 
 def is_finite(x: Value) -> Value:
-    return magnitude(x) < math.inf
+    return abs(x) < math.inf
 
 
 def over(x: Value, by: Value) -> Value:
     """Return x / by; zero if `by` is zero or not finite."""
     return select((by > 0.0) & is_finite(by), x / by, x.constant(0.0))
-
-
-def divide(x: Pointer, y: Pointer, by: Value, dim: int) -> None:
-    lanes = lanes_in(dim)
-    is_number = (by > 0.0) & is_finite(by)
-    for d in range(0, dim, lanes):
-        some = load(x + d, lanes)
-        store(y + d, select(is_number, some / by, some.constant(0.0)))
 
 
 def stored(scale: Value) -> Value:
@@ -169,7 +159,7 @@ def sum_of_products(rest: Pointer, x: Pointer, y: Pointer, dim: int) -> Value:
         if dim % 2:
             rest[half] = rest[2 * half]
         dim = half + dim % 2
-    return halved(load(rest, dim))
+    return load(rest, dim).halved()
 
 
 def nearest(
@@ -181,7 +171,7 @@ def nearest(
         u = load(y + d, LANES) * unit
         size = u.constant(0, i32.wide(LANES))
         for below, above in itertools.pairwise(LEVELS[bits]):
-            size = size + (magnitude(u) >= (below + above) / 2).to(i32)
+            size = size + (abs(u) >= (below + above) / 2).to(i32)
         code = select(u < 0.0, first - 1 - size, first + size).to(i8)
         store(unpacked + d, code)
         store(levels + d, levels_of(code, bits, permute))
@@ -210,11 +200,9 @@ def _plane(unpacked: Pointer, codes: Pointer, dim: int, width: int, bit: int) ->
 
 def round_eight(y: Pointer, codes: Pointer, by: Value, dim: int, most: float, is_float: bool) -> None:
     lanes = lanes_in(dim)
-    is_number = (by > 0.0) & is_finite(by)
     for d in range(0, dim, lanes):
-        some = load(y + d, lanes)
-        ratio = smallest(largest(select(is_number, some / by, some.constant(0.0)), -most), most)
-        store(codes + d, _float8(ratio) if is_float else rounded(ratio).to(i32).to(i8))
+        ratio = smallest(largest(over(load(y + d, lanes), by), -most), most)
+        store(codes + d, _float8(ratio) if is_float else round(ratio).to(i32).to(i8))
 
 
 def _float8(x: Value) -> Value:
@@ -222,6 +210,117 @@ def _float8(x: Value) -> Value:
     bits = x.bits_as(i32.wide(x.type.lanes))
     size = bits & 0x7FFFFFFF
     normal = (size + (0x7FFFF + (size >> 20 & 1)) >> 20) - (127 - 7 << 3)
-    small = rounded(magnitude(x) * 512.0)
-    is_small = magnitude(x) < _SMALLEST_FLOAT8
+    small = round(abs(x) * 512.0)
+    is_small = abs(x) < _SMALLEST_FLOAT8
     return (select(is_small, small.to(i32), normal) | bits >> 24 & 128).to(i8)
+
+
+def num_bytes(codec: Codec, dim: int) -> int:
+    """Return the size of a vector's codes."""
+    return dim if isinstance(codec, EightBits) else dim * _rotated(codec).bits // 8
+
+
+def lanes_in(size: int) -> int:
+    """Return how many of `size` numbers are processed at a time: a power of two that divides it."""
+    return min(LANES, size & -size)
+
+
+def decode(codes: Pointer, scale: Value, out: Pointer, dim: int, codec: Codec, has_permute: bool) -> None:
+    """Decode one vector [dim] from its codes and its float16 scale into `out`."""
+    factor = scale.to(f32)
+    if isinstance(codec, EightBits):
+        lanes = lanes_in(dim)
+        factor = (factor * 256.0 if codec.is_float else factor).spread(lanes)
+        for d in range(0, dim, lanes):
+            _put(out + d, _eight_bits(load(codes + d, lanes), codec.is_float) * factor)
+        return
+    bits, factor = _rotated(codec).bits, factor.spread(LANES)
+    for d in range(0, dim, LANES):
+        indices = _four_bits(codes, d, dim, has_permute) if bits == 4 else _three_bits(codes, d, dim)
+        _put(out + d, levels_of(indices, bits, has_permute) * factor)
+
+
+def _rotated(codec: Codec) -> RotatedLevels:
+    assert isinstance(codec, RotatedLevels)
+    return codec
+
+
+def _put(at: Pointer, values: Value) -> None:
+    store(at, values.to(at.element))
+
+
+def _eight_bits(codes: Value, is_float: bool) -> Value:
+    """Return stored numbers in float32; float8 (e4m3), converted through float16, is 256 times too small.
+
+    NaN is never stored as float8: a vector with NaN has it as its scale.
+    """
+    if not is_float:
+        return codes.to(f32)
+    wide = codes.to(i16)
+    return (wide << 7 & 0x3F80 | wide & -0x8000).bits_as(f16.wide(codes.type.lanes)).to(f32)
+
+
+def _four_bits(codes: Pointer, first: int, dim: int, is_wide: bool) -> Value:
+    """Return the codes of 16 coordinates from `first` on, in the lowest 4 bits of bytes or 32-bit words."""
+    plane, half = dim // 2, [d // (dim // 2) for d in range(first, first + LANES)]
+    some = _bytes(codes, first, plane)
+    some = some.widened(i32) if is_wide else some
+    if len(set(half)) == 1:
+        return some >> 4 * half[0]
+    return select(some.constants(Type("i1"), half), some >> 4, some)
+
+
+def _three_bits(codes: Pointer, first: int, dim: int) -> Value:
+    """`_four_bits` for 3 bits: two bits in the first plane, one in the second."""
+    low, high = _bytes(codes, first, dim // 4), _bytes(codes + dim // 4, first, dim // 8)
+    found = low.constant(0)
+    for some, plane, width, bit in ((low, 4, 2, 0), (low, 4, 2, 1), (high, 8, 1, 0)):
+        bits = [d // (dim // plane) * width + bit for d in range(first, first + LANES)]
+        is_set = (some & some.constants(i8, [(1 << one ^ 128) - 128 for one in bits])) != 0
+        found = found | select(is_set, some.constant(1 << bit if some is low else 4), found.constant(0))
+    return found
+
+
+def _bytes(codes: Pointer, first: int, plane: int) -> Value:
+    """Load the bytes of a plane that hold the coordinates from `first` on."""
+    size = lanes_in(plane)
+    parts = [load(codes + (first + i) % plane, size) for i in range(0, LANES, size)]
+    while len(parts) > 1:
+        pairs = zip(parts[::2], parts[1::2], strict=True)
+        parts = [one.lanes(range(2 * one.type.lanes), two) for one, two in pairs]
+    return parts[0]
+
+
+def levels_of(codes: Value, bits: int, has_permute: bool) -> Value:
+    """Look up the level of each code by its lowest 4 bits; a smaller table is repeated."""
+    above = LEVELS[bits]
+    table = [*(-level for level in reversed(above)), *above]
+    table = table * (LANES // len(table))
+    call = codes.text.call
+    if has_permute:
+        levels = codes.constants(f32, table)
+        wide = codes if codes.type.wide(0) == i32 else codes.widened(i32)
+        return call("llvm.x86.avx512.permvar.sf.512", levels.type, levels, wide)
+    indices = codes & 15
+    pair = []
+    for byte in (0, 1):  # a level is a bfloat16 number, two bytes
+        tables = codes.constants(i8, [struct.pack("<f", level)[2 + byte] for level in table])
+        name = "x86.ssse3.pshuf.b.128" if platform.machine() == "x86_64" else "aarch64.neon.tbl1.v16i8"
+        pair.append(call(f"llvm.{name}", codes.type, tables, indices))
+    zipped = pair[0].lanes([i // 2 + i % 2 * LANES for i in range(2 * LANES)], pair[1])
+    return (zipped.bits_as(i16.wide(LANES)).widened(i32) << 16).bits_as(f32.wide(LANES))
+
+
+@inlined
+def hadamard_head(row: Reals, dim: int) -> None:
+    """Multiply a head by the normalised Hadamard matrices of its blocks, in place."""
+    for first, size in zip(itertools.accumulate(blocks(dim), initial=0), blocks(dim), strict=False):
+        hadamard(row + first, size, size)
+        for i in range(first, first + size, LANES):
+            store(row + i, load(row + i, LANES) * size**-0.5)
+
+
+@inlined
+def sign_head(row: Reals, signs: Reals, dim: int) -> None:
+    for i in range(0, dim, LANES):
+        store(row + i, load(row + i, LANES) * load(signs + i, LANES))
