@@ -1,4 +1,8 @@
-"""blockdraft prove: does a server give the same answer however it is asked?"""
+"""Ask an OpenAI-compatible server (blockdraft, vLLM, SGLang, llama.cpp) the same questions with drafts and
+without, alone and in company, in another order, with a prefix hit, streamed, with log-probabilities, with n,
+with a seed, with defaults left out and after a restart, and count the answers that are equal. Without URL,
+start `blockdraft serve` with the engine flags below. The exit code is 1 if answers differ.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +10,9 @@ import argparse
 import asyncio
 import signal
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from blockdraft.cli.flags import add_settings, flags_of, given_settings, settings_from
+from blockdraft.cli.flags import add_flags, add_settings, flags_of, given_settings, settings_from
 from blockdraft.errors import BenchError
 from blockdraft.settings.settings import environment_api_key, forget_environment_settings
 
@@ -19,32 +22,29 @@ if TYPE_CHECKING:
 
 SUMMARY = "test whether a server gives equal answers however it is asked"
 USAGE = "blockdraft prove [URL] [flags]"
-DESCRIPTION = (
-    "Ask an OpenAI-compatible server (blockdraft, vLLM, SGLang, llama.cpp) the same questions with drafts "
-    "and without, alone and in company, in another order, with a prefix hit, streamed, with "
-    "log-probabilities, with n, with a seed, with defaults left out and after a restart, and count the "
-    "answers that are equal. Without URL, start `blockdraft serve` with the engine flags below. The exit "
-    "code is 1 if answers differ."
-)
 EXIT_DIFFERENT = 1
 EXIT_TROUBLE = 2
 QUICK = (8, 48)  # questions, and tokens of an answer
 USUAL = (64, 128)
 
 
+FLAGS = f"""
+--plain-url URL: another server of the same model without drafts, for the baseline
+--name NAME: the model to ask, if the server has several
+--api-key KEY: key to send to the server (default: $BLOCKDRAFT_API_KEY)
+--quick: ask {QUICK[0]} questions of {QUICK[1]} tokens, for a minute or two
+--num-prompts N: questions, at most 96 (default: {USUAL[0]})
+--max-tokens N: longest answer in tokens (default: {USUAL[1]})
+--restart COMMAND: restart the server with COMMAND and ask once more
+--timeout S: seconds a request may take (default: 600)
+--json FILE: write all findings to FILE
+--html FILE: write a page to FILE
+"""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("url", nargs="?", metavar="URL", help="a running server")
-    add("--plain-url", metavar="URL", help="another server of the same model without drafts: the baseline")
-    add("--name", help="the model to ask, if the server has several")
-    add("--api-key", metavar="KEY", help="key to send to the server (default: $BLOCKDRAFT_API_KEY)")
-    add("--quick", action="store_true", help=f"{QUICK[0]} questions of {QUICK[1]} tokens: a minute or two")
-    add("--num-prompts", type=int, metavar="N", help=f"questions, at most 96 (default: {USUAL[0]})")
-    add("--max-tokens", type=int, metavar="N", help=f"longest answer in tokens (default: {USUAL[1]})")
-    add("--restart", metavar="COMMAND", help="restarts the server; then all is asked once more")
-    add("--timeout", type=float, default=600.0, metavar="S", help="seconds a request may take (default: 600)")
-    add("--json", type=Path, metavar="FILE", help="write all findings there")
-    add("--html", type=Path, metavar="FILE", help="write a page there")
+    parser.add_argument("url", nargs="?", metavar="URL", help="a running server")
+    add_flags(parser, FLAGS, timeout=600.0)
     add_settings(parser)
 
 

@@ -2,26 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-
-
-@dataclass(frozen=True, slots=True)
-class Fingerprint:
-    """All that decides an answer's tokens, beside the request; check/fingerprint.py makes it."""
-
-    parts: Mapping[str, str] = field(default_factory=dict)  # empty: answers cannot be repeated
-    reason: str = ""  # why they cannot
-
-    @property
-    def id(self) -> str | None:
-        """Return the value of `system_fingerprint` in answers, or None if they cannot be repeated."""
-        if not self.parts:
-            return None
-        text = json.dumps(dict(self.parts), sort_keys=True)
-        return "bd-" + hashlib.sha256(text.encode()).hexdigest()[:16]
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +43,6 @@ class EngineInfo:
     has_prefix_cache: bool
     same_bits: bool  # a token is computed alike however it arrives, and whoever is beside it
     same_bits_reason: str
-    fingerprint: Fingerprint  # of answers: equal fingerprints and requests give equal tokens
     is_dummy: bool  # random weights, for timing only
     synthetic_acceptance: str | None  # the profile by which drafts are kept, for timing only
     sampling: Mapping[str, float]  # of requests that do not say
