@@ -56,6 +56,7 @@ def engine_info(engine: Engine) -> EngineInfo:
         has_prefix_cache=plan.prefix_cache,
         same_bits=plan.same_bits,
         same_bits_reason=plan.reasons.get("same_bits", ""),
+        fingerprint=engine.fingerprint,
         is_dummy=models.labels.is_dummy,
         synthetic_acceptance=models.labels.synthetic_acceptance,
         sampling=models.sampling,

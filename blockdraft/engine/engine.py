@@ -17,6 +17,7 @@ from blockdraft.cache.rows import Rows, RowSampling
 from blockdraft.cache.spec import NUM_RESERVED_PAGES
 from blockdraft.engine.exact_pages import ExactPages
 from blockdraft.engine.forms import FormMasks, StepInParts, run_in_parts
+from blockdraft.engine.info import Fingerprint
 from blockdraft.engine.loaded_pair import LoadedPair
 from blockdraft.engine.page_allocator import PageAllocator
 from blockdraft.engine.request import (
@@ -114,6 +115,7 @@ class Engine:
         )
         self.graphs: StepGraphs | None = None  # None: steps run kernel by kernel
         self.prefill_graphs: PrefillGraphs | None = None
+        self.fingerprint = Fingerprint(reason="the start has not taken it")
         self._pending: tuple[Batch, Launched] | None = None
         self._is_broken = False  # a change of rows and pages has begun and not ended
         self._collected_s = clock()  # when the last result arrived

@@ -2,8 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """All that decides an answer's tokens, beside the request; check/fingerprint.py makes it."""
+
+    id: str | None = None  # `system_fingerprint` of answers; None: answers cannot be repeated
+    parts: Mapping[str, str] = field(default_factory=dict)
+    reason: str = ""  # why answers cannot be repeated
+
+    @classmethod
+    def of(cls, parts: Mapping[str, str]) -> Fingerprint:
+        text = json.dumps(dict(parts), sort_keys=True)
+        return cls("bd-" + hashlib.sha256(text.encode()).hexdigest()[:16], parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +59,7 @@ class EngineInfo:
     has_prefix_cache: bool
     same_bits: bool  # a token is computed alike however it arrives, and whoever is beside it
     same_bits_reason: str
+    fingerprint: Fingerprint
     is_dummy: bool  # random weights, for timing only
     synthetic_acceptance: str | None  # the profile by which drafts are kept, for timing only
     sampling: Mapping[str, float]  # of requests that do not say

@@ -215,6 +215,7 @@ class Metrics:
     seconds: float
     reached: tuple[int, ...] = ()  # [i]: steps that drafted draft i + 1 and accepted all before it
     is_cut: bool = False  # the answer ends inside its last block: all that was delivered of it were drafts
+    seed: int | None = None  # with this seed, a request for one choice gets the same tokens
 
     @property
     def tokens_per_step(self) -> float:

@@ -185,6 +185,7 @@ class Sequence:
             accepted=tally.accepted,
             reached=tally.reached,
             is_cut=tally.is_cut,
+            seed=self.sampling.seed,
             preemptions=tally.preemptions,
             queue_s=start_s - arrival_s,
             first_token_s=first_s - arrival_s,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from blockdraft.check.fingerprint import fingerprint
 from blockdraft.check.kv_served import check_served_on_card, served_centres
 from blockdraft.check.selfcheck import Verification, captured, without_drafter
 from blockdraft.check.verified import verify_changes
@@ -43,7 +44,9 @@ def start_engine(
         opened = open_models(settings, startup.note)
     on_tokenizer(opened.target.tokenizer)
     with compiling_for(opened) as ahead:
-        return _started(opened, startup, ahead)
+        engine = _started(opened, startup, ahead)
+    engine.fingerprint = fingerprint(engine)
+    return engine
 
 
 def _started(opened: Opened, startup: StartProgress, ahead: CompileAhead) -> Engine:

@@ -19,7 +19,7 @@ from blockdraft.tool_calls.formats import find_format
 from blockdraft.tool_calls.thoughts import Tags
 
 TOKENIZER = Tokenizer(byte_tokenizer(300))
-HEAD = {"id": 'a "name"', "created": 7, "model": "m\\é"}
+HEAD = {"id": 'a "name"', "created": 7, "model": "m\\é", "system_fingerprint": "bd-1"}
 TEXTS = [
     "",
     "plain",

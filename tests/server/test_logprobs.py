@@ -96,7 +96,7 @@ def scored_answer(num_prompts, num_tokens, **fields):
     asked = parse(CompletionRequest, json.dumps(body).encode())
     answer = TextAnswer(
         asked,
-        head={"id": "cmpl-1", "created": 1, "model": NAME},
+        head={"id": "cmpl-1", "created": 1, "model": NAME, "system_fingerprint": "bd-1"},
         tokenizer=tokenizer,
         prompts=[ids] * num_prompts,
         texts=[tokenizer.decode(ids)] * num_prompts,

@@ -29,7 +29,7 @@ HELLO = {
     "messages": [{"role": "user", "content": "t1 t2 t3"}],
     "temperature": 0,
 }
-HEAD = {"id": "msg_1", "created": 1, "model": "m"}
+HEAD = {"id": "msg_1", "created": 1, "model": "m", "system_fingerprint": "bd-1"}
 TOOL = {"name": "weather", "input_schema": {"type": "object"}}
 RESULT = {"type": "tool_result", "tool_use_id": "c1", "content": "r"}
 WHOLE, EVENT, ERROR = (

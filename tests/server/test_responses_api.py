@@ -30,7 +30,7 @@ from tests.server.scripted import AGENT, SCRIPTS, ScriptedChat, call, events_of,
 
 PATH = "/v1/responses"
 HELLO = {"model": NAME, "max_output_tokens": 5, "input": "t1 t2 t3", "temperature": 0}
-HEAD = {"id": "resp_1", "created": 1, "model": "m"}
+HEAD = {"id": "resp_1", "created": 1, "model": "m", "system_fingerprint": "bd-1"}
 TOOL = {"type": "function", "name": "weather", "parameters": {"type": "object"}, "strict": True}
 RESULT = {"type": "function_call_output", "call_id": "c1", "output": "r"}
 WHOLE, EVENT = TypeAdapter(schemas.Response), TypeAdapter(schemas.Event)

@@ -30,7 +30,7 @@ from tests.server.scripted import ScriptedChat, call, piece, taken
 TOKENIZER = Tokenizer(byte_tokenizer(300))
 DIALECT = find_dialect(TOKENIZER)
 USER = {"role": "user", "content": "?"}
-HEAD = {"id": "a", "created": 1, "model": "m"}
+HEAD = {"id": "a", "created": 1, "model": "m", "system_fingerprint": "bd-1"}
 TEXTS = st.sampled_from(["", "", "Hello.", "\u00e9\n"])
 ARGUMENTS = st.sampled_from(["{}", '{"city": "Paris"}', '{"city": "Pa', "", "[1]"])
 

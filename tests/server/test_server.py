@@ -11,6 +11,7 @@ import pytest
 
 from blockdraft.checkpoints.opening import open_checkpoint
 from blockdraft.engine.engine import Engine
+from blockdraft.engine.info import Fingerprint
 from blockdraft.engine.request import TokenLogprobs
 from blockdraft.server.api import host as host_module
 from blockdraft.server.api.chat.logprobs import MIN_LOGPROB, chat_logprobs
@@ -38,7 +39,9 @@ def models():
 
 @pytest.fixture
 def engine(models):
-    return Engine(models, pair.plan())
+    engine = Engine(models, pair.plan())
+    engine.fingerprint = Fingerprint.of({"weights": "1"})
+    return engine
 
 
 @pytest.fixture
@@ -68,6 +71,20 @@ def streamed_text(events, index=0):
 
 
 # ---- answers
+
+
+def test_each_choice_can_be_repeated_by_its_seed_and_the_fingerprint_is_in_every_object(app, engine):
+    body = {**HELLO, "temperature": 1, "n": 3, "max_tokens": 12, "ignore_eos": True}
+    whole = chat(app, body).json()
+    assert len({choice["seed"] for choice in whole["choices"]}) == 3
+    for choice in whole["choices"]:
+        again = chat(app, {**body, "n": 1, "seed": choice["seed"]}).json()
+        assert again["choices"][0]["message"] == choice["message"]
+        assert again["choices"][0]["seed"] == choice["seed"]
+    events = events_of(chat(app, {**body, "seed": whole["choices"][0]["seed"], "stream": True}).text)
+    ends = [choice for event in events for choice in event["choices"] if choice["finish_reason"]]
+    assert sum(choice["seed"] == whole["choices"][0]["seed"] for choice in ends) == 1
+    assert {event["system_fingerprint"] for event in (whole, *events)} == {engine.fingerprint.id}
 
 
 def test_a_stream_carries_the_same_text_with_role_first_and_usage_last(app):

@@ -125,7 +125,7 @@ def test_a_stream_that_has_begun_ends_with_the_error_as_an_event(loop, gate, mon
 
 def chat_answer(**fields):
     asked = parse(ChatRequest, json.dumps({**HELLO, "stream": True, **fields}).encode())
-    head = {"id": "chatcmpl-1", "created": 0, "model": "pair"}
+    head = {"id": "chatcmpl-1", "created": 0, "model": "pair", "system_fingerprint": "bd-1"}
     return ChatAnswer(prepare_chat(asked, find_dialect(pair.models().tokenizer), {}), head=head)
 
 

@@ -113,6 +113,11 @@ class AnswerChoice:
         return delta.finish_reason
 
     @property
+    def seed(self) -> int | None:
+        """Return the seed that repeats this choice; None until it has ended."""
+        return None if self.metrics is None else self.metrics.seed
+
+    @property
     def text(self) -> str:
         return "".join(piece.text for piece in self.pieces)
 

@@ -197,7 +197,17 @@ class ApiHost:
         if asked.request_id is not None:
             request.state.request_id = asked.request_id
         name = f"{prefix}-{request.state.request_id}"
-        return {"id": name, "created": int(time.time()), "model": self.name}
+        return self.head(name)
+
+    def head(self, name: str) -> AnswerObject:
+        """Return what all objects of one answer begin with."""
+        _, info = self._ready()
+        return {
+            "id": name,
+            "created": int(time.time()),
+            "model": self.name,
+            "system_fingerprint": info.fingerprint.id,
+        }
 
     async def _chat(self, ask: Ask, size: int, head: AnswerObject, writer: MakeWriter) -> Response:
         prepared = await self._prepare(ask, size)

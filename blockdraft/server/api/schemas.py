@@ -38,11 +38,15 @@ class Usage(TypedDict):
 
 
 class AnswerObject(TypedDict):
-    """The fields that every object of one answer repeats; `created` is in seconds since 1970."""
+    """The fields that every object of one answer repeats; `created` is in seconds since 1970.
+
+    Equal fingerprints, requests and seeds give equal tokens; null: answers cannot be repeated.
+    """
 
     id: str
     created: int
     model: str
+    system_fingerprint: str | None
 
 
 class ModelCard(TypedDict):

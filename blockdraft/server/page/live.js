@@ -216,6 +216,7 @@ const ENGINE_ROWS = [
   ["width_reason", "Why this width"], ["block", "Drafter's block"], ["dtype", "Computed in"], ["device", "Device"],
   ["quantization", "Weights held as"], ["max_model_len", "Context"], ["max_num_seqs", "Requests at once"],
   ["same_bits", "Same bits in any company"], ["same_bits_reason", "How that is known"],
+  ["fingerprint", "Fingerprint of answers"],
   ["page_size", "Tokens per page"], ["num_cache_bytes", "Cache"],
   ["kv_dtype", "Keys and values in"], ["kv_bytes_per_token", "Bytes per token"], ["kv_window", "Tokens kept exact"],
   ["is_dummy", "Random weights"], ["synthetic_acceptance", "Synthetic acceptance"],
@@ -225,6 +226,7 @@ const HELD = { none: "no quantisation", keep: "as stored" };
 function engineValue(name, value, engine) {
   if (name === "kv_window" && value === null) return ""; // nothing is compressed
   if (value === null || value === undefined) return "none";
+  if (name === "fingerprint") return value.id ?? `none: ${value.reason}`;
   if (name === "kv_dtype" && engine.kv_compression > 1) return `${value}, ${engine.kv_compression.toFixed(1)}× smaller`;
   if (typeof value === "boolean") return value ? "yes" : "no";
   if (name === "num_cache_bytes") return size(value);

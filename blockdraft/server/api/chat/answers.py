@@ -104,6 +104,7 @@ class AnswerWriter(Writer):
         part = self._part(choice, piece)
         if is_end:
             part["stop_reason"] = piece.stop_reason
+            part["seed"] = choice.seed
         if self._options.return_token_ids:
             part["token_ids"] = list(piece.token_ids)
         if piece.draft is not None:
@@ -154,6 +155,7 @@ class AnswerWriter(Writer):
             "object": kind,
             "created": head["created"],
             "model": head["model"],
+            "system_fingerprint": head["system_fingerprint"],
             "choices": choices,
         }
 
@@ -225,6 +227,7 @@ class ChatAnswer(AnswerWriter):
             "logprobs": self._logprobs(choice.logprobs),
             "finish_reason": choice.pieces[-1].finish_reason,
             "stop_reason": choice.pieces[-1].stop_reason,
+            "seed": choice.seed,
         }
         if self._asked.return_token_ids:
             answer["token_ids"] = choice.token_ids
@@ -318,6 +321,7 @@ class TextAnswer(AnswerWriter):
             "logprobs": self._logprobs(choice, choice.logprobs, has_prompt=True),
             "finish_reason": choice.pieces[-1].finish_reason,
             "stop_reason": choice.pieces[-1].stop_reason,
+            "seed": choice.seed,
         }
         if asked.return_token_ids:
             part["token_ids"] = choice.token_ids

@@ -99,11 +99,12 @@ class Chunk(AnswerObject):
 
 
 class ChunkChoice(TypedDict):
-    """The fields that a piece of a choice has in both kinds of answers."""
+    """The fields that a piece of a choice has in both kinds of answers; the last has `seed`."""
 
     index: int
     finish_reason: AnswerEnd | None
     stop_reason: NotRequired[str | int | None]
+    seed: NotRequired[int | None]
     token_ids: NotRequired[list[int]]
     draft: NotRequired[DraftStep]
 
@@ -166,6 +167,7 @@ class ChatChoice(TypedDict):
     logprobs: ChatLogprobs | None
     finish_reason: AnswerEnd | None
     stop_reason: str | int | None
+    seed: int | None
     token_ids: NotRequired[list[int]]
     invalid_tool_calls: NotRequired[list[InvalidCall]]
 
@@ -215,6 +217,7 @@ class TextChoice(TypedDict):
     logprobs: TextLogprobs | None
     finish_reason: AnswerEnd | None
     stop_reason: str | int | None
+    seed: int | None
     token_ids: NotRequired[list[int]]
     prompt_token_ids: NotRequired[list[int]]
     prompt_logprobs: NotRequired[PromptLogprobs]

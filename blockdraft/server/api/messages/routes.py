@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import uuid
 from functools import partial
 
@@ -130,11 +129,7 @@ def _input(arguments: str) -> dict[str, object]:
 def routes(host: ApiHost) -> list[Route]:
     async def create(request: Request) -> Response:
         asked = await host.read(request, MessagesRequest)
-        head: AnswerObject = {
-            "id": f"msg_{uuid.uuid4().hex}",
-            "created": int(time.time()),
-            "model": host.name,
-        }
+        head = host.head(f"msg_{uuid.uuid4().hex}")
         with renamed(NAMES):
             answer = await host.converse(request, asked.chat, head, partial(MessageWriter, asked, head))
         return host.ignored.tell(answer, asked)

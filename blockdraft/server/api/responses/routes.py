@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import uuid
 from functools import partial
 from typing import cast
@@ -29,7 +28,6 @@ from blockdraft.server.api.responses.stored import (
     replayed,
 )
 from blockdraft.server.api.responses.writer import ResponseWriter
-from blockdraft.server.api.schemas import AnswerObject
 from blockdraft.server.api.translation import Conversation
 from blockdraft.server.http.body import Nested, shown
 from blockdraft.server.http.replies import INVALID, error_response
@@ -57,11 +55,7 @@ class _ResponsesApi:
 
     async def create(self, request: Request) -> Response:
         asked = await self._host.read(request, ResponsesRequest)
-        head: AnswerObject = {
-            "id": f"resp_{uuid.uuid4().hex}",
-            "created": int(time.time()),
-            "model": self._host.name,
-        }
+        head = self._host.head(f"resp_{uuid.uuid4().hex}")
         with renamed(NAMES):
             conversation = self._conversation(asked)
             ask = partial(self._ask, asked, conversation)

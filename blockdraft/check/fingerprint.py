@@ -1,0 +1,70 @@
+"""The fingerprint of an engine: all that decides an answer's tokens, beside the request itself.
+
+Equal fingerprints, prompts, parameters and seeds give equal tokens. The drafter, the width, the number of
+sequences and the memory are left out, because they decide no token (docs/lossless.md).
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+
+import torch
+
+from blockdraft import __version__
+from blockdraft.check.verified import checksum, digest_of, sources
+from blockdraft.engine.engine import Engine
+from blockdraft.engine.info import Fingerprint
+from blockdraft.kernels.kv_formats import EXACT
+from blockdraft.machine.machine import read_machine
+from blockdraft.text.tokenizer import Tokenizer
+
+COMPILERS = {"triton": "triton", "llvm": "llvmlite"}  # by the family of kernels
+
+
+def fingerprint(engine: Engine) -> Fingerprint:
+    """Return the fingerprint of an engine that is ready, or a reason why its answers cannot be repeated."""
+    models, plan = engine.models, engine.plan
+    if not plan.same_bits:
+        return Fingerprint(reason=f"answers may depend on who else is served: {plan.reasons['same_bits']}")
+    if models.labels.synthetic_acceptance is not None:
+        return Fingerprint(reason="acceptance is synthetic: answers are not the model's")
+    kernels = models.target.kernels
+    compiler = COMPILERS.get(kernels.available.path)
+    family = kernels.available.path + ("" if compiler is None else f" {_version(compiler)}")
+    left_out = f", without {', '.join(kernels.off)}" if kernels.off else ""
+    keys = plan.dtype if plan.kv_dtype == EXACT else f"{plan.kv_dtype} but for the last {plan.kv_window}"
+    return Fingerprint.of(
+        {
+            "weights": checksum(models.target),
+            "tokenizer": digest_of(models.tokenizer.as_json())[:16],
+            "template": _template(models.tokenizer),
+            "grammar": f"llguidance {_version('llguidance')}",
+            "engine": f"{__version__} {sources()[:8]}",
+            "pytorch": str(torch.__version__),
+            "kernels": family + left_out,
+            "device": _device(models.device),
+            "formats": f"{plan.dtype}, weights {plan.quantization}, keys {keys}",
+        }
+    )
+
+
+def _template(tokenizer: Tokenizer) -> str:
+    text = tokenizer.chat_template
+    return "none" if text is None else digest_of(text)[:16]
+
+
+def _device(device: torch.device) -> str:
+    """Return the card's class and CUDA's version, or the CPU's instruction set."""
+    if device.type == "cpu":
+        cpu = read_machine().cpu
+        return f"{platform.machine()} {digest_of(sorted(cpu.features))[:8]}"
+    properties = torch.cuda.get_device_properties(device)
+    return f"{properties.name} {properties.major}.{properties.minor}, CUDA {torch.version.cuda}"
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:  # PyTorch's build for CUDA brings its own Triton
+        return "unknown"
