@@ -88,6 +88,7 @@ class _State:
             snapshot = await self.engine.snapshot()
         if self.engine.engine_info is not None:
             start["sampling"] = dict(self.engine.engine_info.sampling)
+            start["fingerprint"] = asdict(self.engine.engine_info.fingerprint)
         if snapshot is not None:  # until an answer tells, what the start found
             start["speculation"] = snapshot.speculation or self.engine.startup.speculation
         return start_response(start)

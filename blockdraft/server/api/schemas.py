@@ -91,6 +91,14 @@ class StartPhase(TypedDict):
     progress: float | None
 
 
+class AnswerFingerprint(TypedDict):
+    """What decides an answer's tokens; `id` is `system_fingerprint`, null for a `reason`."""
+
+    id: str | None
+    parts: dict[str, str]
+    reason: str
+
+
 class Start(TypedDict):
     """The progress of the start."""
 
@@ -101,4 +109,5 @@ class Start(TypedDict):
     chosen: list[str]  # of a GGUF file given by its path: drafter, weights and sampling, and why
     error: str | None
     sampling: NotRequired[dict[str, float]]  # of requests that do not say
+    fingerprint: NotRequired[AnswerFingerprint]
     speculation: NotRequired[str]  # whether drafts pay now, or before the first answer to begin with
