@@ -34,14 +34,14 @@ from blockdraft.models.moe import Experts
 from blockdraft.planner.plan import Plan
 from blockdraft.settings.acceptance_profile import acceptance_rates
 from blockdraft.settings.settings import Settings
-from blockdraft.start.block_width import govern
+from blockdraft.start.block_width import choose_widths
 from blockdraft.start.loading import load_models
 from blockdraft.start.memory import release
 from blockdraft.step.dflash import DFlashDrafter
 from blockdraft.step.row_sizes import row_sizes
 
 REPLAYS = 20
-SETTLING, GOVERNED = 40, 60  # steps in which the governor learns, and that are timed
+SETTLING, GOVERNED = 40, 60  # steps in which the width controller learns, and that are timed
 PAGE_SIZE = 16
 
 
@@ -296,19 +296,19 @@ def begin_requests(engine: Engine, *, num_rows: int, context: int) -> None:
             engine.step()
 
 
-def time_governed(pair: tuple[LoadedPair, Plan], *, num_rows: int, context: int) -> dict[str, object]:
+def time_chosen_widths(pair: tuple[LoadedPair, Plan], *, num_rows: int, context: int) -> dict[str, object]:
     """Live requests whose widths are chosen, as after a start; drafts are kept by their rates."""
     engine, plan = Engine(*pair), pair[1]
     if engine.models.device.type == "cuda":
         sizes, widths = row_sizes(plan.max_num_seqs), widths_for(plan.block)
         engine.capture(sizes, widths, [(rows, width) for rows in (1, sizes[-1]) for width in (1, plan.width)])
-        govern(engine)
+        choose_widths(engine)
         # As after a while of serving: captures take their time then, and no more than a share of it.
         size = engine.graphs.size(num_rows, 1)
         while engine.graphs.capture_next((size, width) for width in widths):
             pass
     else:
-        govern(engine)
+        choose_widths(engine)
     begin_requests(engine, num_rows=num_rows, context=context)
     for _ in range(SETTLING):
         engine.step()
@@ -438,7 +438,7 @@ def main() -> None:
             wide = max(args.width)
             served.append(freed(time_engine, (models, plan), num_rows=rows, width=wide, context=args.context))
         if args.governor:
-            governed.append(freed(time_governed, (models, plan), num_rows=rows, context=args.context))
+            governed.append(freed(time_chosen_widths, (models, plan), num_rows=rows, context=args.context))
     result = {
         "what": "random weights; steps by CUDA graph replay",
         "gpu": torch.cuda.get_device_name(),

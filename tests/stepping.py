@@ -102,7 +102,7 @@ def tiny_engine(place, drafter="trained", *, is_captured=None, now=None, **plan)
     return pin(engine, is_captured=place.has_graphs if is_captured is None else is_captured, now=now)
 
 
-FORMS = [
+OUTPUTS = [
     StructuredOutputs(json={"type": "array", "items": {"type": "boolean"}, "maxItems": 4}),
     StructuredOutputs(regex="([xy]truetrue){4}"),
     None,
@@ -110,11 +110,14 @@ FORMS = [
 ]
 
 
-def serve_forms(place, **plan):
-    """Requests with a form and one without, at both temperatures: their results, and the steps in parts."""
+def serve_structured(place, **plan):
+    """Serve structured outputs and a free answer, greedy and sampled. Return results and steps in parts."""
     engine = tiny_engine(place, tokenizer=json_tokens.tokenizer(), **plan)
     requests = [
-        (prompt, replace(params, ignore_eos=False, temperature=number % 2, structured_outputs=FORMS[number]))
+        (
+            prompt,
+            replace(params, ignore_eos=False, temperature=number % 2, structured_outputs=OUTPUTS[number]),
+        )
         for number, (prompt, params) in enumerate(make_requests())
     ]
     results = serve(engine, requests)

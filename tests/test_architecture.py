@@ -234,8 +234,8 @@ def test_public_names_exist():
         assert getattr(blockdraft, name) is not None
 
 
-def test_no_start_imports_what_forms_alone_need():
-    """It takes a tenth of a second, and most servers never see a form."""
+def test_no_start_imports_what_structured_outputs_alone_need():
+    """It takes a tenth of a second, and most servers never see a structured output."""
     for name, tree in MODULES.items():
         top = ast.Module([node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)], [])
         assert "llguidance" not in {imported.partition(".")[0] for imported in imports(top)}, name

@@ -27,7 +27,7 @@ def engine_info(engine: Engine) -> EngineInfo:
         target_title=models.stored.title,
         target_format=models.stored.format,
         target_bytes=models.stored.num_bytes,
-        target_computed=_computed(plan, has_whole_numbers=models.target.kernels.available.path == "llvm"),
+        target_computed=_computed(plan, has_int8_kernels=models.target.kernels.available.path == "llvm"),
         draft=models.draft_name,
         draft_title=None if draft is None else draft.title,
         draft_format=None if draft is None else draft.format,
@@ -91,10 +91,10 @@ def _kv_dtype(format: str, plan: Plan) -> str:
     return plan.dtype if format == EXACT else format
 
 
-def _computed(plan: Plan, *, has_whole_numbers: bool) -> str:
+def _computed(plan: Plan, *, has_int8_kernels: bool) -> str:
     if plan.quantization in ("none", "keep"):
         return f"computed in {plan.dtype}"
-    if plan.quantization == "int8" and has_whole_numbers:
+    if plan.quantization == "int8" and has_int8_kernels:
         return "computed in int8"
     return f"kept in {plan.quantization}, computed in {plan.dtype}"
 

@@ -16,7 +16,6 @@ from blockdraft.cache.cache import SCRATCH_PAGE, Cache
 from blockdraft.cache.rows import Rows, RowSampling
 from blockdraft.cache.spec import NUM_RESERVED_PAGES
 from blockdraft.engine.exact_pages import ExactPages
-from blockdraft.engine.forms import FormMasks, StepInParts, run_in_parts
 from blockdraft.engine.info import Fingerprint
 from blockdraft.engine.loaded_pair import LoadedPair
 from blockdraft.engine.page_allocator import PageAllocator
@@ -31,6 +30,7 @@ from blockdraft.engine.request import (
 from blockdraft.engine.scheduler import Batch, Outcome, Scheduler, always
 from blockdraft.engine.sequence import Sequence
 from blockdraft.engine.stats import Load, Snapshot, Stats
+from blockdraft.engine.structured_steps import StepInParts, TokenMasks, run_in_parts
 from blockdraft.errors import RequestError
 from blockdraft.grammar.guide import Guide
 from blockdraft.grammar.vocabulary import Vocabulary
@@ -107,7 +107,7 @@ class Engine:
         self.scheduler = Scheduler(plan, pages, clock, exact)
         self.stats = Stats(clock, plan.max_model_len)
         self.vocabulary = Vocabulary(models.tokenizer, models.config.vocab_size)
-        self.masks = FormMasks(
+        self.masks = TokenMasks(
             max_num_seqs=plan.max_num_seqs,
             block=plan.block,
             num_words=self.vocabulary.num_words,
@@ -146,7 +146,7 @@ class Engine:
         number = next(self._ids)
         request = Request(
             id=request_id if request_id is not None else f"request-{number}",
-            prompt_ids=_whole_numbers(prompt_ids),
+            prompt_ids=_as_ints(prompt_ids),
             sampling=sampling,
             arrival_s=self.clock(),
         )
@@ -166,10 +166,10 @@ class Engine:
 
     def guide_of(self, sampling: SamplingParams) -> Guide | None:
         """Compile the structured output of an answer, which may take long. Any thread may call this."""
-        form, thinking = sampling.structured_outputs, sampling.thinking
-        if form is None and (thinking is None or thinking.max_tokens is None):
+        output, thinking = sampling.structured_outputs, sampling.thinking
+        if output is None and (thinking is None or thinking.max_tokens is None):
             return None
-        matcher, may_roll_back = (None, True) if form is None else self.vocabulary.matcher(form)
+        matcher, may_roll_back = (None, True) if output is None else self.vocabulary.matcher(output)
         return Guide(
             matcher,
             thinking,
@@ -289,9 +289,10 @@ class Engine:
 
     def _step(self) -> list[Delta]:
         deltas = []
+        pending = self._pending
         # Masks follow from what was committed.
-        if self._pending is not None and (self._pending[1].is_in_parts or self.scheduler.has_forms):
-            pending, self._pending = self._pending, None
+        if pending is not None and (pending[1].is_in_parts or self.scheduler.has_structured_outputs):
+            self._pending = None
             deltas = self._collect(*pending)
         batch = self.scheduler.schedule()
         launched = None if batch is None else (batch, self._launch(batch))
@@ -524,15 +525,15 @@ class Engine:
 
     def _load(self) -> Load:
         # During a step of another thread: each number is right, but they may be of two moments.
-        scheduler, governed = self.scheduler, self.scheduler.governed
+        scheduler, chosen = self.scheduler, self.scheduler.chosen_step
         return Load(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
             num_pages=scheduler.pages.num_pages,
             num_pages_used=scheduler.pages.num_pages - scheduler.pages.num_free,
             num_preemptions=scheduler.num_preemptions,
-            governed_rows=governed.num_rows,
-            governed_width=governed.width,
+            chosen_rows=chosen.num_rows,
+            chosen_width=chosen.width,
         )
 
     def check(self) -> None:
@@ -570,7 +571,7 @@ def _to_host(logprobs: Logprobs, token_ids: Items[int], num_top: int) -> tuple[T
     )
 
 
-def _whole_numbers(token_ids: Items[int]) -> tuple[int, ...]:
+def _as_ints(token_ids: Items[int]) -> tuple[int, ...]:
     """Return token ids as Python ints, whatever integer type they had."""
     try:
         if any(isinstance(token, bool) for token in token_ids):

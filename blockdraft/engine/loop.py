@@ -83,7 +83,7 @@ class EngineLoop:
         self._commands: SimpleQueue[_Add | _Abort | None] = SimpleQueue()  # None: close
         self._closing_lock = Lock()  # nothing may enter the queue behind the end: it would never be answered
         self._is_open = True
-        self._compilers = ThreadPoolExecutor(2, "forms")  # its threads start with the first one
+        self._compilers = ThreadPoolExecutor(2, "structured-outputs")  # its threads start with the first one
         self._compiling: dict[str, Future[None]] = {}
         self._live: dict[str, _Live] = {}  # touched by the engine's thread only
         self._has_started = Event()

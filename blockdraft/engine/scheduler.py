@@ -18,7 +18,7 @@ from blockdraft.engine.exact_pages import NO_PAGE, ExactPages
 from blockdraft.engine.page_allocator import OutOfPages, PageAllocator
 from blockdraft.engine.request import Delta, TokenLogprobs
 from blockdraft.engine.sequence import Sequence
-from blockdraft.engine.width_controller import GovernedStep, WidthController
+from blockdraft.engine.width_controller import ChosenStep, WidthController
 from blockdraft.errors import CapacityError, RequestError
 from blockdraft.planner.plan import Plan
 
@@ -136,7 +136,7 @@ class Scheduler:
         return [*self.waiting, *self.running]
 
     @property
-    def has_forms(self) -> bool:
+    def has_structured_outputs(self) -> bool:
         """Whether a running answer is bound by a structured output."""
         return any(one.guide is not None and one.guide.is_binding for one in self.running)
 
@@ -281,14 +281,14 @@ class Scheduler:
         return [width if sequence.may_change_width else sequence.width for sequence in sequences]
 
     @property
-    def governed(self) -> GovernedStep:
+    def chosen_step(self) -> ChosenStep:
         """Return the last step whose width was chosen."""
-        return GovernedStep() if self._width_controller is None else self._width_controller.last
+        return ChosenStep() if self._width_controller is None else self._width_controller.last
 
     def num_plain(self, batch: Batch) -> float | None:
         """Return how many plain steps of as many rows take as long as this step; None if unknown."""
-        governor = self._width_controller
-        return None if governor is None else governor.costs.num_plain(len(batch.sequences), batch.width)
+        controller = self._width_controller
+        return None if controller is None else controller.costs.num_plain(len(batch.sequences), batch.width)
 
     def is_likely(self, num_rows: int, width: int) -> bool:
         """Whether a step of so many rows is likely to have that width."""

@@ -27,7 +27,7 @@ class Sequence:
     max_length: int  # tokens, prompt included
     stream: TextStream | None  # None: no tokenizer, no text
     leader: Sequence | None  # the choice whose prompt pages this one will share
-    guide: Guide | None = None  # the form of its answer
+    guide: Guide | None = None  # of its structured output
     may_change_width: bool = False  # nobody asked for it: it may change from step to step
 
     token_ids: list[int] = field(default_factory=list)

@@ -52,19 +52,19 @@ class Load:
     num_pages: int = 0
     num_pages_used: int = 0
     num_preemptions: int = 0  # since the start
-    governed_rows: int = 0  # of the last step whose width was chosen; 0: there was none
-    governed_width: int = 0
+    chosen_rows: int = 0  # of the last step whose width was chosen; 0: there was none
+    chosen_width: int = 0
     speedup: float | None = None  # lately, against plain steps of as many rows; None: not known
 
     @property
     def speculation(self) -> str:
         """Whether drafts pay, and against what; empty where no width was chosen yet."""
-        if not self.governed_rows:
+        if not self.chosen_rows:
             return ""
-        at_once = "one answer" if self.governed_rows == 1 else f"{self.governed_rows} answers at once"
-        if self.governed_width == 1:
+        at_once = "one answer" if self.chosen_rows == 1 else f"{self.chosen_rows} answers at once"
+        if self.chosen_width == 1:
             return f"speculation: off for now, plain decoding is as fast with {at_once}"
-        tried = f"speculation: on, {self.governed_width} tokens tried per step"
+        tried = f"speculation: on, {self.chosen_width} tokens tried per step"
         if self.speedup is None:
             return f"{tried} with {at_once}"
         speedup = math.floor(10 * self.speedup) / 10  # rounded up it could be beyond the tokens per step

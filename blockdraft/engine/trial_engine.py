@@ -20,7 +20,7 @@ def trial_engine(engine: Engine, drafter: Drafter | None = None, plan: Plan | No
     """An engine with counters, request numbers and queues of its own; its plan and drafter, or these.
 
     Prefixes are neither looked up nor remembered: another drafter would leave pages without its context.
-    Pages come from the engine's own allocator and are all back when the twin has nothing left to do.
+    Pages come from the engine's own allocator and are all back when the trial engine has nothing left to do.
     """
     assert not engine.has_work, "a busy engine cannot lend its rows"
     plan = plan or engine.plan

@@ -230,7 +230,7 @@ def widths_for(block: int) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class GovernedStep:
+class ChosenStep:
     """The choice for the last step."""
 
     num_rows: int = 0  # 0: nothing was chosen yet
@@ -247,7 +247,7 @@ class WidthController:
         self._widths = widths_for(block)
         self._width = first
         self._pause = self._until_try = MIN_PAUSE
-        self.last = GovernedStep()
+        self.last = ChosenStep()
 
     @classmethod
     def of(cls, plan: Plan) -> WidthController:
@@ -276,7 +276,7 @@ class WidthController:
         if speeds[best] > GAIN * speeds[now]:
             now = best
         self._width = self._widths[now]
-        self.last = GovernedStep(count, self._width, float(committed[now] / count))
+        self.last = ChosenStep(count, self._width, float(committed[now] / count))
         if self._width == 1:
             self._until_try -= 1
             return 1 if self._until_try > 0 else self._tried_again(records, speeds, seconds)

@@ -75,7 +75,7 @@ class Vocabulary:
 
     @functools.cached_property
     def _tokens(self) -> tuple[TokenSource, LLTokenizer, str]:
-        """The tokens, llguidance's form of them, and their hash."""
+        """The tokens, llguidance's tokenizer, and their hash."""
         if not self.end_ids:
             raise RequestError(
                 "this model has no end-of-sequence token, so structured output could not end.",

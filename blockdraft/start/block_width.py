@@ -144,7 +144,7 @@ def known_acceptance(models: LoadedPair) -> Acceptance:
     return models.acceptance if models.rates is None else {"the synthetic acceptance": models.rates}
 
 
-def govern(engine: Engine) -> None:
+def choose_widths(engine: Engine) -> None:
     """Let an idle engine choose its widths by what is measured now, for programs that time it."""
     engine.replan(plan_with_width(engine, known_acceptance(engine.models), stores=False))
 

@@ -42,9 +42,9 @@ class DFlashDrafter:
 
     def beside(self, target: Decoder) -> DFlashDrafter:
         """Return the same drafter, with shared weights, for another copy of its target and its kernels."""
-        twin = copy.copy(self)
-        twin.model, twin.target = with_kernels(self.model, target.kernels), target
-        return twin
+        other = copy.copy(self)
+        other.model, other.target = with_kernels(self.model, target.kernels), target
+        return other
 
     def draft(self, rows: Rows, cache: Cache, view: CacheView, width: int) -> Tensor:
         """Run the whole block, or only the first `width` columns if that gives the same drafts.

@@ -442,8 +442,8 @@ def test_without_work_the_thread_sleeps(models):
 TRUE = SamplingParams(structured_outputs=StructuredOutputs(choice=["true"]))
 
 
-def test_a_form_is_compiled_while_the_engine_goes_on(models, monkeypatch):
-    """Beside its thread; what is no form is raised at the caller, and who gives up meanwhile is forgotten."""
+def test_an_output_is_compiled_while_the_engine_goes_on(models, monkeypatch):
+    """Beside its thread; an invalid one is raised at the caller, and who gives up meanwhile is forgotten."""
     engine = Engine(replace(models[0], tokenizer=json_tokens.tokenizer()), models[1])
     loop, may_compile, guide_of = (
         EngineLoop(lambda startup: engine).wait(),

@@ -119,11 +119,11 @@ def test_steps_that_always_take_far_longer_are_believed_in_the_end():
 def test_of_widths_that_would_have_to_be_waited_for_none_is_chosen():
     """Unless no other can be: then the best is waited for."""
     costs = StepCosts({(1, 1): 1.0, (1, 16): 1.5}, [1])
-    governor = WidthController(costs, DraftChances([0.9] * 15), first=16, block=16)
-    assert governor.next_width([DraftRecord()]) == 16
-    assert governor.next_width([DraftRecord()], lambda rows, width: width in (1, 4)) == 4
-    assert gain(governor) > 2
-    assert governor.next_width([DraftRecord()], lambda rows, width: False) == 16
+    controller = WidthController(costs, DraftChances([0.9] * 15), first=16, block=16)
+    assert controller.next_width([DraftRecord()]) == 16
+    assert controller.next_width([DraftRecord()], lambda rows, width: width in (1, 4)) == 4
+    assert gain(controller) > 2
+    assert controller.next_width([DraftRecord()], lambda rows, width: False) == 16
 
 
 # ---- in simulation
@@ -179,20 +179,20 @@ def changing(seed, mean=0.6, num_answers=24, num_steps=200):
     return [dict(list(rows.items())[:8]) for rows in steps if rows]
 
 
-def governor_for(cost, measured, *, chance=0.8, first=BLOCK, sizes=SIZES):
+def controller_for(cost, measured, *, chance=0.8, first=BLOCK, sizes=SIZES):
     costs = StepCosts({place: cost(*place) for place in measured}, sizes)
     return WidthController(costs, DraftChances([chance] * 15), first=first, block=BLOCK)
 
 
-def governed(cost, load, governor, seed, *, noise=0.03):
-    """The time that the best fixed width takes for the same tokens of as many rows, over the governed time.
+def relative_speed(cost, load, controller, seed, *, noise=0.03):
+    """The time that the best fixed width takes for the same tokens of as many rows, over the controlled time.
 
     On a card the next width is chosen before the last step's result is there.
     """
     draw, records, unseen = np.random.default_rng(seed), defaultdict(DraftRecord), deque()
     taken, others = 0.0, np.zeros(len(WIDTHS))
     for rows in load:
-        width, chances = governor.next_width([records[row] for row in rows]), np.array(list(rows.values()))
+        width, chances = controller.next_width([records[row] for row in rows]), np.array(list(rows.values()))
         num_right = np.cumprod(draw.random(chances.shape) < chances, axis=1)[:, : width - 1].sum(axis=1)
         kept, seconds = np.cumprod(chances, axis=1), np.array([cost(len(rows), one) for one in WIDTHS])
         committed = np.array([len(rows) + kept[:, : one - 1].sum() for one in WIDTHS])  # luck is left out
@@ -201,20 +201,21 @@ def governed(cost, load, governor, seed, *, noise=0.03):
         shown = cost(len(rows), width) * (1 + abs(draw.normal(0, noise))) * (5 if draw.random() < 0.01 else 1)
         unseen.append((list(rows), width, num_right.tolist(), shown))
         if cost is two_cores or len(unseen) > 1:
-            tell(governor, records, *unseen.popleft())
+            tell(controller, records, *unseen.popleft())
     return others.min() / taken
 
 
-def tell(governor, records, rows, width, num_right, seconds):
+def tell(controller, records, rows, width, num_right, seconds):
     for row, count in zip(rows, num_right, strict=True):
         records[row].count(width, count)
-    governor.observe(width, num_right, seconds)
+    controller.observe(width, num_right, seconds)
 
 
 def check_speed(cost, rows, answer, num_seeds):
     corners = [(1, 1), (1, BLOCK), (256, 1), (256, BLOCK)]
     found = [
-        governed(cost, steady(rows, answer), governor_for(cost, corners), seed) for seed in range(num_seeds)
+        relative_speed(cost, steady(rows, answer), controller_for(cost, corners), seed)
+        for seed in range(num_seeds)
     ]
     assert np.mean(found) > 0.97
 
@@ -245,8 +246,8 @@ def test_it_is_so_while_answers_come_and_go(cost):
     """Here tries, and times that are believed too soon, cost most: plain steps are nearly as fast."""
     measured = [*((1, width) for width in (1, 2, 3, 4, 6, 8)), (4, 1), (4, 3)]
     for seed in range(2):
-        governor = governor_for(cost, measured, chance=0.6, first=3, sizes=range(1, 9))
-        assert governed(cost, changing(seed), governor, seed, noise=0.1) > 0.985
+        controller = controller_for(cost, measured, chance=0.6, first=3, sizes=range(1, 9))
+        assert relative_speed(cost, changing(seed), controller, seed, noise=0.1) > 0.985
 
 
 # ---- on a busy machine
@@ -258,10 +259,10 @@ def disturbed(draw, num_steps):
     return spells * np.where(draw.random(num_steps) < 0.2, draw.uniform(1, 4, num_steps), 1.0)
 
 
-def gain(governor):
+def gain(controller):
     """Of the width that was chosen last, against plain steps; None: not known."""
-    num_plain = governor.costs.num_plain(1, governor.last.width)
-    return None if num_plain is None else governor.last.tokens / num_plain
+    num_plain = controller.costs.num_plain(1, controller.last.width)
+    return None if num_plain is None else controller.last.tokens / num_plain
 
 
 def run_busy(seed, *, chance, cost=two_cores, is_sure=True, num_steps=2000):
@@ -271,14 +272,16 @@ def run_busy(seed, *, chance, cost=two_cores, is_sure=True, num_steps=2000):
     factors = [1 + 0.1 * draw.random() if is_sure else disturbed(draw, 81)[::40].min() for _ in places]
     measured = {place: cost(*place) * factor for place, factor in zip(places, factors, strict=True)}
     costs = StepCosts(measured, [1], is_sure=is_sure)
-    governor, record = WidthController(costs, DraftChances([0.6] * 15), first=3, block=BLOCK), DraftRecord()
+    controller, record = WidthController(costs, DraftChances([0.6] * 15), first=3, block=BLOCK), DraftRecord()
     found = []
     for factor in disturbed(draw, num_steps):
-        width = governor.next_width([record])
-        found.append((width, gain(governor), governor.chances.committed([record], [governor.last.width])[0]))
+        width = controller.next_width([record])
+        found.append(
+            (width, gain(controller), controller.chances.committed([record], [controller.last.width])[0])
+        )
         num_right = int(np.cumprod(draw.random(width - 1) < chance).sum())
         record.count(width, num_right)
-        governor.observe(width, [num_right], cost(1, width) * factor)
+        controller.observe(width, [num_right], cost(1, width) * factor)
     return found
 
 
@@ -314,26 +317,26 @@ def test_noise_hardly_changes_widths_nor_what_is_said_of_them(chance, is_sure):
 def test_what_drafts_gain_is_not_said_before_plain_steps_were_timed():
     """The machine was too busy at the start: then plain steps are tried soon, and what is said is theirs."""
     costs = StepCosts({(1, 1): 9.0, (1, 4): 2.0}, [1], is_sure=False)
-    governor, plain = WidthController(costs, DraftChances([0.9] * 7), first=4, block=8), 0
+    controller, plain = WidthController(costs, DraftChances([0.9] * 7), first=4, block=8), 0
     for _ in range(150):
-        width = governor.next_width([DraftRecord()])
+        width = controller.next_width([DraftRecord()])
         if plain < module.BELIEVED:
-            assert gain(governor) is None
+            assert gain(controller) is None
         plain += width == 1
-        governor.observe(width, [width - 1], 1.0 + 0.25 * (width - 1))
-    seconds = 1.0 + 0.25 * (governor.last.width - 1)
-    assert gain(governor) == pytest.approx(governor.last.tokens / seconds, rel=0.01)
+        controller.observe(width, [width - 1], 1.0 + 0.25 * (width - 1))
+    seconds = 1.0 + 0.25 * (controller.last.width - 1)
+    assert gain(controller) == pytest.approx(controller.last.tokens / seconds, rel=0.01)
 
 
 def test_a_plain_step_is_tried_now_and_then_even_where_it_seems_slow():
     """Else times that were measured wrong at the start would be believed for ever."""
     costs = StepCosts({(1, 1): 8.0, **{(1, width): 9.0 for width in (2, 4, 8)}}, [1])
-    governor, widths = WidthController(costs, DraftChances([0.9] * 7), first=8, block=8), []
+    controller, widths = WidthController(costs, DraftChances([0.9] * 7), first=8, block=8), []
     for _ in range(3000):
-        widths.append(governor.next_width([DraftRecord()]))
-        governor.observe(widths[-1], [widths[-1] - 1], 1.0 + widths[-1])
+        widths.append(controller.next_width([DraftRecord()]))
+        controller.observe(widths[-1], [widths[-1] - 1], 1.0 + widths[-1])
     assert 3 <= widths.count(1) < 0.01 * len(widths)
-    assert gain(governor) == pytest.approx(governor.last.tokens * 2 / (1 + governor.last.width))
+    assert gain(controller) == pytest.approx(controller.last.tokens * 2 / (1 + controller.last.width))
 
 
 # ---- in the engine
@@ -408,18 +411,17 @@ def test_a_snapshot_says_what_speculation_gains_and_against_what(llm, widths):
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     llm.generate([[1, 2, 3]], params)
     found = llm.engine.snapshot()
-    assert found.governed_rows == 1
-    assert found.governed_width > 1
+    assert found.chosen_rows == 1
+    assert found.chosen_width > 1
     assert found.speculation == (
-        f"speculation: on, {found.governed_width} tokens tried per step with one answer, lately "
+        f"speculation: on, {found.chosen_width} tokens tried per step with one answer, lately "
         f"{math.floor(10 * found.speedup) / 10:.1f}x the speed of plain decoding"
     )
     unknown = replace(found, speedup=None)
     assert (
-        unknown.speculation
-        == f"speculation: on, {found.governed_width} tokens tried per step with one answer"
+        unknown.speculation == f"speculation: on, {found.chosen_width} tokens tried per step with one answer"
     )
-    plain = replace(found, governed_rows=4, governed_width=1, speedup=1.0)
+    plain = replace(found, chosen_rows=4, chosen_width=1, speedup=1.0)
     assert plain.speculation == "speculation: off for now, plain decoding is as fast with 4 answers at once"
 
 
@@ -505,7 +507,7 @@ def test_steps_with_log_probabilities_and_captures_say_nothing_of_other_steps(mo
     assert None not in seconds[2:]
 
 
-def test_a_twin_leaves_the_engine_its_graphs_and_an_engine_without_graphs_is_always_ready():
+def test_a_trial_engine_leaves_the_engine_its_graphs_and_an_engine_without_graphs_is_always_ready():
     engine = stepping.tiny_engine(stepping.HOST, is_captured=False)
     engine.scheduler.is_ready = engine.graphs.is_cheap
     trial_engine(engine, NoDrafter())

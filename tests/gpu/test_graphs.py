@@ -119,7 +119,7 @@ def test_prompts_are_prefilled_by_graphs_as_they_are_without():
 
 
 @pytest.mark.parametrize("has_overlap", [True, False])
-def test_forms_are_kept_to_by_graphs_in_parts_as_kernel_by_kernel(has_overlap):
-    captured, parts = stepping.serve_forms(CARD, is_captured=True, overlap=has_overlap)
+def test_outputs_are_kept_to_by_graphs_in_parts_as_kernel_by_kernel(has_overlap):
+    captured, parts = stepping.serve_structured(CARD, is_captured=True, overlap=has_overlap)
     assert [type(one) for one in parts] == [CapturedParts]
-    assert captured == stepping.serve_forms(CARD, is_captured=False, overlap=has_overlap)[0]
+    assert captured == stepping.serve_structured(CARD, is_captured=False, overlap=has_overlap)[0]

@@ -1,6 +1,6 @@
 """A tokenizer of the tiny pair's 64 ids in which JSON can be written: characters, and some longer pieces.
 
-The pair knows nothing of it, and what it would say is noise; a form makes answers of it all the same.
+The pair knows nothing of it, and what it would say is noise; a structured output makes answers of it.
 """
 
 import functools
@@ -43,7 +43,7 @@ def ids(text):
     return tuple(tokenizer().encode(text))
 
 
-# ---- random forms
+# ---- random structured outputs
 
 _NAMES = st.text(alphabet="abcdxy", min_size=1, max_size=3)
 _LEAVES = st.one_of(
@@ -82,7 +82,7 @@ _PIECES = st.sampled_from(["a", "[bc]", "x+", "(ab|y)", r"\d{2,3}", "(true|false
 regexes = st.lists(_PIECES, min_size=1, max_size=4).map("".join)
 GRAMMAR = 'start: pair ("," pair)*\npair: /[a-c]+/ ":" (NUMBER | "[" pair "]")\nNUMBER: /-?[0-9]+/'
 GBNF = 'root ::= ("ab" | "x") [0-9]+ ("," root)?'
-forms = st.one_of(
+outputs = st.one_of(
     schemas.map(lambda schema: StructuredOutputs(json=schema)),
     regexes.map(lambda regex: StructuredOutputs(regex=regex)),
     st.lists(_NAMES, min_size=1, max_size=4).map(lambda names: StructuredOutputs(choice=names)),

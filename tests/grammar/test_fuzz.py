@@ -1,4 +1,4 @@
-"""Drawn requests for forms: each is refused in words or compiled within its budget, and can be written.
+"""Drawn structured outputs: each is refused in words or compiled within its budget, and can be written.
 
 Whatever a client sends as a schema, a grammar, a regex, a choice or a tool, nothing else may happen: no other
 exception, no long hold of the interpreter's lock, no step that keeps other answers waiting.
@@ -26,8 +26,8 @@ from tests.server.test_tool_grammars import byte_level
 HELD_S = 1.0  # how long one request may hold the interpreter's lock, on a busy machine
 STEP_S = 1.0  # how long one mask may take
 MAX_BYTES = 512 << 20
-WALK = 24  # tokens that are written of each form
-# A quarter of the time that a server gives: a drawn form that is too much costs this test less.
+WALK = 24  # tokens that are written of each structured output
+# A quarter of what a server allows: grammars that cost too much then cost this test less.
 SHORT = "import blockdraft.grammar.trial_worker as w; w.MAX_CPU_S = 0.5; w.main()"
 BY_NAME = {one.name: one for one in FORMATS}
 
@@ -49,7 +49,7 @@ def _short_trials(monkeypatch):
 
 
 def check(make, seed):
-    """`make` gives a form: the whole way of a request, and some tokens of an answer."""
+    """`make` gives a output: the whole way of a request, and some tokens of an answer."""
     begin = time.thread_time()
     matcher, refusal = None, "none"
     try:
@@ -328,7 +328,7 @@ CHOICES = st.lists(NAMES | st.sampled_from(["<eos>", "<|call|>", "\x7f", "a" * 3
 BLANKS = st.lists(st.sampled_from([" ", r"\n", r"\s", "[", "]", "(", ")", "|", "*", "+", "?", "{2}"])).map(
     "".join
 )
-FORMS = st.one_of(
+OUTPUTS = st.one_of(
     st.builds(
         lambda schema, lenient: {"json": schema, "is_lenient": lenient},
         SCHEMAS | SCHEMAS.map(json.dumps) | SIGNS,
@@ -347,35 +347,35 @@ TOOLS = st.lists(
     max_size=3,
     unique_by=lambda tool: tool.name,
 )
-OTHERS = st.none() | FORMS.filter(
-    lambda form: "grammar" not in form and not isinstance(form.get("json"), str)
+OTHERS = st.none() | OUTPUTS.filter(
+    lambda output: "grammar" not in output and not isinstance(output.get("json"), str)
 )
 SEEDS = st.integers(0, 999)
 quick = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 long = settings(max_examples=3000, deadline=None, suppress_health_check=list(HealthCheck))
 
 
-def check_form(form, seed):
-    text = check(lambda: StructuredOutputs(**form), seed)
-    if text is not None and (form.get("json_object") or "json" in form):
+def check_output(output, seed):
+    text = check(lambda: StructuredOutputs(**output), seed)
+    if text is not None and (output.get("json_object") or "json" in output):
         json.loads(text)
-    if text is not None and "choice" in form:
-        assert text in form["choice"]
+    if text is not None and "choice" in output:
+        assert text in output["choice"]
 
 
 def check_tools(name, tools, is_required, other, seed):
     def make():
-        form = None if other is None or is_required else StructuredOutputs(**other)
-        asked = CallRules(tuple(tools), is_required, BY_NAME[name].is_parallel, form)
+        output = None if other is None or is_required else StructuredOutputs(**other)
+        asked = CallRules(tuple(tools), is_required, BY_NAME[name].is_parallel, output)
         return StructuredOutputs(grammar=BY_NAME[name].grammar(asked, byte_level()[0]))
 
     check(make, seed)
 
 
 @quick
-@given(form=FORMS, seed=SEEDS)
-def test_a_form_is_refused_or_can_be_written(form, seed):
-    check_form(form, seed)
+@given(output=OUTPUTS, seed=SEEDS)
+def test_an_output_is_refused_or_can_be_written(output, seed):
+    check_output(output, seed)
 
 
 @pytest.mark.parametrize("name", BY_NAME)
@@ -387,9 +387,9 @@ def test_tools_are_refused_or_can_be_called(name, tools, is_required, other, see
 
 @pytest.mark.slow
 @long
-@given(form=FORMS, seed=SEEDS)
-def test_three_thousand_forms_are_refused_or_can_be_written(form, seed):
-    check_form(form, seed)
+@given(output=OUTPUTS, seed=SEEDS)
+def test_three_thousand_outputs_are_refused_or_can_be_written(output, seed):
+    check_output(output, seed)
 
 
 @pytest.mark.slow

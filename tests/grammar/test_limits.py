@@ -1,4 +1,4 @@
-"""Limits of a form: of its size before any work, of time and memory in another process."""
+"""Limits of a output: of its size before any work, of time and memory in another process."""
 
 import functools
 import itertools
@@ -34,12 +34,12 @@ def vocabulary():
     return Vocabulary(json_tokens.tokenizer(), SIZE)
 
 
-def matcher(**form):
-    return vocabulary().matcher(StructuredOutputs(**form))[0]
+def matcher(**output):
+    return vocabulary().matcher(StructuredOutputs(**output))[0]
 
 
-def accepts(text, **form):
-    made = matcher(**form)
+def accepts(text, **output):
+    made = matcher(**output)
     ids = list(json_tokens.ids(text))
     return made.try_consume_tokens(ids) == len(ids) and made.is_accepting()
 
@@ -57,7 +57,7 @@ DEEP = functools.reduce(lambda inner, _: {"type": "array", "items": inner}, rang
 
 
 @pytest.mark.parametrize(
-    ("form", "words"),
+    ("output", "words"),
     [
         ({"regex": "a" * (MAX_RUN_CHARS + 1)}, "32769 characters"),
         ({"grammar": "a" * (MAX_GRAMMAR_CHARS + 1)}, "524289 characters"),
@@ -84,9 +84,9 @@ DEEP = functools.reduce(lambda inner, _: {"type": "array", "items": inner}, rang
     ],
     ids=itertools.count(),
 )
-def test_a_form_beyond_a_limit_is_refused_when_it_is_made(form, words):
+def test_an_output_beyond_a_limit_is_refused_when_it_is_made(output, words):
     with pytest.raises(RequestError, match=words):
-        StructuredOutputs(**form)
+        StructuredOutputs(**output)
 
 
 def test_the_depth_of_a_schema_in_a_text_is_limited_too():
@@ -101,12 +101,12 @@ BOMB = {"json": {"allOf": [{"type": "string", "pattern": f".*{i:03d}.*"} for i i
 
 
 @pytest.mark.slow
-def test_a_form_that_takes_too_long_is_refused():
+def test_an_output_that_takes_too_long_is_refused():
     with pytest.raises(RequestError, match="too complex"):
         matcher(**BOMB)
 
 
-def test_a_form_that_would_overflow_the_stack_is_refused():
+def test_an_output_that_would_overflow_the_stack_is_refused():
     """In the engine's process it would be the end of all answers."""
     chain = "".join(f'a{i}: a{i + 1} "x"\n' for i in range(6000))
     with pytest.raises(RequestError, match="too complex"):
@@ -117,7 +117,7 @@ def test_a_schema_as_deep_as_may_be_is_compiled():
     assert matcher(json=DEEP["items"])
 
 
-def test_a_form_past_its_time_is_refused_and_the_next_one_is_tried(monkeypatch):
+def test_an_output_past_its_time_is_refused_and_the_next_one_is_tried(monkeypatch):
     """The worker has a hundredth of its time."""
     short = "import blockdraft.grammar.trial_worker as w; w.MAX_CPU_S = 0.02; w.main()"
     monkeypatch.setattr(trial, "WORKER", (trial.WORKER[0], "-c", short))
@@ -128,7 +128,7 @@ def test_a_form_past_its_time_is_refused_and_the_next_one_is_tried(monkeypatch):
     assert asked.of({"regex": "a"}, tokens, key).may_roll_back
 
 
-def test_systems_without_limits_end_the_worker_where_a_form_takes_too_long(monkeypatch):
+def test_systems_without_limits_end_the_worker_where_an_output_takes_too_long(monkeypatch):
     """macOS cannot bound a process's memory, and Windows has neither `fork` nor `resource`."""
     elsewhere = (
         "import os, sys; sys.platform = 'win32'; sys.modules['resource'] = None; del os.fork\n"
@@ -164,7 +164,7 @@ def test_a_worker_that_has_died_is_replaced():
     assert asked.of({"regex": "a"}, tokens, key).may_roll_back
 
 
-def test_compiled_forms_are_kept_within_a_number_of_bytes(monkeypatch):
+def test_compiled_outputs_are_kept_within_a_number_of_bytes(monkeypatch):
     made, compiled = Vocabulary(json_tokens.tokenizer(), SIZE), matcher(regex="a")
     monkeypatch.setattr("blockdraft.grammar.vocabulary.MAX_KEPT_BYTES", 100)
     monkeypatch.setattr("blockdraft.grammar.trial.Trials.of", lambda *_: trial.TriedGrammar("{}", True, 60))
@@ -174,7 +174,7 @@ def test_compiled_forms_are_kept_within_a_number_of_bytes(monkeypatch):
     assert list(made._kept) == ['{"regex": "b"}']
 
 
-def test_an_answer_ends_where_its_form_forces_too_much():
+def test_an_answer_ends_where_its_output_forces_too_much():
     """To write it as tokens anew in each step would keep all other answers waiting."""
     made, _ = vocabulary().matcher(StructuredOutputs(regex="x|ya{40000}"))
     guide = Guide(made, None, end_ids=vocabulary().end_ids, num_words=vocabulary().num_words)
@@ -198,7 +198,7 @@ def large_vocabulary():
     return Vocabulary(source, source.vocab_size), source.token_id("aaa")
 
 
-def test_an_answer_ends_where_its_form_takes_too_long(monkeypatch):
+def test_an_answer_ends_where_its_output_takes_too_long(monkeypatch):
     """Rules of many meanings take longer with each token, and all other answers wait for them."""
     monkeypatch.setattr("blockdraft.grammar.guide.MAX_STEP_S", 0.002)  # a server allows more
     words, token_id = large_vocabulary()
@@ -213,16 +213,16 @@ def test_an_answer_ends_where_its_form_takes_too_long(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "form",
+    "output",
     [
         {"choice": [f"number {i}" for i in range(MAX_CHOICES)]},
         {"json": {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(500)}}},
     ],
     ids=["choice", "properties"],
 )
-def test_a_form_of_many_alternatives_is_written_to_its_end(form):
-    text = form["choice"][-1] if "choice" in form else '{"p499": "a"}'
-    made, _ = Vocabulary(byte_level()[0], 300).matcher(StructuredOutputs(**form))
+def test_an_output_of_many_alternatives_is_written_to_its_end(output):
+    text = output["choice"][-1] if "choice" in output else '{"p499": "a"}'
+    made, _ = Vocabulary(byte_level()[0], 300).matcher(StructuredOutputs(**output))
     for token_id in byte_level()[0].encode(text):
         made.compute_bitmask()
         assert made.consume_token(token_id), made.get_error()
@@ -426,9 +426,9 @@ PAIR = {"type": "object", "properties": {"a": {"type": "array", "items": {"type"
     ],
 )
 def test_json_is_written_as_python_does_unless_other_white_space_is_asked_for(pattern, right, wrong):
-    form = {"json": PAIR, "whitespace_pattern": pattern}
-    assert accepts(right, **form)
-    assert not any(accepts(one, **form) for one in wrong)
+    output = {"json": PAIR, "whitespace_pattern": pattern}
+    assert accepts(right, **output)
+    assert not any(accepts(one, **output) for one in wrong)
 
 
 def test_options_in_a_schema_do_not_change_how_its_json_is_written():
@@ -443,7 +443,7 @@ def test_options_in_a_schema_do_not_change_how_its_json_is_written():
 
 
 @pytest.mark.parametrize("text", ["<eos>", "<eos>a", "a<eos>", "<tool_call>", '"<|call|>"'])
-def test_a_special_token_in_a_form_is_text(text):
+def test_a_special_token_in_an_output_is_text(text):
     tokenizer, _ = byte_level()
     made, _ = Vocabulary(tokenizer, 300).matcher(StructuredOutputs(choice=[text]))
     forced = made.compute_ff_tokens()
@@ -451,10 +451,10 @@ def test_a_special_token_in_a_form_is_text(text):
     assert tokenizer.decode(forced) == text
 
 
-def test_a_special_token_in_a_json_form_is_text():
+def test_a_special_token_in_a_json_output_is_text():
     tokenizer, _ = byte_level()
-    form = StructuredOutputs(json={"const": "<eos>"})
-    assert tokenizer.decode(Vocabulary(tokenizer, 300).matcher(form)[0].compute_ff_tokens()) == '"<eos>"'
+    output = StructuredOutputs(json={"const": "<eos>"})
+    assert tokenizer.decode(Vocabulary(tokenizer, 300).matcher(output)[0].compute_ff_tokens()) == '"<eos>"'
 
 
 def test_an_answer_may_be_the_text_of_a_special_token():

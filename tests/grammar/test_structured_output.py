@@ -1,4 +1,4 @@
-"""Answers of a form: every one that ended by itself has it, and what cannot be one is refused in a line."""
+"""Answers of a output: every one that ended by itself has it, and what cannot be one is refused in a line."""
 
 import functools
 import json
@@ -29,36 +29,36 @@ def engine(drafter="trained", **plan):
     return tiny.engine(drafter, tokenizer=TOKENS, **plan)
 
 
-def answer(form, *, thinking=None, drafter="trained", **params):
-    asked = replace(RANDOM, structured_outputs=form, thinking=thinking, **params)
+def answer(output, *, thinking=None, drafter="trained", **params):
+    asked = replace(RANDOM, structured_outputs=output, thinking=thinking, **params)
     (((token_ids, text, reason),),) = tiny.run(engine(drafter), [([3, 5, 7], asked)])
     return token_ids, text, reason
 
 
-def check_form(form, text):
-    if form.json is not None:
-        jsonschema.validate(json.loads(text), form.json)
-    elif form.json_object:
+def check_output(output, text):
+    if output.json is not None:
+        jsonschema.validate(json.loads(text), output.json)
+    elif output.json_object:
         assert isinstance(json.loads(text), dict)
-    elif form.regex is not None:
-        assert re.fullmatch(form.regex, text, re.DOTALL)
-    elif form.choice is not None:
-        assert text in form.choice
+    elif output.regex is not None:
+        assert re.fullmatch(output.regex, text, re.DOTALL)
+    elif output.choice is not None:
+        assert text in output.choice
     else:
         assert re.fullmatch(r'[]abcx0-9,:["-]+', text)
 
 
-def run_and_check(form, seed):
-    _, text, reason = answer(form, seed=seed)
+def run_and_check(output, seed):
+    _, text, reason = answer(output, seed=seed)
     if reason == "stop":
-        check_form(form, text)
+        check_output(output, text)
     return reason
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)
-@given(form=json_tokens.forms, seed=st.integers(0, 99))
-def test_an_answer_that_ends_by_itself_has_its_form(form, seed):
-    assert run_and_check(form, seed) in ("stop", "length")
+@given(output=json_tokens.outputs, seed=st.integers(0, 99))
+def test_an_answer_that_ends_by_itself_has_its_output(output, seed):
+    assert run_and_check(output, seed) in ("stop", "length")
 
 
 @pytest.mark.slow
@@ -68,17 +68,17 @@ def test_a_thousand_schemas(schema, seed):
     run_and_check(StructuredOutputs(json=schema), seed)
 
 
-def test_most_answers_of_a_bounded_form_end_by_themselves():
+def test_most_answers_of_a_bounded_output_end_by_themselves():
     """Else the tests above would look at nothing."""
-    form = StructuredOutputs(json={"type": "array", "items": {"type": "boolean"}, "maxItems": 3})
-    assert [answer(form, seed=seed)[2] for seed in range(8)].count("stop") == 8
+    output = StructuredOutputs(json={"type": "array", "items": {"type": "boolean"}, "maxItems": 3})
+    assert [answer(output, seed=seed)[2] for seed in range(8)].count("stop") == 8
 
 
 def test_what_is_forced_is_drafted_and_every_accepted_count_occurs():
     made = engine(width=tiny.BLOCK)
     for count in range(tiny.BLOCK):
-        form = StructuredOutputs(regex=f"([xy]{count * 'true'}){{6}}")
-        made.add([3, 5, count], replace(RANDOM, structured_outputs=form, seed=count))
+        output = StructuredOutputs(regex=f"([xy]{count * 'true'}){{6}}")
+        made.add([3, 5, count], replace(RANDOM, structured_outputs=output, seed=count))
     deltas = tiny.drain(made)
     assert {len(delta.token_ids) for delta in deltas} == set(range(1, tiny.BLOCK + 1))
     alone = engine("none", width=tiny.BLOCK)  # no drafter: what is forced is all that is right
@@ -86,20 +86,20 @@ def test_what_is_forced_is_drafted_and_every_accepted_count_occurs():
     assert len(tiny.drain(alone)) == 2
 
 
-def test_choices_of_one_request_have_a_form_each():
-    form = StructuredOutputs(choice=["abc", "xy", "null"])
-    (choices,) = tiny.run(engine(), [([3, 5, 7], replace(RANDOM, structured_outputs=form, n=6))])
+def test_choices_of_one_request_have_an_output_each():
+    output = StructuredOutputs(choice=["abc", "xy", "null"])
+    (choices,) = tiny.run(engine(), [([3, 5, 7], replace(RANDOM, structured_outputs=output, n=6))])
     assert {text for _, text, _ in choices} <= {"abc", "xy", "null"}
     assert len({text for _, text, _ in choices}) > 1
 
 
 def test_log_probabilities_are_the_models_own():
-    form = StructuredOutputs(choice=["true"])
+    output = StructuredOutputs(choice=["true"])
     made = engine(width=4)
-    made.add([3, 5, 7], replace(RANDOM, structured_outputs=form, logprobs=2))
+    made.add([3, 5, 7], replace(RANDOM, structured_outputs=output, logprobs=2))
     items = [item for delta in tiny.drain(made) for item in delta.logprobs]
     assert len(items) == 2  # "true" and the end
-    assert all(item.logprob < 0 for item in items)  # under the form they were certain
+    assert all(item.logprob < 0 for item in items)  # under the structured output they were certain
 
 
 # ---- thoughts
@@ -113,7 +113,7 @@ OPEN, CLOSE = json_tokens.ids("<think><" + "/think>")
 
 @pytest.mark.parametrize("budget", [0, 1, 7, None])
 @pytest.mark.parametrize("drafter", ["trained", "none"])
-def test_the_form_begins_after_the_thoughts(budget, drafter):
+def test_the_output_begins_after_the_thoughts(budget, drafter):
     thinking = replace(OPENED, max_tokens=budget)
     token_ids, _, reason = answer(TRUE, thinking=thinking, drafter=drafter, max_tokens=150)
     thoughts = token_ids[: token_ids.index(CLOSE)]
@@ -124,7 +124,7 @@ def test_the_form_begins_after_the_thoughts(budget, drafter):
 
 
 def test_an_answer_may_think_or_not():
-    """By a bias it does, and without it does not: both have the form in the end."""
+    """By a bias it does, and without it does not: both match it in the end."""
     biased = {"logit_bias": {OPEN: 100.0}, "temperature": 0.0}
     token_ids, text, _ = answer(TRUE, thinking=replace(MAY_OPEN, max_tokens=3), **biased)
     assert token_ids[0] == OPEN
@@ -134,7 +134,7 @@ def test_an_answer_may_think_or_not():
     assert (OPEN in token_ids, text) == (False, "true")
 
 
-def test_a_budget_needs_no_form():
+def test_a_budget_needs_no_structured_output():
     token_ids, _, _ = answer(None, thinking=replace(OPENED, max_tokens=4), max_tokens=20)
     assert token_ids.index(CLOSE) <= 4
     assert len(token_ids) > 6
@@ -168,11 +168,11 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("form", "words"), REFUSED)
-def test_what_is_no_form_is_refused_in_words(form, words):
+@pytest.mark.parametrize(("output", "words"), REFUSED)
+def test_what_is_no_output_is_refused_in_words(output, words):
     made = engine()
     with pytest.raises(RequestError, match=re.escape(words)) as error:
-        made.add([3], replace(RANDOM, structured_outputs=StructuredOutputs(**form)))
+        made.add([3], replace(RANDOM, structured_outputs=StructuredOutputs(**output)))
     assert error.value.field == "structured_outputs"
     assert not made.has_work
 
@@ -224,30 +224,30 @@ def test_a_schema_without_an_end_is_refused(schema):
 
 
 def test_unknown_keywords_bind_nothing_where_that_is_asked_for():
-    form = StructuredOutputs(json={"type": "boolean", "dependentSchemas": {}}, is_lenient=True)
-    assert answer(form)[1] in ("true", "false")
+    output = StructuredOutputs(json={"type": "boolean", "dependentSchemas": {}}, is_lenient=True)
+    assert answer(output)[1] in ("true", "false")
 
 
-def test_one_form_at_a_time():
+def test_one_output_at_a_time():
     for given_ in ({}, {"regex": "a", "json_object": True}):
         with pytest.raises(RequestError, match="exactly one of"):
             StructuredOutputs(**given_)
 
 
 @pytest.mark.parametrize("name", ["min_tokens", "ignore_eos"])
-def test_what_would_go_on_behind_the_form_is_refused(name):
+def test_what_would_go_on_behind_the_output_is_refused(name):
     with pytest.raises(RequestError, match=name):
         SamplingParams(structured_outputs=TRUE, **{name: 1 if name == "min_tokens" else True})
 
 
-def test_a_form_that_becomes_too_much_ends_its_own_answer_alone(monkeypatch):
+def test_an_output_that_becomes_too_much_ends_its_own_answer_alone(monkeypatch):
     """As when its parser meets a limit half-way."""
     made = engine()
     lost = made.add([3, 5], replace(RANDOM, structured_outputs=StructuredOutputs(regex="[ab]{99}")))
     kept = made.add([3, 5], replace(RANDOM, structured_outputs=StructuredOutputs(choice=["abc" * 9])))
     deltas = made.step() + made.step()
     sequence = next(one for one in made.scheduler.running if one.request.id == lost)
-    sequence.guide._matcher.consume_token(TOKENS.encode("x")[0])  # no form allows it: as broken as can be
+    sequence.guide._matcher.consume_token(TOKENS.encode("x")[0])  # never allowed: the matcher breaks
     deltas += tiny.drain(made)
     ends = {delta.request_id: delta for delta in deltas if delta.finish_reason is not None}
     assert ends[lost].finish_reason == "abort"
@@ -255,24 +255,24 @@ def test_a_form_that_becomes_too_much_ends_its_own_answer_alone(monkeypatch):
     assert "".join(delta.text for delta in deltas if delta.request_id == kept) == "abc" * 9
 
 
-def test_a_model_without_an_end_has_no_forms():
+def test_a_model_without_an_end_has_no_structured_outputs():
     endless = Tokenizer(TokenizerParts(TOKENS._tokenizer, None, None, None, ()))
     with pytest.raises(RequestError, match="end-of-sequence"):
         tiny.engine(tokenizer=endless).add([3], replace(RANDOM, structured_outputs=TRUE))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_tokenizer_that_is_read_can_write_a_form(kind):
+def test_every_kind_of_tokenizer_that_is_read_can_write_an_output(kind):
     """One is misread (its spaces), and refused instead of writing other texts than it seems to."""
     tokens = tokenizer_of(kind)._tokenizer
     ended = Tokenizer(TokenizerParts(tokens, None, None, None, (0,)))
-    vocabulary, form = Vocabulary(ended, tokens.get_vocab_size()), StructuredOutputs(choice=["at ö"])
+    vocabulary, output = Vocabulary(ended, tokens.get_vocab_size()), StructuredOutputs(choice=["at ö"])
     if kind == "unigram":
         with pytest.raises(RequestError, match="for another text"):
-            vocabulary.matcher(form)
+            vocabulary.matcher(output)
         return
     spelled = ["a", "t", "Ġ", "Ã", "¶"] if kind == "byte_level" else ["a", "t", "▁", "<0xC3>", "<0xB6>"]
-    matcher, _ = vocabulary.matcher(form)
+    matcher, _ = vocabulary.matcher(output)
     assert matcher.consume_tokens([tokens.token_to_id(piece) for piece in spelled])
     assert matcher.is_accepting()
 
@@ -309,6 +309,6 @@ def test_thoughts_of_tokens_that_are_none_are_refused():
 
 
 def test_a_gbnf_grammar_that_nests_too_deep_is_refused():
-    form = StructuredOutputs(grammar="root ::= " + "(" * 3000 + '"a"' + ")" * 3000)
+    output = StructuredOutputs(grammar="root ::= " + "(" * 3000 + '"a"' + ")" * 3000)
     with pytest.raises(RequestError, match="nests too deep"):
-        engine().add([3, 5, 7], replace(RANDOM, structured_outputs=form))
+        engine().add([3, 5, 7], replace(RANDOM, structured_outputs=output))

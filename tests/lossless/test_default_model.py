@@ -63,7 +63,7 @@ def test_conversations_answered_together_are_answered_as_alone(llm):
     why_no_llvm(torch.float32, torch.device("cpu")) is not None, reason="the CPU kernels are not chosen"
 )
 @pytest.mark.parametrize(("temperature", "max_tokens"), [(0.0, 24), (0.8, 8)])
-def test_captured_steps_in_whole_numbers_write_what_plain_decoding_writes(llm, temperature, max_tokens):
+def test_captured_int8_steps_write_what_plain_decoding_writes(llm, temperature, max_tokens):
     """A step with log-probabilities is not captured, and one of width 1 drafts nothing."""
     engine = llm.engine
     assert isinstance(engine.models.target.embedding.weight, Int8Matrix)

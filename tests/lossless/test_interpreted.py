@@ -64,8 +64,8 @@ def test_tokens_and_lengths_are_those_of_the_reference(drafter):
     assert engine.rows.length[2] == 0, "the scratch row, which filled the last step up, has moved"
 
 
-def test_a_form_is_kept_to_by_the_kernels():
-    """In parts, beside a request without a form."""
+def test_an_output_is_kept_to_by_the_kernels():
+    """In parts, beside a request without a structured output."""
     requests = [
         (
             [4, 5, 6],

@@ -67,17 +67,17 @@ def sampling(draw, seed):
 
 @st.composite
 def bound(draw, params):
-    """The same request, perhaps for an answer that has a form, thinks first, or both."""
-    form, thinking = draw(st.one_of(st.none(), json_tokens.forms)), draw(json_tokens.thoughts())
-    if form is not None:
+    """Return the request, perhaps with a structured output, thoughts, or both."""
+    output, thinking = draw(st.one_of(st.none(), json_tokens.outputs)), draw(json_tokens.thoughts())
+    if output is not None:
         params = replace(params, min_tokens=0, ignore_eos=False)
-    return replace(params, structured_outputs=form, thinking=thinking)
+    return replace(params, structured_outputs=output, thinking=thinking)
 
 
 @st.composite
 def cases(draw):
     requests = []
-    has_forms = draw(st.booleans())
+    has_structured_outputs = draw(st.booleans())
     kv_dtype = draw(st.sampled_from(["exact", "exact", "exact", "int8", "fp8"]))
     is_long = kv_dtype != "exact"
     for index in range(draw(st.integers(1, 4))):
@@ -85,7 +85,7 @@ def cases(draw):
         shared = base[: draw(st.integers(0, len(BASE)))] if draw(st.booleans()) or not is_long else base
         own = draw(st.lists(st.integers(0, 61), min_size=0 if shared else 1, max_size=12))
         params = draw(sampling(seed=100 + index))
-        requests.append((shared + own, draw(bound(params)) if has_forms else params))
+        requests.append((shared + own, draw(bound(params)) if has_structured_outputs else params))
     page_size = draw(st.sampled_from([3, 16, 16, 64] if is_long else [1, 2, 3, 5, 16]))
     longest = max(len(prompt) + (params.max_tokens or 0) for prompt, params in requests)
     least = -(-(longest + 2 * tiny.BLOCK) // page_size)
@@ -99,7 +99,7 @@ def cases(draw):
         "prefix_cache": draw(st.booleans()),
         "overlap": draw(st.booleans()),
         "is_captured": draw(st.booleans()),
-        "tokenizer": json_tokens.tokenizer() if has_forms else None,
+        "tokenizer": json_tokens.tokenizer() if has_structured_outputs else None,
     }
     if is_long:
         plan |= {

@@ -22,7 +22,7 @@ def test_governed_requests_are_timed_with_drafts_kept_by_rates(monkeypatch):
     monkeypatch.setattr("blockdraft.start.block_width._is_steady", lambda times: True)  # however busy we are
     engine = tiny.engine(max_num_seqs=2, width=8)
     models = replace(engine.models, rates=acceptance_rates("mean:4", width=8, block=8))
-    found = gpu_step.time_governed((models, engine.plan), num_rows=2, context=16)
+    found = gpu_step.time_chosen_widths((models, engine.plan), num_rows=2, context=16)
     assert 1 <= found["committed_per_step"] <= found["mean_width"] <= 8
     assert found["tokens_per_s"] > 0
     assert "on the synthetic acceptance" in found["reason"]
@@ -56,7 +56,7 @@ def test_each_engine_is_gone_before_the_next_one_is_made(monkeypatch):
         engines.append(weakref.ref(FakeEngine()))
         return {"rows": num_rows}
 
-    for name in ("time_step", "time_engine", "time_governed"):
+    for name in ("time_step", "time_engine", "time_chosen_widths"):
         monkeypatch.setattr(gpu_step, name, timed)
     monkeypatch.setattr(gpu_step, "copy_ceiling", lambda: 1e12)
     loaded = tiny.load("float64"), tiny.plan("float64")

@@ -22,8 +22,8 @@ from blockdraft.start.block_width import (
     TOO_BUSY,
     Costs,
     choose_width,
+    choose_widths,
     committed,
-    govern,
     measure_costs,
     plan_with_width,
     speedups,
@@ -209,7 +209,7 @@ def test_a_busy_gpu_keeps_the_whole_block(monkeypatch):
     assert engine.plan.width == 8
 
 
-def test_a_gpu_is_governed_by_steps_of_one_row_and_of_all(monkeypatch, tmp_path):
+def test_a_gpu_chooses_widths_by_steps_of_one_row_and_of_all(monkeypatch, tmp_path):
     """Also where no draft pays for the fit's prompts: a text on which they do may come."""
     monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path))
     engine = stepping.pin(tiny.engine(width=8, max_num_seqs=6), is_captured=False, sizes=[1, 2, 4, 6])
@@ -237,7 +237,7 @@ def test_rates_by_which_drafts_are_accepted_are_the_chances(monkeypatch):
     engine = tiny.engine()
     engine.models = replace(engine.models, rates=rates)
     seen = measured(monkeypatch, costs(w2=1.2, w3=1.3, w8=2.0))
-    govern(engine)
+    choose_widths(engine)
     plan = engine.plan
     assert seen == [{"the synthetic acceptance": rates}]
     assert plan.width == 3  # (1 + 0.8 + 0.4) / 1.3: exactly so often, not more carefully

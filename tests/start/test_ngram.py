@@ -114,7 +114,7 @@ def test_where_drafts_do_not_pay_at_first_they_are_still_tried(monkeypatch, tmp_
     assert plan.step_costs
 
 
-def governor():
+def controller():
     times = {(1, width): 0.010 + 0.0006 * (width - 1) for width in (1, 2, 4, 8, 16)}
     chances = DraftChances(chances_of(NGRAM_ACCEPTANCE, NGRAM_BLOCK))
     return WidthController(StepCosts(times, [1]), chances, first=4, block=NGRAM_BLOCK)
@@ -122,7 +122,7 @@ def governor():
 
 def test_width_follows_the_text():
     """Plain where nothing repeats, with a try now and then; wide where all is said again."""
-    found, record = governor(), DraftRecord()
+    found, record = controller(), DraftRecord()
 
     def run(num_steps, right):
         widths = []

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from blockdraft.engine import forms
+from blockdraft.engine import structured_steps
 from blockdraft.engine.request import SamplingParams
 from blockdraft.engine.trial_engine import serve
 from blockdraft.grammar.structured_output import StructuredOutputs
@@ -260,24 +260,26 @@ def test_a_prefill_that_nobody_has_time_to_capture_has_no_graph_and_one_that_fai
     assert count == len(graphs._graphs) == len(shapes(128, 8))
 
 
-def test_forms_beside_none_with_a_step_in_flight_or_not(monkeypatch):
+def test_outputs_beside_none_with_a_step_in_flight_or_not(monkeypatch):
     """The answers of both are equal, though one knows only a step later what was committed.
 
     And by whatever way forced tokens come into a block: a card's does not read the drafts before. And
     whether its parts are captured or not.
     """
-    results = [stepping.serve_forms(HOST, is_captured=False, overlap=overlap)[0] for overlap in (True, False)]
-    captured, parts = stepping.serve_forms(HOST, is_captured=HOST.has_graphs)
+    results = [
+        stepping.serve_structured(HOST, is_captured=False, overlap=overlap)[0] for overlap in (True, False)
+    ]
+    captured, parts = stepping.serve_structured(HOST, is_captured=HOST.has_graphs)
     assert all(isinstance(one, CapturedParts) for one in parts) is HOST.has_graphs
     results.append(captured)
-    monkeypatch.setattr(forms, "_correct", forms._force)
-    results.append(stepping.serve_forms(HOST, is_captured=False)[0])
+    monkeypatch.setattr(structured_steps, "_correct", structured_steps._force)
+    results.append(stepping.serve_structured(HOST, is_captured=False)[0])
     # Not `columns`: blocks may come to hold other drafts.
     told = [[(one.token_ids, one.text, one.finish_reason) for one in result] for result in results]
     assert told[0] == told[1] == told[2] == told[3]
 
 
-def test_a_step_of_forms_is_read_before_another_one_overwrites_its_masks(monkeypatch):
+def test_a_step_of_structured_outputs_is_read_before_another_one_overwrites_its_masks(monkeypatch):
     """Also where the answer that had one is gone, and the next comes with its prompt in the cache."""
     engine = stepping.tiny_engine(HOST, is_captured=False, overlap=True, tokenizer=json_tokens.tokenizer())
     (bound, asked), (plain, other) = stepping.make_requests(2)

@@ -67,7 +67,7 @@ class LoopFeed:
             "running": snapshot.num_running,
             "waiting": snapshot.num_waiting,
             "speculation": snapshot.speculation,
-            "governed_width": snapshot.governed_width,
+            "governed_width": snapshot.chosen_width,
             "speedup": None if snapshot.speedup is None else round(snapshot.speedup, 3),
             "pages_used": snapshot.num_pages_used,
             "num_pages": snapshot.num_pages,

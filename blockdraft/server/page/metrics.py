@@ -119,7 +119,7 @@ def _engine(snapshot: Snapshot, labels: Labels) -> Iterator[Metric]:
     text = "Mean tokens of an answer per verified row."
     yield _gauge("blockdraft:tokens_per_block", text, per_block, labels)
     text = "Tokens verified by row in the last step whose width was chosen; 1: plain, 0: there was none."
-    yield _gauge("blockdraft:governed_width", text, snapshot.governed_width, labels)
+    yield _gauge("blockdraft:governed_width", text, snapshot.chosen_width, labels)
     if snapshot.speedup is not None:
         text = "The speed of the last ten seconds over plain steps of as many rows, by times as observed."
         yield _gauge("blockdraft:speculation_speedup", text, snapshot.speedup, labels)

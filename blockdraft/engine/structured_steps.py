@@ -1,8 +1,8 @@
-"""Steps in which some answers have a form: draft, forward and settle apart, the host's word between them.
+"""Steps with structured outputs: draft, forward and settle run apart, and the host acts between them.
 
-What a form forces takes the place of drafts before the target reads them, and the masks are made while it
-does. They follow from what was committed, so such a step is launched when the one before it has been read.
-A column behind a draft that is forbidden is never committed: its mask is that of some step before.
+The host overwrites drafts with forced tokens before the target reads them, and makes the masks during the
+forward. Both follow from what was committed, so such a step is launched after the one before it was read.
+A column behind a forbidden draft is never committed, so its mask may be that of an earlier step.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from blockdraft.step.graphs import PartsOfStep, Reading, pack
 from blockdraft.step.verify import Verdict
 
 
-class FormMasks:
-    """The masks of one step: on the host, where they are made, and on the device.
+class TokenMasks:
+    """The masks of one step, on the host and on the device.
 
-    There is no memory for them before the first form: many engines never see one, and bulk has many rows.
+    Memory is allocated with the first structured output: many engines never see one.
     """
 
     def __init__(self, *, max_num_seqs: int, block: int, num_words: int, device: torch.device) -> None:
@@ -43,7 +43,7 @@ class FormMasks:
     def _here(self) -> Allowed:
         return self._allocated(pin_memory=True) if self._device.type == "cuda" else self._there
 
-    @torch.inference_mode(False)  # whoever writes to them later
+    @torch.inference_mode(False)  # the host writes to them later, in or out of inference mode
     def _allocated(self, **where: Any) -> Allowed:  # noqa: ANN401
         size = self._max_rows * self._block * self._num_words
         words = torch.full((size,), -1, dtype=torch.int32, **where)
@@ -60,18 +60,18 @@ class FormMasks:
     def set(self, guides: Items[Guide | None], blocks: Items[Items[int]], num_rows: int, width: int) -> None:
         """Make the masks of a step whose blocks, the anchor first, are these; send them to the device."""
         here = self._view(self._here, num_rows, width)
-        words, counts, forms = here.words.numpy(), here.counts.numpy(), []
+        words, counts, columns = here.words.numpy(), here.counts.numpy(), []
         bound = [row for row, guide in enumerate(guides) if guide is not None]
         counts[:] = 0
         counts[bound] = width
         for row in bound:
             guide = guides[row]
             assert guide is not None
-            form = guide.fill(words[row], blocks[row][1:])
-            if form is not None:
-                forms.append((row, form))
-        if forms:
-            fill_masks(forms, words)
+            found = guide.fill(words[row], blocks[row][1:])
+            if found is not None:
+                columns.append((row, found))
+        if columns:
+            fill_masks(columns, words)
         for guide in guides:
             if guide is not None:
                 guide.look_for_error()
@@ -107,7 +107,7 @@ class StepInParts:
 
 
 @torch.inference_mode()
-def run_in_parts(parts: PartsOfStep, guides: Items[Guide | None], masks: FormMasks) -> Tensor:
+def run_in_parts(parts: PartsOfStep, guides: Items[Guide | None], masks: TokenMasks) -> Tensor:
     """Run a step whose rows are placed; `guides` are those of its rows. Returns the packed verdict."""
     parts.draft()
     block = parts.block
