@@ -1,9 +1,9 @@
-"""How many prompt tokens a prefill step takes, whose, and how many decode steps come before the next one.
+"""Chooses the prompt tokens of each prefill step, and the number of decode steps before the next one.
 
-While nobody decodes, a chunk is as large as the plan allows. While somebody does, its rows wait for it, so it
-takes the time of a few decode steps: of more, the more prompts wait, as those wait too. What tokens and steps
-take is observed. A chunk has a least size; where that takes longer, more decode steps come behind it. Where a
-prompt is cut changes no bit of it (docs/lossless.md), so all of this may follow the clock.
+While no row decodes, a chunk is as large as the plan allows. Rows that decode wait for each chunk, so then a
+chunk takes the time of a few decode steps, and of more steps the more prompts wait. The times are observed.
+A chunk has a minimum size; if that takes longer, more decode steps follow it. Chunk boundaries change no bit
+of a prompt's state (docs/lossless.md), so all of this may depend on the clock.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SURPRISE = 4.0  # how much dearer than all before it may count: a graph is captu
 
 
 class Observed:
-    """Seconds of one unit, as observed of late."""
+    """The recent mean seconds of one unit."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
@@ -62,7 +62,7 @@ class Chunks:
 
     @property
     def is_due(self) -> bool:
-        """Whether decoding has had its turn."""
+        """Say if decoding has had its turn."""
         return self._num_owed == 0
 
     def count_decode(self) -> None:
@@ -86,9 +86,9 @@ class Chunks:
 def share(left: Items[int], size: int, most: int) -> list[int]:
     """Cut `size` tokens among prompts, the oldest first; what is left of each is at least 1.
 
-    The shortest goes first, so that it does not wait for a long one's whole length; half is the oldest's, so
-    that it goes on whoever comes. The shortest is finished rather than cut, though the chunk may then have up
-    to twice its size, and others are begun only to be finished: of a prompt's first part comes no token.
+    The oldest gets half, so that it always advances. The shortest goes first, so that it does not wait for a
+    long one, and is finished even if the chunk then has up to twice its size. Others start only if they end
+    in the chunk: a partial prompt yields no token.
     """
     order = sorted(range(len(left)), key=lambda prompt: left[prompt])  # of equals, the older
     shortest, counts = order[0], [0] * len(left)

@@ -100,10 +100,7 @@ def _computed(plan: Plan, *, has_int8_kernels: bool) -> str:
 
 
 def fingerprint(model: nn.Module) -> str:
-    """Tells loaded weights apart: names, shapes, dtypes, and bytes spread evenly over each tensor.
-
-    16 hex digits. The same checkpoint in another dtype or quantisation has another one: it drafts otherwise.
-    """
+    """Hash weights to 16 hex digits: names, shapes, dtypes, and bytes spread evenly over each tensor."""
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())

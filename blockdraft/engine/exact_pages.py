@@ -43,7 +43,7 @@ class ExactPages:
         return len(self._pages)
 
     def allocate(self, count: int) -> list[int]:
-        """`count` pages, blank ones first, then those of the oldest tails."""
+        """Return `count` pages, blank ones first, then those of the oldest tails."""
         if count > self.num_free:
             raise OutOfPages
         pages = []
@@ -90,7 +90,7 @@ class ExactPages:
         return max(behind, -(-TILE // self.page_size))
 
     def keep(self, node: int, page: int) -> None:
-        """`page`, which is held, has the exact tokens of the prefix `node`; no change if another has."""
+        """Record that the held `page` has the exact tokens of the prefix `node`, unless another page has."""
         assert self._holders[page] > 0
         if node not in self._pages and page not in self._nodes:
             self._pages[node] = page

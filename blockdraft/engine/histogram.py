@@ -28,7 +28,7 @@ class Recorder:
         self._sum = 0.0
 
     def observe(self, value: float, count: int = 1) -> None:
-        """`count` times the same value."""
+        """Count the value `count` times."""
         self._counts[bisect_left(self._buckets, value)] += count
         self._sum += value * count
 
@@ -37,11 +37,11 @@ class Recorder:
 
 
 def one_two_five(largest: int) -> tuple[float, ...]:
-    """1, 2, 5, 10, 20, 50, … up to `largest`."""
+    """Return 1, 2, 5, 10, 20, 50, … up to `largest`."""
     steps = (digit * 10**power for power in range(len(str(largest))) for digit in (1, 2, 5))
     return tuple(float(step) for step in steps if step <= largest)
 
 
 def at_least(counts: Items[int]) -> tuple[int, ...]:
-    """[n]: how often it was n or more, if `counts[n]` is how often it was n."""
+    """Return how often a value was n or more, for each n; `counts[n]` is how often it was n."""
     return tuple(itertools.accumulate(reversed(counts)))[::-1]

@@ -33,7 +33,7 @@ from blockdraft.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Labels:
-    """What makes an engine good for timing only. Its notices belong beside everything it prints."""
+    """Mark engines that are good for timing only. The notices belong beside everything they print."""
 
     is_dummy: bool = False  # the weights are random
     synthetic_acceptance: str | None = None  # the profile by which drafts are accepted

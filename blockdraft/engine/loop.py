@@ -26,13 +26,7 @@ from blockdraft.engine.engine import Engine
 from blockdraft.engine.info import EngineInfo
 from blockdraft.engine.request import Delta, SamplingParams
 from blockdraft.engine.stats import Snapshot
-from blockdraft.engine.streams import (
-    EngineStopped,
-    Mail,
-    Outlet,
-    Receiver,
-    StepFailed,
-)
+from blockdraft.engine.streams import EngineStopped, Mail, Outlet, Receiver, StepFailed
 from blockdraft.errors import BlockdraftError
 from blockdraft.grammar.guide import Guide
 from blockdraft.phases import StartProgress

@@ -53,7 +53,7 @@ class PageAllocator:
         return len(self._blank) + len(self._remembered)
 
     def allocate(self, count: int) -> list[int]:
-        """`count` pages, blank ones first, then the longest unused remembered ones."""
+        """Return `count` pages, blank ones first, then the longest unused remembered ones."""
         if count > self.num_free:
             raise OutOfPages
         pages = []
@@ -136,7 +136,7 @@ class PageAllocator:
         return num_done
 
     def nodes_of(self, token_ids: Items[int], length: int, salt: str | None = None) -> list[int]:
-        """The nodes of the longest remembered prefix of the first `length` tokens, whoever has its pages."""
+        """Return the nodes of the longest remembered prefix of the first `length` tokens, in any pages."""
         parent: int | str = ROOT if salt is None else salt
         nodes: list[int] = []
         for tokens in self._chunks(token_ids, 0, length):
@@ -156,7 +156,7 @@ class PageAllocator:
         self.num_forgotten += 1
 
     def _chunks(self, token_ids: Items[int], first: int, length: int) -> Iterable[tuple[int, ...]]:
-        """The tokens of each page that the first `length` fill, from page `first` on."""
+        """Yield the tokens of each page that the first `length` fill, from page `first` on."""
         size = self.page_size
         for begin in range(first * size, length - size + 1, size):
             yield tuple(token_ids[begin : begin + size])

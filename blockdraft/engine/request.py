@@ -23,7 +23,7 @@ MAX_CHOICES = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How to sample one request. Names and meanings are vLLM's; `width` is ours."""
+    """The sampling of one request. Names and meanings are vLLM's; `width` is ours."""
 
     n: int = 1
     temperature: float = 1.0  # 0 is greedy
@@ -50,7 +50,7 @@ class SamplingParams:
     thinking: Thinking | None = None  # how the model marks its reasoning, for a schema or a budget
 
     def __new__(cls, **given: object) -> SamplingParams:
-        """Raises RequestError for a name that is no field, with the one that was meant."""
+        """Raise RequestError for an unknown name, with a suggestion."""
         for name in given.keys() - cls.__slots__:
             theirs = SAME.get(name)
             if theirs is not None and theirs[1] in cls.__slots__:
@@ -140,7 +140,7 @@ def check_request(
     most_context: int,
     block: int,
 ) -> None:
-    """Raises RequestError, naming the field, for what an engine of these limits can never run.
+    """Raise RequestError, naming the field, for a request that these limits can never run.
 
     `most_context`: what --max-model-len could be raised to, for the advice.
     """
@@ -219,15 +219,12 @@ class Metrics:
 
     @property
     def tokens_per_step(self) -> float:
-        """Mean tokens committed per step, the one that is not a draft included."""
+        """Return the mean tokens committed per step, the sampled one included."""
         return self.num_tokens / self.steps if self.steps else 0.0
 
 
 def counted_width(width: int, num_committed: int, num_kept: int) -> int:
-    """The width that a verified block counts with: all of it, or where its answer ends inside, what was kept.
-
-    So a step's kept tokens are always one more than its accepted drafts.
-    """
+    """Return the width that a block counts with: fewer if its answer ends inside, so kept = accepted + 1."""
     return width if num_kept == num_committed else max(num_kept, 1)
 
 

@@ -1,6 +1,6 @@
-"""How a model's makers would have it sampled, for requests that do not say: generation_config.json.
+"""Reads the default sampling of a model from generation_config.json, as vLLM and SGLang do.
 
-vLLM and SGLang do the same. `do_sample` is not looked at: who wants greedy answers asks for temperature 0.
+`do_sample` is ignored: a request for greedy answers has temperature 0.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 def sampling_defaults(
     raw: Mapping[str, object], *, name: str, file: str = "generation_config.json"
 ) -> dict[str, float]:
-    """Returns what `file` of the model `name` says about these. Raises ModelError."""
+    """Return the sampling values in `file` of the model `name`. Raise ModelError for impossible ones."""
     found = {key: raw[key] for key in NAMES if raw.get(key) is not None}
     try:
         params = SamplingParams(**found)  # type: ignore[arg-type]

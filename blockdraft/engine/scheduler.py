@@ -137,7 +137,7 @@ class Scheduler:
 
     @property
     def has_structured_outputs(self) -> bool:
-        """Whether a running answer is bound by a structured output."""
+        """Say if a structured output binds a running answer."""
         return any(one.guide is not None and one.guide.is_binding for one in self.running)
 
     @property
@@ -173,7 +173,7 @@ class Scheduler:
             self.waiting.popleft()  # last: at no moment is it in neither list
 
     def _waits_for_its_prompt(self, sequence: Sequence) -> bool:
-        """Whether another choice of the same request is about to write the prompt to the cache."""
+        """Say if another choice of the request is about to write the prompt to the cache."""
         leader = sequence.leader
         if leader is None or not self._may_share(sequence):
             return False
@@ -291,7 +291,7 @@ class Scheduler:
         return None if controller is None else controller.costs.num_plain(len(batch.sequences), batch.width)
 
     def is_likely(self, num_rows: int, width: int) -> bool:
-        """Whether a step of so many rows is likely to have that width."""
+        """Say if a step of so many rows is likely to have that width."""
         planned = (
             self._plan.width
             if self._width_controller is None

@@ -69,7 +69,7 @@ class Sequence:
 
     @property
     def is_touched(self) -> bool:
-        """Whether a waiting sequence was on its way to a row, out of one, or to its end."""
+        """Say if a waiting sequence was on its way to a row, out of one, or to its end."""
         has_pages = bool(self.pages or self.exact_pages)
         return self.row is not None or has_pages or self.finish_reason is not None
 
@@ -85,7 +85,7 @@ class Sequence:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether prompt logprobs are missing: then every prompt position must pass through the model."""
+        """Say if prompt logprobs are missing: then every prompt position must pass through the model."""
         is_asked = self.request.sampling.prompt_logprobs is not None
         return is_asked and len(self.prompt_logprobs) < self.num_prompt
 
@@ -209,10 +209,7 @@ class Tally:
     last_token_s: float | None = None
 
     def count_step(self, width: int, num_committed: int, num_kept: int) -> None:
-        """One verified block: `num_committed - 1` of its `width - 1` drafts were right.
-
-        The answer kept `num_kept` of the tokens. If these are fewer, the drafts behind them do not count.
-        """
+        """Count a block that committed `num_committed` tokens, of which the answer kept `num_kept`."""
         counted = counted_width(width, num_committed, num_kept)
         self.is_cut = num_kept < num_committed
         self.drafted += counted - 1

@@ -58,7 +58,7 @@ class Load:
 
     @property
     def speculation(self) -> str:
-        """Whether drafts pay, and against what; empty where no width was chosen yet."""
+        """Say in words if drafts pay, and against what; "" if no width was chosen yet."""
         if not self.chosen_rows:
             return ""
         at_once = "one answer" if self.chosen_rows == 1 else f"{self.chosen_rows} answers at once"
@@ -107,17 +107,14 @@ class Drafts:
 
     @property
     def speedup(self) -> float | None:
-        """Against plain steps, which commit a token of each row. None: not known, or of too few blocks.
-
-        It is at most `tokens_per_block`, as no step takes less than a plain one.
-        """
+        """Return the speed over plain steps, at most `tokens_per_block`; None: unknown, or few blocks."""
         if self.num_untold or self.num_blocks < ENOUGH_BLOCKS:
             return None
         return (self.num_blocks + sum(self.accepted)) / self.plain_blocks
 
     @property
     def acceptance(self) -> list[float]:
-        """By position, of the drafts that were tried there."""
+        """Return the share of accepted drafts at each position."""
         return [kept / tried for kept, tried in zip(self.accepted, self.drafted, strict=True) if tried]
 
 
@@ -180,8 +177,9 @@ class Stats:
         deltas: Items[Delta],
         num_plain: float | None = None,
     ) -> None:
-        """One step. `sequences` are those of the batch that were looked at, each with its committed tokens
-        and its delta; a prefill has neither. `num_plain`: plain steps that take as long, where that is known.
+        """Count one step: its live `sequences`, their committed tokens and deltas (a prefill has neither).
+
+        `num_plain`: how many plain steps take as long, if known.
         """
         with self._lock:
             if batch.kind == "prefill":
@@ -201,21 +199,21 @@ class Stats:
             self._recent.count(self._clock(), num_tokens=self.num_emitted, num_steps=num_steps)
 
     def count_aborted(self, deltas: Items[Delta]) -> None:
-        """Choices that their client has ended."""
+        """Count choices that their client ended."""
         with self._lock:
             for delta in deltas:
                 self._ended.pop(delta.request_id, None)
             self.finished["abort"] += len(deltas)
 
     def count_lost(self, sequences: Items[Sequence]) -> None:
-        """A step failed, and every choice that had a row ended with it."""
+        """Count choices that ended with a failed step."""
         with self._lock:
             for sequence in sequences:
                 self._ended.pop(sequence.request.id, None)
             self.finished["error"] += len(sequences)
 
     def snapshot(self, load: Load) -> Snapshot:
-        """May be called from any thread."""
+        """Return all counters, to any thread."""
         with self._lock:
             now_s = self._clock()
             lately = self._lately(int(now_s))
@@ -306,7 +304,7 @@ class Stats:
                 self._count_request(sequence, delta.metrics.num_tokens)
 
     def _count_request(self, sequence: Sequence, num_tokens: int) -> None:
-        """Once, when the last of its choices has ended."""
+        """Count a request when the last of its choices has ended."""
         ended, n = self._ended.setdefault(sequence.request.id, []), sequence.request.sampling.n
         ended.append(num_tokens)
         if len(ended) == n:
@@ -339,7 +337,7 @@ class _Recent:
         self._before = self._now = (0, 0)  # tokens and steps
 
     def count(self, now_s: float, *, num_tokens: int, num_steps: int) -> None:
-        """A step ended: its work belongs to the second of its end."""
+        """Add a step's work to the second of its end."""
         self._roll(int(now_s))
         self._now = num_tokens, num_steps
 

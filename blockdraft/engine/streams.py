@@ -36,7 +36,7 @@ Mail = list[tuple[Receiver, Item]]
 
 
 def ends_request(item: Item) -> bool:
-    """Whether a request gets nothing after this."""
+    """Say if the request gets nothing after this."""
     return isinstance(item, Exception) or item.ends_request
 
 
@@ -140,7 +140,7 @@ class Stream:
             self._abort(self.request_id)
 
     def put(self, item: Item) -> None:
-        """Called on the stream's event loop; other threads use its outlet."""
+        """Add an item, on the stream's event loop; other threads use its outlet."""
         self.inbox.append(item)
         self.wake()
 

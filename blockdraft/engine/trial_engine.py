@@ -17,7 +17,7 @@ _MAX_QUEUE = 4096  # room for any batch: the engine's own limit is the user's
 
 
 def trial_engine(engine: Engine, drafter: Drafter | None = None, plan: Plan | None = None) -> Engine:
-    """An engine with counters, request numbers and queues of its own; its plan and drafter, or these.
+    """Return an engine with its own counters, request numbers and queues, and this plan or drafter if given.
 
     Prefixes are neither looked up nor remembered: another drafter would leave pages without its context.
     Pages come from the engine's own allocator and are all back when the trial engine has nothing left to do.
@@ -45,6 +45,6 @@ def serve(engine: Engine) -> list[Delta]:
 
 
 def max_tokens(engine: Engine) -> int:
-    """The longest sequence, prompt and answer, that surely fits beside a block in flight."""
+    """Return the longest sequence, prompt and answer, that surely fits beside a block in flight."""
     plan = engine.plan
     return min(plan.max_model_len, plan.num_pages * plan.page_size - plan.scratch)

@@ -51,7 +51,7 @@ class Turns:
 
     @contextmanager
     def _given_back(self) -> Iterator[None]:
-        """Twice, as Ctrl-C may come in the first."""
+        """Give the engine back at the end; twice, as Ctrl-C may interrupt the first."""
         try:
             try:
                 yield
@@ -61,7 +61,7 @@ class Turns:
             self._give_back()
 
     def _give_back(self) -> None:
-        """This thread neither has the engine nor asks for it."""
+        """Record that this thread neither has the engine nor asks for it."""
         with self._changed:
             self._asking.discard(get_ident())
             if self._taker == get_ident():

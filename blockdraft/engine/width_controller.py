@@ -1,4 +1,4 @@
-"""How wide the next step is: the tokens that it will commit over the time that it takes, both as observed.
+"""Chooses the width of the next step: the one with the most committed tokens per second, as observed.
 
 All rows that did not ask for a width take the same one. Two things decide it.
 
@@ -51,13 +51,13 @@ HOPE = 0.4  # the power of all chances that a try may find: 0.6 is then 0.8
 
 @dataclass(slots=True)
 class DraftRecord:
-    """How the drafts of one sequence fared, faded. Drafts behind a wrong one do not count."""
+    """The faded counts of one sequence's drafts. Drafts behind a wrong one do not count."""
 
     num_tried: float = 0.0
     num_right: float = 0.0
 
     def count(self, width: int, num_right: int) -> None:
-        """One step that verified `width - 1` drafts."""
+        """Count a step that verified `width - 1` drafts."""
         self.num_tried = FADE * self.num_tried + min(num_right + 1, width - 1)
         self.num_right = FADE * self.num_right + num_right
 
@@ -162,7 +162,7 @@ class StepCosts:
         return max(1.0, float(self._base_s((plain[0], width)) / median(found)))
 
     def is_known(self, num_rows: int, width: int) -> bool:
-        """Whether such steps were timed, undisturbed at the start or while serving."""
+        """Say if such steps were timed, undisturbed at the start or while serving."""
         return self._is_sure or self._count.get((self.size(num_rows), width), 0) >= BELIEVED
 
     def age(self, num_rows: int, width: int) -> int:
@@ -210,10 +210,7 @@ class StepCosts:
 
 
 def _between(known: Mapping[int, float], wanted: int, beyond: float = 1.0) -> float:
-    """On the line through the two nearest, `beyond` as steep behind the last; flat where one alone is known.
-
-    More never costs less.
-    """
+    """Interpolate between the two nearest; `beyond` scales the last slope. More never costs less."""
     if wanted in known or len(known) == 1:
         return known.get(wanted, next(iter(known.values())))
     ordered = sorted(known)
@@ -319,7 +316,7 @@ class WidthController:
                 self._until_try = 1  # more of that, and at once
 
     def _has_paid(self, width: int, num_right: Sequence[int]) -> bool:
-        """Whether a step committed more tokens than plain steps would have in the same time."""
+        """Say if a step committed more tokens than plain steps would have in the same time."""
         count = len(num_right)
         plain_s, seconds = self.costs.by_width(count, (1, width))
         return bool(count + sum(num_right) > count * seconds / plain_s)

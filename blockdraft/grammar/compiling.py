@@ -44,7 +44,7 @@ class WrittenGrammar:
 
 
 def write_grammar(output: StructuredOutputs, tokens: TokenSource) -> WrittenGrammar:
-    """Raises RequestError if llguidance cannot read it."""
+    """Return the grammar of `output`. Raise RequestError if llguidance cannot read it."""
     try:
         return _write(output, tokens)
     except RecursionError:
@@ -69,7 +69,7 @@ def _write(output: StructuredOutputs, tokens: TokenSource) -> WrittenGrammar:
 
 
 def with_options(schema: Mapping[str, object], output: StructuredOutputs) -> dict[str, object]:
-    """The schema with options for how its JSON is written. One of a client's own options is kept."""
+    """Return the schema with options for how its JSON is written. Keep a client's own coerce_one_of."""
     options: dict[str, object] = {"lenient": output.is_lenient}
     own = schema.get("x-guidance")
     if isinstance(own, Mapping) and own.get("coerce_one_of") is True:
@@ -94,7 +94,7 @@ def _schema(given: str | Mapping[str, object]) -> Mapping[str, object]:
 
 
 def compile_text(tokens: LLTokenizer, text: str) -> LLMatcher:
-    """A matcher at the start of an answer. Raises RequestError if nothing matches, or it does not compile."""
+    """Return a matcher at the start of an answer. Raise RequestError if nothing matches or it fails."""
     from llguidance import LLMatcher, LLParserLimits
 
     limits = LLParserLimits(
@@ -118,12 +118,12 @@ def compile_text(tokens: LLTokenizer, text: str) -> LLMatcher:
 
 
 def forces_too_much(matcher: LLMatcher) -> bool:
-    """Whether what must come next is so long that every step would take long."""
+    """Say if the text that must come next is so long that every step would be slow."""
     return len(matcher.compute_ff_bytes()) > MAX_RUN_CHARS
 
 
 def error_of(matcher: LLMatcher) -> str:
-    """The error in llguidance's words, with its place in the grammar, or in ours."""
+    """Return the error in llguidance's words, with its place in the grammar, or in ours."""
     error = matcher.get_error().removesuffix("<non-verbose/>").strip()
     if error.startswith("panic:"):  # it counts symbols and the like in 16 bits
         return "it has more parts than llguidance can count: make it simpler."
@@ -131,7 +131,7 @@ def error_of(matcher: LLMatcher) -> str:
 
 
 def read_tokens(tokens: TokenSource) -> LLTokenizer:
-    """Raises ValueError if llguidance cannot read them."""
+    """Return llguidance's tokenizer. Raise ValueError if it cannot read the tokens."""
     from llguidance import LLTokenizer
 
     return LLTokenizer(tokens.json, n_vocab=tokens.size, eos_token=list(tokens.end_ids))

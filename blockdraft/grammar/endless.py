@@ -20,14 +20,14 @@ class _Need:
 
 
 def check_end(schema: Mapping[str, object], field: str = "structured_outputs") -> None:
-    """Raises RequestError if every value must hold another one without end; `field` holds the schema."""
+    """Raise RequestError if every value must hold another one without end; `field` holds the schema."""
     if not _can_end(schema):
         why = f"{NOTHING} The JSON schema always refers to itself."
         raise RequestError(f"this structured output is not possible: {why}", field)
 
 
 def _can_end(root: Mapping[str, object]) -> bool:
-    """Whether a value of the schema can end. Looks at each schema and each need once."""
+    """Say if a value of the schema can end. Look at each schema and each need once."""
     missing: dict[int, int] = {}  # needs that are not met, by the id of the schema
     asked_by: defaultdict[int, list[_Need]] = defaultdict(list)
     ending: list[int] = []
@@ -56,7 +56,7 @@ def _can_end(root: Mapping[str, object]) -> bool:
 
 
 def _needs(schema: object, root: Mapping[str, object]) -> Iterator[list[object]]:
-    """Lists of schemas: a value ends if, in each list, a value of one schema does."""
+    """Yield lists of schemas: a value ends if, in each list, a value of one schema does."""
     if not isinstance(schema, Mapping) or "enum" in schema or "const" in schema:
         return
     if isinstance(ref := schema.get("$ref"), str):
@@ -69,7 +69,7 @@ def _needs(schema: object, root: Mapping[str, object]) -> Iterator[list[object]]
 
 
 def _target(schema: Mapping[str, object], ref: str) -> object:
-    """The schema that a reference names; None if it leads out of the schema, or nowhere."""
+    """Return the schema that a reference names; None if it leads out of the schema, or nowhere."""
     if ref != "#" and not ref.startswith("#/"):
         return None
     part: object = schema
@@ -81,7 +81,7 @@ def _target(schema: Mapping[str, object], ref: str) -> object:
 
 
 def _held(schema: Mapping[str, object]) -> Iterator[object]:
-    """The schemas of all parts that a value must have."""
+    """Yield the schemas of all parts that a value must have."""
     properties = schema.get("properties")
     if schema.get("type") == "object" and isinstance(properties, Mapping):
         names = (name for name in _listed(schema, "required") if isinstance(name, str))

@@ -52,12 +52,12 @@ class _Rule:
 
 
 def is_gbnf(text: str) -> bool:
-    """Whether a line begins as a rule does. In Lark `::=` stands in strings and comments only."""
+    """Say if a line begins as a rule does. In Lark `::=` stands in strings and comments only."""
     return _RULE.search(text) is not None
 
 
 def lark_of_gbnf(text: str) -> str:
-    """Translate a GBNF grammar to Lark. Raises RequestError for an invalid one."""
+    """Translate a GBNF grammar to Lark. Raise RequestError for an invalid one."""
     rules = _rules(list(_pieces(text)))
     for rule in rules.values():
         for name, line in rule.lines.items():
@@ -101,7 +101,7 @@ def _pieces(text: str) -> Iterator[_Piece]:
 
 
 def _is_closed(found: str) -> bool:
-    """Whether a text or set ends with its own closing sign, which no backslash escapes."""
+    """Say if a text or set ends with its own closing sign, which no backslash escapes."""
     inside = found[1:-1]
     num_slashes = len(inside) - len(inside.rstrip("\\"))
     return len(found) > 1 and found[-1] in '"]' and num_slashes % 2 == 0
@@ -182,7 +182,7 @@ class _Body:
         self._item, self._is_repeated = self._groups.pop()[0], False
 
     def _end_sequence(self) -> None:
-        """A sequence of nothing is written as an empty text."""
+        """End a sequence; write an empty one as an empty text."""
         if not self._rule.pieces or self._rule.pieces[-1] in ("(", "|"):
             self._rule.pieces.append('""')
         self._item = None
@@ -227,7 +227,7 @@ def _unescaped(piece: _Piece) -> str:
 
 
 def _character(found: re.Match[str], piece: _Piece) -> str:
-    """The character that an escape stands for."""
+    """Return the character that an escape stands for."""
     code = next((part for part in found.groups()[:3] if part is not None), None)
     if code is None and (letter := found.group(4)) in _ESCAPES:
         return _ESCAPES[letter]
@@ -238,7 +238,7 @@ def _character(found: re.Match[str], piece: _Piece) -> str:
 
 
 def _regex_of_set(piece: _Piece) -> str:
-    """A set of characters such as [^a-z]: only a `-` that no backslash escapes between two makes a range."""
+    """Translate a set such as [^a-z]: only a `-` that no backslash escapes between two makes a range."""
     inside = piece.text[1:-1]
     is_negated = inside.startswith("^")
     parts: list[str] = []
@@ -255,7 +255,7 @@ def _regex_of_set(piece: _Piece) -> str:
 
 
 def _terminals(rules: dict[str, _Rule]) -> set[str]:
-    """Rules made of characters alone, directly or through others: llguidance reads each as one expression."""
+    """Return the rules made of characters alone, directly or through others: Lark's terminals."""
     users: defaultdict[str, list[str]] = defaultdict(list)
     missing = {name: len(rule.lines) for name, rule in rules.items()}
     for name, rule in rules.items():
@@ -276,7 +276,7 @@ def _terminals(rules: dict[str, _Rule]) -> set[str]:
 
 
 def _lark_names(rules: dict[str, _Rule], terminals: set[str]) -> dict[str, str]:
-    """In Lark the names of rules are lower case, those of terminals upper case."""
+    """Return Lark's names: lower case for rules, upper case for terminals."""
     names, taken = {"root": "start"}, {"start"}
     for number, name in enumerate(rules):
         if name != "root":

@@ -31,7 +31,7 @@ Masks = np.ndarray  # [columns, words]
 
 @dataclass(frozen=True, slots=True)
 class Thoughts:
-    """How far an answer has come in its thoughts, in front of its grammar."""
+    """The position of an answer in its thoughts, in front of its grammar."""
 
     is_open: bool = False
     num_matched: int = 0  # tokens of the opening or closing sequence that stand at the end
@@ -64,7 +64,7 @@ class Guide:
         self._thoughts = None if thinking is None else Thoughts(is_open=not thinking.open_ids)
 
     def copy(self) -> Guide:
-        """For another choice of the same request."""
+        """Return a guide for another choice of the same request."""
         matcher = None if self._matcher is None else self._matcher.deep_copy()
         return Guide(
             matcher,
@@ -76,7 +76,7 @@ class Guide:
 
     @property
     def is_binding(self) -> bool:
-        """Whether a step has to look at it: not when only thoughts were bound, and they are over."""
+        """Say if a step must look at it: no longer if only thoughts were bound, and they are over."""
         return self._matcher is not None or self._thoughts is not None
 
     def advance(self, token_ids: Items[int]) -> None:
@@ -106,7 +106,7 @@ class Guide:
     # ---- thoughts
 
     def _after(self, thoughts: Thoughts, token_id: int) -> tuple[Thoughts | None, bool]:
-        """The state behind one more token (None: the grammar begins), and whether that was a thought."""
+        """Return the state behind a token (None: the grammar begins), and whether it was a thought."""
         assert self._thinking is not None
         if not thoughts.is_open:
             opening = self._thinking.open_ids
@@ -122,7 +122,7 @@ class Guide:
         return Thoughts(is_open=True, num_matched=num_matched, num_tokens=num_tokens), True
 
     def _forced_by(self, thoughts: Thoughts) -> int | None:
-        """The token that must come next in front of the grammar, if one must."""
+        """Return the token that must come next in the thoughts, or None."""
         assert self._thinking is not None
         if not thoughts.is_open:
             return self._thinking.open_ids[thoughts.num_matched] if thoughts.num_matched else None
@@ -146,7 +146,7 @@ class Guide:
     # ---- a block
 
     def correct(self, drafts: list[int]) -> list[int]:
-        """The drafts with forced tokens in their places, up to the first forbidden one."""
+        """Return the drafts with forced tokens in their places, up to the first forbidden one."""
         found: list[int] = []
         thoughts = self._thoughts
         while thoughts is not None and len(found) < len(drafts):
@@ -165,7 +165,7 @@ class Guide:
         return found + rest
 
     def forced(self) -> list[int]:
-        """The tokens that must come next, whatever is drafted."""
+        """Return the tokens that must come next, whatever is drafted."""
         if self._thoughts is not None:
             token_id = self._forced_by(self._thoughts)
             return [] if token_id is None else [token_id]
@@ -191,13 +191,13 @@ class Guide:
         return self._bound(column, list(drafts[column:]))
 
     def _next(self, thoughts: Thoughts, drafts: Items[int], column: int) -> tuple[Thoughts | None, bool]:
-        """The state behind a column's draft. The last column has none: there the grammar may begin."""
+        """Return the state behind a column's draft. The last column has none: there the grammar may begin."""
         if column < len(drafts):
             return self._after(thoughts, drafts[column])
         return (thoughts, True) if thoughts.is_open or thoughts.num_matched else (None, False)
 
     def _bound(self, column: int, drafts: list[int]) -> BoundColumns:
-        """At the very beginning thoughts may come instead."""
+        """Return the bound columns; at the very beginning thoughts may come instead."""
         assert self._matcher is not None
         may_think = column == 0 and self._thoughts is not None and not self._thoughts.is_open
         also = self._thinking.open_ids[0] if may_think and self._thinking is not None else None
@@ -254,7 +254,7 @@ def _fill_one_by_one(bound: BoundColumns, masks: Masks) -> None:
 
 
 def _corrected(matcher: LLMatcher, drafts: list[int], end_ids: Items[int]) -> tuple[list[int], float]:
-    """Returns forced tokens and allowed drafts in turn, which `matcher` consumes, and seconds of a core."""
+    """Return forced tokens and allowed drafts in turn, which `matcher` consumes, and seconds of a core."""
     found: list[int] = []
     seconds = 0.0
     while len(found) < len(drafts):
@@ -274,7 +274,7 @@ def _forced(matcher: LLMatcher, end_ids: Items[int]) -> list[int]:
 
 
 def _num_matched(sequence: Items[int], num_matched: int, token_id: int) -> int:
-    """How many of the first tokens of `sequence` stand at the end, when one more has come."""
+    """Return how many first tokens of `sequence` stand at the end after one more token."""
     seen = (*sequence[:num_matched], token_id)
     return next((n for n in range(len(seen), 0, -1) if seen[-n:] == tuple(sequence[:n])), 0)
 

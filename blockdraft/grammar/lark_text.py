@@ -34,12 +34,12 @@ class LarkFacts:
 
 
 def quoted(text: str) -> str:
-    """Text that stands for itself, as Lark writes it."""
+    """Return literal text as Lark writes it."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def read_lark(text: str, token_id: Callable[[str], int | None], vocab_size: int) -> LarkFacts:
-    """Reads a grammar once. `token_id` finds a token by its name. Raises RequestError if there is none."""
+    """Read a grammar. `token_id` finds a token by its name. Raise RequestError for unknown tokens."""
     ids: set[int] = set()
     has_ends = has_other_ids = False
 

@@ -15,7 +15,7 @@ MAX_DEPTH = 64  # of nested lists and objects, in a schema and in a request's bo
 
 
 def check_text(what: str, text: object, limit: int = MAX_GRAMMAR_CHARS) -> None:
-    """Raises RequestError for what is not a string, and for an empty, too long or invalid one."""
+    """Raise RequestError unless `text` is a non-empty, valid string within the limit."""
     if not isinstance(text, str) or not text:
         raise _refused(f"{what} must be a string that is not empty.")
     if len(text) > limit:
@@ -24,13 +24,13 @@ def check_text(what: str, text: object, limit: int = MAX_GRAMMAR_CHARS) -> None:
 
 
 def check_backslash(regex: str) -> None:
-    """Raises RequestError if it ends with a backslash that escapes nothing, which llguidance ignores."""
+    """Raise RequestError if it ends with a backslash that escapes nothing, which llguidance ignores."""
     if (len(regex) - len(regex.rstrip("\\"))) % 2:
         raise _refused(f"the regex ends with a lone backslash: {regex[-40:]}. Escape it.")
 
 
 def check_json(what: str, given: object) -> None:
-    """Raises RequestError for what is not a JSON object or the text of one, or too large."""
+    """Raise RequestError for what is not a JSON object or the text of one, or too large."""
     if isinstance(given, str):
         check_text(what, given)
     elif isinstance(given, Mapping):
@@ -40,7 +40,7 @@ def check_json(what: str, given: object) -> None:
 
 
 def _check_values(what: str, given: Mapping[object, object]) -> None:
-    """Walks level by level, and stops once there are too many values."""
+    """Check level by level, and stop at too many values."""
     num_chars = 0
     level: list[object] = [given]
     for _ in range(MAX_DEPTH):

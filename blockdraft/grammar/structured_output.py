@@ -32,7 +32,7 @@ class StructuredOutputs:
     whitespace_pattern: str | None = None
 
     def __post_init__(self) -> None:
-        """Checks all sizes before any work."""
+        """Check all sizes before any work."""
         self._check_one()
         if self.json is not None:
             check_json("the JSON schema", self.json)
@@ -75,7 +75,7 @@ class StructuredOutputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Thinking:
-    """How the thoughts in front of an answer begin and end. Structured output does not bind them."""
+    """The begin and end of the thoughts in front of an answer. Structured output does not bind them."""
 
     open_ids: tuple[int, ...] = ()  # (): the prompt has opened them; else the answer may begin with these
     close_ids: tuple[int, ...]
@@ -99,5 +99,5 @@ def _check_choice(choice: object) -> None:
 
 
 def fields_of(output: StructuredOutputs) -> dict[str, object]:
-    """The fields that are set, as JSON can hold them; `StructuredOutputs(**fields)` is the same again."""
+    """Return the fields that are set, for JSON; `StructuredOutputs(**fields)` is equal to `output`."""
     return {name: value for name in output.__slots__ if (value := getattr(output, name)) not in (None, False)}

@@ -45,7 +45,7 @@ class Trials:
         self._process: subprocess.Popen[str] | None = None
 
     def of(self, output: Mapping[str, object], tokens: TokenSource, key: str) -> TriedGrammar:
-        """Raises RequestError for one that does not compile, or costs too much. `key` names the tokens."""
+        """Try a grammar; raise RequestError if it fails or costs too much. `key` names the tokens."""
         with self._lock:
             asked: dict[str, object] = {"output": output, "key": key}
             answer = self._ask(asked)
@@ -103,11 +103,11 @@ def _trials_of(process_id: int) -> Trials:  # a forked process must not share th
 
 
 def trials() -> Trials:
-    """The trials of this process, for all models; the worker starts with the first one."""
+    """Return the trials of this process, for all models; the worker starts with the first one."""
     return _trials_of(os.getpid())
 
 
 def key_of(tokens: TokenSource) -> str:
-    """A hash of tokens."""
+    """Return a hash of the tokens."""
     told = json.dumps([tokens.size, tokens.end_ids, sorted(tokens.names.items())])
     return hashlib.blake2b((told + tokens.json).encode(), digest_size=16).hexdigest()

@@ -55,7 +55,7 @@ def judge(output: StructuredOutputs, tokens: TokenSource, read: LLTokenizer) -> 
 
 
 def _may_roll_back(written: WrittenGrammar, read: LLTokenizer) -> bool:
-    """Whether llguidance can take back tokens.
+    """Say if llguidance can take back tokens.
 
     It cannot (it says so), or takes back wrongly (1.9.1), ends of a rule that are no part of its text, and
     tokens by their ids, unless they are special.
@@ -69,7 +69,7 @@ def _may_roll_back(written: WrittenGrammar, read: LLTokenizer) -> bool:
 
 
 def main() -> None:
-    """Serves until its input ends."""
+    """Serve until the input ends."""
     attempt = _try_in_child if HAS_LIMITS else _try_here
     known: dict[str, tuple[TokenSource, LLTokenizer]] = {}
     for line in sys.stdin:
@@ -93,9 +93,9 @@ def _try_here(output: StructuredOutputs, tokens: TokenSource, read: LLTokenizer)
 
 
 def _try_in_child(output: StructuredOutputs, tokens: TokenSource, read: LLTokenizer) -> TrialVerdict:
-    """Whatever a grammar does to the child, this process goes on."""
+    """Judge in a child process: whatever a grammar does to it, this process goes on."""
     reading, writing = os.pipe()
-    before = _resident_bytes()
+    before = _statm()[1]
     child = os.fork()
     if child == 0:
         _limit()
@@ -132,14 +132,10 @@ def _limit() -> None:
 
 
 def _statm() -> tuple[int, int]:
-    """Bytes of this process: all that it may address, and what is in memory."""
+    """Return bytes of this process: its address space, and what is in memory."""
     size, resident = Path("/proc/self/statm").read_text(encoding="ascii").split()[:2]
     page = os.sysconf("SC_PAGE_SIZE")
     return int(size) * page, int(resident) * page
-
-
-def _resident_bytes() -> int:
-    return _statm()[1]
 
 
 if __name__ == "__main__":

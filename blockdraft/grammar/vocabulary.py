@@ -46,9 +46,9 @@ class Vocabulary:
         self._kept: OrderedDict[str, _Kept] = OrderedDict()
 
     def matcher(self, output: StructuredOutputs) -> tuple[LLMatcher, bool]:
-        """A matcher at the start of an answer, and whether it can take back tokens it was tried with.
+        """Return a matcher at the start of an answer, and whether it can take back tokens.
 
-        Raises RequestError if nothing matches, or it does not compile.
+        Raise RequestError if nothing matches or it does not compile.
         """
         fields = fields_of(output)
         key = json.dumps(fields, default=dict)
@@ -75,7 +75,7 @@ class Vocabulary:
 
     @functools.cached_property
     def _tokens(self) -> tuple[TokenSource, LLTokenizer, str]:
-        """The tokens, llguidance's tokenizer, and their hash."""
+        """Return the tokens, llguidance's tokenizer, and their hash."""
         if not self.end_ids:
             raise RequestError(
                 "this model has no end-of-sequence token, so structured output could not end.",
@@ -92,7 +92,7 @@ class Vocabulary:
 
     @property
     def _markup(self) -> dict[str, int]:
-        """The added tokens that llguidance takes for special ones."""
+        """Return the added tokens that llguidance takes for special ones."""
         return {
             name: token_id
             for name, token_id in self._source.added_names.items()
@@ -111,25 +111,20 @@ class Vocabulary:
 
 
 def unspelled(tokenizer: str, markup: Mapping[str, int]) -> str:
-    """A tokenizer in JSON whose special tokens no text spells.
+    """Return a tokenizer in JSON whose special tokens no text spells.
 
-    llguidance writes a forced text as `tokenizers` would read it: the text of a special token
-    became that token, and an answer of the choice "<|im_end|>" ended before it began.
+    Else llguidance would write the forced text "<|im_end|>" as the special token, which ends the answer.
     """
-    hidden = {
-        json.dumps(name, ensure_ascii=False): json.dumps(_hidden(token_id), ensure_ascii=False)
+    hidden = {  # by a character that does not exist: no text has it
+        json.dumps(name, ensure_ascii=False): json.dumps(f"<\U0010ffff{token_id}>", ensure_ascii=False)
         for name, token_id in markup.items()
     }
     return _STRINGS.sub(lambda found: hidden.get(found.group(), found.group()), tokenizer)
 
 
 def _spells(read: LLTokenizer, name: str) -> bool:
-    """Whether a token's name, as text, is written without special tokens."""
+    """Say if a token's name, as text, is written without special tokens."""
     return not any(map(read.is_special_token, read.tokenize_str(name)))
-
-
-def _hidden(token_id: int) -> str:
-    return f"<\U0010ffff{token_id}>"  # no character: nobody writes it
 
 
 def _unreadable(reason: str) -> RequestError:

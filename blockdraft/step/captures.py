@@ -1,4 +1,4 @@
-"""How a step is captured: as a CUDA graph on a card, on a tape on a CPU. Both are replayed without Python."""
+"""Captures a step: as a CUDA graph on a card, on a tape on a CPU. Both are replayed without Python."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class Graph(Protocol):
-    """Something captured."""
+    """A captured step."""
 
     def replay(self) -> None: ...
 
@@ -20,7 +20,7 @@ class Capturing(Protocol):
     """Captures of one engine. They share their memory: one is replayed at a time."""
 
     def warm(self, run: Callable[[], object]) -> None:
-        """Before `run` is captured: what is compiled or set up with its first call is done then."""
+        """Compile and set up what the first call of `run` needs, before it is captured."""
 
     def capture(self, run: Callable[[], T], *, goes_on: bool = False) -> tuple[Graph, T]:
         """Return a graph that replays `run`, and its result, which each replay overwrites.
@@ -43,7 +43,7 @@ class OnCard:
         torch.cuda.current_stream().wait_stream(self._stream)
 
     def capture(self, run: Callable[[], T], *, goes_on: bool = False) -> tuple[Graph, T]:
-        """Capture; tensors in use keep their memory, whatever `goes_on` says."""
+        """Capture `run`. `goes_on` changes nothing: tensors in use keep their memory."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             found = run()
@@ -59,7 +59,7 @@ class OnCpu:
         self._arena = Arena()
 
     def warm(self, run: Callable[[], object]) -> None:
-        """Not needed: a tape runs what it records."""
+        """Do nothing: a tape runs what it records."""
 
     def capture(self, run: Callable[[], T], *, goes_on: bool = False) -> tuple[Graph, T]:
         from blockdraft.kernels.llvm.tape import StepTape, end_recording

@@ -47,7 +47,7 @@ def decode_parts(  # noqa: PLR0913
 
 
 def run_all_parts(parts: Generator[Tensor, None, Verdict]) -> Verdict:
-    """All parts at once, without a word from the host: on a GPU this is one graph per (rows, width)."""
+    """Run all parts without the host between them: on a GPU this is one graph per (rows, width)."""
     while True:
         try:
             next(parts)

@@ -67,11 +67,11 @@ class DFlashDrafter:
         return self.model.config.first_column + width - 1 if self.is_causal else self.num_columns
 
     def propose(self, hidden: Tensor, anchor: Tensor, starts: Tensor, rows: Rows) -> Tensor:
-        """Drafts [R, D] of columns with hidden states [R, D, E], behind the anchor [R, 1] at `starts` [R]."""
+        """Return drafts [R, D] for hidden states [R, D, E], behind the anchor [R, 1] at `starts` [R]."""
         return rows.kernels.choose(self.column_logits(hidden), starts, anchor, rows.sampling())
 
     def block_hidden(self, anchor: Tensor, view: View, num_columns: int | None = None) -> Tensor:
-        """[R, D, E]: hidden states of the columns that draft, given the anchor [R, 1].
+        """Return hidden states [R, D, E] of the columns that draft, given the anchor [R, 1].
 
         `view` is made for as many columns as the forward has: `num_columns`, or those of a whole block.
         """
@@ -86,11 +86,11 @@ class DFlashDrafter:
         return self.column_logits(self.block_hidden(anchor, view))
 
     def column_logits(self, hidden: Tensor) -> Tensor:
-        """[R, D, V] of hidden states [R, D, E]."""
+        """Return logits [R, D, V] of hidden states [R, D, E]."""
         return self.logits(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1)
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """The target's embeddings, scaled as in the drafter's training: as the target does, or as it says."""
+        """Return the target's embeddings, scaled as in the drafter's training."""
         scale = self.model.config.embedding_scale
         return self.target.embed(token_ids) if scale is None else self.target.embedding(token_ids) * scale
 
@@ -98,7 +98,7 @@ class DFlashDrafter:
         self.model.absorb(features, view)
 
     def weighs_pairs(self, num_drafts: int, num_rows: int = 1) -> bool:
-        """Whether drafts of so many rows with a block of so many are chosen by the token before each."""
+        """Say if the token before each draft weighs in its choice, for blocks of so many drafts and rows."""
         return False
 
     def hints(self, hidden: Tensor, before: Tensor) -> Tensor | None:
@@ -110,7 +110,7 @@ class DFlashDrafter:
         raise NotImplementedError
 
     def logits(self, hidden: Tensor, hints: Tensor | None = None) -> Tensor:
-        """[..., V] of the target's vocabulary for hidden states [..., E]; NEVER where the head has no row."""
+        """Return logits [..., V] over the target's vocabulary; NEVER where the head has no row."""
         config = self.model.config
         head = self.target.head_logits if self.model.head is None else self.model.head
         cap = config.logit_softcap if config.logit_softcap is not None else self.target.config.logit_softcap

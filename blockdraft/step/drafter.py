@@ -38,7 +38,7 @@ class Drafter(Protocol):
 
 
 class Weightless:
-    """What all drafters without a model share."""
+    """The base of drafters without a model."""
 
     model: None = None
     vocab_map: None = None

@@ -48,7 +48,7 @@ class Reading:
         return rows
 
     def token_ids(self) -> list[list[int]]:
-        """The committed tokens of each row."""
+        """Return the committed tokens of each row."""
         return [row[1 : 1 + row[0]] for row in self.rows()]
 
 
@@ -78,12 +78,12 @@ class PartsOfStep(Protocol):
     def num_rows(self) -> int: ...
     @property
     def block(self) -> Tensor:
-        """[R, B], after the draft."""
+        """Return the block [R, B], after the draft."""
 
     def draft(self) -> None: ...
     def forward(self) -> None: ...
     def settle(self) -> Tensor:
-        """The packed verdict."""
+        """Return the packed verdict."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,9 +148,9 @@ class StepGraphs:
     def capture(
         self, sizes: Iterable[int], widths: Iterable[int], now: Iterable[Place] | None = None
     ) -> None:
-        """Every pair of them may be captured; those of `now` are at once, or all of them.
+        """Allow these sizes and widths, and capture the pairs in `now` (None: all) at once.
 
-        The largest first: the others fit into its memory.
+        The largest goes first: the others fit into its memory.
         """
         self._sizes, self._widths = sorted(sizes), sorted(widths)
         wanted = self.places if now is None else [place for place in self.places if place in now]
@@ -159,7 +159,7 @@ class StepGraphs:
 
     @property
     def sizes(self) -> list[int]:
-        """Numbers of rows that a graph may have."""
+        """Return the numbers of rows that a graph may have."""
         return self._sizes
 
     @property
@@ -168,7 +168,7 @@ class StepGraphs:
         return [(rows, width) for width in self._widths for rows in self._sizes]
 
     def capture_next(self, likely: Iterable[Place]) -> bool:
-        """The first of these that is not captured yet. False: there is none."""
+        """Capture the first of these that is not captured yet. False: there is none."""
         place = next((place for place in likely if place not in self._graphs), None)
         if place is not None:
             self._graphs[place] = self._capture(*place)
@@ -187,11 +187,11 @@ class StepGraphs:
         return self._sizes[index] if index < len(self._sizes) and width in self._widths else None
 
     def has(self, num_rows: int, width: int) -> bool:
-        """Whether that graph is captured already."""
+        """Say if that graph is captured."""
         return (self.size(num_rows, width), width) in self._graphs
 
     def is_cheap(self, num_rows: int, width: int) -> bool:
-        """Whether nobody would wait long for it: it is captured, or it is time for another capture."""
+        """Say if the graph is captured, or there is time to capture it."""
         return self.time.is_free or self.has(num_rows, width)
 
     def find(self, num_rows: int, width: int) -> StepGraph | None:

@@ -39,12 +39,12 @@ class PairDrafter(DFlashDrafter):
         raise NotImplementedError
 
     def mixture(self, hidden: Tensor) -> Tensor | None:
-        """[R, D, rank]: how columns with hidden states [R, D, E] weigh it; None: as it is."""
+        """Return weights [R, D, rank] of columns with hidden states [R, D, E], or None for equal ones."""
         return None
 
     @property
     def skips_first(self) -> bool:
-        """Whether the first draft is chosen without pairs."""
+        """Say if the first draft is chosen without pairs."""
         return False
 
     def pairs(self, hidden: Tensor) -> PairScores:

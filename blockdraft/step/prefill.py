@@ -41,6 +41,6 @@ def prefill_step(
 
 @torch.inference_mode()
 def prompt_logprobs(target: Decoder, hidden: Tensor, next_ids: Tensor, num_top: int) -> Logprobs:
-    """How likely each next token was: hidden [N, E] and next_ids [N], in slices of LOGIT_SLICE."""
+    """Return the log-probabilities of next_ids [N] after hidden [N, E], in slices of LOGIT_SLICE."""
     slices = zip(torch.split(hidden, LOGIT_SLICE), torch.split(next_ids, LOGIT_SLICE), strict=True)
     return joined([measure(target.logits(part), ids, num_top) for part, ids in slices])

@@ -38,7 +38,7 @@ class PrefillGraph:
 
     @torch.inference_mode()
     def replay(self, token_ids: Items[int], counts: Items[int]) -> None:
-        """`counts[r]` of the tokens are of active row r; the active rows are filled up to `num_rows`."""
+        """Run the graph; `counts[r]` of the tokens belong to active row r, padded to `num_rows` rows."""
         values = filled(token_ids, counts, self.num_tokens, self.num_rows)
         self.inputs.copy_(to_device(values, self.inputs.device))
         self.graph.replay()
@@ -75,7 +75,7 @@ class PrefillGraphs:
         return shape is not None
 
     def has(self, num_tokens: int, num_rows: int) -> bool:
-        """Whether the smallest graph with room is captured."""
+        """Say if the smallest graph with room is captured."""
         return self._shape(num_tokens, num_rows) in self._graphs
 
     def find(self, num_tokens: int, num_rows: int) -> PrefillGraph | None:
@@ -110,11 +110,11 @@ class PrefillGraphs:
 
 
 def shapes(max_tokens: int, max_rows: int) -> list[tuple[int, int]]:
-    """Tokens and rows, the scratch row included, of all graphs; those of one prompt first."""
+    """Return tokens and rows, with the scratch row, of all graphs; those of one prompt first."""
     sizes = sorted({min(size, max_rows) for size in ROWS})
     return [(tokens, size + 1) for size in sizes for tokens in TOKENS if tokens <= max_tokens]
 
 
 def widest_counts(num_tokens: int, num_rows: int) -> tuple[int, ...]:
-    """Counts with that sum, one of them as large as any can be: kernels are chosen by it."""
+    """Return counts with that sum and the largest possible maximum, by which kernels are chosen."""
     return (num_tokens, *(0,) * (num_rows - 1))

@@ -6,9 +6,9 @@ Place = tuple[int, int]  # rows and width of a step
 
 
 def row_sizes(max_rows: int, *, is_exact: bool = False) -> list[int]:
-    """Powers of two and, from 16 on, what lies half-way: few graphs, and few rows filled up in vain.
+    """Return powers of two and, from 16 on, also the midpoints: few graphs and little padding.
 
-    `is_exact`: all of them, where a row in vain costs as much as another, and a capture little.
+    `is_exact`: return every size, for devices where padding is dear and a capture cheap.
     """
     if is_exact:
         return list(range(1, max_rows + 1))

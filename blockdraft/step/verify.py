@@ -70,7 +70,7 @@ def verify(
 
 
 def measure(logits: Tensor, token_ids: Tensor, num_top: int) -> Logprobs:
-    """Log-probabilities of token_ids [...] and of the `num_top` likeliest under logits [..., V].
+    """Return the log-probabilities of token_ids [...] and of the `num_top` likeliest under logits [..., V].
 
     In slices: beside the logits only those of LOGIT_SLICE positions exist in float32.
     """
@@ -92,10 +92,10 @@ def measure(logits: Tensor, token_ids: Tensor, num_top: int) -> Logprobs:
 
 
 def _likeliest(logprobs: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Values and ids [..., count], the likeliest first, and of equally likely tokens the smaller id.
+    """Return values and ids [..., count], the likeliest first; ties go to the smaller id.
 
-    `topk` alone orders equal values by its own ways, which differ with the count and the positions beside.
-    So it gets distinct int64 keys: the value's bits above, the complement of the id below.
+    `topk` orders ties differently for other counts and other positions beside them. So it gets distinct
+    int64 keys: the value's bits above, the complement of the id below.
     """
     if count == 0:
         return logprobs[..., :0], torch.empty_like(logprobs[..., :0], dtype=torch.int64)
