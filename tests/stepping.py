@@ -45,7 +45,7 @@ class KernelByKernel(StepGraphs):
 
     def __init__(self, step, rows):
         self._step, self._rows = step, rows
-        self._graphs, self._parts, self._sizes, self._widths = {}, {}, [], []
+        self._graphs, self._parts, self.sizes, self._widths = {}, {}, [], []
         self.time = CaptureTime()
 
     def _capture(self, num_rows, width):
@@ -76,7 +76,7 @@ def pin(engine, *, is_captured, sizes=None, now=None):
 
 @dataclass(frozen=True)
 class Place:
-    """Where a test runs: on a card in bfloat16, or on the CPU, where tapes stand in for graphs."""
+    """The device of a test: a card in bfloat16, or the CPU, where tapes stand in for graphs."""
 
     device: str
     dtype: str
@@ -274,7 +274,7 @@ def assert_same_states(got, expected, when):
 
 
 def is_same(mine, theirs):
-    """The same bits, NaN included."""
+    """Say if two tensors have the same bits, NaN included."""
     if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
         return False
     return torch.equal(
@@ -304,7 +304,7 @@ def lockstep(one, other, requests):
 
 @dataclass(frozen=True)
 class Scene:
-    """What a step may find: prompts of the rows, what they ask, who is active, whose pages are whose."""
+    """The state before a step: the rows' prompts and sampling, the active rows, and a seed for pages."""
 
     lengths: tuple
     samplings: tuple
@@ -362,7 +362,7 @@ def play(engine, scene, *, num_steps=4):
 
 
 def play_directly(engine, scene, *, num_rows=MAX_ROWS, num_steps=4):
-    """The same by `engine.decode`, without any StepGraphs."""
+    """Play the scene by `engine.decode`, without any StepGraphs."""
     prepare(engine, scene)
     seen = []
     for _ in range(num_steps):
@@ -584,7 +584,7 @@ def check_family(name, place):
 
 @dataclass(frozen=True)
 class Agreement:
-    """Of two runs of the same greedy requests: margins are those of the first tokens that differ."""
+    """The agreement of two greedy runs; margins are those of the first tokens that differ."""
 
     text: str
     margins: list

@@ -212,9 +212,6 @@ class HintedDrafter(Weightless):
                 is_wrong = torch.rand((), generator=self.generator) > self.rate
                 block[row, column] = (right + 1) % 60 if is_wrong else right
 
-    def absorb(self, features, view):
-        pass
-
 
 class AnyChunks(Chunks):
     """Changes its mind from step to step, as a clock might make it: sizes, turns and whose prompts."""

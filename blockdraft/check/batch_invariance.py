@@ -16,7 +16,7 @@ from torch import Tensor
 
 from blockdraft.cache.cache import Cache
 from blockdraft.cache.rows import Rows
-from blockdraft.cache.view import CacheView, View
+from blockdraft.cache.view import CacheView
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.request import SamplingParams
 from blockdraft.engine.trial_engine import max_tokens, serve, trial_engine
@@ -121,6 +121,3 @@ class _Replay(Weightless):
         block = self._token_ids[places]
         block[:, 0] = rows.anchor[rows.active]
         return block
-
-    def absorb(self, features: Tensor, view: View) -> None:
-        pass

@@ -47,11 +47,6 @@ class _Add:
     guide: Guide | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Abort:
-    request_id: str
-
-
 @dataclass(slots=True)
 class _Live:
     """The engine thread's side of a request."""
@@ -74,7 +69,7 @@ class EngineLoop:
         self._num_failures = 0
         self._may_prepare = False
         self._served_s = -QUIET_S  # when the last step ended
-        self._commands: SimpleQueue[_Add | _Abort | None] = SimpleQueue()  # None: close
+        self._commands: SimpleQueue[_Add | str | None] = SimpleQueue()  # str: abort it; None: close
         self._closing_lock = Lock()  # nothing may enter the queue behind the end: it would never be answered
         self._is_open = True
         self._compilers = ThreadPoolExecutor(2, "structured-outputs")  # its threads start with the first one
@@ -121,7 +116,7 @@ class EngineLoop:
         reply = self._compiling.get(request_id)
         if reply is not None:
             reply.cancel()  # what follows would reach the engine before the request does
-        self._send(_Abort(request_id))
+        self._send(request_id)
 
     def close(self) -> None:
         """Stop the thread after the step it is in; live requests end with EngineStopped.
@@ -135,7 +130,7 @@ class EngineLoop:
         if self._has_started.is_set():
             self._thread.join()
 
-    def _send(self, command: _Add | _Abort) -> bool:
+    def _send(self, command: _Add | str) -> bool:
         with self._closing_lock:
             if self._is_open:
                 self._commands.put(command)
@@ -175,9 +170,9 @@ class EngineLoop:
             if isinstance(command, _Add):
                 self._add(command)
             else:
-                self._drop(command.request_id)
+                self._drop(command)
 
-    def _next_command(self, *, is_idle: bool) -> _Add | _Abort | None:
+    def _next_command(self, *, is_idle: bool) -> _Add | str | None:
         """Return the next command. Raises Empty if there is something to step or to prepare."""
         if is_idle and not self._may_prepare:
             return self._commands.get()

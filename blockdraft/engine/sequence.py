@@ -122,7 +122,9 @@ class Sequence:
         num_protected = self.sampling.min_end - 1 - len(self.token_ids)  # tokens that may not end it
         text_ids, end = token_ids[:num_room], None
         if not self.end_ids.isdisjoint(text_ids):
-            end = self._find_end(text_ids, max(num_protected, 0))
+            first = max(num_protected, 0)
+            ends = (at for at, token in enumerate(text_ids[first:], first) if token in self.end_ids)
+            end = next(ends, None)
             text_ids = text_ids[:end]
         num_read = len(text_ids)
         if self.stream is not None:
@@ -136,11 +138,6 @@ class Sequence:
         if num_read == num_room:
             self.finish_reason = "length"
         return num_read
-
-    def _find_end(self, token_ids: tuple[int, ...], first: int) -> int | None:
-        """Return the index of the first end token from `first` on, or None."""
-        ends = (at for at, token in enumerate(token_ids[first:], first) if token in self.end_ids)
-        return next(ends, None)
 
     def _end_with(self, token: int) -> None:
         params = self.request.sampling

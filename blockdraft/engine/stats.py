@@ -189,7 +189,10 @@ class Stats:
             else:
                 num_kept = [len(delta.token_ids) for delta in deltas]
                 self._count_blocks(batch.width, [len(token_ids) for token_ids in committed], num_kept)
-                self._count_time(len(num_kept), num_plain)
+                if num_plain is None:
+                    self.num_untold += len(num_kept)
+                else:
+                    self.plain_blocks += len(num_kept) * num_plain
                 self._count_latencies(sequences)
                 self._count_ended(sequences, deltas)
                 num_tokens = sum(num_kept)
@@ -268,12 +271,6 @@ class Stats:
         ):
             self.drafted[position] += num_drafted
             self.accepted[position] += num_accepted
-
-    def _count_time(self, num_rows: int, num_plain: float | None) -> None:
-        if num_plain is None:
-            self.num_untold += num_rows
-        else:
-            self.plain_blocks += num_rows * num_plain
 
     def _count_latencies(self, sequences: Items[Sequence]) -> None:
         now_s = self._clock()

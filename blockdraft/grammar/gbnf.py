@@ -161,7 +161,8 @@ class _Body:
             self._rule.lines.setdefault(piece.text, piece.line)
             self._rule.pieces.append("")
         elif piece.kind == "text":
-            self._rule.pieces.append(json.dumps(_unescaped(piece), ensure_ascii=False))
+            text = _ESCAPE.sub(lambda found: _character(found, piece), piece.text[1:-1])
+            self._rule.pieces.append(json.dumps(text, ensure_ascii=False))
         else:
             self._rule.pieces.append("/(?s:.)/" if piece.kind == "mark" else _regex_of_set(piece))
 
@@ -220,10 +221,6 @@ def _times(piece: _Piece) -> str:
     if high is not None and high < low:
         raise _mistake(piece.line, f"{_shown(piece.text)} has a maximum below its minimum")
     return f"{{{low},{'' if high is None else high}}}"
-
-
-def _unescaped(piece: _Piece) -> str:
-    return _ESCAPE.sub(lambda found: _character(found, piece), piece.text[1:-1])
 
 
 def _character(found: re.Match[str], piece: _Piece) -> str:

@@ -46,6 +46,9 @@ class Weightless:
     def beside(self, target: Decoder) -> Self:
         return self
 
+    def absorb(self, features: Tensor, view: View) -> None:
+        """Remember nothing."""
+
 
 class NoDrafter(Weightless):
     """Plain decoding through the same step.
@@ -59,6 +62,3 @@ class NoDrafter(Weightless):
 
     def draft(self, rows: Rows, cache: Cache, view: CacheView, width: int) -> Tensor:
         return rows.anchor[rows.active][:, None].repeat(1, width)
-
-    def absorb(self, features: Tensor, view: View) -> None:
-        pass

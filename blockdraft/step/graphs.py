@@ -141,7 +141,7 @@ class StepGraphs:
         self.captures = captures
         self._graphs: dict[Place, StepGraph] = {}
         self._parts: dict[Place, CapturedParts] = {}
-        self._sizes: list[int] = []
+        self.sizes: list[int] = []  # numbers of rows that a graph may have
         self._widths: list[int] = []
         self.time = CaptureTime()
 
@@ -152,20 +152,15 @@ class StepGraphs:
 
         The largest goes first: the others fit into its memory.
         """
-        self._sizes, self._widths = sorted(sizes), sorted(widths)
+        self.sizes, self._widths = sorted(sizes), sorted(widths)
         wanted = self.places if now is None else [place for place in self.places if place in now]
         for place in reversed(wanted):
             self._graphs[place] = self._capture(*place)
 
     @property
-    def sizes(self) -> list[int]:
-        """Return the numbers of rows that a graph may have."""
-        return self._sizes
-
-    @property
     def places(self) -> list[Place]:
         """Return what may be captured, the smallest first."""
-        return [(rows, width) for width in self._widths for rows in self._sizes]
+        return [(rows, width) for width in self._widths for rows in self.sizes]
 
     def capture_next(self, likely: Iterable[Place]) -> bool:
         """Capture the first of these that is not captured yet. False: there is none."""
@@ -183,8 +178,8 @@ class StepGraphs:
 
     def size(self, num_rows: int, width: int) -> int | None:
         """Return the rows of the smallest graph with room for `num_rows`, or None."""
-        index = bisect_left(self._sizes, num_rows)
-        return self._sizes[index] if index < len(self._sizes) and width in self._widths else None
+        index = bisect_left(self.sizes, num_rows)
+        return self.sizes[index] if index < len(self.sizes) and width in self._widths else None
 
     def has(self, num_rows: int, width: int) -> bool:
         """Say if that graph is captured."""
@@ -214,7 +209,7 @@ class StepGraphs:
         if size is None:
             return None
         if (size, width) not in captured and not self.time.is_free:
-            larger = (one for one in self._sizes if size < one <= 2 * size and (one, width) in captured)
+            larger = (one for one in self.sizes if size < one <= 2 * size and (one, width) in captured)
             size = next(larger, size)
         if (size, width) not in captured:
             with self.time.counted():
@@ -235,4 +230,4 @@ class StepGraphs:
         return CapturedParts(num_rows, parts, (draft, forward, settle), packed)
 
     def __len__(self) -> int:
-        return len(self._sizes) * len(self._widths)
+        return len(self.sizes) * len(self._widths)

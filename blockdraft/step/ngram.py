@@ -9,7 +9,7 @@ from torch import Tensor
 
 from blockdraft.cache.cache import Cache
 from blockdraft.cache.rows import Rows
-from blockdraft.cache.view import CacheView, View
+from blockdraft.cache.view import CacheView
 from blockdraft.step.drafter import Weightless
 
 # How often draft i + 1 was accepted, in the mean of the sets of benchmarks/ngram.py: where a start begins.
@@ -30,9 +30,6 @@ class NgramDrafter(Weightless):
         block = rows.anchor[rows.active][:, None].repeat(1, width)
         recall(block, rows, view, self.least)
         return block
-
-    def absorb(self, features: Tensor, view: View) -> None:
-        pass
 
 
 def recall(block: Tensor, rows: Rows, view: CacheView, least: int) -> None:

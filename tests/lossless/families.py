@@ -124,9 +124,6 @@ class HintedDrafter(Weightless):
             block[row, first_wrong : first_wrong + 1] += 1
         block[:, 1:] %= self.vocab_size
 
-    def absorb(self, features, view):
-        pass
-
 
 def engine(pair, drafter="own", *, chunks=None, is_captured=False, **plan):
     """An engine on a pair of models and plan; `plan` overrides fields of the Plan.
