@@ -87,7 +87,7 @@ _ORACLE = []  # not empty while the oracle of `check_layers` computes
 
 
 def method(owner, name, before=None, after=None):
-    """The same for a method, or a function of a module, while the oracle does not compute."""
+    """Inject before and after a method, or a function of a module, while the oracle does not compute."""
 
     def inject(monkeypatch, one):
         right = getattr(owner, name)

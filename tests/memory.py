@@ -1,4 +1,4 @@
-"""How much memory reading a checkpoint takes, measured in a process of its own."""
+"""The memory that reading a checkpoint takes, measured in a process of its own."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ print((peak_kb() - before) // 1000)
 
 
 def peak_growth_mb(checkpoint_type: type, path: Path, *, tensor: str) -> int:
-    """How far the peak of resident memory grows while a tensor is read, 1000 rows at a time."""
+    """Return the growth of peak resident memory while a tensor is read, 1000 rows at a time."""
     if sys.platform != "linux":
         pytest.skip("the peak is read from /proc")
     script = _SCRIPT.format(module=checkpoint_type.__module__, name=checkpoint_type.__name__, tensor=tensor)

@@ -132,7 +132,7 @@ class Arrivals:
         return [times[0][0] - self.arrived[name] for name, times in self.token_times.items()]
 
     def per_token_s(self):
-        """Of each answer, without its first step."""
+        """Return each answer's mean, without its first step."""
         found = []
         for times in self.token_times.values():
             tokens = sum(count for _, count in times) - 1

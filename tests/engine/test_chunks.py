@@ -1,4 +1,4 @@
-"""How prompts share the machine with decoding: the rules one by one, then requests that arrive, simulated."""
+"""Prompts share the machine with decoding: the rules one by one, then simulated arrivals."""
 
 import random
 from types import SimpleNamespace
@@ -57,14 +57,6 @@ def test_a_chunk_that_takes_longer_than_it_should_is_followed_by_more_decode_ste
 
 def test_nothing_observed_means_the_least_chunk():
     assert Chunks(8192).take([1000], is_decoding=True) == [MIN_CHUNK]
-
-
-def test_prefill_and_decode_take_turns():
-    chunks = made()
-    assert chunks.is_due
-    for is_decoding in (True, False):
-        chunks.take([100], is_decoding=is_decoding)
-        assert num_decodes_owed(chunks) == 1
 
 
 # ---- whose

@@ -1,4 +1,4 @@
-"""What is still exact where layers compress: who holds it, and which prefixes can be gone on from."""
+"""Exact pages beside compressed layers: who holds them, and which prefixes can be continued."""
 
 import random
 
@@ -22,20 +22,15 @@ def exact_pages(num_pages=40):
     return ExactPages(num_pages=num_pages, first=2, page_size=PAGE, compressed_end_at=RULE.compressed_end_at)
 
 
-def answer(engine, prompt, **changes):
-    (answer,) = tiny.run(engine, [(prompt, GREEDY.__class__(**{**vars_of(GREEDY), **changes}))])
+def answer(engine, prompt):
+    (answer,) = tiny.run(engine, [(prompt, GREEDY)])
     return answer[0][0]
 
 
-def vars_of(params):
-    return {name: getattr(params, name) for name in ("temperature", "max_tokens", "ignore_eos")}
-
-
-def cached(engine, prompt, **changes):
-    """Tokens of the prompt that were found."""
-    request = engine.add(prompt, GREEDY.__class__(**{**vars_of(GREEDY), **changes}))
-    deltas = [delta for delta in tiny.drain(engine) if delta.request_id == request]
-    return deltas[-1].metrics.num_cached_tokens
+def cached(engine, prompt):
+    """Return how many tokens of the prompt were found."""
+    engine.add(prompt, GREEDY)
+    return tiny.drain(engine)[-1].metrics.num_cached_tokens
 
 
 # ---- the pages

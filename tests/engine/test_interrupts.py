@@ -61,7 +61,7 @@ def draws(count, number, seed=0):
 
 
 def interrupted(run, modules, at):
-    """Whether Ctrl-C came before `run` had ended."""
+    """Say if Ctrl-C came before `run` had ended."""
     try:
         with CtrlC(*modules, at=at):
             run()
@@ -159,7 +159,7 @@ def test_after_an_interrupt_anywhere_in_a_step_answers_are_right(kind):
 
 
 def is_recording():
-    """Whether this thread is still bound to a tape; numbers are read in a way that a tape forbids."""
+    """Say if this thread is still bound to a tape, which forbids `tolist`."""
     return recorder.tape is not None or _len_torch_dispatch_stack() > 0 or torch.ones(2).tolist() != [1, 1]
 
 

@@ -143,18 +143,14 @@ def alone(models, sampling, prompt=PROMPT):
     return deltas
 
 
-def test_a_stream_is_what_the_engine_gives_when_stepped_by_hand(models, loop):
-    sampling = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+@pytest.mark.parametrize("wishes", [{"temperature": 0.0}, {"n": 3, "seed": 5}], ids=str)
+def test_a_stream_is_what_the_engine_gives_when_stepped_by_hand(models, loop, wishes):
+    sampling = SamplingParams(max_tokens=20, ignore_eos=True, **wishes)
     deltas, expected = asyncio.run(collect(loop, sampling)), alone(models, sampling)
-    assert [(d.text, d.token_ids) for d in deltas] == [(d.text, d.token_ids) for d in expected]
-    assert deltas[-1].finish_reason == "length"
-    assert deltas[-1].metrics.num_tokens == 40
-
-
-def test_all_choices_arrive_and_then_the_stream_ends(models, loop):
-    sampling = SamplingParams(n=3, seed=5, max_tokens=20, ignore_eos=True)
-    deltas, expected = asyncio.run(collect(loop, sampling)), alone(models, sampling)
-    assert [ids_of(deltas, i) for i in range(3)] == [ids_of(expected, i) for i in range(3)]
+    for index in range(sampling.n):
+        mine, theirs = ([d for d in one if d.index == index] for one in (deltas, expected))
+        assert [(d.text, d.token_ids) for d in mine] == [(d.text, d.token_ids) for d in theirs]
+        assert (mine[-1].finish_reason, mine[-1].metrics.num_tokens) == ("length", 20)
 
 
 def test_a_step_wakes_the_event_loop_once_for_all_its_deltas(engine, loop, monkeypatch):

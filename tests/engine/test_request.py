@@ -1,4 +1,4 @@
-"""What a user asks: mistyped names, and limits that a request runs into."""
+"""Sampling parameters: mistyped names, pickling, and limits that a request runs into."""
 
 import pickle
 from dataclasses import replace

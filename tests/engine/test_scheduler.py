@@ -136,15 +136,6 @@ def test_chunks_and_decode_steps_take_turns():
     assert [bench.step().kind for _ in range(6)] == ["decode", "prefill"] * 3
 
 
-def test_a_short_prompt_does_not_wait_for_a_long_one_that_goes_on_all_the_same():
-    bench = Bench(chunk=8)
-    bench.add(100)
-    bench.add(5)
-    batch = bench.step()
-    assert dict(zip(names(batch), batch.counts, strict=True)) == {"r1": 4, "r2": 4}
-    assert bench.scheduler.running[1].is_decoding
-
-
 # ---- decode
 
 

@@ -1,4 +1,4 @@
-"""Where an answer ends: blocks of tokens against the rules spelled out for one token at a time."""
+"""The end of an answer: blocks of tokens against the rules spelled out for one token at a time."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def one_by_one(params: SamplingParams, end_ids: frozenset[int], token_ids: list[
 LETTERS = tokenizer().encode("abc\u20ac")
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(data=st.data())
 def test_an_answer_ends_inside_a_block_where_its_tokens_one_by_one_would(data: st.DataObject):
     token_ids = data.draw(st.lists(st.sampled_from(LETTERS), min_size=1, max_size=24))

@@ -229,7 +229,7 @@ def check_speed(cost, rows, answer, num_seeds):
     ),
 )
 def test_it_is_nearly_as_fast_as_the_best_width(cost, answer):
-    """Which nobody knows before; also where drafts turn good or bad on the way."""
+    """The best width is not known before; drafts may turn good or bad on the way."""
     check_speed(cost, 4, answer, num_seeds=1)
 
 
@@ -254,19 +254,19 @@ def test_it_is_so_while_answers_come_and_go(cost):
 
 
 def disturbed(draw, num_steps):
-    """How many times as long each step takes: calm and busy spells, and single steps that wait for a core."""
+    """Return a factor on each step's time: calm and busy spells, and single steps that wait for a core."""
     spells = np.repeat(draw.choice([1.0, 1.0, 2.0, 5.0], num_steps // 40 + 1), 40)[:num_steps]
     return spells * np.where(draw.random(num_steps) < 0.2, draw.uniform(1, 4, num_steps), 1.0)
 
 
 def gain(controller):
-    """Of the width that was chosen last, against plain steps; None: not known."""
+    """Return the speedup of the last chosen width over plain steps; None: not known."""
     num_plain = controller.costs.num_plain(1, controller.last.width)
     return None if num_plain is None else controller.last.tokens / num_plain
 
 
 def run_busy(seed, *, chance, cost=two_cores, is_sure=True, num_steps=2000):
-    """Of each step: its width, what is known of its gain, and the tokens that were expected of it."""
+    """Return the width, the known gain and the expected tokens of each step."""
     draw = np.random.default_rng(seed)
     places = [(1, width) for width in (1, 2, 3, 4, 6, 8)]
     factors = [1 + 0.1 * draw.random() if is_sure else disturbed(draw, 81)[::40].min() for _ in places]
@@ -436,7 +436,7 @@ def test_a_width_that_was_asked_for_stays(llm, widths):
 
 @pytest.fixture
 def seconds(monkeypatch):
-    """What the scheduler hears of each decode step."""
+    """The seconds that the scheduler is told of each decode step."""
     heard, commit = [], Scheduler.commit
 
     def listening(scheduler, batch, outcome, seconds=None):

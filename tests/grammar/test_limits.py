@@ -45,7 +45,7 @@ def accepts(text, **output):
 
 
 def seconds_of(work):
-    """Of this thread's own time: how long it holds the interpreter's lock at most."""
+    """Return this thread's CPU seconds: it holds the interpreter's lock no longer."""
     begin = time.thread_time()
     work()
     return time.thread_time() - begin
@@ -81,6 +81,8 @@ DEEP = functools.reduce(lambda inner, _: {"type": "array", "items": inner}, rang
         ({"json_object": True, "whitespace_pattern": "[^a]"}, "more than white space"),
         ({"json_object": True, "whitespace_pattern": " ]"}, "more than white space"),
         ({"regex": "a", "whitespace_pattern": " "}, "works with json"),
+        ({}, "exactly one of"),
+        ({"regex": "a", "json_object": True}, "exactly one of"),
     ],
     ids=itertools.count(),
 )
@@ -184,7 +186,7 @@ def test_an_answer_ends_where_its_output_forces_too_much():
 
 @functools.cache
 def large_vocabulary():
-    """Of bytes and all words of two and three letters; and the number of "aaa"."""
+    """Return a vocabulary of bytes and all words of two and three letters, and the id of "aaa"."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     letters = string.ascii_lowercase
     words = ["".join(word) for size in (2, 3) for word in itertools.product(letters, repeat=size)]
@@ -458,6 +460,6 @@ def test_a_special_token_in_a_json_output_is_text():
 
 
 def test_an_answer_may_be_the_text_of_a_special_token():
-    """Of the tiny pair's tokens, which cannot spell it: it is refused, and no empty answer comes."""
+    """The tiny pair's tokens cannot spell it: it is refused instead of an empty answer."""
     with pytest.raises(RequestError, match="nothing can match it"):
         matcher(choice=["<eos>"])

@@ -1,5 +1,7 @@
 """At temperature 1 the engine samples the target's own distribution, and drafts share its noise."""
 
+import functools
+
 import numpy as np
 import pytest
 import torch
@@ -48,17 +50,24 @@ def exact_pairs():
     return joint.numpy()
 
 
-@pytest.mark.parametrize("drafter", slow_but(["none", "trained", "random"], "trained"))
-def test_pairs_of_tokens_follow_the_exact_distribution(drafter):
-    joint = exact_pairs()
+@functools.cache
+def served(drafter):
+    """Serve NUM_SAMPLES answers of two tokens; return their tokens and numbers of steps."""
     engine = tiny.engine(drafter, width=4, max_num_seqs=64, max_queue=10**6, num_pages=4000)
     for seed in range(NUM_SAMPLES):
         engine.add(PROMPT, SamplingParams(temperature=1.0, max_tokens=2, seed=seed, ignore_eos=True))
-    counts = np.zeros((64, 64))
-    tokens = {}
+    tokens, steps = {}, []
     for delta in tiny.drain(engine):
         tokens.setdefault(delta.request_id, []).extend(delta.token_ids)
-    for first, second in tokens.values():
+        steps += [] if delta.metrics is None else [delta.metrics.steps]
+    return list(tokens.values()), steps
+
+
+@pytest.mark.parametrize("drafter", slow_but(["none", "trained", "random"], "trained"))
+def test_pairs_of_tokens_follow_the_exact_distribution(drafter):
+    joint = exact_pairs()
+    counts = np.zeros((64, 64))
+    for first, second in served(drafter)[0]:
         counts[first, second] += 1
     expected = joint * NUM_SAMPLES
     is_common = expected >= 5
@@ -70,7 +79,7 @@ def test_pairs_of_tokens_follow_the_exact_distribution(drafter):
 
 @torch.inference_mode()
 def exact_acceptance(drafter):
-    """How often the first draft is right: with one noise for both, with independent noise, and at best.
+    """Return the first draft's acceptance: with shared noise, with independent noise, and at best.
 
     Of two distributions with one Gumbel noise both choose x with a chance of 1 / sum_y max(p_y/p_x, q_y/q_x).
     """
@@ -86,10 +95,7 @@ def exact_acceptance(drafter):
 def test_drafts_are_accepted_as_often_as_one_noise_for_both_allows(drafter):
     shared, independent, best = exact_acceptance(drafter)
     assert independent < shared < best
-    engine = tiny.engine(drafter, width=2, max_num_seqs=64, max_queue=10**6, num_pages=4000)
-    for seed in range(NUM_SAMPLES):
-        engine.add(PROMPT, SamplingParams(temperature=1.0, max_tokens=2, seed=seed, ignore_eos=True))
-    steps = [delta.metrics.steps for delta in tiny.drain(engine) if delta.metrics is not None]
+    _, steps = served(drafter)
     found, error = steps.count(1) / NUM_SAMPLES, (shared * (1 - shared) / NUM_SAMPLES) ** 0.5
     assert len(steps) == NUM_SAMPLES
     assert abs(found - shared) < 3.5 * error

@@ -27,7 +27,7 @@ def drafter(dtype, windows=(None, None), is_causal=(True, True), from_anchor=Fal
 
 
 def whole_block(narrow):
-    """The same drafter, told that its columns may read each other."""
+    """Return the same drafter, told that its columns may read each other."""
     wide = DFlashDrafter(narrow.model, narrow.target)
     wide.is_causal = False
     return wide

@@ -106,7 +106,7 @@ class Layer:
 
 
 def is_same(mine, theirs):
-    """The same bits, NaN included."""
+    """Say if all tensors have the same bits, NaN included."""
     return all(
         torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
         for a, b in zip(mine, theirs, strict=True)

@@ -26,13 +26,8 @@ from tests.stepping import HOST, SCENES, KernelByKernel
     ("max_num_seqs", "sizes"),
     [
         (1, [1]),
-        (2, [1, 2]),
-        (3, [1, 2, 3]),
-        (8, [1, 2, 4, 8]),
         (9, [1, 2, 4, 8, 9]),
-        (16, [1, 2, 4, 8, 16]),
         (17, [1, 2, 4, 8, 16, 17]),
-        (64, [1, 2, 4, 8, 16, 24, 32, 48, 64]),
         (100, [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 100]),
     ],
 )
@@ -62,13 +57,6 @@ def test_find_takes_the_smallest_graph_with_room():
     assert len(found) == 6
     assert [found.find(rows, 8).num_rows for rows in range(1, 9)] == [1, 4, 4, 4, 8, 8, 8, 8]
     assert found.find(3, 1) is not found.find(3, 8)
-
-
-def test_find_knows_what_was_not_captured():
-    found = graphs([1, 4], [8])
-    assert found.find(5, 8) is None
-    assert found.find(2, 4) is None
-    assert graphs([], []).find(1, 8) is None
 
 
 class Watched(KernelByKernel):
