@@ -1,7 +1,7 @@
 """Computes intervals by a bootstrap over prompts.
 
-Turns and tokens are not resampled alone: the turns of one conversation and the repetitions of one prompt
-are correlated, and the interval would be too narrow.
+Whole prompts are resampled, not turns or tokens: those of one prompt are correlated, and resampling them
+separately would make the interval too narrow.
 """
 
 from __future__ import annotations

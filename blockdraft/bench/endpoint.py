@@ -268,7 +268,7 @@ def _text(parent: Json, key: str) -> str | None:
 
 
 async def _own_switches(ask: _Asker) -> Switches:
-    """Return the fields that the server's own description lists: one that does not know a salt refuses it."""
+    """Return the fields in the server's own description; servers refuse a salt that they do not know."""
     openapi = (await ask.find("/openapi.json")).json()
     found = inside(openapi, "components", "schemas", "ChatRequest", "properties")
     names = found if isinstance(found, dict) else {}
@@ -279,7 +279,7 @@ async def _own_switches(ask: _Asker) -> Switches:
 
 
 async def _engine_info(ask: _Asker) -> Json:
-    """Return the facts about the engine that the live page gets: the first event of an endless stream."""
+    """Return the engine's facts: the first event of the endless stream that feeds the live page."""
     try:
         async with asyncio.timeout(PROBE_TIMEOUT_S), ask.session.get(ask.root + "/events") as response:
             if response.status != 200:

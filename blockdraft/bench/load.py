@@ -62,14 +62,14 @@ async def send_block(
 
 
 def in_order(asks: Sequence[Ask]) -> list[int]:
-    """Return the numbers of the asks as they are to be sent: as they come, or by their times."""
+    """Return the indexes of the asks in sending order: as listed, or by their planned times."""
     return sorted(range(len(asks)), key=lambda number: asks[number].at_s or 0.0)
 
 
 async def send(
     client: Client, ledger: Ledger, load: OfferedLoad, numbers: Iterator[int], stop: asyncio.Event
 ) -> None:
-    """Send the asks `numbers`, each at its time, and record the answers; until `stop` is set."""
+    """Send the conversations with these indexes, each at its time, and record answers until `stop` is set."""
     before_s = time.process_time()
     client.num_refused = 0  # of an earlier block: the server may be back
     work = asyncio.ensure_future(

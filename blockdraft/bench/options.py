@@ -130,7 +130,7 @@ class Options:
 
     @property
     def arms_in_turn(self) -> tuple[Arm, ...]:
-        """Return the arms that get a server each, one after the other; none: one server answers all."""
+        """Return the arms that get their own server, one after the other; empty if one server answers all."""
         return cast("tuple[Arm, ...]", tuple(self.arms.split(","))) if self.arms else ()
 
     @property
@@ -181,7 +181,7 @@ class Options:
         )
 
     def _max_tokens(self, workloads: Sequence[str]) -> tuple[int, dict[str, int]]:
-        """Return the limit of answers, and that of workloads which have another one."""
+        """Return the default limit of answers, and the limits of workloads that have their own."""
         given = self.preset.max_tokens
         limit, limits = (given, {}) if isinstance(given, int) else (Preset().max_tokens, dict(given))
         assert isinstance(limit, int)

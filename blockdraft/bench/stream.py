@@ -58,7 +58,7 @@ class StreamReader:
                 self._learn(event)
 
     def _take_alike(self, event: bytes, kept: list[str], around: Surroundings) -> bool:
-        """Take a chunk that differs from an earlier one by its text alone; return whether it does."""
+        """Return whether a chunk differs from an earlier one only in its text; if so, take it."""
         text = around.text_in(event)
         if not text:
             return False
@@ -196,7 +196,7 @@ class Surroundings:
 
 
 def surroundings(event: str, name: str) -> Surroundings | None:
-    """Return what surrounds the text of `choices[0]`, or of its delta, in the field `name`; None: unclear."""
+    """Return what surrounds the text in field `name` of `choices[0]` or its delta; None if unclear."""
     found = event.find(f'"{name}"')
     start = event.find('"', found + len(name) + 2)
     if found < 0 or start < 0 or event[found + len(name) + 2 : start].strip() != ":":

@@ -66,12 +66,12 @@ class Needles:
 
     @property
     def share(self) -> float | None:
-        """Return the share found, of those that exact ones find; None: too few to say."""
+        """Return the share of needles found, among those that exact keys find; None if too few."""
         return None if self.num_exact < MIN_NEEDLES else self.num_found / self.num_exact
 
 
 def verdict_of(loss: Loss, needles: Needles | None) -> Verdict:
-    """Return the worst verdict of any number. A perplexity counts only beyond its error."""
+    """Return the worst verdict of all measures. A change of perplexity counts only beyond its error."""
     share = None if needles is None else needles.share
     sure = NUM_SURE * loss.error_percent
 
@@ -87,7 +87,7 @@ def verdict_of(loss: Loss, needles: Needles | None) -> Verdict:
 
 
 def sentence(name: str, loss: Loss, needles: Needles | None, verdict: Verdict, instead: str | None) -> str:
-    """Return the results and the advice; `instead` is the smallest format that may be used."""
+    """Return a text with results and advice; `instead` is the smallest format that is good enough."""
     found = [
         f"{loss.same_percent:.1f} % same likeliest token",
         f"{loss.perplexity_percent:+.1f} % perplexity (±{loss.error_percent:.1f})",

@@ -4,8 +4,8 @@ A Hugging Face folder (also one that a hub id resolves to) and a GGUF file imple
 Hugging Face's names, shapes and configuration keys, so no other module depends on the file format. Nothing
 is ever unpickled or executed.
 
-Files are read, not mapped: mapped pages count as memory of the process, and a model that fits only once
-must not be held twice while it loads. For the same reason a tensor can be read in slices of rows.
+Files are read, not mapped: mapped pages count as memory of the process, and a large model would be in memory
+twice while it loads. For this reason tensors can also be read in slices of rows.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Answer prompts (yours, or those of `blockdraft bench`) with the drafter and report the tokens committed per
 step, by category and position in the block. Then try one change at a time (taps, causality, mask token,
-embedding scale, chat template, quantisation) and report which of them help, or whether more training would.
+embedding scale, chat template, quantisation) and report which changes help, or whether more training is needed.
 The exit code is 0 if the drafter fits, and 1 if it commits fewer than 1.2 tokens per step.
 """
 
@@ -21,7 +21,7 @@ from blockdraft.settings.settings import DTYPES, QUANTIZATIONS
 if TYPE_CHECKING:
     from blockdraft.training.fit_report import FitReport
 
-SUMMARY = "test how well a drafter predicts a target on a workload, and why not better"
+SUMMARY = "test how well a drafter predicts a target on a workload, and find what holds it back"
 USAGE = "blockdraft fit [TARGET] [DRAFTER] [flags]"
 EXIT_DOES_NOT_FIT = 1
 SHOWN_POSITIONS = 15

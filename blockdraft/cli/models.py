@@ -29,7 +29,7 @@ WIDTH = 110
 _COLUMNS = ("drafter", "layout", "block", "layers", f"{'GB':>5}")
 FLAGS = """
 --known: also list all known families and pairs
---json: print one JSON object of both lists instead of text
+--json: print both lists as one JSON object instead of text
 --yes: with rm: do not ask
 """
 

@@ -326,7 +326,7 @@ def draw(column: Column, best: Value, line: Value, until: Int, seed: Int, positi
 
 
 def least_word(top: Value, most: Value) -> Value:
-    """Return the least u * 2**23 whose noise can lift a score of `top` to `most`, minus a rounding margin.
+    """Return the least u * 2**23 whose noise can raise score `top` to `most`, minus a rounding margin.
 
     u < 1 - y has less noise than -log(y).
     """
