@@ -1,4 +1,4 @@
-"""LLM: the blocking Python API over one Engine. Threads may share one: their requests join its batch."""
+"""LLM: the blocking Python API over one Engine. Threads may share an LLM: their requests run in one batch."""
 
 from __future__ import annotations
 
@@ -70,11 +70,11 @@ class Result:
 
 
 class LLM:
-    """A target and its drafter (None or "none": without), ready to answer.
+    """A target with its drafter, ready to answer. `draft` may be None or "none".
 
     Keyword arguments are settings (docs/settings.md); names of vLLM are understood (settings/known_names.py).
-    `report` hears of progress, `warn` of what a user must see; without `warn` that becomes a warning of
-    Python's.
+    `report` is called with lines of progress and `warn` with warnings for the user. Without `warn`, Python's
+    `warnings` get them.
     """
 
     def __init__(

@@ -4,7 +4,8 @@ A row says its conversation in one of these ways:
     {"messages": [{"role": "user", "content": "..."}, ...]}   several user messages: successive turns
     {"turns": ["...", ...]}
     {"prompt": "..."}, {"question": "..."} or {"text": "..."}
-and may carry "id", "category" and "system". The model writes the assistant turns, so assistant turns in a file are left out.
+and may carry "id", "category" and "system". The model writes the assistant turns, so those
+in a file are left out.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ class DraftCounts:
     accepted: tuple[int, ...]
 
     def right(self, first: int, last: int) -> float | None:
-        """Return the share of right drafts among those reached, at positions `first` to `last` (from 1), or None."""
+        """Return the share of right drafts at positions `first` to `last` (from 1); None if too few."""
         reached = sum(self.reached[first - 1 : last])
         return sum(self.accepted[first - 1 : last]) / reached if reached >= MIN_REACHED else None
 

@@ -49,7 +49,7 @@ class ChatPiece:
 
 
 class Answerer(Protocol):
-    """Answers a chat. After a BlockdraftError, or a KeyboardInterrupt by Ctrl-C, it can answer the next question."""
+    """Answers a chat. After a BlockdraftError or Ctrl-C it can answer the next question."""
 
     @property
     def name(self) -> str: ...

@@ -1,6 +1,6 @@
 """Answer prompts (yours, or those of `blockdraft bench`) with the drafter and report the tokens committed per
 step, by category and position in the block. Then try one change at a time (taps, causality, mask token,
-embedding scale, chat template, quantisation) and report which changes help, or whether more training is needed.
+embedding scale, chat template, quantisation) and report which ones help, or that more training is needed.
 The exit code is 0 if the drafter fits, and 1 if it commits fewer than 1.2 tokens per step.
 """
 

@@ -108,7 +108,7 @@ def _remove(names: Sequence[str], *, is_agreed: bool) -> int:
 
 def _agrees(question: str) -> bool:
     if not sys.stdin.isatty():
-        raise SettingsError("stdin is no terminal, so nobody can confirm: add --yes.")
+        raise SettingsError("stdin is not a terminal, so nobody can confirm: add --yes.")
     print(question, end="", file=sys.stderr, flush=True)
     try:
         return input().strip().casefold() in ("y", "yes")

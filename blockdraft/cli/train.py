@@ -41,7 +41,7 @@ ANSWER_FLAGS = """
 --max-answer N: longest answer in tokens (default: 400, or half of --length)
 --max-repeat N: cut an answer that repeats its last N tokens; 0: never (default: 64)
 --sampled X: share of the answers that are sampled at --temperature (default: 0, all greedy)
---temperature X[,X]: temperature of sampled answers; given two, each answer gets one between them (default: 0.7)
+--temperature X[,X]: of sampled answers; if two are given, each answer gets one between them (default: 0.7)
 --top-p X: as in `blockdraft generate`, for sampled answers (default: 0.95)
 --rows N: answers generated at once (default: 2048, CPU: 16)
 --length N: longest prompt and answer together, in tokens (default: 1024)

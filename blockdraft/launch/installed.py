@@ -1,4 +1,4 @@
-"""Finds another engine in an environment of its own, before anything is started."""
+"""Finds another engine in its own Python environment, before anything is started."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Installed:
 
 
 def find_engine(engine: str, python: str | None = None) -> Installed:
-    """Look in the environment of `python`; without one, on PATH and then beside us. Raises SettingsError."""
+    """Look in `python`'s environment; without `python` on PATH, then in ours. Raises SettingsError."""
     if python is not None:
         path = shutil.which(str(Path(python).expanduser()))
         if path is None:

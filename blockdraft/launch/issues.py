@@ -1,7 +1,7 @@
 """Known issues: bad combinations that an engine accepts, or fails on late.
 
 issues.toml lists them: conditions, symptom, way out, and the thread where it was found. A condition on an
-unknown fact (no card, no config.json) does not hold: we do not guess, and refuse nothing that may be good.
+unknown fact (no card, no config.json) does not hold, so nothing is refused by a guess.
 """
 
 from __future__ import annotations

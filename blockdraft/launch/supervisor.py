@@ -1,6 +1,6 @@
 """Starts another engine, watches it, warms it up, checks it, and ends it with us.
 
-The proxy in front of it asks here for whatever clients and the live page see of the engine.
+The proxy gets the engine's state for clients and the live page from here.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ output_log = logging.getLogger("blockdraft.engine")
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """An engine to start: the command on this machine, and what must be true of it afterwards."""
+    """An engine to start: the command on this machine, and the checks after its start."""
 
     command: Command
     argv: tuple[str, ...]  # the command's, with the program's path

@@ -1,7 +1,7 @@
 """The table of known graphics cards (cards.toml): memory, bandwidth, capability.
 
-Plans for other machines, recipes and estimates take their numbers from here. What the driver says about
-a card that is present takes precedence (`machine`).
+Plans for other machines, recipes and estimates take their numbers from here. For a card in this machine, the
+driver's facts take precedence (`machine`).
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ ARM_CPUS = {
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One card. A unified card's memory is the machine's: free is what the kernel calls available."""
+    """One card. A unified card uses the machine's memory; its free memory is what Linux calls available."""
 
     name: str
     capability: Capability  # (0, 0): neither the driver nor our table knows
@@ -84,7 +84,7 @@ class Machine:
 
 
 def external_memory_share(asked: float, machine: Machine | None) -> float:
-    """Return the share of a card's memory for vLLM and SGLang; less than the default if it is unified."""
+    """Return the share of a card's memory for vLLM and SGLang; below the default if memory is unified."""
     default = DEFAULTS["gpu_memory_utilization"]
     return EXTERNAL_MEMORY_SHARE if asked == default and machine is not None and machine.is_unified else asked
 

@@ -111,7 +111,7 @@ def holders(
 ) -> tuple[Holder, ...]:
     """Return the processes that use card `index` of the visible ones, the largest first; never raises.
 
-    None are found where the driver does not tell, as from inside many containers.
+    The list is empty if the driver does not tell, as in many containers.
     """
     found: dict[int, Holder] = {}
     with contextlib.suppress(_NoAnswer), _opened(load) as nvml:

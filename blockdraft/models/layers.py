@@ -52,7 +52,7 @@ class Linear(KernelModule):
 
 
 class PlainLinear(Linear):
-    """A Linear whose weight is never quantised: a small one that decides something, such as a router."""
+    """A Linear whose weight is never quantised, for small layers that make choices, such as routers."""
 
 
 class Embedding(KernelModule):

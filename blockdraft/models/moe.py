@@ -141,7 +141,7 @@ class MoE(KernelModule):
         return self.experts(h, choice, shared, x)  # type: ignore[no-any-return]
 
     def scores(self, x: Tensor, norm: RMSNorm) -> Tensor:
-        """Return the router's logits [N, X] in `forward`."""
+        """Return the router's logits [N, X], as `forward` uses them."""
         return self.router(norm(x))[:, : self.num_experts]  # type: ignore[no-any-return]
 
 

@@ -35,7 +35,7 @@ class Advice:
 
 @dataclass(frozen=True, slots=True)
 class Fix:
-    """A change that makes what was asked for fit."""
+    """A change that makes the requested setup fit."""
 
     flags: str
     result: str
@@ -157,7 +157,7 @@ def _fleet(case: Case) -> Advice | None:
 
 
 def _what_it_takes(who: str, case: Case, rows: int, context: int) -> Advice | None:
-    """Say what would serve so many; None: nothing does, and nothing fits as it is."""
+    """Say what would serve so many users; None if nothing would and the present setup does not fit."""
     fit = _tried(case)
     count = 0 if fit is None else fit.sequences(context)
     asked = f"--max-num-seqs {rows} --max-model-len {context}"

@@ -1,11 +1,11 @@
 """Estimates the seconds of a step and the tokens a second of answers from bandwidth and shapes.
 
 A decode step reads every weight once (of experts, those that its tokens choose), and the keys and values of
-its rows; it also launches kernels, and wide batches are bound by arithmetic. Kernels of a small model take a
-kernel's least time, which grows with the tokens. The constants say how well our engine does each, as measured
-with Qwen3-8B and SmolLM2-135M on an H200 (benchmarks/results: gpu, draft-heads, governor, rehearsal).
-tests/planner/test_estimate.py compares: single steps within 15 %, steps of other days and answers over HTTP
-within 25 %. Other cards and engines are assumed to do as well.
+its rows; it also launches kernels, and wide batches are bound by arithmetic. In a small model, each kernel
+takes its minimum time, which grows with the number of tokens. The constants say how well our engine does
+each, as measured with Qwen3-8B and SmolLM2-135M on an H200 (benchmarks/results: gpu, draft-heads, governor,
+rehearsal). tests/planner/test_estimate.py compares: single steps within 15 %, steps of other days and answers
+over HTTP within 25 %. Other cards and engines are assumed to do as well.
 
 An answer over HTTP also waits for its first token, and for the process that sends every row's tokens to its
 client; many rows of a small model keep that process busier than the card.

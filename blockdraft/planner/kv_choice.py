@@ -22,7 +22,7 @@ TAIL_SHARE = 4  # of the rows: for every so many, one more window is kept of pre
 
 @dataclass(frozen=True, slots=True)
 class KvRequest:
-    """The settings of the same names."""
+    """The settings of these names, as the user gave them."""
 
     kv_dtype: str
     draft_kv_dtype: str

@@ -123,11 +123,11 @@ def machine_of(card: Card) -> Machine:
 
 
 def fit_native(case: Case) -> Fit:
-    """Fit as start/memory.py does; `problem` says what it would refuse. Raises SettingsError, ModelError."""
+    """Fit as start/memory.py does; `problem` is why a start would fail. Raises SettingsError, ModelError."""
     machine = case.machine
     if case.pair.config is None:
         name = case.pair.target.shape.name
-        raise ModelError(f"'{name}' is not computed by our engine: use --engine vllm.")
+        raise ModelError(f"our engine does not support '{name}': use --engine vllm.")
     if not case.is_cpu and not machine.gpu_bytes:
         device = case.settings.device
         raise SettingsError(f"device = {device}, but there is no GPU here: name one with --card.")

@@ -97,7 +97,7 @@ def _caches(pair: Pair, fit: Fit) -> dict[str, tuple[Kind, ...]]:
 def _speeds(case: Case, fit: Fit) -> tuple[tuple[int, Speed], ...]:
     """Estimate for one user, and for as many as were asked for or 16, at a usual context.
 
-    Our engine chooses the widths that pay; others keep the one they were started with.
+    Our engine chooses the fastest width; other engines keep the width they were started with.
     """
     context = min(TYPICAL_CONTEXT, fit.max_model_len)
     _, asked = wanted(case)

@@ -1,7 +1,7 @@
 """The one place where "auto" becomes a value, and where settings are changed.
 
 `resolve` is a pure function of settings, machine and models: it returns a Plan with the reason of each value
-and refuses whatever cannot work. What only a start can measure becomes another plan.
+and refuses whatever cannot work. When a start has measured more, it makes another plan.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ def with_drafter(
 ) -> Settings:
     """Return the settings with a drafter by name, or "none".
 
-    `on_card`: our engine drafts on a card, where "auto" is the DFlash2 head, which gains by its late drafts.
+    `on_card`: our engine drafts on a card, where "auto" is the DFlash2 head, because its later drafts are
+    better.
     """
     takes_head = on_card and settings.load_format != "dummy"  # random convolutions would not be left out
     draft = named_drafter(settings.model, settings.draft, report, takes_head=takes_head)
@@ -86,7 +87,7 @@ def named_drafter(
 ) -> str | None:
     """Return the drafter that `asked` means: "auto" and "dflash2" become the folder of one that ships.
 
-    `report` hears of a drafter that should be here but is not. Raises SettingsError for a head that is not.
+    `report` is told if the shipped drafter is missing. Raises SettingsError if the DFlash2 head is missing.
     """
     if asked not in ("auto", DFLASH2):
         return asked
@@ -226,7 +227,7 @@ class _Resolver:
         )
 
     def _explain_devices(self) -> None:
-        """Give the reasons for drafter, device and share of a card, which are resolved before the plan."""
+        """Give the reasons for drafter, device and memory share, which are resolved before the plan."""
         self.take("draft", "", "it was made for the model" if self.draft else "none is known for it")
         why, error = "the driver finds no GPU", self.machine.gpu_error
         if error is not None:
@@ -348,9 +349,8 @@ class _Resolver:
         return GPU_ROWS[-1], "the least on a GPU: logits and states of more would take too much of its memory"
 
     def _cache_bytes(self, weight_bytes: int, contexts: int) -> int:
-        """Return what the cache may take: as asked, or the room there is; on a CPU two full `contexts`.
-
-        start/memory.py measures a GPU's room once the weights are loaded.
+        """Return the cache's bytes: as asked, or what is free; on a CPU two full `contexts`. On a GPU
+        start/memory.py measures the free memory once the weights are loaded.
         """
         settings, machine = self.settings, self.machine
         if settings.cache_bytes != "auto":
@@ -369,7 +369,7 @@ class _Resolver:
         return room
 
     def _cache(self, room: int, max_num_seqs: int, block: int) -> tuple[int, int]:
-        """Return context and pages: at most for every row, in room for so many tokens."""
+        """Return context and number of pages: enough for all rows, at most `room` tokens."""
         beside = 2 * block + self.settings.page_size  # scratch, and a page that is only begun
         max_model_len = self._max_context(room - beside)
         wanted = max_num_seqs * (max_model_len + beside)

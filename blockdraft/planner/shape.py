@@ -61,7 +61,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Layers of one model that remember in the same way."""
+    """Layers of one model with the same kind of cache."""
 
     name: str  # "full", "sliding", "recurrent", "latent", "shared", or how it is compressed
     num_layers: int

@@ -26,7 +26,7 @@ NUM_TOP = 2  # likeliest tokens that are asked for: enough to see how close a ti
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """One way to put a question; without arguments: whole, one choice, with drafts, with a new salt."""
+    """One form of a request. By default: not streamed, one choice, with drafts, with a new salt."""
 
     has_drafts: bool = True
     is_streamed: bool = False

@@ -1,7 +1,7 @@
 """Asks a server every question in every way, and compares the answers with the baseline's.
 
-The baseline asks each question alone: one request at a time, whole, with drafts off where the server can
-switch them, and with a salt of its own, so that no prefix is found.
+The baseline asks each question alone: one request at a time, not streamed, with drafts off if the server can
+switch them off, and with its own salt, so that no prefix is reused.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Names of settings in vLLM, SGLang, llama.cpp and Ollama, and ours for them.
+"""Names of settings in vLLM, SGLang, llama.cpp and Ollama, with our names for them.
 
-One table for the command line and for `LLM(...)`. A name with the same meaning is accepted with a note; for
-others an error says what to use. Names that equal ours (`--gpu-memory-utilization`) are not listed.
+One table for the command line and for `LLM(...)`. A name with the same meaning as ours is accepted with a
+note; for others an error says what to use. Names that equal ours (`--gpu-memory-utilization`) are not listed.
 """
 
 from __future__ import annotations

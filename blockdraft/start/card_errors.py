@@ -1,4 +1,4 @@
-"""A card that cannot be had, or not all of it: what happened, who holds it and what to do, in one line."""
+"""Errors of a card that is not available or has too little memory: cause, users and advice in one line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ OUT_OF_MEMORY = ("out of memory", "cublas_status_alloc_failed", "cudnn_status_al
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Return whether the card had too little memory: torch raises a class of its own, others words."""
+    """Return whether the card had too little memory: torch has a class for it, others only a message."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
     text = str(error).lower()
@@ -63,7 +63,7 @@ def unused_gpu() -> str | None:
 
 
 def unusable(name: str, error: Exception) -> BlockdraftError:
-    """Make the error for device `name`, with which torch could not begin."""
+    """Make the error for device `name`, which torch could not use."""
     line, text = first_line(error), str(error).lower()
     if not name.startswith("cuda"):
         return ModelError(f"device '{name}' cannot be used: {line}.")

@@ -5,7 +5,7 @@
 <|start|>assistant<|channel|>final<|message|>the answer<|return|>
 
 The library `openai-harmony` reads it too, but only with a vocabulary from the network, which a server may not
-have. So the format is read here, from text.
+have. This module therefore reads the format from text.
 """
 
 from __future__ import annotations

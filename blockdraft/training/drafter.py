@@ -210,7 +210,7 @@ def train_only(model: DFlash, part: Literal["all", "added", "selector"]) -> None
 
 
 def load_weights(model: DFlash, source: str, device: torch.device) -> None:
-    """Load a drafter of the same shape, as trainable float32. What only the new kind has keeps its values."""
+    """Load a drafter of the same shape, as trainable float32. Parameters it lacks keep their values."""
     checkpoint = open_checkpoint(source)
     config = read_draft_config(checkpoint.config, name=source)
     with torch.device(device):

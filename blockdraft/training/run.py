@@ -178,7 +178,7 @@ def _open_folder(job: Job, asked: Mapping[str, object], *, resume: bool) -> None
 
 
 def _digest(conversations: Sequence[Prompt]) -> dict[str, object]:
-    """Hash the prompts: a resumed run must have the same list, as answers are filed by place in it."""
+    """Hash the prompts: a resumed run must have the same list, because answers are stored by index."""
     if not conversations:
         return {}
     digest = hashlib.sha256()

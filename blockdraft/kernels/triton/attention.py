@@ -417,7 +417,7 @@ def attend(
 
 
 def divide_rows(blocks: Blocks, num_tokens: int, tokens: int) -> tuple[int, int, bool]:
-    """Return the total number of tiles of `tokens` queries, the most in one row, and if all rows have as many."""
+    """Return the number of tiles of `tokens` queries, the most per row, and if rows are equal."""
     num_rows, per_row = blocks.rows.shape[0], -(-max(blocks.counts) // tokens)
     most = num_tokens // tokens + num_rows
     is_even = num_rows * per_row <= most

@@ -1,7 +1,7 @@
 """Turns the engine's deltas into the pieces of an answer: thoughts and tool calls apart, draft marks, counts.
 
-There is one `AnswerChoice` per choice of a request. It keeps what a whole answer needs, so streamed or not
-the same code has made it.
+There is one `AnswerChoice` per choice of a request. It keeps what a whole answer needs, so that the same code
+makes streamed and whole answers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Outbox: messages to another process, sent by callers that never wait for it.
 
-A message is written at once where the socket has room for it, as it nearly always has. Where it has none,
-because the other process does not read, a thread of its own writes what waits, in order.
+A message is written at once if the socket has room for it, which is nearly always so. If the other process
+does not read, a separate thread writes the waiting messages in order.
 """
 
 from __future__ import annotations

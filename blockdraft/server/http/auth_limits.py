@@ -323,7 +323,7 @@ def _is_open(path: str) -> bool:
 
 
 def _wrong_body(head: _Head) -> Response | None:
-    """Refuse all but JSON: web pages of other origins can send other types without a preflight."""
+    """Refuse bodies that are not JSON: pages of other origins can send other types without a preflight."""
     if not head.has_body:
         return None
     kind = head.headers.get("content-type", "").partition(";")[0].strip().lower()

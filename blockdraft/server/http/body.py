@@ -23,7 +23,7 @@ _TOO_DEEP = f"nests deeper than {MAX_DEPTH} levels: flatten it."
 def parse_object(body: bytes) -> dict[str, object]:
     """Return the JSON object in `body`, or RequestError.
 
-    Refused beside what is no JSON: names that occur twice (two parsers would read two requests), NaN and
+    Also refused: names that occur twice (two parsers would read two requests), NaN and
     infinities, integers past 64 bits, text that is not Unicode, deep nesting.
     """
     try:

@@ -25,7 +25,8 @@ NUM_SPARE_CONNECTIONS = 128
 
 
 def uvicorn_config(app: ASGIApp, options: ServerOptions, *, flush_s: int | None = None) -> uvicorn.Config:
-    """Return uvicorn's settings. Its access log would hold query strings: AuthLimits's own does not.
+    """Return uvicorn's settings. Its access log is off because it would contain query strings; AuthLimits
+    writes one without them.
 
     `flush_s` is the time at the end for answers that are complete and on their way to their clients.
     """

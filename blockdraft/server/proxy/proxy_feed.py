@@ -22,7 +22,7 @@ TIMEOUT_S = 5.0  # arbitrary; on loopback an answer takes milliseconds
 
 @dataclass(frozen=True, slots=True)
 class MetricsReading:
-    """One look at an engine. Counts are since its start; None: it does not tell."""
+    """One reading of an engine. Counts are since its start; None if it does not report them."""
 
     tokens: float = 0.0
     prompt_tokens: float = 0.0
@@ -80,7 +80,7 @@ def _vllm(
 
 
 def _sglang(totals: Mapping[str, float], num_engines: int) -> MetricsReading:
-    """SGLang counts the tokens of an answer when it has ended; meanwhile its own rate tells."""
+    """SGLang counts an answer's tokens at its end; until then, use the rate that it reports."""
     running = int(totals.get("sglang:num_running_reqs", 0))
     return MetricsReading(
         tokens=totals.get("sglang:generation_tokens_total", 0.0),
@@ -95,7 +95,7 @@ def _sglang(totals: Mapping[str, float], num_engines: int) -> MetricsReading:
 
 
 class MetricsFeed:
-    """Looks at an engine once a second: what it does now, its last minutes, and whether it stands still."""
+    """Reads an engine's state once a second, and keeps its last minutes and whether it is stalled."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -247,7 +247,7 @@ def encode_conversation(asked: ChatRequest | TokenizeRequest, dialect: Dialect) 
 
 
 def tokenize(asked: TokenizeRequest, dialect: Dialect) -> list[int]:
-    """Return the tokens. As in vLLM, special ones are added to prompts, but not to conversations."""
+    """Return the tokens. As in vLLM, special tokens are added to prompts, but not to conversations."""
     if asked.prompt is not None:
         is_added = asked.add_special_tokens is not False
         with field_at_fault("prompt"):
@@ -270,8 +270,8 @@ def _structured_output(
 ) -> StructuredOutputs | None:
     """Return the structured output of the whole answer: `output` and the grammar of tool calls.
 
-    Calls are bound if one is demanded, if a tool is strict, or if `output` is set. That binds text only: an
-    answer that must be a call has none.
+    Calls are bound if one is demanded, if a tool is strict, or if `output` is set. `output` binds only text;
+    an answer that must be a call has no text.
     """
     tools = asked.callable_tools
     if asked.must_call:
