@@ -135,7 +135,7 @@ class LLM:
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
 
     def _add(self, prompt_ids: Items[int], params: SamplingParams) -> DeltaStream:
-        """Add a request; where too many wait already, serve them first.
+        """Add a request; if too many wait already, serve them first.
 
         The stream is made before the request: if Ctrl-C comes here, the request ends with the stream.
         """
@@ -150,7 +150,7 @@ class LLM:
             self._turns.step_unless(lambda: False, self._step)
 
     def _next(self, stream: DeltaStream) -> Delta:
-        """Step the engine until this request has a delta; those of others wait in their own inbox."""
+        """Step the engine until this request has a delta; other requests' deltas wait in their inboxes."""
 
         def step() -> None:
             if stream.request_id not in self.engine.live_ids:

@@ -65,7 +65,7 @@ class Resamples:
 
 
 def ratio(above: Floats, below: Floats) -> Floats:
-    """Return above / below; values that are not finite are left out of intervals."""
+    """Return above / below; intervals leave out values that are not finite."""
     with np.errstate(divide="ignore", invalid="ignore"):
         return above / below
 

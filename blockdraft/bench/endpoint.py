@@ -116,7 +116,7 @@ class _Asker:
             raise self.error(reason(error, shown_host(self.root), PROBE_TIMEOUT_S)) from None
 
     async def find(self, path: str) -> _Reply:
-        """Return the reply; an empty one where there is none."""
+        """Return the reply; an empty one if there is none."""
         try:
             return await self.get(path)
         except BenchError:
@@ -164,7 +164,7 @@ async def probe(url: str, api_key: str | None = None, model: str | None = None) 
 async def read_speculation(
     url: str, api_key: str | None = None, model: str | None = None
 ) -> Speculation | None:
-    """Return the counts in /metrics since the server's start; None: it has none."""
+    """Return the counts in /metrics since the server's start; None if it has none."""
     async with _session(api_key) as session:
         reply = await _Asker(session, server_root(url), api_key).find("/metrics")
         return read_metrics(reply.text(), model)

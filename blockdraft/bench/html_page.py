@@ -192,7 +192,7 @@ def _speedup_charts(rows: Sequence[ReportRow]) -> list[Chart]:
 
 
 def _acceptance_charts(rows: Sequence[ReportRow]) -> list[Chart]:
-    """Make a chart per workload, at its lowest load, where the server says how drafts fared."""
+    """Make a chart per workload, at its lowest load, if the server says how drafts fared."""
     charts = []
     for title, members in _by_workload(rows).items():
         figures = members[0].cell["speculation"]

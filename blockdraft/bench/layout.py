@@ -73,7 +73,7 @@ def details(report: BenchReport) -> Sheet:
 
 
 def acceptance(report: BenchReport) -> Sheet:
-    """Return the share of steps that accepted the draft at each position, where the server says it.
+    """Return the share of steps that accepted the draft at each position, if the server says it.
 
     Classes of a workload have rows of their own.
     """
@@ -105,7 +105,7 @@ def agreement(report: BenchReport) -> Sheet:
 
 
 def divergences(report: BenchReport) -> Sheet:
-    """Return the places where answers of the arms begin to differ."""
+    """Return the places where the answers of both arms begin to differ."""
     rows = tuple(
         (name, one["prompt"], str(one["turn"]), str(one["position"]), one["speculative"], one["plain"])
         for name, compared in _agreements(report)
@@ -223,7 +223,7 @@ def _weak_lines(report: BenchReport) -> list[str]:
 
 
 def _classes(report: BenchReport, row: ReportRow) -> list[ReportRow]:
-    """Return the rows of a workload's classes at the same load; the row itself where there are none."""
+    """Return the rows of a workload's classes at the same load; the row itself if there are none."""
     keys = (row.key, {**row.key, "category": "all"})
     found = [
         one

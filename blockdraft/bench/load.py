@@ -154,7 +154,7 @@ class Ledger:
         return [answer for answers in self._answers for answer in answers]
 
     def mark_unanswered(self, client: Client) -> None:
-        """Add an error for each conversation that has not come to its end."""
+        """Add an error for each conversation that has not ended."""
         gone = f"{client.host} refused {MAX_REFUSED} connections in a row."
         why = gone if client.num_refused >= MAX_REFUSED else STOPPED
         for number, ask in enumerate(self.asks):

@@ -24,7 +24,7 @@ _Number = TypeVar("_Number", int, float)
 class Preset:
     """The shape of a published table (presets.toml says what the fields mean), or the defaults without one.
 
-    It reproduces the shape, never the numbers: machine, model and engine are yours.
+    It reproduces the shape, not the numbers, as your machine, model and engine differ.
     """
 
     published: str = ""
@@ -203,7 +203,7 @@ class Options:
 def _numbers(
     flag: str, text: str | None, kind: type[_Number], low: float, high: float
 ) -> tuple[_Number, ...]:
-    """Return the numbers of a list with commas, each once; none where there is no list."""
+    """Return the numbers of a list with commas, each once; none if there is no list."""
     if text is None:
         return ()
     try:

@@ -58,7 +58,7 @@ def prompts_of(
     fields: Sequence[str] = TEXT_FIELDS,
     template: str = TEXT,
 ) -> tuple[Prompt, ...]:
-    """Make a prompt of each row; `name` and `category` stand in where a row does not say.
+    """Make a prompt of each row; `name` and `category` stand in if a row does not say.
 
     `fields` may hold a row's text, around which the words of `template` are put.
     """

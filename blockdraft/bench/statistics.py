@@ -115,7 +115,7 @@ def pair(speculative: Group, plain: Group, *, seed: int) -> ArmPair:
 
 
 def split_by_category(group: Group) -> list[Group]:
-    """Return one group per class of prompts, in order of appearance; none where there is only one class.
+    """Return one group per class of prompts, in order of appearance; none if there is only one class.
 
     Classes that were in flight together share the busy time by the time their requests took. The server's
     counters cannot be shared out.

@@ -155,7 +155,7 @@ class StreamReader:
 
 
 def _event_data(event: bytes) -> bytes:
-    """Return the data of one server-sent event; empty: it has none."""
+    """Return the data of one server-sent event; empty if it has none."""
     if event.startswith(b"data:") and b"\n" not in event:
         return event[5:].strip()
     parts = []
@@ -183,7 +183,7 @@ class Surroundings:
     tail: str
 
     def text_in(self, data: bytes) -> str | None:
-        """Return the text of an event that has these surroundings; None: it has others."""
+        """Return the text of an event that has these surroundings; None if it has others."""
         try:
             event = data.decode()
             if not event.startswith(self.head):

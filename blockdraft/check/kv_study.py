@@ -104,7 +104,7 @@ def sentence(name: str, loss: Loss, needles: Needles | None, verdict: Verdict, i
 
 
 def instead_of(verdicts: dict[str, Verdict], num_bytes: dict[str, float]) -> str | None:
-    """Return the smallest format to use; None: there is none."""
+    """Return the smallest format to use; None if there is none."""
     usable = [name for name, verdict in verdicts.items() if verdict == "use"]
     return min(usable, key=lambda name: num_bytes[name], default=None)
 
@@ -141,7 +141,7 @@ def prompts_behind(
 def committed_per_step(
     models: LoadedPair, plan: Plan, format: str, prompts: Sequence[Sequence[int]]
 ) -> float | None:
-    """Return tokens per step of greedy answers at the plan's width; None: the engine has no such cache."""
+    """Return tokens per step of greedy answers at the plan's width; None if the engine has no such cache."""
     try:
         kept = _plan(models, plan, format, prompts)
         check_served_on_card(models, kept)

@@ -626,7 +626,7 @@ def _compare_experts(engine: Engine, numbers: Numbers) -> Comparisons:
 
 
 def _reference_experts(experts: Experts, x: Tensor, choice: moe.ExpertChoice) -> Tensor:
-    """Compute one token and expert after another."""
+    """Compute the tokens one by one, and each token's experts one by one."""
     routed = torch.zeros_like(x)
     for token, ids in enumerate(choice.ids.tolist()):
         for weight, expert in zip(choice.weights[token].double(), ids, strict=True):

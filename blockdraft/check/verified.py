@@ -201,7 +201,7 @@ def _parts(model: nn.Module) -> list[str]:
 
 
 def _read(file: Path) -> Record | None:
-    """Return the record; None: there is none. RecordDamaged: it is not as it was written."""
+    """Return the record; None if there is none. RecordDamaged: it is not as it was written."""
     try:
         text = file.read_text(encoding="utf-8")
     except OSError:

@@ -216,7 +216,7 @@ def _compare(paths: Sequence[str], *, out: str, prints_json: bool) -> int:
 
 
 def _stdout() -> Console:
-    """Return a console that cuts nothing in files and pipes, which have no width."""
+    """Return a console that cuts no lines in files and pipes."""
     from rich.console import Console
 
     console = Console(highlight=False)

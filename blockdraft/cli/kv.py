@@ -122,7 +122,7 @@ def _settings(args: argparse.Namespace) -> dict[str, object]:
 
 
 def _sizes(args: argparse.Namespace, models: LoadedPair, plan: Plan) -> tuple[int, int, int, int]:
-    """Return tokens, length, needles and answers: as asked, else as many as this device does in minutes."""
+    """Return tokens, length, needles and answers: as asked, or amounts that take this device minutes."""
     tokens, length, needles, answers = SMALL if models.device.type == "cpu" else LARGE
     length = min(length, plan.max_model_len) if args.length is None else args.length
     needles = needles if length >= NEEDLES_FROM else 0

@@ -131,7 +131,7 @@ def _path(operation: str, taken: str, why_not: str | None) -> Line:
 
 
 def _compile_ahead(shapes: list[ProbeShape], device: torch.device) -> None:
-    """Compile the kernels of all shapes in parallel; a shape compiles later what is missing."""
+    """Compile the kernels of all shapes in parallel; missing kernels are compiled when first used."""
     from blockdraft.engine.engine import Engine
     from blockdraft.start.compile_ahead import CompileAhead, run_checks, run_steps
 

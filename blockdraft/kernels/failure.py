@@ -87,7 +87,7 @@ def why_not_compiled(error: Exception) -> str | None:
 
 
 def why_no_compiler(error: Exception) -> str | None:
-    """Return what this machine lacks to compile any kernel, and what to do; None if `error` is another."""
+    """Return what this machine lacks to compile kernels, and what to do; None for any other `error`."""
     if isinstance(error, subprocess.CalledProcessError):  # of the C compiler: ptxas has its own error
         return f"the C compiler ended with code {error.returncode}: {NO_HEADERS}"
     if isinstance(error, RuntimeError) and "Failed to find C compiler" in str(error):

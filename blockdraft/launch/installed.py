@@ -32,7 +32,7 @@ for distribution in (name, name + "-cpu"):
 
 @dataclass(frozen=True, slots=True)
 class Installed:
-    """An engine that can be started; `version` is None where its environment does not tell."""
+    """An engine that can be started; `version` is None if it is unknown."""
 
     engine: str
     python: Path
@@ -88,7 +88,7 @@ def _ask(engine: str, python: Path) -> Installed | None:
 
 
 def _shebang(program: Path) -> Path | None:
-    """Return the Python that a script of an environment runs with; None: it is no script of Python's."""
+    """Return the Python that a script of an environment runs with; None if it is not a Python script."""
     try:
         with program.open("rb") as file:
             line = file.readline(512)

@@ -69,7 +69,7 @@ class Sign:
 
 
 def read_sign(engine: str, line: str) -> Sign | None:
-    """Return what a line tells about the start; None: nothing."""
+    """Return what a line tells about the start; None if it tells nothing."""
     text = message(line)
     for phase, pattern in _PATTERNS[engine]:
         if found := re.search(pattern, text):

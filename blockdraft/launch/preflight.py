@@ -88,7 +88,7 @@ class CheckedLaunch:
 
 
 def _kind_title(draft: Mapping[str, object]) -> str | None:
-    """Return the drafter's kind; None: we do not know it, and the engine may."""
+    """Return the drafter's kind; None if we do not know it (the engine may)."""
     try:
         return kind_title(read_draft_config(draft, name="the drafter"))
     except ModelError:

@@ -289,7 +289,7 @@ class Supervisor:
             self._phases.take(sign)
 
     def _status(self, path: str) -> int | None:
-        """Return the HTTP status of a path; None: no answer."""
+        """Return the HTTP status of a path; None if there is no answer."""
         try:
             return self._ask("GET", path)[0]
         except Unanswered:

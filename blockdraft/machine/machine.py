@@ -160,7 +160,7 @@ def _gpu(device: nvml.Device, available: int, total: int) -> Gpu:
 
 
 def _memory(root: Path) -> tuple[int, int]:
-    """Return the bytes available for new work, and in all."""
+    """Return the bytes of memory that are available, and the total."""
     found = {}
     for line in read_text(root / "proc/meminfo").splitlines():
         name, _, value = line.partition(":")

@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One card. None: the driver does not say; GB10's hides its memory."""
+    """One card. None if the driver does not say; GB10's hides its memory."""
 
     name: str
     uuid: str
@@ -44,7 +44,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """A process that uses a card. None: the driver does not say how much."""
+    """A process that uses a card. None if the driver does not say how much."""
 
     pid: int
     used_bytes: int | None

@@ -166,7 +166,7 @@ def experts_touched(shape: Shape, tokens: int) -> float:
 
 
 def _active_values(parts: WeightParts, shape: Shape) -> float:
-    """Return how many values one token is multiplied by."""
+    """Return the number of weight values that one token is multiplied by."""
     share = shape.num_chosen / shape.num_experts if shape.num_experts else 0.0
     experts = parts.experts / 2 if shape.values is None else shape.values.experts
     return _layer_values(parts, shape) + shape.vocab_size * shape.hidden_size + experts * share
@@ -181,7 +181,7 @@ def _layer_values(parts: WeightParts, shape: Shape) -> float:
 
 
 def _token_bytes(fit: Fit, pair: Pair) -> list[tuple[int, ...]]:
-    """Return a token's bytes by model and layer, in two bytes where nothing is compressed."""
+    """Return a token's cache bytes by model and layer; exact values take two bytes."""
     if fit.plan is None:
         return [token_bytes(model.shape.specs, fit.kv_dtype) for model in pair.models]
     return [tuple(spec.bytes_per_token(2) for spec in specs) for specs in cache_specs(pair, fit.plan)]

@@ -27,7 +27,7 @@ RESERVE_BYTES = 2 << 30  # kernels compiled at the start, smaller graphs, and wh
 
 
 def fit_external(case: Case) -> Fit:
-    """Fit one GPU's part of the model. Raises SettingsError where there is no GPU."""
+    """Fit one GPU's part of the model. Raises SettingsError if there is no GPU."""
     settings, machine, pair = case.settings, case.machine, case.pair
     if not machine.gpu_bytes:
         raise SettingsError(
@@ -92,7 +92,7 @@ def _choices(case: Case, fit: Fit, share: float) -> tuple[Choice, ...]:
 
 
 def _limited(fit: Fit, room: int, asked: int, *, shrinks: bool) -> Fit:
-    """Return the fit with the context that fits, or with the reason why none does."""
+    """Return the fit with the longest context that fits, or with the reason why none fits."""
     if fit.sequences(asked) > 0 and room > 0:
         return fit
     longest = fit.longest(1, asked)

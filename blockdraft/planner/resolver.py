@@ -111,7 +111,7 @@ def known_drafter_for(settings: Settings, names: Iterable[str]) -> KnownDrafter 
 
 
 def device_for(asked: str, *, has_gpu: bool) -> str:
-    """Return the device that `asked` means: "auto" is the GPU, where there is one."""
+    """Return the device that `asked` means: "auto" is the GPU, if there is one."""
     return asked if asked != "auto" else "cuda" if has_gpu else "cpu"
 
 
@@ -135,7 +135,7 @@ def resolve(
 
 @dataclass(frozen=True, slots=True)
 class _Needs:
-    """Bytes of the cache, of all layers together."""
+    """The bytes that the cache needs, over all layers."""
 
     token: int
     row: int  # states, and the tape of a block
@@ -144,11 +144,11 @@ class _Needs:
     num_exact_pages: Callable[[int], int]  # by the number of rows
 
     def windows(self, max_num_seqs: int) -> int:
-        """Return what all rows keep exact, with the prompt tokens of a step and the tails of prefixes."""
+        """Return the bytes of exact keys and values: all rows, a step's prompt tokens, prefixes' ends."""
         return self.num_exact_pages(max_num_seqs) * self.exact_page
 
     def beside(self, max_num_seqs: int) -> int:
-        """Return what is allocated at the start, beside the pages of tokens."""
+        """Return the bytes that a start allocates besides the pages of tokens."""
         return (max_num_seqs + 1) * self.row + self.windows(max_num_seqs)
 
 
@@ -268,7 +268,7 @@ class _Resolver:
         """Choose how to hold a checkpoint's weights; `unpackable` values fit easily once unpacked.
 
         Most packed formats have no kernel: every forward unpacks them again. So weights stay packed only if
-        memory needs it. `quality`: the cost of int8 products on this CPU; None: not measured.
+        memory needs it. `quality`: the cost of int8 products on this CPU; None if not measured.
         """
         wanted, method = getattr(self.settings, name), weights.method
         if wanted == "int8" and multiplies_int8 and method == "GGUF":
@@ -296,7 +296,7 @@ class _Resolver:
         return self.take(name, "none", why)
 
     def _width(self) -> tuple[int, int]:
-        """Return the tokens that a step verifies, and the most that it may write."""
+        """Return how many tokens a step verifies, and how many it may write at most."""
         draft, asked = self.draft, self.settings.width
         if draft is not None and asked != "auto" and asked > draft.block:
             raise SettingsError(
@@ -328,7 +328,7 @@ class _Resolver:
         )
 
     def _rows(self, budget: int, needs: _Needs, total: int, logits: int) -> tuple[int, str]:
-        """Return the usual rows, or fewer whose exact windows keep to their share of the cache, and why."""
+        """Return the number of rows, limited by the share of the cache for exact windows, and the reason."""
         rows, why = self._usual_rows(budget, needs.row + needs.window, logits)
         if needs.windows(rows) <= WINDOW_SHARE * total:
             return rows, why
@@ -339,7 +339,7 @@ class _Resolver:
         return fewer[-1], f"the least, though their exact windows take over {WINDOW_SHARE:.0%} of the cache"
 
     def _usual_rows(self, budget: int, row_bytes: int, logits: int) -> tuple[int, str]:
-        """Return the most rows whose logits and states keep to their share of the budget, and why."""
+        """Return the number of rows, limited by the budget's share for logits and states, and the reason."""
         if self.is_cpu:
             return CPU_ROWS, "the default on a CPU"
         each = row_bytes + 2 * LOGIT_BYTES * logits  # while a step runs, and in what graphs keep
@@ -407,7 +407,7 @@ class _Resolver:
 
 
 def _cache_tokens(total: int, token_bytes: int, beside: int) -> int:
-    """Return the tokens that the cache holds beside the states and exact windows of all rows."""
+    """Return the tokens that fit in the cache after the states and exact windows of all rows."""
     if beside and beside >= total:
         raise CapacityError(
             f"the states and exact windows of all rows take {beside:,} bytes, but the cache has "

@@ -110,7 +110,7 @@ def target_shape(config: ModelConfig) -> Shape:
 
 
 def _rope_bytes(config: ModelConfig) -> int:
-    """Return the bytes of cosines and sines: a table for each rope, half as many of both as are rotated."""
+    """Return the bytes of cosines and sines: one table per rope, one of each per two rotated values."""
     mixers = [layer.mixer for layer in config.layers]
     ropes = {(mixer.rope, mixer.head_dim) for mixer in mixers if not isinstance(mixer, DeltaConfig)}
     return sum(

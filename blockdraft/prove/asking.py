@@ -167,7 +167,7 @@ class Asker:
 
 
 def _seconds(text: str | None) -> float | None:
-    """Return the seconds of a Retry-After header; None: it has none, or a date."""
+    """Return the seconds of a Retry-After header; None if it has none, or a date."""
     return float(text) if text is not None and text.isdigit() else None
 
 

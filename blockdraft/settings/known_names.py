@@ -151,7 +151,7 @@ def _hint(theirs: str, name: str, spelt: Callable[[str], str]) -> str:
 
 
 def explained(theirs: str, spelt: Callable[[str], str]) -> str:
-    """Return the hint for a name in OTHERWISE; `spelt` writes our names."""
+    """Return the hint for a name in OTHERWISE; `spelt` turns our names into flags or fields."""
     what = OTHERWISE[theirs][1]
     names = {field: spelt(field) for field in SETTING_NAMES}
     names["no_graphs"] = "graphs=False" if spelt is str else "--no-graphs"

@@ -57,7 +57,7 @@ def _held(index: int) -> str:
 
 
 def unused_gpu() -> str | None:
-    """Say for a start on the CPU which GPU is not used, why, and what to do; None: there is none."""
+    """Say for a start on the CPU which GPU is not used, why, and what to do; None if there is none."""
     unseen = why_unseen(read_machine(), torch.__version__, torch.version.cuda)
     return None if unseen is None else f"{unseen.says}, so the CPU serves: {unseen.advice}."
 

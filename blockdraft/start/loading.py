@@ -297,7 +297,7 @@ def _weights(checkpoint: Checkpoint, values: Values) -> Weights:
 
 
 def _has_head(checkpoint: Checkpoint | None, config: DraftConfig) -> bool:
-    """Return whether a drafter brings a head of its own; without a checkpoint, only where it must."""
+    """Return whether a drafter has its own head; without a checkpoint, only if its vocabulary requires it."""
     if checkpoint is None:
         return config.draft_vocab_size != config.vocab_size
     return config.has_own_head(is_stored="lm_head.weight" in checkpoint.tensors())

@@ -59,7 +59,7 @@ def measure_chunk(engine: Engine, note: Callable[[str], None]) -> Plan:
 
 
 def _prefill_ms(engine: Engine, chunk: int) -> float:
-    """Time a step behind one chunk of context, where that fits; return the faster of two runs."""
+    """Time a step after one chunk of context, where that fits; return the faster of two runs."""
     times = []
     num_prompt = max(2, min(max_tokens(engine) - 1, 2 * chunk + 1))
     for number in range(2):

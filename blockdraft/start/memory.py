@@ -93,7 +93,7 @@ def memory_explained(plan: Plan, device: torch.device, *, is_loading: bool = Fal
 
 
 def why_no_graphs(models: LoadedPair, plan: Plan) -> str | None:
-    """Return what prevents the capture of decode steps; None: nothing."""
+    """Return what prevents the capture of decode steps; None if nothing."""
     if not plan.start.graphs:
         return "switched off"
     return models.why_not_captured()

@@ -44,7 +44,7 @@ class JsonCallReader(AnswerReader):
         return True
 
     def _read_key(self) -> Steps[str | None]:
-        """Read the name of the next member; None: the object is over."""
+        """Read the name of the next member; None if the object is over."""
         if (yield from self._skip_space()) == ",":
             self._at += 1
             yield from self._skip_space()

@@ -82,7 +82,7 @@ def draft_json(
 def as_kind(
     raw: Mapping[str, object], kind: DraftKind | None, shape: DrafterShape, *, name: str
 ) -> Mapping[str, object]:
-    """Return config.json of the drafter `raw` turned into another kind; None: it keeps its own."""
+    """Return config.json of the drafter `raw` turned into another kind; None if it keeps its own."""
     own = read_draft_config(raw, name=name).kind
     if kind in (None, own):
         return without_confidence(raw) if draft_kind(raw) == "dspark" else raw

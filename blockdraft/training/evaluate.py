@@ -50,7 +50,7 @@ class DrafterFit:
 
     @property
     def where_reached(self) -> tuple[float | None, ...]:
-        """Return the share of right drafts at each position, of those reached; None: never reached."""
+        """Return the share of right drafts at each position, of those reached; None if never reached."""
         return tuple(where_reached(self.accepted, self.counts.reached))
 
 

@@ -103,7 +103,7 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Prospect:
-    """A judgement whether more training is worth it; None: unknown."""
+    """A judgement whether more training is worth it; None if unknown."""
 
     is_worth_it: bool | None
     reasons: tuple[str, ...]
@@ -232,7 +232,7 @@ def has_own_parts(config: DraftConfig) -> bool:
 def why_dflash2(config: DraftConfig, overall: DrafterFit) -> str | None:
     """Say how much worse later drafts are than the first, if DFlash2 could improve them.
 
-    None: it does not, or `blockdraft train --kind dflash2 --from` refuses this drafter.
+    None if it does not, or `blockdraft train --kind dflash2 --from` refuses this drafter.
     """
     is_speculators = config.has_anchored_window  # only that layout has them
     if config.kind != "dflash" or config.drafts_from_anchor or is_speculators or has_own_parts(config):

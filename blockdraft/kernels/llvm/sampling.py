@@ -341,7 +341,7 @@ def greatest_of(words: list[Value]) -> Value:
 
 
 def open_from(lanes: int, first: Int, line: Value, until: Int) -> Value:
-    """Return the least scores with which tokens first, first + 1, … are ranked before (line, until)."""
+    """Return the least scores for which tokens first, first + 1, … rank before (line, until)."""
     ids = first.constants(i32, range(lanes))
     above = score_of(key_of(line + 0.0) + 1)  # both zeros are below the least number
     return select(ids < (until - first).to(i32), line.spread(lanes), above.spread(lanes))

@@ -150,7 +150,7 @@ class _NotCompiled:
 
 
 class _Zeroed(TorchDispatchMode):
-    """New memory holds zeros, and so does whatever is used as an index."""
+    """Makes new memory and all indexes zero."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = function.name()

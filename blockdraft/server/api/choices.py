@@ -132,7 +132,7 @@ class AnswerChoice:
         return calls
 
     def _check_calls(self) -> Iterator[schemas.InvalidCall]:
-        """Yield the calls that do not match their tool's schema: they are sent all the same, and named."""
+        """Yield the calls that do not match their tool's schema. They are sent anyway, and named."""
         for index, call in enumerate(self.tool_calls):
             name, arguments = call["function"]["name"], call["function"]["arguments"]
             problem = call_problem(arguments, self.tools[name])

@@ -32,7 +32,7 @@ class Writer(ABC):
 
     @abstractmethod
     def event(self, prompt: int, delta: Delta) -> str | None:
-        """Take a delta in, and return what to write for it; None: nothing."""
+        """Take a delta, and return the text to write for it, or None."""
 
     @abstractmethod
     def end(self) -> str:

@@ -66,7 +66,7 @@ class SilenceWatch:
 
     @property
     def is_long(self) -> bool:
-        """Return whether it has been silent for longer than any process should be."""
+        """Return whether it has been silent for so long that something is wrong."""
         return self._silent_s >= min(UNHEALTHY_S, self._limit_s)
 
     def close(self) -> None:

@@ -176,7 +176,7 @@ class AuthLimits:
             self._num_open -= 1
 
     async def _read_body(self, head: _Head, receive: Receive) -> bytes | Response | None:
-        """Read all of the body, within limits; None: the client has gone."""
+        """Read all of the body, within limits; None if the client has gone."""
         limit = self._options.max_body_bytes
         if _announced(head) > limit and ("expect" in head.headers or _announced(head) > DRAIN_FACTOR * limit):
             return _too_large(limit)

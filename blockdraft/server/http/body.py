@@ -40,7 +40,7 @@ def parse_object(body: bytes) -> dict[str, object]:
 
 
 def parse_text(text: str) -> object:
-    """Return the JSON value in a text that a body holds, or RequestError: the same rules hold for it."""
+    """Return the JSON value of a text inside a body, by the same rules. Raises RequestError."""
     value = _loads(text, "the JSON in a text", "a text that should be JSON is not JSON ({}): correct it.")
     _check(value, None)
     return value

@@ -352,7 +352,7 @@ class HttpConnection(asyncio.Protocol):
         self._state.tasks.add(task)
 
     def _end(self, why: str) -> None:
-        """Read no more because of `why`. Whole requests before it are still answered."""
+        """Stop reading, for the reason `why`. Complete requests that were read before are still answered."""
         self._stop("head")
         self._has_ended, self._is_in_head = True, False
         self._num_dropped += 1  # at least

@@ -70,7 +70,7 @@ class Service(Protocol):
     def startup(self) -> StartProgress: ...
     @property
     def error(self) -> str | None:
-        """Return why it is lost; None: it is not."""
+        """Return why it is lost; None if it is not."""
 
     @property
     def num_live(self) -> int:

@@ -37,7 +37,7 @@ class _Lines(logging.Formatter):
 
 
 class JsonLines(_Lines):
-    """time, level, logger, message; request_id and error where there is one."""
+    """time, level, logger, message; request_id and error if there is one."""
 
     def format(self, record: logging.LogRecord) -> str:
         line = {

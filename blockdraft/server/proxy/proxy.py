@@ -83,7 +83,7 @@ class Upstream(Protocol):
 
     @property
     def error(self) -> str | None:
-        """Return why it is lost; None: it is not."""
+        """Return why it is lost; None if it is not."""
 
     @property
     def startup(self) -> StartProgress: ...

@@ -184,7 +184,7 @@ def _work(reading: MetricsReading) -> tuple[float | None, ...]:
 
 
 async def fetch_metrics(session: aiohttp.ClientSession, url: str) -> tuple[str, str] | None:
-    """Return the text of /metrics and its content type; None: there is none now."""
+    """Return the text of /metrics and its content type; None if there is none now."""
     try:
         async with session.get(f"{url}/metrics", timeout=aiohttp.ClientTimeout(total=TIMEOUT_S)) as response:
             if response.status != 200:

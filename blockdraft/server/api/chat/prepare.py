@@ -296,7 +296,7 @@ def _structured_output(
 def _thinking(
     asked: ChatRequest, dialect: Dialect, prompt_ids: Items[int], *, is_inside: bool, is_structured: bool
 ) -> Thinking | None:
-    """Return the thoughts, if the engine needs them for structured output behind them or for a budget."""
+    """Return how to find thoughts, if the engine needs it for structured output after them or a budget."""
     tags = dialect.thoughts
     if tags is None or not (is_structured or asked.thinking_token_budget is not None):
         return None
