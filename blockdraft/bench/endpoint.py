@@ -92,7 +92,7 @@ class _Reply:
     body: bytes
 
     def json(self) -> Json:
-        """Return the JSON object of the body; empty if it is not one."""
+        """Return the JSON object of the body; empty if the body is not a JSON object."""
         return as_object(self.body) if self.status == 200 else {}
 
     def text(self) -> str:

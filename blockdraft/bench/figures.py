@@ -107,7 +107,7 @@ class OverTime(TypedDict):
 
 
 class Cell(TypedDict):
-    """One row of the report: one workload at one load, of one arm."""
+    """One row of the report: one workload at one load in one arm."""
 
     key: Key
     arm: Arm

@@ -179,7 +179,7 @@ def lead_lines(report: BenchReport) -> list[str]:
 
 
 def draft_lines(report: BenchReport) -> list[str]:
-    """Return acceptance by position and ranges of each workload at its lowest load, and weak spots."""
+    """Return lines for each workload at its lowest load: acceptance by position, ranges and weak spots."""
     found = [
         line
         for row in _lowest_loads(report)

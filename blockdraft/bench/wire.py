@@ -59,7 +59,7 @@ def headers(api_key: str | None) -> dict[str, str]:
 
 
 def one_line(text: str, api_key: str | None) -> str:
-    """Put `text` on one line, not too long, with the key taken out."""
+    """Put `text` on one line, shortened and with the API key removed."""
     line = " ".join(text.split())
     if api_key:
         line = line.replace(api_key, "***")

@@ -274,7 +274,8 @@ def bytes_of(arm: Arm, models: LoadedPair) -> float:
 
 
 def formats_for(models: LoadedPair, names: Sequence[str] | None) -> tuple[list[KvFormat], list[str]]:
-    """Return the formats of those names, or all that fit the model's heads, and the names of the others.
+    """Return the named formats (without names: all that fit the model's heads), and the names that do not
+    fit.
 
     ModelError or SettingsError: a name is unknown, or does not fit.
     """

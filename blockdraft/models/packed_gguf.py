@@ -107,7 +107,7 @@ def _q8_0(blocks: Tensor) -> Tensor:
 
 
 def _k_scales(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """Unpack 12 bytes to 8 scales and 8 minimums of 6 bits: four in the low bits, four in two pieces."""
+    """Unpack 12 bytes to 8 scales and 8 minimums of 6 bits; four of each are split into two pieces."""
     first, second, rest = packed[:, 0:4], packed[:, 4:8], packed[:, 8:12]
     scale = torch.cat((first & 0x3F, (rest & 0x0F) | (first >> 2 & 0x30)), dim=-1)
     minimum = torch.cat((second & 0x3F, (rest >> 4) | (second >> 2 & 0x30)), dim=-1)

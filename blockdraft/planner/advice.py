@@ -144,7 +144,7 @@ def _team(case: Case) -> Advice | None:
 
 
 def _fleet(case: Case) -> Advice | None:
-    """Plan for many short conversations with tools, which run out of cache first."""
+    """Plan for many short conversations with tools; the cache is their first limit."""
     context = min(FLEET_CONTEXT, case.pair.target.shape.max_positions)
     fit = _tried(case.asking(max_num_seqs=FLEET_ROWS, max_model_len=context))
     count = 0 if fit is None else fit.sequences(context)

@@ -206,7 +206,7 @@ def _finite(text: str) -> float:
 
 
 def is_text(schema: object, schemas: Schemas) -> bool:
-    """Return whether every text is a valid value, as it is without a type."""
+    """Return whether every text is valid, as in a schema without a type."""
     return schemas.types(schema) <= {"string"}
 
 

@@ -81,7 +81,7 @@ class HarmonyReader(AnswerReader):
                 yield
 
     def _read_body(self, ahead: str, put: Callable[[str], None]) -> Steps[None]:
-        """Pass on the text of a message; the tag behind it is left if it begins the next header."""
+        """Pass on the text of a message and take the tag after it, unless that tag begins the next header."""
         put(ahead)
         while True:
             end, found = self._TAGS.find(self._buffer, self._at, self._is_over)

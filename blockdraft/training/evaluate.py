@@ -117,7 +117,7 @@ def fit_in_engine(
 def run_engine(
     engine: Engine, asked: Iterable[tuple[Sequence[int], SamplingParams]]
 ) -> Iterator[Sequence[Delta]]:
-    """Run `engine` until all prompts are answered. They are requests "0", "1", …, and join in order."""
+    """Run `engine` until all prompts are answered. Their ids are "0", "1", …, in order."""
     waiting = deque(enumerate(asked))
     while waiting or engine.has_work:
         while waiting and engine.scheduler.has_room(1):

@@ -131,7 +131,7 @@ class EventSource:
         return ""
 
     def _written_beside(self) -> str:
-        """Return the event that a thread has written, if it has."""
+        """Return the event that a thread writes, if it is complete."""
         if self._beside is None or not self._beside.done():
             return ""
         written, self._beside = self._beside.result(), None

@@ -64,7 +64,7 @@ class Outbox:
             self._changed.notify()
 
     def close(self) -> None:
-        """Drop what waits, and end the thread."""
+        """Drop the waiting messages, and end the thread."""
         with self._changed:
             self._is_open = False
             self._changed.notify()
@@ -77,7 +77,7 @@ class Outbox:
             self._socket.close()
 
     def _write_now(self, data: bytes) -> bytes:
-        """Return what did not fit."""
+        """Return the part of the message that did not fit."""
         assert self._socket is not None
         assert _DONT_WAIT is not None
         num_sent = 0

@@ -64,7 +64,7 @@ log = logging.getLogger("blockdraft")
 
 
 class Service(Protocol):
-    """Our engine or a proxy to another one, as the server that ends it sees it."""
+    """Interface of the server to what it serves: our engine, or a proxy to another one."""
 
     @property
     def startup(self) -> StartProgress: ...
@@ -90,7 +90,7 @@ def ending(num_live: int, drain_timeout_s: float) -> str:
 
 
 class DrainingServer(uvicorn.Server):
-    """Ends with a signal, or when the service is lost; answers under way may end before."""
+    """Ends by a signal, or when the service is lost; it first lets running answers end."""
 
     def __init__(
         self, app: ASGIApp, service: Service, options: ServerOptions, *, drain_timeout_s: float
@@ -111,7 +111,7 @@ class DrainingServer(uvicorn.Server):
         self.run(sockets=[listener])
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Give answers under way time to end; new requests are refused meanwhile."""
+        """Give running answers time to end; refuse new requests meanwhile."""
         service = self._service
         if service.error is None:  # else whoever waits for it is told why
             log.info("%s", ending(service.num_live, self._drain_timeout_s))

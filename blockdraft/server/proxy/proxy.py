@@ -121,7 +121,7 @@ class Proxy:
         return self._upstream.error
 
     def close(self) -> None:
-        """End open live pages, and the engine with whatever else is under way."""
+        """Close open live pages, then end the engine with all running requests."""
         self._is_closed = True
         self._upstream.close()
 

@@ -1,6 +1,6 @@
 """Log-probabilities in the shapes of both kinds of answers; every token has a unique name.
 
-A token may be a part of a character, and then has bytes but no text. They are written out as OpenAI does:
+A token may be a part of a character, and then has bytes but no text. Such tokens are written as OpenAI does:
 `\\xf0\\x9f` in chat answers, `bytes:\\xf0\\x9f` in plain completions.
 """
 
