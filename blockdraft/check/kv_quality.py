@@ -274,8 +274,7 @@ def bytes_of(arm: Arm, models: LoadedPair) -> float:
 
 
 def formats_for(models: LoadedPair, names: Sequence[str] | None) -> tuple[list[KvFormat], list[str]]:
-    """Return the named formats (without names: all that fit the model's heads), and the names that do not
-    fit.
+    """Return the named formats, or else all that fit the heads, and the names of those that do not fit.
 
     ModelError or SettingsError: a name is unknown, or does not fit.
     """
