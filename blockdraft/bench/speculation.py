@@ -153,7 +153,7 @@ def _sums(counts: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
 def reached_by(one: Speculation) -> tuple[int, ...] | None:
     """Return for each position the steps that drafted it and accepted all drafts before it.
 
-    If the server does not count them, they follow if all steps have one width; None if unknown.
+    If the server does not count them, they are computed if all steps have one width; None if unknown.
     """
     if one.reached is not None or not one.has_positions or not one.steps:
         return one.reached

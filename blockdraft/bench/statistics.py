@@ -138,7 +138,7 @@ def split_by_category(group: Group) -> list[Group]:
 
 
 def _ended(group: Group) -> Group:
-    """Leave out requests that were not sent or were given up, with their part of the busy time."""
+    """Leave out requests that were not sent or were given up, and their share of the busy time."""
     if all(answer.is_ended for answer in group.answers):
         return group
     ended = [answer for answer in group.answers if answer.is_ended]

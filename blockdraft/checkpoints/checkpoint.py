@@ -63,8 +63,8 @@ class Checkpoint(Protocol):
 def own_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
     """Return an uninitialised tensor; a large one on the CPU (or without a device) gets its own mapping.
 
-    An allocator keeps memory that is freed between two weights: the slices of a whole model leave 10 to 30 %
-    of its size behind. A mapping returns to the system as soon as its tensor is freed.
+    An allocator keeps freed memory that lies between two weights: after reading a model in slices, that is 10
+    to 30 % of its size. A mapping returns to the system as soon as its tensor is freed.
     """
     num_bytes = math.prod(shape) * dtype.itemsize
     if num_bytes < _MAPPED_BYTES or (device is not None and device.type != "cpu"):

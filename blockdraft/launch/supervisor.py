@@ -209,7 +209,7 @@ class Supervisor:
         self.startup.note(f"{usage['completion_tokens']} tokens{drafts}{kernels}")
 
     def _has_drafted(self) -> bool:
-        """Return whether the engine's counters show drafts for the first answer; else warn."""
+        """Return whether the engine's counters show drafts for the first answer; warn if not."""
         engine = self.launch.command.engine
         status, body = self._ask("GET", "/metrics")
         counters = [

@@ -438,7 +438,7 @@ def gpu_budget(settings: Settings, machine: Machine) -> int:
 
 
 def share_reason(settings: Settings, share: float, limit: str) -> str:
-    """Say why a share of a card's memory is taken; `limit` says what unified memory changes."""
+    """Return the reason for the share of a card's memory; `limit` names the one for unified memory."""
     if share < settings.gpu_memory_utilization:
         return f"unified memory: the system lives in it too, so {limit}"
     is_default = settings.gpu_memory_utilization == DEFAULTS["gpu_memory_utilization"]

@@ -1,8 +1,8 @@
 """RemoteEngine: our engine in a process of its own, as the server sees it.
 
-One process runs one thread of Python at a time: in the server's process, an engine that launches hundreds
-of kernels per step would wait for the event loop at each of them. The engine's side is engine_worker.py.
-Messages are tuples over a pair of sockets that nobody else can reach; all deltas of a step are one message.
+A process runs only one thread of Python at a time. An engine in the server's process launches hundreds of
+kernels per step, and would wait for the event loop at each. The engine's side is engine_worker.py. Messages
+are tuples over a private pair of sockets; all deltas of a step are one message.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""JSON of answers that may be large, written beside the event loop and in slices.
+"""Writes the JSON of large answers in slices, in a thread beside the event loop.
 
 Python's encoder is one call that holds the interpreter's lock from the first byte to the last: a large answer
 would stop the event loop from any thread.

@@ -28,7 +28,7 @@ def uvicorn_config(app: ASGIApp, options: ServerOptions, *, flush_s: int | None 
     """Return uvicorn's settings. Its access log is off because it would contain query strings; AuthLimits
     writes one without them.
 
-    `flush_s` is the time at the end for answers that are complete and on their way to their clients.
+    `flush_s` is the time that complete answers get at the end to reach their clients.
     """
     return uvicorn.Config(
         app,

@@ -146,7 +146,7 @@ class MetricsFeed:
         }
 
     def history(self, after_s: float) -> list[tuple[float, float]]:
-        """Return (second, tokens per second) of every look after `after_s`."""
+        """Return (second, tokens per second) of every reading after `after_s`."""
         points = list(self._points)
         return [
             (round(later[0], 3), round(_speed(earlier, later, "tokens"), 2))
