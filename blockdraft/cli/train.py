@@ -41,7 +41,7 @@ ANSWER_FLAGS = """
 --max-answer N: longest answer in tokens (default: 400, or half of --length)
 --max-repeat N: cut an answer that repeats its last N tokens; 0: never (default: 64)
 --sampled X: share of the answers that are sampled at --temperature (default: 0, all greedy)
---temperature X[,X]: of sampled answers; if two are given, each answer gets one between them (default: 0.7)
+--temperature X[,X]: for sampled answers; with X,X each answer gets a value between the two (default: 0.7)
 --top-p X: as in `blockdraft generate`, for sampled answers (default: 0.95)
 --rows N: answers generated at once (default: 2048, CPU: 16)
 --length N: longest prompt and answer together, in tokens (default: 1024)
@@ -68,7 +68,8 @@ RECIPE_FLAGS = f"""
   (default: 0)
 --anchoring {{even,walk}}: even: blocks begin anywhere; walk: mostly at positions where a decoding step would
   begin (default: {_RECIPE.anchoring})
---deep-weight X: draw anchors after position --deep-from X times as often (default: {_RECIPE.deep_weight:g})
+--deep-weight X: draw anchors at or after position --deep-from X times as often
+  (default: {_RECIPE.deep_weight:g})
 --deep-from N: first position to which --deep-weight applies (default: {_RECIPE.deep_from})
 --phases N: train on N parts of the rows in turn, to save memory (default: {_RECIPE.phases})
 --weighting {{dpace,decay,uniform}}: how the loss weighs the positions (default: {_OBJECTIVE.weighting})
