@@ -1,7 +1,7 @@
 """blockdraft: lossless block-diffusion speculative decoding (DFlash).
 
 `LLM`, `SamplingParams` and `StructuredOutputs` are the Python API; they are imported on first use, so that
-`blockdraft --help` stays free of torch, and the command is soon where it can answer Ctrl-C.
+`blockdraft --help` does not load torch and Ctrl-C works early.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Reads from another engine's log which kernel multiplies four-bit weights.
 
-CUTLASS multiplies four-bit numbers on the card's own units; Marlin widens the weights first and multiplies
-in 16 bits. The card, the build and variables decide, and only the log tells. Its lines change between
-versions, so what is found is only shown.
+CUTLASS multiplies four-bit numbers on the card's own units; Marlin widens the weights first and multiplies in
+16 bits. The card, the build and variables decide, and only the log tells. Log lines change between versions,
+so the result is only shown and decides nothing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""LLM: the blocking Python API over one Engine. Threads may share one: their requests join its batch."""
+"""LLM: the blocking Python API over one Engine. Threads may share an LLM: their requests run in one batch."""
 
 from __future__ import annotations
 
@@ -70,11 +70,11 @@ class Result:
 
 
 class LLM:
-    """A target and its drafter (None or "none": without), ready to answer.
+    """A target with its drafter, ready to answer. `draft` may be None or "none".
 
     Keyword arguments are settings (docs/settings.md); names of vLLM are understood (settings/known_names.py).
-    `report` hears of progress, `warn` of what a user must see; without `warn` that becomes a warning of
-    Python's.
+    `report` is called with lines of progress and `warn` with warnings for the user. Without `warn`, Python's
+    `warnings` get them.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class LLM:
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
 
     def _add(self, prompt_ids: Items[int], params: SamplingParams) -> DeltaStream:
-        """Add a request; where too many wait already, serve them first.
+        """Add a request; if too many wait already, serve them first.
 
         The stream is made before the request: if Ctrl-C comes here, the request ends with the stream.
         """
@@ -150,7 +150,7 @@ class LLM:
             self._turns.step_unless(lambda: False, self._step)
 
     def _next(self, stream: DeltaStream) -> Delta:
-        """Step the engine until this request has a delta; those of others wait in their own inbox."""
+        """Step the engine until this request has a delta; other requests' deltas wait in their inboxes."""
 
         def step() -> None:
             if stream.request_id not in self.engine.live_ids:

@@ -57,7 +57,7 @@ class StartProgress:
         self._now = StartState({name: Phase(name) for name in names})
 
     def _change(self, make: Callable[[StartState], dict[str, object]]) -> None:
-        """Replace the fields that `make` returns, and tell who follows."""
+        """Replace the fields that `make` returns, and notify the listeners."""
         with self._lock:
             self._now = replace(self._now, **make(self._now))  # type: ignore[arg-type]
             self.on_change(self._now)

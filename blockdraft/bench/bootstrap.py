@@ -1,7 +1,7 @@
 """Computes intervals by a bootstrap over prompts.
 
-Turns and tokens are not resampled alone: the turns of one conversation and the repetitions of one prompt
-are correlated, and the interval would be too narrow.
+Whole prompts are resampled, not turns or tokens: those of one prompt are correlated, and resampling them
+separately would make the interval too narrow.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Resamples:
 
 
 def ratio(above: Floats, below: Floats) -> Floats:
-    """Return above / below; values that are not finite are left out of intervals."""
+    """Return above / below; intervals leave out values that are not finite."""
     with np.errstate(divide="ignore", invalid="ignore"):
         return above / below
 

@@ -1,8 +1,8 @@
 """Holds conversations over HTTP and records when each event arrives.
 
-Whatever goes wrong is an Answer with an error. Much here is about what the client itself adds to the times
-it measures: one thread may hold hundreds of streams. The text of a request is made before its time begins,
-requests that begin at once are sent one after the other, and what arrives is timed before it is parsed.
+Every failure becomes an Answer with an error. Much code here keeps the client's own work out of the times it
+measures, as one thread may hold hundreds of streams. The text of a request is made before its time begins,
+requests that begin together are sent one after the other, and data is timed before it is parsed.
 """
 
 from __future__ import annotations

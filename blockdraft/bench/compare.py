@@ -107,7 +107,7 @@ def refuse_other_models(a: BenchReport, b: BenchReport, names: tuple[str, str] =
 def compare(a: BenchReport, b: BenchReport, names: tuple[str, str] = ("A", "B")) -> RunComparison:
     """Match cells by workload, class, load, depth, temperature and arm; BenchError where none match.
 
-    A cell without a partner for its temperature alone is matched all the same, with a warning.
+    If only the temperature differs, cells are matched with a warning.
     """
     pairs, only_a, only_b = _matched(_sides(a), _sides(b))
     if not pairs:

@@ -92,7 +92,7 @@ class _Reply:
     body: bytes
 
     def json(self) -> Json:
-        """Return the JSON object of the body; empty if it is not one."""
+        """Return the JSON object of the body; empty if the body is not a JSON object."""
         return as_object(self.body) if self.status == 200 else {}
 
     def text(self) -> str:
@@ -116,7 +116,7 @@ class _Asker:
             raise self.error(reason(error, shown_host(self.root), PROBE_TIMEOUT_S)) from None
 
     async def find(self, path: str) -> _Reply:
-        """Return the reply; an empty one where there is none."""
+        """Return the reply; an empty one if there is none."""
         try:
             return await self.get(path)
         except BenchError:
@@ -164,7 +164,7 @@ async def probe(url: str, api_key: str | None = None, model: str | None = None) 
 async def read_speculation(
     url: str, api_key: str | None = None, model: str | None = None
 ) -> Speculation | None:
-    """Return the counts in /metrics since the server's start; None: it has none."""
+    """Return the counts in /metrics since the server's start; None if it has none."""
     async with _session(api_key) as session:
         reply = await _Asker(session, server_root(url), api_key).find("/metrics")
         return read_metrics(reply.text(), model)
@@ -268,7 +268,7 @@ def _text(parent: Json, key: str) -> str | None:
 
 
 async def _own_switches(ask: _Asker) -> Switches:
-    """Return the fields that the server's own description lists: one that does not know a salt refuses it."""
+    """Return the fields in the server's own description; servers refuse a salt that they do not know."""
     openapi = (await ask.find("/openapi.json")).json()
     found = inside(openapi, "components", "schemas", "ChatRequest", "properties")
     names = found if isinstance(found, dict) else {}
@@ -279,7 +279,7 @@ async def _own_switches(ask: _Asker) -> Switches:
 
 
 async def _engine_info(ask: _Asker) -> Json:
-    """Return the facts about the engine that the live page gets: the first event of an endless stream."""
+    """Return the engine's facts: the first event of the endless stream that feeds the live page."""
     try:
         async with asyncio.timeout(PROBE_TIMEOUT_S), ask.session.get(ask.root + "/events") as response:
             if response.status != 200:

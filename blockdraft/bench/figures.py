@@ -98,7 +98,7 @@ class RunFigures(TypedDict):
 
 
 class OverTime(TypedDict):
-    """The least and the most of a figure in windows of time while the cell was measured."""
+    """The lowest and highest value of a figure over short windows of the cell's time."""
 
     window_s: float
     num_windows: int
@@ -107,7 +107,7 @@ class OverTime(TypedDict):
 
 
 class Cell(TypedDict):
-    """One row of the report: one workload at one load, of one arm."""
+    """One row of the report: one workload at one load in one arm."""
 
     key: Key
     arm: Arm
@@ -246,5 +246,5 @@ def make_estimate(value: float | None = None, interval: Interval = None) -> Esti
 
 
 def headline_speedup(key: Key, speedup: Speedup) -> Estimate:
-    """Return the speedup to judge by: TPOT at a given rate, where arrivals decide the aggregate tok/s."""
+    """Return the speedup to judge by: of TPOT at a given rate (arrivals fix tok/s), else of tok/s."""
     return speedup["tokens_per_s"] if key["rate"] is None else speedup["tpot"]

@@ -1,8 +1,7 @@
 """Writes readable notes of any length, the context put before prompts.
 
-Sentences are drawn from patterns whose gaps are filled from word lists, so that neither a drafter
-nor a cache finds one text repeated. The same seed gives the same notes, and a longer text begins
-with the shorter one.
+Sentences are patterns with gaps, filled from word lists, so that neither a drafter nor a cache profits from
+repeated text. The same seed gives the same notes, and a longer text begins with the shorter one.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A load generator of several processes: one process reads about 25,000 events/s, a GPU server writes more.
 
-The processes live as long as the run and share the streams of a block. In a closed loop each holds its part
-of the streams, and all take the next ask from one pile, as the streams of one process do; in an open loop
-they take turns. All have the same clock. What they measure comes here, where a block is put together.
+The processes live as long as the run and share the streams of a block. In a closed loop each process holds
+its part of the streams and takes the next conversation from a shared queue; in an open loop they take turns.
+All use the same clock. Their answers come back here and are joined into one block.
 """
 
 from __future__ import annotations
@@ -187,9 +187,9 @@ def _end(process: BaseProcess) -> None:
 async def measure_headroom(fleet: Fleet, load: OfferedLoad) -> GeneratorFigures:
     """Measure how fast a load's processes read as many streams, from a server that computes nothing.
 
-    A true server writes one event to each of its streams after every step. So does this one, and leaves time
-    enough in between that no two events of a stream are read at once: events that pile up are read faster,
-    but late. CPU time counts, which a neighbour on the same cores does not change.
+    A real server writes one event to each of its streams after every step. The test server does the same,
+    slowly enough that no two events of a stream are read at once: events that pile up are read faster, but
+    late. The speed is computed from CPU time, so other programs on the same cores do not change it.
     """
     streams = load.concurrency if load.rate is None else math.ceil(load.rate)
     count = fleet.num_processes(load)

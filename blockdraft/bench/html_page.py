@@ -1,7 +1,7 @@
 """Renders the report as one HTML file without network access; every figure of a chart is in a table too.
 
 The charts are drawn by uPlot, which the live page uses as well. The page allows no script but these two, and
-everything that comes from a server, a prompt or a file passes `text` or JSON on its way in.
+everything that comes from a server, a prompt or a file is escaped by `text` or written as JSON.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ def _speedup_charts(rows: Sequence[ReportRow]) -> list[Chart]:
 
 
 def _acceptance_charts(rows: Sequence[ReportRow]) -> list[Chart]:
-    """Make a chart per workload, at its lowest load, where the server says how drafts fared."""
+    """Make a chart per workload, at its lowest load, if the server says how drafts fared."""
     charts = []
     for title, members in _by_workload(rows).items():
         figures = members[0].cell["speculation"]

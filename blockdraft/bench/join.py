@@ -1,8 +1,7 @@
 """Joins the reports of a plain and a speculative run on one card into one report with speed-ups.
 
-Both runs kept their answers, so a joined pair is computed as that of one run: by the same prompts, with an
-interval. Changes of the machine between the runs are part of the speed-up, and the
-joined report says so.
+Both runs kept their answers, so the figures of a pair are computed as in one run: over the same prompts, with
+an interval. Changes of the machine between the runs are part of the speed-up, and the joined report says so.
 """
 
 from __future__ import annotations

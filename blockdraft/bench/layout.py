@@ -39,7 +39,7 @@ Column = tuple[str, Callable[[Of], str]]  # a title, and the text for a row or a
 
 
 def headline(report: BenchReport) -> Sheet:
-    """Return the table that is read in ten seconds: the speculative arm, or the only one, and its gain."""
+    """Return a short table: the speculative arm (or the only one) and its speed-up."""
     rows = rows_of(report)
     has_generator = bool(report.get("generator"))
     columns: list[Column[ReportRow]] = [
@@ -73,7 +73,7 @@ def details(report: BenchReport) -> Sheet:
 
 
 def acceptance(report: BenchReport) -> Sheet:
-    """Return the share of steps that accepted the draft at each position, where the server says it.
+    """Return the share of steps that accepted the draft at each position, if the server says it.
 
     Classes of a workload have rows of their own.
     """
@@ -105,7 +105,7 @@ def agreement(report: BenchReport) -> Sheet:
 
 
 def divergences(report: BenchReport) -> Sheet:
-    """Return the places where answers of the arms begin to differ."""
+    """Return the places where the answers of both arms begin to differ."""
     rows = tuple(
         (name, one["prompt"], str(one["turn"]), str(one["position"]), one["speculative"], one["plain"])
         for name, compared in _agreements(report)
@@ -127,7 +127,7 @@ def _agreements(report: BenchReport) -> list[tuple[str, Agreement]]:
 def grid(report: BenchReport, rows: Sequence[str], columns: Sequence[int], figure: str) -> Sheet:
     """Return one figure of workloads ("name" or "name / class") by concurrencies, as in published tables.
 
-    A workload has one row per depth and temperature it was measured at, and one at least.
+    A workload has at least one row, and one per depth and temperature at which it was measured.
     """
     if figure not in FIGURES:
         raise BenchError(f"no figure is called {figure!r}: choose one of {', '.join(FIGURES)}.")
@@ -179,7 +179,7 @@ def lead_lines(report: BenchReport) -> list[str]:
 
 
 def draft_lines(report: BenchReport) -> list[str]:
-    """Return acceptance by position and ranges of each workload at its lowest load, and weak spots."""
+    """Return lines for each workload at its lowest load: acceptance by position, ranges and weak spots."""
     found = [
         line
         for row in _lowest_loads(report)
@@ -223,7 +223,7 @@ def _weak_lines(report: BenchReport) -> list[str]:
 
 
 def _classes(report: BenchReport, row: ReportRow) -> list[ReportRow]:
-    """Return the rows of a workload's classes at the same load; the row itself where there are none."""
+    """Return the rows of a workload's classes at the same load; the row itself if there are none."""
     keys = (row.key, {**row.key, "category": "all"})
     found = [
         one
@@ -407,7 +407,7 @@ def _count(value: int | None) -> str:
 
 
 def generator_lines(report: BenchReport) -> list[str]:
-    """Return a line that says what the load generator itself could read, load by load."""
+    """Return a line with the load generator's own reading speed at each load."""
     parts = [
         f"{number(one['events_per_s'])} at {load_text(one)} ({one['num_processes']} "
         f"process{'es' if one['num_processes'] > 1 else ''}, {_percent_of(one['used'])} used)"
@@ -417,7 +417,7 @@ def generator_lines(report: BenchReport) -> list[str]:
 
 
 def start_lines(report: BenchReport) -> list[str]:
-    """Return a line for FP4 kernels, where a log has named some, for each start-up and for the warm-up."""
+    """Return lines for FP4 kernels (if a log names any), for each start-up and for the warm-up."""
     kernels = report["endpoint"].get("fp4_kernels")
     lines = (
         [f"FP4 kernels: {', '.join(map(str, kernels))}."]

@@ -62,14 +62,14 @@ async def send_block(
 
 
 def in_order(asks: Sequence[Ask]) -> list[int]:
-    """Return the numbers of the asks as they are to be sent: as they come, or by their times."""
+    """Return the indexes of the asks in sending order: as listed, or by their planned times."""
     return sorted(range(len(asks)), key=lambda number: asks[number].at_s or 0.0)
 
 
 async def send(
     client: Client, ledger: Ledger, load: OfferedLoad, numbers: Iterator[int], stop: asyncio.Event
 ) -> None:
-    """Send the asks `numbers`, each at its time, and record the answers; until `stop` is set."""
+    """Send the conversations with these indexes, each at its time, and record answers until `stop` is set."""
     before_s = time.process_time()
     client.num_refused = 0  # of an earlier block: the server may be back
     work = asyncio.ensure_future(
@@ -154,7 +154,7 @@ class Ledger:
         return [answer for answers in self._answers for answer in answers]
 
     def mark_unanswered(self, client: Client) -> None:
-        """Add an error for each conversation that has not come to its end."""
+        """Add an error for each conversation that has not ended."""
         gone = f"{client.host} refused {MAX_REFUSED} connections in a row."
         why = gone if client.num_refused >= MAX_REFUSED else STOPPED
         for number, ask in enumerate(self.asks):

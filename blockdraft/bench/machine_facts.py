@@ -10,7 +10,7 @@ from blockdraft.machine.nvml import output_of, run_smi
 
 
 def machine_facts() -> dict[str, object]:
-    """Describe the machine that measures, which is the server's only where the server runs on it."""
+    """Describe the measuring machine; the server may run on another one."""
     found = read_machine()
     return {
         "platform": platform.platform(),

@@ -1,7 +1,7 @@
 """A server that computes nothing: every answer has the same events, at a known pace.
 
-It measures the load generator itself. It speaks minimal HTTP in a process of its own, so
-that it is never the one that lags. Its first event tells when the request was read, and when it was answered.
+It measures the load generator itself. It speaks minimal HTTP in its own process, so that it is never slower
+than the client. Its first event tells when the request was read, and when it was answered.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ _Number = TypeVar("_Number", int, float)
 class Preset:
     """The shape of a published table (presets.toml says what the fields mean), or the defaults without one.
 
-    It reproduces the shape, never the numbers: machine, model and engine are yours.
+    It reproduces the shape, not the numbers, as your machine, model and engine differ.
     """
 
     published: str = ""
@@ -130,7 +130,7 @@ class Options:
 
     @property
     def arms_in_turn(self) -> tuple[Arm, ...]:
-        """Return the arms that get a server each, one after the other; none: one server answers all."""
+        """Return the arms that get their own server, one after the other; empty if one server answers all."""
         return cast("tuple[Arm, ...]", tuple(self.arms.split(","))) if self.arms else ()
 
     @property
@@ -181,7 +181,7 @@ class Options:
         )
 
     def _max_tokens(self, workloads: Sequence[str]) -> tuple[int, dict[str, int]]:
-        """Return the limit of answers, and that of workloads which have another one."""
+        """Return the default limit of answers, and the limits of workloads that have their own."""
         given = self.preset.max_tokens
         limit, limits = (given, {}) if isinstance(given, int) else (Preset().max_tokens, dict(given))
         assert isinstance(limit, int)
@@ -203,7 +203,7 @@ class Options:
 def _numbers(
     flag: str, text: str | None, kind: type[_Number], low: float, high: float
 ) -> tuple[_Number, ...]:
-    """Return the numbers of a list with commas, each once; none where there is no list."""
+    """Return the numbers of a list with commas, each once; none if there is no list."""
     if text is None:
         return ()
     try:

@@ -44,7 +44,7 @@ def _windows(block: Block, window_s: float) -> list[Window]:
 
 
 def _share_in(answer: Answer, window: Window) -> float:
-    """Return the share of an answer written in a window, if it was written evenly from first token to end."""
+    """Return the share of an answer written in a window, assuming an even speed after the first token."""
     begin_s, end_s = answer.end_s if answer.first_s is None else answer.first_s, answer.end_s
     if end_s <= begin_s:
         return float(window[0] <= end_s < window[1])
@@ -52,7 +52,7 @@ def _share_in(answer: Answer, window: Window) -> float:
 
 
 def _rates(answers: Sequence[Answer], windows: Sequence[Window]) -> list[float]:
-    """Return the share of drafts accepted in each window that drafted, where answers say it."""
+    """Return the share of accepted drafts in each window that has drafts, if the answers report it."""
     said = [(answer, answer.speculation) for answer in answers if answer.speculation is not None]
     rates = []
     for window in windows:

@@ -1,4 +1,4 @@
-"""Shows the progress of a run: a line for each cell that is measured, and on a terminal a bar below them."""
+"""Shows the progress of a run: a line for each measured cell and, on a terminal, a bar below the lines."""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@ A row says its conversation in one of these ways:
     {"messages": [{"role": "user", "content": "..."}, ...]}   several user messages: successive turns
     {"turns": ["...", ...]}
     {"prompt": "..."}, {"question": "..."} or {"text": "..."}
-and may carry "id", "category" and "system". The model writes the assistant turns: those of a file are
-left out.
+and may carry "id", "category" and "system". The model writes the assistant turns, so those
+in a file are left out.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def prompts_of(
     fields: Sequence[str] = TEXT_FIELDS,
     template: str = TEXT,
 ) -> tuple[Prompt, ...]:
-    """Make a prompt of each row; `name` and `category` stand in where a row does not say.
+    """Make a prompt of each row; `name` and `category` stand in if a row does not say.
 
     `fields` may hold a row's text, around which the words of `template` are put.
     """

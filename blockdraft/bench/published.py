@@ -13,7 +13,7 @@ from blockdraft.bench.sheet import NOTHING, Sheet, full_label, load_text, number
 
 
 def published_tables(report: BenchReport) -> list[Sheet]:
-    """Return the tables of the report's --table; without one, those of several runs where there are some."""
+    """Return the tables for --table; without --table, a table of the runs if there are several."""
     rows = whole_rows(report)
     preset = PRESETS.get(str(report["options"].get("table")))
     if preset is None:

@@ -99,7 +99,7 @@ def vllm_keys(cell: Cell, *, model: object = None, kind: object = None, date: st
     """Return the figures under the names that `vllm bench serve --save-result` writes.
 
     With its conventions: 0 where nothing was measured, acceptance in percent, and no `spec_decode_` keys
-    where acceptance is not known.
+    if acceptance is not known.
     """
     key = cell["key"]
     completed = cell["num_requests"] - cell["num_failed"]
@@ -169,7 +169,7 @@ def load_report(path: Path | str) -> BenchReport:
 
 
 def generator_used(report: BenchReport, row: ReportRow) -> float | None:
-    """Return the share of the load generator's speed that the busier arm needed; None: it is not known."""
+    """Return the share of the load generator's speed that the busier arm needed; None if it is not known."""
     for one in report.get("generator", []):
         if (one["concurrency"], one["rate"]) == (row.key["concurrency"], row.key["rate"]):
             return _most_used(one, row.cells)
@@ -272,7 +272,7 @@ def _median(values: Iterable[float | None]) -> float | None:
 
 
 def _not_a_report(found: object) -> str | None:
-    """Say why it is not a report that we can read; None: it is one."""
+    """Say why it is not a report that we can read; None if it is one."""
     schema = found.get("schema") if isinstance(found, dict) else None
     if not isinstance(schema, str):
         return "is not a report of blockdraft bench: it has no 'schema'."

@@ -108,7 +108,7 @@ def _generator_warnings(report: BenchReport) -> list[str]:
 
 
 def _saturation_warnings(report: BenchReport) -> list[str]:
-    """Return a line for each workload and arm whose time to first token saturates, from which load on."""
+    """Return a line for each workload and arm that saturates by its time to first token, with the load."""
     found: dict[tuple[str, str], list[Cell]] = {}
     for row in whole_rows(report):
         for cell in row.cells if row.key["rate"] is None else []:

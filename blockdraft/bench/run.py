@@ -1,8 +1,8 @@
 """Measures every cell of the grid on warm servers, interleaved with its baseline.
 
 A cell's conversations go in blocks. Each block is answered by both arms, one after the other, and which goes
-first alternates: what drifts in between (clocks, heat, a neighbour) meets both alike, and neither arm ever
-competes with the other. Between two blocks the server is idle; a block is long enough to make little of that.
+first alternates: so drift in between (clocks, heat, other programs) affects both arms alike, and the arms
+never compete. The server is idle between two blocks; a block is long enough for that not to matter.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Grid:
     seed: int = 0
 
     def points(self) -> Iterator[LoadPoint]:
-        """Yield every cell, run by run: what drifts meets all cells of a run alike."""
+        """Yield every cell, run by run, so that slow drift affects all cells of a run alike."""
         axes = (self.workloads, self.loads, self.depths, self.temperatures)
         for run in range(1, self.num_runs + 1):
             for workload, load, depth, temperature in itertools.product(*axes):
@@ -72,7 +72,7 @@ class Grid:
         return sum(self.num_conversations(point.load) for point in self.points())
 
     def num_conversations(self, load: OfferedLoad) -> int:
-        """Return how many one cell and arm has: enough for two blocks that keep the concurrency up."""
+        """Return the conversations per cell and arm: enough for two blocks at full concurrency."""
         return max(self.num_requests, 4 * load.concurrency if load.concurrency > 1 else 2)
 
 
@@ -195,7 +195,7 @@ class Runner:
                 return
 
     async def _calibrate(self) -> None:
-        """Measure how many tokens a word of context costs: by how much it makes the cold prompt longer."""
+        """Measure the tokens per word of context by adding context to the cold prompt."""
         depths = [depth for depth in self.grid.depths if depth]
         if not depths:
             return
@@ -296,7 +296,7 @@ def _repeated(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
 
 
 def _blocks(count: int, load: OfferedLoad) -> list[tuple[int, int]]:
-    """Return [begin, end) of each block: two at least, so that either arm is first once; at a rate, two."""
+    """Return [begin, end) of each block: at least two, so that each arm goes first once; two at a rate."""
     half = -(-count // 2)
     size = max(2 * load.concurrency, min(LONG_BLOCK, half)) if load.rate is None else half
     return [(begin, min(begin + size, count)) for begin in range(0, count, size)]

@@ -1,7 +1,7 @@
 """Starts a server for the benchmark and measures its start.
 
-The server is a process of its own, as it would be for users, on a free port of the loopback address. Of ours
-/ready tells the phases; of any other only the time until it lists its models is known.
+The server is a process of its own, as it would be for users, on a free port of the loopback address. Our
+server reports its phases at /ready; for other servers only the time until they list their models is known.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def _lines(log: Path) -> list[str]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Send SIGTERM, on which our server drains; what stays, a child of it included, is killed."""
+    """Send SIGTERM, so that our server drains; then kill it and its children if they are still there."""
     for end, name in ((process.terminate, "SIGTERM"), (process.kill, "SIGKILL")):
         with contextlib.suppress(ProcessLookupError, PermissionError):  # all have ended
             if hasattr(os, "killpg"):

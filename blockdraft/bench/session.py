@@ -120,7 +120,7 @@ class Session:
 
     @contextlib.asynccontextmanager
     async def _server(self, starts: list[Startup]) -> AsyncIterator[tuple[str, Started | None]]:
-        """Yield where to measure; a server that we start runs as long as the context."""
+        """Yield the server to measure; if we start it, it runs as long as the context."""
         options = self.options
         if options.url is not None:
             yield options.url, None
@@ -140,7 +140,7 @@ class Session:
         return served(command, label, self.options.start_timeout)
 
     async def _first_answer(self, url: str) -> Answer:
-        """Send a cold request to a server that is started for that alone."""
+        """Send a cold request to a server that is started only for this request."""
         ask = cold_ask(SPECULATIVE, "cold", is_raw=self.grid.workloads[0].is_raw)
         async with self._connected(url) as server:
             return (await server.client.converse(ask))[0]

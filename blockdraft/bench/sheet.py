@@ -29,7 +29,7 @@ class Sheet:
 
 
 def to_rich(sheet: Sheet) -> Table:
-    """Make the table narrow: a terminal has 80 columns."""
+    """Lay the table out for rich, narrow enough for a terminal of 80 columns."""
     table = Table(
         title=Text(clean(sheet.title)) if sheet.title else None,
         title_justify="left",

@@ -21,7 +21,7 @@ _SGLANG = "sglang:"
 
 
 def read_chunk(chunk: Json) -> Speculation | None:
-    """Return the counts of the whole answer in a chunk; None: it has none."""
+    """Return the counts of the whole answer in a chunk; None if it has none."""
     if drafts := inside(chunk, "metrics", "speculative_decoding"):
         return _by_histogram(
             inside(drafts, "acceptance_histogram"),
@@ -153,7 +153,7 @@ def _sums(counts: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
 def reached_by(one: Speculation) -> tuple[int, ...] | None:
     """Return for each position the steps that drafted it and accepted all drafts before it.
 
-    If the server does not count them, they follow if all steps have one width; None: unknown.
+    If the server does not count them, they are computed if all steps have one width; None if unknown.
     """
     if one.reached is not None or not one.has_positions or not one.steps:
         return one.reached

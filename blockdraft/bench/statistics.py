@@ -115,7 +115,7 @@ def pair(speculative: Group, plain: Group, *, seed: int) -> ArmPair:
 
 
 def split_by_category(group: Group) -> list[Group]:
-    """Return one group per class of prompts, in order of appearance; none where there is only one class.
+    """Return one group per class of prompts, in order of appearance; none if there is only one class.
 
     Classes that were in flight together share the busy time by the time their requests took. The server's
     counters cannot be shared out.
@@ -138,7 +138,7 @@ def split_by_category(group: Group) -> list[Group]:
 
 
 def _ended(group: Group) -> Group:
-    """Leave out requests that were not sent or were given up, with their part of the busy time."""
+    """Leave out requests that were not sent or were given up, and their share of the busy time."""
     if all(answer.is_ended for answer in group.answers):
         return group
     ended = [answer for answer in group.answers if answer.is_ended]
@@ -151,9 +151,9 @@ def _throughput_samples(
 ) -> tuple[float | None, Floats]:
     """Return aggregate tok/s of some of a group's answers, and of each resample of them.
 
-    A resample that drew long conversations would have kept the server busy for longer: with `concurrency`
-    requests in flight, busy time goes with the time that requests took, the failed ones' too. At a given rate
-    it goes with the number of conversations, whatever the server does: resamples would say nothing.
+    A resample with longer conversations also has a longer busy time: at a fixed concurrency, busy time is
+    proportional to the summed time of all requests, failed ones included. At a given rate it is proportional
+    to the number of conversations, so resampling gives no interval.
     """
     good = [answer for answer in answers if answer.is_ok]
     tokens = _total(answer.completion_tokens for answer in good)
@@ -336,7 +336,7 @@ def _failures(answers: Sequence[Answer]) -> list[Failures]:
 
 
 def _num_not_sent(answers: Sequence[Answer]) -> int:
-    """Count the turns of every conversation that was asked for, less those that were sent."""
+    """Count the turns that should have been sent and were not."""
     due = sum(
         1 if answer.ask.is_raw else len(answer.ask.prompt.turns) for answer in answers if answer.turn == 0
     )
@@ -369,7 +369,7 @@ def _prompts_hash(answers: Sequence[Answer]) -> str:
 
 
 def _prompt_ids(answers: Sequence[Answer]) -> list[str]:
-    """Return each id once, in an order that does not depend on which answer came first."""
+    """Return each id once, in an order that does not depend on the order of answers."""
     return sorted({answer.ask.prompt.id for answer in answers})
 
 

@@ -58,7 +58,7 @@ class StreamReader:
                 self._learn(event)
 
     def _take_alike(self, event: bytes, kept: list[str], around: Surroundings) -> bool:
-        """Take a chunk that differs from an earlier one by its text alone; return whether it does."""
+        """Return whether a chunk differs from an earlier one only in its text; if so, take it."""
         text = around.text_in(event)
         if not text:
             return False
@@ -155,7 +155,7 @@ class StreamReader:
 
 
 def _event_data(event: bytes) -> bytes:
-    """Return the data of one server-sent event; empty: it has none."""
+    """Return the data of one server-sent event; empty if it has none."""
     if event.startswith(b"data:") and b"\n" not in event:
         return event[5:].strip()
     parts = []
@@ -183,7 +183,7 @@ class Surroundings:
     tail: str
 
     def text_in(self, data: bytes) -> str | None:
-        """Return the text of an event that has these surroundings; None: it has others."""
+        """Return the text of an event that has these surroundings; None if it has others."""
         try:
             event = data.decode()
             if not event.startswith(self.head):
@@ -196,7 +196,7 @@ class Surroundings:
 
 
 def surroundings(event: str, name: str) -> Surroundings | None:
-    """Return what surrounds the text of `choices[0]`, or of its delta, in the field `name`; None: unclear."""
+    """Return what surrounds the text in field `name` of `choices[0]` or its delta; None if unclear."""
     found = event.find(f'"{name}"')
     start = event.find('"', found + len(name) + 2)
     if found < 0 or start < 0 or event[found + len(name) + 2 : start].strip() != ":":

@@ -1,8 +1,8 @@
 """Finds the prompt categories and block positions where drafts fail.
 
-A draft counts only after right ones, so fewer steps accept it from position to position,
-whatever the drafter knows. Positions are compared by how often a draft is right where it is reached, that is,
-where all drafts before it were right.
+A draft is accepted only if all drafts before it were right ("it is reached"), so later positions are accepted
+less often with any drafter. Positions are therefore compared by the share of right drafts among those
+reached.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class DraftCounts:
     accepted: tuple[int, ...]
 
     def right(self, first: int, last: int) -> float | None:
-        """Return the share of reached drafts `first` to `last` (from 1) that were right; None: too few."""
+        """Return the share of right drafts at positions `first` to `last` (from 1); None if too few."""
         reached = sum(self.reached[first - 1 : last])
         return sum(self.accepted[first - 1 : last]) / reached if reached >= MIN_REACHED else None
 
 
 def where_reached(accepted: Sequence[int], reached: Sequence[int]) -> list[float | None]:
-    """Return the share of right drafts at each position, of those reached; None: never reached."""
+    """Return the share of right drafts among those reached, by position; None if never reached."""
     return [kept / tried if tried else None for kept, tried in zip(accepted, reached, strict=False)]
 
 
@@ -90,7 +90,7 @@ def weak_spots(overall: DraftCounts, categories: Mapping[str, DraftCounts]) -> W
 
 
 def _weak_drafts(one: DraftCounts) -> tuple[int | None, int | None]:
-    """Return the first and last weak position; None: the last one reached often enough is not weak."""
+    """Return the first and last weak position; None if the last position with enough data is not weak."""
     first = last = None
     for draft in range(1, len(one.accepted) + 1):
         share = one.right(draft, draft)

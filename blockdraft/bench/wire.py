@@ -16,7 +16,7 @@ Json = dict[str, object]
 
 
 def inside(value: object, *keys: str) -> object:
-    """Return what a JSON value has under these keys, each inside the one before; None: nothing."""
+    """Return the value at this path of nested keys in a JSON value; None if there is none."""
     for key in keys:
         value = value.get(key) if isinstance(value, dict) else None
     return value
@@ -53,13 +53,13 @@ def _without_password(url: str) -> str:
 
 
 def headers(api_key: str | None) -> dict[str, str]:
-    """Ask for replies without compression: unpacking would be measured as the server's time."""
+    """Ask for uncompressed replies: the time to unpack them would count as the server's time."""
     found = {"accept-encoding": "identity"}
     return found if api_key is None else {**found, "authorization": f"Bearer {api_key}"}
 
 
 def one_line(text: str, api_key: str | None) -> str:
-    """Put `text` on one line, not too long, with the key taken out."""
+    """Put `text` on one line, shortened and with the API key removed."""
     line = " ".join(text.split())
     if api_key:
         line = line.replace(api_key, "***")
@@ -84,7 +84,7 @@ def is_refusal(error: BaseException) -> bool:
 
 
 def reason(error: aiohttp.ClientError | OSError | ValueError, host: str, timeout_s: float) -> str:
-    """Say why a request failed on the way; `timeout_s` is what it was given."""
+    """Say why a request failed in the network; `timeout_s` is its timeout."""
     if isinstance(error, aiohttp.ConnectionTimeoutError):
         return f"cannot connect to {host}: it does not answer."
     if isinstance(error, TimeoutError):

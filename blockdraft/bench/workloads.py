@@ -41,7 +41,7 @@ def load(
     data_dir: Path | None = None,
     is_offline: bool = False,
 ) -> Workload:
-    """Return the prompts of one workload; with a limit, at most so many, spread evenly over them."""
+    """Return the prompts of one workload; with a limit, at most that many, spread evenly over all prompts."""
     name = _spelled(name_or_path)
     if name == ALL:
         raise BenchError(
@@ -68,7 +68,7 @@ def load_all(
     data_dir: Path | None = None,
     is_offline: bool = False,
 ) -> tuple[Workload, ...]:
-    """Return one workload per name, in order; "all" is every built-in class. The limit is each one's."""
+    """Return one workload per name, in order; "all" is every built-in class. The limit applies to each."""
     each: dict[str, None] = {}  # a set that keeps its order
     for name in names:
         each.update(dict.fromkeys(CLASSES if _spelled(name) == ALL else (name,)))

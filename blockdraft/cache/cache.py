@@ -128,7 +128,7 @@ class Cache:
         return Tiles(*tables, rows.active, starts, counts, self._rule, most, self.page_size)
 
     def commit(self, rows: Rows, starts: Tensor, num_committed: Tensor) -> None:
-        """Make the first `num_committed` [R] tokens of the block verified from `starts` [R] on permanent.
+        """Commit the first `num_committed` [R] tokens of the block that was verified from `starts` [R] on.
 
         Paged layers have nothing to do: `length` is the commit. Recurrent layers fold their tape. Compressed
         layers compress the tiles that the next block will read compressed.

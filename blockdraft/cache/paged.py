@@ -117,8 +117,9 @@ class CompressedLayer:
 def untouched(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Allocate memory that becomes resident when it is written.
 
-    It has no huge pages: a cache is sized for the worst case, and a huge page makes 2 MB resident around the
-    first token of every head (360 MB for SmolLM2-135M, at the same speed; 2 x Neoverse-N1, 2026-11).
+    Huge pages are switched off: a cache is sized for the worst case, and each huge page would make 2 MB
+    resident for the first token of a head (360 MB for SmolLM2-135M, at the same speed; 2 x Neoverse-N1,
+    2026-11).
     """
     if device.type != "cpu":
         return torch.empty(shape, dtype=dtype, device=device)

@@ -4,7 +4,7 @@ A verify forward reads the committed state and records on a tape what each token
 Commit folds the first `num_committed` entries with the same operations in the same order as the scan, so the
 state is bit for bit that of decoding token by token. A sequence needs memory for one state and one tape.
 
-Length is the commit here too: at length 0 the state counts as zero, whatever the row held before.
+A row's length decides here, too: at length 0 the state counts as zero, whatever the row held before.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ def exact_bytes_per_token(specs: tuple[LayerSpec, ...], element_bytes: int) -> i
 
 
 def bytes_per_token(specs: tuple[LayerSpec, ...], element_bytes: int) -> int:
-    """The size of one token in pages, over all layers of target and drafter."""
+    """The bytes of one token in the pages of all layers of target and drafter."""
     return sum(spec.bytes_per_token(element_bytes) for spec in specs)
 
 

@@ -38,8 +38,9 @@ class View(Protocol):
     ) -> Tensor:
         """Normalise and rotate q [N, H, D] and k, write k and v [N, G, D], then attend. Returns [N, H, D].
 
-        Without angles, q and k are normalised and rotated already. Without k and v, another layer has written
-        them. `sinks` [H] are logits that take part in the softmax and have no value.
+        Without angles, q and k must already be normalised and rotated. Without k and v, the layer reads keys
+        and values that another layer has written. `sinks` [H] are logits that take part in the softmax and
+        have no value.
         """
         ...
 

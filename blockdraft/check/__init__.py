@@ -1,1 +1,1 @@
-"""Does this machine compute it right? Kernels, layers and drafts, checked before a start is over."""
+"""Checks at the start that this machine computes kernels, layers and drafts correctly."""

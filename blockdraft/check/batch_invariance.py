@@ -1,8 +1,9 @@
 """Checks that a token's bits do not depend on the batch, with these weights on this device.
 
 One text is computed in every way that serving knows: prefilled at once and in pieces, decoded token by token
-and in blocks, alone and among other rows. Its log-probabilities are compared with ==. If they are equal, so
-are answers, with and without drafts and whoever else is served. If not, answers may vary at near-ties.
+and in blocks, alone and among other rows. Its log-probabilities are compared with ==. If they are equal,
+answers do not depend on drafts or on other requests. If not, answers may vary where two tokens are nearly
+tied.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def check_bits(engine: Engine, ids: list[int]) -> BitsResult:
 
 
 def _ways(engine: Engine, ids: list[int]) -> Iterator[tuple[str, list[float], list[float]]]:
-    """Yield a way to compute the text, its log-probabilities, and those that should equal them."""
+    """Yield for each way to compute the text its name, its log-probabilities and the expected ones."""
     plan, room = engine.plan, max_tokens(engine)
     num_answer = max(1, min(NUM_ANSWER, room // 4))
     prompt = (ids * (NUM_PROMPT // len(ids) + 1))[: max(1, min(NUM_PROMPT, room // 2))]

@@ -1,4 +1,4 @@
-"""Compares what chooses tokens with references: sampling, the walk over candidates, acceptance, n-grams."""
+"""Compares the operations that choose tokens with references: sampling, candidates, acceptance, n-grams."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def compare_sampling(engine: Engine, numbers: Numbers) -> Comparisons:
 
 
 def compare_walk(engine: Engine, numbers: Numbers) -> Comparisons:
-    """Compare in the models' own dtype: a draft that rounding decides is followed by others.
+    """Compare in the models' own dtype: if rounding changes one draft, all drafts after it change, too.
 
-    Logits are so close to each other that the noise chooses other candidates than they would.
+    Logits are close enough for noise to change the choice.
     """
     drafter = engine.models.drafter
     if not isinstance(drafter, PairDrafter):
@@ -81,7 +81,7 @@ def rows_of_rules(vocab_size: int, numbers: Numbers) -> Rows:
 def nearest(
     got: Tensor, logits: Tensor, starts: Tensor, recent: Tensor, batch: sampling.SamplingBatch
 ) -> Tensor:
-    """Return the reference's choice, or `got` where the reference chooses that with numbers NEAR these."""
+    """Return the reference's choice, or `got` where the reference chooses it for nearly equal inputs."""
     expected = sampling.reference_choose(logits, starts, recent, batch)
     if torch.equal(got, expected):
         return expected

@@ -1,9 +1,9 @@
 """Checks that a drafter changes only the speed, and counts the tokens it commits on built-in prompts.
 
 The target's cache is compared before and after each call of the drafter. Where all products are by our own
-batch-invariant kernels, answers and probabilities must equal those without the drafter. Other libraries
-promise no bits: there, equal answers are only counted. And, with a drafter or without, a captured step must
-give the tokens of the same step run kernel by kernel.
+batch-invariant kernels, answers and probabilities must equal those without the drafter. Other libraries do
+not promise equal bits, so equal answers are only counted there. With or without a drafter, a captured step
+must give the same tokens as the step without capture.
 """
 
 from __future__ import annotations
@@ -118,10 +118,9 @@ def draft_name(models: LoadedPair) -> str:
 
 
 def _accepted(answers: list[CheckedAnswer]) -> tuple[float, ...]:
-    """Return the chance of each position that this draft and all before it are right.
-
-    It is the product of how often each was right where it was reached, so that the end of an answer, which
-    cuts its last block, does not lower it.
+    """Return for each position the chance that its draft and all before it are right. It is a product over
+    positions of the share of right drafts among those reached. So the last block, which the end of the answer
+    cuts, does not lower it.
     """
     accepted = itertools.zip_longest(*(answer.metrics.accepted for answer in answers), fillvalue=0)
     reached = itertools.zip_longest(*(answer.metrics.reached for answer in answers), fillvalue=0)
@@ -155,10 +154,9 @@ def _is_equal(
 
 
 def checked_widths(engine: Engine) -> list[int]:
-    """Return the widths to check: 1, and of those that may be served a narrow one and the widest.
-
-    They follow from the settings, never from the width that a start has measured to be the best: that one
-    differs from start to start, and each would have to check again.
+    """Return the widths to check: 1, a narrow one and the widest that may be served. They follow from the
+    settings, not from the width that a start measures as best: it differs between starts, and each start
+    would have to check again.
     """
     widths = widths_for(engine.plan.block)
     if engine.graphs is not None:

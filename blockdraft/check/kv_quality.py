@@ -1,9 +1,9 @@
-"""Measures what compressed keys and values cost a model, against exact ones on the same texts.
+"""Measures the loss of quality by compressed keys and values, against exact ones on the same texts.
 
-An arm is one way to store keys and values. Every arm reads every text whole and without a cache, by the rule
-of positions (kernels/kv_positions.py): references compute what serving would. From a depth on, each token
-counts by its loss, by the KL divergence from the exact distribution (in nats), and by whether the likeliest
-token is the same.
+An arm is one way to store keys and values. Every arm reads every text in one piece without a cache.
+References compute what serving would, with the same keys compressed (kernels/kv_positions.py). From a depth
+on, each token counts by its loss, by the KL divergence from the exact distribution (in nats), and by whether
+the likeliest token is the same.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Compress = Callable[[int, Tensor, Tensor], KeysValues]  # a layer, its keys and 
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One way to store keys and values. Bytes are a compressed token's, of a head of so many values."""
+    """One way to store keys and values. `bytes` is the size of a compressed token in one head."""
 
     name: str
     compress: Compress
@@ -86,8 +86,8 @@ def attend_mixed(
 ) -> Tensor:
     """Return attention of all positions q [N, H, D] over exact and compressed keys of a whole text.
 
-    A group of queries is computed together. Keys that some of them read exact and others compressed, a
-    strip, are computed twice.
+    A group of queries is computed together. A strip of keys that some queries read exact and others
+    compressed is computed twice.
     """
     wide = torch.promote_types(q.dtype, torch.float32)
     stores = [[x.to(wide).transpose(0, 1) for x in pair] for pair in (exact, compressed)]  # [G, L, D]
@@ -186,7 +186,7 @@ class LossTally:
 def count_text(
     models: LoadedPair, text: Sequence[int], arms: Sequence[Arm], tallies: Mapping[str, LossTally]
 ) -> None:
-    """Read a text by all arms, of which the first is exact, and add what counts to their tallies."""
+    """Read a text with all arms (the first is exact) and add the counted tokens to their tallies."""
     begin = tallies[arms[0].name].begin
     hidden = [hidden_states(models, text, arm)[begin - 1 : -1] for arm in arms]
     wanted = torch.tensor(text[begin:], device=models.device)
@@ -245,7 +245,7 @@ def loss_of(tally: LossTally, base: LossTally, first: int = 0, end: int | None =
 
 
 def _quantile(x: Tensor, share: float) -> float:
-    """Return a quantile of any number of values: torch.quantile takes 16 million, and interpolates."""
+    """Return a quantile without interpolation; torch.quantile takes at most 16 million values."""
     return x.kthvalue(max(1, math.ceil(share * len(x)))).values.item()
 
 
@@ -274,7 +274,7 @@ def bytes_of(arm: Arm, models: LoadedPair) -> float:
 
 
 def formats_for(models: LoadedPair, names: Sequence[str] | None) -> tuple[list[KvFormat], list[str]]:
-    """Return the formats of those names, or all that fit the model's heads, and the names of the others.
+    """Return the named formats, or else all that fit the heads, and the names of those that do not fit.
 
     ModelError or SettingsError: a name is unknown, or does not fit.
     """

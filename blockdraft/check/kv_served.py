@@ -1,9 +1,10 @@
 """Prepares compressed keys and values for serving: refuses what a card cannot serve, finds keys' centres.
 
-A constant that is subtracted from every key of a head moves all scores of a query alike and changes no
-attention weight, and compression then needs no levels for it. So rotated keys are stored without their mean.
-It is computed from a text that ships here, so it is the same at every start. Positions rotate it: the mean of
-the first tokens is averaged over all depths, which leaves its slow part (benchmarks/log.md, 2026-11-17).
+Subtracting one constant from every key of a head shifts all scores of a query equally, so attention weights
+do not change. Rotated keys are stored without their mean, because smaller values lose less by compression. It
+is computed from a text that ships here, so it is the same at every start. Positions rotate the mean, so the
+mean of the first tokens is averaged over all depths; only its slowly rotating part remains
+(benchmarks/log.md, 2026-11-17).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from blockdraft.planner.plan import Plan
 
 
 def check_served_on_card(models: LoadedPair, plan: Plan) -> None:
-    """Raise SettingsError for what no engine has served on a card: kernels pass their checks, one crashed."""
+    """Raise SettingsError for formats never served on a card: one crashed although its kernels passed."""
     if not plan.num_exact_pages or models.device.type != "cuda":
         return
     paged = [spec for spec in models.config.layer_specs() if isinstance(spec, Paged)]
@@ -74,7 +75,7 @@ people often guess wrong which of the two it is.
 
 @torch.inference_mode()
 def served_centres(models: LoadedPair, max_model_len: int) -> dict[int, Tensor]:
-    """Return the mean key [G, D] in float32 of every layer with keys, as they are before storage."""
+    """Return the mean [G, D] of the keys of every layer before storage, in float32."""
     token_ids = models.tokenizer.encode(TEXT)[: min(TOKENS, max_model_len)]
     view = WholeView(models.config.layer_specs(), count=len(token_ids), device=models.device)
     models.target(torch.tensor(token_ids, device=models.device), view)

@@ -66,12 +66,12 @@ class Needles:
 
     @property
     def share(self) -> float | None:
-        """Return the share found, of those that exact ones find; None: too few to say."""
+        """Return the share of needles found, among those that exact keys find; None if too few."""
         return None if self.num_exact < MIN_NEEDLES else self.num_found / self.num_exact
 
 
 def verdict_of(loss: Loss, needles: Needles | None) -> Verdict:
-    """Return the worst verdict of any number. A perplexity counts only beyond its error."""
+    """Return the worst verdict of all measures. A change of perplexity counts only beyond its error."""
     share = None if needles is None else needles.share
     sure = NUM_SURE * loss.error_percent
 
@@ -87,7 +87,7 @@ def verdict_of(loss: Loss, needles: Needles | None) -> Verdict:
 
 
 def sentence(name: str, loss: Loss, needles: Needles | None, verdict: Verdict, instead: str | None) -> str:
-    """Return the results and the advice; `instead` is the smallest format that may be used."""
+    """Return a text with results and advice; `instead` is the smallest format that is good enough."""
     found = [
         f"{loss.same_percent:.1f} % same likeliest token",
         f"{loss.perplexity_percent:+.1f} % perplexity (±{loss.error_percent:.1f})",
@@ -104,7 +104,7 @@ def sentence(name: str, loss: Loss, needles: Needles | None, verdict: Verdict, i
 
 
 def instead_of(verdicts: dict[str, Verdict], num_bytes: dict[str, float]) -> str | None:
-    """Return the smallest format to use; None: there is none."""
+    """Return the smallest format to use; None if there is none."""
     usable = [name for name, verdict in verdicts.items() if verdict == "use"]
     return min(usable, key=lambda name: num_bytes[name], default=None)
 
@@ -141,7 +141,7 @@ def prompts_behind(
 def committed_per_step(
     models: LoadedPair, plan: Plan, format: str, prompts: Sequence[Sequence[int]]
 ) -> float | None:
-    """Return tokens per step of greedy answers at the plan's width; None: the engine has no such cache."""
+    """Return tokens per step of greedy answers at the plan's width; None if the engine has no such cache."""
     try:
         kept = _plan(models, plan, format, prompts)
         check_served_on_card(models, kept)

@@ -24,7 +24,7 @@ BEGIN = 512  # tokens count from this depth on; from half of a text that is shor
 
 
 def begin_of(length: int) -> int:
-    """Return the first token of a text that counts. SettingsError: such texts have nothing compressed."""
+    """Return the first token that counts. SettingsError: the texts are too short to be compressed."""
     least = PositionRule().window + 3 * TILE
     if length < least:
         raise SettingsError(

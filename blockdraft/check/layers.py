@@ -1,4 +1,4 @@
-"""Compares every layer as serving computes it with an oracle, whose own rounding is the measure.
+"""Compares every layer as serving computes it with an oracle; the oracle's rounding gives the tolerance.
 
 One prompt is computed three times:
 
@@ -9,7 +9,7 @@ One prompt is computed three times:
 All three get the same input of a layer: T's output of the layer before it, rounded to the served dtype. So
 errors do not add up over depth, and the distance of R from T is the effect of rounding inside this layer,
 with these weights and this prompt, however large its activations are. K may be off from T by a few times
-that; a fault is off by far more. End-to-end logits have no such measure: depth amplifies rounding without
+that; a fault is off by far more. End-to-end logits have no such tolerance: depth amplifies rounding without
 bound.
 """
 
@@ -399,7 +399,7 @@ def _exactly() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _borrowed_rows(engine: Engine, lengths: list[int]) -> Iterator[None]:
-    """Borrow rows with pages for `lengths` tokens and a block each, filled with NaN: a stale read shows."""
+    """Borrow rows with pages for `lengths` tokens and a block each; NaN in them reveals stale reads."""
     allocator, rows, block = engine.scheduler.pages, engine.rows, engine.plan.block
     sizes = [-(-(length + block) // allocator.page_size) for length in lengths]
     exact_pages = engine.scheduler.exact
@@ -424,7 +424,7 @@ def _borrowed_rows(engine: Engine, lengths: list[int]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _all_exact(engine: Engine) -> Iterator[None]:
-    """Let layers that compress read exact keys: the loss by compression is no fault of a layer."""
+    """Let compressing layers read exact keys, since loss by compression is not a fault."""
     layers = [storage for storage in engine.cache.storage if isinstance(storage, CompressedLayer)]
     before = [layer.pages for layer in layers]
     for layer in layers:

@@ -1,9 +1,9 @@
 """Compares every operation the models use, at their real shapes and on this device, with its reference.
 
-A comparison runs an operation twice on the same random numbers: by whatever path serving takes, and by the
-PyTorch reference on the numbers widened to float64. Where no kernel of ours was chosen, PyTorch's own is
-checked. The check at the start, `blockdraft doctor` and the tests go through one table, OPERATIONS: an entry
-yields a comparison for every distinct use of its operation in an engine's models.
+A comparison runs an operation twice on the same random numbers: on the path that serving uses, and by the
+PyTorch reference in float64. If serving uses PyTorch's kernel, that kernel is checked. The check at the
+start, `blockdraft doctor` and the tests go through one table, OPERATIONS: an entry yields a comparison for
+every distinct use of its operation in an engine's models.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ def _compare_gated(engine: Engine, numbers: Numbers) -> Comparisons:
 
 
 def _many(numbers: Numbers) -> tuple[int, ...]:
-    """Return numbers of tokens that a GPU multiplies in other ways."""
+    """Return token counts for which a GPU uses different kernels."""
     return (linear.MAX_FEW + 1, 130) if numbers.device.type == "cuda" else ()
 
 
@@ -264,7 +264,7 @@ def _compare_attention(engine: Engine, numbers: Numbers) -> Comparisons:
 def _attention_inputs(
     kind: _Heads, numbers: Numbers, *, starts: tuple[int, int], counts: tuple[int, int], page_size: int
 ) -> tuple[object, ...]:
-    """Return two rows in random pages. Slots that no row has reached hold NaN: reading one shows."""
+    """Return two rows in random pages. Unused slots hold NaN, so that reading one is seen."""
     ends = [start + count for start, count in zip(starts, counts, strict=True)]
     num_pages = -(-max(ends) // page_size)  # of a row
     pages = (numbers.order(2 * num_pages) + 1).view(2, num_pages)  # page 0 is where masked reads point
@@ -282,7 +282,7 @@ def _attention_inputs(
 
 
 def _compare_compressed(engine: Engine, numbers: Numbers) -> Comparisons:
-    """Compare attention over mostly compressed keys, and compression, most of whose bytes are equal."""
+    """Compare attention over mostly compressed keys, and compression: most bytes must be equal."""
     plan = engine.plan
     found = [kind for model in engine.models.models() for kind in _heads(engine, model)]
     for kind in distinct([kind for kind in found if kind.format is not None], lambda kind: kind[:6]):
@@ -426,7 +426,7 @@ def _joined(operation: Callable[..., tuple[Tensor, ...]]) -> Callable[..., Tenso
 
 
 def _compare_heads(engine: Engine, numbers: Numbers) -> Comparisons:
-    """Compare queries, and all of a small cache: a write beside its slots shows as well."""
+    """Compare queries and a whole small cache, so that a write to a wrong slot is seen, too."""
     for kind, angles in _rotated(engine, numbers, lambda kind: (*kind[:3], *kind[6:])):
         if kind.is_written:
             yield from _compare_writing(kind, angles, numbers)
@@ -508,7 +508,7 @@ def _reference_gated_norm(read: Tensor, z: Tensor, weight: Tensor, eps: float) -
 def _compare_states(
     spec: Recurrent, name: str, weights: gated_delta.DeltaWeights, numbers: Numbers, *, width: int
 ) -> Comparisons:
-    """Compare rows 2 and 0 of three: 5 and 3 known tokens, then a block of which they keep all and one.
+    """Compare rows 2 and 0 of three, with 5 and 3 known tokens; then they keep all and one of a block.
 
     Two layers of the same weights, each with its own tokens, are committed together.
     """
@@ -626,7 +626,7 @@ def _compare_experts(engine: Engine, numbers: Numbers) -> Comparisons:
 
 
 def _reference_experts(experts: Experts, x: Tensor, choice: moe.ExpertChoice) -> Tensor:
-    """Compute one token and expert after another."""
+    """Compute the tokens one by one, and each token's experts one by one."""
     routed = torch.zeros_like(x)
     for token, ids in enumerate(choice.ids.tolist()):
         for weight, expert in zip(choice.weights[token].double(), ids, strict=True):

@@ -138,7 +138,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, mask: Mask, sinks:
 
 
 def _by_head(x: Tensor, num_heads: int, num_wanted: int) -> Tensor:
-    """Return [N, heads * D] as [wanted, N, D], each head as often as it is shared."""
+    """Return [N, heads * D] as [wanted, N, D]; each head is repeated for the heads that share it."""
     heads = x.view(len(x), num_heads, -1)
     return heads.repeat_interleave(num_wanted // num_heads, dim=1).transpose(0, 1)
 

@@ -75,7 +75,7 @@ class Record:
 
 
 def verify_changes(engine: Engine, note: Note, *, is_full: bool = False) -> Verification:
-    """Check what has no record of an idle engine, or all of it. ModelError: its answers would be wrong."""
+    """Check everything on an idle engine that has no record. ModelError: its answers would be wrong."""
     kernels_file, models_file = _files(engine)
     kernels = models = None
     if not is_full:
@@ -100,7 +100,7 @@ def verify_changes(engine: Engine, note: Note, *, is_full: bool = False) -> Veri
 
 
 def _as_recorded(record: Record) -> Verification:
-    """Return the recorded verification; the answers still are the recorded ones."""
+    """Return the recorded verification if the answers still equal the recorded ones."""
     assert record.answers is not None
     assert record.verification is not None
     num_tokens = sum(map(len, record.answers.tokens.values()))
@@ -201,7 +201,7 @@ def _parts(model: nn.Module) -> list[str]:
 
 
 def _read(file: Path) -> Record | None:
-    """Return the record; None: there is none. RecordDamaged: it is not as it was written."""
+    """Return the record; None if there is none. RecordDamaged: it is not as it was written."""
     try:
         text = file.read_text(encoding="utf-8")
     except OSError:
@@ -233,10 +233,10 @@ def _write(file: Path, record: Record) -> None:
 def checksum(model: nn.Module) -> str:
     """Return 16 hex digits of the model's weights: names, shapes, dtypes and all bytes.
 
-    Of each tensor, 64 bits at a time: every word is multiplied by a random odd number of its own place, and
-    the products are added, modulo 2**64. The place makes swapped values count; an odd factor loses no bit of
-    a word. Before that, a word's upper bits are added to its lower ones: where two words that differ in their
-    first bit alone are swapped, the factors' difference, which is even, would hide it.
+    Each 64-bit word of a tensor is multiplied by a random odd factor that belongs to its place, and the
+    products are added modulo 2**64. Factors by place detect swapped words; odd factors lose no bit of a word.
+    Before that, a word's upper bits are added to its lower ones. Otherwise swapping two words that differ
+    only in their highest bit would go unnoticed, because the difference of two odd factors is even.
     """
     digest, sums = hashlib.sha256(), []
     adders: dict[torch.device, _Adder] = {}

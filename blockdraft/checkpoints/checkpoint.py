@@ -4,8 +4,8 @@ A Hugging Face folder (also one that a hub id resolves to) and a GGUF file imple
 Hugging Face's names, shapes and configuration keys, so no other module depends on the file format. Nothing
 is ever unpickled or executed.
 
-Files are read, not mapped: mapped pages count as memory of the process, and a model that fits only once
-must not be held twice while it loads. For the same reason a tensor can be read in slices of rows.
+Files are read, not mapped: mapped pages count as memory of the process, and a large model would be in memory
+twice while it loads. For this reason tensors can also be read in slices of rows.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class Checkpoint(Protocol):
 def own_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
     """Return an uninitialised tensor; a large one on the CPU (or without a device) gets its own mapping.
 
-    An allocator keeps memory that is freed between two weights: the slices of a whole model leave 10 to 30 %
-    of its size behind. A mapping returns to the system as soon as its tensor is freed.
+    An allocator keeps freed memory that lies between two weights: after reading a model in slices, that is 10
+    to 30 % of its size. A mapping returns to the system as soon as its tensor is freed.
     """
     num_bytes = math.prod(shape) * dtype.itemsize
     if num_bytes < _MAPPED_BYTES or (device is not None and device.type != "cpu"):

@@ -62,7 +62,7 @@ class Fields:
         return replace(self, raw=value or {}, prefix=f"{self.prefix}{key}.")
 
     def refuse(self, key: str, *allowed: object) -> None:
-        """Raise if the key is present with a value that is not in `allowed`: no other is implemented."""
+        """Raise an error if the key has a value that is not in `allowed`: no other value is implemented."""
         value = self.raw.get(key)
         if value is not None and value not in allowed:
             what = f"asks for {self.prefix}{key} = {_abridged(value)}"

@@ -89,7 +89,7 @@ def default_gguf(report: Report = lambda line: None) -> Path:
 def hub_folder(
     repo: str, *, revision: str | None, needs_weights: bool = True, is_whole: bool = False
 ) -> Path:
-    """Return the folder of a hub model, downloaded if necessary; `is_whole`: with what only others read."""
+    """Return a hub model's folder, downloaded if needed; `is_whole` includes files for other engines."""
     import huggingface_hub
 
     from blockdraft.checkpoints.hub import HUB_ERRORS

@@ -38,10 +38,10 @@ def column_factors(checkpoint: str) -> Mapping[str, Tensor]:
 
 
 class Int8Cache:
-    """The packed matrices of one model, by module path: packing takes seconds, reading a fraction of one.
+    """A disk cache of one model's packed matrices, by module path: packing takes seconds, reading does not.
 
-    The key is a hash of every byte of the source files. Sizes and times are not enough: `cp -p`, `rsync -t`
-    and images of reproducible builds put other weights under the same name and time.
+    The key is a hash of every byte of the source files. File sizes and times are not enough: `cp -p`, `rsync
+    -t` and reproducible images can replace weights without changing name or time.
     """
 
     def __init__(self, sources: Iterable[Path], factors: Mapping[str, Tensor]) -> None:

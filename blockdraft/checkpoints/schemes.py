@@ -198,7 +198,7 @@ class GptqScheme:
     """GPTQ: codes packed along the columns, zero points along the rows.
 
     `zero_offset` is added to a stored zero point: 1 in the original format, 0 in gptq_v2. None (symmetric
-    only) derives it from the stored values: with the offset they must be the middle code.
+    only) derives the offset: stored value plus offset must be the middle code.
     """
 
     name: str

@@ -65,7 +65,7 @@ LOAD_FLAGS = """
 --offline: do not download data sets
 --prompt-seed N: seed of prompts and arrival times (default: 0)
 --processes N: send requests from at most N processes (default: half of the cores)
---no-headroom: do not first measure how fast this client can read (1 s per load)
+--no-headroom: skip the test of how fast this client can read (1 s per load)
 --table NAME: measure the rows of a published table: z-lab, spark, forum or mt-bench
 """
 OUTPUT_FLAGS = """
@@ -216,7 +216,7 @@ def _compare(paths: Sequence[str], *, out: str, prints_json: bool) -> int:
 
 
 def _stdout() -> Console:
-    """Return a console that cuts nothing in files and pipes, which have no width."""
+    """Return a console that cuts no lines in files and pipes."""
     from rich.console import Console
 
     console = Console(highlight=False)

@@ -49,13 +49,13 @@ class ChatPiece:
 
 
 class Answerer(Protocol):
-    """Answers a chat. It raises BlockdraftErrors, and KeyboardInterrupt on Ctrl-C, and can then go on."""
+    """Answers a chat. After a BlockdraftError or Ctrl-C it can answer the next question."""
 
     @property
     def name(self) -> str: ...
     @property
     def has_drafts(self) -> bool:
-        """Return whether it can tell which tokens were drafts."""
+        """Return whether the model reports which tokens were drafts."""
 
     def answer(self, messages: Sequence[Message], *, with_drafts: bool) -> Iterator[ChatPiece]: ...
 

@@ -1,7 +1,7 @@
 """Examine this machine: graphics cards, processor, memory, container limits, disks and libraries. Report
-which number formats and kernels work here and why others do not, compare every kernel with its reference, and
-list known problems of this driver, kernel, card and these libraries. The exit code is 1 if there is a
-problem, and 0 if there are only warnings.
+which number formats and kernels work here, and why the others do not. Compare every kernel with its
+reference. List known problems of the installed driver, Linux kernel, card and libraries. The exit code is 1
+if there is a problem, and 0 if there are only warnings.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Answer prompts (yours, or those of `blockdraft bench`) with the drafter and report the tokens committed per
 step, by category and position in the block. Then try one change at a time (taps, causality, mask token,
-embedding scale, chat template, quantisation) and report which of them help, or whether more training would.
+embedding scale, chat template, quantisation) and report which ones help, or that more training is needed.
 The exit code is 0 if the drafter fits, and 1 if it commits fewer than 1.2 tokens per step.
 """
 
@@ -21,7 +21,7 @@ from blockdraft.settings.settings import DTYPES, QUANTIZATIONS
 if TYPE_CHECKING:
     from blockdraft.training.fit_report import FitReport
 
-SUMMARY = "test how well a drafter predicts a target on a workload, and why not better"
+SUMMARY = "test how well a drafter predicts a target on a workload, and find what holds it back"
 USAGE = "blockdraft fit [TARGET] [DRAFTER] [flags]"
 EXIT_DOES_NOT_FIT = 1
 SHOWN_POSITIONS = 15
@@ -93,7 +93,7 @@ def _warnings_as_lines() -> Iterator[None]:
 
 
 def _one_of(what: str, word: str | None, flag: str | None) -> str | None:
-    """Return the value of the argument or of the flag, which must agree; None if neither is given."""
+    """Return the value of the argument or the flag; None if neither is given. Both must agree."""
     if word is not None and flag is not None and word != flag:
         raise SettingsError(f"two {what} were given, '{word}' and '{flag}': give one.")
     return word if word is not None else flag

@@ -131,7 +131,7 @@ def add_sampling(parser: argparse.ArgumentParser, *, max_tokens: int = 512, is_c
 --top-p X: sample from the likeliest tokens whose probabilities sum to X (default: the model's)
 --top-k N: sample from the N likeliest tokens; 0: from all (default: the model's)
 --min-p X: drop tokens with less than X times the highest probability (default: the model's)
---presence-penalty X: lower the logit of every token that the answer has used by X (default: 0)
+--presence-penalty X: subtract X from the logit of every token already in the answer (default: 0)
 --frequency-penalty X: lower a token's logit by X for each use in the answer (default: 0)
 --repetition-penalty X: divide the logits of tokens in the prompt or the answer by X (default: the model's)
 --max-tokens N: longest answer in tokens (default: {max_tokens})
@@ -142,7 +142,7 @@ def add_sampling(parser: argparse.ArgumentParser, *, max_tokens: int = 512, is_c
 --logprobs N: with --json: log-probabilities of each token and of the N likeliest
 """
     last = """
---seed N: seed of the sampling (default: the same in every run)
+--seed N: seed for sampling (default: one fixed seed)
 --stop TEXT...: stop before TEXT; repeatable
 --ignore-eos: continue past the model's end token
 --logit-bias ID=VALUE...: add VALUE to the logit of token ID; repeatable
@@ -167,13 +167,13 @@ def sampling_from(
 
 
 def dataclass_from(kind: type[T], args: argparse.Namespace, **given: object) -> T:
-    """Return a dataclass whose fields come from `given`, else from flags of the same name."""
+    """Return a dataclass with fields from `given`, or else from the flags with the fields' names."""
     names = [item.name for item in fields(kind) if item.name not in given and item.name in args]  # type: ignore[arg-type]
     return kind(**{name: getattr(args, name) for name in names}, **given)
 
 
 def add_verbose(parser: argparse.ArgumentParser) -> None:
-    add_flags(parser, "--verbose: report loading on stderr even if it is no terminal")
+    add_flags(parser, "--verbose: show loading progress even if stderr is not a terminal")
 
 
 def reporter(args: argparse.Namespace) -> Callable[[str], None]:

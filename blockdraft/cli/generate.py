@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_flags(parser, FLAGS, file={"default": [], "type": str})
     flags.add_verbose(parser)
     flags.add_sampling(parser)
-    forms = parser.add_argument_group("structured output", "force the answer into one of these")
+    forms = parser.add_argument_group("structured output", "make the answer follow one of these")
     texts = {"json_schema": {"type": str}, "grammar": {"type": str}}  # "-" is no path
     flags.add_flags(forms.add_mutually_exclusive_group(), FORM_FLAGS, **texts)
     # Here --seed is the sampling seed, there are no tools, and only our engine runs.
@@ -170,7 +170,7 @@ def _print_text(deltas: Iterator[Delta], num_choices: int, seen: list[Delta]) ->
 
 
 def speed_line(deltas: list[Delta], *, has_drafter: bool) -> str:
-    """Return the speed of all choices together; the module's docstring says which time counts."""
+    """Return a line with the speed of all choices together; the module's docstring defines it."""
     metrics = [delta.metrics for delta in deltas if delta.metrics is not None]
     num_tokens, steps = sum(m.num_tokens for m in metrics), sum(m.steps for m in metrics)
     seconds, first_s = max(m.seconds for m in metrics), min(m.first_token_s for m in metrics)

@@ -1,8 +1,8 @@
-"""Compare exact with compressed keys and values on texts. For each format, report the bytes per token, how
-often the likeliest next token stays the same, the change of the perplexity and of the distribution, by depth,
-and how many hidden facts (needles) are still found; then say whether to use it. Texts are read whole by
-reference code, which needs no kernel and says nothing about speed. If the model has a drafter, the engine
-also answers questions with each cache, and a column shows the tokens committed per step.
+"""Compare exact with compressed keys and values on texts. For each format, report the bytes per token,
+the share of positions with the same likeliest token, the changes in perplexity and distribution at each
+depth, and how many hidden facts (needles) are found; then advise for or against the format. The texts run
+through slow reference code, so this does not measure speed. If the model has a drafter, the engine also
+answers questions with each format, and a column shows the tokens committed per step.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def _settings(args: argparse.Namespace) -> dict[str, object]:
 
 
 def _sizes(args: argparse.Namespace, models: LoadedPair, plan: Plan) -> tuple[int, int, int, int]:
-    """Return tokens, length, needles and answers: as asked, else as many as this device does in minutes."""
+    """Return tokens, length, needles and answers: as asked, or amounts that take this device minutes."""
     tokens, length, needles, answers = SMALL if models.device.type == "cpu" else LARGE
     length = min(length, plan.max_model_len) if args.length is None else args.length
     needles = needles if length >= NEEDLES_FROM else 0

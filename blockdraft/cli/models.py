@@ -29,7 +29,7 @@ WIDTH = 110
 _COLUMNS = ("drafter", "layout", "block", "layers", f"{'GB':>5}")
 FLAGS = """
 --known: also list all known families and pairs
---json: print one JSON object of both lists instead of text
+--json: print both lists as one JSON object instead of text
 --yes: with rm: do not ask
 """
 
@@ -108,7 +108,7 @@ def _remove(names: Sequence[str], *, is_agreed: bool) -> int:
 
 def _agrees(question: str) -> bool:
     if not sys.stdin.isatty():
-        raise SettingsError("stdin is no terminal, so nobody can confirm: add --yes.")
+        raise SettingsError("stdin is not a terminal, so nobody can confirm: add --yes.")
     print(question, end="", file=sys.stderr, flush=True)
     try:
         return input().strip().casefold() in ("y", "yes")

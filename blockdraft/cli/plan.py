@@ -1,5 +1,5 @@
 """Resolve every 'auto' and say why. Compute the memory from the files' headers, without downloading weights.
-Report how many sequences of which length fit, what would make more fit, and the estimated speed. The exit
+Report how many sequences fit, at which length, how to make room for more, and the estimated speed. The exit
 code is 1 if the model does not fit or is known to fail.
 """
 
@@ -106,7 +106,7 @@ def _machine(name: str | None) -> tuple[Machine, Card | None]:
 
 
 def _given(args: argparse.Namespace) -> dict[str, object]:
-    """Return the settings of the flags; --context and --concurrency are second names of two."""
+    """Return the settings given as flags; --context and --concurrency are other names of two settings."""
     given = given_settings(args)
     for alias, name in (("context", "max_model_len"), ("concurrency", "max_num_seqs")):
         value = getattr(args, alias)

@@ -1,7 +1,8 @@
-"""Ask an OpenAI-compatible server (blockdraft, vLLM, SGLang, llama.cpp) the same questions with drafts and
-without, alone and in company, in another order, with a prefix hit, streamed, with log-probabilities, with n,
-with a seed, with defaults left out and after a restart, and count the answers that are equal. Without URL,
-start `blockdraft serve` with the engine flags below. The exit code is 1 if answers differ.
+"""Ask an OpenAI-compatible server (blockdraft, vLLM, SGLang, llama.cpp) the same questions in many ways and
+count the equal answers. Questions are sent with and without drafts, one at a time and in parallel, in another
+order, with a prefix hit, streamed, with log-probabilities, with n, with a seed, without optional fields, and
+after a restart. Without URL, start `blockdraft serve` with the engine flags below. The exit code is 1 if
+answers differ.
 """
 
 from __future__ import annotations

@@ -34,9 +34,9 @@ SERVER_FLAGS = """
   --api-key-file or $BLOCKDRAFT_API_KEY
 --api-key-file FILE: file with one key per line
 --cors-origin URL...: let web pages of this origin call the server; repeatable
---allowed-host NAME...: also accept requests with this Host header; repeatable (default: any host; on a
-  loopback address without a key only loopback names)
---request-timeout S: seconds until an answer is complete; of a stream, until its first token (default: 600)
+--allowed-host NAME...: also accept requests with this Host header; repeatable (default: any host; on
+  a loopback address without a key: only loopback names)
+--request-timeout S: seconds until a complete answer, or the first token of a stream (default: 600)
 --drain-timeout S: seconds that running answers get at shutdown (default: 30)
 --step-timeout S: seconds after which a step counts as hung (default: 120)
 --log-level {debug,info,warning,error}: log this level and worse; debug also logs requests (default: info)

@@ -41,7 +41,7 @@ ANSWER_FLAGS = """
 --max-answer N: longest answer in tokens (default: 400, or half of --length)
 --max-repeat N: cut an answer that repeats its last N tokens; 0: never (default: 64)
 --sampled X: share of the answers that are sampled at --temperature (default: 0, all greedy)
---temperature X[,X]: of sampled answers; of two numbers, each answer draws one between them (default: 0.7)
+--temperature X[,X]: for sampled answers; with X,X each answer gets a value between the two (default: 0.7)
 --top-p X: as in `blockdraft generate`, for sampled answers (default: 0.95)
 --rows N: answers generated at once (default: 2048, CPU: 16)
 --length N: longest prompt and answer together, in tokens (default: 1024)
@@ -53,9 +53,9 @@ SHAPE_FLAGS = f"""
 --candidates N: candidates per position of dflash2 (default: {_SHAPE.num_candidates})
 --block N: block size in tokens, anchor included (default: 16)
 --layers N: number of layers (default: 5)
---taps N,N,…: target layers whose features it reads, counted from 0 (default: 5 evenly spaced)
+--taps N,N,…: target layers whose features the drafter reads, counted from 0 (default: 5 evenly spaced)
 --inner-size N: width of the MLPs (default: the target's)
---bidirectional: drafts also see later drafts; a smaller --width then saves no time when serving
+--bidirectional: let drafts see later drafts too; serving with a smaller --width then saves no drafting time
 --mask-token ID: id of the mask token (default: an unused special token)
 --init {{random,target}}: start from random weights, or from the target's last layers (default: random)
 """
@@ -64,15 +64,18 @@ RECIPE_FLAGS = f"""
 --rate X: highest learning rate (default: {_RECIPE.rate})
 --rows-per-step N: rows of --length tokens per step (default: {_RECIPE.rows_per_step}, CPU: {CPU_ROWS})
 --anchors N: blocks drafted per row, at random places (default: {_RECIPE.num_anchors})
---short-blocks X: train this first share of the run with half blocks, a third faster (default: 0)
---anchoring {{even,walk}}: even: blocks begin anywhere; walk: mostly where the drafter's own steps would begin
-  (default: {_RECIPE.anchoring})
---deep-weight X: draw anchors from position --deep-from on X times as often (default: {_RECIPE.deep_weight:g})
---deep-from N: the position of --deep-weight (default: {_RECIPE.deep_from})
+--short-blocks X: use half-size blocks for the first share X of the run; that part is a third faster
+  (default: 0)
+--anchoring {{even,walk}}: even: blocks begin anywhere; walk: mostly at positions where a decoding step would
+  begin (default: {_RECIPE.anchoring})
+--deep-weight X: draw anchors at or after position --deep-from X times as often
+  (default: {_RECIPE.deep_weight:g})
+--deep-from N: first position to which --deep-weight applies (default: {_RECIPE.deep_from})
 --phases N: train on N parts of the rows in turn, to save memory (default: {_RECIPE.phases})
 --weighting {{dpace,decay,uniform}}: how the loss weighs the positions (default: {_OBJECTIVE.weighting})
 --gamma X: decay length of --weighting decay (default: {_OBJECTIVE.gamma:g})
---hardness X: with dpace: divide a block's weight by expected length ** X (default: {_OBJECTIVE.hardness:g})
+--hardness X: with dpace: weigh hard blocks more, by expected accepted length ** -X
+  (default: {_OBJECTIVE.hardness:g})
 --distill X: share of the loss that is the divergence from the target's distribution (default: 0)
 --selector-weight X: weight of the selector's loss, with --kind dflash2 (default: 1)
 --train {{all,added,selector}}: with --from, the parts of a dflash2 drafter to train: all, those that DFlash2

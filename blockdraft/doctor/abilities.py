@@ -15,7 +15,7 @@ State = Literal["native", "emulated", "no"]
 
 @dataclass(frozen=True, slots=True)
 class Ability:
-    """`state` is the hardware's; emulated is correct, at the speed of the wider format that serves it."""
+    """`state` describes the hardware; "emulated" is correct but as slow as the wider format used instead."""
 
     name: str
     state: State

@@ -73,7 +73,7 @@ def _page_cache(machine: Machine, torch: Torch) -> Iterator[Finding]:
 
 
 def _has_code(torch: Torch) -> bool:
-    """Return whether PyTorch has code for the card: of its major capability, or PTX of an earlier one."""
+    """Return whether PyTorch has code for the card: for its major capability, or PTX for an earlier one."""
     if torch.capability is None or not torch.architectures:
         return True
     major, minor = torch.capability

@@ -1,9 +1,9 @@
 """The part of the doctor that imports torch, run in its own process, so that a crash is only a finding.
 
-`python -m blockdraft.doctor.probe` gets one JSON object as its argument and writes one per line: what torch
-is, which path each operation takes, and for each shape a `begin` and the comparisons. A kernel that does not
-compile is a path that is not taken, as it is in a start; nothing else is caught. A shape that raises or
-crashes ends the process, and the reader (`probe_runner.py`) knows which one it was.
+`python -m blockdraft.doctor.probe` gets one JSON object as its argument and writes JSON objects, one per
+line: facts about torch, the path that each operation takes, and for each shape a `begin` and the comparisons.
+A kernel that does not compile is reported as an unused path, as in a start; other errors are not caught. A
+shape that raises or crashes ends the process, and the reader (`probe_runner.py`) knows which shape it was.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def _path(operation: str, taken: str, why_not: str | None) -> Line:
 
 
 def _compile_ahead(shapes: list[ProbeShape], device: torch.device) -> None:
-    """Compile the kernels of all shapes in parallel; a shape compiles later what is missing."""
+    """Compile the kernels of all shapes in parallel; missing kernels are compiled when first used."""
     from blockdraft.engine.engine import Engine
     from blockdraft.start.compile_ahead import CompileAhead, run_checks, run_steps
 

@@ -77,7 +77,7 @@ class Probe:
 
 
 class ProbeOutcome(NamedTuple):
-    """The output of a process; a code of None: it was stopped after TIMEOUT_S."""
+    """The output of a process; `code` is None if it was stopped after TIMEOUT_S."""
 
     out: str
     err: str

@@ -4,7 +4,7 @@ A query's result depends only on its own visible prefix, never on its neighbours
 divides the keys into fixed chunks counted from position 0, reduces every chunk at the same shape, and merges
 the chunks in order: a longer neighbour only adds chunks with weights of exactly zero. Its bits may change
 with the number of queries per row, as the BLAS behind matmul may sum in another order for another shape.
-Those of the CPU kernel, `llvm.attention`, do not.
+The bits of the CPU kernel, `llvm.attention`, do not change.
 
 A sink is one more score per query head, not scaled: it takes part in the maximum and the sum of the softmax,
 and has no value.

@@ -1,7 +1,7 @@
 """Decides which implementation an operation has: the Triton kernel, the CPU kernel, or the PyTorch reference.
 
-The decision is made when the Kernels of a model are built (`kernels.kernels_for`), by its dtype, its device,
-and the operations whose kernels do not compile on this GPU, which the start finds (`start/fallback`).
+The decision is made when the Kernels of a model are built (`kernels.kernels_for`), by its dtype and device;
+operations whose kernels do not compile on this GPU get references (`start/fallback` finds them).
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Triton fails in several stages: its front end (CompilationError), MLIR's passes (a RuntimeError), ptxas
 (PTXASError), and the first launch, if the GPU has less shared memory, registers or threads than the kernel
-needs (OutOfResources), or if the driver rejects its code. Out of memory and a lost context are different
-errors: a reference would not help.
+needs (OutOfResources), or if the driver rejects its code. Running out of memory or losing the context is not
+among these errors: a reference would not help.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def why_not_compiled(error: Exception) -> str | None:
 
 
 def why_no_compiler(error: Exception) -> str | None:
-    """Return what this machine lacks to compile any kernel, and what to do; None if `error` is another."""
+    """Return what this machine lacks to compile kernels, and what to do; None for any other `error`."""
     if isinstance(error, subprocess.CalledProcessError):  # of the C compiler: ptxas has its own error
         return f"the C compiler ended with code {error.returncode}: {NO_HEADERS}"
     if isinstance(error, RuntimeError) and "Failed to find C compiler" in str(error):

@@ -8,9 +8,9 @@ elementwise operations in float32 only: its bytes depend on nothing but the vect
                 HIGGS: signs and a Hadamard rotation make coordinates look normal, and each is rounded to the
                 nearest level of the best (Lloyd-Max) codebook for a normal distribution
 
-Attention is computed with rotated vectors: products do not change, and the rotation of the outputs, which are
-sums of rotated values, is undone. So layers with tq4 rotate exact keys and values, too, and codecs see only
-rotated vectors. Subtracting one constant, the centre, from all keys of a head changes no weight.
+Attention is computed with rotated vectors. Rotation does not change products of queries and keys; it is
+undone in the outputs. So layers with tq4 rotate exact keys and values, too, and codecs see only rotated
+vectors. Subtracting one constant, the centre, from all keys of a head changes no weight.
 
 A scale that does not fit float16 is clipped to its largest number, or is zero. A vector with a value that is
 not finite decodes to NaN; no other vector does.

@@ -93,7 +93,7 @@ def reference_attend_compressed_paged(
 
 
 def _attend(q: Tensor, pages: CompressedPages, reads: Reads, mask: Mask, sinks: Tensor | None) -> Tensor:
-    """Attend over all keys twice, first compressed, then exact; each query sees every key only once.
+    """Attend over the compressed keys, then over the exact ones; masks let a query see each key once.
 
     A key that no query of a row reads in a store is replaced by the zero slot, so its value does not matter.
     """

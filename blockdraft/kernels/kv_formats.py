@@ -28,7 +28,7 @@ def bytes_per_token(name: str, head_dim: int) -> int:
 def check_format(name: str, head_dim: int) -> None:
     """Raise an error if the format is unknown or cannot store heads of that size."""
     if name not in BITS:
-        raise SettingsError(f"'{name}' is no format of keys and values: use one of {', '.join(BITS)}.")
+        raise SettingsError(f"'{name}' is not a format of keys and values: use one of {', '.join(BITS)}.")
     if name in ROTATED:
         blocks(head_dim)
 

@@ -1,8 +1,8 @@
 """Mixtures of experts, which weight and sum the outputs of a few experts: contract and PyTorch reference.
 
 The reference runs one product per expert over the tokens that chose it. It reads the chosen experts from the
-device, so a CUDA graph cannot capture it, unlike the kernels. A token's bits do not depend on its neighbours:
-in the kernels (nor on their number, on Hopper), and in the reference if `linear` is batch-invariant.
+device, so a CUDA graph cannot capture it, unlike the kernels. A token's bits do not depend on other tokens in
+the kernels (on Hopper not even on their number), nor in the reference if `linear` is batch-invariant.
 """
 
 from __future__ import annotations
@@ -113,9 +113,9 @@ class Shared(NamedTuple):
 
 
 class Beside(NamedTuple):
-    """The shared expert's term in the kernels: sigmoid(gate) * value.
+    """The shared expert's part of the output, as kernels take it: sigmoid(gate) * value.
 
-    `value` is [N, E], or the expert itself if the kernels run it together with the routed ones.
+    `value` is the expert's output [N, E], or the expert itself if the kernels run it with the routed ones.
     """
 
     gate: Tensor

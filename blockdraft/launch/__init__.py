@@ -1,4 +1,4 @@
-"""Other engines, started with the right flags instead of being imitated: vLLM and SGLang.
+"""Starts other engines, vLLM and SGLang, with the right flags.
 
 `translate` is pure: settings in, a command line and an environment out. `issues` knows which combinations of
 engine, card and models are bad although the engine accepts them. Nothing here imports either engine.
@@ -16,6 +16,6 @@ _WRITERS = {"vllm": vllm_command, "sglang": sglang_command}
 
 
 def translate(order: LaunchRequest) -> Command:
-    """Return how the engine is started. Raises SettingsError for what it cannot be told."""
+    """Return the command that starts the engine. Raises SettingsError for a setting it has no flag for."""
     assert order.settings.engine in _WRITERS, "our own engine is not launched"
     return _WRITERS[order.settings.engine](order)

@@ -65,7 +65,7 @@ OFF = ("", "0", "off", "false", "no", "none")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """The request of the variables. `settings` are texts that read_setting can read."""
+    """The settings that the variables ask for, as texts for `read_setting`."""
 
     settings: Mapping[str, str]
     served_name: str | None
@@ -108,7 +108,7 @@ def read_container(environment: Mapping[str, str]) -> Wanted:
 
 
 def quantization_of(wanted: Wanted, engine: str) -> tuple[str | None, list[str]]:
-    """Return QUANTIZATION as a setting of ours, which plans know, else as flags of another engine."""
+    """Return QUANTIZATION as our own setting if we have it, else as flags of the other engine."""
     asked = wanted.quantization
     if asked is None:
         return None, []

@@ -1,4 +1,4 @@
-"""Versions of vLLM and SGLang: the known ones, their order, and the pull requests that a build carries."""
+"""Versions of vLLM and SGLang: the known ones, their order, and the pull requests in a build."""
 
 from __future__ import annotations
 

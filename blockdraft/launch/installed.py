@@ -1,4 +1,4 @@
-"""Finds another engine in an environment of its own, before anything is started."""
+"""Finds another engine in its own Python environment, before anything is started."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ for distribution in (name, name + "-cpu"):
 
 @dataclass(frozen=True, slots=True)
 class Installed:
-    """An engine that can be started; `version` is None where its environment does not tell."""
+    """An engine that can be started; `version` is None if it is unknown."""
 
     engine: str
     python: Path
@@ -52,7 +52,7 @@ class Installed:
 
 
 def find_engine(engine: str, python: str | None = None) -> Installed:
-    """Look in the environment of `python`; without one, on PATH and then beside us. Raises SettingsError."""
+    """Look in `python`'s environment; without `python` on PATH, then in ours. Raises SettingsError."""
     if python is not None:
         path = shutil.which(str(Path(python).expanduser()))
         if path is None:
@@ -88,7 +88,7 @@ def _ask(engine: str, python: Path) -> Installed | None:
 
 
 def _shebang(program: Path) -> Path | None:
-    """Return the Python that a script of an environment runs with; None: it is no script of Python's."""
+    """Return the Python that a script of an environment runs with; None if it is not a Python script."""
     try:
         with program.open("rb") as file:
             line = file.readline(512)

@@ -1,7 +1,7 @@
 """Known issues: bad combinations that an engine accepts, or fails on late.
 
 issues.toml lists them: conditions, symptom, way out, and the thread where it was found. A condition on an
-unknown fact (no card, no config.json) does not hold: we do not guess, and refuse nothing that may be good.
+unknown fact (no card, no config.json) does not hold, so nothing is refused by a guess.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def read_entries(text: str) -> tuple[IssueEntry, ...]:
 def _entry(
     *, engine: str, fixed_by: Iterable[int] = (), upstream_since: str | None = None, **table: object
 ) -> IssueEntry:
-    """Read one entry of our file, where a mistake is a bug."""
+    """Read one entry of issues.toml; a mistake in it is our bug."""
     about = {name: table.pop(name) for name in ("id", "severity", "symptom", "way_out", "thread")}
     if upstream_since is not None:
         assert "versions" not in table, f"{about['id']}: upstream_since is the end of its versions"
@@ -142,7 +142,7 @@ def _head_alone(asked: Combination) -> list[Issue]:
 
 
 def _unknown_pulls(version: EngineVersion) -> list[Issue]:
-    """Warn of pull requests in a build's name that repair no issue of ours."""
+    """Warn of pull requests in a build's name that fix none of the known issues."""
     known = {number for entry in entries() for number in entry.fixed_by}
     threads = [re.search(r"/pull/(\d+)$", entry.issue.thread) for entry in entries()]
     known |= {int(found[1]) for found in threads if found}
@@ -250,7 +250,7 @@ FACTS: Mapping[str, Callable[[Combination], object]] = {
 
 
 def _holds(found: Combination, name: str, wanted: object) -> bool:
-    """Check one condition; env_unset holds if env does not."""
+    """Check one condition; `env_unset` holds if the variable is not set."""
     if name in RULES:
         return RULES[name](found, wanted)
     fact = name.removesuffix("_unset")

@@ -42,7 +42,7 @@ class Command:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Combination:
-    """An engine's settings with the facts of its models and its machine. None: not known."""
+    """An engine's settings with the facts of its models and its machine. None if not known."""
 
     settings: Settings  # with a drafter by name, or none
     machine: Machine | None = None

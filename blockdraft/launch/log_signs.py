@@ -1,6 +1,6 @@
 """Reads the progress of another engine's start from its log.
 
-The lines change between versions: they are only shown. HTTP tells if an engine is ready.
+Log lines change between versions, so they are only shown; HTTP tells if an engine is ready.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _BAR = re.compile(r"\d+%\|| \d+% Completed ")
 
 @dataclass(frozen=True, slots=True)
 class Sign:
-    """The content of a line: its phase (None: whichever runs), what the phase does, its share (0 to 1)."""
+    """The content of a line: its phase (None: the current one), its activity, the part done (0 to 1)."""
 
     phase: str | None
     detail: str | None = None
@@ -69,7 +69,7 @@ class Sign:
 
 
 def read_sign(engine: str, line: str) -> Sign | None:
-    """Return what a line tells about the start; None: nothing."""
+    """Return what a line tells about the start; None if it tells nothing."""
     text = message(line)
     for phase, pattern in _PATTERNS[engine]:
         if found := re.search(pattern, text):

@@ -88,7 +88,7 @@ class CheckedLaunch:
 
 
 def _kind_title(draft: Mapping[str, object]) -> str | None:
-    """Return the drafter's kind; None: we do not know it, and the engine may."""
+    """Return the drafter's kind; None if we do not know it (the engine may)."""
     try:
         return kind_title(read_draft_config(draft, name="the drafter"))
     except ModelError:
@@ -109,7 +109,7 @@ def check_launch(settings: Settings, name: str) -> CheckedLaunch:
 
 
 def as_installed(settings: Settings, installed: Installed) -> tuple[Settings, tuple[str, ...]]:
-    """Return settings for the installed version, and a warning; the same release with patches is kept."""
+    """Return settings for the installed version, and a warning; keep a patched build of the same release."""
     asked, found = settings.engine_version, installed.version
     if found is None or (asked is not None and not _is_another(settings.engine, asked, found)):
         return settings, ()
@@ -128,7 +128,7 @@ def _is_another(engine: str, asked: str, found: str) -> bool:
 
 
 def check_to_print(settings: Settings, name: str, card: str | None) -> CheckedLaunch:
-    """Check a command that is only printed, maybe for another machine: a hub out of reach is a warning."""
+    """Check a command that is only printed, maybe for another machine; an unreachable hub only warns."""
     settings = _placed(with_drafter(settings))
     machine, assumed = _machine_to_print(settings, card)
     warnings = list(check_recipe_card(settings.recipe, settings.model, settings.device, machine))

@@ -4,8 +4,8 @@
 
 Run as a script, `reaper.py GRACE_S PROGRAM ARGUMENT...`, with the standard library alone. It ends with the
 engine's exit code, 128 + n after signal n. When its stdin ends, because the server closed it or was killed,
-it asks the engine to end and kills what is left after GRACE_S. A death signal sent by the kernel could do
-that for the engine alone: its workers are processes of their own.
+it asks the engine to end and kills the remaining processes after GRACE_S. The kernel's parent-death signal
+would end only the engine, not its worker processes.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Children:
                 return
 
     def end(self, grace_s: float) -> None:
-        """End the engine first, which knows how to end its workers, then the rest."""
+        """End the engine first, since it can end its own workers; then end the rest."""
         if not self._has_ended():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._pid, signal.SIGTERM)

@@ -1,8 +1,8 @@
 """Writes SGLang's command: `sglang serve` and its environment, for 0.5.23.
 
-SGLang counts the anchor: width 16 is --speculative-num-draft-tokens 16. It takes API keys as arguments only,
-which everybody on the machine could read: it gets none, listens on this machine alone, and our server asks
-clients for the key.
+SGLang counts the anchor: width 16 is --speculative-num-draft-tokens 16. It accepts API keys only as
+arguments, which all users of the machine can read. So it gets no key and listens on this machine only, and
+our server asks clients for the key.
 """
 
 from __future__ import annotations

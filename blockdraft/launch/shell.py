@@ -113,7 +113,7 @@ def _folders(command: Command) -> list[str]:
 
 
 def _literal(text: str) -> str:
-    """Return JSON in which compose finds no variable."""
+    """Return JSON with `$` escaped, so that compose replaces no variables."""
     return json.dumps(text).replace("$", "$$")
 
 

@@ -1,6 +1,6 @@
 """Starts another engine, watches it, warms it up, checks it, and ends it with us.
 
-The proxy in front of it asks here for whatever clients and the live page see of the engine.
+The proxy gets the engine's state for clients and the live page from here.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ output_log = logging.getLogger("blockdraft.engine")
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """An engine to start: the command on this machine, and what must be true of it afterwards."""
+    """An engine to start: the command on this machine, and the checks after its start."""
 
     command: Command
     argv: tuple[str, ...]  # the command's, with the program's path
@@ -209,7 +209,7 @@ class Supervisor:
         self.startup.note(f"{usage['completion_tokens']} tokens{drafts}{kernels}")
 
     def _has_drafted(self) -> bool:
-        """Return whether the engine's counters show drafts for the first answer; else warn."""
+        """Return whether the engine's counters show drafts for the first answer; warn if not."""
         engine = self.launch.command.engine
         status, body = self._ask("GET", "/metrics")
         counters = [
@@ -289,7 +289,7 @@ class Supervisor:
             self._phases.take(sign)
 
     def _status(self, path: str) -> int | None:
-        """Return the HTTP status of a path; None: no answer."""
+        """Return the HTTP status of a path; None if there is no answer."""
         try:
             return self._ask("GET", path)[0]
         except Unanswered:

@@ -1,8 +1,8 @@
 """Writes vLLM's command: `vllm serve` and its environment, for 0.19.x (nightly) to 0.32.
 
-vLLM counts drafts and leaves the anchor out: width 16 is num_speculative_tokens 15. What a version cannot
-express is refused here; what it accepts and gets wrong is known to `issues`. The versions were read in the
-wheels on PyPI, 0.19.0 to 0.32.0.
+vLLM counts drafts and leaves the anchor out: width 16 is num_speculative_tokens 15. Settings that a version
+has no flag for are refused here; `issues` knows settings that it accepts and gets wrong. The flags were read
+in the wheels on PyPI, 0.19.0 to 0.32.0.
 """
 
 from __future__ import annotations

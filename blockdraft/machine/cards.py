@@ -1,7 +1,7 @@
 """The table of known graphics cards (cards.toml): memory, bandwidth, capability.
 
-Plans for other machines, recipes and estimates take their numbers from here. What the driver says about
-a card that is present takes precedence (`machine`).
+Plans for other machines, recipes and estimates take their numbers from here. For a card in this machine, the
+driver's facts take precedence (`machine`).
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def card_hint(name: str) -> str:
 
 
 def _is_near(wrong: str, key: str) -> bool:
-    """Return whether `wrong` is a typo of `key`; with another number it is another card."""
+    """Return whether `wrong` is a typo of `key`; names with different numbers are different cards."""
     if re.findall(r"\d+", wrong) == re.findall(r"\d+", key):
         return difflib.SequenceMatcher(None, wrong, key).ratio() >= 0.8
     short, long = sorted((wrong, key), key=len)

@@ -76,7 +76,7 @@ def _groups(root: Path, controller: str) -> Iterator[Path]:
 
 
 def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
-    """Yield the limit of each group that has one, and the free rest."""
+    """Yield the limit and the free memory of each cgroup that has a limit."""
     for group in _groups(root, "memory"):
         for limit_name, used_name, cache_name in (
             ("memory.max", "memory.current", "inactive_file"),

@@ -35,7 +35,7 @@ ARM_CPUS = {
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One card. A unified card's memory is the machine's: free is what the kernel calls available."""
+    """One card. A unified card uses the machine's memory; its free memory is what Linux calls available."""
 
     name: str
     capability: Capability  # (0, 0): neither the driver nor our table knows
@@ -84,7 +84,7 @@ class Machine:
 
 
 def external_memory_share(asked: float, machine: Machine | None) -> float:
-    """Return the share of a card's memory for vLLM and SGLang; less than the default if it is unified."""
+    """Return the share of a card's memory for vLLM and SGLang; below the default if memory is unified."""
     default = DEFAULTS["gpu_memory_utilization"]
     return EXTERNAL_MEMORY_SHARE if asked == default and machine is not None and machine.is_unified else asked
 
@@ -160,7 +160,7 @@ def _gpu(device: nvml.Device, available: int, total: int) -> Gpu:
 
 
 def _memory(root: Path) -> tuple[int, int]:
-    """Return the bytes available for new work, and in all."""
+    """Return the bytes of memory that are available, and the total."""
     found = {}
     for line in read_text(root / "proc/meminfo").splitlines():
         name, _, value = line.partition(":")

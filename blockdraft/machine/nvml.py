@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One card. None: the driver does not say; GB10's hides its memory."""
+    """One card. None if the driver does not say; GB10's hides its memory."""
 
     name: str
     uuid: str
@@ -44,7 +44,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """A process that uses a card. None: the driver does not say how much."""
+    """A process that uses a card. None if the driver does not say how much."""
 
     pid: int
     used_bytes: int | None
@@ -111,7 +111,7 @@ def holders(
 ) -> tuple[Holder, ...]:
     """Return the processes that use card `index` of the visible ones, the largest first; never raises.
 
-    None are found where the driver does not tell, as from inside many containers.
+    The list is empty if the driver does not tell, as in many containers.
     """
     found: dict[int, Holder] = {}
     with contextlib.suppress(_NoAnswer), _opened(load) as nvml:

@@ -21,7 +21,7 @@ class Unseen(NamedTuple):
 
 
 def why_unseen(machine: Machine, torch_version: str, cuda: str | None) -> Unseen | None:
-    """Return why torch, built for `cuda`, finds no GPU; None: there is no GPU to find."""
+    """Return why torch, built for `cuda`, finds no GPU; None if the machine has none."""
     if machine.gpu_error is not None and not machine.gpus:
         says = f"there is an NVIDIA driver, but it does not answer: {machine.gpu_error}"
         return Unseen(says, driver_advice(machine))

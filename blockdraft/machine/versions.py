@@ -14,7 +14,7 @@ _NUMBERS = re.compile(r"v?(\d+(?:[.-]\d+)*)")
 def release_of(version: str) -> Version | None:
     """Return the numbers alone: 3.6.0rc1 and 3.6.0+cu130 give 3.6.0, 7.0.0-1019-nvidia gives 7.0.0.1019.
 
-    None: the text does not begin with a number.
+    None if the text does not begin with a number.
     """
     found = _NUMBERS.match(version)
     return None if found is None else Version(found[1].replace("-", "."))

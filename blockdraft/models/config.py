@@ -1,4 +1,4 @@
-"""ModelConfig: the shape of a model, layer by layer, in our own terms. No torch here, for the planner."""
+"""ModelConfig: the shape of a model, layer by layer, in our own terms. The planner needs it without torch."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ class Table(nn.Module):
 
 
 class MarkovHead(nn.Module):
-    """DSpark's: the token before a draft adds `after @ before[token]` to its logits. Never quantised."""
+    """DSpark's head: it adds `after @ before[previous token]` to a draft's logits. Never quantised."""
 
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()

@@ -45,5 +45,5 @@ class GptOssMoE(KernelModule):
         return self.experts(h, choice, onto=x)  # type: ignore[no-any-return]
 
     def scores(self, x: Tensor, norm: RMSNorm) -> Tensor:
-        """Return the router's logits [N, X] in `forward`."""
+        """Return the router's logits [N, X], as `forward` uses them."""
         return self.kernels.linear(norm(x), self.router, self.router_bias, None)

@@ -43,7 +43,7 @@ class Linear(KernelModule):
         return self.kernels.gated_linear(x, self.weight, self.bias, gate)
 
     def last(self, x: Tensor, num_parts: int) -> Tensor:
-        """Return the product with only the last `num_parts` parts."""
+        """Return the product with the last `num_parts` parts of the weight only."""
         begin = sum(self.parts[:-num_parts])
         bias = None if self.bias is None else self.bias[begin:]
         if isinstance(self.weight, Packed):
@@ -52,7 +52,7 @@ class Linear(KernelModule):
 
 
 class PlainLinear(Linear):
-    """A Linear whose weight is never quantised: a small one that decides something, such as a router."""
+    """A Linear whose weight is never quantised, for small layers that make choices, such as routers."""
 
 
 class Embedding(KernelModule):

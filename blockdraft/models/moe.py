@@ -54,7 +54,7 @@ def _matrices(part: ExpertLinear | Linear) -> tuple[Matrices, ...] | None:
 
 
 def _stored(weight: Tensor | Packed) -> Matrices | None:
-    """Return `weight` [experts, rows, columns] or [rows, columns] as a kernel reads it; None if none does."""
+    """Return `weight` [experts, rows, columns] or [rows, columns] as a kernel reads it, or None."""
     if isinstance(weight, Tensor):
         return Matrices(_by_expert(weight, 3))
     if isinstance(weight, Scaled) and weight.zero is None:
@@ -141,7 +141,7 @@ class MoE(KernelModule):
         return self.experts(h, choice, shared, x)  # type: ignore[no-any-return]
 
     def scores(self, x: Tensor, norm: RMSNorm) -> Tensor:
-        """Return the router's logits [N, X] in `forward`."""
+        """Return the router's logits [N, X], as `forward` uses them."""
         return self.router(norm(x))[:, : self.num_experts]  # type: ignore[no-any-return]
 
 

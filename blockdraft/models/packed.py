@@ -73,7 +73,7 @@ class Packed(nn.Module):
         return sum(buffer.nbytes for buffer in self.buffers())
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Apply moves to a device only: `model.to(dtype)` must not change packed values or scales."""
+        """Allow only moves to a device: `model.to(dtype)` must not change packed values or scales."""
 
         def move(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
@@ -289,7 +289,7 @@ class Scaled(Buffered):
     def _product(
         self, x: Tensor, bias: Tensor | None, onto: Tensor | None, gate: Gate | None, kernels: Kernels
     ) -> Tensor | None:
-        """Return the product of a kernel for scaled weights; None if none computes it."""
+        """Return the product by a kernel for scaled weights; None if there is no such kernel."""
         if len(self.shape) != 2 or not self.has_row_scales:
             return None
         return kernels.scaled_linear(x, self.values, self.scale.flatten().float(), bias, onto, gate)

@@ -107,7 +107,7 @@ def _q8_0(blocks: Tensor) -> Tensor:
 
 
 def _k_scales(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """Unpack 12 bytes to 8 scales and 8 minimums of 6 bits: four in the low bits, four in two pieces."""
+    """Unpack 12 bytes to 8 scales and 8 minimums of 6 bits; four of each are split into two pieces."""
     first, second, rest = packed[:, 0:4], packed[:, 4:8], packed[:, 8:12]
     scale = torch.cat((first & 0x3F, (rest & 0x0F) | (first >> 2 & 0x30)), dim=-1)
     minimum = torch.cat((second & 0x3F, (rest >> 4) | (second >> 2 & 0x30)), dim=-1)
@@ -138,7 +138,7 @@ def _q5_k(blocks: Tensor) -> Tensor:
 
 
 def _q6_k(blocks: Tensor) -> Tensor:
-    """Two halves of 128 values: 64 bytes of low nibbles, 32 bytes of pairs of high bits, each."""
+    """Unpack Q6_K: two halves of 128 values, each 64 bytes of low nibbles and 32 of high bit pairs."""
     low = blocks[:, :128].reshape(-1, 2, 1, 64)
     low = torch.cat((low & 0x0F, low >> 4), dim=2).reshape(len(blocks), 2, 4, 32)
     shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=blocks.device).view(1, 1, 4, 1)

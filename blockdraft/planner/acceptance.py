@@ -1,8 +1,8 @@
 """Acceptance: tokens committed per step, the target's own included, by kind of text. Greedy decoding.
 
-For a drafter that known_pairs.toml lists by its name we take what was measured with it. A drafter that
-`blockdraft train` made says its own (fit.json). For others we take what was published for the target. For a
-pair that is not listed we take what drafters of its kind reach, and the estimate says so.
+For a drafter that known_pairs.toml lists, it is the measured value. A drafter made by `blockdraft train` has
+its own value in fit.json. For other drafters it is the value published for the target. If the pair is not
+listed, it is the usual value of drafters of this kind, and the estimate says so.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def published_acceptance(target: str, draft: str, kind: DraftKind = "dflash") ->
 
 
 def drafter_acceptance(draft: str) -> Acceptance | None:
-    """Return what was measured with the drafter of this name; None: it is not listed."""
+    """Return the acceptance measured with the drafter of this name; None if it is not listed."""
     for entry in read_file()["acceptance"]:
         if "drafter" in entry and re.search(entry["drafter"], draft.casefold()):
             return _published(entry, is_own=True)

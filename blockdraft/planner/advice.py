@@ -35,7 +35,7 @@ class Advice:
 
 @dataclass(frozen=True, slots=True)
 class Fix:
-    """A change that makes what was asked for fit."""
+    """A change that makes the requested setup fit."""
 
     flags: str
     result: str
@@ -63,7 +63,7 @@ class Speed:
 
 
 def estimate_speed(case: Case, fit: Fit, *, rows: int, context: int, width: int) -> Speed | None:
-    """Estimate the speed; None: the card is not in our table, so its bandwidth is unknown."""
+    """Estimate the speed; None if the card is not in our table, so its bandwidth is unknown."""
     if case.card is None or fit.is_cpu:
         return None
     plain = estimate_step(fit, case.pair, case.card, rows=rows, context=context, width=1)
@@ -108,7 +108,7 @@ def _speed_text(speed: Speed | None, rows: int) -> str:
 
 
 def advise(case: Case) -> tuple[Advice, ...]:
-    """Advise six kinds of users; a line that is impossible says what would have to change."""
+    """Advise six kinds of users; if nothing fits for one, its line says what would have to change."""
     lines = (_single(case), _team(case), _fleet(case), _long(case), _crowd(case), _out_of_memory(case))
     return tuple(line for line in lines if line is not None)
 
@@ -144,7 +144,7 @@ def _team(case: Case) -> Advice | None:
 
 
 def _fleet(case: Case) -> Advice | None:
-    """Plan for many short conversations with tools, which run out of cache first."""
+    """Plan for many short conversations with tools; the cache is their first limit."""
     context = min(FLEET_CONTEXT, case.pair.target.shape.max_positions)
     fit = _tried(case.asking(max_num_seqs=FLEET_ROWS, max_model_len=context))
     count = 0 if fit is None else fit.sequences(context)
@@ -157,7 +157,7 @@ def _fleet(case: Case) -> Advice | None:
 
 
 def _what_it_takes(who: str, case: Case, rows: int, context: int) -> Advice | None:
-    """Say what would serve so many; None: nothing does, and nothing fits as it is."""
+    """Say what would serve so many users; None if nothing would and the present setup does not fit."""
     fit = _tried(case)
     count = 0 if fit is None else fit.sequences(context)
     asked = f"--max-num-seqs {rows} --max-model-len {context}"
@@ -232,7 +232,7 @@ def _out_of_memory(case: Case) -> Advice | None:
 
 
 def _fixed_bytes(case: Case) -> int | None:
-    """Return all memory but the cache, whether or not it fits; None: the case is known to fail."""
+    """Return all memory but the cache, whether or not it fits; None if the case is known to fail."""
     fit = _planned(case)
     if fit is None:
         return None
@@ -240,7 +240,7 @@ def _fixed_bytes(case: Case) -> int | None:
 
 
 def _width_flag(case: Case, fit: Fit, width: int) -> str:
-    """Return the flag for a width; empty for our engine, which finds it by itself."""
+    """Return the flag for a width; empty for our engine, which finds the width itself."""
     is_set = case.settings.engine == "native" or case.settings.width != "auto"
     return "" if is_set or width == fit.width else f" --width {width}"
 
@@ -374,7 +374,7 @@ def _needs(case: Case) -> str:
 
 
 def _tried(case: Case) -> Fit | None:
-    """Return the fit; None: it cannot start, or is known to fail."""
+    """Return the fit; None if it cannot start, or is known to fail."""
     fit = _planned(case)
     return fit if fit is not None and fit.problem is None else None
 

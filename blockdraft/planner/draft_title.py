@@ -6,7 +6,7 @@ from blockdraft.models.draft_config import KIND_NAMES, DraftConfig
 
 
 def drafting_title(draft: DraftConfig | None, ngram: int) -> str | None:
-    """Name what drafts; `ngram` tokens must occur again (0: never). None: nothing drafts."""
+    """Name the source of drafts; `ngram` is the length of n-grams (0: unused). None if nothing drafts."""
     if draft is None:
         return "n-grams" if ngram else None
     return f"{kind_title(draft)} and n-grams of {ngram}" if ngram else kind_title(draft)

@@ -1,11 +1,11 @@
 """Estimates the seconds of a step and the tokens a second of answers from bandwidth and shapes.
 
 A decode step reads every weight once (of experts, those that its tokens choose), and the keys and values of
-its rows; it also launches kernels, and wide batches are bound by arithmetic. Kernels of a small model take a
-kernel's least time, which grows with the tokens. The constants say how well our engine does each, as measured
-with Qwen3-8B and SmolLM2-135M on an H200 (benchmarks/results: gpu, draft-heads, governor, rehearsal).
-tests/planner/test_estimate.py compares: single steps within 15 %, steps of other days and answers over HTTP
-within 25 %. Other cards and engines are assumed to do as well.
+its rows; it also launches kernels, and wide batches are bound by arithmetic. In a small model, each kernel
+takes its minimum time, which grows with the number of tokens. The constants say how well our engine does
+each, as measured with Qwen3-8B and SmolLM2-135M on an H200 (benchmarks/results: gpu, draft-heads, governor,
+rehearsal). tests/planner/test_estimate.py compares: single steps within 15 %, steps of other days and answers
+over HTTP within 25 %. Other cards and engines are assumed to do as well.
 
 An answer over HTTP also waits for its first token, and for the process that sends every row's tokens to its
 client; many rows of a small model keep that process busier than the card.
@@ -166,7 +166,7 @@ def experts_touched(shape: Shape, tokens: int) -> float:
 
 
 def _active_values(parts: WeightParts, shape: Shape) -> float:
-    """Return how many values one token is multiplied by."""
+    """Return the number of weight values that one token is multiplied by."""
     share = shape.num_chosen / shape.num_experts if shape.num_experts else 0.0
     experts = parts.experts / 2 if shape.values is None else shape.values.experts
     return _layer_values(parts, shape) + shape.vocab_size * shape.hidden_size + experts * share
@@ -181,7 +181,7 @@ def _layer_values(parts: WeightParts, shape: Shape) -> float:
 
 
 def _token_bytes(fit: Fit, pair: Pair) -> list[tuple[int, ...]]:
-    """Return a token's bytes by model and layer, in two bytes where nothing is compressed."""
+    """Return a token's cache bytes by model and layer; exact values take two bytes."""
     if fit.plan is None:
         return [token_bytes(model.shape.specs, fit.kv_dtype) for model in pair.models]
     return [tuple(spec.bytes_per_token(2) for spec in specs) for specs in cache_specs(pair, fit.plan)]

@@ -1,7 +1,7 @@
 """Fits a pair that vLLM or SGLang serves: weights as stored, several GPUs, their kinds of cache.
 
-Both keep only the window of a sliding layer. Of a recurrent layer they keep a state for every token of a
-block while it is verified, where ours keeps a tape.
+Both keep only the window of a sliding layer. While a block is verified, they keep a recurrent layer's state
+for every token; our engine keeps a tape.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ RESERVE_BYTES = 2 << 30  # kernels compiled at the start, smaller graphs, and wh
 
 
 def fit_external(case: Case) -> Fit:
-    """Fit one GPU's part of the model. Raises SettingsError where there is no GPU."""
+    """Fit one GPU's part of the model. Raises SettingsError if there is no GPU."""
     settings, machine, pair = case.settings, case.machine, case.pair
     if not machine.gpu_bytes:
         raise SettingsError(
@@ -68,7 +68,7 @@ def fit_external(case: Case) -> Fit:
 
 
 def _choices(case: Case, fit: Fit, share: float) -> tuple[Choice, ...]:
-    """List what was left to us or to the engine, and what was asked for in its place."""
+    """List settings left to us or the engine, with the values that a user may give instead."""
     settings, pair = case.settings, case.pair
     name = {"vllm": "vLLM", "sglang": "SGLang"}[settings.engine]
     is_whole = fit.max_model_len >= pair.target.shape.max_positions
@@ -92,7 +92,7 @@ def _choices(case: Case, fit: Fit, share: float) -> tuple[Choice, ...]:
 
 
 def _limited(fit: Fit, room: int, asked: int, *, shrinks: bool) -> Fit:
-    """Return the fit with the context that fits, or with the reason why none does."""
+    """Return the fit with the longest context that fits, or with the reason why none fits."""
     if fit.sequences(asked) > 0 and room > 0:
         return fit
     longest = fit.longest(1, asked)

@@ -122,7 +122,7 @@ def published_runs(target: object, drafter: object) -> tuple[Expectation, ...]:
 
 
 def _shared(entry: dict[str, Any]) -> dict[str, Any]:
-    """Return what an entry says of all its runs."""
+    """Return the fields of an entry that apply to all its runs."""
     about = ("target", "also", "drafter", "run")
     return {key: value for key, value in entry.items() if key not in about}
 
@@ -151,7 +151,7 @@ class KnownDrafter:
 def known_drafter(names: Iterable[str]) -> KnownDrafter | None:
     """Return the drafter for a model that is called one of `names`; one that is on this disk goes first.
 
-    A GGUF file gets it where it is on this disk: nothing is downloaded that nobody asked for.
+    A GGUF file gets a drafter only if it is on this disk: nothing is downloaded unasked.
     """
     pairs = pairs_of(names)
     if not pairs:

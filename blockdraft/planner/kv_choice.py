@@ -22,7 +22,7 @@ TAIL_SHARE = 4  # of the rows: for every so many, one more window is kept of pre
 
 @dataclass(frozen=True, slots=True)
 class KvRequest:
-    """The settings of the same names."""
+    """The settings of these names, as the user gave them."""
 
     kv_dtype: str
     draft_kv_dtype: str
@@ -52,7 +52,7 @@ class KvChoice:
         return exact_tokens(self.asked.kv_window, self.asked.page_size, block) if self.is_compressed else 0
 
     def num_exact_pages(self, max_num_seqs: int, block: int, chunk: int) -> int:
-        """Count the pages for every row, for the prompt tokens of the steps in flight, and for some tails."""
+        """Count the exact pages of all rows, of the prompt tokens in flight and of prefixes' ends."""
         if not self.is_compressed:
             return 0
         size = self.asked.page_size

@@ -1,7 +1,7 @@
 """Itemises the memory, each item with its arithmetic.
 
-Weights, cache, states and tables are exact. The rest of a step is known only once it has run: the numbers
-here come from a start of Qwen3-8B on an H200 (2026-11), and our engine measures its own.
+Weights, cache, states and tables are exact. The other memory of a step is known only once it has run: the
+estimates here come from a start of Qwen3-8B on an H200 (2026-11), and a start of our engine measures it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def held_parts(model: Model, storage: Storage, element_bytes: int) -> WeightPart
 
 
 def served_parts(model: Model, *, is_fp8: bool) -> WeightParts:
-    """Return the weights as vLLM and SGLang hold them: as stored, and all of them."""
+    """Return the weights as vLLM and SGLang hold them: all weights, in the stored format."""
     values = model.shape.values
     if model.stored.tensors is None:
         if values is None:
@@ -86,7 +86,7 @@ def cache_specs(pair: Pair, plan: Plan) -> tuple[tuple[LayerSpec, ...], ...]:
 
 
 def window_item(plan: Plan, specs: tuple[LayerSpec, ...], element_bytes: int) -> Item | None:
-    """Return the exact windows of layers that compress, allocated at the start; None: no layer does."""
+    """Return the exact windows of compressing layers, allocated at the start; None if no layer compresses."""
     per_token = exact_bytes_per_token(specs, element_bytes)
     if not per_token:
         return None
@@ -137,7 +137,7 @@ def table_items(plan: Plan, pair: Pair, element_bytes: int) -> list[Item]:
 
 
 def step_items(pair: Pair, *, tokens: int, logits: int, element_bytes: int, has_graphs: bool) -> list[Item]:
-    """Return what the largest prefill and decode steps take for a while, and what graphs keep."""
+    """Return the temporary memory of the largest prefill and decode steps, and the memory of graphs."""
     target = pair.target.shape
     features = 0 if pair.draft is None else pair.draft.shape.num_taps * target.hidden_size
     token = (_ACTIVATIONS * target.hidden_size + 3 * target.inner_size + features) * element_bytes

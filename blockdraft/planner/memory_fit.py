@@ -102,7 +102,7 @@ class Fit:
         return min(self.max_num_seqs, self.cache_bytes // each if each else self.max_num_seqs)
 
     def longest(self, num_sequences: int, limit: int) -> int:
-        """Return the longest context, up to `limit`, at which so many run at once; 0: none."""
+        """Return the longest context, up to `limit`, at which that many sequences fit; 0 if none."""
         low, high = 0, limit
         while low < high:
             middle = (low + high + 1) // 2
@@ -123,11 +123,11 @@ def machine_of(card: Card) -> Machine:
 
 
 def fit_native(case: Case) -> Fit:
-    """Fit as start/memory.py does; `problem` says what it would refuse. Raises SettingsError, ModelError."""
+    """Fit as start/memory.py does; `problem` is why a start would fail. Raises SettingsError, ModelError."""
     machine = case.machine
     if case.pair.config is None:
         name = case.pair.target.shape.name
-        raise ModelError(f"'{name}' is not computed by our engine: use --engine vllm.")
+        raise ModelError(f"our engine does not support '{name}': use --engine vllm.")
     if not case.is_cpu and not machine.gpu_bytes:
         device = case.settings.device
         raise SettingsError(f"device = {device}, but there is no GPU here: name one with --card.")
@@ -143,7 +143,7 @@ def fit_native(case: Case) -> Fit:
 
 
 def _too_old(machine: Machine) -> str | None:
-    """Return why our kernels do not run on the card; None: they do."""
+    """Return why our kernels do not run on the card; None if they do."""
     capability = machine.gpus[0].capability if machine.gpus else (0, 0)  # (0, 0): not known
     if capability == (0, 0) or has_bf16(capability):
         return None
@@ -228,7 +228,7 @@ def _cpu_fit(case: Case, plan: Plan) -> Fit:
 
 
 def _gpu_fit(case: Case, plan: Plan) -> Fit:
-    """Give the cache what weights, tables and steps leave of the budget; a start measures the steps' part."""
+    """Give the cache the memory that weights, tables and steps leave; a start measures the steps' memory."""
     settings, machine, pair = case.settings, case.machine, case.pair
     fixed = _fixed_items(pair, plan, has_graphs=settings.graphs)
     fixed.append(Item("driver", DRIVER_BYTES, "a CUDA context and its libraries", is_exact=False))

@@ -132,7 +132,7 @@ def _with_draft(alone: Pair, draft_source: str, *, has_files: bool, is_native: b
 
 
 def _check_size(model: Model) -> None:
-    """Raise ModelError if nothing tells the size: of a model that we do not compute, only its files do."""
+    """Raise ModelError if the size is unknown: for models of other engines, only the files have it."""
     if model.stored.tensors is None and model.shape.values is None:
         raise ModelError(
             f"'{model.stored.name}' is not computed by our engine, and config.json alone does not tell its "
@@ -141,7 +141,7 @@ def _check_size(model: Model) -> None:
 
 
 def check_stored(target: Stored, draft: Stored) -> None:
-    """Raise ModelError for two models that do not match. What we cannot read, another engine judges."""
+    """Raise ModelError for two models that do not match. Unreadable configurations are not checked."""
     try:
         config, target_model = _target(target, is_native=False)
         draft_config, draft_model = _draft(draft, is_native=False)

@@ -14,7 +14,7 @@ MAX_COMMITTED = 0.02  # of the tokens that a step commits
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """int8 beside float32, as shares of float32's figures."""
+    """The quality of int8 products, as shares of float32's figures."""
 
     perplexity: float  # how much larger
     committed: float  # how many fewer tokens a step commits
@@ -28,7 +28,7 @@ class Quality:
 
 
 def measured_quality(model: str) -> Quality | None:
-    """Return the quality of a model by its user's name for it; None: not measured, or not good enough."""
+    """Return the quality of the model with this name; None if not measured, or not good enough."""
     found = _table().get(model)
     return found if found is not None and found.is_kept else None
 

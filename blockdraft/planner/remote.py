@@ -18,7 +18,7 @@ def read_remote(
 ) -> tuple[Path, dict[str, TensorEntry] | None]:
     """Read a model from the hub's cache if it is complete there, else from the hub.
 
-    Return the folder of the small files, and the shards' headers; None: the shards are there too.
+    Return the folder of the small files, and the shards' headers; None if the shards are there too.
     """
     import huggingface_hub
 

@@ -95,9 +95,9 @@ def _caches(pair: Pair, fit: Fit) -> dict[str, tuple[Kind, ...]]:
 
 
 def _speeds(case: Case, fit: Fit) -> tuple[tuple[int, Speed], ...]:
-    """Estimate for one user, and for as many as were asked for or 16, at a usual context.
+    """Estimate the speed for one user and for many (as asked, or 16), at a usual context.
 
-    Our engine chooses the widths that pay; others keep the one they were started with.
+    Our engine chooses the fastest width; other engines keep the width they were started with.
     """
     context = min(TYPICAL_CONTEXT, fit.max_model_len)
     _, asked = wanted(case)
@@ -151,7 +151,7 @@ def as_json(report: Report) -> dict[str, object]:
 
 
 def _kind(pair: Pair) -> str | None:
-    """Return the drafter's kind; None: nothing drafts, or the kind is unknown."""
+    """Return the drafter's kind; None if nothing drafts, or the kind is unknown."""
     if pair.draft_config is None:
         return NGRAM if pair.is_ngram else None
     return pair.draft_config.kind

@@ -1,7 +1,7 @@
 """The one place where "auto" becomes a value, and where settings are changed.
 
 `resolve` is a pure function of settings, machine and models: it returns a Plan with the reason of each value
-and refuses whatever cannot work. What only a start can measure becomes another plan.
+and refuses whatever cannot work. When a start has measured more, it makes another plan.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ def with_drafter(
 ) -> Settings:
     """Return the settings with a drafter by name, or "none".
 
-    `on_card`: our engine drafts on a card, where "auto" is the DFlash2 head, which gains by its late drafts.
+    `on_card`: our engine drafts on a card, where "auto" is the DFlash2 head, because its later drafts are
+    better.
     """
     takes_head = on_card and settings.load_format != "dummy"  # random convolutions would not be left out
     draft = named_drafter(settings.model, settings.draft, report, takes_head=takes_head)
@@ -86,7 +87,7 @@ def named_drafter(
 ) -> str | None:
     """Return the drafter that `asked` means: "auto" and "dflash2" become the folder of one that ships.
 
-    `report` hears of a drafter that should be here but is not. Raises SettingsError for a head that is not.
+    `report` is told if the shipped drafter is missing. Raises SettingsError if the DFlash2 head is missing.
     """
     if asked not in ("auto", DFLASH2):
         return asked
@@ -110,7 +111,7 @@ def known_drafter_for(settings: Settings, names: Iterable[str]) -> KnownDrafter 
 
 
 def device_for(asked: str, *, has_gpu: bool) -> str:
-    """Return the device that `asked` means: "auto" is the GPU, where there is one."""
+    """Return the device that `asked` means: "auto" is the GPU, if there is one."""
     return asked if asked != "auto" else "cuda" if has_gpu else "cpu"
 
 
@@ -134,7 +135,7 @@ def resolve(
 
 @dataclass(frozen=True, slots=True)
 class _Needs:
-    """Bytes of the cache, of all layers together."""
+    """The bytes that the cache needs, over all layers."""
 
     token: int
     row: int  # states, and the tape of a block
@@ -143,11 +144,11 @@ class _Needs:
     num_exact_pages: Callable[[int], int]  # by the number of rows
 
     def windows(self, max_num_seqs: int) -> int:
-        """Return what all rows keep exact, with the prompt tokens of a step and the tails of prefixes."""
+        """Return the bytes of exact keys and values: all rows, a step's prompt tokens, prefixes' ends."""
         return self.num_exact_pages(max_num_seqs) * self.exact_page
 
     def beside(self, max_num_seqs: int) -> int:
-        """Return what is allocated at the start, beside the pages of tokens."""
+        """Return the bytes that a start allocates besides the pages of tokens."""
         return (max_num_seqs + 1) * self.row + self.windows(max_num_seqs)
 
 
@@ -226,7 +227,7 @@ class _Resolver:
         )
 
     def _explain_devices(self) -> None:
-        """Give the reasons for drafter, device and share of a card, which are resolved before the plan."""
+        """Give the reasons for drafter, device and memory share, which are resolved before the plan."""
         self.take("draft", "", "it was made for the model" if self.draft else "none is known for it")
         why, error = "the driver finds no GPU", self.machine.gpu_error
         if error is not None:
@@ -267,7 +268,7 @@ class _Resolver:
         """Choose how to hold a checkpoint's weights; `unpackable` values fit easily once unpacked.
 
         Most packed formats have no kernel: every forward unpacks them again. So weights stay packed only if
-        memory needs it. `quality`: the cost of int8 products on this CPU; None: not measured.
+        memory needs it. `quality`: the cost of int8 products on this CPU; None if not measured.
         """
         wanted, method = getattr(self.settings, name), weights.method
         if wanted == "int8" and multiplies_int8 and method == "GGUF":
@@ -295,7 +296,7 @@ class _Resolver:
         return self.take(name, "none", why)
 
     def _width(self) -> tuple[int, int]:
-        """Return the tokens that a step verifies, and the most that it may write."""
+        """Return how many tokens a step verifies, and how many it may write at most."""
         draft, asked = self.draft, self.settings.width
         if draft is not None and asked != "auto" and asked > draft.block:
             raise SettingsError(
@@ -327,7 +328,7 @@ class _Resolver:
         )
 
     def _rows(self, budget: int, needs: _Needs, total: int, logits: int) -> tuple[int, str]:
-        """Return the usual rows, or fewer whose exact windows keep to their share of the cache, and why."""
+        """Return the number of rows, limited by the share of the cache for exact windows, and the reason."""
         rows, why = self._usual_rows(budget, needs.row + needs.window, logits)
         if needs.windows(rows) <= WINDOW_SHARE * total:
             return rows, why
@@ -338,7 +339,7 @@ class _Resolver:
         return fewer[-1], f"the least, though their exact windows take over {WINDOW_SHARE:.0%} of the cache"
 
     def _usual_rows(self, budget: int, row_bytes: int, logits: int) -> tuple[int, str]:
-        """Return the most rows whose logits and states keep to their share of the budget, and why."""
+        """Return the number of rows, limited by the budget's share for logits and states, and the reason."""
         if self.is_cpu:
             return CPU_ROWS, "the default on a CPU"
         each = row_bytes + 2 * LOGIT_BYTES * logits  # while a step runs, and in what graphs keep
@@ -348,9 +349,8 @@ class _Resolver:
         return GPU_ROWS[-1], "the least on a GPU: logits and states of more would take too much of its memory"
 
     def _cache_bytes(self, weight_bytes: int, contexts: int) -> int:
-        """Return what the cache may take: as asked, or the room there is; on a CPU two full `contexts`.
-
-        start/memory.py measures a GPU's room once the weights are loaded.
+        """Return the cache's bytes: as asked, or what is free; on a CPU two full `contexts`. On a GPU
+        start/memory.py measures the free memory once the weights are loaded.
         """
         settings, machine = self.settings, self.machine
         if settings.cache_bytes != "auto":
@@ -369,7 +369,7 @@ class _Resolver:
         return room
 
     def _cache(self, room: int, max_num_seqs: int, block: int) -> tuple[int, int]:
-        """Return context and pages: at most for every row, in room for so many tokens."""
+        """Return context and number of pages: enough for all rows, at most `room` tokens."""
         beside = 2 * block + self.settings.page_size  # scratch, and a page that is only begun
         max_model_len = self._max_context(room - beside)
         wanted = max_num_seqs * (max_model_len + beside)
@@ -407,7 +407,7 @@ class _Resolver:
 
 
 def _cache_tokens(total: int, token_bytes: int, beside: int) -> int:
-    """Return the tokens that the cache holds beside the states and exact windows of all rows."""
+    """Return the tokens that fit in the cache after the states and exact windows of all rows."""
     if beside and beside >= total:
         raise CapacityError(
             f"the states and exact windows of all rows take {beside:,} bytes, but the cache has "
@@ -438,7 +438,7 @@ def gpu_budget(settings: Settings, machine: Machine) -> int:
 
 
 def share_reason(settings: Settings, share: float, limit: str) -> str:
-    """Say why a share of a card's memory is taken; `limit` says what unified memory changes."""
+    """Return the reason for the share of a card's memory; `limit` names the one for unified memory."""
     if share < settings.gpu_memory_utilization:
         return f"unified memory: the system lives in it too, so {limit}"
     is_default = settings.gpu_memory_utilization == DEFAULTS["gpu_memory_utilization"]

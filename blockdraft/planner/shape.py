@@ -61,7 +61,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Layers of one model that remember in the same way."""
+    """Layers of one model with the same kind of cache."""
 
     name: str  # "full", "sliding", "recurrent", "latent", "shared", or how it is compressed
     num_layers: int
@@ -110,7 +110,7 @@ def target_shape(config: ModelConfig) -> Shape:
 
 
 def _rope_bytes(config: ModelConfig) -> int:
-    """Return the bytes of cosines and sines: a table for each rope, half as many of both as are rotated."""
+    """Return the bytes of cosines and sines: one table per rope, one of each per two rotated values."""
     mixers = [layer.mixer for layer in config.layers]
     ropes = {(mixer.rope, mixer.head_dim) for mixer in mixers if not isinstance(mixer, DeltaConfig)}
     return sum(

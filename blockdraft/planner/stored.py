@@ -1,6 +1,6 @@
 """A checkpoint as its headers describe it: configuration, and the size of every tensor. Nothing is loaded.
 
-Folders and GGUF files are read where they are; of a hub id the headers alone are fetched, by range requests,
+Folders and GGUF files are read where they are; for a hub id, only the headers are fetched, by range requests,
 unless the hub's cache has the files.
 """
 
@@ -147,7 +147,7 @@ class WeightParts:
 
 
 def stored_parts(tensors: Mapping[str, Size], *, plain_bytes: int | None = None) -> WeightParts:
-    """Sum up the tensors. With `plain_bytes`, unpacked values count so much each, whatever the file has."""
+    """Sum up the tensors. `plain_bytes` is the size of each unpacked value, whatever the file's format."""
     found = dict.fromkeys(("embedding", "head", "layers", "experts", "left_out"), 0)
     for name, size in tensors.items():
         is_cast = plain_bytes is not None and not size.is_packed and not _is_scale(name)

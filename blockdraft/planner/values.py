@@ -1,4 +1,4 @@
-"""Counts a model's values from its configuration, by what becomes of them."""
+"""Counts a model's values from its configuration, by how they are stored."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ NUM_TOP = 2  # likeliest tokens that are asked for: enough to see how close a ti
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """One way to put a question; without arguments: whole, one choice, with drafts, with a new salt."""
+    """One form of a request. By default: not streamed, one choice, with drafts, with a new salt."""
 
     has_drafts: bool = True
     is_streamed: bool = False
@@ -167,7 +167,7 @@ class Asker:
 
 
 def _seconds(text: str | None) -> float | None:
-    """Return the seconds of a Retry-After header; None: it has none, or a date."""
+    """Return the seconds of a Retry-After header; None if it has none, or a date."""
     return float(text) if text is not None and text.isdigit() else None
 
 

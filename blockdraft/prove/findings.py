@@ -85,7 +85,7 @@ def first_difference(
 ) -> Difference | None:
     """Return where two answers differ, or None where they are equal.
 
-    `tokens`: an answer to the same question with log-probabilities, for the closeness of a tie.
+    `tokens` are an answer to the same question with log-probabilities; they show how close a tie is.
     """
     if expected.text == found.text and expected.finish_reason == found.finish_reason:
         return None
@@ -112,7 +112,7 @@ def _shown(choice: GivenAnswer, at: int) -> str:
 def _tie(text: str, at: int, tokens: Sequence[Token]) -> float | None:
     """Return the gap between the two likeliest tokens at character `at` of `text`.
 
-    None where `tokens` are of another text up to there, or have no alternatives.
+    None if `tokens` belong to another text before that place, or have no alternatives.
     """
     end = 0
     for token in tokens:

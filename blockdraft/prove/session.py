@@ -120,7 +120,7 @@ class _OwnServer:
 def _restart(
     options: ProveOptions, own: _OwnServer | None, asker: Asker
 ) -> Callable[[], Awaitable[None]] | None:
-    """Return how the server is restarted, or None if nobody said how."""
+    """Return the function that restarts the server, or None if no way was given."""
     if own is not None:
 
         async def start_again() -> None:

@@ -1,7 +1,7 @@
 """Asks a server every question in every way, and compares the answers with the baseline's.
 
-The baseline asks each question alone: one request at a time, whole, with drafts off where the server can
-switch them, and with a salt of its own, so that no prefix is found.
+The baseline asks each question alone: one request at a time, not streamed, with drafts off if the server can
+switch them off, and with its own salt, so that no prefix is reused.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ class Prover:
         )
 
     async def _choices(self) -> None:
-        """Greedy choices must all equal the baseline; seeded ones must be the same whenever asked."""
+        """Greedy choices must equal the baseline; seeded ones must be the same every time."""
         finding = WayResult(f"with n = {NUM_CHOICES}")
         form = Form(num_choices=NUM_CHOICES)
         first = await self._ask_all(finding.way, self.questions, form)
@@ -224,7 +224,7 @@ class Prover:
         self._end(finding)
 
     def _first(self, question: ProveQuestion) -> Reply:
-        """Return the baseline's answer as the only choice, whatever choice it is compared with."""
+        """Return the baseline's answer; every choice is compared with it."""
         return replace(self._baseline[question], choices=self._baseline[question].choices[:1])
 
     async def _other_seed(self) -> None:

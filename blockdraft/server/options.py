@@ -83,7 +83,7 @@ def default_hosts(host: str, *, has_keys: bool) -> tuple[str, ...]:
     """Return the default of `allowed_hosts` for a server that listens on `host`.
 
     A web page can let its own name point to 127.0.0.1 and so reach a server that only this machine should
-    (DNS rebinding). Where no key stops it, the name it calls by does.
+    (DNS rebinding). Without a key, the check of the Host header stops it.
     """
     if has_keys or not is_loopback(host):
         return ()
@@ -149,7 +149,7 @@ def hide_in_process_list(secrets: Iterable[str]) -> bool:
     """Overwrite `secrets` in /proc/self/cmdline. False where that cannot be done: not on Linux.
 
     The kernel shows the memory the arguments were passed in, and says where it lies; Python has its own
-    copy, so nothing reads that memory again. What ran before the call could be seen.
+    copy, so nothing reads that memory again. The arguments can be seen until this is called.
     """
     try:
         # The name in parentheses may hold spaces. proc(5): arg_start is field 48, the state is field 3.

@@ -1,8 +1,9 @@
-"""Synthetic acceptance: accepts drafts by chance, whatever they are. For timing alone.
+"""Synthetic acceptance: accepts drafts at random, for timing only.
 
-A profile is a list, "0.9,0.8,0.7": entry j is the probability that draft j is accepted. It never rises,
-because a draft counts only after those before it. Or it is "mean:4.5", the mean of tokens committed per step:
-each draft then follows the one before it with the same chance p, which gives p, p^2, p^3, and so on.
+A profile is a list, "0.9,0.8,0.7": entry j is the probability that draft j is accepted. The list never rises,
+because a draft counts only if all drafts before it are accepted. Or it is "mean:4.5", the mean of tokens
+committed per step: each draft then follows the one before it with the same chance p, which gives p, p^2, p^3,
+and so on.
 """
 
 from __future__ import annotations

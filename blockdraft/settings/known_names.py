@@ -1,7 +1,7 @@
-"""Names of settings in vLLM, SGLang, llama.cpp and Ollama, and ours for them.
+"""Names of settings in vLLM, SGLang, llama.cpp and Ollama, with our names for them.
 
-One table for the command line and for `LLM(...)`. A name with the same meaning is accepted with a note; for
-others an error says what to use. Names that equal ours (`--gpu-memory-utilization`) are not listed.
+One table for the command line and for `LLM(...)`. A name with the same meaning as ours is accepted with a
+note; for others an error says what to use. Names that equal ours (`--gpu-memory-utilization`) are not listed.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def _hint(theirs: str, name: str, spelt: Callable[[str], str]) -> str:
 
 
 def explained(theirs: str, spelt: Callable[[str], str]) -> str:
-    """Return the hint for a name in OTHERWISE; `spelt` writes our names."""
+    """Return the hint for a name in OTHERWISE; `spelt` turns our names into flags or fields."""
     what = OTHERWISE[theirs][1]
     names = {field: spelt(field) for field in SETTING_NAMES}
     names["no_graphs"] = "graphs=False" if spelt is str else "--no-graphs"

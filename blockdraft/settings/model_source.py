@@ -1,7 +1,7 @@
 """Finds the model that --model or --draft names: the default one, a folder, a GGUF file, or a hub id.
 
-A missing mount must not become a download: where the first part of a name shows that it is a path, it is no
-hub id.
+A name whose first part shows that it is a path is never a hub id, so that a missing mount does not cause a
+download.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def find_source(source: str | Path, what: str = "model") -> Source:
     if MOUNTS.fullmatch(name.partition("/")[0]):
         meant = f"give its full path (/{name}?), and in a container check that the volume is mounted."
         meant = f"use /{name}, which exists." if os.path.isdir(f"/{name}") else meant
-        raise ModelError(f"{what} '{name}' looks like a path, not a hub id, but is no folder here: {meant}")
+        raise ModelError(f"{what} '{name}' looks like a path, but there is no such folder: {meant}")
     return Source("hub", name, repo=hub_id["repo"], revision=hub_id["revision"])
 
 

@@ -1,4 +1,4 @@
-"""Recipes: settings for one pair of models in a TOML file, with what to expect of them.
+"""Recipes: settings for one pair of models in a TOML file, with published results.
 
     title = "Qwen3-8B with z-lab's drafter"   # one line
     notes = "Why these values."               # optional
@@ -79,7 +79,7 @@ class Expectation:
 
 @dataclass(frozen=True, slots=True)
 class Exclusion:
-    """Cards on which a recipe does not work, or families of cards, and why."""
+    """Cards or families of cards on which a recipe does not work, and the reason."""
 
     cards: tuple[str, ...]
     why: str

@@ -43,14 +43,14 @@ class Settings:
     model: str = _setting("default", "target: folder, hub id, GGUF file, or 'default'")
     draft: str | None = _setting(
         "auto",
-        "drafter: folder or hub id; 'auto': the one that ships for the model or, for a GGUF file, a known "
-        "one on this disk; 'dflash2': the shipped one's DFlash2 head, which auto takes on a card "
-        "with our own engine; 'ngram': repeat what followed the same tokens before, for any model; or 'none'",
+        "drafter: folder or hub id; 'auto': the drafter that ships with us for the model (GGUF files: also a "
+        "known one on this disk); 'dflash2': the shipped drafter with its DFlash2 head ('auto' uses the head "
+        "on a GPU with our engine); 'ngram': copy what followed the same tokens earlier (any model); 'none'",
     )
     draft_ngram: int | Auto = _setting(
         "auto",
-        "draft what followed an earlier occurrence of the last N tokens; auto: 1 with --draft ngram, else 0 "
-        "(never)",
+        "if the last N tokens occurred earlier, draft what followed them; 0: never; auto: 1 with --draft "
+        "ngram, else 0",
         least=0,
     )
     width: int | Auto = _setting("auto", "tokens verified per step with the anchor; 1: no drafts", least=1)
@@ -58,18 +58,20 @@ class Settings:
     dtype: str = _setting("auto", "number format of both models", choices=DTYPES)
     quantization: str = _setting(
         "auto",
-        "the target's weights: keep them as stored, none (unpack them), or make fp8 or int8 while loading; "
-        "auto unpacks what fits easily",
+        "format of the target's weights; keep: as stored; none: unpacked; fp8 or int8: converted while "
+        "loading; auto: unpacked if they fit easily, else as stored",
         choices=QUANTIZATIONS,
     )
-    draft_quantization: str = _setting("auto", "the same for the drafter's weights", choices=QUANTIZATIONS)
+    draft_quantization: str = _setting(
+        "auto", "format of the drafter's weights, as in --quantization", choices=QUANTIZATIONS
+    )
     load_format: str = _setting(
         "auto", "dummy: random weights, for timing only; needs only config.json", choices=("auto", "dummy")
     )
     synthetic_acceptance: str | None = _setting(
         None,
-        "for timing only: accept drafts by chance, with these probabilities by position (0.9,0.8,0.6) or "
-        "with this mean of tokens per step (mean:4.5)",
+        "for timing only: accept drafts at random, with a probability for each position (0.9,0.8,0.6) or a "
+        "mean number of tokens per step (mean:4.5)",
     )
     max_model_len: int | Auto = _setting("auto", "longest prompt and answer together, in tokens", least=2)
     max_num_seqs: int | Auto = _setting("auto", "sequences that run at once", least=1)
@@ -77,17 +79,17 @@ class Settings:
     page_size: int = _setting(16, "tokens per cache page", least=1)
     kv_dtype: str = _setting(
         "auto",
-        "format of keys and values: auto, the model's dtype; int8, fp8, tq4 or tq4v3 compress all but the "
+        "format of keys and values; auto: the model's dtype; int8, fp8, tq4, tq4v3: compress all but the "
         "last --kv-window tokens; with --engine, a name that vllm or sglang knows",
     )
-    draft_kv_dtype: str = _setting("auto", "the same for the drafter's keys and values; auto: not compressed")
+    draft_kv_dtype: str = _setting("auto", "format of the drafter's keys and values; auto: not compressed")
     kv_window: int = _setting(128, "last tokens whose keys and values are not compressed", least=1)
     cache_bytes: int | Auto = _setting("auto", "memory for the KV cache, in bytes", least=1)
     gpu_memory_utilization: float = _setting(
-        0.9, "share of the GPU's memory that may be in use, by all programs; the cache takes what is left"
+        0.9, "share of the GPU's memory that all programs together may use; the cache takes the rest of it"
     )
     max_prefill_tokens: int | Auto = _setting(
-        "auto", "most prompt tokens of a prefill step; beside decoding it takes fewer", least=1
+        "auto", "most prompt tokens in one prefill step; fewer are used while other requests decode", least=1
     )
     max_stall_ms: int | None = _setting(
         None, "longest time in ms that a prefill step may delay decoding; longer steps are split", least=1
@@ -107,28 +109,32 @@ class Settings:
     )
     sampling_defaults: str = _setting(
         "model",
-        "sampling values that a request leaves out: the model's (generation_config.json; of a GGUF file its "
-        "metadata, else llama.cpp's), or openai's (temperature 1)",
+        "source of sampling values that a request leaves out; model: generation_config.json (or a GGUF "
+        "file's metadata, then llama.cpp's defaults); openai: OpenAI's defaults (temperature 1)",
         choices=("model", "openai"),
     )
     chat_template: str | None = _setting(None, "file with a chat template, in place of the model's own")
     tool_format: str = _setting(
-        "auto", "format of the model's tool calls; auto: by its chat template", choices=TOOL_FORMATS
+        "auto", "format of the model's tool calls; auto: found from its chat template", choices=TOOL_FORMATS
     )
-    seed: int = _setting(0, "seed of requests that give none", least=-(2**63))
-    engine: str = _setting("native", "native is ours; the others run behind our server", choices=ENGINES)
-    engine_version: str | None = _launched(None, "version to write flags for; none: the newest known")
+    seed: int = _setting(0, "sampling seed for requests without their own", least=-(2**63))
+    engine: str = _setting(
+        "native", "native: our own engine; vllm, sglang: run behind our server", choices=ENGINES
+    )
+    engine_version: str | None = _launched(
+        None, "version of vllm or sglang to write flags for; none: the newest known version"
+    )
     tensor_parallel: int = _launched(1, "GPUs that share each layer", least=1)
     pipeline_parallel: int = _launched(1, "groups of GPUs that share the layers", least=1)
     num_nodes: int = _launched(1, "machines that share the model", least=1)
     node_rank: int = _launched(0, "number of this machine; 0 is the head, which answers clients", least=0)
     head_address: str | None = _launched(None, "HOST or HOST:PORT of the head, the same on all machines")
     attention_backend: str | None = _launched(None, "the target's attention backend in vllm or sglang")
-    draft_attention_backend: str | None = _launched(None, "the same for the drafter")
+    draft_attention_backend: str | None = _launched(None, "the drafter's attention backend")
     engine_args: tuple[str, ...] = _launched((), "more flags for vllm or sglang, as one text after '='")
     engine_env: tuple[tuple[str, str], ...] = _launched((), "more environment variables for vllm or sglang")
     trust_remote_code: bool = _launched(
-        False, "let vllm or sglang run Python code of the checkpoint: only if you have read it"
+        False, "let vllm or sglang run Python code from the checkpoint; read that code first"
     )
     recipe: str | None = _setting(None, "settings from a file: the name of a known recipe, or a path")
 
@@ -141,7 +147,7 @@ class Settings:
                 raise SettingsError(f"{name} = {value!r} is not a whole number of at least {low}.")
         share = self.gpu_memory_utilization
         if not isinstance(share, int | float) or not 0 < share <= 1:
-            raise SettingsError(f"gpu_memory_utilization = {share!r} is no share: give 0.9 for nine tenths.")
+            raise SettingsError(f"gpu_memory_utilization = {share!r} is not above 0 and at most 1: try 0.9.")
         for name, known in CHOICES.items():
             if (value := getattr(self, name)) not in known:
                 raise SettingsError(f"{name} '{value}' is unknown: use one of {', '.join(known)}.")
@@ -156,7 +162,7 @@ class Settings:
                 )
 
     def _check_engine(self) -> None:
-        """Raise SettingsError for settings of other engines, and for machines that cannot meet."""
+        """Raise SettingsError for settings of other engines and for wrong settings of several machines."""
         if self.engine == "native":
             check_device(self.device)
         for item in fields(self):
@@ -170,20 +176,22 @@ class Settings:
             ranks = f"ranks count from 0 to {self.num_nodes - 1}"
             raise SettingsError(f"node_rank = {self.node_rank} of num_nodes = {self.num_nodes}: {ranks}.")
         if self.num_nodes > 1 and self.head_address is None:
-            raise SettingsError(f"num_nodes = {self.num_nodes}, but they cannot meet: add --head-address.")
+            raise SettingsError(f"num_nodes = {self.num_nodes}, but no head is given: add --head-address.")
 
     def _check_ngram(self) -> None:
         """Raise SettingsError for n-gram drafts that the engine cannot make."""
         asked = self.draft_ngram
         if self.engine != "native" and (self.draft == NGRAM or asked not in ("auto", 0)):
             raise SettingsError(
-                f"drafts from n-grams are the native engine's, not {self.engine}'s: leave out "
+                f"{self.engine} cannot draft from n-grams, only our native engine can: leave out "
                 f"{'--draft ngram' if self.draft == NGRAM else '--draft-ngram'}."
             )
         if asked == "auto":
             return
         if asked > MAX_NGRAM:
-            raise SettingsError(f"draft_ngram = {asked}, but {MAX_NGRAM} tokens are compared: use fewer.")
+            raise SettingsError(
+                f"draft_ngram = {asked}, but at most {MAX_NGRAM} tokens can be compared: use fewer."
+            )
         if asked == 0 and self.draft == NGRAM:
             raise SettingsError("draft_ngram = 0 leaves --draft ngram nothing to draft: use --draft none.")
         if asked and self.draft in (None, "none"):
@@ -296,7 +304,7 @@ def read_variables(environment: Mapping[str, str] | None = None) -> dict[str, ob
         if not variable.startswith(PREFIX) or variable.startswith(TEST_PREFIX) or variable in OTHER_VARIABLES:
             continue
         if variable not in known:
-            raise SettingsError(f"the environment's {variable} is no setting of ours{_near(variable)}")
+            raise SettingsError(f"the environment's {variable} is not a setting{_near(variable)}")
         if not text:
             continue
         try:
@@ -323,7 +331,7 @@ def variable_of(name: str) -> str:
 
 
 def forget_environment_settings() -> None:
-    """Take our settings out of the environment, so that a child that gets flags gets nothing else."""
+    """Remove our settings from the environment, so that a child process has only the flags it is given."""
     for name in SETTING_NAMES:
         os.environ.pop(variable_of(name), None)
 
@@ -350,8 +358,8 @@ def whole_environment() -> dict[str, str]:
 def pin_threads() -> None:
     """Bind OpenMP's threads to cores, one each; takes effect only before torch is imported.
 
-    Unbound, the kernel may pack them on one core: a small model was 2.5 times slower (2 x Neoverse-N1,
-    2026-11). Whoever set any of these variables has decided, and nothing is changed.
+    Without this, Linux may put several threads on one core: a small model was 2.5 times slower (2 x
+    Neoverse-N1, 2026-11). If the user has set any of these variables, nothing is changed.
     """
     chosen = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
     if not any(name in os.environ for name in chosen):
@@ -370,7 +378,7 @@ def child_environment(added: Mapping[str, str]) -> dict[str, str]:
 
 
 def visible_gpus() -> str | None:
-    """Return $CUDA_VISIBLE_DEVICES, the cards that programs may use; None if unset, empty: no card."""
+    """Return $CUDA_VISIBLE_DEVICES, the cards that programs may use; None if unset, "" for no card."""
     return os.environ.get("CUDA_VISIBLE_DEVICES")
 
 

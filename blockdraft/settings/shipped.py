@@ -1,7 +1,7 @@
 """The drafters that come with blockdraft: "auto" is the one that belongs to the model, or none.
 
-"dflash2" is the DFlash2 head of that one, in a folder inside its own: it has the same body. On a card "auto"
-is the head, too; on a CPU, at the widths that pay there, it gains nothing.
+"dflash2" is the DFlash2 head of that drafter, in a subfolder; the two share their body. On a GPU "auto"
+includes the head; on a CPU, with its small widths, the head gains nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def shipped_drafter(model: str, *, part: str = "") -> Path | None:
 
 
 def model_title(name: str) -> str:
-    """Return what people call a model that was named so on the command line: never a path."""
+    """Return a readable name, never a path, for a model named on the command line."""
     path = Path(name)
     if path.is_relative_to(FOLDER) and (title := _TITLES.get(path.relative_to(FOLDER).as_posix())):
         return title

@@ -1,11 +1,11 @@
-"""Chooses how many tokens to verify per step: what a width costs on this machine against what it commits.
+"""Chooses how many tokens to verify per step, by the time and the committed tokens of each width.
 
-fit.json says how often drafts are accepted by category of prompts; a user's prompts differ, so this is
-lowered. Costs are measured: plain and speculative steps of one row, in turns, the fastest of each, as noise
-only adds. A wider step never costs less, so no speed-up exceeds the tokens that a step commits. The width
-has the best mean speed-up among those at which no category is slower than plain decoding. If there is none
-it is 1, and requests decode plainly unless they ask for drafts. If something disturbed the times, the width
-is a guess and no speed-up is told.
+fit.json has the acceptance of drafts by category of prompts; it is lowered, because a user's prompts differ.
+Costs are measured: plain and speculative steps of one row alternate, and the fastest of each counts, as noise
+only adds time. A wider step never costs less, so no speed-up exceeds the tokens that a step commits. The
+width has the best mean speed-up among those at which no category is slower than plain decoding. If there is
+none it is 1, and requests decode plainly unless they ask for drafts. If something disturbed the times, the
+width is a guess and no speed-up is told.
 
 Serving begins with this width; from then on engine/width_controller.py decides before each step, for any
 number of requests, by what drafts commit and steps take.
@@ -107,7 +107,7 @@ def cautious(acceptance: Acceptance, caution: float = CAUTION) -> dict[str, tupl
 
 
 def chances_of(acceptance: Acceptance, block: int, *, caution: float = CAUTION) -> tuple[float, ...]:
-    """Return for each place how likely its draft is right if those before were, over all categories."""
+    """Return by position the chance that a draft is right if all before it were, over all categories."""
     known = [fmean(shares) for shares in zip(*cautious(acceptance, caution).values(), strict=False)]
     found = [share / max(before, 1e-6) for share, before in zip(known, (1.0, *known), strict=False)]
     return tuple((found + [found[-1]] * block)[: block - 1])
@@ -145,7 +145,7 @@ def known_acceptance(models: LoadedPair) -> Acceptance:
 
 
 def choose_widths(engine: Engine) -> None:
-    """Let an idle engine choose its widths by what is measured now, for programs that time it."""
+    """Measure the idle engine now and let it choose its widths, for benchmarks."""
     engine.replan(plan_with_width(engine, known_acceptance(engine.models), stores=False))
 
 
@@ -157,7 +157,7 @@ def plan_with_width(
     stores: bool = True,
     warn: Callable[[str], None] = lambda _: None,
 ) -> Plan:
-    """Return the idle engine's plan with the width that pays. `uses_stored`: earlier costs will do."""
+    """Return the idle engine's plan with the fastest width. `uses_stored` allows an earlier start's costs."""
     file = cache_dir() / "widths" / f"{_key(engine, acceptance)}.json"
     models = engine.models
     plan, is_cpu = engine.plan, models.device.type == "cpu"
@@ -283,7 +283,7 @@ def _is_past_the_best(
 def _step_s(
     engine: Engine, width: int, pages: list[int], clock: Callable[[], float], num_rows: int = 1
 ) -> float:
-    """Time one step behind a context that was never computed: its contents do not matter."""
+    """Time one step after a context that was never computed, since its contents do not matter."""
     context, per_row = _context(engine), len(pages) // num_rows
     graph = None if engine.graphs is None else engine.graphs.find(num_rows, width)
     token_ids, sampling = [0] * (context + 1), RowSampling()
@@ -322,7 +322,7 @@ def _key(engine: Engine, acceptance: Acceptance) -> str:
 
 
 def _stored(file: Path) -> Costs | None:
-    """Read stored costs; None: none of use are there."""
+    """Read stored costs; None if there are none that can be used."""
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
         several = {(int(rows), int(width)): float(value) for rows, width, value in raw["several"]}

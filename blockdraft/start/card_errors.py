@@ -1,4 +1,4 @@
-"""A card that cannot be had, or not all of it: what happened, who holds it and what to do, in one line."""
+"""Errors of a card that is not available or has too little memory: cause, users and advice in one line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ OUT_OF_MEMORY = ("out of memory", "cublas_status_alloc_failed", "cudnn_status_al
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Return whether the card had too little memory: torch raises a class of its own, others words."""
+    """Return whether the card had too little memory: torch has a class for it, others only a message."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
     text = str(error).lower()
@@ -57,13 +57,13 @@ def _held(index: int) -> str:
 
 
 def unused_gpu() -> str | None:
-    """Say for a start on the CPU which GPU is not used, why, and what to do; None: there is none."""
+    """Say for a start on the CPU which GPU is not used, why, and what to do; None if there is none."""
     unseen = why_unseen(read_machine(), torch.__version__, torch.version.cuda)
     return None if unseen is None else f"{unseen.says}, so the CPU serves: {unseen.advice}."
 
 
 def unusable(name: str, error: Exception) -> BlockdraftError:
-    """Make the error for device `name`, with which torch could not begin."""
+    """Make the error for device `name`, which torch could not use."""
     line, text = first_line(error), str(error).lower()
     if not name.startswith("cuda"):
         return ModelError(f"device '{name}' cannot be used: {line}.")

@@ -1,9 +1,9 @@
 """On a card, all kernels of a start are compiled at once by several processes, before the first of them runs.
 
-Which kernels those are, no list says: the steps that will be served and the comparisons of the check run once
-on a small cache, with every kernel left out (`compile_pool.collecting`), and whatever they would have run is
-asked for. The code lands in Triton's cache; a kernel that was missed, or does not compile, is met later, as
-if nothing had been compiled ahead. A start that finds its mark in Triton's cache does none of this.
+There is no list of these kernels. They are found by a run of the steps and checks on a small cache in which
+no kernel is executed (`compile_pool.collecting`): each kernel that would have run is compiled. The code goes
+to Triton's cache. A kernel that was missed, or does not compile, is handled when it is first used. A start
+that finds its mark in Triton's cache does none of this.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ SAMPLINGS = (
 
 
 class CompileAhead:
-    """The workers of one start; none where they would be of no use."""
+    """The workers of one start; there are none if nothing needs to be compiled."""
 
     def __init__(self, device: torch.device, facts: object) -> None:
         """Start the workers. `facts`: what decides on the kernels beside our sources and the card."""
@@ -71,9 +71,9 @@ class CompileAhead:
 
     @contextlib.contextmanager
     def collecting(self) -> Iterator[bool]:
-        """Collect the kernels of what runs inside; yield whether that is of any use.
+        """Collect the kernels of the code inside; yield whether there is anything to compile.
 
-        An error only ends the collecting (`problem`): if it is a real one, the start meets it again.
+        An error only ends the collecting (`problem`): a real error occurs again in the start.
         """
         if self._pool is None:
             yield False

@@ -1,4 +1,4 @@
-"""Makes PyTorch's imports, which take seconds, faster, and has the driver begin meanwhile."""
+"""Speeds up the imports of PyTorch, which take seconds, and starts the driver meanwhile."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from threading import Thread, current_thread, main_thread
 
 @contextmanager
 def quick_imports() -> Iterator[None]:
-    """Turn off garbage collection during imports: PyTorch's thousand modules are no garbage."""
+    """Turn off garbage collection during imports, as PyTorch's thousand modules are not garbage."""
     gc.disable()
     try:
         with ended_by_ctrl_c():
@@ -48,7 +48,7 @@ def wake_card(device: str) -> None:
 
 
 def _make_context(index: int) -> None:
-    """Ignore errors: PyTorch meets them too, and reports them."""
+    """Ignore errors: PyTorch gets them too, and reports them."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:

@@ -19,8 +19,8 @@ def with_kernels_that_compile(
 ) -> T:
     """Return what `make` returns; try again without each operation whose kernel does not compile.
 
-    So the choice is made before anything is served, for this engine and all shapes. `tell` gets each one with
-    the compiler's words. Raises ModelError if nothing compiles on this machine.
+    The choice is made before anything is served, and holds for this engine and all shapes. `tell` gets each
+    operation with the compiler's message. Raises ModelError if nothing compiles on this machine.
     """
     while True:
         try:

@@ -155,7 +155,7 @@ def _open_drafter(
 def _open_known(
     known: KnownDrafter | None, target: OpenedTarget, report: Callable[[str], None]
 ) -> tuple[OpenedDrafter | None, str]:
-    """Open a drafter that nobody asked for, or say why there is none."""
+    """Open the drafter that "auto" finds, or say why there is none."""
     if known is None:
         return None, ""
     if not known.is_here:
@@ -172,7 +172,7 @@ def _open_known(
 def _plan(
     settings: Settings, device: torch.device, target: OpenedTarget, draft: OpenedDrafter | None
 ) -> Plan:
-    """Plan for this machine as it is now. A CapacityError also says who holds what of the card."""
+    """Plan for this machine as it is now. A CapacityError also names the card's users."""
     free, total = gpu_memory(device) if device.type == "cuda" else (0, 0)
     machine = replace(read_machine(), gpu_bytes=total, gpu_free_bytes=free)
     weights, draft_weights = target.weights, None if draft is None else draft.weights
@@ -197,8 +197,8 @@ def _plan(
 def gpu_memory(device: torch.device) -> tuple[int, int]:
     """Return the bytes of a GPU that are free, and all.
 
-    CUDA counts the page cache as used. On unified memory that may be most of it once a model was read, so
-    there the kernel's figure counts.
+    CUDA counts the page cache as used. On unified memory the page cache may be most of it after a model was
+    read, so Linux's figure is used there.
     """
     free, total = torch.cuda.mem_get_info(device)
     gpus, index = read_machine().gpus, device.index or 0
@@ -297,7 +297,7 @@ def _weights(checkpoint: Checkpoint, values: Values) -> Weights:
 
 
 def _has_head(checkpoint: Checkpoint | None, config: DraftConfig) -> bool:
-    """Return whether a drafter brings a head of its own; without a checkpoint, only where it must."""
+    """Return whether a drafter has its own head; without a checkpoint, only if its vocabulary requires it."""
     if checkpoint is None:
         return config.draft_vocab_size != config.vocab_size
     return config.has_own_head(is_stored="lm_head.weight" in checkpoint.tensors())
@@ -368,7 +368,7 @@ def _empty(name: str, build: Callable[[], Module], dtype: str) -> Module:
             return build()
     except (RuntimeError, TypeError, OverflowError) as error:
         raise ModelError(
-            f"'{name}': config.json describes a model that no machine holds ({error}). Fetch it again."
+            f"'{name}': config.json describes an impossibly large model ({error}). Fetch it again."
         ) from None
     finally:
         torch.set_default_dtype(before)

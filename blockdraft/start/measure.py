@@ -1,4 +1,4 @@
-"""Measures what only a start can know: the width that pays, and how long a prefill step holds up decoding.
+"""Measures at the start which width is fastest and how long a prefill step delays decoding.
 
 `fit_pages` (start/memory.py) measures the pages, before there is an engine.
 """
@@ -28,8 +28,8 @@ def measure(
 ) -> Plan:
     """Return the idle engine's plan with the width that pays, unless the user chose one.
 
-    Without a fit, `accepted` says how often the built-in prompts' drafts were accepted; without that the plan
-    stays. `uses_stored`: costs that an earlier start measured will do.
+    Without a fit, `accepted` is the acceptance on the built-in prompts; without both the plan stays.
+    `uses_stored`: costs that an earlier start measured will do.
     """
     if not may_choose_width(engine):
         return engine.plan
@@ -43,7 +43,7 @@ def measure(
 def measure_chunk(engine: Engine, note: Callable[[str], None]) -> Plan:
     """Return the idle engine's plan with the chunk halved until a step of it takes at most `max_stall_ms`.
 
-    It is halved, not cut to measure: two starts on one machine then cut prompts alike.
+    It is only halved, so that two starts on one machine divide prompts in the same way.
     """
     plan, allowed_ms = engine.plan, engine.plan.start.max_stall_ms
     if allowed_ms is None:
@@ -59,7 +59,7 @@ def measure_chunk(engine: Engine, note: Callable[[str], None]) -> Plan:
 
 
 def _prefill_ms(engine: Engine, chunk: int) -> float:
-    """Time a step behind one chunk of context, where that fits; return the faster of two runs."""
+    """Time a step after one chunk of context, where that fits; return the faster of two runs."""
     times = []
     num_prompt = max(2, min(max_tokens(engine) - 1, 2 * chunk + 1))
     for number in range(2):

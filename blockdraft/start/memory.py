@@ -93,7 +93,7 @@ def memory_explained(plan: Plan, device: torch.device, *, is_loading: bool = Fal
 
 
 def why_no_graphs(models: LoadedPair, plan: Plan) -> str | None:
-    """Return what prevents the capture of decode steps; None: nothing."""
+    """Return what prevents the capture of decode steps; None if nothing."""
     if not plan.start.graphs:
         return "switched off"
     return models.why_not_captured()
@@ -128,7 +128,7 @@ def _free(device: torch.device) -> int:
 
 
 def _budget(share: float, device: torch.device) -> int:
-    """Return what we may still take: the share of the whole, less what is in use."""
+    """Return the bytes that we may still take: our share of the card minus the memory in use."""
     free, total = _free(device), torch.cuda.mem_get_info(device)[1]
     return int(total * share) - (total - free)
 

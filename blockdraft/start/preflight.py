@@ -48,7 +48,7 @@ def read_chat_template(file: str) -> str:
     try:
         if path.stat().st_size > MAX_TEMPLATE_BYTES:
             size = f"more than {MAX_TEMPLATE_BYTES} bytes"
-            raise SettingsError(f"--chat-template {file} has {size}: it is no template.")
+            raise SettingsError(f"--chat-template {file} has {size}: it is not a template.")
         text = path.read_text(encoding="utf-8")
         compile_template(text)
     except OSError as error:

@@ -111,7 +111,7 @@ def _plain(
 
 
 def _new_engine(models: LoadedPair, plan: Plan) -> Engine:
-    """Make an engine; rotated keys are stored less what they have in common."""
+    """Make an engine; its rotated keys are stored with their mean subtracted."""
     check_served_on_card(models, plan)
     engine = Engine(models, plan)
     if any(group.pages.format.is_rotated for group in engine.cache.compressed):

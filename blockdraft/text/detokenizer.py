@@ -111,8 +111,8 @@ def _num_open(text: str) -> int:
 class StopStrings:
     """Finds the first stop string in a stream of text and cuts the text there.
 
-    The first is the one that is complete first; of two that end at the same character, the longer one counts
-    and more is cut. Unlike "starts first", this does not depend on how the text was split. Characters are
+    The first is the one that is complete first. If two end at the same character, the longer one counts, so
+    more text is cut. Unlike "starts first", this does not depend on how the text was split. Characters are
     compared as code points, without normalisation. Only text that may begin a stop string is held back, and
     nothing with `include`.
     """

@@ -60,7 +60,7 @@ class MessageText:
         """Return copies whose texts hold no markup.
 
         The model's own messages keep the tags of thoughts and markup that is not special: templates look for
-        them. Its tool calls do not: they repeat the words of others.
+        them. Its tool calls do not keep them, as calls may repeat text of other people.
         """
         mark = f"\ue000{secrets.token_hex(8)}\ue000"
         if self._begin is None or self._joint is None:

@@ -1,6 +1,6 @@
 """Text to token ids and back, and chat messages to a prompt.
 
-A conversation comes from anyone on the network: messages are rebuilt from plain JSON values before the
+Conversations may come from anyone on the network, so messages are rebuilt from plain JSON values before the
 chat template (text/template.py) sees them.
 """
 

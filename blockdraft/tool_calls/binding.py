@@ -42,7 +42,7 @@ class ToolRules:
             )
 
     def _choices(self, keywords: Part) -> list[object]:
-        """Return the alternatives of a schema, each with the keywords beside them; empty: it has none."""
+        """Return the alternatives of a schema, each with the keywords beside them; empty if it has none."""
         name = next((one for one in ("anyOf", "oneOf") if listed(keywords, one)), "anyOf")
         choices = listed(keywords, name)
         if name == "oneOf" and overlap(choices, self._schemas):
@@ -51,7 +51,7 @@ class ToolRules:
         return [{"allOf": [beside, choice]} for choice in choices]
 
     def _values(self, flat: Flat, can_write: Callable[[object], bool]) -> list[object] | None:
-        """Return the values that a schema lists and the format can write; None: it lists none."""
+        """Return the values that a schema lists and the format can write; None if it lists none."""
         values = bound_values(flat, self._schemas)
         if values is None:
             return None

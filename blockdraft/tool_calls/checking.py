@@ -206,7 +206,7 @@ def _finite(text: str) -> float:
 
 
 def is_text(schema: object, schemas: Schemas) -> bool:
-    """Return whether every text is a valid value, as it is without a type."""
+    """Return whether every text is valid, as in a schema without a type."""
     return schemas.types(schema) <= {"string"}
 
 
@@ -227,7 +227,7 @@ def as_json(text: str, schema: object, schemas: Schemas) -> str:
 
 
 def call_problem(arguments: str, tool: FunctionTool) -> str | None:
-    """Return why a call's arguments do not match the tool's schema; None: they match, or it is unknown."""
+    """Return why a call's arguments do not match the tool's schema; None if they match, or it is unknown."""
     try:
         value = read_json(arguments)
     except ValueError:

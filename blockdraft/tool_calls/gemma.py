@@ -146,7 +146,7 @@ class GemmaReader(AnswerReader):
         return key
 
     def _take_odd_key(self, schema: object) -> Steps[str | None]:
-        """Take an unquoted key that holds what ends other keys; None: the schema has no such key here."""
+        """Take an unquoted key that holds what ends other keys; None if the schema has no such key here."""
         flat = self._schemas.flat(schema)
         if flat.key not in self._odd_keys:
             odd = [key for key in named(flat.keywords, "properties") if key and not BARE_KEY.fullmatch(key)]

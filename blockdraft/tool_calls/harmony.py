@@ -5,7 +5,7 @@
 <|start|>assistant<|channel|>final<|message|>the answer<|return|>
 
 The library `openai-harmony` reads it too, but only with a vocabulary from the network, which a server may not
-have. So the format is read here, from text.
+have. This module therefore reads the format from text.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class HarmonyReader(AnswerReader):
                 yield
 
     def _read_body(self, ahead: str, put: Callable[[str], None]) -> Steps[None]:
-        """Pass on the text of a message; the tag behind it is left if it begins the next header."""
+        """Pass on the text of a message and take the tag after it, unless that tag begins the next header."""
         put(ahead)
         while True:
             end, found = self._TAGS.find(self._buffer, self._at, self._is_over)

@@ -20,7 +20,7 @@ OTHERS = ("id", "type")  # with any other member it is not a call, and need not 
 
 
 class JsonCallReader(AnswerReader):
-    """Reads such calls; what stands around them is the format's."""
+    """Reads such calls; a format's subclass reads the tags around them."""
 
     def _read_json_call(self) -> Steps[bool]:
         """Read a call after its brace, with members in any order. False: its arguments went wrong."""
@@ -44,7 +44,7 @@ class JsonCallReader(AnswerReader):
         return True
 
     def _read_key(self) -> Steps[str | None]:
-        """Read the name of the next member; None: the object is over."""
+        """Read the name of the next member; None if the object is over."""
         if (yield from self._skip_space()) == ",":
             self._at += 1
             yield from self._skip_space()

@@ -1,7 +1,7 @@
 """Grammars of tool calls, in llguidance's dialect of Lark.
 
-Every format has a rule for one call. Around it the grammar is the same: calls and nothing else, or any text
-in which a call, once begun, is bound.
+Every format has a rule for one call. Around it the grammar is the same: calls and nothing else, or any text,
+in which the grammar applies once a call begins.
 """
 
 from __future__ import annotations

@@ -126,7 +126,7 @@ class Schemas:
         return frozenset(found)
 
     def member(self, schema: object, name: str) -> object:
-        """Return the schema of an object's member; None: it may be anything."""
+        """Return the schema of an object's member; None if it may be anything."""
 
         def step(keywords: Part) -> object:
             rest = keywords.get("additionalProperties")
@@ -135,7 +135,7 @@ class Schemas:
         return self._below(schema, step)
 
     def item(self, schema: object, place: int) -> object:
-        """Return the schema of a list's item; None: it may be anything."""
+        """Return the schema of a list's item; None if it may be anything."""
 
         def step(keywords: Part) -> object:
             found = [*first_items(keywords)[place : place + 1], other_items(keywords)][0]
@@ -184,13 +184,13 @@ def first_items(schema: Part) -> list[object]:
 
 
 def other_items(schema: Part) -> object:
-    """Return the schema of a list's items behind the first ones."""
+    """Return the schema of a list's items after the first ones."""
     name = "additionalItems" if isinstance(schema.get("items"), list) else "items"
     return schema.get(name, True)
 
 
 def values_of(schema: Part) -> list[object] | None:
-    """Return the values that a schema lists; None: it lists none."""
+    """Return the values that a schema lists; None if it lists none."""
     if "const" in schema:
         return [schema["const"]]
     values = schema.get("enum")

@@ -82,7 +82,7 @@ def draft_json(
 def as_kind(
     raw: Mapping[str, object], kind: DraftKind | None, shape: DrafterShape, *, name: str
 ) -> Mapping[str, object]:
-    """Return config.json of the drafter `raw` turned into another kind; None: it keeps its own."""
+    """Return config.json of the drafter `raw` turned into another kind; None if it keeps its own."""
     own = read_draft_config(raw, name=name).kind
     if kind in (None, own):
         return without_confidence(raw) if draft_kind(raw) == "dspark" else raw
@@ -210,7 +210,7 @@ def train_only(model: DFlash, part: Literal["all", "added", "selector"]) -> None
 
 
 def load_weights(model: DFlash, source: str, device: torch.device) -> None:
-    """Load a drafter of the same shape, as trainable float32. What only the new kind has keeps its values."""
+    """Load a drafter of the same shape, as trainable float32. Parameters it lacks keep their values."""
     checkpoint = open_checkpoint(source)
     config = read_draft_config(checkpoint.config, name=source)
     with torch.device(device):

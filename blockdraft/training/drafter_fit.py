@@ -1,7 +1,6 @@
-"""Does a drafter fit a target and a workload? What it commits, and what it would commit otherwise.
-
-The numbers are the engine's own. The suspects of a low one are then tried on greedy answers without the
-engine (training/probe.py); the same answers, tried with nothing changed, must give the engine's number.
+"""Measures how well a drafter fits a target and a workload, and what would improve it. The engine measures
+the tokens per step. If they are few, possible causes are tried on greedy answers without the engine
+(training/probe.py); without a change, this simulation must give the engine's number.
 """
 
 from __future__ import annotations
@@ -302,7 +301,7 @@ class _Session:
         return tried
 
     def unquantised(self, answers: Sequence[_Answer], engine: float) -> Tried:
-        """Ask the same prompts of the target as stored. Comes last: the engine makes room for another."""
+        """Ask the same prompts of the target as stored. Call it last: it replaces the engine."""
         self._llm.engine.drop_graphs()
         del self._llm
         release()

@@ -50,7 +50,7 @@ class DrafterFit:
 
     @property
     def where_reached(self) -> tuple[float | None, ...]:
-        """Return the share of right drafts at each position, of those reached; None: never reached."""
+        """Return the share of right drafts at each position, of those reached; None if never reached."""
         return tuple(where_reached(self.accepted, self.counts.reached))
 
 
@@ -117,7 +117,7 @@ def fit_in_engine(
 def run_engine(
     engine: Engine, asked: Iterable[tuple[Sequence[int], SamplingParams]]
 ) -> Iterator[Sequence[Delta]]:
-    """Run `engine` until all prompts are answered. They are requests "0", "1", …, and join in order."""
+    """Run `engine` until all prompts are answered. Their ids are "0", "1", …, in order."""
     waiting = deque(enumerate(asked))
     while waiting or engine.has_work:
         while waiting and engine.scheduler.has_room(1):

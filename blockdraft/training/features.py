@@ -1,7 +1,7 @@
-"""The target's hidden states of packed documents, by the very prefill that serves them.
+"""Reads the target's hidden states of packed documents with the prefill code that serves them.
 
-Every document is a sequence with pages of its own, so whatever the target is made of (windows, sinks,
-experts, recurrent layers) reads here as it does when it serves, and so do its features.
+Every document is a sequence with pages of its own, so all parts of the target (windows, sinks, experts,
+recurrent layers) compute the same features as in serving.
 """
 
 from __future__ import annotations

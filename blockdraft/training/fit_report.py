@@ -103,7 +103,7 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Prospect:
-    """A judgement whether more training is worth it; None: unknown."""
+    """A judgement whether more training is worth it; None if unknown."""
 
     is_worth_it: bool | None
     reasons: tuple[str, ...]
@@ -139,7 +139,7 @@ class FitReport:
 
     @property
     def cause(self) -> Tried | None:
-        """Return the suspect whose change helps the most, in relative terms."""
+        """Return the tried change that helps the most, in relative terms."""
         return likely_cause(self.tried)
 
     def to_json(self) -> dict[str, object]:
@@ -184,7 +184,7 @@ def prospect_of(
 ) -> Prospect:
     """Judge whether more training is worth it, with reasons.
 
-    `greedy` is what greedy answers commit per step, where `overall` is of sampled ones.
+    `greedy` is the tokens per step of greedy answers, given if `overall` is for sampled ones.
     """
     low = [name for name, one in categories.items() if one.committed < LOW]
     is_worth_it, reasons = None, list[str]()
@@ -230,9 +230,9 @@ def has_own_parts(config: DraftConfig) -> bool:
 
 
 def why_dflash2(config: DraftConfig, overall: DrafterFit) -> str | None:
-    """Say how later drafts fall behind a good first one, where DFlash2 could be made of it.
+    """Say how much worse later drafts are than the first, if DFlash2 could improve them.
 
-    None: it does not, or `blockdraft train --kind dflash2 --from` refuses this drafter.
+    None if it does not, or `blockdraft train --kind dflash2 --from` refuses this drafter.
     """
     is_speculators = config.has_anchored_window  # only that layout has them
     if config.kind != "dflash" or config.drafts_from_anchor or is_speculators or has_own_parts(config):

@@ -31,7 +31,7 @@ ROUND = 16  # steps; longer rounds need the host less often, but waste more step
 class Question:
     """One prompt. Its answer ends at an end-of-sequence token, or with `max_tokens`.
 
-    With `max_repeat` it also ends, at the end of a round, once it repeats its last so many tokens:
+    With `max_repeat` it also ends, at the end of a round, once it repeats its last `max_repeat` tokens:
     a greedy answer that loops seldom leaves the loop.
     """
 

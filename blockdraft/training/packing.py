@@ -95,7 +95,7 @@ def pack(
 ) -> tuple[PackedRows, list[DocumentPlace]]:
     """Pack each document into the fullest row with room for it, long ones first; or each into its own row.
 
-    Those shorter than a quarter of a row come in their own order: a row then has documents of many sizes.
+    Documents shorter than a quarter of a row keep their order, so that a row has documents of many sizes.
     Documents longer than a row lose the end of their answer, or are left out where that is all of it.
     """
     sizes = [min(len(one.prompt_ids) + len(one.answer_ids), length) for one in documents]
@@ -160,7 +160,7 @@ def draw(
 ) -> TrainingBatch:
     """Return a batch of the rows `chosen`, with anchors drawn by `generator`, in order.
 
-    With weights [R, L] above zero a place is drawn the more often, the more it weighs; never twice.
+    With weights [R, L] above zero, places are drawn in proportion to their weights, without repetition.
     """
     is_anchor = rows.is_anchor[to_device(chosen, rows.tokens.device)]
     key = torch.rand(is_anchor.shape, generator=generator, device=is_anchor.device)
@@ -198,8 +198,8 @@ class Walk:
     """The probability that a step of the drafter begins at each place [rows, length], by its last blocks.
 
     A block at anchor a whose first n drafts are right is followed by one at a + n + 1, and the places between
-    are passed over. So a drafter that serves meets mostly places where drafting is hard; drawn evenly, most
-    blocks of a batch have nothing to teach.
+    are passed over. So in serving, most blocks begin where drafting is hard. If anchors are drawn evenly,
+    most blocks of a batch are too easy to learn from.
     """
 
     def __init__(self, shape: torch.Size, device: torch.device) -> None:

@@ -44,7 +44,7 @@ def simulate(
 ) -> dict[str, DrafterFit]:
     """Return the drafter's fit on `documents` by category, and on "all". Documents past `length` are cut.
 
-    `choose` drafts as the answers were sampled; None: greedily, as they were written.
+    `choose` drafts with the sampling of the answers; None for greedy answers.
     """
     config = drafter.model.config
     steps: dict[str, list[list[int]]] = defaultdict(list)

@@ -4,7 +4,7 @@ answers/shard-*.npz   the target's answers to the training prompts       (stage 
 held-out/shard-*.npz  its greedy answers to prompts kept apart
 checkpoint.pt         weights, optimizer, step                           (stage 2: train)
 drafter/              the export, with its numbers and its card          (stages 3 and 4: evaluate, export)
-run.json              what was asked for: a run continues only as it began
+run.json              the options: a run continues only with the same ones
 log.txt               everything that was said
 """
 
@@ -178,7 +178,7 @@ def _open_folder(job: Job, asked: Mapping[str, object], *, resume: bool) -> None
 
 
 def _digest(conversations: Sequence[Prompt]) -> dict[str, object]:
-    """Hash the prompts: a resumed run must have the same list, as answers are filed by place in it."""
+    """Hash the prompts: a resumed run must have the same list, because answers are stored by index."""
     if not conversations:
         return {}
     digest = hashlib.sha256()

@@ -37,7 +37,7 @@ def plan_lines(
 
 
 def left(share: float, seconds: float) -> str:
-    """Return the estimated rest of a stage that has run for `seconds`; empty if it is too early to say."""
+    """Return a stage's estimated remaining time after `seconds` of it; empty if it is too early to say."""
     if share <= 0 or seconds < 1:
         return ""
     left_s = seconds * (1 - min(share, 1.0)) / share

@@ -205,7 +205,7 @@ class Trainer:
         return Scores(columns.loss + objective.selector * pairs.loss, pairs.matches)
 
     def _rehearse(self) -> None:
-        """Run steps without updates, so that code is compiled and memory taken; keep features in the rest."""
+        """Run steps without updates to compile code and take memory; use the memory left to keep features."""
         chosen = self._chosen()
         for block in sorted({self._block(0.0), self.forward.block}):
             self._draft(chosen, self._batch(chosen, block)).loss.backward()  # type: ignore[no-untyped-call]

@@ -1,7 +1,7 @@
 """Lists likely mistakes in a drafter's config.json.
 
-A wrong key raises no error: the drafter runs and commits less. So each suspect is changed in turn, and the
-drafter is tried on documents that the target wrote greedily, without the engine (training/probe.py).
+A wrong key raises no error: the drafter runs and commits less. So each suspicious key is changed in turn, and
+the drafter is tried on documents that the target wrote greedily, without the engine (training/probe.py).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ A batch is R rows of L tokens and A blocks of B. Queries are the A * B block tok
 context vectors followed by those same block tokens. Block j, whose anchor sits at place a of a document that
 begins at s, may see
 
-    context vectors [s, a)     strictly before the anchor: its feature nearly spells out the first draft
+    context vectors [s, a)     strictly before the anchor: its feature almost reveals the first draft
     its own block              all of it, or up to the query where the layer is causal
 
 which is what `cache.view.CacheView` shows it when it serves. On a GPU FlexAttention skips what is hidden; on

@@ -182,9 +182,9 @@ def test_text_of_the_environment_is_read_by_its_type(name, text, value):
 @pytest.mark.parametrize(
     ("variable", "text", "message"),
     [
-        ("BLOCKDRAFT_WIDHT", "8", "BLOCKDRAFT_WIDHT is no setting of ours: did you mean BLOCKDRAFT_WIDTH?"),
+        ("BLOCKDRAFT_WIDHT", "8", "BLOCKDRAFT_WIDHT is not a setting: did you mean BLOCKDRAFT_WIDTH?"),
         ("BLOCKDRAFT_CACHES", "/x", "did you mean BLOCKDRAFT_CACHE?"),
-        ("BLOCKDRAFT_QQQ", "", "BLOCKDRAFT_QQQ is no setting of ours: see docs/settings.md"),
+        ("BLOCKDRAFT_QQQ", "", "BLOCKDRAFT_QQQ is not a setting: see docs/settings.md"),
         ("BLOCKDRAFT_WIDTH", "wide", "BLOCKDRAFT_WIDTH: 'wide' is not a whole number or 'auto'."),
         ("BLOCKDRAFT_GRAPHS", "maybe", "BLOCKDRAFT_GRAPHS: 'maybe' is not on or off."),
         ("BLOCKDRAFT_ENGINE_ENV", "A", "BLOCKDRAFT_ENGINE_ENV: 'A' is not NAME=VALUE."),

@@ -39,11 +39,17 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"draft": "ngram", "engine": "vllm"}, "the native engine's, not vllm's: leave out --draft ngram"),
-        ({"draft": "a/b", "draft_ngram": 3, "engine": "sglang"}, "not sglang's: leave out --draft-ngram"),
+        (
+            {"draft": "ngram", "engine": "vllm"},
+            "vllm cannot draft from n-grams, only our native engine can: leave out --draft ngram",
+        ),
+        (
+            {"draft": "a/b", "draft_ngram": 3, "engine": "sglang"},
+            "sglang cannot draft from n-grams, only our native engine can: leave out --draft-ngram",
+        ),
         ({"draft": "none", "draft_ngram": 3}, "draft_ngram = 3 needs a drafter: use --draft ngram"),
         ({"draft": "ngram", "draft_ngram": 0}, "leaves --draft ngram nothing to draft"),
-        ({"draft": "ngram", "draft_ngram": MAX_NGRAM + 1}, f"{MAX_NGRAM} tokens are compared: use fewer"),
+        ({"draft": "ngram", "draft_ngram": MAX_NGRAM + 1}, f"{MAX_NGRAM} tokens can be compared: use fewer"),
         ({"draft": "ngram", "draft_ngram": -1}, "draft_ngram = -1 is not a whole number of at least 0"),
     ],
 )

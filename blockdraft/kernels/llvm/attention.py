@@ -96,7 +96,7 @@ def whole_vectors(q: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor | Non
 
 
 def places(blocks: Blocks, *tables: Tensor) -> tuple[Tensor, ...]:
-    """Return page tables, then the rows' numbers, starts and offsets."""
+    """Return the page tables, row numbers, first positions and token offsets that the kernel reads."""
     found = (*tables, blocks.rows, blocks.starts, blocks.offsets)
     assert all(one.dtype == torch.int64 and one.is_contiguous() for one in found)
     return found
@@ -107,7 +107,7 @@ def mask_fields(mask: Mask) -> tuple[float, int, int, int]:
 
 
 def is_small(blocks: Blocks, size: int) -> bool:
-    """Return whether waking a thread costs more than it saves; `size` is that of a token's queries."""
+    """Return whether waking a thread costs more than it saves; `size` is the size of a token's queries."""
     return len(blocks.rows) * blocks.table.shape[1] * blocks.page_size * size < _SERIAL_OPS
 
 

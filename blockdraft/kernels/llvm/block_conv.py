@@ -39,7 +39,7 @@ def convolve_block(
     num_tokens: Int, size: Int, taps: Int, groups: Int, num_columns: Int, stride: Int, x: Reals, base: Reals,
     deltas: Reals, onto: Reals, y: Reals, *, real: Type,
 ) -> None:  # fmt: skip
-    """Convolve, without taps that would read before the block."""
+    """Convolve; taps that would read before the block are left out."""
     for token in taken(num_tokens):
         group, count = size // groups, smallest(taps, token % num_columns + 1)
         row, own = token * size, deltas + token * stride

@@ -120,7 +120,7 @@ def scan(
 
 @inlined
 def begin_of(part: Int, num_parts: Int, vocab_size: Int) -> Int:
-    """Return the first token of a part, the begin of a block, from which noise can be drawn."""
+    """Return the first token of a part; it begins a block, so that noise can be drawn from there."""
     first = part * vocab_size // num_parts // _BLOCK * _BLOCK
     if part == num_parts:
         first = vocab_size

@@ -235,7 +235,7 @@ def convolve(
     num_items: Int, num_tokens: Int, size: Int, x_row: Int, x_token: Int, tail_row: Int, tail_token: Int,
     x: Reals, tail: Reals, weight: Reals, y: Reals, *, real: Type, taps: int,
 ) -> None:  # fmt: skip
-    """Compute y[c] = silu(sum of weight[c, i] * input[i, c]), fused, i in order; the tail is before x."""
+    """Compute y[c] = silu(sum over i of weight[c, i] * input[i, c]); inputs are the tail, then x."""
     for item in taken(num_items):
         row, token = item // num_tokens, item % num_tokens
         inputs = []

@@ -88,7 +88,7 @@ def find_slots(
     num_rows: Int, page_size: Int, num_pages: Int, page_table: Longs, rows: Longs, starts: Longs,
     offsets: Longs, positions: Longs, slots: Longs,
 ) -> None:  # fmt: skip
-    """Find positions and slots: tokens [offsets[row], offsets[row + 1]) begin at position starts[row]."""
+    """Find positions and slots: a row's tokens [offsets[row], offsets[row + 1]) begin at starts[row]."""
     for row in taken(num_rows):
         pages = page_table + rows[row] * num_pages
         first = offsets[row]

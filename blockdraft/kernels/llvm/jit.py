@@ -73,7 +73,7 @@ class Jit:
         return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._address)
 
     def __call__(self, *fields: float | Tensor | None, is_small: bool = False) -> None:
-        """Run the kernel, on this thread alone if `is_small`; a tape keeps the memory of its fields."""
+        """Run the kernel, on this thread alone if `is_small`. A recording tape keeps its arguments alive."""
         values = [one.data_ptr() if isinstance(one, Tensor) else one or 0 for one in fields]
         job = ctypes.create_string_buffer(self._fields.pack(0, *values))
         num_threads = 1 if is_small else torch.get_num_threads()
@@ -159,7 +159,7 @@ def _sources() -> str:
 
 
 class _Compiled:
-    """A kernel's code on disk, after its digest; the name is a hash of sources, LLVM and processor."""
+    """A kernel's file on disk: a digest, then the code. Its name is a hash of sources, LLVM and processor."""
 
     def __init__(self, *facts: str) -> None:
         name = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:32]

@@ -168,7 +168,7 @@ def _use_all_cores() -> None:
 def lead(is_alone: Int, count: Int, table: Int, calls: Longs, state: Longs, *, hint: str) -> None:
     """Run `count` kernels with helpers, or alone if `is_alone` or if another thread leads already.
 
-    Also alone while a helper that came too late for earlier kernels has not left yet.
+    It also runs alone while a late helper of earlier kernels has not left yet.
     """
     for i in range(count):
         counter = calls.pointer(2 * i + 1)
@@ -207,7 +207,7 @@ def led(count: Any, table: Any, state: Longs, hint: str) -> Any:
 
 @kernel
 def follow(number: Int, state: Longs, *, hint: str) -> None:
-    """Take part in kernels until there are to be fewer helpers than this one's number."""
+    """Take part in kernels until the number of helpers is set below this helper's number."""
     seen = number * 0
     while number <= load_shared(state + NUM_HELPERS):
         ticket = load_shared(state) >> TICKET

@@ -326,7 +326,7 @@ def draw(column: Column, best: Value, line: Value, until: Int, seed: Int, positi
 
 
 def least_word(top: Value, most: Value) -> Value:
-    """Return the least u * 2**23 whose noise can lift a score of `top` to `most`, minus a rounding margin.
+    """Return the least u * 2**23 whose noise can raise score `top` to `most`, minus a rounding margin.
 
     u < 1 - y has less noise than -log(y).
     """
@@ -341,7 +341,7 @@ def greatest_of(words: list[Value]) -> Value:
 
 
 def open_from(lanes: int, first: Int, line: Value, until: Int) -> Value:
-    """Return the least scores with which tokens first, first + 1, … are ranked before (line, until)."""
+    """Return the least scores for which tokens first, first + 1, … rank before (line, until)."""
     ids = first.constants(i32, range(lanes))
     above = score_of(key_of(line + 0.0) + 1)  # both zeros are below the least number
     return select(ids < (until - first).to(i32), line.spread(lanes), above.spread(lanes))

@@ -230,7 +230,7 @@ class StepTape(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @functools.cache
 def _is_composite(func: Any) -> bool:
-    """Return whether the operation is composed of others only."""
+    """Return whether the operation consists only of other operations."""
     has_kernel = functools.partial(torch._C._dispatch_has_kernel_for_dispatch_key, func.name())
     return has_kernel("CompositeImplicitAutograd") and not has_kernel("CPU")
 
@@ -257,7 +257,7 @@ def _takes_rows(func: Any, args: tuple[Any, ...]) -> bool:
 
 
 def _again(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-    """Repeat an operation into the memory of its first result."""
+    """Repeat an operation; write to the memory of its first result."""
     again = func(*args, **kwargs)
     for old, new in zip(_tensors(result), _tensors(again), strict=True):
         old.copy_(new)

@@ -63,7 +63,7 @@ def pick_linear(at: Available) -> Multiply:
 
 @functools.cache
 def _cut_no_sums() -> None:
-    """Tell cuBLAS not to split sums, for the whole process: PyTorch has no other way."""
+    """Tell cuBLAS not to split sums. PyTorch can only set this for the whole process."""
     if not torch.cuda.is_available():
         return
     with _silent():  # PyTorch prints a warning that this is experimental

@@ -11,8 +11,8 @@ of its bits. They depend only on the query, the keys and values that it sees, th
 sink. For this, weights are summed on the tensor cores, as a product with ones (a sum over a tile's columns
 depends on the tile's layout), and multiply-adds are explicit (the compiler would choose which to fuse).
 
-Nothing outside a tile's own range of keys is read. Inside it a weight of zero is multiplied in: a NaN among
-the values of a block's later token reaches the earlier ones of its tile.
+A tile reads only keys in its own range. Keys that a query does not see get a weight of zero, so a NaN among
+the values of a later token reaches the earlier tokens of its tile.
 """
 
 from __future__ import annotations
@@ -417,7 +417,7 @@ def attend(
 
 
 def divide_rows(blocks: Blocks, num_tokens: int, tokens: int) -> tuple[int, int, bool]:
-    """Return the tiles of `tokens` queries in all, the most in a row, and whether all rows have as many."""
+    """Return the number of tiles of `tokens` queries, the most per row, and if rows are equal."""
     num_rows, per_row = blocks.rows.shape[0], -(-max(blocks.counts) // tokens)
     most = num_tokens // tokens + num_rows
     is_even = num_rows * per_row <= most

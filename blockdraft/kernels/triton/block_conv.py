@@ -1,7 +1,7 @@
 """Convolutions over the columns of a block on a CUDA device; see `kernels/block_conv.py` for the contract.
 
-`conv_before`: a program has some groups of channels of a tile of tokens. It makes what the tokens add to both
-kernels of these groups, by a product whose columns come in order, and convolves the channels by it.
+`conv_before`: a program has some groups of channels of a tile of tokens. It computes the tokens' part of both
+convolution kernels of these groups, by a product that adds columns in order, and convolves the channels.
 `conv_after`: a program has all channels of a token, since a norm comes next.
 """
 

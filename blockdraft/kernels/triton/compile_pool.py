@@ -110,10 +110,9 @@ def _started(num_workers: int) -> subprocess.Popen[str]:
 
 @contextmanager
 def collecting(pool: CompilePool) -> Iterator[None]:
-    """Within it no kernel of ours is compiled or run: `pool` is asked for each that would be.
-
-    What they would have written is zero, and so is every index, so that PyTorch's own code, which does run,
-    finds no nonsense: on a card, an index out of bounds would be the end of the process.
+    """Inside this context our kernels are neither compiled nor run: `pool` is asked to compile each of them.
+    Their outputs are zeros, also the indexes, because PyTorch's own code does run: on a card, an index out of
+    bounds would end the process.
     """
 
     def skip(*, key: str, fn: Any, compile: dict[str, Any], **others: object) -> bool:  # as Triton names them
@@ -151,7 +150,7 @@ class _NotCompiled:
 
 
 class _Zeroed(TorchDispatchMode):
-    """New memory holds zeros, and so does whatever is used as an index."""
+    """Makes new memory and all indexes zero."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = function.name()

@@ -1,8 +1,8 @@
 """Compiles Triton's kernels for a start: `python -m blockdraft.kernels.triton.compile_workers NUMBER`.
 
-One process imports what is needed and then forks. Each line that they read is a kernel's module and what
-Triton calls its specialisation, with the card it is for; each line that they write names a finished kernel,
-which the start finds in Triton's cache on disk. They end when the start has closed their input.
+One process imports what is needed and then forks. The workers read one line per kernel: its module, its
+Triton specialisation and the target card. They write a line for each finished kernel, which the start then
+finds in Triton's cache on disk. They end when the start closes their input.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ _EPS = tl.constexpr(EPS)
 def _convolved(x, n, place, tail, is_old, conv, channel, mask, x_stride, CHANNELS, WIDTH: tl.constexpr):
     """Return silu of the convolution at token n, the row's `place`-th, in float32, rounded to x's dtype.
 
-    x points at the stream and `tail` at the row's tail; `is_old` is False if the row has no past.
+    x points to the stream and `tail` to the row's tail; `is_old` is False if the row has no earlier tokens.
     """
     total = tl.zeros(channel.shape, tl.float32)
     for tap in tl.static_range(WIDTH):
@@ -63,7 +63,7 @@ def _convolved(x, n, place, tail, is_old, conv, channel, mask, x_stride, CHANNEL
 
 @triton.jit
 def _keep(x, inputs, channel, mask):
-    """Copy these channels of a token from x, a view of a wider projection that is freed earlier."""
+    """Copy a token's channels from x, because x is a view of a larger tensor that is freed earlier."""
     tl.store(inputs + channel, tl.load(x + channel, mask=mask), mask=mask)
 
 
@@ -178,7 +178,7 @@ def _shift_tail(
     tail, is_old, x, x_stride, count, part,
     CHANNELS: tl.constexpr, SHARE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
-    """Write the row's last WIDTH - 1 inputs after `count` more, for this program's share of the channels."""
+    """Write the row's last WIDTH - 1 inputs, including `count` new ones, for this program's channels."""
     channel = part * SHARE + tl.arange(0, SHARE)
     entry = tl.arange(0, BLOCK_W)
     mask = (channel < CHANNELS)[None, :] & (entry < WIDTH - 1)[:, None]

@@ -144,7 +144,7 @@ def _halves(weight: Tensor, rows: int) -> TensorDescriptor:
 
 @functools.cache
 def choose(block_m: int, num_outputs: int, multiprocessors: int) -> Config:
-    """Choose the width with which a multiprocessor fetches least, tokens included, over all its strips."""
+    """Choose the width for which a multiprocessor reads the fewest bytes for its strips and tokens."""
 
     def fetched(config: Config) -> int:
         width = config.block_n + config.tail

@@ -169,7 +169,7 @@ def kind_of(codec: Codec) -> str:
 
 
 def has_words(codec: Codec, head_dim: int) -> bool:
-    """Return whether four neighbours of a half are stored, and shifted, in the same way."""
+    """Return whether four neighbours of a half are stored and shifted together."""
     return head_dim % (32 if kind_of(codec) == "bits3" else 8) == 0
 
 

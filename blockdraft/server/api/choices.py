@@ -1,7 +1,7 @@
 """Turns the engine's deltas into the pieces of an answer: thoughts and tool calls apart, draft marks, counts.
 
-There is one `AnswerChoice` per choice of a request. It keeps what a whole answer needs, so streamed or not
-the same code has made it.
+There is one `AnswerChoice` per choice of a request. It keeps what a whole answer needs, so that the same code
+makes streamed and whole answers.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class AnswerChoice:
         return calls
 
     def _check_calls(self) -> Iterator[schemas.InvalidCall]:
-        """Yield the calls that do not match their tool's schema: they are sent all the same, and named."""
+        """Yield the calls that do not match their tool's schema. They are sent anyway, and named."""
         for index, call in enumerate(self.tool_calls):
             name, arguments = call["function"]["name"], call["function"]["arguments"]
             problem = call_problem(arguments, self.tools[name])

@@ -119,7 +119,7 @@ def needs(name: str, value: str, other: str) -> JsonDict:
 
 
 def whole(value: object) -> object:
-    """Return 5 for 5.0: JSON has one kind of number, and some clients write integers so. Lists too."""
+    """Return 5 for 5.0, also in lists: JSON has one kind of number, and some clients write 5.0 for 5."""
     if isinstance(value, list) and any(isinstance(item, float | list) for item in value):
         return [whole(item) for item in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value

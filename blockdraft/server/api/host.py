@@ -247,7 +247,7 @@ class ApiHost:
             return await respond(answer, streams, is_stream=asked.stream, num_prompt_tokens=num_prompt)
 
     async def _submit(self, prompts: Items[Items[int]], sampling: SamplingParams) -> list[Stream]:
-        """Queue all of them at once, or none: what one raises closes the streams of the others."""
+        """Queue all of them or none: if one raises an error, the streams of the others are closed."""
         if len(prompts) == 1:
             return [await self.engine.submit(prompts[0], sampling)]
         asked = [asyncio.ensure_future(self.engine.submit(prompt_ids, sampling)) for prompt_ids in prompts]
@@ -263,7 +263,7 @@ class ApiHost:
 
 
 async def _beside(size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Do `work` on a text of a body of `size` bytes; the streams of others go on while a long one is."""
+    """Do `work` on the text of a body of `size` bytes, in a thread if it is long, so that streams go on."""
     if size <= SHORT_BODY_BYTES:
         return work(*args, **kwargs)
     return await run_in_threadpool(work, *args, **kwargs)

@@ -1,6 +1,5 @@
-"""JSON schemas that clients send: checked for what is plainly wrong while the field can be named.
-
-What a schema means is the grammar's business; it refuses those that nothing can match.
+"""Checks clients' JSON schemas for plain mistakes, so that the error can name the field. The grammar
+interprets a schema, and refuses schemas that nothing can match.
 """
 
 from __future__ import annotations

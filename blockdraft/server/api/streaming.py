@@ -32,7 +32,7 @@ class Writer(ABC):
 
     @abstractmethod
     def event(self, prompt: int, delta: Delta) -> str | None:
-        """Take a delta in, and return what to write for it; None: nothing."""
+        """Take a delta, and return the text to write for it, or None."""
 
     @abstractmethod
     def end(self) -> str:
@@ -46,7 +46,7 @@ class Writer(ABC):
 async def respond(
     answer: Writer, streams: Items[Stream], *, is_stream: bool, num_prompt_tokens: int = 0
 ) -> Response:
-    """Return the response, once it can begin: what fails before, and a time limit, still have a status."""
+    """Return the response once it can begin: earlier errors and timeouts can then still set the status."""
     with ExitStack() as opened:
         for stream in streams:
             opened.enter_context(closing(stream))
@@ -60,7 +60,7 @@ async def respond(
 
 
 async def _take_all(answer: Writer, streams: Items[Stream]) -> int:
-    """Take all deltas as they come, and return their size. What one stream raises waits for no other."""
+    """Take all deltas as they come, and return their size. An error of one stream is raised at once."""
     news, size = asyncio.Event(), 0
     for stream in streams:
         stream.listen(news.set)
@@ -83,7 +83,7 @@ def _going_on(delta: Delta) -> Delta:
 
 
 class EventSource:
-    """The events of an answer, made of what its streams bring, when somebody takes them."""
+    """The events of an answer, made from its streams' deltas when the connection takes them."""
 
     def __init__(self, answer: Writer, streams: Items[Stream]) -> None:
         self.first = ""  # what the answer begins with
@@ -103,7 +103,7 @@ class EventSource:
     def take(self) -> str:
         """Return all events that can be made now, as one text. An error before the first is raised.
 
-        Writing costs more than making an event: what has piled up is written together.
+        A write costs more than making an event, so all waiting events are written together.
         """
         held = ""
         try:
@@ -131,7 +131,7 @@ class EventSource:
         return ""
 
     def _written_beside(self) -> str:
-        """Return the event that a thread has written, if it has."""
+        """Return the event that a thread writes, if it is complete."""
         if self._beside is None or not self._beside.done():
             return ""
         written, self._beside = self._beside.result(), None
@@ -145,7 +145,7 @@ class EventSource:
         return text
 
     def write_to(self, exchange: Exchange) -> asyncio.Future[None]:
-        """Write to a connection from here on, whenever there is something; done at the end of either."""
+        """Write events to a connection from now on, until the stream or the connection ends."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def write() -> None:

@@ -1,7 +1,7 @@
 """Outbox: messages to another process, sent by callers that never wait for it.
 
-A message is written at once where the socket has room for it, as it nearly always has. Where it has none,
-because the other process does not read, a thread of its own writes what waits, in order.
+A message is written at once if the socket has room for it, which is nearly always so. If the other process
+does not read, a separate thread writes the waiting messages in order.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Outbox:
             self._changed.notify()
 
     def close(self) -> None:
-        """Drop what waits, and end the thread."""
+        """Drop the waiting messages, and end the thread."""
         with self._changed:
             self._is_open = False
             self._changed.notify()
@@ -77,7 +77,7 @@ class Outbox:
             self._socket.close()
 
     def _write_now(self, data: bytes) -> bytes:
-        """Return what did not fit."""
+        """Return the part of the message that did not fit."""
         assert self._socket is not None
         assert _DONT_WAIT is not None
         num_sent = 0

@@ -1,8 +1,8 @@
 """RemoteEngine: our engine in a process of its own, as the server sees it.
 
-One process runs one thread of Python at a time: in the server's process, an engine that launches hundreds
-of kernels per step would wait for the event loop at each of them. The engine's side is engine_worker.py.
-Messages are tuples over a pair of sockets that nobody else can reach; all deltas of a step are one message.
+A process runs only one thread of Python at a time. An engine in the server's process launches hundreds of
+kernels per step, and would wait for the event loop at each. The engine's side is engine_worker.py. Messages
+are tuples over a private pair of sockets; all deltas of a step are one message.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ UNHEALTHY_S = 10.0  # of silence, until the server says that something is wrong;
 class SilenceWatch:
     """Calls `on_silence` once when nothing was heard for `limit_s` seconds, from `start` on.
 
-    Time counts in ticks of its own thread: where this process itself was stopped, no silence adds up.
+    Time is counted in ticks of its own thread, so time in which this process was stopped does not count.
     """
 
     def __init__(self, limit_s: float, on_silence: Callable[[], None]) -> None:
@@ -60,13 +60,13 @@ class SilenceWatch:
         self._thread.start()
 
     def hear(self) -> None:
-        """Note a sign of life. One thread calls this."""
+        """Note that the engine is alive. Only one thread calls this."""
         self._num_heard += 1
         self._silent_s = 0.0
 
     @property
     def is_long(self) -> bool:
-        """Return whether it has been silent for longer than any process should be."""
+        """Return whether it has been silent for so long that something is wrong."""
         return self._silent_s >= min(UNHEALTHY_S, self._limit_s)
 
     def close(self) -> None:
@@ -83,7 +83,7 @@ class SilenceWatch:
 
 
 def start_child(work: Work, connection: Connection, closes: Items[Connection | socket.socket]) -> BaseProcess:
-    """Run `work` in a process of its own, where what it has no use for is closed.
+    """Run `work` in its own process, with files and sockets closed that it does not need.
 
     Only Linux forks: Windows cannot, and macOS's libraries may crash after it. Elsewhere `work` is pickled.
     """
@@ -199,8 +199,8 @@ class RemoteEngine:
     async def submit(self, prompt_ids: Items[int], sampling: SamplingParams) -> Stream:
         """Queue a prompt. Raises EngineStopped, and CapacityError where too much waits for the engine.
 
-        What Engine.add raises comes out of the stream: to wait for its answer here would cost a message and
-        two wake-ups per request.
+        The stream raises the errors of Engine.add: waiting for them here would cost a message and two
+        wake-ups per request.
         """
         if self.error is not None:
             raise EngineStopped(self._why())
@@ -266,7 +266,7 @@ class RemoteEngine:
         self._outbox.put(packed(message))
 
     def _note_silence(self) -> None:
-        """Report that the other interpreter is stuck, and its watchdog with it. SilenceWatch calls this."""
+        """Report that the engine's process is stuck, its watchdog included. SilenceWatch calls this."""
         log.error("the engine's process has been silent for too long: its interpreter is stuck")
         self._hang()
 
@@ -361,7 +361,7 @@ class RemoteEngine:
 
 
 async def _packed_request(request_id: str, prompt_ids: Items[int], sampling: SamplingParams) -> bytes:
-    """Return the request as it is sent. What may be large or deep is packed beside the event loop."""
+    """Return the request as it is sent. Large or deep fields are packed outside the event loop."""
     message = ("add", request_id, prompt_ids, sampling)  # a list: Engine.add makes the tuple
     try:
         if len(prompt_ids) > LARGE_PROMPT or sampling.structured_outputs is not None:

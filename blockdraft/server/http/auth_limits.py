@@ -176,7 +176,7 @@ class AuthLimits:
             self._num_open -= 1
 
     async def _read_body(self, head: _Head, receive: Receive) -> bytes | Response | None:
-        """Read all of the body, within limits; None: the client has gone."""
+        """Read all of the body, within limits; None if the client has gone."""
         limit = self._options.max_body_bytes
         if _announced(head) > limit and ("expect" in head.headers or _announced(head) > DRAIN_FACTOR * limit):
             return _too_large(limit)
@@ -323,7 +323,7 @@ def _is_open(path: str) -> bool:
 
 
 def _wrong_body(head: _Head) -> Response | None:
-    """Refuse all but JSON: web pages of other origins can send other types without a preflight."""
+    """Refuse bodies that are not JSON: pages of other origins can send other types without a preflight."""
     if not head.has_body:
         return None
     kind = head.headers.get("content-type", "").partition(";")[0].strip().lower()

@@ -23,7 +23,7 @@ _TOO_DEEP = f"nests deeper than {MAX_DEPTH} levels: flatten it."
 def parse_object(body: bytes) -> dict[str, object]:
     """Return the JSON object in `body`, or RequestError.
 
-    Refused beside what is no JSON: names that occur twice (two parsers would read two requests), NaN and
+    Also refused: names that occur twice (two parsers would read two requests), NaN and
     infinities, integers past 64 bits, text that is not Unicode, deep nesting.
     """
     try:
@@ -40,7 +40,7 @@ def parse_object(body: bytes) -> dict[str, object]:
 
 
 def parse_text(text: str) -> object:
-    """Return the JSON value in a text that a body holds, or RequestError: the same rules hold for it."""
+    """Return the JSON value of a text inside a body, by the same rules. Raises RequestError."""
     value = _loads(text, "the JSON in a text", "a text that should be JSON is not JSON ({}): correct it.")
     _check(value, None)
     return value

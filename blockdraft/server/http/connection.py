@@ -1,8 +1,8 @@
 """HttpConnection: a client's connection, parsed by httptools, with limits on time and memory.
 
 uvicorn's own protocols wait for ever for a client that never finishes a request's head or never reads its
-answer. With too many connections they turn away the newest, even a probe; here the one that was idle longest
-is closed.
+answer. With too many connections they refuse the newest, even a probe; this class closes the one that was
+idle longest.
 """
 
 from __future__ import annotations
@@ -163,7 +163,8 @@ class HttpConnection(asyncio.Protocol):
     def eof_received(self) -> bool:
         """Note that the client has closed its half. It may still wait for its answer, or it may have gone.
 
-        A client that has gone answers whatever we send with a reset. Returns True if the connection stays.
+        If the client has gone, anything that we send is answered by a reset. Returns True if the connection
+        stays.
         """
         self._has_heard_all = True
         exchange = self._exchange
@@ -351,7 +352,7 @@ class HttpConnection(asyncio.Protocol):
         self._state.tasks.add(task)
 
     def _end(self, why: str) -> None:
-        """Read no more because of `why`. Whole requests before it are still answered."""
+        """Stop reading, for the reason `why`. Complete requests that were read before are still answered."""
         self._stop("head")
         self._has_ended, self._is_in_head = True, False
         self._num_dropped += 1  # at least
@@ -396,7 +397,7 @@ class HttpConnection(asyncio.Protocol):
     def _watch_head(self) -> None:
         """Limit the time from the first byte of a head, or from the connection, to the head's end.
 
-        More bytes do not renew it. It stands still while we do not read.
+        More bytes do not renew the time limit. It is paused while we do not read.
         """
         is_between = self._exchange is not None and not self._is_in_head
         if self._has_ended or self._is_read_paused or is_between:
@@ -429,7 +430,7 @@ def _why(opening: bytes) -> str:
 
 
 def _is_reset(transport: asyncio.Transport) -> bool:
-    """Return whether the client has reset the connection; after its end of input, asyncio does not tell."""
+    """Return if the client has reset the connection; after end of input asyncio does not report it."""
     found = transport.get_extra_info("socket")
     if found is None or not hasattr(select, "poll"):
         return False

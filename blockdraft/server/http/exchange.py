@@ -1,4 +1,4 @@
-"""Exchange: one request and its answer, on a connection that has others before and after.
+"""Exchange: one request and its answer; a connection has one exchange after another.
 
 The application sees ASGI's `receive` and `send`. Streams, which write many thousand events a second, use
 `write` and `end` instead: they go straight to the socket's buffer, and call back when the client reads again

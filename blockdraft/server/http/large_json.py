@@ -1,4 +1,4 @@
-"""JSON of answers that may be large, written beside the event loop and in slices.
+"""Writes the JSON of large answers in slices, in a thread beside the event loop.
 
 Python's encoder is one call that holds the interpreter's lock from the first byte to the last: a large answer
 would stop the event loop from any thread.
@@ -26,7 +26,7 @@ _json_of = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(","
 
 
 class MadeLate:
-    """Items of a list that are made one by one when they are written: all at once they would be many."""
+    """Items of a list that are made one by one while they are written, to save memory."""
 
     def __init__(self, items: Iterable[object]) -> None:
         self.items = items
@@ -41,7 +41,7 @@ def size_of(delta: Delta) -> int:
 
 @functools.cache
 def _writer() -> ThreadPoolExecutor:
-    """Return one thread for all: each that is busy with Python takes its share from the event loop."""
+    """Return the one shared thread: every thread busy with Python takes time from the event loop."""
     return ThreadPoolExecutor(1, "large answers")
 
 

@@ -25,9 +25,10 @@ NUM_SPARE_CONNECTIONS = 128
 
 
 def uvicorn_config(app: ASGIApp, options: ServerOptions, *, flush_s: int | None = None) -> uvicorn.Config:
-    """Return uvicorn's settings. Its access log would hold query strings: AuthLimits's own does not.
+    """Return uvicorn's settings. Its access log is off because it would contain query strings; AuthLimits
+    writes one without them.
 
-    `flush_s` is the time at the end for answers that are complete and on their way to their clients.
+    `flush_s` is the time that complete answers get at the end to reach their clients.
     """
     return uvicorn.Config(
         app,
@@ -63,13 +64,13 @@ log = logging.getLogger("blockdraft")
 
 
 class Service(Protocol):
-    """Our engine or a proxy to another one, as the server that ends it sees it."""
+    """Interface of the server to what it serves: our engine, or a proxy to another one."""
 
     @property
     def startup(self) -> StartProgress: ...
     @property
     def error(self) -> str | None:
-        """Return why it is lost; None: it is not."""
+        """Return why it is lost; None if it is not."""
 
     @property
     def num_live(self) -> int:
@@ -89,7 +90,7 @@ def ending(num_live: int, drain_timeout_s: float) -> str:
 
 
 class DrainingServer(uvicorn.Server):
-    """Ends with a signal, or when the service is lost; answers under way may end before."""
+    """Ends by a signal, or when the service is lost; it first lets running answers end."""
 
     def __init__(
         self, app: ASGIApp, service: Service, options: ServerOptions, *, drain_timeout_s: float
@@ -110,7 +111,7 @@ class DrainingServer(uvicorn.Server):
         self.run(sockets=[listener])
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Give answers under way time to end; new requests are refused meanwhile."""
+        """Give running answers time to end; refuse new requests meanwhile."""
         service = self._service
         if service.error is None:  # else whoever waits for it is told why
             log.info("%s", ending(service.num_live, self._drain_timeout_s))

@@ -13,7 +13,7 @@ ANY_HOST = ("0.0.0.0", "::")
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Take the address before anything else: a port in use is the commonest mistake."""
+    """Bind the address before anything else, because a port in use is the commonest mistake."""
     if not 0 <= port <= 65535:  # getaddrinfo would wrap it around
         raise SettingsError(f"--port {port} is outside 0 to 65535.")
     try:
@@ -41,8 +41,8 @@ def address_of(listener: socket.socket) -> str:
 def addresses_to_use(listener: socket.socket) -> tuple[str, str | None]:
     """Return an address for programs on this machine, and one for other machines.
 
-    They differ where the server listens on all addresses (0.0.0.0 or ::), which itself is no address to call.
-    The second is None where the first is the only one, or where this machine has no network.
+    They differ if the server listens on all addresses (0.0.0.0 or ::), which clients cannot call. The second
+    is None if there is only one address, or if this machine has no network.
     """
     host, port = listener.getsockname()[:2]
     if host not in ANY_HOST:

@@ -1,6 +1,6 @@
 """Log lines, as text or as one JSON object each. They never hold a key, a prompt or an answer.
 
-API keys are blacked out wherever they turn up. An error in a request is logged by its type and place only:
+API keys are replaced wherever they appear. An error in a request is logged by its type and place only:
 its message may quote what the client sent.
 """
 
@@ -37,7 +37,7 @@ class _Lines(logging.Formatter):
 
 
 class JsonLines(_Lines):
-    """time, level, logger, message; request_id and error where there is one."""
+    """time, level, logger, message; request_id and error if there is one."""
 
     def format(self, record: logging.LogRecord) -> str:
         line = {

@@ -98,7 +98,7 @@ class ErrorResponse(JSONResponse):
         self._error = error["error"]
 
     def of(self, path: str, request_id: str | None, *, has_version: bool = False) -> Response:
-        """`has_version`: the request has the header by which Anthropic's clients are known."""
+        """`has_version`: the request has the header that Anthropic's clients send."""
         if not is_anthropic(path, has_version=has_version):
             return self
         status = OVERLOADED if self._error["code"] == "too_many_connections" else self.status_code

@@ -1,6 +1,6 @@
 """The live page: static files of this package at `/` and `/page/...`.
 
-The files are read once, and only they can be asked for: no path of a request ever reaches the disk.
+The files are read once, at the start: a request's path is never used to open a file.
 """
 
 from __future__ import annotations

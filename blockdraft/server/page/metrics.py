@@ -3,8 +3,8 @@
     acceptance rate      vllm:spec_decode_num_accepted_tokens_total / vllm:spec_decode_num_draft_tokens_total
     committed per block  1 + vllm:spec_decode_num_accepted_tokens_total / vllm:spec_decode_num_drafts_total
 
-Drafts behind the end of an answer are never delivered, and count in none of them: a block's tokens are its
-accepted drafts and one more. What only this engine has begins with `blockdraft:`.
+Drafts past the end of an answer are not counted. A block's tokens are its accepted drafts and one more.
+Metrics that only this engine has begin with `blockdraft:`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Our server in front of another engine: what clients send and get passes through untouched.
-
-Every /v1 route is the engine's, with its bodies, streams, tools, images and errors. Ours are the checks in
-front of it, /live, /health, /ready, /metrics (the engine's with ours added) and the live page.
+"""Our server in front of another engine: requests and answers pass through unchanged. The engine answers
+every /v1 route, with its bodies, streams, tools, images and errors. We add the checks in front of it, /live,
+/health, /ready, /metrics (the engine's with ours added) and the live page.
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ class Upstream(Protocol):
 
     @property
     def error(self) -> str | None:
-        """Return why it is lost; None: it is not."""
+        """Return why it is lost; None if it is not."""
 
     @property
     def startup(self) -> StartProgress: ...
@@ -122,7 +121,7 @@ class Proxy:
         return self._upstream.error
 
     def close(self) -> None:
-        """End open live pages, and the engine with whatever else is under way."""
+        """Close open live pages, then end the engine with all running requests."""
         self._is_closed = True
         self._upstream.close()
 
@@ -159,7 +158,7 @@ class Proxy:
                 looking.cancel()
 
     async def _look(self) -> str | None:
-        """Look only while it matters: engines log every request, of metrics too."""
+        """Read metrics only while someone needs them, because engines log every request."""
         assert self._session is not None
         if self._upstream.info() is None or not (self.num_live or self._num_watching):
             return None
@@ -267,7 +266,7 @@ class Proxy:
 
 
 class _Endpoint:
-    """A route of the engine. A class, since Starlette takes functions for routes of its own."""
+    """A route of the engine. It is a class because Starlette wraps functions as its own routes."""
 
     def __init__(self, proxy: Proxy) -> None:
         self._proxy = proxy

@@ -22,7 +22,7 @@ TIMEOUT_S = 5.0  # arbitrary; on loopback an answer takes milliseconds
 
 @dataclass(frozen=True, slots=True)
 class MetricsReading:
-    """One look at an engine. Counts are since its start; None: it does not tell."""
+    """One reading of an engine. Counts are since its start; None if it does not report them."""
 
     tokens: float = 0.0
     prompt_tokens: float = 0.0
@@ -80,7 +80,7 @@ def _vllm(
 
 
 def _sglang(totals: Mapping[str, float], num_engines: int) -> MetricsReading:
-    """SGLang counts the tokens of an answer when it has ended; meanwhile its own rate tells."""
+    """SGLang counts an answer's tokens at its end; until then, use the rate that it reports."""
     running = int(totals.get("sglang:num_running_reqs", 0))
     return MetricsReading(
         tokens=totals.get("sglang:generation_tokens_total", 0.0),
@@ -95,7 +95,7 @@ def _sglang(totals: Mapping[str, float], num_engines: int) -> MetricsReading:
 
 
 class MetricsFeed:
-    """Looks at an engine once a second: what it does now, its last minutes, and whether it stands still."""
+    """Reads an engine's state once a second, and keeps its last minutes and whether it is stalled."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -146,7 +146,7 @@ class MetricsFeed:
         }
 
     def history(self, after_s: float) -> list[tuple[float, float]]:
-        """Return (second, tokens per second) of every look after `after_s`."""
+        """Return (second, tokens per second) of every reading after `after_s`."""
         points = list(self._points)
         return [
             (round(later[0], 3), round(_speed(earlier, later, "tokens"), 2))
@@ -184,7 +184,7 @@ def _work(reading: MetricsReading) -> tuple[float | None, ...]:
 
 
 async def fetch_metrics(session: aiohttp.ClientSession, url: str) -> tuple[str, str] | None:
-    """Return the text of /metrics and its content type; None: there is none now."""
+    """Return the text of /metrics and its content type; None if there is none now."""
     try:
         async with session.get(f"{url}/metrics", timeout=aiohttp.ClientTimeout(total=TIMEOUT_S)) as response:
             if response.status != 200:

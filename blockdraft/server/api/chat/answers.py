@@ -236,7 +236,7 @@ class ChatAnswer(AnswerWriter):
         return answer
 
     def _first_chunks(self, choice: AnswerChoice) -> list[Json]:
-        """Return the chunk with the role. It goes out with the first token: clients time the first event."""
+        """Return the chunk with the role. It waits for the first token, as clients time the first event."""
         part: schemas.ChatChunkChoice = {
             "index": choice.index,
             "delta": {"role": "assistant", "content": ""},

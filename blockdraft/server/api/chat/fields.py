@@ -1,6 +1,6 @@
 """The bodies of /v1/chat/completions, /v1/completions, /tokenize and /detokenize.
 
-Defaults are OpenAI's; SamplingParams has the last word on ranges.
+Defaults are OpenAI's; SamplingParams checks the ranges.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ class ChatRequest(ToolFields, _Generation):
 
     @property
     def template_kwargs(self) -> Mapping[str, object]:
-        """Return variables of the chat template. Some have a switch for thoughts instead of an effort."""
+        """Return variables of the chat template. Some have an on/off switch for thoughts."""
         wishes: dict[str, object] = {}
         if self.verbosity is not None:
             wishes["verbosity"] = self.verbosity

@@ -1,6 +1,6 @@
 """Log-probabilities in the shapes of both kinds of answers; every token has a unique name.
 
-A token may be a part of a character, and then has bytes but no text. They are written out as OpenAI does:
+A token may be a part of a character, and then has bytes but no text. Such tokens are written as OpenAI does:
 `\\xf0\\x9f` in chat answers, `bytes:\\xf0\\x9f` in plain completions.
 """
 
@@ -81,7 +81,7 @@ def _ranked(item: TokenLogprobs, num_top: int, tokenizer: Tokenizer) -> dict[str
 class TextOffsets:
     """The place of each token in an answer's text; part of a character begins where the character does.
 
-    `start` is where the first of them begins. `echo` is the text where it is known before, as a repeated
+    `start` is where the first of them begins. `echo` is the text if it is known before, as a repeated
     prompt is: special tokens that are not written in it take no room.
     """
 

@@ -125,9 +125,9 @@ def calls_of(message: _Given) -> Iterator[dict[str, Any]]:
 def for_template(messages: Items[_Given], *, has_developer: bool) -> list[dict[str, object]]:
     """Return messages as templates read them.
 
-    Contents are texts. Arguments are objects, not texts. Results name their function. Thoughts that a client
-    sends back go by the names that templates use. A developer is the system where the template knows no
-    developer.
+    Contents become texts and arguments objects. Results get the name of their function. Thoughts that a
+    client sends back get the names that templates use. The role "developer" becomes "system" if the template
+    does not know it.
     """
     names: dict[str, str] = {}
     shaped = []
@@ -174,7 +174,7 @@ def _with_object(call: dict[str, Any], names: dict[str, str]) -> dict[str, objec
 
 
 def _object(arguments: object) -> object:
-    """Return arguments as an object. Invalid JSON of a model is shown to it as it was, never refused."""
+    """Return arguments as an object. If the model wrote invalid JSON, it stays as text and is not refused."""
     if not isinstance(arguments, str):
         return arguments or {}
     try:

@@ -247,7 +247,7 @@ def encode_conversation(asked: ChatRequest | TokenizeRequest, dialect: Dialect) 
 
 
 def tokenize(asked: TokenizeRequest, dialect: Dialect) -> list[int]:
-    """Return the tokens. As in vLLM, special ones are added to prompts, but not to conversations."""
+    """Return the tokens. As in vLLM, special tokens are added to prompts, but not to conversations."""
     if asked.prompt is not None:
         is_added = asked.add_special_tokens is not False
         with field_at_fault("prompt"):
@@ -270,8 +270,8 @@ def _structured_output(
 ) -> StructuredOutputs | None:
     """Return the structured output of the whole answer: `output` and the grammar of tool calls.
 
-    Calls are bound if one is demanded, if a tool is strict, or if `output` is set. That binds text only: an
-    answer that must be a call has none.
+    Calls are bound if one is demanded, if a tool is strict, or if `output` is set. `output` binds only text;
+    an answer that must be a call has no text.
     """
     tools = asked.callable_tools
     if asked.must_call:
@@ -296,7 +296,7 @@ def _structured_output(
 def _thinking(
     asked: ChatRequest, dialect: Dialect, prompt_ids: Items[int], *, is_inside: bool, is_structured: bool
 ) -> Thinking | None:
-    """Return the thoughts, if the engine needs them for structured output behind them or for a budget."""
+    """Return how to find thoughts, if the engine needs it for structured output after them or a budget."""
     tags = dialect.thoughts
     if tags is None or not (is_structured or asked.thinking_token_budget is not None):
         return None
