@@ -148,6 +148,14 @@ class StepCosts:
         found = np.array([self._base_s((size, width)) for width in widths])
         return self._pace() * np.minimum.accumulate(found[::-1])[::-1]
 
+    def least_ratios(self, num_rows: int, widths: Sequence[int]) -> np.ndarray:
+        """Return each width's cost in plain steps: the lower of what was learnt and what the start measured."""
+        size = self.size(num_rows)
+        learnt = np.array([self._base_s((size, width)) for width in widths])
+        measured = np.array([self._guess(size, width) for width in widths])
+        plain = self._base_s((size, 1)), self._guess(size, 1)
+        return np.minimum(learnt / plain[0], measured / plain[1])
+
     def num_plain(self, num_rows: int, width: int) -> float | None:
         """Return how many plain steps take as long as such a step, at least 1; None before both were timed.
 
@@ -276,7 +284,7 @@ class WidthController:
         self.last = ChosenStep(count, self._width, float(committed[now] / count))
         if self._width == 1:
             self._until_try -= 1
-            return 1 if self._until_try > 0 else self._tried_again(records, speeds, seconds)
+            return 1 if self._until_try > 0 else self._tried_again(records, speeds)
         return self._neglected(speeds, now, count)
 
     def likely_width(self, num_rows: int) -> int:
@@ -285,11 +293,14 @@ class WidthController:
         fresh = [DraftRecord()] * num_rows
         return self._widths[int(np.argmax(self.chances.committed(fresh, self._widths) / seconds))]
 
-    def _tried_again(self, records: Sequence[DraftRecord], speeds: np.ndarray, seconds: np.ndarray) -> int:
+    def _tried_again(self, records: Sequence[DraftRecord], speeds: np.ndarray) -> int:
         """Return the best width that would pay if drafts were far better, or 1."""
         self._pause = min(2 * self._pause, MAX_PAUSE)
         self._until_try = self._pause
-        hoped = self.chances.committed(records, self._widths, HOPE) / seconds
+        # While steps are plain, a plain step that was timed too low while the machine was busy is never timed
+        # again beside others. So what the start measured counts, too.
+        costs = self.costs.least_ratios(len(records), self._widths)
+        hoped = self.chances.committed(records, self._widths, HOPE) / costs
         could_pay = hoped > GAIN * hoped[0]
         return self._widths[int(np.argmax(np.where(could_pay, speeds, 0.0)))]
 
