@@ -26,7 +26,7 @@ def reference_count_accepted(sampled: Tensor, block: Tensor) -> Tensor:
 
 
 def reference_draw_accepted(rates: Tensor, starts: Tensor, batch: SamplingBatch) -> Tensor:
-    """Return how many tokens to commit [R], at random, for timing only: draft j counts with rates[j].
+    """Return how many tokens to commit [R], for timing only: draft j counts with probability rates[j].
 
     The probabilities rates [B - 1] must not increase, as a draft counts only if all earlier ones do. One
     random number per row, keyed by its seed and length, decides.

@@ -85,7 +85,7 @@ def _lowest_ids(scores: Tensor, least: Tensor, top_k: int) -> Tensor:
     is_above, is_tied = scores > least, scores == least
     missing = top_k - is_above.sum(dim=-1, keepdim=True)
     is_kept = is_above | (is_tied & (is_tied.cumsum(dim=-1) <= missing))
-    order = torch.arange(scores.shape[-1], 0, -1, device=scores.device)  # the lower the id, the larger
+    order = torch.arange(scores.shape[-1], 0, -1, device=scores.device)  # larger for lower ids
     ids = scores.shape[-1] - torch.where(is_kept, order, 0).topk(top_k, dim=-1, sorted=True).values
     return ids.clamp(max=scores.shape[-1] - 1)  # NaN scores leave too few ids
 

@@ -2,8 +2,8 @@
 
 Triton fails in several stages: its front end (CompilationError), MLIR's passes (a RuntimeError), ptxas
 (PTXASError), and the first launch, if the GPU has less shared memory, registers or threads than the kernel
-needs (OutOfResources), or if the driver rejects its code. Out-of-memory errors and a
-lost context are not recognised, as a reference would not help.
+needs (OutOfResources), or if the driver rejects its code. Out-of-memory errors and a lost context are not
+recognised, as a reference would not help.
 """
 
 from __future__ import annotations

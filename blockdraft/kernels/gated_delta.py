@@ -107,7 +107,7 @@ def reference_convolve(x: Tensor, tail: Tensor, weight: Tensor) -> Tensor:
 
 
 def gates(beta: Tensor, gate: Tensor, weights: DeltaWeights) -> tuple[Tensor, Tensor]:
-    """Return beta and gate for `scan` from logits [N, H]: beta in (0, 1), gate below 0 in the wide dtype."""
+    """Return beta, in (0, 1), and gate, below 0 in gate_bias's dtype, for `scan` from logits [N, H]."""
     wide = gate.to(weights.gate_bias.dtype)
     return sigmoid(beta), -weights.decay_log.exp() * softplus(wide + weights.gate_bias)
 
@@ -126,7 +126,7 @@ class RowStates(NamedTuple):
     rows: Tensor  # [R] int64
     starts: Tensor  # [R] int64; 0: the state counts as zero
     offsets: Tensor  # [R + 1] int64
-    max_count: int  # upper limit of tokens per row
+    max_count: int  # the most tokens per row
 
 
 class RowTape(NamedTuple):

@@ -43,7 +43,7 @@ Int8LookUp = Callable[[Tensor, Int8Weight], Tensor]  # row numbers, weight
 
 
 def rotated_columns(columns: int) -> int:
-    """Return how many values are rotated together: the largest power of two that divides `columns`."""
+    """Return how many values to rotate together: the largest power of two in `columns`, up to MAX_ROTATED."""
     return min(MAX_ROTATED, columns & -columns)
 
 

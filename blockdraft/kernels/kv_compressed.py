@@ -60,7 +60,7 @@ class Tiles:
     """The tiles to compress when rows of `starts` tokens grow by `counts`: at most `most` tiles per row."""
 
     table: Tensor  # [.., P]: row r reads table[rows[r]]
-    exact_table: Tensor  # [.., P], read likewise
+    exact_table: Tensor  # [.., P]: row r reads exact_table[rows[r]]
     rows: Tensor  # [R]
     starts: Tensor  # [R]
     counts: Tensor  # [R]

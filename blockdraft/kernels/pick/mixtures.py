@@ -145,5 +145,5 @@ def _why_unreadable(part: Matrices, dtype: torch.dtype, device: torch.device) ->
     if stored == torch.float8_e4m3fn and dtype != torch.bfloat16 and is_old:
         return f"this card cannot convert fp8 to {dtype} (compute capability 8.9 and above can)"
     if dtype not in _HALVES and stored != torch.int8:
-        return f"the kernels read {stored} beside half precision only, not {dtype}"
+        return f"the kernels read {stored} only in half-precision models, not in {dtype}"
     return None

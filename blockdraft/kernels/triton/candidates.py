@@ -128,7 +128,7 @@ def _filtered(scaled, ids, top_k, row, real, whole, K: tl.constexpr):
     rank = tl.zeros([K, K], dtype=tl.int32)
     for other in range(top_k):
         value = tl.max(tl.where(place[None, :] == other, scaled, NEVER), axis=1)[:, None]
-        is_behind = ids > tl.max(tl.where(place == other, ids, 0), axis=0)  # where they are equal
+        is_behind = ids > tl.max(tl.where(place == other, ids, 0), axis=0)  # decides if they are equal
         is_before = (value > scaled) | ((value == scaled) & is_behind[None, :])
         rank += is_before.to(tl.int32)
     scaled = tl.where(rank >= most, NEVER, scaled)

@@ -37,7 +37,7 @@ def _answer(line: str) -> str:
     asked, error = json.loads(line), None
     try:
         compile_kernel(asked["module"], asked["specialization"], GPUTarget(**asked["target"]))
-    except Exception as raised:  # noqa: BLE001  # whatever Triton raises
+    except Exception as raised:  # noqa: BLE001  # Triton raises many kinds
         error = f"{type(raised).__name__}: {raised}"[:300]
     return json.dumps({"name": asked["name"], "error": error})
 

@@ -25,7 +25,7 @@ def wait_for_previous(PDL: tl.constexpr):
 
 @triton.jit
 def start_and_wait(PDL: tl.constexpr):
-    """`let_next_start`, then `wait_for_previous`."""
+    """Do `let_next_start`, then `wait_for_previous`."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
