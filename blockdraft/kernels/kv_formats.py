@@ -1,6 +1,6 @@
 """Names, sizes and limits of the compressed formats of keys and values. It does not import torch.
 
-kv_codec.py has the codecs, kv_positions.py the rule which keys and values are read compressed.
+kv_codec.py has the codecs, kv_positions.py the rule by which keys and values are read compressed.
 """
 
 from __future__ import annotations

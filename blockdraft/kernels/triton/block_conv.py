@@ -90,7 +90,7 @@ def _conv_after(
 
 
 def conv_before(x: Tensor, base: Tensor, projection: Tensor, num_columns: int) -> tuple[Tensor, Tensor]:
-    """Do `block_conv.reference_conv_before`."""
+    """Implement `block_conv.reference_conv_before`."""
     (num_tokens, size), (taps, _) = x.shape, base.shape
     groups = len(projection) // (2 * taps)
     group = size // groups
@@ -114,7 +114,7 @@ def conv_before(x: Tensor, base: Tensor, projection: Tensor, num_columns: int) -
 def conv_after(
     x: Tensor, base: Tensor, deltas: Tensor, num_columns: int, onto: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Do `block_conv.reference_conv_after`; the last two dimensions of deltas are contiguous."""
+    """Implement `block_conv.reference_conv_after`; the last two dimensions of deltas are contiguous."""
     size, (_, taps, groups) = x.shape[1], deltas.shape
     assert deltas.stride()[1:] == (groups, 1)
     assert onto.is_contiguous()

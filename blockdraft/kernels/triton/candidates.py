@@ -219,7 +219,7 @@ def _follow(links, ids, out, C, V, K: tl.constexpr, COLUMNS: tl.constexpr, PDL: 
 
 
 def walk(logits: Tensor, pairs: PairScores, starts: Tensor, anchor: Tensor, batch: SamplingBatch) -> Tensor:
-    """Do `candidates.reference_walk` for logits of 16 or 32 bits whose last dimension is contiguous."""
+    """Implement `reference_walk` for logits of 16 or 32 bits whose last dimension is contiguous."""
     num_rows, num_columns, vocab_size = logits.shape
     device, count, top_k = logits.device, num_rows * num_columns, pairs.top_k
     assert logits.stride(2) == 1

@@ -375,7 +375,7 @@ def scan(
     layer: int,
     tape: RowTape | None,
 ) -> Tensor:
-    """Do `gated_delta.ScanRows`."""
+    """Implement `gated_delta.ScanRows`."""
     shape, count = _shape(at), x.shape[0]
     assert x.shape[1] == shape.channels
     assert x.dtype == at.tail.dtype
@@ -419,7 +419,7 @@ def scan(
 
 
 def fold(tape: RowTape, at: RowStates, counts: Tensor) -> None:
-    """Do the fold of `gated_delta.InPlace`."""
+    """Implement the fold of `gated_delta.InPlace`."""
     shape = _shape(at)
     num_layers, num_rows = at.state.shape[:2]
     assert tape.decay.shape[0] == num_layers

@@ -66,7 +66,7 @@ def _write(
 
 
 def lookup(block: Tensor, history: Tensor, rows: Tensor, starts: Tensor, least: int) -> None:
-    """Do `ngram_lookup.reference_lookup`."""
+    """Implement `ngram_lookup.reference_lookup`."""
     assert block.is_contiguous()
     (num_rows, width), size = block.shape, history.shape[1]
     num_pieces = triton.cdiv(size, PIECE)
@@ -95,7 +95,7 @@ def _remember(history, sampled, rows, length, size, width, BLOCK: tl.constexpr, 
 
 
 def remember(history: Tensor, sampled: Tensor, rows: Tensor, length: Tensor) -> None:
-    """Do `ngram_lookup.reference_remember`."""
+    """Implement `ngram_lookup.reference_remember`."""
     sampled = sampled.contiguous()
     num_rows, width = sampled.shape
     _remember[(num_rows,)](

@@ -41,7 +41,7 @@ def _rms_norm(
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """Do `pointwise.reference_rms_norm` for x [..., E]."""
+    """Implement `pointwise.reference_rms_norm` for x [..., E]."""
     size = x.shape[-1]
     flat = x.reshape(-1, size)
     flat = flat if flat.stride(1) == 1 else flat.contiguous()
@@ -76,7 +76,7 @@ def _gate_mul(x, out, stride, size, GATE: tl.constexpr, BLOCK: tl.constexpr, PDL
 
 
 def gate_mul(gate_up: Tensor, gate: str) -> Tensor:
-    """Do `pointwise.reference_gate_mul` for gate_up [..., 2 I]."""
+    """Implement `pointwise.reference_gate_mul` for gate_up [..., 2 I]."""
     size = gate_up.shape[-1] // 2
     flat = gate_up.reshape(-1, 2 * size).contiguous()
     out = torch.empty((*gate_up.shape[:-1], size), dtype=gate_up.dtype, device=gate_up.device)
@@ -101,7 +101,7 @@ def _gate_heads(x, gate, out, size, stride, head_stride, BLOCK: tl.constexpr, PD
 
 
 def gate_heads(x: Tensor, gate: Tensor) -> Tensor:
-    """Do `heads.reference_gate_heads`; x is contiguous, and so is each head of gate."""
+    """Implement `heads.reference_gate_heads`; x is contiguous, and so is each head of gate."""
     num_tokens, num_heads, size = x.shape
     x = x.contiguous()
     assert gate.stride(2) == 1, "a head without gaps"

@@ -422,7 +422,7 @@ def _settle(
 
 
 def choose(logits: Tensor, starts: Tensor, recent: Tensor, batch: SamplingBatch) -> Tensor:
-    """Do `reference_choose` for logits [R, C, V] of 16 or 32 bits whose last dimension is contiguous."""
+    """Implement `reference_choose` for logits of 16 or 32 bits whose last dimension is contiguous."""
     num_rows, num_columns, vocab_size = logits.shape
     device, count = logits.device, num_rows * num_columns
     assert logits.stride(2) == 1
@@ -488,7 +488,7 @@ def _forbid(
 
 
 def forbid(logits: Tensor, allowed: Allowed) -> None:
-    """Do `sampling.reference_forbid`; write only the forbidden logits, and read none."""
+    """Implement `sampling.reference_forbid`; write only the forbidden logits, and read none."""
     num_rows, width, vocab_size = logits.shape
     num_words = allowed.words.shape[-1]
     assert logits.is_contiguous()
