@@ -1,4 +1,4 @@
-"""Operations with one contract and a plain PyTorch reference."""
+"""The operations of a model: each has one contract and a plain PyTorch reference."""
 
 from blockdraft.settings.settings import write_no_perf_maps
 

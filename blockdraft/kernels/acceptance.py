@@ -1,7 +1,7 @@
-"""Acceptance: how many tokens of a verified block are committed, and the rows' state afterwards.
+"""Acceptance: counts the tokens of a verified block to commit, and updates the rows' state.
 
-A draft is accepted if it equals the sample before it and all drafts before it are accepted. All values are
-integers: reference and kernels agree exactly.
+A draft is accepted if it equals the sample of the column before it, and all earlier drafts are accepted. All
+values are integers, so the reference and the kernels agree exactly.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ _WORD = 0xFFFFFFFF
 
 
 def reference_count_accepted(sampled: Tensor, block: Tensor) -> Tensor:
-    """Return the tokens to commit [R], 1 to B, for samples and block [R, B]: accepted drafts and one more."""
+    """Return how many tokens to commit [R], 1 to B, for samples and block [R, B]: accepted drafts + 1."""
     agrees = sampled[:, :-1] == block[:, 1:]  # [R, B - 1]
     return 1 + agrees.long().cumprod(dim=1).sum(dim=1)
 
 
 def reference_draw_accepted(rates: Tensor, starts: Tensor, batch: SamplingBatch) -> Tensor:
-    """Return the tokens to commit [R] if draft j is accepted with probability rates[j], for timing only.
+    """Return how many tokens to commit [R], for timing only: draft j counts with probability rates[j].
 
-    rates [B - 1] must not increase, as a draft counts only if all before it are accepted. One random number
-    per row, keyed by its seed and length, decides.
+    The probabilities rates [B - 1] must not increase, as a draft counts only if all earlier ones do. One
+    random number per row, keyed by its seed and length, decides.
     """
     seeds = batch.integers(Whole.SEED)
     zero = torch.zeros_like(starts)
@@ -41,7 +41,7 @@ def reference_draw_accepted(rates: Tensor, starts: Tensor, batch: SamplingBatch)
 
 
 class Progress(NamedTuple):
-    """The state of all rows; both tensors are updated."""
+    """The committed length and the anchor of every row; `advance` updates both tensors."""
 
     length: Tensor  # [rows]
     anchor: Tensor  # [rows]

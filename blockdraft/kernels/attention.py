@@ -1,13 +1,13 @@
 """Attention of blocks of queries over paged keys and values: the contract and its PyTorch reference.
 
-A query's result depends only on its own visible prefix, never on its neighbours in the batch. So `attend`
+A query's result depends only on the prefix that it sees, never on other sequences of the batch. So `attend`
 divides the keys into fixed chunks counted from position 0, reduces every chunk at the same shape, and merges
-the chunks in order: a longer neighbour only adds chunks with weights of exactly zero. Its bits may change
-with the number of queries per row, as the BLAS behind matmul may sum in another order for another shape.
-The bits of the CPU kernel, `llvm.attention`, do not change.
+the chunks in order: a longer sequence only adds chunks with weights of exactly zero. The result's bits may
+change with the number of queries per row, as matmul's BLAS may sum in another order for another shape. The
+bits of the CPU kernel, `llvm.attention`, do not change.
 
-A sink is one more score per query head, not scaled: it takes part in the maximum and the sum of the softmax,
-and has no value.
+A sink is an additional, unscaled score per query head: it takes part in the maximum and the sum of the
+softmax, but has no value.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ QUERY_SLICE = 64  # queries of one row at a time, to limit the score matrix
 class Mask:
     """The keys that a query sees, and the scale of its scores.
 
-    Keys [0, start) are committed context, [start, start + width) is the block itself. A causal query sees the
-    block up to itself, otherwise all of it. `window` counts the query's own position: the query at p sees
-    keys in (p - window, p + window). Anchored windows are measured from the block's first position for all
-    its queries, and reach back to start - window inclusive.
+    Keys [0, start) are committed context, and keys [start, start + width) are the block. A causal query sees
+    the block up to its own position, any other query the whole block. `window` counts the query's own
+    position: the query at p sees keys in (p - window, p + window). Anchored windows are measured from the
+    block's first position for all its queries, and reach back to start - window inclusive.
     """
 
     scale: float
@@ -49,11 +49,11 @@ class Mask:
 
 
 class Reads:
-    """The reads of R rows with one width: page tables [R, P], committed lengths [R], block width.
+    """The index tensors for R rows of one width, which all layers share.
 
-    It builds the index tensors that all layers share: `slots` [R, L] with L a multiple of KEY_CHUNK, and an
-    additive mask per distinct Mask. Keys out of reach have slot 0, whose page is never written and stays
-    zero, so values of other sequences, even NaN, are not multiplied in.
+    They are built from page tables [R, P], committed lengths [R] and the width: `slots` [R, L] with L a
+    multiple of KEY_CHUNK, and an additive mask per distinct Mask. Keys past the block have slot 0, whose page
+    is never written and stays zero, so values of other sequences, even NaN, are not multiplied in.
     """
 
     def __init__(
@@ -76,12 +76,12 @@ class Reads:
         return torch.where(in_reach, table * page_size + key % page_size, 0)
 
     def is_compressed(self, rule: PositionRule) -> Tensor:
-        """Return [R, B, L]: whether the query reads the key compressed."""
+        """Return a mask [R, B, L]: True where the query reads the key compressed."""
         query = self.starts[:, None, None] + torch.arange(self.width, device=self._key.device)[:, None]
         return (self._key >= TILE) & (self._key < rule.compressed_end_at(query))
 
     def bias(self, mask: Mask, dtype: torch.dtype) -> Tensor:
-        """Return [R, B, L]: 0 where the query sees the key, -inf elsewhere."""
+        """Return the additive mask [R, B, L]: 0 where the query sees the key, -inf elsewhere."""
         kind = (mask.is_causal, mask.window, mask.is_anchored, dtype)
         if kind not in self._bias:
             hidden = ~self._visible(mask)
@@ -105,9 +105,9 @@ class Reads:
 def attend(
     q: Tensor, keys: Tensor, values: Tensor, reads: Reads, mask: Mask, sinks: Tensor | None = None
 ) -> Tensor:
-    """Attend with q [R, B, H, D] over keys and values [G, S, D] (G key/value heads, S slots).
+    """Return attention [R, B, H, D] of q over keys and values [G, S, D] (G key/value heads, S slots).
 
-    The block's own keys and values are in their slots already; sinks [H]. Returns [R, B, H, D].
+    The caller has already written the block's own keys and values to their slots. q [R, B, H, D], sinks [H].
     """
     num_heads, num_rows, length = keys.shape[0], q.shape[0], reads.slots.shape[1]
     shape = (num_heads, num_rows, length // KEY_CHUNK, KEY_CHUNK, q.shape[-1])
@@ -120,7 +120,7 @@ def attend(
 def attend_gathered(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Mask, sinks: Tensor | None
 ) -> Tensor:
-    """`attend` with gathered keys and values [G, R, C, T, D] in C chunks, masked by bias [R, B, C * T]."""
+    """Do `attend` with gathered keys and values [G, R, C, T, D] in C chunks, masked by bias [R, B, C * T]."""
     if q.shape[1] <= QUERY_SLICE:
         return _attend_chunks(q, k, v, bias, mask, sinks)
     slices = range(0, q.shape[1], QUERY_SLICE)
@@ -164,17 +164,17 @@ def _merge(chunks: Tensor) -> Tensor:
     return total
 
 
-# page table, rows, starts, offsets, num_tokens=, page_size=: position and slot [N] of every token of Blocks
+# (page table, rows, starts, offsets, num_tokens=, page_size=): position and slot [N] of each token of Blocks
 Locate = Callable[..., tuple[Tensor, Tensor]]
 
 
 class Blocks:
-    """The tokens of one forward: `counts[r]` tokens of row r behind its committed length starts[r].
+    """The tokens of one forward: `counts[r]` tokens of row r that follow its committed length starts[r].
 
     Row r reads pages[rows[r]] of pages [.., P] (pages[r] without `rows`). Token n of the flat stream is at
     `positions[n]`. Index tensors that all layers share are built once, on first use. With `offsets`, which
-    GPU kernels read, only the sum and the maximum of `counts` matter. For layers that compress, exact_pages
-    [.., P] are the pages of exact keys and values.
+    GPU kernels read, only the sum and the maximum of `counts` matter. exact_pages [.., P] are the pages of
+    exact keys and values, for layers that compress.
     """
 
     def __init__(  # noqa: PLR0913
@@ -198,7 +198,7 @@ class Blocks:
 
     @functools.cached_property
     def offsets(self) -> Tensor:
-        """[R + 1]: tokens [offsets[r], offsets[r + 1]) of the stream belong to row r."""
+        """Return offsets [R + 1]: tokens [offsets[r], offsets[r + 1]) of the stream belong to row r."""
         if self._offsets is not None:
             return self._offsets
         if len(set(self.counts)) == 1:  # without a copy from the host, which a CUDA graph cannot repeat
@@ -208,7 +208,7 @@ class Blocks:
 
     @functools.cached_property
     def _row(self) -> Tensor:
-        """[N] the row of every token in the stream."""
+        """Return the row [N] of every token in the stream."""
         row = torch.arange(len(self.counts), device=self.starts.device)
         return torch.repeat_interleave(row, torch.tensor(self.counts, device=self.starts.device))
 
@@ -218,12 +218,12 @@ class Blocks:
 
     @functools.cached_property
     def exact_write_slots(self) -> Tensor:
-        """[N] the exact slot of every token in the stream, for layers that compress."""
+        """Return the exact slot [N] of every token in the stream, for layers that compress."""
         assert self.exact_table is not None
         return self._locate_in(self.exact_table)[1]
 
     def _locate_in(self, table: Tensor) -> tuple[Tensor, Tensor]:
-        """Return position and slot [N] of every token in the stream."""
+        """Return the position and the slot [N] of every token in the stream."""
         if self._locate is not None:
             given = table, self.rows, self.starts, self.offsets
             return self._locate(*given, num_tokens=sum(self.counts), page_size=self.page_size)
@@ -238,12 +238,12 @@ class Blocks:
 
     @property
     def write_slots(self) -> Tensor:
-        """[N] the slot of every token in the stream."""
+        """Return the slot [N] of every token in the stream."""
         return self._located[1]
 
     @functools.cached_property
     def groups(self) -> list[Reads]:
-        """The reads of the reference: rows of one width together, otherwise row by row."""
+        """Return the reference's Reads: one for all rows if they have one width, otherwise one per row."""
         if len(set(self.counts)) == 1:
             return [self._reads(slice(None), self.counts[0])]
         return [self._reads(slice(row, row + 1), count) for row, count in enumerate(self.counts)]
@@ -258,7 +258,7 @@ class Blocks:
         )
 
     def units(self, num_heads: int, num_groups: int) -> Tensor:
-        """Return how the CPU kernel divides its work, see `divide`."""
+        """Return the CPU kernel's units of work; see `divide`."""
         threads = torch.get_num_threads()
         kind = (num_heads, num_groups, threads)
         if kind not in self._units:
@@ -276,7 +276,7 @@ def reference_attend_paged(
 
 
 def by_groups(q: Tensor, blocks: Blocks, attend: Callable[[Tensor, Reads], Tensor]) -> Tensor:
-    """Attend with q [N, H, D] for one group of rows [R, B, H, D] after another."""
+    """Return `attend` of q [N, H, D], called once for each of `blocks.groups` with its part [R, B, H, D]."""
     parts, begin = [], 0
     for reads in blocks.groups:
         end = begin + reads.starts.shape[0] * reads.width

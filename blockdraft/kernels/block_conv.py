@@ -1,7 +1,7 @@
 """Convolutions over the columns of a drafted block: the contract and its PyTorch reference.
 
-Every token has its own kernel for each channel: the channel's learned kernel plus what the token adds for a
-group of channels. A column sees only itself and the columns before it in its block.
+Every token has its own convolution kernel for each channel: the channel's learned kernel plus a term that the
+token adds for a group of channels. A column sees only itself and the earlier columns of its block.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ ConvAfter = Callable[[Tensor, Tensor, Tensor, int, Tensor, Tensor, float], tuple
 
 
 def in_turn(convolve: BlockConvolve, linear: Multiply, rms_norm: RmsNorm) -> tuple[ConvBefore, ConvAfter]:
-    """Compose `before` and `after` of the single operations."""
+    """Return `before` and `after`, composed of single operations."""
 
     def before(x: Tensor, base: Tensor, projection: Tensor, num_columns: int) -> tuple[Tensor, Tensor]:
-        """Convolve x by `base` plus what its tokens add; also return what they add here and in `after`.
+        """Return x convolved by `base` plus its tokens' deltas, and the deltas [N, 2, T, G].
 
-        That is [N, 2, T, G]; projection is [2 * T * G, E].
+        Index 0 of the second dimension is for this convolution, 1 for `after`; projection [2 * T * G, E].
         """
         deltas = linear(x, projection, None, None).view(len(x), 2, len(base), -1)
         return convolve(x, base, deltas[:, 0], num_columns, None), deltas
@@ -34,7 +34,7 @@ def in_turn(convolve: BlockConvolve, linear: Multiply, rms_norm: RmsNorm) -> tup
     def after(
         x: Tensor, base: Tensor, deltas: Tensor, num_columns: int, onto: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """Return stream = onto + convolve(x), and norm(stream)."""
+        """Return the stream, onto + convolve(x), and its norm."""
         stream = convolve(x, base, deltas, num_columns, onto)
         return stream, rms_norm(stream, weight, eps)
 
@@ -46,9 +46,9 @@ def reference_block_conv(
 ) -> Tensor:
     """Return y_t = sum over taps i of (base_i + deltas_ti) * x_(t - i), added to `onto` [N, E] if given.
 
-    x [N, E] holds consecutive blocks of `num_columns`, and counts as zero before its block; base [T, E],
-    deltas [N, T, G] for G groups of neighbouring channels. Half precision is computed in float32, tap 0
-    first.
+    x [N, E] holds consecutive blocks of `num_columns`; inputs before a token's block count as zero. base
+    [T, E], deltas [N, T, G] for G groups of adjacent channels. Half precision is computed in float32. Taps
+    are added in order, tap 0 first.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     blocks = x.to(wide).view(-1, num_columns, x.shape[1])

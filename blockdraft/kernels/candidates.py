@@ -1,16 +1,16 @@
-"""Chooses drafts among a few candidates per column by scores of neighbouring pairs.
+"""Chooses drafts among a few candidates per column by the scores of adjacent pairs of tokens.
 
-A column keeps the `top_k` best tokens of the scores that `sampling` would choose from. The score of a
-candidate b behind a token a is its own score plus the pair's, the sum over k of A[a]_k m_k B[b]_k, where m is
-the column's mixture (DFlash2) or ones (DSpark). Drafts are then chosen from the anchor on: greedily, or with
-the temperature, filters and noise of the request. Noise is keyed by position and token, so the target draws
-with the same noise.
+A column keeps the `top_k` best tokens by the scores that `sampling` would choose from. The score of a
+candidate b that follows a token a is its own score plus the pair's, the sum over k of A[a]_k m_k B[b]_k,
+where m is the column's mixture (DFlash2) or ones (DSpark). Drafts are then chosen from the first column to
+the last: greedily, or with the temperature, filters and noise of the request. Noise is keyed by position and
+token, so the target draws with the same noise.
 
-Without filters, candidates are the best of score / temperature + noise: without pair scores the walk draws
-what `choose` draws. With filters, noise is added only to the likeliest candidates.
+Without filters, candidates are the best by score / temperature + noise, so without pair scores the walk draws
+the tokens that `choose` draws. With filters, noise is added only to the candidates that the filters keep.
 
-A column's choice depends only on the candidate before it. So all choices are computed at once, for every
-possible candidate before, and the walk only follows them.
+A column's choice depends only on the candidate chosen in the column before. So all choices are computed at
+once, one for each candidate of that column, and the walk only follows them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from blockdraft.kernels.sampling_tables import Whole
 
 
 class PairScores(NamedTuple):
-    """The pair scores of tokens in these columns."""
+    """The factors of the pair scores, for the columns of a block."""
 
     predecessors: Tensor  # A [V, rank]
     successors: Tensor  # B [V or fewer, rank]
@@ -43,7 +43,7 @@ Walk = Callable[[Tensor, PairScores, Tensor, Tensor, SamplingBatch], Tensor]
 def reference_walk(
     logits: Tensor, pairs: PairScores, starts: Tensor, anchor: Tensor, batch: SamplingBatch
 ) -> Tensor:
-    """Return drafts [R, C] behind anchor [R, 1] at position starts [R]; column c is at starts[r] + 1 + c.
+    """Return drafts [R, C] after the anchors [R, 1] at `starts`; column c is at starts[r] + 1 + c.
 
     Ties go to the lowest id. Penalties count the anchor, but no drafts.
     """
@@ -70,7 +70,7 @@ def reference_walk(
 
 
 def best_tokens(scores: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """Return the largest `top_k` of scores [R, C, V] and their ids, sorted by id; of ties, the lowest ids."""
+    """Return the `top_k` largest of scores [R, C, V] and their ids, sorted by id; ties: the lowest ids."""
     found = scores.topk(min(top_k + 1, scores.shape[-1]), dim=-1)
     least, others = found.values[..., top_k - 1 : top_k], found.values[..., top_k:]
     if bool((others < least).all()):  # no tie with a score that was left out
@@ -81,17 +81,17 @@ def best_tokens(scores: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
 
 
 def _lowest_ids(scores: Tensor, least: Tensor, top_k: int) -> Tensor:
-    """Return all ids with scores above `least`, and the lowest ids with that score up to `top_k`."""
+    """Return `top_k` ids: all with scores above `least`, then the lowest of those with that score."""
     is_above, is_tied = scores > least, scores == least
     missing = top_k - is_above.sum(dim=-1, keepdim=True)
     is_kept = is_above | (is_tied & (is_tied.cumsum(dim=-1) <= missing))
-    order = torch.arange(scores.shape[-1], 0, -1, device=scores.device)  # the lower the id, the larger
+    order = torch.arange(scores.shape[-1], 0, -1, device=scores.device)  # larger for lower ids
     ids = scores.shape[-1] - torch.where(is_kept, order, 0).topk(top_k, dim=-1, sorted=True).values
     return ids.clamp(max=scores.shape[-1] - 1)  # NaN scores leave too few ids
 
 
 def pair_scores(pairs: PairScores, before: Tensor, ids: Tensor) -> Tensor:
-    """Return [R, C, K before, K]: the scores of tokens [R, C, K] behind tokens `before` [R, C, K]."""
+    """Return pair scores [R, C, K before, K] of tokens `ids` [R, C, K] that follow `before` [R, C, K]."""
     wide = torch.promote_types(pairs.predecessors.dtype, torch.float32)
     mixed = pairs.predecessors[before].to(wide)
     if pairs.mixture is not None:
@@ -105,12 +105,12 @@ def pair_scores(pairs: PairScores, before: Tensor, ids: Tensor) -> Tensor:
 
 
 def _noisy(scores: Tensor, starts: Tensor, batch: SamplingBatch) -> Tensor:
-    """Return [R, C, V], the scores by which `choose` draws without filters."""
+    """Return the scores [R, C, V] by which `choose` draws without filters: scaled, with noise."""
     return scores * scales(batch, scores.dtype)[:, None, None] + noise_of(scores, starts, batch)
 
 
 def _draw_filtered(scores: Tensor, ids: Tensor, starts: Tensor, batch: SamplingBatch) -> Tensor:
-    """Return [R, C, K before]: the candidate drawn with filters and noise, for each candidate before."""
+    """Return the candidates [R, C, K before] drawn with filters and noise, one for each candidate before."""
     scaled = scores * scales(batch, scores.dtype)[:, None, None, None]
     likely = keep_likely(scaled.flatten(1, 2), batch).view(scores.shape)
     positions = starts[:, None] + 1 + torch.arange(ids.shape[1], device=ids.device)

@@ -1,7 +1,7 @@
-"""Decides which implementation an operation has: the Triton kernel, the CPU kernel, or the PyTorch reference.
+"""Decides which implementation an operation uses: the Triton kernel, the CPU kernel, or the reference.
 
-The decision is made when the Kernels of a model are built (`kernels.kernels_for`), by its dtype and device;
-operations whose kernels do not compile on this GPU get references (`start/fallback` finds them).
+The decision is made when the Kernels of a model are built (`kernels.kernels_for`), by the model's dtype and
+device. Operations whose kernels do not compile on this GPU use references (`start/fallback` finds them).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ Operation = Literal[
     "sampling", "acceptance", "block convolutions", "candidates", "lookup",
 ]  # fmt: skip
 OPERATIONS: tuple[Operation, ...] = get_args(Operation)
-# Their references read numbers from the device, or branch on the host's state of one step: a CUDA graph would
-# keep the result of its capture. So do the references of experts: `pick.mixtures.why_no_kernel`.
+# Operations that a CUDA graph cannot capture: their references read numbers from the device, or branch on the
+# host's state of one step. So do the references of experts: `pick.mixtures.why_no_kernel`.
 HOST_BOUND = frozenset[Operation]({"attention", "slots", "sampling", "acceptance", "candidates"})
 _ON_CPU = frozenset[Operation](
     {
@@ -50,11 +50,11 @@ class Available:
         return self.path == "triton" and self.why_reference(operation) is None
 
     def has_llvm(self, dtype: torch.dtype | None = None) -> bool:
-        """Return whether CPU kernels are used for `dtype`, by default the model's."""
+        """Return whether the CPU kernels are used for `dtype` (default: the model's dtype)."""
         return self.path == "llvm" and why_no_llvm(dtype or self.dtype, self.device) is None
 
     def why_reference(self, operation: Operation) -> str | None:
-        """Return why `operation` uses its reference; None if it has a kernel."""
+        """Return why `operation` uses its reference; None if it uses a kernel."""
         if self.path == "reference":
             return "the references were requested"
         if self.path == "llvm":

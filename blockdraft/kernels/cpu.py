@@ -1,4 +1,4 @@
-"""Checks this processor: whether the kernels in `kernels/llvm` run on it, and by which int8 instructions."""
+"""Checks whether the kernels in `kernels/llvm` run on this processor, and which int8 instructions it has."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from blockdraft.settings.settings import cache_dir, wanted_products
 if TYPE_CHECKING:
     import torch
 
-# Instructions for int8 products, the fastest first, and the processor features that they need, by the names
-# of /proc/cpuinfo and of LLVM.
+# Instructions for int8 products, the fastest first, with the processor features that they need: the names in
+# /proc/cpuinfo, then those of LLVM.
 _PATHS = {
     "aarch64": {"sdot": ({"asimddp"}, ("+dotprod",))},
     "x86_64": {
@@ -47,7 +47,7 @@ def why_no_llvm(dtype: torch.dtype, device: torch.device) -> str | None:
 
 @functools.cache
 def why_not_here() -> str | None:
-    """`why_no_llvm` for this machine in general. The planner calls it, without PyTorch."""
+    """Return why this machine cannot run the CPU kernels, or None. The planner calls this without PyTorch."""
     machine = architecture()
     if sys.platform not in ("linux", "darwin"):
         return f"the CPU kernels were never tested on {platform.system()}"
@@ -63,7 +63,7 @@ def why_not_here() -> str | None:
 
 @functools.cache
 def _why_not_tried() -> str | None:
-    """Try a kernel in another process, which may crash, on a system without tests of the kernels."""
+    """Run a kernel once in a subprocess, which may crash; return why it failed, or None."""
     torch_version = version("torch")
     tried = cache_dir() / "kernels" / f"tried-{torch_version}-{version('llvmlite')}"
     if tried.exists():
@@ -77,14 +77,14 @@ def _why_not_tried() -> str | None:
 
 
 def architecture() -> str:
-    """Return the architecture by its name in Linux; macOS says arm64."""
+    """Return the processor's architecture by its Linux name: aarch64, not arm64 as on macOS."""
     machine = platform.machine()
     return "aarch64" if machine == "arm64" else machine
 
 
 @functools.cache
 def product_path() -> str:
-    """Return the instructions for int8 products: the fastest available, or those of BLOCKDRAFT_PRODUCTS."""
+    """Return the instructions for int8 products: the fastest, or those that BLOCKDRAFT_PRODUCTS names."""
     wanted = wanted_products()
     available = product_paths()
     if wanted and wanted not in available:
@@ -96,25 +96,25 @@ def product_path() -> str:
 
 
 def product_paths() -> list[str]:
-    """Return all that this processor has, the fastest first; the last works anywhere."""
+    """Return this processor's instructions for int8 products, fastest first; "generic" runs anywhere."""
     here = _PATHS.get(architecture(), {})
     return [*(path for path, (needed, _) in here.items() if needed <= _features()), "generic"]
 
 
 def has_permute() -> bool:
-    """Return whether an instruction looks up 16 numbers in a table of 16."""
+    """Return whether this processor can look up 16 numbers in a table of 16 by one instruction."""
     return "avx512f" in _features()
 
 
 def extra_features() -> tuple[str, ...]:
-    """Return features that LLVM may use but does not detect: on ARM it detects none."""
+    """Return the processor features that LLVM may use but may not detect: on ARM it detects none."""
     here = _PATHS.get(architecture(), {})
     return tuple(name for needed, names in here.values() if needed <= _features() for name in names)
 
 
 @functools.cache
 def _features() -> set[str]:
-    """Return this processor's features by their names in Linux."""
+    """Return this processor's features by their Linux names."""
     if sys.platform == "darwin":
         return _OF_APPLE if architecture() == "aarch64" else set()
     try:

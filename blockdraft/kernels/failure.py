@@ -2,8 +2,8 @@
 
 Triton fails in several stages: its front end (CompilationError), MLIR's passes (a RuntimeError), ptxas
 (PTXASError), and the first launch, if the GPU has less shared memory, registers or threads than the kernel
-needs (OutOfResources), or if the driver rejects its code. Running out of memory or losing the context is not
-among these errors: a reference would not help.
+needs (OutOfResources), or if the driver rejects its code. Out-of-memory errors and a lost context are not
+recognised, as a reference would not help.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import ParamSpec, TypeVar
 from blockdraft.kernels.choice import Operation, has_triton
 from blockdraft.machine.remedies import NO_COMPILER, NO_HEADERS
 
-MAX_CHARACTERS = 160  # of the line
+MAX_CHARACTERS = 160  # of the described error
 # Texts of RuntimeErrors: the first is MLIR's, the others are the driver's when it loads the kernel.
 REFUSALS = (
     "PassManager::run failed",
@@ -87,7 +87,7 @@ def why_not_compiled(error: Exception) -> str | None:
 
 
 def why_no_compiler(error: Exception) -> str | None:
-    """Return what this machine lacks to compile kernels, and what to do; None for any other `error`."""
+    """Return which compiler part this machine lacks, and what to do; None if `error` has another cause."""
     if isinstance(error, subprocess.CalledProcessError):  # of the C compiler: ptxas has its own error
         return f"the C compiler ended with code {error.returncode}: {NO_HEADERS}"
     if isinstance(error, RuntimeError) and "Failed to find C compiler" in str(error):

@@ -1,17 +1,17 @@
-"""The gated delta rule, a recurrence instead of attention: the contract and its PyTorch reference.
+"""The gated delta rule, a recurrence used instead of attention: the contract and its PyTorch reference.
 
-Every value head keeps a state S [K, V] that maps keys to values. A token decays it, then corrects the value
-of S for the token's key towards the token's value, and reads S with its query.
+Every value head keeps a state S [K, V] that maps keys to values. Each token first decays S. Then it moves the
+value that S has for the token's key towards the token's value. Last, it reads S with its query.
 
-A drafted block is scanned without changing the state. Once the number of committed tokens is known, `fold`
-repeats those steps from the tape that the scan wrote. This is lossless because the bits of outputs and states
-do not depend on how a sequence is cut into scans and folds, on other rows, or on the number of threads. This
-holds for the reference, which uses only elementwise operations, and for each kernel; their bits differ, so
-one sequence must stay with one of them.
+A scan of a drafted block does not change the state. Once the number of committed tokens is known, `fold`
+repeats their steps from the tape that the scan wrote. This is lossless because the bits of outputs and states
+do not depend on how a sequence is cut into scans and folds, on other rows, or on the number of threads. The
+reference, which uses only elementwise operations, guarantees this, and so does each kernel. Their bits
+differ, so one sequence must use one implementation throughout.
 
-On a CUDA device nothing is gathered: the kernels of `InPlace` address the rows' states where they are, with
-all indices on the device, and include the convolution and the gates. The states of all layers are in one
-tensor, and so are their tapes: one launch folds them all.
+On a CUDA device, the kernels of `InPlace` read and write the rows' states in place, with all indices on the
+device, and include the convolution and the gates. The states of all layers are in one tensor, and so are
+their tapes, so one launch folds all layers.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class DeltaWeights(NamedTuple):
 
     conv: Tensor  # [C, W]
     decay_log: Tensor  # [H] float32 or wider
-    gate_bias: Tensor  # [H] likewise
+    gate_bias: Tensor  # [H] float32 or wider
 
 
 class Tape(NamedTuple):
-    """The data of a scan's steps with which `fold` repeats them, in the state's dtype."""
+    """The values that `fold` needs to repeat the steps of a scan, in the state's dtype."""
 
     decay: Tensor  # [R, T, H] exp(gate)
     key: Tensor  # [R, T, G, K] of length 1
@@ -79,9 +79,9 @@ def reference_scan(
 
 
 def reference_fold(state: Tensor, tape: Tape, counts: Tensor) -> None:
-    """Update state [R, H, K, V] in place to that after the first counts[r] tokens of row r, 0..T.
+    """Update state [R, H, K, V] in place to the state after the first counts[r] tokens of row r, 0..T.
 
-    It does the operations of the scan that wrote the tape, in the same order, so the bits are the same.
+    It repeats the operations of the scan that wrote the tape, in the same order, so the bits are equal.
     """
     kept = state
     for t in range(tape.decay.shape[1]):
@@ -92,9 +92,9 @@ def reference_fold(state: Tensor, tape: Tape, counts: Tensor) -> None:
 
 
 def reference_convolve(x: Tensor, tail: Tensor, weight: Tensor) -> Tensor:
-    """Return silu of the causal convolution of each channel: x [R, T, C], weight [C, W], result [R, T, C].
+    """Return silu of the causal convolution of each channel [R, T, C]: x [R, T, C], weight [C, W].
 
-    tail [R, W - 1, C] are the inputs before x. The last weight is for the token itself. Half precision is
+    tail [R, W - 1, C] holds the inputs before x. The last weight is for the token itself. Half precision is
     computed in float32. Products are added oldest first, so a token's bits depend only on its W inputs.
     """
     if x.dtype in (torch.bfloat16, torch.float16):
@@ -107,7 +107,7 @@ def reference_convolve(x: Tensor, tail: Tensor, weight: Tensor) -> Tensor:
 
 
 def gates(beta: Tensor, gate: Tensor, weights: DeltaWeights) -> tuple[Tensor, Tensor]:
-    """Return beta and gate for `scan` from logits [N, H]: beta in (0, 1), gate below 0 in the wide dtype."""
+    """Return beta, in (0, 1), and gate, below 0 in gate_bias's dtype, for `scan` from logits [N, H]."""
     wide = gate.to(weights.gate_bias.dtype)
     return sigmoid(beta), -weights.decay_log.exp() * softplus(wide + weights.gate_bias)
 
@@ -118,15 +118,15 @@ def gates(beta: Tensor, gate: Tensor, weights: DeltaWeights) -> tuple[Tensor, Te
 class RowStates(NamedTuple):
     """The states of L layers, and the rows of one forward: rows[r] has tokens [offsets[r], offsets[r + 1]).
 
-    Every token belongs to a row. Rows are distinct, except for scratch rows.
+    Every token belongs to a row. Only scratch rows may occur twice.
     """
 
     state: Tensor  # [L, rows, H, K, V] float32
-    tail: Tensor  # [L, rows, W - 1, C] the inputs before, in x's dtype
+    tail: Tensor  # [L, rows, W - 1, C] the last inputs of the convolution, in x's dtype
     rows: Tensor  # [R] int64
     starts: Tensor  # [R] int64; 0: the state counts as zero
     offsets: Tensor  # [R + 1] int64
-    max_count: int  # upper limit of tokens per row
+    max_count: int  # the most tokens per row
 
 
 class RowTape(NamedTuple):
@@ -135,7 +135,7 @@ class RowTape(NamedTuple):
     decay: Tensor  # [L, N, H]
     key: Tensor  # [L, N, G, K] of length 1
     delta: Tensor  # [L, N, H, V]
-    inputs: Tensor  # [L, N, C] of the convolution, in their dtype
+    inputs: Tensor  # [L, N, C] the inputs of the convolution, in their own dtype
 
 
 def empty_states(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -147,10 +147,10 @@ def empty_states(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devic
 
 
 class ScanRows(Protocol):
-    """Convolution, `gates` and scan for x [N, C] and logits beta and gate [N, H]: outputs [N, H, V].
+    """Does the convolution, `gates` and scan of x [N, C] and logits beta and gate [N, H]; returns [N, H, V].
 
-    With a tape, for a block, it fills the layer's part of the tape and does not change states and tails.
-    Without one, for known tokens, it updates them.
+    With a tape, for a block to verify, it fills the layer's part of the tape and does not change states and
+    tails. Without a tape, for known tokens, it updates states and tails.
     """
 
     def __call__(
@@ -167,10 +167,10 @@ class ScanRows(Protocol):
 
 
 class InPlace(NamedTuple):
-    """The gated delta rule on states in place.
+    """The kernels that compute the gated delta rule on states in place.
 
-    `fold` updates the rows' states and tails of all layers to those after the tape's first counts[r] tokens,
-    0..T; its `offsets` are those of the scan. A row with a count of 0 does not change.
+    `fold` advances the rows' states and tails of all layers by the first counts[r] tokens of the tape, 0..T.
+    It needs the `offsets` of the scan. A row with a count of 0 does not change.
     """
 
     scan: ScanRows
@@ -183,12 +183,12 @@ def _unit(x: Tensor) -> Tensor:
 
 
 def _by_value_head(x: Tensor, num_heads: int) -> Tensor:
-    """Repeat [R, G, K] of the key heads for every value head: [R, H, K, 1]."""
+    """Return x [R, G, K] of the key heads, repeated for their value heads: [R, H, K, 1]."""
     return x.repeat_interleave(num_heads // x.shape[1], dim=1).unsqueeze(-1)
 
 
 def _sum(x: Tensor) -> Tensor:
-    """Sum x [..., K, V] over K: add the upper half to the lower until one is left."""
+    """Return the sum of x [..., K, V] over K: add the upper half to the lower until one value is left."""
     while (size := x.shape[-2]) > 1:
         if size % 2 == 1:
             x = functional.pad(x, (0, 0, 0, 1))

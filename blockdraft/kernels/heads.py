@@ -1,8 +1,8 @@
-"""The steps of a token's heads before attention: norms, rotary positions, and writes to the cache's slots.
+"""The steps of heads before attention: norms, rotary positions, and writes to the cache's slots.
 
 Queries and keys are normalised per head (if the model does so) and rotated to their positions; keys and
-values are written to their slots. On a GPU this is one kernel, which rounds once; the reference rounds after
-each step, and so does the CPU kernel.
+values are written to their slots. On a GPU one kernel does all this and rounds once. The reference and the
+CPU kernel round after each step.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class HeadNorms(NamedTuple):
 
 
 class Rotation(NamedTuple):
-    """The rotation of queries, keys and values for compressed formats (kv_codec.rotate), in float32.
+    """The Hadamard rotation of queries, keys and values for compressed formats (kv_codec.rotate), in float32.
 
-    It is the last step before rounding to their dtype; `centre` is subtracted from rotated keys.
+    It is the last step before they are rounded to their dtype; `centre` is subtracted from rotated keys.
     """
 
     signs: Tensor  # [D] of 1 and -1
@@ -49,7 +49,7 @@ GateHeads = Callable[[Tensor, Tensor], Tensor]
 
 
 def apply_rotation(x: Tensor, rotation: Rotation | None, centre: Tensor | None = None) -> Tensor:
-    """Rotate queries, keys or values [N, H, D] and subtract `centre`; None: unchanged."""
+    """Return queries, keys or values [N, H, D], rotated, less `centre`; unchanged without `rotation`."""
     if rotation is None:
         return x
     y = kv_codec.rotate(x.to(torch.promote_types(x.dtype, torch.float32)))

@@ -1,15 +1,15 @@
 """`y = x @ weight.T` in int8: weights and tokens are int8 values, with a scale per row and per token.
 
 Contract: x float32 [..., K] is multiplied by `factors`, powers of two by which the weight's columns were
-divided, to make columns more equal. Then x is rotated: a Walsh-Hadamard transform of each `rotated` values
-spreads outliers over all of them (the weight's rows were rotated the same way, so products do not change).
-Then it is rounded to 127ths of its largest magnitude. The sum of integer products is exact in any order.
-Then, in float32 and in this order, it is multiplied by the row's scale and the token's scale, bias is added,
-and `onto` is added. So a token's result depends only on the token and the weight: not on its neighbours, the
-number of threads, or the processor.
+divided, to make the magnitudes of columns more equal. Then x is rotated: a Walsh-Hadamard transform of each
+`rotated` values spreads outliers over all of them (the weight's rows were rotated alike, so products do not
+change). Then each token is rounded to 127ths of its largest magnitude. The sum of integer products is exact
+in any order. The sum is then, in float32 and in this order, multiplied by the row's scale and the token's
+scale, and bias and `onto` are added. So a token's result depends only on the token and the weight, not on
+other tokens, the number of threads, or the processor.
 
-`llvm.int8` is the fast path on CPUs; the reference here has the same bits. docs/quality.md says what rotation
-and factors gain for the default model.
+`llvm.int8` is the fast path on CPUs, with the same bits as this reference. docs/quality.md measures the gain
+of rotation and factors for the default model.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Int8LookUp = Callable[[Tensor, Int8Weight], Tensor]  # row numbers, weight
 
 
 def rotated_columns(columns: int) -> int:
-    """Return how many values are rotated together: the largest power of two that divides `columns`."""
+    """Return how many values to rotate together: the largest power of two in `columns`, up to MAX_ROTATED."""
     return min(MAX_ROTATED, columns & -columns)
 
 
@@ -60,19 +60,19 @@ def reference_int8_linear(
 
 
 def reference_look_up(rows: Tensor, weight: Int8Weight) -> Tensor:
-    """Return rows [..., columns] in float32: two rotations are the identity times `rotated`."""
+    """Return rows [..., columns] in float32; two rotations multiply by `rotated`, which `scale` undoes."""
     values = unpack(weight.packed)[rows].float() * weight.scale[rows][..., None]
     return hadamard(values[..., : weight.columns].contiguous(), weight.rotated) * weight.factors
 
 
 def unpack(packed: Tensor) -> Tensor:
-    """Return int8 [rows, columns], both padded."""
+    """Return the int8 matrix [rows, columns], with both dimensions padded."""
     blocks, fours = packed.shape[:2]
     return packed.transpose(1, 2).reshape(blocks * ROWS, fours * 4)
 
 
 def round_tokens(x: Tensor, rotated: int, factors: Tensor) -> tuple[Tensor, Tensor]:
-    """Return int8 [..., padded K] and float32 scales [...]."""
+    """Return the rounded tokens, int8 [..., padded K], and their float32 scales [...]."""
     x = hadamard(x * factors, rotated)
     peak = x.abs().amax(dim=-1)
     # Not `127.0 / peak`, which PyTorch computes as 127 times a rounded reciprocal.
@@ -82,7 +82,7 @@ def round_tokens(x: Tensor, rotated: int, factors: Tensor) -> tuple[Tensor, Tens
 
 
 def hadamard(x: Tensor, rotated: int) -> Tensor:
-    """Transform each `rotated` values: sums and differences of values 1, 2, 4, … apart."""
+    """Return the transform of each `rotated` values: sums and differences of values 1, 2, 4, … apart."""
     distance = 1
     while distance < rotated:
         pairs = x.reshape(*x.shape[:-1], -1, 2, distance)

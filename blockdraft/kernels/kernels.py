@@ -1,4 +1,4 @@
-"""Kernels: the implementation of every operation, chosen once for a model and bound to its modules."""
+"""Kernels: the implementations of all operations, chosen once for a model and bound to its modules."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Kernels:
     Only the references have gradients, and only they can be compiled by torch.compile.
     """
 
-    available: Available  # by which they were chosen
+    available: Available  # decided which were chosen
     rms_norm: pointwise.RmsNorm
     gate_mul: pointwise.GateMul
     rotate: pointwise.Rotate
@@ -89,19 +89,19 @@ class Kernels:
 
     @property
     def off(self) -> tuple[Operation, ...]:
-        """The operations that use their references because their kernels do not compile on this GPU."""
+        """Return the operations that use references because their kernels do not compile on this GPU."""
         return tuple(operation for operation in OPERATIONS if operation in self.available.off)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Kernels:
-        """Return the same kernels for a copy of a model: compiled kernels cannot be copied."""
+        """Return self, as compiled kernels cannot be copied: a copy of a model shares them."""
         return self
 
     def without(self, operation: Operation) -> Kernels:
-        """Return the same kernels, with the reference for `operation`."""
+        """Return these kernels, but with the reference for `operation`."""
         return _assembled(replace(self.available, off=self.available.off | {operation}))
 
     def references(self) -> Kernels:
-        """Return the references to compare with, which round tokens to fp8 where these kernels do."""
+        """Return references to compare these kernels with; they round tokens to fp8 if these kernels do."""
         return _assembled(Available("reference", off=self.available.off, is_fast=self.available.is_fast))
 
 
@@ -113,10 +113,10 @@ def kernels_for(
     is_fast: bool = False,
     is_interpreted: bool = False,
 ) -> Kernels:
-    """Choose the kernels for a model of `dtype` on `device`, with references for the operations `off`.
+    """Return the kernels for a model of `dtype` on `device`, with references for the operations `off`.
 
     A token's bits do not depend on the number of tokens in the batch, unless `is_fast` allows it.
-    `is_interpreted`, for tests, chooses the GPU's kernels, in Triton's interpreter.
+    `is_interpreted`, for tests, chooses the GPU kernels, which Triton's interpreter then runs.
     """
     is_gpu = device.type == "cuda" or is_interpreted
     return _assembled(Available("triton" if is_gpu else "llvm", dtype, device, off, is_fast))

@@ -1,7 +1,7 @@
 """Compressed formats of keys and values, as plain PyTorch references.
 
-A vector is one token's key or value of one head. It becomes packed bytes and one float16 scale, by
-elementwise operations in float32 only: its bytes depend on nothing but the vector.
+A vector is one token's key or value of one head. It is encoded as packed bytes and one float16 scale. Only
+elementwise float32 operations are used, so the bytes depend on nothing but the vector.
 
     int8, fp8   the vector divided by its largest magnitude, rounded
     tq4, tq4v3  TurboQuant (arXiv 2504.19874) without its second stage, the scalar case of DRIVE, EDEN and
@@ -12,8 +12,8 @@ Attention is computed with rotated vectors. Rotation does not change products of
 undone in the outputs. So layers with tq4 rotate exact keys and values, too, and codecs see only rotated
 vectors. Subtracting one constant, the centre, from all keys of a head changes no weight.
 
-A scale that does not fit float16 is clipped to its largest number, or is zero. A vector with a value that is
-not finite decodes to NaN; no other vector does.
+A scale too large for float16 becomes its largest number, one too small becomes zero. A vector decodes to NaN
+if and only if it has a value that is not finite.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Encoded(NamedTuple):
 
 
 class Codec(Protocol):
-    """A storage format of vectors [..., D]; `num_bytes` is of one vector with its scale."""
+    """A storage format of vectors [..., D]; `num_bytes` returns the bytes of one vector with its scale."""
 
     def num_bytes(self, head_dim: int) -> int: ...
     def encode(self, x: Tensor) -> Encoded: ...
@@ -87,8 +87,8 @@ class EightBits:
 class RotatedLevels:
     """Coordinates of a rotated vector, each rounded to one of 2**bits levels.
 
-    "unbiased", for keys: the product of the stored vector with the original is the original's square, so a
-    score is right on average. "matched", for values: the stored vector has the original's length.
+    With "unbiased", for keys, the dot product of the stored vector and the original is the original's squared
+    length, so scores are right on average. With "matched", for values, the two vectors have the same length.
     """
 
     bits: int
@@ -130,11 +130,11 @@ class KvFormat:
         return isinstance(self.keys, RotatedLevels)
 
     def bytes_per_token(self, head_dim: int) -> int:
-        """The size of a key and a value of one head, with their scales."""
+        """Return the bytes of a key and a value of one head, with their scales."""
         return self.keys.num_bytes(head_dim) + self.values.num_bytes(head_dim)
 
     def keys_back(self, k: Tensor, centre: Tensor | None = None) -> Tensor:
-        """Encode and decode keys [..., G, D], with `centre` [G, D] subtracted while they are stored."""
+        """Return keys [..., G, D], encoded and decoded; `centre` [G, D] is subtracted in between."""
         return self._back(self.keys, k) if centre is None else self._back(self.keys, k - centre) + centre
 
     def values_back(self, v: Tensor) -> Tensor:
@@ -155,7 +155,7 @@ FORMATS = {
 
 
 def kv_format(name: str, head_dim: int) -> KvFormat:
-    """Return the format of that name; raises an error if it cannot store heads of that size."""
+    """Return the format `name`; raise an error if it is unknown or cannot store heads of that size."""
     check_format(name, head_dim)
     return FORMATS[name]
 
@@ -164,13 +164,13 @@ def kv_format(name: str, head_dim: int) -> KvFormat:
 
 
 def signs(head_dim: int, device: torch.device) -> Tensor:
-    """Return [D] of 1 and -1."""
+    """Return the signs [D] of `rotate`, each 1 or -1."""
     bits = (_SIGNS >> (LARGEST_HEAD - 1 - i) & 1 for i in range(head_dim))
     return torch.tensor([1.0 - 2.0 * bit for bit in bits], device=device)
 
 
 def rotate(x: Tensor) -> Tensor:
-    """Apply signs, then a Hadamard matrix to each block of the last axis; keeps lengths and products."""
+    """Apply signs, then a Hadamard matrix to each block of the last axis; this keeps lengths and products."""
     return _hadamard_blocks(x * signs(x.shape[-1], x.device))
 
 
@@ -188,7 +188,7 @@ def _hadamard_blocks(x: Tensor) -> Tensor:
 
 
 def _nearest(u: Tensor, bits: int) -> Tensor:
-    """Return uint8 codes of the nearest levels, 0 the lowest; ties round away from zero."""
+    """Return the uint8 codes of the nearest levels, 0 for the lowest; ties round away from zero."""
     size = torch.zeros(u.shape, dtype=torch.uint8, device=u.device)
     for below, above in itertools.pairwise(LEVELS[bits]):
         size += u.abs() >= (below + above) / 2
@@ -202,10 +202,11 @@ def _levels(codes: Tensor, bits: int) -> Tensor:
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Pack codes [..., D] into bytes [..., D * bits / 8]: 4 bits two per byte; of 3 bits, first the low two.
+    """Return codes [..., D], packed into bytes [..., D * bits / 8].
 
-    No code is split between two bytes, and the codes of a byte are far apart: with 4 bits, byte j has
-    coordinates j (in its low half) and j + D / 2.
+    Codes of 4 bits are packed two per byte: byte j has coordinates j (in its low half) and j + D / 2. Codes
+    of 3 bits are split: first the low two bits of all codes, four per byte, then the high bits, eight per
+    byte. Again, the coordinates in one byte are as far apart as possible.
     """
     if bits == 4:
         return _plane(codes, 4)
@@ -237,7 +238,7 @@ def _from_plane(packed: Tensor, width: int) -> Tensor:
 
 
 def _sum(x: Tensor) -> Tensor:
-    """Sum over the last axis: the first half plus the second until one value is left."""
+    """Return the sum over the last axis: add the second half to the first until one value is left."""
     while x.shape[-1] > 1:
         half = x.shape[-1] // 2
         rest = x[..., 2 * half :]
@@ -246,7 +247,7 @@ def _sum(x: Tensor) -> Tensor:
 
 
 def _divided(x: Tensor, by: Tensor) -> Tensor:
-    """Divide x [..., D] or [...] by `by` [...]; zero where `by` is zero or not finite."""
+    """Return x [..., D] or [...] divided by `by` [...], or zero where `by` is not positive and finite."""
     by = by if by.dim() == x.dim() else by[..., None]
     return torch.where((by > 0) & by.isfinite(), x / by, 0.0)
 

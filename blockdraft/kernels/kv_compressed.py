@@ -1,12 +1,12 @@
 """Attention over exact and compressed pages: the contract and its PyTorch reference.
 
 Exact keys and values, in the model's dtype, are in separate pages: the first tile, the window and the block
-of each running row (`Blocks.exact_table`). Compressed ones are in the pages that all layers share
+of each running row (`Blocks.exact_table`). Compressed keys and values are in the pages that all layers share
 (`Blocks.table`). `kv_positions` decides which of the two a query reads.
 
-    write      keys and values are written to exact slots, rotated and centred if there is a `Rotation`
-    compress   older tiles are encoded from their exact slots to their compressed slots
-    attend     both are read in one pass; if keys are rotated, so are the queries, and the rotation of the
+    write      writes keys and values to exact slots, rotated and centred if there is a `Rotation`
+    compress   encodes older tiles from their exact slots to their compressed slots
+    attend     reads both in one pass; if keys are rotated, queries are rotated too, and the rotation of the
                values is undone in the output
 """
 
@@ -27,14 +27,14 @@ from blockdraft.kernels.kv_positions import PositionRule
 
 
 class Codes(NamedTuple):
-    """Compressed keys, or values, of L layers."""
+    """The compressed keys, or the compressed values, of L layers."""
 
     codes: Tensor  # uint8 [L, G, S, bytes]
     scale: Tensor  # float16 [L, G, S]
 
 
 class CompressedPages(NamedTuple):
-    """Keys and values of L layers of one spec: exact [L, G, X, D] in X slots, compressed in S slots."""
+    """The keys and values of L layers of one spec: exact [L, G, X, D] in X slots, compressed in S slots."""
 
     format: KvFormat
     rule: PositionRule
@@ -57,10 +57,10 @@ class CompressedPages(NamedTuple):
 
 @dataclass(frozen=True)
 class Tiles:
-    """The tiles to compress as rows of `starts` tokens grow by `counts`: at most `most` tiles per row."""
+    """The tiles to compress when rows of `starts` tokens grow by `counts`: at most `most` tiles per row."""
 
     table: Tensor  # [.., P]: row r reads table[rows[r]]
-    exact_table: Tensor  # [.., P], too
+    exact_table: Tensor  # [.., P]: row r reads exact_table[rows[r]]
     rows: Tensor  # [R]
     starts: Tensor  # [R]
     counts: Tensor  # [R]
@@ -70,12 +70,12 @@ class Tiles:
 
     @functools.cached_property
     def begins(self) -> Tensor:
-        """[R] the first position of each row's tiles; the GPU's kernel computes it itself."""
+        """Return the first position of each row's tiles [R]; the GPU kernel computes it itself."""
         return self.rule.compressed_end(self.starts)
 
     @functools.cached_property
     def ends(self) -> Tensor:
-        """[R] the position behind each row's last tile."""
+        """Return the position after each row's last tile [R]."""
         return self.rule.compressed_end(self.starts + self.counts)
 
 
@@ -93,9 +93,10 @@ def reference_attend_compressed_paged(
 
 
 def _attend(q: Tensor, pages: CompressedPages, reads: Reads, mask: Mask, sinks: Tensor | None) -> Tensor:
-    """Attend over the compressed keys, then over the exact ones; masks let a query see each key once.
+    """Return attention over compressed and exact keys, joined; masks let a query see each key once.
 
-    A key that no query of a row reads in a store is replaced by the zero slot, so its value does not matter.
+    A compressed or exact key that no query of its row reads is replaced by the zero slot, so its value does
+    not matter.
     """
     is_compressed = reads.is_compressed(pages.rule)  # [R, B, L]
     compressed_slots = reads.slots.where(is_compressed.any(dim=1), 0)

@@ -1,6 +1,6 @@
-"""Names, sizes and limits of the compressed formats of keys and values. No torch here.
+"""Names, sizes and limits of the compressed formats of keys and values. It does not import torch.
 
-kv_codec.py has the codecs, kv_positions.py the rule of what is read compressed.
+kv_codec.py has the codecs, kv_positions.py the rule by which keys and values are read compressed.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ EXACT = "exact"  # no compression: the model's dtype
 BITS: dict[str, tuple[int, int]] = {"int8": (8, 8), "fp8": (8, 8), "tq4": (4, 4), "tq4v3": (4, 3)}
 ROTATED = frozenset({"tq4", "tq4v3"})  # rotated before they are stored
 SCALE_BYTES = 2  # per vector
-SMALLEST_BLOCK = 8  # values that are rotated together at least: fewer are not close to normal
+SMALLEST_BLOCK = 8  # the fewest values to rotate together: fewer are not close to normal
 LARGEST_HEAD = 512
 
-TILE = 64  # tokens that are compressed at a time; the first tile, which all queries read, never is
-WINDOW = 128  # tokens before a query that it reads exact, at least
+TILE = 64  # tokens that are compressed at a time; the first tile, which all queries read, stays exact
+WINDOW = 128  # the least number of tokens before a query that it reads exact
 WIDEST_BLOCK = 16
 
 
 def bytes_per_token(name: str, head_dim: int) -> int:
-    """The size of a key and a value of one head, with their scales."""
+    """Return the bytes of a key and a value of one head, with their scales."""
     return sum(head_dim * bits // 8 + SCALE_BYTES for bits in BITS[name])
 
 
 def check_format(name: str, head_dim: int) -> None:
-    """Raise an error if the format is unknown or cannot store heads of that size."""
+    """Raise an error if the format is unknown or cannot store heads of `head_dim` values."""
     if name not in BITS:
         raise SettingsError(f"'{name}' is not a format of keys and values: use one of {', '.join(BITS)}.")
     if name in ROTATED:
@@ -34,7 +34,7 @@ def check_format(name: str, head_dim: int) -> None:
 
 
 def blocks(head_dim: int) -> list[int]:
-    """Return the blocks, powers of two, in which a head is rotated, largest first: 96 = 64 + 32."""
+    """Return the sizes of the blocks that a head is rotated in: powers of two, largest first (96: 64, 32)."""
     parts = [1 << bit for bit in reversed(range(head_dim.bit_length())) if head_dim & 1 << bit]
     if not parts or head_dim > LARGEST_HEAD or parts[-1] < SMALLEST_BLOCK:
         raise ModelError(
@@ -45,10 +45,10 @@ def blocks(head_dim: int) -> list[int]:
 
 
 def exact_tokens(window: int, page_size: int, block: int) -> int:
-    """Return the most exact tokens of a running row, in whole pages: first tile, window, blocks in flight.
+    """Return how many exact tokens a running row needs at most: first tile, window and blocks in flight.
 
-    One page more than queries read is kept, so that a prefix that ends with the row's last whole page can be
-    reused.
+    The number is a multiple of `page_size`. It includes one page more than queries read, so that a prefix
+    that ends with the row's last whole page can be reused.
     """
     behind = -(-(window + TILE + page_size + 3 * block) // page_size) + 1
     return (behind + -(-TILE // page_size)) * page_size

@@ -1,13 +1,13 @@
-"""PositionRule: decides by position which keys and values a query reads compressed.
+"""PositionRule decides by position which keys and values a query reads compressed.
 
-The query at position t reads some keys and values compressed, and the others exact:
+The query at position t reads keys and values in three ranges:
 
     [0, TILE) exact   [TILE, c(t)) compressed   [c(t), t] exact
     c(t) = TILE * floor((t - window) / TILE), at least 0
 
-Only t matters, so decoding, verification of any width and prefill in any chunks compute the same: a query of
-a chunk reads even keys of its own chunk compressed if they are old enough. The window is at least as wide as
-the widest block, so only committed tokens are compressed, and they are never written again.
+Only t matters, so decoding, verification of any width and prefill in any chunks compute equal results: in a
+prefill, a query reads even keys of its own chunk compressed if they are old enough. The window is at least as
+wide as the widest block, so only committed tokens are compressed, and they are never written again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Position = TypeVar("Position", int, Tensor)
 
 @dataclass(frozen=True, slots=True)
 class PositionRule:
-    """The rule above."""
+    """The rule in this module's docstring."""
 
     window: int = WINDOW
     block: int = WIDEST_BLOCK  # tokens that a step may verify
@@ -38,10 +38,10 @@ class PositionRule:
             )
 
     def compressed_end_at(self, position: Position) -> Position:
-        """c(t)"""
+        """Return c(t) for the query at `position` t."""
         end = (position - self.window) // TILE * TILE
         return end.clamp(min=0) if isinstance(end, Tensor) else max(0, end)
 
     def compressed_end(self, length: Position) -> Position:
-        """Return the end of compressed tokens in a row of that length, as its next block will read them."""
+        """Return the end of the tokens to compress before the next block of a row of `length` tokens."""
         return self.compressed_end_at(length + self.block - 1)

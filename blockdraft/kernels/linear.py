@@ -1,15 +1,16 @@
-"""`y = x @ weight.T + bias` for a few tokens at a time, the bulk of a forward.
+"""`y = x @ weight.T + bias` for a few tokens at a time, which takes most of a forward's time.
 
 Contract: x [..., K], weight [N, K] contiguous, bias [N] or None, one dtype; returns a new [..., N]. With
 `onto` [..., N], the residual stream, it returns onto + y, with y rounded first, and may overwrite `onto`. The
 weight keeps PyTorch's layout: a head tied to the embedding, `weight[rows]` and `F.linear` share its storage.
 
 `reference_linear` is `F.linear`, which is not batch-invariant: BLAS chooses a kernel by the number of tokens.
-The fast paths are: output (token, n) is one fixed chain of operations on x[token] and weight[n].
-`llvm.linear.TileLinear` serves any number of tokens on a CPU, `triton.linear` few tokens on a GPU, and on
-Hopper `triton.gated_tile` gate and up of up to 128 together. More tokens go to cuBLAS, which is told not to
-split sums: on Hopper it then adds in the same order (docs/lossless.md; the start compares them with the real
-weights). With `is_fast`, cuBLAS may choose freely.
+The fast paths are batch-invariant: output (token, n) is one fixed chain of operations on x[token] and
+weight[n]. On a CPU, `llvm.linear.TileLinear` serves any number of tokens. On a GPU, `triton.linear` serves
+few tokens, and on Hopper `triton.gated_tile` multiplies gate and up together for up to 128. More tokens go to
+cuBLAS, which is set not to split sums: on Hopper it then adds in the same order as the kernels
+(docs/lossless.md; at the start, both are compared with the real weights). With `is_fast`, cuBLAS may choose
+any order.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def reference_linear(
 
 
 def _widened(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Multiply in x's dtype, which is wider than the weight's, without a copy of the whole weight."""
+    """Multiply in x's dtype, wider than the weight's, without converting the whole weight at once."""
     rows = max(1, WIDENED_VALUES // weight.shape[1])
     out = torch.cat([functional.linear(x, part.to(x.dtype)) for part in torch.split(weight, rows)], dim=-1)
     return out if bias is None else out + bias
@@ -56,7 +57,7 @@ def _widened(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 @functools.cache
 def _slow_on_cpu() -> tuple[torch.dtype, ...]:
-    """Return half-precision dtypes without CPU instructions: PyTorch then takes up to fifty times as long."""
+    """Return half-precision dtypes without CPU instructions, in which PyTorch is up to 50 times slower."""
     is_fast = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     return (torch.float16,) if is_fast else (torch.float16, torch.bfloat16)
 
@@ -64,7 +65,7 @@ def _slow_on_cpu() -> tuple[torch.dtype, ...]:
 def reference_scaled_linear(
     x: Tensor, values: Tensor, scale: Tensor, bias: Tensor | None, onto: Tensor | None, gate: Gate | None
 ) -> Tensor | None:
-    """Multiply with tokens rounded to fp8 if the kernel rounds them; None otherwise."""
+    """Multiply tokens rounded to fp8, if the kernel would round them; return None if it would not."""
     if not rounds_tokens(x, values):
         return None
     product = _scaled_reference(rounded_to_fp8(x), values, scale)
@@ -74,7 +75,7 @@ def reference_scaled_linear(
 
 
 def _scaled_reference(x: Tensor, values: Tensor, scale: Tensor) -> Tensor:
-    """Multiply by dequantised values, a slice of rows at a time."""
+    """Multiply x by dequantised values, a slice of rows at a time."""
     rows = max(1, WIDENED_VALUES // values.shape[1])
     parts = zip(torch.split(values, rows), torch.split(scale, rows), strict=True)
     return torch.cat(
@@ -90,14 +91,14 @@ def rounds_tokens(x: Tensor, values: Tensor) -> bool:
 
 
 def rounded_to_fp8(x: Tensor) -> Tensor:
-    """Round each token [..., K] as in fp8 products, with a scale that makes its largest value 448."""
+    """Return x [..., K], rounded as in fp8 products: each token's scale makes its largest magnitude 448."""
     wide = x.float()
     scale = (wide.abs().amax(dim=-1, keepdim=True) / 448.0).clamp(min=1e-12)
     return ((wide / scale).to(torch.float8_e4m3fn).float() * scale).to(x.dtype)
 
 
 def is_few(x: Tensor) -> bool:
-    """Return whether there are so few tokens that reading the weight takes all the time."""
+    """Return whether x has so few tokens that reading the weight takes most of the time."""
     return x.dim() == 2 and x.shape[0] <= MAX_FEW
 
 
@@ -107,6 +108,6 @@ def has_fp8(device: torch.device) -> bool:
 
 
 def has_fp8_product(x: Tensor, values: Tensor) -> bool:
-    """Return whether the GPU multiplies these natively; cuBLAS needs sides that are multiples of 16."""
+    """Return whether the GPU multiplies x by fp8 values natively; cuBLAS needs sides of multiples of 16."""
     is_fp8 = values.dtype == torch.float8_e4m3fn and x.dtype == torch.bfloat16
     return is_fp8 and x.is_cuda and has_fp8(x.device) and not any(side % 16 for side in values.shape)

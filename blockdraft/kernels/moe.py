@@ -1,8 +1,9 @@
 """Mixtures of experts, which weight and sum the outputs of a few experts: contract and PyTorch reference.
 
-The reference runs one product per expert over the tokens that chose it. It reads the chosen experts from the
-device, so a CUDA graph cannot capture it, unlike the kernels. A token's bits do not depend on other tokens in
-the kernels (on Hopper not even on their number), nor in the reference if `linear` is batch-invariant.
+The reference runs one expert after another over the tokens that chose it. It reads the chosen experts from
+the device, so a CUDA graph cannot capture it, unlike the kernels. In the kernels, a token's bits do not
+depend on other tokens (on Hopper not even on their number). The reference guarantees this if `linear` is
+batch-invariant.
 """
 
 from __future__ import annotations
@@ -23,22 +24,22 @@ Weighing = Literal["all", "renormalised", "chosen"]
 SLOPE = 1.702  # of the sigmoid in a clamped SwiGLU
 
 FP4_GROUP = 32  # columns that share a scale in MXFP4
-MIN_COLUMNS = 16  # of one step of a product
+MIN_COLUMNS = 16  # the fewest columns of one step of a product
 
 
 @dataclass(frozen=True, slots=True)
 class Activation:
     """The function between an expert's two products.
 
-    silu, gelu: silu(gate) * up, gelu(gate) * up (tanh approximation). swiglu_clamped: (up + 1) * gate *
-    sigmoid(SLOPE * gate), with gate at most `limit` and up within +-limit.
+    "silu" is silu(gate) * up, "gelu" is gelu(gate) * up (tanh approximation), and "swiglu_clamped" is
+    (up + 1) * gate * sigmoid(SLOPE * gate), with gate at most `limit` and up within +-limit.
     """
 
     kind: Literal["silu", "gelu", "swiglu_clamped"] = "silu"
     limit: float | None = None
 
     def function(self, gate_mul: GateMul) -> Callable[[Tensor], Tensor]:
-        """Return the function of gate and up side by side: [..., 2 I] -> [..., I]."""
+        """Return the function [..., 2 I] -> [..., I] of gate and up, which are concatenated."""
         kind = self.kind
         if kind == "swiglu_clamped":
             return functools.partial(clamped_swiglu, limit=self.limit)
@@ -55,7 +56,7 @@ def clamped_swiglu(gate_up: Tensor, *, limit: float | None) -> Tensor:
 class ExpertChoice(NamedTuple):
     """A router's result: weights and expert ids (int64), [N, K] each.
 
-    `groups`: the choice grouped by expert, if the routing kernel has done that.
+    `groups` is the choice grouped by expert, or None if the routing kernel did not group it.
     """
 
     weights: Tensor
@@ -66,9 +67,9 @@ class ExpertChoice(NamedTuple):
 class Matrices(NamedTuple):
     """A stored matrix [rows, columns] for each of X experts; the last dimension is contiguous.
 
-    values [X, rows, columns] are in the activations' dtype, or fp8 (e4m3) or int8 with scales, or uint8 with
-    two E2M1 codes each, the low half of a byte first, with an e8m0 scale for 32 columns. scale [X, row
-    blocks, column blocks] has blocks of `block` = (rows, columns). bias [X, rows].
+    values [X, rows, columns] are in the activations' dtype, or fp8 (e4m3) or int8 with scales. Or they are
+    uint8 with two E2M1 codes in each byte, the first in its low half, and an e8m0 scale per 32 columns.
+    scale [X, row blocks, column blocks] has one scale per block of `block` = (rows, columns). bias [X, rows].
     """
 
     values: Tensor
@@ -78,17 +79,17 @@ class Matrices(NamedTuple):
 
 
 class ExpertProduct(Protocol):
-    """A linear map per expert: gate and up stacked, or down."""
+    """A linear map for each expert: gate and up stacked, or down."""
 
     def __call__(self, x: Tensor, expert: int) -> Tensor:
-        """Multiply [M, columns] to [M, rows] by one expert."""
+        """Multiply x [M, columns] by the matrix of `expert`; return [M, rows]."""
 
     def matrices(self) -> tuple[Matrices, ...] | None:
-        """Return the matrices of each stacked part; None if no kernel reads the format."""
+        """Return the matrices of each stacked part, or None if no kernel reads the format."""
 
 
 class Parts(NamedTuple):
-    """The matrices of experts for the kernels; gate and up have one layout."""
+    """The matrices of experts, as the kernels read them; gate and up have the same layout."""
 
     gate: Matrices
     up: Matrices
@@ -96,13 +97,13 @@ class Parts(NamedTuple):
 
 
 class SharedExpertWeights(Protocol):
-    """An expert that runs for every token, with the activation of the routed ones."""
+    """An expert that runs for every token, with the activation of the routed experts."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[N, E] -> [N, E]."""
+        """Return the expert's output [N, E] for x [N, E]."""
 
     def parts(self) -> Parts | None:
-        """Return its matrices, X = 1; None if no kernel reads the format."""
+        """Return the expert's matrices (X = 1), or None if no kernel reads the format."""
 
 
 class Shared(NamedTuple):
@@ -113,9 +114,9 @@ class Shared(NamedTuple):
 
 
 class Beside(NamedTuple):
-    """The shared expert's part of the output, as kernels take it: sigmoid(gate) * value.
+    """The shared expert's term of the output, as an argument of the kernels: sigmoid(gate) * value.
 
-    `value` is the expert's output [N, E], or the expert itself if the kernels run it with the routed ones.
+    `value` is the expert's output [N, E], or its matrices if the kernels run it with the routed experts.
     """
 
     gate: Tensor
@@ -138,7 +139,7 @@ def reference_experts(  # noqa: PLR0913
     *,
     gate_mul: GateMul = reference_gate_mul,
 ) -> Tensor:
-    """Run one expert after another; products and `gate_mul` may be kernels."""
+    """Return the chosen experts' weighted sum, run one by one; products and `gate_mul` may be kernels."""
     ids = choice.ids
     activate = activation.function(gate_mul)
     outputs = x.new_empty(*ids.shape, x.shape[-1])  # [N, K, E]
@@ -152,7 +153,7 @@ def reference_experts(  # noqa: PLR0913
 def reference_combine(
     outputs: Tensor, weights: Tensor, beside: Beside | None = None, onto: Tensor | None = None
 ) -> Tensor:
-    """Weight and sum the outputs [N, K, E] of the chosen experts to [N, E]."""
+    """Return the weighted sum [N, E] of the chosen experts' outputs [N, K, E], plus `beside` and `onto`."""
     total = (outputs * weights.to(outputs.dtype)[..., None]).sum(dim=1)
     if beside is not None:
         assert isinstance(beside.value, Tensor)

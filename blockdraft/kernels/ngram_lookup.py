@@ -1,7 +1,7 @@
-"""N-gram lookup: drafts the tokens that followed when the row's last tokens occurred before.
+"""N-gram lookup: drafts the tokens that followed an earlier occurrence of the row's last tokens.
 
-`history` [rows, C] int32 holds each row's tokens by position, up to its anchor; positions past it are
-scratch. All values are integers: reference and kernels agree exactly.
+`history` [rows, C] int32 holds each row's tokens by position, up to its anchor; positions after the anchor
+are scratch. All values are integers, so the reference and the kernels agree exactly.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from torch.nn import functional
 
 from blockdraft.settings.settings import MAX_NGRAM
 
-MOST = MAX_NGRAM  # tokens that are compared; of occurrences that match in all of them, the last is taken
+MOST = MAX_NGRAM  # the most tokens to compare; among occurrences that match in all of them, the last is used
 
 
 def reference_lookup(block: Tensor, history: Tensor, rows: Tensor, starts: Tensor, least: int) -> None:
     """Overwrite the drafts of block [R, B], whose anchors are at `starts` [R] of `rows` [R] of the history.
 
-    It takes the earlier position with the most tokens up to it that equal those up to the anchor, at most
-    MOST; of several, the last. If at least `least` tokens match, it drafts what followed there; where that
-    reaches the anchor, it continues with the drafts, so a loop repeats. Other rows keep their drafts.
+    For each row, find the earlier position at which most tokens, counted back from it, equal those counted
+    back from the anchor. At most MOST are compared; ties go to the last position. If at least `least` tokens
+    match, draft the tokens from there up to the anchor, again and again, so a loop goes on. Rows with fewer
+    matches keep their drafts.
     """
     text, size = history[rows], history.shape[1]  # [R, C]
     position = torch.arange(size, device=block.device)
@@ -41,9 +42,9 @@ def reference_lookup(block: Tensor, history: Tensor, rows: Tensor, starts: Tenso
 
 
 def reference_remember(history: Tensor, sampled: Tensor, rows: Tensor, length: Tensor) -> None:
-    """Write samples [R, B] behind the anchors of `rows` [R], which are at `length` [rows].
+    """Write samples [R, B] after the anchors of `rows` [R], which are at `length` [rows].
 
-    It writes all of them: those that are not committed are scratch.
+    It writes all samples; those that are not committed count as scratch.
     """
     column = torch.arange(sampled.shape[1], device=sampled.device)
     history[rows[:, None], length[rows][:, None] + 1 + column] = sampled.to(history.dtype)

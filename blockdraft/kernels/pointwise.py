@@ -1,9 +1,9 @@
 """Operations on single tokens (RMS norm, gated activations, rotary positions): contracts and references.
 
 In the CPU kernels, `llvm.pointwise`, a token's bits do not depend on other tokens. In PyTorch they may: its
-sigmoid, silu, softplus and gelu compute elements past the last whole vector by other code (measured on
-aarch64, PyTorch 2.13). `sigmoid` and `softplus` here use one chain of operations for every element. Training
-uses the references.
+sigmoid, silu, softplus and gelu compute the elements after the last full SIMD vector by other code (measured
+on aarch64, PyTorch 2.13). `sigmoid` and `softplus` here use one chain of operations for every element.
+Training uses the references.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def reference_rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """Return x / rms(x) * weight over the last dimension, accumulated in float32 or wider.
 
     Half precision is rounded before it is multiplied by a half-precision weight. The product with a float32
-    weight is computed in float32 and rounded once. Without a weight: x / rms(x).
+    weight is computed in float32 and rounded once. Without a weight, the result is x / rms(x).
     """
     if x.dtype in (torch.float32, torch.float64):
         weight = None if weight is None else weight.to(x.dtype)
@@ -46,7 +46,7 @@ def reference_gate_mul(gate_up: Tensor, gate: Gate) -> Tensor:
 
 
 def reference_rotate(x: Tensor, angles: Angles) -> Tensor:
-    """Apply rotary positions to x [N, H, D], with the coordinates in the halves of its first R values (neox).
+    """Return x [N, H, D] with rotary positions applied to its first R values, paired by halves (neox).
 
     R is twice the number of angles; the other values do not change.
     """

@@ -1,7 +1,7 @@
-"""From logits to tokens: bias, minimum length, penalties, temperature, filters, keyed noise, argmax.
+"""Samples tokens from logits: bias, minimum length, penalties, temperature, filters, keyed noise, argmax.
 
-Everything depends only on a row's own prefix, so it is the same at any column of a block: verification of the
-target and drafts call one function. The order of the steps is vLLM's.
+A token depends only on its row's own prefix, not on its column in a block, so drafting and verification call
+one function. The order of the steps is vLLM's.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from blockdraft.kernels.noise import gumbel
 from blockdraft.kernels.sampling_tables import Real, Whole
 
 NEVER = float("-inf")
-MIN_TEMPERATURE = 1e-5  # below is greedy; dividing by 1e-38 would overflow
+MIN_TEMPERATURE = 1e-5  # lower temperatures are greedy; dividing by 1e-38 would overflow
 
 
 @dataclass(slots=True)
 class Needs:
-    """The parts of sampling that some active row needs."""
+    """The parts of sampling that at least one active row needs."""
 
     random: bool = False
     filter: bool = False
@@ -34,8 +34,8 @@ class Needs:
 class SamplingBatch:
     """The sampling tables of all rows, and the R rows to sample.
 
-    A row of zeros is greedy. The ids of a list are sorted. `needs` is a host value, for the reference only,
-    and depends on the rows that are active now.
+    A row of zeros is greedy. The ids of a list are sorted. `needs`, on the host, describes the rows that are
+    active now; only the reference reads it.
     """
 
     real: Tensor  # [rows, len(Real)] float32
@@ -68,7 +68,7 @@ Forbid = Callable[[Tensor, Allowed], None]
 
 
 def reference_forbid(logits: Tensor, allowed: Allowed) -> None:
-    """Set logits [R, C, V] of tokens that the constrained columns may not choose to NEVER."""
+    """Set logits [R, C, V] to NEVER for tokens that the constrained columns may not choose."""
     bits = torch.arange(8, dtype=torch.uint8, device=logits.device)
     is_allowed = (allowed.words.view(torch.uint8)[..., None] >> bits & 1).flatten(-2)[..., : logits.shape[-1]]
     columns = torch.arange(logits.shape[1], device=logits.device)
@@ -79,8 +79,8 @@ def reference_forbid(logits: Tensor, allowed: Allowed) -> None:
 def reference_choose(logits: Tensor, starts: Tensor, recent: Tensor, batch: SamplingBatch) -> Tensor:
     """Choose tokens [R, C]: column c of logits [R, C, V] chooses the token at position starts[r] + 1 + c.
 
-    The tokens `recent` [R, J] are at positions starts[r], starts[r] + 1, … and not counted in the tables yet:
-    column c counts the first min(c + 1, J) of them.
+    The tokens `recent` [R, J] are at positions starts[r], starts[r] + 1, …, and the tables do not count them
+    yet: column c counts the first min(c + 1, J) of them.
     """
     scores = adjusted(logits, starts, recent, batch)
     greedy = scores.argmax(dim=-1)
@@ -94,17 +94,17 @@ def reference_choose(logits: Tensor, starts: Tensor, recent: Tensor, batch: Samp
 
 
 def is_warm(batch: SamplingBatch) -> Tensor:
-    """Return [R]: whether noise is added."""
+    """Return a mask [R]: True where noise is added."""
     return batch.numbers(Real.TEMPERATURE) >= MIN_TEMPERATURE
 
 
 def scales(batch: SamplingBatch, dtype: torch.dtype) -> Tensor:
-    """Return [R]: the factors of scores for their temperature; 1 if greedy."""
+    """Return the factors [R] that apply the temperature to scores: 1 / temperature, or 1 if greedy."""
     return 1.0 / torch.where(is_warm(batch), batch.numbers(Real.TEMPERATURE), 1.0).to(dtype)
 
 
 def noise_of(scores: Tensor, starts: Tensor, batch: SamplingBatch) -> Tensor:
-    """Return the noise of all tokens for scores [R, C, V] with columns behind `starts`."""
+    """Return noise [R, C, V] for scores [R, C, V], whose columns are at starts + 1, starts + 2, …"""
     positions = _positions(scores, starts)
     return gumbel(batch.integers(Whole.SEED), positions, scores.shape[-1], scores.dtype)
 
@@ -122,15 +122,15 @@ def adjusted(logits: Tensor, starts: Tensor, recent: Tensor, batch: SamplingBatc
 
 
 def _positions(scores: Tensor, starts: Tensor) -> Tensor:
-    """Return the positions [R, C] of scores [R, C, V], behind `starts`."""
+    """Return the positions [R, C] of scores [R, C, V]: starts + 1, starts + 2, …"""
     return starts[:, None] + 1 + torch.arange(scores.shape[1], device=scores.device)
 
 
 def penalise(scores: Tensor, starts: Tensor, recent: Tensor, batch: SamplingBatch) -> Tensor:
     """Apply repetition, frequency and presence penalties as in plain decoding of each column.
 
-    First with the committed counts for the whole vocabulary, then again for the few tokens of the block,
-    whose counts differ from column to column.
+    The committed counts are applied to the whole vocabulary, then the few tokens of the block are penalised
+    again, as their counts differ from column to column.
     """
     counts = batch.output_counts[batch.rows][:, None].to(scores.dtype)  # [R, 1, V]
     seen = batch.prompt_seen[batch.rows]  # [R, V]
@@ -160,7 +160,7 @@ def _penalise(scores: Tensor, counts: Tensor, seen: Tensor, batch: SamplingBatch
 
 
 def keep_likely(scaled: Tensor, batch: SamplingBatch) -> Tensor:
-    """Apply min_p, then top_k, then top_p to the rest; the likeliest token always stays."""
+    """Return the scores, NEVER where min_p, then top_k, then top_p remove the token; the likeliest stays."""
     best = scaled.amax(dim=-1, keepdim=True)
     floor = best + batch.numbers(Real.LOG_MIN_P)[:, None, None].to(scaled.dtype)
     scaled = scaled.masked_fill(scaled < floor, NEVER)
@@ -176,7 +176,7 @@ def keep_likely(scaled: Tensor, batch: SamplingBatch) -> Tensor:
 
 
 def _add_sparse(scores: Tensor, ids: Tensor, values: Tensor) -> Tensor:
-    """Add `values` [R, 1 or C, 1 or K] at `ids` [R, K] to scores [R, C, V]; id -1 adds nothing."""
+    """Return scores [R, C, V] plus `values` [R, 1 or C, 1 or K] at `ids` [R, K]; id -1 adds nothing."""
     shape = (ids.shape[0], scores.shape[1], ids.shape[1])
     is_used = (ids >= 0)[:, None].expand(shape)
     index = ids.clamp(min=0)[:, None].expand(shape)

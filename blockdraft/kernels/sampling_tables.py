@@ -1,4 +1,4 @@
-"""The columns of the sampling tables. No torch here: the planner computes their size."""
+"""The columns of the sampling tables. It does not import torch, as the planner computes the tables' size."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Whole(enum.IntEnum):
     SEED = 0
     TOP_K = 1  # vocabulary size means off
     OUTPUT_START = 2  # positions from here on count as output
-    MIN_END = 3  # before this position no token of `stop_ids` is chosen
+    MIN_END = 3  # no token of `stop_ids` is chosen before this position
     NUM_STOPS = 4  # entries of `stop_ids`
     NUM_BIASES = 5  # entries of `bias_ids` and `bias_values`
     IS_FILTERED = 6  # min_p, top_k or top_p is on

@@ -1,1 +1,1 @@
-"""Picks the implementation of each operation: its kernel, or the reference of its contract."""
+"""Picks the implementation of each operation: a kernel, or the PyTorch reference."""

@@ -1,4 +1,4 @@
-"""Picks attention over exact and compressed pages, and the lookup of tokens' slots."""
+"""Picks attention over exact and compressed pages, compression, and the lookup of tokens' slots."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _llvm_tiles = functools.cache(CompressTiles)
 
 
 def pick_locate(at: Available) -> Locate | None:
-    """Return the kernel; None if Blocks uses indexing."""
+    """Return the kernel that finds tokens' slots; None if Blocks computes them by indexing."""
     if at.has_triton("slots"):
         from blockdraft.kernels.triton.pointwise import locate
 
@@ -38,7 +38,7 @@ def pick_locate(at: Available) -> Locate | None:
 
 
 def pick_attend(at: Available) -> Attend:
-    """Attend with q [N, H, D] over keys and values [G, S, D], including the blocks' own; sinks [H]."""
+    """Pick attention of q [N, H, D] over keys and values [G, S, D], including the blocks' own; sinks [H]."""
     if at.has_triton("attention"):
         from blockdraft.kernels.triton.attention import attend
 
@@ -55,7 +55,7 @@ def _llvm_attend(
 
 
 def pick_attend_compressed(at: Available) -> AttendCompressed:
-    """Attend with q [N, H, D] over one layer's CompressedPages (L = 1); sinks [H]. Return [N, H, D]."""
+    """Pick attention [N, H, D] of q [N, H, D] over one layer's CompressedPages (L = 1); sinks [H]."""
     if at.has_triton("attention"):
         return named("attention", _triton_attend_compressed)
     return _llvm_attend_compressed if at.has_llvm() else reference_attend_compressed_paged
@@ -78,7 +78,7 @@ def pick_compress(at: Available) -> Compress:
 
 
 def _llvm_lanes(form: KvFormat) -> int:
-    """Return the number by which the CPU's kernels need the head size to be divisible."""
+    """Return the number that the head size must be a multiple of for the CPU kernels."""
     return 16 if form.is_rotated else 4
 
 

@@ -31,12 +31,12 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 
 def pick_route(at: Available) -> Route:
-    """Choose the `num_chosen` largest of each row of logits [N, X], largest first, with their weights.
+    """Pick the router: it chooses the `num_chosen` largest logits [N, X] of each token, largest first.
 
-    Weights are a softmax over all experts ("all"), the same rescaled to sum to one ("renormalised"), or a
-    softmax over the chosen ones ("chosen"): the last two are equal except for rounding. They are float32 or
-    wider; those of "chosen" may have the logits' dtype. Each is multiplied by its expert's `expert_scale`. In
-    the kernel, ties go to the lowest id; PyTorch guarantees no order.
+    Weights are a softmax over all experts ("all"), that softmax rescaled to sum to one ("renormalised"), or a
+    softmax over the chosen experts ("chosen"); the last two differ only by rounding. Weights are float32 or
+    wider; with "chosen" they may have the logits' dtype. Each is multiplied by its expert's `expert_scale`.
+    The kernel resolves ties to the lowest id; PyTorch guarantees no order.
     """
     if not at.has_triton("routing"):
         return reference_route
@@ -58,10 +58,10 @@ def pick_route(at: Available) -> Route:
 
 
 def pick_experts(at: Available, gate_mul: GateMul) -> RunExperts:
-    """Return [N, E] for x [N, E]: the sum over a token's choice of weight * down(activation(gate_up(x))).
+    """Pick the experts' kernel: the sum [N, E] of weight * down(activation(gate_up(x))) over chosen experts.
 
-    Weights are rounded to x's dtype, and so is each weighted output. Their sum, in float32 or wider, is
-    rounded; then `shared` is added and rounded, then `onto` (the residual stream) is added and rounded.
+    Weights and weighted outputs are rounded to x's dtype. The sum is computed in float32 or wider, then
+    rounded. Then `shared` is added and the sum rounded, then `onto` (the residual stream), and rounded again.
     """
     one_by_one = functools.partial(reference_experts, gate_mul=gate_mul)
     if not at.has_triton("experts"):
@@ -89,7 +89,7 @@ def pick_experts(at: Available, gate_mul: GateMul) -> RunExperts:
 
 
 def _beside(x: Tensor, shared: Shared, parts: Parts, num_pairs: int) -> Beside:
-    """Return the shared expert, to run with the routed ones, or (faster for many pairs) its output."""
+    """Return the shared expert's matrices, to run with the routed experts, or (for many pairs) its output."""
     from blockdraft.kernels.triton.routing import MAX_FEW
 
     if num_pairs <= MAX_FEW or parts.gate.scale is not None:
@@ -100,12 +100,12 @@ def _beside(x: Tensor, shared: Shared, parts: Parts, num_pairs: int) -> Beside:
 
 
 def _can_join(shared: Matrices, routed: Matrices) -> bool:
-    """Return whether one kernel can read both with wide loads."""
+    """Return whether one kernel can read both experts with wide loads."""
     return _layout(shared, 1) == _layout(routed, 1) and shared.values.data_ptr() % 16 == 0
 
 
 def why_no_kernel(at: Available, gate_up: ExpertProduct, down: ExpertProduct) -> str | None:
-    """Return why the kernels cannot run these experts, nor a CUDA graph capture them; None if they can."""
+    """Return why the kernels cannot run these experts, so no CUDA graph can capture them, or None."""
     found = at.why_reference("experts") or _readable(at, gate_up, down)
     return found if isinstance(found, str) else None
 
@@ -123,7 +123,7 @@ def _readable(at: Available, gate_up: ExpertProduct, down: ExpertProduct) -> Par
 
 
 def _layout(part: Matrices, begin: int = 0) -> tuple[object, ...]:
-    """Return the memory layout from dimension `begin` on; 1 leaves out the dimension of the experts."""
+    """Return the memory layout of dimensions from `begin` on; 1 leaves out the dimension of experts."""
     values, scale, bias = (
         None if tensor is None else (tensor.dtype, tensor.shape[begin:], tensor.stride()[begin:])
         for tensor in (part.values, part.scale, part.bias)
@@ -145,5 +145,5 @@ def _why_unreadable(part: Matrices, dtype: torch.dtype, device: torch.device) ->
     if stored == torch.float8_e4m3fn and dtype != torch.bfloat16 and is_old:
         return f"this card cannot convert fp8 to {dtype} (compute capability 8.9 and above can)"
     if dtype not in _HALVES and stored != torch.int8:
-        return f"the kernels read {stored} beside half precision only, not {dtype}"
+        return f"the kernels read {stored} only in half-precision models, not in {dtype}"
     return None

@@ -56,7 +56,10 @@ def pick_rotate(at: Available) -> Rotate:
 
 
 def pick_norm_rope_write(at: Available, rms_norm: RmsNorm, rotate: Rotate) -> NormRopeWrite:
-    """Normalise and rotate q [N, H, D], if given, and k, write k and v [N, G, D] to their slots; return q."""
+    """Pick the step that normalises and rotates q [N, H, D] and k, writes k and v [N, G, D], and returns q.
+
+    q may be None: then only k and v are written, and the step returns None.
+    """
     if at.has_triton("heads"):
         from blockdraft.kernels.triton.pointwise import norm_rope_write as kernel
 
@@ -87,7 +90,7 @@ def pick_gate_heads(at: Available) -> GateHeads:
 
 
 def pick_block_convs(at: Available, linear: Multiply, rms_norm: RmsNorm) -> tuple[ConvBefore, ConvAfter]:
-    """Return the convolution before a sublayer, with its projection, and the one after it, with a norm."""
+    """Return the convolution before a sublayer, with its projection, and the one after, with a norm."""
     if at.has_llvm():
         return in_turn(BlockConvKernel(at.dtype), linear, rms_norm)
     if not at.has_triton("block convolutions"):

@@ -1,4 +1,4 @@
-"""Picks products with weights (plain, gated, packed, int8), and packs int8 weights by the same choice."""
+"""Picks products with weights (plain, gated, packed, int8), and packs int8 weights for the picked kernel."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def pick_linear(at: Available) -> Multiply:
 
 @functools.cache
 def _cut_no_sums() -> None:
-    """Tell cuBLAS not to split sums. PyTorch can only set this for the whole process."""
+    """Configure cuBLAS not to split sums; PyTorch can set this only for the whole process."""
     if not torch.cuda.is_available():
         return
     with _silent():  # PyTorch prints a warning that this is experimental
@@ -74,7 +74,7 @@ def _cut_no_sums() -> None:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Discard what C++ writes to stderr."""
+    """Discard all output of C++ code to stderr."""
     sys.stderr.flush()
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
@@ -87,7 +87,7 @@ def _silent() -> Iterator[None]:
 
 
 def pick_gated_linear(at: Available, linear: Multiply, gate_mul: GateMul) -> GatedMultiply:
-    """Return gate(a) * b [..., I] for the halves a and b of the product [..., 2 I], in one step or two."""
+    """Pick gate(a) * b [..., I] for the halves a and b of a product [..., 2 I], in one kernel or two."""
 
     def in_two_steps(x: Tensor, weight: Tensor, bias: Tensor | None, gate: Gate) -> Tensor:
         return gate_mul(linear(x, weight, bias, None), gate)
@@ -113,11 +113,11 @@ def pick_gated_linear(at: Available, linear: Multiply, gate_mul: GateMul) -> Gat
 
 
 def pick_scaled_linear(at: Available, gate_mul: GateMul) -> ScaledMultiply:
-    """Multiply by fp8 or int8 values [N, K] with one scale [N] per row; None if there is no kernel.
+    """Pick the product with fp8 or int8 values [N, K] and scales [N]; it returns None if no kernel fits.
 
-    The weight is widened on its way to the tensor cores. With many tokens, native fp8 products are faster: if
-    `is_fast` allows it, each token is rounded to fp8 with its own scale, so the result differs by that
-    rounding.
+    The kernel widens the weight on its way to the tensor cores. For many tokens, native fp8 products are
+    faster: if `is_fast` allows them, each token is rounded to fp8 with its own scale, which changes the
+    result.
     """
     if at.path == "reference" and at.is_fast and "packed products" not in at.off:
         return reference_scaled_linear
@@ -154,7 +154,7 @@ def pick_int8(at: Available) -> tuple[Int8Multiply, Int8LookUp]:
 
 
 def pack(weight: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
-    """Round rows [n, K] of a weight to int8 [n, padded K] with scales, in the same way as tokens."""
+    """Return rows [n, K] of a weight, rounded like tokens to int8 [n, padded K], and their scales [n]."""
     rotated = rotated_columns(weight.shape[1])
     if _is_native():
         kernels = _llvm_int8(product_path())
@@ -165,7 +165,7 @@ def pack(weight: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def interleave(values: Tensor, scale: Tensor, factors: Tensor) -> Int8Weight:
-    """Build a weight from the rows of `pack`."""
+    """Return an Int8Weight built from the rows and scales that `pack` returned."""
     rows, columns = values.shape[0], factors.shape[0]
     if _is_native():
         packed, sums = _llvm_int8(product_path()).interleaved(values.contiguous())

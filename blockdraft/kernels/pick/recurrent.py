@@ -26,7 +26,7 @@ _llvm_delta = functools.cache(GatedDeltaKernels)
 
 
 def pick_scan(at: Available) -> tuple[DeltaScan, DeltaFold]:
-    dtype = torch.promote_types(at.dtype, torch.float32)  # of the states
+    dtype = torch.promote_types(at.dtype, torch.float32)  # the dtype of states
     if not at.has_llvm(dtype):
         return reference_scan, reference_fold
     kernels = _llvm_delta(dtype)
@@ -38,7 +38,7 @@ def pick_convolve(at: Available) -> Convolve:
 
 
 def pick_gated_norm(at: Available, rms_norm: RmsNorm) -> GatedNorm:
-    """Return rms_norm(read [N, H, V]) * silu(z [N, H * V]) in read's dtype, computed in float32 or wider."""
+    """Pick rms_norm(read [N, H, V]) * silu(z [N, H * V]) in read's dtype, computed in float32 or wider."""
     if at.has_triton("gated norms"):
         from blockdraft.kernels.triton import gated_delta as kernels
 
@@ -52,7 +52,7 @@ def pick_gated_norm(at: Available, rms_norm: RmsNorm) -> GatedNorm:
 
 
 def pick_in_place(at: Available) -> InPlace | None:
-    """Return the kernels on states in place; None: states are gathered for `convolve`, `scan` and `fold`."""
+    """Return the kernels on states in place; None if `convolve`, `scan` and `fold` get gathered states."""
     if not at.has_triton("gated delta"):
         return None
     from blockdraft.kernels.triton import gated_delta as kernels

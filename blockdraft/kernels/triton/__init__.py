@@ -1,1 +1,1 @@
-"""The fast paths on a CUDA device, in Triton; imported when Kernels for a CUDA device are built."""
+"""The Triton kernels for CUDA devices, imported when the Kernels for such a device are built."""

@@ -1,4 +1,4 @@
-"""Acceptance on a CUDA device, one program per row; see `kernels/acceptance.py` for the contracts."""
+"""Acceptance on a CUDA device, with one program per row; see `kernels/acceptance.py` for the contracts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _count(sampled, block, out, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
 
 
 def count_accepted(sampled: Tensor, block: Tensor) -> Tensor:
-    """acceptance.reference_count_accepted."""
+    """Implement `acceptance.reference_count_accepted`."""
     sampled, block = sampled.contiguous(), block.contiguous()
     num_rows, width = block.shape
     out = torch.empty(num_rows, dtype=torch.int64, device=block.device)
@@ -62,7 +62,7 @@ def _draw(
 
 
 def draw_accepted(rates: Tensor, starts: Tensor, batch: SamplingBatch) -> Tensor:
-    """acceptance.reference_draw_accepted."""
+    """Implement `acceptance.reference_draw_accepted`."""
     out = torch.empty(len(starts), dtype=torch.int64, device=starts.device)
     _draw[(len(starts),)](
         rates, starts, batch.rows, batch.whole, out, len(rates), batch.whole.shape[1],
@@ -98,7 +98,7 @@ def _advance(
 def advance(
     progress: Progress, block: Tensor, sampled: Tensor, num_committed: Tensor, batch: SamplingBatch
 ) -> None:
-    """acceptance.reference_advance."""
+    """Implement `acceptance.reference_advance`."""
     block, sampled = block.contiguous(), sampled.contiguous()
     num_rows, width = block.shape
     _advance[(num_rows,)](

@@ -1,15 +1,16 @@
-"""Paged attention of ragged rows on the device: the contract of `kernels.attention`.
+"""Paged attention of ragged rows on a CUDA device; see `kernels.attention` for the contract.
 
 A tile is up to `tokens` queries of one row times the query heads that share a key/value head, so keys and
-values are read once for all of them. The keys that a query sees are divided by position alone: into chunks of
-BLOCK_N, and into at most MAX_SEGMENTS segments of equal length (`segment_length`). An online softmax runs
-through the chunks of a segment, and segments are folded in order: by the program itself if there are tiles
-enough to fill the device, otherwise by a second kernel, after several programs that share the segments.
+values are read once for all of them. The keys that a query sees are divided only by position: into chunks of
+BLOCK_N, and into at most MAX_SEGMENTS segments of equal length (`segment_length`). A program computes an
+online softmax over the chunks of a segment. Segments are folded in order: by the program itself if there are
+enough tiles to fill the device, otherwise by a second kernel, after several programs shared the segments.
 
-Both do the same operations in the same order, and a chunk or segment that a query does not see changes none
-of its bits. They depend only on the query, the keys and values that it sees, their positions and its head's
-sink. For this, weights are summed on the tensor cores, as a product with ones (a sum over a tile's columns
-depends on the tile's layout), and multiply-adds are explicit (the compiler would choose which to fuse).
+Both ways do equal operations in equal order, and a chunk or segment that a query does not see changes none of
+its bits. A query's bits depend only on the query, the keys and values that it sees, their positions and its
+head's sink. For this, weights are summed on the tensor cores, as a product with ones (a sum over a tile's
+columns depends on the tile's layout), and multiply-adds are explicit (the compiler would choose which to
+fuse).
 
 A tile reads only keys in its own range. Keys that a query does not see get a weight of zero, so a NaN among
 the values of a later token reaches the earlier tokens of its tile.
@@ -39,35 +40,35 @@ LOG2_E = 1 / math.log(2)
 MAX_SPLIT_COUNT = 64  # tokens of a row; with more, the tiles of a prefill fill the device without splitting
 MAX_SEGMENTS = 16  # of a query: enough for one row to fill the device
 MAX_STAGES = 3
-ROW_BLOCK = 256  # rows looked at together when a tile searches its own
+ROW_BLOCK = 256  # rows read at a time when a tile searches for its row
 
-SUMS = tl.constexpr(8)  # equal columns of the product that sums weights: the least for a tensor core
+SUMS = tl.constexpr(8)  # equal columns of the product that sums weights: the fewest a tensor core takes
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """The division of the work, which depends only on shapes that the host knows."""
+    """The division of the work, chosen only by shapes that the host knows."""
 
-    tokens: int  # queries of one row in a tile
-    block_m: int  # those times the query heads of a key/value head, padded to a power of two
-    block_n: int  # keys of a chunk; part of the result's bits
+    tokens: int  # the queries of one row in a tile
+    block_m: int  # `tokens` times the query heads per key/value head, padded to a power of two
+    block_n: int  # keys of a chunk; the result's bits depend on it
     warps: int
     stages: int
     parts: int  # programs that share the segments of a tile
-    segment: int = 128  # keys of the shortest segments; part of the result's bits
+    segment: int = 128  # keys of the shortest segments; the result's bits depend on it
 
 
 @triton.jit
 def segment_length(hi, SEGMENT: tl.constexpr, MAX: tl.constexpr):
     """Return the keys per segment for a query that sees the keys before `hi`, from 1 to 2 ** 24 - 1.
 
-    The least multiple of SEGMENT that is enough for MAX segments, rounded up to one of three significant bits
-    (SEGMENT times 1 to 8, 10, 12, 14, 16, 20, ...). A query that sees more than 4 * MAX * SEGMENT keys has
-    more than four fifths of MAX segments. Two lengths are at least MAX * SEGMENT queries apart, more than a
-    tile has: its queries have at most two lengths.
+    It is SEGMENT times the least multiple with which MAX segments suffice, rounded up to three significant
+    bits (1 to 8, 10, 12, 14, 16, 20, ...). A query that sees more than 4 * MAX * SEGMENT keys has more than
+    four fifths of MAX segments. A length holds for at least MAX * SEGMENT consecutive queries, more than a
+    tile has, so the queries of a tile have at most two lengths.
     """
     multiple = (hi - 1) // (MAX * SEGMENT) + 1
-    # As float32 it is exact. Of its 23 bits behind the leading one, two stay; a carry raises the exponent.
+    # float32 holds it exactly. Two of the 23 bits after the leading one stay; a carry raises the exponent.
     bits = tl.cast(multiple, tl.float32).to(tl.int32, bitcast=True)
     bits = ((bits + 0x1FFFFF) >> 21) << 21
     return bits.to(tl.float32, bitcast=True).to(tl.int32) * SEGMENT
@@ -78,7 +79,7 @@ def visible_keys(
     start, token, count, window,
     IS_CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, IS_ANCHORED: tl.constexpr,
 ):  # fmt: skip
-    """The keys [lo, hi) that token number `token` of a row's `count` sees."""
+    """Return the range of keys [lo, hi) that token number `token` of a row's `count` sees."""
     lo = token * 0
     hi = start + token + 1 if IS_CAUSAL else lo + start + count
     if HAS_WINDOW:
@@ -92,7 +93,7 @@ def visible_keys(
 
 @triton.jit
 def fold(whole, acc, scale):
-    """Add the sums, tops and totals of a segment to those of earlier segments."""
+    """Return the sums, tops and totals of earlier segments (`whole`) and a segment (`acc`) together."""
     whole_sums, whole_top, whole_total = whole
     sums, top, total = acc
     new_top = tl.maximum(whole_top, top)
@@ -117,14 +118,14 @@ def _where(condition, one, other):
 
 @triton.jit
 def nothing(M: tl.constexpr, DIM_PAD: tl.constexpr, SUMS: tl.constexpr):
-    """Return sums, tops and totals before the first key."""
+    """Return the sums, tops and totals of no keys."""
     sums = tl.zeros([M, DIM_PAD], tl.float32)
     return sums, tl.full([M], float("-inf"), tl.float32), tl.zeros([M, SUMS], tl.float32)
 
 
 @triton.jit
 def divided(whole, sink, scale, HAS_SINKS: tl.constexpr):
-    """Return the outputs. A sink [M], in powers of 2, is a score without a value."""
+    """Return the outputs, sums / totals. A sink [M], in powers of 2, is a score without a value."""
     sums, top, total = whole
     total = tl.max(total, 1)  # all columns are equal
     if HAS_SINKS:
@@ -143,16 +144,16 @@ def _attend_chunks(
     PAGE_SIZE: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_N: tl.constexpr,
     FOLDS: tl.constexpr, HAS_LO: tl.constexpr, IS_MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over the chunks [first_chunk, last_chunk), in powers of 2.
+    """Compute an online softmax over the chunks [first_chunk, last_chunk), in powers of 2.
 
-    FOLDS: where a query's segment begins, each of `length` [M] keys, the one before is folded into `whole`.
-    Every length is `shortest` or `longest`.
-    Not IS_MASKED: every query of the tile sees all keys of these chunks.
+    With FOLDS, where a segment of a query begins, its previous segment is folded into `whole`. Segments have
+    `length` [M] keys, which is `shortest` or `longest`. Without IS_MASKED, every query of the tile sees all
+    keys of these chunks.
     """
     dim = tl.arange(0, DIM_PAD)
     ones = tl.full([BLOCK_N, SUMS], 1.0, q.dtype)
     key = first_chunk * BLOCK_N + tl.arange(0, BLOCK_N)
-    # Page ids are loaded one iteration ahead: keys and values depend on them, and are loaded ahead, too.
+    # Page ids are loaded one iteration ahead, as keys and values depend on them and are loaded ahead, too.
     page = tl.load(table + key // PAGE_SIZE, mask=(key >= tile_lo) & (key < tile_hi), other=0).to(tl.int32)
     for chunk in tl.range(first_chunk, last_chunk):
         key = chunk * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -189,7 +190,7 @@ def _attend_chunks(
         base = tl.where(new_top == float("-inf"), 0.0, new_top)
         weights = tl.exp2(tl.fma(scores, scale, -(base * scale)[:, None])).to(v.dtype)
         shrink = tl.exp2((top - base) * scale)[:, None]
-        # In the opposite order, the compiler gives all of a low tile to every warp.
+        # In the opposite order, the compiler gives every warp all of a low tile.
         total = tl.dot(weights, ones, total * shrink, input_precision=PRECISION)
         sums = tl.dot(weights, v, sums * shrink, input_precision=PRECISION)
         acc = sums, new_top, total
@@ -198,9 +199,9 @@ def _attend_chunks(
 
 @triton.jit
 def row_of(offsets, num_rows, number, PER_TILE: tl.constexpr, ROW_BLOCK: tl.constexpr):
-    """Return the row of tile `number`: tiles of row r begin at offsets[r] // PER_TILE + r; one may be unused.
+    """Return the row of tile `number`; if PER_TILE is 0, the row of token `number` of the stream.
 
-    If PER_TILE is 0: the row of token `number` of the stream.
+    The tiles of row r begin at offsets[r] // PER_TILE + r; a row may have one unused tile.
     """
     row = -1
     for begin in range(0, num_rows, ROW_BLOCK):
@@ -222,9 +223,10 @@ def _attend_kernel(
     HAS_SINKS: tl.constexpr, HAS_BODY: tl.constexpr, PRECISION: tl.constexpr, ROW_BLOCK: tl.constexpr,
     SEGMENT: tl.constexpr, MAX_SEGMENTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles, key/value heads, parts). The last tiles of a row have most to read and go first.
+    """Attend with one tile; grid (tiles, key/value heads, parts).
 
-    FOLDS: there is one part, and it writes the outputs. Else the parts leave each segment for the merge.
+    The last tiles of a row have most to read, so they start first. With FOLDS there is one part, which writes
+    the outputs. Otherwise the parts store each segment for `_merge_kernel`.
     """
     let_next_start(PDL)
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -247,7 +249,7 @@ def _attend_kernel(
     keys += group.to(tl.int64) * group_stride
     values += group.to(tl.int64) * group_stride
 
-    # Keys [lo, hi) of each query, and [tile_lo, tile_hi) of them together.
+    # Each query sees keys [lo, hi), the tile [tile_lo, tile_hi).
     lane = tl.arange(0, BLOCK_M)
     token = first + lane // SHARED
     head = group * SHARED + lane % SHARED
@@ -273,7 +275,7 @@ def _attend_kernel(
     if FOLDS:
         whole = nothing(BLOCK_M, DIM_PAD, SUMS)
         acc = nothing(BLOCK_M, DIM_PAD, SUMS)
-        if HAS_BODY:  # no window: the chunks that all queries of the tile see whole
+        if HAS_BODY:  # no window: first the chunks of which all queries of the tile see all keys
             whole, acc = _attend_chunks(
                 whole, acc, queries, keys, values, table, first_chunk, body,
                 tile_lo, tile_hi, lo, hi, length, shortest, longest, scale,
@@ -291,7 +293,7 @@ def _attend_kernel(
         outputs = divided(fold(whole, acc, scale), sink, scale, HAS_SINKS)
         tl.store(out + result[:, None] * DIM + dim[None, :], outputs.to(out.dtype.element_ty), mask=in_tile)
     else:
-        num_passes = tl.where(shortest == longest, 1, 2)  # one for each length
+        num_passes = tl.where(shortest == longest, 1, 2)  # a pass for each length
         for number in range(num_passes):
             pass_length = tl.where(number == 0, shortest, longest)
             is_mine = is_live & (length == pass_length)
@@ -323,7 +325,7 @@ def _merge_kernel(
     ROW_BLOCK: tl.constexpr, SEGMENT: tl.constexpr, MAX_SEGMENTS: tl.constexpr, NUM_SEGMENTS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Fold the segments with keys of a token in order; grid (tokens, query heads)."""
+    """Fold the segments of a token that have keys, in order; grid (tokens, query heads)."""
     let_next_start(PDL)
     head = tl.program_id(1)
     number = tl.program_id(0)
@@ -364,7 +366,7 @@ def attend(
     sinks: Tensor | None = None,
     config: Config | None = None,
 ) -> Tensor:
-    """Attend with q [N, H, D] over keys and values [G, S, D] (slot = page * page_size + offset): [N, H, D].
+    """Return attention [N, H, D] of q over keys and values [G, S, D]; slot = page * page_size + offset.
 
     Index tensors are int64 and on the device. No row has more than max(blocks.counts) tokens, nor more
     positions than its pages have. Outputs past the last of blocks.offsets are undefined; sinks [H].
@@ -417,7 +419,7 @@ def attend(
 
 
 def divide_rows(blocks: Blocks, num_tokens: int, tokens: int) -> tuple[int, int, bool]:
-    """Return the number of tiles of `tokens` queries, the most per row, and if rows are equal."""
+    """Return the number of tiles of `tokens` queries, the most per row, and whether all rows get as many."""
     num_rows, per_row = blocks.rows.shape[0], -(-max(blocks.counts) // tokens)
     most = num_tokens // tokens + num_rows
     is_even = num_rows * per_row <= most
@@ -425,7 +427,7 @@ def divide_rows(blocks: Blocks, num_tokens: int, tokens: int) -> tuple[int, int,
 
 
 def empty_parts(shape: tuple[int, ...], head_dim: int, device: torch.device) -> tuple[Tensor, ...]:
-    """Return memory for sums, tops and totals of tokens, heads and parts [N, H, P]."""
+    """Return uninitialised sums, tops and totals for tokens, heads and parts [N, H, P]."""
     return tuple(
         torch.empty(size, dtype=torch.float32, device=device) for size in ((*shape, head_dim), shape, shape)
     )
@@ -474,7 +476,7 @@ def choose(
     multiprocessors: int,
     shared_memory: int,
 ) -> Config:
-    """Choose one tile for the whole block if it fits; several programs per tile if there are few tiles."""
+    """Choose one tile for the whole block if it fits, and several programs per tile if tiles are few."""
     if shared > 128:
         raise DoesNotFit(f"{shared} query heads share a key/value head: paged attention takes at most 128")
     row_bytes = max(16, triton.next_power_of_2(head_dim)) * element_size
@@ -482,7 +484,7 @@ def choose(
     if max_count > MAX_SPLIT_COUNT and row_bytes <= 256:
         widest = max(64, triton.next_power_of_2(shared))  # sums of 128 queries would need too many registers
     block_m = min(max(16, triton.next_power_of_2(max_count * shared)), widest)
-    # With two programs per multiprocessor, if both fit, one's sums overlap with the other's loads.
+    # If two programs fit a multiprocessor, the sums of one overlap with the loads of the other.
     half = _stages(shared_memory // 2, block_m, block_n, row_bytes)
     programs_each = 2 if block_m <= 64 and row_bytes <= 256 and half >= 2 else 1
     stages = half if programs_each == 2 else _stages(shared_memory, block_m, block_n, row_bytes)
@@ -507,7 +509,7 @@ def choose(
 def _largest(row_bytes: int, element_size: int, shared: int, shared_memory: int) -> tuple[int, int]:
     """Return the widest tile (queries times heads) whose sums fit registers, and the keys per chunk.
 
-    The chunk is that of the widest tile, whatever the tile: its size is part of the result's bits.
+    All tiles use the chunk of the widest tile, as the result's bits depend on its size.
     """
     has_wgmma = shared_memory > 200 * 1024  # wgmma reads the queries from shared memory, not from registers
     if element_size == 4:
@@ -530,5 +532,5 @@ def _largest(row_bytes: int, element_size: int, shared: int, shared_memory: int)
 
 
 def _stages(shared_memory: int, block_m: int, block_n: int, row_bytes: int) -> int:
-    """Return the chunks in flight besides a tile's queries; 1 KB is reserved, and reductions need some."""
+    """Return how many chunks fit next to a tile's queries; 2 KB are reserved, partly for reductions."""
     return (shared_memory - 2048 - block_m * row_bytes) // (2 * block_n * row_bytes)

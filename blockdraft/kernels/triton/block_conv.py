@@ -1,8 +1,9 @@
 """Convolutions over the columns of a block on a CUDA device; see `kernels/block_conv.py` for the contract.
 
-`conv_before`: a program has some groups of channels of a tile of tokens. It computes the tokens' part of both
-convolution kernels of these groups, by a product that adds columns in order, and convolves the channels.
-`conv_after`: a program has all channels of a token, since a norm comes next.
+In `conv_before`, a program has some groups of channels of a tile of tokens. It computes the terms that the
+tokens add to both convolution kernels of these groups, by a product that adds columns in order. Then it
+convolves the channels.
+In `conv_after`, a program has all channels of a token, since a norm follows.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from torch import Tensor
 
 from blockdraft.kernels.triton.launch import let_next_start, overlap, wait_for_previous
 
-_STRIP = 2  # groups of a program: few, to have many loads of the weight in flight
-_AHEAD_BYTES = 1 << 16  # of tokens and weights in flight per program; every GPU has that much
+_STRIP = 2  # groups per program: few, so that many loads of the weight are in flight
+_AHEAD_BYTES = 1 << 16  # of tokens and weights in flight per program; all GPUs have this much memory
 _FEW, _SOME = 16, 64  # tokens of a tile
 
 
@@ -30,7 +31,7 @@ def _conv_before(
     is_token = (token < num_tokens)[:, None]
     output = tl.arange(0, OUTPUTS)
     group = tl.program_id(0) * STRIP + output % STRIP
-    row = output // STRIP * GROUPS + group  # of the weight: by kernel, tap and group
+    row = output // STRIP * GROUPS + group  # row of the weight, ordered by kernel, tap and group
     is_row = (output < 2 * TAPS * STRIP) & (group < GROUPS)
     place = tl.arange(0, CHANNELS)
     channel = tl.program_id(0) * (STRIP * GROUP) + place
@@ -49,7 +50,7 @@ def _conv_before(
     y = tl.zeros((TOKENS, CHANNELS), tl.float32)
     for tap in tl.static_range(TAPS):
         is_own = output[:, None] == (tap * STRIP + place // GROUP)[None, :]
-        own = tl.dot(added, is_own.to(added.dtype), input_precision="ieee")  # by channel, to the bit
+        own = tl.dot(added, is_own.to(added.dtype), input_precision="ieee")  # spread to channels, exactly
         learnt = tl.load(base + tap * E + channel, mask=is_channel, other=0.0).to(tl.float32)
         seen = is_token & (token % num_columns >= tap)[:, None] & is_channel[None, :]
         before = tl.load(x + (token - tap)[:, None] * E + channel[None, :], mask=seen, other=0.0)
@@ -89,7 +90,7 @@ def _conv_after(
 
 
 def conv_before(x: Tensor, base: Tensor, projection: Tensor, num_columns: int) -> tuple[Tensor, Tensor]:
-    """`block_conv.reference_conv_before`."""
+    """Implement `block_conv.reference_conv_before`."""
     (num_tokens, size), (taps, _) = x.shape, base.shape
     groups = len(projection) // (2 * taps)
     group = size // groups
@@ -113,7 +114,7 @@ def conv_before(x: Tensor, base: Tensor, projection: Tensor, num_columns: int) -
 def conv_after(
     x: Tensor, base: Tensor, deltas: Tensor, num_columns: int, onto: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """`block_conv.reference_conv_after`; the last two dimensions of deltas are contiguous."""
+    """Implement `block_conv.reference_conv_after`; the last two dimensions of deltas are contiguous."""
     size, (_, taps, groups) = x.shape[1], deltas.shape
     assert deltas.stride()[1:] == (groups, 1)
     assert onto.is_contiguous()

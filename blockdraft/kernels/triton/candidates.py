@@ -1,13 +1,13 @@
 """`walk` on a CUDA device, in three launches; see `kernels/candidates.py` for the contract.
 
-1. `_scan`: the best candidates of every chunk of CHUNK tokens of a column, best first, with noise if nothing
-   filters.
-2. `_link`: the best of a column's chunks and, for each candidate that may come before, the place of the one
-   that the column then chooses.
-3. `_follow`: the walk, one program per row.
+1. `_scan` finds the best candidates of every chunk of CHUNK tokens of a column, best first, with noise if the
+   row has no filter.
+2. `_link` merges the chunks of a column. For each candidate of the previous column, it stores the index of
+   the candidate that the column then chooses.
+3. `_follow` does the walk, with one program per row.
 
-A candidate is a key: its score in the upper half, its id, mirrored, in the lower. Keys are ordered as
-candidates are, the lower id first if scores are equal, and no two of a column are the same.
+A candidate is stored as a key: its score in the upper half, its inverted id in the lower half. Keys have the
+order of candidates, with the lower id first if scores are equal, and the keys of a column are distinct.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from blockdraft.kernels.triton.scores import (
 )
 
 CHUNK = tl.constexpr(2048)  # tokens
-_RANKS = tl.constexpr(64)  # of the pair scores at a time
+_RANKS = tl.constexpr(64)  # ranks of the pair scores, a step at a time
 _TOP_P = tl.constexpr(int(Real.TOP_P))
 _LOG_MIN_P = tl.constexpr(int(Real.LOG_MIN_P))
 _SEED = tl.constexpr(int(Whole.SEED))
@@ -77,7 +77,7 @@ def _largest(keys, top_k, K: tl.constexpr):
 
 @triton.jit
 def _is_open(temperature, row, whole):
-    """Return whether there is noise, but no filter."""
+    """Return whether the row has noise, but no filter."""
     return (temperature >= MIN_TEMPERATURE) & (tl.load(whole + row * NUM_WHOLE + _IS_FILTERED) == 0)
 
 
@@ -119,7 +119,7 @@ def _best_of_chunks(keys, index, num_keys, top_k, K: tl.constexpr, KEYS: tl.cons
 
 @triton.jit
 def _filtered(scaled, ids, top_k, row, real, whole, K: tl.constexpr):
-    """Apply min_p, top_k and top_p to each line of scaled [K, K], see `keep_likely`."""
+    """Apply min_p, top_k and top_p to each line of scaled [K, K]; see `sampling.keep_likely`."""
     best = tl.max(scaled, axis=1)
     floor = best + tl.load(real + row * NUM_REAL + _LOG_MIN_P)
     scaled = tl.where(scaled < floor[:, None], NEVER, scaled)
@@ -128,7 +128,7 @@ def _filtered(scaled, ids, top_k, row, real, whole, K: tl.constexpr):
     rank = tl.zeros([K, K], dtype=tl.int32)
     for other in range(top_k):
         value = tl.max(tl.where(place[None, :] == other, scaled, NEVER), axis=1)[:, None]
-        is_behind = ids > tl.max(tl.where(place == other, ids, 0), axis=0)  # where they are equal
+        is_behind = ids > tl.max(tl.where(place == other, ids, 0), axis=0)  # decides if they are equal
         is_before = (value > scaled) | ((value == scaled) & is_behind[None, :])
         rank += is_before.to(tl.int32)
     scaled = tl.where(rank >= most, NEVER, scaled)
@@ -219,11 +219,11 @@ def _follow(links, ids, out, C, V, K: tl.constexpr, COLUMNS: tl.constexpr, PDL: 
 
 
 def walk(logits: Tensor, pairs: PairScores, starts: Tensor, anchor: Tensor, batch: SamplingBatch) -> Tensor:
-    """`candidates.reference_walk` for logits of 16 or 32 bits whose last dimension is contiguous."""
+    """Implement `reference_walk` for logits of 16 or 32 bits whose last dimension is contiguous."""
     num_rows, num_columns, vocab_size = logits.shape
     device, count, top_k = logits.device, num_rows * num_columns, pairs.top_k
     assert logits.stride(2) == 1
-    size = max(16, triton.next_power_of_2(top_k))  # of a product of pair scores at least
+    size = max(16, triton.next_power_of_2(top_k))  # the smallest product of pair scores
     num_chunks = triton.cdiv(vocab_size, CHUNK.value)
     keys = torch.empty(count, num_chunks * size, dtype=torch.int64, device=device)
     ids, links = torch.empty(2, count, size, dtype=torch.int32, device=device)

@@ -1,4 +1,4 @@
-"""Compiles many kernels concurrently, in separate processes: threads would wait for Python's lock."""
+"""Compiles many kernels concurrently, in worker processes, as threads would wait for Python's lock."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from triton.runtime import driver
 from blockdraft.settings.settings import child_environment
 
 MAX_WORKERS = 16
-TIMEOUT_S = 120  # without a finished kernel; then the start compiles the rest itself
+TIMEOUT_S = 120  # the longest wait for a kernel; after it, the start compiles the rest itself
 NICENESS = 10
 WORKERS = (sys.executable, "-m", "blockdraft.kernels.triton.compile_workers")
 
@@ -34,11 +34,11 @@ Progress = Callable[[int, int, str], None]  # finished kernels, all kernels, nam
 
 
 class CompilePool:
-    """Worker processes and their queue of kernels. The start compiles what they do not finish."""
+    """Worker processes and their queue of kernels. The start compiles the kernels that they do not finish."""
 
     def __init__(self, num_workers: int) -> None:
         self.num_asked = self.num_done = 0
-        self.errors: list[str] = []  # of kernels that do not compile, with their names
+        self.errors: list[str] = []  # kernels that do not compile: name and error
         self._asked: set[str] = set()
         self._jobs: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[tuple[str, str | None]] = queue.SimpleQueue()
@@ -47,7 +47,7 @@ class CompilePool:
             threading.Thread(target=run, daemon=True).start()
 
     def ask(self, module: str, name: str, specialization: str, target: GPUTarget) -> None:
-        """Compile this kernel for `target`, once."""
+        """Queue a kernel to be compiled for `target`, unless it was queued before."""
         if specialization not in self._asked:
             self._asked.add(specialization)
             self.num_asked += 1
@@ -55,7 +55,7 @@ class CompilePool:
             self._jobs.put(json.dumps(asked))
 
     def wait(self, tell: Progress = lambda done, total, name: None) -> None:
-        """Wait until all kernels are compiled, or no worker is left."""
+        """Wait until all kernels are compiled, no worker is left, or no kernel is finished for TIMEOUT_S."""
         idle_s = 0
         while self.num_done < self.num_asked and idle_s < TIMEOUT_S:
             try:
@@ -78,9 +78,9 @@ class CompilePool:
         self._process.wait()
 
     def _write(self) -> None:
-        """Write jobs to a worker as it reads them: a pipe holds only a few lines."""
+        """Write the queued jobs to the workers, in a thread of its own: a pipe holds only a few lines."""
         assert self._process.stdin is not None
-        with contextlib.suppress(OSError):  # they have ended
+        with contextlib.suppress(OSError):  # the workers have ended
             while (job := self._jobs.get()) is not None:
                 self._process.stdin.write(job + "\n")
                 self._process.stdin.flush()
@@ -104,23 +104,24 @@ def _started(num_workers: int) -> subprocess.Popen[str]:
         encoding="utf-8",
         start_new_session=True,  # to end with all its children
     )
-    os.setpriority(os.PRIO_PROCESS, process.pid, NICENESS)  # the start works meanwhile, with priority
+    os.setpriority(os.PRIO_PROCESS, process.pid, NICENESS)  # the start runs meanwhile and goes first
     return process
 
 
 @contextmanager
 def collecting(pool: CompilePool) -> Iterator[None]:
-    """Inside this context our kernels are neither compiled nor run: `pool` is asked to compile each of them.
-    Their outputs are zeros, also the indexes, because PyTorch's own code does run: on a card, an index out of
-    bounds would end the process.
+    """Queue our kernels in `pool` while this context is open, instead of compiling and running them.
+
+    All new tensors and indexes are zero meanwhile. PyTorch's own code still runs, and on a GPU an index out
+    of bounds would end the process.
     """
 
     def skip(*, key: str, fn: Any, compile: dict[str, Any], **others: object) -> bool:  # as Triton names them
-        # Triton would serialise a type as its name, like a string.
+        # Triton would serialise a type as its name, which reads like a string.
         assert not any(isinstance(value, tl.dtype) for value in compile["constants"].values())
         pool.ask(fn.module, fn.name, compile["specialization_data"], target)
         kernels = fn.jit_function.device_caches[compile["device"]][0]
-        kernels[key] = _NotCompiled()  # or Triton would describe it again at every launch
+        kernels[key] = _NotCompiled()  # otherwise Triton would call this again at every launch
         left_out.append((kernels, key))
         return True
 
@@ -138,7 +139,7 @@ def collecting(pool: CompilePool) -> Iterator[None]:
 
 
 class _NotCompiled:
-    """A placeholder for a compiled kernel, which does nothing."""
+    """A placeholder for a compiled kernel; running it does nothing."""
 
     function = packed_metadata = None
 
@@ -150,7 +151,7 @@ class _NotCompiled:
 
 
 class _Zeroed(TorchDispatchMode):
-    """Makes new memory and all indexes zero."""
+    """A mode of PyTorch in which new memory and all indexes are zero."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = function.name()

@@ -1,7 +1,7 @@
-"""Compiles Triton's kernels for a start: `python -m blockdraft.kernels.triton.compile_workers NUMBER`.
+"""Compiles Triton kernels for a start: `python -m blockdraft.kernels.triton.compile_workers NUMBER`.
 
-One process imports what is needed and then forks. The workers read one line per kernel: its module, its
-Triton specialisation and the target card. They write a line for each finished kernel, which the start then
+One process imports all modules and then forks NUMBER workers. They read one line per kernel: its module, its
+Triton specialisation and the target GPU. They write a line for each finished kernel, which the start then
 finds in Triton's cache on disk. They end when the start closes their input.
 """
 
@@ -33,19 +33,19 @@ def main(num_workers: int) -> None:
 
 
 def _answer(line: str) -> str:
-    """Compile one kernel. If it fails, it also fails in the start, which handles it."""
+    """Compile one kernel. An error is only reported: the start gets the error again, and handles it."""
     asked, error = json.loads(line), None
     try:
         compile_kernel(asked["module"], asked["specialization"], GPUTarget(**asked["target"]))
-    except Exception as raised:  # noqa: BLE001  # whatever Triton raises
+    except Exception as raised:  # noqa: BLE001  # Triton raises many kinds
         error = f"{type(raised).__name__}: {raised}"[:300]
     return json.dumps({"name": asked["name"], "error": error})
 
 
 def compile_kernel(module: str, specialization: str, target: GPUTarget) -> None:
-    """Compile like JITFunction.preload, but for the named GPU instead of the one in this machine.
+    """Compile like JITFunction.preload, but for the GPU in the job instead of the one in this machine.
 
-    Triton 3.6 also compiles C for each signature, which launches the kernel; later versions do not.
+    Triton 3.6 also compiles C code for each signature, which launches the kernel; later versions do not.
     """
     found = json.loads(specialization)
     function = getattr(importlib.import_module(module), found["name"].rpartition(".")[2])
@@ -69,7 +69,7 @@ def compile_kernel(module: str, specialization: str, target: GPUTarget) -> None:
 
 
 def _constant(value: Any) -> Any:
-    """Decode a value as Triton serialised it; names of types stay strings, as no kernel has types."""
+    """Decode a value that Triton serialised; names of types stay strings, as no constant is a type."""
     if isinstance(value, dict) and "constexpr" in value:
         return tl.constexpr(value["constexpr"])
     if isinstance(value, dict) and "jit_function" in value:
@@ -78,12 +78,12 @@ def _constant(value: Any) -> Any:
 
 
 def _functions() -> dict[str, JITFunction[Any]]:
-    """Return our kernels by Triton's names."""
+    """Return our kernels by their names in Triton."""
     return {f"{function.module}:{function.fn.__qualname__}": function for function in own_functions()}
 
 
 def _tuples(kind: Any) -> Any:
-    """Turn lists into tuples: JSON has only lists, and no kernel has a list argument."""
+    """Return `kind` with lists turned into tuples: JSON has only lists, and no kernel has a list argument."""
     return tuple(map(_tuples, kind)) if isinstance(kind, list) else kind
 
 

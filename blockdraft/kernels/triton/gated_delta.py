@@ -1,10 +1,10 @@
 """The gated delta rule on a CUDA device: states and tails are read and written in place.
 
-`_mix`, one program per token and head, does the convolution and then the token's inputs to the recurrence
-(unit key and query, their product, value, decay and rate). `_advance`, one program per row, value head and
-slice of the state's columns, keeps the slice in registers for all of the row's tokens. As a scan, it updates
-state and tail for known tokens, or writes a tape for a block to verify. As a fold, it repeats the first
-tokens of a tape, in all layers at once. `_norm` is the gated RMS norm after the layer.
+`_mix`, with one program per token and head, computes the convolution and then the token's inputs to the
+recurrence (unit key and query, their product, value, decay and rate). `_advance`, with one program per row,
+value head and slice of the state's columns, keeps the slice in registers for all of the row's tokens. As a
+scan, it updates state and tail for known tokens, or writes a tape for a block to verify. As a fold, it
+repeats the first tokens of a tape, in all layers at once. `_norm` is the gated RMS norm after the layer.
 
 The operations for one column v of a state S [K, V]:
 
@@ -13,14 +13,14 @@ The operations for one column v of a state S [K, V]:
   out    = decay * (sum of query[k] * S[k, v]) + (query . key) * delta, which is query . (the new S)
   S[k, v] = fma(key[k], delta, S[k, v] * decay)
 
-A fold takes the deltas from its tape and does only the last line. Bits do not depend on how a sequence is
+A fold takes the deltas from its tape and computes only the last line. Bits do not depend on how a sequence is
 cut, on other rows, or on the slices: multiply-adds are explicit, the order of summation over k depends only
-on constants of the shape, and kernels are specialised neither on numbers that vary nor on a layer's alignment
-(a layer is given by its number). Rows may repeat only if their results are not used: padding rows are all the
-scratch row.
+on constants of the shape, and kernels are not specialised on numbers that vary, nor on a layer's alignment
+(a kernel gets the layer's number instead of a pointer). Only the scratch row, which pads a batch, may occur
+twice, as its results are not used.
 
 A state is stored with k innermost: the threads of a warp that share a column then sum by shuffles, without
-shared memory. Four parts of k are four tensors, so that each thread reads its share of one by one wide load.
+shared memory. Four parts of k are four tensors, so that a thread reads its share of each by one wide load.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from torch import Tensor
 from blockdraft.kernels.gated_delta import EPS, DeltaWeights, RowStates, RowTape
 from blockdraft.kernels.triton.launch import let_next_start, overlap, wait_for_previous
 
-BLOCK_V = 16  # columns of a program of `_advance`
-NUM_WARPS = 2  # of such a program; columns are divided among them
-NORM_HEADS = 4  # heads of a program of `_norm`
+BLOCK_V = 16  # columns per program of `_advance`
+NUM_WARPS = 2  # per program of `_advance`; its columns are divided among them
+NORM_HEADS = 4  # heads per program of `_norm`
 
 _EPS = tl.constexpr(EPS)
 
 
 @triton.jit
 def _convolved(x, n, place, tail, is_old, conv, channel, mask, x_stride, CHANNELS, WIDTH: tl.constexpr):
-    """Return silu of the convolution at token n, the row's `place`-th, in float32, rounded to x's dtype.
+    """Return silu of the convolution at token n, number `place` of its row, in float32, rounded to x's dtype.
 
     x points to the stream and `tail` to the row's tail; `is_old` is False if the row has no earlier tokens.
     """
@@ -63,7 +63,7 @@ def _convolved(x, n, place, tail, is_old, conv, channel, mask, x_stride, CHANNEL
 
 @triton.jit
 def _keep(x, inputs, channel, mask):
-    """Copy a token's channels from x, because x is a view of a larger tensor that is freed earlier."""
+    """Copy a token's channels of x to `inputs`: x is a view of a larger tensor that is freed earlier."""
     tl.store(inputs + channel, tl.load(x + channel, mask=mask), mask=mask)
 
 
@@ -116,7 +116,7 @@ def _mix(
         at = n * NUM_HEADS + head
         tl.store(value + at * V + v, v_n, mask=v_mask)
         logit = tl.load(gate + n * gate_stride + head).to(tl.float32) + tl.load(gate_bias + head)
-        # log1p(u) = log(w) * u / (w - 1) with w = 1 + u as it was rounded; log(w) alone loses a small u.
+        # log1p(u) = log(w) * u / (w - 1) with the rounded w = 1 + u; just log(w) would lose a small u.
         u = tl.exp(-tl.abs(logit))
         w = 1.0 + u
         log1p = tl.where(w == 1.0, u, tl.log(w) * u / tl.where(w == 1.0, 1.0, w - 1.0))
@@ -128,7 +128,7 @@ def _mix(
 
 @triton.jit
 def _load_parts(pointer, K: tl.constexpr, PART: tl.constexpr):
-    """Load K numbers in four parts."""
+    """Return the K numbers at `pointer`, loaded in four parts."""
     k = tl.arange(0, PART)
     return (
         tl.load(pointer + k, mask=k < K, other=0.0),
@@ -155,7 +155,7 @@ def _tile(state, v, mask, v_stride, k_stride, K: tl.constexpr, PART: tl.constexp
 
 @triton.jit
 def _dot(s, x):
-    """Return [BLOCK_V]: the sum over k of S[k, v] * x[k]."""
+    """Return the sums [BLOCK_V] over k of S[k, v] * x[k]."""
     products = tl.fma(s[1], x[1][None, :], s[0] * x[0][None, :])
     products = tl.fma(s[2], x[2][None, :], products)
     return tl.sum(tl.fma(s[3], x[3][None, :], products), axis=1)
@@ -189,7 +189,7 @@ def _shift_tail(
     )
     place = (source - (WIDTH - 1))[:, None]
     new = tl.load(x + place * x_stride + channel[None, :], mask=mask & (place >= 0), other=0.0)
-    tl.debug_barrier()  # entries move down: all are read before the first is overwritten
+    tl.debug_barrier()  # entries move down, so all are read before the first is overwritten
     tl.store(tail + entry[:, None] * CHANNELS + channel[None, :], tl.where(is_tail, old, new), mask=mask)
 
 
@@ -201,11 +201,12 @@ def _advance(
     V: tl.constexpr, PART: tl.constexpr, BLOCK_V: tl.constexpr, SHARE: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK_W: tl.constexpr, IS_FOLD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Scan or fold.
+    """Scan or fold; see the module's docstring.
 
-    A fold reads a tape with num_taped tokens per layer, `counts` of each row; x is the tape's inputs. A scan
-    reads all tokens of a row and writes `reads`. If `is_kept`, it updates states and tails, and num_taped is
-    0. Otherwise it does not change them, and writes `delta` to the tape, where `_mix` wrote key and decay.
+    A fold reads a tape of num_taped tokens per layer, the first `counts` of each row; x holds the tape's
+    inputs. A scan reads all tokens of a row and writes `reads`. If `is_kept`, the scan updates states and
+    tails, and num_taped is 0. Otherwise it does not change them, and writes `delta` to the tape, to which
+    `_mix` has written key and decay.
     """
     let_next_start(PDL)
     slices: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
@@ -312,7 +313,7 @@ def _norm(
 
 
 class _Shape(NamedTuple):
-    """The shape for which kernels are compiled, from the tensors of a layer."""
+    """The sizes for which kernels are compiled, taken from the tensors of a layer."""
 
     channels: int
     num_groups: int
@@ -323,11 +324,11 @@ class _Shape(NamedTuple):
 
     @property
     def num_programs(self) -> int:
-        """The grid of `_advance` for a row."""
+        """Return the programs of `_advance` for a row."""
         return self.num_heads * -(-self.v // BLOCK_V)
 
     def constants(self, device: torch.device) -> dict[str, int | bool]:
-        """The constants of `_advance`, equal in scan and fold, so that their bits are equal."""
+        """Return the constants of `_advance`, equal in scan and fold, so that their bits are equal."""
         return {
             "CHANNELS": self.channels,
             "NUM_GROUPS": self.num_groups,
@@ -360,7 +361,7 @@ def _shape(at: RowStates) -> _Shape:
 
 
 def _strides(state: Tensor) -> tuple[int, int, int, int]:
-    """The strides of rows, heads, v and k."""
+    """Return the strides of rows, heads, v and k."""
     return state.stride(1), state.stride(2), state.stride(4), state.stride(3)
 
 
@@ -374,7 +375,7 @@ def scan(
     layer: int,
     tape: RowTape | None,
 ) -> Tensor:
-    """See `gated_delta.ScanRows`."""
+    """Implement `gated_delta.ScanRows`."""
     shape, count = _shape(at), x.shape[0]
     assert x.shape[1] == shape.channels
     assert x.dtype == at.tail.dtype
@@ -418,7 +419,7 @@ def scan(
 
 
 def fold(tape: RowTape, at: RowStates, counts: Tensor) -> None:
-    """The contract of `gated_delta.InPlace`."""
+    """Implement the fold of `gated_delta.InPlace`."""
     shape = _shape(at)
     num_layers, num_rows = at.state.shape[:2]
     assert tape.decay.shape[0] == num_layers
@@ -432,7 +433,7 @@ def fold(tape: RowTape, at: RowStates, counts: Tensor) -> None:
 
 
 def gated_norm(read: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """The contract of `gated_delta.gated_norm`."""
+    """Return rms_norm(read) * silu(z); see `pick.recurrent.pick_gated_norm`."""
     num_tokens, num_heads, size = read.shape
     assert read.is_contiguous()
     assert z.stride(1) == 1

@@ -1,12 +1,12 @@
 """Gate and up in one product, for 17 to 128 tokens on Hopper: a tile holds every token and is loaded by TMA.
 
 cuBLAS reads the weight about as fast, but needs another launch for the activation. Each program multiplies
-all tokens by a strip of BLOCK_N + TAIL rows of either half, so a weight is read once. Every strip reads all
-tokens again, from L2, so wide strips pay. TAIL, a second block, makes widths such as 96, which no power of
-two gives and which divide Qwen3-8B's weight into 128 strips for 132 multiprocessors.
+all tokens by a strip of BLOCK_N + TAIL rows of both halves, so the weight is read once. Every strip reads all
+tokens again, from the L2 cache, so wide strips are faster. TAIL, the size of a second block, allows widths
+that are no power of two, such as 96, which divides Qwen3-8B's weight into 128 strips for 132 multiprocessors.
 
-A token's bits depend on its own values, the weight, and the power of two that holds the number of tokens. The
-weight is described as [2, rows, columns], so both halves are one operand; whatever is past an end is zero.
+A token's bits depend on its own values, the weight, and the number of tokens rounded up to a power of two.
+The weight is described as [2, rows, columns], so both halves are one operand; values past an end are zero.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from blockdraft.kernels.triton.launch import let_next_start, num_multiprocessors
 from blockdraft.kernels.triton.pointwise import gate_values
 
 MAX_TOKENS = 128
-MIN_BLOCK_M = 64  # the least that the tensor cores take on the tokens' side
+MIN_BLOCK_M = 64  # the fewest rows that the tensor cores take as tokens
 BLOCK_K = 64
 WIDTHS = ((32, 0), (32, 16), (64, 0), (64, 32), (128, 0))  # outputs of a strip: block and tail
-SHARED_BYTES = 205 * 1024  # of a multiprocessor's 227 kB, for blocks on their way
+SHARED_BYTES = 205 * 1024  # for blocks in flight, of a multiprocessor's 227 kB
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ def _leave(
     begin,  # the first output of this block
     BLOCK_M: tl.constexpr, BLOCK: tl.constexpr, GATE: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Sums [BLOCK_M, 2 * BLOCK] of gate and up, joined."""
+    """Store gate(a) * b for the sums [BLOCK_M, 2 * BLOCK] of gate and up, with bias."""
     token = tl.arange(0, BLOCK_M)
     row = begin + tl.arange(0, BLOCK)
     is_row = row < num_outputs
@@ -62,7 +62,7 @@ def _leave(
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _gated_tile(
-    x,  # descriptors: x [M, K], weight [2, N, K] by BLOCK_N rows, and again by TAIL rows
+    x,  # x [M, K], weight [2, N, K] in blocks of BLOCK_N rows, and in blocks of TAIL rows, are descriptors
     weight, tail_weight, bias, out, num_tokens, num_outputs, num_inputs,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TAIL: tl.constexpr, BLOCK_K: tl.constexpr,
     GATE: tl.constexpr, HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
@@ -86,7 +86,7 @@ def _gated_tile(
 
 
 def fits(x: Tensor, weight: Tensor) -> bool:
-    """Return whether this kernel takes the product: Hopper, 16-bit numbers, rows aligned to 16 bytes."""
+    """Return whether this kernel takes the product: it needs Hopper, 16-bit values, and aligned rows."""
     if not x.is_cuda or torch.version.hip is not None or torch.cuda.get_device_capability(x.device)[0] != 9:
         return False
     if x.dtype not in (torch.bfloat16, torch.float16) or weight.dtype != x.dtype or x.dim() != 2:
@@ -95,7 +95,7 @@ def fits(x: Tensor, weight: Tensor) -> bool:
 
 
 def _is_aligned(x: Tensor, weight: Tensor) -> bool:
-    """Return whether TMA can read an operand; gaps between tokens are allowed, shared memory is not."""
+    """Return whether TMA can read both operands; tokens may have gaps between them, but may not overlap."""
     has_rows = x.stride(1) == 1 and _stride(x) >= x.shape[1]
     strides = _stride(x), weight.shape[1]
     is_even = not any(stride * x.element_size() % 16 for stride in strides)
@@ -131,12 +131,12 @@ def _block_m(num_tokens: int) -> int:
 
 
 def _stride(x: Tensor) -> int:
-    """Return the stride between tokens; that of a single token may be anything, so it gets its length."""
+    """Return the stride between tokens, or the length of a single token, whose stride is arbitrary."""
     return x.stride(0) if x.shape[0] > 1 else x.shape[1]
 
 
 def _halves(weight: Tensor, rows: int) -> TensorDescriptor:
-    """Describe the weight as [2, N, K], read in blocks of `rows` of each half."""
+    """Return a descriptor of the weight as [2, N, K], read in blocks of `rows` of each half."""
     num_rows, num_inputs = weight.shape[0] // 2, weight.shape[1]
     shape, strides = [2, num_rows, num_inputs], [num_rows * num_inputs, num_inputs, 1]
     return TensorDescriptor(weight, shape, strides, [2, rows, BLOCK_K])
@@ -144,7 +144,7 @@ def _halves(weight: Tensor, rows: int) -> TensorDescriptor:
 
 @functools.cache
 def choose(block_m: int, num_outputs: int, multiprocessors: int) -> Config:
-    """Choose the width for which a multiprocessor reads the fewest bytes for its strips and tokens."""
+    """Choose the width with which a multiprocessor reads the fewest bytes for its strips and tokens."""
 
     def fetched(config: Config) -> int:
         width = config.block_n + config.tail
@@ -155,7 +155,7 @@ def choose(block_m: int, num_outputs: int, multiprocessors: int) -> Config:
 
 
 def _config(block_m: int, block_n: int, tail: int) -> Config:
-    """Return the number of blocks in flight that fit shared memory."""
+    """Return the division with this width, and with as many blocks in flight as fit shared memory."""
     rows = 2 * (block_n + tail)
     stages = min(6, SHARED_BYTES // ((rows + block_m) * BLOCK_K * 2))
     return Config(block_n, tail, warps=8 if rows * block_m >= 128 * 128 else 4, stages=stages)

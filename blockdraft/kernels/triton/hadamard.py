@@ -1,6 +1,7 @@
-"""The rotation of `kv_codec.rotate` for tiles of heads: sums and differences of values 1, 2, 4, … apart.
+"""The Hadamard rotation of `kv_codec.rotate` for tiles of heads.
 
-Every value is computed by the reference's float32 additions in the same order, whatever the tile's layout.
+It computes sums and differences of values 1, 2, 4, … apart: for every value, the reference's float32
+additions in the reference's order, in any tile layout.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ assert kv_formats.LARGEST_HEAD == 1 << 9  # the largest block below
 def hadamard_blocks(x, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
     """Multiply each power-of-two block of the first DIM values of x [M, DIM_PAD] by its Hadamard matrix."""
     d = tl.arange(0, DIM_PAD)
-    size = d * 0  # of each value's block; 0 behind the head
+    size = d * 0  # the size of each value's block; 0 past the end of the head
     norm = d * 0.0
     for bit in tl.static_range(9, -1, -1):
         if DIM & (1 << bit):  # the largest block is first
@@ -41,5 +42,5 @@ def hadamard_blocks(x, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
 
 @functools.cache
 def signs(head_dim: int, device: torch.device) -> Tensor:
-    """`kv_codec.signs`, cached: a CUDA graph cannot repeat the copy from the host."""
+    """Return `kv_codec.signs`, cached, as a CUDA graph cannot repeat the copy from the host."""
     return kv_codec.signs(head_dim, device)

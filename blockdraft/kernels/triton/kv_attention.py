@@ -1,12 +1,13 @@
-"""Paged attention over exact and compressed keys on the device: the contract of `kernels.kv_compressed`.
+"""Paged attention over exact and compressed keys on a CUDA device; contract: `kernels.kv_compressed`.
 
-Tiles, segments, parts and their merge are those of the exact kernel (`triton.attention`). Keys are read in
-chunks of TILE by position: chunk 0 exact, those below a query's c(t) compressed, the others exact. The
-queries of a tile have at most two different c: the one chunk that some of them read compressed and others
-exact is read twice, and each query sees it once. Keys that a query does not see change none of its bits.
+Tiles, segments, parts and their merge are as in the exact kernel (`triton.attention`). Keys are read in
+chunks of TILE by position: chunk 0 exact, the chunks below a query's c(t) compressed, later chunks exact. The
+queries of a tile have at most two different c(t). So at most one chunk is read both ways, compressed for some
+queries and exact for others, and each query sees it once. Keys that a query does not see change none of its
+bits.
 
-A head is processed in two halves, since a byte of codes has one coordinate of each. Levels are exact in the
-model's dtype: a key's scale is multiplied into its scores, a value's into its weights, in float32.
+A head is processed in two halves, since a byte of codes has one coordinate of each half. Levels are exact in
+the model's dtype: a key's scale is multiplied into its scores, a value's into its weights, in float32.
 """
 
 from __future__ import annotations
@@ -40,29 +41,29 @@ from blockdraft.kernels.triton.hadamard import hadamard_blocks, signs
 from blockdraft.kernels.triton.kv_codes import has_words, kind_of, levels_of, load_codes
 from blockdraft.kernels.triton.launch import has_pdl, let_next_start, num_multiprocessors, wait_for_previous
 
-# Of a query, four times the exact kernel's: codes become levels so slowly that a row needs more programs.
+# Per query, four times as many as in the exact kernel: decoding is so slow that a row needs more programs.
 MAX_SEGMENTS = 64
-SEGMENT = 64  # keys of the shortest ones. Both are part of the result's bits
+SEGMENT = 64  # keys of the shortest segments; the result's bits depend on both numbers
 
 _MERGED = tl.constexpr(8)  # segments whose sums are loaded together
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """The division of the work, which depends only on shapes that the host knows, and changes no bits."""
+    """The division of the work, which is chosen by shapes that the host knows and changes no bits."""
 
     tokens: int  # queries of one row in a tile, at most TILE
-    block_m: int  # those times the query heads of a key/value head, padded to a power of two
+    block_m: int  # `tokens` times the query heads per key/value head, padded to a power of two
     warps: int
-    stages: int  # exact chunks in flight; for compressed ones it is the next one
+    stages: int  # exact chunks in flight; of compressed chunks, only the next is in flight
     parts: int  # programs that share the segments of a tile
     unroll: int = 1  # compressed chunks per iteration of the loop
-    registers: int | None = None  # of a thread at most
+    registers: int | None = None  # the most per thread
 
 
 @triton.jit
 def _both_folded(whole, acc, scale):
-    """`fold` of sums in two halves, tops and totals."""
+    """Return `attention.fold` of sums in two halves, tops and totals."""
     lo, top, total = fold((whole[0], whole[2], whole[3]), (acc[0], acc[2], acc[3]), scale)
     hi, _, _ = fold((whole[1], whole[2], whole[3]), (acc[1], acc[2], acc[3]), scale)
     return lo, hi, top, total
@@ -89,7 +90,7 @@ def _picked(condition, one, other):
 
 @triton.jit
 def _segments_begun(whole, acc, is_new, scale, HALF: tl.constexpr):
-    """Fold the segment before, for queries whose next segment begins here."""
+    """Fold the previous segment of the queries whose next segment begins here."""
     whole = _picked(is_new, _both_folded(whole, acc, scale), whole)
     acc = _picked(is_new, _nothing_yet(acc[0].shape[0], HALF), acc)
     return whole, acc
@@ -112,7 +113,7 @@ def _attend_exact(
     N: tl.constexpr, PAGE_SIZE: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, FOLDS: tl.constexpr,
     HAS_LO: tl.constexpr, IS_FIRST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over exact chunks; with IS_FIRST over chunk 0, which is exact for all queries.
+    """Compute an online softmax over exact chunks; with IS_FIRST over chunk 0, exact for all queries.
 
     Segments are folded as in the exact kernel's `_attend_chunks`.
     """
@@ -139,7 +140,7 @@ def _attend_exact(
                 if not IS_FIRST:
                     is_new = is_new & (
                         chunk * N >= compressed_end_at
-                    )  # else it began when the chunk came compressed
+                    )  # otherwise it began when the chunk was read compressed
                 whole, acc = _segments_begun(whole, acc, is_new, scale, HALF)
         scores = tl.dot(q_lo, tl.trans(k_lo), input_precision=PRECISION)
         scores = tl.dot(q_hi, tl.trans(k_hi), scores, input_precision=PRECISION)
@@ -151,7 +152,7 @@ def _attend_exact(
         scores = tl.where(is_seen, scores, float("-inf"))
         new_top, weights, shrink = _weighed(acc, scores, scale)
         weights = weights.to(v_lo.dtype)
-        # In the opposite order, the compiler gives all of a low tile to every warp.
+        # In the opposite order, the compiler gives every warp all of a low tile.
         total = tl.dot(weights, ones, acc[3] * shrink, input_precision=PRECISION)
         sums_lo = tl.dot(weights, v_lo, acc[0] * shrink, input_precision=PRECISION)
         sums_hi = tl.dot(weights, v_hi, acc[1] * shrink, input_precision=PRECISION)
@@ -162,7 +163,7 @@ def _attend_exact(
 @triton.jit
 def _compressed_page(table, chunk, last_chunk, tile_lo, N: tl.constexpr, PAGE_SIZE: tl.constexpr,
                HAS_LO: tl.constexpr):  # fmt: skip
-    """Return page ids [N] of a chunk's keys, and whether they are read."""
+    """Return the page ids [N] of a chunk's keys, and a mask of the keys to read."""
     key = chunk * N + tl.arange(0, N)
     is_read = key < last_chunk * N
     if HAS_LO:
@@ -175,7 +176,7 @@ def _stored(
     codes, scales, page, chunk, is_read, N: tl.constexpr, PAGE_SIZE: tl.constexpr, DIM: tl.constexpr,
     HALF: tl.constexpr, HAS_LO: tl.constexpr, KIND: tl.constexpr, BYTES: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """Load codes and scales of a chunk's keys, or values; nothing past the tile's last chunk."""
+    """Return the codes and scales of a chunk's keys, or values; scales are 0 where not `is_read`."""
     slot = page.to(tl.int64) * PAGE_SIZE + (chunk * N + tl.arange(0, N)) % PAGE_SIZE
     scale = tl.load(scales + slot, mask=is_read, other=0.0)
     in_reach = is_read if HAS_LO else None
@@ -188,10 +189,10 @@ def _levels(
     is_true, first, second, N: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, KIND: tl.constexpr,
     DTYPE: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """`levels_of` inside a condition that is always true.
+    """Return `levels_of` under the condition `is_true`, which always holds.
 
     If the compiler sees that an operand is made from bytes, it sums the products of low and high tiles in
-    different orders. The condition hides this, and is not in the compiled code.
+    different orders. The condition hides this, and the compiled code does not contain it.
     """
     lo = tl.zeros([N, HALF], DTYPE)
     hi = tl.zeros([N, HALF], DTYPE)
@@ -208,7 +209,7 @@ def _attend_compressed(
     HAS_LO: tl.constexpr, KEY_KIND: tl.constexpr, VALUE_KIND: tl.constexpr, KEY_BYTES: tl.constexpr,
     VALUE_BYTES: tl.constexpr, WORDS: tl.constexpr, PRECISION: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over compressed chunks; queries with a later c see all of a chunk, but for a window."""
+    """Compute an online softmax over compressed chunks; a query sees keys below its c(t), from `lo` on."""
     ones = tl.full([N, SUMS], 1.0, q_lo.dtype)
     # Page ids are loaded two iterations ahead, codes and scales one, into registers.
     page, is_read = _compressed_page(table, first_chunk, last_chunk, tile_lo, N, PAGE_SIZE, HAS_LO)
@@ -263,7 +264,7 @@ def _attend_compressed(
 
 @triton.jit
 def _joined(lo, hi, DIM: tl.constexpr, HALF: tl.constexpr):
-    """Join two halves to [M, 2 * HALF], the head's values first."""
+    """Return two halves, joined to [M, 2 * HALF]; the head's values come first, then padding."""
     M: tl.constexpr = lo.shape[0]
     x = tl.reshape(tl.permute(tl.join(lo, hi), (0, 2, 1)), (M, 2 * HALF))
     if DIM < 2 * HALF:
@@ -299,7 +300,7 @@ def _attend_kernel(
     SEGMENT: tl.constexpr, MAX_SEGMENTS: tl.constexpr, STAGES: tl.constexpr,
     UNROLL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles, key/value heads, parts), as in the exact kernel."""
+    """Attend with one tile; grid (tiles, key/value heads, parts), as in the exact kernel."""
     let_next_start(PDL)
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     group = tl.program_id(1)
@@ -327,7 +328,7 @@ def _attend_kernel(
     key_scale += group.to(tl.int64) * scale_stride
     value_scale += group.to(tl.int64) * scale_stride
 
-    # Keys [lo, hi) of each query, and [tile_lo, tile_hi) of them together.
+    # Each query sees keys [lo, hi), the tile [tile_lo, tile_hi).
     lane = tl.arange(0, BLOCK_M)
     token = first + lane // SHARED
     head = group * SHARED + lane % SHARED
@@ -355,7 +356,7 @@ def _attend_kernel(
     last_chunk = (tile_hi + N - 1) // N
     num_passes = 1
     if not FOLDS:
-        num_passes = tl.where(shortest == longest, 1, 2)  # one for each length
+        num_passes = tl.where(shortest == longest, 1, 2)  # a pass for each length
     for number in range(num_passes):
         pass_length = tl.where(number == 0, shortest, longest)
         if FOLDS:
@@ -428,7 +429,7 @@ def _merge_kernel(
     IS_ROTATED: tl.constexpr, ROW_BLOCK: tl.constexpr, SEGMENT: tl.constexpr, MAX_SEGMENTS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Fold the segments with keys of a token in order; grid (tokens, query heads)."""
+    """Fold the segments of a token that have keys, in order; grid (tokens, query heads)."""
     let_next_start(PDL)
     head = tl.program_id(1)
     number = tl.program_id(0)
@@ -474,7 +475,7 @@ def attend_compressed(
     sinks: Tensor | None = None,
     config: Config | None = None,
 ) -> Tensor:
-    """Attend with q [N, H, D] over one layer's CompressedPages; sinks [H]. Returns [N, H, D].
+    """Return attention [N, H, D] of q [N, H, D] over one layer's CompressedPages; sinks [H].
 
     Outputs past the last of blocks.offsets are undefined.
     """
@@ -534,7 +535,7 @@ def attend_compressed(
 
 
 def _has_words(q: Tensor, pages: CompressedPages) -> bool:
-    """Return whether four codes at a time become bfloat16 levels, by instructions of Hopper and later."""
+    """Return whether to decode four codes at a time to bfloat16, by instructions of Hopper and later GPUs."""
     if q.device.type != "cuda" or q.dtype != torch.bfloat16 or not has_pdl(q.device):
         return False
     return all(has_words(codec, q.shape[2]) for codec in (pages.format.keys, pages.format.values))
@@ -575,7 +576,7 @@ def choose(
     max_count: int,
     multiprocessors: int,
 ) -> Config:
-    """Choose one tile for the whole block if it fits; several programs per tile if there are few tiles."""
+    """Choose one tile for the whole block if it fits, and several programs per tile if tiles are few."""
     if shared > 128:
         raise DoesNotFit(f"{shared} query heads share a key/value head: paged attention takes at most 128")
     row_bytes = 2 * _half(head_dim) * element_size
@@ -588,7 +589,7 @@ def choose(
     warps = 8 if block_m >= 64 or block_m * row_bytes >= 32768 or element_size == 4 else 4
     is_large = row_bytes > 256 or element_size == 4
     is_small = block_m == 16 and not is_large
-    registers = 128 if is_small else None  # four programs on a multiprocessor
+    registers = 128 if is_small else None  # so that four programs fit a multiprocessor
     parts, programs = 1, (8 if is_small else 4) * multiprocessors
     if max_count <= MAX_SPLIT_COUNT:
         while parts < MAX_SEGMENTS and 2 * parts * num_tiles <= programs:

@@ -1,7 +1,7 @@
-"""Decodes the bytes of `kv_codec` to levels inside kernels, in two halves of a head for each format.
+"""Decodes the bytes of `kv_codec` to levels inside kernels, for each half of a head and each format.
 
-Bytes are loaded as two tiles: an element has the codes of coordinates j and j + D / 2, so no value moves
-between lanes. Levels are bfloat16 numbers in any dtype, without the scales.
+Bytes are loaded as two tiles, whose elements have the codes of coordinates j and j + D / 2, so no value moves
+between lanes. Levels are bfloat16 numbers, stored in any dtype, without the scales.
 
 For bfloat16 on a GPU, four bytes are loaded as one word and levels are computed two at a time. Words also
 hide from the compiler that an operand is made from bytes: otherwise it would sum the products of low and high
@@ -17,9 +17,10 @@ from blockdraft.kernels.kv_codec import Codec, EightBits, RotatedLevels
 
 
 def _curve4(first: int, shifts: tuple[str, ...]) -> str:
-    """u (a + u² (b + c u²)) of a nibble in bits 3 to 6 under the exponent of 16: 16 + n, u = n - 7.5.
+    """Return code for u (a + u² (b + c u²)) of the nibbles n in register r, with u = n - 7.5.
 
-    Results from number `first` on, of the words in r.
+    Bits 3 to 6 under the exponent of 16 hold n, which gives 16 + n. Each of `shifts` puts two nibbles of r
+    there; the results are operands from number `first` on.
     """
     return "\n".join(
         f"""
@@ -37,7 +38,7 @@ def _curve4(first: int, shifts: tuple[str, ...]) -> str:
 
 _LOW = ("shl.b32 s, r, 3;", "shr.u32 s, r, 5;")  # nibbles of a word's bytes 0 and 1, and of 2 and 3
 _HIGH = ("shr.u32 s, r, 1;", "shr.u32 s, r, 9;")
-# a, b and c as in `kv_codec.LEVELS`, twice each.
+# The numbers a, b and c of `kv_codec.LEVELS`, each twice in a word.
 _CURVE4 = """
     .reg .b32 r, s, t, u, w, base, half, a, b, c;
     mov.b32 base, 0x41804180;
@@ -47,11 +48,12 @@ _CURVE4 = """
     mov.b32 c, 0x37DF37DF;
     """
 
-# The middle bytes of a word b0 b1 b2 b3 are swapped: values 16 bits apart are then neighbours.
-# Four results: b0 b1 and b2 b3 of both halves.
+# The middle bytes of a word b0 b1 b2 b3 are swapped, so that values 16 bits apart belong to adjacent bytes.
+# There are four results: b0 b1 and b2 b3 of both halves.
 _BITS4 = tl.constexpr(f"{{ {_CURVE4} prmt.b32 r, $4, 0, 0x3120; {_curve4(0, _LOW)} {_curve4(2, _HIGH)} }}")
 
-# Two words, of neighbours among tokens, whose numbers become pairs: bytes 0 to 3 of both, the halves in turn.
+# The words of two adjacent tokens become pairs of numbers: bytes 0 to 3 of both words, for one half, then the
+# other.
 PAIR_BY_CURVE = tl.constexpr(
     f"""{{ {_CURVE4}
     prmt.b32 r, $8, $9, 0x5410; {_curve4(0, _LOW)} {_curve4(4, _HIGH)}
@@ -60,7 +62,7 @@ PAIR_BY_CURVE = tl.constexpr(
 
 
 def _by_table(outputs: tuple[str, ...], halves: tuple[str, str], signs: str) -> str:
-    """Return code for four nibbles in i: each size's low byte, its high one, the sign; then two pairs."""
+    """Return code that makes two pairs of four nibbles in i: look up low and high bytes, then set signs."""
     return f"""
     prmt.b32 l, low_1, low_2, i;
     prmt.b32 h, high_1, high_2, i;
@@ -71,8 +73,8 @@ def _by_table(outputs: tuple[str, ...], halves: tuple[str, str], signs: str) -> 
     """
 
 
-# The same as _BITS4 by instructions of another pipe: sizes of levels are picked from tables of 8 bytes. Codes
-# below 8 are those of negative numbers, the largest first: what their low bits lack of 7 is their size.
+# Computes the results of _BITS4 by instructions of another pipe: magnitudes of levels are looked up in tables
+# of 8 bytes. Codes below 8 are negative levels, the lowest first: their index in the table is 7 - code.
 WORD_BY_TABLE = tl.constexpr(
     f"""{{
     .reg .b32 n, d, i, y, l, h, m, low_1, low_2, high_1, high_2;
@@ -93,7 +95,7 @@ WORD_BY_TABLE = tl.constexpr(
 
 
 def _curve3(shifts: tuple[str, ...]) -> str:
-    """u (a + b u²) of 3 bits in 4 to 6 under the exponent of 8: 8 + n, u = n - 3.5."""
+    """Return code for u (a + b u²) of 3 bits n, u = n - 3.5; n in bits 4 to 6 under 8's exponent: 8 + n."""
     return "\n".join(
         f"""
         {shift}
@@ -107,8 +109,8 @@ def _curve3(shifts: tuple[str, ...]) -> str:
     )
 
 
-# $4: the low two bits of codes in bits 0 and 1 of each byte, the other half's in bits 4 and 5; $5: the high
-# ones in bit 0, and bit 4. Together, nibbles as above.
+# $4 has the low two bits of codes in bits 0 and 1 of each byte, and the other half's in bits 4 and 5. $5 has
+# the high bits in bits 0 and 4. Together they make nibbles as above.
 _BITS3 = tl.constexpr(
     """{
     .reg .b32 r, s, t, u, w, base, half, a, b;
@@ -125,7 +127,7 @@ _BITS3 = tl.constexpr(
     + "}"
 )
 
-# A whole number's low seven bits under the exponent of 128, less 128, or 256 where it is below zero.
+# An int8's low seven bits under the exponent of 128, minus 128, or minus 256 if it is negative.
 _INT8 = tl.constexpr(
     """{
     .reg .b32 s, t, w, base;
@@ -141,7 +143,7 @@ _INT8 = tl.constexpr(
     }"""
 )
 
-# Exponent and places of float8 in those of bfloat16, times 2 ** 120, the distance of their biases.
+# Exponent and mantissa of float8 are used as those of bfloat16, times 2 ** 120: their biases differ by 120.
 _FP8 = tl.constexpr(
     """{
     .reg .b32 s, t, base;
@@ -161,7 +163,7 @@ _FP8 = tl.constexpr(
 
 
 def kind_of(codec: Codec) -> str:
-    """Return the codec's name in kernels."""
+    """Return the name that kernels use for the codec."""
     if isinstance(codec, EightBits):
         return "float8" if codec.is_float else "whole8"
     assert isinstance(codec, RotatedLevels)
@@ -169,7 +171,7 @@ def kind_of(codec: Codec) -> str:
 
 
 def has_words(codec: Codec, head_dim: int) -> bool:
-    """Return whether four neighbours of a half are stored and shifted together."""
+    """Return whether four adjacent codes of a half can be loaded and shifted as one word."""
     return head_dim % (32 if kind_of(codec) == "bits3" else 8) == 0
 
 
@@ -178,9 +180,10 @@ def load_codes(
     codes, slot, is_read, DIM: tl.constexpr, HALF: tl.constexpr, KIND: tl.constexpr, BYTES: tl.constexpr,
     WORDS: tl.constexpr,
 ):  # fmt: skip
-    """Two tiles of codes of the vectors in `slot` [N], BYTES each; zeros where is_read [N], if given, is not.
+    """Return two tiles of codes of the vectors in `slot` [N], of BYTES bytes each.
 
-    WORDS: [N, HALF / 4] of four bytes each, else [N, HALF] of one.
+    With WORDS the tiles are [N, HALF / 4], of four bytes each, otherwise [N, HALF], of one byte. Codes are
+    zero where `is_read` [N], if given, is False.
     """
     SIZE: tl.constexpr = 4 if WORDS else 1
     column = tl.arange(0, HALF // SIZE)[None, :]
@@ -212,7 +215,7 @@ def levels_of(
     first, second, DIM: tl.constexpr, HALF: tl.constexpr, KIND: tl.constexpr, DTYPE: tl.constexpr,
     WORDS: tl.constexpr,
 ):  # fmt: skip
-    """Return the two halves [N, HALF] of the levels of `load_codes`."""
+    """Return the two halves [N, HALF] of the levels of the codes that `load_codes` returned."""
     if WORDS:
         lo, hi = _levels_of_words(first, second, DIM, HALF, KIND)
     else:
@@ -260,7 +263,7 @@ def _levels_of_words(first, second, DIM: tl.constexpr, HALF: tl.constexpr, KIND:
 
 @triton.jit
 def _spread(one, two, HALF: tl.constexpr):
-    """Pairs of bfloat16 in words, two after two, as [N, HALF]."""
+    """Return the pairs of bfloat16 in words `one` and `two`, alternately, as [N, HALF]."""
     N: tl.constexpr = one.shape[0]
     pairs = tl.reshape(tl.join(one, two), (N, HALF // 2))
     even = pairs.to(tl.int16).to(tl.bfloat16, bitcast=True)
@@ -280,7 +283,7 @@ def level4(code):
 
 @triton.jit
 def level3(code):
-    """Return LEVELS[3] of codes below 8."""
+    """Return LEVELS[3] of codes below 8, in float32, by selection."""
     size = tl.where(code >= 4, code - 4, 3 - code)
     low = tl.where(size < 1, 0.2373046875, 0.74609375)
     level = tl.where(size < 2, low, tl.where(size < 3, 1.359375, 2.140625))

@@ -1,4 +1,4 @@
-"""Compression of keys and values on a CUDA device: `kv_compressed.compress`.
+"""Compression of keys and values on a CUDA device; see `kernels.kv_compressed` for the contract.
 
 A program encodes the keys and the values of one head in one tile. All vectors go through the same operations
 in float32, so a vector's bytes depend only on the vector.
@@ -41,7 +41,7 @@ def _nearest3(u):
 
 @triton.jit
 def _quotient(x, by):
-    """Return x / by, rounded once; zero where `by` is zero or not finite."""
+    """Return x / by, rounded once, or zero where `by` is zero or not finite."""
     is_sound = (by > 0) & (by < float("inf"))
     return tl.where(is_sound, tl.div_rn(x, tl.where(is_sound, by, 1.0)), 0.0)
 
@@ -54,7 +54,7 @@ def _stored(scale):
 
 @triton.jit
 def _rounded(x, scale, KIND: tl.constexpr):
-    """Round values to multiples of scale [N, 1], as bytes."""
+    """Return values, rounded to multiples of scale [N, 1], as bytes."""
     if KIND == "whole8":
         ratio = tl.minimum(tl.maximum(_quotient(x, tl.broadcast_to(scale, x.shape)), -127.0), 127.0)
         whole = (ratio + _ROUNDING) - _ROUNDING  # ties to even
@@ -63,7 +63,7 @@ def _rounded(x, scale, KIND: tl.constexpr):
     exponent = tl.maximum((tl.abs(ratio).to(tl.int32, bitcast=True) >> 23) - 127, -6)
     coarse = ((exponent + 21 + 127) << 23).to(
         tl.float32, bitcast=True
-    ) * 0.75  # 3 places of the number are left
+    ) * 0.75  # 3 bits of the mantissa are left
     return ((ratio + coarse) - coarse).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
 
 
@@ -111,7 +111,7 @@ def _encode(
 
 @triton.jit
 def _store_planes(exact, place, source, peak, stretch, DIM: tl.constexpr, HALF: tl.constexpr):
-    """Store codes of 3 bits: a plane of the low two bits, then a plane of the high ones."""
+    """Store codes of 3 bits: first the low two bits of all codes, then the high bits."""
     column = tl.arange(0, HALF // 4)[None, :]
     is_in = (column < DIM // 8) & (source >= 0)[:, None]
     even = tl.zeros([_N, HALF // 4], tl.int32)
@@ -133,7 +133,7 @@ def _store_planes(exact, place, source, peak, stretch, DIM: tl.constexpr, HALF: 
 
 @triton.jit
 def _compressed_end(length, window, block):
-    """`PositionRule.compressed_end`"""
+    """Return `PositionRule.compressed_end` of a row of `length` tokens."""
     return tl.maximum(length + block - 1 - window, 0) // _N * _N
 
 
@@ -145,7 +145,7 @@ def _compress_kernel(
     DIM: tl.constexpr, HALF: tl.constexpr, PAGE_SIZE: tl.constexpr, KEY_KIND: tl.constexpr,
     VALUE_KIND: tl.constexpr, KEY_BYTES: tl.constexpr, VALUE_BYTES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows times tiles of each, layers times key/value heads)."""
+    """Encode one tile of one head; grid (rows times tiles per row, layers times key/value heads)."""
     start_and_wait(PDL)
     row = tl.program_id(0) // most
     start = tl.load(starts + row)
@@ -173,7 +173,7 @@ def _compress_kernel(
 
 
 def compress(pages: CompressedPages, tiles: Tiles) -> None:
-    """Encode `tiles` of all layers from exact slots into compressed ones."""
+    """Encode `tiles` of all layers from exact slots to compressed slots."""
     num_layers, num_groups, _, head_dim = pages.exact_keys.shape
     _check(pages, tiles)
     _compress_kernel[(tiles.rows.shape[0] * tiles.most, num_layers * num_groups)](

@@ -1,13 +1,14 @@
 """Attention over exact and 4-bit keys and values in Gluon: codes become operands without leaving registers.
 
-It replaces `kv_attention`, with the same contract, where `serves` is true. Scores are computed transposed,
-keys by queries: few queries then make small tiles, and no value moves between lanes from the loaded bytes to
-the operand of a tensor core. So the coordinates of a head are used in a different order (`_column_dims`,
-`_dim_rows`), which changes only the rounding of sums.
+It replaces `kv_attention`, with the same contract, where `serves` returns True. Scores are computed
+transposed, keys by queries: few queries then make small tiles, and no value moves between lanes on its way
+from the loaded bytes to the operand of a tensor core. So the coordinates of a head are used in a different
+order (`_column_dims`, `_dim_rows`), which changes only the rounding of sums.
 
-The keys that a query sees are divided by position: chunks of TILE, at most MAX_SEGMENTS segments of equal
-length (`segment_length`), and runs of RUN segments, which are folded in order. The bits do not depend on
-where this happens: LEVEL 0 stores each segment for the merge, 1 each run, 2 (a prefill) folds everything.
+The keys that a query sees are divided by position: into chunks of TILE, at most MAX_SEGMENTS segments of
+equal length (`segment_length`), and runs of RUN segments, which are folded in order. The bits do not depend
+on which kernel folds: with LEVEL 0 each segment is stored for the merge, with 1 each run, and with 2 (a
+prefill) the first kernel folds everything.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from blockdraft.kernels.triton.hadamard import hadamard_blocks, signs
 from blockdraft.kernels.triton.kv_codes import PAIR_BY_CURVE, WORD_BY_TABLE, kind_of
 from blockdraft.kernels.triton.launch import has_pdl, let_next_start, overlap, wait_for_previous
 
-# The result's bits depend on all three.
+# The result's bits depend on these three numbers.
 SEGMENT = 64  # keys of the shortest segments
 MAX_SEGMENTS = 128  # enough for one row to fill the device
 RUN = 4  # segments
@@ -52,22 +53,22 @@ _N = gl.constexpr(TILE)
 _RUN = gl.constexpr(RUN)
 _SEGMENT = gl.constexpr(SEGMENT)
 _MAX_SEGMENTS = gl.constexpr(MAX_SEGMENTS)
-_SHORT = gl.constexpr(2)  # chunks of a segment whose code is worth keeping small
-MERGED_RUNS = 2  # whose sums are loaded together
+_SHORT = gl.constexpr(2)  # chunks of a segment, up to which small code is faster
+MERGED_RUNS = 2  # runs whose sums are loaded together
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """The division of the work, which depends only on shapes that the host knows, and changes no bits."""
+    """The division of the work, which is chosen by shapes that the host knows and changes no bits."""
 
     tokens: int  # queries of one row in a tile
-    columns: int  # those times the query heads of a key/value head, padded
-    warps: int  # each has all keys of some columns; several share the decoding
+    columns: int  # `tokens` times the query heads per key/value head, padded
+    warps: int  # each has all keys of some columns; if there are several, they share the decoding
     level: int  # what a program stores for the merge: segments, runs or the whole
     parts: int  # programs that share the segments of a tile
 
 
-# ---- layouts of tensors. A quad is four lanes, g its number, t a lane's number in it.
+# ---- layouts of tensors. A quad is four lanes; g is the quad's number, t the lane's number in its quad.
 
 
 @gluon.constexpr_function
@@ -82,9 +83,10 @@ def _bits(count):
 
 @gluon.constexpr_function
 def _layout(shape, registers, lanes, warps, splits, groups=4):
-    """Registers: (axis, first bit, number of bits), the fastest first; lanes: five (axis, bit), None: alike.
+    """Return a layout, whose first axis counts `groups` groups of 16 keys.
 
-    The first axis has groups of 16 keys. `splits`: each warp has its share of them, else all of them.
+    `registers` are (axis, first bit, number of bits), the fastest first. `lanes` are five (axis, bit), or
+    None if lanes hold equal values. With `splits`, each warp has its share of the groups, otherwise all.
     """
     rank = len(shape)
     log_warps = _bits(warps)
@@ -101,7 +103,7 @@ def _layout(shape, registers, lanes, warps, splits, groups=4):
 
 @gluon.constexpr_function
 def _key_layout(size, halves, warps, splits):
-    """[4, 16, size] parts of keys: the lanes of quad g have keys g and g + 8, a quarter of each half."""
+    """Return the layout [4, 16, size] of keys: quad g has keys g and g + 8, a lane a quarter of each half."""
     each = _bits(size) - _bits(halves) - 2
     lanes = [(2, each), (2, each + 1), (1, 0), (1, 1), (1, 2)]
     registers = [(2, 0, each), (2, each + 2, _bits(halves)), (1, 3, 1)]
@@ -110,7 +112,10 @@ def _key_layout(size, halves, warps, splits):
 
 @gluon.constexpr_function
 def _value_layout(size, halves, warps, splits):
-    """[4, 8, size] parts of every other value: lanes t have t and t + 4, quad g an eighth of each half."""
+    """Return the layout [4, 8, size] of every other value.
+
+    Lanes t have values t and t + 4, of which quad g has an eighth of each half.
+    """
     each = _bits(size) - _bits(halves) - 3
     lanes = [(1, 0), (1, 1), (2, each), (2, each + 1), (2, each + 2)]
     registers = [(2, 0, each), (2, each + 3, _bits(halves)), (1, 2, 1)]
@@ -119,7 +124,7 @@ def _value_layout(size, halves, warps, splits):
 
 @gluon.constexpr_function
 def _group_key_layout(words):
-    """[16, words]: one group of the same, for a warp alone."""
+    """Return the layout [16, words] of one group of keys for a single warp, like `_key_layout`."""
     each = _bits(words) - 2
     lanes = [(1, each), (1, each + 1), (0, 0), (0, 1), (0, 2)]
     return _layout([16, words], [(1, 0, each), (0, 3, 1)], lanes, 1, False, 1)
@@ -127,7 +132,7 @@ def _group_key_layout(words):
 
 @gluon.constexpr_function
 def _group_value_layout(words):
-    """[8, words] likewise."""
+    """Return the layout [8, words] of a group's every other value for one warp, like `_value_layout`."""
     each = _bits(words) - 3
     lanes = [(0, 0), (0, 1), (1, each), (1, each + 1), (1, each + 2)]
     return _layout([8, words], [(1, 0, each), (0, 2, 1)], lanes, 1, False, 1)
@@ -135,21 +140,21 @@ def _group_value_layout(words):
 
 @gluon.constexpr_function
 def _scale_layout(warps):
-    """[4, 16] as the rows of a tile of scores."""
+    """Return the layout [4, 16] of scales, which is that of the rows of a tile of scores."""
     lanes = [None, None, (1, 0), (1, 1), (1, 2)]
     return _layout([4, 16], [(1, 3, 1)], lanes, warps, False)
 
 
 @gluon.jit
 def _column_dims(column, DIM: gl.constexpr):
-    """Map a product's columns to coordinates: 16 i + 8 h + 2 t + e of a half is lane t's 4 i + 2 h + e."""
+    """Return columns' coordinates: column 16 i + 8 h + 2 t + e of a half is lane t's number 4 i + 2 h + e."""
     c = column % (DIM // 2)
     return column - c + c // 2 % 4 * (DIM // 8) + c // 16 * 4 + c // 8 % 2 * 2 + c % 2
 
 
 @triton.jit
 def _dim_rows(dim, DIM: tl.constexpr):
-    """Map coordinates to rows of the sums: quad g's number j of a half is 8 j + g."""
+    """Return the rows of the sums for coordinates `dim`: number j of quad g in a half is row 8 j + g."""
     d = dim % (DIM // 2)
     return dim - d + d % (DIM // 16) * 8 + d // (DIM // 16)
 
@@ -159,7 +164,7 @@ def _dim_rows(dim, DIM: tl.constexpr):
 
 @gluon.jit
 def _slots(table, chunk, end, PAGE_SIZE: gl.constexpr, layout: gl.constexpr):
-    """First slots [4] of a chunk's groups of 16 keys; 0, which is never written, for those from `end` on."""
+    """Return the first slots [4] of a chunk's groups of 16 keys; 0, which is never written, from `end` on."""
     key = chunk * _N + 16 * gl.arange(0, 4, layout)
     page = gl.load(table + key // PAGE_SIZE, mask=key < end, other=0)
     return page * PAGE_SIZE + key % PAGE_SIZE
@@ -167,7 +172,7 @@ def _slots(table, chunk, end, PAGE_SIZE: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def _places(slot, first, STEP: gl.constexpr, SIZE: gl.constexpr, layout: gl.constexpr):
-    """Offsets [4, .., SIZE] of what slots hold, of every STEP-th of a group's 16 from `first` on."""
+    """Return the offsets [4, .., SIZE] of the data of every STEP-th of a group's 16 slots from `first` on."""
     key = gl.arange(0, 16 // STEP, gl.SliceLayout(0, gl.SliceLayout(2, layout))) * STEP + first
     part = gl.arange(0, SIZE, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
     slot = gl.expand_dims(gl.expand_dims(slot, 1), 2)
@@ -184,7 +189,7 @@ def _load_scales(scales, slot, layout: gl.constexpr):
 @gluon.jit
 def _chunk_slots(table, chunk, end, PAGE_SIZE: gl.constexpr, WORDS: gl.constexpr, WARPS: gl.constexpr,
                  SPLITS: gl.constexpr):  # fmt: skip
-    """First slots of a compressed chunk's groups: as codes are loaded, and as scales are."""
+    """Return the first slots of a compressed chunk's groups, in the layout of codes and in that of scales."""
     K: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, _key_layout(WORDS, 1, WARPS, SPLITS)))
     SCALES: gl.constexpr = gl.SliceLayout(1, _scale_layout(WARPS))
     slot = _slots(table, chunk, end, PAGE_SIZE, K)
@@ -198,7 +203,7 @@ def _chunk_slots(table, chunk, end, PAGE_SIZE: gl.constexpr, WORDS: gl.constexpr
 @gluon.jit
 def _load_chunk(keys, key_scale, values, value_scale, slots, WORDS: gl.constexpr, WARPS: gl.constexpr,
                 SPLITS: gl.constexpr):  # fmt: skip
-    """Words of codes, and scales, of a compressed chunk."""
+    """Return the words of codes, and the scales, of a compressed chunk."""
     K: gl.constexpr = _key_layout(WORDS, 1, WARPS, SPLITS)
     V: gl.constexpr = _value_layout(WORDS, 1, WARPS, SPLITS)
     SCALES: gl.constexpr = _scale_layout(WARPS)
@@ -216,7 +221,7 @@ def _load_chunk(keys, key_scale, values, value_scale, slots, WORDS: gl.constexpr
 
 @gluon.jit
 def _operand(x, SPLITS: gl.constexpr, layout: gl.constexpr):
-    """Convert what `_loaded` returned to the operand's layout; warps that shared the work exchange it."""
+    """Return x in the operand's layout, or in shared memory for `_loaded` if the warps shared the work."""
     if SPLITS:
         PHASES: gl.constexpr = 8 if x.shape[1] >= 64 else 4
         swizzled: gl.constexpr = gl.SwizzledSharedLayout(8, 8 // PHASES, PHASES, [1, 0])
@@ -235,7 +240,7 @@ def _loaded(x, SPLITS: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def _pairs(x):
-    """Words [..] as two numbers of bfloat16 each [.., 2]."""
+    """Return words [..] as pairs of bfloat16 numbers [.., 2]."""
     even = x.to(gl.int16).to(gl.bfloat16, bitcast=True)
     odd = (x >> 16).to(gl.int16).to(gl.bfloat16, bitcast=True)
     return gl.join(even, odd)
@@ -243,7 +248,7 @@ def _pairs(x):
 
 @gluon.jit
 def _key_levels(word, KEYS: gl.constexpr, DIM: gl.constexpr):
-    """Words of codes, DIM / 8 of each key, as [KEYS, DIM], columns in `_column_dims`."""
+    """Return the levels [KEYS, DIM] of DIM / 8 words of codes per key, with columns as in `_column_dims`."""
     lo_1, lo_2, hi_1, hi_2 = gl.inline_asm_elementwise(
         WORD_BY_TABLE, "=&r,=&r,=&r,=&r,r", [word], dtype=(gl.int32,) * 4, is_pure=True, pack=1
     )
@@ -254,14 +259,14 @@ def _key_levels(word, KEYS: gl.constexpr, DIM: gl.constexpr):
 
 @gluon.jit
 def _exact_keys(x, DIM: gl.constexpr):
-    """Keys [4, 16, DIM] likewise."""
+    """Return keys [4, 16, DIM] as [64, DIM], with columns as in `_column_dims`."""
     x = gl.reshape(x, [_N, 2, 4, DIM // 32, 2, 2])  # key, half, t, i, h, e
     return gl.reshape(gl.permute(x, [0, 1, 3, 4, 2, 5]), [_N, DIM])
 
 
 @gluon.jit
 def _value_levels(even, odd, KEYS: gl.constexpr, DIM: gl.constexpr):
-    """Words of codes, DIM / 8 of every other value, as [DIM, KEYS], rows as `_dim_rows` says."""
+    """Return the levels [DIM, KEYS] of DIM / 8 words of codes per value, with rows as in `_dim_rows`."""
     l0, l1, l2, l3, h0, h1, h2, h3 = gl.inline_asm_elementwise(
         PAIR_BY_CURVE,
         "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r",
@@ -279,20 +284,20 @@ def _value_levels(even, odd, KEYS: gl.constexpr, DIM: gl.constexpr):
 
 @gluon.jit
 def _exact_values(even, odd, DIM: gl.constexpr):
-    """Values [4, 8, DIM] likewise."""
+    """Return the values in `even` and `odd` [4, 8, DIM] as [DIM, 64], with rows as in `_dim_rows`."""
     x = gl.reshape(gl.join(even, odd), [_N // 2, 2, 8, DIM // 16, 2])  # pair of values, half, g, j, e
     return gl.reshape(gl.permute(x, [1, 3, 2, 0, 4]), [DIM, _N])
 
 
 @gluon.jit
 def _weights_operand(weights, COLUMNS: gl.constexpr, layout: gl.constexpr):
-    """Weights [64, COLUMNS], as scores lie, in bfloat16 as an operand lies: tiles of 8 x 8 are transposed."""
+    """Return weights [64, COLUMNS] in the layout of scores as a bfloat16 operand: transpose 8 x 8 tiles."""
     even, odd = gl.split(gl.reshape(weights, [_N, COLUMNS // 2, 2]))
     x = gl.inline_asm_elementwise(
         "{ .reg .b32 r; cvt.rn.bf16x2.f32 r, $2, $1; movmatrix.sync.aligned.m8n8.trans.b16 $0, r; }",
         "=r,f,f", [even, odd], dtype=gl.int32, is_pure=True, pack=1,
     )  # fmt: skip
-    x = gl.reshape(_pairs(x), [8, 8, COLUMNS // 8, 4, 2])  # now tile, column, tile, pair of keys, e
+    x = gl.reshape(_pairs(x), [8, 8, COLUMNS // 8, 4, 2])  # now: tile, column, tile, pair of keys, e
     x = gl.reshape(gl.permute(x, [0, 3, 4, 2, 1]), [_N, COLUMNS])
     return gl.convert_layout(x, layout, assert_trivial=True)
 
@@ -309,7 +314,7 @@ def _nothing(DIM: gl.constexpr, COLUMNS: gl.constexpr, mma: gl.constexpr):
 
 @gluon.jit
 def _folded(whole, acc, scale):
-    """Add a segment to those before it, see `attention.fold`."""
+    """Return earlier segments (`whole`) and a segment (`acc`) together, like `attention.fold`."""
     top = gl.maximum(whole[1], acc[1])
     base = gl.where(top == float("-inf"), 0.0, top)
     before = gl.exp2((whole[1] - base) * scale)
@@ -321,7 +326,7 @@ def _folded(whole, acc, scale):
 
 @gluon.jit
 def _weighed(acc, scores, is_seen, scale):
-    """Online softmax in powers of 2: weights of scores [64, COLUMNS], factor of sums, tops and totals."""
+    """Return weights of scores [64, COLUMNS] in powers of 2, the factor of sums, new tops and totals."""
     _, top, total = acc
     scores = gl.where(is_seen, scores, float("-inf"))
     new_top = gl.maximum(top, gl.max(scores, 0))
@@ -336,7 +341,7 @@ def _weighed(acc, scores, is_seen, scale):
 @gluon.jit
 def _with_chunk(acc, scores, is_seen, value_scale, v, scale, COLUMNS: gl.constexpr, SPLITS: gl.constexpr,
                 mma: gl.constexpr):  # fmt: skip
-    """Add a chunk with scores [64, COLUMNS]."""
+    """Return sums, tops and totals with a chunk of scores [64, COLUMNS] and values v added."""
     weights, shrink, top, total = _weighed(acc, scores, is_seen, scale)
     weights = _weights_operand(weights * value_scale, COLUMNS, gl.DotOperandLayout(1, mma, 2))
     v = _loaded(v, SPLITS, gl.DotOperandLayout(0, mma, 2))
@@ -349,7 +354,7 @@ def _with_chunk(acc, scores, is_seen, value_scale, v, scale, COLUMNS: gl.constex
 @gluon.jit
 def _folds_now(whole, run, acc, chunk, length, scale, LEVEL: gl.constexpr, DIM: gl.constexpr,
                COLUMNS: gl.constexpr, mma: gl.constexpr):  # fmt: skip
-    """Fold the segment before into its run if a segment of `length` chunks begins here; fold runs, too."""
+    """Fold the previous segment if one of `length` chunks begins here, and the previous run if a run does."""
     if LEVEL > 0:  # noqa: SIM102  # the one is known to the compiler
         if chunk % length == 0:
             run = _folded(run, acc, scale)
@@ -363,7 +368,7 @@ def _folds_now(whole, run, acc, chunk, length, scale, LEVEL: gl.constexpr, DIM: 
 
 @gluon.jit
 def _run_added(whole, run, scale, mma: gl.constexpr):
-    """The sums of all runs are in shared memory: they are needed rarely."""
+    """Fold `run` into `whole`, whose sums are in shared memory, as they are needed rarely."""
     kept, top, total = whole
     sums, top, total = _folded((kept.load(mma), top, total), run, scale)
     kept.store(sums)
@@ -377,7 +382,7 @@ def _attend_compressed(
     DIM: gl.constexpr, COLUMNS: gl.constexpr, PAGE_SIZE: gl.constexpr, LEVEL: gl.constexpr,
     WARPS: gl.constexpr, SPLITS: gl.constexpr, mma: gl.constexpr,
 ):  # fmt: skip
-    """Attend to compressed chunks: only queries with a later c(t) see one, and all of it."""
+    """Attend to compressed chunks; a query sees all keys of the chunks below its c(t)."""
     WORDS: gl.constexpr = DIM // 8
     A: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     ROWS: gl.constexpr = gl.SliceLayout(1, mma)
@@ -387,10 +392,10 @@ def _attend_compressed(
         k, even, odd, k_scale, v_scale = _load_chunk(
             keys, key_scale, values, value_scale, slots, WORDS, WARPS, SPLITS
         )
-        slots = _chunk_slots(table, chunk + 1, end, PAGE_SIZE, WORDS, WARPS, SPLITS)  # a turn ahead
+        slots = _chunk_slots(table, chunk + 1, end, PAGE_SIZE, WORDS, WARPS, SPLITS)  # one iteration ahead
         whole, run, acc = _folds_now(whole, run, acc, chunk, length, scale, LEVEL, DIM, COLUMNS, mma)
         k = _operand(_key_levels(k, _N, DIM), SPLITS, A)
-        if SPLITS:  # before the others wait for the keys
+        if SPLITS:  # before the other warps wait for the keys
             v = _operand(_value_levels(even, odd, _N, DIM), SPLITS, A)
         scores = mma_v2(_loaded(k, SPLITS, A), q, gl.zeros([_N, COLUMNS], gl.float32, mma))
         if not SPLITS:
@@ -406,7 +411,7 @@ def _attend_compressed(
 
 @gluon.jit
 def _group_slot(table, group, end, PAGE_SIZE: gl.constexpr):
-    """The first slot of a group of 16 keys; 0 from key `end` on."""
+    """Return the first slot of a group of 16 keys, or 0 from key `end` on."""
     key = group * 16
     page = gl.load(table + key // PAGE_SIZE, mask=key < end, other=0)
     return page * PAGE_SIZE + key % PAGE_SIZE
@@ -414,7 +419,7 @@ def _group_slot(table, group, end, PAGE_SIZE: gl.constexpr):
 
 @gluon.jit
 def _load_group(codes, slot, first, STEP: gl.constexpr, WORDS: gl.constexpr, layout: gl.constexpr):
-    """Words of every STEP-th of 16 keys."""
+    """Return the words of every STEP-th of a group's 16 keys from `first` on."""
     key = gl.arange(0, 16 // STEP, gl.SliceLayout(1, layout)) * STEP + first
     word = gl.arange(0, WORDS, gl.SliceLayout(0, layout))
     return gl.load(codes + slot * WORDS + (gl.expand_dims(key * WORDS, 1) + gl.expand_dims(word, 0)))
@@ -442,17 +447,18 @@ def _attend_compressed_alone(
     DIM: gl.constexpr, COLUMNS: gl.constexpr, PAGE_SIZE: gl.constexpr, LEVEL: gl.constexpr,
     mma: gl.constexpr,
 ):  # fmt: skip
-    """`_attend_compressed` for one warp and short segments, looping over groups of 16 keys, with equal bits.
+    """Do `_attend_compressed` with one warp, for short segments, by a loop over groups of 16 keys.
 
-    A model's weights evict code from all caches between two layers: code that runs once is read from memory,
-    and a third of the code takes less time. For long segments the code of `_attend_compressed` is faster.
+    The bits are equal. Between two layers, a model's weights evict code from all caches, so code is read from
+    memory. For short segments this function is faster, as it has a third of the code; for long segments
+    `_attend_compressed` is faster.
     """
     WORDS: gl.constexpr = DIM // 8
     A: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     B: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
     SCALES: gl.constexpr = _scale_layout(1)
     rows: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    pairs: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0, 1])  # as an operand takes them
+    pairs: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0, 1])  # in the order of an operand
     all_scores = gl.allocate_shared_memory(gl.float32, [4, 16, COLUMNS], rows)
     all_weights = gl.allocate_shared_memory(gl.bfloat16, [4, 16, COLUMNS], pairs)
     end = last_chunk * _N
@@ -503,7 +509,7 @@ def _attend_compressed_alone(
 
 @gluon.jit
 def _keys_left(left, COUNT: gl.constexpr, layout: gl.constexpr):
-    """[4, COUNT, 1]: whether every (16 / COUNT)-th of a chunk's keys is one of the first `left`."""
+    """Return a mask [4, COUNT, 1] of every (16 / COUNT)-th key of a chunk: True for its first `left` keys."""
     group = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, layout))) * 16
     inside = gl.arange(0, COUNT, gl.SliceLayout(0, gl.SliceLayout(2, layout))) * (16 // COUNT)
     key = gl.expand_dims(gl.expand_dims(group, 1), 2) + gl.expand_dims(gl.expand_dims(inside, 0), 2)
@@ -517,16 +523,17 @@ def _attend_exact(
     DIM: gl.constexpr, COLUMNS: gl.constexpr, PAGE_SIZE: gl.constexpr, LEVEL: gl.constexpr,
     WARPS: gl.constexpr, SPLITS: gl.constexpr, mma: gl.constexpr,
 ):  # fmt: skip
-    """Attend to exact chunks: queries see keys before `hi` [COLUMNS] of chunk 0 and of those from c(t) on.
+    """Attend to exact chunks; a query sees keys before its `hi` in chunk 0 and in the chunks from c(t) on.
 
-    Before `folds_from`, segments have begun already with the compressed chunk.
+    Segments are folded only from chunk `folds_from` on: before it, this was done when the chunk was read
+    compressed.
     """
     A: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     K: gl.constexpr = _key_layout(DIM, 2, WARPS, SPLITS)
     V: gl.constexpr = _value_layout(DIM, 2, WARPS, SPLITS)
     row = gl.arange(0, _N, gl.SliceLayout(1, mma))
     for chunk in range(first_chunk, last_chunk):
-        left = tile_hi - chunk * _N  # keys behind are not written yet
+        left = tile_hi - chunk * _N  # later keys are not written yet
         k_slot = _slots(table, chunk, tile_hi, PAGE_SIZE, gl.SliceLayout(1, gl.SliceLayout(2, K)))
         v_slot = gl.convert_layout(k_slot, gl.SliceLayout(1, gl.SliceLayout(2, V)), assert_trivial=True)
         k = gl.load(keys + _places(k_slot, 0, 1, DIM, K), mask=_keys_left(left, 16, K), other=0.0)
@@ -550,7 +557,7 @@ def _attend_exact(
 
 @gluon.jit
 def _row_of(offsets, num_rows, tile, TOKENS: gl.constexpr, ROWS: gl.constexpr, WARPS: gl.constexpr):
-    """See `attention.row_of`."""
+    """Return the row of a tile, like `attention.row_of`."""
     row = -1
     for begin in range(0, num_rows, ROWS):
         r = begin + gl.arange(0, ROWS, gl.BlockedLayout([ROWS // 32 // WARPS], [32], [WARPS], [0]))
@@ -561,7 +568,7 @@ def _row_of(offsets, num_rows, tile, TOKENS: gl.constexpr, ROWS: gl.constexpr, W
 
 @gluon.jit
 def _segment_chunks(hi):
-    """`attention.segment_length` in chunks."""
+    """Return `attention.segment_length` in chunks."""
     multiple = (hi - 1) // (_MAX_SEGMENTS * _SEGMENT) + 1
     bits = multiple.to(gl.float32).to(gl.int32, bitcast=True)
     bits = ((bits + 0x1FFFFF) >> 21) << 21
@@ -582,7 +589,7 @@ def _attend_kernel(
     IS_CAUSAL: gl.constexpr, ROW_BLOCK: gl.constexpr, WARPS: gl.constexpr, SPLITS: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles, key/value heads, parts), as in `kv_attention`."""
+    """Attend with one tile; grid (tiles, key/value heads, parts), as in `kv_attention`."""
     if PDL:
         gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32,
                                   is_pure=False, pack=1)  # fmt: skip
@@ -617,7 +624,7 @@ def _attend_kernel(
     key_scale += wide * scale_stride
     value_scale += wide * scale_stride
 
-    # Each query, and then the tile, sees keys before `hi`; compressed ones before `compressed_end_at`.
+    # A query sees keys before `hi`, of which it reads keys before `compressed_end_at` compressed.
     last = gl.minimum(first + TOKENS, count) - 1
     column = gl.arange(0, COLUMNS, gl.SliceLayout(0, mma))
     token = gl.minimum(first + column // SHARED, last)
@@ -636,7 +643,7 @@ def _attend_kernel(
     in_tile = gl.expand_dims(is_live, 0) & (q_dim >= 0)
     query = gl.load(q + gl.expand_dims(q_at, 0) + q_dim, mask=in_tile, other=0.0)
 
-    lengths = _segment_chunks(hi)  # of a tile's queries there are one or two
+    lengths = _segment_chunks(hi)  # the queries of a tile have one or two lengths
     shortest = _segment_chunks(start + first + 1 if IS_CAUSAL else tile_hi)
     longest = _segment_chunks(tile_hi)
     out_row = gl.expand_dims(gl.arange(0, DIM, gl.SliceLayout(1, mma)), 1)
@@ -644,7 +651,7 @@ def _attend_kernel(
     is_kept = (column < TOKENS * SHARED) & (first + column // SHARED < count)
     for turn in range(1 + (longest != shortest).to(gl.int32)):
         length = gl.where(turn == 0, shortest, longest)
-        turn_last = gl.minimum(last_chunk, length * _MAX_SEGMENTS)  # the other turn's queries see more
+        turn_last = gl.minimum(last_chunk, length * _MAX_SEGMENTS)  # queries of the other turn see more
         unit_length = turn_last
         num_mine = 1
         if LEVEL < 2:
@@ -661,7 +668,7 @@ def _attend_kernel(
             if LEVEL == 2:
                 flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
                 whole = gl.allocate_shared_memory(gl.float32, [DIM, COLUMNS], flat, acc[0]), acc[1], acc[2]
-            # Chunk 0, compressed chunks, then exact ones: each kind once in the code.
+            # Chunk 0, then compressed chunks, then exact ones; the code contains each kind once.
             for phase in range(2):
                 whole, run, acc = _attend_exact(
                     whole, run, acc, query, exact_keys, exact_values, exact_table,
@@ -701,7 +708,7 @@ def _attend_kernel(
 
 @triton.jit
 def _part(part, part_top, part_total, at, is_there, DIM: tl.constexpr):
-    """Load sums, top and total of a unit, or those of no keys."""
+    """Return the sums, top and total of a unit, or those of no keys where not `is_there`."""
     dim = tl.arange(0, DIM)[None, :]
     at = at + tl.arange(0, 1)
     top = tl.load(part_top + at, mask=is_there, other=float("-inf"))
@@ -716,7 +723,7 @@ def _merge_kernel(
     IS_CAUSAL: tl.constexpr, HAS_SINKS: tl.constexpr, ROW_BLOCK: tl.constexpr, SEGMENT: tl.constexpr,
     MAX_SEGMENTS: tl.constexpr, RUN: tl.constexpr, RUNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Fold the units with keys of a token in order, and undo the rotation; grid (tokens, query heads)."""
+    """Fold the units of a token that have keys, in order, undo the rotation; grid (tokens, query heads)."""
     let_next_start(PDL)
     head = tl.program_id(1)
     number = tl.program_id(0)
@@ -770,14 +777,14 @@ def has_shape(head_dim: int, dtype: torch.dtype, page_size: int, device: torch.d
 
 
 def serves(q: Tensor, pages: CompressedPages, blocks: Blocks, mask: Mask) -> bool:
-    """Return whether this kernel computes that layer: it depends on the model and the GPU, not the batch."""
+    """Return whether this kernel serves the layer; it depends on the model and the GPU, not on the batch."""
     is_kind = {kind_of(pages.format.keys), kind_of(pages.format.values)} == {"bits4"}
     is_tested = has_shape(q.shape[2], q.dtype, blocks.page_size, q.device)
     return is_kind and is_tested and q.shape[1] // pages.exact_keys.shape[1] <= 64 and mask.window is None
 
 
 def choose(*, num_rows: int, num_groups: int, shared: int, max_count: int) -> Config:
-    """Choose a warp per segment for few columns; for many, four warps share decoding, for runs or all."""
+    """Choose one warp for few columns, up to four for many; the more tiles, the larger the stored units."""
     wanted = max_count * shared
     columns = 8 if wanted <= 8 else 16 if wanted <= 16 else 32 if wanted <= 32 else 64
     tokens = min(columns // shared, TILE)
@@ -785,7 +792,7 @@ def choose(*, num_rows: int, num_groups: int, shared: int, max_count: int) -> Co
     num_tiles = num_rows * -(-max_count // tokens) * num_groups
     level = 0 if columns <= 16 and num_tiles < 64 else 1
     if max_count > MAX_SPLIT_COUNT or num_tiles * warps >= ENOUGH_WARPS:
-        level = 2  # nothing is left to share, and much would be stored
+        level = 2  # there are enough tiles, and storing units would cost much
     parts = (MAX_SEGMENTS, MAX_SEGMENTS // RUN, 1)[level]
     return Config(tokens, columns, warps, level, parts)
 
@@ -798,7 +805,7 @@ def attend(
     sinks: Tensor | None = None,
     config: Config | None = None,
 ) -> Tensor:
-    """Attend with q [N, H, D] over one layer's CompressedPages, see `kv_attention.attend_compressed`."""
+    """Return attention of q [N, H, D] over one layer's CompressedPages, like `attend_compressed`."""
     num_tokens, num_heads, head_dim = q.shape
     num_groups, num_rows, max_count = pages.exact_keys.shape[1], blocks.rows.shape[0], max(blocks.counts)
     out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)

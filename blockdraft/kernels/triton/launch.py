@@ -1,4 +1,4 @@
-"""Options of launches, and limits of the device."""
+"""Options of kernel launches, and limits of the device."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def wait_for_previous(PDL: tl.constexpr):
 
 @triton.jit
 def start_and_wait(PDL: tl.constexpr):
-    """`let_next_start`, then `wait_for_previous`."""
+    """Do `let_next_start`, then `wait_for_previous`."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -35,8 +35,8 @@ def start_and_wait(PDL: tl.constexpr):
 def has_pdl(device: torch.device) -> bool:
     """Return whether the device has programmatic dependent launch.
 
-    A kernel's blocks then become resident while the kernel before it ends. Every kernel waits (`gdc_wait`)
-    before it accesses memory that an earlier one may have written.
+    With it, a kernel's blocks become resident while the previous kernel ends. So every kernel waits
+    (`gdc_wait`) before it accesses memory that an earlier kernel may have written.
     """
     if device.type != "cuda" or torch.version.hip is not None:
         return False
@@ -44,14 +44,14 @@ def has_pdl(device: torch.device) -> bool:
 
 
 def overlap(device: torch.device) -> dict[str, bool]:
-    """Return the options, of the kernel and of Triton, that let a launch overlap with its neighbours."""
+    """Return the options of the kernel and of Triton that let a launch overlap with adjacent launches."""
     pdl = has_pdl(device)
     return {"PDL": pdl, "launch_pdl": pdl}
 
 
 @functools.cache
 def num_multiprocessors(device: torch.device) -> int:
-    """Return the number of multiprocessors; without a GPU a constant, for the interpreter."""
+    """Return the number of multiprocessors, or a constant if there is no GPU, for the interpreter."""
     if device.type != "cuda":
         return 132
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -59,7 +59,7 @@ def num_multiprocessors(device: torch.device) -> int:
 
 @functools.cache
 def shared_memory(device: torch.device) -> int:
-    """Return the shared memory of a multiprocessor in bytes; without a GPU that of an H200."""
+    """Return the bytes of shared memory of a multiprocessor, or those of an H200 if there is no GPU."""
     if device.type != "cuda":
         return 228 * 1024
     return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor

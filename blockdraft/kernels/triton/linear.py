@@ -1,14 +1,16 @@
 """Products of a few tokens with a large weight, which read the weight once, at the speed of memory.
 
-Each program multiplies a tile of tokens by a strip of BLOCK_N weight rows, its columns in order. On Hopper a
-token's bits then depend only on its own values and the weight: a tensor core adds sixteen products to the sum
-at once, in one way for every shape of tile, and so does cuBLAS if it does not split sums.
+Each program multiplies a tile of tokens by a strip of BLOCK_N weight rows, taking columns in order. On Hopper
+a token's bits then depend only on its own values and the weight: a tensor core adds sixteen products to the
+sum at once, in the same way for every shape of tile, and so does cuBLAS if it does not split sums.
 
-If a weight has too few strips to fill the GPU, `is_fast` allows splitting the columns into SPLIT parts: the
-last program of a strip to arrive adds the partial sums in order, so they do not depend on who arrives when.
+If a weight has too few strips to fill the GPU, `is_fast` allows splitting the columns into SPLIT parts. The
+last program of a strip to finish adds the partial sums in order, so the result does not depend on the order
+in which programs finish.
 
-With programmatic dependent launch a program is resident before the kernel before it has ended. Loading
-weights that early gains nothing: the other kernel loses what this one gains (benchmarks/log.md).
+With programmatic dependent launch, a program is resident before the previous kernel has ended. Loading
+weights that early gains nothing: the previous kernel loses the time that this kernel gains
+(benchmarks/log.md).
 """
 
 from __future__ import annotations
@@ -32,10 +34,10 @@ from blockdraft.kernels.triton.launch import (
 )
 from blockdraft.kernels.triton.pointwise import gate_values
 
-MAX_SOME = 64  # tokens of a tile; with an unquantised weight, cuBLAS is used for more
-MANY = 128  # tokens of a tile if there are more
-MANY_ROWS = 6144  # of a weight
-NARROW_ROWS = 520  # of a weight for which cuBLAS picks slow kernels: routers and gates
+MAX_SOME = 64  # tokens of a tile; cuBLAS multiplies more tokens by an unquantised weight
+MANY = 128  # tokens of a tile if there are more than MAX_SOME
+MANY_ROWS = 6144  # rows of a large weight
+NARROW_ROWS = 520  # the most rows of a weight for which cuBLAS picks slow kernels: routers and gates
 NARROW_TOKENS = 512  # with more tokens cuBLAS is fast again, if its rows are aligned
 ALIGNED_ROWS = 8  # half-precision values in 16 bytes
 
@@ -55,9 +57,9 @@ class Config:
 def widen(stored, like):
     """Convert stored values to the dtype of `like`; bytes (uint8) are fp8 (e4m3) and converted exactly.
 
-    Their bits are shifted into the wider format, and a multiplication corrects the exponent. The hardware's
-    conversion is slower than memory, and Ampere has none. NaN, which the check at the start refuses, becomes
-    480 in bf16.
+    The bits of fp8 are shifted into the wider format, and a multiplication corrects the exponent. The
+    hardware's conversion is slower than memory, and Ampere does not have it. NaN, which the check at the
+    start refuses, becomes 480 in bf16.
     """
     if stored.dtype != tl.uint8:
         wide = stored.to(like.dtype)
@@ -103,11 +105,11 @@ def _sum_parts(
 @triton.jit(do_not_specialize=["num_tokens"])
 def _linear(
     x, weight, scale, bias, onto, out, partial, counters, num_tokens,
-    num_outputs,  # of the result: half the weight's rows where GATE joins two
+    num_outputs,  # outputs of the result: half the weight's rows if GATE joins two
     num_inputs, stride_x,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr,
     GATE: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_ONTO: tl.constexpr,
-    IS_EVEN: tl.constexpr,  # whole blocks of outputs and, in each split, of inputs
+    IS_EVEN: tl.constexpr,  # blocks divide the outputs and, in each split, the inputs
     PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     let_next_start(PDL)
@@ -127,7 +129,7 @@ def _linear(
     x_row = x + token.to(tl.int64) * stride_x
     is_there = is_token[:, None] & is_row[None, :]
     place = token[:, None].to(tl.int64) * num_outputs + row[None, :]
-    if HAS_ONTO:  # loaded early: at the end nothing would hide the latency
+    if HAS_ONTO:  # loaded early, as nothing would hide the latency at the end
         stream = tl.load(onto + place, mask=is_there, other=0.0)
     sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     up_sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -155,7 +157,7 @@ def _linear(
         tl.store(partial + part * size + place, sums, mask=is_there)
         if GATE != "none":
             tl.store(partial + (SPLIT + part) * size + place, up_sums, mask=is_there)
-        tl.debug_barrier()  # every thread has stored before the counter says so
+        tl.debug_barrier()  # every thread has stored before the counter is raised
         arrived = tl.atomic_add(counters + strip, 1, sem="acq_rel", scope="gpu")
         if arrived != SPLIT - 1:
             return
@@ -181,7 +183,7 @@ def _linear(
 
 @functools.cache
 def counters(device: torch.device) -> Tensor:
-    """Return counters of arrived parts per strip, which every product resets to zero."""
+    """Return the counters of finished parts per strip, which every product resets to zero."""
     return torch.zeros(1 << 16, dtype=torch.int32, device=device)
 
 
@@ -196,9 +198,9 @@ def linear(
     is_fast: bool = False,
     config: Config | None = None,
 ) -> Tensor:
-    """Multiply x [M, K] by weight [N, K], which has one `scale` per row if it is fp8 or int8.
+    """Return x [M, K] times weight [N, K], which has one `scale` per row if it is fp8 or int8.
 
-    `onto` [M, N] is added. With `gate` "silu" or "gelu", the result is gate(a) * b of its halves, [M, N / 2].
+    `onto` [M, N] is added. With `gate` "silu" or "gelu", return gate(a) * b [M, N / 2] of the halves a, b.
     """
     assert x.stride(1) == 1, "tokens without gaps"
     assert weight.is_contiguous(), "rows without gaps"
@@ -245,14 +247,14 @@ def _round_tokens(x, out, scales, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
 
 
 def can_read(values: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether the kernels can convert such values to `dtype` on this GPU."""
+    """Return whether the kernels can convert `values` to `dtype` on this GPU."""
     if values.dtype != torch.float8_e4m3fn or not values.is_cuda or dtype == torch.bfloat16:
         return True
     return has_fp8(values.device)
 
 
 def fp8_product(x: Tensor, values: Tensor, scale: Tensor) -> Tensor:
-    """Round x [M, K] to fp8 and multiply it by values [N, K] with a scale [N] per row."""
+    """Return x [M, K], rounded to fp8, times values [N, K] with scales [N]."""
     x = x.contiguous()
     num_tokens, size = x.shape
     rounded = torch.empty_like(x, dtype=values.dtype)
@@ -265,10 +267,10 @@ def fp8_product(x: Tensor, values: Tensor, scale: Tensor) -> Tensor:
 
 
 def takes(x: Tensor, weight: Tensor, *, is_fast: bool = False) -> bool:
-    """Return whether this kernel multiplies x [M, K], not cuBLAS, which is as fast for many tokens.
+    """Return whether to multiply x [M, K] by this kernel, or by cuBLAS, which is as fast for many tokens.
 
-    In float32, without tensor cores, only this kernel adds in one order for every M. cuBLAS reads weights
-    with many rows at the speed of memory for more than a few tokens. For few rows it chooses kernels that
+    In float32, without tensor cores, only this kernel adds in one order for every M. For more than a few
+    tokens, cuBLAS reads weights with many rows at the speed of memory. For few rows it chooses kernels that
     take ten times as long, for an odd number of rows a hundred times (benchmarks/log.md).
     """
     if x.dim() != 2:
@@ -282,7 +284,7 @@ def takes(x: Tensor, weight: Tensor, *, is_fast: bool = False) -> bool:
 
 
 def _token_tile(num_tokens: int, num_rows: int) -> int:
-    """Return the tokens of a program; few rows are divided among many programs."""
+    """Return the tokens per program; a product with few rows is divided among many programs."""
     if num_tokens <= MAX_FEW:
         return MAX_FEW
     is_narrow = num_rows <= NARROW_ROWS and num_tokens <= NARROW_TOKENS
@@ -357,7 +359,7 @@ def choose_split(
     block_n = 64 if is_wide or num_outputs > 32 * 160 else 32
     strips = triton.cdiv(num_outputs, block_n)
     if is_gated or (strips >= multiprocessors and is_wide) or num_outputs >= _large(multiprocessors):
-        return choose(block_m, num_outputs, num_inputs, element_bytes, is_gated, device)  # no sums to add
+        return choose(block_m, num_outputs, num_inputs, element_bytes, is_gated, device)  # no split
     wanted = triton.cdiv(19 * multiprocessors, 10 * strips)
     split = _split(num_inputs, block_k, triton.next_power_of_2(wanted))
     stages = 6 if block_k < 256 or block_n < 64 else 3 if is_wide else 4
@@ -365,6 +367,6 @@ def choose_split(
 
 
 def _split(num_inputs: int, block_k: int, wanted: int) -> int:
-    """Return the first number of parts from `wanted` on that whole blocks fill; `wanted` if there is none."""
+    """Return the least number of parts from `wanted` on that whole blocks fill, or `wanted` if none does."""
     fitting = [n for n in range(max(wanted, 1), 2 * wanted + 1) if num_inputs % (block_k * n) == 0]
     return fitting[0] if fitting else max(wanted, 1)

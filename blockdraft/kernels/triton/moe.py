@@ -1,12 +1,12 @@
 """Mixtures of experts on a GPU: two grouped products over the pairs that `routing` grouped, and their sum.
 
 Scratch rows are in the order of the pairs, token * K + index of the choice. A pair's bits depend only on its
-token's row and its expert: sums run over the columns in one fixed order. The tile's height changes at MAX_FEW
-pairs; on Hopper, where a tensor core adds in one way for every shape of tile, the bits do not. If columns
-share a scale, all heights take the same number of columns in a step.
+token's row and its expert: columns are summed in one fixed order. The height of tiles changes at MAX_FEW
+pairs. On Hopper this does not change the bits, as a tensor core adds in the same way for every shape of tile.
+If columns share a scale, tiles of all heights take the same number of columns in a step.
 
-A shared expert that is stored like the routed ones runs with them: its tiles, of tokens in order, and its
-scratch rows, one per token, follow the routed ones.
+A shared expert that is stored like the routed experts runs with them. Its tiles, of tokens in order, and its
+scratch rows, one per token, follow those of the routed experts.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Config(NamedTuple):
 
 @triton.jit
 def _e2m1(code, factor):
-    """Return the values of 4-bit codes: their bits as exponent and mantissa, times a power of two."""
+    """Return the values of 4-bit codes: take their bits as exponent and mantissa, times a power of two."""
     code = code.to(tl.uint32)
     bits = ((code & 7) << 22) | ((code & 8) << 28)
     return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37 * factor  # 2 ** 126
@@ -104,7 +104,7 @@ def _finish(
     total, scale, bias, rows, stride_scale,
     COLUMNS: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, IS_FP4: tl.constexpr,
 ):  # fmt: skip
-    """Apply scales of whole rows, and the bias."""
+    """Return total with the scales of whole rows and the bias applied."""
     if SCALE_COLUMNS >= COLUMNS and not IS_FP4:
         total *= tl.load(scale + (rows // SCALE_ROWS) * stride_scale).to(tl.float32)[None, :]
     if bias is not None:
@@ -114,7 +114,7 @@ def _finish(
 
 @triton.jit
 def _gated(gate, up, KIND: tl.constexpr, LIMIT: tl.constexpr):
-    """See `kernels.moe.Activation`; comparisons instead of minima keep NaN."""
+    """Return the function of `kernels.moe.Activation`; comparisons, unlike minima, keep NaN."""
     if KIND == "silu":
         result = gate / (1 + tl.exp(-gate)) * up
     elif KIND == "gelu":
@@ -146,7 +146,7 @@ def _experts_kernel(
     SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, IS_FP4: tl.constexpr, KIND: tl.constexpr,
     LIMIT: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    IS_SINGLE: tl.constexpr,  # one token: tile t is the pair t
+    IS_SINGLE: tl.constexpr,  # one token: tile t is pair t
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute out[pair] = KIND(x[token] @ first^T, x[token] @ second^T), or x[pair] @ first^T without KIND.
@@ -220,7 +220,7 @@ def _experts_kernel(
             second, second_scale, second_bias, rows, stride_scale_row, COLUMNS, SCALE_ROWS, SCALE_COLUMNS,
             IS_FP4,
         )  # fmt: skip
-        dtype: tl.constexpr = out.dtype.element_ty  # both rounded first, as the products of one expert are
+        dtype: tl.constexpr = out.dtype.element_ty  # both are rounded first, as in the reference
         first = _gated(first.to(dtype).to(tl.float32), second.to(dtype).to(tl.float32), KIND, LIMIT)
     place = pair.to(tl.int64)[:, None] * ROWS + row[None, :]
     tl.store(out + place, first.to(out.dtype.element_ty), mask=is_pair[:, None] & (row < ROWS)[None, :])
@@ -235,7 +235,7 @@ def run_experts(
     onto: Tensor | None = None,
     configs: tuple[Config, Config] | None = None,
 ) -> Tensor:
-    """Return [N, E] for x [N, E]; see `pick.mixtures.pick_experts`."""
+    """Return the experts' output [N, E] for x [N, E]; see `pick.mixtures.pick_experts`."""
     ids = choice.ids
     num_tokens, num_chosen = ids.shape
     num_pairs = ids.numel()
@@ -252,7 +252,7 @@ def run_experts(
     shared = None if beside is None or isinstance(beside.value, Tensor) else beside.value
     num_rows = num_pairs if shared is None else num_pairs + num_tokens
     hidden, outputs = x.new_empty(num_rows, inner), x.new_empty(num_rows, x.shape[1])
-    is_single = num_tokens == 1 and choice.groups is not None  # tiles as `route_and_group` leaves them
+    is_single = num_tokens == 1 and choice.groups is not None  # `route_and_group` made the tiles
     launch = functools.partial(_launch, groups=groups, shape=ids.shape, is_single=is_single)
     both = None if shared is None else (shared.gate, shared.up)
     launch(x.contiguous(), hidden, (parts.gate, parts.up), both, config=gated, activation=activation)
@@ -263,7 +263,7 @@ def run_experts(
 
 
 def choose_config(part: Matrices, dtype: torch.dtype, num_pairs: int, num_parts: int) -> Config:
-    """Choose tiles by shapes. Few pairs are limited by reading weights: low tiles, many loads in flight."""
+    """Choose tiles by shapes. Few pairs are limited by weight reads: use low tiles, many loads in flight."""
     is_fp4 = part.values.dtype == torch.uint8
     columns = part.values.shape[2] * (2 if is_fp4 else 1)
     if dtype == torch.float32:
@@ -278,7 +278,7 @@ def choose_config(part: Matrices, dtype: torch.dtype, num_pairs: int, num_parts:
             if columns == 512:  # two long steps
                 config = Config(LOW, 16, 256, num_warps=2, num_stages=2)
     if part.scale is not None and part.block[1] < columns and not is_fp4:
-        block_k = 128 if dtype != torch.float32 else 32  # for any number of pairs: bits depend on it
+        block_k = 128 if dtype != torch.float32 else 32  # equal for any number of pairs, as bits depend on it
         while part.block[1] % block_k != 0:  # the columns of one step share a scale
             block_k //= 2
         config = config._replace(block_k=block_k)
@@ -297,7 +297,7 @@ def _launch(
     activation: Activation | None = None,
     is_single: bool,
 ) -> None:
-    """Launch one product, of gate and up or of down; `shape` [N, K] is that of the choice."""
+    """Launch one product, either of gate and up or of down; `shape` [N, K] is the shape of the choice."""
     order, tiles = groups
     first = routed[0]
     num_experts, rows, _ = first.values.shape
@@ -322,7 +322,7 @@ def _launch(
 
 
 def _pointers(parts: tuple[Matrices, ...] | None) -> list[Tensor | None]:
-    """Return values, scales and biases, of the first part and of the second (or the first again)."""
+    """Return values, scales and biases, each of the first part, then of the second (or the first again)."""
     if parts is None:
         return [None] * 6
     ends = (parts[0], parts[-1])
@@ -331,12 +331,12 @@ def _pointers(parts: tuple[Matrices, ...] | None) -> list[Tensor | None]:
 
 
 def _readable_values(values: Tensor) -> Tensor:
-    """View fp8 as bytes, for `widen`."""
+    """Return values, with fp8 viewed as bytes, for `widen`."""
     return values.view(torch.uint8) if values.dtype == torch.float8_e4m3fn else values
 
 
 def _readable_scale(scale: Tensor) -> Tensor:
-    """View e8m0 scales as bytes: Triton does not have the type."""
+    """Return scales, with e8m0 viewed as bytes, as Triton does not have that type."""
     return scale.view(torch.uint8) if scale.dtype == torch.float8_e8m0fnu else scale
 
 
@@ -348,7 +348,7 @@ def _combine_kernel(
     outputs, weights, shared_gate, shared_value, onto, total, stride_gate,
     SIZE: tl.constexpr, NUM_CHOSEN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Combine outputs with the rounding of `reference_combine`; one program per token and BLOCK values."""
+    """Sum outputs with the rounding of `reference_combine`; one program per token and BLOCK values."""
     start_and_wait(PDL)
     dtype = total.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
@@ -379,7 +379,7 @@ def _combine_kernel(
 def combine(
     outputs: Tensor, weights: Tensor, beside: Beside | None = None, onto: Tensor | None = None
 ) -> Tensor:
-    """Return [N, E] for outputs [N, K, E] and weights [N, K]; see `pick.mixtures.pick_experts`."""
+    """Return the weighted sum [N, E] of outputs [N, K, E]; see `pick.mixtures.pick_experts`."""
     num_tokens, num_chosen, size = outputs.shape
     total = outputs.new_empty(num_tokens, size)
     if num_tokens == 0:

@@ -1,4 +1,4 @@
-"""N-gram lookup on a CUDA device: a program per row and piece of its history, then one per row."""
+"""N-gram lookup on a CUDA device: one program per row and piece of its history, then one per row."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor
 from blockdraft.kernels.ngram_lookup import MOST
 from blockdraft.kernels.triton.launch import overlap, start_and_wait
 
-PIECE = 1024  # positions of a program
+PIECE = 1024  # positions per program
 ROUND = 4  # earlier tokens that are compared at a time
-END_BITS = 32  # a piece's result: the number of matching tokens, above the bits of the last one's position
+END_BITS = 32  # of a piece's result: the last match's position, below the number of equal tokens
 
 
 @triton.jit
@@ -34,7 +34,7 @@ def _search(
     while (first < MOST) & (tl.max(agrees.to(tl.int32), axis=0) > 0):
         for step in tl.static_range(ROUND):  # independent loads, all at once
             back = first + step
-            inside = (position >= back) & (position < last)  # then the anchor has as many before it, too
+            inside = (position >= back) & (position < last)  # the anchor has as many tokens before it, too
             before = tl.load(text + position - back, mask=inside, other=-1)
             wanted = tl.load(text + tl.maximum(last - back, 0))
             agrees = agrees & inside & (before == wanted) & (back < MOST)
@@ -66,7 +66,7 @@ def _write(
 
 
 def lookup(block: Tensor, history: Tensor, rows: Tensor, starts: Tensor, least: int) -> None:
-    """ngram_lookup.reference_lookup."""
+    """Implement `ngram_lookup.reference_lookup`."""
     assert block.is_contiguous()
     (num_rows, width), size = block.shape, history.shape[1]
     num_pieces = triton.cdiv(size, PIECE)
@@ -95,7 +95,7 @@ def _remember(history, sampled, rows, length, size, width, BLOCK: tl.constexpr, 
 
 
 def remember(history: Tensor, sampled: Tensor, rows: Tensor, length: Tensor) -> None:
-    """ngram_lookup.reference_remember."""
+    """Implement `ngram_lookup.reference_remember`."""
     sampled = sampled.contiguous()
     num_rows, width = sampled.shape
     _remember[(num_rows,)](

@@ -1,7 +1,7 @@
 """Operations on single tokens on a CUDA device: norms, activations, and writes of heads to the cache.
 
-Sums over a token's values are one reduction of fixed shape, so its bits do not depend on other tokens. Values
-are computed in float32 and rounded once; the references round after each step.
+Sums over a token's values are one reduction of fixed shape, so a token's bits do not depend on other tokens.
+Values are computed in float32 and rounded once; the references round after each step.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _rms_norm(
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """pointwise.reference_rms_norm for x [..., E]."""
+    """Implement `pointwise.reference_rms_norm` for x [..., E]."""
     size = x.shape[-1]
     flat = x.reshape(-1, size)
     flat = flat if flat.stride(1) == 1 else flat.contiguous()
@@ -76,7 +76,7 @@ def _gate_mul(x, out, stride, size, GATE: tl.constexpr, BLOCK: tl.constexpr, PDL
 
 
 def gate_mul(gate_up: Tensor, gate: str) -> Tensor:
-    """pointwise.reference_gate_mul for gate_up [..., 2 I]."""
+    """Implement `pointwise.reference_gate_mul` for gate_up [..., 2 I]."""
     size = gate_up.shape[-1] // 2
     flat = gate_up.reshape(-1, 2 * size).contiguous()
     out = torch.empty((*gate_up.shape[:-1], size), dtype=gate_up.dtype, device=gate_up.device)
@@ -101,7 +101,7 @@ def _gate_heads(x, gate, out, size, stride, head_stride, BLOCK: tl.constexpr, PD
 
 
 def gate_heads(x: Tensor, gate: Tensor) -> Tensor:
-    """heads.reference_gate_heads; x is contiguous, and so is each head of gate."""
+    """Implement `heads.reference_gate_heads`; x is contiguous, and so is each head of gate."""
     num_tokens, num_heads, size = x.shape
     x = x.contiguous()
     assert gate.stride(2) == 1, "a head without gaps"
@@ -139,7 +139,7 @@ def _locate(
 def locate(
     page_table: Tensor, rows: Tensor, starts: Tensor, offsets: Tensor, *, num_tokens: int, page_size: int
 ) -> tuple[Tensor, Tensor]:
-    """Return position and slot [N] of each token in the stream; see attention.Blocks."""
+    """Return the position and the slot [N] of each token in the stream; see `attention.Blocks`."""
     positions = torch.empty(num_tokens, dtype=torch.int64, device=rows.device)
     slots = torch.empty_like(positions)
     _locate[(triton.cdiv(num_tokens, 128),)](
@@ -154,11 +154,11 @@ def locate(
 def _norm_rope(
     source,  # the head's first value, one per head of the tile
     is_head, weight, cos, sin, size,
-    num_rotated,  # values of a head with rotary positions, R
+    num_rotated,  # R, the values of a head with rotary positions
     eps,
     BLOCK_D: tl.constexpr, HAS_NORM: tl.constexpr,
 ):  # fmt: skip
-    """Normalise heads [.., D] and apply rotary positions."""
+    """Return heads [.., D], normalised and with rotary positions applied."""
     d = tl.arange(0, BLOCK_D)
     is_in = is_head[:, None] & (d < size)[None, :]
     value = tl.load(source[:, None] + d[None, :], mask=is_in, other=0.0).to(tl.float32)
@@ -185,7 +185,7 @@ def _norm_rope_write(
     v_head_stride, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, HAS_NORM: tl.constexpr, HAS_Q: tl.constexpr,
     ROTATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write heads; ROTATED is the head size if heads are rotated for compression, otherwise 0."""
+    """Do `norm_rope_write`; ROTATED is the head size if heads are rotated for compression, otherwise 0."""
     start_and_wait(PDL)
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
@@ -235,14 +235,14 @@ def _norm_rope_write(
 def norm_rope_write(
     q: Tensor | None, k: Tensor, v: Tensor, norms: HeadNorms | None, angles: Angles, slots: Slots
 ) -> Tensor | None:
-    """Normalise and rotate q [N, H, D] and k [N, G, D], and write k and v [N, G, D] to their slots."""
+    """Normalise and rotate q [N, H, D] and k; write k and v [N, G, D] to their slots; return q."""
     num_tokens, num_kv_heads, size = k.shape
     heads = [part for part in (q, k, v) if part is not None]
     assert all(part.stride(2) == 1 for part in heads), "heads without gaps"
     cos, sin = (part.contiguous() for part in angles)
     num_heads = 0 if q is None else q.shape[1]
     q_out = None if q is None else torch.empty((num_tokens, num_heads, size), dtype=q.dtype, device=q.device)
-    block_h = min(4, triton.next_power_of_2(num_kv_heads))  # for any number of tokens: bits depend on it
+    block_h = min(4, triton.next_power_of_2(num_kv_heads))  # for any number of tokens, as bits depend on it
     tiles = triton.cdiv(num_heads, block_h) + 2 * triton.cdiv(num_kv_heads, block_h)
     given = k if q is None else q
     rotation = slots.rotation

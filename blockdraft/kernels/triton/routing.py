@@ -1,8 +1,9 @@
 """Routing on a GPU: chooses experts for each token, and groups the (token, expert) pairs by expert.
 
 A pair is one of the K choices of a token, numbered token * K + index. `order` lists the pairs expert by
-expert, and `tiles` [3, T] divides it: tile t is expert tiles[0, t] with tiles[2, t] pairs from order[tiles[1,
-t]] on; unused tiles have expert -1. T depends only on shapes, so one CUDA graph works for every routing.
+expert, and `tiles` [3, T] divides that list. Tile t has the expert tiles[0, t], begins at order[tiles[1, t]]
+and has tiles[2, t] pairs; unused tiles have expert -1. T depends only on shapes, so one CUDA graph works for
+every routing.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from blockdraft.kernels.triton.launch import overlap, start_and_wait
 if TYPE_CHECKING:
     from blockdraft.kernels.moe import Groups
 
-MAX_FEW = 512  # pairs; up to here, tiles are as low as a tensor core allows
-LOW = 16  # pairs of such a tile
-MAX_LOGITS = 1 << 13  # that one program keeps in its registers
-MAX_COMPARED = 1024  # pairs that are sorted by comparing all with all; above, PyTorch sorts
+MAX_FEW = 512  # pairs; up to this number, tiles are as low as a tensor core allows
+LOW = 16  # pairs of such a low tile
+MAX_LOGITS = 1 << 13  # the most logits that one program keeps in registers
+MAX_COMPARED = 1024  # the most pairs to sort by comparing all with all; PyTorch sorts more
 
 
 # ---- routing
@@ -30,7 +31,7 @@ MAX_COMPARED = 1024  # pairs that are sorted by comparing all with all; above, P
 
 @triton.jit
 def _in_order(bits):
-    """Map the upper half of a float's bits to a number that orders like it; and back."""
+    """Map the upper half of a float's bits to a number that orders like the float, or that number back."""
     return tl.where(bits < 0, bits ^ 0x7FFF, bits)
 
 
@@ -39,18 +40,18 @@ def _choose(
     logits, expert_scale, weights, ids, token, num_tokens, stride_token,
     NUM_EXPERTS: tl.constexpr, NUM_CHOSEN: tl.constexpr, BLOCK: tl.constexpr, IS_OVER_ALL: tl.constexpr,
 ):  # fmt: skip
-    """Store weights and ids of the choices of tokens [T]; returns each expert's index or -1, [T, BLOCK].
+    """Store the weights and ids that tokens [T] choose; return each expert's index or -1, [T, BLOCK].
 
-    No sum depends on the layout of the tile, so a token's bits are the same in every tile.
+    No sum depends on the layout of the tile, so a token's bits are equal in every tile.
     """
     expert = tl.arange(0, BLOCK)[None, :]
     is_expert = (expert < NUM_EXPERTS) & (token < num_tokens)[:, None]
     pointers = logits + token.to(tl.int64)[:, None] * stride_token + expert
     x = tl.load(pointers, mask=is_expert, other=0.0).to(tl.float32)
-    # NaN logits lose, but keep ids in range; -inf is below all of them and marks chosen experts.
+    # NaN logits are chosen last, but keep ids in range; -inf is below all logits and marks chosen experts.
     lowest = -2.9774707105582116e38  # 1.75 * 2 ** 127, which bfloat16 holds
     x = tl.where(x >= lowest, x, lowest)
-    x = tl.where(x == 0.0, 0.0, x)  # the two zeros are one
+    x = tl.where(x == 0.0, 0.0, x)  # -0.0 equals 0.0
     x = tl.where(expert < NUM_EXPERTS, x, -float("inf"))
     top = tl.max(x, axis=1)
     weight = tl.exp(x - top[:, None])
@@ -91,7 +92,7 @@ def _route_kernel(
     NUM_EXPERTS: tl.constexpr, NUM_CHOSEN: tl.constexpr, BLOCK: tl.constexpr, IS_OVER_ALL: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program per token."""
+    """Do `route`, with one program per token."""
     start_and_wait(PDL)
     token = tl.program_id(0) + tl.arange(0, 1)
     _choose(
@@ -117,7 +118,7 @@ def route(
 
 
 def _prepare(logits: Tensor, num_chosen: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return logits with contiguous tokens, and empty weights and ids [N, K]."""
+    """Return logits with contiguous tokens, and uninitialised weights and ids [N, K]."""
     num_tokens, num_experts = logits.shape
     assert num_chosen <= num_experts
     weights = logits.new_empty(num_tokens, num_chosen, dtype=torch.float32)
@@ -130,7 +131,7 @@ def _prepare(logits: Tensor, num_chosen: int) -> tuple[Tensor, Tensor, Tensor]:
 
 @triton.jit
 def _write_tiles(tiles, first, count, expert, num_tiles, BLOCK_M: tl.constexpr):
-    """Divide `count` pairs from `first` on for each expert into tiles; mark the rest of `tiles` as unused."""
+    """Divide each expert's `count` pairs, from `first` on, into tiles; mark the rest of `tiles` as unused."""
     cuts = (count + BLOCK_M - 1) // BLOCK_M
     place = tl.cumsum(cuts, axis=0) - cuts
     for cut in range(tl.max(cuts, axis=0)):
@@ -179,7 +180,7 @@ def _tiles_kernel(
 
 
 def group(ids: Tensor, num_experts: int, block_m: int) -> Groups:
-    """Return order [P] and tiles [3, T], int32, of the pairs ids [N, K]."""
+    """Return int32 `order` [P] and `tiles` [3, T] of the pairs in ids [N, K]."""
     num_pairs = ids.numel()
     num_tiles = max_tiles(num_pairs, num_experts, block_m)
     tiles = ids.new_empty(3, num_tiles, dtype=torch.int32)
@@ -209,14 +210,14 @@ def _route_and_group_kernel(
     NUM_EXPERTS: tl.constexpr, NUM_CHOSEN: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr, IS_OVER_ALL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Route and group in one program for all tokens; an expert's pairs are in the order of tokens."""
+    """Route and group all tokens in one program; an expert's pairs are in the order of tokens."""
     start_and_wait(PDL)
     token = tl.arange(0, TOKENS)
     place = _choose(
         logits, expert_scale, weights, ids, token, num_tokens, stride_token,
         NUM_EXPERTS, NUM_CHOSEN, BLOCK, IS_OVER_ALL,
     )  # fmt: skip
-    if TOKENS == 1:  # a tile for each choice, in order: nothing to count
+    if TOKENS == 1:  # a tile for each choice, in order, so nothing is counted
         expert = tl.arange(0, BLOCK)[None, :]
         tl.store(order + place, place, mask=place >= 0)
         tl.store(tiles + place, expert, mask=place >= 0)
@@ -240,7 +241,7 @@ def can_group_at_once(num_tokens: int, num_experts: int, num_chosen: int) -> boo
 def route_and_group(
     logits: Tensor, num_chosen: int, *, is_over_all: bool, expert_scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Groups]:
-    """`route`, and `group` into tiles of LOW pairs, in one launch."""
+    """Do `route`, and `group` into tiles of LOW pairs, in one launch."""
     num_tokens, num_experts = logits.shape
     assert can_group_at_once(num_tokens, num_experts, num_chosen)
     num_pairs = num_tokens * num_chosen
@@ -257,6 +258,6 @@ def route_and_group(
 
 
 def max_tiles(num_pairs: int, num_experts: int, block_m: int) -> int:
-    """Return the most tiles of any routing: one per expert in use, and further full tiles."""
+    """Return the most tiles that a routing can need: one per expert in use, and further full tiles."""
     in_use = min(num_pairs, num_experts)
     return (num_pairs + in_use * (block_m - 1)) // block_m

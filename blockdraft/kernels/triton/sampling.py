@@ -1,15 +1,17 @@
-"""`choose` without sorting the vocabulary, with all parameters read from the tables on the device; `forbid`.
+"""Sampling on a CUDA device: `choose`, without sorting the vocabulary, and `forbid`.
 
-See `kernels/sampling.py` for the contracts. The vocabulary is divided into chunks of CHUNK tokens, the same
-for every batch, and the chunks' results are merged in order: a token depends only on its own column.
+See `kernels/sampling.py` for the contracts. All parameters are read from the tables on the device. The
+vocabulary is divided into chunks of CHUNK tokens, equal for every batch, and the chunks' results are merged
+in order, so a token depends only on its own column.
 
-1. `_scan`: the best token of each chunk, greedy or with noise; of filtered rows only the largest score.
-2. `_bound`: for rows with top_k, the last token that top_k keeps.
-3. `_draw`: for filtered rows, the best noisy token of each chunk among those that min_p and top_k keep.
-4. `_weigh`: the probability mass ranked before that candidate, and the whole mass.
-5. `_draw` and `_weigh` again. If top_p does not keep a candidate, it keeps none ranked after it, so the next
-   candidate is searched among the tokens ranked before it.
-6. `_settle`: merges, writes the result, and repeats step 5 itself for the few columns that need it.
+1. `_scan` finds the best token of each chunk, greedy or with noise; for filtered rows only the largest score.
+2. `_bound` finds where top_k ends, for rows with top_k.
+3. `_draw` finds, for filtered rows, the best noisy token of each chunk among those that min_p and top_k keep.
+   The best of all chunks is the candidate.
+4. `_weigh` sums the probability mass ranked before the candidate, and the whole mass.
+5. `_draw` and `_weigh` run again. If top_p does not keep a candidate, it keeps no token ranked after it, so
+   the next candidate is searched among the tokens ranked before it.
+6. `_settle` merges, writes the result, and repeats step 5 itself for the few columns that need it.
 
 A token is ranked before another if its score is greater, or equal with a lower id.
 """
@@ -35,10 +37,10 @@ from blockdraft.kernels.triton.scores import (
     scores_of,
 )
 
-CHUNK = tl.constexpr(2048)  # tokens; part of the bits of the sums
+CHUNK = tl.constexpr(2048)  # tokens; the bits of the sums depend on it
 GROUP = tl.constexpr(64)  # tokens whose largest score `_scan` keeps for `_bound`
-MAX_GROUPS = tl.constexpr(128)  # that `_bound` holds at once: enough for top_k up to 128 without ties
-_WORDS = 64  # of 32 tokens each, in one program of `_forbid`
+MAX_GROUPS = tl.constexpr(128)  # groups that `_bound` holds at once: enough for top_k up to 128 without ties
+_WORDS = 64  # words of 32 tokens per program of `_forbid`
 
 _TOP_P = tl.constexpr(int(Real.TOP_P))
 _LOG_MIN_P = tl.constexpr(int(Real.LOG_MIN_P))
@@ -48,7 +50,7 @@ _IS_FILTERED = tl.constexpr(int(Whole.IS_FILTERED))
 _NO_ID = tl.constexpr(0x7FFFFFFF)
 _LOWEST_KEY = tl.constexpr(-0x80000000)
 
-# Arguments that differ between batches, on which kernels must not be specialised: sizes, and offsets in a
+# Kernels must not be specialised on these arguments, which differ between batches: sizes, and offsets in a
 # buffer.
 _VARYING = (
     *("recent", "C", "J", "chunks_per_program", "peaks", "group_peaks"),
@@ -58,7 +60,7 @@ _VARYING = (
 
 @triton.jit
 def _best(values, ids):
-    """Return the greatest value and its lowest id."""
+    """Return the greatest value and the lowest id that has it."""
     best = tl.max(values, axis=0)
     return best, tl.min(tl.where(values == best, ids, _NO_ID), axis=0)
 
@@ -70,7 +72,7 @@ def _is_before(scores, ids, score, token):
 
 @triton.jit
 def _merge(values, tokens, scores, index, num_chunks, CHUNKS: tl.constexpr):
-    """Return value, id and score of the best token of a column's chunks."""
+    """Return the value, id and score of the best token of all chunks of a column."""
     chunk = tl.arange(0, CHUNKS)
     is_chunk = chunk < num_chunks
     found = tl.load(values + index * num_chunks + chunk, mask=is_chunk, other=NEVER)
@@ -82,7 +84,7 @@ def _merge(values, tokens, scores, index, num_chunks, CHUNKS: tl.constexpr):
 
 @triton.jit
 def _merge_floor(peaks, row, real, index, num_chunks, CHUNKS: tl.constexpr):
-    """Return the largest score of a column, and the least that min_p keeps."""
+    """Return the largest score of a column, and the least score that min_p keeps."""
     chunk = tl.arange(0, CHUNKS)
     peak = tl.max(tl.load(peaks + index * num_chunks + chunk, mask=chunk < num_chunks, other=NEVER), axis=0)
     return peak, peak + tl.load(real + row * NUM_REAL + _LOG_MIN_P)
@@ -96,7 +98,7 @@ def _merge_weights(weights, index, num_chunks, CHUNKS: tl.constexpr):
 
 @triton.jit
 def _is_kept(before, total, row, real):
-    """Return whether top_p keeps a token; the likeliest has no mass before it."""
+    """Return whether top_p keeps a token with mass `before` it; the likeliest token has none and is kept."""
     top_p = tl.load(real + row * NUM_REAL + _TOP_P)
     return (top_p >= 1.0) | (before == 0.0) | (before < top_p * total)
 
@@ -109,7 +111,7 @@ def _is_drawn_with_filters(row, real, whole):
 
 @triton.jit
 def _begin(logits, row_stride, column_stride, rows, C, PDL: tl.constexpr):
-    """Return this program's column: its index, its r and c in the batch, row r in the tables, its logits."""
+    """Return this program's column: its index, r and c, the row of r in the tables, its logits."""
     let_next_start(PDL)
     index = tl.program_id(0)
     r = index // C
@@ -195,7 +197,7 @@ def _bound(
     group_peaks, chosen_groups, bound_scores, bound_ids, num_chunks,
     GROUPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Find score and id + 1 of each column's k-th ranked token; top_k keeps tokens ranked before them."""
+    """Store score and id + 1 of each column's k-th ranked token; top_k keeps the tokens before that pair."""
     tables = (starts, recent, real, whole, stop_ids, bias_ids, bias_values, prompt_seen, output_counts, V, J)
     index, r, c, row, logits = _begin(logits, row_stride, column_stride, rows, C, PDL)
     column = (r, c, row, tables)
@@ -207,7 +209,7 @@ def _bound(
         num_groups = num_chunks * (CHUNK // GROUP)
         peaks = tl.load(group_peaks + index * num_groups + group, mask=group < num_groups, other=NEVER)
         keys = _key(peaks)
-        # k groups reach the k-th greatest peak, so k tokens do: what ranks before is in groups that reach it.
+        # k groups reach the k-th greatest peak, so k tokens do. The first k are in groups that reach it.
         lowest = _kth_key(keys, tl.minimum(k, GROUPS))
         is_chosen = keys >= lowest
         num_chosen = tl.sum(is_chosen.to(tl.int32), axis=0)
@@ -265,7 +267,7 @@ def _bound(
 
 @triton.jit
 def _limits(peaks, bound_scores, bound_ids, row, real, index, num_chunks, CHUNKS: tl.constexpr):
-    """Return a column's largest score, and what min_p and top_k keep: from a score on, before (score, id)."""
+    """Return a column's largest score, and its limits: min_p's least score, top_k's bound (score, id)."""
     peak, floor = _merge_floor(peaks, row, real, index, num_chunks, CHUNKS)
     return peak, (floor, tl.load(bound_scores + index), tl.load(bound_ids + index))
 
@@ -281,7 +283,7 @@ def _open_tokens(raw, first, limits, column):
 
 @triton.jit
 def _draw_chunk(raw, first, score, token, limits, seed, position, column):
-    """Return value, id and score of a chunk's best noisy token that is kept and before (score, token)."""
+    """Return value, id and score of a chunk's best noisy kept token that ranks before (score, token)."""
     ids, scores, is_open = _open_tokens(raw, first, limits, column)
     is_open = is_open & _is_before(scores, ids, score, token)
     best = tl.full([], NEVER, tl.float32)
@@ -296,7 +298,7 @@ def _draw_chunk(raw, first, score, token, limits, seed, position, column):
 
 @triton.jit
 def _weigh_chunk(raw, first, score, token, peak, limits, column):
-    """Return the mass of a chunk's kept tokens before (score, token), and of all; the peak weighs 1."""
+    """Return the mass of a chunk's kept tokens before (score, token), and of all; score `peak` weighs 1."""
     ids, scores, is_open = _open_tokens(raw, first, limits, column)
     weights = tl.where(is_open, tl.exp(scores - peak), 0.0)
     before = tl.where(_is_before(scores, ids, score, token), weights, 0.0)
@@ -395,7 +397,7 @@ def _settle(
             peak, limits = _limits(peaks, bound_scores, bound_ids, row, real, index, num_chunks, CHUNKS)
             seed = tl.load(whole + row * NUM_WHOLE + _SEED)
             position = tl.load(starts + r) + 1 + c
-            # Every round leaves fewer tokens; with none left, which needs NaN logits, it ends, too.
+            # Every round leaves fewer tokens. The loop also ends if no token is left, which needs NaN logits.
             while (answer != _NO_ID) & (not _is_kept(ahead, mass, row, real)):
                 best = tl.full([], NEVER, tl.float32)
                 best_id = tl.full([], _NO_ID, tl.int32)
@@ -420,7 +422,7 @@ def _settle(
 
 
 def choose(logits: Tensor, starts: Tensor, recent: Tensor, batch: SamplingBatch) -> Tensor:
-    """`sampling.choose` for logits [R, C, V] of 16 or 32 bits whose last dimension is contiguous."""
+    """Implement `reference_choose` for logits of 16 or 32 bits whose last dimension is contiguous."""
     num_rows, num_columns, vocab_size = logits.shape
     device, count = logits.device, num_rows * num_columns
     assert logits.stride(2) == 1
@@ -464,7 +466,7 @@ def choose(logits: Tensor, starts: Tensor, recent: Tensor, batch: SamplingBatch)
 
 
 def _chunks_per_program(num_columns: int, num_chunks: int, num_multiprocessors: int) -> int:
-    """Enough programs to fill the device, few enough that those with nothing to do cost little."""
+    """Return how many chunks a program takes, so that programs fill the device but idle ones cost little."""
     wanted = max(1, 32 * num_multiprocessors // num_columns)
     return -(-num_chunks // min(num_chunks, wanted))
 
@@ -486,7 +488,7 @@ def _forbid(
 
 
 def forbid(logits: Tensor, allowed: Allowed) -> None:
-    """sampling.reference_forbid: writes forbidden logits only, and reads none."""
+    """Implement `sampling.reference_forbid`; write only the forbidden logits, and read none."""
     num_rows, width, vocab_size = logits.shape
     num_words = allowed.words.shape[-1]
     assert logits.is_contiguous()

@@ -1,6 +1,6 @@
-"""The score and the noise of a token in its column: penalties, biases, bans, temperature.
+"""The score and the noise of single tokens in a column, for `triton.sampling` and `triton.candidates`.
 
-These are the parts of `triton.sampling` for single tokens; see `kernels.sampling.SamplingBatch` for the
+The score includes penalties, biases, bans and temperature; see `kernels.sampling.SamplingBatch` for the
 tables.
 """
 
@@ -30,7 +30,7 @@ NEVER = tl.constexpr(float("-inf"))
 
 @triton.jit
 def _entries_within(entries, count, first, past):
-    """[from, to): the entries of a sorted list that lie in [first, past)."""
+    """Return the range [from, to) of the entries of a sorted list that are in [first, past)."""
     place = tl.arange(0, _MAX_LISTED)
     ids = tl.load(entries + place, mask=place < count, other=0x7FFFFFFF)
     return tl.sum((ids < first).to(tl.int32)), tl.sum((ids < past).to(tl.int32))
@@ -43,7 +43,7 @@ def load_logits(logits, ids, V):
 
 @triton.jit
 def scores_of(raw, ids, first, past, column):
-    """`adjusted_scores`, divided by the temperature."""
+    """Return `adjusted_scores`, divided by the temperature unless it is greedy."""
     scores = adjusted_scores(raw, ids, first, past, column)
     _, _, row, tables = column
     _, _, real, _, _, _, _, _, _, _, _ = tables
@@ -55,9 +55,9 @@ def scores_of(raw, ids, first, past, column):
 
 @triton.jit
 def adjusted_scores(raw, ids, first, past, column):
-    """Apply biases, bans and penalties to the `raw` logits of `ids`, all in [first, past); -inf from V on.
+    """Return `raw` logits of `ids` with biases, bans and penalties applied; -inf for ids from V on.
 
-    `column` is r and c in the batch, the row of r in the tables, and the tables.
+    All ids are in [first, past). `column` is (r, c, the row of r in the tables, the tables).
     """
     r, c, row, tables = column
     starts, recent, real, whole, stop_ids, bias_ids, bias_values, prompt_seen, output_counts, V, J = tables
@@ -98,7 +98,7 @@ def adjusted_scores(raw, ids, first, past, column):
 
 @triton.jit
 def noise_of(first, seed, position, SIZE: tl.constexpr):
-    """Gumbel noise of ids [first, first + SIZE), as kernels.noise has it."""
+    """Return the Gumbel noise of ids [first, first + SIZE), as in `kernels.noise`."""
     zero = tl.zeros([SIZE // 4], dtype=tl.uint32)
     counter = (tl.arange(0, SIZE // 4) + first // 4).to(tl.uint32)
     low = zero + (position & 0xFFFFFFFF).to(tl.uint32)
@@ -111,7 +111,7 @@ def noise_of(first, seed, position, SIZE: tl.constexpr):
 
 @triton.jit
 def noise_at(ids, seed, position):
-    """Return the noise of some ids, in any order."""
+    """Return the noise of `ids`, which may be in any order."""
     counter = (ids // 4).to(tl.uint32)
     zero = counter * 0
     low = zero + (position & 0xFFFFFFFF).to(tl.uint32)
@@ -137,7 +137,7 @@ def _log(x):
     x = 2**n * (1 + f) with f in [-1/3, 1/3), where log(1 + f) = f + f**2 * P(f); P is a minimax polynomial.
     """
     bits = x.to(tl.int32, bitcast=True)
-    power = (bits - 0x3F2AAAAB) & -0x800000  # n in the place of the exponent; 0x3F2AAAAB is 2 / 3
+    power = (bits - 0x3F2AAAAB) & -0x800000  # n, at the bits of the exponent; 0x3F2AAAAB is 2 / 3
     f = (bits - power).to(tl.float32, bitcast=True) - 1.0
     p = tl.fma(f, 0.1402635859233628, -0.15388548693230472)
     p = tl.fma(p, f, 0.13995807124598145)
