@@ -93,7 +93,7 @@ def card_hint(name: str) -> str:
 
 
 def _is_near(wrong: str, key: str) -> bool:
-    """Return True if `wrong` is a typo of `key`; with other numbers, one character may be missing or extra."""
+    """Return True if `wrong` is a typo of `key`: similar, or if numbers differ, one character apart."""
     if re.findall(r"\d+", wrong) == re.findall(r"\d+", key):
         return difflib.SequenceMatcher(None, wrong, key).ratio() >= 0.8
     short, long = sorted((wrong, key), key=len)

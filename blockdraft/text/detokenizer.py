@@ -37,15 +37,15 @@ class Detokenizer:
         self._skip_special_tokens = skip_special_tokens
         self._window = self._tail_of(prompt_ids)
         text = tokenizer.decode(self._window, skip_special_tokens=False)
-        # The window's text: [0, num_sent) is sent, or the prompt's; [num_sent, end) may still change.
+        # The window's text: [0, num_sent) is sent, or the prompt's; [num_sent, end) may change.
         self._num_sent = len(text) - _num_open(text)
         self._owed = text[self._num_sent :]  # U+FFFD at the prompt's end, which are not sent again
-        # Is all of the window sent? An empty window is not: a first token's text may differ.
+        # Is all of the window sent? An empty window does not count: a first token's text may differ.
         self._is_settled = bool(self._window) and not self._owed
         self._last_plain: int | None = None  # the token that replaces the window, if any
 
     def push(self, token_ids: Iterable[int]) -> str:
-        """Return the new text that cannot change any more; up to 3 trailing U+FFFD wait for the next token."""
+        """Return the new text that cannot change any more; up to 3 final U+FFFD wait for the next token."""
         new = ""
         for token_id in token_ids:
             text = self._plain_text(token_id) if self._is_settled else None
@@ -128,8 +128,8 @@ class StopStrings:
     def push(self, text: str, can_stop: bool = True) -> str:
         """Return the text to show now; set `stop_reason` if a stop string ended it.
 
-        If `can_stop` is False, a stop string that ends in `text` counts as plain text. A stop string that only
-        begins there is held back, and stops the stream if a later push completes it.
+        If `can_stop` is False, a stop string that ends in `text` counts as plain text. One that only begins
+        there is held back, and stops the stream if a later push completes it.
         """
         assert self.stop_reason is None, "text after a stop string"
         if not self._stops:

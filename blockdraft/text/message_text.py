@@ -23,14 +23,14 @@ _THOUGHTS |= {"<seed:think>", "</seed:think>"}
 
 
 def encode_beside(tokenizer: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
-    """Return the ids of a text. Encode a long one as a batch: that releases Python's lock, `encode` does not."""
+    """Return the ids of a text. A long one is encoded as a batch: only that releases Python's lock."""
     if len(text) <= LONG_TEXT_CHARS:
         return tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
     return tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
 
 
 def decode_beside(tokenizer: tokenizers.Tokenizer, ids: Sequence[int], skip_special_tokens: bool) -> str:
-    """Return the text of ids. Decode many as a batch: that releases Python's lock, `decode` does not."""
+    """Return the text of ids. Many ids are decoded as a batch: only that releases Python's lock."""
     if len(ids) <= MANY_IDS:
         return tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
     return tokenizer.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0]

@@ -29,7 +29,7 @@ _BYTE_VALUES |= {chr(0x100 + at): byte for at, byte in enumerate(sorted({*range(
 ROLES = ("system", "user", "assistant", "tool", "developer", "function", "ipython")
 _RESERVED = frozenset({"messages", "add_generation_prompt", "bos_token", "eos_token"})
 _CONTINUE_TAG = "\ue000continue here\ue000"
-_SYSTEM, _USER = "\ue000system\ue000", "\ue000user\ue000"  # private-use characters, which no template contains
+_SYSTEM, _USER = "\ue000system\ue000", "\ue000user\ue000"  # private-use characters: in no template
 
 
 class Tokenizer:
@@ -85,12 +85,12 @@ class Tokenizer:
         return frozenset(filter(None, map(self._tokenizer.id_to_token, self.special_ids)))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the ids of `text`; special tokens in it become their ids. RequestError if it is not Unicode."""
+        """Return the ids of `text`; special tokens in it become their ids. RequestError if not Unicode."""
         _check_unicode(text)
         return encode_beside(self._tokenizer, text, add_special_tokens)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of `ids`; an unknown id adds no text, one above 32 bits raises RequestError.
+        """Return the text of `ids`; unknown ids add none. RequestError if one is negative or above 32 bits.
 
         The text differs from that of `tokenizers` in one case: in a run of byte tokens (`<0xE2>`) that is not
         valid UTF-8, only the wrong bytes become U+FFFD, as in SentencePiece, not the whole run. So a later
@@ -140,9 +140,9 @@ class Tokenizer:
     ) -> str:
         """Return the prompt that the chat template builds from `messages`.
 
-        With `continue_final_message`, the prompt ends inside the last message, so that the model continues it,
-        and has no generation prompt. Raise RequestError for wrong messages, or if the template fails on them,
-        and ModelError for a wrong template.
+        With `continue_final_message`, there is no generation prompt, and the prompt ends inside the last
+        message, which the model continues. Raise RequestError for wrong messages, or if the template fails on
+        them, and ModelError for a wrong template.
         """
         chat = [_check_message(message, self.chat_template or "") for message in messages]
         if not chat:
@@ -172,7 +172,7 @@ class Tokenizer:
         split_special_tokens: bool = True,
         **options: object,
     ) -> list[int]:
-        """Return the ids of `render`; by default without added special tokens, as the template writes its own.
+        """Return the ids of `render`; by default no special tokens are added, as the template writes them.
 
         Special tokens in a message, a tool or a document are plain text (text/message_text.py), unless
         `split_special_tokens` is False.
