@@ -69,7 +69,7 @@ class PagedAttention:
     def __call__(
         self, q: Tensor, keys: Tensor, values: Tensor, blocks: Blocks, mask: Mask, sinks: Tensor | None = None
     ) -> Tensor:
-        """Return q [N, H, D] attended over keys and values [G, S, D]; `sinks` [H] are scores without values."""
+        """Attend with q [N, H, D] over keys and values [G, S, D]; `sinks` [H] are scores without values."""
         num_groups, num_slots, dim = keys.shape
         assert dim == self._dim
         assert keys.is_contiguous()
@@ -222,7 +222,7 @@ def together(state: State, first: Int, size: Int, chunk: Int) -> tuple[Int, Int]
 def visible(
     start: Int, position: Int, end: Int, is_causal: Int, window: Int, is_anchored: Int
 ) -> tuple[Int, Int]:
-    """Return the keys [lo, hi) that a query at `position` in the block [start, end) sees (attention.Mask)."""
+    """Return the keys [lo, hi) that a query at `position` of block [start, end) sees (attention.Mask)."""
     hi = select(is_causal != 0, position + 1, end)
     near = select(is_anchored != 0, start - window, position - window + 1)
     far = select(is_anchored != 0, hi, smallest(hi, position + window))

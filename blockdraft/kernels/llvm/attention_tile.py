@@ -60,7 +60,7 @@ class State(NamedTuple):
     top: Pointer  # largest score so far
     total: Pointer  # sums so far, SUM_LANES per vector
     scores: Pointer  # scores, then weights, of a tile: CHUNK per vector
-    key_at: Pointer  # offsets of keys of this chunk and the next, and a few entries that are read but not used
+    key_at: Pointer  # offsets of this chunk's and the next one's keys, and a few unused entries
 
 
 def room(like: Value, real: Type) -> State:
@@ -237,7 +237,7 @@ def add_weighed(sums: Registers, weights: list[Pointer], values: list[Pointer], 
 
 
 def columns(vectors: int, tile: int) -> list[tuple[int, int, int]]:
-    """Return pieces (first, last, size) of an output's vectors; `size` vectors at a time fit the registers."""
+    """Return pieces (first, last, size) of an output's vectors: `size` vectors at a time fit registers."""
     found, first, size = [], 0, _COLUMNS[tile]
     while first < vectors:
         last = vectors - (vectors - first) % size
