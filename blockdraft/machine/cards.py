@@ -93,7 +93,10 @@ def card_hint(name: str) -> str:
 
 
 def _is_near(wrong: str, key: str) -> bool:
-    """Return True if `wrong` is a typo of `key`: similar, or if numbers differ, one character apart."""
+    """Return True if `wrong` is probably a typo of `key`.
+
+    If their numbers differ, only one missing or extra character counts as a typo.
+    """
     if re.findall(r"\d+", wrong) == re.findall(r"\d+", key):
         return difflib.SequenceMatcher(None, wrong, key).ratio() >= 0.8
     short, long = sorted((wrong, key), key=len)

@@ -215,7 +215,7 @@ class DFlash2(DFlash):
         self.is_convolved = not all(conv.changes_nothing() for conv in convs)
 
     def forward(self, x: Tensor, view: View, num_columns: int) -> Tensor:
-        """Do as DFlash, but compute each norm together with the convolution before it."""
+        """Run as DFlash does, but compute each norm together with the convolution before it."""
         if not self.is_convolved:
             return super().forward(x, view, num_columns)
         self.check_no_gradient(x)

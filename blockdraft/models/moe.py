@@ -54,7 +54,7 @@ def _matrices(part: ExpertLinear | Linear) -> tuple[Matrices, ...] | None:
 
 
 def _stored(weight: Tensor | Packed) -> Matrices | None:
-    """Return `weight` [experts, rows, columns] or [rows, columns] in a kernel's form; None if it has none."""
+    """Return `weight` [experts, rows, columns] or [rows, columns] in a kernel's form, or None."""
     if isinstance(weight, Tensor):
         return Matrices(_by_expert(weight, 3))
     if isinstance(weight, Scaled) and weight.zero is None:

@@ -111,10 +111,10 @@ def _num_open(text: str) -> int:
 class StopStrings:
     """Finds the first stop string in a stream of text and cuts the text there.
 
-    The first stop string is the one that ends first; "starts first" would depend on how the text is split. If
-    two end at the same character, the longer one counts, so more text is cut. Characters are compared as code
-    points, without normalisation. Text is held back only if it may begin a stop string, and never with
-    `include`.
+    The first stop string is the one that ends first: the one that starts first would depend on how the text is
+    split. If two end at the same character, the longer one counts, so more text is cut. Characters are
+    compared as code points, without normalisation. Text is held back only if it may begin a stop string, and
+    never with `include`.
     """
 
     def __init__(self, stops: tuple[str, ...], include: bool) -> None:

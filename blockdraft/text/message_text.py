@@ -120,7 +120,7 @@ def _beginnings(markup: set[str]) -> re.Pattern[str] | None:
 
 
 def _joint(tokenizer: tokenizers.Tokenizer) -> str | None:
-    """Return a token that does not change how the text after it is encoded; None if no token is such."""
+    """Return a token that does not change how the text after it is encoded, or None."""
     added = tokenizer.get_added_tokens_decoder()
     texts = [token.content for token in added.values()]
     for token_id, token in added.items():

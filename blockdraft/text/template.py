@@ -208,7 +208,7 @@ class _GenerationTag(jinja2.ext.Extension):
 
 
 class _Counted(jinja2.visitor.NodeTransformer):
-    """Adds filters that count to loops and `~`, as jinja's sandbox has no hook for them."""
+    """Wraps loops and `~` in filters that count, as jinja's sandbox has no hook for them."""
 
     def visit_For(self, node: jinja2.nodes.For) -> jinja2.nodes.Node:
         self.generic_visit(node)

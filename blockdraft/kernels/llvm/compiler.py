@@ -228,7 +228,7 @@ class _Body:
             raise TypeError(f"'{name}' is the constant {outer!r} and changes here: begin with a Value")
 
     def _in_region(self, act: Callable[[], Any]) -> dict[str, Any]:
-        """Write code that may be skipped or repeated at run time; return the names that only it has."""
+        """Write code that may be skipped or repeated at run time; return its local names."""
         before, self._outside = self._outside, {**(self._outside or {}), **self._scope}
         act()
         own = {name: self._scope.pop(name) for name in list(self._scope) if name not in self._outside}

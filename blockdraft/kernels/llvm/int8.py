@@ -124,7 +124,7 @@ def round_tokens(
     """Rotate each token and round it to integers from -127 to 127 times a scale; pad with zeros to `full`.
 
     The bits of magnitudes order like the numbers, with infinity and NaN above all others. So a token with
-    such a value has it as its scale, and its products are not finite. `flip` is XORed to each byte.
+    infinity or NaN gets that as its scale, and its products are not finite. `flip` is XORed to each byte.
     """
     for token in taken(num_tokens):
         row, out = buffer + token * full, values + token * full

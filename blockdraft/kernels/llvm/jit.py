@@ -1,6 +1,6 @@
 """Compiles kernels for this processor by llvmlite, and runs them on all threads (pool.py).
 
-While a tape (tape.py) records in this thread, it gets every run of a kernel, and Python code from `repeat`.
+While a tape (tape.py) records in this thread, the tape gets each run of a kernel, and code from `repeat`.
 """
 
 from __future__ import annotations

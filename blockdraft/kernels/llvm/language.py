@@ -484,7 +484,7 @@ def add_shared(at: Pointer, number: int) -> Value:
 
 
 def replace_shared(at: Pointer, old: Operand, new: Operand) -> Value:
-    """Replace the shared integer at an address by `new` if it is `old`; return whether it was."""
+    """Replace the shared integer `old` at an address by `new`; return 0 if another integer is there."""
     old, new = (one if isinstance(one, Value) else at.constant(one, i64) for one in (old, new))
     operands = f"i64 {old.name}, i64 {new.name}"
     pair = at.text.name()

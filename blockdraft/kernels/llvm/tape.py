@@ -124,7 +124,7 @@ def _watched(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class StepTape(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records what runs inside it; with `goes_on`, it may read tensors of the tape replayed before."""
+    """Records what runs in its `with` block; if it `goes_on`, it may use tensors of the tape before it."""
 
     def __init__(self, arena: Arena, *, goes_on: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
