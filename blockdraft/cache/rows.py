@@ -178,7 +178,7 @@ class Rows:
         self._set_pages(self.page_table, entries)
 
     def set_exact_pages(self, entries: Items[tuple[int, int, Items[int]]]) -> None:
-        """Do as `set_pages`, for the pages of exact keys and values."""
+        """Set entries as `set_pages` does, for the pages of exact keys and values."""
         assert self.exact_table is not None
         self._set_pages(self.exact_table, entries)
 

@@ -73,7 +73,7 @@ def _by_expert(tensor: Tensor, num_dims: int) -> Tensor:
 
 
 def _cut(matrices: Matrices, counts: list[int]) -> list[Matrices]:
-    """Split the rows into parts of `counts` rows; all but the last part are whole blocks of scales."""
+    """Return the rows in parts of `counts` rows; all parts but the last are whole blocks of scales."""
     values = torch.split(matrices.values, counts, 1)
     if matrices.scale is None:
         return [matrices._replace(values=part) for part in values]

@@ -111,8 +111,8 @@ def _num_open(text: str) -> int:
 class StopStrings:
     """Finds the first stop string in a stream of text and cuts the text there.
 
-    The first stop string is the one that ends first: the one that starts first would depend on how the text is
-    split. If two end at the same character, the longer one counts, so more text is cut. Characters are
+    The first stop string is the one that ends first: the one that starts first would depend on how the text
+    is split. If two end at the same character, the longer one counts, so more text is cut. Characters are
     compared as code points, without normalisation. Text is held back only if it may begin a stop string, and
     never with `include`.
     """
@@ -201,7 +201,7 @@ class TextStream:
         return new
 
     def finish(self) -> None:
-        """Make all text held back ready. No push may follow; a second call does nothing."""
+        """Make the text held back ready for `take`. No push may follow; a second call does nothing."""
         if self.stop_reason is None and not self._emit(self._detokenizer.flush()):
             self._ready += self._stops.flush()
 

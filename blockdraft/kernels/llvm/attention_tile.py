@@ -248,7 +248,7 @@ def columns(vectors: int, tile: int) -> list[tuple[int, int, int]]:
 
 
 def divide(counts: tuple[int, ...], shared: int, num_groups: int, num_threads: int) -> Tensor:
-    """Divide rows with `counts[r]` tokens into units [U, 3]: row, first and end of its query vectors.
+    """Return units [U, 3] of rows with `counts[r]` tokens: row, first and end of its query vectors.
 
     A token has `shared` vectors for each of `num_groups` key heads; an item of work is a unit and a key head.
     The size of units is chosen so that the last thread ends as early as possible if all rows have equally

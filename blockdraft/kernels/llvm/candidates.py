@@ -307,7 +307,7 @@ def dot(one: Floats, two: Floats, size: Int) -> Any:
 def keep_likely(
     scores: Floats, ordered: Floats, order: Longs, top_k: Int, reals: Floats, wholes: Longs
 ) -> None:
-    """Do as `sampling.keep_likely`: set the scores of candidates that the filters drop to NEVER."""
+    """Set the scores of candidates that filters drop to NEVER, as `sampling.keep_likely` does."""
     for i in range(top_k):
         insert(ordered, order, i, scores[i], i)
     best = ordered[0]

@@ -333,7 +333,7 @@ class _Body:
         self._text.line(f"br label %{label}")
 
     def _make_variable(self, statement: ast.stmt) -> None:
-        """Make variables of constant integers that a run-time loop or branch changes."""
+        """Turn constant integers into variables if a run-time loop or branch changes them."""
         for node in ast.walk(statement):
             targets = node.targets if isinstance(node, ast.Assign) else []
             targets = [node.target] if isinstance(node, ast.AugAssign) else targets

@@ -155,7 +155,7 @@ def to_int8(x: Value, factor: Value) -> Value:
 
 @inlined
 def hadamard(row: Floats, size: Int, rotated: Int) -> None:
-    """Walsh-Hadamard transform each run of `rotated` values (a power of two), which spreads outliers."""
+    """Transform each run of `rotated` values (a power of two) by Walsh-Hadamard, which spreads outliers."""
     for lanes in (1, 2, 4, 8):
         if rotated > lanes:
             if rotated >= 16:
