@@ -1,8 +1,8 @@
 """Cache: all layers of target and drafter over one page table, and one state per row.
 
-The drafter's context of a token is in that token's slot of the same page, so prefix reuse, preemption and
-freeing need no extra code for it. Page 0 is never written: masked reads go to its zero slot. Page 1 belongs
-to the scratch row.
+A token's slot holds its keys and values in the drafter, too, so prefix reuse, preemption and freeing need no
+extra code for the drafter. Page 0 is never written: masked reads go to its zero slot. Page 1 belongs to the
+scratch row.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ class Cache:
     ) -> CacheView:
         """Return the view of one forward over the active rows: `counts` tokens each, from `length` on.
 
-        Tokens of a prompt are `is_known` and need no verification: recurrent layers fold them at once.
-        `offsets`: see Blocks.
+        Set `is_known` for tokens of a prompt: they need no verification, so recurrent layers fold them at
+        once. `offsets` is described in Blocks.
         """
         active = rows.active
         if isinstance(counts, int):
@@ -121,7 +121,7 @@ class Cache:
         return CacheView(self.storage, blocks=blocks, rows=scan, kernels=self._kernels, tiles=tiles)
 
     def _tiles(self, rows: Rows, starts: Tensor, counts: Tensor, *, max_count: int) -> Tiles:
-        """Return the tiles to compress as the active rows grow from starts [R] by counts [R] <= max_count."""
+        """Return the tiles to compress if the active rows grow from starts [R] by counts [R] <= max_count."""
         assert rows.exact_table is not None
         most = -(-max_count // TILE) + (0 if max_count < TILE else 1)
         tables = rows.page_table, rows.exact_table
@@ -141,7 +141,7 @@ class Cache:
                 group.compress(tiles)
 
     def centre_keys(self, centres: Mapping[int, Tensor]) -> None:
-        """Subtract a constant [G, D] per layer from rotated keys, from now on; the cache must be empty."""
+        """Subtract a mean key [G, D] per layer from the keys of rotated formats; the cache must be empty."""
         for layer, centre in centres.items():
             storage = self.storage[layer]
             if isinstance(storage, CompressedLayer):
@@ -149,7 +149,7 @@ class Cache:
 
     @property
     def compressed(self) -> tuple[CompressedKV, ...]:
-        """The groups of layers that compress, one per spec."""
+        """The layers that compress, one group per spec."""
         return tuple(self._compressed.values())
 
     @property

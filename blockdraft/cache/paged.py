@@ -21,8 +21,8 @@ from blockdraft.machine.private_memory import private_memory
 class PagedKV:
     """Keys and values [G, S, D] in the model's dtype; slot = page * page_size + offset.
 
-    Only slot 0, where masked reads go, is initialised: every other slot is written before it is read, and
-    untouched memory costs nothing.
+    Only slot 0, where masked reads go, is initialised. Every other slot is written before it is read, and
+    memory that was never written costs nothing.
     """
 
     def __init__(self, spec: Paged, *, num_slots: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -80,7 +80,7 @@ class CompressedKV:
         return Slots(pages.exact_keys[layer], pages.exact_values[layer], blocks.exact_write_slots, rotation)
 
     def compress(self, tiles: Tiles, layer: int | None = None) -> None:
-        """Compress tiles in one layer, or in all."""
+        """Compress tiles in `layer`, or in all layers if it is None."""
         self._kernels.compress(self.pages if layer is None else self.pages.layer(layer), tiles)
 
     @property
@@ -105,7 +105,7 @@ class CompressedLayer:
         self.group.compress(tiles, self._layer)
 
     def centre_on(self, mean: Tensor) -> None:
-        """Subtract `mean` [G, D], rotated, from keys before they are stored, in an empty cache."""
+        """Subtract the rotated `mean` [G, D] from keys before they are stored; the cache must be empty."""
         if self.pages.format.is_rotated:
             self.group.centre[self._layer] = kv_codec.rotate(mean)
 
@@ -115,7 +115,7 @@ class CompressedLayer:
 
 
 def untouched(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Allocate memory that becomes resident when it is written.
+    """Allocate memory that becomes resident only when it is written.
 
     Huge pages are switched off: a cache is sized for the worst case, and each huge page would make 2 MB
     resident for the first token of a head (360 MB for SmolLM2-135M, at the same speed; 2 x Neoverse-N1,

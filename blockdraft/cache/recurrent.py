@@ -1,10 +1,10 @@
 """RecurrentStates: the states of gated delta layers for each row, and the tape of the block being verified.
 
-A verify forward reads the committed state and records on a tape what each token of the block would do to it.
+A verify forward reads the committed state and records on a tape how each token of the block would change it.
 Commit folds the first `num_committed` entries with the same operations in the same order as the scan, so the
-state is bit for bit that of decoding token by token. A sequence needs memory for one state and one tape.
+state has the same bits as after decoding token by token. A sequence needs memory for one state and one tape.
 
-A row's length decides here, too: at length 0 the state counts as zero, whatever the row held before.
+At length 0 a row's state counts as zero, whatever the row held before.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ class Scan(NamedTuple):
 
     rows: Tensor  # [R]
     starts: Tensor  # [R]
-    counts: tuple[int, ...] | None  # None: only `offsets` knows them
-    is_known: bool  # prompt tokens, committed at once, without a tape
+    counts: tuple[int, ...] | None  # None: only `offsets` gives the counts
+    is_known: bool  # tokens of a prompt: committed at once, without a tape
     offsets: Tensor | None = None  # [R + 1] where each row's tokens begin in the stream; for a GPU
     max_count: int = 0  # upper limit of tokens per row; with `offsets`
 
 
 class _Block(NamedTuple):
-    """The data of a verify forward in one layer, for commit."""
+    """What commit needs from a verify forward in one layer."""
 
     inputs: Tensor  # [R, T, C] of the convolution
     tape: Tape
 
 
 class _BlockInPlace(NamedTuple):
-    """The data of a verify forward in all layers, for commit, if states are scanned in place."""
+    """What commit needs from a verify forward in all layers, if states are scanned in place."""
 
     where: Scan
     tape: RowTape
-    layers: set[int]  # that have scanned so far
+    layers: set[int]  # layers that have scanned so far
 
 
 class RecurrentStates:
-    """All layers of one spec: states [L, rows, H, K, V] in float32 or wider, last inputs of convolutions."""
+    """All layers of one spec: states [L, rows, H, K, V] in float32 or wider, convolutions' last inputs."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class RecurrentStates:
     def scan(
         self, layer: int, x: Tensor, beta: Tensor, gate: Tensor, weights: DeltaWeights, where: Scan
     ) -> Tensor:
-        """Scan x [N, C] with logits beta and gate [N, H], in row order; returns reads [N, H, V]."""
+        """Scan x [N, C], in row order, with logits beta and gate [N, H]; return the reads [N, H, V]."""
         in_place = self._kernels.scan_in_place
         if in_place is not None:
             tape = None if where.is_known else self._tape(layer, where, num_tokens=x.shape[0])
@@ -93,7 +93,7 @@ class RecurrentStates:
         return torch.cat(parts)
 
     def _tape(self, layer: int, where: Scan, *, num_tokens: int) -> RowTape:
-        """Return the tape of all layers, made by the first layer of a forward."""
+        """Return the tape of all layers; the first layer of a forward creates it."""
         block = self._block_in_place
         if block is None or block.where is not where:
             block = self._block_in_place = _BlockInPlace(where, self._empty_tape(num_tokens), set())
@@ -149,7 +149,7 @@ class RecurrentStates:
             self._fold(layer, part, rows, state, tail, num_committed)
 
     def _committed(self, layer: int, rows: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
-        """Copy the rows' states and tails, as zeros for rows without committed tokens."""
+        """Return copies of the rows' states and tails: zeros for rows without committed tokens."""
         is_new = starts == 0
         state = self.state[layer][rows].masked_fill_(is_new[:, None, None, None], 0)
         return state, self.tail[layer][rows].masked_fill_(is_new[:, None, None], 0)

@@ -1,7 +1,7 @@
 """Rows: tensors on the device with the state of the running sequences, one row each.
 
-`length` is the commit: cache slots [0, length) of a row are committed, everything at or past it is scratch
-and will be overwritten. `anchor` is the token at position `length`: known, but not in the cache yet.
+Cache slots [0, length) of a row are committed; everything from `length` on is scratch and will be
+overwritten. `anchor` is the token at position `length`: known, but not in the cache yet.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class RowSampling:
 class Rows:
     """Persistent tensors for `max_rows` sequences and one scratch row (the last).
 
-    They never move: CUDA graphs hold their addresses.
+    The tensors never move: CUDA graphs hold their addresses.
     """
 
     def __init__(  # noqa: PLR0913
@@ -68,7 +68,7 @@ class Rows:
         has_exact: bool = False,
         history_size: int = 0,
     ) -> None:
-        """`history_size`: the number of positions whose token ids are kept, for n-gram lookup."""
+        """`history_size` is the number of positions whose token ids are kept for n-gram lookup."""
         count = max_rows + 1
         self.kernels = kernels
         self.max_rows = max_rows
@@ -99,14 +99,14 @@ class Rows:
         return torch.zeros(shape, dtype=torch.int64, device=self.device)
 
     def place(self, row: int, token_ids: Items[int], length: int, sampling: RowSampling) -> None:
-        """Give `row` to a sequence with `length` tokens in the cache already.
+        """Give `row` to a sequence that already has `length` tokens in the cache.
 
         Penalty counts and history are rebuilt from the tokens, so a preempted sequence resumes unchanged.
         """
         self.place_all([(row, token_ids, length, sampling)])
 
     def place_all(self, entries: Items[tuple[int, Items[int], int, RowSampling]]) -> None:
-        """`place` for several rows, with as many copies as for one."""
+        """Place several rows at once; only penalty counts and history are copied row by row."""
         if not entries:
             return
         index = self._tensor([row for row, *_ in entries])
@@ -155,7 +155,7 @@ class Rows:
         return self._tensor([value for one in values for value in one], dtype).view(len(values), -1)
 
     def _write_lists(self, table: Tensor, index: Tensor, lists: Items[Items[float]], padding: int) -> None:
-        """Replace the rows `index` of `table` by `lists`, padded."""
+        """Replace the rows `index` of `table` by `lists`, padded with `padding`."""
         longest = max(len(one) for one in lists)
         assert longest <= MAX_LISTED, "Engine._check refuses longer lists"
         table[index] = padding
@@ -178,7 +178,7 @@ class Rows:
         self._set_pages(self.page_table, entries)
 
     def set_exact_pages(self, entries: Items[tuple[int, int, Items[int]]]) -> None:
-        """`set_pages` for the pages of exact keys and values."""
+        """Set entries as `set_pages` does, for the pages of exact keys and values."""
         assert self.exact_table is not None
         self._set_pages(self.exact_table, entries)
 
@@ -191,7 +191,7 @@ class Rows:
             table.view(-1)[where] = pages
 
     def activate(self, row_ids: Items[int], num_rows: int | None = None) -> None:
-        """Set the rows of the next step, in order, padded to `num_rows` with the scratch row."""
+        """Set the active rows of the next step, in order; pad them to `num_rows` with the scratch row."""
         missing = 0 if num_rows is None else num_rows - len(row_ids)
         padded = (*row_ids, *(self.max_rows,) * missing)
         self.active = self._active[: len(padded)]

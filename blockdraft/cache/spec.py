@@ -1,4 +1,4 @@
-"""Specs of what each layer stores: the cache allocates memory by them, and the plan computes its size."""
+"""Specs of what each layer stores; the cache allocates memory and the plan computes sizes from them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Windowed(Paged):
 class Compressed(Paged):
     """Like Paged, but older keys and values are compressed (kernels/kv_positions.py).
 
-    Exact ones have separate pages.
+    Exact keys and values have separate pages.
     """
 
     format: str  # one of kernels/kv_formats.py
@@ -49,7 +49,7 @@ class Compressed(Paged):
 
 @dataclass(frozen=True, slots=True)
 class Recurrent:
-    """A state of fixed size per row, and a tape of the block, which commit folds into it.
+    """A state of fixed size per row, and a tape of the block, which commit folds into the state.
 
     The convolution's channels are queries, keys and values side by side.
     """
@@ -68,7 +68,7 @@ class Recurrent:
         return 0
 
     def bytes_per_row(self, element_bytes: int, width: int) -> int:
-        """The size of state and tape, in float32 or wider except for the convolution's inputs."""
+        """Return the size of state and tape; all but the convolution's inputs are float32 or wider."""
         wide_bytes = max(element_bytes, 4)
         state = self.num_heads * self.key_dim * self.value_dim * wide_bytes
         tail = (self.conv_width - 1) * self.conv_channels * element_bytes
@@ -100,22 +100,22 @@ def compressed(specs: tuple[LayerSpec, ...], format: str) -> tuple[LayerSpec, ..
 
 
 def exact_bytes_per_token(specs: tuple[LayerSpec, ...], element_bytes: int) -> int:
-    """The size of one exact token in the layers that compress."""
+    """Return the bytes of one exact token in the layers that compress."""
     return sum(spec.exact_bytes_per_token(element_bytes) for spec in specs if isinstance(spec, Compressed))
 
 
 def bytes_per_token(specs: tuple[LayerSpec, ...], element_bytes: int) -> int:
-    """The bytes of one token in the pages of all layers of target and drafter."""
+    """Return the bytes of one token in the pages of all layers of target and drafter."""
     return sum(spec.bytes_per_token(element_bytes) for spec in specs)
 
 
 def bytes_per_row(specs: tuple[LayerSpec, ...], element_bytes: int, width: int) -> int:
-    """The size of one running sequence besides its pages: states and the tape of a block."""
+    """Return the bytes of one running sequence besides its pages: states and the tape of a block."""
     return sum(spec.bytes_per_row(element_bytes, width) for spec in specs if isinstance(spec, Recurrent))
 
 
 def row_table_bytes(vocab_size: int, max_pages: int, history_size: int = 0) -> int:
-    """The size of one row in `cache.rows.Rows`; max_pages counts the entries of all page tables."""
+    """Return the bytes of one row in `cache.rows.Rows`; max_pages counts the entries of all page tables."""
     eights = 3 + max_pages + len(Whole) + 2 * MAX_LISTED  # active, length, anchor; stop and bias ids
-    fours = len(Real) + MAX_LISTED + vocab_size + history_size  # bias values, counts of output tokens
-    return 8 * eights + 4 * fours + vocab_size  # and whether the prompt has each token
+    fours = len(Real) + MAX_LISTED + vocab_size + history_size  # also bias values, counts of output tokens
+    return 8 * eights + 4 * fours + vocab_size  # also a bool per token: is it in the prompt

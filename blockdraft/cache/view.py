@@ -1,4 +1,4 @@
-"""View: everything that one forward may read and write. It is passed as an argument, never a global."""
+"""View: everything that one forward may read and write. It is passed as an argument."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LayerStorage = PagedKV | CompressedLayer | RecurrentState
 
 
 class View(Protocol):
-    """The interface of a model to the cache: positions, attention, scans and writes."""
+    """A model's interface to the cache: positions, attention, scans and writes."""
 
     @property
     def positions(self) -> Tensor: ...  # [N]
@@ -36,7 +36,7 @@ class View(Protocol):
         norms: HeadNorms | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Normalise and rotate q [N, H, D] and k, write k and v [N, G, D], then attend. Returns [N, H, D].
+        """Normalise and rotate q [N, H, D] and k, write k and v [N, G, D], then attend; return [N, H, D].
 
         Without angles, q and k must already be normalised and rotated. Without k and v, the layer reads keys
         and values that another layer has written. `sinks` [H] are logits that take part in the softmax and
@@ -45,19 +45,19 @@ class View(Protocol):
         ...
 
     def write(self, layer: int, k: Tensor, v: Tensor, *, angles: Angles, norms: HeadNorms | None) -> None:
-        """Normalise and rotate keys, and write them and the values [N, G, D] to their slots."""
+        """Normalise and rotate keys; write keys and values [N, G, D] to their slots."""
         ...
 
     def scan(self, layer: int, x: Tensor, beta: Tensor, gate: Tensor, weights: DeltaWeights) -> Tensor:
-        """Convolve x [N, C] and apply the gated delta rule with logits beta and gate [N, H]: [N, H, V]."""
+        """Convolve x [N, C], apply the gated delta rule by logits beta and gate [N, H]; return [N, H, V]."""
         ...
 
 
 class CacheView:
     """The View of a serving step: N tokens in row order, `counts[r]` of them for row r.
 
-    Row r writes positions [start, start + count) and reads [0, start + count). Everything at or past
-    `start` is scratch until the step commits it.
+    Row r writes positions [start, start + count) and reads [0, start + count). Everything from `start` on is
+    scratch until the step commits it.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class CacheView:
         kernels: Kernels,
         tiles: Tiles | None = None,
     ) -> None:
-        self._tiles = tiles  # that compressed layers compress after their writes
+        self._tiles = tiles  # tiles that compressed layers compress after their writes
         self._storage = storage
         self._kernels = kernels
         self._blocks = blocks
@@ -81,7 +81,7 @@ class CacheView:
 
     @property
     def starts(self) -> Tensor:
-        """[R] lengths of the rows before this forward."""
+        """The lengths [R] of the rows before this forward."""
         return self._blocks.starts
 
     def attend(  # noqa: PLR0913

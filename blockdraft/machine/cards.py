@@ -1,7 +1,7 @@
 """The table of known graphics cards (cards.toml): memory, bandwidth, capability.
 
-Plans for other machines, recipes and estimates take their numbers from here. For a card in this machine, the
-driver's facts take precedence (`machine`).
+Plans for other machines, recipes and estimates use these numbers. For a card in this machine, the driver's
+numbers take precedence (machine.py).
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """A kind of card, as its maker publishes it; the memory is what the driver calls the total."""
+    """A model of card with its maker's numbers, except for memory: the total that the driver reports."""
 
     key: str  # as recipes and `--card` write it
     title: str
-    pattern: str  # found in the driver's name of the card, in small letters; the first card that matches
+    pattern: str  # searched in the driver's name of the card in lower case; the first match counts
     capability: Capability
     memory_bytes: int
     bandwidth: float  # bytes a second
     bf16_flops: float  # a second, dense, summed in float32
-    is_unified: bool = False  # the CPU's memory is the card's
+    is_unified: bool = False  # CPU and card share one memory
     aliases: tuple[str, ...] = ()
 
 
@@ -56,7 +56,10 @@ CARDS = _read_cards()
 
 
 def find_card(name: str, memory_bytes: int = 0) -> Card | None:
-    """Return the card that a driver calls `name` ("NVIDIA H200"); None: not in our table."""
+    """Return the card that a driver calls `name` ("NVIDIA H200"); None if it is not in our table.
+
+    Among cards of one name, `memory_bytes` chooses the one with the closest memory.
+    """
     text = name.lower().replace("-", " ")
     found = [card for card in CARDS if re.search(card.pattern, text)]
     if not found:
@@ -74,7 +77,7 @@ def card_by_key(key: str) -> Card | None:
 
 
 def card_named(name: str) -> Card:
-    """Return the card called `name`, as `card_by_key`; raise SettingsError if it is unknown."""
+    """Return the card as `card_by_key` does; raise SettingsError if it is unknown."""
     card = card_by_key(name)
     if card is None:
         raise SettingsError(f"card '{name}' is unknown{_too_old(name)}{card_hint(name)}")
@@ -82,7 +85,7 @@ def card_named(name: str) -> Card:
 
 
 def card_hint(name: str) -> str:
-    """Return ": did you mean x?" for a name close to a card's, else ": use one of …"."""
+    """Return ": did you mean x?" if a card's name is similar to `name`, else ": use one of …"."""
     keys = [key for known in CARDS for key in (known.key, *known.aliases)]
     alike = {_bare(key): key for key in keys if _is_near(_bare(name), _bare(key))}
     close = difflib.get_close_matches(_bare(name), alike, 1)
@@ -90,7 +93,10 @@ def card_hint(name: str) -> str:
 
 
 def _is_near(wrong: str, key: str) -> bool:
-    """Return whether `wrong` is a typo of `key`; names with different numbers are different cards."""
+    """Return True if `wrong` is probably a typo of `key`.
+
+    If their numbers differ, only one missing or extra character counts as a typo.
+    """
     if re.findall(r"\d+", wrong) == re.findall(r"\d+", key):
         return difflib.SequenceMatcher(None, wrong, key).ratio() >= 0.8
     short, long = sorted((wrong, key), key=len)
@@ -98,7 +104,7 @@ def _is_near(wrong: str, key: str) -> bool:
 
 
 def _bare(name: str) -> str:
-    """Return a name in small letters without spaces, hyphens and underscores."""
+    """Return a name in lower case without spaces, hyphens and underscores."""
     return re.sub(r"[\s_-]+", "", name.lower())
 
 
@@ -108,13 +114,13 @@ def _too_old(name: str) -> str:
     return ", and older than our kernels: they need an NVIDIA card of capability 7.0 (Volta) or later"
 
 
-# ---- what a capability is called, and what it has in hardware
+# ---- names and hardware features of capabilities
 
 FAMILIES = ("volta", "turing", "ampere", "ada", "hopper", "blackwell")
 
 
 def family_of(capability: Capability) -> str | None:
-    """Return NVIDIA's name of a capability's generation, in small letters; None: not supported."""
+    """Return NVIDIA's name of a capability's generation in lower case; None if it is not supported."""
     named = {(7, 5): "turing", (8, 9): "ada"}
     by_major = {7: "volta", 8: "ampere", 9: "hopper", 10: "blackwell", 11: "blackwell", 12: "blackwell"}
     return named.get(capability) or by_major.get(capability[0])
@@ -125,15 +131,15 @@ def has_bf16(capability: Capability) -> bool:
 
 
 def has_fp8(capability: Capability) -> bool:
-    """Return whether the card multiplies fp8 by fp8."""
+    """Return True if the card multiplies fp8 by fp8."""
     return capability >= (8, 9)
 
 
 def has_fp4(capability: Capability) -> bool:
-    """Return whether the card multiplies NVFP4 and MXFP4; older ones unpack weights to bf16 or fp8."""
+    """Return True if the card multiplies NVFP4 and MXFP4; older cards unpack weights to bf16 or fp8."""
     return capability >= (10, 0)
 
 
 def has_tma(capability: Capability) -> bool:
-    """Return whether the card has the tensor memory accelerator, which copies whole tiles."""
+    """Return True if the card has the tensor memory accelerator, which copies whole tiles."""
     return capability >= (9, 0)

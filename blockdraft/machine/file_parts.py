@@ -1,4 +1,4 @@
-"""Reads a part of an open file at an offset, so that several threads can share the file."""
+"""Reads parts of an open file at offsets, so that several threads can share the file."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import os
 from io import FileIO
 from threading import Lock
 
-_moving = Lock()  # guards seek and read where there is no preadv
+_moving = Lock()  # guards seek and read on systems without preadv
 
 
 def read_at(file: FileIO, memory: memoryview, offset: int) -> int:
-    """Fill `memory` from `offset` on; returns how many bytes came. Linux reads at most 2 GiB at once."""
+    """Read into `memory` from `offset` on; return how many bytes were read. Linux stops at 2 GiB."""
     if hasattr(os, "preadv"):
         return os.preadv(file.fileno(), [memory], offset)
     with _moving:  # Windows, and older versions of macOS
@@ -19,7 +19,7 @@ def read_at(file: FileIO, memory: memoryview, offset: int) -> int:
 
 
 def bytes_at(file: FileIO, num_bytes: int, offset: int) -> bytes:
-    """Read `num_bytes` from `offset`, fewer at the end of the file."""
+    """Return `num_bytes` from `offset` on, or fewer if the file ends before."""
     content, num_read = bytearray(num_bytes), 0
     while count := read_at(file, memoryview(content)[num_read:], offset + num_read):
         num_read += count

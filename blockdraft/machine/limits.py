@@ -13,16 +13,16 @@ UNLIMITED = 1 << 60  # cgroup v1 writes "no limit" as a number just below 2**63
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The limits of this process. None: no limit, or unreadable."""
+    """The limits of this process. None means no limit, or an unreadable one."""
 
-    memory_bytes: int | None = None  # the tightest cgroup's
-    memory_free_bytes: int | None = None  # below the tightest limit; file caches count as free
-    cpus: float | None = None  # CPU seconds a second
+    memory_bytes: int | None = None  # limit of the tightest cgroup
+    memory_free_bytes: int | None = None  # the least of any limited cgroup; file caches count as free
+    cpus: float | None = None  # CPU seconds per second
     shm_bytes: int | None = None  # size of /dev/shm
     open_files: int | None = None
     locked_bytes: int | None = None
     address_bytes: int | None = None
-    has_rdma: bool = False  # adapters that need locked memory
+    has_rdma: bool = False  # has RDMA adapters, which need locked memory
     container: str | None = None  # "docker", "podman", "kubernetes", ...
 
 
@@ -57,7 +57,7 @@ def read_text(path: Path) -> str:
 def _groups(root: Path, controller: str) -> Iterator[Path]:
     """Yield the folders of our cgroups (versions 1 and 2), innermost first.
 
-    A container sees its own group at the top of the mount, while the path may be the host's: both are tried.
+    A container sees its own group at the top of the mount, but may read the host's path: try both.
     """
     base = root / "sys/fs/cgroup"
     for line in read_text(root / "proc/self/cgroup").splitlines():
@@ -102,7 +102,7 @@ def _cpu_limits(root: Path) -> Iterator[float]:
 
 
 def _number(text: str) -> int | None:
-    """Return the number in a file; None for "max", -1 and an empty file."""
+    """Return the number in a file's text; None if it is "max", -1 or empty."""
     text = text.strip()
     return int(text) if text.isdigit() else None
 
@@ -111,17 +111,17 @@ def _number(text: str) -> int | None:
 
 
 def _ulimits(root: Path) -> dict[str, int]:
-    """Return the soft limits that are numbers."""
+    """Return the soft limits by name, without unlimited ones."""
     found = {}
     for line in read_text(root / "proc/self/limits").splitlines():
-        value = _number(line[26:47])  # columns of a fixed width: names hold spaces
+        value = _number(line[26:47])  # columns of a fixed width, as names contain spaces
         if value is not None:
             found[line[:26].strip()] = value
     return found
 
 
 def _size_of(path: Path) -> int | None:
-    with contextlib.suppress(OSError, AttributeError):  # Windows has no such call
+    with contextlib.suppress(OSError, AttributeError):  # Windows has no statvfs
         found = os.statvfs(path)
         return found.f_frsize * found.f_blocks
     return None

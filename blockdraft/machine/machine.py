@@ -17,11 +17,11 @@ from blockdraft.settings.settings import DEFAULTS, visible_gpus
 
 ROOT = Path("/")
 NO_LIMITS = Limits()
-DRIVERS = ("dev/nvidiactl", "dev/kfd", "dev/dxg")  # NVIDIA's, AMD's, that of WSL
+DRIVERS = ("dev/nvidiactl", "dev/kfd", "dev/dxg")  # NVIDIA's, AMD's, WSL's
 
-# Share of unified memory for vLLM and SGLang, which take more than they are told.
+# Share of unified memory for vLLM and SGLang, which use more than their setting.
 EXTERNAL_MEMORY_SHARE = 0.8
-# CPU implementer and part, where the kernel gives no name.
+# Names by CPU implementer and part, for kernels that give no name.
 ARM_CPUS = {
     ("0x41", "0xd0c"): "Neoverse N1",
     ("0x41", "0xd40"): "Neoverse V1",
@@ -35,10 +35,10 @@ ARM_CPUS = {
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One card. A unified card uses the machine's memory; its free memory is what Linux calls available."""
+    """One card. A unified card shares main memory; its free memory is what Linux calls available."""
 
     name: str
-    capability: Capability  # (0, 0): neither the driver nor our table knows
+    capability: Capability  # (0, 0) if neither the driver nor our table knows it
     memory_bytes: int
     free_bytes: int
     driver: str
@@ -46,13 +46,13 @@ class Gpu:
 
     @property
     def card(self) -> Card | None:
-        """Return its entry in the table of known cards."""
+        """This card's entry in the table of known cards; None if it has none."""
         return find_card(self.name, self.memory_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class Cpu:
-    """The processor, and the cores that we may use."""
+    """The processor, and the number of cores that we may use."""
 
     name: str
     architecture: str
@@ -67,12 +67,12 @@ UNKNOWN_CPU = Cpu(name="", architecture="", num_cores=1)
 class Machine:
     """The facts about a machine that a plan needs."""
 
-    memory_bytes: int  # free for new work, as the kernel estimates it, and within the container's limit
-    gpu_bytes: int = 0  # of the GPU in use, and what of it is free; 0: no GPU
+    memory_bytes: int  # available by the kernel's estimate and the container's limit
+    gpu_bytes: int = 0  # memory of the first GPU, in all and free; 0 without a GPU
     gpu_free_bytes: int = 0
-    total_bytes: int = 0  # of main memory; 0: not known
+    total_bytes: int = 0  # main memory; 0 if unknown
     gpus: tuple[Gpu, ...] = ()
-    gpu_error: str | None = None  # why the driver does not answer; None: it does, or there is none
+    gpu_error: str | None = None  # why the driver does not answer; None if it does, or is not installed
     cuda: str | None = None  # the newest CUDA that the driver runs
     cpu: Cpu = UNKNOWN_CPU
     limits: Limits = NO_LIMITS
@@ -84,13 +84,16 @@ class Machine:
 
 
 def external_memory_share(asked: float, machine: Machine | None) -> float:
-    """Return the share of a card's memory for vLLM and SGLang; below the default if memory is unified."""
+    """Return the share of a card's memory for vLLM and SGLang.
+
+    It is `asked`, except that unified memory has a smaller default.
+    """
     default = DEFAULTS["gpu_memory_utilization"]
     return EXTERNAL_MEMORY_SHARE if asked == default and machine is not None and machine.is_unified else asked
 
 
 def read_machine(root: Path = ROOT, query: Callable[[str | None], nvml.DriverReply] = nvml.query) -> Machine:
-    """Describe this machine; never fails. Tests set `root` (of /proc and /sys) and `query` (the driver)."""
+    """Describe this machine; never raise. Tests set `root` (of /proc and /sys) and `query` (the driver)."""
     limits = read_limits(root)
     available, total = _memory(root)
     answer = nvml.DriverReply()
@@ -117,14 +120,14 @@ def read_holders(
     root: Path = ROOT,
     ask: Callable[[str | None, int], tuple[nvml.Holder, ...]] = nvml.holders,
 ) -> tuple[nvml.Holder, ...]:
-    """Return the other processes that use card `index`, the largest first; () if the driver does not tell."""
+    """Return the other processes that use card `index`, the largest first; () if the driver hides them."""
     if not _has_driver(root, "dev/nvidiactl", "dev/dxg"):
         return ()
     return tuple(holder for holder in ask(visible_gpus(), index) if holder.pid != os.getpid())
 
 
 def process_name(pid: int, root: Path = ROOT) -> str:
-    """Return the program of a process; "" if it is hidden from us."""
+    """Return the program name of a process; "" if it is unreadable."""
     return read_text(root / f"proc/{pid}/comm").strip()
 
 
@@ -137,7 +140,7 @@ def free_port() -> int:
 
 
 def may_have_gpu(root: Path = ROOT) -> bool:
-    """Return whether a GPU driver is present; torch may still find no device."""
+    """Return True if a GPU driver is present; torch may still find no device."""
     return _has_driver(root, *DRIVERS)
 
 
@@ -146,7 +149,7 @@ def _has_driver(root: Path, *names: str) -> bool:
 
 
 def _gpu(device: nvml.Device, available: int, total: int) -> Gpu:
-    """Describe a card; our table fills in what the driver hides, as it often does on unified memory."""
+    """Describe a card. Our table fills in what the driver hides, which is common with unified memory."""
     card = find_card(device.name, device.memory_bytes or 0)
     # A unified card that is not in the table: its driver reports no memory.
     is_unified = device.memory_bytes is None if card is None else card.is_unified
@@ -160,7 +163,7 @@ def _gpu(device: nvml.Device, available: int, total: int) -> Gpu:
 
 
 def _memory(root: Path) -> tuple[int, int]:
-    """Return the bytes of memory that are available, and the total."""
+    """Return the available and the total bytes of memory."""
     found = {}
     for line in read_text(root / "proc/meminfo").splitlines():
         name, _, value = line.partition(":")

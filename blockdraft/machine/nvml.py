@@ -1,4 +1,4 @@
-"""Asks the driver for NVIDIA cards through nvidia-ml-py, or nvidia-smi if that fails."""
+"""Lists NVIDIA cards through nvidia-ml-py, or through nvidia-smi if that fails."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from blockdraft.machine.cards import MIB, Capability
 
-WSL_LIBRARY = "/usr/lib/wsl/lib/libnvidia-ml.so.1"  # WSL does not always name that folder to the loader
+WSL_LIBRARY = "/usr/lib/wsl/lib/libnvidia-ml.so.1"  # the loader does not always search this folder
 SMI = ("nvidia-smi", "/usr/lib/wsl/lib/nvidia-smi")
 SMI_FIELDS = ("index", "uuid", "name", "compute_cap", "memory.total", "memory.free", "driver_version")
 PROGRAM_SECONDS = 20.0
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One card. None if the driver does not say; GB10's hides its memory."""
+    """One card. A field is None if the driver hides it, as GB10's driver hides its memory."""
 
     name: str
     uuid: str
@@ -44,7 +44,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """A process that uses a card. None if the driver does not say how much."""
+    """A process that uses a card. `used_bytes` is None if the driver hides it."""
 
     pid: int
     used_bytes: int | None
@@ -60,15 +60,15 @@ class DriverReply:
 
 
 class _NoAnswer(Exception):
-    """The driver's library does not work; the text says why."""
+    """The driver's library does not work; the message says why."""
 
 
 def load_pynvml() -> ModuleType:
-    """Import pynvml; raises ImportError if nvidia-ml-py is not installed."""
+    """Import pynvml; raise ImportError if nvidia-ml-py is not installed."""
     import pynvml
 
     with contextlib.suppress(OSError):
-        ctypes.CDLL(WSL_LIBRARY)  # pynvml loads it by name, and then finds this one
+        ctypes.CDLL(WSL_LIBRARY)  # once loaded, pynvml finds it by name
     module: ModuleType = pynvml
     return module
 
@@ -83,7 +83,7 @@ def output_of(*command: str) -> str:
 
 
 def run_smi(names: Sequence[str], *, units: bool = False) -> str:
-    """Ask nvidia-smi for these fields; return a line for each card, or "" if it fails."""
+    """Return nvidia-smi's values of these fields, a line for each card; "" if it fails."""
     words = f"--query-gpu={','.join(names)}", "--format=csv,noheader" + ("" if units else ",nounits")
     return output_of(SMI[0], *words) or output_of(SMI[1], *words)
 
@@ -93,7 +93,7 @@ def query(
     load: Callable[[], ModuleType] = load_pynvml,
     run: Callable[[Sequence[str]], str] = run_smi,
 ) -> DriverReply:
-    """Return the cards in the driver's order; never raises. `visible` is CUDA_VISIBLE_DEVICES; None: all."""
+    """Return the cards in the driver's order, or the error. `visible` is CUDA_VISIBLE_DEVICES; None: all."""
     try:
         with _opened(load) as nvml:
             driver = _ask(nvml, nvml.nvmlSystemGetDriverVersion) or ""
@@ -109,9 +109,9 @@ def query(
 def holders(
     visible: str | None, index: int, load: Callable[[], ModuleType] = load_pynvml
 ) -> tuple[Holder, ...]:
-    """Return the processes that use card `index` of the visible ones, the largest first; never raises.
+    """Return the processes that use visible card number `index`, the largest first; never raise.
 
-    The list is empty if the driver does not tell, as in many containers.
+    The result is empty if the driver hides them, as in many containers.
     """
     found: dict[int, Holder] = {}
     with contextlib.suppress(_NoAnswer), _opened(load) as nvml:
@@ -142,7 +142,7 @@ def _opened(load: Callable[[], ModuleType]) -> Iterator[ModuleType]:
 
 
 def _ask(nvml: ModuleType, function: Callable[..., T], *arguments: object) -> T | None:
-    """Return the driver's answer; None if it has none or is too old for the question."""
+    """Return the driver's answer; None if it fails or lacks the function."""
     try:
         return function(*arguments)
     except (nvml.NVMLError, UnicodeDecodeError):
@@ -150,7 +150,7 @@ def _ask(nvml: ModuleType, function: Callable[..., T], *arguments: object) -> T 
 
 
 def _handles(nvml: ModuleType, visible: str | None) -> Iterator[object]:
-    """Yield the visible cards, up to the first entry that is not a card, as CUDA does."""
+    """Yield the visible cards; stop at the first entry that is not a card, as CUDA does."""
     count = _ask(nvml, nvml.nvmlDeviceGetCount) or 0
     for entry in map(str, range(count)) if visible is None else _entries(visible):
         if entry.isdigit():
@@ -209,7 +209,7 @@ def _bytes(mebibytes: str) -> int | None:
 def _chosen(devices: Sequence[Device], visible: str | None) -> Iterator[Device]:
     numbers = {str(index): device for index, device in enumerate(devices)}
     for entry in numbers if visible is None else _entries(visible):
-        # The beginning of a UUID is enough.
+        # An entry may be the beginning of a UUID.
         by_uuid = (device for device in devices if device.uuid.startswith(entry))
         match = numbers.get(entry) or next(by_uuid, None)
         if match is None:

@@ -1,4 +1,4 @@
-"""Says why PyTorch finds no GPU and what to do, for the doctor and for a start."""
+"""Explains why PyTorch finds no GPU, and what to do; for the doctor and the start of a server."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ MIN_DRIVERS = {11: 450, 12: 525, 13: 580}  # the oldest driver for a major versi
 
 
 class Unseen(NamedTuple):
-    """The reason why torch finds no GPU, and advice; both without a full stop."""
+    """The reason why torch finds no GPU, and advice, both without a full stop."""
 
     says: str
     advice: str
 
 
 def why_unseen(machine: Machine, torch_version: str, cuda: str | None) -> Unseen | None:
-    """Return why torch, built for `cuda`, finds no GPU; None if the machine has none."""
+    """Return why torch, built for `cuda`, finds no GPU; None if the machine has no GPU."""
     if machine.gpu_error is not None and not machine.gpus:
         says = f"there is an NVIDIA driver, but it does not answer: {machine.gpu_error}"
         return Unseen(says, driver_advice(machine))

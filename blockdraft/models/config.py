@@ -1,4 +1,4 @@
-"""ModelConfig: the shape of a model, layer by layer, in our own terms. The planner needs it without torch."""
+"""ModelConfig: the shape of a model, layer by layer, for all families. It is usable without torch."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ Family = Literal[
     "llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe", "gemma4", "gpt_oss"
 ]
 
-# Of weights. keep: in the file's format; none: unpacked to the model's dtype; else: quantised when loaded.
+# How weights are stored. keep: as in the file; none: in the model's dtype; else: quantised at load time.
 Storage = Literal["keep", "none", "fp8", "int8"]
 
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary positions; `kind` names the rule of the frequencies."""
+    """The parameters of rotary positions; `kind` is the rule for the frequencies."""
 
     theta: float
     kind: Literal["default", "linear", "llama3", "factors", "yarn", "proportional"] = "default"
@@ -26,10 +26,10 @@ class Rope:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_positions: int = 8192
-    factors: tuple[float, ...] = ()  # GGUF stores llama3's rule as one divisor per frequency
-    beta_fast: float = 32.0  # yarn: rotations above which a frequency is kept,
-    beta_slow: float = 1.0  # and below which it is divided by `factor`
-    is_truncated: bool = True  # yarn: the ramp between them starts and ends at whole pairs
+    factors: tuple[float, ...] = ()  # a divisor per frequency, as GGUF stores llama3's rule
+    beta_fast: float = 32.0  # yarn: with more rotations, a frequency is kept
+    beta_slow: float = 1.0  # yarn: with fewer rotations, it is divided by `factor`
+    is_truncated: bool = True  # yarn: the ramp between these starts and ends at whole pairs
     attention_scale: float = 1.0  # yarn: multiplies cosines and sines
 
 
@@ -75,7 +75,7 @@ class DeltaConfig:
 
 @dataclass(frozen=True, slots=True)
 class MLPConfig:
-    """A dense feed-forward part."""
+    """The shape of a dense feed-forward part."""
 
     inner_size: int
     has_bias: bool = False
@@ -83,18 +83,18 @@ class MLPConfig:
 
 @dataclass(frozen=True, slots=True)
 class MoEConfig:
-    """A mixture of experts: `num_chosen` of `num_experts` run for each token."""
+    """The shape of a mixture of experts; `num_chosen` of `num_experts` run for each token."""
 
     num_experts: int
     num_chosen: int
     inner_size: int
     is_normalised: bool = True  # the chosen experts' weights sum to one
-    shared_size: int | None = None  # of an expert that always runs, with its own gate
+    shared_size: int | None = None  # inner size of an expert that always runs, with its own gate
 
 
 @dataclass(frozen=True, slots=True)
 class LayerConfig:
-    """One decoder layer. Most have one feed-forward part; Gemma 4's mixtures have both."""
+    """One decoder layer, with `mlp` or `moe`; layers of Gemma 4's mixtures have both."""
 
     mixer: AttentionConfig | DeltaConfig
     mlp: MLPConfig | None = None
@@ -103,7 +103,7 @@ class LayerConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The shape of a target."""
+    """The shape of a target model."""
 
     name: str
     family: Family
@@ -115,7 +115,7 @@ class ModelConfig:
     layers: tuple[LayerConfig, ...]
     embedding_scale: float = 1.0
     logit_softcap: float | None = None
-    swiglu_limit: float | None = None  # gpt-oss clamps what enters its activation
+    swiglu_limit: float | None = None  # gpt-oss clamps the inputs of its activation
     left_out: tuple[str, ...] = ()  # parts of the checkpoint that are not text: "vision", "audio"
 
     @property
@@ -124,7 +124,7 @@ class ModelConfig:
 
     @property
     def is_hybrid(self) -> bool:
-        """Return True if some layers have a state, which prefix reuse cannot restore."""
+        """Return True if some layers have a recurrent state, which prefix reuse cannot restore."""
         return any(isinstance(layer.mixer, DeltaConfig) for layer in self.layers)
 
     def layer_specs(self) -> tuple[LayerSpec, ...]:

@@ -29,7 +29,7 @@ class Decoder(KernelModule):
         super().__init__()
         self.config = config
         self.taps = taps
-        # Rounded to the stream's dtype, as trained.
+        # Rounded to the model's dtype, as in training.
         scale = torch.tensor(config.embedding_scale, dtype=torch.get_default_dtype(), device="cpu")
         self._embedding_scale = scale.item()
         self.embedding = Embedding(config.vocab_size, config.hidden_size)
@@ -64,7 +64,7 @@ class Decoder(KernelModule):
         return [rotary(positions) for rotary in self.rotaries]
 
     def through(self, index: int, x: Tensor, angles: list[Angles], view: View) -> Tensor:
-        """Run layer `index` on x [N, E], which may be overwritten."""
+        """Return the output of layer `index` for x [N, E], which may be overwritten."""
         rotary = self._rotary_of[index]
         return self.layers[index](x, None if rotary is None else angles[rotary], view)  # type: ignore[no-any-return]
 
@@ -73,7 +73,7 @@ class Decoder(KernelModule):
         return softcap(self.head_logits(hidden), self.config.logit_softcap)
 
     def head_logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits before they are capped."""
+        """Return the logits before `softcap`."""
         self.check_no_gradient(hidden)
         return self.embedding.project(hidden) if self.head is None else self.head(hidden)
 

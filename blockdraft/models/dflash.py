@@ -1,14 +1,14 @@
-"""DFlash: a few Qwen3-style layers that draft a whole block at once and read the target's features.
+"""DFlash: a few Qwen3-style layers that draft a whole block at once from the target's features.
 
 For every committed token, the target's tapped hidden states are fused into one context vector,
-`hidden_norm(fc(features))`. It does not enter the residual stream: every layer computes its own keys and
-values from it. The block's stream starts from the target's embeddings of [anchor, mask, mask, …], and the
+`hidden_norm(fc(features))`. A context vector does not enter the residual stream: every layer computes keys
+and values from it. The block's stream starts from the target's embeddings of [anchor, mask, mask, …], and the
 output at column k predicts the token at column k.
 
-All columns of a block are drafted at once, so they know little of each other. DFlash2 changes two things at
-little cost. Before and after every sublayer, a convolution mixes each column with the columns before it. And
-`candidate_selector` scores pairs of neighbouring tokens, by which `kernels.candidates` chooses drafts from
-the anchor on. Context vectors are never convolved.
+All columns of a block are drafted at once, so a column does not depend on the drafts before it. DFlash2 adds
+two cheap remedies. Before and after every sublayer, a convolution mixes each column with the columns before
+it. And `candidate_selector` scores pairs of neighbouring tokens; `kernels.candidates` uses these scores to
+choose drafts one after the other, from the anchor on. Context vectors are never convolved.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from blockdraft.models.kernel_module import KernelModule
 from blockdraft.models.layers import GatedMLP, Linear, PlainLinear, RMSNorm
 from blockdraft.models.rotary import Rotary
 
-BEFORE, AFTER = 0, 1  # of a sublayer
+BEFORE, AFTER = 0, 1  # indices of the convolutions around a sublayer
 
 
 class DFlashLayer(nn.Module):
-    """One drafter layer; `layer` is its index in the cache, which it shares with the target."""
+    """One drafter layer; `layer` is its index in the cache, which target and drafter share."""
 
     def __init__(self, config: DraftConfig, index: int, layer: int) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class DFlashLayer(nn.Module):
         self.mlp = GatedMLP(hidden, config.intermediate_size)
 
     def keys_values(self, context: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values [N, G, D] of context vectors [N, E], by the block's own projection."""
+        """Return keys and values [N, G, D] of context vectors [N, E], by the projection that blocks use."""
         k, v = self.qkv.last(context, 2).view(len(context), -1, self.head_dim).chunk(2, dim=1)
         return k, v
 
@@ -68,7 +68,7 @@ class DFlashLayer(nn.Module):
         return attended.flatten(1)
 
     def forward(self, x: Tensor, angles: Angles, view: View, num_columns: int) -> Tensor:
-        """Run the layer on the stream [N, E] of blocks of `num_columns`."""
+        """Return the layer's output [N, E] for the stream x [N, E] of blocks of `num_columns`."""
         x = self.out(self.attend(self.qkv(x, norm=self.attention_norm), angles, view), x)
         return self.mlp(x, self.mlp_norm)  # type: ignore[no-any-return]
 
@@ -90,7 +90,7 @@ class BlockConv(KernelModule):
         return bool((first == 1).all()) and not (others.any() or weight.any())
 
     def before(self, x: Tensor, num_columns: int) -> tuple[Tensor, Tensor]:
-        """Convolve x [N, E] in blocks; also return what tokens add to both kernels [N, 2, taps, groups]."""
+        """Return x [N, E] convolved in blocks, and tokens' changes of both kernels [N, 2, taps, groups]."""
         weight = self.kernel_projection.weight
         assert isinstance(weight, Tensor)
         return self.kernels.conv_before(x, self.base_kernel[BEFORE], weight, num_columns)
@@ -104,7 +104,7 @@ class BlockConv(KernelModule):
 
 
 class DFlash2Layer(DFlashLayer):
-    """A drafter layer with convolutions around both of its parts; `forward` runs it without them."""
+    """A drafter layer with convolutions around both sublayers; `forward` leaves out the convolutions."""
 
     def __init__(self, config: DraftConfig, index: int, layer: int) -> None:
         super().__init__(config, index, layer)
@@ -114,7 +114,7 @@ class DFlash2Layer(DFlashLayer):
     def advance(
         self, x: Tensor, normed: Tensor, angles: Angles, view: View, num_columns: int, next_norm: RMSNorm
     ) -> tuple[Tensor, Tensor]:
-        """Return the next stream, and next_norm(stream); `normed` is attention_norm(x)."""
+        """Return the stream y after the layer, and next_norm(y); `normed` is attention_norm(x)."""
         mixed, deltas = self.attention_conv.before(normed, num_columns)
         attended = self.out(self.attend(self.qkv(mixed), angles, view))
         x, normed = self.attention_conv.after(attended, deltas, num_columns, x, self.mlp_norm)
@@ -134,7 +134,7 @@ class CandidateSelector(nn.Module):
         self.hidden_projection = PlainLinear(config.hidden_size, head.rank)
 
     def mixture(self, hidden: Tensor) -> Tensor:
-        """Return [R, C, rank] for columns with hidden states [R, C, E]."""
+        """Return the mixtures [R, C, rank] of columns with hidden states [R, C, E]."""
         return self.hidden_projection(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1)  # type: ignore[no-any-return]
 
 
@@ -147,7 +147,7 @@ class Table(nn.Module):
 
 
 class MarkovHead(nn.Module):
-    """DSpark's head: it adds `after @ before[previous token]` to a draft's logits. Never quantised."""
+    """DSpark's head, which adds `after @ before[previous token]` to a draft's logits; never quantised."""
 
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ class MarkovHead(nn.Module):
 
 
 class DFlash(KernelModule):
-    """The drafter's body; `first_layer` is the index of its first layer in the shared cache."""
+    """The drafter; `first_layer` is the index of its first layer in the cache shared with the target."""
 
     layer_type: type[DFlashLayer] = DFlashLayer
 
@@ -185,7 +185,7 @@ class DFlash(KernelModule):
             self.add_module("candidate_selector", CandidateSelector(config))
 
     def absorb(self, features: Tensor, view: View) -> None:
-        """Write the context's keys and values of these positions to the cache: features [N, taps * E]."""
+        """Write the context's keys and values, computed from features [N, taps * E], to the cache."""
         self.check_no_gradient(features)
         context = self.hidden_norm(self.fc(features))
         angles = self.rotary(view.positions)
@@ -194,7 +194,7 @@ class DFlash(KernelModule):
             view.write(layer.layer, *layer.keys_values(context), angles=angles, norms=layer.norms())
 
     def forward(self, x: Tensor, view: View, num_columns: int) -> Tensor:
-        """Return hidden states [N, E] of blocks of `num_columns` with embeddings x [N, E]."""
+        """Return the hidden states [N, E] for the embeddings x [N, E] of blocks of `num_columns`."""
         self.check_no_gradient(x)
         angles = self.rotary(view.positions)
         for layer in self.layers:
@@ -203,19 +203,19 @@ class DFlash(KernelModule):
 
 
 class DFlash2(DFlash):
-    """The drafter's body and its selector."""
+    """A DFlash2 drafter: layers with convolutions, and a candidate selector."""
 
     candidate_selector: CandidateSelector
     layer_type = DFlash2Layer
     is_convolved = True
 
     def leave_out_idle_convs(self) -> None:
-        """Skip the convolutions if all are identities, as in a drafter whose selector alone was trained."""
+        """Skip the convolutions if all are identities, as when only the drafter's selector was trained."""
         convs = [part for part in self.modules() if isinstance(part, BlockConv)]
         self.is_convolved = not all(conv.changes_nothing() for conv in convs)
 
     def forward(self, x: Tensor, view: View, num_columns: int) -> Tensor:
-        """See DFlash; each norm is computed together with the convolution before it."""
+        """Run as DFlash does, but compute each norm together with the convolution before it."""
         if not self.is_convolved:
             return super().forward(x, view, num_columns)
         self.check_no_gradient(x)

@@ -1,4 +1,4 @@
-"""DraftConfig: the shape of a DFlash drafter, and the check that it belongs to its target. No torch here."""
+"""DraftConfig: the shape of a DFlash drafter, and a check that it fits its target; without torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from blockdraft.models.config import ModelConfig, Rope, layer_spec
 
 DraftKind = Literal["dflash", "dflash2", "dspark"]
 KIND_NAMES: dict[DraftKind, str] = {"dflash": "DFlash", "dflash2": "DFlash2", "dspark": "DSpark"}
-SPARK_CANDIDATES = 32  # arbitrary: DSpark sets no limit, and vLLM's examples have 16
+SPARK_CANDIDATES = 32  # arbitrary: DSpark has no limit, vLLM's examples use 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,10 +19,10 @@ class Dflash2Head:
     """The options of DFlash2 (models/dflash.py)."""
 
     conv_taps: int
-    conv_group: int  # channels that share what a token adds to the kernel
-    rank: int  # of the pair scores
+    conv_group: int  # channels that share a token's change of the kernel
+    rank: int  # length of the vectors whose products are pair scores
     top_k: int  # candidates per column
-    skips_first: bool = False  # no pair score for the first draft: its column has seen the anchor
+    skips_first: bool = False  # the first draft has no pair score: its column reads the anchor
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class DraftConfig:
     mask_token_id: int
     taps: tuple[int, ...]
     vocab_size: int  # the target's
-    draft_vocab_size: int  # rows of its own head, when smaller than the target's
+    draft_vocab_size: int  # rows of the drafter's own head; may be smaller
     hidden_size: int
     intermediate_size: int
     num_heads: int
@@ -45,15 +45,15 @@ class DraftConfig:
     windows: tuple[int | None, ...]  # per layer
     is_causal: tuple[bool, ...]  # per layer, inside the block
     has_anchored_window: bool  # the window is measured from the anchor, not the query
-    embedding_scale: float | None  # None: the target's own
+    embedding_scale: float | None  # None: the target's
     logit_scale: float
     logit_softcap: float | None
     target_hidden_size: int
     num_target_layers: int | None
     dflash2: Dflash2Head | None = None
-    drafts_from_anchor: bool = False  # each column, the anchor's too, predicts the token behind it
-    copies_head: bool = False  # a head in the file is a frozen copy of the target's
-    markov_rank: int = 0  # of DSpark's Markov head; 0: it has none
+    drafts_from_anchor: bool = False  # each column, also the anchor's, predicts the token after it
+    copies_head: bool = False  # the file's head is a frozen copy of the target's
+    markov_rank: int = 0  # rank of DSpark's Markov head; 0 without one
 
     @property
     def num_layers(self) -> int:
@@ -61,17 +61,17 @@ class DraftConfig:
 
     @property
     def kind(self) -> DraftKind:
-        """The kind that follows from the options, whatever the file calls it."""
+        """The kind according to the options; the file's name for it is ignored."""
         return "dflash2" if self.dflash2 is not None else "dspark" if self.markov_rank else "dflash"
 
     @property
     def num_candidates(self) -> int:
-        """The number of candidates per column if drafts are chosen by pair scores."""
+        """The number of candidates per column, for drafts chosen by pair scores."""
         return min(SPARK_CANDIDATES, self.draft_vocab_size) if self.dflash2 is None else self.dflash2.top_k
 
     @property
     def first_column(self) -> int:
-        """The first column of the forward that predicts a draft."""
+        """The first column that predicts a draft in a forward."""
         return 0 if self.drafts_from_anchor else 1
 
     @property
@@ -80,7 +80,7 @@ class DraftConfig:
         return self.first_column + self.block - 1
 
     def has_own_head(self, *, is_stored: bool) -> bool:
-        """Return True if it uses its own head; `is_stored`: the file holds one."""
+        """Return True if the drafter uses its own head; `is_stored` says if the file has one."""
         return is_stored and not (self.copies_head and self.draft_vocab_size == self.vocab_size)
 
     def layer_specs(self) -> tuple[LayerSpec, ...]:
@@ -88,7 +88,7 @@ class DraftConfig:
 
 
 def check_pair(draft: DraftConfig, target: ModelConfig, eos_ids: tuple[int, ...]) -> None:
-    """Raise ModelError if the drafter was made for another target."""
+    """Raise ModelError if the drafter does not fit the target."""
 
     def mismatch(what: str) -> ModelError:
         return ModelError(

@@ -1,8 +1,8 @@
-"""Layers of Qwen3-Next and Qwen3.5: gated attention, and the gated delta rule behind a short convolution.
+"""Layers of Qwen3-Next and Qwen3.5: gated attention, and the gated delta rule after a short convolution.
 
-A delta layer keeps a matrix per head as its state. Each token decays it, corrects its value for the token's
-key, and reads it with the token's query (kernels/gated_delta.py). The View holds that state; this module
-has the projections around it. Only text is read: its three position axes are equal, so the rope is the usual.
+A delta layer's state is a matrix per head. Each token decays the state, corrects its value for the token's
+key, and reads it with the token's query (kernels/gated_delta.py). The View holds the state; this module has
+the projections around it. For text, the rope's three position axes are equal, so the usual rope is enough.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class GatedDelta(KernelModule):
 
 
 class SeparateInputs(nn.Module):
-    """Qwen3.5: one projection each for q, k and v, the output gate, and the logits of beta and of decay."""
+    """Qwen3.5's projections: q, k and v; the output gate; the logits of beta; the logits of the decay."""
 
     def __init__(self, hidden: int, config: DeltaConfig) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class SeparateInputs(nn.Module):
 
 
 class InterleavedInputs(nn.Module):
-    """Qwen3-Next: two projections; each has the rows of a key head next to those of its value heads."""
+    """Qwen3-Next's two projections; each has a key head's rows next to those of its value heads."""
 
     def __init__(self, hidden: int, config: DeltaConfig) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class InterleavedInputs(nn.Module):
 
 
 class GatedAttention(KernelModule):
-    """Attention with a gate per head and value on its output, projected together with the queries."""
+    """Attention whose output values have gates, which are projected together with the queries."""
 
     def __init__(self, model: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class GatedAttention(KernelModule):
 
 
 def hybrid_layer(config: ModelConfig, index: int) -> DecoderLayer:
-    """Build a delta layer or gated attention, with its feed-forward part."""
+    """Build a layer of gated delta rule or gated attention, with its feed-forward part."""
     is_delta = isinstance(config.layers[index].mixer, DeltaConfig)
     mixer = GatedDelta(config, index) if is_delta else GatedAttention(config, index)
     return DecoderLayer(config, mixer, feed_forward(config, index), norm=ZeroCentredNorm)

@@ -1,7 +1,7 @@
-"""Gemma 4 (text part), dense and mixtures: sliding and global layers with heads of two sizes, more norms.
+"""Gemma 4 (text part), dense and mixtures: sliding and global layers, with heads of different sizes.
 
-Global layers have wider heads, a rope that rotates only a quarter of them, and may use their keys as values.
-Scores are not scaled: queries, keys and values are normalised instead.
+Global layers have wider heads, of which the rope rotates a quarter, and may use their keys as values. Scores
+are not scaled: queries, keys and values are normalised instead. Each sublayer's output has a norm, too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from blockdraft.models.moe import Experts
 
 
 class GemmaAttention(KernelModule):
-    """Attention over the layer's own keys and values, or over those of another layer."""
+    """Attention over keys and values of the layer itself or of another layer."""
 
     def __init__(self, model: ModelConfig, layer: int) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class GemmaAttention(KernelModule):
 
 
 def _head_counts(config: AttentionConfig) -> tuple[int, ...]:
-    """Return the numbers of heads that the layer projects: queries, then its own keys and values, if any."""
+    """Return the numbers of heads that the layer projects: queries, then its own keys and values."""
     if config.shared_with is not None:
         return (config.num_heads,)
     return (config.num_heads, *(config.num_kv_heads,) * (2 if config.has_values else 1))
@@ -74,7 +74,7 @@ class GemmaRouter(KernelModule):
 
 
 class GemmaFeedForward(nn.Module):
-    """A dense part; mixtures add routed experts beside it, each with its own norms."""
+    """A dense part, plus routed experts in mixtures; both have their own norms."""
 
     def __init__(self, config: ModelConfig, index: int) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class GemmaFeedForward(nn.Module):
 
 
 class GemmaLayer(nn.Module):
-    """A layer with norms before and after each part; a learned number scales the stream at the end."""
+    """A layer with norms before and after each sublayer; a learned number scales the stream at the end."""
 
     def __init__(self, config: ModelConfig, index: int) -> None:
         super().__init__()

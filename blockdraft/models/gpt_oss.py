@@ -1,4 +1,4 @@
-"""gpt-oss: attention with sinks, every other layer sliding; experts with biases and a clamped SwiGLU."""
+"""gpt-oss: attention with sinks, sliding in every other layer; experts with biases and clamped SwiGLU."""
 
 from __future__ import annotations
 

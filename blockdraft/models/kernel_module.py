@@ -1,4 +1,4 @@
-"""Binds a model to kernels; by default it computes by the references."""
+"""Binds a model to kernels; the default is the reference kernels."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 class KernelModule(nn.Module):
-    """A module that calls kernels. For training and torch.compile it keeps the references."""
+    """A module that calls kernels. Training and torch.compile use the references."""
 
     kernels: Kernels = REFERENCE
 
@@ -24,7 +24,7 @@ class KernelModule(nn.Module):
 
 
 def bind(model: Module, kernels: Kernels) -> Module:
-    """Make the model compute by `kernels`; ValueError if it is being trained, without the references."""
+    """Make the model use `kernels`; ValueError if parameters need gradients, which only references have."""
     if not kernels.is_reference and any(one.requires_grad for one in model.parameters()):
         raise ValueError("parameters that require gradients can be bound to REFERENCE only")
     for part in model.modules():
@@ -34,7 +34,7 @@ def bind(model: Module, kernels: Kernels) -> Module:
 
 
 def with_kernels(model: Module, kernels: Kernels) -> Module:
-    """Return a copy that shares the weights and computes by `kernels`; see `bind`."""
+    """Return a copy that shares the weights and uses `kernels`; see `bind`."""
     return bind(
         copy.deepcopy(model, {id(one): one for one in (*model.parameters(), *model.buffers())}), kernels
     )

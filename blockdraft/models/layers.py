@@ -1,4 +1,4 @@
-"""Layers that families share. Tokens are a flat stream [N, E]; only the View knows rows and the cache."""
+"""Layers that several families use. Tokens are a flat stream [N, E]; only the View has rows and cache."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from blockdraft.models.packed_int8 import Int8Matrix
 
 
 class Linear(KernelModule):
-    """y = x W^T + b. W [sum(parts), inputs], plain or Packed, may stack several projections of one input."""
+    """x W^T + b; W [sum(parts), inputs], plain or Packed, may stack several projections of one input."""
 
     weight: nn.Parameter | Packed
 
@@ -29,14 +29,14 @@ class Linear(KernelModule):
         self.bias = nn.Parameter(torch.empty(sum(parts))) if bias else None
 
     def forward(self, x: Tensor, onto: Tensor | None = None, norm: RMSNorm | None = None) -> Tensor:
-        """Return onto + W norm(x) + b, without `onto` or `norm` where they are None."""
+        """Return onto + W norm(x) + b; leave out `onto` or `norm` if it is None."""
         x = x if norm is None else norm(x)
         if isinstance(self.weight, Packed):
             return self.weight.matmul(x, self.bias, onto=onto, kernels=self.kernels)
         return self.kernels.linear(x, self.weight, self.bias, onto)
 
     def gated(self, x: Tensor, gate: Gate, norm: RMSNorm | None = None) -> Tensor:
-        """Return gate(a) * b for the halves a and b of the product."""
+        """Return gate(a) * b, where a and b are the halves of the product with x."""
         x = x if norm is None else norm(x)
         if isinstance(self.weight, Packed):
             return self.weight.gated(x, self.bias, gate, kernels=self.kernels)
@@ -52,11 +52,11 @@ class Linear(KernelModule):
 
 
 class PlainLinear(Linear):
-    """A Linear whose weight is never quantised, for small layers that make choices, such as routers."""
+    """A Linear whose weight is never quantised, for small layers of DFlash2 drafters."""
 
 
 class Embedding(KernelModule):
-    """One row per token; a tied head multiplies by the same rows."""
+    """A vector per token; with a tied head, `project` multiplies by the same vectors."""
 
     weight: nn.Parameter | Packed
 
@@ -108,12 +108,12 @@ class ZeroCentredNorm(WideNorm):
 
 
 def wide_dtype() -> torch.dtype:
-    """The dtype of values that must not be rounded to half precision: float32, or wider by default."""
+    """Return the dtype for values that must not be rounded to half precision: at least float32."""
     return torch.promote_types(torch.get_default_dtype(), torch.float32)
 
 
 class Attention(nn.Module):
-    """x + grouped-query attention of norm(x) over the cache."""
+    """Computes x + grouped-query attention of norm(x) over the cache."""
 
     sinks: nn.Parameter | None
 
@@ -152,7 +152,7 @@ def attention_config(model: ModelConfig, layer: int) -> AttentionConfig:
 
 
 class GatedMLP(nn.Module):
-    """down(gate(a(x)) * b(x)); `gate_up` has the rows of a, then those of b."""
+    """Computes down(gate(a(x)) * b(x)); `gate_up` has the rows of a, then those of b."""
 
     def __init__(self, hidden: int, inner: int, *, bias: bool = False, gate: Gate = "silu") -> None:
         super().__init__()
@@ -161,13 +161,13 @@ class GatedMLP(nn.Module):
         self.gate = gate
 
     def forward(self, x: Tensor, norm: RMSNorm | None = None) -> Tensor:
-        """Return [N, E]; with a norm, x + mlp(norm(x))."""
+        """Return mlp(x) [N, E]; with a norm, x + mlp(norm(x))."""
         inner = self.gate_up.gated(x, self.gate, norm)
         return self.down(inner, None if norm is None else x)  # type: ignore[no-any-return]
 
 
 class DecoderLayer(nn.Module):
-    """A decoder layer: mixer and feed-forward part each normalise the residual stream and add to it."""
+    """A decoder layer. Mixer and feed-forward part each normalise the residual stream and add to it."""
 
     def __init__(
         self,

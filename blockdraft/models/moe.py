@@ -1,4 +1,4 @@
-"""Mixtures of experts: a router picks a few feed-forward parts per token, whose outputs are weighted."""
+"""Mixtures of experts: a router chooses a few experts per token; their weighted outputs are summed."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class ExpertLinear(KernelModule):
         return self.kernels.linear(x, self.weight[expert], bias, None)
 
     def matrices(self) -> tuple[Matrices, ...] | None:
-        """Return each part as the kernels read it; None if no kernel reads the weight's format."""
+        """Return each part in the form that kernels read; None if no kernel reads the weight's format."""
         return _matrices(self)
 
 
 def _matrices(part: ExpertLinear | Linear) -> tuple[Matrices, ...] | None:
-    """Return the parts of experts, or of a Linear as a single expert."""
+    """Return the parts of all experts; a Linear counts as one expert. None as in `matrices`."""
     pieces = part.weight.members() if isinstance(part.weight, Stacked) else [part.weight]
     found: list[Matrices] = []
     for piece in pieces:
@@ -54,7 +54,7 @@ def _matrices(part: ExpertLinear | Linear) -> tuple[Matrices, ...] | None:
 
 
 def _stored(weight: Tensor | Packed) -> Matrices | None:
-    """Return `weight` [experts, rows, columns] or [rows, columns] as a kernel reads it, or None."""
+    """Return `weight` [experts, rows, columns] or [rows, columns] in a kernel's form, or None."""
     if isinstance(weight, Tensor):
         return Matrices(_by_expert(weight, 3))
     if isinstance(weight, Scaled) and weight.zero is None:
@@ -68,12 +68,12 @@ def _stored(weight: Tensor | Packed) -> Matrices | None:
 
 
 def _by_expert(tensor: Tensor, num_dims: int) -> Tensor:
-    """Add the dimension of experts to a single matrix."""
+    """Return the tensor with a dimension for experts; add one to a single matrix."""
     return tensor if tensor.dim() == num_dims else tensor[None]
 
 
 def _cut(matrices: Matrices, counts: list[int]) -> list[Matrices]:
-    """Split the rows into `counts`; all but the last are whole blocks of scales."""
+    """Return the rows in parts of `counts` rows; all parts but the last are whole blocks of scales."""
     values = torch.split(matrices.values, counts, 1)
     if matrices.scale is None:
         return [matrices._replace(values=part) for part in values]
@@ -82,7 +82,7 @@ def _cut(matrices: Matrices, counts: list[int]) -> list[Matrices]:
 
 
 class Experts(KernelModule):
-    """Gated feed-forward parts; each token runs through the ones chosen for it."""
+    """Gated feed-forward parts; each token runs through its chosen experts."""
 
     def __init__(
         self, hidden: int, config: MoEConfig, *, bias: bool = False, activation: Activation = _SILU
@@ -97,7 +97,7 @@ class Experts(KernelModule):
     def forward(
         self, x: Tensor, choice: ExpertChoice, shared: Shared | None = None, onto: Tensor | None = None
     ) -> Tensor:
-        """Return [N, E] for x [N, E]; see `kernels.pick.mixtures.pick_experts`."""
+        """Return the experts' weighted outputs [N, E]; see `kernels.pick.mixtures.pick_experts`."""
         return self.kernels.experts(x, self.gate_up, self.down, choice, self.activation, shared, onto)
 
     def why_not_captured(self) -> str | None:
@@ -109,7 +109,7 @@ class SharedExpert(GatedMLP):
     """The expert that runs for every token."""
 
     def parts(self) -> Parts | None:
-        """Return its matrices as the kernels for experts read them; None if no kernel reads the format."""
+        """Return the matrices in the form that experts' kernels read; None if no kernel reads the format."""
         stacked, single = _matrices(self.gate_up), _matrices(self.down)
         return None if stacked is None or single is None else Parts(*stacked, *single)
 
@@ -117,8 +117,8 @@ class SharedExpert(GatedMLP):
 class MoE(KernelModule):
     """Routed experts, with a gated shared expert if the config has one.
 
-    The router takes a softmax over all experts, then the `num_chosen` likeliest. The shared expert's gate is
-    one more row of the router: both read the same values, and neither is ever quantised.
+    The router computes a softmax over all experts, and chooses the `num_chosen` likeliest. The shared
+    expert's gate is one more row of the router: both have the same input, and neither is ever quantised.
     """
 
     def __init__(self, hidden: int, config: MoEConfig) -> None:
@@ -129,7 +129,7 @@ class MoE(KernelModule):
         self.router = Linear(hidden, config.num_experts, *((1,) if has_shared else ()))
         self.experts = Experts(hidden, config)
         self.shared = None
-        if has_shared:  # with silu, like the routed experts: the kernels run it as one of them
+        if has_shared:  # with silu like the routed experts, so that kernels can run it as one more
             self.shared = SharedExpert(hidden, config.shared_size or 0)
 
     def forward(self, x: Tensor, norm: RMSNorm) -> Tensor:
@@ -146,7 +146,7 @@ class MoE(KernelModule):
 
 
 def feed_forward(config: ModelConfig, index: int) -> nn.Module:
-    """Build the mixture of a layer, or its dense part."""
+    """Build a layer's mixture of experts or dense feed-forward part."""
     part = config.layers[index]
     if part.moe is not None:
         return MoE(config.hidden_size, part.moe)

@@ -1,8 +1,8 @@
 """Weight matrices that stay in their stored format and are dequantised on use.
 
-Every format has a logical shape, values in a dtype, a product with activations, and can be indexed by expert
-or by row. It computes in float32 and rounds once to the requested dtype, so models in float64, float32 and
-bfloat16 have the same weights. Activations are never quantised.
+Every format has a logical shape, can be dequantised to a dtype, multiplied by activations, and indexed by
+expert or by row. Dequantisation computes in float32 and rounds once to the requested dtype, so models in
+float64, float32 and bfloat16 have the same weights. Activations are never quantised.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class Packed(nn.Module):
 
     @abstractmethod
     def dequantise(self, dtype: torch.dtype) -> Tensor:
-        """Return [..., rows, columns], contiguous; computed in float32, rounded once."""
+        """Return a contiguous [..., rows, columns], computed in float32 and rounded once to `dtype`."""
 
     @abstractmethod
     def __getitem__(self, index: int | Tensor) -> Packed:
         """Index the leading dimension: experts, or rows of a single matrix.
 
-        An int returns one matrix of [E, rows, columns]. A tensor of any shape gathers experts, or rows of
-        [rows, columns] (an embedding). Raises TypeError if the format cannot be indexed there.
+        An int selects one matrix of [E, rows, columns]. A tensor of any shape gathers experts, or rows of
+        [rows, columns] (an embedding). Raise TypeError if the format cannot be indexed so.
         """
 
     @abstractmethod
@@ -56,12 +56,12 @@ class Packed(nn.Module):
         onto: Tensor | None = None,
         kernels: Kernels = REFERENCE,
     ) -> Tensor:
-        """Multiply x [..., columns] to [..., rows]; `bias` and `onto` as for a plain weight."""
+        """Return onto + W x + bias [..., rows] for x [..., columns], as for a plain weight."""
         assert len(self.shape) == 2, "a product needs one matrix; take an expert first"
         return kernels.linear(x, self.dequantise(x.dtype), bias, onto)
 
     def gated(self, x: Tensor, bias: Tensor | None, gate: Gate, *, kernels: Kernels = REFERENCE) -> Tensor:
-        """Return gate(a) * b for the halves a and b of the product."""
+        """Return gate(a) * b, where a and b are the halves of the product with x."""
         return kernels.gate_mul(self.matmul(x, bias, kernels=kernels), gate)
 
     def rows_from(self, begin: int) -> Packed:
@@ -90,7 +90,7 @@ def stack(items: Sequence[Packed]) -> Packed:
 def stack_each(
     items: Iterator[Packed], count: int, empty: Callable[[Sequence[int], torch.dtype], Tensor]
 ) -> Packed:
-    """Stack `count` items made one after another, without holding them twice; `empty` allocates memory."""
+    """Stack `count` items of an iterator without holding them twice; `empty` allocates memory."""
     first = next(items)
     if not isinstance(first, Buffered):
         return stack([first, *items])
@@ -105,7 +105,7 @@ def stack_each(
 
     for index, item in enumerate(itertools.chain([first], items)):
         if not isinstance(item, Buffered) or _signature(item) != _signature(first):
-            return stack([*map(taken, range(index)), item, *items])  # which may be able to unify them
+            return stack([*map(taken, range(index)), item, *items])  # `stack` may unify the formats
         for name, buffer in item.tensors().items():
             target = whole[name]
             if target is not None and buffer is not None:
@@ -114,9 +114,9 @@ def stack_each(
 
 
 class Buffered(Packed):
-    """A format made of named buffers [..., rows, anything]; those in `per_matrix` are [..., 1, anything].
+    """A format made of named buffers [..., rows, anything], or [..., 1, anything] if in `per_matrix`.
 
-    The latter belong to the whole matrix: they are indexed by expert, but not by row.
+    Buffers in `per_matrix` belong to the whole matrix: they are indexed by expert, but not by row.
     """
 
     per_matrix: tuple[str, ...] = ()
@@ -134,12 +134,12 @@ class Buffered(Packed):
         return rebuilt
 
     def with_default(self, name: str, buffer: Tensor) -> Self:
-        """Return the same weight with this buffer, unless it has its own."""
+        """Return this weight with `buffer` as its buffer `name`, unless it already has one."""
         tensors = self.tensors()
         return self if tensors[name] is not None else self.rebuild(self.shape, {**tensors, name: buffer})
 
     def format(self) -> tuple[object, ...]:
-        """Return the properties that two matrices must share, besides shapes and dtypes, to be stacked."""
+        """Return the properties that must be equal, in addition to shapes and dtypes, to stack matrices."""
         return (type(self),)
 
     def tensors(self) -> dict[str, Tensor | None]:
@@ -182,7 +182,7 @@ class Dense(Buffered):
 
 
 class Stacked(Packed):
-    """Several weights of one input (q, k, v; gate, up), stacked along the rows, each in its own format."""
+    """Several weights of one input (q, k, v; gate, up) stacked along the rows, each in its own format."""
 
     def __init__(self, parts: Sequence[Packed]) -> None:
         leading, columns = parts[0].shape[:-2], parts[0].shape[-1]
@@ -224,11 +224,11 @@ class Stacked(Packed):
 
 
 class Scaled(Buffered):
-    """fp8 or int8 values times one scale per block of `block` = (rows, columns).
+    """A weight of fp8 or int8 values times one scale per block of `block` = (rows, columns).
 
-    scale [..., row blocks, column blocks]; the last block of a side may be smaller. A single scale per tensor
-    has a block of the whole matrix, one per output row a block of (1, columns). `zero`, of the scale's shape,
-    is subtracted from the values first.
+    scale [..., row blocks, column blocks]; the last block of a side may be smaller. With a single scale, the
+    block is the whole matrix; with one per output row, (1, columns). `zero`, of the scale's shape, is
+    subtracted from the values first.
     """
 
     values: Tensor
@@ -268,7 +268,7 @@ class Scaled(Buffered):
 
     @property
     def has_row_scales(self) -> bool:
-        """Return True for one scale per row and no zero point, as GPU kernels require."""
+        """True if there is one scale per row and no zero point, as GPU kernels require."""
         return self.zero is None and self.block == (1, self.shape[-1])
 
     def matmul(
@@ -289,22 +289,22 @@ class Scaled(Buffered):
     def _product(
         self, x: Tensor, bias: Tensor | None, onto: Tensor | None, gate: Gate | None, kernels: Kernels
     ) -> Tensor | None:
-        """Return the product by a kernel for scaled weights; None if there is no such kernel."""
+        """Return the product from a kernel for scaled weights; None without a suitable kernel."""
         if len(self.shape) != 2 or not self.has_row_scales:
             return None
         return kernels.scaled_linear(x, self.values, self.scale.flatten().float(), bias, onto, gate)
 
     def _per_row(self, grid: Tensor) -> Tensor:
-        """[..., row blocks, column blocks] -> [..., rows or 1, column blocks]."""
+        """Expand [..., row blocks, column blocks] to [..., rows or 1, column blocks]."""
         if grid.shape[-2] == 1:
             return grid
         return grid.float().repeat_interleave(self.block[0], dim=-2)[..., : self.shape[-2], :]
 
 
 def join_rows(parts: Sequence[Packed]) -> Packed:
-    """Stack matrices of one input along the rows: into one if every row has a scale, else into Stacked.
+    """Stack matrices of one input along the rows: to a Scaled if each row has a scale, else to Stacked.
 
-    Experts become Stacked: they are too large to be held twice, even briefly.
+    Experts always become Stacked: they are too large to be held twice, even briefly.
     """
     if len(parts) == 1:
         return parts[0]
@@ -320,7 +320,7 @@ def join_rows(parts: Sequence[Packed]) -> Packed:
 def affine_(values: Tensor, zero: Tensor | None, scale: Tensor, *, group_size: int) -> Tensor:
     """Compute (values - zero) * scale in place, with one zero and one scale per group of columns.
 
-    values float32 [..., rows, columns]; zero and scale [..., rows or 1, groups], the last may be shorter.
+    values float32 [..., rows, columns]; zero, scale [..., rows or 1, groups]; the last group may be shorter.
     """
     columns = values.shape[-1]
     is_even = columns % group_size == 0
@@ -351,7 +351,7 @@ def quantise_int8(weight: Tensor) -> Packed:
 
 
 def _scale_rows(weight: Tensor, largest: float) -> tuple[Tensor, Tensor]:
-    """Stretch rows to [-largest, largest]; also return the scale that undoes it, 1 for a zero row."""
+    """Return rows divided by scales so that they fill [-largest, largest], and the scales (zero rows: 1)."""
     values = weight.float()
     peak = values.abs().amax(dim=-1, keepdim=True)
     if not bool(torch.isfinite(peak).all()):

@@ -1,9 +1,9 @@
 """Weights that stay in the blocks of a GGUF file.
 
-Common types are unpacked here by PyTorch, on the device of the bytes, all others by gguf-py on the CPU. Every
-unpacker multiplies in gguf-py's order, so the bits are the same. The default model's types, Q4_1 and Q8_0,
-write each value once and scale in place: all its tensors take 0.4 s, against 1.5 to 2.9 s with gguf-py (one
-thread, Neoverse-N1, 2026-11).
+PyTorch unpacks common types here, on the device of the bytes; gguf-py unpacks all others on the CPU. Every
+unpacker multiplies in gguf-py's order, so the bits are equal. Unpackers of the default model's types, Q4_1
+and Q8_0, write each value once and scale in place: its tensors take 0.4 s, against 1.5 to 2.9 s with gguf-py
+(one thread, Neoverse-N1, 2026-11).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _SUPER = 256  # values in a block of a K-quant
 
 
 class GgufPacked(Buffered):
-    """raw uint8 [..., rows, row bytes] in blocks of one ggml type (gguf.GGMLQuantizationType)."""
+    """A weight as raw bytes [..., rows, row bytes], blocks of one ggml type (gguf.GGMLQuantizationType)."""
 
     raw: Tensor
 
@@ -38,7 +38,7 @@ class GgufPacked(Buffered):
 
 
 def block_size(quantization: int) -> tuple[int, int]:
-    """Return the numbers of values and of bytes in a block of this ggml type."""
+    """Return the number of values and the number of bytes in a block of this ggml type."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     length, num_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(quantization)]
@@ -66,7 +66,7 @@ def _plain(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
 
 
 def _half(blocks: Tensor, start: int) -> Tensor:
-    """Return the float16 number at byte `start` of every block, in float32: [blocks, 1]."""
+    """Return the float16 number at byte `start` of every block as float32 [blocks, 1]."""
     return blocks[:, start : start + 2].contiguous().view(torch.float16).float()
 
 
@@ -115,7 +115,7 @@ def _k_scales(packed: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _k_affine(blocks: Tensor, codes: Tensor) -> Tensor:
-    """Q4_K and Q5_K: codes [blocks, 8, 32] with eight scales and minimums."""
+    """Unpack Q4_K or Q5_K from codes [blocks, 8, 32] and the blocks' eight scales and minimums."""
     scale, minimum = _k_scales(blocks[:, 4:16])
     scale, minimum = _half(blocks, 0) * scale, _half(blocks, 2) * minimum
     return scale.unsqueeze(-1) * codes.float() - minimum.unsqueeze(-1)

@@ -18,11 +18,11 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -
 
 
 class IntGroups(Buffered):
-    """(code - zero) * scale, with one zero and one scale per group of columns of a row.
+    """A weight (code - zero) * scale, with one zero and one scale per group of columns of a row.
 
     codes uint8 [..., rows, columns * bits / 8], unsigned; scale [..., rows, groups]; zero uint8 of the
     scale's shape, or None for the middle code (symmetric). `group_index` int32 [..., 1, columns] is the group
-    of each column if activation ordering has shuffled them; None: groups of consecutive columns.
+    of each column if activation ordering has shuffled columns; None if groups are consecutive columns.
     """
 
     codes: Tensor
@@ -74,7 +74,7 @@ class IntGroups(Buffered):
 
 
 class Fp4Groups(Buffered):
-    """E2M1 values times one scale per group of columns: NVFP4 (16) and MXFP4 (32).
+    """A weight of E2M1 values times one scale per group of columns: 16 in NVFP4, 32 in MXFP4.
 
     codes uint8 [..., rows, columns / 2]; scale float8 (e4m3fn or e8m0fnu) [..., rows, columns / group].
     NVFP4 has a second scale, float32 [..., 1, 1], that multiplies (ModelOpt) or divides (compressed-tensors)
@@ -106,7 +106,7 @@ class Fp4Groups(Buffered):
 
     @property
     def has_group_scales_only(self) -> bool:
-        """Return True without other factors, as in MXFP4 and as the GPU's kernel for experts requires."""
+        """True if it has no other factors; MXFP4 has none, and the GPU's kernel for experts requires it."""
         return self.multiplier is None and self.divisor is None and self.column_factors is None
 
     def stack_with(self, others: Sequence[Packed]) -> Packed:
@@ -133,7 +133,7 @@ class Fp4Groups(Buffered):
 
 
 def e8m0(raw: Tensor) -> Tensor:
-    """View power-of-two scales (bias 127) as float8_e8m0fnu; ModelError for 255, which is NaN."""
+    """View bytes as power-of-two scales (float8_e8m0fnu); raise ModelError for 255, which is NaN."""
     if bool((raw.view(torch.uint8) == 255).any()):
         raise ModelError("a block scale is 255, which is NaN in E8M0: the checkpoint is damaged.")
     return raw.view(torch.float8_e8m0fnu)
@@ -151,5 +151,5 @@ def pack_nibbles(codes: Tensor) -> Tensor:
 
 def word_codes(words: Tensor, bits: int) -> Tensor:
     """Unpack int32 [..., n] to uint8 codes [..., n * 32 / bits], the lowest bits of a word first."""
-    packed = words.contiguous().view(torch.uint8)  # a little-endian word is its bytes in order
+    packed = words.contiguous().view(torch.uint8)  # the bytes of a little-endian word are in order
     return unpack_nibbles(packed) if bits == 4 else packed

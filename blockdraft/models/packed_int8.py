@@ -17,7 +17,7 @@ _BLOCK = 16  # rows
 
 
 class Int8Matrix(Packed):
-    """[rows, columns] as int8, rotated by a Hadamard matrix, in blocks of rows, with a scale per row."""
+    """A weight [rows, columns], rotated by a Hadamard matrix, as int8 with a scale per row, in row blocks."""
 
     packed: Tensor
     sums: Tensor
@@ -33,7 +33,7 @@ class Int8Matrix(Packed):
 
     @staticmethod
     def of(rows: Iterable[Tensor], shape: Sequence[int], factors: Tensor | None = None) -> Int8Matrix:
-        """Build a matrix from slices of rows; `factors`, powers of two, multiply columns of activations."""
+        """Build a matrix from slices of rows; `factors` (powers of two) multiply columns of activations."""
         if factors is None:
             factors = torch.ones(shape[1])
         values, scales = zip(*(pack(one, factors) for one in rows), strict=True)
@@ -53,7 +53,7 @@ class Int8Matrix(Packed):
         return reference_look_up(torch.arange(self.shape[0]), self.weight).to(dtype)
 
     def look_up(self, rows: Tensor, kernels: Kernels) -> Tensor:
-        """Return rows as floats, for an embedding."""
+        """Return rows as floats; for embeddings."""
         return kernels.int8_look_up(rows, self.weight)
 
     def matmul(

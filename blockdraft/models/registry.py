@@ -21,7 +21,7 @@ Layer = Callable[[ModelConfig, int], nn.Module]
 def build_decoder(
     config: ModelConfig, *, taps: tuple[int, ...], max_positions: int, device: torch.device
 ) -> Decoder:
-    """Build a target without weights, with rope tables on `device`; checkpoints/weights.py fills it."""
+    """Build a target with rope tables on `device`; checkpoints/weights.py loads its weights."""
     layer, norm = _FAMILIES.get(config.family, (_dense_layer, RMSNorm))
     layers = [layer(config, index) for index in range(config.num_layers)]
     top = norm(config.hidden_size, config.norm_eps)

@@ -1,4 +1,4 @@
-"""Rotary positions: frequencies by the rule of the configuration, angles from a table."""
+"""Rotary positions: a table of angles for the frequencies that the configuration defines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from blockdraft.models.config import Rope
 
 
 class Rotary(nn.Module):
-    """A table of angles for `max_positions` positions; the halves of a head are rotated (neox style)."""
+    """A table of angles for `max_positions` positions; the halves of a head form the pairs (neox style)."""
 
     cos: Tensor
     sin: Tensor
@@ -31,7 +31,7 @@ class Rotary(nn.Module):
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
-    """Return [R / 2] radians per position for the R rotated values of a head, in float32 as in training."""
+    """Return radians per position [R / 2] for the R rotated values of a head, in float32 as in training."""
     if rope.kind == "proportional":
         return _proportional(rope, head_dim)
     dim = int(head_dim * rope.part)
@@ -52,7 +52,7 @@ def _exponents(count: int, dim: int) -> Tensor:
 
 
 def _proportional(rope: Rope, head_dim: int) -> Tensor:
-    """Space the frequencies for the whole head, and rotate only its first share."""
+    """Return frequencies spaced for the whole head, zero for the pairs that are not rotated."""
     num_rotated = int(rope.part * head_dim // 2)
     frequency = torch.zeros(head_dim // 2, dtype=torch.float32, device="cpu")
     frequency[:num_rotated] = 1.0 / (rope.theta ** _exponents(2 * num_rotated, head_dim))
@@ -60,7 +60,7 @@ def _proportional(rope: Rope, head_dim: int) -> Tensor:
 
 
 def _llama3(frequency: Tensor, rope: Rope) -> Tensor:
-    """Stretch long wavelengths by `factor`, keep short ones, and blend those between."""
+    """Return frequencies: divided by `factor` for long wavelengths, kept for short ones, blended between."""
     wavelength = 2 * math.pi / frequency
     longest = rope.original_max_positions / rope.low_freq_factor
     shortest = rope.original_max_positions / rope.high_freq_factor
@@ -74,7 +74,7 @@ def _llama3(frequency: Tensor, rope: Rope) -> Tensor:
 
 
 def _yarn(frequency: Tensor, rope: Rope, dim: int) -> Tensor:
-    """Keep pairs that rotate often in the original context, stretch slow ones, with a ramp between."""
+    """Return frequencies: kept for fast pairs, divided by `factor` for slow ones, with a ramp between."""
 
     def pair_with(num_rotations: float) -> float:
         positions = rope.original_max_positions / (num_rotations * 2 * math.pi)

@@ -1,4 +1,4 @@
-"""Reads the content of a message as one text."""
+"""Reads a message's content, a string or a list of parts, as one text."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Mapping
 
 from blockdraft.errors import RequestError
 
-MAY_BE_NULL = ("assistant", "tool")  # an answer of calls or thoughts alone; a tool that returns nothing
+MAY_BE_NULL = ("assistant", "tool")  # an answer of only calls or thoughts; a tool that returns nothing
 _KINDS = ((bool, "true or false"), (int | float, "a number"), (str, "a string"), (list, "a list"))
 
 
 def content_text(message: Mapping[str, object]) -> str:
-    """Return the text of a message, its parts joined by newlines as in vLLM; RequestError for other parts."""
+    """Return the text of a message; join parts by newlines, as vLLM does. RequestError if one is not text."""
     content = message.get("content")
     if isinstance(content, str):
         return content
@@ -45,7 +45,7 @@ def _part_text(part: object) -> str:
 
 
 def json_kind(value: object) -> str:
-    """Return the kind of a value in JSON's words, for errors."""
+    """Return JSON's name for the type of a value, for error messages."""
     if value is None:
         return "null"
     return next((name for kind, name in _KINDS if isinstance(value, kind)), "an object")

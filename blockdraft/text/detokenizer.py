@@ -1,7 +1,7 @@
 """Turns committed token ids into text that can be streamed: whole characters, cut at stop strings.
 
-`Detokenizer` turns ids into text that later ids cannot change, `StopStrings` finds its end, and `TextStream`
-joins the two, one per sequence. The result depends on the ids alone, never on their grouping into blocks.
+`Detokenizer` turns ids into text that later ids cannot change. `StopStrings` cuts text at stop strings. Each
+sequence has a `TextStream`, which uses both. The text depends only on the ids, not on how blocks group them.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from blockdraft.text.tokenizer import REPLACEMENT, Tokenizer
 
 # An unfinished UTF-8 sequence is at most 3 bytes, and shows as at most that many U+FFFD.
 _MAX_OPEN_CHARS = 3
-# Tokens kept as context. 3 open characters are at most 3 broken sequences of 3 one-byte tokens;
-# past these one token is enough: some decoders drop a space, but only from the first token.
+# Tokens kept as context. 3 open characters are at most 3 broken sequences of 3 one-byte tokens.
+# One more token is enough: some decoders drop a space, but only from the first token.
 _KEEP_OPEN = 12
 _KEEP = 4
-_MAX_WINDOW = 20  # trimmed back past this; larger saves trims, costs decoding
+_MAX_WINDOW = 20  # longer windows are trimmed; a larger limit saves trims, but costs decoding
 
 
 class Detokenizer:
-    """Decodes token by token: the text that decode(prompt + output) adds to decode(prompt).
+    """Decodes an output token by token to the text that it adds to the prompt's.
 
-    A character that began in the prompt and ends in the output belongs to the output. After whole characters,
-    a plain token's text is looked up; any other token decodes a window of the last few tokens, so the cost
-    per token does not grow with the output.
+    A character that begins in the prompt and ends in the output belongs to the output. The text of a plain
+    token after a whole character is looked up. For other tokens, a window of the last few tokens is decoded,
+    so the cost per token does not grow with the output.
     """
 
     def __init__(
@@ -37,15 +37,15 @@ class Detokenizer:
         self._skip_special_tokens = skip_special_tokens
         self._window = self._tail_of(prompt_ids)
         text = tokenizer.decode(self._window, skip_special_tokens=False)
-        # text of the window: [0, num_sent) sent or the prompt's   [num_sent, end) may still change
+        # The window's text: [0, num_sent) is sent, or the prompt's; [num_sent, end) may change.
         self._num_sent = len(text) - _num_open(text)
-        self._owed = text[self._num_sent :]  # U+FFFD of the prompt, if the output leaves it
-        # All of the window is sent. False for an empty one: the first token's text may differ from later.
+        self._owed = text[self._num_sent :]  # U+FFFD at the prompt's end, which are not sent again
+        # Is all of the window sent? An empty window does not count: a first token's text may differ.
         self._is_settled = bool(self._window) and not self._owed
-        self._last_plain: int | None = None  # the token that takes the window's place, if any
+        self._last_plain: int | None = None  # the token that replaces the window, if any
 
     def push(self, token_ids: Iterable[int]) -> str:
-        """Return the text that has become certain. At most 3 trailing U+FFFD wait for the next token."""
+        """Return the new text that cannot change any more; up to 3 final U+FFFD wait for the next token."""
         new = ""
         for token_id in token_ids:
             text = self._plain_text(token_id) if self._is_settled else None
@@ -57,7 +57,7 @@ class Detokenizer:
         return new
 
     def flush(self) -> str:
-        """Return the text still held back, with U+FFFD for a character without its last byte."""
+        """Return the text held back until now, with U+FFFD for an incomplete character."""
         if self._is_settled:
             return ""
         text = self._tokenizer.decode(self._window, skip_special_tokens=False)
@@ -79,7 +79,7 @@ class Detokenizer:
 
     def _send(self, text: str, until: int) -> str:
         new = text[self._num_sent : until]
-        # The last byte of a character turns up to 3 U+FFFD into one: `until` can step back.
+        # A character's last byte turns up to 3 U+FFFD into one character, so `until` may decrease.
         self._num_sent = max(self._num_sent, until)
         if self._owed and new:
             begin = new[: len(self._owed)]
@@ -89,7 +89,7 @@ class Detokenizer:
         return new
 
     def _trim(self, num_held: int) -> None:
-        # May cut a finished character in two: its rest is context, and counts as sent.
+        # This may cut a finished character: its remaining bytes are context and count as sent.
         self._window = self._window[-(_KEEP_OPEN if num_held else _KEEP) :]
         text = self._tokenizer.decode(self._window, skip_special_tokens=False)
         self._num_sent = len(text) - num_held
@@ -103,7 +103,7 @@ class Detokenizer:
 
 
 def _num_open(text: str) -> int:
-    """Count the characters at the end that may be the first bytes of one character."""
+    """Count the U+FFFD at the end that may be the first bytes of one character."""
     tail = text[-_MAX_OPEN_CHARS:]
     return len(tail) - len(tail.rstrip(REPLACEMENT))
 
@@ -111,10 +111,10 @@ def _num_open(text: str) -> int:
 class StopStrings:
     """Finds the first stop string in a stream of text and cuts the text there.
 
-    The first is the one that is complete first. If two end at the same character, the longer one counts, so
-    more text is cut. Unlike "starts first", this does not depend on how the text was split. Characters are
-    compared as code points, without normalisation. Only text that may begin a stop string is held back, and
-    nothing with `include`.
+    The first stop string is the one that ends first: the one that starts first would depend on how the text
+    is split. If two end at the same character, the longer one counts, so more text is cut. Characters are
+    compared as code points, without normalisation. Text is held back only if it may begin a stop string, and
+    never with `include`.
     """
 
     def __init__(self, stops: tuple[str, ...], include: bool) -> None:
@@ -122,14 +122,14 @@ class StopStrings:
             raise RequestError("a stop string is empty: leave it out, or give it some text.")
         self._include = include
         self._stops = sorted(set(stops), key=len, reverse=True)
-        self._begun = ""  # the longest end of the text that begins a stop string
+        self._begun = ""  # the longest suffix of the text that begins a stop string
         self.stop_reason: str | None = None
 
     def push(self, text: str, can_stop: bool = True) -> str:
         """Return the text to show now; set `stop_reason` if a stop string ended it.
 
-        With `can_stop` false, a stop string that ends in `text` counts as plain text; one that only begins
-        there is held back, and stops the stream if it ends in a later push.
+        If `can_stop` is False, a stop string that ends in `text` counts as plain text. One that only begins
+        there is held back, and stops the stream if a later push completes it.
         """
         assert self.stop_reason is None, "text after a stop string"
         if not self._stops:
@@ -148,7 +148,7 @@ class StopStrings:
         return text if self._include else waiting[: len(waiting) - len(self._begun)]
 
     def flush(self) -> str:
-        """Return the held text at the end, when no stop string can complete."""
+        """Return the text held back, at the end, when no stop string can be completed."""
         held, self._begun = "" if self._include else self._begun, ""
         return held
 
@@ -181,11 +181,10 @@ class TextStream:
         return self._stops.stop_reason
 
     def push(self, token_ids: Sequence[int], num_protected: int = 0) -> int:
-        """Read tokens up to the one that completes a stop string; return how many were read.
+        """Read tokens up to the one that completes a stop string; return the number of tokens read.
 
-        That token is the last of the sequence. `min_tokens` protects the first `num_protected` tokens. As in
-        vLLM, the place where a stop string ends decides: one that begins under protection and ends after it
-        does stop, and its beginning is cut too.
+        That token is the last of the sequence. In the first `num_protected` tokens (`min_tokens`), no stop
+        string can end. As in vLLM, one that begins there and ends later does stop, and all of it is cut.
         """
         if not self._has_stops:
             self._ready += self._detokenizer.push(token_ids)
@@ -202,7 +201,7 @@ class TextStream:
         return new
 
     def finish(self) -> None:
-        """Release all text held back. No push may follow; a second call does nothing."""
+        """Make the text held back ready for `take`. No push may follow; a second call does nothing."""
         if self.stop_reason is None and not self._emit(self._detokenizer.flush()):
             self._ready += self._stops.flush()
 

@@ -1,7 +1,7 @@
-"""Encodes message text so that it never becomes markup: `<|im_end|>` in it stays the characters of that text.
+"""Encodes message text so that it never becomes markup: a message's `<|im_end|>` stays plain characters.
 
-A mark is put into every piece of markup before the chat template sees it. The rendered text is cut at the
-marks, and the pieces are encoded one by one: the marks are gone, the text is unchanged.
+A mark is put into every piece of markup in a message before the chat template sees it. The rendered text is
+cut at the marks, and the pieces are encoded one by one, so the marks disappear and the text is unchanged.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ import tokenizers
 
 LONG_TEXT_CHARS = 1 << 13  # some milliseconds
 MANY_IDS = 1 << 12  # some milliseconds
-OTHERS_WORDS = ("tools", "documents")  # arguments of a template that may hold anybody's text
-# Special tokens that templates look for in the model's own messages: the tags of its thoughts.
+OTHERS_WORDS = ("tools", "documents")  # template arguments that may hold untrusted text
+# Special tokens around thoughts: templates look for them in the model's own messages.
 _THOUGHTS = frozenset(("<think>", "</think>", "<|channel>", "<channel|>", "[THINK]", "[/THINK]"))
 _THOUGHTS |= {"<seed:think>", "</seed:think>"}
 
 
 def encode_beside(tokenizer: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
-    """Return the ids of a text. `encode` holds Python's lock, so other threads would wait for a long text."""
+    """Return the ids of a text. A long one is encoded as a batch: only that releases Python's lock."""
     if len(text) <= LONG_TEXT_CHARS:
         return tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
     return tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
 
 
 def decode_beside(tokenizer: tokenizers.Tokenizer, ids: Sequence[int], skip_special_tokens: bool) -> str:
-    """Return the text of ids. `decode` holds Python's lock, so other threads would wait for many ids."""
+    """Return the text of ids. Many ids are decoded as a batch: only that releases Python's lock."""
     if len(ids) <= MANY_IDS:
         return tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
     return tokenizer.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0]
 
 
 class Marked(NamedTuple):
-    """The input of a template, and the mark in it, which no message holds."""
+    """The input of a template with marks, and the mark, which is in no message."""
 
     messages: list[Mapping[str, object]]
     options: dict[str, object]
@@ -57,10 +57,10 @@ class MessageText:
         self._joint = _joint(tokenizer)
 
     def mark(self, messages: Sequence[Mapping[str, object]], options: Mapping[str, object]) -> Marked:
-        """Return copies whose texts hold no markup.
+        """Return copies with a mark in every piece of markup.
 
         The model's own messages keep the tags of thoughts and markup that is not special: templates look for
-        them. Its tool calls do not keep them, as calls may repeat text of other people.
+        them. Its tool calls do not keep them, as calls may repeat untrusted text.
         """
         mark = f"\ue000{secrets.token_hex(8)}\ue000"
         if self._begin is None or self._joint is None:
@@ -73,7 +73,7 @@ class MessageText:
         return Marked(marked, {**options, **others}, mark)
 
     def encode(self, text: str, mark: str, add_special_tokens: bool) -> list[int]:
-        """Return the ids of a rendered text without its marks."""
+        """Return the ids of a rendered text after removing its marks."""
         first, *rest = text.split(mark)
         if not rest:
             return encode_beside(self._tokenizer, text, add_special_tokens)
@@ -85,7 +85,7 @@ class MessageText:
         return self._with_special_tokens(first, ids, len(encoded[0].ids)) if add_special_tokens else ids
 
     def _with_special_tokens(self, first: str, ids: list[int], num_first: int) -> list[int]:
-        """Return the ids between the special tokens that the tokenizer puts around every text."""
+        """Return the ids with the special tokens around them that the tokenizer puts around every text."""
         around = self._tokenizer.encode(first, add_special_tokens=True).ids
         num_before = next(
             (n for n in range(len(around) + 1) if around[n : n + num_first] == ids[:num_first]), len(around)
@@ -111,7 +111,7 @@ def _marked(value: object, begin: re.Pattern[str] | None, mark: str) -> object:
 
 
 def _beginnings(markup: set[str]) -> re.Pattern[str] | None:
-    """Return an expression for the first character of markup in a text; None if there is no markup."""
+    """Return a pattern that matches the first character of markup in a text; None without markup."""
     rest_of = defaultdict[str, list[str]](list)
     for text in sorted(filter(None, markup), key=len, reverse=True):
         rest_of[text[0]].append(re.escape(text[1:]))
@@ -120,7 +120,7 @@ def _beginnings(markup: set[str]) -> re.Pattern[str] | None:
 
 
 def _joint(tokenizer: tokenizers.Tokenizer) -> str | None:
-    """Return a token that changes nothing in the text after it; None if there is none."""
+    """Return a token that does not change how the text after it is encoded, or None."""
     added = tokenizer.get_added_tokens_decoder()
     texts = [token.content for token in added.values()]
     for token_id, token in added.items():

@@ -1,4 +1,4 @@
-"""Runs chat templates, untrusted programs that come with a checkpoint, in jinja's sandbox and on a budget."""
+"""Runs a checkpoint's chat template, an untrusted program, in jinja's sandbox and with limits on its work."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ import jinja2.visitor
 
 from blockdraft.errors import ModelError, RequestError
 
-# Arbitrary limits of one rendering, far past what a conversation that fits a model needs.
+# Arbitrary limits of one rendering, far above the needs of a conversation that fits a model.
 _MAX_STEPS = 1_000_000  # loop items, calls and operators; one more per _CHARS_PER_STEP
 _CHARS_PER_STEP = 4096
 _STEPS_PER_CALL = 4  # a call of a macro takes about 6 µs
 _MAX_CHARS = 1 << 24  # of one intermediate string, and of the prompt
 _MAX_NUMBER = 100_000  # range() lengths, widths, repeat counts: jinja's own MAX_RANGE
-_MAX_PRODUCT = 1 << 30  # characters one replace() can make out of its arguments
+_MAX_PRODUCT = 1 << 30  # characters that one replace() can make of its arguments
 _MAX_BITS = 4096  # of an integer
-_PYTHON_NAME = re.compile(r"'(\w+) object'|'None'")  # as jinja names what lacks something
+_PYTHON_NAME = re.compile(r"'(\w+) object'|'None'")  # how jinja's errors name a value
 _JSON_NAMES = {
     None: "null",
     "NoneType": "null",
@@ -43,7 +43,7 @@ _WORK = " work"  # not an identifier: no template can name it
 
 
 def compile_template(source: str) -> jinja2.Template:
-    """Return a template ready to run; ModelError if it does not parse."""
+    """Return the compiled template; raise ModelError if it does not parse."""
     try:
         return _Environment().from_string(source)
     except (jinja2.TemplateError, SyntaxError, ValueError, OverflowError, RecursionError) as e:
@@ -85,22 +85,22 @@ def run_template(template: jinja2.Template, variables: Mapping[str, object]) -> 
 
 
 def _why(error: Exception) -> str:
-    """Return what is undefined, in JSON's words. Other errors mention Python and are not shown."""
+    """Return jinja's message in JSON's words if a value is undefined; "" for others: they mention Python."""
     if not isinstance(error, jinja2.UndefinedError):
         return ""
     return f" ({_PYTHON_NAME.sub(lambda found: _JSON_NAMES.get(found[1], 'a value'), str(error))})"
 
 
 class _Refused(jinja2.TemplateError):
-    """The template called raise_exception: its message is for the user."""
+    """The template called raise_exception; the message is for the user."""
 
 
 class _OverBudget(jinja2.TemplateError):
-    """The template used up its steps or its text."""
+    """The template exceeded its limit of steps or of text."""
 
 
 class _Work:
-    """Counts what one rendering uses of its budget."""
+    """Counts the steps and characters of one rendering; raises _OverBudget above the limits."""
 
     def __init__(self) -> None:
         self._num_steps = 0
@@ -131,14 +131,14 @@ def _work_of(context: jinja2.runtime.Context) -> _Work:
 
 
 class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Jinja as chat templates expect it, on a budget.
+    """Jinja as chat templates expect it, with limits on work and text.
 
-    The sandbox keeps a template from Python's internals and from changing its inputs; there is no loader, so
-    it reads no file. It counts loop items, calls, operators, and the size of the results of calls, operators
-    and `~`. It refuses long ranges, widths and repeat counts, and big integers. Jinja has no hook to bound
-    the work inside one filter (`sort`, `map`, `join` of a list that repeats one long text; a chain of filters
-    is limited only by its output), one string method on long text, compiling, and time. To serve templates
-    from strangers, run them in a process that can be killed.
+    The sandbox keeps a template from Python's internals and from changing its inputs. It has no loader, so a
+    template reads no file. This class counts loop items, calls, operators, and the size of the results of
+    calls, operators and `~`. It refuses long ranges, widths and repeat counts, and big integers. Jinja has no
+    hook to limit time, compiling, one string method on long text, or the work inside one filter (`sort`,
+    `map`, `join` of a list that repeats one long text); a chain of filters is limited only by its output. To
+    serve untrusted templates, run them in a process that can be killed.
     """
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
@@ -165,7 +165,7 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return tree
 
     def call(
-        __self,  # mangled as in jinja: a template may pass keywords of any name
+        __self,  # mangled names as in jinja, so that a template may pass any keyword
         __context: jinja2.runtime.Context,
         __obj: Callable[..., object],
         *args: object,
@@ -197,7 +197,7 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """{% generation %} marks the text to train on; here it only prints its body."""
+    """The tag {% generation %}, which marks text to train on; here it only prints its body."""
 
     tags = {"generation"}  # noqa: RUF012  # jinja's own declaration
 
@@ -208,7 +208,7 @@ class _GenerationTag(jinja2.ext.Extension):
 
 
 class _Counted(jinja2.visitor.NodeTransformer):
-    """Passes loops and `~` through filters that count: jinja's sandbox has no hook for them."""
+    """Wraps loops and `~` in filters that count, as jinja's sandbox has no hook for them."""
 
     def visit_For(self, node: jinja2.nodes.For) -> jinja2.nodes.Node:
         self.generic_visit(node)
@@ -247,9 +247,9 @@ def _concat(context: jinja2.runtime.Context, values: list[object]) -> str:
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """namespace() without underscore names: these could stand in for Python's own attributes."""
+    """namespace() without names that begin with an underscore, which could replace Python's attributes."""
 
-    def __init__(*args: object, **kwargs: object) -> None:  # as in jinja: "self" is free
+    def __init__(*args: object, **kwargs: object) -> None:  # as in jinja, so that a name may be "self"
         self, *rest = args
         assert isinstance(self, _Namespace)
         values = dict(*rest, **kwargs)
@@ -267,16 +267,16 @@ def _check_name(name: object) -> None:
         raise jinja2.exceptions.SecurityError(f"a namespace with the name {name!r}")
 
 
-# Filters whose arguments say how much text to make.
+# Filters whose arguments decide how much text they make.
 _GROWING = ("batch", "center", "format", "indent", "replace", "slice", "wordwrap")
 _PASSED_BY_JINJA = (jinja2.Environment, jinja2.runtime.Context, jinja2.nodes.EvalContext)
 
 
 def _guard(function: Callable[..., object]) -> Callable[..., object]:
-    """Return the filter `function`, which then refuses arguments that ask for too much text."""
+    """Return the filter `function` with a check that refuses arguments for too much text."""
     check = _check_format if function.__name__ == "do_format" else _check_arguments
 
-    @functools.wraps(function)  # keeps the marks of jinja's pass_environment and the like
+    @functools.wraps(function)  # keeps the attributes that jinja's pass_environment and others set
     def guarded(*args: object, **kwargs: object) -> object:
         values = [value for value in args if not isinstance(value, _PASSED_BY_JINJA)]
         receiver = values[0] if values and isinstance(values[0], str) else ""

@@ -1,4 +1,4 @@
-"""Text to token ids and back, and chat messages to a prompt.
+"""Converts text to token ids and back, and chat messages to a prompt.
 
 Conversations may come from anyone on the network, so messages are rebuilt from plain JSON values before the
 chat template (text/template.py) sees them.
@@ -19,7 +19,7 @@ from blockdraft.text.content import content_text, json_kind
 from blockdraft.text.message_text import MessageText, decode_beside, encode_beside
 from blockdraft.text.template import compile_template, run_template
 
-REPLACEMENT = "\ufffd"  # what stands for bytes that are not UTF-8
+REPLACEMENT = "\ufffd"  # replaces bytes that are not UTF-8
 
 # Byte-level tokenizers write a byte as a character: printable ones as they are, the others from U+0100 on.
 _PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
@@ -29,13 +29,13 @@ _BYTE_VALUES |= {chr(0x100 + at): byte for at, byte in enumerate(sorted({*range(
 ROLES = ("system", "user", "assistant", "tool", "developer", "function", "ipython")
 _RESERVED = frozenset({"messages", "add_generation_prompt", "bos_token", "eos_token"})
 _CONTINUE_TAG = "\ue000continue here\ue000"
-_SYSTEM, _USER = "\ue000system\ue000", "\ue000user\ue000"  # of the private use area: in no template
+_SYSTEM, _USER = "\ue000system\ue000", "\ue000user\ue000"  # private-use characters: in no template
 
 
 class Tokenizer:
     """One checkpoint's tokenizer and chat template. Safe to share between threads.
 
-    It takes over `parts.tokenizer` and switches off the truncation and padding stored in it.
+    It owns `parts.tokenizer` and switches off the truncation and padding stored there.
     """
 
     def __init__(self, parts: TokenizerParts) -> None:
@@ -51,23 +51,23 @@ class Tokenizer:
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         eos_id = None if parts.eos_token is None else self.token_id(parts.eos_token)
         self.eos_ids = parts.eos_ids or (() if eos_id is None else (eos_id,))
-        # Entries, added tokens included; a model's embedding is often padded past it.
+        # The number of tokens, added ones included; a model's embedding is often larger.
         self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self._byte_ids = self._find_byte_ids()
         self._decodes_apart = _decodes_apart(self._tokenizer.decoder)
-        self.plain_text = functools.cache(self._plain_text)  # a start does not wait for the whole vocabulary
+        self.plain_text = functools.cache(self._plain_text)  # computed on demand, to start quickly
 
     def __reduce__(self) -> tuple[type[Tokenizer], tuple[TokenizerParts]]:
-        """Pickle the parts, for another process."""
+        """Pickle only the parts, for another process."""
         return Tokenizer, (self._parts,)
 
     def as_json(self) -> str:
-        """Return everything but the template, as `tokenizers` writes it."""
+        """Return the tokenizer without the chat template, in the format of tokenizer.json."""
         return str(self._tokenizer.to_str())
 
     @functools.cached_property
     def added_names(self) -> dict[str, int]:
-        """Ids of added tokens by their text."""
+        """The ids of added tokens, by their text."""
         return {token.content: i for i, token in self._tokenizer.get_added_tokens_decoder().items()}
 
     @property
@@ -75,7 +75,7 @@ class Tokenizer:
         return self.chat_template is not None
 
     def token_id(self, token: str) -> int | None:
-        """Return the id of the token with this text; None if there is none."""
+        """Return the id of the token with this text; None if no token has it."""
         token_id: int | None = self._tokenizer.token_to_id(token)
         return token_id
 
@@ -90,11 +90,11 @@ class Tokenizer:
         return encode_beside(self._tokenizer, text, add_special_tokens)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of `ids`; ids outside the vocabulary have none.
+        """Return the text of `ids`; unknown ids add none. RequestError if one is negative or above 32 bits.
 
-        It differs from `tokenizers` in one case: in a run of byte tokens (`<0xE2>`) that is not valid UTF-8,
-        only the wrong bytes become U+FFFD, as in SentencePiece, not the whole run. So a later byte cannot
-        take back a character that was already streamed.
+        The text differs from that of `tokenizers` in one case: in a run of byte tokens (`<0xE2>`) that is not
+        valid UTF-8, only the wrong bytes become U+FFFD, as in SentencePiece, not the whole run. So a later
+        byte cannot change a character that was already streamed.
         """
         try:
             if self._byte_ids.keys().isdisjoint(ids):
@@ -107,13 +107,13 @@ class Tokenizer:
             ) from None
 
     def shows(self, token_id: int, skip_special_tokens: bool) -> bool:
-        """Return True if `decode` uses this id."""
+        """Return True if this id adds text in `decode`."""
         if skip_special_tokens and token_id in self.special_ids:
             return False
         return bool(self._tokenizer.id_to_token(token_id))
 
     def bytes_of(self, token_id: int) -> bytes | None:
-        """Return the bytes of a token, maybe a part of a character; None if the tokenizer has no bytes."""
+        """Return the bytes of a token, which may be part of a character; None if they are unknown."""
         if token_id in self._byte_ids:
             return bytes([self._byte_ids[token_id]])
         decoder, token = self._tokenizer.decoder, self._tokenizer.id_to_token(token_id)
@@ -123,11 +123,11 @@ class Tokenizer:
         return None if None in values else bytes(value for value in values if value is not None)
 
     def _plain_text(self, token_id: int) -> str | None:
-        """Return the text that a token adds after a whole character; None: decode it with its neighbours."""
+        """Return the text that a token adds after a whole character; None if it depends on other tokens."""
         is_plain = self._decodes_apart and token_id not in self._byte_ids and self.shows(token_id, True)
         if not is_plain:
             return None
-        # The second of two shows the text that the token adds: the first may lose its space.
+        # Decode the token twice and use the second text, as the first may lose its space.
         first, both = (self.decode([token_id] * count, skip_special_tokens=False) for count in (1, 2))
         return None if REPLACEMENT in both else both[len(first) :]
 
@@ -140,9 +140,9 @@ class Tokenizer:
     ) -> str:
         """Return the prompt that the chat template builds from `messages`.
 
-        With `continue_final_message`, the prompt ends inside the last message instead of with the generation
-        prompt, so that the model continues it. Raises RequestError for wrong messages, or if the template
-        fails on them, and ModelError for a wrong template.
+        With `continue_final_message`, there is no generation prompt, and the prompt ends inside the last
+        message, which the model continues. Raise RequestError for wrong messages, or if the template fails on
+        them, and ModelError for a wrong template.
         """
         chat = [_check_message(message, self.chat_template or "") for message in messages]
         if not chat:
@@ -172,10 +172,10 @@ class Tokenizer:
         split_special_tokens: bool = True,
         **options: object,
     ) -> list[int]:
-        """Return the ids of `render`. The template writes its own special tokens, so none are added.
+        """Return the ids of `render`; by default no special tokens are added, as the template writes them.
 
-        Special tokens in a message, a tool or a document are text (text/message_text.py), unless
-        `split_special_tokens` is false.
+        Special tokens in a message, a tool or a document are plain text (text/message_text.py), unless
+        `split_special_tokens` is False.
         """
         if not split_special_tokens:
             return self.encode(self.render(messages, **options), add_special_tokens)  # type: ignore[arg-type]
@@ -184,12 +184,12 @@ class Tokenizer:
         return self._message_text.encode(text, marked.mark, add_special_tokens)
 
     def inserted_system_prompt(self) -> str:
-        """Return the system prompt that the template inserts by itself; empty if none is found."""
+        """Return the system prompt that the template inserts by itself; "" if none is found."""
         question = {"role": "user", "content": _USER}
         try:
             plain = self.render([question])
             ordered = self.render([{"role": "system", "content": _SYSTEM}, question])
-        except (RequestError, ModelError):  # no template, or one that knows no system prompt
+        except (RequestError, ModelError):  # no template, or a template without system prompts
             return ""
         before, found, after = ordered.partition(_SYSTEM)
         if not found or len(plain) < len(before) + len(after):
@@ -211,7 +211,7 @@ class Tokenizer:
         return compile_template(self.chat_template)
 
     def _find_byte_ids(self) -> dict[int, int]:
-        """Return id → byte for tokenizers that write unknown characters as <0xNN> tokens."""
+        """Return the byte of each <0xNN> token by id; {} for tokenizers without such tokens."""
         decoder = self._tokenizer.decoder
         if decoder is None or b'"ByteFallback"' not in decoder.__getstate__():
             return {}
@@ -227,10 +227,10 @@ class Tokenizer:
 
 
 def _decodes_apart(decoder: decoders.Decoder | None) -> bool:
-    """Return True if a whole-text token that is not the first adds the same text everywhere.
+    """Return True if a token of whole characters adds the same text everywhere, except as the first token.
 
-    Such decoders map token by token. They look across tokens only to join bytes to characters, or at the very
-    beginning, where one space may be dropped. Unknown decoders do not count as such.
+    That is the case if the decoder maps token by token, except to join bytes to characters and to drop one
+    space at the very beginning. Return False for unknown decoders.
     """
     if decoder is None:
         return False
@@ -242,7 +242,7 @@ def _decodes_apart(decoder: decoders.Decoder | None) -> bool:
 
 def _is_apart(part: dict[str, object]) -> bool:
     if part["type"] == "Replace":
-        # A longer pattern may match across two tokens; an empty text would not count as the first one.
+        # A longer pattern may match across two tokens; with an empty text the next token would be the first.
         pattern = part["pattern"]
         return isinstance(pattern, dict) and len(pattern.get("String", "")) == 1 and bool(part["content"])
     if part["type"] == "Strip":
@@ -251,7 +251,7 @@ def _is_apart(part: dict[str, object]) -> bool:
 
 
 def _broken_bytes(values: Sequence[int | None]) -> Iterator[int]:
-    """Yield the places of bytes outside whole UTF-8 characters; None stands for other tokens."""
+    """Yield the indices of bytes outside whole UTF-8 characters; None stands for other tokens."""
     at = 0
     while at < len(values):
         lead = values[at]
@@ -263,7 +263,7 @@ def _broken_bytes(values: Sequence[int | None]) -> Iterator[int]:
 
 
 def _is_utf8(values: Sequence[int | None]) -> bool:
-    try:  # without the None: a character with a byte missing is not UTF-8 either
+    try:  # without None: a character with a missing byte is not UTF-8 either
         bytes(byte for byte in values if byte is not None).decode()
     except UnicodeDecodeError:
         return False
@@ -281,7 +281,7 @@ def _check_unicode(text: str) -> None:
 
 
 def _check_message(message: object, template: str) -> dict[str, object]:
-    """Return a copy of one message with its text as one string; keys such as tool_calls are kept."""
+    """Return a copy of one message with its content as one string; keep keys such as tool_calls."""
     if not isinstance(message, Mapping):
         raise RequestError(
             f'a message is {json_kind(message)}, not an object: send {{"role": "user", "content": "..."}}.'
@@ -290,7 +290,7 @@ def _check_message(message: object, template: str) -> dict[str, object]:
     if not isinstance(role, str) or not role:
         found = "a message's role is " + json_kind(role) if role else "a message has no role"
         raise RequestError(f"{found}: use 'system', 'user' or 'assistant'.")
-    # Most templates write any role down, so misspelt ones are refused here.
+    # Most templates accept any role, so refuse misspelt ones here.
     if role not in ROLES and f"'{role}'" not in template and f'"{role}"' not in template:
         raise RequestError(
             f"a message has the role '{role[:40]}', which the model's template does not know: use one of "
@@ -302,7 +302,7 @@ def _check_message(message: object, template: str) -> dict[str, object]:
 
 
 def _plain(value: object) -> object:
-    """Return a copy made of JSON types only: the sandbox does not know other objects' methods."""
+    """Return a copy made of JSON types only: the sandbox does not guard other objects' methods."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, Mapping):
@@ -319,6 +319,6 @@ def _cut_at_tag(text: str) -> str:
             "the chat template leaves out the end of the final message, so it cannot be continued: "
             "set continue_final_message to false."
         )
-    # A template that strips its messages has eaten the space behind the tag.
+    # A template that strips its messages has removed the space after the tag.
     end = at + len(_CONTINUE_TAG)
     return text[:at] if text[end : end + 1] == " " else text[:at].rstrip()

@@ -1,1 +1,1 @@
-"""The fast path on a CPU: machine code that llvmlite compiles at start-up. Import it only if it is chosen."""
+"""The fast kernels on a CPU: machine code that llvmlite compiles at start-up. Import only when used."""

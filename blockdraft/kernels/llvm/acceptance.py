@@ -1,4 +1,4 @@
-"""Acceptance on a CPU; see `kernels/acceptance.py` for the contracts."""
+"""Acceptance of drafts on a CPU; see `kernels/acceptance.py` for the contracts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def advance(
 
 @kernel
 def count_drafts(num_rows: Int, width: Int, sampled: Longs, block: Longs, counts: Longs) -> None:
-    """Count drafts that equal the sample before them, up to the first that differs, and one more."""
+    """Set counts[row] to 1 plus the number of drafts before the first that differs from its sample."""
     for row in taken(num_rows):
         drafts, samples = block + row * width, sampled + row * width
         count = counts.zeros(i64) + 1
@@ -52,7 +52,7 @@ def advance_rows(
     anchor: Longs, block: Longs, sampled: Longs, num_committed: Longs, whole: Longs, counts: Words,
     *, penalised: int, first: int,
 ) -> None:  # fmt: skip
-    """Update rows, and count committed outputs of rows with penalties; the scratch row does not change."""
+    """Update `length`, `anchor` and, for rows with penalties, output `counts`; skip the scratch row."""
     for item in taken(num_rows):
         row, count = rows[item], num_committed[item]
         if row != scratch_row:

@@ -1,18 +1,18 @@
-"""Paged attention on a CPU: every query over its own range of keys, read in place.
+"""Paged attention on a CPU: each query attends to its own range of keys, which are read in place.
 
-The operations for one output do not depend on the query's place in the batch. Keys are counted from the first
-of the sequence; a query sees [lo, hi), cut at multiples of CHUNK. Per chunk, in order:
+The operations for one output do not depend on the query's place in the batch. Keys are numbered from the
+sequence's first; a query sees [lo, hi), cut into chunks at multiples of CHUNK. Per chunk, in order:
 
   score(key) = scale * dot(q, k): lane j sums d = j, j + lanes, … by fused multiply-add, then pairs are added
-  max        = the largest score so far; sum and out are multiplied by exp(old - new), 1 where it stayed
+  max        = the largest score so far; sum and out are multiplied by exp(old max - new max)
   weight     = exp(score - max), 0 outside [lo, hi)
   sum        : lane = key mod SUM_LANES
   out[d]     : one fused multiply-add per key, in order
 
-and at the end out * (1 / sum), with the lanes of `sum` halved. With a sink, max and sum begin with its score,
-and exp(0) = 1 in the first lane. So page size, other rows, other queries of the row, threads and tiles do not
-matter. A key outside [lo, hi) of all queries of a unit is never read; a key that only a neighbour sees
-changes neither max, sum nor out.
+At the end, out is multiplied by 1 / sum; the lanes of `sum` are added in halves. With a sink, max begins with
+its score, and sum with exp(0) = 1 in the first lane. So an output's bits do not depend on page size, other
+rows, other queries of the row, threads or tiles. A key is read only if a query of the unit sees it; for
+queries that do not see it, it changes neither max, sum nor out.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class PagedAttention:
     def __call__(
         self, q: Tensor, keys: Tensor, values: Tensor, blocks: Blocks, mask: Mask, sinks: Tensor | None = None
     ) -> Tensor:
-        """Attend with q [N, H, D] over keys and values [G, S, D]; `sinks` [H] are scores without a value."""
+        """Attend with q [N, H, D] over keys and values [G, S, D]; `sinks` [H] are scores without values."""
         num_groups, num_slots, dim = keys.shape
         assert dim == self._dim
         assert keys.is_contiguous()
@@ -86,7 +86,7 @@ class PagedAttention:
 
 
 def whole_vectors(q: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Return queries with whole vectors in memory, and sinks of their dtype."""
+    """Return queries with contiguous vectors, and contiguous sinks in the queries' dtype."""
     if q.stride()[1:] != (q.shape[2], 1):
         q = q.contiguous()
     if sinks is not None:
@@ -107,7 +107,7 @@ def mask_fields(mask: Mask) -> tuple[float, int, int, int]:
 
 
 def is_small(blocks: Blocks, size: int) -> bool:
-    """Return whether waking a thread costs more than it saves; `size` is the size of a token's queries."""
+    """Return True if waking a thread costs more than it saves; `size` is the size of a token's queries."""
     return len(blocks.rows) * blocks.table.shape[1] * blocks.page_size * size < _SERIAL_OPS
 
 
@@ -118,7 +118,7 @@ def paged_attention(
     starts: Longs, offsets: Longs, units: Longs, q: Reals, out: Reals, keys: Reals, values: Reals,
     sinks: Reals, *, real: Type, dim: int,
 ) -> None:  # fmt: skip
-    """Process items: a unit's query vectors over one key head, all tiles chunk by chunk, then divide."""
+    """Attend. An item is a unit's query vectors over one key head: all tiles chunk by chunk, then divide."""
     state = room(q, real)
     for item in taken(num_items):
         unit, group = units + item // num_groups * 3, item % num_groups
@@ -150,7 +150,7 @@ def prepare(
     state: State, unit: Longs, group: Int, num_groups: Int, shared: Int, q_stride: Int, starts: Longs,
     offsets: Longs, is_causal: Int, window: Int, is_anchored: Int, sinks: Reals, out: Reals, dim: int,
 ) -> tuple[Int, Int]:  # fmt: skip
-    """Initialise a unit's vectors; return the keys [low, high) that at least one of them sees."""
+    """Initialise a unit's vectors; return the range [low, high) of keys that any vector sees."""
     row, first = unit[0], unit[1]
     start, token = starts[row], offsets[row]
     end = start + offsets[row + 1] - token
@@ -173,7 +173,7 @@ def prepare(
 
 @inlined
 def divided(state: State, count: Int, out: Reals, dim: int) -> None:
-    """Divide the outputs by the sums of the weights."""
+    """Divide `count` outputs by the sums of their weights."""
     lanes = lanes_of(out.element)
     for i in range(count):
         result = out + state.out[i]
@@ -187,7 +187,7 @@ def attend(
     state: State, first: Int, size: Int, chunk: Int, key_at: Longs, following: Longs,
     q: Reals, out: Reals, keys: Reals, values: Reals, scale: Real, leads: Int, dim: int,
 ) -> None:  # fmt: skip
-    """Process a chunk for a tile: groups of keys that all its vectors see together, others one by one."""
+    """Process a chunk for a tile: keys that all vectors see in groups, other keys vector by vector."""
     for tile in unrolled(1, MAX_TILE + 1):
         if size == tile:
             score(state, first, chunk, key_at, following, q, keys, values, scale, leads, tile=tile, dim=dim)
@@ -209,7 +209,7 @@ def attend(
 
 @inlined
 def together(state: State, first: Int, size: Int, chunk: Int) -> tuple[Int, Int]:
-    """Return the keys [begin, end) of the chunk that a tile weights together; both are CHUNK if none."""
+    """Return the keys [begin, end) of the chunk that a tile weights together; (CHUNK, CHUNK) without any."""
     begin, end = seen(state, first, chunk)
     for t in range(1, size):
         lo, hi = seen(state, first + t, chunk)
@@ -222,7 +222,7 @@ def together(state: State, first: Int, size: Int, chunk: Int) -> tuple[Int, Int]
 def visible(
     start: Int, position: Int, end: Int, is_causal: Int, window: Int, is_anchored: Int
 ) -> tuple[Int, Int]:
-    """Return the keys [lo, hi) that a query of the block [start, end) sees, see attention.Mask."""
+    """Return the keys [lo, hi) that a query at `position` of block [start, end) sees (attention.Mask)."""
     hi = select(is_causal != 0, position + 1, end)
     near = select(is_anchored != 0, start - window, position - window + 1)
     far = select(is_anchored != 0, hi, smallest(hi, position + window))
@@ -242,9 +242,9 @@ def clear(state: State, i: Int, out: Reals, dim: int) -> None:
 
 @inlined
 def find(pages: Longs, page_size: Int, key_at: Longs, chunk: Int, low: Int, high: Int, dim: int) -> None:
-    """Store at key_at[key - chunk] the offset of each key of the chunk in a head's keys, for [low, high).
+    """Store in key_at[key - chunk] the offset of each key of the chunk in [low, high) in a head's keys.
 
-    Entries before and behind get the first and the last of these keys: no other key may be read.
+    Entries before and after get the offset of the first and the last of these keys: no other may be read.
     """
     begin, end = largest(low - chunk, 0), smallest(high - chunk, CHUNK)
     key = begin

@@ -1,7 +1,7 @@
 """The steps of paged attention for one tile of queries: scores of a chunk of keys, softmax, weighted values.
 
-attention.py, which has the contract, runs them chunk by chunk. Keys are counted from the first of the chunk;
-`key_at` has the offset of each in the keys and values of one head.
+attention.py has the contract and runs these steps chunk by chunk. Keys are numbered from the chunk's first;
+`key_at` has each key's offset in the keys and values of one head.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from blockdraft.kernels.llvm.language import (
     store,
 )
 
-MAX_VECTORS = 16  # query vectors (tokens x heads of one key head) that a thread takes at a time
+MAX_VECTORS = 16  # query vectors (tokens x heads of one key head) of a unit
 MAX_TILE = 4  # query vectors that share one pass over a chunk of keys
 CHUNK = 64  # keys; fits the L1; a multiple of SUM_LANES; results' bits depend on both
 SUM_LANES = 16
 GROUP = 4  # keys that are scored, or weighted, together
 _COLUMNS = {1: 8, 2: 8, 3: 4, 4: 4}  # vectors of `out` summed together, by tile: as many as fit registers
-_MANY = 16  # items per thread; with so many, the last one hardly matters
+_MANY = 16  # items per thread; with more, the wait for the last item hardly matters
 _TILE_COST = (0.0, 1.6, 2.3, 3.2, 4.0)  # by the number of query vectors over the same keys, measured
-_ITEM_COST = 0.75  # of reading these keys for the first tile
+_ITEM_COST = 0.75  # cost of reading the keys for an item's first tile
 _LINE = 64  # bytes of a cache line
 _L1, _L2 = 3, 2  # prefetch's levels
 
@@ -60,7 +60,7 @@ class State(NamedTuple):
     top: Pointer  # largest score so far
     total: Pointer  # sums so far, SUM_LANES per vector
     scores: Pointer  # scores, then weights, of a tile: CHUNK per vector
-    key_at: Pointer  # offsets of keys of a chunk and of the next one, and a few more that are only read
+    key_at: Pointer  # offsets of this chunk's and the next one's keys, and a few unused entries
 
 
 def room(like: Value, real: Type) -> State:
@@ -71,7 +71,7 @@ def room(like: Value, real: Type) -> State:
 
 
 def lanes_of(real: Type) -> int:
-    """Registers of 16 bytes, which every CPU has: results' bits depend on their size."""
+    """Return the lanes of a 16-byte register, which every CPU has: results' bits depend on this number."""
     return 128 // real.bits
 
 
@@ -89,11 +89,11 @@ def score(
     state: State, first: Int, chunk: Int, key_at: Longs, following: Longs, q: Reals, keys: Reals,
     values: Reals, scale: Real, leads: Int, *, tile: int, dim: int,
 ) -> None:  # fmt: skip
-    """Compute scores[t][key] = scale * dot(q[t], k[key]) for the keys that some vector of the tile sees.
+    """Compute scores[t][key] = scale * dot(q[t], k[key]) for the keys that any vector of the tile sees.
 
     The range is extended to whole groups; extra scores are ignored. The tile with `leads` also prefetches
-    these keys' values, which `weigh` reads in pieces, and the next chunk's keys: both are too short for the
-    hardware's prefetcher.
+    these keys' values, which `weigh` reads in pieces, and the next chunk's keys: the hardware's prefetcher
+    does not detect such short reads.
     """
     lanes = lanes_of(keys.element)
     ranges = [seen(state, first + t, chunk) for t in unrolled(tile)]
@@ -123,7 +123,7 @@ def score(
 
 
 def read(ahead: Registers, key_at: Pointer) -> None:
-    """Read offsets one group before they are needed, so that the processor need not wait for addresses."""
+    """Read the offsets of a group before they are needed, so that the processor does not wait for them."""
     for j in range(GROUP):
         ahead[j] = key_at[j]
 
@@ -134,7 +134,7 @@ def fetch(at: Reals, dim: int, level: int) -> None:
 
 
 def add_pairs(sums: list[Value]) -> list[Value]:
-    """Add neighbouring lanes until each vector is one lane of a result."""
+    """Sum each vector's lanes by adding neighbours; return the sums as lanes of vectors."""
     lanes = sums[0].type.lanes
     for _ in range(lanes.bit_length() - 1):
         pairs = list(zip(sums[::2], sums[1::2], strict=True))
@@ -149,7 +149,7 @@ def softmax(state: State, vector: Int, scores: Reals, out: Reals, begin: Int, en
     lanes = lanes_of(real)
     if begin < end:
         first, last = begin & -SUM_LANES, (end + SUM_LANES - 1) & -SUM_LANES
-        for i in range(first, begin):  # scores around them get the weight exp(-inf) = 0
+        for i in range(first, begin):  # scores outside [begin, end) get the weight exp(-inf) = 0
             scores[i] = -math.inf
         for i in range(end, last):
             scores[i] = -math.inf
@@ -158,7 +158,7 @@ def softmax(state: State, vector: Int, scores: Reals, out: Reals, begin: Int, en
         for i in range(first, end, SUM_LANES):
             best = largest(best, load(scores + i, SUM_LANES))
         new = largest(old, best.halved(largest))
-        factor = exp(old - new)  # 1 where the max stays
+        factor = exp(old - new)  # 1 if the max is unchanged
         state.top[vector] = new
         if new > old:
             for d in range(0, dim, lanes):
@@ -200,7 +200,7 @@ def weigh(
     state: State, first: Int, key_at: Longs, out: Reals, values: Reals, begin: Int, end: Int,
     *, tile: int, dim: int,
 ) -> None:  # fmt: skip
-    """`weigh_alone` for a tile of vectors that all see the keys [begin, end), in whole groups."""
+    """Do as `weigh_alone`, for a tile whose vectors all see the keys [begin, end), in whole groups."""
     lanes = lanes_of(values.element)
     outs = [out + state.out[first + t] for t in unrolled(tile)]
     weights = [state.scores + t * CHUNK for t in unrolled(tile)]
@@ -220,7 +220,7 @@ def weigh(
 
 
 def add_weighed(sums: Registers, weights: list[Pointer], values: list[Pointer], size: int) -> None:
-    """Add weights[t][key] * vector c of values[key] to sums[t, c], for these keys in order."""
+    """Add weights[t][key] * (vector c of values[key]) to sums[t, c], for each key in order."""
     lanes = lanes_of(values[0].element)
     new = {cell: sums[cell] for cell in product(range(len(weights)), range(size))}
     for key, value in enumerate(values):
@@ -237,7 +237,7 @@ def add_weighed(sums: Registers, weights: list[Pointer], values: list[Pointer], 
 
 
 def columns(vectors: int, tile: int) -> list[tuple[int, int, int]]:
-    """Divide an output's vectors into pieces [first, last) of which `size` at a time fit the registers."""
+    """Return pieces (first, last, size) of an output's vectors: `size` vectors at a time fit registers."""
     found, first, size = [], 0, _COLUMNS[tile]
     while first < vectors:
         last = vectors - (vectors - first) % size
@@ -248,10 +248,11 @@ def columns(vectors: int, tile: int) -> list[tuple[int, int, int]]:
 
 
 def divide(counts: tuple[int, ...], shared: int, num_groups: int, num_threads: int) -> Tensor:
-    """Divide rows with `counts[r]` tokens into units [U, 3]: a row, and its query vectors [first, end).
+    """Return units [U, 3] of rows with `counts[r]` tokens: row, first and end of its query vectors.
 
-    A token has `shared` vectors for each of `num_groups` key heads; a thread takes a unit for one key head.
-    The size of units is chosen so that the last thread ends as early as possible. Rows count as equally long.
+    A token has `shared` vectors for each of `num_groups` key heads; an item of work is a unit and a key head.
+    The size of units is chosen so that the last thread ends as early as possible if all rows have equally
+    many keys.
     """
     units = _units(counts, shared, num_groups, num_threads)
     return torch.tensor(units, dtype=torch.int64).view(-1, 3)
@@ -270,7 +271,7 @@ def _units(
 
 
 def _cut(totals: list[int], most: int) -> list[tuple[int, int, int]]:
-    """Divide rows of `totals` vectors into units of at most `most`, as equal as possible."""
+    """Divide rows with `totals[r]` vectors into units of at most `most`, as equal as possible."""
     units = []
     for row, total in enumerate(totals):
         size = -(-total // max(1, -(-total // most)))
@@ -279,7 +280,7 @@ def _cut(totals: list[int], most: int) -> list[tuple[int, int, int]]:
 
 
 def _time(units: list[tuple[int, int, int]], num_groups: int, num_threads: int) -> float:
-    """Estimate when the last thread ends, if each takes the next item as soon as it is free."""
+    """Estimate when the last thread ends, if each free thread takes the next item."""
     free = [0.0] * num_threads
     for _, first, last in units:
         tiles, rest = divmod(last - first, MAX_TILE)

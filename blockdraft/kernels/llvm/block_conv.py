@@ -14,7 +14,7 @@ _WIDE = 16  # channels at a time
 
 
 class BlockConvKernel:
-    """The kernel for one dtype; it does the reference's operations in order, so the bits are equal."""
+    """The kernel for one dtype. Its operations and their order are the reference's, so the bits are equal."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._jit = Jit(convolve_block, real=REALS[dtype])
@@ -39,7 +39,7 @@ def convolve_block(
     num_tokens: Int, size: Int, taps: Int, groups: Int, num_columns: Int, stride: Int, x: Reals, base: Reals,
     deltas: Reals, onto: Reals, y: Reals, *, real: Type,
 ) -> None:  # fmt: skip
-    """Convolve; taps that would read before the block are left out."""
+    """Convolve x into y; leave out taps that would read before the block."""
     for token in taken(num_tokens):
         group, count = size // groups, smallest(taps, token % num_columns + 1)
         row, own = token * size, deltas + token * stride
@@ -54,7 +54,7 @@ def mix(
     x: Reals, base: Reals, deltas: Reals, onto: Reals, y: Reals, place: Int, count: Int, size: Int,
     groups: Int, lanes: int,
 ) -> None:  # fmt: skip
-    """Compute some channels of a token from those of the token and of the tokens before it."""
+    """Compute `lanes` channels of a token from the same channels of it and of the tokens before it."""
     total = (load(base, lanes) + deltas[0]) * load(x, lanes)
     for tap in range(1, count):
         part = (load(base + tap * size, lanes) + deltas[tap * groups]) * load(x + (0 - tap * size), lanes)

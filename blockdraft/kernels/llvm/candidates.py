@@ -1,12 +1,12 @@
 """The walk over candidates on a CPU; see `kernels/candidates.py` for the contract.
 
-1. `scan` finds the best candidates of every part of a column, best first. It looks only into the blocks of
-   tokens with the largest scores. Without filters, candidates are the best with noise, which is drawn only
-   for tokens that it can lift among them, as in `llvm/sampling.py`.
-2. `follow` goes through the columns of a row in order. The draft before is then known, so a column needs one
-   pair score per candidate, not one per pair.
+1. `scan` finds the best candidates of every part of a column, best first. It reads only the blocks of tokens
+   with the largest scores. If rows sample without filters, candidates are the best with noise, which is drawn
+   only for tokens that it can make candidates, as in `llvm/sampling.py`.
+2. `follow` goes through the columns of a row in order. The previous draft is then known, so a column needs
+   one pair score per candidate instead of one per pair.
 
-Pair scores are summed in one order, by rank, so they do not depend on the batch.
+A pair score is summed in a fixed order, so its bits do not depend on the batch.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from blockdraft.kernels.sampling import MIN_TEMPERATURE, NEVER, SamplingBatch, a
 from blockdraft.kernels.sampling_tables import Real as Column
 from blockdraft.kernels.sampling_tables import Whole
 
-MOST = 64  # candidates of a column
+MOST = 64  # the most candidates of a column
 _PART = 1 << 15  # tokens that a thread takes at a time, at least
 _BLOCK, _WIDE = 64, 16  # tokens of a block, and of a register
 _LANES = 16  # of a sum of pair scores
@@ -65,7 +65,7 @@ def takes(scores: Tensor, pairs: PairScores) -> bool:
 
 
 def walk(logits: Tensor, pairs: PairScores, starts: Tensor, anchor: Tensor, batch: SamplingBatch) -> Tensor:
-    """Walk; each replay of a captured step reads anew what the rows need."""
+    """Return drafts [R, C]. Each replay of a captured step reads again which options the rows need."""
     num_rows, num_columns, vocab_size = logits.shape
     drafts = torch.empty((num_rows, num_columns), dtype=torch.int64)
 
@@ -120,7 +120,7 @@ def scan(
 
 @inlined
 def begin_of(part: Int, num_parts: Int, vocab_size: Int) -> Int:
-    """Return the first token of a part; it begins a block, so that noise can be drawn from there."""
+    """Return the first token of a part, which is the first of a block, so that noise can be drawn from it."""
     first = part * vocab_size // num_parts // _BLOCK * _BLOCK
     if part == num_parts:
         first = vocab_size
@@ -128,7 +128,7 @@ def begin_of(part: Int, num_parts: Int, vocab_size: Int) -> Int:
 
 
 def is_open(reals: Floats, wholes: Longs) -> Int:
-    """Return whether there is noise, but no filter."""
+    """Return True if the row samples with noise and without filters."""
     return (reals[int(Column.TEMPERATURE)] >= MIN_TEMPERATURE) & (wholes[int(Whole.IS_FILTERED)] == 0)
 
 
@@ -136,7 +136,7 @@ def is_open(reals: Floats, wholes: Longs) -> Int:
 def offer_all(
     best: Floats, who: Longs, top_k: Int, column: Floats, first: Int, end: Int, tops: Floats
 ) -> None:
-    """Offer the tokens of blocks whose largest score is among the `top_k` largest of the blocks."""
+    """Offer the tokens of those blocks whose largest scores are the `top_k` largest among blocks."""
     num_blocks = (end - first) // _BLOCK
     for i in range(num_blocks):
         tops[i] = largest_of(column + first + i * _BLOCK)
@@ -156,7 +156,7 @@ def offer_noisy(
     best: Floats, who: Longs, top_k: Int, column: Floats, first: Int, end: Int, scale: Value, seed: Int,
     position: Int, few: Floats,
 ) -> None:  # fmt: skip
-    """Offer tokens by score * `scale` + noise; `few` is scratch."""
+    """Offer tokens with the score x * `scale` + noise; `few` is scratch memory."""
     noisy = few + _DRAWN
     for at in range(first, end, _DRAWN):
         tokens = column + at
@@ -187,7 +187,7 @@ def largest_of(block: Pointer) -> Value:
 
 @inlined
 def clear(scores: Floats, ids: Longs, top_k: Int) -> None:
-    """Fill the candidates with token 0 at score NEVER."""
+    """Set all candidates to token 0 with the score NEVER."""
     for i in range(top_k):
         scores[i] = NEVER
         ids[i] = 0
@@ -204,14 +204,14 @@ def candidates(like: Value) -> tuple[Pointer, Pointer]:
 
 @inlined
 def offer(scores: Floats, ids: Longs, top_k: Int, score: Value, token: Int) -> None:
-    """Insert a token if it is better than the last candidate."""
+    """Insert a token if its score exceeds the last candidate's."""
     if score > scores[top_k - 1]:
         insert(scores, ids, top_k - 1, score, token)
 
 
 @inlined
 def insert(scores: Floats, ids: Longs, last: Int, score: Value, token: Int) -> None:
-    """Insert a token behind all scores that are at least as large; the token at `last` is dropped."""
+    """Insert a token after all candidates with scores at least as large; drop the candidate at `last`."""
     at = last
     while scores[at - 1] < score:
         scores[at] = scores[at - 1]
@@ -261,7 +261,7 @@ def follow(
 def merge(
     scores: Floats, ids: Longs, top_k: Int, num_parts: Int, part_scores: Floats, part_ids: Longs, first: Int
 ) -> None:
-    """Find the best of all parts; a later part has higher ids, which lose ties."""
+    """Find the best candidates of all parts; of equal scores the lower id wins, as parts are in order."""
     for i in range(top_k):
         scores[i] = part_scores[first + i]
         ids[i] = part_ids[first + i]
@@ -283,7 +283,7 @@ def by_id(scores: Floats, ids: Longs, top_k: Int) -> None:
 
 @inlined
 def weigh(weighted: Floats, row: Floats, mixture: Floats, item: Int, rank: Int) -> None:
-    """Multiply the previous token's codebook row by the column's mixture."""
+    """Multiply the previous token's codebook row by the column's mixture, if there is one."""
     for i in range(rank):
         one = row[i]
         if mixture.is_given:
@@ -307,7 +307,7 @@ def dot(one: Floats, two: Floats, size: Int) -> Any:
 def keep_likely(
     scores: Floats, ordered: Floats, order: Longs, top_k: Int, reals: Floats, wholes: Longs
 ) -> None:
-    """sampling.keep_likely for the candidates, sorted by score."""
+    """Set the scores of candidates that filters drop to NEVER, as `sampling.keep_likely` does."""
     for i in range(top_k):
         insert(ordered, order, i, scores[i], i)
     best = ordered[0]
@@ -333,7 +333,7 @@ def keep_likely(
 
 @inlined
 def draw(scores: Floats, ids: Longs, top_k: Int, seed: Int, position: Int) -> None:
-    """Add the noise of `kernels/noise.py`; memory behind the candidates is scratch."""
+    """Add the noise of `kernels/noise.py`; the memory after the candidates is scratch."""
     for i in range(0, top_k, _FOUR):
         tokens = load(ids + i, _FOUR)
         words = philox((tokens >> 2).to(i32), position, seed)

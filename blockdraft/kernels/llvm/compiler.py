@@ -2,15 +2,15 @@
 
     @kernel
     def double(num_rows: Int, size: Int, x: Reals, *, real: Type) -> None:
-        for row in taken(num_rows):              # every row is taken by one thread
+        for row in taken(num_rows):              # one thread takes each row
             for i in range(0, size, 4):          # a loop at run time
                 for j in unrolled(4):            # unrolled four times
                     x[row * size + i + j] = x[row * size + i + j] * 2.0
 
-Positional parameters are the fields of a job, keyword-only ones are compile-time constants. Statements may be
-assignments, `for`, `while`, `if`, `return` at the end, and calls; those that depend only on constants run at
-compile time. Expressions are Python expressions over `language.Value`. A call runs the Python function at
-compile time; a function with run-time loops or branches is marked `inlined`.
+Positional parameters are the fields of a job; keyword-only parameters are compile-time constants. Statements
+may be assignments, `for`, `while`, `if`, `return` at the end, and calls; loops and branches that depend only
+on constants run at compile time. Expressions are Python expressions over `language.Value`. A call runs the
+Python function at compile time; a function with run-time loops or branches must be marked `inlined`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _BINARY: Mapping[type[ast.AST], Callable[[Any, Any], Any]] = {
 
 @dataclass(frozen=True)
 class Written:
-    """A function by its source text."""
+    """A function that is compiled from its source text."""
 
     function: FunctionType
 
@@ -70,7 +70,7 @@ class Written:
 
 
 def kernel(function: F) -> Written:
-    """Mark a kernel; `jit.Jit` compiles it."""
+    """Mark a function as a kernel, which `jit.Jit` compiles."""
     assert isinstance(function, FunctionType)
     names = function.__annotations__.values()
     assert all(isinstance(one, str) for one in names), "its file needs `from __future__ import annotations`"
@@ -81,19 +81,19 @@ inlined = kernel  # a part of kernels with run-time loops or branches
 
 
 def taken(count: Any) -> Iterator[Any]:
-    """Distribute the numbers below `count` to the threads that run the kernel."""
+    """Distribute the numbers from 0 to `count` - 1 among the threads that run the kernel."""
     raise TypeError("`taken` can only be used in a kernel")
 
 
 def unrolled(*bounds: int) -> Iterator[int]:
-    """Unrolled `range`: the kernel has the loop's body once per number."""
+    """Return a `range` to unroll: the kernel contains the loop's body once per number."""
     return iter(range(*bounds))
 
 
 def assembly(kernel: Written, **known: Any) -> str:
-    """Return a module with `worker(ptr job)`, which every thread runs on the same job.
+    """Return an LLVM module with `worker(ptr job)`, which every thread runs on the same job.
 
-    A job's first field is the counter from which threads take work; the others have 8 bytes each.
+    All fields of a job have 8 bytes. The first is the counter from which threads take work.
     """
     wanted = {one.arg for one in kernel.tree.args.kwonlyargs}
     if wanted != set(known):
@@ -113,7 +113,7 @@ def assembly(kernel: Written, **known: Any) -> str:
 
 
 def field_types(kernel: Written) -> list[str]:
-    """Return the names of the fields' types, in order, without parsing the source."""
+    """Return the type names of a kernel's fields, in order, without parsing its source."""
     code, types = kernel.function.__code__, kernel.function.__annotations__
     return [types[name] for name in code.co_varnames[: code.co_argcount]]
 
@@ -129,14 +129,14 @@ def _field(text: Assembly, index: int, kind: str, known: Mapping[str, Any]) -> V
 
 
 class _Body:
-    """The compilation of one function: its names and their values."""
+    """Compiles one function; holds its names and their values."""
 
     def __init__(self, text: Assembly, written: Written, scope: dict[str, Any]) -> None:
         self._text, self._written, self._scope = text, written, scope
         self._result: Any = None
         self._has_returned = False
-        self._outside: dict[str, Any] | None = None  # in a run-time loop or branch: the scope before it
-        self._offered: dict[str, Variable] = {}  # in an 'else': the variables of the other branch
+        self._outside: dict[str, Any] | None = None  # inside a run-time loop or branch: the scope before it
+        self._offered: dict[str, Variable] = {}  # inside an 'else': the variables of the other branch
 
     def run(self, statements: list[ast.stmt]) -> Any:
         for statement in statements:
@@ -158,7 +158,7 @@ class _Body:
     # Statements
 
     def _pass(self, statement: ast.Pass) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def _expr(self, statement: ast.Expr) -> None:
         if not isinstance(statement.value, ast.Constant):  # a docstring
@@ -179,7 +179,7 @@ class _Body:
 
     def _return(self, statement: ast.Return) -> None:
         if self._outside is not None:
-            raise TypeError("a run-time loop or branch has no return: return behind it")
+            raise TypeError("a run-time loop or branch has no return: return after it")
         self._has_returned = True
         self._result = None if statement.value is None else self._eval(statement.value)
 
@@ -194,7 +194,7 @@ class _Body:
             self._set(target.id, value)
 
     def _bind_anew(self, target: ast.expr, value: Any) -> None:
-        """Bind the names of `target` to `value` as constants, forgetting old values."""
+        """Bind the names of `target` to the constant `value`; forget their old values."""
         for node in ast.walk(target):
             if isinstance(node, ast.Name):
                 self._scope.pop(node.id, None)
@@ -216,7 +216,7 @@ class _Body:
             self._scope[name] = value
 
     def _check_same(self, name: str, value: Any) -> None:
-        """Check that a run-time loop or branch changes neither an outer name's type nor a constant."""
+        """Raise TypeError if a run-time loop or branch changes an outer name's type or an outer constant."""
         if self._outside is None or name not in self._outside:
             return
         outer = self._outside[name]
@@ -228,7 +228,7 @@ class _Body:
             raise TypeError(f"'{name}' is the constant {outer!r} and changes here: begin with a Value")
 
     def _in_region(self, act: Callable[[], Any]) -> dict[str, Any]:
-        """Write a part that may be skipped or repeated at run time; return its local names."""
+        """Write code that may be skipped or repeated at run time; return its local names."""
         before, self._outside = self._outside, {**(self._outside or {}), **self._scope}
         act()
         own = {name: self._scope.pop(name) for name in list(self._scope) if name not in self._outside}
@@ -333,7 +333,7 @@ class _Body:
         self._text.line(f"br label %{label}")
 
     def _make_variable(self, statement: ast.stmt) -> None:
-        """Turn constant integers that a run-time loop or branch changes into variables."""
+        """Turn constant integers into variables if a run-time loop or branch changes them."""
         for node in ast.walk(statement):
             targets = node.targets if isinstance(node, ast.Assign) else []
             targets = [node.target] if isinstance(node, ast.AugAssign) else targets
@@ -391,7 +391,7 @@ class _Body:
         return self._join(node.ops[0], self._eval(node.left), self._eval(node.comparators[0]))
 
     def _eval_boolop(self, node: ast.BoolOp) -> Any:
-        """Evaluate constants as Python does; otherwise compute both sides."""
+        """Evaluate `and` and `or` of constants as Python does; at run time, compute both sides."""
         is_or = isinstance(node.op, ast.Or)
         result = self._eval(node.values[0])
         for one in node.values[1:]:
@@ -406,7 +406,7 @@ class _Body:
         return result
 
     def _eval_ifexp(self, node: ast.IfExp) -> Any:
-        """Evaluate a constant condition as Python does; otherwise compute both sides."""
+        """Evaluate a constant condition as Python does; at run time, compute both sides."""
         condition = self._eval(node.test)
         if not isinstance(condition, Value):
             return self._eval(node.body if condition else node.orelse)
@@ -442,4 +442,4 @@ class _Body:
 
 
 class _Refused(TypeError):
-    """A kernel cannot be compiled; the message names the line."""
+    """A kernel cannot be compiled; the message has the line."""

@@ -1,6 +1,6 @@
-"""Kernels for copies between a step's kernels, which a tape can replay without Python.
+"""Kernels that copy and gather tensors, so that a tape can replay a step's copies without Python.
 
-`lowered` runs a PyTorch operation that only moves memory by these kernels, if possible.
+If a PyTorch operation only moves memory, `lowered` runs it by these kernels where possible.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Empty = Callable[[Sequence[int], torch.dtype], Tensor]
 
 
 def lowered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], empty: Empty) -> Tensor | None:
-    """Run an operation, with new memory from `empty`; None if PyTorch has to run it."""
+    """Run an operation by kernels, with new memory from `empty`; return None if PyTorch has to run it."""
     aten = torch.ops.aten
     if func is aten.clone.default and _becomes_contiguous(args[0], kwargs.get("memory_format")):
         out = empty(args[0].shape, args[0].dtype)
@@ -37,7 +37,7 @@ def lowered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], empty: Emp
 
 
 def _becomes_contiguous(x: Tensor, memory_format: torch.memory_format | None) -> bool:
-    """Return whether PyTorch's copy of x would be contiguous."""
+    """Return True if PyTorch's copy of x would be contiguous."""
     if memory_format in (None, torch.preserve_format):
         return x.is_contiguous() or torch.empty_like(x, device="meta").is_contiguous()
     return memory_format is torch.contiguous_format
@@ -60,7 +60,7 @@ def _joined(parts: Sequence[Tensor], dim: int, empty: Empty) -> Tensor | None:
 
 
 def _put(source: Tensor, into: Tensor) -> bool:
-    """Copy if both tensors have at most two strided dimensions over contiguous values."""
+    """Copy and return True if both tensors have at most two strided dimensions over contiguous values."""
     layout = _layout(source, into)
     if layout is None:
         return False
@@ -74,7 +74,10 @@ def _put(source: Tensor, into: Tensor) -> bool:
 
 
 def _layout(source: Tensor, into: Tensor) -> tuple[list[int], list[int], list[int], int] | None:
-    """Return two counts, their strides on both sides, and the number of contiguous values."""
+    """Return two counts, their strides in source and target, and the number of contiguous values.
+
+    Return None if more than two strided dimensions are left.
+    """
     outer: list[tuple[int, int, int]] = []
     size = 1
     axes = zip(source.shape, source.stride(), into.stride(), strict=True)
@@ -106,7 +109,7 @@ def copy_rows(
     count: Int, rows: Int, far: Int, near: Int, into_far: Int, into_near: Int, size: Int, source: Bytes,
     into: Bytes,
 ) -> None:  # fmt: skip
-    """Copy `rows` rows of `size` bytes, `count` times; strides are in bytes."""
+    """Copy `count` groups of `rows` rows of `size` bytes; strides are in bytes."""
     for item in taken(count * rows):
         i, j = item // rows, item % rows
         copy(source + i * far + j * near, into + i * into_far + j * into_near, size)
@@ -114,7 +117,7 @@ def copy_rows(
 
 @kernel
 def gather_rows(count: Int, num_rows: Int, size: Int, index: Longs, table: Bytes, into: Bytes) -> None:
-    """Gather rows of `size` bytes; a negative index counts from the end, as in PyTorch."""
+    """Gather rows of `size` bytes; a negative index counts from the table's end, as in PyTorch."""
     for item in taken(count):
         row = index[item]
         if row < 0:

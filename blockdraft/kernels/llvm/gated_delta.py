@@ -1,15 +1,15 @@
 """The gated delta rule on a CPU: a few columns of a head's state at a time, which stay in the L1 cache.
 
-Columns of a state are independent: a work item is (row, value head, piece of the columns), its tokens in
-order. The operations for one column v of a state S [K, V] are the same in every piece:
+Columns of a state are independent: a work item is (row, value head, piece of the columns), and processes all
+tokens in order. The operations for one column v of a state S [K, V] are the same in every piece:
 
   held   = exp(gate) * sum of key[k] * S[k, v]: fused multiply-adds, k in order
   delta  = beta * (value - held)
   S[k, v] = fma(key[k], delta, S[k, v] * exp(gate))
-  out    = sum of query[k] * S[k, v]: as above
+  out    = sum of query[k] * S[k, v]: in the same way
 
-`fold` does only the third line, with the delta that `scan` stored. So bits do not depend on rows, tokens,
-threads or pieces. The convolution is one pass over the inputs, a token at a time.
+`fold` computes only the third line, with the delta that `scan` stored. So bits do not depend on rows, tokens,
+threads or pieces. The convolution is one pass over the inputs, token by token.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from blockdraft.kernels.llvm.language import (
 from blockdraft.kernels.llvm.pointwise import SERIAL_ELEMENTS, WIDE, llvm_rows
 
 _VECTOR_BYTES = 16  # a register size that every CPU has
-_VECTORS = 8  # of columns in a piece: enough sums to hide the latency of a multiply-add
+_VECTORS = 8  # vectors of columns in a piece: enough sums to hide a multiply-add's latency
 _SERIAL_OPS = 1 << 16  # multiply-adds; below, waking a thread costs more than it saves
 
 
 class GatedDeltaKernels:
-    """The kernels of kernels/gated_delta.py for float32 or float64."""
+    """The kernels for kernels/gated_delta.py in float32 or float64."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
@@ -79,7 +79,7 @@ class GatedDeltaKernels:
         self._run(self._fold, state, tape, (None, None, None, None, counts.to(torch.int64).contiguous()))
 
     def _run(self, jit: Jit, state: Tensor, tape: Tape, others: tuple[Tensor | None, ...]) -> None:
-        """`others`: query, value, beta, out and counts; None if the kernel does not use them."""
+        """Run a kernel; `others` are query, value, beta, out and counts, None where they are unused."""
         num_rows, num_heads, key_size, value_size = state.shape
         num_tokens, num_groups = tape.key.shape[1:3]
         assert tape.key.shape == (num_rows, num_tokens, num_groups, key_size)
@@ -124,13 +124,13 @@ def columns_of_piece(real: Type) -> int:
 
 
 def vectors_of_pieces(real: Type) -> list[tuple[int, int]]:
-    """Return (vectors, lanes) of the pieces of columns, the largest first."""
+    """Return (vectors, lanes) of the parts that a piece is divided into, the largest first."""
     lanes = _VECTOR_BYTES * 8 // real.bits
     return [*((_VECTORS >> i, lanes) for i in range(_VECTORS.bit_length())), (1, 1)]
 
 
 class HeadPlace(NamedTuple):
-    """Pointers to a value head of one row: its state, and the values of its first token."""
+    """Pointers for a value head of one row: its state, and the inputs and outputs of its first token."""
 
     state: Reals
     decay: Reals
@@ -143,7 +143,7 @@ class HeadPlace(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """The sizes of a head's state, and the numbers of elements from one token to the next."""
+    """The sizes of a head's state, and the strides from one token to the next."""
 
     key: Int
     value: Int
@@ -158,7 +158,7 @@ def do_tokens(
     value_size: Int, state_stride: Int, state: Reals, decay: Reals, key: Reals, delta: Reals,
     query: Reals, value: Reals, beta: Reals, out: Reals, counts: Longs, *, real: Type, is_fold: bool,
 ) -> None:  # fmt: skip
-    """Scan all tokens, or fold each row's first tokens; an item is a piece of one head's columns."""
+    """Scan all tokens, or fold the first `counts[row]`; an item is a piece of one head's columns."""
     own = state.scratch(real, key_size * columns_of_piece(real))
     sizes = Sizes(key_size, value_size, num_heads, num_groups * key_size, num_heads * value_size)
     for item in taken(num_items):
@@ -190,8 +190,8 @@ def do_columns(
 ) -> None:  # fmt: skip
     """Process all tokens for some vectors of columns.
 
-    The first token reads the state, the others read `own`, which the token before wrote. Only the last token
-    of a fold writes the state.
+    The first token reads the state; each other token reads `own`, which the previous token wrote. Only the
+    last token of a fold writes the state.
     """
     lanes = vector.lanes
     source, source_stride = at.state + column, sizes.value

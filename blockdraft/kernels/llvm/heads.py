@@ -1,7 +1,7 @@
-"""Writes of heads to the cache on a CPU: tokens' slots, and norm, rotation and copy in one pass.
+"""Writes heads to the cache on a CPU: finds tokens' slots; norm, rotation and copy are one pass.
 
-One thread takes a token. The bits are those of `pointwise.rms_norm`, then `pointwise.rotate`, then a copy;
-with compression, `kv_codec.rotate` is last.
+A thread takes a token. The bits are those of `pointwise.rms_norm`, then `pointwise.rotate`, then a copy,
+then, with compression, `kv_codec.rotate`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def locate(
 
 
 class HeadKernels:
-    """The kernel of kernels/heads.py for one dtype."""
+    """The kernel for kernels/heads.py in one dtype."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         real = REALS[dtype]
@@ -70,7 +70,7 @@ class HeadKernels:
 
 
 def _rotation_of(slots: Slots, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
-    """Return signs [D] and centre [G, D] if heads are rotated."""
+    """Return the signs [D] and centre [G, D] of the Hadamard rotation; (None, None) without one."""
     if slots.rotation is None:
         return None, None
     signs, centre = (one.to(dtype).contiguous() for one in slots.rotation)
@@ -88,7 +88,7 @@ def find_slots(
     num_rows: Int, page_size: Int, num_pages: Int, page_table: Longs, rows: Longs, starts: Longs,
     offsets: Longs, positions: Longs, slots: Longs,
 ) -> None:  # fmt: skip
-    """Find positions and slots: a row's tokens [offsets[row], offsets[row + 1]) begin at starts[row]."""
+    """Find positions and slots of tokens; tokens [offsets[row], offsets[row + 1]) begin at starts[row]."""
     for row in taken(num_rows):
         pages = page_table + rows[row] * num_pages
         first = offsets[row]
@@ -108,8 +108,8 @@ def norm_rope_write(
 ) -> None:  # fmt: skip
     """Write queries to `out`, keys and values to slot `slot_ids[token]`; `.._head` are strides of heads.
 
-    If `rotated`, the head size, is not 0, heads are then rotated in place, and `centre` is subtracted from
-    keys.
+    `rotated` is 0, or the head size: then a Hadamard rotation follows in place, and `centre` is subtracted
+    from keys.
     """
     for token in taken(num_tokens):
         token_cos, token_sin = cos + token * size, sin + token * size
@@ -151,7 +151,7 @@ def norm_and_rope(
 
 @inlined
 def rotate_signed(row: Reals, signs: Reals, dim: int) -> None:
-    """kv_codec.rotate"""
+    """Do the Hadamard rotation `kv_codec.rotate` in place."""
     sign_head(row, signs, dim)
     hadamard_head(row, dim)
 

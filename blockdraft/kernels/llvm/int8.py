@@ -1,15 +1,15 @@
 """Products in int8 on a CPU; see `kernels/int8.py` for the contract.
 
-The sum of a row's products is exact in 32 bits in any order, so all instructions give the same bits:
+The sum of a row's products is exact in 32 bits in any order, so all kinds of instructions give the same bits:
 
   sdot      ARM with dot products: 4 columns of 4 rows at a time
-  vnni      x86 with AVX-512 VNNI: 4 columns of 16 rows; it multiplies unsigned by signed bytes, so 128 is
+  vnni      x86 with AVX-512 VNNI: 4 columns of 16 rows. It multiplies unsigned by signed bytes, so 128 is
             added to tokens, and the sums start at -128 times the row's sum
   avx2      x86 with AVX2: 4 columns of 8 rows, by magnitudes and signs; two products of 127 * 127 fit 16 bits
   generic   any processor
 
-Weights are in blocks of 16 rows, 4 columns after 4 columns: [N / 16, K / 4, 16, 4]. A vector has 4 columns of
-some rows, which are multiplied by 4 values of a token and summed.
+Weights are packed as [N / 16, K / 4, 16, 4]: blocks of 16 rows, each in groups of 4 columns. A vector has 4
+columns of some rows, which are multiplied by 4 values of a token and summed.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from blockdraft.kernels.llvm.language import (
 )
 
 _LANES = {"sdot": 4, "vnni": 16, "avx2": 8, "generic": 4}  # rows in one vector of weights
-_TOKENS = {"sdot": 4, "vnni": 8, "avx2": 4, "generic": 2}  # of one tile: as many as fit registers
-_VECTOR = 16  # floats at a time when tokens are rounded
-_CHUNK_BYTES = 64 * 1024  # of weights that a thread takes at a time
+_TOKENS = {"sdot": 4, "vnni": 8, "avx2": 4, "generic": 2}  # tokens of a tile, as many as fit registers
+_VECTOR = 16  # floats that are rounded at a time
+_CHUNK_BYTES = 64 * 1024  # bytes of weights that a thread takes at a time
 _SERIAL_OPS = 1 << 17  # multiply-adds; below, waking a thread costs more than it saves
-_SERIAL_VALUES = 1 << 14  # the same for values to round
+_SERIAL_VALUES = 1 << 14  # values to round; below, waking a thread costs more than it saves
 
 
 class Int8Kernels:
@@ -61,7 +61,7 @@ class Int8Kernels:
     def round(
         self, x: Tensor, rotated: int, factors: Tensor, *, is_weight: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Multiply [M, K] by `factors`, rotate, and round to int8 [M, padded K] with a scale per row."""
+        """Multiply x [M, K] by `factors`, rotate, and round it to int8 [M, padded K] with a scale per row."""
         m, k = x.shape
         assert x.dtype == torch.float32
         assert k % rotated == 0
@@ -79,7 +79,7 @@ class Int8Kernels:
         return values, scale
 
     def interleaved(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Pack int8 [N, padded K] for products; also return -128 times the sum of each row."""
+        """Return int8 [N, padded K] packed for products, and -128 times the sum of each row."""
         n, k = values.shape
         assert k % COLUMNS == 0
         blocks = -(-n // ROWS)
@@ -105,7 +105,7 @@ class Int8Kernels:
         return y.view(*x.shape[:-1], n)
 
     def look_up(self, rows: Tensor, weight: Int8Weight) -> Tensor:
-        """Return rows of the matrix in float32."""
+        """Return the given rows of the matrix in float32."""
         full = weight.packed.shape[1] * 4
         out = torch.empty(*rows.shape, weight.columns, dtype=torch.float32)
         buffer = torch.empty(*rows.shape, full, dtype=torch.float32)
@@ -123,8 +123,8 @@ def round_tokens(
 ) -> None:  # fmt: skip
     """Rotate each token and round it to integers from -127 to 127 times a scale; pad with zeros to `full`.
 
-    The largest magnitude is found by its bits, which order like the numbers, with infinity and NaN above all:
-    a token with such a value gets it as its scale, and so do its products. `flip` is XORed to each byte.
+    The bits of magnitudes order like the numbers, with infinity and NaN above all others. So a token with
+    infinity or NaN gets that as its scale, and its products are not finite. `flip` is XORed to each byte.
     """
     for token in taken(num_tokens):
         row, out = buffer + token * full, values + token * full
@@ -149,13 +149,13 @@ def round_tokens(
 
 
 def to_int8(x: Value, factor: Value) -> Value:
-    """Round x * factor to a byte; the limits are needed only for NaN."""
+    """Return x * factor rounded to int8; the limits are needed only for NaN."""
     return smallest(largest(round(x * factor), -127.0), 127.0).to(i32).to(i8)
 
 
 @inlined
 def hadamard(row: Floats, size: Int, rotated: Int) -> None:
-    """Walsh-Hadamard transform of each `rotated` values, a power of two; it spreads outliers."""
+    """Transform each run of `rotated` values (a power of two) by Walsh-Hadamard, which spreads outliers."""
     for lanes in (1, 2, 4, 8):
         if rotated > lanes:
             if rotated >= 16:
@@ -174,7 +174,7 @@ def hadamard(row: Floats, size: Int, rotated: Int) -> None:
 
 @inlined
 def hadamard_lanes(row: Floats, size: Int, distance: int) -> None:
-    """Combine pairs within vectors: a lane's partner is `distance` away."""
+    """Do a step of the transform within vectors: combine lanes that are `distance` apart."""
     for i in range(0, size, _VECTOR):
         x = load(row + i, _VECTOR)
         partner = x.lanes([lane ^ distance for lane in unrolled(_VECTOR)])
@@ -193,7 +193,7 @@ def hadamard_pairs(row: Floats, size: Int, distance: int) -> None:
 
 @kernel
 def interleave(num_blocks: Int, n: Int, k: Int, values: Bytes, packed: Bytes, sums: Words) -> None:
-    """Pack rows; rows past the last are zeros."""
+    """Pack rows in blocks, with zero rows after the last, and compute `sums`."""
     for block in taken(num_blocks):
         for r in range(ROWS):
             row = block * ROWS + r
@@ -214,7 +214,7 @@ def look_up(
     num_rows: Int, size: Int, full: Int, rotated: Int, rows: Longs, packed: Bytes, scale: Floats,
     factors: Floats, buffer: Floats, out: Floats,
 ) -> None:  # fmt: skip
-    """Dequantise rows: two rotations are the identity times `rotated`, by which the scale was divided."""
+    """Dequantise rows. Rotating twice multiplies by `rotated`, by which the scale was divided."""
     for item in taken(num_rows):
         row = rows[item]
         block, r = row // ROWS, row % ROWS
@@ -231,7 +231,7 @@ def product(
     num_tokens: Int, n: Int, k: Int, chunk: Int, x: Bytes, x_scale: Floats, w: Bytes, sums: Words,
     w_scale: Floats, bias: Floats, onto: Floats, y: Floats, *, path: str,
 ) -> None:  # fmt: skip
-    """Multiply all tokens by a few blocks of weights at a time, which stay in the L1 cache."""
+    """Multiply all tokens by a chunk of blocks of weights at a time; a block stays in the L1 cache."""
     tokens = _TOKENS[path]
     blocks = (n + (ROWS - 1)) // ROWS
     for item in taken((blocks + chunk - 1) // chunk):
@@ -254,7 +254,7 @@ def tile(
     w: Bytes, first: Int, token: Int, n: Int, k: Int, x: Bytes, x_scale: Floats, sums: Words,
     w_scale: Floats, bias: Floats, onto: Floats, y: Floats, tokens: int, path: str,
 ) -> None:  # fmt: skip
-    """Multiply one block of rows by some tokens; each weight is loaded once."""
+    """Multiply one block of rows by `tokens` tokens; load each weight once."""
     lanes = _LANES[path]
     vectors = ROWS // lanes
     totals = Registers((tokens, vectors), x.zeros(i32.wide(lanes)))
@@ -304,7 +304,7 @@ def put(
 
 
 def dot(total: Value, weights: Value, values: Value, j: int, path: str) -> Value:
-    """Add the product of weights[row] and values 4 j to 4 j + 3 of a token to total[row], for each row."""
+    """Return total[row] + dot(weights[row], a token's values 4 j to 4 j + 3), for each row."""
     lanes = total.type.lanes
     four = values.bits_as(i32.wide(4)).lanes([j] * lanes).bits_as(i8.wide(4 * lanes))
     call = total.text.call

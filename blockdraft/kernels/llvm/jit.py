@@ -1,6 +1,6 @@
 """Compiles kernels for this processor by llvmlite, and runs them on all threads (pool.py).
 
-A tape (tape.py) can record in this thread: kernels report their runs to it, and `repeat` reports Python code.
+While a tape (tape.py) records in this thread, the tape gets each run of a kernel, and code from `repeat`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ REALS = {torch.float32: f32, torch.float64: f64}
 
 
 class NotRecordable(RuntimeError):
-    """The step reads values on the host, which a replay would not read again."""
+    """The step reads values on the host; a replay would not read them again."""
 
 
 class _Recorder(threading.local):
@@ -41,7 +41,7 @@ recorder = _Recorder()
 
 
 def repeat(run: Callable[[], None]) -> None:
-    """Run this now and, if a tape records, at each of its replays."""
+    """Run `run` now and, if a tape records, at each replay of the tape."""
     if recorder.tape is None:
         run()
     else:
@@ -49,7 +49,7 @@ def repeat(run: Callable[[], None]) -> None:
 
 
 class Jit:
-    """A kernel with its compile-time constants, compiled on the first call; a call runs it on its fields."""
+    """A kernel with its compile-time constants; the first call compiles it. A call runs it on its fields."""
 
     def __init__(self, kernel: Written, **known: Any) -> None:
         self._kernel, self._known = kernel, known
@@ -59,7 +59,7 @@ class Jit:
         return _compiler().address(self._kernel, self._known)
 
     def compile(self) -> None:
-        """Compile now instead of on the first call."""
+        """Compile the kernel now instead of on the first call."""
         assert self._address
 
     @functools.cached_property
@@ -73,7 +73,7 @@ class Jit:
         return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._address)
 
     def __call__(self, *fields: float | Tensor | None, is_small: bool = False) -> None:
-        """Run the kernel, on this thread alone if `is_small`. A recording tape keeps its arguments alive."""
+        """Run the kernel, only on this thread if `is_small`. A recording tape keeps its arguments alive."""
         values = [one.data_ptr() if isinstance(one, Tensor) else one or 0 for one in fields]
         job = ctypes.create_string_buffer(self._fields.pack(0, *values))
         num_threads = 1 if is_small else torch.get_num_threads()
@@ -86,12 +86,12 @@ class Jit:
 
 
 def run_together(calls: ctypes.Array[ctypes.c_int64], num_threads: int) -> None:
-    """Run kernels with their jobs (pool.table) one after another, each on up to `num_threads` threads."""
+    """Run the kernels of a `pool.table` one after another, each on up to `num_threads` threads."""
     pool().run(calls, num_threads)
 
 
 class _Compiler:
-    """LLVM for this machine. Compiled code is cached on disk for the next start."""
+    """Compiles by LLVM for this machine, and keeps the code on disk for the next start."""
 
     def __init__(self) -> None:
         self._llvm = importlib.import_module("llvmlite.binding")
@@ -108,7 +108,7 @@ class _Compiler:
         self._linked: list[object] = []  # keeps the code from being freed
 
     def address(self, kernel: Written, known: dict[str, Any]) -> int:
-        """Return the address of the kernel's `worker`, compiled for these constants."""
+        """Return the address of the kernel's `worker`, compiled for the constants `known`."""
         name = f"{kernel.function.__module__}.{kernel.function.__name__}"
         compiled = _Compiled(name, repr(sorted(known.items())), *self._facts)
         code = compiled.load()
@@ -125,7 +125,7 @@ class _Compiler:
         module = self._llvm.parse_assembly(source)
         module.verify()
         builder = self._llvm.create_pass_builder(self._machine, self._llvm.create_pipeline_tuning_options())
-        passes = self._llvm.create_new_function_pass_manager()  # O2 takes longer and gains nothing
+        passes = self._llvm.create_new_function_pass_manager()  # O2 is slower to compile, and no better
         passes.add_sroa_pass()
         passes.add_simplify_cfg_pass()
         passes.add_instruction_combine_pass()
@@ -153,20 +153,20 @@ pool = functools.cache(new_pool)
 
 @functools.cache
 def _sources() -> str:
-    """A digest of the source code of kernels and compiler."""
+    """Return a digest of the source code of kernels and compiler."""
     files = sorted(Path(__file__).parent.glob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 class _Compiled:
-    """A kernel's file on disk: a digest, then the code. Its name is a hash of sources, LLVM and processor."""
+    """A kernel's file on disk: a digest, then the code. The file's name is a hash of `facts`."""
 
     def __init__(self, *facts: str) -> None:
         name = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:32]
         self._file = cache_dir() / "kernels" / f"{name}.o"
 
     def load(self) -> bytes | None:
-        """Return the code; None if it has to be compiled."""
+        """Return the code; None if the file is missing or damaged."""
         try:
             digest, code = (raw := self._file.read_bytes())[:32], raw[32:]
         except OSError:

@@ -1,10 +1,10 @@
 """Paged attention over compressed keys and values on a CPU; see `kernels/kv_compressed.py` for the contract.
 
-The steps, and what bits depend on, are those of attention.py. Its CHUNK is TILE of kv_positions: a query
-reads all keys of a chunk exact, or all of them compressed. Compressed keys are decoded once for a unit's
-vectors, to the thread's own memory, and read there. If a unit's queries differ for a chunk, the earlier ones
-read it exact and the later ones compressed, one after the other, so a vector's operations do not depend on
-the others. Only slots that a query reads are accessed.
+The steps and their bits are as in attention.py. CHUNK equals kv_formats.TILE, so a query reads all keys of a
+chunk exact, or all of them compressed. A chunk's compressed keys and values are decoded to the thread's own
+memory, once for all vectors of a unit. If only the earlier queries of a unit read a chunk exact, they are
+processed first, then those that read it compressed, so a vector's operations do not depend on the other
+vectors. Only slots that a query reads are accessed.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ assert CHUNK == TILE
 
 
 class CompressedAttention:
-    """The kernel for one dtype, head size (a multiple of 4) and format."""
+    """The kernel for one dtype, head size (a multiple of 4) and KV format."""
 
     def __init__(
         self, dtype: torch.dtype, head_dim: int, form: KvFormat, *, permute: bool | None = None
@@ -98,11 +98,11 @@ def compressed_attention(
     key_scale: Halves, value_codes: Bytes, value_scale: Halves, sinks: Reals, signs: Reals,
     *, real: Type, dim: int, form: KvFormat, permute: bool,
 ) -> None:  # fmt: skip
-    """Process items: a unit's query vectors over one key head, as in `attention.paged_attention`."""
+    """Attend. An item is a unit's query vectors over one key head, as in `attention.paged_attention`."""
     state = room(q, real)
-    ends = q.scratch(i64, MAX_VECTORS)  # the end of compressed keys for each vector
+    ends = q.scratch(i64, MAX_VECTORS)  # for each vector, the end of the keys that it reads compressed
     near_keys, near_values = q.scratch(real, CHUNK * dim), q.scratch(real, CHUNK * dim)
-    near = q.scratch(i64, CHUNK + GROUP)  # offsets of the chunk's keys in these
+    near = q.scratch(i64, CHUNK + GROUP)  # offsets of the chunk's keys in near_keys and near_values
     for key in range(CHUNK + GROUP):
         near[key] = key * dim
     for item in taken(num_items):
@@ -151,7 +151,7 @@ def compressed_attention(
 
 @inlined
 def exact_vectors(ends: Longs, count: Int, chunk: Int) -> Int:
-    """Return how many vectors read the chunk exact: the first ones, since `ends` never decrease."""
+    """Return how many vectors read the chunk exact; these come first, as `ends` never decrease."""
     found = chunk * 0
     for i in range(count):
         found = found + select(ends[i] <= chunk, 1, chunk * 0)
@@ -164,7 +164,7 @@ def bring(
     value_codes: Bytes, value_scale: Halves, near_keys: Reals, near_values: Reals, dim: int, form: KvFormat,
     permute: bool,
 ) -> None:  # fmt: skip
-    """Decode the chunk's keys and values of [low, high)."""
+    """Decode the keys and values of the chunk in [low, high) to near_keys and near_values."""
     key, end = largest(low - chunk, 0), smallest(high - chunk, CHUNK)
     while key < end:
         inside = (chunk + key) % page_size
@@ -185,7 +185,7 @@ def bring(
 
 @inlined
 def rotate_back(state: State, count: Int, out: Reals, signs: Reals, dim: int) -> None:
-    """Undo the values' rotation in the outputs."""
+    """Undo the Hadamard rotation of the values in the outputs."""
     for i in range(count):
         hadamard_head(out + state.out[i], dim)
         sign_head(out + state.out[i], signs, dim)

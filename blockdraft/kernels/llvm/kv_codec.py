@@ -1,7 +1,7 @@
 """Compression, decoding and rotation of keys and values on a CPU; see `kernels/kv_codec.py` for the formats.
 
 The codec is a compile-time constant. A vector's operations are those of the reference, in float32, so the
-bits are equal and depend only on the vector. `compress_tiles` reads at run time which rows have tiles.
+bits are equal and depend only on the vector. At run time, `compress_tiles` finds the rows that have tiles.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _SMALLEST_FLOAT8 = 2.0**-6  # the smallest normal number; smaller ones are multi
 
 
 class CompressTiles:
-    """The kernel for one dtype, head size (a multiple of 4) and format."""
+    """The kernel for one dtype, head size (a multiple of 4) and KV format."""
 
     def __init__(self, dtype: torch.dtype, head_dim: int, form: KvFormat) -> None:
         assert head_dim % 4 == 0
@@ -76,7 +76,7 @@ def compress_tiles(
     ends: Longs, keys: Reals, values: Reals, key_codes: Bytes, key_scale: Halves, value_codes: Bytes,
     value_scale: Halves, *, real: Type, dim: int, form: KvFormat, permute: bool,
 ) -> None:  # fmt: skip
-    """Compress the tiles of all rows, most of which have none; a thread takes a key head of a layer."""
+    """Compress the tiles of all rows; most rows have none. A thread takes a key head of a layer."""
     for head in taken(num_heads):
         for row in range(num_rows):
             begin = begins[row]
@@ -97,7 +97,7 @@ def compress_tiles(
 
 @inlined
 def encode(x: Reals, codes: Bytes, scale: Halves, dim: int, codec: Codec, permute: bool) -> None:
-    """Encode one vector [dim]."""
+    """Encode a vector x [dim] to its codes and its scale."""
     y = x.scratch(f32, dim)
     peak = peak_of(x, y, dim)
     if isinstance(codec, EightBits):
@@ -121,7 +121,7 @@ def encode(x: Reals, codes: Bytes, scale: Halves, dim: int, codec: Codec, permut
 
 
 def peak_of(x: Pointer, y: Pointer, dim: int) -> Value:
-    """Copy x to y in float32; return its largest magnitude, found by its bits, where NaN is the largest."""
+    """Copy x to y in float32; return its largest magnitude by bits, so that NaN is larger than numbers."""
     lanes, best = lanes_in(dim), None
     for d in range(0, dim, lanes):
         some = load(x + d, lanes).to(f32)
@@ -137,7 +137,7 @@ def is_finite(x: Value) -> Value:
 
 
 def over(x: Value, by: Value) -> Value:
-    """Return x / by; zero if `by` is zero or not finite."""
+    """Return x / by; 0 if `by` is 0, negative or not finite."""
     return select((by > 0.0) & is_finite(by), x / by, x.constant(0.0))
 
 
@@ -147,7 +147,7 @@ def stored(scale: Value) -> Value:
 
 
 def sum_of_products(rest: Pointer, x: Pointer, y: Pointer, dim: int) -> Value:
-    """Sum x * y as kv_codec does: the first half plus the second until one is left. `rest` is scratch."""
+    """Return the sum of x * y: add halves until one number is left, as kv_codec does. `rest` is scratch."""
     lanes = lanes_in(dim)
     for d in range(0, dim, lanes):
         store(rest + d, load(x + d, lanes) * load(y + d, lanes))
@@ -165,7 +165,7 @@ def sum_of_products(rest: Pointer, x: Pointer, y: Pointer, dim: int) -> Value:
 def nearest(
     y: Pointer, unpacked: Pointer, levels: Pointer, unit: Value, dim: int, bits: int, permute: bool
 ) -> None:
-    """Round y * unit to codes, one per byte, and their levels."""
+    """Round y * unit to the nearest levels; store their codes, one per byte, and the levels."""
     first = 1 << bits - 1
     for d in range(0, dim, LANES):
         u = load(y + d, LANES) * unit
@@ -178,7 +178,7 @@ def nearest(
 
 
 def pack(unpacked: Pointer, codes: Pointer, dim: int, bits: int) -> None:
-    """kv_codec.pack"""
+    """Pack codes of one byte to `bits` bits, as `kv_codec.pack` does."""
     if bits == 4:
         _plane(unpacked, codes, dim, 4, 0)
     else:
@@ -187,7 +187,7 @@ def pack(unpacked: Pointer, codes: Pointer, dim: int, bits: int) -> None:
 
 
 def _plane(unpacked: Pointer, codes: Pointer, dim: int, width: int, bit: int) -> None:
-    """Pack `width` bits of each code, from `bit` on, 8 / width codes per byte."""
+    """Pack `width` bits of each code, beginning at bit `bit`; a byte gets 8 / width codes."""
     size = dim * width // 8
     lanes = lanes_in(size)
     for d in range(0, size, lanes):
@@ -206,7 +206,7 @@ def round_eight(y: Pointer, codes: Pointer, by: Value, dim: int, most: float, is
 
 
 def _float8(x: Value) -> Value:
-    """Return the bits of numbers up to 448 as e4m3, rounded to nearest, ties to even."""
+    """Return numbers up to 448 as the bits of e4m3, rounded to nearest, ties to even."""
     bits = x.bits_as(i32.wide(x.type.lanes))
     size = bits & 0x7FFFFFFF
     normal = (size + (0x7FFFF + (size >> 20 & 1)) >> 20) - (127 - 7 << 3)
@@ -221,7 +221,7 @@ def num_bytes(codec: Codec, dim: int) -> int:
 
 
 def lanes_in(size: int) -> int:
-    """Return how many of `size` numbers are processed at a time: a power of two that divides it."""
+    """Return how many of `size` numbers are processed at a time: a power of two that divides `size`."""
     return min(LANES, size & -size)
 
 
@@ -250,9 +250,9 @@ def _put(at: Pointer, values: Value) -> None:
 
 
 def _eight_bits(codes: Value, is_float: bool) -> Value:
-    """Return stored numbers in float32; float8 (e4m3), converted through float16, is 256 times too small.
+    """Return stored numbers in float32; float8 (e4m3) goes through float16 and is 256 times too small.
 
-    NaN is never stored as float8: a vector with NaN has it as its scale.
+    NaN is never stored as float8: in a vector with NaN, the scale is NaN.
     """
     if not is_float:
         return codes.to(f32)
@@ -261,7 +261,7 @@ def _eight_bits(codes: Value, is_float: bool) -> Value:
 
 
 def _four_bits(codes: Pointer, first: int, dim: int, is_wide: bool) -> Value:
-    """Return the codes of 16 coordinates from `first` on, in the lowest 4 bits of bytes or 32-bit words."""
+    """Return 4-bit codes of 16 coordinates from `first` on, in the low bits of bytes or 32-bit words."""
     plane, half = dim // 2, [d // (dim // 2) for d in range(first, first + LANES)]
     some = _bytes(codes, first, plane)
     some = some.widened(i32) if is_wide else some
@@ -271,7 +271,7 @@ def _four_bits(codes: Pointer, first: int, dim: int, is_wide: bool) -> Value:
 
 
 def _three_bits(codes: Pointer, first: int, dim: int) -> Value:
-    """`_four_bits` for 3 bits: two bits in the first plane, one in the second."""
+    """Return 3-bit codes as `_four_bits` does: two bits are in the first plane, one is in the second."""
     low, high = _bytes(codes, first, dim // 4), _bytes(codes + dim // 4, first, dim // 8)
     found = low.constant(0)
     for some, plane, width, bit in ((low, 4, 2, 0), (low, 4, 2, 1), (high, 8, 1, 0)):
@@ -282,7 +282,7 @@ def _three_bits(codes: Pointer, first: int, dim: int) -> Value:
 
 
 def _bytes(codes: Pointer, first: int, plane: int) -> Value:
-    """Load the bytes of a plane that hold the coordinates from `first` on."""
+    """Load the bytes of a plane with the 16 coordinates from `first` on."""
     size = lanes_in(plane)
     parts = [load(codes + (first + i) % plane, size) for i in range(0, LANES, size)]
     while len(parts) > 1:
@@ -292,7 +292,7 @@ def _bytes(codes: Pointer, first: int, plane: int) -> Value:
 
 
 def levels_of(codes: Value, bits: int, has_permute: bool) -> Value:
-    """Look up the level of each code by its lowest 4 bits; a smaller table is repeated."""
+    """Return the level of each code by the code's lowest 4 bits; a table of fewer levels is repeated."""
     above = LEVELS[bits]
     table = [*(-level for level in reversed(above)), *above]
     table = table * (LANES // len(table))
@@ -303,7 +303,7 @@ def levels_of(codes: Value, bits: int, has_permute: bool) -> Value:
         return call("llvm.x86.avx512.permvar.sf.512", levels.type, levels, wide)
     indices = codes & 15
     pair = []
-    for byte in (0, 1):  # a level is a bfloat16 number, two bytes
+    for byte in (0, 1):  # a level is a bfloat16 number: two bytes
         tables = codes.constants(i8, [struct.pack("<f", level)[2 + byte] for level in table])
         name = "x86.ssse3.pshuf.b.128" if platform.machine() == "x86_64" else "aarch64.neon.tbl1.v16i8"
         pair.append(call(f"llvm.{name}", codes.type, tables, indices))

@@ -1,8 +1,8 @@
 """The language of CPU kernels: numbers and vectors, pointers, and the operations on them.
 
-A kernel is a Python function over these (`compiler.py` lists the supported statements). Operators work as in
-C without fast-math: each rounds once, and none is reordered or contracted, so the source decides the bits. A
-Python number takes the type of the other operand; a scalar is spread to the lanes of a vector.
+A kernel is a Python function over these types (`compiler.py` lists the supported statements). Operators work
+as in C without fast-math: each rounds once, and none is reordered or contracted, so the source decides the
+bits. A Python number takes the type of the other operand; a scalar is spread to the lanes of a vector.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 # The types of arguments in a kernel's signature; the compiler reads these names.
-Int: TypeAlias = Any  # 64 bits
-Real: TypeAlias = Any  # of the kernel's `real` type
+Int: TypeAlias = Any  # a 64-bit integer
+Real: TypeAlias = Any  # a number of the kernel's `real` type
 Reals: TypeAlias = Any  # a pointer to Real
 Floats: TypeAlias = Any  # a pointer to float32
 Halves: TypeAlias = Any  # a pointer to float16, which must be converted for arithmetic
@@ -45,7 +45,7 @@ class Type:
 
     @property
     def suffix(self) -> str:
-        """Return the suffix of intrinsics for this type."""
+        """The suffix of intrinsics for this type."""
         one = f"f{self.bits}" if self.is_float else f"i{self.bits}"
         return f"v{self.lanes}{one}" if self.lanes else one
 
@@ -53,7 +53,7 @@ class Type:
         return Type(self.name, lanes)
 
     def literal(self, number: float) -> str:
-        """Return a constant in LLVM's syntax: floats are hexadecimals of an equal double."""
+        """Return a constant in LLVM's syntax, where a float is the hexadecimal bits of an equal double."""
         if self.is_float:
             exact = struct.unpack("f", struct.pack("f", number))[0] if self.bits == 32 else float(number)
             one = f"0x{struct.unpack('Q', struct.pack('d', exact))[0]:016X}"
@@ -95,7 +95,7 @@ class Assembly:
         self.body.append(f"{name}:")
 
     def call(self, function: str, result: Type | None, *arguments: Value) -> Value:
-        """Call an intrinsic or an external function."""
+        """Call an intrinsic or an external function; return its result (without one, the first argument)."""
         kinds = ", ".join(str(one.type) for one in arguments)
         self.declared.add(f"declare {result or 'void'} @{function}({kinds})")
         given = ", ".join(f"{one.type} {one.name}" for one in arguments)
@@ -106,7 +106,7 @@ class Assembly:
 
 
 def _operator(whole: str, real: str = "", *, is_swapped: bool = False) -> Callable[[Value, Operand], Value]:
-    """Return a method that applies LLVM's `whole` to integers and `real` to floats."""
+    """Return a method that applies LLVM's instruction `whole` to integers and `real` to floats."""
 
     def operate(self: Value, other: Operand) -> Value:
         one, two = matched(other, self) if is_swapped else matched(self, other)
@@ -118,7 +118,7 @@ def _operator(whole: str, real: str = "", *, is_swapped: bool = False) -> Callab
 
 
 def _comparison(name: str) -> Callable[[Value, Operand], Value]:
-    """Return a method that compares; integers are signed."""
+    """Return a method that compares values; integers are signed."""
 
     def compare(self: Value, other: Operand) -> Value:
         one, two = matched(self, other)
@@ -140,7 +140,7 @@ class Value:
         return Value(self.text, type.literal(number), type)
 
     def to(self, type: Type) -> Value:
-        """Convert as C does; floats must be integral to become integers."""
+        """Convert as C does; a float must be integral to become an integer."""
         old, new = self.type, type.wide(self.type.lanes)
         if old == new:
             return self
@@ -155,7 +155,7 @@ class Value:
         return self.text.value(f"{name} {old} {self.name} to {new}", new)
 
     def widened(self, type: Type) -> Value:
-        """Zero-extend an integer."""
+        """Zero-extend an integer to `type`."""
         new = type.wide(self.type.lanes)
         return self.text.value(f"zext {self.type} {self.name} to {new}", new)
 
@@ -164,23 +164,23 @@ class Value:
         return self.text.value(f"bitcast {self.type} {self.name} to {type}", type)
 
     def spread(self, lanes: int) -> Value:
-        """Return a vector with this number in every lane."""
+        """Return a vector of `lanes` lanes with this number in each."""
         wide = self.type.wide(lanes)
         one = self.text.value(f"insertelement {wide} poison, {self.type} {self.name}, i32 0", wide)
         zeros = f"<{lanes} x i32> zeroinitializer"
         return self.text.value(f"shufflevector {wide} {one.name}, {wide} poison, {zeros}", wide)
 
     def zeros(self, type: Type) -> Value:
-        """Return 0 in `type`; this value only says which kernel."""
+        """Return 0 of `type`, in the kernel of this value; the value does not matter."""
         return Value(self.text, "zeroinitializer" if type.lanes else type.literal(0), type)
 
     def constants(self, type: Type, numbers: Sequence[float]) -> Value:
-        """Return a constant vector; this value only says which kernel."""
+        """Return a constant vector in the kernel of this value; the value does not matter."""
         lanes = ", ".join(f"{type} {type.literal(number)}" for number in numbers)
         return Value(self.text, f"<{lanes}>", type.wide(len(numbers)))
 
     def scratch(self, type: Type, count: int | Value) -> Pointer:
-        """Allocate numbers on the stack until the kernel ends; with a run-time count, not in a loop."""
+        """Allocate numbers on the stack until the kernel ends; a run-time count must not be in a loop."""
         name = self.text.name("%m")
         if isinstance(count, Value):
             self.text.line(f"{name} = alloca {type}, i64 {count.name}, align 64")
@@ -189,7 +189,7 @@ class Value:
         return Pointer(self.text, name, type)
 
     def halved(self, join: Callable[[Value, Value], Value] | None = None) -> Value:
-        """Join the lanes, by default by addition: the lower half with the upper until one is left."""
+        """Join all lanes to a number, by default by addition: the lower half with the upper, repeatedly."""
         x = self
         while (lanes := x.type.lanes) > 1:
             lower, upper = x.lanes(range(lanes // 2)), x.lanes(range(lanes // 2, lanes))
@@ -200,7 +200,7 @@ class Value:
         return self.text.value(f"extractelement {self.type} {self.name}, i32 {lane}", self.type.wide(0))
 
     def lanes(self, indices: Iterable[int], other: Value | None = None) -> Value:
-        """Select lanes by index from this vector, or from this and another behind it."""
+        """Select lanes by index from this vector, or from this vector followed by `other`."""
         indices = list(indices)
         second = f"{self.type} {other.name if other is not None else 'poison'}"
         mask = f"<{len(indices)} x i32> <{', '.join(f'i32 {index}' for index in indices)}>"
@@ -244,7 +244,7 @@ Operand: TypeAlias = Value | float
 
 
 class Pointer(Value):
-    """The address of numbers of type `element`: p[i] reads and writes one, p + i is the i-th address."""
+    """The address of numbers of type `element`; p[i] is number i, p + i its address."""
 
     def __init__(self, text: Assembly, name: str, element: Type) -> None:
         super().__init__(text, name, _POINTER)
@@ -275,7 +275,7 @@ class Pointer(Value):
         return self.text.value(f"icmp ne ptr {self.name}, null", i1)
 
     def pointer(self, index: Operand, element: Type = i64) -> Pointer:
-        """Load an address."""
+        """Load the address at `index`, as a pointer to numbers of type `element`."""
         found = self.text.value(f"load ptr, ptr {self._at(index)}", _POINTER)
         return Pointer(self.text, found.name, element)
 
@@ -324,7 +324,7 @@ class Registers:
 
 
 def matched(one: Operand, two: Operand) -> tuple[Value, Value]:
-    """Convert both operands to values of one type."""
+    """Return both operands as values of one type: spread scalars, convert Python numbers."""
     if not isinstance(one, Value):
         assert isinstance(two, Value)
         return two.constant(one), two
@@ -352,13 +352,13 @@ def store(at: Pointer, value: Operand) -> None:
 
 
 def pieces(size: Int, lanes: int) -> list[tuple[Int, Int, int]]:
-    """Return (begin, end, step) of loops over `size` numbers: whole vectors, then the rest one by one."""
+    """Return (begin, end, step) of two loops over `size` numbers: whole vectors, then the other numbers."""
     whole = size - size % lanes
     return [(0, whole, lanes), (whole, size, 1)]
 
 
 def prefetch(at: Pointer, *, level: int) -> None:
-    """Prefetch the cache line; level 3 is the L1, 2 the L2."""
+    """Prefetch the cache line at an address, to the L1 (level 3) or the L2 (level 2)."""
     at.text.declared.add("declare void @llvm.prefetch.p0(ptr, i32, i32, i32)")
     at.text.line(f"call void @llvm.prefetch.p0(ptr {at.name}, i32 0, i32 {level}, i32 1)")
 
@@ -389,19 +389,19 @@ def sqrt(x: Value) -> Value:
 
 
 def largest(one: Operand, two: Operand) -> Value:
-    """Return the larger operand; if one is NaN, the other."""
+    """Return the larger operand; if one is NaN, return the other."""
     one, two = matched(one, two)
     return _intrinsic("maxnum" if one.type.is_float else "smax", one, two)
 
 
 def smallest(one: Operand, two: Operand) -> Value:
-    """Return the smaller operand; if one is NaN, the other."""
+    """Return the smaller operand; if one is NaN, return the other."""
     one, two = matched(one, two)
     return _intrinsic("minnum" if one.type.is_float else "smin", one, two)
 
 
 _LN2 = {32: (0.693359375, -2.12194440e-4), 64: (6.93145751953125e-1, 1.42860682030941723212e-6)}
-# Largest degree first, down to that of x**2. float32: Cephes' expf; float64: Taylor's to x**13.
+# Coefficients from the largest degree to x**2. float32: Cephes' expf; float64: Taylor's to x**13.
 _EXP = {
     32: (1.98756915e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 0.16666665459, 0.50000001201),
     64: tuple(1.0 / math.factorial(n) for n in range(13, 1, -1)),
@@ -460,7 +460,7 @@ def sigmoid(x: Value) -> Value:
 
 
 def invoke(function: Pointer, *arguments: Value) -> None:
-    """Call the function at an address, ignoring its result."""
+    """Call the function at an address; ignore its result."""
     given = ", ".join(f"{one.type} {one.name}" for one in arguments)
     function.text.line(f"call void {function.name}({given})")
 
@@ -479,12 +479,12 @@ def store_shared(at: Pointer, value: Operand) -> None:
 
 
 def add_shared(at: Pointer, number: int) -> Value:
-    """Add to the number at an address; return its old value."""
+    """Add `number` to the shared integer at an address; return its old value."""
     return at.text.value(f"atomicrmw add ptr {at.name}, i64 {number} seq_cst", i64)
 
 
 def replace_shared(at: Pointer, old: Operand, new: Operand) -> Value:
-    """Replace `old` by `new`; return whether `old` was there."""
+    """Replace the shared integer `old` at an address by `new`; return 0 if another integer is there."""
     old, new = (one if isinstance(one, Value) else at.constant(one, i64) for one in (old, new))
     operands = f"i64 {old.name}, i64 {new.name}"
     pair = at.text.name()

@@ -1,8 +1,8 @@
-"""`TileLinear`: dot products of a few tokens with every weight row; each weight is read once.
+"""`TileLinear`: dot products of a few tokens with every weight row; it reads each weight once.
 
-The operations for one output are the same in every tile: lane j sums k = j, j + LANES, ... in order by fused
-multiply-add over the whole cache lines; lanes are joined by adding the upper half to the lower; the last K %
-line elements follow one by one. So an output's bits depend only on its token and weight row.
+The operations for one output are the same in every tile. Over whole cache lines, lane j sums k = j,
+j + lanes, … in order by fused multiply-add. Then lanes are summed by adding the upper half to the lower. The
+remaining elements are added one by one. So an output's bits depend only on its token and weight row.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from blockdraft.kernels.llvm.language import Int, Reals, Registers, Type, fma, l
 
 _VECTOR_BYTES = 16  # a register size that every CPU has; results' bits depend on it
 _LINE_BYTES = 64
-_MAX_TOKENS = 8  # tokens of one tile; more need several passes over cached weight rows
+_MAX_TOKENS = 8  # tokens of one tile; more tokens need several passes over cached weight rows
 _MAX_SUMS = 16  # vector registers that may hold sums
 _ROWS = 12  # a multiple of the rows of any tile, so only the last rows of a weight are left over
-_CHUNK_BYTES = 256 * 1024  # weight that a thread takes at a time; 32 KB costs 29 % more at M = 1
-_PREFETCH_LEVEL = 3  # into the L1; the L2 costs 15 % more at M = 2
+_CHUNK_BYTES = 256 * 1024  # of weights that a thread takes at a time; 32 KB is 29 % slower at M = 1
+_PREFETCH_LEVEL = 3  # into the L1; into the L2 is 15 % slower at M = 2
 _SERIAL_OPS = 1 << 16  # below this many multiply-adds, waking a thread costs more than it saves
 
 
 class TileLinear:
-    """The kernel of kernels/linear.py for float32 or float64."""
+    """The kernel for kernels/linear.py in float32 or float64."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
 
     @functools.cached_property
     def _jits(self) -> dict[int, Jit]:
-        """Return the kernels by their tokens, all compiled on first use, before requests need them."""
+        """The kernels by number of tokens; the first use compiles all of them, before requests need them."""
         real = REALS[self._dtype]
         jits = {count: Jit(linear, real=real, tokens=count) for count in range(1, _MAX_TOKENS + 1)}
         for jit in jits.values():
@@ -68,9 +68,9 @@ def linear(
     num_chunks: Int, chunk: Int, num_passes: Int, num_tokens: Int, n: Int, k: Int,
     weight: Reals, x: Reals, y: Reals, *, real: Type, tokens: int,
 ) -> None:  # fmt: skip
-    """Compute y[token, row] = dot(weight[row], x[token]); a thread takes chunks of rows, with all tokens.
+    """Compute y[token, row] = dot(weight[row], x[token]); a thread takes a chunk of rows, with all tokens.
 
-    Every pass over a chunk does `tokens` tokens. The last pass may repeat some, with the same bits.
+    Each pass over a chunk computes `tokens` tokens. The last pass may repeat tokens, with equal bits.
     """
     for item in taken(num_chunks):
         first = item * chunk
@@ -85,7 +85,7 @@ def linear(
 
 @inlined
 def pass_over(w: Reals, x: Reals, y: Reals, num_rows: Int, n: Int, k: Int, real: Type, tokens: int) -> None:
-    """Multiply `tokens` tokens by the rows of a chunk: whole tiles, then one row and token at a time."""
+    """Multiply `tokens` tokens by a chunk's rows: whole tiles, then the other rows one output at a time."""
     rows = tile_rows(tokens)
     whole = num_rows - num_rows % rows
     for row in range(0, whole, rows):
@@ -97,7 +97,7 @@ def pass_over(w: Reals, x: Reals, y: Reals, num_rows: Int, n: Int, k: Int, real:
 
 
 def tile_rows(tokens: int) -> int:
-    """Weight rows per tile: one stream if memory is the limit, otherwise as many as fit registers."""
+    """Return the weight rows per tile: one if memory is the limit, otherwise as many as fit registers."""
     return 1 if tokens <= 2 else min(4, _MAX_SUMS // tokens)
 
 
@@ -105,9 +105,9 @@ def tile_rows(tokens: int) -> int:
 def tile(w: Reals, x: Reals, y: Reals, n: Int, k: Int, real: Type, rows: int, tokens: int) -> None:
     """Compute `rows` x `tokens` outputs over the whole cache lines of k.
 
-    Meanwhile it prefetches the next tile's weights, which follow, front to back. The hardware's prefetcher
-    cannot follow as many streams as there are rows: 56 -> 40 ms for the linears of a SmolLM2-135M forward of
-    8 tokens, in a prototype of this kernel (2 Neoverse-N1 cores, 2026-11).
+    Meanwhile, prefetch the next tile's weights, front to back: the hardware's prefetcher cannot follow as
+    many streams as there are rows. In a prototype of this kernel, this reduced the time of the linears of a
+    SmolLM2-135M forward of 8 tokens from 56 to 40 ms (2 Neoverse-N1 cores, 2026-11).
     """
     line, lanes = cache_line(real), _VECTOR_BYTES * 8 // real.bits
     w_rows, x_rows = [w + k * row for row in range(rows)], [x + k * token for token in range(tokens)]
@@ -136,7 +136,7 @@ def cache_line(real: Type) -> int:
 def add_rest(
     w: Reals, x: Reals, y: Reals, num_rows: Int, num_tokens: Int, n: Int, k: Int, real: Type
 ) -> None:  # fmt: skip
-    """Add the products of the elements past the last whole cache line, one by one."""
+    """Add the products of the elements after the last whole cache line, one by one."""
     for row in range(num_rows):
         for token in range(num_tokens):
             total = y[token * n + row]

@@ -11,7 +11,7 @@ from blockdraft.kernels.llvm.jit import Jit
 from blockdraft.kernels.llvm.language import Int, Longs, Words, i32, i64, largest
 from blockdraft.kernels.ngram_lookup import MOST
 
-_SERIAL_TOKENS = 1 << 15  # of all rows; below, waking a thread costs more than it saves
+_SERIAL_TOKENS = 1 << 15  # tokens of all rows; below, waking a thread costs more than it saves
 
 
 def lookup(block: Tensor, history: Tensor, rows: Tensor, starts: Tensor, least: int) -> None:
@@ -32,7 +32,7 @@ def look_back(
     num_rows: Int, width: Int, size: Int, least: Int, block: Longs, history: Words, rows: Longs,
     starts: Longs, *, most: int,
 ) -> None:  # fmt: skip
-    """Search backwards from the anchor, so only a longer match replaces a later one."""
+    """Search backwards from the anchor, so that of equally long matches the latest is used."""
     for item in taken(num_rows):
         last = starts[item]
         text = history + rows[item] * size
@@ -55,7 +55,7 @@ def look_back(
 
 
 def agrees(text: Words, at: Int, last: Int, back: Int) -> Any:
-    """Return whether the tokens `back` before `at` and `last` are equal; read nothing before the row."""
+    """Return True if the tokens `back` places before `at` and `last` are equal; never read before the row."""
     return (at >= back) & (text[largest(at - back, 0)] == text[largest(last - back, 0)])
 
 
@@ -63,7 +63,7 @@ def agrees(text: Words, at: Int, last: Int, back: Int) -> Any:
 def write_samples(
     num_rows: Int, width: Int, size: Int, history: Words, sampled: Longs, rows: Longs, length: Longs
 ) -> None:
-    """Write samples behind each row's anchor."""
+    """Write the samples after each row's anchor."""
     for item in taken(num_rows):
         row = rows[item]
         text = history + row * size + length[row] + 1

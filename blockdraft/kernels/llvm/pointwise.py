@@ -1,6 +1,6 @@
 """Operations on single tokens on a CPU: RMS norm, gated activations, rotary positions, each in one pass.
 
-A row is processed by one thread in one order of operations, so its bits depend only on the row. Elements past
+One thread processes a row in a fixed order of operations, so its bits depend only on the row. Elements after
 the last whole vector go through the same operations one at a time.
 """
 
@@ -75,7 +75,7 @@ def rms_norm(num_rows: Int, size: Int, x: Reals, y: Reals, weight: Reals, eps: R
 
 @inlined
 def normalise(x: Reals, y: Reals, weight: Reals, size: Int, eps: Real, real: Type) -> None:
-    """Compute one row of `rms_norm`: squares are summed in lanes, which are joined, then one by one."""
+    """Compute a row of `rms_norm`: sum squares in lanes, join the lanes, then add the other squares."""
     whole, lanes = size - size % WIDE, x.zeros(real.wide(WIDE))
     for i in range(0, whole, WIDE):
         values = load(x + i, WIDE)
@@ -91,7 +91,7 @@ def normalise(x: Reals, y: Reals, weight: Reals, size: Int, eps: Real, real: Typ
 
 @kernel
 def gate_mul(num_rows: Int, size: Int, x: Reals, y: Reals, *, real: Type, gate: str) -> None:
-    """Compute y = gate(a) * b; a row of x holds a, then b."""
+    """Compute y = gate(a) * b; a row of x is a followed by b."""
     for row in taken(num_rows):
         a, row_y = x + row * size * 2, y + row * size
         b = a + size
@@ -113,7 +113,7 @@ def rotate(
     num_rows: Int, heads: Int, dim: Int, size: Int, stride: Int, x: Reals, y: Reals, cos: Reals, sin: Reals,
     *, real: Type,
 ) -> None:  # fmt: skip
-    """Turn halves (u, v) of each head's first 2 * size values into (u cos - v sin, v cos + u sin)."""
+    """Replace halves (u, v) of each head's first 2 * size values by (u cos - v sin, v cos + u sin)."""
     for row in taken(num_rows):
         for head in range(heads):
             u, u_y = x + row * stride + head * dim, y + (row * heads + head) * dim

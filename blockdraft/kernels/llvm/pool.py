@@ -1,15 +1,15 @@
 """A thread pool that runs kernels together, and works well when the cores are busy.
 
-The thread that calls `Pool.run` is the leader: it goes through all kernels, and helpers take part. Parts of a
-kernel's work are handed out one by one (`taken`), so a kernel is done when no part is left and no thread
-works on one. Then the next kernel begins without waiting for helpers that are not running: a helper without a
-core delays the others only if it has taken a part. A waiting thread polls for some microseconds and then
-sleeps, which frees its core.
+The thread that calls `Pool.run` is the leader: it goes through all kernels, and helpers take part. Threads
+take parts of a kernel's work one by one (`taken`), so a kernel is done when no part is left and no thread
+works on a part. Then the next kernel begins without waiting for helpers that are not running: a helper
+without a core delays the others only if it has taken a part. A waiting thread polls for some microseconds and
+then sleeps, which frees its core.
 
 A part's bits do not depend on the thread that computes it.
 
-The whole state is one number, the first of `state`: how many threads are inside the open kernel (the low 16
-bits), whether a kernel is open (the bit above), and how many kernels came before it.
+The progress is one number, the first of `state`: the number of threads inside the open kernel (the low 16
+bits), whether a kernel is open (the next bit), and the number of kernels opened before (the other bits).
 """
 
 from __future__ import annotations
@@ -40,31 +40,31 @@ from blockdraft.kernels.llvm.language import (
 )
 
 SPIN_NS = 50_000  # polling before a thread sleeps: the usual time of a part of a kernel's work
-IDLE_NS = 200_000  # the same for a helper without work: the host's time between two runs of kernels
+IDLE_NS = 200_000  # polling of a helper without work: the host's usual time between two runs
 POLLS = 32  # between two readings of the clock
 _HINTS = {"x86_64": "llvm.x86.sse2.pause", "aarch64": "llvm.aarch64.hint 1"}
 
 # Indices of shared values of 8 bytes; values that change often have their own cache lines.
 IS_ANYONE_ASLEEP, IS_LED, NUM_HELPERS = 16, 32, 33
-CALLS, COUNT, FIRST = 48, 49, 50  # the leader's kernels, and the number of the first
-NAPS = 64  # how often leaders have slept; in the next value, how often helpers have
+CALLS, COUNT, FIRST = 48, 49, 50  # the leader's kernels: their table, count, and first number
+NAPS = 64  # how often leaders have slept; the next value counts helpers' sleeps
 LOCK, UNLOCK, SLEEP, WAKE, MUTEX, CONDITION, CLOCK, MONOTONIC = range(72, 80)
 SIZE = 80
 
 _ALIGN = 128  # bytes
 _OPAQUE = 128  # bytes; more than a mutex or a condition variable of any system needs
 INSIDE = (1 << 16) - 1
-TICKET = 16  # bits below it; a ticket is odd while a kernel is open
+TICKET = 16  # number of bits below the ticket, which is odd while a kernel is open
 
 
 Call: TypeAlias = tuple[int, ctypes.Array[ctypes.c_char]]  # the address of a kernel, and its job
 
 
 class Pool:
-    """The helpers of this process. If several threads call `run`, all but the first work alone."""
+    """The helper threads of this process. If several threads call `run`, all but the first get no help."""
 
     def __init__(self, *kernels: int) -> None:
-        """Addresses of `lead`, `follow` and `allow`, below."""
+        """`kernels` are the addresses of the compiled `lead`, `follow` and `allow`, below."""
         made = (ctypes.CFUNCTYPE(None, ctypes.c_void_p)(one) for one in kernels)
         self._lead, self._follow, self._allowed = made
         self._libc = ctypes.CDLL(None)
@@ -76,7 +76,7 @@ class Pool:
         os.register_at_fork(after_in_child=self._reset)
 
     def run(self, calls: ctypes.Array[ctypes.c_int64], num_threads: int) -> None:
-        """Run kernels in order: pairs of addresses, of a kernel and of its job."""
+        """Run the kernels of a `table` in order."""
         if num_threads not in (1, self._num_threads):
             with self._resizing:
                 self._resize(num_threads)
@@ -87,11 +87,11 @@ class Pool:
 
     @property
     def naps(self) -> tuple[int, int]:
-        """Return how often leaders and helpers have slept since the start."""
+        """How often leaders, and how often helpers, have slept since the start."""
         return self._state[NAPS], self._state[NAPS + 1]
 
     def _reset(self) -> None:
-        """Start without helpers, also in a forked process."""
+        """Set the state without helpers, at the start and in a forked process."""
         self._helpers: list[threading.Thread] = []
         self._num_threads = 1
         self._resizing = threading.Lock()
@@ -106,7 +106,7 @@ class Pool:
             self._state[index] = value
 
     def _resize(self, num_threads: int) -> None:
-        """Stop all helpers and start others. If Ctrl-C interrupts it, the next call starts over."""
+        """Stop all helpers and start new ones. If Ctrl-C interrupts this, the next call starts over."""
         self._num_threads = 0
         self._allow(0)
         for helper in self._helpers:
@@ -133,13 +133,13 @@ class Pool:
 
 
 def table(calls: Sequence[Call]) -> ctypes.Array[ctypes.c_int64]:
-    """Return addresses of kernels and their jobs for `Pool.run`; the jobs must live as long as the result."""
+    """Return each kernel's address and its job's, for `Pool.run`; jobs must live as long as the result."""
     addresses = [one for address, job in calls for one in (address, ctypes.addressof(job))]
     return (ctypes.c_int64 * len(addresses))(*addresses)
 
 
 def pause_hint() -> str:
-    """Return the hint for this processor that a thread is polling."""
+    """Return this processor's intrinsic, with its argument, for a thread that polls."""
     return _HINTS[architecture()]
 
 
@@ -148,7 +148,7 @@ def _address(function: Any) -> int:
 
 
 def _use_all_cores() -> None:
-    """Let this thread use all cores: it inherits those of its creator, which OpenMP may have bound to one."""
+    """Let this thread use all cores: its creator, whose cores it inherits, may be bound to one by OpenMP."""
     openmp = ctypes.CDLL(torch._C.__file__)
     if not hasattr(os, "sched_setaffinity") or not hasattr(openmp, "omp_get_place_proc_ids"):
         return
@@ -166,9 +166,9 @@ def _use_all_cores() -> None:
 
 @kernel
 def lead(is_alone: Int, count: Int, table: Int, calls: Longs, state: Longs, *, hint: str) -> None:
-    """Run `count` kernels with helpers, or alone if `is_alone` or if another thread leads already.
+    """Run `count` kernels with helpers, or alone if `is_alone`.
 
-    It also runs alone while a late helper of earlier kernels has not left yet.
+    Also run alone if another thread leads already, or if a late helper is still inside an earlier kernel.
     """
     for i in range(count):
         counter = calls.pointer(2 * i + 1)
@@ -186,7 +186,7 @@ def lead(is_alone: Int, count: Int, table: Int, calls: Longs, state: Longs, *, h
 
 @inlined
 def led(count: Any, table: Any, state: Longs, hint: str) -> Any:
-    """Return 1 if all kernels were run with helpers, 0 if none was run."""
+    """Run all kernels with helpers and return 1, or run none and return 0."""
     is_done = 0
     word = load_shared(state)
     if word & INSIDE == 0:
@@ -207,7 +207,7 @@ def led(count: Any, table: Any, state: Longs, hint: str) -> Any:
 
 @kernel
 def follow(number: Int, state: Longs, *, hint: str) -> None:
-    """Take part in kernels until the number of helpers is set below this helper's number."""
+    """Take part in kernels until the number of helpers is less than this helper's number."""
     seen = number * 0
     while number <= load_shared(state + NUM_HELPERS):
         ticket = load_shared(state) >> TICKET
@@ -216,17 +216,17 @@ def follow(number: Int, state: Longs, *, hint: str) -> None:
 
 @kernel
 def allow(num_helpers: Int, state: Longs) -> None:
-    """Set the number of helpers. It is a kernel, as Ctrl-C in Python could leave the mutex locked."""
+    """Set the number of helpers. This is a kernel because Ctrl-C in Python could leave the mutex locked."""
     store_shared(state + NUM_HELPERS, num_helpers)
     wake(state)
 
 
 @inlined
 def take_part(state: Longs, ticket: Any, seen: Any, number: Any, hint: str) -> Any:
-    """Help with the open kernel, or wait for another; return the last ticket that was worked on.
+    """Help with the open kernel, or wait for another; return the last ticket that this thread worked on.
 
-    The caller reads `ticket` once: a leader that compared one ticket but waited for the successor of another
-    would sleep after its last kernel, and no other thread opens the next one.
+    The caller reads the ticket once, to compare it and to pass it here. A leader that waited with a newer
+    ticket could sleep after its last kernel, when no other thread opens a kernel.
     """
     if (ticket & 1 == 1) & (ticket != seen):
         seen = entered(state, seen)
@@ -237,7 +237,7 @@ def take_part(state: Longs, ticket: Any, seen: Any, number: Any, hint: str) -> A
 
 @inlined
 def entered(state: Longs, seen: Any) -> Any:
-    """Work on the open kernel, which may be a later one by now; the last thread to leave opens the next."""
+    """Work on the kernel that is open now; the last thread to leave closes it and opens the next."""
     ticket = add_shared(state, 1) >> TICKET
     if ticket & 1 == 1:
         seen = ticket
@@ -266,7 +266,7 @@ def wake(state: Longs) -> None:
 
 @inlined
 def wait(state: Longs, ticket: Any, number: Any, hint: str) -> None:
-    """Wait for another ticket: poll first, then sleep."""
+    """Wait until the ticket changes: poll first, then sleep."""
     late = ticket * 0
     is_early = load_shared(state) >> TICKET == ticket
     while is_early:

@@ -1,18 +1,18 @@
 """Sampling on a CPU without sorting the vocabulary; see `kernels/sampling.py` for the contract.
 
-A thread takes a column at a time, whose tokens are in blocks:
-1. `scan` finds the largest score of every block, by which blocks are skipped later.
-2. `last_kept` finds the last token that top_k keeps, by bisecting the range of scores.
-3. For top_p, `mass` sums the weights of these tokens; `enough` finds a score below which top_p keeps none.
-4. `draw` finds the best noisy token of the rest. Noise has a maximum, and a random word below some number
-   cannot lift any token of a block, so most logarithms are never computed.
-5. `mass` sums the weights ranked before that token. If top_p does not keep the token, it keeps none ranked
-   after it, so the next token is drawn among those ranked before.
+A thread takes a column at a time. The column's tokens are divided into blocks:
+1. `scan` finds the largest score of every block, so that later steps can skip blocks.
+2. `last_kept` finds where top_k cuts the ranking, by bisecting the range of scores.
+3. For top_p, `mass` sums the weights of the kept tokens; `enough` finds a score below which top_p keeps none.
+4. `draw` finds the kept token with the best noisy score. Noise has a maximum, and random words below some
+   number cannot make a token of a block the best, so most logarithms are never computed.
+5. `mass` sums the weights of tokens ranked before that token. If top_p does not keep the token, top_p keeps
+   none ranked after it either, so step 4 is repeated among the tokens ranked before it.
 
 A token is ranked before another if its score is greater, or equal with a lower id. The kept tokens are always
 those ranked before some (score, id). Sums are in order of ids, so they do not depend on the batch. For greedy
-columns, and for those whose largest score is infinite, the first of the largest is chosen; NaN counts as the
-largest.
+columns, and for columns whose largest score is infinite, the first token with the largest score is chosen;
+NaN counts as the largest.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ from blockdraft.kernels.sampling_tables import Real, Whole
 _BLOCK, _WIDE = 64, 16  # tokens that are skipped at once, and tokens of a register
 _DRAWN = 32  # tokens whose noise is drawn together
 MOST_NOISE, LEAST_NOISE = 16.64, -2.82  # `noise.gumbel` of the extreme words is 16.636 and -2.811
-_NO_MASS = -32.0  # a million weights of e**-32 are less than the rounding error of a sum above 1
+_NO_MASS = -32.0  # a million weights of e**-32 are below the rounding error of a sum that is at least 1
 # e**r = 1 + r + r**2 * (…), largest degree first: fitted for |r| <= ln(2) / 2, within 1.1e-7.
 _WEIGHT = (0.008312501, 0.04189033, 0.16667116, 0.4999923)
 _LOWEST_KEY = -0x7F800001  # its `score_of` is -inf
 
 
 def choose(logits: Tensor, starts: Tensor, recent: Tensor, batch: SamplingBatch) -> Tensor:
-    """Choose; each replay of a captured step reads anew what the rows need."""
+    """Return tokens [R, C]. Each replay of a captured step reads again which options the rows need."""
     num_rows, num_columns, vocab_size = logits.shape
     chosen = torch.empty((num_rows, num_columns), dtype=torch.int64)
 
@@ -86,9 +86,9 @@ class Column(NamedTuple):
     x: Pointer
     tops: Pointer  # the largest score of every block
     tail: Pointer  # the last block, padded with NEVER
-    num_whole: Int  # blocks that are not copied
+    num_whole: Int  # number of blocks that are not copied
     num_blocks: Int
-    scale: Value  # of logits
+    scale: Value  # factor of logits
 
 
 @kernel
@@ -121,7 +121,7 @@ def choose_columns(
 
 @inlined
 def scan(column: Column, vocab_size: Int) -> tuple[Value, Int]:
-    """Fill `tops`; return the largest score, and whether there is a NaN."""
+    """Fill `tops` and `tail`; return the largest score, and whether any score is NaN."""
     first = column.num_whole * _BLOCK
     for i in range(first, vocab_size):
         column.tail[i - first] = column.x[i]
@@ -175,7 +175,7 @@ def block_at(column: Column, block: Int) -> Floats:
 
 @inlined
 def sampled(column: Column, best: Value, vocab_size: Int, reals: Floats, wholes: Longs, position: Int) -> Int:
-    """Sample a token of a column whose largest score `best` is finite."""
+    """Return a random token of a column whose largest score `best` is finite."""
     line, until = reals.zeros(f32) + NEVER, vocab_size
     if wholes[int(Whole.TOP_K)] < vocab_size:
         line, until = last_kept(column, best, wholes[int(Whole.TOP_K)], vocab_size)
@@ -210,7 +210,7 @@ def is_cut(before: Value, total: Value, top_p: Value) -> Value:
 
 @inlined
 def enough(column: Column, best: Value, total: Value, top_p: Value) -> Value:
-    """Find a score below which top_p keeps nothing."""
+    """Return a score below which top_p keeps no token."""
     depth, reached = best.zeros(f32) + 1.0, best.zeros(f64)
     while is_cut(reached, total, top_p) == 0:
         depth = depth * 1.3
@@ -220,9 +220,9 @@ def enough(column: Column, best: Value, total: Value, top_p: Value) -> Value:
 
 @inlined
 def last_kept(column: Column, best: Value, top_k: Int, vocab_size: Int) -> tuple[Value, Int]:
-    """Return (score, id) such that the first `top_k` tokens are ranked before it."""
+    """Return (score, id) such that exactly `top_k` tokens are ranked before it."""
     low, high = best.zeros(i64) + _LOWEST_KEY, key_of(best) + 1
-    if top_k <= column.num_blocks:  # as many tokens reach the k-th largest of the blocks
+    if top_k <= column.num_blocks:  # at least top_k tokens reach the k-th largest of `tops`
         above = high
         while above - low > 1:
             middle = (low + above).above(1)
@@ -230,7 +230,7 @@ def last_kept(column: Column, best: Value, top_k: Int, vocab_size: Int) -> tuple
                 low = middle
             else:
                 above = middle
-    fewer, until = best.zeros(i64), vocab_size  # tokens from `high` on
+    fewer, until = best.zeros(i64), vocab_size  # number of tokens with keys from `high` on
     while high - low > 1:
         middle = (low + high).above(1)
         count = num_tokens_from(column, score_of(middle))
@@ -247,7 +247,7 @@ def last_kept(column: Column, best: Value, top_k: Int, vocab_size: Int) -> tuple
 
 
 def key_of(score: Value) -> Value:
-    """Return an integer that orders like the scores."""
+    """Return an integer; these integers are ordered as their scores."""
     bits = score.bits_as(i32)
     return select(bits < 0, bits ^ 0x7FFFFFFF, bits).to(i64)
 
@@ -259,7 +259,7 @@ def score_of(key: Value) -> Value:
 
 @inlined
 def num_blocks_from(column: Column, score: Value) -> Int:
-    """Count blocks with tokens of at least this score."""
+    """Return the number of blocks that have a token of at least this score."""
     counts = score.zeros(i32.wide(_WIDE))
     for i in range(0, column.num_blocks, _WIDE):
         counts = counts + (load(column.tops + i, _WIDE) >= score).to(i32)
@@ -279,7 +279,7 @@ def num_tokens_from(column: Column, score: Value) -> Int:
 
 @inlined
 def behind(column: Column, score: Value, count: Int) -> Int:
-    """Return the id behind the first `count` tokens that have exactly this score."""
+    """Return the id after the last of the first `count` tokens that have exactly this score."""
     left, until = count, 0
     for i in range(column.num_blocks):
         if (column.tops[i] >= score) & (left > 0):
@@ -292,9 +292,10 @@ def behind(column: Column, score: Value, count: Int) -> Int:
 
 @inlined
 def draw(column: Column, best: Value, line: Value, until: Int, seed: Int, position: Int) -> tuple[Value, Int]:
-    """Return score and id of the best noisy token that is ranked before (line, until).
+    """Return score and id of the token with the best noisy score among those ranked before (line, until).
 
-    The likeliest token is, so the best has at least its score plus the least noise; its block is first.
+    The likeliest token is one of them, so the best noisy score is at least its score plus the least noise.
+    Its block is searched first.
     """
     noisy = best.scratch(f32, _DRAWN)
     most, token, score = best + LEAST_NOISE, until, line
@@ -328,28 +329,28 @@ def draw(column: Column, best: Value, line: Value, until: Int, seed: Int, positi
 def least_word(top: Value, most: Value) -> Value:
     """Return the least u * 2**23 whose noise can raise score `top` to `most`, minus a rounding margin.
 
-    u < 1 - y has less noise than -log(y).
+    For u < 1 - y, the noise is less than -log(y).
     """
     missing = smallest(top - most + abs(most) * 1e-6 + 1e-3, 4.0)
     return ((1.0 - exp(missing)) * 2.0**23 - 2.0).to(i32)
 
 
 def greatest_of(words: list[Value]) -> Value:
-    """Return the greatest of the words' 23 bits that noise is made of."""
+    """Return the greatest value of the words' highest 23 bits, of which noise is made."""
     parts = [word >> 9 for word in words]
     return largest(largest(parts[0], parts[1]), largest(parts[2], parts[3])).halved(largest)
 
 
 def open_from(lanes: int, first: Int, line: Value, until: Int) -> Value:
-    """Return the least scores for which tokens first, first + 1, … rank before (line, until)."""
+    """Return the least scores with which tokens first, first + 1, … are ranked before (line, until)."""
     ids = first.constants(i32, range(lanes))
-    above = score_of(key_of(line + 0.0) + 1)  # both zeros are below the least number
+    above = score_of(key_of(line + 0.0) + 1)  # + 0.0 turns -0 into 0, so that 0 is not above -0
     return select(ids < (until - first).to(i32), line.spread(lanes), above.spread(lanes))
 
 
 @inlined
 def mass(column: Column, best: Value, line: Value, until: Int) -> Value:
-    """Sum the weights of tokens ranked before (line, until); the likeliest weighs 1."""
+    """Return the sum of weights of tokens ranked before (line, until); the likeliest token has weight 1."""
     total = best.zeros(f64)
     least = largest(line, best + _NO_MASS)
     for i in range(column.num_blocks):
@@ -367,7 +368,7 @@ def mass(column: Column, best: Value, line: Value, until: Int) -> Value:
 
 @inlined
 def whole_mass(column: Column, best: Value) -> Value:
-    """Sum the weights of all tokens, with fewer operations."""
+    """Return the sum of weights of all tokens; this takes fewer operations than `mass`."""
     total = best.zeros(f64)
     for i in range(column.num_blocks):
         if column.tops[i] >= best + _NO_MASS:
@@ -380,9 +381,9 @@ def whole_mass(column: Column, best: Value) -> Value:
 
 
 def weight(x: Value) -> Value:
-    """Return e**x for x <= 0, by the same operations in every lane; below -80 it is e**-80.
+    """Return e**x for x <= 0, by the same operations in every lane; return e**-80 if x is below -80.
 
-    x = n ln 2 + r as in `language.exp`, with fewer operations, and within 5e-7 of it.
+    x = n ln 2 + r as in `language.exp`, but with fewer operations; the results differ by at most 5e-7.
     """
     x = largest(x, -80.0)
     shift = 1.5 * 2.0**23 + 127  # adding it leaves round(x) and the bias of exponents in the low bits
@@ -396,7 +397,7 @@ def weight(x: Value) -> Value:
 
 
 def noise_of(words: list[Value]) -> Value:
-    """Return the noise of tokens in the order of their ids: a counter has words for four tokens."""
+    """Return noise in the order of token ids; each counter has words for four consecutive tokens."""
     lanes = words[0].type.lanes
     even, odd = (one.lanes(range(2 * lanes), other) for one, other in (words[0::2], words[1::2]))
     order = [lane for i in range(lanes) for lane in (i, i + 2 * lanes, i + lanes, i + 3 * lanes)]
@@ -408,12 +409,12 @@ def gumbel_of(words: Value) -> Value:
 
 
 def counters(first: Int, count: int) -> Int:
-    """Return the 32-bit words first, first + 1, …"""
+    """Return `count` 32-bit counters first, first + 1, …"""
     return first.constants(i32, range(count)) + first.to(i32)
 
 
 def philox(counter: Value, position: Value, seed: Value) -> list[Value]:
-    """Philox-4x32-10 of (counter, position's halves, 0) under the seed's halves; see kernels/noise.py."""
+    """Return Philox-4x32-10 of (counter, position's halves, 0), keyed by the seed's halves (noise.py)."""
     lanes = counter.type.lanes
     c0, c1, c2 = counter, position.to(i32).spread(lanes), (position >> 32).to(i32).spread(lanes)
     c3 = counter.zeros(counter.type)
@@ -427,7 +428,7 @@ def philox(counter: Value, position: Value, seed: Value) -> list[Value]:
 
 
 def _halves(word: Value, constant: int) -> tuple[Value, Value]:
-    """Return high and low half of a 32 x 32 bit product, by a bitcast: else LLVM continues in 64 bits."""
+    """Return high and low half of a 32 x 32 bit product. A bitcast keeps LLVM from continuing in 64 bits."""
     twice = 2 * word.type.lanes
     parts = (word.widened(i64) * constant).bits_as(i32.wide(twice))
     return parts.lanes(range(1, twice, 2)), parts.lanes(range(0, twice, 2))

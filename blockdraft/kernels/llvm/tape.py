@@ -1,12 +1,13 @@
 """StepTape: records a step on the CPU once and replays it without Python between its kernels.
 
-It is like a CUDA graph, with the same rules: the step's inputs and outputs keep their addresses, and what is
-recorded must not depend on values that the host reads. While a tape records,
+A StepTape has the rules of a CUDA graph: the step's inputs and outputs keep their addresses, and the recorded
+operations must not depend on values that the host reads. While a tape records,
   - kernels of `jit` are run and recorded with their jobs; consecutive kernels are replayed by one call of
     native code on all threads, which wait for each other after each kernel;
   - PyTorch operations are run and recorded with their arguments; views need no replay, as they share memory;
-  - new memory comes from an Arena, which reuses memory that is no longer used;
-  - functions passed to `repeat` are run by Python at every replay, and may read values on the host.
+  - new memory comes from an Arena, which reuses the memory of tensors that no longer exist;
+  - functions passed to `repeat` are run, and run again by Python at every replay; they may read values on the
+    host.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ _aten = torch.ops.aten
 _EMPTY = (_aten.empty.memory_format, _aten.new_empty.default, _aten.empty_like.default)
 # Operations that read values on the host, or whose output size depends on values.
 _READING_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-_READING_METHODS = ("tolist", "numpy", "__array__")  # of Tensor; the dispatcher does not see them
-# Views if the tensor is contiguous.
+_READING_METHODS = ("tolist", "numpy", "__array__")  # methods of Tensor that bypass the dispatcher
+# Operations that are views if the tensor is contiguous.
 _RESHAPING: dict[Any, Callable[..., Tensor]] = {
     _aten.reshape.default: Tensor.view,
     _aten.contiguous.default: lambda x: x,
@@ -43,11 +44,11 @@ _CONSTANT = (
     _aten.full.default, _aten.scalar_tensor.default,
 )  # fmt: skip
 _ALIGN = 64
-_CHUNK = 8 << 20  # bytes; more at a time where one tensor needs more
+_CHUNK = 8 << 20  # bytes; a larger tensor gets a larger chunk
 
 
 def end_recording() -> None:
-    """Stop recording in this thread; it may be called at any time, and twice."""
+    """Stop recording in this thread; do nothing if no tape records."""
     while (depth := _len_torch_dispatch_stack()) and isinstance(_get_dispatch_stack_at(depth - 1), StepTape):
         _pop_mode()
     recorder.tape = None
@@ -60,13 +61,13 @@ class _Chunk(NamedTuple):
 
 
 class Arena:
-    """Memory for the tensors of recorded steps. Steps run one at a time, so they share it."""
+    """Memory for the tensors of recorded steps; as steps run one at a time, they share an arena."""
 
     def __init__(self) -> None:
         self._chunks: list[_Chunk] = []
 
     def clear(self) -> None:
-        """Free all memory for another step."""
+        """Free all memory, for another step."""
         for chunk in self._chunks:
             chunk.used.clear()
 
@@ -81,7 +82,7 @@ class Arena:
         return tensor
 
     def _gap(self, size: int) -> tuple[_Chunk, int, int]:
-        """Find free bytes: their chunk, their index among its used parts, and their begin."""
+        """Find `size` free bytes; return their chunk, index among its used parts, and first byte."""
         for chunk in self._chunks:
             chunk.used[:] = [one for one in chunk.used if not one[2].expired()]  # type: ignore[no-untyped-call]
             end = 0
@@ -106,7 +107,7 @@ class Arena:
 def _watch_tensors() -> None:
     """Make methods that read values without the dispatcher raise NotRecordable while a tape records.
 
-    A TorchFunctionMode would see them, too, but it would take a fifth of the recording's time.
+    A TorchFunctionMode would see such methods, too, but would take a fifth of the recording's time.
     """
     for name in _READING_METHODS:
         setattr(Tensor, name, _watched(name, getattr(Tensor, name)))
@@ -123,7 +124,7 @@ def _watched(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class StepTape(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records what runs inside it; if it `goes_on`, it may read tensors of the tape replayed before it."""
+    """Records what runs in its `with` block; if it `goes_on`, it may use tensors of the tape before it."""
 
     def __init__(self, arena: Arena, *, goes_on: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -136,7 +137,7 @@ class StepTape(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False, as torch.compile, which is not used here, takes seconds to import."""
+        """Return False: otherwise PyTorch imports torch.compile, which takes seconds and is not used here."""
         return False
 
     def __enter__(self) -> StepTape:
@@ -217,7 +218,7 @@ class StepTape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _refill(self, changed: Any) -> None:
-        """Recreate constants that may be changed at the start of each replay."""
+        """Recreate constants at the start of each replay if this operation may change them."""
         for one in _tensors(changed):
             again = self._constants.pop(one.untyped_storage()._cdata, None)
             if again is not None:
@@ -230,7 +231,7 @@ class StepTape(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @functools.cache
 def _is_composite(func: Any) -> bool:
-    """Return whether the operation consists only of other operations."""
+    """Return True if the operation consists only of other operations."""
     has_kernel = functools.partial(torch._C._dispatch_has_kernel_for_dispatch_key, func.name())
     return has_kernel("CompositeImplicitAutograd") and not has_kernel("CPU")
 
@@ -238,7 +239,7 @@ def _is_composite(func: Any) -> bool:
 def _contiguous(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Sequence[int], torch.dtype] | None:
-    """Return shape and dtype of the requested tensor; None if it must not be contiguous."""
+    """Return shape and dtype of the requested tensor; None if it would not be contiguous."""
     if kwargs.get("memory_format") not in (None, torch.contiguous_format, torch.preserve_format):
         return None
     if func is _aten.empty.memory_format:
@@ -250,21 +251,21 @@ def _contiguous(
 
 
 def _takes_rows(func: Any, args: tuple[Any, ...]) -> bool:
-    """Return whether rows are indexed by integers: with booleans, the result's size depends on values."""
+    """Return True for an index by integers; with booleans, the result's size would depend on values."""
     return func is _aten.index.Tensor and all(
         one is None or one.dtype not in (torch.bool, torch.uint8) for one in args[1]
     )
 
 
 def _again(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-    """Repeat an operation; write to the memory of its first result."""
+    """Repeat an operation; copy its results to the memory of the first results."""
     again = func(*args, **kwargs)
     for old, new in zip(_tensors(result), _tensors(again), strict=True):
         old.copy_(new)
 
 
 def _shares_memory(result: Any, given: Any) -> bool:
-    """Return whether the result is a view of an argument."""
+    """Return True if a result shares memory with an argument."""
     storages = {one.untyped_storage()._cdata for one in _tensors(given)}
     return any(one.untyped_storage()._cdata in storages for one in _tensors(result))
 
