@@ -45,7 +45,7 @@ CONTENT_SECURITY_POLICY = "; ".join(
 )
 
 _HEADERS = {
-    "cache-control": "no-cache",  # kept by the browser, but asked for again: the names carry no version
+    "cache-control": "no-cache",  # cached, but checked each time, as the names have no version
     "content-security-policy": CONTENT_SECURITY_POLICY,
     "cross-origin-opener-policy": "same-origin",
 }  # AuthLimits adds the headers that all answers have
