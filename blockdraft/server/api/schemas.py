@@ -50,7 +50,7 @@ class AnswerObject(TypedDict):
 
 
 class ModelCard(TypedDict):
-    """The model that is served; `id` is what requests call it, `root` its id on the hub or its path."""
+    """The model that is served; `id` is its name in requests, `root` its id on the hub or its path."""
 
     id: str
     object: Literal["model"]

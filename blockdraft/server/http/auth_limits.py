@@ -33,14 +33,14 @@ from blockdraft.server.http.replies import (
 from blockdraft.server.http.routing import no_such_path
 from blockdraft.server.options import MAX_HEAD_BYTES, ServerOptions
 
-# Everything else needs an API key if keys are set. As with vLLM, probes and metrics do not; nor does the page
-# itself, which asks for the key and sends it with its calls.
+# These paths need no API key; if keys are set, all others do. vLLM does the same for probes and metrics. The
+# page itself is open, as it asks for the key and sends it with its calls.
 PROBES = frozenset({"/live", "/health", "/ready", "/ping"})
 OPEN_PATHS = PROBES | {"/", "/metrics", "/version", "/openapi.json", "/favicon.ico"}
 OPEN_PREFIX = "/page/"
 
 RETRY_AFTER_S = 1  # arbitrary
-DRAIN_FACTOR = 8  # longer bodies up to this factor are read, so that clients read the answer
+DRAIN_FACTOR = 8  # bodies up to this many limits are read to the end, so that clients read the answer
 PREFLIGHT_AGE_S = 600
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")

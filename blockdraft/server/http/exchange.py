@@ -70,7 +70,7 @@ class Exchange:
         self._keeps_alive = keeps_alive
         self._awaits_continue = awaits_continue
         self._body = bytearray()
-        self._has_more = True  # the body has
+        self._has_more = True  # whether more of the body comes
         self._is_unread = False  # the application has not received all that arrived
         self._news = asyncio.Event()
         self._has_body = scope["method"] != "HEAD"  # whether the answer has one
