@@ -8,7 +8,7 @@ Paris
 </function>
 </tool_call>
 
-One line end in front of a value and one after it belong to the tags.
+One line end before a value and one after it belong to the tags.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ log = logging.getLogger(__name__)
 
 
 class StrictFields(BaseModel):
-    """An object in a body: nothing is converted, and unknown fields are left out."""
+    """An object in a body. Types are not converted, and unknown fields are ignored."""
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True, populate_by_name=True)
 

@@ -40,7 +40,7 @@ class Usage(TypedDict):
 class AnswerObject(TypedDict):
     """The fields that every object of one answer repeats; `created` is in seconds since 1970.
 
-    Equal fingerprints, requests and seeds give equal tokens; null: answers cannot be repeated.
+    Equal fingerprints, requests and seeds give equal tokens. With null, answers cannot be repeated.
     """
 
     id: str
@@ -92,7 +92,7 @@ class StartPhase(TypedDict):
 
 
 class AnswerFingerprint(TypedDict):
-    """What decides an answer's tokens; `id` is `system_fingerprint`. If `id` is null, `reason` says why."""
+    """Everything that decides an answer's tokens. `id` is `system_fingerprint`, or null for a `reason`."""
 
     id: str | None
     parts: dict[str, str]

@@ -53,20 +53,20 @@ class ToolField(StrictFields):
 
 
 class FunctionName(StrictFields):
-    """A function by its name."""
+    """The name of a function."""
 
     name: str
 
 
 class NamedChoice(StrictFields):
-    """This function must be called."""
+    """A function that must be called."""
 
     type: Literal["function"]
     function: FunctionName
 
 
 class AllowedTools(StrictFields):
-    """Only these may be called."""
+    """The tools that may be called, and whether one must be."""
 
     mode: Literal["auto", "required"] = "auto"
     tools: list[NamedChoice] = Field(min_length=1, max_length=MAX_TOOLS)

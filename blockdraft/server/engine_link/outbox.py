@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from threading import Condition, Thread
 
-# The length in front of a message, as multiprocessing's Connection reads it.
+# The length before a message, as multiprocessing's Connection reads it.
 _LENGTH = struct.Struct("!i")
 _DONT_WAIT: int | None = getattr(socket, "MSG_DONTWAIT", None)  # None on Windows, where the thread writes all
 

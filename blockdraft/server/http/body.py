@@ -1,4 +1,4 @@
-"""Request bodies as plain JSON values: complete, bounded, and the same to every parser.
+"""Reads request bodies as plain JSON values, which are complete, limited in size, and unambiguous.
 
 `Nested` reads objects inside a body, so that an error can say where they lie.
 """

@@ -80,7 +80,7 @@ class Service(Protocol):
 
 
 def ending(num_live: int, drain_timeout_s: float) -> str:
-    """Return the line for the person who pressed Ctrl-C."""
+    """Return the log line about running requests for a user who has pressed Ctrl-C."""
     if not num_live:
         return "ending: no request is under way"
     return (

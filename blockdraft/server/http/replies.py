@@ -1,4 +1,4 @@
-"""Answers that our own server and the proxy share: errors in the shape of each API, events, the state."""
+"""Answers that our own server and the proxy share: errors in each API's format, events, the state."""
 
 from __future__ import annotations
 

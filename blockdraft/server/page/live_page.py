@@ -61,7 +61,7 @@ class File:
 
 
 def read_files(folder: Path = FOLDER) -> dict[str, File]:
-    """Return the page's files below `folder`, by their paths from there with forward slashes."""
+    """Return the page's files in `folder`, by relative path with forward slashes."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.suffix not in _OURS)
     return {path.relative_to(folder).as_posix(): _read(path) for path in paths}
 

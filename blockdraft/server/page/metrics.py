@@ -1,4 +1,4 @@
-"""/metrics: a Snapshot as Prometheus text, under vLLM's names where it counts the same thing.
+"""/metrics: a Snapshot as Prometheus text, with vLLM's names for metrics that vLLM has, too.
 
     acceptance rate      vllm:spec_decode_num_accepted_tokens_total / vllm:spec_decode_num_draft_tokens_total
     committed per block  1 + vllm:spec_decode_num_accepted_tokens_total / vllm:spec_decode_num_drafts_total

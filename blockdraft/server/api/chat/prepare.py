@@ -61,8 +61,7 @@ _FILL_IN_TOKENS = (
 
 
 def fill_in(prompt: str | list[int], asked: CompletionRequest, tokenizer: Tokenizer) -> list[int]:
-    """Return a prompt for text between `prompt` and `suffix`. Raises RequestError if the model has no tokens
-    for that."""
+    """Return a prompt to fill in text before `suffix`. Raises RequestError if the model cannot do this."""
     for tokens in _FILL_IN_TOKENS:
         first, second, own = (tokenizer.token_id(token) for token in tokens)
         if first is not None and second is not None and own is not None:

@@ -34,7 +34,7 @@ class ChatLogprobs(TypedDict):
 
 
 class TextLogprobs(TypedDict):
-    """The shape of /v1/completions: four lists of the same length."""
+    """Log-probabilities of /v1/completions: four lists of the same length."""
 
     tokens: list[str]
     token_logprobs: list[float | None]

@@ -123,20 +123,20 @@ class NamespaceParam(TypedDict):
 
 
 class NamedParam(TypedDict):
-    """A function by its name."""
+    """The name of a function."""
 
     name: Name
 
 
 class FunctionChoiceParam(TypedDict):
-    """This function must be called."""
+    """A function that must be called."""
 
     type: Literal["function"]
     name: Name
 
 
 class AllowedChoiceParam(TypedDict):
-    """Only these may be called."""
+    """The only tools that may be called."""
 
     type: Literal["allowed_tools"]
     mode: NotRequired[Literal["auto", "required"] | None]
@@ -150,7 +150,7 @@ class PlainFormatParam(TypedDict):
 
 
 class SchemaFormatParam(TypedDict):
-    """JSON of a schema."""
+    """JSON that matches a schema."""
 
     type: Literal["json_schema"]
     name: Name
