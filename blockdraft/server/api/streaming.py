@@ -46,7 +46,7 @@ class Writer(ABC):
 async def respond(
     answer: Writer, streams: Items[Stream], *, is_stream: bool, num_prompt_tokens: int = 0
 ) -> Response:
-    """Return the response once its first text is there, so that earlier errors can still set the status."""
+    """Return the response once it can begin, so that earlier errors and timeouts can set the status."""
     with ExitStack() as opened:
         for stream in streams:
             opened.enter_context(closing(stream))

@@ -158,7 +158,7 @@ class AuthLimits:
         return any(matches)
 
     async def _admit(self, scope: Scope, head: _Head, receive: Receive, reply: _Reply) -> Response | None:
-        """Run the application, unless there are too many requests or the body is not acceptable."""
+        """Run the application. Return a refusal if there are too many requests or the body is not valid."""
         if head.path in PROBES:  # always and at once: a supervisor may end a server that does not answer
             return await self._run(scope, _replay(b"", receive), reply)
         if self._num_open >= self._options.max_connections:

@@ -160,7 +160,7 @@ class AnswerWriter(Writer):
         }
 
     def usage(self) -> Usage:
-        """Return the usage so far. Cached tokens are known once a choice of every prompt has ended."""
+        """Return the usage so far. Cached tokens are known when the first choice of each prompt has ended."""
         firsts = {choice.prompt: choice.metrics for choice in reversed(self._choices)}
         known = [metrics.num_cached_tokens for metrics in firsts.values() if metrics is not None]
         num_prompt = sum(len(prompt) for prompt in self._prompts)

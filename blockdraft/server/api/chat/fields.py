@@ -261,7 +261,7 @@ class CompletionRequest(_Generation):
 
     @property
     def is_scoring(self) -> bool:
-        """Return whether the request only asks for scores of the prompt."""
+        """Return whether the request asks only for the prompt (echo or scores), not for an answer."""
         return self.max_tokens == 0
 
     def check(self) -> None:

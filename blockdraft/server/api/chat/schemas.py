@@ -43,7 +43,7 @@ class TextLogprobs(TypedDict):
 
 
 class RankedLogprob(TypedDict):
-    """A prompt token's log-probability; `rank` 1 is the likeliest, null: not among the requested ones."""
+    """A prompt token's log-probability; `rank` 1 is the likeliest, null is below the requested ones."""
 
     logprob: float
     rank: int | None
