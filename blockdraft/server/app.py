@@ -1,4 +1,4 @@
-"""The HTTP server over one engine: the routes of all APIs, and those that tell how the server is."""
+"""The HTTP server of one engine: the routes of all APIs, and routes for the server's state."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from blockdraft.server.page.metrics import render
 def make_app(
     engine: RemoteEngine, *, name: str, options: ServerOptions, tool_format: str = "auto"
 ) -> ASGIApp:
-    """Return the server. Clients call the model `name`, and it writes tool calls in `tool_format`."""
+    """Return the server. `name` is the model's name for clients, `tool_format` its format of tool calls."""
     api = make_api(engine, name=name, tool_format=tool_format)
 
     def has_path(scope: Scope) -> bool:
@@ -40,7 +40,7 @@ def make_app(
 
 
 def make_api(engine: RemoteEngine, *, name: str, tool_format: str = "auto") -> Starlette:
-    """Return all routes. They answer during the start, too, and need AuthLimits around them."""
+    """Return all routes. They also answer during the start, and must be wrapped in AuthLimits."""
     host, state = ApiHost(engine, name, tool_format), _State(engine, name)
     return Starlette(
         routes=[
@@ -55,7 +55,7 @@ def make_api(engine: RemoteEngine, *, name: str, tool_format: str = "auto") -> S
 
 
 class _State:
-    """The routes that tell how the server is."""
+    """The routes for the server's state."""
 
     def __init__(self, engine: RemoteEngine, name: str) -> None:
         self.engine = engine
@@ -89,7 +89,7 @@ class _State:
         if self.engine.engine_info is not None:
             start["sampling"] = dict(self.engine.engine_info.sampling)
             start["fingerprint"] = asdict(self.engine.engine_info.fingerprint)
-        if snapshot is not None:  # until an answer tells, what the start found
+        if snapshot is not None:  # before the first answer, what the start found
             start["speculation"] = snapshot.speculation or self.engine.startup.speculation
         return start_response(start)
 
@@ -104,7 +104,7 @@ class _State:
         return Response(body, headers={"content-type": content_type})
 
     async def events(self, request: Request) -> Response:
-        """Send what the live page shows, an event per second."""
+        """Send one event per second with the live page's data."""
         engine = self.engine
 
         def info() -> dict[str, object] | None:

@@ -1,4 +1,4 @@
-"""ServerOptions: who may use the server, and the limits of one client. No web library here."""
+"""ServerOptions: who may use the server, and limits on clients. This module imports no web library."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerOptions:
-    """The server, as asked. Without API keys everybody who reaches it may use it."""
+    """The server's options. Without API keys, everyone who reaches the server may use it."""
 
     api_keys: tuple[str, ...] = field(default=(), repr=False)  # a secret: never printed
     cors_origins: tuple[str, ...] = ()  # web pages of other origins that may call; none by default
     allowed_hosts: tuple[str, ...] = ()  # names a request may call the server by; empty: any
     max_body_bytes: int = 4 << 20
     max_connections: int = 512  # requests being answered at once
-    request_timeout_s: float = 600.0  # until an answer begins; a stream may go on for longer
-    idle_timeout_s: float = 30.0  # for a client to send a request's head, and again its body
-    send_timeout_s: float = 30.0  # for a client to take what waits to be sent to it
+    request_timeout_s: float = 600.0  # until an answer begins; a stream may take longer
+    idle_timeout_s: float = 30.0  # for a client to send a request's head, and the same for its body
+    send_timeout_s: float = 30.0  # for a client to read its answer
     keep_alive_s: int = 5  # between two requests on one connection
 
     def __post_init__(self) -> None:
@@ -56,7 +56,7 @@ class ServerOptions:
 def read_api_keys(given: Iterable[str] = (), file: Path | None = None) -> tuple[str, ...]:
     """Return all keys from flags, $BLOCKDRAFT_API_KEY and `file`, each once.
 
-    A flag can be read by every user of the machine while the process starts: prefer the others.
+    Every user of the machine can read a flag while the process starts, so the others are safer.
     """
     keys = [key.strip() for key in given]
     if any(not key for key in keys):
@@ -72,7 +72,7 @@ def read_api_keys(given: Iterable[str] = (), file: Path | None = None) -> tuple[
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only programs on this machine reach the address."""
+    """Return whether only programs on this machine can reach the address."""
     try:
         return ip_address(host).is_loopback
     except ValueError:
@@ -116,7 +116,7 @@ def _read_key_file(path: Path) -> list[str]:
 
 
 def _check_key(key: str, where: str) -> None:
-    """The message never repeats the key."""
+    """Raise SettingsError for an invalid key, without the key in the message."""
     if not re.fullmatch(r"[\x21-\x7e]{1,512}", key):
         raise SettingsError(
             f"{where} cannot be sent in a header: use 1 to 512 printable ASCII characters, no spaces."
@@ -146,10 +146,10 @@ def _check_number(name: str, value: float, kind: type | tuple[type, ...], low: f
 
 
 def hide_in_process_list(secrets: Iterable[str]) -> bool:
-    """Overwrite `secrets` in /proc/self/cmdline. False where that cannot be done: not on Linux.
+    """Overwrite `secrets` in /proc/self/cmdline. Return False if that is impossible, as it is outside Linux.
 
-    The kernel shows the memory the arguments were passed in, and says where it lies; Python has its own
-    copy, so nothing reads that memory again. The arguments can be seen until this is called.
+    The kernel shows the memory that holds the arguments, and tells its address. Python has its own copy and
+    does not read that memory again. Until this call, other users can see the arguments.
     """
     try:
         # The name in parentheses may hold spaces. proc(5): arg_start is field 48, the state is field 3.

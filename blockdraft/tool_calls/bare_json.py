@@ -1,6 +1,6 @@
-"""Calls that are JSON and nothing else: Llama 3.1's, and those of models whose template has no tools.
+"""Calls that are only JSON: Llama 3.1's, and those of models whose template has no tools.
 
-Such an answer begins with a brace, as a plain one may, too: it is a call only if the JSON names a tool.
+A plain answer may begin with a brace, too. JSON is therefore a call only if it names a tool.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ FENCE = "```"
 
 
 class BareJsonReader(JsonCallReader):
-    """Reads calls at the beginning of an answer, in a fence or without, and behind Llama's python tag."""
+    """Reads calls at the start of an answer, with or without a code fence, and after Llama's python tag."""
 
     OPENING = (PYTHON_TAG,)
 
     def _read(self) -> Steps[None]:
-        """Read an answer, which a call may begin without an opening lark.tag."""
+        """Read an answer, which may begin with a call without an opening tag."""
         yield from self._try_call("")
         yield from super()._read()
 
@@ -49,7 +49,7 @@ class BareJsonReader(JsonCallReader):
             yield from self._read_broken()
 
     def _read_next(self) -> Steps[bool]:
-        """Read one more call, parted from the last by white space, a comma or a semicolon; False: none."""
+        """Read one more call after white space, a comma or a semicolon; return False if none follows."""
         self._mark = self._at
         try:
             if (yield from self._skip_space()) in (",", ";"):
@@ -62,7 +62,7 @@ class BareJsonReader(JsonCallReader):
 
 
 def _grammar(wanted: CallRules, arguments_key: str, python_tag: str | None) -> str:
-    """Return the grammar of one call: these models were not trained to write several."""
+    """Return the grammar of a single call, as these models were not trained to write several."""
     if wanted.other is not None and (wanted.other.json is not None or wanted.other.json_object):
         return _call_or_json(wanted, wanted.other, arguments_key)
     starts, rules = ["json_call"], lark.json_call_rules(wanted, arguments_key)
@@ -78,7 +78,7 @@ def _grammar(wanted: CallRules, arguments_key: str, python_tag: str | None) -> s
 
 
 def _call_or_json(wanted: CallRules, other: StructuredOutputs, arguments_key: str) -> str:
-    """Return a grammar of calls or JSON output: both begin with a brace, so each is one whole rule."""
+    """Return a grammar of a call or JSON output. Both begin with a brace, so each is one whole rule."""
     rules = [f"output: {lark.json_of_output(other)}"]
     for number, tool in enumerate(wanted.tools):
         schema = _with_references_below(lark.arguments_of(tool, is_required=False), "#/$defs/tool")
@@ -95,7 +95,7 @@ def _call_or_json(wanted: CallRules, other: StructuredOutputs, arguments_key: st
 
 
 def _with_references_below(value: object, place: str) -> object:
-    """Return a schema that moves from the root to `place`, with its references changed."""
+    """Return a root schema for use at `place`: its references lead there."""
     if isinstance(value, Mapping):
         changed = {key: _with_references_below(item, place) for key, item in value.items()}
         if isinstance(target := value.get("$ref"), str) and target.startswith("#"):
@@ -116,7 +116,7 @@ def plain_grammar(wanted: CallRules, tokenizer: Tokenizer) -> str:
 def tools_as_messages(
     messages: Items[Mapping[str, object]], tools: Items[FunctionTool]
 ) -> list[dict[str, object]]:
-    """Describe tools and calls as text, for a template that knows only texts of system, user, assistant."""
+    """Return messages with tools and calls as text, for templates that know only text messages."""
     told, is_result = list[dict[str, object]](), False
     for message in messages:
         if message.get("role") == "tool":

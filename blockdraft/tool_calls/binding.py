@@ -1,4 +1,4 @@
-"""Binds a JSON schema in a format with a grammar of its own, where llguidance's JSON grammar does not apply.
+"""Binds calls to JSON schemas in formats that are not JSON, where llguidance's JSON grammar does not apply.
 
 Keywords that a grammar cannot bind are refused for strict tools. For other tools the call is checked when it
 is complete (tool_calls/checking.py).
@@ -15,7 +15,7 @@ from blockdraft.tool_calls.lark import text_pattern
 from blockdraft.tool_calls.pieces import FunctionTool
 from blockdraft.tool_calls.schemas import Flat, Part, Schemas, listed, named, values_of
 
-# Keywords that no grammar of ours binds.
+# Keywords that our grammars never bind.
 _NEVER = (
     *("not", "if", "dependentRequired", "dependentSchemas", "dependencies", "contains", "propertyNames"),
     *("patternProperties", "unevaluatedProperties", "unevaluatedItems", "$dynamicRef", "$recursiveRef"),
@@ -23,7 +23,7 @@ _NEVER = (
 
 
 class ToolRules:
-    """The rules of a grammar for one tool, bounded in size, and the keywords that they leave unbound."""
+    """The grammar rules of one tool, limited in size, and the keywords that they leave unbound."""
 
     def __init__(self, tool: FunctionTool, schemas: Schemas) -> None:
         self.lines: list[str] = []
@@ -42,7 +42,7 @@ class ToolRules:
             )
 
     def _choices(self, keywords: Part) -> list[object]:
-        """Return the alternatives of a schema, each with the keywords beside them; empty if it has none."""
+        """Return the alternatives of a schema, each with its other keywords; empty if it has none."""
         name = next((one for one in ("anyOf", "oneOf") if listed(keywords, one)), "anyOf")
         choices = listed(keywords, name)
         if name == "oneOf" and overlap(choices, self._schemas):
@@ -78,7 +78,7 @@ class ToolRules:
 
 
 def unbound(flat: Flat) -> set[str]:
-    """Return the keywords of a schema that no grammar of ours can bind."""
+    """Return the keywords of a schema that our grammars cannot bind."""
     keywords = flat.keywords
     if values_of(keywords) is not None:
         return set(flat.lost | ({"pattern"} & keywords.keys()))  # the values are checked one by one
@@ -97,7 +97,7 @@ def unbound(flat: Flat) -> set[str]:
 
 
 def bound_values(flat: Flat, schemas: Schemas) -> list[object] | None:
-    """Return the listed values that the other keywords allow; None: the schema lists none."""
+    """Return the listed values that the other keywords allow; None if the schema lists no values."""
     values = values_of(flat.keywords)
     if values is None:
         return None
@@ -107,7 +107,7 @@ def bound_values(flat: Flat, schemas: Schemas) -> list[object] | None:
 
 
 def text_patterns(keywords: Part) -> list[str]:
-    """Return the regexes, without slashes around them, that a string must all match."""
+    """Return regexes, without slashes around them; a string must match all of them."""
     patterns = [text_pattern({"pattern": keywords["pattern"]})] if "pattern" in keywords else []
     if "minLength" in keywords or "maxLength" in keywords:
         patterns.append(text_pattern({name: keywords.get(name) for name in ("minLength", "maxLength")}))
@@ -118,12 +118,12 @@ def text_patterns(keywords: Part) -> list[str]:
 
 
 def terminal(patterns: Iterable[str]) -> str:
-    """Return the right side of a terminal that matches all patterns."""
+    """Return the right side of a terminal rule that matches all patterns."""
     return " & ".join(f"/{pattern}/" for pattern in patterns)
 
 
 def overlap(choices: list[object], schemas: Schemas) -> bool:
-    """Return whether a value may match two of the schemas, as far as this can be seen."""
+    """Return False only if it is certain that no value matches two of the schemas."""
     taken: set[str] = set()
     for choice in choices:
         marks = _marks(choice, schemas)
@@ -134,7 +134,7 @@ def overlap(choices: list[object], schemas: Schemas) -> bool:
 
 
 def _marks(choice: object, schemas: Schemas) -> set[str]:
-    """Return marks of a schema: two schemas without a common mark share no value."""
+    """Return marks of a schema, or none if unknown. Two schemas without a common mark share no value."""
     keywords = schemas.flat(choice).keywords
     values = values_of(keywords)
     if values is not None:

@@ -1,6 +1,6 @@
-"""Reads plain text of models as JSON values, and checks values for keywords that a grammar cannot bind.
+"""Reads a model's plain text as JSON values, and checks values against keywords that a grammar cannot bind.
 
-`pattern` is left to grammars: Python's regexes can take for ever on a client's.
+`pattern` is not checked here, because a client's regex can take forever in Python.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from blockdraft.tool_calls.schemas import (
     values_of,
 )
 
-MAX_CHECKS = 5_000  # values against schemas, for one call; some milliseconds: past it nothing is known
+MAX_CHECKS = 5_000  # comparisons with a schema for one call (some milliseconds); then the check gives up
 MAX_CHARS = 80  # of a value in a problem
 
 # Formats of strings, each a regex that Python and llguidance read alike.
@@ -49,7 +49,7 @@ _COMPILED = {name: re.compile(pattern) for name, pattern in FORMATS.items()}
 
 
 def problem_of(value: object, schema: object, schemas: Schemas) -> str | None:
-    """Return the first problem of a value and its place; None: no problem, or the check takes too long."""
+    """Return the first problem of a value, with its place; None if there is none or it takes too long."""
     try:
         return next(_Check(schemas).problems(value, schema, ""), None)
     except RecursionError:
@@ -57,7 +57,7 @@ def problem_of(value: object, schema: object, schemas: Schemas) -> str | None:
 
 
 class _Check:
-    """One check of one value."""
+    """A check of one value, in a limited number of steps."""
 
     def __init__(self, schemas: Schemas) -> None:
         self._schemas = schemas
@@ -132,13 +132,13 @@ class _Check:
 
 
 def _own_problems(value: object, kind: str, keywords: Part, where: str) -> Iterator[str]:
-    """Yield problems that need no other schema than this one."""
+    """Yield the problems that do not depend on the schemas inside this one."""
     given = keywords.get("type")
     types = [given] if isinstance(given, str) else given if isinstance(given, list) else [kind]
     if kind not in types and not (kind == "integer" and "number" in types):
         yield f"{where}{_shown(value)} is of type {kind}, not {' or '.join(map(str, types))}"
     values = values_of(keywords)
-    # Of the same type, too: true is not 1.
+    # Types are compared, too: true is not 1.
     if values is not None and not any(type_of(one) == kind and value == one for one in values):
         yield f"{where}{_shown(value)} is not a listed value ('enum')"
     size = _measured(value)
@@ -188,10 +188,10 @@ _PYTHON = {"True": "true", "False": "false", "None": "null"}
 
 
 def read_json(text: str) -> object:
-    """Return the value of a JSON text; ValueError for Python's extensions (NaN, half characters)."""
+    """Return the value of a JSON text. Raises ValueError also for NaN and lone surrogates."""
     try:
         value: object = json.loads(text, parse_constant=_finite, parse_float=_finite)
-        if "\\u" in text:  # no other way to write half a character
+        if "\\u" in text:  # the only way to write a lone surrogate
             json.dumps(value, ensure_ascii=False).encode()
     except RecursionError:
         raise ValueError("it nests too deep") from None
@@ -206,12 +206,12 @@ def _finite(text: str) -> float:
 
 
 def is_text(schema: object, schemas: Schemas) -> bool:
-    """Return whether every text is valid, as in a schema without a type."""
+    """Return whether values of the schema are text: its type is string or not given."""
     return schemas.types(schema) <= {"string"}
 
 
 def as_json(text: str, schema: object, schemas: Schemas) -> str:
-    """Return the JSON in a text, unless only the text itself matches the schema."""
+    """Return the JSON in a text; the text as a JSON string if it holds none or the schema wants text."""
     types = schemas.types(schema)
     plain = json.dumps(text, ensure_ascii=False)
     if types == {"string"}:
@@ -227,7 +227,7 @@ def as_json(text: str, schema: object, schemas: Schemas) -> str:
 
 
 def call_problem(arguments: str, tool: FunctionTool) -> str | None:
-    """Return why a call's arguments do not match the tool's schema; None if they match, or it is unknown."""
+    """Return why a call's arguments do not match the tool's schema; None if they match or it is unknown."""
     try:
         value = read_json(arguments)
     except ValueError:

@@ -1,4 +1,4 @@
-"""The formats of tool calls; a model's chat template, or --tool-format, says which one it uses."""
+"""The formats of tool calls. A model's chat template or --tool-format selects one."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from blockdraft.tool_calls.thoughts import Tags
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """One family's way to write tool calls."""
+    """How one model family writes tool calls."""
 
     name: str
     reader: type[AnswerReader]
     grammar: Callable[[CallRules, Tokenizer], str]
-    tags: tuple[str, ...]  # a reader has to see them, also where they are special tokens
+    tags: tuple[str, ...]  # the reader needs them, even if they are special tokens
     is_parallel: bool = True  # models were trained to make several calls in one answer
     has_template: bool = True  # the chat template shows tools; False: they are described in a message
-    # Where thoughts are a part of the format and the reader's: what stands around them.
+    # Returns the tags around thoughts, if the format's reader reads thoughts as well.
     find_thoughts: Callable[[Tokenizer], Tags | None] | None = None
-    # Adds to a structured output what the format writes around every answer.
+    # Adds what the format writes around every answer to a structured output.
     wrap_output: Callable[[StructuredOutputs, Tokenizer], StructuredOutputs] = lambda output, tokenizer: (
         output
     )
@@ -54,12 +54,12 @@ _BY_NAME = {one.name: one for one in FORMATS}
 
 
 def find_format(tokenizer: Tokenizer, asked: str = "auto") -> ToolFormat:
-    """Return the format of a model; `asked` is the setting."""
+    """Return the format of a model; `asked` is the value of --tool-format."""
     return _BY_NAME[_guess(tokenizer.chat_template or "") if asked == "auto" else asked]
 
 
 def _guess(template: str) -> str:
-    """Return the format whose tags a chat template writes."""
+    """Return the name of the format whose tags a chat template writes."""
     if harmony.CHANNEL in template and harmony.MESSAGE in template:
         return "harmony"
     if "tools" not in template:

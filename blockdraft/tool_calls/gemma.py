@@ -1,6 +1,6 @@
 """Gemma 4's format: <|tool_call>call:f{city:<|"|>Paris<|"|>,days:3}<tool_call|>.
 
-It is JSON but for keys without quotes, and strings between tokens of their own, in which nothing is escaped.
+It is like JSON, but keys have no quotes, and strings stand between special tokens without any escapes.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ MAX_DEPTH = 64  # of nested objects and lists; deeper ones count as broken
 
 
 class GemmaReader(AnswerReader):
-    """Reads the format, and writes the arguments as JSON."""
+    """Reads Gemma's calls, and writes their arguments as JSON."""
 
     OPENING, CLOSING = (OPEN,), (CLOSE,)
     _QUOTE = TagFinder((QUOTE,))
-    _schemas: Schemas  # those of the tool that is called
-    _odd_keys: dict[frozenset[int], list[str]]  # that may hold what ends others, by their object's schema
+    _schemas: Schemas  # the schemas of the tool that is called
+    _odd_keys: dict[frozenset[int], list[str]]  # keys with characters that end other keys, by schema
 
     def _read(self) -> Steps[None]:
-        """Read an answer; after thoughts models sometimes forget the opening token of a call."""
+        """Read an answer. After thoughts, models sometimes forget the opening token of a call."""
         yield from self._try_call("")
         yield from super()._read()
 
@@ -66,7 +66,7 @@ class GemmaReader(AnswerReader):
         yield from self._take(CLOSE)
 
     def _read_value(self, schema: object, depth: int) -> Steps[None]:
-        """Read one value and pass it on as JSON. Raises ValueError for an invalid or too deep one."""
+        """Read one value and pass it on as JSON. Raises ValueError if it is invalid or nests too deep."""
         character = yield from self._skip_space()
         if depth > MAX_DEPTH:
             raise ValueError
@@ -85,7 +85,7 @@ class GemmaReader(AnswerReader):
                 raise ValueError
 
     def _read_object(self, schema: object, depth: int) -> Steps[None]:
-        """Read an object whose brace is next."""
+        """Read an object; its opening brace comes next."""
         if not (yield from self._opens("{", "}")):
             while True:
                 key = yield from self._read_key(schema)
@@ -96,7 +96,7 @@ class GemmaReader(AnswerReader):
             yield from self._close("}")
 
     def _read_list(self, schema: object, depth: int) -> Steps[None]:
-        """Read a list whose bracket is next."""
+        """Read a list; its opening bracket comes next."""
         place = 0
         if not (yield from self._opens("[", "]")):
             while True:
@@ -107,7 +107,7 @@ class GemmaReader(AnswerReader):
             yield from self._close("]")
 
     def _opens(self, bracket: str, close: str) -> Steps[bool]:
-        """Take the opening bracket, and the closing one if it comes at once: then nothing is inside."""
+        """Take the opening bracket. Return True if the closing one follows at once, and take it, too."""
         self._argue(bracket)
         self._at += 1
         if (yield from self._skip_space()) != close:
@@ -116,7 +116,7 @@ class GemmaReader(AnswerReader):
         return True
 
     def _goes_on(self) -> Steps[bool]:
-        """Take the comma in front of the next part, and return whether there was one."""
+        """Take the comma before the next part, and return whether there was one."""
         if (yield from self._skip_space()) != ",":
             return False
         self._at += 1
@@ -129,7 +129,7 @@ class GemmaReader(AnswerReader):
         self._argue(bracket)
 
     def _read_key(self, schema: object) -> Steps[str | None]:
-        """Read a key and its colon; None: a key whose schema is not looked up."""
+        """Read a key and its colon. Return None for a key in JSON quotes, whose schema is not looked up."""
         key: str | None = None
         character = yield from self._skip_space()
         if (yield from self._take(QUOTE)):
@@ -146,7 +146,7 @@ class GemmaReader(AnswerReader):
         return key
 
     def _take_odd_key(self, schema: object) -> Steps[str | None]:
-        """Take an unquoted key that holds what ends other keys; None if the schema has no such key here."""
+        """Take an unquoted key with characters that end other keys; None if no such key comes next."""
         flat = self._schemas.flat(schema)
         if flat.key not in self._odd_keys:
             odd = [key for key in named(flat.keywords, "properties") if key and not BARE_KEY.fullmatch(key)]
@@ -159,7 +159,7 @@ class GemmaReader(AnswerReader):
         return None
 
     def _read_string(self) -> Steps[str]:
-        """Read a string whose opening quote is taken."""
+        """Read the rest of a string after its opening quote."""
         found = []
         self._argue('"')
         while True:
@@ -188,7 +188,7 @@ def gemma_grammar(wanted: CallRules, tokenizer: Tokenizer) -> str:
 
 
 def _any_value(tokenizer: Tokenizer) -> list[str]:
-    """Return the rules for values of which nothing is known."""
+    """Return the rules for values without a known schema."""
     return [
         *_string_rules("string", [lark.text_pattern(None)], tag(tokenizer, QUOTE)),
         r"NUMBER: /-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?/",
@@ -202,7 +202,7 @@ def _any_value(tokenizer: Tokenizer) -> list[str]:
 def _string_rules(name: str, patterns: list[str], quote: str) -> Iterator[str]:
     """Yield the rules of a string that matches all patterns, between quotes."""
     yield f"{name.upper()}: {terminal(patterns)}"
-    if quote.startswith("<["):  # no text can be mistaken for it
+    if quote.startswith("<["):  # a token, which no text can contain
         yield f"{name}: {quote} {name.upper()} {quote}"
     else:
         yield f"{name}: {quote} {name}_end"
@@ -210,7 +210,7 @@ def _string_rules(name: str, patterns: list[str], quote: str) -> Iterator[str]:
 
 
 class _Rules(ToolRules):
-    """Rules for the arguments of one tool: one for each schema in it, which others refer to by its name."""
+    """The rules for the arguments of one tool. Each schema in them has one rule, which others name."""
 
     def __init__(self, tool: FunctionTool, schemas: Schemas, tokenizer: Tokenizer, name: str) -> None:
         super().__init__(tool, schemas)
@@ -225,7 +225,7 @@ class _Rules(ToolRules):
         self._refuse_unbound("gemma")
 
     def _rule(self, schema: object) -> str:
-        """Return the name of a schema's rule, which is written later: schemas may nest and refer."""
+        """Return the name of a schema's rule. The rule is added later, as schemas may refer to each other."""
         flat = self._schemas.flat(schema)
         self._unbound |= flat.lost
         if not flat.key:
@@ -259,10 +259,14 @@ class _Rules(ToolRules):
             self._add(*_string_rules(rule, text_patterns(keywords), self._quote))
             return rule
         limits = {key: keywords[key] for key in _NUMBER_LIMITS if key in keywords}
-        return f"({json_of({'type': kind, **limits})})"  # numbers and the like are those of JSON
+        return f"({json_of({'type': kind, **limits})})"  # numbers, booleans and null are as in JSON
 
     def _object(self, rule: str, keywords: Part) -> str:
-        """An object. In rule n the first n members are decided; `_more`: there is one, so a comma is due."""
+        """Return the rule of an object, and add a rule for each place among its members, in order.
+
+        Rule n comes after the first n members were written or left out. If at least one was written, rule
+        n_more comes instead, in which the next member needs a comma.
+        """
         rest = keywords.get("additionalProperties", True)
         required = {name: rest for name in listed(keywords, "required") if isinstance(name, str)}
         members = sorted({**required, **named(keywords, "properties")}.items())
@@ -283,7 +287,7 @@ class _Rules(ToolRules):
         return f'"{{" {rule}_0 "}}"'
 
     def _list(self, rule: str, keywords: Part) -> str:
-        """A list. In rule n the first n items are there, and the next has a schema of its own."""
+        """Return the rule of a list. Rule n comes after n items and reads the next, by its own schema."""
         first, rest = first_items(keywords), other_items(keywords)
         least, most = (_count(keywords.get(name)) for name in ("minItems", "maxItems"))
         least = least or 0
@@ -303,7 +307,10 @@ class _Rules(ToolRules):
         return f'"[" {rule}_0 "]"'
 
     def _tail(self, rule: str, item: str, least: int, most: int | None, num_before: int) -> None:
-        """The items of a list behind the first ones, at least so many, and up to `most` in the whole list."""
+        """Add the rule of a list's items after the first `num_before`.
+
+        There are at least `least` of them, and at most `most` items in the whole list.
+        """
         least = max(0, least)
         room = None if most is None else most - num_before
         more = f'("," {item})'
@@ -316,7 +323,7 @@ class _Rules(ToolRules):
 
 
 def _count(value: object) -> int | None:
-    """Return the limit of a length; None for anything but a number from 0."""
+    """Return the limit of a length; None if `value` is not a number from 0."""
     is_limit = isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
     return int(value) if is_limit else None  # type: ignore[call-overload]
 
@@ -330,7 +337,7 @@ def _repeated(part: str, least: int, most: int | None) -> str:
 
 
 def _written(value: object) -> str:
-    """Return a value in the format, with QUOTE for a quote."""
+    """Return a value as Gemma writes it, with QUOTE as the quote."""
     if isinstance(value, str):
         return f"{QUOTE}{value}{QUOTE}"
     if isinstance(value, list):
@@ -346,6 +353,6 @@ def _written_key(key: str) -> str:
 
 
 def quoted_parts(text: str, quote: str) -> str:
-    """Return a text, in which QUOTE stands for a token, as a part of a rule."""
+    """Return a text as part of a rule; `quote` replaces QUOTE in it."""
     parts = [quoted(part) if part else "" for part in text.split(QUOTE)]
     return f" {quote} ".join(parts) or '""'

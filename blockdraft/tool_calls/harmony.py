@@ -1,11 +1,11 @@
-"""gpt-oss' format, harmony: an answer is a row of messages, each with a header that names its kind.
+"""gpt-oss' format, harmony: an answer is a sequence of messages, each with a header that names its kind.
 
 <|channel|>analysis<|message|>thoughts<|end|>
 <|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"city": "Paris"}<|call|>
 <|start|>assistant<|channel|>final<|message|>the answer<|return|>
 
-The library `openai-harmony` reads it too, but only with a vocabulary from the network, which a server may not
-have. This module therefore reads the format from text.
+The library `openai-harmony` reads it too, but downloads a vocabulary, and a server may have no network.
+This module therefore reads the format from text.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MAX_HEADER = 512  # characters; a longer one is text
 
 
 class HarmonyReader(AnswerReader):
-    """Reads the format: thoughts, text and calls. The answer goes on behind "<|start|>assistant"."""
+    """Reads the format: thoughts, text and calls. The prompt ends with "<|start|>assistant"."""
 
     OPENING, CLOSING = (), (END, CALL, RETURN)
     _TAGS = TagFinder(TAGS)
@@ -46,15 +46,16 @@ class HarmonyReader(AnswerReader):
                 has_thought = True
             elif name in self._tools and (yield from self._skip_space()) in ("{", "<", ""):
                 yield from self._read_call(name)
-            else:  # a call of what is no tool is content
+            else:  # a call of an unknown tool is content
                 yield from self._read_body(f"{RECIPIENT}{name} " if name else "", self._say)
         if not self._is_behind_call:
             self._add("text", self._space)
 
     def _read_header(self) -> Steps[str | None]:
-        """Read the header in front of the next message's text; None at the end of the answer.
+        """Read the header before the next message's text; None at the end of the answer.
 
-        Text without a header is a message with an empty one. A header that is cut off says nothing.
+        Text without a header counts as a message with an empty header. A header that is cut off is dropped,
+        unless it may be text.
         """
         header = ""
         while True:
@@ -98,7 +99,7 @@ class HarmonyReader(AnswerReader):
                 put(found)
 
     def _read_call(self, opening: str) -> Steps[None]:
-        """Read the arguments of a call; `opening` is the tool that its header names."""
+        """Read the arguments of a call; `opening` is the tool's name, from the header."""
         self._begin(opening)
         if (yield from self._peek()) != "{":
             self._argue("{}")
@@ -121,12 +122,12 @@ def find_harmony_thoughts(tokenizer: Tokenizer) -> Tags | None:
 
 
 def _header(tokenizer: Tokenizer) -> str:
-    """Return the rule of a header: only after thoughts a message names its author."""
+    """Return the rule of a header. A message names its author only if it follows thoughts."""
     return f'begin: ({tag(tokenizer, START)} "assistant")? {tag(tokenizer, CHANNEL)}'
 
 
 def wrap_in_harmony(output: StructuredOutputs, tokenizer: Tokenizer) -> StructuredOutputs:
-    """Make structured output the final message. A client's grammar stays as it is."""
+    """Return structured output as the final message; a client's grammar is returned unchanged."""
     rule = output_rule(output)
     if rule is None:
         return output
@@ -135,7 +136,7 @@ def wrap_in_harmony(output: StructuredOutputs, tokenizer: Tokenizer) -> Structur
 
 
 def harmony_grammar(wanted: CallRules, tokenizer: Tokenizer) -> str:
-    """Return the grammar of one call, which ends an answer in this format."""
+    """Return the grammar of one call; in this format a call ends the answer."""
     message = tag(tokenizer, MESSAGE)
     calls = " | ".join(f"call_{number}" for number in range(len(wanted.tools)))
     rules = [_header(tokenizer), f"call: {quoted(f'commentary {RECIPIENT}{NAMESPACE}')} ({calls})"]

@@ -1,6 +1,6 @@
-"""Calls written as JSON, {"name": "f", "arguments": {...}}, and Hermes' format of them.
+"""Calls written as JSON, {"name": "f", "arguments": {...}}, and Hermes' format.
 
-Hermes' calls, which Qwen3 and many others use, stand between <tool_call> and </tool_call>.
+Hermes' format, which Qwen3 and many others use, puts such calls between <tool_call> and </tool_call>.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from blockdraft.tool_calls.lark import CallRules, json_call_rules, tag, tagged_g
 from blockdraft.tool_calls.reading import AnswerReader, NotACall, Steps
 
 ARGUMENTS = ("arguments", "parameters")
-_HALF = re.compile("[\ud800-\udfff]")  # of a character: no text that is sent may hold it
+_HALF = re.compile("[\ud800-\udfff]")  # lone surrogates, which cannot be sent as UTF-8
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
-OTHERS = ("id", "type")  # with any other member it is not a call, and need not wait
+OTHERS = ("id", "type")  # an object with any other member is not a call
 
 
 class JsonCallReader(AnswerReader):
-    """Reads such calls; a format's subclass reads the tags around them."""
+    """Reads calls written as JSON; a format's subclass reads the tags around them."""
 
     def _read_json_call(self) -> Steps[bool]:
-        """Read a call after its brace, with members in any order. False: its arguments went wrong."""
+        """Read a call after its brace; members have any order. Return False if the arguments are invalid."""
         name, early = "", "{}"
         while (key := (yield from self._read_key())) is not None:
             if key == "name":
@@ -44,7 +44,7 @@ class JsonCallReader(AnswerReader):
         return True
 
     def _read_key(self) -> Steps[str | None]:
-        """Read the name of the next member; None if the object is over."""
+        """Read the name of the next member; return None at the end of the object."""
         if (yield from self._skip_space()) == ",":
             self._at += 1
             yield from self._skip_space()
@@ -68,12 +68,12 @@ class JsonCallReader(AnswerReader):
         return name
 
     def _pass_arguments(self) -> Steps[bool]:
-        """Pass on the arguments as they come, and skip the other members; False: they are no JSON."""
+        """Pass on the arguments as they come, and skip later members. Return False if they are not JSON."""
         try:
             yield from self._read_json(JsonScanner(), is_argument=True)
         except ValueError:
             return False
-        self._mark = self._at  # what is no member of the object is text
+        self._mark = self._at  # anything but another member is text
         try:
             while (yield from self._read_key()) is not None:
                 yield from self._skip_value()
@@ -83,7 +83,7 @@ class JsonCallReader(AnswerReader):
         return True
 
     def _read_early(self) -> Steps[str]:
-        """Read arguments in front of the name: an object, one in a string, or null."""
+        """Read arguments that cannot be streamed: an object before the name, one in a string, or null."""
         character = yield from self._peek()
         if character == "n":
             yield from self._expect("null")
@@ -106,7 +106,7 @@ class JsonCallReader(AnswerReader):
             raise NotACall from None
 
     def _skip_value(self) -> Steps[None]:
-        """Skip the value of a member without a meaning here."""
+        """Skip the value of a member that is not used."""
         if (character := (yield from self._peek())) and character in '{["':
             yield from self._read_value()
         else:

@@ -1,4 +1,4 @@
-"""Scans JSON one character at a time, to find at once where a value ends or goes wrong."""
+"""Scans JSON one character at a time, to find the end of a value, or its first error, at once."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class JsonScanner:
     """Scans one object, array or string. Raises ValueError if the text is not JSON."""
 
     def __init__(self) -> None:
-        self._open: list[str] = []  # the brackets around what comes next
+        self._open: list[str] = []  # the brackets that are open
         self._next: Literal["value", "first", "key", "colon", "end"] = "value"
         self._is_key = False
         self._in_string = False
-        self._is_escape = False  # behind a backslash
+        self._is_escape = False  # after a backslash
         self._num_hex = 0  # digits of a \\u escape that are still to come
         self._scalar = ""
 

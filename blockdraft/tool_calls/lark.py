@@ -1,7 +1,7 @@
 """Grammars of tool calls, in llguidance's dialect of Lark.
 
-Every format has a rule for one call. Around it the grammar is the same: calls and nothing else, or any text,
-in which the grammar applies once a call begins.
+Every format has its own rule for one call. The grammar around it is shared: it allows only calls, or free
+text that becomes bound once a call begins.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ _NO_ARGUMENTS: Mapping[str, object] = {"type": "object", "properties": {}, "addi
 class CallRules:
     """The calls that an answer may or must have, and its structured output without a call."""
 
-    tools: tuple[FunctionTool, ...]  # those that may be called
+    tools: tuple[FunctionTool, ...]  # the tools that may be called
     is_required: bool  # at least one call, and no text
-    is_parallel: bool  # several calls
+    is_parallel: bool  # several calls may follow each other
     other: StructuredOutputs | None = None  # what an answer without a call must be; None: any text
 
 
 def tag(tokenizer: Tokenizer, text: str) -> str:
-    """Return a tag in a grammar: an added token by its number, as llguidance requires; any other as text."""
+    """Return a tag for a grammar: an added token by its id, as llguidance requires; any other tag as text."""
     token_id = tokenizer.token_id(text)
     return f"<[{token_id}]>" if token_id in tokenizer.added_ids else quoted(text)
 
 
 def json_of(schema: Mapping[str, object], *, is_strict: bool = True) -> str:
-    """Return the rule of JSON, spaced as in templates; if not strict, unknown keywords bind nothing."""
+    """Return a rule for JSON of a schema, spaced as in templates; if not strict, ignore unknown keywords."""
     return json_of_output(StructuredOutputs(json=schema, is_lenient=not is_strict))
 
 
@@ -51,14 +51,14 @@ def json_of_output(output: StructuredOutputs) -> str:
 
 
 def arguments_of(tool: FunctionTool, *, is_required: bool) -> Mapping[str, object]:
-    """Return the schema of a call's arguments: the tool's own if it is strict or its call was demanded."""
+    """Return the tool's schema if it is strict or a call is required, else the schema of any object."""
     if not (tool.is_strict or is_required):
         return ANY_OBJECT
     return tool.parameters or _NO_ARGUMENTS
 
 
 def text_pattern(schema: object) -> str:
-    """Return a regex, without slashes around it, for plain text of a schema's length or pattern."""
+    """Return a regex, without slashes around it, for text with a schema's pattern or length."""
     limits = schema if isinstance(schema, Mapping) else {}
     pattern = limits.get("pattern")
     if isinstance(pattern, str):
@@ -73,13 +73,13 @@ def text_pattern(schema: object) -> str:
 
 
 def _slashed(regex: str) -> str:
-    """Return a regex that can stand between slashes; slashes that are escaped already stay so."""
+    """Return a regex that can stand between slashes: escape every slash that is not escaped yet."""
     check_backslash(regex)
     return _ESCAPED.sub(lambda found: "\\/" if found.group() == "/" else found.group(), regex)
 
 
 def output_rule(output: StructuredOutputs) -> str | None:
-    """Return structured output as the right side of a rule; None: a grammar cannot be part of another."""
+    """Return structured output as the right side of a rule; None for a grammar, which cannot be nested."""
     if output.json is not None or output.json_object:
         return json_of_output(output)
     if output.regex is not None:
@@ -90,7 +90,7 @@ def output_rule(output: StructuredOutputs) -> str | None:
 
 
 def json_call_rules(wanted: CallRules, arguments_key: str) -> list[str]:
-    """Return the rule `json_call`, as templates write it, and those of its arguments, a whole schema each."""
+    """Return the rule `json_call`, written as in templates, and the rules of each tool's arguments."""
     rules = [f"json_call: {' | '.join(f'call_{number}' for number in range(len(wanted.tools)))}"]
     for number, tool in enumerate(wanted.tools):
         head = quoted(f'{{"name": "{tool.name}", "{arguments_key}": ')
@@ -108,10 +108,10 @@ def tagged_grammar(
     other = None if wanted.other is None else output_rule(wanted.other)
     more = f"({quoted(separator)} {begin} body)*" if wanted.is_parallel else ""
     if wanted.is_required:
-        first = [f"start: LINES? {begin} body {more}", r"LINES: /\n{1,2}/"]  # as behind thoughts
+        first = [f"start: LINES? {begin} body {more}", r"LINES: /\n{1,2}/"]  # as after thoughts
     elif other is not None:
         first = [f"start: output | {begin} body {more}", f"output: {other}"]
-    elif begin.startswith("<["):  # no text can be mistaken for it
+    elif begin.startswith("<["):  # a token, which no text can contain
         repeated = "*" if wanted.is_parallel else "?"
         first = [f"start: TEXT ({begin} body TEXT){repeated}", "TEXT: /(?s:.*)/"]
     else:

@@ -8,7 +8,7 @@ Paris
 </function>
 </tool_call>
 
-One line end in front of a value and one after it belong to the tags.
+One line end before a value and one after it belong to the tags.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _END = quoted(f"\n{END_PARAMETER}\n")
 
 
 class QwenXmlReader(AnswerReader):
-    """Reads the format; the outer tag may be missing, as models forget it."""
+    """Reads Qwen's calls. The outer tag may be missing, as models sometimes forget it."""
 
     OPENING, CLOSING = (OPEN, FUNCTION), (CLOSE,)
     _END = TagFinder((END_PARAMETER,))
@@ -68,7 +68,7 @@ class QwenXmlReader(AnswerReader):
             separator = ", "
 
     def _read_value(self, schema: object, schemas: Schemas) -> Steps[None]:
-        """Read a value: texts are passed on as they come, all else when it is complete."""
+        """Read a value. Text is passed on as it comes, any other value when it is complete."""
         yield from self._take("\n")
         is_passed, waiting = is_text(schema, schemas), ""
         self._argue('"' if is_passed else "")
@@ -95,7 +95,7 @@ def _escaped(text: str) -> str:
 
 
 def qwen_xml_grammar(wanted: CallRules, tokenizer: Tokenizer) -> str:
-    """Return a grammar with parameters in the order of the schema; optional ones may be left out."""
+    """Return a grammar with parameters in the order of the schema; optional ones may be missing."""
     names = " | ".join(f"call_{number}" for number in range(len(wanted.tools)))
     rules = [f'body: "\\n<function=" ({names}) "</function>\\n" {tag(tokenizer, CLOSE)}']
     for number, tool in enumerate(wanted.tools):
@@ -106,7 +106,7 @@ def qwen_xml_grammar(wanted: CallRules, tokenizer: Tokenizer) -> str:
 
 
 class _Call(ToolRules):
-    """Rules for the call of one tool, whose parameters have its schema."""
+    """The rules for a call of one tool."""
 
     def __init__(self, tool: FunctionTool, schemas: Schemas, name: str) -> None:
         super().__init__(tool, schemas)
@@ -133,7 +133,7 @@ class _Call(ToolRules):
             yield rule if key in required else f"{rule}?"
 
     def _value(self, name: str, schema: object) -> None:
-        """Add the rules of a value, its line ends and its closing tag. Text is plain, all else is JSON."""
+        """Add the rules of a value, its line ends and its closing tag. Text is plain, the rest is JSON."""
         leaves = list(self._leaves(schema))
         rules = [f"{name}_{place}" for place in range(len(leaves))]
         self._add(f"{name}: {' | '.join(rules)}")
@@ -141,7 +141,7 @@ class _Call(ToolRules):
             self._add(*self._leaf(rule, leaf, flat))
 
     def _leaves(self, schema: object) -> Iterator[tuple[object, Flat]]:
-        """Yield the alternatives of a schema if some are of texts, else the schema itself."""
+        """Yield the alternatives of a schema if some are strings, else the schema itself."""
         waiting, seen = [schema], set[frozenset[int]]()
         while waiting:
             part = waiting.pop(0)
@@ -173,7 +173,7 @@ class _Call(ToolRules):
             yield f'{name}: "\\n" ({value}) {_END}'
 
     def _standing_alone(self, schema: object) -> Mapping[str, object]:
-        """Return a schema with all definitions that it needs, directly or through others."""
+        """Return a schema with all definitions that it needs, directly or indirectly."""
         names: dict[str, str] = {}
         waiting: list[str] = []
         found = self._moved(schema, names, waiting)
@@ -185,7 +185,7 @@ class _Call(ToolRules):
         return {**own, "$defs": definitions} if definitions else own
 
     def _moved(self, part: object, names: dict[str, str], waiting: list[str]) -> object:
-        """Return a copy of a schema whose references lead to `$defs`; new ones get a name and wait."""
+        """Return a copy of a schema with references to `$defs`; name new ones and add them to `waiting`."""
         if isinstance(part, list):
             return [self._moved(one, names, waiting) for one in part]
         if not isinstance(part, Mapping):

@@ -1,12 +1,12 @@
 """Reads tool calls from an answer that comes in pieces.
 
 The rules, for every format:
-- The result depends on the whole text alone, never on where it was cut.
-- A call begins when its name is complete, is one of the tools, and its arguments have opened. Until then it
-  waits as a whole. Text that turns out to be no call is content, with every character.
-- From there on its arguments are passed on as they come. If they go wrong later, the rest of the call follows
-  in the arguments as it was written: the client sees JSON that does not parse, and nothing is lost.
-- White space around calls is dropped. If an answer may hold one call only, later ones are left out.
+- The result depends only on the whole text, never on how it was cut into pieces.
+- A call begins when its name is complete, is one of the tools, and its arguments have opened. Until then
+  all of it is held back. Text that turns out not to be a call is passed on unchanged as content.
+- After that, its arguments are passed on as they come. If they turn out to be invalid, the rest of the call
+  follows in the arguments as it was written: the client sees JSON that does not parse, and nothing is lost.
+- White space around calls is dropped. If an answer may hold only one call, later calls are left out.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SPACE = " \t\r\n"
 
 
 class TagFinder:
-    """Finds the first of some tags; of two that begin at one place, the longer."""
+    """Finds the first of several tags; if two begin at the same place, the longer one."""
 
     def __init__(self, tags: Iterable[str]) -> None:
         longest_first = sorted(set(tags), key=len, reverse=True)
@@ -37,7 +37,7 @@ class TagFinder:
         self._longest = max(map(len, longest_first), default=0)
 
     def find(self, text: str, start: int, is_over: bool) -> tuple[int, str | None]:
-        """Return the end of the certain text from `start` on, and the tag behind it; None: no tag yet."""
+        """Return the end of the text that cannot be part of a tag, and the tag that follows, or None."""
         match = self._pattern.search(text, start)
         waiting = len(text) if is_over else self._first_beginning(text, start)
         if match is None or (waiting < len(text) and waiting <= match.start()):
@@ -45,13 +45,13 @@ class TagFinder:
         return match.start(), match.group()
 
     def _first_beginning(self, text: str, start: int) -> int:
-        """Return the place where a tag may begin at the end of the text, or the text's length."""
+        """Return where an unfinished tag may begin at the end of the text; the text's length if none does."""
         places = range(max(start, len(text) - self._longest + 1), len(text))
         return next((at for at in places if text[at:] in self._beginnings), len(text))
 
 
 class TagFilter:
-    """Leaves tags out of a text that comes in pieces."""
+    """Removes tags from a text that comes in pieces."""
 
     def __init__(self, finder: TagFinder) -> None:
         self._finder = finder
@@ -70,14 +70,14 @@ class TagFilter:
 
 
 class NotACall(Exception):
-    """Raised where text only looked like a call."""
+    """Raised when text only looked like a call."""
 
 
 class AnswerReader(ABC):
     """Reads one answer. `hidden` are tags that the client must never see."""
 
     OPENING: tuple[str, ...]  # tags with which a call may begin
-    CLOSING: tuple[str, ...] = ()  # tags with which it ends; stray ones behind a call are dropped
+    CLOSING: tuple[str, ...] = ()  # tags with which it ends; stray ones after a call are dropped
 
     def __init__(
         self, tools: Mapping[str, FunctionTool], *, hidden: Collection[str] = (), max_calls: int | None = None
@@ -90,14 +90,14 @@ class AnswerReader(ABC):
         self._buffer, self._at = "", 0
         self._mark: int | None = None  # where to go back to if this is no call
         self._is_over = False
-        self._space = ""  # white space that may stand in front of a call
+        self._space = ""  # white space that is held back, as a call may follow
         self._is_behind_call = False
         self._spans: list[Span] = []  # what the current push has found, in the answer's order
         self.num_calls = 0
         self._work = self._read()
 
     def push(self, text: str, is_last: bool) -> tuple[Span, ...]:
-        """Return the spans that are certain with this piece, in order; the last piece releases all."""
+        """Return the spans that are certain after this piece, in order. The last piece releases all text."""
         start = self._at if self._mark is None else self._mark
         self._buffer, self._at = self._buffer[start:] + text, self._at - start
         if self._mark is not None:
@@ -128,7 +128,7 @@ class AnswerReader(ABC):
 
     @abstractmethod
     def _read_call(self, opening: str) -> Steps[None]:
-        """Read one call behind its opening tag. Raises NotACall only before the call has begun."""
+        """Read one call after its opening tag. Raises NotACall only before the call has begun."""
 
     # ---- reading
 
@@ -143,7 +143,7 @@ class AnswerReader(ABC):
             yield
 
     def _peek(self) -> Steps[str]:
-        """Return the next character; empty: the answer is over."""
+        """Return the next character, or "" at the end of the answer."""
         if self._mark is not None and self._at - self._mark > MAX_HEAD:
             raise NotACall
         while self._at >= len(self._buffer) and not self._is_over:
@@ -151,7 +151,7 @@ class AnswerReader(ABC):
         return self._buffer[self._at : self._at + 1]
 
     def _skip_space(self) -> Steps[str]:
-        """Return the next character that is no white space, and leave it there."""
+        """Skip white space, and return the next character without taking it."""
         while (character := (yield from self._peek())) and character in SPACE:
             self._at += 1
         return character
@@ -172,7 +172,7 @@ class AnswerReader(ABC):
             raise NotACall
 
     def _take_up_to(self, ends: str) -> Steps[str]:
-        """Take the text in front of the next of these characters."""
+        """Take and return the text up to the next of the characters in `ends`."""
         found = []
         while (character := (yield from self._peek())) and character not in ends:
             found.append(character)
@@ -180,7 +180,7 @@ class AnswerReader(ABC):
         return "".join(found)
 
     def _read_json(self, scanner: JsonScanner, *, is_argument: bool) -> Steps[str]:
-        """Read one JSON value, and pass it on as it comes if `is_argument`; ValueError at its first error."""
+        """Read a JSON value; return it, or pass it on if `is_argument`. Raises ValueError if invalid."""
         found: list[str] = []
         while True:
             is_done = False
@@ -196,7 +196,7 @@ class AnswerReader(ABC):
                 return "".join(found)
 
     def _read_broken(self) -> Steps[None]:
-        """Pass on the rest of a call with broken arguments."""
+        """Pass on the rest of a call whose arguments are invalid."""
         while True:
             end, tag = self._closing.find(self._buffer, self._at, self._is_over)
             self._argue(self._buffer[self._at : end])
@@ -209,7 +209,7 @@ class AnswerReader(ABC):
     # ---- what was read
 
     def _say(self, text: str) -> None:
-        """Add content; white space at its end waits, as a call may follow."""
+        """Add content. White space at its end is held back, as a call may follow."""
         if self._is_behind_call:
             text = text.lstrip(SPACE)
             self._is_behind_call = not text

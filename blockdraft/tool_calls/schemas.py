@@ -1,6 +1,6 @@
 """JSON schemas of tools with references followed and `allOf` merged.
 
-A client's schema may be built to take long: steps are counted, and past a number that grows with the schema
+A client may send a schema that takes very long to follow. Steps are therefore counted, and after a limit
 every part counts as unknown.
 """
 
@@ -13,11 +13,11 @@ from urllib.parse import unquote
 
 Part = Mapping[str, object]
 
-STEPS_PER_NODE = 4  # schemas in use need one; a step takes some 10 microseconds
+STEPS_PER_NODE = 4  # usual schemas need one; a step takes some 10 microseconds
 MAX_STEPS = 20_000  # arbitrary
-READ_STEPS = 4096  # for one call that is read; arbitrary
+READ_STEPS = 4096  # to read one call; arbitrary
 _NOTHING: Part = {"not": {}}  # the schema `false`
-# Keywords that say which values are right. All others are left out: two schemas that differ in them are one.
+# Keywords that decide which values are valid. All others are ignored, also when schemas are compared.
 _MEANT = frozenset(
     {
         *("type", "enum", "const", "anyOf", "oneOf", "not", "if", "then", "else", "format", "pattern"),
@@ -45,7 +45,7 @@ class Flat(NamedTuple):
 
     key: frozenset[int]  # equal for schemas that are made of the same parts
     keywords: Part
-    lost: frozenset[str] = frozenset()  # keywords whose meaning is not in it
+    lost: frozenset[str] = frozenset()  # keywords that `keywords` does not express
 
 
 ANYTHING = Flat(frozenset(), {})
@@ -58,8 +58,8 @@ class Schemas:
     def __init__(self, root: Part, max_steps: int = READ_STEPS) -> None:
         self.root = root
         self._known: dict[frozenset[int], Flat] = {}
-        self._found: dict[int, Flat] = {}  # by the id of the schema that was asked for
-        self._kept: list[Part] = []  # keys are made of ids: none of them may be given to another part
+        self._found: dict[int, Flat] = {}  # by the id() of a schema
+        self._kept: list[Part] = []  # keeps parts alive: keys are made of their ids
         self._num_left = max_steps
 
     def flat(self, schema: object) -> Flat:
@@ -86,7 +86,7 @@ class Schemas:
         return found if is_known else found._replace(lost=found.lost | UNKNOWN.lost)
 
     def _collect(self, schema: object, parts: dict[int, Part]) -> bool:
-        """Add all schemas that must hold at once to `parts`; False if one is unknown, or too many."""
+        """Add all schemas that must hold together to `parts`; return False if one is unknown or too many."""
         waiting, followed, is_known = [schema], set[str](), True
         while waiting:
             part = waiting.pop()
@@ -109,7 +109,7 @@ class Schemas:
         return is_known
 
     def types(self, schema: object) -> frozenset[str]:
-        """Return the JSON types that a schema allows; empty if it does not say."""
+        """Return the JSON types that a schema allows; empty if it does not restrict them."""
         found: set[str] = set()
         waiting, seen = [schema], set[frozenset[int]]()
         while waiting:
@@ -144,7 +144,7 @@ class Schemas:
         return self._below(schema, step)
 
     def _below(self, schema: object, step: Callable[[Part], object]) -> object:
-        """Return the result of `step` for a schema, or for its alternatives."""
+        """Return the result of `step` for a schema; if it is None, the results for its alternatives."""
         flat = self.flat(schema)
         found = step(flat.keywords)
         if found is not None:
@@ -156,7 +156,7 @@ class Schemas:
 
 
 def for_grammar(root: Part) -> Schemas:
-    """Return a schema with room for steps through all of its parts."""
+    """Return a schema with a step limit that grows with the number of its parts."""
     num_nodes, waiting = 0, list[object]([root])
     while waiting:
         part = waiting.pop()
@@ -167,19 +167,19 @@ def for_grammar(root: Part) -> Schemas:
 
 
 def listed(schema: Part, name: str) -> list[object]:
-    """Return the value of a keyword that should be a list."""
+    """Return the value of a keyword if it is a list, else an empty list."""
     value = schema.get(name)
     return value if isinstance(value, list) else []
 
 
 def named(schema: Part, name: str) -> Part:
-    """Return the value of a keyword that should be an object."""
+    """Return the value of a keyword if it is an object, else an empty one."""
     value = schema.get(name)
     return value if isinstance(value, Mapping) else {}
 
 
 def first_items(schema: Part) -> list[object]:
-    """Return the schemas of a list's first items; draft 4 had them in `items`."""
+    """Return the schemas of a list's first items; draft 4 lists them in `items`."""
     return listed(schema, "prefixItems") or listed(schema, "items")
 
 
@@ -232,7 +232,7 @@ def _own_types(keywords: Part) -> set[str]:
         return set(map(type_of, values))
     if "anyOf" in keywords or "oneOf" in keywords:
         return set()
-    # Such a schema also allows values of other types, which nobody means.
+    # Such a schema also allows values of other types, but no author means that.
     return {kind for kind, names in _TYPES_BY_KEYWORD.items() if any(name in keywords for name in names)}
 
 
@@ -256,7 +256,7 @@ def _merged(key: frozenset[int], parts: list[Part]) -> Flat:
 
 
 def _merge_one(keywords: dict[str, object], name: str, value: object) -> Iterator[str]:
-    """Merge `value` into a keyword; yield its name if that is impossible."""
+    """Merge `value` into the keyword `name`; yield the name if that is impossible."""
     old = keywords[name]
     if name in (*_LARGEST, *_SMALLEST) and isinstance(old, int | float) and isinstance(value, int | float):
         keywords[name] = max(old, value) if name in _LARGEST else min(old, value)
@@ -288,7 +288,7 @@ def _common_types(one: object, other: object) -> list[str]:
 
 
 def _closed_to_others(parts: list[Part]) -> Iterator[str]:
-    """Yield additionalProperties if a part forbids properties of others: no merged keyword can say so."""
+    """Yield additionalProperties if a part forbids another's properties: no merged keyword expresses it."""
     names = {name for part in parts for name in named(part, "properties")}
     for part in parts:
         is_closed = part.get("additionalProperties", True) not in (True, {})

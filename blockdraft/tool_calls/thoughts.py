@@ -1,7 +1,8 @@
 """Separates the thoughts of thinking models from their answers, as the text streams.
 
 A thinking model writes its thoughts between two tags, before the answer. Some chat templates write the first
-tag themselves, so that an answer begins inside its thoughts. The pieces of the text do not change the result.
+tag themselves, so that an answer begins inside its thoughts. The result does not depend on how the text is
+cut into pieces.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from typing import Literal, NamedTuple
 from blockdraft.text.tokenizer import Tokenizer
 from blockdraft.tool_calls.reading import TagFinder
 
-_TAIL_TOKENS = 8  # enough for the tag and the white space a template may write behind it
-# The tags of each family. The first token of either tag says enough: what follows it is text of the tag.
+_TAIL_TOKENS = 8  # enough for the tag and the white space that a template may write after it
+# The tags of each family. The first token identifies a tag; the rest of the tag is plain text.
 _FAMILIES = (
     ("<think>", "", "</think>"),
     ("<|channel>", "thought", "<channel|>"),  # Gemma 4
@@ -32,7 +33,7 @@ class Tags:
     close: str
     open_ids: tuple[int, ...]
     close_ids: tuple[int, ...]
-    special: tuple[str, ...] = ()  # those that are special tokens, which do not show in a text by themselves
+    special: tuple[str, ...] = ()  # the tags that are special tokens, which decoding may skip
 
 
 def find_tags(tokenizer: Tokenizer) -> Tags | None:
@@ -79,10 +80,10 @@ class Split(NamedTuple):
 
 
 class Splitter:
-    """Divides one answer. Line ends next to a tag belong to neither part.
+    """Splits one answer into thoughts and content. Line ends next to a tag belong to neither.
 
-    before: blank so far, the opening tag may come   inside: thoughts
-    after: behind the closing tag, line ends are dropped   content: all the rest
+    States: before (only white space so far), inside (thoughts), after (the closing tag came; line ends are
+    dropped), content (the rest).
     """
 
     def __init__(self, tags: Tags, *, is_inside: bool) -> None:
@@ -92,7 +93,7 @@ class Splitter:
         self._has_reasoning = False
 
     def push(self, text: str, is_last: bool) -> Split:
-        """Divide a piece. A possible tag, and a line end in front of one, wait until the last push."""
+        """Split a piece. Hold back what may be a tag, and line ends before a tag, until that is decided."""
         self._held += text
         reasoning = ""
         if self._state == "before":

@@ -1,7 +1,7 @@
-"""Turns the engine's deltas into the pieces of an answer: thoughts and tool calls apart, draft marks, counts.
+"""Turns the engine's deltas into pieces of an answer, with separate thoughts and tool calls, and counts.
 
-There is one `AnswerChoice` per choice of a request. It keeps what a whole answer needs, so that the same code
-makes streamed and whole answers.
+There is one `AnswerChoice` per choice of a request. It keeps everything that a whole answer needs, so that
+the same code makes streamed and whole answers.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class AnswerPiece:
-    """The part of a choice that one step adds. Never changed, but not frozen, which is slower to make."""
+    """The part of a choice that one step adds. Do not change it; frozen classes are slower to make."""
 
-    spans: tuple[Span, ...]  # thoughts, text and calls in the answer's order; below by kind
+    spans: tuple[Span, ...]  # thoughts, text and calls in order; the next fields hold them by kind
     text: str
     reasoning: str
     tool_calls: tuple[ToolCallPiece, ...]
@@ -44,17 +44,17 @@ class AnswerPiece:
 
 @dataclass(slots=True)
 class AnswerChoice:
-    """One choice as it comes in. Parts that the request does not need are None."""
+    """One choice, collected delta by delta. Readers and counters that the request does not need are None."""
 
     index: int
     prompt: int  # which of the request's prompts
-    markup: TagFilter | None = None  # leaves out special tokens that only the server needs
+    markup: TagFilter | None = None  # removes special tokens that only the server needs
     splitter: Splitter | None = None
     reader: AnswerReader | None = None
     counter: ThoughtCounter | None = None
     drafts: DraftMarks | None = None
     tools: Mapping[str, FunctionTool] = field(default_factory=dict)  # calls of these are checked
-    is_dropped: bool = False  # the request asks for the prompt only: the answer is not shown
+    is_dropped: bool = False  # the request asks only for the prompt: the answer is not sent
 
     pieces: list[AnswerPiece] = field(default_factory=list)
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
@@ -63,7 +63,7 @@ class AnswerChoice:
     invalid_calls: list[schemas.InvalidCall] = field(default_factory=list)  # known when the answer is over
 
     def push(self, delta: Delta) -> AnswerPiece:
-        """Remember and return what `delta` adds."""
+        """Return the piece that `delta` adds, and keep it."""
         is_last = delta.finish_reason is not None
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs = delta.prompt_logprobs
@@ -92,7 +92,7 @@ class AnswerChoice:
         return piece
 
     def _divide(self, text: str, is_last: bool) -> tuple[Span, ...]:
-        """Return the text as thoughts, text and calls; no span is empty."""
+        """Split the text into spans of thoughts, text and calls; no span is empty."""
         reasoning = ""
         if self.markup is not None:
             text = self.markup.push(text, is_last)
@@ -105,7 +105,7 @@ class AnswerChoice:
         return (Span("reasoning", reasoning), *spans) if reasoning else spans
 
     def _end(self, delta: Delta) -> AnswerEnd | None:
-        """Return the finish reason: "tool_calls" if there was a call and the model stopped by itself."""
+        """Return the finish reason: "tool_calls" if there was a call and the model ended the answer."""
         if delta.finish_reason is not None and self.is_dropped:
             return "length"
         if delta.finish_reason == "stop" and self.reader is not None and self.reader.num_calls:
@@ -127,7 +127,7 @@ class AnswerChoice:
 
     @property
     def tool_calls(self) -> list[schemas.ToolCall]:
-        """Return the complete calls."""
+        """Return the calls, joined from their pieces."""
         calls: list[schemas.ToolCall] = []
         for call in (call for piece in self.pieces for call in piece.tool_calls):
             if call.id is not None:
@@ -137,7 +137,7 @@ class AnswerChoice:
         return calls
 
     def _check_calls(self) -> Iterator[schemas.InvalidCall]:
-        """Yield the calls that do not match their tool's schema. They are sent anyway, and named."""
+        """Yield the calls that do not match their tool's schema. They are sent, and reported as invalid."""
         for index, call in enumerate(self.tool_calls):
             name, arguments = call["function"]["name"], call["function"]["arguments"]
             problem = call_problem(arguments, self.tools[name])
@@ -163,7 +163,7 @@ class AnswerChoice:
 
 
 class DraftMarks:
-    """Marks for each step which tokens were accepted drafts. The texts join to the answer's."""
+    """Marks which tokens of each step were accepted drafts. The tokens' texts add up to the answer's text."""
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Items[int], *, skip_special_tokens: bool) -> None:
         self._detokenizer = Detokenizer(tokenizer, prompt_ids, skip_special_tokens)
@@ -221,7 +221,7 @@ def _speculative(found: Items[Metrics], steps: Items[schemas.DraftStep]) -> sche
 
 
 def _summed(rows: Items[tuple[int, ...]]) -> list[int]:
-    """Return the sums by position; short rows count as zeros."""
+    """Return the sums by position; positions missing in a shorter tuple count as zeros."""
     return [sum(column) for column in zip_longest(*rows, fillvalue=0)]
 
 

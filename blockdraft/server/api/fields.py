@@ -41,7 +41,7 @@ MAX_SHOWN = 16  # names in one header; arbitrary, as the next one
 MAX_LOGGED = 256  # different names that are logged
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.-]")
 
-# Fields that would change the answer, with the values that ask for nothing.
+# Fields that would change the answer, with the values that change nothing.
 Unsupported = Mapping[str, tuple[object, ...]]
 _UNSUPPORTED: Unsupported = {
     **dict.fromkeys(("audio", "chat_template", "kv_transfer_params", "prompt_embeds"), ()),
@@ -56,7 +56,7 @@ _UNSUPPORTED: Unsupported = {
     "use_beam_search": (False,),
     "web_search_options": (),
 }
-# Fields that change nothing an answer shows: this server may leave them out of account.
+# Fields that do not change the answer: this server ignores them.
 _HARMLESS = frozenset(
     {
         *("metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier"),
@@ -78,7 +78,7 @@ log = logging.getLogger(__name__)
 
 
 class StrictFields(BaseModel):
-    """An object in a body: nothing is converted, and unknown fields are left out."""
+    """An object in a body. Types are not converted, and unknown fields are ignored."""
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True, populate_by_name=True)
 
@@ -87,7 +87,7 @@ BodyT = TypeVar("BodyT", bound="AnyBody")
 
 
 class AnyBody(StrictFields):
-    """A whole body; any may name the model it is meant for."""
+    """A request's body; it may name the model."""
 
     UNSUPPORTED: ClassVar[Unsupported] = _UNSUPPORTED
     HARMLESS: ClassVar[frozenset[str]] = _HARMLESS
@@ -97,11 +97,11 @@ class AnyBody(StrictFields):
 
     @property
     def ignored_fields(self) -> tuple[str, ...]:
-        """Return the names in the body that the API does not know, `temprature` for one."""
+        """Return the names of fields that the API does not know, such as `temprature`."""
         return self._ignored
 
     def check(self) -> None:
-        """Raise RequestError for fields that do not go together."""
+        """Raise RequestError for fields that contradict each other."""
 
 
 # ---- types of fields
@@ -113,7 +113,7 @@ StopString = Annotated[str, Field(max_length=MAX_STOP_CHARS)]
 
 
 def needs(name: str, value: str, other: str) -> JsonDict:
-    """Return the schema of an object that needs the field `other` if `name` has this value."""
+    """Return the schema of an object in which `other` is required if the field `name` has this value."""
     then: JsonDict = {"required": [other], "properties": {other: {"not": {"type": "null"}}}}
     return {"if": {"required": [name], "properties": {name: {"const": value}}}, "then": then}
 
@@ -153,7 +153,7 @@ TemplateKwargs = Annotated[
 
 
 class Speculative(StrictFields):
-    """Speculation for this request: `width` is the block's width (1: none, null: the server's)."""
+    """Speculation for this request: `width` is the block's width (1: no speculation, null: the default)."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
@@ -162,7 +162,7 @@ class Speculative(StrictFields):
 
 
 def _as_speculative(value: object) -> object:
-    """Return the fields for a boolean: false is no speculation, true the server's."""
+    """Return a boolean as fields: false turns speculation off, true takes the server's default."""
     if isinstance(value, bool):
         return {} if value else {"width": 1}
     return {name: whole(item) for name, item in value.items()} if isinstance(value, dict) else value
@@ -176,7 +176,7 @@ SpeculativeField = Annotated[
 
 
 def parse(kind: type[BodyT], body: bytes) -> BodyT:
-    """Read a request. Raises RequestError, which names the field at fault."""
+    """Read a request's body. Raises RequestError, which names the field at fault."""
     given = {name: whole(value) for name, value in parse_object(body).items() if value is not None}
     for name, neutral in kind.UNSUPPORTED.items():
         if name in given and not any(_is_same(given[name], one) for one in neutral):
@@ -188,12 +188,12 @@ def parse(kind: type[BodyT], body: bytes) -> BodyT:
 
 
 def _is_same(value: object, other: object) -> bool:
-    """Return whether two values are equal in JSON, where false is not 0."""
+    """Return whether two values are equal in JSON, in which false is not 0."""
     return isinstance(value, bool) is isinstance(other, bool) and value == other
 
 
 def validate(kind: type[BodyT], given: Mapping[str, object]) -> BodyT:
-    """Return the fields as a request of this kind. Raises RequestError."""
+    """Return a request of this kind, made from the fields. Raises RequestError."""
     try:
         asked = kind.model_validate(given)
     except ValidationError as error:
@@ -207,7 +207,7 @@ def validate(kind: type[BodyT], given: Mapping[str, object]) -> BodyT:
 
 
 def _path(given: object, error: ErrorDetails) -> Iterator[str | int]:
-    """Yield the path of an error in the body, without the names of types that pydantic puts in."""
+    """Yield the path of an error in the body, without the type names that pydantic adds."""
     value = given
     for number, part in enumerate(error["loc"]):
         is_missing = error["type"] == "missing" and number == len(error["loc"]) - 1
@@ -220,7 +220,7 @@ def _path(given: object, error: ErrorDetails) -> Iterator[str | int]:
 
 
 def _likeliest(errors: list[ErrorDetails]) -> ErrorDetails:
-    """Return the error of the type that the value comes nearest to, if a field may have several."""
+    """Return the error that lies deepest in the first wrong field: its type is the likeliest one meant."""
     same = (one for one in errors if one["loc"][:1] == errors[0]["loc"][:1])
     return max(same, key=lambda one: (len(one["loc"]), not one["type"].endswith("_type")))
 
@@ -230,7 +230,7 @@ def _likeliest(errors: list[ErrorDetails]) -> ErrorDetails:
 
 @contextmanager
 def field_at_fault(field: str) -> Iterator[None]:
-    """Give a RequestError without a field this one. Also a decorator."""
+    """Add this field to a RequestError that names none. Also works as a decorator."""
     try:
         yield
     except RequestError as error:
@@ -239,7 +239,7 @@ def field_at_fault(field: str) -> Iterator[None]:
 
 @contextmanager
 def renamed(names: Mapping[str, str]) -> Iterator[None]:
-    """Let errors about a field of a chat request name the field that it was made from."""
+    """Change errors about a field of a chat request to name the original field that it was made from."""
     try:
         yield
     except RequestError as error:
@@ -251,13 +251,13 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
 
 
 class IgnoredFields:
-    """Names ignored fields in a header, so that a typo is noticed, and each name once in the log."""
+    """Reports ignored fields, so that typos are noticed: in a header, and once per name in the log."""
 
     def __init__(self) -> None:
         self._logged: set[str] = set()
 
     def tell(self, response: Response, asked: AnyBody) -> Response:
-        """Return the response, with the header if fields were ignored."""
+        """Return the response, with the header if the request had ignored fields."""
         if asked.ignored_fields:
             names = [_UNSAFE.sub("?", name) for name in asked.ignored_fields[:MAX_SHOWN]]
             response.headers[IGNORED_HEADER] = ", ".join(names)

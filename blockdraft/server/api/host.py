@@ -1,4 +1,4 @@
-"""ApiHost: answers the requests of every API with one engine, and the routes of OpenAI's older two."""
+"""ApiHost: answers the requests of every API with one engine; routes of chat and text completions."""
 
 from __future__ import annotations
 
@@ -54,15 +54,18 @@ from blockdraft.text.tokenizer import Tokenizer
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Ask = Callable[[], ChatRequest]  # takes long where the body is long
+Ask = Callable[[], ChatRequest]  # takes long for a long body
 MakeWriter = Callable[[ChatAnswer], Writer]
-LARGE_BODY_BYTES = 1 << 16  # parsed beside the event loop; arbitrary
-SHORT_BODY_BYTES = 1 << 12  # whose text is encoded at once: a thread would take longer to come to it
-CLIENT_GONE = 499  # nginx's number; nobody is left to read it
+LARGE_BODY_BYTES = 1 << 16  # larger bodies are parsed in a thread; arbitrary
+SHORT_BODY_BYTES = 1 << 12  # its text is encoded at once: a thread would take longer to start
+CLIENT_GONE = 499  # nginx's number; the client has gone and cannot read it
 
 
 class ApiHost:
-    """`name` is what clients call the model, `tool_format` how it writes tool calls."""
+    """Answers the requests of all APIs with one engine.
+
+    `name` is the model's name for clients; `tool_format` names its format of tool calls.
+    """
 
     def __init__(self, engine: RemoteEngine, name: str, tool_format: str) -> None:
         self.engine = engine
@@ -83,7 +86,7 @@ class ApiHost:
         ]
 
     async def models(self, request: Request) -> Response:
-        """Return the list of models: one."""
+        """Return the list of models, which holds one model."""
         model, query = self._model(request), request.query_params
         if VERSION_HEADER not in request.headers:
             return JSONResponse({"object": "list", "data": [model]})
@@ -97,7 +100,7 @@ class ApiHost:
         return JSONResponse(model)
 
     def _model(self, request: Request) -> ModelCard | ModelInfo:
-        """Return the model in the shape that the client's API has."""
+        """Return the model as the client's API describes it."""
         _, info = self._ready()
         if VERSION_HEADER in request.headers:
             begun = datetime.fromtimestamp(self._created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
@@ -166,7 +169,7 @@ class ApiHost:
         )
 
     async def converse(self, request: Request, ask: Ask, head: AnswerObject, writer: MakeWriter) -> Response:
-        """Answer a conversation in the words of any API."""
+        """Answer a conversation of any API."""
         size = len(await request.body())
         return await self._answer(request, self._chat(ask, size, head, writer))
 
@@ -200,7 +203,7 @@ class ApiHost:
         return self.head(name)
 
     def head(self, name: str) -> AnswerObject:
-        """Return what all objects of one answer begin with."""
+        """Return the fields that all objects of one answer begin with."""
         _, info = self._ready()
         return {
             "id": name,
@@ -219,7 +222,7 @@ class ApiHost:
             return await respond(writer(answer), streams, is_stream=is_stream, num_prompt_tokens=num_prompt)
 
     async def _prepare(self, ask: Ask, size: int) -> PreparedChat:
-        """Return the request as the engine takes it; `size` is that of its body."""
+        """Return the request as the engine takes it; `size` is the body's size in bytes."""
         tokenizer, info = self._ready()
         dialect = self._dialect(tokenizer)
         if size > SHORT_BODY_BYTES:
@@ -247,7 +250,7 @@ class ApiHost:
             return await respond(answer, streams, is_stream=asked.stream, num_prompt_tokens=num_prompt)
 
     async def _submit(self, prompts: Items[Items[int]], sampling: SamplingParams) -> list[Stream]:
-        """Queue all of them or none: if one raises an error, the streams of the others are closed."""
+        """Queue all prompts or none: if one raises an error, the streams of the others are closed."""
         if len(prompts) == 1:
             return [await self.engine.submit(prompts[0], sampling)]
         asked = [asyncio.ensure_future(self.engine.submit(prompt_ids, sampling)) for prompt_ids in prompts]
@@ -263,7 +266,7 @@ class ApiHost:
 
 
 async def _beside(size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Do `work` on the text of a body of `size` bytes, in a thread if it is long, so that streams go on."""
+    """Run `work`, in a thread if the body is long (`size` in bytes), so that it does not hold up streams."""
     if size <= SHORT_BODY_BYTES:
         return work(*args, **kwargs)
     return await run_in_threadpool(work, *args, **kwargs)

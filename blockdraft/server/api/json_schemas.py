@@ -1,5 +1,5 @@
-"""Checks clients' JSON schemas for plain mistakes, so that the error can name the field. The grammar
-interprets a schema, and refuses schemas that nothing can match.
+"""Checks clients' JSON schemas for simple mistakes, so that the error can name the field. The grammar
+interprets the schema later, and refuses schemas that no value can match.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NAMED = ("properties", "patternProperties", "$defs", "definitions")
 
 
 def _from_text(value: object) -> object:
-    """vLLM takes a schema as JSON text, too."""
+    """Parse a schema that is given as JSON text, as vLLM allows."""
     if not isinstance(value, str):
         return value
     try:
@@ -33,7 +33,7 @@ def _from_text(value: object) -> object:
 
 
 def check_schema(schema: dict[str, object]) -> dict[str, object]:
-    """Return the schema. Raises for types that JSON does not have and for parts that are no schemas."""
+    """Return the schema. Raises PydanticCustomError for unknown types and for parts that are not schemas."""
     waiting: list[object] = [schema]
     while waiting:
         part = waiting.pop()
@@ -92,7 +92,7 @@ def _checked(schema: dict[str, object], name: str, kind: type[T], what: str) -> 
 
 
 def _shape() -> dict[str, object]:
-    """Return the first level of a schema, for /openapi.json."""
+    """Return a schema of schemas, only of their first level, for /openapi.json."""
     inner = {"type": ["object", "boolean"]}
     kind = {"enum": sorted(_TYPES)}
     return {

@@ -1,4 +1,4 @@
-"""The OpenAPI document, made of the models that read requests and the schemas that answer them."""
+"""Builds the OpenAPI document from the models of requests and the schemas of answers."""
 
 from __future__ import annotations
 
@@ -65,22 +65,22 @@ class _Operation:
     method: str
     path: str
     summary: str
-    answer: type | None  # None: text
+    answer: type | None  # None: the answer is text
     failures: tuple[int, ...] = _PROBE
     takes: type[fields.AnyBody] | None = None
-    events: type | None = None  # of the stream, where there is one
+    events: type | None = None  # of the stream, if the operation has one
     error: type = replies.Error
     parameters: tuple[Json, ...] = ()  # in the query and in headers
     is_served: bool = True  # False: every request is refused
 
     @property
     def failed(self) -> type:
-        """Return the answer with status 503: for probes their own, for all others an error."""
+        """Return the type of the answer with status 503: a probe's own, or an error for other operations."""
         return self.answer if self.answer in (schemas.Status, schemas.Start) else self.error
 
     @property
     def has_named_events(self) -> bool:
-        """Return whether each event has a name, and no [DONE] follows the last."""
+        """Return whether each event has a name and the stream has no final [DONE]."""
         return self.events not in (chat.ChatChunk, chat.TextChunk)
 
 
@@ -92,7 +92,7 @@ def _asked(name: str, *, where: str = "query", **schema: object) -> Json:
 def _post(
     path: str, summary: str, takes: type[fields.AnyBody], answer: type, events: object = None
 ) -> _Operation:
-    """Return an operation that computes: one with events generates an answer."""
+    """Return a POST operation; it generates an answer if it has `events`."""
     failures = _TOKENS if events is None else _GENERATION
     stream = cast(type | None, events)  # it may be a union
     if path.startswith("/v1/messages"):
@@ -217,7 +217,7 @@ class EngineLimits:
 
 @functools.cache
 def openapi(limits: EngineLimits | None = None) -> Json:
-    """Return the document. Without `limits` those of the engine are left out, as before it is ready."""
+    """Return the document. `limits` is None before the engine is ready; its limits are then left out."""
     adapters: list[tuple[type, JsonSchemaMode, TypeAdapter[object]]] = []
     for item in _OPERATIONS:
         if item.takes is not None:
@@ -247,7 +247,7 @@ def openapi(limits: EngineLimits | None = None) -> Json:
 
 
 def _complete(schema: Json, kind: type[fields.AnyBody]) -> None:
-    """Allow null for fields that may be left out, and only neutral values for unsupported ones."""
+    """Allow null for optional fields, and add unsupported fields with only their neutral values."""
     required = schema.get("required", [])
     properties = schema["properties"]
     assert isinstance(properties, dict)
@@ -260,7 +260,7 @@ def _complete(schema: Json, kind: type[fields.AnyBody]) -> None:
 
 
 def _set_limits(part: object, limits: EngineLimits | None) -> None:
-    """Replace the marks in the schemas by the engine's limits."""
+    """Replace the marks in the schemas with the engine's limits."""
     if isinstance(part, dict):
         if part.pop(TOKEN_MARK, False) and limits is not None:
             part["maximum"] = limits.vocab_size - 1
@@ -271,7 +271,7 @@ def _set_limits(part: object, limits: EngineLimits | None) -> None:
 
 
 def _event(data: Json, error: Json, *, is_named: bool) -> Json:
-    """Return an event of a stream: a chunk, an error that ends it early, or an unnamed [DONE]."""
+    """Return the schema of a stream's event: a chunk, an error that ends the stream, or an unnamed [DONE]."""
     chunk: Json = {"type": "string", "contentMediaType": _JSON, "contentSchema": {"anyOf": [data, error]}}
     if is_named:
         named: Json = {"event": {"type": "string"}, "data": chunk}

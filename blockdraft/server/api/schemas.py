@@ -1,6 +1,6 @@
 """The objects that all APIs answer with: usage, the model, and the state of the server.
 
-Plain dictionaries at run time, checked by mypy where they are made, and the schemas of the OpenAPI document.
+They are plain dictionaries, whose types mypy checks, and the schemas of the OpenAPI document.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Usage(TypedDict):
 class AnswerObject(TypedDict):
     """The fields that every object of one answer repeats; `created` is in seconds since 1970.
 
-    Equal fingerprints, requests and seeds give equal tokens; null: answers cannot be repeated.
+    Equal fingerprints, requests and seeds give equal tokens. With null, answers cannot be repeated.
     """
 
     id: str
@@ -50,7 +50,7 @@ class AnswerObject(TypedDict):
 
 
 class ModelCard(TypedDict):
-    """The model that is served; `id` is what requests call it, `root` its id on the hub or its path."""
+    """The model that is served; `id` is its name in requests, `root` its id on the hub or its path."""
 
     id: str
     object: Literal["model"]
@@ -63,7 +63,7 @@ class ModelCard(TypedDict):
 
 
 class ModelList(TypedDict):
-    """The models that are served: one."""
+    """The models that are served. There is only one."""
 
     object: Literal["list"]
     data: list[ModelCard]
@@ -92,7 +92,7 @@ class StartPhase(TypedDict):
 
 
 class AnswerFingerprint(TypedDict):
-    """What decides an answer's tokens; `id` is `system_fingerprint`, null for a `reason`."""
+    """Everything that decides an answer's tokens. `id` is `system_fingerprint`, or null for a `reason`."""
 
     id: str | None
     parts: dict[str, str]
@@ -106,8 +106,8 @@ class Start(TypedDict):
     seconds: float
     phases: list[StartPhase]
     warnings: list[str]
-    chosen: list[str]  # of a GGUF file given by its path: drafter, weights and sampling, and why
+    chosen: list[str]  # choices for a GGUF file given by its path (drafter, weights, sampling), and why
     error: str | None
-    sampling: NotRequired[dict[str, float]]  # of requests that do not say
+    sampling: NotRequired[dict[str, float]]  # defaults for requests that do not set them
     fingerprint: NotRequired[AnswerFingerprint]
-    speculation: NotRequired[str]  # whether drafts pay now, or before the first answer to begin with
+    speculation: NotRequired[str]  # whether drafts pay off now; before the first answer, at the start

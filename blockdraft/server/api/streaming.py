@@ -1,4 +1,4 @@
-"""An answer on its way to the client, whole or as events, over the engine's streams."""
+"""Sends answers to clients, whole or as events, from the engine's streams."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from blockdraft.server.http.replies import STREAM_HEADERS
 
 
 class Writer(ABC):
-    """Writes an answer in the words of one API; `prompt` says which prompt a delta answers."""
+    """Writes an answer as one API does; `prompt` is the index of the prompt that a delta answers."""
 
     @abstractmethod
     def take(self, prompt: int, delta: Delta) -> None:
-        """Remember a delta for `whole`."""
+        """Keep a delta for `whole`."""
 
     @abstractmethod
     def whole(self) -> Mapping[str, object]:
-        """Return the complete answer, when all deltas are in."""
+        """Return the complete answer, after the last delta."""
 
     @abstractmethod
     def event(self, prompt: int, delta: Delta) -> str | None:
-        """Take a delta, and return the text to write for it, or None."""
+        """Take a delta, and return the text to write for it; None if there is none."""
 
     @abstractmethod
     def end(self) -> str:
@@ -46,21 +46,21 @@ class Writer(ABC):
 async def respond(
     answer: Writer, streams: Items[Stream], *, is_stream: bool, num_prompt_tokens: int = 0
 ) -> Response:
-    """Return the response once it can begin: earlier errors and timeouts can then still set the status."""
+    """Return the response once it can begin, so that earlier errors and timeouts can set the status."""
     with ExitStack() as opened:
         for stream in streams:
             opened.enter_context(closing(stream))
         if is_stream:
             events = EventSource(answer, streams)
             events.first = await events.next_text()
-            opened.pop_all()  # from here on they are the response's to close
+            opened.pop_all()  # from here on the response closes them
             return AnswerEvents(events)
         size = await _take_all(answer, streams)
         return await json_response(answer.whole, size + num_prompt_tokens)
 
 
 async def _take_all(answer: Writer, streams: Items[Stream]) -> int:
-    """Take all deltas as they come, and return their size. An error of one stream is raised at once."""
+    """Take all deltas as they come, and return their size. Raises an error of any stream at once."""
     news, size = asyncio.Event(), 0
     for stream in streams:
         stream.listen(news.set)
@@ -76,22 +76,22 @@ async def _take_all(answer: Writer, streams: Items[Stream]) -> int:
 
 
 def _going_on(delta: Delta) -> Delta:
-    """Return the delta. Raises RequestError if the engine gave up on its structured output."""
+    """Return the delta. Raises RequestError if the engine could not complete the structured output."""
     if delta.finish_reason == "abort" and delta.stop_reason is not None:
         raise RequestError(str(delta.stop_reason), "structured_outputs")
     return delta
 
 
 class EventSource:
-    """The events of an answer, made from its streams' deltas when the connection takes them."""
+    """Makes the events of an answer from its streams' deltas, when the connection takes them."""
 
     def __init__(self, answer: Writer, streams: Items[Stream]) -> None:
-        self.first = ""  # what the answer begins with
+        self.first = ""  # the first events of the answer
         self.is_over = False  # the last event has been taken
         self._answer = answer
         self._streams = streams
         self._has_begun = False
-        self._beside: asyncio.Future[str | None] | None = None  # a large event that a thread writes
+        self._beside: asyncio.Future[str | None] | None = None  # a large event that a thread is writing
         self._news = asyncio.Event()
         self._listen(self._news.set)
 
@@ -101,9 +101,9 @@ class EventSource:
             stream.listen(on_news)
 
     def take(self) -> str:
-        """Return all events that can be made now, as one text. An error before the first is raised.
+        """Return all events that can be made now, as one text. Raises an error that precedes the first event.
 
-        A write costs more than making an event, so all waiting events are written together.
+        Writing costs more than making an event, so all waiting events are written together.
         """
         held = ""
         try:
@@ -123,7 +123,7 @@ class EventSource:
         return held
 
     def _event(self, prompt: int, delta: Delta) -> str:
-        """Write the delta, or have a thread write it if it is large."""
+        """Return the event of a delta; if it is large, return "" and let a thread write it."""
         if delta.prompt_logprobs is None or size_of(delta) <= LARGE_ANSWER:
             return self._answer.event(prompt, delta) or ""
         self._beside = beside(self._answer.event, prompt, delta)
@@ -131,14 +131,14 @@ class EventSource:
         return ""
 
     def _written_beside(self) -> str:
-        """Return the event that a thread writes, if it is complete."""
+        """Return the event that a thread has written; "" if it is not complete."""
         if self._beside is None or not self._beside.done():
             return ""
         written, self._beside = self._beside.result(), None
         return written or ""
 
     async def next_text(self) -> str:
-        """Wait for events, and return all as one text."""
+        """Wait for events, and return all of them as one text."""
         while not (text := self.take()):
             self._news.clear()
             await self._news.wait()
@@ -169,7 +169,7 @@ class EventSource:
             return
         text = self.take()
         if self.is_over:
-            exchange.end(text.encode())  # with the last event goes the end: one write, not two
+            exchange.end(text.encode())  # one write for the last event and the end
         elif text:
             exchange.write(text.encode())
 
@@ -179,7 +179,7 @@ class EventSource:
 
 
 class AnswerEvents(Response):
-    """Server-sent events of streams that are closed with the connection. The last one is DONE."""
+    """A response of server-sent events. The engine's streams are closed when it ends."""
 
     def __init__(self, events: EventSource) -> None:
         super().__init__(media_type="text/event-stream", headers=STREAM_HEADERS)

@@ -13,14 +13,14 @@ from blockdraft.grammar.structured_output import MAX_CHOICES, StructuredOutputs
 from blockdraft.server.api.fields import StrictFields, renamed
 from blockdraft.server.api.json_schemas import Schema, SchemaOrText
 
-ANY_WHITESPACE = r"[ \n\r\t]{1,32}"  # without a bound, small models may write blanks for ever
+ANY_WHITESPACE = r"[ \n\r\t]{1,32}"  # without a limit, small models may write blanks forever
 
 Grammar = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_CHARS)]
 Choices = Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES)]
 
 
 class JsonSchemaFormat(StrictFields):
-    """OpenAI's way to send a schema. Unknown keywords are refused if strict, and ignored if not."""
+    """A schema as OpenAI sends it. Unknown keywords are refused if strict, else ignored."""
 
     name: str | None = None
     description: str | None = None
@@ -29,14 +29,14 @@ class JsonSchemaFormat(StrictFields):
 
 
 class ResponseFormat(StrictFields):
-    """OpenAI's way to ask. `schema` is llama.cpp's way, beside json_object."""
+    """OpenAI's field for structured output. llama.cpp sends `schema` with the type json_object."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
     schema_: Schema | None = Field(default=None, alias="schema")
 
     def structured_output(self, whitespace: str | None) -> StructuredOutputs | None:
-        """`whitespace` is a regex of the white space in JSON."""
+        """Return the structured output; None for text. `whitespace` is a regex of the white space in JSON."""
         if self.type == "text":
             return None
         schema, is_strict = self.schema_, False
@@ -52,19 +52,19 @@ class ResponseFormat(StrictFields):
 
 
 class StructuredFields(StrictFields):
-    """vLLM's way to ask: one of these."""
+    """vLLM's fields for structured output; one of them may be set."""
 
     json_: SchemaOrText | None = Field(default=None, alias="json")
     json_object: bool | None = None
     regex: Grammar | None = None
     choice: Choices | None = None
     grammar: Grammar | None = None
-    whitespace_pattern: Grammar | None = None  # a regex of the white space between the parts of JSON
+    whitespace_pattern: Grammar | None = None  # a regex of the white space in JSON
     disable_any_whitespace: bool | None = None  # false: the model chooses the white space of JSON
 
     @property
     def structured_outputs(self) -> list[StructuredOutputs]:
-        """Return all that are asked for."""
+        """Return all structured outputs that are requested."""
         whitespace = self.whitespace_pattern
         if whitespace is None and self.disable_any_whitespace is False:
             whitespace = ANY_WHITESPACE
@@ -74,7 +74,7 @@ class StructuredFields(StrictFields):
 
 
 def _output(name: str, value: object, whitespace: str | None) -> StructuredOutputs:
-    """Return one structured output; only JSON has white space of its own."""
+    """Return one structured output; `whitespace` applies only to JSON."""
     given: dict[str, Any] = {name: value}
     if name in ("json", "json_object"):
         given["whitespace_pattern"] = whitespace
@@ -82,7 +82,7 @@ def _output(name: str, value: object, whitespace: str | None) -> StructuredOutpu
 
 
 class StructuredOutputFields(StrictFields):
-    """All fields for structured output. Only one of them may ask for something."""
+    """All fields for structured output. Only one of them may be set."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredFields | None = None
@@ -95,7 +95,7 @@ class StructuredOutputFields(StrictFields):
 
     @cached_property
     def structured_output(self) -> StructuredOutputs | None:
-        """Return what the answer must be. Raises RequestError if two are asked for."""
+        """Return the requested structured output, or None. Raises RequestError if there are several."""
         found = self._all
         if len(found) > 1:
             names = " and ".join(dict.fromkeys(name for name, _ in found))
@@ -106,12 +106,12 @@ class StructuredOutputFields(StrictFields):
 
     @property
     def output_field(self) -> str:
-        """Return the field that asks for the structured output."""
+        """Return the name of the field that requests structured output."""
         return next((name for name, _ in self._all), "structured_outputs")
 
     @property
     def _all(self) -> list[tuple[str, StructuredOutputs]]:
-        """Return the structured outputs that are asked for, each with the field that does."""
+        """Return the requested structured outputs, each with the name of its field."""
         found: list[tuple[str, StructuredOutputs]] = []
         if self.structured_outputs is not None:
             found += [("structured_outputs", one) for one in self.structured_outputs.structured_outputs]

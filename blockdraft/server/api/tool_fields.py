@@ -15,7 +15,7 @@ from blockdraft.server.api.json_schemas import Schema
 from blockdraft.tool_calls.pieces import FunctionTool
 
 MAX_TOOLS = 1024  # arbitrary, as the next
-MAX_SCHEMA_DEPTH = 48  # lists and objects inside each other in one schema
+MAX_SCHEMA_DEPTH = 48  # nested lists and objects in one schema
 
 ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
 
@@ -53,27 +53,27 @@ class ToolField(StrictFields):
 
 
 class FunctionName(StrictFields):
-    """A function by its name."""
+    """The name of a function."""
 
     name: str
 
 
 class NamedChoice(StrictFields):
-    """This function must be called."""
+    """A function that must be called."""
 
     type: Literal["function"]
     function: FunctionName
 
 
 class AllowedTools(StrictFields):
-    """Only these may be called."""
+    """The tools that may be called, and whether one must be."""
 
     mode: Literal["auto", "required"] = "auto"
     tools: list[NamedChoice] = Field(min_length=1, max_length=MAX_TOOLS)
 
 
 class AllowedChoice(StrictFields):
-    """OpenAI's way to say that only some tools may be called, without a change to the prompt."""
+    """OpenAI's choice of some tools that may be called; the prompt still shows all tools."""
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools
@@ -100,7 +100,7 @@ class ToolFields(StrictFields):
 
     @property
     def _chosen(self) -> list[str] | None:
-        """Return the names of the tools that may be called; None: all."""
+        """Return the names of the tools that may be called; None if all may be."""
         choice = self.tool_choice
         if isinstance(choice, NamedChoice):
             return [choice.function.name]
@@ -115,7 +115,7 @@ class ToolFields(StrictFields):
         return tuple(one.tool for one in self.tools if chosen is None or one.function.name in chosen)
 
     def check_tools(self) -> None:
-        """Raise RequestError for too large schemas, and for names that are missing or occur twice."""
+        """Raise RequestError for schemas that are too large, and for missing or repeated names."""
         self._check_sizes()
         counts = Counter(one.function.name for one in self.tools)
         for name, count in counts.items():
@@ -153,7 +153,7 @@ class ToolFields(StrictFields):
 
 
 def _depth(schema: object) -> int:
-    """Return the depth of nested lists and objects; the limit of the body bounds the walk."""
+    """Return the depth of nested lists and objects. The body's size limits the time that this takes."""
     depth, level = 0, [schema]
     while level := [part for part in level if isinstance(part, dict | list)]:
         depth += 1

@@ -1,7 +1,7 @@
-"""The shared parts of the Responses and the Messages API, which are translations of chat completions.
+"""The shared parts of the Responses and the Messages API, which are translated to chat completions.
 
-Way in: `Conversation` collects what a client says as the messages of a chat request; `ApiHost` answers it.
-Way out: `PartsWriter` turns the pieces of the answer into parts, which these APIs stream one by one.
+Requests: `Conversation` collects a client's items as messages of a chat request; `ApiHost` answers it.
+Answers: `PartsWriter` turns the pieces of the answer into parts, which these APIs stream one by one.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from blockdraft.server.http.body import Nested
 Message = dict[str, object]
 
 
-# ---- the way in
+# ---- requests
 
 
 class Conversation:
-    """Collects messages: thoughts, text and calls of one turn of the model become one message."""
+    """Collects messages. Thoughts, text and calls of one turn of the model become one message."""
 
     def __init__(self, messages: Iterable[Message] = ()) -> None:
         self.messages = list(messages)
         self._called = {call["id"] for message in self.messages for call in calls_of(message)}
 
     def has_called(self, call_id: str) -> bool:
-        """Return whether a result for this call can follow."""
+        """Return whether the conversation has this call, so that a result may follow."""
         return call_id in self._called
 
     def say(self, role: str, text: str) -> None:
-        """Add a message of any role but the model's."""
+        """Add a message of any role except the model's."""
         self.messages.append({"role": role, "content": text})
 
     def add_user(self, text: str) -> None:
-        """Add a user's message; two in a row become one."""
+        """Add a user's message; join it to the last message if that is a user's, too."""
         last = self.messages[-1] if self.messages else {}
         if last.get("role") == "user":
             self.messages[-1] = {**last, "content": f"{last['content']}\n\n{text}"}
@@ -68,18 +68,18 @@ class Conversation:
         self.messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
 
     def _turn(self, ended_by: set[str]) -> Message:
-        """Return the model's last message, or a new one if that already has one of the fields `ended_by`."""
+        """Return the model's last message, or a new one if it already has one of the fields `ended_by`."""
         last = self.messages[-1] if self.messages else {}
         if last.get("role") == "assistant" and not ended_by & last.keys():
-            self.messages[-1] = {**last}  # the old one may be kept elsewhere: nobody changes a message
+            self.messages[-1] = {**last}  # copied: stored responses may hold the old one
         else:
             self.messages.append({"role": "assistant"})
         return self.messages[-1]
 
     def rendered(self, instructions: str | None = None) -> list[Message]:
-        """Return the messages for a chat template: at most one system message in front, no content missing.
+        """Return the messages for a chat template. Each has a content.
 
-        Many templates accept a system message in the first place only, so leading ones are joined.
+        Leading system messages are joined, as many templates accept only one, in the first place.
         Raises RequestError if there is no message.
         """
         messages = [{**message, "content": message.get("content", "")} for message in self.messages]
@@ -104,18 +104,18 @@ def function_tool(tool: Nested, name: str, parameters: object) -> dict[str, obje
     return {"type": "function", "function": function}
 
 
-# ---- the way out
+# ---- answers
 
 
 @dataclass(slots=True)
 class AnswerPart:
-    """A part of an answer: thoughts, text or a tool call, whose text is its arguments."""
+    """A part of an answer: thoughts, text or a tool call. A call's text is its arguments."""
 
     kind: Literal["reasoning", "text", "call"]
     index: int
     call_id: str = ""
     name: str = ""
-    is_whole: bool = False  # it is over, and was not cut off
+    is_whole: bool = False  # the part has ended and was not cut off
     added: list[str] = field(default_factory=list)
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
@@ -125,14 +125,14 @@ class AnswerPart:
 
 
 class PartsWriter(Writer):
-    """Write an answer part by part: the base of the writers of both APIs."""
+    """Writes an answer part by part; the base class of both APIs' writers."""
 
     def __init__(self, head: AnswerObject, chat: ChatAnswer) -> None:
         self._head = head
         self._chat = chat
         self._parts: list[AnswerPart] = []
-        self._is_open = False  # the last part; all others are closed
-        self._events: list[str] | None = None  # of the present delta; None: the answer is not streamed
+        self._is_open = False  # whether the last part is open; all others are closed
+        self._events: list[str] | None = None  # of the current delta; None if not streamed
 
     def take(self, prompt: int, delta: Delta) -> None:
         self._push(delta)
@@ -147,7 +147,7 @@ class PartsWriter(Writer):
         return self._chat.first_choice.pieces[-1]
 
     def _push(self, delta: Delta) -> None:
-        """Add to the parts what a delta brings, in the order in which the model wrote it."""
+        """Add a delta's spans to the parts, in the order in which the model wrote them."""
         self._chat.take(0, delta)
         for span in self._last.spans:
             if span.call is None:
@@ -183,7 +183,7 @@ class PartsWriter(Writer):
 
     @abstractmethod
     def _begin(self) -> str:
-        """Return the events in front of the first part."""
+        """Return the events before the first part."""
 
     @abstractmethod
     def _opened(self, part: AnswerPart) -> str:
@@ -191,8 +191,8 @@ class PartsWriter(Writer):
 
     @abstractmethod
     def _added(self, part: AnswerPart, text: str) -> str:
-        """Return the event of more text."""
+        """Return the event for more text of a part."""
 
     @abstractmethod
     def _closed(self, part: AnswerPart) -> str:
-        """Return the events of a part that is over."""
+        """Return the events of a part that has ended."""

@@ -30,13 +30,13 @@ MakeEngine = Callable[[StartProgress, Callable[[Tokenizer], object]], Engine]
 def run_engine(
     connection: Connection, make_engine: MakeEngine, startup: StartProgress, *, step_timeout_s: float
 ) -> None:
-    """Serve until the server says close or is gone. `make_engine` passes on its tokenizer early."""
+    """Serve until the server sends "close" or is gone. `make_engine` sends its tokenizer early."""
     server = _Server(connection)
     startup.on_change = functools.partial(server.tell, "start")
 
     def make(startup: StartProgress) -> Engine:
         engine = make_engine(startup, functools.partial(server.tell, "tokenizer"))
-        gc.freeze()  # what is there now stays: no later collection need look through it
+        gc.freeze()  # these objects stay: later collections need not scan them
         server.tell("info", engine_info(engine))
         return engine
 
@@ -63,13 +63,13 @@ def _add(
     loop: EngineLoop, server: _Server, request_id: str, prompt_ids: list[int], sampling: SamplingParams
 ) -> None:
     def reply(added: Future[None]) -> None:
-        if added.cancelled():  # aborted before the engine has heard of it: nobody else says so
+        if added.cancelled():  # aborted before the engine got it: no delta will follow
             ends = [Delta(request_id, i, "", (), finish_reason="abort") for i in range(sampling.n)]
             ends[-1].ends_request = True
             server.tell("deltas", [(request_id, end) for end in ends])
             return
         error = added.exception()
-        if error is not None:  # else the first delta says so
+        if error is not None:  # if there is none, deltas follow
             server.tell("refused", request_id, _for_another_process(error))
 
     loop.add(prompt_ids, sampling, _RemoteStream(request_id, server)).add_done_callback(reply)
@@ -85,21 +85,21 @@ def _for_another_process(error: BaseException) -> BaseException:
 
 @dataclass(frozen=True, slots=True)
 class _RemoteStream:
-    """Stands for a stream in the server's process."""
+    """Represents a stream of the server's process."""
 
     request_id: str
     outlet: _Server
 
 
 class _Server:
-    """The server at the other end: any thread may call `tell`. It is the outlet of all streams."""
+    """The server at the other end; the outlet of all streams. Any thread may call `tell`."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._lock = Lock()
 
     def messages(self) -> Iterator[tuple[Any, ...]]:
-        """Yield the server's messages until it says close or is gone."""
+        """Yield the server's messages until it sends "close" or is gone."""
         while True:
             try:
                 message = self._connection.recv()
@@ -110,7 +110,7 @@ class _Server:
             yield message
 
     def tell(self, *message: object) -> bool:
-        """Return False if the server is gone."""
+        """Send a message. Return False if the server is gone."""
         try:
             with self._lock:
                 self._connection.send(message)

@@ -15,38 +15,38 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from threading import Condition, Thread
 
-# The length in front of a message, as multiprocessing's Connection reads it.
+# The length before a message, as multiprocessing's Connection reads it.
 _LENGTH = struct.Struct("!i")
-_DONT_WAIT: int | None = getattr(socket, "MSG_DONTWAIT", None)  # None on Windows: there the thread writes all
+_DONT_WAIT: int | None = getattr(socket, "MSG_DONTWAIT", None)  # None on Windows, where the thread writes all
 
 
 def packed(message: tuple[object, ...]) -> bytes:
-    """Return the message as `Connection.recv` reads it, without its length. Raises RecursionError."""
+    """Return the message pickled for `Connection.recv`, without its length. Raises RecursionError."""
     return bytes(ForkingPickler.dumps(message))
 
 
 class Outbox:
-    """Writes to `connection`, which nobody else may write to. Any thread may call."""
+    """Writes messages to `connection`. No other code may write to it. Any thread may call."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._changed = Condition()
-        self._waiting: deque[bytes] = deque()  # whole messages, without their length
-        self._rest = b""  # of a message that was written in part
-        self._num_waiting_bytes = 0  # with what the thread is writing
+        self._waiting: deque[bytes] = deque()  # complete messages, without their length
+        self._rest = b""  # the rest of a message that was written in part
+        self._num_waiting_bytes = 0  # including what the thread is writing
         self._is_open = True
-        self._thread: Thread | None = None  # from the first message on that has to wait
+        self._thread: Thread | None = None  # started with the first message that has to wait
         self._socket: socket.socket | None = None
         if _DONT_WAIT is not None:
             self._socket = socket.socket(fileno=os.dup(connection.fileno()))
 
     @property
     def num_waiting_bytes(self) -> int:
-        """Return the number of bytes that the other process has not taken."""
+        """Return the number of bytes that are not yet in the socket."""
         return self._num_waiting_bytes
 
     def put(self, message: bytes) -> None:
-        """Send a packed message behind those before it. It is dropped where the other process has gone."""
+        """Send a packed message, in order. It is dropped if the other process has gone."""
         with self._changed:
             if not self._is_open:
                 return
@@ -70,14 +70,14 @@ class Outbox:
             self._changed.notify()
         if self._socket is not None:
             with contextlib.suppress(OSError):  # the other process has gone
-                self._socket.shutdown(socket.SHUT_WR)  # ends a write that waits
+                self._socket.shutdown(socket.SHUT_WR)  # ends a blocked write
         if self._thread is not None:
             self._thread.join()
         if self._socket is not None:
             self._socket.close()
 
     def _write_now(self, data: bytes) -> bytes:
-        """Return the part of the message that did not fit."""
+        """Write what the socket takes without waiting, and return the rest."""
         assert self._socket is not None
         assert _DONT_WAIT is not None
         num_sent = 0
@@ -87,10 +87,10 @@ class Outbox:
         except BlockingIOError:
             return data[num_sent:]
         except OSError:
-            pass  # it has gone, which its reader notices
+            pass  # the other process has gone; the reader of this side notices
         return b""
 
-    # ---- the thread's
+    # ---- on the thread
 
     def _run(self) -> None:
         while (data := self._next()) is not None:
@@ -106,7 +106,7 @@ class Outbox:
                 self._num_waiting_bytes -= len(rest) or len(message)
 
     def _next(self) -> tuple[bytes, bytes] | None:
-        """Return the rest of a message, or a whole one, when there is one. None: closed."""
+        """Wait, and return (rest of a message, b"") or (b"", next message); None if the outbox is closed."""
         with self._changed:
             while self._is_open and not self._rest and not self._waiting:
                 self._changed.wait()

@@ -1,4 +1,4 @@
-"""RemoteEngine: our engine in a process of its own, as the server sees it.
+"""RemoteEngine: the server's interface to our engine, which runs in its own process.
 
 A process runs only one thread of Python at a time. An engine in the server's process launches hundreds of
 kernels per step, and would wait for the event loop at each. The engine's side is engine_worker.py. Messages
@@ -39,13 +39,13 @@ from blockdraft.text.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 Work = Callable[[Connection], None]  # the engine's side of a connection
-UNHEALTHY_S = 10.0  # of silence, until the server says that something is wrong; arbitrary
+UNHEALTHY_S = 10.0  # of silence, after which /health reports a problem; arbitrary
 
 
 class SilenceWatch:
-    """Calls `on_silence` once when nothing was heard for `limit_s` seconds, from `start` on.
+    """Calls `on_silence` once, if `hear` was not called for `limit_s` seconds, counted from `start`.
 
-    Time is counted in ticks of its own thread, so time in which this process was stopped does not count.
+    Time is counted in ticks of its own thread, so that time in which this process is stopped does not count.
     """
 
     def __init__(self, limit_s: float, on_silence: Callable[[], None]) -> None:
@@ -66,7 +66,7 @@ class SilenceWatch:
 
     @property
     def is_long(self) -> bool:
-        """Return whether it has been silent for so long that something is wrong."""
+        """Return whether the engine has been silent for so long that something is probably wrong."""
         return self._silent_s >= min(UNHEALTHY_S, self._limit_s)
 
     def close(self) -> None:
@@ -83,27 +83,27 @@ class SilenceWatch:
 
 
 def start_child(work: Work, connection: Connection, closes: Items[Connection | socket.socket]) -> BaseProcess:
-    """Run `work` in its own process, with files and sockets closed that it does not need.
+    """Run `work` in its own process. A forked child closes `closes`, which it does not need.
 
-    Only Linux forks: Windows cannot, and macOS's libraries may crash after it. Elsewhere `work` is pickled.
+    It forks only on Linux: Windows cannot, and macOS's libraries may crash. Elsewhere `work` is pickled.
     """
     is_forked = sys.platform == "linux"
     context: Any = multiprocessing.get_context("fork" if is_forked else "spawn")
     args = (work, connection, closes if is_forked else ())
     process: BaseProcess = context.Process(target=_be_the_child, args=args)
     process.start()
-    atexit.register(process.kill)  # else Python waits for it where we fail, and it for us
+    atexit.register(process.kill)  # else, if we fail, both processes wait for each other
     return process
 
 
 def _be_the_child(work: Work, connection: Connection, closes: Items[Connection | socket.socket]) -> NoReturn:
-    """Run `work` and exit. Signals are left to the server, which ends this process with itself."""
+    """Run `work` and exit. Ignore SIGINT and SIGTERM: the server handles them and ends this process."""
     code = 1
     try:
         for one in closes:
             one.close()
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: None)  # not ignored: what we start in turn would inherit that
+            signal.signal(number, lambda *_: None)  # not SIG_IGN, which our children would inherit
         work(connection)
         code = 0
     except BaseException:
@@ -114,10 +114,10 @@ def _be_the_child(work: Work, connection: Connection, closes: Items[Connection |
 
 
 CLOSE_S = 10.0  # for the step that the engine is in; arbitrary
-SNAPSHOT_S = 1.0  # after that the last one has to do
-MIN_SILENCE_S = 5.0  # a busy machine may hold up a process that is well for shorter; arbitrary
-LARGE_PROMPT = 4096  # tokens of a request that is packed beside the event loop; arbitrary
-MAX_LIVE_BYTES = 64 << 20  # of requests that have not ended, as they are sent; 4 to 5 bytes per token
+SNAPSHOT_S = 1.0  # after that, the last snapshot is returned
+MIN_SILENCE_S = 5.0  # on a busy machine, a healthy process may be silent for less; arbitrary
+LARGE_PROMPT = 4096  # tokens; longer requests are packed in a thread; arbitrary
+MAX_LIVE_BYTES = 64 << 20  # of packed requests that have not ended; 4 to 5 bytes per token
 
 log = logging.getLogger(__name__)
 
@@ -132,7 +132,7 @@ def start_engine_process(
     step_timeout_s: float,
     closes: Items[socket.socket] = (),
 ) -> RemoteEngine:
-    """Run `work`, the engine's side of a connection, in a child. No thread may have been started before."""
+    """Run `work`, the engine's side of a connection, in a child. Call it before any thread is started."""
     ours, theirs = Pipe()
     child = start_child(work, theirs, (ours, *closes))
     theirs.close()
@@ -142,14 +142,14 @@ def start_engine_process(
 @dataclass(slots=True)
 class _Live:
     stream: Stream
-    num_bytes: int  # of the request as it was sent
+    num_bytes: int  # of the packed request
 
 
 class RemoteEngine:
-    """The engine in `child`, where `run_engine` has the other end of the connection.
+    """The engine in the process `child`, in which `run_engine` has the other end of the connection.
 
-    `startup` follows the start over there. `on_hang` is called when a step does not come back, or when
-    nothing at all is heard for as long.
+    `startup` follows the engine's start. `on_hang` is called if a step takes longer than `step_timeout_s`, or
+    if the process is silent for that long (and at least MIN_SILENCE_S).
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class RemoteEngine:
         self._on_hang = on_hang
         self._outbox = Outbox(connection)
         self._silence = SilenceWatch(max(step_timeout_s, MIN_SILENCE_S), self._note_silence)
-        self._lock = Lock()  # what is sent and what is live go together
+        self._lock = Lock()  # keeps what is sent and what is live consistent
         self._is_open = True
         self._live: dict[str, _Live] = {}
         self._num_live_bytes = 0
@@ -193,13 +193,13 @@ class RemoteEngine:
 
     @property
     def is_silent(self) -> bool:
-        """Return whether nothing is heard from the process: it may be stuck, and may come back."""
+        """Return whether the process is silent: it may be stuck, and may recover."""
         return self._silence.is_long
 
     async def submit(self, prompt_ids: Items[int], sampling: SamplingParams) -> Stream:
-        """Queue a prompt. Raises EngineStopped, and CapacityError where too much waits for the engine.
+        """Queue a prompt. Raises EngineStopped, and CapacityError if the live requests take too many bytes.
 
-        The stream raises the errors of Engine.add: waiting for them here would cost a message and two
+        Errors of Engine.add are raised by the stream: to wait for them here would cost a message and two
         wake-ups per request.
         """
         if self.error is not None:
@@ -228,7 +228,7 @@ class RemoteEngine:
                 self._send("abort", request_id)
 
     async def snapshot(self) -> Snapshot | None:
-        """Return all counters of the engine, or the last known ones; None before it is ready."""
+        """Return the engine's counters, or the last known ones if it is busy; None before it is ready."""
         number, answer = next(self._numbers), Future[Snapshot | None]()
         with self._lock:
             is_reading = not self._outbox.num_waiting_bytes
@@ -247,7 +247,7 @@ class RemoteEngine:
     def close(self) -> None:
         """End the process after the step it is in; live requests end with EngineStopped.
 
-        A start is not waited for.
+        It does not wait for a start to end.
         """
         with self._lock:
             is_first, self._is_open = self._is_open, False
@@ -259,14 +259,14 @@ class RemoteEngine:
             self._reader.join()
 
     def kill(self) -> None:
-        """End the process now, whatever it is doing."""
+        """Kill the process at once."""
         self._child.kill()
 
     def _send(self, *message: object) -> None:
         self._outbox.put(packed(message))
 
     def _note_silence(self) -> None:
-        """Report that the engine's process is stuck, its watchdog included. SilenceWatch calls this."""
+        """Report that the engine's whole process is stuck, with its watchdog. SilenceWatch calls this."""
         log.error("the engine's process has been silent for too long: its interpreter is stuck")
         self._hang()
 
@@ -300,7 +300,7 @@ class RemoteEngine:
                 self.tokenizer = tokenizer
             case "info", info:
                 self.engine_info = info
-                self._silence.start()  # a start may compile for minutes
+                self._silence.start()  # only now, as a start may compile for minutes
             case ("hanging",):
                 self._hang()
             case "snapshot", number, snapshot:
@@ -314,7 +314,7 @@ class RemoteEngine:
             case "deltas", items:
                 self._take_deltas(items)
             case _:
-                assert message == ("beat",)  # a sign of life, which was heard
+                assert message == ("beat",)  # a sign of life, which `_read` has noted
 
     def _forget(self, request_id: str) -> None:
         """Forget a request that has ended."""
@@ -335,7 +335,7 @@ class RemoteEngine:
                     self.abort(receiver.request_id)
 
     def _end(self, code: int) -> None:
-        """End all requests: the process has ended, because it was told to or by itself."""
+        """End all requests, because the process has ended, by request or by itself."""
         with self._lock:
             was_open, self._is_open = self._is_open, False
             live, self._live, self._num_live_bytes = self._live, {}, 0
@@ -361,7 +361,7 @@ class RemoteEngine:
 
 
 async def _packed_request(request_id: str, prompt_ids: Items[int], sampling: SamplingParams) -> bytes:
-    """Return the request as it is sent. Large or deep fields are packed outside the event loop."""
+    """Return the packed request. Long prompts and structured outputs are packed in a thread."""
     message = ("add", request_id, prompt_ids, sampling)  # a list: Engine.add makes the tuple
     try:
         if len(prompt_ids) > LARGE_PROMPT or sampling.structured_outputs is not None:

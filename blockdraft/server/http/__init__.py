@@ -1,1 +1,1 @@
-"""HTTP: connections, who gets in, request bodies, and answers that every API gives alike."""
+"""HTTP: connections, access checks, request bodies, and the answers that all APIs share."""

@@ -33,14 +33,14 @@ from blockdraft.server.http.replies import (
 from blockdraft.server.http.routing import no_such_path
 from blockdraft.server.options import MAX_HEAD_BYTES, ServerOptions
 
-# Everything else needs a key where there is one. As with vLLM, probes and metrics do not; nor does the page
-# itself, which asks for the key and sends it with its calls.
+# These paths need no API key; if keys are set, all others do. vLLM does the same for probes and metrics. The
+# page itself is open, as it asks for the key and sends it with its calls.
 PROBES = frozenset({"/live", "/health", "/ready", "/ping"})
 OPEN_PATHS = PROBES | {"/", "/metrics", "/version", "/openapi.json", "/favicon.ico"}
 OPEN_PREFIX = "/page/"
 
 RETRY_AFTER_S = 1  # arbitrary
-DRAIN_FACTOR = 8  # a body this many times too long is read to its end, or the client would miss the answer
+DRAIN_FACTOR = 8  # bodies up to this many limits are read to the end, so that clients read the answer
 PREFLIGHT_AGE_S = 600
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -59,12 +59,12 @@ access_log = logging.getLogger("blockdraft.access")
 
 @dataclass(frozen=True, slots=True)
 class _Head:
-    """A request before its body."""
+    """A request's head, before its body."""
 
     id: str
     method: str
     path: str
-    headers: dict[str, str]  # the first of each name
+    headers: dict[str, str]  # the first value of each name
     raw: list[tuple[bytes, bytes]]
     num_bytes: int
 
@@ -83,7 +83,7 @@ class _Head:
 
 
 class AuthLimits:
-    """An ASGI application around another."""
+    """An ASGI application that checks requests before it calls another one."""
 
     def __init__(
         self, app: ASGIApp, options: ServerOptions, has_path: Callable[[Scope], bool] = lambda scope: True
@@ -122,8 +122,8 @@ class AuthLimits:
             reply.log()
 
     def _refusal(self, head: _Head, scope: Scope) -> Response | None:
-        """Return the refusal of a request that its head alone rules out."""
-        # Browsers always send the header, so that no page of another name comes in without it.
+        """Return the refusal of a request with an unacceptable head; None if the head is acceptable."""
+        # Browsers always send the Host header, so a page of another name cannot avoid this check.
         hosts = self._options.allowed_hosts if "host" in head.headers else ()
         if hosts and _host(head.headers) not in hosts:
             return error_response(
@@ -148,18 +148,18 @@ class AuthLimits:
         given = head.values(b"authorization")
         scheme, _, key = given[0].partition(" ") if len(given) == 1 else ("", "", "")
         is_bearer = self._is_known(key) and scheme.lower() == "bearer"
-        plain = head.values(b"x-api-key")  # where Anthropic's clients put it
+        plain = head.values(b"x-api-key")  # Anthropic's clients put the key here
         return (len(plain) == 1 and self._is_known(plain[0])) or is_bearer
 
     def _is_known(self, key: str) -> bool:
-        # Digests of equal length, and all of them: the time tells neither which key nor how much was right.
+        # Compare digests of equal length, with all keys, so that the time reveals nothing about the keys.
         digest = _digest(key.strip().encode("latin-1"))
         matches = [hmac.compare_digest(digest, known) for known in self._keys]
         return any(matches)
 
     async def _admit(self, scope: Scope, head: _Head, receive: Receive, reply: _Reply) -> Response | None:
-        """Hand the request to the application, unless there are too many or its body is not acceptable."""
-        if head.path in PROBES:  # always, at once: whoever asks may end a server that is silent
+        """Run the application. Return a refusal if there are too many requests or the body is not valid."""
+        if head.path in PROBES:  # always and at once: a supervisor may end a server that does not answer
             return await self._run(scope, _replay(b"", receive), reply)
         if self._num_open >= self._options.max_connections:
             text = f"the server answers {self._options.max_connections} requests already: try again later."
@@ -205,9 +205,9 @@ class AuthLimits:
 
                 async def send(message: Message) -> None:
                     if deadline.expired():
-                        return  # too late: a task of the application that does not know it yet
+                        return  # too late: the application's task has not noticed the timeout yet
                     if reply.status is None:
-                        deadline.reschedule(None)  # what has begun may end
+                        deadline.reschedule(None)  # an answer that has begun may end
                     await reply.send(message)
 
                 await self._app(scope, receive, send)
@@ -239,7 +239,7 @@ class _Reply:
         await self._send(message)
 
     async def refuse(self, refusal: Response) -> None:
-        # What is left of the body will not be read, so the connection has no next request.
+        # The rest of the body is not read, so the connection cannot take another request.
         refusal.headers["connection"] = "close"
         if isinstance(refusal, ErrorResponse):
             has_version = VERSION_HEADER in self._head.headers
@@ -247,7 +247,7 @@ class _Reply:
         await self._whole(refusal)
 
     async def preflight(self) -> None:
-        """Answer a browser that asks whether a page of another origin may call."""
+        """Answer a browser that asks whether a page of another origin may call this server."""
         if self._origin is None:
             origin = self._head.headers.get("origin", "")[:200]
             state = "the server has other CORS origins" if self._has_cors else "CORS is off"
@@ -259,7 +259,7 @@ class _Reply:
         asked = self._head.headers.get("access-control-request-headers", "")
         headers = {
             "access-control-allow-methods": "GET, POST, DELETE",
-            "access-control-allow-headers": asked,  # the page's origin is trusted with what it sends
+            "access-control-allow-headers": asked,  # this origin may send any header
             "access-control-max-age": str(PREFLIGHT_AGE_S),
         }
         if "access-control-request-private-network" in self._head.headers:
@@ -268,7 +268,7 @@ class _Reply:
         await self._whole(Response(status_code=204, headers=given))
 
     def log(self) -> None:
-        """Log the path without its query, which may hold anything; quoted, so that it is one line."""
+        """Log the path without its query, which may hold secrets, and quoted, so that it is one line."""
         seconds, path = time.monotonic() - self._start_s, quote(self._head.path[:200])
         status = "gone" if self.status is None else self.status
         access_log.info(
@@ -292,7 +292,7 @@ class _Reply:
         names = {name for name, _ in raw}
         raw.append((b"x-request-id", self._state["request_id"].encode("latin-1")))
         has_version = VERSION_HEADER in self._head.headers
-        if is_anthropic(self._head.path, has_version=has_version):  # the name that its clients look for
+        if is_anthropic(self._head.path, has_version=has_version):  # the name that Anthropic's clients expect
             raw.append((b"request-id", self._state["request_id"].encode("latin-1")))
         raw += [field for field in _RAW_HEADERS if field[0] not in names]
         if not self._has_cors:
@@ -323,7 +323,7 @@ def _is_open(path: str) -> bool:
 
 
 def _wrong_body(head: _Head) -> Response | None:
-    """Refuse bodies that are not JSON: pages of other origins can send other types without a preflight."""
+    """Return the refusal of a body that is not JSON, which other origins can send without a preflight."""
     if not head.has_body:
         return None
     kind = head.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -342,7 +342,7 @@ def _too_large(limit: int) -> Response:
 
 
 def _announced(head: _Head) -> int:
-    """Return the body's length as the client gives it; the server has checked that it is one."""
+    """Return the Content-Length; 0 if it is missing. The parser has checked it."""
     text = head.headers.get("content-length", "0")
     return int(text) if text.isdecimal() and len(text) <= 20 else 0
 
@@ -360,7 +360,7 @@ def _digest(key: bytes) -> bytes:
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """Return a `receive` that gives the body first, then the end of the connection."""
+    """Return a `receive` that returns the body first, and then waits for the end of the connection."""
     rest: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replay() -> Message:

@@ -1,4 +1,4 @@
-"""Request bodies as plain JSON values: complete, bounded, and the same to every parser.
+"""Reads request bodies as plain JSON values, which are complete, limited in size, and unambiguous.
 
 `Nested` reads objects inside a body, so that an error can say where they lie.
 """
@@ -21,9 +21,9 @@ _TOO_DEEP = f"nests deeper than {MAX_DEPTH} levels: flatten it."
 
 
 def parse_object(body: bytes) -> dict[str, object]:
-    """Return the JSON object in `body`, or RequestError.
+    """Return the JSON object in `body`. Raises RequestError.
 
-    Also refused: names that occur twice (two parsers would read two requests), NaN and
+    These are refused, too: names that occur twice (two parsers would read two requests), NaN and
     infinities, integers past 64 bits, text that is not Unicode, deep nesting.
     """
     try:
@@ -87,7 +87,7 @@ _DECODER = json.JSONDecoder(
 
 
 def _check(value: object, field: str | None) -> None:
-    """Walk one field's value without recursion; None: that of a text in a field."""
+    """Raise RequestError for deep nesting or invalid Unicode in a value; `field` is None in a nested text."""
     depth = 0
     for level in _levels(value):
         depth += 1
@@ -100,12 +100,12 @@ def _check(value: object, field: str | None) -> None:
 
 
 def is_too_deep(value: object) -> bool:
-    """Return whether lists and objects nest deeper in a value than in any request."""
+    """Return whether lists and objects nest deeper in a value than a request may."""
     return sum(1 for _ in _levels(value)) > MAX_DEPTH
 
 
 def _levels(value: object) -> Iterator[list[object]]:
-    """Yield what lies at each depth, names included: the allowed levels, and one more if there is one."""
+    """Yield the values and names at each depth, up to one level more than allowed."""
     level = [value]
     for _ in range(MAX_DEPTH + 1):
         yield level
@@ -145,7 +145,7 @@ def shown(text: str) -> str:
 
 
 class Nested:
-    """A JSON object and its place, written like `input.3.content.0`; a null field is not there."""
+    """A JSON object and its place, such as `input.3.content.0`. A null field counts as missing."""
 
     def __init__(self, value: object, where: str) -> None:
         self.where = where
@@ -154,7 +154,7 @@ class Nested:
         self._value: Mapping[str, object] = value
 
     def wrong(self, name: str | None, text: str) -> RequestError:
-        """Return the error for one of its fields, or for itself."""
+        """Return an error about the field `name`, or about the object if `name` is None."""
         where = self.where if name is None else f"{self.where}.{name}"
         return RequestError(f"'{where}': {text}.", self.where.partition(".")[0])
 
@@ -175,7 +175,7 @@ class Nested:
         return self._typed(name, str, "a string", default)
 
     def name(self, name: str) -> str:
-        """Return a string with something in it."""
+        """Return a string that is not empty."""
         value = self.text(name)
         if not value:
             raise self.wrong(name, "it is empty")
@@ -188,24 +188,24 @@ class Nested:
         return self._typed(name, dict, "an object")
 
     def all(self, name: str) -> list[Nested]:
-        """Return the objects of a list."""
+        """Return a list of objects."""
         value: list[object] = self._typed(name, list, "an array")
         return [Nested(item, f"{self.where}.{name}.{number}") for number, item in enumerate(value)]
 
     def text_or_all(self, name: str) -> str | list[Nested]:
-        """Return a string, or the objects of a list."""
+        """Return a string or a list of objects."""
         value = self._value.get(name)
         if not isinstance(value, str | list):
             raise self.wrong(name, "a string or an array is needed")
         return value if isinstance(value, str) else self.all(name)
 
     def unknown(self, name: str, hint: str) -> RequestError:
-        """Return the error for a field whose value this server cannot take; `hint` says what it can."""
+        """Return an error about a value that this server does not support; `hint` says which it does."""
         value = self._value.get(name)
         given = shown(value) if isinstance(value, str) else json_kind(value)
         return self.wrong(name, f"{given} is not supported here: {hint}")
 
 
 def all_of(value: list[dict[str, object]], field: str) -> list[Nested]:
-    """Return the objects of a list that is a field of the body."""
+    """Return a list of objects that is a field of the body."""
     return [Nested(item, f"{field}.{number}") for number, item in enumerate(value)]

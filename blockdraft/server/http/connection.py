@@ -1,6 +1,6 @@
 """HttpConnection: a client's connection, parsed by httptools, with limits on time and memory.
 
-uvicorn's own protocols wait for ever for a client that never finishes a request's head or never reads its
+uvicorn's own protocols wait forever for a client that never finishes a request's head or never reads its
 answer. With too many connections they refuse the newest, even a probe; this class closes the one that was
 idle longest.
 """
@@ -23,14 +23,14 @@ from uvicorn.server import ServerState
 from blockdraft.server.http.exchange import EXTENSION, Exchange
 from blockdraft.server.options import MAX_HEAD_BYTES
 
-MAX_UNREAD_BYTES = 1 << 16  # of a body that the application has not asked for yet; arbitrary
+MAX_UNREAD_BYTES = 1 << 16  # of a body, before the application receives it; arbitrary
 MAX_PIPELINED = 256  # requests that wait for the answer of the one before; arbitrary
-MAX_DROPPED_BYTES = 1 << 20  # read behind the last request while that is answered; arbitrary
+MAX_DROPPED_BYTES = 1 << 20  # read after the last request, while that is answered; arbitrary
 LINGER_S = 2.0  # for a client to read its answer while it still sends; arbitrary
-FIRST_CHECK_S, CHECK_S = 0.001, 1.0  # whether a client that has closed its half is there
-NUM_CHECKS_PER_SIGN = 16  # a network may lose a sign
+FIRST_CHECK_S, CHECK_S = 0.001, 1.0  # delays of checks whether a half-closed client is there
+NUM_CHECKS_PER_SIGN = 16  # repeated, as a network may lose packets
 
-_HTTP_2 = b"PRI * HTTP/2"  # how its connections begin
+_HTTP_2 = b"PRI * HTTP/2"  # an HTTP/2 connection begins like this
 _TLS = b"\x16\x03"
 _NUM_OPENING_BYTES = 16
 _WHOLE_ADDRESS = re.compile(rb"https?://([^/?]*)", re.IGNORECASE)
@@ -44,7 +44,7 @@ class NotHttp(ValueError):
 
 
 class HttpConnection(asyncio.Protocol):
-    """One for each client. uvicorn makes it, counts it in its state, and calls `shutdown` at the end."""
+    """A client's connection. uvicorn makes one per client and calls `shutdown` at the end."""
 
     head_timeout_s: float
     send_timeout_s: float
@@ -66,16 +66,16 @@ class HttpConnection(asyncio.Protocol):
         self._app_state = app_state
         self._parser = self._new_parser()
         self._opening = b""  # the first bytes
-        self._exchange: Exchange | None = None  # the one that is answered, or was last
-        self._arriving: Exchange | None = None  # the one whose body comes in
-        self._waiting: deque[Exchange] = deque()  # pipelined, behind the one that is answered
+        self._exchange: Exchange | None = None  # the one being answered, or the last one
+        self._arriving: Exchange | None = None  # the one whose body is arriving
+        self._waiting: deque[Exchange] = deque()  # pipelined, after the one being answered
         self._is_in_head = False
         self._wants_upgrade = False
         self._num_unparsed = 0  # bytes since the last part of a body
         self._has_moved = False
         self._is_read_paused = False
-        self._has_ended = False  # no request is read any more
-        self._num_dropped = 0  # bytes behind the last request
+        self._has_ended = False  # no more requests are read
+        self._num_dropped = 0  # bytes after the last request
         self._is_lingering = False
         self._has_heard_all = False  # the client has closed its half
         self._writable = asyncio.Event()
@@ -83,7 +83,7 @@ class HttpConnection(asyncio.Protocol):
 
     def _new_parser(self) -> httptools.HttpRequestParser:
         parser = httptools.HttpRequestParser(self)
-        # Nobody reads what a client sends after its last request.
+        # What a client sends after its last request is ignored.
         parser.set_dangerous_leniencies(lenient_data_after_close=True)
         return parser
 
@@ -94,14 +94,14 @@ class HttpConnection(asyncio.Protocol):
     # ---- from the transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # uvloop's is one by its methods only.
+        # uvloop's transport has the methods, but is no asyncio.Transport.
         self.transport = cast("asyncio.Transport", transport)
         self._state.connections.add(self)  # type: ignore[arg-type]
         self._client = _address(transport.get_extra_info("peername"))
         self._server = _address(transport.get_extra_info("sockname"))
         self._watch_head()
         if len(self._state.connections) > self.max_open and self.idle:
-            # Where none is idle, AuthLimits refuses what is too much, and answers probes.
+            # If no connection is idle, AuthLimits refuses the request, unless it is a probe.
             oldest = next(iter(self.idle))
             del self.idle[oldest]
             oldest.transport.abort()
@@ -134,14 +134,14 @@ class HttpConnection(asyncio.Protocol):
             return
         self._num_unparsed = 0 if self._has_moved else self._num_unparsed + len(data)
         if self._num_unparsed > MAX_HEAD_BYTES and (self._is_in_head or self._arriving is not None):
-            # A head, or what is around a body; AuthLimits sees the size of complete heads.
+            # A head, or the framing of a body; AuthLimits checks the size of complete heads.
             self._end(f"the address and headers are larger than {MAX_HEAD_BYTES} bytes: shorten them.")
             return
         self._watch_head()
         self._note_idle()
 
     def _parse(self, data: bytes) -> None:
-        """Parse. A request that asks to upgrade to another protocol is read as if it did not ask."""
+        """Parse data. A request to upgrade to another protocol is read as a normal request."""
         while True:
             try:
                 self._parser.feed_data(data)
@@ -149,7 +149,7 @@ class HttpConnection(asyncio.Protocol):
                 if not self._wants_upgrade:
                     self._end("")  # CONNECT: what follows is not for us
                     return
-                # The parser has left the body out, and may read no second request.
+                # The parser has skipped the body, and cannot read another request.
                 data = self._head_without_upgrade() + data[upgrade.args[0] :]
                 self._parser = self._new_parser()
             else:
@@ -161,10 +161,10 @@ class HttpConnection(asyncio.Protocol):
         return b"\r\n".join([*lines, b"", b""])
 
     def eof_received(self) -> bool:
-        """Note that the client has closed its half. It may still wait for its answer, or it may have gone.
+        """Note that the client sends no more. It may still wait for its answer, or it may have gone.
 
-        If the client has gone, anything that we send is answered by a reset. Returns True if the connection
-        stays.
+        If it has gone, its machine answers anything that we send with a reset. Return True to keep the
+        connection open.
         """
         self._has_heard_all = True
         exchange = self._exchange
@@ -206,17 +206,17 @@ class HttpConnection(asyncio.Protocol):
     # ---- from uvicorn, and from an exchange
 
     def shutdown(self) -> None:
-        """End with the server; an answer under way may end before."""
+        """Close the connection when its answer, if any, has ended, because the server ends."""
         if self._exchange is None or self._exchange.is_complete:
             self.close()
         else:
             self._exchange.close_after()
 
     def close(self) -> None:
-        """Close when all that waits has been sent, or the client has not read it in time.
+        """Close when all written data has been sent, or the client has not read it in time.
 
-        A client that still sends is read for a while: to close with bytes unread would reset the connection,
-        and the client would miss its answer.
+        If the client still sends, its data is read for a while: to close with bytes unread would reset the
+        connection, and the client would miss its answer.
         """
         is_sending = self._arriving is not None or self._is_read_paused or self._num_dropped > 0
         is_over = self._exchange is None or self._exchange.is_complete or self._exchange.is_gone
@@ -242,10 +242,10 @@ class HttpConnection(asyncio.Protocol):
             self._watch_head()
 
     def answered(self) -> None:
-        """Start the next request, if it is there already: the answer is complete."""
+        """Note that an answer is complete, and start the next request if it has arrived."""
         self._state.total_requests += 1
         if self._arriving is not None and self._arriving is self._exchange and not self._is_lingering:
-            self.close()  # what is left of its body is not waited for
+            self.close()  # the rest of its body is not read
         if self.transport.is_closing() or self._is_lingering:
             self.idle.pop(self, None)
             return
@@ -272,7 +272,7 @@ class HttpConnection(asyncio.Protocol):
             self._url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._is_in_head:  # else behind a body, where nobody looks for one
+        if self._is_in_head:  # else it follows a body and is ignored
             self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
@@ -281,7 +281,7 @@ class HttpConnection(asyncio.Protocol):
         self._version = version = self._parser.get_http_version()
         self._wants_upgrade = self._parser.should_upgrade() and self._parser.get_method() != b"CONNECT"
         if self._wants_upgrade:
-            return  # the same head comes again without that
+            return  # the same head is parsed again, without the upgrade
         self._is_in_head = False
         names = [name for name, _ in self._headers]
         if names.count(b"host") != 1 and (version == "1.1" or b"host" in names):
@@ -302,11 +302,11 @@ class HttpConnection(asyncio.Protocol):
             self._waiting.append(exchange)
             self._pause_reading()
         else:
-            self._end("")  # the client asks for the rest again
+            self._end("")  # the client must repeat the rest
 
     def _scope(self, version: str) -> Scope:
         whole = _WHOLE_ADDRESS.match(self._url)
-        if whole is not None:  # the name in it is the one that counts, by RFC 9112
+        if whole is not None:  # by RFC 9112, its host overrides the Host header
             self._headers = [field for field in self._headers if field[0] != b"host"]
             self._headers.append((b"host", whole[1]))
             self._url = self._url[whole.end() :]
@@ -341,7 +341,7 @@ class HttpConnection(asyncio.Protocol):
         if self._arriving is not None:
             self._arriving.end_body()
             self._arriving = None
-            self.resume_reading()  # all of it is here: only who reads hears of a client that goes
+            self.resume_reading()  # read on, to notice if the client goes
 
     # ---- limits
 
@@ -352,7 +352,7 @@ class HttpConnection(asyncio.Protocol):
         self._state.tasks.add(task)
 
     def _end(self, why: str) -> None:
-        """Stop reading, for the reason `why`. Complete requests that were read before are still answered."""
+        """Stop reading, for the reason `why`. Complete requests are still answered."""
         self._stop("head")
         self._has_ended, self._is_in_head = True, False
         self._num_dropped += 1  # at least
@@ -370,7 +370,7 @@ class HttpConnection(asyncio.Protocol):
             self._refuse(why, None)
 
     def _refuse(self, why: str, broken: Exchange | None) -> None:
-        """Answer 400 and close. An answer that has begun is cut off."""
+        """Answer 400 and close the connection; if the answer to `broken` has begun, cut it off instead."""
         if broken is None or not broken.has_begun:
             text = why.encode()
             self.transport.write(
@@ -395,9 +395,9 @@ class HttpConnection(asyncio.Protocol):
             self.idle.setdefault(self)
 
     def _watch_head(self) -> None:
-        """Limit the time from the first byte of a head, or from the connection, to the head's end.
+        """Limit the time from a head's first byte, or from the connection's start, to the head's end.
 
-        More bytes do not renew the time limit. It is paused while we do not read.
+        More bytes do not extend the time. No limit applies while reading is paused.
         """
         is_between = self._exchange is not None and not self._is_in_head
         if self._has_ended or self._is_read_paused or is_between:
@@ -406,7 +406,7 @@ class HttpConnection(asyncio.Protocol):
             self._timers["head"] = self._loop.call_later(self.head_timeout_s, self.transport.abort)
 
     def _watch_rest(self) -> None:
-        """Limit the time for the rest of the last answer, which is too short for `pause_writing`."""
+        """Limit the time to send the rest of the last answer, which may be too short for `pause_writing`."""
         if self.transport.get_write_buffer_size():
             self._watch_sending()
 
@@ -421,7 +421,7 @@ class HttpConnection(asyncio.Protocol):
 
 
 def _why(opening: bytes) -> str:
-    """Return the message for bytes that are not HTTP/1.1; `opening` is how they begin."""
+    """Return the message for bytes that are not HTTP/1.1; `opening` holds the first ones."""
     if opening.startswith(_HTTP_2):
         return "this port speaks HTTP/1.1, and this is HTTP/2: have the client use HTTP/1.1."
     if opening.startswith(_TLS):
@@ -430,12 +430,12 @@ def _why(opening: bytes) -> str:
 
 
 def _is_reset(transport: asyncio.Transport) -> bool:
-    """Return if the client has reset the connection; after end of input asyncio does not report it."""
+    """Return whether the client has reset the connection. asyncio does not report it after end of input."""
     found = transport.get_extra_info("socket")
     if found is None or not hasattr(select, "poll"):
         return False
     poll = select.poll()
-    poll.register(found.fileno(), 0)  # errors are told unasked
+    poll.register(found.fileno(), 0)  # errors are always reported
     return any(events & (select.POLLERR | select.POLLNVAL) for _, events in poll.poll(0))
 
 

@@ -1,8 +1,8 @@
 """Exchange: one request and its answer; a connection has one exchange after another.
 
-The application sees ASGI's `receive` and `send`. Streams, which write many thousand events a second, use
-`write` and `end` instead: they go straight to the socket's buffer, and call back when the client reads again
-or has gone.
+The application uses ASGI's `receive` and `send`. Streams, which write many thousand events a second, use
+`write` and `end` instead, which write directly to the socket's buffer. Callbacks tell a stream that the
+client reads again or has gone.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from starlette.types import ASGIApp, Message, Scope
 
 T = TypeVar("T")
 Headers = Iterable[tuple[bytes, bytes]]
-EXTENSION = "blockdraft.exchange"  # in a scope's extensions
+EXTENSION = "blockdraft.exchange"  # the key in a scope's extensions
 
-# uvicorn's name: what a request raises is logged without what the client sent (logs.py).
+# uvicorn's name: logs.py logs errors of this logger without data that the client sent.
 log = logging.getLogger("uvicorn.error")
 
 _STATUS_LINES = {
@@ -35,7 +35,7 @@ _FAILED_HEADERS = [
 
 
 class Line(Protocol):
-    """The connection, as an exchange needs it."""
+    """Interface of the connection for an exchange."""
 
     transport: asyncio.Transport
     is_write_paused: bool
@@ -46,7 +46,7 @@ class Line(Protocol):
     def resume_reading(self) -> None: ...
     def close(self) -> None: ...
     def answered(self) -> None:
-        """The exchange is over."""
+        """Note that the exchange has ended."""
 
 
 def exchange_of(scope: Scope) -> Exchange:
@@ -55,12 +55,12 @@ def exchange_of(scope: Scope) -> Exchange:
 
 
 class Exchange:
-    """Made when a request's head is complete."""
+    """One request and its answer; made when the request's head is complete."""
 
     def __init__(self, scope: Scope, line: Line, *, keeps_alive: bool, awaits_continue: bool) -> None:
         self.scope = scope
-        self.is_gone = False  # the client, before the answer was complete
-        self.has_begun = False  # the answer
+        self.is_gone = False  # the client has gone before the answer was complete
+        self.has_begun = False  # whether the answer has begun
         self._is_event_stream, self._last_part = False, b""
         self.is_complete = False
         self.on_gone: Callable[[], object] | None = None
@@ -70,18 +70,18 @@ class Exchange:
         self._keeps_alive = keeps_alive
         self._awaits_continue = awaits_continue
         self._body = bytearray()
-        self._has_more = True  # of the body
-        self._is_unread = False  # something of the body, or its end
+        self._has_more = True  # whether more of the body comes
+        self._is_unread = False  # the application has not received all that arrived
         self._news = asyncio.Event()
-        self._has_body = scope["method"] != "HEAD"  # the answer
+        self._has_body = scope["method"] != "HEAD"  # whether the answer has one
         self._is_chunked = False
-        self._num_left: int | None = None  # bytes that the answer has announced and not sent
-        self._head = b""  # of the answer, until its first part is there, or the event loop's next turn
+        self._num_left: int | None = None  # bytes of the Content-Length that are not sent yet
+        self._head = b""  # the answer's, held back for the body's first part or the loop's next turn
 
     # ---- from the connection
 
     def take_body(self, data: bytes) -> int:
-        """Return the number of bytes that the application has not read."""
+        """Add a part of the body, and return the number of bytes that the application has not read."""
         self._body += data
         self._is_unread = True
         self._news.set()
@@ -93,11 +93,11 @@ class Exchange:
         self._news.set()
 
     def close_after(self) -> None:
-        """Serve no further request on this connection."""
+        """Close the connection after this answer."""
         self._keeps_alive = False
 
     def lose(self) -> None:
-        """Note that the client has gone. `on_gone` is called once: a second `cancel` would hit other work."""
+        """Note that the client has gone. Call `on_gone` only once: a second `cancel` would hit other work."""
         if self.is_gone:
             return
         self.is_gone = not self.is_complete
@@ -124,10 +124,10 @@ class Exchange:
         await self.send({"type": "http.response.body", "body": b"Internal Server Error"})
 
     def write_sign(self) -> None:
-        """Write something that clients ignore, if possible: a client that has gone answers with a reset.
+        """Write something that clients ignore, if possible: if the client has gone, a reset comes back.
 
-        Before the answer that is an interim response, which HTTP/1.0 lacks; between two events it is a
-        comment, unless the answer's length was announced.
+        Before the answer, write an interim response, which HTTP/1.0 lacks. Between two events, write a
+        comment, unless the answer has a Content-Length.
         """
         if not self.has_begun:
             if self.scope["http_version"] == "1.1":
@@ -141,11 +141,11 @@ class Exchange:
 
     @property
     def is_write_paused(self) -> bool:
-        """Return whether the client reads too slowly: more would pile up in memory."""
+        """Return whether the client reads too slowly, so that more data would pile up in memory."""
         return self._line.is_write_paused
 
     def whole_body(self, limit: int) -> bytes | None:
-        """Return the body if all of it is there and within the limit."""
+        """Return the body if it is complete and within the limit, else None."""
         if self._has_more or self.is_gone or len(self._body) > limit:
             return None
         self._is_unread = False
@@ -181,7 +181,7 @@ class Exchange:
             raise RuntimeError(f"unexpected ASGI message '{message['type']}'.")
 
     def write(self, body: bytes) -> None:
-        """Write a part of the answer, which has begun."""
+        """Write a part of the answer's body. The answer must have begun."""
         if not body or not self._has_body:
             return
         self._last_part = body
@@ -196,7 +196,7 @@ class Exchange:
         self._head = b""
 
     def end(self, body: bytes) -> None:
-        """Write the last part of the answer."""
+        """Write the last part of the answer's body."""
         if self._is_chunked and self._has_body:
             framed = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body) if body else b"0\r\n\r\n"
             self._transport.write(self._head + framed)
@@ -213,7 +213,7 @@ class Exchange:
         self._line.answered()
 
     async def while_connected(self, work: Coroutine[None, None, T]) -> T | None:
-        """Await `work` in this task. Return None if the client went away, which cancels `work`."""
+        """Await `work` in this task. If the client goes away, cancel `work` and return None."""
         task = asyncio.current_task()
         assert task is not None
         if self.is_gone:
@@ -234,7 +234,7 @@ class Exchange:
         return self.is_gone
 
     def _begin(self, status: int, headers: Headers) -> None:
-        """Write the head."""
+        """Prepare the head, and write it in the event loop's next turn at the latest."""
         self.has_begun, self._awaits_continue = True, False
         lines, says_close = [_STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status], False
         for name, value in (*self._line.default_headers, *headers):
@@ -253,7 +253,7 @@ class Exchange:
             if self._is_chunked:
                 lines.append(b"transfer-encoding: chunked\r\n")
             else:
-                self._keeps_alive = False  # HTTP/1.0: the end of the connection is that of the answer
+                self._keeps_alive = False  # in HTTP/1.0, the answer ends with the connection
         if not self._keeps_alive and not says_close:
             lines.append(b"connection: close\r\n")
         lines.append(b"\r\n")
@@ -261,7 +261,7 @@ class Exchange:
         asyncio.get_running_loop().call_soon(self._flush_head)
 
     def _flush_head(self) -> None:
-        """Write the head alone: no part of the body came in the same turn of the event loop."""
+        """Write the head, if it was not written with a part of the body."""
         head, self._head = self._head, b""
         if head and not self.is_gone and not self._transport.is_closing():
             self._transport.write(head)

@@ -1,7 +1,7 @@
-"""Writes the JSON of large answers in slices, in a thread beside the event loop.
+"""Writes the JSON of large answers in slices, in a thread, so that the event loop goes on.
 
-Python's encoder is one call that holds the interpreter's lock from the first byte to the last: a large answer
-would stop the event loop from any thread.
+Python's encoder holds the interpreter's lock for a whole call. A large answer in one call would therefore
+stop the event loop, whichever thread encodes it.
 """
 
 from __future__ import annotations
@@ -20,39 +20,39 @@ from blockdraft.engine.request import Delta
 P = ParamSpec("P")
 T = TypeVar("T")
 SLICE = 256  # items of a list that are written in one call
-LARGE_ANSWER = 4096  # numbers and names in an answer that is written beside the event loop; arbitrary
+LARGE_ANSWER = 4096  # numbers and names; larger answers are written in a thread; arbitrary
 
 _json_of = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 
 
 class MadeLate:
-    """Items of a list that are made one by one while they are written, to save memory."""
+    """A list whose items are made one by one while they are written, to save memory."""
 
     def __init__(self, items: Iterable[object]) -> None:
         self.items = items
 
 
 def size_of(delta: Delta) -> int:
-    """Return roughly how many tokens and log-probabilities are written for it."""
-    scored = (*delta.logprobs[:1], *(delta.prompt_logprobs or ())[-1:])  # all of them have as many
+    """Return the rough number of tokens and log-probabilities that are written for a delta."""
+    scored = (*delta.logprobs[:1], *(delta.prompt_logprobs or ())[-1:])  # all positions have as many
     num_each = 1 + max((len(item.top) for item in scored if item is not None), default=0)
     return len(delta.token_ids) + num_each * (len(delta.logprobs) + len(delta.prompt_logprobs or ()))
 
 
 @functools.cache
 def _writer() -> ThreadPoolExecutor:
-    """Return the one shared thread: every thread busy with Python takes time from the event loop."""
+    """Return the one shared thread. More threads would take more time from the event loop."""
     return ThreadPoolExecutor(1, "large answers")
 
 
 def beside(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]:
-    """Do `work` in the thread that writes large answers."""
+    """Run `work` in the thread that writes large answers."""
     loop = asyncio.get_running_loop()
     return loop.run_in_executor(_writer(), functools.partial(work, *args, **kwargs))
 
 
 async def json_response(make: Callable[[], object], size: int) -> Response:
-    """Return the answer that `make` returns, which holds about `size` numbers and names."""
+    """Return the JSON of what `make` returns, which holds about `size` numbers and names."""
     if size <= LARGE_ANSWER:
         return JSONResponse(make())
     body = await beside(lambda: b"".join(map(str.encode, in_slices(make()))))
@@ -60,7 +60,7 @@ async def json_response(make: Callable[[], object], size: int) -> Response:
 
 
 def event_in_slices(data: Mapping[str, object]) -> str:
-    """Return one server-sent event."""
+    """Return one server-sent event, encoded in slices."""
     return f"data: {''.join(in_slices(data))}\n\n"
 
 

@@ -20,7 +20,7 @@ from blockdraft.server.http.connection import HttpConnection
 from blockdraft.server.http.listener import address_of
 from blockdraft.server.options import ServerOptions
 
-# Connections beyond max_connections: idle ones, probes, and those that are told to come back later.
+# Connections beyond max_connections: idle ones, probes, and requests that are refused with 503.
 NUM_SPARE_CONNECTIONS = 128
 
 
@@ -28,7 +28,7 @@ def uvicorn_config(app: ASGIApp, options: ServerOptions, *, flush_s: int | None 
     """Return uvicorn's settings. Its access log is off because it would contain query strings; AuthLimits
     writes one without them.
 
-    `flush_s` is the time that complete answers get at the end to reach their clients.
+    `flush_s` is the time for complete answers to reach their clients when the server ends.
     """
     return uvicorn.Config(
         app,
@@ -36,7 +36,7 @@ def uvicorn_config(app: ASGIApp, options: ServerOptions, *, flush_s: int | None 
         ws="none",
         timeout_keep_alive=options.keep_alive_s,
         timeout_graceful_shutdown=flush_s,
-        proxy_headers=False,  # nothing here decides by the client's address
+        proxy_headers=False,  # the client's address is not used
         server_header=False,
         access_log=False,
         log_config=None,
@@ -56,21 +56,21 @@ def http_protocol(options: ServerOptions) -> type[HttpConnection]:
     return TimedConnection
 
 
-UNHEALTHY_GRACE_S = 3.0  # how long /health says that the engine is lost before the process ends; arbitrary
-FLUSH_S = 5  # for answers that are complete and on their way to their clients; arbitrary
+UNHEALTHY_GRACE_S = 3.0  # from the engine's loss to the end of the process: /health reports it; arbitrary
+FLUSH_S = 5  # for complete answers to reach their clients; arbitrary
 DRAIN_INTERVAL_S = 0.02
 
 log = logging.getLogger("blockdraft")
 
 
 class Service(Protocol):
-    """Interface of the server to what it serves: our engine, or a proxy to another one."""
+    """Interface of a service for the server: our engine, or a proxy to another engine."""
 
     @property
     def startup(self) -> StartProgress: ...
     @property
     def error(self) -> str | None:
-        """Return why it is lost; None if it is not."""
+        """Return why the service is lost; None if it is not."""
 
     @property
     def num_live(self) -> int:
@@ -80,7 +80,7 @@ class Service(Protocol):
 
 
 def ending(num_live: int, drain_timeout_s: float) -> str:
-    """Return the line for the person who pressed Ctrl-C."""
+    """Return the log line about running requests for a user who has pressed Ctrl-C."""
     if not num_live:
         return "ending: no request is under way"
     return (
@@ -90,7 +90,7 @@ def ending(num_live: int, drain_timeout_s: float) -> str:
 
 
 class DrainingServer(uvicorn.Server):
-    """Ends by a signal, or when the service is lost; it first lets running answers end."""
+    """Ends on a signal or when the service is lost, after it has let running answers end."""
 
     def __init__(
         self, app: ASGIApp, service: Service, options: ServerOptions, *, drain_timeout_s: float
@@ -102,8 +102,8 @@ class DrainingServer(uvicorn.Server):
     def serve_on(
         self, listener: socket.socket, *, show_start: Callable[[], None], on_ready: Callable[[], None]
     ) -> None:
-        """Return when the service is drained and closed. `show_start` may take as long as the start does."""
-        # uvicorn handles the signal while it runs, and afterwards raises it again for whoever came first.
+        """Serve until the service is drained and closed. `show_start` may take as long as the start."""
+        # uvicorn handles signals while it runs, and afterwards raises them again for these handlers.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: setattr(self, "should_exit", True))
         log.info("listening on %s; not ready yet, /ready shows the progress", address_of(listener))
@@ -113,7 +113,7 @@ class DrainingServer(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Give running answers time to end; refuse new requests meanwhile."""
         service = self._service
-        if service.error is None:  # else whoever waits for it is told why
+        if service.error is None:  # if it is lost, the error is shown elsewhere
             log.info("%s", ending(service.num_live, self._drain_timeout_s))
         service.startup.drain()
         end_s = time.monotonic() + self._drain_timeout_s
@@ -122,21 +122,21 @@ class DrainingServer(uvicorn.Server):
         if self.force_exit and service.num_live:
             count = service.num_live
             log.info("ended at once: %s given up", "1 answer was" if count == 1 else f"{count} answers were")
-        # What is left ends with an error that its client understands.
+        # Answers that are still running end with an error that clients understand.
         await asyncio.to_thread(service.close)
         await super().shutdown(sockets=sockets)
-        if self.force_exit:  # uvicorn leaves this out, and then logs that it was cut off
+        if self.force_exit:  # uvicorn skips this and then logs an error
             await self.lifespan.shutdown()
 
     def _follow(self, show_start: Callable[[], None], on_ready: Callable[[], None]) -> None:
-        """Say when the service is ready, and end the server when it is lost."""
+        """Call `on_ready` when the service is ready, and end the server when the service is lost."""
         show_start()
         was_ready = False
         while self._service.error is None:
             if not was_ready and self._service.startup.state == "ready":
                 on_ready()
                 was_ready = True
-                gc.freeze()  # what is there now stays: no later collection need look through it
+                gc.freeze()  # these objects stay: later collections need not scan them
             time.sleep(0.05)
         if was_ready:
             time.sleep(UNHEALTHY_GRACE_S)

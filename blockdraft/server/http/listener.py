@@ -13,8 +13,8 @@ ANY_HOST = ("0.0.0.0", "::")
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Bind the address before anything else, because a port in use is the commonest mistake."""
-    if not 0 <= port <= 65535:  # getaddrinfo would wrap it around
+    """Return a socket bound to the address. Call it first, as a port in use is the commonest mistake."""
+    if not 0 <= port <= 65535:  # getaddrinfo would take it modulo 65536
         raise SettingsError(f"--port {port} is outside 0 to 65535.")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -52,10 +52,10 @@ def addresses_to_use(listener: socket.socket) -> tuple[str, str | None]:
 
 
 def outward_host() -> str | None:
-    """Return the address that this machine has on its network; None if it has none. Nothing is sent."""
+    """Return this machine's address on its network; None if it has none. Sends no data."""
     for family, somewhere in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((somewhere, 9))  # of a datagram socket: it only chooses the route
+            probe.connect((somewhere, 9))  # on a datagram socket, this only chooses the route
             host = str(probe.getsockname()[0])
             if not ip_address(host).is_loopback:
                 return host

@@ -1,7 +1,7 @@
 """Log lines, as text or as one JSON object each. They never hold a key, a prompt or an answer.
 
-API keys are replaced wherever they appear. An error in a request is logged by its type and place only:
-its message may quote what the client sent.
+API keys are replaced wherever they appear. An error in a request is logged only by its type and
+place, because its message may quote what the client sent.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from typing import TextIO
 
 HIDDEN = "***"
-_REQUEST_ERRORS = "uvicorn.error"  # logs what a request raised
+_REQUEST_ERRORS = "uvicorn.error"  # logs the errors that requests raise
 
 
 def set_up(*, is_json: bool, level: int, secrets: Iterable[str] = (), stream: TextIO | None = None) -> None:
@@ -37,7 +37,7 @@ class _Lines(logging.Formatter):
 
 
 class JsonLines(_Lines):
-    """time, level, logger, message; request_id and error if there is one."""
+    """Lines of JSON: time, level, logger, message, and request_id and error if there are any."""
 
     def format(self, record: logging.LogRecord) -> str:
         line = {

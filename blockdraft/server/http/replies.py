@@ -1,4 +1,4 @@
-"""Answers that our own server and the proxy share: errors in the shape of each API, events, the state."""
+"""Answers that our own server and the proxy share: errors in each API's format, events, the state."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from blockdraft.phases import State
 DONE = "data: [DONE]\n\n"  # the last event of a stream
 START_RETRY_AFTER_S = 5  # arbitrary: a start takes seconds to minutes
 
-# Nobody keeps a stream, and nginx sends each piece on at once.
+# Streams are not stored, and nginx passes on each piece at once.
 STREAM_HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
 
-INVALID = "invalid_request_error"  # the type of errors that are the client's
+INVALID = "invalid_request_error"  # the type of errors that the client caused
 VERSION_HEADER = "anthropic-version"  # Anthropic's clients send it with every path
 OPENAI_PATHS = ("/v1/chat/", "/v1/completions", "/v1/responses")
 OVERLOADED = 529  # Anthropic's status for too many requests at once
@@ -78,27 +78,27 @@ def error_body(message: str, *, kind: str, param: str | None = None, code: str |
 def message_error(
     status: int, message: str, *, param: str | None = None, request_id: str | None = None
 ) -> MessageError:
-    """Return an error of Anthropic's API, where only the message can name the field at fault."""
+    """Return an error of Anthropic's API, in which only the message can name the field at fault."""
     kind = _ANTHROPIC_TYPES.get(status, "api_error" if status >= 500 else INVALID)
     text = message if param is None or param in message else f"{param}: {message}"
     return {"type": "error", "error": {"type": kind, "message": text}, "request_id": request_id}
 
 
 def is_anthropic(path: str, *, has_version: bool = False) -> bool:
-    """Return whether the client speaks Anthropic's API, by the path or by its header."""
+    """Return whether the client uses Anthropic's API, according to the path or its version header."""
     is_messages_path = path == "/v1/messages" or path.startswith("/v1/messages/")
     return is_messages_path or (has_version and not path.startswith(OPENAI_PATHS))
 
 
 class ErrorResponse(JSONResponse):
-    """An error as OpenAI writes it; `of` returns it as the API of a path does."""
+    """An error in OpenAI's format; `of` converts it to the format of a path's API."""
 
     def __init__(self, status: int, error: Error, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(error, status_code=status, headers=headers)
         self._error = error["error"]
 
     def of(self, path: str, request_id: str | None, *, has_version: bool = False) -> Response:
-        """`has_version`: the request has the header that Anthropic's clients send."""
+        """Return the error for a path. `has_version`: the request has the header of Anthropic's clients."""
         if not is_anthropic(path, has_version=has_version):
             return self
         status = OVERLOADED if self._error["code"] == "too_many_connections" else self.status_code
@@ -116,7 +116,7 @@ class ErrorResponse(JSONResponse):
 
 
 def error_event(path: str, message: str, code: str) -> str:
-    """Return the last event of a stream that breaks off, as the API of the path writes it."""
+    """Return the last event of a stream that breaks off, in the format of the path's API."""
     if is_anthropic(path):
         return named_event("error", message_error(500, message))
     if path == "/v1/responses":
@@ -139,7 +139,7 @@ def error_response(
 
 
 def not_ready_response(state: object) -> ErrorResponse:
-    """Return the answer to a request that came before the engine was ready, or after the end has begun."""
+    """Return the answer to a request before the engine is ready, or after the end has begun."""
     if state == "starting":
         text = "the engine is still starting: /ready shows its progress."
         return error_response(503, text, code="not_ready", retry_after_s=START_RETRY_AFTER_S)
@@ -147,7 +147,7 @@ def not_ready_response(state: object) -> ErrorResponse:
 
 
 def health_of(state: State) -> Health:
-    """Return the state of a start as /health says it: "ok" where requests are answered."""
+    """Return the state for /health: "ok" instead of "ready"."""
     return "ok" if state == "ready" else state
 
 
@@ -172,7 +172,7 @@ def event(data: Mapping[str, object]) -> str:
 
 
 def named_event(name: str, data: Mapping[str, object]) -> str:
-    """Return one server-sent event with a name, as the newer APIs have them."""
+    """Return one server-sent event with a name, as the newer APIs send it."""
     return f"event: {name}\ndata: {json_of(data)}\n\n"
 
 

@@ -25,7 +25,7 @@ _HAS = (
 )
 _BASE = "set the client's base URL to http://HOST:PORT/v1"
 
-# Ours, as a client asks for it whose base URL lacks /v1 or has too much of it.
+# Our paths as clients request them if their base URL lacks /v1 or has it twice.
 _OURS = re.compile(r"(?:/\w+){0,3}?/(chat/completions|completions|responses|models|messages)(/.*)?")
 # Anthropic's clients add /v1 themselves.
 _TWICE = re.compile(r"/v1(/v1)+(/.*)?")
@@ -96,7 +96,7 @@ _EXPECTED = (HTTPException, BlockdraftError, EngineStopped, NotReady)
 
 
 def answer_error(request: Request, error: Exception) -> Response:
-    """Return the answer to a request that raised `error`; for an unexpected error it has no details."""
+    """Return the answer to a request that raised `error`. An unexpected error is answered without details."""
     if isinstance(error, HTTPException):
         return _answer_http(request, error)
     if isinstance(error, NotReady):
@@ -126,7 +126,7 @@ def _answer_http(request: Request, error: HTTPException) -> Response:
     return response
 
 
-# Starlette answers an unexpected error, too, and raises it again for the server's log.
+# Starlette answers unexpected errors, too, and raises them again for the server's log.
 HANDLERS = dict.fromkeys((*_EXPECTED, Exception), answer_error)
 
 

@@ -16,13 +16,13 @@ const EXAMPLES = [
   "List the planets with one fact about each.",
 ];
 
-const POLL_MS = 1000; // of a start, for a reader who has given no key yet
+const POLL_MS = 1000; // polls the start while the user has given no key
 
 const state = {
   server: "connecting", // connecting | starting | ready | draining | failed | offline
   engine: null,
-  model: null, // what requests call it
-  governedWidth: null, // of steps that did not ask for one, by now
+  model: null, // its name in requests
+  governedWidth: null, // the present width of steps that do not set one
   isDraftView: false,
   isCompare: false,
 };
@@ -42,10 +42,10 @@ const conversation = new Conversation($("log"), {
 // ---- requests
 
 const hasDrafter = () => state.engine !== null && state.engine.draft !== null;
-// Other engines draft for every request or for none, and do not tell which tokens were drafts.
+// Other engines draft for all requests or for none, and do not say which tokens were drafts.
 const canSwitch = () => hasDrafter() && state.engine.can_switch !== false;
 
-// Says beside the field, and in the note, what is wrong with the settings.
+// Returns whether a request can be sent. If the settings are wrong, shows why at the field and in the note.
 function canAsk() {
   if (state.server !== "ready") return false;
   const wrong = checkSettings();
@@ -58,7 +58,7 @@ function canAsk() {
   return false;
 }
 
-// A salt that nobody had before: the prompt is not found in the cache.
+// Returns a new salt, with which the prompt is not found in the cache.
 const newSalt = () => [...crypto.getRandomValues(new Uint32Array(4))].map((part) => part.toString(36)).join("");
 
 function requestBodies(messages, more) {
@@ -71,13 +71,13 @@ function requestBodies(messages, more) {
     stream_options: { include_usage: true },
   };
   if (!canSwitch()) return { speculative: common, plain: common };
-  // A comparison with itself says nothing: there, "off" means the server's own width.
+  // A comparison needs drafts in one answer, so there "off" means the server's own width.
   const chosen = Number($("width").value);
   const isAutomatic = chosen === 0 || (state.isCompare && chosen === 1);
-  // A server that found drafts too slow, at the start or by now, decodes plainly: to see some, one has to ask.
+  // A server that has found drafts too slow decodes plainly. To show drafts, the request must set a width.
   const isMissed = (state.engine.width === 1 || state.governedWidth === 1) && (state.isCompare || state.isDraftView);
   const width = !isAutomatic ? { width: chosen } : isMissed ? { width: Math.min(state.engine.block, 8) } : {};
-  // Whoever comes second would find the prompt in the cache: in a comparison neither does.
+  // In a comparison, the second answer would find the prompt in the cache; with salts, neither does.
   const salted = () => (state.isCompare ? { cache_salt: newSalt() } : {});
   return {
     speculative: { ...common, ...salted(), speculative: { ...width, detail: true } },
@@ -108,7 +108,7 @@ function openChat(chat) {
   conversation.open(chat);
 }
 
-// A new chat keeps the system prompt: who tries one out asks again and again.
+// A new chat keeps the system prompt, as users try one prompt with many questions.
 function beginChat() {
   openChat(newChat($("system").value));
   $("prompt").focus();
@@ -120,7 +120,7 @@ function takeSystem() {
   showSystem();
 }
 
-// What the model is really told before the conversation, whoever wrote it.
+// Shows the system prompt that the model really gets: the user's or the chat template's.
 function showSystem() {
   const own = conversation.chat.system.trim();
   const inserted = state.engine?.system_prompt ?? "";
@@ -129,7 +129,7 @@ function showSystem() {
   $("system-text").textContent = own || inserted;
 }
 
-// ---- what can be done now
+// ---- which controls are enabled
 
 const NOTES = {
   connecting: "Connecting to the server.",
@@ -182,7 +182,7 @@ async function readModel() {
   try {
     state.model = (await getJson("v1/models")).data[0].id;
   } catch {
-    // Requests without a model's name are answered too.
+    // Requests without a model's name are answered, too.
   }
 }
 
@@ -221,7 +221,7 @@ function onEvent(event, isFirst) {
   showNow(event, isFirst);
 }
 
-// Whoever sees a figure of an engine that is for timing only must see that it is.
+// If an engine is for timing only, its figures must come with a notice that says so.
 function showNotices(notices) {
   $("notices").hidden = notices.length === 0;
   $("notices").replaceChildren(...notices.map((notice) => make("li", "", notice)));
@@ -248,7 +248,7 @@ function onLost(error) {
   return undefined;
 }
 
-// The feed needs a key; how far a start is, everybody may know. The key is asked for when it is of use.
+// The feed needs a key, the start's progress needs none. The dialog for the key opens once the start is over.
 async function becomeKnown() {
   for (;;) {
     const startup = await getStartup();
@@ -266,7 +266,7 @@ let wakeFeed = null;
 
 const keyGiven = () => new Promise((resolve) => { wakeFeed = resolve; });
 
-// True when a key was given. The feed and a question may both need it: one dialog serves both.
+// Returns true if the user gave a key. The feed and a question may both need it and share one dialog.
 function askKey() {
   asking ??= new Promise((resolve) => {
     const dialog = $("key-dialog");

@@ -17,7 +17,7 @@ function pretty(json) {
   }
 }
 
-// One answer, streamed or read from a kept chat: what has arrived, when, and the nodes that show it.
+// One answer, streamed or read from a saved chat: its content so far, its times, and the nodes that show it.
 export class Answer {
   constructor(view, turn = {}) {
     this.view = view; // { isDraftView(), width() }
@@ -25,9 +25,9 @@ export class Answer {
     this.reasoning = turn.reasoning ?? "";
     this.calls = turn.calls ?? []; // { id, name, arguments }
     this.blocks = turn.blocks ?? [];
-    this.kept = turn.figures ?? null; // { tokens, seconds, rate } of an answer that was read
+    this.kept = turn.figures ?? null; // { tokens, seconds, rate } of a saved answer
     this.before = null; // the turn that this answer continues
-    this.settings = turn.settings ?? null; // what its request said besides the messages
+    this.settings = turn.settings ?? null; // the request's settings
     this.usage = null;
     this.finishReason = turn.finish ?? null;
     this.startS = this.firstS = this.lastS = this.endS = null;
@@ -85,26 +85,26 @@ export class Answer {
     call.arguments += called.arguments ?? "";
   }
 
-  // What `turn` had is kept, and what arrives is written behind it.
+  // Continues `turn`: keeps its content, and appends what arrives.
   goOn(turn) {
     this.before = turn;
     this.kept = this.finishReason = null;
     this.blocks = [...this.blocks];
   }
 
-  // Whether the limit of its request ended it; else an answer that was cut has filled the context.
+  // Whether the request's token limit cut the answer; any other answer that was cut filled the context.
   get isAtLimit() {
     const numNew = this.numTokens - (this.before?.figures.tokens ?? 0);
     return this.finishReason === "length" && numNew >= (this.settings?.max_completion_tokens ?? Infinity);
   }
 
-  // Whether more can be asked for: the server continues texts, and neither calls nor thoughts.
+  // Whether the answer can be continued: the server continues text, but no calls and no thoughts.
   get canGoOn() {
     const isCut = this.finishReason === null ? this.endS !== null || this.kept !== null : this.isAtLimit;
     return isCut && this.text !== "" && this.reasoning === "" && this.calls.length === 0;
   }
 
-  // For the history and the kept chat; null: nothing has come that a conversation could go on from.
+  // Returns the turn for the conversation; null if nothing has arrived that it could go on from.
   turn() {
     if (this.text === "" && this.calls.length === 0 && this.finishReason === null) return null;
     return {
@@ -137,7 +137,7 @@ export class Answer {
     return this.totalS > 0 && this.numTokens > 0 ? this.numTokens / this.totalS : null;
   }
 
-  // Tokens per second after the first step, which is behind the prompt: null before there is another.
+  // Tokens per second after the first step, which includes the prompt's time; null before the second step.
   get rate() {
     if (this.kept) return this.kept.rate;
     const time = this.lastS - this.firstS;
@@ -163,7 +163,7 @@ export class Answer {
     this.strip.setAttribute("aria-label", `Tokens of each step: ${sizes.join(", ")}`);
   }
 
-  // Open while there is nothing else to read, closed once the answer begins; after a click, the reader's choice.
+  // Shows the thoughts, open until the answer begins. Once the user has clicked, the user's choice stays.
   renderThinking(hasDrafts) {
     this.thinking.hidden = hasDrafts || this.reasoning === "";
     if (this.reasoning === "") return;
@@ -219,7 +219,7 @@ export class Single {
     if (turn) this.render();
   }
 
-  // Writes behind the text of `turn`, which it was made with.
+  // Appends to the text of `turn`, with which this message was made.
   goOn(turn) {
     this.answer.goOn(turn);
   }
@@ -283,7 +283,7 @@ export class Comparison {
     }
   }
 
-  // A kept comparison is its answer, and what came of it.
+  // A comparison is saved as its answer and a note with the result.
   turn() {
     const turn = this.lanes[0].answer.turn() ?? this.lanes[1].answer.turn();
     const note = this.verdict.textContent.trim();
@@ -317,7 +317,7 @@ export class Comparison {
     if (fast.finishReason === null || plain.finishReason === null || plain.endS === null) return;
     const parts = [];
     if (fast.wholeRate !== null && plain.wholeRate !== null) {
-      const speedup = fast.wholeRate / plain.wholeRate; // of equal texts, the ratio of the times above
+      const speedup = fast.wholeRate / plain.wholeRate; // if the texts are equal, the ratio of the times above
       const times = speedup >= 1 ? speedup : 1 / speedup;
       const how = speedup >= 1 ? "faster" : "slower";
       const per = fast.numTokens === plain.numTokens ? "" : " per token";

@@ -1,10 +1,10 @@
 // Code blocks: a bar with the language and a copy button, and the code in colours.
-// highlight.js finds the parts; its tree becomes nodes here, since its own output is markup.
+// highlight.js parses the code; this module builds nodes from its tree, since its own output is markup.
 
 import { copyButton, make } from "./dom.js";
 import hljs from "./highlight.min.js";
 
-const MAX_COLOURED = 20000; // characters; past it a streamed block would cost too much at every frame
+const MAX_COLOURED = 20000; // characters; colouring a longer block at every frame would cost too much
 
 function append(parent, children) {
   for (const child of children) {

@@ -1,7 +1,7 @@
-// One conversation on the page: its turns, the answer that runs, editing, asking again, and what failed.
+// One conversation on the page: its turns, the running answer, edits, new attempts and failures.
 //
-// A question that got no answer (refused, unreachable, stopped too early) never stays in `chat.turns`: what is
-// sent next is what was said before it. It stays on the page, marked, until it is tried again.
+// A question without an answer (refused, unreachable, stopped too early) does not stay in `chat.turns`, so the
+// next request leaves it out. It stays on the page, marked as unanswered, until the user tries it again.
 
 import { Comparison, Single } from "./chat.js";
 import { make, makeButton } from "./dom.js";
@@ -16,7 +16,7 @@ export class Conversation {
     this.root = root;
     this.host = host;
     this.chat = newChat();
-    this.shown = []; // { turn, node, message }: the turn is null where it is none of the conversation's
+    this.shown = []; // { turn, node, message }: the turn is null if it is no part of the conversation
     this.running = null; // AbortController
   }
 
@@ -38,7 +38,7 @@ export class Conversation {
     this.running?.abort();
   }
 
-  // The page is left in the middle of an answer: what has come is kept.
+  // Saves the part of an answer that has arrived, when the user leaves the page.
   keepWhatCame() {
     const partial = this.running === null ? null : this.shown.at(-1).message.turn();
     if (partial !== null) keepChat({ ...this.chat, turns: [...this.chat.turns, partial] });
@@ -55,25 +55,25 @@ export class Conversation {
     return this.attempt({ turns: [{ role: "user", content: text }] });
   }
 
-  // Another answer to the last question.
+  // Asks for another answer to the last question.
   regenerate() {
     const last = this.shown.findLastIndex(({ turn }) => turn?.role === "assistant");
     return this.attempt({ turns: [], from: last });
   }
 
-  // More of the last answer, which was cut or broke off.
+  // Continues the last answer, which was cut or broke off.
   goOn() {
     const last = this.shown.findLastIndex(({ turn }) => turn?.role === "assistant");
     return this.attempt({ turns: [], from: last, continued: this.shown[last].turn });
   }
 
-  // What tools returned for the calls of the last answer.
+  // Sends the results of the last answer's tool calls.
   giveResults(results) {
     return this.attempt({ turns: results.map(({ id, content }) => ({ role: "tool", id, content })) });
   }
 
-  // Everything from the entry `from` on is replaced by `turns` and an answer. Without an answer nothing changes.
-  // The answer begins with that of the turn `continued`, where there is one.
+  // Replaces all entries from `from` on by `turns` and an answer. If no answer comes, nothing changes.
+  // If `continued` is a turn, the answer begins with that turn's text.
   async attempt({ turns, from = this.shown.length, continued = null }) {
     if (this.running !== null || !this.host.canAsk()) return;
     const { chat } = this;
@@ -130,7 +130,7 @@ export class Conversation {
     }
     const scroll = this.follow();
     message.render();
-    // Of a comparison the result matters, and that stands on top.
+    // Show the top of a comparison, which holds its result.
     if (scroll() && message instanceof Comparison) message.node.scrollIntoView({ block: "start" });
     return { problem, isStopped: running.signal.aborted };
   }
@@ -170,7 +170,7 @@ export class Conversation {
     node.append(row);
   }
 
-  // An edit or another answer that came to nothing: the conversation is what it was, with a word on what happened.
+  // Restores the conversation after an edit or a new answer failed, and says what happened.
   putBack(removed, entries, problem) {
     for (const { node } of entries) node.remove();
     this.shown = this.shown.filter((entry) => !entries.includes(entry));
@@ -187,7 +187,7 @@ export class Conversation {
     this.root.scrollTop = this.root.scrollHeight;
   }
 
-  // Why there is no answer, or no more of it; null: it was stopped.
+  // Returns a row that says why no answer, or no more of it, came; null means that the user stopped it.
   endRow(problem, hasText = false) {
     const row = make("p", problem === null ? "error stopped" : "error");
     row.setAttribute("role", "alert");
@@ -207,7 +207,7 @@ export class Conversation {
     }
     this.shown.push(entry);
     this.root.append(entry.node);
-    if (entry.message) entry.message.render(); // the strip has a size only now
+    if (entry.message) entry.message.render(); // only now does the strip have a size
     return entry;
   }
 
@@ -249,7 +249,7 @@ export class Conversation {
     box.focus();
   }
 
-  // Buttons that only the last answer has: more of it, another one, and the results of its calls.
+  // Buttons that only the last answer has: continue it, replace it, and give the results of its calls.
   showActions() {
     for (const node of this.root.querySelectorAll(".again, .results")) node.remove();
     this.root.classList.toggle("is-running", this.running !== null);
@@ -280,7 +280,8 @@ export class Conversation {
 
   // ---- drawing
 
-  // Call it, change the log, then call what it gave: who read the end goes on reading the end, and that says so.
+  // Call this before a change of the log, and the returned function after it: it scrolls to the end if the
+  // log was at its end, and returns whether it was.
   follow() {
     const { root } = this;
     const isAtEnd = root.scrollHeight - root.scrollTop - root.clientHeight < NEAR_END_PX;

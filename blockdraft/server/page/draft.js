@@ -1,4 +1,4 @@
-// The draft view: which tokens were accepted drafts, which the target wrote itself, and where each block ended.
+// The draft view: which tokens are accepted drafts, which the target wrote itself, and where each block ends.
 
 import { make } from "./dom.js";
 
@@ -8,7 +8,7 @@ const MIN_PITCH_PX = 1.5;
 
 const FENCE = /^ {0,3}(```|~~~)/;
 
-// Follows a text token by token: `isCode(text)` says whether the next one belongs to code, fences included.
+// Reads a text token by token: `isCode(text)` returns whether this next token is part of code or its fences.
 class CodeReader {
   constructor() {
     this.line = "";
@@ -35,7 +35,7 @@ class CodeReader {
   }
 }
 
-// A line break shows as a sign, then breaks; the last `numHeld` breaks of the text only show.
+// Shows each line break as a sign, followed by a break, except that the last `numHeld` signs have no break.
 function tokenNode(text, isAccepted, isCode, numHeld) {
   const node = make("span", `token ${isAccepted ? "accepted" : "own"}${isCode ? " mono" : ""}`);
   if (text === "") {
@@ -55,7 +55,7 @@ function blockNode(block, reader) {
   const node = make("span", "block");
   const num = block.tokens.length;
   node.title = `one step: ${num} ${num === 1 ? "token" : "tokens"}, ${block.accepted} from the draft`;
-  // Breaks at the end of a block go behind its mark, which would otherwise begin the next line.
+  // Breaks at the end of a block go after its end mark, which would otherwise begin the next line.
   const breaks = /\n*$/.exec(block.tokens[num - 1])[0];
   block.tokens.forEach((text, index) => {
     const numHeld = index === num - 1 ? breaks.length : 0;
@@ -65,7 +65,7 @@ function blockNode(block, reader) {
   return node;
 }
 
-// Appends what is missing; blocks never change once they are there.
+// Appends the blocks that are missing; blocks on the page never change.
 export function renderBlocks(root, blocks) {
   root.reader ??= new CodeReader();
   for (let index = root.children.length; index < blocks.length; index++) {
@@ -75,8 +75,8 @@ export function renderBlocks(root, blocks) {
 
 export const countTokens = (blocks) => blocks.reduce((sum, block) => sum + block.tokens.length, 0);
 
-// Every block is a decoding step: our engine never samples while it reads a prompt, and others send no blocks.
-// Null without any.
+// Returns the mean tokens per block; null if there are no blocks. Every block is a decoding step: our engine
+// never samples while it reads a prompt, and other engines send no blocks.
 export function tokensPerStep(blocks) {
   return blocks.length === 0 ? null : countTokens(blocks) / blocks.length;
 }
@@ -93,7 +93,7 @@ export function drawStrip(canvas, blocks, width) {
   context.scale(scale, scale);
   const pitch = Math.max(MIN_PITCH_PX, Math.min(BAR_PX + GAP_PX, wide / blocks.length));
   const bar = pitch > 2 * GAP_PX ? pitch - GAP_PX : pitch * 0.7;
-  const shown = blocks.slice(-Math.floor(wide / pitch)); // a very long answer shows its end
+  const shown = blocks.slice(-Math.floor(wide / pitch)); // of a very long answer, show the end
   const unit = high / Math.max(width, ...shown.map((block) => block.tokens.length));
   shown.forEach((block, index) => {
     const accepted = Math.min(block.accepted, block.tokens.length) * unit;

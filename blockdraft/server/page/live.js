@@ -27,7 +27,7 @@ export function size(numBytes) {
 
 const shortName = (name) => name.split("/").filter(Boolean).at(-1) ?? name;
 
-// What people call the target and the drafter, and what their files are; other engines tell less.
+// Returns the usual names and the files of the target and the drafter; other engines report less.
 export function namesOf(engine) {
   const { target, target_title, target_format, target_bytes, target_computed } = engine;
   const { draft, draft_title, draft_format, draft_bytes } = engine;
@@ -51,7 +51,7 @@ function showPerStep(now) {
 
 const windowText = ({ lately_s: lately }, isActive) => (isActive ? `last ${lately ?? 10} s` : "when last busy");
 
-// What drafts bring now. The whole sentence, with what it was measured against, is the tooltip.
+// Returns what drafts gain now. The tooltip has the whole sentence, with what it is compared to.
 function speculationText(now, hasDrafter) {
   if (!hasDrafter) return "no drafter: it is 1";
   if (!now.speculation) return "without drafts it is 1";
@@ -120,9 +120,9 @@ function addHistory(history, isFirst) {
 
 // ---- acceptance
 
-let hasAcceptance = false; // a picture of drafts is there, of now or of before
+let hasAcceptance = false; // whether a chart of drafts is shown, new or old
 
-// A column for every position of a block, tried lately or not: the picture does not jump with the width.
+// Makes a column for every position of a block, used lately or not, so that the chart does not jump.
 function makeColumns(root, num) {
   while (root.children.length < num) {
     const column = root.appendChild(make("div", "column"));
@@ -155,7 +155,7 @@ function showAcceptance(now, engine, hasDrafter) {
   $("acceptance-caption").textContent = hasDrafter ? caption : "no drafter";
   root.classList.toggle("idle", !hasData);
   makeColumns(root, Math.max(engine?.draft ? (engine.block ?? engine.width) - 1 : 0, acceptance.length));
-  if (hasData || !hasAcceptance) drawAcceptance(root, acceptance); // else the last picture stays
+  if (hasData || !hasAcceptance) drawAcceptance(root, acceptance); // else the last chart stays
 }
 
 // ---- cache and queue
@@ -203,7 +203,7 @@ export function showStartup(startup) {
   $("startup-error").hidden = !startup.error;
   $("startup-error").textContent = startup.error ?? "";
   if (startup.state === shownState) return;
-  // Open while it matters, out of the way afterwards; in between the reader's own choice stays.
+  // Opens for a start or a failure, closes afterwards; between changes of state, the user's choice stays.
   $("startup").open = startup.state === "starting" || startup.state === "failed";
   $("startup-card").classList.toggle("settled", startup.state === "ready");
   shownState = startup.state;
@@ -246,7 +246,7 @@ export function showEngine(engine) {
 
 // ---- all of it
 
-// The server is gone: figures of before would pass for figures of now.
+// Clears all figures when the server is gone, as old ones would look current.
 export function showNothing() {
   for (const id of ["rate", "live-rate", "per-step", "steps", "running", "waiting"]) $(id).textContent = "–";
   for (const id of ["per-step-caption", "per-step-note", "acceptance-caption", "pages"]) $(id).textContent = "";

@@ -1,4 +1,4 @@
-"""The feed of the live page: once a second, the progress of the start and the engine's numbers."""
+"""The feed of the live page: sends the start's progress and the engine's numbers once a second."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Json = dict[str, object]
 
 
 class Feed(Protocol):
-    """The numbers of an engine."""
+    """The source of an engine's numbers."""
 
     async def refresh(self) -> None:
-        """Learn what is new."""
+        """Read the engine's present numbers."""
 
     def now(self) -> Json | None:
         """Return the present state, or None if it is not known yet."""
@@ -41,7 +41,7 @@ async def live_events(
 
 
 class LoopFeed:
-    """Our own engine's counters."""
+    """The numbers of our own engine, from its snapshots."""
 
     def __init__(self, snapshot: Callable[[], Awaitable[Snapshot | None]]) -> None:
         self._ask = snapshot

@@ -45,7 +45,7 @@ CONTENT_SECURITY_POLICY = "; ".join(
 )
 
 _HEADERS = {
-    "cache-control": "no-cache",  # kept by the browser, but asked for again: the names carry no version
+    "cache-control": "no-cache",  # cached, but checked each time, as the names have no version
     "content-security-policy": CONTENT_SECURITY_POLICY,
     "cross-origin-opener-policy": "same-origin",
 }  # AuthLimits adds the headers that all answers have
@@ -61,7 +61,7 @@ class File:
 
 
 def read_files(folder: Path = FOLDER) -> dict[str, File]:
-    """Return the page's files below `folder`, by their paths from there with forward slashes."""
+    """Return the page's files in `folder`, by relative path with forward slashes."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.suffix not in _OURS)
     return {path.relative_to(folder).as_posix(): _read(path) for path in paths}
 

@@ -1,5 +1,5 @@
-// A model's Markdown as DOM nodes. `marked` makes tokens of the text; the nodes are built here, so that no text
-// can become markup: HTML in an answer is shown as it was written.
+// A model's Markdown as DOM nodes. `marked` splits the text into tokens; this module builds the nodes,
+// so that no text can become markup: HTML in an answer is shown as it was written.
 
 import { codeBlock } from "./code.js";
 import { make } from "./dom.js";
@@ -10,8 +10,8 @@ const SAFE_LINK = /^(https?:|mailto:)/i;
 const ENTITY = /&(?:#(\d{1,7})|#x([\da-f]{1,6})|(\w{2,8}));/gi;
 const NAMED = { amp: "&", lt: "<", gt: ">", quot: '"', apos: "'", nbsp: "\u00a0", ndash: "–", mdash: "—", hellip: "…", times: "×" };
 
-// Formulas are taken in one piece: Markdown would take their backslashes and underscores away. Between single
-// dollars nothing may touch them but the formula, and no digit may follow: "$5 to $10" is money.
+// A formula is one token, as Markdown would remove its backslashes and underscores. Between single dollars,
+// no space may follow the first or precede the last, and no digit may follow: "$5 to $10" is money.
 const DISPLAY = /^(?:\$\$([\s\S]+?)\$\$|\\\[([\s\S]+?)\\\])/;
 const INLINE = /^(?:\\\(([\s\S]+?)\\\)|\$(?![\s$])([^$\n]*[^\s$\\])\$(?![\d$]))/;
 const math = {

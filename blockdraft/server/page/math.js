@@ -12,7 +12,7 @@ async function draw(node, text, isDisplay) {
   node.replaceWith(drawn);
 }
 
-// The TeX itself, until it is drawn; what cannot be drawn stays TeX.
+// Shows the TeX until the formula is drawn; if it cannot be drawn, the TeX stays.
 export function formula(text, isDisplay) {
   const node = make("code", "math", text);
   draw(node, text, isDisplay).catch(() => (node.title = "this formula cannot be drawn"));

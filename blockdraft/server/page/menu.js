@@ -14,10 +14,10 @@ export function bindMenu(host) {
     menu.showModal();
   });
   $("menu-close").addEventListener("click", () => menu.close());
-  menu.addEventListener("click", (event) => { if (event.target === menu) menu.close(); }); // beside it
+  menu.addEventListener("click", (event) => { if (event.target === menu) menu.close(); }); // a click outside
   $("export-markdown").addEventListener("click", () => download(host, asMarkdown, "md", "text/markdown"));
   $("export-json").addEventListener("click", () => download(host, asJson, "json", "application/json"));
-  addEventListener("storage", () => { if (menu.open) showChats(host); }); // another tab
+  addEventListener("storage", () => { if (menu.open) showChats(host); }); // changed in another tab
 }
 
 function showChats(host) {
@@ -42,7 +42,7 @@ function chatNode(chat, isCurrent, host) {
   return node;
 }
 
-// The first click asks, the second one deletes.
+// The first click asks for confirmation, the second one deletes.
 function deleteButton(chat, isCurrent, host) {
   let timer = null;
   const button = makeButton("small-button", "Delete", () => {

@@ -1,9 +1,9 @@
-"""/metrics: a Snapshot as Prometheus text, under vLLM's names where it counts the same thing.
+"""/metrics: a Snapshot as Prometheus text, with vLLM's names for metrics that vLLM has, too.
 
     acceptance rate      vllm:spec_decode_num_accepted_tokens_total / vllm:spec_decode_num_draft_tokens_total
     committed per block  1 + vllm:spec_decode_num_accepted_tokens_total / vllm:spec_decode_num_drafts_total
 
-Drafts past the end of an answer are not counted. A block's tokens are its accepted drafts and one more.
+Drafts past the end of an answer are not counted. A block commits its accepted drafts and one more token.
 Metrics that only this engine has begin with `blockdraft:`.
 """
 
@@ -24,7 +24,7 @@ from blockdraft.engine.stats import Snapshot
 if TYPE_CHECKING:  # it needs torch, which a proxy does not
     from blockdraft.engine.info import EngineInfo
 
-ENGINE = "0"  # vLLM numbers its engines; here is one
+ENGINE = "0"  # vLLM numbers its engines; this server has one
 FINISH_REASONS = ("stop", "length", "abort", "error")
 
 Labels = Mapping[str, str]
@@ -87,7 +87,7 @@ def _engine(snapshot: Snapshot, labels: Labels) -> Iterator[Metric]:
     used = snapshot.num_pages_used / snapshot.num_pages if snapshot.num_pages else 0.0
     yield _gauge("vllm:num_requests_running", "Choices that have a row.", snapshot.num_running, labels)
     yield _gauge("vllm:num_requests_waiting", "Choices that wait for a row.", snapshot.num_waiting, labels)
-    # Nothing is put off here: what waits does so for rows or pages.
+    # This engine defers nothing: requests wait only for rows or pages.
     waiting = {"capacity": snapshot.num_waiting, "deferred": 0}
     yield _gauge("vllm:num_requests_waiting_by_reason", "The same, by reason.", waiting, labels, "reason")
     yield _gauge("vllm:kv_cache_usage_perc", "Pages in use; 1 is all of them.", used, labels)

@@ -4,7 +4,7 @@
 const KEY = "blockdraft.key";
 const FIRST_DELAY_MS = 1000;
 const MAX_DELAY_MS = 10000;
-const SILENCE_MS = 15000; // the feed speaks every second: this long without a word is a dead connection
+const SILENCE_MS = 15000; // the feed sends an event every second: after this silence, the connection is dead
 
 export class HttpError extends Error {
   constructor(status, message, { retryAfter = null, param = null } = {}) {
@@ -36,7 +36,7 @@ async function failure(response) {
     message = (typeof error === "string" ? error : error?.message) || message;
     param = error?.param ?? null;
   } catch {
-    // A proxy's error page: its status says enough.
+    // A proxy's error page: its status is enough.
   }
   const seconds = Number.parseInt(response.headers.get("retry-after"), 10);
   return new HttpError(response.status, message, { retryAfter: Number.isNaN(seconds) ? null : seconds, param });
@@ -52,7 +52,7 @@ export async function getJson(path) {
   return (await request(path, { headers: headers({}) })).json();
 }
 
-// How far a start is, which needs no key; null: the server cannot be reached, or is none of ours.
+// Returns the start's progress, which needs no key; null if the server cannot be reached or is not ours.
 export async function getStartup() {
   try {
     const startup = await (await fetch("ready", { cache: "no-store" })).json(); // 503 until it is ready
@@ -84,7 +84,7 @@ async function* dataOf(response) {
       }
     }
   } finally {
-    reader.cancel().catch(() => {}); // left early: let the server stop too
+    reader.cancel().catch(() => {}); // left early: let the server stop, too
   }
 }
 
@@ -106,8 +106,8 @@ export async function* streamChat(body, signal) {
 
 export const pause = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
 
-// Feeds `onEvent(event, isFirst)` for ever; `isFirst` is true once per connection.
-// `onLost(error)` is called when the feed ends; where it returns a promise, that is waited for before the next try.
+// Calls `onEvent(event, isFirst)` for each event, forever; `isFirst` is true once per connection.
+// Calls `onLost(error)` when the feed ends, and awaits its promise, if any, before it tries again.
 export async function watch(onEvent, onLost) {
   let delay = FIRST_DELAY_MS;
   for (;;) {

@@ -1,5 +1,5 @@
-// What a request asks for besides its messages. An empty field is left out of the request: the server then takes
-// what the model's makers recommend, and that is what the field shows as its placeholder.
+// The settings of a request. An empty field is left out of the request. The server then uses the value that
+// the model's makers recommend, which is the field's placeholder.
 
 import { $ } from "./dom.js";
 
@@ -7,7 +7,7 @@ const KEY = "blockdraft.settings";
 const MAX_SEED = 2 ** 31;
 const MAX_TOKENS = 1024; // a small model that repeats itself would fill the whole context
 
-// Field, its name in a request, and what holds where neither the reader nor the model's makers say anything.
+// The field, its name in a request, and the value if neither the user nor the model's makers set one.
 const NUMBERS = [
   ["temperature", "temperature", "1"],
   ["top-p", "top_p", "1"],
@@ -26,7 +26,7 @@ export function readSettings() {
   try {
     kept = JSON.parse(localStorage.getItem(KEY)) ?? {};
   } catch {
-    // Damaged or forbidden: the defaults do.
+    // Damaged or forbidden: use the defaults.
   }
   for (const id of KEPT) $(id).value = kept[id] ?? "";
   return kept;
@@ -45,7 +45,7 @@ export function clearSettings() {
   for (const id of [...KEPT, "seed", "width"]) $(id).value = "";
 }
 
-// Placeholders: what the server will take for fields that are empty. Other engines do not tell.
+// Placeholders: the server's values for empty fields. Other engines do not report them.
 export function showDefaults(engine) {
   const { sampling } = engine;
   for (const [id, name, neutral] of NUMBERS) {
@@ -70,12 +70,12 @@ export function fillWidths(width, block, isFree = true) {
   $("width").disabled = block === 1 || !isFree;
 }
 
-// ---- what is wrong with a field, in the field's own name
+// ---- mistakes in fields
 
 const FIELDS = [...NUMBERS.map(([id]) => id), "seed"];
 const labelOf = (id) => $(id).closest("label").firstChild.textContent.trim();
 
-// "": nothing. The limits are those of the HTML, which are the server's.
+// Returns what is wrong with a field, or "". The limits are in the HTML and are the server's.
 function mistake(id) {
   const { validity, value, min, max } = $(id);
   if (validity.badInput) return `${labelOf(id)}: this is not a number.`;
@@ -84,7 +84,7 @@ function mistake(id) {
   return validity.stepMismatch ? `${labelOf(id)}: ${value} is not a whole number.` : "";
 }
 
-// Writes what is wrong beside each field. Returns the first field that is wrong and why; null: none is.
+// Writes next to each field what is wrong with it. Returns the first wrong field and why, or null.
 export function checkSettings() {
   const wrong = FIELDS.map((id) => ({ id, text: mistake(id) }));
   for (const { id, text } of wrong) {
@@ -95,7 +95,7 @@ export function checkSettings() {
   return wrong.find(({ text }) => text !== "") ?? null;
 }
 
-// What a reader calls a field of a request; null: no field of the page.
+// Returns the label of a request's field on the page; null if the page has no such field.
 export function labelOfName(name) {
   const id = { stop: "stop-texts", tools: "tools", seed: "seed" }[name] ?? NUMBERS.find((one) => one[1] === name)?.[0];
   if (!id) return null;
@@ -107,13 +107,13 @@ function number(id) {
   return Number.isNaN(value) ? undefined : value;
 }
 
-// One per line; \n and \t are written out.
+// Returns the stop texts, one per line; \n and \t stand for a line break and a tab.
 function stops() {
   const lines = $("stop-texts").value.split("\n").filter((line) => line !== "");
   return lines.map((line) => line.replace(/\\n/g, "\n").replace(/\\t/g, "\t"));
 }
 
-// The tools, or a sentence that says what is wrong with them.
+// Returns the tools, or a sentence that says what is wrong with them.
 export function readTools() {
   const text = $("tools").value.trim();
   if (text === "") return [];
@@ -125,7 +125,7 @@ export function readTools() {
   }
 }
 
-// The fields of a request. JSON leaves out what is undefined.
+// Returns the fields of a request. JSON leaves out undefined ones.
 export function sampling() {
   const given = Object.fromEntries(NUMBERS.map(([id, name]) => [name, number(id)]));
   given.max_completion_tokens ??= MAX_TOKENS;

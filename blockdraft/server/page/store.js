@@ -1,4 +1,4 @@
-// Chats, kept in this browser and nowhere else, one entry of localStorage for each; and what they export to.
+// Chats, kept only in this browser, each in one entry of localStorage; and their export.
 //
 // A chat is { id, title, changed, system, turns }. A turn is { role: "user", content }, or
 // { role: "assistant", content, reasoning, calls, blocks, figures, settings, note, finish }, or { role: "tool", id, content }.
@@ -6,14 +6,14 @@
 import { tokensPerStep } from "./draft.js";
 
 const PREFIX = "blockdraft.chat.";
-const CURRENT = "blockdraft.current"; // of this tab, so that a reload finds it again
+const CURRENT = "blockdraft.current"; // per tab, so that a reload finds it again
 const MAX_TITLE = 60;
 
 export function newChat(system = "") {
   return { id: makeId(), title: "", changed: Date.now(), system, turns: [] };
 }
 
-// randomUUID needs a secure context, which plain http from another machine is not.
+// randomUUID needs a secure context; plain http from another machine is none.
 function makeId() {
   const parts = crypto.getRandomValues(new Uint32Array(3));
   return [...parts].map((part) => part.toString(36)).join("");
@@ -33,7 +33,7 @@ function parse(text) {
   }
 }
 
-// All of them, the latest first.
+// Returns all chats, the latest first.
 export function listChats() {
   try {
     const keys = Object.keys(localStorage).filter((key) => key.startsWith(PREFIX));
@@ -43,7 +43,7 @@ export function listChats() {
   }
 }
 
-// False: the browser did not let us, or has no room.
+// Saves a chat. Returns false if the browser forbids it or has no space.
 export function keepChat(chat) {
   if (chat.turns.length === 0) {
     forgetChat(chat.id);
@@ -63,7 +63,7 @@ export function forgetChat(id) {
   try {
     localStorage.removeItem(PREFIX + id);
   } catch {
-    // Then there was nothing to forget.
+    // The browser forbids storage, so there is nothing to forget.
   }
 }
 
@@ -71,11 +71,11 @@ export function rememberCurrent(id) {
   try {
     sessionStorage.setItem(CURRENT, id);
   } catch {
-    // A reload will begin a new chat.
+    // Storage is forbidden: a reload will begin a new chat.
   }
 }
 
-// The chat this tab had; null: none that was kept.
+// Returns this tab's chat; null if none was saved.
 export function currentChat() {
   try {
     return parse(localStorage.getItem(PREFIX + sessionStorage.getItem(CURRENT)));
@@ -84,7 +84,7 @@ export function currentChat() {
   }
 }
 
-// ---- what is sent, and what is exported
+// ---- requests and export
 
 const asCall = ({ id, name, arguments: given }) => ({ id, type: "function", function: { name, arguments: given } });
 
@@ -98,7 +98,7 @@ export function asMessages(chat) {
   return [...(system ? [{ role: "system", content: system }] : []), ...messages];
 }
 
-// What an answer was asked with, and how it went.
+// Returns an answer's settings and figures, for the export.
 function asAnswer({ settings, figures, blocks, finish }) {
   return {
     settings: settings ?? null,
@@ -111,7 +111,7 @@ function asAnswer({ settings, figures, blocks, finish }) {
   };
 }
 
-// `messages` is as a request wants it; `answers` has one entry for each of the assistant's.
+// `messages` is as in a request; `answers` has one entry for each message of the assistant.
 export function asJson(chat, model) {
   const changed = new Date(chat.changed).toISOString();
   const answers = chat.turns.filter((turn) => turn.role === "assistant").map(asAnswer);

@@ -1,4 +1,4 @@
-// Light, dark, or what the machine has. Not a module: it runs before the first paint, so that nothing flashes.
+// The theme: light, dark, or the machine's. Not a module: it runs before the first paint, so that nothing flashes.
 
 (() => {
   const KEY = "blockdraft.theme";
@@ -14,7 +14,7 @@
   try {
     choice = localStorage.getItem(KEY) ?? "system";
   } catch {
-    // Forbidden: the machine's will do.
+    // Storage is forbidden: use the machine's theme.
   }
   dark.addEventListener("change", show);
   show();
@@ -27,7 +27,7 @@
         try {
           localStorage.setItem(KEY, choice);
         } catch {
-          // It holds until the page is left.
+          // Storage is forbidden: the choice lasts until the page is left.
         }
         show();
       });

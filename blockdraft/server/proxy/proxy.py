@@ -44,10 +44,10 @@ from blockdraft.server.proxy.proxy_feed import MetricsFeed, fetch_metrics
 
 METHODS = frozenset({"GET", "HEAD", "POST", "DELETE"})
 CONNECT_S = 10.0
-# Engines have routes that stop, drain or reload them: only these are passed on.
+# Engines also have routes that stop, drain or reload them, so only these are passed on.
 PASSED_PATHS = ("/tokenize", "/detokenize", "/openapi.json")
 
-# RFC 9110, 7.6.1; and what is between us and the client, or us and the engine, alone.
+# RFC 9110, 7.6.1. The sets below add headers that concern only one of our two connections.
 _HOP = frozenset(
     {
         *("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection"),
@@ -65,7 +65,7 @@ _NOT_SENT = _HOP | {
         "origin",
         "cookie",
     ),
-    "x-request-id",  # AuthLimits's is sent
+    "x-request-id",  # the id of AuthLimits is sent instead
 }
 _NOT_RETURNED = _HOP | {"date", "server", "set-cookie"}
 
@@ -73,7 +73,7 @@ log = logging.getLogger(__name__)
 
 
 class Upstream(Protocol):
-    """The engine behind us."""
+    """The engine that the proxy serves."""
 
     @property
     def url(self) -> str: ...
@@ -83,20 +83,20 @@ class Upstream(Protocol):
 
     @property
     def error(self) -> str | None:
-        """Return why it is lost; None if it is not."""
+        """Return why the engine is lost; None if it is not."""
 
     @property
     def startup(self) -> StartProgress: ...
     def last_lines(self) -> list[str]: ...
     def info(self) -> dict[str, object] | None:
-        """Return what the page shows; None before it is ready, or if its API is on another machine."""
+        """Return the live page's data; None before the engine is ready, or if its API is elsewhere."""
 
     def versions(self) -> dict[str, str]: ...
     def close(self) -> None: ...
 
 
 class Proxy:
-    """An ASGI application, and what is known of the requests that it passes on."""
+    """An ASGI application that passes requests on to the engine, and counts them."""
 
     def __init__(
         self, upstream: Upstream, *, name: str, options: ServerOptions, stall_limit_s: float = 120.0
@@ -144,7 +144,7 @@ class Proxy:
 
     @asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
-        # A connection each: one kept open may be closed by the engine just when a request is put on it.
+        # One connection per request: the engine may close an idle one just as we send a request.
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
         async with aiohttp.ClientSession(
@@ -158,14 +158,14 @@ class Proxy:
                 looking.cancel()
 
     async def _look(self) -> str | None:
-        """Read metrics only while someone needs them, because engines log every request."""
+        """Return the engine's metrics. Read them only while they are needed, as engines log every request."""
         assert self._session is not None
         if self._upstream.info() is None or not (self.num_live or self._num_watching):
             return None
         found = await fetch_metrics(self._session, self._upstream.url)
         return None if found is None else found[0]
 
-    # ---- how the server is
+    # ---- state
 
     async def _alive(self, request: Request) -> Response:
         return self._trouble() or status_response("ok")
@@ -213,10 +213,10 @@ class Proxy:
         finally:
             self._num_watching -= 1
 
-    # ---- what passes through
+    # ---- requests that are passed on
 
     def refusal(self, scope: Scope) -> Response | None:
-        """Return the refusal of a request that cannot be passed on now."""
+        """Return the refusal of a request that cannot be passed on now; None if it can."""
         if scope["method"] not in METHODS:
             return error_response(405, "this path takes GET, POST and DELETE.", INVALID)
         if ".." in scope["path"].split("/"):
@@ -230,7 +230,7 @@ class Proxy:
         return None
 
     async def pass_on(self, scope: Scope, body: bytes, send: Send) -> None:
-        """Send the request to the engine, and its answer to `send` as it comes. Cancelling closes both."""
+        """Send the request to the engine, and its answer to `send` as it comes. If cancelled, close both."""
         assert self._session is not None
         path = scope.get("raw_path", scope["path"].encode()).decode("latin-1")
         query = scope["query_string"].decode("latin-1")
@@ -276,7 +276,7 @@ class _Endpoint:
         if refusal is not None:
             await refusal(scope, receive, send)
             return
-        body = await Request(scope, receive).body()  # AuthLimits has seen to its size
+        body = await Request(scope, receive).body()  # AuthLimits has checked its size
         self._proxy.num_live += 1
         try:
             await exchange_of(scope).while_connected(self._proxy.pass_on(scope, body, send))
@@ -314,11 +314,11 @@ class _Reply:
         """End the answer so that the client sees that it is incomplete."""
         if not self._has_started:
             await error_response(502, message, code="engine_lost")(scope, _nothing, self._send)
-        elif self._is_stream:  # an empty line first: the last event may be half there
+        elif self._is_stream:  # an empty line first, as the last event may be incomplete
             last = "\n\n" + error_event(scope["path"], message, "engine_lost")
             await self._send({"type": "http.response.body", "body": last.encode()})
         else:
-            raise ConnectionAbortedError(message)  # the client's connection is closed too early to be whole
+            raise ConnectionAbortedError(message)  # closes the client's connection early, so that it notices
 
 
 def _is_returned(name: str) -> bool:

@@ -22,24 +22,24 @@ TIMEOUT_S = 5.0  # arbitrary; on loopback an answer takes milliseconds
 
 @dataclass(frozen=True, slots=True)
 class MetricsReading:
-    """One reading of an engine. Counts are since its start; None if it does not report them."""
+    """One reading of an engine's metrics. Counts begin at its start; None if it does not report them."""
 
     tokens: float = 0.0
     prompt_tokens: float = 0.0
     steps: float | None = None
     drafts: float = 0.0
     accepted: float = 0.0
-    by_position: tuple[float, ...] = ()  # accepted, by place in the block
-    rate: float | None = None  # tokens per second, where the engine measures it itself
-    tokens_per_step: float | None = None  # the same
+    by_position: tuple[float, ...] = ()  # accepted drafts, by position in the block
+    rate: float | None = None  # tokens per second, if the engine measures it itself
+    tokens_per_step: float | None = None  # if the engine measures it itself
     running: int = 0
     waiting: int = 0
-    cache_share: float = 0.0  # in use, 0 to 1
+    cache_share: float = 0.0  # the share in use, 0 to 1
     num_pages: int = 0
 
 
 def read_metrics(text: str) -> MetricsReading | None:
-    """Read the metrics of vLLM or SGLang; None if `text` has neither."""
+    """Read the metrics of vLLM or SGLang; return None if `text` has neither."""
     totals: dict[str, float] = {}
     positions: dict[int, float] = {}
     num_engines, num_pages = 0, 0
@@ -80,7 +80,7 @@ def _vllm(
 
 
 def _sglang(totals: Mapping[str, float], num_engines: int) -> MetricsReading:
-    """SGLang counts an answer's tokens at its end; until then, use the rate that it reports."""
+    """Read SGLang's metrics. It counts an answer's tokens at its end; until then, use the rate it reports."""
     running = int(totals.get("sglang:num_running_reqs", 0))
     return MetricsReading(
         tokens=totals.get("sglang:generation_tokens_total", 0.0),
@@ -95,7 +95,7 @@ def _sglang(totals: Mapping[str, float], num_engines: int) -> MetricsReading:
 
 
 class MetricsFeed:
-    """Reads an engine's state once a second, and keeps its last minutes and whether it is stalled."""
+    """Reads an engine's metrics once a second, keeps the last minutes, and notices stalls."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -103,7 +103,7 @@ class MetricsFeed:
         self._moved_s = clock()
 
     async def run(self, look: Callable[[], Awaitable[str | None]]) -> None:
-        """Read once a second for ever; `look` returns the text of /metrics, or None."""
+        """Read once a second, forever. `look` returns the text of /metrics, or None."""
         while True:
             self.take(await look())
             await asyncio.sleep(INTERVAL_S)
@@ -119,9 +119,9 @@ class MetricsFeed:
 
     @property
     def stalled_s(self) -> float:
-        """Return for how long the engine has had requests and done nothing, by its counters."""
+        """Return for how many seconds the engine has had requests while its counters stood still."""
         last = self._points[-1][1] if self._points else None
-        # An engine without a counter of steps counts answers when they end: it may be busy until then.
+        # Without a counter of steps, counters only change when answers end: a busy engine may look idle.
         return (
             0.0 if last is None or last.steps is None or not last.running else self._clock() - self._moved_s
         )
@@ -146,7 +146,7 @@ class MetricsFeed:
         }
 
     def history(self, after_s: float) -> list[tuple[float, float]]:
-        """Return (second, tokens per second) of every reading after `after_s`."""
+        """Return (second, tokens per second) for every reading after `after_s`."""
         points = list(self._points)
         return [
             (round(later[0], 3), round(_speed(earlier, later, "tokens"), 2))
@@ -155,11 +155,11 @@ class MetricsFeed:
         ]
 
     def _lately(self, last: MetricsReading) -> Json:
-        """Return acceptance in the last seconds; such an engine tries every position in every block."""
+        """Return acceptance in the last seconds. These engines verify every position of every block."""
         since_s = self._points[-1][0] - LATELY_S
         first = next(reading for at_s, reading in self._points if at_s >= since_s)
         drafts = last.drafts - first.drafts
-        if drafts <= 0:  # none, or the engine has begun anew
+        if drafts <= 0:  # no drafts, or the engine was restarted
             return fate_of_drafts(last.tokens_per_step if last.running else None, [])
         old = first.by_position + (0.0,) * (len(last.by_position) - len(first.by_position))
         shares = [(new - before) / drafts for new, before in zip(last.by_position, old, strict=False)]
@@ -184,7 +184,7 @@ def _work(reading: MetricsReading) -> tuple[float | None, ...]:
 
 
 async def fetch_metrics(session: aiohttp.ClientSession, url: str) -> tuple[str, str] | None:
-    """Return the text of /metrics and its content type; None if there is none now."""
+    """Return the text of /metrics and its content type; None if it cannot be read now."""
     try:
         async with session.get(f"{url}/metrics", timeout=aiohttp.ClientTimeout(total=TIMEOUT_S)) as response:
             if response.status != 200:

@@ -21,7 +21,7 @@ from blockdraft.server.http.replies import DONE, error_body, event, json_of
 from blockdraft.text.tokenizer import Tokenizer
 
 Json = dict[str, object]
-TEXT_GOES_HERE = "\ue000text\ue000"  # as a chunk's text, it stands nowhere else in the chunk
+TEXT_GOES_HERE = "\ue000text\ue000"  # a chunk's text, found nowhere else in the chunk
 
 
 class AnswerWriter(Writer):
@@ -43,9 +43,9 @@ class AnswerWriter(Writer):
         self._head = head
         self._tokenizer = tokenizer
         self._prompts = prompts
-        self._choices = choices  # those of the first prompt, then those of the second, and so on
+        self._choices = choices  # all of the first prompt, then all of the second, and so on
         self._shows_more = asked.return_token_ids or asked.has_running_usage  # in every chunk
-        self._size = 0  # of what has been taken
+        self._size = 0  # of the deltas that `take` got
         self._around_text: dict[int, tuple[str, str]] = {}  # by choice: an event before and after its text
 
     def take(self, prompt: int, delta: Delta) -> None:
@@ -66,7 +66,7 @@ class AnswerWriter(Writer):
             return self._text_event(choice, piece)
         chunk = self._news(choice, piece)
         chunks = ahead if chunk is None else [*ahead, chunk]
-        # The log-probabilities of a whole prompt are many: no call may hold the interpreter's lock for long.
+        # A prompt has many log-probabilities, and no call may hold the interpreter's lock for long.
         written = event if delta.prompt_logprobs is None else event_in_slices
         return "".join(map(written, chunks)) or None
 
@@ -79,7 +79,7 @@ class AnswerWriter(Writer):
         return self._choices[prompt * self._options.n + delta.index]
 
     def _is_text_only(self, piece: AnswerPiece) -> bool:
-        """Return whether two such chunks of a choice differ by their text alone."""
+        """Return whether the piece's chunk differs from others of its choice only by its text."""
         if piece.is_first or piece.finish_reason is not None or not piece.text:
             return False
         if piece.reasoning or piece.tool_calls:
@@ -87,7 +87,7 @@ class AnswerWriter(Writer):
         return not (self._shows_more or piece.logprobs or piece.draft)
 
     def _text_event(self, choice: AnswerChoice, piece: AnswerPiece) -> str:
-        """Return the event of a piece that is text only; the rest of it is written once per choice."""
+        """Return the event of a piece that is only text; what surrounds the text is made once per choice."""
         if choice.index not in self._around_text:
             marked = event(self._chunk(self._part(choice, replace(piece, text=TEXT_GOES_HERE))))
             before, _, after = marked.partition(json_of(TEXT_GOES_HERE))
@@ -96,7 +96,7 @@ class AnswerWriter(Writer):
         return before + json_of(piece.text) + after
 
     def _news(self, choice: AnswerChoice, piece: AnswerPiece) -> Json | None:
-        """Return the chunk of a piece, or None if it shows nothing."""
+        """Return the chunk of a piece; None if it has nothing to send."""
         is_end = piece.finish_reason is not None
         has_ids = self._options.return_token_ids and bool(piece.token_ids)
         if not (is_end or has_ids or piece.draft is not None or self._has_news(choice, piece)):
@@ -119,23 +119,23 @@ class AnswerWriter(Writer):
         return event(error_body(message, kind="server_error")) + DONE
 
     def last_chunk(self) -> Json | None:
-        """Return the usage, if it was asked for."""
+        """Return the chunk with the usage; None if the request does not ask for usage."""
         if not self._options.include_usage:
             return None
         chunk = self._object(self.CHUNK_KIND, []) | {"usage": self.usage()}
         return chunk if (metrics := self._metrics()) is None else chunk | {"metrics": metrics}
 
     def _first_chunks(self, choice: AnswerChoice) -> list[Json]:
-        """Return the chunks in front of a choice's first piece."""
+        """Return the chunks to send before a choice's first piece."""
         return []
 
     @abstractmethod
     def _has_news(self, choice: AnswerChoice, piece: AnswerPiece) -> bool:
-        """Return whether there is text to send, or log-probabilities that were asked for."""
+        """Return whether the piece has text to send, or log-probabilities that the request asks for."""
 
     @abstractmethod
     def _part(self, choice: AnswerChoice, piece: AnswerPiece) -> schemas.ChunkChoice:
-        """Return a piece as a chunk shows it, without the fields that both kinds of answers share."""
+        """Return a piece as part of a chunk, without the fields that both kinds of answers share."""
 
     @abstractmethod
     def _whole_choice(self, choice: AnswerChoice) -> schemas.ChatChoice | schemas.TextChoice: ...
@@ -160,7 +160,7 @@ class AnswerWriter(Writer):
         }
 
     def usage(self) -> Usage:
-        """Return the cost so far. Cached tokens are known once the first choice of every prompt has ended."""
+        """Return the usage so far. Cached tokens are known when the first choice of each prompt has ended."""
         firsts = {choice.prompt: choice.metrics for choice in reversed(self._choices)}
         known = [metrics.num_cached_tokens for metrics in firsts.values() if metrics is not None]
         num_prompt = sum(len(prompt) for prompt in self._prompts)
@@ -236,7 +236,7 @@ class ChatAnswer(AnswerWriter):
         return answer
 
     def _first_chunks(self, choice: AnswerChoice) -> list[Json]:
-        """Return the chunk with the role. It waits for the first token, as clients time the first event."""
+        """Return the chunk with the role. It waits for the first token, as clients time their first event."""
         part: schemas.ChatChunkChoice = {
             "index": choice.index,
             "delta": {"role": "assistant", "content": ""},
@@ -285,7 +285,7 @@ def _call_delta(piece: ToolCallPiece) -> schemas.ToolCallDelta:
 
 
 class TextAnswer(AnswerWriter):
-    """One plain completion of one or many prompts. `texts` are the prompts to repeat when echoed."""
+    """One plain completion of one or many prompts. `texts` are the prompts as text, for an echo."""
 
     KIND = CHUNK_KIND = "text_completion"
 

@@ -38,7 +38,7 @@ MAX_PROMPTS = 128
 MAX_PROMPT_TOKENS = 1 << 20
 MAX_SALT = 1024  # characters of a cache salt
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's for /v1/completions
-_TOKEN_ID = re.compile("(0|[1-9][0-9]{0,9})")  # one way to write each, so that none is given twice
+_TOKEN_ID = re.compile("(0|[1-9][0-9]{0,9})")  # one spelling per id, so that none occurs twice
 _SAMPLING_NAMES = frozenset(item.name for item in fields(SamplingParams))
 
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
@@ -52,7 +52,7 @@ Stops = Annotated[
         lambda value: [value] if isinstance(value, str) else value,
         json_schema_input_type=StopString | StopStrings,
     ),
-    # Clients with a field for it send "" where it was left empty.
+    # Some clients send "" if their user left the field empty.
     AfterValidator(lambda stops: [stop for stop in stops if stop]),
 ]
 
@@ -187,7 +187,7 @@ class _Generation(StructuredOutputFields, AnyBody):
     def _sampling(
         self, defaults: Mapping[str, float], *, max_tokens: int | None, **last: int | None
     ) -> SamplingParams:
-        """Return the sampling parameters; `last` holds those that depend on the kind of request."""
+        """Return the sampling parameters; `last` are the ones that depend on the kind of request."""
         given = {name: value for name, value in self if name in _SAMPLING_NAMES and value is not None}
         last |= {"max_tokens": max_tokens, "width": self.speculative.width}
         given["structured_outputs"] = self.structured_output
@@ -202,9 +202,9 @@ class ChatRequest(ToolFields, _Generation):
     messages: Messages
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    split_special_tokens: bool = True  # transformers' name: markup spelled out in a message is text
+    split_special_tokens: bool = True  # transformers' name: markup in a message's text is text
     chat_template_kwargs: TemplateKwargs = Field(default={})
-    max_tokens: int | None = Field(default=None, ge=1, le=MAX_INT)  # the old name of the next, which wins
+    max_tokens: int | None = Field(default=None, ge=1, le=MAX_INT)  # the old name; the next one wins
     max_completion_tokens: int | None = Field(default=None, ge=1, le=MAX_INT)
     logprobs: bool = False
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
@@ -215,7 +215,7 @@ class ChatRequest(ToolFields, _Generation):
 
     @property
     def template_kwargs(self) -> Mapping[str, object]:
-        """Return variables of the chat template. Some have an on/off switch for thoughts."""
+        """Return variables for the chat template. Some templates can switch thoughts on and off."""
         wishes: dict[str, object] = {}
         if self.verbosity is not None:
             wishes["verbosity"] = self.verbosity
@@ -261,7 +261,7 @@ class CompletionRequest(_Generation):
 
     @property
     def is_scoring(self) -> bool:
-        """Return whether the request asks for the prompt only."""
+        """Return whether the request asks only for the prompt (echo or scores), not for an answer."""
         return self.max_tokens == 0
 
     def check(self) -> None:
@@ -279,7 +279,7 @@ class CompletionRequest(_Generation):
 
 
 def _either(one: str, other: str) -> JsonDict:
-    """Return the schema of a body with the field `one`; `other` may be null."""
+    """Return the schema of a body that has the field `one`, and not `other` (which may be null)."""
     return {"required": [one], "properties": {one: {"not": {"type": "null"}}, other: {"type": "null"}}}
 
 

@@ -1,6 +1,6 @@
-"""Log-probabilities in the shapes of both kinds of answers; every token has a unique name.
+"""Log-probabilities as chat answers and plain completions show them; every token has a unique name.
 
-A token may be a part of a character, and then has bytes but no text. Such tokens are written as OpenAI does:
+A token may be a part of a character, and then has bytes but no text. It is written as OpenAI does:
 `\\xf0\\x9f` in chat answers, `bytes:\\xf0\\x9f` in plain completions.
 """
 
@@ -44,7 +44,7 @@ def text_logprobs(
     offsets: TextOffsets,
     tokenizer: Tokenizer,
 ) -> schemas.TextLogprobs:
-    """Return the lists for `items`, token ids with log-probabilities; `offsets` says where each begins."""
+    """Return the lists for `items` (token ids with log-probabilities); `offsets` finds where each begins."""
     return {
         "tokens": [_text_name(token_id, tokenizer) for token_id, _ in items],
         "token_logprobs": [None if item is None else max(MIN_LOGPROB, item.logprob) for _, item in items],
@@ -54,7 +54,7 @@ def text_logprobs(
 
 
 def _top(item: TokenLogprobs, num_top: int, tokenizer: Tokenizer) -> dict[str, float]:
-    """Return the likeliest tokens and the chosen one."""
+    """Return the log-probabilities of the likeliest tokens and of the chosen one."""
     pairs = (*item.top[:num_top], (item.token_id, item.logprob))
     return {_text_name(token_id, tokenizer): max(MIN_LOGPROB, logprob) for token_id, logprob in pairs}
 
@@ -79,10 +79,10 @@ def _ranked(item: TokenLogprobs, num_top: int, tokenizer: Tokenizer) -> dict[str
 
 
 class TextOffsets:
-    """The place of each token in an answer's text; part of a character begins where the character does.
+    """Finds each token's place in the text; a part of a character begins where the character does.
 
-    `start` is where the first of them begins. `echo` is the text if it is known before, as a repeated
-    prompt is: special tokens that are not written in it take no room.
+    `start` is the place of the first token. `echo` is the text, if it is known already, as for an echoed
+    prompt: special tokens that it does not contain have no length.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class TextOffsets:
         if self._echo is not None and is_special and not self._echo.startswith(spelled.name, begin):
             return begin
         self._num_chars += len(self._detokenizer.push((token_id,)))
-        # A character that stays broken shows with the next token, and is not that token's.
+        # An invalid character is decoded with the next token, but is no part of that token.
         return max(begin, self._num_chars - len(spelled.name)) if spelled.is_text else begin
 
 
@@ -121,7 +121,7 @@ def _spell(token_id: int, tokenizer: Tokenizer) -> _Spelled:
     raw = tokenizer.bytes_of(token_id) if REPLACEMENT in alone else None
     if raw is not None and raw != alone.encode():
         return _Spelled("".join(map(_shown_byte, raw)), raw, is_text=False)
-    # Behind another token: some decoders drop a space from the first one.
+    # Decode it after another token: some decoders drop a space from the first token.
     text = tokenizer.decode([token_id, token_id], skip_special_tokens=False)[len(alone) :]
     return _Spelled(text, text.encode(), is_text=True)
 

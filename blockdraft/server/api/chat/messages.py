@@ -1,4 +1,4 @@
-"""Messages of chat requests: their shapes for /openapi.json, their checks, and messages for templates."""
+"""Messages of chat requests: their schemas for /openapi.json, their checks, and their form for templates."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def _check_calls(message: _Given, number: int) -> None:
 
 
 def calls_of(message: _Given) -> Iterator[dict[str, Any]]:
-    """Yield the calls of a checked message."""
+    """Yield the tool calls of a message that has been checked."""
     calls = message.get("tool_calls") or ()
     assert isinstance(calls, list | tuple)
     yield from calls
@@ -125,9 +125,9 @@ def calls_of(message: _Given) -> Iterator[dict[str, Any]]:
 def for_template(messages: Items[_Given], *, has_developer: bool) -> list[dict[str, object]]:
     """Return messages as templates read them.
 
-    Contents become texts and arguments objects. Results get the name of their function. Thoughts that a
-    client sends back get the names that templates use. The role "developer" becomes "system" if the template
-    does not know it.
+    A content becomes a text, and arguments become an object. A result gets the name of its function.
+    Thoughts that a client sends back get the names that templates use. The role "developer" becomes "system"
+    if the template does not know it.
     """
     names: dict[str, str] = {}
     shaped = []
@@ -147,7 +147,7 @@ def for_template(messages: Items[_Given], *, has_developer: bool) -> list[dict[s
 
 
 def _as_said(message: _Given) -> dict[str, object]:
-    """Return a message of the model, with its thoughts under all names, and a refusal as text."""
+    """Return a message of the model with its thoughts under all names and a refusal as text."""
     said = dict(message)
     thoughts = said.get("reasoning_content", said.get("reasoning"))
     if isinstance(thoughts, str) and thoughts:
@@ -174,7 +174,7 @@ def _with_object(call: dict[str, Any], names: dict[str, str]) -> dict[str, objec
 
 
 def _object(arguments: object) -> object:
-    """Return arguments as an object. If the model wrote invalid JSON, it stays as text and is not refused."""
+    """Return arguments as an object. Invalid JSON, which a model may write, is kept as text in an object."""
     if not isinstance(arguments, str):
         return arguments or {}
     try:

@@ -1,8 +1,9 @@
 """Prepares requests for the engine: prompts, sampling, and how to read the answer.
 
-`ChatRequest` is the one request and `AnswerPiece` the one stream of events inside the server. Other APIs are
-translations: into the first in front of `prepare_chat`, out of the second behind `PreparedChat.choices`.
-Encoding takes long for long conversations: the routes run these functions in a thread.
+Inside the server, `ChatRequest` is the only kind of conversation and `AnswerPiece` the only kind of event.
+Other APIs are translated to a `ChatRequest` before `prepare_chat`, and from `AnswerPiece`s after
+`PreparedChat.choices`. Encoding a long conversation takes long, so the routes run these functions
+in a thread.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def encode_prompts(asked: CompletionRequest, tokenizer: Tokenizer) -> list[list[
     ]
 
 
-# What tells a model to write what stands between two texts: in front of the first, of the second, of its own.
+# Tokens that let a model fill in text: before the first text, before the second, before the model's own.
 _FILL_IN_TOKENS = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen, CodeGemma
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder
@@ -60,7 +61,7 @@ _FILL_IN_TOKENS = (
 
 
 def fill_in(prompt: str | list[int], asked: CompletionRequest, tokenizer: Tokenizer) -> list[int]:
-    """Return a prompt whose answer goes between it and `suffix`. Raises RequestError if no tokens do that."""
+    """Return a prompt to fill in text before `suffix`. Raises RequestError if the model cannot do this."""
     for tokens in _FILL_IN_TOKENS:
         first, second, own = (tokenizer.token_id(token) for token in tokens)
         if first is not None and second is not None and own is not None:
@@ -72,13 +73,13 @@ def fill_in(prompt: str | list[int], asked: CompletionRequest, tokenizer: Tokeni
         )
     before = tokenizer.encode(prompt, add_special_tokens=False) if isinstance(prompt, str) else prompt
     after = tokenizer.encode(asked.suffix or "", add_special_tokens=False)
-    # What the tokenizer puts in front of every text, if anything.
+    # Special tokens that the tokenizer puts before every text.
     start = tokenizer.encode("", add_special_tokens=True) if asked.add_special_tokens else []
     return [*start, first, *before, second, *after, own]
 
 
 def echoed_texts(asked: CompletionRequest, prompts: Items[list[int]], tokenizer: Tokenizer) -> list[str]:
-    """Return the prompts as text, if the request asks for an echo."""
+    """Return the prompts as text; an empty list if the request asks for no echo."""
     if not asked.echo:
         return []
     return [
@@ -92,7 +93,7 @@ def token_texts(tokens: Items[int], tokenizer: Tokenizer) -> list[str]:
 
 
 def check_tokens(tokens: Items[int], info: EngineInfo) -> None:
-    """Raise RequestError for an id outside the vocabulary, which decoding would skip silently."""
+    """Raise RequestError for a token id outside the vocabulary, which decoding would skip silently."""
     wrong = next((token for token in tokens if token >= info.vocab_size), None)
     if wrong is not None:
         raise RequestError(
@@ -105,7 +106,7 @@ def check_prompts(
 ) -> None:
     """Raise RequestError for prompts that the engine can never run, or more scores than an answer may hold.
 
-    `fields` names the body's fields that ask for the prompt and for the scores.
+    `fields` names the fields of the body that hold the prompt and the request for scores.
     """
     names = {"prompt": fields["prompt"], "width": "speculative"}
     for prompt_ids in prompts:
@@ -139,7 +140,7 @@ class Dialect:
 
     @property
     def has_developer(self) -> bool:
-        """Return whether its template knows this role."""
+        """Return whether the model's template knows the role "developer"."""
         return "developer" in (self.tokenizer.chat_template or "")
 
 
@@ -161,12 +162,12 @@ class PreparedChat:
 
     @property
     def output_field(self) -> str:
-        """Return the field that binds the answer."""
+        """Return the field of the request that binds the answer's format."""
         is_calls = self.asked.must_call or self.asked.structured_output is None
         return "tools" if is_calls else self.asked.output_field
 
     def choices(self) -> list[AnswerChoice]:
-        """Return a choice for each answer, ready for the engine's deltas."""
+        """Return a new `AnswerChoice` for each choice of the request."""
         return [self._choice(index) for index in range(self.asked.n)]
 
     def _choice(self, index: int) -> AnswerChoice:
@@ -199,7 +200,7 @@ def draft_marks(
 
 
 def prepare_chat(asked: ChatRequest, dialect: Dialect, defaults: Mapping[str, float]) -> PreparedChat:
-    """Prepare a request. Raises RequestError. Takes long for long conversations.
+    """Prepare a request for the engine. Raises RequestError. Takes long for long conversations.
 
     `defaults` are the model's own sampling parameters.
     """
@@ -222,10 +223,10 @@ def prepare_chat(asked: ChatRequest, dialect: Dialect, defaults: Mapping[str, fl
 
 @field_at_fault("messages")
 def encode_conversation(asked: ChatRequest | TokenizeRequest, dialect: Dialect) -> list[int]:
-    """Return the prompt. Tools are shown whatever `tool_choice` says, as vLLM does.
+    """Return the tokens of a conversation. As in vLLM, it shows the tools even if `tool_choice` is "none".
 
-    So with "none" the model still understands a conversation that used tools, and the cached prefix still
-    matches; the answer is then not searched for calls.
+    The model then still understands earlier calls, and the cached prefix still matches; the answer is not
+    searched for calls.
     """
     if isinstance(asked, ChatRequest):
         is_added, options = False, dict(asked.template_kwargs)
@@ -247,7 +248,7 @@ def encode_conversation(asked: ChatRequest | TokenizeRequest, dialect: Dialect) 
 
 
 def tokenize(asked: TokenizeRequest, dialect: Dialect) -> list[int]:
-    """Return the tokens. As in vLLM, special tokens are added to prompts, but not to conversations."""
+    """Return the prompt's tokens. As in vLLM, special tokens are added to prompts, not to conversations."""
     if asked.prompt is not None:
         is_added = asked.add_special_tokens is not False
         with field_at_fault("prompt"):
@@ -270,8 +271,8 @@ def _structured_output(
 ) -> StructuredOutputs | None:
     """Return the structured output of the whole answer: `output` and the grammar of tool calls.
 
-    Calls are bound if one is demanded, if a tool is strict, or if `output` is set. `output` binds only text;
-    an answer that must be a call has no text.
+    Calls are bound by a grammar if a call is required, a tool is strict, or `output` is set. `output` binds
+    only text; an answer that must be a call has no text.
     """
     tools = asked.callable_tools
     if asked.must_call:
@@ -296,7 +297,7 @@ def _structured_output(
 def _thinking(
     asked: ChatRequest, dialect: Dialect, prompt_ids: Items[int], *, is_inside: bool, is_structured: bool
 ) -> Thinking | None:
-    """Return how to find thoughts, if the engine needs it for structured output after them or a budget."""
+    """Return how to find thoughts; None unless structured output follows them or they have a token budget."""
     tags = dialect.thoughts
     if tags is None or not (is_structured or asked.thinking_token_budget is not None):
         return None

@@ -1,6 +1,6 @@
 """The objects that answer requests, in OpenAI's and vLLM's shapes.
 
-Plain dictionaries at run time, checked by mypy where they are made, and the schemas of the OpenAPI document.
+They are plain dictionaries, whose types mypy checks, and the schemas of the OpenAPI document.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class TokenChance(TypedDict):
 
 
 class TokenLogprob(TokenChance):
-    """A token of the answer, with the likeliest ones in its place."""
+    """A token of the answer, and the likeliest tokens at its position."""
 
     top_logprobs: list[TokenChance]
 
@@ -34,7 +34,7 @@ class ChatLogprobs(TypedDict):
 
 
 class TextLogprobs(TypedDict):
-    """The shape of /v1/completions: four lists of the same length."""
+    """Log-probabilities of /v1/completions: four lists of the same length."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -43,7 +43,7 @@ class TextLogprobs(TypedDict):
 
 
 class RankedLogprob(TypedDict):
-    """A prompt token's log-probability; `rank` 1 is the likeliest, null: not among those asked for."""
+    """A prompt token's log-probability; `rank` 1 is the likeliest, null is below the requested ones."""
 
     logprob: float
     rank: int | None
@@ -54,7 +54,7 @@ PromptLogprobs = list[dict[str, RankedLogprob] | None]
 
 
 class DraftStep(TypedDict):
-    """The texts of the tokens one step committed; the first `accepted` of them were drafts."""
+    """The texts of the tokens that one step committed; the first `accepted` of them were drafts."""
 
     tokens: list[str]
     accepted: int
@@ -63,7 +63,7 @@ class DraftStep(TypedDict):
 class SpeculativeMetrics(TypedDict):
     """Acceptance of the drafts of one answer, as vLLM names it; `acceptance_histogram[i]` counts steps.
 
-    `reached_by_position` is ours: steps that came to the draft at each position, all before it accepted.
+    `reached_by_position` is ours: for each position, the steps in which all earlier drafts were accepted.
     """
 
     mean_acceptance_length: float
@@ -78,8 +78,8 @@ class SpeculativeMetrics(TypedDict):
 
 
 class RequestMetrics(TypedDict):
-    """The figures of all choices together, as vLLM names them; the first token's time is counted from the
-    start, not arrival. `tokens_per_step` is ours: 1.0 is plain decoding.
+    """The figures of all choices together, as vLLM names them. The time to the first token is counted from
+    the end of queueing, not from arrival. `tokens_per_step` is ours: 1.0 is plain decoding.
     """
 
     time_to_first_token_ms: float
@@ -99,7 +99,7 @@ class Chunk(AnswerObject):
 
 
 class ChunkChoice(TypedDict):
-    """The fields that a piece of a choice has in both kinds of answers; the last has `seed`."""
+    """The fields that a piece of a choice has in both kinds of answers; the last piece has `seed`."""
 
     index: int
     finish_reason: AnswerEnd | None
@@ -153,7 +153,7 @@ class ChatMessage(TypedDict):
 
 
 class InvalidCall(TypedDict):
-    """A call that has not its tool's schema: which, and why."""
+    """A call that does not match its tool's schema: its index, and why."""
 
     index: int
     error: str
@@ -225,7 +225,7 @@ class TextChoice(TypedDict):
 
 
 class TextCompletion(AnswerObject):
-    """The answer of /v1/completions; `metrics` is null where no token was asked for."""
+    """The answer of /v1/completions; `metrics` is null if the request asks for no token."""
 
     object: Literal["text_completion"]
     choices: list[TextChoice]

@@ -1,1 +1,1 @@
-"""Anthropic's Messages API: /v1/messages and what lies below it, translated to chat completions and back."""
+"""Anthropic's Messages API: /v1/messages and the paths below it, translated to chat completions and back."""

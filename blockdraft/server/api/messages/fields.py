@@ -1,4 +1,4 @@
-"""The bodies of /v1/messages and /v1/messages/count_tokens, and the chat request that each one asks for."""
+"""The bodies of /v1/messages and /v1/messages/count_tokens, and their translation to a chat request."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ThinkingParam(TypedDict):
 
 
 class RedactedParam(TypedDict):
-    """Thoughts that another server encrypted: they are left out."""
+    """Thoughts that another server encrypted; they are ignored."""
 
     type: Literal["redacted_thinking"]
 
@@ -77,7 +77,7 @@ class AnswerTurnParam(TypedDict):
 
 
 class SystemTurnParam(TypedDict):
-    """Instructions: ahead of all turns, or as a reminder among them."""
+    """Instructions, before all turns or as a reminder between them."""
 
     role: Literal["system"]
     content: str | list[TextPartParam]
@@ -101,8 +101,8 @@ Text = Annotated[dict[str, object], PlainValidator(an_object, json_schema_input_
 Tool = Annotated[dict[str, object], PlainValidator(an_object, json_schema_input_type=CustomToolParam)]
 
 
-# Claude Code writes who pays in front of its instructions: no model needs it, and no two prompts would share
-# a prefix where it differs.
+# Claude Code puts billing data before its instructions. No model needs it, and prompts with different data
+# would not share a cached prefix.
 _BILLING = "x-anthropic-billing-header:"
 _ONLY_TEXT = "only text, tool_use, tool_result and thinking"
 
@@ -115,7 +115,7 @@ def system_text(system: str | list[dict[str, object]] | None) -> str | None:
 
 
 def conversation_of(messages: list[dict[str, object]]) -> Conversation:
-    """Return all turns. Marks for caching are ignored: the server caches prefixes by itself."""
+    """Return the conversation. Marks for caching are ignored, as the server caches every prefix."""
     conversation = Conversation()
     for turn in all_of(messages, "messages"):
         role = turn.text("role")
@@ -125,7 +125,7 @@ def conversation_of(messages: list[dict[str, object]]) -> Conversation:
             _add_assistant(conversation, _blocks(turn))
         elif role == "system":
             text = _joined(_blocks(turn))
-            if conversation.messages:  # many templates accept a system message in the first place only
+            if conversation.messages:  # many templates accept a system message only in the first place
                 conversation.add_user(f"<system-reminder>\n{text}\n</system-reminder>")
             else:
                 conversation.say("system", text)
@@ -144,7 +144,7 @@ def _blocks(turn: Nested) -> list[Nested]:
 
 
 def _add_user(conversation: Conversation, blocks: list[Nested]) -> None:
-    """Add the results of tools first, as they answer the turn before."""
+    """Add a user's turn. Results of tools come first, as they answer the turn before."""
     rest = []
     for block in blocks:
         if block.get("type") == "tool_result":
@@ -173,7 +173,7 @@ def _add_assistant(conversation: Conversation, blocks: list[Nested]) -> None:
             conversation.think(block.text("thinking"))
         elif kind == "tool_use":
             conversation.call(block.name("id"), block.name("name"), json_of(block.object("input")))
-        elif kind != "redacted_thinking":  # nothing that a model could read
+        elif kind != "redacted_thinking":  # the model cannot read it
             raise block.unknown("type", _ONLY_TEXT)
     if texts or not blocks:
         conversation.answer("".join(texts))
@@ -193,7 +193,7 @@ Turns = Annotated[list[Turn], Field(min_length=1, max_length=MAX_MESSAGES)]
 Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS)]
 StopSequences = Annotated[list[StopString], Field(max_length=MAX_STOPS)]
 
-# The field that each field of the chat request was made from.
+# For each field of the chat request, the field of the body that it was made from.
 NAMES = {
     "max_completion_tokens": "max_tokens",
     "stop": "stop_sequences",
@@ -207,7 +207,7 @@ NAMES = {
 
 
 class ThinkingSettings(StrictFields):
-    """The thoughts in front of an answer, and their tokens at most."""
+    """Whether the model thinks before its answer, and with how many tokens at most."""
 
     model_config = ConfigDict(json_schema_extra=needs("type", "enabled", "budget_tokens"))
 
@@ -256,7 +256,7 @@ class CountTokensRequest(AnyBody):
     output_config: OutputSettings = OutputSettings()
 
     def chat(self) -> ChatRequest:
-        """Return the chat request. Raises RequestError with the name of one of its fields."""
+        """Return the chat request. A RequestError names a field of the chat request."""
         return validate(
             ChatRequest, {name: value for name, value in self._chat().items() if value is not None}
         )
@@ -291,7 +291,7 @@ class CountTokensRequest(AnyBody):
         }
 
     def _thinking(self) -> dict[str, object]:
-        """Return fields about thoughts. "adaptive" leaves it to the model whether to think."""
+        """Return the fields about thoughts. With "adaptive" the model decides whether to think."""
         asked = self.thinking
         if asked is None:
             return {"reasoning_effort": self._effort}

@@ -21,7 +21,7 @@ from blockdraft.server.api.translation import AnswerPart, PartsWriter
 from blockdraft.server.http.body import parse_object
 from blockdraft.server.http.replies import message_error, named_event
 
-SIGNATURE = "blockdraft"  # clients want thoughts signed before they send them back; nobody checks it
+SIGNATURE = "blockdraft"  # clients only send back signed thoughts; no one checks the signature
 
 
 class MessageWriter(PartsWriter):
@@ -119,7 +119,7 @@ def _event(data: schemas.MessageEvent) -> str:
 
 
 def _input(arguments: str) -> dict[str, object]:
-    """Return the arguments of a call. Invalid JSON stays text, under Anthropic's name for it."""
+    """Return the arguments of a call. Invalid JSON is kept as text, under Anthropic's name for it."""
     try:
         return parse_object((arguments or "{}").encode())
     except RequestError:

@@ -34,7 +34,7 @@ class ModelPage(TypedDict):
 
 
 class MessageUsage(TypedDict):
-    """The cost of a message; `input_tokens` are those that were not in the prefix cache."""
+    """The cost of a message; `input_tokens` counts the prompt tokens that were not in the prefix cache."""
 
     input_tokens: int
     cache_creation_input_tokens: int
@@ -59,7 +59,7 @@ class ThinkingBlock(TypedDict):
 
 
 class ToolUseBlock(TypedDict):
-    """A tool that it called."""
+    """A tool that the model called."""
 
     type: Literal["tool_use"]
     id: str
@@ -91,7 +91,7 @@ class MessageStart(TypedDict):
 
 
 class Ping(TypedDict):
-    """An event that says nothing."""
+    """An event without content, sent after the start of a message."""
 
     type: Literal["ping"]
 
@@ -151,14 +151,14 @@ class BlockStop(TypedDict):
 
 
 class MessageEnd(TypedDict):
-    """Why the model ended."""
+    """Why the model stopped."""
 
     stop_reason: StopReason
     stop_sequence: str | None
 
 
 class MessageDelta(TypedDict):
-    """The end of a message and what it cost."""
+    """The end of a message, with its usage."""
 
     type: Literal["message_delta"]
     delta: MessageEnd

@@ -1,1 +1,1 @@
-"""OpenAI's Responses API: /v1/responses and what lies below it, translated to chat completions and back."""
+"""OpenAI's Responses API: /v1/responses and the paths below it, translated to chat completions and back."""

@@ -1,4 +1,4 @@
-"""The body of /v1/responses, and the chat request that it asks for."""
+"""The body of /v1/responses, and its translation to a chat request."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class FunctionToolParam(TypedDict):
 
 
 class NamespaceParam(TypedDict):
-    """Functions of one namespace: to the model they are called by both names."""
+    """Functions of one namespace. The model knows each by a name that includes the namespace."""
 
     type: Literal["namespace"]
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,62}$")]
@@ -123,20 +123,20 @@ class NamespaceParam(TypedDict):
 
 
 class NamedParam(TypedDict):
-    """A function by its name."""
+    """The name of a function."""
 
     name: Name
 
 
 class FunctionChoiceParam(TypedDict):
-    """This function must be called."""
+    """A function that must be called."""
 
     type: Literal["function"]
     name: Name
 
 
 class AllowedChoiceParam(TypedDict):
-    """Only these may be called."""
+    """The only tools that may be called."""
 
     type: Literal["allowed_tools"]
     mode: NotRequired[Literal["auto", "required"] | None]
@@ -150,7 +150,7 @@ class PlainFormatParam(TypedDict):
 
 
 class SchemaFormatParam(TypedDict):
-    """JSON of a schema."""
+    """JSON that matches a schema."""
 
     type: Literal["json_schema"]
     name: Name
@@ -183,9 +183,9 @@ ToolChoice = Literal["auto", "none", "required"] | Choice
 Metadata = Annotated[dict[str, str], Field(max_length=MAX_METADATA)]
 Includes = Annotated[list[str], Field(max_length=64)]
 
-_SCHEMA_NAMES = ("name", "description", "schema", "strict")  # of `text.format`, beside its type
+_SCHEMA_NAMES = ("name", "description", "schema", "strict")  # of `text.format`, in addition to its type
 
-# The field that each field of the chat request was made from.
+# For each field of the chat request, the field of the body that it was made from.
 NAMES = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
@@ -203,14 +203,14 @@ class TextSettings(StrictFields):
 
     @property
     def known_format(self) -> dict[str, object]:
-        """Return the format as asked, without unknown names, which are neither shown nor kept."""
+        """Return the requested format without unknown fields, which are neither shown nor stored."""
         given = self.format or {}
         names = _SCHEMA_NAMES if given.get("type") == "json_schema" else ()
         return {"type": "text"} | {name: given[name] for name in ("type", *names) if name in given}
 
 
 class ReasoningSettings(StrictFields):
-    """The effort of the thoughts, which are never summarized."""
+    """The effort of the thoughts. This server never summarizes them."""
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
@@ -251,7 +251,7 @@ class InputTokensRequest(AnyBody):
     parallel_tool_calls: bool = True
     text: TextSettings = TextSettings()
     reasoning: ReasoningSettings = ReasoningSettings()
-    truncation: Literal["auto", "disabled"] = "disabled"  # too long a prompt is refused either way
+    truncation: Literal["auto", "disabled"] = "disabled"  # with either, a prompt that is too long is refused
     chat_template_kwargs: TemplateKwargs | None = None
 
     def check(self) -> None:
@@ -259,7 +259,7 @@ class InputTokensRequest(AnyBody):
             raise RequestError("send 'input', or 'instructions', or a 'previous_response_id'.", "input")
 
     def chat(self, conversation: Conversation) -> ChatRequest:
-        """Return the chat request. Raises RequestError with the name of one of its fields."""
+        """Return the chat request. A RequestError names a field of the chat request."""
         given = self._chat(conversation)
         return validate(ChatRequest, {name: value for name, value in given.items() if value is not None})
 
@@ -295,7 +295,7 @@ class ResponsesRequest(InputTokensRequest):
     include: Includes = Field(default=[])
     metadata: Metadata = Field(default={})
     user: str | None = None
-    # Ours, as in chat completions.
+    # Our own fields, as in chat completions.
     seed: int | None = Field(default=None, ge=-(2**63), le=2**63 - 1)
     speculative: SpeculativeField | None = None
 
@@ -319,20 +319,20 @@ class ResponsesRequest(InputTokensRequest):
 
 
 def check_include(names: Iterable[str]) -> None:
-    """Raise RequestError for what this server cannot include."""
+    """Raise RequestError for a name that this server cannot include in answers."""
     if "message.output_text.logprobs" in names:
         text = "'include': 'message.output_text.logprobs' is not supported: ask chat completions for it."
         raise RequestError(text, "include")
 
 
 def namespaces_of(tools: Objects) -> dict[str, tuple[str, str]]:
-    """Return namespace and name of functions with a namespace, by their full name."""
+    """Return the namespace and name of each function that has a namespace, by full name."""
     found = _functions(all_of(tools, "tools"))
     return {full_name(space, tool.text("name")): (space, tool.text("name")) for tool, space in found if space}
 
 
 def _functions(tools: list[Nested]) -> Iterator[tuple[Nested, str]]:
-    """Yield each function and its namespace; empty: none."""
+    """Yield each function with its namespace; "" if it has none."""
     for tool in tools:
         if tool.get("type") == "namespace":
             yield from ((inner, tool.name("name")) for inner in tool.all("tools"))
@@ -349,7 +349,7 @@ def _function(tool: Nested, namespace: str) -> Function:
 
 
 def _chosen(choice: Nested) -> Function:
-    """Return `tool_choice` of chat completions."""
+    """Return the choice as chat completions' `tool_choice`."""
     kind = choice.get("type")
     if kind == "function":
         return _named(choice)
@@ -364,7 +364,7 @@ def _named(tool: Nested) -> Function:
 
 
 def _format(text: TextSettings) -> dict[str, object] | None:
-    """Return the format as `response_format` of chat completions."""
+    """Return the format as chat completions' `response_format`; None for plain text."""
     if text.format is None:
         return None
     asked = Nested(text.format, "text.format")

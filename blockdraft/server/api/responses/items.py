@@ -14,11 +14,11 @@ FindItem = Callable[[str], Item | None]
 
 _TEXT_PARTS = frozenset({"input_text", "output_text", "text"})
 _ROLES = frozenset({"user", "system", "developer", "assistant"})
-_SEALED = "blockdraft:"  # in front of thoughts that a client keeps for us
+_SEALED = "blockdraft:"  # precedes thoughts that a client keeps for this server
 
 
 def full_name(namespace: str, name: str) -> str:
-    """Return the name of a function for the model, which knows no namespaces."""
+    """Return a function's name for the model, which knows no namespaces."""
     return f"{namespace}__{name}" if namespace else name
 
 
@@ -80,7 +80,7 @@ def _part_text(part: Nested) -> str:
 
 
 def _thoughts(item: Nested) -> str:
-    """Return the thoughts, their summary, or those that this server sealed; others stay sealed."""
+    """Return the thoughts, their summary, or thoughts that this server sealed; "" for any others."""
     texts = [
         "\n".join(part.text("text") for part in item.all(name)) if name in item else ""
         for name in ("content", "summary")
@@ -89,7 +89,7 @@ def _thoughts(item: Nested) -> str:
 
 
 def sealed(thoughts: str) -> str:
-    """Return encoded thoughts for a client to send back. They are not secret: they are its own."""
+    """Return encoded thoughts for a client to send back. They need no encryption, as they are its own."""
     return _SEALED + base64.b64encode(thoughts.encode()).decode()
 
 

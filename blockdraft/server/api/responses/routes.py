@@ -33,7 +33,7 @@ from blockdraft.server.http.body import Nested, shown
 from blockdraft.server.http.replies import INVALID, error_response
 
 PATH = "/v1/responses"
-_NAMES = frozenset({"input_tokens", "compact"})  # in the place of an id, and none
+_NAMES = frozenset({"input_tokens", "compact"})  # paths that look like an id but are none
 
 
 def routes(host: ApiHost) -> list[Route]:
@@ -117,7 +117,7 @@ class _ResponsesApi:
         return error_response(400, text, INVALID)
 
     def _conversation(self, asked: InputTokensRequest) -> Conversation:
-        """Return the conversation so far, without instructions, which hold for one request."""
+        """Return the conversation so far, without instructions, which apply only to one request."""
         if asked.previous_response_id is None:
             return Conversation()
         stored = self._store.get(asked.previous_response_id)
@@ -131,7 +131,7 @@ class _ResponsesApi:
         return Conversation(stored.messages)
 
     def _ask(self, asked: InputTokensRequest, conversation: Conversation) -> ChatRequest:
-        """Return the chat request; adds its input to the conversation."""
+        """Add the request's input to the conversation, and return the chat request."""
         if asked.input is not None:
             add_input(conversation, asked.input, self._store.item)
         return asked.chat(conversation)

@@ -82,13 +82,13 @@ class ResponseUsage(TypedDict):
 
 
 class Incomplete(TypedDict):
-    """Why an answer stops early."""
+    """Why an answer stopped early."""
 
     reason: Literal["max_output_tokens"]
 
 
 class ResponseFailure(TypedDict):
-    """Why an answer broke off."""
+    """Why an answer failed."""
 
     code: Literal["server_error"]
     message: str
@@ -163,7 +163,7 @@ InputItem = InputMessageItem | FunctionOutputItem | Item
 
 
 class InputItems(TypedDict):
-    """The answer of /v1/responses/{id}/input_items: a page of what a response was made of."""
+    """The answer of /v1/responses/{id}/input_items: a page of a response's input items."""
 
     object: Literal["list"]
     data: list[InputItem]

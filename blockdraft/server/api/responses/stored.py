@@ -1,8 +1,8 @@
 """Stores responses in bounded memory, replays them as events of a stream, and lists their input items.
 
-Each one holds its whole conversation, so that it can be continued when those before it have gone. Their ids
-are random: only its client knows one. They are kept as JSON text, whose size is known; the objects that
-it describes would take up to twenty times as much.
+Each response holds its whole conversation, so that it can be continued after earlier responses were dropped.
+Ids are random, so that only the client that made a response knows its id. Responses are kept as JSON text,
+whose size is known; as Python objects they would take up to twenty times as much.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from blockdraft.server.http.body import shown
 from blockdraft.server.http.replies import json_of, named_event
 
 MAX_RESPONSES = 4096  # arbitrary
-MAX_BYTES = 128 << 20  # of all together; conversations that share messages count each time
-ENTRY_BYTES = 1024  # a response takes about so much beside its text
-ITEM_BYTES = 512  # and each of its items
+MAX_BYTES = 128 << 20  # for all responses; messages that several conversations share count each time
+ENTRY_BYTES = 1024  # a response takes about this much in addition to its text
+ITEM_BYTES = 512  # and this much for each item
 
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """An answer as it was sent, and the conversation up to its end without instructions."""
+    """An answer as it was sent, and the conversation up to and with it, without instructions."""
 
     answer: Mapping[str, object]
     messages: tuple[Message, ...]
-    items: Mapping[str, Mapping[str, object]]  # the answer's own, by id
+    items: Mapping[str, Mapping[str, object]]  # the answer's items, by id
 
 
 class ResponseStore:
@@ -51,7 +51,7 @@ class ResponseStore:
         self._max_responses = max_responses
         self._max_bytes = max_bytes
         self._kept: OrderedDict[str, tuple[bytes, tuple[str, ...]]] = OrderedDict()
-        self._owners: dict[str, str] = {}  # of each item: the response that it is part of
+        self._owners: dict[str, str] = {}  # by item id: the id of its response
         self.num_bytes = 0
 
     def __len__(self) -> int:
@@ -69,7 +69,7 @@ class ResponseStore:
         return None if owner is None else owner.items[item_id]
 
     def put(self, response_id: str, stored: StoredResponse) -> None:
-        """Store a response, unless it alone is too large."""
+        """Store a response, unless it is too large. The oldest responses are dropped to make space."""
         text = json_of((stored.answer, stored.messages, stored.items)).encode(errors="surrogatepass")
         num_bytes = _num_bytes(text, stored.items)
         if num_bytes > self._max_bytes:
@@ -95,12 +95,12 @@ def _num_bytes(text: bytes, item_ids: Collection[str]) -> int:
     return len(text) + ENTRY_BYTES + ITEM_BYTES * len(item_ids)
 
 
-MAX_PAGE = 100  # items, as OpenAI
+MAX_PAGE = 100  # items, as OpenAI allows
 PAGE = 20
 
 
 def flag(query: Mapping[str, str], name: str) -> bool:
-    """Return a boolean in the query."""
+    """Return a boolean of the query; False if it is missing."""
     given = query.get(name, "false")
     if given not in ("true", "false"):
         raise RequestError(f"'{name}' is {shown(given)}: use true or false.", name)
@@ -108,7 +108,7 @@ def flag(query: Mapping[str, str], name: str) -> bool:
 
 
 def number(query: Mapping[str, str], name: str, default: int, *, least: int, most: int) -> int:
-    """Return an integer in the query."""
+    """Return an integer of the query; `default` if it is missing."""
     given = query.get(name, str(default))
     is_number = given.isascii() and given.isdecimal() and len(given) < 16
     if not is_number or not least <= int(given) <= most:
@@ -120,7 +120,7 @@ def number(query: Mapping[str, str], name: str, default: int, *, least: int, mos
 
 
 def replayed(answer: schemas.Response, starting_after: int | None) -> str:
-    """Return the events behind `starting_after` of a stored response, each text in one piece.
+    """Return the events of a stored response after number `starting_after`, with each text in one piece.
 
     The events are numbered from 0. The last event, which holds the whole response, is always among them.
     """
@@ -151,19 +151,19 @@ def _part(index: int, item: schemas.Item) -> AnswerPart:
 
 
 def _begun(item: schemas.Item) -> schemas.Item:
-    """Return the item as it was while still empty."""
+    """Return the item as it was before it had any content."""
     empty: dict[str, object] = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
     kept = {name: value for name, value in item.items() if name != "encrypted_content"}
     return cast(schemas.Item, {**kept, **empty, "status": "in_progress"})
 
 
-# ---- what it was made of
+# ---- input items
 
 
 def input_page(
     answer: schemas.Response, messages: Items[Message], query: Mapping[str, str]
 ) -> schemas.InputItems:
-    """Return a page of a response's input items, the newest first unless `order` is asc."""
+    """Return a page of a response's input items, newest first unless `order` is asc."""
     limit, order = number(query, "limit", PAGE, least=1, most=MAX_PAGE), query.get("order", "desc")
     if order not in ("asc", "desc"):
         raise RequestError(f"'order' is {shown(order)}: use asc or desc.", "order")
@@ -186,7 +186,7 @@ def input_page(
 
 
 def _input_items(answer: schemas.Response, messages: Items[Message]) -> list[schemas.InputItem]:
-    """Return all items of the conversation but the last, which are the answer's own."""
+    """Return all items of the conversation except the last ones, which are the answer's."""
     name = answer["id"].removeprefix("resp_")
     spaces = namespaces_of(answer["tools"])
     items = [item for message in messages for item in _items(message, spaces)]
@@ -201,12 +201,12 @@ _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "functi
 
 
 def is_half_a_call(item: schemas.Item) -> bool:
-    """Return whether it is a call that was cut off, which no template could show."""
+    """Return whether the item is a call that was cut off, which no template could render."""
     return item["type"] == "function_call" and item["status"] != "completed"
 
 
 def _items(message: Message, spaces: Mapping[str, tuple[str, str]]) -> Iterator[dict[str, object]]:
-    """Yield the items of one message of a chat, in the order in which a model says them."""
+    """Yield the items of one chat message, in the order in which a model writes them."""
     role, done = message["role"], {"status": "completed"}
     if role == "tool":
         result = {"call_id": message["tool_call_id"], "output": message["content"]}

@@ -1,4 +1,4 @@
-"""Writes the answers of /v1/responses: parts of an answer become OpenAI's items, whole or as events."""
+"""Writes the answers of /v1/responses: turns parts of an answer into OpenAI's items, whole or as events."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class ResponseWriter(PartsWriter):
 
     def _push(self, delta: Delta) -> None:
         super()._push(delta)
-        if self._last.finish_reason is not None and not self._parts:  # an answer must have a part
+        if self._last.finish_reason is not None and not self._parts:  # an answer must have at least one part
             self._open("text")
             self._close(is_whole=True)
 
@@ -102,7 +102,7 @@ class ResponseWriter(PartsWriter):
         }
 
     def _item(self, part: AnswerPart, status: schemas.ItemStatus | None = None) -> schemas.Item:
-        """Return the item of a part; with status "in_progress" it is still empty."""
+        """Return the item of a part; with status "in_progress" the item is still empty."""
         status = status or ("completed" if part.is_whole else "incomplete")
         is_new, item_id = status == "in_progress", _item_id(part)
         if part.kind == "text":
@@ -147,7 +147,7 @@ class ResponseWriter(PartsWriter):
         return "".join(map(self._numbered, closed_events(part, self._item(part))))
 
     def _numbered(self, data: dict[str, object]) -> str:
-        """Return an event with its number."""
+        """Return an event as text, with the next number."""
         number = self._num_events
         self._num_events += 1
         return named_event(str(data["type"]), {**data, "sequence_number": number})
@@ -158,7 +158,7 @@ def _item_id(part: AnswerPart) -> str:
 
 
 def _place(part: AnswerPart, item_id: str) -> dict[str, object]:
-    """Return where an event belongs; a call has no content parts."""
+    """Return the fields that say where an event belongs; a call has no content parts."""
     place: dict[str, object] = {"item_id": item_id, "output_index": part.index}
     return place if part.kind == "call" else place | {"content_index": 0}
 
@@ -177,7 +177,7 @@ def added_event(part: AnswerPart, item_id: str, text: str) -> dict[str, object]:
 
 
 def closed_events(part: AnswerPart, item: schemas.Item) -> Iterator[dict[str, object]]:
-    """Yield the events of a part that is over; `item` is whole."""
+    """Yield the events of a part that has ended; `item` is complete."""
     done = {"type": f"{_EVENTS[part.kind]}.done", **_place(part, item["id"])}
     if item["type"] == "function_call":
         yield {**done, "name": item["name"], "arguments": part.text}
