@@ -19,7 +19,7 @@ _FALLBACK = re.compile(r"does not have native support for FP4 computation .*Marl
 _KERNELS = (
     ("linear", re.compile(r"Using (?:\w+\.)?(?P<name>[\w-]+) for (?:NVFP4|MXFP4) GEMM", re.IGNORECASE)),
     ("experts", re.compile(r"Using '?(?P<name>[\w ]+?)'? (?:NVFP4|MXFP4) MoE backend", re.IGNORECASE)),
-    # SGLang writes its settings on one line, whatever the model is.
+    # SGLang logs its settings on one line, for any model.
     ("linear", re.compile(r"quantization='\w*fp4'.*fp4_gemm_runner_backend='(?!auto')(?P<name>\w+)'")),
 )
 _FAMILIES = ("Marlin", "CUTLASS", "TRTLLM", "cuDNN", "CuteDSL", "b12x", "emulation")

@@ -56,7 +56,7 @@ class Worker(NamedTuple):
 
 
 class Fleet:
-    """The processes, as a context manager. A load gets at most `limit`; 1 means this process alone."""
+    """The processes, as a context manager. A load gets at most `limit` processes; 1 means only this one."""
 
     def __init__(self, loads: Sequence[OfferedLoad], limit: int) -> None:
         self._limit = limit

@@ -94,7 +94,7 @@ class Answer:
     ask: Ask
     turn: int
     planned_s: float  # planned sending time; for later turns, the end of the turn before
-    sent_s: float  # actual sending time, also set if the request was given up
+    sent_s: float  # actual sending time, also of requests that were given up
     first_s: float | None = None  # first delta with text or thinking
     end_s: float = 0.0  # time of the last byte, or of the error
     gaps_s: list[float] = field(default_factory=list)  # between deltas with text

@@ -44,7 +44,7 @@ def read_chunk(chunk: Json) -> Speculation | None:
 def _by_histogram(
     histogram: object, *, steps: int, drafted: int, accepted: int, reached: object = None
 ) -> Speculation | None:
-    """Count by `histogram[i]`, the number of steps that accepted exactly i drafts; else use the sum."""
+    """Count by `histogram[i]`, the steps that accepted exactly i drafts. Without it, return only the sum."""
     if not steps:
         return None
     if _is_counts(histogram):

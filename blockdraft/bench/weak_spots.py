@@ -90,7 +90,7 @@ def weak_spots(overall: DraftCounts, categories: Mapping[str, DraftCounts]) -> W
 
 
 def _weak_drafts(one: DraftCounts) -> tuple[int | None, int | None]:
-    """Return the first and last weak position; Nones if the last one with enough data is not weak."""
+    """Return the first and last weak position. Both are None if the last judged one is not weak."""
     first = last = None
     for draft in range(1, len(one.accepted) + 1):
         share = one.right(draft, draft)

@@ -127,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def open_llm(args: argparse.Namespace, asked: dict[str, Any]) -> tuple[LLM, list[str]]:
-    """Load an engine with the settings `asked` in this process; print its warnings; return both."""
+    """Load an engine with the settings `asked` in this process. Print its warnings; return it and them."""
     from blockdraft.start.driver_warmup import quick_imports
     from blockdraft.start.preflight import pin_cpu_threads
 

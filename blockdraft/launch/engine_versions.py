@@ -44,7 +44,7 @@ def read_version(engine: str, text: str | None) -> EngineVersion:
     except InvalidVersion:
         raise SettingsError(
             f"engine_version '{text}' is not a version: give one such as {NEWEST[engine]}, with "
-            f"+pr41703 behind it for a build that carries that pull request, or leave it out."
+            f"+pr41703 after it for a build with that pull request, or leave it out."
         ) from None
     carried = _pull_requests(text, read.local or "")
     release = (read.major, read.minor, read.micro)

@@ -46,7 +46,7 @@ class Combination:
 
     settings: Settings  # `draft` is a name or none, not "auto"
     machine: Machine | None = None
-    target: Raw | None = None  # config.json of the target, and of the drafter below
+    target: Raw | None = None  # config.json of the target; `draft` is the drafter's
     draft: Raw | None = None
 
     @property
@@ -143,7 +143,7 @@ class LaunchRequest(Combination):
         if not colon or address.endswith("]") or (address.count(":") > 1 and not host.endswith("]")):
             return address, MEETING_PORT
         if not port.isdigit():
-            raise SettingsError(f"head_address '{address}' has no port behind its colon: give host:port.")
+            raise SettingsError(f"head_address '{address}' has no port after its colon: give host:port.")
         return host, int(port)
 
     @property

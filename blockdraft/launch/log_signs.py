@@ -111,7 +111,7 @@ class PhaseTracker:
                 return
             self._running.close()
             for skipped in PHASES[self._place + 1 : place]:
-                self._startup.skip(skipped, "the engine did not tell of it")
+                self._startup.skip(skipped, "the engine did not log it")
             self._place = place
             self._running.enter_context(self._startup.phase(name))
 

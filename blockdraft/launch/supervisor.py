@@ -221,7 +221,7 @@ class Supervisor:
         if status != 200:
             why = f"{self.title} has no /metrics (HTTP {status}): it is unknown if it drafts."
         elif not counters:
-            why = f"a drafter was asked for, but {self.title} counts no drafts: it has none."
+            why = f"a drafter was requested, but {self.title} counts no drafts: it runs without one."
         elif not any(counters) and engine == "vllm":  # SGLang updates its counters a little later
             why = f"{self.title} has a drafter, but drafted nothing for a first answer."
         if why is not None:

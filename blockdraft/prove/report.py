@@ -59,7 +59,7 @@ class ProveReport:
         asked = f"{counts.num_equal} of {counts.num_asked} answers are equal"
         failed = f", {len(counts.errors)} failed" if counts.errors else ""
         if self.trouble is not None:
-            return f"Not all was asked: {self.trouble} So far {asked}{failed}."
+            return f"Some questions were not asked: {self.trouble} So far {asked}{failed}."
         if not different:
             return f"The same answer in every one of {len(tested)} ways: {asked}{failed}."
         return f"Different answers in {len(different)} of {len(tested)} ways: {asked}{failed}."

@@ -28,7 +28,7 @@ def read_profile(text: str) -> tuple[float, ...] | float:
         if not 0 <= rate <= 1:
             raise _error(text, f"{rate} is not a probability between 0 and 1")
         if rate > before:
-            raise _error(text, f"{rate} follows {before}, but a draft counts only behind those before it")
+            raise _error(text, f"{rate} follows {before}, but a draft counts only if all before it do")
     return rates
 
 
