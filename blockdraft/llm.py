@@ -94,7 +94,7 @@ class LLM:
         self.engine = plain_engine(self.settings, report, tell)
         self.tokenizer = self.engine.models.tokenizer
         self._turns = Turns()
-        self._streams: WeakValueDictionary[str, DeltaStream] = WeakValueDictionary()  # by request
+        self._streams: WeakValueDictionary[str, DeltaStream] = WeakValueDictionary()  # by request id
         self._asked: set[str] = set()  # requests that the engine may have
         self._dropped: deque[str] = deque()  # requests whose stream is closed or gone
         self._is_stepping = False

@@ -103,7 +103,7 @@ class Fleet:
         on_answer: OnAnswer | None = None,
         stop: asyncio.Event | None = None,
     ) -> Ledger:
-        """Send a block, as SendBlock says, from as many processes as the load needs."""
+        """Send a block from as many processes as the load needs; SendBlock has the details."""
         count = self.num_processes(load)
         if count == 1:
             return await send_block(client, asks, load, on_answer, stop)
@@ -185,7 +185,7 @@ def _end(process: BaseProcess) -> None:
 
 
 async def measure_headroom(fleet: Fleet, load: OfferedLoad) -> GeneratorFigures:
-    """Measure how fast a load's processes read as many streams, from a server that computes nothing.
+    """Measure how fast the processes of a load can read its streams, with a server that computes nothing.
 
     A real server writes one event to each of its streams after every step. The test server does the same. It
     is so slow that no two events of a stream are read at once: events that pile up are read faster, but late.

@@ -104,7 +104,7 @@ async def _until_ready(
                     body = as_object(await reply.text(errors="replace"))
                 if reply.status == 200 and body:
                     return _phases(body)
-                if not (reply.status == 503 and body):  # else it is our server, still starting
+                if not (reply.status == 503 and body):  # a 503 with JSON: our server is still starting
                     async with session.get(f"{url}/v1/models") as reply:
                         if reply.status in (200, 401, 403):
                             return ()

@@ -108,7 +108,7 @@ def _vllm_counters(totals: Mapping[str, float], positions: Mapping[int, float]) 
 
 
 def _sglang_counters(totals: Mapping[str, float]) -> Speculation:
-    """Derive accepted drafts from SGLang's counts of verifications and tokens: its acceptance is a gauge.
+    """Derive accepted drafts from SGLang's counts of verifications and tokens; it does not count drafts.
 
     A verification commits one token in addition to its drafts; a request's first token comes from its prompt.
     """

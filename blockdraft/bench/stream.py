@@ -13,7 +13,7 @@ from blockdraft.bench.wire import inside, whole_number
 
 Clock = Callable[[], float]
 
-MAX_UNLIKE = 8  # failed attempts in a row to reuse a chunk's surroundings; arbitrary
+MAX_UNLIKE = 8  # consecutive failures to reuse a chunk's surroundings; arbitrary
 _TEXTS = ("content", "text")
 _THOUGHTS = ("reasoning_content", "reasoning")  # some servers send the same text under both names
 _DONE = b"[DONE]"

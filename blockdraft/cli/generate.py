@@ -170,7 +170,7 @@ def _print_text(deltas: Iterator[Delta], num_choices: int, seen: list[Delta]) ->
 
 
 def speed_line(deltas: list[Delta], *, has_drafter: bool) -> str:
-    """Return a line with the speed of all choices together; the module's docstring defines it."""
+    """Return a line with the total speed of all choices, which the module's docstring defines."""
     metrics = [delta.metrics for delta in deltas if delta.metrics is not None]
     num_tokens, steps = sum(m.num_tokens for m in metrics), sum(m.steps for m in metrics)
     seconds, first_s = max(m.seconds for m in metrics), min(m.first_token_s for m in metrics)

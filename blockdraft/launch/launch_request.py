@@ -174,7 +174,7 @@ class LaunchRequest(Combination):
 def write_command(
     order: LaunchRequest, program: Iterable[str], flags: Flags, *, env: Mapping[str, str], image: str
 ) -> Command:
-    """Make the command from the flags that the engine's own module has chosen."""
+    """Return the command with the flags that the engine's module has chosen."""
     _check(order)
     settings, written = order.settings, _arguments(flags)
     version, build = order.version, None

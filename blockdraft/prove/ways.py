@@ -83,7 +83,7 @@ class Prover:
         self._with_logprobs: dict[ProveQuestion, Reply] = {}
         self._ids: dict[str, None] = {}
         self._num_repeated_ids = 0
-        self._num_errors = 0  # in a row
+        self._num_errors = 0  # consecutive failed answers
 
     @property
     def can_switch(self) -> bool:
