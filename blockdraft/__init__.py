@@ -1,7 +1,7 @@
 """blockdraft: lossless block-diffusion speculative decoding (DFlash).
 
-`LLM`, `SamplingParams` and `StructuredOutputs` are the Python API; they are imported on first use, so that
-`blockdraft --help` does not load torch and Ctrl-C works early.
+`LLM`, `SamplingParams` and `StructuredOutputs` are the Python API. They are imported on first use: so
+`blockdraft --help` does not load torch, and Ctrl-C works early.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from blockdraft.errors import (
     SettingsError,
 )
 
-TYPE_CHECKING = False  # `typing` takes longer to import than all of this
+TYPE_CHECKING = False  # `typing` takes longer to import than this whole module
 if TYPE_CHECKING:
     from blockdraft.engine.request import SamplingParams
     from blockdraft.grammar.structured_output import StructuredOutputs
@@ -53,7 +53,7 @@ _LAZY = {
 
 
 def __dir__() -> list[str]:
-    """Return all public names, also those that are imported on first use."""
+    """Return all public names, including names that are imported on first use."""
     return sorted({*globals(), *__all__})
 
 

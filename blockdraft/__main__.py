@@ -1,13 +1,13 @@
-"""The command `blockdraft` and python -m blockdraft: Ctrl-C prints no traceback, however early it comes."""
+"""Runs `blockdraft` and `python -m blockdraft`. Ctrl-C prints no traceback, however early it comes."""
 
-# Not `signal`, whose import takes long enough to be interrupted.
+# `signal` itself takes so long to import that Ctrl-C could interrupt the import.
 import _signal as signal  # type: ignore[import-not-found]
 
 EXIT_INTERRUPT = 130  # 128 + SIGINT, as shells report it
 
 
 def main() -> int:
-    """Run the command; before and after it, Ctrl-C ends the process by its default action."""
+    """Run the command. Before and after the command, Ctrl-C ends the process without a traceback."""
     catches = signal.getsignal(signal.SIGINT)  # SIG_IGN if a shell started us in the background
     if catches is not signal.default_int_handler:
         return _command()

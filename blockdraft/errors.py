@@ -1,4 +1,4 @@
-"""The exception tree: everything a user can cause, and nothing else.
+"""The exceptions for errors that a user can cause. Other exceptions are bugs of ours.
 
     BlockdraftError        the command line prints its one line and exits with code 2
     ├── SettingsError      a flag, a setting or an argument that cannot be used
@@ -7,9 +7,9 @@
     ├── RequestError       a request that can never be served: empty, too long, impossible sampling values
     ├── CapacityError      a request or a model that does not fit right now: full queue, too little memory
     ├── LaunchError        another engine that does not start, or ends unexpectedly
-    └── BenchError         a benchmark that cannot be run as asked
+    └── BenchError         a benchmark that cannot be run as requested
 
-A message has three parts: what happened, the value, what to do. A traceback means a bug of ours.
+A message has three parts: what happened, the value, what to do.
 """
 
 import sys
@@ -17,7 +17,7 @@ import warnings
 
 
 class BlockdraftError(Exception):
-    """Base of every error a user can cause."""
+    """Base class of all errors that a user can cause."""
 
 
 class SettingsError(BlockdraftError):
@@ -33,7 +33,7 @@ class FetchError(BlockdraftError):
 
 
 class RequestError(BlockdraftError):
-    """A request that can never be served as it was asked; `field` is the one at fault, `code` is OpenAI's."""
+    """A request that can never be served. `field` is the wrong field, `code` is OpenAI's error code."""
 
     def __init__(self, message: str, field: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -50,11 +50,11 @@ class LaunchError(BlockdraftError):
 
 
 class BenchError(BlockdraftError):
-    """A benchmark cannot be run as asked."""
+    """A benchmark that cannot be run as requested."""
 
 
 def warn_caller(text: str) -> None:
-    """Issue a Python warning at the caller outside this package."""
+    """Issue a Python warning at the nearest caller outside this package."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "blockdraft":
         frame, level = frame.f_back, level + 1

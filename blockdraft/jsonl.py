@@ -1,4 +1,4 @@
-"""Reads files of JSON lines, also .gz and .xz; errors name file and line.
+"""Reads files of JSON lines, plain or compressed (.gz, .xz). Errors name the file and the line.
 
 `as_object` reads untrusted output of other programs.
 """
@@ -16,19 +16,19 @@ from io import BufferedIOBase
 from pathlib import Path
 
 _OPENERS: Mapping[str, Callable[..., BufferedIOBase]] = {".xz": lzma.LZMAFile, ".gz": gzip.GzipFile}
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # which some editors put first
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # some editors write it at the start of a file
 MakeError = Callable[[str], Exception]
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The place of a row in its file, and the exception for a wrong row."""
+    """The place of a row in its file. `make_error` makes the exception for a wrong row."""
 
     path: Path
     number: int
     make_error: MakeError
     unit: str = "line"
-    hint: str = ""  # ends every message
+    hint: str = ""  # the end of every error message
 
     def error(self, fact: str) -> Exception:
         return self.make_error(f"{self.path}, {self.unit} {self.number}: {fact}.{self.hint}")
@@ -36,7 +36,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One object of a file."""
+    """One JSON object of a file."""
 
     fields: dict[str, object]
     place: Place
@@ -46,7 +46,7 @@ class Row:
 
 
 def read_rows(path: Path, make_error: MakeError, *, hint: str = "") -> Iterator[Row]:
-    """Yield the objects of a .jsonl, .jsonl.gz or .jsonl.xz file, one at a time; blank lines are left out."""
+    """Yield the objects of a .jsonl, .jsonl.gz or .jsonl.xz file one by one; skip blank lines."""
     with open_packed(path, make_error) as file:
         for number, line in enumerate(file, 1):
             if line.strip():
@@ -56,7 +56,7 @@ def read_rows(path: Path, make_error: MakeError, *, hint: str = "") -> Iterator[
 
 @contextmanager
 def open_packed(path: Path, make_error: MakeError) -> Iterator[BufferedIOBase]:
-    """Open a file to read from, .gz and .xz unpacked; an error while it is read says what to do."""
+    """Open a file for reading and decompress .gz and .xz. Errors during reading say what to do."""
     try:
         with _OPENERS.get(path.suffix, open)(path, "rb") as file:
             yield file
@@ -69,7 +69,7 @@ def open_packed(path: Path, make_error: MakeError) -> Iterator[BufferedIOBase]:
 
 
 def parse(text: bytes, place: Place) -> object:
-    """Return the JSON value of a text; an error names the line in which it is."""
+    """Parse a JSON text; an error names the line of the mistake."""
     try:
         return json.loads(text.removeprefix(_BYTE_ORDER_MARK).decode())
     except UnicodeDecodeError as error:
@@ -97,7 +97,7 @@ def as_object(text: str | bytes) -> dict[str, object]:
 
 
 def kind_of(value: object) -> str:
-    """Name the kind of a JSON value."""
+    """Return the kind of a JSON value in words, for error messages."""
     match value:
         case None:
             return "missing or null"

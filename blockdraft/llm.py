@@ -1,4 +1,4 @@
-"""LLM: the blocking Python API over one Engine. Threads may share an LLM: their requests run in one batch."""
+"""The blocking Python API of one Engine. Threads may share an LLM: their requests run in one batch."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """All n answers to one prompt; `text`, `token_ids` and so on are the first one's."""
+    """All n answers to one prompt; `text`, `token_ids` and so on belong to the first answer."""
 
     prompt_token_ids: tuple[int, ...]
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None
@@ -72,9 +72,9 @@ class Result:
 class LLM:
     """A target with its drafter, ready to answer. `draft` may be None or "none".
 
-    Keyword arguments are settings (docs/settings.md); names of vLLM are understood (settings/known_names.py).
-    `report` is called with lines of progress and `warn` with warnings for the user. Without `warn`, Python's
-    `warnings` get them.
+    Keyword arguments are settings (docs/settings.md); vLLM's names work too (settings/known_names.py).
+    `report` is called with lines of progress and `warn` with warnings for the user. Without `warn`, they are
+    Python warnings.
     """
 
     def __init__(
@@ -88,15 +88,15 @@ class LLM:
         tell = warn if warn is not None else warn_caller
         settings = as_our_settings(settings, tell)
         for name, value in {"model": model, "draft": draft}.items():
-            if value != DEFAULTS[name]:  # a default of this signature must not hide what a recipe says
+            if value != DEFAULTS[name]:  # a default of this signature must not override the recipe
                 settings[name] = value
         self.settings = merge_settings(settings, uses_environment=False).settings
         self.engine = plain_engine(self.settings, report, tell)
         self.tokenizer = self.engine.models.tokenizer
         self._turns = Turns()
-        self._streams: WeakValueDictionary[str, DeltaStream] = WeakValueDictionary()  # by request
-        self._asked: set[str] = set()  # requests that the engine may know of
-        self._dropped: deque[str] = deque()  # those of them that nobody waits for any more
+        self._streams: WeakValueDictionary[str, DeltaStream] = WeakValueDictionary()  # by request id
+        self._asked: set[str] = set()  # requests that the engine may have
+        self._dropped: deque[str] = deque()  # requests whose stream is closed or gone
         self._is_stepping = False
 
     def generate(
@@ -104,7 +104,7 @@ class LLM:
         prompts: Prompt | Items[Prompt],
         params: SamplingParams | Items[SamplingParams] | None = None,
     ) -> list[Result]:
-        """Complete raw prompts, strings or token id lists; results come in the order of the prompts."""
+        """Complete raw prompts (strings or lists of token ids); return the results in the prompts' order."""
         listed = [prompts] if _is_one(prompts) else list(prompts)
         return self._run([self._encode(prompt) for prompt in listed], params)  # type: ignore[arg-type]
 
@@ -121,23 +121,24 @@ class LLM:
         return self._run([encode(messages, **template_kwargs) for messages in listed], params)  # type: ignore[arg-type]
 
     def stream(self, prompt: Prompt | Items[Message], params: SamplingParams | None = None) -> DeltaStream:
-        """Yield a prompt's or conversation's deltas as they are committed; closing it aborts the request."""
+        """Return a stream of the deltas of one answer. Closing the stream aborts the request."""
         sampling = params if params is not None else self.default_sampling()
         is_chat = not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], Mapping)
         ids = self.tokenizer.encode_chat(prompt) if is_chat else self._encode(prompt)  # type: ignore[arg-type]
         return self._add(ids, sampling)
 
     def default_sampling(self) -> SamplingParams:
-        """Return the default sampling: the model's own, if its makers recommend one."""
+        """Return the sampling that the model's makers recommend, else the defaults."""
         return SamplingParams(**self.engine.models.sampling)  # type: ignore[arg-type]
 
     def _encode(self, prompt: Prompt) -> list[int]:
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
 
     def _add(self, prompt_ids: Items[int], params: SamplingParams) -> DeltaStream:
-        """Add a request; if too many wait already, serve them first.
+        """Add a request to the engine. If its queue is full, run steps until there is space.
 
-        The stream is made before the request: if Ctrl-C comes here, the request ends with the stream.
+        The stream exists before the request: if Ctrl-C interrupts this function, closing the stream ends the
+        request.
         """
         stream = DeltaStream(self, params.n)
         self._streams[stream.request_id] = stream
@@ -150,7 +151,7 @@ class LLM:
             self._turns.step_unless(lambda: False, self._step)
 
     def _next(self, stream: DeltaStream) -> Delta:
-        """Step the engine until this request has a delta; other requests' deltas wait in their inboxes."""
+        """Step the engine until this request has a delta. Other requests' deltas go to their own inboxes."""
 
         def step() -> None:
             if stream.request_id not in self.engine.live_ids:
@@ -162,7 +163,7 @@ class LLM:
         return stream.inbox.popleft()
 
     def _drop(self, request_id: str) -> None:
-        """Forget a stream. Python may call this even in a step: then the next step ends the request."""
+        """Forget a stream. If Python calls this during a step, the next step ends the request."""
         if self._streams.pop(request_id, None) is not None:
             self._dropped.append(request_id)
             self._turns.if_free(self._end_dropped)
@@ -180,7 +181,7 @@ class LLM:
         self._asked.discard(request_id)
 
     def _step(self) -> None:
-        if self._is_stepping:  # one was interrupted, and some of its deltas reached nobody
+        if self._is_stepping:  # a step was interrupted, and some of its deltas are lost
             self.engine.recover()
         self._is_stepping = True
         self._end_dropped()
@@ -209,13 +210,13 @@ class LLM:
 
 
 class DeltaStream:
-    """The deltas of one request. Closing it, or dropping it, aborts what is left."""
+    """An iterator over the deltas of one request. Closing or dropping it aborts the request."""
 
-    _num_left = 0  # choices that have not ended; set last, so that one which is not whole has none
+    _num_left = 0  # choices that have not ended; 0 until __init__ is complete
 
     def __init__(self, llm: LLM, num_choices: int) -> None:
         self.request_id = new_request_id()
-        self.inbox: deque[Delta] = deque()  # what steps have added, and nobody has read
+        self.inbox: deque[Delta] = deque()  # deltas that were not read yet
         self._llm = llm
         self._num_left = num_choices
 

@@ -29,9 +29,9 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class StartState:
-    """A start as it is now; it crosses processes, so times are of the machine's monotonic clock."""
+    """The current state of a start. Times are of the monotonic clock, which all processes share."""
 
-    phases: dict[str, Phase]  # never changed in place, but replaced
+    phases: dict[str, Phase]  # replaced, never changed in place
     state: State = "starting"
     seconds: float | None = None  # from the beginning until ready
     warnings: tuple[str, ...] = ()
@@ -49,7 +49,7 @@ class StartProgress:
         clock: Callable[[], float] = time.monotonic,
         names: Sequence[str] = PHASES,
     ) -> None:
-        self.on_change: Callable[[StartState], object] = lambda progress: None  # for whoever follows
+        self.on_change: Callable[[StartState], object] = lambda progress: None  # the listener
         self._report = report
         self._clock = clock
         self._lock = Lock()
@@ -57,7 +57,7 @@ class StartProgress:
         self._now = StartState({name: Phase(name) for name in names})
 
     def _change(self, make: Callable[[StartState], dict[str, object]]) -> None:
-        """Replace the fields that `make` returns, and notify the listeners."""
+        """Replace the fields that `make` returns, and call the listener."""
         with self._lock:
             self._now = replace(self._now, **make(self._now))  # type: ignore[arg-type]
             self.on_change(self._now)
@@ -73,7 +73,7 @@ class StartProgress:
                 self._change_phase(phase.name, **values)
 
     def follow(self, other: StartState) -> None:
-        """Copy the progress of another process; draining here is not undone."""
+        """Copy the state of another process. A draining server keeps draining unless that one failed."""
         with self._lock:
             is_kept = self._now.state == "draining" and other.state != "failed"
             self._now = replace(other, state="draining") if is_kept else other
@@ -97,7 +97,7 @@ class StartProgress:
         self._report(f"{name} {state} in {seconds:.1f} s{detail}")
 
     def rewind(self, name: str) -> None:
-        """Reset phase `name` and all after it, which have to run again."""
+        """Reset phase `name` and all later phases: they will run again."""
         names = list(self._now.phases)
         again = {later: Phase(later) for later in names[names.index(name) :]}
         self._change(lambda now: {"phases": now.phases | again})
@@ -106,7 +106,7 @@ class StartProgress:
         self._change_phase(name, state="skipped", detail=why)
 
     def note(self, text: str) -> None:
-        """Set the text of the running phase."""
+        """Set the detail text of the running phase."""
         self._change_running(detail=text)
 
     def progress(self, done: int, total: int) -> None:
@@ -118,16 +118,16 @@ class StartProgress:
         self._report(f"warning: {text}")
 
     def tell_chosen(self, text: str) -> None:
-        """Add a decision of the start, with its reason."""
+        """Add a decision that was made during the start, with its reason."""
         self._change(lambda now: {"chosen": (*now.chosen, text)})
         self._report(text)
 
     def tell_speculation(self, text: str) -> None:
-        """Set the note on whether speculation is on at first, and why."""
+        """Set the note that says whether speculation is on at first, and why."""
         self._change(lambda now: {"speculation": text})
 
     def ready(self) -> None:
-        """Mark the start as complete; a server that is draining keeps draining."""
+        """Mark the start as complete; a draining or failed server keeps its state."""
         seconds = self._clock() - self._start_s
         self._change(
             lambda now: {"seconds": seconds, "state": "ready" if now.state == "starting" else now.state}
@@ -135,7 +135,7 @@ class StartProgress:
         self._report(f"ready in {seconds:.1f} s")
 
     def drain(self) -> None:
-        """Refuse new requests and let running ones end."""
+        """Mark the server as draining: it refuses new requests and finishes the running ones."""
         self._change(lambda now: {"state": "failed" if now.state == "failed" else "draining"})
 
     def fail(self, error: str) -> None:
@@ -158,7 +158,7 @@ class StartProgress:
         return tuple(self._now.phases.values())
 
     def snapshot(self) -> dict[str, object]:
-        """Return everything as plain values."""
+        """Return the state as a dict of JSON values."""
         now = self._now
         seconds = now.seconds if now.seconds is not None else self._clock() - self._start_s
         return {

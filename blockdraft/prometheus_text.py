@@ -11,7 +11,7 @@ _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
 def samples(text: str) -> Iterator[tuple[str, dict[str, str], float]]:
-    """Yield name, labels and value of every finite sample."""
+    """Yield the name, labels and value of each sample whose value is finite."""
     for line in text.splitlines():
         found = _SAMPLE.match(line)
         if found is None:

@@ -1,7 +1,7 @@
 """Computes intervals by a bootstrap over prompts.
 
-Whole prompts are resampled, not turns or tokens: those of one prompt are correlated, and resampling them
-separately would make the interval too narrow.
+Whole prompts are resampled, not turns or tokens. The turns and tokens of one prompt are correlated, so
+resampling them separately would make the interval too narrow.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from blockdraft.bench.figures import Interval
 
 RESAMPLES = 1_000
-MIN_PROMPTS = 3  # fewer give no interval
+MIN_PROMPTS = 3  # with fewer prompts there is no interval
 CONFIDENCE = 0.95
-_CHUNK_ENTRIES = 4_000_000  # entries of one table of draws, to bound memory
+_CHUNK_ENTRIES = 4_000_000  # most entries of one table of draws: bounds memory
 
 Floats = NDArray[np.float64]
 
@@ -35,14 +35,14 @@ class Resamples:
         self._draws = draws[:, : self.num_prompts]  # [resamples, prompts]
 
     def sums(self, values: Iterable[tuple[str, float]]) -> Floats:
-        """Sum values, each of which belongs to a prompt, over the prompts of each resample."""
+        """Return the sum of each resample. `values` are pairs of prompt and value."""
         by_prompt = np.zeros(self.num_prompts)
         for prompt, value in values:
             by_prompt[self.index[prompt]] += value
         return np.asarray(self._draws @ by_prompt, dtype=np.float64)
 
     def medians(self, values: Sequence[tuple[str, float]]) -> Floats:
-        """Return the median of each resample's values; NaN for one without any."""
+        """Return the median of each resample's values; NaN if a resample has no values."""
         numbers = np.array([value for _, value in values])
         order = np.argsort(numbers, kind="stable")
         columns = np.array([self.index[prompt] for prompt, _ in values], dtype=np.int64)[order]
@@ -65,13 +65,13 @@ class Resamples:
 
 
 def ratio(above: Floats, below: Floats) -> Floats:
-    """Return above / below; intervals leave out values that are not finite."""
+    """Return above / below. The result may be infinite or NaN: intervals ignore such values."""
     with np.errstate(divide="ignore", invalid="ignore"):
         return above / below
 
 
 def _counted_medians(ordered: Floats, counts: NDArray[np.int64]) -> Floats:
-    """Return the median of each row, in which ordered[j] occurs counts[row, j] times."""
+    """Return the median of each row. In a row, ordered[j] occurs counts[row, j] times."""
     below = np.cumsum(counts, axis=1)
     totals = below[:, -1:]
     last = len(ordered) - 1

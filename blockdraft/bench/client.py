@@ -1,8 +1,8 @@
 """Holds conversations over HTTP and records when each event arrives.
 
-Every failure becomes an Answer with an error. Much code here keeps the client's own work out of the times it
-measures, as one thread may hold hundreds of streams. The text of a request is made before its time begins,
-requests that begin together are sent one after the other, and data is timed before it is parsed.
+Every failure becomes an Answer with an error. One thread may hold hundreds of streams, so much code here
+keeps the client's own work out of the measured times. A request is encoded before its time begins, requests
+that begin together are sent one after the other, and data is timed before it is parsed.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from blockdraft.bench.wire import Json
 OnAnswer = Callable[[Answer], None]
 
 CONNECT_TIMEOUT_S = 10.0  # arbitrary
-# Shorter than servers keep an idle connection (uvicorn: 5 s), so that none is reused while it is closed.
+# Shorter than the servers' limit (uvicorn: 5 s): a connection must not be reused while the server closes it.
 KEEP_ALIVE_S = 3.0
-LINGER_S = 1.0  # wait for the end of a stream after its last event; arbitrary
-# Event-loop turns between two requests that begin at once: about the time to connect and write. So each is
-# sent before the next, and data that arrived for others is read first.
+LINGER_S = 1.0  # longest wait for the end of a stream after its last event; arbitrary
+# Event-loop turns between two requests that begin together: about the time to connect and write. So each
+# request is sent before the next one begins, and data for other requests is read first.
 BEGIN_TURNS = 8
 
 
 class Client:
     """A client for one model of one server, used as a context manager.
 
-    `clock` gives seconds; `timeout_s` is for a turn.
+    `clock` returns seconds; `timeout_s` is the limit of one turn.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Client:
         self._beginning = asyncio.Lock()
 
     def __reduce__(self) -> tuple[Callable[..., Client], tuple[str, str]]:
-        """Let a client be sent to another process, where it is a new one that asks the same server."""
+        """Pickle the client: the other process gets a new client for the same server."""
         make = partial(Client, api_key=self.api_key, timeout_s=self._timeout_s, switches=self.switches)
         return make, (self._root, self.model)
 
@@ -80,7 +80,7 @@ class Client:
     async def converse(
         self, ask: Ask, *, planned_s: float | None = None, on_answer: OnAnswer | None = None
     ) -> list[Answer]:
-        """Ask all turns of a conversation, up to the first that fails; `on_answer` gets each when it ends."""
+        """Send the turns of a conversation until one fails. `on_answer` is called with each answer."""
         answers: list[Answer] = []
         for turn in range(1 if ask.is_raw else len(ask.prompt.turns)):
             messages = ask.prompt.messages([answer.text for answer in answers])
@@ -125,7 +125,7 @@ class Client:
             while not reader.is_done and (data := await content.readany()):
                 reader.feed(data)
             if reader.is_done and not content.at_eof():
-                # A connection whose response is read to its end can be reused.
+                # The connection can be reused only if the response is read to its end.
                 try:
                     async with asyncio.timeout(LINGER_S):
                         await content.read()

@@ -1,4 +1,4 @@
-"""Compares two reports: changes, whether they are within the intervals, and what makes them incomparable."""
+"""Compares two reports: lists changes, says which are noise, and warns if the runs are not comparable."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from blockdraft.bench.sheet import NOTHING, Sheet, clean, label, load_text, numb
 from blockdraft.errors import BenchError
 
 Outcome = Literal["better", "worse", "within noise", "unknown"]
-HEADLINE = {  # figure: its title, and whether more of it is better
+HEADLINE = {  # figure: its title, and whether higher is better
     "tokens_per_s": ("tok/s", True),
     "request_tokens_per_s": ("tok/s a request", True),
     "ttft_ms": ("TTFT p50 ms", False),
@@ -27,27 +27,27 @@ HEADLINE = {  # figure: its title, and whether more of it is better
     "speedup": ("speedup", True),
 }
 LEGEND = "* the 95 % intervals do not overlap; ? no interval."
-# These may differ on purpose.
+# Facts that a user may change on purpose.
 _SERVER = ("kind", "version", "drafter", "drafter_kind", "drafter_hash", "kv_dtype")
-# These make the questions of a cell, beside its key.
+# Parameters, besides its key, that decide what a cell asks.
 ASKED = ("prompts_hash", "max_tokens", "thinking", "ignores_eos", "is_salted", "is_raw")
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One figure of one cell in both reports; `ratio` is B over A."""
+    """One figure of one cell in both reports. `ratio` is B over A."""
 
     figure: str
     a: Estimate
     b: Estimate
     ratio: float | None
-    overlaps: bool | None  # None: an interval is missing
+    overlaps: bool | None  # None if an interval is missing
     outcome: Outcome
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A cell that both reports have, with its name in B."""
+    """A cell that is in both reports, with its name in B."""
 
     key: Key
     arm: str
@@ -56,7 +56,7 @@ class Match:
 
 @dataclass(frozen=True, slots=True)
 class RunComparison:
-    """`warnings` say why numbers are not comparable, `differences` list other changes."""
+    """The result. `warnings` say why the numbers are not comparable; `differences` lists other changes."""
 
     warnings: tuple[str, ...]
     differences: tuple[str, ...]
@@ -66,10 +66,10 @@ class RunComparison:
 
 
 class _Side(NamedTuple):
-    """A cell of one of the reports, with the name it has there."""
+    """A cell of one report, with the name of its arm in that report."""
 
     cell: Cell
-    arm: str  # what its report calls it
+    arm: str  # the arm's name in the report
     speedup: Estimate
 
     @property
@@ -97,7 +97,7 @@ class _Side(NamedTuple):
 
 
 def refuse_other_models(a: BenchReport, b: BenchReport, names: tuple[str, str] = ("A", "B")) -> None:
-    """Raise BenchError if the runs were of two models."""
+    """Raise BenchError if the two runs measured different models."""
     models = [str(report["endpoint"].get("model")) for report in (a, b)]
     if models[0] != models[1]:
         of = [f"{name} is of '{clean(model)}'" for name, model in zip(names, models, strict=True)]
@@ -105,7 +105,7 @@ def refuse_other_models(a: BenchReport, b: BenchReport, names: tuple[str, str] =
 
 
 def compare(a: BenchReport, b: BenchReport, names: tuple[str, str] = ("A", "B")) -> RunComparison:
-    """Match cells by workload, class, load, depth, temperature and arm; BenchError where none match.
+    """Match cells by workload, class, load, depth, temperature and arm; BenchError if none match.
 
     If only the temperature differs, cells are matched with a warning.
     """
@@ -126,7 +126,7 @@ def compare(a: BenchReport, b: BenchReport, names: tuple[str, str] = ("A", "B"))
 
 
 def sheet(comparison: RunComparison) -> Sheet:
-    """Return a table with a row per figure, so that it fits a terminal of 80 columns."""
+    """Return a table with a row per figure; it fits a terminal of 80 columns."""
     rows = []
     for match in comparison.matches:
         name = _name(match.key, match.arm)
@@ -137,12 +137,12 @@ def sheet(comparison: RunComparison) -> Sheet:
             ratio = NOTHING if change.ratio is None else f"{change.ratio:.2f}x{sign}"
             values = number(change.a["value"]), number(change.b["value"])
             rows.append((name, HEADLINE[change.figure][0], *values, ratio))
-            name = ""  # the cell is named once
+            name = ""  # only the first row names the cell
     return Sheet("", ("cell", "figure", "A", "B", "B / A"), tuple(rows), num_labels=2)
 
 
 def terminal(comparison: RunComparison) -> Renderables:
-    """Lay the comparison out for rich, the warnings first."""
+    """Return the comparison as objects that rich can print, warnings first."""
     sides = (("A", comparison.only_a), ("B", comparison.only_b))
     return Renderables(
         *(Text(f"NOT COMPARABLE: {clean(line)}", style="bold red") for line in comparison.warnings),
@@ -158,7 +158,7 @@ def to_json(comparison: RunComparison) -> str:
 
 
 def _sides(report: BenchReport) -> list[_Side]:
-    """Return the cells of a report, in its order."""
+    """Return the cells of a report in the report's order."""
     names, rows = arm_names(report["cells"]), rows_of(report)
     speedups = {id(row.speculative): row.speedup for row in rows}
     return [
@@ -169,8 +169,8 @@ def _sides(report: BenchReport) -> list[_Side]:
 def _matched(
     a: Sequence[_Side], b: Sequence[_Side]
 ) -> tuple[list[tuple[_Side, _Side]], list[_Side], list[_Side]]:
-    """Return the pairs, in the order of B, and what is left of either side."""
-    partners: dict[int, _Side] = {}  # by the place in B
+    """Return the matched pairs in the order of B, and the unmatched cells of A and of B."""
+    partners: dict[int, _Side] = {}  # by the index in B
     rest_a, rest_b = list(a), dict(enumerate(b))
     for exact in (True, False):
         for place, two in list(rest_b.items()):
@@ -209,7 +209,7 @@ def _changes(one: _Side, two: _Side) -> Iterator[Change]:
 
 
 def _facts(*reports: BenchReport) -> list[dict[str, object]]:
-    """Return the facts of each report; two runs that differ in one cannot be compared."""
+    """Return the facts of each report that must be equal in both runs."""
     shared = set.intersection(*(set(report["definitions"]) for report in reports))  # newer ones have more
     return [
         {
@@ -223,7 +223,7 @@ def _facts(*reports: BenchReport) -> list[dict[str, object]]:
 def _differences(
     a: Mapping[str, object], b: Mapping[str, object], names: Iterable[str] | None = None
 ) -> list[str]:
-    """Return a line for each of the names (all, unless given) whose facts differ."""
+    """Return a line for each fact that differs. Without `names`, compare all facts of `a`."""
     lines = []
     for name in a if names is None else names:
         one, two = a.get(name), b.get(name)
@@ -235,7 +235,7 @@ def _differences(
 
 
 def _cell_warnings(pairs: Sequence[tuple[_Side, _Side]]) -> list[str]:
-    """Return a line for each difference of the questions, with the cells it concerns."""
+    """Return a line for each request parameter that differs, with the names of the cells."""
     found: dict[str, list[str]] = {}
     for one, two in pairs:
         for text in _differences(one.asked(), two.asked(), ("temperature", *ASKED)):

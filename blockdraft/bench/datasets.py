@@ -1,7 +1,7 @@
-"""Finds the files of public data sets (datasets.toml) and makes prompts of their rows.
+"""Finds the files of public data sets (datasets.toml) and makes a prompt of each row.
 
-A file is looked for in the folder of `--data`, then on the hub. Rows may have our own layout ("messages",
-"turns": taken as they are) or that of the original release, to which the words of the table are added.
+A file is searched in the folder of `--data`, then on the hub. Rows in our own layout ("messages", "turns")
+are used unchanged. Rows in the layout of the original release get the words in datasets.toml added.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PACKINGS = ("", ".gz", ".xz")
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """One public data set; datasets.toml says what the fields mean."""
+    """One public data set. datasets.toml explains the fields."""
 
     name: str
     title: str
@@ -39,7 +39,7 @@ class Dataset:
     test_ids: Sequence[int] | None = None
 
     def is_own(self, rows: tuple[Row, ...]) -> bool:
-        """Return whether rows belong to this data set; several data sets share a file name."""
+        """Return whether rows belong to this data set: several data sets share a file name."""
         if self.own_field is not None:
             return self.own_field in rows[0].fields
         is_mt_bench = all(row.fields.get("category") in _MT_BENCH_CLASSES for row in rows)
@@ -61,7 +61,7 @@ DATASETS = {name: Dataset(name, **facts) for name, facts in _TABLE.items()}
 
 
 def load_dataset(name: str, *, data_dir: Path | None, is_offline: bool) -> Workload:
-    """Return all prompts of a data set, from the folder if its file is there, else from the hub."""
+    """Return all prompts of a data set, from the folder if it has the file, else from the hub."""
     dataset = DATASETS[name]
     file = _local_file(dataset, data_dir)
     source = "" if file is None else file.path.name

@@ -1,4 +1,4 @@
-"""Finds out which server and model an address has, and which request fields it understands."""
+"""Finds out which server and model an address has, and which request fields the server understands."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ PROBE_TIMEOUT_S = 10.0  # arbitrary
 class Switches:
     """Request fields that switch off this server's speculation and prefix caches."""
 
-    plain: Mapping[str, object] = field(default_factory=dict)  # no speculation for this request
-    salt: str | None = None  # field for Ask.cache_salt: prompts are cached per salt
-    uncached: Mapping[str, object] = field(default_factory=dict)  # for asks with a salt: no cache
+    plain: Mapping[str, object] = field(default_factory=dict)  # switch speculation off
+    salt: str | None = None  # the field that gets Ask.cache_salt: prompts are cached per salt
+    uncached: Mapping[str, object] = field(default_factory=dict)  # switch the cache off, for asks with a salt
 
     @property
     def keeps_caches_out(self) -> bool:
-        """Return whether Ask.cache_salt has an effect; if not, the prompts themselves must differ."""
+        """Return whether Ask.cache_salt has an effect. If not, the prompts themselves must differ."""
         return self.salt is not None or bool(self.uncached)
 
     def fields(self, ask: Ask) -> Json:
@@ -60,7 +60,7 @@ _SWITCHES: dict[Kind, Switches] = {
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """One model of one server, as far as the server tells."""
+    """One model of one server: the facts that the server reports."""
 
     url: str  # without /v1
     kind: Kind
@@ -69,12 +69,12 @@ class Endpoint:
     max_model_len: int | None
     switches: Switches
     is_metered: bool  # /metrics counts drafts
-    is_speculative: bool | None = None  # None: unknown
-    title: str | None = None  # display name; None: `model`
-    drafter: str | None = None  # its name
-    drafter_kind: str | None = None  # "DFlash2", "n-grams", or the engine's word
+    is_speculative: bool | None = None  # None if unknown
+    title: str | None = None  # display name; None: use `model`
+    drafter: str | None = None  # the drafter's name
+    drafter_kind: str | None = None  # "DFlash2", "n-grams", or the engine's own name
     drafter_hash: str | None = None
-    kv_dtype: str | None = None  # of keys and values, where our engine says it
+    kv_dtype: str | None = None  # the format of keys and values; only our engine reports it
     sampling: Mapping[str, float] = field(default_factory=dict)  # defaults that the server declares
     notices: tuple[str, ...] = ()  # shown with every result
     fp4_kernels: tuple[str, ...] = ()  # from the log of an engine that we started
@@ -108,7 +108,7 @@ class _Asker:
     api_key: str | None
 
     async def get(self, path: str) -> _Reply:
-        """Return the reply; BenchError says why there is none."""
+        """Return the reply; raise BenchError if there is none."""
         try:
             async with self.session.get(self.root + path) as response:
                 return _Reply(response.status, response.headers.get("server", ""), await response.read())
@@ -116,7 +116,7 @@ class _Asker:
             raise self.error(reason(error, shown_host(self.root), PROBE_TIMEOUT_S)) from None
 
     async def find(self, path: str) -> _Reply:
-        """Return the reply; an empty one if there is none."""
+        """Return the reply, or an empty reply if the request fails."""
         try:
             return await self.get(path)
         except BenchError:
@@ -127,7 +127,7 @@ class _Asker:
 
 
 async def probe(url: str, api_key: str | None = None, model: str | None = None) -> Endpoint:
-    """Find out what a server is; BenchError says why it cannot be measured."""
+    """Find out the facts of a server; raise BenchError if it cannot be measured."""
     async with _session(api_key) as session:
         ask = _Asker(session, server_root(url), api_key)
         reply = await ask.get("/v1/models")
@@ -136,7 +136,7 @@ async def probe(url: str, api_key: str | None = None, model: str | None = None) 
         info = (await ask.find("/get_server_info")).json()
         version = (await ask.find("/version")).json()
         kind = _kind(reply, card, props, info)
-        # vLLM and SGLang have it if our server proxies them.
+        # vLLM and SGLang have these facts if our server is their proxy.
         engine = await _engine_info(ask) if kind in ("blockdraft", "vllm", "sglang") else {}
         drafter = engine.get("draft_title") or engine.get("draft") or info.get("speculative_draft_model_path")
         metrics = (await ask.find("/metrics")).text()
@@ -164,7 +164,7 @@ async def probe(url: str, api_key: str | None = None, model: str | None = None) 
 async def read_speculation(
     url: str, api_key: str | None = None, model: str | None = None
 ) -> Speculation | None:
-    """Return the counts in /metrics since the server's start; None if it has none."""
+    """Return the counts in /metrics since the server's start; None if /metrics has no counts."""
     async with _session(api_key) as session:
         reply = await _Asker(session, server_root(url), api_key).find("/metrics")
         return read_metrics(reply.text(), model)
@@ -198,7 +198,7 @@ def _cards(ask: _Asker, reply: _Reply) -> list[Json]:
 
 
 def _find_model(ask: _Asker, cards: list[Json], model: str | None) -> Json:
-    """Return the card of `model`; without a name, of the only model there is."""
+    """Return the card of `model`. Without a name, return the card of the server's only model."""
     names = ", ".join(f"'{card['id']}'" for card in cards)
     if model is None:
         bases = [card for card in cards if not card.get("parent")]  # not vLLM's adapters
@@ -268,7 +268,7 @@ def _text(parent: Json, key: str) -> str | None:
 
 
 async def _own_switches(ask: _Asker) -> Switches:
-    """Return the fields in the server's own description; servers refuse a salt that they do not know."""
+    """Return the fields that the server's OpenAPI page lists: servers refuse an unknown salt."""
     openapi = (await ask.find("/openapi.json")).json()
     found = inside(openapi, "components", "schemas", "ChatRequest", "properties")
     names = found if isinstance(found, dict) else {}
@@ -279,7 +279,7 @@ async def _own_switches(ask: _Asker) -> Switches:
 
 
 async def _engine_info(ask: _Asker) -> Json:
-    """Return the engine's facts: the first event of the endless stream that feeds the live page."""
+    """Return the engine's facts from the first event of /events, the endless stream of the live page."""
     try:
         async with asyncio.timeout(PROBE_TIMEOUT_S), ask.session.get(ask.root + "/events") as response:
             if response.status != 200:

@@ -6,7 +6,7 @@ import tomllib
 from pathlib import Path
 from typing import Literal, NotRequired  # NotRequired: older reports lack it
 
-from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
+from typing_extensions import TypedDict  # pydantic needs this TypedDict before Python 3.12
 
 from blockdraft.bench.records import Arm, Key
 
@@ -40,7 +40,7 @@ class Distribution(TypedDict):
 
 
 class Failures(TypedDict):
-    """Errors of one kind: equal up to the first ": "."""
+    """Errors of one kind: their texts are equal up to the first ": "."""
 
     kind: str
     count: int
@@ -48,7 +48,7 @@ class Failures(TypedDict):
 
 
 class SpeculationFigures(TypedDict):
-    """Counts and rates of drafts; null where unknown."""
+    """Counts and rates of drafts; null if unknown."""
 
     acceptance: Acceptance
     num_answers: int
@@ -64,7 +64,7 @@ class SpeculationFigures(TypedDict):
 
 
 class Asked(TypedDict):
-    """The request parameters of a cell; null where requests differ."""
+    """The request parameters of a cell; null if requests differ."""
 
     max_tokens: int | None
     seed: int | None
@@ -76,7 +76,7 @@ class Asked(TypedDict):
 
 
 class AnswerColumns(TypedDict):
-    """The answers of a cell, a list per figure; failed ones have neither tokens nor a hash of their text."""
+    """The answers of a cell, one list per figure. Failed answers have no tokens and no hash of the text."""
 
     prompt: list[str]
     number: list[int]
@@ -130,21 +130,21 @@ class Cell(TypedDict):
     latency_s: Distribution
     send_lag_s: Distribution
     speculation: SpeculationFigures
-    vllm: dict[str, object]  # the same under the names of `vllm bench serve`
+    vllm: dict[str, object]  # these figures under the names of `vllm bench serve`
     answers: NotRequired[AnswerColumns]
     runs: NotRequired[list[RunFigures]]
     over_time: NotRequired[OverTime | None]
 
 
 class Speedup(TypedDict):
-    """Speculation against plain decoding, above 1 where speculation is faster."""
+    """Ratios of speculation to plain decoding; above 1 if speculation is faster."""
 
     tokens_per_s: Estimate
     tpot: Estimate
 
 
 class Agreed(TypedDict):
-    """Turns compared between the arms."""
+    """Counts of turns that were compared between the arms."""
 
     num_compared: int
     num_equal: int
@@ -154,7 +154,7 @@ class Agreed(TypedDict):
 
 
 class Divergence(TypedDict):
-    """The place where two answers to one prompt begin to differ."""
+    """The first place where two answers to one prompt differ."""
 
     prompt: str
     turn: int
@@ -164,7 +164,7 @@ class Divergence(TypedDict):
 
 
 class Agreement(TypedDict):
-    """Counts how many answers are equal in both arms at temperature 0."""
+    """How many answers are equal in both arms at temperature 0."""
 
     first_turns: Agreed
     later_turns: Agreed
@@ -172,7 +172,7 @@ class Agreement(TypedDict):
 
 
 class ArmPair(TypedDict):
-    """A cell with speculation and the same without."""
+    """The comparison of a speculative cell with its plain cell."""
 
     key: Key
     num_prompts: int
@@ -190,7 +190,7 @@ class PhaseTime(TypedDict):
 
 
 class Startup(TypedDict):
-    """One start of the server, and the first request it answered."""
+    """One start of the server, and its first request."""
 
     label: str
     phases: list[PhaseTime]
@@ -200,7 +200,7 @@ class Startup(TypedDict):
 
 
 class Warmup(TypedDict):
-    """Requests before the measured ones; the first is the cold one."""
+    """The requests before the measurement; the first one is cold."""
 
     num_requests: int
     num_failed: int
@@ -212,7 +212,7 @@ class Warmup(TypedDict):
 
 
 class GeneratorFigures(TypedDict):
-    """The reading speed of the load generator at one load, from a server that computes nothing."""
+    """How fast the load generator reads at one load, measured with a server that computes nothing."""
 
     concurrency: int
     rate: float | None
@@ -222,7 +222,7 @@ class GeneratorFigures(TypedDict):
 
 
 class BenchReport(TypedDict):
-    """The JSON file. A report of one workload at one load has vLLM's keys beside these."""
+    """The JSON file. A report of one workload at one load also has vLLM's keys."""
 
     schema: str
     date: str
@@ -246,5 +246,5 @@ def make_estimate(value: float | None = None, interval: Interval = None) -> Esti
 
 
 def headline_speedup(key: Key, speedup: Speedup) -> Estimate:
-    """Return the speedup to judge by: of TPOT at a given rate (arrivals fix tok/s), else of tok/s."""
+    """Return the speedup of TPOT at a given rate (arrivals fix tok/s), else the speedup of tok/s."""
     return speedup["tokens_per_s"] if key["rate"] is None else speedup["tpot"]

@@ -1,7 +1,7 @@
-"""Writes readable notes of any length, the context put before prompts.
+"""Writes readable notes of any length, which are put before prompts as context.
 
 Sentences are patterns with gaps, filled from word lists, so that neither a drafter nor a cache profits from
-repeated text. The same seed gives the same notes, and a longer text begins with the shorter one.
+repeated text. Equal seeds give equal notes, and a longer text begins with the shorter one.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _paragraphs(draw: random.Random) -> Iterator[str]:
 
 
 def _filled(pattern: str, draw: random.Random) -> str:
-    """Fill each gap of a pattern afresh: two names in one sentence differ."""
+    """Return a pattern with its gaps filled; no listed word is used twice."""
     used: set[str] = set()
     pieces: list[str] = []
     for piece in pattern.replace("}", "{").split("{"):

@@ -1,8 +1,8 @@
-"""A load generator of several processes: one process reads about 25,000 events/s, a GPU server writes more.
+"""A load generator of several processes. One process reads about 25,000 events/s; a GPU server writes more.
 
-The processes live as long as the run and share the streams of a block. In a closed loop each process holds
-its part of the streams and takes the next conversation from a shared queue; in an open loop they take turns.
-All use the same clock. Their answers come back here and are joined into one block.
+The processes live as long as the run and share the streams of a block. At a fixed concurrency, each process
+holds its part of the streams and takes the next conversation from a shared queue. At a fixed rate, the
+processes take turns. All use the same clock. This process collects their answers into one block.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from blockdraft.errors import BenchError
 from blockdraft.machine.machine import read_machine
 
 STREAMS_PER_PROCESS = 32  # at 100 steps a second, a sixth of what one process can read
-END_S = 5.0  # for a process to end by itself; arbitrary
-# Of a burst that measures how fast we can read.
+END_S = 5.0  # limit for a process to end by itself; arbitrary
+# The burst that measures how fast we can read.
 BURST_S = 0.5
 MIN_CHUNKS = 24  # per answer: with fewer, the cost of requests dominates
 MIN_GAP_S = 0.002  # event-loop timers have millisecond resolution
@@ -38,7 +38,7 @@ BURST_PROMPT = Prompt("null", "null", ("Say nothing. " * 40,))
 
 
 def num_processes(load: OfferedLoad, limit: int) -> int:
-    """Return how many processes a load needs; at a rate, a second's requests count as its streams."""
+    """Return how many processes a load needs; at a rate, the requests of one second count as streams."""
     streams = load.concurrency if load.rate is None else math.ceil(load.rate)
     return max(1, min(-(-streams // STREAMS_PER_PROCESS), limit))
 
@@ -49,14 +49,14 @@ def most_processes() -> int:
 
 
 class Worker(NamedTuple):
-    """A process and our end of its connection."""
+    """A process, with our end of the connection to it."""
 
     process: BaseProcess
     connection: Connection
 
 
 class Fleet:
-    """The processes, as a context manager. A load gets at most `limit`; 1 means this process alone."""
+    """The processes, as a context manager. A load gets at most `limit` processes; 1 means only this one."""
 
     def __init__(self, loads: Sequence[OfferedLoad], limit: int) -> None:
         self._limit = limit
@@ -71,7 +71,7 @@ class Fleet:
     async def __aenter__(self) -> Self:
         if self._size > 1:
             self._taken = self._context.Value("I")
-            # Ctrl-C and the end of a terminal reach only us: a process inherits what is blocked.
+            # Only this process gets Ctrl-C and SIGHUP: the others inherit the blocked signals.
             before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGHUP))
             try:
                 self._workers += [self._start() for _ in range(self._size)]
@@ -85,7 +85,7 @@ class Fleet:
 
     async def __aexit__(self, *_: object) -> None:
         for worker in self._workers:
-            worker.connection.close()  # on which the process ends, also if we are killed
+            worker.connection.close()  # then the process ends; this also happens if we are killed
         await asyncio.gather(*(asyncio.to_thread(_end, worker.process) for worker in self._workers))
 
     def _start(self) -> Worker:
@@ -103,7 +103,7 @@ class Fleet:
         on_answer: OnAnswer | None = None,
         stop: asyncio.Event | None = None,
     ) -> Ledger:
-        """Send a block, as SendBlock says, from as many processes as the load needs."""
+        """Send a block from as many processes as the load needs; SendBlock has the details."""
         count = self.num_processes(load)
         if count == 1:
             return await send_block(client, asks, load, on_answer, stop)
@@ -130,7 +130,7 @@ class Fleet:
     async def _share_out(
         self, workers: Sequence[Worker], client: Client, asks: Sequence[Ask], load: OfferedLoad
     ) -> None:
-        """Give each process its share, and wait until all have it."""
+        """Send each process its share, and wait until all have received theirs."""
         self._taken.value = 0
         if not any(client is known for known in self._clients):
             self._clients.append(client)
@@ -153,7 +153,7 @@ async def _end_when(stop: asyncio.Event, workers: Sequence[Worker]) -> None:
 
 
 async def _follow(worker: Worker, ledger: Ledger) -> Done:
-    """Record the answers that a process sends, until it is done."""
+    """Record the answers that a process sends until it reports Done; return Done."""
     while isinstance(told := await _hear(worker), tuple):
         number, answer = told
         answer.ask = ledger.asks[number]
@@ -180,16 +180,16 @@ async def _hear(worker: Worker) -> object:
 
 def _end(process: BaseProcess) -> None:
     process.join(END_S)
-    process.kill()  # nothing where it has ended
+    process.kill()  # does nothing if the process has ended
     process.join()
 
 
 async def measure_headroom(fleet: Fleet, load: OfferedLoad) -> GeneratorFigures:
-    """Measure how fast a load's processes read as many streams, from a server that computes nothing.
+    """Measure how fast the processes of a load can read its streams, with a server that computes nothing.
 
-    A real server writes one event to each of its streams after every step. The test server does the same,
-    slowly enough that no two events of a stream are read at once: events that pile up are read faster, but
-    late. The speed is computed from CPU time, so other programs on the same cores do not change it.
+    A real server writes one event to each of its streams after every step. The test server does the same. It
+    is so slow that no two events of a stream are read at once: events that pile up are read faster, but late.
+    The speed is computed from CPU time, so other programs on the same cores do not change it.
     """
     streams = load.concurrency if load.rate is None else math.ceil(load.rate)
     count = fleet.num_processes(load)

@@ -1,7 +1,7 @@
-"""Renders the report as one HTML file without network access; every figure of a chart is in a table too.
+"""Renders the report as one HTML file that needs no network. Tables repeat every figure of the charts.
 
-The charts are drawn by uPlot, which the live page uses as well. The page allows no script but these two, and
-everything that comes from a server, a prompt or a file is escaped by `text` or written as JSON.
+uPlot draws the charts, as on the live page. The page's policy allows only uPlot and our own script. All data
+from a server, a prompt or a file is escaped by `text` or written as JSON.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from blockdraft.bench.sheet import (
 )
 
 FOLDER = Path(__file__).parent / "page"
-UPLOT = Path(__file__).parents[1] / "server" / "page" / "uplot"  # the copy that the live page has
+UPLOT = Path(__file__).parents[1] / "server" / "page" / "uplot"  # the live page's copy
 _COLOURS = {"pays": "speculative", "loses": "error", "unclear": "muted", "too little": "muted"}
 _TIMES_NOTE = (
     '<p class="muted">Time to first token (TTFT) and per output token after it (TPOT). Box: the middle half; '
@@ -44,7 +44,7 @@ _TIMES_NOTE = (
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A value or a distribution in a chart; `style` is a colour of the style sheet."""
+    """A value or a distribution in a chart. `style` names a colour of the style sheet."""
 
     style: str
     note: str  # shown while the cursor is over the mark
@@ -59,19 +59,19 @@ Groups = list[tuple[str, list[Mark]]]  # the marks under each name
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """One chart for charts.js."""
+    """One chart, as charts.js reads it."""
 
     title: str
     unit: str
     groups: Groups
-    is_horizontal: bool = False  # a row for each group, its bars from left to right
-    is_time: bool = False  # which may span decades
-    mark_at: float | None = None  # where a line goes across
-    top: float | None = None  # of the axis; None: what the marks need
+    is_horizontal: bool = False  # one row per group; bars grow from left to right
+    is_time: bool = False  # the values are times, which may span powers of ten
+    mark_at: float | None = None  # draw a line at this value
+    top: float | None = None  # end of the axis; None to fit the marks
 
 
 def render(report: BenchReport, tables: Sequence[Sheet] = ()) -> str:
-    """Return the whole page, with tables in the shape of published ones."""
+    """Return the whole page, including tables in the shape of published tables."""
     rows, names = whole_rows(report), arm_names(report["cells"])
     speeds, gains = _throughput_charts(rows, names), _speedup_charts(rows_of(report))
     shares, times = _acceptance_charts(rows), _time_charts(rows, names)
@@ -93,7 +93,7 @@ def render(report: BenchReport, tables: Sequence[Sheet] = ()) -> str:
     body = "\n".join(f"<section><h2>{title}</h2>{part}</section>" for title, part in sections if part)
     library = f"/* {_read(UPLOT / 'LICENSE')} */\n{_read(UPLOT / 'uPlot.iife.min.js')}"
     script = _read(FOLDER / "charts.js")
-    charts = [asdict(chart) for chart in (*speeds, *gains, *shares, *times)]  # in the order of their places
+    charts = [asdict(chart) for chart in (*speeds, *gains, *shares, *times)]  # in the page's order
     return Template(_read(FOLDER / "report.html")).substitute(
         title=text(layout.summary(report)),
         subtitle=text(f"measured from {_machine(report['machine'])}"),
@@ -101,7 +101,7 @@ def render(report: BenchReport, tables: Sequence[Sheet] = ()) -> str:
         sections=_top(report) + body,
         data=json.dumps({"charts": charts}, allow_nan=False).replace(
             "<", "\\u003c"
-        ),  # ends no script element
+        ),  # so no text can end the script element
         library=library,
         script=script,
         hashes=f"{_hash(library)} {_hash(script)}",
@@ -109,7 +109,7 @@ def render(report: BenchReport, tables: Sequence[Sheet] = ()) -> str:
 
 
 def text(value: object) -> str:
-    """Write anything so that it is safe inside HTML, attributes included."""
+    """Return a value as text that is safe in HTML, including in attributes."""
     return escape(clean(str(value)), quote=True)
 
 
@@ -118,7 +118,7 @@ def _paragraphs(lines: Sequence[str]) -> str:
 
 
 def _hash(script: str) -> str:
-    """Return the name by which the page's policy allows a script."""
+    """Return a script's hash as the page's content security policy names it."""
     return f"'sha256-{b64encode(sha256(script.encode()).digest()).decode()}'"
 
 
@@ -143,7 +143,7 @@ def _legend(names: Mapping[Arm, str]) -> str:
 
 
 def _figures(charts: Sequence[Chart], before: str = "") -> str:
-    """Make a place for each chart, which the script finds by its order."""
+    """Return an empty place for each chart. The script fills the places in order."""
     figures = "".join(
         f'<figure class="chart"><h3>{text(chart.title)}</h3><div class="plot" role="img" '
         f'aria-label="{text(chart.title)}"></div><figcaption class="muted"></figcaption></figure>'
@@ -156,7 +156,7 @@ def _figures(charts: Sequence[Chart], before: str = "") -> str:
 
 
 def _bar(figure: Estimate, style: str, before: str, unit: str, after: str = "") -> list[Mark]:
-    """Return one mark, or none where nothing was measured."""
+    """Return one mark, or no mark if nothing was measured."""
     value, interval = figure["value"], figure["interval"]
     if value is None:
         return []
@@ -192,7 +192,7 @@ def _speedup_charts(rows: Sequence[ReportRow]) -> list[Chart]:
 
 
 def _acceptance_charts(rows: Sequence[ReportRow]) -> list[Chart]:
-    """Make a chart per workload, at its lowest load, if the server says how drafts fared."""
+    """Make a chart per workload at its lowest load, if the server reports accepted drafts."""
     charts = []
     for title, members in _by_workload(rows).items():
         figures = members[0].cell["speculation"]
@@ -207,7 +207,7 @@ def _acceptance_charts(rows: Sequence[ReportRow]) -> list[Chart]:
 
 
 def _time_charts(rows: Sequence[ReportRow], names: Mapping[Arm, str]) -> list[Chart]:
-    """Make a chart per load for TTFT, and one for TPOT."""
+    """Make two charts per load: TTFT and TPOT."""
     found: dict[str, Groups] = {}
     for name in ("TTFT", "TPOT"):
         for row in rows:
@@ -226,7 +226,7 @@ def _time_charts(rows: Sequence[ReportRow], names: Mapping[Arm, str]) -> list[Ch
 
 
 def _by_workload(rows: Sequence[ReportRow]) -> dict[str, list[ReportRow]]:
-    """Put rows that differ in their load only under one name, the lowest load first."""
+    """Group rows that differ only in their load under one name, lowest load first."""
     found: dict[str, list[ReportRow]] = {}
     for row in sorted(rows, key=lambda row: (row.key["rate"] or 0.0, row.key["concurrency"])):
         at_rate = "" if row.key["rate"] is None else ", at a rate"
@@ -243,7 +243,7 @@ def _load_title(key: Key) -> str:
 
 
 def _table(sheet: Sheet, *, style: str = "") -> str:
-    """Return the table; nothing where it has no rows."""
+    """Return the table as HTML, or an empty text if it has no rows."""
     words = ["word" if place < sheet.num_labels else "" for place in range(len(sheet.header))]
 
     def line(tag: str, entries: Sequence[str], classes: str = "") -> str:

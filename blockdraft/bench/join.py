@@ -1,7 +1,8 @@
 """Joins the reports of a plain and a speculative run on one card into one report with speed-ups.
 
-Both runs kept their answers, so the figures of a pair are computed as in one run: over the same prompts, with
-an interval. Changes of the machine between the runs are part of the speed-up, and the joined report says so.
+Both reports contain their answers, so the figures of a pair are computed as in one run: over the same
+prompts, with an interval. Changes of the machine between the runs affect the speed-up; the joined report says
+so.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ def arms_of(report: BenchReport) -> set[str]:
 
 
 def is_joinable(a: BenchReport, b: BenchReport) -> bool:
-    """Return whether one report has only the plain arm and the other only the speculative one."""
+    """Return whether one report has only the plain arm and the other has only the speculative arm."""
     return sorted([*arms_of(a), *arms_of(b)]) == [PLAIN, SPECULATIVE] and arms_of(a) != arms_of(b)
 
 
 def join(a: BenchReport, b: BenchReport, names: tuple[str, str] = ("A", "B")) -> BenchReport:
-    """Return one report of both runs, with pairs; raise BenchError if loads or questions differ."""
+    """Return one report of both runs, with pairs. Raise BenchError if loads or prompts differ."""
     if arms_of(a) == {SPECULATIVE}:
         a, b, names = b, a, (names[1], names[0])
     both = _same_cells(a, b, names)
@@ -53,7 +54,7 @@ def join(a: BenchReport, b: BenchReport, names: tuple[str, str] = ("A", "B")) ->
 def _same_cells(
     plain: BenchReport, speculative: BenchReport, names: tuple[str, str]
 ) -> list[tuple[Cell, Cell]]:
-    """Return each speculative cell with its plain one; raise BenchError for the first that does not fit."""
+    """Pair each speculative cell with its plain cell. Raise BenchError if a cell has no partner."""
     others = {key_text(cell["key"]): cell for cell in plain["cells"]}
     mine = {key_text(cell["key"]): cell for cell in speculative["cells"]}
     for one, two, (name, missed) in ((others, mine, names), (mine, others, names[::-1])):
@@ -72,9 +73,9 @@ def _same_cells(
 
 
 def _group_of(cell: Cell) -> Group | None:
-    """Return the answers of a cell that was read from a file; None: an older report, which kept none.
+    """Return the answers of a cell that was read from a file; None if an older report has no answers.
 
-    The hash of a text stands for the text, so equal texts stay equal.
+    The hash of an answer replaces its text, so equal answers stay equal.
     """
     kept = cell.get("answers")
     if kept is None:
@@ -106,13 +107,13 @@ def _pair(speculative: Cell, plain: Cell, *, seed: object) -> ArmPair:
     if groups[0] is None or groups[1] is None:
         return _pair_without_answers(speculative, plain)
     found = pair(groups[0], groups[1], seed=seed if isinstance(seed, int) else 0)
-    if found["agreement"] is not None:  # hashes do not tell where texts differ
+    if found["agreement"] is not None:  # hashes do not show where texts differ
         found["agreement"]["divergences"] = []
     return found
 
 
 def _pair_without_answers(speculative: Cell, plain: Cell) -> ArmPair:
-    """Return the pair of reports without answers: ratios only, without intervals and verdict."""
+    """Return the pair for reports without answers: only ratios, no intervals and no verdict."""
     speeds = speculative["tokens_per_s"]["value"], plain["tokens_per_s"]["value"]
     tpots = plain["tpot_s"]["p50"], speculative["tpot_s"]["p50"]
     ratios = [above / below if above is not None and below else None for above, below in (speeds, tpots)]
@@ -127,7 +128,7 @@ def _pair_without_answers(speculative: Cell, plain: Cell) -> ArmPair:
 
 
 def _differences(plain: BenchReport, speculative: BenchReport, names: tuple[str, str]) -> list[str]:
-    """Return a line for each difference of the machines and servers."""
+    """Return a line for each difference between the machines or servers."""
     machines = [("machine", name, plain["machine"], speculative["machine"]) for name in _MACHINE]
     servers = [("server", name, plain["endpoint"], speculative["endpoint"]) for name in ("kind", "version")]
     return [
@@ -139,7 +140,7 @@ def _differences(plain: BenchReport, speculative: BenchReport, names: tuple[str,
 
 
 def _notes(plain: BenchReport, speculative: BenchReport, names: tuple[str, str]) -> list[str]:
-    """Return the notes of both reports, each once, without NO_BASELINE."""
+    """Return the notes of both reports without duplicates and without NO_BASELINE."""
     dates = f"{names[0]} ({plain['date']}) and {names[1]} ({speculative['date']})"
     how = f"plain and speculative are two runs, {dates}: changes in between are part of the speedup."
     notes = dict.fromkeys([how, *plain["notes"], *speculative["notes"]])

@@ -1,4 +1,4 @@
-"""Writes a report as tables and text for the terminal and Markdown."""
+"""Turns a report into tables and text for the terminal and Markdown."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Column = tuple[str, Callable[[Of], str]]  # a title, and the text for a row or a
 
 
 def headline(report: BenchReport) -> Sheet:
-    """Return a short table: the speculative arm (or the only one) and its speed-up."""
+    """Return a short table: the speculative arm (or the only arm) and its speed-up."""
     rows = rows_of(report)
     has_generator = bool(report.get("generator"))
     columns: list[Column[ReportRow]] = [
@@ -73,9 +73,9 @@ def details(report: BenchReport) -> Sheet:
 
 
 def acceptance(report: BenchReport) -> Sheet:
-    """Return the share of steps that accepted the draft at each position, if the server says it.
+    """Return the share of steps that accepted the draft at each position, if the server reports it.
 
-    Classes of a workload have rows of their own.
+    Each class of a workload has its own row.
     """
     found = [
         (row_name(row.key), row.cell["speculation"])
@@ -105,7 +105,7 @@ def agreement(report: BenchReport) -> Sheet:
 
 
 def divergences(report: BenchReport) -> Sheet:
-    """Return the places where the answers of both arms begin to differ."""
+    """Return the first place where the two arms' answers differ, for each such turn."""
     rows = tuple(
         (name, one["prompt"], str(one["turn"]), str(one["position"]), one["speculative"], one["plain"])
         for name, compared in _agreements(report)
@@ -116,7 +116,7 @@ def divergences(report: BenchReport) -> Sheet:
 
 
 def _agreements(report: BenchReport) -> list[tuple[str, Agreement]]:
-    """Return what was compared at temperature 0, with the name of its row."""
+    """Return the comparisons at temperature 0, each with the name of its row."""
     return [
         (row_name(row.key), row.pair["agreement"])
         for row in whole_rows(report)
@@ -125,9 +125,9 @@ def _agreements(report: BenchReport) -> list[tuple[str, Agreement]]:
 
 
 def grid(report: BenchReport, rows: Sequence[str], columns: Sequence[int], figure: str) -> Sheet:
-    """Return one figure of workloads ("name" or "name / class") by concurrencies, as in published tables.
+    """Return a table of one figure: a row per workload ("name" or "name / class"), a column per concurrency.
 
-    A workload has at least one row, and one per depth and temperature at which it was measured.
+    A workload that was measured at several depths or temperatures has a row for each.
     """
     if figure not in FIGURES:
         raise BenchError(f"no figure is called {figure!r}: choose one of {', '.join(FIGURES)}.")
@@ -149,7 +149,7 @@ def grid(report: BenchReport, rows: Sequence[str], columns: Sequence[int], figur
 
 
 def verdict_lines(report: BenchReport) -> list[str]:
-    """Say whether speculation pays, in a line for each verdict."""
+    """Return a line for each verdict: whether speculation pays."""
     words = {
         "pays": "Speculation pays",
         "loses": "Speculation costs",
@@ -171,7 +171,7 @@ def verdict_lines(report: BenchReport) -> list[str]:
 
 
 def lead_lines(report: BenchReport) -> list[str]:
-    """Return the verdicts, and how many greedy answers of the pairs are equal."""
+    """Return the verdicts, and how many greedy answers are equal in both arms."""
     turns = [part[name] for _, part in _agreements(report) for name in ("first_turns", "later_turns")]
     total, equal = sum(one["num_compared"] for one in turns), sum(one["num_equal"] for one in turns)
     line = f"Greedy answers with and without speculation: {equal:,} of {total:,} equal."
@@ -179,7 +179,7 @@ def lead_lines(report: BenchReport) -> list[str]:
 
 
 def draft_lines(report: BenchReport) -> list[str]:
-    """Return lines for each workload at its lowest load: acceptance by position, ranges and weak spots."""
+    """Return lines on each workload at its lowest load: acceptance by position, ranges, weak spots."""
     found = [
         line
         for row in _lowest_loads(report)
@@ -210,7 +210,7 @@ def _share_line(
 
 
 def _weak_lines(report: BenchReport) -> list[str]:
-    """Compare the classes, or the workloads that have none, at the lowest load of each."""
+    """Return the weak spots among the classes (or workloads without classes), at their lowest load."""
     wholes: dict[str, list[ReportRow]] = {}
     for row in _lowest_loads(report):
         if row.cell["speculation"]["steps"]:
@@ -223,7 +223,7 @@ def _weak_lines(report: BenchReport) -> list[str]:
 
 
 def _classes(report: BenchReport, row: ReportRow) -> list[ReportRow]:
-    """Return the rows of a workload's classes at the same load; the row itself if there are none."""
+    """Return the rows of a workload's classes at the same load, or the row itself without classes."""
     keys = (row.key, {**row.key, "category": "all"})
     found = [
         one
@@ -234,7 +234,7 @@ def _classes(report: BenchReport, row: ReportRow) -> list[ReportRow]:
 
 
 def _counts(rows: Sequence[ReportRow]) -> DraftCounts:
-    """Add up the drafts of some rows, by position if it is known for all of them."""
+    """Add up the drafts of rows, by position if all rows have positions."""
     figures = [row.cell["speculation"] for row in rows]
     steps, accepted = (sum(one[name] or 0 for one in figures) for name in ("steps", "accepted"))
 
@@ -260,7 +260,7 @@ def _range_line(row: ReportRow) -> str | None:
 
 
 def summary(report: BenchReport) -> str:
-    """Say on one line what was measured."""
+    """Return one line that says what was measured."""
     endpoint = report["endpoint"]
     model = endpoint.get("title") or _without_path(endpoint["model"])
     drafter = f" with drafter {_without_path(endpoint['drafter'])}" if endpoint["drafter"] else ""
@@ -269,12 +269,12 @@ def summary(report: BenchReport) -> str:
 
 
 def _without_path(name: object) -> str:
-    """Return a model's name without the folder where a machine keeps it; a hub's org/name stays."""
+    """Return a model's name without its folder on the machine; keep org/name of the hub."""
     return model_title(str(name)) if str(name).startswith(("/", "~", ".")) else str(name)
 
 
 def terminal(report: BenchReport) -> Renderables:
-    """Lay out the headline table, warnings and notes for rich."""
+    """Return the headline table, warnings and notes as objects that rich can print."""
     lines = [*lead_lines(report), *draft_lines(report), *start_lines(report), *generator_lines(report)]
     return Renderables(
         Text(clean(summary(report)), style="bold"),
@@ -290,7 +290,7 @@ def terminal(report: BenchReport) -> Renderables:
 
 
 def markdown(report: BenchReport, tables: Sequence[Sheet] = ()) -> str:
-    """Write the whole report as Markdown, with tables in the shape of published ones."""
+    """Return the report as Markdown, including tables in the shape of published tables."""
     lines = [*lead_lines(report), *draft_lines(report), *start_lines(report), *generator_lines(report)]
     facts, parted = {**report["machine"], **report["versions"]}, divergences(report)
     by_position = acceptance(report)
@@ -316,7 +316,7 @@ def markdown(report: BenchReport, tables: Sequence[Sheet] = ()) -> str:
 
 
 def fact_text(value: object) -> str:
-    """Write a fact: words as they are, everything else as JSON."""
+    """Return a fact as text: strings unchanged, everything else as JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
@@ -344,7 +344,7 @@ FIGURES: dict[str, Column[ReportRow]] = {
     "tpot": ("TPOT p50, ms", lambda row: milliseconds(row.cell["tpot_s"]["p50"])),
     "card": ("tok/s (speedup)", _card_text),
 }
-VARYING: tuple[Column[ReportRow], ...] = (  # are columns where a report has more than one value of them
+VARYING: tuple[Column[ReportRow], ...] = (  # columns only if the report has several values of them
     ("depth", lambda row: str(row.key["depth"])),
     ("temperature", lambda row: f"{row.key['temperature']:g}"),
 )
@@ -407,7 +407,7 @@ def _count(value: int | None) -> str:
 
 
 def generator_lines(report: BenchReport) -> list[str]:
-    """Return a line with the load generator's own reading speed at each load."""
+    """Return a line for each load: how fast the load generator itself can read."""
     parts = [
         f"{number(one['events_per_s'])} at {load_text(one)} ({one['num_processes']} "
         f"process{'es' if one['num_processes'] > 1 else ''}, {_percent_of(one['used'])} used)"
@@ -417,7 +417,7 @@ def generator_lines(report: BenchReport) -> list[str]:
 
 
 def start_lines(report: BenchReport) -> list[str]:
-    """Return lines for FP4 kernels (if a log names any), for each start-up and for the warm-up."""
+    """Return lines on FP4 kernels (if a log names any), on each start and on the warm-up."""
     kernels = report["endpoint"].get("fp4_kernels")
     lines = (
         [f"FP4 kernels: {', '.join(map(str, kernels))}."]

@@ -1,4 +1,4 @@
-"""Sends a block of conversations, N at a time or each at its planned time."""
+"""Sends a block of conversations, either N at a time or each at its planned time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 def poisson(num: int, rate: float, seed: int) -> list[float]:
-    """Return `num` arrival times in seconds, of a Poisson process with `rate` per second."""
+    """Return the first `num` arrival times, in seconds, of a Poisson process with `rate` per second."""
     source = random.Random(seed)
     return list(accumulate(source.expovariate(rate) for _ in range(num)))
 
@@ -38,11 +38,11 @@ class SendBlock(Protocol):
         on_answer: OnAnswer | None = None,
         stop: asyncio.Event | None = None,
     ) -> Ledger:
-        """Send all asks and return the ledger of their answers; `on_answer` gets each as it ends.
+        """Send all asks and return the ledger of their answers. `on_answer` is called with each answer.
 
-        Without a rate `load.concurrency` conversations run at a time, and the next begins the moment one
-        ends. With a rate each begins at its `at_s`, whatever else is running. When `stop` is set, running
-        requests are given up. Every ask gets an answer, if only an error that begins with NOT_SENT.
+        Without a rate, `load.concurrency` conversations run at a time; when one ends, the next one begins.
+        With a rate, each conversation begins at its `at_s`. When `stop` is set, running requests are given
+        up. Every ask gets an answer; the error of an ask that was never sent begins with NOT_SENT.
         """
 
 
@@ -53,7 +53,7 @@ async def send_block(
     on_answer: OnAnswer | None = None,
     stop: asyncio.Event | None = None,
 ) -> Ledger:
-    """Send a block from this process, as SendBlock says."""
+    """Send a block from this process; SendBlock has the details."""
     with quiet_collector():
         ledger = Ledger(asks, start_s=client.clock(), on_answer=on_answer)
         await send(client, ledger, load, iter(in_order(asks)), stop or asyncio.Event())
@@ -62,16 +62,16 @@ async def send_block(
 
 
 def in_order(asks: Sequence[Ask]) -> list[int]:
-    """Return the indexes of the asks in sending order: as listed, or by their planned times."""
+    """Return the indexes of the asks by their planned times; without times, in the listed order."""
     return sorted(range(len(asks)), key=lambda number: asks[number].at_s or 0.0)
 
 
 async def send(
     client: Client, ledger: Ledger, load: OfferedLoad, numbers: Iterator[int], stop: asyncio.Event
 ) -> None:
-    """Send the conversations with these indexes, each at its time, and record answers until `stop` is set."""
+    """Send the conversations with these indexes and record their answers until all end or `stop` is set."""
     before_s = time.process_time()
-    client.num_refused = 0  # of an earlier block: the server may be back
+    client.num_refused = 0  # forget an earlier block's failures: the server may be back
     work = asyncio.ensure_future(
         _at_times(client, ledger, numbers)
         if load.rate is not None
@@ -86,12 +86,12 @@ async def send(
         await asyncio.gather(work, stopping, return_exceptions=True)
     ledger.cpu_s = time.process_time() - before_s
     if not work.cancelled():
-        work.result()  # a bug of ours shows itself here
+        work.result()  # raise the exception of a bug, if any
 
 
 async def _in_turn(client: Client, ledger: Ledger, numbers: Iterator[int], concurrency: int) -> None:
     async def one_after_another() -> None:
-        for number in numbers:  # shared: each takes the next
+        for number in numbers:  # shared: each task takes the next number
             if client.num_refused >= MAX_REFUSED:
                 return
             await _converse(client, ledger, number, client.clock())
@@ -122,7 +122,7 @@ async def _converse(client: Client, ledger: Ledger, number: int, planned_s: floa
 
 @contextlib.contextmanager
 def quiet_collector() -> Iterator[None]:
-    """Leave objects that exist already out of garbage collections, which take 0.1 s with PyTorch loaded."""
+    """Exempt existing objects from garbage collection, which takes 0.1 s if PyTorch is loaded."""
     gc.collect()
     gc.freeze()
     try:
@@ -138,7 +138,7 @@ class Ledger:
         self, asks: Sequence[Ask], *, start_s: float = 0.0, on_answer: OnAnswer | None = None
     ) -> None:
         self.asks = asks
-        self.start_s = start_s  # `at_s` counts from here
+        self.start_s = start_s  # `at_s` is relative to this time
         self.begun_s: dict[int, float] = {}
         self.ended: set[int] = set()
         self.cpu_s = 0.0  # CPU seconds for sending, over all processes
@@ -174,7 +174,7 @@ class Ledger:
 
 
 def run_in_loop(work: Coroutine[object, object, T]) -> T:
-    """Run to the end like asyncio.run, on uvloop if available: it reads an event in half the time."""
+    """Run a coroutine like asyncio.run, on uvloop if installed: uvloop reads an event in half the time."""
     with asyncio.Runner(loop_factory=_new_loop) as runner:
         return runner.run(work)
 

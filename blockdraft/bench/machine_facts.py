@@ -10,7 +10,7 @@ from blockdraft.machine.nvml import output_of, run_smi
 
 
 def machine_facts() -> dict[str, object]:
-    """Describe the measuring machine; the server may run on another one."""
+    """Return facts about this machine, which measures; the server may run on another machine."""
     found = read_machine()
     return {
         "platform": platform.platform(),

@@ -1,7 +1,7 @@
 """A server that computes nothing: every answer has the same events, at a known pace.
 
-It measures the load generator itself. It speaks minimal HTTP in its own process, so that it is never slower
-than the client. Its first event tells when the request was read, and when it was answered.
+With it we measure the load generator itself. The server speaks minimal HTTP in its own process, so that it is
+never slower than the client. Its first event contains the times when the request was read and answered.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _json_of = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 @dataclass(frozen=True, slots=True)
 class StreamPace:
-    """Chunk i leaves `ttft_s + i * gap_s` after the request was read; without gaps, when there is time."""
+    """The pace of an answer: chunk i is sent `ttft_s + i * gap_s` after the request was read."""
 
     ttft_s: float
     gap_s: float
     num_chunks: int
     tokens_per_chunk: int
     chunks_per_write: int = 1
-    is_together: bool = False  # the chunks of all streams leave at once, as after an engine's step
+    is_together: bool = False  # send the chunks of all streams at once, as an engine does after a step
 
     @property
     def num_tokens(self) -> int:
@@ -48,7 +48,7 @@ class StreamPace:
 
 
 class Streamer(asyncio.Protocol):
-    """One connection."""
+    """One connection of the server."""
 
     def __init__(self, pace: StreamPace) -> None:
         self._pace = pace
@@ -108,7 +108,7 @@ def _framed(data: bytes) -> bytes:
 
 @contextlib.contextmanager
 def null_server(pace: StreamPace) -> Iterator[tuple[str, int]]:
-    """Run the server; yields its address, and the number of its process."""
+    """Run the server; yield its address and its process id."""
     command = [sys.executable, "-m", "blockdraft.bench.null_server", json.dumps(asdict(pace))]
     pipe = subprocess.PIPE
     with subprocess.Popen(
@@ -119,7 +119,7 @@ def null_server(pace: StreamPace) -> Iterator[tuple[str, int]]:
         try:
             yield f"http://127.0.0.1:{int(process.stdout.readline())}", process.pid
         finally:
-            process.stdin.close()  # the server ends when stdin closes, also if we are killed
+            process.stdin.close()  # the server ends when stdin closes; this also happens if we are killed
 
 
 async def _serve(pace: StreamPace) -> None:

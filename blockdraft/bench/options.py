@@ -1,4 +1,4 @@
-"""Checks the flags of a benchmark before anything starts, and makes the grid of them."""
+"""Checks the flags of a benchmark before anything starts, and makes the grid from them."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _Number = TypeVar("_Number", int, float)
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """The shape of a published table (presets.toml says what the fields mean), or the defaults without one.
+    """The shape of a published table, or the defaults without --table. presets.toml explains the fields.
 
-    It reproduces the shape, not the numbers, as your machine, model and engine differ.
+    A preset reproduces the shape, not the numbers: your machine, model and engine differ.
     """
 
     published: str = ""
@@ -55,13 +55,13 @@ def find_preset(name: str) -> Preset:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """The flags of `blockdraft bench`; None: the value of --table, else the default."""
+    """The flags of `blockdraft bench`. None means the value of --table, else the default."""
 
-    url: str | None = None  # of a server that runs
-    engine: Sequence[str] = ()  # the given flags for our own server
+    url: str | None = None  # of a running server
+    engine: Sequence[str] = ()  # the flags that were given for our own server
     name: str | None = None
     api_key: str | None = None
-    arms: str | None = None  # start our own server for each, one after the other
+    arms: str | None = None  # start our own server for each arm, one after the other
     baseline: str | None = None
     no_baseline: bool = False
     start: str | None = None
@@ -84,7 +84,7 @@ class Options:
     offline: bool = False
     prompt_seed: int = 0
     table: str | None = None
-    processes: int | None = None  # at most
+    processes: int | None = None  # the largest number of processes
     no_headroom: bool = False
 
     def __post_init__(self) -> None:
@@ -130,7 +130,7 @@ class Options:
 
     @property
     def arms_in_turn(self) -> tuple[Arm, ...]:
-        """Return the arms that get their own server, one after the other; empty if one server answers all."""
+        """Return the arms that each get their own server, in order; empty if one server answers both arms."""
         return cast("tuple[Arm, ...]", tuple(self.arms.split(","))) if self.arms else ()
 
     @property
@@ -139,7 +139,7 @@ class Options:
 
     @property
     def turns(self) -> int | None:
-        """Return how many turns of a conversation are asked; None: all."""
+        """Return how many turns of a conversation are sent; None if all."""
         return self.max_turns or self.preset.max_turns
 
     @property
@@ -150,7 +150,7 @@ class Options:
             raise BenchError(f"--start '{self.start}' is not a valid command: {error}.") from None
 
     def grid(self) -> Grid:
-        """Read the prompts, and return what is to be measured."""
+        """Read the prompts and return the grid to measure."""
         preset = self.preset
         concurrencies = _numbers("--concurrency", self.concurrency, int, 1, 100_000) or preset.concurrencies
         temperatures = _numbers("--temperature", self.temperature, float, 0, 100) or (preset.temperature,)
@@ -181,7 +181,7 @@ class Options:
         )
 
     def _max_tokens(self, workloads: Sequence[str]) -> tuple[int, dict[str, int]]:
-        """Return the default limit of answers, and the limits of workloads that have their own."""
+        """Return the default token limit of answers, and the limits of workloads that have their own."""
         given = self.preset.max_tokens
         limit, limits = (given, {}) if isinstance(given, int) else (Preset().max_tokens, dict(given))
         assert isinstance(limit, int)
@@ -190,7 +190,7 @@ class Options:
             if not (text.isascii() and text.isdigit() and int(text) > 0):
                 raise BenchError(f"--max-tokens {word} is not a positive number.")
             if not equals:
-                limit, limits = int(text), {}  # for all workloads: replaces the table's
+                limit, limits = int(text), {}  # one limit for all workloads replaces the table's
             elif name not in workloads:
                 raise BenchError(
                     f"--max-tokens names '{name}', which is not measured: use one of {', '.join(workloads)}."
@@ -203,7 +203,7 @@ class Options:
 def _numbers(
     flag: str, text: str | None, kind: type[_Number], low: float, high: float
 ) -> tuple[_Number, ...]:
-    """Return the numbers of a list with commas, each once; none if there is no list."""
+    """Return the numbers of a comma-separated list without duplicates; empty if there is no list."""
     if text is None:
         return ()
     try:

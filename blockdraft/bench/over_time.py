@@ -1,4 +1,4 @@
-"""Computes the range of tok/s and acceptance over windows of time while a cell was measured."""
+"""Computes the ranges of tok/s and acceptance over short windows of a cell's time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Window = tuple[float, float]
 
 
 def over_time(group: Group) -> OverTime | None:
-    """Return the ranges; None where the cell is too short for them."""
+    """Return the ranges; None if the cell is too short."""
     answers = [answer for answer in group.answers if answer.is_ok]
     for window_s in WINDOWS_S:
         windows = [window for block in group.blocks for window in _windows(block, window_s)]
@@ -23,7 +23,7 @@ def over_time(group: Group) -> OverTime | None:
                 sum(_share_in(answer, window) * (answer.completion_tokens or 0) for answer in answers)
                 for window in windows
             ]
-            # By block, where the server's counters are all there is.
+            # Without counts in the answers, use the server's counters, block by block.
             metered = [block.metered for block in group.blocks if block.metered and block.metered.drafted]
             return {
                 "window_s": window_s,
@@ -37,14 +37,14 @@ def over_time(group: Group) -> OverTime | None:
 
 
 def _windows(block: Block, window_s: float) -> list[Window]:
-    """Cut a block into whole windows; what is left at its end counts in none."""
+    """Cut a block into whole windows; ignore the rest at its end."""
     count = int((block.end_s - block.start_s) // window_s)
     starts = [block.start_s + place * window_s for place in range(count)]
     return [(start_s, start_s + window_s) for start_s in starts]
 
 
 def _share_in(answer: Answer, window: Window) -> float:
-    """Return the share of an answer written in a window, assuming an even speed after the first token."""
+    """Return the share of an answer written in a window, assuming a constant speed after the first token."""
     begin_s, end_s = answer.end_s if answer.first_s is None else answer.first_s, answer.end_s
     if end_s <= begin_s:
         return float(window[0] <= end_s < window[1])
@@ -52,7 +52,7 @@ def _share_in(answer: Answer, window: Window) -> float:
 
 
 def _rates(answers: Sequence[Answer], windows: Sequence[Window]) -> list[float]:
-    """Return the share of accepted drafts in each window that has drafts, if the answers report it."""
+    """Return the acceptance rate of each window with drafts; empty if the answers report no drafts."""
     said = [(answer, answer.speculation) for answer in answers if answer.speculation is not None]
     rates = []
     for window in windows:

@@ -15,7 +15,7 @@ from blockdraft.bench.sheet import clean, setting
 
 
 class ProgressView(Watcher):
-    """Shows the progress on a console, as a context; `total` is the number of conversations of the run."""
+    """Shows the progress on a console. Use it as a context manager; `total` counts conversations."""
 
     def __init__(self, total: int, console: Console) -> None:
         self._console = console
@@ -28,7 +28,7 @@ class ProgressView(Watcher):
             transient=True,
             disable=not console.is_terminal,
         )
-        # The clock starts with the first cell: warming up does not predict the rest.
+        # The clock starts with the first cell: the warm-up does not predict the cells' time.
         self._task = self._bar.add_task("warming up", start=False, total=total)
         self._cell = ""
         self._num_failed = self._num_tokens = 0
@@ -49,7 +49,7 @@ class ProgressView(Watcher):
 
     def take(self, answer: Answer) -> None:
         if not self._cell:
-            return  # warming up
+            return  # this is the warm-up
         is_last = not answer.is_ok or answer.turn == len(answer.ask.prompt.turns) - 1 or answer.ask.is_raw
         self._num_failed += not answer.is_ok
         self._num_tokens += answer.completion_tokens or 0

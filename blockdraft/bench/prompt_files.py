@@ -1,11 +1,11 @@
-"""Reads files of prompts, one per row; errors name the line.
+"""Reads files with one prompt per row. Errors name the line.
 
-A row says its conversation in one of these ways:
+A row has its conversation in one of these forms:
     {"messages": [{"role": "user", "content": "..."}, ...]}   several user messages: successive turns
     {"turns": ["...", ...]}
     {"prompt": "..."}, {"question": "..."} or {"text": "..."}
-and may carry "id", "category" and "system". The model writes the assistant turns, so those
-in a file are left out.
+It may also have "id", "category" and "system". The model writes the assistant turns, so assistant messages in
+a file are ignored.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from blockdraft.jsonl import Place, Row, kind_of, open_packed, parse, read_rows,
 
 TEXT_FIELDS = ("prompt", "question", "text")
 SUFFIXES = (".jsonl", ".json", ".gz", ".xz", ".parquet")
-TEXT = "{text}"  # the place of a row's text in a template
+TEXT = "{text}"  # marks the place of a row's text in a template
 
 _ID_FIELDS = ("id", "question_id", "task_id", "prompt_id", "unique_id")
 
@@ -58,9 +58,9 @@ def prompts_of(
     fields: Sequence[str] = TEXT_FIELDS,
     template: str = TEXT,
 ) -> tuple[Prompt, ...]:
-    """Make a prompt of each row; `name` and `category` stand in if a row does not say.
+    """Make a prompt of each row. `name` and `category` replace missing fields of a row.
 
-    `fields` may hold a row's text, around which the words of `template` are put.
+    `fields` are the names of fields with a row's text, which is inserted into `template`.
     """
     lines: dict[str, int] = {}
     prompts = []
@@ -77,7 +77,7 @@ def prompts_of(
 
 
 def num_assistant_messages(rows: Sequence[Row]) -> int:
-    """Count the messages of these rows that are left out, because the model writes its own."""
+    """Count the assistant messages of these rows; they are ignored because the model writes its own."""
     lists = (row.fields.get("messages") for row in rows)
     messages = (message for found in lists if isinstance(found, list) for message in found)
     return sum(isinstance(message, dict) and message.get("role") == "assistant" for message in messages)
@@ -94,7 +94,7 @@ def _id(row: Row, name: str) -> str:
 
 
 def _conversation(row: Row, fields: Sequence[str], template: str) -> tuple[str | None, tuple[str, ...]]:
-    """Return (system, user turns). A bare text gets the template; messages and turns stay as they are."""
+    """Return (system, user turns). Only a single text is inserted into the template."""
     if "messages" in row.fields:
         return _from_messages(row)
     system = row.fields.get("system")

@@ -13,7 +13,7 @@ from blockdraft.bench.sheet import NOTHING, Sheet, full_label, load_text, number
 
 
 def published_tables(report: BenchReport) -> list[Sheet]:
-    """Return the tables for --table; without --table, a table of the runs if there are several."""
+    """Return the tables for --table. Without --table, return a table of the runs if there are several."""
     rows = whole_rows(report)
     preset = PRESETS.get(str(report["options"].get("table")))
     if preset is None:
@@ -27,7 +27,7 @@ def published_tables(report: BenchReport) -> list[Sheet]:
 
 
 def runs_table(report: BenchReport, rows: Sequence[ReportRow]) -> list[Sheet]:
-    """Return one table of tok/s, run by run, with tokens of prompts and answers; none of a single run."""
+    """Return one table: tok/s of each run, and tokens of prompts and answers. Empty for a single run."""
     cells = [cell for row in rows for cell in row.cells if cell.get("runs")]
     count = max((len(cell["runs"]) for cell in cells), default=0)
     if not count:
@@ -54,7 +54,7 @@ def runs_table(report: BenchReport, rows: Sequence[ReportRow]) -> list[Sheet]:
 
 
 def _styles(report: BenchReport, rows: Sequence[ReportRow]) -> list[Sheet]:
-    """Return one table of the lowest load, with a row per workload."""
+    """Return one table with a row per workload, at the lowest load."""
     lowest = min((row.key["concurrency"] for row in rows), default=1)
     streams = "one stream" if lowest == 1 else f"{lowest} streams"
     found = [(full_label(row.key), row) for row in rows if row.key["concurrency"] == lowest]
@@ -64,7 +64,7 @@ def _styles(report: BenchReport, rows: Sequence[ReportRow]) -> list[Sheet]:
 
 
 def _classes(report: BenchReport, rows: Sequence[ReportRow]) -> list[Sheet]:
-    """Return a table per workload, with a row per concurrency."""
+    """Return one table per workload, with a row per concurrency."""
     found: dict[str, list[ReportRow]] = {}
     for row in rows:
         found.setdefault(full_label(row.key), []).append(row)
@@ -77,14 +77,14 @@ def _classes(report: BenchReport, rows: Sequence[ReportRow]) -> list[Sheet]:
 
 
 def _lines(rows: Iterable[tuple[str, ReportRow]], figures: Sequence[str]) -> tuple[tuple[str, ...], ...]:
-    """Return the rows of a table: a name, these figures of layout.FIGURES, and the spread of the runs."""
+    """Return the rows of a table: name, the given figures of layout.FIGURES, and spread of the runs."""
     return tuple(
         (name, *(FIGURES[figure][1](row) for figure in figures), spread_text(row.cell)) for name, row in rows
     )
 
 
 def spread_text(cell: Cell) -> str:
-    """Write by how much runs differ: the fastest less the slowest, over their mean."""
+    """Return the spread of the runs: (fastest - slowest) / mean."""
     speeds = [run["tokens_per_s"] for run in cell.get("runs", [])]
     known = [speed for speed in speeds if speed is not None]
     if len(known) < 2 or not any(known):

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
+from typing_extensions import TypedDict  # pydantic needs this TypedDict before Python 3.12
 
 Arm = Literal["speculative", "plain"]
 PLAIN: Arm = "plain"
@@ -20,7 +20,7 @@ NOT_ENDED = "not ended: "  # prefix of the error of a request given up when the 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One conversation: the user's turns; the model answers each."""
+    """One conversation: the user's turns. The model answers each turn."""
 
     id: str
     category: str
@@ -28,7 +28,7 @@ class Prompt:
     system: str | None = None
 
     def messages(self, said: Sequence[str] = ()) -> list[dict[str, object]]:
-        """Return the chat up to the next user turn; `said` are the answers so far."""
+        """Return the chat up to the next user turn. `said` has the answers so far."""
         messages = [] if self.system is None else [("system", self.system)]
         for turn, answer in zip(self.turns, said, strict=False):
             messages += [("user", turn), ("assistant", answer)]
@@ -38,7 +38,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Prompts under one name, and where they come from (a file and its hash, or "built in")."""
+    """Named prompts and their source: a file with its hash, or "built in"."""
 
     name: str
     prompts: tuple[Prompt, ...]
@@ -56,7 +56,7 @@ class OfferedLoad:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One conversation as sent to one arm."""
+    """One conversation as it is sent to one arm."""
 
     prompt: Prompt
     arm: Arm
@@ -66,25 +66,25 @@ class Ask:
     is_raw: bool = False
     ignores_eos: bool = False  # every answer has exactly max_tokens
     cache_salt: str | None = None  # keeps prefix caches from recognising the prompt
-    thinking: bool | None = None  # None: the model's default
-    at_s: float | None = None  # seconds from the start of its block; None: as soon as a stream is free
-    number: int = 0  # of the conversation in its cell, the same in both arms
-    original: Prompt | None = None  # the prompt without added context and salt; None: `prompt` itself
+    thinking: bool | None = None  # None for the model's default
+    at_s: float | None = None  # seconds from the start of its block; None if it starts when a stream is free
+    number: int = 0  # index of the conversation in its cell, equal in both arms
+    original: Prompt | None = None  # the prompt without added context and salt; None if equal to `prompt`
 
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """Counts steps and drafts of one answer, or of all answers in a stretch of time.
+    """Counts of steps and drafts: of one answer, or of all answers in an interval of time.
 
-    accepted[i]: steps that accepted the draft at position i. Committed tokens per step are
+    accepted[i] is the number of steps that accepted the draft at position i. Committed tokens per step are
     1 + sum(accepted) / steps: the bonus token counts.
     """
 
     steps: int
-    drafted: int  # 0: the server does not say
+    drafted: int  # 0 if the server does not report it
     accepted: tuple[int, ...]
-    has_positions: bool = True  # False: `accepted` has one entry, the sum
-    reached: tuple[int, ...] | None = None  # [i]: steps that drafted it and accepted all before it, if known
+    has_positions: bool = True  # if False, `accepted` has one entry, the sum
+    reached: tuple[int, ...] | None = None  # [i]: steps that drafted i and accepted all drafts before it
 
 
 @dataclass(slots=True)
@@ -93,18 +93,18 @@ class Answer:
 
     ask: Ask
     turn: int
-    planned_s: float  # planned sending time; for later turns the end of the turn before
-    sent_s: float  # actual sending time, also if it was given up
-    first_s: float | None = None  # first delta with text, thinking included
-    end_s: float = 0.0  # last byte, or the error
+    planned_s: float  # planned sending time; for later turns, the end of the turn before
+    sent_s: float  # actual sending time, also of requests that were given up
+    first_s: float | None = None  # first delta with text or thinking
+    end_s: float = 0.0  # time of the last byte, or of the error
     gaps_s: list[float] = field(default_factory=list)  # between deltas with text
-    prompt_tokens: int | None = None  # these three come from the server's usage
+    prompt_tokens: int | None = None  # the three counts come from the server's usage
     cached_tokens: int | None = None
     completion_tokens: int | None = None
     text: str = ""
     thinking: str = ""
     finish_reason: str | None = None
-    speculation: Speculation | None = None  # None: the server does not say
+    speculation: Speculation | None = None  # None if the server does not report it
     error: str | None = None  # one line; an answer with an error counts as a failure
 
     @property
@@ -117,7 +117,7 @@ class Answer:
 
     @property
     def is_ended(self) -> bool:
-        """Return whether the server answered or failed: the request was sent and not given up."""
+        """Return whether the request has a result: it was sent and not given up."""
         return self.error is None or not self.error.startswith((NOT_SENT, NOT_ENDED))
 
     @property
@@ -143,14 +143,14 @@ class Answer:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Return the tokens of this request over its latency."""
+        """Return the tokens of this answer per second of its latency."""
         if not self.completion_tokens or self.latency_s <= 0:
             return None
         return self.completion_tokens / self.latency_s
 
 
 class Key(TypedDict):
-    """Identifies a cell of the report; its baseline has the same key."""
+    """The key of a cell of the report. The cell's baseline has an equal key."""
 
     workload: str
     category: str  # "all", or one class of the workload
@@ -162,11 +162,11 @@ class Key(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A stretch of time in which one arm answered, from first request to last answer."""
+    """An interval in which one arm answered: from the first request to the last answer."""
 
     start_s: float
     end_s: float
-    metered: Speculation | None = None  # from the server's /metrics, before and after
+    metered: Speculation | None = None  # difference of the server's /metrics before and after the block
 
 
 @dataclass(slots=True)
@@ -177,5 +177,5 @@ class Group:
     arm: Arm
     answers: list[Answer]
     busy_s: float  # sum over the blocks of this arm, from first request to last answer
-    metered: Speculation | None = None  # from the server's /metrics, where answers do not say
+    metered: Speculation | None = None  # from the server's /metrics, if answers have no counts
     blocks: list[Block] = field(default_factory=list)

@@ -90,7 +90,7 @@ def build(  # noqa: PLR0913  # the sections of a report
     }
     report["warnings"] = warnings_of(report, groups)
     whole = whole_rows(report)
-    if len(whole) == 1:  # our own keys win; "date" is the one name that both have
+    if len(whole) == 1:  # our own keys win; "date" is the only name in both
         report = cast("BenchReport", {**whole[0].cell["vllm"], **report})
     return report
 
@@ -98,8 +98,8 @@ def build(  # noqa: PLR0913  # the sections of a report
 def vllm_keys(cell: Cell, *, model: object = None, kind: object = None, date: str = "") -> dict[str, object]:
     """Return the figures under the names that `vllm bench serve --save-result` writes.
 
-    With its conventions: 0 where nothing was measured, acceptance in percent, and no `spec_decode_` keys
-    if acceptance is not known.
+    Follow its conventions: 0 if nothing was measured, acceptance in percent, and no `spec_decode_` keys if
+    acceptance is unknown.
     """
     key = cell["key"]
     completed = cell["num_requests"] - cell["num_failed"]
@@ -154,7 +154,7 @@ def output_paths(out: str | None) -> list[Path]:
 
 
 def load_report(path: Path | str) -> BenchReport:
-    """Read a report that was written before; BenchError says what is wrong with any other file."""
+    """Read a report from a file. Raise BenchError if the file is not a report that we can read."""
     name = repr(str(path))
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=_refuse)
@@ -169,7 +169,7 @@ def load_report(path: Path | str) -> BenchReport:
 
 
 def generator_used(report: BenchReport, row: ReportRow) -> float | None:
-    """Return the share of the load generator's speed that the busier arm needed; None if it is not known."""
+    """Return the share of the load generator's speed that the busier arm needed; None if unknown."""
     for one in report.get("generator", []):
         if (one["concurrency"], one["rate"]) == (row.key["concurrency"], row.key["rate"]):
             return _most_used(one, row.cells)
@@ -199,7 +199,7 @@ def _by_cell(groups: Sequence[Group]) -> list[list[Group]]:
 
 
 def _merged(runs: Sequence[Group]) -> Group:
-    """Return all runs of a cell as one group: a prompt's answers of every run are drawn together."""
+    """Return all runs of a cell as one group, so that a prompt is resampled with its answers of all runs."""
     if len(runs) == 1:
         return runs[0]
     metered = [run.metered for run in runs if run.metered is not None]
@@ -245,13 +245,13 @@ def _vllm_speculation(cell: Cell) -> dict[str, object]:
 
 
 def _endpoint(facts: Facts) -> dict[str, object]:
-    """Return the facts with the address without a password."""
+    """Return the endpoint's facts, without a password in the address."""
     url = str(facts["url"])
     return {**facts, "url": urlunsplit(urlsplit(url)._replace(netloc=shown_host(url)))}
 
 
 def _warmup(answers: Sequence[Answer]) -> Warmup:
-    """Return the first request, which pays for compilation and capture, beside the later ones of its arm."""
+    """Return the times of the first request, which includes compilation, and of later warm-up requests."""
     ordered = sorted(answers, key=lambda answer: answer.sent_s)
     first = next((answer for answer in ordered[:1] if answer.is_ok), None)
     rest = [answer for answer in ordered[1:] if answer.is_ok and answer.ask.arm == ordered[0].ask.arm]
@@ -272,7 +272,7 @@ def _median(values: Iterable[float | None]) -> float | None:
 
 
 def _not_a_report(found: object) -> str | None:
-    """Say why it is not a report that we can read; None if it is one."""
+    """Return why a value is not a report that we can read; None if it is."""
     schema = found.get("schema") if isinstance(found, dict) else None
     if not isinstance(schema, str):
         return "is not a report of blockdraft bench: it has no 'schema'."

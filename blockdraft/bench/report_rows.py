@@ -12,7 +12,7 @@ from blockdraft.bench.records import PLAIN, SPECULATIVE, Arm, Key
 
 @dataclass(frozen=True, slots=True)
 class ReportRow:
-    """The cells of one workload at one load: both arms, or one."""
+    """The cells of one workload at one load: one arm or both."""
 
     key: Key
     speculative: Cell | None
@@ -60,7 +60,7 @@ def whole_rows(report: BenchReport) -> list[ReportRow]:
 
 
 def arm_names(cells: Sequence[Cell]) -> dict[Arm, str]:
-    """Name the arms: a server in which no speculation was seen is not called speculative."""
+    """Return the names of the arms. A server without visible speculation is not called speculative."""
     is_seen = any(
         cell["arm"] == SPECULATIVE and cell["speculation"]["acceptance"] in ("answers", "metered")
         for cell in cells

@@ -1,4 +1,4 @@
-"""Warns of failures, caches, a busy client and queues, which make the figures of a report doubtful."""
+"""Warns of failures, cache hits, a busy client and queues: they make the figures of a report doubtful."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from blockdraft.bench.records import PLAIN, Group
 from blockdraft.bench.report_rows import arm_names, key_text, whole_rows
 from blockdraft.bench.sheet import full_label, load_text, milliseconds, row_name
 
-MAX_CACHED_SHARE = 0.1  # of the prompt tokens of first turns; a cached chat template is less
+MAX_CACHED_SHARE = 0.1  # of the prompt tokens of first turns; a cached chat template stays below
 MAX_SEND_LAG_S = 0.005
-MAX_GENERATOR_USED = 0.6  # of its reading speed; above, events wait for the client
-MAX_COMMITTED = 1.1  # committed over output tokens; the end of an answer cuts some off
-MIN_TTFT_S = 1.0  # a shorter time is no queue
-FACTOR = 10.0  # times the lowest load's; a DGX Spark has 4 at 16 streams, or 60 at 8 if requests queue
+MAX_GENERATOR_USED = 0.6  # of the client's reading speed; above it, events wait for the client
+MAX_COMMITTED = 1.1  # committed over output tokens; tokens after an answer's end are cut off
+MIN_TTFT_S = 1.0  # a shorter TTFT does not mean a queue
+FACTOR = 10.0  # times the lowest load's TTFT; a DGX Spark has 4 at 16 streams, and 60 at 8 if requests queue
 ADVICE = (
     "requests wait in a queue. Let more run at once: --max-num-seqs (vLLM --max-num-seqs, SGLang "
     "--max-running-requests) and --max-prefill-tokens (--max-num-batched-tokens, --chunked-prefill-size)."
@@ -23,7 +23,7 @@ ADVICE = (
 
 
 def warnings_of(report: BenchReport, groups: Sequence[Group]) -> list[str]:
-    """Return everything about a report that makes its figures doubtful."""
+    """Return a line for everything that makes a report's figures doubtful."""
     cached = {(key_text(group.key), group.arm): _cached_share(group) for group in groups}
     warnings = [
         *_endpoint_warnings(report["endpoint"]),
@@ -108,7 +108,7 @@ def _generator_warnings(report: BenchReport) -> list[str]:
 
 
 def _saturation_warnings(report: BenchReport) -> list[str]:
-    """Return a line for each workload and arm that saturates by its time to first token, with the load."""
+    """Return a line for each workload and arm whose TTFT shows saturation, with the load where it begins."""
     found: dict[tuple[str, str], list[Cell]] = {}
     for row in whole_rows(report):
         for cell in row.cells if row.key["rate"] is None else []:
@@ -123,7 +123,7 @@ def _saturation_warnings(report: BenchReport) -> list[str]:
 
 
 def _why_saturated(cells: Sequence[Cell]) -> str | None:
-    """Judge cells that differ in their concurrency alone, the lowest first."""
+    """Return why these cells saturate, else None. They differ only in concurrency, lowest first."""
     if len(cells) == 1:
         return _why_alone(cells[0])
     lowest_s = cells[0]["ttft_s"]["p50"]
@@ -138,7 +138,7 @@ def _why_saturated(cells: Sequence[Cell]) -> str | None:
 
 
 def _why_alone(cell: Cell) -> str | None:
-    """Judge a single load: it queues if most of an answer's time is spent before the first token."""
+    """Return why a single load saturates, else None: most of an answer's time is before its first token."""
     ttft_s, latency_s = cell["ttft_s"]["p50"], cell["latency_s"]["p50"]
     is_plain_load = cell["key"]["concurrency"] > 1 and cell["key"]["depth"] == 0
     if not is_plain_load or ttft_s is None or latency_s is None:

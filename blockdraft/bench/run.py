@@ -1,8 +1,8 @@
 """Measures every cell of the grid on warm servers, interleaved with its baseline.
 
-A cell's conversations go in blocks. Each block is answered by both arms, one after the other, and which goes
-first alternates: so drift in between (clocks, heat, other programs) affects both arms alike, and the arms
-never compete. The server is idle between two blocks; a block is long enough for that not to matter.
+A cell's conversations are sent in blocks. Both arms answer each block, one after the other, and the first arm
+alternates. So drift (clocks, heat, other programs) affects both arms alike, and the arms never compete. The
+server is idle between blocks; a block is so long that this does not matter.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from blockdraft.bench.wire import shown_host
 from blockdraft.bench.workloads import deepened, salted
 
 INTERRUPTED = "interrupted: these are the results so far."
-LONG_BLOCK = 8  # conversations; more only where the concurrency needs them
-WARM_TOKENS = 32  # of a warm-up answer
+LONG_BLOCK = 8  # conversations; more only if the concurrency needs them
+WARM_TOKENS = 32  # limit of a warm-up answer
 COLD_PROMPT = Prompt("cold", "cold", ("Write a haiku about the sea.",))
 CALIBRATION_WORDS = 400  # enough to know the tokens per word to 1 %
 
@@ -50,10 +50,10 @@ class Grid:
     depths: tuple[int, ...] = (0,)
     temperatures: tuple[float, ...] = (0.0,)
     max_tokens: int = 256
-    max_tokens_of: Mapping[str, int] = field(default_factory=dict)  # of workloads that have another limit
-    num_runs: int = 1  # the whole grid, one after the other
+    max_tokens_of: Mapping[str, int] = field(default_factory=dict)  # limits of workloads that have their own
+    num_runs: int = 1  # how often the whole grid is measured
     num_requests: int = 16  # conversations per cell; more for high concurrencies
-    num_warmups: int = 2  # requests to each arm before anything counts; at least the largest concurrency
+    num_warmups: int = 2  # unmeasured requests to each arm; at least the largest concurrency
     ignores_eos: bool = False
     is_cached: bool = False  # send prompts unchanged: prefix caches may help
     thinking: bool | None = None
@@ -72,12 +72,12 @@ class Grid:
         return sum(self.num_conversations(point.load) for point in self.points())
 
     def num_conversations(self, load: OfferedLoad) -> int:
-        """Return the conversations per cell and arm: enough for two blocks at full concurrency."""
+        """Return the number of conversations per cell and arm: enough for two blocks at full concurrency."""
         return max(self.num_requests, 4 * load.concurrency if load.concurrency > 1 else 2)
 
 
 class LoadPoint(NamedTuple):
-    """A cell of the grid, whichever arm."""
+    """A cell of the grid, for either arm."""
 
     workload: Workload
     load: OfferedLoad
@@ -108,13 +108,13 @@ class Watcher:
     """Receives the progress of a run; this base class ignores it."""
 
     def begin(self, point: LoadPoint, num_conversations: int) -> None:
-        """A cell begins."""
+        """Called when a cell begins."""
 
     def take(self, answer: Answer) -> None:
-        """A turn has ended, of a cell or of the warm-up."""
+        """Called when a turn of a cell or of the warm-up has ended."""
 
     def end(self, groups: Sequence[Group]) -> None:
-        """A cell is measured."""
+        """Called when a cell is measured."""
 
 
 @dataclass(slots=True)
@@ -124,12 +124,12 @@ class RunOutcome:
     groups: list[Group] = field(default_factory=list)
     cold: dict[Arm, Answer] = field(default_factory=dict)  # the first request to each server
     warm: list[Answer] = field(default_factory=list)  # excluded from every figure
-    trouble: str | None = None  # why it ended early
-    is_stopped: bool = False  # by the user
+    trouble: str | None = None  # why the run ended early
+    is_stopped: bool = False  # the user stopped the run
 
     @property
     def failure(self) -> str | None:
-        """Return why figures are missing; None: none are."""
+        """Return why figures are missing; None if none are missing."""
         answers = [answer for group in self.groups for answer in group.answers]
         if self.trouble is not None or any(answer.is_ok for answer in answers):
             return self.trouble
@@ -153,18 +153,18 @@ class Runner:
     ) -> None:
         self.grid = grid
         self.servers = servers
-        self.outcome = RunOutcome() if outcome is None else outcome  # of earlier servers, which it adds to
+        self.outcome = RunOutcome() if outcome is None else outcome  # adds to earlier results
         self._watcher = watcher or Watcher()
         self._stop = stop or asyncio.Event()
         self._send = send
-        self._run_id = run_id or secrets.token_hex(3)  # equal for two runs that must send the same words
-        # A salt in the prompt changes the answer: it is used only if no request field keeps caches out.
+        self._run_id = run_id or secrets.token_hex(3)  # two runs with equal ids send equal words
+        # A salt in the prompt changes the answer: use it only if no request field avoids the caches.
         endpoints = [server.endpoint for server in servers.values()]
         self._salts_words = not all(endpoint.switches.keeps_caches_out for endpoint in endpoints)
-        self._tokens_per_word = 1.5  # until an answer tells
+        self._tokens_per_word = 1.5  # an estimate until it is measured
 
     async def run(self) -> RunOutcome:
-        """Measure the grid. Never raises for what a server does: `trouble` says why a run ended early."""
+        """Measure the grid. A server's failure raises nothing: `trouble` says why the run ended early."""
         await self._warm_up()
         for number, point in enumerate(self.grid.points()):
             if self.outcome.trouble is not None:
@@ -177,7 +177,7 @@ class Runner:
     # ---- warming up
 
     async def _warm_up(self) -> None:
-        """Send one cold request to each server alone, then as many at once as the grid will ask for."""
+        """Send one cold request to each server, then warm-up requests at the grid's largest concurrency."""
         point = next(self.grid.points())
         for arm, server in self.servers.items():
             ask = cold_ask(arm, f"{self._run_id}-cold-{arm}", is_raw=point.workload.is_raw)
@@ -195,7 +195,7 @@ class Runner:
                 return
 
     async def _calibrate(self) -> None:
-        """Measure the tokens per word of context by adding context to the cold prompt."""
+        """Measure the tokens per word of context: add context to the cold prompt."""
         depths = [depth for depth in self.grid.depths if depth]
         if not depths:
             return
@@ -262,7 +262,7 @@ class Runner:
         return answers
 
     def _ask(self, arm: Arm, point: LoadPoint, original: Prompt, cell: str, number: int) -> Ask:
-        """Make a request. The arms get the same words, and salts of their own for the server's cache."""
+        """Make a request. Both arms get the same words; each has its own salt for the server's cache."""
         grid, prompt, name = self.grid, original, f"{cell}-{number}"
         if point.depth:
             prompt = deepened(
@@ -286,17 +286,17 @@ class Runner:
 
 
 def cold_ask(arm: Arm, salt: str, *, is_raw: bool) -> Ask:
-    """Return the first request, the same for every server, so that starts can be compared."""
+    """Return the first request to a server. It is the same for all, so that starts can be compared."""
     return Ask(salted(COLD_PROMPT, salt), arm, WARM_TOKENS, is_raw=is_raw, cache_salt=salt)
 
 
 def _repeated(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
-    """Return `count` prompts, from the first on, repeated as often as it takes; each keeps its id."""
+    """Return `count` prompts: repeat the list as often as needed. Each prompt keeps its id."""
     return list(itertools.islice(itertools.cycle(prompts), count))
 
 
 def _blocks(count: int, load: OfferedLoad) -> list[tuple[int, int]]:
-    """Return [begin, end) of each block: at least two, so that each arm goes first once; two at a rate."""
+    """Return [begin, end) of each block: at least two, so that each arm is first once. At a rate: two."""
     half = -(-count // 2)
     size = max(2 * load.concurrency, min(LONG_BLOCK, half)) if load.rate is None else half
     return [(begin, min(begin + size, count)) for begin in range(0, count, size)]

@@ -1,7 +1,7 @@
 """Starts a server for the benchmark and measures its start.
 
-The server is a process of its own, as it would be for users, on a free port of the loopback address. Our
-server reports its phases at /ready; for other servers only the time until they list their models is known.
+The server runs in its own process, as for users, on a free port of the loopback address. Our server reports
+its phases at /ready. For other servers we only know the time until they list their models.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from blockdraft.jsonl import as_object
 from blockdraft.machine.machine import free_port
 
 POLL_S = 0.05
-END_S = 30.0  # for a server to end by itself; arbitrary
-SHOWN_LINES = 8  # of its log, where it failed
+END_S = 30.0  # limit for a server to end by itself; arbitrary
+SHOWN_LINES = 8  # last lines of its log, shown if it failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +40,11 @@ class Started:
     url: str
     label: str
     seconds: float  # from the command to ready
-    phases: tuple[tuple[str, float], ...]  # as far as the server tells
-    fp4_kernels: tuple[str, ...] = ()  # as its log names them
+    phases: tuple[tuple[str, float], ...]  # if the server reports them
+    fp4_kernels: tuple[str, ...] = ()  # that its log names
 
     def facts(self, first: Answer | None) -> Startup:
-        """Return the start for the report; `first` is the answer to the server's first request."""
+        """Return the start as a part of the report. `first` is the answer to the first request."""
         good = first if first is not None and first.is_ok else None
         rest_s = self.seconds - sum(seconds for _, seconds in self.phases)
         phases = [("process and imports", rest_s), *self.phases] if self.phases else []
@@ -58,13 +58,13 @@ class Started:
 
 
 def our_command(flags: Sequence[str]) -> list[str]:
-    """Return the command `blockdraft serve` with these flags; {port} stands for the port."""
+    """Return the command `blockdraft serve` with these flags; {port} is the place of the port."""
     return [sys.executable, "-m", "blockdraft", "serve", "--host", "127.0.0.1", "--port", "{port}", *flags]
 
 
 @contextlib.asynccontextmanager
 async def served(command: Sequence[str], label: str, timeout_s: float) -> AsyncIterator[Started]:
-    """Start `command` (in which {port} is replaced), wait until it is ready, and end it afterwards."""
+    """Start `command` with a port for {port}, wait until the server is ready, and end it at the end."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     argv = [word.replace("{port}", str(port)) for word in command]
@@ -104,7 +104,7 @@ async def _until_ready(
                     body = as_object(await reply.text(errors="replace"))
                 if reply.status == 200 and body:
                     return _phases(body)
-                if not (reply.status == 503 and body):  # else it is our server, still starting
+                if not (reply.status == 503 and body):  # a 503 with JSON: our server is still starting
                     async with session.get(f"{url}/v1/models") as reply:
                         if reply.status in (200, 401, 403):
                             return ()
@@ -130,9 +130,9 @@ def _lines(log: Path) -> list[str]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Send SIGTERM, so that our server drains; then kill it and its children if they are still there."""
+    """Send SIGTERM so that our server drains; wait up to END_S; then kill the rest of its process group."""
     for end, name in ((process.terminate, "SIGTERM"), (process.kill, "SIGKILL")):
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # all have ended
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # all processes have ended
             if hasattr(os, "killpg"):
                 os.killpg(process.pid, getattr(signal, name))
             else:  # Windows

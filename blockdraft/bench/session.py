@@ -53,7 +53,7 @@ class Session:
     async def run(self) -> tuple[BenchReport, RunOutcome]:
         task = asyncio.current_task()
         assert task is not None
-        # Cancel between two loop steps, never while a process is being started, which would be left running.
+        # Cancel only between two loop steps: a process that is being started would be left running.
         _on_endings(task.cancel)
         found = Measured()
         if self.options.arms_in_turn:
@@ -64,7 +64,7 @@ class Session:
         return self._report(found), found
 
     async def _measure_in_turn(self, found: Measured, task: asyncio.Task[object]) -> None:
-        """Start, measure and stop a server for each arm; results are kept if a later one fails."""
+        """Start, measure and stop a server for each arm. Keep the results if a later server fails."""
         for arm in self.options.arms_in_turn:
             flags = self.plain_flags if arm == PLAIN else self.server_flags
             try:
@@ -74,7 +74,7 @@ class Session:
                 if not found.endpoints:
                     raise
                 found.trouble = f"the {arm} arm is missing: {error}"
-            except asyncio.CancelledError:  # interrupted while a later server was starting
+            except asyncio.CancelledError:  # the user interrupted the start of a later server
                 if not found.endpoints:
                     raise
                 task.uncancel()
@@ -86,7 +86,7 @@ class Session:
     async def _measure(
         self, found: Measured, url: str, started: Started | None, arm: Arm | None = None
     ) -> None:
-        """Measure the grid: on the server's own arms, or as one arm alone."""
+        """Measure the grid on the server at `url`: only `arm`, or all arms if it is None."""
         async with contextlib.AsyncExitStack() as stack:
             if arm is None:
                 servers = await self._servers(url, stack)
@@ -120,7 +120,7 @@ class Session:
 
     @contextlib.asynccontextmanager
     async def _server(self, starts: list[Startup]) -> AsyncIterator[tuple[str, Started | None]]:
-        """Yield the server to measure; if we start it, it runs as long as the context."""
+        """Yield the server to measure. If we started it, end it when the context ends."""
         options = self.options
         if options.url is not None:
             yield options.url, None
@@ -140,7 +140,7 @@ class Session:
         return served(command, label, self.options.start_timeout)
 
     async def _first_answer(self, url: str) -> Answer:
-        """Send a cold request to a server that is started only for this request."""
+        """Send one cold request to a server that was started only for it; return the answer."""
         ask = cold_ask(SPECULATIVE, "cold", is_raw=self.grid.workloads[0].is_raw)
         async with self._connected(url) as server:
             return (await server.client.converse(ask))[0]
@@ -154,11 +154,11 @@ class Session:
             yield Server(client, endpoint)
 
     async def _servers(self, url: str, stack: contextlib.AsyncExitStack) -> dict[Arm, Server]:
-        """Connect to the server of each arm; one server may be both."""
+        """Connect to the server of each arm; both arms may have the same server."""
         baseline = self.options.baseline
         first = await stack.enter_async_context(self._connected(url))
         if first.endpoint.is_speculative is False and baseline is None:
-            return {PLAIN: first}  # nothing to pair
+            return {PLAIN: first}  # there is no second arm
         servers: dict[Arm, Server] = {SPECULATIVE: first}
         if baseline is not None:
             servers[PLAIN] = await stack.enter_async_context(self._connected(baseline))

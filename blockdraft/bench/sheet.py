@@ -1,4 +1,4 @@
-"""Tables of text, for the terminal and for Markdown, and how figures are written in them.
+"""Tables of text for the terminal and for Markdown, and the text form of figures.
 
 Names, errors and texts come from servers and files, so control characters and markup are removed.
 """
@@ -20,7 +20,7 @@ NOTHING = "-"
 
 @dataclass(frozen=True, slots=True)
 class Sheet:
-    """A table; the first `num_labels` columns are words, the others figures. Titles may have two lines."""
+    """A table. The first `num_labels` columns are words, the others figures. Titles may have two lines."""
 
     title: str
     header: tuple[str, ...]
@@ -29,7 +29,7 @@ class Sheet:
 
 
 def to_rich(sheet: Sheet) -> Table:
-    """Lay the table out for rich, narrow enough for a terminal of 80 columns."""
+    """Return the table for rich; it fits a terminal of 80 columns."""
     table = Table(
         title=Text(clean(sheet.title)) if sheet.title else None,
         title_justify="left",
@@ -62,7 +62,7 @@ def to_markdown(sheet: Sheet) -> str:
 
 
 def clean(text: str) -> str:
-    """Put a text on one line, without control characters or changes of direction."""
+    """Return a text on one line, without control characters and without changes of writing direction."""
     return "".join(letter if letter.isprintable() else " " if letter.isspace() else "�" for letter in text)
 
 
@@ -71,7 +71,7 @@ def escape_markdown(text: str) -> str:
 
 
 def number(value: float | None) -> str:
-    """Write a number with three figures or more, without an exponent."""
+    """Return a number as text with at least three digits and no exponent."""
     return NOTHING if value is None else f"{value:,.{_decimals(value)}f}"
 
 
@@ -80,7 +80,7 @@ def milliseconds(seconds: float | None) -> str:
 
 
 def estimate(figure: Estimate, *, suffix: str = "") -> str:
-    """Write the value and half the width of its interval."""
+    """Return an estimate as text: the value and half the width of its interval."""
     value, interval = figure["value"], figure["interval"]
     if value is None:
         return NOTHING
@@ -93,29 +93,29 @@ def interval_text(interval: Interval) -> str:
 
 
 def label(key: Key) -> str:
-    """Name the workload, and the class where it is one class only."""
+    """Return the workload's name, with the class if the cell is one class."""
     return key["workload"] if key["category"] == "all" else f"{key['workload']} / {key['category']}"
 
 
 def full_label(key: Key) -> str:
-    """Name workload, depth and temperature, where these two are not 0."""
+    """Return workload and class, with depth and temperature if they are not 0."""
     return f"{label(key)}{setting(key)}"
 
 
 def setting(key: Key) -> str:
-    """Name depth and temperature after a comma each, where they are not 0."""
+    """Return depth and temperature, each after a comma; leave out those that are 0."""
     depth = f", depth {key['depth']}" if key["depth"] else ""
     temperature = f", T {key['temperature']:g}" if key["temperature"] else ""
     return depth + temperature
 
 
 def row_name(key: Key) -> str:
-    """Name workload, class, depth, temperature and load."""
+    """Return the name of a row: workload, class, depth, temperature and load."""
     return f"{full_label(key)} at {load_text(key)}"
 
 
 def load_text(key: Key | GeneratorFigures) -> str:
-    """Say how requests arrived."""
+    """Return how requests arrive: their concurrency or rate."""
     return str(key["concurrency"]) if key["rate"] is None else f"{key['rate']:g}/s"
 
 

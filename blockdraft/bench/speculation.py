@@ -15,13 +15,13 @@ from blockdraft.bench.records import Speculation
 from blockdraft.bench.wire import Json, inside
 from blockdraft.prometheus_text import samples
 
-UNEVEN = 0.01  # share of drafts that may be missing (as at an answer's end) if all steps have one width
+UNEVEN = 0.01  # share of drafts that may be missing (as at an answer's end) if all steps have equal widths
 _VLLM = "vllm:spec_decode_num_"
 _SGLANG = "sglang:"
 
 
 def read_chunk(chunk: Json) -> Speculation | None:
-    """Return the counts of the whole answer in a chunk; None if it has none."""
+    """Return a chunk's counts of the whole answer; None if the chunk has no counts."""
     if drafts := inside(chunk, "metrics", "speculative_decoding"):
         return _by_histogram(
             inside(drafts, "acceptance_histogram"),
@@ -44,7 +44,7 @@ def read_chunk(chunk: Json) -> Speculation | None:
 def _by_histogram(
     histogram: object, *, steps: int, drafted: int, accepted: int, reached: object = None
 ) -> Speculation | None:
-    """Count by `histogram[i]`, the steps that accepted exactly i drafts; without it only the sum is known."""
+    """Count by `histogram[i]`, the steps that accepted exactly i drafts. Without it, return only the sum."""
     if not steps:
         return None
     if _is_counts(histogram):
@@ -61,7 +61,7 @@ def _is_counts(found: object) -> TypeGuard[list[int]]:
 def _by_timings(timings: object) -> Speculation | None:
     """Derive the steps from llama.cpp's tokens.
 
-    Each step commits one token beyond its drafts; the first token of an answer comes from the prompt.
+    Each step commits one token in addition to its drafts; an answer's first token comes from the prompt.
     """
     drafted, accepted = _count(timings, "draft_n"), _count(timings, "draft_n_accepted")
     steps = _count(timings, "predicted_n") - 1 - accepted
@@ -79,7 +79,7 @@ def _count(parent: object, key: str) -> int:
 
 
 def read_metrics(text: str, model: str | None = None) -> Speculation | None:
-    """Return the counters since the server's start, of `model` if they tell models apart; None: none."""
+    """Return the counts since the server's start, of `model` if counters name models; None if no counts."""
     totals: dict[str, float] = {}
     positions: dict[int, float] = {}
     for name, labels, value in samples(text):
@@ -108,9 +108,9 @@ def _vllm_counters(totals: Mapping[str, float], positions: Mapping[int, float]) 
 
 
 def _sglang_counters(totals: Mapping[str, float]) -> Speculation:
-    """Derive accepted drafts from SGLang's counts of verifications and tokens: its acceptance is a gauge.
+    """Derive accepted drafts from SGLang's counts of verifications and tokens; it does not count drafts.
 
-    A verification commits one token beyond its drafts, and a request's first token comes from its prompt.
+    A verification commits one token in addition to its drafts; a request's first token comes from its prompt.
     """
     steps = totals[f"{_SGLANG}spec_verify_calls_total"]
     tokens = totals.get(f"{_SGLANG}generation_tokens_total", 0.0)
@@ -134,7 +134,7 @@ def difference(before: Speculation | None, after: Speculation | None) -> Specula
 
 
 def total_of(parts: Iterable[Speculation]) -> Speculation:
-    """Add all parts up."""
+    """Return the sum of all counts."""
     found = list(parts)
     reached = [part.reached for part in found if part.reached is not None]
     return Speculation(
@@ -151,9 +151,9 @@ def _sums(counts: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
 
 
 def reached_by(one: Speculation) -> tuple[int, ...] | None:
-    """Return for each position the steps that drafted it and accepted all drafts before it.
+    """Return, for each position, how many steps drafted it and accepted all drafts before it.
 
-    If the server does not count them, they are computed if all steps have one width; None if unknown.
+    If the server does not report this, compute it from equal widths of all steps. Return None if unknown.
     """
     if one.reached is not None or not one.has_positions or not one.steps:
         return one.reached

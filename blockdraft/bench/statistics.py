@@ -1,6 +1,6 @@
 """Computes the figures of a cell from its answers, and of a cell paired with its baseline.
 
-`figures.DEFINITIONS` says what each of them means.
+`figures.DEFINITIONS` defines each figure.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from blockdraft.bench.speculation import reached_by, total_of
 from blockdraft.bench.weak_spots import where_reached
 
 MAX_DIVERGENCES = 5
-_DIGITS = 6  # of seconds: microseconds
+_DIGITS = 6  # decimals of seconds: microseconds
 EXCERPT = 40  # characters shown of each side of a divergence
 QUANTILES = tuple(step / 20 for step in range(21))  # 0, 0.05, ... 1
 
 Value = TypeVar("Value")
-Conversation = tuple[str, int, int]  # prompt, number, repetition of these two
+Conversation = tuple[str, int, int]  # prompt, number, and count of earlier ones with both equal
 
 
 def summarise(group: Group, *, seed: int) -> Cell:
@@ -84,7 +84,7 @@ def summarise(group: Group, *, seed: int) -> Cell:
 
 
 def pair(speculative: Group, plain: Group, *, seed: int) -> ArmPair:
-    """Compute the gain of speculation, and whether it changed the text."""
+    """Compute the speedup of speculation, and compare the texts of both arms."""
     assert speculative.key == plain.key
     assert (speculative.arm, plain.arm) == (SPECULATIVE, PLAIN)
     speculative, plain = _ended(speculative), _ended(plain)
@@ -115,10 +115,10 @@ def pair(speculative: Group, plain: Group, *, seed: int) -> ArmPair:
 
 
 def split_by_category(group: Group) -> list[Group]:
-    """Return one group per class of prompts, in order of appearance; none if there is only one class.
+    """Return one group per class of prompts, in order of appearance; empty if there is only one class.
 
-    Classes that were in flight together share the busy time by the time their requests took. The server's
-    counters cannot be shared out.
+    Classes that ran together share the busy time in proportion to the time of their requests. The server's
+    counters cannot be divided among classes.
     """
     classes: dict[str, list[Answer]] = defaultdict(list)
     for answer in group.answers:
@@ -138,7 +138,7 @@ def split_by_category(group: Group) -> list[Group]:
 
 
 def _ended(group: Group) -> Group:
-    """Leave out requests that were not sent or were given up, and their share of the busy time."""
+    """Return the group without requests that were not sent or were given up, and without their busy time."""
     if all(answer.is_ended for answer in group.answers):
         return group
     ended = [answer for answer in group.answers if answer.is_ended]
@@ -149,7 +149,7 @@ def _ended(group: Group) -> Group:
 def _throughput_samples(
     group: Group, answers: Sequence[Answer], draws: Resamples
 ) -> tuple[float | None, Floats]:
-    """Return aggregate tok/s of some of a group's answers, and of each resample of them.
+    """Return the aggregate tok/s of some of a group's answers, and of each of their resamples.
 
     A resample with longer conversations also has a longer busy time: at a fixed concurrency, busy time is
     proportional to the summed time of all requests, failed ones included. At a given rate it is proportional
@@ -170,7 +170,7 @@ def _throughput_samples(
 
 
 def _work(group: Group, answers: Iterable[Answer]) -> float:
-    """Return the weight by which busy time is shared: the time of requests, or at a rate their number."""
+    """Return the weight for sharing busy time: summed latency, or at a rate the number of conversations."""
     if group.key["rate"] is None:
         return sum(answer.latency_s for answer in answers)
     return sum(answer.turn == 0 for answer in answers)
@@ -198,7 +198,7 @@ def _verdict(interval: Interval) -> Verdict:
 
 
 def _distribution(values: Sequence[tuple[str, float]], draws: Resamples | None) -> Distribution:
-    """Describe values, each with the prompt it belongs to; without draws there are no intervals."""
+    """Return the distribution of values, each paired with its prompt. Without draws it has no intervals."""
     if not values:
         return cast(
             "Distribution", {**dict.fromkeys(Distribution.__annotations__), "count": 0, "quantiles": []}
@@ -235,7 +235,7 @@ def _speculation(group: Group, good: Sequence[Answer], draws: Resamples) -> Spec
     if group.metered is not None and group.metered.steps:
         return _speculation_figures("metered", group.metered, num_answers=0)
     nothing = dict.fromkeys(SpeculationFigures.__annotations__)
-    counted_none = group.metered is not None and not group.metered.steps  # no drafts were made
+    counted_none = group.metered is not None and not group.metered.steps  # the server made no drafts
     acceptance = "none" if group.arm == PLAIN or counted_none else "unknown"
     known = {"acceptance": acceptance, "num_answers": 0, "committed_per_step": make_estimate()}
     return cast("SpeculationFigures", {**nothing, **known})
@@ -296,10 +296,10 @@ def _nothing_compared() -> Agreed:
 
 
 def _by_turn(answers: Sequence[Answer]) -> dict[tuple[int, Conversation], Answer]:
-    """Sort answers by turn and conversation.
+    """Return the answers by turn and conversation, so that both arms can be matched.
 
-    Not by time: which of two conversations sends its second turn first depends on the speed of the arm.
-    Conversations that share a number are told apart by the order in which they were asked.
+    Sending times do not match them: the arm's speed decides which conversation sends its second turn first.
+    Conversations with equal prompt and number are matched by the order in which they were sent.
     """
     repetitions: Counter[tuple[int, str, int]] = Counter()
     found = {}
@@ -326,7 +326,7 @@ def _divergence(answer: Answer, other: Answer) -> Divergence:
 
 
 def _failures(answers: Sequence[Answer]) -> list[Failures]:
-    """Group errors by what stands before ": " (ports have colons too), the most frequent first."""
+    """Group errors by the text before ": " (ports contain colons too), most frequent first."""
     kinds: dict[str, list[str]] = defaultdict(list)
     for answer in answers:
         if answer.error is not None:
@@ -336,7 +336,7 @@ def _failures(answers: Sequence[Answer]) -> list[Failures]:
 
 
 def _num_not_sent(answers: Sequence[Answer]) -> int:
-    """Count the turns that should have been sent and were not."""
+    """Count the turns that should have been sent but were not."""
     due = sum(
         1 if answer.ask.is_raw else len(answer.ask.prompt.turns) for answer in answers if answer.turn == 0
     )
@@ -357,7 +357,7 @@ def _asked(answers: Sequence[Answer]) -> Asked:
 
 
 def _common(values: Sequence[Value]) -> Value | None:
-    """Return the value that all have; None where they differ."""
+    """Return the value if all are equal, else None."""
     return values[0] if values and all(value == values[0] for value in values) else None
 
 
@@ -369,18 +369,18 @@ def _prompts_hash(answers: Sequence[Answer]) -> str:
 
 
 def _prompt_ids(answers: Sequence[Answer]) -> list[str]:
-    """Return each id once, in an order that does not depend on the order of answers."""
+    """Return the ids without duplicates, in an order that does not depend on the answers' order."""
     return sorted({answer.ask.prompt.id for answer in answers})
 
 
 def _known(answers: Sequence[Answer], figure: Callable[[Answer], float | None]) -> list[tuple[str, float]]:
-    """Return the figure of each answer that has it, with the prompt it belongs to."""
+    """Return pairs of prompt and figure for the answers that have the figure."""
     values = ((answer.ask.prompt.id, figure(answer)) for answer in answers)
     return [(prompt, value) for prompt, value in values if value is not None]
 
 
 def _total(counts: Iterable[int | None]) -> int | None:
-    """Return the sum; None if one count is unknown."""
+    """Return the sum of counts; None if a count is None."""
     found = list(counts)
     known = [count for count in found if count is not None]
     return sum(known) if len(known) == len(found) else None
@@ -396,7 +396,7 @@ def _share(part: float, whole: float) -> float:
 
 
 def _columns(answers: Sequence[Answer]) -> AnswerColumns:
-    """Return a cell's answers figure by figure, without texts, so that two runs can be paired later."""
+    """Return a cell's answers as columns without texts, so that two runs can be paired later."""
     return {
         "prompt": [answer.ask.prompt.id for answer in answers],
         "number": [answer.ask.number for answer in answers],

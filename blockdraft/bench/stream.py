@@ -1,4 +1,4 @@
-"""Reads the stream of an answer into an Answer; bytes are timed before they are parsed."""
+"""Reads the stream of an answer into an Answer. Bytes are timed before they are parsed."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ from blockdraft.bench.wire import inside, whole_number
 
 Clock = Callable[[], float]
 
-MAX_UNLIKE = 8  # failed attempts in a row to reuse a chunk's surroundings; arbitrary
+MAX_UNLIKE = 8  # consecutive failures to reuse a chunk's surroundings; arbitrary
 _TEXTS = ("content", "text")
-_THOUGHTS = ("reasoning_content", "reasoning")  # the same text under two names, where a server sends both
+_THOUGHTS = ("reasoning_content", "reasoning")  # some servers send the same text under both names
 _DONE = b"[DONE]"
-_MARK = "\x00 here \x00"  # no server writes this
+_MARK = "\x00 here \x00"  # a text that no server writes
 _value_at = json.JSONDecoder().raw_decode
-_FIELDS = (b"event:", b"id:", b"retry:", b":")  # of server-sent events, beside data
+_FIELDS = (b"event:", b"id:", b"retry:", b":")  # fields of server-sent events besides data
 
 
 class BadAnswer(Exception):
-    """A reply that is not an answer; the text becomes the Answer's error."""
+    """A reply is not an answer. The exception's text becomes the Answer's error."""
 
 
 class StreamReader:
-    """Takes the bytes of a stream in, and fills an Answer."""
+    """Reads the bytes of a stream and fills an Answer."""
 
     def __init__(self, answer: Answer, clock: Clock) -> None:
         self.is_done = False
         self._answer = answer
         self._clock = clock
         self._rest = b""
-        self._last_s = answer.sent_s  # of the last bytes
-        self._text_s = 0.0  # of the last delta with text
+        self._last_s = answer.sent_s  # time of the last bytes
+        self._text_s = 0.0  # time of the last delta with text
         self._has_usage = False
         self._texts: list[str] = []
         self._thoughts: list[str] = []
-        # The list and field of the last chunk's text, if it had text only.
+        # The list and the field of the last chunk's text, if the chunk brought only text.
         self._only_text: tuple[list[str], str] | None = None
-        self._around: tuple[list[str], Surroundings] | None = None  # where such a text goes
-        self._num_unlike = 0  # surroundings in a row that matched no second chunk
+        self._around: tuple[list[str], Surroundings] | None = None  # its list, and what is around it
+        self._num_unlike = 0  # consecutive surroundings that matched no later chunk
 
     def feed(self, data: bytes) -> None:
         self._last_s = self._clock()
@@ -58,7 +58,7 @@ class StreamReader:
                 self._learn(event)
 
     def _take_alike(self, event: bytes, kept: list[str], around: Surroundings) -> bool:
-        """Return whether a chunk differs from an earlier one only in its text; if so, take it."""
+        """Take a chunk that differs from an earlier one only in its text; return whether it does."""
         text = around.text_in(event)
         if not text:
             return False
@@ -68,7 +68,7 @@ class StreamReader:
         return True
 
     def _learn(self, event: bytes) -> None:
-        """Keep the bytes around the text of the last parsed chunk, if it brought text only."""
+        """Keep the bytes around the text of the last parsed chunk, if it brought only text."""
         if self._only_text is not None and self._num_unlike < MAX_UNLIKE:
             self._num_unlike += 1
             kept, name = self._only_text
@@ -135,7 +135,7 @@ class StreamReader:
         answer.cached_tokens = whole_number(inside(usage, "prompt_tokens_details", "cached_tokens"))
 
     def check_end(self) -> None:
-        """Raise BadAnswer if the stream is over before it was complete."""
+        """Raise BadAnswer if the stream ended before it was complete."""
         if self._rest.strip() and not self.is_done:
             if _event_data(self._rest.strip()) != _DONE:
                 raise BadAnswer(f"the stream broke off inside an event: {_shown(self._rest)}")
@@ -148,14 +148,14 @@ class StreamReader:
             raise BadAnswer("the server sent no usage: how many tokens the answer has is unknown.")
 
     def finish(self) -> None:
-        """Set the end time: the last byte of a complete answer, or now for a failed one."""
+        """Set the text and the end time: that of the last byte, or now if the answer failed."""
         answer = self._answer
         answer.end_s = self._last_s if answer.is_ok else self._clock()
         answer.text, answer.thinking = "".join(self._texts), "".join(self._thoughts)
 
 
 def _event_data(event: bytes) -> bytes:
-    """Return the data of one server-sent event; empty if it has none."""
+    """Return the data of one server-sent event; empty if it has no data."""
     if event.startswith(b"data:") and b"\n" not in event:
         return event[5:].strip()
     parts = []
@@ -172,7 +172,7 @@ def _shown(data: bytes) -> str:
 
 
 # ---- chunks that differ only in their text
-# They are most of an answer. Only the text is parsed: parsing all of a chunk costs three times as much.
+# Most chunks of an answer are like this. Only their text is parsed: a whole chunk takes three times as long.
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +183,7 @@ class Surroundings:
     tail: str
 
     def text_in(self, data: bytes) -> str | None:
-        """Return the text of an event that has these surroundings; None if it has others."""
+        """Return the text of an event that has these surroundings; else None."""
         try:
             event = data.decode()
             if not event.startswith(self.head):
@@ -196,7 +196,7 @@ class Surroundings:
 
 
 def surroundings(event: str, name: str) -> Surroundings | None:
-    """Return what surrounds the text in field `name` of `choices[0]` or its delta; None if unclear."""
+    """Return the surroundings of field `name` in `choices[0]` or its delta; None if not found for certain."""
     found = event.find(f'"{name}"')
     start = event.find('"', found + len(name) + 2)
     if found < 0 or start < 0 or event[found + len(name) + 2 : start].strip() != ":":

@@ -1,8 +1,8 @@
 """Finds the prompt categories and block positions where drafts fail.
 
-A draft is accepted only if all drafts before it were right ("it is reached"), so later positions are accepted
-less often with any drafter. Positions are therefore compared by the share of right drafts among those
-reached.
+A draft is reached if all drafts before it were right, and only then it can be accepted. So with any drafter,
+later positions are accepted less often. Positions are therefore compared by the share of right drafts among
+the reached drafts.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-GAINS_LESS = 0.75  # of the accepted drafts over all prompts: a category below it is weak; arbitrary
-MIN_REACHED = 20  # drafts or steps: shares of fewer are not judged; arbitrary
+GAINS_LESS = 0.75  # a category with less than this share of the mean accepted drafts is weak; arbitrary
+MIN_REACHED = 20  # drafts or steps; smaller samples are not judged; arbitrary
 MAX_NAMED = 3  # categories
 
 
 @dataclass(frozen=True, slots=True)
 class DraftCounts:
-    """Steps, and for each position how many steps reached its draft and accepted it."""
+    """Counts of steps, and for each position, of steps that reached and that accepted its draft."""
 
     num_steps: int
     committed: float  # tokens per step
-    reached: tuple[int, ...]  # empty (like `accepted`): unknown
+    reached: tuple[int, ...]  # empty if unknown, as is `accepted`
     accepted: tuple[int, ...]
 
     def right(self, first: int, last: int) -> float | None:
@@ -31,7 +31,7 @@ class DraftCounts:
 
 
 def where_reached(accepted: Sequence[int], reached: Sequence[int]) -> list[float | None]:
-    """Return the share of right drafts among those reached, by position; None if never reached."""
+    """Return, by position, the share of right drafts among the reached ones; None if never reached."""
     return [kept / tried if tried else None for kept, tried in zip(accepted, reached, strict=False)]
 
 
@@ -42,18 +42,18 @@ class WeakCategory:
     name: str
     committed_per_step: float
     first: float | None  # share of right first drafts
-    later: float | None  # share of right later drafts, of those reached
+    later: float | None  # share of right drafts among the reached later ones
 
 
 @dataclass(frozen=True, slots=True)
 class WeakSpots:
-    """The weakest categories, weakest first, and positions where fewer than half of the drafts are right."""
+    """The weakest categories, weakest first, and positions where less than half of the drafts are right."""
 
     overall: float  # tokens committed per step
     num_drafts: int
     categories: tuple[WeakCategory, ...]
-    from_draft: int | None  # from here on, fewer than half of the reached drafts are right
-    to_draft: int | None  # last position that enough steps reached
+    from_draft: int | None  # from this draft on, less than half of the reached drafts are right
+    to_draft: int | None  # the last draft that enough steps reached
 
     def lines(self) -> list[str]:
         """Return a sentence for each weak category and for the weak positions."""
@@ -90,7 +90,7 @@ def weak_spots(overall: DraftCounts, categories: Mapping[str, DraftCounts]) -> W
 
 
 def _weak_drafts(one: DraftCounts) -> tuple[int | None, int | None]:
-    """Return the first and last weak position; None if the last position with enough data is not weak."""
+    """Return the first and last weak position. Both are None if the last judged one is not weak."""
     first = last = None
     for draft in range(1, len(one.accepted) + 1):
         share = one.right(draft, draft)

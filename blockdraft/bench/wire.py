@@ -16,7 +16,7 @@ Json = dict[str, object]
 
 
 def inside(value: object, *keys: str) -> object:
-    """Return the value at this path of nested keys in a JSON value; None if there is none."""
+    """Return the value at this path of nested keys in a JSON value; None if the path does not exist."""
     for key in keys:
         value = value.get(key) if isinstance(value, dict) else None
     return value
@@ -27,7 +27,7 @@ def whole_number(value: object) -> int | None:
 
 
 def server_root(url: str) -> str:
-    """Return the address to which /v1 and /metrics are appended; `url` may end in /v1 or in a route."""
+    """Return the base address, without /v1. `url` may end in /v1 or in a route."""
     text = url.strip() if "://" in url else f"http://{url.strip()}"
     try:
         parts = urlsplit(text)
@@ -43,7 +43,7 @@ def server_root(url: str) -> str:
 
 
 def shown_host(url: str) -> str:
-    """Return host and port, without a user's name and password."""
+    """Return the host and port of an address, without user name and password."""
     return urlsplit(url).netloc.rpartition("@")[2]
 
 
@@ -53,13 +53,13 @@ def _without_password(url: str) -> str:
 
 
 def headers(api_key: str | None) -> dict[str, str]:
-    """Ask for uncompressed replies: the time to unpack them would count as the server's time."""
+    """Return the headers. Replies must be uncompressed: decompression would count as the server's time."""
     found = {"accept-encoding": "identity"}
     return found if api_key is None else {**found, "authorization": f"Bearer {api_key}"}
 
 
 def one_line(text: str, api_key: str | None) -> str:
-    """Put `text` on one line, shortened and with the API key removed."""
+    """Return `text` on one line, shortened and without the API key."""
     line = " ".join(text.split())
     if api_key:
         line = line.replace(api_key, "***")
@@ -67,7 +67,7 @@ def one_line(text: str, api_key: str | None) -> str:
 
 
 def server_message(body: bytes) -> str:
-    """Return the message of an error's body, in the shapes of OpenAI, vLLM, SGLang and FastAPI."""
+    """Return the message in an error's body, as OpenAI, vLLM, SGLang or FastAPI write it."""
     text = body.decode("utf-8", "replace")
     try:
         said: object = json.loads(text)
@@ -84,7 +84,7 @@ def is_refusal(error: BaseException) -> bool:
 
 
 def reason(error: aiohttp.ClientError | OSError | ValueError, host: str, timeout_s: float) -> str:
-    """Say why a request failed in the network; `timeout_s` is its timeout."""
+    """Return why the network failed a request. `timeout_s` is the request's timeout."""
     if isinstance(error, aiohttp.ConnectionTimeoutError):
         return f"cannot connect to {host}: it does not answer."
     if isinstance(error, TimeoutError):

@@ -1,7 +1,7 @@
 """One process of the load generator: sends its share of each block until its connection ends.
 
-Fleet has the other end. It sends a Share, the time at which to begin, and "end"; the worker sends "ready",
-answers with their numbers, and Done. `taken` counts the asks of a block that any worker has taken.
+Fleet has the other end. It sends a Share, then the start time, then "end". The worker sends "ready", answers
+with their numbers, and Done. `taken` counts the asks of a block that the workers have taken together.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from blockdraft.bench.records import SPECULATIVE, Answer, Ask, OfferedLoad, Prom
 if TYPE_CHECKING:
     from multiprocessing.sharedctypes import Synchronized
 
-READY, END = "ready", "end"  # END of a block: give up what still runs
-_NO_ASK = Ask(Prompt("", "", ()), SPECULATIVE, max_tokens=0)  # prompts may be long: answers go without
+READY, END = "ready", "end"  # END ends a block: give up running requests
+_NO_ASK = Ask(Prompt("", "", ()), SPECULATIVE, max_tokens=0)  # replaces the ask in answers: it may be long
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """One process's part of a block; asks with times go by turns, from `place` on."""
+    """One process's part of a block. It sends timed asks in turn with the others, beginning at `place`."""
 
-    client_number: int  # a process reuses its client of this number
+    client_number: int  # the process reuses its client with this number
     client: Client
-    asks: Sequence[Ask]  # all of the block
-    load: OfferedLoad  # of this process
+    asks: Sequence[Ask]  # all asks of the block
+    load: OfferedLoad  # the load of this process
     place: int
     num_processes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A process has finished or given up its part of a block."""
+    """The message that a process has finished or given up its part of a block."""
 
     begun_s: dict[int, float]
     ended: set[int]
@@ -47,7 +47,7 @@ class Done:
 
 
 async def receive(connection: Connection) -> object:
-    """Return the next message; None: the other side has ended."""
+    """Return the next message; None if the other side has ended."""
     loop, arrived = asyncio.get_running_loop(), asyncio.Event()
     loop.add_reader(connection.fileno(), arrived.set)
     try:
@@ -61,7 +61,7 @@ async def receive(connection: Connection) -> object:
 
 
 def work(connection: Connection, taken: Synchronized[int]) -> None:
-    """Run the process."""
+    """Run the process until its connection ends."""
     run_in_loop(_work(connection, taken))
 
 
@@ -93,13 +93,13 @@ async def _send(share: Share, client: Client, connection: Connection, taken: Syn
 
 
 async def _set_at_end(stop: asyncio.Event, connection: Connection) -> None:
-    """Set `stop` when END comes, or when the parent process is gone."""
+    """Set `stop` when END comes or the parent process is gone."""
     await receive(connection)
     stop.set()
 
 
 def _take(taken: Synchronized[int], share: Share) -> Iterator[int]:
-    """Yield the next number that nobody has taken, until there is none."""
+    """Yield numbers of asks that no worker has taken yet, until all are taken."""
     while True:
         with taken.get_lock():
             number = taken.value

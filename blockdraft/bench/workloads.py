@@ -1,6 +1,6 @@
 """Loads the prompts: built-in classes, public data sets, random words, or a user's own file.
 
-The same name, limit and seed give the same prompts in every run.
+Equal names, limits and seeds give equal prompts in every run.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from blockdraft.bench.records import Prompt, Workload
 from blockdraft.errors import BenchError
 
 CLASSES = ("code", "reasoning", "dialogue", "prose", "qa", "json", "long_code", "summarise")
-APART = ("program",)  # built in but not part of "all": an answer takes thousands of tokens
+APART = ("program",)  # built in, but not in "all": an answer takes thousands of tokens
 ALL = "all"
 RANDOM = "random"
 NAMES = (*CLASSES, *APART, *DATASETS, RANDOM, ALL)
 
 _SPELLINGS = {"math_500": "math500", "human_eval": "humaneval", "summarize": "summarise"}
-_RANDOM_WORDS = 256  # of one prompt, unless `random:N` says; arbitrary
+_RANDOM_WORDS = 256  # words of a prompt, unless `random:N` sets N; arbitrary
 _RANDOM_PROMPTS = 12  # as many as a built-in class has
 _NOISE = string.ascii_letters + string.digits
 _DEPTH_HEADING = "Background notes (not needed for the task):"
@@ -41,7 +41,7 @@ def load(
     data_dir: Path | None = None,
     is_offline: bool = False,
 ) -> Workload:
-    """Return the prompts of one workload; with a limit, at most that many, spread evenly over all prompts."""
+    """Return the prompts of one workload. A limit keeps at most that many, spread evenly over all."""
     name = _spelled(name_or_path)
     if name == ALL:
         raise BenchError(
@@ -68,7 +68,7 @@ def load_all(
     data_dir: Path | None = None,
     is_offline: bool = False,
 ) -> tuple[Workload, ...]:
-    """Return one workload per name, in order; "all" is every built-in class. The limit applies to each."""
+    """Return one workload per name, in order. "all" means all built-in classes. The limit is per workload."""
     each: dict[str, None] = {}  # a set that keeps its order
     for name in names:
         each.update(dict.fromkeys(CLASSES if _spelled(name) == ALL else (name,)))
@@ -82,13 +82,13 @@ def load_all(
 
 
 def with_turns(workload: Workload, max_turns: int | None) -> Workload:
-    """Cut the conversations after so many user turns."""
+    """Return the workload with conversations cut after `max_turns` user turns."""
     prompts = tuple(replace(prompt, turns=prompt.turns[:max_turns]) for prompt in workload.prompts)
     return replace(workload, prompts=prompts)
 
 
 def salted(prompt: Prompt, salt: str) -> Prompt:
-    """Put a unique first line before the prompt, so that no cache knows it. Call it after `deepened`."""
+    """Put a unique line before the prompt, so that no cache has its prefix. Call this after `deepened`."""
     line = f"[run {salt}]\n"
     if prompt.system is not None:
         return replace(prompt, system=line + prompt.system)
@@ -96,7 +96,7 @@ def salted(prompt: Prompt, salt: str) -> Prompt:
 
 
 def deepened(prompt: Prompt, *, num_tokens: int, tokens_per_word: float, seed: int = 0) -> Prompt:
-    """Put notes of about so many tokens before the prompt, which differ from prompt to prompt."""
+    """Put notes of about `num_tokens` before the prompt. The notes differ from prompt to prompt."""
     num_words = round(num_tokens / tokens_per_word) - len(_DEPTH_HEADING.split())
     if num_words < 1:
         return prompt
@@ -106,7 +106,7 @@ def deepened(prompt: Prompt, *, num_tokens: int, tokens_per_word: float, seed: i
 
 
 def _spelled(name: str) -> str:
-    """Spell a name as we do: `MT-Bench` is mt_bench."""
+    """Return a name in our spelling: `MT-Bench` becomes mt_bench."""
     name = name.lower().replace("-", "_")
     return _SPELLINGS.get(name, name)
 
@@ -147,7 +147,7 @@ def _spread(prompts: tuple[Prompt, ...], limit: int | None, seed: int) -> tuple[
 
 
 def _random_workload(name: str, *, num_prompts: int, seed: int) -> Workload:
-    """Make up random words, which no drafter can predict."""
+    """Return prompts of random words, which no drafter can predict."""
     given = name.removeprefix(RANDOM).removeprefix(":")
     if given and not (given.isascii() and given.isdigit() and int(given)):
         raise BenchError(f"'{given}' is not a number of words: write '{RANDOM}:N', such as '{RANDOM}:512'.")

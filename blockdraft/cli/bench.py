@@ -31,7 +31,7 @@ SUMMARY = "measure a server: speed, latency, acceptance, against plain decoding"
 USAGE = "blockdraft bench [URL] [flags]\n       blockdraft bench compare A.json B.json"
 EXIT_TROUBLE = 2
 EXIT_INTERRUPT = 130
-FILE_WIDTH = 160  # characters of a line that goes to no terminal; arbitrary
+FILE_WIDTH = 160  # characters of a line in a file or pipe; arbitrary
 SERVER_FLAGS = """
 --name NAME: the model to ask, if the server has several
 --api-key KEY: key to send to the server (default: $BLOCKDRAFT_API_KEY)
@@ -103,13 +103,13 @@ def run(args: argparse.Namespace) -> int:
     if len(args.target) > 1:
         raise BenchError(f"bench measures one URL, but {len(args.target)} were given: {args.target[1]}.")
     options = _options(args)
-    # Our own server must end with us, however we end.
+    # Our own server must end when this process ends, for any reason.
     before = {number: signal.signal(number, signal.default_int_handler) for number in ENDINGS}
     try:
         return run_in_loop(_measure(args, options))
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None
-    except BenchError as error:  # a server's log may hold the key
+    except BenchError as error:  # a server's log may contain the key
         key = options.api_key
         raise BenchError(str(error).replace(key, "***") if key else str(error)) from None
     finally:
@@ -133,7 +133,7 @@ def _options(args: argparse.Namespace) -> Options:
 
 
 async def _measure(args: argparse.Namespace, options: Options) -> int:
-    """Run everything in the event loop, which handles signals: a second one cannot interrupt the writing."""
+    """Run everything in the event loop. It handles signals, so a second one cannot interrupt the writing."""
     from blockdraft.bench.report import output_paths
 
     session = _session(args, options)
@@ -149,7 +149,7 @@ async def _measure(args: argparse.Namespace, options: Options) -> int:
 
 
 def _show(report: BenchReport, paths: Sequence[Path], *, prints_json: bool) -> None:
-    """Write the report to `paths`, then print it: stdout may be closed by now."""
+    """Write the report to `paths`, and only then print it: stdout may be closed."""
     from rich.console import Console
 
     from blockdraft.bench.html_page import render
@@ -182,7 +182,7 @@ def _session(args: argparse.Namespace, options: Options) -> Session:
     if options.url is not None or options.start is not None:
         return Session(options, grid, console)
     settings = settings_from(args)
-    forget_environment_settings()  # the flags contain them now
+    forget_environment_settings()  # the child gets these settings as flags
     if "speculative" in options.arms_in_turn and with_drafter(settings).draft in (None, "none"):
         raise BenchError(f"--arms {options.arms}: no drafter is known for '{settings.model}': give --draft.")
     python = [] if args.engine_python is None else ["--engine-python", args.engine_python]
@@ -192,7 +192,7 @@ def _session(args: argparse.Namespace, options: Options) -> Session:
 
 
 def _compare(paths: Sequence[str], *, out: str, prints_json: bool) -> int:
-    """Compare two runs; join them into one report if one is plain and the other speculative."""
+    """Compare two runs, or join them into one report if one is plain and the other speculative."""
     from blockdraft.bench import compare
     from blockdraft.bench.join import is_joinable, join
     from blockdraft.bench.report import load_report, output_paths
@@ -216,7 +216,7 @@ def _compare(paths: Sequence[str], *, out: str, prints_json: bool) -> int:
 
 
 def _stdout() -> Console:
-    """Return a console that cuts no lines in files and pipes."""
+    """Return a console that does not cut lines in files and pipes."""
     from rich.console import Console
 
     console = Console(highlight=False)

@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    flags.sampling_from(args)  # raises errors before the model is loaded
+    flags.sampling_from(args)  # only for its errors, before the model is loaded
     is_remote = (args.model_first or "").startswith(("http://", "https://"))
     answerer = _server(args) if is_remote else _model(args)
     from blockdraft.cli.chat_talk import Talk
@@ -77,7 +77,7 @@ def _server(args: argparse.Namespace) -> Answerer:
 
 
 def sampling_fields(args: argparse.Namespace) -> dict[str, object]:
-    """Return only what the flags give: the server knows the recommended values of its model."""
+    """Return only the given fields: the server knows the recommended values of its model."""
     asked, usual = flags.sampling_from(args), SamplingParams()
     return {
         item.name: getattr(asked, item.name)

@@ -1,4 +1,4 @@
-"""Answer the questions of a chat with a model in this process, or with a server."""
+"""Answers the questions of a chat with a model in this process, or with a server."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from blockdraft.llm import LLM
 
 Message = dict[str, object]
-SILENCE_S = 600.0  # without data, then the server is given up; our server's own limit is the same
-OVERFLOW = "context_length_exceeded"  # OpenAI's code
+SILENCE_S = 600.0  # limit without data from the server; equal to our server's own limit
+OVERFLOW = "context_length_exceeded"  # OpenAI's error code
 
 
 @dataclass(slots=True)
 class AnswerFigures:
-    """Tokens, seconds and drafts of an answer; `steps` is None where unknown."""
+    """Tokens, seconds and drafts of an answer. `steps` is None if unknown."""
 
     num_tokens: int = 0
     seconds: float = 0.0
@@ -39,7 +39,7 @@ class AnswerFigures:
 
 @dataclass(frozen=True, slots=True)
 class ChatPiece:
-    """A piece of an answer; the last has the figures. The first `num_drafts` of `tokens` were drafts."""
+    """A piece of an answer. The last one has the figures. The first `num_drafts` of `tokens` were drafts."""
 
     text: str = ""
     thought: str = ""
@@ -60,7 +60,7 @@ class Answerer(Protocol):
     def answer(self, messages: Sequence[Message], *, with_drafts: bool) -> Iterator[ChatPiece]: ...
 
 
-# ---- here
+# ---- a model in this process
 
 
 class LocalModel:
@@ -79,7 +79,7 @@ class LocalModel:
         prompt_ids = tokenizer.encode_chat(messages)
         marks = DraftMarks(tokenizer, prompt_ids, skip_special_tokens=True) if with_drafts else None
         tags, splitter = find_tags(tokenizer), None
-        if tags is not None and not tags.special:  # else the text has no thoughts
+        if tags is not None and not tags.special:  # otherwise the text has no thoughts
             splitter = Splitter(tags, is_inside=begins_inside(tags, tokenizer, prompt_ids))
         with interrupts_between_steps() as check:
             for delta in self._llm.stream(prompt_ids, self._sampling):
@@ -132,11 +132,11 @@ def interrupts_between_steps() -> Iterator[Callable[[], None]]:
         signal.signal(signal.SIGINT, before)
 
 
-# ---- elsewhere
+# ---- a server's model
 
 
 class RemoteModel:
-    """A model of any server that speaks OpenAI's chat completions."""
+    """A model of a server with OpenAI's chat completions API."""
 
     def __init__(self, endpoint: Endpoint, fields: Mapping[str, object], api_key: str | None) -> None:
         self._endpoint, self._fields, self._api_key = endpoint, fields, api_key
@@ -159,7 +159,7 @@ class RemoteModel:
                 num_chunks += bool(piece.text)
                 yield piece
             figures.seconds = time.monotonic() - begin_s
-            figures.num_tokens = figures.num_tokens or num_chunks  # without usage, a chunk counts as a token
+            figures.num_tokens = figures.num_tokens or num_chunks  # without usage, count chunks as tokens
             yield ChatPiece(figures=figures)
         except (OSError, http.client.HTTPException) as error:
             raise RequestError(f"{self.name} cannot be reached: {error or type(error).__name__}.") from None

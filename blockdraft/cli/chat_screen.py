@@ -1,4 +1,4 @@
-"""Read questions from a terminal or a pipe, and write answers."""
+"""Reads questions from a terminal or a pipe, and writes answers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Screen:
 
     def __init__(self) -> None:
         show_anything()
-        console = Console()  # knows NO_COLOR, TERM and what Windows can do
+        console = Console()  # respects NO_COLOR, TERM and the abilities of Windows
         self.is_terminal = sys.stdout.isatty()
         self.has_styles = self.is_terminal and console.color_system is not None and not console.legacy_windows
         self.has_colours = self.has_styles and not console.no_color
@@ -36,13 +36,13 @@ class Screen:
             self._was_thought = False
 
     def think(self, text: str) -> None:
-        """Write a thought, only to a terminal: a pipe gets the answer alone."""
+        """Write a thought, but only to a terminal: a pipe gets only the answer."""
         if text and self.is_terminal:
             self._put(text, DIM if self.has_styles else "")
             self._was_thought = True
 
     def mark(self, tokens: Sequence[str], num_drafts: int) -> None:
-        """Write the tokens of one step, its accepted drafts in colour."""
+        """Write the tokens of one step, with accepted drafts in colour."""
         self._put("".join(tokens[:num_drafts]), GREEN if self.has_colours else "")
         self._put("".join(tokens[num_drafts:]))
 
@@ -68,14 +68,14 @@ def line_reader() -> ReadLine:
     if not sys.stdin.isatty():
         return _piped_line
     with contextlib.suppress(ImportError):
-        importlib.import_module("readline")  # from now on `input` has it; its history ends with the program
+        importlib.import_module("readline")  # now `input` uses it; its history is not saved
     return _typed_line
 
 
 def _typed_line(prompt: str) -> str:
     if sys.stdout.isatty():
         return input(prompt)
-    print(prompt, end="", file=sys.stderr, flush=True)  # stdout has the answers only
+    print(prompt, end="", file=sys.stderr, flush=True)  # stdout gets only the answers
     return input()
 
 

@@ -1,4 +1,4 @@
-"""Run one conversation of questions and commands until the input ends."""
+"""Runs a conversation of questions and commands until the input ends."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ End a line with a backslash to continue on the next line. Put several lines betw
 quotes (\""") to ask them as one question. A question that begins with a slash needs a space in front of it.
 Ctrl-C stops an answer; the part that was shown stays in the conversation."""
 
-OTHER_NAMES = {"/clear": "/reset", "/?": "/help", "/quit": "/exit", "/bye": "/exit"}  # as other programs say
+OTHER_NAMES = {"/clear": "/reset", "/?": "/help", "/quit": "/exit", "/bye": "/exit"}  # as in other programs
 
 
 class Talk:
-    """The messages so far, and the model that answers."""
+    """A conversation: its messages so far, and the model that answers."""
 
     def __init__(
         self, answerer: Answerer, *, system: str | None = None, max_tokens: int | None = None
@@ -63,7 +63,7 @@ class Talk:
                 self.hear(read_question(read_line))
             except EOFError:
                 break
-            except KeyboardInterrupt:  # at the prompt: the line is dropped
+            except KeyboardInterrupt:  # Ctrl-C at the prompt drops the line
                 if not is_typed:
                     raise
                 self._screen.note("\n(Ctrl-D or /exit ends)")
@@ -102,10 +102,10 @@ class Talk:
         if said:
             self._messages.append({"role": "assistant", "content": "".join(said)})
         else:
-            self._messages.pop()  # a question without an answer is not asked again with the next one
+            self._messages.pop()  # drop a question without an answer: do not send it with the next one
 
     def _stream(self, said: list[str]) -> None:
-        """Write an answer as it comes, and note its text in `said`."""
+        """Write an answer as it arrives, and append its text to `said`."""
         answer = self._answerer.answer(self._with_system(), with_drafts=self._has_marks)
         with closing(answer):  # type: ignore[type-var]
             for piece in answer:
@@ -158,7 +158,7 @@ class Talk:
             text = "\n\n".join(f"[{message['role']}]\n{message['content']}" for message in messages)
         path = Path(name).expanduser()
         try:
-            with path.open("x", encoding="utf-8") as file:  # nothing is overwritten
+            with path.open("x", encoding="utf-8") as file:  # "x" never overwrites a file
                 file.write(text + "\n")
         except OSError as error:
             self._screen.note(f"error: {path} cannot be written: {error.strerror}.")

@@ -1,6 +1,6 @@
 """The container's entrypoint: plan, download, then become the server.
 
-Run by container/entrypoint as `python -m blockdraft.cli.container [flags of blockdraft serve]`.
+container/entrypoint runs `python -m blockdraft.cli.container [flags of blockdraft serve]`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ REVISIONS = ("--revision", "--code-revision")
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Become the server; return an exit code only if that failed."""
+    """Replace this process by the server. Return an exit code only on failure."""
     words = sys.argv[1:] if words is None else words
     environment = whole_environment()
     try:
@@ -75,14 +75,14 @@ def _start(wanted: container.Wanted, words: Sequence[str], environment: Mapping[
 
 
 def _run(words: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Run a command; exit with its code if it fails."""
+    """Run a command. If it fails, exit with its code."""
     done = subprocess.run(words, env=container.without_settings(environment), check=False)
     if done.returncode != 0:
         raise SystemExit(done.returncode)
 
 
 def _tuned(program: str, resolved: MergedSettings, child: Mapping[str, str]) -> dict[str, Any]:
-    """Return tuned settings for vLLM with a drafter that were not set, if model and memory allow them."""
+    """Return tuned values of settings that are not set, for vLLM with a drafter, if memory allows them."""
     settings = resolved.settings
     is_meant = settings.engine == "vllm" and settings.model != "default" and resolved.recipe is None
     if not is_meant or settings.draft in (None, "none"):
@@ -90,7 +90,7 @@ def _tuned(program: str, resolved: MergedSettings, child: Mapping[str, str]) -> 
     unset = {name for name, source in resolved.sources.items() if source == "default"}
     tuned: dict[str, Any] = {name: value for name, value in container.TUNED.items() if name in unset}
     longest = tuned.pop("max_model_len", None)
-    for found in (tuned, dict[str, Any]()):  # try again without larger steps, which need memory
+    for found in (tuned, dict[str, Any]()):  # second try: without larger steps, which need memory
         words = [program, "plan", "--json", *flags_of(asked_otherwise(settings, **found))]
         environment = container.without_settings(child)
         done = subprocess.run(words, env=environment, check=False, capture_output=True, text=True)
@@ -101,7 +101,7 @@ def _tuned(program: str, resolved: MergedSettings, child: Mapping[str, str]) -> 
 
 
 def _takes_tuned_backend(model: str) -> bool:
-    """Return whether the model's kind works with the tuned attention backend; its files are present."""
+    """Return whether the model works with the tuned attention backend. Its config.json must be present."""
     from blockdraft.checkpoints.fetch import hub_folder
 
     found = container.hub_id(model)
@@ -113,7 +113,7 @@ def _takes_tuned_backend(model: str) -> bool:
 def serve_words(
     wanted: container.Wanted, words: Sequence[str]
 ) -> tuple[list[str], MergedSettings, list[str]]:
-    """Return the command line of the server, its settings, and notes on what was left out."""
+    """Return the server's command line, its settings, and notes on variables that are ignored."""
     for flag in (word.partition("=")[0] for word in (*wanted.extra_args, *words)):
         if flag in ("--host", "--port"):
             raise SettingsError(f"{flag} is fixed in the container: set PORT instead.")
@@ -151,16 +151,16 @@ def serve_words(
 
 
 def _engine(argv: Sequence[str]) -> str:
-    """Return the engine that flags, environment or recipe name."""
+    """Return the engine that flags, environment or recipe select."""
     given = given_settings(parse(argv))
     known: dict[str, object] = {name: given[name] for name in ("engine", "recipe") if name in given}
-    return merge_settings(known).settings.engine  # other settings are checked once it is known
+    return merge_settings(known).settings.engine  # other settings are checked when the engine is known
 
 
 def _fetch(
     sources: Mapping[str, str | None], engine: str, engine_args: Sequence[str], child: dict[str, str]
 ) -> tuple[list[str], dict[str, str]]:
-    """Download models from the hub; return flags and environment that serve exactly these files."""
+    """Download models from the hub. Return flags and an environment that serve exactly these files."""
     from blockdraft.checkpoints.fetch import hub_folder
 
     is_native = engine == "native"
@@ -177,7 +177,7 @@ def _fetch(
         commit = hub_folder(repo, revision=revision, is_whole=not is_native).name
         _say(f"{repo} is {repo}@{commit}")
         flags += [f"{flag_of(name)}={repo}@{commit}"] if is_native else []
-    # Other engines take a hub id without revision; offline, it is what was just fetched.
+    # Other engines take a hub id without revision. Offline, they use the files that were just fetched.
     is_cached = not is_native and container.hub_id(str(sources["model"])) is not None
     return flags, child | ({"HF_HUB_OFFLINE": "1"} if is_cached else {})
 

@@ -93,7 +93,7 @@ def _warnings_as_lines() -> Iterator[None]:
 
 
 def _one_of(what: str, word: str | None, flag: str | None) -> str | None:
-    """Return the value of the argument or the flag; None if neither is given. Both must agree."""
+    """Return the value of the argument or the flag, or None. If both are given, they must be equal."""
     if word is not None and flag is not None and word != flag:
         raise SettingsError(f"two {what} were given, '{word}' and '{flag}': give one.")
     return word if word is not None else flag

@@ -1,4 +1,4 @@
-"""Shared by several commands: their flags, text tables, and hiding of keys."""
+"""Code shared by several commands: flags, text tables, and hiding of keys."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _NOT_SECRET = ("TOKENS", "TOKENIZER")  # --max-num-batched-tokens
 
 
 def add_settings(parser: argparse.ArgumentParser, leave_out: Iterable[str] = ()) -> None:
-    """Add one flag per field of Settings, with the field's help."""
+    """Add one flag per field of Settings, with the help text of the field."""
     group = parser.add_argument_group("engine")
     launched = [name for name in SETTING_NAMES if name in LAUNCH_SETTINGS and name not in leave_out]
     other = parser.add_argument_group("vllm and sglang") if launched else group
@@ -45,7 +45,7 @@ def add_settings(parser: argparse.ArgumentParser, leave_out: Iterable[str] = ())
             continue
         text = f"{item.metadata['help']} (default: {shown(item.default)})".replace("%", "%%")
         where = other if item.name in launched else group
-        # A flag that is not given is absent: environment or recipe may set it.
+        # Flags that are not given are absent: the environment or the recipe may set them.
         where.add_argument(flag_of(item.name), default=argparse.SUPPRESS, help=text, **_options(item.name))
         if item.name == "verify":
             off: dict[str, Any] = {"action": "store_const", "const": "off", "default": argparse.SUPPRESS}
@@ -55,7 +55,7 @@ def add_settings(parser: argparse.ArgumentParser, leave_out: Iterable[str] = ())
 def add_model(
     parser: argparse.ArgumentParser, metavar: str = "MODEL", text: str = "the same as --model MODEL"
 ) -> None:
-    """Let the first argument name the model, as --model does."""
+    """Add a first argument that names the model, as --model does."""
     parser.add_argument("model_first", nargs="?", metavar=metavar, help=text)
 
 
@@ -72,12 +72,12 @@ def given_settings(args: argparse.Namespace) -> dict[str, object]:
 
 
 def settings_from(args: argparse.Namespace) -> Settings:
-    """Return the Settings of recipe, environment and flags together."""
+    """Return the Settings, merged from recipe, environment and flags."""
     return noted(merge_settings(given_settings(args)))
 
 
 def noted(resolved: MergedSettings) -> Settings:
-    """Print what was left out of the recipe; return the Settings."""
+    """Print notes on ignored parts of the recipe; return the Settings."""
     for note in resolved.notes:
         print(f"note: {note}", file=sys.stderr)
     return resolved.settings
@@ -104,7 +104,7 @@ def flags_of(settings: Settings) -> list[str]:
 def add_flags(group: argparse._ActionsContainer, text: str, /, **more: object) -> None:
     """Add the flags of `text`, one per line as in --help: `--flag VALUE: what it does`.
 
-    VALUE gives the type (_TYPES); {a,b} are choices, three dots mean repeatable, and without VALUE it is a
+    VALUE gives the type (_TYPES). {a,b} are choices, three dots mean repeatable. A flag without VALUE is a
     switch. Indented lines continue a line. `more` has a flag's default, or a dict for `add_argument`.
     """
     for line in filter(None, re.sub(r"\n +", " ", text).splitlines()):
@@ -124,8 +124,8 @@ def add_flags(group: argparse._ActionsContainer, text: str, /, **more: object) -
 
 
 def add_sampling(parser: argparse.ArgumentParser, *, max_tokens: int = 512, is_chat: bool = False) -> None:
-    """Add the flags of one request; a chat has no --n and no --logprobs."""
-    # Without a default: None is the model's value, which is not known yet.
+    """Add the flags of one request. A chat has no --n and no --logprobs."""
+    # No default: None stands for the model's value, which is not known yet.
     first = f"""
 --temperature X: randomness of the answer; 0 is greedy (default: the model's)
 --top-p X: sample from the likeliest tokens whose probabilities sum to X (default: the model's)
@@ -157,7 +157,7 @@ def add_sampling(parser: argparse.ArgumentParser, *, max_tokens: int = 512, is_c
 def sampling_from(
     args: argparse.Namespace, model_defaults: Mapping[str, float] | None = None
 ) -> SamplingParams:
-    """Return the sampling parameters of the flags, else the model's recommended ones."""
+    """Return the sampling parameters: from the flags, else the model's recommended values."""
     left_out = [name for name in SAMPLING_NAMES if getattr(args, name) is None]
     given = argparse.Namespace(**{name: value for name, value in vars(args).items() if name not in left_out})
     # args.width and args.seed are the engine's settings of those names.
@@ -167,7 +167,7 @@ def sampling_from(
 
 
 def dataclass_from(kind: type[T], args: argparse.Namespace, **given: object) -> T:
-    """Return a dataclass with fields from `given`, or else from the flags with the fields' names."""
+    """Return a dataclass. Its fields come from `given`, else from the flags with their names."""
     names = [item.name for item in fields(kind) if item.name not in given and item.name in args]  # type: ignore[arg-type]
     return kind(**{name: getattr(args, name) for name in names}, **given)
 
@@ -177,7 +177,7 @@ def add_verbose(parser: argparse.ArgumentParser) -> None:
 
 
 def reporter(args: argparse.Namespace) -> Callable[[str], None]:
-    """Return a function that prints progress to stderr, or nothing if stderr is no terminal."""
+    """Return a function that prints progress to stderr; without --verbose, only if it is a terminal."""
     if args.verbose or sys.stderr.isatty():
         return lambda message: print(message, file=sys.stderr, flush=True)
     return lambda message: None
@@ -191,7 +191,7 @@ def table(rows: Sequence[Sequence[str]], indent: str = "  ") -> Iterator[str]:
 
 
 def prompt_from(text: str) -> str:
-    """Return the prompt, read from stdin without its last newline if it is "-"."""
+    """Return the prompt; for "-", read it from stdin without the last newline."""
     return text if text != "-" else read_stdin("the prompt").removesuffix("\n")
 
 
@@ -208,7 +208,7 @@ def read_stdin(what: str) -> str:
 
 
 def show_anything() -> None:
-    """Let stdout replace characters that the terminal cannot show."""
+    """Make stdout replace characters that the terminal cannot show."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
 
@@ -242,7 +242,7 @@ def _options(name: str) -> dict[str, Any]:
 
 
 def _reader(read: Callable[[str], object]) -> Callable[[str], object]:
-    """Wrap `read` so that it raises errors as argparse wants them."""
+    """Wrap `read` so that its errors are those that argparse expects."""
 
     def reads(text: str) -> object:
         try:
@@ -261,7 +261,7 @@ def _bias(text: str) -> tuple[int, float]:
         raise argparse.ArgumentTypeError(f"'{text}' is not ID=VALUE, such as 42=-100") from None
 
 
-# The type of a value by its name in --help; any other is text.
+# The type of a value by its name in --help; other names are strings.
 _TYPES = {"N": int, "X": float, "S": float, "FILE": Path, "FOLDER": Path}
 _METAVARS = {
     "chat_template": "FILE",
@@ -298,6 +298,6 @@ def _masked(word: str, before: str) -> str:
     if flag.startswith("-") and equals and is_secret(flag):
         return f"{flag}={HIDDEN}"
     takes_secret = before.startswith("-") and "=" not in before and is_secret(before)
-    # A file name is no secret, and a flag is not the value of the flag before it.
+    # A file name is not secret, and a flag is not the value of the flag before it.
     is_value = takes_secret and not before.endswith("-file") and not word.startswith("--")
     return HIDDEN if is_value else word

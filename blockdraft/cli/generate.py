@@ -47,9 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_verbose(parser)
     flags.add_sampling(parser)
     forms = parser.add_argument_group("structured output", "make the answer follow one of these")
-    texts = {"json_schema": {"type": str}, "grammar": {"type": str}}  # "-" is no path
+    texts = {"json_schema": {"type": str}, "grammar": {"type": str}}  # strings, since "-" is not a path
     flags.add_flags(forms.add_mutually_exclusive_group(), FORM_FLAGS, **texts)
-    # Here --seed is the sampling seed, there are no tools, and only our engine runs.
+    # Here --seed is the sampling seed, there are no tools, and only our engine can run.
     flags.add_settings(parser, leave_out=("seed", "tool_format", "engine", *LAUNCH_SETTINGS))
 
 
@@ -74,10 +74,10 @@ def _read(flag: str, name: str) -> str:
 
 
 def _prompt(args: argparse.Namespace) -> str:
-    """Return PROMPT and the files, separated by blank lines; stdin if neither is given."""
+    """Return PROMPT and the files, separated by blank lines; read stdin if neither is given."""
     first = args.prompt
     if first is None and not args.file:
-        is_free = "-" not in (args.json_schema, args.grammar)  # no other flag reads stdin
+        is_free = "-" not in (args.json_schema, args.grammar)  # whether no other flag reads stdin
         if sys.stdin is None or sys.stdin.isatty() or not is_free:
             raise SettingsError("no prompt was given: add PROMPT, or --file FILE, or '-' for stdin.")
         first = "-"
@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
     settings = merge_settings(flags.given_settings(args) | {"engine": "native"}).settings
     _check_sources(args)
     form = _form(args)
-    # Here for its errors, before the model is loaded.
+    # Only for its errors, before the model is loaded.
     sampling = replace(flags.sampling_from(args), structured_outputs=form)
     if sampling.logprobs is not None and not args.json:
         raise SettingsError("--logprobs are only shown in JSON: add --json.")
@@ -127,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def open_llm(args: argparse.Namespace, asked: dict[str, Any]) -> tuple[LLM, list[str]]:
-    """Load an engine with the settings `asked` in this process and print its warnings; return both."""
+    """Load an engine with the settings `asked` in this process. Print its warnings; return it and them."""
     from blockdraft.start.driver_warmup import quick_imports
     from blockdraft.start.preflight import pin_cpu_threads
 
@@ -136,7 +136,7 @@ def open_llm(args: argparse.Namespace, asked: dict[str, Any]) -> tuple[LLM, list
         from blockdraft.llm import LLM
 
     warnings: list[str] = []
-    given = {**asked, "recipe": None}  # its settings are among them already
+    given = {**asked, "recipe": None}  # `asked` already contains the recipe's settings
     llm = LLM(report=flags.reporter(args), warn=warnings.append, **given)
     warnings += llm.engine.models.labels.notices
     for line in llm.engine.models.labels.chosen:
@@ -147,7 +147,7 @@ def open_llm(args: argparse.Namespace, asked: dict[str, Any]) -> tuple[LLM, list
 
 
 def _tell_stopped(seen: list[Delta], seconds: float) -> None:
-    """Print the speed of an answer that was stopped, if it had begun."""
+    """Print the speed of a stopped answer, if it had begun."""
     num_tokens = sum(len(delta.token_ids) for delta in seen)
     if num_tokens:
         print(flush=True)
@@ -155,7 +155,7 @@ def _tell_stopped(seen: list[Delta], seconds: float) -> None:
 
 
 def _print_text(deltas: Iterator[Delta], num_choices: int, seen: list[Delta]) -> None:
-    """Stream one answer; print several when all are complete, each under its number. Append to `seen`."""
+    """Stream one answer, or print several with their numbers when all are complete. Append to `seen`."""
     flags.show_anything()
     for delta in deltas:
         seen.append(delta)
@@ -170,7 +170,7 @@ def _print_text(deltas: Iterator[Delta], num_choices: int, seen: list[Delta]) ->
 
 
 def speed_line(deltas: list[Delta], *, has_drafter: bool) -> str:
-    """Return a line with the speed of all choices together; the module's docstring defines it."""
+    """Return a line with the total speed of all choices, which the module's docstring defines."""
     metrics = [delta.metrics for delta in deltas if delta.metrics is not None]
     num_tokens, steps = sum(m.num_tokens for m in metrics), sum(m.steps for m in metrics)
     seconds, first_s = max(m.seconds for m in metrics), min(m.first_token_s for m in metrics)
@@ -222,5 +222,5 @@ def _choice(answer: Completion) -> dict[str, object]:
 
 
 def _finite(value: float) -> float | None:
-    """Return None for -inf, the log-probability of a forbidden token: JSON has no infinity."""
+    """Return the value, or None for -inf (a forbidden token's log-probability): JSON has no infinity."""
     return value if math.isfinite(value) else None

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 SUMMARY = "measure the effect of compressed keys and values (int8, fp8, tq4, tq4v3) on a model"
 USAGE = "blockdraft kv [MODEL] [flags]"
-FORMATS = ("int8", "fp8", "tq4", "tq4v3")  # kernels/kv_codec.py has what they are; it imports torch
-NEEDLES_FROM = 1024  # tokens: shorter texts have no needles unless they are asked for
-# Tokens that count, a text's length, texts with needles, and answers: minutes on two cores; less on a card.
+FORMATS = ("int8", "fp8", "tq4", "tq4v3")  # defined in kernels/kv_codec.py, which imports torch
+NEEDLES_FROM = 1024  # tokens; shorter texts have no needles by default
+# Counted tokens, a text's length, texts with needles, answers: minutes on two cores, less on a card.
 SMALL, LARGE = (1024, 1536, 1, 4), (65_536, 4096, 8, 32)
 
 
@@ -122,7 +122,7 @@ def _settings(args: argparse.Namespace) -> dict[str, object]:
 
 
 def _sizes(args: argparse.Namespace, models: LoadedPair, plan: Plan) -> tuple[int, int, int, int]:
-    """Return tokens, length, needles and answers: as asked, or amounts that take this device minutes."""
+    """Return tokens, length, needles and answers: as given, or values that take minutes on this device."""
     tokens, length, needles, answers = SMALL if models.device.type == "cpu" else LARGE
     length = min(length, plan.max_model_len) if args.length is None else args.length
     needles = needles if length >= NEEDLES_FROM else 0
@@ -131,7 +131,7 @@ def _sizes(args: argparse.Namespace, models: LoadedPair, plan: Plan) -> tuple[in
 
 
 def texts_of(path: Path, tokenizer: Tokenizer) -> Iterator[list[int]]:
-    """Yield the prompts of a file as the model reads them, in the same order every time."""
+    """Yield the token ids of a file's prompts, in an order that is equal in every run."""
     from blockdraft.bench import prompt_files
 
     prompts = prompt_files.prompts_of(prompt_files.read(path).rows, name="kv", category="kv")

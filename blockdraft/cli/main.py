@@ -1,4 +1,4 @@
-"""blockdraft on the command line. Heavy imports live inside the commands: --help never loads torch."""
+"""The command `blockdraft`. Heavy imports are inside the commands, so --help never loads torch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)  # a full disk, or
 
 
 class Parser(argparse.ArgumentParser):
-    """An argparse parser that suggests the name that was probably meant."""
+    """An argparse parser that suggests the likely name for an unknown one."""
 
     def error(self, message: str) -> NoReturn:
         wrong = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _forget_output() -> None:
-    """Send stdout to /dev/null, because Python's flush at exit would fail."""
+    """Redirect stdout to /dev/null, because Python's flush at exit would fail."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

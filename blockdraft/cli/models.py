@@ -95,7 +95,7 @@ def shown_bytes(num_bytes: int) -> str:
 
 
 def _remove(names: Sequence[str], *, is_agreed: bool) -> int:
-    """Remove models; if one name is unknown, none is removed."""
+    """Remove models. If a name is unknown, remove nothing."""
     for model in [find_stored(name) for name in dict.fromkeys(names)]:
         size = shown_bytes(model.num_bytes)
         if not is_agreed and not _agrees(f"remove '{model.name}', {size}, {model.path}? [y/N] "):

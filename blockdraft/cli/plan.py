@@ -84,7 +84,7 @@ def _refused(findings: Iterable[Issue]) -> set[str]:
 
 
 def _expected(case: Case) -> tuple[Expectation, ...]:
-    """Return the published runs on this card: the recipe's, this pair's, or those of the recipe's pair."""
+    """Return published runs on this card: of the recipe, else of this pair, else of the recipe's pair."""
     settings, card = case.settings, case.card
     if card is None:
         return ()
@@ -106,7 +106,7 @@ def _machine(name: str | None) -> tuple[Machine, Card | None]:
 
 
 def _given(args: argparse.Namespace) -> dict[str, object]:
-    """Return the settings given as flags; --context and --concurrency are other names of two settings."""
+    """Return the settings given as flags. --context and --concurrency are aliases of two settings."""
     given = given_settings(args)
     for alias, name in (("context", "max_model_len"), ("concurrency", "max_num_seqs")):
         value = getattr(args, alias)
@@ -121,7 +121,7 @@ def _given(args: argparse.Namespace) -> dict[str, object]:
 def lines(
     report: Report, findings: Sequence[Issue], expected: Sequence[Expectation], *, explains: bool
 ) -> Iterator[str]:
-    """Yield the report; with `explains`, also how it was computed."""
+    """Yield the lines of the report; with `explains`, also how values were computed."""
     yield from _head(report, is_refused=bool(_refused(findings)))
     yield from _memory(report)
     yield from _speed(report, explains=explains)
@@ -220,7 +220,7 @@ def _speed(report: Report, *, explains: bool) -> Iterator[str]:
 
 
 def published_lines(expected: Sequence[Expectation], *, shows_all: bool) -> Iterator[str]:
-    """Yield the runs with one user and with the most users, or all runs."""
+    """Yield lines on the runs with one user and with the most users, or on all runs."""
     ends = {1, max((one.concurrency for one in expected), default=1)}
     shown = [one for one in expected if shows_all or one.concurrency in ends]
     for one in shown:

@@ -1,4 +1,4 @@
-"""Show a start, or a long run in stages: bars on a terminal, lines elsewhere, and the log of a training."""
+"""Shows a start or the stages of a long run: as bars on a terminal, else as lines. Logs trainings."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ if TYPE_CHECKING:
     from blockdraft.training.run import Listener
 
 REDRAW_S = 0.1
-LINE_S = 5.0  # between two lines of one stage
+LINE_S = 5.0  # least time between two lines of one stage
 
-Show = Callable[[str, float | None, str], None]  # stage, share done, what to show
+Show = Callable[[str, float | None, str], None]  # stage, share done, text to show
 
 
 class Detail(ProgressColumn):
-    """The text about a phase; only this column is cut if a line is too long."""
+    """The column with a phase's text. Only this column is cut if a line is too long."""
 
     def render(self, task: Task) -> Text:
         return Text(task.fields["detail"], style="dim", no_wrap=True, overflow="ellipsis")
 
 
 def draw(startup: StartProgress, console: Console | None = None) -> None:
-    """Draw until the start has ended, well or not."""
+    """Draw the bars until the start has ended or failed."""
     columns = (TextColumn("{task.description:<9}"), BarColumn(bar_width=24), Elapsed(), Detail())
     console = console if console is not None else Console(stderr=True)
     with Progress(*columns, console=console, transient=True) as bars:
@@ -62,7 +62,7 @@ def stage_bars(*, is_quiet: bool) -> Progress:
 
 
 def stage_shower(bars: Progress, *, is_quiet: bool) -> Show:
-    """Return a function that updates the bars, or prints a line per stage and every few seconds."""
+    """Return a function that updates the bars, or prints a line for each stage and every few seconds."""
     return _lines() if bars.disable and not is_quiet else _bars(bars)
 
 

@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     for path in (args.json, args.html):
         if path is not None and not path.absolute().parent.is_dir():
             raise BenchError(f"cannot write {path}: there is no such folder.")
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # our own server must end with us
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # our own server must end too
     try:
         return asyncio.run(_prove(args, options))
     except asyncio.CancelledError:
@@ -73,7 +73,7 @@ def _options(args: argparse.Namespace) -> ProveOptions:
     flags = []
     if args.url is None:
         flags = flags_of(settings_from(args))
-        forget_environment_settings()  # the flags contain them now
+        forget_environment_settings()  # the child gets these settings as flags
     num_prompts, max_tokens = QUICK if args.quick else USUAL
     return ProveOptions(
         url=args.url,

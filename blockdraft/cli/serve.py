@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 SUMMARY = "serve a model over HTTP, with a live page"
 USAGE = "blockdraft serve [MODEL] [flags]"
 
-EXIT_HUNG = 75  # a step did not come back; sysexits' "temporary failure"
+EXIT_HUNG = 75  # a step did not return; EX_TEMPFAIL of sysexits
 SERVER_FLAGS = """
 --host HOST: address to listen on (default: 127.0.0.1)
 --port N: port to listen on; 0: any free port (default: 8000)
@@ -113,7 +113,7 @@ def _options(args: argparse.Namespace) -> ServerOptions:
 def _serve(
     args: argparse.Namespace, settings: Settings, options: ServerOptions, listener: socket.socket
 ) -> int:
-    """Load the model in the engine's process; meanwhile answer HTTP, with the progress at /ready."""
+    """Load the model in the engine's process. Meanwhile answer HTTP, with the progress at /ready."""
     from blockdraft.phases import StartProgress
     from blockdraft.server.engine_link.remote_engine import start_engine_process
 
@@ -121,7 +121,7 @@ def _serve(
     startup = StartProgress(set_up_logs(args, options.api_keys))
     limit_s = args.step_timeout
     engine = start_engine_process(work, startup, _end_hung, step_timeout_s=limit_s, closes=[listener])
-    from blockdraft.server.app import make_app  # while the engine's process imports PyTorch
+    from blockdraft.server.app import make_app  # meanwhile the engine's process imports PyTorch
 
     name = (args.served_model_name or settings.model) + settings.suffix
     app = make_app(engine, name=name, options=options, tool_format=settings.tool_format)
@@ -149,7 +149,7 @@ def _run_engine(
 
 
 def _end_hung(engine: RemoteEngine) -> None:
-    """End all processes, since a hung step cannot be stopped; /health shows the reason for a moment first."""
+    """Show the reason at /health for a moment, then end all processes: a hung step cannot be stopped."""
     from blockdraft.server.http.lifetime import UNHEALTHY_GRACE_S
 
     time.sleep(UNHEALTHY_GRACE_S)

@@ -1,6 +1,6 @@
 """blockdraft serve --engine vllm or sglang: start another engine with the right flags and proxy it.
 
-This process never imports torch: it checks keys, shows the live page and passes requests on.
+This process never imports torch. It checks keys, shows the live page and forwards requests.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from blockdraft.settings.settings import Settings
 if TYPE_CHECKING:
     from blockdraft.server.options import ServerOptions
 
-MAX_BODY_BYTES = 64 << 20  # of requests that may hold images; arbitrary
+MAX_BODY_BYTES = 64 << 20  # largest request, which may contain images; arbitrary
 DEFAULT_PORT = 8000
 PRINTERS: dict[str, Callable[[Command], str]] = {
     "shell": shell_line,
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace, settings: Settings, options: ServerOptions) ->
 
 
 def _writer(path: Path | None, opened: ExitStack) -> Callable[[str], None]:
-    """Return a function that appends a line to `path`; only its owner may read it, as it may hold secrets."""
+    """Return a function that appends a line to `path`. Only its owner may read it: it may contain secrets."""
     if path is None:
         return lambda line: None
     try:

@@ -1,4 +1,4 @@
-"""Print a server's logs, its start and the reason of its end to the terminal, for every engine."""
+"""Prints a server's logs, its start and the reason for its end, for every engine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from blockdraft.server.http.lifetime import Service
     from blockdraft.server.options import ServerOptions
 
-EXIT_ERROR = 2  # the start failed on something a user can fix
+EXIT_ERROR = 2  # the start failed for a reason that a user can fix
 EXIT_FAILED = 1  # the engine failed while serving
 
 
@@ -29,11 +29,11 @@ def check_seconds(flag: str, value: float, *, least: float) -> None:
 
 
 def set_up_logs(args: argparse.Namespace, secrets: tuple[str, ...]) -> Callable[[str], None]:
-    """Set up logging; return the function that logs the phases of the start, unless bars show them."""
+    """Set up logging. Return a function that logs the phases of the start, unless bars show them."""
     from blockdraft.server.http import logs
 
     level = logging.getLevelNamesMapping()[args.log_level.upper()]
-    # Other packages never log at debug, where some write headers with keys.
+    # Other packages never log at debug: some would log headers with keys.
     logs.set_up(is_json=args.json_logs, level=max(level, logging.INFO), secrets=secrets)
     log = logging.getLogger("blockdraft")
     log.setLevel(level)
@@ -48,7 +48,7 @@ def set_up_logs(args: argparse.Namespace, secrets: tuple[str, ...]) -> Callable[
 
 
 def _is_drawn(args: argparse.Namespace) -> bool:
-    """Return whether progress bars show the start; at level debug the log has its phases."""
+    """Return whether progress bars show the start. At level debug the log shows it instead."""
     return sys.stderr.isatty() and not args.json_logs and args.log_level != "debug"
 
 
@@ -87,7 +87,7 @@ def serve_until_told(
 
     def announce() -> None:
         print(ready_line(name, listener), flush=True)
-        if _is_drawn(args):  # a log has these lines already
+        if _is_drawn(args):  # otherwise the log already has these lines
             if service.startup.speculation:
                 print(service.startup.speculation, file=sys.stderr)
             show_warnings()
@@ -97,7 +97,7 @@ def serve_until_told(
 
 
 def exit_code(args: argparse.Namespace, error: str | None, *, was_ready: bool) -> int:
-    """Return the exit code of a server that has ended; print the error, if there was one."""
+    """Return the exit code of an ended server; print its error, if any."""
     if error is None:
         return 0
     text = " ".join(error.split())

@@ -89,7 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group
     target_help = "folder, hub id or GGUF file"
     parser.add_argument("model", nargs="?", default="default", metavar="TARGET", help=target_help)
-    parser.argument_default = argparse.SUPPRESS  # a flag that is not given leaves the job's own default
+    parser.argument_default = argparse.SUPPRESS  # without a flag, the job's own default holds
     add_flags(add("run"), RUN_FLAGS, out={"required": True}, **{"from": {"dest": "start_from"}})
     add_flags(
         add("answers"),
@@ -111,7 +111,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         mask_token={"dest": "mask_token_id", "type": int},
     )
     dests = {"anchors": "num_anchors", "selector_weight": "selector", "train": "trained"}
-    # Not args.seed: the answers have a seed of their own, which no flag sets.
+    # Not args.seed: the answers have their own seed, which no flag sets.
     seed = {"dest": "training_seed", "default": _RECIPE.seed}
     add_flags(add("recipe"), RECIPE_FLAGS, seed=seed, **{name: {"dest": to} for name, to in dests.items()})
 

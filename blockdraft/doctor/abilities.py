@@ -8,23 +8,23 @@ from typing import Literal
 
 from blockdraft.machine.cards import Capability, has_bf16, has_fp4, has_fp8, has_tma
 
-ATTENTION = {9: "FlashAttention 3", 10: "FlashAttention 4"}  # by major capability; elsewhere 2
+ATTENTION = {9: "FlashAttention 3", 10: "FlashAttention 4"}  # by major capability; else 2
 BF16_FEATURES = ("bf16", "avx512_bf16", "amx_bf16")
 State = Literal["native", "emulated", "no"]
 
 
 @dataclass(frozen=True, slots=True)
 class Ability:
-    """`state` describes the hardware; "emulated" is correct but as slow as the wider format used instead."""
+    """A number format here. `state` is the hardware's; "emulated" is as slow as the wider format in use."""
 
     name: str
     state: State
-    native_engine: str  # what this engine does with it
-    others: str  # what vLLM and SGLang do with it
+    native_engine: str  # what our engine does with the format
+    others: str  # what vLLM and SGLang do with the format
 
 
 def abilities(capability: Capability | None, cpu_features: frozenset[str]) -> Iterator[Ability]:
-    """Yield the abilities of the card, or of the processor if `capability` is None or (0, 0) (unknown)."""
+    """Yield the card's abilities, or the processor's if `capability` is None or (0, 0), which is unknown."""
     if capability is None or capability == (0, 0):
         yield from _of_cpu(cpu_features)
         return
@@ -44,7 +44,7 @@ def abilities(capability: Capability | None, cpu_features: frozenset[str]) -> It
     yield Ability("MXFP4", _state(fp4), experts, cores)
     yield Ability("int8", "native", "weights in int8, widened in the kernel", "int8 by int8")
     yield Ability("int4 (GPTQ, AWQ)", "emulated", unpacked, marlin)
-    hopper: State = "native" if tma else "no"  # both came with it
+    hopper: State = "native" if tma else "no"  # both came with TMA
     attention = ATTENTION.get(capability[0], "FlashAttention 2")
     if not tma:
         ours = "the plain kernels"

@@ -7,20 +7,20 @@ from dataclasses import dataclass
 from typing import Literal
 
 Level = Literal["ok", "warning", "problem"]
-LEVELS: tuple[Level, ...] = ("ok", "warning", "problem")  # from good to bad
+LEVELS: tuple[Level, ...] = ("ok", "warning", "problem")  # from best to worst
 Area = Literal["machine", "limits", "disk", "libraries", "kernels", "known"]
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A warning costs speed or may cause failures later; a problem means no start or wrong answers."""
+    """A finding. Warnings cost speed or may cause failures; problems prevent a start or right answers."""
 
     area: Area
     name: str
     level: Level
     says: str
     advice: str | None = None  # what to do; each warning and problem has one
-    thread: str | None = None  # where it was reported
+    thread: str | None = None  # address of the report
 
     def __post_init__(self) -> None:
         assert self.level == "ok" or self.advice, f"{self.name}: what is to be done?"

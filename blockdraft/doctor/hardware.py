@@ -13,11 +13,11 @@ from blockdraft.machine.remedies import driver_advice
 
 GIB = 1 << 30
 MIN_CAPABILITY = (8, 0)
-MIN_MEMORY = 2 * GIB  # SmolLM2 in float32, its cache and Python
-MIN_SHM = GIB  # the processes of one engine communicate through it
-MIN_OPEN_FILES = 4096  # a connection each, and the shards of a checkpoint
+MIN_MEMORY = 2 * GIB  # for SmolLM2 in float32, its cache, and Python
+MIN_SHM = GIB  # processes of one engine communicate through /dev/shm
+MIN_OPEN_FILES = 4096  # one per connection and per shard of a checkpoint
 MIN_LOCKED = 64 * GIB  # RDMA registers memory; any limit is wrong
-SPARE_SHARE = 0.5  # of a card: less free memory means others use it
+SPARE_SHARE = 0.5  # of a card's memory: if less is free, other programs use the card
 FULL_DISK, LOW_DISK = 2 * GIB, 40 * GIB  # too little for anything; too little for a large model
 
 
@@ -148,7 +148,7 @@ _VARIABLES = {"downloads": "BLOCKDRAFT_CACHE", "hub": "HF_HOME", "triton": "TRIT
 
 
 def disk_findings(folders: Mapping[str, Path]) -> Iterator[Finding]:
-    """Yield one finding for each cache folder; a missing one counts as its nearest existing parent."""
+    """Yield one finding per cache folder. For a missing folder, check its nearest existing parent."""
     for name, folder in folders.items():
         there = next(path for path in (folder, *folder.parents) if path.exists())
         free_bytes = shutil.disk_usage(there).free

@@ -1,4 +1,4 @@
-"""Findings from the probe: torch, the path of each operation, and comparisons with references."""
+"""Findings from the probe: torch, the kernel path of each operation, and comparisons with references."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from blockdraft.machine.remedies import INSTALL, NO_COMPILER, NO_HEADERS, why_un
 REPORT = "please report this line with the output of `blockdraft doctor --json`"
 GIB = 1 << 30
 HIDDEN_SHARE = 0.75  # of the available memory: CUDA reports more if the page cache is small
-# The first key found in a failure's lower-case text decides.
+# The first key that occurs in a failure's lower-case text decides.
 ADVICE = (
     ("outofresources", f"a tile is too large for this card: --engine vllm may be faster; {REPORT}"),
     (
@@ -59,7 +59,7 @@ def torch_findings(machine: Machine, probe: Probe) -> Iterator[Finding]:
 
 
 def _page_cache(machine: Machine, torch: Torch) -> Iterator[Finding]:
-    """Warn if the page cache takes unified memory: CUDA counts it as used."""
+    """Warn if the page cache takes much unified memory: CUDA counts this memory as used."""
     gpu = machine.gpus[0] if machine.gpus else None
     if gpu is None or not gpu.is_unified or torch.free_bytes is None:
         return
@@ -106,7 +106,7 @@ def _path(path: KernelPath) -> Finding:
         return Finding("kernels", path.operation, "ok", path.taken)
     why = path.why_not or "not taken"
     if "pip install" in why:
-        command = why[why.index("pip install") :].rstrip(")")  # between brackets
+        command = why[why.index("pip install") :].rstrip(")")  # the command is in brackets
         return Finding("kernels", path.operation, "warning", f"PyTorch's own, slower: {why}", advice=command)
     if why.startswith("does not compile"):
         says = f"{why}: the slower reference is used"

@@ -24,7 +24,7 @@ DISTRIBUTIONS = {
     "flashinfer": "flashinfer-python",
     "flashinfer_cubin": "flashinfer-cubin",
 }
-REQUIRED = ("torch", "numpy", "tokenizers", "huggingface_hub")  # on every machine
+REQUIRED = ("torch", "numpy", "tokenizers", "huggingface_hub")  # needed on every machine
 
 
 def read_versions(version: Callable[[str], str] = importlib.metadata.version) -> dict[str, str]:
@@ -39,7 +39,7 @@ def read_versions(version: Callable[[str], str] = importlib.metadata.version) ->
 
 
 def library_findings(versions: Mapping[str, str], *, has_gpu: bool) -> Iterator[Finding]:
-    """Yield the versions, and the libraries that are missing; a GPU needs Triton and nvidia-ml-py."""
+    """Yield findings on versions and missing libraries. A GPU needs Triton and nvidia-ml-py."""
     shown = ", ".join(f"{name.replace('_', '-')} {version}" for name, version in versions.items())
     yield Finding("libraries", "versions", "ok", shown)
     for name in (*REQUIRED, "triton") if has_gpu else REQUIRED:

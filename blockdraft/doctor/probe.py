@@ -1,9 +1,9 @@
-"""The part of the doctor that imports torch, run in its own process, so that a crash is only a finding.
+"""The part of the doctor that imports torch. It runs in its own process, so that a crash is only a finding.
 
-`python -m blockdraft.doctor.probe` gets one JSON object as its argument and writes JSON objects, one per
-line: facts about torch, the path that each operation takes, and for each shape a `begin` and the comparisons.
-A kernel that does not compile is reported as an unused path, as in a start; other errors are not caught. A
-shape that raises or crashes ends the process, and the reader (`probe_runner.py`) knows which shape it was.
+`python -m blockdraft.doctor.probe` takes one JSON object as its argument and writes one JSON object per line:
+facts about torch, the kernel path of each operation, and for each shape a `begin` and comparisons. Kernels
+that do not compile are reported as unused paths, as in a start. Other errors are not caught: a shape that
+raises or crashes ends the process, and the reader (`probe_runner.py`) knows which shape it was.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Line = dict[str, object]
 
 CACHE_BYTES = 64 << 20
 BITS_SHAPE = SHAPE_NAMES[0]  # the shape that is checked for batch invariance
-NUM_INPUTS = 256  # of a product that asks for the gate-and-up kernel; any multiple of 16
+NUM_INPUTS = 256  # inputs of the product that tests the gate-and-up kernel; any multiple of 16
 
 
 def main(argument: str) -> None:
@@ -37,7 +37,7 @@ def main(argument: str) -> None:
     asked = json.loads(argument)
     for line in examine(asked["device"], asked["shapes"]):
         sys.stdout.write(json.dumps(line) + "\n")
-        sys.stdout.flush()  # so that it is known even after a crash
+        sys.stdout.flush()  # so that the reader has the line even after a crash
 
 
 def examine(device_name: str, names: list[str]) -> Iterator[Line]:
@@ -49,7 +49,7 @@ def examine(device_name: str, names: list[str]) -> Iterator[Line]:
         device_name = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(device_name)
     yield {"kind": "begin", "what": f"a product on {device_name}"}
-    ones = torch.ones(64, 64, device=device)  # whether torch has code for this card, and its sums are right
+    ones = torch.ones(64, 64, device=device)  # tests that torch has code for this card and adds correctly
     yield {"kind": "device", "name": device_name, "is_right": bool((ones @ ones == 64).all())}
     yield {"kind": "begin", "what": "the choice of kernels"}
     yield from _paths_on_gpu(device) if device.type == "cuda" else _paths_on_cpu(device)
@@ -80,7 +80,7 @@ def _torch_facts() -> Line:
     }
 
 
-# ---- which path is taken, asked of the dispatch itself
+# ---- the path that the dispatch takes
 
 
 def _paths_on_gpu(device: torch.device) -> Iterator[Line]:
@@ -131,7 +131,7 @@ def _path(operation: str, taken: str, why_not: str | None) -> Line:
 
 
 def _compile_ahead(shapes: list[ProbeShape], device: torch.device) -> None:
-    """Compile the kernels of all shapes in parallel; missing kernels are compiled when first used."""
+    """Compile the kernels of all shapes in parallel. Others are compiled when they are first used."""
     from blockdraft.engine.engine import Engine
     from blockdraft.start.compile_ahead import CompileAhead, run_checks, run_steps
 
@@ -167,7 +167,7 @@ def _check(shape: ProbeShape, device_name: str) -> Iterator[Line]:
 
 
 def _bits(shape: ProbeShape, models: LoadedPair, plan: Plan) -> Iterator[Line]:
-    """Check batch invariance of one shape on a card; a start checks the model that it serves."""
+    """Check batch invariance of one shape on a card. A start checks the model that it serves."""
     from blockdraft.check.batch_invariance import check_bits
     from blockdraft.engine.engine import Engine
 

@@ -1,4 +1,4 @@
-"""Runs the probe in its own process and reads its output, even if it crashed."""
+"""Runs the probe in its own process and reads its output, even if the process crashed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from blockdraft.doctor.shapes import SHAPE_NAMES
 from blockdraft.jsonl import as_object
 from blockdraft.settings.settings import child_environment
 
-TIMEOUT_S = 900.0  # for one process: on a slow card, compiling every kernel takes minutes
+TIMEOUT_S = 900.0  # limit of one process: on a slow card, compiling every kernel takes minutes
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +29,14 @@ class Torch:
     num_gpus: int = 0
     gpu: str | None = None
     capability: tuple[int, int] | None = None
-    architectures: tuple[str, ...] = ()  # that its own kernels were compiled for
+    architectures: tuple[str, ...] = ()  # the architectures that torch's kernels were compiled for
     free_bytes: int | None = None
     num_threads: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class KernelPath:
-    """The fast path of an operation here; if it is not used, `taken` is None and `why_not` says why."""
+    """The fast path of an operation on this machine. If unused, `taken` is None and `why_not` says why."""
 
     operation: str
     taken: str | None
@@ -45,7 +45,7 @@ class KernelPath:
 
 @dataclass(frozen=True, slots=True)
 class ShapeCheck:
-    """An operation of one shape against its reference; an error of None is not a number."""
+    """An operation of one shape, compared with its reference. A non-finite error is None."""
 
     shape: str
     operation: str
@@ -58,7 +58,7 @@ class ShapeCheck:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The stage at which a process failed, and the error."""
+    """The stage at which a process failed, with the error."""
 
     what: str  # "torch", "a product on cuda", "the choice of kernels", or a shape's name
     how: str
@@ -77,7 +77,7 @@ class Probe:
 
 
 class ProbeOutcome(NamedTuple):
-    """The output of a process; `code` is None if it was stopped after TIMEOUT_S."""
+    """The output of a process. `code` is None if the process was stopped after TIMEOUT_S."""
 
     out: str
     err: str
@@ -88,7 +88,7 @@ Run = Callable[[str], ProbeOutcome]
 
 
 def probe_torch(device: str, *, with_kernels: bool = True, run: Run | None = None) -> Probe:
-    """Run the probe; if a shape crashes its process, a new process continues with the shapes after it."""
+    """Run the probe. If a shape crashes the process, a new process continues with the next shape."""
     run = run or run_probe
     remaining = SHAPE_NAMES if with_kernels else ()
     probe = Probe()
@@ -104,7 +104,7 @@ def probe_torch(device: str, *, with_kernels: bool = True, run: Run | None = Non
 
 
 def run_probe(argument: str) -> ProbeOutcome:
-    """Run the probe with its own folder for temporary files, so that a crash leaves none behind."""
+    """Run the probe with its own folder for temporary files, which is removed even after a crash."""
     command = (sys.executable, "-m", "blockdraft.doctor.probe", argument)
     code: int | None = None
     with tempfile.TemporaryDirectory(prefix="blockdraft-doctor-") as folder:
@@ -118,10 +118,10 @@ def run_probe(argument: str) -> ProbeOutcome:
 
 
 def _read(probe: Probe, text: str) -> str | None:
-    """Add the output of a process to `probe`; return the stage that did not end, None if all ended."""
+    """Add the output of a process to `probe`. Return the stage that did not end; None if all ended."""
     begun: str | None = "torch"
     for line in text.splitlines():
-        entry: dict[str, Any] = as_object(line)  # empty where a library prints to stdout too
+        entry: dict[str, Any] = as_object(line)  # empty for a line that a library printed
         match entry.pop("kind", None):
             case "begin":
                 begun = entry["what"]
@@ -132,7 +132,7 @@ def _read(probe: Probe, text: str) -> str | None:
                 probe.torch = Torch(**entry | lists)
             case "device":
                 probe.device, probe.is_product_right = entry["name"], entry["is_right"]
-            case "path":  # the last word on an operation counts
+            case "path":  # the last line on an operation counts
                 paths = {path.operation: path for path in (*probe.paths, KernelPath(**entry))}
                 probe.paths = tuple(paths.values())
             case "check":

@@ -45,9 +45,9 @@ class KnownProblem:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """The facts of a machine that an entry's conditions are compared with."""
+    """The facts of a machine, which the conditions of entries are compared with."""
 
-    versions: Mapping[str, str]  # VERSIONED names; what is not there is not in it
+    versions: Mapping[str, str]  # by VERSIONED names; missing libraries are left out
     cards: frozenset[str]
     is_unified: bool
     architecture: str
@@ -61,7 +61,7 @@ def load_problems() -> tuple[KnownProblem, ...]:
 
 
 def facts_of(machine: Machine, versions: Mapping[str, str], torch_cuda: str | None) -> Facts:
-    """Collect the facts; `versions` are those that read_versions returns."""
+    """Collect the facts. `versions` is the result of read_versions."""
     gpus = machine.gpus
     known = {
         "cuda": machine.cuda,
@@ -98,5 +98,5 @@ def _holds(name: str, wanted: Condition, facts: Facts) -> bool:
         return not facts.cards.isdisjoint(wanted)
     if name == "missing":
         return facts.versions.keys().isdisjoint(wanted)
-    # No features means that none could be read.
+    # An empty set means that the features could not be read.
     return bool(facts.cpu_features) and facts.cpu_features.isdisjoint(wanted)

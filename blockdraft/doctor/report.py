@@ -1,4 +1,4 @@
-"""Examines a machine: all findings together, and their JSON."""
+"""Examines a machine: collects all findings, and turns them into JSON."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Note = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """The findings about a machine; `probe` is the output of the process that ran torch."""
+    """The findings about a machine. `probe` has the results of the process that ran torch."""
 
     machine: Machine
     versions: dict[str, str]
@@ -37,7 +37,7 @@ class Diagnosis:
 
 
 def examine(device: str, *, with_kernels: bool, note: Note) -> Diagnosis:
-    """Examine this machine. `device` is one of torch, or "auto"."""
+    """Examine this machine. `device` is a torch device, or "auto"."""
     machine, versions = read_machine(), read_versions()
     note("importing torch" + (" and comparing kernels with their references" if with_kernels else ""))
     if with_kernels and machine.gpus:
@@ -46,7 +46,7 @@ def examine(device: str, *, with_kernels: bool, note: Note) -> Diagnosis:
 
 
 def diagnose(machine: Machine, versions: dict[str, str], probe: Probe) -> Diagnosis:
-    """Judge the facts of a machine. Reads nothing itself but the free space on disks."""
+    """Derive findings from the facts of a machine. Only the free space on disks is read here."""
     torch_cuda = None if probe.torch is None else probe.torch.cuda
     facts = facts_of(machine, versions, torch_cuda)
     findings = (
@@ -66,7 +66,7 @@ def diagnose(machine: Machine, versions: dict[str, str], probe: Probe) -> Diagno
 
 
 def as_json(report: Diagnosis) -> dict[str, Any]:
-    """Return the diagnosis as JSON; sizes are in bytes, null means unknown."""
+    """Return the diagnosis as JSON values. Sizes are in bytes; null means unknown."""
     machine = asdict(report.machine)
     machine["cpu"]["features"] = sorted(report.machine.cpu.features)
     for entry, gpu in zip(machine["gpus"], report.machine.gpus, strict=True):

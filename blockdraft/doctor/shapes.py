@@ -16,7 +16,7 @@ Config = Mapping[str, object]
 
 @dataclass(frozen=True, slots=True)
 class ProbeShape:
-    """A pair to build: config.json of target and drafter, and the formats of weights, keys and values."""
+    """A pair of models to build: config.json of both, and the formats of weights, keys and values."""
 
     name: str
     covers: str

@@ -1,7 +1,7 @@
 """Starts other engines, vLLM and SGLang, with the right flags.
 
-`translate` is pure: settings in, a command line and an environment out. `issues` knows which combinations of
-engine, card and models are bad although the engine accepts them. Nothing here imports either engine.
+`translate` is a pure function: it turns settings into a command line and an environment. `issues` lists bad
+combinations of engine, card and models that an engine accepts. Nothing here imports either engine.
 """
 
 from __future__ import annotations
@@ -16,6 +16,6 @@ _WRITERS = {"vllm": vllm_command, "sglang": sglang_command}
 
 
 def translate(order: LaunchRequest) -> Command:
-    """Return the command that starts the engine. Raises SettingsError for a setting it has no flag for."""
+    """Return the command that starts the engine. Raise SettingsError if a setting has no flag there."""
     assert order.settings.engine in _WRITERS, "our own engine is not launched"
     return _WRITERS[order.settings.engine](order)

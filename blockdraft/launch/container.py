@@ -1,6 +1,6 @@
-"""Translates the container's variables into settings, for its entrypoint alone.
+"""Translates the container's variables into settings. Only the container's entrypoint uses it.
 
-The names are those of existing `docker run` lines; without a variable the setting keeps its own default.
+The names come from existing `docker run` lines. A setting whose variable is not set keeps its default.
 docs/container.md has the table.
 """
 
@@ -16,7 +16,7 @@ from blockdraft.settings.model_source import HUB_ID, MOUNTS
 from blockdraft.settings.settings import SETTING_NAMES, read_setting, suggestion, variable_of
 
 PORT = 8000
-# Container variable: setting with the same values.
+# Container variable: the setting that takes the same values.
 SAME = {
     "MAX_MODEL_LEN": "max_model_len",
     "MAX_NUM_SEQS": "max_num_seqs",
@@ -33,16 +33,16 @@ TURBOQUANT = (
     *("ENABLE_TURBOQUANT", "TQ_MODE", "TQ_KEY_BITS", "TQ_VALUE_BITS", "TQ_VALUE_GROUP_SIZE"),
     *("TQ_RING_CAPACITY", "TQ_INITIAL_LAYERS"),
 )
-TQ_DEFAULTS = {"TQ_MODE": "hybrid", "TQ_KEY_BITS": "4", "TQ_VALUE_BITS": "3"}  # of the documents' container
+TQ_DEFAULTS = {"TQ_MODE": "hybrid", "TQ_KEY_BITS": "4", "TQ_VALUE_BITS": "3"}  # the documents' container's
 COMPRESSING = ("hybrid", "full_tq")
 MEASURING = "capture_only"
-# Our format by bits of a key and of a value.
+# (bits of a key, bits of a value): our format.
 KV_DTYPES = {("4", "3"): "tq4v3", ("4", "4"): "tq4", ("8", "8"): "int8"}
 LEAST_RING = 16  # tokens: a block must not be compressed before it is verified
 VARIABLES = (*OTHERS, *SAME, *TURBOQUANT)
-OUR_PREFIXES = ("DFLASH_", "TQ_")  # a name that begins so and is not known was misspelt
-OTHER_PREFIXES = ("BLOCKDRAFT_", "SGLANG_", "VLLM_")  # read by somebody else
-# Of our own engine: what QUANTIZATION may be; the other names are formats that a checkpoint has.
+OUR_PREFIXES = ("DFLASH_", "TQ_")  # an unknown name with this prefix is misspelt
+OTHER_PREFIXES = ("BLOCKDRAFT_", "SGLANG_", "VLLM_")  # variables that other code reads
+# QUANTIZATION for our own engine: the formats that it makes; STORED_FORMATS are formats of checkpoints.
 MADE_HERE = ("fp8", "int8", "none")
 STORED_FORMATS = (
     "modelopt",
@@ -55,24 +55,24 @@ STORED_FORMATS = (
     "quark",
     "fbgemm",
 )
-# What the documents' container starts vLLM with where nobody says otherwise, found out on a DGX Spark.
+# The documents' container starts vLLM with these defaults, which were tuned on a DGX Spark.
 TUNED = {"max_model_len": 65536, "max_num_seqs": 16, "max_prefill_tokens": 32768}
 TUNED_BACKEND = "flash_attn"
-OTHER_BACKENDS = ("gemma4", "gpt_oss")  # kinds of models that another backend is for
-LEAST_LENGTH = 9  # of a name, below which likeness is chance: PORT, SUPPORT
+OTHER_BACKENDS = ("gemma4", "gpt_oss")  # kinds of models that need another backend
+LEAST_LENGTH = 9  # shorter names (PORT, SUPPORT) resemble others by chance
 OFF = ("", "0", "off", "false", "no", "none")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """The settings that the variables ask for, as texts for `read_setting`."""
+    """The settings that the variables set, as texts for `read_setting`."""
 
     settings: Mapping[str, str]
     served_name: str | None
     port: int
     extra_args: tuple[str, ...] = field(repr=False)  # may hold a key
     quantization: str | None
-    turboquant: Mapping[str, str]  # settings of our own engine; empty: nothing is compressed
+    turboquant: Mapping[str, str]  # settings of our own engine; empty if nothing is compressed
     api_key: str | None = field(repr=False)
     notes: tuple[str, ...]
 
@@ -94,7 +94,7 @@ def read_container(environment: Mapping[str, str]) -> Wanted:
     if given.get("DFLASH_NUM_SPEC_TOKENS"):
         settings["width"] = str(
             _number(given, "DFLASH_NUM_SPEC_TOKENS", 0) + 1
-        )  # with the target's own token
+        )  # plus the target's own token
     return Wanted(
         settings=settings,
         served_name=given.get("SERVED_MODEL_NAME") or base_name(model),
@@ -108,7 +108,7 @@ def read_container(environment: Mapping[str, str]) -> Wanted:
 
 
 def quantization_of(wanted: Wanted, engine: str) -> tuple[str | None, list[str]]:
-    """Return QUANTIZATION as our own setting if we have it, else as flags of the other engine."""
+    """Return QUANTIZATION as a setting of ours if there is one, else as flags of the other engine."""
     asked = wanted.quantization
     if asked is None:
         return None, []
@@ -125,13 +125,13 @@ def quantization_of(wanted: Wanted, engine: str) -> tuple[str | None, list[str]]
 
 
 def child_environment(environment: Mapping[str, str], wanted: Wanted) -> dict[str, str]:
-    """Return the server's environment: our variables instead of the container's."""
+    """Return the server's environment, without the container's variables and with our API key."""
     child = {name: value for name, value in environment.items() if name not in VARIABLES}
     return child | ({} if wanted.api_key is None else {"BLOCKDRAFT_API_KEY": wanted.api_key})
 
 
 def without_settings(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment without BLOCKDRAFT_ settings, for a command that gets all of them as flags."""
+    """Return the environment without BLOCKDRAFT_ settings, for a command that gets them all as flags."""
     ours = {variable_of(name) for name in SETTING_NAMES}
     return {name: value for name, value in environment.items() if name not in ours}
 
@@ -140,7 +140,7 @@ def without_settings(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def check_model(source: str, *, variable: str) -> None:
-    """Raise SettingsError for a model that is neither in a folder nor on the hub, before anything starts."""
+    """Raise SettingsError if a name can be neither a mounted model nor a hub id, before anything starts."""
     if source == "default" or (source.endswith(".gguf") and Path(source).is_file()):
         return
     path = Path(source).expanduser()
@@ -161,7 +161,7 @@ def check_model(source: str, *, variable: str) -> None:
 
 
 def hub_id(source: str) -> tuple[str, str | None] | None:
-    """Return repository and revision of a model on the hub; None for folder, file or default model."""
+    """Return repository and revision of a hub id; None for a folder, a file or the default model."""
     found = HUB_ID.fullmatch(source)
     if found is None or Path(source).expanduser().exists():
         return None
@@ -200,7 +200,7 @@ def _check_names(environment: Mapping[str, str]) -> None:
 
 
 def _turboquant(given: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Return TurboQuant's variables as settings, and notes on those without an effect."""
+    """Return TurboQuant's variables as settings, and notes on variables without an effect."""
     if given.get("ENABLE_TURBOQUANT", "").lower() in OFF:
         names = [name for name in TURBOQUANT if name.startswith("TQ_") and given.get(name)]
         return {}, (f"{', '.join(names)}: no effect without ENABLE_TURBOQUANT=1",) if names else ()
@@ -255,7 +255,7 @@ def _number(given: Mapping[str, str], name: str, least: int, most: int | None = 
 def _words(text: str) -> tuple[str, ...]:
     try:
         return tuple(shlex.split(text))
-    except ValueError as error:  # the text itself may hold a key
+    except ValueError as error:  # the text may contain a key
         raise SettingsError(f"EXTRA_ARGS cannot be split into words ({error}): check its quotes.") from None
 
 

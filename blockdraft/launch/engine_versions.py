@@ -1,4 +1,4 @@
-"""Versions of vLLM and SGLang: the known ones, their order, and the pull requests in a build."""
+"""Versions of vLLM and SGLang: known versions, their order, and the pull requests in a build."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from packaging.version import InvalidVersion, Version
 from blockdraft.errors import SettingsError
 from blockdraft.machine.versions import is_in_range
 
-NEWEST = {"vllm": "0.32.0", "sglang": "0.5.23"}  # read in their wheels, 2026-11
+NEWEST = {"vllm": "0.32.0", "sglang": "0.5.23"}  # as in their wheels, 2026-11
 OLDEST = {"vllm": "0.19.0", "sglang": "0.5.23"}
-PRECOMPILED = "precompiled"  # vLLM's word for a build with kernels of a published one
+PRECOMPILED = "precompiled"  # vLLM's word for a build with the kernels of a published build
 TITLES = {"vllm": "vLLM", "sglang": "SGLang"}
 
 
 @dataclass(frozen=True, slots=True)
 class EngineVersion:
-    """One version of an engine, as its own package writes it: 0.32.0, 0.19.2rc1.dev21, 0.32.0+pr41703."""
+    """A version of an engine, as its package writes it: 0.32.0, 0.19.2rc1.dev21, 0.32.0+pr41703."""
 
     engine: str
     text: str
     release: tuple[int, int, int]
-    is_nightly: bool = False  # built between releases: newer than the release before it
-    carried: frozenset[int] = frozenset()  # pull requests that were merged into this build by hand
+    is_nightly: bool = False  # built between two releases
+    carried: frozenset[int] = frozenset()  # pull requests that were merged into this build
 
     def __str__(self) -> str:
         return f"{TITLES[self.engine]} {self.text}"
@@ -37,14 +37,14 @@ class EngineVersion:
 
 @cache
 def read_version(engine: str, text: str | None) -> EngineVersion:
-    """Return the version that was asked for, or the newest known. Raises SettingsError for an old one."""
+    """Return the version that `text` names, or the newest known one. Raise SettingsError if it is too old."""
     text = NEWEST[engine] if text is None else text.strip().lower()
     try:
         read = Version(text)
     except InvalidVersion:
         raise SettingsError(
             f"engine_version '{text}' is not a version: give one such as {NEWEST[engine]}, with "
-            f"+pr41703 behind it for a build that carries that pull request, or leave it out."
+            f"+pr41703 after it for a build with that pull request, or leave it out."
         ) from None
     carried = _pull_requests(text, read.local or "")
     release = (read.major, read.minor, read.micro)
@@ -58,7 +58,7 @@ def read_version(engine: str, text: str | None) -> EngineVersion:
 
 
 def _pull_requests(text: str, local: str) -> frozenset[int]:
-    """Return the numbers of prNNN words behind the "+"; other words are a build's own (g893611813, cu130)."""
+    """Return the numbers of prNNN words after the "+"; ignore other words (g893611813, cu130)."""
     words = [word for word in local.split(".") if word.startswith("pr") and word != PRECOMPILED]
     wrong = [word for word in words if not re.fullmatch(r"pr[1-9]\d*", word)]
     if wrong:

@@ -13,9 +13,9 @@ from blockdraft.errors import SettingsError
 from blockdraft.launch.engine_versions import NEWEST, TITLES
 from blockdraft.settings.settings import child_environment
 
-ASK_S = 60.0  # for a Python to say what it has: seconds on a cold disk
+ASK_S = 60.0  # limit for a Python to report its packages; a cold disk takes seconds
 _PYTHONS = ("python", "python3")
-# The package must be there; its version is asked of its distribution, which may bear another name.
+# The package must exist; its version comes from its distribution, which may have another name.
 _QUESTION = """
 import importlib.metadata, importlib.util, sys
 name = sys.argv[1]
@@ -32,14 +32,14 @@ for distribution in (name, name + "-cpu"):
 
 @dataclass(frozen=True, slots=True)
 class Installed:
-    """An engine that can be started; `version` is None if it is unknown."""
+    """An engine that can be started. `version` is None if unknown."""
 
     engine: str
     python: Path
     version: str | None
 
     def argv(self, argv: Sequence[str]) -> list[str]:
-        """Return a command line with the path of its program in this environment."""
+        """Return the command line with the program's path in this environment."""
         program, *rest = argv
         beside = self.python if program in _PYTHONS else self.python.parent / program
         found = str(beside) if beside.is_file() else shutil.which(program)
@@ -52,7 +52,7 @@ class Installed:
 
 
 def find_engine(engine: str, python: str | None = None) -> Installed:
-    """Look in `python`'s environment; without `python` on PATH, then in ours. Raises SettingsError."""
+    """Find the engine in `python`'s environment, or on PATH, then ours. Raise SettingsError if missing."""
     if python is not None:
         path = shutil.which(str(Path(python).expanduser()))
         if path is None:
@@ -80,7 +80,7 @@ def _ask(engine: str, python: Path) -> Installed | None:
             encoding="utf-8",
             timeout=ASK_S,
             env=child_environment({}),
-            cwd="/",  # a folder of that name in ours would be taken for the package
+            cwd="/",  # Python would import a folder of that name in our directory
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
@@ -88,7 +88,7 @@ def _ask(engine: str, python: Path) -> Installed | None:
 
 
 def _shebang(program: Path) -> Path | None:
-    """Return the Python that a script of an environment runs with; None if it is not a Python script."""
+    """Return the Python that runs a script; None if it is not a Python script."""
     try:
         with program.open("rb") as file:
             line = file.readline(512)

@@ -1,7 +1,7 @@
-"""Known issues: bad combinations that an engine accepts, or fails on late.
+"""Known issues: bad combinations that an engine accepts, or rejects only late.
 
-issues.toml lists them: conditions, symptom, way out, and the thread where it was found. A condition on an
-unknown fact (no card, no config.json) does not hold, so nothing is refused by a guess.
+issues.toml lists their conditions, symptom, way out, and source thread. A condition on an unknown fact (no
+card, no config.json) is false, so nothing is refused by a guess.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PULLS = {
 }
 
 PAGE = "docs/scale-out.md"
-Severity = Literal["refuse", "warn", "note"]  # worst first
+Severity = Literal["refuse", "warn", "note"]  # from worst to mildest
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Issue:
     symptom: str
     way_out: str
     thread: str  # address
-    upstream_since: str | None = None  # the first release that needs no patch
+    upstream_since: str | None = None  # the first release with the repair
 
     def __str__(self) -> str:
         return f"{self.symptom} {self.way_out} ({self.thread})"
@@ -51,12 +51,12 @@ class Issue:
 
 @dataclass(frozen=True, slots=True)
 class IssueEntry:
-    """An issue with the conditions that a combination must all meet to have it."""
+    """An issue and its conditions. A combination has the issue if all conditions hold."""
 
     issue: Issue
     engine: str
     conditions: Mapping[str, object]
-    fixed_by: tuple[int, ...] = ()  # pull requests: a build that carries one is spared
+    fixed_by: tuple[int, ...] = ()  # pull requests; a build with one of them does not have the issue
 
     def holds(self, combination: Combination) -> bool:
         version = combination.version
@@ -66,7 +66,7 @@ class IssueEntry:
 
 
 def check_settings(asked: Combination) -> list[Issue]:
-    """Return the issues of a combination, worst first; none for our own engine."""
+    """Return the issues of a combination, worst first; empty for our own engine."""
     if asked.settings.engine == "native":
         return []
     version = asked.version
@@ -80,7 +80,7 @@ def check_settings(asked: Combination) -> list[Issue]:
 
 
 def refuse(issues: Iterable[Issue]) -> None:
-    """Raise SettingsError, with the thread, if an issue forbids the start."""
+    """Raise SettingsError, with the source thread, if an issue forbids the start."""
     bad = [issue for issue in issues if issue.severity == "refuse"]
     if bad:
         raise SettingsError("\n".join(map(str, bad)))
@@ -98,7 +98,7 @@ def read_entries(text: str) -> tuple[IssueEntry, ...]:
 def _entry(
     *, engine: str, fixed_by: Iterable[int] = (), upstream_since: str | None = None, **table: object
 ) -> IssueEntry:
-    """Read one entry of issues.toml; a mistake in it is our bug."""
+    """Read one entry of issues.toml. A mistake in the file is a bug of ours."""
     about = {name: table.pop(name) for name in ("id", "severity", "symptom", "way_out", "thread")}
     if upstream_since is not None:
         assert "versions" not in table, f"{about['id']}: upstream_since is the end of its versions"
@@ -127,7 +127,7 @@ def _newer(version: EngineVersion) -> list[Issue]:
 
 
 def _head_alone(asked: Combination) -> list[Issue]:
-    """Refuse a folder whose index names a file above it: an engine may leave those weights unset."""
+    """Refuse a drafter's folder whose body is in the folder above: an engine may leave its weights unset."""
     folder = Path(os.path.expanduser(asked.drafter or "")).resolve()
     has_files = asked.drafter is not None and asked.settings.load_format != "dummy"
     if not has_files or not (folder / "config.json").is_file():
@@ -142,7 +142,7 @@ def _head_alone(asked: Combination) -> list[Issue]:
 
 
 def _unknown_pulls(version: EngineVersion) -> list[Issue]:
-    """Warn of pull requests in a build's name that fix none of the known issues."""
+    """Return a warning for each pull request in a build's name that fixes no known issue."""
     known = {number for entry in entries() for number in entry.fixed_by}
     threads = [re.search(r"/pull/(\d+)$", entry.issue.thread) for entry in entries()]
     known |= {int(found[1]) for found in threads if found}
@@ -160,7 +160,7 @@ def _unknown_pulls(version: EngineVersion) -> list[Issue]:
     ]
 
 
-# ---- facts about a combination; None: not known
+# ---- facts about a combination; None if unknown
 
 
 def _model_type(config: Raw) -> object:
@@ -207,13 +207,13 @@ def _is_context_past_draft(found: Combination) -> bool:
 
 
 def _width_beyond_block(found: Combination) -> int:
-    """Return the width that was asked for minus the drafter's block."""
+    """Return the requested width minus the drafter's block; 0 if one is unknown."""
     width = found.settings.width
     return 0 if found.draft is None or width == "auto" else width - draft_block(found.draft)
 
 
 def _has_flash_attention(found: Combination) -> bool:
-    """Return whether it is asked for, for the target or the drafter."""
+    """Return whether FlashAttention is set for the target or the drafter."""
     names = (found.settings.attention_backend, found.settings.draft_attention_backend)
     return any(name is not None and name.lower() in ("flash", "flash_attn") for name in names)
 
@@ -230,7 +230,7 @@ FACTS: Mapping[str, Callable[[Combination], object]] = {
     "draft_quantised": lambda found: _quantization(found.draft) is not None,
     "draft_windows": _draft_has_windows,
     "context_past_draft": _is_context_past_draft,
-    # One draft more than the block has is published (RedHatAI's Gemma 4 with 8): vLLM leaves the anchor out.
+    # A block plus one is published (RedHatAI's Gemma 4 with 8): vLLM does not count the anchor.
     "width_past_block": lambda found: _width_beyond_block(found) > 1,
     "width_below_block": lambda found: _width_beyond_block(found) < 0,
     **{name: attrgetter(f"settings.{name}") for name in _SETTINGS},
@@ -258,7 +258,7 @@ def _holds(found: Combination, name: str, wanted: object) -> bool:
 
 
 def _meets(value: object, wanted: object) -> bool:
-    """Compare: a list has patterns, a number is a limit to exceed, anything else must be equal."""
+    """Return whether a fact meets a condition: match a pattern, exceed a number, or equal anything else."""
     if isinstance(wanted, list):
         return _matches(value, wanted)
     if isinstance(wanted, bool | str):
@@ -274,7 +274,7 @@ def _matches(value: object, patterns: list[str]) -> bool:
 
 
 def _is_target(found: Combination, wanted: object) -> bool:
-    """Compare the type in config.json, or the name if that is unknown; `only` also limits the name."""
+    """Match the type in config.json, or the model's name if it is unknown; `only` must match the name too."""
     assert isinstance(wanted, dict)
     if found.target is not None and "types" in wanted:
         is_family = _matches(_model_type(found.target), wanted["types"])
@@ -284,7 +284,7 @@ def _is_target(found: Combination, wanted: object) -> bool:
 
 
 def _has_weights(found: Combination, wanted: object) -> bool:
-    """Compare the format of the weights: by the settings, else by config.json, else by the model's name."""
+    """Match the format of the weights: from the settings, else config.json, else the model's name."""
     assert isinstance(wanted, list)
     if found.settings.quantization not in ("auto", "keep"):
         return _matches(found.settings.quantization, wanted)

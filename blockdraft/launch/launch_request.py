@@ -1,4 +1,4 @@
-"""A start of another engine: the settings with the facts of models and card, and the command they become."""
+"""A start of another engine: settings, facts of models and card, and the command made from them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from blockdraft.machine.cards import Capability
 from blockdraft.machine.machine import Machine, external_memory_share
 from blockdraft.settings.settings import DEFAULTS, DFLASH2, Settings
 
-HOST = "127.0.0.1"  # clients talk to our server, and only it to the engine
-MEETING_PORT = 29501  # where machines meet when --head-address names no port; vLLM's own
-TRUST_FLAG = "--trust-remote-code"  # the same word in both engines
+HOST = "127.0.0.1"  # clients reach only our server; it talks to the engine
+MEETING_PORT = 29501  # port of the head if --head-address has none; vLLM's default
+TRUST_FLAG = "--trust-remote-code"  # both engines have this flag
 HYBRID_NAMES = ("*qwen3.5-*", "*qwen3.6-*", "*qwen3.8-*", "*qwen3-next*", "*qwen3-coder-next*")
 SPARK: Capability = (12, 1)  # the GB10 of a DGX Spark
 OUR_KV_DTYPES = ("tq4", "tq4v3")
@@ -31,44 +31,44 @@ class Command:
     """One engine to start. `argv[0]` is the engine's own program, found in its environment or container."""
 
     engine: str  # "vllm" or "sglang"
-    version: str  # that the arguments were written for
+    version: str  # the version that the arguments were written for
     argv: tuple[str, ...]
     env: Mapping[str, str] = field(repr=False)  # added to the child's environment; may hold secrets
     port: int  # on 127.0.0.1
     image: str | None = None  # the container image, for `docker run` and compose
     build: str | None = None  # the target of container/Containerfile that makes the image
-    mounts: tuple[str, ...] = ()  # folders that the container must see
+    mounts: tuple[str, ...] = ()  # folders to mount in the container
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Combination:
-    """An engine's settings with the facts of its models and its machine. None if not known."""
+    """An engine's settings with the facts of its models and its machine. Unknown facts are None."""
 
-    settings: Settings  # with a drafter by name, or none
+    settings: Settings  # `draft` is a name or none, not "auto"
     machine: Machine | None = None
-    target: Raw | None = None  # config.json of both models
+    target: Raw | None = None  # config.json of the target; `draft` is the drafter's
     draft: Raw | None = None
 
     @property
     def version(self) -> EngineVersion:
-        """The engine's, as asked for or the newest we know."""
+        """Return the engine's version: the requested one, else the newest we know."""
         return read_version(self.settings.engine, self.settings.engine_version)
 
     @property
     def drafter(self) -> str | None:
-        """The drafter's name; None: plain decoding."""
+        """Return the drafter's name; None for plain decoding."""
         name = self.settings.draft
         assert name not in ("auto", DFLASH2), "with_drafter has chosen one"
         return None if name in (None, "none") or self.settings.width == 1 else name
 
     @property
     def capability(self) -> Capability | None:
-        """The first card's."""
+        """Return the compute capability of the first card; None if unknown."""
         return self.machine.gpus[0].capability if self.machine is not None and self.machine.gpus else None
 
     @property
     def is_hybrid(self) -> bool:
-        """True if some of the target's layers keep a state: by config.json, else by the model's name."""
+        """Return whether target layers keep a state, by config.json or else by the model's name."""
         if self.target is None:
             return any(fnmatch(self.settings.model.lower(), pattern) for pattern in HYBRID_NAMES)
         inner = self.target.get("text_config")
@@ -79,7 +79,7 @@ class Combination:
 
     @property
     def trusts_code(self) -> bool:
-        """True if the engine may run Python code of the checkpoint."""
+        """Return whether the engine may run Python code of the checkpoint."""
         return self.settings.trust_remote_code or TRUST_FLAG in self.settings.engine_args
 
     @property
@@ -102,7 +102,7 @@ class LaunchRequest(Combination):
     api_key: str | None = None
 
     def quantization(self, name: str) -> str | None:
-        """Return the setting `name` in the engines' word; None: the weights as they are stored."""
+        """Return the setting `name` as the engines write it; None to keep weights as stored."""
         value: str = getattr(self.settings, name)
         if value not in ("auto", "keep", "fp8"):
             raise self.refusal(name, "it keeps weights as they are stored, or makes fp8 of them")
@@ -110,7 +110,7 @@ class LaunchRequest(Combination):
 
     @property
     def width(self) -> int:
-        """Tokens verified per step, anchor included: what was asked, else the drafter's whole block."""
+        """Return the tokens verified per step (with the anchor): as set, else the drafter's whole block."""
         asked = self.settings.width
         if asked != "auto":
             return asked
@@ -123,7 +123,7 @@ class LaunchRequest(Combination):
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables that settings name, and the one that picks the card of `cuda:N`."""
+        """Return the variables of engine_env, and for `cuda:N` also CUDA_VISIBLE_DEVICES."""
         settings, device = self.settings, self.settings.device
         if device in ("auto", "cuda", "cpu"):
             return dict(settings.engine_env)
@@ -136,23 +136,23 @@ class LaunchRequest(Combination):
 
     @property
     def head(self) -> tuple[str, int]:
-        """The address where machines meet."""
+        """Return host and port of the head node, where the machines connect."""
         address = self.settings.head_address
-        assert address is not None  # of several machines, Settings requires one
+        assert address is not None  # Settings requires an address for several machines
         host, colon, port = address.rpartition(":")
         if not colon or address.endswith("]") or (address.count(":") > 1 and not host.endswith("]")):
             return address, MEETING_PORT
         if not port.isdigit():
-            raise SettingsError(f"head_address '{address}' has no port behind its colon: give host:port.")
+            raise SettingsError(f"head_address '{address}' has no port after its colon: give host:port.")
         return host, int(port)
 
     @property
     def address_flags(self) -> Flags:
-        """The engine's address and the model's name: both engines have the same flags for them."""
+        """Return the flags of the engine's address and the model's name, which are equal in both engines."""
         return [("--host", self.host), ("--port", self.port), ("--served-model-name", self.served_name)]
 
     def machine_flags(self, tensor: str, pipeline: str) -> Flags:
-        """Return the flags of GPUs and machines that share the model; two differ between the engines."""
+        """Return the flags of GPUs and machines that share the model. Two flags have a name per engine."""
         settings = self.settings
         parallel = self.changed("tensor_parallel"), self.changed("pipeline_parallel")
         flags: Flags = [(tensor, parallel[0]), (pipeline, parallel[1])]
@@ -174,7 +174,7 @@ class LaunchRequest(Combination):
 def write_command(
     order: LaunchRequest, program: Iterable[str], flags: Flags, *, env: Mapping[str, str], image: str
 ) -> Command:
-    """Make the command from the flags that the engine's own module has chosen."""
+    """Return the command with the flags that the engine's module has chosen."""
     _check(order)
     settings, written = order.settings, _arguments(flags)
     version, build = order.version, None
@@ -191,7 +191,7 @@ def write_command(
         port=order.port,
         image=built if build else image if is_published else None,
         build=build,
-        mounts=tuple(name for name in files if name and name[0] == "/"),  # not hub ids
+        mounts=tuple(name for name in files if name and name[0] == "/"),  # paths, not hub ids
     )
 
 
@@ -221,7 +221,7 @@ def _check(order: LaunchRequest) -> None:
 
 
 def _arguments(flags: Flags) -> tuple[str, ...]:
-    """Write flags in order. None and False are left out, True is the flag alone, a mapping becomes JSON."""
+    """Write flags in order. Leave out None and False, write only the flag for True, and mappings as JSON."""
     found: list[str] = []
     for flag, value in flags:
         if value is None or value is False:
@@ -235,7 +235,7 @@ def _arguments(flags: Flags) -> tuple[str, ...]:
 
 
 def _passed_on(engine_args: tuple[str, ...], written: Iterable[str]) -> tuple[str, ...]:
-    """Return engine_args; SettingsError if they hold a secret or repeat a flag that a setting writes."""
+    """Return engine_args. Raise SettingsError if they contain a secret or repeat a flag of a setting."""
     for argument in engine_args:
         flag = argument.partition("=")[0]
         if flag in SECRET_FLAGS:

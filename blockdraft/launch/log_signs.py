@@ -1,6 +1,6 @@
 """Reads the progress of another engine's start from its log.
 
-Log lines change between versions, so they are only shown; HTTP tells if an engine is ready.
+Log lines change between versions, so they are only shown. HTTP decides whether an engine is ready.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from threading import RLock
 from blockdraft.phases import StartProgress
 
 PHASES = ("launch", "fetch", "load", "compile", "capture", "warm", "verify")
-_READ = PHASES[:-2]  # the last two are ours
+_READ = PHASES[:-2]  # our own code enters the last two
 
 _PERCENT = r"(?P<percent>\d+)%"
 _DOWNLOADS = (
@@ -61,7 +61,7 @@ _BAR = re.compile(r"\d+%\|| \d+% Completed ")
 
 @dataclass(frozen=True, slots=True)
 class Sign:
-    """The content of a line: its phase (None: the current one), its activity, the part done (0 to 1)."""
+    """The content of a line: phase (None for the current one), activity, and share done (0 to 1)."""
 
     phase: str | None
     detail: str | None = None
@@ -69,7 +69,7 @@ class Sign:
 
 
 def read_sign(engine: str, line: str) -> Sign | None:
-    """Return what a line tells about the start; None if it tells nothing."""
+    """Return the sign that a line contains; None if it has no information about the start."""
     text = message(line)
     for phase, pattern in _PATTERNS[engine]:
         if found := re.search(pattern, text):
@@ -81,7 +81,7 @@ def read_sign(engine: str, line: str) -> Sign | None:
 
 
 def message(line: str) -> str:
-    """Return a line without the head of the engine's logger."""
+    """Return a line without the prefix of the engine's logger."""
     return line[_HEAD.match(line).end() :]  # type: ignore[union-attr]  # it matches the empty string
 
 
@@ -95,28 +95,28 @@ def is_bar(line: str) -> bool:
 
 
 class PhaseTracker:
-    """Moves a start through its phases in order, from any thread; skips those that the engine leaves out."""
+    """Moves a start through its phases in order, from any thread. Skips phases that the engine leaves out."""
 
     def __init__(self, startup: StartProgress) -> None:
         self._startup = startup
         self._running = ExitStack()
-        self._place = -1  # in PHASES
+        self._place = -1  # index in PHASES
         self._lock = RLock()
 
     def enter(self, name: str) -> None:
-        """Begin a phase, unless it or a later one runs already."""
+        """Begin a phase, unless it or a later phase has already begun."""
         place = PHASES.index(name)
         with self._lock:
             if place <= self._place:
                 return
             self._running.close()
             for skipped in PHASES[self._place + 1 : place]:
-                self._startup.skip(skipped, "the engine did not tell of it")
+                self._startup.skip(skipped, "the engine did not log it")
             self._place = place
             self._running.enter_context(self._startup.phase(name))
 
     def take(self, sign: Sign) -> None:
-        """Show what a line of the log tells; in our own phases it is ignored."""
+        """Show a sign of the log. Ignore it during our own phases."""
         with self._lock:
             if self._place >= len(_READ):
                 return

@@ -33,11 +33,11 @@ class CheckedLaunch:
     """An engine that may be started: its settings with the facts and findings about them."""
 
     settings: Settings
-    name: str  # what clients call the model
-    machine: Machine | None  # None: not known
+    name: str  # the model's name for clients
+    machine: Machine | None  # None if unknown
     target: Mapping[str, object] | None  # config.json
     draft: Mapping[str, object] | None
-    findings: tuple[Issue, ...]  # none of them refuses
+    findings: tuple[Issue, ...]  # no issue with severity "refuse"
     warnings: tuple[str, ...] = ()
 
     def command(self, *, port: int, api_key: str | None, host: str = HOST) -> Command:
@@ -55,7 +55,7 @@ class CheckedLaunch:
         )
 
     def launch(self, installed: Installed, *, start_timeout_s: float) -> Launch:
-        """Return the engine's launch on this machine; its key keeps other users of the machine out."""
+        """Return the launch on this machine. A random API key excludes other users of the machine."""
         settings = self.settings
         command = self.command(port=free_port(), api_key=secrets.token_urlsafe(32))
         return Launch(
@@ -69,7 +69,7 @@ class CheckedLaunch:
         )
 
     def facts(self) -> dict[str, object]:
-        """Return the facts that the live page shows beside the engine's own."""
+        """Return the facts that the live page shows in addition to the engine's own."""
         settings = self.settings
         draft: dict[str, object] = {"draft": None, "draft_kind": None, "width": 1}
         if self.draft is not None:
@@ -82,13 +82,13 @@ class CheckedLaunch:
             "quantization": settings.quantization,
             "is_dummy": settings.load_format == "dummy",
             "synthetic_acceptance": settings.synthetic_acceptance,
-            "can_switch": False,  # single requests cannot do without speculation
+            "can_switch": False,  # speculation cannot be switched off per request
             "notices": [],
         }
 
 
 def _kind_title(draft: Mapping[str, object]) -> str | None:
-    """Return the drafter's kind; None if we do not know it (the engine may)."""
+    """Return the drafter's kind; None if we do not know it (the engine may know it)."""
     try:
         return kind_title(read_draft_config(draft, name="the drafter"))
     except ModelError:
@@ -96,11 +96,11 @@ def _kind_title(draft: Mapping[str, object]) -> str | None:
 
 
 def check_launch(settings: Settings, name: str) -> CheckedLaunch:
-    """Check a start on this machine; raise for models, pairs, GPUs or issues that forbid it."""
+    """Check a start on this machine. Raise an error if models, the pair, GPUs or an issue forbid it."""
     settings, machine = _placed(with_drafter(settings)), read_machine()
     other_card = check_recipe_card(settings.recipe, settings.model, settings.device, machine)
     file = settings.chat_template
-    if file is not None and not os.path.isfile(file):  # an engine would take its name for a template
+    if file is not None and not os.path.isfile(file):  # an engine would read the name as a template
         raise SettingsError(f"--chat-template {file} is no file: check the path.")
     target, draft = (_opened(settings, source) for source in _sources(settings))
     _check_num_gpus(settings, machine)
@@ -109,7 +109,7 @@ def check_launch(settings: Settings, name: str) -> CheckedLaunch:
 
 
 def as_installed(settings: Settings, installed: Installed) -> tuple[Settings, tuple[str, ...]]:
-    """Return settings for the installed version, and a warning; keep a patched build of the same release."""
+    """Return settings for the installed version, and warnings. Keep a patched build of that release."""
     asked, found = settings.engine_version, installed.version
     if found is None or (asked is not None and not _is_another(settings.engine, asked, found)):
         return settings, ()
@@ -122,13 +122,13 @@ def as_installed(settings: Settings, installed: Installed) -> tuple[Settings, tu
 def _is_another(engine: str, asked: str, found: str) -> bool:
     try:
         release = read_version(engine, found).release
-    except SettingsError:  # a build that does not know its own version
+    except SettingsError:  # a build with an unreadable version
         return False
     return read_version(engine, asked).release != release
 
 
 def check_to_print(settings: Settings, name: str, card: str | None) -> CheckedLaunch:
-    """Check a command that is only printed, maybe for another machine; an unreachable hub only warns."""
+    """Check a command that is only printed, maybe for another machine. Only warn if the hub is down."""
     settings = _placed(with_drafter(settings))
     machine, assumed = _machine_to_print(settings, card)
     warnings = list(check_recipe_card(settings.recipe, settings.model, settings.device, machine))
@@ -169,7 +169,7 @@ def _checked(
 
 
 def _machine_to_print(settings: Settings, card: str | None) -> tuple[Machine | None, tuple[str, ...]]:
-    """Return the machine of the named card, else this one, else the recipe's first; and assumptions."""
+    """Return a machine and assumptions: with the named card, else this one, else the recipe's first card."""
     if card is not None:
         return machine_of(card_named(card)), ()
     machine = read_machine()
@@ -182,7 +182,7 @@ def _machine_to_print(settings: Settings, card: str | None) -> tuple[Machine | N
 
 
 def _placed(settings: Settings) -> Settings:
-    """Return settings with whole paths: an engine or a container may run elsewhere, and knows no ~."""
+    """Return settings with absolute paths: an engine or a container has another directory and no ~."""
     tests = {"model": os.path.isdir, "draft": os.path.isdir, "chat_template": os.path.isfile}
     paths = {name: os.path.expanduser(getattr(settings, name) or "") for name in tests}
     changes = {name: os.path.abspath(path) for name, path in paths.items() if tests[name](path)}
@@ -190,7 +190,7 @@ def _placed(settings: Settings) -> Settings:
 
 
 def _sources(settings: Settings) -> tuple[str | None, str | None]:
-    """Return models that have a config.json; `translate` refuses our default model and single GGUF files."""
+    """Return the models that have a config.json; `translate` refuses our default model and GGUF files."""
     is_readable = settings.model != "default" and not settings.model.lower().endswith(".gguf")
     has_drafter = settings.draft not in (None, "none", "auto") and settings.width != 1
     return settings.model if is_readable else None, settings.draft if has_drafter else None
@@ -219,12 +219,12 @@ def _check_num_gpus(settings: Settings, machine: Machine) -> None:
 
 
 def _room(settings: Settings, machine: Machine) -> tuple[str, ...]:
-    """Raise CapacityError if the weights alone are too large; return a warning if the estimate is."""
+    """Raise CapacityError if the weights do not fit; return a warning if the estimated total does not."""
     if not machine.gpu_bytes or settings.device == "cpu":
         return ()
     try:
         fit = fit_external(Case(settings, machine, open_pair(settings)))
-    except (ModelError, FetchError):  # of a checkpoint that the engine may read although we do not
+    except (ModelError, FetchError):  # the engine may read a checkpoint that we cannot read
         return ()
     if fit.weight_bytes > fit.budget:
         raise CapacityError(

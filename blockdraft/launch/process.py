@@ -17,9 +17,9 @@ from pathlib import Path
 from blockdraft.launch.log_signs import is_bar
 
 REAPER = Path(__file__).with_name("reaper.py")
-GRACE_S = 15.0  # for an engine to end by itself; arbitrary
-REAPER_S = 12.0  # for the reaper to end what is left of it, beyond GRACE_S
-MAX_LINES = 200  # of its output, kept for whoever asks why it ended
+GRACE_S = 15.0  # limit for an engine to end by itself; arbitrary
+REAPER_S = 12.0  # limit, after GRACE_S, for the reaper to end the remaining processes
+MAX_LINES = 200  # last lines of its output, kept to explain its end
 MAX_LINE = 4000  # characters
 HIDDEN = "***"
 
@@ -28,7 +28,7 @@ _BREAK = re.compile(r"[\r\n]")
 
 
 class EngineProcess:
-    """A running engine. `on_line` is called on a thread of its own, with each line but without secrets."""
+    """A running engine. A separate thread calls `on_line` with each line, secrets removed."""
 
     def __init__(
         self,
@@ -44,21 +44,21 @@ class EngineProcess:
         self._grace_s = grace_s
         self._tail: deque[str] = deque(maxlen=MAX_LINES)
         self._lock = threading.Lock()
-        # Without the site and the environment's own Python settings, which are meant for the engine.
+        # Without site packages and PYTHON variables: those are for the engine.
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", str(REAPER), str(grace_s), *argv],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             env=dict(environment),
-            start_new_session=True,  # Ctrl-C is for the server, which then ends the engine
+            start_new_session=True,  # Ctrl-C goes to the server, which then ends the engine
         )
         self._reader = threading.Thread(target=self._read, name="engine output", daemon=True)
         self._reader.start()
 
     @property
     def exit_code(self) -> int | None:
-        """The exit code: None while it runs, 128 + n after signal n."""
+        """Return the exit code; None while the engine runs, 128 + n after signal n."""
         return self._process.poll()
 
     def last_lines(self, count: int) -> list[str]:
@@ -66,14 +66,14 @@ class EngineProcess:
             return list(self._tail)[-count:]
 
     def wait_output(self, timeout_s: float) -> None:
-        """Wait until the last line of an engine that has ended was read."""
+        """Wait until all output of an ended engine was read, but at most `timeout_s`."""
         self._reader.join(timeout_s)
 
     def close(self) -> None:
-        """End the engine and all it started; may be called again, by any thread."""
+        """End the engine and all its processes. Any thread may call this, also repeatedly."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
-            self._process.stdin.close()  # which tells the reaper
+            self._process.stdin.close()  # this tells the reaper to end the engine
         try:
             self._process.wait(self._grace_s + REAPER_S)
         except subprocess.TimeoutExpired:

@@ -2,8 +2,8 @@
 
     server ──stdin──► reaper ──► engine ──► its workers
 
-Run as a script, `reaper.py GRACE_S PROGRAM ARGUMENT...`, with the standard library alone. It ends with the
-engine's exit code, 128 + n after signal n. When its stdin ends, because the server closed it or was killed,
+The script `reaper.py GRACE_S PROGRAM ARGUMENT...` uses only the standard library. It exits with the engine's
+exit code, or 128 + n after signal n. When its stdin ends, because the server closed it or was killed,
 it asks the engine to end and kills the remaining processes after GRACE_S. The kernel's parent-death signal
 would end only the engine, not its worker processes.
 """
@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 POLL_S = 0.05
-LEFT_OVER_S = 3.0  # for workers whose engine has ended; arbitrary
+LEFT_OVER_S = 3.0  # limit for workers whose engine has ended; arbitrary
 EXIT_NOT_STARTED = 127  # as shells report it
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 
@@ -55,7 +55,7 @@ class Children:
     """The engine and all processes that it started."""
 
     def __init__(self, pid: int) -> None:
-        self._pid = pid  # also of its process group
+        self._pid = pid  # also the id of its process group
         self._code: int | None = None
 
     @property
@@ -65,7 +65,7 @@ class Children:
         return self._code if self._code >= 0 else 128 - self._code
 
     def wait_until_told(self, wakes: int) -> None:
-        """Return when the engine or stdin has ended, or a signal asks for it."""
+        """Wait until the engine or stdin has ended, or a signal arrives."""
         while not self._has_ended():
             ready, _, _ = select.select([wakes, 0], [], [])
             if 0 in ready and not os.read(0, 1024):
@@ -74,7 +74,7 @@ class Children:
                 return
 
     def end(self, grace_s: float) -> None:
-        """End the engine first, since it can end its own workers; then end the rest."""
+        """End the engine first, which can end its workers; then end the remaining processes."""
         if not self._has_ended():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._pid, signal.SIGTERM)
@@ -83,7 +83,7 @@ class Children:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._pid, number)
             _wait(self._is_group_gone, LEFT_OVER_S)
-        for pid in _children():  # those that left the group
+        for pid in _children():  # children that left the process group
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         _wait(lambda: self._has_ended() and not _children(), LEFT_OVER_S)
@@ -103,7 +103,7 @@ class Children:
         self._has_ended()
         try:
             os.killpg(self._pid, 0)
-        except (ProcessLookupError, PermissionError):  # the latter on macOS, where only zombies are left
+        except (ProcessLookupError, PermissionError):  # macOS raises PermissionError if only zombies are left
             return True
         return False
 
@@ -115,7 +115,7 @@ def _wait(condition: Callable[[], bool], limit_s: float) -> None:
 
 
 def _children() -> list[int]:
-    """Return our own children, if /proc lists them; only Linux lets us adopt them."""
+    """Return our children, if /proc lists them. Only on Linux we can adopt processes."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError, IndexError, ValueError):

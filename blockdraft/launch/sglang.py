@@ -1,8 +1,8 @@
 """Writes SGLang's command: `sglang serve` and its environment, for 0.5.23.
 
 SGLang counts the anchor: width 16 is --speculative-num-draft-tokens 16. It accepts API keys only as
-arguments, which all users of the machine can read. So it gets no key and listens on this machine only, and
-our server asks clients for the key.
+arguments, which all users of the machine can read. So SGLang gets no key and listens only on this machine;
+our server checks the clients' key.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ KV_DTYPES = {"fp8": "fp8_e4m3", **{name: name for name in _OWN_KV}}
 
 
 def sglang_command(order: LaunchRequest) -> Command:
-    """Write the command. Raises SettingsError for a setting that this version has no flag for."""
+    """Return the command. Raise SettingsError if this version has no flag for a setting."""
     _refuse(order)
     metrics = ("--enable-metrics", True)  # else /metrics is empty
     flags = [*order.address_flags, metrics, *_model(order), *_limits(order)]
@@ -33,7 +33,7 @@ def sglang_command(order: LaunchRequest) -> Command:
         flags.append(("--dist-init-addr", "{}:{}".format(*order.head)))
     flags += _speculation(order)
     program = ("sglang", "serve", "--model-path", order.settings.model)
-    # They let its scheduler run ahead of drafts; z-lab calls them experimental, so only if asked.
+    # They let the scheduler run ahead of drafts. z-lab calls them experimental: set them only on request.
     is_wanted = order.settings.overlap is True and order.drafter is not None
     env = dict.fromkeys(OVERLAP_VARIABLES, "1") if is_wanted else {}
     image = f"{IMAGE}:v{order.version.text.partition('+')[0]}"
@@ -93,7 +93,7 @@ def _limits(order: LaunchRequest) -> Flags:
         ("--max-queued-requests", order.changed("max_queue")),
         ("--chunked-prefill-size", order.changed("max_prefill_tokens")),
         ("--page-size", order.changed("page_size")),
-        # Its share is of weights and cache alone, so our default would leave too little for the rest.
+        # SGLang's share covers only weights and cache: our default would leave too little for the rest.
         ("--mem-fraction-static", order.changed("gpu_memory_utilization")),
         ("--disable-radix-cache", not settings.prefix_cache),
         ("--disable-cuda-graph", not settings.graphs),
@@ -115,7 +115,7 @@ def _speculation(order: LaunchRequest) -> Flags:
 
 
 def _draft_quantization(order: LaunchRequest) -> str | None:
-    """Return the drafter's format; without one SGLang reads its weights as the target's (sglang #35860)."""
+    """Return the drafter's format. Without it SGLang uses the target's for the drafter (sglang #35860)."""
     if isinstance((order.draft or {}).get("quantization_config"), Mapping):
         return None
     is_none = order.settings.draft_quantization == "none"

@@ -1,4 +1,4 @@
-"""A command to read and to copy: a shell line, `docker run`, a compose file. Secrets are named, not shown."""
+"""Writes a command for users to copy: shell line, `docker run` or compose file. Secrets are not shown."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from blockdraft.errors import SettingsError
 from blockdraft.launch.engine_versions import TITLES
 from blockdraft.launch.launch_request import Command
 
-# Downloads and compiled kernels outlive the container, whose home this is, whoever its user may be.
+# The container's home for any user. Downloads and compiled kernels in it outlive the container.
 HOME = "/cache"
 CACHES = (".cache/huggingface", ".cache/vllm", ".cache/flashinfer", ".triton")
 CONTAINERFILE = "container/Containerfile"
 BREAK = " \\\n  "
-SECRETS = ("_KEY", "_TOKEN", "_SECRET", "_PASSWORD")  # ends of names
+SECRETS = ("_KEY", "_TOKEN", "_SECRET", "_PASSWORD")  # endings of variables with secrets
 
 
 def is_secret(name: str) -> bool:
@@ -24,7 +24,7 @@ def is_secret(name: str) -> bool:
 
 
 def shell_line(command: Command) -> str:
-    """Return the environment and the command, one flag per line."""
+    """Return the environment and the command as a shell line, one flag per line."""
     variables = [
         f'{name}="${{{name}}}"' if is_secret(name) else f"{name}={shlex.quote(value)}"
         for name, value in sorted(command.env.items())
@@ -33,12 +33,12 @@ def shell_line(command: Command) -> str:
 
 
 def docker_run(command: Command) -> str:
-    """Return the command in a container that sees the card, this machine's network and the caches."""
+    """Return `docker run` of the command, with the card, this machine's network and the caches."""
     image = _image(command)
     options = ["docker run --rm --gpus all --network host --ipc host --ulimit memlock=-1:-1"]
     options += [f'-v "{volume}"' for volume in _caches(home="$HOME")]
     options += [f"-v {shlex.quote(volume)}" for volume in _folders(command)]
-    # Docker takes the value of a variable that is named alone from the environment it is started in.
+    # For `-e NAME` without a value, Docker takes the value from its own environment.
     options += [
         f"-e {name}" if is_secret(name) else f"-e {shlex.quote(f'{name}={value}')}"
         for name, value in _inside(command)
@@ -91,7 +91,7 @@ def _image(command: Command) -> str:
 
 
 def _lines(argv: Iterable[str]) -> list[str]:
-    """Quote the words: each flag with its value on its own line, words before the first flag on one line."""
+    """Return quoted lines: one for the words before the first flag, then one per flag with its value."""
     lines: list[list[str]] = [[]]
     for argument in argv:
         if argument.startswith("-") and lines[-1]:
@@ -113,7 +113,7 @@ def _folders(command: Command) -> list[str]:
 
 
 def _literal(text: str) -> str:
-    """Return JSON with `$` escaped, so that compose replaces no variables."""
+    """Return a text as JSON with `$` escaped, so that compose does not expand variables."""
     return json.dumps(text).replace("$", "$$")
 
 

@@ -1,4 +1,4 @@
-"""Starts another engine, watches it, warms it up, checks it, and ends it with us.
+"""Starts another engine, warms it up, checks and watches it, and ends it when our process ends.
 
 The proxy gets the engine's state for clients and the live page from here.
 """
@@ -25,11 +25,11 @@ from blockdraft.prometheus_text import samples
 from blockdraft.settings.settings import child_environment
 
 POLL_S = 0.2
-ASK_S = 10.0  # for an answer that needs no model
-WARM_S = 600.0  # for the first answer: some kernels are compiled for it
-EXIT_S = 2.0  # to wait for its end: an engine that fails closes its connections before it ends
-UNHEALTHY_S = 30.0  # /health of an engine that was ready may fail, or stay unanswered, for this long
-HEALTH_S = 5.0  # between two questions for it
+ASK_S = 10.0  # limit of an answer that needs no model
+WARM_S = 600.0  # limit of the first answer: some kernels are compiled for it
+EXIT_S = 2.0  # wait for an engine's end: when it fails, it first closes its connections
+UNHEALTHY_S = 30.0  # a ready engine's /health may fail for this long
+HEALTH_S = 5.0  # between two requests for /health
 SHOWN_LINES = 8
 WARM_TOKENS = 24
 _SPECULATION = {"vllm": "vllm:spec_decode_num_drafts", "sglang": "sglang:spec_"}
@@ -43,23 +43,23 @@ class Launch:
     """An engine to start: the command on this machine, and the checks after its start."""
 
     command: Command
-    argv: tuple[str, ...]  # the command's, with the program's path
-    name: str  # what clients call the model
+    argv: tuple[str, ...]  # the command's argv, with the program's path
+    name: str  # the model's name for clients
     has_drafter: bool
-    api_key: str | None = field(default=None, repr=False)  # what the engine asks of its clients: of us
+    api_key: str | None = field(default=None, repr=False)  # the key that the engine expects from us
     start_timeout_s: float = 3600.0
     grace_s: float = GRACE_S
-    head_address: str | None = None  # the node with the API, where this one has none
+    head_address: str | None = None  # the node with the API, if it is not this one
 
 
 class Unanswered(LaunchError):
-    """The engine did not answer a question over HTTP."""
+    """The engine did not answer an HTTP request."""
 
 
 class Supervisor:
-    """One engine, watched by a thread. `error` is the reason of its loss, `startup` its progress.
+    """One engine, watched by a thread. `startup` is its progress, `error` the reason why it is lost.
 
-    `facts` is what the live page shows beside the engine's own information.
+    The live page shows `facts` in addition to the engine's own information.
     """
 
     def __init__(
@@ -73,11 +73,11 @@ class Supervisor:
         self.url = f"http://{HOST}:{launch.command.port}"
         self._facts = facts
         self.startup = StartProgress(report, names=PHASES)
-        self.is_ready = False  # has been, at least once
-        self.version: str | None = None  # as the engine says
+        self.is_ready = False  # stays True once the engine was ready
+        self.version: str | None = None  # the version that the engine reports
         self.max_model_len: int | None = None
         self.error: str | None = None
-        self.fp4_kernels: list[str] = []  # as its log names them, where weights have four bits
+        self.fp4_kernels: list[str] = []  # the kernels for four-bit weights that its log names
         self._on_line = on_line
         self._phases = PhaseTracker(self.startup)
         self._stop = threading.Event()
@@ -95,7 +95,7 @@ class Supervisor:
         return {} if key is None else {"authorization": f"Bearer {key}"}
 
     def info(self) -> dict[str, object] | None:
-        """Return facts for the live page; None before it is ready, or if another machine has its API."""
+        """Return facts for the live page; None if the engine is not ready or another machine has its API."""
         if not self.is_ready or self.launch.head_address is not None:
             return None
         engine = f"{self.title} {self.versions()['version']}"
@@ -110,10 +110,10 @@ class Supervisor:
         return [] if self._process is None else self._process.last_lines(SHOWN_LINES)
 
     def close(self) -> None:
-        """End the engine and all it started. May be called again."""
+        """End the engine and all its processes. May be called repeatedly."""
         self._stop.set()
         if self._process is not None:
-            self._process.close()  # also ends what the thread may be waiting for
+            self._process.close()  # also ends a request that the thread waits for
         self._thread.join()
 
     # ---- the thread
@@ -161,7 +161,7 @@ class Supervisor:
             self._stop.wait(POLL_S)
 
     def _watch(self) -> None:
-        """Watch until the engine is lost or we are told to end; its server may outlive it."""
+        """Watch until the engine is lost or `close` is called. /health may fail while the process lives."""
         well_s = looked_s = time.monotonic()
         while not self._stop.wait(POLL_S):
             self._check_alive()
@@ -184,11 +184,11 @@ class Supervisor:
             self._verify(usage)
         except Unanswered:
             self._stop.wait(EXIT_S)
-            self._check_alive()  # an engine that has ended says more than a connection that broke
+            self._check_alive()  # an exit code says more than a broken connection
             raise
 
     def _warm(self) -> Mapping[str, object]:
-        """Ask for one short answer, so that no client waits for work that is done on first use."""
+        """Request one short answer, so that no client waits for compilation; return its token usage."""
         body = {"model": self.launch.name, "prompt": "One, two, three, four,", "max_tokens": WARM_TOKENS}
         body["temperature"] = 0
         status, answer = self._ask("POST", "/v1/completions", body, WARM_S)
@@ -221,8 +221,8 @@ class Supervisor:
         if status != 200:
             why = f"{self.title} has no /metrics (HTTP {status}): it is unknown if it drafts."
         elif not counters:
-            why = f"a drafter was asked for, but {self.title} counts no drafts: it has none."
-        elif not any(counters) and engine == "vllm":  # SGLang counts a little later
+            why = f"a drafter was requested, but {self.title} counts no drafts: it runs without one."
+        elif not any(counters) and engine == "vllm":  # SGLang updates its counters a little later
             why = f"{self.title} has a drafter, but drafted nothing for a first answer."
         if why is not None:
             self.startup.warn(why)
@@ -268,7 +268,7 @@ class Supervisor:
             raise self._lost(f"{shown_exit(code)}{when}")
 
     def _lost(self, why: str, kind: type[LaunchError] = LaunchError) -> LaunchError:
-        """Return the error that the engine is lost, with its last lines."""
+        """Return an error that says why the engine is lost, with its last lines."""
         lines = self.last_lines()
         shown = f"Its last lines: {' | '.join(lines)}" if lines else "It said nothing."
         return kind(f"{self.title} {why}. {shown}")
@@ -280,7 +280,7 @@ class Supervisor:
         if self.is_ready:
             return
         kernel = read_fp4_kernel(line)
-        if kernel is not None and kernel not in self.fp4_kernels:  # every worker names it
+        if kernel is not None and kernel not in self.fp4_kernels:  # every worker logs it
             self.fp4_kernels.append(kernel)
         if is_fp4_fallback(line) and FALLBACK not in self.startup.warnings:
             self.startup.warn(FALLBACK)

@@ -1,8 +1,8 @@
 """Writes vLLM's command: `vllm serve` and its environment, for 0.19.x (nightly) to 0.32.
 
-vLLM counts drafts and leaves the anchor out: width 16 is num_speculative_tokens 15. Settings that a version
-has no flag for are refused here; `issues` knows settings that it accepts and gets wrong. The flags were read
-in the wheels on PyPI, 0.19.0 to 0.32.0.
+vLLM does not count the anchor: width 16 is num_speculative_tokens 15. This module refuses settings that a
+version has no flag for; `issues` lists settings that vLLM accepts but handles wrongly. The flags are those of
+the wheels on PyPI, 0.19.0 to 0.32.0.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ BACKENDS = {"TRITON": "TRITON_ATTN", "FLASH": "FLASH_ATTN", "FLEX": "FLEX_ATTENT
 
 
 def vllm_command(order: LaunchRequest) -> Command:
-    """Write the command. Raises SettingsError for a setting that this version has no flag for."""
+    """Return the command. Raise SettingsError if this version has no flag for a setting."""
     flags = [*order.address_flags, *_model(order), *_limits(order), *_machines(order), *_speculation(order)]
     program = ("vllm", "serve", order.settings.model)
     env = {"VLLM_NO_USAGE_STATS": "1", **order.environment}
@@ -49,8 +49,8 @@ def _backend(name: str | None) -> str | None:
 
 def _limits(order: LaunchRequest) -> Flags:
     settings, overlap = order.settings, order.settings.overlap
-    # Its own default differs between versions, so the share is always said; on a CPU it would be of the
-    # machine's whole memory.
+    # vLLM's default differs between versions, so the share is always passed, except on a CPU: there it
+    # would be a share of the machine's whole memory.
     share = order.changed("gpu_memory_utilization") if order.is_cpu else order.memory_share
     return [
         ("--max-model-len", order.changed("max_model_len")),
@@ -60,7 +60,7 @@ def _limits(order: LaunchRequest) -> Flags:
         ("--block-size", order.changed("page_size")),
         ("--kv-cache-memory-bytes", order.changed("cache_bytes")),
         ("--gpu-memory-utilization", share),
-        # Versions before 0.32 switch it on for hybrid models only if asked.
+        # Before 0.32, the prefix cache of hybrid models is off without this flag.
         ("--enable-prefix-caching", settings.prefix_cache and order.is_hybrid),
         ("--no-enable-prefix-caching", not settings.prefix_cache),
         ("--enforce-eager", not settings.graphs),
@@ -70,7 +70,7 @@ def _limits(order: LaunchRequest) -> Flags:
 
 
 def _max_in_flight(order: LaunchRequest) -> int | None:
-    """Return the queue's limit as vLLM counts it: with the requests that run."""
+    """Return the queue's limit as vLLM counts it: including running requests."""
     if order.changed("max_queue") is None:
         return None
     if not order.version.within(f">={QUEUE_LIMIT}"):
@@ -84,7 +84,7 @@ def _machines(order: LaunchRequest) -> Flags:
     flags = order.machine_flags("--tensor-parallel-size", "--pipeline-parallel-size")
     if order.settings.num_nodes > 1:
         host, port = order.head
-        is_headless = order.settings.node_rank > 0  # only the head answers clients
+        is_headless = order.settings.node_rank > 0  # only the head node answers clients
         flags += [("--master-addr", host), ("--master-port", port), ("--headless", is_headless)]
     return flags
 

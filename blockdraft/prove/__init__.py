@@ -1,1 +1,1 @@
-"""Tests whether a server gives the same answer to the same question, however it is asked."""
+"""Tests whether a server gives equal answers to one question that is sent in different ways."""

@@ -1,4 +1,4 @@
-"""Asks one question of one server in a given form, and waits where the server is busy."""
+"""Sends one question to one server as a given form of request, and retries while the server is busy."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from blockdraft.bench.wire import Json, inside
 from blockdraft.jsonl import as_object
 from blockdraft.prove.questions import ProveQuestion
 
-BUSY = (429, 503)  # statuses of a server that wants to be asked later
-PATIENCE_S = 300.0  # for a busy server, each question; arbitrary
+BUSY = (429, 503)  # statuses that mean: try again later
+PATIENCE_S = 300.0  # longest time to retry one question; arbitrary
 MAX_PAUSE_S = 30.0
-NUM_TOP = 2  # likeliest tokens that are asked for: enough to see how close a tie was
+NUM_TOP = 2  # likeliest tokens to request: enough to see how close a tie was
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """One form of a request. By default: not streamed, one choice, with drafts, with a new salt."""
+    """The form of a request. The default is not streamed, with one choice, with drafts and a new salt."""
 
     has_drafts: bool = True
     is_streamed: bool = False
     has_logprobs: bool = False
     num_choices: int = 1
-    salt: str | None = None  # the prefix cache's; None: a new one for each request
+    salt: str | None = None  # for the prefix cache; None for a new salt per request
     seed_step: int = 0  # added to the question's seed
-    said: Mapping[str, float] | None = None  # sampling fields; None: the question's temperature, top_p 1
+    said: Mapping[str, float] | None = None  # None: the question's temperature, top_p 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +49,12 @@ class Token:
 class GivenAnswer:
     """One answer."""
 
-    text: str = ""  # thoughts included
+    text: str = ""  # including thoughts
     finish_reason: str | None = None
-    tokens: list[Token] = field(default_factory=list)  # empty: without log-probabilities
+    tokens: list[Token] = field(default_factory=list)  # empty if log-probabilities were not requested
 
     def add(self, part: Mapping[str, object], logprobs: object) -> None:
-        """Add a message, or a delta of one, and the log-probabilities of its tokens."""
+        """Add a message or a delta, with the log-probabilities of its tokens."""
         for name in ("reasoning_content", "reasoning", "content"):
             piece = part.get(name)
             self.text += piece if isinstance(piece, str) else ""
@@ -70,12 +70,12 @@ class Reply:
 
     choices: list[GivenAnswer] = field(default_factory=list)
     id: str | None = None
-    num_cached: int | None = None  # prompt tokens found in the prefix cache; None: the server does not say
+    num_cached: int | None = None  # prompt tokens found in the prefix cache; None if not reported
     error: str | None = None
 
 
 class _Busy(Exception):
-    """The server wants to be asked later."""
+    """The server is busy. `pause_s` is the pause that it requests, if any."""
 
     def __init__(self, text: str, pause_s: float | None) -> None:
         super().__init__(text)
@@ -87,7 +87,7 @@ class _Refused(Exception):
 
 
 class Asker:
-    """A client of one server, used as a context."""
+    """A client of one server, used as a context manager."""
 
     def __init__(self, endpoint: Endpoint, api_key: str | None = None, timeout_s: float = 600.0) -> None:
         self.endpoint = endpoint
@@ -110,7 +110,7 @@ class Asker:
         await self._session.close()
 
     async def ask(self, question: ProveQuestion, form: Form) -> Reply:
-        """Return the reply; a server that is busy is asked again until the patience ends."""
+        """Return the reply. If the server is busy, retry for up to PATIENCE_S."""
         body, begin_s, pause_s = self._body(question, form), time.monotonic(), 1.0
         while True:
             try:
@@ -167,7 +167,7 @@ class Asker:
 
 
 def _seconds(text: str | None) -> float | None:
-    """Return the seconds of a Retry-After header; None if it has none, or a date."""
+    """Return the seconds of a Retry-After header; None if it is missing or has a date."""
     return float(text) if text is not None and text.isdigit() else None
 
 
@@ -204,7 +204,7 @@ async def _read_stream(events: AsyncIterator[bytes]) -> Reply:
 
 
 async def _events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """Yield the data of each event, up to [DONE]."""
+    """Yield the data of each event before [DONE]."""
     async for line in content:
         name, _, data = line.partition(b":")
         if name == b"data" and data.strip() not in (b"", b"[DONE]"):

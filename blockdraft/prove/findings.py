@@ -1,4 +1,4 @@
-"""Compares two answers to one question, and counts how each way of asking fared."""
+"""Compares two answers to one question, and counts equal answers of each way of asking."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from blockdraft.prove.asking import GivenAnswer, Token
 
-AROUND = 40  # characters shown before and behind a difference
+AROUND = 40  # characters shown before and after a difference
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,21 +16,21 @@ class Difference:
 
     question: int
     prompt: str
-    at: int  # characters of the answer that are equal
-    before: str  # the last of these
-    expected: str  # what follows in the baseline; empty: its end
+    at: int  # number of equal characters before the difference
+    before: str  # the last equal characters
+    expected: str  # what follows in the baseline, or a note that it ends
     found: str
-    tie: float | None = None  # log-probability of the likeliest token there less the second's; None: unknown
+    tie: float | None = None  # the likeliest token's log-probability minus the second's; None if unknown
 
     @property
     def token(self) -> str:
-        """Return the two sides in one line."""
+        """Return the difference in one line."""
         return f"{self.before!r} then {self.expected!r}, here {self.found!r}"
 
 
 @dataclass(slots=True)
 class Counts:
-    """The answers to one way's greedy or seeded questions."""
+    """Counts of one way's answers to greedy or to seeded questions."""
 
     num_equal: int = 0
     differences: list[Difference] = field(default_factory=list)
@@ -60,8 +60,8 @@ class WayResult:
     way: str
     greedy: Counts = field(default_factory=Counts)
     seeded: Counts = field(default_factory=Counts)
-    problem: str | None = None  # a fault that counts of equal answers do not show
-    untested: str | None = None  # why this way was not tested
+    problem: str | None = None  # a fault that the counts of equal answers do not show
+    untested: str | None = None  # why this way was not tested, if so
     note: str | None = None
 
     def counts(self, *, is_seeded: bool) -> Counts:
@@ -83,9 +83,9 @@ class WayResult:
 def first_difference(
     question: int, prompt: str, expected: GivenAnswer, found: GivenAnswer, tokens: Sequence[Token] = ()
 ) -> Difference | None:
-    """Return where two answers differ, or None where they are equal.
+    """Return the first difference of two answers, or None if they are equal.
 
-    `tokens` are an answer to the same question with log-probabilities; they show how close a tie is.
+    `tokens` are an answer to this question with log-probabilities, which show how close a tie is.
     """
     if expected.text == found.text and expected.finish_reason == found.finish_reason:
         return None
@@ -110,9 +110,9 @@ def _shown(choice: GivenAnswer, at: int) -> str:
 
 
 def _tie(text: str, at: int, tokens: Sequence[Token]) -> float | None:
-    """Return the gap between the two likeliest tokens at character `at` of `text`.
+    """Return the gap between the log-probabilities of the two likeliest tokens at character `at` of `text`.
 
-    None if `tokens` belong to another text before that place, or have no alternatives.
+    Return None if `tokens` have another text before that place, or no alternatives there.
     """
     end = 0
     for token in tokens:

@@ -1,4 +1,4 @@
-"""Shows how far a proof is: a bar on a terminal, else a line for each way."""
+"""Shows the progress of a proof: a bar on a terminal, else a line for each way."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from blockdraft.prove.ways import ProveWatcher
 
 
 class ProveProgress(ProveWatcher):
-    """The progress on a console, as a context."""
+    """The progress on a console, as a context manager."""
 
     def __init__(self, console: Console) -> None:
         self._console = console

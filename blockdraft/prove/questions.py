@@ -1,4 +1,4 @@
-"""The questions that a server is asked in every way: the benchmark's built-in prompts, one turn each."""
+"""The questions that are sent in every way: the first turns of the benchmark's built-in prompts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ProveQuestion:
 
 
 def make_questions(count: int, max_tokens: int) -> list[ProveQuestion]:
-    """Return `count` prompts of all built-in classes in turn, each greedy; then each again with a seed."""
+    """Return `count` greedy questions, from all built-in classes in turn; then each again with a seed."""
     columns = [[prompt.turns[0] for prompt in workload.prompts] for workload in load_all(is_offline=True)]
     prompts = [prompt for row in zip_longest(*columns) for prompt in row if prompt is not None]
     if not 1 <= count <= len(prompts):

@@ -1,4 +1,4 @@
-"""Shows what was found: on the terminal, as JSON, and as one HTML page."""
+"""Shows the findings: on the terminal, as JSON, and as one HTML page."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from blockdraft.bench.sheet import Sheet, clean, to_markdown
 from blockdraft.prove.findings import Counts, Difference, WayResult
 
 SCHEMA = 1
-SHOWN = 3  # differences of one way that are shown
+SHOWN = 3  # most differences of one way to show
 STYLE = Path(__file__).parents[1] / "bench" / "page" / "style.css"
 PAGE = Path(__file__).with_name("page.html")
 
 
 class ProveReport:
-    """All findings about one server, and how they were made."""
+    """All findings about one server, with the facts of the run."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class ProveReport:
         date: str,
         trouble: str | None = None,
     ) -> None:
-        """`trouble`: why the questions were not all asked."""
+        """Make the report. `trouble` says why some questions were not asked, if so."""
         self.findings = list(findings)
         self.endpoint = endpoint
         self.machine = machine
@@ -52,14 +52,14 @@ class ProveReport:
 
     @property
     def verdict(self) -> str:
-        """Return one sentence for all ways."""
+        """Return one sentence that sums up all ways."""
         tested = [finding for finding in self.findings if finding.untested is None]
         different = [finding for finding in tested if finding.is_different]
         counts = total(tested)
         asked = f"{counts.num_equal} of {counts.num_asked} answers are equal"
         failed = f", {len(counts.errors)} failed" if counts.errors else ""
         if self.trouble is not None:
-            return f"Not all was asked: {self.trouble} So far {asked}{failed}."
+            return f"Some questions were not asked: {self.trouble} So far {asked}{failed}."
         if not different:
             return f"The same answer in every one of {len(tested)} ways: {asked}{failed}."
         return f"Different answers in {len(different)} of {len(tested)} ways: {asked}{failed}."
@@ -72,7 +72,7 @@ class ProveReport:
         return Sheet(self.title, ("way", "equal at T 0", "equal with a seed", ""), tuple(rows), num_labels=1)
 
     def details(self) -> list[str]:
-        """Return the first differences of each way, a line each."""
+        """Return the first differences of each way, one per line."""
         return [
             f"{finding.way}, question {one.question} ({_begin(one.prompt)}): after {one.at} characters "
             f"…{one.before!r} the baseline has {one.expected!r}, this one {one.found!r}{_closeness(one)}"

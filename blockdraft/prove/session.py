@@ -22,14 +22,14 @@ from blockdraft.prove.report import ProveReport
 from blockdraft.prove.ways import Gone, Prover
 
 POLL_S = 0.5
-RESTART_S = 600.0  # for a restarted server to answer again; arbitrary
+RESTART_S = 600.0  # limit for a server to start and answer; arbitrary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProveOptions:
     """The flags of `blockdraft prove`."""
 
-    url: str | None = None  # None: start our own server
+    url: str | None = None  # None to start our own server
     plain_url: str | None = None
     model: str | None = None
     api_key: str | None = None
@@ -57,7 +57,7 @@ class ProveOptions:
 
 
 async def prove(options: ProveOptions, console: Console) -> ProveReport:
-    """Ask everything. Raises BenchError for a server that cannot be asked at all."""
+    """Ask all questions in all ways. Raise BenchError if the server cannot be reached or started."""
     questions = make_questions(options.num_prompts, options.max_tokens)
     async with contextlib.AsyncExitStack() as stack:
         own = None if options.url is not None else _OwnServer(options.server_flags, console, stack)
@@ -95,7 +95,7 @@ async def prove(options: ProveOptions, console: Console) -> ProveReport:
 
 
 class _OwnServer:
-    """Our own server, which can be started anew."""
+    """Our own server, which we can restart."""
 
     def __init__(self, flags: Sequence[str], console: Console, stack: contextlib.AsyncExitStack) -> None:
         self._flags = flags
@@ -120,7 +120,7 @@ class _OwnServer:
 def _restart(
     options: ProveOptions, own: _OwnServer | None, asker: Asker
 ) -> Callable[[], Awaitable[None]] | None:
-    """Return the function that restarts the server, or None if no way was given."""
+    """Return a function that restarts the server; None if we neither started it nor have a command."""
     if own is not None:
 
         async def start_again() -> None:

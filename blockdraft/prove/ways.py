@@ -1,7 +1,7 @@
 """Asks a server every question in every way, and compares the answers with the baseline's.
 
-The baseline asks each question alone: one request at a time, not streamed, with drafts off if the server can
-switch them off, and with its own salt, so that no prefix is reused.
+The baseline sends one request at a time, not streamed, with drafts off if the server can switch them off.
+Each request has its own salt, so that no prefix is reused.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from blockdraft.prove.findings import WayResult, first_difference
 from blockdraft.prove.questions import ProveQuestion
 
 COMPANY = 16  # questions at a time
-FEW = 5  # questions at a time where the order is another
+FEW = 5  # questions at a time in the reversed order
 NUM_CHOICES = 3
 OTHER_SEED = 7_777
 MAX_ERRORS = 8  # failed answers in a row, after which the server counts as gone
@@ -30,7 +30,7 @@ class Way:
     form: Form = field(default_factory=Form)
     at_once: int = 1
     is_reversed: bool = False
-    is_twice: bool = False  # each question is asked before with the same salt, and the second answer counts
+    is_twice: bool = False  # send each question twice with one salt; the second answer counts
 
 
 WAYS = (
@@ -47,13 +47,13 @@ class ProveWatcher:
     """Receives the progress; this base class ignores it."""
 
     def begin(self, way: str, num_questions: int) -> None:
-        """A way begins."""
+        """Called when a way begins."""
 
     def step(self) -> None:
-        """A question was answered."""
+        """Called when a question was answered."""
 
     def end(self, finding: WayResult) -> None:
-        """A way has ended."""
+        """Called when a way has ended."""
 
 
 class Gone(Exception):
@@ -61,7 +61,7 @@ class Gone(Exception):
 
 
 class Prover:
-    """Asks one server; `plain` is the server of the baseline, which may be another."""
+    """Asks one server. `plain` is the baseline's server, which may be a different one."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Prover:
         declared: Mapping[str, float] | None = None,
         watcher: ProveWatcher | None = None,
     ) -> None:
-        """`declared`: the server's own sampling defaults, as it tells them."""
+        """Prepare to ask. `declared` has the sampling defaults that the server reports."""
         self.questions = questions
         self.asker = asker
         self.plain = plain or asker
@@ -83,14 +83,14 @@ class Prover:
         self._with_logprobs: dict[ProveQuestion, Reply] = {}
         self._ids: dict[str, None] = {}
         self._num_repeated_ids = 0
-        self._num_errors = 0  # in a row
+        self._num_errors = 0  # consecutive failed answers
 
     @property
     def can_switch(self) -> bool:
         return self.plain is not self.asker or self.asker.endpoint.can_switch
 
     async def run(self, restart: Callable[[], Awaitable[None]] | None = None) -> None:
-        """Ask in every way; `restart` restarts the server. Raises Gone if the server stops answering."""
+        """Ask in every way. `restart` restarts the server. Raises Gone if the server stops answering."""
         await self._learn_baseline()
         if not self.can_switch:
             self.findings.append(WayResult("with drafts", untested=NO_SWITCH))
@@ -206,7 +206,7 @@ class Prover:
         )
 
     async def _choices(self) -> None:
-        """Greedy choices must equal the baseline; seeded ones must be the same every time."""
+        """Check that greedy choices equal the baseline, and that seeded choices are equal every time."""
         finding = WayResult(f"with n = {NUM_CHOICES}")
         form = Form(num_choices=NUM_CHOICES)
         first = await self._ask_all(finding.way, self.questions, form)
@@ -224,11 +224,11 @@ class Prover:
         self._end(finding)
 
     def _first(self, question: ProveQuestion) -> Reply:
-        """Return the baseline's answer; every choice is compared with it."""
+        """Return the baseline's reply with only its first choice, for comparison with every choice."""
         return replace(self._baseline[question], choices=self._baseline[question].choices[:1])
 
     async def _other_seed(self) -> None:
-        """Another seed must give other answers, else seeds mean nothing."""
+        """Check that another seed gives different answers; otherwise seeds have no effect."""
         seeded = [question for question in self.questions if question.is_seeded]
         replies = await self._ask_all(
             "with another seed", seeded, Form(seed_step=OTHER_SEED), at_once=COMPANY
@@ -245,7 +245,7 @@ class Prover:
         self._end(finding)
 
     async def _defaults(self) -> None:
-        """Sampling fields that are left out must mean what the server says, or what OpenAI's API says."""
+        """Check that omitted sampling fields mean the server's declared defaults, else OpenAI's defaults."""
         finding = WayResult("with defaults left out")
         seeded = [question for question in self.questions if question.is_seeded]
         said = {"temperature": 1.0, "top_p": 1.0, **self._declared}

@@ -1,9 +1,9 @@
-"""Synthetic acceptance: accepts drafts at random, for timing only.
+"""Profiles of synthetic acceptance, which accepts drafts at random, for timing only.
 
 A profile is a list, "0.9,0.8,0.7": entry j is the probability that draft j is accepted. The list never rises,
-because a draft counts only if all drafts before it are accepted. Or it is "mean:4.5", the mean of tokens
-committed per step: each draft then follows the one before it with the same chance p, which gives p, p^2, p^3,
-and so on.
+because a draft counts only if all drafts before it are accepted. Or it is "mean:4.5", the mean number of
+tokens committed per step. If the drafts before it are accepted, each draft is then accepted with the same
+chance p, which gives p, p^2, p^3, and so on.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from __future__ import annotations
 from blockdraft.errors import SettingsError
 
 _MEAN = "mean:"
-_HALVINGS = 64  # of [0, 1]: as close as a float gets
+_HALVINGS = 64  # halvings of [0, 1]: more do not change a float
 
 
 def read_profile(text: str) -> tuple[float, ...] | float:
-    """Return the rates of a list, or the mean. Raises SettingsError."""
+    """Return the probabilities of a list, or the mean. Raise SettingsError if the text is neither."""
     if not isinstance(text, str):
         raise _error(text, "it is not text")
     if text.startswith(_MEAN):
@@ -28,12 +28,12 @@ def read_profile(text: str) -> tuple[float, ...] | float:
         if not 0 <= rate <= 1:
             raise _error(text, f"{rate} is not a probability between 0 and 1")
         if rate > before:
-            raise _error(text, f"{rate} follows {before}, but a draft counts only behind those before it")
+            raise _error(text, f"{rate} follows {before}, but a draft counts only if all before it do")
     return rates
 
 
 def acceptance_rates(text: str, *, width: int, block: int) -> tuple[float, ...]:
-    """Return the probability of each of the `block` - 1 drafts; steps of `width` tokens reach a mean."""
+    """Return the probability of each of the `block` - 1 drafts. A mean is that of steps of `width` tokens."""
     if width < 2:
         raise _error(text, f"width = {width} leaves no draft to accept: use --width 2 or more")
     profile = read_profile(text)
@@ -48,7 +48,7 @@ def acceptance_rates(text: str, *, width: int, block: int) -> tuple[float, ...]:
 
 
 def _chance(mean: float, width: int) -> float:
-    """Return the p for which 1 + p + p^2 + ... of `width` terms is `mean`."""
+    """Return the p for which the `width` terms 1 + p + p^2 + ... add up to `mean`."""
     low, high = 0.0, 1.0
     for _ in range(_HALVINGS):
         middle = (low + high) / 2

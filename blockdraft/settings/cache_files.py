@@ -1,4 +1,4 @@
-"""Keeps results of a start in files of the cache folder, for the next start."""
+"""Keeps results of a start in the cache folder for the next start."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def keep(file: Path, content: bytes) -> None:
-    """Write a whole file or nothing; if the folder cannot be written, the next start repeats the work."""
+    """Write a whole file or nothing. If writing fails, ignore it: the next start repeats the work."""
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         own = file.with_suffix(f".{os.getpid()}")

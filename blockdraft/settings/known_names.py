@@ -1,7 +1,8 @@
 """Names of settings in vLLM, SGLang, llama.cpp and Ollama, with our names for them.
 
-One table for the command line and for `LLM(...)`. A name with the same meaning as ours is accepted with a
-note; for others an error says what to use. Names that equal ours (`--gpu-memory-utilization`) are not listed.
+The command line and `LLM(...)` share the tables. A name with the meaning of one of our settings is accepted
+with a note; for other names an error says what to use. Names that equal ours (`--gpu-memory-utilization`) are
+not listed.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable, Container, Iterable, Mapping
 from blockdraft.errors import SettingsError
 from blockdraft.settings.settings import FORMER_NAMES, SETTING_NAMES, suggestion
 
-# Theirs, whose it is, ours. Short flags of llama.cpp are in _SHORT.
+# Their name, their program, our name. Short flags of llama.cpp are in _SHORT.
 SAME = {
     **{name: ("an earlier blockdraft", ours) for name, ours in FORMER_NAMES.items()},
     "context_length": ("SGLang", "max_model_len"),
@@ -48,7 +49,7 @@ _SHORT = {
     "-s": "seed",
     "-a": "served_model_name",
 }
-# Theirs, whose it is, and what is ours: {x} becomes --x, or x in Python. "is …": a sentence of its own.
+# Their name, their program, a hint: {x} becomes --x, or x in Python. A hint with "is …" is a sentence.
 OTHERWISE = {
     "speculative_config": ("vLLM", "{draft} and {width}: a folder or hub id, and num_speculative_tokens + 1"),
     "num_speculative_tokens": (
@@ -74,7 +75,7 @@ OTHERWISE = {
 }
 _OTHER_SHORT = {"-ngl": "n_gpu_layers", "-t": "threads", "-b": "batch_size", "-fa": "flash_attn"}
 _OTHER_SHORT |= {"-ctk": "cache_type_k", "-ctv": "cache_type_v"}
-# Commands of others (most are Ollama's), and what to say of them.
+# Commands of other programs (mostly Ollama), with hints.
 COMMANDS = {
     **dict.fromkeys(("list", "ls"), "is `blockdraft models` here"),
     **dict.fromkeys(("pull", "download"), "is `blockdraft fetch MODEL` here"),
@@ -90,13 +91,13 @@ COMMANDS = {
 
 
 def command_hint(name: str) -> str | None:
-    """Return a hint for a command of another program; None if no program that we know has it."""
+    """Return a hint for a command of another program; None if we do not know the command."""
     told = COMMANDS.get(name)
     return told and (f"'{name}' {told}" if told.startswith("is ") else f"'{name}': {told}")
 
 
 def as_our_flags(words: Iterable[str], ours: Container[str]) -> tuple[list[str], list[str]]:
-    """Return a command's words with our flags for those of others, and a note for each."""
+    """Replace other programs' flags in a command by ours; return the command and a note for each flag."""
     found, notes, is_over = [], [], False
     for word in words:
         name, equals, value = word.partition("=")
@@ -121,7 +122,7 @@ def _our_flag(name: str) -> str | None:
 
 
 def flag_hint(name: str) -> str | None:
-    """Return a hint for a flag that is not ours; None if no program that we know has it."""
+    """Return a hint for a flag of another program; None if we do not know the flag."""
     theirs = _OTHER_SHORT.get(_one_dash(name), name.removeprefix("--").removeprefix("no-").replace("-", "_"))
     if theirs in SAME:
         return f"{SAME[theirs][0]}'s {name} is our {_flag(SAME[theirs][1])}, which is not for this command"
@@ -129,7 +130,7 @@ def flag_hint(name: str) -> str | None:
 
 
 def as_our_settings(given: Mapping[str, object], note: Callable[[str], None]) -> dict[str, object]:
-    """Return the arguments of LLM by our names; `note` gets a line for each that had another."""
+    """Return the arguments of LLM under our names. `note` is called for each renamed argument."""
     found: dict[str, object] = {}
     for name, value in given.items():
         ours = SAME[name][1] if name in SAME else name
@@ -151,7 +152,7 @@ def _hint(theirs: str, name: str, spelt: Callable[[str], str]) -> str:
 
 
 def explained(theirs: str, spelt: Callable[[str], str]) -> str:
-    """Return the hint for a name in OTHERWISE; `spelt` turns our names into flags or fields."""
+    """Return the hint for a name in OTHERWISE. `spelt` turns our names into flags or fields."""
     what = OTHERWISE[theirs][1]
     names = {field: spelt(field) for field in SETTING_NAMES}
     names["no_graphs"] = "graphs=False" if spelt is str else "--no-graphs"
@@ -159,7 +160,7 @@ def explained(theirs: str, spelt: Callable[[str], str]) -> str:
 
 
 def _one_dash(name: str) -> str:
-    """Return a flag with one dash if it may be a short name of llama.cpp: --ngl is -ngl."""
+    """Return a flag with one dash if it may be a short name of llama.cpp: --ngl becomes -ngl."""
     return name[1:] if name.startswith("--") and len(name) > 3 else name
 
 

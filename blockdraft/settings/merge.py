@@ -10,15 +10,15 @@ from blockdraft.errors import SettingsError
 from blockdraft.settings.recipe import Recipe, load_recipe
 from blockdraft.settings.settings import Settings, read_variables, variable_of
 
-# A later layer adds to these instead of replacing them: more flags should not cost those of a recipe.
+# A later layer adds to these settings: new flags must not remove those of a recipe.
 ADDED_UP = ("engine_args", "engine_env")
-# In the words of one engine, so of no use to another.
+# These settings are written for one engine, so they are useless for another.
 ENGINE_WORDS = ("engine_version", "engine_args", "engine_env", "attention_backend", "draft_attention_backend")
 
 
 @dataclass(frozen=True, slots=True)
 class MergedSettings:
-    """Settings, with the source of every value."""
+    """Settings with the source of every value."""
 
     settings: Settings
     sources: Mapping[str, str]  # "default", "recipe NAME", "BLOCKDRAFT_WIDTH", "--width"
@@ -27,7 +27,7 @@ class MergedSettings:
 
 
 def merge_settings(flags: Mapping[str, object], *, uses_environment: bool = True) -> MergedSettings:
-    """Merge the settings of all layers. `flags` holds only the given ones, by field name."""
+    """Merge the settings of all layers. `flags` has only the flags that were given, by field name."""
     environment = read_variables() if uses_environment else {}
     name = flags.get("recipe", environment.get("recipe"))
     recipe = None if name is None else load_recipe(str(name))
@@ -41,7 +41,7 @@ def merge_settings(flags: Mapping[str, object], *, uses_environment: bool = True
     final, notes = engines[-1] if engines else "native", list[str]()
     for title, given in layers:
         engine = given.get("engine", engine)
-        # Our own engine has no such words: beside it they are meant for the one that is still to be named.
+        # Our own engine ignores ENGINE_WORDS: with it they are meant for an engine that a later layer names.
         is_stale = engine not in ("native", final)
         dropped = [field for field in ENGINE_WORDS if is_stale and field in given]
         if dropped:
@@ -63,7 +63,7 @@ def flag_of(field: str, value: object = None) -> str:
 
 
 def _for_engine(recipe: Recipe, engine: object) -> Mapping[str, object]:
-    """Return the recipe's settings for an engine, in that engine's words."""
+    """Return the recipe's settings for an engine, from the engine's own table if there is one."""
     if engine not in recipe.others or engine == recipe.settings.get("engine"):
         return recipe.settings
     kept = {name: value for name, value in recipe.settings.items() if name not in ENGINE_WORDS}
@@ -73,7 +73,7 @@ def _for_engine(recipe: Recipe, engine: object) -> Mapping[str, object]:
 def _added(field: str, below: object, above: object) -> object:
     assert isinstance(below, tuple)
     assert isinstance(above, tuple)
-    # Of a variable the last value counts; of flags each engine's own parser takes the last.
+    # The last value of a variable wins. For repeated flags, the engine's parser takes the last one.
     return tuple(dict((*below, *above)).items()) if field == "engine_env" else (*below, *above)
 
 

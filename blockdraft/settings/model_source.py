@@ -16,15 +16,15 @@ from typing import Literal
 
 from blockdraft.errors import ModelError
 
-# Not "./name" and not "a/b/c": those can only be paths.
+# Does not match "./name" and "a/b/c", which can only be paths.
 HUB_ID = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w.-]+)(@(?P<revision>[\w./-]+))?", re.ASCII)
-# Where people keep or mount models; no organisation of the hub that publishes models has these names.
+# Folders where people keep or mount models. No publisher of models on the hub has such a name.
 MOUNTS = re.compile(
     r"app|cache|data|home|media|mnt|models?|opt|root|srv|tmp|volumes?|weights|workspace", re.IGNORECASE
 )
 _OWN_WORDS = {"model": "or 'default'", "drafter": "'dflash2', 'ngram', or 'none'"}
-DEFAULT_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"  # what the hub calls the default model
-DEFAULT_BYTES = 98_362_432  # of the default model's GGUF file
+DEFAULT_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"  # the default model's id on the hub
+DEFAULT_BYTES = 98_362_432  # size of the default model's GGUF file
 DEFAULT_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
@@ -33,18 +33,18 @@ class Source:
     """The place of a model."""
 
     kind: Literal["default", "folder", "gguf", "hub"]
-    name: str  # as the user wrote it, for messages
-    path: Path | None = None  # of a folder or a GGUF file; of the default model only where it was given
+    name: str  # the name as the user wrote it, for messages
+    path: Path | None = None  # the folder or GGUF file; None for a hub id and the word "default"
     repo: str = ""
     revision: str | None = None
 
 
 def find_source(source: str | Path, what: str = "model") -> Source:
-    """Find a model on this machine or name its repository; ModelError for a path that is not there."""
+    """Find a model on this machine or name its repository. Raise ModelError if a path does not exist."""
     name = str(source)
     if name == "default":
         return Source("default", name)
-    # os.path, not Path: its tests answer False for any text, where Path's raise on some.
+    # os.path returns False for any text; Path raises an error for some.
     path = os.path.expanduser(source)
     if os.path.isdir(path):
         return Source("folder", name, path=Path(path))
@@ -73,7 +73,7 @@ def known_name(model: str) -> str:
 
 
 def _is_default_file(path: str) -> bool:
-    """Return whether a file is the default model's, by size and then by content."""
+    """Return whether a file is the default model's: compare its size, then its hash."""
     try:
         state = os.stat(path)
     except (OSError, ValueError):
@@ -85,7 +85,7 @@ def _is_default_file(path: str) -> bool:
 
 @functools.lru_cache(maxsize=8)
 def _sha256(path: str, *state: int) -> str:
-    """Hash a file once (it takes 0.2 s, and a start asks several times); `state` changes with the file."""
+    """Return a file's hash. The result is cached: hashing takes 0.2 s. `state` changes with the file."""
     try:
         with open(path, "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
@@ -106,5 +106,5 @@ def _mount_hint(name: str) -> str:
         return ""
     parent = os.path.dirname(os.path.expanduser(name).rstrip("/"))
     if os.path.isdir(parent) and os.path.dirname(parent) != parent:
-        return ""  # only the last part is wrong: no mount is missing
+        return ""  # only the last part of the path is wrong: the mount exists
     return " In a container, is the volume mounted?"

@@ -1,9 +1,9 @@
-"""Recipes: settings for one pair of models in a TOML file, with published results.
+"""Reads recipes: TOML files with the settings for one pair of models, and published results.
 
     title = "Qwen3-8B with z-lab's drafter"   # one line
     notes = "Why these values."               # optional
-    cards = ["h100", "dgx-spark"]             # where it makes sense, as in machine/cards.toml; none: anywhere
-    model = "Qwen/Qwen3-8B"                   # any setting but draft and engine, which are tables
+    cards = ["h100", "dgx-spark"]             # suitable cards, as in machine/cards.toml; default: all
+    model = "Qwen/Qwen3-8B"                   # any setting except draft and engine, which are tables
     max_model_len = 32768
 
     [draft]                                   # model, width, ngram, quantization, attention_backend
@@ -14,20 +14,20 @@
     args = ["--tool-call-parser", "hermes"]
     env = { VLLM_LOGGING_LEVEL = "INFO" }
 
-    [sglang]                                  # with --engine sglang: settings, version, args, env
+    [sglang]                                  # for --engine sglang: settings, version, args, env
     max_prefill_tokens = 8192
 
-    [[excludes]]                              # where it does not work: cards, or ampere, hopper, ...
+    [[excludes]]                              # unsuitable cards or families: ampere, hopper, ...
     cards = ["hopper"]
     why = "only Blackwell multiplies NVFP4"
 
-    [[expect]]                                # a published number, or several of one run
+    [[expect]]                                # one or more published numbers of one run
     card = "h200"
     workload = "code"
     tokens_per_second = 400.0
     source = "where it was published"
 
-Anything else is an error: a misspelt key must not be ignored.
+Any other key is an error: a misspelt key must not be ignored.
 """
 
 from __future__ import annotations
@@ -59,20 +59,20 @@ _IN_TABLES = {field: f"[{table}] {key}" for table, keys in _TABLES.items() for k
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expectation:
-    """Published numbers of one run; times are medians."""
+    """Published numbers of one run. Times are medians."""
 
     source: str
     card: str | None = None
     engine: str | None = None
     workload: str | None = None
-    task: str | None = None  # a benchmark's name, where it has one
+    task: str | None = None  # the benchmark's name, if it has one
     concurrency: int = 1
     tokens_per_second: float | None = None
     baseline_tokens_per_second: float | None = None  # without a drafter
-    tokens_per_step: float | None = None  # with the target's own token
-    drafts_accepted: float | None = None  # share of all drafts
-    ttft_ms: float | None = None  # until the first token
-    tpot_ms: float | None = None  # for each token after it
+    tokens_per_step: float | None = None  # including the target's own token
+    drafts_accepted: float | None = None  # accepted share of all drafts
+    ttft_ms: float | None = None  # time to first token
+    tpot_ms: float | None = None  # time per token after the first
     speedup: float | None = None
     notes: str = ""
 
@@ -87,12 +87,12 @@ class Exclusion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """One file. `settings` holds the fields it sets, each of its type, and no others."""
+    """The content of one file. `settings` has only the fields that the file sets, with the right types."""
 
     name: str
     title: str
     settings: Mapping[str, object]
-    others: Mapping[str, Mapping[str, object]] = field(default_factory=dict)  # by engine: in their place
+    others: Mapping[str, Mapping[str, object]] = field(default_factory=dict)  # by engine
     notes: str = ""
     cards: tuple[str, ...] = ()
     excludes: tuple[Exclusion, ...] = ()
@@ -109,7 +109,7 @@ def recipe_names() -> tuple[str, ...]:
 
 
 def load_recipe(name: str) -> Recipe:
-    """Load a known recipe by name, or any by its path, which has a slash or ends with .toml."""
+    """Load a known recipe by name, or a recipe by path. A path contains a slash or ends with .toml."""
     path = Path(name).expanduser()
     if "/" not in name and path.suffix != ".toml":
         path = FOLDER / f"{name}.toml"
@@ -125,7 +125,7 @@ def load_recipe(name: str) -> Recipe:
 
 
 def read_recipe(text: str, *, name: str) -> Recipe:
-    """Read a recipe; SettingsError names whatever does not follow the head of this file."""
+    """Read a recipe. Raise SettingsError for anything that this module's docstring does not allow."""
     try:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -148,7 +148,7 @@ def read_recipe(text: str, *, name: str) -> Recipe:
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
-    """Checks values of one recipe; its errors name it."""
+    """Checks the values of one recipe. Its errors name the recipe."""
 
     name: str
 
@@ -173,13 +173,13 @@ class _Reader:
         return values
 
     def other_engine(self, engine: str, value: object) -> dict[str, object]:
-        """Read settings by their own names, and version, args and env of another engine."""
+        """Read the table of another engine: settings by name, and version, args and env."""
         names = {key: name for key, name in ENGINE_KEYS.items() if key != "name"}
         names |= {name: name for name in (*_PLAIN, *DRAFT_KEYS.values()) if name != "model"}
         return self._table(engine, value, names, "what that engine takes")
 
     def _table(self, table: str, value: object, names: Mapping[str, str], example: str) -> dict[str, object]:
-        """Read a table of settings; `names` has the setting of each key."""
+        """Read a table of settings. `names` maps the table's keys to settings."""
         if not isinstance(value, dict):
             raise self.error(table, f"is a table: write [{table}] and below it {example}")
         values = {}
@@ -195,7 +195,7 @@ class _Reader:
         return self.error(f"{where}{key}", f"is no key of a recipe{hint}")
 
     def setting(self, field: str, key: str, value: object) -> object:
-        """Return `value` as the setting wants it; SettingsError if it has the wrong type."""
+        """Return `value` in the setting's type. Raise SettingsError if it has the wrong type."""
         if field == "engine_args":
             return self.texts(key, value)
         if field == "engine_env":
@@ -274,13 +274,13 @@ _KINDS: dict[object, tuple[tuple[type, ...], str]] = {
 
 
 def check_recipe_card(name: str | None, model: str, device: str, machine: Machine | None) -> tuple[str, ...]:
-    """Return a warning if the recipe is for other cards. Raises SettingsError if it excludes this one."""
+    """Return warnings if the recipe is for other cards. Raise SettingsError if it excludes this card."""
     if name is None or device == "cpu" or machine is None or not machine.gpus:
         return ()
     recipe, gpu = load_recipe(name), machine.gpus[0]
     family = family_of(gpu.capability) or "of no family that we know"
     named = {family, *([] if gpu.card is None else [gpu.card.key])}
-    is_own_model = model == recipe.settings.get("model")  # which the reasons are about
+    is_own_model = model == recipe.settings.get("model")  # the reasons are about the recipe's model
     for exclusion in recipe.excludes if is_own_model else ():
         if named.intersection(exclusion.cards):
             where = f"{_title(gpu)} ({family.capitalize()})"

@@ -1,4 +1,4 @@
-"""Settings of one engine, as the user asked; the only module that reads the environment."""
+"""Settings of one engine, as the user set them. Only this module reads the environment."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ T = TypeVar("T")
 DTYPES = ("auto", "float32", "float64", "bfloat16", "float16")
 TOOL_FORMATS = ("auto", "hermes", "qwen_xml", "gemma", "harmony", "llama", "plain")
 ENGINES = ("native", "vllm", "sglang")
-NGRAM = "ngram"  # of a drafter: none that is stored
-DFLASH2 = "dflash2"  # of a drafter: the head that ships for the model
-DRAFT_WORDS = ("auto", "none", NGRAM, DFLASH2)  # these name no folder: that is ./ngram
-MAX_NGRAM = 32  # tokens that are compared with earlier ones
+NGRAM = "ngram"  # as a drafter: n-gram lookup, without a model
+DFLASH2 = "dflash2"  # as a drafter: the shipped head for the model
+DRAFT_WORDS = ("auto", "none", NGRAM, DFLASH2)  # words, not folders: a folder of that name is ./ngram
+MAX_NGRAM = 32  # longest match of tokens with earlier ones
 QUANTIZATIONS = ("auto", "keep", "none", "fp8", "int8")
 
 
 def _setting(default: T, help_text: str, **facts: object) -> T:
-    """Return a field with its text in --help. `facts`: its least value, or its `choices`."""
+    """Return a field with its text in --help. `facts` are its least value or its `choices`."""
     return field(default=default, metadata={"help": help_text, **facts})
 
 
@@ -38,7 +38,7 @@ def _launched(default: T, help_text: str, **facts: object) -> T:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """One engine, as asked for. The planner resolves "auto", drafter and device first."""
+    """The settings of one engine, as requested. The planner resolves "auto", drafter and device."""
 
     model: str = _setting("default", "target: folder, hub id, GGUF file, or 'default'")
     draft: str | None = _setting(
@@ -162,7 +162,7 @@ class Settings:
                 )
 
     def _check_engine(self) -> None:
-        """Raise SettingsError for settings of other engines and for wrong settings of several machines."""
+        """Raise SettingsError for another engine's settings, and for wrong settings of several machines."""
         if self.engine == "native":
             check_device(self.device)
         for item in fields(self):
@@ -199,7 +199,7 @@ class Settings:
 
     @property
     def suffix(self) -> str:
-        """The end of the model's name that says that answers are for timing only; empty for real answers."""
+        """Return the suffix that marks a model whose answers are for timing only; empty for real answers."""
         dummy = "+dummy" if self.load_format == "dummy" else ""
         return dummy + ("+synthetic" if self.synthetic_acceptance is not None else "")
 
@@ -209,7 +209,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     name: facts["choices"] for name, facts in _FACTS.items() if "choices" in facts
 }
 LAUNCH_SETTINGS = frozenset(name for name, facts in _FACTS.items() if "is_launched" in facts)
-FORMER_NAMES = {  # still read: from flags, the environment, recipes and LLM(...)
+FORMER_NAMES = {  # still accepted in flags, the environment, recipes and LLM(...)
     "max_context": "max_model_len",
     "max_rows": "max_num_seqs",
     "chunk": "max_prefill_tokens",
@@ -245,13 +245,13 @@ def check_device(name: str) -> None:
 
 
 def suggestion(wrong: str, names: Iterable[str], *, cutoff: float = 0.7) -> str:
-    """Return ": did you mean x?" for the closest name, or nothing."""
+    """Return ": did you mean x?" for the closest name, or an empty text."""
     close = difflib.get_close_matches(wrong, list(names), 1, cutoff)
     return f": did you mean {close[0]}?" if close else ""
 
 
 def read_setting(name: str, text: str) -> object:
-    """Return the value that `text` stands for, or raise ValueError. Settings checks ranges."""
+    """Return the value of `text` in the setting's type, or raise ValueError. Settings checks ranges."""
     hint = SETTING_TYPES[name]
     if name == "engine_args":
         return tuple(shlex.split(text))
@@ -259,7 +259,7 @@ def read_setting(name: str, text: str) -> object:
         return tuple(read_variable(word) for word in shlex.split(text))
     if text == "auto" and hint in (int | Auto, bool | Auto):
         return text
-    # Of a drafter, "none" is the engine's own word.
+    # For a drafter, "none" is a value, not None.
     if text == "none" and hint in (str | None, int | None) and name != "draft":
         return None
     kinds, what = _KINDS.get(hint, (str, ""))
@@ -286,7 +286,7 @@ _KINDS: dict[object, tuple[Callable[[str], object], str]] = {
 }
 
 PREFIX = "BLOCKDRAFT_"
-TEST_PREFIX = "BLOCKDRAFT_TEST_"  # read by the test suite alone
+TEST_PREFIX = "BLOCKDRAFT_TEST_"  # only the test suite reads these
 OTHER_VARIABLES = {
     "BLOCKDRAFT_API_KEY": "what clients of the server must send",
     "BLOCKDRAFT_CACHE": "the folder for downloads (default: `blockdraft/` in the user's cache folder)",
@@ -295,7 +295,7 @@ OTHER_VARIABLES = {
 
 
 def read_variables(environment: Mapping[str, str] | None = None) -> dict[str, object]:
-    """Return the settings of BLOCKDRAFT_NAME variables that are not empty; SettingsError for unknown ones."""
+    """Return the settings of non-empty BLOCKDRAFT_NAME variables. Raise SettingsError for unknown ones."""
     environment = os.environ if environment is None else environment
     known = {variable_of(name): name for name in SETTING_NAMES}
     known |= {variable_of(name): ours for name, ours in FORMER_NAMES.items()}
@@ -315,14 +315,14 @@ def read_variables(environment: Mapping[str, str] | None = None) -> dict[str, ob
 
 
 def _near(variable: str) -> str:
-    # Without their prefix, which makes all of them alike.
+    # Compare without the prefix, which makes all names similar.
     names = [name.removeprefix(PREFIX) for name in (*map(variable_of, SETTING_NAMES), *OTHER_VARIABLES)]
     hint = suggestion(variable.removeprefix(PREFIX), names)
     return hint.replace("mean ", f"mean {PREFIX}") if hint else ": see docs/settings.md for those that are."
 
 
 def wanted_products() -> str:
-    """Return the chosen way to multiply int8 on a CPU; empty: the fastest."""
+    """Return the chosen way to multiply int8 on a CPU; empty for the fastest."""
     return os.environ.get("BLOCKDRAFT_PRODUCTS", "")
 
 
@@ -331,7 +331,7 @@ def variable_of(name: str) -> str:
 
 
 def forget_environment_settings() -> None:
-    """Remove our settings from the environment, so that a child process has only the flags it is given."""
+    """Remove our settings from the environment, so that a child process gets them only as flags."""
     for name in SETTING_NAMES:
         os.environ.pop(variable_of(name), None)
 
@@ -346,7 +346,7 @@ def _user_cache() -> Path:
 
 
 def environment_api_key() -> str | None:
-    """Return $BLOCKDRAFT_API_KEY, the key that clients must send; None if unset or empty."""
+    """Return $BLOCKDRAFT_API_KEY, the key that clients must send; None if it is unset or empty."""
     return os.environ.get("BLOCKDRAFT_API_KEY") or None
 
 
@@ -359,7 +359,7 @@ def pin_threads() -> None:
     """Bind OpenMP's threads to cores, one each; takes effect only before torch is imported.
 
     Without this, Linux may put several threads on one core: a small model was 2.5 times slower (2 x
-    Neoverse-N1, 2026-11). If the user has set any of these variables, nothing is changed.
+    Neoverse-N1, 2026-11). If the user has set one of the variables, nothing changes.
     """
     chosen = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
     if not any(name in os.environ for name in chosen):
@@ -367,13 +367,13 @@ def pin_threads() -> None:
 
 
 def write_no_perf_maps() -> None:
-    """Keep oneDNN, a part of PyTorch, from leaving perf-PID.map files behind; call before it is used."""
+    """Keep oneDNN, a part of PyTorch, from writing perf-PID.map files. Call this before oneDNN is used."""
     if "DNNL_JIT_PROFILE" not in os.environ:
         os.environ.setdefault("ONEDNN_JIT_PROFILE", "0")
 
 
 def child_environment(added: Mapping[str, str]) -> dict[str, str]:
-    """Return our environment for a program that we start: with `added`, without our own secrets."""
+    """Return our environment for a program that we start, with `added` and without our secrets."""
     return {name: value for name, value in os.environ.items() if name != "BLOCKDRAFT_API_KEY"} | dict(added)
 
 

@@ -1,7 +1,7 @@
-"""The drafters that come with blockdraft: "auto" is the one that belongs to the model, or none.
+"""Finds the drafters that come with blockdraft. "auto" is the model's drafter, if there is one.
 
-"dflash2" is the DFlash2 head of that drafter, in a subfolder; the two share their body. On a GPU "auto"
-includes the head; on a CPU, with its small widths, the head gains nothing.
+"dflash2" is the DFlash2 head of that drafter, in a subfolder. Head and drafter share their body. On a GPU
+"auto" includes the head; on a CPU, with its small widths, the head does not help.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from pathlib import Path
 from blockdraft.settings.model_source import known_name, public_id
 
 FOLDER = Path(__file__).parents[1] / "drafters"
-DRAFTERS = {"default": "smollm2-135m-instruct"}  # by the model as the user names it
-_TITLES = {  # as others call theirs
+DRAFTERS = {"default": "smollm2-135m-instruct"}  # by the user's name of the model
+_TITLES = {  # our drafters' titles, in the style of other drafters' names
     "smollm2-135m-instruct": "SmolLM2-135M-Instruct-DFlash-b16",
     "smollm2-135m-instruct/dflash2": "SmolLM2-135M-Instruct-DFlash2-b16",
 }
@@ -21,7 +21,7 @@ _GGUF_END = re.compile(r"([.-](I?Q\d\w*|B?F16|F32))?\.gguf$", re.IGNORECASE)
 
 
 def shipped_drafter(model: str, *, part: str = "") -> Path | None:
-    """Return the folder of the drafter that ships for `model`, or of a `part` of it; None if missing."""
+    """Return the folder of the shipped drafter for `model`, or of its `part`; None if missing."""
     model = known_name(model)
     if model not in DRAFTERS:
         return None
