@@ -145,7 +145,7 @@ def _fit(order: list[int], sizes: list[int], length: int) -> list[DocumentPlace]
 
 
 def _start_rest(starts: np.ndarray, length: int) -> None:
-    """Set the start of the free places at the end of each row, as of one more document."""
+    """Set `starts` for the free places at the end of each row, as if these were one more document."""
     is_rest = starts == length
     first = length - is_rest.sum(axis=1, keepdims=True)
     np.copyto(starts, first.astype(starts.dtype), where=is_rest)
