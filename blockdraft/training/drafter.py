@@ -213,7 +213,7 @@ def train_only(model: DFlash, part: Literal["all", "added", "selector"]) -> None
 
 
 def load_weights(model: DFlash, source: str, device: torch.device) -> None:
-    """Load weights of a drafter of the same shape; parameters missing in `source` keep their values."""
+    """Load a drafter of the same shape as trainable float32; keep parameters that `source` lacks."""
     checkpoint = open_checkpoint(source)
     config = read_draft_config(checkpoint.config, name=source)
     with torch.device(device):

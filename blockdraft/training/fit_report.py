@@ -195,17 +195,17 @@ def prospect_of(
         reasons = reasons or [describe_depth(overall)]
         is_worth_it, reason = training_pays(costs)
         share = f"{len(low)} of {len(categories)} categories are low"
-        known = f"{share}, and it does not know those: {', '.join(low)}"
+        known = f"{share}, and the drafter does not predict these: {', '.join(low)}"
         if len(low) == len(categories):
-            known = "every category is low: it does not know this target or this workload"
+            known = "every category is low: the drafter does not know this target or this workload"
         reasons += [known, reason]
     else:
-        reasons.append("no category is low: what it would gain is not known before")
+        reasons.append("no category is low: how much training would gain is unknown")
     if low and greedy is not None and greedy >= LOW:
         is_worth_it = False
-        reasons.append(f"greedy answers commit {greedy:.2f}: the temperature costs the rest, training little")
+        reasons.append(f"greedy answers commit {greedy:.2f}: sampling causes the loss, training gains little")
     if has_own_parts(config):
-        reasons.append("it has a head or an embedding scale of its own: a new one would have to be trained")
+        reasons.append("this drafter has its own head or embedding scale: only a new drafter can be trained")
     if question.prompts is None:
         reasons.append(
             f"the built-in prompts are too few to train with: write some of your workload into {OWN_PROMPTS}"
@@ -253,13 +253,11 @@ def describe_depth(overall: DrafterFit) -> str:
     first = rates[0] if rates else 0.0
     reached = sum(rates[:-1])
     deeper = sum(rates[1:]) / reached if reached else 0.0
-    text = (
-        f"the first draft is right in {first:.0%} of the steps, a later one in {deeper:.0%} where it counts"
-    )
+    text = f"the first draft is right in {first:.0%} of the steps, a later one in {deeper:.0%} if reached"
     if first < 0.5:
-        return f"{text}: it does not know what this target says here"
+        return f"{text}: the drafter does not know this target or this workload"
     if deeper < 0.75 * first:
-        return f"{text}: it knows the next token, not the block; longer training helps, and a narrow width"
+        return f"{text}: it predicts the next token but not the block: train longer, or use a narrow width"
     return f"{text}: it fails evenly along the block"
 
 

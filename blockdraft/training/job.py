@@ -61,7 +61,7 @@ class TrainingRecipe:
 
     rows_per_step: int = 24
     num_anchors: int = 128  # per row
-    short_blocks: float = 0.0  # the first share of the run, which uses blocks of half the length
+    short_blocks: float = 0.0  # share of the run, from its start, with blocks of half the length
     anchoring: Literal["even", "walk"] = "even"  # anchors anywhere, or mostly where steps begin
     deep_from: int = 1024  # position in a document from which anchors are weighted by `deep_weight`
     deep_weight: float = 1.0  # how many times as often these anchors are drawn as earlier ones
