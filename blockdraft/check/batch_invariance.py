@@ -50,8 +50,8 @@ class BitsResult(NamedTuple):
     @property
     def detail(self) -> str:
         if self.difference is None:
-            return f"{self.num_values} log-probabilities are the same in blocks, in a crowd and prefilled"
-        return f"{self.difference}: near-ties may be answered otherwise in other company"
+            return f"{self.num_values} log-probabilities are equal in blocks, larger batches and prefill"
+        return f"{self.difference}: at near-ties, answers may vary with the batch"
 
 
 def check_bits(engine: Engine, ids: list[int]) -> BitsResult:

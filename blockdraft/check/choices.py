@@ -41,7 +41,7 @@ def compare_sampling(engine: Engine, numbers: Numbers) -> Comparisons:
     forms = logits.clone(), logits.clone()
     numbers.kernels.forbid(forms[0], allowed)
     sampling.reference_forbid(forms[1], allowed)
-    yield Comparison("forms", forms[0].isfinite().long(), forms[1].isfinite().long())
+    yield Comparison("structured output", forms[0].isfinite().long(), forms[1].isfinite().long())
 
 
 def compare_walk(engine: Engine, numbers: Numbers) -> Comparisons:
