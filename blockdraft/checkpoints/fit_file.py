@@ -1,6 +1,6 @@
 """Reads fit.json of a drafter's folder: how often each draft of a block was accepted, by prompt category.
 
-`blockdraft train` measures the file on greedy answers to held-out prompts: {"code": {"accepted_by_position":
+`blockdraft train` writes the file, from greedy answers to held-out prompts: {"code": {"accepted_by_position":
 [0.8, 0.6, …], …}, …, "all": {…}}. A draft counts only if all drafts before it were accepted, so the shares
 never rise. On average a step of width w commits 1 + the sum of the first w - 1 shares.
 """

@@ -3,9 +3,9 @@
 In each block, column k predicts the token k places after the anchor. The loss of a DFlash drafter is the
 cross-entropy with that token (which the target wrote), or a mixture of this cross-entropy and the divergence
 from the target's distribution. DFlash2's selector chooses among the best tokens of a column, given the true
-token of the column before. DSpark's Markov head also sees that token. Its loss is 0.1 cross-entropy + 0.9
-total variation between the distributions of drafter and target; a draft is accepted with probability one
-minus the total variation.
+token of the column before. The Markov head of DSpark also sees that token. DSpark's loss is 0.1 cross-entropy
++ 0.9 total variation between the distributions of drafter and target; a draft is accepted with probability
+one minus the total variation.
 
 Columns are weighted, because a draft counts only if all drafts before it are right. Weights have no gradient
 and sum to one over a batch. `decay` is the fixed exp(-(k - 1) / gamma) of the DFlash paper. `dpace` weights
