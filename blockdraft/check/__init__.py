@@ -1,1 +1,1 @@
-"""Checks at the start that this machine computes kernels, layers and drafts correctly."""
+"""Checks when the server starts that this machine computes kernels, layers and drafts correctly."""

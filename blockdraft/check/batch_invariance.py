@@ -1,9 +1,9 @@
-"""Checks that a token's bits do not depend on the batch, with these weights on this device.
+"""Checks that log-probabilities do not depend on the batch, with these weights on this device.
 
-One text is computed in every way that serving knows: prefilled at once and in pieces, decoded token by token
-and in blocks, alone and among other rows. Its log-probabilities are compared with ==. If they are equal,
-answers do not depend on drafts or on other requests. If not, answers may vary where two tokens are nearly
-tied.
+One text is computed in every way that the server uses: prefilled at once and in pieces, decoded token by
+token and in blocks, as the only sequence and with others. The log-probabilities are compared with ==. If all
+are equal, answers do not depend on drafts or on other requests. If not, answers may vary where two tokens
+are nearly tied.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from blockdraft.engine.request import SamplingParams
 from blockdraft.engine.trial_engine import max_tokens, serve, trial_engine
 from blockdraft.step.drafter import NoDrafter, Weightless
 
-NUM_PROMPT = 150  # tokens: a GPU multiplies 16, 64, 128 and more of them in different ways
+NUM_PROMPT = 150  # tokens; a GPU has different kernels for up to 16, 64, 128 and more tokens
 NUM_ANSWER = 20  # more than a block
-NUM_ROWS = 9  # of a crowd: blocks of 16 of so many are more than any tile takes
-SHORT_CHUNK = 40  # tokens of a piece
+NUM_ROWS = 9  # sequences in a batch; so many blocks of 16 tokens are more than any tile holds
+SHORT_CHUNK = 40  # tokens per prefill piece
 
 
 class ComputedText(NamedTuple):
-    """The tokens of an answer, and log-probabilities."""
+    """The tokens of an answer, and the log-probabilities of prompt and answer."""
 
     token_ids: list[int]
-    prompt: list[float]  # of the prompt's tokens but the first, if asked for
+    prompt: list[float]  # without the first token; empty if not requested
     answer: list[float]
 
 
@@ -50,12 +50,12 @@ class BitsResult(NamedTuple):
     @property
     def detail(self) -> str:
         if self.difference is None:
-            return f"{self.num_values} log-probabilities are the same in blocks, in a crowd and prefilled"
-        return f"{self.difference}: near-ties may be answered otherwise in other company"
+            return f"{self.num_values} log-probabilities are equal in blocks, larger batches and prefill"
+        return f"{self.difference}: at near-ties, answers may vary with the batch"
 
 
 def check_bits(engine: Engine, ids: list[int]) -> BitsResult:
-    """Compare the log-probabilities of one text on an idle engine, which is left as it was."""
+    """Compare the log-probabilities of one text. The engine must be idle; its state is restored."""
     count = 0
     for way, got, expected in _ways(engine, ids):
         for at, (one, other) in enumerate(zip(got, expected, strict=True), 1):
@@ -66,7 +66,7 @@ def check_bits(engine: Engine, ids: list[int]) -> BitsResult:
 
 
 def _ways(engine: Engine, ids: list[int]) -> Iterator[tuple[str, list[float], list[float]]]:
-    """Yield for each way to compute the text its name, its log-probabilities and the expected ones."""
+    """Yield (description, log-probabilities, expected log-probabilities) for each way to compute the text."""
     plan, room = engine.plan, max_tokens(engine)
     num_answer = max(1, min(NUM_ANSWER, room // 4))
     prompt = (ids * (NUM_PROMPT // len(ids) + 1))[: max(1, min(NUM_PROMPT, room // 2))]
@@ -110,7 +110,7 @@ def _texts(
 
 
 class _Replay(Weightless):
-    """A drafter that knows the text: every draft is right, so blocks are kept whole."""
+    """A drafter whose drafts are the known text, so that every block is accepted whole."""
 
     def __init__(self, token_ids: list[int], block: int, device: torch.device) -> None:
         self.block = block

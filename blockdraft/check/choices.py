@@ -15,7 +15,7 @@ from blockdraft.kernels.candidates import reference_walk
 from blockdraft.kernels.sampling_tables import Real
 from blockdraft.step.pairs import PairDrafter
 
-NEAR = 1e-4  # of a score: closer tokens are as good as equal, and rounding decides between them
+NEAR = 1e-4  # difference of two scores below which rounding may decide between the tokens
 RULES = (
     RowSampling(),
     RowSampling(repetition=1.3, presence=0.4, frequency=0.3, output_start=2),
@@ -41,13 +41,13 @@ def compare_sampling(engine: Engine, numbers: Numbers) -> Comparisons:
     forms = logits.clone(), logits.clone()
     numbers.kernels.forbid(forms[0], allowed)
     sampling.reference_forbid(forms[1], allowed)
-    yield Comparison("forms", forms[0].isfinite().long(), forms[1].isfinite().long())
+    yield Comparison("structured output", forms[0].isfinite().long(), forms[1].isfinite().long())
 
 
 def compare_walk(engine: Engine, numbers: Numbers) -> Comparisons:
-    """Compare in the models' own dtype: if rounding changes one draft, all drafts after it change, too.
+    """Compare a walk over drafts in the models' dtype: if rounding changes a draft, all later ones change.
 
-    Logits are close enough for noise to change the choice.
+    The logits are close enough for the random numbers to change the choice.
     """
     drafter = engine.models.drafter
     if not isinstance(drafter, PairDrafter):
@@ -62,7 +62,7 @@ def compare_walk(engine: Engine, numbers: Numbers) -> Comparisons:
 
 
 def rows_of_rules(vocab_size: int, numbers: Numbers) -> Rows:
-    """Return a row for each of RULES, all active."""
+    """Return active rows, one for each of RULES."""
     count, device = len(RULES), numbers.device
     table = Rows(
         max_rows=count,
@@ -81,7 +81,7 @@ def rows_of_rules(vocab_size: int, numbers: Numbers) -> Rows:
 def nearest(
     got: Tensor, logits: Tensor, starts: Tensor, recent: Tensor, batch: sampling.SamplingBatch
 ) -> Tensor:
-    """Return the reference's choice, or `got` where the reference chooses it for nearly equal inputs."""
+    """Return the reference's tokens, but `got` where the reference chooses `got` for nearly equal inputs."""
     expected = sampling.reference_choose(logits, starts, recent, batch)
     if torch.equal(got, expected):
         return expected
@@ -97,11 +97,11 @@ def nearest(
 
 
 def compare_acceptance(engine: Engine, numbers: Numbers) -> Comparisons:
-    """Compare counts of accepted drafts, and the rows after that step, with plain counting."""
+    """Compare the counts of accepted drafts, and the rows after the step, with counts in Python."""
     width = max(engine.plan.block, 2)
     sampled, block = numbers.integers(2, 8, width), numbers.integers(2, 8, width)
-    sampled[0, :-1] = block[0, 1:]  # all right
-    sampled[1, :-1] = 1 - block[1, 1:]  # all wrong
+    sampled[0, :-1] = block[0, 1:]  # all drafts are right
+    sampled[1, :-1] = 1 - block[1, 1:]  # all drafts are wrong
     agrees = (sampled[:, :-1] == block[:, 1:]).tolist()
     counts = [1 + [*row, False].index(False) for row in agrees]
     got = numbers.kernels.count_accepted(sampled, block)
@@ -124,7 +124,7 @@ def compare_acceptance(engine: Engine, numbers: Numbers) -> Comparisons:
 
 
 def compare_ngram_lookup(engine: Engine, numbers: Numbers) -> Comparisons:
-    """Look n-grams up in texts of few words, which repeat much, for some rows of a table."""
+    """Compare n-gram lookup in random texts of few distinct tokens, for some rows of a table."""
     if not engine.plan.draft_ngram:
         return
     width, size = max(engine.plan.block, 2), 2500

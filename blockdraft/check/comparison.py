@@ -1,4 +1,4 @@
-"""The parts of every comparison of an operation with its reference: inputs, results, tolerances, modules."""
+"""Tools to compare operations with their references: inputs, results, tolerances, modules."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from blockdraft.engine.engine import Engine
 
 T = TypeVar("T")
 
-# Of |result| + the results' root mean square. Measured: 4e-7 in float32, 4e-3 in bfloat16; the rest is room
-# for longer sums. What a wrong kernel does is larger by far.
+# Allowed errors, relative to |result| + the root mean square of all results. Measured errors are 4e-7 in
+# float32 and 4e-3 in bfloat16; the limits allow for longer sums. The errors of a wrong kernel are far larger.
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 5e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 
 
 class Numbers:
-    """Random numbers that are the same in every run, on the models' device and in their dtype."""
+    """Generates equal random numbers in every run, on the models' device and in their dtype."""
 
     def __init__(self, engine: Engine) -> None:
         self._generator = torch.Generator().manual_seed(0)
@@ -47,9 +47,9 @@ class Numbers:
 
 
 class Comparison(NamedTuple):
-    """One result of an operation, and its reference's in float64.
+    """One result of an operation, and the reference's result in float64.
 
-    Integers must be equal. Others may differ by their dtype's rounding, once for each of `num_steps`.
+    Integers must be equal. Floats may differ by `num_steps` times the tolerance of their dtype.
     """
 
     where: str
@@ -68,13 +68,13 @@ def run(
     *inputs: object,
     num_steps: int = 1,
 ) -> Comparison:
-    """Return the comparison of two calls on the same inputs, widened for the reference."""
-    expected = reference(*wide(inputs))  # first: the other may overwrite its inputs
+    """Call both functions and return their comparison; the reference gets float64 copies of the inputs."""
+    expected = reference(*wide(inputs))  # first, because `fast` may overwrite its inputs
     return Comparison(where, fast(*inputs), expected, num_steps)
 
 
 def wide(value: T) -> T:
-    """Return copies of real tensors in float64, also inside tuples; anything else as it is."""
+    """Copy floating-point tensors to float64, also inside tuples; return other values unchanged."""
     found: object = value
     if isinstance(value, Tensor) and value.is_floating_point():
         found = value.to(torch.float64, copy=True)
@@ -86,11 +86,11 @@ def wide(value: T) -> T:
 
 @dataclass(frozen=True, slots=True)
 class KernelResult:
-    """The comparison of an operation that came closest to its tolerance, or went past it."""
+    """The comparison of an operation with the largest error, relative to its tolerance."""
 
     operation: str
     where: str
-    error: float  # of integers the share that differ; none may
+    error: float  # for integers: the share that differ, which must be 0
     tolerance: float
     num_comparisons: int = 1
 
@@ -113,12 +113,12 @@ def measure(operation: str, comparison: Comparison) -> KernelResult:
 
 
 def parts_of(engine: Engine, kind: type[T] | tuple[type[T], ...]) -> list[T]:
-    """Return every module of a kind, of all models."""
+    """Return the modules of the given type in all models."""
     return [part for model in engine.models.models() for part in model.modules() if isinstance(part, kind)]
 
 
 def distinct(items: Iterable[T], key: Callable[[T], object]) -> list[T]:
-    """Return the first item of each key."""
+    """Return the first item for each key."""
     found: dict[object, T] = {}
     for item in items:
         found.setdefault(key(item), item)

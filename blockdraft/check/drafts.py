@@ -1,9 +1,9 @@
-"""Checks that a drafter changes only the speed, and counts the tokens it commits on built-in prompts.
+"""Checks that a drafter changes only the speed, and counts its committed tokens on built-in prompts.
 
-The target's cache is compared before and after each call of the drafter. Where all products are by our own
-batch-invariant kernels, answers and probabilities must equal those without the drafter. Other libraries do
-not promise equal bits, so equal answers are only counted there. With or without a drafter, a captured step
-must give the same tokens as the step without capture.
+The target's cache is compared before and after each call of the drafter. If our own batch-invariant kernels
+compute all products, answers and probabilities must equal those without the drafter. Other libraries do not
+promise equal bits; with them, equal answers are only counted. With or without a drafter, a captured step must
+give the same tokens as the step without capture.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from blockdraft.kernels.cpu import why_no_llvm
 from blockdraft.kernels.linear import MAX_FEW
 from blockdraft.step.drafter import Drafter, NoDrafter, Weightless
 
-ANSWER_TOKENS = 24  # of each prompt, as serving gives them
-PLAIN_TOKENS = 6  # and without the drafter, a step each
-PLAIN_SECONDS = 0.5  # for those: no further prompt is begun after this
-CAPTURED_TOKENS = 4  # of one prompt, at each width that is checked
+ANSWER_TOKENS = 24  # per prompt, with the drafter
+PLAIN_TOKENS = 6  # per prompt, for the comparison with answers without the drafter
+PLAIN_SECONDS = 0.5  # after this time the comparison begins no further prompt
+CAPTURED_TOKENS = 4  # for one prompt, at each checked width
 NARROW = 4  # a width
-WATCHED_TOKENS = 2  # while what the target remembers is looked at around every call
+WATCHED_TOKENS = 2  # while the target's cache is compared around every call of the drafter
 
 
 class Drafted(NamedTuple):
-    """The results on the built-in prompts."""
+    """The results of a drafter on the built-in prompts."""
 
     accepted: tuple[float, ...]  # [i]: share of the steps that accepted draft i + 1
     width: int
     num_prompts: int
-    num_equal: int  # answers without the drafter that are the same
+    num_equal: int  # answers that equal the answer without the drafter
     num_compared: int
 
     @property
@@ -56,7 +56,7 @@ class Drafted(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CheckedAnswer:
-    """The answer to one prompt."""
+    """The answer to one prompt, with log-probabilities and metrics."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...]
@@ -64,12 +64,15 @@ class CheckedAnswer:
 
 
 def check_drafter(engine: Engine, prompts: list[list[int]]) -> Drafted:
-    """Answer prompts greedily, with and without the drafter. ModelError: it changes more than the speed."""
+    """Answer prompts greedily, with and without the drafter; return the counts.
+
+    Raise ModelError if the drafter changes more than the speed.
+    """
     models, width = engine.models, checked_widths(engine)[-1]
     width = width if width > 1 else engine.plan.block
     prompts = [ids[-max(1, max_tokens(engine) // 2) :] for ids in prompts]
     _watch(engine, prompts[0], width)
-    drafted = [answer(trial_engine(engine), ids, width, ANSWER_TOKENS) for ids in prompts]  # as serving does
+    drafted = [answer(trial_engine(engine), ids, width, ANSWER_TOKENS) for ids in prompts]  # as served
     begun_s, equal = time.monotonic(), []
     for number, ids in enumerate(prompts):
         if time.monotonic() - begun_s > PLAIN_SECONDS:
@@ -105,7 +108,7 @@ def answer(
 
 
 def keeps_bits(models: LoadedPair, width: int) -> bool:
-    """Return whether all products of one row's block are by batch-invariant kernels."""
+    """Return whether batch-invariant kernels compute all products of one sequence's block."""
     dtype: torch.dtype = getattr(torch, models.dtype)
     if models.device.type == "cpu":
         return why_no_llvm(dtype, models.device) is None
@@ -118,9 +121,10 @@ def draft_name(models: LoadedPair) -> str:
 
 
 def _accepted(answers: list[CheckedAnswer]) -> tuple[float, ...]:
-    """Return for each position the chance that its draft and all before it are right. It is a product over
-    positions of the share of right drafts among those reached. So the last block, which the end of the answer
-    cuts, does not lower it.
+    """Return, for each position, the probability that its draft and all drafts before it are right.
+
+    This is the product, over the positions, of the share of right drafts among those reached. So a last block
+    that the end of the answer cuts does not lower the result.
     """
     accepted = itertools.zip_longest(*(answer.metrics.accepted for answer in answers), fillvalue=0)
     reached = itertools.zip_longest(*(answer.metrics.reached for answer in answers), fillvalue=0)
@@ -131,7 +135,10 @@ def _accepted(answers: list[CheckedAnswer]) -> tuple[float, ...]:
 def _is_equal(
     models: LoadedPair, number: int, drafted: CheckedAnswer, plain: CheckedAnswer, width: int
 ) -> bool:
-    """Return whether the drafted answer begins with the plain one. ModelError: it must, but does not."""
+    """Return whether the drafted answer begins with the plain one.
+
+    Raise ModelError if the answers or their log-probabilities differ although equal bits are promised.
+    """
     pairs = list(zip(drafted.logprobs, plain.logprobs, strict=False))
     at = next((at for at, (one, other) in enumerate(pairs) if one.token_id != other.token_id), None)
     if at is None and all(one.logprob == other.logprob for one, other in pairs):
@@ -154,9 +161,10 @@ def _is_equal(
 
 
 def checked_widths(engine: Engine) -> list[int]:
-    """Return the widths to check: 1, a narrow one and the widest that may be served. They follow from the
-    settings, not from the width that a start measures as best: it differs between starts, and each start
-    would have to check again.
+    """Return the widths to check: 1, a narrow one, and the widest that may be served.
+
+    They follow from the settings. The width that is measured as best differs between starts, and would make
+    each start check again.
     """
     widths = widths_for(engine.plan.block)
     if engine.graphs is not None:
@@ -165,7 +173,7 @@ def checked_widths(engine: Engine) -> list[int]:
 
 
 def check_captured(engine: Engine, prompt: list[int]) -> int:
-    """Count the tokens that are equal in a graph and kernel by kernel. ModelError: not all are."""
+    """Return the number of compared tokens of captured steps. Raise ModelError if eager steps differ."""
     prompt, count = prompt[-max(1, max_tokens(engine) // 2) :], 0
     for width in checked_widths(engine):
         served = answer(trial_engine(engine), prompt, width, CAPTURED_TOKENS).token_ids
@@ -196,10 +204,10 @@ def _watch(engine: Engine, prompt: list[int], width: int) -> None:
 
 
 class _Watched(Weightless):
-    """A drafter that notes when a call of it changes the target's cache for the active rows."""
+    """Wraps the drafter, and notes if a call changes the active sequence's target cache."""
 
     def __init__(self, engine: Engine) -> None:
-        self.touched: int | None = None  # the first layer that was
+        self.touched: int | None = None  # the first layer that was changed
         self._engine = engine
         self._drafter: Drafter = engine.models.drafter
         self.block = self._drafter.block
@@ -217,7 +225,7 @@ class _Watched(Weightless):
         self._compare(before, self._remembered(num_new))
 
     def _remembered(self, num_new: int) -> list[Tensor]:
-        """Return the active row's cache in every target layer, up to `num_new` tokens past its length."""
+        """Return the active sequence's cache in all target layers, up to `num_new` tokens past its length."""
         rows, page_size = self._engine.rows, self._engine.plan.page_size
         row = rows.active[:1]
         position = torch.arange(int(rows.length[row]) + num_new, device=row.device)

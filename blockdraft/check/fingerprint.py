@@ -1,7 +1,7 @@
-"""The fingerprint of an engine: all that decides an answer's tokens, beside the request itself.
+"""The fingerprint of an engine: everything that determines an answer's tokens, except the request itself.
 
 Equal fingerprints, prompts, parameters and seeds give equal tokens. The drafter, the width, the number of
-sequences and the memory are left out, because they decide no token (docs/lossless.md).
+sequences and the memory are left out, because no token depends on them (docs/lossless.md).
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from blockdraft.kernels.kv_formats import EXACT
 from blockdraft.machine.machine import read_machine
 from blockdraft.text.tokenizer import Tokenizer
 
-COMPILERS = {"triton": "triton", "llvm": "llvmlite"}  # by the family of kernels
+COMPILERS = {"triton": "triton", "llvm": "llvmlite"}  # package of the compiler, by family of kernels
 
 
 def fingerprint(engine: Engine) -> Fingerprint:
-    """Return the fingerprint of an engine that is ready, or a reason why its answers cannot be repeated."""
+    """Return the fingerprint of a ready engine, or the reason why its answers cannot be repeated."""
     models, plan = engine.models, engine.plan
     if not plan.same_bits:
         return Fingerprint(reason=f"answers may depend on who else is served: {plan.reasons['same_bits']}")
@@ -55,7 +55,7 @@ def _template(tokenizer: Tokenizer) -> str:
 
 
 def _device(device: torch.device) -> str:
-    """Return the card's class and CUDA's version, or the CPU's instruction set."""
+    """Return the GPU's name and compute capability with CUDA's version, or the CPU's instruction set."""
     if device.type == "cpu":
         cpu = read_machine().cpu
         return f"{platform.machine()} {digest_of(sorted(cpu.features))[:8]}"

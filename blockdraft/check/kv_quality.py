@@ -1,9 +1,9 @@
-"""Measures the loss of quality by compressed keys and values, against exact ones on the same texts.
+"""Measures how much quality compressed keys and values lose, compared with exact ones on the same texts.
 
-An arm is one way to store keys and values. Every arm reads every text in one piece without a cache.
-References compute what serving would, with the same keys compressed (kernels/kv_positions.py). From a depth
-on, each token counts by its loss, by the KL divergence from the exact distribution (in nats), and by whether
-the likeliest token is the same.
+An arm is one way to store keys and values. Every arm reads every text in one piece, without a cache.
+References compute what the server would compute, with the same keys compressed (kernels/kv_positions.py).
+Tokens from a given depth on are counted: by loss, by KL divergence from the exact distribution (in nats), and
+by whether the likeliest token is the same.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from blockdraft.kernels.kv_codec import FORMATS, KvFormat, kv_format
 from blockdraft.kernels.kv_formats import TILE
 from blockdraft.kernels.kv_positions import PositionRule
 
-QUERIES = 512  # whose scores are there at a time: few large operations, which cards like
-SLICE = 256  # tokens whose logits are there at a time
-BLOCK = 64  # tokens whose mean counts once in an error: the losses of adjacent tokens are correlated
-FIRST_DEPTH = 512  # the first class of depths ends at twice this, the next ones at twice that
+QUERIES = 512  # queries whose scores are in memory at a time: GPUs are fast with few large operations
+SLICE = 256  # tokens whose logits are in memory at a time
+BLOCK = 64  # tokens averaged for a standard error, as the losses of adjacent tokens are correlated
+FIRST_DEPTH = 512  # begin of the first class of depths; each class ends at twice its begin
 
 RULE = PositionRule()
 Centres = Mapping[int, Tensor]  # [G, D] of each layer
 KeysValues = tuple[Tensor, Tensor]  # [L, G, D] each
-Compress = Callable[[int, Tensor, Tensor], KeysValues]  # a layer, its keys and values; how they come back
+Compress = Callable[[int, Tensor, Tensor], KeysValues]  # compress and decompress, in a layer
 
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One way to store keys and values. `bytes` is the size of a compressed token in one head."""
+    """One way to store keys and values. `num_bytes` maps a head size to the bytes per token in one head."""
 
     name: str
     compress: Compress
@@ -50,7 +50,7 @@ def exact_arm(element_bytes: int) -> Arm:
 
 
 def of_format(form: KvFormat, centres: Centres | None = None) -> Arm:
-    """Return the arm of a format. Keys are kept less the constants `centres` of their layers, if given."""
+    """Return the arm of a format. If `centres` are given, keys are stored minus their layer's centre."""
 
     def compress(layer: int, k: Tensor, v: Tensor) -> KeysValues:
         return form.keys_back(k, None if centres is None else centres[layer]), form.values_back(v)
@@ -62,7 +62,7 @@ def of_format(form: KvFormat, centres: Centres | None = None) -> Arm:
 
 
 class ArmView(WholeView):
-    """A whole text whose queries read keys and values as an arm stores them."""
+    """The view of a whole text, whose queries read keys and values as an arm stores them."""
 
     def __init__(self, models: LoadedPair, count: int, arm: Arm) -> None:
         super().__init__(models.config.layer_specs(), count=count, device=models.device)
@@ -84,10 +84,10 @@ def attend_mixed(
     mask: Mask,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Return attention of all positions q [N, H, D] over exact and compressed keys of a whole text.
+    """Return the attention of all positions q [N, H, D] over exact and compressed keys of a whole text.
 
-    A group of queries is computed together. A strip of keys that some queries read exact and others
-    compressed is computed twice.
+    QUERIES queries are computed at a time. Keys that only some of these queries read compressed are computed
+    twice.
     """
     wide = torch.promote_types(q.dtype, torch.float32)
     stores = [[x.to(wide).transpose(0, 1) for x in pair] for pair in (exact, compressed)]  # [G, L, D]
@@ -105,13 +105,13 @@ def attend_mixed(
 def _attend_part(
     rows: Tensor, stores: list[list[Tensor]], rule: PositionRule, mask: Mask, begin: int, sink: Tensor | None
 ) -> Tensor:
-    """Return attention of the queries [G, shared, n, D] from `begin` on."""
+    """Return the attention of the queries [G, shared, n, D] from position `begin` on."""
     (exact_k, exact_v), (cold_k, cold_v) = stores
     groups, shared, count, dim = rows.shape
     end, flat = begin + count, rows.reshape(groups, shared * count, dim)
     query = torch.arange(begin, end, device=rows.device)[:, None]
-    first = max(rule.compressed_end_at(begin), TILE)  # keys [TILE, first) are compressed for all,
-    last = max(rule.compressed_end_at(end - 1), first)  # [first, last) for some, and others for none
+    first = max(rule.compressed_end_at(begin), TILE)  # keys [TILE, first) are compressed for all queries
+    last = max(rule.compressed_end_at(end - 1), first)  # keys [first, last) only for some queries
 
     def mixed(exact: Tensor, cold: Tensor) -> Tensor:
         return torch.cat((exact[:, :TILE], cold[:, TILE:first], exact[:, first:end]), dim=1)
@@ -146,7 +146,7 @@ def _attend_part(
 
 @torch.inference_mode()
 def hidden_states(models: LoadedPair, text: Sequence[int], arm: Arm) -> Tensor:
-    """Return the states [N, E] before the head."""
+    """Return the final hidden states [N, E] of a text."""
     tokens = torch.tensor(text, device=models.device)
     hidden: Tensor = models.target(tokens, ArmView(models, len(text), arm))[0]
     return hidden
@@ -159,7 +159,7 @@ def log_probabilities(models: LoadedPair, hidden: Tensor) -> Tensor:
 
 
 def likeliest(models: LoadedPair, arm: Arm) -> Likeliest:
-    """Return the function that finds needles with the arm."""
+    """Return a function that gives the likeliest token after each token of a text, with this arm."""
 
     @torch.inference_mode()
     def of_text(text: Sequence[int]) -> Tensor:
@@ -174,9 +174,9 @@ def likeliest(models: LoadedPair, arm: Arm) -> Likeliest:
 
 @dataclass(slots=True)
 class LossTally:
-    """Loss and divergence of every counted token, in nats, and whether the likeliest token is the same."""
+    """The loss and divergence (in nats) of every counted token, and whether its likeliest token stays."""
 
-    begin: int  # the first token of a text that counts
+    begin: int  # the first counted token of a text
     losses: list[Tensor] = field(default_factory=list)  # a tensor for each text
     divergence: list[Tensor] = field(default_factory=list)
     is_same: list[Tensor] = field(default_factory=list)
@@ -186,7 +186,7 @@ class LossTally:
 def count_text(
     models: LoadedPair, text: Sequence[int], arms: Sequence[Arm], tallies: Mapping[str, LossTally]
 ) -> None:
-    """Read a text with all arms (the first is exact) and add the counted tokens to their tallies."""
+    """Read a text with all arms, of which the first is exact, and add the counted tokens to the tallies."""
     begin = tallies[arms[0].name].begin
     hidden = [hidden_states(models, text, arm)[begin - 1 : -1] for arm in arms]
     wanted = torch.tensor(text[begin:], device=models.device)
@@ -215,16 +215,16 @@ class Loss:
     """The loss of an arm over some tokens. Divergences are in thousandths of a nat."""
 
     num_tokens: int
-    same_percent: float  # of the tokens have the same likeliest next one
+    same_percent: float  # percent of the tokens whose likeliest next token is the same
     perplexity: float
-    perplexity_percent: float  # more than with exact ones
-    error_percent: float  # of that, a standard error
+    perplexity_percent: float  # percent more than with exact keys and values
+    error_percent: float  # standard error of perplexity_percent
     divergence: float
     divergence_99th: float
 
 
 def loss_of(tally: LossTally, base: LossTally, first: int = 0, end: int | None = None) -> Loss:
-    """Return the loss of tokens at depths [first, end)."""
+    """Return the loss of the tokens at depths [first, end), compared with the exact `base`."""
     part = slice(max(0, first - tally.begin), None if end is None else end - tally.begin)
     losses, divergence, is_same = (
         torch.cat([x[part] for x in listed]) for listed in (tally.losses, tally.divergence, tally.is_same)
@@ -250,7 +250,7 @@ def _quantile(x: Tensor, share: float) -> float:
 
 
 def depths(begin: int, length: int) -> list[tuple[int, int]]:
-    """Return classes of depths from the first counted token to a text's length: 512 to 1,023, then double."""
+    """Return classes of depths [begin, end) from `begin` to `length`; edges double from 512."""
     edges = [begin]
     edge = FIRST_DEPTH
     while edge < length:
@@ -264,7 +264,7 @@ def depths(begin: int, length: int) -> list[tuple[int, int]]:
 
 
 def kept_heads(specs: Iterable[LayerSpec]) -> list[tuple[int, int]]:
-    """Return the key/value heads of every layer that has them, and their size."""
+    """Return (number of key/value heads, head size) for every layer that stores its own keys and values."""
     return [(spec.num_kv_heads, spec.head_dim) for spec in specs if isinstance(spec, Paged)]
 
 
@@ -274,9 +274,9 @@ def bytes_of(arm: Arm, models: LoadedPair) -> float:
 
 
 def formats_for(models: LoadedPair, names: Sequence[str] | None) -> tuple[list[KvFormat], list[str]]:
-    """Return the named formats, or else all that fit the heads, and the names of those that do not fit.
+    """Return the named formats, or all that fit the heads if `names` is None, and the names that do not fit.
 
-    ModelError or SettingsError: a name is unknown, or does not fit.
+    Raise ModelError or SettingsError if a given name is unknown or does not fit.
     """
     sizes = {dim for _, dim in kept_heads(models.config.layer_specs())}
     if not sizes:

@@ -1,10 +1,10 @@
-"""Prepares compressed keys and values for serving: refuses what a card cannot serve, finds keys' centres.
+"""Prepares compressed keys and values: refuses formats that a GPU cannot serve, computes the keys' centres.
 
 Subtracting one constant from every key of a head shifts all scores of a query equally, so attention weights
-do not change. Rotated keys are stored without their mean, because smaller values lose less by compression. It
-is computed from a text that ships here, so it is the same at every start. Positions rotate the mean, so the
-mean of the first tokens is averaged over all depths; only its slowly rotating part remains
-(benchmarks/log.md, 2026-11-17).
+do not change. Formats with a Hadamard rotation store keys minus their mean, because smaller values lose less
+by compression. The mean is computed from a built-in text, so it is the same at every start. Rotary positions
+rotate the mean, so the mean of the first tokens is averaged over all depths; only its slowly rotating part
+remains (benchmarks/log.md, 2026-11-17).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from blockdraft.planner.plan import Plan
 
 
 def check_served_on_card(models: LoadedPair, plan: Plan) -> None:
-    """Raise SettingsError for formats never served on a card: one crashed although its kernels passed."""
+    """Raise SettingsError for untested formats on a GPU: one crashed although its kernels passed."""
     if not plan.num_exact_pages or models.device.type != "cuda":
         return
     paged = [spec for spec in models.config.layer_specs() if isinstance(spec, Paged)]
@@ -44,8 +44,8 @@ def _is_served(models: LoadedPair, plan: Plan, spec: Paged) -> bool:
 
 
 TOKENS = 384  # at most
-DEPTH = 8192  # tokens, at most, over which the mean is averaged
-FIRST = 4  # the first tokens' keys, which all queries look at, are unlike the others
+DEPTH = 8192  # maximal number of positions over which the mean is averaged
+FIRST = 4  # skipped tokens: all queries attend to the first keys, which are unlike the others
 TEXT = """The lighthouse keeper wrote down what he saw every evening: the wind, the colour of the water and
 the names of the ships that passed. On the third of March there were eleven of them. "Eleven," he said, "and
 not one came in." He counted again, because he did not trust a number that he had written only once.
@@ -75,7 +75,7 @@ people often guess wrong which of the two it is.
 
 @torch.inference_mode()
 def served_centres(models: LoadedPair, max_model_len: int) -> dict[int, Tensor]:
-    """Return the mean [G, D] of the keys of every layer before storage, in float32."""
+    """Return, for each layer that stores keys, their mean [G, D] in float32."""
     token_ids = models.tokenizer.encode(TEXT)[: min(TOKENS, max_model_len)]
     view = WholeView(models.config.layer_specs(), count=len(token_ids), device=models.device)
     models.target(torch.tensor(token_ids, device=models.device), view)
@@ -88,7 +88,7 @@ def served_centres(models: LoadedPair, max_model_len: int) -> dict[int, Tensor]:
 
 
 def over_depths(mean: Tensor, attention: AttentionConfig, depth: int) -> Tensor:
-    """Return the mean [G, D] of the first tokens' keys, averaged over its rotations by `depth` positions."""
+    """Return `mean` [G, D] averaged over its rotations to the positions below `depth`."""
     turns = inverse_frequencies(attention.rope, attention.head_dim).to(mean.device)
     angle = torch.outer(torch.arange(depth, device=mean.device, dtype=torch.float32), turns)
     angles = angle.cos().mean(dim=0)[None, None], angle.sin().mean(dim=0)[None, None]

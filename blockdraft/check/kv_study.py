@@ -1,8 +1,8 @@
-"""Studies formats of keys and values on one model: their loss, the needles they find, and a verdict.
+"""Studies key/value formats on one model: the loss, the needles that are found, and a verdict.
 
-Texts and needles are read by references (kv_quality.py). Questions are answered through the engine's own
-cache, with drafts: the drafter was trained beside exact keys and values, and may guess fewer of the tokens
-that the model chooses with compressed ones.
+References read texts and needles (kv_quality.py). Questions are answered with drafts, through the engine's
+own cache: the drafter was trained with exact keys and values, and may predict fewer of the tokens that the
+model chooses with compressed ones.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ from blockdraft.planner.plan import ELEMENT_BYTES, Plan
 # ---- verdicts
 
 
-# Limits, of the tokens that were counted. What a user may notice begins somewhere between the two: our own
-# judgement, with SmolLM2-135M's int8 (99.9 %, 0.0 %) and its tq4 (98 %, 0.3 %) in mind.
-USE_SAME, CARE_SAME = 96.0, 92.0  # percent of the tokens have the same likeliest next one, at least
-USE_PERPLEXITY, CARE_PERPLEXITY = 1.0, 3.0  # percent more, at most
-USE_NEEDLES, CARE_NEEDLES = 0.9, 0.75  # of those that exact keys and values find, at least
-NUM_SURE = 2.0  # standard errors by which a perplexity must lie past a limit to be past it
-MIN_NEEDLES = 8  # found with exact ones: fewer say nothing
+# Limits for "use" and "care", over the counted tokens. A loss that users notice lies between the two, by
+# our own judgement of SmolLM2-135M's int8 (99.9 %, 0.0 %) and its tq4 (98 %, 0.3 %).
+USE_SAME, CARE_SAME = 96.0, 92.0  # least percent of tokens whose likeliest next token is the same
+USE_PERPLEXITY, CARE_PERPLEXITY = 1.0, 3.0  # largest increase in percent
+USE_NEEDLES, CARE_NEEDLES = 0.9, 0.75  # least share of the needles that exact keys find
+NUM_SURE = 2.0  # a perplexity exceeds a limit if it is so many standard errors above
+MIN_NEEDLES = 8  # needles that exact keys must find; with fewer, needles are ignored
 
 Verdict = Literal["use", "care", "harms", "unknown"]
 
 
 @dataclass(frozen=True, slots=True)
 class Needles:
-    """Counts of needles: hidden, found with exact keys and values, found with compressed ones."""
+    """The numbers of needles: hidden, found with exact keys and values, found with compressed ones."""
 
     num_hidden: int
     num_exact: int
-    num_found: int  # in all
-    num_both: int
+    num_found: int  # with compressed ones
+    num_both: int  # with exact and with compressed ones
 
     @classmethod
     def of(cls, exact: Sequence[bool], found: Sequence[bool]) -> Needles:
@@ -66,12 +66,12 @@ class Needles:
 
     @property
     def share(self) -> float | None:
-        """Return the share of needles found, among those that exact keys find; None if too few."""
+        """Return the needles found relative to those that exact keys find, or None if these are too few."""
         return None if self.num_exact < MIN_NEEDLES else self.num_found / self.num_exact
 
 
 def verdict_of(loss: Loss, needles: Needles | None) -> Verdict:
-    """Return the worst verdict of all measures. A change of perplexity counts only beyond its error."""
+    """Return the worst verdict of all measures. A change of perplexity must exceed its error to count."""
     share = None if needles is None else needles.share
     sure = NUM_SURE * loss.error_percent
 
@@ -87,7 +87,7 @@ def verdict_of(loss: Loss, needles: Needles | None) -> Verdict:
 
 
 def sentence(name: str, loss: Loss, needles: Needles | None, verdict: Verdict, instead: str | None) -> str:
-    """Return a text with results and advice; `instead` is the smallest format that is good enough."""
+    """Return a sentence with results and advice. `instead` is the smallest usable format, or None."""
     found = [
         f"{loss.same_percent:.1f} % same likeliest token",
         f"{loss.perplexity_percent:+.1f} % perplexity (±{loss.error_percent:.1f})",
@@ -104,7 +104,7 @@ def sentence(name: str, loss: Loss, needles: Needles | None, verdict: Verdict, i
 
 
 def instead_of(verdicts: dict[str, Verdict], num_bytes: dict[str, float]) -> str | None:
-    """Return the smallest format to use; None if there is none."""
+    """Return the smallest format with the verdict "use", or None."""
     usable = [name for name, verdict in verdicts.items() if verdict == "use"]
     return min(usable, key=lambda name: num_bytes[name], default=None)
 
@@ -112,9 +112,9 @@ def instead_of(verdicts: dict[str, Verdict], num_bytes: dict[str, float]) -> str
 # ---- tokens per step
 
 
-PASSAGE = 384  # tokens of a text, at most: enough that answers read compressed ones
+PASSAGE = 384  # most tokens of a passage: enough for answers to read compressed keys
 ANSWER = 64  # tokens at most
-QUESTIONS = (  # of a passage, so that most of what answers read is compressed
+QUESTIONS = (  # after a passage, so that answers read mostly compressed keys
     "What is this text about? Answer in one paragraph.",
     "Write a Python function that counts how often each word of such a text occurs.",
     "List five things that this text mentions, one in each line.",
@@ -125,7 +125,7 @@ QUESTIONS = (  # of a passage, so that most of what answers read is compressed
 def prompts_behind(
     models: LoadedPair, texts: Sequence[Sequence[int]], *, begin: int, count: int, room: int
 ) -> list[list[int]]:
-    """Return `count` questions, each behind the beginning of a text."""
+    """Return up to `count` prompts that fit `room`: the beginning of a text, then a question."""
     found, passage = [], min(begin, PASSAGE)
     asked = itertools.cycle(itertools.product(texts, QUESTIONS))
     for text, question in itertools.islice(asked, count):
@@ -141,7 +141,7 @@ def prompts_behind(
 def committed_per_step(
     models: LoadedPair, plan: Plan, format: str, prompts: Sequence[Sequence[int]]
 ) -> float | None:
-    """Return tokens per step of greedy answers at the plan's width; None if the engine has no such cache."""
+    """Return the tokens per step of greedy answers at the plan's width, or None if this is unsupported."""
     try:
         kept = _plan(models, plan, format, prompts)
         check_served_on_card(models, kept)
@@ -158,7 +158,7 @@ def committed_per_step(
 
 
 def _plan(models: LoadedPair, plan: Plan, format: str, prompts: Sequence[Sequence[int]]) -> Plan:
-    """Return `plan` with a cache of this format for these prompts."""
+    """Return `plan` with a cache of the given format that holds the prompts."""
     rows = min(len(prompts), plan.max_num_seqs)
     asked = KvRequest("auto" if format == EXACT else format, "auto", plan.kv_window, plan.page_size)
     kv = kv_choice(asked, plan.dtype, models.config, models.draft_config, plan.block)
@@ -181,7 +181,7 @@ Note = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class FormatReport:
-    """The results of one format. Bytes are a token's, of all layers."""
+    """The results of one format. Bytes are per token, in all layers."""
 
     name: str
     num_bytes: float
@@ -189,7 +189,7 @@ class FormatReport:
     loss: Loss
     by_depth: tuple[Loss, ...]
     needles: Needles | None
-    committed: float | None  # tokens per step, of drafts through such a cache; None: nobody drafts
+    committed: float | None  # tokens per step with this cache; None: not measured
     verdict: Verdict
     sentence: str
 
@@ -202,12 +202,12 @@ class KvReport:
     device: str
     num_texts: int
     length: int
-    begin: int  # tokens count from this depth on
+    begin: int  # the first counted depth
     num_tokens: int
     exact_bytes: float
     perplexity: float  # with exact keys and values
-    committed: float | None  # likewise
-    num_answers: int  # in which it was counted
+    committed: float | None  # tokens per step with exact keys and values; None: not measured
+    num_answers: int  # answers in which `committed` was measured
     depths: tuple[tuple[int, int], ...]
     formats: tuple[FormatReport, ...]
 
@@ -223,7 +223,7 @@ def study(  # noqa: PLR0913
     num_answers: int,
     note: Note,
 ) -> KvReport:
-    """Study formats on `texts` of one length, on `num_needles` more with needles, and on answers."""
+    """Study formats on `texts` of equal length, on `num_needles` texts with needles, and on answers."""
     exact = exact_arm(ELEMENT_BYTES[models.dtype])
     centres = served_centres(models, plan.max_model_len)
     arms = [exact, *(of_format(form, centres=centres if form.is_rotated else None) for form in formats)]
@@ -277,7 +277,7 @@ def study(  # noqa: PLR0913
 def count_committed(
     models: LoadedPair, plan: Plan, names: Sequence[str], prompts: Sequence[Sequence[int]], *, note: Note
 ) -> dict[str, float | None]:
-    """Return the tokens per step of each arm, the first of which is exact; empty without prompts."""
+    """Return the tokens per step of each arm; the first arm is exact. Return {} without prompts."""
     results: dict[str, float | None] = {}
     for name in names if prompts else ():
         results[name] = committed_per_step(models, plan, EXACT if name == names[0] else name, prompts)
@@ -288,7 +288,7 @@ def count_committed(
 def count_needles(
     models: LoadedPair, arms: Sequence[Arm], num_texts: int, *, length: int, note: Note
 ) -> dict[str, Needles]:
-    """Return the needles found by each arm, the first of which is exact; empty without texts."""
+    """Return the needles found by each arm; the first arm is exact. Return {} without texts."""
     if num_texts == 0:
         return {}
 

@@ -1,8 +1,8 @@
-"""Makes texts to measure compressed keys and values with: the one that ships here, users', and needles.
+"""Makes texts for measuring compressed keys and values: the built-in text, users' texts, and needles.
 
-Needles are made-up facts, "The code of Alden is 48213.", at even depths of a text. All are asked for at its
-end, in another order, and all are compressed by then. A needle is found if every token of its answer is the
-likeliest one after the right tokens before it, as greedy decoding would write it.
+Needles are made-up facts, "The code of Alden is 4821.", at even depths of a text. The end of the text
+asks for all of them in another order; by then all are compressed. A needle is found if every token of its
+answer is the likeliest token after the right tokens before it, as greedy decoding would write it.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from blockdraft.errors import SettingsError
 from blockdraft.kernels.kv_formats import TILE
 from blockdraft.kernels.kv_positions import PositionRule
 
-BUILT_IN = Path(__file__).with_name("kv_text.txt")  # written for this purpose, prose and code
-BEGIN = 512  # tokens count from this depth on; from half of a text that is shorter than twice that
+BUILT_IN = Path(__file__).with_name("kv_text.txt")  # prose and code, written for this purpose
+BEGIN = 512  # the first counted depth; half the length in texts of less than twice this
 
 
 def begin_of(length: int) -> int:
-    """Return the first token that counts. SettingsError: the texts are too short to be compressed."""
+    """Return the first counted token. Raise SettingsError if the texts are too short to be compressed."""
     least = PositionRule().window + 3 * TILE
     if length < least:
         raise SettingsError(
@@ -35,7 +35,7 @@ def begin_of(length: int) -> int:
 
 
 def built_in(encode: Encode, length: int) -> Iterator[list[int]]:
-    """Yield the text's paragraphs in another order each time, without end, and repeated up to `length`."""
+    """Yield texts of `length` tokens without end: the built-in paragraphs, shuffled anew each time."""
     paragraphs = BUILT_IN.read_text(encoding="utf-8").split("\n\n")
     choice = random.Random("kv")
     if not encode(paragraphs[0]):
@@ -48,7 +48,7 @@ def built_in(encode: Encode, length: int) -> Iterator[list[int]]:
 
 
 def long_enough(texts: Iterable[Sequence[int]], length: int, source: str) -> list[list[int]]:
-    """Return the texts of at least `length` tokens, cut there. SettingsError: there is none."""
+    """Return the texts of at least `length` tokens, cut to that. Raise SettingsError if all are shorter."""
     longest, found = 0, []
     for ids in texts:
         longest = max(longest, len(ids))
@@ -74,19 +74,19 @@ PER_TEXT = 10
 AGAIN = "\n\nAs written above, these are the codes:\n"
 
 Encode = Callable[[str], Sequence[int]]
-Likeliest = Callable[[Sequence[int]], Tensor]  # of a text, the likeliest token after each of its tokens
+Likeliest = Callable[[Sequence[int]], Tensor]  # maps a text to the likeliest token after each token
 
 
 @dataclass(frozen=True, slots=True)
 class NeedleText:
-    """Tokens, and where in them the answers stand, [begin, end) each."""
+    """The tokens of a text, and the place [begin, end) of each answer."""
 
     tokens: tuple[int, ...]
     answers: tuple[tuple[int, int], ...]
 
 
 def hide(filler: Sequence[int], encode: Encode, *, length: int, count: int, seed: int) -> NeedleText:
-    """Return a text of at most `length` tokens: repeated `filler` with needles in it."""
+    """Return a text of at most `length` tokens: repeated `filler` with `count` needles."""
     choice = random.Random(seed)
     names = choice.sample(NAMES, count)
     numbers = [str(choice.randrange(10 ** (DIGITS - 1), 10**DIGITS)) for _ in names]
@@ -96,7 +96,7 @@ def hide(filler: Sequence[int], encode: Encode, *, length: int, count: int, seed
     ]
     stop, again = list(encode(".\n")), list(encode(AGAIN))
     used = 2 * sum(len(asked) + len(answer) + len(stop) for asked, answer in facts) + len(again)
-    last = PositionRule().window + TILE  # between the last needle and the questions: more than is exact
+    last = PositionRule().window + TILE  # between the last needle and the questions: more than stays exact
     piece = (length - used - last) // count
     if piece < TILE:
         least = used + last + count * TILE
@@ -117,6 +117,6 @@ def hide(filler: Sequence[int], encode: Encode, *, length: int, count: int, seed
 
 
 def found(text: NeedleText, likeliest: Likeliest) -> list[bool]:
-    """Return whether the model writes each answer."""
+    """Return, for each answer, whether the model writes it."""
     written, wanted = likeliest(text.tokens), torch.tensor(text.tokens)
     return [torch.equal(written[a - 1 : b - 1].cpu(), wanted[a:b]) for a, b in text.answers]

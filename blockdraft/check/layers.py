@@ -1,16 +1,16 @@
-"""Compares every layer as serving computes it with an oracle; the oracle's rounding gives the tolerance.
+"""Compares every served layer with an oracle; the effect of rounding in the oracle gives the tolerance.
 
 One prompt is computed three times:
 
   T  the oracle: the references in float32 or wider, over the whole prompt at once (`WholeView`)
-  R  the same in the served dtype; of models in int8, from inputs that differ in their last bits
-  K  what serves: the kernels, through rows and pages, in pieces of every size that has code of its own
+  R  the references in the served dtype; for int8 models, with inputs that differ in their last bits
+  K  the served kernels, through rows and pages, in pieces of every size that has its own code
 
-All three get the same input of a layer: T's output of the layer before it, rounded to the served dtype. So
+In each layer all three get equal inputs: T's output of the previous layer, rounded to the served dtype. So
 errors do not add up over depth, and the distance of R from T is the effect of rounding inside this layer,
-with these weights and this prompt, however large its activations are. K may be off from T by a few times
-that; a fault is off by far more. End-to-end logits have no such tolerance: depth amplifies rounding without
-bound.
+with these weights and this prompt, however large the activations are. K may differ from T by a few times this
+distance; a fault differs by far more. End-to-end logits have no such tolerance, because depth amplifies
+rounding without bound.
 """
 
 from __future__ import annotations
@@ -39,21 +39,23 @@ from blockdraft.models.moe import MoE
 from blockdraft.models.packed_int8 import Int8Matrix
 from blockdraft.step.dflash import DFlashDrafter
 
-# How far K may be from T: this many times what rounding explains. That is half of the last place of every
-# value that the part reads and writes, and, for what happens inside it, R's worst token. Of that bound sound
-# models reach a half, the faults of tests/faults.py four times as much (H200 and Neoverse, 2026-11).
+# K may differ from T by this multiple of the rounding error. The rounding error is half a unit in the last
+# place of every value that the part reads and writes, plus the error inside the part: that of R's worst
+# token. Sound models reach half of the bound, the faults in tests/faults.py four times the bound (H200,
+# Neoverse, 2026-11).
 MULTIPLE = 3.0
 ROUNDING = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
-# The least that is taken for what happens inside. In float32 and float64 T and R are the same, and it is all
-# there is: sums in another order, scores of some hundreds behind an exponential, a state of many tokens.
+# The least error inside a part, as a share of what the part adds. In float32 and float64, T and R are equal,
+# and only this allows for sums in another order, exponentials of scores in the hundreds, and states of many
+# tokens.
 INSIDE = {"float64": 1e-10, "float32": 1e-4, "float16": 2.0**-11, "bfloat16": 2.0**-8}
-# Where tokens are rounded to 8 bits, the last bit of a float32 may decide which way, and one value changes
-# those behind it: of the default model 1 % of what a layer adds, in layer 11 5 % (2026-11). So R's input
-# differs there by a share that is enough for some value of nearly every token to be rounded the other way.
+# If tokens are rounded to int8, the last bit of a float32 may decide the direction, and one changed value
+# changes later ones: by 1 % of what a layer adds in the default model, by 5 % in its layer 11 (2026-11). So
+# R's inputs are scaled by 1 ± NUDGE_INT8, enough to change how some value of nearly every token is rounded.
 INSIDE_INT8 = 2.0**-7
 NUDGE_INT8 = 2.0**-16
-MAX_INSIDE = 0.5  # where most tokens of R lose more of what a part adds, the dtype does not hold the model
-MIN_SURE = 0.02  # share of the tokens of a mixture for which K must have T's experts
+MAX_INSIDE = 0.5  # if R loses a larger share for most tokens, the dtype is too coarse for the model
+MIN_SURE = 0.02  # least share of tokens for which K must choose T's experts
 HEAD_TOKENS = 24  # more than one block
 
 
@@ -61,7 +63,7 @@ Why = Literal["overflow", "coarse", "flat", "unsure"]
 
 
 class LayerError(Exception):
-    """`part` of a model cannot be compared: its weights or the dtype are wrong."""
+    """Raised if a part of a model cannot be compared, because its weights or the dtype are wrong."""
 
     def __init__(self, part: str, why: Why) -> None:
         super().__init__(f"{part}: {why}")
@@ -70,12 +72,12 @@ class LayerError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class LayerResult:
-    """The token of a part that came closest to its bound, or went past it."""
+    """The worst token of a part: the one with the largest error relative to its bound."""
 
     part: str
-    off: float  # in bounds
+    off: float  # error divided by the bound
     where: str
-    inside: float  # R's worst: what rounding does inside the part, as a share of what the part adds
+    inside: float  # R's largest rounding error inside the part, as a share of what the part adds
     is_draft: bool = False
 
     @property
@@ -85,10 +87,10 @@ class LayerResult:
 
 @torch.inference_mode()
 def check_layers(engine: Engine, prompt: Callable[[int], list[int]]) -> list[LayerResult]:
-    """Return a finding for each layer, router and head of both models, over some tokens of `prompt`.
+    """Return a result for each layer, router and head of both models, over some tokens of `prompt`.
 
-    The engine must be idle, and is left as it was. LayerError: the target cannot be compared. A drafter that
-    cannot be compared is left out: `check_drafter` measures it.
+    The engine must be idle; its state is restored. Raise LayerError if the target cannot be compared. Parts
+    of the drafter that cannot be compared are left out: `check_drafter` measures the drafter.
     """
     pieces = pieces_for(engine)
     num_rows = 1 + max(max(piece.rows) for piece in pieces)
@@ -108,24 +110,24 @@ def check_layers(engine: Engine, prompt: Callable[[int], list[int]]) -> list[Lay
 
 @dataclass(slots=True)
 class Part:
-    """A layer, a router or a head: T's values of its tokens, and the distances of K from them."""
+    """A layer, router or head, with T's outputs for all tokens and K's distances from them."""
 
     name: str
     exact: Tensor  # [N, E]
     allowed: Tensor  # [N]
-    inside: Tensor  # [N] what rounding does inside the part, as a share of what it adds
-    found: list[Tensor] = field(default_factory=list)  # K's distances, in bounds
+    inside: Tensor  # [N] rounding error inside the part, as a share of what the part adds
+    found: list[Tensor] = field(default_factory=list)  # K's distances divided by the bounds
     where: list[str] = field(default_factory=list)
-    sure: list[Tensor] = field(default_factory=list)  # bool: which tokens of a mixture count
+    sure: list[Tensor] = field(default_factory=list)  # bool: tokens for which K has T's experts
 
     def compare(self, got: Tensor, index: Tensor, where: list[str], counts: Tensor | None = None) -> None:
-        """Add K's values of the tokens `index`; those that do not count may be anything."""
+        """Add K's outputs for the tokens `index`; ignore tokens for which `counts` is False."""
         off = (got.to(self.exact.dtype) - self.exact[index]).norm(dim=1) / self.allowed[index]
         self.found.append(off if counts is None else off.masked_fill(~counts, 0))
         self.where += where
 
     def why_not(self) -> Why | None:
-        """Return the reason why a comparison is impossible, if it is."""
+        """Return the reason why the part cannot be compared, or None."""
         if not bool(self.inside.isfinite().all()):
             return "overflow"
         if float(self.inside.median()) > MAX_INSIDE:
@@ -165,7 +167,7 @@ class _Check:
         self._specs = models.config.layer_specs()
         if models.draft_config is not None:
             self._specs += models.draft_config.layer_specs()
-        self._inputs: list[Tensor] = []  # [N, E] of each layer, and last what comes out of all
+        self._inputs: list[Tensor] = []  # [N, E] for each layer, then the output of the last layer
         self._layers: list[tuple[Part, _Router | None]] = []
 
     # ---- T and R
@@ -195,14 +197,14 @@ class _Check:
             raise LayerError("the embedding" if broken == 0 else f"layer {broken - 1}", "overflow")
 
     def _rough_input(self, x: Tensor) -> Tensor:
-        """Return R's copy of a layer's input [N, E]."""
+        """Return R's input of a layer [N, E]; for int8 models it differs slightly from `x`."""
         if not self._is_int8:
             return x.clone()
         signs = torch.randint(0, 2, x.shape, generator=self._numbers).to(x) * 2 - 1
         return x * (1 + NUDGE_INT8 * signs)
 
     def _router(self, index: int, scores: list[_Scores]) -> tuple[_Router | None, Tensor | None]:
-        """Return a layer's router, and which tokens have the same experts in R as in T."""
+        """Return a layer's router, and a mask of the tokens for which R and T have the same experts."""
         if not scores:
             return None, None
         exact, rough = scores[0], scores[-1]
@@ -218,10 +220,10 @@ class _Check:
         stream: Tensor | None = None,
         counts: Tensor | None = None,
     ) -> Part:
-        """Return T's values with the bound that R's distance gives; `stream` is what the part adds to."""
+        """Return a part with T's values and a bound from R's distance; the part adds to `stream`."""
         before = torch.zeros_like(exact) if stream is None else stream.to(exact.dtype)
         added = (exact - before).norm(dim=1)
-        added = torch.maximum(added, added.median())  # beside a token that adds nothing, rounding is a lot
+        added = torch.maximum(added, added.median())  # where a token adds nothing, any rounding is large
         outside = ROUNDING[self._name] / 2 * (exact.norm(dim=1) + before.norm(dim=1))
         off = (rough.to(exact.dtype) - exact).norm(dim=1)
         tiny = torch.finfo(exact.dtype).tiny
@@ -233,7 +235,7 @@ class _Check:
     # ---- K
 
     def run_piece(self, piece: Piece) -> None:
-        """Run a step: a forward of both models, then a commit of what is right."""
+        """Run one step of K: a forward of both models, then a commit of the right tokens."""
         rows, cache = self.engine.rows, self.engine.cache
         index = torch.tensor(piece.positions, device=self.device).clamp(max=len(self._ids) - 1)
         is_right = torch.tensor(piece.is_right, device=self.device)
@@ -259,14 +261,14 @@ class _Check:
         rows.extend(piece.kept)
 
     def _tokens(self, number: int, index: Tensor, is_right: Tensor) -> Tensor:
-        """Return T's input of a layer, but other values for drafts that are to be rejected."""
+        """Return T's input of a layer, with wrong values for the drafts that must be rejected."""
         x = self._inputs[number][index]
         return torch.where(is_right[:, None], x, -x)
 
     # ---- the drafter
 
     def run_drafter(self, drafter: DFlashDrafter, lengths: list[int]) -> None:
-        """Draft a block for each row, behind the `lengths` tokens that the pieces have left there."""
+        """Compare the drafter on one block per row, after the `lengths` tokens that the pieces kept."""
         model, num_columns = drafter.model, drafter.num_columns
         oracle = drafter.beside(with_kernels(drafter.target, self.oracle.kernels))
         anchors = self._ids[torch.tensor(lengths, device=self.device).clamp(max=len(self._ids) - 1)]
@@ -293,7 +295,7 @@ class _Check:
         self.draft_parts.append(self._head("the drafter's head", x, *heads))
 
     def _behind(self, drafter: DFlashDrafter, lengths: list[int], dtype: torch.dtype) -> WholeView:
-        """Return a view of each row's block and of the context before it."""
+        """Return the oracle's view of each row's block and of the context before the block."""
         features = torch.cat([self._inputs[tap + 1] for tap in self.target.taps], dim=1)
         context = WholeView(self._specs, count=len(self._ids), device=self.device)
         drafter.model.absorb(features.to(dtype), context)
@@ -314,7 +316,7 @@ class _Check:
     def _head(
         self, name: str, x: Tensor, oracle: Callable[[Tensor], Tensor], logits: Callable[[Tensor], Tensor]
     ) -> Part:
-        """Return a head, compared on one token, on a block, and on more than that."""
+        """Return the head as a part, compared on one token, on a block, and on all given tokens."""
         with _exactly():
             exact, rough = (oracle(x.to(dtype)) for dtype in (self._wide, self._dtype))
         part = self._part(name, exact, rough)
@@ -329,7 +331,7 @@ def _logits(target: Decoder, x: Tensor) -> Tensor:
 
 
 def _draft_logits(drafter: DFlashDrafter, x: Tensor) -> Tensor:
-    """Return logits of the tokens that the drafter's head has rows for."""
+    """Return the logits of the tokens in the drafter's reduced vocabulary."""
     logits, ids = drafter.logits(drafter.model.norm(x)), drafter.vocab_map
     return logits if ids is None else logits[:, ids]
 
@@ -338,37 +340,37 @@ def _draft_logits(drafter: DFlashDrafter, x: Tensor) -> Tensor:
 
 
 class _Scores(NamedTuple):
-    """The scores of one forward of a router."""
+    """The scores of a router in one forward."""
 
     values: Tensor  # [N, X]
     num_chosen: int
 
     def chosen(self) -> tuple[Tensor, Tensor]:
-        """Return the experts with the largest scores, sorted, and whether the next one ties with them."""
+        """Return the chosen experts, sorted, and whether the next expert ties with the last chosen one."""
         count = min(self.num_chosen + 1, self.values.shape[1])
         best = self.values.topk(count, dim=1)
         is_tied = best.values[:, self.num_chosen - 1] == best.values[:, -1]
-        if count == self.num_chosen:  # there is no next one
+        if count == self.num_chosen:  # all experts are chosen
             is_tied = torch.zeros_like(is_tied)
         return best.indices[:, : self.num_chosen].sort(dim=1).values, is_tied
 
 
 class _Router:
-    """T's choice of a layer's experts. Rounding decides between two with nearly equal scores."""
+    """T's choice of experts in a layer. K may choose otherwise if scores are nearly equal."""
 
     def __init__(self, scores: _Scores, part: Part) -> None:
         self.part = part
         self._chosen = scores.chosen()[0]
 
     def agrees(self, scores: _Scores, index: Tensor) -> Tensor:
-        """Return which tokens have the experts that T chose."""
+        """Return a mask of the tokens that have the experts chosen by T."""
         chosen, is_tied = scores.chosen()
         return (chosen == self._chosen[index]).all(dim=1) & ~is_tied
 
 
 @contextlib.contextmanager
 def _scores(layer: nn.Module) -> Iterator[list[_Scores]]:
-    """Give a list that gets the scores of the layer's experts, once for each forward."""
+    """Yield a list to which each forward of the layer appends its router's scores."""
     found: list[_Scores] = []
 
     def look(router: MoE | GptOssMoE | GemmaRouter, inputs: tuple[Tensor, nn.Module]) -> None:
@@ -388,7 +390,7 @@ def _scores(layer: nn.Module) -> Iterator[list[_Scores]]:
 
 @contextlib.contextmanager
 def _exactly() -> Iterator[None]:
-    """Compute float32 products in float32, whatever the process has asked for."""
+    """Compute float32 products in full precision, whatever the process has set."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
@@ -399,7 +401,7 @@ def _exactly() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _borrowed_rows(engine: Engine, lengths: list[int]) -> Iterator[None]:
-    """Borrow rows with pages for `lengths` tokens and a block each; NaN in them reveals stale reads."""
+    """Borrow rows with pages for `lengths` tokens and a block each, filled with NaN to reveal stale reads."""
     allocator, rows, block = engine.scheduler.pages, engine.rows, engine.plan.block
     sizes = [-(-(length + block) // allocator.page_size) for length in lengths]
     exact_pages = engine.scheduler.exact
@@ -424,7 +426,7 @@ def _borrowed_rows(engine: Engine, lengths: list[int]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _all_exact(engine: Engine) -> Iterator[None]:
-    """Let compressing layers read exact keys, since loss by compression is not a fault."""
+    """Make compressed layers read exact keys, because the loss by compression is not a fault."""
     layers = [storage for storage in engine.cache.storage if isinstance(storage, CompressedLayer)]
     before = [layer.pages for layer in layers]
     for layer in layers:

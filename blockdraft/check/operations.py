@@ -1,9 +1,9 @@
-"""Compares every operation the models use, at their real shapes and on this device, with its reference.
+"""Compares every operation that the models use with its reference, at the real shapes and on this device.
 
-A comparison runs an operation twice on the same random numbers: on the path that serving uses, and by the
-PyTorch reference in float64. If serving uses PyTorch's kernel, that kernel is checked. The check at the
-start, `blockdraft doctor` and the tests go through one table, OPERATIONS: an entry yields a comparison for
-every distinct use of its operation in an engine's models.
+A comparison runs an operation twice on the same random numbers: with the served kernel, and with the PyTorch
+reference in float64. If the server uses a kernel of PyTorch, that kernel is checked. The check at the start,
+`blockdraft doctor` and the tests all use the table OPERATIONS. Each entry yields a comparison for every
+distinct use of its operation in an engine's models.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ from blockdraft.models.packed_int8 import Int8Matrix
 from blockdraft.models.rotary import Rotary
 
 MAX_OUTPUTS = 512  # weight rows whose products are recomputed; all of them are multiplied
-EVERY_TILE = (1, 2, 3, 4, 5, 6, 7, 8, 19)  # tokens: each has code of its own in the CPU's matrix product
-CONTEXT = 300  # keys: past one chunk of the attention kernels and their reference
-LONG_PIECE = 80  # tokens of a row: a card's attention has code of its own for so many
-GATED_TILES = (17, 65, 129)  # tokens: on a card each is multiplied by another kernel
-MAX_WINDOW = 8192  # windows up to here are reached by a context of their own
-MAX_MIXED = 3  # tokens through the experts: each wants its own, and float64 takes one after another
+EVERY_TILE = (1, 2, 3, 4, 5, 6, 7, 8, 19)  # token counts; the CPU's matrix product has code for each
+CONTEXT = 300  # keys; more than one chunk of the attention kernels and of their reference
+LONG_PIECE = 80  # tokens of a sequence, for which the GPU's attention has its own code
+GATED_TILES = (17, 65, 129)  # token counts; a GPU has another kernel for each
+MAX_WINDOW = 8192  # windows up to this size are tested with a context longer than the window
+MAX_MIXED = 3  # tokens through the experts; few, because float64 computes experts one by one
 
 
 # ---- matrix products
@@ -72,11 +72,11 @@ MAX_MIXED = 3  # tokens through the experts: each wants its own, and float64 tak
 
 @dataclass(frozen=True, slots=True)
 class _Matrix:
-    """A weight that activations are multiplied by."""
+    """A weight by which activations are multiplied."""
 
     weight: Tensor | Packed
     bias: Tensor | None
-    kernels: Kernels  # of the module that has it
+    kernels: Kernels  # of the weight's module
 
     def multiply(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
         if isinstance(self.weight, Packed):
@@ -84,12 +84,12 @@ class _Matrix:
         return self.kernels.linear(x, self.weight, self.bias, onto)
 
     def reference(self, x: Tensor, chosen: Tensor | None = None) -> Tensor:
-        """Return some rows of the product in float64, with tokens rounded to 8 bits where serving does."""
+        """Return the `chosen` outputs of the product in float64; round tokens to 8 bits as served."""
         weight, bias = self.weight, self.bias
         is_fast = self.kernels.available.is_fast and "packed products" not in self.kernels.off
         if is_fast and isinstance(weight, Scaled) and weight.has_row_scales:
             x = linear.rounded_to_fp8(x) if linear.rounds_tokens(x, weight.values) else x
-        if isinstance(weight, Int8Matrix):  # rounds tokens too, by a rule that leaves nothing open
+        if isinstance(weight, Int8Matrix):  # also rounds tokens, by an exact rule
             product = self.kernels.references().int8_linear(x, weight.weight, bias, None).double()
             return product if chosen is None else product[..., chosen]
         if bias is not None:
@@ -97,7 +97,7 @@ class _Matrix:
         return linear.reference_linear(x.double(), _values(weight, chosen).double(), bias)
 
     def kind(self) -> tuple[object, bool]:
-        """Return the shape of plain weights, the format of packed ones."""
+        """Return the shape of a plain weight or the format of a packed one, and whether there is no bias."""
         weight = self.weight
         return _format(weight) if isinstance(weight, Packed) else tuple(weight.shape), self.bias is None
 
@@ -107,7 +107,7 @@ class _Matrix:
     def compare(
         self, name: str, numbers: Numbers, counts: tuple[int, ...], *, has_stream: bool
     ) -> Comparisons:
-        """Compare products of each number of tokens, also added to a stream if it may have one."""
+        """Compare the product for each count of tokens, with `has_stream` also its sum with a stream."""
         chosen = _sample(self.weight.shape[0], numbers.device)
         for count in counts:
             where = f"{name}{list(self.weight.shape)} x {count} tokens"
@@ -116,13 +116,13 @@ class _Matrix:
             yield Comparison(where, self.multiply(x)[:, chosen], expected)
             if has_stream:
                 onto = numbers.normal(count, self.weight.shape[0])
-                sums = expected + onto[:, chosen].double()  # first: the product may overwrite the stream
+                sums = expected + onto[:, chosen].double()  # first, as the product may overwrite the stream
                 got = self.multiply(x, onto)[:, chosen]
                 yield Comparison(f"{where}, onto the stream", got, sums, num_steps=2)
 
 
 def _values(weight: Tensor | Packed, chosen: Tensor | None) -> Tensor:
-    """Return rows as numbers; a format that cannot be cut there is unpacked as a whole."""
+    """Return the `chosen` rows as floats; unpack the whole weight if its format cannot be indexed."""
     if chosen is not None:
         try:
             return _values(weight[chosen], None)
@@ -138,12 +138,12 @@ def _format(weight: Packed) -> str:
 
 
 def _sample(count: int, device: torch.device) -> Tensor:
-    """Return at most MAX_OUTPUTS of `count` rows, the first and the last included."""
+    """Return the indices of at most MAX_OUTPUTS of `count` rows, including the first and the last."""
     return torch.linspace(0, count - 1, min(count, MAX_OUTPUTS), dtype=torch.float64).long().to(device)
 
 
 def _matrices(engine: Engine, kind: type) -> list[_Matrix]:
-    """Return every matrix that activations are multiplied by whose weight is of a kind."""
+    """Return every matrix by which activations are multiplied, if its weight is of the given type."""
     found: list[_Matrix] = []
     for part in parts_of(engine, KernelModule):
         if isinstance(part, Linear):
@@ -168,7 +168,7 @@ def _matrix(part: Linear | ExpertLinear, expert: int | None = None) -> _Matrix:
 
 def _compare_linear(engine: Engine, numbers: Numbers) -> Comparisons:
     matrices = distinct(_matrices(engine, Tensor), _Matrix.kind)
-    tiled = min(matrices, key=_Matrix.size, default=None)  # one is enough for every tile
+    tiled = min(matrices, key=_Matrix.size, default=None)  # one matrix is enough to test every tile
     configs = (engine.models.config, engine.models.draft_config)
     stream_sizes = {config.hidden_size for config in configs if config is not None}
     for matrix in matrices:
@@ -186,7 +186,7 @@ def _compare_packed(engine: Engine, numbers: Numbers) -> Comparisons:
 
 
 def _compare_gated(engine: Engine, numbers: Numbers) -> Comparisons:
-    """Compare plain weights of each shape, packed ones of each format, the smallest first."""
+    """Compare one plain weight of each shape, and the smallest packed weight of each format."""
     found = [(_matrix(part.gate_up), part) for part in parts_of(engine, GatedMLP)]
     found.sort(key=lambda item: item[0].size())
     tiles = GATED_TILES if numbers.device.type == "cuda" else ()
@@ -201,7 +201,7 @@ def _compare_gated(engine: Engine, numbers: Numbers) -> Comparisons:
 
 
 def _many(numbers: Numbers) -> tuple[int, ...]:
-    """Return token counts for which a GPU uses different kernels."""
+    """Return larger token counts, for which a GPU has other kernels; none on a CPU."""
     return (linear.MAX_FEW + 1, 130) if numbers.device.type == "cuda" else ()
 
 
@@ -209,7 +209,7 @@ def _many(numbers: Numbers) -> tuple[int, ...]:
 
 
 class _Heads(NamedTuple):
-    """The heads and the mask of one kind of attention layer, and how it prepares its heads."""
+    """The heads and the mask of one kind of attention layer, and how the layer prepares its heads."""
 
     num_heads: int
     num_kv_heads: int
@@ -219,14 +219,14 @@ class _Heads(NamedTuple):
     format: str | None  # of compressed keys and values; None: exact
     norm_dtype: torch.dtype | None  # of the weights of the heads' norms; None: no norms
     is_written: bool  # `norm_rope_write` normalises, rotates and writes them
-    has_context: bool  # keys and values also come alone
+    has_context: bool  # keys and values also come without queries
 
     def __str__(self) -> str:
         return f"{self.num_heads}/{self.num_kv_heads} heads of {self.dim}"
 
 
 def _heads(engine: Engine, model: nn.Module) -> list[_Heads]:
-    """Return the heads of every layer that attends: each has a Mask and its place in the cache."""
+    """Return the heads of every attention layer: every module that has a Mask."""
     found = []
     for part in model.modules():
         mask, children = vars(part).get("mask"), dict(part.named_children())
@@ -264,10 +264,10 @@ def _compare_attention(engine: Engine, numbers: Numbers) -> Comparisons:
 def _attention_inputs(
     kind: _Heads, numbers: Numbers, *, starts: tuple[int, int], counts: tuple[int, int], page_size: int
 ) -> tuple[object, ...]:
-    """Return two rows in random pages. Unused slots hold NaN, so that reading one is seen."""
+    """Return inputs for two sequences in random pages. Unused slots hold NaN to reveal wrong reads."""
     ends = [start + count for start, count in zip(starts, counts, strict=True)]
     num_pages = -(-max(ends) // page_size)  # of a row
-    pages = (numbers.order(2 * num_pages) + 1).view(2, num_pages)  # page 0 is where masked reads point
+    pages = (numbers.order(2 * num_pages) + 1).view(2, num_pages)  # masked reads go to page 0
     slots = (pages[..., None] * page_size + torch.arange(page_size, device=pages.device)).flatten(1)
     shape = (kind.num_kv_heads, (2 * num_pages + 1) * page_size, kind.dim)
     keys, values = numbers.normal(*shape), numbers.normal(*shape)
@@ -282,7 +282,7 @@ def _attention_inputs(
 
 
 def _compare_compressed(engine: Engine, numbers: Numbers) -> Comparisons:
-    """Compare attention over mostly compressed keys, and compression: most bytes must be equal."""
+    """Compare the compression, of which most bytes must be equal, and attention over compressed keys."""
     plan = engine.plan
     found = [kind for model in engine.models.models() for kind in _heads(engine, model)]
     for kind in distinct([kind for kind in found if kind.format is not None], lambda kind: kind[:6]):
@@ -305,7 +305,7 @@ def _compare_compressed(engine: Engine, numbers: Numbers) -> Comparisons:
             ("keys", written.keys, pages.keys),
             ("values", written.values, pages.values),
         ):
-            # Next to a border of two levels, a sum in another order decides.
+            # Close to the border of two levels, the order of a sum decides.
             same = (got.codes == expected.codes).double().mean().to(numbers.dtype)
             yield Comparison(f"{kind.format} {name}, {kind}", same, torch.ones_like(same).double(), 20)
         q = numbers.normal(sum(counts), kind.num_heads, kind.dim)
@@ -318,7 +318,7 @@ def _compare_compressed(engine: Engine, numbers: Numbers) -> Comparisons:
 def _compressed_places(
     numbers: Numbers, rule: PositionRule, *, starts: tuple[int, int], counts: tuple[int, int], page_size: int
 ) -> tuple[Blocks, Tiles]:
-    """Return two rows in random pages, exact and compressed, and all tiles that are read compressed."""
+    """Return blocks of two sequences in random pages, and all tiles to compress."""
     num_pages = -(-(max(starts) + max(counts)) // page_size)  # of a row
     table, exact = ((numbers.order(2 * num_pages) + 1).view(2, num_pages) for _ in range(2))
     begun = numbers.whole(*starts)
@@ -328,7 +328,7 @@ def _compressed_places(
 
 
 def _no_codes(kind: _Heads, num_slots: int, which: int, device: torch.device) -> Codes:
-    """Return empty codes of keys (0) or values (1)."""
+    """Return zeroed codes for keys (`which` = 0) or values (1)."""
     assert kind.format is not None
     form = kv_format(kind.format, kind.dim)
     num_bytes = (form.keys, form.values)[which].num_bytes(kind.dim) - SCALE_BYTES
@@ -342,7 +342,7 @@ def _emptied(codes: Codes) -> Codes:
 
 
 def _compare_places(engine: Engine, numbers: Numbers) -> Comparisons:
-    """Compare positions and slots of a ragged stream and of blocks with plain counting."""
+    """Compare positions and slots of equal and of ragged blocks with counts in Python."""
     width, page_size = engine.plan.block, engine.plan.page_size
     order, starts = (2, 0, 1), (page_size - 1, 0, 7)
     for counts in ((width, width, width), (3, 1, 2 * page_size + 1)):
@@ -367,7 +367,7 @@ def _compare_norms(engine: Engine, numbers: Numbers) -> Comparisons:
     parts = parts_of(engine, RMSNorm)
     for part in distinct(parts, lambda part: (part.weight.shape, part.weight.dtype, part.eps)):
         x = numbers.normal(5, part.weight.shape[0])
-        for weight in (part.weight, None):  # some values are normalised without one
+        for weight in (part.weight, None):  # some layers normalise without a weight
             norm = (numbers.kernels.rms_norm, pointwise.reference_rms_norm)
             yield run(f"{x.shape[1]} values", *norm, x, weight, part.eps)
 
@@ -382,7 +382,7 @@ def _compare_rotations(engine: Engine, numbers: Numbers) -> Comparisons:
 def _rotated(
     engine: Engine, numbers: Numbers, key: Callable[[_Heads], object]
 ) -> Iterator[tuple[_Heads, pointwise.Angles]]:
-    """Yield the kinds of heads that each Rotary can turn, with its angles at five positions."""
+    """Yield the kinds of heads that each Rotary can rotate, with its angles at five positions."""
     for model in engine.models.models():
         kinds = distinct(_heads(engine, model), key)
         for rotary in (part for part in model.modules() if isinstance(part, Rotary)):
@@ -394,7 +394,7 @@ def _rotated(
 def _compare_activations(engine: Engine, numbers: Numbers) -> Comparisons:
     gates = [(part.gate, part.down.weight.shape[-1]) for part in parts_of(engine, GatedMLP)]
     for part in parts_of(engine, Experts):
-        if part.activation.kind != "swiglu_clamped":  # which has no kernel of its own
+        if part.activation.kind != "swiglu_clamped":  # has no kernel
             gates.append((part.activation.kind, part.down.weight.shape[-1]))
     for gate, size in dict.fromkeys(gates):
         gate_mul = (numbers.kernels.gate_mul, pointwise.reference_gate_mul)
@@ -426,7 +426,7 @@ def _joined(operation: Callable[..., tuple[Tensor, ...]]) -> Callable[..., Tenso
 
 
 def _compare_heads(engine: Engine, numbers: Numbers) -> Comparisons:
-    """Compare queries and a whole small cache, so that a write to a wrong slot is seen, too."""
+    """Compare queries and a whole small cache, which reveals writes to wrong slots."""
     for kind, angles in _rotated(engine, numbers, lambda kind: (*kind[:3], *kind[6:])):
         if kind.is_written:
             yield from _compare_writing(kind, angles, numbers)
@@ -436,7 +436,7 @@ def _compare_writing(kind: _Heads, angles: pointwise.Angles, numbers: Numbers) -
     num_tokens, norms = len(angles[0]), None
     sizes = (kind.num_heads, kind.num_kv_heads, kind.num_kv_heads)
     q, k, v = torch.split(numbers.normal(num_tokens, sum(sizes), kind.dim), list(sizes), dim=1)
-    if kind.norm_dtype is not None:  # not the model's: beside a large weight, rounding looks like a fault
+    if kind.norm_dtype is not None:  # not the model's, as large weights make rounding look like a fault
         q_weight, k_weight = 0.5 + numbers.uniform(2, kind.dim, dtype=kind.norm_dtype)
         norms = heads.HeadNorms(q_weight, k_weight, 1e-6)
     place = numbers.order(2 * num_tokens)[:num_tokens]
@@ -472,7 +472,7 @@ def _compare_head_gates(engine: Engine, numbers: Numbers) -> Comparisons:
     parts = parts_of(engine, GatedAttention)
     for num_heads, dim in dict.fromkeys((part.num_heads, part.head_dim) for part in parts):
         x = numbers.normal(5, num_heads, dim)
-        gate = 4 * numbers.normal(5, 2 * num_heads, dim)[:, 1::2]  # as the model lays them out
+        gate = 4 * numbers.normal(5, 2 * num_heads, dim)[:, 1::2]  # strided, as in the model
         expected = x.double() * torch.sigmoid(gate.double())
         got = numbers.kernels.gate_heads(x, gate)
         yield Comparison(f"{num_heads} heads of {dim}", got, expected, num_steps=2)
@@ -482,7 +482,7 @@ def _compare_head_gates(engine: Engine, numbers: Numbers) -> Comparisons:
 
 
 def _compare_delta(engine: Engine, numbers: Numbers) -> Comparisons:
-    """Compare prompt tokens and a block, kept in part, through a state; then the norm behind it."""
+    """Compare a prompt and a partly kept block, computed with a state; then compare the norm after it."""
     found = []
     for part in parts_of(engine, GatedDelta):
         storage = engine.cache.storage[part.layer]
@@ -508,14 +508,14 @@ def _reference_gated_norm(read: Tensor, z: Tensor, weight: Tensor, eps: float) -
 def _compare_states(
     spec: Recurrent, name: str, weights: gated_delta.DeltaWeights, numbers: Numbers, *, width: int
 ) -> Comparisons:
-    """Compare rows 2 and 0 of three, with 5 and 3 known tokens; then they keep all and one of a block.
+    """Compare rows 2 and 0 of three, with 5 and 3 prompt tokens; of a block, they keep all tokens and one.
 
-    Two layers of the same weights, each with its own tokens, are committed together.
+    Two layers with equal weights and different tokens are committed together.
     """
     known, kept, sizes = (5, 3), (width, 1), (spec.conv_channels, spec.num_heads, spec.num_heads)
     dtype, device, kernels = numbers.dtype, numbers.device, numbers.kernels
     states = RecurrentStates(spec, num_layers=2, num_rows=3, dtype=dtype, device=device, kernels=kernels)
-    states.state.fill_(math.nan)  # a row that begins has no past
+    states.state.fill_(math.nan)  # a new sequence must not read these
     states.tail.fill_(math.nan)
     row_ids, starts = numbers.whole(2, 0), numbers.whole(*known)
     begin = Scan(row_ids, starts * 0, known, True, numbers.whole(0, known[0], sum(known)), max(known))
@@ -534,7 +534,7 @@ def _compare_states(
             length = known[index] + kept[index]
             expected, state = _reference_row(spec, of_rows[index].double(), wide(weights), length)
             yield Comparison(f"reads, {name}", torch.cat(reads[layer][index::2]), expected, num_steps=6)
-            # In the stream's dtype: what the state was made from had no more digits.
+            # Compare in the stream's dtype, because the state's inputs have no more digits.
             got = states.state[layer, row].to(numbers.dtype)
             yield Comparison(f"state, {name}", got, state, num_steps=6)
             last = of_rows[index][length - spec.conv_width + 1 : length, : spec.conv_channels]
@@ -544,7 +544,7 @@ def _compare_states(
 def _reference_row(
     spec: Recurrent, inputs: Tensor, weights: gated_delta.DeltaWeights, length: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the reads of all tokens, and the state after `length` of them."""
+    """Return the outputs of all tokens, and the state after the first `length` tokens."""
     x, beta, gate = torch.split(inputs[None], [spec.conv_channels, spec.num_heads, spec.num_heads], dim=2)
     rate, decay = gated_delta.gates(beta, gate, weights)
     tail = x.new_zeros(1, spec.conv_width - 1, spec.conv_channels)
@@ -563,7 +563,7 @@ def _reference_row(
 
 @dataclass(frozen=True, slots=True)
 class _Mixture:
-    """Experts, and the choice of a token's."""
+    """The experts of a mixture layer, and how they are chosen for a token."""
 
     experts: Experts
     num_chosen: int
@@ -579,7 +579,7 @@ class _Mixture:
 
 
 def _mixtures(engine: Engine) -> list[_Mixture]:
-    """Return one mixture of each kind."""
+    """Return one mixture layer of each kind."""
     found = []
     for part in parts_of(engine, nn.Module):
         if isinstance(part, MoE):
@@ -593,7 +593,7 @@ def _mixtures(engine: Engine) -> list[_Mixture]:
 
 
 def _compare_routes(engine: Engine, numbers: Numbers) -> Comparisons:
-    """Compare the logits of chosen experts: any of several equal ones may be chosen."""
+    """Compare the logits of the chosen experts, because among equal logits any expert may be chosen."""
     for mixture in _mixtures(engine):
         num_experts, num_chosen = mixture.experts.gate_up.weight.shape[0], mixture.num_chosen
         logits, where = 3 * numbers.normal(7, num_experts), f"{num_chosen} of {num_experts} experts"
@@ -626,7 +626,7 @@ def _compare_experts(engine: Engine, numbers: Numbers) -> Comparisons:
 
 
 def _reference_experts(experts: Experts, x: Tensor, choice: moe.ExpertChoice) -> Tensor:
-    """Compute the tokens one by one, and each token's experts one by one."""
+    """Return the weighted sum of each token's experts, computed one by one."""
     routed = torch.zeros_like(x)
     for token, ids in enumerate(choice.ids.tolist()):
         for weight, expert in zip(choice.weights[token].double(), ids, strict=True):

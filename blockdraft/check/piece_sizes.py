@@ -1,4 +1,4 @@
-"""Cuts the prompt of the check of layers into pieces of every size that has code of its own in serving."""
+"""Cuts the prompt for the check of layers into pieces of every size for which the server has its own code."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from blockdraft.engine.engine import Engine
 from blockdraft.models.config import ModelConfig
 
-# A card has kernels of their own for up to 16 tokens, for 17 to 64 and for more (of gate and up to 128), for
-# more than 64 tokens of a row in attention, and for more than 512 pairs of a token and an expert.
+# A GPU has different kernels for up to 16 tokens, for 17 to 64, and for more (gate and up: also for up to
+# 128). Attention has another for more than 64 tokens of a sequence; experts for more than 512 (token, expert)
+# pairs.
 LONG, RAGGED, MIDDLE, FEW = 144, (40, 25, 3), 30, 7
 MANY_PAIRS = 513
 # A CPU's kernels do not change with the number of tokens; `operations` has the heights of its tiles.
@@ -22,12 +23,12 @@ class Piece:
     rows: tuple[int, ...]
     starts: tuple[int, ...]
     counts: tuple[int, ...]
-    kept: tuple[int, ...]  # the first of them, which are right and stay
-    is_known: bool  # a prompt's; otherwise a block to verify
+    kept: tuple[int, ...]  # how many of these tokens, the first ones, are right and stay
+    is_known: bool  # True: prompt tokens; False: blocks to verify
 
     @property
     def positions(self) -> list[int]:
-        """Return the position of every token, row after row."""
+        """Return the positions of all tokens, row by row."""
         pairs = zip(self.starts, self.counts, strict=True)
         return [start + i for start, count in pairs for i in range(count)]
 
@@ -45,7 +46,7 @@ class Piece:
 
 
 def pieces_for(engine: Engine) -> tuple[Piece, ...]:
-    """Return the pieces that the engine's rows, chunks and pages allow; the first row's come first."""
+    """Return the pieces that the engine's rows, prefill size and pages allow; row 0 comes first."""
     plan, is_card = engine.plan, engine.models.device.type != "cpu"
     num_rows = min(plan.max_num_seqs, 3 if is_card else 2)
     room = _room(engine, num_rows)
@@ -62,14 +63,14 @@ def pieces_for(engine: Engine) -> tuple[Piece, ...]:
         maker.block(width, {0: width // 2})
     else:
         maker.block(width, {0: width, 1: 1, 2: width // 2})
-        maker.block(width, {1: width})  # over the drafts that were rejected
+        maker.block(width, {1: width})  # overwrites the rejected drafts
     maker.block(1, {0: 1, 1: 1, 2: 1})
     maker.block(width, {0: width})
     return tuple(maker.pieces)
 
 
 def _room(engine: Engine, num_rows: int) -> int:
-    """Return the tokens that each of so many rows can hold, beside a block."""
+    """Return how many tokens each of `num_rows` rows can hold in addition to a block."""
     plan = engine.plan
     num_pages = min(plan.num_pages, plan.num_exact_pages or plan.num_pages)
     pages = num_pages // num_rows * plan.page_size
@@ -82,17 +83,17 @@ def _long(config: ModelConfig) -> int:
 
 
 class _Maker:
-    """Collects pieces, and leaves out what there is no room for."""
+    """Collects pieces, and leaves out tokens for which there is no space."""
 
     def __init__(self, num_rows: int, room: int, chunk: int, *, reserve: int) -> None:
         self.pieces: list[Piece] = []
         self._lengths = dict.fromkeys(range(num_rows), 0)
         self._room = room
-        self._prompt_room = max(1, room - reserve)  # prompts leave `reserve` tokens of a row to blocks
+        self._prompt_room = max(1, room - reserve)  # prompts leave `reserve` tokens for blocks
         self._chunk = chunk
 
     def known(self, counts: dict[int, int]) -> None:
-        """Add prompt tokens of each row, at most a chunk together."""
+        """Add prompt tokens for each row, but in total at most one prefill chunk."""
         left, fitting = self._chunk, {}
         for row in (row for row in counts if row in self._lengths):
             count = min(counts[row], self._prompt_room - self._lengths[row], left)
@@ -102,7 +103,7 @@ class _Maker:
         self._add(fitting, fitting, is_known=True)
 
     def block(self, width: int, kept: dict[int, int]) -> None:
-        """Add a block of the same width for each row, of which `kept` tokens stay."""
+        """Add a block of `width` tokens for each row; the first `kept[row]` tokens stay."""
         rows = [row for row in kept if self._lengths.get(row, self._room) + width <= self._room]
         self._add(dict.fromkeys(rows, width), {row: kept[row] for row in rows}, is_known=False)
 

@@ -1,7 +1,8 @@
-"""Verifies kernels, checkpoint, model and drafter at the start, each against something simpler.
+"""Verifies kernels, checkpoint, model and drafter at the start, each against a simpler computation.
 
-A fault that would make answers wrong stops the start with a ModelError. A drafter that does not fit costs
-only time, so it is dropped: `Verification.keeps_drafter` is false, and `without_drafter` gives what to serve.
+A fault that would make answers wrong stops the start with a ModelError. A drafter that does not fit only
+costs time, so it is dropped: `Verification.keeps_drafter` is False, and `without_drafter` returns the pair to
+serve.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from blockdraft.planner.plan import Plan
 from blockdraft.step.drafter import NoDrafter
 from blockdraft.step.ngram import NgramDrafter
 
-# Tokens committed per step. A drafter that fits commits 3 to 6, one for another target 1.0 to 1.1; drafting
-# and verifying a block cost a fifth of a plain step or more, so below this speculation only slows down.
+# Least tokens per step. A drafter that fits commits 3 to 6, a drafter for another target 1.0 to 1.1. Drafting
+# and verifying a block add a fifth of a plain step or more, so below this value speculation is slower.
 MIN_TOKENS_PER_STEP = 1.2
 
 PROMPTS = (
@@ -49,16 +50,16 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """The result of all checks. A failed check that is listed, and was not raised, costs the drafter only."""
+    """The result of all checks. A failed check in `checks` only costs the drafter; other failures raise."""
 
     checks: tuple[Check, ...]
-    tokens_per_step: float | None = None  # None: no drafter, or one whose acceptance is synthetic
+    tokens_per_step: float | None = None  # None: no drafter, or acceptance is synthetic
     keeps_drafter: bool = True  # False: serve without_drafter(models)
     reason: str | None = None  # why the drafter is dropped
     accepted: tuple[float, ...] = ()  # [i]: share of the steps that accepted draft i + 1; empty: not checked
     same_bits: bool | None = None  # bits do not depend on the batch; None: not checked
-    bits: str = ""  # how that is known
-    taken: str | None = None  # the record that all this is from, if it was not checked now
+    bits: str = ""  # the evidence for `same_bits`
+    taken: str | None = None  # the record with these results; None: checked now
 
 
 def verify_engine(
@@ -68,9 +69,9 @@ def verify_engine(
     min_tokens_per_step: float = MIN_TOKENS_PER_STEP,
     kernels_are: str | None = None,
 ) -> Verification:
-    """Check an idle engine and leave it as it was. ModelError: its answers would be wrong.
+    """Check an idle engine, and restore its state. Raise ModelError if its answers would be wrong.
 
-    `kernels_are` is the record of the kernels where one exists; they are not compared again.
+    `kernels_are` describes the record of the kernels; if it is given, kernels are not compared again.
     """
     found = _verify_pair(engine, note, min_tokens_per_step, kernels_are)
     if not engine.plan.same_bits or engine.models.labels.synthetic_acceptance is not None:
@@ -87,7 +88,7 @@ def _verify_pair(
     for check in _checks_of_target(engine, kernels_are):
         checks.append(check)
         note(f"{check.name}: {check.detail}")
-        if not check.is_passed:  # of the drafter's layers: it could change the speed only
+        if not check.is_passed:  # the drafter's layers, which can only change the speed
             return Verification(tuple(checks), keeps_drafter=False, reason=check.detail)
     models = engine.models
     if isinstance(models.drafter, NoDrafter):
@@ -95,7 +96,7 @@ def _verify_pair(
     if models.labels.synthetic_acceptance is not None:  # its answers are wrong on purpose
         note("drafter: not checked, since acceptance is synthetic")
         return Verification(tuple(checks))
-    # Either knows nothing of these prompts; that it changes no token holds all the same.
+    # Dummy weights and n-grams cannot predict these prompts, but they still must not change a token.
     if models.labels.is_dummy or isinstance(models.drafter, NgramDrafter):
         min_tokens_per_step = 0.0
     found = check_drafter(engine, prompts_of(models))
@@ -123,7 +124,7 @@ def _checks_of_target(engine: Engine, kernels_are: str | None) -> Iterator[Check
 
 
 def without_drafter(models: LoadedPair, plan: Plan) -> tuple[LoadedPair, Plan]:
-    """Return the target without a drafter, and its plan. The cache stays as large as it was planned."""
+    """Return the target without a drafter, and its plan. The planned cache keeps its size."""
     target = copy.copy(models.target)  # shares the weights; only the taps differ
     target.taps = ()
     plan = plan.changed({"width": "the drafter is not used"}, width=1, block=1, draft_ngram=0)
@@ -135,7 +136,7 @@ def without_drafter(models: LoadedPair, plan: Plan) -> tuple[LoadedPair, Plan]:
 
 @torch.inference_mode()
 def _weights(engine: Engine) -> Check:
-    """Check that every weight is finite: while the layers run, a router may not choose a broken expert."""
+    """Check that every weight is finite; the check of layers may miss a broken expert that no token uses."""
     num_values = 0
     names = [f"'{engine.models.config.name}'"]
     if engine.models.draft_config is not None:
@@ -153,11 +154,11 @@ def _weights(engine: Engine) -> Check:
 
 
 def _num_broken(tensor: Tensor) -> int:
-    if tensor.dtype == torch.float8_e4m3fn:  # NaN is all ones behind the sign; no infinity
+    if tensor.dtype == torch.float8_e4m3fn:  # NaN is all ones after the sign; there is no infinity
         return int((tensor.view(torch.uint8).bitwise_and(0x7F) == 0x7F).sum())
     if tensor.dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
         return 0
-    # One pass without a copy. A sum may overflow where no value does, so it only clears, never accuses.
+    # The sum needs one pass and no copy. It may overflow although all values are finite, so then count.
     total = tensor.sum(dtype=torch.promote_types(tensor.dtype, torch.float32))
     return 0 if bool(total.isfinite()) else int((~tensor.isfinite()).sum())
 
@@ -186,7 +187,7 @@ def _kernels(engine: Engine) -> Iterator[Check]:
 
 
 def _layers(engine: Engine) -> Iterator[Check]:
-    """Check every layer of both models (check/layers.py). Wrong layers of a drafter cost the drafter."""
+    """Check every layer of both models (check/layers.py). If a drafter's layer is wrong, drop the drafter."""
     models = engine.models
     ids = list(itertools.chain.from_iterable(prompts_of(models)))
     try:
@@ -215,7 +216,7 @@ def _off(models: LoadedPair, finding: LayerResult) -> str:
 
 
 def captured(engine: Engine) -> Check:
-    """Check the graphs that serve. ModelError: they give other tokens than the kernels that they hold."""
+    """Check the captured graphs. Raise ModelError if their tokens differ from those of eager steps."""
     count = check_captured(engine, prompts_of(engine.models)[0])
     return Check("graphs", f"{count} tokens as kernel by kernel")
 
@@ -256,9 +257,9 @@ def _misfit(engine: Engine, tokens_per_step: float, floor: float) -> str:
 
 
 def _bits(engine: Engine) -> tuple[Check, bool]:
-    """Check whether the bits of a token are independent of the batch. The start goes on if they are not."""
+    """Return whether a token's bits are independent of the batch. If not, the start continues."""
     models = engine.models
-    if models.device.type == "cpu":  # what holds by construction needs no look, which would take long here
+    if models.device.type == "cpu":  # holds by construction; a check would take long
         same_bits = keeps_bits(models, engine.plan.block)
         detail = "our kernels add in one order" if same_bits else "PyTorch's kernels promise no order of sums"
     else:
@@ -267,15 +268,15 @@ def _bits(engine: Engine) -> tuple[Check, bool]:
     return Check("bits", detail), same_bits
 
 
-# ---- what is asked
+# ---- prompts
 
 
 def prompts_of(models: LoadedPair) -> list[list[int]]:
-    """Return the built-in prompts for this model: as a chat, as plain text, or made-up ids without words."""
+    """Return the built-in prompts for this model: as a chat, as plain text, or as made-up ids."""
     found = []
     for number, text in enumerate(PROMPTS):
         ids = [token for token in _encode(models, text) if token < models.config.vocab_size]
-        if len(set(ids)) < 4:  # a tokenizer without words: most of the text is unknown to it
+        if len(set(ids)) < 4:  # a tokenizer that knows little of the text
             ids = [(3 * index + 5 * number + 1) % models.config.vocab_size for index in range(12)]
         found.append(ids)
     return found
@@ -286,6 +287,6 @@ def _encode(models: LoadedPair, text: str) -> list[int]:
     if tokenizer.has_chat_template:
         try:
             return tokenizer.encode_chat([{"role": "user", "content": text}])
-        except BlockdraftError:  # a template of its own mind; its users will hear of it
+        except BlockdraftError:  # the template refuses; users get the error later
             pass
     return tokenizer.encode(text)

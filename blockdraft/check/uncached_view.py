@@ -1,8 +1,8 @@
 """WholeView: the view of a whole sequence at once, without cache and pages.
 
-The oracle of the check at the start runs on it. Attention is one softmax over all keys, and the gated delta
-rule is solved as one triangular system, so it shares nothing with the code that it checks. It computes in the
-dtype of the tokens, inside in float32 or wider.
+The check at the start uses this view for its oracle. Attention is one softmax over all keys, and the gated
+delta rule is solved as one triangular system, so the view shares no code with the kernels it checks. Inputs
+and outputs have the tokens' dtype; the computation is in float32 or wider.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ Kept = dict[int, tuple[Tensor, Tensor]]  # keys and values [N, G, D] of a layer,
 
 
 class WholeView:
-    """`count` tokens from each position of `starts` on: a row each, whose tokens go through a layer together.
+    """The view of one row for each position in `starts`, with `count` tokens from that position on.
 
-    The keys and values of the tokens before them are the first of `context`.
+    The keys and values of the tokens before `start` are the first `start` entries of `context`.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class WholeView:
         self.kept[layer] = _entered(k, None if norms is None else norms.k, norms, angles), v
 
     def scan(self, layer: int, x: Tensor, beta: Tensor, gate: Tensor, weights: DeltaWeights) -> Tensor:
-        """Apply the rule without its state: a token's correction follows from those before it."""
+        """Apply the gated delta rule without a state: solve for the corrections of all tokens at once."""
         spec = self._specs[layer]
         assert isinstance(spec, Recurrent)
         assert tuple(self._starts) == (0,), "a state has no past here"
@@ -93,7 +93,7 @@ class WholeView:
         v = _by_head(v, spec.num_heads, spec.num_heads)  # [H, N, V]
         rates, decays = gates(beta, gate, weights)
         rate, faded = rates.to(wide).T[..., None], decays.double().cumsum(0).T  # [H, N, 1], [H, N]
-        # What is left at token i of what token j wrote; nothing of a later one.
+        # [i, j]: the share of token j's write that is left at token i; zero for j > i.
         left = (faded[:, :, None] - faded[:, None, :]).tril().exp().tril().to(wide)
         seen = rate * (k @ k.mT) * left.tril(-1)
         delta = torch.linalg.solve_triangular(
@@ -104,7 +104,7 @@ class WholeView:
 
 
 def _visible(mask: Mask, start: int, count: int, num_keys: int, device: torch.device) -> Tensor:
-    """Return which keys the queries from `start` on see, [N, L]; see Mask."""
+    """Return a mask [N, L] of the keys that the queries from `start` on attend to (see Mask)."""
     query = torch.arange(start, start + count, device=device)[:, None]
     key = torch.arange(num_keys, device=device)
     visible = key <= query if mask.is_causal else torch.ones_like(key <= query)
@@ -116,14 +116,14 @@ def _visible(mask: Mask, start: int, count: int, num_keys: int, device: torch.de
 
 
 def _entered(x: Tensor, weight: Tensor | None, norms: HeadNorms | None, angles: Angles) -> Tensor:
-    """Return `x` normalised over each head's values and rotated to its position, in its own dtype."""
+    """Return `x` normalised per head (if there are `norms`) and rotated to its position."""
     if norms is not None:
         x = reference_rms_norm(x, weight, norms.eps)
     return reference_rotate(x, angles)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, mask: Mask, sinks: Tensor | None) -> Tensor:
-    """Return attention of q [N, H, D] over keys and values [L, G, D]."""
+    """Return the attention of q [N, H, D] over keys and values [L, G, D]."""
     wide = torch.promote_types(q.dtype, torch.float32)
     num_heads, shared = q.shape[1], q.shape[1] // k.shape[1]
     keys, values = (x.to(wide).repeat_interleave(shared, dim=1).transpose(0, 1) for x in (k, v))  # [H, L, D]
@@ -138,7 +138,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, mask: Mask, sinks:
 
 
 def _by_head(x: Tensor, num_heads: int, num_wanted: int) -> Tensor:
-    """Return [N, heads * D] as [wanted, N, D]; each head is repeated for the heads that share it."""
+    """Reshape [N, num_heads * D] to [num_wanted, N, D], with each head repeated."""
     heads = x.view(len(x), num_heads, -1)
     return heads.repeat_interleave(num_wanted // num_heads, dim=1).transpose(0, 1)
 

@@ -1,11 +1,12 @@
-"""Records what a start has verified, so that later starts check only what has changed since.
+"""Records the results of the checks at the start, so that later starts only check what has changed.
 
-There are two records in the cache folder. The name of the kernels' record is a hash of all that they depend
-on: this package's own sources, the libraries, the device, the plan and the shapes. The name of the models'
-record is a hash of that and of every byte of both models' weights. So a change has no record, and is checked.
+There are two records in the cache folder. The name of the kernels' record is a hash of everything that
+kernels depend on: the sources of this package, the libraries, the device, the plan and the shapes. The name
+of the models' record is a hash of these and of every byte of both models' weights. After a change there is no
+record of that name, so the check runs.
 
-A built-in prompt, answered plainly and with drafts, must give the recorded tokens. If it does not, or if a
-record is damaged, everything is checked again.
+A built-in prompt, answered with and without drafts, must give the recorded tokens. If the tokens differ, or
+if a record is damaged, everything is checked again.
 """
 
 from __future__ import annotations
@@ -35,39 +36,39 @@ from blockdraft.settings.settings import cache_dir
 
 PACKAGE = Path(__file__).parent.parent
 LIBRARIES = ("torch", "triton", "llvmlite", "numpy")
-# Fields of a plan that choose neither kernels nor the sizes they are checked at. Pages and context follow the
-# memory that happens to be free, and the width is measured: they would differ at every start.
+# Fields of a plan that affect neither the kernels nor the checked sizes. Pages and context depend on the free
+# memory, and the width is measured, so they would differ at every start.
 NOT_OF_PLAN = {
     *("num_pages", "max_model_len", "max_positions", "max_queue", "prefix_cache", "seed"),
     *("width", "step_costs", "is_sure_of_costs", "draft_chances", "reasons", "start"),
 }
-# Words of a checksum at a time: on a CPU few enough to stay in its cache, on a card enough to keep it busy.
+# Words that a checksum adds at a time: few enough for a CPU's cache, or enough to keep a GPU busy.
 CPU_WORDS, CARD_WORDS = 1 << 15, 1 << 24
-FOLD = 29  # bits by which a word is shifted before it is added to itself
-NUM_PROMPT, NUM_TOKENS = 16, 6  # of the prompt and the answer that has to be the same again
+FOLD = 29  # a word is shifted right by so many bits and added to itself
+NUM_PROMPT, NUM_TOKENS = 16, 6  # tokens of the prompt, and of the answer that must be repeated
 
 Note = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """The answers to a prompt, by width."""
+    """The answers to one prompt, by width."""
 
     prompt: list[int]
     tokens: dict[str, list[int]]
 
 
 class RecordDamaged(Exception):
-    """A record is not as it was written."""
+    """Raised if a record is not as it was written."""
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A verification, its day and our version."""
+    """The result of a verification, with its date and the version of blockdraft."""
 
     day: str
     version: str
-    answers: Answers | None = None  # None, both: of the kernels alone
+    answers: Answers | None = None  # both None in the kernels' record
     verification: Verification | None = None
 
     def __str__(self) -> str:
@@ -75,7 +76,7 @@ class Record:
 
 
 def verify_changes(engine: Engine, note: Note, *, is_full: bool = False) -> Verification:
-    """Check everything on an idle engine that has no record. ModelError: its answers would be wrong."""
+    """Run all checks that have no record, on an idle engine. Raise ModelError if answers would be wrong."""
     kernels_file, models_file = _files(engine)
     kernels = models = None
     if not is_full:
@@ -100,7 +101,7 @@ def verify_changes(engine: Engine, note: Note, *, is_full: bool = False) -> Veri
 
 
 def _as_recorded(record: Record) -> Verification:
-    """Return the recorded verification if the answers still equal the recorded ones."""
+    """Return the recorded verification, with checks that name the record."""
     assert record.answers is not None
     assert record.verification is not None
     num_tokens = sum(map(len, record.answers.tokens.values()))
@@ -112,7 +113,7 @@ def _as_recorded(record: Record) -> Verification:
 
 
 def _answers(engine: Engine, prompt: list[int]) -> Answers:
-    """Answer plainly and at the widest width. A prompt longer than the context has no answer."""
+    """Answer `prompt` at width 1 and at the widest width; return no tokens if the prompt is too long."""
     is_synthetic = engine.models.labels.synthetic_acceptance is not None
     widths = {1} if is_synthetic else {1, checked_widths(engine)[-1]}
     if len(prompt) >= max_tokens(engine):
@@ -127,7 +128,7 @@ def _answers(engine: Engine, prompt: list[int]) -> Answers:
 
 
 def _files(engine: Engine) -> tuple[Path, Path]:
-    """Return the files of the kernels' record and of the models'."""
+    """Return the paths of the kernels' record and of the models' record."""
     kernels = digest_of([sources(), libraries(), _device(engine), _shapes(engine)])
     weights = [checksum(model) for model in engine.models.models()]
     vocab_map = engine.models.drafter.vocab_map
@@ -139,7 +140,7 @@ def _files(engine: Engine) -> tuple[Path, Path]:
 
 
 def sources() -> str:
-    """Return a hash of every module of this package, as it is on the disk."""
+    """Return a hash of all Python files of this package."""
     digest = hashlib.sha256()
     for path in sorted(PACKAGE.rglob("*.py")):
         digest.update(str(path.relative_to(PACKAGE)).encode())
@@ -157,7 +158,7 @@ def libraries() -> list[str]:
 
 
 def card_facts(device: torch.device) -> list[object]:
-    """Return the facts of the card and of its driver."""
+    """Return the properties of the GPU and the versions of its driver and CUDA."""
     driver = next((gpu.driver for gpu in read_machine().gpus), "")
     properties = torch.cuda.get_device_properties(device)
     card = [properties.name, properties.major, properties.minor, properties.total_memory]
@@ -173,7 +174,7 @@ def digest_of(facts: object) -> str:
 
 
 def _device(engine: Engine) -> list[object]:
-    """Return the processor and its threads, or the card."""
+    """Return the CPU with its number of threads, or the GPU and whether graphs are used."""
     device, cpu = engine.models.device, read_machine().cpu
     if device.type == "cpu":
         return [cpu.name, sorted(cpu.features), torch.get_num_threads()]
@@ -181,7 +182,7 @@ def _device(engine: Engine) -> list[object]:
 
 
 def _shapes(engine: Engine) -> list[object]:
-    """Return the models' shapes, the kernels, those left out, the plan and the widths."""
+    """Return the configurations, plan, checked widths, kernels, kernels left out, and weight shapes."""
     models = engine.models
     config = replace(models.config, name="")
     drafted = None if models.draft_config is None else replace(models.draft_config, name="")
@@ -201,7 +202,7 @@ def _parts(model: nn.Module) -> list[str]:
 
 
 def _read(file: Path) -> Record | None:
-    """Return the record; None if there is none. RecordDamaged: it is not as it was written."""
+    """Return the record, or None if the file cannot be opened. Raise RecordDamaged if it was changed."""
     try:
         text = file.read_text(encoding="utf-8")
     except OSError:
@@ -231,12 +232,12 @@ def _write(file: Path, record: Record) -> None:
 
 @torch.inference_mode()
 def checksum(model: nn.Module) -> str:
-    """Return 16 hex digits of the model's weights: names, shapes, dtypes and all bytes.
+    """Return 16 hex digits: a hash of the names, shapes, dtypes and all bytes of the model's weights.
 
-    Each 64-bit word of a tensor is multiplied by a random odd factor that belongs to its place, and the
-    products are added modulo 2**64. Factors by place detect swapped words; odd factors lose no bit of a word.
-    Before that, a word's upper bits are added to its lower ones. Otherwise swapping two words that differ
-    only in their highest bit would go unnoticed, because the difference of two odd factors is even.
+    Each 64-bit word of a tensor is multiplied by a random odd factor for its place, and the products are
+    added modulo 2**64. Different factors detect swapped words; odd factors lose no bit of a word. Before
+    this, a word's upper bits are added to its lower bits. Otherwise a swap of two words that differ only in
+    the highest bit would go unnoticed, because the difference of two odd factors is even.
     """
     digest, sums = hashlib.sha256(), []
     adders: dict[torch.device, _Adder] = {}
@@ -245,25 +246,25 @@ def checksum(model: nn.Module) -> str:
         if tensor.device not in adders:
             adders[tensor.device] = _Adder(tensor.device)
         sums += adders[tensor.device].sums(tensor)
-    if sums:  # one wait for the device
+    if sums:  # wait for the device only once
         digest.update(torch.stack(sums).cpu().numpy().tobytes())
     return digest.hexdigest()[:16]
 
 
 class _Adder:
-    """The factors of each place, and memory for the products: fresh memory takes longer than adding."""
+    """Holds the factors, and memory for the products, as new memory would take longer than the sums."""
 
     def __init__(self, device: torch.device) -> None:
         self._size = CPU_WORDS if device.type == "cpu" else CARD_WORDS
         place = torch.arange(1, self._size + 1, dtype=torch.int64, device=device)
-        mixed = place * -7046029254386353131  # SplitMix64's mix of a number
+        mixed = place * -7046029254386353131  # SplitMix64's mixing function
         mixed = (mixed ^ (mixed >> 30)) * -4658895280553007687
         mixed = (mixed ^ (mixed >> 27)) * -7723592293110705685
         self._factors = mixed | 1
         self._products = torch.empty_like(mixed)
 
     def sums(self, tensor: Tensor) -> list[Tensor]:
-        """Return a number for each piece of a tensor."""
+        """Return one sum for each piece of a tensor."""
         raw = tensor.contiguous().reshape(-1).view(torch.uint8)
         if len(raw) % 8 or raw.storage_offset() % 8:
             raw = torch.cat((raw, raw.new_zeros(-len(raw) % 8)))

@@ -1,6 +1,6 @@
-"""A checkpoint: a configuration, named tensors and a tokenizer, whatever the files look like.
+"""A checkpoint: a configuration, named tensors and a tokenizer, independent of the file format.
 
-A Hugging Face folder (also one that a hub id resolves to) and a GGUF file implement one protocol. Both use
+Hugging Face folders (also downloaded ones) and GGUF files implement one protocol, Checkpoint. Both use
 Hugging Face's names, shapes and configuration keys, so no other module depends on the file format. Nothing
 is ever unpickled or executed.
 
@@ -22,7 +22,7 @@ from blockdraft.errors import ModelError
 from blockdraft.machine.file_parts import read_at
 from blockdraft.machine.private_memory import private_memory
 
-_MAPPED_BYTES = 512 << 10  # larger tensors get their own mapping: its partly used last page no longer matters
+_MAPPED_BYTES = 512 << 10  # larger tensors get their own mapping; its unused end is then negligible
 
 
 class TensorInfo(NamedTuple):
@@ -41,9 +41,9 @@ class Checkpoint(Protocol):
 
     name: str  # as the user wrote it, for messages
     config: Mapping[str, object]  # config.json, or its equivalent built from GGUF metadata
-    quant_file: Mapping[str, object] | None  # hf_quant_config.json, where a folder has one
-    fit_file: Mapping[str, object]  # a drafter's fit.json; empty where there is none
-    generation_file: Mapping[str, object]  # generation_config.json; empty where there is none
+    quant_file: Mapping[str, object] | None  # hf_quant_config.json, if a folder has it
+    fit_file: Mapping[str, object]  # a drafter's fit.json; empty if missing
+    generation_file: Mapping[str, object]  # generation_config.json; empty if missing
 
     def tensors(self) -> Mapping[str, TensorInfo]: ...
     def read(self, name: str, begin: int = 0, end: int | None = None) -> torch.Tensor: ...
@@ -51,7 +51,8 @@ class Checkpoint(Protocol):
     # The ggml type number of a tensor stored in quantised blocks; None for other tensors and in folders.
     def ggml_type(self, name: str) -> int | None: ...
 
-    # The bytes of such a tensor: uint8 [rows, bytes] or [experts, rows, bytes], in the order of `read`.
+    # The bytes of a tensor in quantised blocks: uint8 [rows, bytes] or [experts, rows, bytes], in the order
+    # of `read`.
     def read_packed(self, name: str, begin: int = 0, end: int | None = None) -> torch.Tensor: ...
 
     @property
@@ -63,13 +64,13 @@ class Checkpoint(Protocol):
 def own_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
     """Return an uninitialised tensor; a large one on the CPU (or without a device) gets its own mapping.
 
-    An allocator keeps freed memory that lies between two weights: after reading a model in slices, that is 10
-    to 30 % of its size. A mapping returns to the system as soon as its tensor is freed.
+    An allocator keeps freed memory between two weights: after a model is read in slices, 10 to 30 % of its
+    size. A mapping returns to the system as soon as its tensor is freed.
     """
     num_bytes = math.prod(shape) * dtype.itemsize
     if num_bytes < _MAPPED_BYTES or (device is not None and device.type != "cpu"):
         return torch.empty(*shape, dtype=dtype, device=device)
-    # Huge pages: a few hundred times fewer page faults.
+    # Huge pages cause a few hundred times fewer page faults.
     return torch.frombuffer(private_memory(num_bytes, has_huge_pages=True), dtype=dtype).view(*shape)
 
 

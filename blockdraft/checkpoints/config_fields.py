@@ -1,4 +1,4 @@
-"""Reads values of config.json with type checks, and the sections that families share. No torch here."""
+"""Reads values of config.json with type checks, and the sections that model families share. Without torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from blockdraft.models.config import Rope
 
 T = TypeVar("T", int, float, bool, str)
 Number = TypeVar("Number", int, float)
-_MAX_VALUE_CHARS = 200  # of a value in an error message; arbitrary
+_MAX_VALUE_CHARS = 200  # longest value in an error message; arbitrary
 _HUGE = 2**31  # larger numbers are mistakes; comparing with it also rejects NaN
 
 
@@ -23,7 +23,7 @@ class Fields:
 
     raw: Mapping[str, object]
     owner: str  # the checkpoint, as the user wrote it
-    prefix: str = ""  # of keys in messages: the enclosing sections, each with a dot
+    prefix: str = ""  # before keys in messages: the enclosing sections, each with a dot
     file: str = "config.json"
     remedy: str = "See docs/models.md."
 
@@ -62,14 +62,14 @@ class Fields:
         return replace(self, raw=value or {}, prefix=f"{self.prefix}{key}.")
 
     def refuse(self, key: str, *allowed: object) -> None:
-        """Raise an error if the key has a value that is not in `allowed`: no other value is implemented."""
+        """Raise an error if the key has a value outside `allowed`, because no other value is implemented."""
         value = self.raw.get(key)
         if value is not None and value not in allowed:
             what = f"asks for {self.prefix}{key} = {_abridged(value)}"
             raise self.error(f"{what}, which is not implemented")
 
     def regex(self, key: str, pattern: str) -> re.Pattern[str]:
-        """Compile a pattern that the value of `key` holds."""
+        """Compile `pattern`, which is in the value of `key`; raise an error if it is invalid."""
         try:
             return re.compile(pattern)
         except re.error as error:
@@ -119,7 +119,8 @@ def read_heads(fields: Fields, hidden_size: int) -> tuple[int, int, int]:
 def read_rope(fields: Fields, *, head_dim: int, theta: float = 10000.0, part: float | None = None) -> Rope:
     """Read `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (before).
 
-    `theta` and `part` are defaults. Without `part`, a config that rotates only a part of a head is refused.
+    `theta` and `part` are defaults. If `part` is None, a config that rotates only a part of a head is
+    refused.
     """
     section, older = fields.section("rope_parameters"), fields.section("rope_scaling")
     if section.raw and older.raw and section.raw != older.raw:
@@ -208,13 +209,13 @@ def _yarn_scale(factor: float, mscale: float) -> float:
 
 
 def read_softcap(fields: Fields) -> float | None:
-    """Return the bound of the logits; None if they are not capped."""
+    """Return the bound of the logits, or None if they are not capped."""
     key = "final_logit_softcapping"
     return None if fields.raw.get(key) is None else fields.above_zero(key)
 
 
 def read_windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
-    """Return the sliding window of each layer, from `layer_types` or else from the older Qwen2 keys."""
+    """Return the sliding window of each layer, from `layer_types` or from the older Qwen2 keys."""
     layer_types = fields.items("layer_types", str)
     is_used = fields.optional("use_sliding_window", bool)
     if is_used is False or (layer_types is None and is_used is None):

@@ -1,11 +1,13 @@
-"""Fills a model with random weights, to time a shape whose checkpoint is not at hand.
+"""Fills a model with random weights, to measure the speed of a shape without its checkpoint.
 
-They are drawn on the device, each parameter from its own seed, so two starts on one kind of device are equal.
-Matrices have a standard deviation of 1 / sqrt(inputs), norms are 1, and other values are in _CONSTANTS.
+Weights are drawn on the device, each parameter from its own seed, so they are equal at every start on one
+kind of device. Matrices have a standard deviation of 1 / sqrt(inputs), norms are 1, and other values are in
+_CONSTANTS.
 
-All layers of a target together add about as much to the residual stream as the embedding: rounding errors
+All layers of a target together add about as much to the residual stream as the embedding. Rounding errors
 then stay small at any depth, so the checks at the start work. A drafter proposes different tokens in a block,
-as real ones do: sixteen equal tokens would read a quarter of the experts that sixteen different ones read.
+as real drafters do: sixteen equal tokens would read only a quarter of the experts that sixteen different
+tokens read.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from blockdraft.models.moe import ExpertLinear
 from blockdraft.models.packed import Packed, join_rows
 from blockdraft.models.packed_int8 import Int8Matrix
 
-_SLICE_BYTES = 64 << 20  # drawn and quantised at a time, in float32; arbitrary
+_SLICE_BYTES = 64 << 20  # float32 bytes that are drawn and quantised at a time; arbitrary
 _CONSTANTS = {
     "bias": 0.0,
     "router_bias": 0.0,
@@ -39,11 +41,11 @@ _CONSTANTS = {
     "scale": 1.0,
     "expert_scale": 1.0,
     "decay_log": 0.0,
-    "base_kernel": 0.5,  # the mean of a column and the one before it
+    "base_kernel": 0.5,  # averages each column with the one before
     "gate_bias": -2.0,  # with decay_log: the state of a delta layer decays by an eighth per token
 }
 _INTO_STREAM = ("out", "down", "mixer_after", "after")  # the last parameter before the residual stream
-_SHARPNESS = 8.0  # of a drafter's attention: columns differ only by what they attend to
+_SHARPNESS = 8.0  # scale of a drafter's queries: columns differ only by what they attend to
 _CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
 
 
@@ -54,7 +56,7 @@ def fill(
     device: torch.device,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
-    """Fill a model that was built on the meta device, quantised as `storage` says."""
+    """Fill a model that was built on the meta device; quantise its weights as `storage` says."""
     assert storage != "keep", "there is no file with a format to keep"
     paths = {id(module): path for path, module in model.named_modules()}
     slots = slots_of(model, {})
@@ -78,18 +80,18 @@ def fill(
 
 
 def _adjust(module: nn.Module) -> None:
-    """Set the norms and scales that must not be 1."""
+    """Set the norms and scales of `module` that must not be 1."""
     if isinstance(module, GemmaAttention):  # its scores are not scaled and would be too large
         module.q_norm.weight.fill_(module.head_dim**-0.5)
-    elif isinstance(module, GemmaRouter):  # it scales its logits down, which would make experts equal
+    elif isinstance(module, GemmaRouter):  # it scales its logits down, which would make experts nearly equal
         module.scale.fill_(len(module.scale) ** 0.5)
     elif isinstance(module, DFlashLayer):
         module.q_norm.weight.fill_(_SHARPNESS)
 
 
 def _share(model: Decoder | DFlash) -> float:
-    """Return the scale of what each mixer or feed-forward part adds to the residual stream."""
-    if isinstance(model, DFlash):  # enough to outweigh the mask's embedding, with which all columns begin
+    """Return the scale of the outputs that mixers and feed-forward parts add to the residual stream."""
+    if isinstance(model, DFlash):  # outweighs the mask's embedding, with which all columns begin
         return 1.0
     config = model.config
     return config.embedding_scale / math.sqrt(config.hidden_size * 2 * config.num_layers)
@@ -116,7 +118,7 @@ class _Draw:
         return self._normal(value)
 
     def packed(self, slot: Slot, quantiser: Quantiser) -> Packed:
-        """Quantise each projection separately, as the loader does."""
+        """Draw and quantise each projection separately, as the loader does."""
         assert isinstance(slot.module, Linear | ExpertLinear)
         *experts, _, inputs = slot.parameter.shape
         parts = [self._scaled((*experts, rows, inputs), quantiser) for rows in slot.module.parts]
@@ -134,7 +136,7 @@ class _Draw:
 
 
 def vocab_map(draft_vocab_size: int, vocab_size: int, device: torch.device) -> Tensor | None:
-    """Return target token ids for the rows of a drafter's reduced head; None if it is not reduced."""
+    """Return target token ids for the rows of a drafter's reduced head, or None if the head is complete."""
     if draft_vocab_size == vocab_size:
         return None
     return torch.arange(draft_vocab_size, device=device) * vocab_size // draft_vocab_size

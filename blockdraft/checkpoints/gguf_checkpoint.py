@@ -1,9 +1,9 @@
 """GgufCheckpoint: a GGUF file with Hugging Face's configuration keys, tensor names and weight layout.
 
-llama.cpp rotates neighbouring values of a head, Hugging Face its two halves. So its converter reorders the
-rows of q_proj and k_proj of `llama` models, and reading restores their order. The experts of a layer are one
-tensor per projection, [experts, rows, columns], called `model.layers.N.mlp.experts.gate_proj`, `up_proj` or
-`down_proj`.
+llama.cpp applies rotary positions to neighbouring values of a head, Hugging Face to the two halves of a head.
+So llama.cpp's converter reorders the rows of q_proj and k_proj of `llama` models, and `read` restores the
+order. The experts of a layer are one tensor [experts, rows, columns] per projection, named
+`model.layers.N.mlp.experts.gate_proj`, `up_proj` or `down_proj`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class GgufCheckpoint:
     has_tokenizer = True
 
     def __init__(self, path: Path, *, name: str, generation_file: Mapping[str, object] | None = None) -> None:
-        """`generation_file`: None takes the file's recommendations, completed by llama.cpp's defaults."""
+        """Without `generation_file`, use the file's sampling advice and llama.cpp's defaults."""
         self.name = name
         self.file, self.files = path, [path]
         self._header = GgufHeader(path, name=name)
@@ -77,7 +77,7 @@ class GgufCheckpoint:
 
     @property
     def main_type(self) -> str:
-        """The ggml type name of most of the file's bytes."""
+        """Return the name of the ggml type in which most of the file's bytes are stored."""
         from gguf import GGMLQuantizationType
 
         sizes: Counter[int] = Counter()
@@ -97,7 +97,7 @@ class GgufCheckpoint:
         return self._tensors[name]
 
     def _read_rows(self, name: str, begin: int, end: int | None) -> torch.Tensor:
-        """Read rows [begin, end), in Hugging Face's order, as uint8 [rows, bytes]."""
+        """Read rows [begin, end) in Hugging Face's order, as uint8 [rows, bytes]."""
         info = self._stored(name)
         end = info.shape[0] if end is None else end
         num_heads = self._permuted_heads.get(name.split(".")[-2])
@@ -124,12 +124,12 @@ class GgufCheckpoint:
 
 
 def _value_dtype(tensor: StoredTensor) -> torch.dtype:
-    """The dtype that `read` returns: the stored one, or float32 for quantised blocks."""
+    """Return the dtype of `read`: the stored dtype, or float32 for quantised blocks."""
     return _PLAIN_DTYPES.get(tensor.quantization, torch.float32)
 
 
 def _permuted(begin: int, end: int, *, head_rows: int) -> torch.Tensor:
-    """Return where llama.cpp stores rows [begin, end): in (pair, half) order in a head, not (half, pair)."""
+    """Return where llama.cpp stores rows [begin, end): a head is in (pair, half), not (half, pair) order."""
     rows = torch.arange(begin, end)
     row_in_head = rows % head_rows
     half, pair = row_in_head // (head_rows // 2), row_in_head % (head_rows // 2)

@@ -1,4 +1,4 @@
-"""Reads a config.json, Hugging Face's tensor names and sampling advice from a GGUF file. No torch here."""
+"""Derives a config.json, Hugging Face's tensor names and sampling advice from a GGUF file, without torch."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _GPT_OSS_EXTRAS = {**_EXPERTS, **_EXPERT_BIASES, "attn_sinks.weight": "self_attn
 
 
 class _Architecture(NamedTuple):
-    """Hugging Face's names of a model and of its layers' tensors."""
+    """Hugging Face's names for a model class and for its layers' tensors."""
 
     model_class: str
     model_type: str
@@ -71,7 +71,7 @@ _HUB_ADDRESS = re.compile(r"(?:https?://)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\
 
 
 def hugging_face_names(file: GgufHeader) -> dict[str, str]:
-    """Map Hugging Face's names to the stored ones. Raises ModelError for an unknown tensor."""
+    """Return the stored names by Hugging Face's names. Raise ModelError for an unknown tensor."""
     architecture = _ARCHITECTURES[_architecture(file)]
     names: dict[str, str] = {}
     for stored in file.tensors:
@@ -112,7 +112,7 @@ def _architecture(file: GgufHeader) -> str:
 
 
 def permuted_heads(file: GgufHeader) -> dict[str, int]:
-    """Map each projection with permuted rows to its number of heads."""
+    """Return the number of heads of each projection whose rows are permuted."""
     if _architecture(file) != "llama":
         return {}
     keys = file.keys("llama.")
@@ -239,7 +239,7 @@ def _gpt_oss_yarn(keys: Fields) -> dict[str, object]:
 
 
 def own_sampling(file: GgufHeader) -> dict[str, float]:
-    """Read the file's sampling recommendations (`general.sampling.*`), by the names of SamplingParams."""
+    """Return the file's sampling recommendations (`general.sampling.*`), by the names of SamplingParams."""
     found: dict[str, float] = {}
     for name, key in _SAMPLING_KEYS.items():
         value = file.metadata.get(f"general.sampling.{key}")
@@ -251,7 +251,7 @@ def own_sampling(file: GgufHeader) -> dict[str, float]:
 
 
 def published_names(file: GgufHeader) -> tuple[str, ...]:
-    """Return the names of the model and of its base models in the metadata, likeliest first."""
+    """Return the names of the model and its base model in the metadata, the likeliest first."""
     keys = ["general.source.huggingface.repository", "general.source.repo_url", "general.repo_url"]
     keys += ["general.name", "general.base_model.0.repo_url", "general.base_model.0.name"]
     texts = [file.metadata.get(key) for key in keys]

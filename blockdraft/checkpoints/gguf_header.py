@@ -1,9 +1,9 @@
 """The header of a GGUF file: metadata and tensor table, read without torch.
 
 A GGUF file is a header (magic, version, two counts), the key/value pairs, the tensor descriptions, then the
-aligned tensor data. gguf-py's reader builds numpy objects for every string and takes 5 s on a 49k vocabulary;
-this one takes 0.1 s. Nothing is read past the end of the file, so a damaged file can only cause an error. The
-file is mapped while its metadata is parsed.
+aligned tensor data. gguf-py's reader builds numpy objects for every string and takes 5 s for a 49k
+vocabulary; this reader takes 0.1 s. It never reads past the end of the file, so a damaged file can only cause
+an error. The file is mapped while its metadata is parsed.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ _DEFAULT_ALIGNMENT = 32
 _MAX_DIMS = 4  # ggml's own limit
 
 _PLAIN_TYPES = (0, 1, 30)  # float32, float16, bfloat16; every other type packs blocks
-# Values and bytes of a block, by type; here the common types, so that `gguf` need not be imported for them.
+# Values and bytes per block, by type. With the common types here, `gguf` is imported only for rare ones.
 _BLOCKS = {0: (1, 4), 1: (1, 2), 30: (1, 2), 2: (32, 18), 3: (32, 20), 8: (32, 34), 14: (256, 210)}
 _FLOAT_CODES = {0: "f", 1: "e"}  # type -> struct code
 
 
 class _Damaged(Exception):
-    """A defect of the bytes; GgufHeader adds the file's name."""
+    """Raised for defects of the bytes; GgufHeader adds the file's name."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Shape and location of one tensor."""
+    """The shape and location of one tensor."""
 
     shape: tuple[int, ...]  # outermost first, as in PyTorch; the file stores the reverse
     quantization: int  # gguf.GGMLQuantizationType
@@ -54,7 +54,7 @@ class StoredTensor:
 
     @property
     def num_rows(self) -> int:
-        """The number of rows, over all axes but the last."""
+        """Return the number of rows, over all axes but the last."""
         return math.prod(self.shape[:-1])
 
     @property
@@ -63,14 +63,14 @@ class StoredTensor:
 
 
 class _Cursor:
-    """Reads little-endian values one after another, never past the end."""
+    """Reads little-endian values one after another, but never past the end."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self.data = data
         self.position = 0
 
     def skip(self, num_bytes: int) -> int:
-        """Skip `num_bytes` and return where they start."""
+        """Skip `num_bytes`, and return the position of the first."""
         start = self.position
         if num_bytes > len(self.data) - start:
             raise self.cut()
@@ -87,7 +87,7 @@ class _Cursor:
         return int(_U64.unpack_from(self.data, self.skip(8))[0])
 
     def strings(self, count: int = 1) -> list[str]:
-        """Read strings in one loop: a vocabulary has thousands."""
+        """Read `count` strings in one loop, because a vocabulary has thousands."""
         data, position, found = self.data, self.position, []
         try:
             for _ in range(count):

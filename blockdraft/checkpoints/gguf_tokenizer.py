@@ -1,8 +1,8 @@
 """Rebuilds the tokenizer of a GGUF file for the `tokenizers` library.
 
-Two kinds exist: "gpt2" is byte-level BPE with stored merges, and "llama" is SentencePiece BPE, whose merges
-follow from the scores of its pieces. GGUF stores no pre-tokenizer, only llama.cpp's name for it. An unknown
-name raises an error: a wrong guess would produce subtly wrong tokens.
+Two kinds are supported: "gpt2" is byte-level BPE with stored merges, and "llama" is SentencePiece BPE, whose
+merges follow from the scores of its pieces. GGUF stores only llama.cpp's name for the pre-tokenizer. An
+unknown name raises an error, because a wrong guess would produce subtly wrong tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from blockdraft.errors import ModelError
 
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # tokenizer.ggml.token_type
 _SPACE = "▁"  # a space in SentencePiece
-_WORDS = (  # the split of llama3 and qwen2, which differ in the digits
+_WORDS = (  # the split of llama3 and qwen2, except the digits
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}"
     r"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -38,7 +38,7 @@ _O200K = "|".join(  # the split of tiktoken's o200k encodings, which gpt-oss use
 
 
 def tokenizer_parts(file: GgufHeader) -> TokenizerParts:
-    """Return the tokenizer of `file`; ModelError if it cannot be rebuilt exactly."""
+    """Return the tokenizer of `file`. Raise ModelError if it cannot be rebuilt exactly."""
     tokens = file.texts("tokenizer.ggml.tokens")
     bos_id = _token_id(file, "bos", num_tokens=len(tokens))
     end_ids = [_token_id(file, role, num_tokens=len(tokens)) for role in ("eos", "eot")]
@@ -144,7 +144,7 @@ def _sentencepiece(file: GgufHeader, vocabulary: Mapping[str, int], types: list[
 
 
 def _merges(vocabulary: Mapping[str, int], scores: list[float], types: list[float]) -> list[tuple[str, str]]:
-    """Return every split of a piece into two pieces, best score first, as SentencePiece merges them."""
+    """Return every split of a piece into two pieces in SentencePiece's order: the best score first."""
     pieces = {piece: scores[id_] for piece, id_ in vocabulary.items() if types[id_] == _NORMAL}
     splits = [
         (-score, piece[:cut], piece[cut:])

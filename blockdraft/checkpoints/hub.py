@@ -1,4 +1,4 @@
-"""The exceptions that the hub's client raises. Import it only where something is fetched: it is slow."""
+"""The exceptions of the hub's client. Import this module only for downloads, because the import is slow."""
 
 from __future__ import annotations
 

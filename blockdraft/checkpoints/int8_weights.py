@@ -25,11 +25,11 @@ _PARTS = ("packed", "sums", "scale", "factors")
 
 
 def column_factors(checkpoint: str) -> Mapping[str, Tensor]:
-    """Return float32 [columns] by module path; empty if nothing was measured for this checkpoint.
+    """Return column factors, float32 [columns] by module path, or {} if this checkpoint was not measured.
 
-    They are powers of two that scale the columns of activations before they are rounded to int8.
-    `python -m scripts.make_column_factors` measures them: 2**-n for a column whose largest values are 4**n
-    times the usual ones. Any factors give correct products; good ones reduce the rounding error.
+    The factors are powers of two that scale the columns of activations before these are rounded to int8.
+    `python -m scripts.make_column_factors` measures the factors: 2**-n for a column whose largest values are
+    4**n times the usual ones. Any factors give correct products; good factors reduce the rounding error.
     """
     file = FOLDER / f"{Path(checkpoint).name}.safetensors"
     if not file.is_file():
@@ -38,7 +38,7 @@ def column_factors(checkpoint: str) -> Mapping[str, Tensor]:
 
 
 class Int8Cache:
-    """A disk cache of one model's packed matrices, by module path: packing takes seconds, reading does not.
+    """A disk cache of one model's packed matrices, by module path. Packing takes seconds; reading is faster.
 
     The key is a hash of every byte of the source files. File sizes and times are not enough: `cp -p`, `rsync
     -t` and reproducible images can replace weights without changing name or time.
@@ -53,7 +53,7 @@ class Int8Cache:
         self._file = cache_dir() / "packed" / f"{digest.hexdigest()[:32]}.safetensors"
 
     def read(self) -> dict[str, Int8Matrix]:
-        """Return the matrices; empty if they have to be packed."""
+        """Return the cached matrices, or {} if there is no valid cache."""
         try:
             expected = self._file.with_suffix(".sha256").read_text(encoding="utf-8")
             is_whole = _file_digest(self._file) == expected
@@ -82,7 +82,7 @@ def _file_digest(path: Path) -> str:
 
 
 def _digest(content: memoryview) -> str:
-    """Hash pieces on all cores, since every start waits for it; the digest is that of the piece digests."""
+    """Return a hash of the hashes of pieces, computed on all cores because every start waits for it."""
     pieces = [content[start : start + _PIECE] for start in range(0, len(content), _PIECE)]
     with ThreadPoolExecutor() as pool:
         digests = pool.map(lambda piece: hashlib.sha256(piece).digest(), pieces)

@@ -1,4 +1,4 @@
-"""Reads the files of a Hugging Face model folder: its JSON, and the headers of its shards. No torch here."""
+"""Reads a Hugging Face model folder without torch: its JSON files, and the headers of its shards."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ DTYPES = {  # the format's name -> torch's, and the bytes of a value
 _INDEX = "model.safetensors.index.json"
 GENERATION_FILE = "generation_config.json"
 _SINGLE = "model.safetensors"
-_ABOVE = f"../{_SINGLE}"  # where a drafter head keeps its body: in the drafter's folder around its own
+_ABOVE = f"../{_SINGLE}"  # the body of a drafter head, in the parent folder
 _QUANT_FILE = "hf_quant_config.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth")
 
@@ -56,7 +56,7 @@ class TensorEntry(NamedTuple):
 
 
 class ModelFolder:
-    """One model folder. Errors show its name as the user wrote it."""
+    """One model folder. Error messages use the name that the user wrote."""
 
     def __init__(self, path: Path, *, name: str) -> None:
         self.path = path
@@ -69,7 +69,7 @@ class ModelFolder:
         return {name: entry for _, entries in self.shards() for name, entry in entries.items()}
 
     def shards(self) -> Iterator[tuple[str, Mapping[str, TensorEntry]]]:
-        """Yield the name and the tensors of every shard. Each tensor is in exactly one shard."""
+        """Yield each shard's name and tensors. Raise ModelError if a tensor is missing or in two shards."""
         weight_map = self._weight_map()
         found: set[str] = set()
         for name in self._shard_names(weight_map):
@@ -94,11 +94,11 @@ class ModelFolder:
 
     @property
     def has_body_above(self) -> bool:
-        """Return True if the folder holds only a drafter head, and its parent the other weights."""
+        """Return whether the folder holds only a drafter head, and its parent folder the other weights."""
         return _ABOVE in self._weight_map().values()
 
     def _weight_map(self) -> dict[str, str]:
-        """Tensor name -> shard, from the index; empty for a model in one file."""
+        """Return the shard of each tensor from the index, or {} for a model in one file."""
         if (self.path / _SINGLE).exists():
             return {}
         weight_map = self.json(_INDEX).get("weight_map", {})
@@ -132,7 +132,7 @@ class ModelFolder:
         raise ModelError(f"'{self.name}' has no .safetensors file in {self.path}. Download the weights.")
 
     def _read_header(self, shard: str) -> dict[str, TensorEntry]:
-        """Return the tensors of a shard. The library checks that they fill the rest of the file exactly."""
+        """Return a shard's tensors. The library checks that these fill the rest of the file exactly."""
         entries: dict[str, TensorEntry] = {}
         try:
             with safe_open(self.path / shard, framework="numpy") as file:
@@ -184,6 +184,6 @@ class ModelFolder:
 
 
 def ids_in(value: object) -> list[int]:
-    """Return the token ids of a field that holds one, several or none."""
+    """Return the token ids in a field that holds one id, a list of ids, or something else."""
     values = value if isinstance(value, list) else [value]
     return [item for item in values if isinstance(item, int) and not isinstance(item, bool)]

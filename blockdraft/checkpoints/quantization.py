@@ -1,8 +1,8 @@
 """Reads how a checkpoint is quantised, from config.json and hf_quant_config.json.
 
-Each method lists the modules that it left unquantised in its own way, and the list is matched by the rule of
-the library that writes it: regular expressions with module boundaries (transformers), substrings (AutoAWQ),
-exact names and "re:" (compressed-tensors), globs (ModelOpt). Unsupported methods raise an error.
+Each method has its own list of unquantised modules. The list is matched by the rule of the library that
+writes it: regular expressions with module boundaries (transformers), substrings (AutoAWQ), exact names and
+"re:" (compressed-tensors), globs (ModelOpt). Unsupported methods raise an error.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _FP8 = torch.float8_e4m3fn
 def read_quantization(
     config: Mapping[str, object], quant_file: Mapping[str, object] | None, *, name: str
 ) -> Quantization | None:
-    """Read config.json and hf_quant_config.json (None if absent); None if nothing is quantised."""
+    """Return the quantisation, or None for plain weights. `quant_file` is hf_quant_config.json or None."""
     section = _find_section(Fields(config, owner=name))
     file = None if quant_file is None else Fields(quant_file, owner=name, file="hf_quant_config.json")
     if section is None:
@@ -94,7 +94,7 @@ def _fp8(section: Fields) -> Quantization:
 
 
 def _transformers_rule(section: Fields, patterns: Sequence[str]) -> Callable[[str], bool]:
-    """Return transformers' rule: a regular expression up to a module boundary, or a literal suffix."""
+    """Return transformers' rule as a function: regular expressions up to a module boundary, or suffixes."""
     boundary = r"(?:(?<=\.)|(?=\.|$))"
     expressions = [section.regex("modules_to_not_convert", f"(?:{key}){boundary}") for key in patterns]
 
@@ -105,7 +105,7 @@ def _transformers_rule(section: Fields, patterns: Sequence[str]) -> Callable[[st
 
 
 def _mxfp4(section: Fields) -> Quantization:
-    """Read gpt-oss, of which only the fused experts are quantised."""
+    """Return the quantisation of gpt-oss, in which only the fused experts are quantised."""
     is_skipped = _transformers_rule(section, section.items("modules_to_not_convert", str) or ())
 
     def rule(module: str) -> Scheme | None:
@@ -120,7 +120,7 @@ def _mxfp4(section: Fields) -> Quantization:
 
 
 def _modelopt_section(section: Fields, file: Fields | None) -> Fields:
-    """Return the section with the algorithm: in config.json, nested there, or in ModelOpt's own file."""
+    """Return the section with the algorithm: in config.json (maybe nested), or in ModelOpt's own file."""
     here = section.section("quantization") if section.raw.get("quantization") else section
     if file is None:
         return here
@@ -143,7 +143,7 @@ def _file_section(file: Fields) -> Fields:
 def _modelopt(fields: Fields) -> Quantization | None:
     algorithm = _algorithm(fields)
     if algorithm is None:
-        return None  # only the cache is quantised there, which we ignore
+        return None  # only the cache is quantised, which we ignore
     excluded = [*(fields.items("exclude_modules", str) or ()), *(fields.items("ignore", str) or ())]
     schemes: Mapping[str, Scheme] | None = None
     default: Scheme | None = None
@@ -162,7 +162,7 @@ def _modelopt(fields: Fields) -> Quantization | None:
 
 
 def _modelopt_match(module: str, pattern: str) -> bool:
-    """Match a glob; a plain path, or one with a final star, matches that module and everything below it."""
+    """Match a glob. A plain path, or a path with a final star, matches its module and all modules below."""
     stem = pattern.removesuffix("*").removesuffix(".")
     if stem and "*" not in stem and "?" not in stem and "[" not in stem:
         return module == stem or module.startswith(f"{stem}.")

@@ -67,7 +67,7 @@ def _matches(module: str, target: str) -> bool:
 
 
 def _schemes(section: Fields) -> Mapping[str, Scheme | None]:
-    """Map each target (a module name, "re:" and an expression, or a class) to its scheme; None: plain."""
+    """Return the scheme (None: plain) of each target: a module name, "re:" and an expression, or a class."""
     section.section("sparsity_config").refuse("format", "dense")
     section.refuse("transform_config", {})
     section.refuse("moe_sparsity_config", {})
@@ -124,7 +124,7 @@ def _read_weights(fields: Fields) -> _Weights:
 
 
 def _read_block(fields: Fields) -> tuple[int, int]:
-    """Read the sides of a block from [128, 128], or from "128x128" in older files."""
+    """Return the sides of a block from [128, 128], or from "128x128" in older files."""
     value = fields.raw.get("block_structure")
     parts = value.split("x") if isinstance(value, str) else value
     if isinstance(parts, list | tuple) and len(parts) == 2 and all(str(side).isdigit() for side in parts):

@@ -1,4 +1,4 @@
-"""Reads the quantisation of GPTQ, AWQ and AutoRound, which stores integers in the layout of either."""
+"""Reads the quantisation of GPTQ, AWQ and AutoRound; AutoRound uses the layout of GPTQ or of AWQ."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _REGEX_CHARACTERS = frozenset("*+?^$()[]{}|\\")
 
 
 def _changed(base: GptqScheme, fields: Fields) -> GptqScheme:
-    """Return `base` with the settings of `fields`: those of the checkpoint, or of some modules."""
+    """Return `base` with the settings in `fields`, which are for the whole checkpoint or for some modules."""
     scheme = replace(
         base,
         bits=fields.get("bits", int, base.bits),
@@ -66,13 +66,13 @@ def read_gptq(section: Fields) -> Quantization:
 
 
 def _left_out(section: Fields) -> Callable[[str], bool]:
-    """Match modules that both libraries leave unquantised: routers, and the head unless the file lists it."""
+    """Return a rule for modules that GPTQ and AWQ skip: routers, and the head unless `lm_head` is set."""
     has_head = section.get("lm_head", bool, False)
     return lambda module: is_router(module) or (is_head(module) and not has_head)
 
 
 def _dynamic(section: Fields, scheme: GptqScheme) -> list[tuple[re.Pattern[str], Scheme | None]]:
-    """Read GPTQModel's exceptions: "-:" and an expression skips modules, "+:" or nothing changes settings."""
+    """Return GPTQModel's exceptions by expression: "-:" skips modules, "+:" or no sign changes settings."""
     rules = section.section("dynamic")
     exceptions: list[tuple[re.Pattern[str], Scheme | None]] = []
     for key in rules.raw:
@@ -157,7 +157,7 @@ def _group_size(fields: Fields, size: int) -> int | None:
 
 
 def _comma_names(fields: Fields, key: str) -> tuple[str, ...]:
-    """Read a list of names, or one string with commas."""
+    """Return names from a list, or from one string with commas."""
     value = fields.raw.get(key)
     if isinstance(value, str):
         return tuple(name.strip() for name in value.split(",") if name.strip())
@@ -165,7 +165,7 @@ def _comma_names(fields: Fields, key: str) -> tuple[str, ...]:
 
 
 def _flat_names(fields: Fields, key: str) -> tuple[str, ...]:
-    """Read a list of names or of lists of names."""
+    """Return names from a list of names or of lists of names."""
     value = fields.raw.get(key)
     if isinstance(value, list | tuple):
         flat = [name for item in value for name in (item if isinstance(item, list | tuple) else [item])]

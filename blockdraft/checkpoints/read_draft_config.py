@@ -1,4 +1,4 @@
-"""Reads a drafter's configuration: DFlash, DFlash2 or DSpark, as z-lab or as `speculators` writes it.
+"""Reads the configuration of a DFlash, DFlash2 or DSpark drafter in the layout of z-lab or `speculators`.
 
 The files of DeepSpec (`Qwen3DSparkModel`) and SpecForge (`DSparkDraftModel`) have z-lab's layout with more
 keys, at the top level or in `dflash_config`. Their block size counts the drafts without the anchor.
@@ -26,12 +26,12 @@ from blockdraft.models.draft_config import KIND_NAMES, Dflash2Head, DraftConfig,
 # The defaults of both layouts.
 ZLAB_BLOCK = 16
 SPECULATORS_BLOCK = 8
-SPECULATORS_RANK = 256  # of the Markov head of a speculators 'dspark' that names no rank
+SPECULATORS_RANK = 256  # default rank of the Markov head of a speculators 'dspark'
 # The sizes of DFlash2, in the order of Dflash2Head, and their defaults in both layouts.
 DFLASH2_SIZES = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
-SKIPS_FIRST = "selector_skips_first"  # our own key; other engines choose the first draft by pairs, too
+SKIPS_FIRST = "selector_skips_first"  # our own key; other engines use the selector for the first draft, too
 DFLASH2_KEYS = (*DFLASH2_SIZES, SKIPS_FIRST)
-MAX_CANDIDATES = 64  # a kernel holds them and all their pairs at once; published drafters have 16
+MAX_CANDIDATES = 64  # a kernel holds all pairs of candidates at once; published drafters have 16
 ARCHITECTURES: dict[str, DraftKind] = {
     "DFlashDraftModel": "dflash",
     "DFlash2DraftModel": "dflash2",
@@ -45,7 +45,7 @@ SERVED = (
 
 
 def read_draft_config(raw: Mapping[str, object], *, name: str) -> DraftConfig:
-    """Read the drafter that a config.json describes, in either layout."""
+    """Return the configuration of a drafter from its config.json, in either layout."""
     fields, is_speculators = Fields(raw, owner=name), "speculators_model_type" in raw
     kind = draft_kind(raw)
     if kind is None:
@@ -91,7 +91,7 @@ def read_draft_config(raw: Mapping[str, object], *, name: str) -> DraftConfig:
 
 
 def draft_block(raw: Mapping[str, object]) -> int:
-    """Return the block size, anchor included, of any drafter, also of one that is not supported."""
+    """Return the block size, including the anchor, of any drafter, even of an unsupported one."""
     sections = [section for section in (raw.get("dflash_config"), raw) if isinstance(section, Mapping)]
     stored = next((one["sample_from_anchor"] for one in sections if "sample_from_anchor" in one), None)
     anchor = int(draft_kind(raw) == "dspark" if stored is None else stored is True)
@@ -103,9 +103,9 @@ def draft_block(raw: Mapping[str, object]) -> int:
 
 
 def draft_kind(raw: Mapping[str, object]) -> DraftKind | None:
-    """Return the kind that the file names; None if it is not supported.
+    """Return the kind that the file names, or None if the kind is not supported.
 
-    A 'dspark' drafts from the anchor by default, and need not have DSpark's heads.
+    A 'dspark' drafts from the anchor by default; it may lack DSpark's heads.
     """
     if "speculators_model_type" in raw:
         return next((kind for kind in KIND_NAMES if kind == raw["speculators_model_type"]), None)
@@ -115,7 +115,7 @@ def draft_kind(raw: Mapping[str, object]) -> DraftKind | None:
 
 
 def default_taps(num_target_layers: int, num_taps: int) -> tuple[int, ...]:
-    """Place taps by z-lab's rule: evenly from block 1 to the third from the end; one alone in the middle."""
+    """Return z-lab's taps: evenly from block 1 to the third from the end; a single tap is in the middle."""
     if num_taps == 1:
         return (num_target_layers // 2,)
     span = num_target_layers - 4
@@ -131,13 +131,13 @@ def _unsupported(fields: Fields) -> ModelError:
 
 
 def _either(dflash: Fields, fields: Fields, key: str, kind: type[T]) -> T | None:
-    """Return an option in `dflash_config` or at the top level."""
+    """Return an option from `dflash_config`, or from the top level."""
     value = dflash.optional(key, kind)
     return fields.optional(key, kind) if value is None else value
 
 
 def _from_anchor(dflash: Fields, fields: Fields, kind: DraftKind) -> bool:
-    """Return True if the anchor's column drafts, too."""
+    """Return whether the anchor's column also drafts."""
     stored = _either(dflash, fields, "sample_from_anchor", bool)
     return kind == "dspark" if stored is None else stored
 
@@ -154,7 +154,7 @@ def _block(dflash: Fields, fields: Fields, *, from_anchor: bool) -> int:
 def _layers(
     fields: Fields, dflash: Fields, body: Fields, kind: DraftKind
 ) -> tuple[tuple[int | None, ...], tuple[int, ...], tuple[bool, ...]]:
-    """Return the window of each layer, the taps, and which layers are causal inside the block."""
+    """Return the window of each layer, the taps, and for each layer whether it is causal inside the block."""
     num_layers = body.positive("num_hidden_layers")
     windows = read_windows(body, num_layers)
     if body is not fields:
@@ -187,7 +187,7 @@ def _zlab_taps(fields: Fields, dflash: Fields, num_layers: int) -> tuple[int, ..
 
 
 def _markov_rank(dflash: Fields, fields: Fields) -> int:
-    """Return the rank of DSpark's Markov head; 0: the drafter has none and drafts as DFlash does."""
+    """Return the rank of DSpark's Markov head, or 0 if there is no head and the drafter works like DFlash."""
     rank = _either(dflash, fields, "markov_rank", int)
     if rank is None:
         return SPECULATORS_RANK if "speculators_model_type" in fields.raw else 0
@@ -197,7 +197,7 @@ def _markov_rank(dflash: Fields, fields: Fields) -> int:
 
 
 def _refuse_variants(fields: Fields, dflash: Fields, kind: DraftKind, *, from_anchor: bool) -> None:
-    """Refuse variants of DFlash that would load but draft nonsense."""
+    """Raise an error for variants of DFlash that would load but draft nonsense."""
     fields, dflash = replace(fields, remedy=SERVED), replace(dflash, remedy=SERVED)
     fields.refuse("use_gemma_norm", False)
     fields.refuse("rope_is_neox_style", True)

@@ -1,4 +1,4 @@
-"""Reads config.json of a target as a ModelConfig, with one reader per family. No torch here.
+"""Reads the config.json of a target as a ModelConfig, with one reader per family, without torch.
 
 Each reader refuses options that blockdraft/models does not implement for the family. A multimodal
 checkpoint nests its text part in `text_config`; only that part is read, and `ModelConfig.left_out` names the
@@ -53,8 +53,8 @@ FAMILIES: Mapping[str, Family] = {
 _OTHER_PARTS = {"vision_config": "vision", "audio_config": "audio"}
 _SLIDING, _FULL, _LINEAR = "sliding_attention", "full_attention", "linear_attention"
 
-# Options with which related models compute something else from the same tensors, by the values that change
-# nothing. Options that add tensors need no entry: weights.py refuses tensors that it does not know.
+# Options with which related models compute something else from the same tensors, after the values that change
+# nothing. Options that add tensors need no entry, because weights.py refuses unknown tensors.
 _VARIANTS: tuple[tuple[tuple[object, ...], tuple[str, ...]], ...] = (
     (
         (),
@@ -83,7 +83,7 @@ _HARMLESS = {"mamba_ssm_dtype"}  # the dtype of the state; ours is never narrowe
 
 
 def read_target(raw: Mapping[str, object], tensors: Collection[str] | None, *, name: str) -> ModelConfig:
-    """Read a target's config.json; `tensors` are the names in its files, None: not read."""
+    """Read a target's config.json. `tensors` has the tensor names in its files; None: not known."""
     config = read_model_config(raw, name=name)
     if tensors is not None and config.num_layers > len(tensors):
         raise ModelError(
@@ -94,7 +94,7 @@ def read_target(raw: Mapping[str, object], tensors: Collection[str] | None, *, n
 
 
 def read_model_config(raw: Mapping[str, object], *, name: str) -> ModelConfig:
-    """Return the target that a config.json describes; ModelError if an option of it is not implemented."""
+    """Return a target's configuration from its config.json. Raise ModelError for unsupported options."""
     whole = Fields(raw, owner=name)
     family = _family(whole)
     if "text_config" not in raw:
@@ -163,7 +163,7 @@ def _qwen2(fields: Fields) -> Layers:
 def _attention(
     fields: Fields, *, has_bias: bool = False, theta: float = 10000.0, part: float | None = None
 ) -> AttentionConfig:
-    """Read the attention that most families share, with the family's defaults."""
+    """Return the attention of most families, with defaults for the family."""
     num_heads, num_kv_heads, head_dim = read_heads(fields, fields.positive("hidden_size"))
     has_bias = fields.get("attention_bias", bool, has_bias)
     return AttentionConfig(
@@ -227,7 +227,7 @@ def _moe(fields: Fields, *, is_normalised: bool = True, has_shared: bool = False
 
 
 def _experts(fields: Fields, key: str, chosen_key: str) -> tuple[int, int]:
-    """Return the number of experts, and how many of them run for a token."""
+    """Return the number of experts, and the number of experts that run for a token."""
     num_experts, num_chosen = fields.positive(key), fields.positive(chosen_key)
     if num_chosen > num_experts:
         raise fields.error(f"says {chosen_key} = {num_chosen}, but {key} = {num_experts}")
@@ -235,7 +235,7 @@ def _experts(fields: Fields, key: str, chosen_key: str) -> tuple[int, int]:
 
 
 def _sparse_layers(fields: Fields, mixers: Iterable[Mixer], moe: MoEConfig) -> Layers:
-    """Build layers with experts; layers in `mlp_only_layers` and between the sparse steps are dense."""
+    """Return layers with experts; layers in `mlp_only_layers` and between the sparse steps are dense."""
     step = fields.positive("decoder_sparse_step", 1)
     dense = set(fields.items("mlp_only_layers", int) or ())
     layers = []
@@ -248,7 +248,7 @@ def _sparse_layers(fields: Fields, mixers: Iterable[Mixer], moe: MoEConfig) -> L
 
 
 def _hybrid_mixers(fields: Fields) -> tuple[Mixer, ...]:
-    """Return gated attention every few layers, and gated delta rules between."""
+    """Return the mixer of each layer: gated attention every few layers, gated delta rules in between."""
     fields.refuse("output_gate_type", "silu", "swish")
     fields.refuse("attn_output_gate", True)
     fields.refuse("use_sliding_window", False)
@@ -310,8 +310,8 @@ def _refuse_gemma_variants(fields: Fields) -> None:
     fields.refuse("hidden_act", "gelu_pytorch_tanh")
     fields.refuse("attention_bias", False)
     fields.refuse("norm_topk_prob", True)
-    fields.refuse("sliding_window_pattern", 6)  # layer_types or this default decide
-    fields.refuse("rope_scaling")  # rope_parameters decide, for each kind of layer
+    fields.refuse("sliding_window_pattern", 6)  # layer_types or this default is used
+    fields.refuse("rope_scaling")  # rope_parameters has the values for each kind of layer
     fields.refuse("partial_rotary_factor")
     fields.refuse("use_bidirectional_attention", "vision")  # between the tokens of an image only
     # If the key is absent, transformers builds these embeddings with a width of 256.
@@ -341,7 +341,7 @@ def _check_shared(fields: Fields, mixer: AttentionConfig, layers: list[LayerConf
 
 
 def _gemma_attention(fields: Fields, kind: str, index: int) -> AttentionConfig:
-    """Read one layer's attention; global layers have fewer, wider heads and may use keys as values."""
+    """Return one layer's attention; global layers have fewer, wider heads and may use keys as values."""
     num_heads, num_kv_heads, head_dim = read_heads(fields, fields.positive("hidden_size"))
     has_values = kind != _FULL or not fields.get("attention_k_eq_v", bool, False)
     if "per_layer_config" in fields.raw:  # as transformers 5.22 writes it

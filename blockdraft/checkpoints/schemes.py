@@ -1,4 +1,4 @@
-"""Quantisation schemes: the tensors that each stores for a projection, and how they become a `Packed` weight.
+"""Quantisation schemes: the tensors that a file stores for a projection, and their conversion to `Packed`.
 
 A scheme lists its tensors by suffix, with shapes and dtypes, so the loader can check a checkpoint before it
 reads any data. `pack` refuses values that the layout does not allow.
@@ -18,7 +18,7 @@ from blockdraft.models.packed import Packed, Scaled
 from blockdraft.models.packed_groups import Fp4Groups, IntGroups, e8m0, pack_nibbles, word_codes
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-# Scales of activations and of a quantised cache, which are not used.
+# Scales of activations and of a quantised cache: we do not use these tensors.
 ACTIVATION_SCALES = (
     ".input_scale",
     ".input_zero_point",
@@ -44,7 +44,7 @@ class TensorSpec:
     is_optional: bool = False
 
     def accepts(self, shape: tuple[int, ...]) -> bool:
-        """Compare shapes without sides of 1: a single scale is stored as [] or [1], rows as [n] or [n, 1]."""
+        """Return whether the shapes are equal without sides of 1: files have [] or [1], [n] or [n, 1]."""
         return [side for side in shape if side != 1] == [side for side in self.shape if side != 1]
 
 
@@ -53,17 +53,17 @@ class Scheme(Protocol):
 
     @property
     def name(self) -> str:
-        """For messages, such as "fp8, 128x128 blocks"."""
+        """Return a name for messages, such as "fp8, 128x128 blocks"."""
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        """Suffixes of tensors that may be present and are not used."""
+        """Return suffixes of tensors that may be present but are not used."""
 
     def tensors(self, shape: tuple[int, ...]) -> Mapping[str, TensorSpec]:
-        """Map suffixes to the required tensors for a projection of this logical shape."""
+        """Return the expected tensors, by suffix, for a projection of this logical shape."""
 
     def pack(self, tensors: Mapping[str, Tensor], shape: tuple[int, ...]) -> Packed:
-        """Build the weight of this logical shape; ModelError if the tensors do not fit the scheme."""
+        """Return the weight of this logical shape. Raise ModelError if the tensors do not fit the scheme."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class Quantization:
     """The quantisation of one checkpoint."""
 
     name: str
-    # Returns the scheme of a module by its Hugging Face path (without ".weight"); None if it is plain.
+    # Returns the scheme of a module, given its Hugging Face path without ".weight", or None if it is plain.
     scheme: Callable[[str], Scheme | None]
 
 
@@ -85,7 +85,7 @@ def is_head(module: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ScaledScheme:
-    """fp8 or int8 `.weight` with one scale per block; None in `block` means the whole side of the matrix."""
+    """An fp8 or int8 `.weight` with one scale per block. None in `block` is the whole side of the matrix."""
 
     name: str
     dtype: torch.dtype
@@ -128,8 +128,8 @@ class ScaledScheme:
 class Fp4Scheme:
     """4-bit floats, two per byte, with a scale for each group of columns.
 
-    NVFP4 has one more scale for the whole matrix, which multiplies or divides, depending on the library. AWQ
-    also has factors for the inputs, unless they were folded into the norm before.
+    NVFP4 also has a scale for the whole matrix, which is a multiplier or a divisor, depending on the library.
+    AWQ also has factors for the inputs, unless these were folded into the norm before the projection.
     """
 
     name: str
@@ -346,12 +346,12 @@ class CompressedIntScheme:
 
 
 def _awq_rows(words: Tensor) -> Tensor:
-    """Unpack int32 [n, rows / 8] to uint8 codes [n, rows] in order."""
+    """Unpack AWQ's int32 words [n, rows / 8] to uint8 codes [n, rows] in row order."""
     return word_codes(words, 4).view(*words.shape, 8)[..., list(_AWQ_ORDER)].flatten(-2)
 
 
 def _group_index(scheme: Scheme, stored: Tensor | None, columns: int, group_size: int) -> Tensor | None:
-    """Return the group of each column as [1, columns]; None if groups are consecutive columns."""
+    """Return the group of each column as [1, columns], or None if groups are consecutive columns."""
     if stored is None:
         return None
     runs = torch.arange(columns, dtype=stored.dtype, device=stored.device) // group_size

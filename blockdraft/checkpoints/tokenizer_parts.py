@@ -1,4 +1,4 @@
-"""Holds the tokenizer of a checkpoint."""
+"""The tokenizer of a checkpoint, with the settings that belong to it."""
 
 from __future__ import annotations
 

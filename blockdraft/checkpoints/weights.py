@@ -1,8 +1,9 @@
 """Loads a checkpoint into a model. Every shape and dtype is checked, and unknown tensors raise an error.
 
-A model is built on the meta device, without memory. `match_tensors` finds the tensors that fill each
-parameter. They are read one by one, in slices, into a plain parameter or a Packed weight, in the file's
-format or quantised here. Memory holds the weights read so far and one slice, or one layer's packed experts.
+The model is built on the meta device, without memory. `match_tensors` finds the tensors that fill each
+parameter. The tensors are read one by one, in slices, into a plain parameter or a Packed weight, which keeps
+the file's format or is quantised here. Memory holds the weights read so far, and one slice or one layer's
+packed experts.
 """
 
 from __future__ import annotations
@@ -46,28 +47,28 @@ from blockdraft.models.packed_gguf import GgufPacked
 from blockdraft.models.packed_int8 import Int8Matrix
 from blockdraft.settings.model_source import known_name
 
-_SLICE_BYTES = 4 << 20  # read and converted at a time, in float32; arbitrary, small compared to any model
-_WORK_BYTES = 1 << 20  # the same for formats that need several copies to unpack or to quantise
+_SLICE_BYTES = 4 << 20  # float32 bytes read and converted at a time; arbitrary, but small
+_WORK_BYTES = 1 << 20  # as _SLICE_BYTES, for conversions that need several copies
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-Quantiser: TypeAlias = Callable[[Tensor], Packed]  # row by row
+Quantiser: TypeAlias = Callable[[Tensor], Packed]  # quantises row by row
 QUANTISERS: Mapping[str, Quantiser] = {"fp8": quantise_fp8, "int8": quantise_int8}
 
 
 @dataclass(frozen=True, slots=True)
 class TensorPiece:
-    """One projection of the checkpoint and the part of a parameter that it fills."""
+    """One projection of the checkpoint, and the part of a parameter that the projection fills."""
 
-    source: str  # the module's path, by which its quantisation is looked up
+    source: str  # the module's path, to look up its quantisation
     tensor: str  # the tensor's name if it is not quantised
     shape: tuple[int, ...]
     expert: int | None = None  # None: all experts at once, or not an expert
     begin: int = 0  # first row in the parameter
     is_transposed: bool = False
     is_interleaved: bool = False  # rows [E, 2 x n] alternate between two parts that we stack
-    scheme: Scheme | None = None  # of the quantisation in the file
+    scheme: Scheme | None = None  # the quantisation in the file
 
     def stored(self) -> Mapping[str, TensorSpec]:
-        """Return the tensors that the file must hold."""
+        """Return the specifications of the piece's tensors in the file."""
         if self.scheme is not None:
             return {self.source + suffix: spec for suffix, spec in self.scheme.tensors(self.shape).items()}
         shape = self.shape
@@ -96,12 +97,12 @@ class Slot:
 
     @property
     def may_be_quantised(self) -> bool:
-        """Return False for routers and gates: they are tiny, and decide what runs."""
+        """Return whether this is a projection, but no router or gate: these are tiny and decide what runs."""
         is_plain = isinstance(self.module, PlainLinear) or any(is_router(one.source) for one in self.pieces)
         return self.is_projection and not is_plain
 
     def uses_int8_matrix(self, storage: Storage, device: torch.device) -> bool:
-        """Return True if the weight becomes an Int8Matrix: on a CPU with int8 kernels, heads included."""
+        """Return whether the weight becomes an Int8Matrix (on a CPU with int8 kernels, heads included)."""
         if storage != "int8" or self.parameter.dtype != torch.float32:
             return False
         is_matrix = self.may_be_quantised and isinstance(self.module, Linear)
@@ -121,10 +122,10 @@ def load_checkpoint(
     device: torch.device,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
-    """Fill a model that was built on the meta device; `progress` gets parameters done and in all."""
+    """Fill a model that was built on the meta device. `progress` gets (parameters done, all parameters)."""
     factors = column_factors(known_name(checkpoint.name)) if storage == "int8" else {}
     kept = None
-    # A target in a folder may be large, and hashing its files slow.
+    # A target in a folder is not cached, because it may be large and slow to hash.
     is_cached = isinstance(model, DFlash) or isinstance(checkpoint, GgufCheckpoint)
     if is_cached and storage == "int8" and why_no_llvm(torch.float32, device) is None:
         assert isinstance(checkpoint, FolderCheckpoint | GgufCheckpoint)
@@ -139,10 +140,10 @@ def load_checkpoint(
 def match_tensors(
     model: Decoder | DFlash, checkpoint: Checkpoint, tensors: Mapping[str, TensorInfo]
 ) -> list[Slot]:
-    """Find the tensors and the scheme of every parameter.
+    """Return every parameter with its tensors and their schemes.
 
-    Raises ModelError if a tensor is missing, unknown, or of the wrong shape or dtype. GPTQ exporters write a
-    bias of zeros for every projection: such biases are read, and ignored.
+    Raise ModelError if a tensor is missing or unknown, or has the wrong shape or dtype. GPTQ exporters write
+    a bias of zeros for every projection; such biases are checked and ignored.
     """
     name = checkpoint.name
     slots = slots_of(model, tensors)
@@ -168,7 +169,7 @@ def match_tensors(
 
 
 def slots_of(model: Decoder | DFlash, tensors: Mapping[str, TensorInfo]) -> list[Slot]:
-    """Return every parameter of `model`, with its pieces in a checkpoint that holds `tensors`."""
+    """Return every parameter of `model`, with its pieces in a checkpoint that has these `tensors`."""
     if isinstance(model, DFlash):
         prefix, tables = "", [DRAFT_LAYER] * len(model.layers)
     else:
@@ -201,7 +202,7 @@ def _pieces(
     base: str,
     tensors: Mapping[str, TensorInfo],
 ) -> tuple[TensorPiece, ...]:
-    """Return the pieces of the parameter at `location`: a path inside a layer, and an attribute there."""
+    """Return the pieces of the parameter at `location`: (path inside a layer, attribute)."""
     path, attribute = location
     whole = f"{path}.{attribute}".lstrip(".")
     if whole in table:
@@ -217,7 +218,7 @@ def _pieces(
 def _stacked(
     module: nn.Module, attribute: str, parameter: Tensor, sources: tuple[str, ...]
 ) -> tuple[TensorPiece, ...]:
-    """Return one piece per projection, stacked along the rows."""
+    """Return one piece for each projection that is stacked along the rows."""
     parts = module.parts if isinstance(module, Linear) else (parameter.shape[0],)
     pieces, begin = [], 0
     for source, rows in zip(sources, parts, strict=True):
@@ -235,7 +236,7 @@ def _expert_pieces(
     base: str,
     tensors: Mapping[str, TensorInfo],
 ) -> tuple[TensorPiece, ...]:
-    """Return the pieces of experts, which a file stores fused, fused part by part, or one by one."""
+    """Return the pieces of experts. A file stores experts fused, fused by projection, or one by one."""
     num_experts, inner = parameter.shape[0], tuple(parameter.shape[2:])
     suffix = "" if attribute == "weight" else f"_{attribute}"
     fused = f"{base}{names.base}.{names.fused}"
@@ -260,7 +261,7 @@ def _expert_pieces(
 def _with_scheme(
     piece: TensorPiece, quantization: Quantization, tensors: Mapping[str, TensorInfo], name: str
 ) -> TensorPiece:
-    """Add the scheme, unless the file holds the plain tensor: exporters leave some projections unlisted."""
+    """Add the scheme, unless the tensor is plain: exporters do not list all unquantised projections."""
     scheme = quantization.scheme(piece.source)
     if scheme is None:
         return piece
@@ -310,7 +311,7 @@ def _check(
 
 
 def _check_tied(checkpoint: Checkpoint, embedding: str, head: str) -> None:
-    """Check that a stored head equals the embedding, if config.json says that it is tied."""
+    """Raise ModelError if the file has a head that differs from the embedding, although they are tied."""
     info = checkpoint.tensors().get(head)
     if info is None:
         return
@@ -354,7 +355,7 @@ class _Reader:
     """Reads a checkpoint into memory on `device`."""
 
     checkpoint: Checkpoint
-    tensors: Mapping[str, TensorInfo]  # of the checkpoint, built once: a mixture has tens of thousands
+    tensors: Mapping[str, TensorInfo]  # built only once, as a mixture has tens of thousands
     storage: Storage
     device: torch.device
     factors: Mapping[str, Tensor] = field(default_factory=dict)  # column factors by module path
@@ -419,7 +420,7 @@ class _Reader:
                 region[begin:end].copy_(self._rows(piece, begin, end))
 
     def _rows(self, piece: TensorPiece, begin: int, end: int) -> Tensor:
-        """Read rows, or experts, of an unquantised piece in our layout."""
+        """Read rows (or experts) of an unquantised piece, and convert them to our layout."""
         rows = self.checkpoint.read(piece.tensor, begin, end)
         rows = rows.transpose(-1, -2) if piece.is_transposed else rows
         return _deinterleaved(rows) if piece.is_interleaved else rows
@@ -442,7 +443,7 @@ class _Reader:
     def _quantised(
         self, pieces: Iterable[TensorPiece], shape: tuple[int, ...], quantiser: Quantiser
     ) -> Packed:
-        """Quantise the pieces of a matrix as one weight, a slice at a time."""
+        """Read and quantise the pieces of a matrix slice by slice, and return one weight."""
         return join_slices(map(quantiser, self._slices(pieces)), shape)
 
     def _slices(self, pieces: Iterable[TensorPiece]) -> Iterable[Tensor]:
@@ -460,13 +461,13 @@ class _Reader:
             whole = own_memory(piece.shape, dtype)
             self._copy(piece, whole)
             return Dense(whole)
-        if len(piece.shape) < 3:  # of one expert
+        if len(piece.shape) < 3:  # one expert
             return self._quantised((piece,), piece.shape, quantiser)
         experts = (quantiser(self._rows(piece, index, index + 1)[0]) for index in range(piece.shape[0]))
         return stack_each(experts, piece.shape[0], own_memory)
 
     def _read_packed(self, piece: TensorPiece, expert: int | None = None) -> Packed:
-        """Read a piece in the file's format, or one expert of a piece that holds several."""
+        """Read a piece in the file's format, or only one expert of a piece with several."""
         if piece.scheme is None:
             kind = self.checkpoint.ggml_type(piece.tensor)
             assert kind is not None
@@ -474,7 +475,7 @@ class _Reader:
         read = {}
         for name in piece.stored():
             if name not in self.tensors:
-                continue  # optional, as _check has made sure
+                continue  # optional, as _check has verified
             begin, end = (0, None) if expert is None else (expert, expert + 1)
             tensor = self.checkpoint.read(name, begin, end)
             tensor = _deinterleaved(tensor) if piece.is_interleaved else tensor
@@ -486,7 +487,7 @@ class _Reader:
 
 
 def _unpack(packed: Packed, region: Tensor) -> None:
-    """Write the values of one matrix into `region`, a slice of rows at a time."""
+    """Dequantise one matrix into `region`, slice by slice."""
     for begin, end in row_slices(packed.shape, _WORK_BYTES):
         region[begin:end].copy_(packed[torch.arange(begin, end)].dequantise(region.dtype))
 
@@ -494,7 +495,7 @@ def _unpack(packed: Packed, region: Tensor) -> None:
 def join_slices(
     parts: Iterable[Packed], shape: tuple[int, ...], device: torch.device | None = None
 ) -> Packed:
-    """Join slices of rows, each quantised row by row, into one weight, without holding all of them."""
+    """Join slices of rows, each quantised row by row, into one weight; hold only one slice at a time."""
     num_rows, columns = math.prod(shape[:-1]), shape[-1]
     values: Tensor | None = None
     scales: list[Tensor] = []
@@ -511,7 +512,7 @@ def join_slices(
 
 
 def _region(value: Tensor, piece: TensorPiece) -> Tensor:
-    """Return the part of `value` that `piece` fills: its shape differs from the whole in one dimension."""
+    """Return the part of `value` that `piece` fills; the shapes differ in at most one dimension."""
     if piece.expert is not None:
         value = value[piece.expert]
     for axis, (have, want) in enumerate(zip(value.shape, piece.shape, strict=True)):
@@ -521,11 +522,11 @@ def _region(value: Tensor, piece: TensorPiece) -> Tensor:
 
 
 def _deinterleaved(experts: Tensor) -> Tensor:
-    """Reorder rows [E, 2 x n, ...]: first the even ones, then the odd ones."""
+    """Reorder rows [E, 2 x n, ...]: first the even rows, then the odd rows."""
     return torch.cat((experts[:, 0::2], experts[:, 1::2]), dim=1)
 
 
 def row_slices(shape: tuple[int, ...], num_bytes: int) -> Iterable[tuple[int, int]]:
-    """Return ranges of rows, each about `num_bytes` in float32."""
+    """Return ranges [begin, end) of rows, each of at most `num_bytes` in float32, but at least one row."""
     rows = max(1, num_bytes // (4 * math.prod(shape[1:])))
     return ((begin, min(begin + rows, shape[0])) for begin in range(0, shape[0], rows))

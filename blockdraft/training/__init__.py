@@ -1,1 +1,1 @@
-"""Trains, evaluates and exports drafters."""
+"""Training, evaluation and export of drafters."""

@@ -1,7 +1,7 @@
-"""The training set of a drafter (the target's answers to prompts), and its files.
+"""The training set of a drafter: the target's answers to prompts, stored in shards.
 
-A document is one prompt, chat template applied, and the answer the target itself wrote to it. Each turn of a
-conversation is a document of its own, with everything before it as its prompt. A shard is one .npz file:
+A document is one prompt, with the chat template applied, and the target's own answer to that prompt. Each
+turn of a conversation is a separate document, whose prompt is everything before it. A shard is one .npz file:
 
     tokens [T] uint32, prompt_sizes [D], answer_sizes [D], categories [D], is_greedy [D], keys [D], names [C]
 """
@@ -36,13 +36,14 @@ class Document:
     answer_ids: tuple[int, ...]
     category: str
     is_greedy: bool
-    key: int = 0  # which turn of which conversation, in whatever way its writer counts
+    key: int = 0  # identifies the conversation and its turn; the writer chooses the numbers
 
 
 def read_conversations(path: Path) -> list[Prompt]:
     """Read JSON lines {"messages": [{"role": "user", "content": …}, …], "category": …}, also .xz and .gz.
 
-    Assistant turns are dropped, as the target writes its own. A "prompt" string stands for one user message.
+    Assistant turns are dropped because the target writes its own. A line may have a string "prompt" in place
+    of "messages": one user message.
     """
     found = [_conversation(row) for row in read_rows(path, SettingsError, hint=_HINT)]
     if not found:
@@ -110,7 +111,7 @@ def read_shard(path: Path) -> list[Document]:
 
 
 def first_of_each(listed: Iterable[T], count: int) -> tuple[list[T], list[T]]:
-    """Return the first `count` of each category, and the others, both in order."""
+    """Split a list into the first `count` items of each category and all other items, both in order."""
     seen: Counter[str] = Counter()
     first, rest = list[T](), list[T]()
     for one in listed:
@@ -120,12 +121,12 @@ def first_of_each(listed: Iterable[T], count: int) -> tuple[list[T], list[T]]:
 
 
 def encode_conversation(tokenizer: Tokenizer, one: Prompt, said: Sequence[str] = ()) -> list[int]:
-    """Return the prompt of a conversation's next turn, through the chat template if there is one."""
+    """Return the token ids of a conversation's next prompt, with the chat template if there is one."""
     if tokenizer.has_chat_template:
         return tokenizer.encode_chat(one.messages(said))
     return encode_plain(tokenizer, one, said)
 
 
 def encode_plain(tokenizer: Tokenizer, one: Prompt, said: Sequence[str] = ()) -> list[int]:
-    """Return the conversation as plain lines, without a chat template."""
+    """Return the token ids of the conversation as plain lines, without a chat template."""
     return tokenizer.encode("\n".join(str(message["content"]) for message in one.messages(said)))

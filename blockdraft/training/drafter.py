@@ -1,4 +1,4 @@
-"""A new drafter: its configuration in z-lab's layout, and the weights it starts from."""
+"""The config.json (in z-lab's layout) and the initial weights of a new drafter."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from blockdraft.models.draft_config import KIND_NAMES, DraftConfig, DraftKind
 from blockdraft.models.layers import Attention, DecoderLayer, GatedMLP, Linear, RMSNorm
 from blockdraft.training.job import DrafterShape
 
-CONV_TAPS, CONV_GROUP = 2, 16  # of the published DFlash2 drafters
-INITIAL = 0.01  # standard deviation of the rows by the token before, as DeepSpec has it
+CONV_TAPS, CONV_GROUP = 2, 16  # as in the published DFlash2 drafters
+INITIAL = 0.01  # standard deviation of the Markov head's `before` table, as in DeepSpec
 NO_CONFIDENCE = {"enable_confidence_head": False, "confidence_head_with_markov": False}
 
 
 def draft_json(
     shape: DrafterShape, target: ModelConfig, raw: Mapping[str, object], mask_id: int
 ) -> dict[str, object]:
-    """Return config.json of a new drafter for `target`, whose own config.json is `raw`."""
+    """Return config.json of a new drafter for `target`; `raw` is the target's own config.json."""
     attention = next((one.mixer for one in target.layers if isinstance(one.mixer, AttentionConfig)), None)
     inner = next((one.mlp.inner_size for one in target.layers if one.mlp is not None), None)
     if attention is None:
@@ -82,7 +82,7 @@ def draft_json(
 def as_kind(
     raw: Mapping[str, object], kind: DraftKind | None, shape: DrafterShape, *, name: str
 ) -> Mapping[str, object]:
-    """Return config.json of the drafter `raw` turned into another kind; None if it keeps its own."""
+    """Return the drafter's config.json `raw`, converted to `kind`; None keeps the drafter's own kind."""
     own = read_draft_config(raw, name=name).kind
     if kind in (None, own):
         return without_confidence(raw) if draft_kind(raw) == "dspark" else raw
@@ -111,7 +111,10 @@ def dflash2_json(raw: Mapping[str, object], shape: DrafterShape) -> dict[str, ob
 
 
 def spark_json(raw: Mapping[str, object], rank: int) -> dict[str, object]:
-    """Return config.json of the DFlash drafter `raw` with a Markov head, in DeepSpec's layout or its own."""
+    """Return config.json of the DFlash drafter `raw` with a Markov head added.
+
+    A speculators file keeps its layout; any other gets DeepSpec's layout.
+    """
     heads = {
         "markov_rank": rank,
         "markov_head_type": "vanilla",
@@ -122,7 +125,7 @@ def spark_json(raw: Mapping[str, object], rank: int) -> dict[str, object]:
         return {**raw, **heads, "speculators_model_type": "dspark", "sample_from_anchor": True}
     config = read_draft_config(raw, name="the drafter")
     section = raw.get("dflash_config")
-    other = {*heads, "sample_from_anchor", "shift_label"}  # keys that are set anew, or dropped
+    other = {*heads, "sample_from_anchor", "shift_label"}  # keys that are replaced or dropped
     said = section if isinstance(section, Mapping) else {}
     own = {key: value for key, value in said.items() if key not in other}
     rest = {key: value for key, value in raw.items() if key not in {*other, "auto_map"}}
@@ -132,13 +135,13 @@ def spark_json(raw: Mapping[str, object], rank: int) -> dict[str, object]:
         **places,
         **heads,
         "architectures": ["Qwen3DSparkModel"],
-        "num_anchors": 512,  # DeepSpec's reader wants one
+        "num_anchors": 512,  # DeepSpec's reader requires a value
         "dflash_config": {**own, **places},
     }
 
 
 def without_confidence(raw: Mapping[str, object]) -> dict[str, object]:
-    """Return config.json `raw` of a DSpark drafter without its confidence head, which training drops."""
+    """Return the config.json `raw` of a DSpark drafter without the confidence head, which training drops."""
     kept = {key: value for key, value in raw.items() if not key.startswith("confidence_head")}
     section = raw.get("dflash_config")
     if isinstance(section, Mapping):
@@ -150,10 +153,10 @@ def without_confidence(raw: Mapping[str, object]) -> dict[str, object]:
 def new_drafter(
     config: DraftConfig, target: Decoder, *, max_positions: int, device: torch.device, init: str, seed: int
 ) -> DFlash:
-    """Return a drafter in float32 with new weights: random, or with `init` "target" the target's last layers.
+    """Return a float32 drafter with random weights, or with the target's last layers if `init` is "target".
 
-    Norms over keys stay at one: queries have a scale of their own, and vLLM's CPU build reads the first
-    layer's for all layers.
+    Key norms stay at one and are not trained: query norms can learn the same scale, and vLLM's CPU build uses
+    the first layer's key norm in all layers.
     """
     with torch.device(device):
         model = body_type(config)(
@@ -167,7 +170,7 @@ def new_drafter(
             weight = _plain(module)
             noise = torch.randn(weight.shape, generator=generator)
             weight.data.copy_(noise * weight.shape[1] ** -0.5)
-    if model.markov is not None:  # a head that adds nothing yet
+    if model.markov is not None:  # initially the head adds nothing
         nn.init.zeros_(model.markov.after.weight)
         before = model.markov.before.weight
         before.data.copy_(torch.randn(before.shape, generator=generator) * INITIAL)
@@ -184,7 +187,7 @@ def new_drafter(
 
 
 def _make_identity(model: DFlash2, generator: torch.Generator) -> None:
-    """Initialise what DFlash2 adds so that the model computes exactly what DFlash does."""
+    """Initialise the parts that DFlash2 adds so that the model computes exactly what DFlash computes."""
     for module in model.modules():
         if isinstance(module, BlockConv):
             nn.init.zeros_(module.base_kernel)
@@ -197,7 +200,7 @@ def _make_identity(model: DFlash2, generator: torch.Generator) -> None:
 
 
 def train_only(model: DFlash, part: Literal["all", "added", "selector"]) -> None:
-    """Freeze all of a DFlash2 drafter but `part`."""
+    """Freeze every parameter of a DFlash2 drafter outside `part`."""
     if part == "all":
         return
     if not isinstance(model, DFlash2):
@@ -210,7 +213,7 @@ def train_only(model: DFlash, part: Literal["all", "added", "selector"]) -> None
 
 
 def load_weights(model: DFlash, source: str, device: torch.device) -> None:
-    """Load a drafter of the same shape, as trainable float32. Parameters it lacks keep their values."""
+    """Load a drafter of the same shape as trainable float32; keep parameters that `source` lacks."""
     checkpoint = open_checkpoint(source)
     config = read_draft_config(checkpoint.config, name=source)
     with torch.device(device):
@@ -225,7 +228,7 @@ def _plain(linear: Linear) -> nn.Parameter:
 
 
 def _copy_layers(model: DFlash, target: Decoder) -> None:
-    """Copy the target's last layers, which must have the drafter's shape."""
+    """Copy the target's last layers, which must have the same shape, into the drafter."""
     last = list(target.layers)[-len(model.layers) :]
     if len(last) < len(model.layers):
         raise SettingsError(

@@ -1,6 +1,7 @@
-"""Measures how well a drafter fits a target and a workload, and what would improve it. The engine measures
-the tokens per step. If they are few, possible causes are tried on greedy answers without the engine
-(training/probe.py); without a change, this simulation must give the engine's number.
+"""Measures how well a drafter fits a target and a workload, and what would improve the fit.
+
+The engine measures the tokens per step. Possible mistakes in config.json are then tried in a simulation on
+greedy answers (training/probe.py). With config.json unchanged, the simulation must give the engine's number.
 """
 
 from __future__ import annotations
@@ -47,13 +48,13 @@ from blockdraft.training.packing import MIN_ANSWER
 from blockdraft.training.probe import AcceptanceProbe
 from blockdraft.training.variations import variations
 
-# Number and tokens of the greedy answers for trials: on one CPU core a trial of a 135M target
-# takes some 6 s.
+# Number of greedy answers for trials, and tokens per answer. One trial of a 135M target takes about 6 s on
+# one CPU core.
 PROBES = {"cpu": (6, 64), "cuda": (16, 128)}
 TIMED_STEPS = 16
-GPU_SHARE = 0.8  # of the GPU's memory for the engine: the trials need some beside it
+GPU_SHARE = 0.8  # of the GPU's memory for the engine; the trials need the rest
 
-Show = Callable[[str, float | None, str], None]  # the stage, the share of it that is done, and what it does
+Show = Callable[[str, float | None, str], None]  # gets a stage, the share done, and a text
 
 
 def fit(
@@ -61,7 +62,7 @@ def fit(
     conversations: Iterable[Prompt],
     show: Show = lambda stage, share, detail: None,
 ) -> FitReport:
-    """Measure how a drafter fits on the prompts of `question.source`; where that is low, find out why."""
+    """Measure a drafter's fit on `conversations`, and try possible causes unless `question.is_quick`."""
     conversations, _ = first_of_each(conversations, question.limit)
     session = _Session(question, show)
     usable = session.prompts(conversations)
@@ -106,7 +107,7 @@ def fit(
 
 
 def conversations_of(question: FitQuestion) -> list[Prompt]:
-    """Return the prompts of the question's file, else those of the benchmark, one category per class."""
+    """Return the prompts of the question's file, or by default the benchmark's prompts."""
     if question.prompts is not None:
         return read_conversations(question.prompts)
     return [one for workload in load_all() for one in workload.prompts]
@@ -114,7 +115,7 @@ def conversations_of(question: FitQuestion) -> list[Prompt]:
 
 @dataclass(frozen=True, slots=True)
 class _FirstTurn:
-    """A first turn as the target reads it."""
+    """A conversation and the token ids of its first prompt."""
 
     conversation: Prompt
     ids: list[int]
@@ -125,14 +126,14 @@ class _FirstTurn:
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """An answer of the engine, step by step."""
+    """An answer of the engine, as the tokens of each step."""
 
     prompt: _FirstTurn
-    steps: tuple[tuple[int, ...], ...]  # the tokens that each committed
+    steps: tuple[tuple[int, ...], ...]  # the tokens that each step committed
     metrics: Metrics
 
     def first(self, count: int) -> list[tuple[int, ...]]:
-        """Return the steps of the first `count` tokens."""
+        """Return the steps that committed the first `count` tokens; the last step may be cut."""
         kept = []
         for step in self.steps:
             kept.append(step[:count])
@@ -141,13 +142,13 @@ class _Answer:
 
 
 class _Session:
-    """The pair in an engine, and everything that is measured with it."""
+    """Runs the measurements of one target and drafter in an engine."""
 
     def __init__(self, question: FitQuestion, show: Show) -> None:
         self._question, self._show = question, show
         self._llm = _load(question, question.quantization, show)
         models, plan = self._llm.engine.models, self._llm.engine.plan
-        self.config: DraftConfig | None = models.draft_config  # None: drafts are n-grams
+        self.config: DraftConfig | None = models.draft_config  # None: n-grams are the drafts
         title = drafting_title(self.config, plan.draft_ngram)
         if title is None:
             raise SettingsError(f"no drafter ships for '{question.target}': give one, or '{NGRAM}'.")
@@ -157,11 +158,11 @@ class _Session:
         self.quantization = plan.quantization
         self._num_probes, max_tokens = PROBES[models.device.type]
         self._probe_tokens = min(max_tokens, question.max_tokens)
-        # Room for at least one token: short answers are fine.
+        # Leave space for only one token: short answers are fine.
         self.max_prompt = plan.max_model_len - 1
 
     def prompts(self, conversations: Sequence[Prompt]) -> list[_FirstTurn]:
-        """Return the encoded first turns that leave room for an answer."""
+        """Return the encoded first prompts that leave space for an answer."""
         tokenizer = self._llm.tokenizer
         return self._with_room(_FirstTurn(one, encode_conversation(tokenizer, one)) for one in conversations)
 
@@ -191,7 +192,7 @@ class _Session:
         ]
 
     def probes(self, answers: Sequence[_Answer]) -> list[_Answer]:
-        """Return greedy answers to the shortest prompts of every category."""
+        """Return greedy answers to the shortest prompts of each category, up to the limit in `PROBES`."""
         groups = _by_category(sorted(answers, key=lambda one: len(one.prompt.ids)))
         rounds = itertools.zip_longest(*groups.values())
         chosen = [one for each in rounds for one in each if one is not None][: self._num_probes]
@@ -205,7 +206,7 @@ class _Session:
     # ---- what steps cost
 
     def costs(self, prompt: _FirstTurn, overall: DrafterFit) -> tuple[Cost, ...]:
-        """Return the cost of a step, relative to width 1, at each width the engine runs at full speed."""
+        """Return the cost of a step relative to width 1, at each width that the engine runs at full speed."""
         widths = {self.width}
         if self._llm.engine.models.device.type == "cpu":  # on a GPU other widths have no graph
             widths |= {width for width in (2, 4, 8, 16) if width < self.width}
@@ -226,7 +227,7 @@ class _Session:
         return tuple(costs)
 
     def _step_ms(self, prompt_ids: list[int], width: int) -> float | None:
-        """Return the median step time of one stream; None if the context is too short for enough steps."""
+        """Return the median step time of one sequence, or None if the context is too short to measure it."""
         room = self.max_prompt - len(prompt_ids)
         max_tokens = min(TIMED_STEPS * width, room)
         params = SamplingParams(temperature=0, max_tokens=max_tokens, width=width, ignore_eos=True)
@@ -238,10 +239,10 @@ class _Session:
             before_s = now_s
             if len(times) == TIMED_STEPS:
                 break
-        steady = times[2:]  # the first ones read the prompt and warm up
+        steady = times[2:]  # the first steps include prefill and warm-up
         return 1000 * statistics.median(steady) if steady else None
 
-    # ---- why it is low
+    # ---- possible causes of a bad fit
 
     def diagnose(
         self, answers: Sequence[_Answer], *, is_low: bool
@@ -275,7 +276,10 @@ class _Session:
         return SimulationAgreement(len(documents), engine, simulated), tried
 
     def _other_prompts(self, prompts: Sequence[_FirstTurn], engine: float) -> list[Tried]:
-        """Ask the questions as the drafter may have learnt them; the answers differ, so the engine runs."""
+        """Try the prompt formats that the drafter may have been trained on.
+
+        The target's answers change with the format, so the engine runs again.
+        """
         tokenizer, tried = self._llm.tokenizer, []
         if not tokenizer.has_chat_template:
             return []
@@ -301,7 +305,7 @@ class _Session:
         return tried
 
     def unquantised(self, answers: Sequence[_Answer], engine: float) -> Tried:
-        """Ask the same prompts of the target as stored. Call it last: it replaces the engine."""
+        """Answer the prompts with the target's weights as stored. Call this last: it replaces the engine."""
         self._llm.engine.drop_graphs()
         del self._llm
         release()
@@ -322,7 +326,7 @@ def _load(question: FitQuestion, quantization: str, show: Show) -> LLM:
         device=question.device,
         dtype=question.dtype,
         quantization=quantization,
-        prefix_cache=False,  # each answer is to be measured from its own prompt
+        prefix_cache=False,  # every answer must prefill its whole prompt
         gpu_memory_utilization=GPU_SHARE,
     )
 
@@ -339,7 +343,7 @@ def _fit_of(answers: Sequence[_Answer]) -> DrafterFit:
 
 
 def _untried(question: FitQuestion) -> tuple[str, ...]:
-    """Return possible causes that only another checkpoint could confirm."""
+    """Return possible causes that only a test with another checkpoint could confirm."""
     checkpoint = open_checkpoint(question.target)
     try:
         found = read_quantization(checkpoint.config, checkpoint.quant_file, name=checkpoint.name)

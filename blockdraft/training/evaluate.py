@@ -19,12 +19,12 @@ from blockdraft.start.loading import load_pair
 from blockdraft.step.pairs import MOST_WALKED
 from blockdraft.training.answers import Document
 
-ENGINE_ROWS = MOST_WALKED  # with more, the selector is not used
+ENGINE_ROWS = MOST_WALKED  # with more sequences, the engine does not use the selector
 
 
 @dataclass(frozen=True, slots=True)
 class DrafterFit:
-    """Counts tokens, steps, and accepted drafts by position."""
+    """The numbers of tokens, steps, and accepted drafts by position."""
 
     num_documents: int
     num_tokens: int
@@ -33,29 +33,29 @@ class DrafterFit:
 
     @property
     def committed(self) -> float:
-        """Return the mean tokens per step, the target's own included."""
+        """Return the mean number of tokens per step, including the target's own token."""
         return self.num_tokens / max(self.num_steps, 1)
 
     @property
     def by_position(self) -> tuple[float, ...]:
-        """Return the share of the steps that accepted each position."""
+        """Return, for each position, the share of all steps that accepted the draft there."""
         return tuple(count / max(self.num_steps, 1) for count in self.accepted)
 
     @property
     def counts(self) -> DraftCounts:
-        """Return the counts for `weak_spots`; every step drafts the whole block."""
+        """Return the counts for `weak_spots`, which assume that every step drafts a whole block."""
         return DraftCounts(
             self.num_steps, self.committed, (self.num_steps, *self.accepted)[:-1], self.accepted
         )
 
     @property
     def where_reached(self) -> tuple[float | None, ...]:
-        """Return the share of right drafts at each position, of those reached; None if never reached."""
+        """Return, for each position, the share of right drafts among those reached, or None if none was."""
         return tuple(where_reached(self.accepted, self.counts.reached))
 
 
 def fit_of_steps(steps: Sequence[Sequence[int]], block: int) -> DrafterFit:
-    """Return the fit, given the tokens that each step of each document committed."""
+    """Return the fit; `steps` has, for each document, the number of tokens that each step committed."""
     accepted = [0] * (block - 1)
     for step in (step for document in steps for step in document):
         for position in range(step - 1):
@@ -88,7 +88,7 @@ def fit_in_engine(
     like: LoadedPair,
     report: Callable[[int], None] = lambda num_done: None,
 ) -> DrafterFit:
-    """Answer the documents' prompts again, greedily and at the same length, with the drafter in `folder`."""
+    """Measure the drafter in `folder` in the engine, on greedy answers as long as those of `documents`."""
     specs = like.config.layer_specs() + config.layer_specs()
     room = max((len(one.prompt_ids) + len(one.answer_ids) for one in documents), default=0) + 4 * config.block
     models, plan = load_pair(
@@ -100,7 +100,7 @@ def fit_in_engine(
         quantization="none",
         max_num_seqs=ENGINE_ROWS,
         cache_bytes=2 * ENGINE_ROWS * room * bytes_per_token(specs, ELEMENT_BYTES[like.dtype]),
-        graphs=False,  # a few steps: not worth their capture
+        graphs=False,  # too few steps to repay the capture
     )
     engine = Engine(models, plan)
     asked = [
@@ -117,7 +117,7 @@ def fit_in_engine(
 def run_engine(
     engine: Engine, asked: Iterable[tuple[Sequence[int], SamplingParams]]
 ) -> Iterator[Sequence[Delta]]:
-    """Run `engine` until all prompts are answered. Their ids are "0", "1", …, in order."""
+    """Run `engine` until all prompts are answered. Request ids are "0", "1", … in prompt order."""
     waiting = deque(enumerate(asked))
     while waiting or engine.has_work:
         while waiting and engine.scheduler.has_room(1):

@@ -1,7 +1,7 @@
-"""A trained drafter as a folder in z-lab's layout, which this engine, vLLM and SGLang load.
+"""Writes a trained drafter into a folder in z-lab's layout, which this engine, vLLM and SGLang load.
 
 config.json          DFlashDraftModel, or DFlash2DraftModel
-model.safetensors    bfloat16, without embedding and head: those are the target's
+model.safetensors    bfloat16 weights; embedding and head are missing, as the target's are used
 fit.json             tokens committed per step and acceptance by position, for each category
 README.md            the model card: data, recipe, numbers
 """
@@ -27,7 +27,7 @@ from blockdraft.training.evaluate import DrafterFit
 
 @dataclass(frozen=True, slots=True)
 class DrafterCard:
-    """The facts in a model card besides its numbers."""
+    """Facts for a model card, in addition to the measured numbers."""
 
     target: str
     command: str
@@ -36,7 +36,7 @@ class DrafterCard:
 
 
 def named_weights(model: DFlash, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the parameters by their checkpoint names, with stacked ones split."""
+    """Return the parameters by their checkpoint names; stacked parameters are split."""
     return {
         piece.tensor: slot.parameter.detach()[piece.begin : piece.begin + piece.shape[0]]
         .to("cpu", dtype)
@@ -53,10 +53,10 @@ def export(
     fits: Mapping[str, DrafterFit],
     card: DrafterCard,
 ) -> None:
-    """Write or replace the drafter in `folder`; without `fits`, which not all have yet, no fit.json."""
+    """Write or replace the drafter in `folder`. Without `fits` (not yet evaluated), write no fit.json."""
     folder.mkdir(parents=True, exist_ok=True)
     weights = named_weights(model, torch.bfloat16)
-    # Not save_file: its files are readable by their owner only, and a full disk raises no OSError.
+    # `save_file` is unsuitable: only the owner can read its files, and a full disk raises no OSError.
     (folder / "model.safetensors").write_bytes(save(weights, metadata={"format": "pt"}))
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     (folder / FIT_FILE).unlink(missing_ok=True)
@@ -66,7 +66,7 @@ def export(
 
 
 def fit_json(fits: Mapping[str, DrafterFit]) -> dict[str, object]:
-    """Return fit.json: tokens committed on greedy answers at the whole width, by category and for "all"."""
+    """Return the contents of fit.json: tokens per step on greedy answers, for each category and for "all"."""
     return {
         name: {
             "committed_per_step": round(fit.committed, 4),
@@ -131,5 +131,5 @@ the share of steps in which the draft at a position was accepted.
 
 
 def _shown(fit: DrafterFit) -> list[int]:
-    """Return the positions shown in a card's table: enough to see the slope."""
+    """Return the positions to show in the model card's table."""
     return [place for place in (0, 1, 2, 3, 5, 7, 11, 14) if place < len(fit.accepted)]

@@ -1,7 +1,7 @@
-"""Reads the target's hidden states of packed documents with the prefill code that serves them.
+"""Computes the target's hidden states of packed documents, with the prefill code of the server.
 
-Every document is a sequence with pages of its own, so all parts of the target (windows, sinks, experts,
-recurrent layers) compute the same features as in serving.
+Every document is a sequence with its own pages, so all parts of the target (windows, sinks, experts,
+recurrent layers) compute the same features as in the server.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from blockdraft.start.loading import gpu_memory
 from blockdraft.training.packing import PackedRows
 
 PAGE = 16
-MAX_DOCUMENTS = 256  # of one forward; arbitrary
-MAX_STATES = 16  # the same where each document has a recurrent state, which is large
+MAX_DOCUMENTS = 256  # in one forward; arbitrary
+MAX_STATES = 16  # in one forward of a target with recurrent layers, whose states are large
 KEPT_SHARE = 0.9  # of a GPU's free memory, for features that are kept
-KEPT_SHARE_OF_ALL = 0.5  # the same where other programs live in that memory, too
+KEPT_SHARE_OF_ALL = 0.5  # if other programs use that memory, too
 
 
 class FeatureReader:
-    """Reads up to `num_rows` packed rows of `length` tokens."""
+    """Computes the features of up to `num_rows` packed rows of `length` tokens at a time."""
 
     def __init__(self, target: Decoder, *, num_rows: int, length: int) -> None:
         self._target, self._device = target, target.norm.weight.device
@@ -56,7 +56,7 @@ class FeatureReader:
 
     @torch.no_grad()
     def read(self, rows: PackedRows, chosen: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Return hidden states before the head [R * L, E] and features [R * L, taps * E] of rows `chosen`.
+        """Return final hidden states [R * L, E] and features [R * L, taps * E] of the rows `chosen`.
 
         Both are zero outside documents.
         """
@@ -95,16 +95,19 @@ def _spread(values: Tensor, index: Tensor, length: int) -> Tensor:
 
 
 class KeptFeatures:
-    """Features of rows, read once and kept as far as memory allows."""
+    """Reads the features of rows and keeps as many in memory as fit."""
 
     def __init__(self, reader: FeatureReader, rows: PackedRows, *, has_hidden: bool) -> None:
         self._reader, self._rows = reader, rows
-        self._has_hidden = has_hidden  # or features only
+        self._has_hidden = has_hidden  # False: keep features only
         self._kept: Tensor | None = None  # [rows that fit, L, kept values per token]
         self._slots: dict[int, int] = {}  # row -> its place in `_kept`
 
     def read(self, chosen: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Return hidden states [R * L, E, or none] and features [R * L, taps * E] of the rows `chosen`."""
+        """Return final hidden states and features [R * L, taps * E] of the rows `chosen`.
+
+        The hidden states are [R * L, E], or [R * L, 0] if `has_hidden` is False.
+        """
         both = self._both(chosen)
         size = self._reader.hidden_size if self._has_hidden else 0
         return both[:, :size], both[:, size:].contiguous()
@@ -127,22 +130,22 @@ class KeptFeatures:
         return torch.cat(parts)
 
     def keep(self, num_rows: int) -> None:
-        """Keep what is read from now on, of up to `num_rows` rows and as far as free memory goes."""
+        """Keep the features that are read from now on, for up to `num_rows` rows or until memory is full."""
         like = self._both([0])  # [L, kept values per token]
         num_kept = _room_bytes(like.device) // like.nbytes
         self._kept = like.new_empty(min(num_rows, num_kept), *like.shape)
 
     def change(self) -> None:
-        """Forget the kept rows; others take their place."""
+        """Drop the kept rows, so that the rows read next are kept instead."""
         self._slots.clear()
 
     @property
     def num_kept(self) -> int:
-        """Return how many rows fit into memory."""
+        """Return the number of rows that can be kept."""
         return 0 if self._kept is None else len(self._kept)
 
     def forget(self) -> None:
-        """Give the memory back."""
+        """Drop the kept rows and free their memory."""
         self._kept = None
         self._slots.clear()
 

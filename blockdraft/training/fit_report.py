@@ -18,13 +18,13 @@ from blockdraft.training.evaluate import DrafterFit
 
 FITS = 1.2  # tokens per step: below it no width is faster than plain decoding
 LOW = 2.0  # tokens per step: below it training or another drafter should help
-RAISES = 1.1  # a change counts as a cause if it commits so many times as much on the same answers
-RAISES_ELSEWHERE = 1.25  # the same for other answers, which may be easier
-AGREES = 0.01  # share by which engine and simulation may differ
+RAISES = 1.1  # a change is a cause if it multiplies the tokens per step by this, on the same answers
+RAISES_ELSEWHERE = 1.25  # as RAISES, if the change alters the answers, which may then be easier
+AGREES = 0.01  # relative difference that engine and simulation may have
 # A first drafter for SmolLM2-135M: 2.5 to 3.4 by kind of prompt, after 640 s of training on an H200.
 REACHABLE = 3.0
-DECAYS = 0.9  # later drafts that are right less often than this times the first fall behind
-OWN_PROMPTS = "prompts.jsonl"  # the name in the advice for a file that the user has to write
+DECAYS = 0.9  # later drafts are weak if they are right less often than this times the first draft
+OWN_PROMPTS = "prompts.jsonl"  # named in the advice: a file that the user has to write
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,12 +33,12 @@ class FitQuestion:
 
     target: str
     drafter: str
-    prompts: Path | None = None  # None: those that come with blockdraft
+    prompts: Path | None = None  # None: the prompts that come with blockdraft
     limit: int = 16  # prompts of each category, the first ones of the file
     max_tokens: int = 256
     width: int | None = None  # None: the drafter's block
     temperature: float = 0.0
-    draft_ngram: int | None = None  # None: as `serve` has it
+    draft_ngram: int | None = None  # None: the default of `serve`
     device: str = "auto"
     dtype: str = "auto"
     quantization: str = "auto"
@@ -61,7 +61,7 @@ class FitQuestion:
 
 @dataclass(frozen=True, slots=True)
 class SimulationAgreement:
-    """Tokens per step of engine and simulation on the same greedy answers."""
+    """The tokens per step that engine and simulation give for the same greedy answers."""
 
     num_documents: int
     engine: float
@@ -74,7 +74,7 @@ class SimulationAgreement:
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """A tried change: tokens committed per step before and after it."""
+    """A change that was tried, with the tokens per step before and after it."""
 
     name: str
     what: str
@@ -92,20 +92,20 @@ class Tried:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """One stream at one width: what a step takes and commits, and how that compares with width 1."""
+    """The time and the committed tokens of a step of one sequence at one width, compared with width 1."""
 
     width: int
     step_ms: float
-    break_even: float  # tokens per step at which it is as fast as plain decoding
-    committed: float  # an estimate for widths below the measured one
+    break_even: float  # tokens per step at which this width is as fast as plain decoding
+    committed: float  # tokens per step; an estimate for widths below the measured one
     speed_up: float
 
 
 @dataclass(frozen=True, slots=True)
 class Prospect:
-    """A judgement whether more training is worth it; None if unknown."""
+    """A judgement whether more training is worth it."""
 
-    is_worth_it: bool | None
+    is_worth_it: bool | None  # None: unknown
     reasons: tuple[str, ...]
     command: str
 
@@ -116,7 +116,7 @@ class FitReport:
 
     question: FitQuestion
     kind: DraftKind | Literal["ngram"]
-    title: str  # of what drafts
+    title: str  # the drafter's title
     width: int
     dtype: str
     quantization: str  # of the target's weights
@@ -139,7 +139,7 @@ class FitReport:
 
     @property
     def cause(self) -> Tried | None:
-        """Return the tried change that helps the most, in relative terms."""
+        """Return the cause that raises the tokens per step by the largest factor, or None."""
         return likely_cause(self.tried)
 
     def to_json(self) -> dict[str, object]:
@@ -166,7 +166,7 @@ class FitReport:
         }
 
 
-# ---- what to make of it
+# ---- conclusions
 
 
 def likely_cause(tried: Iterable[Tried]) -> Tried | None:
@@ -184,7 +184,7 @@ def prospect_of(
 ) -> Prospect:
     """Judge whether more training is worth it, with reasons.
 
-    `greedy` is the tokens per step of greedy answers, given if `overall` is for sampled ones.
+    `greedy` is the tokens per step of greedy answers; it is given if `overall` is about sampled answers.
     """
     low = [name for name, one in categories.items() if one.committed < LOW]
     is_worth_it, reasons = None, list[str]()
@@ -195,17 +195,17 @@ def prospect_of(
         reasons = reasons or [describe_depth(overall)]
         is_worth_it, reason = training_pays(costs)
         share = f"{len(low)} of {len(categories)} categories are low"
-        known = f"{share}, and it does not know those: {', '.join(low)}"
+        known = f"{share}, and the drafter does not predict these: {', '.join(low)}"
         if len(low) == len(categories):
-            known = "every category is low: it does not know this target or this workload"
+            known = "every category is low: the drafter does not know this target or this workload"
         reasons += [known, reason]
     else:
-        reasons.append("no category is low: what it would gain is not known before")
+        reasons.append("no category is low: how much training would gain is unknown")
     if low and greedy is not None and greedy >= LOW:
         is_worth_it = False
-        reasons.append(f"greedy answers commit {greedy:.2f}: the temperature costs the rest, training little")
+        reasons.append(f"greedy answers commit {greedy:.2f}: sampling causes the loss, training gains little")
     if has_own_parts(config):
-        reasons.append("it has a head or an embedding scale of its own: a new one would have to be trained")
+        reasons.append("this drafter has its own head or embedding scale: only a new drafter can be trained")
     if question.prompts is None:
         reasons.append(
             f"the built-in prompts are too few to train with: write some of your workload into {OWN_PROMPTS}"
@@ -225,16 +225,16 @@ def has_prospect(config: DraftConfig, categories: Mapping[str, DrafterFit], over
 
 
 def has_own_parts(config: DraftConfig) -> bool:
-    """Return whether it has a head or embedding scale of its own, which `train --from` refuses."""
+    """Return whether the drafter has its own head or embedding scale, which `train --from` refuses."""
     return config.draft_vocab_size != config.vocab_size or config.embedding_scale is not None
 
 
 def why_dflash2(config: DraftConfig, overall: DrafterFit) -> str | None:
-    """Say how much worse later drafts are than the first, if DFlash2 could improve them.
+    """Return a sentence about later drafts that are much worse than the first, which DFlash2 could improve.
 
-    None if it does not, or `blockdraft train --kind dflash2 --from` refuses this drafter.
+    Return None if they are not, or if `blockdraft train --kind dflash2 --from` refuses this drafter.
     """
-    is_speculators = config.has_anchored_window  # only that layout has them
+    is_speculators = config.has_anchored_window  # only speculators' layout has such windows
     if config.kind != "dflash" or config.drafts_from_anchor or is_speculators or has_own_parts(config):
         return None
     counts = overall.counts
@@ -248,23 +248,21 @@ def why_dflash2(config: DraftConfig, overall: DrafterFit) -> str | None:
 
 
 def describe_depth(overall: DrafterFit) -> str:
-    """Say where along the block the drafter fails."""
+    """Return a sentence about the positions in the block at which the drafter fails."""
     rates = overall.by_position
     first = rates[0] if rates else 0.0
     reached = sum(rates[:-1])
     deeper = sum(rates[1:]) / reached if reached else 0.0
-    text = (
-        f"the first draft is right in {first:.0%} of the steps, a later one in {deeper:.0%} where it counts"
-    )
+    text = f"the first draft is right in {first:.0%} of the steps, a later one in {deeper:.0%} if reached"
     if first < 0.5:
-        return f"{text}: it does not know what this target says here"
+        return f"{text}: the drafter does not know this target or this workload"
     if deeper < 0.75 * first:
-        return f"{text}: it knows the next token, not the block; longer training helps, and a narrow width"
+        return f"{text}: it predicts the next token but not the block: train longer, or use a narrow width"
     return f"{text}: it fails evenly along the block"
 
 
 def training_pays(costs: Sequence[Cost]) -> tuple[bool | None, str]:
-    """Return whether a modestly trained drafter would be faster than none here, with the reason."""
+    """Return whether a briefly trained drafter would be faster than plain decoding here, with the reason."""
     if not costs:
         return None, "steps could not be timed: whether a better drafter would be faster here is unknown"
     best = max(costs, key=lambda one: min(REACHABLE, one.width) / one.break_even)

@@ -1,4 +1,4 @@
-"""The options of a training run. No torch: the command line reads its defaults here."""
+"""The options of a training run. The command line reads its defaults here, so torch is not imported."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Literal
 from blockdraft.errors import SettingsError
 from blockdraft.models.draft_config import DraftKind
 
-CPU_ROWS = 2  # rows per step by default on a CPU: more take minutes
+CPU_ROWS = 2  # default rows per step on a CPU, where more rows take minutes
 
 
 @dataclass(frozen=True, slots=True)
 class DrafterShape:
-    """The shape of a drafter; None follows the target."""
+    """The shape of a drafter. None copies the value of the target."""
 
     rank: int = 256  # of the token-pair tables of DFlash2 and DSpark
-    num_candidates: int = 16  # of DFlash2's columns
+    num_candidates: int = 16  # in each of DFlash2's columns
     block: int = 16
     num_layers: int = 5
     taps: tuple[int, ...] | None = None  # 0-based target layers; None: `num_taps` evenly spaced
@@ -33,69 +33,69 @@ class DrafterShape:
 
 @dataclass(frozen=True, slots=True)
 class AnswerOptions:
-    """Options for the target's answers."""
+    """Options for generating the target's answers."""
 
     max_tokens: int = 400
-    sampled: float = 0.0  # share of the conversations answered at a `temperature`, the others greedily
+    sampled: float = 0.0  # share of the conversations answered at `temperature`; the rest is greedy
     temperature: tuple[float, float] = (0.7, 0.7)  # range: each conversation draws its own
     top_p: float = 0.95
     seed: int = 0
-    max_repeat: int | None = 64  # cut an answer that repeats its last so many tokens
+    max_repeat: int | None = 64  # cut an answer whose last so many tokens occurred before
 
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """The loss, and the weights of its columns."""
+    """Options of the loss and of its column weights."""
 
     weighting: Literal["dpace", "decay", "uniform"] = "dpace"
     alpha: float = 0.5
     gamma: float = 7.0
-    hardness: float = 0.0  # of dpace: exponent of the weight of blocks whose drafts end early
-    distill: float = 0.0  # share of the divergence from the target's own distribution
-    selector: float = 1.0  # of DFlash2: weight of the selector's loss
+    hardness: float = 0.0  # for dpace: how strongly blocks that fail early are preferred
+    distill: float = 0.0  # share of the divergence from the target's distribution in the loss
+    selector: float = 1.0  # for DFlash2: weight of the selector's loss
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingRecipe:
-    """The recipe of a run: everything but its data and its length."""
+    """All settings of the training itself, except data and duration."""
 
     rows_per_step: int = 24
     num_anchors: int = 128  # per row
-    short_blocks: float = 0.0  # share of the run, from its beginning, with blocks of half the length
-    anchoring: Literal["even", "walk"] = "even"  # anchors anywhere, or mostly where the drafter's steps begin
-    deep_from: int = 1024  # anchors from this position in a document on
-    deep_weight: float = 1.0  # are drawn so many times as often as earlier ones
-    phases: int = 1  # parts of the rows that are trained on one after the other, each for as long
-    optimizer: str = "muon"  # or adamw
+    short_blocks: float = 0.0  # share of the run, from its start, with blocks of half the length
+    anchoring: Literal["even", "walk"] = "even"  # anchors anywhere, or mostly where steps begin
+    deep_from: int = 1024  # position in a document from which anchors are weighted by `deep_weight`
+    deep_weight: float = 1.0  # how many times as often these anchors are drawn as earlier ones
+    phases: int = 1  # split the rows into so many parts and train on them in turn, equally long
+    optimizer: str = "muon"  # "muon" or "adamw"
     rate: float = 3e-3
     warm_up: float = 0.03  # share of the run
     floor: float = 0.0  # share of the rate at the end
     weight_decay: float = 0.01
     clip: float = 1.0
-    average: float = 0.0  # decay of a moving average of the weights, which is exported; 0: none
+    average: float = 0.0  # decay of a moving average of the weights, to be exported; 0: no average
     objective: Objective = field(default_factory=Objective)
-    trained: Literal["all", "added", "selector"] = "all"  # of DFlash2: all, what it adds, its selector
+    trained: Literal["all", "added", "selector"] = "all"  # parts of DFlash2 to train
     seed: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """The options of one run."""
+    """All options of one training run."""
 
     out: Path
     prompts: tuple[Path, ...] = ()
-    more_answers: tuple[Path, ...] = ()  # folders of shards that were written before
-    held_out: tuple[tuple[str | None, Path], ...] = ()  # a name replaces the categories
+    more_answers: tuple[Path, ...] = ()  # folders with shards of earlier runs
+    held_out: tuple[tuple[str | None, Path], ...] = ()  # (category or None for the file's own, file)
     model: str = "default"
     start_from: str | None = None  # a drafter to continue from
-    kind: DraftKind | None = None  # None: that of `start_from`, else dflash
+    kind: DraftKind | None = None  # None: the kind of `start_from`, or dflash
     device: str = "auto"
     dtype: str = "auto"
     steps: int | None = None
     minutes: float | None = None
-    answer_minutes: float | None = None  # of them, for answers; None: a fifth
+    answer_minutes: float | None = None  # the part of `minutes` for answers; None: a fifth
     max_prompts: int | None = None
-    length: int = 1024  # of a packed row: the longest prompt and answer together
+    length: int = 1024  # tokens of a packed row: the longest prompt with its answer
     bulk_rows: int | None = None  # sequences answered at once
     init: str = "random"
     shape: DrafterShape = field(default_factory=DrafterShape)
@@ -123,7 +123,7 @@ class Job:
         _check("--answer-minutes", self.answer_minutes, 0)
         _check("--max-prompts", self.max_prompts, 1)
         _check("--rows", self.bulk_rows, 1)
-        # A row holds the answer, a prompt, and the rest of a round of training/offline_batch.py.
+        # A sequence needs space for a prompt, the answer, and a whole round of training/offline_batch.py.
         _check("--max-answer", self.answers.max_tokens, 1, self.length - 16)
         _check("--max-repeat", self.answers.max_repeat, 1)
         _check("--sampled", self.answers.sampled, 0, 1)
@@ -149,7 +149,7 @@ class Job:
             raise SettingsError(f"--train {recipe.trained} needs a trained drafter: add --from DRAFTER.")
 
     def fingerprint(self) -> dict[str, object]:
-        """Return the options that a resumed run must repeat."""
+        """Return the options that must be equal when a run is resumed."""
         free = {"out", "command", "minutes", "prompts", "held_out", "device", "bulk_rows", "answer_minutes"}
         stored = {"answers": "manner"}  # names in run.json
         kept = {stored.get(name, name): value for name, value in asdict(self).items() if name not in free}

@@ -1,19 +1,20 @@
-"""The losses of a batch of blocks, computed in chunks so that not all logits are in memory.
+"""The losses of a batch of blocks, computed in chunks so that not all logits are in memory at once.
 
-In each block, column k predicts the token k places after the anchor. The loss of a DFlash drafter is
-cross-entropy with that token (written by the target itself), or a mixture of it and the divergence from the
-target's distribution. DFlash2's selector chooses among the best tokens of a column, given the true token
-before it. The loss of DSpark, whose Markov head sees that token, is 0.1 cross-entropy + 0.9 total variation
-between the distributions of drafter and target; one minus that variation is how often the draft is accepted.
+In each block, column k predicts the token k places after the anchor. The loss of a DFlash drafter is the
+cross-entropy with that token (which the target wrote), or a mixture of this cross-entropy and the divergence
+from the target's distribution. DFlash2's selector chooses among the best tokens of a column, given the true
+token of the column before. The Markov head of DSpark also sees that token. DSpark's loss is 0.1 cross-entropy
++ 0.9 total variation between the distributions of drafter and target; a draft is accepted with probability
+one minus the total variation.
 
-Columns are weighted by their worth: a draft counts only if all before it were right. Weights have no gradient
+Columns are weighted, because a draft counts only if all drafts before it are right. Weights have no gradient
 and sum to one over a batch. `decay` is the fixed exp(-(k - 1) / gamma) of the DFlash paper. `dpace` weights
 (arXiv 2605.18810) follow the drafter's own confidence q along the block, smoothed by alpha: with
 s = (1 - alpha) q + alpha, column j weighs sum over m >= j of prod over i <= m of s_i.
 
-With `hardness` h a block's weights are divided by the h-th power of the length it expects: a user waits for
-the number of steps, and a place where blocks reach n tokens far costs 1 / n of a step. Use 2 for anchors
-drawn evenly, 1 for those where steps begin.
+With `hardness` h, a block's weights are divided by the h-th power of its expected length. The reason: the
+number of steps sets the speed, and where blocks commit n tokens, a token costs 1 / n of a step. Use 2 for
+anchors drawn evenly, and 1 for anchors drawn where steps begin.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from blockdraft.models.dflash import CandidateSelector
 from blockdraft.training.job import Objective
 
 CHUNK_BYTES = 1 << 30  # of logits at a time
-SPARK_CHUNK_BYTES = 1 << 28  # the same for DSpark, where their gradient needs about ten times as much
+SPARK_CHUNK_BYTES = 1 << 28  # as CHUNK_BYTES, for DSpark: its gradient needs about ten times as much
 CE_SHARE = 0.1  # DeepSpec's; the rest of DSpark's loss is total variation
 GROUP = 64  # tokens whose largest logit is compared first
 
@@ -54,7 +55,7 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Teacher:
-    """The target's logits, and the row of each column in them."""
+    """The target's logits, and for each column the index of its logits."""
 
     logits: Tensor  # [T, V]
     rows: Tensor  # [blocks, B - 1]
@@ -62,14 +63,14 @@ class Teacher:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Loss and matches of a batch."""
+    """The loss of a batch, and where its best guesses match the labels."""
 
     loss: Tensor  # with its gradient
     matches: Tensor  # [blocks, B - 1]: the drafter's best guess is the label
 
 
 def column_weights(confidence: Tensor, is_label: Tensor, objective: Objective) -> Tensor:
-    """Return weights [blocks, B - 1], not normalised, zero past a document's end."""
+    """Return column weights [blocks, B - 1], not normalised, and zero past a document's end."""
     if objective.weighting == "dpace":
         smooth = ((1 - objective.alpha) * confidence + objective.alpha) * is_label
         reach = smooth.cumprod(dim=1)
@@ -84,17 +85,17 @@ def column_weights(confidence: Tensor, is_label: Tensor, objective: Objective) -
 
 
 def _scores(total: Tensor, given: Sequence[Tensor], gradients: Sequence[Tensor], matches: Tensor) -> Scores:
-    """Return the mean of a `total` [loss, weight] whose gradients for the tensors `given` are known."""
+    """Return the mean loss of `total` [loss, weight], with known `gradients` for the tensors `given`."""
     known = zip(given, gradients, strict=True)
     zero = torch.stack([((one - one.detach()) * gradient).sum() for one, gradient in known]).sum()
     return Scores((total[0] + zero) / total[1].clamp(min=1e-6), matches)
 
 
 def _in_chunks(chunk: Chunk, by_block: Sequence[Tensor], shared: Sequence[Tensor], step: int) -> Scores:
-    """Return the scores of `step` blocks at a time, each with its gradient while its logits are in memory.
+    """Return the scores of all blocks; compute losses and gradients for `step` blocks at a time.
 
-    `chunk` gets a slice of the blocks, that slice of the tensors `by_block`, and the tensors `shared`. It
-    returns the sum of the losses, the sum of the weights, and where the best guess was right.
+    `chunk` gets a slice, the tensors `by_block` cut to that slice, and the tensors `shared`. It returns the
+    sum of the losses, the sum of the weights, and where the best guess was right.
     """
     given = (*by_block, *shared)
     gradients = [torch.zeros_like(one) for one in given]
@@ -124,7 +125,7 @@ def block_loss(
     gradient, total = torch.empty_like(states), hidden.new_zeros(2, dtype=torch.float32)
     matches = torch.empty_like(labels, dtype=torch.bool)
     most = max(1, min(num_blocks, CHUNK_BYTES // (width * len(head.weight) * hidden.element_size())))
-    # Equal chunks if that does not make them much smaller: each size is compiled.
+    # Prefer equal chunks if they are not much smaller, because each size is compiled.
     step = next((size for size in range(most, most // 2, -1) if num_blocks % size == 0), most)
     for first in range(0, num_blocks, step):
         part = slice(first, first + step)
@@ -186,10 +187,11 @@ def selector_loss(
     objective: Objective,
     teacher: Teacher | None = None,
 ) -> Scores:
-    """Return the loss for hidden states [blocks, B - 1, E], labels [blocks, B - 1] and tokens before.
+    """Return the selector's loss for hidden states [blocks, B - 1, E] and labels [blocks, B - 1].
 
-    Columns whose label is not among the candidates do not count: taught as one, an unlikely token would pass
-    for the right one. The candidates' own scores have no gradient here; `block_loss` teaches those.
+    `before` [blocks, B - 1] has the true token before each label. A column whose label is not among the
+    candidates has no loss: the selector would learn to prefer a wrong token. The candidates' own scores have
+    no gradient here; `block_loss` trains them.
     """
 
     def chunk(
@@ -229,7 +231,7 @@ def selector_loss(
 
 def best_ids(logits: Tensor, top_k: int) -> Tensor:
     """Return the ids of the largest logits […, V], best first: […, top_k]."""
-    # They are in the `top_k` groups with the largest maxima: all of V is read once.
+    # These ids are in the `top_k` groups with the largest maxima, so V is read only once.
     size = GROUP if logits.shape[-1] % GROUP == 0 else 1
     groups = logits.view(*logits.shape[:-1], -1, size)
     chosen = groups.amax(dim=-1).topk(min(top_k, groups.shape[-2]), dim=-1).indices
@@ -253,7 +255,7 @@ def spark_loss(
 ) -> Scores:
     """Return the loss for hidden states [blocks, B - 1, E] and labels [blocks, B - 1]; -1 is ignored.
 
-    `latents` [blocks, B - 1, rank] are rows of the Markov head's `before`, `after` is its other table.
+    `latents` [blocks, B - 1, rank] are rows of the Markov head's table `before`; `after` is its second table.
     """
 
     def chunk(part: slice, hidden: Tensor, latents: Tensor, after: Tensor) -> tuple[Tensor, Tensor, Tensor]:

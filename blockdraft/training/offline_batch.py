@@ -1,9 +1,9 @@
 """OfflineBatch answers many prompts at once, for callers that need only the finished answers.
 
-It uses the step, cache and kernels of Engine.step, without text, stream, prefix cache and preemption. Every
-row keeps its pages, and steps run in rounds without the host: Engine.step spends about ten microseconds per
-row and step, too much for thousands of rows. On a GPU the rows are two halves: while the device runs a round
-of one, the host handles the other.
+It uses the step, cache and kernels of Engine.step, without text, streaming, prefix cache and preemption. Each
+slot keeps its pages, and steps run in rounds without the host: Engine.step spends about ten microseconds per
+sequence and step, too much for thousands of sequences. On a GPU the slots are split into two halves: while
+the device runs a round of one half, the host handles the other.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from blockdraft.kernels.transfer import to_device
 from blockdraft.planner.plan import Plan
 from blockdraft.step.prefill import prefill_step
 
-ROUND = 16  # steps; longer rounds need the host less often, but waste more steps of ended rows
+ROUND = 16  # steps; longer rounds need the host less often, but waste more steps of ended sequences
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One prompt. Its answer ends at an end-of-sequence token, or with `max_tokens`.
+    """One prompt. Its answer ends at an end-of-sequence token, or after `max_tokens`.
 
-    With `max_repeat` it also ends, at the end of a round, once it repeats its last `max_repeat` tokens:
+    With `max_repeat`, the answer also ends (after a round) if its last `max_repeat` tokens occurred before:
     a greedy answer that loops seldom leaves the loop.
     """
 
@@ -46,11 +46,11 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class OfflineAnswer:
-    """The target's answer, its end token included."""
+    """The target's answer to a question, including the end token."""
 
     question: Question
     token_ids: tuple[int, ...]
-    is_whole: bool  # it ended by itself
+    is_whole: bool  # the answer has an end token
 
 
 @dataclass(slots=True)
@@ -60,7 +60,7 @@ class _Row:
     pieces: list[np.ndarray] = field(default_factory=list)
 
     def is_over(self) -> bool:
-        """Return whether to end the answer here, without an end token."""
+        """Return whether to cut the answer here, although it has no end token."""
         count = self.question.max_repeat
         if self.num_tokens >= self.question.max_tokens:
             return True
@@ -72,7 +72,7 @@ class _Row:
 
 @dataclass(slots=True)
 class _Half:
-    """Rows that run together, and their current round on the device."""
+    """Sequences that run together, and their current round on the device."""
 
     places: range
     rows: dict[int, _Row] = field(default_factory=dict)
@@ -87,7 +87,7 @@ class _Round:
 
 
 def make_offline_batch(models: LoadedPair, plan: Plan, *, graphs: bool = True) -> OfflineBatch:
-    """Make as many rows as the plan's pages allow, if each row keeps pages for a whole context."""
+    """Return an OfflineBatch with as many sequences as the cache has space for, each with a whole context."""
     per_row = -(-plan.max_positions // plan.page_size)
     rows = min(plan.max_num_seqs, plan.num_pages // per_row)
     if rows < 1:
@@ -108,7 +108,7 @@ class OfflineBatch:
         plan = engine.plan
         self._engine = engine
         self._num_pages = min(plan.num_pages // plan.max_num_seqs, engine.rows.page_table.shape[1])
-        # A row that has ended runs on to the end of its round, which needs slots and angles, too.
+        # An ended sequence runs on to the end of its round, which also needs cache slots and angles.
         self.max_model_len = min(self._num_pages * plan.page_size, plan.max_positions) - ROUND
         self._end_ids = tuple(sorted(engine.models.tokenizer.eos_ids))
         middle = plan.max_num_seqs // 2 if engine.models.device.type == "cuda" else 0
@@ -118,7 +118,7 @@ class OfflineBatch:
             engine.rows.set_pages([(row, 0, range(first, first + self._num_pages))])
 
     def close(self) -> None:
-        """Drop the graphs, which hold the cache."""
+        """Drop the CUDA graphs, which keep the cache in memory."""
         self._engine.drop_graphs()
 
     def answer(self, questions: Iterable[Question]) -> Iterator[OfflineAnswer]:
@@ -133,7 +133,7 @@ class OfflineBatch:
                 return
 
     def _admit(self, half: _Half, waiting: Iterator[Question]) -> None:
-        """Give every free row a question, and read their prompts into the cache."""
+        """Assign waiting questions to the free slots, and prefill their prompts."""
         asked: list[tuple[int, Question]] = []
         for row in half.places:
             if row in half.rows:
@@ -195,7 +195,7 @@ class OfflineBatch:
 
     @torch.inference_mode()
     def _launch(self, half: _Half) -> None:
-        """Launch ROUND steps of all its rows, without waiting for them."""
+        """Launch ROUND steps of all sequences of `half`, without waiting for the results."""
         engine, rows = self._engine, sorted(half.rows)
         if not rows:
             return
@@ -214,7 +214,7 @@ class OfflineBatch:
         half.round = _Round(rows, tokens, event)
 
     def _collect(self, half: _Half) -> Iterator[OfflineAnswer]:
-        """Yield the answers that ended in its last round."""
+        """Yield the answers that ended in the last round of `half`."""
         if half.round is None:
             return
         if half.round.event is not None:

@@ -1,9 +1,9 @@
-"""Muon for the matrices, AdamW for the rest, and the learning rate over a run.
+"""Muon for matrices, AdamW for all other parameters, and the learning rate schedule.
 
-Muon moves a matrix by the orthogonal factor of its momentum, found by a few Newton-Schulz steps, scaled so
-that an entry moves as far as AdamW would move it: one learning rate fits both. Matrices of one shape are
-orthogonalised together: for a small drafter on a fast GPU, one by one would cost more launches than the
-backward pass. Stacked projections (q, k and v of one Linear) count as the matrices they are.
+Muon updates a matrix with the orthogonal factor of its momentum, computed by a few Newton-Schulz steps. The
+update is scaled so that an entry moves as far as with AdamW; one learning rate then fits both. Matrices of
+equal shape are orthogonalised in one batch: for a small drafter on a fast GPU, single matrices would need
+more launches than the backward pass. Stacked projections (q, k and v in one Linear) are separate matrices.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from blockdraft.models.layers import Linear
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # Keller Jordan's coefficients for five steps
 NUM_ITERATIONS = 5
-ADAM_RMS = 0.2  # of an AdamW update, as Moonshot measured it (arXiv 2502.16982)
+ADAM_RMS = 0.2  # root mean square of an AdamW update, measured by Moonshot (arXiv 2502.16982)
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon, for matrices only. `parts[i]` says how many rows of parameter i each stacked projection has."""
+    """Muon for matrices. Each parameter comes with the numbers of rows of its stacked projections."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonal(matrices: Tensor) -> Tensor:
-    """Return approximate orthogonal factors of matrices [n, rows, columns]: singular values near one."""
+    """Return approximate orthogonal factors (singular values near one) of matrices [n, rows, columns]."""
     x = matrices.bfloat16() if matrices.is_cuda else matrices
     is_tall = x.shape[1] > x.shape[2]
     x = x.mT if is_tall else x
@@ -81,7 +81,7 @@ def orthogonal(matrices: Tensor) -> Tensor:
 def make_optimizers(
     model: nn.Module, *, name: str, rate: float, weight_decay: float
 ) -> list[torch.optim.Optimizer]:
-    """Return optimizers that together train every parameter of `model` with a gradient."""
+    """Return optimizers that together train all parameters of `model` that require a gradient."""
     matrices = [
         (module.weight, module.parts)
         for module in model.modules()
@@ -104,7 +104,10 @@ def _adamw(parameters: list[nn.Parameter], rate: float, weight_decay: float) -> 
 
 
 def rate_at(progress: float, *, warm_up: float, floor: float) -> float:
-    """Return the share of the highest rate at `progress` in [0, 1]: a ramp, then a cosine to `floor`."""
+    """Return the learning rate at `progress` in [0, 1], as a share of the highest one.
+
+    The rate rises linearly for `warm_up`, then falls along a cosine to `floor`.
+    """
     if progress < warm_up:
         return progress / warm_up
     done = min((progress - warm_up) / (1 - warm_up), 1.0)

@@ -1,8 +1,8 @@
 """Packs documents into rows of equal length, and draws batches with new anchors each time.
 
-Row r holds several documents one after another. Positions count from a document's own beginning, and nothing
-is ever seen across documents. Where documents leave room at the end of a row, tokens are zero and belong to a
-document that no anchor is drawn from.
+A row holds several documents one after another. Positions count from the beginning of each document, and
+attention never crosses documents. Free places at the end of a row hold token 0 and form a document without
+anchors.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from torch import Tensor
 from blockdraft.kernels.transfer import to_device
 from blockdraft.training.answers import Document
 
-SHORT = 0.25  # of a row: shorter documents are not sorted
-FLOOR = 0.05  # least weight of a place where a step may begin, since drafters change
-BELIEF = 0.5  # weight of the last block in a place's chance
-MIN_ANSWER = 2  # tokens of an answer in its row; a shorter one has nothing to draft
+SHORT = 0.25  # share of a row; shorter documents are not sorted
+FLOOR = 0.05  # least weight of a place: as the drafter changes, a step may begin there again
+BELIEF = 0.5  # weight of the latest block in the probability of a place
+MIN_ANSWER = 2  # tokens of an answer that must fit; a shorter answer has nothing to draft
 
 
 @dataclass(frozen=True, slots=True)
 class PackedRows:
-    """All documents, packed; every tensor is [rows, length], with length below 2^15."""
+    """All documents, packed. Every tensor is [rows, length], with length below 2^15."""
 
     tokens: Tensor  # int32
     starts: Tensor  # int16: where the document of this place begins in its row
     ends: Tensor  # int16: where it ends
     is_anchor: Tensor  # bool: the last prompt token and every answer token but the last
-    spans: tuple[tuple[tuple[int, int], ...], ...]  # of each row: where its documents begin and end
+    spans: tuple[tuple[tuple[int, int], ...], ...]  # (begin, end) of each document, by row
 
     def to(self, device: torch.device) -> PackedRows:
         tokens, starts, ends = self.tokens.to(device), self.starts.to(device), self.ends.to(device)
@@ -44,7 +44,7 @@ class PackedRows:
 
 @dataclass(frozen=True, slots=True)
 class TrainingBatch:
-    """Rows [R, L] with A blocks each: anchors [R, A] are places in their row, in order."""
+    """R rows of L tokens with A blocks each. Anchors [R, A] are places in their row, ascending."""
 
     tokens: Tensor  # [R, L] int64
     starts: Tensor  # [R, L] int64
@@ -61,11 +61,11 @@ class TrainingBatch:
 
     @property
     def num_columns(self) -> int:
-        """Return C, the columns of a drafter's forward over a block."""
+        """Return C, the number of columns in a drafter's forward over a block."""
         return self.labels.shape[2] + self.first_column
 
     def block_positions(self) -> Tensor:
-        """Return the position of each block token in its document: [R * A * C]."""
+        """Return the position of each block token in its document, [R * A * C]."""
         offset = torch.arange(self.num_columns, device=self.anchors.device)
         return ((self.anchors - self.block_starts)[..., None] + offset).flatten()
 
@@ -83,7 +83,7 @@ class TrainingBatch:
 
 @dataclass(frozen=True, slots=True)
 class DocumentPlace:
-    """The row and place of a document."""
+    """The row and the first place of a document."""
 
     document: int
     row: int
@@ -93,10 +93,11 @@ class DocumentPlace:
 def pack(
     documents: Sequence[Document], length: int, *, is_shared: bool = True
 ) -> tuple[PackedRows, list[DocumentPlace]]:
-    """Pack each document into the fullest row with room for it, long ones first; or each into its own row.
+    """Pack each document into the fullest row with enough space, or into its own row if not `is_shared`.
 
-    Documents shorter than a quarter of a row keep their order, so that a row has documents of many sizes.
-    Documents longer than a row lose the end of their answer, or are left out where that is all of it.
+    Long documents are packed first. Documents shorter than a quarter of a row keep their order, so that a row
+    has documents of many sizes. A document longer than a row loses the end of its answer; it is left out if
+    fewer than MIN_ANSWER tokens of the answer remain.
     """
     sizes = [min(len(one.prompt_ids) + len(one.answer_ids), length) for one in documents]
     usable = [
@@ -144,7 +145,7 @@ def _fit(order: list[int], sizes: list[int], length: int) -> list[DocumentPlace]
 
 
 def _start_rest(starts: np.ndarray, length: int) -> None:
-    """Treat the rest of each row as one more document."""
+    """Set `starts` for the free places at the end of each row, as if these were one more document."""
     is_rest = starts == length
     first = length - is_rest.sum(axis=1, keepdims=True)
     np.copyto(starts, first.astype(starts.dtype), where=is_rest)
@@ -158,9 +159,9 @@ def draw(
     generator: torch.Generator,
     weights: Tensor | None = None,
 ) -> TrainingBatch:
-    """Return a batch of the rows `chosen`, with anchors drawn by `generator`, in order.
+    """Return a batch of the rows `chosen` with random anchors, in ascending order.
 
-    With weights [R, L] above zero, places are drawn in proportion to their weights, without repetition.
+    With weights [R, L] above zero, places are drawn in proportion to the weights, without replacement.
     """
     is_anchor = rows.is_anchor[to_device(chosen, rows.tokens.device)]
     key = torch.rand(is_anchor.shape, generator=generator, device=is_anchor.device)
@@ -173,7 +174,7 @@ def draw(
 
 
 def with_anchors(rows: PackedRows, chosen: Sequence[int], anchors: Tensor, block: int) -> TrainingBatch:
-    """Return a batch with given anchors [R, A]; places past the row's end are ignored."""
+    """Return a batch with the given anchors [R, A]; anchors past the row's end are ignored."""
     index = to_device(chosen, rows.tokens.device)
     tokens, starts, ends = (part[index].long() for part in (rows.tokens, rows.starts, rows.ends))
     is_real = anchors < tokens.shape[1]
@@ -195,11 +196,11 @@ def with_anchors(rows: PackedRows, chosen: Sequence[int], anchors: Tensor, block
 
 
 class Walk:
-    """The probability that a step of the drafter begins at each place [rows, length], by its last blocks.
+    """Estimates the probability that a step begins at each place [rows, length], from recent blocks.
 
-    A block at anchor a whose first n drafts are right is followed by one at a + n + 1, and the places between
-    are passed over. So in serving, most blocks begin where drafting is hard. If anchors are drawn evenly,
-    most blocks of a batch are too easy to learn from.
+    If the first n drafts of a block at anchor a are right, the next block begins at a + n + 1, and no block
+    begins in between. So in the server, most blocks begin where drafting is hard. If anchors are drawn
+    evenly, most blocks of a batch are too easy to learn from.
     """
 
     def __init__(self, shape: torch.Size, device: torch.device) -> None:
@@ -211,14 +212,14 @@ class Walk:
 
     @torch.no_grad()
     def learn(self, chosen: Sequence[int], batch: TrainingBatch, matches: Tensor) -> None:
-        """Update the chances from the blocks of the rows `chosen`, whose matches are [R * A, B - 1]."""
+        """Update the probabilities from the blocks of the rows `chosen`; `matches` is [R * A, B - 1]."""
         num_rows, num_blocks = batch.anchors.shape
         matches = matches.view(num_rows, num_blocks, -1)
         reach = matches.long().cumprod(dim=2).sum(dim=2, keepdim=True)  # drafts that were right
         offset = torch.arange(matches.shape[2], device=reach.device)  # place a + 1 + offset
         is_known = (batch.labels >= 0) & (offset <= reach)
         place = (batch.anchors[..., None] + 1 + offset).clamp(max=self.chance.shape[1] - 1).flatten(1)
-        # Blocks overlap: the largest value wins, whatever the order of writes.
+        # Blocks overlap: keep the largest value, so that the order of writes does not matter.
         begins = self._spread(place, (is_known & (offset == reach)).flatten(1))
         is_known = self._spread(place, is_known.flatten(1))
         index = to_device(chosen, self.chance.device)

@@ -1,8 +1,9 @@
-"""Simulates a drafter on documents that the target wrote, without the engine.
+"""Simulates a drafter, without the engine, on documents that the target wrote.
 
-The target's features do not depend on the drafter, so they are read once, of every layer that a trial taps. A
-trial then walks all documents side by side, as the engine would: one block per document and round, and of its
-drafts only those up to the first that is wrong. The exported drafter must commit the same in the engine.
+The target's features do not depend on the drafter, so they are computed once, for all layers that trials tap.
+A trial then steps through all documents in parallel, as the engine would: each round drafts one block per
+document and accepts its drafts up to the first wrong one. In the engine, the exported drafter must commit the
+same numbers of tokens.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from blockdraft.training.packing import TrainingBatch, pack, with_anchors
 from blockdraft.training.trainer import half
 from blockdraft.training.view import Kept, Seen, TrainView, dense_mask, sees
 
-AT_ONCE = 64  # documents whose features are in memory; arbitrary
+AT_ONCE = 64  # documents whose features are in memory at a time; arbitrary
 
-# Gets hidden states [n, E], the tokens before [n], the number of the draft, the blocks' positions [n], and
-# the numbers of their documents [n]. Returns drafts [n].
+# Returns drafts [n], given hidden states [n, E], the tokens before [n], the number of the draft, the blocks'
+# positions [n], and the numbers of their documents [n].
 Choice = Callable[[Tensor, Tensor, int, Tensor, Tensor], Tensor]
 
 
@@ -42,9 +43,9 @@ def simulate(
     choose: Choice | None = None,
     report: Callable[[float], None] = lambda share: None,
 ) -> dict[str, DrafterFit]:
-    """Return the drafter's fit on `documents` by category, and on "all". Documents past `length` are cut.
+    """Return the drafter's fit on `documents`, for each category and for "all".
 
-    `choose` drafts with the sampling of the answers; None for greedy answers.
+    Documents are cut to `length` tokens. `choose` samples the drafts; None drafts greedily.
     """
     config = drafter.model.config
     steps: dict[str, list[list[int]]] = defaultdict(list)
@@ -60,7 +61,7 @@ def simulate(
 
 
 class AcceptanceProbe:
-    """Documents, each in a row of its own, with the target's features of the layers `taps`."""
+    """Simulates drafters on documents, with the target's features of the layers `taps`."""
 
     def __init__(
         self,
@@ -73,21 +74,24 @@ class AcceptanceProbe:
         self._taps = tuple(sorted(set(taps)))
         longest = max(len(one.prompt_ids) + len(one.answer_ids) for one in documents)
         rows, places = pack(documents, min(longest, length or longest), is_shared=False)
-        self.numbers = [place.document for place in places]  # of those with an answer to draft
+        self.numbers = [place.document for place in places]  # of the documents with an answer to draft
         self._first = [len(documents[number].prompt_ids) - 1 for number in self.numbers]
         self._last = [end - 1 for ((_, end),) in rows.spans]
         self._rows = rows.to(drafter.target.norm.weight.device)
         self._features = self._read()
 
     def walk(self, config: DraftConfig, width: int) -> DrafterFit:
-        """Return what the drafter commits in steps of `width` with `config` instead of its own."""
+        """Return the drafter's fit in steps of `width`, with `config` in place of its own configuration."""
         return fit_of_steps(self.steps(config, width), config.block)
 
     @torch.inference_mode()
     def steps(
         self, config: DraftConfig, width: int, choose: Choice | None = None, first: int = 0
     ) -> list[list[int]]:
-        """Return the tokens that each step of each document commits; `first` is the first one's number."""
+        """Return the number of tokens that each step commits, by document.
+
+        `first` is added to the document numbers that `choose` gets.
+        """
         trial = _Trial(self._drafter, config, choose)
         kept = trial.keep(self._features[:, :, [self._taps.index(tap) for tap in config.taps]])
         anchors, device = self._first.copy(), self._features.device
@@ -103,7 +107,7 @@ class AcceptanceProbe:
         return steps
 
     def _read(self) -> Tensor:
-        """Read the features [R, L, taps, E], row by row to save memory."""
+        """Compute the features [R, L, taps, E], row by row to save memory."""
         target, rows = self._drafter.target, self._rows
         reader = FeatureReader(target, num_rows=1, length=rows.tokens.shape[1])
         own, target.taps = target.taps, self._taps
@@ -115,13 +119,13 @@ class AcceptanceProbe:
 
 
 def _of_rows(kept: Kept, rows: Sequence[int], num_rows: int) -> Kept:
-    """Return the context of some rows; streams are [R * L, H, D]."""
+    """Return the keys and values of only `rows`; all tensors are [R * L, H, D]."""
     split = {layer: [x.view(num_rows, -1, *x.shape[1:]) for x in pair] for layer, pair in kept.items()}
     return {layer: (k[rows].flatten(0, 1), v[rows].flatten(0, 1)) for layer, (k, v) in split.items()}
 
 
 class _Trial:
-    """A drafter as it serves, its weights shared, under another configuration."""
+    """The drafter with another configuration and the same weights."""
 
     def __init__(self, drafter: DFlashDrafter, config: DraftConfig, choose: Choice | None) -> None:
         model: DFlash = copy.copy(drafter.model)
@@ -134,15 +138,15 @@ class _Trial:
         self._masks = {one.layer: replace(one.mask, is_causal=is_causal) for one, is_causal in causal}
 
     def _products(self, x: Tensor) -> AbstractContextManager[object]:
-        """Return a context in which weights that are trained in float32 multiply in the dtype of `x`."""
+        """Return a context manager in which float32 weights multiply in the dtype of `x`."""
         return nullcontext() if next(self.drafter.model.parameters()).dtype == x.dtype else half(x)
 
     def num_labels(self, width: int) -> int:
-        """Return the number of labels whose forward has as many columns as when serving."""
+        """Return the number of labels per block that gives the forward as many columns as in the server."""
         return self.drafter.columns_for(width) - self.config.first_column
 
     def keep(self, features: Tensor) -> Kept:
-        """Return keys and values of the context from features [R, L, taps, E]."""
+        """Return the keys and values of the context, computed from features [R, L, taps, E]."""
         kept: Kept = {}
         num_rows, length = features.shape[:2]
         positions = torch.arange(length, device=features.device).repeat(num_rows)
@@ -152,14 +156,14 @@ class _Trial:
         return kept
 
     def runs(self, batch: TrainingBatch, kept: Kept, width: int, numbers: Tensor) -> list[int]:
-        """Return how many of the width - 1 drafts match after the anchor of each row of `batch`."""
+        """Return, for each row, how many of its width - 1 drafts are right before the first wrong one."""
         drafter, batch = self.drafter, replace(batch, first_column=self.config.first_column)
-        # Few blocks at a time, so masks are spelled out on a GPU too: nothing has to be compiled.
+        # There are few blocks at a time, so a GPU uses dense masks too: nothing has to be compiled.
         kinds = {kind: dense_mask(batch, sees(batch, kind)) for kind in set(self._masks.values())}
         masks: dict[int, Seen] = {layer: kinds[kind] for layer, kind in self._masks.items()}
         view = TrainView(batch.block_positions(), kept, num_rows=len(batch.tokens), masks=masks)
         x = drafter.embed(batch.block_ids(self.config.mask_token_id).flatten())
-        # The true tokens before each draft: only rows whose drafts were right are asked.
+        # Use the true tokens before each draft: rows with a wrong draft are dropped below.
         before, hints = batch.tokens_before(), None
         with self._products(x):
             hidden = drafter.model(x, view, batch.num_columns).view(len(before), batch.num_columns, -1)
@@ -168,7 +172,7 @@ class _Trial:
                 hints = drafter.hints(hidden, before)
         recalled, starts = self._recalled(batch, width), (batch.anchors - batch.block_starts)[:, 0]
         runs = [0] * len(hidden)
-        rows = torch.arange(len(hidden), device=hidden.device)  # those whose drafts were all right so far
+        rows = torch.arange(len(hidden), device=hidden.device)  # rows whose drafts are all right so far
         for draft in range(width - 1):
             column = hidden[rows, draft]
             if self._choose is None:
@@ -184,7 +188,7 @@ class _Trial:
         return runs
 
     def _recalled(self, batch: TrainingBatch, width: int) -> Tensor:
-        """Return the drafts of n-grams [R, width - 1], or -1; each row has one document."""
+        """Return the n-gram drafts [R, width - 1], -1 where there is no match; each row has one document."""
         starts = batch.anchors[:, 0]
         block = torch.full((len(starts), width), -1, device=starts.device)
         if self.drafter.draft_ngram:

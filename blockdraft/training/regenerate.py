@@ -1,7 +1,8 @@
-"""Lets the target answer the training prompts; the stage can be interrupted and resumed.
+"""Generates the target's answers to the training prompts; this stage can be interrupted and resumed.
 
-A drafter learns to predict its target, so the target's own answers train it better than better answers by
-others: on the original answers of a corpus JetSpec's drafter reached 3.36 instead of 7.82 on GSM8K.
+A drafter learns to predict its target, so the target's own answers are better training data than better
+answers from elsewhere: trained on the original answers of a corpus, JetSpec's drafter reached 3.36 instead of
+7.82 on GSM8K.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ from blockdraft.training.job import AnswerOptions
 from blockdraft.training.offline_batch import OfflineAnswer, OfflineBatch, Question
 
 SHARD = 8192  # documents per file
-AHEAD = 2048  # prompts made ready before they are asked for
+AHEAD = 2048  # prompts that are encoded in advance
 MAX_TURNS = 64  # of one conversation; a key is conversation * MAX_TURNS + turn
 
 
 @dataclass(slots=True)
 class AnswerCount:
-    """Counts answers and tokens; reported after every answer and after every shard."""
+    """The numbers of answers and tokens so far, reported after every answer and every shard."""
 
     num_documents: int = 0
     num_answer_tokens: int = 0
-    is_filed: bool = False  # all of it is in shards
+    is_filed: bool = False  # all answers so far are in shards
 
 
 def regenerate(
@@ -45,10 +46,10 @@ def regenerate(
     seconds: float | None = None,
     report: Callable[[AnswerCount], None] = lambda count: None,
 ) -> list[Document]:
-    """Return answers to all `conversations`, from `folder` if stored there; store the new ones.
+    """Return the answers to all `conversations`; read stored answers from `folder`, and store new ones there.
 
-    They come in the order of the conversations, so a resumed stage ends like an uninterrupted one.
-    After `seconds` no new conversation begins; running ones are finished.
+    The answers are in the order of the conversations, so a resumed stage gives the result of an uninterrupted
+    one. After `seconds` no new conversation begins, but running ones are finished.
     """
     folder.mkdir(parents=True, exist_ok=True)
     shards = sorted(folder.glob("shard-*.npz"))
@@ -92,7 +93,7 @@ class _Asker:
         self._tokenizer, self._conversations, self._options = tokenizer, conversations, options
         self._max_prompt = bulk.max_model_len - options.max_tokens
         self._ready: deque[Question] = deque()
-        self._said: dict[int, list[str]] = {}  # of conversations with turns to come
+        self._said: dict[int, list[str]] = {}  # answers so far, for conversations with turns to come
         self._end_s = None if seconds is None else time.monotonic() + seconds
         # A conversation without all of its answers is asked again from its first turn.
         self._new = iter(
@@ -104,7 +105,7 @@ class _Asker:
         self._ahead: deque[Future[Question | None]] = deque()
 
     def close(self) -> None:
-        """Drop questions that were prepared and not asked."""
+        """Drop prepared questions that were not used."""
         self._encoder.shutdown(wait=False, cancel_futures=True)
 
     def __iter__(self) -> Iterator[Question]:
@@ -124,7 +125,7 @@ class _Asker:
         raise StopIteration
 
     def hear(self, answer: OfflineAnswer) -> Document:
-        """Keep an answer, and prepare the turn after it."""
+        """Prepare the turn after `answer`, and return the answer as a document."""
         question = answer.question
         index, turn = divmod(question.key, MAX_TURNS)
         one = self._conversations[index]
@@ -140,7 +141,7 @@ class _Asker:
         )
 
     def _question(self, index: int, said: list[str]) -> Question | None:
-        """Return the next turn of a conversation; None if its prompt is too long."""
+        """Return the next turn of a conversation, or None if its prompt is too short or too long."""
         one, options = self._conversations[index], self._options
         prompt_ids = encode_conversation(self._tokenizer, one, said)
         if not 2 <= len(prompt_ids) <= self._max_prompt:

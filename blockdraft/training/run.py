@@ -1,11 +1,11 @@
-"""Runs the stages of training in a folder that keeps the progress.
+"""Runs the stages of training; a folder stores the progress.
 
 answers/shard-*.npz   the target's answers to the training prompts       (stage 1: regenerate)
-held-out/shard-*.npz  its greedy answers to prompts kept apart
+held-out/shard-*.npz  its greedy answers to the held-out prompts
 checkpoint.pt         weights, optimizer, step                           (stage 2: train)
 drafter/              the export, with its numbers and its card          (stages 3 and 4: evaluate, export)
-run.json              the options: a run continues only with the same ones
-log.txt               everything that was said
+run.json              the options: a run can be resumed only with the same ones
+log.txt               the log lines
 """
 
 from __future__ import annotations
@@ -47,18 +47,19 @@ from blockdraft.training.trainer import Trainer
 HELD_OUT = 20  # prompts per category held out for evaluation, without --held-out
 REGENERATE_SHARE = 0.2  # of the minutes given
 NUM_CHECKED = 32  # held-out answers that the engine repeats as a check
-DISAGREEMENT = 0.05  # between engine and simulation; more is warned of
-CLOSING_S = 60.0  # for evaluation, export and check, on top of the measured evaluation time; arbitrary
+DISAGREEMENT = 0.05  # relative difference of engine and simulation; a larger one causes a warning
+CLOSING_S = 60.0  # for evaluation, export and check, in addition to the measured time; arbitrary
 CHECKPOINT_S = 300.0
-MANY_BLOCKS = 1.5  # per answer token; with 2.4 the drafter memorised them (docs/training.md)
-SAY_S, SHOW_S = 5.0, 0.5  # between two log lines, and two updates of a bar; arbitrary
+MANY_BLOCKS = 1.5  # per answer token; with 2.4 the drafter memorised the answers (docs/training.md)
+SAY_S, SHOW_S = 5.0, 0.5  # between log lines, and between updates of a bar; arbitrary
 
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """Callbacks for progress: `say` logs a line, `show` draws (stage, share done, text) as a bar.
+    """Callbacks for progress.
 
-    `tell` logs a line and shows it to the user even while bars are drawn.
+    `say` logs a line. `tell` logs a line and shows it to the user, even while bars are drawn. `show` draws a
+    bar from (stage, share done, text).
     """
 
     say: Callable[[str], None] = lambda line: None
@@ -67,7 +68,7 @@ class Listener:
 
 
 def train(job: Job, listener: Listener, *, resume: bool = False) -> dict[str, DrafterFit]:
-    """Run every stage of `job` that is not done yet. Returns the fit of the exported drafter, by category."""
+    """Run the unfinished stages of `job`, and return the fit of the exported drafter by category."""
     begin_s = time.monotonic()
     training, held_out = _conversations(job)
     _open_folder(job, job.fingerprint() | _digest(training + held_out), resume=resume)
@@ -133,7 +134,7 @@ def _check(
 def _before(
     job: Job, models: LoadedPair, trainer: Trainer, kept: Sequence[Document], listener: Listener
 ) -> DrafterFit:
-    """Return the fit of the drafter that the run begins with, in its own kind."""
+    """Return the fit of the drafter that the run starts from, measured in its original kind."""
     assert job.start_from is not None
     config = read_draft_config(open_checkpoint(job.start_from, what="drafter").config, name=job.start_from)
     drafter = trainer.forward.drafter
@@ -147,7 +148,7 @@ def _before(
 def _measured(
     job: Job, drafter: DFlashDrafter, kept: Sequence[Document], listener: Listener, stage: str
 ) -> dict[str, DrafterFit]:
-    """Return the fit on held-out answers with the current weights."""
+    """Return the fit of `drafter` on the held-out answers, by category."""
     text = f"{len(kept)} held-out answers"
     listener.show(stage, None, text)
     return simulate(drafter, kept, length=job.length, report=lambda share: listener.show(stage, share, text))
@@ -178,7 +179,7 @@ def _open_folder(job: Job, asked: Mapping[str, object], *, resume: bool) -> None
 
 
 def _digest(conversations: Sequence[Prompt]) -> dict[str, object]:
-    """Hash the prompts: a resumed run must have the same list, because answers are stored by index."""
+    """Return a hash of the prompts. A resumed run needs the same list, as answers are stored by index."""
     if not conversations:
         return {}
     digest = hashlib.sha256()
@@ -191,7 +192,7 @@ def _digest(conversations: Sequence[Prompt]) -> dict[str, object]:
 
 def _save_checkpoint(job: Job, trainer: Trainer) -> None:
     partial = job.out / "checkpoint.partial"
-    with partial.open("wb") as file:  # our own file gives the OSError of a full disk, PyTorch's does not
+    with partial.open("wb") as file:  # on a full disk our own file raises OSError; PyTorch's does not
         torch.save(trainer.state(), file)
     partial.replace(job.out / "checkpoint.pt")
 
@@ -230,7 +231,7 @@ def _load_target(job: Job, listener: Listener) -> tuple[LoadedPair, Plan]:
 
 
 def _answer_s(job: Job) -> float | None:
-    """Return for how many seconds the target may answer; None: no limit."""
+    """Return the number of seconds for the target's answers, or None for no limit."""
     if job.answer_minutes is not None:
         return 60 * job.answer_minutes
     return None if job.minutes is None else REGENERATE_SHARE * 60 * job.minutes
@@ -244,7 +245,7 @@ def _answers(
     listener: Listener,
     seconds: float | None,
 ) -> tuple[list[Document], list[Document]]:
-    """Return documents for training, and greedy held-out ones."""
+    """Return the documents for training and the greedy held-out documents."""
     bulk, tokenizer = make_offline_batch(*pair), pair[0].tokenizer
     served = replace(job.answers, sampled=0.0, max_repeat=None)  # a server does not cut loops either
     watch = _AnswerWatch("held out", len(held_out), None, listener)
@@ -268,7 +269,7 @@ def _answers(
 
 
 class _AnswerWatch:
-    """Shows the target's progress: a bar twice a second, a line every few seconds and after each file."""
+    """Shows the target's progress: a bar twice a second, and a log line every few seconds and per shard."""
 
     def __init__(self, stage: str, num_prompts: int, seconds: float | None, listener: Listener) -> None:
         self._stage, self._num_prompts, self._seconds = stage, num_prompts, seconds
@@ -296,7 +297,7 @@ class _AnswerWatch:
 
 
 def _conversations(job: Job) -> tuple[list[Prompt], list[Prompt]]:
-    """Return shuffled training prompts, and the held-out ones."""
+    """Return the shuffled training prompts and the held-out prompts."""
     found = [one for path in job.prompts for one in read_conversations(path)]
     random.Random(job.answers.seed).shuffle(found)
     held_out = [
@@ -316,7 +317,7 @@ def _conversations(job: Job) -> tuple[list[Prompt], list[Prompt]]:
 def _drafter_config(
     job: Job, models: LoadedPair, documents: Sequence[Document]
 ) -> tuple[Mapping[str, object], DraftConfig]:
-    """Return config.json of the drafter, raw and parsed."""
+    """Return the drafter's config.json as stored, and parsed."""
     if job.start_from is not None:
         raw = open_checkpoint(job.start_from, what="drafter").config
     else:
@@ -336,7 +337,10 @@ def _drafter_config(
 
 
 def _mask_id(job: Job, models: LoadedPair, documents: Sequence[Document]) -> int:
-    """Return a special token that no document uses: the highest, which is seldom in the chat template."""
+    """Return the mask token: the highest special token that no document uses.
+
+    Special tokens with high ids are seldom in the chat template.
+    """
     if job.shape.mask_token_id is not None:
         return job.shape.mask_token_id
     tokenizer, size = models.tokenizer, models.config.vocab_size
@@ -403,7 +407,7 @@ def _run(
 
 
 def _say_blocks(trainer: Trainer, listener: Listener) -> None:
-    """Report how often each answer was drafted on average; too often means memorising."""
+    """Log the mean number of drafted blocks per answer token; warn if the drafter may memorise answers."""
     recipe, num_tokens = trainer.recipe, int(trainer.rows.is_anchor.sum())
     num_blocks = trainer.step_number * recipe.rows_per_step * recipe.num_anchors / num_tokens
     line = f"about {num_blocks:.1f} blocks were drafted for each token of an answer"

@@ -1,4 +1,4 @@
-"""Writes the plan, the verdict and the next command of a training run."""
+"""The messages of a training run: plan, time left, verdict and next command."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from blockdraft.training.evaluate import DrafterFit
 from blockdraft.training.fit_report import FITS
 from blockdraft.training.job import Job
 
-NO_BETTER = "no better than"  # in every warning about a drafter without gain
+NO_BETTER = "no better than"  # part of every warning about a drafter without gain
 
 
 def plan_lines(
     job: Job, *, num_training: int, num_held_out: int, answer_s: float | None, is_resumed: bool
 ) -> Iterator[str]:
-    """Yield what the run does, how long it takes, and which files it leaves."""
+    """Yield the lines that announce the stages, the time and the files of a run."""
     again = ", resumed" if is_resumed else ""
     source = str(job.start_from) if job.start_from else f"{job.shape.num_layers} new layers"
     asked = f"answers {num_training:,} prompts for training and {num_held_out:,} for evaluation"
@@ -37,7 +37,7 @@ def plan_lines(
 
 
 def left(share: float, seconds: float) -> str:
-    """Return a stage's estimated remaining time after `seconds` of it; empty if it is too early to say."""
+    """Return a text with the time left, given the share done after `seconds`; empty if it is too early."""
     if share <= 0 or seconds < 1:
         return ""
     left_s = seconds * (1 - min(share, 1.0)) / share
@@ -45,7 +45,7 @@ def left(share: float, seconds: float) -> str:
 
 
 def verdict_lines(job: Job, fits: Mapping[str, DrafterFit], before: DrafterFit | None) -> Iterator[str]:
-    """Yield the verdict and the next command; `before` is the fit of the drafter the run began with."""
+    """Yield the verdict and the next command. `before` is the fit of the drafter given by --from."""
     drafter, found = job.out / "drafter", fits["all"].committed
     target = "" if job.model == "default" else shlex.quote(job.model) + " "
     if before is not None and found <= before.committed:

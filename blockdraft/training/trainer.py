@@ -1,7 +1,7 @@
 """Trains a drafter on features of the frozen target, with blocks at random anchors.
 
-A step draws anchors, reads features, drafts every block at once, weighs the errors and updates. The drafter
-is the same module that serves; only its view differs (training/view.py).
+A step draws anchors, reads features, drafts all blocks at once, computes the loss and updates the weights.
+The drafter is the module that the server runs; only its view differs (training/view.py).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from blockdraft.training.view import Kept, Seen, TrainView, block_masks
 
 @dataclass(frozen=True, slots=True)
 class TrainingProgress:
-    """The state after one step. Reading its tensors waits for the device: do so rarely."""
+    """The state after one step. Read its tensors rarely: a read waits for the device."""
 
     step: int
     share: float  # of the run
@@ -40,13 +40,13 @@ class TrainingProgress:
     is_real: Tensor  # [blocks]
 
     def committed(self) -> float:
-        """Return the mean tokens that steps at these anchors would commit, the target's own included."""
+        """Return the mean tokens that a step at these anchors commits, including the target's own token."""
         runs = self.matches.long().cumprod(dim=1).sum(dim=1)
         return 1 + (runs * self.is_real).sum().item() / max(int(self.is_real.sum()), 1)
 
 
 class BlockForward:
-    """Runs a drafter over packed rows, all blocks at once."""
+    """Runs a drafter over all blocks of packed rows at once."""
 
     def __init__(self, model: DFlash, target: Decoder) -> None:
         assert model.kernels.is_reference, "only the references have gradients, and can be compiled"
@@ -57,7 +57,7 @@ class BlockForward:
         self._run = _compiled() if next(model.parameters()).is_cuda else block_hidden
 
     def head(self) -> Head:
-        """Return the head that serves this drafter: the target's, unpacked."""
+        """Return the target's head, with the scale and the cap that this drafter uses."""
         config, target = self.model.config, self.target
         module = target.embedding if target.head is None else target.head
         assert isinstance(module.weight, nn.Parameter), "a training target is loaded unpacked"
@@ -65,7 +65,7 @@ class BlockForward:
         return Head(module.weight.data, config.logit_scale, cap)
 
     def __call__(self, batch: TrainingBatch, features: Tensor) -> Tensor:
-        """Return the drafter's hidden states of the drafting columns of every block: [R * A, B - 1, E]."""
+        """Return the hidden states of the drafting columns of every block, [R * A, B - 1, E]."""
         batch = replace(batch, first_column=self.model.config.first_column)
         ids = batch.block_ids(self.model.config.mask_token_id)
         x = self.drafter.embed(ids.flatten())
@@ -94,7 +94,7 @@ def block_hidden(  # noqa: PLR0913
     masks: dict[int, Seen],
     num_columns: int,
 ) -> Tensor:
-    """Return hidden states [R * A * C, E] of blocks with inputs x, over the context from `features`."""
+    """Return the hidden states [R * A * C, E] of blocks with inputs `x`, whose context is `features`."""
     kept: Kept = {}
     model.absorb(features, TrainView(context_positions, kept, num_rows=num_rows, masks=masks))
     view = TrainView(block_positions, kept, num_rows=num_rows, masks=masks)
@@ -104,19 +104,19 @@ def block_hidden(  # noqa: PLR0913
 
 @functools.cache
 def _compiled() -> Callable[..., Tensor]:
-    """Return the compiled `block_hidden`; drafters of one shape share it."""
+    """Return the compiled `block_hidden`, which all drafters share."""
     return torch.compile(block_hidden, dynamic=False)
 
 
 def half(x: Tensor) -> AbstractContextManager[object]:
-    """Return a context in which products use the dtype of `x`; trained weights are float32."""
+    """Return a context manager in which products use the dtype of `x`, as trained weights are float32."""
     if x.dtype in (torch.bfloat16, torch.float16):
         return torch.autocast(x.device.type, dtype=x.dtype)
     return nullcontext()
 
 
 class Trainer:
-    """Trains `model` to predict what `target` wrote in `rows`."""
+    """Trains `model` to predict the answers of `target` in `rows`."""
 
     def __init__(self, model: DFlash, target: Decoder, rows: PackedRows, recipe: TrainingRecipe) -> None:
         self.model, self.recipe, self.rows = model, recipe, rows
@@ -140,7 +140,7 @@ class Trainer:
     # ---- a run
 
     def run(self, *, steps: int | None = None, seconds: float | None = None) -> Iterator[TrainingProgress]:
-        """Train until `steps` are done in all, or for `seconds`; the rate schedule ends then."""
+        """Train until `steps` steps are done in total, or for `seconds`; the rate schedule ends then."""
         if steps is not None:
             if self.step_number < steps:
                 self._rehearse()
@@ -205,7 +205,7 @@ class Trainer:
         return Scores(columns.loss + objective.selector * pairs.loss, pairs.matches)
 
     def _rehearse(self) -> None:
-        """Run steps without updates to compile code and take memory; use the memory left to keep features."""
+        """Run steps without updates to compile code and allocate memory; the rest keeps features."""
         chosen = self._chosen()
         for block in sorted({self._block(0.0), self.forward.block}):
             self._draft(chosen, self._batch(chosen, block)).loss.backward()  # type: ignore[no-untyped-call]
@@ -222,12 +222,12 @@ class Trainer:
             self.features.change()
 
     def _rows_of_phase(self, phase: int) -> range:
-        """Return every N-th row for N phases (rows are sorted by their longest document); at least one."""
+        """Return the rows of `phase`: every N-th row for N phases, as rows are sorted by document length."""
         phases = min(self.recipe.phases, len(self.rows))
         return range(phase % phases, len(self.rows), phases)
 
     def _chosen(self) -> list[int]:
-        """Return the rows of this step, a function of the step number and the seed."""
+        """Return the rows of this step, which depend only on the step number, the phase and the seed."""
         recipe, rows = self.recipe, self._rows_of_phase(self._phase)
         per_epoch = max(1, len(rows) // recipe.rows_per_step)
         epoch, place = divmod(self.step_number, per_epoch)
@@ -240,7 +240,7 @@ class Trainer:
         return draw(self.rows, chosen, self.recipe.num_anchors, block, generator, self._weights(chosen))
 
     def _weights(self, chosen: list[int]) -> Tensor | None:
-        """Return the sampling weights of anchor places in the rows `chosen`; None: uniform."""
+        """Return the sampling weights of anchor places in the rows `chosen`, or None for uniform weights."""
         recipe = self.recipe
         weights = None if self._walk is None else self._walk.weights(chosen)
         if recipe.deep_weight == 1:
@@ -256,7 +256,7 @@ class Trainer:
         offset = torch.arange(batch.block - 1, device=self.device)
         place = (batch.anchors[..., None] + offset).clamp(max=batch.tokens.shape[1] - 1)
         first = torch.arange(len(batch.tokens), device=self.device)[:, None, None] * batch.tokens.shape[1]
-        # Without the drafter's scale.
+        # The target's own logits, so without the drafter's scale.
         head = Head(self._head.weight, cap=self.forward.target.config.logit_softcap)
         with torch.no_grad():
             return Teacher(head.logits(hidden), (first + place).flatten(0, 1))
@@ -270,7 +270,7 @@ class Trainer:
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Give the model the averaged weights, if there are any, inside the `with`."""
+        """Return a context manager that gives the model the averaged weights, if `recipe.average` is set."""
         self._swap_average()
         try:
             yield
@@ -283,7 +283,7 @@ class Trainer:
             weight.data.copy_(other)
             other.copy_(kept)
 
-    # ---- to be continued
+    # ---- checkpoints
 
     def state(self) -> dict[str, object]:
         """Return everything that a resumed run needs."""

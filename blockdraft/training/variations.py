@@ -1,7 +1,7 @@
 """Lists likely mistakes in a drafter's config.json.
 
-A wrong key raises no error: the drafter runs and commits less. So each suspicious key is changed in turn, and
-the drafter is tried on documents that the target wrote greedily, without the engine (training/probe.py).
+A wrong value raises no error: the drafter runs and commits fewer tokens. So each suspicious key is changed in
+turn, and the drafter is simulated on greedy answers of the target (training/probe.py).
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ MAX_MASKS = 4  # mask tokens tried
 
 @dataclass(frozen=True, slots=True)
 class Variation:
-    """One key of config.json with another value."""
+    """A drafter's configuration with one key of config.json changed."""
 
     name: str
     what: str
     config: DraftConfig
     key: str  # of config.json
-    value: object  # None: without that key
+    value: object  # None: the key is removed
 
     @property
     def advice(self) -> str:
@@ -40,7 +40,7 @@ class Variation:
 def variations(
     config: DraftConfig, target: ModelConfig, tokenizer: Tokenizer, documents: Sequence[Document]
 ) -> Iterator[Variation]:
-    """Yield the changes to try, the most frequent mistake first."""
+    """Yield the changes to try, for the most frequent mistakes first."""
     yield from _taps(config, target)
     yield from _causality(config)
     yield from _masks(config, tokenizer, documents)
@@ -48,7 +48,7 @@ def variations(
 
 
 def _taps(config: DraftConfig, target: ModelConfig) -> Iterator[Variation]:
-    """Yield other tap lists: lists that count from the embedding, or from 1, are off by one."""
+    """Yield other lists of taps, such as shifted by one: some files count from the embedding or from 1."""
     key = "aux_hidden_state_layer_ids" if _is_speculators(config) else "dflash_config.target_layer_ids"
     names = {tuple(tap + offset for tap in config.taps): f"tap offset {offset:+}" for offset in (1, -1)} | {
         default_taps(target.num_layers, len(config.taps)): "taps at z-lab's default layers"
@@ -65,7 +65,7 @@ def _taps(config: DraftConfig, target: ModelConfig) -> Iterator[Variation]:
 def _causality(config: DraftConfig) -> Iterator[Variation]:
     windowed = tuple(window is not None for window in config.windows)
     flags: dict[tuple[bool, ...], tuple[str, object]]
-    if _is_speculators(config):  # its full layers are never causal
+    if _is_speculators(config):  # full-attention layers are never causal in this layout
         key = "sliding_window_non_causal"
         flags = {windowed: (key, False), (False,) * len(windowed): (key, True)}
     else:
@@ -89,7 +89,10 @@ def _masks(config: DraftConfig, tokenizer: Tokenizer, documents: Sequence[Docume
 
 
 def _mask_ids(config: DraftConfig, tokenizer: Tokenizer, documents: Sequence[Document]) -> list[int]:
-    """Return likely masks first: tokens named mask, ids past the tokenizer's, unused special tokens."""
+    """Return possible mask tokens, likely ones first.
+
+    These are tokens named mask, ids past the tokenizer's, and unused special tokens.
+    """
     used = {token for one in documents for token in (*one.prompt_ids, *one.answer_ids)}
     special = sorted(tokenizer.special_ids, reverse=True)
     named = [one for one in special if "mask" in tokenizer.decode([one], skip_special_tokens=False).lower()]
@@ -101,7 +104,7 @@ def _mask_ids(config: DraftConfig, tokenizer: Tokenizer, documents: Sequence[Doc
 
 
 def _scales(config: DraftConfig, target: ModelConfig) -> Iterator[Variation]:
-    """Yield other embedding scales: the target's, one, and the root of the hidden size."""
+    """Yield other embedding scales: the target's, 1, and the square root of the hidden size."""
     key = "input_embedding_scale" if _is_speculators(config) else "dflash_config.input_embedding_scale"
     own = target.embedding_scale if config.embedding_scale is None else config.embedding_scale
     for scale in dict.fromkeys((target.embedding_scale, 1.0, math.sqrt(target.hidden_size))):
@@ -113,4 +116,4 @@ def _scales(config: DraftConfig, target: ModelConfig) -> Iterator[Variation]:
 
 
 def _is_speculators(config: DraftConfig) -> bool:
-    return config.has_anchored_window  # only that layout has them
+    return config.has_anchored_window  # only this layout has such windows

@@ -1,14 +1,14 @@
-"""The View of a drafter in training: the whole batch at once, no cache, never the anchor's own feature.
+"""The View of a drafter in training: a whole batch at once, without a cache.
 
-A batch is R rows of L tokens and A blocks of B. Queries are the A * B block tokens of a row; keys are its L
-context vectors followed by those same block tokens. Block j, whose anchor sits at place a of a document that
-begins at s, may see
+A batch has R rows of L tokens and A blocks of C columns. Queries are the A * C block tokens of a row. Keys
+are the L context vectors of the row, followed by its block tokens. A block whose anchor is at place a, in a
+document that begins at s, attends to
 
-    context vectors [s, a)     strictly before the anchor: its feature almost reveals the first draft
-    its own block              all of it, or up to the query where the layer is causal
+    context vectors [s, a)     but not the anchor's, whose feature almost reveals the first draft
+    its own block              all of it, or only up to the query if the layer is causal
 
-which is what `cache.view.CacheView` shows it when it serves. On a GPU FlexAttention skips what is hidden; on
-a CPU the mask is spelled out.
+as with `cache.view.CacheView` in the server. On a GPU, FlexAttention skips masked tiles; a CPU uses a dense
+mask.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ Kept = dict[int, tuple[Tensor, Tensor]]  # keys and values of the context, by la
 
 
 def block_masks(batch: TrainingBatch, layers: Mapping[int, Mask]) -> dict[int, Seen]:
-    """Return the attention mask of each layer; layers of one kind share it."""
+    """Return the attention mask of each layer; layers of the same kind share one mask."""
     build: Callable[[TrainingBatch, Sees], Seen] = _tiles if batch.tokens.is_cuda else dense_mask
     kinds = {kind: build(batch, sees(batch, kind)) for kind in set(layers.values())}
     return {layer: kinds[kind] for layer, kind in layers.items()}
 
 
 def sees(batch: TrainingBatch, mask: Mask) -> Sees:
-    """Return the rule at the top of this file, for one kind of layer."""
+    """Return the rule in this module's docstring as a function, for one kind of layer."""
     length, block, window = batch.tokens.shape[1], batch.num_columns, mask.window
     anchors, starts = batch.anchors, batch.block_starts
 
@@ -74,7 +74,7 @@ def dense_mask(batch: TrainingBatch, see: Sees) -> Tensor:
 
 
 def _tiles(batch: TrainingBatch, see: Sees) -> BlockMask:
-    """Return the mask for FlexAttention; the tiles in use are computed without looking at every pair."""
+    """Return the mask for FlexAttention; compute the used tiles without testing every pair of tokens."""
     length, block, device = batch.tokens.shape[1], batch.num_columns, batch.tokens.device
     size = batch.anchors.shape[1] * block
     first = torch.arange(0, length + size, TILE, device=device)  # the first key of each tile
@@ -93,7 +93,7 @@ def _tiles(batch: TrainingBatch, see: Sees) -> BlockMask:
 
 
 class TrainView:
-    """The View of a training forward: the context leaves keys and values in `kept`, and blocks read those."""
+    """The View of a training forward. `write` stores the context's keys and values in `kept` for `attend`."""
 
     def __init__(self, positions: Tensor, kept: Kept, *, num_rows: int, masks: Mapping[int, Seen]) -> None:
         self.positions = positions  # [R * L], or [R * A * C]
@@ -132,7 +132,7 @@ class TrainView:
         return out.transpose(1, 2).reshape(q.shape)
 
     def _by_row(self, x: Tensor) -> Tensor:
-        """Reshape a stream [R * T, H, D] to [R, H, T, D]."""
+        """Reshape [R * T, H, D] to [R, H, T, D]."""
         return x.view(self._num_rows, -1, *x.shape[1:]).transpose(1, 2)
 
 
@@ -145,7 +145,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Seen, scale: float) -> Tensor
 
 
 def _placed(x: Tensor, weight: Tensor | None, norms: HeadNorms | None, angles: Angles) -> Tensor:
-    """Return `x` normalised per head and rotated to its position, in its own dtype."""
+    """Return `x` normalised per head (if there are `norms`) and rotated to its position, in its own dtype."""
     if norms is not None:
         x = reference_rms_norm(x, weight, norms.eps)
     return reference_rotate(x, angles).to(x.dtype)

@@ -368,7 +368,7 @@ def test_built_in_prompts_are_not_what_to_train_with(good):
 def test_low_categories_are_named(good):
     low = {"easy": DrafterFit(1, 300, 100, (100, 100)), "hard": LOW_FIT}
     reasons = advised(good, good.overall, low).reasons
-    assert "1 of 2 categories are low, and it does not know those: hard" in reasons
+    assert "1 of 2 categories are low, and the drafter does not predict these: hard" in reasons
 
 
 @pytest.mark.parametrize(("greedy", "is_worth_it"), [(None, True), (1.8, True), (5.0, False)])
@@ -475,7 +475,7 @@ def test_training_pays_only_where_a_good_drafter_would_be_faster(costs, expected
 
 
 def test_a_block_that_fails_after_its_first_draft_is_told_from_one_that_fails_at_it():
-    assert "does not know what this target says" in describe_depth(DrafterFit(1, 110, 100, (10, 5, 2)))
+    assert "does not know this target" in describe_depth(DrafterFit(1, 110, 100, (10, 5, 2)))
     assert "not the block" in describe_depth(DrafterFit(1, 190, 100, (80, 10, 0)))
 
 
