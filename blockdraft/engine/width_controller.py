@@ -149,7 +149,7 @@ class StepCosts:
         return self._pace() * np.minimum.accumulate(found[::-1])[::-1]
 
     def least_ratios(self, num_rows: int, widths: Sequence[int]) -> np.ndarray:
-        """Return each width's cost in plain steps: the lower of what was learnt and what the start measured."""
+        """Return each cost in plain steps: the lower of what was learnt and what the start measured."""
         size = self.size(num_rows)
         learnt = np.array([self._base_s((size, width)) for width in widths])
         measured = np.array([self._guess(size, width) for width in widths])
