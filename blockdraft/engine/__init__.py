@@ -1,1 +1,1 @@
-"""The host side: who runs next, what is emitted, when a request ends."""
+"""The host side: choose the next step's sequences, emit their tokens, and end requests."""

@@ -1,4 +1,4 @@
-"""Reads the default sampling of a model from generation_config.json, as vLLM and SGLang do.
+"""Read the default sampling of a model from generation_config.json, as vLLM and SGLang do.
 
 `do_sample` is ignored: a request for greedy answers has temperature 0.
 """
