@@ -1,1 +1,1 @@
-"""The host side: choose the next step's sequences, emit their tokens, and end requests."""
+"""The host side: it chooses each step's sequences, emits their tokens, and ends requests."""

@@ -1,4 +1,4 @@
-"""Choose the prompt tokens of each prefill step, and the number of decode steps before the next one.
+"""Chooses the prompt tokens of each prefill step, and the number of decode steps before the next one.
 
 While no row decodes, a chunk is as large as the plan allows. Rows that decode must wait for each chunk, so
 then a chunk takes as long as a few decode steps; the more prompts wait, the longer. The times are observed.

@@ -1,4 +1,4 @@
-"""Describe an engine: its info, and a fingerprint of its weights."""
+"""Describes an engine: its info, and a fingerprint of its weights."""
 
 from __future__ import annotations
 

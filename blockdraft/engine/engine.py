@@ -281,7 +281,7 @@ class Engine:
             raise
 
     def recover(self) -> None:
-        """End all sequences that have a row and free their pages, wherever the interrupt came."""
+        """End all sequences that have a row and free their pages, after an interrupt at any line."""
         self._is_broken = True
         self._pending = None
         self.stats.count_lost(self.scheduler.recover())

@@ -29,7 +29,7 @@ class ExactPages:
         self._all = range(first, num_pages)
         self._blank = list(reversed(self._all))
         self._holders = [0] * num_pages
-        self._kept: OrderedDict[int, None] = OrderedDict()  # of tails that nobody holds, oldest first
+        self._kept: OrderedDict[int, None] = OrderedDict()  # of tails that no sequence holds, oldest first
         self._pages: dict[int, int] = {}  # by node
         self._nodes: dict[int, int] = {}  # by page
 
@@ -43,7 +43,7 @@ class ExactPages:
         return len(self._pages)
 
     def allocate(self, count: int) -> list[int]:
-        """Return `count` pages, blank ones first, then those of the oldest tails."""
+        """Return `count` pages: blank pages first, then the pages of the oldest tails."""
         if count > self.num_free:
             raise OutOfPages
         pages = []

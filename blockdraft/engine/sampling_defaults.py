@@ -1,4 +1,4 @@
-"""Read the default sampling of a model from generation_config.json, as vLLM and SGLang do.
+"""Reads the default sampling of a model from generation_config.json, as vLLM and SGLang do.
 
 `do_sample` is ignored: a request for greedy answers has temperature 0.
 """

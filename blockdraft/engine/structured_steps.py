@@ -50,7 +50,7 @@ class TokenMasks:
         return Allowed(words, torch.zeros(self._max_rows, dtype=torch.int32, **where))
 
     def allowed(self, num_rows: int, width: int) -> Allowed:
-        """Return the device's masks of a step of `num_rows` rows. Their address never changes."""
+        """Return the device's masks for a step of `num_rows` rows. Their address never changes."""
         return self._view(self._there, num_rows, width)
 
     def _view(self, whole: Allowed, num_rows: int, width: int) -> Allowed:

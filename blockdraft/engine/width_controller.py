@@ -1,4 +1,4 @@
-"""Choose the width of the next step: the one with the most committed tokens per second, as observed.
+"""Chooses the width of the next step: the one with the most committed tokens per second, as observed.
 
 All rows whose requests set no width get the same width. It depends on two estimates:
 

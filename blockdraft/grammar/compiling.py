@@ -1,4 +1,4 @@
-"""Compile structured output with llguidance. Every function here is slow for a long grammar."""
+"""Compiles structured output with llguidance. Every function here is slow for a long grammar."""
 
 from __future__ import annotations
 

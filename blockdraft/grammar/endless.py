@@ -1,4 +1,4 @@
-"""Refuse JSON schemas whose values never end: llguidance accepts them, and a model would write forever."""
+"""Refuses JSON schemas whose values never end: llguidance accepts them, and a model would write forever."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Translate GBNF, llama.cpp's grammar format, to Lark in one pass. Every error names its line.
+"""Translates GBNF, llama.cpp's grammar format, to Lark in one pass. Every error names its line.
 
 Each piece of GBNF has a counterpart in Lark: only names, characters and repeats are written differently. Line
 ends mean nothing: a rule ends where the next rule begins, at a name followed by `::=`.

@@ -1,4 +1,4 @@
-"""Find the named tokens in a Lark grammar in llguidance's dialect, skipping comments, strings and regexes."""
+"""Finds the named tokens of a Lark grammar (llguidance's dialect), outside of comments, strings, regexes."""
 
 from __future__ import annotations
 

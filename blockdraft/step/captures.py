@@ -1,4 +1,4 @@
-"""Capture a step: as a CUDA graph on a GPU, as a tape on a CPU. Both are replayed without Python."""
+"""Captures a step: as a CUDA graph on a GPU, as a tape on a CPU. Both are replayed without Python."""
 
 from __future__ import annotations
 

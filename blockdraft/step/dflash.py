@@ -24,7 +24,7 @@ from blockdraft.step.ngram import recall
 class DFlashDrafter:
     """Drafts with `model`, whose embedding and (unless it brings its own) head are the target's.
 
-    `vocab_map` [draft vocabulary] gives the target's token id for each row of a reduced head. Where the last
+    `vocab_map` [draft vocabulary] gives the target's token id for each row of a reduced head. If the last
     `draft_ngram` tokens of a row have occurred before, their continuation is drafted instead; 0: never.
     """
 

@@ -147,7 +147,7 @@ class StepGraphs:
     def capture(
         self, sizes: Iterable[int], widths: Iterable[int], now: Iterable[Place] | None = None
     ) -> None:
-        """Allow these sizes and widths, and capture the pairs in `now` (None: all) at once.
+        """Allow these sizes and widths, and capture the pairs in `now` (default: all) at once.
 
         Capture the largest first, because the others fit into its memory.
         """
