@@ -1,1 +1,1 @@
-"""The host side: who runs next, what is emitted, when a request ends."""
+"""The host side: it chooses each step's sequences, emits their tokens, and ends requests."""

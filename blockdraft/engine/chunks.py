@@ -1,21 +1,21 @@
 """Chooses the prompt tokens of each prefill step, and the number of decode steps before the next one.
 
-While no row decodes, a chunk is as large as the plan allows. Rows that decode wait for each chunk, so then a
-chunk takes the time of a few decode steps, and of more steps the more prompts wait. The times are observed.
+While no row decodes, a chunk is as large as the plan allows. Rows that decode must wait for each chunk, so
+then a chunk takes as long as a few decode steps; the more prompts wait, the longer. The times are observed.
 A chunk has a minimum size; if that takes longer, more decode steps follow it. Chunk boundaries change no bit
-of a prompt's state (docs/lossless.md), so all of this may depend on the clock.
+of a prompt's state (docs/lossless.md), so the sizes may depend on the clock.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
 
-MIN_CHUNK = 128  # tokens; on a card fewer take as long
-MAX_BESIDE = 2048  # tokens while somebody decodes: of more a card does not make more
-OWN_STEPS = 2  # decode steps' time for a chunk, and one more for each prompt that waits
-MAX_STEPS = 8  # however many wait
-FADE = 0.8  # what an observation leaves of those before it
-SURPRISE = 4.0  # how much dearer than all before it may count: a graph is captured, a machine is suspended
+MIN_CHUNK = 128  # tokens; on a GPU a smaller chunk takes as long
+MAX_BESIDE = 2048  # tokens while a row decodes; a larger chunk does not raise a GPU's throughput
+OWN_STEPS = 2  # a chunk may take as long as this many decode steps, and one more per waiting prompt
+MAX_STEPS = 8  # the most decode steps that a chunk may take as long as
+FADE = 0.8  # each observation scales the older ones by this
+SURPRISE = 4.0  # limit on one observation, in means: a graph capture or a suspended machine is an outlier
 
 
 class Observed:
@@ -39,7 +39,7 @@ class Observed:
 
 
 class Chunks:
-    """The policy and its observations."""
+    """Choose chunk sizes from the observed times of steps."""
 
     def __init__(self, most: int) -> None:
         self.most = most  # tokens of a chunk, ever
@@ -51,7 +51,7 @@ class Chunks:
     # ---- what steps took
 
     def observe_prefill(self, num_tokens: int, seconds: float) -> None:
-        """Record a chunk's time. Chunks below the least size count only until a larger one was seen."""
+        """Record a chunk's time. A chunk below the minimum size counts only as the first observation."""
         if num_tokens >= self.least or self._token.each_s is None:
             self._token.observe(seconds, max(num_tokens, self.least))
 
@@ -62,14 +62,14 @@ class Chunks:
 
     @property
     def is_due(self) -> bool:
-        """Say if decoding has had its turn."""
+        """Say if a chunk may run now: no decode steps are left to run before it."""
         return self._num_owed == 0
 
     def count_decode(self) -> None:
         self._num_owed = max(0, self._num_owed - 1)
 
     def take(self, left: Items[int], *, is_decoding: bool) -> list[int]:
-        """Return how many tokens of each prompt, the oldest first, the next chunk takes of those `left`."""
+        """Return how many of the `left` tokens of each prompt the next chunk takes, oldest prompt first."""
         self._num_owed = 1
         if not is_decoding:
             return share(left, self.most, self.most)
@@ -84,11 +84,11 @@ class Chunks:
 
 
 def share(left: Items[int], size: int, most: int) -> list[int]:
-    """Cut `size` tokens among prompts, the oldest first; what is left of each is at least 1.
+    """Divide `size` tokens among prompts, the oldest first. Each prompt has at least 1 token `left`.
 
-    The oldest gets half, so that it always advances. The shortest goes first, so that it does not wait for a
-    long one, and is finished even if the chunk then has up to twice its size. Others start only if they end
-    in the chunk: a partial prompt yields no token.
+    The oldest prompt gets half, so that it always advances. The shortest prompt comes next, so that it does
+    not wait for a long one; it is finished even if the chunk grows to up to twice its size (at most `most`).
+    Other prompts start only if they end in the chunk, because a partial prompt yields no token.
     """
     order = sorted(range(len(left)), key=lambda prompt: left[prompt])  # of equals, the older
     shortest, counts = order[0], [0] * len(left)

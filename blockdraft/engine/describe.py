@@ -16,7 +16,7 @@ from blockdraft.kernels.kv_formats import EXACT
 from blockdraft.planner.draft_title import drafting_title
 from blockdraft.planner.plan import ELEMENT_BYTES, Plan
 
-NUM_SAMPLED = 256  # bytes of each tensor that a fingerprint looks at
+NUM_SAMPLED = 256  # bytes of each tensor that a fingerprint hashes
 
 
 def engine_info(engine: Engine) -> EngineInfo:
@@ -71,7 +71,7 @@ def kv_bytes_per_token(models: LoadedPair, plan: Plan) -> int:
 
 
 def kv_compression(models: LoadedPair, plan: Plan) -> float:
-    """Return how many times fewer bytes that is than without compression."""
+    """Return how many times fewer cache bytes a token takes than without compression."""
     taken = kv_bytes_per_token(models, plan)
     exact = replace(plan, kv_dtype=EXACT, draft_kv_dtype=EXACT)
     return kv_bytes_per_token(models, exact) / taken if taken else 1.0

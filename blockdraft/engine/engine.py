@@ -1,4 +1,4 @@
-"""Engine: requests in, deltas out, one step at a time. One thread owns it."""
+"""Engine: takes requests and returns deltas, one step at a time. One thread owns it."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ from blockdraft.text.detokenizer import TextStream
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """A step that may still run: a prefill's outcome, or a decode step's verdict on its way to the host."""
+    """A launched step, which may still run: a prefill, or a decode step whose verdict the host will read."""
 
     begun_s: float
     is_usual: bool = True  # its time is representative of such steps
-    is_in_parts: bool = False  # it reads masks that the next such step overwrites
-    end: torch.cuda.Event | None = None  # of a prefill on a card
+    is_in_parts: bool = False  # it reads masks that the next step in parts overwrites
+    end: torch.cuda.Event | None = None  # the end of a prefill on a GPU
     outcome: Outcome | None = None
     reading: Reading | None = None
     logprobs: Logprobs | None = None
@@ -117,14 +117,14 @@ class Engine:
         self.prefill_graphs: PrefillGraphs | None = None
         self.fingerprint = Fingerprint(reason="the start has not taken it")
         self._pending: tuple[Batch, Launched] | None = None
-        self._is_broken = False  # a change of rows and pages has begun and not ended
+        self._is_broken = False  # a change of rows and pages was interrupted
         self._collected_s = clock()  # when the last result arrived
         self._is_disturbed = False  # the last launch was so slow that the step before is read late
         self._ids = itertools.count()
         self._rates = None if models.rates is None else torch.tensor(models.rates, device=models.device)
 
     def replan(self, plan: Plan) -> None:
-        """Continue with another plan, made from measurements of this idle engine. Its memory stays."""
+        """Use another plan, made from measurements of this engine, which must be idle. Keep its memory."""
         assert not self.has_work, "the requests under way were scheduled by another plan"
         self.plan = plan
         self.scheduler.follow(plan)
@@ -138,7 +138,9 @@ class Engine:
         request_id: str | None = None,
         guide: Guide | None = None,
     ) -> str:
-        """Queue a prompt. Raises RequestError for what can never run, CapacityError for a full queue.
+        """Queue a prompt and return the request's id.
+
+        Raise RequestError if the request can never run, CapacityError if the queue is full.
 
         `guide`: the result of `guide_of(sampling)`, if another thread has computed it.
         """
@@ -165,7 +167,10 @@ class Engine:
         return request.id
 
     def guide_of(self, sampling: SamplingParams) -> Guide | None:
-        """Compile the structured output of an answer, which may take long. Any thread may call this."""
+        """Return the guide of an answer, or None if it needs none. Any thread may call this; it may be slow.
+
+        A guide enforces the structured output and the limit on thinking tokens.
+        """
         output, thinking = sampling.structured_outputs, sampling.thinking
         if output is None and (thinking is None or thinking.max_tokens is None):
             return None
@@ -179,7 +184,7 @@ class Engine:
         )
 
     def abort(self, request_id: str) -> list[Delta]:
-        """End a request now. Unknown or finished ids are ignored: the end may have crossed the abort."""
+        """End a request now. Ignore unknown ids: the request may have ended before the abort arrived."""
         return self._whole(lambda: self._abort(request_id))
 
     def _abort(self, request_id: str) -> list[Delta]:
@@ -254,16 +259,16 @@ class Engine:
     def step(self) -> list[Delta]:
         """Run one step and return what it adds to each answer.
 
-        With overlap the next step is launched before the last one's result is read: a stop is then
-        learnt one step late, and the row that runs once more is not looked at.
+        With overlap, the next step is launched before the last step's result is read. So the engine sees a
+        stop one step late, and drops the result of the extra step.
 
-        A step that is interrupted (Ctrl-C, no memory) leaves host and device apart, so every request that
-        has a row ends with it: it could only continue wrongly. Those that wait are served afterwards.
+        After an interrupted step (Ctrl-C, no memory) the host's state may differ from the device's. So every
+        request that has a row ends: its answer would continue wrongly. Waiting requests are served later.
         """
         return self._whole(self._step)
 
     def _whole(self, run: Callable[[], list[Delta]]) -> list[Delta]:
-        """Run something that changes rows and pages, and recover if it is interrupted."""
+        """Call `run`, which changes rows and pages. Recover if it is interrupted."""
         try:
             self._repair()
             self.scheduler.begin()
@@ -276,7 +281,7 @@ class Engine:
             raise
 
     def recover(self) -> None:
-        """End all sequences that have a row and free their pages, wherever the interrupt came."""
+        """End all sequences that have a row and free their pages, after an interrupt at any line."""
         self._is_broken = True
         self._pending = None
         self.stats.count_lost(self.scheduler.recover())
@@ -290,7 +295,7 @@ class Engine:
     def _step(self) -> list[Delta]:
         deltas = []
         pending = self._pending
-        # Masks follow from what was committed.
+        # The masks depend on the committed tokens.
         if pending is not None and (pending[1].is_in_parts or self.scheduler.has_structured_outputs):
             self._pending = None
             deltas = self._collect(*pending)
@@ -301,9 +306,9 @@ class Engine:
         return deltas if launched is None else deltas + self._collect(*launched)
 
     def capture(self, sizes: Items[int], widths: Items[int], now: Items[Place] | None = None) -> None:
-        """Capture the decode step for these numbers of rows and widths; others run kernel by kernel.
+        """Capture the decode step for these numbers of rows and widths; other steps run kernel by kernel.
 
-        `now`: the ones to capture at once; the others are captured when first used, or by `prepare`.
+        `now`: the pairs to capture at once; the others are captured when first used, or by `prepare`.
         """
         self.graphs = StepGraphs(self.decode, self.rows, capturing(self.models.device))
         self.graphs.capture(sizes, widths, now)
@@ -318,7 +323,7 @@ class Engine:
         self.scheduler.is_ready = always
 
     def prepare(self) -> bool:
-        """Capture one graph that later steps may use, while the engine is idle. False: none is left."""
+        """Capture one graph that later steps may use. Return False if none is left. The engine is idle."""
         if self.graphs is not None and self.graphs.capture_next(
             (num_rows, width)
             for num_rows, width in self.graphs.places
@@ -342,7 +347,7 @@ class Engine:
                 self._place(batch, graph.num_rows)
                 begun_s = self.clock()
                 return Launched(begun_s, is_usual, reading=Reading(graph.replay()))
-        # Run as many rows as the graph would: the arithmetic may depend on their number.
+        # Run as many rows as a graph would: the arithmetic may depend on the number of rows.
         self._place(batch, None if self.graphs is None else self.graphs.size(*place))
         begun_s = self.clock()
         verdict = self.decode(batch.width, num_logprobs)
@@ -372,7 +377,7 @@ class Engine:
         return StepInParts(lambda: self._parts(width, allowed=allowed, num_logprobs=num_logprobs), num_rows)
 
     def _mark(self) -> torch.cuda.Event | None:
-        """Record an event on the device's stream; None on a CPU, which runs synchronously."""
+        """Record and return an event on the device's stream. Return None on a CPU, which is synchronous."""
         if self.models.device.type != "cuda":
             return None
         mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -380,7 +385,7 @@ class Engine:
         return mark
 
     def wait(self) -> None:
-        """Return when the device has done what was asked of it so far."""
+        """Wait until the device has done all launched work."""
         if self.models.device.type == "cuda":
             torch.cuda.synchronize(self.models.device)
 
@@ -408,7 +413,7 @@ class Engine:
         )
 
     def _place(self, batch: Batch, num_rows: int | None = None) -> None:
-        """Write new sequences and pages to the rows, and activate the batch's, padded to `num_rows`."""
+        """Write new sequences and pages to the rows, and activate the batch's rows, padded to `num_rows`."""
         entries: list[tuple[int, int, list[int]]] = []
         exact: list[tuple[int, int, list[int]]] = []
         new = []
@@ -481,7 +486,7 @@ class Engine:
         return _to_host(found, token_ids, asked)
 
     def _collect(self, batch: Batch, launched: Launched) -> list[Delta]:
-        """Read a step's result (the only wait for the device) and apply it."""
+        """Read a step's result and apply it. Nothing else in a step waits for the device."""
         outcome = self._outcome(batch, launched)
         seconds = self._seconds(launched)
         seen = [sequence.row is not None for sequence in batch.sequences]
@@ -492,7 +497,7 @@ class Engine:
         return deltas
 
     def _seconds(self, launched: Launched) -> float | None:
-        """Return the time of the step just read; None if it is not representative of other steps.
+        """Return the time of the step just read, or None if it is not representative of other steps.
 
         The step ran from its launch, or from the end of the step before, until its result arrived.
         """
@@ -520,11 +525,11 @@ class Engine:
         return Outcome(token_ids, tuple(logprobs))
 
     def snapshot(self) -> Snapshot:
-        """Return all counters. This is the only method that any thread may call, also during a step."""
+        """Return all counters. Any thread may call this, also during a step."""
         return self.stats.snapshot(self._load())
 
     def _load(self) -> Load:
-        # During a step of another thread: each number is right, but they may be of two moments.
+        # Another thread may run a step now: each number is right, but they may belong to different moments.
         scheduler, chosen = self.scheduler, self.scheduler.chosen_step
         return Load(
             num_running=len(scheduler.running),
@@ -546,15 +551,15 @@ class Engine:
 
 
 def _guides(batch: Batch) -> list[Guide | None]:
-    """Return the guides that bind something now."""
+    """Return each row's guide, or None where it restricts nothing now."""
     guides = [sequence.guide for sequence in batch.sequences]
     return [guide if guide is not None and guide.is_binding else None for guide in guides]
 
 
 def _num_top(asked: Iterable[int | None]) -> int | None:
-    """Return how many of the likeliest tokens a step lists: always MAX_LOGPROBS if some row asks for any.
+    """Return how many of the likeliest tokens a step lists: MAX_LOGPROBS if any row requests some.
 
-    0: only the chosen tokens; None: no row asks.
+    0 means only the chosen tokens; None means that no row requests log-probabilities.
     """
     wanted = {count for count in asked if count is not None}
     if not wanted:
@@ -572,7 +577,7 @@ def _to_host(logprobs: Logprobs, token_ids: Items[int], num_top: int) -> tuple[T
 
 
 def _as_ints(token_ids: Items[int]) -> tuple[int, ...]:
-    """Return token ids as Python ints, whatever integer type they had."""
+    """Return token ids of any integer type as Python ints. Raise RequestError for other types."""
     try:
         if any(isinstance(token, bool) for token in token_ids):
             raise TypeError("a boolean")
@@ -584,7 +589,7 @@ def _as_ints(token_ids: Items[int]) -> tuple[int, ...]:
 def mix(seed: int, index: int) -> int:
     """Return a different seed for each (seed, index), as a signed 64-bit number (SplitMix64's finaliser).
 
-    It is not additive: the choices of one request must not share noise with those of another.
+    The mix is not additive, so that the choices of different requests never share noise.
     """
     mask = 2**64 - 1
     z = ((seed & mask) * 0xD1342543DE82EF95 + (index + 1) * 0x9E3779B97F4A7C15) & mask

@@ -1,8 +1,8 @@
-"""ExactPages: pages for the tokens that compressing layers still keep exact.
+"""ExactPages: allocates pages for the tokens that compressing layers still keep exact.
 
 A running row holds exact pages for its first tile, its window and the tokens it is about to write. A cached
-prefix can only be reused if the exact tokens at its end, its tail, are still there. So tails are kept where
-they may be asked for (`Scheduler._keep_tail`), by the nodes of their prefixes, until the pages are needed.
+prefix can only be reused if the exact tokens at its end, its tail, are still there. So tails that later
+prompts may need are kept (`Scheduler._keep_tail`), under their prefixes' nodes, until the pages are needed.
 A page is in exactly one state: blank, kept, or held by sequences; some held pages belong to a tail already.
 """
 
@@ -15,11 +15,11 @@ from collections.abc import Sequence as Items
 from blockdraft.engine.page_allocator import OutOfPages
 from blockdraft.kernels.kv_formats import TILE
 
-NO_PAGE = 0  # a page that a row does not hold any more: nobody reads it
+NO_PAGE = 0  # stands for a page that a row no longer holds; no kernel reads it
 
 
 class ExactPages:
-    """Hands out pages `first` … `num_pages - 1`. `compressed_end_at` is that of the rule of positions."""
+    """Hands out pages `first` … `num_pages - 1`. `compressed_end_at` is `PositionRule.compressed_end_at`."""
 
     def __init__(
         self, *, num_pages: int, first: int, page_size: int, compressed_end_at: Callable[[int], int]
@@ -29,7 +29,7 @@ class ExactPages:
         self._all = range(first, num_pages)
         self._blank = list(reversed(self._all))
         self._holders = [0] * num_pages
-        self._kept: OrderedDict[int, None] = OrderedDict()  # of tails that nobody holds, oldest first
+        self._kept: OrderedDict[int, None] = OrderedDict()  # of tails that no sequence holds, oldest first
         self._pages: dict[int, int] = {}  # by node
         self._nodes: dict[int, int] = {}  # by page
 
@@ -43,7 +43,7 @@ class ExactPages:
         return len(self._pages)
 
     def allocate(self, count: int) -> list[int]:
-        """Return `count` pages, blank ones first, then those of the oldest tails."""
+        """Return `count` pages: blank pages first, then the pages of the oldest tails."""
         if count > self.num_free:
             raise OutOfPages
         pages = []
@@ -56,7 +56,7 @@ class ExactPages:
         return pages
 
     def release(self, pages: Iterable[int]) -> None:
-        """Give pages back; NO_PAGE is none."""
+        """Give pages back, and skip NO_PAGE."""
         for page in pages:
             if page == NO_PAGE:
                 continue
@@ -69,7 +69,7 @@ class ExactPages:
                     self._blank.append(page)
 
     def recover(self) -> None:
-        """Free every page and keep all tails, whatever was interrupted in here: `PageAllocator.recover`."""
+        """Free every page and keep all tails, after an interrupt at any line. See `PageAllocator.recover`."""
         kept = [page for page in self._kept if page in self._nodes]
         self._kept = OrderedDict.fromkeys([*kept, *self._nodes])
         self._blank = [page for page in reversed(self._all) if page not in self._nodes]
@@ -85,12 +85,12 @@ class ExactPages:
         return [*range(first), *range(behind, num_pages)]
 
     def first_needed(self, length: int) -> int:
-        """Return the first page behind the first tile that a row of `length` tokens must hold."""
+        """Return the first page after the first tile that a row of `length` tokens must hold."""
         behind = self._cold_end(length // self.page_size * self.page_size) // self.page_size
         return max(behind, -(-TILE // self.page_size))
 
     def keep(self, node: int, page: int) -> None:
-        """Record that the held `page` has the exact tokens of the prefix `node`, unless another page has."""
+        """Record that the held `page` has the exact tokens of the prefix `node`, unless another page does."""
         assert self._holders[page] > 0
         if node not in self._pages and page not in self._nodes:
             self._pages[node] = page
@@ -107,9 +107,9 @@ class ExactPages:
             self._blank.append(page)
 
     def find(self, nodes: Items[int]) -> list[int]:
-        """Hold and return the exact pages of the longest prefix, of these nodes, whose tail was kept.
+        """Hold and return the exact pages of the longest prefix of these nodes whose tail was kept.
 
-        One for each of its pages, NO_PAGE where none is needed.
+        The list has an entry for each page of the prefix; NO_PAGE where no exact page is needed.
         """
         for count in range(len(nodes), 0, -1):
             needed = self.needed(count)

@@ -1,4 +1,4 @@
-"""Histogram: how often a value fell into which bucket, as Prometheus counts it."""
+"""Histogram: counts values by bucket, as Prometheus does."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
-    """`counts[i]` values were at most `buckets[i]` and above the one before; the last count is the rest."""
+    """`counts[i]` values were above `buckets[i - 1]` and at most `buckets[i]`; the last count is the rest."""
 
     buckets: tuple[float, ...]
     counts: tuple[int, ...]  # one more than buckets; not cumulative
@@ -19,7 +19,7 @@ class Histogram:
 
 
 class Recorder:
-    """A histogram that is still being counted."""
+    """Counts values for a histogram."""
 
     def __init__(self, buckets: Items[float]) -> None:
         assert list(buckets) == sorted(set(buckets)), f"buckets must rise: {buckets}"
@@ -43,5 +43,5 @@ def one_two_five(largest: int) -> tuple[float, ...]:
 
 
 def at_least(counts: Items[int]) -> tuple[int, ...]:
-    """Return how often a value was n or more, for each n; `counts[n]` is how often it was n."""
+    """Return, for each n, how many values were n or more; `counts[n]` is how many were exactly n."""
     return tuple(itertools.accumulate(reversed(counts)))[::-1]

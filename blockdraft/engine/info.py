@@ -1,4 +1,4 @@
-"""EngineInfo: what runs, in plain values, for the page, /metrics and the log."""
+"""EngineInfo: describes an engine in plain values, for the live page, /metrics and the log."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """All that decides an answer's tokens, beside the request; check/fingerprint.py makes it."""
+    """Everything but the request that decides an answer's tokens; check/fingerprint.py makes it."""
 
     id: str | None = None  # `system_fingerprint` of answers; None: answers cannot be repeated
     parts: Mapping[str, str] = field(default_factory=dict)
@@ -36,10 +36,10 @@ class EngineInfo:
     draft_format: str | None
     draft_bytes: int | None
     draft_kind: str | None  # "causal DFlash", "DFlash2 and n-grams of 12", "n-grams"
-    draft_hash: str | None  # which weights, whatever their name
+    draft_hash: str | None  # identifies the weights, whatever their name
     family: str
     vocab_size: int
-    width: int  # of requests that do not ask for one; 1: plain decoding
+    width: int  # of requests that set none; 1: plain decoding
     width_reason: str
     block: int
     dtype: str
@@ -57,11 +57,11 @@ class EngineInfo:
     kv_bytes_per_token: int  # of both models
     kv_compression: float  # how many times fewer than in the dtype; 1: nothing is compressed
     has_prefix_cache: bool
-    same_bits: bool  # a token is computed alike however it arrives, and whoever is beside it
+    same_bits: bool  # a token's bits depend neither on the rest of the batch nor on how prompts are chunked
     same_bits_reason: str
     fingerprint: Fingerprint
     is_dummy: bool  # random weights, for timing only
     synthetic_acceptance: str | None  # the profile by which drafts are kept, for timing only
-    sampling: Mapping[str, float]  # of requests that do not say
-    system_prompt: str  # what the chat template inserts where a conversation has none; empty: nothing
+    sampling: Mapping[str, float]  # the defaults of requests
+    system_prompt: str  # the chat template's default system prompt; empty: none
     notices: tuple[str, ...]  # what a reader of any output must know

@@ -1,4 +1,4 @@
-"""LoadedPair: everything an engine runs, loaded; `start/loading.py` makes it."""
+"""LoadedPair: everything that an engine runs; `start/loading.py` loads it."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ from blockdraft.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Labels:
-    """Mark engines that are good for timing only. The notices belong beside everything they print."""
+    """Labels of an engine that is good for timing only. Print the notices with all of its output."""
 
     is_dummy: bool = False  # the weights are random
     synthetic_acceptance: str | None = None  # the profile by which drafts are accepted
     notices: tuple[str, ...] = ()
-    chosen: tuple[str, ...] = ()  # of a GGUF file given by its path: what "auto" means for it, and why
+    chosen: tuple[str, ...] = ()  # for a GGUF file given by its path: what "auto" means for it, and why
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedPair:
-    """Everything an engine runs."""
+    """Everything that an engine runs."""
 
     config: ModelConfig
     draft_config: DraftConfig | None
@@ -54,14 +54,14 @@ class LoadedPair:
     dtype: str  # that both compute in
     stored: StoredForm  # what the target was read from
     draft_stored: StoredForm | None = None
-    rates: tuple[float, ...] | None = None  # synthetic acceptance, for timing alone; None: real
+    rates: tuple[float, ...] | None = None  # synthetic acceptance, for timing only; None: real
     labels: Labels = Labels()
     acceptance: Acceptance = field(default_factory=dict)  # of its drafts, by category; empty: not known
-    sampling: Mapping[str, float] = field(default_factory=dict)  # of requests that do not say
+    sampling: Mapping[str, float] = field(default_factory=dict)  # the defaults of requests
 
     @property
     def draft_name(self) -> str | None:
-        """Return the drafter's configuration, or None without a drafter."""
+        """Return the name of the drafter's configuration, NGRAM for n-grams only, or None for no drafter."""
         if self.draft_config is not None:
             return self.draft_config.name
         return NGRAM if isinstance(self.drafter, NgramDrafter) else None
@@ -89,7 +89,7 @@ class LoadedPair:
 
     @property
     def block_drafter(self) -> DFlashDrafter | None:
-        """Return the drafter if it drafts by a forward over a block, else None."""
+        """Return the drafter if it drafts a block with one forward, else None."""
         return self.drafter if isinstance(self.drafter, DFlashDrafter) else None
 
     def why_not_captured(self) -> str | None:
@@ -98,7 +98,7 @@ class LoadedPair:
         return self._why_no_graph() or next((reason for reason in reasons if reason is not None), None)
 
     def _why_no_graph(self) -> str | None:
-        """Return why no step can be captured here, or None."""
+        """Return why no step can be captured on this device, or None if steps can be."""
         if self.device.type != "cuda":
             reason = why_no_llvm(getattr(torch, self.dtype), self.device)
             is_native = self.target.kernels.available.path == "llvm"
@@ -113,7 +113,7 @@ class LoadedPair:
         return None
 
     def _why_not(self, module: nn.Module) -> str | None:
-        """Return why steps with this module cannot be captured, or None."""
+        """Return why steps with this module cannot be captured, or None if they can."""
         if isinstance(module, Experts):
             return module.why_not_captured() if self.device.type == "cuda" else "the host finds the experts"
         if not isinstance(module, Linear | Embedding) or not isinstance(module.weight, Packed):

@@ -1,10 +1,10 @@
-"""EngineLoop: the one thread that builds and touches an engine, and the way to it from other threads.
+"""EngineLoop: the one thread that makes and runs an engine; other threads reach it through a queue.
 
 The thread makes the engine first, so that its memory, its kernels and its OpenMP pool belong to one thread.
-Commands go in over one queue; deltas go out to each request's outlet, all of a step at once. Nobody
-changes what is in a queue, so only the queues are shared. Between two steps the thread takes every waiting
-command, so an abort works within one step. Without work it captures graphs for later steps, then it sleeps on
-the queue.
+Commands go in over one queue; deltas go out to each request's outlet, all of a step at once. No thread
+changes an item in a queue, so the threads share only the queues. Between two steps the thread takes every
+waiting command, so an abort takes effect within one step. While idle, the thread captures graphs for later
+steps, then sleeps until a command arrives.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from blockdraft.phases import StartProgress
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-QUIET_S = 1.0  # without a request, until an engine prepares graphs for later ones; arbitrary
+QUIET_S = 1.0  # idle time before the engine captures graphs for later requests; arbitrary
 MAX_FAILURES = 3  # steps in a row that may fail before the engine is given up; arbitrary
 
 
@@ -70,7 +70,7 @@ class EngineLoop:
         self._may_prepare = False
         self._served_s = -QUIET_S  # when the last step ended
         self._commands: SimpleQueue[_Add | str | None] = SimpleQueue()  # str: abort it; None: close
-        self._closing_lock = Lock()  # nothing may enter the queue behind the end: it would never be answered
+        self._closing_lock = Lock()  # no command may enter the queue after `None`: it would get no reply
         self._is_open = True
         self._compilers = ThreadPoolExecutor(2, "structured-outputs")  # its threads start with the first one
         self._compiling: dict[str, Future[None]] = {}
@@ -80,12 +80,12 @@ class EngineLoop:
         self._thread.start()
 
     def wait(self) -> EngineLoop:
-        """Return when the start has ended, well or not."""
+        """Wait until the start has ended, with success or failure, and return this loop."""
         self._has_started.wait()
         return self
 
     def snapshot(self) -> Snapshot | None:
-        """Return all counters of the engine now, to any thread; None before it is ready."""
+        """Return all counters of the engine, or None before it is ready. Any thread may call this."""
         return None if self.engine_info is None else self._engine.snapshot()
 
     def add(self, prompt_ids: Items[int], sampling: SamplingParams, receiver: Receiver) -> Future[None]:
@@ -99,7 +99,7 @@ class EngineLoop:
         return command.reply
 
     def _compile(self, command: _Add) -> None:
-        if not command.reply.cancelled():  # else its caller has gone before its turn came
+        if not command.reply.cancelled():  # else the request was aborted before it was compiled
             guide = _attempt(functools.partial(self._engine.guide_of, command.sampling))
             if not isinstance(guide, Exception):
                 self._queue(replace(command, guide=guide))
@@ -115,13 +115,13 @@ class EngineLoop:
         """End a request within one step. Its stream ends with finish reason "abort"."""
         reply = self._compiling.get(request_id)
         if reply is not None:
-            reply.cancel()  # what follows would reach the engine before the request does
+            reply.cancel()  # the abort below would reach the engine before the request does
         self._send(request_id)
 
     def close(self) -> None:
-        """Stop the thread after the step it is in; live requests end with EngineStopped.
+        """Stop the thread after its current step. Live requests end with EngineStopped.
 
-        A start is not waited for: it cannot be interrupted, and ends with the process.
+        Do not wait for a start that still runs: it cannot be interrupted, and ends with the process.
         """
         with self._closing_lock:
             if self._is_open:
@@ -141,7 +141,7 @@ class EngineLoop:
     def _run(self) -> None:
         failure = _attempt(self._start)
         if isinstance(failure, Exception):
-            self._give_up(failure)  # and answer whoever asks with the reason
+            self._give_up(failure)  # later requests get an error
         self._has_started.set()
         while self._drain_commands():
             self._step()
@@ -154,7 +154,7 @@ class EngineLoop:
         self._may_prepare = True
 
     def _drain_commands(self) -> bool:
-        """Carry out all commands, waiting until there is something to step. False: closed."""
+        """Carry out all commands, and wait until the engine has work. Return False if the loop is closed."""
         while True:
             is_idle = self.error is not None or not self._engine.has_work
             try:
@@ -173,14 +173,14 @@ class EngineLoop:
                 self._drop(command)
 
     def _next_command(self, *, is_idle: bool) -> _Add | str | None:
-        """Return the next command. Raises Empty if there is something to step or to prepare."""
+        """Return the next command. Raise Empty if the engine can run a step or prepare a graph instead."""
         if is_idle and not self._may_prepare:
             return self._commands.get()
         quiet_s = self._served_s + QUIET_S - time.monotonic() if is_idle else 0.0
         return self._commands.get(block=quiet_s > 0, timeout=max(quiet_s, 0.0))
 
     def _prepare(self) -> None:
-        """Prepare one thing, so that commands wait for no more. A failure is logged and left to the steps."""
+        """Capture at most one graph, so that a command waits for no more than one. Log a failure."""
         outcome = _attempt(self._engine.prepare)
         if isinstance(outcome, Exception):
             log.warning("a step could not be prepared: %s", outcome)
@@ -193,7 +193,7 @@ class EngineLoop:
         if self.error is not None:
             command.reply.set_exception(EngineStopped("the engine has failed: restart the server."))
             return
-        # add queues all choices or none, so whatever it raises is that one caller's affair.
+        # `add` queues all choices or none, so its errors concern only this request.
         outcome = _attempt(
             lambda: self._engine.add(command.prompt_ids, sampling, receiver.request_id, command.guide)
         )
@@ -231,7 +231,7 @@ class EngineLoop:
                     self._drop(receiver.request_id)
 
     def _drop(self, request_id: str) -> None:
-        """Abort in the engine; an id that has finished is ignored."""
+        """Abort a request in the engine. Ignore the ids of finished requests."""
         if self.error is not None or request_id not in self._live:
             return
         outcome = _attempt(lambda: self._engine.abort(request_id))
@@ -244,7 +244,10 @@ class EngineLoop:
         receiver.outlet.send([(receiver, delta) for delta in outcome])
 
     def _fail(self, error: Exception) -> None:
-        """End the requests of a step that failed (no memory, or a bug of ours) and go on with the others."""
+        """End the requests of a failed step (no memory, or a bug) and continue with the others.
+
+        Give up if too many steps in a row failed, or if the engine's check fails.
+        """
         log.error("a step of the engine failed", exc_info=error)
         self._num_failures += 1
         broken = _attempt(self._engine.check)
@@ -254,7 +257,7 @@ class EngineLoop:
             self._end_lost(StepFailed("the engine failed on an internal error: ask again."))
 
     def _give_up(self, error: Exception) -> None:
-        """Stop for good: the engine's state is unknown, or it never started."""
+        """Stop serving for good: the engine's state is unknown, or the start failed."""
         if not isinstance(error, BlockdraftError):
             log.error("the engine failed", exc_info=error)
         self.error = str(error) if isinstance(error, BlockdraftError) else f"{type(error).__name__}: {error}"
@@ -262,7 +265,7 @@ class EngineLoop:
         self._end_all(EngineStopped("the engine failed on an internal error: restart the server."))
 
     def _end_lost(self, reason: EngineStopped) -> None:
-        """End the streams of requests that the engine has dropped; the others are still queued there."""
+        """End the streams of requests that the engine has dropped; other requests are still in it."""
         for request_id in self._live.keys() - self._engine.live_ids:
             receiver = self._live.pop(request_id).receiver
             receiver.outlet.send([(receiver, reason)])
@@ -272,13 +275,13 @@ class EngineLoop:
         for request_id, item in live.items():
             if self.error is None:
                 failure = _attempt(functools.partial(self._engine.abort, request_id))
-                if isinstance(failure, Exception):  # the other streams must still hear of the end
+                if isinstance(failure, Exception):  # the other streams must still be ended
                     log.error("a request could not be aborted", exc_info=failure)
             item.receiver.outlet.send([(item.receiver, reason)])
 
 
 def _attempt(action: Callable[[], T]) -> T | Exception:
-    """Return the exception instead of raising it; the caller reports it. No other place catches them all."""
+    """Return the action's result, or its exception, which the caller reports. Only this catches them all."""
     try:
         return action()
     except Exception as error:  # noqa: BLE001

@@ -1,4 +1,4 @@
-"""PageAllocator: which pages are free, who shares them, and which prefixes they hold.
+"""PageAllocator: tracks which pages are free, which sequences hold them, and which prefixes they store.
 
 A page is in exactly one state: free and blank, free but remembered (its content can be claimed again), or
 held by one or more sequences. Remembered prefixes form a tree: a node is found by (its parent, the page's
@@ -18,19 +18,19 @@ ROOT = 0
 
 
 class OutOfPages(Exception):
-    """There are not enough pages right now: the scheduler preempts someone and tries again."""
+    """There are not enough free pages now: the scheduler preempts a sequence, or lets the request wait."""
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A remembered page: its prefix's identity is the chain of parents."""
+    """A remembered page. The chain of its parents identifies its prefix."""
 
     id: int
     key: Key
 
 
 class PageAllocator:
-    """Hands out pages `first` … `num_pages - 1`; a page is reused only when nobody holds it."""
+    """Hands out pages `first` … `num_pages - 1`; a page is reused only when no sequence holds it."""
 
     def __init__(self, *, num_pages: int, first: int, page_size: int) -> None:
         self.page_size = page_size
@@ -41,7 +41,7 @@ class PageAllocator:
         self._pages: dict[Key, int] = {}
         self._nodes: dict[int, Node] = {}  # by page
         self._next_node = ROOT + 1
-        self.num_forgotten = 0  # remembered pages that were given to others, since the start
+        self.num_forgotten = 0  # remembered pages that were reused for other content, since the start
         self.on_forget: Callable[[int], None] = lambda node: None
 
     @property
@@ -53,7 +53,7 @@ class PageAllocator:
         return len(self._blank) + len(self._remembered)
 
     def allocate(self, count: int) -> list[int]:
-        """Return `count` pages, blank ones first, then the longest unused remembered ones."""
+        """Return `count` pages: blank pages first, then the least recently used remembered ones."""
         if count > self.num_free:
             raise OutOfPages
         pages = []
@@ -66,7 +66,7 @@ class PageAllocator:
         return pages
 
     def release(self, pages: Items[int]) -> None:
-        """Give pages back. The tail is offered for reuse before the head, which more prompts share."""
+        """Give pages back. The last pages are reused before the first, which more prompts share."""
         for page in reversed(pages):
             self._holders[page] -= 1
             assert self._holders[page] >= 0, f"page {page} released twice"
@@ -77,10 +77,10 @@ class PageAllocator:
                     self._blank.append(page)
 
     def recover(self) -> None:
-        """Free every page and keep what is remembered, whatever was interrupted in here and at any line.
+        """Free every page and keep all remembered prefixes, after an interrupt at any line of this class.
 
-        All else is derived from `_nodes`: a page is in it from when its prefix is remembered until that is
-        forgotten, and only then is another prefix written there.
+        Everything else follows from `_nodes`: a page is in it from when its prefix is remembered until that
+        prefix is forgotten, and no other prefix is written there before.
         """
         newest_first = sorted(self._nodes, key=lambda page: -self._nodes[page].id)  # tails before heads
         free = [page for page in self._remembered if page in self._nodes]
@@ -92,7 +92,7 @@ class PageAllocator:
     def match(self, token_ids: Items[int], salt: str | None = None) -> list[int]:
         """Hold and return the pages of the longest remembered prefix made of whole pages.
 
-        Prompts with a salt share with those of the same salt only.
+        A prompt with a salt shares pages only with prompts of the same salt.
         """
         pages: list[int] = []
         parent: int | str = ROOT if salt is None else salt
@@ -114,11 +114,11 @@ class PageAllocator:
         salt: str | None = None,
         length: int | None = None,
     ) -> int:
-        """Register the full pages of the first `length` token_ids (None: of all), which are committed.
+        """Register the full pages of the first `length` token_ids (None: all). These tokens are committed.
 
-        The first `num_done` pages are registered; returns how many are now. A page whose prefix another page
-        holds already stays private, and so do the pages after it: their parent would be somebody else's. Only
-        when pages were forgotten (`num_forgotten`) may another try do better.
+        The first `num_done` pages are registered already; return how many are registered now. If another page
+        stores a page's prefix already, that page and all pages after it stay private: their parent would be
+        the other page. A later call can only register more after pages were forgotten (`num_forgotten`).
         """
         root: int | str = ROOT if salt is None else salt
         parent = self._nodes[pages[num_done - 1]].id if num_done else root
@@ -156,7 +156,7 @@ class PageAllocator:
         self.num_forgotten += 1
 
     def _chunks(self, token_ids: Items[int], first: int, length: int) -> Iterable[tuple[int, ...]]:
-        """Yield the tokens of each page that the first `length` fill, from page `first` on."""
+        """Yield the tokens of each page that the first `length` tokens fill, from page `first` on."""
         size = self.page_size
         for begin in range(first * size, length - size + 1, size):
             yield tuple(token_ids[begin : begin + size])

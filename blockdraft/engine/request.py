@@ -1,4 +1,4 @@
-"""Requests and answers as frozen values. No torch here."""
+"""Requests and answers. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     min_tokens: int = 0
-    max_tokens: int | None = None  # None: as far as the context goes
-    logprobs: int | None = None  # 0: of the chosen token only; k: and the k likeliest
+    max_tokens: int | None = None  # None: up to the context limit
+    logprobs: int | None = None  # 0: of the chosen token only; k: also of the k likeliest tokens
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     width: int | None = None  # None: the engine's; 1: no speculation for this request
@@ -140,16 +140,16 @@ def check_request(
     most_context: int,
     block: int,
 ) -> None:
-    """Raise RequestError, naming the field, for a request that these limits can never run.
+    """Raise RequestError, naming the field, if a request can never run within these limits.
 
-    `most_context`: what --max-model-len could be raised to, for the advice.
+    `most_context`: the highest possible --max-model-len, for the advice in the error.
     """
     if not prompt_ids:
         raise RequestError("the prompt is empty: give at least one token.", "prompt")
     if len(prompt_ids) >= max_model_len:
         raised = f", or start with --max-model-len {most_context}" if len(prompt_ids) < most_context else ""
         raise RequestError(
-            # OpenAI's words, by which routers and agents know the case.
+            # OpenAI's wording, which routers and agents match.
             f"This model's maximum context length is {max_model_len} tokens. However, the prompt has "
             f"{len(prompt_ids)} tokens, and the answer needs one more: shorten it{raised}.",
             "prompt",
@@ -200,7 +200,7 @@ class TokenLogprobs:
 class Metrics:
     """The cost of an answer. `accepted[i]` counts the steps in which draft i + 1 was accepted.
 
-    Drafts behind the answer's end are not counted: every step delivered one token and its accepted drafts.
+    Drafts after the answer's end are not counted: each step delivered one token and its accepted drafts.
     """
 
     num_tokens: int
@@ -214,7 +214,7 @@ class Metrics:
     first_token_s: float
     seconds: float
     reached: tuple[int, ...] = ()  # [i]: steps that drafted draft i + 1 and accepted all before it
-    is_cut: bool = False  # the answer ends inside its last block: all that was delivered of it were drafts
+    is_cut: bool = False  # the answer ends inside its last block, whose delivered tokens are all drafts
     seed: int | None = None  # with this seed, a request for one choice gets the same tokens
 
     @property
@@ -224,15 +224,15 @@ class Metrics:
 
 
 def counted_width(width: int, num_committed: int, num_kept: int) -> int:
-    """Return the width that a block counts with: fewer if its answer ends inside, so kept = accepted + 1."""
+    """Return the width to count for a block; smaller if its answer ends inside, so kept = accepted + 1."""
     return width if num_kept == num_committed else max(num_kept, 1)
 
 
 @dataclass(slots=True)
 class Delta:
-    """The tokens and text that one step adds to one choice; the last has a finish reason and metrics.
+    """The tokens and text that one step adds to one choice. The last delta has a finish reason and metrics.
 
-    It is not frozen: one is made per row and step, which would take five times as long.
+    The class is not frozen: a delta is made per row and step, and a frozen one takes five times as long.
     """
 
     request_id: str
@@ -247,6 +247,6 @@ class Delta:
     ends_request: bool = False  # no choice of its request is left; EngineLoop sets it
 
     def __reduce__(self) -> tuple[type[Delta], tuple[object, ...]]:
-        """Pickle by position, which takes less than half of the time."""
+        """Pickle by position, which takes less than half as long as the default."""
         begin = (self.request_id, self.index, self.text, self.token_ids, self.logprobs, self.prompt_logprobs)
         return Delta, (*begin, self.finish_reason, self.stop_reason, self.metrics, self.ends_request)

@@ -1,8 +1,8 @@
-"""Scheduler: chooses who runs next, on which row, in which pages, and applies each step's outcome.
+"""Scheduler: gives sequences rows and pages, chooses each step's batch, and applies its outcome.
 
-A step is all prefill or all decode; while both have work they take turns, of the lengths that `chunks.py`
-chooses. Rows that verify the same width decode together. When pages run out, the youngest sequence loses its
-row and later starts again from its tokens: sampling noise is keyed by position, so its text stays the same.
+A step is all prefill or all decode. While both have work they alternate; `chunks.py` chooses how often. Rows
+that verify the same width decode together. When pages run out, the youngest sequence loses its row, and is
+later prefilled again from its tokens: sampling noise is keyed by position, so its text stays the same.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from blockdraft.planner.plan import Plan
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The decision for one step; complete and frozen."""
+    """The sequences and sizes of one step."""
 
     kind: Literal["prefill", "decode"]
     sequences: tuple[Sequence, ...]
@@ -36,19 +36,19 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of a step, on the host. A prefill's has only prompt logprobs, if any."""
+    """The result of a step, on the host. A prefill has no tokens, only prompt logprobs if requested."""
 
     token_ids: tuple[tuple[int, ...], ...] = ()  # per row, committed tokens only
     logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()  # per row, one per token
 
 
 def always(num_rows: int, width: int) -> bool:
-    """Say that a step is ready: without graphs nothing has to be captured first."""
+    """Return True: without graphs, no step has to be captured before it runs."""
     return True
 
 
 class Scheduler:
-    """Queues, rows and pages."""
+    """Holds the queues, and hands out rows and pages."""
 
     def __init__(
         self,
@@ -66,11 +66,11 @@ class Scheduler:
         self._free_rows = list(reversed(range(plan.max_num_seqs)))
         self._at_begin: tuple[Sequence, ...] = ()
         self._last_width = 0
-        self.is_ready: Callable[[int, int], bool] = always  # whether a step of so many rows can run at once
+        self.is_ready: Callable[[int, int], bool] = always  # (rows, width): such a step can run at once
         self.follow(plan)
 
     def follow(self, plan: Plan) -> None:
-        """Use `plan` from now on; it has the same rows and pages as the plan before."""
+        """Use `plan` from now on. It must have the same rows and pages as the previous plan."""
         self._plan = plan
         self.chunks = Chunks(plan.max_prefill_tokens)
         self._width_controller = WidthController.of(plan) if plan.step_costs else None
@@ -78,7 +78,7 @@ class Scheduler:
     # ---- requests in and out
 
     def add(self, sequences: list[Sequence]) -> None:
-        """Queue all choices of one request, or none."""
+        """Queue all choices of one request, or raise and queue none."""
         most = self._plan.max_queue
         if len(sequences) > most:
             raise RequestError(
@@ -106,15 +106,15 @@ class Scheduler:
         return len(self.waiting) + num_sequences <= self._plan.max_queue
 
     def begin(self) -> None:
-        """Note who runs before a step: if it is interrupted, their results are lost."""
+        """Record the running sequences before a step: if it is interrupted, their results are lost."""
         self._at_begin = tuple(self.running)
 
     def recover(self) -> list[Sequence]:
-        """Repair rows and pages after an interrupt at any line, and return the choices that end with it.
+        """Repair rows and pages after an interrupt at any line, and return the choices that end.
 
-        Every request ends that has a row, had one when the step began, or was about to get or lose one. Then
-        nobody holds a page, so all counts start anew. The last step is not remembered: it may not have run to
-        its end. Waiting requests have nothing on the device and lose nothing.
+        A request ends if one of its choices has a row, had one when the step began, or was about to get or
+        lose one. Then no sequence holds a page, so all counts restart at zero. The pages of the last step are
+        not remembered: it may not have finished. Waiting requests have no state on the device to lose.
         """
         touched = {sequence.request.id for sequence in (*self._at_begin, *self.running)}
         touched |= {sequence.request.id for sequence in self.waiting if sequence.is_touched}
@@ -137,7 +137,7 @@ class Scheduler:
 
     @property
     def has_structured_outputs(self) -> bool:
-        """Say if a structured output binds a running answer."""
+        """Say if a structured output restricts a running answer now."""
         return any(one.guide is not None and one.guide.is_binding for one in self.running)
 
     @property
@@ -147,7 +147,7 @@ class Scheduler:
     # ---- deciding
 
     def schedule(self) -> Batch | None:
-        """Return the next step, with rows and pages taken, or None if nothing is queued."""
+        """Return the next step, with its rows and pages allocated, or None if no sequence can run."""
         self._admit()
         decoding = [sequence for sequence in self.running if sequence.is_decoding]
         prefilling = []
@@ -161,7 +161,7 @@ class Scheduler:
         return None
 
     def _admit(self) -> None:
-        """Give waiting sequences, in order, a row, and pages for all known tokens and one block."""
+        """Give waiting sequences, in order, a row and pages for all known tokens and one block."""
         while self.waiting and self._free_rows:
             sequence = self.waiting[0]
             if self._waits_for_its_prompt(sequence) or not self._take_pages(sequence):
@@ -170,7 +170,7 @@ class Scheduler:
             if sequence.tally.start_s is None:
                 sequence.tally.start_s = self.clock()
             self.running.append(sequence)
-            self.waiting.popleft()  # last: at no moment is it in neither list
+            self.waiting.popleft()  # last: the sequence is always in one of the lists
 
     def _waits_for_its_prompt(self, sequence: Sequence) -> bool:
         """Say if another choice of the request is about to write the prompt to the cache."""
@@ -200,10 +200,10 @@ class Scheduler:
             sequence.tally.num_cached_tokens = sequence.length
         return True
 
-    # ---- exact pages, if layers compress; the plan has enough for every row and every chunk
+    # ---- exact pages, if layers compress: the plan has enough for every row and every chunk
 
     def _with_tail(self, sequence: Sequence, shared: list[int]) -> list[int]:
-        """Return the pages of a cached prefix as far as its tail was kept; release the others."""
+        """Return the pages of the longest part of a cached prefix whose tail was kept; release the others."""
         if self.exact is None:
             return shared
         known, salt = sequence.token_ids[:-1], sequence.request.sampling.cache_salt
@@ -222,7 +222,7 @@ class Scheduler:
             sequence.exact_pages += self.exact.allocate(missing)
 
     def _trim_exact(self, sequence: Sequence, length: int) -> None:
-        """Release what no query of the row, which has `length` tokens, will read exact again."""
+        """Release the exact pages that the row, which has `length` tokens, will not read again."""
         if self.exact is None:
             return
         first = min(self.exact.first_needed(length), len(sequence.exact_pages))
@@ -232,7 +232,7 @@ class Scheduler:
         sequence.first_exact = max(first, sequence.first_exact)
 
     def _keep_tail(self, sequence: Sequence, length: int) -> None:
-        """Keep the tail of the first `length` tokens: a prompt with the same prefix can continue there."""
+        """Keep the tail of the first `length` tokens: other prompts can then continue from that prefix."""
         if self.exact is None or not self._plan.prefix_cache:
             return
         nodes = self.pages.nodes_of(sequence.token_ids, length, sequence.request.sampling.cache_salt)
@@ -248,7 +248,7 @@ class Scheduler:
     # ---- steps
 
     def _prefill(self, sequences: list[Sequence], *, is_decoding: bool) -> Batch:
-        """Schedule one chunk. Its outcome is certain, so lengths move now."""
+        """Schedule one chunk. Its outcome is certain, so update the lengths now."""
         taken = self.chunks.take([s.num_to_prefill for s in sequences], is_decoding=is_decoding)
         chosen = [(sequence, count) for sequence, count in zip(sequences, taken, strict=True) if count]
         starts = [sequence.length for sequence, _ in chosen]
@@ -258,7 +258,7 @@ class Scheduler:
         return self._batch("prefill", [s for s, _ in chosen], starts, [n for _, n in chosen], width=0)
 
     def _decode(self, sequences: list[Sequence]) -> Batch | None:
-        """Schedule all rows of one width; widths take turns."""
+        """Schedule all rows that have one width. Steps of different widths alternate."""
         widths = self._widths(sequences)
         different = sorted(set(widths))
         width = next((w for w in different if w > self._last_width), different[0])
@@ -286,12 +286,12 @@ class Scheduler:
         return ChosenStep() if self._width_controller is None else self._width_controller.last
 
     def num_plain(self, batch: Batch) -> float | None:
-        """Return how many plain steps of as many rows take as long as this step; None if unknown."""
+        """Return how many plain steps of as many rows take as long as this step, or None if unknown."""
         controller = self._width_controller
         return None if controller is None else controller.costs.num_plain(len(batch.sequences), batch.width)
 
     def is_likely(self, num_rows: int, width: int) -> bool:
-        """Say if a step of so many rows is likely to have that width."""
+        """Say if a step of `num_rows` rows is likely to have this width."""
         planned = (
             self._plan.width
             if self._width_controller is None
@@ -313,7 +313,7 @@ class Scheduler:
         return Batch(kind, tuple(sequences), tuple(starts), tuple(counts), width)
 
     def _grow(self, sequences: list[Sequence]) -> bool:
-        """Allocate pages for the coming block, preempting the youngest rows. True: some lost their row."""
+        """Allocate pages for the coming block; preempt the youngest rows if needed. Say if any were."""
         before, block, page_size = self.num_preemptions, self._plan.block, self.pages.page_size
         for sequence in sequences:
             end = sequence.length + sequence.num_in_flight + block
@@ -330,8 +330,8 @@ class Scheduler:
                 self._preempt(self.running[-1])
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Move a running sequence to the head of the queue; the prefix cache may keep what it computed."""
-        self.waiting.appendleft(sequence)  # first: at no moment is it in neither list
+        """Move a running sequence to the head of the queue; the prefix cache may keep its pages."""
+        self.waiting.appendleft(sequence)  # first: the sequence is always in one of the lists
         self._retire(sequence)
         sequence.length = 0
         sequence.forget_partial_prompt_logprobs()
@@ -339,7 +339,7 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _retire(self, sequence: Sequence) -> None:
-        """Take row and pages away. A step in flight may still write there, but it runs before the next."""
+        """Free the row and pages. A step in flight may still write to them, but it runs before any reuse."""
         assert sequence.row is not None
         self._keep_tail(sequence, sequence.length)
         self._release_exact(sequence)
@@ -360,9 +360,9 @@ class Scheduler:
             self.chunks.observe_decode(seconds)
 
     def commit(self, batch: Batch, outcome: Outcome, seconds: float | None = None) -> list[Delta]:
-        """Apply a step's outcome to its sequences and return what it adds to their answers.
+        """Apply a step's outcome to its sequences and return the deltas of their answers.
 
-        A sequence that ended or was preempted meanwhile has no row: its outcome is dropped.
+        Drop the outcome of a sequence without a row: it ended or was preempted meanwhile.
         `seconds`: the time of the step, if known.
         """
         if seconds is not None:

@@ -1,4 +1,4 @@
-"""Sequence: the host's view of one choice of one request, and the rules by which it ends."""
+"""Sequence: the host's state of one choice of one request, and the rules that end it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from blockdraft.text.detokenizer import TextStream
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """Tokens [0, length) are in the cache (or will be when the step in flight has run).
+    """One choice of a request. Its tokens [0, length) are in the cache once the step in flight has run.
 
     While decoding, `length == len(token_ids) - 1`: the last token is the anchor.
     """
@@ -28,19 +28,19 @@ class Sequence:
     stream: TextStream | None  # None: no tokenizer, no text
     leader: Sequence | None  # the choice whose prompt pages this one will share
     guide: Guide | None = None  # of its structured output
-    may_change_width: bool = False  # nobody asked for it: it may change from step to step
+    may_change_width: bool = False  # the request set no width: it may change from step to step
 
     token_ids: list[int] = field(default_factory=list)
     length: int = 0
     row: int | None = None
     pages: list[int] = field(default_factory=list)
-    num_placed_pages: int | None = None  # pages the device row knows; None: row not set up
-    exact_pages: list[int] = field(default_factory=list)  # where layers compress: NO_PAGE where not held
-    num_placed_exact: int = 0  # of them, what the device row knows
-    first_exact: int = 0  # those before it are not held, but for the first tile's
-    branch: int | None = None  # tokens after which another prompt went another way, and no tail was kept
+    num_placed_pages: int | None = None  # pages written to the device's row; None: the row is not set up
+    exact_pages: list[int] = field(default_factory=list)  # if layers compress; NO_PAGE where not held
+    num_placed_exact: int = 0  # exact pages written to the device's row
+    first_exact: int = 0  # exact pages before it are not held, except the first tile's
+    branch: int | None = None  # length of a cached prefix that had no tail: keep one when prefill gets there
     num_remembered_pages: int = 0
-    barred_at: int | None = None  # PageAllocator.num_forgotten when its next prefix was another's
+    barred_at: int | None = None  # PageAllocator.num_forgotten when another page stored its next prefix
     num_in_flight: int = 0  # tokens that steps not yet committed may add
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
@@ -69,7 +69,7 @@ class Sequence:
 
     @property
     def is_touched(self) -> bool:
-        """Say if a waiting sequence was on its way to a row, out of one, or to its end."""
+        """Say if a waiting sequence was interrupted while it got a row, lost one, or ended."""
         has_pages = bool(self.pages or self.exact_pages)
         return self.row is not None or has_pages or self.finish_reason is not None
 
@@ -85,19 +85,19 @@ class Sequence:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Say if prompt logprobs are missing: then every prompt position must pass through the model."""
+        """Say if requested prompt logprobs are missing: then the model must run on the whole prompt."""
         is_asked = self.request.sampling.prompt_logprobs is not None
         return is_asked and len(self.prompt_logprobs) < self.num_prompt
 
     def forget_partial_prompt_logprobs(self) -> None:
-        """Start again with the first token, which nothing predicts; keep a complete list."""
+        """Restart an incomplete list at the first token, which has no logprob. Keep a complete list."""
         if len(self.prompt_logprobs) < self.num_prompt:
             self.prompt_logprobs = [None]
 
     def accept(
         self, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...], now_s: float, width: int
     ) -> Delta:
-        """Append the tokens of a step up to the first stop, and return the answer's next piece."""
+        """Append the tokens of a step up to the first stop, and return the answer's next delta."""
         if self.guide is not None and self.guide.error is not None:
             self.tally.count_step(width, len(token_ids), 0)
             self.finish_reason, self.stop_reason = "abort", f"the structured output: {self.guide.error}"
@@ -114,9 +114,10 @@ class Sequence:
         return self.delta(kept, logprobs[:num_kept], now_s)
 
     def _read(self, token_ids: tuple[int, ...]) -> int:
-        """Return how many of the tokens belong to the answer; set the reasons if it ends with them.
+        """Return how many of the tokens belong to the answer. Set the finish reasons if it ends here.
 
-        An end token, a stop string or the limit ends it, whichever comes first; on a tie, in this order.
+        An end token, a stop string or the length limit ends the answer, whichever comes first. The limit
+        yields to the other two if they come with the last token.
         """
         num_room = self.max_length - len(self.token_ids)
         num_protected = self.sampling.min_end - 1 - len(self.token_ids)  # tokens that may not end it
@@ -147,7 +148,7 @@ class Sequence:
             self.stream.push((token,), num_protected=1)
 
     def delta(self, token_ids: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...], now_s: float) -> Delta:
-        """Return the piece to stream, with metrics if it is the last."""
+        """Return the delta to stream, with metrics if it is the last."""
         is_last = self.finish_reason is not None
         text = ""
         if self.stream is not None:
@@ -196,7 +197,7 @@ class Tally:
 
     drafted: int = 0
     num_committed: list[int] = field(default_factory=lambda: [0])  # [n]: steps that committed n tokens
-    num_reached: list[int] = field(default_factory=lambda: [0])  # [n]: steps that came to n of their drafts
+    num_reached: list[int] = field(default_factory=lambda: [0])  # [n]: steps that reached n of their drafts
     record: DraftRecord = field(default_factory=DraftRecord)
     is_cut: bool = False  # the answer ended inside the last block
     preemptions: int = 0
@@ -214,7 +215,7 @@ class Tally:
             self.num_committed.extend([0] * (width + 1 - len(self.num_committed)))
             self.num_reached.extend([0] * (width - len(self.num_reached)))
         self.num_committed[num_kept] += 1
-        self.num_reached[min(num_kept, counted - 1)] += 1  # the first wrong draft, too
+        self.num_reached[min(num_kept, counted - 1)] += 1  # includes the first wrong draft
 
     @property
     def steps(self) -> int:
@@ -222,7 +223,7 @@ class Tally:
 
     @property
     def accepted(self) -> tuple[int, ...]:
-        """Return [i]: steps in which draft i + 1 was accepted."""
+        """Return counts [i] of the steps in which draft i + 1 was accepted."""
         return at_least(self.num_committed)[2:]
 
     @property

@@ -1,7 +1,7 @@
-"""Counters of an engine since it started: what /metrics, the live page and the benchmark read.
+"""Counters of an engine since it started, for /metrics, the live page and the benchmark.
 
-The engine's thread counts, any thread may take a snapshot. Histograms have vLLM's names and buckets, so that
-dashboards made for it can be kept.
+The engine's thread counts; any thread may take a snapshot. Histograms have vLLM's names and buckets, so that
+vLLM's dashboards work.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING
 from blockdraft.engine.histogram import Histogram, Recorder, at_least, one_two_five
 from blockdraft.engine.request import Delta, Metrics, counted_width
 
-if TYPE_CHECKING:  # what they import needs torch, which a reader of snapshots does not
+if TYPE_CHECKING:  # these modules import torch, which a reader of snapshots does not need
     from blockdraft.engine.scheduler import Batch
     from blockdraft.engine.sequence import Sequence
 
 RECENT_S = 300
-ENOUGH_BLOCKS = 8  # lately, to say what a step commits
-LATELY_S = 10  # whole seconds over which the fate of drafts is told; arbitrary
+ENOUGH_BLOCKS = 8  # recent blocks needed to report a speedup
+LATELY_S = 10  # whole seconds over which recent drafts are reported; arbitrary
 
 _FIRST_TOKEN_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
@@ -52,13 +52,13 @@ class Load:
     num_pages: int = 0
     num_pages_used: int = 0
     num_preemptions: int = 0  # since the start
-    chosen_rows: int = 0  # of the last step whose width was chosen; 0: there was none
+    chosen_rows: int = 0  # of the last step whose width was chosen; 0: no step yet
     chosen_width: int = 0
     speedup: float | None = None  # lately, against plain steps of as many rows; None: not known
 
     @property
     def speculation(self) -> str:
-        """Say in words if drafts pay, and against what; "" if no width was chosen yet."""
+        """Return a sentence on whether speculation pays, or "" if no width was chosen yet."""
         if not self.chosen_rows:
             return ""
         at_once = "one answer" if self.chosen_rows == 1 else f"{self.chosen_rows} answers at once"
@@ -67,31 +67,31 @@ class Load:
         tried = f"speculation: on, {self.chosen_width} tokens tried per step"
         if self.speedup is None:
             return f"{tried} with {at_once}"
-        speedup = math.floor(10 * self.speedup) / 10  # rounded up it could be beyond the tokens per step
+        speedup = math.floor(10 * self.speedup) / 10  # rounded up, it could exceed the tokens per step
         return f"{tried} with {at_once}, lately {speedup:.1f}x the speed of plain decoding"
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One second, and what was done in it."""
+    """The work of one second."""
 
-    time_s: int  # its begin, on the engine's clock
+    time_s: int  # its start, on the engine's clock
     tokens: int
     steps: int
 
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """Rows that were verified, and how their drafts fared. Drafts behind an answer's end do not count."""
+    """Counts of verified rows and of their drafts. Drafts after an answer's end do not count."""
 
     num_blocks: int = 0
     drafted: tuple[int, ...] = ()  # [i]: drafts that were verified at position i + 1; narrow blocks have few
-    accepted: tuple[int, ...] = ()  # [i]: those of them that were accepted
-    plain_blocks: float = 0.0  # that plain steps would have verified in the time of these
-    num_untold: int = 0  # blocks of which that is not known
+    accepted: tuple[int, ...] = ()  # [i]: drafts at position i + 1 that were accepted
+    plain_blocks: float = 0.0  # blocks that plain steps would have verified in the same time
+    num_untold: int = 0  # blocks whose time in plain steps is not known
 
     def since(self, before: Drafts) -> Drafts:
-        """Return what was added since `before`."""
+        """Return the counts added since `before`."""
         return Drafts(
             self.num_blocks - before.num_blocks,
             _differences(self.drafted, before.drafted),
@@ -102,12 +102,15 @@ class Drafts:
 
     @property
     def tokens_per_block(self) -> float | None:
-        """Return None if no block was verified."""
+        """Return the mean tokens that a block commits, or None if no block was verified."""
         return 1 + sum(self.accepted) / self.num_blocks if self.num_blocks else None
 
     @property
     def speedup(self) -> float | None:
-        """Return the speed over plain steps, at most `tokens_per_block`; None: unknown, or few blocks."""
+        """Return the speed relative to plain steps, at most `tokens_per_block`.
+
+        None if it is unknown, or if there were fewer than ENOUGH_BLOCKS blocks.
+        """
         if self.num_untold or self.num_blocks < ENOUGH_BLOCKS:
             return None
         return (self.num_blocks + sum(self.accepted)) / self.plain_blocks
@@ -124,24 +127,24 @@ def _differences(after: tuple[int, ...], before: tuple[int, ...]) -> tuple[int, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot(Load):
-    """Everything that is counted, at one moment. Durations and times are on the engine's clock."""
+    """All counters at one moment. Durations and times are on the engine's clock."""
 
     time_s: float
-    num_prefill_tokens: int  # that went through the model
+    num_prefill_tokens: int  # prompt tokens that went through the model
     num_cached_tokens: int  # prompt tokens found in the prefix cache instead
     prompt_tokens: int  # of all choices that have begun their answer
     generation_tokens: int
     num_decode_steps: int
     num_prefill_steps: int
     num_blocks: int  # rows verified, over all decode steps
-    num_drafts: int  # those of them that held drafts: verified at a width above 1
+    num_drafts: int  # blocks that held drafts: verified at a width above 1
     num_drafted: int
     accepted: tuple[int, ...]  # [i]: drafts at position i + 1 that were accepted
     num_accepted: int
     finished: Mapping[str, int]  # choices, by reason; "error": lost with a failed step
     histograms: Mapping[str, Histogram]
     recent: tuple[Point, ...]  # whole seconds without a gap, newest last, at most RECENT_S
-    lately: Drafts  # of the last LATELY_S seconds, the one that runs included
+    lately: Drafts  # of the last LATELY_S seconds, the current one included
 
 
 class Stats:
@@ -154,9 +157,9 @@ class Stats:
         self.num_prompt_tokens = 0
         self.num_decode_steps = 0
         self.num_blocks = 0  # rows verified, over all decode steps
-        self.plain_blocks = 0.0  # that plain steps would have verified in the time of these
-        self.num_untold = 0  # of them, whose time is not known in plain steps
-        self.num_drafts = 0  # those of them that held drafts
+        self.plain_blocks = 0.0  # blocks that plain steps would have verified in the same time
+        self.num_untold = 0  # blocks whose time in plain steps is not known
+        self.num_drafts = 0  # blocks that held drafts
         self.num_drafted = 0
         self.num_emitted = 0
         self.drafted: list[int] = []  # [i]: drafts at position i + 1
@@ -177,7 +180,7 @@ class Stats:
         deltas: Items[Delta],
         num_plain: float | None = None,
     ) -> None:
-        """Count one step: its live `sequences`, their committed tokens and deltas (a prefill has neither).
+        """Count one step: its live `sequences`, their committed tokens and deltas (both empty for a prefill).
 
         `num_plain`: how many plain steps take as long, if known.
         """
@@ -202,7 +205,7 @@ class Stats:
             self._recent.count(self._clock(), num_tokens=self.num_emitted, num_steps=num_steps)
 
     def count_aborted(self, deltas: Items[Delta]) -> None:
-        """Count choices that their client ended."""
+        """Count aborted choices."""
         with self._lock:
             for delta in deltas:
                 self._ended.pop(delta.request_id, None)
@@ -216,7 +219,7 @@ class Stats:
             self.finished["error"] += len(sequences)
 
     def snapshot(self, load: Load) -> Snapshot:
-        """Return all counters, to any thread."""
+        """Return all counters. Any thread may call this."""
         with self._lock:
             now_s = self._clock()
             lately = self._lately(int(now_s))
@@ -251,7 +254,7 @@ class Stats:
         return now.since(next((begin for at, begin in self._begins if at > second - LATELY_S), now))
 
     def _count_blocks(self, width: int, num_committed: Items[int], num_kept: Items[int]) -> None:
-        """Count the rows of one step, of whose committed tokens the answers kept `num_kept`."""
+        """Count the rows of one step, by how many tokens each committed and its answer kept."""
         second = int(self._clock())
         if not self._begins or self._begins[-1][0] < second:
             self._begins.append((second, self._drafts()))
@@ -274,7 +277,7 @@ class Stats:
 
     def _count_latencies(self, sequences: Items[Sequence]) -> None:
         now_s = self._clock()
-        num_rows: dict[float, int] = {}  # by the time of their last tokens, which rows of one step share
+        num_rows: dict[float, int] = {}  # by the time of their last tokens: rows of one step have the same
         for sequence in sequences:
             before_s = sequence.tally.last_token_s
             sequence.tally.last_token_s = now_s
@@ -283,7 +286,7 @@ class Stats:
             else:
                 num_rows[before_s] = num_rows.get(before_s, 0) + 1
         for before_s, count in num_rows.items():
-            # vLLM's meaning: between two steps of an answer, however many tokens a step brings.
+            # As in vLLM: the time between two steps of an answer, however many tokens a step commits.
             self._observe("inter_token_latency_seconds", now_s - before_s, count)
 
     def _count_first_token(self, sequence: Sequence, now_s: float) -> None:
@@ -326,15 +329,15 @@ class Stats:
 
 
 class _Recent:
-    """A ring of the last seconds. A point is the difference of the totals at a second's end and begin."""
+    """Keeps a point for each of the last seconds: the totals at its end minus those at its start."""
 
     def __init__(self, now_s: float) -> None:
         self._points: deque[Point] = deque(maxlen=RECENT_S)
-        self._second = int(now_s)  # the one that runs
+        self._second = int(now_s)  # the current second
         self._before = self._now = (0, 0)  # tokens and steps
 
     def count(self, now_s: float, *, num_tokens: int, num_steps: int) -> None:
-        """Add a step's work to the second of its end."""
+        """Add a step's work to the second in which it ended."""
         self._roll(int(now_s))
         self._now = num_tokens, num_steps
 
@@ -343,7 +346,7 @@ class _Recent:
         return tuple(self._points)
 
     def _roll(self, second: int) -> None:
-        """Close every second before `second`; those long past would only push each other out."""
+        """Close every second before `second`, but skip the seconds that the ring has no room for."""
         first = max(self._second, second - RECENT_S)
         if first > self._second:
             self._before = self._now

@@ -1,4 +1,4 @@
-"""Streams: carry the deltas of a request from the engine's thread to the event loop that asked.
+"""Streams carry the deltas of a request from the engine's thread to the event loop that submitted it.
 
 The engine's thread sends the mail of a whole step at once: waking the event loop for each delta would cost
 more than the delta.
@@ -15,11 +15,11 @@ from blockdraft.engine.request import Delta
 
 
 class EngineStopped(Exception):
-    """The engine is not ready, was closed or has failed; no request is at fault and none will be served."""
+    """The engine is not ready, was closed or has failed. It serves no requests; none of them is at fault."""
 
 
 class StepFailed(EngineStopped):
-    """The step that a request was part of failed; the engine goes on without it."""
+    """The request's step failed. The engine continues without the request."""
 
 
 class Receiver(Protocol):
@@ -31,12 +31,12 @@ class Receiver(Protocol):
     def outlet(self) -> Outlet: ...
 
 
-Item = Delta | Exception  # a stream raises the latter, which is its end
+Item = Delta | Exception  # a stream raises an exception and is then over
 Mail = list[tuple[Receiver, Item]]
 
 
 def ends_request(item: Item) -> bool:
-    """Say if the request gets nothing after this."""
+    """Say if this is the request's last item."""
     return isinstance(item, Exception) or item.ends_request
 
 
@@ -44,7 +44,7 @@ class Outlet(Protocol):
     """Delivers mail to some receivers; hashable."""
 
     def send(self, mail: Mail) -> bool:
-        """Send mail from the engine's thread. False: the receivers are gone."""
+        """Send mail from the engine's thread. Return False if the receivers are gone."""
 
 
 class EventLoopOutlet:
@@ -53,7 +53,7 @@ class EventLoopOutlet:
     def __init__(self, event_loop: asyncio.AbstractEventLoop) -> None:
         self.event_loop = event_loop
         self._mail: deque[Mail] = deque()
-        self._is_called = False  # the event loop, and it has not come yet
+        self._is_called = False  # the event loop was asked to run `_hand_out` and has not run it yet
 
     def send(self, mail: Mail) -> bool:
         self._mail.append(mail)
@@ -68,11 +68,11 @@ class EventLoopOutlet:
 
     def _hand_out(self) -> None:
         """Deliver all mail, then wake each receiver once, so that it writes once."""
-        self._is_called = False  # first: what comes from here on calls again
+        self._is_called = False  # first: mail that arrives from now on schedules another call
         told: dict[Stream, None] = {}
         while self._mail:
             for receiver, item in self._mail.popleft():
-                stream = cast(Stream, receiver)  # who has this outlet is one
+                stream = cast(Stream, receiver)  # only streams have this outlet
                 stream.inbox.append(item)
                 told[stream] = None
         for stream in told:
@@ -80,7 +80,7 @@ class EventLoopOutlet:
 
 
 class Outlets:
-    """One outlet for each event loop, so that mail sent at once is grouped by it."""
+    """Keeps one outlet for each event loop, so that a step's mail is grouped by event loop."""
 
     def __init__(self) -> None:
         self._known: dict[asyncio.AbstractEventLoop, EventLoopOutlet] = {}
@@ -94,14 +94,14 @@ class Outlets:
 class Stream:
     """The deltas of one request, for one consumer on the event loop that submitted it.
 
-    Close it when done, however that came about: closing an unfinished stream aborts its request.
+    Always close a stream, also after an error: closing an unfinished stream aborts its request.
     """
 
     def __init__(self, request_id: str, outlet: EventLoopOutlet, abort: Callable[[str], None]) -> None:
         self.request_id = request_id
         self.outlet = outlet
         self.inbox: deque[Item] = deque()
-        self.is_over = False  # all has been taken, or it was closed
+        self.is_over = False  # all items were taken, or the stream was closed
         self._abort = abort
         self._news: asyncio.Future[None] | None = None  # while the consumer waits
         self._on_news: Callable[[], None] | None = None
@@ -120,11 +120,11 @@ class Stream:
         return item
 
     def listen(self, on_news: Callable[[], None]) -> None:
-        """Call `on_news` on the event loop whenever there is something to take."""
+        """Call `on_news` on the event loop whenever the inbox has new items."""
         self._on_news = on_news
 
     def take(self) -> Delta | None:
-        """Return the next delta if it has arrived, else None."""
+        """Return the next delta, or None if none has arrived. Raise the item if it is an exception."""
         if not self.inbox or self.is_over:
             return None
         item = self.inbox.popleft()
@@ -145,7 +145,7 @@ class Stream:
         self.wake()
 
     def wake(self) -> None:
-        """Tell the consumer that there is something in the inbox."""
+        """Notify the consumer that the inbox has items."""
         if self._on_news is not None:
             self._on_news()
         elif self._news is not None and not self._news.done():

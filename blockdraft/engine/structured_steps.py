@@ -1,8 +1,8 @@
-"""Steps with structured outputs: draft, forward and settle run apart, and the host acts between them.
+"""Steps with structured outputs run in three parts: draft, forward and settle. The host acts between them.
 
 The host overwrites drafts with forced tokens before the target reads them, and makes the masks during the
-forward. Both follow from what was committed, so such a step is launched after the one before it was read.
-A column behind a forbidden draft is never committed, so its mask may be that of an earlier step.
+forward. Both depend on the committed tokens, so such a step is launched after the last step's result is read.
+A column after a forbidden draft is never committed, so its mask may be left over from an earlier step.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from blockdraft.step.verify import Verdict
 class TokenMasks:
     """The masks of one step, on the host and on the device.
 
-    Memory is allocated with the first structured output: many engines never see one.
+    Memory is allocated with the first structured output, because many engines never get one.
     """
 
     def __init__(self, *, max_num_seqs: int, block: int, num_words: int, device: torch.device) -> None:
@@ -50,7 +50,7 @@ class TokenMasks:
         return Allowed(words, torch.zeros(self._max_rows, dtype=torch.int32, **where))
 
     def allowed(self, num_rows: int, width: int) -> Allowed:
-        """Return the masks of a step of so many rows, at an address that never changes."""
+        """Return the device's masks for a step of `num_rows` rows. Their address never changes."""
         return self._view(self._there, num_rows, width)
 
     def _view(self, whole: Allowed, num_rows: int, width: int) -> Allowed:
@@ -58,7 +58,7 @@ class TokenMasks:
         return Allowed(words.view(num_rows, width, self._num_words), whole.counts[:num_rows])
 
     def set(self, guides: Items[Guide | None], blocks: Items[Items[int]], num_rows: int, width: int) -> None:
-        """Make the masks of a step whose blocks, the anchor first, are these; send them to the device."""
+        """Make the masks of a step and send them to the device. Each of `blocks` begins with the anchor."""
         here = self._view(self._here, num_rows, width)
         words, counts, columns = here.words.numpy(), here.counts.numpy(), []
         bound = [row for row, guide in enumerate(guides) if guide is not None]
@@ -85,7 +85,7 @@ class TokenMasks:
 
 
 class StepInParts:
-    """A step in parts that runs kernel by kernel."""
+    """A step in three parts that runs kernel by kernel, without graphs."""
 
     block: Tensor
     verdict: Verdict
@@ -108,7 +108,7 @@ class StepInParts:
 
 @torch.inference_mode()
 def run_in_parts(parts: PartsOfStep, guides: Items[Guide | None], masks: TokenMasks) -> Tensor:
-    """Run a step whose rows are placed; `guides` are those of its rows. Returns the packed verdict."""
+    """Run a step whose rows are placed, with its rows' `guides`. Return the packed verdict."""
     parts.draft()
     block = parts.block
     if block.shape[1] > 1:
@@ -120,7 +120,7 @@ def run_in_parts(parts: PartsOfStep, guides: Items[Guide | None], masks: TokenMa
 
 
 def _force(block: Tensor, guides: Items[Guide | None]) -> None:
-    """Overwrite the first drafts of block [R, B] with forced tokens; the device does not wait."""
+    """Overwrite the first drafts of block [R, B] with forced tokens, without waiting for the device."""
     width = block.shape[1]
     places: list[int] = []
     forced: list[int] = []
@@ -135,7 +135,7 @@ def _force(block: Tensor, guides: Items[Guide | None]) -> None:
 
 
 def _correct(block: Tensor, guides: Items[Guide | None]) -> None:
-    """Overwrite drafts of block [R, B] wherever a token is forced, which needs them on the host."""
+    """Overwrite drafts of block [R, B] wherever a token is forced. This reads the drafts on the host."""
     rows: list[list[int]] = block[: len(guides)].tolist()
     for row, guide in enumerate(guides):
         if guide is not None:

@@ -1,4 +1,4 @@
-"""A second engine over the first one's rows, cache and pages: what it serves leaves no trace in the first."""
+"""Trial engine: a second engine that uses the first one's rows, cache and pages, and leaves no trace."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from blockdraft.engine.stats import Stats
 from blockdraft.planner.plan import Plan
 from blockdraft.step.drafter import Drafter
 
-_MAX_QUEUE = 4096  # room for any batch: the engine's own limit is the user's
+_MAX_QUEUE = 4096  # enough for any batch; the engine's own limit is the user's setting
 
 
 def trial_engine(engine: Engine, drafter: Drafter | None = None, plan: Plan | None = None) -> Engine:
-    """Return an engine with its own counters, request numbers and queues, and this plan or drafter if given.
+    """Return an engine with its own counters, request numbers and queues, and with this drafter and plan.
 
-    Prefixes are neither looked up nor remembered: another drafter would leave pages without its context.
-    Pages come from the engine's own allocator and are all back when the trial engine has nothing left to do.
+    By default it has the engine's drafter and plan. It neither looks up nor remembers prefixes: its drafter
+    would leave pages without the context of the engine's drafter. It takes pages from the engine's allocator,
+    and has returned all of them once it has no work left.
     """
     assert not engine.has_work, "a busy engine cannot lend its rows"
     plan = plan or engine.plan
@@ -37,7 +38,7 @@ def trial_engine(engine: Engine, drafter: Drafter | None = None, plan: Plan | No
 
 
 def serve(engine: Engine) -> list[Delta]:
-    """Step until nothing is left to do."""
+    """Step until the engine has no work left, and return all deltas."""
     deltas = []
     while engine.has_work:
         deltas += engine.step()
@@ -45,6 +46,6 @@ def serve(engine: Engine) -> list[Delta]:
 
 
 def max_tokens(engine: Engine) -> int:
-    """Return the longest sequence, prompt and answer, that surely fits beside a block in flight."""
+    """Return the most tokens of a prompt and its answer that fit for certain, with a block in flight."""
     plan = engine.plan
     return min(plan.max_model_len, plan.num_pages * plan.page_size - plan.scratch)

@@ -1,4 +1,4 @@
-"""Several threads at one engine: each waits for its own answer, and all answers share their steps."""
+"""Turns: lets several threads use one engine. Each waits for its own answer; all answers share steps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from threading import get_ident
 
 
 class Turns:
-    """One thread at a time has the engine. Who asks for something comes before the next step."""
+    """Gives the engine to one thread at a time. Threads in `asking` go before the next step."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -27,7 +27,7 @@ class Turns:
             yield
 
     def if_free(self, run: Callable[[], None]) -> None:
-        """Run it if nobody has the engine; never waits."""
+        """Call `run` if no thread has the engine. Never wait."""
         if self._changed.acquire(blocking=False):
             try:
                 if self._taker is None:
@@ -36,7 +36,7 @@ class Turns:
                 self._changed.release()
 
     def step_unless(self, is_done: Callable[[], bool], step: Callable[[], None]) -> None:
-        """Return when it is done: by this step, or by another thread's."""
+        """Run `step` when the engine is free, unless another thread's step makes `is_done()` true first."""
 
         def is_mine() -> bool:
             return self._taker is None and not self._asking
@@ -51,7 +51,7 @@ class Turns:
 
     @contextmanager
     def _given_back(self) -> Iterator[None]:
-        """Give the engine back at the end; twice, as Ctrl-C may interrupt the first."""
+        """Give the engine back at the end. Do it twice, because Ctrl-C may interrupt the first time."""
         try:
             try:
                 yield
@@ -61,7 +61,7 @@ class Turns:
             self._give_back()
 
     def _give_back(self) -> None:
-        """Record that this thread neither has the engine nor asks for it."""
+        """Record that this thread neither has the engine nor waits for it."""
         with self._changed:
             self._asking.discard(get_ident())
             if self._taker == get_ident():

@@ -1,4 +1,4 @@
-"""Watchdog: a thread that notices when a step hangs."""
+"""Watchdog: a thread that detects a hanging step."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ log = logging.getLogger(__name__)
 
 
 class Watchdog:
-    """Calls `on_hang` once when one step of `loop` has run for `limit_s` seconds, with all stacks logged.
+    """Logs all stacks and calls `on_hang` once, when a step of `loop` has run for `limit_s` seconds.
 
-    Until then it calls `on_tick` at least four times in that time: no ticks mean that this process's
-    interpreter is stuck, which a thread of the process cannot see.
+    Until then it calls `on_tick` about four times in each `limit_s` or more often. If the ticks stop, this
+    process's interpreter is stuck, which a thread of the process cannot detect.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Watchdog:
 
 
 def _log_stacks() -> None:
-    """Log a line per frame, innermost last, for logs of single lines."""
+    """Log the stack of each thread, one line per frame, innermost last."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     for ident, frame in sys._current_frames().items():
         for entry in traceback.extract_stack(frame):

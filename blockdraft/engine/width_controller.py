@@ -1,18 +1,18 @@
 """Chooses the width of the next step: the one with the most committed tokens per second, as observed.
 
-All rows that did not ask for a width take the same one. Two things decide it.
+All rows whose requests set no width get the same width. It depends on two estimates:
 
-What a step of a width commits. The chance of a draft depends on its place in the block, for all rows alike,
-and on the row: of code five drafts in six are right, of trivia every other one. Places are counted over all
-rows, and a row is told from the others by one number, how often its drafts were right where all before them
-were. Older steps count less and less: an answer may turn from prose to code.
+1. The tokens that a step of each width commits. The chance of a draft depends on its position in the block,
+alike for all rows, and on the row: in code five drafts in six are right, in trivia every other one. Counts by
+position are over all rows. Each row has one number: how often a draft was right if all drafts before it were.
+Older steps count less and less, because an answer may turn from prose to code.
 
-What a step of a width takes. Measured at the start for a few numbers of rows and widths, then by every step
-that is served, host and all. Where a step takes twice as long as before, because contexts have grown or other
-programs use the machine, steps of other widths are taken to do so too. A wider step never takes less time:
-where it seems to, the narrower one was disturbed, since noise only adds.
+2. The time that a step of each width takes. It is measured at the start for a few numbers of rows and widths,
+then in every served step, host time included. If steps take twice as long as before, because contexts have
+grown or other programs use the machine, steps of other widths are assumed to slow down alike. A wider step
+never takes less time: if it seems to, the narrower step was disturbed, since noise only adds time.
 
-Where no draft pays, steps are plain, and now and then one is not: without drafts nothing is learnt of them.
+If no draft pays, steps are plain, but now and then a step tries drafts: plain steps teach nothing about them.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ from blockdraft.planner.plan import Plan
 from blockdraft.step.row_sizes import Place, row_sizes
 
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16)
-ALL_SIZES = 16  # rows up to which each number of them has its own times
-BELIEF = 16.0  # drafts put to the test that the chances of all rows count for in a row's own
-FADE = 0.95  # what a step leaves of what was known before it
-FEW = 3  # rows, whose steps are forgotten more slowly: they say less
-PRIOR = 4.0  # drafts put to the test that what is expected of a place counts for
-LAST = 6  # steps, within which two kinds of them meet the same machine
-ENOUGH = 4  # of them that tell how fast the machine is
-MEETINGS = 33  # times beside other kinds that are remembered
-BELIEVED = 9  # steps after which a width was timed
-BEYOND = 0.5  # of what one more token takes: wider than measured. A guess too high would never be corrected
-GAIN = 1.02  # that another width must promise: changing back and forth gains nothing
+ALL_SIZES = 16  # up to this many rows, each number of rows has its own times
+BELIEF = 16.0  # weight, in tested drafts, of all rows' chances in the estimate of one row
+FADE = 0.95  # each step scales the older counts by this
+FEW = 3  # steps of few rows fade the counts more slowly, because they hold less evidence
+PRIOR = 4.0  # weight, in tested drafts, of the expected chance at a position
+LAST = 6  # steps within which the machine's speed is taken as constant
+ENOUGH = 4  # steps needed to estimate the machine's speed
+MEETINGS = 33  # times relative to other widths that are kept for each width
+BELIEVED = 9  # steps after which a width's time is known
+BEYOND = 0.5  # scales the time per token beyond the measured widths; too high a guess is never corrected
+GAIN = 1.02  # the speedup that another width must promise, so that the width does not flip back and forth
 AGE = 128  # steps after which a width that promises nearly as much is tried again
-NEARLY = 0.85
-PLAIN_AGE = 500  # the same of plain steps, whatever they promise: what made them look slow may be chance
-FIRST_AGE = 8  # the same of plain steps that were never timed
-MIN_PAUSE, MAX_PAUSE = 4, 128  # plain steps between two tries
-HOPE = 0.4  # the power of all chances that a try may find: 0.6 is then 0.8
+NEARLY = 0.85  # the share of the chosen width's speed that counts as nearly as much
+PLAIN_AGE = 500  # AGE for plain steps, whatever they promise: they may have looked slow by chance
+FIRST_AGE = 8  # AGE for plain steps that were never timed
+MIN_PAUSE, MAX_PAUSE = 4, 128  # plain steps between two tries of drafts
+HOPE = 0.4  # a try assumes all chances to this power: 0.6 becomes 0.8
 
 
 @dataclass(slots=True)
 class DraftRecord:
-    """The faded counts of one sequence's drafts. Drafts behind a wrong one do not count."""
+    """The faded counts of one sequence's drafts. Drafts after a wrong one do not count."""
 
     num_tried: float = 0.0
     num_right: float = 0.0
@@ -63,18 +63,18 @@ class DraftRecord:
 
 
 class DraftChances:
-    """For each place in a block, the chance that its draft is right if all drafts before it are."""
+    """Estimates for each place in a block the chance that its draft is right if all before it are."""
 
     def __init__(self, known: Sequence[float]) -> None:
-        """`known`: the chance at each place, at the start. Evidence at one place updates later places."""
+        """`known`: the initial chance at each place. Evidence at one place also updates later places."""
         chances = np.clip(np.asarray(known, dtype=np.float64), 0.01, 0.99)
         self._first = float(chances[0])
-        self._steepness = np.log(chances[1:]) / np.log(chances[:-1])  # of each place against the one before
+        self._steepness = np.log(chances[1:]) / np.log(chances[:-1])  # of each place, relative to the last
         self._tried = np.zeros(len(known))
         self._right = np.zeros(len(known))
 
     def count(self, width: int, num_right: np.ndarray) -> None:
-        """Count a step of several rows, of which `num_right` [R] of the `width - 1` drafts were right."""
+        """Count a step: in row r, `num_right[r]` of the `width - 1` drafts were right."""
         places, fade = np.arange(width - 1), FADE ** (len(num_right) / (len(num_right) + FEW))
         self._tried *= fade
         self._right *= fade
@@ -95,7 +95,7 @@ class DraftChances:
     def committed(
         self, records: Sequence[DraftRecord], widths: Sequence[int], hope: float = 1.0
     ) -> np.ndarray:
-        """Return the mean tokens that a step of each width commits, with all chances to the power `hope`."""
+        """Return the tokens that all rows commit in a step of each width; chances are to the power `hope`."""
         logs = self.logs
         power = self._powers(records, logs, hope)
         reached = np.exp(power[:, None] * np.cumsum(logs)[None, :]).sum(axis=0)  # [places] drafts kept
@@ -103,7 +103,7 @@ class DraftChances:
 
     def _powers(self, records: Sequence[DraftRecord], logs: np.ndarray, hope: float) -> np.ndarray:
         """Return [R] powers: a row's chance at a place is the chance of all rows to this power."""
-        middle = float(np.exp(logs[:4].mean()))  # where nearly all tries are
+        middle = float(np.exp(logs[:4].mean()))  # most tested drafts are at the first places
         tried = np.fromiter((one.num_tried for one in records), np.float64, len(records))
         right = np.fromiter((one.num_right for one in records), np.float64, len(records))
         chance = np.clip((BELIEF * middle + right) / (BELIEF + tried), 0.01, 0.99)
@@ -111,28 +111,28 @@ class DraftChances:
 
 
 class StepCosts:
-    """Seconds of a step by rows and width: as measured at the start, then as steps are served.
+    """Estimates a step's seconds by rows and width: from the start's measurements, then from served steps.
 
-    Two things are told apart: how much dearer one width is than another, and how fast the machine is now. The
-    second changes all the time, with other programs and growing contexts, and is heard from the last steps of
-    any kind. The first is learnt only where steps of two kinds follow each other, so that both met the
-    same machine, and from several such meetings.
+    It separates the cost of one width relative to another from the machine's current speed. The speed changes
+    all the time, with other programs and growing contexts; the last steps of any width show it. The relative
+    cost is learnt only when steps of different kinds follow each other, so that the machine was equally fast
+    for both, and from several such cases.
     """
 
     def __init__(
         self, measured: Mapping[Place, float], sizes: Sequence[int], *, is_sure: bool = True
     ) -> None:
-        """`sizes`: the numbers of rows that steps come in, filled up. At least one place is measured.
+        """`sizes`: the numbers of rows that batches are padded to. `measured` has at least one place.
 
-        `is_sure`: nothing disturbed what was measured.
+        `is_sure`: nothing disturbed the measurements.
         """
         self._measured, self._is_sure = dict(measured), is_sure
         self._sizes = sorted(sizes)
-        self._base: dict[Place, float] = {}  # seconds, on a machine as fast as it was at the start
-        self._met: dict[Place, deque[float]] = {}  # the same, from each meeting with other widths
+        self._base: dict[Place, float] = {}  # seconds, if the machine is as fast as at the start
+        self._met: dict[Place, deque[float]] = {}  # such seconds, from single steps next to other widths
         self._last: deque[tuple[Place, float]] = deque(maxlen=LAST)  # seconds of the last steps
-        self._seen: dict[Place, int] = {}  # when, in steps
-        self._count: dict[Place, int] = {}  # how often
+        self._seen: dict[Place, int] = {}  # the number of the last step
+        self._count: dict[Place, int] = {}  # the number of steps
         self._num_steps = 0
 
     def size(self, num_rows: int) -> int:
@@ -143,7 +143,7 @@ class StepCosts:
         return self._base_s((size, width)) * self._pace()
 
     def by_width(self, num_rows: int, widths: Sequence[int]) -> np.ndarray:
-        """Return the seconds of each of the ascending widths; a wider step never takes less."""
+        """Return the seconds of a step of each width, in ascending order. A wider step never takes less."""
         size = self.size(num_rows)
         found = np.array([self._base_s((size, width)) for width in widths])
         return self._pace() * np.minimum.accumulate(found[::-1])[::-1]
@@ -157,9 +157,9 @@ class StepCosts:
         return np.minimum(learnt / plain[0], measured / plain[1])
 
     def num_plain(self, num_rows: int, width: int) -> float | None:
-        """Return how many plain steps take as long as such a step, at least 1; None before both were timed.
+        """Return how many plain steps take as long as such a step, at least 1. None before both were timed.
 
-        Plain steps are few while drafts pay, and one of them may have waited for a core: their median counts.
+        Use the median of the plain steps: they are few while drafts pay, and one may have waited for a core.
         """
         if width == 1:
             return 1.0
@@ -170,11 +170,11 @@ class StepCosts:
         return max(1.0, float(self._base_s((plain[0], width)) / median(found)))
 
     def is_known(self, num_rows: int, width: int) -> bool:
-        """Say if such steps were timed, undisturbed at the start or while serving."""
+        """Say if such steps were timed: undisturbed at the start, or often enough while serving."""
         return self._is_sure or self._count.get((self.size(num_rows), width), 0) >= BELIEVED
 
     def age(self, num_rows: int, width: int) -> int:
-        """Return how many steps ago one of this width last ran with as many rows."""
+        """Return how many steps ago a step of this width and number of rows last ran."""
         return self._num_steps - self._seen.get((self.size(num_rows), width), -AGE)
 
     def observe(self, num_rows: int, width: int, seconds: float) -> None:
@@ -188,18 +188,18 @@ class StepCosts:
         self._count[place] = self._count.get(place, 0) + 1
 
     def _meet(self, place: Place, base_s: float) -> None:
-        """Learn what a step takes, relative to the steps of other widths beside it."""
+        """Record a step's seconds, corrected for the speed of the recent steps of other widths or rows."""
         self._met.setdefault(place, deque(maxlen=MEETINGS)).append(base_s)
         found = sorted([*self._firm(place), *self._met[place]])
         cut = len(found) // 4
         self._base[place] = fmean(found[cut : len(found) - cut])
 
     def _firm(self, place: Place) -> list[float]:
-        """Return the measurement of the start, unless something disturbed it."""
+        """Return the start's measurement in a list, or an empty list if there is none or it was disturbed."""
         return [self._measured[place]] if self._is_sure and place in self._measured else []
 
     def _pace(self, steps: Iterable[tuple[Place, float]] | None = None) -> float:
-        """Return how many times as long as at the start these steps took; by default the last ones."""
+        """Return how many times as long as at the start these steps (default: the last ones) took."""
         steps = list(self._last)[-ENOUGH:] if steps is None else steps
         return median([seconds / self._base_s(place) for place, seconds in steps] or [1.0])
 
@@ -209,7 +209,7 @@ class StepCosts:
         return self._base[place]
 
     def _guess(self, size: int, width: int) -> float:
-        """Interpolate the measurements, by width for each number of rows, then by rows."""
+        """Interpolate the measurements: first by width for each number of rows, then by rows."""
         by_rows = {
             rows: _between({at: s for (one, at), s in self._measured.items() if one == rows}, width, BEYOND)
             for rows in {rows for rows, _ in self._measured}
@@ -218,7 +218,10 @@ class StepCosts:
 
 
 def _between(known: Mapping[int, float], wanted: int, beyond: float = 1.0) -> float:
-    """Interpolate between the two nearest; `beyond` scales the last slope. More never costs less."""
+    """Interpolate between the two nearest keys. Beyond the last key, scale its slope by `beyond`.
+
+    The result never falls as `wanted` rises from one key to the next, or beyond the last.
+    """
     if wanted in known or len(known) == 1:
         return known.get(wanted, next(iter(known.values())))
     ordered = sorted(known)
@@ -236,7 +239,7 @@ def widths_for(block: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class ChosenStep:
-    """The choice for the last step."""
+    """The width chosen for a step."""
 
     num_rows: int = 0  # 0: nothing was chosen yet
     width: int = 0
@@ -268,7 +271,7 @@ class WidthController:
     def next_width(
         self, records: Sequence[DraftRecord], is_ready: Callable[[int, int], bool] = lambda rows, width: True
     ) -> int:
-        """Return the width of the next step, of those that are ready if any is. `records`: its rows'."""
+        """Return the width of the next step, a ready one if any is. `records` has one record per row."""
         count = len(records)
         seconds = self.costs.by_width(count, self._widths)
         committed = self.chances.committed(records, self._widths)
@@ -288,13 +291,13 @@ class WidthController:
         return self._neglected(speeds, now, count)
 
     def likely_width(self, num_rows: int) -> int:
-        """Return the width of a step of so many rows with no records yet."""
+        """Return the best width of a step of `num_rows` rows that have no drafts counted yet."""
         seconds = self.costs.by_width(num_rows, self._widths)
         fresh = [DraftRecord()] * num_rows
         return self._widths[int(np.argmax(self.chances.committed(fresh, self._widths) / seconds))]
 
     def _tried_again(self, records: Sequence[DraftRecord], speeds: np.ndarray) -> int:
-        """Return the best width that would pay if drafts were far better, or 1."""
+        """Return the best width that would pay if drafts were far better than expected; 1 if none would."""
         self._pause = min(2 * self._pause, MAX_PAUSE)
         self._until_try = self._pause
         # While steps are plain, a plain step that was timed too low while the machine was busy is never timed
@@ -305,7 +308,7 @@ class WidthController:
         return self._widths[int(np.argmax(np.where(could_pay, speeds, 0.0)))]
 
     def _neglected(self, speeds: np.ndarray, now: int, count: int) -> int:
-        """Return the chosen width, or a neighbour or a plain step that has not run for long."""
+        """Return the width to run: a neighbouring or plain width that has not run for long, or the chosen."""
         for other in (now - 1, now + 1, 0):
             if 0 <= other < len(speeds) and speeds[other] > NEARLY * speeds[now]:
                 width = self._widths[other]
@@ -317,14 +320,14 @@ class WidthController:
         return self._widths[now]
 
     def observe(self, width: int, num_right: Sequence[int], seconds: float | None) -> None:
-        """Learn from a step that verified `width - 1` drafts of each row; `seconds`: if known, its time."""
+        """Learn from a step that verified `width - 1` drafts of each row. `seconds`: its time, if known."""
         if seconds is not None:
             self.costs.observe(len(num_right), width, seconds)
         if width > 1:
             self.chances.count(width, np.asarray(num_right))
             if self._width == 1 and self._has_paid(width, num_right):
                 self._pause = max(self._pause // 4, MIN_PAUSE)  # it doubles with every try
-                self._until_try = 1  # more of that, and at once
+                self._until_try = 1  # try drafts again in the next step
 
     def _has_paid(self, width: int, num_right: Sequence[int]) -> bool:
         """Say if a step committed more tokens than plain steps would have in the same time."""

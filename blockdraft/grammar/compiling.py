@@ -1,4 +1,4 @@
-"""Structured output as llguidance reads and compiles it. Everything here takes long for long grammars."""
+"""Compiles structured output with llguidance. Every function here is slow for a long grammar."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ if TYPE_CHECKING:  # imported with the first structured output, as most servers 
     from llguidance import LLMatcher, LLTokenizer
 
 TOO_LONG = f"it forces more than {MAX_RUN_CHARS} bytes in a row: shorten its texts and repeats."
-# The cost of one grammar: llguidance's own limits, but for these.
+# Limits on one grammar; the other limits are llguidance's own.
 MAX_LEXER_STATES, MAX_GRAMMAR_SIZE = 50_000, 200_000
-# Of one mask, for which all answers wait: an object of 2,000 optional names needs most of them, and one of
-# ambiguous rules takes up to 20 microseconds. Forced tokens are found so far at a time.
+# Parser items of one mask, for which all answers wait: an object of 2,000 optional names needs most of them,
+# and an item of ambiguous rules takes up to 20 microseconds. The search for forced tokens has the same limit.
 MAX_ITEMS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
 class TokenSource:
-    """A model's tokens, as this process and another can read them."""
+    """A model's tokens, in values that can be sent to another process."""
 
     json: str  # as `tokenizers` writes it
     size: int  # ids that the model's head has
     end_ids: tuple[int, ...]
-    names: Mapping[str, int]  # ids of added tokens, by how they are written
+    names: Mapping[str, int]  # ids of added tokens by their text
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ def _write(output: StructuredOutputs, tokens: TokenSource) -> WrittenGrammar:
 
 
 def with_options(schema: Mapping[str, object], output: StructuredOutputs) -> dict[str, object]:
-    """Return the schema with options for how its JSON is written. Keep a client's own coerce_one_of."""
+    """Return the schema with options for the layout of the JSON. Keep a client's own coerce_one_of."""
     options: dict[str, object] = {"lenient": output.is_lenient}
     own = schema.get("x-guidance")
     if isinstance(own, Mapping) and own.get("coerce_one_of") is True:
@@ -94,7 +94,10 @@ def _schema(given: str | Mapping[str, object]) -> Mapping[str, object]:
 
 
 def compile_text(tokens: LLTokenizer, text: str) -> LLMatcher:
-    """Return a matcher at the start of an answer. Raise RequestError if nothing matches or it fails."""
+    """Return the matcher of a grammar, at the start of an answer.
+
+    Raise RequestError if the grammar does not compile, matches nothing, or forces too much text.
+    """
     from llguidance import LLMatcher, LLParserLimits
 
     limits = LLParserLimits(
@@ -106,7 +109,7 @@ def compile_text(tokens: LLTokenizer, text: str) -> LLMatcher:
     )
     matcher = LLMatcher(tokens, text, log_level=0, limits=limits)
     if not matcher.is_error():
-        matcher.compute_bitmask()  # some limits are met with the first mask
+        matcher.compute_bitmask()  # some limits apply only with the first mask
     if matcher.is_error():
         raise _refused(f"this structured output is not possible: {error_of(matcher)}")
     if forces_too_much(matcher):
@@ -123,7 +126,7 @@ def forces_too_much(matcher: LLMatcher) -> bool:
 
 
 def error_of(matcher: LLMatcher) -> str:
-    """Return the error in llguidance's words, with its place in the grammar, or in ours."""
+    """Return llguidance's error message, with the place in the grammar, or our own clearer one."""
     error = matcher.get_error().removesuffix("<non-verbose/>").strip()
     if error.startswith("panic:"):  # it counts symbols and the like in 16 bits
         return "it has more parts than llguidance can count: make it simpler."

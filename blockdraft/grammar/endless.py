@@ -1,4 +1,4 @@
-"""Refuses JSON schemas whose values never end: llguidance takes them, and a model would write without end."""
+"""Refuses JSON schemas whose values never end: llguidance accepts them, and a model would write forever."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ NOTHING = "nothing can match it."
 
 @dataclass(slots=True)
 class _Need:
-    """A schema needs that one of several others can end."""
+    """A condition for a schema to end: at least one of several other schemas ends."""
 
     schema: int  # the id of the schema that needs it
     is_met: bool = False
 
 
 def check_end(schema: Mapping[str, object], field: str = "structured_outputs") -> None:
-    """Raise RequestError if every value must hold another one without end; `field` holds the schema."""
+    """Raise RequestError if every value of the schema nests without end. `field`: the schema's field."""
     if not _can_end(schema):
         why = f"{NOTHING} The JSON schema always refers to itself."
         raise RequestError(f"this structured output is not possible: {why}", field)
 
 
 def _can_end(root: Mapping[str, object]) -> bool:
-    """Say if a value of the schema can end. Look at each schema and each need once."""
+    """Say if some value of the schema is finite. Visit each schema and each need once."""
     missing: dict[int, int] = {}  # needs that are not met, by the id of the schema
     asked_by: defaultdict[int, list[_Need]] = defaultdict(list)
     ending: list[int] = []
@@ -56,7 +56,7 @@ def _can_end(root: Mapping[str, object]) -> bool:
 
 
 def _needs(schema: object, root: Mapping[str, object]) -> Iterator[list[object]]:
-    """Yield lists of schemas: a value ends if, in each list, a value of one schema does."""
+    """Yield lists of schemas: a value of `schema` can end if, in each list, at least one schema can end."""
     if not isinstance(schema, Mapping) or "enum" in schema or "const" in schema:
         return
     if isinstance(ref := schema.get("$ref"), str):
@@ -69,7 +69,7 @@ def _needs(schema: object, root: Mapping[str, object]) -> Iterator[list[object]]
 
 
 def _target(schema: Mapping[str, object], ref: str) -> object:
-    """Return the schema that a reference names; None if it leads out of the schema, or nowhere."""
+    """Return the schema that a reference names, or None if it leads out of the schema or nowhere."""
     if ref != "#" and not ref.startswith("#/"):
         return None
     part: object = schema
@@ -81,7 +81,7 @@ def _target(schema: Mapping[str, object], ref: str) -> object:
 
 
 def _held(schema: Mapping[str, object]) -> Iterator[object]:
-    """Yield the schemas of all parts that a value must have."""
+    """Yield the schemas of all properties and items that a value must have."""
     properties = schema.get("properties")
     if schema.get("type") == "object" and isinstance(properties, Mapping):
         names = (name for name in _listed(schema, "required") if isinstance(name, str))

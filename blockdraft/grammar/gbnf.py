@@ -1,7 +1,7 @@
-"""GBNF, llama.cpp's grammars, translated to Lark in one pass; every error names its line.
+"""Translates GBNF, llama.cpp's grammar format, to Lark in one pass. Every error names its line.
 
-Each piece of GBNF has one of Lark: only names, characters and what repeats are written in another way. Line
-ends mean nothing: a rule ends where the next one begins, at a name with `::=` behind it.
+Each piece of GBNF has a counterpart in Lark: only names, characters and repeats are written differently. Line
+ends mean nothing: a rule ends where the next rule begins, at a name followed by `::=`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from blockdraft.errors import RequestError
 MAX_GROUPS = 24  # nested; llguidance takes 30 levels of Lark
 MAX_REPEATS = 1 << 20  # arbitrary
 
-# Texts and sets match without their ends, too, so that a missing end is found once and not at every quote.
+# Texts and sets also match without their closing sign, so that a missing one is reported once, at its start.
 _PIECES = re.compile(
     r"""(?P<space>\s+|\#[^\n]*)
       | (?P<defines>::=)
@@ -46,13 +46,13 @@ class _Piece:
 class _Rule:
     name: str
     line: int
-    pieces: list[str] = field(default_factory=list)  # Lark, but for the names of other rules
-    names: dict[int, str] = field(default_factory=dict)  # GBNF's, by their place in `pieces`
-    lines: dict[str, int] = field(default_factory=dict)  # where each name stands first
+    pieces: list[str] = field(default_factory=list)  # Lark text without the names of other rules
+    names: dict[int, str] = field(default_factory=dict)  # GBNF names, by their place in `pieces`
+    lines: dict[str, int] = field(default_factory=dict)  # the first line of each name
 
 
 def is_gbnf(text: str) -> bool:
-    """Say if a line begins as a rule does. In Lark `::=` stands in strings and comments only."""
+    """Say if a line begins like a GBNF rule. In Lark, `::=` occurs only in strings and comments."""
     return _RULE.search(text) is not None
 
 
@@ -101,7 +101,7 @@ def _pieces(text: str) -> Iterator[_Piece]:
 
 
 def _is_closed(found: str) -> bool:
-    """Say if a text or set ends with its own closing sign, which no backslash escapes."""
+    """Say if a text or set ends with its closing sign, not escaped by a backslash."""
     inside = found[1:-1]
     num_slashes = len(inside) - len(inside.rstrip("\\"))
     return len(found) > 1 and found[-1] in '"]' and num_slashes % 2 == 0
@@ -124,12 +124,12 @@ def _rules(pieces: list[_Piece]) -> dict[str, _Rule]:
 
 
 class _Body:
-    """Reads what stands behind a rule's `::=`."""
+    """Reads the part of a rule after its `::=`."""
 
     def __init__(self, rule: _Rule) -> None:
         self._rule = rule
-        self._groups: list[tuple[int, int]] = []  # where each that is open begins, and its line
-        self._item: int | None = None  # where the last item begins, which may be repeated
+        self._groups: list[tuple[int, int]] = []  # the start and line of each open group
+        self._item: int | None = None  # the start of the last item, which a repeat applies to
         self._is_repeated = False
 
     def read(self, pieces: list[_Piece]) -> _Rule:
@@ -183,7 +183,7 @@ class _Body:
         self._item, self._is_repeated = self._groups.pop()[0], False
 
     def _end_sequence(self) -> None:
-        """End a sequence; write an empty one as an empty text."""
+        """End a sequence. Write an empty sequence as an empty text."""
         if not self._rule.pieces or self._rule.pieces[-1] in ("(", "|"):
             self._rule.pieces.append('""')
         self._item = None
@@ -191,7 +191,7 @@ class _Body:
     def _repeat(self, piece: _Piece) -> None:
         if self._item is None:
             raise _mistake(piece.line, f"{_shown(piece.text)} repeats nothing: put it behind an item")
-        if self._is_repeated:  # Lark repeats what is repeated in brackets only
+        if self._is_repeated:  # Lark repeats a repeat only in brackets
             self._rule.pieces[self._item] += "("
             self._rule.pieces.append(")")
         self._is_repeated = True
@@ -202,7 +202,7 @@ class _Body:
             self._rule.pieces[-1] += times
 
     def _forget_item(self) -> None:
-        """Leave an empty text where the last item stood."""
+        """Replace the last item by an empty text."""
         assert self._item is not None
         self._rule.pieces[self._item :] = ['""']
         kept = {place: name for place, name in self._rule.names.items() if place < self._item}
@@ -235,7 +235,7 @@ def _character(found: re.Match[str], piece: _Piece) -> str:
 
 
 def _regex_of_set(piece: _Piece) -> str:
-    """Translate a set such as [^a-z]: only a `-` that no backslash escapes between two makes a range."""
+    """Translate a set such as [^a-z]. Only an unescaped `-` between two characters makes a range."""
     inside = piece.text[1:-1]
     is_negated = inside.startswith("^")
     parts: list[str] = []
@@ -252,7 +252,7 @@ def _regex_of_set(piece: _Piece) -> str:
 
 
 def _terminals(rules: dict[str, _Rule]) -> set[str]:
-    """Return the rules made of characters alone, directly or through others: Lark's terminals."""
+    """Return the rules made of characters only, directly or through other such rules: Lark's terminals."""
     users: defaultdict[str, list[str]] = defaultdict(list)
     missing = {name: len(rule.lines) for name, rule in rules.items()}
     for name, rule in rules.items():

@@ -1,7 +1,7 @@
-"""Guide: where one answer stands in its grammar, and which tokens may come next at each column of a block.
+"""Guide: follows one answer through its grammar, and masks the tokens at each column of a block.
 
-A mask follows from the tokens of the answer alone: from what was committed and the drafts in front of the
-column. So a column is sampled under the same mask whether it is the first of a step or the last of a block.
+A mask depends only on the tokens before its column: the committed tokens and the drafts. So a position is
+sampled under the same mask whether it is the first column of a step or the last column of a block.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from blockdraft.grammar.structured_output import Thinking
 if TYPE_CHECKING:  # imported with the first structured output, as most servers never see one
     from llguidance import LLExecutor, LLMatcher
 
-# Of a core, to take in the tokens of one step. All answers wait for it, and for masks that take longer still.
-# Ordinary grammars need a hundredth of it; rules of many meanings need more with each token.
+# CPU seconds to parse the tokens of one step. All answers wait for it, and for the masks, which take longer.
+# Ordinary grammars need a hundredth of it; ambiguous rules need more with each token.
 MAX_STEP_S = 0.05
 TOO_SLOW = f"it takes more than {1000 * MAX_STEP_S:g} ms of a step: write rules that have one meaning."
 
@@ -31,15 +31,15 @@ Masks = np.ndarray  # [columns, words]
 
 @dataclass(frozen=True, slots=True)
 class Thoughts:
-    """The position of an answer in its thoughts, in front of its grammar."""
+    """The position of an answer in its thoughts, which come before its grammar."""
 
     is_open: bool = False
-    num_matched: int = 0  # tokens of the opening or closing sequence that stand at the end
-    num_tokens: int = 0  # inside, the closing sequence not counted
+    num_matched: int = 0  # the answer ends with this many tokens of the opening or closing sequence
+    num_tokens: int = 0  # tokens of the thoughts, without a partial closing sequence
 
 
 class Guide:
-    """One answer's way through its thoughts and its grammar. One thread uses it."""
+    """Follows one answer through its thoughts and its grammar. One thread uses it."""
 
     def __init__(
         self,
@@ -50,9 +50,9 @@ class Guide:
         num_words: int,
         may_roll_back: bool = True,
     ) -> None:
-        """`matcher` is None where only the thoughts are bound.
+        """`matcher`: None if there is no grammar, only a limit on the thoughts.
 
-        `may_roll_back`: it can take back tokens; else they are tried with copies of it, which takes longer.
+        `may_roll_back`: the matcher can take back tokens; else tokens are tried on copies, which is slower.
         """
         self.error: str | None = None  # why the grammar cannot be followed any longer
         self._matcher = matcher
@@ -60,7 +60,7 @@ class Guide:
         self._end_ids = tuple(end_ids)
         self._num_words = num_words
         self._may_roll_back = may_roll_back
-        # None: they are over, or there were none
+        # None: the thoughts are over, or there are none
         self._thoughts = None if thinking is None else Thoughts(is_open=not thinking.open_ids)
 
     def copy(self) -> Guide:
@@ -76,11 +76,11 @@ class Guide:
 
     @property
     def is_binding(self) -> bool:
-        """Say if a step must look at it: no longer if only thoughts were bound, and they are over."""
+        """Say if the guide still restricts the answer: it has a grammar, or its thoughts are not over."""
         return self._matcher is not None or self._thoughts is not None
 
     def advance(self, token_ids: Items[int]) -> None:
-        """Take in what was committed."""
+        """Record the committed tokens. Set `error` if the grammar fails or takes too long."""
         at = 0
         while self._thoughts is not None and at < len(token_ids):
             self._thoughts, is_taken = self._after(self._thoughts, token_ids[at])
@@ -95,7 +95,7 @@ class Guide:
                 self.error = TOO_LONG
 
     def look_for_error(self) -> None:
-        """Set `error` if the matcher has one: to go on would take too long."""
+        """Set `error` if the matcher has failed, for example at a limit of time."""
         if self._matcher is not None and self._matcher.is_error():
             self.error = error_of(self._matcher)
 
@@ -106,7 +106,7 @@ class Guide:
     # ---- thoughts
 
     def _after(self, thoughts: Thoughts, token_id: int) -> tuple[Thoughts | None, bool]:
-        """Return the state behind a token (None: the grammar begins), and whether it was a thought."""
+        """Return the state after a token (None: the grammar begins), and if the token was a thought."""
         assert self._thinking is not None
         if not thoughts.is_open:
             opening = self._thinking.open_ids
@@ -122,7 +122,7 @@ class Guide:
         return Thoughts(is_open=True, num_matched=num_matched, num_tokens=num_tokens), True
 
     def _forced_by(self, thoughts: Thoughts) -> int | None:
-        """Return the token that must come next in the thoughts, or None."""
+        """Return the token that must come next in the thoughts, or None if any may."""
         assert self._thinking is not None
         if not thoughts.is_open:
             return self._thinking.open_ids[thoughts.num_matched] if thoughts.num_matched else None
@@ -146,7 +146,7 @@ class Guide:
     # ---- a block
 
     def correct(self, drafts: list[int]) -> list[int]:
-        """Return the drafts with forced tokens in their places, up to the first forbidden one."""
+        """Return the drafts with forced tokens in place, up to the first forbidden draft."""
         found: list[int] = []
         thoughts = self._thoughts
         while thoughts is not None and len(found) < len(drafts):
@@ -165,16 +165,17 @@ class Guide:
         return found + rest
 
     def forced(self) -> list[int]:
-        """Return the tokens that must come next, whatever is drafted."""
+        """Return the tokens that must come next, whatever the drafts are."""
         if self._thoughts is not None:
             token_id = self._forced_by(self._thoughts)
             return [] if token_id is None else [token_id]
         return [] if self._matcher is None else _forced(self._matcher, self._end_ids)
 
     def fill(self, masks: Masks, drafts: Items[int]) -> BoundColumns | None:
-        """Write the masks of the columns before and behind `drafts`, up to the first that is forbidden.
+        """Write the masks of the columns in the thoughts, and return the grammar's columns, if any.
 
-        The masks of the grammar are left to `fill_masks`, which fills many at once.
+        There is a column before each of `drafts`, and one after the last. `fill_masks` writes the masks of
+        the grammar's columns, for many rows at once.
         """
         thoughts, column = self._thoughts, 0
         while thoughts is not None:
@@ -191,13 +192,13 @@ class Guide:
         return self._bound(column, list(drafts[column:]))
 
     def _next(self, thoughts: Thoughts, drafts: Items[int], column: int) -> tuple[Thoughts | None, bool]:
-        """Return the state behind a column's draft. The last column has none: there the grammar may begin."""
+        """Return the state after a column's draft. The last column has none: the grammar may begin there."""
         if column < len(drafts):
             return self._after(thoughts, drafts[column])
         return (thoughts, True) if thoughts.is_open or thoughts.num_matched else (None, False)
 
     def _bound(self, column: int, drafts: list[int]) -> BoundColumns:
-        """Return the bound columns; at the very beginning thoughts may come instead."""
+        """Return the grammar's columns. The first token of an answer may also open the thoughts."""
         assert self._matcher is not None
         may_think = column == 0 and self._thoughts is not None and not self._thoughts.is_open
         also = self._thinking.open_ids[0] if may_think and self._thinking is not None else None
@@ -206,13 +207,13 @@ class Guide:
 
 @dataclass(frozen=True, slots=True)
 class BoundColumns:
-    """The columns of a block from `column` on, bound by the grammar, and the drafts behind it."""
+    """The columns of a block from `column` on, which the grammar restricts, and the drafts after `column`."""
 
     matcher: LLMatcher
     column: int
     drafts: list[int]
-    also: int | None = None  # a token that may come as well, at the first column
-    may_roll_back: bool = True  # the matcher
+    also: int | None = None  # a further token that is allowed at the first column
+    may_roll_back: bool = True  # the matcher can take back tokens
 
 
 @functools.cache
@@ -223,7 +224,7 @@ def _executor() -> LLExecutor:
 
 
 def fill_masks(bound: Items[tuple[int, BoundColumns]], masks: np.ndarray) -> None:
-    """Fill all columns of all rows at once; masks [R, W, words]."""
+    """Fill the masks [R, W, words] of the bound columns of all rows at once."""
     from llguidance.numpy import fill_next_token_bitmask_par, fill_next_token_bitmask_par_with_draft_tokens
 
     width, num_words = masks.shape[1:]
@@ -249,12 +250,12 @@ def _fill_one_by_one(bound: BoundColumns, masks: Masks) -> None:
     for column, token_id in enumerate(bound.drafts):
         fill_next_token_bitmask(matcher, masks, column)
         if not matcher.consume_token(token_id):
-            return  # nothing behind it will be committed
+            return  # no token after a forbidden draft is committed
     fill_next_token_bitmask(matcher, masks, len(bound.drafts))
 
 
 def _corrected(matcher: LLMatcher, drafts: list[int], end_ids: Items[int]) -> tuple[list[int], float]:
-    """Return forced tokens and allowed drafts in turn, which `matcher` consumes, and seconds of a core."""
+    """Let `matcher` consume forced tokens and allowed drafts. Return these tokens, and the CPU seconds."""
     found: list[int] = []
     seconds = 0.0
     while len(found) < len(drafts):
@@ -274,7 +275,7 @@ def _forced(matcher: LLMatcher, end_ids: Items[int]) -> list[int]:
 
 
 def _num_matched(sequence: Items[int], num_matched: int, token_id: int) -> int:
-    """Return how many first tokens of `sequence` stand at the end after one more token."""
+    """Return how many first tokens of `sequence` the answer ends with, after one more token."""
     seen = (*sequence[:num_matched], token_id)
     return next((n for n in range(len(seen), 0, -1) if seen[-n:] == tuple(sequence[:n])), 0)
 

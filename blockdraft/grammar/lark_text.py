@@ -1,4 +1,4 @@
-"""Reads Lark in llguidance's dialect, outside of comments, strings and expressions."""
+"""Finds the named tokens of a Lark grammar (llguidance's dialect), outside of comments, strings, regexes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from blockdraft.errors import RequestError
 from blockdraft.grammar.limits import MAX_RUN_CHARS
 
-# As llguidance's lexer reads it. Strings and expressions match without their ends, too: whatever the text,
-# a character is looked at a fixed number of times.
+# As llguidance's lexer reads Lark. Strings and regexes also match without their closing sign, so that the
+# time is linear in the text.
 _PARTS = re.compile(
     r"""(?:\#|//)[^\n]*
       | "(?:[^"\\\n]|\\.)*"?
@@ -25,12 +25,12 @@ _IDS = re.compile(r"<\[([0-9]{1,9}(?:,[0-9]{1,9})*)\]>")
 
 @dataclass(frozen=True, slots=True)
 class LarkFacts:
-    """A grammar with its tokens by number, and what matters for taking back tokens."""
+    """A grammar with its tokens as ids, and the facts that decide if its matcher can take back tokens."""
 
     text: str
-    token_ids: frozenset[int]  # tokens that it names
-    has_ends: bool  # rules that end by a count of tokens or by a text
-    has_other_ids: bool  # tokens in ranges, or all but some
+    token_ids: frozenset[int]  # tokens that the grammar names
+    has_ends: bool  # a rule ends by a count of tokens or by a stop text
+    has_other_ids: bool  # the grammar has ranges of tokens, or all tokens but some
 
 
 def quoted(text: str) -> str:
@@ -39,7 +39,7 @@ def quoted(text: str) -> str:
 
 
 def read_lark(text: str, token_id: Callable[[str], int | None], vocab_size: int) -> LarkFacts:
-    """Read a grammar. `token_id` finds a token by its name. Raise RequestError for unknown tokens."""
+    """Read a grammar. `token_id` finds a token by its name. Raise RequestError for an unknown token."""
     ids: set[int] = set()
     has_ends = has_other_ids = False
 

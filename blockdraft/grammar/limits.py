@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from blockdraft.errors import RequestError
 
 MAX_GRAMMAR_CHARS = 1 << 19  # arbitrary
-# Text that a grammar forces in a row. It makes each step of all answers longer: llguidance tokenizes all of
-# it again, 100,000 characters in 0.2 s.
+# The most text that a grammar may force in a row. Long forced text slows each step of all answers: llguidance
+# tokenizes all of it again, 100,000 characters in 0.2 s.
 MAX_RUN_CHARS = 1 << 15
 MAX_DEPTH = 64  # of nested lists and objects, in a schema and in a request's body; arbitrary
 
@@ -24,13 +24,13 @@ def check_text(what: str, text: object, limit: int = MAX_GRAMMAR_CHARS) -> None:
 
 
 def check_backslash(regex: str) -> None:
-    """Raise RequestError if it ends with a backslash that escapes nothing, which llguidance ignores."""
+    """Raise RequestError if a regex ends with a backslash that escapes nothing: llguidance ignores it."""
     if (len(regex) - len(regex.rstrip("\\"))) % 2:
         raise _refused(f"the regex ends with a lone backslash: {regex[-40:]}. Escape it.")
 
 
 def check_json(what: str, given: object) -> None:
-    """Raise RequestError for what is not a JSON object or the text of one, or too large."""
+    """Raise RequestError unless `given` is a JSON object, or a non-empty string, within the limits."""
     if isinstance(given, str):
         check_text(what, given)
     elif isinstance(given, Mapping):
@@ -40,7 +40,7 @@ def check_json(what: str, given: object) -> None:
 
 
 def _check_values(what: str, given: Mapping[object, object]) -> None:
-    """Check level by level, and stop at too many values."""
+    """Check a JSON object level by level. Raise RequestError as soon as it is too large or too deep."""
     num_chars = 0
     level: list[object] = [given]
     for _ in range(MAX_DEPTH):

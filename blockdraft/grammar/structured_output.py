@@ -1,4 +1,4 @@
-"""StructuredOutputs binds an answer to a schema, regex, choice or grammar; Thinking bounds its thoughts."""
+"""StructuredOutputs restricts an answer to a schema, regex, choice or grammar; Thinking limits thoughts."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class StructuredOutputs:
     regex: str | None = None
     choice: tuple[str, ...] | list[str] | None = None
     grammar: str | None = None  # Lark in llguidance's dialect, or GBNF
-    is_lenient: bool = False  # unknown keywords of a schema bind nothing; else they are refused
-    # A regex of the white space between the parts of JSON. None: a blank behind each comma and colon, as
-    # Python writes JSON. White space without a bound lets small models write blanks for ever.
+    is_lenient: bool = False  # unknown keywords of a schema are ignored; else they are refused
+    # A regex of the white space between the parts of JSON. None: a blank after each comma and colon, as
+    # Python writes JSON. With unlimited white space, small models write blanks for ever.
     whitespace_pattern: str | None = None
 
     def __post_init__(self) -> None:
-        """Check all sizes before any work."""
+        """Check the fields and all sizes, before any work."""
         self._check_one()
         if self.json is not None:
             check_json("the JSON schema", self.json)
@@ -75,11 +75,11 @@ class StructuredOutputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Thinking:
-    """The begin and end of the thoughts in front of an answer. Structured output does not bind them."""
+    """The tokens around the thoughts before an answer. Structured output does not restrict the thoughts."""
 
-    open_ids: tuple[int, ...] = ()  # (): the prompt has opened them; else the answer may begin with these
+    open_ids: tuple[int, ...] = ()  # (): the prompt has opened the thoughts; else the answer may open them
     close_ids: tuple[int, ...]
-    max_tokens: int | None = None  # after so many the engine closes the thoughts
+    max_tokens: int | None = None  # the engine closes the thoughts after this many tokens
 
     def __post_init__(self) -> None:
         if not self.close_ids:
@@ -99,5 +99,5 @@ def _check_choice(choice: object) -> None:
 
 
 def fields_of(output: StructuredOutputs) -> dict[str, object]:
-    """Return the fields that are set, for JSON; `StructuredOutputs(**fields)` is equal to `output`."""
+    """Return the fields that are set, for JSON. `StructuredOutputs(**fields)` equals `output`."""
     return {name: value for name in output.__slots__ if (value := getattr(output, name)) not in (None, False)}

@@ -1,7 +1,7 @@
-"""Trials: a client's grammar is compiled in another process first, under limits of time and memory.
+"""Trials: compiles a client's grammar in another process first, with limits on time and memory.
 
-llguidance's own limits do not bound what one costs: a schema of 600 bytes can take it minutes, and nothing
-can end a thread. Nor may our own passes over a client's text hold this process' interpreter lock for long.
+llguidance's own limits do not bound a grammar's cost: a schema of 600 bytes can take minutes, and a thread
+cannot be ended. Our own passes over a client's text must not hold this process's interpreter lock either.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from blockdraft.grammar.compiling import TokenSource
 from blockdraft.grammar.trial_worker import MAX_WALL_S, TOO_MUCH
 from blockdraft.settings.settings import child_environment
 
-GRACE_S = 5.0  # beyond what the worker itself allows, where it can
+GRACE_S = 5.0  # beyond the worker's own limit
 WORKER = (sys.executable, "-m", "blockdraft.grammar.trial_worker")
 
 
@@ -33,11 +33,11 @@ class TriedGrammar:
 
     text: str  # as llguidance reads it
     may_roll_back: bool  # its matcher can take back tokens
-    num_bytes: int  # about what it takes
+    num_bytes: int  # approximate memory of the compiled grammar
 
 
 class Trials:
-    """The worker and the way to it. Any thread may ask; one grammar is tried at a time."""
+    """Sends grammars to the worker process. Any thread may call it; one grammar is tried at a time."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -45,7 +45,7 @@ class Trials:
         self._process: subprocess.Popen[str] | None = None
 
     def of(self, output: Mapping[str, object], tokens: TokenSource, key: str) -> TriedGrammar:
-        """Try a grammar; raise RequestError if it fails or costs too much. `key` names the tokens."""
+        """Try a grammar. Raise RequestError if it fails or costs too much. `key` identifies the tokens."""
         with self._lock:
             asked: dict[str, object] = {"output": output, "key": key}
             answer = self._ask(asked)
@@ -70,11 +70,11 @@ class Trials:
         try:
             for line in process.stdout:
                 answer: dict[str, object] = json.loads(line)
-                if answer["number"] == number:  # else somebody was interrupted while waiting for it
+                if answer["number"] == number:  # else it answers an earlier request that was interrupted
                     return answer
         finally:
             too_late.cancel()
-        process.wait()  # it is ending: it must not be handed the next one
+        process.wait()  # the worker is ending: it must not get the next request
         return {"error": TOO_MUCH}
 
     def _started(self) -> subprocess.Popen[str]:
@@ -86,7 +86,7 @@ class Trials:
                 stderr=subprocess.DEVNULL,
                 env=child_environment({}),
                 encoding="utf-8",
-                start_new_session=True,  # Ctrl-C is for this process alone
+                start_new_session=True,  # Ctrl-C must not reach the worker
             )
             weakref.finalize(self, _end, self._process)
         return self._process
@@ -103,7 +103,7 @@ def _trials_of(process_id: int) -> Trials:  # a forked process must not share th
 
 
 def trials() -> Trials:
-    """Return the trials of this process, for all models; the worker starts with the first one."""
+    """Return this process's Trials, which all models share. The worker starts with the first trial."""
     return _trials_of(os.getpid())
 
 

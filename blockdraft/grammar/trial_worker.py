@@ -1,7 +1,7 @@
-"""A process that compiles grammars of clients for a trial: on Linux each in a child of its own, with limits.
+"""The worker process that compiles clients' grammars for a trial. On Linux, it forks a child with limits.
 
-It is a program: one request per line on its standard input, one answer per line on its standard output.
-It knows neither torch nor a model. `trial` starts it, and ends it if a grammar takes too long.
+The worker reads one request per line from standard input, and writes one answer per line to standard output.
+It imports neither torch nor a model. `trial` starts it, and ends it if a grammar takes too long.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
 MAX_CPU_S = 2.0  # for one grammar; ordinary schemas take a hundredth of it
-HAS_LIMITS = sys.platform == "linux"  # else only the end of this process ends a trial
+HAS_LIMITS = sys.platform == "linux"  # else a trial can only be ended with this process
 MAX_WALL_S = 60.0 if HAS_LIMITS else 10.0  # a machine may be busy
 MAX_BYTES = 512 << 20  # for one grammar
 STACK_BYTES = 1 << 20  # a thread that compiles the grammar again has twice as much, or more
-ASSUMED_BYTES = 4 << 20  # of a compiled grammar, where nobody counts
+ASSUMED_BYTES = 4 << 20  # of a compiled grammar, if its memory is not measured
 MAX_TOKENIZERS = 4
 TOO_MUCH = (
     f"this structured output is too complex: to compile it takes more than {MAX_CPU_S:g} s of a core, "
@@ -36,16 +36,16 @@ TOO_MUCH = (
 
 
 class TrialVerdict(TypedDict, total=False):
-    """Either an error, or all other fields."""
+    """The result of a trial: either an error, or all other fields."""
 
     error: str
     text: str  # the grammar as llguidance reads it
     may_roll_back: bool
-    num_bytes: int  # about what the compiled grammar takes
+    num_bytes: int  # approximate memory of the compiled grammar
 
 
 def judge(output: StructuredOutputs, tokens: TokenSource, read: LLTokenizer) -> TrialVerdict:
-    """Compile a grammar and return how that went."""
+    """Compile a grammar. Return the error, or the grammar's text and if its matcher can roll back."""
     try:
         written = write_grammar(output, tokens)
         compile_text(read, written.text)
@@ -55,10 +55,10 @@ def judge(output: StructuredOutputs, tokens: TokenSource, read: LLTokenizer) -> 
 
 
 def _may_roll_back(written: WrittenGrammar, read: LLTokenizer) -> bool:
-    """Say if llguidance can take back tokens.
+    """Say if llguidance can take back tokens of this grammar.
 
-    It cannot (it says so), or takes back wrongly (1.9.1), ends of a rule that are no part of its text, and
-    tokens by their ids, unless they are special.
+    It cannot (it reports so), or does it wrongly (1.9.1), if a rule ends by a count or a stop text, or if the
+    grammar names tokens that are not special.
     """
     lark = written.lark
     if lark is None:
@@ -69,7 +69,7 @@ def _may_roll_back(written: WrittenGrammar, read: LLTokenizer) -> bool:
 
 
 def main() -> None:
-    """Serve until the input ends."""
+    """Answer requests until the input ends."""
     attempt = _try_in_child if HAS_LIMITS else _try_here
     known: dict[str, tuple[TokenSource, LLTokenizer]] = {}
     for line in sys.stdin:
@@ -93,7 +93,7 @@ def _try_here(output: StructuredOutputs, tokens: TokenSource, read: LLTokenizer)
 
 
 def _try_in_child(output: StructuredOutputs, tokens: TokenSource, read: LLTokenizer) -> TrialVerdict:
-    """Judge in a child process: whatever a grammar does to it, this process goes on."""
+    """Judge a grammar in a child process, so that a crash or a limit does not end this process."""
     reading, writing = os.pipe()
     before = _statm()[1]
     child = os.fork()
@@ -121,7 +121,7 @@ def _answer(output: StructuredOutputs, tokens: TokenSource, read: LLTokenizer, w
 
 
 def _limit() -> None:
-    """Set limits. Whatever exceeds them ends this process."""
+    """Limit this process's time and memory. A grammar that exceeds a limit ends the process."""
     import resource  # Windows has none
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -132,7 +132,7 @@ def _limit() -> None:
 
 
 def _statm() -> tuple[int, int]:
-    """Return bytes of this process: its address space, and what is in memory."""
+    """Return the bytes of this process's address space and of its resident memory."""
     size, resident = Path("/proc/self/statm").read_text(encoding="ascii").split()[:2]
     page = os.sysconf("SC_PAGE_SIZE")
     return int(size) * page, int(resident) * page

@@ -1,4 +1,4 @@
-"""Vocabulary: a model's tokens as llguidance reads them, and the grammars compiled for them."""
+"""Vocabulary: holds a model's tokens as llguidance reads them, and the grammars compiled for them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # imported with the first structured output, as most servers 
     from llguidance import LLMatcher, LLTokenizer
 
 _STRINGS = re.compile(r'"(?:[^"\\]|\\.)*"')  # of JSON
-NUM_COMPARED = 512  # tokens whose texts are compared: a kind that is misread is misread all over
+NUM_COMPARED = 512  # tokens whose texts are compared: a misread kind of tokenizer shows in any sample
 MAX_KEPT, MAX_KEPT_BYTES = 64, 256 << 20  # compiled grammars; an ordinary one takes some hundred kilobytes
 
 
@@ -33,10 +33,10 @@ class _Kept:
 
 
 class Vocabulary:
-    """Makes matchers, for any thread. The first one takes some tenths of a second."""
+    """Makes matchers. Any thread may use it. The first matcher takes some tenths of a second."""
 
     def __init__(self, tokenizer: Tokenizer, size: int) -> None:
-        """`size`: ids that the model's head has; those behind the tokenizer's are never allowed."""
+        """`size`: number of ids in the model's head. Ids past the tokenizer's last are never allowed."""
         self._source = tokenizer
         self.size = size
         self.num_words = -(-size // 32)  # of a mask, 32 bits each
@@ -46,9 +46,9 @@ class Vocabulary:
         self._kept: OrderedDict[str, _Kept] = OrderedDict()
 
     def matcher(self, output: StructuredOutputs) -> tuple[LLMatcher, bool]:
-        """Return a matcher at the start of an answer, and whether it can take back tokens.
+        """Return a matcher at the start of an answer, and if it can take back tokens.
 
-        Raise RequestError if nothing matches or it does not compile.
+        Raise RequestError if the structured output matches nothing or does not compile.
         """
         fields = fields_of(output)
         key = json.dumps(fields, default=dict)
@@ -62,7 +62,7 @@ class Vocabulary:
         return found.matcher.deep_copy(), found.may_roll_back
 
     def _forget(self) -> None:
-        """Forget the least recently used, if there are too many."""
+        """Forget the least recently used grammars if there are too many, or if they take too much memory."""
         num_bytes = sum(one.num_bytes for one in self._kept.values())
         while len(self._kept) > MAX_KEPT or (num_bytes > MAX_KEPT_BYTES and len(self._kept) > 1):
             num_bytes -= self._kept.popitem(last=False)[1].num_bytes
@@ -86,13 +86,13 @@ class Vocabulary:
         try:
             read = read_tokens(tokens)
         except ValueError as error:
-            raise _unreadable(str(error).partition(":")[0]) from None  # behind it: all that it is made of
+            raise _unreadable(str(error).partition(":")[0]) from None  # without the long details
         self._compare(read)
         return tokens, read, key_of(tokens)
 
     @property
     def _markup(self) -> dict[str, int]:
-        """Return the added tokens that llguidance takes for special ones."""
+        """Return the added tokens that llguidance treats as special, by name."""
         return {
             name: token_id
             for name, token_id in self._source.added_names.items()
@@ -111,11 +111,11 @@ class Vocabulary:
 
 
 def unspelled(tokenizer: str, markup: Mapping[str, int]) -> str:
-    """Return a tokenizer in JSON whose special tokens no text spells.
+    """Return the tokenizer's JSON with special tokens renamed, so that no text spells them.
 
     Else llguidance would write the forced text "<|im_end|>" as the special token, which ends the answer.
     """
-    hidden = {  # by a character that does not exist: no text has it
+    hidden = {  # the new names have a character that does not exist, so no text has them
         json.dumps(name, ensure_ascii=False): json.dumps(f"<\U0010ffff{token_id}>", ensure_ascii=False)
         for name, token_id in markup.items()
     }
@@ -123,7 +123,7 @@ def unspelled(tokenizer: str, markup: Mapping[str, int]) -> str:
 
 
 def _spells(read: LLTokenizer, name: str) -> bool:
-    """Say if a token's name, as text, is written without special tokens."""
+    """Say if llguidance writes a token's name, given as text, without special tokens."""
     return not any(map(read.is_special_token, read.tokenize_str(name)))
 
 

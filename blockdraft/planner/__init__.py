@@ -1,1 +1,1 @@
-"""Before anything is started: what fits, how fast it should be, and what to change. No torch here."""
+"""Plans before a start: what fits, how fast it should be, and what to change. Nothing here imports torch."""

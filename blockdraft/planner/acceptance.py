@@ -1,4 +1,4 @@
-"""Acceptance: tokens committed per step, the target's own included, by kind of text. Greedy decoding.
+"""Acceptance: tokens committed per step, the target's own included, by kind of text, in greedy decoding.
 
 For a drafter that known_pairs.toml lists, it is the measured value. A drafter made by `blockdraft train` has
 its own value in fit.json. For other drafters it is the value published for the target. If the pair is not
@@ -20,7 +20,7 @@ from blockdraft.planner.known_pairs import read_file
 
 KINDS = ("code", "maths", "chat")
 
-# Categories of prompts in fit.json that stand for a kind of text; where it has none of them, all do.
+# The categories of prompts in fit.json for each kind of text. If fit.json has none of them, the others count.
 _CATEGORIES = {
     "code": ("code", "humaneval", "mbpp"),
     "maths": ("math", "gsm8k"),
@@ -30,7 +30,7 @@ _CATEGORIES = {
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """Tokens per step of a whole block."""
+    """Tokens per step with a whole block, by kind of text."""
 
     code: float
     maths: float
@@ -38,9 +38,9 @@ class Acceptance:
     source: str
     is_of_pair: bool = True
     by_position: tuple[tuple[int, float], ...] = ()  # drafts from 1, and how often each was accepted
-    block: int | None = None  # that the tokens are of; None: the drafter's own
+    block: int | None = None  # the block of the measurement; None: the drafter's own
     by_category: tuple[tuple[str, float], ...] = ()  # tokens per step, the fewest first
-    kind_note: str = ""  # what is known of drafters of this kind, where this one's own figures are not
+    kind_note: str = ""  # a note on drafters of this kind, if this drafter's own figures are not known
 
     def committed(self, kind: str) -> float:
         return {"code": self.code, "maths": self.maths, "chat": self.chat}[kind]
@@ -62,14 +62,14 @@ def own_acceptance(fit_file: Mapping[str, object], *, name: str) -> Acceptance:
 
 
 def published_acceptance(target: str, draft: str, kind: DraftKind = "dflash") -> Acceptance:
-    """Return the acceptance published for a pair. Both names count, since a folder may have any."""
+    """Return the acceptance published for a pair. Look for both names, because a folder may have any name."""
     found = _by_name(target, draft, kind)
     notes: Mapping[str, str] = read_file()["acceptance_elsewhere"]["kinds"]
     return found if found.is_of_pair else replace(found, kind_note=notes.get(kind, ""))
 
 
 def drafter_acceptance(draft: str) -> Acceptance | None:
-    """Return the acceptance measured with the drafter of this name; None if it is not listed."""
+    """Return the acceptance measured with the drafter of this name, or None if it is not listed."""
     for entry in read_file()["acceptance"]:
         if "drafter" in entry and re.search(entry["drafter"], draft.casefold()):
             return _published(entry, is_own=True)
@@ -91,7 +91,7 @@ def _by_name(target: str, draft: str, kind: DraftKind) -> Acceptance:
 
 
 def _published(entry: Mapping[str, Any], *, is_own: bool) -> Acceptance:
-    """Read a published entry. `is_own`: of this drafter, not of z-lab's for the same target."""
+    """Read a published entry. `is_own`: it is for this drafter, not for z-lab's for the same target."""
     source = entry["source"] + ("" if is_own else ", of z-lab's drafter: yours may differ")
     by_position = tuple((draft, share) for draft, share in entry.get("by_position", ())) if is_own else ()
     tokens = (entry["code"], entry["maths"], entry["chat"])
@@ -99,6 +99,6 @@ def _published(entry: Mapping[str, Any], *, is_own: bool) -> Acceptance:
 
 
 def fading(context: int) -> float:
-    """Return the share of a short text's acceptance that is left after `context` tokens."""
+    """Return the acceptance after `context` tokens, as a share of a short text's."""
     shares = [share for length, share in read_file()["acceptance_elsewhere"]["fading"] if context >= length]
     return shares[-1] if shares else 1.0

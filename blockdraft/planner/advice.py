@@ -16,17 +16,17 @@ from blockdraft.planner.pair import Case
 TEAM_ROWS, TEAM_MIN = 16, 4
 FLEET_ROWS, FLEET_MIN, FLEET_CONTEXT = 128, 32, 16_384
 LONG_CONTEXT = 32_768
-TYPICAL_CONTEXT = 1024  # what most requests have behind them while they decode
-LEAST_CONTEXT = 4096  # where nobody says how much: less is hardly of use
+TYPICAL_CONTEXT = 1024  # tokens of context of most requests while they decode
+LEAST_CONTEXT = 4096  # if the user requests no context; a shorter one is hardly useful
 CROWD_ROWS = (32, 16, 8, 4)
-KV_DTYPES = ("int8", "tq4")  # of our engine, what is worth trying: gentler first
+KV_DTYPES = ("int8", "tq4")  # our engine's formats to try, the most exact first
 _MAX_FIXES = 6
 _WORTH_SAYING = 50e6  # bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """For one kind of user."""
+    """The advice for one kind of user."""
 
     who: str
     flags: str
@@ -39,7 +39,7 @@ class Fix:
 
     flags: str
     result: str
-    needs: str = ""  # beside flags
+    needs: str = ""  # further needs, such as a second machine
 
 
 def fit_pair(case: Case) -> Fit:
@@ -51,7 +51,7 @@ def fit_pair(case: Case) -> Fit:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """An estimate, in tokens a second of all rows together: whole answers over HTTP, prompts included."""
+    """Estimated tokens a second of all rows together, for whole answers over HTTP, prompts included."""
 
     step: Step
     plain: float
@@ -63,7 +63,7 @@ class Speed:
 
 
 def estimate_speed(case: Case, fit: Fit, *, rows: int, context: int, width: int) -> Speed | None:
-    """Estimate the speed; None if the card is not in our table, so its bandwidth is unknown."""
+    """Estimate the speed. Return None on a CPU, or if our table lacks the card, and so its bandwidth."""
     if case.card is None or fit.is_cpu:
         return None
     plain = estimate_step(fit, case.pair, case.card, rows=rows, context=context, width=1)
@@ -81,7 +81,7 @@ def estimate_speed(case: Case, fit: Fit, *, rows: int, context: int, width: int)
 
 
 def best_width(case: Case, fit: Fit, *, rows: int, context: int) -> tuple[int, Speed | None]:
-    """Return the width with the most tokens a second in chat; without an estimate, the plan's."""
+    """Return the width with the most tokens a second in chat and its speed; the plan's width if unknown."""
     block = case.pair.block
     if case.settings.width != "auto" or block == 1:
         return fit.width, estimate_speed(case, fit, rows=rows, context=context, width=fit.width)
@@ -108,7 +108,7 @@ def _speed_text(speed: Speed | None, rows: int) -> str:
 
 
 def advise(case: Case) -> tuple[Advice, ...]:
-    """Advise six kinds of users; if nothing fits for one, its line says what would have to change."""
+    """Return the advice for six kinds of users. If nothing fits one, say what would have to change."""
     lines = (_single(case), _team(case), _fleet(case), _long(case), _crowd(case), _out_of_memory(case))
     return tuple(line for line in lines if line is not None)
 
@@ -123,7 +123,7 @@ def _single(case: Case) -> Advice | None:
 
 
 def _team(case: Case) -> Advice | None:
-    """Find room for up to 16 users with a useful context; if four do not fit, say what would help."""
+    """Advise for up to 16 users with a useful context. If four do not fit, say what would help."""
     who, context = "4-16 users", min(LEAST_CONTEXT, case.pair.target.shape.max_positions)
     if _tried(case.asking(max_num_seqs=1, max_model_len="auto")) is None:
         return None
@@ -144,7 +144,7 @@ def _team(case: Case) -> Advice | None:
 
 
 def _fleet(case: Case) -> Advice | None:
-    """Plan for many short conversations with tools; the cache is their first limit."""
+    """Advise for many short conversations with tools. The cache is their first limit."""
     context = min(FLEET_CONTEXT, case.pair.target.shape.max_positions)
     fit = _tried(case.asking(max_num_seqs=FLEET_ROWS, max_model_len=context))
     count = 0 if fit is None else fit.sequences(context)
@@ -157,7 +157,7 @@ def _fleet(case: Case) -> Advice | None:
 
 
 def _what_it_takes(who: str, case: Case, rows: int, context: int) -> Advice | None:
-    """Say what would serve so many users; None if nothing would and the present setup does not fit."""
+    """Say what would serve `rows` users. Return None if no change would and not even one fits now."""
     fit = _tried(case)
     count = 0 if fit is None else fit.sequences(context)
     asked = f"--max-num-seqs {rows} --max-model-len {context}"
@@ -205,7 +205,7 @@ def _crowd(case: Case) -> Advice | None:
 
 
 def _most(case: Case, context: int) -> tuple[int, str]:
-    """Return the most sequences at once, and the flag for it: fewer rows leave more room for the cache."""
+    """Return the most sequences at once, and the flag for them: fewer rows leave more memory to the cache."""
     found = [(0, "")]
     for rows in (case.settings.max_num_seqs, *(CROWD_ROWS if case.settings.max_num_seqs == "auto" else ())):
         fit = _tried(case.asking(max_num_seqs=rows))
@@ -215,7 +215,7 @@ def _most(case: Case, context: int) -> tuple[int, str]:
 
 
 def _out_of_memory(case: Case) -> Advice | None:
-    """Name the changes that free most memory."""
+    """Name the changes that free the most memory."""
     before, freed = _fixed_bytes(case), []
     if before is None:
         return None
@@ -232,7 +232,7 @@ def _out_of_memory(case: Case) -> Advice | None:
 
 
 def _fixed_bytes(case: Case) -> int | None:
-    """Return all memory but the cache, whether or not it fits; None if the case is known to fail."""
+    """Return all memory but the cache, even if it does not fit. None if there is no plan."""
     fit = _planned(case)
     if fit is None:
         return None
@@ -240,7 +240,7 @@ def _fixed_bytes(case: Case) -> int | None:
 
 
 def _width_flag(case: Case, fit: Fit, width: int) -> str:
-    """Return the flag for a width; empty for our engine, which finds the width itself."""
+    """Return the flag for a width; "" for our engine, which finds the width, or if the flag is not needed."""
     is_set = case.settings.engine == "native" or case.settings.width != "auto"
     return "" if is_set or width == fit.width else f" --width {width}"
 
@@ -249,7 +249,7 @@ def _width_flag(case: Case, fit: Fit, width: int) -> str:
 
 
 def fixes(case: Case, *, serves_less: bool = True) -> tuple[Fix, ...]:
-    """List single changes that make the request fit; with `serves_less`, also those that ask for less."""
+    """List single changes that make the request fit; with `serves_less`, also smaller requests."""
     context, rows = wanted(case)
     found: list[Fix] = []
     smaller = _smaller(case) if serves_less else ()
@@ -273,7 +273,7 @@ def fixes(case: Case, *, serves_less: bool = True) -> tuple[Fix, ...]:
 
 
 def wanted(case: Case) -> tuple[int, int]:
-    """Return the context and sequences that were asked for, by default one sequence of useful length."""
+    """Return the requested context and sequences, by default one sequence of useful length."""
     asked, rows = case.settings.max_model_len, case.settings.max_num_seqs
     context = min(case.pair.target.shape.max_positions, LEAST_CONTEXT) if asked == "auto" else asked
     return context, 1 if rows == "auto" else rows
@@ -307,7 +307,7 @@ def _larger_cache(case: Case) -> Iterator[tuple[str, Case]]:
     fit = _planned(case.asking(max_num_seqs=1, max_model_len="auto"))
     if fit is not None:
         context, rows = wanted(case)
-        # With what pages leave empty, in whole gigabytes.
+        # 1 % more for partly filled pages, rounded up to whole gigabytes.
         num_bytes = math.ceil(fit.footprint.at(context) * rows * 1.01 / 1e9) * 10**9
         fixed = sum(item.num_bytes for item in fit.items if not item.name.endswith("cache"))
         if fixed + num_bytes <= fit.budget:
@@ -343,7 +343,7 @@ def _other_engines(case: Case) -> Iterator[tuple[str, Case]]:
         return
     engine = "vllm" if case.settings.engine == "native" else case.settings.engine
     name = f"--engine {engine} " if case.settings.engine == "native" else ""
-    # Without what only our own engine understands.
+    # Leave out the settings that only our own engine has.
     base = _without_ngrams(case).asking(quantization="auto", draft_quantization="auto", cache_bytes="auto")
     base = base.asking(engine=engine)
     if case.pair.is_ngram:
@@ -374,13 +374,13 @@ def _needs(case: Case) -> str:
 
 
 def _tried(case: Case) -> Fit | None:
-    """Return the fit; None if it cannot start, or is known to fail."""
+    """Return the fit, or None if it cannot start or is known to fail."""
     fit = _planned(case)
     return fit if fit is not None and fit.problem is None else None
 
 
 def _planned(case: Case) -> Fit | None:
-    """Return the fit, even if it cannot start; None: an error, or known to fail."""
+    """Return the fit, even if it cannot start. None on an error, or if the case is known to fail."""
     try:
         return fit_pair(case) if case.is_allowed(case) else None
     except BlockdraftError:

@@ -6,7 +6,7 @@ from blockdraft.models.draft_config import KIND_NAMES, DraftConfig
 
 
 def drafting_title(draft: DraftConfig | None, ngram: int) -> str | None:
-    """Name the source of drafts; `ngram` is the length of n-grams (0: unused). None if nothing drafts."""
+    """Return the name of what drafts, or None without drafts. `ngram`: the length of n-grams (0: unused)."""
     if draft is None:
         return "n-grams" if ngram else None
     return f"{kind_title(draft)} and n-grams of {ngram}" if ngram else kind_title(draft)

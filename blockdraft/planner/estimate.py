@@ -1,14 +1,14 @@
-"""Estimates the seconds of a step and the tokens a second of answers from bandwidth and shapes.
+"""Estimates the seconds of a step and the tokens a second of answers, from bandwidth and shapes.
 
-A decode step reads every weight once (of experts, those that its tokens choose), and the keys and values of
-its rows; it also launches kernels, and wide batches are bound by arithmetic. In a small model, each kernel
-takes its minimum time, which grows with the number of tokens. The constants say how well our engine does
-each, as measured with Qwen3-8B and SmolLM2-135M on an H200 (benchmarks/results: gpu, draft-heads, governor,
-rehearsal). tests/planner/test_estimate.py compares: single steps within 15 %, steps of other days and answers
-over HTTP within 25 %. Other cards and engines are assumed to do as well.
+A decode step reads every weight once (of the experts, only those that its tokens choose), and the keys and
+values of its rows. It also launches kernels, and wide batches are limited by arithmetic. In a small model,
+each kernel takes its minimum time, which grows with the number of tokens. The constants are our engine's
+efficiency, measured with Qwen3-8B and SmolLM2-135M on an H200 (benchmarks/results: gpu, draft-heads,
+governor, rehearsal). tests/planner/test_estimate.py compares: single steps agree within 15 %, steps of other
+days and answers over HTTP within 25 %. Other GPUs and engines are assumed to be as efficient.
 
 An answer over HTTP also waits for its first token, and for the process that sends every row's tokens to its
-client; many rows of a small model keep that process busier than the card.
+client. With many rows of a small model, that process is busier than the GPU.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from blockdraft.planner.shape import Shape
 from blockdraft.planner.stored import WeightParts
 from blockdraft.settings.acceptance_profile import acceptance_rates
 
-STREAM_SHARE = 0.88  # of the published bandwidth: what a large copy reaches
-PACKED_SHARE = 0.85  # of that, for weights of a byte or less
-CACHE_SHARE = 0.66  # of that, for keys and values
+STREAM_SHARE = 0.88  # of the published bandwidth, as a large copy reaches
+PACKED_SHARE = 0.85  # of a copy's bandwidth, for weights of a byte or less
+CACHE_SHARE = 0.66  # of a copy's bandwidth, for keys and values
 COMPUTE_SHARE = 0.63  # of the published bf16 rate, in wide steps
 LAUNCH_S = 2.5e-6  # of one kernel in a graph
-# More for each kernel, times the root of a step's tokens, where reading and computing take less than that.
+# A kernel's minimum time, times the root of the step's tokens. It counts if reading and computing take less.
 SPREAD_S = 0.14e-6
-SEND_S = 11e-6  # of the HTTP process, for what one row gets from a step
-FIRST_S = 6.4e-3  # until the first token of a short prompt that arrives alone, over HTTP
+SEND_S = 11e-6  # of the HTTP process, to send one row's tokens of a step
+FIRST_S = 6.4e-3  # until the first token of a single short prompt, over HTTP
 # Prompts that arrive together are admitted together, so all of N wait FIRST_S * (1 + this * sqrt(N - 1)).
 CROWDING = 2.1
-ANSWER_TOKENS = 200  # of the answers that are counted
-PROMPT_TOKENS = 100  # of the prompts before them
-# Read and written for each value that is unpacked before a product: PyTorch's operations, one after another,
-# by their sizes. Nobody measured it.
+ANSWER_TOKENS = 200  # length of the answers in the estimate
+PROMPT_TOKENS = 100  # length of their prompts
+# Bytes read and written for each value that is unpacked before a product, added up over PyTorch's operations.
+# This was not measured.
 UNPACK_BYTES = 30
 _PLAIN_LAUNCHES = 9.6  # kernels of a layer: attention and a dense part
 _OTHER_LAUNCHES = 12.8  # with experts or a state
@@ -83,7 +83,7 @@ def estimate_step(fit: Fit, pair: Pair, card: Card, *, rows: int, context: int, 
         # It multiplies by the target's head once more, unless it brings its own.
         head = parts.head or fit.parts[0].head or fit.parts[0].embedding
         tables = 0 if draft.values is None else draft.values.tables
-        draft_bytes = parts.layers + head - 2 * tables  # of which a few rows are read
+        draft_bytes = parts.layers + head - 2 * tables  # a step reads only a few rows of the tables
         read_s += draft_bytes / _stream(card, is_packed=_is_packed(parts, draft))
         weight_bytes += draft_bytes
         flops += (
@@ -94,7 +94,7 @@ def estimate_step(fit: Fit, pair: Pair, card: Card, *, rows: int, context: int, 
     read_s += cache_bytes / (_stream(card, is_packed=False) * CACHE_SHARE)
     compute_s = flops / (card.bf16_flops * COMPUTE_SHARE)
     spread_s = kernels * SPREAD_S * math.sqrt(tokens)
-    # Reading and computing overlap, but not wholly where both are large.
+    # Reading and computing overlap, but not fully if both are large.
     seconds = kernels * LAUNCH_S + math.hypot(read_s, compute_s, spread_s)
     return Step(rows, context, width, seconds, weight_bytes, cache_bytes, flops, kernels)
 
@@ -112,7 +112,7 @@ def unpacks_weights(fit: Fit, pair: Pair) -> bool:
 
 
 def committed(mean: float, *, width: int, block: int) -> float:
-    """Return the tokens per step at `width` of a drafter that commits `mean` with its whole block."""
+    """Return the tokens per step at `width`, for a drafter that commits `mean` with its whole block."""
     if width < 2:
         return 1.0
     rates = acceptance_rates(f"mean:{max(1.0, min(mean, block))}", width=block, block=block)
@@ -159,7 +159,7 @@ def _bytes_read(parts: WeightParts, shape: Shape, tokens: int) -> int:
 
 
 def experts_touched(shape: Shape, tokens: int) -> float:
-    """Return the share of the experts that some of the tokens choose, if all are equally likely."""
+    """Return the share of experts that at least one token chooses, if all experts are equally likely."""
     if not shape.num_experts:
         return 0.0
     return 1.0 - (1.0 - shape.num_chosen / shape.num_experts) ** tokens

@@ -22,12 +22,12 @@ from blockdraft.planner.stored import WeightParts
 
 DEFAULT_ROWS = 256  # vLLM's max_num_seqs; SGLang finds its own
 DEFAULT_CHUNK = 8192  # tokens of a prefill step, both
-GRAPH_BYTES = 3 << 29  # captured steps: both leave the logits out of them
-RESERVE_BYTES = 2 << 30  # kernels compiled at the start, smaller graphs, and what loaders hold for a while
+GRAPH_BYTES = 3 << 29  # captured steps; both engines leave the logits out of them
+RESERVE_BYTES = 2 << 30  # kernels compiled at the start, smaller graphs, and temporary memory of loaders
 
 
 def fit_external(case: Case) -> Fit:
-    """Fit one GPU's part of the model. Raises SettingsError if there is no GPU."""
+    """Fit one GPU's part of the model. Raise SettingsError if there is no GPU."""
     settings, machine, pair = case.settings, case.machine, case.pair
     if not machine.gpu_bytes:
         raise SettingsError(
@@ -68,7 +68,7 @@ def fit_external(case: Case) -> Fit:
 
 
 def _choices(case: Case, fit: Fit, share: float) -> tuple[Choice, ...]:
-    """List settings left to us or the engine, with the values that a user may give instead."""
+    """List the settings with their values and reasons, as the user or the engine sets them."""
     settings, pair = case.settings, case.pair
     name = {"vllm": "vLLM", "sglang": "SGLang"}[settings.engine]
     is_whole = fit.max_model_len >= pair.target.shape.max_positions
@@ -151,7 +151,7 @@ def _footprint(case: Case, width: int) -> Footprint:
 
 
 def _joined(windows: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return one entry for all layers with the same window."""
+    """Join the entries of all layers with the same window; add up their sizes."""
     return [
         (window, sum(size for other, size in windows if other == window))
         for window in dict.fromkeys(window for window, _ in windows)
@@ -159,7 +159,7 @@ def _joined(windows: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _split(spec: CacheSpec, num_gpus: int) -> CacheSpec:
-    """Return one GPU's heads; a head is never cut, and each GPU keeps a whole latent vector."""
+    """Return the spec of one GPU's heads. A head is never split; each GPU keeps the whole latent vector."""
     if not isinstance(spec, Paged):
         return spec
     return Paged(num_kv_heads=-(-spec.num_kv_heads // num_gpus), head_dim=spec.head_dim)

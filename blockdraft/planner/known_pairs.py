@@ -1,4 +1,4 @@
-"""Reads known_pairs.toml: model families, target/drafter pairs and published runs that are known by name."""
+"""Reads known_pairs.toml: the model families, target/drafter pairs and published runs known by name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BYTES_PER_PARAMETER = 2  # bfloat16
 
 @dataclass(frozen=True, slots=True)
 class KnownFamily:
-    """A target family that this version computes."""
+    """A family of targets that this version supports."""
 
     name: str  # as in checkpoints/families.py
     architectures: tuple[str, ...]
@@ -31,15 +31,15 @@ class KnownFamily:
 
 @dataclass(frozen=True, slots=True)
 class KnownPair:
-    """A target and a drafter that was trained for it. None: the sources do not say."""
+    """A target and a drafter that was trained for it. A field is None if the sources do not say."""
 
     target: str
     drafter: str
     layout: Literal["z-lab", "speculators", "DeepSpec", "SpecForge", "other"]
-    family: str | None = None  # None: a family we do not compute
+    family: str | None = None  # None: a family that we do not support
     block: int | None = None  # anchor included
     draft_layers: int | None = None
-    target_billions: float | None = None  # parameters, for the text part where the target also sees or hears
+    target_billions: float | None = None  # parameters, only of the text part of multimodal targets
     draft_billions: float | None = None
     refused: str = ""  # why it does not run here; "" when it does
     notes: str = ""
@@ -60,7 +60,7 @@ class KnownPair:
 
 @dataclass(frozen=True, slots=True)
 class KnownModels:
-    """The families and pairs that a query finds; `date` and `sources` are those of the file."""
+    """The families and pairs that a query finds, and the file's `date` and `sources`."""
 
     date: str
     sources: tuple[str, ...]
@@ -68,7 +68,7 @@ class KnownModels:
     pairs: tuple[KnownPair, ...]
 
     def as_json(self) -> dict[str, object]:
-        """Return the models as plain values, with the properties."""
+        """Return the models as plain values, including the properties."""
         derived = ("runs", "target_gb", "draft_gb")
         pairs = [asdict(pair) | {name: getattr(pair, name) for name in derived} for pair in self.pairs]
         return asdict(self) | {"pairs": pairs}
@@ -76,12 +76,12 @@ class KnownModels:
 
 @cache
 def read_file() -> dict[str, Any]:
-    """Read known_pairs.toml, once; the result must not be changed."""
+    """Read known_pairs.toml once. Do not change the result."""
     return tomllib.loads(FILE.read_text(encoding="utf-8"))
 
 
 def find_models(query: str = "") -> KnownModels:
-    """Find families and pairs with `query` in a name, an architecture or a model, in any case."""
+    """Find families and pairs with `query` in a name, an architecture or a model. Ignore case."""
     file, wanted = read_file(), query.casefold()
     families = [_family(**entry) for entry in file["family"]]
     pairs = [KnownPair(**entry) for entry in file["pair"]]
@@ -94,9 +94,9 @@ def find_models(query: str = "") -> KnownModels:
 
 
 def pairs_of(names: Iterable[str]) -> tuple[KnownPair, ...]:
-    """Return the pairs that run here and whose target has the first of `names` that any target has.
+    """Return the pairs that we can run whose target is the first of `names` that any such target has.
 
-    Names in files differ from the hub's in blanks, case and the organisation.
+    Compare without blanks, case and organisation, in which names in files differ from the hub's.
     """
     pairs = [KnownPair(**entry) for entry in read_file()["pair"]]
     for name in names:
@@ -112,7 +112,7 @@ def _bare(name: str) -> str:
 
 
 def published_runs(target: object, drafter: object) -> tuple[Expectation, ...]:
-    """Return what others measured with this pair."""
+    """Return the results that others published for this pair."""
     return tuple(
         Expectation(**_shared(entry) | run)
         for entry in read_file()["published"]
@@ -149,9 +149,9 @@ class KnownDrafter:
 
 
 def known_drafter(names: Iterable[str]) -> KnownDrafter | None:
-    """Return the drafter for a model that is called one of `names`; one that is on this disk goes first.
+    """Return the drafter for a model with one of `names`, or None. Prefer a drafter that is on this disk.
 
-    A GGUF file gets a drafter only if it is on this disk: nothing is downloaded unasked.
+    A GGUF file gets a drafter only if it is on this disk: nothing is downloaded without a request.
     """
     pairs = pairs_of(names)
     if not pairs:

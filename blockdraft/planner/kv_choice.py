@@ -1,4 +1,4 @@
-"""Chooses how keys and values are stored for --kv-dtype, or refuses it for this pair of models."""
+"""Chooses how keys and values are stored for --kv-dtype, or refuses the format for this pair of models."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from blockdraft.kernels.kv_formats import BITS, EXACT, ROTATED, WIDEST_BLOCK, ch
 from blockdraft.models.config import ModelConfig
 from blockdraft.models.draft_config import DraftConfig
 
-# Words of others for the same.
+# Other programs' names for the formats.
 SHORT_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp8_e4m3": "fp8"}
 EIGHT_BITS_ONLY = {
     "gpt_oss": "gpt-oss attends to sink logits, which keys that are stored less a constant would not meet",
     "gemma4": "Gemma 4's layers share keys of few heads, and nobody has measured what 4 bits do to them",
 }
-TAIL_SHARE = 4  # of the rows: for every so many, one more window is kept of prefixes that nobody runs
+TAIL_SHARE = 4  # for this many rows, one more window is kept for prefixes that no sequence uses
 
 
 @dataclass(frozen=True, slots=True)
 class KvRequest:
-    """The settings of these names, as the user gave them."""
+    """The settings with these names, as the user gave them."""
 
     kv_dtype: str
     draft_kv_dtype: str
@@ -32,7 +32,7 @@ class KvRequest:
 
 @dataclass(frozen=True, slots=True)
 class KvChoice:
-    """Formats of both models' keys and values, EXACT where they are not compressed."""
+    """The formats of both models' keys and values, EXACT if they are not compressed."""
 
     asked: KvRequest
     target: str
@@ -52,7 +52,7 @@ class KvChoice:
         return exact_tokens(self.asked.kv_window, self.asked.page_size, block) if self.is_compressed else 0
 
     def num_exact_pages(self, max_num_seqs: int, block: int, chunk: int) -> int:
-        """Count the exact pages of all rows, of the prompt tokens in flight and of prefixes' ends."""
+        """Return the number of exact pages for all rows, the prompt tokens in flight and cached prefixes."""
         if not self.is_compressed:
             return 0
         size = self.asked.page_size
@@ -63,7 +63,7 @@ class KvChoice:
 def kv_choice(
     asked: KvRequest, dtype: str, model: ModelConfig, draft: DraftConfig | None, block: int
 ) -> KvChoice:
-    """Choose both formats. Raises SettingsError or ModelError for one that is unknown or does not fit."""
+    """Choose both formats. Raise SettingsError or ModelError if one is unknown or does not fit the model."""
     reasons = {}
     target, reasons["kv_dtype"] = _format("kv_dtype", asked.kv_dtype, dtype)
     if target != EXACT:
@@ -88,7 +88,7 @@ def kv_choice(
 
 
 def _format(name: str, asked: str, dtype: str) -> tuple[str, str]:
-    """Return the format that the setting `name` asks for, and why."""
+    """Return the format that the setting `name` requests, and the reason."""
     asked = SHORT_NAMES.get(asked, asked)
     if asked == "auto":
         return EXACT, f"{dtype}, the model's own" if name == "kv_dtype" else f"{dtype}: it is small"

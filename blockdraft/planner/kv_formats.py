@@ -1,4 +1,4 @@
-"""Bytes of a token in the caches of vLLM and SGLang, by the name of the KV dtype that they are given."""
+"""Computes a token's bytes in the caches of vLLM and SGLang, from the name of the KV dtype."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from blockdraft.planner.shape import CacheSpec, Latent
 
 @dataclass(frozen=True, slots=True)
 class KVFormat:
-    """Bits of a key and a value of one head."""
+    """The bits of each element of a head's keys and values, and the bytes of their scales."""
 
     key_bits: float
     value_bits: float
     scale_bytes: int = 0  # norms, scales and zeros of the two together
-    plain_ends: int = 0  # layers at either end that stay in 2 bytes, unless others have recurrent states
+    plain_ends: int = 0  # layers at either end that keep 2 bytes, unless the model has recurrent layers
 
     def head_bytes(self, head_dim: int) -> int:
-        """Return the bytes of a key and a value; slots have an even length."""
+        """Return the bytes of a key and a value, rounded up to an even number."""
         codes = math.ceil(head_dim * self.key_bits / 8) + math.ceil(head_dim * self.value_bits / 8)
         return -(-(codes + self.scale_bytes) // 2) * 2
 
 
 PLAIN = KVFormat(16, 16)
-# The first pattern that matches; a name that none does takes two bytes a value. Read in vLLM 0.32.0, where
-# turboquant_* leaves out the two layers at either end of models without recurrent layers. Block formats have
-# a scale of a byte for every 16 or 32 values.
+# The first matching pattern counts; other names take two bytes a value. From vLLM 0.32.0, where turboquant_*
+# leaves out the two layers at either end of models without recurrent layers. Block formats have a scale of a
+# byte for every 16 or 32 values.
 FORMATS: Mapping[str, KVFormat] = {
     "turboquant_k8v4*": KVFormat(8, 4, scale_bytes=4, plain_ends=2),
     "turboquant_4bit*": KVFormat(4, 4, scale_bytes=6, plain_ends=2),
@@ -52,7 +52,7 @@ def kv_format(kv_dtype: str) -> KVFormat:
 
 
 def token_bytes(specs: tuple[CacheSpec, ...], kv_dtype: str) -> tuple[int, ...]:
-    """Return a token's bytes layer by layer."""
+    """Return a token's bytes in each layer."""
     wanted = kv_format(kv_dtype)
     attention = [index for index, spec in enumerate(specs) if isinstance(spec, Paged)]
     has_states = any(isinstance(spec, Recurrent) for spec in specs)

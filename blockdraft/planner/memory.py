@@ -1,7 +1,7 @@
-"""Itemises the memory, each item with its arithmetic.
+"""Itemises the memory that an engine uses, each item with its arithmetic.
 
-Weights, cache, states and tables are exact. The other memory of a step is known only once it has run: the
-estimates here come from a start of Qwen3-8B on an H200 (2026-11), and a start of our engine measures it.
+Weights, cache, states and tables are exact. A step's other memory is known only once the step has run: the
+estimates come from a start of Qwen3-8B on an H200 (2026-11), and a start of our engine measures it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from blockdraft.planner.values import Values
 
 DRIVER_BYTES = 500 << 20  # a CUDA context with its libraries
 SCALE_BYTES = 4  # for each row of a matrix that we quantise
-_ACTIVATIONS = 8  # hidden states of a token that are alive at once in a prefill, about
+_ACTIVATIONS = 8  # approximate number of a token's hidden states that exist at once in a prefill
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Item:
 
 
 def held_parts(model: Model, storage: Storage, element_bytes: int) -> WeightParts:
-    """Return the weights as our engine holds them."""
+    """Return the bytes of the weights as our engine holds them."""
     values = model.shape.values
     if storage == "keep":
         return stored_parts(model.stored.sizes, plain_bytes=element_bytes)
@@ -47,14 +47,14 @@ def held_parts(model: Model, storage: Storage, element_bytes: int) -> WeightPart
     ends = (values.embedding * element_bytes, values.head * element_bytes)
     if storage == "none":
         return WeightParts(*ends, values.projections * element_bytes + plain, values.experts * element_bytes)
-    if storage == "int8" and element_bytes == 4:  # a CPU's whole numbers, heads included
+    if storage == "int8" and element_bytes == 4:  # int8 on a CPU includes embedding and head
         ends = (values.embedding, values.head)
     layers = values.projections + values.projection_rows * SCALE_BYTES + plain
     return WeightParts(*ends, layers, values.experts + values.expert_rows * SCALE_BYTES)
 
 
 def served_parts(model: Model, *, is_fp8: bool) -> WeightParts:
-    """Return the weights as vLLM and SGLang hold them: all weights, in the stored format."""
+    """Return the bytes of the weights as vLLM and SGLang hold them: as stored, or in fp8."""
     values = model.shape.values
     if model.stored.tensors is None:
         if values is None:
@@ -77,7 +77,7 @@ def weight_how(values: Values | None, parts: WeightParts, note: str) -> str:
 
 
 def cache_specs(pair: Pair, plan: Plan) -> tuple[tuple[LayerSpec, ...], ...]:
-    """Return the layers of target and drafter as our engine's cache keeps them."""
+    """Return the cache specs of the layers of target and drafter in our engine."""
     assert pair.config is not None, "our engine computes no such model"
     target = compressed(pair.config.layer_specs(), plan.kv_dtype)
     if pair.draft_config is None:
@@ -86,7 +86,7 @@ def cache_specs(pair: Pair, plan: Plan) -> tuple[tuple[LayerSpec, ...], ...]:
 
 
 def window_item(plan: Plan, specs: tuple[LayerSpec, ...], element_bytes: int) -> Item | None:
-    """Return the exact windows of compressing layers, allocated at the start; None if no layer compresses."""
+    """Return the item of compressing layers' exact windows, allocated at the start, or None without any."""
     per_token = exact_bytes_per_token(specs, element_bytes)
     if not per_token:
         return None
@@ -97,7 +97,7 @@ def window_item(plan: Plan, specs: tuple[LayerSpec, ...], element_bytes: int) ->
 
 
 def cache_item(name: str, specs: tuple[CacheSpec, ...], element_bytes: int, num_tokens: int) -> Item:
-    """Return the pages of one model for `num_tokens` slots."""
+    """Return the item of one model's pages, for `num_tokens` slots."""
     found = [kind for kind in kinds(specs, element_bytes, 1) if kind.bytes_per_token]
     layers = ", ".join(f"{kind.num_layers} {kind.name}" for kind in found)
     per_token = sum(kind.bytes_per_token for kind in found)
@@ -107,7 +107,7 @@ def cache_item(name: str, specs: tuple[CacheSpec, ...], element_bytes: int, num_
 
 
 def state_item(plan: Plan, specs: tuple[CacheSpec, ...], element_bytes: int) -> Item | None:
-    """Return the rows' states and tapes, which are allocated at the start; None: no layer has any."""
+    """Return the item of the rows' states and tapes, allocated at the start, or None without any."""
     per_row = sum(kind.bytes_per_row for kind in kinds(specs, element_bytes, plan.block))
     if not per_row:
         return None
@@ -116,7 +116,7 @@ def state_item(plan: Plan, specs: tuple[CacheSpec, ...], element_bytes: int) -> 
 
 
 def table_items(plan: Plan, pair: Pair, element_bytes: int) -> list[Item]:
-    """Return the angles by position, and the tables of each row."""
+    """Return the items of the rope tables by position, and of the tables of each row."""
     angles = sum(model.shape.rope_bytes for model in pair.models) * element_bytes
     vocab_size, rows = pair.target.shape.vocab_size, plan.max_num_seqs + 1
     num_tables = 2 if plan.num_exact_pages else 1
@@ -137,7 +137,7 @@ def table_items(plan: Plan, pair: Pair, element_bytes: int) -> list[Item]:
 
 
 def step_items(pair: Pair, *, tokens: int, logits: int, element_bytes: int, has_graphs: bool) -> list[Item]:
-    """Return the temporary memory of the largest prefill and decode steps, and the memory of graphs."""
+    """Return the items of the largest steps' temporary memory, and of graphs if there are any."""
     target = pair.target.shape
     features = 0 if pair.draft is None else pair.draft.shape.num_taps * target.hidden_size
     token = (_ACTIVATIONS * target.hidden_size + 3 * target.inner_size + features) * element_bytes
@@ -151,5 +151,5 @@ def step_items(pair: Pair, *, tokens: int, logits: int, element_bytes: int, has_
 
 
 def cache_slots(plan: Plan) -> int:
-    """Return how many tokens the cache has room for, the reserved pages included."""
+    """Return how many tokens fit in the cache, the reserved pages included."""
     return (plan.num_pages + NUM_RESERVED_PAGES) * plan.page_size

@@ -1,4 +1,4 @@
-"""Fits a pair into a machine: the plan that an engine would follow, and the memory it would take."""
+"""Fits a pair into a machine: computes the plan of an engine, and the memory that it would take."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from blockdraft.planner.plan import ELEMENT_BYTES, MARGIN_BYTES, Plan
 from blockdraft.planner.resolver import gpu_budget, memory_share, resolve
 from blockdraft.planner.stored import WeightParts
 
-_BOUNDLESS = 1 << 60  # bytes: a plan for a cache of any size
+_BOUNDLESS = 1 << 60  # bytes of cache, for a plan that always fits
 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """The cache of one sequence."""
+    """The cache bytes of one sequence."""
 
     per_token: int
-    per_row: int = 0  # states that are not there from the start
-    windows: tuple[tuple[int, int], ...] = ()  # tokens, and bytes of each, that are kept of a context at most
+    per_row: int = 0  # states that are not allocated at the start
+    windows: tuple[tuple[int, int], ...] = ()  # for sliding layers: the most tokens, and bytes of each token
     scratch: int = 0  # tokens past the context
     page_size: int = 16
 
@@ -48,7 +48,7 @@ class Footprint:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One setting as it will be."""
+    """The value of one setting, and the reason."""
 
     name: str
     value: str
@@ -56,7 +56,7 @@ class Choice:
 
     @staticmethod
     def of(name: str, value: object, reason: str) -> Choice:
-        """Make a choice with its value as people read it."""
+        """Make a choice with its value as readable text."""
         if isinstance(value, bool):
             return Choice(name, "on" if value else "off", reason)
         layout = "," if isinstance(value, int) else "g" if isinstance(value, float) else ""
@@ -65,11 +65,11 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """A pair on a machine, by one engine. Sizes are of one GPU where several share the model."""
+    """A pair on a machine, served by one engine. If several GPUs share the model, sizes are for one GPU."""
 
     engine: str
     device: str  # "cpu", or the GPU's name
-    plan: Plan | None  # of our own engine
+    plan: Plan | None  # our own engine's; None: another engine
     items: tuple[Item, ...]  # the cache comes last
     budget: int
     budget_how: str
@@ -82,7 +82,7 @@ class Fit:
     parts: tuple[WeightParts, ...]  # the weights of target and drafter
     choices: tuple[Choice, ...]
     problem: str | None = None  # why it cannot start
-    kv_dtype: str = "auto"  # of other engines
+    kv_dtype: str = "auto"  # of other engines; our own engine's is in the plan
 
     @property
     def num_bytes(self) -> int:
@@ -102,7 +102,7 @@ class Fit:
         return min(self.max_num_seqs, self.cache_bytes // each if each else self.max_num_seqs)
 
     def longest(self, num_sequences: int, limit: int) -> int:
-        """Return the longest context, up to `limit`, at which that many sequences fit; 0 if none."""
+        """Return the longest context up to `limit` at which `num_sequences` fit, or 0 if none fits."""
         low, high = 0, limit
         while low < high:
             middle = (low + high + 1) // 2
@@ -112,7 +112,7 @@ class Fit:
 
 
 def machine_of(card: Card) -> Machine:
-    """Return a machine with only this card, which nobody uses."""
+    """Return a machine with only this card, and all of its memory free."""
     gpu = Gpu(card.title, card.capability, card.memory_bytes, card.memory_bytes, "", card.is_unified)
     return Machine(
         memory_bytes=card.memory_bytes,
@@ -123,7 +123,10 @@ def machine_of(card: Card) -> Machine:
 
 
 def fit_native(case: Case) -> Fit:
-    """Fit as start/memory.py does; `problem` is why a start would fail. Raises SettingsError, ModelError."""
+    """Fit as start/memory.py does. Raise SettingsError or ModelError for an impossible request.
+
+    The fit's `problem` says why a start would fail.
+    """
     machine = case.machine
     if case.pair.config is None:
         name = case.pair.target.shape.name
@@ -143,7 +146,7 @@ def fit_native(case: Case) -> Fit:
 
 
 def _too_old(machine: Machine) -> str | None:
-    """Return why our kernels do not run on the card; None if they do."""
+    """Return why our kernels do not run on the machine's GPU, or None if they do."""
     capability = machine.gpus[0].capability if machine.gpus else (0, 0)  # (0, 0): not known
     if capability == (0, 0) or has_bf16(capability):
         return None
@@ -178,7 +181,7 @@ def _parts(pair: Pair, plan: Plan) -> tuple[WeightParts, ...]:
 
 
 def _fixed_items(pair: Pair, plan: Plan, *, has_graphs: bool) -> list[Item]:
-    """Return everything but the cache."""
+    """Return the items of all memory but the cache."""
     element_bytes, notes = ELEMENT_BYTES[plan.dtype], {"none": plan.dtype, "keep": "packed as stored"}
     names = ("target weights", "drafter weights")
     storages = (plan.quantization, plan.draft_quantization)
@@ -228,7 +231,10 @@ def _cpu_fit(case: Case, plan: Plan) -> Fit:
 
 
 def _gpu_fit(case: Case, plan: Plan) -> Fit:
-    """Give the cache the memory that weights, tables and steps leave; a start measures the steps' memory."""
+    """Fit on a GPU: the cache gets the memory that weights, tables and steps leave.
+
+    The steps' memory is an estimate; a start measures it.
+    """
     settings, machine, pair = case.settings, case.machine, case.pair
     fixed = _fixed_items(pair, plan, has_graphs=settings.graphs)
     fixed.append(Item("driver", DRIVER_BYTES, "a CUDA context and its libraries", is_exact=False))

@@ -1,4 +1,4 @@
-"""Finds, reads and checks the pair that is to be served, without torch."""
+"""Finds, reads and checks the pair to serve, without torch."""
 
 from __future__ import annotations
 
@@ -39,21 +39,21 @@ class Model:
 
     @property
     def weights(self) -> Weights:
-        """Return the weights as resolve takes them; without files nothing could stay packed."""
+        """Return the weights as `resolve` takes them. Without files they count as not quantised."""
         num_values = 0 if self.shape.values is None else self.shape.values.total
         return Weights(num_values, None if self.stored.tensors is None else self.stored.method)
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A target and its drafter, if it has one; the configurations where our engine computes both."""
+    """A target, and its drafter if it has one. A configuration is None if our engine does not support it."""
 
     target: Model
     draft: Model | None
     config: ModelConfig | None
     draft_config: DraftConfig | None
     block: int  # 1: no drafter
-    is_ngram: bool = False  # drafts come from the text itself
+    is_ngram: bool = False  # drafts come from n-grams of the text itself
 
     @property
     def draft_name(self) -> str:
@@ -67,7 +67,7 @@ class Pair:
 
     @property
     def acceptance(self) -> Acceptance:
-        """Return the drafter's acceptance: measured with it, in its files, or published for the target."""
+        """Return the acceptance measured with the drafter, else the one in its files or published."""
         name = self.draft_name if self.draft is None else self.draft.shape.name
         measured = drafter_acceptance(name)
         if measured is not None:
@@ -80,16 +80,16 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A pair on a machine, as asked for."""
+    """A pair on a machine, with the user's settings."""
 
     settings: Settings
     machine: Machine
     pair: Pair
     card: Card | None = None  # None: its speed is not known, so nothing is estimated
-    is_allowed: Callable[[Case], bool] = lambda case: True  # nothing else is advised
+    is_allowed: Callable[[Case], bool] = lambda case: True  # only allowed cases are advised
 
     def asking(self, **changes: object) -> Case:
-        """Return the case with other settings."""
+        """Return the case with these settings changed."""
         return replace(self, settings=asked_otherwise(self.settings, **changes))
 
     @property
@@ -98,7 +98,7 @@ class Case:
 
 
 def open_pair(settings: Settings, *, on_card: bool = False) -> Pair:
-    """Open a pair; only headers are downloaded. Raises ModelError and FetchError.
+    """Open a pair. Download only headers and small files. Raise ModelError or FetchError.
 
     `on_card`: as in `with_drafter`.
     """
@@ -117,7 +117,7 @@ def open_pair(settings: Settings, *, on_card: bool = False) -> Pair:
         return alone
     try:
         return _with_draft(alone, known.name, has_files=has_files, is_native=is_native)
-    except (ModelError, FetchError):  # nobody asked for this drafter, so a start goes on without it
+    except (ModelError, FetchError):  # the user did not request this drafter, so a start continues without it
         return alone
 
 
@@ -132,7 +132,7 @@ def _with_draft(alone: Pair, draft_source: str, *, has_files: bool, is_native: b
 
 
 def _check_size(model: Model) -> None:
-    """Raise ModelError if the size is unknown: for models of other engines, only the files have it."""
+    """Raise ModelError if the size is unknown: only the files have it for models that we do not support."""
     if model.stored.tensors is None and model.shape.values is None:
         raise ModelError(
             f"'{model.stored.name}' is not computed by our engine, and config.json alone does not tell its "
@@ -141,7 +141,7 @@ def _check_size(model: Model) -> None:
 
 
 def check_stored(target: Stored, draft: Stored) -> None:
-    """Raise ModelError for two models that do not match. Unreadable configurations are not checked."""
+    """Raise ModelError if the two models do not match. Ignore unreadable configurations."""
     try:
         config, target_model = _target(target, is_native=False)
         draft_config, draft_model = _draft(draft, is_native=False)

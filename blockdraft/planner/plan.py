@@ -1,4 +1,4 @@
-"""Plan: everything that an engine will do, with the reason of each value. planner/resolver.py makes it."""
+"""Plan: all values that an engine works with, and the reason for each. planner/resolver.py makes it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 from blockdraft.models.config import Storage
 
 ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-NGRAM_BLOCK = 16  # tokens of a step that drafts from n-grams, at most: as most drafters' are
-LOGIT_BYTES = 8  # for each logit of the largest step: the target's and the drafter's, and what samples them
-MIN_CONTEXT = 256  # tokens; less is no service, so a start that would have to shrink to it fails
-MARGIN_BYTES = 256 << 20  # of a GPU, for smaller graphs, and a library's plan for an odd shape
+NGRAM_BLOCK = 16  # the most tokens of a step that drafts from n-grams, as for most drafters
+LOGIT_BYTES = 8  # for each logit of the largest step: the target's, the drafter's, and copies for sampling
+MIN_CONTEXT = 256  # tokens; a start that would have to shrink the context below this fails
+MARGIN_BYTES = 256 << 20  # of a GPU, for smaller graphs, and for libraries that meet an odd shape
 ASKED = "asked for"
 CACHE_HOLDS = "what the cache holds: less than the model knows"
 LEFT_OVER = "what weights and steps leave"
@@ -19,59 +19,59 @@ LEFT_OVER = "what weights and steps leave"
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """The size of a checkpoint."""
+    """The number of a checkpoint's values, and how they are quantised."""
 
     num_values: int
-    method: str | None = None  # how the file is quantised; None: not at all
+    method: str | None = None  # how the file is quantised; None: not quantised
 
 
 @dataclass(frozen=True, slots=True)
 class StartRules:
-    """Rules for a start."""
+    """The settings of a start itself."""
 
-    graphs: bool = True  # steps are captured where they can be
-    verify: str = "auto"  # what is compared with references: "auto", "full" or "off"
-    memory_share: float = 1.0  # of a card, that may be in use
-    max_stall_ms: int | None = None  # of one prefill step; None: any time
+    graphs: bool = True  # capture steps if possible
+    verify: str = "auto"  # checks against references: "auto", "full" or "off"
+    memory_share: float = 1.0  # the share of a GPU's memory that may be in use
+    max_stall_ms: int | None = None  # the most time of one prefill step; None: no limit
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything that an engine will do, with reasons."""
+    """All values that an engine works with, and the reason for each."""
 
     dtype: str
     quantization: Storage  # of the target's weights
     draft_quantization: Storage
     width: int
     block: int  # tokens a row may write in one step: drafter or verify
-    draft_ngram: int  # tokens that must occur again before what followed is drafted; 0: that is not done
+    draft_ngram: int  # tokens that must have occurred before, to draft their continuation; 0: no n-grams
     max_model_len: int
     max_positions: int  # rows of the rope and page tables, scratch included
     max_num_seqs: int
     max_queue: int
     page_size: int
-    num_pages: int  # for sequences; the cache adds its reserved ones
+    num_pages: int  # for sequences; the cache adds reserved pages
     kv_dtype: str  # of the target's keys and values: EXACT, or how they are compressed
     draft_kv_dtype: str
     kv_window: int
-    num_exact_pages: int  # where layers compress, for what is still exact; likewise
+    num_exact_pages: int  # for tokens that compressing layers keep exact; the cache adds reserved pages
     max_prefill_tokens: int
     prefix_cache: bool
     overlap: bool
     seed: int
-    same_bits: bool  # a token is computed alike however it arrives, and whoever is beside it
+    same_bits: bool  # a token's bits depend neither on the rest of the batch nor on how prompts are chunked
     start: StartRules = StartRules()
     step_costs: Mapping[tuple[int, int], float] = field(default_factory=dict)  # s by rows and width, if known
-    is_sure_of_costs: bool = True  # else the machine was busy while they were measured
-    draft_chances: tuple[float, ...] = ()  # of the draft at each place, where all before it were right
-    reasons: Mapping[str, str] = field(default_factory=dict)  # of each value, by the name of its setting
+    is_sure_of_costs: bool = True  # False: the machine was busy while the costs were measured
+    draft_chances: tuple[float, ...] = ()  # by place: that a draft is right if all before it are
+    reasons: Mapping[str, str] = field(default_factory=dict)  # for each value, by the name of its setting
 
     def is_asked(self, name: str) -> bool:
         """Return whether the user set this value."""
         return self.reasons.get(name) == ASKED
 
     def changed(self, reasons: Mapping[str, str], **values: object) -> Plan:
-        """Return the plan with other values, and why."""
+        """Return the plan with other values and their reasons."""
         return replace(self, reasons={**self.reasons, **reasons}, **values)  # type: ignore[arg-type]
 
     def pages_of(self, num_tokens: int) -> int:
@@ -79,16 +79,19 @@ class Plan:
 
     @property
     def scratch(self) -> int:
-        """Return the tokens that a row may write past its context: this step's, and the next one's."""
+        """Return how many tokens a row may write past its context: the blocks of this step and the next."""
         return 2 * self.block
 
     @property
     def pages_of_one(self) -> int:
-        """Return the pages of one sequence of full length."""
+        """Return the number of pages of one sequence of full length."""
         return self.pages_of(self.max_model_len + self.scratch)
 
     def within(self, num_pages: int, *, shrinks: bool) -> tuple[Plan, bool]:
-        """Return the plan with at most `num_pages`, and whether they serve it. `shrinks`: the context may."""
+        """Return the plan with at most `num_pages`, and whether they suffice.
+
+        `shrinks`: the context may shrink to fit.
+        """
         num_pages = max(0, min(self.num_pages, num_pages))
         reasons, max_model_len = {}, self.max_model_len
         if shrinks:

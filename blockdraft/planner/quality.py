@@ -1,4 +1,4 @@
-"""Reads what int8 products cost each model, as measured; `auto` takes them only where the cost is known."""
+"""Reads the measured quality of int8 products by model. `auto` uses int8 only for models in this table."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _FILE = Path(__file__).with_name("quality.toml")
-MAX_PERPLEXITY = 0.005  # of float32's, that may be lost
-MAX_COMMITTED = 0.02  # of the tokens that a step commits
+MAX_PERPLEXITY = 0.005  # the largest rise of perplexity, as a share of float32's
+MAX_COMMITTED = 0.02  # the largest loss of committed tokens per step, as a share of float32's
 
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """The quality of int8 products, as shares of float32's figures."""
+    """The quality lost by int8 products, as shares of float32's figures."""
 
-    perplexity: float  # how much larger
-    committed: float  # how many fewer tokens a step commits
+    perplexity: float  # the rise of perplexity
+    committed: float  # the loss of committed tokens per step
 
     @property
     def is_kept(self) -> bool:
@@ -28,7 +28,7 @@ class Quality:
 
 
 def measured_quality(model: str) -> Quality | None:
-    """Return the quality of the model with this name; None if not measured, or not good enough."""
+    """Return the quality of the model with this name, or None if it is not measured or not good enough."""
     found = _table().get(model)
     return found if found is not None and found.is_kept else None
 

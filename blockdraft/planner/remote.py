@@ -1,4 +1,4 @@
-"""A model on the hub without its weights: small files into the hub's own cache, headers by range requests."""
+"""Reads a hub model without its weights: small files through the hub's cache, headers by range requests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def read_remote(
 ) -> tuple[Path, dict[str, TensorEntry] | None]:
     """Read a model from the hub's cache if it is complete there, else from the hub.
 
-    Return the folder of the small files, and the shards' headers; None if the shards are there too.
+    Return the folder of the small files, and the shards' headers, or None if the folder has the shards too.
     """
     import huggingface_hub
 
@@ -28,7 +28,7 @@ def read_remote(
     if cached is not None:
         return cached, None
     try:
-        # Once, without the retries of a download: a hub that cannot be reached is said at once.
+        # One request without a download's retries: an unreachable hub is reported at once.
         url = huggingface_hub.hf_hub_url(repo, "config.json", revision=revision)
         huggingface_hub.get_hf_file_metadata(url, timeout=_TIMEOUT_S)
         config = Path(huggingface_hub.hf_hub_download(repo, "config.json", revision=revision))
@@ -41,7 +41,7 @@ def read_remote(
 
 
 def _cached(repo: str, revision: str | None, *, needs_weights: bool) -> Path | None:
-    """Return the snapshot, if it has everything that is asked for."""
+    """Return the folder of the cached snapshot, or None if a needed file is missing."""
     import huggingface_hub
 
     found = huggingface_hub.try_to_load_from_cache(repo, "config.json", revision=revision)

@@ -1,4 +1,4 @@
-"""The whole answer of `blockdraft plan`, as values; cli/plan.py prints it."""
+"""Makes the report of `blockdraft plan`, as values; cli/plan.py prints it."""
 
 from __future__ import annotations
 
@@ -38,23 +38,23 @@ Verdict = Literal["fits", "tight", "does not fit"]
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Everything that can be said before a start."""
+    """Everything that is known before a start."""
 
     case: Case
-    title: str | None  # of what drafts; None: nothing does, or nobody knows its kind
+    title: str | None  # of the drafter; None: there is none, or its kind is unknown
     fit: Fit
     verdict: Verdict
     sentence: str  # the verdict in words
-    caches: Mapping[str, tuple[Kind, ...]]  # what a token costs by kind of layer, of "target" and "drafter"
+    caches: Mapping[str, tuple[Kind, ...]]  # a token's bytes by kind of layer, for "target" and "drafter"
     acceptance: Acceptance | None  # None: no drafter
     speeds: tuple[tuple[int, Speed], ...]  # by rows
-    unpacks_weights: bool  # in each forward, which is slow
+    unpacks_weights: bool  # weights are unpacked in each forward, which is slow
     advice: tuple[Advice, ...]
     fixes: tuple[Fix, ...]
 
 
 def make_report(case: Case) -> Report:
-    """Plan, estimate and advise. Raises SettingsError, ModelError."""
+    """Return the plan, estimates and advice for a case. Raise SettingsError or ModelError."""
     pair, fit = case.pair, fit_pair(case)
     verdict, sentence = _verdict(case, fit)
     return Report(
@@ -95,9 +95,9 @@ def _caches(pair: Pair, fit: Fit) -> dict[str, tuple[Kind, ...]]:
 
 
 def _speeds(case: Case, fit: Fit) -> tuple[tuple[int, Speed], ...]:
-    """Estimate the speed for one user and for many (as asked, or 16), at a usual context.
+    """Estimate the speed for one user and for many (as requested, or 16), at a usual context.
 
-    Our engine chooses the fastest width; other engines keep the width they were started with.
+    Our engine chooses the fastest width; other engines keep the width that they were started with.
     """
     context = min(TYPICAL_CONTEXT, fit.max_model_len)
     _, asked = wanted(case)
@@ -151,7 +151,7 @@ def as_json(report: Report) -> dict[str, object]:
 
 
 def _kind(pair: Pair) -> str | None:
-    """Return the drafter's kind; None if nothing drafts, or the kind is unknown."""
+    """Return the drafter's kind, or None if there is no drafter or its kind is unknown."""
     if pair.draft_config is None:
         return NGRAM if pair.is_ngram else None
     return pair.draft_config.kind

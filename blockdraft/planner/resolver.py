@@ -1,7 +1,7 @@
-"""The one place where "auto" becomes a value, and where settings are changed.
+"""Resolves settings: only this module replaces "auto" by a value, and changes settings.
 
-`resolve` is a pure function of settings, machine and models: it returns a Plan with the reason of each value
-and refuses whatever cannot work. When a start has measured more, it makes another plan.
+`resolve` is a pure function of settings, machine and models. It returns a Plan with the reason for each
+value, and raises an error for a setup that cannot work. A start makes another plan after its measurements.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ from blockdraft.settings import shipped
 from blockdraft.settings.model_source import known_name
 from blockdraft.settings.settings import DEFAULTS, DFLASH2, NGRAM, Settings
 
-CPU_WIDTH = 8  # widest verify that costs little more than a narrow one (docs/benchmarks.md)
+CPU_WIDTH = 8  # the widest block that costs little more than a narrow one (docs/benchmarks.md)
 CPU_ROWS = 16
-# Tokens that must occur again: without a drafter, where a wrong draft costs nothing, and before one is
-# overruled: never, unless asked for. 12 gains 2.5 % with the default pair at width 16 (benchmarks/ngram.py).
+# The default draft_ngram: without a drafter, where a wrong draft costs nothing; and with one (0: its drafts
+# are never replaced). 12 gains 2.5 % with the default pair at width 16 (benchmarks/ngram.py).
 ALONE, BESIDE = 1, 0
 GPU_ROWS = (256, 192, 128, 64)
-FEWER_ROWS = (192, 128, 96, 64, 48, 32, 24, 16, 12, 8)  # where the exact windows of more would take too much
-WINDOW_SHARE = 0.25  # of the cache, for what all rows keep exact where keys are compressed
+FEWER_ROWS = (192, 128, 96, 64, 48, 32, 24, 16, 12, 8)  # if the exact windows of more rows take too much
+WINDOW_SHARE = 0.25  # of the cache, for the exact windows of all rows if keys are compressed
 ROWS_SHARE = 0.05  # of a GPU's budget, for the logits of every row's block and the rows' recurrent states
-CACHE_SHARE = 0.25  # of the free memory at most, on a machine that has other work too
-CPU_CACHE_BYTES = 1 << 30  # there, unless two full contexts take more: old prompts fill what they may
-WORK_BYTES = 1 << 30  # of a GPU, for activations and graphs; replaced by what is measured
-# Of unified memory: past it whole machines froze (vllm#46307), as the system's own programs live there too.
+CACHE_SHARE = 0.25  # the largest share of a CPU's free memory, because the machine has other work too
+CPU_CACHE_BYTES = 1 << 30  # on a CPU, unless two full contexts take more: old prompts fill any cache
+WORK_BYTES = 1 << 30  # of a GPU, for activations and graphs; a measurement replaces it
+# Of unified memory: above it whole machines froze (vllm#46307), because the system's programs use it too.
 UNIFIED_SHARE = 0.85
 NO_GAIN = "there is no other device to hide behind"
 ALL_POSITIONS = "all the positions that the model knows"
 ALL_ROWS = "every row at full context"
 CPU_CACHE = "1 GiB or two full contexts, at most a quarter of the free memory; taken as it is used"
-UNPACK_SHARE = 0.5  # of the free memory: what unpacked weights may take before they stay packed
+UNPACK_SHARE = 0.5  # of the free memory; weights that would take more stay packed
 T = TypeVar("T")
 
 
@@ -61,7 +61,7 @@ T = TypeVar("T")
 
 
 def asked_otherwise(settings: Settings, **changes: object) -> Settings:
-    """Return the settings as if somebody had asked for `changes`, too."""
+    """Return the settings as if the user had also set `changes`."""
     return replace(settings, **changes)  # type: ignore[arg-type]
 
 
@@ -70,7 +70,7 @@ def with_drafter(
 ) -> Settings:
     """Return the settings with a drafter by name, or "none".
 
-    `on_card`: our engine drafts on a card, where "auto" is the DFlash2 head, because its later drafts are
+    `on_card`: our engine drafts on a GPU. There "auto" means the DFlash2 head, because its later drafts are
     better.
     """
     takes_head = on_card and settings.load_format != "dummy"  # random convolutions would not be left out
@@ -85,9 +85,9 @@ def named_drafter(
     *,
     takes_head: bool = False,
 ) -> str | None:
-    """Return the drafter that `asked` means: "auto" and "dflash2" become the folder of one that ships.
+    """Return the drafter that `asked` means: "auto" and "dflash2" become a shipped drafter's folder.
 
-    `report` is told if the shipped drafter is missing. Raises SettingsError if the DFlash2 head is missing.
+    Call `report` if the shipped drafter is missing. Raise SettingsError if the DFlash2 head is missing.
     """
     if asked not in ("auto", DFLASH2):
         return asked
@@ -105,13 +105,13 @@ def named_drafter(
 
 
 def known_drafter_for(settings: Settings, names: Iterable[str]) -> KnownDrafter | None:
-    """Return the drafter of "auto" for a GGUF file whose metadata calls its model one of `names`."""
+    """Return the drafter that "auto" means for a GGUF file whose metadata gives its model one of `names`."""
     is_auto = settings.draft == "auto" and settings.engine == "native" and settings.load_format != "dummy"
     return known_drafter(names) if is_auto else None
 
 
 def device_for(asked: str, *, has_gpu: bool) -> str:
-    """Return the device that `asked` means: "auto" is the GPU, if there is one."""
+    """Return the device that `asked` means: "auto" is the GPU, or the CPU without a GPU."""
     return asked if asked != "auto" else "cuda" if has_gpu else "cpu"
 
 
@@ -128,7 +128,7 @@ def resolve(
     draft_weights: Weights | None = None,
     has_int8: bool = True,
 ) -> Plan:
-    """Make the plan for this machine and pair. `has_int8`: False if the CPU's int8 kernels do not run."""
+    """Return the plan for this machine and pair. `has_int8`: whether the CPU's int8 kernels run."""
     resolver = _Resolver(settings, machine, model, draft)
     return resolver.plan((weights, draft_weights or Weights(0)), has_int8=has_int8)
 
@@ -139,21 +139,21 @@ class _Needs:
 
     token: int
     row: int  # states, and the tape of a block
-    window: int  # where layers compress, of what a row keeps exact
+    window: int  # of a row's exact tokens in compressing layers
     exact_page: int
     num_exact_pages: Callable[[int], int]  # by the number of rows
 
     def windows(self, max_num_seqs: int) -> int:
-        """Return the bytes of exact keys and values: all rows, a step's prompt tokens, prefixes' ends."""
+        """Return the bytes of all exact pages: for rows, for prompt tokens in flight, for cached prefixes."""
         return self.num_exact_pages(max_num_seqs) * self.exact_page
 
     def beside(self, max_num_seqs: int) -> int:
-        """Return the bytes that a start allocates besides the pages of tokens."""
+        """Return the bytes that a start allocates in addition to the pages of tokens."""
         return (max_num_seqs + 1) * self.row + self.windows(max_num_seqs)
 
 
 class _Resolver:
-    """Replaces each "auto" of the settings by a value, and notes its reason."""
+    """Replaces each "auto" of the settings by a value, and records the reason."""
 
     def __init__(
         self, settings: Settings, machine: Machine, model: ModelConfig, draft: DraftConfig | None
@@ -163,7 +163,7 @@ class _Resolver:
         self.reasons: dict[str, str] = {}
 
     def take(self, name: str, otherwise: T, why: str) -> T:
-        """Return what was asked for, or `otherwise`, and note the reason."""
+        """Return the user's value, or `otherwise` for "auto". Record the reason."""
         asked = getattr(self.settings, name)
         self.reasons[name] = why if asked == "auto" else ASKED
         return otherwise if asked == "auto" else cast(T, asked)
@@ -227,7 +227,7 @@ class _Resolver:
         )
 
     def _explain_devices(self) -> None:
-        """Give the reasons for drafter, device and memory share, which are resolved before the plan."""
+        """Record the reasons for drafter, device and memory share, which are resolved before the plan."""
         self.take("draft", "", "it was made for the model" if self.draft else "none is known for it")
         why, error = "the driver finds no GPU", self.machine.gpu_error
         if error is not None:
@@ -265,10 +265,10 @@ class _Resolver:
         quality: Quality | None,
         multiplies_int8: bool,
     ) -> Storage:
-        """Choose how to hold a checkpoint's weights; `unpackable` values fit easily once unpacked.
+        """Choose how to hold a checkpoint's weights. Up to `unpackable` values fit easily once unpacked.
 
         Most packed formats have no kernel: every forward unpacks them again. So weights stay packed only if
-        memory needs it. `quality`: the cost of int8 products on this CPU; None if not measured.
+        memory requires it. `quality`: the cost of int8 products on this CPU, or None if not measured.
         """
         wanted, method = getattr(self.settings, name), weights.method
         if wanted == "int8" and multiplies_int8 and method == "GGUF":
@@ -296,7 +296,7 @@ class _Resolver:
         return self.take(name, "none", why)
 
     def _width(self) -> tuple[int, int]:
-        """Return how many tokens a step verifies, and how many it may write at most."""
+        """Return how many tokens a step verifies, and the most that it may write."""
         draft, asked = self.draft, self.settings.width
         if draft is not None and asked != "auto" and asked > draft.block:
             raise SettingsError(
@@ -316,7 +316,7 @@ class _Resolver:
         return self.take("draft_ngram", BESIDE, "the drafter alone, unless asked for")
 
     def _needs(self, kv: KvChoice, dtype: str, block: int, chunk: int) -> _Needs:
-        """Sum up the layers. `chunk`: prompt tokens of all steps in flight."""
+        """Return the sums over all layers. `chunk`: prompt tokens of all steps in flight."""
         specs, element_bytes = kv.specs(self.model, self.draft), ELEMENT_BYTES[dtype]
         exact = exact_bytes_per_token(specs, element_bytes)
         return _Needs(
@@ -342,15 +342,17 @@ class _Resolver:
         """Return the number of rows, limited by the budget's share for logits and states, and the reason."""
         if self.is_cpu:
             return CPU_ROWS, "the default on a CPU"
-        each = row_bytes + 2 * LOGIT_BYTES * logits  # while a step runs, and in what graphs keep
+        each = row_bytes + 2 * LOGIT_BYTES * logits  # once while a step runs, once in graphs
         for rows in GPU_ROWS:
             if rows * each <= ROWS_SHARE * budget:
                 return rows, f"logits and states of so many take at most {ROWS_SHARE:.0%} of the memory"
         return GPU_ROWS[-1], "the least on a GPU: logits and states of more would take too much of its memory"
 
     def _cache_bytes(self, weight_bytes: int, contexts: int) -> int:
-        """Return the cache's bytes: as asked, or what is free; on a CPU two full `contexts`. On a GPU
-        start/memory.py measures the free memory once the weights are loaded.
+        """Return the cache's bytes: the user's value, or a default.
+
+        On a CPU the default is 1 GiB or `contexts` bytes if they are more, but at most a quarter of the free
+        memory. On a GPU it is the rest of the budget; start/memory.py measures it with the weights loaded.
         """
         settings, machine = self.settings, self.machine
         if settings.cache_bytes != "auto":
@@ -369,15 +371,15 @@ class _Resolver:
         return room
 
     def _cache(self, room: int, max_num_seqs: int, block: int) -> tuple[int, int]:
-        """Return context and number of pages: enough for all rows, at most `room` tokens."""
-        beside = 2 * block + self.settings.page_size  # scratch, and a page that is only begun
+        """Return the context and the number of pages: enough for all rows, but at most `room` tokens."""
+        beside = 2 * block + self.settings.page_size  # scratch, and a partly filled page
         max_model_len = self._max_context(room - beside)
         wanted = max_num_seqs * (max_model_len + beside)
         self.take("cache_bytes", 0, CPU_CACHE if self.is_cpu else ALL_ROWS if wanted <= room else LEFT_OVER)
         return max_model_len, min(room, wanted) // self.settings.page_size
 
     def _max_context(self, room: int) -> int:
-        """Return what was asked for, else the model's own limit or what the cache holds."""
+        """Return the user's context, or by default the model's limit or the cache's, whichever is less."""
         known, asked = self.model.max_positions, self.settings.max_model_len
         if asked != "auto" and asked > known:
             raise SettingsError(
@@ -394,7 +396,7 @@ class _Resolver:
         return max_model_len
 
     def _prefix_cache(self) -> bool:
-        # A state holds everything before it: a page found again does not bring it back.
+        # A recurrent state depends on all tokens before it, and cached pages do not hold it.
         if self.settings.prefix_cache and self.model.is_hybrid:
             self.reasons["prefix_cache"] = "layers with a state cannot take up a found prefix"
         return self.settings.prefix_cache and not self.model.is_hybrid
@@ -417,7 +419,7 @@ def _cache_tokens(total: int, token_bytes: int, beside: int) -> int:
 
 
 def _weight_bytes(weights: Weights, storage: Storage, element_bytes: int) -> int:
-    """Return the bytes of the weights; formats that stay packed count half a byte a value."""
+    """Return the bytes of the weights. Packed formats count half a byte for each value."""
     each = {"none": float(element_bytes), "fp8": 1.0, "int8": 1.0, "keep": 0.5}[storage]
     return int(weights.num_values * each)
 
@@ -427,18 +429,18 @@ def runs_on_cpu(settings: Settings, machine: Machine) -> bool:
 
 
 def memory_share(settings: Settings, machine: Machine) -> float:
-    """Return the share of the GPU's memory that may be in use; less if it is the CPU's memory too."""
+    """Return the share of the GPU's memory that may be in use; at most UNIFIED_SHARE of unified memory."""
     return min(settings.gpu_memory_utilization, UNIFIED_SHARE if machine.is_unified else 1.0)
 
 
 def gpu_budget(settings: Settings, machine: Machine) -> int:
-    """Return the bytes of the GPU that we may take: the share of the whole, less what others have."""
+    """Return the GPU bytes that we may take: our share of the total, minus the bytes in use."""
     used = machine.gpu_bytes - machine.gpu_free_bytes
     return int(machine.gpu_bytes * memory_share(settings, machine)) - used
 
 
 def share_reason(settings: Settings, share: float, limit: str) -> str:
-    """Return the reason for the share of a card's memory; `limit` names the one for unified memory."""
+    """Return the reason for the share of a GPU's memory. `limit`: text on the limit of unified memory."""
     if share < settings.gpu_memory_utilization:
         return f"unified memory: the system lives in it too, so {limit}"
     is_default = settings.gpu_memory_utilization == DEFAULTS["gpu_memory_utilization"]
@@ -446,7 +448,7 @@ def share_reason(settings: Settings, share: float, limit: str) -> str:
 
 
 def width_reason(width: int, block: int, *, is_trained: bool = True) -> str:
-    """Say why a width was planned; `block` is the drafter's, 1 without one."""
+    """Return the reason for a planned width. `block`: the drafter's block, 1 without a drafter."""
     if block == 1:
         return "no drafter: plain decoding"
     if width < block:

@@ -1,4 +1,4 @@
-"""Describes a model's shape for the planner, also of families that only other engines compute."""
+"""Describes a model's shape for the planner, also for families that only other engines support."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _KIND_NAMES: Mapping[type, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """One model, target or drafter."""
+    """The sizes of a target or a drafter."""
 
     name: str
     hidden_size: int
@@ -43,10 +43,10 @@ class Shape:
     vocab_size: int
     max_positions: int
     specs: tuple[CacheSpec, ...]
-    rope_bytes: int  # of one position's angles, for an element of one byte
+    rope_bytes: int  # of one position's cosines and sines, for elements of one byte
     num_experts: int = 0
     num_chosen: int = 0
-    values: Values | None = None  # None: a family that we do not compute
+    values: Values | None = None  # None: a family that we do not support
     num_taps: int = 0
 
     @property
@@ -55,17 +55,17 @@ class Shape:
 
     @property
     def is_plain(self) -> bool:
-        """Return whether it has neither experts nor states: its layers have the fewest kernels."""
+        """Return whether the model has neither experts nor states: its layers need the fewest kernels."""
         return not self.num_experts and not any(isinstance(spec, Recurrent) for spec in self.specs)
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Layers of one model with the same kind of cache."""
+    """The layers of one model that have the same kind of cache."""
 
-    name: str  # "full", "sliding", "recurrent", "latent", "shared", or how it is compressed
+    name: str  # "full", "sliding", "recurrent", "latent", "shared", or the format if compressed
     num_layers: int
-    bytes_per_token: int  # all of them together
+    bytes_per_token: int  # of all these layers together
     bytes_per_row: int = 0  # a state and the tape of a block
     window: int | None = None
 
@@ -76,7 +76,7 @@ def kinds(
     width: int,
     token_bytes: Sequence[int] | None = None,
 ) -> tuple[Kind, ...]:
-    """Group the cache by kind of layer; `token_bytes` are by layer, if elements differ in size."""
+    """Group the cache by kind of layer. `token_bytes`: a token's bytes by layer, if element sizes differ."""
     found = []
     sizes = token_bytes or [spec.bytes_per_token(element_bytes) for spec in specs]
     for spec in dict.fromkeys(specs):
@@ -110,7 +110,7 @@ def target_shape(config: ModelConfig) -> Shape:
 
 
 def _rope_bytes(config: ModelConfig) -> int:
-    """Return the bytes of cosines and sines: one table per rope, one of each per two rotated values."""
+    """Return the elements of all ropes' tables for a position: a cosine and a sine per two rotated values."""
     mixers = [layer.mixer for layer in config.layers]
     ropes = {(mixer.rope, mixer.head_dim) for mixer in mixers if not isinstance(mixer, DeltaConfig)}
     return sum(
@@ -133,7 +133,7 @@ def draft_shape(config: DraftConfig, *, has_head: bool) -> Shape:
 
 
 def raw_shape(raw: Mapping[str, object], *, name: str) -> Shape:
-    """Read the shape from any family's config.json by the keys that most share. Raises ModelError."""
+    """Read the shape from any family's config.json, by the most common keys. Raise ModelError."""
     whole = Fields(raw, owner=name)
     nested = whole.section("text_config")
     nested = nested if nested.raw else whole.section("transformer_layer_config")

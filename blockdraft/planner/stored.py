@@ -1,7 +1,7 @@
-"""A checkpoint as its headers describe it: configuration, and the size of every tensor. Nothing is loaded.
+"""Reads a checkpoint's headers: its configuration, and the size of every tensor. No weights are loaded.
 
-Folders and GGUF files are read where they are; for a hub id, only the headers are fetched, by range requests,
-unless the hub's cache has the files.
+Folders and GGUF files are read in place. For a hub id, only headers and small files are fetched, unless the
+hub's cache has the model.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _LEFT_OUT = re.compile(
 
 
 class Size(NamedTuple):
-    """One tensor as it is stored."""
+    """The size of one stored tensor."""
 
-    num_values: int  # as stored: of packed ones, fewer than the weights they hold
+    num_values: int  # as stored; a packed tensor has fewer values than weights
     num_bytes: int
     is_packed: bool  # not plain floats
 
@@ -44,14 +44,14 @@ class Stored:
     where: str  # for people: "folder", "GGUF file", ...
     config: Mapping[str, object]
     quant_file: Mapping[str, object] | None
-    tensors: Mapping[str, Size] | None  # None: only the configuration was asked for
+    tensors: Mapping[str, Size] | None  # None: only the configuration was requested
     eos_ids: tuple[int, ...]
     fit_file: Mapping[str, object] = field(default_factory=dict)  # of a drafter of ours
-    published_names: tuple[str, ...] = ()  # of a GGUF file: what it calls its model
+    published_names: tuple[str, ...] = ()  # the model's names in a GGUF file's metadata
 
     @property
     def method(self) -> str | None:
-        """Return how the file is quantised; None: not at all."""
+        """Return how the file is quantised, or None if it is not."""
         own = None if self.quant_file is None else self.quant_file.get("quantization")
         algorithm = own.get("quant_algo") if isinstance(own, Mapping) else None
         for section in _quantization_sections(self.config):
@@ -72,7 +72,7 @@ class Stored:
 
 
 def open_stored(source: str, *, needs_weights: bool, what: str = "model") -> Stored:
-    """Open a checkpoint's headers, without weights. Raises ModelError and FetchError."""
+    """Open a checkpoint's headers, without weights. Raise ModelError or FetchError."""
     found = find_source(source, what)
     if found.kind == "hub":
         return _remote(found, needs_weights=needs_weights)
@@ -133,7 +133,7 @@ def _quantization_sections(config: Mapping[str, object]) -> list[Mapping[str, ob
 
 @dataclass(frozen=True, slots=True)
 class WeightParts:
-    """The bytes of a checkpoint's tensors, by what reads them."""
+    """The bytes of a checkpoint's tensors, by part of the model."""
 
     embedding: int = 0
     head: int = 0
@@ -147,7 +147,7 @@ class WeightParts:
 
 
 def stored_parts(tensors: Mapping[str, Size], *, plain_bytes: int | None = None) -> WeightParts:
-    """Sum up the tensors. `plain_bytes` is the size of each unpacked value, whatever the file's format."""
+    """Return the tensors' bytes by part. `plain_bytes`: the size of each value that is not packed."""
     found = dict.fromkeys(("embedding", "head", "layers", "experts", "left_out"), 0)
     for name, size in tensors.items():
         is_cast = plain_bytes is not None and not size.is_packed and not _is_scale(name)
@@ -157,7 +157,7 @@ def stored_parts(tensors: Mapping[str, Size], *, plain_bytes: int | None = None)
 
 
 def _is_scale(name: str) -> bool:
-    """Return whether a tensor holds scales of a packed one, which stay as stored."""
+    """Return whether a tensor holds the scales of a packed tensor, which stay as stored."""
     return "scale" in name.rpartition(".")[2] or name.endswith(("_zero_point", ".scales", ".qzeros"))
 
 

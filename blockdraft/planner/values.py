@@ -10,7 +10,7 @@ from blockdraft.models.draft_config import DraftConfig
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """Counts of values. A quantiser takes projections and experts, a row at a time, and nothing else."""
+    """Counts of values. Only projections and experts are quantised, row by row."""
 
     embedding: int = 0
     head: int = 0  # 0: tied to the embedding
@@ -19,8 +19,8 @@ class Values:
     experts: int = 0
     expert_rows: int = 0
     plain: int = 0  # norms, biases, routers, convolutions
-    wide: int = 0  # of those, the ones that stay in float32
-    tables: int = 0  # of the plain ones, what is looked up by tokens: a step reads a few rows
+    wide: int = 0  # plain values that stay in float32
+    tables: int = 0  # plain values in tables that are looked up by token: a step reads a few rows
 
     def __add__(self, other: Values) -> Values:
         return Values(*map(sum, zip(astuple(self), astuple(other), strict=True)))
@@ -86,7 +86,7 @@ def _mixer(config: ModelConfig, mixer: AttentionConfig | DeltaConfig) -> Values:
     hidden, size = config.hidden_size, mixer.num_heads * mixer.head_dim
     kv_size = mixer.num_kv_heads * mixer.head_dim
     is_hybrid = config.is_hybrid
-    queries = 2 * size if is_hybrid else size  # Qwen3-Next and Qwen3.5 project a gate beside them
+    queries = 2 * size if is_hybrid else size  # Qwen3-Next and Qwen3.5 also project a gate
     own = 0 if mixer.shared_with is not None else 2 if mixer.has_values else 1
     count = _linear(hidden, queries, *(kv_size,) * own, has_bias=mixer.has_bias)
     count += _linear(size, hidden, has_bias=mixer.has_out_bias)

@@ -1,1 +1,1 @@
-"""From settings to a ready engine: load, fit into memory, warm up, measure, verify."""
+"""Makes a ready engine from settings: load, fit into memory, warm up, measure, verify."""

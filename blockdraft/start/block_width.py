@@ -1,14 +1,14 @@
-"""Chooses how many tokens to verify per step, by the time and the committed tokens of each width.
+"""Chooses how many tokens to verify per step, from the time and the committed tokens of each width.
 
 fit.json has the acceptance of drafts by category of prompts; it is lowered, because a user's prompts differ.
-Costs are measured: plain and speculative steps of one row alternate, and the fastest of each counts, as noise
-only adds time. A wider step never costs less, so no speed-up exceeds the tokens that a step commits. The
-width has the best mean speed-up among those at which no category is slower than plain decoding. If there is
-none it is 1, and requests decode plainly unless they ask for drafts. If something disturbed the times, the
-width is a guess and no speed-up is told.
+Costs are measured: plain and speculative steps of one row alternate, and the fastest of each counts, because
+noise only adds time. A wider step never costs less, so no speed-up exceeds the tokens that a step commits.
+The width with the best mean speed-up is chosen, among those at which no category is slower than plain
+decoding. If there is no such width, the width is 1, and requests decode plainly unless they set a width. If
+other work disturbed the times, the width is a guess and no speed-up is reported.
 
-Serving begins with this width; from then on engine/width_controller.py decides before each step, for any
-number of requests, by what drafts commit and steps take.
+Serving begins with this width. Then engine/width_controller.py chooses the width before each step, for any
+number of requests, from the observed tokens and times.
 """
 
 from __future__ import annotations
@@ -42,29 +42,29 @@ from blockdraft.settings.settings import cache_dir
 from blockdraft.step.drafter import NoDrafter
 from blockdraft.step.graphs import Reading, pack
 
-MIN_SPEEDUP = 1.03  # of the worst category: measuring twice differs by as much
-# A user's prompts are not those of the fit, so each draft is taken to be accepted this much less often: short
-# questions were at 0.88x with the width that suits the fit's, 6, and at 1.09x with this one's, 3.
+MIN_SPEEDUP = 1.03  # of the worst category: two measurements differ by as much
+# A user's prompts differ from the fit's, so each draft is assumed to be accepted this much less often. Short
+# questions ran at 0.88x with the width that suits the fit (6), and at 1.09x with the width chosen so (3).
 CAUTION = 0.75
-AS_GOOD = 0.98  # of the best mean speed-up: the narrowest of these costs least when many rows share a step
-CONTEXT = 256  # tokens before the block: a usual prompt
+AS_GOOD = 0.98  # of the best mean speed-up; the narrowest such width costs least if many rows share a step
+CONTEXT = 256  # tokens before the block, as in a usual prompt
 SEVERAL = 4  # rows
 MIN_ROUNDS, MAX_ROUNDS = 3, 12  # the first is cold
-MAX_SECONDS = 1.0  # no further round than the third is begun after this
-STEADY = 1.25  # of two times that are alike
-CHEAPER = 0.9  # of what a narrower step takes: a wider one that seems to take less was not measured right
-FORMAT = 3  # of a stored measurement: of what it holds, and how
-SLACK, FIRST_SLACK = 1.1, 1.3  # how far speed has to fall before no wider step is tried
+MAX_SECONDS = 1.0  # after this time, no round after the third begins
+STEADY = 1.25  # the largest ratio of two times that count as equal
+CHEAPER = 0.9  # a wider step that takes less than this share of a narrower step's time was disturbed
+FORMAT = 3  # version of a stored measurement
+SLACK, FIRST_SLACK = 1.1, 1.3  # if the speed falls by this factor, no wider step is tried
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Seconds of one step: of one row, and of several."""
+    """The seconds of one step, for one row and for several."""
 
     plain_s: float
     by_width: Mapping[int, float]  # drafting, verifying and absorbing
     several: Mapping[tuple[int, int], float] = field(default_factory=dict)  # by rows and width
-    is_steady: bool = True  # else something else took the machine's time meanwhile
+    is_steady: bool = True  # False: other work disturbed the measurement
 
     @property
     def by_place(self) -> dict[tuple[int, int], float]:
@@ -73,7 +73,7 @@ class Costs:
 
 
 class WidthChoice(NamedTuple):
-    """A width, 1 for plain decoding, and why it is this one."""
+    """A width (1: plain decoding) and the reason for it."""
 
     width: int
     reason: str
@@ -107,14 +107,14 @@ def cautious(acceptance: Acceptance, caution: float = CAUTION) -> dict[str, tupl
 
 
 def chances_of(acceptance: Acceptance, block: int, *, caution: float = CAUTION) -> tuple[float, ...]:
-    """Return by position the chance that a draft is right if all before it were, over all categories."""
+    """Return for each position the chance that a draft is right if all before it are, over all categories."""
     known = [fmean(shares) for shares in zip(*cautious(acceptance, caution).values(), strict=False)]
     found = [share / max(before, 1e-6) for share, before in zip(known, (1.0, *known), strict=False)]
     return tuple((found + [found[-1]] * block)[: block - 1])
 
 
 def choose_width(acceptance: Acceptance, costs: Costs, *, caution: float = CAUTION) -> WidthChoice:
-    """Return the width with the best mean speed-up that slows no category down, or 1."""
+    """Return the width with the best mean speed-up that slows no category down, or 1 if every width does."""
     expected = cautious(acceptance, caution)
     gains = {width: speedups(expected, costs, width) for width in costs.by_width}
     mean = {width: fmean(found.values()) for width, found in gains.items()}
@@ -133,19 +133,19 @@ def choose_width(acceptance: Acceptance, costs: Costs, *, caution: float = CAUTI
 
 
 def may_choose_width(engine: Engine) -> bool:
-    """Return whether a start chooses: the user did not, and it is known how drafts are accepted."""
+    """Return whether a start chooses the width: the user set none, and drafts have a known acceptance."""
     models = engine.models
     is_known = models.rates is not None or not models.labels.is_dummy
     return not engine.plan.is_asked("width") and models.draft_name is not None and is_known
 
 
 def known_acceptance(models: LoadedPair) -> Acceptance:
-    """Return the acceptance before anything is served: the fit's, or the rates asked for timing."""
+    """Return the acceptance that is known before serving: the fit's, or the synthetic rates for timing."""
     return models.acceptance if models.rates is None else {"the synthetic acceptance": models.rates}
 
 
 def choose_widths(engine: Engine) -> None:
-    """Measure the idle engine now and let it choose its widths, for benchmarks."""
+    """Measure an idle engine's steps and let it choose its widths, for benchmarks."""
     engine.replan(plan_with_width(engine, known_acceptance(engine.models), stores=False))
 
 
@@ -161,7 +161,7 @@ def plan_with_width(
     file = cache_dir() / "widths" / f"{_key(engine, acceptance)}.json"
     models = engine.models
     plan, is_cpu = engine.plan, models.device.type == "cpu"
-    caution = CAUTION if models.rates is None else 1.0  # by rates drafts are accepted exactly so often
+    caution = CAUTION if models.rates is None else 1.0  # synthetic rates are exact
     costs = _stored(file) if uses_stored else None
     if costs is None:
         costs = _measured(engine, acceptance, caution)
@@ -169,10 +169,10 @@ def plan_with_width(
             _store(file, costs)
     if not costs.is_steady:
         warn(TOO_BUSY)
-        if not is_cpu:  # a whole block costs little more than one token there: it stays
+        if not is_cpu:  # keep the whole block: on a GPU it costs little more than one token
             return plan
     width, reason = choose_width(acceptance, costs, caution=caution)
-    is_sure = models.draft_config is not None  # of n-grams nobody knows before the text is there
+    is_sure = models.draft_config is not None  # the acceptance of n-grams depends on the text
     if is_cpu and width == 1 and costs.is_steady and is_sure:
         return plan.changed({"width": reason}, width=1)
     chances = chances_of(acceptance, plan.block, caution=caution)
@@ -188,12 +188,12 @@ def measure_costs(
 ) -> Costs:
     """Measure plain steps, and each width that can still be the best.
 
-    The engine must be idle and stays as it was. Captured steps are measured at the planned width only, since
-    each width is a graph to capture.
+    The engine must be idle, and does not change. On a GPU, captured steps are measured only at the planned
+    width, because each width needs a capture.
     """
     plan, begun_s = engine.plan, clock()
     widths = [width for width in widths_for(plan.block) if width > 1]
-    # A captured step of width 1 absorbs too, which is little.
+    # A captured step of width 1 also absorbs features, which costs little.
     plain = trial_engine(engine, NoDrafter()) if engine.graphs is None else engine
     if engine.graphs is not None and engine.models.device.type == "cuda":
         widths = [plan.width]
@@ -228,9 +228,9 @@ def _measured(engine: Engine, acceptance: Acceptance, caution: float) -> Costs:
 def measure_several(
     engine: Engine, width: int, *, most: int, clock: Callable[[], float] = time.perf_counter
 ) -> dict[tuple[int, int], float]:
-    """Measure `most` rows at once: plain steps and those of `width`; empty if only one row can run.
+    """Measure plain steps and steps of `width` with `most` rows. Return {} if only one row can run.
 
-    Fewer rows if rows or pages are fewer; of captured steps, as many rows as a graph has.
+    Use fewer rows if there are fewer rows or pages; with graphs, use a number of rows that a graph has.
     """
     plan, pages = engine.plan, engine.scheduler.pages
     per_row = -(-(_context(engine) + plan.block) // pages.page_size)
@@ -254,7 +254,7 @@ def measure_several(
 
 
 def _costs(times: Mapping[int, list[float]]) -> Costs:
-    """Return each width's least time, its own or a wider one's: a narrower step takes at most as long."""
+    """Return each width's least time, of its own steps or wider ones: a narrower step never takes longer."""
     fastest: dict[int, float] = {}
     least = math.inf
     for width in sorted((one for one, taken in times.items() if taken), reverse=True):
@@ -263,7 +263,7 @@ def _costs(times: Mapping[int, list[float]]) -> Costs:
 
 
 def _is_steady(times: Mapping[int, list[float]]) -> bool:
-    """Return whether the two fastest of each width are alike, and wider steps cost more."""
+    """Return whether the two fastest times of each width agree, and no wider step takes much less."""
     pairs = [sorted(times[width])[:2] for width in sorted(times)]
     are_alike = all(len(pair) == 2 and pair[1] <= STEADY * pair[0] for pair in pairs)
     return are_alike and all(two[0] >= CHEAPER * one[0] for one, two in pairwise(pairs))
@@ -272,7 +272,7 @@ def _is_steady(times: Mapping[int, list[float]]) -> bool:
 def _is_past_the_best(
     acceptance: Acceptance, times: Mapping[int, list[float]], width: int, *, slack: float
 ) -> bool:
-    """Return whether wider steps can only be worse: speed rises with the width, then falls."""
+    """Return whether wider steps can only be slower: the speed rises with the width, then falls."""
     if width == 1:
         return False
     costs = _costs(times)
@@ -283,7 +283,7 @@ def _is_past_the_best(
 def _step_s(
     engine: Engine, width: int, pages: list[int], clock: Callable[[], float], num_rows: int = 1
 ) -> float:
-    """Time one step after a context that was never computed, since its contents do not matter."""
+    """Return the seconds of one step after a context that was never computed: its contents do not matter."""
     context, per_row = _context(engine), len(pages) // num_rows
     graph = None if engine.graphs is None else engine.graphs.find(num_rows, width)
     token_ids, sampling = [0] * (context + 1), RowSampling()
@@ -302,11 +302,11 @@ def _context(engine: Engine) -> int:
     return max(1, min(CONTEXT, max_tokens(engine) - 1))
 
 
-# ---- remembering, for starts that should take no longer than they must
+# ---- storing, to shorten later starts
 
 
 def _key(engine: Engine, acceptance: Acceptance) -> str:
-    """Hash what a measurement depends on: the machine and its threads, both models as loaded."""
+    """Return a hash of everything that a measurement depends on: machine, threads, models and plan."""
     models, plan, machine = engine.models, engine.plan, read_machine()
     drafting = models.draft_name if models.drafter.model is None else fingerprint(models.drafter.model)
     facts = [
@@ -322,7 +322,7 @@ def _key(engine: Engine, acceptance: Acceptance) -> str:
 
 
 def _stored(file: Path) -> Costs | None:
-    """Read stored costs; None if there are none that can be used."""
+    """Return the stored costs, or None if there are no usable ones."""
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
         several = {(int(rows), int(width)): float(value) for rows, width, value in raw["several"]}

@@ -1,4 +1,4 @@
-"""Errors of a card that is not available or has too little memory: cause, users and advice in one line."""
+"""Explains a GPU that is not available or has too little memory: cause, processes and advice in one line."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from blockdraft.errors import BlockdraftError, CapacityError, ModelError
 from blockdraft.machine.machine import process_name, read_holders, read_machine
 from blockdraft.machine.remedies import why_unseen
 
-MAX_NAMED = 4  # processes of one line
-# What CUDA and its libraries say of memory that runs out, beside torch.OutOfMemoryError. In small letters.
+MAX_NAMED = 4  # processes named in one line
+# Messages of CUDA and its libraries for too little memory, besides torch.OutOfMemoryError; in lower case.
 OUT_OF_MEMORY = ("out of memory", "cublas_status_alloc_failed", "cudnn_status_alloc_failed")
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Return whether the card had too little memory: torch has a class for it, others only a message."""
+    """Return whether the GPU had too little memory, by torch's class or the messages of other libraries."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
     text = str(error).lower()
@@ -27,7 +27,7 @@ def first_line(error: Exception) -> str:
 
 
 def memory_of(device: torch.device) -> tuple[int, int]:
-    """Return the bytes that are free and all, from the driver if CUDA itself does not answer any more."""
+    """Return the free and the total bytes of a GPU, from the driver if CUDA no longer answers."""
     try:
         return torch.cuda.mem_get_info(device)
     except RuntimeError:
@@ -36,7 +36,7 @@ def memory_of(device: torch.device) -> tuple[int, int]:
 
 
 def usage(device: torch.device) -> str:
-    """Say how much of a card is free, and which other processes hold how much of it, as far as known."""
+    """Return a text: how much of a GPU's memory is free, and how much other processes hold, if known."""
     free, total = memory_of(device)
     text = f"{free / 1e9:.1f} of {total / 1e9:.1f} GB are free"
     held = _held(device.index or 0)
@@ -44,7 +44,7 @@ def usage(device: torch.device) -> str:
 
 
 def _held(index: int) -> str:
-    """Say "process 12 (python3) holds 3.0 GB and …"; empty if the driver lists nobody else."""
+    """Return "process 12 (python3) holds 3.0 GB and …", or "" if the driver lists no other process."""
     holders = read_holders(index)
     parts = []
     for holder in holders[:MAX_NAMED]:
@@ -57,13 +57,13 @@ def _held(index: int) -> str:
 
 
 def unused_gpu() -> str | None:
-    """Say for a start on the CPU which GPU is not used, why, and what to do; None if there is none."""
+    """Return for a start on the CPU which GPU is not used, why, and what to do, or None without a GPU."""
     unseen = why_unseen(read_machine(), torch.__version__, torch.version.cuda)
     return None if unseen is None else f"{unseen.says}, so the CPU serves: {unseen.advice}."
 
 
 def unusable(name: str, error: Exception) -> BlockdraftError:
-    """Make the error for device `name`, which torch could not use."""
+    """Return the error to raise for device `name`, which torch could not use."""
     line, text = first_line(error), str(error).lower()
     if not name.startswith("cuda"):
         return ModelError(f"device '{name}' cannot be used: {line}.")

@@ -1,9 +1,9 @@
-"""On a card, all kernels of a start are compiled at once by several processes, before the first of them runs.
+"""Compiles all kernels of a start on a GPU, in several processes, before the first kernel runs.
 
-There is no list of these kernels. They are found by a run of the steps and checks on a small cache in which
-no kernel is executed (`compile_pool.collecting`): each kernel that would have run is compiled. The code goes
-to Triton's cache. A kernel that was missed, or does not compile, is handled when it is first used. A start
-that finds its mark in Triton's cache does none of this.
+There is no list of these kernels. A dry run of the steps and checks on a small cache finds them: it executes
+no kernel, but compiles each kernel that would have run (`compile_pool.collecting`). The code goes to Triton's
+cache. A kernel that was missed, or does not compile, is handled when it is first used. After the first
+complete start a mark in Triton's cache lets later starts skip all this.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from blockdraft.step.row_sizes import row_sizes
 if TYPE_CHECKING:
     from blockdraft.kernels.triton.compile_pool import CompilePool
 
-DIFFERENT = (32, 64, 96)  # numbers of tokens that a prefill has kernels of its own for, up to the last
+DIFFERENT = (32, 64, 96)  # sizes of prefill graphs that have kernels of their own
 MIN_CORES = 4  # with fewer, the start itself compiles as fast
-# Between them every part of sampling that is left out where no row asks for it.
+# Together they use every part of sampling that is skipped if no row requests it.
 SAMPLINGS = (
     RowSampling(),
     RowSampling(temperature=0.8, top_p=0.9, top_k=20, min_p=0.01),
@@ -50,10 +50,10 @@ SAMPLINGS = (
 
 
 class CompileAhead:
-    """The workers of one start; there are none if nothing needs to be compiled."""
+    """Holds the workers of one start. There are none if nothing needs to be compiled."""
 
     def __init__(self, device: torch.device, facts: object) -> None:
-        """Start the workers. `facts`: what decides on the kernels beside our sources and the card."""
+        """Start the workers. `facts`: all that decides on the kernels besides our sources and the GPU."""
         self.problem: str | None = None  # why some kernels are left to the start
         self.has_run = False  # whether an earlier start has compiled and run them all
         self._pool: CompilePool | None = None
@@ -71,9 +71,9 @@ class CompileAhead:
 
     @contextlib.contextmanager
     def collecting(self) -> Iterator[bool]:
-        """Collect the kernels of the code inside; yield whether there is anything to compile.
+        """Collect the kernels of the code inside. Yield whether there is anything to compile.
 
-        An error only ends the collecting (`problem`): a real error occurs again in the start.
+        An error ends only the collecting, and is kept in `problem`: a real error occurs again in the start.
         """
         if self._pool is None:
             yield False
@@ -83,13 +83,13 @@ class CompileAhead:
         try:
             with collecting(self._pool), torch.inference_mode():
                 yield True
-        except Exception as error:  # noqa: BLE001  # of code that got zeros to work with
+        except Exception as error:  # noqa: BLE001  # the code works on zeros, so any error may come
             self.problem = f"{type(error).__name__}: {error}"
 
     def wait(self, tell: Callable[[int, int, str], None]) -> None:
-        """Wait until all is compiled; `tell` gets the number done, of how many, and the last name.
+        """Wait until all is compiled. `tell` gets the number done, the total, and the last kernel's name.
 
-        Then the workers end: a start that must do without a kernel compiles the rest itself.
+        Then end the workers: a start that must do without a kernel compiles the rest itself.
         """
         if self._pool is not None:
             self._pool.wait(tell)
@@ -113,7 +113,7 @@ class CompileAhead:
 
 @contextlib.contextmanager
 def compiling_for(opened: Opened) -> Iterator[CompileAhead]:
-    """Run the workers of a start, which begin while the weights are read."""
+    """Run a start's compile workers while the code inside runs. They begin while the weights are read."""
     draft = None if opened.draft is None else repr(opened.draft.config)
     plan, rules = opened.plan, opened.plan.start
     facts = [repr(opened.target.config), draft, plan_facts(plan), rules.graphs, rules.verify]
@@ -126,7 +126,7 @@ def compiling_for(opened: Opened) -> Iterator[CompileAhead]:
 
 
 def compile_steps(ahead: CompileAhead, models: LoadedPair, plan: Plan, startup: StartProgress) -> None:
-    """Compile what an engine of these models will run, and what checking it will."""
+    """Compile the kernels that an engine of these models and its checks will run."""
     with ahead.collecting() as is_useful:
         if is_useful:
             _collect(models, plan)
@@ -152,7 +152,7 @@ def run_checks(engine: Engine) -> None:
 
 
 def run_steps(engine: Engine) -> None:
-    """Run the steps of serving, warming up and checking in their sizes, whatever the rows hold."""
+    """Run the steps of serving, warming up and checking in all their sizes, on rows with any contents."""
     plan, rows = engine.plan, engine.rows
     pieces = pieces_for(engine)
     chunks = [(1,), (plan.max_prefill_tokens,), (2, 7), (1,) * len(SAMPLINGS)]
@@ -169,8 +169,8 @@ def run_steps(engine: Engine) -> None:
     blocks |= {
         (size, width) for width in {1, plan.width, plan.block} for size in row_sizes(plan.max_num_seqs)
     }
-    # Of a width between, attention and the count of accepted drafts have code of their own, by its power of
-    # two; attention also where rows are so few that several programs share one. No other kernel has.
+    # For the other widths, only attention and the count of accepted drafts have their own code, by power of
+    # two. Attention also has its own code if rows are so few that several programs share one.
     blocks |= {(size, width) for width in widths_for(plan.block) for size in (1, plan.max_num_seqs)}
     for num_rows, width in sorted(blocks):
         rows.activate((), num_rows)
@@ -190,7 +190,7 @@ def _token_ids(engine: Engine, count: int) -> Tensor:
 
 
 def _graph_shapes(engine: Engine) -> list[tuple[int, int]]:
-    """Return the shapes of PrefillGraphs that have kernels of their own: larger ones are alike."""
+    """Return the shapes of prefill graphs that have kernels of their own. Larger ones share kernels."""
     if engine.cache.has_states:
         return []
     found = shapes(

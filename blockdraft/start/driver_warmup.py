@@ -12,7 +12,7 @@ from threading import Thread, current_thread, main_thread
 
 @contextmanager
 def quick_imports() -> Iterator[None]:
-    """Turn off garbage collection during imports, as PyTorch's thousand modules are not garbage."""
+    """Turn off garbage collection during imports, because PyTorch's thousand modules are not garbage."""
     gc.disable()
     try:
         with ended_by_ctrl_c():
@@ -24,9 +24,9 @@ def quick_imports() -> Iterator[None]:
 
 @contextmanager
 def ended_by_ctrl_c() -> Iterator[None]:
-    """Let Ctrl-C end the process itself during imports.
+    """Let Ctrl-C end the process at once during imports, without a KeyboardInterrupt.
 
-    A module might catch its exception and lose it, or stay half imported.
+    A module might catch and lose that exception, or stay half imported.
     """
     is_main = current_thread() is main_thread()
     is_caught = is_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -40,7 +40,7 @@ def ended_by_ctrl_c() -> Iterator[None]:
 
 
 def wake_card(device: str) -> None:
-    """Make the context of `device` ("auto", "cuda:1") on its own thread; PyTorch takes it over."""
+    """Make the CUDA context of `device` ("auto", "cuda:1") on its own thread. PyTorch takes it over."""
     from blockdraft.machine.machine import may_have_gpu
 
     if device != "cpu" and may_have_gpu():
@@ -48,7 +48,7 @@ def wake_card(device: str) -> None:
 
 
 def _make_context(index: int) -> None:
-    """Ignore errors: PyTorch gets them too, and reports them."""
+    """Make the CUDA context of a GPU. Ignore errors: PyTorch gets them too, and reports them."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:

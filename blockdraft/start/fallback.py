@@ -1,4 +1,4 @@
-"""Replaces a kernel that does not compile on this card by its reference."""
+"""Replaces a kernel that does not compile on this GPU by its reference."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ T = TypeVar("T")
 def with_kernels_that_compile(
     models: LoadedPair, make: Callable[[LoadedPair], T], tell: Callable[[Operation, str], None]
 ) -> T:
-    """Return what `make` returns; try again without each operation whose kernel does not compile.
+    """Return the result of `make`. Call it again without each operation whose kernel does not compile.
 
-    The choice is made before anything is served, and holds for this engine and all shapes. `tell` gets each
-    operation with the compiler's message. Raises ModelError if nothing compiles on this machine.
+    The choice is made before serving, and holds for this engine and all shapes. `tell` gets each operation
+    with the compiler's message. Raise ModelError if nothing compiles on this machine.
     """
     while True:
         try:
@@ -32,6 +32,6 @@ def with_kernels_that_compile(
             if missing is None:
                 raise
             raise ModelError(f"Triton cannot compile the GPU's kernels, {missing}.") from error
-        release()  # nobody holds the last try any more, not even its error
+        release()  # no reference to the last try is left, not even through its error
         models = models.with_kernels(models.target.kernels.without(operation))
         tell(operation, why)

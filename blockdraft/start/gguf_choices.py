@@ -1,6 +1,6 @@
-"""Says what "auto" means for a GGUF file that is given by its path, for stderr and /ready.
+"""Describes what "auto" means for a GGUF file that is given by its path, for stderr and /ready.
 
-No folder beside such a file says how to serve it, so a start says what it has chosen.
+Such a file comes without a configuration that says how to serve it, so a start reports its choices.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ def gguf_choices(
     draft: str | None,
     why_none: str,
 ) -> tuple[str, ...]:
-    """Return a sentence for each choice that the user left to us; none for other files and for "default".
+    """Return a sentence for each choice that the user left to us, or () for other files and for "default".
 
-    `draft` is the drafter that was opened; `why_none` says why a known one was not.
+    `draft`: the opened drafter. `why_none`: why a known drafter was not opened. `sampling`: None if the
+    request defaults do not come from the model.
     """
     if not isinstance(checkpoint, GgufCheckpoint) or model == "default":
         return ()

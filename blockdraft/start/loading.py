@@ -1,4 +1,4 @@
-"""Loading a pair: checkpoints in, a target, a drafter, a tokenizer and a plan out."""
+"""Loads a pair: makes a target, a drafter, a tokenizer and a plan from checkpoints."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Opened:
 def load_pair(
     report: Callable[[str], None] = lambda line: None, **settings: object
 ) -> tuple[LoadedPair, Plan]:
-    """Load a pair by the values of its settings."""
+    """Load a pair, given the values of its settings."""
     return load_models(Settings(**settings), report)  # type: ignore[arg-type]
 
 
@@ -99,7 +99,7 @@ def load_models(settings: Settings, report: Callable[[str], None]) -> tuple[Load
 
 
 def open_models(settings: Settings, report: Callable[[str], None]) -> Opened:
-    """Find (or download) both checkpoints, check that they belong together, and plan."""
+    """Find or download both checkpoints, check that they belong together, and make the plan."""
     device, profile = _device(resolve_device(settings.device)), settings.synthetic_acceptance
     source = with_drafter(settings, report, on_card=device.type != "cpu").draft
     target = _open_target(settings, report)
@@ -155,7 +155,7 @@ def _open_drafter(
 def _open_known(
     known: KnownDrafter | None, target: OpenedTarget, report: Callable[[str], None]
 ) -> tuple[OpenedDrafter | None, str]:
-    """Open the drafter that "auto" finds, or say why there is none."""
+    """Return the opened drafter that "auto" finds, or None and the reason."""
     if known is None:
         return None, ""
     if not known.is_here:
@@ -172,7 +172,7 @@ def _open_known(
 def _plan(
     settings: Settings, device: torch.device, target: OpenedTarget, draft: OpenedDrafter | None
 ) -> Plan:
-    """Plan for this machine as it is now. A CapacityError also names the card's users."""
+    """Return the plan for this machine as it is now. A CapacityError also names processes on the GPU."""
     free, total = gpu_memory(device) if device.type == "cuda" else (0, 0)
     machine = replace(read_machine(), gpu_bytes=total, gpu_free_bytes=free)
     weights, draft_weights = target.weights, None if draft is None else draft.weights
@@ -195,10 +195,10 @@ def _plan(
 
 
 def gpu_memory(device: torch.device) -> tuple[int, int]:
-    """Return the bytes of a GPU that are free, and all.
+    """Return the free and the total bytes of a GPU.
 
-    CUDA counts the page cache as used. On unified memory the page cache may be most of it after a model was
-    read, so Linux's figure is used there.
+    CUDA counts the page cache as used. In unified memory, the page cache may be most of the memory after a
+    model was read, so the free bytes come from Linux there.
     """
     free, total = torch.cuda.mem_get_info(device)
     gpus, index = read_machine().gpus, device.index or 0
@@ -208,7 +208,7 @@ def gpu_memory(device: torch.device) -> tuple[int, int]:
 
 
 def resolve_device(name: str) -> str:
-    """Return the device that `name` means to torch. Raises SettingsError for one that we do not use."""
+    """Return torch's name for the device `name`. Raise SettingsError if we do not support the device."""
     check_device(name)
     return device_for(name, has_gpu=torch.cuda.is_available())
 
@@ -218,7 +218,7 @@ def timing_notices(
 ) -> tuple[str, ...]:
     """Return the warnings for an engine that is good for timing only.
 
-    `methods` say how the checkpoints are quantised.
+    `methods`: how the checkpoints are quantised.
     """
     notices = []
     if settings.load_format == "dummy":
@@ -242,7 +242,7 @@ def read_weights(
     report: Callable[[str], None],
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> LoadedPair:
-    """Read the weights of both; `progress` hears of every parameter of the target."""
+    """Read the weights of target and drafter. Call `progress` for every parameter of the target."""
     plan, device, draft, is_dummy = opened.plan, opened.device, opened.draft, opened.labels.is_dummy
     if device.type == "cuda" and has_triton():
         from blockdraft.kernels.triton.cache_keys import settle_cache_keys
@@ -288,7 +288,7 @@ def _acceptance(drafter: Drafter, draft: OpenedDrafter | None) -> Acceptance:
 
 
 def _weights(checkpoint: Checkpoint, values: Values) -> Weights:
-    """Return how large a checkpoint's model is, and how the checkpoint is quantised."""
+    """Return the size of a checkpoint's model, and how the checkpoint is quantised."""
     quantization = read_quantization(checkpoint.config, checkpoint.quant_file, name=checkpoint.name)
     if quantization is not None:
         return Weights(values.total, quantization.name)
@@ -315,7 +315,7 @@ def load_target(
     device: torch.device,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Decoder:
-    """Load the target with the weights of `checkpoint`; None: with random ones."""
+    """Load the target with the weights of `checkpoint`, or with random weights if it is None."""
     taps = draft.taps if draft is not None else ()
     build = functools.partial(
         build_decoder, config, taps=taps, max_positions=plan.max_positions, device=device
@@ -336,7 +336,7 @@ def load_dflash(
     plan: Plan,
     device: torch.device,
 ) -> DFlashDrafter:
-    """Load the drafter with the weights of `checkpoint`; None: with random ones."""
+    """Load the drafter with the weights of `checkpoint`, or with random weights if it is None."""
     has_head = _has_head(checkpoint, config)
     build = functools.partial(
         body_type(config),
@@ -377,7 +377,10 @@ def _empty(name: str, build: Callable[[], Module], dtype: str) -> Module:
 def _vocab_map(
     checkpoint: Checkpoint, config: DraftConfig, has_head: bool, device: torch.device
 ) -> Tensor | None:
-    """Return the target's token id of each row of a reduced head: `d2t` holds the differences."""
+    """Return the target's token id for each row of a reduced head, or None for a full head.
+
+    The checkpoint's `d2t` holds the differences between token ids and row numbers.
+    """
     if config.draft_vocab_size == config.vocab_size:
         return None
     shapes = {name: info.shape for name, info in checkpoint.tensors().items()}
@@ -402,10 +405,10 @@ def _vocab_map(
 def _device(name: str) -> torch.device:
     try:
         device = torch.device(name)
-        torch.empty(1, device=device)  # a byte of memory, so that CUDA makes its context here and now
+        torch.empty(1, device=device)  # makes CUDA create its context now
     except (RuntimeError, AssertionError) as error:
         raise unusable(name, error) from error
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
-        torch.cuda.set_device(device)  # of this thread, which is the engine's: kernels and graphs go there
+        torch.cuda.set_device(device)  # for this thread, which is the engine's
     return device

@@ -1,6 +1,6 @@
 """Measures at the start which width is fastest and how long a prefill step delays decoding.
 
-`fit_pages` (start/memory.py) measures the pages, before there is an engine.
+`fit_pages` (start/memory.py) measures how many pages fit, before the engine is made.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from blockdraft.engine.trial_engine import max_tokens, serve, trial_engine
 from blockdraft.planner.plan import Plan
 from blockdraft.start.block_width import known_acceptance, may_choose_width, plan_with_width
 
-MIN_CHUNK = 16  # tokens; shorter steps are all overhead
+MIN_CHUNK = 16  # tokens; the time of shorter steps is only overhead
 ONE = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, width=1, seed=0)
 
 
@@ -26,10 +26,10 @@ def measure(
     uses_stored: bool = False,
     warn: Callable[[str], None] = lambda _: None,
 ) -> Plan:
-    """Return the idle engine's plan with the width that pays, unless the user chose one.
+    """Return the idle engine's plan with the fastest width, unless the user set a width.
 
-    Without a fit, `accepted` is the acceptance on the built-in prompts; without both the plan stays.
-    `uses_stored`: costs that an earlier start measured will do.
+    `accepted`: the acceptance on the built-in prompts, used if there is no fit; without both, return the
+    plan unchanged. `uses_stored`: use the costs that an earlier start measured, if stored.
     """
     if not may_choose_width(engine):
         return engine.plan
@@ -41,9 +41,9 @@ def measure(
 
 
 def measure_chunk(engine: Engine, note: Callable[[str], None]) -> Plan:
-    """Return the idle engine's plan with the chunk halved until a step of it takes at most `max_stall_ms`.
+    """Return the idle engine's plan with the chunk halved until its step takes at most `max_stall_ms`.
 
-    It is only halved, so that two starts on one machine divide prompts in the same way.
+    Chunks are only halved, so that two starts on one machine usually divide prompts alike.
     """
     plan, allowed_ms = engine.plan, engine.plan.start.max_stall_ms
     if allowed_ms is None:
@@ -59,7 +59,7 @@ def measure_chunk(engine: Engine, note: Callable[[str], None]) -> Plan:
 
 
 def _prefill_ms(engine: Engine, chunk: int) -> float:
-    """Time a step after one chunk of context, where that fits; return the faster of two runs."""
+    """Return the milliseconds of a step after one chunk of context, if that fits: the faster of two runs."""
     times = []
     num_prompt = max(2, min(max_tokens(engine) - 1, 2 * chunk + 1))
     for number in range(2):

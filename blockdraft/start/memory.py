@@ -1,7 +1,7 @@
-"""Measures how many pages a GPU has room for, before the cache takes the rest.
+"""Measures how many pages fit on a GPU, before the real cache is allocated.
 
-An engine with a small cache runs its largest steps and captures them; what is left within the budget becomes
-pages. So no step runs out of memory later.
+An engine with a small cache runs and captures its largest steps. The memory that is then left within the
+budget becomes pages, so no step runs out of memory later.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from blockdraft.start.warm import largest_rounds, warm
 
 
 def fit_pages(models: LoadedPair, plan: Plan, note: Callable[[str], None]) -> Plan:
-    """Return `plan` with as many pages as fit; unchanged if the user set the size, or there is no GPU."""
+    """Return `plan` with as many pages as fit, or unchanged if the user set the size or there is no GPU."""
     if not is_measured(models, plan):
         return plan
     note("measuring what the largest steps need")
@@ -45,19 +45,19 @@ def fit_pages(models: LoadedPair, plan: Plan, note: Callable[[str], None]) -> Pl
 
 
 def is_measured(models: LoadedPair, plan: Plan) -> bool:
-    """Return whether the largest steps are run to find out: on a card, unless the user set the size."""
+    """Return whether the pages are measured by running the largest steps: on a GPU, if the size is "auto"."""
     return models.device.type == "cuda" and not plan.is_asked("cache_bytes")
 
 
 def _overhead(models: LoadedPair, plan: Plan, note: Callable[[str], None]) -> int:
-    """Return the bytes beside weights and pages: rows, states, the largest steps and the largest graph."""
+    """Return the bytes besides weights and pages: rows, states, the largest steps and the largest graph."""
     device = models.device
     before = _free(device)
     torch.cuda.reset_peak_memory_stats(device)
     probe = Engine(models, replace(plan, num_pages=pages_to_probe(plan)))
     held = torch.cuda.memory_reserved(device)
     warm(probe, note, largest_rounds)
-    # A capture hands this back; the next prefill takes it again.
+    # A capture frees this memory; the next prefill takes it again.
     working = torch.cuda.max_memory_reserved(device) - held
     if why_no_graphs(models, plan) is None:
         probe.capture([plan.max_num_seqs], sorted({1, plan.width}))
@@ -69,9 +69,9 @@ def _overhead(models: LoadedPair, plan: Plan, note: Callable[[str], None]) -> in
 
 @contextmanager
 def memory_explained(plan: Plan, device: torch.device, *, is_loading: bool = False) -> Iterator[None]:
-    """Turn a GPU's out-of-memory error into a CapacityError that says what to do.
+    """Turn a GPU's out-of-memory error into a CapacityError with advice.
 
-    `is_loading`: weights are being read, which a smaller cache and smaller steps would not change.
+    `is_loading`: weights are being read, so a smaller cache or smaller steps would not help.
     """
     try:
         yield
@@ -93,7 +93,7 @@ def memory_explained(plan: Plan, device: torch.device, *, is_loading: bool = Fal
 
 
 def why_no_graphs(models: LoadedPair, plan: Plan) -> str | None:
-    """Return what prevents the capture of decode steps; None if nothing."""
+    """Return why decode steps cannot be captured, or None if they can."""
     if not plan.start.graphs:
         return "switched off"
     return models.why_not_captured()
@@ -114,14 +114,14 @@ def _page_bytes(models: LoadedPair, plan: Plan) -> int:
 
 
 def release() -> None:
-    """Hand back memory that nobody holds any more."""
+    """Free all unused memory of Python and of the GPU's allocator."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def _free(device: torch.device) -> int:
-    """Return the bytes that could be had once all unused memory was handed back."""
+    """Return a GPU's free bytes, after freeing all unused memory."""
     torch.cuda.synchronize(device)
     release()
     return gpu_memory(device)[0]

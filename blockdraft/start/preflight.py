@@ -1,4 +1,4 @@
-"""Checks a start of our own engine before anything is downloaded or torch is imported."""
+"""Checks a start of our own engine before weights are downloaded and torch is imported."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from blockdraft.settings.recipe import check_recipe_card
 from blockdraft.settings.settings import Settings, pin_threads
 from blockdraft.text.template import compile_template
 
-MAX_TEMPLATE_BYTES = 1 << 20  # arbitrary; templates have some ten thousand
+MAX_TEMPLATE_BYTES = 1 << 20  # arbitrary; templates have about ten thousand bytes
 
 
 def check_native(settings: Settings, warn: Callable[[str], None] = lambda line: None) -> None:
-    """Raise for weights that are too large, a pair that does not match, and a bad chat template."""
+    """Raise an error for weights that are too large, a pair that does not match, or a bad chat template."""
     if settings.chat_template is not None:
         read_chat_template(settings.chat_template)
     if settings.model == "default" or ":" in settings.device:
@@ -37,13 +37,13 @@ def check_native(settings: Settings, warn: Callable[[str], None] = lambda line: 
 
 
 def pin_cpu_threads(device: str) -> None:
-    """Pin the CPU's threads if the model will surely run on it. Call it before torch is imported."""
+    """Pin the CPU's threads if the model will certainly run on the CPU. Call this before importing torch."""
     if device_for(device, has_gpu=may_have_gpu()) == "cpu":
         pin_threads()
 
 
 def read_chat_template(file: str) -> str:
-    """Return the text of a template that parses. Raises SettingsError."""
+    """Return the text of a chat template. Raise SettingsError if it cannot be read or parsed."""
     path = Path(file).expanduser()
     try:
         if path.stat().st_size > MAX_TEMPLATE_BYTES:

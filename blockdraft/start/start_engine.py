@@ -1,4 +1,4 @@
-"""From settings to an engine that is warm and verified: the phases of a start, in order."""
+"""Makes a warm and verified engine from settings: the phases of a start, in order."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from blockdraft.text.tokenizer import Tokenizer
 def start_engine(
     settings: Settings, startup: StartProgress, on_tokenizer: Callable[[Tokenizer], object] = lambda _: None
 ) -> Engine:
-    """Start an engine. Raises what loading raises, and ModelError if a model or a kernel computes nonsense.
+    """Start an engine. Raise loading's errors, and ModelError if a model or a kernel computes nonsense.
 
     `on_tokenizer` gets the tokenizer long before the engine is ready.
     """
@@ -71,9 +71,9 @@ def _started(opened: Opened, startup: StartProgress, ahead: CompileAhead) -> Eng
 def plain_engine(
     settings: Settings, note: Callable[[str], None], warn: Callable[[str], None] | None = None
 ) -> Engine:
-    """Start an engine without warm-up and checks, for a user who waits for the first answer.
+    """Start an engine without checks and with little warm-up, for the fastest first answer.
 
-    `warn` gets what a user must see; without it, `note` does.
+    `warn` gets the messages that a user must see; `note` gets them if `warn` is None.
     """
     tell = warn if warn is not None else lambda text: note(f"warning: {text}")
     _check_native(settings)
@@ -96,7 +96,7 @@ def _plain(
 ) -> Engine:
     engine = _new_engine(models, fit_pages(models, plan, note))
     if models.device.type == "cuda":
-        warm(engine, note, _rounds(models, plan))  # what does not compile shows now
+        warm(engine, note, _rounds(models, plan))  # a kernel that does not compile fails now
     with _captured_or_not(engine, note):
         if why_no_graphs(engine.models, plan) is None:
             _capture(engine, note, is_awaited=True)
@@ -111,7 +111,7 @@ def _plain(
 
 
 def _new_engine(models: LoadedPair, plan: Plan) -> Engine:
-    """Make an engine; its rotated keys are stored with their mean subtracted."""
+    """Make an engine. If its keys are rotated, it stores them with their mean subtracted."""
     check_served_on_card(models, plan)
     engine = Engine(models, plan)
     if any(group.pages.format.is_rotated for group in engine.cache.compressed):
@@ -120,7 +120,7 @@ def _new_engine(models: LoadedPair, plan: Plan) -> Engine:
 
 
 def _rounds(models: LoadedPair, plan: Plan) -> Callable[[Plan], Rounds]:
-    """Choose the warm-up rounds that a new engine has not run yet."""
+    """Return the warm-up rounds that have not run yet when an engine is made."""
     return small_rounds if is_measured(models, plan) else rounds_for(models.device)
 
 
@@ -139,7 +139,7 @@ def _check_native(settings: Settings) -> None:
 
 
 def _check_gpu(settings: Settings, warn: Callable[[str], None]) -> None:
-    """Warn of a GPU that is not used if "auto" means the CPU."""
+    """Warn of an unused GPU if "auto" means the CPU."""
     if settings.device == "auto" and resolve_device("auto") == "cpu":
         line = unused_gpu()
         if line is not None:
@@ -164,7 +164,7 @@ def _prepared(models: LoadedPair, plan: Plan, startup: StartProgress, ahead: Com
                 _tell_bits(engine, verification, startup)
             startup.tell_speculation(_shown_width(engine))
             startup.note(f"{_shown(verification)}; {_shown_width(engine)}")
-    # The checks go by the chunk; this one is measured, and may differ from start to start.
+    # This comes after the checks: they depend on the chunk, and the measured chunk may differ between starts.
     engine.replan(measure_chunk(engine, startup.note))
     return engine
 
@@ -177,13 +177,13 @@ def _measure_without_fit(engine: Engine, accepted: tuple[float, ...], note: Call
 
 
 def _warmed(models: LoadedPair, plan: Plan, startup: StartProgress, ahead: CompileAhead) -> Engine:
-    """Run everything but the checks."""
+    """Return a new engine after all phases of a start but the checks."""
     with startup.phase("allocate"):
         compile_steps(ahead, models, plan, startup)
         plan = fit_pages(models, plan, startup.note)
         engine = _new_engine(models, plan)
         problem = f"; kernels were not all compiled ahead ({ahead.problem})" if ahead.problem else ""
-        most = "at most " if models.device.type == "cpu" else ""  # where memory is taken as it is used
+        most = "at most " if models.device.type == "cpu" else ""  # a CPU's memory is taken as it is used
         size = f"{most}{engine.cache.num_bytes / 1e9:.2f} GB of cache, {plan.num_pages} pages"
         startup.note(", ".join(part for part in (size, kv_text(models, plan)) if part) + problem)
     reason = why_no_graphs(models, plan)
@@ -203,7 +203,7 @@ def _warmed(models: LoadedPair, plan: Plan, startup: StartProgress, ahead: Compi
 
 
 def _without_drafter(models: LoadedPair, plan: Plan, startup: StartProgress) -> Engine:
-    release()  # before another cache is made
+    release()  # free the old cache before another is made
     engine = _new_engine(*without_drafter(models, plan))
     if why_no_graphs(models, plan) is None:
         _capture(engine, startup.note)
@@ -214,7 +214,7 @@ def _without_drafter(models: LoadedPair, plan: Plan, startup: StartProgress) -> 
 
 
 def _tell_bits(engine: Engine, found: Verification, startup: StartProgress) -> None:
-    """Report batch invariance: the page shows the plan, /ready the warnings."""
+    """Report batch invariance: put it in the plan, for the live page, and in a warning, for /ready."""
     changed = engine.plan.changed({"same_bits": found.bits}, same_bits=found.same_bits)
     engine.replan(changed)
     if not found.same_bits and engine.models.device.type == "cuda":
@@ -235,14 +235,14 @@ def _shown_width(engine: Engine) -> str:
 
 
 def _capture(engine: Engine, note: Callable[[str], None], *, is_awaited: bool = False) -> None:
-    """Capture what the first request needs, and what takes most memory.
+    """Capture the steps that the first request needs, and on a GPU those that take most memory.
 
     `is_awaited`: a user waits for the first token, so a CPU captures nothing yet.
     """
     plan = engine.plan
     sizes = row_sizes(plan.max_num_seqs, is_exact=engine.models.device.type == "cpu")
     widths = widths_for(plan.block) if may_choose_width(engine) else sorted({1, plan.width})
-    many = plan.max_num_seqs if engine.models.device.type == "cuda" else 1  # where memory must be had in time
+    many = plan.max_num_seqs if engine.models.device.type == "cuda" else 1  # a GPU's memory is claimed now
     rows_now = [] if is_awaited and engine.models.device.type == "cpu" else sorted({1, many})
     now = [(rows, width) for rows in rows_now for width in sorted({1, plan.width})]
     engine.capture(sizes, widths, now)
@@ -252,7 +252,7 @@ def _capture(engine: Engine, note: Callable[[str], None], *, is_awaited: bool = 
 
 @contextmanager
 def _captured_or_not(engine: Engine, note: Callable[[str], None]) -> Iterator[None]:
-    """Go on kernel by kernel, slower and as exact, with a family that a CPU cannot record."""
+    """Let steps run kernel by kernel, slower but as exact, if the CPU cannot record the model's steps."""
     try:
         yield
     except NotRecordable as reason:

@@ -1,9 +1,9 @@
-"""Warms up: serves real requests in every shape, so that the first is as fast as the tenth.
+"""Warms up: serves real requests in every shape, so that the first request is as fast as the tenth.
 
-Slow only once are compiling the CPU kernels, loading and choosing the device's own, and the first touch of
-memory. Requests meet all of it, so requests warm it. A card has code of its own for many sizes, and its
-libraries choose by size. A CPU has not: after the small rounds the large ones are fast at once. On a card
-whose kernels an earlier start has run, few rounds suffice: each loads a file of a few kilobytes.
+Some work is slow only the first time: compiling the CPU kernels, loading and choosing the GPU's kernels, and
+touching memory. Real requests do all of it. A GPU has its own code for many sizes, and its libraries choose
+by size. A CPU has not: after the small rounds, large ones are fast at once. On a GPU whose kernels an earlier
+start has run, few rounds suffice: each kernel is a file of a few kilobytes to load.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from blockdraft.engine.trial_engine import max_tokens, serve, trial_engine
 from blockdraft.planner.plan import Plan
 
 GREEDY = SamplingParams(temperature=0.0)
-# Between them: every part of sampling that is left out when no row of the batch asks for it.
+# Together they use every part of sampling that is skipped if no row of the batch requests it.
 SAMPLINGS = (
     GREEDY,
     SamplingParams(temperature=0.8, top_p=0.9, top_k=20, min_p=0.01),
@@ -29,12 +29,12 @@ SAMPLINGS = (
     SamplingParams(temperature=0.0, logprobs=5, prompt_logprobs=5, logit_bias={0: 1.0}),
 )
 
-Request = tuple[int, SamplingParams]  # prompt tokens, and what is asked
-Rounds = Iterator[tuple[str, list[Request]]]  # what is served together, with a name for it
+Request = tuple[int, SamplingParams]  # the number of prompt tokens, and the sampling
+Rounds = Iterator[tuple[str, list[Request]]]  # a name, and the requests that are served together
 
 
 def warm(engine: Engine, note: Callable[[str], None], choose: Callable[[Plan], Rounds]) -> None:
-    """Serve the chosen rounds. The engine must be idle, and stays as it was."""
+    """Serve the chosen rounds. The engine must be idle, and does not change."""
     room = max_tokens(engine)
     other = trial_engine(engine)
     for text, requests in choose(engine.plan):
@@ -46,18 +46,18 @@ def warm(engine: Engine, note: Callable[[str], None], choose: Callable[[Plan], R
 
 
 def rounds_for(device: torch.device) -> Callable[[Plan], Rounds]:
-    """Choose the rounds of a device: a card has code of its own for many sizes, a CPU has not."""
+    """Return the rounds for a device: a GPU has its own code for many sizes, a CPU has not."""
     return few_rounds if device.type == "cpu" else every_round
 
 
 def every_round(plan: Plan) -> Rounds:
-    """Yield every size that has code of its own, and every part of sampling."""
+    """Yield rounds for every size that has its own code, and for every part of sampling."""
     yield from small_rounds(plan)
     yield from largest_rounds(plan)
 
 
 def small_rounds(plan: Plan) -> Rounds:
-    """Yield all rounds but the largest, which measuring the memory has run."""
+    """Yield all rounds but the largest, which the measurement of memory has run."""
     yield "one token of prefill", [(2, _asked(1))]
     if plan.max_num_seqs > 1:
         yield "two prompts of different lengths", [(3, _asked(1)), (8, _asked(1))]
@@ -68,7 +68,7 @@ def small_rounds(plan: Plan) -> Rounds:
 
 
 def largest_rounds(plan: Plan) -> Rounds:
-    """Yield the rounds that take most memory."""
+    """Yield the rounds that take the most memory."""
     chunk = plan.max_prefill_tokens
     yield f"a prefill chunk of {chunk} tokens", [(chunk + 1, _asked(1))]
     for width in _widths(plan):
@@ -79,7 +79,7 @@ def largest_rounds(plan: Plan) -> Rounds:
 
 
 def few_rounds(plan: Plan) -> Rounds:
-    """Yield every part of sampling, for devices where no size has new code."""
+    """Yield rounds for every part of sampling, for devices where no size needs new code."""
     several = [_asked(plan.width, sampling) for sampling in SAMPLINGS]
     yield "one token of prefill", [(2, _asked(1, max_tokens=2))]
     yield "rows of different lengths, sampled", [(2 + 3 * i, one) for i, one in enumerate(several)]

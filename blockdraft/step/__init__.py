@@ -1,1 +1,1 @@
-"""One decoding step on the device: draft, verify, commit; prefill; graphs; the drafters."""
+"""The steps on the device: decoding (draft, verify, commit) and prefill, their graphs, and the drafters."""

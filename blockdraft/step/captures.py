@@ -1,4 +1,4 @@
-"""Captures a step: as a CUDA graph on a card, on a tape on a CPU. Both are replayed without Python."""
+"""Captures a step: as a CUDA graph on a GPU, as a tape on a CPU. Both are replayed without Python."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ class Graph(Protocol):
 
 
 class Capturing(Protocol):
-    """Captures of one engine. They share their memory: one is replayed at a time."""
+    """Captures the steps of one engine. Its graphs share memory, so only one is replayed at a time."""
 
     def warm(self, run: Callable[[], object]) -> None:
-        """Compile and set up what the first call of `run` needs, before it is captured."""
+        """Compile and set up everything that the first call of `run` needs, before `run` is captured."""
 
     def capture(self, run: Callable[[], T], *, goes_on: bool = False) -> tuple[Graph, T]:
         """Return a graph that replays `run`, and its result, which each replay overwrites.
 
-        `goes_on`: it is always replayed after what was captured before it, and reads what that has left.
+        `goes_on`: this graph is always replayed after the previously captured one, and reads its results.
         """
 
 
 class OnCard:
-    """CUDA graphs."""
+    """Captures CUDA graphs on a GPU."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
@@ -51,7 +51,7 @@ class OnCard:
 
 
 class OnCpu:
-    """Tapes of the CPU's kernels."""
+    """Records tapes of the CPU's kernels."""
 
     def __init__(self) -> None:
         from blockdraft.kernels.llvm.tape import Arena

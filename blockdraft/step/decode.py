@@ -1,8 +1,8 @@
 """One decoding step: draft, verify, commit. Read this first; everything else exists to keep it this short.
 
-Three facts carry it. Length is the commit: cache slots at or past `length` are scratch, so nothing is ever
-rolled back. Noise is keyed by (seed, position): every emitted token is the target's own sample, whatever
-was drafted. And plain decoding is this same function at width 1.
+It rests on three facts. A row's `length` is its commit: cache slots at or past it are scratch, so nothing is
+ever rolled back. Noise is keyed by (seed, position), so every emitted token is the target's own sample,
+whatever was drafted. Plain decoding is this function at width 1.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def decode_parts(  # noqa: PLR0913
     num_logprobs: int | None = None,
     rates: Tensor | None = None,
 ) -> Generator[Tensor, None, Verdict]:
-    """Draft a block for every active row, verify it in one target forward, commit what matched."""
+    """Draft a block for every active row, verify it in one target forward, and commit the matching drafts."""
     view = cache.view(rows, width)  # positions length .. length + width - 1
     block = drafter.draft(rows, cache, view, width)  # [R, B] the anchor, then width - 1 proposals
     yield block  # the host may overwrite drafts that a structured output forces
@@ -47,7 +47,7 @@ def decode_parts(  # noqa: PLR0913
 
 
 def run_all_parts(parts: Generator[Tensor, None, Verdict]) -> Verdict:
-    """Run all parts without the host between them: on a GPU this is one graph per (rows, width)."""
+    """Run all parts in a row and return the verdict. A GPU captures this as one graph per (rows, width)."""
     while True:
         try:
             next(parts)

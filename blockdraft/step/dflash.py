@@ -1,7 +1,7 @@
 """DFlashDrafter: one forward over [anchor, mask, mask, …], sampled with the target's own noise.
 
 Column k drafts the token at column k, so the anchor's own column drafts nothing. In a drafter that drafts
-from the anchor, column k drafts the token behind it, and there is one mask less.
+from the anchor, column k drafts the token after column k, and there is one mask less.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from blockdraft.step.ngram import recall
 class DFlashDrafter:
     """Drafts with `model`, whose embedding and (unless it brings its own) head are the target's.
 
-    `vocab_map` [draft vocabulary] gives the target's token id for each row of a reduced head. Where the last
-    `draft_ngram` tokens of a row have occurred before, what followed them is drafted instead; 0: nowhere.
+    `vocab_map` [draft vocabulary] gives the target's token id for each row of a reduced head. If the last
+    `draft_ngram` tokens of a row have occurred before, their continuation is drafted instead; 0: never.
     """
 
     def __init__(
@@ -37,17 +37,17 @@ class DFlashDrafter:
         self.draft_ngram = draft_ngram
         self.block = model.config.block
         self.num_columns = model.config.num_columns
-        # No column then reads a later one, so the later ones need not be there.
+        # Then no column reads a later one, so the forward can leave out the later ones.
         self.is_causal = all(model.config.is_causal)
 
     def beside(self, target: Decoder) -> DFlashDrafter:
-        """Return the same drafter, with shared weights, for another copy of its target and its kernels."""
+        """Return a copy with shared weights, for another copy of its target and with that copy's kernels."""
         other = copy.copy(self)
         other.model, other.target = with_kernels(self.model, target.kernels), target
         return other
 
     def draft(self, rows: Rows, cache: Cache, view: CacheView, width: int) -> Tensor:
-        """Run the whole block, or only the first `width` columns if that gives the same drafts.
+        """Draft blocks [R, width]. Run the whole block, or fewer columns if that gives the same drafts.
 
         The head takes as long as several layers, so it runs only on the columns that will be verified.
         """
@@ -67,13 +67,13 @@ class DFlashDrafter:
         return self.model.config.first_column + width - 1 if self.is_causal else self.num_columns
 
     def propose(self, hidden: Tensor, anchor: Tensor, starts: Tensor, rows: Rows) -> Tensor:
-        """Return drafts [R, D] for hidden states [R, D, E], behind the anchor [R, 1] at `starts` [R]."""
+        """Return drafts [R, D] for hidden states [R, D, E], after the anchor [R, 1] at `starts` [R]."""
         return rows.kernels.choose(self.column_logits(hidden), starts, anchor, rows.sampling())
 
     def block_hidden(self, anchor: Tensor, view: View, num_columns: int | None = None) -> Tensor:
         """Return hidden states [R, D, E] of the columns that draft, given the anchor [R, 1].
 
-        `view` is made for as many columns as the forward has: `num_columns`, or those of a whole block.
+        `view` must have as many columns as the forward: `num_columns`, or by default a whole block's.
         """
         num_masks = (self.num_columns if num_columns is None else num_columns) - 1
         masks = anchor.new_full((len(anchor), num_masks), self.model.config.mask_token_id)
@@ -98,19 +98,19 @@ class DFlashDrafter:
         self.model.absorb(features, view)
 
     def weighs_pairs(self, num_drafts: int, num_rows: int = 1) -> bool:
-        """Say if the token before each draft weighs in its choice, for blocks of so many drafts and rows."""
+        """Say if each draft's choice depends on the token before it, for this many drafts and rows."""
         return False
 
     def hints(self, hidden: Tensor, before: Tensor) -> Tensor | None:
-        """Return what the tokens `before` [R, D] add to the drafts of hidden states [R, D, E], or None."""
+        """Return hints from the tokens `before` [R, D] for drafts of hidden states [R, D, E], or None."""
         return None
 
     def hinted(self, logits: Tensor, hints: Tensor) -> Tensor:
-        """Return the logits [..., V] that drafts are chosen by, with the hints added."""
+        """Return the logits [..., V] with the hints added: drafts are chosen by these."""
         raise NotImplementedError
 
     def logits(self, hidden: Tensor, hints: Tensor | None = None) -> Tensor:
-        """Return logits [..., V] over the target's vocabulary; NEVER where the head has no row."""
+        """Return logits [..., V] over the target's vocabulary, NEVER for tokens that the head lacks."""
         config = self.model.config
         head = self.target.head_logits if self.model.head is None else self.model.head
         cap = config.logit_softcap if config.logit_softcap is not None else self.target.config.logit_softcap

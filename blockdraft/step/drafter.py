@@ -13,24 +13,24 @@ from blockdraft.models.decoder import Decoder
 
 
 class Drafter(Protocol):
-    """A drafter can change how many tokens a step yields and never which tokens."""
+    """A drafter changes how many tokens a step yields, but never which tokens."""
 
     @property
     def block(self) -> int: ...  # the width it was trained for, anchor included
 
     @property
-    def model(self) -> nn.Module | None: ...  # what it computes with
+    def model(self) -> nn.Module | None: ...  # None: it has no weights
 
     @property
     def vocab_map(self) -> Tensor | None: ...  # the target's token id for each row of a reduced head
 
     def beside(self, target: Decoder) -> Drafter:
-        """Return the same drafter, with shared weights, for another copy of its target."""
+        """Return a copy of this drafter, with shared weights, for another copy of its target."""
 
     def draft(self, rows: Rows, cache: Cache, view: CacheView, width: int) -> Tensor:
         """Return blocks [R, width] for the active rows: column 0 is the anchor, the rest are proposals.
 
-        `view` is what the target will verify through: a drafter of the same width may use it too.
+        `view` is the view that the target will verify with: a drafter of the same width may use it too.
         """
 
     def absorb(self, features: Tensor, view: View) -> None:
@@ -51,10 +51,10 @@ class Weightless:
 
 
 class NoDrafter(Weightless):
-    """Plain decoding through the same step.
+    """Drafts nothing: a step with it is plain decoding.
 
-    At width 1 it is what a user would otherwise run. At a larger width it verifies the anchor repeated:
-    the same shapes as speculation, which is the baseline that arithmetic can be compared with bit for bit.
+    At width 1 a step decodes one token. At a larger width it verifies copies of the anchor: the shapes are
+    those of speculation, so its arithmetic is a baseline to compare speculation with bit for bit.
     """
 
     def __init__(self, block: int = 1) -> None:

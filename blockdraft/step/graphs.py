@@ -1,8 +1,7 @@
-"""StepGraphs: the whole decode step as one graph per (rows, width), and how its result reaches the host.
+"""StepGraphs: captures the decode step as one graph per (rows, width). Reading: copies results to the host.
 
-Everything that a step reads or writes has a fixed address (Rows, Cache, the weights), so a graph that was
-captured once serves whatever the rows hold when it is replayed. A batch of fewer rows than the graph's is
-filled up with the scratch row.
+Everything that a step reads or writes has a fixed address (Rows, Cache, the weights), so a captured graph
+works for any content of the rows. A batch with fewer rows than the graph is padded with the scratch row.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ from blockdraft.step.row_sizes import Place
 from blockdraft.step.verify import Verdict
 
 T = TypeVar("T")
-MAX_SHARE = 0.03  # of the time, for captures while requests are served
+MAX_SHARE = 0.03  # share of the time that captures may take while requests are served
 
 
 class Reading:
-    """A verdict, or a block, on its way to the host; the device goes on meanwhile."""
+    """Copies a verdict or a block to the host, while the device continues."""
 
     def __init__(self, packed: Tensor) -> None:
-        """packed [R, 1 + B]: how many tokens were committed, then the samples."""
+        """Start the copy. A packed verdict [R, 1 + B] has the count of committed tokens, then the samples."""
         self._host = packed if packed.is_cuda else packed.clone()  # the next replay overwrites it
         self._event: torch.cuda.Event | None = None
         if packed.is_cuda:
@@ -41,7 +40,7 @@ class Reading:
             self._event.record()
 
     def rows(self) -> list[list[int]]:
-        """Return the whole tensor; waits for the step that made it, and for nothing later."""
+        """Return the whole tensor. Wait for the step that made it, but for nothing launched later."""
         if self._event is not None:
             self._event.synchronize()
         rows: list[list[int]] = self._host.tolist()
@@ -59,36 +58,36 @@ def pack(verdict: Verdict) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class StepGraph:
-    """One captured step of `num_rows` rows."""
+    """A captured step of `num_rows` rows."""
 
     num_rows: int
     graph: Graph
     packed: Tensor
 
     def replay(self) -> Tensor:
-        """Run the step; its packed verdict is overwritten by the next replay."""
+        """Run the step and return its packed verdict, which the next replay overwrites."""
         self.graph.replay()
         return self.packed
 
 
 class PartsOfStep(Protocol):
-    """A step that the host may change: the drafts before the forward, the masks before it is settled."""
+    """A step in which the host can change the drafts before the forward, and the masks before sampling."""
 
     @property
     def num_rows(self) -> int: ...
     @property
     def block(self) -> Tensor:
-        """Return the block [R, B], after the draft."""
+        """Return the block [R, B]. It exists after `draft`."""
 
     def draft(self) -> None: ...
     def forward(self) -> None: ...
     def settle(self) -> Tensor:
-        """Return the packed verdict."""
+        """Sample, commit and return the packed verdict."""
 
 
 @dataclass(frozen=True, slots=True)
 class CapturedParts:
-    """A graph for each part. What one leaves to the next has its own memory, for as long as this is kept."""
+    """A step with a graph for each part. The tensors between the parts live as long as this object."""
 
     num_rows: int
     parts: PartsOfStep
@@ -115,7 +114,7 @@ class CaptureTime:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._free_s = clock()  # from then on another may begin
+        self._free_s = clock()  # the next capture may begin at this time
 
     @property
     def is_free(self) -> bool:
@@ -130,9 +129,9 @@ class CaptureTime:
 
 
 class StepGraphs:
-    """Graphs of `step(width)`, which runs the active rows. They share their memory: one runs at a time.
+    """Captures graphs of `step(width)`, which runs the active rows. One runs at a time: they share memory.
 
-    A capture takes as long as a few dozen replays, so only those that are wanted at once are made at once.
+    A capture takes as long as a few dozen replays, so graphs are captured when needed, not all at once.
     """
 
     def __init__(self, step: Callable[[int], Verdict], rows: Rows, captures: Capturing) -> None:
@@ -148,9 +147,9 @@ class StepGraphs:
     def capture(
         self, sizes: Iterable[int], widths: Iterable[int], now: Iterable[Place] | None = None
     ) -> None:
-        """Allow these sizes and widths, and capture the pairs in `now` (None: all) at once.
+        """Allow these sizes and widths, and capture the pairs in `now` (default: all) at once.
 
-        The largest goes first: the others fit into its memory.
+        Capture the largest first, because the others fit into its memory.
         """
         self.sizes, self._widths = sorted(sizes), sorted(widths)
         wanted = self.places if now is None else [place for place in self.places if place in now]
@@ -159,11 +158,11 @@ class StepGraphs:
 
     @property
     def places(self) -> list[Place]:
-        """Return what may be captured, the smallest first."""
+        """Return the (rows, width) pairs that may be captured, the smallest first."""
         return [(rows, width) for width in self._widths for rows in self.sizes]
 
     def capture_next(self, likely: Iterable[Place]) -> bool:
-        """Capture the first of these that is not captured yet. False: there is none."""
+        """Capture the first of these places that is not captured yet. Return False if all are captured."""
         place = next((place for place in likely if place not in self._graphs), None)
         if place is not None:
             self._graphs[place] = self._capture(*place)
@@ -171,35 +170,36 @@ class StepGraphs:
 
     @torch.inference_mode()
     def _capture(self, num_rows: int, width: int) -> StepGraph:
-        self._rows.activate((), num_rows)  # scratch rows only: nothing of a sequence is touched
+        self._rows.activate((), num_rows)  # only scratch rows, so no sequence changes
         self.captures.warm(lambda: self._step(width))
         graph, packed = self.captures.capture(lambda: pack(self._step(width)))
         return StepGraph(num_rows, graph, packed)
 
     def size(self, num_rows: int, width: int) -> int | None:
-        """Return the rows of the smallest graph with room for `num_rows`, or None."""
+        """Return the rows of the smallest graph for `num_rows` rows, or None if no graph fits."""
         index = bisect_left(self.sizes, num_rows)
         return self.sizes[index] if index < len(self.sizes) and width in self._widths else None
 
     def has(self, num_rows: int, width: int) -> bool:
-        """Say if that graph is captured."""
+        """Say if the smallest graph for `num_rows` rows is captured."""
         return (self.size(num_rows, width), width) in self._graphs
 
     def is_cheap(self, num_rows: int, width: int) -> bool:
-        """Say if the graph is captured, or there is time to capture it."""
+        """Say if the graph is captured, or may be captured now (see CaptureTime)."""
         return self.time.is_free or self.has(num_rows, width)
 
     def find(self, num_rows: int, width: int) -> StepGraph | None:
-        """Return that graph, or one of up to twice its rows if there is no time to capture it.
+        """Return the smallest graph for `num_rows` rows, or None if no graph fits.
 
-        A capture now changes the active rows.
+        If it may not be captured now, prefer a captured graph of up to twice its rows. A capture changes the
+        active rows.
         """
         return self._find(self._graphs, self._capture, num_rows, width)
 
     def find_parts(
         self, num_rows: int, width: int, make: Callable[[int, int], PartsOfStep]
     ) -> CapturedParts | None:
-        """Return the captured parts of such a step, which `make` makes for a number of rows and a width."""
+        """Return the captured parts of a step, as `find` does. `make` makes the step from rows and width."""
         return self._find(self._parts, functools.partial(self._capture_parts, make), num_rows, width)
 
     def _find(

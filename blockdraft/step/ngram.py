@@ -1,6 +1,6 @@
-"""NgramDrafter: where a row's last tokens have occurred before, it drafts what followed them. No weights.
+"""NgramDrafter: if a row's last tokens have occurred before, drafts the tokens that followed them then.
 
-Beside another drafter it overwrites the drafts if enough tokens match.
+It has no weights. With another drafter, `recall` overwrites that drafter's drafts if enough tokens match.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from blockdraft.cache.rows import Rows
 from blockdraft.cache.view import CacheView
 from blockdraft.step.drafter import Weightless
 
-# How often draft i + 1 was accepted, in the mean of the sets of benchmarks/ngram.py: where a start begins.
+# How often draft i + 1 was accepted, averaged over the sets of benchmarks/ngram.py: a start assumes this.
 _ACCEPTED = (0.22, 0.13, 0.11, 0.09, 0.08, 0.07, 0.06, 0.06, 0.05, 0.05, 0.05, 0.04, 0.04, 0.04, 0.04)
 NGRAM_ACCEPTANCE = {"usual texts": _ACCEPTED}
 
 
 class NgramDrafter(Weightless):
-    """Drafts from the row's own tokens, prompt and answer: for any target."""
+    """Drafts from the row's own tokens, prompt and answer. It works for any target."""
 
     def __init__(self, block: int, least: int) -> None:
-        """`least`: tokens, the anchor included, that must have occurred before."""
+        """`least`: how many last tokens, the anchor included, must have occurred before."""
         self.block = block
         self.least = least
 
     def draft(self, rows: Rows, cache: Cache, view: CacheView, width: int) -> Tensor:
-        """Draft what followed; without a match the drafts are the anchor, repeated."""
+        """Draft the tokens that followed the match. Without a match, repeat the anchor."""
         block = rows.anchor[rows.active][:, None].repeat(1, width)
         recall(block, rows, view, self.least)
         return block

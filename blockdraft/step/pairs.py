@@ -1,6 +1,6 @@
-"""PairDrafter: DFlash2 and DSpark compute a block's columns at once and choose its drafts one after another.
+"""PairDrafter: DFlash2 and DSpark compute a block's columns at once, but choose its drafts one by one.
 
-Each draft is chosen among a few candidates of its column, by what the token before it says of them
+Each draft is chosen among a few candidates of its column, whose scores depend on the token before
 (kernels/candidates.py).
 """
 
@@ -17,12 +17,12 @@ from blockdraft.models.dflash import DFlash, DFlash2
 from blockdraft.models.draft_config import DraftConfig
 from blockdraft.step.dflash import DFlashDrafter
 
-LEAST_WALKED = 7  # drafts: what a walk costs and what it gains are about even there (docs/models.md)
-MOST_WALKED = 4  # rows: of 16, a greedy walk takes more than it gains; between them nothing was measured
+LEAST_WALKED = 7  # drafts from which choosing them one by one gains about what it costs (docs/models.md)
+MOST_WALKED = 4  # rows; with 16 rows a greedy walk costs more than it gains; 5 to 15 were not measured
 
 
 class PairDrafter(DFlashDrafter):
-    """Drafts with a model that scores pairs of tokens, with the noise that the target will sample with."""
+    """Drafts with a model that scores pairs of tokens, and with the noise that the target samples with."""
 
     def __init__(
         self, model: DFlash, target: Decoder, vocab_map: Tensor | None = None, *, draft_ngram: int = 0
@@ -35,11 +35,11 @@ class PairDrafter(DFlashDrafter):
             self.places[vocab_map] = torch.arange(len(vocab_map), device=vocab_map.device)
 
     def tables(self) -> tuple[Tensor, Tensor]:
-        """Return a row for each token before [V, rank], and for each draft [rows of the head, rank]."""
+        """Return two tables: by preceding token [V, rank], and by draft [rows of the head, rank]."""
         raise NotImplementedError
 
     def mixture(self, hidden: Tensor) -> Tensor | None:
-        """Return weights [R, D, rank] of columns with hidden states [R, D, E], or None for equal ones."""
+        """Return weights [R, D, rank] for hidden states [R, D, E], or None if all weights are 1."""
         return None
 
     @property
@@ -78,12 +78,12 @@ class PairDrafter(DFlashDrafter):
 
 
 class DFlash2Drafter(PairDrafter):
-    """Drafts with a DFlash2 model, whose selector knows the pairs (models/dflash.py)."""
+    """Drafts with a DFlash2 model, whose selector scores the pairs (models/dflash.py)."""
 
     model: DFlash2
 
     def weighs_pairs(self, num_drafts: int, num_rows: int = 1) -> bool:
-        """Without convolutions, skip narrow blocks and many rows: the selector gains late in a block."""
+        """Return False if pairs gain too little: without convolutions, for narrow blocks or many rows."""
         if self.model.is_convolved:
             return True
         return num_drafts >= min(LEAST_WALKED, self.block - 1) and num_rows <= MOST_WALKED

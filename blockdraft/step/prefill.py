@@ -1,4 +1,4 @@
-"""One prefill step: chunks of known tokens enter the cache. It never samples.
+"""One prefill step: computes chunks of known tokens into the cache. It never samples.
 
 A sequence is prefilled up to, but not including, its last known token: that one is the first anchor, so
 every emitted token comes out of decode_parts, and a preempted sequence resumes exactly like a new one.
@@ -27,9 +27,9 @@ def prefill_step(
     counts: tuple[int, ...],
     offsets: Tensor | None = None,
 ) -> Tensor:
-    """Run token_ids [N], `counts[r]` of them for each active row. Returns hidden states [N, E].
+    """Run token_ids [N], `counts[r]` of them for each active row, and return hidden states [N, E].
 
-    With `offsets` (as in Blocks) only the device knows how many are whose.
+    With `offsets` (as in Blocks), only the device knows how many tokens each row has.
     """
     view = cache.view(rows, counts, is_known=True, offsets=offsets)  # nothing to verify: written is committed
     hidden: Tensor

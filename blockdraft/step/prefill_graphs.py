@@ -1,8 +1,8 @@
-"""PrefillGraphs: a prefill of some tokens as one CUDA graph.
+"""PrefillGraphs: captures small prefills as CUDA graphs.
 
-Launching its kernels one by one takes the host far longer than running them takes the device. A graph has a
-fixed number of tokens and of rows. What a batch has less is filled up: the tokens that are missing are the
-scratch row's, and which token is whose only the device knows, from `offsets`.
+The host needs far longer to launch a prefill's kernels one by one than the device needs to run them. A graph
+has a fixed number of tokens and rows. A smaller batch is padded with tokens of the scratch row. Only the
+device knows which row each token belongs to, from `offsets`.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from blockdraft.kernels.transfer import to_device
 from blockdraft.step.captures import Graph
 from blockdraft.step.graphs import StepGraphs
 
-TOKENS = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)  # more keep the device busy themselves
-ROWS = (1, 8, 64)  # of prompts; one more is the scratch row
+TOKENS = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)  # more keep the device busy anyway
+ROWS = (1, 8, 64)  # rows for prompts; a graph adds the scratch row
 
 Prefill = Callable[[Tensor, tuple[int, ...], Tensor], object]  # token ids, counts, offsets
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillGraph:
-    """One captured prefill of `num_tokens` tokens of `num_rows` rows, of which the last is scratch."""
+    """A captured prefill of `num_tokens` tokens in `num_rows` rows. The last row is the scratch row."""
 
     num_tokens: int
     num_rows: int
@@ -38,23 +38,23 @@ class PrefillGraph:
 
     @torch.inference_mode()
     def replay(self, token_ids: Items[int], counts: Items[int]) -> None:
-        """Run the graph; `counts[r]` of the tokens belong to active row r, padded to `num_rows` rows."""
+        """Run the graph. `counts[r]` tokens belong to active row r; the rows are padded to `num_rows`."""
         values = filled(token_ids, counts, self.num_tokens, self.num_rows)
         self.inputs.copy_(to_device(values, self.inputs.device))
         self.graph.replay()
 
 
 def filled(token_ids: Items[int], counts: Items[int], num_tokens: int, num_rows: int) -> list[int]:
-    """Return a graph's input: token ids and each row's offset; the last row gets the padding."""
+    """Return a graph's input: token ids, then each row's offset. The last row gets the padding tokens."""
     ends = list(itertools.accumulate(counts))
     padding = [0] * (num_tokens - len(token_ids))
     return [*token_ids, *padding, 0, *ends, *[ends[-1]] * (num_rows - 1 - len(ends)), num_tokens]
 
 
 class PrefillGraphs:
-    """Graphs of `prefill`, captured when they are first wanted or in `capture_next`.
+    """Captures graphs of `prefill` when they are first needed, or in `capture_next`.
 
-    They share their memory with the steps' graphs: one runs at a time.
+    They share memory with the decode steps' graphs, so only one runs at a time.
     """
 
     def __init__(self, prefill: Prefill, rows: Rows, *, max_tokens: int, steps: StepGraphs) -> None:
@@ -68,20 +68,20 @@ class PrefillGraphs:
         self._shapes = shapes(max_tokens, rows.max_rows)
 
     def capture_next(self) -> bool:
-        """Capture the first graph that is not captured yet. False: there is none."""
+        """Capture the first graph that is not captured yet. Return False if all are captured."""
         shape = next((shape for shape in self._shapes if shape not in self._graphs), None)
         if shape is not None:
             self._graphs[shape] = self._capture(*shape)
         return shape is not None
 
     def has(self, num_tokens: int, num_rows: int) -> bool:
-        """Say if the smallest graph with room is captured."""
+        """Say if the smallest graph that fits is captured."""
         return self._shape(num_tokens, num_rows) in self._graphs
 
     def find(self, num_tokens: int, num_rows: int) -> PrefillGraph | None:
-        """Return the smallest graph with room; None if there is none, or no time to capture it.
+        """Return the smallest graph that fits, or None if none fits or it may not be captured now.
 
-        A capture now changes the active rows.
+        A capture changes the active rows.
         """
         shape = self._shape(num_tokens, num_rows)
         if shape is None:
@@ -100,7 +100,7 @@ class PrefillGraphs:
     @torch.inference_mode()
     def _capture(self, num_tokens: int, num_rows: int) -> PrefillGraph:
         rows = self._rows
-        rows.activate((), num_rows)  # scratch rows only: nothing of a sequence is touched
+        rows.activate((), num_rows)  # only scratch rows, so no sequence changes
         inputs = to_device(filled((), (0,), num_tokens, num_rows), rows.device)
         token_ids, offsets = inputs[:num_tokens], inputs[num_tokens:]
         counts = widest_counts(num_tokens, num_rows)
@@ -110,11 +110,11 @@ class PrefillGraphs:
 
 
 def shapes(max_tokens: int, max_rows: int) -> list[tuple[int, int]]:
-    """Return tokens and rows, with the scratch row, of all graphs; those of one prompt first."""
+    """Return (tokens, rows) of all graphs, the scratch row included; graphs for one prompt come first."""
     sizes = sorted({min(size, max_rows) for size in ROWS})
     return [(tokens, size + 1) for size in sizes for tokens in TOKENS if tokens <= max_tokens]
 
 
 def widest_counts(num_tokens: int, num_rows: int) -> tuple[int, ...]:
-    """Return counts with that sum and the largest possible maximum, by which kernels are chosen."""
+    """Return counts with sum `num_tokens` and the largest possible maximum: kernels are chosen by it."""
     return (num_tokens, *(0,) * (num_rows - 1))

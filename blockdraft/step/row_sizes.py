@@ -1,4 +1,4 @@
-"""The numbers of rows that captured steps come in; batches between two of them are filled up."""
+"""The numbers of rows of captured steps; other batches are padded to the next larger number."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ Place = tuple[int, int]  # rows and width of a step
 
 
 def row_sizes(max_rows: int, *, is_exact: bool = False) -> list[int]:
-    """Return powers of two and, from 16 on, also the midpoints: few graphs and little padding.
+    """Return the powers of two, from 16 on also their midpoints, and `max_rows`: few graphs, little padding.
 
-    `is_exact`: return every size, for devices where padding is dear and a capture cheap.
+    `is_exact`: return every size, for devices where padding is expensive and a capture cheap.
     """
     if is_exact:
         return list(range(1, max_rows + 1))

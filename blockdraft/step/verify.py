@@ -10,7 +10,7 @@ from torch import Tensor
 from blockdraft.cache.rows import Rows
 from blockdraft.kernels.sampling import Allowed
 
-LOGIT_SLICE = 64  # positions whose logits are widened at one time, when log-probabilities are asked for
+LOGIT_SLICE = 64  # positions whose logits are converted to float32 at a time for log-probabilities
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Verdict:
 
     token_ids: Tensor  # [R, B] the target's own samples
     num_committed: Tensor  # [R] accepted drafts + 1
-    logprobs: Logprobs | None  # [R, B], when a row asked
+    logprobs: Logprobs | None  # [R, B], if a row requests them
 
 
 def verify(
@@ -50,11 +50,11 @@ def verify(
     num_logprobs: int | None = None,
     rates: Tensor | None = None,
 ) -> Verdict:
-    """Sample logits [R, B, V] by each row's rules; a draft in `block` counts if the sample before equals it.
+    """Sample logits [R, B, V] by each row's rules. Accept a draft if the previous column's sample equals it.
 
-    Each emitted token is the target's sample under noise keyed by (seed, position), so a drafter can
-    change how many tokens a step yields and never which tokens. `rates`, for timing only, draw how many are
-    kept instead: the text is then nonsense. `allowed` masks the tokens that structured outputs forbid.
+    Each emitted token is the target's sample under noise keyed by (seed, position), so a drafter changes how
+    many tokens a step yields, but never which tokens. `allowed` masks the tokens that structured outputs
+    forbid. With `rates`, for timing only, the number of accepted drafts is random: the text is nonsense.
     """
     scores = logits
     if allowed is not None:
@@ -72,7 +72,7 @@ def verify(
 def measure(logits: Tensor, token_ids: Tensor, num_top: int) -> Logprobs:
     """Return the log-probabilities of token_ids [...] and of the `num_top` likeliest under logits [..., V].
 
-    In slices: beside the logits only those of LOGIT_SLICE positions exist in float32.
+    Work in slices, so that only LOGIT_SLICE positions exist in float32 at a time.
     """
     if token_ids.numel() > LOGIT_SLICE:
         slices = zip(
@@ -94,8 +94,8 @@ def measure(logits: Tensor, token_ids: Tensor, num_top: int) -> Logprobs:
 def _likeliest(logprobs: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return values and ids [..., count], the likeliest first; ties go to the smaller id.
 
-    `topk` orders ties differently for other counts and other positions beside them. So it gets distinct
-    int64 keys: the value's bits above, the complement of the id below.
+    How `topk` orders ties depends on the count and on the number of positions. So it gets distinct int64
+    keys: the value's bits above, the complement of the id below.
     """
     if count == 0:
         return logprobs[..., :0], torch.empty_like(logprobs[..., :0], dtype=torch.int64)

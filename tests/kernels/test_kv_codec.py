@@ -225,5 +225,5 @@ def test_other_heads_are_rotated_by_blocks():
 
 
 def test_formats_that_do_not_exist_are_refused():
-    with pytest.raises(SettingsError, match=r"'tq3' is no format.*int8, fp8, tq4, tq4v3"):
+    with pytest.raises(SettingsError, match=r"'tq3' is not a format.*int8, fp8, tq4, tq4v3"):
         kv_format("tq3", 128)

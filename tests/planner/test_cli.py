@@ -193,7 +193,7 @@ def test_known_bad_combinations_are_refused_with_their_thread(plan):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("models/target",), "looks like a path, not a hub id"),
+        (("models/target",), "looks like a path, but there is no such folder"),
         (("/models/target",), "is the volume mounted?"),
         (("nobody/such-a-model",), "the hub cannot be reached"),
         ((tiny.TARGET, "--card", "dgx-sparc"), "did you mean dgx-spark?"),
