@@ -314,7 +314,7 @@ def test_noise_hardly_changes_widths_nor_what_is_said_of_them(chance, is_sure):
     assert np.median(said) == pytest.approx(best, rel=0.15)
 
 
-@pytest.mark.parametrize("seed", [40, 52])
+@pytest.mark.parametrize("seed", slow_but([40, 52], 40))
 def test_a_plain_step_that_was_timed_too_low_does_not_end_all_tries(seed):
     """Busy spells between a plain step and the steps beside it made plain steps look four times too cheap."""
     widths = [width for width, _, _ in run_busy(seed, chance=0.8, is_sure=False, num_steps=1000)]

@@ -80,8 +80,8 @@ def test_an_honest_server_gives_equal_answers_in_every_way():
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found(fault):
-    prover = asyncio.run(asked(FaultyServer(fault)))
     expected = SHOWN_BY[fault]
+    prover = asyncio.run(asked(FaultyServer(fault), num_questions=8 if expected is None else 3))
     assert different(prover) if expected is None else expected in different(prover)
     if fault in ("prefix", "log-probabilities", "streams", "choices", "own temperature"):
         assert different(prover) == {expected}, "no other way shows it"
