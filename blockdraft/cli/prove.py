@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 SUMMARY = "test whether a server gives equal answers however it is asked"
 USAGE = "blockdraft prove [URL] [flags]"
 EXIT_DIFFERENT = 1
-EXIT_TROUBLE = 2
+EXIT_TROUBLE = 2  # the server could not be asked, or requests failed
+EXIT_INTERRUPT = 130
 QUICK = (8, 48)  # questions, and tokens of an answer
 USUAL = (64, 128)
 
@@ -91,13 +92,15 @@ def _options(args: argparse.Namespace) -> ProveOptions:
 async def _prove(args: argparse.Namespace, options: ProveOptions) -> int:
     from rich.console import Console
 
-    from blockdraft.prove.session import prove
+    from blockdraft.prove.session import INTERRUPTED, prove
 
     report = await prove(options, Console(stderr=True, highlight=False, markup=False))
     _show(args, report)
-    if report.trouble is not None:
-        return EXIT_TROUBLE
-    return 0 if report.is_equal else EXIT_DIFFERENT
+    if report.trouble == INTERRUPTED:
+        return EXIT_INTERRUPT
+    if not report.is_equal:
+        return EXIT_DIFFERENT
+    return 0 if report.is_whole else EXIT_TROUBLE
 
 
 def _show(args: argparse.Namespace, report: ProveReport) -> None:

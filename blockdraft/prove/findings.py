@@ -40,6 +40,10 @@ class Counts:
     def num_asked(self) -> int:
         return self.num_equal + len(self.differences) + len(self.errors)
 
+    @property
+    def num_answered(self) -> int:
+        return self.num_asked - len(self.errors)
+
     def add(self, difference: Difference | None) -> None:
         if difference is None:
             self.num_equal += 1

@@ -45,6 +45,11 @@ class ProveReport:
         return not any(finding.is_different for finding in self.findings)
 
     @property
+    def is_whole(self) -> bool:
+        """Return whether every question was asked and answered."""
+        return self.trouble is None and not total(self.findings).errors
+
+    @property
     def title(self) -> str:
         endpoint = self.endpoint
         version = f" {endpoint.version}" if endpoint.version else ""
@@ -57,11 +62,14 @@ class ProveReport:
         different = [finding for finding in tested if finding.is_different]
         counts = total(tested)
         asked = f"{counts.num_equal} of {counts.num_asked} answers are equal"
-        failed = f", {len(counts.errors)} failed" if counts.errors else ""
+        num_failed = len(total(self.findings).errors)
+        failed = f", and {num_failed} requests failed" if num_failed else ""
         if self.trouble is not None:
             return f"Some questions were not asked: {self.trouble} So far {asked}{failed}."
+        if not different and num_failed:
+            return f"No difference was found in {len(tested)} ways, but not all was tested: {asked}{failed}."
         if not different:
-            return f"The same answer in every one of {len(tested)} ways: {asked}{failed}."
+            return f"The same answer in every one of {len(tested)} ways: {asked}."
         return f"Different answers in {len(different)} of {len(tested)} ways: {asked}{failed}."
 
     def sheet(self) -> Sheet:

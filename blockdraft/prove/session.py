@@ -21,6 +21,7 @@ from blockdraft.prove.questions import make_questions
 from blockdraft.prove.report import ProveReport
 from blockdraft.prove.ways import Gone, Prover
 
+INTERRUPTED = "interrupted."
 POLL_S = 0.5
 RESTART_S = 600.0  # limit for a server to start and answer; arbitrary
 
@@ -78,7 +79,7 @@ async def prove(options: ProveOptions, console: Console) -> ProveReport:
         except asyncio.CancelledError:
             if not prover.findings:
                 raise
-            trouble = "interrupted."
+            trouble = INTERRUPTED
     return ProveReport(
         prover.findings,
         endpoint,

@@ -119,9 +119,7 @@ class Prover:
 
     async def _learn_baseline(self) -> None:
         form = Form(has_drafts=False) if self.can_switch else Form()
-        self._baseline = await self._ask_all(
-            "the baseline: alone", self.questions, form, asker=self.plain, is_counted=False
-        )
+        self._baseline = await self._ask_all("the baseline: alone", self.questions, form, asker=self.plain)
         errors = {reply.error for reply in self._baseline.values() if reply.error is not None}
         if len(errors) == 1 and all(reply.error for reply in self._baseline.values()):
             raise Gone(f"no question was answered: {errors.pop()}")
@@ -134,11 +132,8 @@ class Prover:
         *,
         at_once: int = 1,
         asker: Asker | None = None,
-        is_counted: bool = True,
-        is_announced: bool = True,
     ) -> dict[ProveQuestion, Reply]:
-        if is_announced:
-            self._watcher.begin(name, len(questions))
+        self._watcher.begin(name, len(questions))
         queue, replies = iter(questions), dict[ProveQuestion, Reply]()
         asker = asker or (self.asker if form.has_drafts else self.plain)
 
@@ -147,8 +142,7 @@ class Prover:
                 its_form = form if form.salt is None else replace(form, salt=f"{form.salt}-{question.number}")
                 replies[question] = reply = await asker.ask(question, its_form)
                 self._note(reply)
-                if is_counted or is_announced:
-                    self._watcher.step()
+                self._watcher.step()
 
         async with asyncio.TaskGroup() as tasks:
             for _ in range(min(at_once, len(questions))):
@@ -177,16 +171,14 @@ class Prover:
             self._with_logprobs = replies
         finding = WayResult(way.name)
         for question in self.questions:
-            self._compare(finding, question, replies[question])
+            self._compare(finding, question, self._baseline[question], replies[question])
         if way.is_twice and all(reply.num_cached == 0 for reply in replies.values()):
             finding.untested = "the server found no prefix"
+        if way.is_twice and not self.asker.endpoint.switches.keeps_caches_out:
+            finding.note = "the server has no cache salt, so other ways may have had prefix hits, too"
         self._end(finding)
 
-    def _compare(self, finding: WayResult, question: ProveQuestion, reply: Reply, index: int = 0) -> None:
-        expected = self._baseline[question]
-        self._compare_with(finding, question, expected, reply, index=index)
-
-    def _compare_with(
+    def _compare(
         self, finding: WayResult, question: ProveQuestion, expected: Reply, reply: Reply, *, index: int = 0
     ) -> None:
         counts = finding.counts(is_seeded=question.is_seeded)
@@ -218,14 +210,10 @@ class Prover:
                 break
             for index in range(NUM_CHOICES):
                 if question.is_seeded:
-                    self._compare_with(finding, question, reply, again[question], index=index)
+                    self._compare(finding, question, reply, again[question], index=index)
                 else:
-                    self._compare_with(finding, question, self._first(question), reply, index=index)
+                    self._compare(finding, question, self._baseline[question], reply, index=index)
         self._end(finding)
-
-    def _first(self, question: ProveQuestion) -> Reply:
-        """Return the baseline's reply with only its first choice, for comparison with every choice."""
-        return replace(self._baseline[question], choices=self._baseline[question].choices[:1])
 
     async def _other_seed(self) -> None:
         """Check that another seed gives different answers; otherwise seeds have no effect."""
@@ -242,7 +230,7 @@ class Prover:
         if told and not num_other:
             finding.problem = "every seed gives the same answers: seeds, or the temperature, are ignored"
             finding.note = None
-        self._end(finding)
+        self._end(finding, len(told))
 
     async def _defaults(self) -> None:
         """Check that omitted sampling fields mean the server's declared defaults, else OpenAI's defaults."""
@@ -252,7 +240,7 @@ class Prover:
         left_out = await self._ask_all(finding.way, seeded, Form(said={}), at_once=COMPANY)
         spoken = await self._ask_all(f"{finding.way}: said", seeded, Form(said=said), at_once=COMPANY)
         for question in seeded:
-            self._compare_with(finding, question, spoken[question], left_out[question])
+            self._compare(finding, question, spoken[question], left_out[question])
         shown = ", ".join(f"{name} {value:g}" for name, value in said.items())
         if self._declared:
             finding.note = f"the server declares {shown}"
@@ -274,7 +262,12 @@ class Prover:
             )
         self.findings.append(finding)
 
-    def _end(self, finding: WayResult) -> None:
+    def _end(self, finding: WayResult, num_answered: int | None = None) -> None:
+        """End a way. `num_answered`: its answered requests, if it compares none of them."""
+        if num_answered is None:
+            num_answered = finding.greedy.num_answered + finding.seeded.num_answered
+        if finding.errors and not num_answered:
+            finding.untested = f"every request failed: {finding.errors[0]}"
         self.findings.append(finding)
         self._watcher.end(finding)
 

@@ -108,6 +108,28 @@ def test_a_busy_server_is_waited_for_and_a_failing_one_is_named(monkeypatch):
     assert errors == {"HTTP 503: not now; gave up after -1 s"}
 
 
+def test_a_way_that_fails_is_not_called_equal():
+    class NoLogprobs(FaultyServer):
+        def answer(self, body, number):
+            if body.get("logprobs"):
+                raise web.HTTPBadRequest(text="no logprobs")
+            return super().answer(body, number)
+
+    async def ask():
+        async with serving(NoLogprobs()) as endpoint, Asker(endpoint) as asker:
+            prover = Prover(make_questions(2, 16), asker)
+            await prover.run()
+            return ProveReport(prover.findings, endpoint, machine={}, options={}, date="today")
+
+    report = asyncio.run(ask())
+    finding = next(one for one in report.findings if one.way == "with log-probabilities")
+    assert finding.untested == "every request failed: HTTP 400: no logprobs"
+    assert report.is_equal
+    assert not report.is_whole
+    assert report.verdict.startswith("No difference was found in 10 ways, but not all was tested:")
+    assert report.verdict.endswith("and 4 requests failed.")
+
+
 def test_a_stream_that_breaks_off_is_an_error_and_no_difference():
     server = FaultyServer()
     server.breaks_streams = True
