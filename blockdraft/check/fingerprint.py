@@ -36,7 +36,7 @@ def fingerprint(engine: Engine) -> Fingerprint:
     keys = plan.dtype if plan.kv_dtype == EXACT else f"{plan.kv_dtype} but for the last {plan.kv_window}"
     return Fingerprint.of(
         {
-            "weights": checksum(models.target),
+            "weights": engine.target_checksum or checksum(models.target),
             "tokenizer": digest_of(models.tokenizer.as_json())[:16],
             "template": _template(models.tokenizer),
             "grammar": f"llguidance {_version('llguidance')}",

@@ -131,6 +131,7 @@ def _files(engine: Engine) -> tuple[Path, Path]:
     """Return the paths of the kernels' record and of the models' record."""
     kernels = digest_of([sources(), libraries(), _device(engine), _shapes(engine)])
     weights = [checksum(model) for model in engine.models.models()]
+    engine.target_checksum = weights[0]
     vocab_map = engine.models.drafter.vocab_map
     ids = "none" if vocab_map is None else digest_of(vocab_map.tolist())
     labels = engine.models.labels

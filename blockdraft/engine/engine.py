@@ -115,6 +115,7 @@ class Engine:
         )
         self.graphs: StepGraphs | None = None  # None: steps run kernel by kernel
         self.prefill_graphs: PrefillGraphs | None = None
+        self.target_checksum: str | None = None  # of all weight bytes, if a check has read them
         self.fingerprint = Fingerprint(reason="the start has not taken it")
         self._pending: tuple[Batch, Launched] | None = None
         self._is_broken = False  # a change of rows and pages was interrupted

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from blockdraft.check import fingerprint as module
+from blockdraft.check import verified
 from blockdraft.check.fingerprint import fingerprint
 from tests import tiny
 
@@ -85,6 +86,14 @@ def test_what_decides_no_token_does_not(monkeypatch, name):
     before, engine = fingerprint(tiny.engine()), tiny.engine()
     NO_CHANGES[name](monkeypatch, engine)
     assert fingerprint(engine) == before
+
+
+def test_weights_that_the_checks_have_read_are_not_read_again(monkeypatch, tmp_path):
+    monkeypatch.setenv("BLOCKDRAFT_CACHE", str(tmp_path))
+    engine, expected = tiny.engine(), fingerprint(tiny.engine())
+    verified._files(engine)
+    monkeypatch.setattr(module, "checksum", None)
+    assert fingerprint(engine) == expected
 
 
 def test_the_drafter_does_not():
