@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import SupportsIndex
 from weakref import WeakValueDictionary
 
+from blockdraft.check.fingerprint import fingerprint
+from blockdraft.engine.recheck import Recheck
 from blockdraft.engine.request import (
     Delta,
     FinishReason,
@@ -93,6 +95,9 @@ class LLM:
         self.settings = merge_settings(settings, uses_environment=False).settings
         self.engine = plain_engine(self.settings, report, tell)
         self.tokenizer = self.engine.models.tokenizer
+        self._recheck = Recheck(self.engine, self.settings.recheck)
+        if self.settings.recheck > 0:
+            self.engine.fingerprint = fingerprint(self.engine)  # for receipts of answers that differ
         self._turns = Turns()
         self._streams: WeakValueDictionary[str, DeltaStream] = WeakValueDictionary()  # by request id
         self._asked: set[str] = set()  # requests that the engine may have
@@ -146,6 +151,7 @@ class LLM:
             with self._turns.asking():
                 if not self.engine.has_work or self.engine.scheduler.has_room(params.n):
                     self._asked.add(stream.request_id)
+                    self._recheck.pause()
                     self.engine.add(prompt_ids, params, stream.request_id)
                     return stream
             self._turns.step_unless(lambda: False, self._step)
@@ -161,6 +167,18 @@ class LLM:
         while not stream.inbox:
             self._turns.step_unless(lambda: bool(stream.inbox), step)
         return stream.inbox.popleft()
+
+    def _check_again(self) -> None:
+        """Compute sampled answers again by plain decoding, until there is other work."""
+
+        def is_over() -> bool:
+            return self.engine.has_work or not self._recheck.num_waiting
+
+        def step() -> None:
+            self._recheck.step()
+
+        while not is_over():
+            self._turns.step_unless(is_over, step)
 
     def _drop(self, request_id: str) -> None:
         """Forget a stream. If Python calls this during a step, the next step ends the request."""
@@ -225,6 +243,7 @@ class DeltaStream:
 
     def __next__(self) -> Delta:
         if self._num_left == 0:
+            self._llm._check_again()
             raise StopIteration
         try:
             delta = self._llm._next(self)

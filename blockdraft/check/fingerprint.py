@@ -37,7 +37,7 @@ def fingerprint(engine: Engine) -> Fingerprint:
     return Fingerprint.of(
         {
             "weights": engine.target_checksum or checksum(models.target),
-            "tokenizer": digest_of(models.tokenizer.as_json())[:16],
+            "tokenizer": digest_of([models.tokenizer.as_json(), *models.tokenizer.eos_ids])[:16],
             "template": _template(models.tokenizer),
             "grammar": f"llguidance {_version('llguidance')}",
             "engine": f"{__version__} {sources()[:8]}",

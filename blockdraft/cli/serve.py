@@ -8,10 +8,17 @@ import os
 import socket
 import sys
 import time
-from typing import TYPE_CHECKING
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, TextIO
 
 from blockdraft.cli.flags import add_flags, add_model, add_settings, settings_from
-from blockdraft.cli.server_terminal import check_seconds, exit_code, serve_until_told, set_up_logs
+from blockdraft.cli.server_terminal import (
+    check_seconds,
+    exit_code,
+    open_private,
+    serve_until_told,
+    set_up_logs,
+)
 from blockdraft.errors import SettingsError
 from blockdraft.settings.merge import flag_of
 from blockdraft.settings.settings import Settings
@@ -42,6 +49,9 @@ SERVER_FLAGS = """
 --log-level {debug,info,warning,error}: log this level and worse; debug also logs requests (default: info)
 --access-log: log every request (without its text) at any --log-level
 --json: log one JSON object per line
+--receipts FILE: append a line per answer to FILE, from which `blockdraft replay FILE` repeats it. The line
+  has the prompt's token ids, from which the tokenizer makes its text
+--receipt-texts: also write prompts and answers as text to the receipts
 """
 ENGINE_FLAGS = """
 --engine-python PYTHON: Python of the environment that has the engine (default: the one on PATH)
@@ -67,6 +77,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     settings = settings_from(args)
     options = _options(args)
+    if args.receipt_texts and args.receipts is None:
+        raise SettingsError("--receipt-texts needs a file for receipts: add --receipts FILE.")
     if settings.engine != "native":
         from blockdraft.cli import serve_engine
 
@@ -75,10 +87,14 @@ def run(args: argparse.Namespace) -> int:
     from blockdraft.server.http.listener import bind
     from blockdraft.start.preflight import check_native
 
-    with bind(args.host, args.port) as listener:
+    with ExitStack() as opened:
+        listener = opened.enter_context(bind(args.host, args.port))
+        receipts = None
+        if args.receipts is not None:
+            receipts = opened.enter_context(open_private("--receipts", args.receipts))
         check_native(settings, lambda warning: print(f"warning: {warning}", file=sys.stderr))
         _warn_open(args.host, options)
-        return _serve(args, settings, options, listener)
+        return _serve(args, settings, options, listener, receipts)
 
 
 def _warn_open(host: str, options: ServerOptions) -> None:
@@ -111,7 +127,11 @@ def _options(args: argparse.Namespace) -> ServerOptions:
 
 
 def _serve(
-    args: argparse.Namespace, settings: Settings, options: ServerOptions, listener: socket.socket
+    args: argparse.Namespace,
+    settings: Settings,
+    options: ServerOptions,
+    listener: socket.socket,
+    receipts: TextIO | None,
 ) -> int:
     """Load the model in the engine's process. Meanwhile answer HTTP, with the progress at /ready."""
     from blockdraft.phases import StartProgress
@@ -121,10 +141,12 @@ def _serve(
     startup = StartProgress(set_up_logs(args, options.api_keys))
     limit_s = args.step_timeout
     engine = start_engine_process(work, startup, _end_hung, step_timeout_s=limit_s, closes=[listener])
-    from blockdraft.server.app import make_app  # meanwhile the engine's process imports PyTorch
+    from blockdraft.server.api.receipts import ReceiptBook  # meanwhile the engine's process imports PyTorch
+    from blockdraft.server.app import make_app
 
     name = (args.served_model_name or settings.model) + settings.suffix
-    app = make_app(engine, name=name, options=options, tool_format=settings.tool_format)
+    book = None if receipts is None else ReceiptBook(receipts, keeps_texts=args.receipt_texts)
+    app = make_app(engine, name=name, options=options, tool_format=settings.tool_format, receipts=book)
     serve_until_told(args, engine, app, options, name=name, listener=listener)
     engine.close()
     return exit_code(args, engine.error, was_ready=engine.engine_info is not None)
@@ -145,7 +167,8 @@ def _run_engine(
         from blockdraft.start.start_engine import start_engine
 
     make_engine = functools.partial(start_engine, settings)
-    run_engine(connection, make_engine, startup, step_timeout_s=args.step_timeout)
+    limit_s, share = args.step_timeout, settings.recheck
+    run_engine(connection, make_engine, startup, step_timeout_s=limit_s, recheck_share=share)
 
 
 def _end_hung(engine: RemoteEngine) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import socket
 import sys
 import threading
@@ -17,7 +16,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from blockdraft.cli.server_terminal import check_seconds, exit_code, serve_until_told, set_up_logs
+from blockdraft.cli.server_terminal import (
+    check_seconds,
+    exit_code,
+    open_private,
+    serve_until_told,
+    set_up_logs,
+)
 from blockdraft.errors import SettingsError
 from blockdraft.launch.installed import find_engine
 from blockdraft.launch.launch_request import Command
@@ -41,6 +46,8 @@ _LABELS = {"warn": "warning", "note": "note"}
 
 def run(args: argparse.Namespace, settings: Settings, options: ServerOptions) -> int:
     check_seconds("--start-timeout", args.start_timeout, least=0.001)
+    if args.receipts is not None:
+        raise SettingsError(f"--receipts are of our own engine: leave it out, or --engine {settings.engine}.")
     name = (args.served_model_name or settings.model) + settings.suffix
     if args.dry_run is not None:
         key = options.api_keys[0] if options.api_keys else None
@@ -70,16 +77,10 @@ def run(args: argparse.Namespace, settings: Settings, options: ServerOptions) ->
 
 
 def _writer(path: Path | None, opened: ExitStack) -> Callable[[str], None]:
-    """Return a function that appends a line to `path`. Only its owner may read it: it may contain secrets."""
+    """Return a function that appends a line to `path`."""
     if path is None:
         return lambda line: None
-    try:
-        number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    except OSError as error:
-        reason = f"--engine-log {path} cannot be written ({error.strerror})"
-        raise SettingsError(f"{reason}: choose another file.") from None
-    file = opened.enter_context(os.fdopen(number, "a", buffering=1, errors="replace"))
-    lock = threading.Lock()
+    file, lock = opened.enter_context(open_private("--engine-log", path)), threading.Lock()
 
     def write(line: str) -> None:
         with lock:

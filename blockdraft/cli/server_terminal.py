@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import logging
 import math
+import os
 import socket
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
 
 from blockdraft.errors import SettingsError
 
@@ -26,6 +28,16 @@ def check_seconds(flag: str, value: float, *, least: float) -> None:
     if not (math.isfinite(value) and value >= least):
         what = "a positive number of seconds" if least else "a number of seconds, 0 or more"
         raise SettingsError(f"{flag} {value}: give {what}.")
+
+
+def open_private(flag: str, path: Path) -> TextIO:
+    """Open a file to append lines to. Only its owner may read it: it may contain secrets."""
+    try:
+        number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    except OSError as error:
+        reason = f"{flag} {path} cannot be written ({error.strerror})"
+        raise SettingsError(f"{reason}: choose another file.") from None
+    return os.fdopen(number, "a", buffering=1, encoding="utf-8", errors="replace")
 
 
 def set_up_logs(args: argparse.Namespace, secrets: tuple[str, ...]) -> Callable[[str], None]:

@@ -62,6 +62,10 @@ class Launched:
     logprobs: Logprobs | None = None
 
 
+def ignore(sequence: Sequence) -> None:
+    """Do nothing."""
+
+
 class Engine:
     """Continuous batching over one target and one drafter."""
 
@@ -117,6 +121,7 @@ class Engine:
         self.prefill_graphs: PrefillGraphs | None = None
         self.target_checksum: str | None = None  # of all weight bytes, if a check has read them
         self.fingerprint = Fingerprint(reason="the start has not taken it")
+        self.on_end: Callable[[Sequence], None] = ignore  # called with every choice that has ended
         self._pending: tuple[Batch, Launched] | None = None
         self._is_broken = False  # a change of rows and pages was interrupted
         self._collected_s = clock()  # when the last result arrived
@@ -495,6 +500,9 @@ class Engine:
         sequences = list(itertools.compress(batch.sequences, seen))
         committed = list(itertools.compress(outcome.token_ids, seen))
         self.stats.count(batch, sequences, committed, deltas, self.scheduler.num_plain(batch))
+        for sequence in sequences:
+            if sequence.finish_reason is not None:
+                self.on_end(sequence)
         return deltas
 
     def _seconds(self, launched: Launched) -> float | None:

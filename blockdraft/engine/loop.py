@@ -4,7 +4,7 @@ The thread makes the engine first, so that its memory, its kernels and its OpenM
 Commands go in over one queue; deltas go out to each request's outlet, all of a step at once. No thread
 changes an item in a queue, so the threads share only the queues. Between two steps the thread takes every
 waiting command, so an abort takes effect within one step. While idle, the thread captures graphs for later
-steps, then sleeps until a command arrives.
+steps and checks answers again, then sleeps until a command arrives.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import TypeVar
 from blockdraft.engine.describe import engine_info
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.info import EngineInfo
+from blockdraft.engine.recheck import Recheck
 from blockdraft.engine.request import Delta, SamplingParams
 from blockdraft.engine.stats import Snapshot
 from blockdraft.engine.streams import EngineStopped, Mail, Outlet, Receiver, StepFailed
@@ -59,8 +60,12 @@ class EngineLoop:
     """Owns the engine: no other thread may call it until `close` has returned."""
 
     def __init__(
-        self, make_engine: Callable[[StartProgress], Engine], startup: StartProgress | None = None
+        self,
+        make_engine: Callable[[StartProgress], Engine],
+        startup: StartProgress | None = None,
+        recheck_share: float = 0.0,
     ) -> None:
+        self._recheck_share = recheck_share
         self.startup = StartProgress() if startup is None else startup
         self.error: str | None = None  # why the engine failed; it never recovers
         self.engine_info: EngineInfo | None = None  # None until the engine is ready
@@ -149,6 +154,7 @@ class EngineLoop:
 
     def _start(self) -> None:
         self._engine = self._make_engine(self.startup)
+        self._recheck = Recheck(self._engine, self._recheck_share)
         self.engine_info = engine_info(self._engine)
         self.startup.ready()
         self._may_prepare = True
@@ -180,10 +186,14 @@ class EngineLoop:
         return self._commands.get(block=quiet_s > 0, timeout=max(quiet_s, 0.0))
 
     def _prepare(self) -> None:
-        """Capture at most one graph, so that a command waits for no more than one. Log a failure."""
+        """Capture one graph, or run one step of a re-check: a command waits for no more. Log a failure."""
         outcome = _attempt(self._engine.prepare)
         if isinstance(outcome, Exception):
             log.warning("a step could not be prepared: %s", outcome)
+        elif not outcome:
+            outcome = _attempt(self._recheck.step)
+            if isinstance(outcome, Exception):
+                log.warning("an answer could not be checked again: %s", outcome)
         self._may_prepare = outcome is True
 
     def _add(self, command: _Add) -> None:
@@ -194,14 +204,16 @@ class EngineLoop:
             command.reply.set_exception(EngineStopped("the engine has failed: restart the server."))
             return
         # `add` queues all choices or none, so its errors concern only this request.
-        outcome = _attempt(
-            lambda: self._engine.add(command.prompt_ids, sampling, receiver.request_id, command.guide)
-        )
+        outcome = _attempt(lambda: self._admit(command))
         if isinstance(outcome, Exception):
             command.reply.set_exception(outcome)
             return
         self._live[receiver.request_id] = _Live(receiver, sampling.n)
         command.reply.set_result(None)
+
+    def _admit(self, command: _Add) -> None:
+        self._recheck.pause()
+        self._engine.add(command.prompt_ids, command.sampling, command.receiver.request_id, command.guide)
 
     def _step(self) -> None:
         self.step_began_s = time.monotonic()

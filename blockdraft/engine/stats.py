@@ -143,6 +143,8 @@ class Snapshot(Load):
     num_accepted: int
     finished: Mapping[str, int]  # choices, by reason; "error": lost with a failed step
     histograms: Mapping[str, Histogram]
+    num_rechecked: int  # answers that were computed again by plain decoding
+    num_different: int  # of them, those that differ
     recent: tuple[Point, ...]  # whole seconds without a gap, newest last, at most RECENT_S
     lately: Drafts  # of the last LATELY_S seconds, the current one included
 
@@ -165,6 +167,8 @@ class Stats:
         self.drafted: list[int] = []  # [i]: drafts at position i + 1
         self.accepted: list[int] = []
         self.finished: Counter[str] = Counter()
+        self.num_rechecked = 0  # answers that were computed again by plain decoding
+        self.num_different = 0  # of them, those that differ
         self._clock = clock
         self._ended: dict[str, list[int]] = {}  # of each request, the tokens of choices that have ended
         self._recorders = _recorders(max_model_len)
@@ -218,6 +222,12 @@ class Stats:
                 self._ended.pop(sequence.request.id, None)
             self.finished["error"] += len(sequences)
 
+    def count_recheck(self, *, is_equal: bool) -> None:
+        """Count an answer that was computed again by plain decoding."""
+        with self._lock:
+            self.num_rechecked += 1
+            self.num_different += not is_equal
+
     def snapshot(self, load: Load) -> Snapshot:
         """Return all counters. Any thread may call this."""
         with self._lock:
@@ -239,6 +249,8 @@ class Stats:
                 num_accepted=sum(self.accepted),
                 finished=dict(self.finished),
                 histograms={n: r.histogram() for n, r in self._recorders.items()},
+                num_rechecked=self.num_rechecked,
+                num_different=self.num_different,
                 recent=self._recent.points(now_s),
                 lately=lately,
             )

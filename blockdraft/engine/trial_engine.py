@@ -6,7 +6,7 @@ import copy
 import itertools
 from dataclasses import replace
 
-from blockdraft.engine.engine import Engine
+from blockdraft.engine.engine import Engine, ignore
 from blockdraft.engine.request import Delta
 from blockdraft.engine.scheduler import Scheduler
 from blockdraft.engine.stats import Stats
@@ -33,6 +33,7 @@ def trial_engine(engine: Engine, drafter: Drafter | None = None, plan: Plan | No
     if drafter is not None:
         other.drop_graphs()  # they run the engine's own drafter
     other.stats = Stats()
+    other.on_end = ignore
     other._ids = itertools.count()
     return other
 

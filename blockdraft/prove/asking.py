@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Self, TypeVar
 
 import aiohttp
 
@@ -18,6 +19,8 @@ from blockdraft.bench.wire import Json, inside
 from blockdraft.jsonl import as_object
 from blockdraft.prove.questions import ProveQuestion
 
+T = TypeVar("T")
+Read = Callable[[aiohttp.ClientResponse], Awaitable[T]]
 BUSY = (429, 503)  # statuses that mean: try again later
 PATIENCE_S = 300.0  # longest time to retry one question; arbitrary
 MAX_PAUSE_S = 30.0
@@ -82,7 +85,7 @@ class _Busy(Exception):
         self.pause_s = pause_s
 
 
-class _Refused(Exception):
+class Refused(Exception):
     """The server answered with an error."""
 
 
@@ -110,21 +113,33 @@ class Asker:
         await self._session.close()
 
     async def ask(self, question: ProveQuestion, form: Form) -> Reply:
-        """Return the reply. If the server is busy, retry for up to PATIENCE_S."""
-        body, begin_s, pause_s = self._body(question, form), time.monotonic(), 1.0
+        read = _read_stream if form.is_streamed else _read_whole
+        found = await self.post("/v1/chat/completions", self._body(question, form), read)
+        return Reply(error=found) if isinstance(found, str) else found
+
+    async def post(self, path: str, body: Json, read: Read[T]) -> T | str:
+        """Return what `read` makes of the response, or an error. Retry a busy server for up to PATIENCE_S."""
+        begin_s, pause_s = time.monotonic(), 1.0
         while True:
             try:
-                return await self._exchange(body, is_streamed=form.is_streamed)
+                return await self._exchange(path, body, read)
             except _Busy as busy:
                 pause_s = min(busy.pause_s if busy.pause_s is not None else 2 * pause_s, MAX_PAUSE_S)
                 if time.monotonic() + pause_s - begin_s > PATIENCE_S:
-                    return Reply(error=self._line(f"{busy}; gave up after {PATIENCE_S:g} s"))
+                    return self._line(f"{busy}; gave up after {PATIENCE_S:g} s")
                 await asyncio.sleep(pause_s)
-            except _Refused as error:
-                return Reply(error=self._line(str(error)))
+            except Refused as error:
+                return self._line(str(error))
             except (aiohttp.ClientError, OSError, ValueError) as error:  # time-outs are OSErrors
-                host = wire.shown_host(self.endpoint.url)
-                return Reply(error=self._line(wire.reason(error, host, self._timeout_s)))
+                return self._line(wire.reason(error, wire.shown_host(self.endpoint.url), self._timeout_s))
+
+    async def get(self, path: str) -> Json:
+        """Return the JSON object at `path`; an empty one if there is none."""
+        assert self._session is not None, "an asker is used as a context"
+        with contextlib.suppress(aiohttp.ClientError, OSError, ValueError):
+            async with self._session.get(self.endpoint.url + path) as response:
+                return as_object(await response.read()) if response.status == 200 else {}
+        return {}
 
     def _line(self, text: str) -> str:
         return wire.one_line(text, self._api_key)
@@ -153,17 +168,15 @@ class Asker:
             body[switches.salt] = form.salt or f"{self._run}-{next(self._numbers)}"
         return body
 
-    async def _exchange(self, body: Json, *, is_streamed: bool) -> Reply:
+    async def _exchange(self, path: str, body: Json, read: Read[T]) -> T:
         assert self._session is not None, "an asker is used as a context"
-        async with self._session.post(f"{self.endpoint.url}/v1/chat/completions", json=body) as response:
+        async with self._session.post(self.endpoint.url + path, json=body) as response:
             if response.status != 200:
                 said = f"HTTP {response.status}: {wire.server_message(await response.read())}"
                 if response.status in BUSY:
                     raise _Busy(said, _seconds(response.headers.get("retry-after")))
-                raise _Refused(said)
-            if is_streamed:
-                return await _read_stream(_events(response.content))
-            return _read_whole(as_object(await response.read()))
+                raise Refused(said)
+            return await read(response)
 
 
 def _seconds(text: str | None) -> float | None:
@@ -171,7 +184,8 @@ def _seconds(text: str | None) -> float | None:
     return float(text) if text is not None and text.isdigit() else None
 
 
-def _read_whole(body: Json) -> Reply:
+async def _read_whole(response: aiohttp.ClientResponse) -> Reply:
+    body = as_object(await response.read())
     reply = Reply(id=_id(body), num_cached=_num_cached(body.get("usage")))
     for entry in _list(body.get("choices")):
         message, choice = inside(entry, "message"), GivenAnswer()
@@ -179,16 +193,16 @@ def _read_whole(body: Json) -> Reply:
         choice.finish_reason = _reason(entry)
         reply.choices.append(choice)
     if not reply.choices:
-        raise _Refused("the answer has no choices.")
+        raise Refused("the answer has no choices.")
     return reply
 
 
-async def _read_stream(events: AsyncIterator[bytes]) -> Reply:
+async def _read_stream(response: aiohttp.ClientResponse) -> Reply:
     reply, choices = Reply(), dict[int, GivenAnswer]()
-    async for data in events:
+    async for data in _events(response.content):
         event = as_object(data)
         if "error" in event:
-            raise _Refused(wire.server_message(data))
+            raise Refused(wire.server_message(data))
         reply.id = reply.id or _id(event)
         cached = _num_cached(event.get("usage"))
         reply.num_cached = reply.num_cached if cached is None else cached
@@ -199,7 +213,7 @@ async def _read_stream(events: AsyncIterator[bytes]) -> Reply:
             choice.finish_reason = _reason(entry) or choice.finish_reason
     reply.choices = [choices[index] for index in sorted(choices)]
     if not reply.choices or any(choice.finish_reason is None for choice in reply.choices):
-        raise _Refused("the stream ended before its answer did.")
+        raise Refused("the stream ended before its answer did.")
     return reply
 
 

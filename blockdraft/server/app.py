@@ -15,6 +15,7 @@ from blockdraft.engine.stats import Load, Stats
 from blockdraft.server.api.host import ApiHost
 from blockdraft.server.api.messages.routes import routes as message_routes
 from blockdraft.server.api.openapi import EngineLimits, openapi
+from blockdraft.server.api.receipts import ReceiptBook
 from blockdraft.server.api.responses.routes import routes as response_routes
 from blockdraft.server.api.schemas import Version
 from blockdraft.server.engine_link.remote_engine import RemoteEngine
@@ -28,10 +29,15 @@ from blockdraft.server.page.metrics import render
 
 
 def make_app(
-    engine: RemoteEngine, *, name: str, options: ServerOptions, tool_format: str = "auto"
+    engine: RemoteEngine,
+    *,
+    name: str,
+    options: ServerOptions,
+    tool_format: str = "auto",
+    receipts: ReceiptBook | None = None,
 ) -> ASGIApp:
     """Return the server. `name` is the model's name for clients, `tool_format` its format of tool calls."""
-    api = make_api(engine, name=name, tool_format=tool_format)
+    api = make_api(engine, name=name, tool_format=tool_format, receipts=receipts)
 
     def has_path(scope: Scope) -> bool:
         return any(route.matches(scope)[0] is not Match.NONE for route in api.routes)
@@ -39,9 +45,11 @@ def make_app(
     return AuthLimits(FastRoutes(api), options, has_path)
 
 
-def make_api(engine: RemoteEngine, *, name: str, tool_format: str = "auto") -> Starlette:
+def make_api(
+    engine: RemoteEngine, *, name: str, tool_format: str = "auto", receipts: ReceiptBook | None = None
+) -> Starlette:
     """Return all routes. They also answer during the start, and must be wrapped in AuthLimits."""
-    host, state = ApiHost(engine, name, tool_format), _State(engine, name)
+    host, state = ApiHost(engine, name, tool_format, receipts), _State(engine, name)
     return Starlette(
         routes=[
             *state.routes(),

@@ -117,6 +117,11 @@ class Settings:
     tool_format: str = _setting(
         "auto", "format of the model's tool calls; auto: found from its chat template", choices=TOOL_FORMATS
     )
+    recheck: float = _setting(
+        0.0,
+        "share of the answers (0 to 1) that are computed again by plain decoding while nobody asks; "
+        "differences are counted at /metrics, and logged with a receipt",
+    )
     seed: int = _setting(0, "sampling seed for requests without their own", least=-(2**63))
     engine: str = _setting(
         "native", "native: our own engine; vllm, sglang: run behind our server", choices=ENGINES
@@ -148,6 +153,8 @@ class Settings:
         share = self.gpu_memory_utilization
         if not isinstance(share, int | float) or not 0 < share <= 1:
             raise SettingsError(f"gpu_memory_utilization = {share!r} is not above 0 and at most 1: try 0.9.")
+        if not isinstance(self.recheck, int | float) or not 0 <= self.recheck <= 1:
+            raise SettingsError(f"recheck = {self.recheck!r} is not a share from 0 to 1: try 0.01.")
         for name, known in CHOICES.items():
             if (value := getattr(self, name)) not in known:
                 raise SettingsError(f"{name} '{value}' is unknown: use one of {', '.join(known)}.")

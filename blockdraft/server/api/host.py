@@ -41,6 +41,7 @@ from blockdraft.server.api.chat.prepare import (
 from blockdraft.server.api.chat.schemas import Text, Tokens
 from blockdraft.server.api.fields import BodyT, IgnoredFields, field_at_fault, parse, renamed
 from blockdraft.server.api.messages.schemas import ModelInfo
+from blockdraft.server.api.receipts import OnEnd, ReceiptBook
 from blockdraft.server.api.schemas import AnswerObject, ModelCard
 from blockdraft.server.api.streaming import Writer, respond
 from blockdraft.server.engine_link.remote_engine import RemoteEngine
@@ -67,7 +68,10 @@ class ApiHost:
     `name` is the model's name for clients; `tool_format` names its format of tool calls.
     """
 
-    def __init__(self, engine: RemoteEngine, name: str, tool_format: str) -> None:
+    def __init__(
+        self, engine: RemoteEngine, name: str, tool_format: str, receipts: ReceiptBook | None = None
+    ) -> None:
+        self._receipts = receipts
         self.engine = engine
         self.name = name
         self._created = int(time.time())
@@ -214,12 +218,21 @@ class ApiHost:
 
     async def _chat(self, ask: Ask, size: int, head: AnswerObject, writer: MakeWriter) -> Response:
         prepared = await self._prepare(ask, size)
-        answer = ChatAnswer(prepared, head=head)
+        on_end = self._on_end(head, [prepared.prompt_ids], prepared.sampling)
+        answer = ChatAnswer(prepared, head=head, on_end=on_end)
         with renamed({"structured_outputs": prepared.output_field}):
             streams = await self._submit([prepared.prompt_ids], prepared.sampling)
             num_prompt = len(prepared.prompt_ids)
             is_stream = prepared.asked.stream
             return await respond(writer(answer), streams, is_stream=is_stream, num_prompt_tokens=num_prompt)
+
+    def _on_end(
+        self, head: AnswerObject, prompts: Items[Items[int]], sampling: SamplingParams
+    ) -> OnEnd | None:
+        """Return what is to be done when a choice has ended: write its receipt, or nothing."""
+        if self._receipts is None:
+            return None
+        return self._receipts.writer(head, prompts, sampling, *self._ready())
 
     async def _prepare(self, ask: Ask, size: int) -> PreparedChat:
         """Return the request as the engine takes it; `size` is the body's size in bytes."""
@@ -244,7 +257,10 @@ class ApiHost:
         scores = "logprobs" if asked.prompt_logprobs is None else "prompt_logprobs"
         check_prompts(prompts, {"prompt": "prompt", "scores": scores}, sampling, info)
         texts = await _beside(size, echoed_texts, asked, prompts, tokenizer)
-        answer = TextAnswer(asked, head=head, tokenizer=tokenizer, prompts=prompts, texts=texts)
+        on_end = self._on_end(head, prompts, sampling)
+        answer = TextAnswer(
+            asked, head=head, tokenizer=tokenizer, prompts=prompts, texts=texts, on_end=on_end
+        )
         with renamed({"structured_outputs": asked.output_field}):
             streams, num_prompt = await self._submit(prompts, sampling), sum(map(len, prompts))
             return await respond(answer, streams, is_stream=asked.stream, num_prompt_tokens=num_prompt)

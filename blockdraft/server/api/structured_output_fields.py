@@ -16,7 +16,7 @@ from blockdraft.server.api.json_schemas import Schema, SchemaOrText
 ANY_WHITESPACE = r"[ \n\r\t]{1,32}"  # without a limit, small models may write blanks forever
 
 Grammar = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_CHARS)]
-Choices = Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES)]
+Choices = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=MAX_CHOICES)]
 
 
 class JsonSchemaFormat(StrictFields):

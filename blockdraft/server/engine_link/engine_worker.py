@@ -28,7 +28,12 @@ MakeEngine = Callable[[StartProgress, Callable[[Tokenizer], object]], Engine]
 
 
 def run_engine(
-    connection: Connection, make_engine: MakeEngine, startup: StartProgress, *, step_timeout_s: float
+    connection: Connection,
+    make_engine: MakeEngine,
+    startup: StartProgress,
+    *,
+    step_timeout_s: float,
+    recheck_share: float = 0.0,
 ) -> None:
     """Serve until the server sends "close" or is gone. `make_engine` sends its tokenizer early."""
     server = _Server(connection)
@@ -40,7 +45,7 @@ def run_engine(
         server.tell("info", engine_info(engine))
         return engine
 
-    loop = EngineLoop(make, startup)
+    loop = EngineLoop(make, startup, recheck_share)
     watchdog = Watchdog(
         loop,
         step_timeout_s,

@@ -105,6 +105,8 @@ def _engine(snapshot: Snapshot, labels: Labels) -> Iterator[Metric]:
         ("blockdraft:prefill_steps", "Steps that read prompts.", snapshot.num_prefill_steps),
         ("blockdraft:prefill_tokens", "Prompt tokens computed.", snapshot.num_prefill_tokens),
         ("blockdraft:blocks", "Rows verified, with drafts or without.", snapshot.num_blocks),
+        ("blockdraft:recheck", "Answers computed again by plain decoding.", snapshot.num_rechecked),
+        ("blockdraft:recheck_different", "Of them, answers that differ.", snapshot.num_different),
     ):
         yield _counter(counter, text, value, labels)
     by_position = {str(position): count for position, count in enumerate(snapshot.accepted)}

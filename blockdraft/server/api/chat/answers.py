@@ -14,6 +14,7 @@ from blockdraft.server.api.chat.fields import ChatRequest, CompletionRequest
 from blockdraft.server.api.chat.logprobs import TextOffsets, chat_logprobs, prompt_logprobs, text_logprobs
 from blockdraft.server.api.chat.prepare import PreparedChat, draft_marks
 from blockdraft.server.api.choices import AnswerChoice, AnswerPiece, ToolCallPiece, request_metrics
+from blockdraft.server.api.receipts import OnEnd
 from blockdraft.server.api.schemas import AnswerObject, Usage
 from blockdraft.server.api.streaming import Writer
 from blockdraft.server.http.large_json import LARGE_ANSWER, MadeLate, event_in_slices, size_of
@@ -38,7 +39,9 @@ class AnswerWriter(Writer):
         tokenizer: Tokenizer,
         prompts: Items[Items[int]],
         choices: list[AnswerChoice],
+        on_end: OnEnd | None = None,
     ) -> None:
+        self._on_end = on_end
         self._options = asked
         self._head = head
         self._tokenizer = tokenizer
@@ -49,8 +52,13 @@ class AnswerWriter(Writer):
         self._around_text: dict[int, tuple[str, str]] = {}  # by choice: an event before and after its text
 
     def take(self, prompt: int, delta: Delta) -> None:
-        self._choice(prompt, delta).push(delta)
+        self._push(self._choice(prompt, delta), delta)
         self._size += size_of(delta)
+
+    def _push(self, choice: AnswerChoice, delta: Delta) -> None:
+        choice.push(delta)
+        if delta.finish_reason is not None and self._on_end is not None and not choice.is_dropped:
+            self._on_end(choice, delta.finish_reason)
 
     def whole(self) -> Json:
         made = map(self._whole_choice, self._choices)
@@ -60,7 +68,7 @@ class AnswerWriter(Writer):
     def event(self, prompt: int, delta: Delta) -> str | None:
         choice = self._choice(prompt, delta)
         ahead = [] if choice.pieces else self._first_chunks(choice)
-        choice.push(delta)
+        self._push(choice, delta)
         piece = choice.pieces[-1]
         if self._is_text_only(piece):
             return self._text_event(choice, piece)
@@ -189,13 +197,14 @@ class ChatAnswer(AnswerWriter):
     KIND = "chat.completion"
     CHUNK_KIND = "chat.completion.chunk"
 
-    def __init__(self, prepared: PreparedChat, *, head: AnswerObject) -> None:
+    def __init__(self, prepared: PreparedChat, *, head: AnswerObject, on_end: OnEnd | None = None) -> None:
         super().__init__(
             prepared.asked,
             head=head,
             tokenizer=prepared.dialect.tokenizer,
             prompts=[prepared.prompt_ids],
             choices=prepared.choices(),
+            on_end=on_end,
         )
         self._asked = prepared.asked
 
@@ -297,6 +306,7 @@ class TextAnswer(AnswerWriter):
         tokenizer: Tokenizer,
         prompts: Items[Items[int]],
         texts: Items[str],
+        on_end: OnEnd | None = None,
     ) -> None:
         choices = [
             AnswerChoice(
@@ -308,7 +318,9 @@ class TextAnswer(AnswerWriter):
             for prompt in range(len(prompts))
             for number in range(asked.n)
         ]
-        super().__init__(asked, head=head, tokenizer=tokenizer, prompts=prompts, choices=choices)
+        super().__init__(
+            asked, head=head, tokenizer=tokenizer, prompts=prompts, choices=choices, on_end=on_end
+        )
         self._asked = asked
         self._texts = texts
         self._offsets: dict[int, TextOffsets] = {}  # by choice, from its first piece on

@@ -16,6 +16,7 @@ from pydantic_core import PydanticCustomError
 
 from blockdraft.engine.request import MAX_BIASES, MAX_CHOICES, MAX_LOGPROBS, MAX_STOPS, SamplingParams
 from blockdraft.errors import RequestError
+from blockdraft.grammar.structured_output import Thinking
 from blockdraft.server.api.chat.messages import Message, check_messages
 from blockdraft.server.api.fields import (
     MAX_INT,
@@ -185,7 +186,7 @@ class _Generation(StructuredOutputFields, AnyBody):
         _ = self.structured_output  # raises if there are two
 
     def _sampling(
-        self, defaults: Mapping[str, float], *, max_tokens: int | None, **last: int | None
+        self, defaults: Mapping[str, float], *, max_tokens: int | None, **last: object
     ) -> SamplingParams:
         """Return the sampling parameters; `last` are the ones that depend on the kind of request."""
         given = {name: value for name, value in self if name in _SAMPLING_NAMES and value is not None}
@@ -248,10 +249,24 @@ class ChatRequest(ToolFields, _Generation):
         )
 
 
+class ThinkingTokens(StrictFields):
+    """The tokens around the thoughts before an answer; structured output does not restrict the thoughts."""
+
+    open_ids: list[TokenId] = Field(default=[], max_length=MAX_STOPS)
+    close_ids: list[TokenId] = Field(min_length=1, max_length=MAX_STOPS)
+    max_tokens: int | None = Field(default=None, ge=0, le=MAX_INT)
+
+    @property
+    def thinking(self) -> Thinking:
+        ids = {"open_ids": tuple(self.open_ids), "close_ids": tuple(self.close_ids)}
+        return Thinking(**ids, max_tokens=self.max_tokens)
+
+
 class CompletionRequest(_Generation):
     """The body of POST /v1/completions."""
 
     prompt: Prompts
+    thinking_tokens: ThinkingTokens | None = None
     max_tokens: int = Field(default=DEFAULT_COMPLETION_TOKENS, ge=0, le=MAX_INT)
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     echo: bool = False
@@ -274,7 +289,11 @@ class CompletionRequest(_Generation):
         if self.echo and self.logprobs is not None:
             asked = max(self.logprobs, asked or 0)
         return self._sampling(
-            defaults, max_tokens=max(1, self.max_tokens), logprobs=self.logprobs, prompt_logprobs=asked
+            defaults,
+            max_tokens=max(1, self.max_tokens),
+            logprobs=self.logprobs,
+            prompt_logprobs=asked,
+            thinking=None if self.thinking_tokens is None else self.thinking_tokens.thinking,
         )
 
 
