@@ -190,6 +190,13 @@ def test_every_dependency_has_the_version_that_the_tests_run_with():
     assert {re.match(r"[\w-]+", one)[0] for one in asked} == pinned
 
 
+def test_make_test_all_installs_the_package_that_a_skipped_test_asks_for(clone):
+    source = (ROOT / "tests/lossless/test_reference_package.py").read_text()
+    (command,) = re.findall(r'^INSTALL = "pip (.+?)"', source, re.M)
+    assert any(line.endswith(command.removeprefix("install")) for line in told(clone, "test-all")[1])
+    assert not any("dflash" in line for line in told(clone, "test")[1])
+
+
 @pytest.mark.parametrize("failing", [None, "types"])
 def test_the_ci_script_says_which_steps_ran_and_ends_where_one_fails(tmp_path, failing):
     (tmp_path / ".ci").mkdir()
