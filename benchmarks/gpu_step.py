@@ -1,7 +1,8 @@
 """Times a step on a GPU, against the time that its bytes need: `python -m benchmarks.gpu_step`.
 
 Weights are random and acceptance plays no part in a step's time, so any published shape can be timed. Every
-number is of graph replays, which is how the engine runs. The ceiling is a device-to-device copy in the same
+number is of graph replays, which is how the engine runs. `--prefill` times prompts instead, each kernel by
+kernel and, where the engine captures it, by a graph. The ceiling is a device-to-device copy in the same
 run, bytes read plus bytes written. What a step must read: every weight once (of experts, those that its
 tokens chose), and the keys and values of its context.
 """
@@ -9,6 +10,7 @@ tokens chose), and the keys and values of its context.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
 import tempfile
@@ -30,6 +32,7 @@ from blockdraft.engine.loaded_pair import LoadedPair
 from blockdraft.engine.request import SamplingParams
 from blockdraft.engine.width_controller import widths_for
 from blockdraft.kernels.moe import ExpertChoice
+from blockdraft.kernels.transfer import to_device
 from blockdraft.models.moe import Experts
 from blockdraft.planner.plan import Plan
 from blockdraft.settings.acceptance_profile import acceptance_rates
@@ -38,6 +41,7 @@ from blockdraft.start.block_width import choose_widths
 from blockdraft.start.loading import load_models
 from blockdraft.start.memory import release
 from blockdraft.step.dflash import DFlashDrafter
+from blockdraft.step.prefill_graphs import PrefillGraph
 from blockdraft.step.row_sizes import row_sizes
 
 REPLAYS = 20
@@ -160,22 +164,26 @@ class Step:
         return statistics.median(times)
 
     def kernels(self) -> list[tuple[str, int, float]]:
-        """Name, launches and seconds of each kernel in one step, the slowest first."""
-        from torch.profiler import ProfilerActivity, profile
-
         self.rewind()
+        return kernels_of(self.replay)
+
+
+def kernels_of(run: Callable[[], object]) -> list[tuple[str, int, float]]:
+    """Return name, launches and seconds of each kernel in one `run`, the slowest first."""
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+        for _ in range(3):
+            run()
         torch.cuda.synchronize()
-        with profile(activities=[ProfilerActivity.CUDA]) as recorded:
-            for _ in range(3):
-                self.replay()
-            torch.cuda.synchronize()
-        totals: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
-        for event in recorded.events():
-            if event.device_type == torch.autograd.DeviceType.CUDA:
-                totals[event.name][0] += 1
-                totals[event.name][1] += event.device_time / 1e6
-        found = [(name, round(count / 3), seconds / 3) for name, (count, seconds) in totals.items()]
-        return sorted(found, key=lambda item: -item[2])
+    totals: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
+    for event in recorded.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            totals[event.name][0] += 1
+            totals[event.name][1] += event.device_time / 1e6
+    found = [(name, round(count / 3), seconds / 3) for name, (count, seconds) in totals.items()]
+    return sorted(found, key=lambda item: -item[2])
 
 
 def _table(rows: object) -> int:
@@ -267,6 +275,65 @@ def time_step(
         "kernels_ms": busy * 1e3,
         "kernels": [{"name": n[:80], "launches": c, "ms": s * 1e3} for n, c, s in kernels[:24]],
     }
+
+
+class Prompt:
+    """A prompt in row 0 of one engine, to be prefilled again and again."""
+
+    def __init__(self, engine: Engine, num_tokens: int) -> None:
+        self.engine = engine
+        vocab_size = engine.models.config.vocab_size
+        self.ids = [(7919 * index + 31) % vocab_size for index in range(num_tokens)]
+        pages = range(2, 2 + engine.plan.num_pages)  # the first ones are reserved
+        engine.rows.place(0, [*self.ids, 1], 0, RowSampling())
+        engine.rows.set_pages([(0, 0, pages[: _table(engine.rows)])])
+
+    def by_kernels(self) -> None:
+        self._begin(num_rows=1)
+        size = self.engine.plan.max_prefill_tokens
+        for begin in range(0, len(self.ids), size):
+            chunk = self.ids[begin : begin + size]
+            self.engine.prefill(to_device(chunk, self.engine.models.device), (len(chunk),))
+
+    def by_graph(self, graph: PrefillGraph) -> None:
+        self._begin(num_rows=graph.num_rows)
+        graph.replay(self.ids, (len(self.ids),))
+
+    def _begin(self, *, num_rows: int) -> None:
+        self.engine.rows.activate([0], num_rows)
+        self.engine.rows.length[0] = 0
+
+    def seconds(self, run: Callable[[], object]) -> float:
+        """Return the time until the device is done, launches by the host included."""
+        times = []
+        for _ in range(7):
+            self.engine.wait()
+            begin = time.perf_counter()
+            run()
+            self.engine.wait()
+            times.append(time.perf_counter() - begin)
+        return statistics.median(times[2:])
+
+
+def time_prefill(pair: tuple[LoadedPair, Plan], *, num_tokens: int) -> dict[str, object]:
+    """A prompt alone, kernel by kernel and, where the engine has one, by a graph."""
+    engine = Engine(*pair)
+    prompt = Prompt(engine, num_tokens)
+    run: Callable[[], object] = prompt.by_kernels
+    found: dict[str, object] = {"tokens": num_tokens, "by_kernels_ms": prompt.seconds(run) * 1e3}
+    if engine.models.device.type != "cuda":
+        return found
+    engine.capture([1], [1], now=())
+    graph = None if engine.prefill_graphs is None else engine.prefill_graphs.find(num_tokens, 1)
+    if graph is not None:
+        run = functools.partial(prompt.by_graph, graph)
+        found["by_graph_ms"] = prompt.seconds(run) * 1e3
+    kernels = kernels_of(run)
+    found["num_kernels"] = sum(item[1] for item in kernels)
+    found["busy_ms"] = sum(item[2] for item in kernels) * 1e3
+    found["kernels"] = [{"name": n[:80], "launches": c, "ms": s * 1e3} for n, c, s in kernels[:24]]
+    engine.drop_graphs()
+    return found
 
 
 def freed(
@@ -370,7 +437,7 @@ def time_engine(
     }
 
 
-def main() -> None:
+def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-8b")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
@@ -391,15 +458,26 @@ def main() -> None:
         action="store_true",
         help="also serve requests whose widths are chosen by the step",
     )
+    parser.add_argument(
+        "--prefill", type=int, nargs="+", metavar="TOKENS", help="time prompts of so many tokens, not steps"
+    )
     parser.add_argument("--device", default="cuda", help="cuda, cuda:1 (default: cuda)")
     parser.add_argument("--json")
     args = parser.parse_args()
     if args.governor and (args.committed is None or max(args.width) == 1):
         parser.error("--governor needs --committed and a --width above 1: by them drafts are kept.")
+    return args
+
+
+def main() -> None:
+    args = _arguments()
     if not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a CUDA device.")
     if ":" in args.device:
         torch.cuda.set_device(args.device)  # "cuda" is the current one
+    if args.prefill is not None:
+        _time_prompts(args)
+        return
     ceiling = copy_ceiling()
     release()  # its 8 GiB
     has_drafter = max(args.width) > 1
@@ -452,6 +530,38 @@ def main() -> None:
     record.save(args.json, result)
     _print(result, found, args.committed)
     _print_served(served, governed)
+
+
+def _time_prompts(args: argparse.Namespace) -> None:
+    pair = load(
+        args.shape,
+        has_drafter=max(args.width) > 1,
+        max_num_seqs=1,
+        max_model_len=max(args.prefill) + 1024,
+        quantization=args.quantization,
+        draft_quantization=args.draft_quantization,
+        kv_dtype=args.kv_dtype[-1],
+    )
+    found = [freed(time_prefill, pair, num_tokens=count) for count in args.prefill]
+    result = {
+        "what": "random weights; one prompt alone",
+        "gpu": torch.cuda.get_device_name(),
+        "settings": vars(args),
+        **record.context(),
+        "prefills": found,
+    }
+    record.save(args.json, result)
+    print(f"{result['gpu']}; RANDOM WEIGHTS, timing only")
+    for one in found:
+        rows = [[kernel["name"][:60], kernel["launches"], kernel["ms"]] for kernel in one["kernels"][:12]]
+        print(record.table([f"kernel, {one['tokens']} tokens", "launches", "ms"], rows))
+    keys = ("by_kernels_ms", "by_graph_ms", "busy_ms", "num_kernels")
+    header = ["prompt", "kernel by kernel, ms", "by graph, ms", "kernels, ms", "kernels"]
+    print(
+        record.table(
+            header, [[f"{one['tokens']} tokens", *(one.get(key, "") for key in keys)] for one in found]
+        )
+    )
 
 
 def _print_served(served: list[dict[str, object]], governed: list[dict[str, object]]) -> None:

@@ -39,6 +39,17 @@ def test_every_shape_can_be_given_more_positions(shape, max_model_len, tmp_path)
     assert replace(after, max_positions=0) == replace(before, max_positions=0)
 
 
+def test_a_prompt_is_timed_again_and_again_from_its_beginning():
+    engine = tiny.engine(max_num_seqs=1, max_prefill_tokens=8)
+    found = gpu_step.time_prefill((engine.models, engine.plan), num_tokens=20)
+    assert found["tokens"] == 20
+    assert found["by_kernels_ms"] > 0
+    prompt = gpu_step.Prompt(engine, 20)
+    for _ in range(2):
+        prompt.by_kernels()
+        assert engine.rows.length.tolist() == [20, 0]
+
+
 class FakeEngine:
     """Held by a circle, as an engine may be: only a collection frees it."""
 
