@@ -20,6 +20,7 @@ from blockdraft.kernels.transfer import to_device
 from blockdraft.step.drafter import NoDrafter, Weightless
 from blockdraft.step.graphs import CaptureTime, Reading, StepGraphs, pack
 from blockdraft.step.prefill import prefill_step
+from blockdraft.step.prefill_graphs import filled, widest_counts
 from tests import tiny
 from tests.grammar import json_tokens
 from tests.lossless import families
@@ -382,6 +383,76 @@ def assert_same_play(got, expected, scene):
         assert_same_states(states, states_too, f"after step {step} of {scene}")
 
 
+# ---- prefills by hand
+
+# (row, tokens) of each step: uneven rows, one token, rows that go on beside a new one until a graph is full.
+PREFILLS = (
+    ((2, 5), (0, 20)),
+    ((1, 1),),
+    ((0, 12), (3, 30), (2, 9), (1, 13)),
+    ((3, 2),),
+    ((2, 33),),
+)
+
+
+@torch.inference_mode()
+def play_prefills(engine, steps, run):
+    """Prefill by `run(engine, row_ids, token_ids, counts)`; after each step the states of all rows.
+
+    Rows and the scratch row held no numbers before, and row 0 begins anew at the end.
+    """
+    rows, starts, seen = engine.rows, [0] * MAX_ROWS, []
+    prompts = [[(7 * i + 13 * row) % 60 for i in range(80)] for row in range(MAX_ROWS)]
+    _poison(engine)
+    for row, prompt in enumerate(prompts):
+        rows.place(row, prompt, 0, GREEDY)
+        rows.set_pages([(row, 0, list(range(2 + row * 20, 22 + row * 20)))])
+    for step in (*steps, None):
+        if step is None:
+            rows.place(0, prompts[0], 0, GREEDY)
+            starts[0], step = 0, ((0, 3),)
+        row_ids, counts = zip(*step, strict=True)
+        stream = [prompts[row][starts[row] : starts[row] + count] for row, count in step]
+        run(engine, row_ids, [token for tokens in stream for token in tokens], counts)
+        for row, count in step:
+            starts[row] += count
+        assert rows.length[:MAX_ROWS].tolist() == starts
+        assert rows.length[rows.max_rows] == 0, "the scratch row stays"
+        seen.append(state_of(engine, range(MAX_ROWS)))
+    return seen
+
+
+def _poison(engine):
+    for layer in engine.cache.storage:
+        if isinstance(layer, RecurrentState):
+            layer.state.fill_(float("nan"))
+            layer.tail.fill_(float("nan"))
+
+
+def prefill_alone(engine, row_ids, token_ids, counts):
+    """Kernel by kernel, as many tokens and rows as there are."""
+    engine.rows.activate(row_ids)
+    engine.prefill(to_device(token_ids, engine.rows.device), counts)
+
+
+def prefill_filled_up(engine, row_ids, token_ids, counts, *, num_tokens, num_rows):
+    """Kernel by kernel, what a graph of this shape would run."""
+    engine.rows.activate(row_ids, num_rows)
+    inputs = to_device(filled(token_ids, counts, num_tokens, num_rows), engine.rows.device)
+    engine.prefill(inputs[:num_tokens], widest_counts(num_tokens, num_rows), inputs[num_tokens:])
+
+
+def prefill_by_graph(engine, row_ids, token_ids, counts):
+    graph = engine.prefill_graphs.find(len(token_ids), len(row_ids))
+    engine.rows.activate(row_ids, graph.num_rows)
+    graph.replay(token_ids, counts)
+
+
+def assert_same_prefills(got, expected):
+    for step, (mine, theirs) in enumerate(zip(got, expected, strict=True)):
+        assert_same_states(mine, theirs, f"after prefill {step}")
+
+
 # ---- families
 
 # Triton compiles anew for numbers that 16 divides. Twelve tokens a step share what was compiled for eight.
@@ -406,13 +477,20 @@ def family_pair(name, place):
     )
 
 
-def family_engine(name, place, drafter, *, is_captured, off=()):
+def family_engine(name, place, drafter, *, is_captured, off=(), **plan):
     """Without the kernels of the operations `off`."""
-    models, plan = family_pair(name, place)
+    models, planned = family_pair(name, place)
     models = replace(models, drafter=drafter)
     for operation in off:
         models = models.with_kernels(models.target.kernels.without(operation))
-    return pin(Engine(models, replace(plan, num_pages=400)), is_captured=is_captured)
+    return pin(Engine(models, replace(planned, num_pages=400, **plan)), is_captured=is_captured)
+
+
+def prefill_engine(name, place, *, is_captured):
+    """With its own drafter, and with rows and steps that hold PREFILLS."""
+    drafter = family_pair(name, place)[0].drafter
+    plan = {"max_num_seqs": MAX_ROWS, "max_prefill_tokens": 128}
+    return family_engine(name, place, drafter, is_captured=is_captured, **plan)
 
 
 def family_requests(**params):

@@ -117,7 +117,8 @@ class Cache:
             num_each = blocks.offsets.diff()
             tiles = self._tiles(rows, starts, num_each, max_count=max(counts, default=0))
         begins = blocks.offsets if self._states else None
-        scan = Scan(active, starts, counts, is_known, begins, max(counts, default=0))
+        told = counts if offsets is None else None
+        scan = Scan(active, starts, told, is_known, begins, max(counts, default=0))
         return CacheView(self.storage, blocks=blocks, rows=scan, kernels=self._kernels, tiles=tiles)
 
     def _tiles(self, rows: Rows, starts: Tensor, counts: Tensor, *, max_count: int) -> Tiles:
@@ -153,8 +154,9 @@ class Cache:
         return tuple(self._compressed.values())
 
     @property
-    def has_states(self) -> bool:
-        return bool(self._states)
+    def reads_offsets(self) -> bool:
+        """Say if forwards can take the counts from `offsets` alone. The references of scans cannot."""
+        return not self._states or self._kernels.scan_in_place is not None
 
     @property
     def num_bytes(self) -> int:

@@ -319,7 +319,7 @@ class Engine:
         self.graphs = StepGraphs(self.decode, self.rows, capturing(self.models.device))
         self.graphs.capture(sizes, widths, now)
         self.scheduler.is_ready = self.graphs.is_cheap
-        if not self.cache.has_states and self.models.device.type == "cuda":
+        if self.cache.reads_offsets and self.models.device.type == "cuda":
             most = min(self.plan.max_prefill_tokens, self.plan.max_model_len)
             self.prefill_graphs = PrefillGraphs(self.prefill, self.rows, max_tokens=most, steps=self.graphs)
 

@@ -191,7 +191,7 @@ def _token_ids(engine: Engine, count: int) -> Tensor:
 
 def _graph_shapes(engine: Engine) -> list[tuple[int, int]]:
     """Return the shapes of prefill graphs that have kernels of their own. Larger ones share kernels."""
-    if engine.cache.has_states:
+    if not engine.cache.reads_offsets:
         return []
     found = shapes(
         min(engine.plan.max_prefill_tokens, engine.plan.max_model_len),

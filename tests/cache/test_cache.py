@@ -234,6 +234,6 @@ def test_whole_tiles_behind_the_window_are_compressed_and_the_rest_stays_exact(l
 
 def test_a_cache_says_which_layers_it_has():
     plain, mixed = Bench(Paged(HEADS, DIM)).cache, Bench(RECURRENT, Paged(HEADS, DIM)).cache
-    assert (plain.has_states, mixed.has_states) == (False, True)
+    assert (plain.reads_offsets, mixed.reads_offsets) == (True, False), "the references of scans need counts"
     assert isinstance(mixed.storage[1], PagedKV)
     assert not plain.compressed

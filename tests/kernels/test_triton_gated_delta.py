@@ -328,6 +328,27 @@ def test_padding_rows_may_all_be_the_scratch_row():
     assert is_same((reads[0], *layer.copy(2)), (alone, *expected))
 
 
+def test_a_stream_that_is_filled_up_for_a_graph_leaves_its_rows_as_alone():
+    """Rows of unequal counts, more rows of nothing than are looked at at once, and the scratch row's tokens.
+
+    No row has as many tokens as the graph allows one.
+    """
+    alone = [Layer(SMALL, 3) for _ in range(2)]
+    expected = [
+        (layer.scan((row,), (0,), (count,), is_known=True)[0], *layer.copy(row))
+        for layer, row, count in zip(alone, (2, 0), (1, 3), strict=True)
+    ]
+    layer = Layer(SMALL, 3)
+    rows, counts = (2, 0, *(3,) * 33), (1, 3, *(0,) * 32, 2)
+    starts = (0,) * len(rows)
+    where = scan_of(rows, starts, counts, is_known=True)._replace(max_count=sum(counts))
+    reads = layer.scan(rows, starts, counts, is_known=True, where=where)
+    for place, row in enumerate((2, 0)):
+        assert is_same((reads[place], *layer.copy(row)), expected[place])
+    assert layer.storage.state[1].isnan().all()
+    assert layer.storage.state[3].isfinite().all(), "the scratch row begins at zero each time"
+
+
 @slow_interpreted
 @small_and_more
 def test_numbers_do_not_depend_on_how_a_state_lies_in_memory(spec, dtype):

@@ -4,13 +4,17 @@ Slow, so two short requests have to say it: one greedy, one with every part of s
 tests are in tests/kernels; here it counts that the step hands them the right tensors.
 """
 
+import functools
+from dataclasses import replace
+
 import pytest
 import torch
 
+from blockdraft.engine.engine import Engine
 from blockdraft.engine.request import SamplingParams
 from blockdraft.grammar.structured_output import StructuredOutputs
 from blockdraft.kernels.kernels import REFERENCE, kernels_for
-from tests import tiny
+from tests import stepping, tiny
 from tests.grammar import json_tokens
 from tests.stepping import pin
 
@@ -62,6 +66,20 @@ def test_tokens_and_lengths_are_those_of_the_reference(drafter):
     if drafter != "DFlash2":  # whose head knows nothing
         assert engine.stats.num_blocks < engine.stats.num_emitted, "no draft was accepted"
     assert engine.rows.length[2] == 0, "the scratch row, which filled the last step up, has moved"
+
+
+def test_a_prefill_of_a_graph_s_shape_leaves_a_hybrid_s_states_as_without():
+    """Kernel by kernel; its tokens and rows beyond the batch's are the scratch row's."""
+    steps, name = (((2, 2), (0, 1)), ((2, 1), (1, 1))), "qwen3_5-whole"
+    models, plan = stepping.family_pair(name, stepping.HOST)
+    models = models.with_kernels(kernels_for(torch.float32, torch.device("cpu"), is_interpreted=True))
+    plan = replace(plan, max_num_seqs=stepping.MAX_ROWS, num_pages=100)
+    as_a_graph = functools.partial(stepping.prefill_filled_up, num_tokens=4, num_rows=4)
+    found = [
+        stepping.play_prefills(Engine(models, plan), steps, run)
+        for run in (as_a_graph, stepping.prefill_alone)
+    ]
+    stepping.assert_same_prefills(*found)
 
 
 def test_an_output_is_kept_to_by_the_kernels():

@@ -1,10 +1,13 @@
 """The gated delta rule on a CUDA device: states and tails are read and written in place.
 
 `_mix`, with one program per token and head, computes the convolution and then the token's inputs to the
-recurrence (unit key and query, their product, value, decay and rate). `_advance`, with one program per row,
-value head and slice of the state's columns, keeps the slice in registers for all of the row's tokens. As a
-scan, it updates state and tail for known tokens, or writes a tape for a block to verify. As a fold, it
-repeats the first tokens of a tape, in all layers at once. `_norm` is the gated RMS norm after the layer.
+recurrence (unit key and query, their product, value, decay and rate). Its grid follows from the number of
+tokens alone: the device finds a token's row, so a captured prefill takes rows of any counts.
+
+`_advance`, with one program per row, value head and slice of the state's columns, keeps the slice in
+registers for all of the row's tokens. As a scan, it updates state and tail for known tokens, or writes a tape
+for a block to verify. As a fold, it repeats the first tokens of a tape, in all layers at once. `_norm` is the
+gated RMS norm after the layer.
 
 The operations for one column v of a state S [K, V]:
 
@@ -67,21 +70,35 @@ def _keep(x, inputs, channel, mask):
     tl.store(inputs + channel, tl.load(x + channel, mask=mask), mask=mask)
 
 
-@triton.jit(do_not_specialize=["layer", "num_rows", "num_taped"])
+@triton.jit
+def _row_of(n, offsets, num_active, num_each, BLOCK_R: tl.constexpr):
+    """Return the row of token n: the number of rows that end at or before it.
+
+    `num_each`: each row has so many tokens; 0: only `offsets` tell.
+    """
+    r = n // tl.maximum(num_each, 1)
+    if num_each == 0:
+        r = tl.zeros((), tl.int64)
+        for first in range(0, num_active, BLOCK_R):
+            index = first + tl.arange(0, BLOCK_R)
+            end = tl.load(offsets + 1 + index, mask=index < num_active, other=2**62)
+            r += tl.sum((end <= n).to(tl.int64), axis=0)
+    return r
+
+
+@triton.jit(do_not_specialize=["layer", "num_rows", "num_taped", "num_active", "num_each"])
 def _mix(
     x, beta, gate, conv, decay_log, gate_bias, tail, rows, starts, offsets, query, key, dots, value, decay,
-    rate, inputs, x_stride, beta_stride, gate_stride, layer, num_rows, num_taped, scale,
+    rate, inputs, x_stride, beta_stride, gate_stride, layer, num_rows, num_taped, num_active, num_each, scale,
     CHANNELS: tl.constexpr, NUM_GROUPS: tl.constexpr, NUM_HEADS: tl.constexpr, K: tl.constexpr,
     V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     let_next_start(PDL)
-    place = tl.program_id(0)
+    n = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)  # a key head, or a value head past those
-    r = tl.program_id(2)
     wait_for_previous(PDL)
-    n = tl.load(offsets + r) + place
-    if n >= tl.load(offsets + r + 1):
-        return
+    r = _row_of(n, offsets, num_active, num_each, 32)
+    place = n - tl.load(offsets + r)
     is_old = tl.load(starts + r) > 0
     layer = layer.to(tl.int64)
     row = layer * num_rows + tl.load(rows + r)
@@ -402,15 +419,17 @@ def scan(
         assert all(part.is_contiguous() and part.shape[:2] == (at.state.shape[0], count) for part in tape)
     if count == 0:
         return reads
-    where = (layer, at.state.shape[1], num_taped)
-    _mix[(at.max_count, shape.num_groups + shape.num_heads, at.rows.shape[0])](
+    where, num_active = (layer, at.state.shape[1], num_taped), at.rows.shape[0]
+    num_each = at.max_count if count == num_active * at.max_count else 0
+    _mix[(count, shape.num_groups + shape.num_heads)](
         x, beta, gate, *weights, at.tail, at.rows, at.starts, at.offsets, query, key, dots, value, decay,
-        rate, inputs, x.stride(0), beta.stride(0), gate.stride(0), *where, shape.k**-0.5,
+        rate, inputs, x.stride(0), beta.stride(0), gate.stride(0), *where, num_active, num_each,
+        shape.k**-0.5,
         CHANNELS=shape.channels, NUM_GROUPS=shape.num_groups, NUM_HEADS=shape.num_heads, K=shape.k, V=shape.v,
         BLOCK_K=triton.next_power_of_2(shape.k), BLOCK_V=triton.next_power_of_2(shape.v), WIDTH=shape.width,
         num_warps=1, **overlap(x.device),
     )  # fmt: skip
-    _advance[(shape.num_programs, at.rows.shape[0], 1)](
+    _advance[(shape.num_programs, num_active, 1)](
         query, key, dots, value, decay, rate, delta, reads, x, at.state, at.tail, at.rows, at.starts,
         at.offsets, None, x.stride(0), *_strides(at.state), *where, int(tape is None), IS_FOLD=False,
         **shape.constants(x.device),
