@@ -18,6 +18,8 @@ from benchmarks.rehearsal.sheet import Failure
 ADDRESS = re.compile(r"listening on (http://[^\s;]+)")
 GRAPHS = re.compile(r"(\d+) of at most \d+ kinds of steps captured")
 WARNING = re.compile(r"warning\b", re.IGNORECASE)  # our own, and those of libraries
+RECHECKS = re.compile(r"^blockdraft:(recheck|recheck_different)_total\{.*\} (\S+)$", re.M)
+RECHECK_S = 60.0  # until the first: an idle engine captures graphs before
 POLL_S = 0.1
 HTTP_S = 30.0
 DRAIN_S = 60.0
@@ -96,6 +98,18 @@ def get_json(url: str) -> dict[str, object]:
     with urllib.request.urlopen(url, timeout=HTTP_S) as response:
         found: dict[str, object] = json.load(response)
     return found
+
+
+def wait_for_rechecks(url: str) -> tuple[int, int]:
+    """Return how many answers the idle server has computed again, once there is one, and how many differ."""
+    end_s = time.monotonic() + RECHECK_S
+    while time.monotonic() < end_s:
+        with urllib.request.urlopen(f"{url}/metrics", timeout=HTTP_S) as response:
+            found = dict(RECHECKS.findall(response.read().decode()))
+        if float(found["recheck"]) > 0:
+            return int(float(found["recheck"])), int(float(found["recheck_different"]))
+        time.sleep(POLL_S)
+    raise Failure(f"no answer was computed again within {RECHECK_S:.0f} s")
 
 
 def _engine(url: str) -> Mapping[str, object]:

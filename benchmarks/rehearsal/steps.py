@@ -21,6 +21,7 @@ from blockdraft.settings.shipped import shipped_drafter
 
 MODEL = "default"
 STREAMS = (1, 16)
+RECEIPTS = "receipts.jsonl"
 LONG_TEXT = 4000  # characters: some hundred tokens are read compressed
 OUR_WARNING = re.compile(r"\bwarning:", re.IGNORECASE)  # not a UserWarning of a compiler
 NO_BETTER = "no better than"  # what `train` warns of after so short a training
@@ -35,6 +36,7 @@ class Sizes:
     fit: tuple[str, ...]
     train: tuple[str, ...]
     kv_dtypes: tuple[str, ...]  # that are served
+    prove: tuple[str, ...] = ("--quick",)
     timeout_s: float = 300.0  # of each command but bench, fit and train
     long_timeout_s: float = 600.0
 
@@ -51,6 +53,7 @@ def sizes_of(device: str, *, is_quick: bool) -> Sizes:
             fit=("--quick", "--limit", "1", "--max-tokens", "8", "--width", "4"),
             train=(*(("--steps", "3") if is_quick else A_MINUTE), "--max-prompts", "8", *small),
             kv_dtypes=("tq4",),
+            prove=("--num-prompts", "3", "--max-tokens", "16"),
         )
     small = ["--rows-per-step", "4", "--max-answer", "128"]
     return Sizes(
@@ -115,8 +118,10 @@ def steps_of(stage: Stage) -> Sequence[Step]:
         step("clean starts", check_starts, "serve, warm"),
         step("plan against server", compare_memory, "plan", "serve, warm"),
         step("openai client", ask, "serve, warm"),
+        step("prove", prove, "serve, warm"),
         step("bench", bench, "serve, warm"),
         step("end of server", end_server, "serve, warm"),
+        step("replay", replay, "end of server"),
         *(
             step(f"compressed keys, {kv_dtype}", functools.partial(serve_compressed, kv_dtype))
             for kv_dtype in stage.sizes.kv_dtypes
@@ -206,7 +211,7 @@ def serve_cold(stage: Stage) -> Found:
 
 def serve_warm(stage: Stage) -> Found:
     """With the caches that the cold start has filled; left running for the steps that need one."""
-    stage.server = _start(stage, "warm")
+    stage.server = _start(stage, "warm", "--receipts", str(stage.path(RECEIPTS)), "--recheck", "0.2")
     return ready(stage, f"{MODEL}, warm", stage.server)
 
 
@@ -258,6 +263,23 @@ def ask(stage: Stage) -> Found:
     return Found(says, {"text": text})
 
 
+def prove(stage: Stage) -> Found:
+    """Ask the running server in every way; the exit code tells if answers differ."""
+    path = stage.path("prove.json")
+    words = (stage.running.url, *stage.sizes.prove, "--json", str(path))
+    stage.children.blockdraft("prove", *words, env=stage.served, timeout_s=stage.sizes.long_timeout_s)
+    found = json.loads(path.read_text())
+    return Found(found["verdict"], {"ways": found["ways"]})
+
+
+def replay(stage: Stage) -> Found:
+    """Repeat all that the server has answered: by another engine, at another width and in another batch."""
+    words = (str(stage.path(RECEIPTS)), "--draft", "none", "--max-num-seqs", "5", *stage.on_device)
+    done = stage.children.blockdraft("replay", *words, env=stage.served, timeout_s=stage.sizes.long_timeout_s)
+    _refuse_warnings(done)
+    return Found(done.out.splitlines()[-1], {})
+
+
 def bench(stage: Stage) -> Found:
     return load_with(stage, "bench", STREAMS, stage.sizes.bench)
 
@@ -305,8 +327,11 @@ def end_server(stage: Stage) -> Found:
     server, url = stage.running, stage.running.url
     if serving.get_json(f"{url}/health")["status"] != "ok":
         raise Failure("/health is not well after the benchmark")
+    num_checked, num_different = serving.wait_for_rechecks(url)
+    if num_different:
+        raise Failure(f"{num_different} of {num_checked} answers differed from plain decoding")
     end(stage, server)
-    return Found("healthy to the end, exit code 0")
+    return Found(f"healthy to the end, exit code 0; {num_checked} answers were computed again, all equal")
 
 
 def serve_compressed(kv_dtype: str, stage: Stage) -> Found:

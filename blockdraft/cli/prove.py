@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import signal
 import sys
+from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING
 
-from blockdraft.cli.flags import add_flags, add_settings, flags_of, given_settings, settings_from
+from blockdraft.cli.flags import add_flags, add_settings, add_verbose, flags_of, given_settings, settings_from
+from blockdraft.cli.generate import open_llm
 from blockdraft.errors import BenchError
-from blockdraft.settings.settings import environment_api_key, forget_environment_settings
+from blockdraft.settings.settings import Settings, environment_api_key, forget_environment_settings
 
 if TYPE_CHECKING:
     from blockdraft.prove.report import ProveReport
@@ -41,30 +45,47 @@ FLAGS = f"""
 --timeout S: seconds a request may take (default: 600)
 --json FILE: write all findings to FILE
 --html FILE: write a page to FILE
+--report FILE: write one JSON file with what `blockdraft doctor` says of this machine, all findings, and the
+  times of ten kinds of steps; please attach it to reports about cards that docs/hardware.md lacks
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("url", nargs="?", metavar="URL", help="a running server")
     add_flags(parser, FLAGS, timeout=600.0)
+    add_verbose(parser)
     add_settings(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    options = _options(args)
-    for path in (args.json, args.html):
+    from blockdraft.prove.session import INTERRUPTED
+
+    settings = settings_from(args) if args.url is None else None
+    options = _options(args, settings)
+    for path in (args.json, args.html, args.report):
         if path is not None and not path.absolute().parent.is_dir():
             raise BenchError(f"cannot write {path}: there is no such folder.")
+    if args.report is not None and args.url is not None:
+        raise BenchError(f"--report is about our own engine on this machine, not {args.url}: leave it out.")
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # our own server must end too
     try:
-        return asyncio.run(_prove(args, options))
+        report = asyncio.run(_prove(options))
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None
     finally:
         signal.signal(signal.SIGTERM, before)
+    _show(args, report)
+    if report.trouble == INTERRUPTED:
+        return EXIT_INTERRUPT
+    if args.report is not None and settings is not None:
+        _write_report(args, report, settings)
+    if not report.is_equal:
+        return EXIT_DIFFERENT
+    return 0 if report.is_whole else EXIT_TROUBLE
 
 
-def _options(args: argparse.Namespace) -> ProveOptions:
+def _options(args: argparse.Namespace, settings: Settings | None) -> ProveOptions:
+    """Return the options. `settings` are of our own server; None if there is a URL."""
     from blockdraft.prove.session import ProveOptions
 
     given = given_settings(args)
@@ -72,8 +93,8 @@ def _options(args: argparse.Namespace) -> ProveOptions:
         flag = next(iter(given)).replace("_", "-")
         raise BenchError(f"--{flag} is for our own server, not for {args.url}: leave it out.")
     flags = []
-    if args.url is None:
-        flags = flags_of(settings_from(args))
+    if settings is not None:
+        flags = flags_of(settings)
         forget_environment_settings()  # the child gets these settings as flags
     num_prompts, max_tokens = QUICK if args.quick else USUAL
     return ProveOptions(
@@ -89,18 +110,31 @@ def _options(args: argparse.Namespace) -> ProveOptions:
     )
 
 
-async def _prove(args: argparse.Namespace, options: ProveOptions) -> int:
+async def _prove(options: ProveOptions) -> ProveReport:
     from rich.console import Console
 
-    from blockdraft.prove.session import INTERRUPTED, prove
+    from blockdraft.prove.session import prove
 
-    report = await prove(options, Console(stderr=True, highlight=False, markup=False))
-    _show(args, report)
-    if report.trouble == INTERRUPTED:
-        return EXIT_INTERRUPT
-    if not report.is_equal:
-        return EXIT_DIFFERENT
-    return 0 if report.is_whole else EXIT_TROUBLE
+    return await prove(options, Console(stderr=True, highlight=False, markup=False))
+
+
+def _write_report(args: argparse.Namespace, report: ProveReport, settings: Settings) -> None:
+    """Write the file to attach. Our own server has ended, so its memory is free for an engine here."""
+    from blockdraft.doctor.report import as_json, examine
+
+    note = partial(print, file=sys.stderr, flush=True)
+    note("examining this machine …")
+    diagnosis = as_json(examine("auto", with_kernels=True, note=note))
+    note("timing ten kinds of steps …")
+    llm, _ = open_llm(args, asdict(settings))
+    from blockdraft.prove.step_times import step_times
+
+    steps = [asdict(step) for step in step_times(llm.engine)]
+    whole = {"doctor": diagnosis, "prove": report.as_json(), "steps": steps}
+    args.report.write_text(json.dumps(whole, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    for step in steps:
+        print(f"{step['kind']} of {step['rows']} x {step['tokens']} tokens: {step['ms']:.2f} ms")
+    note(f"written: {args.report}")
 
 
 def _show(args: argparse.Namespace, report: ProveReport) -> None:

@@ -88,10 +88,10 @@ class ProveReport:
             for one in finding.differences[:SHOWN]
         ]
 
-    def to_json(self) -> str:
+    def as_json(self) -> dict[str, object]:
         endpoint = asdict(self.endpoint)
         endpoint.pop("switches")
-        report = {
+        return {
             "schema": SCHEMA,
             "date": self.date,
             "is_equal": self.is_equal,
@@ -102,7 +102,9 @@ class ProveReport:
             "machine": dict(self.machine),
             "ways": [_as_json(finding) for finding in self.findings],
         }
-        return json.dumps(report, indent=1, ensure_ascii=False) + "\n"
+
+    def to_json(self) -> str:
+        return json.dumps(self.as_json(), indent=1, ensure_ascii=False) + "\n"
 
     def to_markdown(self) -> str:
         return f"{to_markdown(self.sheet())}\n\n{clean(self.verdict)}\n"
