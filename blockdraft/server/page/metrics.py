@@ -29,20 +29,20 @@ FINISH_REASONS = ("stop", "length", "abort", "error")
 
 Labels = Mapping[str, str]
 _HISTOGRAMS = {
-    "time_to_first_token_seconds": "From a request's arrival to its first token.",
-    "inter_token_latency_seconds": "Between two steps that bring tokens to one answer.",
-    "request_time_per_output_token_seconds": "Mean time per token of an answer, after its first.",
-    "e2e_request_latency_seconds": "From a request's arrival to its last token.",
-    "request_queue_time_seconds": "From a request's arrival until it has a row.",
-    "request_prefill_time_seconds": "From its row to a request's first token.",
-    "request_decode_time_seconds": "From a request's first token to its last.",
-    "request_inference_time_seconds": "From its row to a request's last token.",
-    "request_prompt_tokens": "Tokens of a request's prompt.",
-    "request_generation_tokens": "Tokens of a request's answer.",
-    "request_max_num_generation_tokens": "Tokens of the longest choice of a request.",
-    "request_params_max_tokens": "Tokens that an answer might have had.",
-    "request_params_n": "Choices of a request.",
-    "iteration_tokens_total": "Tokens of a step, of prompts or of answers.",
+    "time_to_first_token_seconds": "Seconds from a request's arrival to its first token.",
+    "inter_token_latency_seconds": "Seconds between two steps of one answer.",
+    "request_time_per_output_token_seconds": "Mean seconds per token of an answer, without the first.",
+    "e2e_request_latency_seconds": "Seconds from a request's arrival to its last token.",
+    "request_queue_time_seconds": "Seconds that a request waits before it runs.",
+    "request_prefill_time_seconds": "Seconds from the begin of a request's run to its first token.",
+    "request_decode_time_seconds": "Seconds from a request's first token to its last.",
+    "request_inference_time_seconds": "Seconds from the begin of a request's run to its last token.",
+    "request_prompt_tokens": "Prompt tokens of a request.",
+    "request_generation_tokens": "Generated tokens of a choice.",
+    "request_max_num_generation_tokens": "Generated tokens of a request's longest choice.",
+    "request_params_max_tokens": "Most tokens that a request allows.",
+    "request_params_n": "Choices per request (n).",
+    "iteration_tokens_total": "Prompt or generated tokens per step.",
 }
 
 
@@ -64,9 +64,9 @@ def render_proxy(
 ) -> tuple[bytes, str]:
     """Return text and content type for a proxy; `answers` counts answers by HTTP status."""
     labels = {"model_name": name}
-    live = _gauge("blockdraft:proxy_requests_live", "Requests under way.", num_live, labels)
+    live = _gauge("blockdraft:proxy_requests_live", "Requests that are running.", num_live, labels)
     by_status = {str(status): count for status, count in sorted(answers.items())}
-    text = "Requests passed on to the engine."
+    text = "Requests that were passed on to the engine."
     ended = _counter("blockdraft:proxy_requests", text, by_status, labels, "status")
     return _exposition([*_start(start, labels), live, ended])
 
@@ -85,32 +85,50 @@ def _exposition(families: list[Metric]) -> tuple[bytes, str]:
 
 def _engine(snapshot: Snapshot, labels: Labels) -> Iterator[Metric]:
     used = snapshot.num_pages_used / snapshot.num_pages if snapshot.num_pages else 0.0
-    yield _gauge("vllm:num_requests_running", "Choices that have a row.", snapshot.num_running, labels)
-    yield _gauge("vllm:num_requests_waiting", "Choices that wait for a row.", snapshot.num_waiting, labels)
+    yield _gauge("vllm:num_requests_running", "Choices that are running.", snapshot.num_running, labels)
+    yield _gauge("vllm:num_requests_waiting", "Choices that are waiting.", snapshot.num_waiting, labels)
     # This engine defers nothing: requests wait only for rows or pages.
     waiting = {"capacity": snapshot.num_waiting, "deferred": 0}
-    yield _gauge("vllm:num_requests_waiting_by_reason", "The same, by reason.", waiting, labels, "reason")
-    yield _gauge("vllm:kv_cache_usage_perc", "Pages in use; 1 is all of them.", used, labels)
+    yield _gauge(
+        "vllm:num_requests_waiting_by_reason",
+        "Waiting choices, by reason.",
+        waiting,
+        labels,
+        "reason",
+    )
+    yield _gauge("vllm:kv_cache_usage_perc", "Share of the cache's pages in use; 1 is all.", used, labels)
     for counter, text, value in (
-        ("vllm:prefix_cache_queries", "Prompt tokens looked up in the cache.", snapshot.prompt_tokens),
-        ("vllm:prefix_cache_hits", "Prompt tokens found there.", snapshot.num_cached_tokens),
-        ("vllm:prompt_tokens", "Prompt tokens, found or computed.", snapshot.prompt_tokens),
-        ("vllm:prompt_tokens_cached", "Prompt tokens found in the cache.", snapshot.num_cached_tokens),
-        ("vllm:generation_tokens", "Tokens of answers.", snapshot.generation_tokens),
-        ("vllm:num_preemptions", "Choices that lost their row for want of pages.", snapshot.num_preemptions),
-        ("vllm:spec_decode_num_drafts", "Blocks of drafts verified.", snapshot.num_drafts),
-        ("vllm:spec_decode_num_draft_tokens", "Drafts verified.", snapshot.num_drafted),
-        ("vllm:spec_decode_num_accepted_tokens", "Drafts accepted.", snapshot.num_accepted),
-        ("blockdraft:decode_steps", "Steps that decoded.", snapshot.num_decode_steps),
-        ("blockdraft:prefill_steps", "Steps that read prompts.", snapshot.num_prefill_steps),
-        ("blockdraft:prefill_tokens", "Prompt tokens computed.", snapshot.num_prefill_tokens),
-        ("blockdraft:blocks", "Rows verified, with drafts or without.", snapshot.num_blocks),
-        ("blockdraft:recheck", "Answers computed again by plain decoding.", snapshot.num_rechecked),
-        ("blockdraft:recheck_different", "Of them, answers that differ.", snapshot.num_different),
+        (
+            "vllm:prefix_cache_queries",
+            "Prompt tokens looked up in the prefix cache.",
+            snapshot.prompt_tokens,
+        ),
+        (
+            "vllm:prefix_cache_hits",
+            "Prompt tokens found in the prefix cache.",
+            snapshot.num_cached_tokens,
+        ),
+        ("vllm:prompt_tokens", "Prompt tokens, cached or computed.", snapshot.prompt_tokens),
+        (
+            "vllm:prompt_tokens_cached",
+            "Prompt tokens found in the prefix cache.",
+            snapshot.num_cached_tokens,
+        ),
+        ("vllm:generation_tokens", "Generated tokens.", snapshot.generation_tokens),
+        ("vllm:num_preemptions", "Preemptions, for lack of cache pages.", snapshot.num_preemptions),
+        ("vllm:spec_decode_num_drafts", "Blocks with drafts that were verified.", snapshot.num_drafts),
+        ("vllm:spec_decode_num_draft_tokens", "Drafts that were verified.", snapshot.num_drafted),
+        ("vllm:spec_decode_num_accepted_tokens", "Drafts that were accepted.", snapshot.num_accepted),
+        ("blockdraft:decode_steps", "Decode steps.", snapshot.num_decode_steps),
+        ("blockdraft:prefill_steps", "Prefill steps.", snapshot.num_prefill_steps),
+        ("blockdraft:prefill_tokens", "Prompt tokens that were computed.", snapshot.num_prefill_tokens),
+        ("blockdraft:blocks", "Blocks that were verified, with drafts or without.", snapshot.num_blocks),
+        ("blockdraft:recheck", "Answers that were computed again by plain decoding.", snapshot.num_rechecked),
+        ("blockdraft:recheck_different", "Answers that differ from plain decoding.", snapshot.num_different),
     ):
         yield _counter(counter, text, value, labels)
     by_position = {str(position): count for position, count in enumerate(snapshot.accepted)}
-    name, text = "accepted_tokens_per_pos", "Drafts accepted, by their place in the block."
+    name, text = "accepted_tokens_per_pos", "Accepted drafts, by position in the block."
     yield _counter(f"vllm:spec_decode_num_{name}", text, by_position, labels, "position")
     finished = {**dict.fromkeys(FINISH_REASONS, 0), **snapshot.finished}
     text = "Choices that have ended, by reason."
@@ -118,12 +136,12 @@ def _engine(snapshot: Snapshot, labels: Labels) -> Iterator[Metric]:
     for histogram, text in _HISTOGRAMS.items():
         yield _histogram(f"vllm:{histogram}", text, snapshot.histograms[histogram], labels)
     per_block = snapshot.generation_tokens / snapshot.num_blocks if snapshot.num_blocks else 0.0
-    text = "Mean tokens of an answer per verified row."
+    text = "Mean generated tokens per verified block."
     yield _gauge("blockdraft:tokens_per_block", text, per_block, labels)
-    text = "Tokens verified by row in the last step whose width was chosen; 1: plain, 0: there was none."
+    text = "Block width of the last step whose width was chosen; 1: plain decoding, 0: no such step yet."
     yield _gauge("blockdraft:governed_width", text, snapshot.chosen_width, labels)
     if snapshot.speedup is not None:
-        text = "The speed of the last ten seconds over plain steps of as many rows, by times as observed."
+        text = "Speed of the last ten seconds relative to plain decoding of as many rows."
         yield _gauge("blockdraft:speculation_speedup", text, snapshot.speedup, labels)
 
 
@@ -135,12 +153,12 @@ def _info(info: EngineInfo, labels: Labels) -> Iterator[Metric]:
         "num_cache_bytes": str(info.num_cache_bytes),
         "engine": ENGINE,
     }
-    yield _gauge("vllm:cache_config_info", "The cache, in vLLM's words: its blocks are pages.", 1, cache)
-    text = "What one token takes in the cache, of target and drafter together."
+    yield _gauge("vllm:cache_config_info", "Sizes of the cache in vLLM's names: a block is a page.", 1, cache)
+    text = "Cache bytes per token, of target and drafter together."
     yield _gauge("blockdraft:kv_bytes_per_token", text, info.kv_bytes_per_token, labels)
-    text = "Tokens verified in the first steps of a request that does not ask for a width; 1: plain."
+    text = "Block width of a request's first steps, if it sets none; 1: plain decoding."
     yield _gauge("blockdraft:width", text, info.width, labels)
-    text = "1 where weights or acceptance are not real: what is measured then is time, and nothing else."
+    text = "1 if weights or acceptance are synthetic, so that only times are meaningful."
     is_timing_only = info.is_dummy or info.synthetic_acceptance is not None
     faked = {
         "weights": "dummy" if info.is_dummy else "checkpoint",
@@ -151,11 +169,11 @@ def _info(info: EngineInfo, labels: Labels) -> Iterator[Metric]:
 
 def _start(start: Mapping[str, object], labels: Labels) -> Iterator[Metric]:
     is_ready = float(start["state"] == "ready")
-    yield _gauge("blockdraft:ready", "1 when warm and verified.", is_ready, labels)
+    yield _gauge("blockdraft:ready", "1 if the server is ready.", is_ready, labels)
     phases = start["phases"]
     assert isinstance(phases, list)
     ended = {phase["name"]: phase["seconds"] for phase in phases if phase["seconds"] is not None}
-    text = "How long each phase of the start took."
+    text = "Seconds of each phase of the start."
     yield _gauge("blockdraft:startup_phase_seconds", text, ended, labels, "phase")
 
 
