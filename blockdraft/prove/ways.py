@@ -239,6 +239,11 @@ class Prover:
         said = {"temperature": 1.0, "top_p": 1.0, **self._declared}
         left_out = await self._ask_all(finding.way, seeded, Form(said={}), at_once=COMPANY)
         spoken = await self._ask_all(f"{finding.way}: said", seeded, Form(said=said), at_once=COMPANY)
+        # In company, answers may differ for another reason: ask these questions again, each alone.
+        unlike = [one for one in seeded if _is_different(left_out[one], spoken[one])]
+        if unlike:
+            left_out |= await self._ask_all(f"{finding.way}: alone", unlike, Form(said={}))
+            spoken |= await self._ask_all(f"{finding.way}: said, alone", unlike, Form(said=said))
         for question in seeded:
             self._compare(finding, question, spoken[question], left_out[question])
         shown = ", ".join(f"{name} {value:g}" for name, value in said.items())
@@ -270,6 +275,10 @@ class Prover:
             finding.untested = f"every request failed: {finding.errors[0]}"
         self.findings.append(finding)
         self._watcher.end(finding)
+
+
+def _is_different(one: Reply, other: Reply) -> bool:
+    return one.error is None and other.error is None and one.choices != other.choices
 
 
 def _text(reply: Reply) -> str | None:

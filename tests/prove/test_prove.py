@@ -26,6 +26,7 @@ SHOWN_BY = {
     "one seed": "with another seed",
     "other seeds after a restart": "after a restart",
     "company": "in company",
+    "company by chance": "in company",
     "drafts": "with drafts",
     "prefix": "with a prefix hit",
     "log-probabilities": "with log-probabilities",
@@ -85,6 +86,8 @@ def test_a_planted_fault_is_found(fault):
     assert different(prover) if expected is None else expected in different(prover)
     if fault in ("prefix", "log-probabilities", "streams", "choices", "own temperature"):
         assert different(prover) == {expected}, "no other way shows it"
+    if fault == "company by chance":
+        assert "with defaults left out" not in different(prover), "the defaults do not cause it"
 
 
 def test_defaults_that_a_server_declares_are_no_difference():
