@@ -67,6 +67,7 @@ class WayResult:
     problem: str | None = None  # a fault that the counts of equal answers do not show
     untested: str | None = None  # why this way was not tested, if so
     note: str | None = None
+    num_as_drafted: int = 0  # differences with the answer of "with drafts": drafts alone explain them
 
     def counts(self, *, is_seeded: bool) -> Counts:
         return self.seeded if is_seeded else self.greedy

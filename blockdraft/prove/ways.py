@@ -19,6 +19,7 @@ FEW = 5  # questions at a time in the reversed order
 NUM_CHOICES = 3
 OTHER_SEED = 7_777
 MAX_ERRORS = 8  # failed answers in a row, after which the server counts as gone
+WITH_DRAFTS = "with drafts"
 NO_SWITCH = "the server cannot switch drafts off for a request: give --plain-url"
 
 
@@ -81,6 +82,7 @@ class Prover:
         self._watcher = watcher or ProveWatcher()
         self._baseline: dict[ProveQuestion, Reply] = {}
         self._with_logprobs: dict[ProveQuestion, Reply] = {}
+        self._with_drafts: dict[ProveQuestion, Reply] = {}  # empty if the baseline has drafts, too
         self._ids: dict[str, None] = {}
         self._num_repeated_ids = 0
         self._num_errors = 0  # consecutive failed answers
@@ -93,7 +95,7 @@ class Prover:
         """Ask in every way. `restart` restarts the server. Raises Gone if the server stops answering."""
         await self._learn_baseline()
         if not self.can_switch:
-            self.findings.append(WayResult("with drafts", untested=NO_SWITCH))
+            self.findings.append(WayResult(WITH_DRAFTS, untested=NO_SWITCH))
         for way in self._ways():
             await self._way(way)
         await self._choices()
@@ -112,7 +114,7 @@ class Prover:
             yield from WAYS
             return
         yield replace(first, name="again, without drafts", form=Form(has_drafts=False))
-        yield replace(first, name="with drafts")
+        yield replace(first, name=WITH_DRAFTS)
         yield from others
 
     # ---- asking
@@ -172,11 +174,23 @@ class Prover:
         finding = WayResult(way.name)
         for question in self.questions:
             self._compare(finding, question, self._baseline[question], replies[question])
-        if way.is_twice and all(reply.num_cached == 0 for reply in replies.values()):
-            finding.untested = "the server found no prefix"
-        if way.is_twice and not self.asker.endpoint.switches.keeps_caches_out:
-            finding.note = "the server has no cache salt, so other ways may have had prefix hits, too"
+        if way.is_twice:
+            self._note_hits(finding, [reply.num_cached for reply in replies.values() if reply.error is None])
+        if way.name == WITH_DRAFTS:
+            self._with_drafts = replies
         self._end(finding)
+
+    def _note_hits(self, finding: WayResult, nums_cached: Sequence[int | None]) -> None:
+        """Note how many prompts were in the prefix cache. vLLM leaves the number out where it is 0."""
+        num_found = sum(bool(num_cached) for num_cached in nums_cached)
+        if not self.asker.endpoint.switches.keeps_caches_out:
+            finding.note = "the server has no cache salt, so other ways may have had prefix hits, too"
+        elif 0 < num_found < len(nums_cached):
+            finding.note = f"the server found {num_found} of {len(nums_cached)} prompts in its prefix cache"
+        elif nums_cached and not num_found and None in nums_cached:
+            finding.note = "the server does not say whether it found a prefix"
+        if nums_cached and all(num_cached == 0 for num_cached in nums_cached):
+            finding.untested = "the server found no prefix"
 
     def _compare(
         self, finding: WayResult, question: ProveQuestion, expected: Reply, reply: Reply, *, index: int = 0
@@ -187,15 +201,18 @@ class Prover:
             counts.errors.append(error)
             return
         known = self._with_logprobs.get(question, Reply()).choices
-        counts.add(
-            first_difference(
-                question.number,
-                question.prompt,
-                expected.choices[min(index, len(expected.choices) - 1)],
-                reply.choices[min(index, len(reply.choices) - 1)],
-                known[0].tokens if known else (),
-            )
+        found = reply.choices[min(index, len(reply.choices) - 1)]
+        difference = first_difference(
+            question.number,
+            question.prompt,
+            expected.choices[min(index, len(expected.choices) - 1)],
+            found,
+            known[0].tokens if known else (),
         )
+        counts.add(difference)
+        if difference is not None and expected is self._baseline[question]:
+            drafted = self._with_drafts.get(question, Reply())
+            finding.num_as_drafted += found.text == _text(drafted)
 
     async def _choices(self) -> None:
         """Check that greedy choices equal the baseline, and that seeded choices are equal every time."""

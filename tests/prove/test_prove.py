@@ -96,6 +96,30 @@ def test_defaults_that_a_server_declares_are_no_difference():
     assert "declares temperature 0.3" in prover.findings[-3].note
 
 
+def test_differences_that_drafts_alone_explain_are_counted():
+    prover = asyncio.run(asked(FaultyServer("drafts")))
+    report = ProveReport(prover.findings, prover.asker.endpoint, machine={}, options={}, date="today")
+    remarks = {row[0]: row[-1] for row in report.sheet().rows}
+    assert remarks["in company"] == "different; 16 of 16 have the answer of 'with drafts'"
+    assert remarks["with drafts"] == "different"
+
+
+@pytest.mark.parametrize(
+    ("num_cached", "untested", "note"),
+    [
+        ((0, 16), None, None),
+        ((0, 0), "the server found no prefix", None),
+        ((None, None), None, "the server does not say whether it found a prefix"),
+    ],
+)
+def test_a_prefix_hit_that_is_not_reported_is_not_taken_for_granted(num_cached, untested, note):
+    server = FaultyServer()
+    server.num_cached = num_cached
+    prover = asyncio.run(asked(server, num_questions=2))
+    finding = next(one for one in prover.findings if one.way == "with a prefix hit")
+    assert (finding.untested, finding.note) == (untested, note)
+
+
 def test_a_busy_server_is_waited_for_and_a_failing_one_is_named(monkeypatch):
     server = FaultyServer()
     server.refuses = [429, 503, 429]
