@@ -181,7 +181,7 @@ class Prover:
         self._end(finding)
 
     def _note_hits(self, finding: WayResult, nums_cached: Sequence[int | None]) -> None:
-        """Note how many prompts were in the prefix cache. vLLM leaves the number out where it is 0."""
+        """Note how many prompts were in the prefix cache. vLLM reports it only if started with a flag."""
         num_found = sum(bool(num_cached) for num_cached in nums_cached)
         if not self.asker.endpoint.switches.keeps_caches_out:
             finding.note = "the server has no cache salt, so other ways may have had prefix hits, too"
