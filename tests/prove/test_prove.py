@@ -166,6 +166,19 @@ def test_a_stream_that_breaks_off_is_an_error_and_no_difference():
     assert not streamed.differences
 
 
+def test_every_request_has_its_own_connection():
+    """llama.cpp closes a connection after a stream, so the next request on it fails."""
+    connections = []
+
+    class Seen(FaultyServer):
+        async def chat(self, request):
+            connections.append(request.transport.get_extra_info("peername"))
+            return await super().chat(request)
+
+    asyncio.run(asked(Seen(), num_questions=1))
+    assert len(set(connections)) == len(connections)
+
+
 def test_a_server_that_is_gone_ends_the_questions():
     async def ask():
         server = FaultyServer()
