@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from blockdraft.prove.asking import Asker, Form, Reply
-from blockdraft.prove.findings import WayResult, first_difference
+from blockdraft.prove.findings import WayResult, first_difference, tie_at
 from blockdraft.prove.questions import ProveQuestion
 
 COMPANY = 16  # questions at a time
@@ -171,6 +171,7 @@ class Prover:
         replies = await self._ask_all(way.name, questions, form, at_once=way.at_once)
         if form.has_logprobs:
             self._with_logprobs = replies
+            self._add_ties()
         finding = WayResult(way.name)
         for question in self.questions:
             self._compare(finding, question, self._baseline[question], replies[question])
@@ -179,6 +180,19 @@ class Prover:
         if way.name == WITH_DRAFTS:
             self._with_drafts = replies
         self._end(finding)
+
+    def _add_ties(self) -> None:
+        """Add to the differences of earlier ways how close the likeliest tokens were."""
+        for question, reply in self._with_logprobs.items():
+            expected = _text(self._baseline[question])
+            if expected is None or not reply.choices:
+                continue
+            tokens = reply.choices[0].tokens
+            for finding in self.findings:
+                counts = finding.counts(is_seeded=question.is_seeded)
+                for place, one in enumerate(counts.differences):
+                    if one.question == question.number:
+                        counts.differences[place] = replace(one, tie=tie_at(expected, one.at, tokens))
 
     def _note_hits(self, finding: WayResult, nums_cached: Sequence[int | None]) -> None:
         """Note how many prompts were in the prefix cache. vLLM reports it only if started with a flag."""

@@ -104,6 +104,12 @@ def test_differences_that_drafts_alone_explain_are_counted():
     assert remarks["with drafts"] == "different"
 
 
+def test_ways_before_log_probabilities_say_how_close_a_tie_was():
+    prover = asyncio.run(asked(FaultyServer("company"), num_questions=2))
+    finding = next(one for one in prover.findings if one.way == "in company")
+    assert {one.tie for one in finding.differences} == {0.25}
+
+
 @pytest.mark.parametrize(
     ("num_cached", "untested", "note"),
     [
