@@ -31,7 +31,7 @@ class Way:
     form: Form = field(default_factory=Form)
     at_once: int = 1
     is_reversed: bool = False
-    is_twice: bool = False  # send each question twice with one salt; the second answer counts
+    is_twice: bool = False  # send each prompt first, with the same salt
 
 
 WAYS = (
@@ -167,7 +167,9 @@ class Prover:
         form = way.form
         if way.is_twice:
             form = replace(form, salt=f"hit-{id(self)}")
-            await self._ask_all(f"{way.name}: before", questions, form, at_once=COMPANY)
+            # Alone, as the baseline: prompts computed in company may have other values.
+            prompts = [replace(question, max_tokens=1) for question in questions]
+            await self._ask_all(f"{way.name}: before", prompts, form)
         replies = await self._ask_all(way.name, questions, form, at_once=way.at_once)
         if form.has_logprobs:
             self._with_logprobs = replies

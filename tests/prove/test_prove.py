@@ -271,5 +271,8 @@ def test_no_more_questions_are_under_way_than_a_way_asks_at_once(monkeypatch):
             assert max(most) == 1
             await prover._way(ways.WAYS[0])
             assert max(most) == 3
+            most.clear()
+            await prover._way(ways.Way("with a prefix hit", is_twice=True))
+            assert max(most) == 1, "prompts computed in company may have other values"
 
     asyncio.run(ask())
