@@ -237,6 +237,10 @@ class Prover:
         first = await self._ask_all(finding.way, self.questions, form)
         seeded = [question for question in self.questions if question.is_seeded]
         again = await self._ask_all(f"{finding.way}, in company", seeded, form, at_once=COMPANY)
+        greedy_errors = [reply.error for question, reply in first.items() if not question.is_seeded]
+        if all(error is not None and error.startswith("HTTP 400") for error in greedy_errors):
+            finding.note = f"not asked at T 0: {greedy_errors[0]}"  # vLLM refuses it
+            first = {question: reply for question, reply in first.items() if question.is_seeded}
         for question, reply in first.items():
             if reply.error is None and len(reply.choices) != NUM_CHOICES:
                 finding.untested = f"the server gives {len(reply.choices)} choices"

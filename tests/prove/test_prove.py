@@ -163,6 +163,19 @@ def test_a_way_that_fails_is_not_called_equal():
     assert report.verdict.endswith("and 4 requests failed.")
 
 
+def test_refused_greedy_choices_are_not_failures():
+    class OneGreedyChoice(FaultyServer):
+        def answer(self, body, number):
+            if body.get("n", 1) > 1 and body["temperature"] == 0:
+                raise web.HTTPBadRequest(text="n must be 1")
+            return super().answer(body, number)
+
+    prover = asyncio.run(asked(OneGreedyChoice(), num_questions=2))
+    finding = next(one for one in prover.findings if one.way == "with n = 3")
+    assert finding.note == "not asked at T 0: HTTP 400: n must be 1"
+    assert (finding.greedy.num_asked, finding.seeded.num_equal, finding.errors) == (0, 6, [])
+
+
 def test_a_stream_that_breaks_off_is_an_error_and_no_difference():
     server = FaultyServer()
     server.breaks_streams = True
