@@ -26,6 +26,7 @@ from blockdraft.jsonl import as_object
 
 Kind = Literal["blockdraft", "vllm", "sglang", "llama.cpp", "unknown"]
 PROBE_TIMEOUT_S = 10.0  # arbitrary
+_LLAMA_CPP_SAMPLING = ("temperature", "top_p", "top_k", "min_p")  # of its /props; others have no effect
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +156,7 @@ async def probe(url: str, api_key: str | None = None, model: str | None = None) 
             drafter_kind=_text(engine, "draft_kind") or _text(info, "speculative_algorithm"),
             drafter_hash=_text(engine, "draft_hash"),
             kv_dtype=_text(engine, "kv_dtype"),
-            sampling=_numbers(engine, "sampling"),
+            sampling=_sampling(engine, props),
             notices=_texts(engine, "notices"),
             fp4_kernels=_texts(engine, "fp4_kernels"),
         )
@@ -253,10 +254,13 @@ def _texts(parent: Json, key: str) -> tuple[str, ...]:
     return tuple(map(str, found)) if isinstance(found, list) else ()
 
 
-def _numbers(parent: Json, key: str) -> dict[str, float]:
-    found = parent.get(key)
-    pairs = found.items() if isinstance(found, dict) else ()
-    return {str(name): value for name, value in pairs if isinstance(value, int | float)}
+def _sampling(engine: Json, props: Json) -> dict[str, float]:
+    """Return the values that a request gets if it names none: our server's, or llama.cpp's."""
+    own, theirs = engine.get("sampling"), inside(props, "default_generation_settings", "params")
+    found = dict(own) if isinstance(own, dict) else {}
+    if isinstance(theirs, dict):
+        found |= {name: theirs[name] for name in _LLAMA_CPP_SAMPLING if name in theirs}
+    return {str(name): value for name, value in found.items() if isinstance(value, int | float)}
 
 
 def _text(parent: Json, key: str) -> str | None:

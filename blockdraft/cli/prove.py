@@ -149,7 +149,10 @@ def _show(args: argparse.Namespace, report: ProveReport) -> None:
     console = Console(highlight=False, markup=False)
     if not console.is_terminal:
         console = Console(highlight=False, markup=False, width=160)
-    console.print(to_rich(report.sheet()))
+    table = to_rich(report.sheet())
+    names, remarks = table.columns[0], table.columns[-1]
+    names.no_wrap, remarks.no_wrap, remarks.justify = True, False, "left"
+    console.print(table)
     for line in report.details():
         console.print(clean(line), soft_wrap=True)
     console.print(clean(report.verdict), soft_wrap=True)

@@ -102,7 +102,8 @@ class Asker:
 
     async def __aenter__(self) -> Self:
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0),
+            # llama.cpp says keep-alive but closes the connection after a stream.
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),
             timeout=aiohttp.ClientTimeout(total=self._timeout_s),
             headers=wire.headers(self._api_key),
         )

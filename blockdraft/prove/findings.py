@@ -67,6 +67,7 @@ class WayResult:
     problem: str | None = None  # a fault that the counts of equal answers do not show
     untested: str | None = None  # why this way was not tested, if so
     note: str | None = None
+    num_as_drafted: int = 0  # differences with the answer of "with drafts": drafts alone explain them
 
     def counts(self, *, is_seeded: bool) -> Counts:
         return self.seeded if is_seeded else self.greedy
@@ -105,7 +106,7 @@ def first_difference(
         expected.text[max(0, at - AROUND) : at],
         _shown(expected, at),
         _shown(found, at),
-        _tie(expected.text, at, tokens),
+        tie_at(expected.text, at, tokens),
     )
 
 
@@ -113,7 +114,7 @@ def _shown(choice: GivenAnswer, at: int) -> str:
     return choice.text[at : at + AROUND] or f"[end: {choice.finish_reason}]"
 
 
-def _tie(text: str, at: int, tokens: Sequence[Token]) -> float | None:
+def tie_at(text: str, at: int, tokens: Sequence[Token]) -> float | None:
     """Return the gap between the log-probabilities of the two likeliest tokens at character `at` of `text`.
 
     Return None if `tokens` have another text before that place, or no alternatives there.

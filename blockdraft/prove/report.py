@@ -159,6 +159,7 @@ def _as_json(finding: WayResult) -> dict[str, object]:
         "problem": finding.problem,
         "untested": finding.untested,
         "note": finding.note,
+        "as_with_drafts": finding.num_as_drafted,
         "errors": sorted(set(finding.errors)),
     }
 
@@ -167,7 +168,11 @@ def _remark(finding: WayResult) -> str:
     if finding.untested is not None:
         return f"not tested: {finding.untested}"
     errors = f"failed: {finding.errors[0]}" if finding.errors else None
-    return finding.problem or finding.note or errors or ("different" if finding.is_different else "")
+    remark = finding.problem or finding.note or errors or ("different" if finding.is_different else "")
+    if not finding.num_as_drafted:
+        return remark
+    num_different = len(finding.differences)
+    return f"{remark}; {finding.num_as_drafted} of {num_different} have the answer of 'with drafts'"
 
 
 def _begin(prompt: str) -> str:

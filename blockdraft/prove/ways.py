@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from blockdraft.prove.asking import Asker, Form, Reply
-from blockdraft.prove.findings import WayResult, first_difference
+from blockdraft.prove.findings import WayResult, first_difference, tie_at
 from blockdraft.prove.questions import ProveQuestion
 
 COMPANY = 16  # questions at a time
@@ -19,6 +19,7 @@ FEW = 5  # questions at a time in the reversed order
 NUM_CHOICES = 3
 OTHER_SEED = 7_777
 MAX_ERRORS = 8  # failed answers in a row, after which the server counts as gone
+WITH_DRAFTS = "with drafts"
 NO_SWITCH = "the server cannot switch drafts off for a request: give --plain-url"
 
 
@@ -30,7 +31,7 @@ class Way:
     form: Form = field(default_factory=Form)
     at_once: int = 1
     is_reversed: bool = False
-    is_twice: bool = False  # send each question twice with one salt; the second answer counts
+    is_twice: bool = False  # send each prompt first, with the same salt
 
 
 WAYS = (
@@ -81,6 +82,7 @@ class Prover:
         self._watcher = watcher or ProveWatcher()
         self._baseline: dict[ProveQuestion, Reply] = {}
         self._with_logprobs: dict[ProveQuestion, Reply] = {}
+        self._with_drafts: dict[ProveQuestion, Reply] = {}  # empty if the baseline has drafts, too
         self._ids: dict[str, None] = {}
         self._num_repeated_ids = 0
         self._num_errors = 0  # consecutive failed answers
@@ -93,7 +95,7 @@ class Prover:
         """Ask in every way. `restart` restarts the server. Raises Gone if the server stops answering."""
         await self._learn_baseline()
         if not self.can_switch:
-            self.findings.append(WayResult("with drafts", untested=NO_SWITCH))
+            self.findings.append(WayResult(WITH_DRAFTS, untested=NO_SWITCH))
         for way in self._ways():
             await self._way(way)
         await self._choices()
@@ -112,7 +114,7 @@ class Prover:
             yield from WAYS
             return
         yield replace(first, name="again, without drafts", form=Form(has_drafts=False))
-        yield replace(first, name="with drafts")
+        yield replace(first, name=WITH_DRAFTS)
         yield from others
 
     # ---- asking
@@ -165,18 +167,46 @@ class Prover:
         form = way.form
         if way.is_twice:
             form = replace(form, salt=f"hit-{id(self)}")
-            await self._ask_all(f"{way.name}: before", questions, form, at_once=COMPANY)
+            # Alone, as the baseline: prompts computed in company may have other values.
+            prompts = [replace(question, max_tokens=1) for question in questions]
+            await self._ask_all(f"{way.name}: before", prompts, form)
         replies = await self._ask_all(way.name, questions, form, at_once=way.at_once)
         if form.has_logprobs:
             self._with_logprobs = replies
+            self._add_ties()
         finding = WayResult(way.name)
         for question in self.questions:
             self._compare(finding, question, self._baseline[question], replies[question])
-        if way.is_twice and all(reply.num_cached == 0 for reply in replies.values()):
-            finding.untested = "the server found no prefix"
-        if way.is_twice and not self.asker.endpoint.switches.keeps_caches_out:
-            finding.note = "the server has no cache salt, so other ways may have had prefix hits, too"
+        if way.is_twice:
+            self._note_hits(finding, [reply.num_cached for reply in replies.values() if reply.error is None])
+        if way.name == WITH_DRAFTS:
+            self._with_drafts = replies
         self._end(finding)
+
+    def _add_ties(self) -> None:
+        """Add to the differences of earlier ways how close the likeliest tokens were."""
+        for question, reply in self._with_logprobs.items():
+            expected = _text(self._baseline[question])
+            if expected is None or not reply.choices:
+                continue
+            tokens = reply.choices[0].tokens
+            for finding in self.findings:
+                counts = finding.counts(is_seeded=question.is_seeded)
+                for place, one in enumerate(counts.differences):
+                    if one.question == question.number:
+                        counts.differences[place] = replace(one, tie=tie_at(expected, one.at, tokens))
+
+    def _note_hits(self, finding: WayResult, nums_cached: Sequence[int | None]) -> None:
+        """Note how many prompts were in the prefix cache. vLLM reports it only if started with a flag."""
+        num_found = sum(bool(num_cached) for num_cached in nums_cached)
+        if not self.asker.endpoint.switches.keeps_caches_out:
+            finding.note = "the server has no cache salt, so other ways may have had prefix hits, too"
+        elif 0 < num_found < len(nums_cached):
+            finding.note = f"the server found {num_found} of {len(nums_cached)} prompts in its prefix cache"
+        elif nums_cached and not num_found and None in nums_cached:
+            finding.note = "the server does not say whether it found a prefix"
+        if nums_cached and all(num_cached == 0 for num_cached in nums_cached):
+            finding.untested = "the server found no prefix"
 
     def _compare(
         self, finding: WayResult, question: ProveQuestion, expected: Reply, reply: Reply, *, index: int = 0
@@ -187,15 +217,18 @@ class Prover:
             counts.errors.append(error)
             return
         known = self._with_logprobs.get(question, Reply()).choices
-        counts.add(
-            first_difference(
-                question.number,
-                question.prompt,
-                expected.choices[min(index, len(expected.choices) - 1)],
-                reply.choices[min(index, len(reply.choices) - 1)],
-                known[0].tokens if known else (),
-            )
+        found = reply.choices[min(index, len(reply.choices) - 1)]
+        difference = first_difference(
+            question.number,
+            question.prompt,
+            expected.choices[min(index, len(expected.choices) - 1)],
+            found,
+            known[0].tokens if known else (),
         )
+        counts.add(difference)
+        if difference is not None and expected is self._baseline[question]:
+            drafted = self._with_drafts.get(question, Reply())
+            finding.num_as_drafted += found.text == _text(drafted)
 
     async def _choices(self) -> None:
         """Check that greedy choices equal the baseline, and that seeded choices are equal every time."""
@@ -204,6 +237,10 @@ class Prover:
         first = await self._ask_all(finding.way, self.questions, form)
         seeded = [question for question in self.questions if question.is_seeded]
         again = await self._ask_all(f"{finding.way}, in company", seeded, form, at_once=COMPANY)
+        greedy_errors = [reply.error for question, reply in first.items() if not question.is_seeded]
+        if all(error is not None and error.startswith("HTTP 400") for error in greedy_errors):
+            finding.note = f"not asked at T 0: {greedy_errors[0]}"  # vLLM refuses it
+            first = {question: reply for question, reply in first.items() if question.is_seeded}
         for question, reply in first.items():
             if reply.error is None and len(reply.choices) != NUM_CHOICES:
                 finding.untested = f"the server gives {len(reply.choices)} choices"
@@ -239,6 +276,11 @@ class Prover:
         said = {"temperature": 1.0, "top_p": 1.0, **self._declared}
         left_out = await self._ask_all(finding.way, seeded, Form(said={}), at_once=COMPANY)
         spoken = await self._ask_all(f"{finding.way}: said", seeded, Form(said=said), at_once=COMPANY)
+        # In company, answers may differ for another reason: ask these questions again, each alone.
+        unlike = [one for one in seeded if _is_different(left_out[one], spoken[one])]
+        if unlike:
+            left_out |= await self._ask_all(f"{finding.way}: alone", unlike, Form(said={}))
+            spoken |= await self._ask_all(f"{finding.way}: said, alone", unlike, Form(said=said))
         for question in seeded:
             self._compare(finding, question, spoken[question], left_out[question])
         shown = ", ".join(f"{name} {value:g}" for name, value in said.items())
@@ -270,6 +312,10 @@ class Prover:
             finding.untested = f"every request failed: {finding.errors[0]}"
         self.findings.append(finding)
         self._watcher.end(finding)
+
+
+def _is_different(one: Reply, other: Reply) -> bool:
+    return one.error is None and other.error is None and one.choices != other.choices
 
 
 def _text(reply: Reply) -> str | None:

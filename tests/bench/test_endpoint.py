@@ -45,10 +45,12 @@ def test_sglang_is_recognised_behind_another_name():
 
 
 def test_llama_cpp_is_recognised():
-    props = {"build_info": "b9992", "default_generation_settings": {"n_ctx": 8192}}
+    params = {"temperature": 0.8, "top_k": 40, "n_predict": -1, "seed": 4294967295}
+    props = {"build_info": "b9992", "default_generation_settings": {"n_ctx": 8192, "params": params}}
     card = {"id": "qwen", "owned_by": "llamacpp", "aliases": ["q"]}
     endpoint = look(Stub(routes={"/props": props, "/v1/models": {"data": [card]}}), model="q")
     assert (endpoint.kind, endpoint.version, endpoint.max_model_len) == ("llama.cpp", "b9992", 8192)
+    assert endpoint.sampling == {"temperature": 0.8, "top_k": 40}
     asked = Ask(prompt=Prompt("p", "c", ("x",)), arm=PLAIN, max_tokens=1, cache_salt="s")
     assert endpoint.switches.fields(asked) == {"cache_prompt": False}
 

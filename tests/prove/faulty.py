@@ -12,6 +12,7 @@ FAULTS = (
     "one seed",  # every seed gives the same
     "other seeds after a restart",
     "company",  # who is not alone gets another token
+    "company by chance",  # who is not alone often gets another token
     "drafts",  # a token changes where drafts are on
     "prefix",  # a token changes where the prompt was found in the cache
     "log-probabilities",
@@ -31,6 +32,7 @@ class FaultyServer:
         self.sampling = {} if sampling is None else sampling  # defaults that it declares
         self.refuses = []  # statuses of the next requests
         self.breaks_streams = False
+        self.num_cached = (0, 16)  # reported without and with a prefix hit
         self.num_asked = self.num_running = self.num_starts = 0
         self.kept = {}
         self.salts = set()
@@ -78,7 +80,7 @@ class FaultyServer:
         is_cached = body["cache_salt"] in self.salts
         self.salts.add(body["cache_salt"])
         choices = [self.choice(body, index, number, is_cached=is_cached) for index in range(body.get("n", 1))]
-        usage = {"prompt_tokens_details": {"cached_tokens": 16 if is_cached else 0}}
+        usage = {"prompt_tokens_details": {"cached_tokens": self.num_cached[is_cached]}}
         self.kept[key] = {"id": f"id-{number}", "choices": choices, "usage": usage}
         return self.kept[key]
 
@@ -112,6 +114,7 @@ class FaultyServer:
         return {
             "one in a hundred": number % 100 == 0,
             "company": self.num_running > 1,
+            "company by chance": self.num_running > 1 and number % 3 > 0,
             "drafts": body.get("speculative", True),
             "prefix": is_cached,
             "log-probabilities": bool(body.get("logprobs")),

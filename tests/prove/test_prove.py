@@ -26,6 +26,7 @@ SHOWN_BY = {
     "one seed": "with another seed",
     "other seeds after a restart": "after a restart",
     "company": "in company",
+    "company by chance": "in company",
     "drafts": "with drafts",
     "prefix": "with a prefix hit",
     "log-probabilities": "with log-probabilities",
@@ -85,12 +86,44 @@ def test_a_planted_fault_is_found(fault):
     assert different(prover) if expected is None else expected in different(prover)
     if fault in ("prefix", "log-probabilities", "streams", "choices", "own temperature"):
         assert different(prover) == {expected}, "no other way shows it"
+    if fault == "company by chance":
+        assert "with defaults left out" not in different(prover), "the defaults do not cause it"
 
 
 def test_defaults_that_a_server_declares_are_no_difference():
     prover = asyncio.run(asked(FaultyServer(sampling={"temperature": 0.3})))
     assert not different(prover)
     assert "declares temperature 0.3" in prover.findings[-3].note
+
+
+def test_differences_that_drafts_alone_explain_are_counted():
+    prover = asyncio.run(asked(FaultyServer("drafts")))
+    report = ProveReport(prover.findings, prover.asker.endpoint, machine={}, options={}, date="today")
+    remarks = {row[0]: row[-1] for row in report.sheet().rows}
+    assert remarks["in company"] == "different; 16 of 16 have the answer of 'with drafts'"
+    assert remarks["with drafts"] == "different"
+
+
+def test_ways_before_log_probabilities_say_how_close_a_tie_was():
+    prover = asyncio.run(asked(FaultyServer("company"), num_questions=2))
+    finding = next(one for one in prover.findings if one.way == "in company")
+    assert {one.tie for one in finding.differences} == {0.25}
+
+
+@pytest.mark.parametrize(
+    ("num_cached", "untested", "note"),
+    [
+        ((0, 16), None, None),
+        ((0, 0), "the server found no prefix", None),
+        ((None, None), None, "the server does not say whether it found a prefix"),
+    ],
+)
+def test_a_prefix_hit_that_is_not_reported_is_not_taken_for_granted(num_cached, untested, note):
+    server = FaultyServer()
+    server.num_cached = num_cached
+    prover = asyncio.run(asked(server, num_questions=2))
+    finding = next(one for one in prover.findings if one.way == "with a prefix hit")
+    assert (finding.untested, finding.note) == (untested, note)
 
 
 def test_a_busy_server_is_waited_for_and_a_failing_one_is_named(monkeypatch):
@@ -130,6 +163,19 @@ def test_a_way_that_fails_is_not_called_equal():
     assert report.verdict.endswith("and 4 requests failed.")
 
 
+def test_refused_greedy_choices_are_not_failures():
+    class OneGreedyChoice(FaultyServer):
+        def answer(self, body, number):
+            if body.get("n", 1) > 1 and body["temperature"] == 0:
+                raise web.HTTPBadRequest(text="n must be 1")
+            return super().answer(body, number)
+
+    prover = asyncio.run(asked(OneGreedyChoice(), num_questions=2))
+    finding = next(one for one in prover.findings if one.way == "with n = 3")
+    assert finding.note == "not asked at T 0: HTTP 400: n must be 1"
+    assert (finding.greedy.num_asked, finding.seeded.num_equal, finding.errors) == (0, 6, [])
+
+
 def test_a_stream_that_breaks_off_is_an_error_and_no_difference():
     server = FaultyServer()
     server.breaks_streams = True
@@ -137,6 +183,19 @@ def test_a_stream_that_breaks_off_is_an_error_and_no_difference():
     streamed = next(finding for finding in prover.findings if finding.way == "streamed")
     assert set(streamed.errors) == {"the stream ended before its answer did."}
     assert not streamed.differences
+
+
+def test_every_request_has_its_own_connection():
+    """llama.cpp closes a connection after a stream, so the next request on it fails."""
+    connections = []
+
+    class Seen(FaultyServer):
+        async def chat(self, request):
+            connections.append(request.transport.get_extra_info("peername"))
+            return await super().chat(request)
+
+    asyncio.run(asked(Seen(), num_questions=1))
+    assert len(set(connections)) == len(connections)
 
 
 def test_a_server_that_is_gone_ends_the_questions():
@@ -225,5 +284,8 @@ def test_no_more_questions_are_under_way_than_a_way_asks_at_once(monkeypatch):
             assert max(most) == 1
             await prover._way(ways.WAYS[0])
             assert max(most) == 3
+            most.clear()
+            await prover._way(ways.Way("with a prefix hit", is_twice=True))
+            assert max(most) == 1, "prompts computed in company may have other values"
 
     asyncio.run(ask())
