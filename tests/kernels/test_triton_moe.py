@@ -247,14 +247,45 @@ def test_a_choice_that_comes_with_its_groups():
     assert torch.equal(fast(experts, x, choice), fast(experts, x, choice._replace(groups=None)))
 
 
-def test_high_tiles():
+EVERY_TILE = [*((gated, last) for _, gated, last in moe._BY_PAIRS), (moe.MANY, moe.MANY)]
+
+
+@pytest.mark.parametrize("configs", EVERY_TILE, ids=lambda configs: f"{configs[0].block_m} high")
+def test_every_tile(configs):
     experts = build(2, 80, 48, dtype=HALF, bias=True)
     x, choice = normal(70, 80, dtype=HALF, seed=7), drawn(70, 1, 2)
-    many = routing.MAX_FEW + 1
-    parts = (experts.gate_up.matrices()[0], experts.down.matrices()[0])
-    gated, down = (moe.choose_config(part, HALF, many, 2) for part in parts)
-    assert gated.block_m == down.block_m > 16
-    assert_close(fast(experts, x, choice, configs=(gated, down)), slow(experts, x, choice))
+    got = fast(experts, x, choice, configs=configs)
+    assert_close(got, slow(experts, x, choice))
+    if HAS_CARD:  # a tensor core adds in one way, the interpreter's NumPy does not
+        assert torch.equal(got, fast(experts, x, choice, configs=EVERY_TILE[-1]))
+
+
+def parts_of(num_experts, dtype=HALF, scale=None):
+    stored = Matrices(torch.empty(num_experts, 64, 64, dtype=dtype), scale, (1, 64))
+    return Parts(stored, stored, stored)
+
+
+def test_the_height_of_tiles_follows_the_pairs_per_expert():
+    def heights(num_pairs, num_experts, **options):
+        configs = moe.choose_configs(parts_of(num_experts, **options), HALF, num_pairs)
+        return [config.block_m for config in configs]
+
+    assert heights(routing.MAX_FEW, 1) == [16, 16], "the groups of few pairs are of low tiles"
+    assert heights(2048, 256) == [16, 16]
+    assert heights(4096, 256) == [32, 32]
+    assert heights(8192, 256) == [64, 64]
+    assert heights(16384, 256) == [128, 128]
+    scaled = {"dtype": torch.int8, "scale": torch.ones(256, 64, 1)}
+    assert heights(2048, 256, **scaled) == heights(16384, 256, **scaled) == [64, 64]
+
+
+def test_tiles_fit_a_smaller_device(monkeypatch):
+    monkeypatch.setattr(moe, "shared_memory", lambda device: 100 * 1024)
+    for num_pairs in (1024, 4096, 16384):
+        gated, last = moe.choose_configs(parts_of(256), HALF, num_pairs)
+        assert gated.block_m == last.block_m
+        assert gated.fits(2, DEVICE)
+        assert last.fits(1, DEVICE)
 
 
 def test_no_tokens():
