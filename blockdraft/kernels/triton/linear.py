@@ -310,7 +310,7 @@ def choose(
     if block_m == MANY:
         config = Config(128, 64, 1, warps=8, stages=3)
     elif num_inputs * num_outputs < 1 << 22:  # a few megabytes: latency, not bandwidth
-        block_k = narrow_k if num_inputs > 1024 else 64
+        block_k = 128 if num_inputs > 1024 else 64
         if is_gated:
             config = Config(32, block_k, 1, warps=4, stages=6 if block_k == 64 else 4)
         elif block_m == MAX_SOME:
@@ -327,7 +327,8 @@ def choose(
     elif strips >= multiprocessors:  # up to two programs to a multiprocessor
         config = Config(64, narrow_k, 1, warps=4, stages=4)
     else:  # narrow strips: small programs, which are resident before the previous kernel has ended
-        config = Config(16, wide_k, 1, warps=2, stages=5)
+        # For many columns, a few long steps are faster than many short ones, though the last one has masks.
+        config = Config(16, 256 if num_inputs > 2048 else wide_k, 1, warps=2, stages=5)
     return _fitted(config, block_m, 2 if is_gated else 1, shared_memory(device))
 
 
