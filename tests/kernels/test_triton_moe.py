@@ -7,9 +7,10 @@ import torch
 
 from blockdraft.kernels import moe as contract
 from blockdraft.kernels.kernels import kernels_for
-from blockdraft.kernels.moe import Activation, Beside, ExpertChoice, Matrices, Parts, Shared
+from blockdraft.kernels.moe import Activation, Beside, ExpertChoice, Matrices, Onto, Parts, Shared
 from blockdraft.kernels.pick import mixtures
 from blockdraft.kernels.triton import moe, routing
+from blockdraft.kernels.triton.pointwise import rms_norm
 from blockdraft.models.config import MoEConfig
 from blockdraft.models.kernel_module import with_kernels
 from blockdraft.models.layers import RMSNorm
@@ -65,14 +66,14 @@ def build_with_shared(num_experts, hidden, inner, *, dtype, bias=False, pack=Non
 def fast(experts, x, choice, beside=None, onto=None, configs=None):
     stacked, single = experts.gate_up.matrices(), experts.down.matrices()
     parts = Parts(*stacked, *single)
-    return moe.run_experts(x, parts, choice, experts.activation, beside, onto, configs)
+    return moe.run_experts(x, parts, choice, experts.activation, beside, onto, configs)[0]
 
 
 def slow(experts, x, choice, shared=None, onto=None):
     """By the references of the products too: stored weights are widened, tokens stay as they are."""
     return contract.reference_experts(
         x, experts.gate_up, experts.down, choice, experts.activation, shared, onto
-    )
+    )[0]
 
 
 # ---- routing
@@ -298,18 +299,35 @@ def test_no_tokens():
 @pytest.mark.parametrize("has_shared", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
 def test_combine_rounds_as_its_reference(has_onto, has_shared, dtype):
-    size = 600  # a program's share and some
+    size = 608  # a program's share and some
     outputs, weights = normal(3, 4, size, dtype=dtype), normal(3, 4, seed=1)
     logits = normal(3, 5, dtype=dtype, seed=2)  # the gate is a column of them
     beside = Beside(logits[:, 4:], normal(3, size, dtype=dtype, seed=3)) if has_shared else None
-    onto = normal(3, size, dtype=dtype, seed=4) if has_onto else None
-    got = moe.combine(outputs, weights, beside, onto)
-    expected = contract.reference_combine(outputs, weights, beside, onto)
+    onto = stream_and_norm(3, size, dtype=dtype) if has_onto else None
+    got, normed = moe.combine(outputs, weights, beside, onto)
+    expected, _ = contract.reference_combine(outputs, weights, beside, onto)
     # The order of the sum over the places is PyTorch's own; one unit in the last place may come of it.
     spacing = torch.finfo(dtype).eps
     torch.testing.assert_close(got, expected, rtol=2 * spacing, atol=8 * spacing)
     if not HAS_CARD:  # a GPU fuses products and sums
         assert (got == expected).double().mean() > 0.9
+    if onto is None:
+        assert normed is None
+    else:
+        assert torch.equal(normed, rms_norm(got, onto.weight, onto.eps))
+
+
+def stream_and_norm(num_tokens, size, dtype=HALF, seed=4):
+    weight = 1 + 0.1 * normal(size, seed=seed + 1)
+    return Onto(normal(num_tokens, size, dtype=dtype, seed=seed), weight, 1e-5)
+
+
+def test_a_tokens_norm_does_not_depend_on_its_neighbours():
+    outputs, weights, onto = normal(5, 2, 40, dtype=HALF), normal(5, 2, seed=1), stream_and_norm(5, 40)
+    whole, normed = moe.combine(outputs, weights, None, onto)
+    alone = moe.combine(outputs[3:4], weights[3:4], None, onto._replace(stream=onto.stream[3:4]))
+    assert torch.equal(alone[0], whole[3:4])
+    assert torch.equal(alone[1], normed[3:4])
 
 
 # ---- a shared expert
@@ -375,11 +393,11 @@ def test_a_shared_expert_runs_with_the_routed(
     num_tokens, num_chosen, num_experts, hidden, inner, monkeypatch
 ):
     experts, shared = build_with_shared(num_experts, hidden, inner, dtype=HALF)
-    x, onto = normal(num_tokens, hidden, dtype=HALF, seed=4), normal(num_tokens, hidden, dtype=HALF, seed=5)
+    x, onto = normal(num_tokens, hidden, dtype=HALF, seed=4), stream_and_norm(num_tokens, hidden)
     choice, beside = drawn(num_tokens, num_chosen, num_experts), beside_of(shared, x)
     expected = slow(experts, x, choice, beside, onto)
     calls = alone(monkeypatch)
-    assert_close(on_kernels(experts)(x, choice, beside, onto), expected)
+    assert_close(on_kernels(experts)(x, choice, beside, onto)[0], expected)
     assert calls == []
 
 
@@ -411,7 +429,7 @@ def test_a_shared_expert_that_is_stored_differently_runs_alone(other, monkeypatc
     beside = beside_of(shared, x)
     expected = slow(experts, x, choice, beside)
     calls = alone(monkeypatch)
-    assert_close(on_kernels(experts)(x, choice, beside), expected)
+    assert_close(on_kernels(experts)(x, choice, beside)[0], expected)
     assert calls == [2]
 
 
@@ -487,7 +505,7 @@ def test_stored_formats_with_a_shared_expert(name, monkeypatch):
     beside = beside_of(shared, x)
     expected = slow(experts, x, choice, beside)
     calls = alone(monkeypatch)
-    assert_close(on_kernels(experts)(x, choice, beside), expected)
+    assert_close(on_kernels(experts)(x, choice, beside)[0], expected)
     assert calls == []
 
 
@@ -548,16 +566,17 @@ def test_a_graph_holds_for_every_routing(num_tokens, shared_size):
     norm.weight.fill_(1.0)
     mixture, norm = on_kernels(mixture), on_kernels(norm)
     x = normal(num_tokens, 128, dtype=HALF, seed=20)
-    mixture(x, norm)
+    mixture(x, norm, next_norm=norm)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = mixture(x, norm)
+        out = mixture(x, norm, next_norm=norm)
     for seed in range(5):
         x.copy_(normal(num_tokens, 128, dtype=HALF, seed=30 + seed))
         graph.replay()
-        expected = mixture(x, norm)
+        expected = mixture(x, norm, next_norm=norm)
         torch.cuda.synchronize()
-        assert torch.equal(out, expected)
+        assert torch.equal(out[0], expected[0])
+        assert torch.equal(out[1], expected[1])
 
 
 REAL = {  # hidden, experts, chosen, inner, has biases
@@ -584,9 +603,9 @@ def test_real_shapes(name, pack, num_tokens):
 def test_a_shared_expert_at_a_real_shape(pack, num_tokens, monkeypatch):
     hidden, _, num_chosen, inner, _ = REAL["Qwen3.5-35B-A3B"]
     experts, shared = build_with_shared(32, hidden, inner, dtype=HALF, pack=pack)
-    x, onto = normal(num_tokens, hidden, dtype=HALF, seed=15), normal(num_tokens, hidden, dtype=HALF, seed=16)
+    x, onto = normal(num_tokens, hidden, dtype=HALF, seed=15), stream_and_norm(num_tokens, hidden)
     choice, beside = drawn(num_tokens, num_chosen, 32), beside_of(shared, x)
     calls = alone(monkeypatch)
-    got = experts(x, choice, beside, onto)
+    got, _ = experts(x, choice, beside, onto)
     assert calls == []
     assert_close(got, slow(experts, x, choice, beside, onto))

@@ -17,15 +17,17 @@ from blockdraft.kernels.moe import (
     ExpertChoice,
     ExpertProduct,
     Matrices,
+    Onto,
     Parts,
     Route,
     RunExperts,
     Shared,
+    Summed,
     Weighing,
     reference_experts,
     reference_route,
 )
-from blockdraft.kernels.pointwise import GateMul
+from blockdraft.kernels.pointwise import GateMul, RmsNorm
 
 _HALVES = (torch.bfloat16, torch.float16)
 
@@ -57,13 +59,14 @@ def pick_route(at: Available) -> Route:
     return route
 
 
-def pick_experts(at: Available, gate_mul: GateMul) -> RunExperts:
+def pick_experts(at: Available, gate_mul: GateMul, rms_norm: RmsNorm) -> RunExperts:
     """Pick the experts' kernel: the sum [N, E] of weight * down(activation(gate_up(x))) over chosen experts.
 
     Weights and weighted outputs are rounded to x's dtype. The sum is computed in float32 or wider, then
-    rounded. Then `shared` is added and the sum rounded, then `onto` (the residual stream), and rounded again.
+    rounded. Then `shared` is added and the sum rounded, then the residual stream, and rounded again. With
+    `onto`, the norm of the sum is computed, too.
     """
-    one_by_one = functools.partial(reference_experts, gate_mul=gate_mul)
+    one_by_one = functools.partial(reference_experts, gate_mul=gate_mul, rms_norm=rms_norm)
     if not at.has_triton("experts"):
         return one_by_one
     from blockdraft.kernels.triton import moe
@@ -77,8 +80,8 @@ def pick_experts(at: Available, gate_mul: GateMul) -> RunExperts:
         choice: ExpertChoice,
         activation: Activation,
         shared: Shared | None,
-        onto: Tensor | None,
-    ) -> Tensor:
+        onto: Onto | None,
+    ) -> Summed:
         parts = _readable(at, gate_up, down)
         if isinstance(parts, str):
             return one_by_one(x, gate_up, down, choice, activation, shared, onto)

@@ -20,12 +20,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from blockdraft.kernels.triton.launch import overlap, shared_memory, start_and_wait
+from blockdraft.kernels.triton.launch import (
+    let_next_start,
+    overlap,
+    shared_memory,
+    start_and_wait,
+    wait_for_previous,
+)
 from blockdraft.kernels.triton.linear import widen
+from blockdraft.kernels.triton.pointwise import norm_warps
 from blockdraft.kernels.triton.routing import LOW, MAX_FEW, group
 
 if TYPE_CHECKING:
-    from blockdraft.kernels.moe import Activation, Beside, ExpertChoice, Groups, Matrices, Parts
+    from blockdraft.kernels.moe import (
+        Activation,
+        Beside,
+        ExpertChoice,
+        Groups,
+        Matrices,
+        Onto,
+        Parts,
+        Summed,
+    )
 
 
 class Config(NamedTuple):
@@ -250,15 +266,15 @@ def run_experts(
     choice: ExpertChoice,
     activation: Activation,
     beside: Beside | None = None,
-    onto: Tensor | None = None,
+    onto: Onto | None = None,
     configs: tuple[Config, Config] | None = None,
-) -> Tensor:
-    """Return the experts' output [N, E] for x [N, E]; see `pick.mixtures.pick_experts`."""
+) -> Summed:
+    """Return the experts' output for x [N, E]; see `pick.mixtures.pick_experts`."""
     ids = choice.ids
     num_tokens, num_chosen = ids.shape
     num_pairs = ids.numel()
     if num_pairs == 0:
-        return x.new_empty(x.shape)
+        return x.new_empty(x.shape), None if onto is None else x.new_empty(x.shape)
     gated, last = configs or choose_configs(parts, x.dtype, num_pairs)
     assert gated.block_m == last.block_m, "one list of tiles serves both products"
     assert choice.groups is None or gated.block_m == LOW, "the groups are of low tiles"
@@ -386,15 +402,21 @@ def _readable_scale(scale: Tensor) -> Tensor:
 
 @triton.jit
 def _combine_kernel(
-    outputs, weights, shared_gate, shared_value, onto, total, stride_gate,
+    outputs, weights, shared_gate, shared_value, onto, norm_weight, total, normed, stride_gate, eps,
     SIZE: tl.constexpr, NUM_CHOSEN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Sum outputs with the rounding of `reference_combine`; one program per token and BLOCK values."""
-    start_and_wait(PDL)
+    """Sum outputs with the rounding of `reference_combine`; one program per token and BLOCK values.
+
+    With `onto`, a program has all values of a token, for the norm, whose bits are those of `rms_norm`.
+    """
+    let_next_start(PDL)
     dtype = total.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_inside = column < SIZE
+    if onto is not None:
+        scale = tl.load(norm_weight + column, mask=is_inside, other=0.0).to(tl.float32)
+    wait_for_previous(PDL)
     place = token * SIZE + column
     sums = tl.zeros((BLOCK,), tl.float32)
     for k in tl.static_range(NUM_CHOSEN):
@@ -414,23 +436,28 @@ def _combine_kernel(
     if onto is not None:
         stream = tl.load(onto + place, mask=is_inside, other=0.0).to(tl.float32)
         result = (stream + result.to(tl.float32)).to(dtype)
+        value = tl.where(is_inside, result.to(tl.float32), 0.0)
+        value *= tl.rsqrt(tl.sum(value * value, axis=0) / SIZE + eps)
+        tl.store(normed + place, (value * scale).to(dtype), mask=is_inside)
     tl.store(total + place, result, mask=is_inside)
 
 
 def combine(
-    outputs: Tensor, weights: Tensor, beside: Beside | None = None, onto: Tensor | None = None
-) -> Tensor:
-    """Return the weighted sum [N, E] of outputs [N, K, E]; see `pick.mixtures.pick_experts`."""
+    outputs: Tensor, weights: Tensor, beside: Beside | None = None, onto: Onto | None = None
+) -> Summed:
+    """Return the weighted sum of outputs [N, K, E]; see `pick.mixtures.pick_experts`."""
     num_tokens, num_chosen, size = outputs.shape
     total = outputs.new_empty(num_tokens, size)
-    if num_tokens == 0:
-        return total
+    normed = None if onto is None else torch.empty_like(total)
     gate, value = (None, None) if beside is None else beside
     assert value is None or isinstance(value, Tensor)
-    block = min(512, triton.next_power_of_2(size))
+    stream, scale, eps = (None, None, 0.0) if onto is None else onto
+    whole = triton.next_power_of_2(size)
+    block = min(512, whole) if onto is None else whole
     _combine_kernel[(num_tokens, triton.cdiv(size, block))](
         outputs, weights.contiguous(), gate, None if value is None else value.contiguous(),
-        None if onto is None else onto.contiguous(), total, 0 if gate is None else gate.stride(0),
-        SIZE=size, NUM_CHOSEN=num_chosen, BLOCK=block, num_warps=2, **overlap(outputs.device),
+        None if stream is None else stream.contiguous(), scale, total, normed,
+        0 if gate is None else gate.stride(0), eps, SIZE=size, NUM_CHOSEN=num_chosen, BLOCK=block,
+        num_warps=2 if onto is None else norm_warps(block), **overlap(outputs.device),
     )  # fmt: skip
-    return total
+    return total, normed
