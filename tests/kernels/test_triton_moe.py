@@ -158,7 +158,7 @@ ROUTINGS = {
     "all to one": torch.full((40, 1), 1),
     "drawn": torch.randint(0, 7, (33, 4), generator=torch.Generator().manual_seed(0)),
     "one each": torch.arange(7)[:, None],
-    "many": torch.randint(0, 7, (600, 2), generator=torch.Generator().manual_seed(1)),  # PyTorch sorts
+    "many": torch.randint(0, 7, (600, 2), generator=torch.Generator().manual_seed(1)),  # in two launches
 }
 
 
@@ -172,6 +172,38 @@ def test_tiles_name_every_pair_once_in_order(name, block_m):
     found = expand(order.cpu(), tiles.cpu(), 7)
     for expert in range(7):
         assert found[expert] == torch.where(ids.flatten() == expert)[0].tolist()
+
+
+# Pairs, experts, most programs: one pair more than are compared, broken chunks, several to a program.
+LARGE = [
+    (1025, 1, 128), (1280, 7, 128), (4096, 256, 128), (2000, 255, 3),
+    (5000, 512, 128), (17000, 32, 128), (40000, 3, 128),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("num_pairs", "num_experts", "max_shares"), slow_but(LARGE, *LARGE[:4]))
+@pytest.mark.parametrize("is_uneven", [False, True])
+def test_a_large_sort_is_stable(num_pairs, num_experts, max_shares, is_uneven, monkeypatch):
+    monkeypatch.setattr(routing, "MAX_SHARES", max_shares)
+    generator = torch.Generator().manual_seed(num_pairs)
+    drawn_ids = torch.randint(0, num_experts, (num_pairs,), generator=generator)
+    if is_uneven:  # most pairs have the last expert, many experts none
+        drawn_ids = torch.where(drawn_ids % 3 == 0, drawn_ids, num_experts - 1)
+    ids = drawn_ids.view(-1, 1).to(DEVICE)
+    order, tiles = routing.group(ids, num_experts, 64)
+    ranked, expected = ids.flatten().sort(stable=True)
+    assert torch.equal(order.long(), expected)
+    is_used = tiles[0] >= 0
+    assert torch.equal(torch.where(is_used, tiles, -1).cpu(), tiles_of(ranked, num_experts, 64, len(is_used)))
+
+
+def tiles_of(ranked, num_experts, block_m, num_tiles):
+    """The tiles of sorted ids, expert by expert, and -1 in the unused ones."""
+    found, counts = [], torch.bincount(ranked, minlength=num_experts).tolist()
+    for expert, count in enumerate(counts):
+        begin = sum(counts[:expert])
+        found += [(expert, begin + at, min(block_m, count - at)) for at in range(0, count, block_m)]
+    return torch.tensor(found + [(-1, -1, -1)] * (num_tiles - len(found)), dtype=torch.int32).T
 
 
 # Tokens, experts, chosen: some that are not powers of two, several tiles of one expert, as much as is held.
