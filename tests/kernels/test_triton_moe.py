@@ -349,6 +349,15 @@ def test_combine_rounds_as_its_reference(has_onto, has_shared, dtype):
         assert torch.equal(normed, rms_norm(got, onto.weight, onto.eps))
 
 
+@pytest.mark.parametrize(("size", "num_chosen"), [(2048, 8), (2880, 4), (5120, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
+def test_the_norm_of_the_sum_has_the_bits_of_the_norm_alone(size, num_chosen, dtype):
+    outputs, weights = normal(17, num_chosen, size, dtype=dtype), normal(17, num_chosen, seed=1)
+    onto = stream_and_norm(17, size, dtype=dtype)
+    total, normed = moe.combine(outputs, weights, None, onto)
+    assert torch.equal(normed, rms_norm(total, onto.weight, onto.eps))
+
+
 def stream_and_norm(num_tokens, size, dtype=HALF, seed=4):
     weight = 1 + 0.1 * normal(size, seed=seed + 1)
     return Onto(normal(num_tokens, size, dtype=dtype, seed=seed), weight, 1e-5)

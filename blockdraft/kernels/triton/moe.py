@@ -407,7 +407,8 @@ def _combine_kernel(
 ):  # fmt: skip
     """Sum outputs with the rounding of `reference_combine`; one program per token and BLOCK values.
 
-    With `onto`, a program has all values of a token, for the norm, whose bits are those of `rms_norm`.
+    With `onto`, a program has all values of a token, for the norm. Its bits are those of `rms_norm` if 16
+    divides SIZE: the sum of squares then has the same layout in both.
     """
     let_next_start(PDL)
     dtype = total.dtype.element_ty
