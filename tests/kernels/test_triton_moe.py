@@ -280,7 +280,9 @@ def test_a_choice_that_comes_with_its_groups():
     assert torch.equal(fast(experts, x, choice), fast(experts, x, choice._replace(groups=None)))
 
 
-EVERY_TILE = [*((gated, last) for _, gated, last in moe._BY_PAIRS), (moe.MANY, moe.MANY)]
+FEW_TILES = [(gated, last) for *_, gated in moe._FEW_GATED for *_, last in moe._FEW_DOWN]
+MANY_TILES = [*((gated, last) for _, gated, last in moe._BY_PAIRS), (moe.MANY, moe.MANY)]
+EVERY_TILE = [*dict.fromkeys(FEW_TILES), *MANY_TILES]
 
 
 @pytest.mark.parametrize("configs", EVERY_TILE, ids=lambda configs: f"{configs[0].block_m} high")

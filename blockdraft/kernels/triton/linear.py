@@ -53,6 +53,14 @@ class Config:
     stages: int
 
 
+# Divisions of weights with few rows, whose programs are small and resident before the previous kernel has
+# ended: tokens of a tile, from how many columns on. Measured on an H200 (benchmarks/log.md).
+_NARROW = (
+    (MAX_FEW, 0, Config(16, 256, 1, warps=2, stages=5)),
+    (MAX_SOME, 0, Config(16, 256, 1, warps=4, stages=4)),
+)
+
+
 @triton.jit
 def widen(stored, like):
     """Convert stored values to the dtype of `like`; bytes (uint8) are fp8 (e4m3) and converted exactly.
@@ -321,15 +329,19 @@ def choose(
         config = Config(32, narrow_k, 1, warps=4, stages=4 if element_bytes > 1 else 6)
     elif num_outputs >= _large(multiprocessors):
         config = Config(128, narrow_k, 1, 4, 3) if element_bytes > 1 else Config(64, narrow_k, 1, 4, 4)
-    elif block_m == MAX_SOME:
-        rows = 64 if strips >= 96 else 32 if strips >= 48 else 16
-        config = Config(rows, narrow_k if rows == 64 else wide_k, 1, warps=4, stages=5 if rows == 64 else 4)
+    elif block_m == MAX_SOME and strips >= 48:
+        config = Config(64, narrow_k, 1, 4, 5) if strips >= 96 else Config(32, wide_k, 1, 4, 4)
     elif strips >= multiprocessors:  # up to two programs to a multiprocessor
         config = Config(64, narrow_k, 1, warps=4, stages=4)
-    else:  # narrow strips: small programs, which are resident before the previous kernel has ended
-        # For many columns, a few long steps are faster than many short ones, though the last one has masks.
-        config = Config(16, 256 if num_inputs > 2048 else wide_k, 1, warps=2, stages=5)
+    else:
+        config = _narrow(block_m, num_inputs, wide_k)
     return _fitted(config, block_m, 2 if is_gated else 1, shared_memory(device))
+
+
+def _narrow(block_m: int, num_inputs: int, wide_k: int) -> Config:
+    """Return the division of a weight with few rows. A few long steps are fast, though the last has masks."""
+    config = next(found for tokens, least, found in _NARROW if block_m == tokens and num_inputs >= least)
+    return config if num_inputs > 2048 else replace(config, block_k=min(config.block_k, wide_k))
 
 
 def _fitted(config: Config, block_m: int, num_parts: int, shared_memory: int) -> Config:

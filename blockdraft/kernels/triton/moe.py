@@ -70,6 +70,16 @@ _BY_PAIRS = (
     (0, Config(LOW, 64, 128, num_warps=4, num_stages=3), Config(LOW, 64, 128, num_warps=4, num_stages=3)),
 )
 
+# Tiles for up to MAX_FEW pairs, which are limited by weight reads: low ones, with many loads in flight. From
+# how many pairs and columns on. Gate and up together read twice the rows of a tile in a step.
+_FEW_GATED = ((0, 0, Config(LOW, 32, 128, num_warps=4, num_stages=5)),)
+_FEW_DOWN = (
+    (0, 513, Config(LOW, 16, 128, num_warps=2, num_stages=5)),
+    (0, 512, Config(LOW, 16, 256, num_warps=2, num_stages=2)),  # two long steps
+    (0, 0, Config(LOW, 16, 128, num_warps=2, num_stages=5)),
+)
+_FEW_FP4 = Config(LOW, 32, 128, num_warps=4, num_stages=4)
+
 
 # ---- the grouped products
 
@@ -298,7 +308,7 @@ def choose_configs(parts: Parts, dtype: torch.dtype, num_pairs: int) -> tuple[Co
     if dtype == torch.float32:
         gated = last = Config(LOW, 32, 32, num_warps=4, num_stages=3)
     elif num_pairs <= MAX_FEW:
-        gated, last = _for_few(parts.gate, 2), _for_few(parts.down, 1)
+        gated, last = _for_few(parts.gate, 2, num_pairs), _for_few(parts.down, 1, num_pairs)
     elif parts.gate.scale is not None:
         gated = last = MANY
     else:
@@ -306,14 +316,12 @@ def choose_configs(parts: Parts, dtype: torch.dtype, num_pairs: int) -> tuple[Co
     return _within_a_scale(gated, parts.gate, dtype), _within_a_scale(last, parts.down, dtype)
 
 
-def _for_few(part: Matrices, num_parts: int) -> Config:
-    """Choose tiles for few pairs, which are limited by weight reads: low ones, with many loads in flight."""
-    # Gate and up together read 2 x 32 rows a step. Measured on an H200 (benchmarks/log.md).
-    if _is_fp4(part) or num_parts == 2:
-        return Config(LOW, 32, 128, num_warps=4, num_stages=4 if _is_fp4(part) else 5)
-    if _num_columns(part) == 512:  # two long steps
-        return Config(LOW, 16, 256, num_warps=2, num_stages=2)
-    return Config(LOW, 16, 128, num_warps=2, num_stages=5)
+def _for_few(part: Matrices, num_parts: int, num_pairs: int) -> Config:
+    """Return the tiles for so many pairs, at most MAX_FEW."""
+    if _is_fp4(part):
+        return _FEW_FP4
+    table, columns = _FEW_GATED if num_parts == 2 else _FEW_DOWN, _num_columns(part)
+    return next(config for pairs, least, config in table if num_pairs >= pairs and columns >= least)
 
 
 def _for_many(pairs_per_expert: float, device: torch.device) -> tuple[Config, Config]:
