@@ -29,6 +29,7 @@ from blockdraft.kernels.moe import (
 )
 from blockdraft.kernels.pointwise import GateMul, RmsNorm
 
+MOST_AT_ONCE = 256  # logits; routing and grouping more is faster in two launches (benchmarks/log.md)
 _HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -50,7 +51,8 @@ def pick_route(at: Available) -> Route:
         logits: Tensor, num_chosen: int, weighing: Weighing, expert_scale: Tensor | None
     ) -> ExpertChoice:
         num_tokens, num_experts = logits.shape
-        is_small = routing.can_group_at_once(num_tokens, num_experts, num_chosen)
+        is_small = logits.numel() <= MOST_AT_ONCE
+        is_small = is_small and routing.can_group_at_once(num_tokens, num_experts, num_chosen)
         kernel = grouped if is_small else alone
         return ExpertChoice(
             *kernel(logits, num_chosen, is_over_all=weighing == "all", expert_scale=expert_scale)

@@ -72,10 +72,11 @@ _BY_PAIRS = (
 
 # Tiles for up to MAX_FEW pairs, which are limited by weight reads: low ones, with many loads in flight. From
 # how many pairs and columns on. Gate and up together read twice the rows of a tile in a step.
-_FEW_GATED = ((0, 0, Config(LOW, 32, 128, num_warps=4, num_stages=5)),)
+_FEW_GATED = ((0, 0, Config(LOW, 32, 128, num_warps=4, num_stages=4)),)
 _FEW_DOWN = (
+    (32, 512, Config(LOW, 32, 128, num_warps=2, num_stages=5)),
     (0, 513, Config(LOW, 16, 128, num_warps=2, num_stages=5)),
-    (0, 512, Config(LOW, 16, 256, num_warps=2, num_stages=2)),  # two long steps
+    (0, 512, Config(LOW, 32, 128, num_warps=2, num_stages=5)),
     (0, 0, Config(LOW, 16, 128, num_warps=2, num_stages=5)),
 )
 _FEW_FP4 = Config(LOW, 32, 128, num_warps=4, num_stages=4)
