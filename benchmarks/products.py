@@ -146,7 +146,7 @@ def _experts_calls(
 
         def call(one: nn.Module = one, scores: Tensor = scores) -> Tensor:
             # With the choice, as a step makes it: small ones are grouped by the same kernel.
-            return one(x, one.kernels.route(scores, num_chosen, "renormalised", None), None, None)
+            return one(x, one.kernels.route(scores, num_chosen, "renormalised", None), None, None)[0]
 
         calls.append(call)
     weights = statistics.mean(touched) * 3 * hidden * inner

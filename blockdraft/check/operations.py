@@ -617,12 +617,15 @@ def _compare_experts(engine: Engine, numbers: Numbers) -> Comparisons:
         choice = numbers.kernels.route(scores, mixture.num_chosen, mixture.weighing, None)
         routed = _reference_experts(experts, x.double(), choice)
         where = f"{mixture.num_chosen} of {num_experts} experts, {list(experts.down.weight.shape[1:])}"
-        yield Comparison(where, experts(x, choice), routed, num_steps=4)
+        yield Comparison(where, experts(x, choice)[0], routed, num_steps=4)
         expected = onto.double() + routed
         if shared is not None:
             expected += torch.sigmoid(gate.double()) * _reference_mlp(shared, x.double())
-        got = experts(x, choice, None if shared is None else moe.Shared(gate, shared), onto)
+        beside = None if shared is None else moe.Shared(gate, shared)
+        got, normed = experts(x, choice, beside, moe.Onto(onto, torch.ones_like(onto[0]), eps=1e-6))
         yield Comparison(f"{where}, onto the stream", got, expected, num_steps=4)
+        expected = pointwise.reference_rms_norm(expected, None, 1e-6)
+        yield Comparison(f"{where}, and its norm", normed, expected, num_steps=4)
 
 
 def _reference_experts(experts: Experts, x: Tensor, choice: moe.ExpertChoice) -> Tensor:

@@ -152,7 +152,7 @@ def _assembled(at: Available) -> Kernels:
         scan_in_place=pick_in_place(at),
         gated_norm=pick_gated_norm(at, rms_norm),
         route=pick_route(at),
-        experts=pick_experts(at, gate_mul),
+        experts=pick_experts(at, gate_mul, rms_norm),
         choose=pick_choose(at),
         forbid=pick_forbid(at),
         count_accepted=count_accepted,

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from blockdraft.kernels.pointwise import GateMul, reference_gate_mul, sigmoid
+from blockdraft.kernels.pointwise import GateMul, RmsNorm, reference_gate_mul, reference_rms_norm, sigmoid
 
 Groups = tuple[Tensor, Tensor]  # order and tiles, see `triton.routing`
 Weighing = Literal["all", "renormalised", "chosen"]
@@ -123,8 +123,17 @@ class Beside(NamedTuple):
     value: Tensor | Parts
 
 
+class Onto(NamedTuple):
+    """The residual stream to which the experts' output is added, and the norm of the sum."""
+
+    stream: Tensor  # [N, E]
+    weight: Tensor  # [E]
+    eps: float
+
+
+Summed = tuple[Tensor, Tensor | None]  # the experts' output, and with `Onto` its norm, [N, E] each
 RunExperts = Callable[
-    [Tensor, ExpertProduct, ExpertProduct, ExpertChoice, Activation, Shared | None, Tensor | None], Tensor
+    [Tensor, ExpertProduct, ExpertProduct, ExpertChoice, Activation, Shared | None, Onto | None], Summed
 ]
 
 
@@ -135,11 +144,12 @@ def reference_experts(  # noqa: PLR0913
     choice: ExpertChoice,
     activation: Activation,
     shared: Shared | None = None,
-    onto: Tensor | None = None,
+    onto: Onto | None = None,
     *,
     gate_mul: GateMul = reference_gate_mul,
-) -> Tensor:
-    """Return the chosen experts' weighted sum, run one by one; products and `gate_mul` may be kernels."""
+    rms_norm: RmsNorm = reference_rms_norm,
+) -> Summed:
+    """Run the chosen experts one by one and combine them; products, `gate_mul` and norm may be kernels."""
     ids = choice.ids
     activate = activation.function(gate_mul)
     outputs = x.new_empty(*ids.shape, x.shape[-1])  # [N, K, E]
@@ -147,18 +157,26 @@ def reference_experts(  # noqa: PLR0913
         token, choice_index = torch.where(ids == expert)
         outputs[token, choice_index] = down(activate(gate_up(x[token], expert)), expert)
     beside = None if shared is None else Beside(shared.gate, shared.expert(x))
-    return reference_combine(outputs, choice.weights, beside, onto)
+    return reference_combine(outputs, choice.weights, beside, onto, rms_norm=rms_norm)
 
 
 def reference_combine(
-    outputs: Tensor, weights: Tensor, beside: Beside | None = None, onto: Tensor | None = None
-) -> Tensor:
+    outputs: Tensor,
+    weights: Tensor,
+    beside: Beside | None = None,
+    onto: Onto | None = None,
+    *,
+    rms_norm: RmsNorm = reference_rms_norm,
+) -> Summed:
     """Return the weighted sum [N, E] of the chosen experts' outputs [N, K, E], plus `beside` and `onto`."""
     total = (outputs * weights.to(outputs.dtype)[..., None]).sum(dim=1)
     if beside is not None:
         assert isinstance(beside.value, Tensor)
         total = total + sigmoid(beside.gate) * beside.value
-    return total if onto is None else onto + total
+    if onto is None:
+        return total, None
+    total = onto.stream + total
+    return total, rms_norm(total, onto.weight, onto.eps)
 
 
 Route = Callable[[Tensor, int, Weighing, Tensor | None], ExpertChoice]

@@ -52,12 +52,13 @@ class Decoder(KernelModule):
         x = self.embed(token_ids)
         angles = self.angles(view.positions)
         features = x.new_empty(len(x), len(self.taps), x.shape[1])
+        normed = self._norm_before(0)(x)
         for index in range(len(self.layers)):
-            x = self.through(index, x, angles, view)
+            x, normed = self._through(index, x, normed, angles, view)
             for position, tap in enumerate(self.taps):
                 if tap == index:
                     features[:, position] = x  # a copy: the next layer may add its result in place
-        return self.norm(x), features.flatten(1)
+        return normed, features.flatten(1)
 
     def angles(self, positions: Tensor) -> list[Angles]:
         """Return the angles of every kind of rope that the layers have."""
@@ -65,8 +66,20 @@ class Decoder(KernelModule):
 
     def through(self, index: int, x: Tensor, angles: list[Angles], view: View) -> Tensor:
         """Return the output of layer `index` for x [N, E], which may be overwritten."""
+        return self._through(index, x, self._norm_before(index)(x), angles, view)[0]
+
+    def _through(
+        self, index: int, x: Tensor, normed: Tensor, angles: list[Angles], view: View
+    ) -> tuple[Tensor, Tensor]:
+        """Return the output of layer `index`, and its norm for what follows; `normed` is that of x."""
         rotary = self._rotary_of[index]
-        return self.layers[index](x, None if rotary is None else angles[rotary], view)  # type: ignore[no-any-return]
+        layer_angles = None if rotary is None else angles[rotary]
+        next_norm = self._norm_before(index + 1)
+        return self.layers[index](x, normed, layer_angles, view, next_norm=next_norm)  # type: ignore[no-any-return]
+
+    def _norm_before(self, index: int) -> RMSNorm:
+        """Return the norm in front of layer `index`, or of the head after the last layer."""
+        return self.norm if index == len(self.layers) else self.layers[index].mixer_norm  # type: ignore[return-value]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [..., V] for hidden states [..., E]."""

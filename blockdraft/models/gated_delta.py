@@ -47,8 +47,8 @@ class GatedDelta(KernelModule):
         self.norm = RMSNorm(config.value_dim, model.norm_eps)
         self.out = Linear(config.num_value_heads * config.value_dim, model.hidden_size)
 
-    def forward(self, x: Tensor, norm: RMSNorm, angles: Angles | None, view: View) -> Tensor:
-        qkv, z, beta, gate = self.inputs(x, norm)
+    def forward(self, x: Tensor, normed: Tensor, angles: Angles | None, view: View) -> Tensor:
+        qkv, z, beta, gate = self.inputs(normed)
         weights = DeltaWeights(self.conv[:, 0], self.decay_log, self.gate_bias)
         read = view.scan(self.layer, qkv, beta, gate, weights)  # [N, H, V]
         gated = self.kernels.gated_norm(read, z, self.norm.weight, self.norm.eps)
@@ -65,8 +65,8 @@ class SeparateInputs(nn.Module):
         self.sizes = (qkv_size, value_size, num_heads, num_heads)
         self.all = Linear(hidden, *self.sizes)
 
-    def forward(self, x: Tensor, norm: RMSNorm) -> Inputs:
-        return self.all(x, norm=norm).split(self.sizes, dim=1)  # type: ignore[no-any-return]
+    def forward(self, x: Tensor) -> Inputs:
+        return self.all(x).split(self.sizes, dim=1)  # type: ignore[no-any-return]
 
 
 class InterleavedInputs(nn.Module):
@@ -81,8 +81,7 @@ class InterleavedInputs(nn.Module):
         self.qkvz = Linear(hidden, config.num_key_heads * sum(self.sizes))
         self.ba = Linear(hidden, 2 * config.num_value_heads)
 
-    def forward(self, x: Tensor, norm: RMSNorm) -> Inputs:
-        x = norm(x)
+    def forward(self, x: Tensor) -> Inputs:
         q, k, v, z = self.qkvz(x).unflatten(1, (self.num_key_heads, -1)).split(self.sizes, dim=2)
         beta, gate = self.ba(x).unflatten(1, (self.num_key_heads, -1)).split(self.shared, dim=2)
         qkv = [part.flatten(1) for part in (q, k, v)]
@@ -105,8 +104,8 @@ class GatedAttention(KernelModule):
         self.q_norm = ZeroCentredNorm(config.head_dim, model.norm_eps)
         self.k_norm = ZeroCentredNorm(config.head_dim, model.norm_eps)
 
-    def forward(self, x: Tensor, norm: RMSNorm, angles: Angles, view: View) -> Tensor:
-        heads = self.qkv(x, norm=norm).unflatten(1, (-1, self.head_dim))  # [N, 2 H + G + G, D]
+    def forward(self, x: Tensor, normed: Tensor, angles: Angles, view: View) -> Tensor:
+        heads = self.qkv(normed).unflatten(1, (-1, self.head_dim))  # [N, 2 H + G + G, D]
         queries, k, v = heads.split(self.heads, dim=1)
         q, gate = queries[:, 0::2], queries[:, 1::2]  # each head's query, then its gate
         norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)

@@ -15,7 +15,7 @@ from blockdraft.kernels.moe import Activation, ExpertChoice
 from blockdraft.kernels.pointwise import Angles
 from blockdraft.models.config import AttentionConfig, ModelConfig, MoEConfig
 from blockdraft.models.kernel_module import KernelModule
-from blockdraft.models.layers import GatedMLP, Linear, WideNorm, attention_config
+from blockdraft.models.layers import GatedMLP, Linear, RMSNorm, WideNorm, attention_config
 from blockdraft.models.moe import Experts
 
 
@@ -94,7 +94,7 @@ class GemmaFeedForward(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.dense(self.before(x))
         if self.has_experts:
-            routed = self.experts(self.experts_before(x), self.router(x))
+            routed, _ = self.experts(self.experts_before(x), self.router(x))
             y = self.dense_after(y) + self.experts_after(routed)
         return self.after(y)  # type: ignore[no-any-return]
 
@@ -110,6 +110,10 @@ class GemmaLayer(nn.Module):
         self.mlp = GemmaFeedForward(config, index)
         self.scale = nn.Parameter(torch.empty(1))
 
-    def forward(self, x: Tensor, angles: Angles, view: View) -> Tensor:
-        x = x + self.mixer_after(self.mixer(self.mixer_norm(x), angles, view))
-        return (x + self.mlp(x)) * self.scale  # type: ignore[no-any-return]
+    def forward(
+        self, x: Tensor, normed: Tensor, angles: Angles, view: View, *, next_norm: RMSNorm
+    ) -> tuple[Tensor, Tensor]:
+        """Return the output y [N, E], and next_norm(y); `normed` is mixer_norm(x)."""
+        x = x + self.mixer_after(self.mixer(normed, angles, view))
+        y = (x + self.mlp(x)) * self.scale
+        return y, next_norm(y)

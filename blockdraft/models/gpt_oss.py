@@ -37,12 +37,12 @@ class GptOssMoE(KernelModule):
         activation = Activation("swiglu_clamped", model.swiglu_limit)
         self.experts = Experts(model.hidden_size, config, bias=True, activation=activation)
 
-    def forward(self, x: Tensor, norm: RMSNorm) -> Tensor:
-        """Return x + experts(norm(x))."""
+    def forward(self, x: Tensor, norm: RMSNorm, *, next_norm: RMSNorm) -> tuple[Tensor, Tensor]:
+        """Return y = x + experts(norm(x)), and next_norm(y)."""
         h = norm(x)
         logits = self.kernels.linear(h, self.router, self.router_bias, None)
         choice = self.kernels.route(logits, self.num_chosen, "chosen", None)
-        return self.experts(h, choice, onto=x)  # type: ignore[no-any-return]
+        return self.experts(h, choice, onto=next_norm.onto(x))  # type: ignore[no-any-return]
 
     def scores(self, x: Tensor, norm: RMSNorm) -> Tensor:
         """Return the router's logits [N, X], as `forward` uses them."""

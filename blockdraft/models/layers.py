@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from blockdraft.cache.view import View
 from blockdraft.kernels.attention import Mask
 from blockdraft.kernels.heads import HeadNorms
+from blockdraft.kernels.moe import Onto
 from blockdraft.kernels.pointwise import Angles, Gate
 from blockdraft.models.config import AttentionConfig, ModelConfig
 from blockdraft.models.kernel_module import KernelModule
@@ -92,6 +93,10 @@ class RMSNorm(KernelModule):
     def forward(self, x: Tensor) -> Tensor:
         return self.kernels.rms_norm(x, self.weight, self.eps)
 
+    def onto(self, stream: Tensor) -> Onto:
+        """Return the stream and this norm, for a kernel that adds to the stream and normalises the sum."""
+        return Onto(stream, self.weight, self.eps)
+
 
 class WideNorm(RMSNorm):
     """RMSNorm with a float32 weight in half-precision models: it rounds once, at the end."""
@@ -113,7 +118,7 @@ def wide_dtype() -> torch.dtype:
 
 
 class Attention(nn.Module):
-    """Computes x + grouped-query attention of norm(x) over the cache."""
+    """Computes x + grouped-query attention over the cache, of x after a norm."""
 
     sinks: nn.Parameter | None
 
@@ -131,8 +136,8 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, model.norm_eps) if has_qk_norm else None
         self.register_parameter("sinks", None)
 
-    def forward(self, x: Tensor, norm: RMSNorm, angles: Angles, view: View) -> Tensor:
-        heads = self.qkv(x, norm=norm).unflatten(1, (-1, self.head_dim))  # [N, H + G + G, D]
+    def forward(self, x: Tensor, normed: Tensor, angles: Angles, view: View) -> Tensor:
+        heads = self.qkv(normed).unflatten(1, (-1, self.head_dim))  # [N, H + G + G, D]
         q, k, v = heads.split(self.heads, dim=1)
         attended = view.attend(
             self.layer, q, k, v, self.mask, angles=angles, norms=self.norms(), sinks=self.sinks
@@ -167,7 +172,7 @@ class GatedMLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """A decoder layer. Mixer and feed-forward part each normalise the residual stream and add to it."""
+    """A decoder layer. Mixer and feed-forward part each read the normalised residual stream and add to it."""
 
     def __init__(
         self,
@@ -183,6 +188,12 @@ class DecoderLayer(nn.Module):
         self.mlp_norm = norm(config.hidden_size, config.norm_eps)
         self.mlp = mlp
 
-    def forward(self, x: Tensor, angles: Angles, view: View) -> Tensor:
-        x = self.mixer(x, self.mixer_norm, angles, view)
-        return self.mlp(x, self.mlp_norm)  # type: ignore[no-any-return]
+    def forward(
+        self, x: Tensor, normed: Tensor, angles: Angles, view: View, *, next_norm: RMSNorm
+    ) -> tuple[Tensor, Tensor]:
+        """Return the output y [N, E], and next_norm(y); `normed` is mixer_norm(x)."""
+        x = self.mixer(x, normed, angles, view)
+        if isinstance(self.mlp, GatedMLP):
+            y = self.mlp(x, self.mlp_norm)
+            return y, next_norm(y)
+        return self.mlp(x, self.mlp_norm, next_norm=next_norm)  # type: ignore[no-any-return]

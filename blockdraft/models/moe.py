@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from blockdraft.kernels.moe import Activation, ExpertChoice, Matrices, Parts, Shared, Weighing
+from blockdraft.kernels.moe import Activation, ExpertChoice, Matrices, Onto, Parts, Shared, Summed, Weighing
 from blockdraft.kernels.pick.mixtures import why_no_kernel
 from blockdraft.models.config import ModelConfig, MoEConfig
 from blockdraft.models.kernel_module import KernelModule
@@ -95,9 +95,9 @@ class Experts(KernelModule):
         self.activation = activation
 
     def forward(
-        self, x: Tensor, choice: ExpertChoice, shared: Shared | None = None, onto: Tensor | None = None
-    ) -> Tensor:
-        """Return the experts' weighted outputs [N, E]; see `kernels.pick.mixtures.pick_experts`."""
+        self, x: Tensor, choice: ExpertChoice, shared: Shared | None = None, onto: Onto | None = None
+    ) -> Summed:
+        """Return the experts' weighted outputs; see `kernels.pick.mixtures.pick_experts`."""
         return self.kernels.experts(x, self.gate_up, self.down, choice, self.activation, shared, onto)
 
     def why_not_captured(self) -> str | None:
@@ -132,13 +132,13 @@ class MoE(KernelModule):
         if has_shared:  # with silu like the routed experts, so that kernels can run it as one more
             self.shared = SharedExpert(hidden, config.shared_size or 0)
 
-    def forward(self, x: Tensor, norm: RMSNorm) -> Tensor:
-        """Return x + experts(norm(x))."""
+    def forward(self, x: Tensor, norm: RMSNorm, *, next_norm: RMSNorm) -> tuple[Tensor, Tensor]:
+        """Return y = x + experts(norm(x)), and next_norm(y)."""
         h = norm(x)
         logits, gate = self.router(h).tensor_split([self.num_experts], dim=-1)
         choice = self.kernels.route(logits, self.num_chosen, self.weighing, None)
         shared = None if self.shared is None else Shared(gate, self.shared)
-        return self.experts(h, choice, shared, x)  # type: ignore[no-any-return]
+        return self.experts(h, choice, shared, next_norm.onto(x))  # type: ignore[no-any-return]
 
     def scores(self, x: Tensor, norm: RMSNorm) -> Tensor:
         """Return the router's logits [N, X], as `forward` uses them."""

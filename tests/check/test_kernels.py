@@ -256,18 +256,25 @@ def test_states_that_are_kept_wrongly(engine, monkeypatch, name, change, place):
     assert any(place in where for where in failed_at("gated delta", engine))
 
 
-@pytest.mark.parametrize("forgotten", ["shared", "onto", None])
-def test_experts_that_are_off_or_forget_what_is_added(engine, forgotten, monkeypatch):
+@pytest.mark.parametrize(
+    ("wrong_part", "place"),
+    [("shared", "onto the stream"), ("stream", "onto the stream"), ("sum", "experts"), ("norm", "its norm")],
+)
+def test_experts_that_are_off_or_forget_what_is_added(engine, wrong_part, place, monkeypatch):
     right = Experts.forward
 
     def forward(self, x, choice, shared=None, onto=None):
-        if forgotten is None:
-            return right(self, x, choice, shared, onto) * 1.001
-        return right(self, x, choice, **({"shared": shared, "onto": onto} | {forgotten: None}))
+        if wrong_part == "shared":
+            shared = None
+        if wrong_part == "stream" and onto is not None:
+            onto = onto._replace(stream=torch.zeros_like(x))
+        total, normed = right(self, x, choice, shared, onto)
+        if wrong_part == "norm" and normed is not None:
+            normed = normed * 1.001
+        return total * 1.001 if wrong_part == "sum" else total, normed
 
     monkeypatch.setattr(Experts, "forward", forward)
-    found = failed_at("experts", engine)
-    assert any("onto the stream" in where for where in found)
+    assert any(place in where for where in failed_at("experts", engine))
 
 
 @pytest.mark.parametrize("name", ["positions", "write_slots"])

@@ -314,7 +314,7 @@ SHAPES = {  # rows, groups, shared, head_dim, max_count
 }
 
 
-def config_of(rows, groups, shared, head_dim, max_count, *, element_size=2, card=H200):
+def config_of(rows, groups, shared, head_dim, max_count, *, window=None, element_size=2, card=H200):
     return choose(
         num_rows=rows,
         num_groups=groups,
@@ -322,6 +322,7 @@ def config_of(rows, groups, shared, head_dim, max_count, *, element_size=2, card
         head_dim=head_dim,
         element_size=element_size,
         max_count=max_count,
+        window=window,
         **card,
     )
 
@@ -360,6 +361,11 @@ def test_several_programs_share_a_tile_where_tiles_are_few():
     assert config_of(32, 8, 4, 128, 16).parts == 1
     assert config_of(1024, 3, 3, 64, 1).parts == 1
     assert config_of(1, 8, 4, 128, 2048).parts == 1
+
+
+def test_a_short_window_has_one_program_to_a_tile():
+    assert config_of(1, 8, 8, 64, 1, window=128).parts == 1
+    assert config_of(1, 8, 8, 64, 1, window=1024).parts == kernel.MAX_SEGMENTS
 
 
 @pytest.mark.parametrize("kilobytes", [100, 164, 228])

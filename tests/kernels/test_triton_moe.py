@@ -7,9 +7,10 @@ import torch
 
 from blockdraft.kernels import moe as contract
 from blockdraft.kernels.kernels import kernels_for
-from blockdraft.kernels.moe import Activation, Beside, ExpertChoice, Matrices, Parts, Shared
+from blockdraft.kernels.moe import Activation, Beside, ExpertChoice, Matrices, Onto, Parts, Shared
 from blockdraft.kernels.pick import mixtures
 from blockdraft.kernels.triton import moe, routing
+from blockdraft.kernels.triton.pointwise import rms_norm
 from blockdraft.models.config import MoEConfig
 from blockdraft.models.kernel_module import with_kernels
 from blockdraft.models.layers import RMSNorm
@@ -65,14 +66,14 @@ def build_with_shared(num_experts, hidden, inner, *, dtype, bias=False, pack=Non
 def fast(experts, x, choice, beside=None, onto=None, configs=None):
     stacked, single = experts.gate_up.matrices(), experts.down.matrices()
     parts = Parts(*stacked, *single)
-    return moe.run_experts(x, parts, choice, experts.activation, beside, onto, configs)
+    return moe.run_experts(x, parts, choice, experts.activation, beside, onto, configs)[0]
 
 
 def slow(experts, x, choice, shared=None, onto=None):
     """By the references of the products too: stored weights are widened, tokens stay as they are."""
     return contract.reference_experts(
         x, experts.gate_up, experts.down, choice, experts.activation, shared, onto
-    )
+    )[0]
 
 
 # ---- routing
@@ -157,7 +158,7 @@ ROUTINGS = {
     "all to one": torch.full((40, 1), 1),
     "drawn": torch.randint(0, 7, (33, 4), generator=torch.Generator().manual_seed(0)),
     "one each": torch.arange(7)[:, None],
-    "many": torch.randint(0, 7, (600, 2), generator=torch.Generator().manual_seed(1)),  # PyTorch sorts
+    "many": torch.randint(0, 7, (600, 2), generator=torch.Generator().manual_seed(1)),  # in two launches
 }
 
 
@@ -171,6 +172,38 @@ def test_tiles_name_every_pair_once_in_order(name, block_m):
     found = expand(order.cpu(), tiles.cpu(), 7)
     for expert in range(7):
         assert found[expert] == torch.where(ids.flatten() == expert)[0].tolist()
+
+
+# Pairs, experts, most programs: one pair more than are compared, broken chunks, several to a program.
+LARGE = [
+    (1025, 1, 128), (1280, 7, 128), (4096, 256, 128), (2000, 255, 3),
+    (5000, 512, 128), (17000, 32, 128), (40000, 3, 128),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("num_pairs", "num_experts", "max_shares"), slow_but(LARGE, *LARGE[:4]))
+@pytest.mark.parametrize("is_uneven", [False, True])
+def test_a_large_sort_is_stable(num_pairs, num_experts, max_shares, is_uneven, monkeypatch):
+    monkeypatch.setattr(routing, "MAX_SHARES", max_shares)
+    generator = torch.Generator().manual_seed(num_pairs)
+    drawn_ids = torch.randint(0, num_experts, (num_pairs,), generator=generator)
+    if is_uneven:  # most pairs have the last expert, many experts none
+        drawn_ids = torch.where(drawn_ids % 3 == 0, drawn_ids, num_experts - 1)
+    ids = drawn_ids.view(-1, 1).to(DEVICE)
+    order, tiles = routing.group(ids, num_experts, 64)
+    ranked, expected = ids.flatten().sort(stable=True)
+    assert torch.equal(order.long(), expected)
+    is_used = tiles[0] >= 0
+    assert torch.equal(torch.where(is_used, tiles, -1).cpu(), tiles_of(ranked, num_experts, 64, len(is_used)))
+
+
+def tiles_of(ranked, num_experts, block_m, num_tiles):
+    """The tiles of sorted ids, expert by expert, and -1 in the unused ones."""
+    found, counts = [], torch.bincount(ranked, minlength=num_experts).tolist()
+    for expert, count in enumerate(counts):
+        begin = sum(counts[:expert])
+        found += [(expert, begin + at, min(block_m, count - at)) for at in range(0, count, block_m)]
+    return torch.tensor(found + [(-1, -1, -1)] * (num_tiles - len(found)), dtype=torch.int32).T
 
 
 # Tokens, experts, chosen: some that are not powers of two, several tiles of one expert, as much as is held.
@@ -247,14 +280,47 @@ def test_a_choice_that_comes_with_its_groups():
     assert torch.equal(fast(experts, x, choice), fast(experts, x, choice._replace(groups=None)))
 
 
-def test_high_tiles():
+FEW_TILES = [(gated, last) for *_, gated in moe._FEW_GATED for *_, last in moe._FEW_DOWN]
+MANY_TILES = [*((gated, last) for _, gated, last in moe._BY_PAIRS), (moe.MANY, moe.MANY)]
+EVERY_TILE = [*dict.fromkeys(FEW_TILES), *MANY_TILES]
+
+
+@pytest.mark.parametrize("configs", EVERY_TILE, ids=lambda configs: f"{configs[0].block_m} high")
+def test_every_tile(configs):
     experts = build(2, 80, 48, dtype=HALF, bias=True)
     x, choice = normal(70, 80, dtype=HALF, seed=7), drawn(70, 1, 2)
-    many = routing.MAX_FEW + 1
-    parts = (experts.gate_up.matrices()[0], experts.down.matrices()[0])
-    gated, down = (moe.choose_config(part, HALF, many, 2) for part in parts)
-    assert gated.block_m == down.block_m > 16
-    assert_close(fast(experts, x, choice, configs=(gated, down)), slow(experts, x, choice))
+    got = fast(experts, x, choice, configs=configs)
+    assert_close(got, slow(experts, x, choice))
+    if HAS_CARD:  # a tensor core adds in one way, the interpreter's NumPy does not
+        assert torch.equal(got, fast(experts, x, choice, configs=EVERY_TILE[-1]))
+
+
+def parts_of(num_experts, dtype=HALF, scale=None):
+    stored = Matrices(torch.empty(num_experts, 64, 64, dtype=dtype), scale, (1, 64))
+    return Parts(stored, stored, stored)
+
+
+def test_the_height_of_tiles_follows_the_pairs_per_expert():
+    def heights(num_pairs, num_experts, **options):
+        configs = moe.choose_configs(parts_of(num_experts, **options), HALF, num_pairs)
+        return [config.block_m for config in configs]
+
+    assert heights(routing.MAX_FEW, 1) == [16, 16], "the groups of few pairs are of low tiles"
+    assert heights(2048, 256) == [16, 16]
+    assert heights(4096, 256) == [32, 32]
+    assert heights(8192, 256) == [64, 64]
+    assert heights(16384, 256) == [128, 128]
+    scaled = {"dtype": torch.int8, "scale": torch.ones(256, 64, 1)}
+    assert heights(2048, 256, **scaled) == heights(16384, 256, **scaled) == [64, 64]
+
+
+def test_tiles_fit_a_smaller_device(monkeypatch):
+    monkeypatch.setattr(moe, "shared_memory", lambda device: 100 * 1024)
+    for num_pairs in (1024, 4096, 16384):
+        gated, last = moe.choose_configs(parts_of(256), HALF, num_pairs)
+        assert gated.block_m == last.block_m
+        assert gated.fits(2, DEVICE)
+        assert last.fits(1, DEVICE)
 
 
 def test_no_tokens():
@@ -267,18 +333,44 @@ def test_no_tokens():
 @pytest.mark.parametrize("has_shared", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
 def test_combine_rounds_as_its_reference(has_onto, has_shared, dtype):
-    size = 600  # a program's share and some
+    size = 608  # a program's share and some
     outputs, weights = normal(3, 4, size, dtype=dtype), normal(3, 4, seed=1)
     logits = normal(3, 5, dtype=dtype, seed=2)  # the gate is a column of them
     beside = Beside(logits[:, 4:], normal(3, size, dtype=dtype, seed=3)) if has_shared else None
-    onto = normal(3, size, dtype=dtype, seed=4) if has_onto else None
-    got = moe.combine(outputs, weights, beside, onto)
-    expected = contract.reference_combine(outputs, weights, beside, onto)
+    onto = stream_and_norm(3, size, dtype=dtype) if has_onto else None
+    got, normed = moe.combine(outputs, weights, beside, onto)
+    expected, _ = contract.reference_combine(outputs, weights, beside, onto)
     # The order of the sum over the places is PyTorch's own; one unit in the last place may come of it.
     spacing = torch.finfo(dtype).eps
     torch.testing.assert_close(got, expected, rtol=2 * spacing, atol=8 * spacing)
     if not HAS_CARD:  # a GPU fuses products and sums
         assert (got == expected).double().mean() > 0.9
+    if onto is None:
+        assert normed is None
+    else:
+        assert torch.equal(normed, rms_norm(got, onto.weight, onto.eps))
+
+
+@pytest.mark.parametrize(("size", "num_chosen"), [(2048, 8), (2880, 4), (5120, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
+def test_the_norm_of_the_sum_has_the_bits_of_the_norm_alone(size, num_chosen, dtype):
+    outputs, weights = normal(17, num_chosen, size, dtype=dtype), normal(17, num_chosen, seed=1)
+    onto = stream_and_norm(17, size, dtype=dtype)
+    total, normed = moe.combine(outputs, weights, None, onto)
+    assert torch.equal(normed, rms_norm(total, onto.weight, onto.eps))
+
+
+def stream_and_norm(num_tokens, size, dtype=HALF, seed=4):
+    weight = 1 + 0.1 * normal(size, seed=seed + 1)
+    return Onto(normal(num_tokens, size, dtype=dtype, seed=seed), weight, 1e-5)
+
+
+def test_a_tokens_norm_does_not_depend_on_its_neighbours():
+    outputs, weights, onto = normal(5, 2, 40, dtype=HALF), normal(5, 2, seed=1), stream_and_norm(5, 40)
+    whole, normed = moe.combine(outputs, weights, None, onto)
+    alone = moe.combine(outputs[3:4], weights[3:4], None, onto._replace(stream=onto.stream[3:4]))
+    assert torch.equal(alone[0], whole[3:4])
+    assert torch.equal(alone[1], normed[3:4])
 
 
 # ---- a shared expert
@@ -344,11 +436,11 @@ def test_a_shared_expert_runs_with_the_routed(
     num_tokens, num_chosen, num_experts, hidden, inner, monkeypatch
 ):
     experts, shared = build_with_shared(num_experts, hidden, inner, dtype=HALF)
-    x, onto = normal(num_tokens, hidden, dtype=HALF, seed=4), normal(num_tokens, hidden, dtype=HALF, seed=5)
+    x, onto = normal(num_tokens, hidden, dtype=HALF, seed=4), stream_and_norm(num_tokens, hidden)
     choice, beside = drawn(num_tokens, num_chosen, num_experts), beside_of(shared, x)
     expected = slow(experts, x, choice, beside, onto)
     calls = alone(monkeypatch)
-    assert_close(on_kernels(experts)(x, choice, beside, onto), expected)
+    assert_close(on_kernels(experts)(x, choice, beside, onto)[0], expected)
     assert calls == []
 
 
@@ -380,7 +472,7 @@ def test_a_shared_expert_that_is_stored_differently_runs_alone(other, monkeypatc
     beside = beside_of(shared, x)
     expected = slow(experts, x, choice, beside)
     calls = alone(monkeypatch)
-    assert_close(on_kernels(experts)(x, choice, beside), expected)
+    assert_close(on_kernels(experts)(x, choice, beside)[0], expected)
     assert calls == [2]
 
 
@@ -456,7 +548,7 @@ def test_stored_formats_with_a_shared_expert(name, monkeypatch):
     beside = beside_of(shared, x)
     expected = slow(experts, x, choice, beside)
     calls = alone(monkeypatch)
-    assert_close(on_kernels(experts)(x, choice, beside), expected)
+    assert_close(on_kernels(experts)(x, choice, beside)[0], expected)
     assert calls == []
 
 
@@ -517,16 +609,17 @@ def test_a_graph_holds_for_every_routing(num_tokens, shared_size):
     norm.weight.fill_(1.0)
     mixture, norm = on_kernels(mixture), on_kernels(norm)
     x = normal(num_tokens, 128, dtype=HALF, seed=20)
-    mixture(x, norm)
+    mixture(x, norm, next_norm=norm)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = mixture(x, norm)
+        out = mixture(x, norm, next_norm=norm)
     for seed in range(5):
         x.copy_(normal(num_tokens, 128, dtype=HALF, seed=30 + seed))
         graph.replay()
-        expected = mixture(x, norm)
+        expected = mixture(x, norm, next_norm=norm)
         torch.cuda.synchronize()
-        assert torch.equal(out, expected)
+        assert torch.equal(out[0], expected[0])
+        assert torch.equal(out[1], expected[1])
 
 
 REAL = {  # hidden, experts, chosen, inner, has biases
@@ -553,9 +646,9 @@ def test_real_shapes(name, pack, num_tokens):
 def test_a_shared_expert_at_a_real_shape(pack, num_tokens, monkeypatch):
     hidden, _, num_chosen, inner, _ = REAL["Qwen3.5-35B-A3B"]
     experts, shared = build_with_shared(32, hidden, inner, dtype=HALF, pack=pack)
-    x, onto = normal(num_tokens, hidden, dtype=HALF, seed=15), normal(num_tokens, hidden, dtype=HALF, seed=16)
+    x, onto = normal(num_tokens, hidden, dtype=HALF, seed=15), stream_and_norm(num_tokens, hidden)
     choice, beside = drawn(num_tokens, num_chosen, 32), beside_of(shared, x)
     calls = alone(monkeypatch)
-    got = experts(x, choice, beside, onto)
+    got, _ = experts(x, choice, beside, onto)
     assert calls == []
     assert_close(got, slow(experts, x, choice, beside, onto))

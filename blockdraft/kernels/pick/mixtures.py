@@ -17,16 +17,19 @@ from blockdraft.kernels.moe import (
     ExpertChoice,
     ExpertProduct,
     Matrices,
+    Onto,
     Parts,
     Route,
     RunExperts,
     Shared,
+    Summed,
     Weighing,
     reference_experts,
     reference_route,
 )
-from blockdraft.kernels.pointwise import GateMul
+from blockdraft.kernels.pointwise import GateMul, RmsNorm
 
+MOST_AT_ONCE = 256  # logits; routing and grouping more is faster in two launches (benchmarks/log.md)
 _HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -48,7 +51,8 @@ def pick_route(at: Available) -> Route:
         logits: Tensor, num_chosen: int, weighing: Weighing, expert_scale: Tensor | None
     ) -> ExpertChoice:
         num_tokens, num_experts = logits.shape
-        is_small = routing.can_group_at_once(num_tokens, num_experts, num_chosen)
+        is_small = logits.numel() <= MOST_AT_ONCE
+        is_small = is_small and routing.can_group_at_once(num_tokens, num_experts, num_chosen)
         kernel = grouped if is_small else alone
         return ExpertChoice(
             *kernel(logits, num_chosen, is_over_all=weighing == "all", expert_scale=expert_scale)
@@ -57,13 +61,14 @@ def pick_route(at: Available) -> Route:
     return route
 
 
-def pick_experts(at: Available, gate_mul: GateMul) -> RunExperts:
+def pick_experts(at: Available, gate_mul: GateMul, rms_norm: RmsNorm) -> RunExperts:
     """Pick the experts' kernel: the sum [N, E] of weight * down(activation(gate_up(x))) over chosen experts.
 
     Weights and weighted outputs are rounded to x's dtype. The sum is computed in float32 or wider, then
-    rounded. Then `shared` is added and the sum rounded, then `onto` (the residual stream), and rounded again.
+    rounded. Then `shared` is added and the sum rounded, then the residual stream, and rounded again. With
+    `onto`, the norm of the sum is computed, too.
     """
-    one_by_one = functools.partial(reference_experts, gate_mul=gate_mul)
+    one_by_one = functools.partial(reference_experts, gate_mul=gate_mul, rms_norm=rms_norm)
     if not at.has_triton("experts"):
         return one_by_one
     from blockdraft.kernels.triton import moe
@@ -77,8 +82,8 @@ def pick_experts(at: Available, gate_mul: GateMul) -> RunExperts:
         choice: ExpertChoice,
         activation: Activation,
         shared: Shared | None,
-        onto: Tensor | None,
-    ) -> Tensor:
+        onto: Onto | None,
+    ) -> Summed:
         parts = _readable(at, gate_up, down)
         if isinstance(parts, str):
             return one_by_one(x, gate_up, down, choice, activation, shared, onto)

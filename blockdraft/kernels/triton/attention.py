@@ -385,6 +385,7 @@ def attend(
             head_dim=head_dim,
             element_size=q.element_size(),
             max_count=max_count,
+            window=mask.window,
             multiprocessors=num_multiprocessors(q.device),
             shared_memory=shared_memory(q.device),
         )
@@ -473,10 +474,14 @@ def choose(
     head_dim: int,
     element_size: int,
     max_count: int,
+    window: int | None,
     multiprocessors: int,
     shared_memory: int,
 ) -> Config:
-    """Choose one tile for the whole block if it fits, and several programs per tile if tiles are few."""
+    """Choose one tile for the whole block if it fits, and several programs per tile if tiles are few.
+
+    A window of few chunks has one program per tile, which needs no second kernel.
+    """
     if shared > 128:
         raise DoesNotFit(f"{shared} query heads share a key/value head: paged attention takes at most 128")
     row_bytes = max(16, triton.next_power_of_2(head_dim)) * element_size
@@ -496,7 +501,7 @@ def choose(
     tokens = block_m // shared
     num_tiles = num_rows * -(-max_count // tokens) * num_groups
     parts = 1
-    if max_count <= MAX_SPLIT_COUNT:
+    if max_count <= MAX_SPLIT_COUNT and (window is None or window > 2 * block_n):
         while parts < MAX_SEGMENTS and 2 * parts * num_tiles <= programs_each * multiprocessors:
             parts *= 2
     # The accumulators of 64 queries of size 256 spill from four warps; so do the sums of float32.

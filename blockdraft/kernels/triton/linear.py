@@ -53,6 +53,19 @@ class Config:
     stages: int
 
 
+# Divisions of weights with few rows, whose programs are small and resident before the previous kernel has
+# ended: tokens of a tile, most rows, least columns. Measured on an H200 (benchmarks/log.md).
+_NARROW = (
+    (MAX_FEW, 3072, 12288, Config(16, 512, 1, warps=2, stages=3)),
+    (MAX_FEW, 3072, 4096, Config(8, 512, 1, warps=1, stages=3)),
+    (MAX_FEW, 1 << 30, 0, Config(16, 256, 1, warps=2, stages=5)),
+    (MAX_SOME, 2112, 8192, Config(16, 256, 1, warps=4, stages=4)),
+    (MAX_SOME, 2112, 0, Config(16, 128, 1, warps=4, stages=6)),
+    (MAX_SOME, 3072, 0, Config(32, 128, 1, warps=4, stages=5)),
+    (MAX_SOME, 1 << 30, 0, Config(16, 256, 1, warps=4, stages=4)),
+)
+
+
 @triton.jit
 def widen(stored, like):
     """Convert stored values to the dtype of `like`; bytes (uint8) are fp8 (e4m3) and converted exactly.
@@ -309,8 +322,10 @@ def choose(
     strips, multiprocessors = triton.cdiv(num_outputs, 64), num_multiprocessors(device)
     if block_m == MANY:
         config = Config(128, 64, 1, warps=8, stages=3)
+    elif block_m == MAX_FEW and num_outputs <= NARROW_ROWS and num_inputs >= 2048:  # a router
+        config = Config(8, 512, 1, 2, 4) if num_inputs % 512 == 0 else Config(16, 512, 1, 2, 3)
     elif num_inputs * num_outputs < 1 << 22:  # a few megabytes: latency, not bandwidth
-        block_k = narrow_k if num_inputs > 1024 else 64
+        block_k = 128 if num_inputs > 1024 else 64
         if is_gated:
             config = Config(32, block_k, 1, warps=4, stages=6 if block_k == 64 else 4)
         elif block_m == MAX_SOME:
@@ -321,14 +336,25 @@ def choose(
         config = Config(32, narrow_k, 1, warps=4, stages=4 if element_bytes > 1 else 6)
     elif num_outputs >= _large(multiprocessors):
         config = Config(128, narrow_k, 1, 4, 3) if element_bytes > 1 else Config(64, narrow_k, 1, 4, 4)
-    elif block_m == MAX_SOME:
-        rows = 64 if strips >= 96 else 32 if strips >= 48 else 16
-        config = Config(rows, narrow_k if rows == 64 else wide_k, 1, warps=4, stages=5 if rows == 64 else 4)
+    elif block_m == MAX_SOME and strips >= 48:
+        config = Config(64, narrow_k, 1, 4, 5) if strips >= 96 else Config(32, wide_k, 1, 4, 4)
+        if strips < 96 and wide_k < 256:  # a few long steps are fast, though the last has masks
+            config = Config(64, 128, 1, 4, 4)
     elif strips >= multiprocessors:  # up to two programs to a multiprocessor
         config = Config(64, narrow_k, 1, warps=4, stages=4)
-    else:  # narrow strips: small programs, which are resident before the previous kernel has ended
-        config = Config(16, wide_k, 1, warps=2, stages=5)
+    else:
+        config = _narrow(block_m, num_outputs, num_inputs, wide_k)
     return _fitted(config, block_m, 2 if is_gated else 1, shared_memory(device))
+
+
+def _narrow(block_m: int, num_outputs: int, num_inputs: int, wide_k: int) -> Config:
+    """Return the division of a weight with few rows. A few long steps are fast, though the last has masks."""
+    config = next(
+        found
+        for tokens, most_rows, least_columns, found in _NARROW
+        if block_m == tokens and num_outputs <= most_rows and num_inputs >= least_columns
+    )
+    return config if num_inputs > 2048 else replace(config, block_k=min(config.block_k, wide_k))
 
 
 def _fitted(config: Config, block_m: int, num_parts: int, shared_memory: int) -> Config:

@@ -1,9 +1,10 @@
 """Mixtures of experts on a GPU: two grouped products over the pairs that `routing` grouped, and their sum.
 
 Scratch rows are in the order of the pairs, token * K + index of the choice. A pair's bits depend only on its
-token's row and its expert: columns are summed in one fixed order. The height of tiles changes at MAX_FEW
-pairs. On Hopper this does not change the bits, as a tensor core adds in the same way for every shape of tile.
-If columns share a scale, tiles of all heights take the same number of columns in a step.
+token's row and its expert: columns are summed in one fixed order. The size of tiles changes with the number
+of pairs per expert. On Hopper this does not change the bits: a tensor core adds sixteen products to the sum
+at once, in the same way for every shape of tile, and a step of more columns is more such additions. If
+columns share a scale, tiles of all sizes take the same number of columns in a step.
 
 A shared expert that is stored like the routed experts runs with them. Its tiles, of tokens in order, and its
 scratch rows, one per token, follow those of the routed experts.
@@ -19,12 +20,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from blockdraft.kernels.triton.launch import overlap, start_and_wait
+from blockdraft.kernels.triton.launch import (
+    let_next_start,
+    overlap,
+    shared_memory,
+    start_and_wait,
+    wait_for_previous,
+)
 from blockdraft.kernels.triton.linear import widen
+from blockdraft.kernels.triton.pointwise import norm_warps
 from blockdraft.kernels.triton.routing import LOW, MAX_FEW, group
 
 if TYPE_CHECKING:
-    from blockdraft.kernels.moe import Activation, Beside, ExpertChoice, Groups, Matrices, Parts
+    from blockdraft.kernels.moe import (
+        Activation,
+        Beside,
+        ExpertChoice,
+        Groups,
+        Matrices,
+        Onto,
+        Parts,
+        Summed,
+    )
 
 
 class Config(NamedTuple):
@@ -35,6 +52,34 @@ class Config(NamedTuple):
     block_k: int
     num_warps: int
     num_stages: int
+
+    def fits(self, num_parts: int, device: torch.device) -> bool:
+        """Return whether a program's steps, of `num_parts` half-precision weights, fit a multiprocessor."""
+        rows = self.block_m + num_parts * self.block_n
+        return self.num_stages * rows * self.block_k * 2 <= shared_memory(device) - 4096
+
+
+MANY = Config(64, 64, 64, num_warps=4, num_stages=3)
+
+# Tiles for more than MAX_FEW pairs: from how many pairs per expert, for gate and up together, for down.
+# Measured on an H200 with unquantised weights (benchmarks/log.md).
+_BY_PAIRS = (
+    (64, Config(128, 128, 64, num_warps=8, num_stages=4), Config(128, 256, 64, num_warps=8, num_stages=3)),
+    (32, MANY, Config(64, 128, 64, num_warps=4, num_stages=3)),
+    (16, Config(32, 64, 128, num_warps=4, num_stages=3), Config(32, 64, 128, num_warps=4, num_stages=3)),
+    (0, Config(LOW, 64, 128, num_warps=4, num_stages=3), Config(LOW, 64, 128, num_warps=4, num_stages=3)),
+)
+
+# Tiles for up to MAX_FEW pairs, which are limited by weight reads: low ones, with many loads in flight. From
+# how many pairs and columns on. Gate and up together read twice the rows of a tile in a step.
+_FEW_GATED = ((0, 0, Config(LOW, 32, 128, num_warps=4, num_stages=4)),)
+_FEW_DOWN = (
+    (32, 512, Config(LOW, 32, 128, num_warps=2, num_stages=5)),
+    (0, 513, Config(LOW, 16, 128, num_warps=2, num_stages=5)),
+    (0, 512, Config(LOW, 32, 128, num_warps=2, num_stages=5)),
+    (0, 0, Config(LOW, 16, 128, num_warps=2, num_stages=5)),
+)
+_FEW_FP4 = Config(LOW, 32, 128, num_warps=4, num_stages=4)
 
 
 # ---- the grouped products
@@ -232,19 +277,16 @@ def run_experts(
     choice: ExpertChoice,
     activation: Activation,
     beside: Beside | None = None,
-    onto: Tensor | None = None,
+    onto: Onto | None = None,
     configs: tuple[Config, Config] | None = None,
-) -> Tensor:
-    """Return the experts' output [N, E] for x [N, E]; see `pick.mixtures.pick_experts`."""
+) -> Summed:
+    """Return the experts' output for x [N, E]; see `pick.mixtures.pick_experts`."""
     ids = choice.ids
     num_tokens, num_chosen = ids.shape
     num_pairs = ids.numel()
     if num_pairs == 0:
-        return x.new_empty(x.shape)
-    gated, last = configs or (
-        choose_config(parts.gate, x.dtype, num_pairs, 2),
-        choose_config(parts.down, x.dtype, num_pairs, 1),
-    )
+        return x.new_empty(x.shape), None if onto is None else x.new_empty(x.shape)
+    gated, last = configs or choose_configs(parts, x.dtype, num_pairs)
     assert gated.block_m == last.block_m, "one list of tiles serves both products"
     assert choice.groups is None or gated.block_m == LOW, "the groups are of low tiles"
     num_experts, inner, _ = parts.gate.values.shape
@@ -262,27 +304,53 @@ def run_experts(
     return combine(outputs[:num_pairs].view(num_tokens, num_chosen, -1), choice.weights, beside, onto)
 
 
-def choose_config(part: Matrices, dtype: torch.dtype, num_pairs: int, num_parts: int) -> Config:
-    """Choose tiles by shapes. Few pairs are limited by weight reads: use low tiles, many loads in flight."""
-    is_fp4 = part.values.dtype == torch.uint8
-    columns = part.values.shape[2] * (2 if is_fp4 else 1)
+def choose_configs(parts: Parts, dtype: torch.dtype, num_pairs: int) -> tuple[Config, Config]:
+    """Choose the tiles of both products, gate and up together and down, by shapes."""
     if dtype == torch.float32:
-        config = Config(LOW, 32, 32, num_warps=4, num_stages=3)
-    elif num_pairs > MAX_FEW:
-        config = Config(64, 64, 64, num_warps=4, num_stages=3)
+        gated = last = Config(LOW, 32, 32, num_warps=4, num_stages=3)
+    elif num_pairs <= MAX_FEW:
+        gated, last = _for_few(parts.gate, 2, num_pairs), _for_few(parts.down, 1, num_pairs)
+    elif parts.gate.scale is not None:
+        gated = last = MANY
     else:
-        # Gate and up together read 2 x 32 rows a step. Measured on an H200 (benchmarks/log.md).
-        config = Config(LOW, 32, 128, num_warps=4, num_stages=4 if is_fp4 else 5)
-        if num_parts == 1 and not is_fp4:
-            config = Config(LOW, 16, 128, num_warps=2, num_stages=5)
-            if columns == 512:  # two long steps
-                config = Config(LOW, 16, 256, num_warps=2, num_stages=2)
-    if part.scale is not None and part.block[1] < columns and not is_fp4:
-        block_k = 128 if dtype != torch.float32 else 32  # equal for any number of pairs, as bits depend on it
-        while part.block[1] % block_k != 0:  # the columns of one step share a scale
-            block_k //= 2
-        config = config._replace(block_k=block_k)
-    return config
+        gated, last = _for_many(num_pairs / parts.gate.values.shape[0], parts.gate.values.device)
+    return _within_a_scale(gated, parts.gate, dtype), _within_a_scale(last, parts.down, dtype)
+
+
+def _for_few(part: Matrices, num_parts: int, num_pairs: int) -> Config:
+    """Return the tiles for so many pairs, at most MAX_FEW."""
+    if _is_fp4(part):
+        return _FEW_FP4
+    table, columns = _FEW_GATED if num_parts == 2 else _FEW_DOWN, _num_columns(part)
+    return next(config for pairs, least, config in table if num_pairs >= pairs and columns >= least)
+
+
+def _for_many(pairs_per_expert: float, device: torch.device) -> tuple[Config, Config]:
+    """Return the tiles for so many pairs per expert that fit the device."""
+    fitting = (
+        (gated, last)
+        for least, gated, last in _BY_PAIRS
+        if pairs_per_expert >= least and gated.fits(2, device) and last.fits(1, device)
+    )
+    return next(fitting, (MANY, MANY))
+
+
+def _within_a_scale(config: Config, part: Matrices, dtype: torch.dtype) -> Config:
+    """Return the config with steps whose columns share a scale; equal for any number of pairs."""
+    if part.scale is None or _is_fp4(part) or part.block[1] >= _num_columns(part):
+        return config
+    block_k = 128 if dtype != torch.float32 else 32  # the bits depend on it
+    while part.block[1] % block_k != 0:
+        block_k //= 2
+    return config._replace(block_k=block_k)
+
+
+def _is_fp4(part: Matrices) -> bool:
+    return part.values.dtype == torch.uint8
+
+
+def _num_columns(part: Matrices) -> int:
+    return part.values.shape[2] * (2 if _is_fp4(part) else 1)
 
 
 def _launch(
@@ -301,8 +369,6 @@ def _launch(
     order, tiles = groups
     first = routed[0]
     num_experts, rows, _ = first.values.shape
-    is_fp4 = first.values.dtype == torch.uint8
-    columns = first.values.shape[2] * (2 if is_fp4 else 1)
     num_tokens, num_chosen = shape
     num_shared = 0 if shared is None else triton.cdiv(num_tokens, config.block_m)
     grid = (tiles.shape[1] + num_shared, triton.cdiv(rows, config.block_n))
@@ -311,9 +377,9 @@ def _launch(
         *_pointers(shared), *first.values.stride()[:2],
         *((0, 0) if first.scale is None else first.scale.stride()[:2]),
         0 if first.bias is None else first.bias.stride(0),
-        NUM_EXPERTS=num_experts, NUM_CHOSEN=num_chosen, ROWS=rows, COLUMNS=columns,
+        NUM_EXPERTS=num_experts, NUM_CHOSEN=num_chosen, ROWS=rows, COLUMNS=_num_columns(first),
         SCALE_ROWS=first.block[0], SCALE_COLUMNS=0 if first.scale is None else first.block[1],
-        IS_FP4=is_fp4, KIND=None if activation is None else activation.kind,
+        IS_FP4=_is_fp4(first), KIND=None if activation is None else activation.kind,
         LIMIT=None if activation is None else activation.limit,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32", BLOCK_M=config.block_m,
         BLOCK_N=config.block_n, BLOCK_K=config.block_k, IS_SINGLE=is_single,
@@ -345,15 +411,22 @@ def _readable_scale(scale: Tensor) -> Tensor:
 
 @triton.jit
 def _combine_kernel(
-    outputs, weights, shared_gate, shared_value, onto, total, stride_gate,
+    outputs, weights, shared_gate, shared_value, onto, norm_weight, total, normed, stride_gate, eps,
     SIZE: tl.constexpr, NUM_CHOSEN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Sum outputs with the rounding of `reference_combine`; one program per token and BLOCK values."""
-    start_and_wait(PDL)
+    """Sum outputs with the rounding of `reference_combine`; one program per token and BLOCK values.
+
+    With `onto`, a program has all values of a token, for the norm. Its bits are those of `rms_norm` if 16
+    divides SIZE: the sum of squares then has the same layout in both.
+    """
+    let_next_start(PDL)
     dtype = total.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_inside = column < SIZE
+    if onto is not None:
+        scale = tl.load(norm_weight + column, mask=is_inside, other=0.0).to(tl.float32)
+    wait_for_previous(PDL)
     place = token * SIZE + column
     sums = tl.zeros((BLOCK,), tl.float32)
     for k in tl.static_range(NUM_CHOSEN):
@@ -373,23 +446,28 @@ def _combine_kernel(
     if onto is not None:
         stream = tl.load(onto + place, mask=is_inside, other=0.0).to(tl.float32)
         result = (stream + result.to(tl.float32)).to(dtype)
+        value = tl.where(is_inside, result.to(tl.float32), 0.0)
+        value *= tl.rsqrt(tl.sum(value * value, axis=0) / SIZE + eps)
+        tl.store(normed + place, (value * scale).to(dtype), mask=is_inside)
     tl.store(total + place, result, mask=is_inside)
 
 
 def combine(
-    outputs: Tensor, weights: Tensor, beside: Beside | None = None, onto: Tensor | None = None
-) -> Tensor:
-    """Return the weighted sum [N, E] of outputs [N, K, E]; see `pick.mixtures.pick_experts`."""
+    outputs: Tensor, weights: Tensor, beside: Beside | None = None, onto: Onto | None = None
+) -> Summed:
+    """Return the weighted sum of outputs [N, K, E]; see `pick.mixtures.pick_experts`."""
     num_tokens, num_chosen, size = outputs.shape
     total = outputs.new_empty(num_tokens, size)
-    if num_tokens == 0:
-        return total
+    normed = None if onto is None else torch.empty_like(total)
     gate, value = (None, None) if beside is None else beside
     assert value is None or isinstance(value, Tensor)
-    block = min(512, triton.next_power_of_2(size))
+    stream, scale, eps = (None, None, 0.0) if onto is None else onto
+    whole = triton.next_power_of_2(size)
+    block = min(512, whole) if onto is None else whole
     _combine_kernel[(num_tokens, triton.cdiv(size, block))](
         outputs, weights.contiguous(), gate, None if value is None else value.contiguous(),
-        None if onto is None else onto.contiguous(), total, 0 if gate is None else gate.stride(0),
-        SIZE=size, NUM_CHOSEN=num_chosen, BLOCK=block, num_warps=2, **overlap(outputs.device),
+        None if stream is None else stream.contiguous(), scale, total, normed,
+        0 if gate is None else gate.stride(0), eps, SIZE=size, NUM_CHOSEN=num_chosen, BLOCK=block,
+        num_warps=2 if onto is None else norm_warps(block), **overlap(outputs.device),
     )  # fmt: skip
-    return total
+    return total, normed

@@ -50,9 +50,14 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     _rms_norm[(flat.shape[0],)](
         flat, weight if weight is not None else flat, out, flat.stride(0), size, eps,
         BLOCK=block, HAS_WEIGHT=weight is not None, **overlap(x.device),
-        num_warps=max(1, min(16, block // 512)),
+        num_warps=norm_warps(block),
     )  # fmt: skip
     return out
+
+
+def norm_warps(block: int) -> int:
+    """Return the warps of a program that normalises `block` values; the bits depend on them."""
+    return max(1, min(16, block // 512))
 
 
 @triton.jit

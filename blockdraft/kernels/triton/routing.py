@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 MAX_FEW = 512  # pairs; up to this number, tiles are as low as a tensor core allows
 LOW = 16  # pairs of such a low tile
 MAX_LOGITS = 1 << 13  # the most logits that one program keeps in registers
-MAX_COMPARED = 1024  # the most pairs to sort by comparing all with all; PyTorch sorts more
+MAX_COMPARED = 1024  # the most pairs to sort by comparing all with all; more are counted first
+CHUNK = 128  # pairs that a program of a larger sort compares with each other
+MAX_SHARES = 128  # the most programs of such a sort, as each reads the counts of all
 
 
 # ---- routing
@@ -168,15 +170,59 @@ def _group_kernel(
         _write_tiles(tiles, tl.cumsum(count, axis=0) - count, count, expert, num_tiles, BLOCK_M)
 
 
-@triton.jit(do_not_specialize=["num_tiles"])
-def _tiles_kernel(
-    starts, tiles, num_tiles, NUM_EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_X: tl.constexpr
-):
+@triton.jit
+def _read_chunk(ids, begin, num_pairs, NUM_EXPERTS: tl.constexpr, CHUNK: tl.constexpr):
+    """Return the numbers of CHUNK pairs and their experts, NUM_EXPERTS past the last pair."""
+    pair = begin + tl.arange(0, CHUNK)
+    return pair, tl.load(ids + pair, mask=pair < num_pairs, other=NUM_EXPERTS).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["num_pairs", "share"])
+def _count_kernel(
+    ids, counts, num_pairs, share,
+    NUM_EXPERTS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_X: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Count the pairs of each expert in `share` pairs per program; the first launch of a large sort."""
+    start_and_wait(PDL)
+    program = tl.program_id(0)
     expert = tl.arange(0, BLOCK_X)
-    is_expert = expert < NUM_EXPERTS
-    first = tl.load(starts + expert, mask=is_expert, other=0).to(tl.int32)
-    end = tl.load(starts + expert + 1, mask=is_expert, other=0).to(tl.int32)
-    _write_tiles(tiles, first, end - first, expert, num_tiles, BLOCK_M)
+    count = tl.zeros((BLOCK_X,), tl.int32)
+    for begin in range(program * share, (program + 1) * share, CHUNK):
+        _, chosen = _read_chunk(ids, begin, num_pairs, NUM_EXPERTS, CHUNK)
+        count += tl.histogram(chosen, BLOCK_X)
+    tl.store(counts + program * NUM_EXPERTS + expert, count, mask=expert < NUM_EXPERTS)
+
+
+@triton.jit(do_not_specialize=["num_pairs", "share", "num_shares", "num_tiles"])
+def _place_kernel(
+    ids, counts, order, tiles, num_pairs, share, num_shares, num_tiles,
+    NUM_EXPERTS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_X: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Store the pairs of each program's share in their places; one more program writes the tiles."""
+    start_and_wait(PDL)
+    program = tl.program_id(0)
+    expert = tl.arange(0, BLOCK_X)
+    total = tl.zeros((BLOCK_X,), tl.int32)
+    before = tl.zeros((BLOCK_X,), tl.int32)  # in the shares of earlier programs
+    for begin in range(0, num_shares, 16):
+        other = begin + tl.arange(0, 16)
+        is_count = (other < num_shares)[:, None] & (expert < NUM_EXPERTS)[None, :]
+        part = tl.load(counts + other[:, None] * NUM_EXPERTS + expert[None, :], mask=is_count, other=0)
+        total += tl.sum(part, axis=0)
+        before += tl.sum(tl.where(other[:, None] < program, part, 0), axis=0)
+    first = tl.cumsum(total, axis=0) - total
+    if program == num_shares:
+        _write_tiles(tiles, first, total, expert, num_tiles, BLOCK_M)
+        return
+    place = first + before  # of each expert's next pair
+    lane = tl.arange(0, CHUNK)
+    for begin in range(program * share, (program + 1) * share, CHUNK):
+        pair, chosen = _read_chunk(ids, begin, num_pairs, NUM_EXPERTS, CHUNK)
+        is_earlier = (chosen[None, :] == chosen[:, None]) & (lane[None, :] < lane[:, None])
+        position = tl.gather(place, chosen, 0) + tl.sum(is_earlier.to(tl.int32), axis=1)
+        tl.store(order + position, pair, mask=pair < num_pairs)
+        place += tl.histogram(chosen, BLOCK_X)
 
 
 def group(ids: Tensor, num_experts: int, block_m: int) -> Groups:
@@ -184,24 +230,34 @@ def group(ids: Tensor, num_experts: int, block_m: int) -> Groups:
     num_pairs = ids.numel()
     num_tiles = max_tiles(num_pairs, num_experts, block_m)
     tiles = ids.new_empty(3, num_tiles, dtype=torch.int32)
-    if num_pairs > MAX_COMPARED:
-        ranked, order = ids.flatten().sort(stable=True)
-        experts = torch.arange(num_experts + 1, device=ids.device)
-        starts = torch.searchsorted(ranked, experts)
-        _tiles_kernel[(1,)](
-            starts, tiles, num_tiles,
-            NUM_EXPERTS=num_experts, BLOCK_M=block_m, BLOCK_X=triton.next_power_of_2(num_experts),
-        )  # fmt: skip
-        return order.to(torch.int32), tiles
     order = ids.new_empty(num_pairs, dtype=torch.int32)
+    sizes = {
+        "NUM_EXPERTS": num_experts,
+        "BLOCK_X": triton.next_power_of_2(num_experts + 1),  # a place for entries past the last pair
+        **overlap(ids.device),
+    }
+    if num_pairs > MAX_COMPARED:
+        num_shares, share = _shares(num_pairs)
+        counts = ids.new_empty(num_shares, num_experts, dtype=torch.int32)
+        _count_kernel[(num_shares,)](ids, counts, num_pairs, share, CHUNK=CHUNK, num_warps=4, **sizes)
+        _place_kernel[(num_shares + 1,)](
+            ids, counts, order, tiles, num_pairs, share, num_shares, num_tiles,
+            CHUNK=CHUNK, BLOCK_M=block_m, num_warps=8, **sizes,
+        )  # fmt: skip
+        return order, tiles
     pairs = max(16, triton.next_power_of_2(num_pairs))
     share = min(pairs, 32)
     _group_kernel[(triton.cdiv(num_pairs, share),)](
         ids, order, tiles, num_pairs, num_tiles,
-        NUM_EXPERTS=num_experts, PAIRS=pairs, SHARE=share, BLOCK_M=block_m,
-        BLOCK_X=triton.next_power_of_2(num_experts + 1), num_warps=4, **overlap(ids.device),
+        PAIRS=pairs, SHARE=share, BLOCK_M=block_m, num_warps=4, **sizes,
     )  # fmt: skip
     return order, tiles
+
+
+def _shares(num_pairs: int) -> tuple[int, int]:
+    """Return how many programs sort so many pairs, and the pairs of each."""
+    share = CHUNK * triton.cdiv(num_pairs, CHUNK * MAX_SHARES)
+    return triton.cdiv(num_pairs, share), share
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_tiles"])
