@@ -61,7 +61,7 @@ def open_packed(path: Path, make_error: MakeError) -> Iterator[BufferedIOBase]:
         with _OPENERS.get(path.suffix, open)(path, "rb") as file:
             yield file
     except FileNotFoundError:
-        raise make_error(f"{path} does not exist: give the path of a JSONL file of prompts.") from None
+        raise make_error(f"{path} does not exist: give the path of a JSONL file.") from None
     except (gzip.BadGzipFile, EOFError, zlib.error, lzma.LZMAError) as error:
         raise make_error(f"{path} is not a whole {path.suffix} file ({error}): copy it again.") from error
     except OSError as error:

@@ -47,7 +47,7 @@ _LABELS = {"warn": "warning", "note": "note"}
 def run(args: argparse.Namespace, settings: Settings, options: ServerOptions) -> int:
     check_seconds("--start-timeout", args.start_timeout, least=0.001)
     if args.receipts is not None:
-        raise SettingsError(f"--receipts are of our own engine: leave it out, or --engine {settings.engine}.")
+        raise SettingsError("--receipts works with our own engine only: leave it out, or --engine.")
     name = (args.served_model_name or settings.model) + settings.suffix
     if args.dry_run is not None:
         key = options.api_keys[0] if options.api_keys else None

@@ -92,7 +92,7 @@ def _sampling_fields(sampling: SamplingParams) -> dict[str, object]:
     found: dict[str, object] = {}
     for item in fields(sampling):
         value = getattr(sampling, item.name)
-        if value != getattr(_PLAIN, item.name):
+        if value != getattr(_PLAIN, item.name) and value not in ([], ()):
             found[item.name] = value
     if sampling.structured_outputs is not None:
         found["structured_outputs"] = fields_of(sampling.structured_outputs)
