@@ -172,8 +172,6 @@ class Settings:
         """Raise SettingsError for another engine's settings, and for wrong settings of several machines."""
         if self.engine == "native":
             check_device(self.device)
-        elif self.recheck:
-            raise SettingsError(f"recheck works with our own engine only: leave out --engine {self.engine}.")
         for item in fields(self):
             value = getattr(self, item.name)
             if self.engine == "native" and item.name in LAUNCH_SETTINGS and value != item.default:

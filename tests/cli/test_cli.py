@@ -227,6 +227,7 @@ def test_every_setting_has_a_flag():
     values |= {"quantization": "fp8", "draft_quantization": "keep", "draft_ngram": "0"}
     values |= {"sampling_defaults": "openai", "tool_format": "hermes"}
     values |= {"load_format": "dummy", "synthetic_acceptance": "0.7", "gpu_memory_utilization": "0.5"}
+    values |= {"recheck": "0.5"}
     values |= {"engine": "vllm", "node_rank": "6", "engine_args": "--a 'b c'", "engine_env": "A=b=c d"}
     flags = ["--no-prefix-cache", "--overlap", "--no-verify", "--no-graphs", "--allow-batch-variance"]
     flags += ["--trust-remote-code", "--recipe", "smollm2"]

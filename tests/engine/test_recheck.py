@@ -158,11 +158,6 @@ def test_an_llm_checks_after_its_answers():
     assert llm.engine.fingerprint.id is not None
 
 
-def test_another_engine_cannot_check_again():
-    with pytest.raises(SettingsError, match="with our own engine only"):
-        Settings(recheck=0.1, engine="vllm")
-
-
 @pytest.mark.parametrize("share", [-0.1, 1.5, "all", float("nan")])
 def test_a_share_is_from_0_to_1(share):
     with pytest.raises(SettingsError, match="is not a share from 0 to 1"):

@@ -362,7 +362,7 @@ NEITHER = [
     {"kv_dtype": "tq4"},
 ]
 NEITHER += [{"draft_kv_dtype": "tq4"}, {"kv_window": 256}, {"tool_format": "hermes"}]
-NEITHER += [{"max_stall_ms": 50}, {"model": "default"}, {"model": "folder/model.Q4_1.gguf"}]
+NEITHER += [{"max_stall_ms": 50}, {"recheck": 0.1}, {"model": "default"}, {"model": "folder/model.Q4_1.gguf"}]
 
 
 @pytest.mark.parametrize(
@@ -388,7 +388,7 @@ def test_every_setting_is_translated_or_refused_or_known_to_be_ours():
     ours |= {"head_address", "num_nodes", "draft", "draft_ngram"}
     elsewhere = {"model", "width", "device", "attention_backend", "draft_attention_backend", "max_queue"}
     elsewhere |= {"synthetic_acceptance", "draft_quantization", "max_stall_ms", "engine_args", "engine_env"}
-    elsewhere |= {"prefix_cache", "overlap", "graphs", "tool_format", "trust_remote_code"}
+    elsewhere |= {"prefix_cache", "overlap", "graphs", "tool_format", "trust_remote_code", "recheck"}
     elsewhere |= {"draft_kv_dtype", "kv_window"}
     tested = {name for values, _ in VLLM.values() for name in values}
     assert {item.name for item in dataclasses.fields(Settings)} == ours | elsewhere | tested
