@@ -1,4 +1,4 @@
-"""Times ten kinds of steps of an engine, to compare machines: eight decode steps and two prefills."""
+"""Times ten kinds of work of an engine, to compare machines: eight decode steps and two prompts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NUM_WARM, NUM_TIMED = 4, 12  # steps of each kind
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """The median time of a kind of step. `tokens` is of each row."""
+    """The time of a decode step (median) or of a prompt. `tokens` is of each row."""
 
     kind: str  # "decode" or "prefill"
     rows: int
@@ -27,10 +27,10 @@ class StepTime:
 
 
 def step_times(engine: Engine) -> list[StepTime]:
-    """Time the steps that the idle engine can run: its rows, its block and its context limit them."""
+    """Time what the idle engine can run: its rows, its block and its context limit it."""
     plan = engine.plan
     decodes = [(rows, width) for rows, width in DECODES if rows <= plan.max_num_seqs and width <= plan.block]
-    prefills = [count for count in PREFILLS if count <= min(plan.max_prefill_tokens, max_tokens(engine) - 2)]
+    prefills = [count for count in PREFILLS if count <= max_tokens(engine) - 2]
     return [
         *(StepTime("decode", rows, width, _decode_ms(engine, rows, width)) for rows, width in decodes),
         *(StepTime("prefill", 1, count, _prefill_ms(engine, count)) for count in prefills),
@@ -45,8 +45,7 @@ def _decode_ms(engine: Engine, rows: int, width: int) -> float:
     )
     for row in range(rows):
         trial.add(_prompt(engine, NUM_PROMPT, row), params)
-    while any(not sequence.is_decoding for sequence in trial.scheduler.live):
-        trial.step()
+    _prefill(trial)
     times = [_timed(trial) for _ in range(num_steps)]
     for request_id in trial.live_ids:
         trial.abort(request_id)
@@ -54,16 +53,24 @@ def _decode_ms(engine: Engine, rows: int, width: int) -> float:
 
 
 def _prefill_ms(engine: Engine, count: int) -> float:
-    """Return the time of a prompt of `count` tokens, read in one step: the best of three."""
+    """Return the time of a prompt of `count` tokens, in all its steps: the best of three."""
     times = []
     for number in range(3):
         trial = trial_engine(engine, plan=replace(engine.plan, overlap=False))
         one = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, width=1, seed=0)
         trial.add(_prompt(engine, count + 1, number), one)
-        times.append(_timed(trial))
+        times.append(_prefill(trial))
         while trial.has_work:
             trial.step()
     return min(times)
+
+
+def _prefill(trial: Engine) -> float:
+    """Run steps until every prompt has been read, and return their time."""
+    spent_ms = 0.0
+    while any(not sequence.is_decoding for sequence in trial.scheduler.live):
+        spent_ms += _timed(trial)
+    return spent_ms
 
 
 def _timed(trial: Engine) -> float:

@@ -17,12 +17,12 @@ def kinds(engine):
 
 @pytest.mark.parametrize("is_captured", [False, True])
 def test_what_an_engine_can_run_is_timed_and_leaves_no_trace(monkeypatch, is_captured):
-    monkeypatch.setattr(module, "PREFILLS", (20, 40, 2048))
+    monkeypatch.setattr(module, "PREFILLS", (20, 150, 2048))
     engine = tiny.engine(is_captured=is_captured, max_num_seqs=8)
     found = kinds(engine)
     widths = [width for width in (1, 4, 8, 16) if width <= tiny.BLOCK]
     assert found[:-2] == [("decode", rows, width) for rows in (1, 8) for width in widths]
-    assert found[-2:] == [("prefill", 1, 20), ("prefill", 1, 40)]
+    assert found[-2:] == [("prefill", 1, 20), ("prefill", 1, 150)]
     assert engine.snapshot().generation_tokens == 0
     tiny.drain(engine)
 
