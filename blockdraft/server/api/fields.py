@@ -125,6 +125,11 @@ def whole(value: object) -> object:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
+def whole_fields(value: object) -> object:
+    """Do `whole` to the fields of an object."""
+    return {name: whole(item) for name, item in value.items()} if isinstance(value, dict) else value
+
+
 def an_object(value: object) -> dict[str, object]:
     """Validate, for pydantic, a JSON object whose fields other code reads."""
     if not isinstance(value, dict):
@@ -165,7 +170,7 @@ def _as_speculative(value: object) -> object:
     """Return a boolean as fields: false turns speculation off, true takes the server's default."""
     if isinstance(value, bool):
         return {} if value else {"width": 1}
-    return {name: whole(item) for name, item in value.items()} if isinstance(value, dict) else value
+    return whole_fields(value)
 
 
 SpeculativeField = Annotated[

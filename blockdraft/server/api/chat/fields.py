@@ -29,6 +29,7 @@ from blockdraft.server.api.fields import (
     TemplateKwargs,
     TokenId,
     Unsupported,
+    whole_fields,
 )
 from blockdraft.server.api.structured_output_fields import StructuredOutputFields
 from blockdraft.server.api.tool_fields import ToolFields, Tools
@@ -266,7 +267,7 @@ class CompletionRequest(_Generation):
     """The body of POST /v1/completions."""
 
     prompt: Prompts
-    thinking_tokens: ThinkingTokens | None = None
+    thinking_tokens: Annotated[ThinkingTokens, BeforeValidator(whole_fields)] | None = None
     max_tokens: int = Field(default=DEFAULT_COMPLETION_TOKENS, ge=0, le=MAX_INT)
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     echo: bool = False
