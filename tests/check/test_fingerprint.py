@@ -44,6 +44,10 @@ def another_tokenizer(monkeypatch, engine):
     monkeypatch.setattr(type(engine.models.tokenizer), "as_json", lambda self: "{}")
 
 
+def another_end(monkeypatch, engine):
+    monkeypatch.setattr(engine.models.tokenizer, "eos_ids", (1,))
+
+
 def another_template(monkeypatch, engine):
     monkeypatch.setattr(engine.models.tokenizer, "chat_template", "{{ messages }}")
 
@@ -51,6 +55,7 @@ def another_template(monkeypatch, engine):
 CHANGES = {
     "weights": one_weight,
     "tokenizer": another_tokenizer,
+    "tokenizer, end tokens": another_end,
     "template": another_template,
     "grammar": with_version("llguidance"),
     "engine": with_value("__version__", "9.9.9"),
