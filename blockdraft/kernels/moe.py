@@ -18,7 +18,6 @@ from torch import Tensor
 
 from blockdraft.kernels.pointwise import GateMul, RmsNorm, reference_gate_mul, reference_rms_norm, sigmoid
 
-Groups = tuple[Tensor, Tensor]  # order and tiles, see `triton.routing`
 Weighing = Literal["all", "renormalised", "chosen"]
 
 SLOPE = 1.702  # of the sigmoid in a clamped SwiGLU
@@ -54,14 +53,10 @@ def clamped_swiglu(gate_up: Tensor, *, limit: float | None) -> Tensor:
 
 
 class ExpertChoice(NamedTuple):
-    """A router's result: weights and expert ids (int64), [N, K] each.
-
-    `groups` is the choice grouped by expert, or None if the routing kernel did not group it.
-    """
+    """A router's result: weights and expert ids (int64), [N, K] each; a token's ids are distinct."""
 
     weights: Tensor
     ids: Tensor
-    groups: Groups | None = None
 
 
 class Matrices(NamedTuple):

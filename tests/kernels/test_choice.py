@@ -157,7 +157,7 @@ ON_GPU = {  # the kernel's module and name, and the operation that it belongs to
     "norm_rope_write of a context": ("pointwise", "norm_rope_write", "heads"),
     "gate_heads": ("pointwise", "gate_heads", "heads' gates"),
     "gated_norm": ("gated_delta", "gated_norm", "gated norms"),
-    "route": ("routing", "route_and_group", "routing"),
+    "route": ("routing", "route", "routing"),
     "choose": ("sampling", "choose", "sampling"),
     "count_accepted": ("acceptance", "count_accepted", "acceptance"),
     "draw_accepted": ("acceptance", "draw_accepted", "acceptance"),

@@ -104,7 +104,7 @@ def _distinct(count, seed):
 def test_route_agrees_with_its_reference(weighing, num_experts, num_chosen, dtype):
     logits = torch.stack([_distinct(num_experts, seed) for seed in range(5)]).to(dtype)
     weights, ids = routing.route(logits, num_chosen, is_over_all=weighing == "all")
-    expected, expected_ids, _ = contract.reference_route(logits.float(), num_chosen, weighing)
+    expected, expected_ids = contract.reference_route(logits.float(), num_chosen, weighing)
     assert ids.dtype == torch.int64
     assert torch.equal(ids, expected_ids)
     torch.testing.assert_close(weights, expected)
@@ -113,7 +113,7 @@ def test_route_agrees_with_its_reference(weighing, num_experts, num_chosen, dtyp
 def test_route_scales_by_expert():
     logits, scale = normal(4, 6), normal(6, seed=1)
     weights, ids = routing.route(logits, 2, is_over_all=False, expert_scale=scale)
-    expected, expected_ids, _ = contract.reference_route(logits, 2, "renormalised", scale)
+    expected, expected_ids = contract.reference_route(logits, 2, "renormalised", scale)
     assert torch.equal(ids, expected_ids)
     torch.testing.assert_close(weights, expected)
 
@@ -206,56 +206,6 @@ def tiles_of(ranked, num_experts, block_m, num_tiles):
     return torch.tensor(found + [(-1, -1, -1)] * (num_tiles - len(found)), dtype=torch.int32).T
 
 
-# Tokens, experts, chosen: some that are not powers of two, several tiles of one expert, as much as is held.
-AT_ONCE = [(1, 256, 8), (1, 3, 3), (2, 5, 1), (5, 60, 10), (16, 32, 4), (40, 3, 2), (30, 200, 8)]
-
-
-@pytest.mark.parametrize(
-    ("num_tokens", "num_experts", "num_chosen", "weighing"),
-    slow_but(
-        [(*sizes, weighing) for sizes in AT_ONCE for weighing in ("all", "renormalised")],
-        (1, 256, 8, "all"),
-        (2, 5, 1, "renormalised"),
-        (5, 60, 10, "renormalised"),
-        (40, 3, 2, "all"),
-    ),
-)
-def test_route_and_group_are_the_two_in_one(num_tokens, num_experts, num_chosen, weighing):
-    wide = 3 * normal(num_tokens, num_experts + 1, dtype=HALF, seed=num_tokens)
-    logits, scale = wide[:, :num_experts], normal(num_experts, seed=1)
-    options = {"is_over_all": weighing == "all", "expert_scale": scale}
-    weights, ids, (order, tiles) = routing.route_and_group(logits, num_chosen, **options)
-    expected, expected_ids = routing.route(logits, num_chosen, **options)
-    assert torch.equal(ids, expected_ids)
-    assert torch.equal(weights, expected), "a token's bits depend on its neighbours"
-    expected_order, expected_tiles = routing.group(ids, num_experts, routing.LOW)
-    assert tiles.shape == expected_tiles.shape
-    groups = expand(order.cpu(), tiles.cpu(), num_experts)
-    assert groups == expand(expected_order.cpu(), expected_tiles.cpu(), num_experts)
-    if num_tokens > 1:  # one token's pairs stay in their places
-        assert torch.equal(order, expected_order)
-    close, close_ids, _ = contract.reference_route(logits.float(), num_chosen, weighing, scale)
-    # Equal logits, which half precision makes, are the kernel's to order.
-    assert torch.equal(logits.gather(1, ids), logits.gather(1, close_ids))
-    if torch.equal(ids, close_ids):
-        torch.testing.assert_close(weights, close)
-
-
-def test_undefined_logits_are_grouped_too():
-    logits = torch.full((3, 5), float("nan"), device=DEVICE)
-    logits[1, 3] = 1.0
-    _, ids, (order, tiles) = routing.route_and_group(logits, 2, is_over_all=True)
-    assert ids.tolist() == [[0, 1], [3, 0], [0, 1]]
-    assert expand(order.cpu(), tiles.cpu(), 5) == {0: [0, 3, 4], 1: [1, 5], 2: [], 3: [2], 4: []}
-
-
-def test_routing_at_once_is_for_few_pairs():
-    assert routing.can_group_at_once(32, 256, 8)
-    assert not routing.can_group_at_once(33, 256, 1), "one program cannot hold the logits"
-    assert not routing.can_group_at_once(65, 64, 8), "tiles are not low"
-    assert not routing.can_group_at_once(0, 256, 8)
-
-
 def test_no_routing_needs_more_tiles_than_the_bound():
     for num_pairs, num_experts, block_m in itertools.product(range(1, 7), range(1, 4), (2, 3)):
         for counts in itertools.product(range(num_pairs + 1), repeat=num_experts):
@@ -274,10 +224,29 @@ def test_every_activation_with_biases(activation):
     assert_close(fast(experts, x, choice), slow(experts, x, choice))
 
 
-def test_a_choice_that_comes_with_its_groups():
-    experts, x = build(6, 32, 32, dtype=HALF), normal(20, 32, dtype=HALF, seed=5)
-    choice = ExpertChoice(*routing.route_and_group(normal(20, 6, seed=6), 3, is_over_all=False))
-    assert torch.equal(fast(experts, x, choice), fast(experts, x, choice._replace(groups=None)))
+# Experts of each of up to 16 tokens: one takes all, some have several pairs, each has one.
+FEW_CHOICES = {
+    "one": [[1]] * 16,
+    "several": [[4, 1], [0, 2], [1, 0], [5, 4], [0, 1]],
+    "distinct": [[3, 0, 5], [1, 2, 4]],
+    "one token": [[5, 2, 0]],
+}
+
+
+@pytest.mark.parametrize("has_shared", [False, True])
+@pytest.mark.parametrize("ids", FEW_CHOICES.values(), ids=FEW_CHOICES)
+def test_pairs_of_few_tokens_are_found_without_grouping(ids, has_shared, monkeypatch):
+    experts, shared = build_with_shared(6, 40, 32, dtype=HALF)
+    ids = torch.tensor(ids, device=DEVICE)
+    tokens = normal(len(ids), 40, dtype=HALF), normal(*ids.shape, seed=3), ids, normal(len(ids), 1, dtype=HALF)
+
+    def run(x, weights, ids, gate):
+        beside = Beside(gate, shared.parts()) if has_shared else None
+        return fast(experts, x, ExpertChoice(weights, ids), beside)[: len(tokens[0])]
+
+    grouped = run(*(torch.cat([part, part[:1].expand(17, -1)]) for part in tokens))
+    monkeypatch.setattr(moe, "group", None)
+    assert torch.equal(run(*tokens), grouped)
 
 
 FEW_TILES = [(gated, last) for *_, gated in moe._FEW_GATED for *_, last in moe._FEW_DOWN]
@@ -374,17 +343,6 @@ def test_a_tokens_norm_does_not_depend_on_its_neighbours():
 
 
 # ---- a shared expert
-
-
-@pytest.mark.parametrize("has_shared", [False, True])
-def test_the_groups_of_one_token_are_its_places(has_shared):
-    experts, shared = build_with_shared(6, 40, 32, dtype=HALF)
-    x, logits = normal(1, 40, dtype=HALF, seed=5), normal(1, 7, dtype=HALF, seed=6)
-    choice = ExpertChoice(*routing.route_and_group(logits[:, :6], 3, is_over_all=False))
-    beside = Beside(logits[:, 6:], shared.parts()) if has_shared else None
-    assert torch.equal(
-        fast(experts, x, choice, beside), fast(experts, x, choice._replace(groups=None), beside)
-    )
 
 
 def beside_of(shared, x):

@@ -29,7 +29,6 @@ from blockdraft.kernels.moe import (
 )
 from blockdraft.kernels.pointwise import GateMul, RmsNorm
 
-MOST_AT_ONCE = 256  # logits; routing and grouping more is faster in two launches (benchmarks/log.md)
 _HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -45,17 +44,13 @@ def pick_route(at: Available) -> Route:
         return reference_route
     from blockdraft.kernels.triton import routing
 
-    alone, grouped = named("routing", routing.route), named("routing", routing.route_and_group)
+    choose = named("routing", routing.route)
 
     def route(
         logits: Tensor, num_chosen: int, weighing: Weighing, expert_scale: Tensor | None
     ) -> ExpertChoice:
-        num_tokens, num_experts = logits.shape
-        is_small = logits.numel() <= MOST_AT_ONCE
-        is_small = is_small and routing.can_group_at_once(num_tokens, num_experts, num_chosen)
-        kernel = grouped if is_small else alone
         return ExpertChoice(
-            *kernel(logits, num_chosen, is_over_all=weighing == "all", expert_scale=expert_scale)
+            *choose(logits, num_chosen, is_over_all=weighing == "all", expert_scale=expert_scale)
         )
 
     return route

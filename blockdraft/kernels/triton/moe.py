@@ -29,14 +29,13 @@ from blockdraft.kernels.triton.launch import (
 )
 from blockdraft.kernels.triton.linear import widen
 from blockdraft.kernels.triton.pointwise import norm_warps
-from blockdraft.kernels.triton.routing import LOW, MAX_FEW, group
+from blockdraft.kernels.triton.routing import LOW, MAX_FEW, Groups, group
 
 if TYPE_CHECKING:
     from blockdraft.kernels.moe import (
         Activation,
         Beside,
         ExpertChoice,
-        Groups,
         Matrices,
         Onto,
         Parts,
@@ -183,45 +182,56 @@ def _of_expert(first, shared, expert, stride, NUM_EXPERTS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_tiles", "num_tokens"])
 def _experts_kernel(
-    x, out, order, tiles, num_tiles, num_tokens, first_values, second_values, first_scale, second_scale,
+    x, out, ids, order, tiles, num_tiles, num_tokens, first_values, second_values, first_scale, second_scale,
     first_bias, second_bias, shared_first_values, shared_second_values, shared_first_scale,
     shared_second_scale, shared_first_bias, shared_second_bias, stride_expert, stride_row,
     stride_scale_expert, stride_scale_row, stride_bias,
-    NUM_EXPERTS: tl.constexpr, NUM_CHOSEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr, NUM_CHOSEN: tl.constexpr, CHOSEN_PAD: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
     SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, IS_FP4: tl.constexpr, KIND: tl.constexpr,
     LIMIT: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    IS_SINGLE: tl.constexpr,  # one token: tile t is pair t
+    IS_FEW: tl.constexpr,  # no more tokens than a tile has lanes, and pairs were not grouped
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute out[pair] = KIND(x[token] @ first^T, x[token] @ second^T), or x[pair] @ first^T without KIND.
 
     One program per tile and BLOCK_N rows of the weights; tiles of one expert run next to each other. Tiles
-    from num_tiles on belong to the shared expert, whose id is NUM_EXPERTS.
+    from num_tiles on belong to the shared expert, whose id is NUM_EXPERTS. With IS_FEW, there is a tile for
+    each pair: that of an expert's first pair computes all of the expert's pairs, the others do nothing.
     """
     start_and_wait(PDL)
     tile = tl.program_id(0)
     strip = tl.program_id(1)
     row = strip * BLOCK_N + tl.arange(0, BLOCK_N)
     is_routed = tile < num_tiles
-    expert = tl.load(tiles + tile, mask=is_routed, other=NUM_EXPERTS).to(tl.int64)
-    if expert < 0:
-        return
     lane = tl.arange(0, BLOCK_M)
-    if IS_SINGLE:
-        num_valid = 1
-        pair = tile + lane
+    if IS_FEW:
+        expert = tl.load(ids + tile, mask=is_routed, other=NUM_EXPERTS)
+        k = tl.arange(0, CHOSEN_PAD)[None, :]
+        is_choice = (lane < num_tokens)[:, None] & (k < NUM_CHOSEN)
+        chosen = tl.load(ids + lane[:, None] * NUM_CHOSEN + k, mask=is_choice, other=-1)
+        first_pair = tl.min(tl.where(chosen == expert, lane[:, None] * NUM_CHOSEN + k, tile))
+        if first_pair < tile:
+            return
+        choice = tl.max(tl.where(chosen == expert, k, -1), axis=1)
+        is_pair = choice >= 0
+        token = lane
+        pair = lane * NUM_CHOSEN + choice
     else:
+        expert = tl.load(tiles + tile, mask=is_routed, other=NUM_EXPERTS).to(tl.int64)
+        if expert < 0:
+            return
         begin_pair = tl.load(tiles + num_tiles + tile, mask=is_routed, other=0)
         num_valid = tl.load(tiles + 2 * num_tiles + tile, mask=is_routed, other=0)
-        pair = tl.load(order + begin_pair + lane, mask=lane < num_valid, other=0)
-    token = pair // NUM_CHOSEN
+        is_pair = lane < num_valid
+        pair = tl.load(order + begin_pair + lane, mask=is_pair, other=0)
+        token = pair // NUM_CHOSEN
     if shared_first_values is not None:
-        begin_token = (tile - num_tiles) * BLOCK_M
-        num_valid = tl.where(is_routed, num_valid, num_tokens - begin_token)
-        token = tl.where(is_routed, token, begin_token + lane)
-        pair = tl.where(is_routed, pair, num_tokens * NUM_CHOSEN + token)
-    is_pair = lane < num_valid
+        own = (tile - num_tiles) * BLOCK_M + lane
+        is_pair = tl.where(is_routed, is_pair, own < num_tokens)
+        token = tl.where(is_routed, token, own)
+        pair = tl.where(is_routed, pair, num_tokens * NUM_CHOSEN + own)
     source = pair if KIND is None else token
     x_row = x + source.to(tl.int64)[:, None] * COLUMNS
 
@@ -288,14 +298,13 @@ def run_experts(
         return x.new_empty(x.shape), None if onto is None else x.new_empty(x.shape)
     gated, last = configs or choose_configs(parts, x.dtype, num_pairs)
     assert gated.block_m == last.block_m, "one list of tiles serves both products"
-    assert choice.groups is None or gated.block_m == LOW, "the groups are of low tiles"
     num_experts, inner, _ = parts.gate.values.shape
-    groups = choice.groups or group(ids.contiguous(), num_experts, gated.block_m)
+    ids = ids.contiguous()
+    groups = None if num_tokens <= gated.block_m else group(ids, num_experts, gated.block_m)
     shared = None if beside is None or isinstance(beside.value, Tensor) else beside.value
     num_rows = num_pairs if shared is None else num_pairs + num_tokens
     hidden, outputs = x.new_empty(num_rows, inner), x.new_empty(num_rows, x.shape[1])
-    is_single = num_tokens == 1 and choice.groups is not None  # `route_and_group` made the tiles
-    launch = functools.partial(_launch, groups=groups, shape=ids.shape, is_single=is_single)
+    launch = functools.partial(_launch, ids=ids, groups=groups)
     both = None if shared is None else (shared.gate, shared.up)
     launch(x.contiguous(), hidden, (parts.gate, parts.up), both, config=gated, activation=activation)
     if beside is not None and shared is not None:
@@ -359,30 +368,31 @@ def _launch(
     routed: tuple[Matrices, ...],
     shared: tuple[Matrices, ...] | None,
     *,
-    groups: Groups,
-    shape: torch.Size,
+    ids: Tensor,
+    groups: Groups | None,
     config: Config,
     activation: Activation | None = None,
-    is_single: bool,
 ) -> None:
-    """Launch one product, either of gate and up or of down; `shape` [N, K] is the shape of the choice."""
-    order, tiles = groups
+    """Launch one product, either of gate and up or of down, for the experts `ids` [N, K] of each token."""
+    order, tiles = (ids, ids) if groups is None else groups
+    num_tiles = ids.numel() if groups is None else tiles.shape[1]
     first = routed[0]
     num_experts, rows, _ = first.values.shape
-    num_tokens, num_chosen = shape
+    num_tokens, num_chosen = ids.shape
     num_shared = 0 if shared is None else triton.cdiv(num_tokens, config.block_m)
-    grid = (tiles.shape[1] + num_shared, triton.cdiv(rows, config.block_n))
+    grid = (num_tiles + num_shared, triton.cdiv(rows, config.block_n))
     _experts_kernel[grid](
-        x, out, order, tiles, tiles.shape[1], num_tokens, *_pointers(routed),
+        x, out, ids, order, tiles, num_tiles, num_tokens, *_pointers(routed),
         *_pointers(shared), *first.values.stride()[:2],
         *((0, 0) if first.scale is None else first.scale.stride()[:2]),
         0 if first.bias is None else first.bias.stride(0),
-        NUM_EXPERTS=num_experts, NUM_CHOSEN=num_chosen, ROWS=rows, COLUMNS=_num_columns(first),
+        NUM_EXPERTS=num_experts, NUM_CHOSEN=num_chosen,
+        CHOSEN_PAD=triton.next_power_of_2(num_chosen), ROWS=rows, COLUMNS=_num_columns(first),
         SCALE_ROWS=first.block[0], SCALE_COLUMNS=0 if first.scale is None else first.block[1],
         IS_FP4=_is_fp4(first), KIND=None if activation is None else activation.kind,
         LIMIT=None if activation is None else activation.limit,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32", BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n, BLOCK_K=config.block_k, IS_SINGLE=is_single,
+        BLOCK_N=config.block_n, BLOCK_K=config.block_k, IS_FEW=groups is None,
         num_warps=config.num_warps, num_stages=config.num_stages, **overlap(x.device),
     )  # fmt: skip
 

@@ -8,8 +8,6 @@ every routing.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
@@ -17,12 +15,10 @@ from torch import Tensor
 
 from blockdraft.kernels.triton.launch import overlap, start_and_wait
 
-if TYPE_CHECKING:
-    from blockdraft.kernels.moe import Groups
+Groups = tuple[Tensor, Tensor]  # order and tiles, see the module's docstring
 
 MAX_FEW = 512  # pairs; up to this number, tiles are as low as a tensor core allows
 LOW = 16  # pairs of such a low tile
-MAX_LOGITS = 1 << 13  # the most logits that one program keeps in registers
 MAX_COMPARED = 1024  # the most pairs to sort by comparing all with all; more are counted first
 CHUNK = 128  # pairs that a program of a larger sort compares with each other
 MAX_SHARES = 128  # the most programs of such a sort, as each reads the counts of all
@@ -38,69 +34,52 @@ def _in_order(bits):
 
 
 @triton.jit
-def _choose(
-    logits, expert_scale, weights, ids, token, num_tokens, stride_token,
-    NUM_EXPERTS: tl.constexpr, NUM_CHOSEN: tl.constexpr, BLOCK: tl.constexpr, IS_OVER_ALL: tl.constexpr,
-):  # fmt: skip
-    """Store the weights and ids that tokens [T] choose; return each expert's index or -1, [T, BLOCK].
-
-    No sum depends on the layout of the tile, so a token's bits are equal in every tile.
-    """
-    expert = tl.arange(0, BLOCK)[None, :]
-    is_expert = (expert < NUM_EXPERTS) & (token < num_tokens)[:, None]
-    pointers = logits + token.to(tl.int64)[:, None] * stride_token + expert
-    x = tl.load(pointers, mask=is_expert, other=0.0).to(tl.float32)
-    # NaN logits are chosen last, but keep ids in range; -inf is below all logits and marks chosen experts.
-    lowest = -2.9774707105582116e38  # 1.75 * 2 ** 127, which bfloat16 holds
-    x = tl.where(x >= lowest, x, lowest)
-    x = tl.where(x == 0.0, 0.0, x)  # -0.0 equals 0.0
-    x = tl.where(expert < NUM_EXPERTS, x, -float("inf"))
-    top = tl.max(x, axis=1)
-    weight = tl.exp(x - top[:, None])
-    place = tl.full(x.shape, -1, tl.int32)
-    total = tl.zeros(top.shape, tl.float32)
-    if logits.dtype.element_ty == tl.bfloat16:
-        # Logit and id as one integer: the hardware finds the greatest of a warp at once.
-        key = (_in_order(x.to(tl.int32, bitcast=True) >> 16) << 16) | (0xFFFF - expert)
-        for k in range(NUM_CHOSEN):
-            best_key = tl.max(key, axis=1)
-            is_winner = key == best_key[:, None]
-            place = tl.where(is_winner, k, place)
-            total += tl.exp((_in_order(best_key >> 16) << 16).to(tl.float32, bitcast=True) - top)
-            key = tl.where(is_winner, -0x80000000, key)
-    else:
-        for k in range(NUM_CHOSEN):
-            best, winner = tl.max(x, axis=1, return_indices=True)  # ties: the lowest id
-            is_winner = expert == winner[:, None]
-            place = tl.where(is_winner, k, place)
-            total += tl.exp(best - top)
-            x = tl.where(is_winner, -float("inf"), x)
-    if IS_OVER_ALL:
-        # Sums of integer multiples of 2 ** -40 are equal in any order.
-        total = tl.sum((weight * 1099511627776.0).to(tl.int64), axis=1).to(tl.float32) / 1099511627776.0
-    weight = weight / total[:, None]
-    if expert_scale is not None:
-        weight *= tl.load(expert_scale + expert, mask=expert < NUM_EXPERTS, other=0.0).to(tl.float32)
-    place = tl.where(is_expert, place, -1)
-    pair = token[:, None] * NUM_CHOSEN + place
-    tl.store(weights + pair, weight, mask=place >= 0)
-    tl.store(ids + pair, tl.broadcast_to(expert, place.shape).to(tl.int64), mask=place >= 0)
-    return place
-
-
-@triton.jit(do_not_specialize=["num_tokens"])
 def _route_kernel(
-    logits, expert_scale, weights, ids, num_tokens, stride_token,
+    logits, expert_scale, weights, ids, stride_token,
     NUM_EXPERTS: tl.constexpr, NUM_CHOSEN: tl.constexpr, BLOCK: tl.constexpr, IS_OVER_ALL: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Do `route`, with one program per token."""
     start_and_wait(PDL)
-    token = tl.program_id(0) + tl.arange(0, 1)
-    _choose(
-        logits, expert_scale, weights, ids, token, num_tokens, stride_token,
-        NUM_EXPERTS, NUM_CHOSEN, BLOCK, IS_OVER_ALL,
-    )  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    expert = tl.arange(0, BLOCK)
+    is_expert = expert < NUM_EXPERTS
+    x = tl.load(logits + token * stride_token + expert, mask=is_expert, other=0.0).to(tl.float32)
+    # NaN logits are chosen last, but keep ids in range; -inf is below all logits and marks chosen experts.
+    lowest = -2.9774707105582116e38  # 1.75 * 2 ** 127, which bfloat16 holds
+    x = tl.where(x >= lowest, x, lowest)
+    x = tl.where(x == 0.0, 0.0, x)  # -0.0 equals 0.0
+    x = tl.where(is_expert, x, -float("inf"))
+    top = tl.max(x, axis=0)
+    weight = tl.exp(x - top)
+    place = tl.full((BLOCK,), -1, tl.int32)
+    total = top * 0.0
+    if logits.dtype.element_ty == tl.bfloat16:
+        # Logit and id as one integer: the hardware finds the greatest of a warp at once.
+        key = (_in_order(x.to(tl.int32, bitcast=True) >> 16) << 16) | (0xFFFF - expert)
+        for k in range(NUM_CHOSEN):
+            best_key = tl.max(key, axis=0)
+            is_winner = key == best_key
+            place = tl.where(is_winner, k, place)
+            total += tl.exp((_in_order(best_key >> 16) << 16).to(tl.float32, bitcast=True) - top)
+            key = tl.where(is_winner, -0x80000000, key)
+    else:
+        for k in range(NUM_CHOSEN):
+            best, winner = tl.max(x, axis=0, return_indices=True)  # ties: the lowest id
+            is_winner = expert == winner
+            place = tl.where(is_winner, k, place)
+            total += tl.exp(best - top)
+            x = tl.where(is_winner, -float("inf"), x)
+    if IS_OVER_ALL:
+        # Sums of integer multiples of 2 ** -40 are equal in any order.
+        total = tl.sum((weight * 1099511627776.0).to(tl.int64), axis=0).to(tl.float32) / 1099511627776.0
+    weight = weight / total
+    if expert_scale is not None:
+        weight *= tl.load(expert_scale + expert, mask=is_expert, other=0.0).to(tl.float32)
+    is_chosen = is_expert & (place >= 0)
+    pair = token * NUM_CHOSEN + place
+    tl.store(weights + pair, weight, mask=is_chosen)
+    tl.store(ids + pair, expert.to(tl.int64), mask=is_chosen)
 
 
 def route(
@@ -108,24 +87,18 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     """Return weights [N, K] float32 and ids [N, K] int64, largest first; see `pick.mixtures.pick_route`."""
     num_tokens, num_experts = logits.shape
-    logits, weights, ids = _prepare(logits, num_chosen)
+    assert num_chosen <= num_experts
+    weights = logits.new_empty(num_tokens, num_chosen, dtype=torch.float32)
+    ids = logits.new_empty(num_tokens, num_chosen, dtype=torch.int64)
     if num_tokens == 0:
         return weights, ids
+    logits = logits if logits.stride(-1) == 1 else logits.contiguous()
     _route_kernel[(num_tokens,)](
-        logits, expert_scale, weights, ids, num_tokens, logits.stride(0),
+        logits, expert_scale, weights, ids, logits.stride(0),
         NUM_EXPERTS=num_experts, NUM_CHOSEN=num_chosen, BLOCK=triton.next_power_of_2(num_experts),
         IS_OVER_ALL=is_over_all, num_warps=1, **overlap(logits.device),
     )  # fmt: skip
     return weights, ids
-
-
-def _prepare(logits: Tensor, num_chosen: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return logits with contiguous tokens, and uninitialised weights and ids [N, K]."""
-    num_tokens, num_experts = logits.shape
-    assert num_chosen <= num_experts
-    weights = logits.new_empty(num_tokens, num_chosen, dtype=torch.float32)
-    ids = logits.new_empty(num_tokens, num_chosen, dtype=torch.int64)
-    return logits if logits.stride(-1) == 1 else logits.contiguous(), weights, ids
 
 
 # ---- pairs grouped by expert
@@ -258,59 +231,6 @@ def _shares(num_pairs: int) -> tuple[int, int]:
     """Return how many programs sort so many pairs, and the pairs of each."""
     share = CHUNK * triton.cdiv(num_pairs, CHUNK * MAX_SHARES)
     return triton.cdiv(num_pairs, share), share
-
-
-@triton.jit(do_not_specialize=["num_tokens", "num_tiles"])
-def _route_and_group_kernel(
-    logits, expert_scale, weights, ids, order, tiles, num_tokens, num_tiles, stride_token,
-    NUM_EXPERTS: tl.constexpr, NUM_CHOSEN: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_M: tl.constexpr, IS_OVER_ALL: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Route and group all tokens in one program; an expert's pairs are in the order of tokens."""
-    start_and_wait(PDL)
-    token = tl.arange(0, TOKENS)
-    place = _choose(
-        logits, expert_scale, weights, ids, token, num_tokens, stride_token,
-        NUM_EXPERTS, NUM_CHOSEN, BLOCK, IS_OVER_ALL,
-    )  # fmt: skip
-    if TOKENS == 1:  # a tile for each choice, in order, so nothing is counted
-        expert = tl.arange(0, BLOCK)[None, :]
-        tl.store(order + place, place, mask=place >= 0)
-        tl.store(tiles + place, expert, mask=place >= 0)
-        tl.store(tiles + num_tiles + place, place, mask=place >= 0)
-        tl.store(tiles + 2 * num_tiles + place, 1, mask=place >= 0)
-        return
-    is_chosen = (place >= 0).to(tl.int32)
-    count = tl.sum(is_chosen, axis=0)
-    first = tl.cumsum(count, axis=0) - count
-    position = first[None, :] + tl.cumsum(is_chosen, axis=0) - is_chosen
-    tl.store(order + position, token[:, None] * NUM_CHOSEN + place, mask=place >= 0)
-    _write_tiles(tiles, first, count, tl.arange(0, BLOCK), num_tiles, BLOCK_M)
-
-
-def can_group_at_once(num_tokens: int, num_experts: int, num_chosen: int) -> bool:
-    """Return whether one program can hold the logits of all tokens, and the tiles are low."""
-    num_logits = triton.next_power_of_2(num_tokens) * triton.next_power_of_2(num_experts)
-    return 0 < num_tokens * num_chosen <= MAX_FEW and num_logits <= MAX_LOGITS
-
-
-def route_and_group(
-    logits: Tensor, num_chosen: int, *, is_over_all: bool, expert_scale: Tensor | None = None
-) -> tuple[Tensor, Tensor, Groups]:
-    """Do `route`, and `group` into tiles of LOW pairs, in one launch."""
-    num_tokens, num_experts = logits.shape
-    assert can_group_at_once(num_tokens, num_experts, num_chosen)
-    num_pairs = num_tokens * num_chosen
-    logits, weights, ids = _prepare(logits, num_chosen)
-    order = logits.new_empty(num_pairs, dtype=torch.int32)
-    tiles = logits.new_empty(3, max_tiles(num_pairs, num_experts, LOW), dtype=torch.int32)
-    tokens, block = triton.next_power_of_2(num_tokens), triton.next_power_of_2(num_experts)
-    _route_and_group_kernel[(1,)](
-        logits, expert_scale, weights, ids, order, tiles, num_tokens, tiles.shape[1], logits.stride(0),
-        NUM_EXPERTS=num_experts, NUM_CHOSEN=num_chosen, TOKENS=tokens, BLOCK=block, BLOCK_M=LOW,
-        IS_OVER_ALL=is_over_all, num_warps=min(8, max(1, tokens * block // 256)), **overlap(logits.device),
-    )  # fmt: skip
-    return weights, ids, (order, tiles)
 
 
 def max_tiles(num_pairs: int, num_experts: int, block_m: int) -> int:
