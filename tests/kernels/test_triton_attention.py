@@ -330,7 +330,7 @@ def config_of(rows, groups, shared, head_dim, max_count, *, window=None, element
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_a_block_is_one_tile(shape):
     config = config_of(*shape)
-    assert config.tokens >= shape[4]
+    assert config.tokens >= shape[4] or shape[3] == 256
     assert config.tokens * shape[2] <= config.block_m
 
 
@@ -361,6 +361,13 @@ def test_several_programs_share_a_tile_where_tiles_are_few():
     assert config_of(32, 8, 4, 128, 16).parts == 1
     assert config_of(1024, 3, 3, 64, 1).parts == 1
     assert config_of(1, 8, 4, 128, 2048).parts == 1
+
+
+def test_heads_of_256_have_low_tiles_until_these_fill_the_device():
+    configs = [config_of(rows, 2, 8, 256, count) for rows, count in ((1, 16), (8, 16), (32, 16), (1, 2048))]
+    assert [(config.block_m, config.parts) for config in configs] == [(16, 16), (16, 1), (64, 1), (128, 1)]
+    assert {config.block_n for config in configs} == {64}
+    assert config_of(32, 2, 8, 256, 1).parts == 4, "short programs rather than few"
 
 
 def test_a_short_window_has_one_program_to_a_tile():

@@ -484,11 +484,19 @@ def choose(
     """
     if shared > 128:
         raise DoesNotFit(f"{shared} query heads share a key/value head: paged attention takes at most 128")
+
+    def num_tiles(block_m: int) -> int:
+        return num_rows * -(-max_count // (block_m // shared)) * num_groups
+
     row_bytes = max(16, triton.next_power_of_2(head_dim)) * element_size
     widest, block_n = _largest(row_bytes, element_size, shared, shared_memory)
     if max_count > MAX_SPLIT_COUNT and row_bytes <= 256:
         widest = max(64, triton.next_power_of_2(shared))  # sums of 128 queries would need too many registers
     block_m = min(max(16, triton.next_power_of_2(max_count * shared)), widest)
+    is_wide = _is_wide(row_bytes, element_size, shared_memory)
+    if is_wide:  # the tiles of a row find its keys in the L2 cache
+        while block_m // 2 >= max(16, shared) and 10 * num_tiles(block_m) < 9 * multiprocessors:
+            block_m //= 2
     # If two programs fit a multiprocessor, the sums of one overlap with the loads of the other.
     half = _stages(shared_memory // 2, block_m, block_n, row_bytes)
     programs_each = 2 if block_m <= 64 and row_bytes <= 256 and half >= 2 else 1
@@ -498,17 +506,31 @@ def choose(
             f"paged attention of {shared} query heads per key/value head of size {head_dim}: "
             f"the {shared_memory // 1024} KB of shared memory of this device are too few"
         )
-    tokens = block_m // shared
-    num_tiles = num_rows * -(-max_count // tokens) * num_groups
     parts = 1
     if max_count <= MAX_SPLIT_COUNT and (window is None or window > 2 * block_n):
-        while parts < MAX_SEGMENTS and 2 * parts * num_tiles <= programs_each * multiprocessors:
+        programs = programs_each * multiprocessors
+        if is_wide:  # either no merge, or many short programs
+            programs = 2 * multiprocessors if 2 * num_tiles(block_m) <= multiprocessors else 0
+        while parts < MAX_SEGMENTS and 2 * parts * num_tiles(block_m) <= programs:
             parts *= 2
     # The accumulators of 64 queries of size 256 spill from four warps; so do the sums of float32.
     warps = 8 if block_m > 64 or block_m * row_bytes >= 32768 or element_size == 4 else 4
     # float32 has no tensor cores: sums, not loads, take the time.
-    stages = min(stages, 2 if element_size == 4 else MAX_STAGES)
-    return Config(tokens, block_m, block_n, warps, stages, parts)
+    stages = min(stages, 2 if element_size == 4 or (is_wide and parts > 1) else MAX_STAGES)
+    return Config(block_m // shared, block_m, block_n, warps, stages, parts)
+
+
+def _is_wide(row_bytes: int, element_size: int, shared_memory: int) -> bool:
+    """Return whether heads are of size 256, whose sums take half the registers of a multiprocessor.
+
+    For them, tiles and parts are chosen differently. Measured on an H200 (benchmarks/log.md).
+    """
+    return element_size == 2 and row_bytes == 512 and _has_wgmma(shared_memory)
+
+
+def _has_wgmma(shared_memory: int) -> bool:
+    """Return whether products can read both operands from shared memory, not from registers."""
+    return shared_memory > 200 * 1024
 
 
 def _largest(row_bytes: int, element_size: int, shared: int, shared_memory: int) -> tuple[int, int]:
@@ -516,7 +538,7 @@ def _largest(row_bytes: int, element_size: int, shared: int, shared_memory: int)
 
     All tiles use the chunk of the widest tile, as the result's bits depend on its size.
     """
-    has_wgmma = shared_memory > 200 * 1024  # wgmma reads the queries from shared memory, not from registers
+    has_wgmma = _has_wgmma(shared_memory)
     if element_size == 4:
         widest = 16
     elif row_bytes <= 256 or (row_bytes <= 512 and has_wgmma):
@@ -526,6 +548,8 @@ def _largest(row_bytes: int, element_size: int, shared: int, shared_memory: int)
     narrowest = max(16, triton.next_power_of_2(shared))
     widest = max(widest, narrowest)
     block_n = 128 if row_bytes <= 128 else 64 if row_bytes <= 256 else 32
+    if _is_wide(row_bytes, element_size, shared_memory):
+        block_n = 64
     while _stages(shared_memory, widest, block_n, row_bytes) < 2:
         if block_n > 16:
             block_n //= 2
