@@ -597,8 +597,8 @@ def _compare_routes(engine: Engine, numbers: Numbers) -> Comparisons:
     for mixture in _mixtures(engine):
         num_experts, num_chosen = mixture.experts.gate_up.weight.shape[0], mixture.num_chosen
         logits, where = 3 * numbers.normal(7, num_experts), f"{num_chosen} of {num_experts} experts"
-        weights, ids, _ = numbers.kernels.route(logits, num_chosen, mixture.weighing, mixture.expert_scale)
-        expected, likeliest, _ = moe.reference_route(logits.double(), num_chosen, mixture.weighing)
+        weights, ids = numbers.kernels.route(logits, num_chosen, mixture.weighing, mixture.expert_scale)
+        expected, likeliest = moe.reference_route(logits.double(), num_chosen, mixture.weighing)
         if mixture.expert_scale is not None:
             expected = expected * mixture.expert_scale.double()[ids]
         yield Comparison(f"choice, {where}", logits.gather(1, ids), logits.double().gather(1, likeliest))

@@ -238,7 +238,12 @@ FEW_CHOICES = {
 def test_pairs_of_few_tokens_are_found_without_grouping(ids, has_shared, monkeypatch):
     experts, shared = build_with_shared(6, 40, 32, dtype=HALF)
     ids = torch.tensor(ids, device=DEVICE)
-    tokens = normal(len(ids), 40, dtype=HALF), normal(*ids.shape, seed=3), ids, normal(len(ids), 1, dtype=HALF)
+    tokens = (
+        normal(len(ids), 40, dtype=HALF),
+        normal(*ids.shape, seed=3),
+        ids,
+        normal(len(ids), 1, dtype=HALF),
+    )
 
     def run(x, weights, ids, gate):
         beside = Beside(gate, shared.parts()) if has_shared else None

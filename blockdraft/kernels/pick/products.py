@@ -46,12 +46,16 @@ def pick_linear(at: Available) -> Multiply:
     if not at.has_triton("products"):
         return _llvm_linear(at.dtype) if at.has_llvm() else reference_linear
     from blockdraft.kernels.triton import linear as kernels
+    from blockdraft.kernels.triton import narrow
 
     multiply, is_fast = named("products", kernels.linear), at.is_fast
+    multiply_narrow = named("products", narrow.linear)
     if not is_fast:
         _cut_no_sums()
 
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, onto: Tensor | None = None) -> Tensor:
+        if narrow.takes(x, weight):
+            return multiply_narrow(x, weight, bias, onto=onto)
         if kernels.takes(x, weight, is_fast=is_fast):
             return multiply(x, weight, bias, onto=onto, is_fast=is_fast)
         if is_fast and onto is not None and bias is None and x.dim() == 2:
@@ -95,13 +99,15 @@ def pick_gated_linear(at: Available, linear: Multiply, gate_mul: GateMul) -> Gat
     has_small, has_tiles = at.has_triton("gated products"), at.has_triton("gated tiles")
     if not has_small and not has_tiles:
         return in_two_steps
-    from blockdraft.kernels.triton import gated_tile
+    from blockdraft.kernels.triton import gated_tile, narrow
     from blockdraft.kernels.triton.linear import linear as kernel
 
     multiply, tiles = named("gated products", kernel), named("gated tiles", gated_tile.gated_linear)
     is_fast = at.is_fast
 
     def gated(x: Tensor, weight: Tensor, bias: Tensor | None, gate: Gate) -> Tensor:
+        if narrow.takes(x, weight):
+            return in_two_steps(x, weight, bias, gate)
         if is_few(x):
             if has_small:
                 return multiply(x, weight, bias, gate=gate, is_fast=is_fast)

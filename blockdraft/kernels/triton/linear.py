@@ -5,8 +5,8 @@ a token's bits then depend only on its own values and the weight: a tensor core 
 sum at once, in the same way for every shape of tile, and so does cuBLAS if it does not split sums.
 
 If a weight has too few strips to fill the GPU, `is_fast` allows splitting the columns into SPLIT parts. The
-last program of a strip to finish adds the partial sums in order, so the result does not depend on the order
-in which programs finish.
+last program of a tile to finish adds the partial sums in order, so the result does not depend on the order
+in which programs finish. Weights with the rows of a router are split in any case; see `triton.narrow`.
 
 With programmatic dependent launch, a program is resident before the previous kernel has ended. Loading
 weights that early gains nothing: the previous kernel loses the time that this kernel gains
@@ -37,9 +37,7 @@ from blockdraft.kernels.triton.pointwise import gate_values
 MAX_SOME = 64  # tokens of a tile; cuBLAS multiplies more tokens by an unquantised weight
 MANY = 128  # tokens of a tile if there are more than MAX_SOME
 MANY_ROWS = 6144  # rows of a large weight
-NARROW_ROWS = 520  # the most rows of a weight for which cuBLAS picks slow kernels: routers and gates
-NARROW_TOKENS = 512  # with more tokens cuBLAS is fast again, if its rows are aligned
-ALIGNED_ROWS = 8  # half-precision values in 16 bytes
+MAX_TILES = 1 << 16  # of a product with split sums
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +53,11 @@ class Config:
 
 # Divisions of weights with few rows, whose programs are small and resident before the previous kernel has
 # ended: tokens of a tile, most rows, least columns. Measured on an H200 (benchmarks/log.md).
-_NARROW = (
+_FEW_STRIPS = (
     (MAX_FEW, 3072, 12288, Config(16, 512, 1, warps=2, stages=3)),
     (MAX_FEW, 3072, 4096, Config(8, 512, 1, warps=1, stages=3)),
-    (MAX_FEW, 1 << 30, 0, Config(16, 256, 1, warps=2, stages=5)),
+    (MAX_FEW, 1 << 30, 4096, Config(16, 256, 1, warps=2, stages=5)),
+    (MAX_FEW, 1 << 30, 0, Config(16, 512, 1, warps=2, stages=3)),
     (MAX_SOME, 2112, 8192, Config(16, 256, 1, warps=4, stages=4)),
     (MAX_SOME, 2112, 0, Config(16, 128, 1, warps=4, stages=6)),
     (MAX_SOME, 3072, 0, Config(32, 128, 1, warps=4, stages=5)),
@@ -119,7 +118,9 @@ def _sum_parts(
 def _linear(
     x, weight, scale, bias, onto, out, partial, counters, num_tokens,
     num_outputs,  # outputs of the result: half the weight's rows if GATE joins two
-    num_inputs, stride_x,
+    num_inputs,
+    part_size,  # columns of each of SPLIT parts but the last
+    stride_x,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT: tl.constexpr,
     GATE: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_ONTO: tl.constexpr,
     IS_EVEN: tl.constexpr,  # blocks divide the outputs and, in each split, the inputs
@@ -131,9 +132,8 @@ def _linear(
     token = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     row = strip * BLOCK_N + tl.arange(0, BLOCK_N)
     column = tl.arange(0, BLOCK_K)
-    steps = tl.cdiv(num_inputs, BLOCK_K * SPLIT)
-    begin = part * steps * BLOCK_K
-    end = tl.minimum(begin + steps * BLOCK_K, num_inputs)
+    begin = part * part_size
+    end = tl.minimum(begin + part_size, num_inputs)
     is_row = row < num_outputs
     is_token = token < num_tokens
     first = weight + row.to(tl.int64) * num_inputs
@@ -171,10 +171,11 @@ def _linear(
         if GATE != "none":
             tl.store(partial + (SPLIT + part) * size + place, up_sums, mask=is_there)
         tl.debug_barrier()  # every thread has stored before the counter is raised
-        arrived = tl.atomic_add(counters + strip, 1, sem="acq_rel", scope="gpu")
+        tile = tl.program_id(2) * tl.num_programs(0) + strip
+        arrived = tl.atomic_add(counters + tile, 1, sem="acq_rel", scope="gpu")
         if arrived != SPLIT - 1:
             return
-        tl.store(counters + strip, 0)  # for the next product
+        tl.store(counters + tile, 0)  # for the next product
         sums = _sum_parts(partial, place, size, is_there, SPLIT, BLOCK_M, BLOCK_N)
         if GATE != "none":
             up_sums = _sum_parts(partial + SPLIT * size, place, size, is_there, SPLIT, BLOCK_M, BLOCK_N)
@@ -196,8 +197,8 @@ def _linear(
 
 @functools.cache
 def counters(device: torch.device) -> Tensor:
-    """Return the counters of finished parts per strip, which every product resets to zero."""
-    return torch.zeros(1 << 16, dtype=torch.int32, device=device)
+    """Return the counters of finished parts per tile, which every product resets to zero."""
+    return torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
 
 
 def linear(
@@ -210,10 +211,13 @@ def linear(
     gate: str = "none",
     is_fast: bool = False,
     config: Config | None = None,
+    block_m: int | None = None,
+    part_size: int | None = None,
 ) -> Tensor:
     """Return x [M, K] times weight [N, K], which has one `scale` per row if it is fp8 or int8.
 
     `onto` [M, N] is added. With `gate` "silu" or "gelu", return gate(a) * b [M, N / 2] of the halves a, b.
+    `part_size` says how many columns each part of a split sum has.
     """
     assert x.stride(1) == 1, "tokens without gaps"
     assert weight.is_contiguous(), "rows without gaps"
@@ -222,23 +226,25 @@ def linear(
     num_rows = weight.shape[0]
     num_outputs = num_rows if gate == "none" else num_rows // 2
     device = x.device
-    block_m = _token_tile(num_tokens, num_rows)
+    block_m = block_m or _token_tile(num_tokens)
     if config is None:
         pick = choose_split if is_fast and block_m == MAX_FEW else choose
         config = pick(block_m, num_outputs, num_inputs, weight.dtype.itemsize, gate != "none", device)
-    assert config.split == 1 or num_tokens <= block_m, "the counters are those of one tile of tokens"
     out = torch.empty((num_tokens, num_outputs), dtype=x.dtype, device=device)
+    grid = (triton.cdiv(num_outputs, config.block_n), config.split, triton.cdiv(num_tokens, block_m))
+    assert config.split == 1 or grid[0] * grid[2] <= MAX_TILES, "a counter for each tile"
     num_parts = config.split * (1 if gate == "none" else 2)
     partial = out
     if config.split > 1:
         partial = torch.empty((num_parts, num_tokens, num_outputs), dtype=torch.float32, device=device)
+    part_size = part_size or triton.cdiv(num_inputs, config.block_k * config.split) * config.block_k
     is_even = num_outputs % config.block_n == 0 and num_inputs % (config.block_k * config.split) == 0
     if weight.dtype == torch.float8_e4m3fn:
         weight = weight.view(torch.uint8)
-    _linear[(triton.cdiv(num_outputs, config.block_n), config.split, triton.cdiv(num_tokens, block_m))](
+    _linear[grid](
         x, weight, scale if scale is not None else weight, bias if bias is not None else weight,
         onto if onto is not None else x, out, partial, counters(device), num_tokens, num_outputs,
-        num_inputs, x.stride(0),
+        num_inputs, part_size, x.stride(0),
         BLOCK_M=block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, SPLIT=config.split, GATE=gate,
         HAS_SCALE=scale is not None, HAS_BIAS=bias is not None, HAS_ONTO=onto is not None, IS_EVEN=is_even,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32", **overlap(device), num_warps=config.warps,
@@ -283,25 +289,19 @@ def takes(x: Tensor, weight: Tensor, *, is_fast: bool = False) -> bool:
     """Return whether to multiply x [M, K] by this kernel, or by cuBLAS, which is as fast for many tokens.
 
     In float32, without tensor cores, only this kernel adds in one order for every M. For more than a few
-    tokens, cuBLAS reads weights with many rows at the speed of memory. For few rows it chooses kernels that
-    take ten times as long, for an odd number of rows a hundred times (benchmarks/log.md).
+    tokens, cuBLAS reads weights with many rows at the speed of memory.
     """
     if x.dim() != 2:
         return False
     num_tokens, num_rows = x.shape[0], weight.shape[0]
     if num_tokens <= MAX_FEW:
         return True
-    if num_rows <= NARROW_ROWS and (num_tokens <= NARROW_TOKENS or num_rows % ALIGNED_ROWS != 0):
-        return True
     return not is_fast and (x.dtype == torch.float32 or (num_tokens <= MAX_SOME and num_rows < MANY_ROWS))
 
 
-def _token_tile(num_tokens: int, num_rows: int) -> int:
-    """Return the tokens per program; a product with few rows is divided among many programs."""
-    if num_tokens <= MAX_FEW:
-        return MAX_FEW
-    is_narrow = num_rows <= NARROW_ROWS and num_tokens <= NARROW_TOKENS
-    return MAX_SOME if num_tokens <= MAX_SOME or is_narrow else MANY
+def _token_tile(num_tokens: int) -> int:
+    """Return the tokens per program."""
+    return MAX_FEW if num_tokens <= MAX_FEW else MAX_SOME if num_tokens <= MAX_SOME else MANY
 
 
 def _large(multiprocessors: int) -> int:
@@ -322,8 +322,6 @@ def choose(
     strips, multiprocessors = triton.cdiv(num_outputs, 64), num_multiprocessors(device)
     if block_m == MANY:
         config = Config(128, 64, 1, warps=8, stages=3)
-    elif block_m == MAX_FEW and num_outputs <= NARROW_ROWS and num_inputs >= 2048:  # a router
-        config = Config(8, 512, 1, 2, 4) if num_inputs % 512 == 0 else Config(16, 512, 1, 2, 3)
     elif num_inputs * num_outputs < 1 << 22:  # a few megabytes: latency, not bandwidth
         block_k = 128 if num_inputs > 1024 else 64
         if is_gated:
@@ -340,21 +338,24 @@ def choose(
         config = Config(64, narrow_k, 1, 4, 5) if strips >= 96 else Config(32, wide_k, 1, 4, 4)
         if strips < 96 and wide_k < 256:  # a few long steps are fast, though the last has masks
             config = Config(64, 128, 1, 4, 4)
-    elif strips >= multiprocessors:  # up to two programs to a multiprocessor
+    elif 3 * strips >= 4 * multiprocessors:  # up to two programs to a multiprocessor
         config = Config(64, narrow_k, 1, warps=4, stages=4)
     else:
-        config = _narrow(block_m, num_outputs, num_inputs, wide_k)
+        config = _with_few_strips(block_m, num_outputs, num_inputs)
     return _fitted(config, block_m, 2 if is_gated else 1, shared_memory(device))
 
 
-def _narrow(block_m: int, num_outputs: int, num_inputs: int, wide_k: int) -> Config:
+def _with_few_strips(block_m: int, num_outputs: int, num_inputs: int) -> Config:
     """Return the division of a weight with few rows. A few long steps are fast, though the last has masks."""
     config = next(
         found
-        for tokens, most_rows, least_columns, found in _NARROW
+        for tokens, most_rows, least_columns, found in _FEW_STRIPS
         if block_m == tokens and num_outputs <= most_rows and num_inputs >= least_columns
     )
-    return config if num_inputs > 2048 else replace(config, block_k=min(config.block_k, wide_k))
+    block_k = config.block_k
+    while num_inputs <= 2048 and block_k > 64 and num_inputs % block_k != 0:
+        block_k //= 2
+    return replace(config, block_k=block_k)
 
 
 def _fitted(config: Config, block_m: int, num_parts: int, shared_memory: int) -> Config:

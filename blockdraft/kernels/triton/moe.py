@@ -71,7 +71,11 @@ _BY_PAIRS = (
 
 # Tiles for up to MAX_FEW pairs, which are limited by weight reads: low ones, with many loads in flight. From
 # how many pairs and columns on. Gate and up together read twice the rows of a tile in a step.
-_FEW_GATED = ((0, 0, Config(LOW, 32, 128, num_warps=4, num_stages=4)),)
+_FEW_GATED = (
+    (0, 2049, Config(LOW, 32, 128, num_warps=4, num_stages=4)),
+    (32, 0, Config(LOW, 32, 256, num_warps=4, num_stages=3)),
+    (0, 0, Config(LOW, 32, 128, num_warps=4, num_stages=5)),
+)
 _FEW_DOWN = (
     (32, 512, Config(LOW, 32, 128, num_warps=2, num_stages=5)),
     (0, 513, Config(LOW, 16, 128, num_warps=2, num_stages=5)),
@@ -192,6 +196,7 @@ def _experts_kernel(
     LIMIT: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     IS_FEW: tl.constexpr,  # no more tokens than a tile has lanes, and pairs were not grouped
+    IS_SINGLE: tl.constexpr,  # one token, whose pairs have an expert each
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute out[pair] = KIND(x[token] @ first^T, x[token] @ second^T), or x[pair] @ first^T without KIND.
@@ -208,16 +213,19 @@ def _experts_kernel(
     lane = tl.arange(0, BLOCK_M)
     if IS_FEW:
         expert = tl.load(ids + tile, mask=is_routed, other=NUM_EXPERTS)
-        k = tl.arange(0, CHOSEN_PAD)[None, :]
-        is_choice = (lane < num_tokens)[:, None] & (k < NUM_CHOSEN)
-        chosen = tl.load(ids + lane[:, None] * NUM_CHOSEN + k, mask=is_choice, other=-1)
-        first_pair = tl.min(tl.where(chosen == expert, lane[:, None] * NUM_CHOSEN + k, tile))
-        if first_pair < tile:
-            return
-        choice = tl.max(tl.where(chosen == expert, k, -1), axis=1)
-        is_pair = choice >= 0
-        token = lane
-        pair = lane * NUM_CHOSEN + choice
+        if IS_SINGLE:
+            is_pair = lane < 1
+            token, pair = lane, tile + lane
+        else:
+            k = tl.arange(0, CHOSEN_PAD)[None, :]
+            is_choice = (lane < num_tokens)[:, None] & (k < NUM_CHOSEN)
+            pairs = lane[:, None] * NUM_CHOSEN + k
+            is_same = tl.load(ids + pairs, mask=is_choice, other=-1) == expert
+            if tl.min(tl.where(is_same, pairs, tile)) < tile:
+                return
+            choice = tl.max(tl.where(is_same, k, -1), axis=1)
+            is_pair = choice >= 0
+            token, pair = lane, lane * NUM_CHOSEN + choice
     else:
         expert = tl.load(tiles + tile, mask=is_routed, other=NUM_EXPERTS).to(tl.int64)
         if expert < 0:
@@ -392,7 +400,7 @@ def _launch(
         IS_FP4=_is_fp4(first), KIND=None if activation is None else activation.kind,
         LIMIT=None if activation is None else activation.limit,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32", BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n, BLOCK_K=config.block_k, IS_FEW=groups is None,
+        BLOCK_N=config.block_n, BLOCK_K=config.block_k, IS_FEW=groups is None, IS_SINGLE=num_tokens == 1,
         num_warps=config.num_warps, num_stages=config.num_stages, **overlap(x.device),
     )  # fmt: skip
 
