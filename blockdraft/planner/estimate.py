@@ -2,10 +2,12 @@
 
 A decode step reads every weight once (of the experts, only those that its tokens choose), and the keys and
 values of its rows. It also launches kernels, and wide batches are limited by arithmetic. In a small model,
-each kernel takes its minimum time, which grows with the number of tokens. The constants are our engine's
-efficiency, measured with Qwen3-8B and SmolLM2-135M on an H200 (benchmarks/results: gpu, draft-heads,
-governor, rehearsal). tests/planner/test_estimate.py compares: single steps agree within 15 %, steps of other
-days and answers over HTTP within 25 %. Other GPUs and engines are assumed to be as efficient.
+each kernel takes its minimum time, which grows with the number of tokens. Reading experts and scanning
+recurrent states do not overlap with other kernels' arithmetic, so their times are added. The constants are
+our engine's efficiency, measured on an H200 with Qwen3-8B and SmolLM2-135M (benchmarks/results: gpu,
+draft-heads, governor, rehearsal), and with mixtures (results: products; docs/gpu.md).
+tests/planner/test_estimate.py compares: single steps agree within 15 %, steps of other days, the experts of
+one layer and answers over HTTP within 25 %. Other GPUs and engines are assumed to be as efficient.
 
 An answer over HTTP also waits for its first token, and for the process that sends every row's tokens to its
 client. With many rows of a small model, that process is busier than the GPU.
@@ -14,7 +16,7 @@ client. With many rows of a small model, that process is busier than the GPU.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from blockdraft.cache.spec import Recurrent, Windowed
 from blockdraft.machine.cards import Card
@@ -30,6 +32,14 @@ STREAM_SHARE = 0.88  # of the published bandwidth, as a large copy reaches
 PACKED_SHARE = 0.85  # of a copy's bandwidth, for weights of a byte or less
 CACHE_SHARE = 0.66  # of a copy's bandwidth, for keys and values
 COMPUTE_SHARE = 0.63  # of the published bf16 rate, in wide steps
+EXPERT_COMPUTE_SHARE = 0.38  # of the same rate, in experts' products
+EMPTY_PAIRS = 16  # pairs (token, expert) that each touched expert's last tile is short of, on average
+# Tokens of a block choose similar experts: each draft counts as this share of an independent token. Measured
+# with random weights: the bytes that `benchmarks.gpu_step` counts.
+INDEPENDENT_SHARE = 0.8
+# bf16 operations in the time of updating one value of a recurrent state, by one token. Measured in
+# Qwen3.5-35B-A3B's shape: 128 tokens x 524,288 values take 46 us a layer.
+SCAN_FLOPS = 650
 LAUNCH_S = 2.5e-6  # of one kernel in a graph
 # A kernel's minimum time, times the root of the step's tokens. It counts if reading and computing take less.
 SPREAD_S = 0.14e-6
@@ -63,39 +73,23 @@ class Step:
 
 def estimate_step(fit: Fit, pair: Pair, card: Card, *, rows: int, context: int, width: int) -> Step:
     """Estimate one step; `width` 1 is plain decoding, without the drafter."""
-    tokens = rows * width
-    has_draft = width > 1 and pair.draft is not None
-    target = pair.target.shape
-    weight_bytes = _bytes_read(fit.parts[0], target, tokens)
-    read_s = weight_bytes / _stream(card, is_packed=_is_packed(fit.parts[0], target))
-    if unpacks_weights(fit, pair):
-        unpacked = _layer_values(fit.parts[0], target) + _expert_values(target) * experts_touched(
-            target, tokens
-        )
-        read_s += UNPACK_BYTES * unpacked / _stream(card, is_packed=False)
-    flops = 2.0 * tokens * _active_values(fit.parts[0], target)
-    sizes = _token_bytes(fit, pair)
-    cache_bytes = rows * _cache_bytes(target, context, sizes[0])
+    tokens, parts, target = rows * width, fit.parts[0], pair.target.shape
+    is_unpacked, sizes = unpacks_weights(fit, pair), _token_bytes(fit, pair)
+    choosing = rows * (1 + INDEPENDENT_SHARE * (width - 1))
+    dense = _dense(parts, target, card, tokens=tokens, is_unpacked=is_unpacked)
+    experts = expert_products(parts, target, card, tokens=tokens, choosing=choosing, is_unpacked=is_unpacked)
+    attended = rows * _attended_bytes(target, context, sizes[0])
     kernels = target.num_layers * (_PLAIN_LAUNCHES if target.is_plain else _OTHER_LAUNCHES)
-    if has_draft:
-        assert pair.draft is not None
-        draft, parts = pair.draft.shape, fit.parts[1]
-        # It multiplies by the target's head once more, unless it brings its own.
-        head = parts.head or fit.parts[0].head or fit.parts[0].embedding
-        tables = 0 if draft.values is None else draft.values.tables
-        draft_bytes = parts.layers + head - 2 * tables  # a step reads only a few rows of the tables
-        read_s += draft_bytes / _stream(card, is_packed=_is_packed(parts, draft))
-        weight_bytes += draft_bytes
-        flops += (
-            2.0 * rows * pair.block * (_layer_values(parts, draft) + draft.vocab_size * draft.hidden_size)
-        )
-        cache_bytes += rows * _cache_bytes(draft, context, sizes[1])
-        kernels += draft.num_layers * _DRAFT_LAUNCHES
-    read_s += cache_bytes / (_stream(card, is_packed=False) * CACHE_SHARE)
-    compute_s = flops / (card.bf16_flops * COMPUTE_SHARE)
+    if width > 1 and pair.draft is not None:
+        dense += _drafter(fit, pair, card, rows=rows)
+        attended += rows * _attended_bytes(pair.draft.shape, context, sizes[1])
+        kernels += pair.draft.shape.num_layers * _DRAFT_LAUNCHES
+    dense += Products(0, 0.0, attended / (_stream(card) * CACHE_SHARE), 0.0)
     spread_s = kernels * SPREAD_S * math.sqrt(tokens)
-    # Reading and computing overlap, but not fully if both are large.
-    seconds = kernels * LAUNCH_S + math.hypot(read_s, compute_s, spread_s)
+    seconds = kernels * LAUNCH_S + math.hypot(dense.seconds, spread_s) + experts.seconds
+    seconds += _states_s(target, card, rows=rows, tokens=tokens)
+    weight_bytes, flops = dense.num_bytes + experts.num_bytes, dense.flops + experts.flops
+    cache_bytes = attended + rows * _state_bytes(target)
     return Step(rows, context, width, seconds, weight_bytes, cache_bytes, flops, kernels)
 
 
@@ -126,11 +120,12 @@ def tokens_per_s(step: Step, committed_per_step: float) -> float:
 
 def first_token_s(fit: Fit, pair: Pair, card: Card, *, rows: int, prompt: int = PROMPT_TOKENS) -> float:
     """Return the seconds until `rows` prompts that arrive together have their first tokens, over HTTP."""
-    parts, target = fit.parts[0], pair.target.shape
-    tokens = rows * prompt
-    read_s = _bytes_read(parts, target, tokens) / _stream(card, is_packed=_is_packed(parts, target))
-    compute_s = 2.0 * tokens * _active_values(parts, target) / (card.bf16_flops * COMPUTE_SHARE)
-    return FIRST_S * (1 + CROWDING * math.sqrt(rows - 1)) + math.hypot(read_s, compute_s)
+    parts, target, tokens = fit.parts[0], pair.target.shape, rows * prompt
+    is_unpacked = unpacks_weights(fit, pair)
+    dense = _dense(parts, target, card, tokens=tokens, is_unpacked=is_unpacked)
+    experts = expert_products(parts, target, card, tokens=tokens, choosing=tokens, is_unpacked=is_unpacked)
+    states_s = _states_s(target, card, rows=rows, tokens=tokens)
+    return FIRST_S * (1 + CROWDING * math.sqrt(rows - 1)) + dense.seconds + experts.seconds + states_s
 
 
 def served_per_s(
@@ -141,39 +136,101 @@ def served_per_s(
     return step.rows * answer / (first_s + answer / committed_per_step * step_s)
 
 
-def _stream(card: Card, *, is_packed: bool) -> float:
+def _stream(card: Card, *, is_packed: bool = False) -> float:
+    """Return the bytes a second at which weights are read."""
     return card.bandwidth * STREAM_SHARE * (PACKED_SHARE if is_packed else 1.0)
 
 
-def _is_packed(parts: WeightParts, shape: Shape) -> bool:
-    """Return whether most weights take a byte or less."""
-    values = shape.values
-    if values is None:
-        return False
-    return parts.layers + parts.experts < 1.5 * (values.projections + values.experts)
+@dataclass(frozen=True, slots=True)
+class Products:
+    """Products with weights. Reading and computing overlap, but not fully if both are large.
+
+    `flops` include the empty places of experts' tiles.
+    """
+
+    num_bytes: int
+    flops: float
+    read_s: float
+    compute_s: float
+
+    def __add__(self, other: Products) -> Products:
+        return Products(*map(sum, zip(astuple(self), astuple(other), strict=True)))
+
+    @property
+    def seconds(self) -> float:
+        return math.hypot(self.read_s, self.compute_s)
 
 
-def _bytes_read(parts: WeightParts, shape: Shape, tokens: int) -> int:
-    head = parts.head or parts.embedding  # tied: the embedding is the head
-    return parts.layers + head + int(parts.experts * experts_touched(shape, tokens))
+def _products(
+    card: Card, num_bytes: int, flops: float, share: float, *, is_packed: bool, unpacked: float = 0.0
+) -> Products:
+    """`share`: of the card's arithmetic. `unpacked`: the number of values that are unpacked first."""
+    read_s = num_bytes / _stream(card, is_packed=is_packed) + UNPACK_BYTES * unpacked / _stream(card)
+    return Products(num_bytes, flops, read_s, flops / (card.bf16_flops * share))
 
 
-def experts_touched(shape: Shape, tokens: int) -> float:
+def _dense(parts: WeightParts, shape: Shape, card: Card, *, tokens: int, is_unpacked: bool) -> Products:
+    """Return the products with the head, and with all weights of the layers but the experts."""
+    values = _layer_values(parts, shape)
+    return _products(
+        card,
+        parts.layers + (parts.head or parts.embedding),  # tied: the embedding is the head
+        2.0 * tokens * (values + shape.vocab_size * shape.hidden_size),
+        COMPUTE_SHARE,
+        is_packed=parts.layers < 1.5 * values,
+        unpacked=values if is_unpacked else 0.0,
+    )
+
+
+def expert_products(
+    parts: WeightParts, shape: Shape, card: Card, *, tokens: int, choosing: float, is_unpacked: bool = False
+) -> Products:
+    """Return the products with experts. `choosing`: how many independent tokens would touch as many."""
+    values = parts.experts / 2 if shape.values is None else shape.values.experts
+    touched = experts_touched(shape, choosing)
+    pairs = tokens * shape.num_chosen / max(shape.num_experts, 1)  # of an expert
+    return _products(
+        card,
+        int(parts.experts * touched),
+        2.0 * values * (pairs + EMPTY_PAIRS * touched),
+        EXPERT_COMPUTE_SHARE,
+        is_packed=parts.experts < 1.5 * values,
+        unpacked=values * touched if is_unpacked else 0.0,
+    )
+
+
+def _drafter(fit: Fit, pair: Pair, card: Card, *, rows: int) -> Products:
+    """Return the products of the drafter's forward."""
+    assert pair.draft is not None
+    draft, parts = pair.draft.shape, fit.parts[1]
+    # It multiplies by the target's head once more, unless it brings its own.
+    head = parts.head or fit.parts[0].head or fit.parts[0].embedding
+    tables = 0 if draft.values is None else draft.values.tables
+    values = _layer_values(parts, draft)
+    return _products(
+        card,
+        parts.layers + head - 2 * tables,  # a step reads only a few rows of the tables
+        2.0 * rows * pair.block * (values + draft.vocab_size * draft.hidden_size),
+        COMPUTE_SHARE,
+        is_packed=parts.layers < 1.5 * values,
+    )
+
+
+def _states_s(shape: Shape, card: Card, *, rows: int, tokens: int) -> float:
+    """Return the seconds of scanning recurrent states (with a tape as output) and of folding the tape."""
+    specs = [spec for spec in shape.specs if isinstance(spec, Recurrent)]
+    state_bytes = rows * _state_bytes(shape)
+    tape_bytes = sum(spec.bytes_per_row(2, tokens) for spec in specs) - _state_bytes(shape)
+    updates = tokens * sum(spec.num_heads * spec.key_dim * spec.value_dim for spec in specs)
+    scan_s = math.hypot((state_bytes + tape_bytes) / _stream(card), updates * SCAN_FLOPS / card.bf16_flops)
+    return scan_s + 2 * state_bytes / _stream(card)  # the fold reads and writes the states
+
+
+def experts_touched(shape: Shape, tokens: float) -> float:
     """Return the share of experts that at least one token chooses, if all experts are equally likely."""
     if not shape.num_experts:
         return 0.0
-    return 1.0 - (1.0 - shape.num_chosen / shape.num_experts) ** tokens
-
-
-def _active_values(parts: WeightParts, shape: Shape) -> float:
-    """Return the number of weight values that one token is multiplied by."""
-    share = shape.num_chosen / shape.num_experts if shape.num_experts else 0.0
-    experts = parts.experts / 2 if shape.values is None else shape.values.experts
-    return _layer_values(parts, shape) + shape.vocab_size * shape.hidden_size + experts * share
-
-
-def _expert_values(shape: Shape) -> int:
-    return 0 if shape.values is None else shape.values.experts
+    return 1.0 - math.pow(1.0 - shape.num_chosen / shape.num_experts, tokens)
 
 
 def _layer_values(parts: WeightParts, shape: Shape) -> float:
@@ -187,12 +244,12 @@ def _token_bytes(fit: Fit, pair: Pair) -> list[tuple[int, ...]]:
     return [tuple(spec.bytes_per_token(2) for spec in specs) for specs in cache_specs(pair, fit.plan)]
 
 
-def _cache_bytes(shape: Shape, context: int, sizes: tuple[int, ...]) -> int:
-    """Return the bytes that one row's attention reads, and its states."""
-    total = 0
-    for spec, size in zip(shape.specs, sizes, strict=True):
-        tokens = min(context, spec.window) if isinstance(spec, Windowed) else context
-        total += tokens * size
-        if isinstance(spec, Recurrent):
-            total += spec.bytes_per_row(2, 0)
-    return total
+def _attended_bytes(shape: Shape, context: int, sizes: tuple[int, ...]) -> int:
+    """Return the bytes of keys and values that one row's attention reads."""
+    windows = [spec.window if isinstance(spec, Windowed) else context for spec in shape.specs]
+    return sum(min(context, window) * size for window, size in zip(windows, sizes, strict=True))
+
+
+def _state_bytes(shape: Shape) -> int:
+    """Return the bytes of one row's recurrent states."""
+    return sum(spec.bytes_per_row(2, 0) for spec in shape.specs if isinstance(spec, Recurrent))
