@@ -20,6 +20,7 @@ LARGE = "qwen3-8b"
 TABLE = ("--rows", "1", "4", "8", "32", "--width", "1", "16", "--context", "1024")
 DEEP = ("--rows", "1", "--width", "1", "16", "--context", "32768")
 MIXTURE = "qwen3.5-35b-a3b"
+MIXED = ("--rows", "1", "8", "32", "--width", "1", "16", "--context", "1024")
 FEW = ("--prompts", "2", "--tokens", "24")  # answers on a CPU
 
 
@@ -38,8 +39,9 @@ def steps_of(stage: Stage) -> Sequence[Step]:
         found += [
             step(cold, functools.partial(start_large, "cold")),
             step(f"{LARGE}, warm", functools.partial(start_large, "warm"), cold),
-            step("steps", functools.partial(time_steps, TABLE)),
-            step("steps, deep", functools.partial(time_steps, DEEP)),
+            step("steps", functools.partial(time_steps, LARGE, TABLE)),
+            step("steps, deep", functools.partial(time_steps, LARGE, DEEP)),
+            step(f"steps, {MIXTURE}", functools.partial(time_steps, MIXTURE, MIXED)),
         ]
     for pair in (MODEL, LARGE, MIXTURE) if has_card else (MODEL,):
         found.append(step(f"equality, {pair}", functools.partial(count_equal, pair)))
@@ -51,7 +53,7 @@ def left_out(device: str) -> list[str]:
     if memory.kind_of(device) != "cpu":
         return []
     streams = " and ".join(map(str, MANY_STREAMS))
-    shapes = f"starts and answers of {LARGE}, answers of {MIXTURE}, the times of steps"
+    shapes = f"starts and answers of {LARGE}, answers of {MIXTURE}, the times of steps of both"
     return [
         f"{streams} streams: a CPU runs 16 rows at once, the others would only wait",
         f"{shapes}: they need a card",
@@ -84,15 +86,15 @@ def start_large(name: str, stage: Stage) -> Found:
     return steps.ready(stage, f"{LARGE}, {name}", server)
 
 
-def time_steps(words: Sequence[str], stage: Stage) -> Found:
-    """Steps of the large shape by graph replay; those of one row are kept to be compared."""
-    file = stage.path("steps.json")
-    flags = ("--shape", LARGE, *stage.on_device, *words, "--json", str(file))
+def time_steps(shape: str, words: Sequence[str], stage: Stage) -> Found:
+    """Time steps of a shape by graph replay; those of one row are kept to be compared."""
+    file = stage.path(f"steps-{shape}.json")
+    flags = ("--shape", shape, *stage.on_device, *words, "--json", str(file))
     stage.children.benchmark("gpu_step", *flags, env=stage.large, timeout_s=stage.sizes.timeout_s)
     table = json.loads(file.read_text())["steps"]
     for one in table:
         if one["rows"] == 1:
-            name = f"{LARGE}, width {one['width']}, {one['context']:,} tokens of context"
+            name = f"{shape}, width {one['width']}, {one['context']:,} tokens of context"
             stage.measured.steps_ms[name] = one["ms"]
     by_rows: dict[int, list[str]] = {}
     for one in table:

@@ -134,10 +134,10 @@ def stage(tmp_path, monkeypatch):
 
 def test_on_a_card_the_whole_rehearsal_adds_steps_and_on_a_cpu_it_says_what_it_leaves_out(stage):
     names = [one.name for one in whole.steps_of(stage)]
-    added = ["qwen3-8b, cold", "qwen3-8b, warm", "steps", "steps, deep"]
+    added = ["qwen3-8b, cold", "qwen3-8b, warm", "steps", "steps, deep", "steps, qwen3.5-35b-a3b"]
     pairs = ["default", "qwen3-8b", "qwen3.5-35b-a3b"]
     assert names.index("bench") + 1 == names.index("many streams") == names.index("end of server") - 1
-    assert names[-8:] == [*added, *(f"equality, {pair}" for pair in pairs), "the last result"]
+    assert names[-9:] == [*added, *(f"equality, {pair}" for pair in pairs), "the last result"]
     assert whole.left_out("cuda:0") == []
     stage.device = "cpu"
     assert [one.name for one in whole.steps_of(stage)][-3:] == [
@@ -147,6 +147,7 @@ def test_on_a_card_the_whole_rehearsal_adds_steps_and_on_a_cpu_it_says_what_it_l
     ]
     assert "64 and 256 streams" in whole.left_out("cpu")[0]
     assert "qwen3-8b" in whole.left_out("cpu")[1]
+    assert "qwen3.5-35b-a3b, the times of steps of both" in whole.left_out("cpu")[1]
 
 
 class Fake(Children):
@@ -157,6 +158,7 @@ class Fake(Children):
         self.result = result
 
     def benchmark(self, name, *words, **_):
+        self.words = words
         flag = "--json" if name == "gpu_step" else "--out"
         with open(words[words.index(flag) + 1], "w") as file:
             json.dump(self.result, file)
@@ -185,18 +187,31 @@ def test_an_answer_that_differs_or_was_not_tested_fails_the_step_and_is_kept(sta
     assert stage.measured.equal["qwen3-8b, alone, width 4, greedy"] == [16, 16]
 
 
-def test_of_the_steps_those_of_one_row_are_compared(stage):
+@pytest.mark.parametrize(
+    ("name", "shape", "rows"),
+    [
+        ("steps", "qwen3-8b", "1 4 8 32"),
+        ("steps, deep", "qwen3-8b", "1"),
+        ("steps, qwen3.5-35b-a3b", "qwen3.5-35b-a3b", "1 8 32"),
+    ],
+)
+def test_of_the_steps_those_of_one_row_are_compared(stage, name, shape, rows):
     table = [
         {"rows": rows, "width": width, "context": 1024, "ms": rows + width / 4, "kernels": []}
         for rows in (1, 8)
         for width in (1, 16)
     ]
     stage.children = Fake({"steps": table})
-    found = whole.time_steps(whole.TABLE, stage)
+    found = next(step for step in whole.steps_of(stage) if step.name == name).run()
+    flags = " ".join(stage.children.words)
+    assert f"--shape {shape} " in flags
+    assert f"--rows {rows} --width 1 16 " in flags
     assert found.says == (
         "rows x ms at width, behind 1,024 tokens: 1 x 1.25 at 1, 5.00 at 16; 8 x 8.25 at 1, 12.00 at 16"
     )
-    assert list(stage.measured.steps_ms.values()) == [1.25, 5.0]
+    assert stage.measured.steps_ms == {
+        f"{shape}, width {width}, 1,024 tokens of context": ms for width, ms in ((1, 1.25), (16, 5.0))
+    }
 
 
 def server(**capture):
