@@ -1,9 +1,10 @@
 """Checks that log-probabilities do not depend on the batch, with these weights on this device.
 
 One text is computed in every way that the server uses: prefilled at once and in pieces, decoded token by
-token and in blocks, as the only sequence and with others. The log-probabilities are compared with ==. If all
-are equal, answers do not depend on drafts or on other requests. If not, answers may vary where two tokens
-are nearly tied.
+token and in blocks, as the only sequence and with others. The log-probabilities are compared with ==. The
+text is too short for all tiles of experts, so the outputs of experts are compared, too. If all are equal,
+answers do not depend on drafts or on other requests. If not, answers may vary where two tokens are nearly
+tied.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from torch import Tensor
 from blockdraft.cache.cache import Cache
 from blockdraft.cache.rows import Rows
 from blockdraft.cache.view import CacheView
+from blockdraft.check.comparison import Numbers
+from blockdraft.check.expert_tiles import FEW, mixtures, tile_runs
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.request import SamplingParams
 from blockdraft.engine.trial_engine import max_tokens, serve, trial_engine
@@ -55,14 +58,24 @@ class BitsResult(NamedTuple):
 
 
 def check_bits(engine: Engine, ids: list[int]) -> BitsResult:
-    """Compare the log-probabilities of one text. The engine must be idle; its state is restored."""
+    """Compare the log-probabilities of one text, and experts. The engine must be idle; it is restored."""
     count = 0
     for way, got, expected in _ways(engine, ids):
         for at, (one, other) in enumerate(zip(got, expected, strict=True), 1):
             count += 1
             if one != other:
                 return BitsResult(count, f"{way}, log-probability {at} is {one!r}, not {other!r}")
-    return BitsResult(count, None)
+    return BitsResult(count, _differing_experts(engine))
+
+
+@torch.inference_mode()
+def _differing_experts(engine: Engine) -> str | None:
+    """Return the first size of tiles whose outputs differ from those of a few tokens at a time, or None."""
+    for mixture in mixtures(engine):
+        for where, outputs, few in tile_runs(engine, mixture, Numbers(engine)):
+            if not torch.equal(outputs, few):
+                return f"{where} have other outputs than {FEW} tokens at a time"
+    return None
 
 
 def _ways(engine: Engine, ids: list[int]) -> Iterator[tuple[str, list[float], list[float]]]:

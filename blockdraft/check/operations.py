@@ -32,6 +32,7 @@ from blockdraft.check.comparison import (
     run,
     wide,
 )
+from blockdraft.check.expert_tiles import TileRun, mixtures, tile_runs
 from blockdraft.engine.engine import Engine
 from blockdraft.kernels import gated_delta, heads, linear, moe, pointwise
 from blockdraft.kernels.attention import Blocks, Mask, reference_attend_paged
@@ -49,11 +50,10 @@ from blockdraft.kernels.kv_formats import SCALE_BYTES, TILE
 from blockdraft.kernels.kv_positions import PositionRule
 from blockdraft.models.dflash import BlockConv, DFlash2, DFlashLayer
 from blockdraft.models.gated_delta import GatedAttention, GatedDelta
-from blockdraft.models.gemma4 import GemmaAttention, GemmaFeedForward
-from blockdraft.models.gpt_oss import GptOssMoE
+from blockdraft.models.gemma4 import GemmaAttention
 from blockdraft.models.kernel_module import KernelModule
 from blockdraft.models.layers import Embedding, GatedMLP, Linear, RMSNorm
-from blockdraft.models.moe import ExpertLinear, Experts, MoE, SharedExpert
+from blockdraft.models.moe import ExpertLinear, Experts, SharedExpert
 from blockdraft.models.packed import Packed, Scaled, Stacked
 from blockdraft.models.packed_int8 import Int8Matrix
 from blockdraft.models.rotary import Rotary
@@ -561,40 +561,9 @@ def _reference_row(
 # ---- mixtures
 
 
-@dataclass(frozen=True, slots=True)
-class _Mixture:
-    """The experts of a mixture layer, and how they are chosen for a token."""
-
-    experts: Experts
-    num_chosen: int
-    weighing: moe.Weighing
-    expert_scale: Tensor | None = None
-    shared: SharedExpert | None = None
-
-    def kind(self) -> tuple[object, ...]:
-        parts = (self.experts.gate_up, self.experts.down)
-        stored = [(tuple(part.weight.shape), type(part.weight), part.bias is None) for part in parts]
-        chosen = (self.num_chosen, self.weighing, self.expert_scale is None, self.shared is None)
-        return *stored, self.experts.activation, *chosen
-
-
-def _mixtures(engine: Engine) -> list[_Mixture]:
-    """Return one mixture layer of each kind."""
-    found = []
-    for part in parts_of(engine, nn.Module):
-        if isinstance(part, MoE):
-            found.append(_Mixture(part.experts, part.num_chosen, part.weighing, shared=part.shared))
-        elif isinstance(part, GptOssMoE):
-            found.append(_Mixture(part.experts, part.num_chosen, "chosen"))
-        elif isinstance(part, GemmaFeedForward) and part.has_experts:
-            router = part.router
-            found.append(_Mixture(part.experts, router.num_chosen, "renormalised", router.expert_scale))
-    return distinct(found, _Mixture.kind)
-
-
 def _compare_routes(engine: Engine, numbers: Numbers) -> Comparisons:
     """Compare the logits of the chosen experts, because among equal logits any expert may be chosen."""
-    for mixture in _mixtures(engine):
+    for mixture in mixtures(engine):
         num_experts, num_chosen = mixture.experts.gate_up.weight.shape[0], mixture.num_chosen
         logits, where = 3 * numbers.normal(7, num_experts), f"{num_chosen} of {num_experts} experts"
         weights, ids = numbers.kernels.route(logits, num_chosen, mixture.weighing, mixture.expert_scale)
@@ -608,7 +577,7 @@ def _compare_routes(engine: Engine, numbers: Numbers) -> Comparisons:
 
 
 def _compare_experts(engine: Engine, numbers: Numbers) -> Comparisons:
-    for mixture in _mixtures(engine):
+    for mixture in mixtures(engine):
         experts, shared = mixture.experts, mixture.shared
         num_experts, _, hidden = experts.gate_up.weight.shape
         x, onto = numbers.normal(MAX_MIXED, hidden), numbers.normal(MAX_MIXED, hidden)
@@ -616,7 +585,7 @@ def _compare_experts(engine: Engine, numbers: Numbers) -> Comparisons:
         scores = numbers.normal(MAX_MIXED, num_experts, dtype=torch.float32)
         choice = numbers.kernels.route(scores, mixture.num_chosen, mixture.weighing, None)
         routed = _reference_experts(experts, x.double(), choice)
-        where = f"{mixture.num_chosen} of {num_experts} experts, {list(experts.down.weight.shape[1:])}"
+        where = str(mixture)
         yield Comparison(where, experts(x, choice)[0], routed, num_steps=4)
         expected = onto.double() + routed
         if shared is not None:
@@ -626,6 +595,15 @@ def _compare_experts(engine: Engine, numbers: Numbers) -> Comparisons:
         yield Comparison(f"{where}, onto the stream", got, expected, num_steps=4)
         expected = pointwise.reference_rms_norm(expected, None, 1e-6)
         yield Comparison(f"{where}, and its norm", normed, expected, num_steps=4)
+        for run_of_tiles in tile_runs(engine, mixture, numbers):
+            yield _worst_tokens(run_of_tiles)
+
+
+def _worst_tokens(found: TileRun) -> Comparison:
+    """Return the comparison of the tokens that differ most, as float64 of all would need much memory."""
+    off = (found.got.float() - found.expected.float()).abs().amax(dim=1)
+    worst = off.topk(min(len(off), MAX_OUTPUTS)).indices  # NaN counts as the largest
+    return Comparison(found.where, found.got[worst], found.expected[worst].double(), num_steps=4)
 
 
 def _reference_experts(experts: Experts, x: Tensor, choice: moe.ExpertChoice) -> Tensor:

@@ -9,7 +9,7 @@ from blockdraft.models.config import ModelConfig
 
 # A GPU has different kernels for up to 16 tokens, for 17 to 64, and for more (gate and up: also for up to
 # 128). Attention has another for more than 64 tokens of a sequence; experts for more than 512 (token, expert)
-# pairs.
+# pairs. Tiles of experts that take more tokens than this are compared alone (`expert_tiles`).
 LONG, RAGGED, MIDDLE, FEW = 144, (40, 25, 3), 30, 7
 MANY_PAIRS = 513
 # A CPU's kernels do not change with the number of tokens; `operations` has the heights of its tiles.

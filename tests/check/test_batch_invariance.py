@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from blockdraft.check import selfcheck
+from blockdraft.check import batch_invariance, selfcheck
 from blockdraft.check.batch_invariance import check_bits
+from blockdraft.check.expert_tiles import TileRun
 from blockdraft.check.selfcheck import verify_engine
 from blockdraft.kernels.cpu import why_no_llvm
 from blockdraft.kernels.kernels import kernels_for
@@ -64,6 +65,18 @@ def test_attention_that_follows_the_piece_of_a_prompt_is_found():
 
     found = check_bits(engine_with("attend", wrong), IDS)
     assert "pieces of 40" in found.difference
+
+
+def test_experts_whose_bits_follow_the_number_of_tokens_are_found(monkeypatch):
+    """A made-up mixture: tests/check/test_expert_tiles.py runs real ones."""
+    monkeypatch.setattr(batch_invariance, "mixtures", lambda engine: ["one"])
+    few, where = torch.ones(3, 4), "2 of 8 experts, [4, 4], 512 tokens"
+    for got, is_same in ((few.clone(), True), (few * (1 + 2**-20), False)):
+        runs = [TileRun(where, few, few), TileRun(where, got, few)]
+        monkeypatch.setattr(batch_invariance, "tile_runs", lambda *_, runs=runs: iter(runs))
+        found = check_bits(tiny.engine(dtype="float32"), IDS)
+        assert found.is_same is is_same
+        assert is_same or found.detail.startswith(f"{where} have other outputs than 32 tokens at a time")
 
 
 def test_a_verification_says_what_holds_by_construction(monkeypatch):

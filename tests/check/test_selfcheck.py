@@ -45,9 +45,9 @@ def ignore(text):
     pass
 
 
-def family_engine(name, folder, **settings):
+def family_engine(name, folder, sizes=(), **settings):
     family, overrides = CASES[name]
-    write_target(folder, CONFIGS[family](**BASE | overrides), seed=5)
+    write_target(folder, CONFIGS[family](**BASE | overrides | dict(sizes)), seed=5)
     settings = {
         "dtype": "float32",
         "max_model_len": 200,

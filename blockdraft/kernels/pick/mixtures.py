@@ -110,6 +110,26 @@ def why_no_kernel(at: Available, gate_up: ExpertProduct, down: ExpertProduct) ->
     return found if isinstance(found, str) else None
 
 
+def tile_counts(
+    at: Available, gate_up: ExpertProduct, down: ExpertProduct, num_chosen: int, most_tokens: int
+) -> tuple[int, ...]:
+    """Return the least number of tokens for each size of tiles that up to `most_tokens` tokens reach.
+
+    Pairs that are sorted in another way count as another size. Without the kernels there are no tiles.
+    """
+    parts = _readable(at, gate_up, down) if at.has_triton("experts") else ""
+    if isinstance(parts, str):
+        return ()
+    from blockdraft.kernels.triton.moe import choose_configs
+    from blockdraft.kernels.triton.routing import MAX_COMPARED
+
+    found: dict[object, int] = {}
+    for count in range(1, most_tokens + 1):
+        num_pairs = count * num_chosen
+        found.setdefault((choose_configs(parts, at.dtype, num_pairs), num_pairs > MAX_COMPARED), count)
+    return tuple(found.values())
+
+
 def _readable(at: Available, gate_up: ExpertProduct, down: ExpertProduct) -> Parts | str:
     """Return the matrices for the kernels, or why they cannot read them."""
     dtype, device = at.dtype, at.device
