@@ -11,6 +11,7 @@ import torch
 from blockdraft import LLM, RequestError, SamplingParams, SettingsError
 from blockdraft.cache.view import CacheView
 from blockdraft.engine.engine import mix
+from blockdraft.kernels.cpu import why_no_llvm
 from tests import tiny
 
 PROMPT = [2, 4, 6, 8]
@@ -142,9 +143,12 @@ def test_an_unknown_setting_is_an_error_with_a_suggestion():
         LLM(tiny.TARGET, widht=3)
 
 
-def test_half_precision_runs_with_a_drafter():
+def test_half_precision_runs_with_a_drafter_and_is_said_to_be_slower():
     for dtype in ("bfloat16", "float16"):
-        llm = LLM(tiny.TARGET, tiny.DRAFT, **SMALL | {"dtype": dtype}, width=8)
+        warned = []
+        llm = LLM(tiny.TARGET, tiny.DRAFT, **SMALL | {"dtype": dtype}, width=8, warn=warned.append)
+        has_kernels = why_no_llvm(torch.float32, torch.device("cpu")) is None
+        assert [dtype in line for line in warned] == [True] * has_kernels
         result = llm.generate([PROMPT], GREEDY)[0]
         assert len(result.token_ids) == 12
         assert torch.isfinite(llm.engine.models.target.embedding.weight).all()

@@ -26,6 +26,7 @@ from blockdraft.kernels.choice import has_triton
 from blockdraft.kernels.pointwise import Gate, reference_gate_mul
 
 MAX_FEW = 16  # tokens; the height of the GPU's smallest tile
+FP8_SIDE = 16  # both sides of a weight must be a multiple of it for cuBLAS's products of fp8 values
 WIDENED_VALUES = 1 << 26  # values of a weight that the reference converts to a wider dtype at a time
 
 
@@ -108,6 +109,6 @@ def has_fp8(device: torch.device) -> bool:
 
 
 def has_fp8_product(x: Tensor, values: Tensor) -> bool:
-    """Return whether the GPU multiplies x by fp8 values natively; cuBLAS needs sides of multiples of 16."""
+    """Return whether the GPU multiplies x by fp8 values natively."""
     is_fp8 = values.dtype == torch.float8_e4m3fn and x.dtype == torch.bfloat16
-    return is_fp8 and x.is_cuda and has_fp8(x.device) and not any(side % 16 for side in values.shape)
+    return is_fp8 and x.is_cuda and has_fp8(x.device) and not any(side % FP8_SIDE for side in values.shape)

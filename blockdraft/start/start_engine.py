@@ -26,6 +26,7 @@ from blockdraft.start.fallback import with_kernels_that_compile
 from blockdraft.start.loading import Opened, open_models, read_weights, resolve_device
 from blockdraft.start.measure import measure, measure_chunk
 from blockdraft.start.memory import fit_pages, is_measured, memory_explained, release, why_no_graphs
+from blockdraft.start.slower_parts import slower_parts
 from blockdraft.start.warm import Rounds, few_rounds, rounds_for, small_rounds, warm
 from blockdraft.step.row_sizes import row_sizes
 from blockdraft.text.tokenizer import Tokenizer
@@ -54,8 +55,8 @@ def _started(opened: Opened, startup: StartProgress, ahead: CompileAhead) -> Eng
         models = read_weights(opened, startup.note, startup.progress)
     for line in models.labels.chosen:
         startup.tell_chosen(line)
-    for notice in models.labels.notices:
-        startup.warn(notice)
+    for line in (*models.labels.notices, *slower_parts(models, opened.plan)):
+        startup.warn(line)
 
     def tell(operation: Operation, why: str) -> None:
         startup.warn(_slower(operation, why))
@@ -83,6 +84,8 @@ def plain_engine(
         models = read_weights(opened, note)
     for notice in models.labels.notices:
         note(notice)
+    for line in slower_parts(models, opened.plan):
+        tell(line)
     with memory_explained(opened.plan, models.device):
         return with_kernels_that_compile(
             models,
@@ -97,7 +100,7 @@ def _plain(
     engine = _new_engine(models, fit_pages(models, plan, note))
     if models.device.type == "cuda":
         warm(engine, note, _rounds(models, plan))  # a kernel that does not compile fails now
-    with _captured_or_not(engine, note):
+    with _captured_or_not(engine, warn):
         if why_no_graphs(engine.models, plan) is None:
             _capture(engine, note, is_awaited=True)
         measured = measure(engine, uses_stored=True, warn=warn)
@@ -188,7 +191,7 @@ def _warmed(models: LoadedPair, plan: Plan, startup: StartProgress, ahead: Compi
         startup.note(", ".join(part for part in (size, kv_text(models, plan)) if part) + problem)
     reason = why_no_graphs(models, plan)
     if reason is None:
-        with startup.phase("capture"), _captured_or_not(engine, startup.note):
+        with startup.phase("capture"), _captured_or_not(engine, startup.warn):
             _capture(engine, startup.note)
     else:
         startup.skip("capture", reason)
@@ -251,10 +254,10 @@ def _capture(engine: Engine, note: Callable[[str], None], *, is_awaited: bool = 
 
 
 @contextmanager
-def _captured_or_not(engine: Engine, note: Callable[[str], None]) -> Iterator[None]:
+def _captured_or_not(engine: Engine, warn: Callable[[str], None]) -> Iterator[None]:
     """Let steps run kernel by kernel, slower but as exact, if the CPU cannot record the model's steps."""
     try:
         yield
     except NotRecordable as reason:
         engine.drop_graphs()
-        note(f"steps run kernel by kernel: {reason}")
+        warn(f"steps run kernel by kernel, which is slower: {reason}.")

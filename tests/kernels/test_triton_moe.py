@@ -545,6 +545,31 @@ def test_formats_that_no_kernel_reads_say_so(name):
     assert reason in on_kernels(experts, dtype).why_not_captured()
 
 
+def across(tensor):
+    """The same values, but those of a column are next to each other."""
+    return tensor.transpose(-1, -2).contiguous().transpose(-1, -2)
+
+
+@pytest.mark.parametrize("buffer", ["values", "scale"])
+def test_experts_whose_columns_lie_apart_are_run_one_by_one(buffer):
+    """The kernels read whole rows, so with such experts they would be wrong."""
+    experts = build(3, 32, 32, dtype=HALF, pack=blocks(16, 16))
+    weight = experts.down.weight
+    setattr(weight, buffer, across(getattr(weight, buffer)))
+    x, choice = normal(5, 32, dtype=HALF, seed=14), drawn(5, 2, 3)
+    served = on_kernels(experts)
+    assert "next to each other" in served.why_not_captured()
+    assert_close(served(x, choice)[0], slow(experts, x, choice))
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_plain_experts_whose_columns_lie_apart_have_no_kernel(name):
+    experts = build(3, 32, 32, dtype=HALF, bias=True)
+    parameter = getattr(experts.down, name)
+    parameter.data = across(parameter.data)
+    assert "next to each other" in on_kernels(experts).why_not_captured()
+
+
 @pytest.mark.parametrize("pack", [None, blocks(16, 32), mxfp4], ids=["plain", "int8", "mxfp4"])
 def test_formats_that_kernels_read_can_be_captured(pack):
     experts = build(3, 32, 32, dtype=torch.bfloat16, pack=pack)

@@ -9,7 +9,6 @@ from torch import Tensor
 from blockdraft.kernels.attention import Attend, Blocks, Locate, Mask, reference_attend_paged
 from blockdraft.kernels.choice import Available
 from blockdraft.kernels.failure import named
-from blockdraft.kernels.kv_codec import KvFormat
 from blockdraft.kernels.kv_compressed import (
     AttendCompressed,
     Compress,
@@ -18,6 +17,7 @@ from blockdraft.kernels.kv_compressed import (
     reference_attend_compressed_paged,
     reference_compress,
 )
+from blockdraft.kernels.kv_formats import EXACT, ROTATED
 from blockdraft.kernels.llvm.attention import PagedAttention
 from blockdraft.kernels.llvm.heads import locate as llvm_locate
 from blockdraft.kernels.llvm.kv_attention import CompressedAttention
@@ -46,10 +46,19 @@ def pick_attend(at: Available) -> Attend:
     return _llvm_attend if at.has_llvm() else reference_attend_paged
 
 
+def why_no_heads(at: Available, head_dim: int, kv_dtype: str) -> str | None:
+    """Return why no kernel takes such heads, or None. A GPU's kernel takes every size that fits."""
+    lanes = _llvm_lanes(is_rotated=kv_dtype in ROTATED)
+    if not at.has_llvm() or head_dim % lanes == 0:
+        return None
+    stored = f" in {kv_dtype}" if kv_dtype != EXACT else ""
+    return f"the kernel takes heads{stored} of a multiple of {lanes} values, not of {head_dim}"
+
+
 def _llvm_attend(
     q: Tensor, keys: Tensor, values: Tensor, blocks: Blocks, mask: Mask, sinks: Tensor | None = None
 ) -> Tensor:
-    if q.shape[-1] % 4 != 0:
+    if q.shape[-1] % _llvm_lanes(is_rotated=False) != 0:
         return reference_attend_paged(q, keys, values, blocks, mask, sinks)
     return _llvm_kernel(q.dtype, q.shape[-1])(q, keys, values, blocks, mask, sinks)
 
@@ -77,22 +86,22 @@ def pick_compress(at: Available) -> Compress:
     return _llvm_compress if at.has_llvm() else reference_compress
 
 
-def _llvm_lanes(form: KvFormat) -> int:
+def _llvm_lanes(*, is_rotated: bool) -> int:
     """Return the number that the head size must be a multiple of for the CPU kernels."""
-    return 16 if form.is_rotated else 4
+    return 16 if is_rotated else 4
 
 
 def _llvm_attend_compressed(
     q: Tensor, pages: CompressedPages, blocks: Blocks, mask: Mask, sinks: Tensor | None = None
 ) -> Tensor:
-    if q.shape[-1] % _llvm_lanes(pages.format) != 0:
+    if q.shape[-1] % _llvm_lanes(is_rotated=pages.format.is_rotated) != 0:
         return reference_attend_compressed_paged(q, pages, blocks, mask, sinks)
     return _llvm_compressed(q.dtype, q.shape[-1], pages.format)(q, pages, blocks, mask, sinks)
 
 
 def _llvm_compress(pages: CompressedPages, tiles: Tiles) -> None:
     stored = pages.exact_keys
-    if stored.shape[-1] % _llvm_lanes(pages.format) != 0:
+    if stored.shape[-1] % _llvm_lanes(is_rotated=pages.format.is_rotated) != 0:
         reference_compress(pages, tiles)
     else:
         _llvm_tiles(stored.dtype, stored.shape[-1], pages.format)(pages, tiles)

@@ -151,8 +151,14 @@ def _layout(part: Matrices, begin: int = 0) -> tuple[object, ...]:
     return values, scale, bias, part.block
 
 
+def _has_gaps(tensor: Tensor) -> bool:
+    return tensor.shape[-1] > 1 and tensor.stride(-1) != 1
+
+
 def _why_unreadable(part: Matrices, dtype: torch.dtype, device: torch.device) -> str | None:
     stored, scale = part.values.dtype, part.scale
+    if any(tensor is not None and _has_gaps(tensor) for tensor in (part.values, scale, part.bias)):
+        return "the columns of experts are not next to each other in memory"
     if scale is None:
         return None if stored == dtype else f"experts in {stored} cannot be multiplied by {dtype}"
     is_fp4 = stored == torch.uint8 and scale.dtype == torch.float8_e8m0fnu and part.block == (1, FP4_GROUP)

@@ -26,6 +26,7 @@ from blockdraft.kernels.int8 import (
     round_tokens,
 )
 from blockdraft.kernels.linear import (
+    FP8_SIDE,
     GatedMultiply,
     Multiply,
     ScaledMultiply,
@@ -150,6 +151,24 @@ def pick_scaled_linear(at: Available, gate_mul: GateMul) -> ScaledMultiply:
         return product if onto is None else onto.add_(product)
 
     return scaled
+
+
+def why_unpacked(at: Available, values: Tensor) -> str | None:
+    """Return why products unpack values [..., N, K] with a scale per row, or None if a kernel reads them."""
+    if "packed products" in at.off:
+        return None  # a start names kernels that do not compile by themselves
+    name = str(values.dtype).removeprefix("torch.")
+    if not at.has_triton("packed products"):
+        return f"no kernel of this device reads {name} with a scale for each row"
+    from blockdraft.kernels.triton.linear import can_read
+
+    if not can_read(values, at.dtype):
+        return f"this card cannot convert fp8 to {at.dtype} (compute capability 8.9 and above can)"
+    sides = values.shape[-2:]
+    if at.is_fast and values.dtype == torch.float8_e4m3fn and any(side % FP8_SIDE for side in sides):
+        rows, columns = sides
+        return f"fp8 products of many tokens take sides of multiples of {FP8_SIDE}, not {rows} x {columns}"
+    return None
 
 
 def pick_int8(at: Available) -> tuple[Int8Multiply, Int8LookUp]:
