@@ -192,3 +192,15 @@ def test_the_python_api_hears_of_slower_parts():
     warnings = []
     plain_engine(SETTINGS, lambda text: None, warnings.append)
     assert [line for line in warnings if "PyTorch's operations run instead" in line]
+
+
+@needs_llvm
+def test_a_start_whose_steps_cannot_be_recorded_says_so(tmp_path):
+    """A captured step cannot hold PyTorch's attention, which reads lengths on the host."""
+    family_engine("qwen3-wide-heads", tmp_path, {"head_dim": 6})
+    startup = StartProgress()
+    engine = start_engine(replace(SETTINGS, model=str(tmp_path), dtype="float32"), startup)
+    assert engine.graphs is None
+    attention, steps = startup.warnings
+    assert "a multiple of 4 values, not of 6" in attention
+    assert "steps run kernel by kernel, which is slower" in steps
