@@ -40,7 +40,7 @@ LIBRARIES = ("torch", "triton", "llvmlite", "numpy")
 # memory, and the width is measured, so they would differ at every start.
 NOT_OF_PLAN = {
     *("num_pages", "max_model_len", "max_positions", "max_queue", "prefix_cache", "seed"),
-    *("width", "step_costs", "is_sure_of_costs", "draft_chances", "reasons", "start"),
+    *("width", "step_costs", "is_sure_of_costs", "chosen_share", "draft_chances", "reasons", "start"),
 }
 # Words that a checksum adds at a time: few enough for a CPU's cache, or enough to keep a GPU busy.
 CPU_WORDS, CARD_WORDS = 1 << 15, 1 << 24

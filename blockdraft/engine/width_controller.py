@@ -39,6 +39,9 @@ LAST = 6  # steps within which the machine's speed is taken as constant
 ENOUGH = 4  # steps needed to estimate the machine's speed
 MEETINGS = 33  # times relative to other widths that are kept for each width
 BELIEVED = 9  # steps after which a width's time is known
+# The cost of a mixture's arithmetic, if all tokens were multiplied by the experts that one token chooses, in
+# units of reading all experts. Qwen3.5-35B-A3B's steps of 1 to 512 tokens on an H200 are met within 8 %.
+ARITHMETIC = 0.05
 BEYOND = 0.5  # scales the time per token beyond the measured widths; too high a guess is never corrected
 GAIN = 1.02  # the speedup that another width must promise, so that the width does not flip back and forth
 AGE = 128  # steps after which a width that promises nearly as much is tried again
@@ -120,13 +123,18 @@ class StepCosts:
     """
 
     def __init__(
-        self, measured: Mapping[Place, float], sizes: Sequence[int], *, is_sure: bool = True
+        self,
+        measured: Mapping[Place, float],
+        sizes: Sequence[int],
+        *,
+        is_sure: bool = True,
+        chosen_share: float = 1.0,
     ) -> None:
         """`sizes`: the numbers of rows that batches are padded to. `measured` has at least one place.
 
-        `is_sure`: nothing disturbed the measurements.
+        `is_sure`: nothing disturbed the measurements. `chosen_share`: of the experts, by each token.
         """
-        self._measured, self._is_sure = dict(measured), is_sure
+        self._measured, self._is_sure, self._chosen_share = dict(measured), is_sure, chosen_share
         self._sizes = sorted(sizes)
         self._base: dict[Place, float] = {}  # seconds, if the machine is as fast as at the start
         self._met: dict[Place, deque[float]] = {}  # such seconds, from single steps next to other widths
@@ -210,14 +218,28 @@ class StepCosts:
 
     def _guess(self, size: int, width: int) -> float:
         """Interpolate the measurements: first by width for each number of rows, then by rows."""
-        by_rows = {
-            rows: _between({at: s for (one, at), s in self._measured.items() if one == rows}, width, BEYOND)
+        by_load = {
+            self._load(rows, width): _between(
+                {self._load(rows, at): s for (one, at), s in self._measured.items() if one == rows},
+                self._load(rows, width),
+                BEYOND,
+            )
             for rows in {rows for rows, _ in self._measured}
         }
-        return _between(by_rows, size)
+        return _between(by_load, self._load(size, width))
+
+    def _load(self, num_rows: int, width: int) -> float:
+        """Return a number that grows as evenly as the step's cost.
+
+        A step reads the experts that its tokens choose: each token adds less than the one before. Without
+        experts, the number is linear in the tokens.
+        """
+        num_tokens = num_rows * width
+        touched = 1 - (1 - self._chosen_share) ** num_tokens
+        return touched + ARITHMETIC * self._chosen_share * num_tokens
 
 
-def _between(known: Mapping[int, float], wanted: int, beyond: float = 1.0) -> float:
+def _between(known: Mapping[float, float], wanted: float, beyond: float = 1.0) -> float:
     """Interpolate between the two nearest keys. Beyond the last key, scale its slope by `beyond`.
 
     The result never falls as `wanted` rises from one key to the next, or beyond the last.
@@ -265,7 +287,9 @@ class WidthController:
             if plan.max_num_seqs <= ALL_SIZES
             else row_sizes(plan.max_num_seqs)
         )
-        costs = StepCosts(plan.step_costs, sizes, is_sure=plan.is_sure_of_costs)
+        costs = StepCosts(
+            plan.step_costs, sizes, is_sure=plan.is_sure_of_costs, chosen_share=plan.chosen_share
+        )
         return cls(costs, DraftChances(plan.draft_chances), first=plan.width, block=plan.block)
 
     def next_width(

@@ -63,6 +63,7 @@ class Plan:
     start: StartRules = StartRules()
     step_costs: Mapping[tuple[int, int], float] = field(default_factory=dict)  # s by rows and width, if known
     is_sure_of_costs: bool = True  # False: the machine was busy while the costs were measured
+    chosen_share: float = 1.0  # of a mixture's experts, by each token
     draft_chances: tuple[float, ...] = ()  # by place: that a draft is right if all before it are
     reasons: Mapping[str, str] = field(default_factory=dict)  # for each value, by the name of its setting
 

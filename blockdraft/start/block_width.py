@@ -36,6 +36,7 @@ from blockdraft.engine.loaded_pair import LoadedPair
 from blockdraft.engine.trial_engine import max_tokens, trial_engine
 from blockdraft.engine.width_controller import widths_for
 from blockdraft.machine.machine import read_machine
+from blockdraft.models.config import ModelConfig
 from blockdraft.planner.plan import Plan
 from blockdraft.settings.cache_files import keep
 from blockdraft.settings.settings import cache_dir
@@ -176,8 +177,20 @@ def plan_with_width(
     if is_cpu and width == 1 and costs.is_steady and is_sure:
         return plan.changed({"width": reason}, width=1)
     chances = chances_of(acceptance, plan.block, caution=caution)
-    known = {"step_costs": costs.by_place, "is_sure_of_costs": costs.is_steady, "draft_chances": chances}
-    return plan.changed({"width": reason}, width=width, **known)
+    return plan.changed(
+        {"width": reason},
+        width=width,
+        step_costs=costs.by_place,
+        is_sure_of_costs=costs.is_steady,
+        chosen_share=_chosen_share(models.config),
+        draft_chances=chances,
+    )
+
+
+def _chosen_share(config: ModelConfig) -> float:
+    """Return the share of the experts that a token chooses, in the layer with the smallest; 1 without any."""
+    mixtures = [layer.moe for layer in config.layers if layer.moe is not None]
+    return min((one.num_chosen / one.num_experts for one in mixtures), default=1.0)
 
 
 # ---- measuring

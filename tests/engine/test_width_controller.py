@@ -93,6 +93,26 @@ def test_what_was_not_measured_lies_between():
     assert StepCosts({(1, 1): 1.0}, [1, 2, 4]).seconds(3, 8) == 1.0, "nothing else is known"
 
 
+# Milliseconds of a mixture's steps with WIDTHS, by rows: Qwen3.5-35B-A3B's shape on an H200 (benchmarks/log.md,
+# 2026-11-19). A drafter makes width 2 dearer than can be known.
+MIXTURE = {
+    1: (2.82, 4.22, 4.63, 4.98, 5.84, 6.58, 8.03, 9.22),
+    8: (6.22, 9.82, 12.13, 13.74, 16.0, 17.51, 19.64, 20.5),
+    32: (14.12, 19.41, 21.39, 22.19, 23.54, 24.51, 27.0, 29.32),
+}
+
+
+@pytest.mark.parametrize("rows", MIXTURE)
+def test_a_mixture_s_costs_grow_with_the_experts_that_tokens_touch(rows):
+    measured = {(one, width): MIXTURE[one][WIDTHS.index(width)] for one in (1, 32) for width in (1, 16)}
+    costs = StepCosts(measured, [1, 8, 32], chosen_share=8 / 256)
+    for width, expected in zip(WIDTHS, MIXTURE[rows], strict=True):
+        if (rows, width) not in {(1, 2), (1, 3), (1, 4)}:
+            assert costs.seconds(rows, width) == pytest.approx(expected, rel=0.1)
+    dense = StepCosts(measured, [1, 8, 32])
+    assert dense.seconds(8, 16) == pytest.approx(13.76, rel=0.01), "linear in the tokens"
+
+
 def test_steps_that_take_longer_make_all_widths_dearer_and_one_late_step_does_not():
     costs = StepCosts({(1, 1): 1.0, (1, 4): 2.0}, [1])
     for _ in range(20):
