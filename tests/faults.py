@@ -222,7 +222,7 @@ def routes(change):
         right = one.models.target.kernels.route
 
         def route(logits, *arguments):
-            return change(right(logits, *arguments), logits.shape[1])._replace(groups=None)
+            return change(right(logits, *arguments), logits.shape[1])
 
         return with_kernels(one, route=route)
 

@@ -8,7 +8,7 @@ import torch
 
 from blockdraft.kernels.kernels import kernels_for
 from blockdraft.kernels.pointwise import reference_gate_mul
-from blockdraft.kernels.triton import gated_tile
+from blockdraft.kernels.triton import gated_tile, narrow
 from blockdraft.kernels.triton.gated_tile import MAX_TOKENS, Config, choose, fits, gated_linear
 from tests.kernels.implementations import DEVICE, HALF, assert_close, normal, quiet
 
@@ -129,6 +129,7 @@ def test_what_does_not_fit_is_refused():
 
 
 def test_products_too_wide_for_the_small_kernel_take_this_one(monkeypatch):
+    monkeypatch.setattr(narrow, "MAX_ROWS", 0)
     monkeypatch.setattr(gated_tile, "fits", lambda x, weight: len(x) <= MAX_TOKENS)
     taken = []
     monkeypatch.setattr(gated_tile, "gated_linear", lambda x, *rest: taken.append(len(x)) or x)

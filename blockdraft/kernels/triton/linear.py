@@ -221,6 +221,7 @@ def linear(
     """
     assert x.stride(1) == 1, "tokens without gaps"
     assert weight.is_contiguous(), "rows without gaps"
+    assert bias is None or bias.is_contiguous(), "a bias without gaps"
     onto = None if onto is None else onto.contiguous()
     num_tokens, num_inputs = x.shape
     num_rows = weight.shape[0]

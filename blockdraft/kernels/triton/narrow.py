@@ -96,6 +96,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, onto: Tenso
     """Return x [M, K] times weight [N, K], which `takes` allows, with `bias` [N] and `onto` [M, N] added."""
     assert x.stride(1) == 1, "tokens without gaps"
     assert weight.is_contiguous(), "rows without gaps"
+    assert bias is None or bias.is_contiguous(), "a bias without gaps"
     (num_tokens, num_inputs), num_outputs = x.shape, weight.shape[0]
     part_size = triton.cdiv(num_inputs, PARTS * STEP) * STEP
     if num_tokens > MAX_TOKENS:
