@@ -93,8 +93,8 @@ def test_what_was_not_measured_lies_between():
     assert StepCosts({(1, 1): 1.0}, [1, 2, 4]).seconds(3, 8) == 1.0, "nothing else is known"
 
 
-# Milliseconds of steps with WIDTHS, by rows: Qwen3.5-35B-A3B's shape on an H200 (benchmarks/log.md). A drafter
-# makes width 2 dearer than can be known.
+# Milliseconds of steps with WIDTHS, by rows: Qwen3.5-35B-A3B's shape on an H200 (benchmarks/log.md).
+# A drafter makes width 2 dearer than can be known.
 MIXTURE = {
     1: (2.82, 4.22, 4.63, 4.98, 5.84, 6.58, 8.03, 9.22),
     8: (6.22, 9.82, 12.13, 13.74, 16.0, 17.51, 19.64, 20.5),
