@@ -125,30 +125,25 @@ def test_a_sliding_layer_reads_its_window():
 
 # Rows, width, ms, and ms of the bytes at a copy's speed: `python -m benchmarks.gpu_step --shape SHAPE --rows
 # ROWS --width WIDTH`, context 1024, commit c39cd7ac. The bytes count the experts that were chosen.
-MIXTURES = {
-    "qwen3.5-35b-a3b": [
-        (1, 1, 2.92, 1.42),
-        (1, 16, 9.28, 6.74),
-        (8, 1, 6.37, 4.49),
-        (8, 16, 20.36, 16.35),
-        (32, 1, 14.06, 11.27),
-        (32, 16, 29.09, 17.52),
-    ],
-    "gpt-oss-20b": [(1, 1, 2.60, 1.71), (1, 8, 7.81, 5.50), (8, 1, 6.98, 6.60), (8, 8, 11.60, 10.09)],
-}
+MIXTURES = [
+    (run["settings"]["shape"], step)
+    for run in json.loads((FOLDER / "mixtures-h200.json").read_text())["runs"]
+    for step in run["steps"]
+]
 
 
 @pytest.mark.parametrize(
-    ("shape", "rows", "width", "ms", "floor_ms"),
-    [(shape, *step) for shape, steps in MIXTURES.items() for step in steps],
+    ("shape", "step"),
+    MIXTURES,
+    ids=lambda one: one if isinstance(one, str) else f"{one['rows']}x{one['width']}",
 )
-def test_a_mixtures_step_takes_as_long_as_was_measured(shape, rows, width, ms, floor_ms):
+def test_a_mixtures_step_takes_as_long_as_was_measured(shape, step):
     wanted, pair = opened(shape)
     fit = fit_native(Case(wanted, on("h200"), pair))
-    found = estimate_step(fit, pair, CARD, rows=rows, context=1024, width=width)
-    assert found.seconds * 1e3 == pytest.approx(ms, rel=TOLERANCE)
+    found = estimate_step(fit, pair, CARD, rows=step["rows"], context=step["context"], width=step["width"])
+    assert found.seconds * 1e3 == pytest.approx(step["ms"], rel=TOLERANCE)
     copied_s = (found.weight_bytes + found.cache_bytes) / (CARD.bandwidth * STREAM_SHARE)
-    assert copied_s * 1e3 == pytest.approx(floor_ms, rel=LOOSE)
+    assert copied_s * 1e3 == pytest.approx(step["floor_ms"], rel=LOOSE)
 
 
 EXPERTS = [
