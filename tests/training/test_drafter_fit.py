@@ -378,6 +378,7 @@ def test_what_the_temperature_costs_is_not_blamed_on_the_drafter(good, greedy, i
 
 
 @pytest.mark.usefixtures("_no_variations", "_nothing_timed")
+@pytest.mark.filterwarnings("ignore:the target's weights are unpacked")  # a CPU has no kernel for them
 def test_an_int8_target_is_compared_with_the_plain_one(prompts, good, monkeypatch):
     load, loaded = fit_module._load, []
 
