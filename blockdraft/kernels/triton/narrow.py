@@ -89,7 +89,8 @@ def _narrow(
 
 def takes(x: Tensor, weight: Tensor) -> bool:
     """Return whether `weight` is narrow, and tensor cores multiply it."""
-    return x.dim() == 2 and weight.shape[0] <= MAX_ROWS and x.dtype == weight.dtype != torch.float32
+    is_half = x.dtype == weight.dtype and x.dtype in (torch.bfloat16, torch.float16)
+    return is_half and x.dim() == 2 and weight.shape[0] <= MAX_ROWS
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, onto: Tensor | None = None) -> Tensor:
