@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from blockdraft.kernels import kv_formats
 from blockdraft.kernels.sampling_tables import MAX_LISTED, Real, Whole
 
+STATE_GRID = 64  # recurrent states are saved after multiples of so many tokens
 NUM_RESERVED_PAGES = 2  # page 0 is never written, page 1 belongs to the scratch row
 
 
