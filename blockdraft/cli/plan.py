@@ -155,13 +155,16 @@ def _memory(report: Report) -> Iterator[str]:
     weights = {name: size for name, size in sizes.items() if name.endswith("weights")}
     working = {name: size for name, size in sizes.items() if name in _WORKING and size >= _WORTH_NAMING}
     cache = fit.num_bytes - sum(weights.values()) - sum(sizes.get(name, 0) for name in _WORKING)
-    states, windows = sizes.get("recurrent states", 0), sizes.get("exact windows", 0)
+    states, saved = sizes.get("recurrent states", 0), sizes.get("saved states", 0)
+    windows = sizes.get("exact windows", 0)
     rows = [
         ("weights", _gb(sum(weights.values())), _listed(weights, " weights")),
-        ("cache", _gb(cache - states - windows), _cache_note(report)),
+        ("cache", _gb(cache - states - saved - windows), _cache_note(report)),
     ]
     if states:
         rows.append(("states", _gb(states), f"of {fit.max_num_seqs} rows: recurrent layers"))
+    if saved and fit.plan is not None:
+        rows.append(("prefixes", _gb(saved), f"{fit.plan.num_states} states that prompts can continue from"))
     if windows:
         rows.append(("windows", _gb(windows), f"of {fit.max_num_seqs} rows: keys and values kept exact"))
     listed = f"about: {_listed(working, '')}" if working else "tables and activations, about"
