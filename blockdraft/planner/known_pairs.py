@@ -158,17 +158,18 @@ def _bare(name: str) -> str:
 def published_runs(target: object, drafter: object) -> tuple[Expectation, ...]:
     """Return the results that others published for this pair."""
     return tuple(
-        Expectation(**_shared(entry) | run)
+        run
         for entry in read_file()["published"]
         if drafter == entry["drafter"] and target in (entry["target"], *entry.get("also", ()))
-        for run in entry["run"]
+        for run in entry_runs(entry)
     )
 
 
-def _shared(entry: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of an entry that apply to all its runs."""
+def entry_runs(entry: Mapping[str, Any]) -> tuple[Expectation, ...]:
+    """Return the runs of one entry; its other fields apply to all of them."""
     about = ("target", "also", "drafter", "run")
-    return {key: value for key, value in entry.items() if key not in about}
+    shared = {key: value for key, value in entry.items() if key not in about}
+    return tuple(Expectation(**shared | run) for run in entry["run"])
 
 
 def _family(*, architectures: list[str], models: list[str], **rest: str) -> KnownFamily:

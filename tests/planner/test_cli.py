@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from contextlib import contextmanager
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -187,7 +188,42 @@ def test_known_bad_combinations_are_refused_with_their_thread(plan):
     assert "(0.8 of 128.5 GB)" in text
     assert "REFUSE" not in text
     assert "KNOWN TO FAIL" not in text
-    assert "vllm's were not measured by us" in text
+    assert "interval: a factor of 1.25, which holds for 98% of 321 published numbers" in text
+
+
+def test_a_plan_for_another_engine_leads_with_published_runs_and_gives_an_interval(plan):
+    flags = ("--recipe", "qwen3-8b", "--engine", "vllm", "--card", "h100")
+    code, text, _ = plan(*dummy("qwen3-8b"), *flags)
+    assert code == 0
+    assert text.index("  published: dialogue, 1 user, vllm: 422 tok/s") < text.index("tok/s, ESTIMATE")
+    low, high = re.search(r"^  1 user +[\d,]+ \((\d+)-(\d+)\)", text, re.M).groups()
+    assert int(low) < 422 < int(high)
+    assert "as in the published runs" in text
+    assert "none was of this card" not in text
+    _, text, _ = plan(*dummy("qwen3-8b"), "--engine", "vllm", "--card", "a40")
+    assert "none was of this card" in text
+    _, text, _ = plan(*dummy("qwen3-8b"), *flags, "--tensor-parallel", "2")
+    assert "interval: none: no published run with several GPUs was compared" in text
+    assert "speed, ESTIMATE" in text
+    _, text, _ = plan(*dummy("qwen3-8b"), *flags, "--explain")
+    assert re.search(r"TFLOP, weights [\d.]+ ms, keys, values and states [\d.]+ ms, dense", text)
+
+
+def test_published_runs_of_the_planned_engine_come_first_and_name_the_estimate_they_contradict(plan):
+    _, text, _ = plan(*dummy("qwen3-8b"), "--recipe", "qwen3-8b", "--engine", "sglang", "--card", "b200")
+    found = [line for line in text.splitlines() if line.startswith("  published:")]
+    assert "sglang: 1,175 tok/s" in found[0]
+    assert "times our estimate" not in found[0]
+    slow = replace(published_runs(*GEMMA)[0], notes="")
+    line = next(published_lines([slow], shows_all=False, beside=lambda run: "; 0.5 times our estimate"))
+    assert line.endswith(
+        "8.59 tokens a step; 0.5 times our estimate (the drafter's model card, thinking, greedy)"
+    )
+    _, text, _ = plan(
+        *dummy("qwen3-8b"), "--recipe", "qwen3-8b", "--engine", "vllm", "--card", "h100", "--json"
+    )
+    (one,) = json.loads(text)["published"]
+    assert one["plain_times_estimate"] == pytest.approx(1, rel=0.25)
 
 
 @pytest.mark.parametrize(
