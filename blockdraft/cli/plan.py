@@ -245,9 +245,9 @@ def _interval(report: Report, value: float) -> str:
 
 
 def _interval_note(report: Report) -> str:
-    settings, card, found = report.case.settings, report.case.card, calibration()
+    card, found = report.case.card, calibration()
     if spread(report) is None:
-        return f"none: {not_calibrated(settings)}"
+        return f"none: {not_calibrated(report.case)}"
     assert card is not None
     where = "" if card.key in found.cards else "; none was of this card"
     held_out = f"each of {found.num_sources} sources left out of the fit in turn"

@@ -30,7 +30,6 @@ from blockdraft.planner.memory_fit import Fit
 from blockdraft.planner.pair import Case
 from blockdraft.planner.shape import Shape
 from blockdraft.planner.stored import WeightParts
-from blockdraft.settings.settings import Settings
 
 FILE = Path(__file__).with_name("engine_speeds.toml")
 
@@ -54,11 +53,11 @@ def calibration() -> Calibration:
     return Calibration(**table | {"cards": tuple(table["cards"])})
 
 
-def not_calibrated(settings: Settings) -> str:
-    """Return what of these settings no published run had, or "" if nothing."""
-    if settings.tensor_parallel * settings.pipeline_parallel > 1:
+def not_calibrated(case: Case) -> str:
+    """Return what of this case no published run had, or "" if nothing."""
+    if case.settings.tensor_parallel * case.settings.pipeline_parallel > 1:
         return "no published run with several GPUs was compared"
-    return "" if settings.graphs else "without CUDA graphs a step may take several times as long"
+    return "" if case.settings.graphs else "without CUDA graphs a step may take several times as long"
 
 
 @dataclass(frozen=True, slots=True)

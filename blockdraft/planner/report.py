@@ -126,8 +126,8 @@ def counted(report: Report) -> str:
 
 def spread(report: Report) -> float | None:
     """Return the factor of the estimates' interval, or None if there is none."""
-    settings = report.case.settings
-    return None if settings.engine == "native" or not_calibrated(settings) else calibration().spread
+    case = report.case
+    return None if case.settings.engine == "native" or not_calibrated(case) else calibration().spread
 
 
 def times_estimate(report: Report, run: Expectation) -> tuple[float | None, float | None]:
@@ -136,7 +136,7 @@ def times_estimate(report: Report, run: Expectation) -> tuple[float | None, floa
     None: the run has no such number, or is of another engine, format or width.
     """
     case, fit = report.case, report.fit
-    is_same = run.width in (None, fit.width) and run.quantization in (None, case.settings.quantization)
+    is_same = (run.width or case.pair.block) == fit.width and _has_format(case, run)
     if run.engine != case.settings.engine or run.engine == "native" or not is_same:
         return None, None
     context = min(TYPICAL_CONTEXT, fit.max_model_len)
@@ -148,6 +148,14 @@ def times_estimate(report: Report, run: Expectation) -> tuple[float | None, floa
     if run.tokens_per_step is not None and fit.width > 1:
         drafted = tokens_per_s(speed.step, run.tokens_per_step)
     return _ratio(run.baseline_tokens_per_second, speed.plain), _ratio(run.tokens_per_second, drafted)
+
+
+def _has_format(case: Case, run: Expectation) -> bool:
+    """Return whether a published run was of weights in the planned format."""
+    is_fp8 = case.settings.quantization == "fp8"
+    if run.quantization is None:
+        return not is_fp8
+    return run.quantization in ("fp8" if is_fp8 else case.pair.target.stored.method or "bf16").lower()
 
 
 def _ratio(published: float | None, estimated: float | None) -> float | None:

@@ -68,7 +68,9 @@ class Expectation:
     task: str | None = None  # the benchmark's name, if it has one
     concurrency: int = 1
     width: int | None = None  # tokens per step at most, the anchor included; None: the drafter's block
-    quantization: str | None = None  # of the weights, done at load
+    quantization: str | None = (
+        None  # the weights' format (fp8: at load); None: as the checkpoint is published
+    )
     tokens_per_second: float | None = None
     baseline_tokens_per_second: float | None = None  # without a drafter
     tokens_per_step: float | None = None  # including the target's own token

@@ -131,7 +131,7 @@ def case_of(target, run, draft_name):
         draft=draft_name,
         engine=run.engine,
         width=run.width or "auto",
-        quantization=run.quantization or "auto",
+        quantization="fp8" if run.quantization == "fp8" else "auto",
     )
     return Case(settings, machine_of(card), pair, card)
 

@@ -12,6 +12,7 @@ from statistics import median
 
 import pytest
 
+from blockdraft.cli.plan import lines
 from blockdraft.machine.cards import card_by_key
 from blockdraft.planner.advice import estimate_speed
 from blockdraft.planner.engine_step import (
@@ -167,6 +168,15 @@ def test_a_run_that_contradicts_the_estimate_is_compared_with_it():
         plain, drafted = times_estimate(report, one)
         assert 1 / SPREAD < plain < SPREAD
         assert drafted is None
+    text = [line for line in lines(report, (), (ravchat, *others), explains=False) if "  published:" in line]
+    assert len(text) == 3
+    assert ["0.5 times our estimate with it" in line for line in text] == [True, False, False]
+
+
+def test_a_case_without_an_interval_names_no_contradiction():
+    report = make_report(case(MIXTURE, "h100", graphs=False))
+    runs = [one for one in published_runs(*MIXTURE) if one.card == "h100"]
+    assert not [line for line in lines(report, (), runs, explains=False) if "our estimate" in line]
 
 
 @pytest.mark.parametrize(
@@ -177,6 +187,26 @@ def test_a_run_of_something_else_is_not_compared(changes):
     run = published_runs(*GEMMA)[0]
     assert None not in times_estimate(report, run)
     assert times_estimate(report, replace(run, **changes)) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("target", "quantization", "run_of", "is_compared"),
+    [
+        ("Qwen/Qwen3.5-35B-A3B", "auto", "bf16", True),
+        ("Qwen/Qwen3.5-35B-A3B", "auto", None, True),
+        ("Qwen/Qwen3.5-35B-A3B", "fp8", None, False),
+        ("Qwen/Qwen3.5-35B-A3B", "fp8", "fp8", True),
+        ("Qwen/Qwen3.5-35B-A3B", "fp8", "bf16", False),
+        ("Intel/Qwen3.5-35B-A3B-int4-AutoRound", "auto", "bf16", False),
+        ("Intel/Qwen3.5-35B-A3B-int4-AutoRound", "auto", None, True),
+    ],
+)
+def test_a_run_is_compared_if_its_weights_have_the_planned_format(target, quantization, run_of, is_compared):
+    pair = target, "z-lab/Qwen3.5-35B-A3B-DFlash"
+    report = make_report(case(pair, "b200", engine="sglang", quantization=quantization))
+    run = next(one for one in published_runs(*pair) if one.card == "b200")
+    found = times_estimate(report, replace(run, quantization=run_of))
+    assert (None not in found) == is_compared
 
 
 def test_json_has_the_interval_and_what_it_rests_on():
@@ -199,7 +229,7 @@ def test_json_has_the_interval_and_what_it_rests_on():
     ],
 )
 def test_what_no_published_run_had_has_no_interval(settings, reason):
-    found = not_calibrated(case(GEMMA, "b300", **settings).settings)
+    found = not_calibrated(case(GEMMA, "b300", **settings))
     assert reason in found
     assert bool(found) == bool(settings)
 
