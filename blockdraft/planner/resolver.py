@@ -207,7 +207,7 @@ class _Resolver:
         contexts = 2 * model.max_positions * needs.token
         total = self._cache_bytes(held, contexts)
         max_num_seqs = self.take("max_num_seqs", *self._rows(memory, needs, total, block * model.vocab_size))
-        num_states = self._num_states(needs, total)
+        num_states = self._num_states(needs, total - needs.beside(max_num_seqs, 0))
         beside = needs.beside(max_num_seqs, num_states)
         room = _cache_tokens(self._cache_bytes(held, contexts + beside), needs.token, beside)
         max_model_len, num_pages = self._cache(room, max_num_seqs, block)
@@ -414,23 +414,22 @@ class _Resolver:
             )
         return max_model_len
 
-    def _num_states(self, needs: _Needs, total: int) -> int:
-        """Return how many recurrent states can be saved in a share of the cache's `total` bytes."""
+    def _num_states(self, needs: _Needs, room: int) -> int:
+        """Return how many recurrent states can be saved; `room`: bytes of the cache beside the rows'."""
         asked = self.settings.prefix_state_bytes
-        if not self.model.is_hybrid or not self.settings.prefix_cache:
+        if not needs.state or not self.settings.prefix_cache:
             return 0
-        room = total // STATES_SHARE if asked == "auto" else asked
+        room = room // STATES_SHARE if asked == "auto" else asked
         num_states = max(0, min(room // needs.state - NUM_RESERVED_SLOTS, MAX_STATES))
-        each = f"{needs.state / 1e6:.1f} MB each"
-        self.take("prefix_state_bytes", 0, f"{num_states} states of {each} in 1/{STATES_SHARE} of the cache")
+        each = f"{needs.state / 1e6:,.1f} MB"
+        self.take("prefix_state_bytes", 0, f"1/{STATES_SHARE} of the cache: {num_states} states of {each}")
+        if not num_states:
+            why = f"--prefix-state-bytes is too little for a recurrent state of {each} and a spare one"
+            self.reasons["prefix_cache"] = why
         return num_states
 
     def _prefix_cache(self, num_states: int) -> bool:
-        if not self.model.is_hybrid or not self.settings.prefix_cache:
-            return self.settings.prefix_cache
-        if not num_states:
-            self.reasons["prefix_cache"] = "--prefix-state-bytes is too little for one recurrent state"
-        return num_states > 0
+        return self.settings.prefix_cache and (num_states > 0 or not self.model.is_hybrid)
 
     def _same_bits(self) -> bool:
         is_fast = self.settings.allow_batch_variance and not self.is_cpu
