@@ -8,7 +8,6 @@ scratch row.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from collections.abc import Sequence as Items
 
 import torch
 from torch import Tensor
@@ -23,7 +22,6 @@ from blockdraft.kernels.kernels import REFERENCE, Kernels
 from blockdraft.kernels.kv_compressed import Tiles
 from blockdraft.kernels.kv_formats import TILE
 from blockdraft.kernels.kv_positions import PositionRule
-from blockdraft.kernels.transfer import to_device
 
 SCRATCH_PAGE = 1
 
@@ -148,11 +146,10 @@ class Cache:
             for group in self._compressed.values():
                 group.compress(tiles)
 
-    def restore(self, slots: Items[int], row_ids: Items[int]) -> None:
-        """Give each row the recurrent states in a slot."""
+    def restore(self, slot: int, row: int) -> None:
+        """Give a row the recurrent states in a slot."""
         for states in self._states.values():
-            device = states.state.device
-            states.restore(to_device(slots, device), to_device(row_ids, device))
+            states.restore(slot, row)
 
     def centre_keys(self, centres: Mapping[int, Tensor]) -> None:
         """Subtract a mean key [G, D] per layer from the keys of rotated formats; the cache must be empty."""

@@ -175,10 +175,10 @@ class RecurrentStates:
             state, tail = self._committed(layer, rows, starts)
             self._fold(layer, part, rows, state, tail, num_committed, slots)
 
-    def restore(self, slots: Tensor, rows: Tensor) -> None:
-        """Copy saved states to rows."""
-        self.state[:, rows] = self.state[:, slots]
-        self.tail[:, rows] = self.tail[:, slots]
+    def restore(self, slot: int, row: int) -> None:
+        """Copy a saved state to a row."""
+        self.state[:, row].copy_(self.state[:, slot])  # without temporary memory, which a full card lacks
+        self.tail[:, row].copy_(self.tail[:, slot])
 
     def _committed(self, layer: int, rows: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
         """Return copies of the rows' states and tails: zeros for rows without committed tokens."""

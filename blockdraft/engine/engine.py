@@ -459,20 +459,16 @@ class Engine:
         states, grid = self.scheduler.states, self.plan.state_grid
         if states is None:
             return
-        entries, restored = [], []
+        entries = []
         for sequence in batch.sequences:
             assert sequence.row is not None
             if sequence.restored is not None:
-                restored.append((sequence.restored.slot, sequence.row))
-            entries += [(sequence.row, at // grid - 1, [slot]) for at, slot in sequence.unplaced_saves]
-            sequence.unplaced_saves = []
-        if restored:
-            self.cache.restore(*zip(*restored, strict=True))
-        self.rows.set_saves(entries)
-        for sequence in batch.sequences:
-            if sequence.restored is not None:
+                self.cache.restore(sequence.restored.slot, sequence.row)
                 states.release(sequence.restored)  # a later step may overwrite it
                 sequence.restored = None
+            entries += [(sequence.row, at // grid - 1, [slot]) for at, slot in sequence.unplaced_saves]
+            sequence.unplaced_saves = []
+        self.rows.set_saves(entries)
 
     def prefill(self, token_ids: Tensor, counts: tuple[int, ...], offsets: Tensor | None = None) -> Tensor:
         return prefill_step(

@@ -305,7 +305,7 @@ def test_states_are_saved_on_the_way_and_restored(spec, dtype, is_known):
     for place, cell, slot in ((0, 1, 7), (1, 0, 6), (1, 1, 4)):
         assert is_same(layer.copy(slot), expected[place][1][grid * (cell + 1)])
     assert all(layer.storage.state[slot].isnan().all() for slot in (5, 8))
-    layer.states.restore(on_device([4]), on_device([1]))
+    layer.states.restore(4, 1)
     assert is_same(layer.copy(1), layer.copy(4))
 
 

@@ -189,7 +189,8 @@ def test_states_are_saved_on_the_way_and_restored(spec, is_known, pieces):
             if slot > 0:
                 assert is_same(layer.copy(slot), expected[row][1][3 * cell + 3]), (row, cell)
     assert all(part.isnan().all() for slot in (1, 3, 11, 12) for part in layer.copy(slot))
-    layer.states.restore(torch.tensor([8, 4]), torch.tensor([2, 0]))
+    for slot, row in ((8, 2), (4, 0)):
+        layer.states.restore(slot, row)
     reads = layer.scan(ROWS, (6, 9), (3, 3), is_known=True)
     assert torch.equal(reads[0], expected[2][0][6:9])
     assert torch.equal(reads[1], expected[0][0][9:])
