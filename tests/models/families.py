@@ -161,7 +161,15 @@ CASES = {
             "rope_parameters": {**PARTIAL, "partial_rotary_factor": 0.5},
         },
     ),
-    "qwen3_5-whole": ("qwen3_5", {**HYBRID, "rope_parameters": PARTIAL, "tie_word_embeddings": True}),
+    "qwen3_5-whole": (  # Qwen3.6 and Qwen3.8 name the gate's activation
+        "qwen3_5",
+        {
+            **HYBRID,
+            "rope_parameters": PARTIAL,
+            "tie_word_embeddings": True,
+            "output_gate_type": "swish",
+        },
+    ),
     "qwen3_5-one-head-each": (
         "qwen3_5",
         {**HYBRID, "linear_num_key_heads": 3, "linear_num_value_heads": 3, "linear_conv_kernel_dim": 3},
@@ -219,6 +227,8 @@ def _widened(narrow):
     def rule(query, key, value, g, beta, initial_state=None, **options):
         if query.dtype != torch.float64:
             return narrow(query, key, value, g=g, beta=beta, initial_state=initial_state, **options)
+        heads_per_key = value.shape[2] // key.shape[2]  # above 1 from transformers 5.23 on
+        query, key = (x.repeat_interleave(heads_per_key, dim=2) for x in (query, key))
         query, key = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (query, key))
         state = initial_state
         if state is None:
