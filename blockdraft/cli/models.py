@@ -150,6 +150,8 @@ def _pair_lines(pairs: Sequence[KnownPair]) -> Iterator[str]:
         yield f"  {target} ({known})" if known else f"  {target}"
         for pair, line in members:
             yield line
+            if pair.recipes:
+                yield from _wrapped(f"Recipes: {', '.join(pair.recipes)}.", " " * 6)
             if pair.refused:
                 yield from _wrapped(f"Refused: {pair.refused}.", " " * 6)
             yield from _wrapped(pair.notes, " " * 6)

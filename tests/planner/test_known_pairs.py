@@ -302,6 +302,12 @@ def test_a_query_narrows_the_text_and_leaves_empty_parts_out(capsys):
     assert "do not run" not in text
 
 
+def test_a_pair_names_its_recipes(capsys):
+    text = printed(capsys, "Qwen3.5-27B-DFlash")
+    assert text.count("      Recipes: qwen3.5-27b-nvfp4, qwen3.5-27b-nvfp4-5090.") == 2  # of both targets
+    assert "Recipes:" not in printed(capsys, "GLM-5.1")
+
+
 def test_a_refused_pair_says_why(capsys):
     text = printed(capsys, "Muse-Glimmer-30B-DFlash2")
     assert "Refused: the target's family" in text
@@ -327,6 +333,7 @@ def test_json_has_the_whole_record(capsys):
             "runs": True,
             "target_gb": 16.4,
             "draft_gb": 2.1,
+            "recipes": ["qwen3-8b"],
         }
     ]
     assert "thinking" in answer["pairs"][0]["notes"]
