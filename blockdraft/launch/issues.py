@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from blockdraft.checkpoints.model_folder import ModelFolder
-from blockdraft.checkpoints.read_draft_config import draft_block, draft_kind
+from blockdraft.checkpoints.read_draft_config import draft_block
 from blockdraft.errors import SettingsError
 from blockdraft.launch.engine_versions import NEWEST, EngineVersion, read_version
 from blockdraft.launch.launch_request import Combination, Raw
@@ -176,17 +176,6 @@ def _draft_layout(found: Combination) -> str | None:
     return "speculators" if "speculator." in name else "z-lab" if name.startswith("z-lab/") else None
 
 
-def _draft_kind(found: Combination) -> str | None:
-    if found.draft is None:
-        name = (found.settings.draft or "").lower()
-        return next((kind for kind in ("dflash2", "dspark") if kind in name), None)
-    kind = found.draft.get("speculators_model_type") or draft_kind(found.draft)
-    if isinstance(kind, str):
-        return kind
-    names = found.draft.get("architectures")
-    return "lilicorr" if isinstance(names, list) and "LiLiCorrDraftModel" in names else "dflash"
-
-
 def _draft_has_windows(found: Combination) -> bool:
     config = found.draft or {}
     inner = config.get("transformer_layer_config")
@@ -226,7 +215,7 @@ FACTS: Mapping[str, Callable[[Combination], object]] = {
     "kernel": lambda found: found.machine and found.machine.kernel,
     "speculates": lambda found: found.drafter is not None,
     "draft_layout": _draft_layout,
-    "draft_kind": _draft_kind,
+    "draft_kind": lambda found: found.draft_kind,
     "draft_quantised": lambda found: _quantization(found.draft) is not None,
     "draft_windows": _draft_has_windows,
     "context_past_draft": _is_context_past_draft,

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 
-from blockdraft.checkpoints.read_draft_config import draft_block
+from blockdraft.checkpoints.read_draft_config import draft_block, draft_kind
 from blockdraft.errors import SettingsError
 from blockdraft.launch.engine_versions import EngineVersion, read_version
 from blockdraft.machine.cards import Capability
@@ -60,6 +60,18 @@ class Combination:
         name = self.settings.draft
         assert name not in ("auto", DFLASH2), "with_drafter has chosen one"
         return None if name in (None, "none") or self.settings.width == 1 else name
+
+    @property
+    def draft_kind(self) -> str | None:
+        """Return the drafter's kind, by config.json or else by its name; None if neither says it."""
+        if self.draft is None:
+            name = (self.settings.draft or "").lower()
+            return next((kind for kind in ("dflash2", "dspark") if kind in name), None)
+        kind = self.draft.get("speculators_model_type") or draft_kind(self.draft)
+        if isinstance(kind, str):
+            return kind
+        names = self.draft.get("architectures")
+        return "lilicorr" if isinstance(names, list) and "LiLiCorrDraftModel" in names else "dflash"
 
     @property
     def capability(self) -> Capability | None:

@@ -133,6 +133,7 @@ CASES = {
     "sglang-speculators-layout": ({**REDHAT, **SGLANG}, {"draft": GEMMA["draft"]}),
     "sglang-quantised-drafter": ({**QWEN, **SGLANG, **PACKED}, {"draft_config": {}}),
     "sglang-hybrid-radix": ({**HYBRID, **SGLANG}, LAZY),
+    "sglang-hybrid-batches": ({**HYBRID, **SGLANG}, {"draft": None}),
     "sglang-gemma4-26b-fp8": (
         {**GEMMA, **SGLANG, "model": "RedHatAI/gemma-4-26B-A4B-it-FP8-Dynamic"},
         {"model": "google/gemma-4-26B-A4B-it"},

@@ -5,6 +5,7 @@ import importlib
 import torch
 from transformers import (
     Gemma4TextConfig,
+    Gemma4UnifiedTextConfig,
     GptOssConfig,
     LlamaConfig,
     Qwen2Config,
@@ -61,6 +62,7 @@ GEMMA = {
     "final_logit_softcapping": 30.0,
     "tie_word_embeddings": True,
 }
+GEMMA_UNIFIED = {key: value for key, value in GEMMA.items() if key != "hidden_size_per_layer_input"}
 GEMMA_MOE = {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 12}
 GPT_OSS = {
     "head_dim": 8,
@@ -203,6 +205,10 @@ CASES = {
             "use_double_wide_mlp": True,
         },
     ),
+    "gemma4-unified": (
+        "gemma4",
+        {**GEMMA_UNIFIED, "attention_k_eq_v": True, "num_global_key_value_heads": 1, "head_dim": 12},
+    ),
     "gpt_oss-whole": ("gpt_oss", GPT_OSS),
     "gpt_oss-default-rope": ("gpt_oss", {**GPT_OSS, "rope_parameters": DEFAULT, "num_experts_per_tok": 1}),
     "gpt_oss-tight-clamp": (
@@ -211,6 +217,13 @@ CASES = {
     ),
     **{f"{family}-random": (family, None) for family in CONFIGS},
 }
+
+
+def config_of(name, overrides):
+    """The configuration of a case, as transformers has it."""
+    family, _ = CASES[name]
+    kind = Gemma4UnifiedTextConfig if name == "gemma4-unified" else CONFIGS[family]
+    return kind(**BASE | overrides)
 
 
 def widen(monkeypatch):
