@@ -94,7 +94,8 @@ def _as_json(recipe: Recipe) -> dict[str, object]:
 def _list(recipes: list[Recipe]) -> Iterator[str]:
     rows = []
     for one in recipes:
-        engine, cards = str(one.settings.get("engine", "native")), ", ".join(one.cards) or "any card"
+        engine = str(one.settings.get("engine", "native"))
+        cards = ", ".join(one.cards) or "any card"
         rows.append((one.name, engine, f"{one.title} ({cards})"))
     yield from table(rows, indent="")
 

@@ -305,7 +305,8 @@ def test_a_query_narrows_the_text_and_leaves_empty_parts_out(capsys):
 def test_a_pair_names_its_recipes(capsys):
     text = printed(capsys, "Qwen3.5-27B-DFlash")
     assert text.count("      Recipes: qwen3.5-27b-nvfp4, qwen3.5-27b-nvfp4-5090.") == 2  # of both targets
-    assert "Recipes:" not in printed(capsys, "GLM-5.1")
+    assert "      Recipes, for another engine: laguna-xs-2.1." in printed(capsys, "Laguna-XS-2.1")
+    assert "Recipes" not in printed(capsys, "GLM-5.1")
 
 
 def test_a_refused_pair_says_why(capsys):
