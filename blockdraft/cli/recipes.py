@@ -81,7 +81,7 @@ def _matching(card: str | None, model: str | None) -> list[Recipe]:
 
 def published_of(recipe: Recipe) -> tuple[Expectation, ...]:
     """Return the published runs in the recipe, else of its pair."""
-    return recipe.expect or published_runs(recipe.settings["model"], recipe.settings.get("draft"))
+    return recipe.expect or published_runs(recipe.settings.get("model"), recipe.settings.get("draft"))
 
 
 def _as_json(recipe: Recipe) -> dict[str, object]:

@@ -70,8 +70,8 @@ class Combination:
         kind = self.draft.get("speculators_model_type") or draft_kind(self.draft)
         if isinstance(kind, str):
             return kind
-        names = self.draft.get("architectures")
-        return "lilicorr" if isinstance(names, list) and "LiLiCorrDraftModel" in names else "dflash"
+        names = str(self.draft.get("architectures"))  # of kinds that our engine does not have
+        return "dspark" if "DSpark" in names else "lilicorr" if "LiLiCorr" in names else "dflash"
 
     @property
     def capability(self) -> Capability | None:

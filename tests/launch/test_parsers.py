@@ -140,10 +140,11 @@ def test_an_engine_understands_every_golden_command(tmp_path, engine, is_wanted,
         settings = settings_of(name, engine)
         assert parsed is not None, (name, argv, errors[-2000:])
         share, has_drafter = settings.gpu_memory_utilization, bool(settings.draft)
+        algorithm = "DSPARK" if has_drafter and "DSpark" in settings.draft else "DFLASH"
         own = {
             "width": settings.width if has_drafter else None,
             "share": None if share == 0.9 else share,
-            "algorithm": "DFLASH" if has_drafter else None,
+            "algorithm": algorithm if has_drafter else None,
         }
         if engine == "vllm":  # on unified memory its share is less
             share = float(argv[argv.index("--gpu-memory-utilization") + 1])

@@ -51,6 +51,15 @@ def test_drafter_is_named_with_its_method():
         block7 = {**raw, "block_size": 7}
         found = speculative(command("vllm", draft_config=block7, width="auto"))
         assert (found["method"], found["num_speculative_tokens"]) == ("dspark", 7)
+    for known in (
+        {"draft": "LiquidAI/LFM2.5-1.2B-Instruct-DSpark"},  # by its name, where config.json is not read
+        {"draft_config": {"architectures": ["Lfm2DSparkDraftModel"], "block_size": 7}},
+        {"draft_config": {"architectures": ["Qwen3DSparkModel"], "block_size": 7}},
+    ):
+        found = command("sglang", width=8, **known)
+        assert value(found, "--speculative-algorithm") == "DSPARK"
+        assert value(found, "--speculative-num-draft-tokens") == "8"  # seven drafts and the anchor
+        assert speculative(command("vllm", width=8, **known))["method"] == "dspark"
     assert value(command("sglang"), "--speculative-draft-model-path") == PAIR["draft"]
 
 
