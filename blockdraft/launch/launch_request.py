@@ -20,6 +20,7 @@ TRUST_FLAG = "--trust-remote-code"  # both engines have this flag
 HYBRID_NAMES = ("*qwen3.5-*", "*qwen3.6-*", "*qwen3.8-*", "*qwen3-next*", "*qwen3-coder-next*")
 SPARK: Capability = (12, 1)  # the GB10 of a DGX Spark
 OUR_KV_DTYPES = ("tq4", "tq4v3")
+OTHER_KINDS = {"DSpark": "dspark", "LiLiCorr": "lilicorr", "XPress": "xpress"}  # by architecture
 SECRET_FLAGS = ("--api-key", "--admin-api-key", "--hf-token")
 
 Raw = Mapping[str, object]
@@ -70,8 +71,8 @@ class Combination:
         kind = self.draft.get("speculators_model_type") or draft_kind(self.draft)
         if isinstance(kind, str):
             return kind
-        names = str(self.draft.get("architectures"))  # of kinds that our engine does not have
-        return "dspark" if "DSpark" in names else "lilicorr" if "LiLiCorr" in names else "dflash"
+        names = str(self.draft.get("architectures"))
+        return next((kind for part, kind in OTHER_KINDS.items() if part in names), "dflash")
 
     @property
     def capability(self) -> Capability | None:
