@@ -201,6 +201,15 @@ def _width_beyond_block(found: Combination) -> int:
     return 0 if found.draft is None or width == "auto" else width - draft_block(found.draft)
 
 
+def _is_step_below_rows(found: Combination) -> bool:
+    """Return whether a step holds fewer tokens than the blocks of all requests; False if one is unknown."""
+    settings = found.settings
+    rows, width, step = settings.max_num_seqs, settings.width, settings.max_prefill_tokens
+    if width == "auto":
+        width = 0 if found.draft is None else draft_block(found.draft)
+    return rows != "auto" and step != "auto" and rows * width > step
+
+
 def _has_flash_attention(found: Combination) -> bool:
     """Return whether FlashAttention is set for the target or the drafter."""
     names = (found.settings.attention_backend, found.settings.draft_attention_backend)
@@ -221,6 +230,7 @@ FACTS: Mapping[str, Callable[[Combination], object]] = {
     "context_past_draft": _is_context_past_draft,
     # A block plus one is published (RedHatAI's Gemma 4 with 8): vLLM does not count the anchor.
     "width_past_block": lambda found: _width_beyond_block(found) > 1,
+    "draft_rows_past_step": _is_step_below_rows,
     "width_below_block": lambda found: _width_beyond_block(found) < 0,
     **{name: attrgetter(f"settings.{name}") for name in _SETTINGS},
     "flash_attention": _has_flash_attention,

@@ -1,8 +1,8 @@
-"""Writes vLLM's command: `vllm serve` and its environment, for 0.19.x (nightly) to 0.32.
+"""Writes vLLM's command: `vllm serve` and its environment, for 0.19.x (nightly) to 0.33.
 
 vLLM does not count the anchor: width 16 is num_speculative_tokens 15. This module refuses settings that a
 version has no flag for; `issues` lists settings that vLLM accepts but handles wrongly. The flags are those of
-the wheels on PyPI, 0.19.0 to 0.32.0.
+the wheels on PyPI, 0.19.0 to 0.33.0.
 """
 
 from __future__ import annotations
