@@ -11,7 +11,7 @@ from packaging.version import InvalidVersion, Version
 from blockdraft.errors import SettingsError
 from blockdraft.machine.versions import is_in_range
 
-NEWEST = {"vllm": "0.32.0", "sglang": "0.5.23"}  # as in their wheels, 2026-11
+NEWEST = {"vllm": "0.33.0", "sglang": "0.5.23"}  # as in their wheels, 2026-11
 OLDEST = {"vllm": "0.19.0", "sglang": "0.5.23"}
 PRECOMPILED = "precompiled"  # vLLM's word for a build with the kernels of a published build
 TITLES = {"vllm": "vLLM", "sglang": "SGLang"}
@@ -19,7 +19,7 @@ TITLES = {"vllm": "vLLM", "sglang": "SGLang"}
 
 @dataclass(frozen=True, slots=True)
 class EngineVersion:
-    """A version of an engine, as its package writes it: 0.32.0, 0.19.2rc1.dev21, 0.32.0+pr41703."""
+    """A version of an engine, as its package writes it: 0.33.0, 0.19.2rc1.dev21, 0.33.0+pr41703."""
 
     engine: str
     text: str

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 
-from blockdraft.checkpoints.read_draft_config import draft_block
+from blockdraft.checkpoints.read_draft_config import draft_block, draft_kind
 from blockdraft.errors import SettingsError
 from blockdraft.launch.engine_versions import EngineVersion, read_version
 from blockdraft.machine.cards import Capability
@@ -20,6 +20,7 @@ TRUST_FLAG = "--trust-remote-code"  # both engines have this flag
 HYBRID_NAMES = ("*qwen3.5-*", "*qwen3.6-*", "*qwen3.8-*", "*qwen3-next*", "*qwen3-coder-next*")
 SPARK: Capability = (12, 1)  # the GB10 of a DGX Spark
 OUR_KV_DTYPES = ("tq4", "tq4v3")
+OTHER_KINDS = {"DSpark": "dspark", "LiLiCorr": "lilicorr", "XPress": "xpress"}  # by architecture
 SECRET_FLAGS = ("--api-key", "--admin-api-key", "--hf-token")
 
 Raw = Mapping[str, object]
@@ -60,6 +61,18 @@ class Combination:
         name = self.settings.draft
         assert name not in ("auto", DFLASH2), "with_drafter has chosen one"
         return None if name in (None, "none") or self.settings.width == 1 else name
+
+    @property
+    def draft_kind(self) -> str | None:
+        """Return the drafter's kind, by config.json or else by its name; None if neither says it."""
+        if self.draft is None:
+            name = (self.settings.draft or "").lower()
+            return next((kind for kind in ("dflash2", "dspark") if kind in name), None)
+        kind = self.draft.get("speculators_model_type") or draft_kind(self.draft)
+        if isinstance(kind, str):
+            return kind
+        names = str(self.draft.get("architectures"))
+        return next((kind for part, kind in OTHER_KINDS.items() if part in names), "dflash")
 
     @property
     def capability(self) -> Capability | None:

@@ -15,8 +15,8 @@ ENV = {"VLLM_API_KEY": "very-secret", "PLAIN": "a b$c", "HF_TOKEN": "token"}
 
 
 def command(**values):
-    return Command(**{"engine": "vllm", "version": "0.32.0", "argv": ARGV, "env": ENV, "port": 18000,
-                      "image": "vllm/vllm-openai:v0.32.0", **values})  # fmt: skip
+    return Command(**{"engine": "vllm", "version": "0.33.0", "argv": ARGV, "env": ENV, "port": 18000,
+                      "image": "vllm/vllm-openai:v0.33.0", **values})  # fmt: skip
 
 
 def run(line, program, tmp_path, **env):
@@ -48,7 +48,7 @@ def test_a_shell_runs_what_was_meant(tmp_path):
 def test_docker_gets_the_same_command(tmp_path):
     line = docker_run(command(mounts=("/models/my model",)))
     argv, _ = run(line, "docker", tmp_path)
-    image = argv.index("vllm/vllm-openai:v0.32.0")
+    image = argv.index("vllm/vllm-openai:v0.33.0")
     assert argv[image - 2 : image] == ["--entrypoint", "vllm"]
     assert tuple(argv[image + 1 :]) == ARGV[1:]
     assert "PLAIN=a b$c" in argv
@@ -59,14 +59,14 @@ def test_docker_gets_the_same_command(tmp_path):
 
 
 def test_a_build_that_nobody_publishes_is_built_first(tmp_path):
-    built = command(version="0.32.0+pr1", image="blockdraft-vllm:0.32.0-pr1", build="spark")
+    built = command(version="0.33.0+pr1", image="blockdraft-vllm:0.33.0-pr1", build="spark")
     build, run_line = docker_run(built).split(" &&\n")
     argv, _ = run(build, "docker", tmp_path)
     assert argv[:5] == ["build", "-f", "container/Containerfile", "--target", "spark"]
-    assert argv[5:] == ["--build-arg", "VLLM_VERSION=0.32.0+pr1", "-t", "blockdraft-vllm:0.32.0-pr1", "."]
-    assert "blockdraft-vllm:0.32.0-pr1" in run(run_line, "docker", tmp_path)[0]
+    assert argv[5:] == ["--build-arg", "VLLM_VERSION=0.33.0+pr1", "-t", "blockdraft-vllm:0.33.0-pr1", "."]
+    assert "blockdraft-vllm:0.33.0-pr1" in run(run_line, "docker", tmp_path)[0]
     section = "build: {context: ., dockerfile: container/Containerfile, target: spark, args: "
-    assert section + '{VLLM_VERSION: "0.32.0+pr1"}}' in compose(built)
+    assert section + '{VLLM_VERSION: "0.33.0+pr1"}}' in compose(built)
 
 
 def test_compose_holds_the_same_command():
@@ -75,7 +75,7 @@ def test_compose_holds_the_same_command():
     start = lines.index("command:") + 1
     listed = [json.loads(line[2:].replace("$$", "$")) for line in lines[start : start + len(ARGV) - 1]]
     assert tuple(listed) == ARGV[1:]
-    assert "image: " + json.dumps("vllm/vllm-openai:v0.32.0") in lines
+    assert "image: " + json.dumps("vllm/vllm-openai:v0.33.0") in lines
     assert 'PLAIN: "a b$$c"' in lines  # compose would look for a variable c
     assert 'VLLM_API_KEY: "${VLLM_API_KEY}"' in lines
     assert '- "/models/x:/models/x:ro"' in lines

@@ -99,7 +99,7 @@ def test_names_are_hub_ids_and_numbers_are_plausible():
         assert known_pair.block is None or 2 <= known_pair.block <= 16
         assert known_pair.draft_layers is None or 1 <= known_pair.draft_layers <= 8
         if known_pair.target_billions is not None and known_pair.draft_billions is not None:
-            assert known_pair.draft_billions < known_pair.target_billions / 5
+            assert known_pair.draft_billions < known_pair.target_billions / 3
 
 
 def test_pairs_of_one_target_stand_together_so_that_the_command_groups_them():
@@ -339,6 +339,13 @@ def test_a_query_narrows_the_text_and_leaves_empty_parts_out(capsys):
     assert "do not run" not in text
 
 
+def test_a_pair_names_its_recipes(capsys):
+    text = printed(capsys, "Qwen3.5-27B-DFlash")
+    assert text.count("      Recipes: qwen3.5-27b-nvfp4, qwen3.5-27b-nvfp4-5090.") == 2  # of both targets
+    assert "      Recipes, for another engine: laguna-xs-2.1." in printed(capsys, "Laguna-XS-2.1")
+    assert "Recipes" not in printed(capsys, "GLM-5.1")
+
+
 def test_a_refused_pair_says_why(capsys):
     text = printed(capsys, "Muse-Glimmer-30B-DFlash2")
     assert "Refused: the target's family" in text
@@ -364,6 +371,7 @@ def test_json_has_the_whole_record(capsys):
             "runs": True,
             "target_gb": 16.4,
             "draft_gb": 2.1,
+            "recipes": ["qwen3-8b"],
         }
     ]
     assert "thinking" in answer["pairs"][0]["notes"]
