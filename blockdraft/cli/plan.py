@@ -81,8 +81,8 @@ def run(args: argparse.Namespace) -> int:
 
 def problems_with(case: Case) -> list[Issue]:
     """List the known issues of this pair on this machine."""
-    target, draft = case.pair.target.stored.config, case.pair.draft
-    config = None if draft is None else draft.stored.config
+    target, draft = case.pair.target.stored.full_config, case.pair.draft
+    config = None if draft is None else draft.stored.full_config
     settings = with_drafter(case.settings)
     return check_settings(Combination(settings=settings, machine=case.machine, target=target, draft=config))
 

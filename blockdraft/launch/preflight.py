@@ -176,7 +176,7 @@ def _checked(
 ) -> CheckedLaunch:
     if target is not None and draft is not None:
         check_stored(target, draft)
-    configs = (None if target is None else target.config, None if draft is None else draft.config)
+    configs = (None if target is None else target.full_config, None if draft is None else draft.full_config)
     asked = Combination(settings=settings, machine=machine, target=configs[0], draft=configs[1])
     findings = check_settings(asked)
     refuse(findings)
