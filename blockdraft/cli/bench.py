@@ -41,7 +41,7 @@ SERVER_FLAGS = """
 --baseline URL: another server of the same model, without speculation
 --no-baseline: do not measure plain decoding
 --start COMMAND: start and measure this server: 'vllm serve NAME --port {port}'; {port} becomes a free port
---also-eager: also start our own server with --no-graphs, to compare the starts
+--also-eager: then measure our own server with --no-graphs too, to compare its start and its warm speed
 --start-timeout S: seconds a server may take to start (default: 1800)
 --timeout S: seconds a request may take (default: 600)
 """
@@ -185,6 +185,8 @@ def _session(args: argparse.Namespace, options: Options) -> Session:
     forget_environment_settings()  # the child gets these settings as flags
     if "speculative" in options.arms_in_turn and with_drafter(settings).draft in (None, "none"):
         raise BenchError(f"--arms {options.arms}: no drafter is known for '{settings.model}': give --draft.")
+    if options.also_eager and not settings.graphs:
+        raise BenchError("--also-eager: this server runs without graphs already; add --graphs.")
     python = [] if args.engine_python is None else ["--engine-python", args.engine_python]
     plain_settings = asked_otherwise(settings, **WITHOUT_DRAFTER)
     flags, plain = ([*flags_of(one), *python] for one in (settings, plain_settings))
