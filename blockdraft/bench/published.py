@@ -94,6 +94,25 @@ def _classes(report: BenchReport, rows: Sequence[ReportRow]) -> list[Sheet]:
     ]
 
 
+def _pages(report: BenchReport, rows: Sequence[ReportRow]) -> list[Sheet]:
+    """Return one table: the time of a whole answer, with drafts and without."""
+    arms = arm_names(report["cells"])
+    lines = tuple(
+        (
+            full_label(row.key),
+            arms[cell["arm"]],
+            number(cell["latency_s"]["p50"]),
+            _per_answer(cell, cell["tokens_out"]),
+            number(cell["tokens_per_s"]["value"]),
+            number(cell["speculation"]["committed_per_step"]["value"]),
+        )
+        for row in rows
+        for cell in row.cells
+    )
+    header = ("workload", "arm", "seconds", "tokens", "tok/s", "committed/step")
+    return [Sheet("A whole page", header, lines, num_labels=2)]
+
+
 def _lines(rows: Iterable[tuple[str, ReportRow]], figures: Sequence[str]) -> tuple[tuple[str, ...], ...]:
     """Return the rows of a table: name, the given figures of layout.FIGURES, and spread of the runs."""
     return tuple(
@@ -119,4 +138,5 @@ TABLES: dict[str, Callable[[BenchReport, Sequence[ReportRow]], list[Sheet]]] = {
     "runs": runs_table,
     "styles": _styles,
     "classes": _classes,
+    "pages": _pages,
 }

@@ -47,9 +47,9 @@ SERVER_FLAGS = """
 """
 LOAD_FLAGS = """
 --workload NAMES...: prompts: a built-in class (code, reasoning, dialogue, prose, qa, json, long_code,
-  summarise), all of these (all), program (short prompt, long answer), a data set (gsm8k, math500, humaneval,
-  mbpp, mt_bench, spec_bench), random words (random[:N]) or a JSONL file; give several with commas or by
-  repeating (default: code,reasoning,dialogue,prose)
+  summarise), all of these (all), program or page (short prompt, long answer), a data set (gsm8k, math500,
+  humaneval, mbpp, mt_bench, spec_bench), random words (random[:N]) or a JSONL file; give several with commas
+  or by repeating (default: code,reasoning,dialogue,prose)
 --concurrency N,…: requests at a time (default: 1)
 --rate X: send X requests per second, instead of --concurrency
 --depth N,…: tokens of context before each prompt (default: 0)
@@ -66,7 +66,8 @@ LOAD_FLAGS = """
 --prompt-seed N: seed of prompts and arrival times (default: 0)
 --processes N: send requests from at most N processes (default: half of the cores)
 --no-headroom: skip the test of how fast this client can read (1 s per load)
---table NAME: measure the rows of a published table: z-lab, spark, forum or mt-bench
+--table NAME: measure the rows of a published table: z-lab, spark, forum, mt-bench or page
+  (one page of HTML, which is kept beside the report)
 """
 OUTPUT_FLAGS = """
 --out PATH: write PATH.json, PATH.md and PATH.html (default: blockdraft-bench-TIME; 'none': no files)
@@ -134,12 +135,16 @@ def _options(args: argparse.Namespace) -> Options:
 
 async def _measure(args: argparse.Namespace, options: Options) -> int:
     """Run everything in the event loop. It handles signals, so a second one cannot interrupt the writing."""
+    from blockdraft.bench.kept_page import keep_page
     from blockdraft.bench.report import output_paths
 
     session = _session(args, options)
     paths = output_paths(args.out)
     report, outcome = await session.run()
     _show(report, paths, prints_json=args.prints_json)
+    if options.preset.keeps_page and paths:
+        page = paths[-1].with_name(f"{paths[-1].stem}-page.html")
+        print(keep_page(outcome.groups, page), file=sys.stderr)
     if outcome.is_stopped:
         return EXIT_INTERRUPT
     if outcome.failure is not None:

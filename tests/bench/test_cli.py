@@ -190,6 +190,31 @@ def test_a_table_decides_what_no_flag_says(stub, capsys):
     assert "AEON-7/vllm-dflash" in " ".join(found["notes"])
 
 
+PAGE = "<!DOCTYPE html>\n<html><canvas></canvas></html>"
+
+
+@pytest.mark.parametrize(
+    ("answer", "kept", "said"),
+    [
+        (f"Here it is:\n```html\n{PAGE}\n```\nOpen it.", f"{PAGE}\n", "written: x-page.html\n"),
+        (f"Sure.\n{PAGE} Enjoy.", PAGE, "written: x-page.html\n"),
+        ("```html\n<!DOCTYPE html>\n<html><can", "<!DOCTYPE html>\n<html><can", "which is cut: give more"),
+        ("I would rather not.", None, "no page was kept: no answer has one."),
+    ],
+)
+def test_the_page_of_a_table_of_one_page_is_kept(capsys, answer, kept, said):
+    stub = Stub(Script(num_chunks=1, text=answer))
+    with stub.running():
+        assert bench(stub.url, "--table", "page") == 0
+    told = capsys.readouterr()
+    assert said in told.err
+    assert re.search(r"A whole page *\n", told.out)
+    assert "canvas" in stub.bodies[-1]["messages"][-1]["content"]
+    page = Path("x-page.html")
+    assert (page.read_text() if page.exists() else None) == kept
+    assert report()["cells"][0]["asked"]["max_tokens"] == 8192
+
+
 def test_the_baseline_is_a_second_server():
     first = Stub(Script(num_chunks=4, gap_s=0.005, histogram=(0, 0, 2)))
     second = Stub(Script(num_chunks=4, gap_s=0.03))
