@@ -38,6 +38,7 @@ class Command:
     port: int  # on 127.0.0.1
     image: str | None = None  # the container image, for `docker run` and compose
     build: str | None = None  # the target of container/Containerfile that makes the image
+    source: str = ""  # what that target builds: a release, and pull requests to merge
     mounts: tuple[str, ...] = ()  # folders to mount in the container
 
 
@@ -192,7 +193,7 @@ def write_command(
     settings, written = order.settings, _arguments(flags)
     version, build = order.version, None
     if version.engine == "vllm" and version.carried and not (order.is_cpu or version.is_nightly):
-        build = "spark" if order.capability == SPARK else "vllm"  # a release with merged pull requests
+        build = "spark" if order.capability == SPARK or version.has_spark_kernels else "vllm"
     built = f"blockdraft-{version.engine}:{version.text.replace('+', '-')}"
     is_published = not (order.is_cpu or version.carried)
     files = (settings.model, settings.draft, settings.chat_template)
@@ -204,6 +205,7 @@ def write_command(
         port=order.port,
         image=built if build else image if is_published else None,
         build=build,
+        source=version.source,
         mounts=tuple(name for name in files if name and name[0] == "/"),  # paths, not hub ids
     )
 

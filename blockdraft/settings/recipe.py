@@ -72,6 +72,8 @@ class Expectation:
     quantization: str | None = (
         None  # the weights' format (fp8: at load); None: as the checkpoint is published
     )
+    depth: int | None = None  # tokens of context before the prompt
+    kv: str | None = None  # how keys and values are kept, if not as they are computed
     tokens_per_second: float | None = None
     baseline_tokens_per_second: float | None = None  # without a drafter
     tokens_per_step: float | None = None  # including the target's own token

@@ -105,10 +105,21 @@ def test_what_git_names_is_built_with_published_kernels(install, tmp_path, versi
     assert not (tmp_path / "vllm-source").exists()
 
 
-def test_own_kernels_are_built_from_the_release(install):
-    _, calls, noted = install("0.33.0", KERNELS="own")
-    assert [call[1:] for call in calls] == [["one\n\n\n\ntwo\n", None]]
-    assert noted == "0.33.0"
+@pytest.mark.parametrize(
+    ("version", "built", "noted"),
+    [
+        ("0.33.0", "one\n\n\n\ntwo\n", "0.33.0+pr38484"),
+        ("0.33.0+pr38484", "one\n\n\n\ntwo\n", "0.33.0+pr38484"),  # says what is built, and is not merged
+        ("0.33.0+pr7", "seven\n\n\n\ntwo\n", "0.33.0+pr7.pr38484"),
+        ("main", "main\n\n\n\ntwo\n", "0.33.0.dev1+pr38484"),
+    ],
+)
+def test_kernels_for_a_spark_are_built_and_noted(install, version, built, noted):
+    done, calls, said = install(version, KERNELS="own", TORCH_CUDA_ARCH_LIST="12.1a")
+    assert done.returncode == 0, done.stderr
+    assert [call[1:] for call in calls] == [[built, None]]
+    assert said == noted
+    assert install("0.33.0", KERNELS="own", TORCH_CUDA_ARCH_LIST="9.0")[2] == "0.33.0"
 
 
 @pytest.mark.parametrize(
@@ -118,6 +129,7 @@ def test_own_kernels_are_built_from_the_release(install):
         ("0.99.0+pr7", "'refs/tags/v0.99.0' is no release"),
         ("0.33.0+pr77", "there is no pull request 77"),
         ("0.33.0+pr7.pr9", "pull request 9 cannot be merged into 0.33.0"),
+        ("0.33.0+pr38484", "pr38484 means kernels for capability 12.1: build --target spark"),
         ("0.33.0+pr7.head", "'head' in 0.33.0+pr7.head is no pull request"),
     ],
 )

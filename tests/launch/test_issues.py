@@ -73,6 +73,7 @@ CASES = {
         {**HYBRID, "model": "AEON-7/DFlash-Qwen3.5-27B-Uncensored-NVFP4"},
         {"model": "rdtand/Qwen3.5-27B-NVFP4-DeltaNet-Included"},
     ),
+    "nvfp4-before-blackwell": ({**CODER, "machine": machine_with("h100")}, {"machine": machine_with("gb10")}),
     "quantised-drafter": ({**QWEN, **PACKED, "engine_version": "0.30.0"}, {"engine_version": "0.31.0"}),
     "speculators-v2-runner": ({**REDHAT, "engine_version": "0.25.1"}, OLD_RUNNER),
     "dflash2-before-support": ({**DFLASH2, "engine_version": "0.27.1"}, {"engine_version": "0.28.0"}),
@@ -214,8 +215,8 @@ def test_plan_and_serve_refuse_it_and_name_the_thread_and_the_way_out(monkeypatc
     assert finding.thread in str(caught.value)
     assert finding.way_out in str(caught.value)
 
-    draft = None if config is None else SimpleNamespace(stored=SimpleNamespace(config=config))
-    pair = SimpleNamespace(target=SimpleNamespace(stored=SimpleNamespace(config=None)), draft=draft)
+    draft = None if config is None else SimpleNamespace(stored=SimpleNamespace(full_config=config))
+    pair = SimpleNamespace(target=SimpleNamespace(stored=SimpleNamespace(full_config=None)), draft=draft)
     found = [one for one in problems_with(Case(settings, machine, pair)) if one.id == finding.id]
     assert [(one.severity, one.thread) for one in found] == [("refuse", finding.thread)]
 
@@ -315,6 +316,30 @@ def test_the_models_type_goes_before_its_name():
 def test_how_the_weights_are_packed_is_read_from_config_json(config, is_bad):
     found = ids(**QWEN, **SPARK, engine_version="0.21.0", target=config)
     assert ("gb10-cutlass-fp8" in found) == is_bad
+
+
+@pytest.mark.parametrize("card", ["gb10", "h100"])
+@pytest.mark.parametrize(
+    ("quantised", "is_refused", "is_nvfp4"),
+    [
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, True, True),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, False, True),
+        ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}, False, True),
+        ({"quant_method": "fp8"}, False, False),
+    ],
+)
+@pytest.mark.parametrize("is_own_file", [False, True])
+def test_nvfp4_is_known_by_what_a_folder_says_and_not_by_its_name(
+    card, quantised, is_refused, is_nvfp4, is_own_file
+):
+    """AEON-7's quick start mounts its checkpoint as /models/target; ModelOpt may write its own file."""
+    config, file = {"model_type": "qwen3_5", "quantization_config": quantised}, None
+    if is_own_file and quantised["quant_method"] == "modelopt":
+        file = {"quantization": {"quant_algo": config.pop("quantization_config")["quant_algo"]}}
+    folder = Stored("/models/target", "folder", config, file, None, ())
+    found = ids(**{**HYBRID, "model": folder.name}, machine=machine_with(card), target=folder.full_config)
+    assert ("nvfp4-awq" in found) == is_refused
+    assert ("nvfp4-before-blackwell" in found) == (is_nvfp4 and card == "h100")
 
 
 def test_kernels_that_are_switched_off_and_unknown_cards_are_not_complained_about():

@@ -2,7 +2,9 @@
 
 import json
 import os
+import re
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -59,14 +61,26 @@ def test_docker_gets_the_same_command(tmp_path):
 
 
 def test_a_build_that_nobody_publishes_is_built_first(tmp_path):
-    built = command(version="0.33.0+pr1", image="blockdraft-vllm:0.33.0-pr1", build="spark")
-    build, run_line = docker_run(built).split(" &&\n")
+    built = command(
+        version="0.33.0+pr1.pr38484", source="0.33.0+pr1", image="blockdraft-vllm:0.33.0-pr1", build="spark"
+    )
+    build, folder, run_line = docker_run(built).split(" &&\n")
     argv, _ = run(build, "docker", tmp_path)
     assert argv[:5] == ["build", "-f", "container/Containerfile", "--target", "spark"]
     assert argv[5:] == ["--build-arg", "VLLM_VERSION=0.33.0+pr1", "-t", "blockdraft-vllm:0.33.0-pr1", "."]
-    assert "blockdraft-vllm:0.33.0-pr1" in run(run_line, "docker", tmp_path)[0]
+    assert run(folder, "mkdir", tmp_path)[0] == ["-p", "/home/me/.cache/huggingface"]
+    argv, _ = run(run_line, "docker", tmp_path)
+    assert "blockdraft-vllm:0.33.0-pr1" in argv
+    assert argv[argv.index("--user") + 1] == f"{os.getuid()}:{os.getgid()}"
+    base = (Path(__file__).parents[2] / "container/Containerfile").read_text()
+    hub = re.search(r"HF_HOME=(\S+)", base)[1]  # where our images keep what they download
+    assert f"/home/me/.cache/huggingface:{hub}" in argv
+    assert "blockdraft-vllm:/cache" in argv
     section = "build: {context: ., dockerfile: container/Containerfile, target: spark, args: "
-    assert section + '{VLLM_VERSION: "0.33.0+pr1"}}' in compose(built)
+    text = compose(built)
+    assert section + '{VLLM_VERSION: "0.33.0+pr1"}}' in text
+    assert f'- "${{HOME}}/.cache/huggingface:{hub}"' in text
+    assert text.endswith("\nvolumes:\n  blockdraft-vllm: {}\n")
 
 
 def test_compose_holds_the_same_command():

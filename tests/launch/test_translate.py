@@ -231,6 +231,9 @@ def test_versions_are_read_as_packages_write_them():
     assert (nightly.release, nightly.is_nightly, nightly.carried) == ((0, 19, 2), True, frozenset())
     patched = read_version("vllm", "v0.33+pr41703.pr38484")
     assert (patched.release, patched.is_nightly, patched.carried) == ((0, 33, 0), False, {41703, 38484})
+    assert (patched.source, patched.has_spark_kernels) == ("0.33+pr41703", True)
+    assert read_version("vllm", "0.33.0+cu130").with_spark_kernels() == "0.33.0+cu130.pr38484"
+    assert read_version("vllm", "0.33.0+cu130.pr38484").source == "0.33.0"
     assert read_version("vllm", None).text == "0.33.0"
     assert not read_version("vllm", "0.30.0").within("<0.9.0")  # as numbers, not as text
     assert read_version("vllm", "0.24.0").within(">=0.24.0,<0.25.0")
@@ -242,6 +245,8 @@ def test_image_is_the_versions_own():
     assert command("vllm", engine_version="0.33.0+cu130").image == "vllm/vllm-openai:v0.33.0"
     built = command("vllm", engine_version="0.33.0+pr41703")  # nobody publishes one: it is built
     assert (built.image, built.build) == ("blockdraft-vllm:0.33.0-pr41703", "vllm")
+    spark = command("vllm", engine_version="0.33.0+pr38484")  # kernels, not a change to merge
+    assert (spark.build, spark.source) == ("spark", "0.33.0")
     assert command("vllm", engine_version="0.19.2rc1.dev21+pr39930").image is None  # no tag to build from
     assert command("sglang", engine_version="0.5.23+pr5").image is None
     assert command("vllm", engine_version="0.33.1.dev3+gabc.precompiled").image == "vllm/vllm-openai:nightly"
