@@ -10,12 +10,10 @@ from dataclasses import dataclass
 
 from blockdraft.cache.spec import (
     NUM_RESERVED_PAGES,
-    NUM_RESERVED_SLOTS,
     LayerSpec,
     compressed,
     exact_bytes_per_token,
     row_table_bytes,
-    state_bytes,
 )
 from blockdraft.models.config import Storage
 from blockdraft.planner.pair import Model, Pair
@@ -117,12 +115,12 @@ def state_item(plan: Plan, specs: tuple[CacheSpec, ...], element_bytes: int) -> 
     return Item("recurrent states", rows * per_row, f"{rows} rows x {per_row:,} bytes, tape included")
 
 
-def saved_item(plan: Plan, specs: tuple[LayerSpec, ...], element_bytes: int) -> Item | None:
-    """Return the item of the states that prefix hits continue from, or None without any."""
+def saved_item(plan: Plan, each: int) -> Item | None:
+    """Return the item of the saved states of `each` bytes, or None without any."""
     if not plan.num_states:
         return None
-    count, each = plan.num_states + NUM_RESERVED_SLOTS, state_bytes(specs, element_bytes)
-    return Item("saved states", count * each, f"{count} states x {each:,} bytes")
+    how = f"{plan.num_states} states x {each:,} bytes, and a spare one"
+    return Item("saved states", plan.states_bytes(each), how)
 
 
 def table_items(plan: Plan, pair: Pair, element_bytes: int) -> list[Item]:

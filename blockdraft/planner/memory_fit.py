@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 
-from blockdraft.cache.spec import bytes_per_token
+from blockdraft.cache.spec import bytes_per_token, state_bytes
 from blockdraft.errors import CapacityError, ModelError, SettingsError
 from blockdraft.machine.cards import Card, has_bf16
 from blockdraft.machine.machine import Gpu, Machine
@@ -192,7 +192,7 @@ def _fixed_items(pair: Pair, plan: Plan, *, has_graphs: bool) -> list[Item]:
         items.append(Item(name, parts.text, how))
     items += table_items(plan, pair, element_bytes)
     specs = tuple(spec for specs in cache_specs(pair, plan) for spec in specs)
-    beside = [make(plan, specs, element_bytes) for make in (state_item, saved_item, window_item)]
+    beside = (state_item(plan, specs, element_bytes), window_item(plan, specs, element_bytes))
     items += [item for item in beside if item is not None]
     return items + step_items(
         pair,
@@ -205,10 +205,19 @@ def _fixed_items(pair: Pair, plan: Plan, *, has_graphs: bool) -> list[Item]:
 
 def _cache_items(pair: Pair, plan: Plan) -> list[Item]:
     names, slots = ("target cache", "drafter cache"), cache_slots(plan)
+    saved = saved_item(plan, _state_bytes(pair, plan))
     return [
-        cache_item(name, specs, ELEMENT_BYTES[plan.dtype], slots)
-        for name, specs in zip(names, cache_specs(pair, plan), strict=False)
+        *([] if saved is None else [saved]),
+        *(
+            cache_item(name, specs, ELEMENT_BYTES[plan.dtype], slots)
+            for name, specs in zip(names, cache_specs(pair, plan), strict=False)
+        ),
     ]
+
+
+def _state_bytes(pair: Pair, plan: Plan) -> int:
+    """Return the bytes of one saved state."""
+    return sum(state_bytes(specs, ELEMENT_BYTES[plan.dtype]) for specs in cache_specs(pair, plan))
 
 
 def _footprint(pair: Pair, plan: Plan) -> Footprint:
@@ -245,7 +254,12 @@ def _gpu_fit(case: Case, plan: Plan) -> Fit:
         page_bytes = plan.page_size * _footprint(pair, plan).per_token
         room = budget - sum(item.num_bytes for item in fixed)
         asked, needed = plan.max_model_len, plan.pages_of_one * page_bytes
-        plan, is_enough = plan.within(room // page_bytes, shrinks=settings.max_model_len == "auto")
+        plan, is_enough = plan.divided(
+            room,
+            page_bytes=page_bytes,
+            state_bytes=_state_bytes(pair, plan),
+            shrinks=settings.max_model_len == "auto",
+        )
         if not is_enough:
             problem = (
                 f"a context of {asked} tokens needs {needed / 1e9:.1f} GB of cache, "
@@ -265,7 +279,7 @@ def _fit(case: Case, plan: Plan, fixed: list[Item], *, budget: tuple[int, str], 
         "device": device,
         "gpu_memory_utilization": memory_share(case.settings, case.machine),
         "cache_bytes": cache_bytes,
-        "prefix_state_bytes": sum(item.num_bytes for item in fixed if item.name == "saved states"),
+        "prefix_state_bytes": plan.states_bytes(_state_bytes(pair, plan)),
     }
     return Fit(
         engine="native",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from blockdraft.cache.spec import NUM_RESERVED_SLOTS
 from blockdraft.models.config import Storage
 
 ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -15,6 +16,8 @@ MARGIN_BYTES = 256 << 20  # of a GPU, for smaller graphs, and for libraries that
 ASKED = "asked for"
 CACHE_HOLDS = "what the cache holds: less than the model knows"
 LEFT_OVER = "what weights and steps leave"
+STATES_SHARE = 4  # this part of the cache is for saved states of recurrent layers
+NO_STATE = "the cache has no room for the recurrent states that it needs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +94,26 @@ class Plan:
     def pages_of_one(self) -> int:
         """Return the number of pages of one sequence of full length."""
         return self.pages_of(self.max_model_len + self.scratch)
+
+    def states_bytes(self, each: int) -> int:
+        """Return the bytes of the slots for saved states of `each` bytes."""
+        return (self.num_states + NUM_RESERVED_SLOTS) * each if self.num_states else 0
+
+    def divided(self, room: int, *, page_bytes: int, state_bytes: int, shrinks: bool) -> tuple[Plan, bool]:
+        """Return the plan whose pages and saved states fit in `room` bytes, and whether the pages suffice.
+
+        `shrinks`: the context may shrink to fit. If it may not, it comes before saved states.
+        """
+        plan = self
+        if self.num_states and not self.is_asked("prefix_state_bytes"):
+            most = room // STATES_SHARE
+            if not shrinks:
+                most = min(most, room - self.pages_of_one * page_bytes)
+            num_states = max(0, min(self.num_states, most // state_bytes - NUM_RESERVED_SLOTS))
+            plan = replace(plan, num_states=num_states)
+        if self.num_states and not plan.num_states:
+            plan = plan.changed({"prefix_cache": NO_STATE}, prefix_cache=False)
+        return plan.within((room - plan.states_bytes(state_bytes)) // page_bytes, shrinks=shrinks)
 
     def within(self, num_pages: int, *, shrinks: bool) -> tuple[Plan, bool]:
         """Return the plan with at most `num_pages`, and whether they suffice.

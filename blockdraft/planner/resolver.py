@@ -34,6 +34,7 @@ from blockdraft.planner.plan import (
     LEFT_OVER,
     LOGIT_BYTES,
     NGRAM_BLOCK,
+    STATES_SHARE,
     Plan,
     StartRules,
     Weights,
@@ -52,7 +53,6 @@ GPU_ROWS = (256, 192, 128, 64)
 FEWER_ROWS = (192, 128, 96, 64, 48, 32, 24, 16, 12, 8)  # if the exact windows of more rows take too much
 WINDOW_SHARE = 0.25  # of the cache, for the exact windows of all rows if keys are compressed
 ROWS_SHARE = 0.05  # of a GPU's budget, for the logits of every row's block and the rows' recurrent states
-STATES_SHARE = 4  # this part of the cache is for saved recurrent states
 MAX_STATES = 512  # beyond, finding the state to evict would take long
 CACHE_SHARE = 0.25  # the largest share of a CPU's free memory, because the machine has other work too
 CPU_CACHE_BYTES = 1 << 30  # on a CPU, unless two full contexts take more: old prompts fill any cache
@@ -424,7 +424,7 @@ class _Resolver:
         room = room // STATES_SHARE if asked == "auto" else asked
         num_states = max(0, min(room // needs.state - NUM_RESERVED_SLOTS, MAX_STATES))
         each = f"{needs.state / 1e6:,.1f} MB"
-        self.take("prefix_state_bytes", 0, f"1/{STATES_SHARE} of the cache: {num_states} states of {each}")
+        self.take("prefix_state_bytes", 0, f"1/{STATES_SHARE} of the cache, in states of {each}")
         if not num_states:
             why = f"--prefix-state-bytes is too little for a recurrent state of {each} and a spare one"
             self.reasons["prefix_cache"] = why

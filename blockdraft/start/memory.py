@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import torch
 
-from blockdraft.cache.spec import bytes_per_token
+from blockdraft.cache.spec import bytes_per_token, state_bytes
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.loaded_pair import LoadedPair
 from blockdraft.errors import CapacityError
@@ -30,8 +30,13 @@ def fit_pages(models: LoadedPair, plan: Plan, note: Callable[[str], None]) -> Pl
     note("measuring what the largest steps need")
     overhead = _overhead(models, plan, note)
     room = _budget(plan.start.memory_share, models.device) - overhead - MARGIN_BYTES
-    page_bytes = _page_bytes(models, plan)
-    fitting, is_enough = plan.within(room // page_bytes, shrinks=not plan.is_asked("max_model_len"))
+    page_bytes, each_state = _page_bytes(models, plan), _state_bytes(models, plan)
+    fitting, is_enough = plan.divided(
+        room + plan.states_bytes(each_state),  # the overhead includes them
+        page_bytes=page_bytes,
+        state_bytes=each_state,
+        shrinks=not plan.is_asked("max_model_len"),
+    )
     if not is_enough:
         needed = plan.pages_of_one * page_bytes
         raise CapacityError(
@@ -111,6 +116,12 @@ def _page_bytes(models: LoadedPair, plan: Plan) -> int:
         models.cache_specs(plan.kv_dtype, plan.draft_kv_dtype), ELEMENT_BYTES[plan.dtype]
     )
     return plan.page_size * per_token
+
+
+def _state_bytes(models: LoadedPair, plan: Plan) -> int:
+    """Return the bytes of one saved state."""
+    specs = models.cache_specs(plan.kv_dtype, plan.draft_kv_dtype)
+    return state_bytes(specs, ELEMENT_BYTES[plan.dtype])
 
 
 def release() -> None:

@@ -288,7 +288,7 @@ def test_saved_states_get_a_quarter_of_the_cache_beside_the_rows():
     assert made.num_states == 9  # and a spare slot
     assert made.num_pages == 30 * SAVED // per_token // made.page_size
     assert (made.prefix_cache, made.state_grid) == (True, 64)
-    assert made.reasons["prefix_state_bytes"] == "1/4 of the cache: 9 states of 0.0 MB"
+    assert made.reasons["prefix_state_bytes"] == "1/4 of the cache, in states of 0.0 MB"
 
 
 def test_saved_states_get_what_is_asked_for():
