@@ -149,12 +149,13 @@ def test_what_cannot_be_is_refused_by_name_with_what_can(shape, settings, messag
         ("h100", {"dtype": "float16"}, False),
         ("h100", {"draft_kv_dtype": "int8"}, False),
         ("h100", {"head_dim": 256}, False),  # Qwen3.5's and Gemma's
+        ("h100", {"shape": "gpt-oss-20b", "kv_dtype": "int8"}, False),  # heads of 64, with windows
     ],
 )
 def test_a_plan_refuses_what_a_start_would_refuse_on_a_card(card, change, is_served):
     change = dict(change)
-    head_dim = change.pop("head_dim", None)
-    settings, pair = opened("qwen3-8b", max_model_len=4096, **{"kv_dtype": "tq4", **change})
+    head_dim, shape = change.pop("head_dim", None), change.pop("shape", "qwen3-8b")
+    settings, pair = opened(shape, max_model_len=4096, **{"kv_dtype": "tq4", **change})
     if head_dim is not None:
         layers = [replace(one, mixer=replace(one.mixer, head_dim=head_dim)) for one in pair.config.layers]
         pair = replace(pair, config=replace(pair.config, layers=tuple(layers)))
