@@ -1,4 +1,4 @@
-"""Independent DFlash, DFlash2 and DSpark: the dossier's equations, once more: no cache, no pages, no rows.
+"""Independent drafters of every kind: the dossier's equations, once more: no cache, no pages, no rows.
 
 Weights are read by their checkpoint names; nothing of the package is used. Also the trainer of the fixture.
 """
@@ -146,3 +146,35 @@ def markov_walk(weights, logits, anchor):
         before = int(biased[-1].argmax())
         drafts.append(before)
     return torch.tensor(drafts), torch.stack(biased)
+
+
+def refiner_bias(weights, hidden, before):
+    """XPress's biases [C, V] for the first C columns of a block, given hidden [block, E] and `before` [C]."""
+    w = {name.removeprefix("xpress_head."): one for name, one in weights.items()}
+    mean = hidden.mean(0) @ w["down_g.weight"].T
+    inputs = [
+        w["in_proj.weight"] @ torch.cat([w["down_h.weight"] @ h, mean, w["w1.weight"][token]])
+        for h, token in zip(hidden, before, strict=False)
+    ]
+    rows = []
+    for column, x in enumerate(inputs):
+        mixed = x + sum(w["mix.L"][:, column, j] * inputs[j] for j in range(column + 1))
+        inner = F.silu(w["mlp.gate_proj.weight"] @ mixed) * (w["mlp.up_proj.weight"] @ mixed)
+        rows.append(w["w2.weight"] @ (mixed + w["mlp.down_proj.weight"] @ inner))
+    return torch.stack(rows)
+
+
+def refined(weights, config, hidden, logits, anchor, choose):
+    """XPress's drafts [D] for one block: hidden [block, E], logits [D, V]; choose(logits) gives tokens [D].
+
+    Logits of tokens that are no candidates are -inf after the first choice.
+    """
+    is_shifted, top_k = config["sample_from_anchor"], config["xpress_topc"] or logits.shape[1]
+    least = logits.topk(min(top_k, logits.shape[1])).values[:, -1:]
+    kept = logits.masked_fill(logits < least, float("-inf"))
+    drafts = choose(logits).tolist()
+    for _ in range(config["xpress_num_passes"]):
+        block = [anchor, *drafts]
+        bias = refiner_bias(weights, hidden, block[:-1] if is_shifted else [anchor, *block[:-1]])
+        drafts = choose(kept + (bias if is_shifted else bias[1:])).tolist()
+    return drafts

@@ -1,6 +1,7 @@
-"""Reads the configuration of a DFlash, DFlash2 or DSpark drafter in the layout of z-lab or `speculators`.
+"""Reads the configuration of a drafter of any kind in the layout of z-lab or `speculators`.
 
-The files of DeepSpec (`Qwen3DSparkModel`) and SpecForge (`DSparkDraftModel`) have z-lab's layout with more
+The files of XPress's authors (`Qwen3XPressModel`) have z-lab's layout with more keys at the top level. The
+files of DeepSpec (`Qwen3DSparkModel`) and SpecForge (`DSparkDraftModel`) have z-lab's layout with more
 keys, at the top level or in `dflash_config`. Their block size counts the drafts without the anchor.
 
 Layer ids follow z-lab: `taps[i] = k` is the output of target block k, 0-based. `speculators` stores k + 1
@@ -21,7 +22,13 @@ from blockdraft.checkpoints.config_fields import (
     read_windows,
 )
 from blockdraft.errors import ModelError
-from blockdraft.models.draft_config import KIND_NAMES, Dflash2Head, DraftConfig, DraftKind
+from blockdraft.models.draft_config import (
+    KIND_NAMES,
+    Dflash2Head,
+    DraftConfig,
+    DraftKind,
+    XPressHead,
+)
 
 # The defaults of both layouts.
 ZLAB_BLOCK = 16
@@ -31,16 +38,19 @@ SPECULATORS_RANK = 256  # default rank of the Markov head of a speculators 'dspa
 DFLASH2_SIZES = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
 SKIPS_FIRST = "selector_skips_first"  # our own key; other engines use the selector for the first draft, too
 DFLASH2_KEYS = (*DFLASH2_SIZES, SKIPS_FIRST)
+# The sizes of XPress and their defaults, as vLLM and speculators have them. speculators has no XPRESS_TOP_K.
+XPRESS_RANK, XPRESS_INNER, XPRESS_RATIO, XPRESS_PASSES, XPRESS_TOP_K = 256, 512, 2, 6, 512
 MAX_CANDIDATES = 64  # a kernel holds all pairs of candidates at once; published drafters have 16
 ARCHITECTURES: dict[str, DraftKind] = {
     "DFlashDraftModel": "dflash",
     "DFlash2DraftModel": "dflash2",
     "Qwen3DSparkModel": "dspark",
     "DSparkDraftModel": "dspark",
+    "Qwen3XPressModel": "xpress",
 }
 SERVED = (
-    f"Supported are DFlash, causal or not, DFlash2 and DSpark ({', '.join(ARCHITECTURES)}; speculators "
-    "'dflash', 'dflash2' and 'dspark'). See docs/models.md."
+    f"Supported are DFlash, causal or not, DFlash2, DSpark and XPress ({', '.join(ARCHITECTURES)}; "
+    "speculators 'dflash', 'dflash2', 'dspark' and 'xpress'). See docs/models.md."
 )
 
 
@@ -87,6 +97,7 @@ def read_draft_config(raw: Mapping[str, object], *, name: str) -> DraftConfig:
         copies_head=kind == "dspark",
         dflash2=_read_dflash2(dflash, fields, hidden_size, vocab_size) if kind == "dflash2" else None,
         markov_rank=_markov_rank(dflash, fields) if kind == "dspark" else 0,
+        xpress=_read_xpress(fields) if kind == "xpress" else None,
     )
 
 
@@ -233,3 +244,18 @@ def _read_dflash2(section: Fields, top: Fields, hidden_size: int, vocab_size: in
     if head.top_k > most:
         raise section.wrong("selector_top_k", head.top_k, f"but at most {most} candidates are supported")
     return head
+
+
+def _read_xpress(fields: Fields) -> XPressHead:
+    own, block = fields.optional("xpress_block_size", int), fields.get("block_size", int, ZLAB_BLOCK)
+    if own not in (None, block):
+        raise fields.wrong("xpress_block_size", own, f"but block_size = {block}")
+    top_k = fields.get("xpress_topc", int, XPRESS_TOP_K)
+    if top_k < 0:
+        raise fields.wrong("xpress_topc", top_k, "expected 0 or a positive number")
+    rank = fields.positive("xpress_rank", XPRESS_RANK)
+    if "speculators_model_type" in fields.raw:
+        inner = rank * fields.positive("xpress_mlp_ratio", XPRESS_RATIO)
+        return XPressHead(rank, inner, fields.positive("num_jacobi_passes", XPRESS_PASSES), top_k)
+    inner = fields.positive("xpress_mlp_hidden", XPRESS_INNER)
+    return XPressHead(rank, inner, fields.positive("xpress_num_passes", XPRESS_PASSES), top_k)

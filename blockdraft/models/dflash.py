@@ -23,6 +23,7 @@ from blockdraft.kernels.attention import Mask
 from blockdraft.kernels.heads import HeadNorms
 from blockdraft.kernels.pointwise import Angles
 from blockdraft.models.draft_config import Dflash2Head, DraftConfig
+from blockdraft.models.draft_heads import MarkovHead, Refiner
 from blockdraft.models.kernel_module import KernelModule
 from blockdraft.models.layers import GatedMLP, Linear, PlainLinear, RMSNorm
 from blockdraft.models.rotary import Rotary
@@ -138,23 +139,6 @@ class CandidateSelector(nn.Module):
         return self.hidden_projection(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1)  # type: ignore[no-any-return]
 
 
-class Table(nn.Module):
-    """A row of values for each token."""
-
-    def __init__(self, num_tokens: int, size: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(num_tokens, size))
-
-
-class MarkovHead(nn.Module):
-    """DSpark's head, which adds `after @ before[previous token]` to a draft's logits; never quantised."""
-
-    def __init__(self, config: DraftConfig) -> None:
-        super().__init__()
-        self.before = Table(config.vocab_size, config.markov_rank)
-        self.after = Table(config.draft_vocab_size, config.markov_rank)
-
-
 class DFlash(KernelModule):
     """The drafter; `first_layer` is the index of its first layer in the cache shared with the target."""
 
@@ -181,6 +165,7 @@ class DFlash(KernelModule):
         self.rotary = Rotary(config.rope, config.head_dim, max_positions, device)
         self.head = Linear(hidden, config.draft_vocab_size) if has_head else None
         self.markov = MarkovHead(config) if config.markov_rank else None
+        self.refiner = Refiner(config) if config.xpress is not None else None
         if config.dflash2 is not None:
             self.add_module("candidate_selector", CandidateSelector(config))
 

@@ -9,8 +9,13 @@ from blockdraft.cache.spec import LayerSpec
 from blockdraft.errors import ModelError
 from blockdraft.models.config import ModelConfig, Rope, layer_spec
 
-DraftKind = Literal["dflash", "dflash2", "dspark"]
-KIND_NAMES: dict[DraftKind, str] = {"dflash": "DFlash", "dflash2": "DFlash2", "dspark": "DSpark"}
+DraftKind = Literal["dflash", "dflash2", "dspark", "xpress"]
+KIND_NAMES: dict[DraftKind, str] = {
+    "dflash": "DFlash",
+    "dflash2": "DFlash2",
+    "dspark": "DSpark",
+    "xpress": "XPress",
+}
 SPARK_CANDIDATES = 32  # arbitrary: DSpark has no limit, vLLM's examples use 16
 
 
@@ -23,6 +28,16 @@ class Dflash2Head:
     rank: int  # length of the vectors whose products are pair scores
     top_k: int  # candidates per column
     skips_first: bool = False  # the first draft has no pair score: its column reads the anchor
+
+
+@dataclass(frozen=True, slots=True)
+class XPressHead:
+    """The options of XPress (models/draft_heads.py)."""
+
+    rank: int  # size of a column's latent
+    inner_size: int
+    num_passes: int  # how often the drafts are chosen again
+    top_k: int  # candidates per column; 0: all tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +69,7 @@ class DraftConfig:
     drafts_from_anchor: bool = False  # each column, also the anchor's, predicts the token after it
     copies_head: bool = False  # the file's head is a frozen copy of the target's
     markov_rank: int = 0  # rank of DSpark's Markov head; 0 without one
+    xpress: XPressHead | None = None
 
     @property
     def num_layers(self) -> int:
@@ -62,12 +78,16 @@ class DraftConfig:
     @property
     def kind(self) -> DraftKind:
         """The kind according to the options; the file's name for it is ignored."""
-        return "dflash2" if self.dflash2 is not None else "dspark" if self.markov_rank else "dflash"
+        if self.dflash2 is not None:
+            return "dflash2"
+        return "xpress" if self.xpress is not None else "dspark" if self.markov_rank else "dflash"
 
     @property
     def num_candidates(self) -> int:
-        """The number of candidates per column, for drafts chosen by pair scores."""
-        return min(SPARK_CANDIDATES, self.draft_vocab_size) if self.dflash2 is None else self.dflash2.top_k
+        """The number of candidates per column, for drafts whose choice depends on the tokens before."""
+        head = self.dflash2 or self.xpress
+        top_k = SPARK_CANDIDATES if head is None else head.top_k
+        return min(top_k or self.draft_vocab_size, self.draft_vocab_size)
 
     @property
     def first_column(self) -> int:

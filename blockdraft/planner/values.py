@@ -62,7 +62,12 @@ def draft_values(config: DraftConfig, *, has_head: bool) -> Values:
     for _ in range(config.num_layers):
         count += layer
     count += Values(head=config.draft_vocab_size * hidden if has_head else 0)
-    tables = (config.vocab_size + config.draft_vocab_size) * config.markov_rank  # never quantised
+    rank = config.markov_rank
+    if config.xpress is not None:
+        rank = config.xpress.rank
+        count += _dense(rank, MLPConfig(config.xpress.inner_size))
+        count += Values(plain=rank * (2 * hidden + 3 * rank + config.num_columns**2))
+    tables = (config.vocab_size + config.draft_vocab_size) * rank  # never quantised
     return count + Values(plain=tables, tables=tables)
 
 

@@ -5,10 +5,15 @@ from dataclasses import replace
 
 import pytest
 
-from blockdraft.checkpoints.read_draft_config import default_taps, draft_block, read_draft_config
+from blockdraft.checkpoints.read_draft_config import (
+    ARCHITECTURES,
+    default_taps,
+    draft_block,
+    read_draft_config,
+)
 from blockdraft.checkpoints.read_model_config import read_model_config
 from blockdraft.errors import ModelError
-from blockdraft.models.draft_config import Dflash2Head, check_pair
+from blockdraft.models.draft_config import Dflash2Head, XPressHead, check_pair
 
 NAME = "some/drafter"
 BODY = {
@@ -197,7 +202,6 @@ def test_scales_and_softcap_are_read_from_either_place():
         (specforge(dflash={"attention_mode": "mla"}), "dflash_config.attention_mode = 'mla'"),
         (specforge(dflash={"dspark_backbone_conv_enabled": True}), "dspark_backbone_conv_enabled = True"),
         (specforge(dflash={"shift_label": False}), "dflash_config.shift_label = False"),
-        (speculators(speculators_model_type="xpress"), "'xpress'"),
         (speculators(speculators_model_type="domino"), "'domino'"),
         (zlab(dflash={"attention_sink_bias": True}), "dflash_config.attention_sink_bias = True"),
         (zlab(dflash={"attention_value_scale": 0.5}), "dflash_config.attention_value_scale = 0.5"),
@@ -264,15 +268,51 @@ def test_a_dflash2_drafter_has_the_whole_vocabulary():
         zlab(architectures=["LiLiCorrDraftModel"]),
         zlab(dflash={"lilicorr_top_k": 8}),
         zlab(dflash={"projector_type": "domino"}),
-        speculators(speculators_model_type="xpress"),
+        speculators(speculators_model_type="domino"),
     ],
 )
 def test_a_refused_relative_is_told_which_kinds_are_served(raw):
     message = refusal(raw)
-    for kind in ("DFlashDraftModel", "DFlash2DraftModel", "Qwen3DSparkModel", "DSparkDraftModel"):
+    for name in ARCHITECTURES:
+        assert name in message
+    for kind in ("'dflash'", "'dflash2'", "'dspark'", "'xpress'"):
         assert kind in message
-    for kind in ("'dflash'", "'dflash2'", "'dspark'"):
-        assert kind in message
+
+
+def xpress(layout, **fields):
+    if layout is zlab:
+        return zlab(architectures=["Qwen3XPressModel"], sample_from_anchor=False, **fields)
+    return speculators(speculators_model_type="xpress", **fields)
+
+
+def test_xpress_is_read_in_both_layouts_with_the_defaults_of_both():
+    head = XPressHead(rank=256, inner_size=512, num_passes=6, top_k=512)
+    assert read(xpress(zlab)).xpress == read(xpress(speculators)).xpress == head
+    own = {"xpress_rank": 4, "xpress_mlp_hidden": 5, "xpress_num_passes": 6, "xpress_topc": 0}
+    assert read(xpress(zlab, **own, xpress_block_size=10)).xpress == XPressHead(4, 5, 6, 0)
+    own = {"xpress_rank": 4, "xpress_mlp_ratio": 3, "num_jacobi_passes": 2}
+    assert read(xpress(speculators, **own)).xpress == XPressHead(4, 12, 2, 512)
+    assert (read(xpress(zlab)).num_candidates, read(xpress(zlab, xpress_topc=7)).num_candidates) == (100, 7)
+    assert read(xpress(speculators, draft_vocab_size=50)).num_candidates == 50
+    both = read(xpress(speculators)), read(xpress(speculators, sample_from_anchor=True))
+    assert [(one.block, one.num_columns) for one in both] == [(10, 10), (11, 10)]
+    assert (both[0].kind, read(zlab()).xpress) == ("xpress", None)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "why"),
+    [
+        ("xpress_block_size", 16, "but block_size = 10"),
+        ("xpress_topc", -1, "expected 0 or a positive number"),
+        ("xpress_rank", 0, "expected a positive number"),
+        ("xpress_num_passes", 0, "expected a positive number"),
+        ("markov_rank", 8, "not implemented"),
+    ],
+)
+def test_what_an_xpress_drafter_must_not_say_is_refused_by_name(key, value, why):
+    message = refusal(xpress(zlab, **{key: value}))
+    assert f"{key} = {value!r}" in message
+    assert why in message
 
 
 @pytest.mark.parametrize(

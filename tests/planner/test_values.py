@@ -63,13 +63,18 @@ def test_what_dflash2_adds_is_counted_and_never_quantised():
     assert found.plain - without.plain > 2 * 256 * config.vocab_size
 
 
-def test_what_dspark_adds_is_counted_and_never_quantised():
+@pytest.mark.parametrize(
+    "head",
+    [{"architectures": ["Qwen3DSparkModel"], "markov_rank": 256}, {"architectures": ["Qwen3XPressModel"]}],
+    ids=["DSpark", "XPress"],
+)
+def test_what_a_head_adds_is_counted_and_its_tables_never_quantised(head):
     raw = SHAPES["qwen3-8b"][1]
-    heads = {"architectures": ["Qwen3DSparkModel"], "markov_rank": 256}
-    config = read_draft_config(raw | heads, name="dspark")
+    config = read_draft_config(raw | head, name="head")
     model = built(lambda: DFlash(config, first_layer=0, max_positions=1, has_head=False, device=CPU))
     found = draft_values(config, has_head=False)
     assert found.total == sum(parameter.numel() for parameter in model.parameters())
+    mlp = 0 if model.refiner is None else sum(one.numel() for one in model.refiner.mlp.parameters())
     without = draft_values(read_draft_config(raw, name="plain"), has_head=False)
-    assert found.projections == without.projections
+    assert found.projections - without.projections == mlp
     assert found.tables == 2 * 256 * config.vocab_size

@@ -1,0 +1,215 @@
+"""Heads that know the drafts before a draft, against tests/reference.py on the same weights in float64."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+from blockdraft.cache.rows import RowSampling
+from blockdraft.errors import ModelError
+from blockdraft.kernels.noise import gumbel
+from blockdraft.step.refined import RefinedDrafter
+from tests import tiny
+from tests.fixtures import make_pair
+from tests.models.checkpoints import load, write_draft
+from tests.models.test_dflash import (
+    HIDDEN,
+    VOCAB,
+    Drafting,
+    random_chunks,
+    random_features,
+    write_small_target,
+)
+from tests.reference import block_hidden, block_logits, refined, refiner_bias
+
+REDUCED = torch.tensor([0, 2, 3, 11, 12, 30, 31, 50, 60, 63])
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("target")
+    return folder, write_small_target(folder)
+
+
+def xpress_speculators(config, weights):
+    """The same drafter as speculators writes it."""
+    own = {
+        "speculators_model_type": "xpress",
+        "xpress_rank": config["xpress_rank"],
+        "xpress_mlp_ratio": config["xpress_mlp_hidden"] // config["xpress_rank"],
+        "num_jacobi_passes": config["xpress_num_passes"],
+        "xpress_topc": config["xpress_topc"],
+        "sample_from_anchor": config["sample_from_anchor"],
+    }
+    kept = {key: value for key, value in config.items() if not key.startswith("xpress_")}
+    names = {"w1": "token_embed", "w2": "readout", "mix.L": "mix_l", "mlp.gate_proj": "mlp_gate"}
+    names |= {"mlp.up_proj": "mlp_up", "mlp.down_proj": "mlp_down"}
+    weights = {name.replace("xpress_head.", "refiner_head."): weight for name, weight in weights.items()}
+    for old, new in names.items():
+        old, new = f"refiner_head.{old}", f"refiner_head.{new}"
+        weights = {name.replace(old, new): weight for name, weight in weights.items()}
+    return tiny.to_speculators(kept, own), weights
+
+
+def write(folder, config, *, to_layout=lambda *both: both, reduced=None, more=(), drop=()):
+    """A random drafter. Returns its configuration and weights as the reference reads them, all rows of each.
+
+    `reduced`: the tokens that the drafter's own head has.
+    """
+    generator = torch.Generator().manual_seed(8)
+    weights = make_pair.draft_weights(config, generator) | make_pair.xpress_weights(config, generator)
+    stored = dict(weights)
+    if reduced is not None:
+        stored["xpress_head.w2.weight"] = weights["xpress_head.w2.weight"][reduced]
+        stored["lm_head.weight"] = torch.randn(len(reduced), HIDDEN, generator=generator) * 0.2
+        stored["d2t"] = reduced - torch.arange(len(reduced))
+        weights["lm_head.weight"] = torch.zeros(VOCAB, HIDDEN)
+        weights["lm_head.weight"][reduced] = stored["lm_head.weight"]
+    stored = {name: weight for name, weight in (stored | dict(more)).items() if name not in drop}
+    written, stored = to_layout(config, stored)
+    if reduced is not None:
+        written["draft_vocab_size"] = len(reduced)
+    write_draft(folder, written, stored)
+    return config, {name: weight.double() for name, weight in weights.items()}
+
+
+class Heads(Drafting):
+    """A loaded pair, beside the reference's idea of it."""
+
+    def __init__(self, target, folder, config, weights, reduced=None):
+        super().__init__((target[0], folder))
+        self.config, self.weights, self.reduced = config, weights, reduced
+        self.embedding = target[1].get_input_embeddings().weight.detach().double()
+        own = target[1].get_output_embeddings().weight.detach().double()
+        self.head = weights.get("lm_head.weight", own)
+
+    def expected(self, features, row, *, temperature=0.0, seed=0):
+        """The reference's drafts after the anchor 3 + row."""
+        dflash = self.config["dflash_config"] | {"sample_from_anchor": self.config["sample_from_anchor"]}
+        given = (self.config | {"dflash_config": dflash}, self.embedding)
+        hidden = block_hidden(self.weights, *given, features, 3 + row)
+        logits = block_logits(self.weights, *given, self.head, features, 3 + row)
+        if self.reduced is not None:
+            missing = torch.ones(VOCAB, dtype=torch.bool)
+            missing[self.reduced] = False
+            logits[:, missing] = float("-inf")
+        positions = len(features) + 1 + torch.arange(len(logits))[None]
+        noise = gumbel(torch.tensor([seed]), positions, VOCAB, torch.float64)[0]
+
+        def choose(logits):
+            return (logits / temperature + noise if temperature else logits).argmax(-1)
+
+        walked = refined(self.weights, self.config, hidden, logits, 3 + row, choose)
+        return walked, choose(logits).tolist()
+
+    @torch.inference_mode()
+    def drafts(self, features, width, temperature=0.0):
+        bench = self.absorb(features, random_chunks())
+        rows = bench.rows
+        for row, context in enumerate(features):
+            sampling = RowSampling(temperature=temperature, seed=9 + row)
+            rows.place(row, [0] * len(context) + [3 + row], len(context), sampling)
+        rows.activate(range(len(features)))
+        return self.drafter.draft(rows, bench.cache, bench.cache.view(rows, width), width)
+
+
+CASES = {
+    "candidates": {},
+    "all tokens": {"config": {"xpress_topc": 0}},
+    "all tokens by their number": {"config": {"xpress_topc": VOCAB}},
+    "one pass": {"config": {"xpress_num_passes": 1}},
+    "more passes than drafts": {"config": {"xpress_num_passes": 20}},
+    "speculators": {"to_layout": xpress_speculators, "config": {"xpress_mlp_hidden": 12}},
+    "speculators from the anchor": {
+        "to_layout": xpress_speculators,
+        "config": {"sample_from_anchor": True, "xpress_mlp_hidden": 12},
+    },
+    "reduced": {
+        "to_layout": xpress_speculators,
+        "reduced": REDUCED,
+        "config": {"xpress_mlp_hidden": 12},
+    },
+    "reduced, all tokens": {
+        "to_layout": xpress_speculators,
+        "reduced": REDUCED,
+        "config": {"xpress_mlp_hidden": 12, "xpress_topc": 0},
+    },
+}
+
+
+def heads(target, folder, config=None, **files):
+    written = write(folder, make_pair.xpress_config(**(config or {})), **files)
+    return Heads(target, folder, *written, reduced=files.get("reduced"))
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_drafts_are_those_of_the_reference(target, tmp_path, case, temperature):
+    one = heads(target, tmp_path, **CASES[case])
+    assert isinstance(one.drafter, RefinedDrafter)
+    features, num_changed = random_features(), 0
+    for width in (2, 5, one.drafter.block):
+        got = one.drafts(features, width, temperature)
+        for row, context in enumerate(features):
+            expected, by_logits = one.expected(context, row, temperature=temperature, seed=9 + row)
+            assert got[row].tolist() == [3 + row, *expected[: width - 1]]
+            num_changed += expected != by_logits
+    assert num_changed, "the head must matter"
+
+
+@pytest.mark.parametrize("case", ["candidates", "all tokens", "speculators from the anchor", "reduced"])
+def test_drafts_are_the_best_by_the_logits_with_hints_of_the_drafts_before(target, tmp_path, case):
+    """After as many passes as drafts; `blockdraft fit` relies on it."""
+    config = CASES[case].get("config", {}) | {"xpress_num_passes": 8}
+    one = heads(target, tmp_path, **CASES[case] | {"config": config})
+    features = random_features()
+    drafts = one.drafts(features, one.drafter.block)
+    bench = one.absorb(features, random_chunks())
+    view = bench.cache.view(bench.rows, one.drafter.num_columns)
+    with torch.inference_mode():
+        hidden = one.drafter.block_hidden(drafts[:, :1], view)
+        hints = one.drafter.hints(hidden, drafts[:, :-1])
+        logits = one.drafter.logits(one.drafter.drafting(hidden), hints)
+    assert logits.argmax(-1).tolist() == drafts[:, 1:].tolist()
+
+
+@pytest.mark.parametrize(
+    ("more", "drop", "named"),
+    [
+        ({"xpress_head.mix.L": torch.zeros(6, 7, 7)}, (), "'xpress_head.mix.L' has shape"),
+        ({"xpress_head.w1.weight": torch.zeros(VOCAB, 7)}, (), "'xpress_head.w1.weight' has shape"),
+        ({}, ("xpress_head.mlp.up_proj.weight",), "no tensor 'xpress_head.mlp.up_proj.weight'"),
+        ({"xpress_head.gate.weight": torch.zeros(2, 2)}, (), "'xpress_head.gate.weight' first"),
+    ],
+)
+def test_files_that_do_not_fit_their_configuration_are_refused_by_tensor(target, tmp_path, more, drop, named):
+    write(tmp_path, make_pair.xpress_config(), more=more, drop=drop)
+    with pytest.raises(ModelError, match=named):
+        load(target[0], tmp_path, dtype="float64", max_model_len=100)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("speculators") is None,
+    reason="speculators is missing: pip install --no-deps speculators==0.9.0",
+)
+def test_the_refiner_is_that_of_speculators():
+    package = Path(importlib.util.find_spec("speculators").origin).parent
+    file = package / "models" / "xpress" / "model_definitions.py"  # of torch alone, unlike the package
+    spec = importlib.util.spec_from_file_location("xpress_of_speculators", file)
+    spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
+    config = make_pair.xpress_config(xpress_mlp_hidden=12)
+    weights = make_pair.xpress_weights(config, torch.Generator().manual_seed(8))
+    _, renamed = xpress_speculators(config, weights)
+    theirs = module.XPressRefinerHead(
+        verifier_vocab_size=VOCAB, draft_vocab_size=VOCAB, hidden_size=HIDDEN, block_size=8, rank=6
+    )
+    theirs.load_state_dict({name.removeprefix("refiner_head."): one for name, one in renamed.items()})
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(2, 8, HIDDEN, generator=generator)
+    before = torch.randint(VOCAB, (2, 8), generator=generator)
+    bias = theirs.block_bias(before, hidden)
+    for row in range(2):
+        ours = refiner_bias(weights, hidden[row], before[row])
+        torch.testing.assert_close(ours, bias[row], rtol=0, atol=1e-4)
