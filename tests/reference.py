@@ -165,9 +165,10 @@ def refiner_bias(weights, hidden, before):
 
 
 def refined(weights, config, hidden, logits, anchor, choose):
-    """XPress's drafts [D] for one block: hidden [block, E], logits [D, V]; choose(logits) gives tokens [D].
+    """XPress's drafts [D] for one block: hidden [block, E], logits [D, V].
 
-    Logits of tokens that are no candidates are -inf after the first choice.
+    choose(logits, first=0) gives the tokens of drafts `first`, `first` + 1, … After the first choice, logits
+    of tokens that are no candidates are -inf.
     """
     is_shifted, top_k = config["sample_from_anchor"], config["xpress_topc"] or logits.shape[1]
     least = logits.topk(min(top_k, logits.shape[1])).values[:, -1:]
@@ -177,4 +178,20 @@ def refined(weights, config, hidden, logits, anchor, choose):
         block = [anchor, *drafts]
         bias = refiner_bias(weights, hidden, block[:-1] if is_shifted else [anchor, *block[:-1]])
         drafts = choose(kept + (bias if is_shifted else bias[1:])).tolist()
+    return drafts
+
+
+def domino_walk(weights, config, hidden, logits, anchor, embedding, choose):
+    """Domino's drafts [D] for one block, by PyTorch's own GRU: hidden [D, E], logits [D, V]."""
+    dflash, size = config["dflash_config"], hidden.shape[1]
+    gru = torch.nn.GRU(size, dflash["gru_hidden_dim"], batch_first=True, bias=False, dtype=hidden.dtype)
+    gru.load_state_dict({name: weights[f"prefix_gru.{name}"] for name, _ in gru.named_parameters()})
+    drafts = []
+    for draft, row in enumerate(logits):
+        with torch.no_grad():
+            states, _ = gru(embedding[[anchor, *drafts]][None])
+        features = torch.cat([hidden[draft], states[0, -1]])
+        bias = weights["embed_proj.2.weight"] @ F.silu(weights["embed_proj.0.weight"] @ features)
+        row = row if draft < dflash["pure_draft_prefix_len"] else row + bias
+        drafts.append(int(choose(row[None], draft)))
     return drafts

@@ -110,6 +110,14 @@ def write_xpress(folder):
     (folder / "config.json").write_text(json.dumps(config))
 
 
+def write_domino(folder):
+    """The trained drafter with Domino's head, which has a say."""
+    config = make_pair.domino_config(shift_label=False)  # as the drafter was trained
+    extra = make_pair.domino_weights(config, torch.Generator().manual_seed(4))
+    save_file(load_file(f"{DRAFT}/model.safetensors") | extra, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+
+
 @functools.cache
 def written_drafter(write, dtype, device="cpu"):
     """The drafter that `write` writes to a folder."""
@@ -145,7 +153,7 @@ def spark_drafter(dtype, device="cpu"):
     return load_models(settings, lambda _: None)[0].drafter.beside(load(dtype, device).target)
 
 
-# Kinds of drafters: DFlash2, XPress, DSpark's, and what the trained one would be if its config.json said so.
+# Kinds of drafters: the written ones, DSpark's, and what the trained one would be if its config.json said so.
 CHANGED = {
     "causal": {"is_causal": (True, True)},
     "from the anchor": {"drafts_from_anchor": True},
@@ -157,6 +165,7 @@ WRITTEN = {
     "DFlash2": lambda folder: write_dflash2(folder),
     SELECTOR: lambda folder: write_dflash2(folder, is_convolved=False),
     "XPress": write_xpress,
+    "Domino": write_domino,
 }
 KINDS = (*WRITTEN, *CHANGED, "DSpark")
 # What config.json calls each of them, and what people read.
@@ -168,6 +177,7 @@ TITLES = {
     "causal, from the anchor": ("dflash", "causal DFlash from the anchor"),
     "DSpark": ("dspark", "DSpark"),
     "XPress": ("xpress", "XPress"),
+    "Domino": ("domino", "Domino"),
 }
 
 

@@ -95,7 +95,7 @@ DRAFT_LAYER: Names = {
     },
 }
 
-_DRAFT_HEADS: Names = {
+_DRAFT_HEADS: Mapping[str, tuple[str, ...]] = {
     "markov.before": ("markov_head.markov_w1",),
     "markov.after": ("markov_head.markov_w2",),
     "refiner.before": ("xpress_head.w1",),
@@ -106,7 +106,12 @@ _DRAFT_HEADS: Names = {
     "refiner.mlp.gate_up": ("xpress_head.mlp.gate_proj", "xpress_head.mlp.up_proj"),
     "refiner.mlp.down": ("xpress_head.mlp.down_proj",),
     "refiner.after": ("xpress_head.w2",),
+    "prefix.inputs.weight": ("prefix_gru.weight_ih_l0",),
+    "prefix.recurrent.weight": ("prefix_gru.weight_hh_l0",),
+    "prefix.joined": ("embed_proj.0",),
+    "prefix.after": ("embed_proj.2",),
 }
+_OLD_HEADS = "logit_head."  # before names of heads in SpecForge's early files
 _SPECULATORS_HEADS: Names = {
     **_DRAFT_HEADS,
     "refiner.before": ("refiner_head.token_embed",),
@@ -125,8 +130,11 @@ PREFIXES = ("model.", "model.language_model.", "language_model.model.")
 
 def draft_head_names(tensors: Collection[str]) -> Names:
     """Return the names of a drafter's heads by their full paths, for a file that has these `tensors`."""
-    is_speculators = any(name.startswith("refiner_head.") for name in tensors)
-    return _SPECULATORS_HEADS if is_speculators else _DRAFT_HEADS
+    if any(name.startswith("refiner_head.") for name in tensors):
+        return _SPECULATORS_HEADS
+    if any(name.startswith(_OLD_HEADS) for name in tensors):
+        return {path: (_OLD_HEADS + name,) for path, (name, *_) in _DRAFT_HEADS.items()}
+    return _DRAFT_HEADS
 
 
 def layer_names(config: ModelConfig, index: int) -> Names:

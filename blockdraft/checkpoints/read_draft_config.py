@@ -2,7 +2,8 @@
 
 The files of XPress's authors (`Qwen3XPressModel`) have z-lab's layout with more keys at the top level. The
 files of DeepSpec (`Qwen3DSparkModel`) and SpecForge (`DSparkDraftModel`) have z-lab's layout with more
-keys, at the top level or in `dflash_config`. Their block size counts the drafts without the anchor.
+keys, at the top level or in `dflash_config`. Their block size counts the drafts without the anchor. Domino's
+keys are in `dflash_config`; its architecture may be DFlash's.
 
 Layer ids follow z-lab: `taps[i] = k` is the output of target block k, 0-based. `speculators` stores k + 1
 (its list starts at the embedding); only this file converts it.
@@ -25,6 +26,7 @@ from blockdraft.errors import ModelError
 from blockdraft.models.draft_config import (
     KIND_NAMES,
     Dflash2Head,
+    DominoHead,
     DraftConfig,
     DraftKind,
     XPressHead,
@@ -47,9 +49,11 @@ ARCHITECTURES: dict[str, DraftKind] = {
     "Qwen3DSparkModel": "dspark",
     "DSparkDraftModel": "dspark",
     "Qwen3XPressModel": "xpress",
+    "DominoDraftModel": "domino",
 }
+SPECULATORS: tuple[DraftKind, ...] = ("dflash", "dflash2", "dspark", "xpress")
 SERVED = (
-    f"Supported are DFlash, causal or not, DFlash2, DSpark and XPress ({', '.join(ARCHITECTURES)}; "
+    f"Supported are DFlash, causal or not, DFlash2, DSpark, XPress and Domino ({', '.join(ARCHITECTURES)}; "
     "speculators 'dflash', 'dflash2', 'dspark' and 'xpress'). See docs/models.md."
 )
 
@@ -73,7 +77,7 @@ def read_draft_config(raw: Mapping[str, object], *, name: str) -> DraftConfig:
     mask_token_id = _either(dflash, fields, "mask_token_id", int)
     return DraftConfig(
         name=name,
-        block=_block(dflash, fields, from_anchor=from_anchor),
+        block=_block(dflash, fields, from_anchor=from_anchor and kind != "domino"),
         mask_token_id=fields.get("mask_token_id", int) if mask_token_id is None else mask_token_id,
         taps=taps,
         vocab_size=vocab_size,
@@ -98,6 +102,7 @@ def read_draft_config(raw: Mapping[str, object], *, name: str) -> DraftConfig:
         dflash2=_read_dflash2(dflash, fields, hidden_size, vocab_size) if kind == "dflash2" else None,
         markov_rank=_markov_rank(dflash, fields) if kind == "dspark" else 0,
         xpress=_read_xpress(fields) if kind == "xpress" else None,
+        domino=_read_domino(dflash, fields) if kind == "domino" else None,
     )
 
 
@@ -105,7 +110,8 @@ def draft_block(raw: Mapping[str, object]) -> int:
     """Return the block size, including the anchor, of any drafter, even of an unsupported one."""
     sections = [section for section in (raw.get("dflash_config"), raw) if isinstance(section, Mapping)]
     stored = next((one["sample_from_anchor"] for one in sections if "sample_from_anchor" in one), None)
-    anchor = int(draft_kind(raw) == "dspark" if stored is None else stored is True)
+    kind = draft_kind(raw)
+    anchor = int(kind == "dspark" if stored is None else stored is True and kind != "domino")
     for section in sections:
         block = section.get("block_size")
         if isinstance(block, int) and not isinstance(block, bool) and block > 1:
@@ -119,10 +125,12 @@ def draft_kind(raw: Mapping[str, object]) -> DraftKind | None:
     A 'dspark' drafts from the anchor by default; it may lack DSpark's heads.
     """
     if "speculators_model_type" in raw:
-        return next((kind for kind in KIND_NAMES if kind == raw["speculators_model_type"]), None)
-    names = raw.get("architectures")
+        return next((kind for kind in SPECULATORS if kind == raw["speculators_model_type"]), None)
+    names, section = raw.get("architectures"), raw.get("dflash_config")
     found = names if isinstance(names, list | tuple) else ()
-    return next((kind for name, kind in ARCHITECTURES.items() if name in found), None)
+    kind = next((kind for name, kind in ARCHITECTURES.items() if name in found), None)
+    is_domino = isinstance(section, Mapping) and section.get("projector_type") == "domino"
+    return "domino" if kind == "dflash" and is_domino else kind
 
 
 def default_taps(num_target_layers: int, num_taps: int) -> tuple[int, ...]:
@@ -149,7 +157,8 @@ def _either(dflash: Fields, fields: Fields, key: str, kind: type[T]) -> T | None
 
 def _from_anchor(dflash: Fields, fields: Fields, kind: DraftKind) -> bool:
     """Return whether the anchor's column also drafts."""
-    stored = _either(dflash, fields, "sample_from_anchor", bool)
+    key = "shift_label" if kind == "domino" else "sample_from_anchor"
+    stored = _either(dflash, fields, key, bool)
     return kind == "dspark" if stored is None else stored
 
 
@@ -217,13 +226,15 @@ def _refuse_variants(fields: Fields, dflash: Fields, kind: DraftKind, *, from_an
     dflash.refuse("dspark_backbone_conv_enabled", False)
     dflash.refuse("attention_sink_bias", False)
     dflash.refuse("attention_value_scale", 1, 1.0)
-    dflash.refuse("projector_type", "dspark")
+    dflash.refuse("projector_type", "domino" if kind == "domino" else "dspark")
     for place in (fields, dflash):
         place.refuse("markov_head_type", "vanilla")  # no published drafter has another
         if kind != "dspark":
             place.refuse("markov_rank", 0)
         if kind == "dflash2":
             place.refuse("sample_from_anchor", False)
+        if kind == "domino":
+            place.refuse("sample_from_anchor", from_anchor)
     known = DFLASH2_KEYS if kind == "dflash2" else ()
     for key in dflash.raw:
         if key.startswith(("lilicorr_", "conv_", "selector_")) and key not in known:
@@ -231,10 +242,7 @@ def _refuse_variants(fields: Fields, dflash: Fields, kind: DraftKind, *, from_an
 
 
 def _read_dflash2(section: Fields, top: Fields, hidden_size: int, vocab_size: int) -> Dflash2Head:
-    draft_vocab_size = top.positive("draft_vocab_size", vocab_size)
-    if draft_vocab_size != vocab_size:
-        why = f"but a DFlash2 drafter has all {vocab_size} tokens of its target"
-        raise top.wrong("draft_vocab_size", draft_vocab_size, why)
+    _need_whole_vocabulary(top, vocab_size, "dflash2")
     taps, group, rank, top_k = (section.positive(key, default) for key, default in DFLASH2_SIZES.items())
     head = Dflash2Head(taps, group, rank, top_k, section.get(SKIPS_FIRST, bool, False))
     if hidden_size % head.conv_group:
@@ -259,3 +267,21 @@ def _read_xpress(fields: Fields) -> XPressHead:
         return XPressHead(rank, inner, fields.positive("num_jacobi_passes", XPRESS_PASSES), top_k)
     inner = fields.positive("xpress_mlp_hidden", XPRESS_INNER)
     return XPressHead(rank, inner, fields.positive("xpress_num_passes", XPRESS_PASSES), top_k)
+
+
+def _read_domino(dflash: Fields, fields: Fields) -> DominoHead:
+    rank = (fields if dflash.raw.get("emb_dim") is None else dflash).positive("emb_dim")
+    fields.refuse("emb_dim", rank)
+    block = fields.get("block_size", int, ZLAB_BLOCK)
+    _need_whole_vocabulary(fields, fields.positive("vocab_size"), "domino")
+    num_plain = dflash.get("pure_draft_prefix_len", int, 0)
+    if not 0 <= num_plain < block:
+        raise dflash.wrong("pure_draft_prefix_len", num_plain, f"expected 0 to {block - 1}")
+    return DominoHead(dflash.positive("gru_hidden_dim"), rank, num_plain)
+
+
+def _need_whole_vocabulary(top: Fields, vocab_size: int, kind: DraftKind) -> None:
+    draft_vocab_size = top.positive("draft_vocab_size", vocab_size)
+    if draft_vocab_size != vocab_size:
+        why = f"but a {KIND_NAMES[kind]} drafter has all {vocab_size} tokens of its target"
+        raise top.wrong("draft_vocab_size", draft_vocab_size, why)

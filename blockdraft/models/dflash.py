@@ -23,7 +23,7 @@ from blockdraft.kernels.attention import Mask
 from blockdraft.kernels.heads import HeadNorms
 from blockdraft.kernels.pointwise import Angles
 from blockdraft.models.draft_config import Dflash2Head, DraftConfig
-from blockdraft.models.draft_heads import MarkovHead, Refiner
+from blockdraft.models.draft_heads import MarkovHead, PrefixHead, Refiner
 from blockdraft.models.kernel_module import KernelModule
 from blockdraft.models.layers import GatedMLP, Linear, PlainLinear, RMSNorm
 from blockdraft.models.rotary import Rotary
@@ -166,6 +166,7 @@ class DFlash(KernelModule):
         self.head = Linear(hidden, config.draft_vocab_size) if has_head else None
         self.markov = MarkovHead(config) if config.markov_rank else None
         self.refiner = Refiner(config) if config.xpress is not None else None
+        self.prefix = PrefixHead(config) if config.domino is not None else None
         if config.dflash2 is not None:
             self.add_module("candidate_selector", CandidateSelector(config))
 

@@ -9,14 +9,16 @@ from blockdraft.cache.spec import LayerSpec
 from blockdraft.errors import ModelError
 from blockdraft.models.config import ModelConfig, Rope, layer_spec
 
-DraftKind = Literal["dflash", "dflash2", "dspark", "xpress"]
+DraftKind = Literal["dflash", "dflash2", "dspark", "xpress", "domino"]
 KIND_NAMES: dict[DraftKind, str] = {
     "dflash": "DFlash",
     "dflash2": "DFlash2",
     "dspark": "DSpark",
     "xpress": "XPress",
+    "domino": "Domino",
 }
 SPARK_CANDIDATES = 32  # arbitrary: DSpark has no limit, vLLM's examples use 16
+DOMINO_CANDIDATES = 512  # arbitrary: Domino has no limit, SGLang takes 2,048 for all columns of a block
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,15 @@ class XPressHead:
     inner_size: int
     num_passes: int  # how often the drafts are chosen again
     top_k: int  # candidates per column; 0: all tokens
+
+
+@dataclass(frozen=True, slots=True)
+class DominoHead:
+    """The options of Domino (models/draft_heads.py)."""
+
+    state_size: int  # of the recurrent layer that reads the drafts
+    rank: int  # size of a draft's latent
+    num_plain: int  # first drafts that the head leaves alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +81,7 @@ class DraftConfig:
     copies_head: bool = False  # the file's head is a frozen copy of the target's
     markov_rank: int = 0  # rank of DSpark's Markov head; 0 without one
     xpress: XPressHead | None = None
+    domino: DominoHead | None = None
 
     @property
     def num_layers(self) -> int:
@@ -80,13 +92,16 @@ class DraftConfig:
         """The kind according to the options; the file's name for it is ignored."""
         if self.dflash2 is not None:
             return "dflash2"
+        if self.domino is not None:
+            return "domino"
         return "xpress" if self.xpress is not None else "dspark" if self.markov_rank else "dflash"
 
     @property
     def num_candidates(self) -> int:
         """The number of candidates per column, for drafts whose choice depends on the tokens before."""
         head = self.dflash2 or self.xpress
-        top_k = SPARK_CANDIDATES if head is None else head.top_k
+        top_k = DOMINO_CANDIDATES if self.domino is not None else SPARK_CANDIDATES
+        top_k = top_k if head is None else head.top_k
         return min(top_k or self.draft_vocab_size, self.draft_vocab_size)
 
     @property
@@ -96,8 +111,11 @@ class DraftConfig:
 
     @property
     def num_columns(self) -> int:
-        """The number of columns in the forward of a whole block."""
-        return self.first_column + self.block - 1
+        """The number of columns in the forward of a whole block.
+
+        Domino's last column, trained but never drafted from by others, belongs to the block.
+        """
+        return self.block if self.domino is not None else self.first_column + self.block - 1
 
     def has_own_head(self, *, is_stored: bool) -> bool:
         """Return True if the drafter uses its own head; `is_stored` says if the file has one."""

@@ -1,4 +1,4 @@
-"""Heads by which a draft depends on the drafts before it: DSpark's Markov head, XPress's refiner.
+"""Heads by which a draft depends on those before it: of DSpark, of XPress (Refiner), of Domino (PrefixHead).
 
 A head turns the tokens before a draft into a latent. The product of the latent and the table `after`, which
 has a row for each token, is added to the draft's logits.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import silu
 
 from blockdraft.models.draft_config import DraftConfig
 from blockdraft.models.kernel_module import KernelModule
@@ -66,3 +67,30 @@ class Refiner(KernelModule):
         mixer = self.mixer[:, :count, :count].tril().to(x.dtype)
         x = (x + torch.einsum("kij,rjk->rik", mixer, x)).flatten(0, 1)
         return (x + self.mlp(x)).view(num_rows, count, -1)  # type: ignore[no-any-return]
+
+
+class PrefixHead(KernelModule):
+    """Domino's head, whose latent joins a column's hidden state and a GRU's, which has read the drafts."""
+
+    def __init__(self, config: DraftConfig) -> None:
+        super().__init__()
+        head = config.domino
+        assert head is not None
+        self.state_size = head.state_size
+        self.inputs = PlainLinear(config.hidden_size, 3 * head.state_size)
+        self.recurrent = PlainLinear(head.state_size, 3 * head.state_size)
+        self.joined = PlainLinear(config.hidden_size + head.state_size, head.rank)
+        self.after = Table(config.draft_vocab_size, head.rank)
+
+    def read(self, embedded: Tensor, state: Tensor | None) -> Tensor:
+        """Return the GRU's state [R, S] after one more token of embedding [R, E]; None: before any token."""
+        if state is None:
+            state = embedded.new_zeros(len(embedded), self.state_size)
+        given, kept = self.inputs(embedded).chunk(3, dim=-1), self.recurrent(state).chunk(3, dim=-1)
+        reset, update = (torch.sigmoid(given[gate] + kept[gate]) for gate in (0, 1))
+        new = torch.tanh(given[2] + reset * kept[2])
+        return new + update * (state - new)
+
+    def latent(self, hidden: Tensor, state: Tensor) -> Tensor:
+        """Return the latent [R, rank] of a column with hidden states [R, E]."""
+        return silu(self.joined(torch.cat((hidden, state), dim=-1)))

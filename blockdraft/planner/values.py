@@ -67,6 +67,10 @@ def draft_values(config: DraftConfig, *, has_head: bool) -> Values:
         rank = config.xpress.rank
         count += _dense(rank, MLPConfig(config.xpress.inner_size))
         count += Values(plain=rank * (2 * hidden + 3 * rank + config.num_columns**2))
+    if config.domino is not None:
+        domino = config.domino
+        inputs, after = hidden + domino.state_size, config.draft_vocab_size * domino.rank
+        count += Values(plain=inputs * (3 * domino.state_size + domino.rank) + after, tables=after)
     tables = (config.vocab_size + config.draft_vocab_size) * rank  # never quantised
     return count + Values(plain=tables, tables=tables)
 

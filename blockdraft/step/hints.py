@@ -24,6 +24,10 @@ class Candidates(NamedTuple):
     ids: Tensor  # [..., K]
     table: Tensor  # [..., K, rank] their rows of the table
 
+    def at(self, column: int) -> Candidates:
+        """Return the candidates [R, K] of one column."""
+        return Candidates(self.own[:, column], self.ids[:, column], self.table[:, column])
+
     def scores(self, hints: Tensor) -> Tensor:
         """Return the scores [..., K], given hints [..., rank]."""
         dtype = self.own.dtype

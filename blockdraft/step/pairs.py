@@ -12,6 +12,7 @@ from blockdraft.cache.rows import Rows
 from blockdraft.kernels.candidates import PairScores
 from blockdraft.models.dflash import DFlash2
 from blockdraft.models.draft_config import DraftConfig
+from blockdraft.step.chain import ChainDrafter
 from blockdraft.step.dflash import DFlashDrafter
 from blockdraft.step.hints import HintDrafter
 from blockdraft.step.refined import RefinedDrafter
@@ -97,4 +98,6 @@ def drafter_type(config: DraftConfig) -> type[DFlashDrafter]:
         return DFlash2Drafter
     if config.xpress is not None:
         return RefinedDrafter
+    if config.domino is not None:
+        return ChainDrafter
     return SparkDrafter if config.markov_rank else DFlashDrafter

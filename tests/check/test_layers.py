@@ -13,7 +13,7 @@ from blockdraft.check.selfcheck import prompts_of
 from blockdraft.checkpoints.weights import QUANTISERS, slots_of
 from blockdraft.doctor.shapes import SHAPES
 from blockdraft.engine.engine import Engine
-from blockdraft.models.draft_heads import Refiner
+from blockdraft.models.draft_heads import PrefixHead, Refiner
 from blockdraft.models.packed_int8 import Int8Matrix
 from blockdraft.settings.settings import Settings
 from blockdraft.start.loading import load_models
@@ -209,18 +209,21 @@ def test_a_dtype_that_loses_most_tokens_is_too_coarse_and_one_token_is_not():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", ["DFlash2", "DSpark", "XPress"])
+@pytest.mark.parametrize("kind", ["DFlash2", "DSpark", "XPress", "Domino"])
 def test_hints_of_sound_drafters_pass(kind, dtype):
     one = tiny.engine(kind, dtype=dtype)
     found = {finding.part: finding.off for finding in check_layers(one, prompt(one))}
     assert found["the drafter's hints"] < ROOM
 
 
-def test_wrong_hints_are_refused(monkeypatch):
-    one, right = tiny.engine("XPress", dtype="float32"), Refiner.latents
+@pytest.mark.parametrize(
+    ("kind", "head", "method"), [("XPress", Refiner, "latents"), ("Domino", PrefixHead, "latent")]
+)
+def test_wrong_hints_are_refused(monkeypatch, kind, head, method):
+    one, right = tiny.engine(kind, dtype="float32"), getattr(head, method)
     monkeypatch.setattr(
-        Refiner,
-        "latents",
+        head,
+        method,
         lambda self, *given: right(self, *given) * (1.0 if self.kernels.is_reference else 1.001),
     )
     assert {finding.part for finding in check_layers(one, prompt(one)) if not finding.is_passed} == {

@@ -13,7 +13,7 @@ from blockdraft.checkpoints.read_draft_config import (
 )
 from blockdraft.checkpoints.read_model_config import read_model_config
 from blockdraft.errors import ModelError
-from blockdraft.models.draft_config import Dflash2Head, XPressHead, check_pair
+from blockdraft.models.draft_config import Dflash2Head, DominoHead, XPressHead, check_pair
 
 NAME = "some/drafter"
 BODY = {
@@ -193,10 +193,10 @@ def test_scales_and_softcap_are_read_from_either_place():
         (zlab(architectures=None), "no architecture"),
         (zlab(dflash={"conv_kernel_size": 2}), "dflash_config.conv_kernel_size = 2"),
         (zlab(dflash={"selector_rank": 256}), "dflash_config.selector_rank = 256"),
-        (zlab(dflash={"projector_type": "domino"}), "dflash_config.projector_type = 'domino'"),
+        (zlab(dflash={"projector_type": "causal_v5"}), "dflash_config.projector_type = 'causal_v5'"),
         (zlab(dflash={"lilicorr_top_k": 8}), "dflash_config.lilicorr_top_k = 8"),
         (zlab(architectures=["Gemma4DSparkModel"]), "Gemma4DSparkModel"),
-        (zlab(architectures=["DominoDraftModel"]), "DominoDraftModel"),
+        (zlab(architectures=["KimiK3DFlashDraftModel"]), "KimiK3DFlashDraftModel"),
         (zlab(dflash={"shift_label": True}), "dflash_config.shift_label = True"),
         (zlab(dflash={"sample_from_anchor": "yes"}), "dflash_config.sample_from_anchor = 'yes', expected"),
         (specforge(dflash={"attention_mode": "mla"}), "dflash_config.attention_mode = 'mla'"),
@@ -267,7 +267,7 @@ def test_a_dflash2_drafter_has_the_whole_vocabulary():
     [
         zlab(architectures=["LiLiCorrDraftModel"]),
         zlab(dflash={"lilicorr_top_k": 8}),
-        zlab(dflash={"projector_type": "domino"}),
+        zlab(dflash={"projector_type": "causal_v5"}),
         speculators(speculators_model_type="domino"),
     ],
 )
@@ -277,6 +277,43 @@ def test_a_refused_relative_is_told_which_kinds_are_served(raw):
         assert name in message
     for kind in ("'dflash'", "'dflash2'", "'dspark'", "'xpress'"):
         assert kind in message
+
+
+DOMINO = {"projector_type": "domino", "emb_dim": 7, "gru_hidden_dim": 12}
+
+
+def domino(*, dflash=None, **top):
+    return zlab(dflash=DOMINO | (dflash or {}), **top)
+
+
+def test_domino_is_read_as_its_authors_and_specforge_write_it():
+    one = read(domino(dflash={"shift_label": True, "pure_draft_prefix_len": 1}))
+    assert (one.kind, one.domino) == ("domino", DominoHead(state_size=12, rank=7, num_plain=1))
+    assert (one.block, one.num_columns, one.first_column, one.num_candidates) == (10, 10, 0, 100)
+    assert draft_block(domino(dflash={"shift_label": True, "sample_from_anchor": True})) == 10
+    behind = read(domino())
+    assert (behind.block, behind.num_columns, behind.first_column) == (10, 10, 1)
+    assert behind.domino == DominoHead(12, 7, 0)
+    assert read(domino(architectures=["DominoDraftModel"])) == behind
+    assert read(domino(dflash={"emb_dim": None}, emb_dim=7)) == behind
+
+
+@pytest.mark.parametrize(
+    ("raw", "why"),
+    [
+        (domino(dflash={"emb_dim": None}), "has no 'emb_dim'"),
+        (domino(dflash={"gru_hidden_dim": None}), "has no 'dflash_config.gru_hidden_dim'"),
+        (domino(emb_dim=8), "emb_dim = 8"),
+        (domino(dflash={"pure_draft_prefix_len": 10}), "pure_draft_prefix_len = 10, expected 0 to 9"),
+        (domino(dflash={"sample_from_anchor": True}), "dflash_config.sample_from_anchor = True"),
+        (domino(dflash={"shift_label": 1}), "dflash_config.shift_label = 1, expected bool"),
+        (domino(draft_vocab_size=50), "draft_vocab_size = 50, but a Domino drafter has all 100 tokens"),
+        (domino(dflash={"markov_rank": 8}), "markov_rank = 8"),
+        (zlab(architectures=["DominoDraftModel"], dflash={"projector_type": "dspark"}), "'dspark'"),
+    ],
+)
+def test_what_a_domino_drafter_must_not_say_is_refused_by_name(raw, why):
+    assert why in refusal(raw)
 
 
 def xpress(layout, **fields):

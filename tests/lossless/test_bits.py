@@ -29,7 +29,7 @@ PROMPTS = [
 ]
 # Products in int8 are made by token: pages, hits and preemptions do not reach them.
 of_floats = pytest.mark.parametrize("plain", ["none"], indirect=True)
-PAIRS = [("DFlash2", 8), ("DSpark", 8), ("XPress", 8)]  # drafters that choose among candidates
+PAIRS = [("DFlash2", 8), ("DSpark", 8), ("XPress", 8), ("Domino", 8)]  # drafters that choose among candidates
 
 
 def params(index, **changes):
@@ -202,6 +202,7 @@ CAPTURED = [
     {"drafter": "DFlash2"},
     {"drafter": "DSpark", "max_num_seqs": 2},
     {"drafter": "XPress"},
+    {"drafter": "Domino"},
 ]
 
 

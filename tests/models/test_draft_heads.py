@@ -9,6 +9,7 @@ import torch
 from blockdraft.cache.rows import RowSampling
 from blockdraft.errors import ModelError
 from blockdraft.kernels.noise import gumbel
+from blockdraft.step.chain import ChainDrafter
 from blockdraft.step.refined import RefinedDrafter
 from tests import tiny
 from tests.fixtures import make_pair
@@ -21,7 +22,7 @@ from tests.models.test_dflash import (
     random_features,
     write_small_target,
 )
-from tests.reference import block_hidden, block_logits, refined, refiner_bias
+from tests.reference import block_hidden, block_logits, domino_walk, refined, refiner_bias
 
 REDUCED = torch.tensor([0, 2, 3, 11, 12, 30, 31, 50, 60, 63])
 
@@ -52,13 +53,26 @@ def xpress_speculators(config, weights):
     return tiny.to_speculators(kept, own), weights
 
 
+def domino_specforge(config, weights):
+    """The same drafter as SpecForge writes it."""
+    return config | {"architectures": ["DominoDraftModel"]}, weights
+
+
+def domino_old(config, weights):
+    """The same drafter as SpecForge wrote it at first."""
+    heads = ("prefix_gru.", "embed_proj.")
+    named = {f"logit_head.{name}" if name.startswith(heads) else name: one for name, one in weights.items()}
+    return domino_specforge(config, named)
+
+
 def write(folder, config, *, to_layout=lambda *both: both, reduced=None, more=(), drop=()):
     """A random drafter. Returns its configuration and weights as the reference reads them, all rows of each.
 
     `reduced`: the tokens that the drafter's own head has.
     """
     generator = torch.Generator().manual_seed(8)
-    weights = make_pair.draft_weights(config, generator) | make_pair.xpress_weights(config, generator)
+    add = make_pair.xpress_weights if "xpress_rank" in config else make_pair.domino_weights
+    weights = make_pair.draft_weights(config, generator) | add(config, generator)
     stored = dict(weights)
     if reduced is not None:
         stored["xpress_head.w2.weight"] = weights["xpress_head.w2.weight"][reduced]
@@ -85,11 +99,13 @@ class Heads(Drafting):
         self.head = weights.get("lm_head.weight", own)
 
     def expected(self, features, row, *, temperature=0.0, seed=0):
-        """The reference's drafts after the anchor 3 + row."""
-        dflash = self.config["dflash_config"] | {"sample_from_anchor": self.config["sample_from_anchor"]}
-        given = (self.config | {"dflash_config": dflash}, self.embedding)
-        hidden = block_hidden(self.weights, *given, features, 3 + row)
-        logits = block_logits(self.weights, *given, self.head, features, 3 + row)
+        """The reference's drafts after the anchor 3 + row, and those by the logits alone."""
+        dflash, is_xpress = self.config["dflash_config"], "xpress_rank" in self.config
+        is_shifted = self.config["sample_from_anchor"] if is_xpress else dflash["shift_label"]
+        config = self.config | {"dflash_config": dflash | {"sample_from_anchor": is_shifted}}
+        hidden = block_hidden(self.weights, config, self.embedding, features, 3 + row)
+        logits = block_logits(self.weights, config, self.embedding, self.head, features, 3 + row)
+        logits = logits[: self.drafter.block - 1]
         if self.reduced is not None:
             missing = torch.ones(VOCAB, dtype=torch.bool)
             missing[self.reduced] = False
@@ -97,11 +113,16 @@ class Heads(Drafting):
         positions = len(features) + 1 + torch.arange(len(logits))[None]
         noise = gumbel(torch.tensor([seed]), positions, VOCAB, torch.float64)[0]
 
-        def choose(logits):
-            return (logits / temperature + noise if temperature else logits).argmax(-1)
+        def choose(logits, first=0):
+            own = noise[first : first + len(logits)]
+            return (logits / temperature + own if temperature else logits).argmax(-1)
 
-        walked = refined(self.weights, self.config, hidden, logits, 3 + row, choose)
-        return walked, choose(logits).tolist()
+        if is_xpress:
+            drafts = refined(self.weights, config, hidden, logits, 3 + row, choose)
+        else:
+            columns = hidden if is_shifted else hidden[1:]
+            drafts = domino_walk(self.weights, config, columns, logits, 3 + row, self.embedding, choose)
+        return drafts, choose(logits).tolist()
 
     @torch.inference_mode()
     def drafts(self, features, width, temperature=0.0):
@@ -114,40 +135,45 @@ class Heads(Drafting):
         return self.drafter.draft(rows, bench.cache, bench.cache.view(rows, width), width)
 
 
-CASES = {
+AS_SPECULATORS = {"to_layout": xpress_speculators, "config": {"xpress_mlp_hidden": 12}}
+XPRESS = {
     "candidates": {},
     "all tokens": {"config": {"xpress_topc": 0}},
     "all tokens by their number": {"config": {"xpress_topc": VOCAB}},
     "one pass": {"config": {"xpress_num_passes": 1}},
     "more passes than drafts": {"config": {"xpress_num_passes": 20}},
-    "speculators": {"to_layout": xpress_speculators, "config": {"xpress_mlp_hidden": 12}},
-    "speculators from the anchor": {
-        "to_layout": xpress_speculators,
-        "config": {"sample_from_anchor": True, "xpress_mlp_hidden": 12},
-    },
-    "reduced": {
-        "to_layout": xpress_speculators,
-        "reduced": REDUCED,
-        "config": {"xpress_mlp_hidden": 12},
-    },
-    "reduced, all tokens": {
-        "to_layout": xpress_speculators,
-        "reduced": REDUCED,
-        "config": {"xpress_mlp_hidden": 12, "xpress_topc": 0},
-    },
+    "speculators": AS_SPECULATORS,
+    "speculators from the anchor": AS_SPECULATORS
+    | {"config": {"sample_from_anchor": True, "xpress_mlp_hidden": 12}},
+    "reduced": AS_SPECULATORS | {"reduced": REDUCED},
+    "reduced, all tokens": AS_SPECULATORS
+    | {"reduced": REDUCED, "config": {"xpress_mlp_hidden": 12, "xpress_topc": 0}},
 }
+DOMINO = {
+    "as published": {},
+    "behind the anchor": {"config": {"shift_label": False}},
+    "from the first draft": {"config": {"pure_draft_prefix_len": 0}},
+    "behind the anchor, later": {"config": {"shift_label": False, "pure_draft_prefix_len": 3}},
+    "SpecForge": {"to_layout": domino_specforge},
+    "SpecForge's early names": {"to_layout": domino_old},
+}
+CASES = {("XPress", name): case for name, case in XPRESS.items()}
+CASES |= {("Domino", name): case for name, case in DOMINO.items()}
+CONFIGS = {"XPress": make_pair.xpress_config, "Domino": make_pair.domino_config}
+DRAFTERS = {"XPress": RefinedDrafter, "Domino": ChainDrafter}
 
 
-def heads(target, folder, config=None, **files):
-    written = write(folder, make_pair.xpress_config(**(config or {})), **files)
+def heads(target, folder, kind, config=None, **files):
+    written = write(folder, CONFIGS[kind](**(config or {})), **files)
     return Heads(target, folder, *written, reduced=files.get("reduced"))
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("kind", "case"), CASES)
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_drafts_are_those_of_the_reference(target, tmp_path, case, temperature):
-    one = heads(target, tmp_path, **CASES[case])
-    assert isinstance(one.drafter, RefinedDrafter)
+def test_drafts_are_those_of_the_reference(target, tmp_path, kind, case, temperature):
+    one = heads(target, tmp_path, kind, **CASES[kind, case])
+    assert type(one.drafter) is DRAFTERS[kind]
+    assert one.drafter.model.config.kind == kind.lower()
     features, num_changed = random_features(), 0
     for width in (2, 5, one.drafter.block):
         got = one.drafts(features, width, temperature)
@@ -158,11 +184,22 @@ def test_drafts_are_those_of_the_reference(target, tmp_path, case, temperature):
     assert num_changed, "the head must matter"
 
 
-@pytest.mark.parametrize("case", ["candidates", "all tokens", "speculators from the anchor", "reduced"])
-def test_drafts_are_the_best_by_the_logits_with_hints_of_the_drafts_before(target, tmp_path, case):
-    """After as many passes as drafts; `blockdraft fit` relies on it."""
-    config = CASES[case].get("config", {}) | {"xpress_num_passes": 8}
-    one = heads(target, tmp_path, **CASES[case] | {"config": config})
+@pytest.mark.parametrize(
+    ("kind", "case"),
+    [
+        *(
+            ("XPress", case)
+            for case in ("candidates", "all tokens", "speculators from the anchor", "reduced")
+        ),
+        ("Domino", "as published"),
+        ("Domino", "behind the anchor, later"),
+    ],
+)
+def test_drafts_are_the_best_by_the_logits_with_hints_of_the_drafts_before(target, tmp_path, kind, case):
+    """XPress's after as many passes as drafts; `blockdraft fit` relies on it."""
+    config = dict(CASES[kind, case].get("config", {}))
+    config |= {"xpress_num_passes": 8} if kind == "XPress" else {}
+    one = heads(target, tmp_path, kind, **CASES[kind, case] | {"config": config})
     features = random_features()
     drafts = one.drafts(features, one.drafter.block)
     bench = one.absorb(features, random_chunks())
@@ -170,21 +207,50 @@ def test_drafts_are_the_best_by_the_logits_with_hints_of_the_drafts_before(targe
     with torch.inference_mode():
         hidden = one.drafter.block_hidden(drafts[:, :1], view)
         hints = one.drafter.hints(hidden, drafts[:, :-1])
-        logits = one.drafter.logits(one.drafter.drafting(hidden), hints)
+        logits = one.drafter.logits(one.drafter.drafting(hidden, drafts.shape[1] - 1), hints)
     assert logits.argmax(-1).tolist() == drafts[:, 1:].tolist()
 
 
+def test_a_draft_of_domino_is_the_best_of_its_candidates(target, tmp_path):
+    """Where all tokens are candidates, the reference's is another one."""
+    one = heads(target, tmp_path, "Domino")
+    one.drafter.num_candidates = 4
+    features, num_changed = random_features(), 0
+    bench = one.absorb(features, random_chunks())
+    likeliest = one.drafter.block_logits(
+        bench.rows.anchor[bench.rows.active][:, None], bench.cache.view(bench.rows, one.drafter.num_columns)
+    ).topk(4)
+    got = one.drafts(features, one.drafter.block)[:, 1:]
+    for row, context in enumerate(features):
+        assert all(
+            token in found
+            for token, found in zip(got[row].tolist(), likeliest.indices[row].tolist(), strict=False)
+        )
+        num_changed += got[row].tolist() != one.expected(context, row)[0]
+    assert num_changed
+
+
 @pytest.mark.parametrize(
-    ("more", "drop", "named"),
+    ("kind", "more", "drop", "named"),
     [
-        ({"xpress_head.mix.L": torch.zeros(6, 7, 7)}, (), "'xpress_head.mix.L' has shape"),
-        ({"xpress_head.w1.weight": torch.zeros(VOCAB, 7)}, (), "'xpress_head.w1.weight' has shape"),
-        ({}, ("xpress_head.mlp.up_proj.weight",), "no tensor 'xpress_head.mlp.up_proj.weight'"),
-        ({"xpress_head.gate.weight": torch.zeros(2, 2)}, (), "'xpress_head.gate.weight' first"),
+        ("XPress", {"xpress_head.mix.L": torch.zeros(6, 7, 7)}, (), "'xpress_head.mix.L' has shape"),
+        ("XPress", {"xpress_head.w1.weight": torch.zeros(VOCAB, 7)}, (), "'xpress_head.w1.weight' has shape"),
+        ("XPress", {}, ("xpress_head.mlp.up_proj.weight",), "no tensor 'xpress_head.mlp.up_proj.weight'"),
+        ("XPress", {"xpress_head.gate.weight": torch.zeros(2, 2)}, (), "'xpress_head.gate.weight' first"),
+        (
+            "Domino",
+            {"prefix_gru.weight_ih_l0": torch.zeros(30, 7)},
+            (),
+            "'prefix_gru.weight_ih_l0' has shape",
+        ),
+        ("Domino", {}, ("embed_proj.2.weight",), "no tensor 'embed_proj.2.weight'"),
+        ("Domino", {"prefix_gru.bias_ih_l0": torch.zeros(30)}, (), "'prefix_gru.bias_ih_l0' first"),
     ],
 )
-def test_files_that_do_not_fit_their_configuration_are_refused_by_tensor(target, tmp_path, more, drop, named):
-    write(tmp_path, make_pair.xpress_config(), more=more, drop=drop)
+def test_files_that_do_not_fit_their_configuration_are_refused_by_tensor(
+    target, tmp_path, kind, more, drop, named
+):
+    write(tmp_path, CONFIGS[kind](), more=more, drop=drop)
     with pytest.raises(ModelError, match=named):
         load(target[0], tmp_path, dtype="float64", max_model_len=100)
 

@@ -65,12 +65,18 @@ def test_what_dflash2_adds_is_counted_and_never_quantised():
 
 @pytest.mark.parametrize(
     "head",
-    [{"architectures": ["Qwen3DSparkModel"], "markov_rank": 256}, {"architectures": ["Qwen3XPressModel"]}],
-    ids=["DSpark", "XPress"],
+    [
+        {"architectures": ["Qwen3DSparkModel"], "markov_rank": 256},
+        {"architectures": ["Qwen3XPressModel"]},
+        {"architectures": ["DominoDraftModel"], "emb_dim": 512},
+    ],
+    ids=["DSpark", "XPress", "Domino"],
 )
 def test_what_a_head_adds_is_counted_and_its_tables_never_quantised(head):
     raw = SHAPES["qwen3-8b"][1]
-    config = read_draft_config(raw | head, name="head")
+    sizes = {"gru_hidden_dim": 1024} if "emb_dim" in head else {}
+    whole = raw | head | {"dflash_config": raw["dflash_config"] | sizes}
+    config = read_draft_config(whole, name="head")
     model = built(lambda: DFlash(config, first_layer=0, max_positions=1, has_head=False, device=CPU))
     found = draft_values(config, has_head=False)
     assert found.total == sum(parameter.numel() for parameter in model.parameters())

@@ -166,6 +166,8 @@ def test_a_drafter_of_a_kind_that_is_not_trained_is_refused():
     for kind in (None, "dflash", "dspark"):
         with pytest.raises(SettingsError, match="is of kind XPress, which can be served, but not trained"):
             as_kind(make_pair.xpress_config(), kind, DrafterShape(), name="one")
+    with pytest.raises(SettingsError, match="is of kind Domino, which can be served, but not trained"):
+        as_kind(make_pair.domino_config(), None, DrafterShape(), name="one")
 
 
 @pytest.mark.parametrize("layout", [tiny.to_deepspec, tiny.to_specforge])
