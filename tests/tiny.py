@@ -118,6 +118,14 @@ def write_domino(folder):
     (folder / "config.json").write_text(json.dumps(config))
 
 
+def write_lilicorr(folder):
+    """The trained drafter with LiLiCorr's head, which has a say."""
+    config = make_pair.lilicorr_config()
+    extra = make_pair.lilicorr_weights(config, torch.Generator().manual_seed(4))
+    save_file(load_file(f"{DRAFT}/model.safetensors") | extra, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+
+
 @functools.cache
 def written_drafter(write, dtype, device="cpu"):
     """The drafter that `write` writes to a folder."""
@@ -166,6 +174,7 @@ WRITTEN = {
     SELECTOR: lambda folder: write_dflash2(folder, is_convolved=False),
     "XPress": write_xpress,
     "Domino": write_domino,
+    "LiLiCorr": write_lilicorr,
 }
 KINDS = (*WRITTEN, *CHANGED, "DSpark")
 # What config.json calls each of them, and what people read.
@@ -178,6 +187,7 @@ TITLES = {
     "DSpark": ("dspark", "DSpark"),
     "XPress": ("xpress", "XPress"),
     "Domino": ("domino", "Domino"),
+    "LiLiCorr": ("lilicorr", "LiLiCorr"),
 }
 
 
@@ -309,6 +319,8 @@ def engine(
         drafter.draft_ngram = plan["draft_ngram"]
     plan = {"num_pages": 512, "max_num_seqs": 8, "max_prefill_tokens": 64, **plan}
     models = replace(models, drafter=drafter)
+    if isinstance(drafter, DFlashDrafter):
+        models = replace(models, draft_config=drafter.model.config)
     if kernels is not None:
         models = models.with_kernels(kernels)
     made = Engine(models, with_exact_pages(replace(planned, **plan)))

@@ -29,6 +29,7 @@ from blockdraft.models.draft_config import (
     DominoHead,
     DraftConfig,
     DraftKind,
+    LiLiCorrHead,
     XPressHead,
 )
 
@@ -42,6 +43,14 @@ SKIPS_FIRST = "selector_skips_first"  # our own key; other engines use the selec
 DFLASH2_KEYS = (*DFLASH2_SIZES, SKIPS_FIRST)
 # The sizes of XPress and their defaults, as vLLM and speculators have them. speculators has no XPRESS_TOP_K.
 XPRESS_RANK, XPRESS_INNER, XPRESS_RATIO, XPRESS_PASSES, XPRESS_TOP_K = 256, 512, 2, 6, 512
+CONV_KEYS = ("conv_kernel_size", "conv_group_size")
+LILICORR_KEYS = tuple(
+    f"lilicorr_{key}"
+    for key in (
+        "enabled", "candidate_topk", "hidden_size", "num_layers", "num_heads", "mlp_ratio", "factor_dim",
+        "vector_eps", "logit_scale",
+    )
+)  # fmt: skip
 MAX_CANDIDATES = 64  # a kernel holds all pairs of candidates at once; published drafters have 16
 ARCHITECTURES: dict[str, DraftKind] = {
     "DFlashDraftModel": "dflash",
@@ -50,11 +59,13 @@ ARCHITECTURES: dict[str, DraftKind] = {
     "DSparkDraftModel": "dspark",
     "Qwen3XPressModel": "xpress",
     "DominoDraftModel": "domino",
+    "LiLiCorrDraftModel": "lilicorr",
 }
 SPECULATORS: tuple[DraftKind, ...] = ("dflash", "dflash2", "dspark", "xpress")
 SERVED = (
-    f"Supported are DFlash, causal or not, DFlash2, DSpark, XPress and Domino ({', '.join(ARCHITECTURES)}; "
-    "speculators 'dflash', 'dflash2', 'dspark' and 'xpress'). See docs/models.md."
+    "Supported are DFlash, causal or not, DFlash2, DSpark, XPress, Domino and LiLiCorr "
+    f"({', '.join(ARCHITECTURES)}; speculators 'dflash', 'dflash2', 'dspark' and 'xpress'). See "
+    "docs/models.md."
 )
 
 
@@ -75,6 +86,7 @@ def read_draft_config(raw: Mapping[str, object], *, name: str) -> DraftConfig:
     num_heads, num_kv_heads, head_dim = read_heads(body, hidden_size)
     vocab_size = body.positive("vocab_size")
     mask_token_id = _either(dflash, fields, "mask_token_id", int)
+    has_own_head = fields.get("has_own_lm_head", bool, False)
     return DraftConfig(
         name=name,
         block=_block(dflash, fields, from_anchor=from_anchor and kind != "domino"),
@@ -98,11 +110,12 @@ def read_draft_config(raw: Mapping[str, object], *, name: str) -> DraftConfig:
         target_hidden_size=fields.positive("target_hidden_size", hidden_size),
         num_target_layers=None if is_speculators else fields.optional("num_target_layers", int),
         drafts_from_anchor=from_anchor,
-        copies_head=kind == "dspark",
-        dflash2=_read_dflash2(dflash, fields, hidden_size, vocab_size) if kind == "dflash2" else None,
+        copies_head=kind == "dspark" or (kind == "lilicorr" and not has_own_head),
+        dflash2=_read_dflash2(dflash, fields, hidden_size, vocab_size, kind),
         markov_rank=_markov_rank(dflash, fields) if kind == "dspark" else 0,
         xpress=_read_xpress(fields) if kind == "xpress" else None,
         domino=_read_domino(dflash, fields) if kind == "domino" else None,
+        lilicorr=_read_lilicorr(dflash, fields, hidden_size, vocab_size) if kind == "lilicorr" else None,
     )
 
 
@@ -226,25 +239,40 @@ def _refuse_variants(fields: Fields, dflash: Fields, kind: DraftKind, *, from_an
     dflash.refuse("dspark_backbone_conv_enabled", False)
     dflash.refuse("attention_sink_bias", False)
     dflash.refuse("attention_value_scale", 1, 1.0)
-    dflash.refuse("projector_type", "domino" if kind == "domino" else "dspark")
+    dflash.refuse("projector_type", kind if kind in ("domino", "lilicorr") else "dspark")
     for place in (fields, dflash):
         place.refuse("markov_head_type", "vanilla")  # no published drafter has another
         if kind != "dspark":
             place.refuse("markov_rank", 0)
-        if kind == "dflash2":
+        if kind in ("dflash2", "lilicorr"):
             place.refuse("sample_from_anchor", False)
         if kind == "domino":
             place.refuse("sample_from_anchor", from_anchor)
-    known = DFLASH2_KEYS if kind == "dflash2" else ()
+    kinds: dict[DraftKind, tuple[str, ...]] = {
+        "dflash2": DFLASH2_KEYS,
+        "lilicorr": (*LILICORR_KEYS, *CONV_KEYS),
+    }
+    known = kinds.get(kind, ())
     for key in dflash.raw:
         if key.startswith(("lilicorr_", "conv_", "selector_")) and key not in known:
             dflash.refuse(key)
 
 
-def _read_dflash2(section: Fields, top: Fields, hidden_size: int, vocab_size: int) -> Dflash2Head:
-    _need_whole_vocabulary(top, vocab_size, "dflash2")
-    taps, group, rank, top_k = (section.positive(key, default) for key, default in DFLASH2_SIZES.items())
-    head = Dflash2Head(taps, group, rank, top_k, section.get(SKIPS_FIRST, bool, False))
+def _read_dflash2(
+    section: Fields, top: Fields, hidden_size: int, vocab_size: int, kind: DraftKind
+) -> Dflash2Head | None:
+    """Return DFlash2's options, for LiLiCorr those of the convolutions, or None without convolutions."""
+    if kind not in ("dflash2", "lilicorr"):
+        return None
+    _need_whole_vocabulary(top, vocab_size, kind)
+    if kind == "lilicorr":
+        if not any(section.get(key, int, 0) for key in CONV_KEYS):
+            return None
+        taps, group = (section.positive(key) for key in CONV_KEYS)
+        head = Dflash2Head(taps, group, rank=0, top_k=0)
+    else:
+        taps, group, rank, top_k = (section.positive(key, default) for key, default in DFLASH2_SIZES.items())
+        head = Dflash2Head(taps, group, rank, top_k, section.get(SKIPS_FIRST, bool, False))
     if hidden_size % head.conv_group:
         why = f"which does not divide the hidden size of {hidden_size}"
         raise section.wrong("conv_group_size", head.conv_group, why)
@@ -285,3 +313,24 @@ def _need_whole_vocabulary(top: Fields, vocab_size: int, kind: DraftKind) -> Non
     if draft_vocab_size != vocab_size:
         why = f"but a {KIND_NAMES[kind]} drafter has all {vocab_size} tokens of its target"
         raise top.wrong("draft_vocab_size", draft_vocab_size, why)
+
+
+def _read_lilicorr(dflash: Fields, fields: Fields, hidden_size: int, vocab_size: int) -> LiLiCorrHead:
+    dflash.refuse("lilicorr_enabled", True)
+    size = dflash.get("lilicorr_hidden_size", int) or hidden_size
+    num_heads, top_k = dflash.positive("lilicorr_num_heads"), dflash.positive("lilicorr_candidate_topk")
+    if size < 1 or size % num_heads:
+        raise dflash.wrong("lilicorr_num_heads", num_heads, f"which does not divide the size of {size}")
+    if top_k > min(MAX_CANDIDATES, vocab_size):
+        why = f"but at most {min(MAX_CANDIDATES, vocab_size)} candidates are supported"
+        raise dflash.wrong("lilicorr_candidate_topk", top_k, why)
+    return LiLiCorrHead(
+        top_k=top_k,
+        size=size,
+        num_layers=dflash.get("lilicorr_num_layers", int),
+        num_heads=num_heads,
+        mlp_ratio=dflash.above_zero("lilicorr_mlp_ratio"),
+        factor_size=dflash.positive("lilicorr_factor_dim"),
+        eps=dflash.above_zero("lilicorr_vector_eps"),
+        scale=dflash.above_zero("lilicorr_logit_scale"),
+    )

@@ -181,10 +181,7 @@ def _draft_kind(found: Combination) -> str | None:
         name = (found.settings.draft or "").lower()
         return next((kind for kind in ("dflash2", "dspark") if kind in name), None)
     kind = found.draft.get("speculators_model_type") or draft_kind(found.draft)
-    if isinstance(kind, str):
-        return kind
-    names = found.draft.get("architectures")
-    return "lilicorr" if isinstance(names, list) and "LiLiCorrDraftModel" in names else "dflash"
+    return kind if isinstance(kind, str) else "dflash"
 
 
 def _draft_has_windows(found: Combination) -> bool:

@@ -5,17 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from blockdraft.cache.spec import LayerSpec
+from blockdraft.cache.spec import LayerSpec, Newest
 from blockdraft.errors import ModelError
 from blockdraft.models.config import ModelConfig, Rope, layer_spec
 
-DraftKind = Literal["dflash", "dflash2", "dspark", "xpress", "domino"]
+DraftKind = Literal["dflash", "dflash2", "dspark", "xpress", "domino", "lilicorr"]
 KIND_NAMES: dict[DraftKind, str] = {
     "dflash": "DFlash",
     "dflash2": "DFlash2",
     "dspark": "DSpark",
     "xpress": "XPress",
     "domino": "Domino",
+    "lilicorr": "LiLiCorr",
 }
 SPARK_CANDIDATES = 32  # arbitrary: DSpark has no limit, vLLM's examples use 16
 DOMINO_CANDIDATES = 512  # arbitrary: Domino has no limit, SGLang takes 2,048 for all columns of a block
@@ -27,7 +28,7 @@ class Dflash2Head:
 
     conv_taps: int
     conv_group: int  # channels that share a token's change of the kernel
-    rank: int  # length of the vectors whose products are pair scores
+    rank: int  # length of the vectors whose products are pair scores; 0: convolutions alone
     top_k: int  # candidates per column
     skips_first: bool = False  # the first draft has no pair score: its column reads the anchor
 
@@ -49,6 +50,20 @@ class DominoHead:
     state_size: int  # of the recurrent layer that reads the drafts
     rank: int  # size of a draft's latent
     num_plain: int  # first drafts that the head leaves alone
+
+
+@dataclass(frozen=True, slots=True)
+class LiLiCorrHead:
+    """The options of LiLiCorr (models/lattice.py)."""
+
+    top_k: int  # candidates per column
+    size: int
+    num_layers: int
+    num_heads: int
+    mlp_ratio: float
+    factor_size: int  # length of the vectors whose products are pair scores
+    eps: float  # least length of these vectors before they are normalised
+    scale: float  # of pair scores
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +97,7 @@ class DraftConfig:
     markov_rank: int = 0  # rank of DSpark's Markov head; 0 without one
     xpress: XPressHead | None = None
     domino: DominoHead | None = None
+    lilicorr: LiLiCorrHead | None = None
 
     @property
     def num_layers(self) -> int:
@@ -90,6 +106,8 @@ class DraftConfig:
     @property
     def kind(self) -> DraftKind:
         """The kind according to the options; the file's name for it is ignored."""
+        if self.lilicorr is not None:
+            return "lilicorr"
         if self.dflash2 is not None:
             return "dflash2"
         if self.domino is not None:
@@ -122,7 +140,11 @@ class DraftConfig:
         return is_stored and not (self.copies_head and self.draft_vocab_size == self.vocab_size)
 
     def layer_specs(self) -> tuple[LayerSpec, ...]:
-        return tuple(layer_spec(self.num_kv_heads, self.head_dim, window) for window in self.windows)
+        """The layers, and for LiLiCorr one for context vectors, one half as keys, the other as values."""
+        specs = tuple(layer_spec(self.num_kv_heads, self.head_dim, window) for window in self.windows)
+        if self.lilicorr is None:
+            return specs
+        return *specs, Newest(-(-self.hidden_size // (2 * self.head_dim)), self.head_dim)
 
 
 def check_pair(draft: DraftConfig, target: ModelConfig, eos_ids: tuple[int, ...]) -> None:

@@ -119,14 +119,18 @@ class DFlashDrafter:
     def logits(self, hidden: Tensor, hints: Tensor | None = None) -> Tensor:
         """Return logits [..., V] over the target's vocabulary, NEVER for tokens that the head lacks."""
         config = self.model.config
-        head = self.target.head_logits if self.model.head is None else self.model.head
         cap = config.logit_softcap if config.logit_softcap is not None else self.target.config.logit_softcap
-        logits = head(hidden)
+        logits = self.head_logits(hidden)
         if config.logit_scale != 1:
             logits = logits * config.logit_scale
         logits = softcap(logits, cap)
         logits = self.spread(logits, NEVER)
         return logits if hints is None else self.hinted(logits, hints)
+
+    def head_logits(self, hidden: Tensor) -> Tensor:
+        """Return the head's logits [..., rows of the head], neither scaled nor capped."""
+        head = self.target.head_logits if self.model.head is None else self.model.head
+        return head(hidden)
 
     def spread(self, values: Tensor, missing: float) -> Tensor:
         """Return `values` of the head's rows as values [..., V] of the target's tokens."""

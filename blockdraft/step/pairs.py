@@ -15,6 +15,7 @@ from blockdraft.models.draft_config import DraftConfig
 from blockdraft.step.chain import ChainDrafter
 from blockdraft.step.dflash import DFlashDrafter
 from blockdraft.step.hints import HintDrafter
+from blockdraft.step.lattice import LatticeDrafter
 from blockdraft.step.refined import RefinedDrafter
 
 LEAST_WALKED = 7  # drafts from which choosing them one by one gains about what it costs (docs/models.md)
@@ -94,6 +95,8 @@ class SparkDrafter(PairDrafter):
 
 def drafter_type(config: DraftConfig) -> type[DFlashDrafter]:
     """Return the class of the drafter that `config` describes."""
+    if config.lilicorr is not None:
+        return LatticeDrafter
     if config.dflash2 is not None:
         return DFlash2Drafter
     if config.xpress is not None:

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from blockdraft.cache.spec import Newest
 from blockdraft.checkpoints.read_draft_config import (
     ARCHITECTURES,
     default_taps,
@@ -13,7 +14,8 @@ from blockdraft.checkpoints.read_draft_config import (
 )
 from blockdraft.checkpoints.read_model_config import read_model_config
 from blockdraft.errors import ModelError
-from blockdraft.models.draft_config import Dflash2Head, DominoHead, XPressHead, check_pair
+from blockdraft.models.draft_config import Dflash2Head, DominoHead, LiLiCorrHead, XPressHead, check_pair
+from tests.fixtures import make_pair
 
 NAME = "some/drafter"
 BODY = {
@@ -188,7 +190,6 @@ def test_scales_and_softcap_are_read_from_either_place():
 @pytest.mark.parametrize(
     ("raw", "named"),
     [
-        (zlab(architectures=["LiLiCorrDraftModel"]), "LiLiCorrDraftModel"),
         (zlab(architectures=["Qwen3ForCausalLM"]), "Qwen3ForCausalLM"),
         (zlab(architectures=None), "no architecture"),
         (zlab(dflash={"conv_kernel_size": 2}), "dflash_config.conv_kernel_size = 2"),
@@ -265,7 +266,7 @@ def test_a_dflash2_drafter_has_the_whole_vocabulary():
 @pytest.mark.parametrize(
     "raw",
     [
-        zlab(architectures=["LiLiCorrDraftModel"]),
+        zlab(architectures=["DFlashLagunaForCausalLM"]),
         zlab(dflash={"lilicorr_top_k": 8}),
         zlab(dflash={"projector_type": "causal_v5"}),
         speculators(speculators_model_type="domino"),
@@ -313,6 +314,43 @@ def test_domino_is_read_as_its_authors_and_specforge_write_it():
     ],
 )
 def test_what_a_domino_drafter_must_not_say_is_refused_by_name(raw, why):
+    assert why in refusal(raw)
+
+
+def lilicorr(**dflash):
+    sizes = {f"lilicorr_{key}": value for key, value in make_pair.LILICORR.items()}
+    return zlab(architectures=["LiLiCorrDraftModel"], dflash=sizes | {"lilicorr_num_heads": 4} | dflash)
+
+
+def test_lilicorr_is_read_as_vllm_reads_it():
+    one = read(lilicorr())
+    head = LiLiCorrHead(4, 12, num_layers=2, num_heads=4, mlp_ratio=1.5, factor_size=5, eps=1e-6, scale=10.0)
+    assert (one.kind, one.lilicorr, one.dflash2) == ("lilicorr", head, None)
+    assert read(lilicorr(lilicorr_hidden_size=0)).lilicorr == replace(head, size=32)
+    convs = read(lilicorr(conv_kernel_size=2, conv_group_size=4))
+    assert convs.dflash2 == Dflash2Head(2, 4, rank=0, top_k=0)
+    assert convs.kind == "lilicorr"
+    assert read(lilicorr(conv_kernel_size=0, conv_group_size=0)).dflash2 is None
+    assert one.layer_specs() == (*read(zlab()).layer_specs(), Newest(num_kv_heads=2, head_dim=8))
+    assert not one.has_own_head(is_stored=True)
+    assert read(lilicorr() | {"has_own_lm_head": True}).has_own_head(is_stored=True)
+
+
+@pytest.mark.parametrize(
+    ("raw", "why"),
+    [
+        (lilicorr(lilicorr_enabled=False), "lilicorr_enabled = False"),
+        (lilicorr(lilicorr_num_heads=5), "lilicorr_num_heads = 5, which does not divide the size of 12"),
+        (lilicorr(lilicorr_candidate_topk=65), "lilicorr_candidate_topk = 65, but at most 64 candidates"),
+        (lilicorr(lilicorr_candidate_topk=None), "has no 'dflash_config.lilicorr_candidate_topk'"),
+        (lilicorr(lilicorr_margin=0.1), "lilicorr_margin = 0.1"),
+        (lilicorr(conv_kernel_size=2), "has no 'dflash_config.conv_group_size'"),
+        (lilicorr(selector_rank=8), "selector_rank = 8"),
+        (lilicorr(sample_from_anchor=True), "sample_from_anchor = True"),
+        (lilicorr() | {"draft_vocab_size": 50}, "but a LiLiCorr drafter has all 100 tokens"),
+    ],
+)
+def test_what_a_lilicorr_drafter_must_not_say_is_refused_by_name(raw, why):
     assert why in refusal(raw)
 
 

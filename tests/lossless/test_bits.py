@@ -29,7 +29,8 @@ PROMPTS = [
 ]
 # Products in int8 are made by token: pages, hits and preemptions do not reach them.
 of_floats = pytest.mark.parametrize("plain", ["none"], indirect=True)
-PAIRS = [("DFlash2", 8), ("DSpark", 8), ("XPress", 8), ("Domino", 8)]  # drafters that choose among candidates
+# Drafters that choose among candidates.
+PAIRS = [(kind, 8) for kind in ("DFlash2", "DSpark", "XPress", "Domino", "LiLiCorr")]
 
 
 def params(index, **changes):
@@ -203,6 +204,7 @@ CAPTURED = [
     {"drafter": "DSpark", "max_num_seqs": 2},
     {"drafter": "XPress"},
     {"drafter": "Domino"},
+    {"drafter": "LiLiCorr", "draft_kv_dtype": "int8"},
 ]
 
 

@@ -10,6 +10,7 @@ from blockdraft.cache.rows import RowSampling
 from blockdraft.errors import ModelError
 from blockdraft.kernels.noise import gumbel
 from blockdraft.step.chain import ChainDrafter
+from blockdraft.step.lattice import LatticeDrafter
 from blockdraft.step.refined import RefinedDrafter
 from tests import tiny
 from tests.fixtures import make_pair
@@ -22,7 +23,15 @@ from tests.models.test_dflash import (
     random_features,
     write_small_target,
 )
-from tests.reference import block_hidden, block_logits, domino_walk, refined, refiner_bias
+from tests.reference import (
+    block_hidden,
+    block_logits,
+    domino_walk,
+    lattice_walk,
+    refined,
+    refiner_bias,
+    rms,
+)
 
 REDUCED = torch.tensor([0, 2, 3, 11, 12, 30, 31, 50, 60, 63])
 
@@ -71,8 +80,10 @@ def write(folder, config, *, to_layout=lambda *both: both, reduced=None, more=()
     `reduced`: the tokens that the drafter's own head has.
     """
     generator = torch.Generator().manual_seed(8)
-    add = make_pair.xpress_weights if "xpress_rank" in config else make_pair.domino_weights
-    weights = make_pair.draft_weights(config, generator) | add(config, generator)
+    names, own = (*config, *config["dflash_config"]), config["dflash_config"]
+    kind = next(kind for key, kind in NAMED_BY.items() if key in names)
+    plain = config | {"dflash_config": {key: own[key] for key in ("mask_token_id", "target_layer_ids")}}
+    weights = make_pair.draft_weights(plain, generator) | WEIGHTS[kind](config, generator)
     stored = dict(weights)
     if reduced is not None:
         stored["xpress_head.w2.weight"] = weights["xpress_head.w2.weight"][reduced]
@@ -101,7 +112,7 @@ class Heads(Drafting):
     def expected(self, features, row, *, temperature=0.0, seed=0):
         """The reference's drafts after the anchor 3 + row, and those by the logits alone."""
         dflash, is_xpress = self.config["dflash_config"], "xpress_rank" in self.config
-        is_shifted = self.config["sample_from_anchor"] if is_xpress else dflash["shift_label"]
+        is_shifted = self.config["sample_from_anchor"] if is_xpress else dflash.get("shift_label", False)
         config = self.config | {"dflash_config": dflash | {"sample_from_anchor": is_shifted}}
         hidden = block_hidden(self.weights, config, self.embedding, features, 3 + row)
         logits = block_logits(self.weights, config, self.embedding, self.head, features, 3 + row)
@@ -117,7 +128,14 @@ class Heads(Drafting):
             own = noise[first : first + len(logits)]
             return (logits / temperature + own if temperature else logits).argmax(-1)
 
-        if is_xpress:
+        if "lilicorr_num_heads" in dflash:
+            context = torch.zeros(HIDDEN, dtype=torch.float64)
+            if len(features):
+                fused = features[-1] @ self.weights["fc.weight"].T
+                context = rms(fused, self.weights["hidden_norm.weight"], config["rms_norm_eps"])
+            raw = hidden[1:] @ self.head.T
+            drafts = lattice_walk(self.weights, config, hidden[1:], raw, context, self.embedding, choose)
+        elif is_xpress:
             drafts = refined(self.weights, config, hidden, logits, 3 + row, choose)
         else:
             columns = hidden if is_shifted else hidden[1:]
@@ -157,10 +175,29 @@ DOMINO = {
     "SpecForge": {"to_layout": domino_specforge},
     "SpecForge's early names": {"to_layout": domino_old},
 }
-CASES = {("XPress", name): case for name, case in XPRESS.items()}
+CONVS = {"conv_kernel_size": 2, "conv_group_size": 4}
+LILICORR = {
+    "as vLLM reads it": {},
+    "of the model's size": {"config": {"lilicorr_hidden_size": 0, "lilicorr_num_heads": 4}},
+    "with convolutions": {"config": CONVS},
+    "scaled and capped": {"config": {"output_multiplier": 0.3, "final_logit_softcapping": 2.0}},
+    "no layers": {"config": {"lilicorr_num_layers": 0}},
+}
+CASES = {("LiLiCorr", name): case for name, case in LILICORR.items()}
+CASES |= {("XPress", name): case for name, case in XPRESS.items()}
 CASES |= {("Domino", name): case for name, case in DOMINO.items()}
-CONFIGS = {"XPress": make_pair.xpress_config, "Domino": make_pair.domino_config}
-DRAFTERS = {"XPress": RefinedDrafter, "Domino": ChainDrafter}
+CONFIGS = {
+    "XPress": make_pair.xpress_config,
+    "Domino": make_pair.domino_config,
+    "LiLiCorr": make_pair.lilicorr_config,
+}
+WEIGHTS = {
+    "XPress": make_pair.xpress_weights,
+    "Domino": make_pair.domino_weights,
+    "LiLiCorr": make_pair.lilicorr_weights,
+}
+NAMED_BY = {"xpress_rank": "XPress", "emb_dim": "Domino", "lilicorr_num_heads": "LiLiCorr"}
+DRAFTERS = {"XPress": RefinedDrafter, "Domino": ChainDrafter, "LiLiCorr": LatticeDrafter}
 
 
 def heads(target, folder, kind, config=None, **files):
@@ -193,6 +230,8 @@ def test_drafts_are_those_of_the_reference(target, tmp_path, kind, case, tempera
         ),
         ("Domino", "as published"),
         ("Domino", "behind the anchor, later"),
+        ("LiLiCorr", "as vLLM reads it"),
+        ("LiLiCorr", "with convolutions"),
     ],
 )
 def test_drafts_are_the_best_by_the_logits_with_hints_of_the_drafts_before(target, tmp_path, kind, case):
@@ -230,6 +269,17 @@ def test_a_draft_of_domino_is_the_best_of_its_candidates(target, tmp_path):
     assert num_changed
 
 
+@torch.inference_mode()
+def test_lilicorr_knows_no_context_before_the_first_token(target, tmp_path):
+    one = heads(target, tmp_path, "LiLiCorr")
+    features = random_features((5,))
+    bench = one.absorb(features, [[5]])
+    bench.rows.length[0] = 0
+    width = one.drafter.block
+    got = one.drafter.draft(bench.rows, bench.cache, bench.cache.view(bench.rows, width), width)
+    assert got[0].tolist() == [3, *one.expected(features[0][:0], 0)[0]]
+
+
 @pytest.mark.parametrize(
     ("kind", "more", "drop", "named"),
     [
@@ -244,6 +294,9 @@ def test_a_draft_of_domino_is_the_best_of_its_candidates(target, tmp_path):
             "'prefix_gru.weight_ih_l0' has shape",
         ),
         ("Domino", {}, ("embed_proj.2.weight",), "no tensor 'embed_proj.2.weight'"),
+        ("LiLiCorr", {"lilicorr.rank_embedding": torch.zeros(1, 1, 1, 5, 12)}, (), "rank_embedding' has"),
+        ("LiLiCorr", {}, ("lilicorr.token_proj.bias",), "no tensor 'lilicorr.token_proj.bias'"),
+        ("LiLiCorr", {"lilicorr.w_pen": torch.zeros(2)}, (), "'lilicorr.w_pen' first"),
         ("Domino", {"prefix_gru.bias_ih_l0": torch.zeros(30)}, (), "'prefix_gru.bias_ih_l0' first"),
     ],
 )

@@ -166,8 +166,9 @@ def test_a_drafter_of_a_kind_that_is_not_trained_is_refused():
     for kind in (None, "dflash", "dspark"):
         with pytest.raises(SettingsError, match="is of kind XPress, which can be served, but not trained"):
             as_kind(make_pair.xpress_config(), kind, DrafterShape(), name="one")
-    with pytest.raises(SettingsError, match="is of kind Domino, which can be served, but not trained"):
-        as_kind(make_pair.domino_config(), None, DrafterShape(), name="one")
+    for raw in (make_pair.domino_config(), make_pair.lilicorr_config()):
+        with pytest.raises(SettingsError, match="which can be served, but not trained"):
+            as_kind(raw, None, DrafterShape(), name="one")
 
 
 @pytest.mark.parametrize("layout", [tiny.to_deepspec, tiny.to_specforge])
