@@ -39,6 +39,7 @@ from blockdraft.models.moe import MoE
 from blockdraft.models.packed_int8 import Int8Matrix
 from blockdraft.step.dflash import DFlashDrafter
 from blockdraft.step.hints import HintDrafter
+from blockdraft.step.lattice import LatticeDrafter
 
 # K may differ from T by this multiple of the rounding error. The rounding error is half a unit in the last
 # place of every value that the part reads and writes, plus the error inside the part: that of R's worst
@@ -294,7 +295,7 @@ class _Check:
             x = exact.to(self._dtype)
         heads = (functools.partial(_draft_logits, one) for one in (oracle, drafter))
         self.draft_parts.append(self._head("the drafter's head", x, *heads))
-        if isinstance(drafter, HintDrafter):
+        if isinstance(drafter, HintDrafter | LatticeDrafter):
             shape = len(lengths), drafter.num_columns
             self._run_hints(oracle, drafter, x.view(*shape, -1))
 
@@ -354,8 +355,16 @@ def _draft_logits(drafter: DFlashDrafter, x: Tensor) -> Tensor:
 
 
 def _hints(drafter: DFlashDrafter, x: Tensor, before: Tensor) -> Tensor:
-    """Return hints [R * D, rank] for drafts behind the tokens `before` [R, D]."""
-    hints = drafter.hints(drafter.model.norm(x), before)
+    """Return hints [R * D, rank] for drafts behind the tokens `before` [R, D].
+
+    LiLiCorr's are its scores of these tokens and those with the next higher ids.
+    """
+    hidden = drafter.model.norm(x)
+    if isinstance(drafter, LatticeDrafter):
+        place = torch.arange(drafter.lattice.head.top_k, device=x.device)
+        ids = (before[..., None] + place) % drafter.model.config.vocab_size
+        return drafter.score(hidden, ids, -place.to(hidden.dtype).expand(ids.shape)).flatten(2).flatten(0, 1)
+    hints = drafter.hints(hidden, before)
     assert hints is not None
     return hints.flatten(0, 1)
 

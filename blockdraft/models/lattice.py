@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import normalize, silu
+from torch.nn.functional import layer_norm, normalize, silu
 
 from blockdraft.models.draft_config import DraftConfig, LiLiCorrHead
 from blockdraft.models.kernel_module import KernelModule
@@ -131,8 +131,12 @@ class Lattice(KernelModule):
             (rank / max(shape[2] - 1, 1)).expand_as(likelihood),
             (rank == 0).to(likelihood.dtype).expand_as(likelihood),
         )
-        normed = self.feature_norm(torch.stack(features, dim=-1).to(tokens.dtype)).flatten(0, 2)
-        told = self.feature_mlp(normed).view(shape)
+        norm = self.feature_norm
+        scale, shift = norm.weight.to(tokens.dtype), norm.bias.to(tokens.dtype)
+        normed = layer_norm(
+            torch.stack(features, dim=-1).to(tokens.dtype), (NUM_FEATURES,), scale, shift, norm.eps
+        )
+        told = self.feature_mlp(normed.flatten(0, 2)).view(shape)
         state: Tensor = tokens.view(shape) + columns + told
         return state + self.slot_embedding[:, 0, : shape[1]] + self.rank_embedding[:, 0]
 

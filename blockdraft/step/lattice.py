@@ -46,9 +46,12 @@ class LatticeDrafter(DFlashDrafter):
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         found = logits.topk(self.lattice.head.top_k, dim=-1)
         likelihood = found.values - logits.logsumexp(dim=-1, keepdim=True)
-        embedded = self.target.embedding(found.indices)
-        scores = self.lattice.scores(embedded, likelihood, columns, hidden[:, 0])
-        return found.indices, scores.to(logits.dtype)
+        return found.indices, self.score(hidden, found.indices, likelihood).to(logits.dtype)
+
+    def score(self, hidden: Tensor, ids: Tensor, likelihood: Tensor) -> Tensor:
+        """Return scores [R, D, K before, K] of candidates `ids` [R, D, K] with these log-probabilities."""
+        embedded = self.target.embedding(ids).to(hidden.dtype)
+        return self.lattice.scores(embedded, likelihood, self.drafting(hidden), hidden[:, 0])
 
     def weighs_pairs(self, num_drafts: int, num_rows: int = 1) -> bool:
         return True

@@ -14,6 +14,7 @@ from blockdraft.checkpoints.weights import QUANTISERS, slots_of
 from blockdraft.doctor.shapes import SHAPES
 from blockdraft.engine.engine import Engine
 from blockdraft.models.draft_heads import PrefixHead, Refiner
+from blockdraft.models.lattice import Lattice
 from blockdraft.models.packed_int8 import Int8Matrix
 from blockdraft.settings.settings import Settings
 from blockdraft.start.loading import load_models
@@ -209,7 +210,7 @@ def test_a_dtype_that_loses_most_tokens_is_too_coarse_and_one_token_is_not():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", ["DFlash2", "DSpark", "XPress", "Domino"])
+@pytest.mark.parametrize("kind", ["DFlash2", "DSpark", "XPress", "Domino", "LiLiCorr"])
 def test_hints_of_sound_drafters_pass(kind, dtype):
     one = tiny.engine(kind, dtype=dtype)
     found = {finding.part: finding.off for finding in check_layers(one, prompt(one))}
@@ -217,7 +218,8 @@ def test_hints_of_sound_drafters_pass(kind, dtype):
 
 
 @pytest.mark.parametrize(
-    ("kind", "head", "method"), [("XPress", Refiner, "latents"), ("Domino", PrefixHead, "latent")]
+    ("kind", "head", "method"),
+    [("XPress", Refiner, "latents"), ("Domino", PrefixHead, "latent"), ("LiLiCorr", Lattice, "scores")],
 )
 def test_wrong_hints_are_refused(monkeypatch, kind, head, method):
     one, right = tiny.engine(kind, dtype="float32"), getattr(head, method)
