@@ -1,10 +1,14 @@
 """Heads that know the drafts before a draft, against tests/reference.py on the same weights in float64."""
 
+import copy
 import importlib.util
+import sys
+import types
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import Qwen3Config
 
 from blockdraft.cache.rows import RowSampling
 from blockdraft.errors import ModelError
@@ -308,15 +312,20 @@ def test_files_that_do_not_fit_their_configuration_are_refused_by_tensor(
         load(target[0], tmp_path, dtype="float64", max_model_len=100)
 
 
+def needs(package, version):
+    why = f"{package} is missing: pip install --no-deps {package}=={version}"
+    return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=why)
+
+
+def folder_of(package):
+    return Path(importlib.util.find_spec(package).origin).parent
+
+
 @pytest.mark.slow
-@pytest.mark.skipif(
-    importlib.util.find_spec("speculators") is None,
-    reason="speculators is missing: pip install --no-deps speculators==0.9.0",
-)
+@needs("speculators", "0.9.0")
 def test_the_refiner_is_that_of_speculators():
-    package = Path(importlib.util.find_spec("speculators").origin).parent
-    file = package / "models" / "xpress" / "model_definitions.py"  # of torch alone, unlike the package
-    spec = importlib.util.spec_from_file_location("xpress_of_speculators", file)
+    file = folder_of("speculators") / "models" / "xpress" / "model_definitions.py"
+    spec = importlib.util.spec_from_file_location("xpress_of_speculators", file)  # of torch alone
     spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
     config = make_pair.xpress_config(xpress_mlp_hidden=12)
     weights = make_pair.xpress_weights(config, torch.Generator().manual_seed(8))
@@ -332,3 +341,40 @@ def test_the_refiner_is_that_of_speculators():
     for row in range(2):
         ours = refiner_bias(weights, hidden[row], before[row])
         torch.testing.assert_close(ours, bias[row], rtol=0, atol=1e-4)
+
+
+@pytest.fixture
+def specforge_domino(monkeypatch):
+    """SpecForge's drafter, of the files that need transformers alone."""
+    folder = folder_of("specforge")
+    for name in ("specforge", "specforge.modeling", "specforge.modeling.draft", "specforge.utils"):
+        monkeypatch.setitem(sys.modules, name, part := types.ModuleType(name))
+        part.__path__ = [str(folder.joinpath(*name.split(".")[1:]))]
+    part.get_device_type = lambda: "cpu"
+    yield importlib.import_module("specforge.modeling.draft.domino").DominoDraftModel
+    for name in [name for name in sys.modules if name.startswith("specforge.")]:
+        monkeypatch.delitem(sys.modules, name)
+
+
+@pytest.mark.slow
+@needs("specforge", "0.2.0")
+@pytest.mark.parametrize("shift", [True, False])
+@pytest.mark.parametrize("num_plain", [0, 1, 3])
+@torch.inference_mode()
+def test_drafts_of_domino_are_those_of_specforge(target, tmp_path, specforge_domino, shift, num_plain):
+    config = {"shift_label": shift, "pure_draft_prefix_len": num_plain}
+    one = heads(target, tmp_path, "Domino", config, to_layout=domino_specforge)
+    raw = {key: value for key, value in one.config.items() if key != "architectures"}
+    theirs = specforge_domino(Qwen3Config(**raw, attn_implementation="eager")).double().eval()
+    theirs.load_state_dict(one.weights)
+    model, features, block = copy.deepcopy(target[1]).double(), random_features(), one.drafter.block
+    got = one.drafts(features, block)[:, 1:]
+    for row, context in enumerate(features):
+        ids = torch.tensor([[3 + row, *[raw["dflash_config"]["mask_token_id"]] * (block - 1)]])
+        hidden = theirs(
+            noise_embedding=model.model.embed_tokens(ids),
+            target_hidden=context[None],
+            position_ids=torch.arange(len(context) + block)[None],
+        )
+        expected = theirs._sample_draft_tokens(model, hidden, ids)
+        assert got[row].tolist() == expected[0].tolist()
