@@ -16,6 +16,7 @@ from blockdraft.kernels.cpu import why_no_llvm
 from blockdraft.models.decoder import Decoder
 from blockdraft.models.packed_int8 import Int8Matrix
 from tests import tiny
+from tests.matrix import slow_but
 
 pytestmark = pytest.mark.skipif(
     why_no_llvm(torch.float32, torch.device("cpu")) is not None, reason="the CPU kernels are not chosen"
@@ -114,7 +115,7 @@ def test_bits_do_not_depend_on_the_drafter(plain, drafter, width):
 
 
 @of_floats
-@pytest.mark.parametrize(("drafter", "width"), PAIRS)
+@pytest.mark.parametrize(("drafter", "width"), slow_but(PAIRS, *PAIRS[:3]))
 def test_a_row_is_drafted_for_alike_alone_and_beside_others(plain, drafter, width):
     """The number of steps is the same, captured or not."""
     engine = plain.engine(drafter, width=width)
