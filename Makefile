@@ -97,9 +97,9 @@ rehearse: .venv/installed-dev
 	$(PIP) -c constraints.txt $(EDITABLE) -e '.[dev,browser]'
 	touch $@
 
-# z-lab's package, which one test compares with; its dependencies are for its benchmark.
+# Packages that tests compare drafters with; only files that need no other package are used.
 .venv/installed-dflash: .venv/installed-dev
-	$(PIP) --no-deps dflash==0.1.0
+	$(PIP) --no-deps dflash==0.1.0 speculators==0.9.0 specforge==0.2.0
 	touch $@
 
 clean:

@@ -1,4 +1,4 @@
-"""Independent DFlash, DFlash2 and DSpark: the dossier's equations, once more: no cache, no pages, no rows.
+"""Independent drafters of every kind: the dossier's equations, once more: no cache, no pages, no rows.
 
 Weights are read by their checkpoint names; nothing of the package is used. Also the trainer of the fixture.
 """
@@ -146,3 +146,119 @@ def markov_walk(weights, logits, anchor):
         before = int(biased[-1].argmax())
         drafts.append(before)
     return torch.tensor(drafts), torch.stack(biased)
+
+
+def refiner_bias(weights, hidden, before):
+    """XPress's biases [C, V] for the first C columns of a block, given hidden [block, E] and `before` [C]."""
+    w = {name.removeprefix("xpress_head."): one for name, one in weights.items()}
+    mean = hidden.mean(0) @ w["down_g.weight"].T
+    inputs = [
+        w["in_proj.weight"] @ torch.cat([w["down_h.weight"] @ h, mean, w["w1.weight"][token]])
+        for h, token in zip(hidden, before, strict=False)
+    ]
+    rows = []
+    for column, x in enumerate(inputs):
+        mixed = x + sum(w["mix.L"][:, column, j] * inputs[j] for j in range(column + 1))
+        inner = F.silu(w["mlp.gate_proj.weight"] @ mixed) * (w["mlp.up_proj.weight"] @ mixed)
+        rows.append(w["w2.weight"] @ (mixed + w["mlp.down_proj.weight"] @ inner))
+    return torch.stack(rows)
+
+
+def refined(weights, config, hidden, logits, anchor, choose):
+    """XPress's drafts [D] for one block: hidden [block, E], logits [D, V].
+
+    choose(logits, first=0) gives the tokens of drafts `first`, `first` + 1, … After the first choice, logits
+    of tokens that are no candidates are -inf.
+    """
+    is_shifted, top_k = config["sample_from_anchor"], config["xpress_topc"] or logits.shape[1]
+    least = logits.topk(min(top_k, logits.shape[1])).values[:, -1:]
+    kept = logits.masked_fill(logits < least, float("-inf"))
+    drafts = choose(logits).tolist()
+    for _ in range(config["xpress_num_passes"]):
+        block = [anchor, *drafts]
+        bias = refiner_bias(weights, hidden, block[:-1] if is_shifted else [anchor, *block[:-1]])
+        drafts = choose(kept + (bias if is_shifted else bias[1:])).tolist()
+    return drafts
+
+
+def domino_walk(weights, config, hidden, logits, anchor, embedding, choose):
+    """Domino's drafts [D] for one block, by PyTorch's own GRU: hidden [D, E], logits [D, V]."""
+    dflash, size = config["dflash_config"], hidden.shape[1]
+    gru = torch.nn.GRU(size, dflash["gru_hidden_dim"], batch_first=True, bias=False, dtype=hidden.dtype)
+    gru.load_state_dict({name: weights[f"prefix_gru.{name}"] for name, _ in gru.named_parameters()})
+    drafts = []
+    for draft, row in enumerate(logits):
+        with torch.no_grad():
+            states, _ = gru(embedding[[anchor, *drafts]][None])
+        features = torch.cat([hidden[draft], states[0, -1]])
+        bias = weights["embed_proj.2.weight"] @ F.silu(weights["embed_proj.0.weight"] @ features)
+        row = row if draft < dflash["pure_draft_prefix_len"] else row + bias
+        drafts.append(int(choose(row[None], draft)))
+    return drafts
+
+
+def lattice_scores(weights, config, hidden, logits, context, embedding):
+    """LiLiCorr's candidates [D, K], likeliest first, and their scores [D, K before, K] for one block.
+
+    hidden [D, E] and logits [D, V] are of the drafting columns; context [E] is 0 before the first token.
+    """
+    w = {name.removeprefix("lilicorr."): one for name, one in weights.items()}
+    own = {k.removeprefix("lilicorr_"): v for k, v in config["dflash_config"].items()}
+    eps, block, num, top_k = config["rms_norm_eps"], config["block_size"], len(logits), own["candidate_topk"]
+    size = w["slot_embedding"].shape[-1]
+
+    def linear(name, x):
+        return F.linear(x, w[f"{name}.weight"], w[f"{name}.bias"])
+
+    def mlp(name, x):
+        return linear(f"{name}.down_proj", F.silu(linear(f"{name}.up_proj", x)))
+
+    ids = logits.topk(top_k).indices
+    log_p = logits.log_softmax(-1).gather(1, ids)
+    states = []
+    for slot in range(num):
+        for rank in range(top_k):
+            p = log_p[slot, rank]
+            told = torch.stack([p, p.exp(), p - log_p[slot, 0], p.new_tensor(rank / (top_k - 1))])
+            told = torch.cat([told, p.new_tensor([float(rank == 0)])])
+            told = F.layer_norm(told, (5,), w["feature_norm.weight"], w["feature_norm.bias"])
+            token = embedding[ids[slot, rank]]
+            token = linear("token_proj", token) if "token_proj.weight" in w else token
+            state = token + linear("pass_hidden_proj", hidden[slot]) + mlp("feature_mlp", told)
+            states.append(state + w["slot_embedding"][0, 0, slot, 0] + w["rank_embedding"][0, 0, 0, rank])
+    x, slots = torch.stack(states), torch.arange(num * top_k) // top_k
+    apart = slots[:, None] - slots
+    bias = w["relative_slot_bias"][:, apart + block - 1] + w["same_slot_bias"][:, None, None] * (apart == 0)
+    for layer in range(own["num_layers"]):
+        name = f"layers.{layer}."
+        attention = torch.nn.MultiheadAttention(size, own["num_heads"], batch_first=True, dtype=x.dtype)
+        attention.load_state_dict(
+            {k.removeprefix(name + "attn."): v for k, v in w.items() if k.startswith(name + "attn.")}
+        )
+        h = rms(x, w[name + "attn_norm.weight"], eps)[None]
+        with torch.no_grad():
+            x = x + attention(h, h, h, attn_mask=bias, need_weights=False)[0][0]
+        x = x + mlp(name + "mlp", rms(x, w[name + "mlp_norm.weight"], eps))
+    x = rms(x, w["output_norm.weight"], eps)
+    anchor = linear("context_proj", context) if context.any() else torch.zeros(size, dtype=x.dtype)
+    anchor = rms(anchor, w["anchor_norm.weight"], eps)
+    joined = F.silu(linear("factor_input_proj", torch.cat([x, anchor.expand_as(x), x * anchor], -1)))
+
+    def unit(x):
+        return x / x.norm(dim=-1, keepdim=True).clamp(min=own["vector_eps"])
+
+    after, before = (unit(linear(part, joined)).view(num, top_k, -1) for part in ("out_head", "in_head"))
+    first = unit(linear("anchor_out_head", anchor)).expand(1, top_k, -1)
+    return ids, own["logit_scale"] * torch.einsum("sif,sjf->sij", torch.cat([first, after[:-1]]), before)
+
+
+def lattice_walk(weights, config, hidden, logits, context, embedding, choose):
+    """LiLiCorr's drafts [D] for one block; see lattice_scores."""
+    ids, scores = lattice_scores(weights, config, hidden, logits, context, embedding)
+    drafts, place = [], 0
+    for draft, found in enumerate(ids):
+        row = torch.full_like(logits[:1], float("-inf"))
+        row[0, found] = scores[draft, place]
+        drafts.append(int(choose(row, draft)))
+        place = found.tolist().index(drafts[-1])
+    return drafts

@@ -70,18 +70,6 @@ def random_drafter(dtype, device="cpu"):
     return DFlashDrafter(with_kernels(model, trained.target.kernels), trained.target)
 
 
-@functools.cache
-def dflash2_drafter(dtype, device="cpu", *, is_convolved=True):
-    """The trained drafter with convolutions that disturb it a little, or none, and pairs that have a say."""
-    with tempfile.TemporaryDirectory() as folder:
-        write_dflash2(Path(folder), is_convolved=is_convolved)
-        trained = load(dtype, device)
-        checkpoint = open_checkpoint(folder)
-        read = read_draft_config(checkpoint.config, name="dflash2")
-        wide = replace(plan(dtype, device), max_positions=512)
-        return load_dflash(checkpoint, read, trained.target, wide, trained.device)
-
-
 def write_dflash2(folder, *, is_convolved=True):
     config, extra = _dflash2(is_convolved=is_convolved)
     save_file(load_file(f"{DRAFT}/model.safetensors") | extra, folder / "model.safetensors")
@@ -114,6 +102,42 @@ def _dflash2(*, is_convolved=True):
     return config, extra
 
 
+def write_xpress(folder):
+    """The trained drafter with a refiner that has a say."""
+    config = make_pair.xpress_config(xpress_num_passes=5)  # fewer than drafts
+    extra = make_pair.xpress_weights(config, torch.Generator().manual_seed(4))
+    save_file(load_file(f"{DRAFT}/model.safetensors") | extra, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def write_domino(folder):
+    """The trained drafter with Domino's head, which has a say."""
+    config = make_pair.domino_config(shift_label=False)  # as the drafter was trained
+    extra = make_pair.domino_weights(config, torch.Generator().manual_seed(4))
+    save_file(load_file(f"{DRAFT}/model.safetensors") | extra, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def write_lilicorr(folder):
+    """The trained drafter with LiLiCorr's head, which has a say."""
+    config = make_pair.lilicorr_config()
+    extra = make_pair.lilicorr_weights(config, torch.Generator().manual_seed(4))
+    save_file(load_file(f"{DRAFT}/model.safetensors") | extra, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@functools.cache
+def written_drafter(write, dtype, device="cpu"):
+    """The drafter that `write` writes to a folder."""
+    with tempfile.TemporaryDirectory() as folder:
+        write(Path(folder))
+        trained = load(dtype, device)
+        checkpoint = open_checkpoint(folder)
+        read = read_draft_config(checkpoint.config, name="written")
+        wide = replace(plan(dtype, device), max_positions=512)
+        return load_dflash(checkpoint, read, trained.target, wide, trained.device)
+
+
 @functools.cache
 def changed_drafter(dtype, device="cpu", **config):
     """The trained weights under a configuration that differs in these fields."""
@@ -137,14 +161,22 @@ def spark_drafter(dtype, device="cpu"):
     return load_models(settings, lambda _: None)[0].drafter.beside(load(dtype, device).target)
 
 
-# Kinds of drafters: DFlash2, DSpark's, and what the trained one would be if its config.json said so.
+# Kinds of drafters: the written ones, DSpark's, and what the trained one would be if its config.json said so.
 CHANGED = {
     "causal": {"is_causal": (True, True)},
     "from the anchor": {"drafts_from_anchor": True},
     "causal, from the anchor": {"is_causal": (True, True), "drafts_from_anchor": True},
 }
 SELECTOR = "a selector alone"
-KINDS = ("DFlash2", SELECTOR, *CHANGED, "DSpark")
+# The kinds that are written, by who writes them.
+WRITTEN = {
+    "DFlash2": lambda folder: write_dflash2(folder),
+    SELECTOR: lambda folder: write_dflash2(folder, is_convolved=False),
+    "XPress": write_xpress,
+    "Domino": write_domino,
+    "LiLiCorr": write_lilicorr,
+}
+KINDS = (*WRITTEN, *CHANGED, "DSpark")
 # What config.json calls each of them, and what people read.
 TITLES = {
     "DFlash2": ("dflash2", "DFlash2"),
@@ -153,14 +185,17 @@ TITLES = {
     "from the anchor": ("dflash", "DFlash from the anchor"),
     "causal, from the anchor": ("dflash", "causal DFlash from the anchor"),
     "DSpark": ("dspark", "DSpark"),
+    "XPress": ("xpress", "XPress"),
+    "Domino": ("domino", "Domino"),
+    "LiLiCorr": ("lilicorr", "LiLiCorr"),
 }
 
 
 def write_kind(folder, name):
     """A checkpoint of a drafter of any of KINDS for the pair's target, with weights as those have them."""
     folder.mkdir()
-    if name in ("DFlash2", SELECTOR):
-        write_dflash2(folder, is_convolved=name != SELECTOR)
+    if name in WRITTEN:
+        WRITTEN[name](folder)
         return folder
     source = Path(SPARK if name == "DSpark" else DRAFT)
     config, weights = (
@@ -250,8 +285,8 @@ def drafter_named(name, models, dtype, device, plan):
         return models.drafter
     if name == "random":
         return random_drafter(dtype, device)
-    if name in ("DFlash2", SELECTOR):
-        return dflash2_drafter(dtype, device, is_convolved=name != SELECTOR)
+    if name in WRITTEN:
+        return written_drafter(WRITTEN[name], dtype, device)
     if name == "DSpark":
         return spark_drafter(dtype, device)
     return changed_drafter(dtype, device, **CHANGED[name])
@@ -284,6 +319,8 @@ def engine(
         drafter.draft_ngram = plan["draft_ngram"]
     plan = {"num_pages": 512, "max_num_seqs": 8, "max_prefill_tokens": 64, **plan}
     models = replace(models, drafter=drafter)
+    if isinstance(drafter, DFlashDrafter):
+        models = replace(models, draft_config=drafter.model.config)
     if kernels is not None:
         models = models.with_kernels(kernels)
     made = Engine(models, with_exact_pages(replace(planned, **plan)))

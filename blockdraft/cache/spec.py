@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeGuard
 
 from blockdraft.kernels import kv_formats
 from blockdraft.kernels.sampling_tables import MAX_LISTED, Real, Whole
@@ -31,6 +32,13 @@ class Windowed(Paged):
     """
 
     window: int
+
+
+@dataclass(frozen=True, slots=True)
+class Newest(Windowed):
+    """Like Windowed, but only what belongs to a row's newest token is read; never compressed."""
+
+    window: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +102,16 @@ class SharedWith:
 LayerSpec = Paged | Windowed | Compressed | Recurrent | SharedWith
 
 
+def is_compressible(spec: LayerSpec) -> TypeGuard[Paged]:
+    return isinstance(spec, Paged) and not isinstance(spec, Newest)
+
+
 def compressed(specs: tuple[LayerSpec, ...], format: str) -> tuple[LayerSpec, ...]:
     """Return the specs with keys and values stored in `format`."""
     if format == kv_formats.EXACT:
         return specs
     return tuple(
-        Compressed(spec.num_kv_heads, spec.head_dim, format) if isinstance(spec, Paged) else spec
+        Compressed(spec.num_kv_heads, spec.head_dim, format) if is_compressible(spec) else spec
         for spec in specs
     )
 

@@ -48,6 +48,10 @@ class View(Protocol):
         """Normalise and rotate keys; write keys and values [N, G, D] to their slots."""
         ...
 
+    def before(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return keys and values [R, G, D] of the token before each row's first one; 0 if there is none."""
+        ...
+
     def scan(self, layer: int, x: Tensor, beta: Tensor, gate: Tensor, weights: DeltaWeights) -> Tensor:
         """Convolve x [N, C], apply the gated delta rule by logits beta and gate [N, H]; return [N, H, V]."""
         ...
@@ -121,6 +125,15 @@ class CacheView:
         storage = self._pages(layer)
         self._kernels.norm_rope_write(None, k, v, norms, angles, storage.slots(self._blocks))
         self._compress(storage)
+
+    def before(self, layer: int) -> tuple[Tensor, Tensor]:
+        storage, blocks = self._storage[layer], self._blocks
+        assert isinstance(storage, PagedKV)
+        last = (blocks.starts - 1).clamp(min=0)
+        page = blocks.table[blocks.rows, last // blocks.page_size]
+        # Slot 0 holds zeros.
+        slot = (page * blocks.page_size + last % blocks.page_size).masked_fill(blocks.starts == 0, 0)
+        return storage.keys[:, slot].transpose(0, 1), storage.values[:, slot].transpose(0, 1)
 
     def scan(self, layer: int, x: Tensor, beta: Tensor, gate: Tensor, weights: DeltaWeights) -> Tensor:
         storage = self._storage[layer]

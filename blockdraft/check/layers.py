@@ -38,6 +38,8 @@ from blockdraft.models.kernel_module import with_kernels
 from blockdraft.models.moe import MoE
 from blockdraft.models.packed_int8 import Int8Matrix
 from blockdraft.step.dflash import DFlashDrafter
+from blockdraft.step.hints import HintDrafter
+from blockdraft.step.lattice import LatticeDrafter
 
 # K may differ from T by this multiple of the rounding error. The rounding error is half a unit in the last
 # place of every value that the part reads and writes, plus the error inside the part: that of R's worst
@@ -293,6 +295,22 @@ class _Check:
             x = exact.to(self._dtype)
         heads = (functools.partial(_draft_logits, one) for one in (oracle, drafter))
         self.draft_parts.append(self._head("the drafter's head", x, *heads))
+        if isinstance(drafter, HintDrafter | LatticeDrafter):
+            shape = len(lengths), drafter.num_columns
+            self._run_hints(oracle, drafter, x.view(*shape, -1))
+
+    def _run_hints(self, oracle: DFlashDrafter, drafter: DFlashDrafter, x: Tensor) -> None:
+        """Compare what the drafter's head says of tokens before each column of x [R, columns, E]."""
+        num_rows, num_drafts = len(x), drafter.block - 1
+        before = self._ids[torch.arange(num_rows * num_drafts, device=self.device) % len(self._ids)]
+        before = before.view(num_rows, num_drafts)
+        with _exactly():
+            exact = _hints(oracle, x.to(self._wide), before)
+            rough = _hints(oracle, self._rough_input(x), before)
+        part = self._part("the drafter's hints", exact, rough)
+        where = [f"of draft {draft} of {num_rows} rows" for draft in range(num_drafts)] * num_rows
+        part.compare(_hints(drafter, x, before), torch.arange(len(exact), device=self.device), where)
+        self.draft_parts.append(part)
 
     def _behind(self, drafter: DFlashDrafter, lengths: list[int], dtype: torch.dtype) -> WholeView:
         """Return the oracle's view of each row's block and of the context before the block."""
@@ -334,6 +352,21 @@ def _draft_logits(drafter: DFlashDrafter, x: Tensor) -> Tensor:
     """Return the logits of the tokens in the drafter's reduced vocabulary."""
     logits, ids = drafter.logits(drafter.model.norm(x)), drafter.vocab_map
     return logits if ids is None else logits[:, ids]
+
+
+def _hints(drafter: DFlashDrafter, x: Tensor, before: Tensor) -> Tensor:
+    """Return hints [R * D, rank] for drafts behind the tokens `before` [R, D].
+
+    LiLiCorr's are its scores of these tokens and those with the next higher ids.
+    """
+    hidden = drafter.model.norm(x)
+    if isinstance(drafter, LatticeDrafter):
+        place = torch.arange(drafter.lattice.head.top_k, device=x.device)
+        ids = (before[..., None] + place) % drafter.model.config.vocab_size
+        return drafter.score(hidden, ids, -place.to(hidden.dtype).expand(ids.shape)).flatten(2).flatten(0, 1)
+    hints = drafter.hints(hidden, before)
+    assert hints is not None
+    return hints.flatten(0, 1)
 
 
 # ---- mixtures

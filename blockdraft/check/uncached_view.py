@@ -80,6 +80,11 @@ class WholeView:
     def write(self, layer: int, k: Tensor, v: Tensor, *, angles: Angles, norms: HeadNorms | None) -> None:
         self.kept[layer] = _entered(k, None if norms is None else norms.k, norms, angles), v
 
+    def before(self, layer: int) -> tuple[Tensor, Tensor]:
+        last = torch.tensor(self._starts, device=self.positions.device) - 1
+        k, v = (x[last.clamp(min=0)] * (last >= 0)[:, None, None] for x in self._context[layer])
+        return k, v
+
     def scan(self, layer: int, x: Tensor, beta: Tensor, gate: Tensor, weights: DeltaWeights) -> Tensor:
         """Apply the gated delta rule without a state: solve for the corrections of all tokens at once."""
         spec = self._specs[layer]

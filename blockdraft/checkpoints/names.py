@@ -6,7 +6,7 @@ that path. A parameter outside a linear module (a sink, a scale) maps to the ful
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from blockdraft.models.config import AttentionConfig, DeltaConfig, ModelConfig
@@ -95,10 +95,46 @@ DRAFT_LAYER: Names = {
     },
 }
 
-DRAFT_HEADS = {"markov.before": "markov_head.markov_w1", "markov.after": "markov_head.markov_w2"}
+_DRAFT_HEADS: Mapping[str, tuple[str, ...]] = {
+    "markov.before": ("markov_head.markov_w1",),
+    "markov.after": ("markov_head.markov_w2",),
+    "refiner.before": ("xpress_head.w1",),
+    "refiner.own": ("xpress_head.down_h",),
+    "refiner.mean": ("xpress_head.down_g",),
+    "refiner.inputs": ("xpress_head.in_proj",),
+    "refiner.mixer": ("xpress_head.mix.L",),
+    "refiner.mlp.gate_up": ("xpress_head.mlp.gate_proj", "xpress_head.mlp.up_proj"),
+    "refiner.mlp.down": ("xpress_head.mlp.down_proj",),
+    "refiner.after": ("xpress_head.w2",),
+    "prefix.inputs.weight": ("prefix_gru.weight_ih_l0",),
+    "prefix.recurrent.weight": ("prefix_gru.weight_hh_l0",),
+    "prefix.joined": ("embed_proj.0",),
+    "prefix.after": ("embed_proj.2",),
+}
+_OLD_HEADS = "logit_head."  # before names of heads in SpecForge's early files
+_SPECULATORS_HEADS: Names = {
+    **_DRAFT_HEADS,
+    "refiner.before": ("refiner_head.token_embed",),
+    "refiner.own": ("refiner_head.down_h",),
+    "refiner.mean": ("refiner_head.down_g",),
+    "refiner.inputs": ("refiner_head.in_proj",),
+    "refiner.mixer": ("refiner_head.mix_l",),
+    "refiner.mlp.gate_up": ("refiner_head.mlp_gate", "refiner_head.mlp_up"),
+    "refiner.mlp.down": ("refiner_head.mlp_down",),
+    "refiner.after": ("refiner_head.readout",),
+}
 
 # Prefixes of a decoder's tensors: of a text model, and of the text part of a multimodal model.
 PREFIXES = ("model.", "model.language_model.", "language_model.model.")
+
+
+def draft_head_names(tensors: Collection[str]) -> Names:
+    """Return the names of a drafter's heads by their full paths, for a file that has these `tensors`."""
+    if any(name.startswith("refiner_head.") for name in tensors):
+        return _SPECULATORS_HEADS
+    if any(name.startswith(_OLD_HEADS) for name in tensors):
+        return {path: (_OLD_HEADS + name,) for path, (name, *_) in _DRAFT_HEADS.items()}
+    return _DRAFT_HEADS
 
 
 def layer_names(config: ModelConfig, index: int) -> Names:

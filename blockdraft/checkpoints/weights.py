@@ -23,12 +23,12 @@ from blockdraft.checkpoints.folder_checkpoint import FolderCheckpoint
 from blockdraft.checkpoints.gguf_checkpoint import GgufCheckpoint
 from blockdraft.checkpoints.int8_weights import Int8Cache, column_factors
 from blockdraft.checkpoints.names import (
-    DRAFT_HEADS,
     DRAFT_LAYER,
     PREFIXES,
     ExpertNames,
     Names,
     copied_rows,
+    draft_head_names,
     draft_skipped,
     layer_names,
     skipped,
@@ -170,17 +170,20 @@ def match_tensors(
 
 def slots_of(model: Decoder | DFlash, tensors: Mapping[str, TensorInfo]) -> list[Slot]:
     """Return every parameter of `model`, with its pieces in a checkpoint that has these `tensors`."""
+    heads: Names = {}
     if isinstance(model, DFlash):
-        prefix, tables = "", [DRAFT_LAYER] * len(model.layers)
+        prefix, tables, heads = "", [DRAFT_LAYER] * len(model.layers), draft_head_names(tensors)
     else:
         prefix = next((one for one in PREFIXES if f"{one}embed_tokens.weight" in tensors), PREFIXES[0])
         tables = [layer_names(model.config, index) for index in range(model.config.num_layers)]
-    top = {"embedding": f"{prefix}embed_tokens", "head": _head_name(tensors), **DRAFT_HEADS}
+    top = {"embedding": f"{prefix}embed_tokens", "head": _head_name(tensors)}
     slots = []
     for path, module in model.named_modules():
         in_layer = re.fullmatch(r"layers\.(\d+)\.?(.*)", path)
         for attribute, parameter in module.named_parameters(recurse=False):
-            if in_layer is None:
+            if path in heads or f"{path}.{attribute}" in heads:
+                pieces = _pieces(module, (path, attribute), parameter, heads, "", tensors)
+            elif in_layer is None:
                 pieces = _stacked(module, attribute, parameter, (top.get(path, f"{prefix}{path}"),))
             else:
                 base, table = f"{prefix}layers.{in_layer[1]}.", tables[int(in_layer[1])]

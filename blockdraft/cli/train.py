@@ -12,9 +12,16 @@ from pathlib import Path
 
 from blockdraft.cli.flags import add_flags, dataclass_from
 from blockdraft.errors import SettingsError
-from blockdraft.models.draft_config import KIND_NAMES
 from blockdraft.planner.resolver import named_drafter
-from blockdraft.training.job import CPU_ROWS, AnswerOptions, DrafterShape, Job, Objective, TrainingRecipe
+from blockdraft.training.job import (
+    CPU_ROWS,
+    TRAINED,
+    AnswerOptions,
+    DrafterShape,
+    Job,
+    Objective,
+    TrainingRecipe,
+)
 
 SUMMARY = "train a drafter for a target"
 USAGE = "blockdraft train TARGET --prompts FILE --out FOLDER (--minutes N | --steps N) [flags]"
@@ -47,7 +54,7 @@ ANSWER_FLAGS = """
 --length N: longest prompt and answer together, in tokens (default: 1024)
 """
 SHAPE_FLAGS = f"""
---kind {{{",".join(KIND_NAMES)}}}: dflash2 adds convolutions and a selector of candidates, dspark a Markov
+--kind {{{",".join(TRAINED)}}}: dflash2 adds convolutions and a selector of candidates, dspark a Markov
   head; with --from, they are added to a DFlash drafter (default: the kind of --from, else dflash)
 --rank N: rank of the token-pair tables of dflash2 and dspark (default: {_SHAPE.rank})
 --candidates N: candidates per position of dflash2 (default: {_SHAPE.num_candidates})

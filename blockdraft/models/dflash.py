@@ -17,13 +17,16 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from blockdraft.cache.view import View
 from blockdraft.kernels.attention import Mask
 from blockdraft.kernels.heads import HeadNorms
 from blockdraft.kernels.pointwise import Angles
 from blockdraft.models.draft_config import Dflash2Head, DraftConfig
+from blockdraft.models.draft_heads import MarkovHead, PrefixHead, Refiner
 from blockdraft.models.kernel_module import KernelModule
+from blockdraft.models.lattice import Lattice
 from blockdraft.models.layers import GatedMLP, Linear, PlainLinear, RMSNorm
 from blockdraft.models.rotary import Rotary
 
@@ -138,23 +141,6 @@ class CandidateSelector(nn.Module):
         return self.hidden_projection(hidden.flatten(0, 1)).view(*hidden.shape[:2], -1)  # type: ignore[no-any-return]
 
 
-class Table(nn.Module):
-    """A row of values for each token."""
-
-    def __init__(self, num_tokens: int, size: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(num_tokens, size))
-
-
-class MarkovHead(nn.Module):
-    """DSpark's head, which adds `after @ before[previous token]` to a draft's logits; never quantised."""
-
-    def __init__(self, config: DraftConfig) -> None:
-        super().__init__()
-        self.before = Table(config.vocab_size, config.markov_rank)
-        self.after = Table(config.draft_vocab_size, config.markov_rank)
-
-
 class DFlash(KernelModule):
     """The drafter; `first_layer` is the index of its first layer in the cache shared with the target."""
 
@@ -181,7 +167,11 @@ class DFlash(KernelModule):
         self.rotary = Rotary(config.rope, config.head_dim, max_positions, device)
         self.head = Linear(hidden, config.draft_vocab_size) if has_head else None
         self.markov = MarkovHead(config) if config.markov_rank else None
-        if config.dflash2 is not None:
+        self.refiner = Refiner(config) if config.xpress is not None else None
+        self.prefix = PrefixHead(config) if config.domino is not None else None
+        self.lilicorr = Lattice(config) if config.lilicorr is not None else None
+        self.context_layer = first_layer + config.num_layers  # where LiLiCorr keeps context vectors
+        if config.dflash2 is not None and config.dflash2.rank:
             self.add_module("candidate_selector", CandidateSelector(config))
 
     def absorb(self, features: Tensor, view: View) -> None:
@@ -192,6 +182,24 @@ class DFlash(KernelModule):
         for layer in self.layers:
             assert isinstance(layer, DFlashLayer)
             view.write(layer.layer, *layer.keys_values(context), angles=angles, norms=layer.norms())
+        if self.lilicorr is not None:
+            self._keep(context, angles, view)
+
+    def _keep(self, context: Tensor, angles: Angles, view: View) -> None:
+        """Write the context vectors [N, E] to the cache, as keys that are not rotated and as values."""
+        dim = self.config.head_dim
+        heads = pad(context, (0, -context.shape[1] % (2 * dim))).view(len(context), -1, dim)
+        k, v = (part.contiguous() for part in heads.chunk(2, dim=1))
+        still = torch.ones_like(angles[0]), torch.zeros_like(angles[1])
+        view.write(self.context_layer, k, v, angles=still, norms=None)
+
+    def _with_context(self, hidden: Tensor, view: View, num_columns: int) -> Tensor:
+        """Return hidden states [N, E] of blocks; LiLiCorr has the anchor's context in the anchor's column."""
+        if self.lilicorr is None:
+            return hidden
+        context = torch.cat(view.before(self.context_layer), dim=1).flatten(1)[:, None, : hidden.shape[1]]
+        columns = hidden.view(-1, num_columns, hidden.shape[1])
+        return torch.cat((context.to(hidden.dtype), columns[:, 1:]), dim=1).flatten(0, 1)
 
     def forward(self, x: Tensor, view: View, num_columns: int) -> Tensor:
         """Return the hidden states [N, E] for the embeddings x [N, E] of blocks of `num_columns`."""
@@ -199,7 +207,7 @@ class DFlash(KernelModule):
         angles = self.rotary(view.positions)
         for layer in self.layers:
             x = layer(x, angles, view, num_columns)
-        return self.norm(x)  # type: ignore[no-any-return]
+        return self._with_context(self.norm(x), view, num_columns)
 
 
 class DFlash2(DFlash):
@@ -223,7 +231,7 @@ class DFlash2(DFlash):
         normed: Tensor = layers[0].attention_norm(x)
         for layer, norm in zip(layers, [*(one.attention_norm for one in layers[1:]), self.norm], strict=True):
             x, normed = layer.advance(x, normed, angles, view, num_columns, norm)
-        return normed
+        return self._with_context(normed, view, num_columns)
 
 
 def body_type(config: DraftConfig) -> type[DFlash]:

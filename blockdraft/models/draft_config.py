@@ -5,13 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from blockdraft.cache.spec import LayerSpec
+from blockdraft.cache.spec import LayerSpec, Newest
 from blockdraft.errors import ModelError
 from blockdraft.models.config import ModelConfig, Rope, layer_spec
 
-DraftKind = Literal["dflash", "dflash2", "dspark"]
-KIND_NAMES: dict[DraftKind, str] = {"dflash": "DFlash", "dflash2": "DFlash2", "dspark": "DSpark"}
+DraftKind = Literal["dflash", "dflash2", "dspark", "xpress", "domino", "lilicorr"]
+KIND_NAMES: dict[DraftKind, str] = {
+    "dflash": "DFlash",
+    "dflash2": "DFlash2",
+    "dspark": "DSpark",
+    "xpress": "XPress",
+    "domino": "Domino",
+    "lilicorr": "LiLiCorr",
+}
 SPARK_CANDIDATES = 32  # arbitrary: DSpark has no limit, vLLM's examples use 16
+DOMINO_CANDIDATES = 512  # arbitrary: Domino has no limit, SGLang takes 2,048 for all columns of a block
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,9 +28,42 @@ class Dflash2Head:
 
     conv_taps: int
     conv_group: int  # channels that share a token's change of the kernel
-    rank: int  # length of the vectors whose products are pair scores
+    rank: int  # length of the vectors whose products are pair scores; 0: convolutions alone
     top_k: int  # candidates per column
     skips_first: bool = False  # the first draft has no pair score: its column reads the anchor
+
+
+@dataclass(frozen=True, slots=True)
+class XPressHead:
+    """The options of XPress (models/draft_heads.py)."""
+
+    rank: int  # size of a column's latent
+    inner_size: int
+    num_passes: int  # how often the drafts are chosen again
+    top_k: int  # candidates per column; 0: all tokens
+
+
+@dataclass(frozen=True, slots=True)
+class DominoHead:
+    """The options of Domino (models/draft_heads.py)."""
+
+    state_size: int  # of the recurrent layer that reads the drafts
+    rank: int  # size of a draft's latent
+    num_plain: int  # first drafts that the head leaves alone
+
+
+@dataclass(frozen=True, slots=True)
+class LiLiCorrHead:
+    """The options of LiLiCorr (models/lattice.py)."""
+
+    top_k: int  # candidates per column
+    size: int
+    num_layers: int
+    num_heads: int
+    mlp_ratio: float
+    factor_size: int  # length of the vectors whose products are pair scores
+    eps: float  # least length of these vectors before they are normalised
+    scale: float  # of pair scores
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +95,9 @@ class DraftConfig:
     drafts_from_anchor: bool = False  # each column, also the anchor's, predicts the token after it
     copies_head: bool = False  # the file's head is a frozen copy of the target's
     markov_rank: int = 0  # rank of DSpark's Markov head; 0 without one
+    xpress: XPressHead | None = None
+    domino: DominoHead | None = None
+    lilicorr: LiLiCorrHead | None = None
 
     @property
     def num_layers(self) -> int:
@@ -62,12 +106,21 @@ class DraftConfig:
     @property
     def kind(self) -> DraftKind:
         """The kind according to the options; the file's name for it is ignored."""
-        return "dflash2" if self.dflash2 is not None else "dspark" if self.markov_rank else "dflash"
+        if self.lilicorr is not None:
+            return "lilicorr"
+        if self.dflash2 is not None:
+            return "dflash2"
+        if self.domino is not None:
+            return "domino"
+        return "xpress" if self.xpress is not None else "dspark" if self.markov_rank else "dflash"
 
     @property
     def num_candidates(self) -> int:
-        """The number of candidates per column, for drafts chosen by pair scores."""
-        return min(SPARK_CANDIDATES, self.draft_vocab_size) if self.dflash2 is None else self.dflash2.top_k
+        """The number of candidates per column, for drafts whose choice depends on the tokens before."""
+        head = self.dflash2 or self.xpress
+        top_k = DOMINO_CANDIDATES if self.domino is not None else SPARK_CANDIDATES
+        top_k = top_k if head is None else head.top_k
+        return min(top_k or self.draft_vocab_size, self.draft_vocab_size)
 
     @property
     def first_column(self) -> int:
@@ -76,15 +129,22 @@ class DraftConfig:
 
     @property
     def num_columns(self) -> int:
-        """The number of columns in the forward of a whole block."""
-        return self.first_column + self.block - 1
+        """The number of columns in the forward of a whole block.
+
+        Domino's last column, trained but never drafted from by others, belongs to the block.
+        """
+        return self.block if self.domino is not None else self.first_column + self.block - 1
 
     def has_own_head(self, *, is_stored: bool) -> bool:
         """Return True if the drafter uses its own head; `is_stored` says if the file has one."""
         return is_stored and not (self.copies_head and self.draft_vocab_size == self.vocab_size)
 
     def layer_specs(self) -> tuple[LayerSpec, ...]:
-        return tuple(layer_spec(self.num_kv_heads, self.head_dim, window) for window in self.windows)
+        """The layers, and for LiLiCorr one for context vectors, one half as keys, the other as values."""
+        specs = tuple(layer_spec(self.num_kv_heads, self.head_dim, window) for window in self.windows)
+        if self.lilicorr is None:
+            return specs
+        return *specs, Newest(-(-self.hidden_size // (2 * self.head_dim)), self.head_dim)
 
 
 def check_pair(draft: DraftConfig, target: ModelConfig, eos_ids: tuple[int, ...]) -> None:

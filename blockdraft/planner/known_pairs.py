@@ -48,7 +48,7 @@ class KnownPair:
 
     target: str
     drafter: str
-    layout: Literal["z-lab", "speculators", "DeepSpec", "SpecForge", "other"]
+    layout: Literal["z-lab", "speculators", "DeepSpec", "SpecForge", "XPress", "other"]
     family: str | None = None  # None: a family that we do not support
     block: int | None = None  # anchor included
     draft_layers: int | None = None

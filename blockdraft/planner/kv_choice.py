@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from blockdraft.cache.spec import LayerSpec, Paged, Windowed, compressed
+from blockdraft.cache.spec import LayerSpec, Paged, Windowed, compressed, is_compressible
 from blockdraft.errors import ModelError, SettingsError
 from blockdraft.kernels.kv_formats import (
     BITS,
@@ -128,7 +128,7 @@ def _format(name: str, asked: str, dtype: str) -> tuple[str, str]:
 
 def _check(specs: tuple[LayerSpec, ...], name: str, format: str) -> None:
     for spec in specs:
-        if isinstance(spec, Paged):
+        if is_compressible(spec):
             try:
                 check_format(format, spec.head_dim)
             except ModelError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from blockdraft.cache.spec import Compressed, LayerSpec, Paged, Recurrent, SharedWith, Windowed
+from blockdraft.cache.spec import Compressed, LayerSpec, Newest, Paged, Recurrent, SharedWith, Windowed
 from blockdraft.checkpoints.config_fields import Fields, read_heads
 from blockdraft.models.config import DeltaConfig, ModelConfig
 from blockdraft.models.draft_config import DraftConfig
@@ -27,6 +27,7 @@ CacheSpec = LayerSpec | Latent
 _KIND_NAMES: Mapping[type, str] = {
     Paged: "full",
     Windowed: "sliding",
+    Newest: "newest",
     Recurrent: "recurrent",
     Latent: "latent",
     SharedWith: "shared",
@@ -63,7 +64,7 @@ class Shape:
 class Kind:
     """The layers of one model that have the same kind of cache."""
 
-    name: str  # "full", "sliding", "recurrent", "latent", "shared", or the format if compressed
+    name: str  # "full", "sliding", "newest", "recurrent", "latent", "shared", or the format if compressed
     num_layers: int
     bytes_per_token: int  # of all these layers together
     bytes_per_row: int = 0  # a state and the tape of a block

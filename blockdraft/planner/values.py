@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import astuple, dataclass
 
 from blockdraft.models.config import AttentionConfig, DeltaConfig, MLPConfig, ModelConfig, MoEConfig
-from blockdraft.models.draft_config import DraftConfig
+from blockdraft.models.draft_config import DraftConfig, LiLiCorrHead
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +62,30 @@ def draft_values(config: DraftConfig, *, has_head: bool) -> Values:
     for _ in range(config.num_layers):
         count += layer
     count += Values(head=config.draft_vocab_size * hidden if has_head else 0)
-    tables = (config.vocab_size + config.draft_vocab_size) * config.markov_rank  # never quantised
+    rank = config.markov_rank
+    if config.xpress is not None:
+        rank = config.xpress.rank
+        count += _dense(rank, MLPConfig(config.xpress.inner_size))
+        count += Values(plain=rank * (2 * hidden + 3 * rank + config.num_columns**2))
+    if config.domino is not None:
+        domino = config.domino
+        inputs, after = hidden + domino.state_size, config.draft_vocab_size * domino.rank
+        count += Values(plain=inputs * (3 * domino.state_size + domino.rank) + after, tables=after)
+    if config.lilicorr is not None:
+        count += _lattice(config, config.lilicorr)
+    tables = (config.vocab_size + config.draft_vocab_size) * rank  # never quantised
     return count + Values(plain=tables, tables=tables)
+
+
+def _lattice(config: DraftConfig, head: LiLiCorrHead) -> Values:
+    size, hidden, inner = head.size, config.hidden_size, int(head.size * head.mlp_ratio)
+    layer = 2 * size + 4 * size * (size + 1) + inner * (size + 1) + size * (inner + 1)
+    projections = (2 + (size != hidden)) * size * (hidden + 1) + size * (3 * size + 1)
+    factors = 3 * head.factor_size * (size + 1)
+    features = 10 + size * (5 + 1) + size * (size + 1)
+    learned = size * (config.block - 1 + head.top_k) + head.num_heads * 2 * config.block
+    plain = head.num_layers * layer + projections + factors + features + learned + 2 * size
+    return Values(plain=plain)
 
 
 def _linear(inputs: int, *parts: int, has_bias: bool = False) -> Values:

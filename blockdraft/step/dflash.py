@@ -56,8 +56,9 @@ class DFlashDrafter:
             return anchor
         num_columns = self.columns_for(width)
         own = view if width == num_columns else cache.view(rows, num_columns)
-        hidden = self.block_hidden(anchor, own, num_columns)[:, : width - 1]
-        block = torch.cat((anchor, self.propose(hidden, anchor, view.starts, rows)), dim=1)
+        hidden = self.block_hidden(anchor, own, num_columns)
+        drafts = self.propose(hidden, anchor, view.starts, rows, width - 1)
+        block = torch.cat((anchor, drafts), dim=1)
         if self.draft_ngram:
             recall(block, rows, view, self.draft_ngram)
         return block
@@ -66,12 +67,18 @@ class DFlashDrafter:
         """Return how many columns the forward has for a step of `width`."""
         return self.model.config.first_column + width - 1 if self.is_causal else self.num_columns
 
-    def propose(self, hidden: Tensor, anchor: Tensor, starts: Tensor, rows: Rows) -> Tensor:
-        """Return drafts [R, D] for hidden states [R, D, E], after the anchor [R, 1] at `starts` [R]."""
-        return rows.kernels.choose(self.column_logits(hidden), starts, anchor, rows.sampling())
+    def propose(self, hidden: Tensor, anchor: Tensor, starts: Tensor, rows: Rows, num_drafts: int) -> Tensor:
+        """Return drafts [R, D] for a block's hidden states, after the anchor [R, 1] at `starts` [R]."""
+        logits = self.column_logits(self.drafting(hidden, num_drafts))
+        return rows.kernels.choose(logits, starts, anchor, rows.sampling())
+
+    def drafting(self, hidden: Tensor, num_drafts: int | None = None) -> Tensor:
+        """Return the part [R, D, E] of a block's hidden states [R, columns, E] that drafts, or its start."""
+        first = self.model.config.first_column
+        return hidden[:, first : None if num_drafts is None else first + num_drafts]
 
     def block_hidden(self, anchor: Tensor, view: View, num_columns: int | None = None) -> Tensor:
-        """Return hidden states [R, D, E] of the columns that draft, given the anchor [R, 1].
+        """Return hidden states [R, columns, E] of a block, given the anchor [R, 1].
 
         `view` must have as many columns as the forward: `num_columns`, or by default a whole block's.
         """
@@ -79,11 +86,11 @@ class DFlashDrafter:
         masks = anchor.new_full((len(anchor), num_masks), self.model.config.mask_token_id)
         block = torch.cat((anchor, masks), dim=1)  # [R, columns]
         hidden = self.model(self.embed(block.flatten()), view, block.shape[1])
-        return hidden.view(*block.shape, -1)[:, self.model.config.first_column :]  # type: ignore[no-any-return]
+        return hidden.view(*block.shape, -1)  # type: ignore[no-any-return]
 
     def block_logits(self, anchor: Tensor, view: View) -> Tensor:
         """Return logits [R, B - 1, V] for all drafts of a block, given the anchor [R, 1]."""
-        return self.column_logits(self.block_hidden(anchor, view))
+        return self.column_logits(self.drafting(self.block_hidden(anchor, view)))
 
     def column_logits(self, hidden: Tensor) -> Tensor:
         """Return logits [R, D, V] of hidden states [R, D, E]."""
@@ -102,7 +109,7 @@ class DFlashDrafter:
         return False
 
     def hints(self, hidden: Tensor, before: Tensor) -> Tensor | None:
-        """Return hints from the tokens `before` [R, D] for drafts of hidden states [R, D, E], or None."""
+        """Return hints for drafts behind the tokens `before` [R, D], or None; hidden [R, columns, E]."""
         return None
 
     def hinted(self, logits: Tensor, hints: Tensor) -> Tensor:
@@ -112,14 +119,23 @@ class DFlashDrafter:
     def logits(self, hidden: Tensor, hints: Tensor | None = None) -> Tensor:
         """Return logits [..., V] over the target's vocabulary, NEVER for tokens that the head lacks."""
         config = self.model.config
-        head = self.target.head_logits if self.model.head is None else self.model.head
         cap = config.logit_softcap if config.logit_softcap is not None else self.target.config.logit_softcap
-        logits = head(hidden)
+        logits = self.head_logits(hidden)
         if config.logit_scale != 1:
             logits = logits * config.logit_scale
         logits = softcap(logits, cap)
-        if self.vocab_map is not None:
-            full = logits.new_full((*logits.shape[:-1], config.vocab_size), NEVER)
-            full[..., self.vocab_map] = logits
-            logits = full
+        logits = self.spread(logits, NEVER)
         return logits if hints is None else self.hinted(logits, hints)
+
+    def head_logits(self, hidden: Tensor) -> Tensor:
+        """Return the head's logits [..., rows of the head], neither scaled nor capped."""
+        head = self.target.head_logits if self.model.head is None else self.model.head
+        return head(hidden)
+
+    def spread(self, values: Tensor, missing: float) -> Tensor:
+        """Return `values` of the head's rows as values [..., V] of the target's tokens."""
+        if self.vocab_map is None:
+            return values
+        full = values.new_full((*values.shape[:-1], self.model.config.vocab_size), missing)
+        full[..., self.vocab_map] = values
+        return full

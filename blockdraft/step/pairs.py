@@ -6,33 +6,24 @@ Each draft is chosen among a few candidates of its column, whose scores depend o
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from blockdraft.cache.rows import Rows
 from blockdraft.kernels.candidates import PairScores
-from blockdraft.kernels.sampling import NEVER
-from blockdraft.models.decoder import Decoder
-from blockdraft.models.dflash import DFlash, DFlash2
+from blockdraft.models.dflash import DFlash2
 from blockdraft.models.draft_config import DraftConfig
+from blockdraft.step.chain import ChainDrafter
 from blockdraft.step.dflash import DFlashDrafter
+from blockdraft.step.hints import HintDrafter
+from blockdraft.step.lattice import LatticeDrafter
+from blockdraft.step.refined import RefinedDrafter
 
 LEAST_WALKED = 7  # drafts from which choosing them one by one gains about what it costs (docs/models.md)
 MOST_WALKED = 4  # rows; with 16 rows a greedy walk costs more than it gains; 5 to 15 were not measured
 
 
-class PairDrafter(DFlashDrafter):
+class PairDrafter(HintDrafter):
     """Drafts with a model that scores pairs of tokens, and with the noise that the target samples with."""
-
-    def __init__(
-        self, model: DFlash, target: Decoder, vocab_map: Tensor | None = None, *, draft_ngram: int = 0
-    ) -> None:
-        super().__init__(model, target, vocab_map, draft_ngram=draft_ngram)
-        self.num_candidates = model.config.num_candidates
-        self.places: Tensor | None = None  # [V]: rows of a reduced head by token; 0 where it has none
-        if vocab_map is not None:
-            self.places = vocab_map.new_zeros(model.config.vocab_size)
-            self.places[vocab_map] = torch.arange(len(vocab_map), device=vocab_map.device)
 
     def tables(self) -> tuple[Tensor, Tensor]:
         """Return two tables: by preceding token [V, rank], and by draft [rows of the head, rank]."""
@@ -51,30 +42,24 @@ class PairDrafter(DFlashDrafter):
         mixture = self.mixture(hidden)
         return PairScores(*self.tables(), mixture, self.num_candidates, self.places, self.skips_first)
 
-    def weighs_pairs(self, num_drafts: int, num_rows: int = 1) -> bool:
-        return True
+    @property
+    def table(self) -> Tensor:
+        return self.tables()[1]
 
-    def propose(self, hidden: Tensor, anchor: Tensor, starts: Tensor, rows: Rows) -> Tensor:
-        num_rows, num_drafts, _ = hidden.shape
-        if not self.weighs_pairs(num_drafts, num_rows):
-            return super().propose(hidden, anchor, starts, rows)
-        logits, pairs = self.column_logits(hidden), self.pairs(hidden)
+    def propose(self, hidden: Tensor, anchor: Tensor, starts: Tensor, rows: Rows, num_drafts: int) -> Tensor:
+        if not self.weighs_pairs(num_drafts, len(hidden)):
+            return super().propose(hidden, anchor, starts, rows, num_drafts)
+        columns = self.drafting(hidden, num_drafts)
+        logits, pairs = self.column_logits(columns), self.pairs(columns)
         return rows.kernels.walk(logits, pairs, starts, anchor, rows.sampling())
 
     def hints(self, hidden: Tensor, before: Tensor) -> Tensor:
-        said, mixture = self.tables()[0][before], self.mixture(hidden)
+        said, mixture = self.tables()[0][before], self.mixture(self.drafting(hidden, before.shape[1]))
         if mixture is not None:
             said = said * mixture
         if self.skips_first:
             said[:, 0] = 0
         return said
-
-    def hinted(self, logits: Tensor, hints: Tensor) -> Tensor:
-        wide = torch.promote_types(logits.dtype, torch.float32)
-        scores, ids = logits.to(wide).topk(self.num_candidates, dim=-1)
-        drafts = self.tables()[1][ids if self.places is None else self.places[ids]]
-        scores = scores + (drafts.to(wide) @ hints.to(wide)[..., None])[..., 0]
-        return torch.full_like(logits, NEVER, dtype=wide).scatter(-1, ids, scores)
 
 
 class DFlash2Drafter(PairDrafter):
@@ -110,6 +95,12 @@ class SparkDrafter(PairDrafter):
 
 def drafter_type(config: DraftConfig) -> type[DFlashDrafter]:
     """Return the class of the drafter that `config` describes."""
+    if config.lilicorr is not None:
+        return LatticeDrafter
     if config.dflash2 is not None:
         return DFlash2Drafter
+    if config.xpress is not None:
+        return RefinedDrafter
+    if config.domino is not None:
+        return ChainDrafter
     return SparkDrafter if config.markov_rank else DFlashDrafter

@@ -23,7 +23,7 @@ from blockdraft.models.decoder import Decoder
 from blockdraft.models.dflash import BlockConv, DFlash, DFlash2, DFlashLayer, body_type
 from blockdraft.models.draft_config import KIND_NAMES, DraftConfig, DraftKind
 from blockdraft.models.layers import Attention, DecoderLayer, GatedMLP, Linear, RMSNorm
-from blockdraft.training.job import DrafterShape
+from blockdraft.training.job import TRAINED, DrafterShape
 
 CONV_TAPS, CONV_GROUP = 2, 16  # as in the published DFlash2 drafters
 INITIAL = 0.01  # standard deviation of the Markov head's `before` table, as in DeepSpec
@@ -84,6 +84,8 @@ def as_kind(
 ) -> Mapping[str, object]:
     """Return the drafter's config.json `raw`, converted to `kind`; None keeps the drafter's own kind."""
     own = read_draft_config(raw, name=name).kind
+    if own not in TRAINED:
+        raise SettingsError(f"'{name}' is of kind {KIND_NAMES[own]}, which can be served, but not trained.")
     if kind in (None, own):
         return without_confidence(raw) if draft_kind(raw) == "dspark" else raw
     if own != "dflash":

@@ -10,6 +10,7 @@ from typing import Literal
 from blockdraft.errors import SettingsError
 from blockdraft.models.draft_config import DraftKind
 
+TRAINED: tuple[DraftKind, ...] = ("dflash", "dflash2", "dspark")
 CPU_ROWS = 2  # default rows per step on a CPU, where more rows take minutes
 
 

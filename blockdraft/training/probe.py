@@ -167,9 +167,9 @@ class _Trial:
         before, hints = batch.tokens_before(), None
         with self._products(x):
             hidden = drafter.model(x, view, batch.num_columns).view(len(before), batch.num_columns, -1)
-            hidden = hidden[:, batch.first_column :]
             if self._choose is None and drafter.weighs_pairs(width - 1):
                 hints = drafter.hints(hidden, before)
+            hidden = drafter.drafting(hidden)
         recalled, starts = self._recalled(batch, width), (batch.anchors - batch.block_starts)[:, 0]
         runs = [0] * len(hidden)
         rows = torch.arange(len(hidden), device=hidden.device)  # rows whose drafts are all right so far

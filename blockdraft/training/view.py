@@ -104,6 +104,16 @@ class TrainView:
     def write(self, layer: int, k: Tensor, v: Tensor, *, angles: Angles, norms: HeadNorms | None) -> None:
         self._kept[layer] = _placed(k, None if norms is None else norms.k, norms, angles), v
 
+    def before(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Do as View says, for one block per row."""
+        last = self.positions.view(self._num_rows, -1)[:, 0] - 1
+        rows = torch.arange(self._num_rows, device=last.device)
+        k, v = (
+            x.view(self._num_rows, -1, *x.shape[1:])[rows, last.clamp(min=0)] * (last >= 0)[:, None, None]
+            for x in self._kept[layer]
+        )
+        return k, v
+
     def scan(self, layer: int, x: Tensor, beta: Tensor, gate: Tensor, weights: DeltaWeights) -> Tensor:
         raise AssertionError("a drafter has no recurrent layers")
 

@@ -13,6 +13,8 @@ from blockdraft.check.selfcheck import prompts_of
 from blockdraft.checkpoints.weights import QUANTISERS, slots_of
 from blockdraft.doctor.shapes import SHAPES
 from blockdraft.engine.engine import Engine
+from blockdraft.models.draft_heads import PrefixHead, Refiner
+from blockdraft.models.lattice import Lattice
 from blockdraft.models.packed_int8 import Int8Matrix
 from blockdraft.settings.settings import Settings
 from blockdraft.start.loading import load_models
@@ -205,6 +207,30 @@ def test_a_dtype_that_loses_most_tokens_is_too_coarse_and_one_token_is_not():
     assert part(0.1, 0.2, 9.0).finding().inside == 9
     assert part(0.1, 0.6, 0.7).why_not() == "coarse"
     assert part(0.1, 0.2, torch.inf).why_not() == "overflow"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["DFlash2", "DSpark", "XPress", "Domino", "LiLiCorr"])
+def test_hints_of_sound_drafters_pass(kind, dtype):
+    one = tiny.engine(kind, dtype=dtype)
+    found = {finding.part: finding.off for finding in check_layers(one, prompt(one))}
+    assert found["the drafter's hints"] < ROOM
+
+
+@pytest.mark.parametrize(
+    ("kind", "head", "method"),
+    [("XPress", Refiner, "latents"), ("Domino", PrefixHead, "latent"), ("LiLiCorr", Lattice, "scores")],
+)
+def test_wrong_hints_are_refused(monkeypatch, kind, head, method):
+    one, right = tiny.engine(kind, dtype="float32"), getattr(head, method)
+    monkeypatch.setattr(
+        head,
+        method,
+        lambda self, *given: right(self, *given) * (1.0 if self.kernels.is_reference else 1.001),
+    )
+    assert {finding.part for finding in check_layers(one, prompt(one)) if not finding.is_passed} == {
+        "the drafter's hints"
+    }
 
 
 def test_a_drafter_that_overflows_is_left_out():

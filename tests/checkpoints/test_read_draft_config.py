@@ -5,10 +5,17 @@ from dataclasses import replace
 
 import pytest
 
-from blockdraft.checkpoints.read_draft_config import default_taps, draft_block, read_draft_config
+from blockdraft.cache.spec import Newest
+from blockdraft.checkpoints.read_draft_config import (
+    ARCHITECTURES,
+    default_taps,
+    draft_block,
+    read_draft_config,
+)
 from blockdraft.checkpoints.read_model_config import read_model_config
 from blockdraft.errors import ModelError
-from blockdraft.models.draft_config import Dflash2Head, check_pair
+from blockdraft.models.draft_config import Dflash2Head, DominoHead, LiLiCorrHead, XPressHead, check_pair
+from tests.fixtures import make_pair
 
 NAME = "some/drafter"
 BODY = {
@@ -183,21 +190,19 @@ def test_scales_and_softcap_are_read_from_either_place():
 @pytest.mark.parametrize(
     ("raw", "named"),
     [
-        (zlab(architectures=["LiLiCorrDraftModel"]), "LiLiCorrDraftModel"),
         (zlab(architectures=["Qwen3ForCausalLM"]), "Qwen3ForCausalLM"),
         (zlab(architectures=None), "no architecture"),
         (zlab(dflash={"conv_kernel_size": 2}), "dflash_config.conv_kernel_size = 2"),
         (zlab(dflash={"selector_rank": 256}), "dflash_config.selector_rank = 256"),
-        (zlab(dflash={"projector_type": "domino"}), "dflash_config.projector_type = 'domino'"),
+        (zlab(dflash={"projector_type": "causal_v5"}), "dflash_config.projector_type = 'causal_v5'"),
         (zlab(dflash={"lilicorr_top_k": 8}), "dflash_config.lilicorr_top_k = 8"),
         (zlab(architectures=["Gemma4DSparkModel"]), "Gemma4DSparkModel"),
-        (zlab(architectures=["DominoDraftModel"]), "DominoDraftModel"),
+        (zlab(architectures=["KimiK3DFlashDraftModel"]), "KimiK3DFlashDraftModel"),
         (zlab(dflash={"shift_label": True}), "dflash_config.shift_label = True"),
         (zlab(dflash={"sample_from_anchor": "yes"}), "dflash_config.sample_from_anchor = 'yes', expected"),
         (specforge(dflash={"attention_mode": "mla"}), "dflash_config.attention_mode = 'mla'"),
         (specforge(dflash={"dspark_backbone_conv_enabled": True}), "dspark_backbone_conv_enabled = True"),
         (specforge(dflash={"shift_label": False}), "dflash_config.shift_label = False"),
-        (speculators(speculators_model_type="xpress"), "'xpress'"),
         (speculators(speculators_model_type="domino"), "'domino'"),
         (zlab(dflash={"attention_sink_bias": True}), "dflash_config.attention_sink_bias = True"),
         (zlab(dflash={"attention_value_scale": 0.5}), "dflash_config.attention_value_scale = 0.5"),
@@ -261,18 +266,128 @@ def test_a_dflash2_drafter_has_the_whole_vocabulary():
 @pytest.mark.parametrize(
     "raw",
     [
-        zlab(architectures=["LiLiCorrDraftModel"]),
+        zlab(architectures=["DFlashLagunaForCausalLM"]),
         zlab(dflash={"lilicorr_top_k": 8}),
-        zlab(dflash={"projector_type": "domino"}),
-        speculators(speculators_model_type="xpress"),
+        zlab(dflash={"projector_type": "causal_v5"}),
+        speculators(speculators_model_type="domino"),
     ],
 )
 def test_a_refused_relative_is_told_which_kinds_are_served(raw):
     message = refusal(raw)
-    for kind in ("DFlashDraftModel", "DFlash2DraftModel", "Qwen3DSparkModel", "DSparkDraftModel"):
+    for name in ARCHITECTURES:
+        assert name in message
+    for kind in ("'dflash'", "'dflash2'", "'dspark'", "'xpress'"):
         assert kind in message
-    for kind in ("'dflash'", "'dflash2'", "'dspark'"):
-        assert kind in message
+
+
+DOMINO = {"projector_type": "domino", "emb_dim": 7, "gru_hidden_dim": 12}
+
+
+def domino(*, dflash=None, **top):
+    return zlab(dflash=DOMINO | (dflash or {}), **top)
+
+
+def test_domino_is_read_as_its_authors_and_specforge_write_it():
+    one = read(domino(dflash={"shift_label": True, "pure_draft_prefix_len": 1}))
+    assert (one.kind, one.domino) == ("domino", DominoHead(state_size=12, rank=7, num_plain=1))
+    assert (one.block, one.num_columns, one.first_column, one.num_candidates) == (10, 10, 0, 100)
+    assert draft_block(domino(dflash={"shift_label": True, "sample_from_anchor": True})) == 10
+    behind = read(domino())
+    assert (behind.block, behind.num_columns, behind.first_column) == (10, 10, 1)
+    assert behind.domino == DominoHead(12, 7, 0)
+    assert read(domino(architectures=["DominoDraftModel"])) == behind
+    assert read(domino(dflash={"emb_dim": None}, emb_dim=7)) == behind
+
+
+@pytest.mark.parametrize(
+    ("raw", "why"),
+    [
+        (domino(dflash={"emb_dim": None}), "has no 'emb_dim'"),
+        (domino(dflash={"gru_hidden_dim": None}), "has no 'dflash_config.gru_hidden_dim'"),
+        (domino(emb_dim=8), "emb_dim = 8"),
+        (domino(dflash={"pure_draft_prefix_len": 10}), "pure_draft_prefix_len = 10, expected 0 to 9"),
+        (domino(dflash={"sample_from_anchor": True}), "dflash_config.sample_from_anchor = True"),
+        (domino(dflash={"shift_label": 1}), "dflash_config.shift_label = 1, expected bool"),
+        (domino(draft_vocab_size=50), "draft_vocab_size = 50, but a Domino drafter has all 100 tokens"),
+        (domino(dflash={"markov_rank": 8}), "markov_rank = 8"),
+        (zlab(architectures=["DominoDraftModel"], dflash={"projector_type": "dspark"}), "'dspark'"),
+    ],
+)
+def test_what_a_domino_drafter_must_not_say_is_refused_by_name(raw, why):
+    assert why in refusal(raw)
+
+
+def lilicorr(**dflash):
+    sizes = {f"lilicorr_{key}": value for key, value in make_pair.LILICORR.items()}
+    return zlab(architectures=["LiLiCorrDraftModel"], dflash=sizes | {"lilicorr_num_heads": 4} | dflash)
+
+
+def test_lilicorr_is_read_as_vllm_reads_it():
+    one = read(lilicorr())
+    head = LiLiCorrHead(4, 12, num_layers=2, num_heads=4, mlp_ratio=1.5, factor_size=5, eps=1e-6, scale=10.0)
+    assert (one.kind, one.lilicorr, one.dflash2) == ("lilicorr", head, None)
+    assert read(lilicorr(lilicorr_hidden_size=0)).lilicorr == replace(head, size=32)
+    convs = read(lilicorr(conv_kernel_size=2, conv_group_size=4))
+    assert convs.dflash2 == Dflash2Head(2, 4, rank=0, top_k=0)
+    assert convs.kind == "lilicorr"
+    assert read(lilicorr(conv_kernel_size=0, conv_group_size=0)).dflash2 is None
+    assert one.layer_specs() == (*read(zlab()).layer_specs(), Newest(num_kv_heads=2, head_dim=8))
+    assert not one.has_own_head(is_stored=True)
+    assert read(lilicorr() | {"has_own_lm_head": True}).has_own_head(is_stored=True)
+
+
+@pytest.mark.parametrize(
+    ("raw", "why"),
+    [
+        (lilicorr(lilicorr_enabled=False), "lilicorr_enabled = False"),
+        (lilicorr(lilicorr_num_heads=5), "lilicorr_num_heads = 5, which does not divide the size of 12"),
+        (lilicorr(lilicorr_candidate_topk=65), "lilicorr_candidate_topk = 65, but at most 64 candidates"),
+        (lilicorr(lilicorr_candidate_topk=None), "has no 'dflash_config.lilicorr_candidate_topk'"),
+        (lilicorr(lilicorr_margin=0.1), "lilicorr_margin = 0.1"),
+        (lilicorr(conv_kernel_size=2), "has no 'dflash_config.conv_group_size'"),
+        (lilicorr(selector_rank=8), "selector_rank = 8"),
+        (lilicorr(sample_from_anchor=True), "sample_from_anchor = True"),
+        (lilicorr() | {"draft_vocab_size": 50}, "but a LiLiCorr drafter has all 100 tokens"),
+    ],
+)
+def test_what_a_lilicorr_drafter_must_not_say_is_refused_by_name(raw, why):
+    assert why in refusal(raw)
+
+
+def xpress(layout, **fields):
+    if layout is zlab:
+        return zlab(architectures=["Qwen3XPressModel"], sample_from_anchor=False, **fields)
+    return speculators(speculators_model_type="xpress", **fields)
+
+
+def test_xpress_is_read_in_both_layouts_with_the_defaults_of_both():
+    head = XPressHead(rank=256, inner_size=512, num_passes=6, top_k=512)
+    assert read(xpress(zlab)).xpress == read(xpress(speculators)).xpress == head
+    own = {"xpress_rank": 4, "xpress_mlp_hidden": 5, "xpress_num_passes": 6, "xpress_topc": 0}
+    assert read(xpress(zlab, **own, xpress_block_size=10)).xpress == XPressHead(4, 5, 6, 0)
+    own = {"xpress_rank": 4, "xpress_mlp_ratio": 3, "num_jacobi_passes": 2}
+    assert read(xpress(speculators, **own)).xpress == XPressHead(4, 12, 2, 512)
+    assert (read(xpress(zlab)).num_candidates, read(xpress(zlab, xpress_topc=7)).num_candidates) == (100, 7)
+    assert read(xpress(speculators, draft_vocab_size=50)).num_candidates == 50
+    both = read(xpress(speculators)), read(xpress(speculators, sample_from_anchor=True))
+    assert [(one.block, one.num_columns) for one in both] == [(10, 10), (11, 10)]
+    assert (both[0].kind, read(zlab()).xpress) == ("xpress", None)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "why"),
+    [
+        ("xpress_block_size", 16, "but block_size = 10"),
+        ("xpress_topc", -1, "expected 0 or a positive number"),
+        ("xpress_rank", 0, "expected a positive number"),
+        ("xpress_num_passes", 0, "expected a positive number"),
+        ("markov_rank", 8, "not implemented"),
+    ],
+)
+def test_what_an_xpress_drafter_must_not_say_is_refused_by_name(key, value, why):
+    message = refusal(xpress(zlab, **{key: value}))
+    assert f"{key} = {value!r}" in message
+    assert why in message
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,8 @@ SGLANG = {"engine": "sglang"}
 PACKED = {"draft_config": {"quantization_config": {"quant_method": "compressed-tensors"}}}
 WINDOWS = {"draft_config": {"layer_types": ["sliding_attention", "full_attention"]}}
 DSPARK = {"draft_config": {"speculators_model_type": "dspark", "block_size": 7}}
-XPRESS = {"draft_config": {"architectures": ["Qwen3XPressModel"]}}
+XPRESS = {"draft_config": {"architectures": ["Qwen3XPressModel"], "block_size": 16}}
+DOMINO = {"draft_config": {"architectures": ["DominoDraftModel"], "block_size": 16}}
 SHORT = {"draft_config": {"max_position_embeddings": 40960}}
 LAZY = {"engine_args": ("--mamba-radix-cache-strategy", "extra_buffer_lazy")}
 
@@ -77,6 +78,7 @@ CASES = {
     "quantised-drafter": ({**QWEN, **PACKED, "engine_version": "0.30.0"}, {"engine_version": "0.31.0"}),
     "speculators-v2-runner": ({**REDHAT, "engine_version": "0.25.1"}, OLD_RUNNER),
     "dflash2-before-support": ({**DFLASH2, "engine_version": "0.27.1"}, {"engine_version": "0.28.0"}),
+    "domino-in-vllm": ({**QWEN, **DOMINO}, {"engine": "sglang"}),
     "old-runner-dflash2": ({**DFLASH2, **OLD_RUNNER}, {"engine_env": ()}),
     "old-runner-windows": ({**QWEN, **WINDOWS, **OLD_RUNNER}, {"engine_env": ()}),
     "old-runner-rejected-slots": ({**QWEN, **OLD_RUNNER}, {"engine_env": ()}),

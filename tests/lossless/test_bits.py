@@ -16,6 +16,7 @@ from blockdraft.kernels.cpu import why_no_llvm
 from blockdraft.models.decoder import Decoder
 from blockdraft.models.packed_int8 import Int8Matrix
 from tests import tiny
+from tests.matrix import slow_but
 
 pytestmark = pytest.mark.skipif(
     why_no_llvm(torch.float32, torch.device("cpu")) is not None, reason="the CPU kernels are not chosen"
@@ -29,7 +30,8 @@ PROMPTS = [
 ]
 # Products in int8 are made by token: pages, hits and preemptions do not reach them.
 of_floats = pytest.mark.parametrize("plain", ["none"], indirect=True)
-PAIRS = [("DFlash2", 8), ("DSpark", 8)]  # drafters that choose among candidates, by kernels of their own
+# Drafters that choose among candidates.
+PAIRS = [(kind, 8) for kind in ("DFlash2", "DSpark", "XPress", "Domino", "LiLiCorr")]
 
 
 def params(index, **changes):
@@ -113,7 +115,7 @@ def test_bits_do_not_depend_on_the_drafter(plain, drafter, width):
 
 
 @of_floats
-@pytest.mark.parametrize(("drafter", "width"), PAIRS)
+@pytest.mark.parametrize(("drafter", "width"), slow_but(PAIRS, *PAIRS[:3]))
 def test_a_row_is_drafted_for_alike_alone_and_beside_others(plain, drafter, width):
     """The number of steps is the same, captured or not."""
     engine = plain.engine(drafter, width=width)
@@ -201,6 +203,9 @@ CAPTURED = [
     {"max_prefill_tokens": 7, "overlap": True},
     {"drafter": "DFlash2"},
     {"drafter": "DSpark", "max_num_seqs": 2},
+    {"drafter": "XPress"},
+    {"drafter": "Domino"},
+    {"drafter": "LiLiCorr", "draft_kv_dtype": "int8"},
 ]
 
 

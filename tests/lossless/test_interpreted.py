@@ -16,6 +16,7 @@ from blockdraft.grammar.structured_output import StructuredOutputs
 from blockdraft.kernels.kernels import REFERENCE, kernels_for
 from tests import stepping, tiny
 from tests.grammar import json_tokens
+from tests.matrix import slow_but
 from tests.stepping import pin
 
 pytestmark = [
@@ -53,7 +54,12 @@ def answers(kernels, drafter):
     return engine, tiny.run(pin(engine, is_captured=False), REQUESTS)
 
 
-@pytest.mark.parametrize("drafter", ["trained", "DFlash2", "DSpark"])
+@pytest.mark.parametrize(
+    "drafter",
+    slow_but(
+        ["trained", "DFlash2", "DSpark", "XPress", "Domino", "LiLiCorr"], "trained", "DFlash2", "DSpark"
+    ),
+)
 def test_tokens_and_lengths_are_those_of_the_reference(drafter):
     """And so is the number of steps: the same drafts were right."""
     reference, expected = answers(REFERENCE, drafter)

@@ -106,7 +106,7 @@ class WholeHead(DFlashDrafter):
         return self.whole
 
     def column_logits(self, hidden):
-        return super().column_logits(self.whole)[:, : hidden.shape[1]]
+        return super().column_logits(self.drafting(self.whole))[:, : hidden.shape[1]]
 
 
 @pytest.mark.parametrize("kernels", [None, REFERENCE], ids=["kernels", "reference"])

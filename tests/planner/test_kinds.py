@@ -88,7 +88,16 @@ def test_a_drafter_of_a_kind_has_its_own_published_numbers(target, draft, kind, 
     assert found.kind_note == ""
 
 
-@pytest.mark.parametrize(("kind", "times"), [("dflash2", "1.21 times"), ("dspark", "1.12 times")])
+@pytest.mark.parametrize(
+    ("kind", "times"),
+    [
+        ("dflash2", "1.21 times"),
+        ("dspark", "1.12 times"),
+        ("xpress", "1.25 times"),
+        ("domino", "1.14 times"),
+        ("lilicorr", "1.15 to 1.19 times"),
+    ],
+)
 def test_a_drafter_of_a_newer_kind_is_not_promised_what_dflash_reached_as_its_own(kind, times):
     found = published_acceptance("Qwen/Qwen3-8B", "a-folder", kind)
     assert (found.code, found.is_of_pair) == (6.5, False)

@@ -6,10 +6,11 @@ import torch
 from benchmarks.shapes import SHAPES
 from blockdraft.checkpoints.read_draft_config import read_draft_config
 from blockdraft.checkpoints.read_model_config import read_model_config
-from blockdraft.models.dflash import DFlash, DFlash2
+from blockdraft.models.dflash import DFlash, DFlash2, body_type
 from blockdraft.models.registry import build_decoder
 from blockdraft.planner.values import draft_values, target_values
 from tests.checkpoints.published import CONFIGS
+from tests.fixtures import make_pair
 
 CPU = torch.device("cpu")
 
@@ -63,13 +64,45 @@ def test_what_dflash2_adds_is_counted_and_never_quantised():
     assert found.plain - without.plain > 2 * 256 * config.vocab_size
 
 
-def test_what_dspark_adds_is_counted_and_never_quantised():
+@pytest.mark.parametrize(
+    "own", [{}, {"lilicorr_hidden_size": 0}, {"conv_kernel_size": 2, "conv_group_size": 16}], ids=str
+)
+def test_what_lilicorr_adds_is_counted_and_never_quantised(own):
     raw = SHAPES["qwen3-8b"][1]
-    heads = {"architectures": ["Qwen3DSparkModel"], "markov_rank": 256}
-    config = read_draft_config(raw | heads, name="dspark")
+    sizes = {f"lilicorr_{key}": value for key, value in make_pair.LILICORR.items()} | {
+        "lilicorr_num_heads": 4
+    }
+    whole = raw | {
+        "architectures": ["LiLiCorrDraftModel"],
+        "dflash_config": raw["dflash_config"] | sizes | own,
+    }
+    config, plain = (read_draft_config(one, name="head") for one in (whole, raw))
+    body = body_type(config)
+    model = built(lambda: body(config, first_layer=0, max_positions=1, has_head=False, device=CPU))
+    found, without = (draft_values(one, has_head=False) for one in (config, plain))
+    assert found.total == sum(parameter.numel() for parameter in model.parameters())
+    assert found.projections == without.projections
+    assert found.tables == 0
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        {"architectures": ["Qwen3DSparkModel"], "markov_rank": 256},
+        {"architectures": ["Qwen3XPressModel"]},
+        {"architectures": ["DominoDraftModel"], "emb_dim": 512},
+    ],
+    ids=["DSpark", "XPress", "Domino"],
+)
+def test_what_a_head_adds_is_counted_and_its_tables_never_quantised(head):
+    raw = SHAPES["qwen3-8b"][1]
+    sizes = {"gru_hidden_dim": 1024} if "emb_dim" in head else {}
+    whole = raw | head | {"dflash_config": raw["dflash_config"] | sizes}
+    config = read_draft_config(whole, name="head")
     model = built(lambda: DFlash(config, first_layer=0, max_positions=1, has_head=False, device=CPU))
     found = draft_values(config, has_head=False)
     assert found.total == sum(parameter.numel() for parameter in model.parameters())
+    mlp = 0 if model.refiner is None else sum(one.numel() for one in model.refiner.mlp.parameters())
     without = draft_values(read_draft_config(raw, name="plain"), has_head=False)
-    assert found.projections == without.projections
+    assert found.projections - without.projections == mlp
     assert found.tables == 2 * 256 * config.vocab_size

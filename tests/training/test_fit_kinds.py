@@ -43,6 +43,9 @@ def _little_work(monkeypatch):
         ("from the anchor", None),
         (tiny.SELECTOR, 1),
         ("DSpark", 1),
+        ("XPress", None),
+        ("Domino", 1),
+        ("LiLiCorr", None),
     ),
 )
 def test_a_drafter_of_any_kind_is_named_and_simulated_as_the_engine_drafts(tmp_path, prompts, name, ngram):

@@ -21,6 +21,7 @@ from blockdraft.training.packing import pack
 from blockdraft.training.run import Listener, train
 from blockdraft.training.trainer import Trainer
 from tests import tiny
+from tests.fixtures import make_pair
 from tests.training import pairs
 from tests.training.test_run import make_job, prompts, target  # noqa: F401
 
@@ -159,6 +160,15 @@ def test_what_it_starts_from_is_the_dflash_drafters_body():
 def test_a_dspark_drafter_is_not_made_one_of_another_kind(kind):
     with pytest.raises(SettingsError, match="is a DSpark drafter: leave --kind out"):
         as_kind(spark_json(pairs.draft_json(), 8), kind, DrafterShape(), name="one")
+
+
+def test_a_drafter_of_a_kind_that_is_not_trained_is_refused():
+    for kind in (None, "dflash", "dspark"):
+        with pytest.raises(SettingsError, match="is of kind XPress, which can be served, but not trained"):
+            as_kind(make_pair.xpress_config(), kind, DrafterShape(), name="one")
+    for raw in (make_pair.domino_config(), make_pair.lilicorr_config()):
+        with pytest.raises(SettingsError, match="which can be served, but not trained"):
+            as_kind(raw, None, DrafterShape(), name="one")
 
 
 @pytest.mark.parametrize("layout", [tiny.to_deepspec, tiny.to_specforge])
