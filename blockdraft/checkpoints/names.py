@@ -97,6 +97,8 @@ DRAFT_LAYER: Names = {
 
 DRAFT_HEADS = {"markov.before": "markov_head.markov_w1", "markov.after": "markov_head.markov_w2"}
 
+MTP_PREFIXES = ("mtp.", "model.mtp.")
+MTP_TENSORS = r"(model\.)?mtp\."
 # Prefixes of a decoder's tensors: of a text model, and of the text part of a multimodal model.
 PREFIXES = ("model.", "model.language_model.", "language_model.model.")
 
@@ -120,7 +122,7 @@ def skipped(config: ModelConfig) -> list[str]:
     patterns = [
         r".*rotary_emb\.inv_freq",  # derived from config.json
         r".*\.(k_scale|v_scale|q_scale)",  # our cache is not quantised
-        r"(model\.)?mtp\..*",  # multi-token prediction, which DFlash replaces
+        rf"{MTP_TENSORS}.*",  # the head for multi-token prediction is a drafter
     ]
     if config.ties_embeddings:
         patterns.append(r"(language_model\.)?lm_head\.weight")
@@ -143,6 +145,11 @@ def draft_skipped(config: DraftConfig) -> list[str]:
         r"confidence_head\..*",  # widths are chosen by committed drafts
     ]
     return [*patterns, r"lm_head\.weight"] if config.copies_head else patterns
+
+
+def mtp_skipped() -> list[str]:
+    """Return regular expressions for the tensors of a checkpoint that are not its MTP head's, or not read."""
+    return [rf"(?!{MTP_TENSORS}).*", r".*\.(k_scale|v_scale|q_scale)"]
 
 
 def copied_rows(config: DraftConfig) -> dict[str, int]:

@@ -183,11 +183,13 @@ class Scheduler:
         return self._plan.prefix_cache and not sequence.wants_prompt_logprobs
 
     def _take_pages(self, sequence: Sequence) -> bool:
-        known = sequence.token_ids[:-1]
-        salt = sequence.request.sampling.cache_salt
-        shared = self.pages.match(known, salt) if self._may_share(sequence) else []
+        token_ids, salt = sequence.token_ids, sequence.request.sampling.cache_salt
+        num_known = len(token_ids) - 1
+        shared: list[int] = []
+        if self._may_share(sequence):  # an MTP head needs the hidden state of the last known token
+            shared = self.pages.match(token_ids, salt, num_known - self.pages.num_later)
         shared = self._with_tail(sequence, shared)
-        missing = self._num_pages(len(known) + self._plan.block) - len(shared)
+        missing = self._num_pages(num_known + self._plan.block) - len(shared)
         try:
             sequence.pages = shared + self.pages.allocate(missing)
         except OutOfPages:
@@ -206,9 +208,9 @@ class Scheduler:
         """Return the pages of the longest part of a cached prefix whose tail was kept; release the others."""
         if self.exact is None:
             return shared
-        known, salt = sequence.token_ids[:-1], sequence.request.sampling.cache_salt
-        size = self.pages.page_size
-        sequence.exact_pages = self.exact.find(self.pages.nodes_of(known, len(shared) * size, salt))
+        salt, size = sequence.request.sampling.cache_salt, self.pages.page_size
+        nodes = self.pages.nodes_of(sequence.token_ids, len(shared) * size, salt)
+        sequence.exact_pages = self.exact.find(nodes)
         num_found = len(sequence.exact_pages)
         sequence.branch = len(shared) * size if num_found < len(shared) else None
         sequence.first_exact = self.exact.first_needed(num_found * size)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from statistics import mean
-from typing import Any
+from typing import Any, Literal
 
 from blockdraft.checkpoints.fit_file import FIT_FILE, read_fit
 from blockdraft.models.draft_config import DraftKind
@@ -61,7 +61,7 @@ def own_acceptance(fit_file: Mapping[str, object], *, name: str) -> Acceptance:
     return Acceptance(code, maths, chat, source, by_category=tuple(weakest))
 
 
-def published_acceptance(target: str, draft: str, kind: DraftKind = "dflash") -> Acceptance:
+def published_acceptance(target: str, draft: str, kind: DraftKind | Literal["mtp"] = "dflash") -> Acceptance:
     """Return the acceptance published for a pair. Look for both names, because a folder may have any name."""
     found = _by_name(target, draft, kind)
     notes: Mapping[str, str] = read_file()["acceptance_elsewhere"]["kinds"]
@@ -76,7 +76,7 @@ def drafter_acceptance(draft: str) -> Acceptance | None:
     return None
 
 
-def _by_name(target: str, draft: str, kind: DraftKind) -> Acceptance:
+def _by_name(target: str, draft: str, kind: DraftKind | Literal["mtp"]) -> Acceptance:
     file = read_file()
     elsewhere = file["acceptance_elsewhere"]
     measured = drafter_acceptance(draft)

@@ -12,6 +12,7 @@ from blockdraft.machine.cards import Card
 from blockdraft.machine.machine import Machine
 from blockdraft.models.config import ModelConfig
 from blockdraft.models.draft_config import DraftConfig, check_pair
+from blockdraft.models.mtp_config import AnyDraftConfig
 from blockdraft.planner.acceptance import (
     Acceptance,
     drafter_acceptance,
@@ -51,7 +52,7 @@ class Pair:
     target: Model
     draft: Model | None
     config: ModelConfig | None
-    draft_config: DraftConfig | None
+    draft_config: AnyDraftConfig | None
     block: int  # 1: no drafter
     is_ngram: bool = False  # drafts come from n-grams of the text itself
 
@@ -153,7 +154,7 @@ def check_stored(target: Stored, draft: Stored) -> None:
 def _check_match(pair: Pair) -> None:
     assert pair.draft is not None
     target, draft = pair.target, pair.draft
-    if pair.config is not None and pair.draft_config is not None:
+    if pair.config is not None and isinstance(pair.draft_config, DraftConfig):
         check_pair(pair.draft_config, pair.config, target.stored.eos_ids)
     elif draft.shape.hidden_size != target.shape.hidden_size:
         raise ModelError(

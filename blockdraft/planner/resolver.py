@@ -16,7 +16,7 @@ from blockdraft.errors import CapacityError, SettingsError
 from blockdraft.kernels.cpu import why_not_here
 from blockdraft.machine.machine import Machine
 from blockdraft.models.config import ModelConfig, Storage
-from blockdraft.models.draft_config import DraftConfig
+from blockdraft.models.mtp_config import AnyDraftConfig
 from blockdraft.planner.known_pairs import KnownDrafter, known_drafter
 from blockdraft.planner.kv_choice import KvChoice, KvRequest, kv_choice
 from blockdraft.planner.plan import (
@@ -122,7 +122,7 @@ def resolve(
     settings: Settings,
     machine: Machine,
     model: ModelConfig,
-    draft: DraftConfig | None,
+    draft: AnyDraftConfig | None,
     *,
     weights: Weights,
     draft_weights: Weights | None = None,
@@ -156,7 +156,7 @@ class _Resolver:
     """Replaces each "auto" of the settings by a value, and records the reason."""
 
     def __init__(
-        self, settings: Settings, machine: Machine, model: ModelConfig, draft: DraftConfig | None
+        self, settings: Settings, machine: Machine, model: ModelConfig, draft: AnyDraftConfig | None
     ) -> None:
         self.settings, self.machine, self.model, self.draft = settings, machine, model, draft
         self.is_cpu = runs_on_cpu(settings, machine)

@@ -21,7 +21,8 @@ TOOL_FORMATS = ("auto", "hermes", "qwen_xml", "gemma", "harmony", "llama", "plai
 ENGINES = ("native", "vllm", "sglang")
 NGRAM = "ngram"  # as a drafter: n-gram lookup, without a model
 DFLASH2 = "dflash2"  # as a drafter: the shipped head for the model
-DRAFT_WORDS = ("auto", "none", NGRAM, DFLASH2)  # words, not folders: a folder of that name is ./ngram
+MTP = "mtp"  # as a drafter: the head for multi-token prediction in the target's own checkpoint
+DRAFT_WORDS = ("auto", "none", NGRAM, DFLASH2, MTP)  # words, not folders: a folder of that name is ./ngram
 MAX_NGRAM = 32  # longest match of tokens with earlier ones
 QUANTIZATIONS = ("auto", "keep", "none", "fp8", "int8")
 
