@@ -32,6 +32,7 @@ from blockdraft.checkpoints.names import (
     copied_rows,
     draft_skipped,
     layer_names,
+    mtp_prefix,
     mtp_skipped,
     skipped,
 )
@@ -181,8 +182,7 @@ def slots_of(model: Loaded, tensors: Mapping[str, TensorInfo]) -> list[Slot]:
     if isinstance(model, DFlash):
         prefix, tables = "", [DRAFT_LAYER] * len(model.layers)
     elif isinstance(model, MtpHead):
-        found = (one for one in MTP_PREFIXES if any(name.startswith(one) for name in tensors))
-        prefix = next(found, MTP_PREFIXES[0])
+        prefix = mtp_prefix(tensors) or MTP_PREFIXES[0]
         tables = [layer_names(model.config.shape, model.config.layer_index)]
     else:
         prefix = next((one for one in PREFIXES if f"{one}embed_tokens.weight" in tensors), PREFIXES[0])

@@ -79,13 +79,18 @@ def drafter_acceptance(draft: str) -> Acceptance | None:
 def _by_name(target: str, draft: str, kind: DraftKind | Literal["mtp"]) -> Acceptance:
     file = read_file()
     elsewhere = file["acceptance_elsewhere"]
+    if kind == "mtp":
+        heads = (one for one in file["acceptance"] if one.get("kind") == kind)
+        own = next((one for one in heads if re.search(one["pattern"], target.casefold())), None)
+        typical = Acceptance(**elsewhere["typical_mtp"], is_of_pair=False)
+        return typical if own is None else _published(own, is_own=True)
     measured = drafter_acceptance(draft)
     if measured is not None:
         return measured
     is_own = kind == "dflash" and re.search(elsewhere["other_drafters"], draft.casefold()) is None
     for text in (target.casefold(), draft.casefold()):
         for entry in file["acceptance"]:
-            if "pattern" in entry and re.search(entry["pattern"], text):
+            if "pattern" in entry and "kind" not in entry and re.search(entry["pattern"], text):
                 return _published(entry, is_own=is_own)
     return Acceptance(**elsewhere["typical"], is_of_pair=False)
 

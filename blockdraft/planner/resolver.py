@@ -16,7 +16,7 @@ from blockdraft.errors import CapacityError, SettingsError
 from blockdraft.kernels.cpu import why_not_here
 from blockdraft.machine.machine import Machine
 from blockdraft.models.config import ModelConfig, Storage
-from blockdraft.models.mtp_config import AnyDraftConfig
+from blockdraft.models.mtp_config import AnyDraftConfig, MtpConfig
 from blockdraft.planner.known_pairs import KnownDrafter, known_drafter
 from blockdraft.planner.kv_choice import KvChoice, KvRequest, kv_choice
 from blockdraft.planner.plan import (
@@ -162,6 +162,10 @@ class _Resolver:
         self.is_cpu = runs_on_cpu(settings, machine)
         self.reasons: dict[str, str] = {}
 
+    @property
+    def _is_mtp(self) -> bool:
+        return isinstance(self.draft, MtpConfig)
+
     def take(self, name: str, otherwise: T, why: str) -> T:
         """Return the user's value, or `otherwise` for "auto". Record the reason."""
         asked = getattr(self.settings, name)
@@ -228,7 +232,10 @@ class _Resolver:
 
     def _explain_devices(self) -> None:
         """Record the reasons for drafter, device and memory share, which are resolved before the plan."""
-        self.take("draft", "", "it was made for the model" if self.draft else "none is known for it")
+        made = "it was made for the model"
+        if self._is_mtp:
+            made = "the model's own MTP head, as no drafter ships for it"
+        self.take("draft", "", made if self.draft else "none is known for it")
         why, error = "the driver finds no GPU", self.machine.gpu_error
         if error is not None:
             why = f"the driver does not answer ({error})"
@@ -305,7 +312,8 @@ class _Resolver:
             )
         block = draft.block if draft else NGRAM_BLOCK if self.settings.draft == NGRAM else 1
         width = min(block, CPU_WIDTH) if self.is_cpu else block
-        width = self.take("width", width, width_reason(width, block, is_trained=draft is not None))
+        is_trained = draft is not None and not self._is_mtp
+        width = self.take("width", width, width_reason(width, block, is_trained=is_trained))
         return width, max(width, block)
 
     def _draft_ngram(self) -> int:

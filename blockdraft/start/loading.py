@@ -15,7 +15,7 @@ from blockdraft.checkpoints.dummy import byte_tokenizer, fill, vocab_map
 from blockdraft.checkpoints.fit_file import Acceptance, read_fit
 from blockdraft.checkpoints.gguf_checkpoint import GgufCheckpoint
 from blockdraft.checkpoints.model_folder import GENERATION_FILE
-from blockdraft.checkpoints.opening import StoredForm, open_checkpoint, stored_form
+from blockdraft.checkpoints.opening import open_checkpoint, stored_form, stored_head
 from blockdraft.checkpoints.quantization import read_quantization
 from blockdraft.checkpoints.read_draft_config import read_draft_config
 from blockdraft.checkpoints.read_model_config import read_target
@@ -36,7 +36,7 @@ from blockdraft.models.kernel_module import bind
 from blockdraft.models.mtp import MtpHead
 from blockdraft.models.mtp_config import AnyDraftConfig, MtpConfig
 from blockdraft.models.registry import build_decoder
-from blockdraft.planner.known_pairs import KnownDrafter
+from blockdraft.planner.known_pairs import KnownDrafter, KnownPair, pairs_of
 from blockdraft.planner.plan import Plan, Weights
 from blockdraft.planner.resolver import device_for, known_drafter_for, resolve, with_drafter
 from blockdraft.planner.values import Values, draft_values, mtp_values, target_values
@@ -163,11 +163,12 @@ def _open_drafter(
 def _open_mtp(target: OpenedTarget, settings: Settings) -> OpenedDrafter:
     """Open the MTP head in the target's checkpoint. Raise ModelError if it is missing or does not fit."""
     checkpoint = target.checkpoint
-    config = read_mtp_config(checkpoint.config, target.config, width=settings.width)
+    tensors = None if settings.load_format == "dummy" else checkpoint.tensors()
+    config = read_mtp_config(checkpoint.config, target.config, tensors, width=settings.width)
     method = None
-    if settings.load_format != "dummy":
+    if tensors is not None:
         head = _empty(checkpoint.name, functools.partial(MtpHead, config), "float32")
-        slots = match_tensors(head, checkpoint, checkpoint.tensors())
+        slots = match_tensors(head, checkpoint, tensors)
         is_packed = any(piece.scheme is not None for slot in slots for piece in slot.pieces)
         method = target.weights.method if is_packed else None
     return OpenedDrafter(checkpoint, config, Weights(mtp_values(config).total, method), {})
@@ -178,10 +179,19 @@ def _open_own(
 ) -> OpenedDrafter | None:
     """Return the target's opened MTP head, or None if it cannot be used; then say why."""
     try:
-        return _open_mtp(target, settings)
+        found = _open_mtp(target, settings)
+        report(_own_used(pairs_of([settings.model])))
+        return found
     except ModelError as error:
         report(f"the model's own MTP head does not draft: {error}")
         return None
+
+
+def _own_used(known: tuple[KnownPair, ...]) -> str:
+    """Return a line about the MTP head that "auto" takes, and about the drafters `known` for the model."""
+    others = " or ".join(f"--draft {pair.drafter}" for pair in known)
+    better = f"; a drafter was trained for this model, too: {others}" if others else ""
+    return f"the model's own MTP head drafts{better}"
 
 
 def _open_known(
@@ -293,7 +303,7 @@ def read_weights(
     if draft is not None:
         draft_source = None if is_dummy else draft.checkpoint
         if isinstance(draft.config, MtpConfig):
-            draft_stored = StoredForm("MTP head", stored.format)
+            draft_stored = stored_head(draft_source, draft.checkpoint.name, draft.weights.method)
             drafter = load_mtp(draft_source, draft.config, target, plan, device)
         else:
             draft_stored = stored_form(draft_source, draft.checkpoint.name, draft.weights.method)

@@ -72,8 +72,8 @@ def write_mtp_target(folder, name, seed=1, **changes):
     with torch.no_grad():
         for part, weight in (*hf.named_parameters(), *head.named_parameters()):
             if any(name in part for name in FAINT):
-                weight.mul_(0.3)
-        head.fc.weight.mul_(0.2)
+                weight.mul_(0.15)
+        head.fc.weight.mul_(0.1)
         head.fc.weight[:, :size] += torch.eye(size)
         head.norm.weight.copy_(hf.model.norm.weight)
     hf.save_pretrained(folder)
