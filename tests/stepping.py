@@ -635,6 +635,22 @@ def check_kind(place, kind, *, temperature):
     assert engines[0].stats.num_blocks == engines[1].stats.num_blocks
 
 
+def check_mtp(name, place, *, overlap):
+    """A model's own MTP head, captured and kernel by kernel: the same steps, and plain decoding's tokens."""
+    shared = {"dtype": place.dtype, "device": place.device, "page_size": PAGE_SIZE, "max_prefill_tokens": 4}
+    models, planned = families.mtp_pair(name, max_model_len=300, width=FAMILY_BLOCK, **shared)
+    planned = replace(planned, num_pages=400, max_num_seqs=FAMILY_ROWS, overlap=overlap)
+    plain = replace(models, drafter=NoDrafter(planned.block))
+    engines = [
+        pin(Engine(models, planned), is_captured=is_captured) for is_captured in (place.has_graphs, False)
+    ]
+    got, eager = (serve(engine, family_requests()) for engine in engines)
+    expected = serve(pin(Engine(plain, planned), is_captured=False), family_requests())
+    assert tokens_of(got) == tokens_of(eager) == tokens_of(expected)
+    assert [result.columns for result in got] == [result.columns for result in eager]
+    assert len(columns_of(got)) > 2
+
+
 def check_columns(place, *, max_num_seqs):
     """Through any pattern of accepted drafts a position has the same token and log-probabilities."""
     requests = make_requests(temperature=1.0, logprobs=3)

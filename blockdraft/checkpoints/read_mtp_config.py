@@ -50,7 +50,7 @@ def read_mtp_config(
     fields.refuse("mtp_use_dedicated_embeddings", False)
     layer = replace(target.layers[0], mixer=attention)
     block = MTP_BLOCK if width == "auto" else max(width, MTP_BLOCK)
-    return MtpConfig(MTP, block, replace(target, layers=(*target.layers, layer)))
+    return MtpConfig(MTP, block, replace(target, name=MTP, layers=(*target.layers, layer)))
 
 
 def expects_mtp(target: ModelConfig) -> bool:

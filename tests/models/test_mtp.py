@@ -7,14 +7,11 @@ import torch
 
 from blockdraft.engine.engine import Engine
 from blockdraft.engine.request import SamplingParams
-from tests import tiny
+from tests import stepping
 from tests.models.checkpoints import load_pair, randomise
 from tests.models.families import widen
-from tests.models.mtp import (
-    MtpReference,
-    assert_drafts_of_reference,
-    write_mtp_target,
-)
+from tests.models.mtp import MtpReference, assert_drafts_of_reference, write_mtp_target
+from tests.stepping import HOST
 
 NAMES = ("qwen3_5-mrope", "qwen3_next-whole", "qwen3_5_moe-whole")
 SETTINGS = {"dtype": "float64", "max_model_len": 120, "max_num_seqs": 3, "page_size": 3}
@@ -48,21 +45,8 @@ def test_drafts_are_those_of_the_head_in_transformers(served, width, monkeypatch
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_captured_steps_commit_what_steps_kernel_by_kernel_do(tmp_path, overlap):
-    """The same tokens in the same steps: so the same drafts."""
-    write_mtp_target(tmp_path, "qwen3_5-mrope")
-    models, plan = load_pair(tmp_path, draft="mtp", **SETTINGS | {"dtype": "float32"})
-    sampling = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
-    requests, counts = [([7, 8, 9], sampling), ([5], sampling)], []
-    for is_captured in (False, True):
-        engine = Engine(models, replace(plan, overlap=overlap))
-        if is_captured:
-            tiny.capture(engine)
-            assert engine.graphs is not None
-        _, deltas = tiny.watched_run(engine, requests)
-        counts.append([len(delta.token_ids) for delta in deltas])
-    assert counts[0] == counts[1]
-    assert max(counts[0]) > 2
+def test_captured_steps_draft_as_steps_kernel_by_kernel_do(overlap):
+    stepping.check_mtp("qwen3_5-mrope", HOST, overlap=overlap)
 
 
 def test_another_head_drafts_other_tokens(served):
