@@ -298,7 +298,7 @@ class Prompt:
 
     def by_graph(self, graph: PrefillGraph) -> None:
         self._begin(num_rows=graph.num_rows)
-        graph.replay(self.ids, (len(self.ids),))
+        graph.replay(self.ids, self.ids, (len(self.ids),))
 
     def _begin(self, *, num_rows: int) -> None:
         self.engine.rows.activate([0], num_rows)

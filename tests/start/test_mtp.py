@@ -121,12 +121,14 @@ def test_random_weights_need_no_file(whole, tmp_path):
 
 @pytest.mark.parametrize("form", ["fp8", "int8"])
 def test_it_is_quantised_while_loading(whole, form):
-    weights = []
+    weights, answers = [], []
     for draft_quantization in ("none", form):
-        models, _, _ = load(whole, draft="mtp", draft_quantization=draft_quantization)
+        models, plan, _ = load(whole, draft="mtp", draft_quantization=draft_quantization)
         weights.append(type(models.drafter.model.fc.weight).__name__)
+        answers.append(tiny.run(Engine(models, plan), [(prompt, PARAMS) for prompt in PROMPTS]))
     assert weights[0] == "Parameter"
     assert weights[1] != "Parameter"
+    assert answers[0] == answers[1]
 
 
 def pack(tensors, modules):
