@@ -131,10 +131,15 @@ def open_pair(settings: Settings, *, on_card: bool = False) -> Pair:
 
 
 def drafts(settings: Settings) -> bool:
-    """Return whether a start with these settings drafts. Only "auto" reads the target's headers."""
+    """Return whether a start with these settings is known to draft; "auto" reads the target's headers."""
     if with_drafter(settings).draft not in (None, "none"):
         return True
-    return settings.draft == "auto" and settings.engine == "native" and open_pair(settings).draft is not None
+    if settings.draft != "auto" or settings.engine != "native":
+        return False
+    try:
+        return open_pair(settings).draft is not None
+    except (ModelError, FetchError):
+        return False
 
 
 def _with_mtp(alone: Pair, settings: Settings) -> Pair:
