@@ -50,6 +50,7 @@ NUM_PROMPT = 96  # tokens of a random prompt
 STEPS_BETWEEN = 2  # arrivals, in a batch that changes
 WRONG = 1 / 7  # of the replayed drafts: a block of 16 is accepted at every length, whole ones included
 SHOWN = 6  # differences of one line that are printed
+STATE_BYTES = 8 << 30  # for the states of all prompts
 NO_LIMIT = 1 << 40  # bytes of cache that the plan may count on: this program sets the pages itself
 
 
@@ -379,6 +380,7 @@ def _per_step(answers: Sequence[Answer]) -> float:
 def load(pair: str, device: str) -> tuple[LoadedPair, Plan]:
     """Load the shipped pair, or random weights of a published shape."""
     common = {"device": device, "max_num_seqs": ROWS, "cache_bytes": NO_LIMIT}
+    common["prefix_state_bytes"] = STATE_BYTES
     if pair == SHIPPED:
         return load_models(Settings(**common), lambda line: None)  # type: ignore[arg-type]
     with tempfile.TemporaryDirectory() as folder:

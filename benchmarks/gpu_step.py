@@ -71,7 +71,7 @@ def load(
             max_model_len=max_model_len,
             page_size=PAGE_SIZE,
             cache_bytes=1 << 40,  # num_pages is set below: this program knows what it needs
-            **settings,
+            **{"prefix_cache": False, **settings},
         )
         models, plan = load_models(wanted, lambda line: None)
     num_pages = max_num_seqs * (-(-(max_model_len + 2 * plan.block) // PAGE_SIZE) + 1)

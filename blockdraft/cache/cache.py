@@ -27,7 +27,10 @@ SCRATCH_PAGE = 1
 
 
 class Cache:
-    """Storage for every layer in `specs`; `num_pages` and `num_rows` include the reserved ones."""
+    """Storage for every layer in `specs`; `num_pages` and `num_rows` include the reserved ones.
+
+    `num_slots` is the number of states that may be saved, and a scratch slot; or 0.
+    """
 
     def __init__(  # noqa: PLR0913
         self,
@@ -41,6 +44,7 @@ class Cache:
         kernels: Kernels = REFERENCE,
         rule: PositionRule | None = None,
         num_exact_pages: int = 0,
+        num_slots: int = 0,
     ) -> None:
         self._kernels = kernels
         self._rule = rule or PositionRule()
@@ -54,6 +58,7 @@ class Cache:
                 dtype=dtype,
                 device=device,
                 kernels=kernels,
+                num_slots=num_slots,
             )
             for spec in dict.fromkeys(specs)
             if isinstance(spec, Recurrent)
@@ -123,7 +128,7 @@ class Cache:
             tiles = self._tiles(rows, starts, num_each, max_count=max(counts, default=0))
         begins = blocks.offsets if self._states else None
         told = counts if offsets is None else None
-        scan = Scan(active, starts, told, is_known, begins, max(counts, default=0))
+        scan = Scan(active, starts, told, is_known, begins, max(counts, default=0), rows.saves)
         return CacheView(self.storage, blocks=blocks, rows=scan, kernels=self._kernels, tiles=tiles)
 
     def _tiles(self, rows: Rows, starts: Tensor, counts: Tensor, *, max_count: int) -> Tiles:
@@ -145,6 +150,11 @@ class Cache:
             tiles = self._tiles(rows, starts, num_committed, max_count=self._rule.block)
             for group in self._compressed.values():
                 group.compress(tiles)
+
+    def restore(self, slot: int, row: int) -> None:
+        """Give a row the recurrent states in a slot."""
+        for states in self._states.values():
+            states.restore(slot, row)
 
     def centre_keys(self, centres: Mapping[int, Tensor]) -> None:
         """Subtract a mean key [G, D] per layer from the keys of rotated formats; the cache must be empty."""

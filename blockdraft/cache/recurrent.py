@@ -5,6 +5,9 @@ Commit folds the first `num_committed` entries with the same operations in the s
 state has the same bits as after decoding token by token. A sequence needs memory for one state and one tape.
 
 At length 0 a row's state counts as zero, whatever the row held before.
+
+States at multiples of a grid can be saved for later prompts that begin with the same tokens. A saved state
+has a slot: an index of `state` and `tail` past those of the rows.
 """
 
 from __future__ import annotations
@@ -14,8 +17,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from blockdraft.cache.spec import Recurrent
-from blockdraft.kernels.gated_delta import DeltaWeights, RowStates, RowTape, Tape, empty_states, gates
+from blockdraft.cache.spec import STATE_GRID, Recurrent
+from blockdraft.kernels.gated_delta import (
+    DeltaWeights,
+    RowStates,
+    RowTape,
+    Saves,
+    SaveTable,
+    Tape,
+    empty_states,
+    gates,
+    slots_at,
+)
 from blockdraft.kernels.kernels import REFERENCE, Kernels
 
 
@@ -28,13 +41,15 @@ class Scan(NamedTuple):
     is_known: bool  # tokens of a prompt: committed at once, without a tape
     offsets: Tensor | None = None  # [R + 1] where each row's tokens begin in the stream; for a GPU
     max_count: int = 0  # upper limit of tokens per row; with `offsets`
+    saves: SaveTable | None = None
 
 
 class _Block(NamedTuple):
-    """What commit needs from a verify forward in one layer."""
+    """What commit needs from a forward in one layer."""
 
     inputs: Tensor  # [R, T, C] of the convolution
     tape: Tape
+    saves: SaveTable | None
 
 
 class _BlockInPlace(NamedTuple):
@@ -46,7 +61,11 @@ class _BlockInPlace(NamedTuple):
 
 
 class RecurrentStates:
-    """All layers of one spec: states [L, rows, H, K, V] in float32 or wider, convolutions' last inputs."""
+    """All layers of one spec: states [L, rows + slots, H, K, V] in float32 or wider, and the last inputs of
+    convolutions.
+
+    If there are slots for saved states, the last one is scratch.
+    """
 
     def __init__(
         self,
@@ -57,15 +76,18 @@ class RecurrentStates:
         dtype: torch.dtype,
         device: torch.device,
         kernels: Kernels = REFERENCE,
+        num_slots: int = 0,
     ) -> None:
         self._kernels = kernels
         self.spec = spec
         self.num_layers = num_layers
         wide = torch.promote_types(dtype, torch.float32)
-        shape = (num_layers, num_rows, spec.num_heads, spec.key_dim, spec.value_dim)
+        size = num_rows + num_slots
+        shape = (num_layers, size, spec.num_heads, spec.key_dim, spec.value_dim)
         self.state = empty_states(shape, wide, device)
-        tail = (num_layers, num_rows, spec.conv_width - 1, spec.conv_channels)
+        tail = (num_layers, size, spec.conv_width - 1, spec.conv_channels)
         self.tail = torch.zeros(tail, dtype=dtype, device=device)
+        self._no_saves = SaveTable(torch.zeros(size, 0, dtype=torch.int64, device=device), STATE_GRID)
         self._block: dict[int, _Block] = {}  # by layer
         self._block_in_place: _BlockInPlace | None = None
 
@@ -88,7 +110,7 @@ class RecurrentStates:
         pieces = zip(*(torch.split(tensor, list(where.counts)) for tensor in (x, gate, beta)), strict=True)
         for row, (x_row, gate_row, beta_row) in enumerate(pieces):
             one = slice(row, row + 1)
-            alone = Scan(where.rows[one], where.starts[one], where.counts[one], is_known=True)
+            alone = where._replace(rows=where.rows[one], starts=where.starts[one], counts=where.counts[one])
             parts.append(self._scan_even(layer, x_row, conv, gate_row, beta_row, alone))
         return torch.cat(parts)
 
@@ -111,7 +133,8 @@ class RecurrentStates:
 
     def _at(self, rows: Tensor, starts: Tensor, where: Scan) -> RowStates:
         assert where.offsets is not None, "scan_in_place needs offsets"
-        return RowStates(self.state, self.tail, rows, starts, where.offsets, where.max_count)
+        saves = self._no_saves if where.saves is None else where.saves
+        return RowStates(self.state, self.tail, rows, starts, where.offsets, where.max_count, saves)
 
     def _scan_even(
         self, layer: int, x: Tensor, conv: Tensor, gate: Tensor, beta: Tensor, where: Scan
@@ -127,10 +150,12 @@ class RecurrentStates:
         read, tape = self._kernels.scan(q, k, v, gate, beta, state)
         if where.is_known:
             counts = torch.full_like(where.starts, x.shape[1])
-            self._fold(layer, _Block(x, tape), where.rows, state, tail, counts)
+            block = _Block(x, tape, where.saves)
+            slots = _slots(block, where.rows, where.starts, counts)
+            self._fold(layer, block, where.rows, state, tail, counts, slots)
         else:
             # A view of a wider projection would keep all of it alive until commit.
-            self._block[layer] = _Block(x.contiguous(), tape)
+            self._block[layer] = _Block(x.contiguous(), tape, where.saves)
         return read.flatten(0, 1)
 
     def commit(self, rows: Tensor, starts: Tensor, num_committed: Tensor) -> None:
@@ -144,9 +169,16 @@ class RecurrentStates:
             return
         block, self._block = self._block, {}
         assert len(block) == self.num_layers, "every layer has scanned the block"
+        first = block[0]
+        slots = _slots(first, rows, starts, num_committed)
         for layer, part in block.items():
             state, tail = self._committed(layer, rows, starts)
-            self._fold(layer, part, rows, state, tail, num_committed)
+            self._fold(layer, part, rows, state, tail, num_committed, slots)
+
+    def restore(self, slot: int, row: int) -> None:
+        """Copy a saved state to a row."""
+        self.state[:, row].copy_(self.state[:, slot])  # without temporary memory, which a full card lacks
+        self.tail[:, row].copy_(self.tail[:, slot])
 
     def _committed(self, layer: int, rows: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
         """Return copies of the rows' states and tails: zeros for rows without committed tokens."""
@@ -155,13 +187,43 @@ class RecurrentStates:
         return state, self.tail[layer][rows].masked_fill_(is_new[:, None, None], 0)
 
     def _fold(
-        self, layer: int, block: _Block, rows: Tensor, state: Tensor, tail: Tensor, counts: Tensor
+        self,
+        layer: int,
+        block: _Block,
+        rows: Tensor,
+        state: Tensor,
+        tail: Tensor,
+        counts: Tensor,
+        slots: Tensor | None,
     ) -> None:
-        self._kernels.fold(state, block.tape, counts)
+        saves = None if slots is None else Saves(self.state[layer], slots)
+        self._kernels.fold(state, block.tape, counts, saves)
         self.state[layer][rows] = state
         seen = torch.cat((tail, block.inputs), dim=1)  # [R, W - 1 + T, C]
-        last = counts[:, None] + torch.arange(tail.shape[1], device=counts.device)  # [R, W - 1]
-        self.tail[layer][rows] = seen.gather(1, last[..., None].expand(-1, -1, seen.shape[2]))
+        self.tail[layer][rows] = _tail_after(counts, seen, tail.shape[1])
+        if slots is None:
+            return
+        assert block.saves is not None
+        scratch, grid = self.state.shape[1] - 1, block.saves.grid
+        for first, part in enumerate(torch.split(slots, grid, dim=1)):  # a row has at most one slot in each
+            slot, at = part.max(dim=1)
+            found = _tail_after(first * grid + at + 1, seen, tail.shape[1])
+            self.tail[layer][torch.where(slot > 0, slot, scratch)] = found
+
+
+def _slots(block: _Block, rows: Tensor, starts: Tensor, counts: Tensor) -> Tensor | None:
+    """Return the slots [R, T] that a commit of `counts` [R] tokens fills; None: nothing is ever saved."""
+    if block.saves is None:
+        return None
+    num_tokens = block.inputs.shape[1]
+    is_committed = torch.arange(num_tokens, device=counts.device) < counts[:, None]
+    return slots_at(block.saves, rows, starts, num_tokens) * is_committed
+
+
+def _tail_after(counts: Tensor, seen: Tensor, size: int) -> Tensor:
+    """Return the last inputs [R, size, C] before the token counts[r] of each row; seen [R, size + T, C]."""
+    last = counts[:, None] + torch.arange(size, device=counts.device)
+    return seen.gather(1, last[..., None].expand(-1, -1, seen.shape[2]))
 
 
 class RecurrentState:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from blockdraft.kernels.acceptance import Progress
+from blockdraft.kernels.gated_delta import SaveTable
 from blockdraft.kernels.kernels import REFERENCE, Kernels
 from blockdraft.kernels.sampling import NEVER, Needs, SamplingBatch
 from blockdraft.kernels.sampling_tables import MAX_LISTED, Real, Whole
@@ -69,10 +70,13 @@ class Rows:
         history_size: int = 0,
         hidden_size: int = 0,
         dtype: torch.dtype | None = None,
+        save_grid: int = 0,
+        max_saves: int = 0,
     ) -> None:
         """`history_size` is the number of positions whose token ids are kept for n-gram lookup.
 
         `hidden_size` is the size of the hidden state, of `dtype`, that is kept for an MTP head; 0: none.
+        With `max_saves`, a row can save its first states at multiples of `save_grid` tokens.
         """
         count = max_rows + 1
         self.kernels = kernels
@@ -93,6 +97,9 @@ class Rows:
         self.last_hidden: Tensor | None = None  # [rows, E]: the target's at position `length` - 1
         if hidden_size:
             self.last_hidden = torch.zeros(count, hidden_size, dtype=dtype, device=device)
+        self.saves: SaveTable | None = None
+        if max_saves:
+            self.saves = SaveTable(self._integers(count, max_saves), save_grid)
         self._real = torch.zeros(count, len(Real), dtype=torch.float32, device=device)
         self._whole = self._integers(count, len(Whole))
         self._stop_ids = self._integers(count, MAX_LISTED) - 1
@@ -125,6 +132,8 @@ class Rows:
         self.anchor[index] = self._tensor([token_ids[-1] for _, token_ids, _, _ in entries])
         self._real[index] = self._table([self._reals(one) for one in samplings], torch.float32)
         self._whole[index] = self._table([self._wholes(one) for one in samplings])
+        if self.saves is not None:
+            self.saves.slots[index] = 0
         bias = [sorted(one.bias) for one in samplings]
         self._write_lists(self._stop_ids, index, [sorted(one.stop_ids) for one in samplings], padding=-1)
         self._write_lists(self._bias_ids, index, [[token for token, _ in one] for one in bias], padding=-1)
@@ -185,20 +194,25 @@ class Rows:
 
     def set_pages(self, entries: Items[tuple[int, int, Items[int]]]) -> None:
         """Set page-table entries [first, first + len(pages)) of `row`, for each (row, first, pages)."""
-        self._set_pages(self.page_table, entries)
+        self._set_entries(self.page_table, entries)
 
     def set_exact_pages(self, entries: Items[tuple[int, int, Items[int]]]) -> None:
         """Set entries as `set_pages` does, for the pages of exact keys and values."""
         assert self.exact_table is not None
-        self._set_pages(self.exact_table, entries)
+        self._set_entries(self.exact_table, entries)
 
-    def _set_pages(self, table: Tensor, entries: Items[tuple[int, int, Items[int]]]) -> None:
+    def set_saves(self, entries: Items[tuple[int, int, Items[int]]]) -> None:
+        """Set entries as `set_pages` does, for the slots of the states that rows will save."""
+        assert self.saves is not None
+        self._set_entries(self.saves.slots, entries)
+
+    def _set_entries(self, table: Tensor, entries: Items[tuple[int, int, Items[int]]]) -> None:
         width = table.shape[1]
-        cells = [row * width + first + i for row, first, pages in entries for i in range(len(pages))]
+        cells = [row * width + first + i for row, first, values in entries for i in range(len(values))]
         if cells:
-            changes = self._tensor([*cells, *(page for _, _, pages in entries for page in pages)])
-            where, pages = changes.chunk(2)
-            table.view(-1)[where] = pages
+            changes = self._tensor([*cells, *(value for _, _, values in entries for value in values)])
+            where, values = changes.chunk(2)
+            table.view(-1)[where] = values
 
     def activate(self, row_ids: Items[int], num_rows: int | None = None) -> None:
         """Set the active rows of the next step, in order; pad them to `num_rows` with the scratch row."""

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from blockdraft.kernels import kv_formats
 from blockdraft.kernels.sampling_tables import MAX_LISTED, Real, Whole
 
+STATE_GRID = 64  # recurrent states are saved after multiples of so many tokens
+NUM_RESERVED_SLOTS = 1  # of saved states: the last slot is scratch
 NUM_RESERVED_PAGES = 2  # page 0 is never written, page 1 belongs to the scratch row
 
 
@@ -69,11 +71,14 @@ class Recurrent:
 
     def bytes_per_row(self, element_bytes: int, width: int) -> int:
         """Return the size of state and tape; all but the convolution's inputs are float32 or wider."""
-        wide_bytes = max(element_bytes, 4)
-        state = self.num_heads * self.key_dim * self.value_dim * wide_bytes
-        tail = (self.conv_width - 1) * self.conv_channels * element_bytes
         entry = self.num_key_heads * self.key_dim + self.num_heads * (self.value_dim + 1)
-        return state + tail + width * (entry * wide_bytes + self.conv_channels * element_bytes)
+        tape = width * (entry * max(element_bytes, 4) + self.conv_channels * element_bytes)
+        return self.state_bytes(element_bytes) + tape
+
+    def state_bytes(self, element_bytes: int) -> int:
+        """Return the size of a state and the convolution's last inputs."""
+        state = self.num_heads * self.key_dim * self.value_dim * max(element_bytes, 4)
+        return state + (self.conv_width - 1) * self.conv_channels * element_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +117,11 @@ def bytes_per_token(specs: tuple[LayerSpec, ...], element_bytes: int) -> int:
 def bytes_per_row(specs: tuple[LayerSpec, ...], element_bytes: int, width: int) -> int:
     """Return the bytes of one running sequence besides its pages: states and the tape of a block."""
     return sum(spec.bytes_per_row(element_bytes, width) for spec in specs if isinstance(spec, Recurrent))
+
+
+def state_bytes(specs: tuple[LayerSpec, ...], element_bytes: int) -> int:
+    """Return the bytes of one saved state over all layers."""
+    return sum(spec.state_bytes(element_bytes) for spec in specs if isinstance(spec, Recurrent))
 
 
 def row_table_bytes(vocab_size: int, max_pages: int, history_size: int = 0) -> int:

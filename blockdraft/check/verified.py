@@ -39,7 +39,8 @@ LIBRARIES = ("torch", "triton", "llvmlite", "numpy")
 # Fields of a plan that affect neither the kernels nor the checked sizes. Pages and context depend on the free
 # memory, and the width is measured, so they would differ at every start.
 NOT_OF_PLAN = {
-    *("num_pages", "max_model_len", "max_positions", "max_queue", "prefix_cache", "seed"),
+    *("num_pages", "max_model_len", "max_positions", "max_queue", "prefix_cache", "num_states"),
+    "seed",
     *("width", "step_costs", "is_sure_of_costs", "chosen_share", "draft_chances", "reasons", "start"),
 }
 # Words that a checksum adds at a time: few enough for a CPU's cache, or enough to keep a GPU busy.

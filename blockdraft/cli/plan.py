@@ -8,8 +8,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 
 from blockdraft.cli.flags import add_flags, add_model, add_settings, given_settings, noted, table
 from blockdraft.errors import SettingsError
@@ -18,10 +19,11 @@ from blockdraft.launch.issues import Issue, check_settings
 from blockdraft.launch.launch_request import Combination
 from blockdraft.machine.cards import Card, card_by_key, card_named
 from blockdraft.machine.machine import Machine, read_machine
+from blockdraft.planner.engine_step import calibration, not_calibrated
 from blockdraft.planner.known_pairs import published_runs
 from blockdraft.planner.memory_fit import machine_of
 from blockdraft.planner.pair import Case, open_pair
-from blockdraft.planner.report import COUNTED, Report, as_json, make_report
+from blockdraft.planner.report import Report, as_json, counted, make_report, spread, times_estimate
 from blockdraft.planner.resolver import runs_on_cpu, with_drafter
 from blockdraft.planner.shape import Kind
 from blockdraft.settings.merge import flag_of, merge_settings
@@ -62,7 +64,13 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         more = {
             "known_problems": [asdict(finding) for finding in findings],
-            "published": [asdict(one) for one in expected],
+            "published": [
+                asdict(one)
+                | dict(
+                    zip(("plain_times_estimate", "times_estimate"), times_estimate(report, one), strict=True)
+                )
+                for one in expected
+            ],
         }
         print(json.dumps(as_json(report) | more, indent=2))
     else:
@@ -84,7 +92,10 @@ def _refused(findings: Iterable[Issue]) -> set[str]:
 
 
 def _expected(case: Case) -> tuple[Expectation, ...]:
-    """Return published runs on this card: of the recipe, else of this pair, else of the recipe's pair."""
+    """Return published runs on this card: of the recipe, else of this pair, else of the recipe's pair.
+
+    Those of the same engine come first.
+    """
     settings, card = case.settings, case.card
     if card is None:
         return ()
@@ -93,7 +104,8 @@ def _expected(case: Case) -> tuple[Expectation, ...]:
         recipe = load_recipe(settings.recipe)
         of_recipe = published_runs(recipe.settings.get("model"), recipe.settings.get("draft"))
         found = recipe.expect or found or of_recipe
-    return tuple(one for one in found if one.card is not None and card_by_key(one.card) == card)
+    here = [one for one in found if one.card is not None and card_by_key(one.card) == card]
+    return tuple(sorted(here, key=lambda one: one.engine != settings.engine))
 
 
 def _machine(name: str | None) -> tuple[Machine, Card | None]:
@@ -124,8 +136,9 @@ def lines(
     """Yield the lines of the report; with `explains`, also how values were computed."""
     yield from _head(report, is_refused=bool(_refused(findings)))
     yield from _memory(report)
+    yield from ("",) if expected else ()
+    yield from published_lines(expected, shows_all=explains, beside=partial(_beside, report))
     yield from _speed(report, explains=explains)
-    yield from published_lines(expected, shows_all=explains)
     yield from _problems(report, findings)
     if report.advice:
         rows = [("you are", "give", "and get"), *((one.who, one.flags, one.result) for one in report.advice)]
@@ -157,13 +170,16 @@ def _memory(report: Report) -> Iterator[str]:
     weights = {name: size for name, size in sizes.items() if name.endswith("weights")}
     working = {name: size for name, size in sizes.items() if name in _WORKING and size >= _WORTH_NAMING}
     cache = fit.num_bytes - sum(weights.values()) - sum(sizes.get(name, 0) for name in _WORKING)
-    states, windows = sizes.get("recurrent states", 0), sizes.get("exact windows", 0)
+    states, saved = sizes.get("recurrent states", 0), sizes.get("saved states", 0)
+    windows = sizes.get("exact windows", 0)
     rows = [
         ("weights", _gb(sum(weights.values())), _listed(weights, " weights")),
-        ("cache", _gb(cache - states - windows), _cache_note(report)),
+        ("cache", _gb(cache - states - saved - windows), _cache_note(report)),
     ]
     if states:
         rows.append(("states", _gb(states), f"of {fit.max_num_seqs} rows: recurrent layers"))
+    if saved and fit.plan is not None:
+        rows.append(("prefixes", _gb(saved), f"{fit.plan.num_states} states that prompts can continue from"))
     if windows:
         rows.append(("windows", _gb(windows), f"of {fit.max_num_seqs} rows: keys and values kept exact"))
     listed = f"about: {_listed(working, '')}" if working else "tables and activations, about"
@@ -194,16 +210,17 @@ def _speed(report: Report, *, explains: bool) -> Iterator[str]:
             yield "speed: no estimate, because the memory bandwidth of this machine is unknown"
         return
     yield ""
-    rows: list[Sequence[str]] = [("speed, ESTIMATE", "chat", "code", "maths", "plain decoding", "step")]
+    head = "speed, ESTIMATE" if spread(report) is None else "tok/s, ESTIMATE"
+    rows: list[Sequence[str]] = [(head, "chat", "code", "maths", "plain decoding", "step")]
     for count, speed in report.speeds:
         label = "1 user" if count == 1 else f"{count} users together"
         kinds = [
-            f"{speed.by_kind[kind]:,.0f} tok/s" if speed.by_kind else "-"
+            _interval(report, speed.by_kind[kind]) if speed.by_kind else "-"
             for kind in ("chat", "code", "maths")
         ]
-        rows.append((label, *kinds, f"{speed.plain:,.0f} tok/s", f"{speed.step.seconds * 1e3:.1f} ms"))
+        rows.append((label, *kinds, _interval(report, speed.plain), f"{speed.step.seconds * 1e3:.1f} ms"))
     yield from table(rows)
-    yield f"  counted: {COUNTED}"
+    yield f"  counted: {counted(report)}"
     if report.acceptance is not None:
         found, positions = report.acceptance, report.acceptance.by_position if explains else ()
         notes = [found.source, found.kind_note or ""]
@@ -216,18 +233,57 @@ def _speed(report: Report, *, explains: bool) -> Iterator[str]:
         method = report.case.pair.target.stored.method
         elsewhere = "" if method == "GGUF" else "; vLLM's do (--engine vllm)"
         yield f"  steps: each unpacks the weights first: no kernel of ours reads {method}{elsewhere}"
-    engine = report.case.settings.engine
-    if engine != "native":
-        yield f"  steps: as our engine's on an H200; {engine}'s were not measured by us"
+    if report.case.settings.engine != "native":
+        yield f"  interval: {_interval_note(report)}"
 
 
-def published_lines(expected: Sequence[Expectation], *, shows_all: bool) -> Iterator[str]:
-    """Yield lines on the runs with one user and with the most users, or on all runs."""
+def _interval(report: Report, value: float) -> str:
+    """Return a speed with its interval, if it has one."""
+    factor = spread(report)
+    if factor is None:
+        return f"{value:,.0f} tok/s"
+    digits = 0 if value >= 20 else 1
+    return f"{value:,.{digits}f} ({value / factor:,.{digits}f}-{value * factor:,.{digits}f})"
+
+
+def _interval_note(report: Report) -> str:
+    card, found = report.case.card, calibration()
+    if spread(report) is None:
+        return f"none: {not_calibrated(report.case)}"
+    assert card is not None
+    where = "" if card.key in found.cards else "; none was of this card"
+    held_out = f"each of {found.num_sources} sources left out of the fit in turn"
+    numbers = f"{found.share:.0%} of {found.num_numbers} published numbers of vLLM and SGLang"
+    return f"a factor of {found.spread:g}, which holds for {numbers}, {held_out}{where}"
+
+
+def _beside(report: Report, run: Expectation) -> str:
+    """Return by how much a published run differs from our estimate, if that is more than the interval."""
+    factor, found = spread(report), times_estimate(report, run)
+    names = ("without a drafter", "with it")
+    outside = [
+        f"{ratio:.2g} times our estimate {name}"
+        for ratio, name in zip(found, names, strict=True)
+        if ratio is not None and factor is not None and not 1 / factor <= ratio <= factor
+    ]
+    return f"; {' and '.join(outside)}" if outside else ""
+
+
+def published_lines(
+    expected: Sequence[Expectation],
+    *,
+    shows_all: bool,
+    beside: Callable[[Expectation], str] = lambda run: "",
+) -> Iterator[str]:
+    """Yield lines on the runs with one user and with the most users, or on all runs.
+
+    `beside`: what to say of a run beside its numbers.
+    """
     ends = {1, max((one.concurrency for one in expected), default=1)}
     shown = [one for one in expected if shows_all or one.concurrency in ends]
     for one in shown:
         notes = f"; {one.notes}" if shows_all and one.notes else ""
-        yield f"  published: {published_line(one)} ({one.source}{notes})"
+        yield f"  published: {published_line(one)}{beside(one)} ({one.source}{notes})"
     if len(shown) < len(expected):
         yield f"  published: {len(expected) - len(shown)} more runs with other numbers of users (--explain)"
 
@@ -247,7 +303,9 @@ def published_line(one: Expectation) -> str:
         )
         if number is not None
     ]
-    about = ", ".join(part for part in (one.workload, one.task, users, one.engine) if part)
+    width = "" if one.width is None else f"width {one.width}"
+    named = (one.workload, one.task, users, one.engine, one.quantization, width)
+    about = ", ".join(part for part in named if part)
     return f"{about}: {', '.join(parts)}"
 
 
@@ -278,10 +336,11 @@ def _explained(report: Report) -> Iterator[str]:
     yield from (f"{model.stored.name}: read from {model.stored.where}" for model in report.case.pair.models)
     for count, speed in report.speeds:
         step = speed.step
+        parts = ", ".join(f"{name} {seconds * 1e3:.2f} ms" for name, seconds in step.parts)
         yield (
             f"a step of {count} row{'s' if count > 1 else ''}, width {step.width}, context {step.context:,}: "
             f"{_gb(step.weight_bytes)} of weights, {_gb(step.cache_bytes)} of cache, {step.flops / 1e12:.2f} "
-            f"TFLOP, {step.num_kernels:.0f} kernels: {step.seconds * 1e3:.2f} ms"
+            f"TFLOP, {parts or f'{step.num_kernels:.0f} kernels'}: {step.seconds * 1e3:.2f} ms"
         )
 
 

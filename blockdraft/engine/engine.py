@@ -8,13 +8,14 @@ import time
 from collections.abc import Callable, Generator, Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from blockdraft.cache.cache import SCRATCH_PAGE, Cache
 from blockdraft.cache.rows import Rows, RowSampling
-from blockdraft.cache.spec import NUM_RESERVED_PAGES
+from blockdraft.cache.spec import NUM_RESERVED_PAGES, NUM_RESERVED_SLOTS
 from blockdraft.engine.exact_pages import ExactPages
 from blockdraft.engine.info import Fingerprint
 from blockdraft.engine.loaded_pair import LoadedPair
@@ -27,6 +28,7 @@ from blockdraft.engine.request import (
     TokenLogprobs,
     check_request,
 )
+from blockdraft.engine.saved_states import SavedStates
 from blockdraft.engine.scheduler import Batch, Outcome, Scheduler, always
 from blockdraft.engine.sequence import Sequence
 from blockdraft.engine.stats import Load, Snapshot, Stats
@@ -71,22 +73,26 @@ class Engine:
 
     def __init__(self, models: LoadedPair, plan: Plan, clock: Callable[[], float] = time.monotonic) -> None:
         assert models.rates is None or len(models.rates) >= plan.block - 1, "a rate for each draft"
+        has_all = not models.config.is_hybrid or plan.num_states > 0
+        assert has_all or not plan.prefix_cache, "a prefix without its state would be continued wrongly"
         self.models = models
         self.plan = plan
         self.clock = clock
         num_pages = plan.num_pages + NUM_RESERVED_PAGES
         num_exact = plan.num_exact_pages + NUM_RESERVED_PAGES if plan.num_exact_pages else 0
+        num_rows = plan.max_num_seqs + 1  # and the scratch row
         rule = PositionRule(window=plan.kv_window, block=plan.block)
         self.cache = Cache(
             models.cache_specs(plan.kv_dtype, plan.draft_kv_dtype),
             num_pages=num_pages,
-            num_rows=plan.max_num_seqs + 1,  # and the scratch row
+            num_rows=num_rows,
             page_size=plan.page_size,
             dtype=getattr(torch, plan.dtype),
             device=models.device,
             kernels=models.target.kernels,
             rule=rule,
             num_exact_pages=num_exact,
+            num_slots=plan.num_states + NUM_RESERVED_SLOTS if plan.num_states else 0,
         )
         self.rows = Rows(
             max_rows=plan.max_num_seqs,
@@ -99,6 +105,8 @@ class Engine:
             history_size=plan.max_positions if plan.draft_ngram else 0,
             hidden_size=models.config.hidden_size if models.has_mtp else 0,
             dtype=getattr(torch, plan.dtype),
+            save_grid=plan.state_grid,
+            max_saves=plan.max_positions // plan.state_grid if plan.num_states else 0,
         )
         pages = PageAllocator(
             num_pages=num_pages,
@@ -114,8 +122,11 @@ class Engine:
                 page_size=plan.page_size,
                 compressed_end_at=rule.compressed_end_at,
             )
-            pages.on_forget = exact.forget
-        self.scheduler = Scheduler(plan, pages, clock, exact)
+        states = None
+        if plan.num_states:
+            states = SavedStates(count=plan.num_states, first=num_rows, grid=plan.state_grid)
+        pages.on_forget = partial(_forget, exact, states)
+        self.scheduler = Scheduler(plan, pages, clock, exact, states)
         self.stats = Stats(clock, plan.max_model_len)
         self.vocabulary = Vocabulary(models.tokenizer, models.config.vocab_size)
         self.masks = TokenMasks(
@@ -445,9 +456,27 @@ class Engine:
                 sequence.num_placed_exact = len(sequence.exact_pages)
         self.rows.place_all(new)
         self.rows.set_pages(entries)
+        self._place_states(batch)
         if exact:
             self.rows.set_exact_pages(exact)
         self.rows.activate([s.row for s in batch.sequences if s.row is not None], num_rows)
+
+    def _place_states(self, batch: Batch) -> None:
+        """Copy saved states to rows that continue from them, and write where rows save theirs."""
+        states, grid = self.scheduler.states, self.plan.state_grid
+        if states is None:
+            return
+        entries = []
+        for sequence in batch.sequences:
+            assert sequence.row is not None
+            if sequence.restored is not None:
+                self.cache.restore(sequence.restored.slot, sequence.row)
+                states.release(sequence.restored)  # a later step may overwrite it
+                sequence.restored = None
+            entries += [(sequence.row, at // grid - 1, [slot]) for at, slot in sequence.unplaced_saves]
+            sequence.unplaced_saves = []
+        if entries:  # the context may be too short for a state to be saved
+            self.rows.set_saves(entries)
 
     def prefill(
         self, token_ids: Tensor, next_ids: Tensor, counts: tuple[int, ...], offsets: Tensor | None = None
@@ -553,6 +582,9 @@ class Engine:
             num_pages=scheduler.pages.num_pages,
             num_pages_used=scheduler.pages.num_pages - scheduler.pages.num_free,
             num_preemptions=scheduler.num_preemptions,
+            num_states=0 if scheduler.states is None else scheduler.states.num_slots,
+            num_states_saved=0 if scheduler.states is None else scheduler.states.num_saved,
+            num_states_evicted=0 if scheduler.states is None else scheduler.states.num_evicted,
             chosen_rows=chosen.num_rows,
             chosen_width=chosen.width,
         )
@@ -564,6 +596,17 @@ class Engine:
         self.scheduler.pages.check(sequence.pages for sequence in running)
         if self.scheduler.exact is not None:
             self.scheduler.exact.check(sequence.exact_pages for sequence in running)
+        if self.scheduler.states is not None:
+            reserved = itertools.chain.from_iterable(one.saves.values() for one in running)
+            self.scheduler.states.check(reserved, [one.restored for one in running if one.restored])
+
+
+def _forget(exact: ExactPages | None, states: SavedStates | None, node: int) -> None:
+    """Forget what is kept for a prefix whose page is reused."""
+    if exact is not None:
+        exact.forget(node)
+    if states is not None:
+        states.forget(node)
 
 
 def _chunks(batch: Batch, later: int) -> list[int]:

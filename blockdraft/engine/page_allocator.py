@@ -153,6 +153,11 @@ class PageAllocator:
             nodes.append(self._nodes[page].id)
         return nodes
 
+    def node_of(self, page: int) -> int | None:
+        """Return the node of the prefix that this page ends, or None if the page is not remembered."""
+        node = self._nodes.get(page)
+        return None if node is None else node.id
+
     def _forget(self, page: int) -> None:
         node = self._nodes.pop(page)
         self.on_forget(node.id)

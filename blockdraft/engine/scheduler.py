@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,6 +18,7 @@ from blockdraft.engine.chunks import Chunks
 from blockdraft.engine.exact_pages import NO_PAGE, ExactPages
 from blockdraft.engine.page_allocator import OutOfPages, PageAllocator
 from blockdraft.engine.request import Delta, TokenLogprobs
+from blockdraft.engine.saved_states import SavedStates
 from blockdraft.engine.sequence import Sequence
 from blockdraft.engine.width_controller import ChosenStep, WidthController
 from blockdraft.errors import CapacityError, RequestError
@@ -56,9 +58,11 @@ class Scheduler:
         pages: PageAllocator,
         clock: Callable[[], float],
         exact: ExactPages | None = None,
+        states: SavedStates | None = None,
     ) -> None:
         self.pages = pages
         self.exact = exact  # None: no layer compresses
+        self.states = states  # None: no layer has a state, or none is saved
         self.clock = clock
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # oldest first
@@ -125,6 +129,8 @@ class Scheduler:
         self.pages.recover()
         if self.exact is not None:
             self.exact.recover()
+        if self.states is not None:
+            self.states.recover()
         self._free_rows = list(reversed(range(self._plan.max_num_seqs)))
         self.waiting = deque(s for s in self.waiting if s.request.id not in touched)
         self.running = []
@@ -188,34 +194,55 @@ class Scheduler:
         shared: list[int] = []
         if self._may_share(sequence):  # an MTP head needs the hidden state of the last known token
             shared = self.pages.match(token_ids, salt, num_known - self.pages.num_later)
-        shared = self._with_tail(sequence, shared)
+        shared, length = self._resume(sequence, shared)
         missing = self._num_pages(num_known + self._plan.block) - len(shared)
         try:
             sequence.pages = shared + self.pages.allocate(missing)
         except OutOfPages:
             self.pages.release(shared)
             self._release_exact(sequence)
+            self._release_states(sequence)
             return False
+        if self.states is not None:
+            self.states.count_prompt()
         sequence.num_remembered_pages = len(shared)
-        sequence.length = len(shared) * self.pages.page_size
+        sequence.length = length
         if sequence.tally.preemptions == 0:
             sequence.tally.num_cached_tokens = sequence.length
         return True
 
     # ---- exact pages, if layers compress: the plan has enough for every row and every chunk
 
-    def _with_tail(self, sequence: Sequence, shared: list[int]) -> list[int]:
-        """Return the pages of the longest part of a cached prefix whose tail was kept; release the others."""
-        if self.exact is None:
-            return shared
-        salt, size = sequence.request.sampling.cache_salt, self.pages.page_size
-        nodes = self.pages.nodes_of(sequence.token_ids, len(shared) * size, salt)
-        sequence.exact_pages = self.exact.find(nodes)
-        num_found = len(sequence.exact_pages)
-        sequence.branch = len(shared) * size if num_found < len(shared) else None
-        sequence.first_exact = self.exact.first_needed(num_found * size)
-        self.pages.release(shared[num_found:])
-        return shared[:num_found]
+    def _resume(self, sequence: Sequence, shared: list[int]) -> tuple[list[int], int]:
+        """Return the pages to use of a cached prefix, and the length from which the sequence continues.
+
+        That is the longest one whose state was saved, if layers have states, and whose tail was kept, if
+        layers compress. With states, the pages after it are used, too: prefill writes the same bits to them.
+        """
+        size, num_pages, state = self.pages.page_size, len(shared), None
+        nodes = [node for page in shared if (node := self.pages.node_of(page)) is not None]
+        while num_pages:
+            if self.states is not None:
+                state = self.states.find(nodes[:num_pages])
+                num_pages = 0 if state is None else state.length // size
+            if self.exact is None:
+                break
+            tail = self.exact.find(nodes[:num_pages])
+            if state is None or len(tail) == num_pages:
+                sequence.exact_pages, num_pages = tail, len(tail)
+                break
+            self.exact.release(tail)
+            assert self.states is not None
+            self.states.release(state)
+            num_pages, state = len(tail), None
+        sequence.restored = sequence.last_saved = state
+        sequence.branch = len(shared) * size if num_pages < len(shared) else None
+        if self.exact is not None:
+            sequence.first_exact = self.exact.first_needed(num_pages * size)
+        if self.states is None:
+            self.pages.release(shared[num_pages:])
+            shared = shared[:num_pages]
+        return shared, num_pages * size
 
     def _hold_exact(self, sequence: Sequence, end: int) -> None:
         """Allocate exact pages for the tokens before `end`, which are about to be written."""
@@ -242,6 +269,46 @@ class Scheduler:
             if sequence.exact_pages[index] != NO_PAGE:
                 self.exact.keep(nodes[index], sequence.exact_pages[index])
 
+    # ---- saved states, if layers have states
+
+    def _reserve_states(self, sequence: Sequence, start: int, end: int, *, is_prompt: bool) -> None:
+        """Reserve slots for the states that the sequence may pass while it grows from `start` to `end`."""
+        if self.states is None or not self._plan.prefix_cache:
+            return
+        lengths: Items[int] = self.states.multiples(start, end)
+        if is_prompt:
+            lengths = self.states.on_the_way(start, end, len(sequence.token_ids) - 1, sequence.branch)
+        for length in lengths:
+            slot = None if length in sequence.saves else self.states.reserve()
+            if slot is not None:
+                sequence.saves[length] = slot
+                sequence.unplaced_saves.append((length, slot))
+
+    def _save_states(self, sequence: Sequence, length: int) -> None:
+        """Offer the saved states up to `length` tokens to later prompts."""
+        if self.states is None:
+            return
+        for at in sorted(one for one in sequence.saves if one <= length):
+            node = self.pages.node_of(sequence.pages[at // self.pages.page_size - 1])
+            slot = sequence.saves.pop(at)
+            if node is None:  # another page stores this prefix
+                self.states.free([slot])
+                continue
+            before = sequence.last_saved
+            sequence.last_saved = self.states.save(slot, node, at, before)
+            if before is not None and sequence.num_prompt <= before.length:
+                self.states.thin(before, sequence.last_saved)
+            self._keep_tail(sequence, at)
+
+    def _release_states(self, sequence: Sequence) -> None:
+        if self.states is None:
+            return
+        self.states.free(sequence.saves.values())
+        if sequence.restored is not None:
+            self.states.release(sequence.restored)
+        sequence.saves, sequence.unplaced_saves = {}, []
+        sequence.restored = sequence.last_saved = None
+
     def _release_exact(self, sequence: Sequence) -> None:
         if self.exact is not None:
             self.exact.release(sequence.exact_pages)
@@ -257,6 +324,7 @@ class Scheduler:
         for sequence, count in chosen:
             sequence.length += count
             self._hold_exact(sequence, sequence.length)
+            self._reserve_states(sequence, sequence.length - count, sequence.length, is_prompt=True)
         return self._batch("prefill", [s for s, _ in chosen], starts, [n for _, n in chosen], width=0)
 
     def _decode(self, sequences: list[Sequence]) -> Batch | None:
@@ -271,7 +339,9 @@ class Scheduler:
         if not chosen:
             return None
         for sequence in chosen:
-            self._hold_exact(sequence, sequence.length + sequence.num_in_flight + self._plan.block)
+            end = sequence.length + sequence.num_in_flight + self._plan.block
+            self._hold_exact(sequence, end)
+            self._reserve_states(sequence, sequence.length, end, is_prompt=False)
         starts = [sequence.length for sequence in chosen]
         return self._batch("decode", chosen, starts, [width] * len(chosen), width=width)
 
@@ -345,6 +415,7 @@ class Scheduler:
         assert sequence.row is not None
         self._keep_tail(sequence, sequence.length)
         self._release_exact(sequence)
+        self._release_states(sequence)
         self.running.remove(sequence)
         self._free_rows.append(sequence.row)
         self.pages.release(sequence.pages)
@@ -387,6 +458,7 @@ class Scheduler:
                 sequence.tally.record.count(width, len(token_ids) - 1)
             deltas.append(sequence.accept(token_ids, its_logprobs, now_s, width))
             self._remember(sequence)
+            self._save_states(sequence, sequence.length)
             self._trim_exact(sequence, sequence.length)
             if sequence.finish_reason is not None:
                 self._retire(sequence)
@@ -400,6 +472,7 @@ class Scheduler:
                 sequence.prompt_logprobs.extend(outcome.logprobs[position])
             self._remember(sequence)
             end = batch.starts[position] + batch.counts[position]
+            self._save_states(sequence, end)
             if sequence.branch is not None and sequence.branch <= end:
                 self._keep_tail(sequence, sequence.branch)
                 sequence.branch = None

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from blockdraft.cache.rows import RowSampling
 from blockdraft.engine.histogram import at_least
 from blockdraft.engine.request import Delta, FinishReason, Metrics, Request, TokenLogprobs, counted_width
+from blockdraft.engine.saved_states import SavedState
 from blockdraft.engine.width_controller import DraftRecord
 from blockdraft.grammar.guide import Guide
 from blockdraft.text.detokenizer import TextStream
@@ -40,6 +41,10 @@ class Sequence:
     first_exact: int = 0  # exact pages before it are not held, except the first tile's
     branch: int | None = None  # length of a cached prefix that had no tail: keep one when prefill gets there
     num_remembered_pages: int = 0
+    saves: dict[int, int] = field(default_factory=dict)  # reserved slots, by the length of the state to save
+    unplaced_saves: list[tuple[int, int]] = field(default_factory=list)  # those the device's row lacks
+    restored: SavedState | None = None  # to be copied to the device's row
+    last_saved: SavedState | None = None  # the longest saved state of this sequence
     barred_at: int | None = None  # PageAllocator.num_forgotten when another page stored its next prefix
     num_in_flight: int = 0  # tokens that steps not yet committed may add
     finish_reason: FinishReason | None = None
@@ -70,7 +75,7 @@ class Sequence:
     @property
     def is_touched(self) -> bool:
         """Say if a waiting sequence was interrupted while it got a row, lost one, or ended."""
-        has_pages = bool(self.pages or self.exact_pages)
+        has_pages = bool(self.pages or self.exact_pages or self.restored)
         return self.row is not None or has_pages or self.finish_reason is not None
 
     def leave_row(self) -> None:
@@ -80,6 +85,8 @@ class Sequence:
         self.num_placed_pages = None
         self.exact_pages, self.num_placed_exact, self.first_exact = [], 0, 0
         self.num_remembered_pages = 0
+        self.saves, self.unplaced_saves = {}, []
+        self.restored = self.last_saved = None
         self.barred_at = None
         self.num_in_flight = 0
 

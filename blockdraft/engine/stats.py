@@ -52,6 +52,9 @@ class Load:
     num_pages: int = 0
     num_pages_used: int = 0
     num_preemptions: int = 0  # since the start
+    num_states: int = 0  # slots for saved recurrent states
+    num_states_saved: int = 0
+    num_states_evicted: int = 0  # since the start
     chosen_rows: int = 0  # of the last step whose width was chosen; 0: no step yet
     chosen_width: int = 0
     speedup: float | None = None  # lately, against plain steps of as many rows; None: not known

@@ -25,7 +25,7 @@ def trial_engine(engine: Engine, drafter: Drafter | None = None, plan: Plan | No
     """
     assert not engine.has_work, "a busy engine cannot lend its rows"
     plan = plan or engine.plan
-    plan = replace(plan, max_queue=_MAX_QUEUE, prefix_cache=False, step_costs={})
+    plan = replace(plan, max_queue=_MAX_QUEUE, prefix_cache=False, num_states=0, step_costs={})
     other = copy.copy(engine)
     other.plan = plan
     other.models = replace(engine.models, drafter=drafter or engine.models.drafter)

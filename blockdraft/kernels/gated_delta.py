@@ -9,6 +9,9 @@ do not depend on how a sequence is cut into scans and folds, on other rows, or o
 reference, which uses only elementwise operations, guarantees this, and so does each kernel. Their bits
 differ, so one sequence must use one implementation throughout.
 
+A fold can also save the states that a sequence has at multiples of a grid, for later prompts that begin with
+the same tokens.
+
 On a CUDA device, the kernels of `InPlace` read and write the rows' states in place, with all indices on the
 device, and include the convolution and the gates. The states of all layers are in one tensor, and so are
 their tapes, so one launch folds all layers.
@@ -44,8 +47,22 @@ class Tape(NamedTuple):
     delta: Tensor  # [R, T, H, V] beta * (v - key^T S)
 
 
+class SaveTable(NamedTuple):
+    """The states that rows save: after (i + 1) * grid tokens to the slot slots[row, i]; 0: not saved."""
+
+    slots: Tensor  # [rows, cells] int64
+    grid: int
+
+
+class Saves(NamedTuple):
+    """Where a fold saves states on its way."""
+
+    states: Tensor  # [S, H, K, V]
+    slots: Tensor  # [R, T] the index in `states` for the state after each token; 0: not saved
+
+
 DeltaScan = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tape]]
-DeltaFold = Callable[[Tensor, Tape, Tensor], None]
+DeltaFold = Callable[[Tensor, Tape, Tensor, Saves | None], None]
 Convolve = Callable[[Tensor, Tensor, Tensor], Tensor]
 GatedNorm = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 
@@ -78,7 +95,7 @@ def reference_scan(
     return out, Tape(decay=decay, key=key, delta=torch.stack(deltas, dim=1))
 
 
-def reference_fold(state: Tensor, tape: Tape, counts: Tensor) -> None:
+def reference_fold(state: Tensor, tape: Tape, counts: Tensor, saves: Saves | None = None) -> None:
     """Update state [R, H, K, V] in place to the state after the first counts[r] tokens of row r, 0..T.
 
     It repeats the operations of the scan that wrote the tape, in the same order, so the bits are equal.
@@ -88,7 +105,19 @@ def reference_fold(state: Tensor, tape: Tape, counts: Tensor) -> None:
         key = _by_value_head(tape.key[:, t], state.shape[1])
         after = kept * tape.decay[:, t, :, None, None] + key * tape.delta[:, t].unsqueeze(2)
         kept = torch.where((counts > t)[:, None, None, None], after, kept)
+        if saves is not None:
+            saved = torch.nonzero((counts > t) & (saves.slots[:, t] > 0)).flatten()
+            saves.states[saves.slots[saved, t]] = kept[saved]
     state.copy_(kept)
+
+
+def slots_at(table: SaveTable, rows: Tensor, starts: Tensor, num_tokens: int) -> Tensor:
+    """Return the slots [R, T] for the states after each of `num_tokens` tokens from `starts` [R] on."""
+    last = table.slots.shape[1] - 1
+    lengths = starts[:, None] + torch.arange(1, num_tokens + 1, device=starts.device)
+    cells = lengths // table.grid - 1
+    is_saved = (lengths % table.grid == 0) & (cells <= last)
+    return table.slots[rows[:, None], cells.clamp(0, last)].masked_fill(~is_saved, 0)
 
 
 def reference_convolve(x: Tensor, tail: Tensor, weight: Tensor) -> Tensor:
@@ -118,7 +147,8 @@ def gates(beta: Tensor, gate: Tensor, weights: DeltaWeights) -> tuple[Tensor, Te
 class RowStates(NamedTuple):
     """The states of L layers, and the rows of one forward: rows[r] has tokens [offsets[r], offsets[r + 1]).
 
-    Every token belongs to a row. Only scratch rows may occur twice.
+    Every token belongs to a row. Only scratch rows may occur twice. A slot in `saves` is an index of `state`
+    and `tail`.
     """
 
     state: Tensor  # [L, rows, H, K, V] float32
@@ -127,6 +157,7 @@ class RowStates(NamedTuple):
     starts: Tensor  # [R] int64; 0: the state counts as zero
     offsets: Tensor  # [R + 1] int64
     max_count: int  # the most tokens per row
+    saves: SaveTable
 
 
 class RowTape(NamedTuple):

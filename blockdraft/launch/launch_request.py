@@ -209,6 +209,7 @@ def _check(order: LaunchRequest) -> None:
         ("recheck", settings.recheck > 0, "only our own engine checks answers again"),
         ("draft_kv_dtype", order.changed("draft_kv_dtype"), compressed),
         ("kv_window", order.changed("kv_window"), compressed),
+        ("prefix_state_bytes", order.changed("prefix_state_bytes"), "only our own engine saves such states"),
         (
             "kv_dtype",
             settings.kv_dtype in OUR_KV_DTYPES,

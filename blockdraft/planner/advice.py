@@ -7,8 +7,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from blockdraft.errors import BlockdraftError
-from blockdraft.planner.acceptance import fading
-from blockdraft.planner.estimate import Step, committed, estimate_step, first_token_s, served_per_s
+from blockdraft.planner.acceptance import KINDS, fading
+from blockdraft.planner.engine_step import estimate_engine_step
+from blockdraft.planner.estimate import (
+    Step,
+    committed,
+    estimate_step,
+    first_token_s,
+    served_per_s,
+    tokens_per_s,
+)
 from blockdraft.planner.external import fit_external
 from blockdraft.planner.memory_fit import Fit, fit_native
 from blockdraft.planner.pair import Case
@@ -51,7 +59,7 @@ def fit_pair(case: Case) -> Fit:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Estimated tokens a second of all rows together, for whole answers over HTTP, prompts included."""
+    """Estimated tokens a second of all rows together, for whole answers with their prompts."""
 
     step: Step
     plain: float
@@ -66,18 +74,27 @@ def estimate_speed(case: Case, fit: Fit, *, rows: int, context: int, width: int)
     """Estimate the speed. Return None on a CPU, or if our table lacks the card, and so its bandwidth."""
     if case.card is None or fit.is_cpu:
         return None
+    tokens = _tokens_by_kind(case, context, width)
+    if case.settings.engine != "native":
+        plain = estimate_engine_step(case, fit, rows=rows, context=context, width=1)
+        step = estimate_engine_step(case, fit, rows=rows, context=context, width=width)
+        by_kind = {kind: tokens_per_s(step, mean) for kind, mean in tokens.items()}
+        return Speed(step, tokens_per_s(plain, 1.0), by_kind)
     plain = estimate_step(fit, case.pair, case.card, rows=rows, context=context, width=1)
     step = estimate_step(fit, case.pair, case.card, rows=rows, context=context, width=width)
     first_s = first_token_s(fit, case.pair, case.card, rows=rows)
-    left = fading(context)
-    by_kind = {}
-    if width > 1 and case.pair.block > 1:
-        acceptance = case.pair.acceptance
-        block = acceptance.block or case.pair.block
-        for kind in ("code", "maths", "chat"):
-            mean = 1.0 + (acceptance.committed(kind) - 1.0) * left
-            by_kind[kind] = served_per_s(step, committed(mean, width=width, block=block), first_s)
+    by_kind = {kind: served_per_s(step, mean, first_s) for kind, mean in tokens.items()}
     return Speed(step, served_per_s(plain, 1.0, first_s), by_kind)
+
+
+def _tokens_by_kind(case: Case, context: int, width: int) -> dict[str, float]:
+    """Return the tokens per step by kind of text; none for plain decoding."""
+    if width < 2 or case.pair.block < 2:
+        return {}
+    acceptance, left = case.pair.acceptance, fading(context)
+    block = acceptance.block or case.pair.block
+    means = {kind: 1.0 + (acceptance.committed(kind) - 1.0) * left for kind in KINDS}
+    return {kind: committed(mean, width=width, block=block) for kind, mean in means.items()}
 
 
 def best_width(case: Case, fit: Fit, *, rows: int, context: int) -> tuple[int, Speed | None]:

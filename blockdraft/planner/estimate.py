@@ -7,7 +7,8 @@ recurrent states do not overlap with other kernels' arithmetic, so their times a
 our engine's efficiency, measured on an H200 with Qwen3-8B and SmolLM2-135M (benchmarks/results: gpu,
 draft-heads, governor, rehearsal), and with mixtures (results: products; docs/gpu.md).
 tests/planner/test_estimate.py compares: single steps agree within 15 %, steps of other days, the experts of
-one layer and answers over HTTP within 25 %. Other GPUs and engines are assumed to be as efficient.
+one layer and answers over HTTP within 25 %. Other GPUs are assumed to be as efficient. vLLM and SGLang have
+estimates of their own (engine_step.py).
 
 An answer over HTTP also waits for its first token, and for the process that sends every row's tokens to its
 client. With many rows of a small model, that process is busier than the GPU.
@@ -69,17 +70,18 @@ class Step:
     weight_bytes: int
     cache_bytes: int
     flops: float
-    num_kernels: float
+    num_kernels: float = 0.0  # of our engine
+    parts: tuple[tuple[str, float], ...] = ()  # seconds by name, of other engines
 
 
 def estimate_step(fit: Fit, pair: Pair, card: Card, *, rows: int, context: int, width: int) -> Step:
     """Estimate one step; `width` 1 is plain decoding, without the drafter."""
     tokens, parts, target = rows * width, fit.parts[0], pair.target.shape
-    is_unpacked, sizes = unpacks_weights(fit, pair), _token_bytes(fit, pair)
+    is_unpacked, sizes = unpacks_weights(fit, pair), cache_token_bytes(fit, pair)
     choosing = rows * (1 + INDEPENDENT_SHARE * (width - 1))
     dense = _dense(parts, target, card, tokens=tokens, is_unpacked=is_unpacked)
     experts = expert_products(parts, target, card, tokens=tokens, choosing=choosing, is_unpacked=is_unpacked)
-    attended = rows * _attended_bytes(target, context, sizes[0])
+    attended = rows * attended_bytes(target, context, sizes[0])
     kernels = target.num_layers * (_PLAIN_LAUNCHES if target.is_plain else _OTHER_LAUNCHES)
     if width > 1 and pair.draft is not None:
         runs = width - 1 if isinstance(pair.draft_config, MtpConfig) else 1
@@ -88,14 +90,14 @@ def estimate_step(fit: Fit, pair: Pair, card: Card, *, rows: int, context: int, 
                 dense += part.times(runs)
         else:
             dense += _drafter(fit, pair, card, rows=rows)
-        attended += runs * rows * _attended_bytes(pair.draft.shape, context, sizes[1])
+        attended += runs * rows * attended_bytes(pair.draft.shape, context, sizes[1])
         kernels += runs * pair.draft.shape.num_layers * _DRAFT_LAUNCHES
     dense += Products(0, 0.0, attended / (_stream(card) * CACHE_SHARE), 0.0)
     spread_s = kernels * SPREAD_S * math.sqrt(tokens)
     seconds = kernels * LAUNCH_S + math.hypot(dense.seconds, spread_s) + experts.seconds
     seconds += _states_s(target, card, rows=rows, tokens=tokens)
     weight_bytes, flops = dense.num_bytes + experts.num_bytes, dense.flops + experts.flops
-    cache_bytes = attended + rows * _state_bytes(target)
+    cache_bytes = attended + rows * state_bytes(target)
     return Step(rows, context, width, seconds, weight_bytes, cache_bytes, flops, kernels)
 
 
@@ -180,7 +182,7 @@ def _products(
 
 def _dense(parts: WeightParts, shape: Shape, card: Card, *, tokens: int, is_unpacked: bool) -> Products:
     """Return the products with the head, and with all weights of the layers but the experts."""
-    values = _layer_values(parts, shape)
+    values = layer_values(parts, shape)
     return _products(
         card,
         parts.layers + (parts.head or parts.embedding),  # tied: the embedding is the head
@@ -215,7 +217,7 @@ def _drafter(fit: Fit, pair: Pair, card: Card, *, rows: int) -> Products:
     # It multiplies by the target's head once more, unless it brings its own.
     head = parts.head or fit.parts[0].head or fit.parts[0].embedding
     tables = 0 if draft.values is None else draft.values.tables
-    values = _layer_values(parts, draft)
+    values = layer_values(parts, draft)
     return _products(
         card,
         parts.layers + head - 2 * tables,  # a step reads only a few rows of the tables
@@ -239,11 +241,11 @@ def _head_run(fit: Fit, pair: Pair, card: Card, *, rows: int) -> tuple[Products,
 def _states_s(shape: Shape, card: Card, *, rows: int, tokens: int) -> float:
     """Return the seconds of scanning recurrent states (with a tape as output) and of folding the tape."""
     specs = [spec for spec in shape.specs if isinstance(spec, Recurrent)]
-    state_bytes = rows * _state_bytes(shape)
-    tape_bytes = sum(spec.bytes_per_row(2, tokens) for spec in specs) - _state_bytes(shape)
+    states = rows * state_bytes(shape)
+    tape_bytes = sum(spec.bytes_per_row(2, tokens) for spec in specs) - state_bytes(shape)
     updates = tokens * sum(spec.num_heads * spec.key_dim * spec.value_dim for spec in specs)
-    scan_s = math.hypot((state_bytes + tape_bytes) / _stream(card), updates * SCAN_FLOPS / card.bf16_flops)
-    return scan_s + 2 * state_bytes / _stream(card)  # the fold reads and writes the states
+    scan_s = math.hypot((states + tape_bytes) / _stream(card), updates * SCAN_FLOPS / card.bf16_flops)
+    return scan_s + 2 * states / _stream(card)  # the fold reads and writes the states
 
 
 def experts_touched(shape: Shape, tokens: float) -> float:
@@ -253,23 +255,24 @@ def experts_touched(shape: Shape, tokens: float) -> float:
     return 1.0 - math.pow(1.0 - shape.num_chosen / shape.num_experts, tokens)
 
 
-def _layer_values(parts: WeightParts, shape: Shape) -> float:
+def layer_values(parts: WeightParts, shape: Shape) -> float:
+    """Return the number of values in the layers' projections."""
     return parts.layers / 2 if shape.values is None else shape.values.projections
 
 
-def _token_bytes(fit: Fit, pair: Pair) -> list[tuple[int, ...]]:
+def cache_token_bytes(fit: Fit, pair: Pair) -> list[tuple[int, ...]]:
     """Return a token's cache bytes by model and layer; exact values take two bytes."""
     if fit.plan is None:
         return [token_bytes(model.shape.specs, fit.kv_dtype) for model in pair.models]
     return [tuple(spec.bytes_per_token(2) for spec in specs) for specs in cache_specs(pair, fit.plan)]
 
 
-def _attended_bytes(shape: Shape, context: int, sizes: tuple[int, ...]) -> int:
+def attended_bytes(shape: Shape, context: int, sizes: tuple[int, ...]) -> int:
     """Return the bytes of keys and values that one row's attention reads."""
     windows = [spec.window if isinstance(spec, Windowed) else context for spec in shape.specs]
     return sum(min(context, window) * size for window, size in zip(windows, sizes, strict=True))
 
 
-def _state_bytes(shape: Shape) -> int:
+def state_bytes(shape: Shape) -> int:
     """Return the bytes of one row's recurrent states."""
     return sum(spec.bytes_per_row(2, 0) for spec in shape.specs if isinstance(spec, Recurrent))

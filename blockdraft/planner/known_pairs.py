@@ -1,10 +1,13 @@
-"""Reads known_pairs.toml: the model families, target/drafter pairs and published runs known by name."""
+"""Reads the model families, target/drafter pairs and published runs known by name.
+
+They are in known_pairs.toml; published_tables.toml has more runs, as tables.
+"""
 
 from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -14,7 +17,17 @@ from blockdraft.checkpoints.on_disk import stored_models
 from blockdraft.settings.recipe import Expectation
 
 FILE = Path(__file__).with_name("known_pairs.toml")
+TABLES = Path(__file__).with_name("published_tables.toml")
 BYTES_PER_PARAMETER = 2  # bfloat16
+_WORKLOADS = {  # by task
+    "Math500": "reasoning",
+    "GSM8K": "reasoning",
+    "HumanEval": "code",
+    "MBPP": "code",
+    "LiveCodeBench": "code",
+    "MT-Bench": "dialogue",
+    "Alpaca": "dialogue",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +89,39 @@ class KnownModels:
 
 @cache
 def read_file() -> dict[str, Any]:
-    """Read known_pairs.toml once. Do not change the result."""
-    return tomllib.loads(FILE.read_text(encoding="utf-8"))
+    """Read known_pairs.toml once, with the runs of published_tables.toml. Do not change the result."""
+    file, tables = (tomllib.loads(path.read_text(encoding="utf-8")) for path in (FILE, TABLES))
+    return file | {"published": [*file["published"], *map(_as_entry, tables["table"])]}
+
+
+def _as_entry(table: dict[str, Any]) -> dict[str, Any]:
+    """Return a table of published_tables.toml in the form of known_pairs.toml, with a run for each cell."""
+    shared = {name: value for name, value in table.items() if not isinstance(value, dict)}
+    loads = shared.pop("concurrency")
+    runs = [
+        {"task": task, "concurrency": load} | _cell(task, cells, place)
+        for task, cells in table.items()
+        if isinstance(cells, dict)
+        for place, load in enumerate(loads)
+    ]
+    return shared | {"run": runs}
+
+
+def _cell(task: str, cells: Mapping[str, Any], place: int) -> dict[str, Any]:
+    """Return the numbers of one cell. Of plain, drafted and speedup, two tell the third."""
+    plain, drafted, speedup = (
+        cells[name][place] if name in cells else None for name in ("plain", "drafted", "speedup")
+    )
+    if speedup is not None:
+        plain, drafted = plain or round(drafted / speedup, 1), drafted or round(plain * speedup, 1)
+    found = {
+        "workload": _WORKLOADS.get(task),
+        "tokens_per_step": cells.get("tokens_per_step"),
+        "baseline_tokens_per_second": plain,
+        "tokens_per_second": drafted,
+        "speedup": speedup or (round(drafted / plain, 2) if plain and drafted else None),
+    }
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def find_models(query: str = "") -> KnownModels:
@@ -114,17 +158,18 @@ def _bare(name: str) -> str:
 def published_runs(target: object, drafter: object) -> tuple[Expectation, ...]:
     """Return the results that others published for this pair."""
     return tuple(
-        Expectation(**_shared(entry) | run)
+        run
         for entry in read_file()["published"]
         if drafter == entry["drafter"] and target in (entry["target"], *entry.get("also", ()))
-        for run in entry["run"]
+        for run in entry_runs(entry)
     )
 
 
-def _shared(entry: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of an entry that apply to all its runs."""
+def entry_runs(entry: Mapping[str, Any]) -> tuple[Expectation, ...]:
+    """Return the runs of one entry; its other fields apply to all of them."""
     about = ("target", "also", "drafter", "run")
-    return {key: value for key, value in entry.items() if key not in about}
+    shared = {key: value for key, value in entry.items() if key not in about}
+    return tuple(Expectation(**shared | run) for run in entry["run"])
 
 
 def _family(*, architectures: list[str], models: list[str], **rest: str) -> KnownFamily:

@@ -10,10 +10,12 @@ from dataclasses import dataclass
 
 from blockdraft.cache.spec import (
     NUM_RESERVED_PAGES,
+    NUM_RESERVED_SLOTS,
     LayerSpec,
     compressed,
     exact_bytes_per_token,
     row_table_bytes,
+    state_bytes,
 )
 from blockdraft.models.config import Storage
 from blockdraft.models.mtp_config import MtpConfig
@@ -116,13 +118,24 @@ def state_item(plan: Plan, specs: tuple[CacheSpec, ...], element_bytes: int) -> 
     return Item("recurrent states", rows * per_row, f"{rows} rows x {per_row:,} bytes, tape included")
 
 
+def saved_item(plan: Plan, specs: tuple[LayerSpec, ...], element_bytes: int) -> Item | None:
+    """Return the item of the states that prefix hits continue from, or None without any."""
+    if not plan.num_states:
+        return None
+    count, each = plan.num_states + NUM_RESERVED_SLOTS, state_bytes(specs, element_bytes)
+    return Item("saved states", count * each, f"{count} states x {each:,} bytes")
+
+
 def table_items(plan: Plan, pair: Pair, element_bytes: int) -> list[Item]:
     """Return the items of the rope tables by position, and of the tables of each row."""
     angles = sum(model.shape.rope_bytes for model in pair.models) * element_bytes
     vocab_size, rows = pair.target.shape.vocab_size, plan.max_num_seqs + 1
     num_tables = 2 if plan.num_exact_pages else 1
     history = plan.max_positions if plan.draft_ngram else 0
-    per_row = row_table_bytes(vocab_size, num_tables * plan.pages_of(plan.max_positions), history)
+    num_entries = num_tables * plan.pages_of(plan.max_positions)
+    if plan.num_states:
+        num_entries += plan.max_positions // plan.state_grid
+    per_row = row_table_bytes(vocab_size, num_entries, history)
     if isinstance(pair.draft_config, MtpConfig):
         per_row += pair.draft_config.hidden_size * element_bytes  # the last hidden state
     return [

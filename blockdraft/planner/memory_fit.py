@@ -15,6 +15,7 @@ from blockdraft.planner.memory import (
     cache_slots,
     cache_specs,
     held_parts,
+    saved_item,
     state_item,
     step_items,
     table_items,
@@ -191,7 +192,7 @@ def _fixed_items(pair: Pair, plan: Plan, *, has_graphs: bool) -> list[Item]:
         items.append(Item(name, parts.text, how))
     items += table_items(plan, pair, element_bytes)
     specs = tuple(spec for specs in cache_specs(pair, plan) for spec in specs)
-    beside = (state_item(plan, specs, element_bytes), window_item(plan, specs, element_bytes))
+    beside = [make(plan, specs, element_bytes) for make in (state_item, saved_item, window_item)]
     items += [item for item in beside if item is not None]
     return items + step_items(
         pair,
@@ -264,6 +265,7 @@ def _fit(case: Case, plan: Plan, fixed: list[Item], *, budget: tuple[int, str], 
         "device": device,
         "gpu_memory_utilization": memory_share(case.settings, case.machine),
         "cache_bytes": cache_bytes,
+        "prefix_state_bytes": sum(item.num_bytes for item in fixed if item.name == "saved states"),
     }
     return Fit(
         engine="native",

@@ -55,6 +55,10 @@ class Plan:
     draft_kv_dtype: str
     kv_window: int
     num_exact_pages: int  # for tokens that compressing layers keep exact; the cache adds reserved pages
+    num_states: (
+        int  # slots for recurrent states that later prompts continue from; the cache adds a scratch slot
+    )
+    state_grid: int  # they are saved after multiples of so many tokens
     max_prefill_tokens: int
     prefix_cache: bool
     overlap: bool

@@ -20,20 +20,27 @@ from blockdraft.planner.advice import (
     wanted,
 )
 from blockdraft.planner.draft_title import drafting_title
-from blockdraft.planner.estimate import ANSWER_TOKENS, PROMPT_TOKENS, unpacks_weights
+from blockdraft.planner.engine_step import calibration, not_calibrated
+from blockdraft.planner.estimate import ANSWER_TOKENS, PROMPT_TOKENS, tokens_per_s, unpacks_weights
 from blockdraft.planner.kv_formats import token_bytes
 from blockdraft.planner.memory import cache_specs
 from blockdraft.planner.memory_fit import Fit
 from blockdraft.planner.pair import Case, Pair
 from blockdraft.planner.plan import ELEMENT_BYTES
 from blockdraft.planner.shape import Kind, kinds
+from blockdraft.settings.recipe import Expectation
 from blockdraft.settings.settings import NGRAM
 
 COUNTED = (
     f"tokens of all users together, over HTTP: greedy answers of {ANSWER_TOKENS} tokens, the time of their "
     f"prompts ({PROMPT_TOKENS} tokens) included; a step with {TYPICAL_CONTEXT:,} tokens behind each user"
 )
+ENGINE_COUNTED = (
+    "tokens of all users together, as in the published runs: greedy answers of some hundred to 4,096 tokens, "
+    f"the time of their prompts included; a step with {TYPICAL_CONTEXT:,} tokens behind each user"
+)
 Verdict = Literal["fits", "tight", "does not fit"]
+_KIND_OF = {"code": "code", "reasoning": "maths", "dialogue": "chat"}  # by a published run's workload
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +119,49 @@ def _speeds(case: Case, fit: Fit) -> tuple[tuple[int, Speed], ...]:
     return tuple(found)
 
 
+def counted(report: Report) -> str:
+    """Return what the estimates count."""
+    return COUNTED if report.case.settings.engine == "native" else ENGINE_COUNTED
+
+
+def spread(report: Report) -> float | None:
+    """Return the factor of the estimates' interval, or None if there is none."""
+    case = report.case
+    return None if case.settings.engine == "native" or not_calibrated(case) else calibration().spread
+
+
+def times_estimate(report: Report, run: Expectation) -> tuple[float | None, float | None]:
+    """Return a published run's tok/s without and with the drafter, as times our estimate for the same load.
+
+    None: the run has no such number, or is of another engine, format or width.
+    """
+    case, fit = report.case, report.fit
+    is_same = (run.width or case.pair.block) == fit.width and _has_format(case, run)
+    if run.engine != case.settings.engine or run.engine == "native" or not is_same:
+        return None, None
+    context = min(TYPICAL_CONTEXT, fit.max_model_len)
+    speed = estimate_speed(case, fit, rows=run.concurrency, context=context, width=fit.width)
+    if speed is None:
+        return None, None
+    kind = _KIND_OF.get(run.workload or "")
+    drafted = speed.by_kind.get(kind or "")
+    if run.tokens_per_step is not None and fit.width > 1:
+        drafted = tokens_per_s(speed.step, run.tokens_per_step)
+    return _ratio(run.baseline_tokens_per_second, speed.plain), _ratio(run.tokens_per_second, drafted)
+
+
+def _has_format(case: Case, run: Expectation) -> bool:
+    """Return whether a published run was of weights in the planned format."""
+    is_fp8 = case.settings.quantization == "fp8"
+    if run.quantization is None:
+        return not is_fp8
+    return run.quantization in ("fp8" if is_fp8 else case.pair.target.stored.method or "bf16").lower()
+
+
+def _ratio(published: float | None, estimated: float | None) -> float | None:
+    return None if published is None or estimated is None else published / estimated
+
+
 def as_json(report: Report) -> dict[str, object]:
     """Return the report as plain values."""
     fit, case, pair = report.fit, report.case, report.case.pair
@@ -163,7 +213,8 @@ def _estimates(report: Report) -> dict[str, object]:
         "is_estimate": True,
         "unpacks_weights": report.unpacks_weights,
         "acceptance": None if acceptance is None else asdict(acceptance),
-        "counted": COUNTED,
+        "counted": counted(report),
+        "interval": None if spread(report) is None else asdict(calibration()),
         "speeds": [
             {
                 "rows": rows,
@@ -172,6 +223,7 @@ def _estimates(report: Report) -> dict[str, object]:
                 "step_ms": round(speed.step.seconds * 1e3, 3),
                 "plain_tokens_per_s": round(speed.plain, 1),
                 "tokens_per_s": {kind: round(value, 1) for kind, value in speed.by_kind.items()},
+                "parts_ms": {name: round(seconds * 1e3, 3) for name, seconds in speed.step.parts},
             }
             for rows, speed in report.speeds
         ],

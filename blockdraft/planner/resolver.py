@@ -6,12 +6,20 @@ value, and raises an error for a setup that cannot work. A start makes another p
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar, cast
 
-from blockdraft.cache.spec import bytes_per_row, bytes_per_token, exact_bytes_per_token
+from blockdraft.cache.spec import (
+    NUM_RESERVED_SLOTS,
+    STATE_GRID,
+    bytes_per_row,
+    bytes_per_token,
+    exact_bytes_per_token,
+    state_bytes,
+)
 from blockdraft.errors import CapacityError, SettingsError
 from blockdraft.kernels.cpu import why_not_here
 from blockdraft.machine.machine import Machine
@@ -44,6 +52,8 @@ GPU_ROWS = (256, 192, 128, 64)
 FEWER_ROWS = (192, 128, 96, 64, 48, 32, 24, 16, 12, 8)  # if the exact windows of more rows take too much
 WINDOW_SHARE = 0.25  # of the cache, for the exact windows of all rows if keys are compressed
 ROWS_SHARE = 0.05  # of a GPU's budget, for the logits of every row's block and the rows' recurrent states
+STATES_SHARE = 4  # this part of the cache is for saved recurrent states
+MAX_STATES = 512  # beyond, finding the state to evict would take long
 CACHE_SHARE = 0.25  # the largest share of a CPU's free memory, because the machine has other work too
 CPU_CACHE_BYTES = 1 << 30  # on a CPU, unless two full contexts take more: old prompts fill any cache
 WORK_BYTES = 1 << 30  # of a GPU, for activations and graphs; a measurement replaces it
@@ -140,6 +150,7 @@ class _Needs:
     token: int
     row: int  # states, and the tape of a block
     window: int  # of a row's exact tokens in compressing layers
+    state: int  # a saved state
     exact_page: int
     num_exact_pages: Callable[[int], int]  # by the number of rows
 
@@ -147,9 +158,13 @@ class _Needs:
         """Return the bytes of all exact pages: for rows, for prompt tokens in flight, for cached prefixes."""
         return self.num_exact_pages(max_num_seqs) * self.exact_page
 
-    def beside(self, max_num_seqs: int) -> int:
+    def states(self, num_states: int) -> int:
+        """Return the bytes of so many saved states."""
+        return (num_states + NUM_RESERVED_SLOTS) * self.state if num_states else 0
+
+    def beside(self, max_num_seqs: int, num_states: int) -> int:
         """Return the bytes that a start allocates in addition to the pages of tokens."""
-        return (max_num_seqs + 1) * self.row + self.windows(max_num_seqs)
+        return (max_num_seqs + 1) * self.row + self.windows(max_num_seqs) + self.states(num_states)
 
 
 class _Resolver:
@@ -196,7 +211,8 @@ class _Resolver:
         contexts = 2 * model.max_positions * needs.token
         total = self._cache_bytes(held, contexts)
         max_num_seqs = self.take("max_num_seqs", *self._rows(memory, needs, total, block * model.vocab_size))
-        beside = needs.beside(max_num_seqs)
+        num_states = self._num_states(needs, total - needs.beside(max_num_seqs, 0))
+        beside = needs.beside(max_num_seqs, num_states)
         room = _cache_tokens(self._cache_bytes(held, contexts + beside), needs.token, beside)
         max_model_len, num_pages = self._cache(room, max_num_seqs, block)
         return Plan(
@@ -216,8 +232,10 @@ class _Resolver:
             draft_kv_dtype=kv.draft,
             kv_window=settings.kv_window,
             num_exact_pages=needs.num_exact_pages(max_num_seqs),
+            num_states=num_states,
+            state_grid=math.lcm(STATE_GRID, settings.page_size),
             max_prefill_tokens=chunk,
-            prefix_cache=self._prefix_cache(),
+            prefix_cache=self._prefix_cache(num_states),
             overlap=overlap,
             seed=settings.seed,
             same_bits=self._same_bits(),
@@ -331,6 +349,7 @@ class _Resolver:
             bytes_per_token(specs, element_bytes),
             bytes_per_row(specs, element_bytes, block),
             kv.row_tokens(block) * exact,
+            state_bytes(specs, element_bytes),
             kv.asked.page_size * exact,
             partial(kv.num_exact_pages, block=block, chunk=chunk),
         )
@@ -403,11 +422,22 @@ class _Resolver:
             )
         return max_model_len
 
-    def _prefix_cache(self) -> bool:
-        # A recurrent state depends on all tokens before it, and cached pages do not hold it.
-        if self.settings.prefix_cache and self.model.is_hybrid:
-            self.reasons["prefix_cache"] = "layers with a state cannot take up a found prefix"
-        return self.settings.prefix_cache and not self.model.is_hybrid
+    def _num_states(self, needs: _Needs, room: int) -> int:
+        """Return how many recurrent states can be saved; `room`: bytes of the cache beside the rows'."""
+        asked = self.settings.prefix_state_bytes
+        if not needs.state or not self.settings.prefix_cache:
+            return 0
+        room = room // STATES_SHARE if asked == "auto" else asked
+        num_states = max(0, min(room // needs.state - NUM_RESERVED_SLOTS, MAX_STATES))
+        each = f"{needs.state / 1e6:,.1f} MB"
+        self.take("prefix_state_bytes", 0, f"1/{STATES_SHARE} of the cache: {num_states} states of {each}")
+        if not num_states:
+            why = f"--prefix-state-bytes is too little for a recurrent state of {each} and a spare one"
+            self.reasons["prefix_cache"] = why
+        return num_states
+
+    def _prefix_cache(self, num_states: int) -> bool:
+        return self.settings.prefix_cache and (num_states > 0 or not self.model.is_hybrid)
 
     def _same_bits(self) -> bool:
         is_fast = self.settings.allow_batch_variance and not self.is_cpu

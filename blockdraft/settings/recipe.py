@@ -67,6 +67,10 @@ class Expectation:
     workload: str | None = None
     task: str | None = None  # the benchmark's name, if it has one
     concurrency: int = 1
+    width: int | None = None  # tokens per step at most, the anchor included; None: the drafter's block
+    quantization: str | None = (
+        None  # the weights' format (fp8: at load); None: as the checkpoint is published
+    )
     tokens_per_second: float | None = None
     baseline_tokens_per_second: float | None = None  # without a drafter
     tokens_per_step: float | None = None  # including the target's own token
@@ -265,6 +269,7 @@ _KINDS: dict[object, tuple[tuple[type, ...], str]] = {
     **dict.fromkeys((int, int | None), ((int,), "a whole number")),
     **dict.fromkeys((float, float | None), ((int, float), "a number")),
     int | Auto: ((int,), 'a whole number or "auto"'),
+    int | None: ((int,), "a whole number"),
     bool: ((bool,), "true or false"),
     bool | Auto: ((bool,), 'true, false or "auto"'),
 }

@@ -98,6 +98,12 @@ class Settings:
         None, "longest time in ms that a prefill step may delay decoding; longer steps are split", least=1
     )
     prefix_cache: bool = _setting(True, "reuse the cache of common prompt beginnings")
+    prefix_state_bytes: int | Auto = _setting(
+        "auto",
+        "memory for recurrent states, which prefix hits of hybrid models need, in bytes; auto: a quarter of "
+        "the cache",
+        least=0,
+    )
     overlap: bool | Auto = _setting("auto", "launch a step before reading the last result; auto: on a GPU")
     graphs: bool = _setting(True, "on a GPU, run each decode step as one CUDA graph")
     allow_batch_variance: bool = _setting(

@@ -53,6 +53,8 @@ def slower_parts(models: LoadedPair, plan: Plan) -> tuple[str, ...]:
             f"{setting}."
             for why in _packed(model, has_expert_kernels=models.device.type != "cpu")
         ]
+    if not plan.prefix_cache and "prefix_cache" in plan.reasons:
+        found.append(f"prompts that begin alike are computed whole: {plan.reasons['prefix_cache']}.")
     return tuple(dict.fromkeys(found))
 
 

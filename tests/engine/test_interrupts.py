@@ -17,8 +17,9 @@ from blockdraft.kernels.cpu import why_no_llvm
 from blockdraft.kernels.llvm.jit import recorder
 from blockdraft.step.captures import OnCpu
 from tests import tiny
+from tests.lossless import families
 
-PAGES = ("engine/page_allocator", "engine/exact_pages")
+PAGES = ("engine/page_allocator", "engine/exact_pages", "engine/saved_states")
 ENGINE = ("engine/engine", "engine/scheduler", "engine/sequence", *PAGES)
 RECORDING = ("kernels/llvm/tape", "step/captures", "step/graphs", "cache/rows")
 CALLER = ("llm", "engine/turns")
@@ -76,6 +77,7 @@ KINDS = {
     "plain": {},
     "overlap": {"overlap": True},
     "compressed": {"kv_dtype": "int8", "kv_window": 16},
+    "hybrid": {"num_states": 4},
 }
 
 
@@ -86,7 +88,10 @@ def params(number, **changes):
 
 def tight(kind):
     """More requests than rows, prefixes that are shared, and too few pages for all of them."""
-    return tiny.engine(max_num_seqs=3, page_size=4, num_pages=17, prefix_cache=True, **KINDS[kind])
+    plan = {"max_num_seqs": 3, "page_size": 4, "num_pages": 17, "prefix_cache": True, **KINDS[kind]}
+    if kind == "hybrid":
+        return families.engine(families.pair("qwen3_next-whole"), **plan)
+    return tiny.engine(**plan)
 
 
 def without_model(engine):

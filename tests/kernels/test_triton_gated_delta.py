@@ -13,6 +13,7 @@ from blockdraft.cache.recurrent import RecurrentState, RecurrentStates, Scan
 from blockdraft.cache.spec import Recurrent
 from blockdraft.kernels.gated_delta import (
     DeltaWeights,
+    SaveTable,
     gates,
     reference_convolve,
     reference_fold,
@@ -50,6 +51,8 @@ class Layer:
     weights of its own, and shares their `states`.
     """
 
+    saves = None
+
     def __init__(self, spec, num_tokens, dtype=torch.float32, index=0, states=None):
         generator = torch.Generator().manual_seed(index)
 
@@ -83,7 +86,7 @@ class Layer:
             pieces.append(piece)
         x, beta, gate = torch.cat(pieces).split(self.sizes, dim=1)
         if where is None:
-            where = scan_of(rows, starts, counts, is_known=is_known)
+            where = scan_of(rows, starts, counts, is_known=is_known)._replace(saves=self.saves)
         return self.storage.scan(x, beta, gate, self.weights, where).split(list(counts))
 
     def commit(self, rows, starts, counts):
@@ -125,10 +128,16 @@ def decoded(spec, dtype, row, length):
     return Layer(spec, NUM_TOKENS, dtype).decode(row, length)
 
 
-def states_of(spec, num_layers, dtype=torch.float32, kernels=None):
+def states_of(spec, num_layers, dtype=torch.float32, kernels=None, num_slots=0):
     kernels = kernels or kernels_for(dtype, DEVICE, is_interpreted=True)
     return RecurrentStates(
-        spec, num_layers=num_layers, num_rows=4, dtype=dtype, device=DEVICE, kernels=kernels
+        spec,
+        num_layers=num_layers,
+        num_rows=4,
+        dtype=dtype,
+        device=DEVICE,
+        kernels=kernels,
+        num_slots=num_slots,
     )
 
 
@@ -274,6 +283,30 @@ def test_known_tokens_in_any_pieces_leave_the_state_of_decoding_token_by_token(s
             if end > 0:
                 assert is_same(layer.copy((2, 0)[place]), states[end])
             lengths[place] = end
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+@small_and_more
+def test_states_are_saved_on_the_way_and_restored(spec, dtype, is_known):
+    """Of two rows, in pieces that skip none or several; a row that takes one up goes on from it."""
+    pieces, grid = [(2, 1), (2, 3)], 2
+    layer = Layer(spec, NUM_TOKENS, dtype, states=states_of(spec, 1, dtype, num_slots=5))
+    expected = [decoded(spec, dtype, row, sum(kept)) for row, kept in zip((2, 0), KEPT, strict=True)]
+    slots = on_device([[6, 4], [0, 0], [0, 7], [0, 0]])
+    layer.saves = SaveTable(slots, grid)
+    lengths = [0, 0]
+    for counts in pieces:
+        if is_known:
+            layer.scan((2, 0), lengths, counts, is_known=True)
+        else:
+            layer.scan((2, 0), lengths, (WIDTH, WIDTH), is_known=False, num_true=counts)
+            layer.commit((2, 0), lengths, counts)
+        lengths = [length + count for length, count in zip(lengths, counts, strict=True)]
+    for place, cell, slot in ((0, 1, 7), (1, 0, 6), (1, 1, 4)):
+        assert is_same(layer.copy(slot), expected[place][1][grid * (cell + 1)])
+    assert all(layer.storage.state[slot].isnan().all() for slot in (5, 8))
+    layer.states.restore(4, 1)
+    assert is_same(layer.copy(1), layer.copy(4))
 
 
 @small_and_more

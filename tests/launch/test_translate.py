@@ -361,8 +361,14 @@ NEITHER = [
     {"draft_quantization": "int8"},
     {"kv_dtype": "tq4"},
 ]
-NEITHER += [{"draft_kv_dtype": "tq4"}, {"kv_window": 256}, {"tool_format": "hermes"}]
-NEITHER += [{"max_stall_ms": 50}, {"recheck": 0.1}, {"model": "default"}, {"model": "folder/model.Q4_1.gguf"}]
+NEITHER += [{"draft_kv_dtype": "tq4"}, {"kv_window": 256}, {"prefix_state_bytes": 1}]
+NEITHER += [
+    {"tool_format": "hermes"},
+    {"max_stall_ms": 50},
+    {"recheck": 0.1},
+    {"model": "default"},
+    {"model": "folder/model.Q4_1.gguf"},
+]
 
 
 @pytest.mark.parametrize(
@@ -389,7 +395,7 @@ def test_every_setting_is_translated_or_refused_or_known_to_be_ours():
     elsewhere = {"model", "width", "device", "attention_backend", "draft_attention_backend", "max_queue"}
     elsewhere |= {"synthetic_acceptance", "draft_quantization", "max_stall_ms", "engine_args", "engine_env"}
     elsewhere |= {"prefix_cache", "overlap", "graphs", "tool_format", "trust_remote_code", "recheck"}
-    elsewhere |= {"draft_kv_dtype", "kv_window"}
+    elsewhere |= {"draft_kv_dtype", "kv_window", "prefix_state_bytes"}
     tested = {name for values, _ in VLLM.values() for name in values}
     assert {item.name for item in dataclasses.fields(Settings)} == ours | elsewhere | tested
 

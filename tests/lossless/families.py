@@ -152,9 +152,12 @@ def engine(pair, drafter="own", *, chunks=None, is_captured=False, **plan):
         drafter = NoDrafter(BLOCK)
     elif drafter == "own":
         drafter = models.drafter
-    plan = {"num_pages": 1024, "max_prefill_tokens": 64, **plan}
+    grid = 2 * plan.get("page_size", planned.page_size)
+    plan = {"num_pages": 1024, "max_prefill_tokens": 64, "state_grid": grid, **plan}
     plan = tiny.with_exact_pages(replace(planned, **plan))
     made = Engine(replace(models, drafter=drafter), plan)
+    if made.scheduler.states is not None:
+        made.scheduler.states.spacing = 2 * grid
     if is_captured:
         tiny.capture(made)
     return made if chunks is None else tiny.with_any_chunks(made, chunks)

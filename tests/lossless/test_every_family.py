@@ -5,6 +5,7 @@ hybrids also the committed states of the delta layers: in float64 on the CPU ker
 """
 
 import functools
+import gc
 from dataclasses import dataclass, replace
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from blockdraft.engine.request import SamplingParams
+from blockdraft.engine.saved_states import SavedState
 from blockdraft.kernels.cpu import why_no_llvm
 from blockdraft.models.moe import Experts
 from tests import tiny
@@ -73,7 +75,10 @@ class Run:
 
 @functools.cache
 def plain(name):
-    pair, requests = families.pair(name), families.make_requests()
+    return plain_case(families.pair(name), families.make_requests())
+
+
+def plain_case(pair, requests):
     results, states = [], {}
     for request in requests:
         ran = run_watched(families.plain_engine(pair), [request])
@@ -337,8 +342,19 @@ def values(logprobs):
     return [value for one in logprobs[1:] for value in (one.logprob, *(top for _, top in one.top))]
 
 
-@pytest.mark.parametrize("name", ["qwen3-slides", "qwen3_next-whole", "qwen3_5-mrope"])
-def test_a_long_common_prompt_gives_plain_tokens_and_only_hybrids_compute_it_again(name):
+# ---- prompts that begin alike
+
+
+def follow_ups(requests, results):
+    """Each prompt with its first answer and two more tokens."""
+    return [
+        ([*prompt, *choices[0][0], index, 7], replace(params, seed=params.seed + 50, n=1))
+        for index, ((prompt, params), choices) in enumerate(zip(requests, results, strict=True))
+    ]
+
+
+@pytest.mark.parametrize("name", ["qwen3-slides", *HYBRID_NAMES])
+def test_a_long_common_prompt_is_computed_once(name):
     pair = families.pair(name)
     [(prompt, params)] = families.make_requests((50,), max_tokens=8)
     requests = [([*prompt, index], replace(params, seed=index, temperature=1.0)) for index in range(3)]
@@ -348,7 +364,62 @@ def test_a_long_common_prompt_gives_plain_tokens_and_only_hybrids_compute_it_aga
     ran = run_watched(engine, requests)
     assert ran.results == expected
     reused = [d.metrics.num_cached_tokens for d in ran.deltas if d.metrics is not None]
-    assert (max(reused) == 0) is (name in HYBRID_NAMES)
+    assert reused == [48] * 3  # whole pages, and whole pairs of pages
+
+
+@functools.cache
+def continued(name):
+    first = plain(name)
+    return plain_case(first.pair, follow_ups(first.requests, first.results))
+
+
+@needs_bits
+@pytest.mark.parametrize("name", HYBRID_NAMES)
+@pytest.mark.parametrize(
+    "plan",
+    slow_but(
+        [
+            {"width": 4, "num_states": 40},
+            {"width": 16, "num_states": 40, "is_captured": True, "overlap": True},
+            {"width": 4, "num_states": 1, "overlap": True, "max_prefill_tokens": 5},
+            {"width": 16, "num_states": 3, "num_pages": 34, "overlap": True},
+        ],
+        {"width": 16, "num_states": 40, "is_captured": True, "overlap": True},
+        {"width": 16, "num_states": 3, "num_pages": 34, "overlap": True},
+    ),
+    ids=str,
+)
+def test_conversations_continue_from_saved_states(name, plan):
+    """Also while rows are preempted, prompts cut, drafts rejected and states evicted."""
+    one, two = turns = plain(name), continued(name)
+    requests, results = ([*one.requests, *two.requests], [*one.results, *two.results])
+    drafter = families.hinted(one.pair[0], requests, results, most=4)
+    engine = families.engine(one.pair, drafter, page_size=3, **plan)
+    for turn in turns:
+        ran = run_watched(engine, turn.requests)
+        assert ran.results == turn.results
+        assert_same_states(ran.states, turn.states, at_least=8)
+    assert (ran.num_preemptions > 0) is ("num_pages" in plan)
+    if plan["num_states"] == 40:
+        cached = {d.request_id: d.metrics.num_cached_tokens for d in ran.deltas if d.metrics is not None}
+        lengths = [len(prompt) + 15 for prompt, _ in one.requests]  # the last token was never computed
+        assert sorted(cached.values()) == sorted(length // 6 * 6 for length in lengths)
+
+
+@pytest.mark.slow
+def test_conversations_leave_no_memory_behind():
+    pair = families.pair("qwen3_next-whole")
+    engine = families.engine(pair, "none", page_size=4, num_pages=60, num_states=6, overlap=True)
+    [(prompt, params)] = families.make_requests((20,), max_tokens=4)
+    for number in range(1000):
+        ids = [number % 50, number // 50, *prompt]
+        [[(answer, _, _)]] = tiny.run(engine, [(ids, params)])
+        tiny.run(engine, [([*ids, *answer], params)] * (1 + number % 2))
+        engine.check()
+    assert engine.scheduler.pages.num_free == engine.scheduler.pages.num_pages
+    gc.collect()
+    kept = [one for one in gc.get_objects() if isinstance(one, SavedState)]
+    assert len(kept) <= 2 * engine.scheduler.states.num_slots
 
 
 # ---- any configuration, any schedule
@@ -373,7 +444,9 @@ def cases(draw):
         )
         requests.append((prompt, params))
     page_size = draw(st.sampled_from([1, 3, 16]))
-    longest = max(len(prompt) + params.max_tokens for prompt, params in requests)
+    has_second = draw(st.booleans())  # every conversation goes on, with up to two tokens and another answer
+    longest = max(len(prompt) + (1 + has_second) * params.max_tokens for prompt, params in requests)
+    longest += 2 * has_second
     least = -(-(longest + 2 * BLOCK) // page_size)
     plan = {
         "page_size": page_size,
@@ -384,18 +457,23 @@ def cases(draw):
         "width": draw(st.sampled_from([1, 4, 16])),
         "overlap": draw(st.booleans()),
         "is_captured": draw(st.booleans()),
+        "num_states": draw(st.sampled_from([1, 4, 50])),
     }
-    return requests, plan, draw(st.sampled_from(["own", "hinted", "mtp"]))
+    return requests, plan, draw(st.sampled_from(["own", "hinted", "mtp"])), has_second
 
 
 def check_case(pair, case):
-    requests, plan, drafter = case
+    requests, plan, drafter, has_second = case
     expected = families.plain(pair, requests)
     if drafter == "hinted":
         drafter = families.hinted(pair[0], requests, expected)
     elif drafter == "mtp":
         drafter = "own"
-    assert tiny.run(families.engine(pair, drafter, **plan), requests) == expected
+    engine = families.engine(pair, drafter, **plan)
+    assert tiny.run(engine, requests) == expected
+    if has_second:
+        more = follow_ups(requests, expected)
+        assert tiny.run(engine, more) == families.plain(pair, more)
 
 
 @settings(max_examples=5, deadline=None, derandomize=True)

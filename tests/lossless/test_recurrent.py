@@ -14,7 +14,7 @@ from blockdraft.cache.recurrent import RecurrentState, RecurrentStates, Scan
 from blockdraft.cache.spec import Recurrent, bytes_per_row
 from blockdraft.checkpoints.read_model_config import read_model_config
 from blockdraft.kernels.cpu import why_no_llvm
-from blockdraft.kernels.gated_delta import DeltaWeights
+from blockdraft.kernels.gated_delta import DeltaWeights, SaveTable
 from blockdraft.kernels.kernels import REFERENCE, kernels_for
 from tests.checkpoints.published import CONFIGS as PUBLISHED
 from tests.lossless import families
@@ -47,7 +47,9 @@ class Layer:
 
     is_reference = False
 
-    def __init__(self, spec, num_tokens, dtype, seed=0):
+    saves = None
+
+    def __init__(self, spec, num_tokens, dtype, seed=0, num_slots=0):
         generator = torch.Generator().manual_seed(seed)
 
         def normal(*shape):
@@ -64,7 +66,7 @@ class Layer:
         )
         kernels = REFERENCE if self.is_reference else kernels_for(dtype, CPU)
         self.states = RecurrentStates(
-            spec, num_layers=1, num_rows=4, dtype=dtype, device=CPU, kernels=kernels
+            spec, num_layers=1, num_rows=4, dtype=dtype, device=CPU, kernels=kernels, num_slots=num_slots
         )
         self.storage = RecurrentState(self.states, 0)
         self.poison()
@@ -86,7 +88,7 @@ class Layer:
                     piece[num_true[place] :] = NAN
                 part.append(piece)
         x, gate, beta = (torch.cat(part) for part in parts.values())
-        where = Scan(torch.tensor(rows), torch.tensor(starts), tuple(counts), is_known)
+        where = Scan(torch.tensor(rows), torch.tensor(starts), tuple(counts), is_known, saves=self.saves)
         return self.storage.scan(x, beta, gate, self.weights, where).split(list(counts))
 
     def commit(self, rows, starts, counts):
@@ -164,6 +166,37 @@ def test_known_tokens_in_any_pieces_leave_the_state_of_decoding_token_by_token(d
 
 
 @both_kernels
+@pytest.mark.parametrize("pieces", [[(4, 1), (1, 2), (7, 9)], [(12, 12)]], ids=str)
+@pytest.mark.parametrize("is_known", [True, False])
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_states_are_saved_on_the_way_and_restored(spec, is_known, pieces):
+    """Every third of two rows but one, in pieces that skip several; a row that takes one up continues."""
+    layer = Layer(spec, 12, torch.float32, num_slots=10)
+    expected = {row: layer.decode(row, 12) for row in ROWS}
+    layer.poison()
+    slots = torch.tensor([[6, 0, 4, 9], [0, 0, 0, 0], [7, 8, 5, 10], [0, 0, 0, 0]])
+    layer.saves = SaveTable(slots, grid=3)
+    lengths = [0, 0]
+    for counts in pieces:
+        if is_known:
+            layer.scan(ROWS, lengths, counts, is_known=True)
+        else:
+            layer.scan(ROWS, lengths, (12, 12), is_known=False, num_true=counts)
+            layer.commit(ROWS, lengths, counts)
+        lengths = [length + count for length, count in zip(lengths, counts, strict=True)]
+    for row in ROWS:
+        for cell, slot in enumerate(slots[row].tolist()):
+            if slot > 0:
+                assert is_same(layer.copy(slot), expected[row][1][3 * cell + 3]), (row, cell)
+    assert all(part.isnan().all() for slot in (1, 3, 11, 12) for part in layer.copy(slot))
+    for slot, row in ((8, 2), (4, 0)):
+        layer.states.restore(slot, row)
+    reads = layer.scan(ROWS, (6, 9), (3, 3), is_known=True)
+    assert torch.equal(reads[0], expected[2][0][6:9])
+    assert torch.equal(reads[1], expected[0][0][9:])
+
+
+@both_kernels
 @pytest.mark.parametrize("start", [0, 5])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_block_to_verify_writes_neither_state_nor_tail(dtype, start):
@@ -237,6 +270,7 @@ def test_layers_of_several_shapes_are_committed_together_and_do_not_meet():
         length=torch.tensor([3, 0, 3, 0]),
         page_table=torch.zeros(4, 9).long(),
         exact_table=None,
+        saves=None,
     )
     assert cache.num_bytes == sum(layer.storage.num_bytes for layer in alone)
     begin, block = cache.view(rows, 3, is_known=True), cache.view(rows, 6)

@@ -16,6 +16,7 @@ from blockdraft.checkpoints.fetch import SMOLLM2
 from blockdraft.cli.main import main
 from blockdraft.cli.plan import published_line, published_lines
 from blockdraft.planner.known_pairs import published_runs, read_file
+from blockdraft.settings.recipe import Expectation
 from blockdraft.settings.settings import cache_dir
 from tests import tiny
 from tests.planner.shapes import folders
@@ -187,7 +188,37 @@ def test_known_bad_combinations_are_refused_with_their_thread(plan):
     assert "(0.8 of 128.5 GB)" in text
     assert "REFUSE" not in text
     assert "KNOWN TO FAIL" not in text
-    assert "vllm's were not measured by us" in text
+    assert "interval: a factor of 1.25, which holds for 98% of 321 published numbers" in text
+
+
+def test_a_plan_for_another_engine_leads_with_published_runs_and_gives_an_interval(plan):
+    flags = ("--recipe", "qwen3-8b", "--engine", "vllm", "--card", "h100")
+    code, text, _ = plan(*dummy("qwen3-8b"), *flags)
+    assert code == 0
+    assert text.index("  published: dialogue, 1 user, vllm: 422 tok/s") < text.index("tok/s, ESTIMATE")
+    low, high = re.search(r"^  1 user +[\d,]+ \((\d+)-(\d+)\)", text, re.M).groups()
+    assert int(low) < 422 < int(high)
+    assert "as in the published runs" in text
+    assert "none was of this card" not in text
+    _, text, _ = plan(*dummy("qwen3-8b"), "--engine", "vllm", "--card", "a40")
+    assert "none was of this card" in text
+    _, text, _ = plan(*dummy("qwen3-8b"), *flags, "--tensor-parallel", "2")
+    assert "interval: none: no published run with several GPUs was compared" in text
+    assert "speed, ESTIMATE" in text
+    _, text, _ = plan(*dummy("qwen3-8b"), *flags, "--explain")
+    assert re.search(r"TFLOP, weights [\d.]+ ms, keys, values and states [\d.]+ ms, dense", text)
+
+
+def test_published_runs_of_the_planned_engine_come_first(plan, monkeypatch):
+    shared = {"source": "somewhere", "card": "b200", "baseline_tokens_per_second": 1}
+    runs = [Expectation(engine=engine, **shared) for engine in ("vllm", "sglang", "vllm")]
+    monkeypatch.setattr("blockdraft.cli.plan.published_runs", lambda target, drafter: runs)
+    for engine, first in (("sglang", ["sglang", "vllm", "vllm"]), ("vllm", ["vllm", "vllm", "sglang"])):
+        _, text, _ = plan(*dummy("qwen3-8b"), "--engine", engine, "--card", "b200", "--json")
+        found = json.loads(text)["published"]
+        assert [one["engine"] for one in found] == first
+        assert [one["plain_times_estimate"] is None for one in found] == [name != engine for name in first]
+        assert {one["times_estimate"] for one in found} == {None}
 
 
 @pytest.mark.parametrize(

@@ -169,7 +169,7 @@ def test_unified_memory_leaves_more_to_the_system():
 
 
 def test_every_auto_has_a_value_and_a_reason():
-    settings, pair = opened("qwen3-8b")
+    settings, pair = opened("qwen3.5-35b-a3b")
     found = {choice.name: choice for choice in fit_pair(Case(settings, on("h200"), pair)).choices}
     autos = {name for name, default in DEFAULTS.items() if default == "auto"}
     assert autos - {"load_format", "kv_dtype", "verify", "tool_format"} <= found.keys()

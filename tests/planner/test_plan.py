@@ -250,6 +250,7 @@ def test_states_are_paid_for_before_pages(dtype, block):
         dtype=dtype,
         max_num_seqs=7,
         page_size=1,
+        prefix_cache=False,
         cache_bytes=states + 1000 * per_token + per_token - 1,
     )
     assert made.num_pages == 1000
@@ -278,10 +279,40 @@ def test_states_that_fill_the_cache_are_refused_with_both_ways_out():
     assert plan(model=make_hybrid(), max_num_seqs=1, cache_bytes=states).max_model_len > 100
 
 
-def test_prefixes_are_not_reused_where_states_cannot_be_restored():
-    assert not plan(model=make_hybrid()).prefix_cache
-    assert not plan(model=make_hybrid(), prefix_cache=True).prefix_cache
-    assert plan(prefix_cache=True).prefix_cache
+SAVED = 3 * (4 * 8 * 12 * 4 + 3 * (2 * 2 * 8 + 4 * 12) * 4)  # bytes of a saved state of make_hybrid
+
+
+def test_saved_states_get_a_quarter_of_the_cache_beside_the_rows():
+    rows, per_token = 2 * state_bytes(1), 2 * 2 * 8 * 4
+    made = plan(model=make_hybrid(9000), max_num_seqs=1, cache_bytes=rows + 40 * SAVED)
+    assert made.num_states == 9  # and a spare slot
+    assert made.num_pages == 30 * SAVED // per_token // made.page_size
+    assert (made.prefix_cache, made.state_grid) == (True, 64)
+    assert made.reasons["prefix_state_bytes"] == "1/4 of the cache: 9 states of 0.0 MB"
+
+
+def test_saved_states_get_what_is_asked_for():
+    asked = plan(model=make_hybrid(), prefix_state_bytes=5 * SAVED)
+    assert asked.num_states == 4
+    assert plan(model=make_hybrid(), prefix_state_bytes=1 << 40, cache_bytes=1 << 41).num_states == 512
+
+
+@pytest.mark.parametrize("asked", [0, 2 * SAVED - 1])
+def test_prefixes_are_not_reused_if_no_state_can_be_saved(asked):
+    made = plan(model=make_hybrid(), prefix_state_bytes=asked)
+    assert (made.num_states, made.prefix_cache) == (0, False)
+    assert "too little for a recurrent state" in made.reasons["prefix_cache"]
+    assert plan(model=make_model(), prefix_state_bytes=asked).prefix_cache
+
+
+def test_states_are_saved_where_a_page_ends():
+    assert plan(model=make_hybrid(), page_size=24).state_grid == 192
+
+
+def test_no_state_is_saved_without_a_prefix_cache():
+    made = plan(model=make_hybrid(), prefix_cache=False)
+    assert (made.num_states, made.prefix_cache) == (0, False)
+    assert "prefix_cache" not in made.reasons
 
 
 # ---- quantization

@@ -57,11 +57,12 @@ def test_so_it_is_in_rows_that_are_filled_up_and_steps_that_overlap(monkeypatch)
 
 @pytest.mark.slow  # tests/lossless has these layers in every run
 def test_so_it_is_with_recurrent_layers_and_experts():
-    table = Equality(*families.pair("qwen3_5_moe-whole"), PROMPTS, 20, replays=True)
+    models, plan = families.pair("qwen3_5_moe-whole")
+    table = Equality(models, replace(plan, state_grid=16), PROMPTS, 20, replays=True)
     table.learn_baseline()
     lines = list(table.lines())
     assert all(line.is_well for line in lines), equality.table(lines)
-    assert table.left_out() == ["with a prefix hit: layers with a state cannot take up a found prefix"]
+    assert table.left_out() == []
 
 
 def test_an_answer_that_differs_is_told_with_its_place():

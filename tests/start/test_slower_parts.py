@@ -166,6 +166,16 @@ def test_heads_that_a_cpu_s_attention_does_not_take_are_named(tmp_path, head_dim
     assert [said in line for line in found] == ([] if said is None else [True])
 
 
+@pytest.mark.parametrize(("asked", "is_named"), [(1000, True), ("auto", False)])
+def test_a_hybrid_whose_states_cannot_be_saved_is_named(tmp_path, asked, is_named):
+    engine = family_engine("qwen3_5-whole", tmp_path, prefix_state_bytes=asked, dtype="float32")
+    found = slower_parts(engine.models, engine.plan)
+    assert (
+        any("prompts that begin alike are computed whole: --prefix-state-bytes" in one for one in found)
+        is is_named
+    )
+
+
 # ---- a start says so
 
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from blockdraft.kernels.gated_delta import EPS, Tape
+from blockdraft.kernels.gated_delta import EPS, Saves, Tape
 from blockdraft.kernels.llvm.compiler import inlined, kernel, taken, unrolled
 from blockdraft.kernels.llvm.jit import REALS, Jit
 from blockdraft.kernels.llvm.language import (
@@ -51,8 +51,9 @@ class GatedDeltaKernels:
         self._dtype = dtype
         self._piece = columns_of_piece(REALS[dtype])
         self._rms_norm = llvm_rows(dtype).rms_norm
-        self._scan = Jit(do_tokens, real=REALS[dtype], is_fold=False)
-        self._fold = Jit(do_tokens, real=REALS[dtype], is_fold=True)
+        self._scan = Jit(do_tokens, real=REALS[dtype], is_fold=False, saves=False)
+        self._fold = Jit(do_tokens, real=REALS[dtype], is_fold=True, saves=False)
+        self._save = Jit(do_tokens, real=REALS[dtype], is_fold=True, saves=True)
         self._convolve: dict[int, Jit] = {}  # by the number of taps
 
     def scan(
@@ -70,16 +71,28 @@ class GatedDeltaKernels:
         decay = torch.exp(gate.to(dtype)).contiguous()
         tape = Tape(decay=decay, key=key, delta=torch.empty_like(value))
         out = torch.empty_like(value)
-        self._run(self._scan, state, tape, (query, value, rate, out, None))
+        self._run(self._scan, state, tape, (query, value, rate, out, None, None, None))
         return out.to(v.dtype), tape
 
-    def fold(self, state: Tensor, tape: Tape, counts: Tensor) -> None:
+    def fold(self, state: Tensor, tape: Tape, counts: Tensor, saves: Saves | None = None) -> None:
         assert counts.shape == state.shape[:1]
         tape = Tape(*(part.contiguous() for part in tape))
-        self._run(self._fold, state, tape, (None, None, None, None, counts.to(torch.int64).contiguous()))
+        counts = counts.to(torch.int64).contiguous()
+        if saves is None:
+            self._run(self._fold, state, tape, (None, None, None, None, counts, None, None))
+            return
+        states, slots = saves
+        assert states.dtype == self._dtype
+        assert states[:1].is_contiguous()
+        assert slots.shape == tape.decay.shape[:2]
+        assert slots.dtype == torch.int64
+        saved = (states, slots.contiguous())
+        self._run(self._save, state, tape, (None, None, None, None, counts, *saved), states.stride(0))
 
-    def _run(self, jit: Jit, state: Tensor, tape: Tape, others: tuple[Tensor | None, ...]) -> None:
-        """Run a kernel; `others` are query, value, beta, out and counts, None where they are unused."""
+    def _run(
+        self, jit: Jit, state: Tensor, tape: Tape, others: tuple[Tensor | None, ...], saved_stride: int = 0
+    ) -> None:
+        """Run a kernel; `others` are its other arrays, None where they are unused."""
         num_rows, num_heads, key_size, value_size = state.shape
         num_tokens, num_groups = tape.key.shape[1:3]
         assert tape.key.shape == (num_rows, num_tokens, num_groups, key_size)
@@ -92,7 +105,7 @@ class GatedDeltaKernels:
         num_pieces = -(-value_size // self._piece)
         jit(
             num_rows * num_heads * num_pieces, num_pieces, num_tokens, num_heads, num_groups, key_size,
-            value_size, state.stride(0), state, *tape, *others,
+            value_size, state.stride(0), saved_stride, state, *tape, *others,
             is_small=state.numel() * num_tokens < _SERIAL_OPS,
         )  # fmt: skip
 
@@ -140,6 +153,8 @@ class HeadPlace(NamedTuple):
     value: Reals
     delta: Reals
     out: Reals
+    saved: Reals
+    slots: Longs
 
 
 class Sizes(NamedTuple):
@@ -150,17 +165,20 @@ class Sizes(NamedTuple):
     head_step: Int
     key_step: Int
     value_step: Int
+    saved_step: Int  # from one saved state to the next
 
 
 @kernel
 def do_tokens(
     num_items: Int, num_pieces: Int, num_tokens: Int, num_heads: Int, num_groups: Int, key_size: Int,
-    value_size: Int, state_stride: Int, state: Reals, decay: Reals, key: Reals, delta: Reals,
-    query: Reals, value: Reals, beta: Reals, out: Reals, counts: Longs, *, real: Type, is_fold: bool,
+    value_size: Int, state_stride: Int, saved_stride: Int, state: Reals, decay: Reals, key: Reals,
+    delta: Reals, query: Reals, value: Reals, beta: Reals, out: Reals, counts: Longs, saved: Reals,
+    slots: Longs, *, real: Type, is_fold: bool, saves: bool,
 ) -> None:  # fmt: skip
     """Scan all tokens, or fold the first `counts[row]`; an item is a piece of one head's columns."""
     own = state.scratch(real, key_size * columns_of_piece(real))
-    sizes = Sizes(key_size, value_size, num_heads, num_groups * key_size, num_heads * value_size)
+    steps = (num_heads, num_groups * key_size, num_heads * value_size, saved_stride)
+    sizes = Sizes(key_size, value_size, *steps)
     for item in taken(num_items):
         row = item // num_pieces // num_heads
         head = item // num_pieces % num_heads
@@ -172,21 +190,22 @@ def do_tokens(
             state=state + (row * state_stride + head * key_size * value_size),
             decay=decay + head_at, beta=beta + head_at, key=key + key_at, query=query + key_at,
             value=value + head_at * value_size, delta=delta + head_at * value_size,
-            out=out + head_at * value_size,
+            out=out + head_at * value_size, saved=saved + head * key_size * value_size,
+            slots=slots + row * num_tokens,
         )  # fmt: skip
         column = item % num_pieces * columns_of_piece(real)
         end = smallest(column + columns_of_piece(real), value_size)
         if count > 0:
             for vectors, lanes in vectors_of_pieces(real):
                 while column + vectors * lanes <= end:
-                    do_columns(at, sizes, column, count, own, real.wide(lanes), vectors, is_fold)
+                    do_columns(at, sizes, column, count, own, real.wide(lanes), vectors, is_fold, saves)
                     column += vectors * lanes
 
 
 @inlined
 def do_columns(
     at: HeadPlace, sizes: Sizes, column: Int, count: Int, own: Reals, vector: Type, vectors: int,
-    is_fold: bool,
+    is_fold: bool, saves: bool,
 ) -> None:  # fmt: skip
     """Process all tokens for some vectors of columns.
 
@@ -227,6 +246,12 @@ def do_columns(
         if not is_fold:
             for i in unrolled(vectors):
                 store(at.out + (columns_at + i * lanes), outs[i])
+        if saves and at.slots[t] > 0:
+            slot = at.saved + (at.slots[t] * sizes.saved_step + column)
+            for k in range(sizes.key):
+                for i in unrolled(vectors):
+                    row = target + (k * target_stride + i * lanes)
+                    store(slot + (k * sizes.value + i * lanes), load(row, lanes))
         source, source_stride = own, vectors * lanes
 
 

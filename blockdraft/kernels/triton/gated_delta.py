@@ -22,6 +22,9 @@ on constants of the shape, and kernels are not specialised on numbers that vary,
 (a kernel gets the layer's number instead of a pointer). Only the scratch row, which pads a batch, may occur
 twice, as its results are not used.
 
+`_advance` also saves states at multiples of a grid, and `_mix` the tails. `_mix` does so before it is
+known if the token is committed: if it is not, another token at its position saves again.
+
 A state is stored with k innermost: the threads of a warp that share a column then sum by shuffles, without
 shared memory. Four parts of k are four tensors, so that a thread reads its share of each by one wide load.
 """
@@ -46,22 +49,44 @@ _EPS = tl.constexpr(EPS)
 
 
 @triton.jit
-def _convolved(x, n, place, tail, is_old, conv, channel, mask, x_stride, CHANNELS, WIDTH: tl.constexpr):
-    """Return silu of the convolution at token n, number `place` of its row, in float32, rounded to x's dtype.
+def _slot_after(saves, row, length, num_saves, GRID: tl.constexpr):
+    """Return the slot for the row's state after `length` tokens; 0: not saved."""
+    cell = length // GRID - 1
+    is_saved = (length % GRID == 0) & (cell < num_saves)
+    return tl.load(saves + row * num_saves + cell, mask=is_saved, other=0)
+
+
+@triton.jit
+def _input(x, n, place, tap, tail, is_old, channel, mask, x_stride, CHANNELS, WIDTH: tl.constexpr):
+    """Return the channels of input number `tap` of the convolution at token n, number `place` of its row.
 
     x points to the stream and `tail` to the row's tail; `is_old` is False if the row has no earlier tokens.
     """
+    back = WIDTH - 1 - tap
+    is_here = place >= back
+    here = tl.load(x + (n - back) * x_stride + channel, mask=mask & is_here, other=0.0)
+    there = tail + (place + tap) * CHANNELS + channel
+    before = tl.load(there, mask=mask & is_old & (place < back), other=0.0)
+    return tl.where(is_here, here, before)
+
+
+@triton.jit
+def _convolved(x, n, place, tail, is_old, conv, channel, mask, x_stride, CHANNELS, WIDTH: tl.constexpr):
+    """Return silu of the convolution at a token (see `_input`), in float32, rounded to x's dtype."""
     total = tl.zeros(channel.shape, tl.float32)
     for tap in tl.static_range(WIDTH):
-        back = WIDTH - 1 - tap
-        is_here = place >= back
-        here = tl.load(x + (n - back) * x_stride + channel, mask=mask & is_here, other=0.0)
-        there = tail + (place + tap) * CHANNELS + channel
-        before = tl.load(there, mask=mask & is_old & (place < back), other=0.0)
+        value = _input(x, n, place, tap, tail, is_old, channel, mask, x_stride, CHANNELS, WIDTH)
         weight = tl.load(conv + channel * WIDTH + tap, mask=mask, other=0.0)
-        value = tl.where(is_here, here, before).to(tl.float32)
-        total = tl.fma(value, weight.to(tl.float32), total)
+        total = tl.fma(value.to(tl.float32), weight.to(tl.float32), total)
     return (total / (1.0 + tl.exp(-total))).to(x.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def _save_tail(saved, x, n, place, tail, is_old, channel, mask, x_stride, CHANNELS, WIDTH: tl.constexpr):
+    """Write the last WIDTH - 1 inputs up to token n (see `_input`) to the tail `saved`."""
+    for tap in tl.static_range(1, WIDTH):
+        value = _input(x, n, place, tap, tail, is_old, channel, mask, x_stride, CHANNELS, WIDTH)
+        tl.store(saved + (tap - 1) * CHANNELS + channel, value, mask=mask)
 
 
 @triton.jit
@@ -86,12 +111,14 @@ def _row_of(n, offsets, num_active, num_each, BLOCK_R: tl.constexpr):
     return r
 
 
-@triton.jit(do_not_specialize=["layer", "num_rows", "num_taped", "num_active", "num_each"])
+@triton.jit(do_not_specialize=["layer", "num_rows", "num_taped", "num_active", "num_each", "num_saves"])
 def _mix(
-    x, beta, gate, conv, decay_log, gate_bias, tail, rows, starts, offsets, query, key, dots, value, decay,
-    rate, inputs, x_stride, beta_stride, gate_stride, layer, num_rows, num_taped, num_active, num_each, scale,
+    x, beta, gate, conv, decay_log, gate_bias, tail, rows, starts, offsets, saves, query, key, dots, value,
+    decay, rate, inputs, x_stride, beta_stride, gate_stride, layer, num_rows, num_taped, num_active, num_each,
+    num_saves, scale,
     CHANNELS: tl.constexpr, NUM_GROUPS: tl.constexpr, NUM_HEADS: tl.constexpr, K: tl.constexpr,
-    V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
+    V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, WIDTH: tl.constexpr, GRID: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     let_next_start(PDL)
     n = tl.program_id(0).to(tl.int64)
@@ -99,10 +126,13 @@ def _mix(
     wait_for_previous(PDL)
     r = _row_of(n, offsets, num_active, num_each, 32)
     place = n - tl.load(offsets + r)
-    is_old = tl.load(starts + r) > 0
+    start = tl.load(starts + r)
+    is_old = start > 0
     layer = layer.to(tl.int64)
-    row = layer * num_rows + tl.load(rows + r)
-    tail_r = tail + row * (WIDTH - 1) * CHANNELS
+    row = tl.load(rows + r)
+    slot = _slot_after(saves, row, start + place + 1, num_saves, GRID)
+    saved = tail + (layer * num_rows + slot) * (WIDTH - 1) * CHANNELS
+    tail_r = tail + (layer * num_rows + row) * (WIDTH - 1) * CHANNELS
     taped = layer * num_taped + n  # the index in the tape of all layers; n without a tape
     if part < NUM_GROUPS:
         k = tl.arange(0, BLOCK_K)
@@ -111,10 +141,14 @@ def _mix(
         q_n = _convolved(x, n, place, tail_r, is_old, conv, channel, mask, x_stride, CHANNELS, WIDTH)
         if num_taped != 0:
             _keep(x + n * x_stride, inputs + taped * CHANNELS, channel, mask)
+        if slot > 0:
+            _save_tail(saved, x, n, place, tail_r, is_old, channel, mask, x_stride, CHANNELS, WIDTH)
         channel += NUM_GROUPS * K
         k_n = _convolved(x, n, place, tail_r, is_old, conv, channel, mask, x_stride, CHANNELS, WIDTH)
         if num_taped != 0:
             _keep(x + n * x_stride, inputs + taped * CHANNELS, channel, mask)
+        if slot > 0:
+            _save_tail(saved, x, n, place, tail_r, is_old, channel, mask, x_stride, CHANNELS, WIDTH)
         q_n = q_n * tl.rsqrt(tl.sum(q_n * q_n, axis=0) + _EPS) * scale
         k_n = k_n * tl.rsqrt(tl.sum(k_n * k_n, axis=0) + _EPS)
         at = n * NUM_GROUPS + part
@@ -130,6 +164,8 @@ def _mix(
         v_n = _convolved(x, n, place, tail_r, is_old, conv, v_channel, v_mask, x_stride, CHANNELS, WIDTH)
         if num_taped != 0:
             _keep(x + n * x_stride, inputs + taped * CHANNELS, v_channel, v_mask)
+        if slot > 0:
+            _save_tail(saved, x, n, place, tail_r, is_old, v_channel, v_mask, x_stride, CHANNELS, WIDTH)
         at = n * NUM_HEADS + head
         tl.store(value + at * V + v, v_n, mask=v_mask)
         logit = tl.load(gate + n * gate_stride + head).to(tl.float32) + tl.load(gate_bias + head)
@@ -168,6 +204,14 @@ def _tile(state, v, mask, v_stride, k_stride, K: tl.constexpr, PART: tl.constexp
         mask & (2 * PART + k < K)[None, :],
         mask & (3 * PART + k < K)[None, :],
     )
+
+
+@triton.jit
+def _store_parts(at, s, is_there):
+    tl.store(at[0], s[0], mask=is_there[0])
+    tl.store(at[1], s[1], mask=is_there[1])
+    tl.store(at[2], s[2], mask=is_there[2])
+    tl.store(at[3], s[3], mask=is_there[3])
 
 
 @triton.jit
@@ -210,18 +254,19 @@ def _shift_tail(
     tl.store(tail + entry[:, None] * CHANNELS + channel[None, :], tl.where(is_tail, old, new), mask=mask)
 
 
-@triton.jit(do_not_specialize=["first_layer", "num_rows", "num_taped", "is_kept"])
+@triton.jit(do_not_specialize=["first_layer", "num_rows", "num_taped", "num_saves"])
 def _advance(
-    query, key, dots, value, decay, rate, delta, reads, x, state, tail, rows, starts, offsets, counts,
-    x_stride, row_stride, head_stride, v_stride, k_stride, first_layer, num_rows, num_taped, is_kept,
+    query, key, dots, value, decay, rate, delta, reads, x, state, tail, rows, starts, offsets, saves, counts,
+    x_stride, row_stride, head_stride, v_stride, k_stride, first_layer, num_rows, num_taped, num_saves,
     CHANNELS: tl.constexpr, NUM_GROUPS: tl.constexpr, NUM_HEADS: tl.constexpr, K: tl.constexpr,
     V: tl.constexpr, PART: tl.constexpr, BLOCK_V: tl.constexpr, SHARE: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK_W: tl.constexpr, IS_FOLD: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_W: tl.constexpr, GRID: tl.constexpr, IS_FOLD: tl.constexpr, IS_KEPT: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Scan or fold; see the module's docstring.
 
     A fold reads a tape of num_taped tokens per layer, the first `counts` of each row; x holds the tape's
-    inputs. A scan reads all tokens of a row and writes `reads`. If `is_kept`, the scan updates states and
+    inputs. A scan reads all tokens of a row and writes `reads`. If IS_KEPT, the scan updates states and
     tails, and num_taped is 0. Otherwise it does not change them, and writes `delta` to the tape, to which
     `_mix` has written key and decay.
     """
@@ -234,8 +279,9 @@ def _advance(
     v = tl.program_id(0) % slices * BLOCK_V + tl.arange(0, BLOCK_V)
     mask = v < V
     wait_for_previous(PDL)
-    row = layer * num_rows + tl.load(rows + r)
-    is_old = tl.load(starts + r) > 0
+    row = tl.load(rows + r)
+    start = tl.load(starts + r)
+    is_old = start > 0
     begin = tl.load(offsets + r)
     end = begin + tl.load(counts + r) if IS_FOLD else tl.load(offsets + r + 1)
     if begin == end:
@@ -252,8 +298,8 @@ def _advance(
         rate += head
         dots += group
         reads += head * V
-    state += row * row_stride + head * head_stride
-    at, is_there = _tile(state, v, mask, v_stride, k_stride, K, PART)
+    state += layer * num_rows * row_stride + head * head_stride
+    at, is_there = _tile(state + row * row_stride, v, mask, v_stride, k_stride, K, PART)
     s = (
         tl.load(at[0], mask=is_there[0] & is_old, other=0.0),
         tl.load(at[1], mask=is_there[1] & is_old, other=0.0),
@@ -268,38 +314,44 @@ def _advance(
         query_n = _load_parts(query + begin * NUM_GROUPS * K, K, PART)
         rate_n = tl.load(rate + begin * NUM_HEADS)
         dot_n = tl.load(dots + begin * NUM_GROUPS)
-    for n in range(begin, end):
-        after = tl.minimum(n + 1, end - 1)
-        next_key = _load_parts(key + after * NUM_GROUPS * K, K, PART)
-        next_decay = tl.load(decay + after * NUM_HEADS)
-        next_value = tl.load(value + after * NUM_HEADS * V + v, mask=mask, other=0.0).to(tl.float32)
-        if IS_FOLD:
-            delta_n = value_n
-        else:
-            next_query = _load_parts(query + after * NUM_GROUPS * K, K, PART)
-            next_rate = tl.load(rate + after * NUM_HEADS)
-            next_dot = tl.load(dots + after * NUM_GROUPS)
-            held = _dot(s, key_n)
-            read = _dot(s, query_n)
-            delta_n = rate_n * tl.fma(-decay_n, held, value_n)
-            out = tl.fma(dot_n, delta_n, decay_n * read)
-            tl.store(reads + n * NUM_HEADS * V + v, out.to(reads.dtype.element_ty), mask=mask)
-            if is_kept == 0:
-                tl.store(delta + n * NUM_HEADS * V + v, delta_n, mask=mask)
-            query_n = next_query
-            rate_n = next_rate
-            dot_n = next_dot
-        s = _step(s, key_n, delta_n, decay_n)
-        key_n = next_key
-        decay_n = next_decay
-        value_n = next_value
-    if is_kept != 0:
-        tl.store(at[0], s[0], mask=is_there[0])
-        tl.store(at[1], s[1], mask=is_there[1])
-        tl.store(at[2], s[2], mask=is_there[2])
-        tl.store(at[3], s[3], mask=is_there[3])
+    # Up to one multiple of GRID tokens after the other; a block to verify, which saves nothing, at once.
+    size: tl.constexpr = GRID if IS_KEPT else 2**30
+    for first in range(begin - start % size, end, size):
+        stop = tl.minimum(first + size, end)
+        for n in range(tl.maximum(first, begin), stop):
+            after = tl.minimum(n + 1, end - 1)
+            next_key = _load_parts(key + after * NUM_GROUPS * K, K, PART)
+            next_decay = tl.load(decay + after * NUM_HEADS)
+            next_value = tl.load(value + after * NUM_HEADS * V + v, mask=mask, other=0.0).to(tl.float32)
+            if IS_FOLD:
+                delta_n = value_n
+            else:
+                next_query = _load_parts(query + after * NUM_GROUPS * K, K, PART)
+                next_rate = tl.load(rate + after * NUM_HEADS)
+                next_dot = tl.load(dots + after * NUM_GROUPS)
+                held = _dot(s, key_n)
+                read = _dot(s, query_n)
+                delta_n = rate_n * tl.fma(-decay_n, held, value_n)
+                out = tl.fma(dot_n, delta_n, decay_n * read)
+                tl.store(reads + n * NUM_HEADS * V + v, out.to(reads.dtype.element_ty), mask=mask)
+                if not IS_KEPT:
+                    tl.store(delta + n * NUM_HEADS * V + v, delta_n, mask=mask)
+                query_n = next_query
+                rate_n = next_rate
+                dot_n = next_dot
+            s = _step(s, key_n, delta_n, decay_n)
+            key_n = next_key
+            decay_n = next_decay
+            value_n = next_value
+        if IS_KEPT:
+            slot = _slot_after(saves, row, start + stop - begin, num_saves, GRID)
+            if slot > 0:
+                saved, _ = _tile(state + slot * row_stride, v, mask, v_stride, k_stride, K, PART)
+                _store_parts(saved, s, is_there)
+    if IS_KEPT:
+        _store_parts(at, s, is_there)
         if WIDTH > 1:
-            tail += row * (WIDTH - 1) * CHANNELS
+            tail += (layer * num_rows + row) * (WIDTH - 1) * CHANNELS
             x += begin * x_stride
             _shift_tail(
                 tail, is_old, x, x_stride, end - begin, tl.program_id(0), CHANNELS, SHARE, WIDTH, BLOCK_W
@@ -373,7 +425,7 @@ def _shape(at: RowStates) -> _Shape:
     assert at.state.stride(0) == num_rows * at.state.stride(1)
     assert at.tail.is_contiguous()
     assert at.offsets.shape[0] == at.rows.shape[0] + 1 == at.starts.shape[0] + 1
-    assert all(part.dtype == torch.int64 and part.is_contiguous() for part in at[2:5])
+    assert all(part.dtype == torch.int64 and part.is_contiguous() for part in (*at[2:5], at.saves.slots))
     return _Shape(channels, num_groups, num_heads, k, v, at.tail.shape[2] + 1)
 
 
@@ -420,34 +472,36 @@ def scan(
     if count == 0:
         return reads
     where, num_active = (layer, at.state.shape[1], num_taped), at.rows.shape[0]
+    slots, grid = at.saves
     num_each = at.max_count if count == num_active * at.max_count else 0
     _mix[(count, shape.num_groups + shape.num_heads)](
-        x, beta, gate, *weights, at.tail, at.rows, at.starts, at.offsets, query, key, dots, value, decay,
-        rate, inputs, x.stride(0), beta.stride(0), gate.stride(0), *where, num_active, num_each,
-        shape.k**-0.5,
+        x, beta, gate, *weights, at.tail, at.rows, at.starts, at.offsets, slots, query, key, dots, value,
+        decay, rate, inputs, x.stride(0), beta.stride(0), gate.stride(0), *where, num_active, num_each,
+        slots.shape[1], shape.k**-0.5,
         CHANNELS=shape.channels, NUM_GROUPS=shape.num_groups, NUM_HEADS=shape.num_heads, K=shape.k, V=shape.v,
         BLOCK_K=triton.next_power_of_2(shape.k), BLOCK_V=triton.next_power_of_2(shape.v), WIDTH=shape.width,
-        num_warps=1, **overlap(x.device),
+        GRID=grid, num_warps=1, **overlap(x.device),
     )  # fmt: skip
     _advance[(shape.num_programs, num_active, 1)](
         query, key, dots, value, decay, rate, delta, reads, x, at.state, at.tail, at.rows, at.starts,
-        at.offsets, None, x.stride(0), *_strides(at.state), *where, int(tape is None), IS_FOLD=False,
-        **shape.constants(x.device),
+        at.offsets, slots, None, x.stride(0), *_strides(at.state), *where, slots.shape[1],
+        GRID=grid, IS_FOLD=False, IS_KEPT=tape is None, **shape.constants(x.device),
     )  # fmt: skip
     return reads
 
 
 def fold(tape: RowTape, at: RowStates, counts: Tensor) -> None:
     """Implement the fold of `gated_delta.InPlace`."""
-    shape = _shape(at)
+    shape, (slots, grid) = _shape(at), at.saves
     num_layers, num_rows = at.state.shape[:2]
     assert tape.decay.shape[0] == num_layers
     assert counts.shape == at.rows.shape
     assert counts.dtype == torch.int64
     _advance[(shape.num_programs, at.rows.shape[0], num_layers)](
         None, tape.key, None, None, tape.decay, None, tape.delta, None, tape.inputs, at.state, at.tail,
-        at.rows, at.starts, at.offsets, counts, shape.channels, *_strides(at.state), 0, num_rows,
-        tape.decay.shape[1], 1, IS_FOLD=True, **shape.constants(at.state.device),
+        at.rows, at.starts, at.offsets, slots, counts, shape.channels, *_strides(at.state), 0, num_rows,
+        tape.decay.shape[1], slots.shape[1], GRID=grid, IS_FOLD=True, IS_KEPT=True,
+        **shape.constants(at.state.device),
     )  # fmt: skip
 
 

@@ -97,6 +97,9 @@ def _engine(snapshot: Snapshot, labels: Labels) -> Iterator[Metric]:
         "reason",
     )
     yield _gauge("vllm:kv_cache_usage_perc", "Share of the cache's pages in use; 1 is all.", used, labels)
+    text = "Recurrent states saved for prefix hits, and slots for them."
+    states = {"saved": snapshot.num_states_saved, "slots": snapshot.num_states}
+    yield _gauge("blockdraft:states", text, states, labels, "kind")
     for counter, text, value in (
         (
             "vllm:prefix_cache_queries",
@@ -116,6 +119,7 @@ def _engine(snapshot: Snapshot, labels: Labels) -> Iterator[Metric]:
         ),
         ("vllm:generation_tokens", "Generated tokens.", snapshot.generation_tokens),
         ("vllm:num_preemptions", "Preemptions, for lack of cache pages.", snapshot.num_preemptions),
+        ("blockdraft:states_evicted", "Recurrent states evicted for others.", snapshot.num_states_evicted),
         ("vllm:spec_decode_num_drafts", "Blocks with drafts that were verified.", snapshot.num_drafts),
         ("vllm:spec_decode_num_draft_tokens", "Drafts that were verified.", snapshot.num_drafted),
         ("vllm:spec_decode_num_accepted_tokens", "Drafts that were accepted.", snapshot.num_accepted),
